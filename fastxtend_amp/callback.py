@@ -1,0 +1,302 @@
+"When, in fastai's training loop, does each thing happen?"
+from __future__ import annotations
+
+import inspect, warnings
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from fastai.callback import fp16
+from fastai.callback.core import (CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException,
+                                  CancelStepException, CancelTrainException, CancelValidException)
+from torch.amp import GradScaler
+
+from .convert import HALF, to_fp32
+from .guard import AutocastState, GradModeSwitches, LoopGuard, cache_loses_gradients
+from .mode import (AMPMode, autocast_available, check_supported, emulation_warning, fastest_native, model_device)
+from .scaling import GradStage, LossScaling
+
+__all__ = ['MixedPrecision', 'PRECISION_CALLBACKS']
+
+PRECISION_CALLBACKS = (fp16.MixedPrecision, fp16.ModelToHalf, fp16.NonNativeMixedPrecision)
+_CANCEL = (CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException, CancelStepException,
+           CancelTrainException, CancelValidException)
+
+
+@dataclass
+class _Fit:
+    "What lasts from `before_fit` to `after_fit`."
+    device: torch.device
+    mode: AMPMode | None
+    autocast: Any = None          # the context that is entered in a batch, None outside
+    cancelled: bool = False       # was this batch left with CancelBatchException?
+    checked: bool = False         # were the checks made that only training needs?
+    before_lr_find: Any = None    # what to restore, because the fit is lr_find's
+
+
+@dataclass
+class _Batch:
+    "What a batch must put back; batches nest when a callback validates inside one."
+    autocast_state: AutocastState
+    outer: tuple                  # `autocast` and `cancelled` of the batch around it
+    training: bool
+    watched: bool
+
+
+class MixedPrecision(fp16.MixedPrecision):
+    """Mixed precision training with PyTorch's automatic mixed precision, on the device the model is on.
+
+    autocast covers the forward pass and the loss, in training and validation. Predictions reach the loss, the metrics
+    and `get_preds` in fp32, and the loss is fp32. In fp16 a `GradScaler` scales the loss; gradients are unscaled before
+    any `before_step` callback of a higher order runs, and a step with non-finite gradients is skipped whole.
+
+    Raises `ValueError` at construction for an unknown mode or an unusable scaling argument, and when `fit` starts if
+    the device cannot run the mode, if parameters to be trained are fp16 already, or if the optimizer needs a closure.
+
+    Source: https://docs.pytorch.org/docs/stable/amp.html; loss scaling: Micikevicius et al., Mixed Precision Training,
+    https://arxiv.org/abs/1710.03740.
+    """
+    order = 10  # after TrainEvalCallback (-10) has moved the model; between GradientAccumulation (6) and GradientClip (11)
+
+    def __init__(self,
+        amp_mode: str | AMPMode | torch.dtype = AMPMode.FP16, # 'fp16', 'bf16', or 'auto': the fastest that the device does natively
+        init_scale: float = 65536.0, # Loss scale to start from (fp16)
+        growth_factor: float = 2.0, # The scale is multiplied by this after `growth_interval` steps without a skip (fp16)
+        backoff_factor: float = 0.5, # The scale is multiplied by this after a skipped step (fp16)
+        growth_interval: int = 2000, # Steps without a skip after which the scale grows (fp16)
+        enabled: bool = True, # Whether to scale the loss at all (fp16)
+        *,
+        loss_scale: float | None = None, # A static loss scale instead, which never grows or shrinks; fastai v1 used 512 (fp16)
+        scaler: GradScaler | None = None, # A ready `torch.amp.GradScaler`, or an instance of a subclass, to use instead (fp16)
+    ):
+        self.amp_mode = 'auto' if isinstance(amp_mode, str) and amp_mode.lower() == 'auto' else AMPMode(amp_mode)
+        self._scaling = LossScaling(init_scale, growth_factor, backoff_factor, growth_interval, enabled, loss_scale, scaler)
+        if scaler is not None and self.amp_mode is AMPMode.BF16:
+            raise ValueError(f"scaler={scaler!r} cannot be used with amp_mode='bf16', which needs no loss scaling. Leave it out, "
+                             "or take 'fp16' or 'auto'.")
+        self._mode = None if self.amp_mode == 'auto' else self.amp_mode
+        self._guard, self._fit, self._learn = LoopGuard(self), None, None
+
+    # fastai would look up each name on the learner and its model, and warn if it is there; these names are our own.
+    def __setattr__(self, name, value): object.__setattr__(self, name, value)
+
+    @property
+    def learn(self): return self.__dict__.get('_learn')
+    @learn.setter
+    def learn(self, learn):                                      # set by `add_cb`, and to None by `remove_cb`
+        if self.learn is not None and learn is not self.learn: self._detach()
+        self._learn = learn
+        # A callback may add us in the middle of a fit: `before_batch` is too late to guard that batch.
+        if learn is not None and getattr(learn, 'dl', None) is not None: self._guard.install(learn)
+
+    # -- what a user reads
+
+    @property
+    def scaling(self) -> LossScaling:
+        "The loss scaling behind this callback."
+        return self._scaling
+    @property
+    def mode(self) -> AMPMode | None:
+        "What `amp_mode` came to; None for fp32, and for 'auto' before the first fit."
+        return self._mode
+    @property
+    def scales(self) -> list[float]:
+        "The loss scale used at each attempted optimizer step since the callback was added, `lr_find`'s steps left out."
+        return self._scaling.history.scales
+    @property
+    def n_skipped(self) -> int:
+        "How many of these steps were skipped because a gradient was not finite."
+        return int(self._scaling.history.skips.sum())
+    @property
+    def skipped(self) -> bool:
+        "Was the last step skipped? Right from `before_step` of a higher order on, in `after_step` and in `after_batch`."
+        return self._scaling.skipped
+
+    def plot_scales(self,
+        ax = None, # The matplotlib axes to draw on; new ones if None
+    ): # The matplotlib axes
+        "Plot the loss scale over the optimizer steps, skipped steps marked."
+        import matplotlib.pyplot as plt
+        if ax is None: ax = plt.subplots()[1]
+        scales, skips = self.scales, self._scaling.history.skips
+        ax.plot(range(len(scales)), scales, drawstyle='steps-post', label='loss scale')
+        if skips.any():
+            where = skips.nonzero()[0]
+            ax.plot(where, [scales[i] for i in where], 'rx', label=f'skipped steps ({len(where)})')
+        if scales:
+            ax.set_yscale('log', base=2)
+            ax.legend()
+        else: ax.text(.5, .5, 'no loss scaling so far', ha='center', transform=ax.transAxes)
+        ax.set(xlabel='optimizer step', ylabel='loss scale')
+        return ax
+
+    def context(self) -> AbstractContextManager:
+        "A new autocast context in this callback's precision, for the device the model is on; it does nothing in fp32."
+        device = self._device()
+        mode = self._fit.mode if self._fit else self._decide(device)
+        return nullcontext() if mode is None else torch.autocast(device.type, dtype=mode.dtype)
+
+    # -- the events of fastai's loop
+
+    def before_fit(self):
+        "Decide the precision and get the scaler ready; raise before a batch is drawn if that cannot be done."
+        if self._guard.running: return                           # validate() or get_preds() called from inside a fit
+        self._close()                                            # what a fit that died between two batches left behind
+        self._open()
+
+    def before_train(self):
+        "Check what only training needs."
+        if self._fit is None: self._open()                       # an `after_fit` of a validation inside `before_fit`
+        if not self._fit.checked: self._check_training()
+
+    def before_batch(self):
+        "Enter autocast."
+        if self._fit is None: self._open()                       # added in the middle of a fit
+        if self._fit.mode is None: return
+        self._fit.autocast = torch.autocast(self._fit.device.type, dtype=self._fit.mode.dtype)
+        self._fit.autocast.__enter__()
+
+    def after_pred(self):
+        "Give the loss and the metrics fp32."
+        if self._active: self.learn.pred = to_fp32(self.learn.pred)
+
+    def after_loss(self):
+        "Exit autocast; record and back-propagate the loss in fp32."
+        if not self._active: return
+        self._exit_autocast()
+        if not len(self.learn.yb) or self.learn.loss_grad.dtype not in HALF: return
+        self.learn.loss_grad, self.learn.loss = self.learn.loss_grad.float(), self.learn.loss.float()
+
+    def before_backward(self):
+        "Scale the loss."
+        self.learn.loss_grad = self._scaling.scale(self.learn.loss_grad)
+
+    def before_step(self):
+        "Unscale the gradients; skip the step if one of them is not finite."
+        if self._scaling.unscale(self.learn.opt): raise CancelStepException()
+
+    def after_cancel_step(self):
+        "Another callback called the step off: leave the scale alone."
+        if not self._scaling.skipped: self._scaling.cancel()
+
+    def after_step(self):
+        "Let the scale grow or back off."
+        self._scaling.update()
+
+    def after_cancel_batch(self):
+        "Exit autocast before callbacks of a higher order run."
+        if self._fit is None: return
+        self._fit.cancelled = True
+        self._exit_autocast()
+
+    def after_batch(self):
+        "Exit autocast if an event was left out."
+        if self._fit is not None: self._exit_autocast()
+
+    def after_fit(self):
+        "Leave nothing behind but the scale and its history."
+        if not self._guard.running: self._close()
+
+    # -- how that is done
+
+    @property
+    def _active(self): return self._fit is not None and self._fit.mode is not None
+
+    def _device(self):
+        return model_device(self.learn.model, getattr(self.learn.dls, 'device', None) or torch.device('cpu'))
+
+    def _decide(self, device):
+        if not autocast_available(device.type):
+            if self.amp_mode == 'auto': return None
+            raise ValueError(f"amp_mode='{self.amp_mode.value}' cannot be used on device '{device}': PyTorch has no autocast "
+                             f"for {device.type} devices. What works there: `to_fp32()`.")
+        if self.amp_mode == 'auto': return fastest_native(device)
+        check_supported(self.amp_mode, device)
+        return self.amp_mode
+
+    def _open(self):
+        others = [cb for cb in self.learn.cbs if isinstance(cb, PRECISION_CALLBACKS) and cb is not self]
+        if others:
+            raise ValueError(f"The learner has several precision callbacks: {[self, *others]}. Keep one: `learn.to_fp32()` removes "
+                             "them all, and `learn.to_fp16()` or `learn.to_bf16()` replaces them.")
+        device = self._device()
+        self._mode = mode = self._decide(device)
+        self._fit = _Fit(device, mode)
+        scaler = self._scaling.start(device.type, scaled=mode is not None and mode.needs_loss_scaling)
+        if 'lr_finder' in self.learn.__dict__: self._fit.before_lr_find = self._scaling.snapshot()
+        cache_loses_gradients()                                  # asked here, so that no batch is interrupted in it
+        self._guard.install(self.learn)
+        self.learn.scaler = scaler
+
+    def _check_training(self):
+        fit, self._fit.checked = self._fit, True
+        if fit.mode is None:
+            warnings.warn(f"amp_mode='auto': device '{fit.device}' does neither bf16 nor fp16 natively, so training runs in fp32.")
+        elif message := emulation_warning(fit.mode, fit.device): warnings.warn(message)
+        if not self._scaling.scaler.is_enabled(): return
+        half = [n for n, p in self.learn.model.named_parameters() if p.requires_grad and p.dtype is torch.float16]
+        if half:
+            raise ValueError(f"fp16 mixed precision needs fp32 parameters, but {len(half)} to be trained are fp16, such as '{half[0]}'. "
+                             "Call `learn.model.float()` first: autocast itself casts what can run in fp16.")
+        if _needs_closure(self.learn.opt):
+            raise ValueError(f"{type(getattr(self.learn.opt, 'opt', self.learn.opt)).__name__} needs a closure for its step, which "
+                             "GradScaler does not support. Use `learn.to_bf16()` or `learn.to_fp32()`, or another optimizer.")
+
+    def _exit_autocast(self):
+        ctx, self._fit.autocast = self._fit.autocast, None
+        if ctx is not None: ctx.__exit__(None, None, None)
+
+    def _enter_batch(self):
+        "Called by the guard before a batch: what `_leave_batch` needs, None if there is no autocast to guard."
+        fit, device_type = self._fit, self._fit.device.type if self._fit else self._device().type
+        if not autocast_available(device_type): return None
+        batch = _Batch(AutocastState(device_type), (fit.autocast, fit.cancelled) if fit else (None, False),
+                       self.learn.training, self.learn.training and cache_loses_gradients())
+        if fit: fit.autocast, fit.cancelled = None, False
+        return batch
+
+    def _leave_batch(self, batch, error):
+        "Called by the guard when a batch ended, by `error` or None; may be called twice."
+        if batch.watched: GradModeSwitches.unwatch()
+        batch.autocast_state.restore()
+        fit, scaling = self._fit, self._scaling
+        if fit is None: return
+        cancelled = fit.cancelled or error is not None
+        fit.autocast, fit.cancelled = batch.outer
+        if scaling.stage is GradStage.TRUE or not batch.training: return
+        if scaling.stage is GradStage.UNSCALED and (scaling.stepped or scaling.skipped): scaling.update()
+        if error is not None and not isinstance(error, _CANCEL): scaling.drop(self.learn.opt, self.learn.model)
+        elif scaling.stage is GradStage.SCALED: pass             # accumulating
+        elif cancelled: scaling.rescale(self.learn.opt)          # left between `unscale` and `zero_grad`: later batches add to them
+        else: scaling.stage = GradStage.TRUE                     # the loop has zeroed them
+
+    def _left_loop(self, event_type, error):
+        "Called by the guard when `error` leaves the outermost part of the loop that it sees: will `after_fit` follow?"
+        if not isinstance(error, CancelFitException if event_type == 'epoch' else _CANCEL): self._close()
+
+    def _close(self):
+        "Undo what `_open` did and drop scaled gradients; may be called at any time."
+        learn, fit = self.learn, self._fit
+        if learn is None: return
+        if fit is not None: self._exit_autocast()
+        self._scaling.drop(learn.opt, learn.model)
+        if fit is not None and fit.before_lr_find is not None: self._scaling.restore(fit.before_lr_find)
+        self._guard.remove()
+        if 'scaler' in learn.__dict__: learn.scaler = None
+        self._fit = None
+
+    def _detach(self):
+        self._close()
+        self.learn.__dict__.pop('scaler', None)
+
+
+def _needs_closure(opt) -> bool:
+    step = getattr(opt, 'opt', opt).step
+    closure = inspect.signature(step).parameters.get('closure')
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+# `delegates` put fastai's own signature on the base class, where `inspect.signature` would find it first.
+MixedPrecision.__signature__ = inspect.signature(MixedPrecision.__init__).replace(
+    parameters=list(inspect.signature(MixedPrecision.__init__).parameters.values())[1:])

@@ -1,0 +1,191 @@
+"Which precision, and can this device do it natively?"
+from __future__ import annotations
+
+import platform, sys, warnings
+from enum import Enum
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pandas as pd
+import torch
+from torch import nn
+
+__all__ = ['AMPMode', 'precision_support']
+
+_ALIASES = {'16-mixed': 'fp16', 'bf16-mixed': 'bf16', torch.float16: 'fp16', torch.bfloat16: 'bf16'}
+
+
+class AMPMode(str, Enum):
+    """Automatic mixed precision modes.
+
+    `AMPMode(value)` also takes Lightning's names ('16-mixed', 'bf16-mixed'), the torch dtypes, any letter case, and
+    members of fastai's own `AMPMode`; anything else is a `ValueError`.
+    """
+    FP16 = 'fp16'
+    BF16 = 'bf16'
+
+    @classmethod
+    def _missing_(cls, value):
+        if isinstance(value, Enum): value = value.value          # a member of fastai's own AMPMode
+        if isinstance(value, str): value = value.lower()
+        try: value = _ALIASES.get(value, value)
+        except TypeError: value = None                           # unhashable
+        return next((m for m in cls if m.value == value), None) or cls._refuse(value)
+
+    @classmethod
+    def _refuse(cls, value):
+        raise ValueError(f"amp_mode={value!r} is not a precision. Allowed: 'fp16' (or '16-mixed', torch.float16), 'bf16' "
+                         "(or 'bf16-mixed', torch.bfloat16), in any letter case, and 'auto' where a learner is at hand. "
+                         "For plain fp32 use `learn.to_fp32()`.")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        "The dtype that autocast runs eligible operators in."
+        return torch.float16 if self is AMPMode.FP16 else torch.bfloat16
+
+    @property
+    def needs_loss_scaling(self) -> bool:
+        "Whether gradients underflow without loss scaling: fp16 has 5 bits of exponent; bf16 has fp32's 8."
+        return self is AMPMode.FP16
+
+
+class Support(NamedTuple):
+    "How a device runs a mode: 'native', 'emulated' (it works, slower than native) or 'unsupported', and why."
+    status: str
+    why: str
+
+
+def _native(ok: bool, yes: str, no: str) -> Support: return Support('native', yes) if ok else Support('emulated', no)
+
+
+@lru_cache
+def _cpu_features() -> frozenset[str]:
+    "Lower-case names of this CPU's instruction sets, from PyTorch where it tells (2.11+), else from the system."
+    features: set[str] = set()
+    capabilities = getattr(torch.cpu, 'get_capabilities', None)
+    if capabilities is not None: features |= {k.lower() for k, v in capabilities().items() if v is True}
+    cpuinfo = Path('/proc/cpuinfo')
+    if cpuinfo.exists():
+        lines = cpuinfo.read_text(errors='replace').lower().splitlines()
+        features |= {f for l in lines if l.startswith(('flags', 'features')) for f in l.partition(':')[2].split()}
+    if sys.platform == 'darwin' and platform.machine() == 'arm64': features.add('fphp')
+    return frozenset(features)
+
+
+def _cpu(mode: AMPMode, device: torch.device) -> Support:
+    names = {'avx512_bf16', 'amx_bf16', 'bf16'} if mode is AMPMode.BF16 else {'avx512_fp16', 'amx_fp16', 'asimdhp', 'fphp'}
+    found = ', '.join(sorted(names & _cpu_features()))
+    return _native(bool(found), f'the CPU has {found}', f'the CPU has no {mode.value} arithmetic')
+
+
+def _cuda(mode: AMPMode, device: torch.device) -> Support:
+    if not torch.cuda.is_available(): return Support('unsupported', 'PyTorch finds no CUDA device')
+    if torch.version.hip: return Support('native', 'ROCm')
+    major, minor = torch.cuda.get_device_capability(device)
+    capability = f'compute capability {major}.{minor}'
+    if mode is AMPMode.FP16:
+        return _native((major, minor) >= (5, 3), capability + (', tensor cores' if major >= 7 else ', no tensor cores'),
+                       f'{capability}: fp16 arithmetic needs 5.3')
+    # `is_bf16_supported` counts emulation as support, so it cannot tell the two apart below 8.0.
+    if major >= 8: return Support('native', capability + ', tensor cores')
+    if torch.cuda.is_bf16_supported(): return Support('emulated', f'{capability}: bf16 arithmetic needs 8.0')
+    return Support('unsupported', f'{capability}: bf16 needs 8.0')
+
+
+def _mps(mode: AMPMode, device: torch.device) -> Support:
+    if not torch.backends.mps.is_available(): return Support('unsupported', 'PyTorch finds no Metal device')
+    return Support('native', 'Metal')
+
+
+def _xpu(mode: AMPMode, device: torch.device) -> Support:
+    if not torch.xpu.is_available(): return Support('unsupported', 'PyTorch finds no Intel GPU')
+    has = torch.xpu.get_device_capability(device).get('has_fp16' if mode is AMPMode.FP16 else 'has_bfloat16_conversions', True)
+    return _native(bool(has), 'Intel GPU', f'this Intel GPU has no {mode.value} arithmetic')
+
+
+def _xla(mode: AMPMode, device: torch.device) -> Support:
+    if 'torch_xla' not in sys.modules: return Support('unsupported', 'torch_xla is not imported')
+    import torch_xla.runtime as xr
+    kind = xr.device_type()
+    if kind == 'TPU': return _native(mode is AMPMode.BF16, 'TPU', 'a TPU computes in bf16 and fp32')
+    return _native(kind in ('CUDA', 'ROCM'), f'XLA on {kind}', f'XLA on {kind}')
+
+
+_RULES = {'cpu': _cpu, 'cuda': _cuda, 'mps': _mps, 'xpu': _xpu, 'xla': _xla}
+
+
+def autocast_available(device_type: str) -> bool:
+    "Whether PyTorch has an autocast for this type of device; False, too, for types it does not know."
+    try: return torch.amp.autocast_mode.is_autocast_available(device_type)
+    except RuntimeError: return False
+
+
+def mode_support(mode: AMPMode, device: torch.device) -> Support:
+    """How `device` runs `mode`.
+
+    CUDA by compute capability (NVIDIA's CUDA C++ programming guide), CPUs by their instruction sets; for the rest,
+    what PyTorch's autocast says when it is built.
+    """
+    if not autocast_available(device.type):
+        return Support('unsupported', f'PyTorch has no autocast for {device.type} devices')
+    support = _RULES.get(device.type, lambda mode, device: Support('native', 'as its backend says'))(mode, device)
+    if support.status == 'unsupported' or device.type == 'cuda': return support
+    with warnings.catch_warnings(record=True) as caught:         # autocast refuses a dtype with a warning, or an error
+        warnings.simplefilter('always')
+        try: usable = torch.autocast(device.type, dtype=mode.dtype)._enabled
+        except (RuntimeError, AssertionError) as e: return Support('unsupported', str(e).splitlines()[0])
+    return support if usable else Support('unsupported', ' '.join(str(w.message).splitlines()[0] for w in caught))
+
+
+def _devices() -> list[torch.device]:
+    found = ['cpu']
+    if torch.cuda.is_available(): found += [f'cuda:{i}' for i in range(torch.cuda.device_count())]
+    if torch.backends.mps.is_available(): found.append('mps')
+    if hasattr(torch, 'xpu') and torch.xpu.is_available(): found += [f'xpu:{i}' for i in range(torch.xpu.device_count())]
+    if 'torch_xla' in sys.modules: found.append('xla')
+    return [torch.device(d) for d in found]
+
+
+def precision_support(
+    device: str | torch.device | None = None, # The device to ask about; this machine's devices if None
+) -> pd.DataFrame: # One row per device and mode; columns device, mode, support, why
+    """Which precisions run natively, emulated, or not at all.
+
+    `support` is 'native', 'emulated' (it works, usually slower than fp32) or 'unsupported'; `why` is the reason. A name
+    that PyTorch does not know is a `ValueError`.
+    """
+    try: devices = _devices() if device is None else [torch.device(device)]
+    except RuntimeError as e: raise ValueError(f"device={device!r} is not a torch device: {str(e).splitlines()[0]}") from e
+    rows = [(str(d), m.value, *mode_support(m, d)) for d in devices for m in (AMPMode.BF16, AMPMode.FP16)]
+    return pd.DataFrame(rows, columns=['device', 'mode', 'support', 'why'])
+
+
+def fastest_native(device: torch.device) -> AMPMode | None:
+    "The fastest mode that `device` does natively: bf16 (no loss scaling), then fp16; None where fp32 is."
+    return next((m for m in (AMPMode.BF16, AMPMode.FP16) if mode_support(m, device).status == 'native'), None)
+
+
+def check_supported(mode: AMPMode, device: torch.device) -> None:
+    "Raise a `ValueError` that names device, mode and what would work if `device` cannot run `mode`."
+    support = mode_support(mode, device)
+    if support.status != 'unsupported': return
+    works = [f'`to_{m.value}()`' for m in AMPMode if mode_support(m, device).status != 'unsupported'] + ['`to_fp32()`']
+    raise ValueError(f"{mode.value} mixed precision does not run on device '{device}': {support.why}. "
+                     f"What works there: {', '.join(works)}.")
+
+
+def emulation_warning(mode: AMPMode, device: torch.device) -> str | None:
+    "What to tell a user whose `device` only emulates `mode`; None if it does not."
+    support = mode_support(mode, device)
+    if support.status != 'emulated': return None
+    faster = fastest_native(device)
+    choice = f'`learn.to_{faster.value}()`' if faster else '`learn.to_fp32()`'
+    return f"{mode.value} is emulated on device '{device}' ({support.why}): expect it to be slow. {choice} is the faster choice."
+
+
+def model_device(model: nn.Module, default: torch.device) -> torch.device:
+    "The device of `model`'s first parameter or buffer, else `default`."
+    tensor = next(model.parameters(), None)
+    if tensor is None: tensor = next(model.buffers(), None)
+    return torch.device(default) if tensor is None else tensor.device

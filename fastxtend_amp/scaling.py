@@ -1,0 +1,247 @@
+"How is the loss scaled, and was the step skipped?"
+from __future__ import annotations
+
+import math
+from enum import IntEnum
+from numbers import Integral, Real
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.amp import GradScaler
+
+DEFAULTS = dict(init_scale=65536.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000)
+
+
+class StaticGradScaler(GradScaler):
+    """A `GradScaler` whose scale neither grows nor shrinks, as fastai v1's `loss_scale`.
+
+    Steps with non-finite gradients are still skipped.
+    """
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None: self._per_optimizer_states.clear()
+
+
+def _is_number(x: Any, kind: type = Real) -> bool: return isinstance(x, kind) and not isinstance(x, (bool, np.bool_))
+
+
+def check_scaling_args(
+    init_scale: float, growth_factor: float, backoff_factor: float, growth_interval: int, enabled: bool,
+    loss_scale: float | None, scaler: GradScaler | None,
+) -> None:
+    "Raise a `ValueError` (`TypeError` for a `scaler` that is none) that names the first argument that cannot be used."
+    def check(ok, name, value, allowed):
+        if not ok: raise ValueError(f"{name}={value!r} cannot be used: {name} must be {allowed}.")
+    def finite(x): return _is_number(x) and math.isfinite(x)
+    check(finite(init_scale) and init_scale > 0, 'init_scale', init_scale, f"a finite number above 0, such as {DEFAULTS['init_scale']}")
+    check(finite(growth_factor) and growth_factor > 1, 'growth_factor', growth_factor, 'a finite number above 1, such as 2.0')
+    check(finite(backoff_factor) and 0 < backoff_factor < 1, 'backoff_factor', backoff_factor, 'a number between 0 and 1, both excluded, such as 0.5')
+    check(_is_number(growth_interval, Integral) and growth_interval > 0, 'growth_interval', growth_interval, 'an integer above 0, such as 2000')
+    check(loss_scale is None or (finite(loss_scale) and loss_scale > 0), 'loss_scale', loss_scale, 'a finite number above 0, such as 512.0, or None')
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        raise TypeError(f"scaler={scaler!r} cannot be used: scaler must be a torch.amp.GradScaler (or a subclass), or None.")
+    chosen = [n for n, v in (('loss_scale', loss_scale), ('scaler', scaler)) if v is not None]
+    given = dict(init_scale=init_scale, growth_factor=growth_factor, backoff_factor=backoff_factor, growth_interval=growth_interval)
+    clash = chosen[1:] + [f'{k}={v!r}' for k, v in given.items() if v != DEFAULTS[k]] + ([] if enabled else ['enabled=False'])
+    if chosen and clash:
+        raise ValueError(f"{chosen[0]} cannot be combined with {', '.join(clash)}: each settles the loss scale in its own way. "
+                         f"Keep one of them.")
+
+
+class _Rule(NamedTuple):
+    "What `GradScaler.update` makes of the scale, in its own arithmetic: fp32 scale, fp64 factors."
+    growth: float
+    backoff: float
+    interval: int
+
+    def next(self, scale: float, tracker: int, skipped: bool) -> tuple[float, int]:
+        if skipped: return float(np.float32(scale * self.backoff)), 0
+        if tracker + 1 < self.interval: return scale, tracker + 1
+        with np.errstate(over='ignore'): grown = float(np.float32(scale * self.growth))
+        return (grown if math.isfinite(grown) else scale), 0
+
+
+_CONSTANT = _Rule(1., 1., 1)
+
+
+class History:
+    """Which attempted steps were skipped, and the scale that each one used.
+
+    One bit a step (1.25 MB for 10 million steps); the scales are worked out from the bits when asked for. Where the
+    scale was not the outcome of the step before (at the start, after `load_state_dict` or `update(new_scale)`, with a
+    scaler of other rules) a mark holds what it was.
+    """
+    def __init__(self): self.n, self._bits, self._marks = 0, bytearray(), []
+
+    def mark(self, scale: float, tracker: int, rule: _Rule) -> None:
+        "From the next step on the scale is `scale`, its growth tracker `tracker`, and it changes by `rule`."
+        if self._marks and self._marks[-1][0] == self.n: self._marks.pop()
+        if self._marks and rule == _CONSTANT and self._marks[-1][1::2] == (scale, rule): return
+        self._marks.append((self.n, scale, tracker, rule))
+
+    def record(self, skipped: bool) -> None:
+        "Add an attempted step."
+        if self.n % 8 == 0: self._bits.append(0)
+        if skipped: self._bits[-1] |= 1 << self.n % 8
+        self.n += 1
+
+    def truncate(self, n: int) -> None:
+        "Forget all but the first `n` steps."
+        self.n, self._marks = n, [m for m in self._marks if m[0] <= n]
+        del self._bits[(n + 7) // 8:]
+        if n % 8: self._bits[-1] &= (1 << n % 8) - 1
+
+    @property
+    def skips(self) -> np.ndarray:
+        "For each attempted step, shape (n,), bool: was it skipped?"
+        return np.unpackbits(np.frombuffer(bytes(self._bits), np.uint8), bitorder='little')[:self.n].astype(bool)
+
+    @property
+    def scales(self) -> list[float]:
+        "For each attempted step the scale it used."
+        skips, scales, marks = self.skips.tolist(), [], iter(self._marks)
+        upcoming = next(marks, None)
+        scale = tracker = rule = None
+        for i, skipped in enumerate(skips):
+            if upcoming and upcoming[0] == i: (_, scale, tracker, rule), upcoming = upcoming, next(marks, None)
+            scales.append(scale)
+            scale, tracker = rule.next(scale, tracker, skipped)
+        return scales
+
+
+class GradStage(IntEnum):
+    "What the gradients in `.grad` are multiplied by, as `OptState` is to `GradScaler`, but across batches."
+    TRUE = 0     # by nothing, and no step is under way
+    SCALED = 1   # by the scale: some backward pass has run since the last step
+    UNSCALED = 2 # by nothing, and the optimizer's step is to come
+    SETTLED = 3  # by nothing: the step was taken, skipped or cancelled; `zero_grad` is to come
+
+
+class _Probe:
+    "Stands in for the optimizer in `GradScaler.step`, which calls `step` only when every gradient is finite."
+    def __init__(self, opt): self.param_groups, self.finite = [{'params': list(pl)} for pl in opt.param_lists], False
+    def step(self): self.finite = True
+
+
+class LossScaling:
+    """Loss scaling for one callback: none, static or dynamic, on a `torch.amp.GradScaler`.
+
+    It keeps the scaler from fit to fit, knows at each moment whether the gradients are scaled, and records the steps.
+    Without loss scaling (bf16, fp32, `enabled=False`) the scaler is a disabled `GradScaler` and every method a no-op.
+    """
+    def __init__(self, init_scale, growth_factor, backoff_factor, growth_interval, enabled, loss_scale=None, scaler=None):
+        check_scaling_args(init_scale, growth_factor, backoff_factor, growth_interval, enabled, loss_scale, scaler)
+        self._args = dict(init_scale=float(init_scale), growth_factor=float(growth_factor), backoff_factor=float(backoff_factor),
+                          growth_interval=int(growth_interval), enabled=bool(enabled))
+        self._loss_scale, self._fp16_scaler = loss_scale, scaler
+        self.scaler: GradScaler = GradScaler('cpu', enabled=False)
+        self.history, self.skipped, self.stage, self.stepped = History(), False, GradStage.TRUE, False
+        self._seen, self._used = None, False
+
+    # -- for one fit
+
+    def start(
+        self, device_type: str, # Type of the device that the loss will be on
+        scaled: bool, # Whether the mode needs loss scaling
+    ) -> GradScaler: # The scaler for this fit
+        "Make the scaler ready for a fit on `device_type`; the scale and its growth tracker go with it to a new device."
+        self._used = False
+        if not scaled:
+            self.scaler = GradScaler(device_type, enabled=False)
+            return self.scaler
+        if self._fp16_scaler is None:
+            self._fp16_scaler = (GradScaler(device_type, **self._args) if self._loss_scale is None
+                                 else StaticGradScaler(device_type, init_scale=float(self._loss_scale)))
+        self.scaler = s = self._fp16_scaler
+        if s.is_enabled() and s._scale is not None and s._scale.device.type != device_type:
+            # As GradScaler's own pickling does: the tensors are made anew, on the device of the first loss.
+            s._init_scale, s._init_growth_tracker = s.get_scale(), s._get_growth_tracker()
+            s._scale = s._growth_tracker = None
+        s._device = device_type
+        return s
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        "The loss (fp32) times the scale; the gradients that its backward pass adds are scaled."
+        if not self.scaler.is_enabled(): return loss
+        moved = self._follow()
+        self.stage, self._used = GradStage.SCALED, True
+        scaled = self.scaler.scale(loss)                         # the scaler's tensors are made here, at the first loss
+        if moved: self._seen = self._state_key()
+        return scaled
+
+    def unscale(self, opt: Any) -> bool: # Whether the step must be skipped
+        "Divide the gradients of `opt` (fastai's `Optimizer` or `OptimWrapper`) by the scale, in place."
+        if self.stage is not GradStage.SCALED: return False
+        probe, self.stepped, self.skipped = _Probe(opt), False, False
+        self.scaler.unscale_(probe)
+        self.stage = GradStage.UNSCALED
+        if not self.scaler._found_inf_per_device(probe):         # no parameter has a gradient
+            self.cancel()
+            return False
+        self.scaler.step(probe)                                  # waits for the device, once, to read found_inf
+        self.skipped = not probe.finite
+        return self.skipped
+
+    def update(self) -> None:
+        "After a step, taken or skipped: let the scale grow or back off, and record the step."
+        if self.stage is not GradStage.UNSCALED: return
+        self.history.record(self.skipped)
+        self.scaler.update()
+        self.stage, self._seen = GradStage.SETTLED, self._state_key()
+
+    def cancel(self) -> None:
+        "The step was called off: the scale and its tracker stay as they were."
+        self.scaler._per_optimizer_states.clear()
+        if self.stage is GradStage.UNSCALED: self.stage = GradStage.SETTLED
+
+    def settle(self) -> None:
+        "The step is over, in whichever way, and `zero_grad` comes next."
+        if self.stage is not GradStage.TRUE: self.stage = GradStage.SETTLED
+
+    def rescale(self, opt: Any) -> None:
+        "Put the scale back on true gradients that later batches will add scaled ones to."
+        scale = self.scaler.get_scale()
+        self.scaler._per_optimizer_states.clear()
+        for p in _params(opt):
+            if p.grad is not None: p.grad.mul_(scale)
+        self.stage = GradStage.SCALED
+
+    def drop(self, opt: Any, model: nn.Module) -> None:
+        "Zero the gradients, as the step would have, so that nothing can step on scaled ones."
+        if self.stage is GradStage.TRUE and not self._used: return
+        self.scaler._per_optimizer_states.clear()
+        if opt is not None and self.stage is not GradStage.TRUE: opt.zero_grad()
+        known = {id(p) for p in _params(opt)}
+        for p in model.parameters():                             # those that no optimizer zeroes
+            if id(p) not in known: p.grad = None
+        self.stage, self._used = GradStage.TRUE, False
+
+    # -- what is kept
+
+    def snapshot(self) -> Any:
+        "What `restore` needs to undo the steps from now on."
+        return self._fp16_scaler.state_dict() if self._fp16_scaler is not None else {}, self.history.n, self.skipped
+
+    def restore(self, snapshot: Any) -> None:
+        "Put scale, tracker and history back to `snapshot`."
+        state, n, self.skipped = snapshot
+        if state and self._fp16_scaler is not None: self._fp16_scaler.load_state_dict(state)
+        self.history.truncate(n)
+        self._seen = None
+
+    def _state_key(self):
+        "Changes when somebody else changes the scale; read on the host without waiting for the device."
+        s = self.scaler
+        return (id(s), None if s._scale is None else (id(s._scale), s._scale._version), s._init_scale, s._init_growth_tracker,
+                s._growth_factor, s._backoff_factor, s._growth_interval)
+
+    def _follow(self) -> bool:
+        "Mark the history where the scale is not what the last step made of it; a scaler with rules of its own is asked each time."
+        s, known = self.scaler, type(self.scaler).update is GradScaler.update
+        if (known or isinstance(s, StaticGradScaler)) and self._seen == self._state_key(): return False
+        rule = _Rule(s._growth_factor, s._backoff_factor, s._growth_interval) if known else _CONSTANT
+        self.history.mark(s.get_scale(), s._get_growth_tracker(), rule)
+        return True
+
+
+def _params(opt): return [] if opt is None else [p for pl in opt.param_lists for p in pl]
