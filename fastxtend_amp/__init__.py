@@ -3,5 +3,11 @@ from .callback import MixedPrecision
 from .mode import AMPMode, precision_support
 from . import learner as _learner  # patches Learner
 
-__version__ = '0.1.0'
 __all__ = ['AMPMode', 'MixedPrecision', 'precision_support']
+
+
+def __getattr__(name):
+    if name == '__version__':  # settings.ini is its one home; the installed package's metadata repeats it
+        from importlib.metadata import version
+        return version(__name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,6 +1,4 @@
 "When, in fastai's training loop, does each thing happen?"
-from __future__ import annotations
-
 import inspect, warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

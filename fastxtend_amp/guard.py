@@ -124,6 +124,7 @@ class LoopGuard:
     def _with_events(self, f, event_type, *args, **kwargs):
         "`learn._with_events`, which tells how far a step came and ends the owner's fit when an exception ends fastai's."
         inner, outermost = self._inner('_with_events'), not self.running
+        if event_type == 'fit': return inner(f, event_type, *args, **kwargs)   # a fit after one that died outside our sight
         if event_type == 'step': f = functools.partial(self._step, f)
         try:
             try:

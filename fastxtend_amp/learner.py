@@ -1,6 +1,4 @@
 "What does a user call?"
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 
 import torch

@@ -75,6 +75,7 @@ class History:
 
     def mark(self, scale: float, tracker: int, rule: _Rule) -> None:
         "From the next step on the scale is `scale`, its growth tracker `tracker`, and it changes by `rule`."
+        scale = float(np.float32(scale))
         if self._marks and self._marks[-1][0] == self.n: self._marks.pop()
         if self._marks and rule == _CONSTANT and self._marks[-1][1::2] == (scale, rule): return
         self._marks.append((self.n, scale, tracker, rule))

@@ -1,0 +1,106 @@
+"Small real learners, and hand-written loops to compare them with."
+from __future__ import annotations
+
+import torch
+from fastai.callback.core import Callback
+from fastai.callback.training import GradientAccumulation, GradientClip
+from fastai.data.core import DataLoaders
+from fastai.data.load import DataLoader
+from fastai.learner import Learner
+from fastai.optimizer import SGD, Adam, OptimWrapper
+from fastcore.basics import noop
+from functools import partial
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import fastxtend_amp  # noqa: F401  patches Learner
+
+
+def dataset(n=24, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 6, generator=g)
+    return TensorDataset(x, x[:, :1] * 2 - x[:, 1:2] + .1 * torch.randn(n, 1, generator=g))
+
+
+def loaders(n=24, bs=4, train=None, valid=None):
+    make = lambda ds: DataLoader(ds, bs=bs, shuffle=False, num_workers=0, device=torch.device('cpu'))
+    return DataLoaders(make(train or dataset(n)), make(valid or dataset(8, seed=1)), device=torch.device('cpu'))
+
+
+def mlp(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
+
+
+def learner(model=None, dls=None, loss_func=None, cls=Learner, cbs=None, progress=False, **kwargs):
+    learn = cls(dls or loaders(), model or mlp(), loss_func=loss_func or nn.MSELoss(), cbs=cbs, **kwargs)
+    if not progress: learn.remove_cbs([cb for cb in learn.cbs if type(cb).__name__ == 'ProgressCallback'])
+    learn.logger = noop
+    return learn
+
+
+def params(learn): return [p.detach().clone() for p in learn.model.parameters()]
+def same(a, b): return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b))
+
+
+def opt_state(opt):
+    "Everything an optimizer remembers, as a list of plain values and tensors, in a fixed order."
+    inner = getattr(opt, 'opt', None)
+    if isinstance(inner, torch.optim.Optimizer):
+        states = [inner.state[p] for g in inner.param_groups for p in g['params']]
+    else: states = [opt.state[p] for p, *_ in opt.all_params()]
+    return [{k: v.detach().clone() if isinstance(v, torch.Tensor) else v for k, v in sorted(s.items())} for s in states]
+
+
+def same_state(a, b):
+    eq = lambda x, y: torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
+    return len(a) == len(b) and all(s.keys() == t.keys() and all(eq(s[k], t[k]) for k in s) for s, t in zip(a, b))
+
+
+def autocast_state():
+    nesting = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return (torch.is_autocast_enabled('cpu'), torch.get_autocast_dtype('cpu'), torch.is_autocast_cache_enabled(), nesting)
+
+
+class At(Callback):
+    "Calls `f(learn)` at one event; `order` says on which side of the precision callback. Can be pickled if `f` can."
+    def __init__(self, event, f, order=0):
+        self.order, self.f = order, f
+        setattr(self, event, self._run)
+    def _run(self): self.f(self.learn)
+
+
+def handwritten(mode, opt_func, n_epoch=2, lr=.01, n_acc=None, clip=None, model=None, dls=None, **scaling):
+    "The loop that PyTorch's documentation shows, with fastai's optimizer; returns model, optimizer, scaler, losses."
+    learn = learner(model, dls, opt_func=opt_func)
+    learn.create_opt()
+    learn.opt.set_hypers(lr=lr)
+    model, opt, dtype = learn.model, learn.opt, {'fp16': torch.float16, 'bf16': torch.bfloat16}[mode]
+    scaler, losses, count = torch.amp.GradScaler('cpu', enabled=mode == 'fp16', **scaling), [], 0
+    for _ in range(n_epoch):
+        model.train()
+        for xb, yb in learn.dls.train:
+            with torch.autocast('cpu', dtype=dtype):
+                pred = model(xb)
+                loss = nn.functional.mse_loss(pred.float(), yb)
+            losses.append(loss.item())
+            if n_acc: loss = loss / (n_acc / len(yb))
+            scaler.scale(loss).backward()
+            count += len(yb)
+            if n_acc and count < n_acc: continue
+            count = 0
+            scaler.unscale_(opt)
+            if clip: nn.utils.clip_grad_norm_(model.parameters(), clip)
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+    return model, opt, scaler, losses
+
+
+OPTIMIZERS = {
+    'sgd': partial(SGD, mom=.9), 'adam': Adam,
+    'adamw': partial(OptimWrapper, opt=torch.optim.AdamW), 'fused adamw': partial(OptimWrapper, opt=partial(torch.optim.AdamW, fused=True)),
+    'torch sgd': partial(OptimWrapper, opt=partial(torch.optim.SGD, momentum=.9)),
+    'fused sgd': partial(OptimWrapper, opt=partial(torch.optim.SGD, momentum=.9, fused=True)),
+}
