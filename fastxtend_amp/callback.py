@@ -10,7 +10,7 @@ from fastai.callback.core import (CancelBackwardException, CancelBatchException,
                                   CancelStepException, CancelTrainException, CancelValidException)
 from torch.amp import GradScaler
 
-from .convert import HALF, to_fp32
+from .convert import HALF, detached, to_fp32
 from .guard import AutocastState, GradModeSwitches, LoopGuard, cache_loses_gradients
 from .mode import (AMPMode, autocast_available, check_supported, emulation_warning, fastest_native, model_device)
 from .scaling import GradStage, LossScaling
@@ -281,6 +281,8 @@ class MixedPrecision(fp16.MixedPrecision):
         self._scaling.drop(learn.opt, learn.model)
         if fit is not None and fit.before_lr_find is not None: self._scaling.restore(fit.before_lr_find)
         self._guard.remove()
+        for name in ('xb', 'yb', 'pred', 'loss', 'loss_grad'):   # an exception leaves them on a graph, which nothing can deep-copy
+            if name in learn.__dict__: learn.__dict__[name] = detached(learn.__dict__[name])
         if 'scaler' in learn.__dict__: learn.scaler = None
         self._fit = None
 

@@ -1,8 +1,8 @@
-"What reaches the loss and the metrics: half-precision tensors as fp32, everything else as it was."
+"What reaches the loss and the metrics? Half-precision tensors as fp32, everything else as it was."
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -19,24 +19,32 @@ def to_fp32(
 
     fastai's `to_float` also turns fp64 into fp32 and dict subclasses into dicts, and fails on None and strings.
     """
-    if isinstance(x, torch.Tensor): return x.float() if x.dtype in HALF else x
+    return map_tensors(lambda t: t.float() if t.dtype in HALF else t, x)
+
+
+def detached(
+    x: Any, # As in `to_fp32`
+) -> Any: # `x` itself where nothing changed; otherwise a copy of the same type
+    "Cut every tensor in `x` off its graph: others cannot be deep-copied."
+    return map_tensors(lambda t: t.detach() if t.grad_fn is not None else t, x)
+
+
+def map_tensors(f: Callable[[torch.Tensor], torch.Tensor], x: Any) -> Any:
+    "`x` with `f` applied to every tensor in it; containers in which nothing changed are not copied."
+    if isinstance(x, torch.Tensor): return f(x)
     if isinstance(x, Mapping):
-        new = {k: to_fp32(v) for k, v in x.items()}
+        new = {k: map_tensors(f, v) for k, v in x.items()}
         return _copy_with(x, {k: v for k, v in new.items() if v is not x[k]}, _set_item)
-    if isinstance(x, tuple):
-        new = [to_fp32(o) for o in x]
+    if isinstance(x, (tuple, list, L)):
+        new = [map_tensors(f, o) for o in x]
+        if isinstance(x, list): return _copy_with(x, {i: v for i, v in enumerate(new) if v is not x[i]}, _set_item)
         if all(a is b for a, b in zip(new, x)): return x
+        if isinstance(x, L): return x._new(new)
         return type(x)(*new) if hasattr(x, '_fields') else type(x)(new)
-    if isinstance(x, L):
-        new = [to_fp32(o) for o in x]
-        return x if all(a is b for a, b in zip(new, x)) else x._new(new)
-    if isinstance(x, list):
-        new = [to_fp32(o) for o in x]
-        return _copy_with(x, {i: v for i, v in enumerate(new) if v is not x[i]}, _set_item)
-    if is_dataclass(x) and not isinstance(x, type): names = [f.name for f in fields(x)]
+    if is_dataclass(x) and not isinstance(x, type): names = [field.name for field in fields(x)]
     elif _is_output_object(x): names = list(vars(x))
     else: return x
-    new = {n: to_fp32(getattr(x, n)) for n in names if hasattr(x, n)}
+    new = {n: map_tensors(f, getattr(x, n)) for n in names if hasattr(x, n)}
     return _copy_with(x, {n: v for n, v in new.items() if v is not getattr(x, n)}, object.__setattr__)
 
 

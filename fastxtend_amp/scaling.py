@@ -192,7 +192,7 @@ class LossScaling:
 
     def cancel(self) -> None:
         "The step was called off: the scale and its tracker stay as they were."
-        self.scaler._per_optimizer_states.clear()
+        self._forget_step()
         if self.stage is GradStage.UNSCALED: self.stage = GradStage.SETTLED
 
     def settle(self) -> None:
@@ -202,7 +202,7 @@ class LossScaling:
     def rescale(self, opt: Any) -> None:
         "Put the scale back on true gradients that later batches will add scaled ones to."
         scale = self.scaler.get_scale()
-        self.scaler._per_optimizer_states.clear()
+        self._forget_step()
         for p in _params(opt):
             if p.grad is not None: p.grad.mul_(scale)
         self.stage = GradStage.SCALED
@@ -210,12 +210,16 @@ class LossScaling:
     def drop(self, opt: Any, model: nn.Module) -> None:
         "Zero the gradients, as the step would have, so that nothing can step on scaled ones."
         if self.stage is GradStage.TRUE and not self._used: return
-        self.scaler._per_optimizer_states.clear()
+        self._forget_step()
         if opt is not None and self.stage is not GradStage.TRUE: opt.zero_grad()
         known = {id(p) for p in _params(opt)}
         for p in model.parameters():                             # those that no optimizer zeroes
             if id(p) not in known: p.grad = None
         self.stage, self._used = GradStage.TRUE, False
+
+    def _forget_step(self):
+        # GradScaler has no public way to take back an `unscale_` that no `update` follows.
+        if self.scaler.is_enabled(): self.scaler._per_optimizer_states.clear()
 
     # -- what is kept
 

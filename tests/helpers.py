@@ -16,10 +16,14 @@ from torch.utils.data import TensorDataset
 import fastxtend_amp  # noqa: F401  patches Learner
 
 
+class Data(TensorDataset):
+    def new_empty(self): return Data(*(t[:0] for t in self.tensors))
+
+
 def dataset(n=24, seed=0):
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(n, 6, generator=g)
-    return TensorDataset(x, x[:, :1] * 2 - x[:, 1:2] + .1 * torch.randn(n, 1, generator=g))
+    return Data(x, x[:, :1] * 2 - x[:, 1:2] + .1 * torch.randn(n, 1, generator=g))
 
 
 def loaders(n=24, bs=4, train=None, valid=None):
