@@ -126,6 +126,7 @@ class LoopGuard:
         inner, outermost = self._inner('_with_events'), not self.running
         if event_type == 'fit': return inner(f, event_type, *args, **kwargs)   # a fit after one that died outside our sight
         if event_type == 'step': f = functools.partial(self._step, f)
+        grad_mode = torch.is_grad_enabled()
         try:
             try:
                 self.running = True
@@ -134,6 +135,7 @@ class LoopGuard:
             finally: self.running = not outermost
         except BaseException as e:
             self.running = not outermost
+            torch.set_grad_enabled(grad_mode)                    # an interrupt in fastai's `no_grad` would leave it off
             if outermost: self.owner._left_loop(event_type, e)
             raise
 

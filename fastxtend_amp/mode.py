@@ -27,14 +27,11 @@ class AMPMode(str, Enum):
 
     @classmethod
     def _missing_(cls, value):
-        if isinstance(value, Enum): value = value.value          # a member of fastai's own AMPMode
-        if isinstance(value, str): value = value.lower()
-        try: value = _ALIASES.get(value, value)
-        except TypeError: value = None                           # unhashable
-        return next((m for m in cls if m.value == value), None) or cls._refuse(value)
-
-    @classmethod
-    def _refuse(cls, value):
+        name = value.value if isinstance(value, Enum) else value # a member of fastai's own AMPMode
+        if isinstance(name, str): name = name.lower()
+        if isinstance(name, (str, torch.dtype)): name = _ALIASES.get(name, name)
+        for member in cls:
+            if member.value == name: return member
         raise ValueError(f"amp_mode={value!r} is not a precision. Allowed: 'fp16' (or '16-mixed', torch.float16), 'bf16' "
                          "(or 'bf16-mixed', torch.bfloat16), in any letter case, and 'auto' where a learner is at hand. "
                          "For plain fp32 use `learn.to_fp32()`.")

@@ -186,9 +186,10 @@ class LossScaling:
     def update(self) -> None:
         "After a step, taken or skipped: let the scale grow or back off, and record the step."
         if self.stage is not GradStage.UNSCALED: return
+        if self.scaler._per_optimizer_states: self.scaler.update()   # empty if an interrupt ended this method once before
+        self.stage = GradStage.SETTLED
         self.history.record(self.skipped)
-        self.scaler.update()
-        self.stage, self._seen = GradStage.SETTLED, self._state_key()
+        self._seen = self._state_key()
 
     def cancel(self) -> None:
         "The step was called off: the scale and its tracker stay as they were."
