@@ -282,7 +282,7 @@ class MixedPrecision(fp16.MixedPrecision):
         if fit is not None and fit.before_lr_find is not None: self._scaling.restore(fit.before_lr_find)
         self._guard.remove()
         for name in ('xb', 'yb', 'pred', 'loss', 'loss_grad'):   # an exception leaves them on a graph, which nothing can deep-copy
-            if name in learn.__dict__: learn.__dict__[name] = detached(learn.__dict__[name])
+            if not self._guard.running and name in learn.__dict__: learn.__dict__[name] = detached(learn.__dict__[name])
         if 'scaler' in learn.__dict__: learn.scaler = None
         self._fit = None
 

@@ -94,14 +94,14 @@ def run(
         if support == 'emulated':
             per_epoch = 22 * _seconds_per_batch(device, seed, mode)
             n = max(1, min(epochs, int(BUDGET / per_epoch)))
-            if per_epoch > BUDGET: short = [ShortEpochCallback(pct=BUDGET / per_epoch)]
+            if per_epoch > BUDGET: short = [ShortEpochCallback(pct=BUDGET / per_epoch, short_valid=False)]
         flag = f' (emulated{f", {n} of {epochs} epochs" if n < epochs else ""}{", part of an epoch" if short else ""})' if support == 'emulated' else ''
         print(f'\n{name}{flag}')
         learn = learner(device, seed, mode)
         with warnings.catch_warnings():
             warnings.filterwarnings('ignore', message='.*is emulated.*')  # the line above and the table say so
             learn.fit_one_cycle(n, 1e-2, cbs=short)
-        _, valid_loss, acc = learn.final_record
+        valid_loss, acc = learn.final_record[-2:]
         scales = learn.mixed_precision.scales if mode else []
         rows.append({'mode': name, 'support': support, 'first conv': str(learn.stopwatch.dtype).removeprefix('torch.'), 'epochs': n,
                      'valid loss': valid_loss, 'accuracy': acc, 'samples/s': learn.stopwatch.samples_per_second,

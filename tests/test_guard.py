@@ -142,6 +142,7 @@ def interrupt_after(seconds, f):
         finally: signal.setitimer(signal.ITIMER_REAL, 0)
     except KeyboardInterrupt: hit = True
     signal.signal(signal.SIGALRM, old)
+    torch.set_grad_enabled(True)  # an interrupt in `Module.to`, before our first event, leaves it off with or without us
     return hit
 
 

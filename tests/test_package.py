@@ -1,0 +1,46 @@
+"What an installation is, and that the order of imports does not matter."
+import configparser, subprocess, sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def python(code): return subprocess.run([sys.executable, '-W', 'ignore', '-c', code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+CHECK = "; assert Learner.to_bf16.__module__ == Learner.to_channelslast.__module__ == 'fastxtend_amp.learner', Learner.to_bf16.__module__"
+
+
+@pytest.mark.parametrize('imports', ['import fastxtend_amp; from fastai.vision.all import *', 'from fastai.vision.all import *; import fastxtend_amp',
+                                     'import fastxtend_amp; from fastai.learner import Learner'])
+def test_order_of_imports(imports): python(imports + CHECK)
+
+
+def test_star_import():
+    names = python('from fastxtend_amp import *; print(sorted(n for n in dir() if not n.startswith("__")))')
+    assert names == "['AMPMode', 'MixedPrecision', 'precision_support']"
+    python('from fastai.vision.all import *; from fastxtend_amp import *; assert MixedPrecision.__module__ == "fastxtend_amp.callback"')
+
+
+def test_importing_leaves_torch_alone():
+    python('import torch; a = (torch.no_grad.__exit__, torch.autocast.__enter__); import fastxtend_amp, sys; '
+           'assert a == (torch.no_grad.__exit__, torch.autocast.__enter__) and "torch_xla" not in sys.modules and not torch.is_autocast_enabled("cpu")')
+
+
+def test_settings_are_the_one_home():
+    config = configparser.ConfigParser(delimiters=['=']); config.read(ROOT / 'settings.ini')
+    cfg = config['DEFAULT']
+    import fastxtend_amp
+    assert fastxtend_amp.__version__ == cfg['version'] == metadata.version(cfg['lib_name'])
+    requires = metadata.requires(cfg['lib_name'])
+    plain = {r.split('>')[0] for r in requires if 'extra' not in r}
+    assert plain == {'torch', 'fastai', 'fastcore'} == {r.split('>')[0] for r in cfg['requirements'].split()}
+    assert any(e.name == 'fastxtend_amp_demo' for e in metadata.distribution(cfg['lib_name']).entry_points)
+
+
+def test_setup_works_from_any_folder(tmp_path):
+    out = subprocess.run([sys.executable, ROOT / 'setup.py', '--version'], capture_output=True, text=True, cwd=tmp_path)
+    assert out.stdout.split()[-1] == '0.1.0', out.stderr
