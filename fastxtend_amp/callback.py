@@ -135,6 +135,25 @@ class MixedPrecision(fp16.MixedPrecision):
         mode = self._fit.mode if self._fit else self._decide(device)
         return nullcontext() if mode is None else torch.autocast(device.type, dtype=mode.dtype)
 
+    # -- what a checkpoint holds
+
+    @property
+    def scales_loss(self) -> bool:
+        "Does training scale the loss: is the mode, decided now if need be, fp16?"
+        mode = self._mode
+        if mode is None and self.amp_mode == 'auto' and self.learn is not None: mode = self._decide(self._device())
+        return mode is not None and mode.needs_loss_scaling
+
+    def state_dict(self) -> dict[str, Any]: # Plain numbers: scale, growth_factor, backoff_factor, growth_interval, _growth_tracker
+        "The state of the loss scaling, as `GradScaler.state_dict`, before, during or after a fit; empty in bf16 and fp32."
+        return self._scaling.state_dict() if self.scales_loss else {}
+
+    def load_state_dict(self,
+        state: dict[str, Any], # What `state_dict` gave
+    ) -> None:
+        "Go on from `state`, before, during or after a fit. A static scale and `enabled=False` stay as they were asked for."
+        if state and self.scales_loss: self._scaling.load_state_dict(state, self.learn.opt if self.learn is not None else None)
+
     # -- the events of fastai's loop
 
     def before_fit(self):

@@ -132,9 +132,10 @@ class LossScaling:
     """
     def __init__(self, init_scale, growth_factor, backoff_factor, growth_interval, enabled, loss_scale=None, scaler=None):
         check_scaling_args(init_scale, growth_factor, backoff_factor, growth_interval, enabled, loss_scale, scaler)
-        self._args = dict(init_scale=float(init_scale), growth_factor=float(growth_factor), backoff_factor=float(backoff_factor),
-                          growth_interval=int(growth_interval), enabled=bool(enabled))
-        self._loss_scale, self._fp16_scaler = loss_scale, scaler
+        if scaler is None:                                       # its device is settled when a fit starts
+            scaler = (GradScaler('cpu', float(init_scale), float(growth_factor), float(backoff_factor), int(growth_interval), bool(enabled))
+                      if loss_scale is None else StaticGradScaler('cpu', init_scale=float(loss_scale)))
+        self._fp16_scaler, self.initial_state = scaler, scaler.state_dict()
         self.scaler: GradScaler = GradScaler('cpu', enabled=False)
         self.history, self.skipped, self.stage, self.stepped = History(), False, GradStage.TRUE, False
         self._seen, self._used = None, False
@@ -150,9 +151,6 @@ class LossScaling:
         if not scaled:
             self.scaler = GradScaler(device_type, enabled=False)
             return self.scaler
-        if self._fp16_scaler is None:
-            self._fp16_scaler = (GradScaler(device_type, **self._args) if self._loss_scale is None
-                                 else StaticGradScaler(device_type, init_scale=float(self._loss_scale)))
         self.scaler = s = self._fp16_scaler
         if s.is_enabled() and s._scale is not None and s._scale.device.type != device_type:
             # As GradScaler's own pickling does: the tensors are made anew, on the device of the first loss.
@@ -224,16 +222,30 @@ class LossScaling:
 
     # -- what is kept
 
+    def state_dict(self) -> dict[str, Any]:
+        "The scaler's state: scale, growth tracker, factors and interval as plain numbers; empty with `enabled=False`."
+        return self._fp16_scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any], opt: Any = None) -> None:
+        "Take up `state` by the scaler's own rule, and bring scaled gradients of `opt` to the new scale; a static scale stays."
+        scaler = self._fp16_scaler
+        if isinstance(scaler, StaticGradScaler) or not scaler.is_enabled(): return
+        before = scaler.get_scale()
+        scaler.load_state_dict(dict(state))
+        self._seen = None
+        if self.stage is not GradStage.SCALED: return
+        for p in _params(opt):
+            if p.grad is not None: p.grad.mul_(scaler.get_scale() / before)
+
     def snapshot(self) -> Any:
         "What `restore` needs to undo the steps from now on."
-        return self._fp16_scaler.state_dict() if self._fp16_scaler is not None else {}, self.history.n, self.skipped
+        return self.state_dict(), self.history.n, self.skipped
 
     def restore(self, snapshot: Any) -> None:
-        "Put scale, tracker and history back to `snapshot`."
+        "Put scale, tracker and history back to `snapshot`; the gradients must not be scaled."
         state, n, self.skipped = snapshot
-        if state and self._fp16_scaler is not None: self._fp16_scaler.load_state_dict(state)
+        self.load_state_dict(state)
         self.history.truncate(n)
-        self._seen = None
 
     def _state_key(self):
         "Changes when somebody else changes the scale; read on the host without waiting for the device."

@@ -1,0 +1,133 @@
+"What of mixed precision is in a checkpoint, and is the file whole?"
+from __future__ import annotations
+
+import functools, inspect, math, os, threading, warnings
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from fastai.learner import Learner
+
+from .callback import MixedPrecision
+from .scaling import _is_number
+
+__all__ = []
+
+KEY = 'grad_scaler'  # inside the optimizer's state: fastai takes a file for one with an optimizer only if it has no other keys
+_HAS_OPT = {'model', 'opt'}
+
+
+def check_state(state: Any, file: Any) -> None:
+    "Raise a `ValueError` that says what is wrong if `state` is not one that `GradScaler.state_dict` could have given."
+    def refuse(what):
+        raise ValueError(f"The loss scaler's state in {file} cannot be used: {what}. Nothing was loaded. `learn.load(..., with_opt=False)` "
+                         "loads the model alone; `learn.to_fp32()` or `learn.to_bf16()` before `load` leaves the scaler out.")
+    if not isinstance(state, Mapping): refuse(f'it is a {type(state).__name__}, not a dict')
+    for key in ('scale', 'growth_factor', 'backoff_factor', 'growth_interval', '_growth_tracker'):
+        if key not in state: refuse(f'{key!r} is missing')
+        if not _is_number(state[key]): refuse(f'{key!r} is {state[key]!r}, not a number')
+        if not math.isfinite(state[key]) or state[key] < 0 or (state[key] == 0 and key != '_growth_tracker'):
+            refuse(f'{key!r} is {state[key]!r}, not finite and above 0')
+
+
+@contextmanager
+def _replaced(name: str, wrapper: Callable):
+    "Put `wrapper(original, ...)` in the place of `torch.<name>`, for calls from this thread, while fastai saves or loads."
+    original, thread = getattr(torch, name), threading.get_ident()
+    @functools.wraps(original)
+    def replacement(*args, **kwargs):
+        if threading.get_ident() != thread: return original(*args, **kwargs)
+        return wrapper(original, *args, **kwargs)
+    setattr(torch, name, replacement)
+    try: yield
+    finally: setattr(torch, name, original)
+
+
+def write_whole(save: Callable, obj: Any, file: Any, *args, **kwargs) -> None:
+    "`save(obj, file, ...)`, but beside `file` and moved into its place when it is complete; file objects are written to directly."
+    if not isinstance(file, (str, os.PathLike)): return save(obj, file, *args, **kwargs)
+    target = Path(os.path.realpath(file))
+    part = target.with_name(f'.{target.name}.part')             # always the same name: a killed process leaves one file, not many
+    try:
+        with open(part, 'wb') as f:
+            save(obj, f, *args, **kwargs)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(part, target)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def _precision(learn: Learner) -> MixedPrecision | None:
+    return next((cb for cb in learn.cbs if isinstance(cb, MixedPrecision)), None)
+
+
+def _outermost(method: Callable) -> Callable:
+    "`method(original, learn, ...)` as a wrapper for a `Learner` method that does nothing inside another of its kind (super())."
+    def decorate(original):
+        if getattr(original, '_fastxtend_amp', False): return original
+        @functools.wraps(original)
+        def inner(self, *args, **kwargs):
+            if _busy.learners.get(id(self)): return original(self, *args, **kwargs)
+            _busy.learners[id(self)] = True
+            try: return method(original, self, *args, **kwargs)
+            finally: del _busy.learners[id(self)]
+        inner._fastxtend_amp = True
+        return inner
+    return decorate
+
+
+class _Busy(threading.local):
+    def __init__(self): self.learners = {}
+_busy = _Busy()
+
+
+@_outermost
+def _saving(original, self, *args, **kwargs):
+    cb = _precision(self)
+    scaler = cb.state_dict() if cb is not None else {}
+    def save(torch_save, obj, f, *args, **kwargs):
+        if scaler and isinstance(obj, dict) and set(obj) == _HAS_OPT and isinstance(obj['opt'], Mapping):
+            obj = {**obj, 'opt': {**obj['opt'], KEY: scaler}}
+        return write_whole(torch_save, obj, f, *args, **kwargs)
+    with _replaced('save', save): return original(self, *args, **kwargs)
+
+
+@_outermost
+def _loading(original, self, *args, **kwargs):
+    cb = _precision(self)
+    names = list(inspect.signature(original).parameters)[1:]
+    with_opt, seen = {**dict(zip(names, args)), **kwargs}.get('with_opt') in (None, True), {}   # TextLearner's None is True
+    def load(torch_load, f, *args, **kwargs):
+        state = torch_load(f, *args, **kwargs)
+        if isinstance(state, dict) and set(state) == _HAS_OPT and with_opt:
+            seen['state'] = state['opt'].get(KEY) if isinstance(state['opt'], Mapping) else None
+            if cb is not None and cb.scales_loss and seen['state'] is not None: check_state(seen['state'], f)
+        return state
+    with _replaced('load', load): result = original(self, *args, **kwargs)
+    if 'state' not in seen: return result
+    if cb is not None and cb.scales_loss: cb.load_state_dict(seen['state'] if seen['state'] is not None else cb.scaling.initial_state)
+    elif seen['state'] is not None and (cb is None or cb.mode != 'fp16'):
+        warnings.warn("The file holds the loss scale of fp16 training, which this learner does not use. To go on in fp16, call "
+                      "`learn.to_fp16()` before `learn.load`.")
+    return result
+
+
+def patch_learner(cls: type[Learner]) -> None:
+    "Wrap `save` and `load` where `cls`, or a subclass that there is by now, defines them."
+    for name, wrap in (('save', _saving), ('load', _loading)):
+        if name in cls.__dict__: setattr(cls, name, wrap(cls.__dict__[name]))
+    for sub in cls.__subclasses__(): patch_learner(sub)
+
+
+patch_learner(Learner)
+_init_subclass = Learner.__init_subclass__
+
+
+def _patch_new_subclass(cls, **kwargs):
+    super(Learner, cls).__init_subclass__(**kwargs)
+    patch_learner(cls)
+Learner.__init_subclass__ = classmethod(_patch_new_subclass)
