@@ -19,13 +19,17 @@ KEY = 'grad_scaler'  # inside the optimizer's state: fastai takes a file for one
 _HAS_OPT = {'model', 'opt'}
 
 
-def check_state(state: Any, file: Any) -> None:
+def check_state(
+    state: Any, # What the file holds
+    file: Any, # Where it was read from, for the message
+    own: bool = False, # Whether it is for a scaler that reads states of its own kind: then it only has to be a dict
+) -> None:
     "Raise a `ValueError` that says what is wrong if `state` is not one that `GradScaler.state_dict` could have given."
     def refuse(what):
         raise ValueError(f"The loss scaler's state in {file} cannot be used: {what}. Nothing was loaded. `learn.load(..., with_opt=False)` "
                          "loads the model alone; `learn.to_fp32()` or `learn.to_bf16()` before `load` leaves the scaler out.")
     if not isinstance(state, Mapping): refuse(f'it is a {type(state).__name__}, not a dict')
-    for key in ('scale', 'growth_factor', 'backoff_factor', 'growth_interval', '_growth_tracker'):
+    for key in () if own else ('scale', 'growth_factor', 'backoff_factor', 'growth_interval', '_growth_tracker'):
         if key not in state: refuse(f'{key!r} is missing')
         if not _is_number(state[key]): refuse(f'{key!r} is {state[key]!r}, not a number')
         if not math.isfinite(state[key]) or state[key] < 0 or (state[key] == 0 and key != '_growth_tracker'):
@@ -105,7 +109,7 @@ def _loading(original, self, *args, **kwargs):
         state = torch_load(f, *args, **kwargs)
         if isinstance(state, dict) and set(state) == _HAS_OPT and with_opt:
             seen['state'] = state['opt'].get(KEY) if isinstance(state['opt'], Mapping) else None
-            if cb is not None and cb.scales_loss and seen['state'] is not None: check_state(seen['state'], f)
+            if cb is not None and cb.scales_loss and seen['state'] is not None: check_state(seen['state'], f, cb.scaling.has_own_state)
         return state
     with _replaced('load', load): result = original(self, *args, **kwargs)
     if 'state' not in seen: return result
@@ -123,11 +127,10 @@ def patch_learner(cls: type[Learner]) -> None:
     for sub in cls.__subclasses__(): patch_learner(sub)
 
 
-patch_learner(Learner)
-_init_subclass = Learner.__init_subclass__
-
-
 def _patch_new_subclass(cls, **kwargs):
     super(Learner, cls).__init_subclass__(**kwargs)
     patch_learner(cls)
+
+
+patch_learner(Learner)
 Learner.__init_subclass__ = classmethod(_patch_new_subclass)

@@ -237,6 +237,11 @@ class LossScaling:
         for p in _params(opt):
             if p.grad is not None: p.grad.mul_(scaler.get_scale() / before)
 
+    @property
+    def has_own_state(self) -> bool:
+        "Does the scaler read states of its own kind, as a subclass may?"
+        return type(self._fp16_scaler).load_state_dict is not GradScaler.load_state_dict
+
     def snapshot(self) -> Any:
         "What `restore` needs to undo the steps from now on."
         return self.state_dict(), self.history.n, self.skipped

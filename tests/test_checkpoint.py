@@ -53,8 +53,8 @@ def test_ctrl_c_in_lr_find(tmp_path):
     before, scales = state(learn), learn.mixed_precision.scales
     def interrupt(l):
         if l.train_iter == 7: raise KeyboardInterrupt
-    cb = At('before_step', interrupt, 20); learn.add_cb(cb)
-    with pytest.raises(KeyboardInterrupt): learn.lr_find(num_it=30, start_lr=1., end_lr=1e3, show_plot=False, suggest_funcs=())
+    cb = At('after_backward', interrupt, 20); learn.add_cb(cb)
+    with pytest.raises(KeyboardInterrupt): learn.lr_find(num_it=30, start_lr=1., end_lr=1e3, stop_div=False, show_plot=False, suggest_funcs=())
     learn.remove_cb(cb)
     first = []
     learn.add_cb(At('before_backward', lambda l: first.append(l.scaler.state_dict()), 5))
@@ -122,7 +122,7 @@ def test_static_disabled_and_own_scalers(tmp_path):
 def test_files_of_others(tmp_path):
     for mode in ('fp32', 'bf16'):
         with warnings.catch_warnings():
-            warnings.simplefilter('error')
+            warnings.filterwarnings('error', category=UserWarning)
             warnings.filterwarnings('ignore', message='.*emulated.*')
             trained(tmp_path, mode).save(mode)
             assert KEY not in torch.load(tmp_path / f'models/{mode}.pth', weights_only=False)['opt']
@@ -132,7 +132,7 @@ def test_files_of_others(tmp_path):
     for mode in ('fp32', 'bf16'):
         learn = trained(tmp_path, mode)
         with pytest.warns(UserWarning, match=r'to_fp16\(\)` before') as record: learn.load('fp16')
-        assert len(record) == 1 and same(params(learn), params(fp16)) and same_state(opt_state(learn.opt), opt_state(fp16.opt))
+        assert sum('to_fp16' in str(w.message) for w in record) == 1 and same(params(learn), params(fp16)) and same_state(opt_state(learn.opt), opt_state(fp16.opt))
         learn.fit(1, .01)
 
 
@@ -141,7 +141,7 @@ def test_without_the_optimizer(tmp_path):
     learn.save('with'); learn.save('without', with_opt=False)
     assert set(torch.load(tmp_path / 'models/without.pth')) == set(learn.model.state_dict())
     other = trained(tmp_path, n=1); at = state(other)
-    with warnings.catch_warnings(): warnings.simplefilter('error'); other.load('with', with_opt=False)
+    with warnings.catch_warnings(): warnings.filterwarnings('error', category=UserWarning); other.load('with', with_opt=False)
     assert state(other) == at != before
     with pytest.warns(UserWarning, match="doesn't contain an optimizer state"): other.load('without')
     assert state(other) == at
@@ -162,7 +162,7 @@ for name, opt in (('adam', Adam), ('fused_adamw', partial(OptimWrapper, opt=part
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
     learn = Learner(DataLoaders([], []), model, loss_func=nn.MSELoss(), opt_func=opt, path=Path({str(tmp_path)!r}))
     with warnings.catch_warnings():
-        warnings.simplefilter('error')
+        warnings.filterwarnings('error', category=UserWarning)
         learn.load(name, weights_only=True)
     state = learn.opt.opt.state if name != 'adam' else learn.opt.state
     assert len(state) == 6 and float(next(iter(state.values()))['step']) > 0, state
@@ -292,6 +292,7 @@ def test_text_learner(tmp_path):
 RESUME = '''
 import sys; sys.path.insert(0, {here!r})
 from test_checkpoint import *
+torch.set_num_threads(1)  # as in this process: the order of sums depends on it
 for opt in {opts!r}:
     learn = trained(Path({path!r}), n=0, opt=opt).load(opt); losses = []
     learn.add_cb(At('after_batch', lambda l: l.training and losses.append(l.loss.item()), 40))

@@ -97,11 +97,12 @@ def test_any_exception_anywhere_in_a_batch(place, order, exc, tmp_path):
         assert caught(lambda: learn.fit(1)) == expected
         assert not bomb.armed and autocast_state() == before
         assert not any(learn.sees_autocast.seen)
+        if mode == 'fp16': assert learn.mixed_precision.scaling.stage in (0, 1) and not learn.mixed_precision.scaling.scaler._per_optimizer_states
         if expected is None or expected[0] is not CancelFitException:
             assert not ATTRIBUTES & learn.__dict__.keys() and learn.scaler is None
         if mode == 'fp16' and expected is not None: assert all(p.grad is None or not p.grad.any() for p in learn.model.parameters())
         learn.path = tmp_path
-        learn.export()
+        learn.export(); learn.save('a'); learn.load('a')
         again, clone = pickle.loads(pickle.dumps(learn)), copy.deepcopy(learn)
         weights = params(learn)
         for l in (learn, again, clone):
