@@ -47,7 +47,9 @@ class MixedPrecision(fp16.MixedPrecision):
 
     autocast covers the forward pass and the loss, in training and validation. Predictions reach the loss, the metrics
     and `get_preds` in fp32, and the loss is fp32. In fp16 a `GradScaler` scales the loss; gradients are unscaled before
-    any `before_step` callback of a higher order runs, and a step with non-finite gradients is skipped whole.
+    any `before_step` callback of a higher order runs, and a step with non-finite gradients is skipped whole: by a
+    `CancelStepException`, or, without waiting for the device, by torch's fused Adam, AdamW and SGD in an `OptimWrapper`.
+    In that case `after_cancel_step` does not fire; `skipped` tells in both.
 
     Raises `ValueError` at construction for an unknown mode or an unusable scaling argument, and when `fit` starts if
     the device cannot run the mode, if parameters to be trained are fp16 already, or if the optimizer needs a closure.
@@ -190,16 +192,20 @@ class MixedPrecision(fp16.MixedPrecision):
         self.learn.loss_grad = self._scaling.scale(self.learn.loss_grad)
 
     def before_step(self):
-        "Unscale the gradients; skip the step if one of them is not finite."
+        "Unscale the gradients; hold the step back if one of them is not finite, unless the optimizer does so on the device."
         if self._scaling.unscale(self.learn.opt): raise CancelStepException()
 
     def after_cancel_step(self):
         "Another callback called the step off: leave the scale alone."
-        if not self._scaling.skipped: self._scaling.cancel()
+        if not self._scaling.held_back: self._scaling.cancel()
 
     def after_step(self):
         "Let the scale grow or back off."
         self._scaling.update()
+
+    def after_train(self):
+        "Read what the device decided in this epoch: fastai's Recorder waits for it here anyway."
+        self._scaling.read()
 
     def after_cancel_batch(self):
         "Exit autocast before callbacks of a higher order run."
@@ -282,7 +288,7 @@ class MixedPrecision(fp16.MixedPrecision):
         cancelled = fit.cancelled or error is not None
         fit.autocast, fit.cancelled = batch.outer
         if scaling.stage is GradStage.TRUE or not batch.training: return
-        if scaling.stage is GradStage.UNSCALED and (scaling.stepped or scaling.skipped): scaling.update()
+        if scaling.stage is GradStage.UNSCALED and (scaling.stepped or scaling.held_back): scaling.update()
         if error is not None and not isinstance(error, _CANCEL): scaling.drop(self.learn.opt, self.learn.model)
         elif scaling.stage is GradStage.SCALED: pass             # accumulating
         elif cancelled: scaling.rescale(self.learn.opt)          # left between `unscale` and `zero_grad`: later batches add to them
@@ -298,6 +304,7 @@ class MixedPrecision(fp16.MixedPrecision):
         if learn is None: return
         if fit is not None: self._exit_autocast()
         self._scaling.drop(learn.opt, learn.model)
+        self._scaling.read()
         if fit is not None and fit.before_lr_find is not None: self._scaling.restore(fit.before_lr_find)
         self._guard.remove()
         for name in ('xb', 'yb', 'pred', 'loss', 'loss_grad'):   # an exception leaves them on a graph, which nothing can deep-copy

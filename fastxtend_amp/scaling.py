@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from fastai.optimizer import OptimWrapper
 from torch import nn
 from torch.amp import GradScaler
 
@@ -67,11 +68,15 @@ _CONSTANT = _Rule(1., 1., 1)
 class History:
     """Which attempted steps were skipped, and the scale that each one used.
 
-    One bit a step (1.25 MB for 10 million steps); the scales are worked out from the bits when asked for. Where the
+    One bit a step (1.25 MB for 10 million steps), and four bytes for each step since the last epoch ended whose flag is
+    still on the device; the scales are worked out from the bits when asked for. Where the
     scale was not the outcome of the step before (at the start, after `load_state_dict` or `update(new_scale)`, with a
     scaler of other rules) a mark holds what it was.
     """
-    def __init__(self): self.n, self._bits, self._marks = 0, bytearray(), []
+    _chunk = 1024  # flags held as single tensors before one operation joins them
+
+    def __init__(self): self.n, self._bits, self._marks, self._flags, self._chunks = 0, bytearray(), [], [], []
+    def __getstate__(self): self.flush(); return self.__dict__
 
     def mark(self, scale: float, tracker: int, rule: _Rule) -> None:
         "From the next step on the scale is `scale`, its growth tracker `tracker`, and it changes by `rule`."
@@ -80,14 +85,36 @@ class History:
         if self._marks and rule == _CONSTANT and self._marks[-1][1::2] == (scale, rule): return
         self._marks.append((self.n, scale, tracker, rule))
 
-    def record(self, skipped: bool) -> None:
-        "Add an attempted step."
-        if self.n % 8 == 0: self._bits.append(0)
-        if skipped: self._bits[-1] |= 1 << self.n % 8
+    def record(self, skipped: bool | torch.Tensor) -> None:
+        "Add an attempted step; a flag that is still on the device (0-dim, 0 or 1) is not read yet."
+        if isinstance(skipped, torch.Tensor):
+            self._flags.append(skipped)
+            if len(self._flags) == self._chunk: self._chunks.append(torch.stack(self._flags)); self._flags = []
+        else:
+            self.flush()
+            self._add(skipped, self.n)
         self.n += 1
+
+    def flush(self) -> None:
+        "Read the flags that are on the device; this waits for it."
+        if not (self._flags or self._chunks): return
+        flags = torch.cat([*self._chunks, *([torch.stack(self._flags)] if self._flags else [])]).tolist()
+        for i, flag in enumerate(flags, self.n - len(flags)): self._add(bool(flag), i)
+        self._flags, self._chunks = [], []
+
+    def _add(self, skipped, i):
+        if i % 8 == 0: self._bits.append(0)
+        if skipped: self._bits[-1] |= 1 << i % 8
+
+    @property
+    def last(self) -> bool:
+        "Was the last step skipped?"
+        self.flush()
+        return bool(self.n and self._bits[-1] >> (self.n - 1) % 8 & 1)
 
     def truncate(self, n: int) -> None:
         "Forget all but the first `n` steps."
+        self.flush()
         self.n, self._marks = n, [m for m in self._marks if m[0] <= n]
         del self._bits[(n + 7) // 8:]
         if n % 8: self._bits[-1] &= (1 << n % 8) - 1
@@ -95,6 +122,7 @@ class History:
     @property
     def skips(self) -> np.ndarray:
         "For each attempted step, shape (n,), bool: was it skipped?"
+        self.flush()
         return np.unpackbits(np.frombuffer(bytes(self._bits), np.uint8), bitorder='little')[:self.n].astype(bool)
 
     @property
@@ -120,8 +148,28 @@ class GradStage(IntEnum):
 
 class _Probe:
     "Stands in for the optimizer in `GradScaler.step`, which calls `step` only when every gradient is finite."
-    def __init__(self, opt): self.param_groups, self.finite = [{'params': list(pl)} for pl in opt.param_lists], False
+    def __init__(self, params): self.param_groups, self.finite = [{'params': params}], False
     def step(self): self.finite = True
+
+
+def skips_on_device(
+    opt: Any, # fastai's `Optimizer` or `OptimWrapper`
+    params: list[nn.Parameter], # Its parameters
+) -> bool:
+    """Can `opt` skip a step by itself, told by a `found_inf` on the device, with no effect at all?
+
+    torch's fused Adam, AdamW and SGD inside an `OptimWrapper` can, once their state is there: a first step that is
+    skipped would create it, and fused SGD would leave its momentum uninitialised (seen with PyTorch 2.13). Wrappers
+    with counters of their own, such as Lookahead, would count the step.
+    """
+    inner = opt.opt if type(opt) is OptimWrapper else None
+    if type(inner) not in _STATE or not getattr(inner, '_step_supports_amp_scaling', False): return False
+    if isinstance(inner, torch.optim.SGD) and not any(g['momentum'] for g in inner.param_groups): return True
+    key, state = _STATE[type(inner)], inner.state
+    return all(p.grad is None or state.get(p, _NOTHING).get(key) is not None for p in params)
+
+
+_STATE, _NOTHING = {torch.optim.Adam: 'exp_avg', torch.optim.AdamW: 'exp_avg', torch.optim.SGD: 'momentum_buffer'}, {}
 
 
 class LossScaling:
@@ -137,7 +185,9 @@ class LossScaling:
                       if loss_scale is None else StaticGradScaler('cpu', init_scale=float(loss_scale)))
         self._fp16_scaler, self.initial_state = scaler, scaler.state_dict()
         self.scaler: GradScaler = GradScaler('cpu', enabled=False)
-        self.history, self.skipped, self.stage, self.stepped = History(), False, GradStage.TRUE, False
+        self.history, self.stage, self.stepped, self.held_back = History(), GradStage.TRUE, False, False
+        self._found_inf: bool | torch.Tensor = False             # of the last step; on the device if the device decides
+        self._told: torch.optim.Optimizer | None = None          # the optimizer that holds a `found_inf` of ours
         self._seen, self._used = None, False
 
     # -- for one fit
@@ -168,25 +218,44 @@ class LossScaling:
         if moved: self._seen = self._state_key()
         return scaled
 
-    def unscale(self, opt: Any) -> bool: # Whether the step must be skipped
+    @property
+    def skipped(self) -> bool:
+        "Was the last step skipped? Waits for the device if the device decided."
+        return bool(self._found_inf)
+
+    def read(self) -> None:
+        "Bring what the device decided to the host; this waits for it."
+        if isinstance(self._found_inf, torch.Tensor):            # the last flag of the history, unless that step was interrupted
+            self._found_inf = bool(self.history.last if self.stage is not GradStage.UNSCALED else self._found_inf)
+        self.history.flush()
+
+    def unscale(self, opt: Any) -> bool: # Whether the step must be held back; never if the device decides
         "Divide the gradients of `opt` (fastai's `Optimizer` or `OptimWrapper`) by the scale, in place."
         if self.stage is not GradStage.SCALED: return False
-        probe, self.stepped, self.skipped = _Probe(opt), False, False
+        params = _params(opt)
+        probe, self.stepped, self.held_back, self._found_inf = _Probe(params), False, False, False
         self.scaler.unscale_(probe)
         self.stage = GradStage.UNSCALED
-        if not self.scaler._found_inf_per_device(probe):         # no parameter has a gradient
+        found_inf = list(self.scaler._found_inf_per_device(probe).values())
+        if not found_inf:                                        # no parameter has a gradient
             self.cancel()
-            return False
-        self.scaler.step(probe)                                  # waits for the device, once, to read found_inf
-        self.skipped = not probe.finite
-        return self.skipped
+        elif type(self.scaler).step is GradScaler.step and skips_on_device(opt, params):
+            # The kernels take exactly 1 for a skip, so flags of several devices are combined by their maximum.
+            self._found_inf = found_inf[0] if len(found_inf) == 1 else torch.stack([f.to(found_inf[0].device) for f in found_inf]).amax()
+            self._told = opt.opt
+            self._told.grad_scale, self._told.found_inf = None, self._found_inf
+        else:
+            self.scaler.step(probe)                              # waits for the device, once, to read found_inf
+            self._found_inf = self.held_back = not probe.finite
+        return self.held_back
 
     def update(self) -> None:
         "After a step, taken or skipped: let the scale grow or back off, and record the step."
         if self.stage is not GradStage.UNSCALED: return
         if self.scaler._per_optimizer_states: self.scaler.update()   # empty if an interrupt ended this method once before
         self.stage = GradStage.SETTLED
-        self.history.record(self.skipped)
+        self._untell()
+        self.history.record(self._found_inf)
         self._seen = self._state_key()
 
     def cancel(self) -> None:
@@ -217,8 +286,15 @@ class LossScaling:
         self.stage, self._used = GradStage.TRUE, False
 
     def _forget_step(self):
+        self._untell()
         # GradScaler has no public way to take back an `unscale_` that no `update` follows.
         if self.scaler.is_enabled(): self.scaler._per_optimizer_states.clear()
+
+    def _untell(self):
+        "Take `found_inf` off the optimizer, where it would decide the next step too."
+        if self._told is None: return
+        for name in ('grad_scale', 'found_inf'): self._told.__dict__.pop(name, None)
+        self._told = None
 
     # -- what is kept
 
@@ -244,11 +320,11 @@ class LossScaling:
 
     def snapshot(self) -> Any:
         "What `restore` needs to undo the steps from now on."
-        return self.state_dict(), self.history.n, self.skipped
+        return self.state_dict(), self.history.n, self._found_inf
 
     def restore(self, snapshot: Any) -> None:
         "Put scale, tracker and history back to `snapshot`; the gradients must not be scaled."
-        state, n, self.skipped = snapshot
+        state, n, self._found_inf = snapshot
         self.load_state_dict(state)
         self.history.truncate(n)
 
