@@ -28,9 +28,13 @@ class _Fit:
     device: torch.device
     mode: AMPMode | None
     autocast: Any = None          # the context that is entered in a batch, None outside
+    spare: Any = None             # a context to enter next; building one takes longer than entering it
     cancelled: bool = False       # was this batch left with CancelBatchException?
     checked: bool = False         # were the checks made that only training needs?
     before_lr_find: Any = None    # what to restore, because the fit is lr_find's
+
+    # A copy made inside a batch has entered nothing.
+    def __getstate__(self): return {**self.__dict__, 'autocast': None, 'spare': None}
 
 
 @dataclass
@@ -172,9 +176,10 @@ class MixedPrecision(fp16.MixedPrecision):
     def before_batch(self):
         "Enter autocast."
         if self._fit is None: self._open()                       # added in the middle of a fit
-        if self._fit.mode is None: return
-        self._fit.autocast = torch.autocast(self._fit.device.type, dtype=self._fit.mode.dtype)
-        self._fit.autocast.__enter__()
+        fit = self._fit
+        if fit.mode is None: return
+        fit.autocast, fit.spare = fit.spare or torch.autocast(fit.device.type, dtype=fit.mode.dtype), None
+        fit.autocast.__enter__()
 
     def after_pred(self):
         "Give the loss and the metrics fp32."
@@ -267,8 +272,11 @@ class MixedPrecision(fp16.MixedPrecision):
                              "GradScaler does not support. Use `learn.to_bf16()` or `learn.to_fp32()`, or another optimizer.")
 
     def _exit_autocast(self):
-        ctx, self._fit.autocast = self._fit.autocast, None
-        if ctx is not None: ctx.__exit__(None, None, None)
+        fit = self._fit
+        ctx, fit.autocast = fit.autocast, None
+        if ctx is None: return
+        ctx.__exit__(None, None, None)
+        fit.spare = ctx
 
     def _enter_batch(self):
         "Called by the guard before a batch: what `_leave_batch` needs, None if there is no autocast to guard."

@@ -91,6 +91,9 @@ class LoopGuard:
 
     def __init__(self, owner: Any): self.owner, self.learn, self.inner, self.running = owner, None, {}, False
 
+    # A copy made inside the loop is not inside one itself.
+    def __getstate__(self): return {**self.__dict__, 'running': False}
+
     def install(self, learn: Any) -> None:
         "Start to guard `learn`; nothing happens if that is done already."
         self.learn = learn

@@ -69,9 +69,9 @@ class History:
     """Which attempted steps were skipped, and the scale that each one used.
 
     One bit a step (1.25 MB for 10 million steps), and four bytes for each step since the last epoch ended whose flag is
-    still on the device; the scales are worked out from the bits when asked for. Where the
-    scale was not the outcome of the step before (at the start, after `load_state_dict` or `update(new_scale)`, with a
-    scaler of other rules) a mark holds what it was.
+    still on the device; the scales are worked out from the bits when asked for. Where the scale was not the outcome of
+    the step before (at the start, after `load_state_dict` or `update(new_scale)`, with a scaler of other rules) a mark
+    holds what it was.
     """
     _chunk = 1024  # flags held as single tensors before one operation joins them
 
@@ -169,6 +169,7 @@ def skips_on_device(
     return all(p.grad is None or state.get(p, _NOTHING).get(key) is not None for p in params)
 
 
+# What each optimizer keeps for a parameter once it has stepped on it.
 _STATE, _NOTHING = {torch.optim.Adam: 'exp_avg', torch.optim.AdamW: 'exp_avg', torch.optim.SGD: 'momentum_buffer'}, {}
 
 

@@ -382,6 +382,27 @@ def test_copies_keep_the_state_and_share_none(tmp_path, how):
     assert state(learn) == state(twin) and same(params(learn), params(twin))
 
 
+@pytest.mark.parametrize('event', ['after_epoch', 'before_batch'])
+def test_copies_made_in_the_middle_of_a_fit(tmp_path, event):
+    learn, copies = trained(tmp_path, n=1), []
+    learn.add_cb(At(event, Copier(copies), 40))
+    learn.fit(1, .01)
+    for twin in (pickle.loads(copies[-1][0]), copies[-1][1]):
+        twin.remove_cbs([cb for cb in twin.cbs if isinstance(cb, At)])
+        assert state(twin) == state(learn) and same(params(twin), params(learn))
+        before = autocast_state(); twin.fit(1, .01); assert autocast_state() == before
+        assert not {'one_batch', '_with_events'} & twin.__dict__.keys()
+
+
+class Copier:
+    "Copies the learner when called, and is itself copied without the copies."
+    def __init__(self, copies): self.copies = copies
+    def __call__(self, learn):
+        graph = 'loss_grad' in learn.__dict__ and learn.loss_grad.grad_fn is not None     # fastai's; nothing can deep-copy that
+        if not graph: self.copies.append((pickle.dumps(learn), copy.deepcopy(learn)))
+    def __getstate__(self): return {'copies': []}
+
+
 # -- toggling
 
 def test_toggling_leaves_no_trace(tmp_path):
