@@ -33,7 +33,7 @@ class AMPMode(str, Enum):
         for member in cls:
             if member.value == name: return member
         raise ValueError(f"amp_mode={value!r} is not a precision. Allowed: 'fp16' (or '16-mixed', torch.float16), 'bf16' "
-                         "(or 'bf16-mixed', torch.bfloat16), in any letter case, and 'auto' where a learner is at hand. "
+                         "(or 'bf16-mixed', torch.bfloat16), in any letter case; `MixedPrecision` also takes 'auto'. "
                          "For plain fp32 use `learn.to_fp32()`.")
 
     @property
