@@ -217,6 +217,20 @@ def test_full_disk_keeps_the_old_file(tmp_path, monkeypatch):
     learn.fit(1); learn.save('a'); assert file.read_bytes() != old
 
 
+def test_write_that_really_fails_in_the_middle(tmp_path):
+    resource = pytest.importorskip('resource')                    # a limit on the size of files: as a disk that is full
+    learn = trained(tmp_path); file = learn.save('a'); old = file.read_bytes()
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(old) // 2, limits[1]))
+        with pytest.raises((OSError, RuntimeError)): learn.save('a')
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert file.read_bytes() == old and [f.name for f in file.parent.iterdir()] == ['a.pth']
+    other = trained(tmp_path, n=0).load('a'); assert same_everything(everything(other), everything(learn))
+
+
 CHILD = '''
 import sys; sys.path.insert(0, {here!r})
 from helpers import *
