@@ -48,10 +48,10 @@ def _rng_states() -> list[tuple[Callable, Any]]:
 
 def _own_values(t: torch.Tensor) -> torch.Tensor:
     "`t` outside the graph, without the dimensions that repeat the same memory, which nothing can copy into."
+    if t.layout is not torch.strided: return t.detach() if t.requires_grad else t  # an alias would not share new indices
     t = t.data                                                   # a version counter of its own: no saved graph becomes stale
-    if t.layout is torch.strided:
-        for dim, (n, stride) in enumerate(zip(t.shape, t.stride())):
-            if n > 1 and stride == 0: t = t.narrow(dim, 0, 1)
+    for dim, (n, stride) in enumerate(zip(t.shape, t.stride())):
+        if n > 1 and stride == 0: t = t.narrow(dim, 0, 1)
     return t
 
 
