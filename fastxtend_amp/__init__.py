@@ -1,9 +1,10 @@
 "Mixed precision for fastai that is real on every device. Importing this patches `Learner.to_fp16`, `to_bf16` and the like."
 from .callback import MixedPrecision
+from .compare import PrecisionComparison
 from .mode import AMPMode, precision_support
 from . import checkpoint as _checkpoint, learner as _learner  # patch Learner
 
-__all__ = ['AMPMode', 'MixedPrecision', 'precision_support']
+__all__ = ['AMPMode', 'MixedPrecision', 'PrecisionComparison', 'precision_support']
 
 
 def __getattr__(name):

@@ -1,14 +1,17 @@
 "What does a user call?"
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 # channelslast patches `Learner.to_channelslast`: imported here so that it cannot do so after us.
 from fastai.callback.channelslast import ChannelsLast
+from fastai.callback.core import Callback
 from fastai.learner import Learner
 from fastcore.basics import patch
 from torch.amp import GradScaler
 
 from .callback import PRECISION_CALLBACKS, MixedPrecision
+from .compare import PrecisionComparison, compare
 from .mode import AMPMode
 
 __all__ = []
@@ -94,3 +97,28 @@ def amp_context(self: Learner) -> AbstractContextManager: # To enter with `with`
     """
     cb = next((o for o in self.cbs if isinstance(o, MixedPrecision)), None)
     return nullcontext() if cb is None else cb.context()
+
+
+@patch
+def compare_precision(self: Learner,
+    modes: Sequence[str | AMPMode | torch.dtype] = ('fp32', 'bf16', 'fp16'), # The precisions; fp32, the measure, is always among them
+    n_steps: int = 50, # Training batches for each mode
+    *,
+    lr: float | slice | None = None, # Learning rate; the learner's own if None
+    n_seeds: int = 3, # How often fp32 is repeated with another order of the batches and other random draws
+    budget: float = 20., # Seconds after which an emulated mode is cut short
+    cbs: Sequence[Callback] | None = None, # The learner's callbacks that take part; those that shape the training step if None
+) -> PrecisionComparison: # `table`, `plot()`, `recommended` and `reason`; shows itself in a notebook
+    """Train `n_steps` in each precision, from the learner's present state on the same batches, and put everything back.
+
+    The modes take turns, a few steps each, so that whatever else the machine does slows all of them; only the training
+    steps are timed, not the loading of data. A mode that the device does not run gets a row with the reason.
+
+    What takes part: of fastai's callbacks those that shape a training step (mixup and cutmix, gradient accumulation and
+    clipping, RNN and batch-norm callbacks, channels last), of others those with an event from `before_batch` to
+    `after_step`. Loggers, the recorder, progress bars, schedulers, and what saves or stops do not; nor do metrics,
+    validation and `after_epoch`.
+
+    Raises `ValueError` for an unknown mode, for unusable numbers, and for a learner without training batches.
+    """
+    return compare(self, modes, n_steps, lr=lr, n_seeds=n_seeds, budget=budget, cbs=cbs)
