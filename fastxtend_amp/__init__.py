@@ -2,9 +2,10 @@
 from .callback import MixedPrecision
 from .compare import PrecisionComparison
 from .mode import AMPMode, precision_support
+from .report import PrecisionReport
 from . import checkpoint as _checkpoint, learner as _learner  # patch Learner
 
-__all__ = ['AMPMode', 'MixedPrecision', 'PrecisionComparison', 'precision_support']
+__all__ = ['AMPMode', 'MixedPrecision', 'PrecisionComparison', 'PrecisionReport', 'precision_support']
 
 
 def __getattr__(name):

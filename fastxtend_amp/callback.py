@@ -8,10 +8,13 @@ import torch
 from fastai.callback import fp16
 from fastai.callback.core import (CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException,
                                   CancelStepException, CancelTrainException, CancelValidException)
+from torch import nn
 from torch.amp import GradScaler
 
 from .convert import HALF, detached, to_fp32
+from .diagnosis import OverflowWatch
 from .guard import AutocastState, GradModeSwitches, LoopGuard, cache_loses_gradients
+from .islands import Islands
 from .mode import (AMPMode, autocast_available, check_supported, emulation_warning, fastest_native, model_device)
 from .scaling import GradStage, LossScaling
 
@@ -31,6 +34,7 @@ class _Fit:
     spare: Any = None             # a context to enter next; building one takes longer than entering it
     cancelled: bool = False       # was this batch left with CancelBatchException?
     checked: bool = False         # were the checks made that only training needs?
+    tried: bool = False           # has a training batch been through?
     before_lr_find: Any = None    # what to restore, because the fit is lr_find's
 
     # A copy made inside a batch has entered nothing.
@@ -73,6 +77,9 @@ class MixedPrecision(fp16.MixedPrecision):
         *,
         loss_scale: float | None = None, # A static loss scale instead, which never grows or shrinks; fastai v1 used 512 (fp16)
         scaler: GradScaler | None = None, # A ready `torch.amp.GradScaler`, or an instance of a subclass, to use instead (fp16)
+        fp32_modules: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules, predicates, or a list of these
+        on_overflow: str = 'warn', # When training goes wrong: 'warn', 'raise' (`FloatingPointError`) or 'ignore'; the batch is run again to find where
+        patience: int = 16, # Skipped steps in a row after which training counts as going wrong (fp16)
     ):
         self.amp_mode = 'auto' if isinstance(amp_mode, str) and amp_mode.lower() == 'auto' else AMPMode(amp_mode)
         self._scaling = LossScaling(init_scale, growth_factor, backoff_factor, growth_interval, enabled, loss_scale, scaler)
@@ -80,6 +87,7 @@ class MixedPrecision(fp16.MixedPrecision):
             raise ValueError(f"scaler={scaler!r} cannot be used with amp_mode='bf16', which needs no loss scaling. Leave it out, "
                              "or take 'fp16' or 'auto'.")
         self._mode = None if self.amp_mode == 'auto' else self.amp_mode
+        self._islands, self._watch = Islands(fp32_modules), OverflowWatch(on_overflow, patience)
         self._guard, self._fit, self._learn = LoopGuard(self), None, None
 
     # fastai would look up each name on the learner and its model, and warn if it is there; these names are our own.
@@ -91,6 +99,7 @@ class MixedPrecision(fp16.MixedPrecision):
     def learn(self, learn):                                      # set by `add_cb`, and to None by `remove_cb`
         if self.learn is not None and learn is not self.learn: self._detach()
         self._learn = learn
+        if learn is not None: self._islands.apply(learn.model)
         # A callback may add us in the middle of a fit: `before_batch` is too late to guard that batch.
         if learn is not None and getattr(learn, 'dl', None) is not None: self._guard.install(learn)
 
@@ -141,6 +150,12 @@ class MixedPrecision(fp16.MixedPrecision):
         mode = self._fit.mode if self._fit else self._decide(device)
         return nullcontext() if mode is None else torch.autocast(device.type, dtype=mode.dtype)
 
+    def check_modules(self,
+        model: nn.Module, # The model that this callback is to train
+    ) -> None:
+        "Raise what adding this callback to a learner of `model` would raise on account of `fp32_modules`."
+        self._islands.check(model)
+
     # -- what a checkpoint holds
 
     @property
@@ -179,6 +194,7 @@ class MixedPrecision(fp16.MixedPrecision):
         fit = self._fit
         if fit.mode is None: return
         fit.autocast, fit.spare = fit.spare or torch.autocast(fit.device.type, dtype=fit.mode.dtype), None
+        self._watch.before_batch(self)
         fit.autocast.__enter__()
 
     def after_pred(self):
@@ -189,8 +205,9 @@ class MixedPrecision(fp16.MixedPrecision):
         "Exit autocast; record and back-propagate the loss in fp32."
         if not self._active: return
         self._exit_autocast()
-        if not len(self.learn.yb) or self.learn.loss_grad.dtype not in HALF: return
-        self.learn.loss_grad, self.learn.loss = self.learn.loss_grad.float(), self.learn.loss.float()
+        if len(self.learn.yb) and self.learn.loss_grad.dtype in HALF:
+            self.learn.loss_grad, self.learn.loss = self.learn.loss_grad.float(), self.learn.loss.float()
+        self._watch.after_loss(self)
 
     def before_backward(self):
         "Scale the loss."
@@ -198,7 +215,9 @@ class MixedPrecision(fp16.MixedPrecision):
 
     def before_step(self):
         "Unscale the gradients; hold the step back if one of them is not finite, unless the optimizer does so on the device."
-        if self._scaling.unscale(self.learn.opt): raise CancelStepException()
+        held_back = self._scaling.unscale(self.learn.opt)
+        self._watch.before_step(self)
+        if held_back: raise CancelStepException()
 
     def after_cancel_step(self):
         "Another callback called the step off: leave the scale alone."
@@ -211,6 +230,7 @@ class MixedPrecision(fp16.MixedPrecision):
     def after_train(self):
         "Read what the device decided in this epoch: fastai's Recorder waits for it here anyway."
         self._scaling.read()
+        self._watch.after_train(self)
 
     def after_cancel_batch(self):
         "Exit autocast before callbacks of a higher order run."
@@ -250,9 +270,11 @@ class MixedPrecision(fp16.MixedPrecision):
                              "them all, and `learn.to_fp16()` or `learn.to_bf16()` replaces them.")
         device = self._device()
         self._mode = mode = self._decide(device)
+        self._islands.apply(self.learn.model)                    # it may be another model by now
         self._fit = _Fit(device, mode)
         scaler = self._scaling.start(device.type, scaled=mode is not None and mode.needs_loss_scaling)
         if 'lr_finder' in self.learn.__dict__: self._fit.before_lr_find = self._scaling.snapshot()
+        self._watch.start(mode is not None and self._fit.before_lr_find is None)     # `lr_find` goes wrong on purpose
         cache_loses_gradients()                                  # asked here, so that no batch is interrupted in it
         self._guard.install(self.learn)
         self.learn.scaler = scaler
@@ -270,6 +292,12 @@ class MixedPrecision(fp16.MixedPrecision):
         if _needs_closure(self.learn.opt):
             raise ValueError(f"{type(getattr(self.learn.opt, 'opt', self.learn.opt)).__name__} needs a closure for its step, which "
                              "GradScaler does not support. Use `learn.to_bf16()` or `learn.to_fp32()`, or another optimizer.")
+
+    def _check_islands(self):
+        self._fit.tried = True
+        for name, parent in self._islands.never_called().items():
+            warnings.warn(f"fp32_modules: '{name}' was not called in the first batch, so keeping it in fp32 does nothing: the module around it may "
+                          f"use its weights directly, as MultiheadAttention does with out_proj. Keep '{parent}' instead.")
 
     def _exit_autocast(self):
         fit = self._fit
@@ -291,6 +319,9 @@ class MixedPrecision(fp16.MixedPrecision):
         "Called by the guard when a batch ended, by `error` or None; may be called twice."
         if batch.watched: GradModeSwitches.unwatch()
         batch.autocast_state.restore()
+        if error is None and batch.training:
+            if self._fit is not None and not self._fit.tried: self._check_islands()
+            self._watch.after_batch(self)
         fit, scaling = self._fit, self._scaling
         if fit is None: return
         cancelled = fit.cancelled or error is not None
@@ -322,6 +353,7 @@ class MixedPrecision(fp16.MixedPrecision):
 
     def _detach(self):
         self._close()
+        self._islands.remove()
         self.learn.__dict__.pop('scaler', None)
 
 

@@ -10,7 +10,8 @@ import torch
 
 from .islands import unwrapped
 from .mode import AMPMode
-from .probe import LOSS, Tracer, local_statistics, tensors
+from .probe import LOSS, Tracer, after_pred, local_statistics, tensors
+from .scaling import GradStage, StaticGradScaler
 from .snapshot import preserved
 
 ON_OVERFLOW = ('warn', 'raise', 'ignore')
@@ -43,7 +44,6 @@ def diagnose(
     learn: Any, # The learner, possibly in the middle of a fit
     mode: AMPMode,
     scale: float, # The loss scale of the step that went wrong
-    after_pred: Any,
     random_state: tuple | None = None, # What `random_state` gave before that batch's forward pass
 ) -> Diagnosis:
     "Run the batch at hand again, in fp32 and in `mode`, and find where finite numbers end; the learner stays as it was."
@@ -62,7 +62,7 @@ def diagnose(
         def run(*args):
             if random_state is not None: set_random_state(random_state)
             with preserved(learn):
-                tracer = Tracer(model, learn.loss_func, *args, after_pred=after_pred)
+                tracer = Tracer(model, learn.loss_func, *args, after_pred=after_pred(learn))
                 tracer.run(xb, yb)
             return tracer
         fp32 = run()
@@ -106,3 +106,70 @@ def set_random_state(state: tuple) -> None:
     cpu, other = state
     torch.set_rng_state(cpu)
     if other is not None: getattr(torch, other[0].type).set_rng_state(other[1], other[0])
+
+
+class OverflowWatch:
+    """Notices, for one callback, that training goes wrong, and says once a fit where.
+
+    While all goes well it costs no operator and no wait: in main memory the loss and the device's flag are read in place;
+    on an accelerator the loss that fastai's Recorder has fetched anyway, and the flags of many steps when they have come.
+    """
+    def __init__(self, on_overflow: str, patience: int):
+        check_overflow_args(on_overflow, patience)
+        self.on_overflow, self.patience = on_overflow, int(patience)
+        self.start(False)
+
+    def start(self, on: bool) -> None:
+        "A fit begins; with `on` False it is not watched."
+        self.on, self.skips, self.random_state = on and self.on_overflow != 'ignore', 0, None
+
+    def before_batch(self, cb: Any) -> None:
+        if self.on and cb.learn.training: self.random_state = random_state(cb._fit.device)
+
+    def after_loss(self, cb: Any) -> None:
+        "Without loss scaling nothing holds a bad step back: look before it is made, where that is free."
+        if not self.on or not cb.learn.training or cb.scaling.scaler.is_enabled(): return
+        self._check_loss(cb, peek(cb.learn.loss))
+
+    def before_step(self, cb: Any) -> None:
+        "After the gradients were unscaled: was the step held back, and is it one too many?"
+        s = cb.scaling
+        if not self.on or s.stage is not GradStage.UNSCALED: return
+        skipped = peek(s.found_inf) if isinstance(s.found_inf, torch.Tensor) else s.held_back
+        if skipped is None: return                               # only the device knows
+        self.skips = self.skips + 1 if skipped else 0
+        if not skipped: return
+        loss = peek(cb.learn.loss)
+        if self._check_loss(cb, float(cb.learn.loss) if loss is None else loss): return     # the host has just waited anyway
+        if self.skips >= self.patience: self._alarm(cb, f'{self.skips} steps in a row were skipped')
+        elif not isinstance(s.scaler, StaticGradScaler) and s.scaler.get_scale() * s.scaler.get_backoff_factor() < 1:
+            self._alarm(cb, 'the loss scale falls below 1')
+
+    def after_batch(self, cb: Any) -> None:
+        "On an accelerator: look at what has come to the host by now."
+        if not self.on or self.random_state is None: return
+        if (n := cb.scaling.history.poll()) >= self.patience: return self._alarm(cb, f'{n} steps in a row were skipped', same=False)
+        recorder = getattr(cb.learn, 'recorder', None)
+        if recorder is not None and recorder.losses: self._check_loss(cb, peek(recorder.losses[-1]))
+
+    def after_train(self, cb: Any) -> None:
+        "At the end of an epoch the host knows all."
+        if not self.on: return
+        skips = cb.scaling.history.skips[-self.patience:]
+        if len(skips) == self.patience and skips.all() and self.skips < self.patience:
+            self._alarm(cb, f'the last {self.patience} steps were skipped', same=False)
+
+    def _check_loss(self, cb, loss):
+        if loss is None or math.isfinite(loss): return False
+        self._alarm(cb, f'the loss is {loss}')
+        return True
+
+    def _alarm(self, cb, what, same=True):
+        self.on = False                                          # once a fit
+        mode, scaler = cb._fit.mode, cb.scaling.scaler
+        try: found = diagnose(cb.learn, mode, scaler.get_scale(), self.random_state if same else None).text
+        except Exception as e: found = f"looking for the cause failed ({type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''})"
+        batch = 'That batch, run again with the same random draws' if same else 'The batch at hand, not the one it began with, run again'
+        message = f'{mode.value} training goes wrong: {what}. {batch}: {found}.'
+        if self.on_overflow == 'raise': raise FloatingPointError(message)
+        warnings.warn(message)

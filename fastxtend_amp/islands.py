@@ -132,7 +132,7 @@ class Islands:
         for f in self.forwards.values(): f.remove()
         self.forwards = {}
 
-    def never_called(self, model: nn.Module) -> dict[str, str]:
+    def never_called(self) -> dict[str, str]:
         "Kept modules whose forward never ran, each with the module around it; their parents may use their weights directly."
         return {name: name.rpartition('.')[0] or ROOT for name, f in self.forwards.items() if not f.called}
 

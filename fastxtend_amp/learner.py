@@ -1,6 +1,7 @@
 "What does a user call?"
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 # channelslast patches `Learner.to_channelslast`: imported here so that it cannot do so after us.
@@ -13,12 +14,14 @@ from torch.amp import GradScaler
 from .callback import PRECISION_CALLBACKS, MixedPrecision
 from .compare import PrecisionComparison, compare
 from .mode import AMPMode
+from .report import PrecisionReport, report
 
 __all__ = []
 
 
 def _replace_precision(learn: Learner, cb: MixedPrecision | None) -> Learner:
     "Leave `cb` as the learner's only precision callback; it was built, and so checked, before anything is removed."
+    if cb is not None: cb.check_modules(learn.model)
     for old in [o for o in learn.cbs if isinstance(o, PRECISION_CALLBACKS)]: learn.remove_cb(old)
     return learn if cb is None else learn.add_cb(cb)
 
@@ -33,16 +36,25 @@ def to_fp16(self: Learner,
     *,
     loss_scale: float | None = None, # A static loss scale instead, which never grows or shrinks; fastai v1 used 512
     scaler: GradScaler | None = None, # A ready `torch.amp.GradScaler`, or an instance of a subclass, to use instead
+    fp32_modules: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules, predicates, or a list of these
+    on_overflow: str = 'warn', # When training goes wrong: 'warn', 'raise' (`FloatingPointError`) or 'ignore'; the batch is run again to find where
+    patience: int = 16, # Skipped steps in a row after which training counts as going wrong (fp16)
 ) -> Learner: # The learner
     "Train in float16 mixed precision; replaces any other precision callback."
     return _replace_precision(self, MixedPrecision(AMPMode.FP16, init_scale, growth_factor, backoff_factor, growth_interval,
-                                                   enabled, loss_scale=loss_scale, scaler=scaler))
+                                                   enabled, loss_scale=loss_scale, scaler=scaler, fp32_modules=fp32_modules,
+                                                   on_overflow=on_overflow, patience=patience))
 
 
 @patch
-def to_bf16(self: Learner) -> Learner: # The learner
+def to_bf16(self: Learner,
+    *,
+    fp32_modules: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules, predicates, or a list of these
+    on_overflow: str = 'warn', # When training goes wrong: 'warn', 'raise' (`FloatingPointError`) or 'ignore'; the batch is run again to find where
+    patience: int = 16, # Skipped steps in a row after which training counts as going wrong; bf16 skips none
+) -> Learner: # The learner
     "Train in bfloat16 mixed precision, which needs no loss scaling; replaces any other precision callback."
-    return _replace_precision(self, MixedPrecision(AMPMode.BF16))
+    return _replace_precision(self, MixedPrecision(AMPMode.BF16, fp32_modules=fp32_modules, on_overflow=on_overflow, patience=patience))
 
 
 @patch
@@ -55,10 +67,14 @@ def to_amp(self: Learner,
     *,
     loss_scale: float | None = None, # A static loss scale instead, which never grows or shrinks
     scaler: GradScaler | None = None, # A ready `torch.amp.GradScaler`, or an instance of a subclass, to use instead
+    fp32_modules: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules, predicates, or a list of these
+    on_overflow: str = 'warn', # When training goes wrong: 'warn', 'raise' (`FloatingPointError`) or 'ignore'; the batch is run again to find where
+    patience: int = 16, # Skipped steps in a row after which training counts as going wrong (fp16)
 ) -> Learner: # The learner
     "Train in the fastest precision that the model's device does natively: bf16, then fp16, else fp32."
     return _replace_precision(self, MixedPrecision('auto', init_scale, growth_factor, backoff_factor, growth_interval,
-                                                   enabled, loss_scale=loss_scale, scaler=scaler))
+                                                   enabled, loss_scale=loss_scale, scaler=scaler, fp32_modules=fp32_modules,
+                                                   on_overflow=on_overflow, patience=patience))
 
 
 @patch
@@ -79,13 +95,16 @@ def to_channelslast(self: Learner,
     *,
     loss_scale: float | None = None, # A static loss scale instead (fp16)
     scaler: GradScaler | None = None, # A ready `torch.amp.GradScaler` to use instead (fp16)
+    fp32_modules: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules, predicates, or a list of these
+    on_overflow: str = 'warn', # When training goes wrong: 'warn', 'raise' (`FloatingPointError`) or 'ignore'; the batch is run again to find where
+    patience: int = 16, # Skipped steps in a row after which training counts as going wrong (fp16)
 ) -> Learner: # The learner
     "Train in the channels last memory format, and in mixed precision (fp16 unless told otherwise)."
     has_precision = any(isinstance(o, PRECISION_CALLBACKS) for o in self.cbs)
     cbs = [] if any(isinstance(o, ChannelsLast) for o in self.cbs) else [ChannelsLast()]
     if use_amp and not has_precision:
         cbs.append(MixedPrecision(amp_mode, init_scale, growth_factor, backoff_factor, growth_interval, enabled,
-                                  loss_scale=loss_scale, scaler=scaler))
+                                  loss_scale=loss_scale, scaler=scaler, fp32_modules=fp32_modules, on_overflow=on_overflow, patience=patience))
     return self.add_cbs(cbs)
 
 
@@ -122,3 +141,22 @@ def compare_precision(self: Learner,
     Raises `ValueError` for an unknown mode, for unusable numbers, and for a learner without training batches.
     """
     return compare(self, modes, n_steps, lr=lr, n_seeds=n_seeds, budget=budget, cbs=cbs)
+
+
+@patch
+def precision_report(self: Learner,
+    modes: Iterable[str | AMPMode] = ('bf16', 'fp16'), # The precisions to ask about
+    n_batches: int = 1, # How many batches to look at
+    dl: Any = None, # The DataLoader to take them from; the training set's if None
+) -> PrecisionReport: # `verdicts`, `table`, `fp32_modules`, `plot()`; shows itself in a notebook
+    """Does the model survive low precision, and if not, where? Asked before training, on real batches.
+
+    Runs forward and backward on training batches in fp32 and in each mode, in training mode, and looks into each module;
+    modules that leave finite numbers, or lose more than a tenth, are kept in fp32 and the batches run again, until the
+    verdict is known to hold. The learner stays as it was, bit for bit, and its callbacks do not fire (what RNNCallback
+    does to predictions is done). A model wrapped for data parallelism is run unwrapped, each process on its own batches,
+    without communication; a compiled one is run as it was written.
+
+    Raises `ValueError` for an unknown mode, `n_batches` below 1, no batches, and sharded parameters (FSDP).
+    """
+    return report(self, modes, n_batches, dl)

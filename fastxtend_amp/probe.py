@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from fastai.callback.rnn import RNNCallback
+from fastai.learner import Learner
+from fastai.torch_core import is_listy
 from fastcore.basics import noop
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -217,20 +220,22 @@ class Tracer:
     def _hooks(self) -> Iterator[None]:
         self._owners: dict[int, list[str]] = {}
         with ExitStack() as stack:
-            for m in self.model.modules():
+            for m in [m for m in self.model.modules() if id(m) in self.names]:     # not `torch.compile`'s wrappers
                 for p in m.parameters(recurse=False): self._owners.setdefault(id(p), []).append(self.names[id(m)])
                 for handle in (m.register_forward_pre_hook(self._enter, with_kwargs=True),
                                m.register_forward_hook(self._leave, with_kwargs=True)): stack.callback(handle.remove)
             yield
 
-    def _selected(self, module, name): return not any(True for _ in module.children()) or name in self.computing
+    def selected(self, module: nn.Module, name: str) -> bool:
+        "Does the module compute something itself: is it a leaf, or was it seen to?"
+        return not any(True for _ in module.children()) or name in self.computing
 
     def _enter(self, module, args, kwargs):
         if self.silent: return
         name = self.names[id(module)]
         with self._silence():
             frame = self._open(name, module, type(module).__name__, (args, kwargs))
-            if self.mode is not None and self._selected(module, name): frame.expected = self._in_fp32(module, (module,), args, kwargs)
+            if self.mode is not None and self.selected(module, name): frame.expected = self._in_fp32(module, (module,), args, kwargs)
         self.stack.append(frame)
 
     @contextmanager
@@ -341,6 +346,12 @@ def _eager():
     return torch.compiler.set_stance('force_eager') if hasattr(torch.compiler, 'set_stance') else nullcontext()
 
 
+def after_pred(learn: Learner) -> Callable[[Any], Any]:
+    "What `learn`'s callbacks make of the model's output before the loss: RNNCallback passes on the last of its first entry."
+    if not any(isinstance(cb, RNNCallback) for cb in learn.cbs): return noop
+    return lambda pred: pred[0][-1] if is_listy(pred[0]) else pred[0]
+
+
 @contextmanager
 def effects_undone(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Run `modules` inside without effect on their buffers and on what else they remember, such as a hidden state.
@@ -360,7 +371,7 @@ def effects_undone(modules: Iterable[nn.Module]) -> Iterator[None]:
             if isinstance(container, dict): container.clear(); container.update(content)
             else: container[:] = content
         with torch.no_grad():
-            for t, values in tensors_kept: t.detach().copy_(values)
+            for t, values in tensors_kept: t.data.copy_(values)       # not a change that a graph would mind
 
 
 @contextmanager

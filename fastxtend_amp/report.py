@@ -11,16 +11,14 @@ from typing import Any
 
 import pandas as pd
 import torch
-from fastai.callback.rnn import RNNCallback
 from fastai.learner import Learner
-from fastai.torch_core import is_listy, to_device
-from fastcore.basics import noop
+from fastai.torch_core import to_device
 
 from .callback import MixedPrecision
 from .convert import HALF, map_tensors
-from .islands import Fp32Forward, kept_in_fp32, unwrapped
+from .islands import ROOT, Fp32Forward, kept_in_fp32, qualified_names, unwrapped
 from .mode import AMPMode, mode_support, model_device
-from .probe import LOSS, Seen, Tracer, effects_undone, local_statistics, random_state_kept
+from .probe import LOSS, Seen, Tracer, after_pred, effects_undone, local_statistics, random_state_kept
 from .scaling import DEFAULTS
 from .snapshot import preserved
 
@@ -68,8 +66,8 @@ class PrecisionReport:
 
     @property
     def fp32_modules(self) -> list[str]:
-        "The modules to keep in fp32 in any of the modes that work then."
-        return list(dict.fromkeys(m for v in self.verdicts.values() if v.verdict == 'keep modules in fp32' for m in v.modules))
+        "The modules to keep in fp32, for any of the modes that work then."
+        return list(dict.fromkeys(m for v in self.verdicts.values() if v.verdict in ('keep modules in fp32', 'cannot run') for m in v.modules))
 
     def worst(self,
         n: int | None = 10, # How many rows for each mode; None for all
@@ -88,7 +86,7 @@ class PrecisionReport:
     def _lines(self):
         lines = [str(v) for v in self.verdicts.values()]
         if self.not_called:
-            lines.append(f"Never called: {', '.join(self.not_called[:5])}{f' and {len(self.not_called) - 5} more' if len(self.not_called) > 5 else ''}.")
+            lines.append(f"Never called: {_some(self.not_called)}.")
         return lines
 
     def _shown(self):
@@ -201,22 +199,21 @@ class _Examination:
 
     def report(self, modes):
         self.model.train()
-        self.fp32 = self._pass(None)
+        self.fp32 = self._pass(Tracer(self.model, self.loss_func, after_pred=self.after_pred))
+        self._selected = {name: self.fp32.selected(m, name) for name, m in qualified_names(self.model)}
         rows, verdicts = [], {}
         for mode in modes:
             tracer, verdict = self._examine(mode)
             verdicts[mode.value] = verdict
-            if tracer is not None: rows += [self._row(mode, s, verdict) for s in tracer.seen.values()]
-        called = set(self.fp32.seen)
-        not_called = [n for n, m in self.model.named_modules() if self.fp32.names[id(m)] not in called and not list(m.children())]
+            if tracer is not None: rows += [self._row(mode, s, verdict) for s in tracer.seen.values() if s.name == LOSS or self._selected[s.name]]
+        not_called = [n for n, m in qualified_names(self.model) if self.fp32.names[id(m)] not in self.fp32.seen and not list(m.children())]
         return PrecisionReport(pd.DataFrame(rows, columns=_COLUMNS), verdicts, not_called, self.scale)
 
-    def _pass(self, mode, keep=(), scale=1., reference=None):
+    def _pass(self, tracer, keep=()):
         "All batches once, each from the same state of the model and of the random generators."
-        tracer = Tracer(self.model, self.loss_func, mode, reference, scale, self.after_pred)
         with kept_in_fp32(self.model, list(keep)):
             for xb, yb in self.batches:
-                if reference is not None and len(self.batches) > 1: self._resample(xb, yb)
+                if tracer.reference is not None and len(self.batches) > 1: self._resample(xb, yb)
                 with effects_undone((self.model,)), random_state_kept(self.device.type):
                     tracer.run(_copied(xb), _copied(yb))
         return tracer
@@ -231,20 +228,32 @@ class _Examination:
     def _examine(self, mode):
         support = mode_support(mode, self.device)
         if support.status == 'unsupported': return None, Verdict(mode.value, 'cannot run', support.why, 'learn.to_fp32()')
-        scale = self.scale if mode.needs_loss_scaling else 1.
-        try: tracer = self._pass(mode, scale=scale, reference=self.fp32)
-        except torch.OutOfMemoryError: raise
-        except (RuntimeError, NotImplementedError, TypeError, ValueError) as e:
-            return None, Verdict(mode.value, 'cannot run', _reason(e), _other(mode))
-        return tracer, self._judge(mode, tracer)
+        scale, refused, reason = self.scale if mode.needs_loss_scaling else 1., [], ''
+        while True:
+            tracer = Tracer(self.model, self.loss_func, mode, self.fp32, scale, self.after_pred)
+            try:
+                self._pass(tracer, refused)
+                break
+            except torch.OutOfMemoryError: raise
+            except (RuntimeError, NotImplementedError, TypeError, ValueError) as e:
+                reason, failed = reason or _reason(e), dict(qualified_names(self.model)).get(tracer.failed_in)
+                more = [n for n, m in qualified_names(self.model) if type(m) is type(failed) and n not in refused]
+                if not more or tracer.failed_in == ROOT: return None, Verdict(mode.value, 'cannot run', reason, _other(mode))
+                refused += more                                  # such as an LSTM on some CPUs: do the other modules run?
+        verdict = self._judge(mode, tracer, refused)
+        if refused:
+            kinds = ', '.join(dict.fromkeys(type(m).__name__ for n, m in qualified_names(self.model) if n in refused))
+            verdict.reason = f'{reason} That was {kinds}; with it kept in fp32: {verdict.reason}'
+            verdict.verdict = 'cannot run'
+        return tracer, verdict
 
-    def _judge(self, mode, tracer):
+    def _judge(self, mode, tracer, refused):
         name, fp32 = mode.value, self.fp32
         if fp32.non_finite_loss or fp32.non_finite_grads:
             what = 'loss' if fp32.non_finite_loss else 'gradients'
             return Verdict(name, 'do not use', f'the {what} of these batches are not finite in fp32 either: look at data and model first',
                            'learn.to_fp32()')
-        keep, self.non_finite = [], set()
+        keep, self.non_finite = list(refused), set()
         for _ in range(ROUNDS):
             low, high = self._scales(tracer) if mode.needs_loss_scaling else (1., 1.)
             self.non_finite |= set(tracer.trouble)
@@ -253,7 +262,7 @@ class _Examination:
                 new = [m for m in tracer.trouble_backward if m not in keep and m != LOSS]
             if not new and scale == tracer.scale: break
             keep += new
-            tracer = self._pass(mode, keep, scale, self.fp32)    # was that all?
+            tracer = self._pass(Tracer(self.model, self.loss_func, mode, self.fp32, scale, self.after_pred), keep)     # was that all?
         failed = 'loss' if tracer.non_finite_loss else 'gradients' if tracer.non_finite_grads else None
         if failed: return Verdict(name, 'do not use', f'the {failed} are not finite, whatever is kept in fp32', _other(mode), keep)
         if low > high:
@@ -264,7 +273,7 @@ class _Examination:
         start = f'init_scale={high:.0f}' if scales and high < self.scale else ''
         if keep:
             args = ', '.join(a for a in (start, f'fp32_modules={keep!r}') if a)
-            why = ', '.join(self._why(m, mode) for m in keep)
+            why = _some([self._why(m, mode) for m in keep if m not in refused]) or 'the rest is fine'
             return Verdict(name, 'keep modules in fp32', f"{why}{f'; {span}' if span else ''}", f'learn.to_{name}({args})', keep, scales)
         error = max((s.total for n, s in tracer.seen.items() if n != LOSS and not math.isnan(s.total)), default=0.)
         last = next((s.total for n, s in reversed(tracer.seen.items()) if n != LOSS), 0.)
@@ -274,7 +283,7 @@ class _Examination:
 
     def _troubled(self, tracer):
         imprecise = [s.name for s in tracer.seen.values() if s.own > IMPRECISE and not s.non_finite and s.name != LOSS]
-        inner = [n for n in imprecise if not any(o != n and (o.startswith(n + '.') or n == '(model)') for o in imprecise)]
+        inner = [n for n in imprecise if not any(o != n and (o.startswith(n + '.') or n == ROOT) for o in imprecise)]
         return list(dict.fromkeys([*(n for n in tracer.trouble if n != LOSS), *inner]))
 
     def _why(self, name, mode):
@@ -319,6 +328,7 @@ _COLUMNS = ['mode', 'module', 'type', 'params', 'calls', 'inputs', 'output', 'we
 
 
 def _dtypes(dtypes): return '+'.join(sorted(str(d).removeprefix('torch.') for d in dtypes))
+def _some(words, n=4): return ', '.join(words[:n]) + (f' and {len(words) - n} more' if len(words) > n else '')
 def _other(mode): return 'learn.to_bf16()' if mode is AMPMode.FP16 else 'learn.to_fp32()'
 def _reason(error): return f'PyTorch says: {(str(error).strip() or type(error).__name__).splitlines()[0]}'
 def _copied(x): return map_tensors(lambda t: t.clone(), x)        # a model may change its inputs in place
@@ -328,12 +338,6 @@ def _tensors(x):
     found = []
     map_tensors(lambda t: (found.append(t), t)[1], x)
     return found
-
-
-def after_pred(learn: Learner):
-    "What `learn`'s callbacks make of the model's output before the loss: RNNCallback passes on the last of its first entry."
-    if not any(isinstance(cb, RNNCallback) for cb in learn.cbs): return noop
-    return lambda pred: pred[0][-1] if is_listy(pred[0]) else pred[0]
 
 
 def current_scale(learn: Learner) -> float:

@@ -73,9 +73,9 @@ class History:
     the step before (at the start, after `load_state_dict` or `update(new_scale)`, with a scaler of other rules) a mark
     holds what it was.
     """
-    _chunk = 1024  # flags held as single tensors before one operation joins them
+    _chunk = 4096  # flags held as single tensors before they are joined and set on their way to the host
 
-    def __init__(self): self.n, self._bits, self._marks, self._flags, self._chunks = 0, bytearray(), [], [], []
+    def __init__(self): self.n, self._bits, self._marks, self._flags, self._chunks, self._coming = 0, bytearray(), [], [], [], None
     def __getstate__(self): self.flush(); return self.__dict__
 
     def mark(self, scale: float, tracker: int, rule: _Rule) -> None:
@@ -89,7 +89,9 @@ class History:
         "Add an attempted step; a flag that is still on the device (0-dim, 0 or 1) is not read yet."
         if isinstance(skipped, torch.Tensor):
             self._flags.append(skipped)
-            if len(self._flags) == self._chunk: self._chunks.append(torch.stack(self._flags)); self._flags = []
+            if len(self._flags) == self._chunk:
+                self._chunks.append(torch.stack(self._flags))
+                self._flags, self._coming = [], _on_its_way(self._chunks[-1])
         else:
             self.flush()
             self._add(skipped, self.n)
@@ -100,7 +102,16 @@ class History:
         if not (self._flags or self._chunks): return
         flags = torch.cat([*self._chunks, *([torch.stack(self._flags)] if self._flags else [])]).tolist()
         for i, flag in enumerate(flags, self.n - len(flags)): self._add(bool(flag), i)
-        self._flags, self._chunks = [], []
+        self._flags, self._chunks, self._coming = [], [], None
+
+    def poll(self) -> int:
+        "How many skips in a row the newest joined flags end with, once they have come to the host, and only once; else 0. Never waits."
+        if self._coming is None: return 0
+        flags, event = self._coming
+        if event is not None and not event.query(): return 0
+        self._coming = None
+        taken = np.flatnonzero(flags.numpy() == 0)
+        return len(flags) - 1 - int(taken[-1]) if len(taken) else len(flags)
 
     def _add(self, skipped, i):
         if i % 8 == 0: self._bits.append(0)
@@ -136,6 +147,17 @@ class History:
             scales.append(scale)
             scale, tracker = rule.next(scale, tracker, skipped)
         return scales
+
+
+def _on_its_way(flags: torch.Tensor) -> tuple[torch.Tensor, Any] | None:
+    "`flags` in the host's memory, and the event after which they are there; None where there is no way not to wait."
+    if flags.device.type == 'cpu': return flags, None
+    if flags.device.type != 'cuda': return None
+    host = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
+    host.copy_(flags, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    return host, event
 
 
 class GradStage(IntEnum):
@@ -218,6 +240,11 @@ class LossScaling:
         scaled = self.scaler.scale(loss)                         # the scaler's tensors are made here, at the first loss
         if moved: self._seen = self._state_key()
         return scaled
+
+    @property
+    def found_inf(self) -> bool | torch.Tensor:
+        "Was a gradient not finite in the last step? On the device, 0-dim or of one element, where the device decides."
+        return self._found_inf
 
     @property
     def skipped(self) -> bool:

@@ -36,6 +36,28 @@ def mlp(seed=0):
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
 
 
+class Attention(nn.Module):
+    "Attention whose products exceed fp16's 65,504 with a large `gain` and are then made small again, so that fp32 is fine."
+    def __init__(self, d=8, gain=800.):
+        super().__init__()
+        self.q, self.k, self.v, self.gain = nn.Linear(d, d), nn.Linear(d, d), nn.Linear(d, d), gain
+    def forward(self, x):
+        scores = (self.q(x) * self.gain) @ (self.k(x) * self.gain).transpose(-1, -2)
+        return (scores / self.gain ** 2).softmax(-1) @ self.v(x)
+
+
+class Attentive(nn.Module):
+    "Takes (n, 6), gives (n, 1); its `attn` overflows in fp16 unless `gain` is small."
+    def __init__(self, gain=800., drop=0., seed=0):
+        torch.manual_seed(seed)
+        super().__init__()
+        self.emb, self.attn, self.norm, self.drop = nn.Linear(1, 8), Attention(8, gain), nn.LayerNorm(8), nn.Dropout(drop)
+        self.head = nn.Sequential(nn.Linear(48, 8), nn.ReLU(inplace=True), nn.Linear(8, 1))
+    def forward(self, x):
+        x = self.emb(x[..., None])
+        return self.head(self.norm(x + self.drop(self.attn(x))).flatten(1))
+
+
 def learner(model=None, dls=None, loss_func=None, cls=Learner, cbs=None, progress=False, **kwargs):
     learn = cls(dls or loaders(), model or mlp(), loss_func=loss_func or nn.MSELoss(), cbs=cbs, **kwargs)
     if not progress: learn.remove_cbs([cb for cb in learn.cbs if type(cb).__name__ == 'ProgressCallback'])

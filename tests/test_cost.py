@@ -151,13 +151,13 @@ def test_found_inf_never_stays_on_the_optimizer(exc):
     learn.fit(1, .01); assert not same(params(learn), before)
 
 
-def test_history_is_read_when_asked_for_and_joined_every_thousand_steps():
+def test_history_is_read_when_asked_for_and_joined_every_4096_steps():
     from fastxtend_amp.scaling import History, _Rule
-    history, flags = History(), [torch.tensor(float(i % 700 == 0)) for i in range(3000)]
+    history, flags = History(), [torch.tensor(float(i % 700 == 0)) for i in range(9000)]
     history.mark(8., 0, _Rule(2., .5, 2000))
     history.record(True)
     counts = counted(lambda: [history.record(f) for f in flags])
     assert counts['aten::stack'] == 2 and counts['aten::_local_scalar_dense'] == 0
-    assert history.n == 3001 and history.skips.tolist() == [True] + [i % 700 == 0 for i in range(3000)]
+    assert history.n == 9001 and history.skips.tolist() == [True] + [i % 700 == 0 for i in range(9000)]
     history.record(False); history.record(torch.tensor(1.)); history.record(True)
-    assert history.skips[-3:].tolist() == [False, True, True] and len(history.scales) == 3004
+    assert history.skips[-3:].tolist() == [False, True, True] and len(history.scales) == 9004

@@ -70,18 +70,19 @@ def test_other_bad_arguments():
 
 
 def test_signatures():
-    expected = ['amp_mode', 'init_scale', 'growth_factor', 'backoff_factor', 'growth_interval', 'enabled', 'loss_scale', 'scaler']
+    expected = ['amp_mode', 'init_scale', 'growth_factor', 'backoff_factor', 'growth_interval', 'enabled', 'loss_scale', 'scaler',
+                'fp32_modules', 'on_overflow', 'patience']
     for f, skip in ((MixedPrecision, 0), (Learner.to_fp16, 1), (Learner.to_amp, 1)):
         p = [q for q in inspect.signature(f).parameters.values() if q.name != 'self']
         assert [q.name for q in p] == expected[skip:]
-        assert [q.name for q in p if q.kind is q.KEYWORD_ONLY] == ['loss_scale', 'scaler']
-        assert [q.default for q in p][-7:] == [65536.0, 2.0, .5, 2000, True, None, None]
+        assert [q.name for q in p if q.kind is q.KEYWORD_ONLY] == expected[6:]
+        assert [q.default for q in p][-10:] == [65536.0, 2.0, .5, 2000, True, None, None, None, 'warn', 16]
     assert inspect.signature(MixedPrecision).parameters['amp_mode'].default == 'fp16'
 
 
 def test_every_parameter_is_documented():
     from fastcore.docments import docments
-    for f in (MixedPrecision, Learner.to_fp16, Learner.to_amp, Learner.to_channelslast, MixedPrecision.plot_scales):
+    for f in (MixedPrecision, Learner.to_fp16, Learner.to_amp, Learner.to_bf16, Learner.to_channelslast, Learner.precision_report, Learner.compare_precision, MixedPrecision.plot_scales):
         docs = docments(f.__init__ if isinstance(f, type) else f)
         assert all(v for k, v in docs.items() if k not in ('self', 'return')), (f, docs)
 
