@@ -48,10 +48,10 @@ def diagnose(
 ) -> Diagnosis:
     "Run the batch at hand again, in fp32 and in `mode`, and find where finite numbers end; the learner stays as it was."
     xb, yb = learn.xb, learn.yb
-    for what, batch in (('input', xb), ('target', yb)):
+    for what, batch in (('an input', xb), ('a target', yb)):
         for t in tensors(batch):
             bad = int((t.isnan() | (t == math.inf)).sum())
-            if bad: return Diagnosis('data', f"the batch itself is not finite: {bad:,} of {t.numel():,} values of an {what} of shape {tuple(t.shape)} are NaN "
+            if bad: return Diagnosis('data', f"the batch itself is not finite: {bad:,} of {t.numel():,} values of {what} of shape {tuple(t.shape)} are NaN "
                                      "or inf. Look at the data; no precision can train on it", [])
     model = unwrapped(learn.model)
     lost = [n for n, p in model.named_parameters() if not bool(p.detach().isfinite().all())]
@@ -83,12 +83,13 @@ def _named(tracer, name):
 
 
 def _story(low, fp32, name, mode, where):
-    largest, limit = fp32.seen[name].largest, torch.finfo(mode.dtype).max
+    seen, limit = fp32.seen[name], torch.finfo(mode.dtype).max
     if where == 'backward':
-        size = f"its gradients in fp32, times the loss scale {low.scale:,g}, reach {fp32.seen[name].grads.largest * low.scale:,.4g}"
+        size = f"its gradients in fp32, times the loss scale {low.scale:,g}, reach {seen.grads.largest * low.scale:,.4g}"
         start = 'the forward pass is finite; the gradients stop being so in the backward pass of'
     else:
-        size = f"its output reaches {largest:,.4g} in fp32"
+        within = seen.inside > seen.largest
+        size = f"{'values inside it reach' if within else 'its output reaches'} {max(seen.inside, seen.largest):,.4g} in fp32"
         start = 'numbers stop being finite in'
     fix = (f"Compute it in fp32 inside the loss function" if name == LOSS else
            f"Keep it in fp32: `learn.to_{mode.value}(fp32_modules=['{name}'])`")
