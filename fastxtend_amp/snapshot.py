@@ -57,7 +57,7 @@ def _own_values(t: torch.Tensor) -> torch.Tensor:
 
 def _place(t: torch.Tensor) -> tuple:
     "Where `t` lies and how: `model.to(...)` changes that under the same `Parameter`."
-    return (t.dtype, t.device, t.shape, t.layout) + ((t.data_ptr(), t.stride()) if t.layout is torch.strided else ())
+    return (t.dtype, t.device, t.shape, t.layout) + ((t.data_ptr(), t.stride()) if t.layout is torch.strided and t.device.type not in ('xla', 'meta') else ())
 
 
 class _Tensor:
@@ -118,11 +118,6 @@ class Snapshot:
         self._autocast = AutocastState(device) if autocast_available(device) else None
         self._walk(learn)
         self._rng = _rng_states()
-
-    @property
-    def tensors(self) -> Iterator[torch.Tensor]:
-        "Every tensor that was found, each once."
-        return (o.t for o in self._tensors)
 
     def restore(self) -> None:
         "Put everything back as it was when this was built."
