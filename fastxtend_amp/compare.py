@@ -281,6 +281,8 @@ class _Comparison:
         before, start = torch.cuda.memory_allocated(self.device) if cuda else 0, time.perf_counter()
         for i, b in zip(steps, batches):
             learn.one_batch(i, b)
+            if not len(learn.yb): raise ValueError("The learner's training batches have no targets, so there is no loss to compare. Does "
+                                                   "`learn.dls.n_inp` leave one?")
             losses.append(learn.loss.detach())
             n += len(_tensors(b)[0])
             if run.support == 'emulated' and run.seconds + time.perf_counter() - start > self.budget: run.done = True
@@ -355,6 +357,8 @@ class _Comparison:
         notes = [f'Loss: mean of the last {self.last} of {self.n_steps} training steps' + (f'; seed spread: its standard deviation over '
                  f'{self.n_seeds + 1} fp32 trainings that differ in the order of batches and in random draws.' if self.n_seeds else '.')]
         if len(self.batches) < self.n_steps: notes.append(f'The steps took {len(self.batches)} batches in turn: more would not have fitted in 1 GiB.')
+        cold = [r.name for r in self.runs if len(r.speeds) == 1]
+        if cold: notes.append(f"The speed of {' and '.join(cold)} includes the first steps, which are slow; a larger `n_steps` leaves them out.")
         n, speed = len(_tensors(self.batches[0])[0]), table['samples/s'][recommended]
         if n / self.load_seconds < speed:
             notes.append(f'The dataloader gives {n / self.load_seconds:,.0f} samples/s, fewer than {recommended} trains: it may limit training in any precision.')

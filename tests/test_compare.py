@@ -305,3 +305,9 @@ def test_recommendation_when_fp32_itself_diverges():
     table = rows(bf16={})
     table.loc['fp32', 'loss'] = float('inf')
     assert recommend(table)[0] == 'fp32' and 'nothing can be compared' in recommend(table)[1]
+
+
+def test_batches_without_targets():
+    learn = seeded()
+    learn.dls.n_inp = 2
+    with pytest.raises(ValueError, match='no targets'): seeded(nn.Bilinear(6, 1, 1), learn.dls).compare_precision(n_steps=2)
