@@ -107,14 +107,17 @@ class PrecisionComparison:
         if axs is None: axs = plt.subplots(1, 2, figsize=(11, 4), layout='constrained', width_ratios=(3, 2))[1]
         curves, bars = axs
         names = [n for n in self.losses if self.losses[n]]
-        smooth = lambda values: pd.Series(values, dtype=float).ewm(alpha=.2).mean().to_numpy()
+        def smooth(values): return np.where(np.isfinite(values), pd.Series(values, dtype=float).ewm(alpha=.2).mean(), np.nan)
         if len(self.seed_losses):
             seeds = np.array([smooth(l) for l in [self.losses['fp32'], *self.seed_losses]])
             curves.fill_between(range(1, seeds.shape[1] + 1), seeds.min(0), seeds.max(0), color='#d8dee9',
                                 label=f'fp32, range of {len(seeds)} seeds', lw=0)
         for name, style in zip(names, ('-', '--', ':')):
-            values = smooth(self.losses[name])
-            curves.plot(range(1, len(values) + 1), values, style, color=_COLORS[name], lw=2, label=name, marker='o' if len(values) == 1 else None)
+            values, finite = smooth(self.losses[name]), np.isfinite(self.losses[name])
+            short = 0 < len(values) < len(self.losses['fp32'])
+            label = f'{name} (not finite from step {finite.argmin() + 1})' if not finite.all() else f'{name} (cut short)' if short else name
+            curves.plot(range(1, len(values) + 1), values, style, color=_COLORS[name], lw=2, label=label, marker='o' if len(values) == len(self.losses['fp32']) == 1 else None)
+            if short and finite.all(): curves.plot(len(values), values[-1], '|', color=_COLORS[name], ms=14, mew=2)
         curves.set(title='Training loss (smoothed)', xlabel='step', ylabel='loss')
         curves.legend(frameon=False)
         table = self.table.iloc[::-1]
@@ -391,8 +394,8 @@ def recommend(
     """One mode: the fastest that pays and trains as fp32 does.
 
     It pays if the median speed-up is 1.05 or more and three turns of four were faster than fp32. It trains as fp32 does
-    if every loss is finite and the mean of the last is above fp32's by no more than two standard deviations between
-    seeds, or 1 % where that is more. Of two equally fast (5 %) bf16 is taken, which needs no loss scaling.
+    if the mean of the last losses is finite and above fp32's by no more than two standard deviations between seeds, or
+    1 % where that is more, and the loss scale has not fallen below 1. Of two equally fast (5 %) bf16 is taken, which needs no loss scaling.
     """
     base, others = table.loc['fp32'], [n for n in table.index if n != 'fp32']
     if not others: return 'fp32', 'Nothing else was asked for.'
@@ -406,6 +409,7 @@ def recommend(
         elif row['loss difference'] > tolerance:
             skips = f" ({row['skipped']} of {row['steps']} steps were skipped; a larger `n_steps` tells whether that is all)" if row['skipped'] else ''
             found.append(f"its loss is {row['loss difference']:.2g} above fp32's, more than {tolerance:.2g}{skips}")
+        if row['final scale'] < 1: found.append(f"its loss scale fell to {row['final scale']:.2g}: below 1 the model does not fit fp16")
         if row['speed-up'] < _WORTH or row['speed-up q1'] <= 1:
             how = 'slower than fp32' if row['speed-up'] < .95 else 'no faster than fp32' if row['speed-up'] < _WORTH else 'not reliably faster than fp32'
             found.append(f"{how} here ({row['speed-up']:.2f} times its speed)" + (': the device only emulates it' if row['support'] == 'emulated' else ''))

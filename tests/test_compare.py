@@ -273,7 +273,7 @@ def test_plot():
 
 def rows(**modes):
     base = dict(support='native', steps=50, **{'samples/s': 100., 'speed-up': 1., 'speed-up q1': 1., 'speed-up q3': 1., 'peak memory': 1000.,
-                'loss': 1., 'loss difference': 0., 'seed spread': .05}, skipped=0, note='')
+                'loss': 1., 'loss difference': 0., 'seed spread': .05, 'final scale': float('nan')}, skipped=0, note='')
     table = {'fp32': base}
     for name, changes in modes.items():
         row = {**base, 'speed-up': 2., 'speed-up q1': 1.9, 'speed-up q3': 2.1, **changes}
@@ -287,6 +287,7 @@ def rows(**modes):
     (dict(bf16={}, fp16={'speed-up': 3.}), 'fp16', "3.00 times fp32's speed"),
     (dict(bf16={}, fp16={'speed-up': 3., 'loss difference': .2}), 'bf16', 'its loss is 0.2 above'),
     (dict(bf16={}, fp16={'speed-up': 3., 'loss difference': float('nan')}), 'bf16', 'its loss is not finite'),
+    (dict(bf16={}, fp16={'speed-up': 3., 'final scale': .5}), 'bf16', 'below 1 the model does not fit fp16'),
     (dict(bf16={'speed-up': .7, 'speed-up q1': .6}), 'fp32', 'wide layers'),
     (dict(bf16={'speed-up': .3, 'speed-up q1': .2, 'support': 'emulated'}), 'fp32', 'the device only emulates it'),
     (dict(bf16={'speed-up': 1.02}), 'fp32', 'no faster than fp32'),
@@ -311,3 +312,37 @@ def test_batches_without_targets():
     learn = seeded()
     learn.dls.n_inp = 2
     with pytest.raises(ValueError, match='no targets'): seeded(nn.Bilinear(6, 1, 1), learn.dls).compare_precision(n_steps=2)
+
+
+def test_inside_a_fit():
+    def run(compared):
+        learn = seeded(dls=shuffled())
+        learn.fit(1, .01, cbs=At('after_batch', lambda l: l.compare_precision(n_steps=2, n_seeds=0) if compared and l.training and l.iter == 2 else None, 99))
+        return learn
+    assert same(params(run(True)), params(run(False)))
+    learn = seeded(cbs=At('after_batch', lambda l: l.compare_precision())).to_bf16()
+    with pytest.raises(Exception, match='cannot run inside a fit'): learn.fit(1)
+
+
+def test_a_training_that_diverges_is_drawn_and_told():
+    r = seeded(nn.Sequential(Overflows(6, 1))).compare_precision(['fp16'], n_steps=6, n_seeds=1)
+    assert np.isnan(r.losses['fp16']).all() and np.isfinite(r.losses['fp32']).all() and r.table['skipped']['fp16'] == 6
+    assert r.recommended == 'fp32' and 'fp16: its loss is not finite' in r.reason
+    assert [l.get_label() for l in r.plot()[0].get_lines()] == ['fp32', 'fp16 (not finite from step 1)']
+
+
+class Overflows(nn.Linear):
+    def forward(self, x):
+        big = super().forward(x) * 1e5
+        return (big - big.detach()) / 1e5 + super().forward(x)
+
+
+@pytest.mark.cuda
+def test_on_an_nvidia_gpu():
+    device = torch.device('cuda')
+    learn = seeded(mlp().cuda(), loaders(n=48).to(device), opt_func=OPTIMIZERS['fused adamw'])
+    learn.fit(1)
+    state, rng = [p.clone() for p in params(learn)], torch.cuda.get_rng_state()
+    r = learn.compare_precision(n_steps=16, n_seeds=1)
+    assert same(params(learn), state) and torch.equal(torch.cuda.get_rng_state(), rng)
+    assert (r.table['steps'] == 16).all() and (r.table['peak memory'] > 0).all() and 'peak MiB' in repr(r)
