@@ -107,14 +107,17 @@ class PrecisionComparison:
         if axs is None: axs = plt.subplots(1, 2, figsize=(11, 4), layout='constrained', width_ratios=(3, 2))[1]
         curves, bars = axs
         names = [n for n in self.losses if self.losses[n]]
-        smooth = lambda values: pd.Series(values, dtype=float).ewm(alpha=.2).mean().to_numpy()
+        def smooth(values): return np.where(np.isfinite(values), pd.Series(values, dtype=float).ewm(alpha=.2).mean(), np.nan)
         if len(self.seed_losses):
             seeds = np.array([smooth(l) for l in [self.losses['fp32'], *self.seed_losses]])
             curves.fill_between(range(1, seeds.shape[1] + 1), seeds.min(0), seeds.max(0), color='#d8dee9',
                                 label=f'fp32, range of {len(seeds)} seeds', lw=0)
         for name, style in zip(names, ('-', '--', ':')):
-            values = smooth(self.losses[name])
-            curves.plot(range(1, len(values) + 1), values, style, color=_COLORS[name], lw=2, label=name, marker='o' if len(values) == 1 else None)
+            values, finite = smooth(self.losses[name]), np.isfinite(self.losses[name])
+            short = 0 < len(values) < len(self.losses['fp32'])
+            label = f'{name} (not finite from step {finite.argmin() + 1})' if not finite.all() else f'{name} (cut short)' if short else name
+            curves.plot(range(1, len(values) + 1), values, style, color=_COLORS[name], lw=2, label=label, marker='o' if len(values) == len(self.losses['fp32']) == 1 else None)
+            if short and finite.all(): curves.plot(len(values), values[-1], '|', color=_COLORS[name], ms=14, mew=2)
         curves.set(title='Training loss (smoothed)', xlabel='step', ylabel='loss')
         curves.legend(frameon=False)
         table = self.table.iloc[::-1]
@@ -179,7 +182,8 @@ class _Comparison:
         supports = [(m, *(mode_support(m, self.device) if m else ('native', ''))) for m in modes]
         self.runs = [_Mode(m, status, why if status == 'unsupported' else '', done=status == 'unsupported') for m, status, why in supports]
         self.template = next((cb for cb in learn.cbs if isinstance(cb, MixedPrecision)), None)
-        self.cbs = [cb for cb in learn.cbs if (_takes_part(cb) if cbs is None else any(cb is o for o in cbs)) and not isinstance(cb, PRECISION_CALLBACKS)]
+        chosen = lambda cb: _takes_part(cb) if cbs is None else isinstance(cb, TrainEvalCallback) or any(cb is o for o in cbs)
+        self.cbs = [cb for cb in learn.cbs if chosen(cb) and not isinstance(cb, PRECISION_CALLBACKS)]
         self.last = max(1, min(10, n_steps // 5))                # the loss is the mean of so many last steps
         self.bar = None
 
@@ -280,6 +284,8 @@ class _Comparison:
         before, start = torch.cuda.memory_allocated(self.device) if cuda else 0, time.perf_counter()
         for i, b in zip(steps, batches):
             learn.one_batch(i, b)
+            if not len(learn.yb): raise ValueError("The learner's training batches have no targets, so there is no loss to compare. Does "
+                                                   "`learn.dls.n_inp` leave one?")
             losses.append(learn.loss.detach())
             n += len(_tensors(b)[0])
             if run.support == 'emulated' and run.seconds + time.perf_counter() - start > self.budget: run.done = True
@@ -322,7 +328,12 @@ class _Comparison:
         self.bar.update(min(self.at, self.bar.total))
 
     def _wait(self):
-        if self.device.type != 'cpu': torch.get_device_module(self.device.type).synchronize()
+        "Let the device finish, so that the clock sees its work."
+        if self.device.type == 'xla':
+            import torch_xla.core.xla_model as xm
+            xm.mark_step()
+            xm.wait_device_ops()
+        elif self.device.type != 'cpu': torch.get_device_module(self.device.type).synchronize()
 
     # -- what came of it
 
@@ -349,6 +360,8 @@ class _Comparison:
         notes = [f'Loss: mean of the last {self.last} of {self.n_steps} training steps' + (f'; seed spread: its standard deviation over '
                  f'{self.n_seeds + 1} fp32 trainings that differ in the order of batches and in random draws.' if self.n_seeds else '.')]
         if len(self.batches) < self.n_steps: notes.append(f'The steps took {len(self.batches)} batches in turn: more would not have fitted in 1 GiB.')
+        cold = [r.name for r in self.runs if len(r.speeds) == 1]
+        if cold: notes.append(f"The speed of {' and '.join(cold)} includes the first steps, which are slow; a larger `n_steps` leaves them out.")
         n, speed = len(_tensors(self.batches[0])[0]), table['samples/s'][recommended]
         if n / self.load_seconds < speed:
             notes.append(f'The dataloader gives {n / self.load_seconds:,.0f} samples/s, fewer than {recommended} trains: it may limit training in any precision.')
@@ -381,36 +394,40 @@ def recommend(
     """One mode: the fastest that pays and trains as fp32 does.
 
     It pays if the median speed-up is 1.05 or more and three turns of four were faster than fp32. It trains as fp32 does
-    if every loss is finite and the mean of the last is above fp32's by no more than two standard deviations between
-    seeds, or 1 % where that is more. Of two equally fast (5 %) bf16 is taken, which needs no loss scaling.
+    if the mean of the last losses is finite and above fp32's by no more than two standard deviations between seeds, or
+    1 % where that is more, and the loss scale has not fallen below 1. Of two equally fast (5 %) bf16 is taken, which needs no loss scaling.
     """
-    base = table.loc['fp32']
-    def verdict(row):
-        "None if it is a candidate, else what speaks against it."
-        if row['support'] in ('unsupported', 'failed'): return 'does not run here'
-        if not math.isfinite(row['loss']): return 'its loss is not finite'
-        tolerance = np.nanmax([2 * row['seed spread'], .01 * abs(base['loss'])])
-        if row['loss difference'] > tolerance: return f"its loss is {row['loss difference']:.2g} above fp32's, and seeds explain {tolerance:.2g}"
+    base, others = table.loc['fp32'], [n for n in table.index if n != 'fp32']
+    if not others: return 'fp32', 'Nothing else was asked for.'
+    if not math.isfinite(base['loss']): return 'fp32', "Its own loss is not finite, so nothing can be compared: look at data, model and learning rate first."
+    tolerance = np.nanmax([2 * base['seed spread'], .01 * abs(base['loss'])])
+    def against(row):
+        "What speaks against a mode, as a list."
+        if row['support'] in ('unsupported', 'failed'): return ['does not run here']
+        found = []
+        if not math.isfinite(row['loss']): found.append('its loss is not finite')
+        elif row['loss difference'] > tolerance:
+            skips = f" ({row['skipped']} of {row['steps']} steps were skipped; a larger `n_steps` tells whether that is all)" if row['skipped'] else ''
+            found.append(f"its loss is {row['loss difference']:.2g} above fp32's, more than {tolerance:.2g}{skips}")
+        if row['final scale'] < 1: found.append(f"its loss scale fell to {row['final scale']:.2g}: below 1 the model does not fit fp16")
         if row['speed-up'] < _WORTH or row['speed-up q1'] <= 1:
-            how = f"{row['speed-up']:.2f} times fp32's speed"
-            return how + (', and the device only emulates it' if row['support'] == 'emulated' else '')
-        return None
-    verdicts = {name: verdict(row) for name, row in table.iterrows() if name != 'fp32'}
-    good = [n for n, against in verdicts.items() if against is None]
-    against = '; '.join(f'{n}: {v}' for n, v in verdicts.items() if v)
+            how = 'slower than fp32' if row['speed-up'] < .95 else 'no faster than fp32' if row['speed-up'] < _WORTH else 'not reliably faster than fp32'
+            found.append(f"{how} here ({row['speed-up']:.2f} times its speed)" + (': the device only emulates it' if row['support'] == 'emulated' else ''))
+        return found
+    verdicts = {n: against(table.loc[n]) for n in others}
+    good, bad = [n for n in others if not verdicts[n]], '; '.join(f"{n}: {', and '.join(v)}" for n, v in verdicts.items() if v)
     if not good:
-        slower = [n for n in verdicts if table['speed-up'][n] < 1]
         hint = ''
-        if slower and not any(table['support'][n] == 'emulated' for n in slower):
-            hint = " Low precision gains on wide layers and large batches; here its casts cost more than it saves."
-        saving = [n for n, v in verdicts.items() if v and 'times' in v and table['speed-up'][n] > .95 and table['peak memory'][n] < .8 * base['peak memory']]
-        if saving: hint += f" {saving[0]} would save {1 - table['peak memory'][saving[0]] / base['peak memory']:.0%} of the memory at about the same speed."
-        return 'fp32', (f'{against}.{hint}' if against else 'Nothing else was asked for.')
+        if any(table['support'][n] == 'native' and table['speed-up'][n] < _WORTH for n in others):
+            hint = " Low precision gains on wide layers and large batches; here its casts cost what it saves."
+        saving = {n: 1 - table['peak memory'][n] / base['peak memory'] for n in others if len(verdicts[n]) == 1 and table['speed-up'][n] > .95}
+        saving = {n: s for n, s in saving.items() if s >= .2}
+        if saving: hint += f" {max(saving, key=saving.get)} would take {max(saving.values()):.0%} less memory at about the same speed."
+        return 'fp32', f'{bad}.{hint}'
     fastest = max(table['speed-up'][n] for n in good)
     best = 'bf16' if 'bf16' in good and table['speed-up']['bf16'] * 1.05 >= fastest else max(good, key=lambda n: table['speed-up'][n])
     row, equal = table.loc[best], [n for n in good if n != best and table['speed-up'][n] * 1.05 >= fastest]
-    why = f"{row['speed-up']:.2f} times fp32's speed, and its loss is within what seeds explain" if row['seed spread'] == row['seed spread'] else \
-          f"{row['speed-up']:.2f} times fp32's speed, and its loss is within 1 % of fp32's or below it"
+    why = f"{row['speed-up']:.2f} times fp32's speed, and a loss no further above fp32's than {tolerance:.2g}"
     if row['peak memory'] < .95 * base['peak memory']: why += f", with {1 - row['peak memory'] / base['peak memory']:.0%} less memory"
     if equal: why += f"; {equal[0]} is about as fast" + (' but needs loss scaling' if best == 'bf16' else '')
-    return best, f"{why}{f' ({against})' if against else ''}. Next: `learn.to_{best}()`."
+    return best, f"{why}{f' ({bad})' if bad else ''}. Next: `learn.to_{best}()`."

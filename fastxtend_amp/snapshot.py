@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from fastai.callback.core import Callback
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
-from fastai.learner import Learner
+from fastai.learner import Learner, Metric
 from fastai.optimizer import Optimizer, OptimWrapper
 from torch import nn
 from torch.amp import GradScaler
@@ -28,7 +29,9 @@ _OF_TORCH = (nn.Module, torch.optim.Optimizer, GradScaler, LRScheduler, torch.ut
              torch.utils.data.Dataset)
 # Objects of these are kept by reference: they hold locks, files, threads or pictures, not the state of training.
 _FOREIGN = (frozenset(sys.stdlib_module_names) | {'torch', 'numpy', 'pandas', 'matplotlib', 'PIL', 'fastprogress', 'IPython', 'wandb',
-            'tensorboard', 'tensorboardX', 'comet_ml', 'neptune', 'captum', 'azureml', 'torch_xla'}) - {'__main__'}
+            'tensorboard', 'tensorboardX', 'comet_ml', 'neptune', 'captum', 'azureml', 'torch_xla', 'spacy', 'thinc'}) - {'__main__'}
+_DATA = (DataLoaders, DataLoader, torch.utils.data.DataLoader, torch.utils.data.Dataset)
+_STATEFUL = (Learner, Callback, Metric, nn.Module)  # also where data refers to them, as a transform may to a model
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, type)
 _MANY = 1000  # data in longer containers is not looked through
 
@@ -57,7 +60,7 @@ def _own_values(t: torch.Tensor) -> torch.Tensor:
 
 def _place(t: torch.Tensor) -> tuple:
     "Where `t` lies and how: `model.to(...)` changes that under the same `Parameter`."
-    return (t.dtype, t.device, t.shape, t.layout) + ((t.data_ptr(), t.stride()) if t.layout is torch.strided else ())
+    return (t.dtype, t.device, t.shape, t.layout) + ((t.data_ptr(), t.stride()) if t.layout is torch.strided and t.device.type not in ('xla', 'meta') else ())
 
 
 class _Tensor:
@@ -119,11 +122,6 @@ class Snapshot:
         self._walk(learn)
         self._rng = _rng_states()
 
-    @property
-    def tensors(self) -> Iterator[torch.Tensor]:
-        "Every tensor that was found, each once."
-        return (o.t for o in self._tensors)
-
     def restore(self) -> None:
         "Put everything back as it was when this was built."
         for undo, *args in self._undo: undo(*args)
@@ -139,7 +137,7 @@ class Snapshot:
             if isinstance(o, _ATOMS): continue
             if id(o) in self._seen: continue
             self._seen[id(o)] = o                                # kept alive, so that no other object gets its id
-            is_data = is_data or isinstance(o, (DataLoaders, DataLoader, torch.utils.data.DataLoader, torch.utils.data.Dataset))
+            is_data = (is_data or isinstance(o, _DATA)) and not isinstance(o, _STATEFUL)
             # Last in, first out: what is data is marked so before a callback's reference can reach it.
             stack += [(child, is_data) for child in reversed(list(self._keep(o, is_data)))]
 
@@ -159,17 +157,16 @@ class Snapshot:
         if isinstance(o, np.random.RandomState): self._undo.append((o.set_state, o.get_state())); return ()
         if isinstance(o, MethodType): return (o.__self__,)
         children = []
-        if isinstance(o, (list, bytearray)):
-            content = o[:] if isinstance(o, bytearray) else list(o)
-            self._undo.append((o.__setitem__, slice(None), content))
-            if isinstance(o, list): children = content
+        if isinstance(o, bytearray): self._undo.append((o.__setitem__, slice(None), o[:]))
+        elif isinstance(o, list):
+            children = list(o)
+            self._undo.append((list.__setitem__, o, slice(None), children))
         elif isinstance(o, dict):
             self._undo.append((_refill, o, dict(o)))
             children = [*o, *o.values()]
         elif isinstance(o, (set, deque)):
-            content = list(o)
-            self._undo += [(o.clear,), ((o.update if isinstance(o, set) else o.extend), content)]
-            children = content
+            children = list(o)
+            self._undo += [(o.clear,), ((o.update if isinstance(o, set) else o.extend), children)]
         elif isinstance(o, (tuple, frozenset)): children = list(o)
         if is_data and len(children) > _MANY: children = []
         if not self.training and isinstance(o, _OPTIMIZERS): return ()

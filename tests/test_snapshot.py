@@ -244,3 +244,19 @@ def test_sparse_gradients():
     grad, values = weight.grad, weight.grad.to_dense()
     with preserved(learn): learn.model(torch.tensor([0, 2])).sum().backward(); weight.grad = weight.grad * 2
     assert weight.grad is grad and torch.equal(grad.to_dense(), values)
+
+
+def test_many_samples_are_not_looked_through():
+    class Listed(list): pass
+    samples = Listed((torch.zeros(2), i) for i in range(5000))
+    make = lambda ds: DataLoader(ds, bs=4, num_workers=0, device=torch.device('cpu'))
+    learn = learner(dls=DataLoaders(make(samples), make(samples), device=torch.device('cpu')))
+    assert len(Snapshot(learn)._seen) < 2000
+
+
+def test_model_that_a_transform_holds_is_no_data():
+    learn = learner()
+    learn.dls.train.augment = learn.model
+    before = bits(learn)
+    with preserved(learn): learn.model.train(); learn.model(torch.randn(4, 6))
+    assert bits(learn) == before
