@@ -22,6 +22,7 @@ from fastprogress.fastprogress import progress_bar
 from torch import nn
 
 from .callback import PRECISION_CALLBACKS, MixedPrecision
+from .diagnosis import OverflowWatch
 from .mode import AMPMode, mode_support, model_device
 from .scaling import _is_number
 from .snapshot import Snapshot, preserved
@@ -257,10 +258,11 @@ class _Comparison:
 
     def _precision(self, mode):
         "The learner's own precision callback in this mode, scale and arguments included; one with defaults if it has none."
-        if self.template is None: return MixedPrecision(mode)
+        if self.template is None: return MixedPrecision(mode, on_overflow='ignore')
         shared = {id(o): o for m in self.learn.model.modules() for o in (m, *m.parameters(recurse=False))}
         cb = copy.deepcopy(self.template, {id(self.learn): None, **shared})
         cb.amp_mode = cb._mode = mode
+        cb._watch = OverflowWatch('ignore', 1)                   # a rerun would disturb the times; the table shows what it would tell
         return cb
 
     def _try(self, run, f, *args):

@@ -109,6 +109,11 @@ def set_random_state(state: tuple) -> None:
     if other is not None: getattr(torch, other[0].type).set_rng_state(other[1], other[0])
 
 
+def _recorded(learn) -> list:
+    "The smoothed losses that fastai's Recorder has fetched, in main memory."
+    return vars(learn.__dict__.get('recorder', learn)).get('losses', ())
+
+
 class OverflowWatch:
     """Notices, for one callback, that training goes wrong, and says once a fit where.
 
@@ -122,10 +127,11 @@ class OverflowWatch:
 
     def start(self, on: bool) -> None:
         "A fit begins; with `on` False it is not watched."
-        self.on, self.skips, self.random_state = on and self.on_overflow != 'ignore', 0, None
+        self.on, self.skips, self.random_state, self.n_recorded = on and self.on_overflow != 'ignore', 0, None, 0
 
     def before_batch(self, cb: Any) -> None:
-        if self.on and cb.learn.training: self.random_state = random_state(cb._fit.device)
+        if not self.on or not cb.learn.training: return
+        self.random_state, self.n_recorded = random_state(cb._fit.device), len(_recorded(cb.learn))
 
     def after_loss(self, cb: Any) -> None:
         "Without loss scaling nothing holds a bad step back: look before it is made, where that is free."
@@ -150,8 +156,8 @@ class OverflowWatch:
         "On an accelerator: look at what has come to the host by now."
         if not self.on or self.random_state is None: return
         if (n := cb.scaling.history.poll()) >= self.patience: return self._alarm(cb, f'{n} steps in a row were skipped', same=False)
-        recorder = getattr(cb.learn, 'recorder', None)
-        if recorder is not None and recorder.losses: self._check_loss(cb, peek(recorder.losses[-1]))
+        losses = _recorded(cb.learn)
+        if len(losses) > self.n_recorded: self._check_loss(cb, peek(losses[-1]))
 
     def after_train(self, cb: Any) -> None:
         "At the end of an epoch the host knows all."

@@ -83,10 +83,12 @@ class Fp32Forward:
     def __call__(self, *args, **kwargs):
         self.called = True
         args, kwargs = to_fp32(args), to_fp32(kwargs)
-        forward = self.inner or type(self.module).forward.__get__(self.module)
         device_type = _device_type(args, kwargs, self.module)
-        if not torch.is_autocast_enabled(device_type): return forward(*args, **kwargs)
-        with torch.autocast(device_type, enabled=False): return forward(*args, **kwargs)
+        if not torch.is_autocast_enabled(device_type): return self._forward(*args, **kwargs)
+        with torch.autocast(device_type, enabled=False): return self._forward(*args, **kwargs)
+
+    def _forward(self, *args, **kwargs):
+        return type(self.module).forward(self.module, *args, **kwargs) if self.inner is None else self.inner(*args, **kwargs)
 
     def remove(self) -> None:
         "Give the module the forward back that it had."

@@ -1,3 +1,4 @@
+import math
 import random, sys
 from functools import partial
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from torch import nn
 
 from fastxtend_amp import MixedPrecision, PrecisionComparison
 from fastxtend_amp.compare import recommend
-from helpers import OPTIMIZERS, At, Data, handwritten, learner, loaders, mlp, opt_state, params, same, same_state
+from helpers import Attentive, OPTIMIZERS, At, Data, handwritten, learner, loaders, mlp, opt_state, params, same, same_state
 from test_snapshot import bits, rich, shuffled
 
 
@@ -346,3 +347,13 @@ def test_on_an_nvidia_gpu():
     r = learn.compare_precision(n_steps=16, n_seeds=1)
     assert same(params(learn), state) and torch.equal(torch.cuda.get_rng_state(), rng)
     assert (r.table['steps'] == 16).all() and (r.table['peak memory'] > 0).all() and 'peak MiB' in repr(r)
+
+
+def test_modules_kept_in_fp32_are_kept_in_the_comparison_and_afterwards():
+    from fastxtend_amp.islands import Fp32Forward
+    learn = learner(Attentive()).to_fp16(init_scale=1024., fp32_modules='attn')
+    forward = learn.model.attn.forward
+    r = learn.compare_precision(('fp32', 'fp16'), n_steps=4)
+    assert r.table['skipped']['fp16'] == 0 and math.isfinite(r.table['loss']['fp16']) and learn.model.attn.forward is forward
+    plain = learner(Attentive()).to_fp16().compare_precision(('fp32', 'fp16'), n_steps=4)
+    assert plain.table['skipped']['fp16'] == 4 and isinstance(forward, Fp32Forward)

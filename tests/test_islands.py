@@ -233,7 +233,7 @@ dist.destroy_process_group()
     with tempfile.TemporaryDirectory() as d:
         out = subprocess.run([sys.executable, '-W', 'ignore', '-c', code, f'{d}/init'], capture_output=True, text=True, timeout=120,
                              cwd=Path(__file__).parent.parent)
-    assert out.stdout.split() == ['True', 'Fp32Forward'], out.stderr
+    assert out.stdout.split()[-2:] == ['True', 'Fp32Forward'], out.stderr
 
 
 def test_a_module_whose_forward_never_runs_is_told_with_its_parent():
