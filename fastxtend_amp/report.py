@@ -122,7 +122,7 @@ class PrecisionReport:
         size, error = axs
         bad = table[table['trouble']]
         first = table.drop_duplicates('module')
-        size.plot([at[n] for n in first['module']], first['largest'], 'k.-', lw=.8, label='largest output, fp32')
+        size.plot([at[n] for n in first['module']], first['largest'].where(first['largest'] > 0), 'k.-', lw=.8, label='largest output, fp32')
         inside = first[first['inside'] > first['largest'] * 1.01]
         size.plot([at[n] for n in inside['module']], inside['inside'], 'kx', ms=6, label='largest value computed inside, fp32')
         for mode in self.verdicts:
@@ -136,9 +136,9 @@ class PrecisionReport:
             error.plot(x, rows['own error'].where(rows['own error'] > 0), 'o', ms=4, color=color, label=f'{mode}, own error')
             error.plot(x, rows['total error'].where(rows['total error'] > 0), '-', lw=1, color=color, alpha=.6, label=f'{mode}, error so far')
         error.axhline(IMPRECISE, color='grey', ls='--', lw=1)
-        for name, rows in bad.groupby('module', sort=False):
+        for i, (name, rows) in enumerate(bad.groupby('module', sort=False)):
             for ax in axs: ax.axvspan(at[name] - .5, at[name] + .5, color='red', alpha=.15, lw=0)
-            size.annotate(f"{name} ({', '.join(rows['mode'])})", (at[name], 1), xycoords=('data', 'axes fraction'), xytext=(0, 3),
+            size.annotate(f"{name} ({', '.join(rows['mode'])})", (at[name], 1), xycoords=('data', 'axes fraction'), xytext=(0, 3 + 10 * (i % 2)),
                           textcoords='offset points', ha='center', color='red', fontsize=8)
         for ax in axs: ax.set_yscale('log'); ax.grid(alpha=.3); ax.legend(fontsize=7, loc='best')
         size.set_ylabel('absolute value')
