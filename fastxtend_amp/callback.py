@@ -14,8 +14,8 @@ from torch.amp import GradScaler
 from .convert import HALF, detached, to_fp32
 from .diagnosis import OverflowWatch
 from .guard import AutocastState, GradModeSwitches, LoopGuard, cache_loses_gradients
-from .islands import Islands
-from .mode import (AMPMode, autocast_available, check_supported, emulation_warning, fastest_native, model_device)
+from .islands import Islands, unwrapped
+from .mode import (AMPMode, autocast_available, check_layers, check_supported, emulation_warning, fastest_native, model_device)
 from .scaling import GradStage, LossScaling
 
 __all__ = ['MixedPrecision', 'PRECISION_CALLBACKS']
@@ -271,6 +271,7 @@ class MixedPrecision(fp16.MixedPrecision):
         device = self._device()
         self._mode = mode = self._decide(device)
         self._islands.apply(self.learn.model)                    # it may be another model by now
+        if mode is not None: check_layers(mode, device, unwrapped(self.learn.model), self._islands.covers)
         self._fit = _Fit(device, mode)
         scaler = self._scaling.start(device.type, scaled=mode is not None and mode.needs_loss_scaling)
         if 'lr_finder' in self.learn.__dict__: self._fit.before_lr_find = self._scaling.snapshot()

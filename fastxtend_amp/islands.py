@@ -134,6 +134,10 @@ class Islands:
         for f in self.forwards.values(): f.remove()
         self.forwards = {}
 
+    def covers(self, name: str) -> bool:
+        "Is the module of this name kept, itself or with one around it?"
+        return any(name == kept or _inside(name, kept) for kept in self.forwards)
+
     def never_called(self) -> dict[str, str]:
         "Kept modules whose forward never ran, each with the module around it; their parents may use their weights directly."
         return {name: name.rpartition('.')[0] or ROOT for name, f in self.forwards.items() if not f.called}

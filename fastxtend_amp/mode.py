@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import platform, sys, warnings
+from collections.abc import Callable
 from enum import Enum
 from functools import lru_cache
 from pathlib import Path
@@ -170,6 +171,28 @@ def check_supported(mode: AMPMode, device: torch.device) -> None:
     works = [f'`to_{m.value}()`' for m in AMPMode if mode_support(m, device).status != 'unsupported'] + ['`to_fp32()`']
     raise ValueError(f"{mode.value} mixed precision does not run on device '{device}': {support.why}. "
                      f"What works there: {', '.join(works)}.")
+
+
+@lru_cache
+def refused_layer(kind: type[nn.Module], mode: AMPMode) -> str | None:
+    """What PyTorch says when the CPU cannot run a recurrent layer of this kind in `mode`; None if it can.
+
+    oneDNN, which runs LSTMs on CPUs, has no kernel for fp16, or on CPUs without AVX512 for bf16. Found by trying.
+    """
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.autocast('cpu', dtype=mode.dtype):
+        try: kind(2, 2)(torch.zeros(1, 1, 2))[0].float().sum().backward()
+        except RuntimeError as e: return str(e).splitlines()[0]
+    return None
+
+
+def check_layers(mode: AMPMode, device: torch.device, model: nn.Module, is_kept: Callable[[str], bool]) -> None:
+    "Raise a `ValueError` that names layer, reason and ways out if a recurrent layer of `model` cannot run in `mode`."
+    if device.type != 'cpu': return
+    for name, m in model.named_modules():
+        kind = next((k for k in (nn.LSTM, nn.GRU, nn.RNN) if isinstance(m, k)), None)
+        if kind is None or is_kept(name) or (why := refused_layer(kind, mode)) is None: continue
+        raise ValueError(f"{mode.value} does not run on this CPU for '{name}' ({kind.__name__}): PyTorch says: {why.rstrip('.')}. Keep such layers in fp32, "
+                         f"`learn.to_{mode.value}(fp32_modules=nn.{kind.__name__})`, or train with `learn.to_fp32()`.")
 
 
 def emulation_warning(mode: AMPMode, device: torch.device) -> str | None:

@@ -130,3 +130,38 @@ def test_device_without_autocast(monkeypatch):
     with pytest.raises(ValueError, match="device 'cpu'.*to_fp32"): learn.fit(1)
     assert not {'one_batch', 'scaler'} & learn.__dict__.keys()
     monkeypatch.undo(); learn.fit(1)
+
+
+# -- layers that a CPU cannot run
+
+class Recurrent(torch.nn.Module):
+    def __init__(self, kind=torch.nn.LSTM): super().__init__(); self.rnn, self.head = kind(6, 4, batch_first=True), torch.nn.Linear(4, 1)
+    def forward(self, x): return self.head(self.rnn(x[:, None])[0][:, 0])
+
+
+@pytest.mark.parametrize('mode', ['bf16', 'fp16'])
+def test_recurrent_layers_run_or_are_refused_by_name_when_fit_starts(mode):
+    from fastxtend_amp.mode import refused_layer
+    drawn = []
+    for kind in (torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN):
+        learn = getattr(learner(Recurrent(kind)), f'to_{mode}')()
+        learn.add_cb(At('before_batch', drawn.append, -50))
+        if refused_layer(kind, AMPMode(mode)) is None: learn.fit(1); continue
+        drawn.clear()
+        with pytest.raises(ValueError, match=rf"'rnn' \({kind.__name__}\): PyTorch says.*fp32_modules=nn.{kind.__name__}") as e: learn.fit(1)
+        assert not drawn and 'primitive' in str(e.value) and 'one_batch' not in vars(learn)
+        with pytest.raises(ValueError, match=kind.__name__): learn.get_preds()
+    for spec in (torch.nn.LSTM, 'rnn', '*'):
+        learn = getattr(learner(Recurrent()), f'to_{mode}')(fp32_modules=spec)
+        learn.fit(1)
+        assert all(p.isfinite().all() for p in learn.model.parameters()) and len(learn.recorder.losses)
+
+
+def test_a_layer_that_is_refused_is_named(monkeypatch):
+    "As on a CPU that has the kernels or lacks them, whatever this one does."
+    from fastxtend_amp import mode as module
+    monkeypatch.setattr(module, 'refused_layer', lambda kind, mode: 'no kernel' if kind is torch.nn.LSTM else None)
+    with pytest.raises(ValueError, match="'rnn' \\(LSTM\\): PyTorch says: no kernel"): learner(Recurrent()).to_bf16().fit(1)
+    learner(Recurrent()).to_fp32().fit(1)
+    monkeypatch.setattr(module, 'refused_layer', lambda kind, mode: None)
+    assert learner(Recurrent(torch.nn.GRU)).to_bf16().fit(1) is None
