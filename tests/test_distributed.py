@@ -216,7 +216,7 @@ class Threads(nn.DataParallel):
         threads = [threading.Thread(target=work, args=o) for o in enumerate(x.chunk(2))]
         for t in threads: t.start()
         for t in threads: t.join()
-        return torch.cat([out[0], out[1]])
+        return torch.cat([out[0].float(), out[1].float()])
 
 
 @pytest.mark.parametrize('mode', ['fp16', 'bf16'])
@@ -240,26 +240,24 @@ def test_without_the_hook_a_thread_takes_the_default_of_the_device():
 @pytest.mark.parametrize('end', [None, RuntimeError, KeyboardInterrupt])
 def test_to_parallel(end):
     learn, seen = build('fp16', 'sgd'), []
-    learn.to_parallel()
-    def stop(l):
-        seen.append((type(l.model).__name__, len(l.model.module._forward_pre_hooks)))
-        if end: raise end
     module = learn.model
-    learn.add_cb(At('after_pred', stop, 20))
+    def look(l):
+        seen.append((type(l.model).__name__, len(module._forward_pre_hooks)))
+        if end: raise end('stop')
+    looking = At('after_pred', look, 20)
+    learn.to_parallel().add_cb(looking)
     if end:
-        with pytest.raises(end): learn.fit(1, .01)
-        learn.remove_cb(learn.cbs[-1]); learn.model = module     # fastai leaves it wrapped
-        learn.remove_cbs([cb for cb in learn.cbs if getattr(cb, 'f', None) is stop])
+        with pytest.raises(end): learn.fit(1, .01)               # fastai leaves the model wrapped, and will wrap it again
     else: learn.fit(1, .01)
     assert set(seen) == {('DataParallel', 1)} and not module._forward_pre_hooks
-    learn.detach_parallel(); learn.fit(1, .01)
-    assert type(learn.model) is nn.Sequential and not module._forward_pre_hooks
+    learn.remove_cb(looking); learn.fit(1, .01)
+    assert not module._forward_pre_hooks and learn.dtypes == {torch.float16}
 
 
 def test_copy_made_inside_a_parallel_fit():
     learn, copies = build('fp16', 'sgd'), []
     learn.to_parallel()
-    learn.add_cb(At('after_batch', lambda l: copies.append(copy.deepcopy(l)) if not copies else None, 80)); learn.fit(1, .01)
+    learn.add_cb(At('after_epoch', lambda l: copies.append(copy.deepcopy(l)), 80)); learn.fit(1, .01)
     twin = copies[0]
     twin.model = twin.model.module
     twin.detach_parallel(); twin.to_fp32()
