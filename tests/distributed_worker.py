@@ -124,6 +124,15 @@ def checkpoint(make, train, path, name):
 def ddp_checkpoint(opt, path): return checkpoint(lambda cbs: build('fp16', opt, cbs, path=path, **FP16), ddp, path, f'ddp {opt}')
 
 
+def keep_best(path, name):
+    "SaveModelCallback, made to find the first epoch the best."
+    from fastai.callback.tracker import SaveModelCallback
+    return [SaveModelCallback(comp=lambda value, best: best == -float('inf'), fname=name, with_opt=True)]
+
+
+def ddp_save_model_callback(opt, path): return result(ddp(build('fp16', opt, keep_best(path, 'ddp best'), path=path, **FP16), 2))
+
+
 # -- FSDP2
 
 def fsdp(mode, opt, cbs=(), path=None, **scaling):
@@ -154,6 +163,9 @@ def fsdp_checkpoint(opt, path):
     return {**out, 'model alone': [whole(p) for p in learn.model.parameters()]}
 
 
+def fsdp_save_model_callback(opt, path): return result(fit(fsdp('fp16', opt, keep_best(path, 'fsdp best'), path, **FP16), 2))
+
+
 def fsdp_reads_plain_file(opt, path):
     "The tests' own process has written this file, in fp16 without any sharding."
     learn = fsdp('fp16', opt, path=path, **FP16).load(f'plain {opt}')
@@ -175,9 +187,9 @@ MODES, OPTS = ('fp32', 'fp16', 'bf16'), ('sgd', 'adam', 'adamw', 'fused adamw', 
 SHARDED_OPTS = OPTS[:-1]                                         # PyTorch 2.15 has no sharding rule for fused SGD, in fp32 either
 SCENARIOS = {
     'ddp': [(ddp_steps, MODES), (ddp_to_distributed, ('bf16',)), (ddp_overflow, OPTS), (ddp_accumulate, OPTS), (ddp_no_sync, OPTS), (ddp_clip, ('sgd', 'fused adamw')),
-            (ddp_checkpoint, OPTS)],
+            (ddp_checkpoint, OPTS), (ddp_save_model_callback, ('adam',))],
     'fsdp': [(fsdp_steps, MODES), (fsdp_overflow, SHARDED_OPTS), (fsdp_one_shard, SHARDED_OPTS), (fsdp_accumulate, SHARDED_OPTS), (fsdp_no_sync, SHARDED_OPTS),
-             (fsdp_checkpoint, SHARDED_OPTS), (fsdp_reads_plain_file, SHARDED_OPTS), (fsdp_bad_files, ('sgd',))]}
+             (fsdp_checkpoint, SHARDED_OPTS), (fsdp_reads_plain_file, SHARDED_OPTS), (fsdp_save_model_callback, ('adam',)), (fsdp_bad_files, ('sgd',))]}
 
 
 def main(group, path):
