@@ -106,7 +106,9 @@ def _saving(original, self, *args, **kwargs):
         opt = getattr(self, 'opt', None) if _with_opt(original, args, kwargs) else None
         full = {'model': whole(get_model(self.model).state_dict()), 'opt': None if opt is None else whole(opt.state_dict())}
     def save(torch_save, obj, f, *args, **kwargs):
-        if full is not None: obj = full if isinstance(obj, dict) and set(obj) == _HAS_OPT else full['model']
+        if full is not None and isinstance(obj, Mapping):
+            if set(obj) == _HAS_OPT: obj = full
+            elif obj.keys() == full['model'].keys(): obj = full['model']
         if scaler and isinstance(obj, dict) and set(obj) == _HAS_OPT and isinstance(obj['opt'], Mapping):
             obj = {**obj, 'opt': {**obj['opt'], KEY: scaler}}
         return write_whole(torch_save, obj, f, *args, **kwargs)

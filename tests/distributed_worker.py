@@ -3,7 +3,7 @@
 Global batches: rank r trains on the r-th half of the data, as fastai's DistributedDL has it, so a single process sees the
 same batches in the order of `in_global_batches`.
 """
-import datetime, os, sys, traceback, warnings
+import datetime, sys, warnings
 from pathlib import Path
 
 import torch
