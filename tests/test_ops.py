@@ -276,6 +276,12 @@ def test_amp_context_has_the_same_rules(mode):
     assert attempt(CPU_LOW['mm'], r) == (WIDE,)
 
 
+def test_the_overload_of_convolution_that_takes_allow_tf32_is_in_no_list(on_cpu):
+    mode, r = on_cpu[0], maker('cpu', WIDE)
+    with learner(cbs=MixedPrecision(mode)).amp_context():
+        assert torch._convolution(image(r, 5, 5), r(4, 3, 2, 2), None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, False, False, True, True).dtype is WIDE
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize('op', CUDA_LOW)
 def test_cuda_low_precision(on_cuda, op):
