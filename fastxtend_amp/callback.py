@@ -16,6 +16,7 @@ from .diagnosis import OverflowWatch
 from .guard import AutocastState, GradModeSwitches, LoopGuard, cache_loses_gradients
 from .islands import Islands, unwrapped
 from .mode import (AMPMode, autocast_available, check_layers, check_supported, emulation_warning, fastest_native, model_device)
+from .replicas import tell_replicas
 from .scaling import GradStage, LossScaling
 
 __all__ = ['MixedPrecision', 'PRECISION_CALLBACKS']
@@ -36,6 +37,7 @@ class _Fit:
     checked: bool = False         # were the checks made that only training needs?
     tried: bool = False           # has a training batch been through?
     before_lr_find: Any = None    # what to restore, because the fit is lr_find's
+    replicas: Any = None          # the hook on DataParallel's module, None without one
 
     # A copy made inside a batch has entered nothing.
     def __getstate__(self): return {**self.__dict__, 'autocast': None, 'spare': None}
@@ -273,6 +275,7 @@ class MixedPrecision(fp16.MixedPrecision):
         self._islands.apply(self.learn.model)                    # it may be another model by now
         if mode is not None: check_layers(mode, device, unwrapped(self.learn.model), self._islands.covers)
         self._fit = _Fit(device, mode)
+        if mode is not None: self._fit.replicas = tell_replicas(self.learn.model, device.type, mode.dtype)
         scaler = self._scaling.start(device.type, scaled=mode is not None and mode.needs_loss_scaling)
         if 'lr_finder' in self.learn.__dict__: self._fit.before_lr_find = self._scaling.snapshot()
         self._watch.start(mode is not None and self._fit.before_lr_find is None)     # `lr_find` goes wrong on purpose
@@ -343,6 +346,7 @@ class MixedPrecision(fp16.MixedPrecision):
         learn, fit = self.learn, self._fit
         if learn is None: return
         if fit is not None: self._exit_autocast()
+        if fit is not None and fit.replicas is not None: fit.replicas.remove()
         self._scaling.drop(learn.opt, learn.model)
         self._scaling.read()
         if fit is not None and fit.before_lr_find is not None: self._scaling.restore(fit.before_lr_find)

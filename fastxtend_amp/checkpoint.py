@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from fastai.learner import Learner
+from fastai.torch_core import get_model
 
 from .callback import MixedPrecision
-from .scaling import _is_number
+from .scaling import _is_number, _params
+from .sharded import is_sharded, shard_model_state, shard_opt_state, whole
 
 __all__ = []
 
@@ -89,11 +91,24 @@ class _Busy(threading.local):
 _busy = _Busy()
 
 
+def _with_opt(method: Callable, args: tuple, kwargs: dict) -> bool:
+    "Was `with_opt` asked for in this call of `save` or `load`? TextLearner's None is True."
+    names = list(inspect.signature(method).parameters)[1:]
+    return {**dict(zip(names, args)), **kwargs}.get('with_opt') in (None, True)
+
+
 @_outermost
 def _saving(original, self, *args, **kwargs):
     cb = _precision(self)
     scaler = cb.state_dict() if cb is not None else {}
+    full = None
+    if is_sharded(self.model):                                   # in every process, before rank 0 goes on alone
+        opt = getattr(self, 'opt', None) if _with_opt(original, args, kwargs) else None
+        full = {'model': whole(get_model(self.model).state_dict()), 'opt': None if opt is None else whole(opt.state_dict())}
     def save(torch_save, obj, f, *args, **kwargs):
+        if full is not None and isinstance(obj, Mapping):
+            if set(obj) == _HAS_OPT: obj = full
+            elif obj.keys() == full['model'].keys(): obj = full['model']
         if scaler and isinstance(obj, dict) and set(obj) == _HAS_OPT and isinstance(obj['opt'], Mapping):
             obj = {**obj, 'opt': {**obj['opt'], KEY: scaler}}
         return write_whole(torch_save, obj, f, *args, **kwargs)
@@ -103,14 +118,17 @@ def _saving(original, self, *args, **kwargs):
 @_outermost
 def _loading(original, self, *args, **kwargs):
     cb = _precision(self)
-    names = list(inspect.signature(original).parameters)[1:]
-    with_opt, seen = {**dict(zip(names, args)), **kwargs}.get('with_opt') in (None, True), {}   # TextLearner's None is True
+    with_opt, seen = _with_opt(original, args, kwargs), {}
     def load(torch_load, f, *args, **kwargs):
         state = torch_load(f, *args, **kwargs)
-        if isinstance(state, dict) and set(state) == _HAS_OPT and with_opt:
+        has_opt = isinstance(state, dict) and set(state) == _HAS_OPT
+        if has_opt and with_opt:
             seen['state'] = state['opt'].get(KEY) if isinstance(state['opt'], Mapping) else None
             if cb is not None and cb.scales_loss and seen['state'] is not None: check_state(seen['state'], f, cb.scaling.has_own_state)
-        return state
+        if not is_sharded(self.model): return state
+        if not has_opt: return shard_model_state(state, self.model)
+        return {'model': shard_model_state(state['model'], self.model),
+                'opt': shard_opt_state(state['opt'], _params(self.opt)) if with_opt else state['opt']}
     with _replaced('load', load): result = original(self, *args, **kwargs)
     if 'state' not in seen: return result
     if cb is not None and cb.scales_loss: cb.load_state_dict(seen['state'] if seen['state'] is not None else cb.scaling.initial_state)

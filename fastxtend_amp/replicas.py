@@ -1,0 +1,27 @@
+"What precision do `DataParallel`'s replicas compute in, each in a thread of its own?"
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+
+class ReplicaDtype:
+    """A forward pre-hook that sets autocast's dtype where autocast is on.
+
+    The dtype belongs to a thread. `torch.nn.parallel.parallel_apply` tells its threads only that autocast is on, so they
+    would take the device's default: on CUDA fp16, and for a model in bf16 without a loss scale. Each thread enters an
+    autocast of its own around the replica, whose end undoes this.
+    """
+    def __init__(self, device_type: str, dtype: torch.dtype): self.device_type, self.dtype = device_type, dtype
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if torch.is_autocast_enabled(self.device_type): torch.set_autocast_dtype(self.device_type, self.dtype)
+
+
+def tell_replicas(model: nn.Module, device_type: str, dtype: torch.dtype) -> RemovableHandle | None:
+    "Have the replicas of `model` run in `dtype` until the handle's `remove`; None if it is not a `DataParallel`."
+    if not isinstance(model, nn.DataParallel): return None
+    while isinstance(model, nn.DataParallel): model = model.module   # fastai wraps again after a fit that an exception ended
+    return model.register_forward_pre_hook(ReplicaDtype(device_type, dtype))  # `replicate` copies hooks

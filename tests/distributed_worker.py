@@ -1,0 +1,208 @@
+"""One of two processes, started by `test_distributed.py`; what it sees goes into a file for the tests to judge.
+
+Global batches: rank r trains on the r-th half of the data, as fastai's DistributedDL has it, so a single process sees the
+same batches in the order of `in_global_batches`.
+"""
+import datetime, sys, warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from fastai.distributed import DistributedDL
+from torch import nn
+
+from fastxtend_amp import MixedPrecision
+from helpers import *
+
+N, BS = 48, 4                                                    # per rank 24 samples, 6 batches an epoch
+
+
+def net(): torch.manual_seed(0); return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
+
+
+def in_global_batches(data):
+    "`data` in the order in which a single process with batches of 2 * BS sees what two ranks see together."
+    order = torch.arange(N).view(2, -1, BS).transpose(0, 1).reshape(-1)
+    return Data(*(t[order] for t in data.tensors))
+
+
+def half(data, rank): return Data(*(t.view(2, N // 2, -1)[rank] for t in data.tensors))
+
+
+class NoSync(Callback):
+    "DDP's `no_sync`, or its counterpart in FSDP2, for all but the last of `n` batches that make a step."
+    order = 0
+    def __init__(self, n): self.n, self.ctx = n, None
+    def before_batch(self):
+        if not self.training: return
+        last = self.train_iter % self.n == self.n - 1
+        if hasattr(self.model, 'set_requires_gradient_sync'): self.model.set_requires_gradient_sync(last)
+        elif not last:
+            self.ctx = self.model.no_sync()
+            self.ctx.__enter__()
+    def _exit(self):
+        if self.ctx is not None: self.ctx.__exit__(None, None, None)
+        self.ctx = None
+    def after_batch(self): self._exit()
+    def after_cancel_batch(self): self._exit()
+
+
+def whole(t): return (t.full_tensor() if hasattr(t, 'full_tensor') else t).detach().clone()
+
+
+def build(mode, opt, cbs=(), dls=None, model=None, path=None, **scaling):
+    precision = [] if mode == 'fp32' else [MixedPrecision(mode, **scaling)]
+    learn = learner(model or net(), dls or loaders(dataset(N), BS, dataset(N)), cbs=[*precision, *cbs], opt_func=OPTIMIZERS[opt], path=path)
+    learn.seen, learn.dtypes, learn.types = [], set(), set()
+    learn.model[0].register_forward_hook(lambda m, i, o: learn.dtypes.add(o.dtype))
+    def look(l):
+        l.types.add(type(l.model).__name__)
+        if not l.training: return
+        l.seen.append(dict(params=[whole(p) for p in l.model.parameters()], scale=l.scaler.get_scale() if precision else None,
+                           skipped=precision[0].skipped if precision else None))
+    return learn.add_cb(At('after_batch', look, 70))
+
+
+def result(learn):
+    cb = getattr(learn, 'mixed_precision', None)
+    return dict(seen=learn.seen, dtypes=learn.dtypes, types=learn.types, after=type(learn.model).__name__, params=[whole(p) for p in learn.model.parameters()],
+                scales=cb and cb.scales, skips=cb and cb.scaling.history.skips.tolist(), state=cb and cb.state_dict(), losses=[float(l) for l in learn.recorder.losses])
+
+
+def bad_input(rank, at):
+    "On `rank` alone these batches are too large for fp16: an overflow of the real kind, which DDP's averaging spreads."
+    def spoil(l):
+        if l.training and dist.get_rank() == rank and l.train_iter in at: l.xb = (l.xb[0] * 1e6,)
+    return At('before_batch', spoil, 20)
+
+
+def bad_shard(rank, at):
+    "On `rank` alone the gradient of the part that it holds is not finite, as no averaging could spread it."
+    def spoil(l):
+        if dist.get_rank() == rank and l.train_iter in at: next(l.model.parameters()).grad.to_local().view(-1)[0] = float('inf')
+    return At('after_backward', spoil, 5)
+
+
+FP16 = dict(init_scale=256., growth_interval=3)
+
+
+# -- DistributedDataParallel, by fastai's own context manager
+
+def ddp(learn, epochs=1):
+    with learn.distrib_ctx(sync_bn=False, cpu=True): learn.fit(epochs, .01)
+    return learn
+
+
+def ddp_steps(mode, path): return result(ddp(build(mode, 'torch sgd', **(FP16 if mode == 'fp16' else {})), 2))
+def ddp_overflow(opt, path): return result(ddp(build('fp16', opt, [bad_input(1, {0, 2, 4})], **FP16)))
+def ddp_accumulate(opt, path): return result(ddp(build('fp16', opt, [bad_input(1, {2}), GradientAccumulation(2 * BS)], **FP16)))
+def ddp_no_sync(opt, path): return result(ddp(build('fp16', opt, [bad_input(1, {2}), GradientAccumulation(2 * BS), NoSync(2)], **FP16)))
+def ddp_clip(opt, path): return result(ddp(build('fp16', opt, [bad_input(1, {2}), GradientClip(.1)], **FP16)))
+
+
+def ddp_to_distributed(mode, path):
+    learn = build(mode, 'sgd').to_distributed(sync_bn=False, cpu=True)
+    learn.fit(1, .01)
+    return result(learn.detach_distributed())
+
+
+def checkpoint(make, train, path, name):
+    "Train, save, train on; and the same from the file in a fresh learner. `rank 0 saves` is fastai's own rule."
+    learn = train(make([bad_input(1, {1, 2})]))
+    state, params = learn.mixed_precision.state_dict(), [whole(p) for p in learn.model.parameters()]
+    learn.save(name)
+    fresh = make([])
+    with torch.no_grad():
+        for p in fresh.model.parameters(): p.mul_(0.).add_(7 + dist.get_rank())
+    fresh.load(name)
+    loaded = dict(state=fresh.mixed_precision.state_dict(), params=[whole(p) for p in fresh.model.parameters()])
+    learn.remove_cb(next(cb for cb in learn.cbs if getattr(cb, 'f', None) and 'bad_input' in cb.f.__qualname__))
+    return dict(state=state, params=params, loaded=loaded, on=[result(train(o))['params'] for o in (learn, fresh)],
+                scales=[o.mixed_precision.state_dict() for o in (learn, fresh)])
+
+
+def ddp_checkpoint(opt, path): return checkpoint(lambda cbs: build('fp16', opt, cbs, path=path, **FP16), ddp, path, f'ddp {opt}')
+
+
+def keep_best(path, name):
+    "SaveModelCallback, made to find the first epoch the best."
+    from fastai.callback.tracker import SaveModelCallback
+    return [SaveModelCallback(comp=lambda value, best: best == -float('inf'), fname=name, with_opt=True)]
+
+
+def ddp_save_model_callback(opt, path): return result(ddp(build('fp16', opt, keep_best(path, 'ddp best'), path=path, **FP16), 2))
+
+
+# -- FSDP2
+
+def fsdp(mode, opt, cbs=(), path=None, **scaling):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    mesh, model = init_device_mesh('cpu', (2,)), net()
+    for layer in (model[0], model[2], model): fully_shard(layer, mesh=mesh)
+    return build(mode, opt, cbs, loaders(bs=BS, train=half(dataset(N), dist.get_rank()), valid=dataset(N)), model, path, **scaling)
+
+
+def fit(learn, epochs=1): learn.fit(epochs, .01); return learn
+
+
+def fsdp_steps(mode, path): return result(fit(fsdp(mode, 'torch sgd', **(FP16 if mode == 'fp16' else {})), 2))
+def fsdp_overflow(opt, path): return result(fit(fsdp('fp16', opt, [bad_input(1, {0, 2, 4})], **FP16)))
+def fsdp_one_shard(opt, path): return result(fit(fsdp('fp16', opt, [bad_shard(1, {0, 2, 4})], **FP16)))
+def fsdp_accumulate(opt, path): return result(fit(fsdp('fp16', opt, [bad_input(1, {2}), GradientAccumulation(2 * BS)], **FP16)))
+def fsdp_no_sync(opt, path): return result(fit(fsdp('fp16', opt, [bad_input(1, {2}), GradientAccumulation(2 * BS), NoSync(2)], **FP16)))
+
+
+def fsdp_checkpoint(opt, path):
+    out = checkpoint(lambda cbs: fsdp('fp16', opt, cbs, path, **FP16), fit, path, f'fsdp {opt}')
+    learn = fsdp('bf16', opt, path=path)
+    learn.save(f'fsdp {opt} model', with_opt=False)              # the model alone
+    with torch.no_grad():
+        for p in learn.model.parameters(): p.zero_()
+    learn.load(f'fsdp {opt} model', with_opt=False)
+    return {**out, 'model alone': [whole(p) for p in learn.model.parameters()]}
+
+
+def fsdp_save_model_callback(opt, path): return result(fit(fsdp('fp16', opt, keep_best(path, 'fsdp best'), path, **FP16), 2))
+
+
+def fsdp_reads_plain_file(opt, path):
+    "The tests' own process has written this file, in fp16 without any sharding."
+    learn = fsdp('fp16', opt, path=path, **FP16).load(f'plain {opt}')
+    loaded = [whole(p) for p in learn.model.parameters()]
+    return dict(loaded=loaded, **result(fit(learn)))
+
+
+def fsdp_bad_files(opt, path):
+    learn, errors, untouched = fsdp('fp16', opt, path=path, **FP16), {}, {}
+    before = [whole(p) for p in learn.model.parameters()]
+    for name in ('damaged', 'other shape'):
+        try: learn.load(name)
+        except Exception as e: errors[name] = f'{type(e).__name__}: {e}'
+        untouched[name] = same(before, [whole(p) for p in learn.model.parameters()])
+    return dict(errors=errors, untouched=untouched)
+
+
+MODES, OPTS = ('fp32', 'fp16', 'bf16'), ('sgd', 'adam', 'adamw', 'fused adamw', 'fused sgd')
+SHARDED_OPTS = OPTS[:-1]                                         # PyTorch 2.15 has no sharding rule for fused SGD, in fp32 either
+SCENARIOS = {
+    'ddp': [(ddp_steps, MODES), (ddp_to_distributed, ('bf16',)), (ddp_overflow, OPTS), (ddp_accumulate, OPTS), (ddp_no_sync, OPTS), (ddp_clip, ('sgd', 'fused adamw')),
+            (ddp_checkpoint, OPTS), (ddp_save_model_callback, ('adam',))],
+    'fsdp': [(fsdp_steps, MODES), (fsdp_overflow, SHARDED_OPTS), (fsdp_one_shard, SHARDED_OPTS), (fsdp_accumulate, SHARDED_OPTS), (fsdp_no_sync, SHARDED_OPTS),
+             (fsdp_checkpoint, SHARDED_OPTS), (fsdp_reads_plain_file, SHARDED_OPTS), (fsdp_save_model_callback, ('adam',)), (fsdp_bad_files, ('sgd',))]}
+
+
+def main(group, path):
+    torch.set_num_threads(1)
+    warnings.simplefilter('ignore')
+    dist.init_process_group('gloo', timeout=datetime.timedelta(seconds=60))
+    # fastai sends the indices through CUDA, for the sake of nccl.
+    def broadcast(self, t, rank): t = torch.tensor(t); dist.broadcast(t, rank); return t.tolist()
+    DistributedDL._broadcast = broadcast
+    results = {(f.__name__, arg): f(arg, Path(path)) for f, args in SCENARIOS[group] for arg in args}
+    torch.save(results, Path(path)/f'{group}{dist.get_rank()}.pt')
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == '__main__': main(*sys.argv[1:])
