@@ -1,7 +1,7 @@
 "Mixed precision for fastai that is real on every device. Importing this patches `Learner.to_fp16`, `to_bf16` and the like."
 from .callback import MixedPrecision
 from .mode import AMPMode, precision_support
-from . import checkpoint as _checkpoint, learner as _learner  # patch Learner
+from . import checkpoint as _checkpoint, learner as _learner, xla as _xla  # patch Learner
 
 __all__ = ['AMPMode', 'MixedPrecision', 'precision_support']
 

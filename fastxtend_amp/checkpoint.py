@@ -9,9 +9,13 @@ from typing import Any
 
 import torch
 from fastai.learner import Learner
+from fastai.optimizer import Lookahead
+from fastcore.foundation import L
 
 from .callback import MixedPrecision
-from .scaling import _is_number
+from .convert import map_tensors
+from .mode import model_device
+from .scaling import _is_number, syncfree_state
 
 __all__ = []
 
@@ -65,6 +69,25 @@ def write_whole(save: Callable, obj: Any, file: Any, *args, **kwargs) -> None:
         raise
 
 
+def place_state(
+    opt: Any, # fastai's `Optimizer`, `OptimWrapper` or `Lookahead`
+) -> None:
+    "Move what `opt` remembers to where its parameters are; step counts go where the optimizer wants them."
+    inner = opt
+    while hasattr(inner, 'opt'): inner = inner.opt
+    groups = inner.param_groups if isinstance(inner, torch.optim.Optimizer) else []
+    on_host = {p for g in groups if not (g.get('capturable') or g.get('fused')) for p in g['params']}
+    for p, state in inner.state.items():
+        for key, value in state.items():
+            host = key == 'step' and p in on_host and not syncfree_state(inner, state)
+            state[key] = map_tensors(lambda t: t.to('cpu' if host else p.device), value)
+    if isinstance(opt, Lookahead) and opt.slow_weights is not None:
+        opt.slow_weights = L(L(w.to(p.device) for w, p in zip(ws, ps)) for ws, ps in zip(opt.slow_weights, opt.param_lists))
+
+
+def _on_xla(learn): return model_device(learn.model, 'cpu').type == 'xla'
+
+
 def _precision(learn: Learner) -> MixedPrecision | None:
     return next((cb for cb in learn.cbs if isinstance(cb, MixedPrecision)), None)
 
@@ -96,6 +119,7 @@ def _saving(original, self, *args, **kwargs):
     def save(torch_save, obj, f, *args, **kwargs):
         if scaler and isinstance(obj, dict) and set(obj) == _HAS_OPT and isinstance(obj['opt'], Mapping):
             obj = {**obj, 'opt': {**obj['opt'], KEY: scaler}}
+        if _on_xla(self): obj = map_tensors(torch.Tensor.cpu, obj)   # PyTorch could not read it back with `weights_only`
         return write_whole(torch_save, obj, f, *args, **kwargs)
     with _replaced('save', save): return original(self, *args, **kwargs)
 
@@ -106,12 +130,14 @@ def _loading(original, self, *args, **kwargs):
     names = list(inspect.signature(original).parameters)[1:]
     with_opt, seen = {**dict(zip(names, args)), **kwargs}.get('with_opt') in (None, True), {}   # TextLearner's None is True
     def load(torch_load, f, *args, **kwargs):
+        if torch.device(kwargs.get('map_location') or 'cpu').type == 'xla': kwargs['map_location'] = 'cpu'
         state = torch_load(f, *args, **kwargs)
         if isinstance(state, dict) and set(state) == _HAS_OPT and with_opt:
             seen['state'] = state['opt'].get(KEY) if isinstance(state['opt'], Mapping) else None
             if cb is not None and cb.scales_loss and seen['state'] is not None: check_state(seen['state'], f, cb.scaling.has_own_state)
         return state
     with _replaced('load', load): result = original(self, *args, **kwargs)
+    if _on_xla(self) and self.opt is not None: place_state(self.opt)
     if 'state' not in seen: return result
     if cb is not None and cb.scales_loss: cb.load_state_dict(seen['state'] if seen['state'] is not None else cb.scaling.initial_state)
     elif seen['state'] is not None and (cb is None or cb.mode != 'fp16'):
