@@ -12,6 +12,7 @@ from fastai.learner import Learner
 from torch import nn
 
 from .checkpoint import place_state
+from .convert import detached
 from .mode import model_device
 
 __all__ = ['XLADevice', 'XLAGradients']
@@ -43,18 +44,14 @@ class XLADevice(Callback):
     def before_fit(self):
         "Move model, gradients and the optimizer's state to where fastai will want them."
         device = _target(self.learn)
-        if _is_xla(device): _check_device(device)
+        if _is_xla(device):
+            _warn_of_environment()
+            _check_device(device)
         move(self.learn, device)
-        self._sync = _torch_xla().sync if _is_xla(device) else None
 
     def after_batch(self):
         "Run the batch's graph; what reads the loss after this finds it computed, and compiles nothing."
-        if self._sync is not None: self._sync()
-
-    def after_fit(self): self._sync = None
-
-    _sync = None
-    def __getstate__(self): return {k: v for k, v in self.__dict__.items() if k != '_sync'}
+        if _has_xla_model(self.learn): _torch_xla().sync()
 
 
 class XLAGradients(Callback):
@@ -66,7 +63,7 @@ class XLAGradients(Callback):
 
     def before_step(self):
         "Average the gradients."
-        if not _is_xla(model_device(self.learn.model, 'cpu')): return
+        if not _has_xla_model(self.learn): return
         import torch_xla.core.xla_model as xm
         groups = [{'params': list(pl)} for pl in self.learn.opt.param_lists]
         xm.reduce_gradients(SimpleNamespace(__getstate__=lambda: {'param_groups': groups}))  # it asks a torch optimizer for no more
@@ -80,14 +77,16 @@ def move(
 ) -> None:
     "Move model and optimizer state to `device`; the parameters stay the same objects, whoever else holds them."
     if any(t.device != device for m in _modules(learn) for t in (*m.parameters(), *m.buffers())):
+        for name in ('xb', 'yb', 'pred', 'loss', 'loss_grad'):   # an exception leaves them on a graph, which holds the parameters
+            if name in learn.__dict__: learn.__dict__[name] = detached(learn.__dict__[name])
         with _swapping():
             for m in _modules(learn):
                 try: m.to(device)
                 except RuntimeError as e:
                     if 'swap' not in str(e): raise
-                    raise RuntimeError(f"The parameters cannot be moved to '{device}' in place: {e} Something, such as a compiled model, holds "
-                                       "weak references to them. Move the model before that, with `learn.model.to(device)`, and create "
-                                       "the learner after it.") from e
+                    raise RuntimeError(f"The parameters cannot be moved to '{device}' in place: {e} ({e.__cause__}). Something else holds them, "
+                                       "such as the graph of a loss that was kept, or a model that was compiled and used. Let go of it, or "
+                                       "move the model with `model.to(device)` before that, and create the learner after it.") from e
     if learn.opt is not None: place_state(learn.opt)
 
 
@@ -105,13 +104,13 @@ def _swapping():
 
 
 def _is_xla(device): return device.type == 'xla'
+def _has_xla_model(learn): return _is_xla(model_device(learn.model, torch.device('cpu')))
 
 
 def _target(learn) -> torch.device:
     "Where fastai's `TrainEvalCallback` will move the model."
     device = getattr(learn.dls, 'device', None)
-    if device is None: return model_device(learn.model, 'cpu')
-    if isinstance(device, int): return torch.device('cuda', device)
+    if device is None: return model_device(learn.model, torch.device('cpu'))
     device = torch.device(device)
     return _torch_xla().device() if _is_xla(device) and device.index is None else device
 
@@ -120,7 +119,7 @@ def on_xla(learn: Learner) -> bool:
     "Is the learner's model on an XLA device, or will fastai move it there?"
     device = getattr(learn.dls, 'device', None)
     # A string or an index is left as it is unless it has to be an XLA device: this runs at the start of each fit.
-    return str(device).startswith('xla') or _is_xla(model_device(learn.model, 'cpu'))
+    return str(device).startswith('xla') or _has_xla_model(learn)
 
 
 # -- what can be wrong
@@ -136,8 +135,6 @@ def _torch_xla():
 @functools.cache
 def _check_device(device: torch.device) -> None:
     "Raise if no backward pass works on `device`; once a process is enough."
-    _torch_xla()
-    _warn_of_environment()
     try: torch.ones(1, device=device, requires_grad=True).sum().backward()
     except RuntimeError as e:
         raise RuntimeError(f"No backward pass can run on '{device}': the device was created after this process's first backward pass, and "
@@ -165,14 +162,14 @@ def attach(learn: Learner) -> None:
 @contextmanager
 def _on_cpu(learn):
     "The learner on the CPU, without the callbacks of this module: what is written then is for every machine."
-    device, dls_device = model_device(learn.model, 'cpu'), learn.dls.device
+    device, dls_device = model_device(learn.model, torch.device('cpu')), getattr(learn.dls, 'device', None)
     with learn.removed_cbs([cb for cb in learn.cbs if isinstance(cb, (XLADevice, XLAGradients))]):
         try:
-            learn.dls.to(torch.device('cpu'))
+            if dls_device is not None: learn.dls.to(torch.device('cpu'))
             move(learn, torch.device('cpu'))
             yield
         finally:
-            learn.dls.to(dls_device)
+            if dls_device is not None: learn.dls.to(dls_device)
             move(learn, device)
 
 
