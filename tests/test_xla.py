@@ -83,14 +83,25 @@ def test_without_torch_xla_the_error_says_what_to_install(monkeypatch):
 @pytest.mark.parametrize('opt', EAGER)
 @pytest.mark.parametrize('mode', MODES)
 def test_loss_curves_follow_the_cpu(mode, opt, device):
-    xla, cpu = (build(d, mode, opt_func=EAGER[opt]) for d in (device, 'cpu'))
+    xla, cpu = (build(d, mode, model=smooth(), opt_func=EAGER[opt]) for d in (device, 'cpu'))
     start = params(xla)
     for learn in (xla, cpu): learn.fit_one_cycle(3, .02)
     assert {p.device.type for p in xla.model.parameters()} == {'xla'} and not any(map(torch.equal, host(params(xla)), start))
     assert close([curve(xla)], [curve(cpu)], TOLERANCE[mode])
-    assert xla.recorder.values[-1] == pytest.approx(cpu.recorder.values[-1], abs=TOLERANCE[mode], rel=TOLERANCE[mode])
+    assert list(xla.recorder.values[-1]) == pytest.approx(list(cpu.recorder.values[-1]), abs=TOLERANCE[mode], rel=TOLERANCE[mode])
     if mode == 'fp16': assert xla.mixed_precision.scales == cpu.mixed_precision.scales
     assert hasattr(xla, 'mixed_precision') == (mode != 'fp32') and xla.validate()[0] == pytest.approx(xla.recorder.values[-1][1], rel=1e-5)
+
+
+@pytest.mark.parametrize('mode', MODES)
+def test_batch_norm(mode, device):
+    xla, cpu = (build(d, mode) for d in (device, 'cpu'))
+    for learn in (xla, cpu): learn.fit_one_cycle(3, .02)
+    assert close([curve(xla)], [curve(cpu)], TOLERANCE[mode])
+    # XLA's running variance is the biased one, so that validation differs (torch_xla 2.9): here 4 samples, a factor of 3/4
+    xla, cpu = (build(d, model=nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 1))) for d in (device, 'cpu'))
+    for learn in (xla, cpu): learn.fit(1)
+    a, b = (l.model[0].running_var.cpu() - .9 ** 8 for l in (xla, cpu)); assert torch.allclose(a, b * .75, atol=1e-4)
 
 
 def test_plain_fastai_learns_nothing_there(device):
@@ -418,7 +429,7 @@ def test_variables_that_override_autocast_are_named(mode, name, device, monkeypa
 @pytest.mark.parametrize('name', VARIABLES)
 def test_what_the_warnings_say_is_so(name, device):
     out = python("import torch, torch_xla; print((torch.ones(1, device=torch_xla.device()) * 2 / 3).item())", **{name: '1'})
-    assert (abs(float(out.stdout) - 2 / 3) < 1e-6) == (name == 'XLA_USE_F16'), out.stderr
+    assert (abs(float(out.stdout.split()[-1]) - 2 / 3) < 1e-6) == (name == 'XLA_USE_F16'), out.stderr
 
 
 @pytest.mark.parametrize('mode', MODES)
