@@ -130,7 +130,7 @@ def _loading(original, self, *args, **kwargs):
     names = list(inspect.signature(original).parameters)[1:]
     with_opt, seen = {**dict(zip(names, args)), **kwargs}.get('with_opt') in (None, True), {}   # TextLearner's None is True
     def load(torch_load, f, *args, **kwargs):
-        if torch.device(kwargs.get('map_location') or 'cpu').type == 'xla': kwargs['map_location'] = 'cpu'
+        if str(kwargs.get('map_location')).startswith('xla'): kwargs['map_location'] = 'cpu'
         state = torch_load(f, *args, **kwargs)
         if isinstance(state, dict) and set(state) == _HAS_OPT and with_opt:
             seen['state'] = state['opt'].get(KEY) if isinstance(state['opt'], Mapping) else None
