@@ -165,7 +165,8 @@ def skips_on_device(
     such as Lookahead, would count the step.
     """
     inner = opt.opt if type(opt) is OptimWrapper else None
-    if is_syncfree(inner): return all(not (state := inner.state.get(p)) or syncfree_state(inner, state) for p in params)
+    if is_syncfree(inner):                                       # a `step` of somebody else's on the instance stays
+        return 'step' not in inner.__dict__ and all(not (s := inner.state.get(p)) or syncfree_state(inner, s) for p in params)
     if type(inner) not in _STATE or not getattr(inner, '_step_supports_amp_scaling', False): return False
     if isinstance(inner, torch.optim.SGD) and not any(g['momentum'] for g in inner.param_groups): return True
     key, state = _STATE[type(inner)], inner.state

@@ -4,7 +4,6 @@ from __future__ import annotations
 import functools, os, warnings
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from fastai.callback.core import Callback
@@ -33,8 +32,8 @@ class XLADevice(Callback):
     knows only the devices that there were at that time. Several replicas are started, and given their own data and
     equal parameters, as PyTorch/XLA describes; `XLAGradients` averages their gradients.
 
-    Raises `RuntimeError` when `fit` starts if torch_xla is missing, if the device came too late, or if something holds
-    weak references to the parameters.
+    Raises `RuntimeError` when `fit` starts if torch_xla is missing, if the device came too late, if something else than
+    the learner holds the parameters so that they cannot be moved in place, or if the optimizer has none of them.
 
     Source: https://docs.pytorch.org/xla/master/learn/pytorch-on-xla-devices.html; swapping parameters:
     https://docs.pytorch.org/docs/stable/future_mod.html.
@@ -48,6 +47,7 @@ class XLADevice(Callback):
             _warn_of_environment()
             _check_device(device)
         move(self.learn, device)
+        if _is_xla(device): _check_optimizer(self.learn)
 
     def after_batch(self):
         "Run the batch's graph; what reads the loss after this finds it computed, and compiles nothing."
@@ -107,9 +107,14 @@ def _is_xla(device): return device.type == 'xla'
 def _has_xla_model(learn): return _is_xla(model_device(learn.model, torch.device('cpu')))
 
 
+def _dls_device(learn):
+    try: return getattr(learn.dls, 'device', None)
+    except IndexError: return None                               # what an empty DataLoaders raises for any name
+
+
 def _target(learn) -> torch.device:
     "Where fastai's `TrainEvalCallback` will move the model."
-    device = getattr(learn.dls, 'device', None)
+    device = _dls_device(learn)
     if device is None: return model_device(learn.model, torch.device('cpu'))
     device = torch.device(device)
     return _torch_xla().device() if _is_xla(device) and device.index is None else device
@@ -117,7 +122,7 @@ def _target(learn) -> torch.device:
 
 def on_xla(learn: Learner) -> bool:
     "Is the learner's model on an XLA device, or will fastai move it there?"
-    device = getattr(learn.dls, 'device', None)
+    device = _dls_device(learn)
     # A string or an index is left as it is unless it has to be an XLA device: this runs at the start of each fit.
     return str(device).startswith('xla') or _has_xla_model(learn)
 
@@ -137,9 +142,18 @@ def _check_device(device: torch.device) -> None:
     "Raise if no backward pass works on `device`; once a process is enough."
     try: torch.ones(1, device=device, requires_grad=True).sum().backward()
     except RuntimeError as e:
+        if 'device_ready_queues_' not in str(e): raise           # the internal assertion's words, which nobody understands
         raise RuntimeError(f"No backward pass can run on '{device}': the device was created after this process's first backward pass, and "
                            "PyTorch's autograd knows only the devices that there were then. Restart Python, and create the device "
                            "first: `import torch_xla; torch_xla.device()`.") from e
+
+
+def _check_optimizer(learn):
+    "Raise if the optimizer's parameters are not the model's: nothing would be learnt."
+    known = {id(p) for pl in (learn.opt.param_lists if learn.opt is not None else ()) for p in pl}
+    if known and known.isdisjoint(map(id, learn.model.parameters())):
+        raise RuntimeError("The optimizer holds none of the model's parameters: `model.to` put new ones into the model after the optimizer "
+                           "was created. Call `learn.create_opt()`, and move learners with `learn.dls.to(device)`.")
 
 
 def _warn_of_environment():
@@ -162,7 +176,7 @@ def attach(learn: Learner) -> None:
 @contextmanager
 def _on_cpu(learn):
     "The learner on the CPU, without the callbacks of this module: what is written then is for every machine."
-    device, dls_device = model_device(learn.model, torch.device('cpu')), getattr(learn.dls, 'device', None)
+    device, dls_device = model_device(learn.model, torch.device('cpu')), _dls_device(learn)
     with learn.removed_cbs([cb for cb in learn.cbs if isinstance(cb, (XLADevice, XLAGradients))]):
         try:
             if dls_device is not None: learn.dls.to(torch.device('cpu'))

@@ -1,5 +1,5 @@
 "On an XLA device: a learner trains as on the CPU, one graph a batch, and its files work. On XLA's CPU device: `tests/xla_env.sh`."
-import importlib.util, os, pickle, subprocess, sys, warnings
+import importlib.util, inspect, os, pickle, subprocess, sys, warnings
 from types import SimpleNamespace
 
 import pytest, torch
@@ -107,7 +107,7 @@ def test_batch_norm(mode, device):
 
 def test_plain_fastai_learns_nothing_there(device):
     learn = build(device); start = params(learn)
-    Learner.fit.__wrapped__(learn, 2, .1)                            # fastai's own
+    inspect.unwrap(Learner.fit)(learn, 2, .1)                        # fastai's own
     assert same(host(params(learn)), start)
     learn = build(device); learn.fit(2, .1)
     assert not any(map(torch.equal, host(params(learn)), start))
@@ -247,6 +247,12 @@ def test_moving_after_an_interrupt_and_with_a_graph_that_is_kept(device):
     with pytest.raises(RuntimeError, match="cannot be moved to 'xla:0' in place.*Something else holds them"): learn.fit(1)
     del kept; learn.fit(1)
     assert not torch.__future__.get_swap_module_params_on_conversion() and {p.device.type for p in learn.model.parameters()} == {'xla'}
+
+
+def test_an_optimizer_that_holds_other_parameters(device):
+    learn = build(device); learn.create_opt(); learn.model.to(device)
+    with pytest.raises(RuntimeError, match="none of the model's parameters.*learn.create_opt"): learn.fit(1)
+    learn.create_opt(); start = params(learn); learn.fit(1, .1); assert not same(params(learn), start)
 
 
 def test_a_device_that_came_too_late(device):
