@@ -3,7 +3,7 @@ from .callback import MixedPrecision
 from .compare import PrecisionComparison
 from .mode import AMPMode, precision_support
 from .report import PrecisionReport
-from . import checkpoint as _checkpoint, learner as _learner  # patch Learner
+from . import checkpoint as _checkpoint, learner as _learner, xla as _xla  # patch Learner
 
 __all__ = ['AMPMode', 'MixedPrecision', 'PrecisionComparison', 'PrecisionReport', 'precision_support']
 

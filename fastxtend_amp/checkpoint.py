@@ -9,10 +9,14 @@ from typing import Any
 
 import torch
 from fastai.learner import Learner
+from fastai.optimizer import Lookahead
 from fastai.torch_core import get_model
+from fastcore.foundation import L
 
 from .callback import MixedPrecision
-from .scaling import _is_number, _params
+from .convert import map_tensors
+from .mode import model_device
+from .scaling import _is_number, _params, syncfree_state
 from .sharded import is_sharded, shard_model_state, shard_opt_state, whole
 
 __all__ = []
@@ -67,6 +71,25 @@ def write_whole(save: Callable, obj: Any, file: Any, *args, **kwargs) -> None:
         raise
 
 
+def place_state(
+    opt: Any, # fastai's `Optimizer`, `OptimWrapper` or `Lookahead`
+) -> None:
+    "Move what `opt` remembers to where its parameters are; step counts go where the optimizer wants them."
+    inner = opt
+    while hasattr(inner, 'opt'): inner = inner.opt
+    groups = inner.param_groups if isinstance(inner, torch.optim.Optimizer) else []
+    on_host = {p for g in groups if not (g.get('capturable') or g.get('fused')) for p in g['params']}
+    for p, state in inner.state.items():
+        for key, value in state.items():
+            host = key == 'step' and p in on_host and not syncfree_state(inner, state)
+            state[key] = map_tensors(lambda t: t.to('cpu' if host else p.device), value)
+    if isinstance(opt, Lookahead) and opt.slow_weights is not None:
+        opt.slow_weights = L(L(w.to(p.device) for w, p in zip(ws, ps)) for ws, ps in zip(opt.slow_weights, opt.param_lists))
+
+
+def _on_xla(learn): return model_device(learn.model, 'cpu').type == 'xla'
+
+
 def _precision(learn: Learner) -> MixedPrecision | None:
     return next((cb for cb in learn.cbs if isinstance(cb, MixedPrecision)), None)
 
@@ -111,6 +134,7 @@ def _saving(original, self, *args, **kwargs):
             elif obj.keys() == full['model'].keys(): obj = full['model']
         if scaler and isinstance(obj, dict) and set(obj) == _HAS_OPT and isinstance(obj['opt'], Mapping):
             obj = {**obj, 'opt': {**obj['opt'], KEY: scaler}}
+        if _on_xla(self): obj = map_tensors(torch.Tensor.cpu, obj)   # PyTorch could not read it back with `weights_only`
         return write_whole(torch_save, obj, f, *args, **kwargs)
     with _replaced('save', save): return original(self, *args, **kwargs)
 
@@ -120,6 +144,7 @@ def _loading(original, self, *args, **kwargs):
     cb = _precision(self)
     with_opt, seen = _with_opt(original, args, kwargs), {}
     def load(torch_load, f, *args, **kwargs):
+        if str(kwargs.get('map_location')).startswith('xla'): kwargs['map_location'] = 'cpu'
         state = torch_load(f, *args, **kwargs)
         has_opt = isinstance(state, dict) and set(state) == _HAS_OPT
         if has_opt and with_opt:
@@ -130,6 +155,7 @@ def _loading(original, self, *args, **kwargs):
         return {'model': shard_model_state(state['model'], self.model),
                 'opt': shard_opt_state(state['opt'], _params(self.opt)) if with_opt else state['opt']}
     with _replaced('load', load): result = original(self, *args, **kwargs)
+    if _on_xla(self) and self.opt is not None: place_state(self.opt)
     if 'state' not in seen: return result
     if cb is not None and cb.scales_loss: cb.load_state_dict(seen['state'] if seen['state'] is not None else cb.scaling.initial_state)
     elif seen['state'] is not None and (cb is None or cb.mode != 'fp16'):

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import math
 from enum import IntEnum
+from functools import partial
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -181,14 +182,27 @@ def skips_on_device(
     """Can `opt` skip a step by itself, told by a `found_inf` on the device, with no effect at all?
 
     torch's fused Adam, AdamW and SGD inside an `OptimWrapper` can, once their state is there: a first step that is
-    skipped would create it, and fused SGD would leave its momentum uninitialised (seen with PyTorch 2.13). Wrappers
-    with counters of their own, such as Lookahead, would count the step.
+    skipped would create it, and fused SGD would leave its momentum uninitialised (seen with PyTorch 2.13). torch_xla's
+    sync-free ones can, unless their state was made by steps without a `found_inf`. Wrappers with counters of their own,
+    such as Lookahead, would count the step.
     """
     inner = opt.opt if type(opt) is OptimWrapper else None
+    if is_syncfree(inner):                                       # a `step` of somebody else's on the instance stays
+        return 'step' not in inner.__dict__ and all(not (s := inner.state.get(p)) or syncfree_state(inner, s) for p in params)
     if type(inner) not in _STATE or not getattr(inner, '_step_supports_amp_scaling', False): return False
     if isinstance(inner, torch.optim.SGD) and not any(g['momentum'] for g in inner.param_groups): return True
     key, state = _STATE[type(inner)], inner.state
     return all(p.grad is None or state.get(p, _NOTHING).get(key) is not None for p in params)
+
+
+def is_syncfree(opt: Any) -> bool:
+    "Is `opt` one of torch_xla's optimizers whose `step` takes a `found_inf`? torch_xla is not imported for that."
+    return type(opt).__module__.startswith('torch_xla.amp.syncfree')
+
+
+def syncfree_state(opt: Any, state: dict[str, Any]) -> bool:
+    "Was `state`, of one parameter, made by a sync-free step? Their Adam keeps an empty tensor, their SGD a step count."
+    return is_syncfree(opt) and ('step' if isinstance(opt, torch.optim.SGD) else 'max_exp_avg_sq') in state
 
 
 # What each optimizer keeps for a parameter once it has stepped on it.
@@ -271,7 +285,8 @@ class LossScaling:
             # The kernels take exactly 1 for a skip, so flags of several devices are combined by their maximum.
             self._found_inf = found_inf[0] if len(found_inf) == 1 else torch.stack([f.to(found_inf[0].device) for f in found_inf]).amax()
             self._told = opt.opt
-            self._told.grad_scale, self._told.found_inf = None, self._found_inf
+            if is_syncfree(opt.opt): self._told.step = partial(self._told.step, found_inf=self._found_inf)
+            else: self._told.grad_scale, self._told.found_inf = None, self._found_inf
         else:
             self.scaler.step(probe)                              # waits for the device, once, to read found_inf
             self._found_inf = self.held_back = not probe.finite
@@ -321,7 +336,7 @@ class LossScaling:
     def _untell(self):
         "Take `found_inf` off the optimizer, where it would decide the next step too."
         if self._told is None: return
-        for name in ('grad_scale', 'found_inf'): self._told.__dict__.pop(name, None)
+        for name in ('grad_scale', 'found_inf', *(['step'] if is_syncfree(self._told) else [])): self._told.__dict__.pop(name, None)
         self._told = None
 
     # -- what is kept

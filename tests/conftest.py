@@ -1,6 +1,10 @@
-import os
+import importlib.util, os
 os.environ.setdefault('MPLBACKEND', 'Agg')
 import pytest, torch
+
+if os.environ.get('PJRT_DEVICE') and importlib.util.find_spec('torch_xla'):
+    import torch_xla
+    torch_xla.device()  # before any backward pass of the process, or none works on XLA: autograd knows the devices there are then
 
 torch.set_num_threads(1)  # tests run side by side; results must not depend on the machine
 
