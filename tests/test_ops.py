@@ -189,7 +189,7 @@ EXCEPTIONS = {
     'linalg_inv_ex': {WIDE, torch.int32},
 }
 REMOVED = {'cholesky', 'qr'}                                     # in 2.15.0 they only raise an error; in 2.9.0 they give fp32
-NO_PRIMITIVE = 'could not create a primitive'                    # oneDNN on a CPU without AVX512: no LSTM in bf16 or fp16
+NO_PRIMITIVE = 'could not create a primitive'                    # oneDNN where it has no LSTM in bf16 or fp16, as with AVX2 only
 
 
 def maker(device, dtype):
