@@ -323,7 +323,7 @@ class MixedPrecision(fp16.MixedPrecision):
         "Called by the guard when a batch ended, by `error` or None; may be called twice."
         if batch.watched: GradModeSwitches.unwatch()
         batch.autocast_state.restore()
-        if error is None and batch.training:
+        if error is None and batch.training and self.learn is not None:
             if self._fit is not None and not self._fit.tried: self._check_islands()
             self._watch.after_batch(self)
         fit, scaling = self._fit, self._scaling

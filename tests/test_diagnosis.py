@@ -244,3 +244,10 @@ def test_peek_reads_without_an_operator():
     loss = torch.ones(3, requires_grad=True).sum()
     with profile(activities=[ProfilerActivity.CPU]) as p: assert peek(loss) == 3.
     assert not p.key_averages() and peek(loss.double()) is None and peek(torch.ones(2)) is None
+
+
+def test_no_hooks_while_training_goes_well():
+    seen = []
+    learn = learner().to_fp16()
+    learn.add_cb(At('after_batch', lambda l: seen.append(sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in l.model.modules()))))
+    assert told(learn, 2) == [] and set(seen) == {0}

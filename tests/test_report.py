@@ -348,3 +348,39 @@ def test_bad_arguments():
     with pytest.raises(ValueError, match='at least one of'): learn.precision_report(())
     with pytest.raises(ValueError, match='at least one batch'): learn.precision_report(dl=[])
     assert learn.precision_report('bf16', dl=learn.dls.valid).table['total error'].max() < .1
+
+
+def test_a_large_copy_is_announced(monkeypatch, capsys):
+    from fastxtend_amp import report
+    monkeypatch.setattr(report, 'LARGE', 10)
+    learner().precision_report('bf16')
+    assert 'copies of buffers and gradients will take' in capsys.readouterr().out
+    monkeypatch.undo()
+    learner().precision_report('bf16')
+    assert not capsys.readouterr().out
+
+
+def test_under_ddp_each_process_looks_for_itself(tmp_path):
+    "One of two processes asks alone, with SyncBatchNorm in the model, and does not wait for the other."
+    code = '''
+import sys, torch, torch.distributed as dist; sys.path.insert(0, 'tests')
+from helpers import *
+from torch.nn.parallel import DistributedDataParallel
+rank = int(sys.argv[2])
+dist.init_process_group('gloo', init_method='file://' + sys.argv[1], rank=rank, world_size=2)
+wrapped, synced, plain = learner(), learner(), learner()
+wrapped.model = DistributedDataParallel(wrapped.model)
+synced.model = nn.SyncBatchNorm.convert_sync_batchnorm(synced.model)
+if rank == 0:
+    a, b, expected = (l.precision_report('bf16').table.drop(columns='type') for l in (wrapped, synced, plain))
+    print(a.equals(expected), b.equals(expected), all(p.grad is None for p in wrapped.model.parameters()))
+dist.barrier()
+dist.destroy_process_group()
+'''
+    import subprocess, sys
+    from pathlib import Path
+    run = lambda rank: subprocess.Popen([sys.executable, '-W', 'ignore', '-c', code, tmp_path / 'init', str(rank)], cwd=Path(__file__).parent.parent,
+                                        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    processes = [run(0), run(1)]
+    (out, err), _ = [p.communicate(timeout=150) for p in processes]
+    assert out.split()[-3:] == ['True', 'True', 'True'], out + err

@@ -1,0 +1,68 @@
+"""Build environments of the versions that settings.ini allows, run the tests in each, and print the matrix as markdown.
+
+    python tests/matrix.py FOLDER [ROW ...]      rows by name, all of them if none is given; needs pyenv's or the system's pythonX.Y
+
+An environment that is in FOLDER already is used as it is. The XLA row is tests/xla_env.sh's.
+"""
+import argparse, os, re, shutil, subprocess, sys, time
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+DEV = ['pytest>=8', 'pytest-xdist>=3', 'scikit-learn>=1.3', 'accelerate>=1', 'nbclient>=0.10', 'ipykernel>=6']
+ROWS = {                     # name: Python, what to install
+    'oldest': ('3.10', ['torch==2.9.0', 'torchvision==0.24.0', 'fastai==2.8.12', 'fastcore==2.2.22']),
+    'oldest-3.11': ('3.11', ['torch==2.9.0', 'torchvision==0.24.0', 'fastai==2.8.12', 'fastcore==2.2.22']),
+    'newest': ('3.11', ['torch', 'torchvision', 'fastai', 'fastcore']),
+    'newest-3.12': ('3.12', ['torch', 'torchvision', 'fastai', 'fastcore']),
+    'newest-3.13': ('3.13', ['torch', 'torchvision', 'fastai', 'fastcore']),
+}
+
+
+def interpreter(version: str) -> str | None:
+    "The path of this Python, from the system or from pyenv."
+    found = shutil.which(f'python{version}')
+    if found: return found
+    return next((str(p) for p in sorted(Path.home().glob(f'.pyenv/versions/{version}.*/bin/python'))), None)
+
+
+def build(folder: Path, version: str, packages: list[str]) -> Path:
+    "The Python of an environment with `packages` and this project in it."
+    python = folder / 'bin' / 'python'
+    if not python.exists():
+        base = interpreter(version)
+        if base is None: raise SystemExit(f'There is no Python {version} here: install it, with pyenv for instance.')
+        subprocess.run([base, '-m', 'venv', folder], check=True)
+        subprocess.run([python, '-m', 'pip', 'install', '-q', *packages, *DEV], check=True)
+        subprocess.run([python, '-m', 'pip', 'install', '-q', '--no-deps', '-e', ROOT], check=True)
+    return python
+
+
+def versions(python: Path) -> list[str]:
+    code = ("import platform; from importlib.metadata import version as v; "
+            "print(platform.python_version(), v('torch').split('+')[0], v('fastai'), v('fastcore'))")
+    return subprocess.run([python, '-c', code], capture_output=True, text=True, check=True).stdout.split()
+
+
+def run(python: Path) -> tuple[str, float]:
+    "What pytest says in its last line, and the minutes it took."
+    start = time.time()
+    out = subprocess.run([python, '-m', 'pytest', '-n', '2', '-W', 'ignore', '--tb=short', '-p', 'no:cacheprovider', '-o', 'addopts='], cwd=ROOT,
+                         capture_output=True, text=True, env={**os.environ, 'PYTHONDONTWRITEBYTECODE': '1'}).stdout
+    found = re.findall(r'^=* ?(.*(?:passed|failed|error).*) in [\d.]+s', out, re.M)
+    if not found or 'failed' in found[-1]: print(out[-5000:], file=sys.stderr)
+    return (found[-1] if found else 'did not finish'), (time.time() - start) / 60
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('folder', type=Path)
+    parser.add_argument('rows', nargs='*', choices=[*ROWS, []], default=[])
+    args = parser.parse_args()
+    print('| Python | torch | fastai | fastcore | tests | minutes |\n|---|---|---|---|---|---|')
+    for name in args.rows or ROWS:
+        python = build(args.folder.resolve() / name, *ROWS[name])
+        told, minutes = run(python)
+        print('|', ' | '.join([*versions(python), told, f'{minutes:.1f}']), '|', flush=True)
+
+
+if __name__ == '__main__': main()
