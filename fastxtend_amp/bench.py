@@ -478,8 +478,8 @@ def noisy(quartiles: Sequence[float] | None) -> bool:
 # -- the callback's own time, and unscaling
 
 class Meter:
-    "Adds up the time spent in some functions but not in others that they call."
-    def __init__(self): self.total, self.on, self.last = 0., False, 0.
+    "Adds up the time spent in some functions but not in others that they call, lap by lap."
+    def __init__(self): self.total, self.on, self.last, self.laps = 0., False, 0., []
     def _switch(self, on):
         now = time.perf_counter()
         if self.on: self.total += now - self.last
@@ -490,6 +490,9 @@ class Meter:
             before = self._switch(on)
             try: return f(*args, **kwargs)
             finally: self._switch(before)
+        return inner
+    def lap(self, f):
+        def inner(): self.laps.append(self.total); f()
         return inner
 
 
@@ -502,8 +505,8 @@ def _fastai_on(device):
     finally: fp16.autocast, fp16.GradScaler = before
 
 
-def event_times(modes: Sequence[AMPMode], device: torch.device, steps: int = 60, repeats: int = 9) -> list[dict]:
-    "Microseconds per step in the callback's events and in what it wraps the loop in, ours and fastai's, on the tiny MLP with one thread."
+def event_times(modes: Sequence[AMPMode], device: torch.device, steps: int = 80, repeats: int = 9) -> list[dict]:
+    "Median microseconds per step in the callback's events and in what it wraps the loop in, ours and fastai's, on the tiny MLP with one thread."
     task, meters, runs, threads = Match('tiny', [], device).task, {}, {}, torch.get_num_threads()
 
     def timed(cls, meter):
@@ -538,14 +541,15 @@ def event_times(modes: Sequence[AMPMode], device: torch.device, steps: int = 60,
                         run.learn.mixed_precision.__class__ = timed(MixedPrecision, meter)
                         watch = Watch(); watch.meter = meter
                         run.learn.add_cb(watch)
+                    run.learn._backward = meter.lap(run.learn._backward)
                     task.clock.n = 5
                     run.steps()
             found, order = {k: [] for k in runs}, list(runs)
             for i in range(repeats):
                 for key in order[i % len(order):] + order[:i % len(order)]:
-                    meters[key].total, task.clock.n = 0., steps
+                    meters[key].laps, task.clock.n = [], steps
                     runs[key].steps()
-                    found[key].append(meters[key].total / steps * 1e6)
+                    found[key].append(np.median(np.diff(meters[key].laps)) * 1e6)   # a median sheds the steps that were interrupted
     finally: torch.set_num_threads(threads)
     rows = []
     for mode in dict.fromkeys(m for m, _ in runs):
