@@ -28,8 +28,9 @@ def check_overflow_args(on_overflow: str, patience: int) -> None:
 
 def peek(t: torch.Tensor) -> float | None:
     "The value of a single fp32 number in main memory, read without an operator; None if it is elsewhere or of another kind."
-    if t.device.type != 'cpu' or t.dtype is not torch.float32 or t.numel() != 1 or t.layout is not torch.strided: return None
-    return ctypes.c_float.from_address(t.data_ptr()).value
+    with torch._C.DisableTorchFunctionSubclass():                # as in `is_half`
+        if not t.is_cpu or t.dtype is not torch.float32 or t.numel() != 1 or t.layout is not torch.strided: return None
+        return ctypes.c_float.from_address(t.data_ptr()).value
 
 
 @dataclass
@@ -97,8 +98,10 @@ def _story(low, fp32, name, mode, where):
 
 def random_state(device: torch.device) -> tuple:
     "torch's random state on the CPU and on `device`, read without waiting."
-    module = getattr(torch, device.type, None) if device.type not in ('cpu', 'xla') else None
-    return torch.get_rng_state(), (device, module.get_rng_state(device)) if hasattr(module, 'get_rng_state') else None
+    cpu = torch.default_generator.get_state()
+    if device.type == 'cpu': return cpu, None                    # once a batch: every microsecond counts
+    module = getattr(torch, device.type, None) if device.type != 'xla' else None
+    return cpu, (device, module.get_rng_state(device)) if hasattr(module, 'get_rng_state') else None
 
 
 def set_random_state(state: tuple) -> None:
@@ -119,12 +122,13 @@ class OverflowWatch:
         self.on_overflow, self.patience = on_overflow, int(patience)
         self.start(False)
 
-    def start(self, on: bool) -> None:
-        "A fit begins; with `on` False it is not watched."
+    def start(self, on: bool, device: torch.device = torch.device('cpu')) -> None:
+        "A fit on `device` begins; with `on` False it is not watched."
         self.on, self.skips, self.random_state = on and self.on_overflow != 'ignore', 0, None
+        self.device, self.in_place = device, device.type == 'cpu'
 
     def before_batch(self, cb: Any) -> None:
-        if self.on and cb.learn.training: self.random_state = random_state(cb._fit.device)
+        if self.on and cb.learn.training: self.random_state = random_state(self.device)
 
     def after_loss(self, cb: Any) -> None:
         "Without loss scaling nothing holds a bad step back: look before it is made, where that is free."
@@ -147,7 +151,7 @@ class OverflowWatch:
 
     def after_batch(self, cb: Any) -> None:
         "On an accelerator: look at what has come to the host by now."
-        if not self.on or self.random_state is None: return
+        if self.in_place or not self.on or self.random_state is None: return
         if (n := cb.scaling.history.poll()) >= self.patience: return self._alarm(cb, f'{n} steps in a row were skipped', same=False)
         recorder = getattr(cb.learn, 'recorder', None)
         if recorder is not None and recorder.losses: self._check_loss(cb, peek(recorder.losses[-1]))
