@@ -30,13 +30,13 @@ from .mode import AMPMode, _cpu_features, autocast_available, mode_support
 from .scaling import DEFAULTS, LossScaling
 
 BLOCK = .4              # seconds that a block of steps may take: big models get fewer steps in each
-BUDGET = 20             # seconds for all contestants of a mode that the device only emulates, on one model
+BUDGET = 20             # seconds for the timed blocks of all contestants of one mode on one model; for an emulated mode it is strict
 NOISY = .1              # a ratio whose quartiles lie further apart than this part of it tells nothing
 SCALE = 1024.           # loss scale of the timed steps: low enough that none is skipped
 SETTLE = 2.**20         # loss scale to start from when skipped steps are counted, so that there are some
 SETTLE_STEPS = 24
 LR = 1e-4
-WARM_UP, COUNTED = 2, 2 # steps
+SLOW = 300              # milliseconds; of a longer step fewer are counted
 
 
 # -- models
@@ -292,6 +292,7 @@ class Row:
     mode: AMPMode | None
     run: Run | None = None
     note: str = ''
+    ms: float = math.nan          # of the second step, to plan by
     blocks: dict[int, np.ndarray] = field(default_factory=dict)   # by round: milliseconds of step, forward, backward
     runs_in: str = '-'
     syncs: float = math.nan
@@ -352,15 +353,18 @@ class Match:
         return self.task.clock.times()
 
     def _seconds_in(self, mode):
-        "About how long a step takes in an emulated mode, from a sixteenth of the batch; a reason instead if it does not run."
+        "About how long a step takes in an emulated mode, by parts of a batch that grow while they are quick; a reason instead if it does not run."
         model, (xb, yb) = self.task.model(), self.task.clock.data[0]
-        n = max(1, len(xb) // 16)
-        try:
+        for part in (16, 4, 1):
+            n = max(2, len(xb) // part)
             start = time.perf_counter()
-            with torch.autocast(self.device.type, dtype=mode.dtype): loss = LOSS(model(xb[:max(2, n)]).float(), yb[:max(2, n)])
-            loss.backward()
-        except RuntimeError as e: return _reason(e)
-        return (time.perf_counter() - start) * self.bs / max(2, n)
+            try:
+                with torch.autocast(self.device.type, dtype=mode.dtype): loss = LOSS(model(xb[:n]).float(), yb[:n])
+                loss.backward()
+            except RuntimeError as e: return _reason(e)
+            seconds = time.perf_counter() - start
+            if seconds > 1: break
+        return seconds * self.bs / n
 
     def prepare(self) -> Iterator[Row]:
         "Build each contestant, warm it up, and count; yields after each."
@@ -371,7 +375,7 @@ class Match:
             elif self._emulated(mode):
                 seconds = self._seconds_in(mode)
                 if isinstance(seconds, str): why = seconds
-                elif seconds * len(rows) > BUDGET / 2: why = f'left out: emulated here, a step takes about {seconds:.0f} s'
+                elif seconds * len(rows) > BUDGET / 4: why = f'left out: emulated here, a step takes about {seconds:.0f} s'
             for row in rows:
                 row.note = why
                 if not why: self._prepare(row)
@@ -382,30 +386,32 @@ class Match:
             cuda = self.device.type == 'cuda'
             before = torch.cuda.memory_allocated(self.device) if cuda else 0
             row.run = row.contestant.build(self.task, row.mode, row.contestant.opt, SCALE)
-            row.runs_in = _first_dtype(row.run.model, lambda: self.block(row, WARM_UP))
+            row.runs_in = _first_dtype(row.run.model, lambda: self.block(row, 1))
+            row.ms = self.block(row, 1)[0]
+            n = 1 if row.ms > SLOW else 2
             if cuda:
                 own, start = torch.cuda.memory_allocated(self.device) - before, torch.cuda.memory_allocated(self.device)
                 torch.cuda.reset_peak_memory_stats(self.device)
             # What a fit costs beside its steps is in both and cancels.
-            once, more = _ops(lambda: self.block(row, 1)), _ops(lambda: self.block(row, 1 + COUNTED))
+            once, more = _ops(lambda: self.block(row, 1)), _ops(lambda: self.block(row, 1 + n))
             if cuda: row.peak = own + torch.cuda.max_memory_allocated(self.device) - start
-            row.ops = (more.total() - once.total()) / COUNTED
-            row.syncs = (more['aten::_local_scalar_dense'] - once['aten::_local_scalar_dense']) / COUNTED
+            row.ops = (more.total() - once.total()) / n
+            row.syncs = (more['aten::_local_scalar_dense'] - once['aten::_local_scalar_dense']) / n
         except Exception as e: row.run, row.note = None, _reason(e)   # a peer may fail in any way; the table says how
 
     def plan(self, steps: int, repeats: int) -> list[tuple[int, Row, int]]: # Round, contestant, steps
         "Who trains when: in rounds, each begun by the next contestant; emulated modes leave when their time is up."
         ready = [r for r in self.rows if r.run is not None]
         if not ready: return []
-        ms = {id(r): self.block(r, 1)[0] for r in ready}
-        n, rounds = {}, {}
-        for row in ready:
-            n[id(row)] = min(steps, max(1, int(BLOCK * 1000 / ms[id(row)])))
-            same = sum(ms[id(r)] * min(steps, max(1, int(BLOCK * 1000 / ms[id(r)]))) for r in ready if r.mode is row.mode) / 1000
-            rounds[id(row)] = max(1, min(repeats, int(BUDGET / same))) if self._emulated(row.mode) else repeats
+        n = {id(r): min(steps, max(1, int(BLOCK * 1000 / r.ms))) for r in ready}
+        rounds = {}
+        for mode in self.support:
+            mine = [r for r in ready if r.mode is mode]
+            fits = int(BUDGET * 1000 / max(sum(r.ms * n[id(r)] for r in mine), 1e-9))
+            for row in mine: rounds[id(row)] = min(repeats, max(1 if self._emulated(mode) else 3, fits))
         turns = [(k, row, n[id(row)]) for k in range(repeats) for row in ready[k % len(ready):] + ready[:k % len(ready)] if k < rounds[id(row)]]
         for row in ready:
-            if rounds[id(row)] < repeats: row.note = f'emulated: {rounds[id(row)]} of {repeats} blocks'
+            if rounds[id(row)] < repeats: row.note = f'{rounds[id(row)]} of {repeats} blocks'
         return turns
 
     def play(self, turn: tuple[int, Row, int]) -> None:
