@@ -320,7 +320,7 @@ def _first_dtype(model, f):
     return seen[0] if seen else '-'
 
 
-def _reason(e): return (str(e) or type(e).__name__).strip().splitlines()[0][:110]
+def _reason(e): return (str(e) or type(e).__name__).strip().splitlines()[0].partition('. ')[0][:110]
 
 
 class Match:
@@ -655,7 +655,8 @@ def tables(result: dict[str, Any]) -> str:
     m, s = result['machine'], result['settings']
     packages = ', '.join(f'{k} {m[k]}' for k in ('python', 'torch', 'cuda', 'fastai', 'fastcore', 'fastxtend_amp', 'lightning-fabric', 'accelerate') if m.get(k))
     lines = ['# fastxtend_amp benchmark', '', f"- Command: `{result.get('command', '')}`",
-             f"- Machine: {m['cpu']}, {m['cores']} cores ({', '.join(m['instruction_sets'])}), {m['threads']} threads, load average {m['load_average']}; {m['system']}",
+             f"- Machine: {m['cpu']}, {m['cores']} cores ({', '.join(m['instruction_sets'])}), {m['threads']} thread{'s' * (m['threads'] != 1)}, load average {m['load_average']}; "
+             f"{m['system']}",
              f"- Device: {m['device']}" + (f" ({m['gpu']}), TF32 off" if 'gpu' in m else ''), f'- Versions: {packages}']
     for mode, (status, why) in result['support'].items(): lines.append(f'- {mode}: {status} here ({why})')
     lines += ['', f"ms: median over up to {s['repeats']} blocks of steps, contestants taking turns. 'x fp32': times faster than fp32 in the same framework with the same",
@@ -663,9 +664,11 @@ def tables(result: dict[str, Any]) -> str:
               "'f+b x fp32': forward and backward alone. 'syncs': host syncs per step beyond fp32; 'ops': aten operations per step; '+ops': those beyond the",
               f"hand-written loop's. 'skips': steps skipped until a loss scale begun at {s['settle_scale']:,.0f} settles, in one fit and in two.",
               f"~: the quartiles lie further apart than {s['noisy_above']:.0%} of the median, or one block was all: too noisy to tell."]
-    rows = pd.DataFrame(result['rows'])
     for model in result['models']:
         lines += ['', f"## {model['name']}: {model['what']}, batch size {model['batch_size']}, {model['memory_format']}, {model['parameters']:,} parameters", '']
+        rows = [r for r in result['rows'] if r['model'] == model['name']]
+        absent = {m: notes.pop() for m in s['modes'] if len(notes := {r['note'] for r in rows if r['mode'] == m and not r['blocks']}) == 1
+                  and not any(r['blocks'] for r in rows if r['mode'] == m)}
         lines.append(_indented(pd.DataFrame([{
             'mode': r['mode'], 'contestant': r['contestant'], 'optimizer': r['optimizer'], 'runs in': r['runs_in'], 'ms': _number(r['ms'], ',.2f'),
             'forward': _number(r['forward_ms'], ',.2f'), 'backward': _number(r['backward_ms'], ',.2f'), 'x fp32': _ratio(r['vs_fp32']),
@@ -673,8 +676,9 @@ def tables(result: dict[str, Any]) -> str:
             'ops': _number(r['aten_ops'], ',.4g'), '+ops': _number(r['aten_ops_beyond_by_hand'], '.4g'),
             **({'peak MB': _number(r['peak_mb'], ',.0f')} if 'gpu' in m else {}),
             'skips': '' if r['skipped_one_fit'] is None else f"{r['skipped_one_fit']}, {r['skipped_two_fits']}", 'note': r['note']}
-            for r in result['rows'] if r['model'] == model['name']])))
-        mine = [r for r in result['rows'] if r['model'] == model['name'] and r['vs_fp32']]
+            for r in rows if r['mode'] not in absent])))
+        lines += ['', *(f'{mode}: {note}.' for mode, note in absent.items())] if absent else []
+        mine = [r for r in rows if r['vs_fp32']]
         bad = sum(noisy(r['vs_fp32']) for r in mine)
         if bad * 2 > len(mine): lines += ['', f'The machine was too noisy here to tell: {bad} of {len(mine)} ratios to fp32 are marked ~.']
     if result['events']:
@@ -694,7 +698,8 @@ _COLORS = {'by hand': '#4c566a', 'fastxtend_amp': '#2a78b8', "fastai's own": '#d
 def plot(result: dict[str, Any], file: str | Path) -> None:
     "Write a PNG to `file`: how many times faster than fp32 each contestant is on each model, with quartiles."
     from matplotlib.figure import Figure
-    rows, names = [r for r in result['rows'] if r['vs_fp32']], [m['name'] for m in result['models']]
+    rows = [r for r in result['rows'] if r['vs_fp32']]
+    names = [m['name'] for m in result['models'] if any(r['model'] == m['name'] for r in rows)] or [m['name'] for m in result['models']]
     modes = [m for m in result['settings']['modes'] if any(r['mode'] == m for r in rows)] or result['settings']['modes'][:1]
     kinds = list(dict.fromkeys((r['contestant'], r['optimizer']) for r in rows))
     figure = Figure(figsize=(13, max(2.5, 1 + (.16 * len(kinds) + .3) * len(names)) * max(1, len(modes))), layout='constrained')
@@ -717,7 +722,8 @@ def plot(result: dict[str, Any], file: str | Path) -> None:
     handles, labels = max((ax.get_legend_handles_labels() for ax in figure.axes), key=lambda h: len(h[0]), default=([], []))
     if handles: figure.legend(handles, labels, loc='outside lower center', ncols=4)
     m = result['machine']
-    figure.suptitle(f"{m.get('gpu', m['cpu'])}, {m['threads']} threads, torch {m['torch']}", fontsize=10)
+    figure.suptitle(f"{m.get('gpu', m['cpu'])}, {m['threads']} thread{'s' * (m['threads'] != 1)}, torch {m['torch']}", fontsize=10)
+    if missing := [m['name'] for m in result['models'] if m['name'] not in names]: figure.supxlabel(f"no ratio for {', '.join(missing)}: see the table", fontsize=9)
     figure.savefig(file, dpi=110)
 
 
@@ -747,7 +753,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (RuntimeError, AssertionError, NotImplementedError) as e: parser.error(f'--device {args.device}: {str(e).splitlines()[0]}')
     if not autocast_available(device.type): parser.error(f'--device {device}: PyTorch has no autocast for it; try cpu')
     result = bench(list(dict.fromkeys(args.models)), modes, device, args.steps, args.repeats)
-    result['command'] = ' '.join(['fastxtend_amp_bench', *(sys.argv[1:] if argv is None else argv)])
+    threads = os.environ.get('OMP_NUM_THREADS')
+    result['command'] = ' '.join([*([f'OMP_NUM_THREADS={threads}'] if threads else []), 'fastxtend_amp_bench', *(sys.argv[1:] if argv is None else argv)])
     print(tables(result))
     if args.json: args.json.write_text(json.dumps(result, indent=1) + '\n', encoding='utf-8')
     if args.plot: plot(result, args.plot)
