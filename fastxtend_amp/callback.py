@@ -11,7 +11,7 @@ from fastai.callback.core import (CancelBackwardException, CancelBatchException,
 from torch import nn
 from torch.amp import GradScaler
 
-from .convert import HALF, detached, to_fp32
+from .convert import detached, is_half, to_fp32
 from .diagnosis import OverflowWatch
 from .guard import AutocastState, GradModeSwitches, LoopGuard, cache_loses_gradients
 from .islands import Islands, unwrapped
@@ -104,6 +104,10 @@ class MixedPrecision(fp16.MixedPrecision):
         if learn is not None: self._islands.apply(learn.model)
         # A callback may add us in the middle of a fit: `before_batch` is too late to guard that batch.
         if learn is not None and getattr(learn, 'dl', None) is not None: self._guard.install(learn)
+
+    # `Callback` asks at every event, and would find it by way of `__getattr__`, which takes longer than most events do.
+    @property
+    def training(self): return self.learn.training
 
     # -- what a user reads
 
@@ -207,13 +211,15 @@ class MixedPrecision(fp16.MixedPrecision):
         "Exit autocast; record and back-propagate the loss in fp32."
         if not self._active: return
         self._exit_autocast()
-        if len(self.learn.yb) and self.learn.loss_grad.dtype in HALF:
+        if len(self.learn.yb) and is_half(self.learn.loss_grad):
             self.learn.loss_grad, self.learn.loss = self.learn.loss_grad.float(), self.learn.loss.float()
         self._watch.after_loss(self)
 
     def before_backward(self):
         "Scale the loss."
         self.learn.loss_grad = self._scaling.scale(self.learn.loss_grad)
+
+    def after_backward(self): pass                               # looked for at each step, it is found sooner if it is here
 
     def before_step(self):
         "Unscale the gradients; hold the step back if one of them is not finite, unless the optimizer does so on the device."
@@ -278,7 +284,7 @@ class MixedPrecision(fp16.MixedPrecision):
         if mode is not None: self._fit.replicas = tell_replicas(self.learn.model, device.type, mode.dtype)
         scaler = self._scaling.start(device.type, scaled=mode is not None and mode.needs_loss_scaling)
         if 'lr_finder' in self.learn.__dict__: self._fit.before_lr_find = self._scaling.snapshot()
-        self._watch.start(mode is not None and self._fit.before_lr_find is None)     # `lr_find` goes wrong on purpose
+        self._watch.start(mode is not None and self._fit.before_lr_find is None, device)     # `lr_find` goes wrong on purpose
         cache_loses_gradients()                                  # asked here, so that no batch is interrupted in it
         self._guard.install(self.learn)
         self.learn.scaler = scaler
@@ -313,7 +319,7 @@ class MixedPrecision(fp16.MixedPrecision):
     def _enter_batch(self):
         "Called by the guard before a batch: what `_leave_batch` needs, None if there is no autocast to guard."
         fit, device_type = self._fit, self._fit.device.type if self._fit else self._device().type
-        if not autocast_available(device_type): return None
+        if (fit is None or fit.mode is None) and not autocast_available(device_type): return None
         batch = _Batch(AutocastState(device_type), (fit.autocast, fit.cancelled) if fit else (None, False),
                        self.learn.training, self.learn.training and cache_loses_gradients())
         if fit: fit.autocast, fit.cancelled = None, False

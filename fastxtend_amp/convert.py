@@ -12,6 +12,11 @@ from fastcore.foundation import L
 HALF = (torch.float16, torch.bfloat16)
 
 
+def is_half(t: torch.Tensor) -> bool:
+    "Is `t` fp16 or bf16? Asked past `__torch_function__`: each attribute of a tensor of fastai's own types takes microseconds."
+    with torch._C.DisableTorchFunctionSubclass(): return t.dtype in HALF
+
+
 def to_fp32(
     x: Any, # A tensor, or tensors in lists, tuples, named tuples, mappings, dataclasses and objects, nested at will
 ) -> Any: # `x` itself where nothing changed; otherwise a copy of the same type
@@ -19,7 +24,7 @@ def to_fp32(
 
     fastai's `to_float` also turns fp64 into fp32 and dict subclasses into dicts, and fails on None and strings.
     """
-    return map_tensors(lambda t: t.float() if t.dtype in HALF else t, x)
+    return map_tensors(lambda t: t.float() if is_half(t) else t, x)
 
 
 def detached(

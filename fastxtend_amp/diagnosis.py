@@ -12,6 +12,7 @@ from .islands import unwrapped
 from .mode import AMPMode
 from .probe import LOSS, Tracer, after_pred, local_statistics, tensors
 from .scaling import GradStage, StaticGradScaler
+from .sharded import is_sharded
 from .snapshot import preserved
 
 ON_OVERFLOW = ('warn', 'raise', 'ignore')
@@ -28,14 +29,15 @@ def check_overflow_args(on_overflow: str, patience: int) -> None:
 
 def peek(t: torch.Tensor) -> float | None:
     "The value of a single fp32 number in main memory, read without an operator; None if it is elsewhere or of another kind."
-    if t.device.type != 'cpu' or t.dtype is not torch.float32 or t.numel() != 1 or t.layout is not torch.strided: return None
-    return ctypes.c_float.from_address(t.data_ptr()).value
+    with torch._C.DisableTorchFunctionSubclass():                # as in `is_half`
+        if not t.is_cpu or t.dtype is not torch.float32 or t.numel() != 1 or t.layout is not torch.strided: return None
+        return ctypes.c_float.from_address(t.data_ptr()).value
 
 
 @dataclass
 class Diagnosis:
     "What a rerun of one batch showed."
-    kind: str # 'data', 'weights', 'fp32', 'forward', 'backward' or 'not reproduced'
+    kind: str # 'sharded', 'data', 'weights', 'fp32', 'forward', 'backward' or 'not reproduced'
     text: str
     modules: list[str]
 
@@ -47,13 +49,15 @@ def diagnose(
     random_state: tuple | None = None, # What `random_state` gave before that batch's forward pass
 ) -> Diagnosis:
     "Run the batch at hand again, in fp32 and in `mode`, and find where finite numbers end; the learner stays as it was."
-    xb, yb = learn.xb, learn.yb
+    xb, yb, model = learn.xb, learn.yb, unwrapped(learn.model)
+    if is_sharded(model):                                        # one process alone would wait for the others in the forward pass
+        return Diagnosis('sharded', "the parameters are sharded over processes, so it was not run again after all. Call `learn.precision_report()` before "
+                         "`fully_shard`", [])
     for what, batch in (('an input', xb), ('a target', yb)):
         for t in tensors(batch):
             bad = int((t.isnan() | (t == math.inf)).sum())
             if bad: return Diagnosis('data', f"the batch itself is not finite: {bad:,} of {t.numel():,} values of {what} of shape {tuple(t.shape)} are NaN "
                                      "or inf. Look at the data; no precision can train on it", [])
-    model = unwrapped(learn.model)
     lost = [n for n, p in model.named_parameters() if not bool(p.detach().isfinite().all())]
     if lost:
         return Diagnosis('weights', f"{len(lost)} of {len(list(model.parameters()))} weight tensors are NaN or inf by now, such as '{lost[0]}', so the batch cannot be "
@@ -98,8 +102,10 @@ def _story(low, fp32, name, mode, where):
 
 def random_state(device: torch.device) -> tuple:
     "torch's random state on the CPU and on `device`, read without waiting."
-    module = getattr(torch, device.type, None) if device.type not in ('cpu', 'xla') else None
-    return torch.get_rng_state(), (device, module.get_rng_state(device)) if hasattr(module, 'get_rng_state') else None
+    cpu = torch.default_generator.get_state()
+    if device.type == 'cpu': return cpu, None                    # once a batch: every microsecond counts
+    module = getattr(torch, device.type, None) if device.type != 'xla' else None
+    return cpu, (device, module.get_rng_state(device)) if hasattr(module, 'get_rng_state') else None
 
 
 def set_random_state(state: tuple) -> None:
@@ -125,13 +131,15 @@ class OverflowWatch:
         self.on_overflow, self.patience = on_overflow, int(patience)
         self.start(False)
 
-    def start(self, on: bool) -> None:
-        "A fit begins; with `on` False it is not watched."
+    def start(self, on: bool, device: torch.device = torch.device('cpu')) -> None:
+        "A fit on `device` begins; with `on` False it is not watched."
         self.on, self.skips, self.random_state, self.n_recorded = on and self.on_overflow != 'ignore', 0, None, 0
+        self.device, self.in_place = device, device.type == 'cpu'
 
     def before_batch(self, cb: Any) -> None:
         if not self.on or not cb.learn.training: return
-        self.random_state, self.n_recorded = random_state(cb._fit.device), len(_recorded(cb.learn))
+        self.random_state = random_state(self.device)
+        if not self.in_place: self.n_recorded = len(_recorded(cb.learn))
 
     def after_loss(self, cb: Any) -> None:
         "Without loss scaling nothing holds a bad step back: look before it is made, where that is free."
@@ -154,7 +162,7 @@ class OverflowWatch:
 
     def after_batch(self, cb: Any) -> None:
         "On an accelerator: look at what has come to the host by now."
-        if not self.on or self.random_state is None: return
+        if self.in_place or not self.on or self.random_state is None: return
         if (n := cb.scaling.history.poll()) >= self.patience: return self._alarm(cb, f'{n} steps in a row were skipped', same=False)
         losses = _recorded(cb.learn)
         if len(losses) > self.n_recorded: self._check_loss(cb, peek(losses[-1]))

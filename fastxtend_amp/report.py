@@ -20,6 +20,7 @@ from .islands import ROOT, Fp32Forward, kept_in_fp32, qualified_names, unwrapped
 from .mode import AMPMode, mode_support, model_device
 from .probe import LOSS, Seen, Tracer, after_pred, effects_undone, local_statistics, random_state_kept
 from .scaling import DEFAULTS
+from .sharded import is_sharded
 from .snapshot import preserved
 
 __all__ = ['PrecisionReport', 'Verdict']
@@ -360,7 +361,7 @@ def _batches(learn, dl, n) -> list[tuple[tuple, tuple]]:
 
 
 def _refuse_shards(model):
-    if any(type(p).__name__ == 'DTensor' for p in model.parameters()):
+    if is_sharded(model):
         raise ValueError("precision_report cannot look into a model whose parameters are sharded (FSDP). Call it before `fully_shard`.")
 
 

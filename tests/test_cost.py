@@ -136,6 +136,38 @@ def test_lookahead_does_not_count_a_skipped_step():
     assert counts == [0, 1, 2, 2, 3, 4]
 
 
+@pytest.mark.parametrize('flags', [(0., 0.), (1., 0.), (0., 1.), (1., 1.)])
+def test_flags_of_several_devices_are_combined_by_their_maximum(flags, monkeypatch):
+    learn = learner(opt_func=FUSED['fused adamw'], cbs=MixedPrecision('fp16', init_scale=256.)); learn.fit(1, .01)
+    scaling, opt, before = learn.mixed_precision.scaling, learn.opt, params(learn)
+    scaling.start('cpu', True)
+    xb, yb = learn.dls.one_batch()
+    scaling.scale(learn.loss_func(learn.model(xb), yb)).backward()
+    state = opt_state(opt)
+    monkeypatch.setattr(scaling.scaler, '_found_inf_per_device', lambda o: dict(enumerate(map(torch.tensor, flags))))
+    assert not scaling.unscale(opt) and opt.opt.found_inf.item() == max(flags)   # a sum of 2 would be taken for no skip
+    opt.step()
+    skipped = max(flags) == 1.
+    assert scaling.skipped == skipped == same(params(learn), before) == same_state(opt_state(opt), state)
+
+
+@pytest.mark.parametrize('opt,fires', [('adam', [0, 3]), ('fused adamw', [0])])
+def test_after_cancel_step_does_not_fire_where_the_device_decides(opt, fires):
+    "The first step has no state yet, and so takes the way that waits; `skipped` tells in both."
+    learn, fired, skipped = learner(opt_func={**OTHERS, **FUSED}[opt], cbs=[MixedPrecision('fp16', init_scale=256.), overflow_at({0, 3})]), [], []
+    learn.add_cbs([At('after_cancel_step', lambda l: fired.append(l.train_iter), 20), At('after_step', lambda l: skipped.append(l.mixed_precision.skipped), 20)])
+    learn.fit(1, .01)
+    assert fired == fires and skipped == [i in (0, 3) for i in range(6)]
+
+
+def test_no_callback_of_fastai_depends_on_after_cancel_step():
+    import fastai.callback.all, fastai.vision.all, fastai.text.all, fastai.tabular.all  # noqa: F401
+    def below(c): return {c, *(d for s in c.__subclasses__() for d in below(s))}
+    from fastai.callback.core import Callback
+    theirs = {c for c in below(Callback) if c.__module__.startswith('fastai.')}
+    assert len(theirs) > 30 and not [c for c in theirs if hasattr(c, 'after_cancel_step')]
+
+
 @pytest.mark.parametrize('exc', [RuntimeError, KeyboardInterrupt, CancelStepException, CancelBatchException])
 def test_found_inf_never_stays_on_the_optimizer(exc):
     learn = learner(opt_func=FUSED['fused adamw'], cbs=[MixedPrecision('fp16', init_scale=256.), overflow_at({2, 4})])

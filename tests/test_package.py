@@ -1,5 +1,5 @@
 "What an installation is, and that the order of imports does not matter."
-import configparser, subprocess, sys
+import configparser, importlib, subprocess, sys
 from importlib import metadata
 from pathlib import Path
 
@@ -39,6 +39,10 @@ def test_settings_are_the_one_home():
     requires = metadata.requires(cfg['lib_name'])
     plain = {r.split('>')[0] for r in requires if 'extra' not in r}
     assert plain == {'torch', 'fastai', 'fastcore'} == {r.split('>')[0] for r in cfg['requirements'].split()}
+    for script in cfg['console_scripts'].split():
+        name, _, target = script.partition('=')
+        module, _, function = target.partition(':')
+        assert callable(getattr(importlib.import_module(module), function)), script
     assert any(e.name == 'fastxtend_amp_demo' for e in metadata.distribution(cfg['lib_name']).entry_points)
 
 
