@@ -142,9 +142,8 @@ class OverflowWatch:
         if not self.in_place: self.n_recorded = len(_recorded(cb.learn))
 
     def after_loss(self, cb: Any) -> None:
-        "Without loss scaling nothing holds a bad step back: look before it is made, where that is free."
-        if not self.on or not cb.learn.training or cb.scaling.scaler.is_enabled(): return
-        self._check_loss(cb, peek(cb.learn.loss))
+        "Look at the loss before anything is made of it, where that is free."
+        if self.in_place and self.on and cb.learn.training: self._check_loss(cb, peek(cb.learn.loss))
 
     def before_step(self, cb: Any) -> None:
         "After the gradients were unscaled: was the step held back, and is it one too many?"
