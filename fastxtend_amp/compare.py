@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import copy, math, random, time, warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
@@ -19,7 +19,6 @@ from fastai.learner import Learner
 from fastai.torch_core import apply
 from fastcore.foundation import L
 from fastprogress.fastprogress import progress_bar
-from torch import nn
 
 from .callback import PRECISION_CALLBACKS, MixedPrecision
 from .diagnosis import OverflowWatch
@@ -124,7 +123,7 @@ class PrecisionComparison:
         table = self.table.iloc[::-1]
         bars.barh(table.index, table['speed-up'].fillna(0), color=[_COLORS[n] for n in table.index], height=.6)
         widest = max(1., table['speed-up'].max(), table['speed-up q3'].max())
-        for i, (name, row) in enumerate(table.iterrows()):
+        for i, (_, row) in enumerate(table.iterrows()):
             if row['speed-up'] != row['speed-up']:
                 bars.text(.02 * widest, i, row['support'] if row['support'] in ('unsupported', 'failed') else 'not measured', va='center', color='#555')
                 continue

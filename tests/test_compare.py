@@ -1,7 +1,6 @@
 import math
 import random, sys
 from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -17,7 +16,7 @@ from fastai.text.models.awdlstm import AWD_LSTM
 from fastai.text.models.core import LinearDecoder, SequentialRNN
 from torch import nn
 
-from fastxtend_amp import MixedPrecision, PrecisionComparison
+from fastxtend_amp import PrecisionComparison
 from fastxtend_amp.compare import recommend
 from helpers import Attentive, OPTIMIZERS, At, Data, handwritten, learner, loaders, mlp, opt_state, params, same, same_state
 from test_snapshot import bits, rich, shuffled

@@ -138,7 +138,7 @@ def test_exception_inside_a_batch():
 @pytest.mark.parametrize('make', [rich, language_model], ids=['batch norm', 'awd_lstm'])
 def test_without_training_only_parameters_and_optimizer_are_left_alone(make):
     learn = make()
-    before, n = bits(learn), sum(p.numel() for p in learn.model.parameters())
+    before = bits(learn)
     with preserved(learn) as snapshot:
         learn.model.train()
         for p in learn.model.parameters(): p.grad = torch.ones_like(p)
@@ -260,3 +260,29 @@ def test_model_that_a_transform_holds_is_no_data():
     before = bits(learn)
     with preserved(learn): learn.model.train(); learn.model(torch.randn(4, 6))
     assert bits(learn) == before
+
+
+def test_order_of_the_next_batches():
+    from fastai.text.data import LMDataLoader, TensorText
+    def make():
+        documents = [(TensorText(torch.arange(n)),) for n in (30, 25, 40, 22, 31, 28)]
+        return LMDataLoader(documents, bs=2, seq_len=5, shuffle=True)
+    def batches(disturbed):
+        random.seed(3)
+        learn = learner(dls=DataLoaders(make(), make(), device=torch.device('cpu')))
+        list(learn.dls.train)
+        if disturbed:
+            with preserved(learn): list(learn.dls.train); random.random()
+        return [b[0].tolist() for _ in range(2) for b in learn.dls.train]
+    assert batches(True) == batches(False)
+
+
+def test_wrapped_and_reparametrized_modules():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(6, 8)), nn.utils.spectral_norm(nn.Linear(8, 1)))
+    learn = learner(torch.compile(model, backend='eager'))
+    learn.fit(1)
+    before = bits(learn)
+    with preserved(learn, training=True): learn.fit(1, .1)
+    assert bits(learn) == before
+    learn.fit(1)
