@@ -370,23 +370,26 @@ class Match:
         "Build each contestant, warm it up, and count; yields after each."
         for mode in self.support:
             rows = [r for r in self.rows if r.mode is mode]
-            why = ''
+            why, brief = '', False
             if mode and self.support[mode].status == 'unsupported': why = self.support[mode].why
             elif self._emulated(mode):
                 seconds = self._seconds_in(mode)
                 if isinstance(seconds, str): why = seconds
-                elif seconds * len(rows) > BUDGET / 4: why = f'left out: emulated here, a step takes about {seconds:.0f} s'
+                elif seconds * len(rows) > BUDGET / 4:
+                    why, brief = f'left out: emulated here, a step takes about {seconds:.0f} s', seconds < BUDGET / 2
             for row in rows:
                 row.note = why
-                if not why: self._prepare(row)
+                if not why or brief and row.contestant.opt == 'Adam': self._prepare(row, brief)
                 yield row
 
-    def _prepare(self, row):
+    def _prepare(self, row, brief=False):
+        "With `brief` the first step is all that is measured."
         try:
             cuda = self.device.type == 'cuda'
             before = torch.cuda.memory_allocated(self.device) if cuda else 0
-            row.run = row.contestant.build(self.task, row.mode, row.contestant.opt, SCALE)
-            row.runs_in = _first_dtype(row.run.model, lambda: self.block(row, 1))
+            row.run, first = row.contestant.build(self.task, row.mode, row.contestant.opt, SCALE), []
+            row.runs_in = _first_dtype(row.run.model, lambda: first.append(self.block(row, 1)))
+            if brief: row.blocks[0], row.note = first[0], 'its first step, no more: emulated'; return
             row.ms = self.block(row, 1)[0]
             n = 1 if row.ms > SLOW else 2
             if cuda:
@@ -401,7 +404,7 @@ class Match:
 
     def plan(self, steps: int, repeats: int) -> list[tuple[int, Row, int]]: # Round, contestant, steps
         "Who trains when: in rounds, each begun by the next contestant; emulated modes leave when their time is up."
-        ready = [r for r in self.rows if r.run is not None]
+        ready = [r for r in self.rows if r.run is not None and not r.blocks]
         if not ready: return []
         n = {id(r): min(steps, max(1, int(BLOCK * 1000 / r.ms))) for r in ready}
         rounds = {}
@@ -424,7 +427,7 @@ class Match:
         "Count the steps skipped until the loss scale settles, in one fit and in two."
         ms = np.median([b[0] for b in row.blocks.values()]) if row.blocks else math.inf
         if row.mode is not AMPMode.FP16 or row.run is None or row.run.skipped is None or ms * 2 * SETTLE_STEPS > BUDGET * 250: return
-        if row.runs_in != 'float16': return
+        if row.runs_in != 'float16' or row.note.startswith('its first'): return
         fresh = row.contestant.build(self.task, row.mode, row.contestant.opt, SETTLE)
         found = []
         for _ in range(2):
@@ -462,7 +465,7 @@ class Match:
         med = lambda x: float(np.median(x)) if len(x) else None
         num = lambda x: None if x != x else x
         quart = lambda d: [float(q) for q in np.quantile(list(d.values()), (.25, .5, .75))] if d else None
-        relative = {k: speed[k] / by_hand[k] for k in speed if k in by_hand}
+        relative = {k: speed[k] / by_hand[k] for k in speed if k in by_hand} if hand and hand.runs_in == row.runs_in else {}
         extra = lambda what: (getattr(row, what) - getattr(base, what)) if base is not None else math.nan
         beyond = lambda: extra('ops') - (hand.ops - hand32.ops) if hand and hand32 and hand.runs_in == row.runs_in else math.nan
         out = dict(model=self.name, contestant=c.name if mode or c.framework != 'fastai' else 'fastai loop', framework=c.framework, optimizer=c.opt,
@@ -472,7 +475,7 @@ class Match:
                    vs_by_hand=quart(relative) if mode and c.name != 'by hand' else None,
                    host_syncs=num(row.syncs), host_syncs_beyond_fp32=num(extra('syncs')), aten_ops=num(row.ops), aten_ops_beyond_by_hand=num(beyond()),
                    peak_mb=num(row.peak / 2**20), skipped_one_fit=row.skips and row.skips[0], skipped_two_fits=row.skips and row.skips[1], note=row.note)
-        if mode and row.runs_in == 'float32' and row.blocks and not row.note: out['note'] = f'never leaves fp32 on {self.device.type}'
+        if mode and row.runs_in == 'float32' and row.blocks: out['note'] = f'never leaves fp32 on {self.device.type}'
         return {**out, 'noisy': [k for k in ('vs_fp32', 'vs_by_hand', 'forward_backward_vs_fp32') if noisy(out[k])]}
 
 
@@ -678,9 +681,9 @@ def tables(result: dict[str, Any]) -> str:
             'skips': '' if r['skipped_one_fit'] is None else f"{r['skipped_one_fit']}, {r['skipped_two_fits']}", 'note': r['note']}
             for r in rows if r['mode'] not in absent])))
         lines += ['', *(f'{mode}: {note}.' for mode, note in absent.items())] if absent else []
-        mine = [r for r in rows if r['vs_fp32']]
+        mine = [r for r in rows if r['vs_fp32'] and r['blocks'] > 1]
         bad = sum(noisy(r['vs_fp32']) for r in mine)
-        if bad * 2 > len(mine): lines += ['', f'The machine was too noisy here to tell: {bad} of {len(mine)} ratios to fp32 are marked ~.']
+        if bad * 2 > len(mine) > 0: lines += ['', f'The machine was too noisy here to tell: {bad} of {len(mine)} ratios to fp32 are marked ~.']
     if result['events']:
         lines += ['', "## Time in the callback's events, and in what it wraps the loop in", '',
                   "Microseconds per step on the tiny MLP, one thread. For this comparison alone fastai's callback, which names CUDA, is pointed at this device.", '']
@@ -722,8 +725,8 @@ def plot(result: dict[str, Any], file: str | Path) -> None:
     handles, labels = max((ax.get_legend_handles_labels() for ax in figure.axes), key=lambda h: len(h[0]), default=([], []))
     if handles: figure.legend(handles, labels, loc='outside lower center', ncols=4)
     m = result['machine']
-    figure.suptitle(f"{m.get('gpu', m['cpu'])}, {m['threads']} thread{'s' * (m['threads'] != 1)}, torch {m['torch']}", fontsize=10)
-    if missing := [m['name'] for m in result['models'] if m['name'] not in names]: figure.supxlabel(f"no ratio for {', '.join(missing)}: see the table", fontsize=9)
+    missing = [x['name'] for x in result['models'] if x['name'] not in names]
+    figure.suptitle(f"{m.get('gpu', m['cpu'])}, {m['threads']} thread{'s' * (m['threads'] != 1)}, torch {m['torch']}" + (f"; no ratio for {', '.join(missing)}: see the table" if missing else ''), fontsize=10)
     figure.savefig(file, dpi=110)
 
 

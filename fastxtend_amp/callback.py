@@ -8,6 +8,7 @@ import torch
 from fastai.callback import fp16
 from fastai.callback.core import (CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException,
                                   CancelStepException, CancelTrainException, CancelValidException)
+from fastcore.xtras import modify_exception
 from torch import nn
 from torch.amp import GradScaler
 
@@ -24,6 +25,7 @@ __all__ = ['MixedPrecision', 'PRECISION_CALLBACKS']
 PRECISION_CALLBACKS = (fp16.MixedPrecision, fp16.ModelToHalf, fp16.NonNativeMixedPrecision)
 _CANCEL = (CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException, CancelStepException,
            CancelTrainException, CancelValidException)
+_EVERY_BATCH = frozenset(('before_batch', 'after_pred', 'after_loss', 'before_backward', 'after_backward', 'before_step', 'after_step', 'after_batch'))
 
 
 @dataclass
@@ -182,6 +184,14 @@ class MixedPrecision(fp16.MixedPrecision):
         if state and self.scales_loss: self._scaling.load_state_dict(state, self.learn.opt if self.learn is not None else None)
 
     # -- the events of fastai's loop
+
+    def __call__(self, event_name: str) -> Any:
+        "As `Callback`'s, without its look-ups where they cannot matter: these events come with every batch."
+        if event_name not in _EVERY_BATCH or not (self.run and self.run_train and self.run_valid): return super().__call__(event_name)
+        try: return getattr(self, event_name)()
+        except _CANCEL: raise
+        except Exception as e:
+            raise modify_exception(e, f'Exception occured in `{type(self).__name__}` when calling event `{event_name}`:\n\t{e.args[0] if e.args else ""}', replace=True)
 
     def before_fit(self):
         "Decide the precision and get the scaler ready; raise before a batch is drawn if that cannot be done."

@@ -67,7 +67,7 @@ def test_ratios_are_quartiles_of_paired_blocks(report):
     for r in report[1]['rows']:
         q = r['vs_fp32']
         assert (q is None) == (r['mode'] == 'fp32') and (q is None or q == sorted(q))
-        assert (r['vs_by_hand'] is None) == (r['mode'] == 'fp32' or r['contestant'] == 'by hand')
+        assert (r['vs_by_hand'] is None) == (r['mode'] == 'fp32' or r['contestant'] == 'by hand' or r['runs_in'] == 'float32')
         if r['contestant'] != 'by hand' and r['mode'] != 'fp32': assert set(r['noisy']) <= {'vs_fp32', 'vs_by_hand', 'forward_backward_vs_fp32'}
 
 
@@ -120,6 +120,16 @@ def test_unsupported_and_slow_modes_are_left_out_with_the_reason(monkeypatch):
     monkeypatch.setattr(B, 'mode_support', lambda m, d: Support('emulated', 'slow'))
     match = B.Match('tiny', [B.AMPMode.BF16], torch.device('cpu')); list(match.prepare())
     assert all(r.note.startswith('left out: emulated here') and r.run is None for r in match.rows if r.mode) and all(r.run for r in match.rows if r.mode is None)
+
+
+def test_of_a_slow_mode_the_first_step_is_measured(monkeypatch):
+    match = B.Match('tiny', [B.AMPMode.BF16], torch.device('cpu'))
+    monkeypatch.setattr(match, '_seconds_in', lambda mode: B.BUDGET / 3)
+    monkeypatch.setattr(match, '_emulated', lambda mode: mode is not None)
+    list(match.prepare())
+    told = [r for r in match.rows if r.mode and r.blocks]
+    assert {r.contestant.opt for r in told} == {'Adam'} and all(list(r.blocks) == [0] and r.note.startswith('its first step') for r in told)
+    assert not {id(r) for r in told} & {id(r) for _, r, _ in match.plan(1, 2)}
 
 
 @pytest.mark.parametrize('name', [n for n in B.MODELS if n not in ('wide-256', 'wide-1024')])
