@@ -351,6 +351,7 @@ def current_scale(learn: Learner) -> float:
 def _batches(learn, dl, n) -> list[tuple[tuple, tuple]]:
     plain = lambda t: t.as_subclass(torch.Tensor)                # as fastai's CastToTensor
     found = []
+    if type(dl).__name__ == 'DistributedDL': dl = dl.dl          # which waits for all processes when it starts
     for b in islice(iter(dl), n):
         b = b if isinstance(b, (tuple, list)) else (b,)
         b = to_device(b, getattr(learn.dls, 'device', None) or 'cpu')

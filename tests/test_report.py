@@ -384,3 +384,10 @@ dist.destroy_process_group()
     processes = [run(0), run(1)]
     (out, err), _ = [p.communicate(timeout=150) for p in processes]
     assert out.split()[-3:] == ['True', 'True', 'True'], out + err
+
+
+def test_a_distributed_dataloader_does_not_wait_for_other_processes():
+    from fastai.distributed import DistributedDL
+    learn = learner()
+    expected = learn.precision_report('bf16').table
+    assert learn.precision_report('bf16', dl=DistributedDL(learn.dls.train, rank=0, world_size=2)).table.equals(expected)
