@@ -1,0 +1,264 @@
+"What did fastai v1's to_fp16 do, done right? Half-precision weights in the forward and backward pass, fp32 masters everywhere else."
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from .callback import MixedPrecision
+from .convert import HALF, map_tensors
+from .diagnosis import OverflowWatch
+from .islands import Islands, qualified_names, unwrapped
+from .mode import AMPMode
+
+__all__ = ['HalfPrecision']
+
+NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+
+
+class _AsHalf(torch.autograd.Function):
+    "The half-precision copy that stands for a master: no operator forward; backward, its gradient in the master's dtype."
+    @staticmethod
+    def forward(ctx, master, half):
+        ctx.dtype = master.dtype
+        return half.detach()
+    @staticmethod
+    def backward(ctx, grad): return grad.to(ctx.dtype), None
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return isinstance(module, NORMS) or type(module).__name__.endswith(('RMSNorm', 'LayerNorm'))
+
+
+@lru_cache
+def _takes_half(kind: type, device_type: str, dtype: torch.dtype) -> bool:
+    "Does PyTorch run this normalisation on half-precision inputs with fp32 weights, forward and backward?"
+    rank = {nn.BatchNorm1d: 0, nn.BatchNorm2d: 2, nn.BatchNorm3d: 3, nn.LayerNorm: 0, nn.GroupNorm: 2}.get(kind)
+    if rank is None: return False
+    try:
+        norm = (kind(2, 2) if kind is nn.GroupNorm else kind(2)).to(device_type)
+        for training in (True, False):
+            out = norm.train(training)(torch.ones(2, 2, *[2] * rank, device=device_type, dtype=dtype, requires_grad=True))
+            out.float().sum().backward()
+        return out.dtype is dtype
+    except RuntimeError: return False
+
+
+def _weight(module: nn.Module) -> torch.Tensor | None:
+    "The tensor that says in which dtype `module` computes: its first own floating one."
+    for p in module._parameters.values():
+        if p is not None and p.is_floating_point(): return p
+    if 'parametrizations' not in module._modules: return None
+    return next((p for p in module.parametrizations.parameters() if p.is_floating_point()), None)
+
+
+def _like_weights(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    "A forward pre-hook: floating inputs in the dtype of the module's own weights, as autocast would have them."
+    w = _weight(module)
+    if w is None: return None
+    dtype = w.dtype
+    if not kwargs and all(isinstance(t, torch.Tensor) and (t.dtype is dtype or not t.is_floating_point()) for t in args): return None
+    def cast(t): return t.to(dtype) if t.is_floating_point() and t.dtype is not dtype else t
+    return map_tensors(cast, args), map_tensors(cast, kwargs) if kwargs else kwargs
+
+
+class HalfWeights:
+    """The half-precision copies of one model's fp32 parameters, and where in the model they go.
+
+    The model's `Parameter`s are the masters and never change dtype or memory. Inside a batch the modules hold the copies
+    in their place, as `torch.func.functional_call` would put them there; gradients flow through a copy to its master, in
+    fp32. Everybody who looks at the model outside the forward and backward pass (the optimizer, gradient clipping,
+    checkpoints, DDP's hooks) meets ordinary fp32 parameters.
+    """
+    def __init__(self,
+        model: nn.Module, # The model; nothing in it changes yet
+        dtype: torch.dtype, # The copies' dtype
+        kept: dict[str, nn.Module], # Modules whose parameters stay in fp32; so do those of normalisation layers
+    ):
+        self.model, self.dtype, self.inside, self.stale = model, dtype, False, True
+        norms = [m for m in model.modules() if _is_norm(m)]
+        stays = {id(p) for m in (*kept.values(), *norms) for p in m.parameters()}
+        self.masters, self.halves, self.slots, places = [], [], [], {}
+        for module in model.modules():
+            for name, p in module._parameters.items():
+                if p is None or p.dtype is not torch.float32 or id(p) in stays: continue
+                i = places.setdefault(id(p), len(self.masters))
+                if i == len(self.masters):
+                    self.masters.append(p)
+                    self.halves.append(torch.empty_like(p, dtype=dtype, requires_grad=False, memory_format=torch.preserve_format))
+                self.slots.append((module, name, i))
+        inner = {id(m) for k in kept.values() for m in k.modules()}
+        self.rnns = [m for m in model.modules() if isinstance(m, nn.RNNBase) and id(m) not in inner]
+        self.hooks = [m.register_forward_pre_hook(_like_weights, with_kwargs=True, prepend=True) for m in model.modules()
+                      if id(m) not in inner and _weight(m) is not None and not self._mixed(m)]
+
+    def _mixed(self, m): return _is_norm(m) and _takes_half(type(m), next(m.parameters()).device.type, self.dtype)
+
+    def refresh(self) -> None:
+        "Rewrite the copies from the masters."
+        masters = [p.detach() for p in self.masters]
+        if masters: torch._foreach_copy_([h.data for h in self.halves], masters)
+        self.stale, self._versions = False, self._state()
+
+    # What changes a master without `.data` shows here; fastai's optimizers use `.data`, and the events tell of them.
+    def _state(self): return [(p._version, p.data_ptr()) for p in self.masters]
+
+    def fits(self, model: nn.Module) -> bool:
+        "Are the model and its parameters still the ones that this was built for?"
+        return model is self.model and all(m._parameters.get(n) is self.masters[i] for m, n, i in self.slots)
+
+    def enter(self) -> None:
+        "Put the copies into the model."
+        if self.inside: return
+        if self.stale or self._versions != self._state(): self.refresh()
+        self.fastpath = torch.backends.mha.get_fastpath_enabled()
+        self.inside = True
+        torch.backends.mha.set_fastpath_enabled(False)           # it would mix half weights with the norms' fp32 in one kernel
+        grad = torch.is_grad_enabled()
+        now = [_AsHalf.apply(p, h) if grad and p.requires_grad else h for p, h in zip(self.masters, self.halves)]
+        for module, name, i in self.slots: module._parameters[name] = now[i]
+        for rnn in self.rnns: rnn._flat_weights = [getattr(rnn, n, None) for n in rnn._flat_weights_names]
+
+    def leave(self) -> None:
+        "Put the masters back; may be interrupted and called again."
+        if not self.inside: return
+        for module, name, i in self.slots: module._parameters[name] = self.masters[i]
+        for rnn in self.rnns: rnn._flat_weights = [getattr(rnn, n, None) for n in rnn._flat_weights_names]
+        torch.backends.mha.set_fastpath_enabled(self.fastpath)
+        self.inside = False
+
+    def close(self) -> None:
+        "Take everything off the model."
+        self.leave()
+        for hook in self.hooks: hook.remove()
+
+
+class _InModel:
+    "The copies in the model, as a context; inside another one it does nothing."
+    def __init__(self, weights: HalfWeights): self.weights = weights
+    def __enter__(self): self.outer = self.weights.inside; self.weights.enter()
+    def __exit__(self, *exc):
+        if not self.outer: self.weights.leave()
+
+
+class _Watch(OverflowWatch):
+    "Looks for the cause with the masters in the model."
+    def _alarm(self, cb, what, same=True):
+        weights = cb._weights
+        inside = weights is not None and weights.inside
+        if inside: weights.leave()
+        try: super()._alarm(cb, what, same)
+        finally:
+            if inside: weights.enter()
+
+
+class HalfPrecision(MixedPrecision):
+    """Half-precision weights with fp32 masters: what fastai v1's `to_fp16` did, without what it lost.
+
+    The model's parameters stay fp32: they are the masters that the optimizer steps on. During `fit`, validation in it
+    included, the forward and backward pass run with half-precision copies of them, rewritten after each step, and
+    floating inputs in the same dtype. Normalisation layers and `keep_fp32` stay in fp32; each module with weights casts
+    what it is given to its weights' dtype, so activations may be fp32 in between. Predictions and the loss are fp32.
+    Gradients are brought to fp32 as they arrive, once per batch, and accumulate there; DDP reduces them in fp32.
+    Loss scaling, skipped steps, history and diagnosis are `MixedPrecision`'s.
+
+    Source: Micikevicius et al., Mixed Precision Training, https://arxiv.org/abs/1710.03740, section 3.1.
+    """
+    def __init__(self,
+        dtype: str | AMPMode | torch.dtype = AMPMode.BF16, # The weights' precision: 'bf16' or 'fp16'
+        loss_scale: float | None = None, # A static loss scale; dynamic scaling if None (fp16)
+        flat_master: bool = False, # Whether the optimizer steps on few flat tensors instead of one for each parameter
+        master_weights: bool = True, # Whether there are fp32 masters; without, the optimizer steps on half-precision weights
+        keep_fp32: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules, predicates, or a list of these
+        *,
+        on_overflow: str = 'warn', # When training goes wrong: 'warn', 'raise' (`FloatingPointError`) or 'ignore'
+        patience: int = 16, # Skipped steps in a row after which training counts as going wrong (fp16)
+    ):
+        try: mode = AMPMode(dtype)
+        except ValueError: raise ValueError(f"dtype={dtype!r} cannot be used: dtype must be 'bf16' or 'fp16' (or the torch dtypes). For plain "
+                                            "fp32 use `learn.to_fp32()`.") from None
+        if mode is AMPMode.BF16 and loss_scale is not None:
+            raise ValueError(f"loss_scale={loss_scale!r} cannot be used with dtype='bf16', which needs no loss scaling. Leave it out, or take dtype='fp16'.")
+        super().__init__(mode, loss_scale=loss_scale, on_overflow=on_overflow, patience=patience)
+        self._islands, self._watch = Islands(keep_fp32, 'keep_fp32'), _Watch(on_overflow, patience)
+        self.flat_master, self.master_weights = flat_master, master_weights
+        self._weights, self._given = None, None
+
+    def context(self):
+        "The half-precision copies in the model, inside and outside `fit`; see `Learner.amp_context`."
+        return self._in_model()
+
+    @contextmanager
+    def _in_model(self) -> Iterator[None]:
+        own = self._weights is None
+        weights = HalfWeights(unwrapped(self.learn.model), self.amp_mode.dtype, self._islands.check(self.learn.model)) if own else self._weights
+        try:
+            with _InModel(weights): yield
+        finally:
+            if own: weights.close()
+
+    # -- the events of fastai's loop
+
+    def before_train(self):
+        super().before_train()
+        self._changed()
+    def before_validate(self): self._changed()
+
+    def before_batch(self):
+        "Put the half-precision weights into the model and bring floating inputs to their dtype."
+        super().before_batch()
+        if not self._weights.fits(unwrapped(self.learn.model)) and not self._weights.inside: self._renew()
+        dtype, xb = self.amp_mode.dtype, self.learn.xb
+        self.learn.xb = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, xb)
+        self._given = xb, self.learn.xb
+
+    def after_pred(self):
+        "Give the loss and the metrics fp32, and callbacks the inputs as they came."
+        super().after_pred()
+        self._inputs_back()
+
+    def _after_forward(self):
+        "The backward pass may run parts of the forward pass again (activation checkpointing)."
+        if not self.learn.training: self._exit_autocast()
+
+    def after_backward(self):
+        "Put the masters back: the step is theirs."
+        self._exit_autocast()
+
+    def after_step(self):
+        super().after_step()
+        self._changed()
+
+    # -- how that is done
+
+    def _changed(self):
+        if self._weights is not None: self._weights.stale = True
+
+    def _inputs_back(self):
+        given, self._given = self._given, None
+        if given is not None and self.learn.xb is given[1]: self.learn.xb = given[0]
+
+    def _renew(self):
+        if self._weights is not None: self._weights.close()
+        self._weights = HalfWeights(unwrapped(self.learn.model), self.amp_mode.dtype, self._islands.check(self.learn.model))
+
+    def _new_context(self): return _InModel(self._weights)
+
+    def _open(self):
+        super()._open()
+        self._renew()
+
+    def _close(self):
+        if self._weights is not None: self._weights.close()
+        self._weights = self._given = None
+        super()._close()
+
+
+HalfPrecision.__signature__ = inspect.signature(HalfPrecision.__init__).replace(
+    parameters=list(inspect.signature(HalfPrecision.__init__).parameters.values())[1:])
