@@ -48,6 +48,7 @@ class _Batch:
     outer: tuple                  # `autocast` and `cancelled` of the batch around it
     training: bool
     watched: bool
+    inside: bool = False          # were half-precision weights in the model before it? (HalfPrecision)
 
 
 class MixedPrecision(fp16.MixedPrecision):

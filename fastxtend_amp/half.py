@@ -82,6 +82,7 @@ class HalfWeights:
         kept: dict[str, nn.Module], # Modules whose parameters stay in fp32; so do those of normalisation layers
     ):
         self.model, self.dtype, self.inside, self.stale = model, dtype, False, True
+        model = unwrapped(model)
         norms = [m for m in model.modules() if _is_norm(m)]
         stays = {id(p) for m in (*kept.values(), *norms) for p in m.parameters()}
         self.masters, self.halves, self.slots, places = [], [], [], {}
@@ -197,7 +198,7 @@ class HalfPrecision(MixedPrecision):
     @contextmanager
     def _in_model(self) -> Iterator[None]:
         own = self._weights is None
-        weights = HalfWeights(unwrapped(self.learn.model), self.amp_mode.dtype, self._islands.check(self.learn.model)) if own else self._weights
+        weights = HalfWeights(self.learn.model, self.amp_mode.dtype, self._islands.check(self.learn.model)) if own else self._weights
         try:
             with _InModel(weights): yield
         finally:
@@ -213,7 +214,7 @@ class HalfPrecision(MixedPrecision):
     def before_batch(self):
         "Put the half-precision weights into the model and bring floating inputs to their dtype."
         super().before_batch()
-        if not self._weights.fits(unwrapped(self.learn.model)) and not self._weights.inside: self._renew()
+        if not self._weights.fits(self.learn.model) and not self._weights.inside: self._renew()
         dtype, xb = self.amp_mode.dtype, self.learn.xb
         self.learn.xb = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, xb)
         self._given = xb, self.learn.xb
@@ -246,13 +247,24 @@ class HalfPrecision(MixedPrecision):
 
     def _renew(self):
         if self._weights is not None: self._weights.close()
-        self._weights = HalfWeights(unwrapped(self.learn.model), self.amp_mode.dtype, self._islands.check(self.learn.model))
+        self._weights = HalfWeights(self.learn.model, self.amp_mode.dtype, self._islands.check(self.learn.model))
 
     def _new_context(self): return _InModel(self._weights)
 
     def _open(self):
         super()._open()
         self._renew()
+
+    def _enter_batch(self):
+        batch = super()._enter_batch()
+        if batch is not None: batch.inside = self._weights is not None and self._weights.inside
+        return batch
+
+    def _leave_batch(self, batch, error):
+        "Also after an interrupt in the middle of putting the weights in or out."
+        if self._weights is not None and not batch.inside: self._weights.leave()
+        self._inputs_back()
+        super()._leave_batch(batch, error)
 
     def _close(self):
         if self._weights is not None: self._weights.close()

@@ -1,17 +1,17 @@
 "Half-precision weights with fp32 masters, against loops written by hand."
-import copy, math, warnings
+import copy, math, pickle, warnings
 from functools import partial
 
 import pytest, torch
-from fastai.callback.core import (CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException, CancelStepException,
-                                  CancelTrainException, CancelValidException, Callback)
+from fastai.callback.core import CancelFitException
 from fastai.callback.training import GradientAccumulation, GradientClip
 from fastai.optimizer import SGD, Adam, OptimWrapper
 from torch import nn
 
 from fastxtend_amp import HalfPrecision, MixedPrecision
 from fastxtend_amp.half import NORMS
-from helpers import OPTIMIZERS, At, dataset, learner, loaders, mlp, opt_state, params, same, same_state
+from test_guard import ATTRIBUTES, EVENTS, EXCEPTIONS, PLACES, build, caught
+from helpers import *
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*emulated.*')
 HALF = {'fp16': torch.float16, 'bf16': torch.bfloat16}
@@ -87,3 +87,90 @@ def test_fp16_skips_as_by_hand():
     model, _, scaler, _ = by_hand('fp16', Adam, n_epoch=4, init_scale=2.**40)
     assert 0 < cb.n_skipped < len(cb.scales) == 24 and learn.half_precision.state_dict() == scaler.state_dict()
     assert same(params(learn), [p.detach() for p in model.parameters()])
+
+
+# -- when: outside the forward and backward pass the model is its fp32 masters
+
+def halves(learn): return [n for n, p in learn.model.named_parameters() if p.dtype is not torch.float32]
+
+
+@pytest.mark.parametrize('exc', EXCEPTIONS, ids=lambda e: e.__name__)
+@pytest.mark.parametrize('place,order', [*((e, o) for e in EVENTS for o in (9, 11)), *((p, 0) for p in PLACES)], ids=str)
+def test_any_exception_anywhere_in_a_batch(place, order, exc, tmp_path):
+    plain, _ = build(None, place, exc, order)
+    expected = caught(lambda: plain.fit(1))
+    for kwargs in (dict(), dict(flat_master=True)):
+        learn, bomb = build(HalfPrecision('bf16', **kwargs), place, exc, order)
+        before, parameters = autocast_state(), {n: (p, p.data_ptr()) for n, p in learn.model.named_parameters()}
+        assert caught(lambda: learn.fit(1)) == expected
+        assert not bomb.armed and autocast_state() == before and not halves(learn)
+        assert {n: (p, p.data_ptr()) for n, p in learn.model.named_parameters()} == parameters      # the same objects, in place
+        assert torch.backends.mha.get_fastpath_enabled() and not any(m._forward_pre_hooks for m in learn.model.modules())
+        if expected is None or expected[0] is not CancelFitException: assert not ATTRIBUTES & learn.__dict__.keys()
+        learn.path = tmp_path
+        learn.export(); learn.save('a'); learn.load('a')
+        again, clone, weights = pickle.loads(pickle.dumps(learn)), copy.deepcopy(learn), params(learn)
+        for l in (learn, again, clone):
+            l.fit(1)
+            assert not halves(l) and all(p.isfinite().all() for p in l.model.parameters()) and not same(params(l), weights)
+
+
+def test_half_in_forward_and_validation_and_fp32_everywhere_else():
+    seen, elsewhere = [], []
+    class Spy(nn.Linear):
+        def forward(self, x): seen.append((self.training, x.dtype, self.weight.dtype, self.bias.dtype)); return super().forward(x)
+    learn = learner(nn.Sequential(Spy(6, 4), nn.BatchNorm1d(4), Spy(4, 1)))
+    for event in ('before_fit', 'before_epoch', 'before_train', 'before_step', 'after_step', 'after_batch', 'before_validate', 'after_validate', 'after_epoch'):
+        learn.add_cb(At(event, lambda l: elsewhere.append([p.dtype for p in l.model.parameters()]), order=11))
+    dtypes = []
+    learn.add_cb(At('after_pred', lambda l: dtypes.append((l.pred.dtype, l.xb[0].dtype)), order=11))
+    learn.add_cb(At('after_loss', lambda l: dtypes.append((l.loss.dtype, l.loss_grad.dtype)), order=11))
+    learn.to_half().fit(1)
+    assert set(seen) == {(t, torch.bfloat16, torch.bfloat16, torch.bfloat16) for t in (True, False)}
+    assert {d for ds in elsewhere for d in ds} == {torch.float32} and {d for ds in dtypes for d in ds} == {torch.float32}
+    n = len(seen)
+    preds = learn.get_preds()[0]
+    assert preds.dtype is torch.float32 and set(seen[n:]) == {(False, torch.bfloat16, torch.bfloat16, torch.bfloat16)}
+
+
+def test_callbacks_replace_each_other():
+    learn = learner()
+    for to, cls in (('to_half', HalfPrecision), ('to_fp16', MixedPrecision), ('to_half', HalfPrecision), ('to_bf16', MixedPrecision), ('to_half', HalfPrecision)):
+        getattr(learn, to)()
+        assert [type(cb) for cb in learn.cbs if isinstance(cb, MixedPrecision)] == [cls]
+    assert not any(isinstance(cb, MixedPrecision) for cb in learn.to_fp32().cbs) and not hasattr(learn, 'half_precision')
+
+
+@pytest.mark.parametrize('kwargs,text', [(dict(dtype='fp8'), "dtype='fp8'"), (dict(dtype='bf16', loss_scale=512.), "loss_scale=512.0"),
+                                         (dict(keep_fp32='nowhere'), "keep_fp32='nowhere'")])
+def test_bad_arguments_are_named(kwargs, text):
+    learn = learner().to_fp16()
+    with pytest.raises(ValueError) as e: learn.to_half(**kwargs)
+    assert text in str(e.value) and hasattr(learn, 'mixed_precision')
+
+
+def test_accumulation_over_256_micro_batches_is_fp32s():
+    "Of the gradients that arrive, which are bf16 products, nothing is lost in their sum; a sum in bf16 loses percents."
+    sums = {}
+    def grab(l): sums['half'] = l.model[0].weight.grad.clone()
+    dls = loaders(train=dataset(256), bs=1)
+    learn = learner(nn.Sequential(nn.Linear(6, 1)), dls, cbs=[GradientAccumulation(256)]).to_half()
+    weights = learn.model[0].weight.detach().clone(), learn.model[0].bias.detach().clone()
+    learn.add_cb(At('before_step', grab, order=12))
+    learn.fit(1, .01)
+    exact, rounded = torch.zeros(1, 6, dtype=torch.float64), torch.zeros(1, 6, dtype=torch.bfloat16)
+    for x, y in dls.train:
+        w, b = (t.bfloat16().requires_grad_() for t in weights)
+        (nn.functional.mse_loss(nn.functional.linear(x.bfloat16(), w, b).float(), y) / 256).backward()
+        exact += w.grad.double()
+        rounded += w.grad
+    error = lambda s: float((s.double() - exact).norm() / exact.norm())
+    assert error(sums['half']) < 1e-6 and error(rounded) > 5e-3
+
+
+def test_a_step_below_bf16s_resolution_is_not_lost():
+    learn = learner(nn.Sequential(nn.Linear(6, 1)), opt_func=SGD).to_half()
+    with torch.no_grad(): learn.model[0].weight.fill_(1.)
+    learn.add_cb(At('before_step', lambda l: l.model[0].weight.grad.fill_(1.), order=12))
+    learn.fit(10, 1e-5)                                          # 60 steps of 1e-5; bf16 has no number between 1 and 0.996
+    assert torch.allclose(learn.model[0].weight, torch.full((1, 6), 1 - 60e-5), atol=1e-6)
