@@ -304,6 +304,8 @@ class MixedPrecision(fp16.MixedPrecision):
 
     def _after_forward(self): self._exit_autocast()
 
+    def _step(self, step): step()
+
     def _exit_autocast(self):
         fit = self._fit
         ctx, fit.autocast = fit.autocast, None

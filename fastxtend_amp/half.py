@@ -8,6 +8,8 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from fastai.optimizer import Optimizer, OptimWrapper
+from fastcore.foundation import L
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
@@ -82,6 +84,7 @@ class HalfWeights:
         kept: dict[str, nn.Module], # Modules whose parameters stay in fp32; so do those of normalisation layers
     ):
         self.model, self.dtype, self.inside, self.stale = model, dtype, False, True
+        self.on = False                                          # whether there is training, so that the copies are wanted
         model = unwrapped(model)
         norms = [m for m in model.modules() if _is_norm(m)]
         stays = {id(p) for m in (*kept.values(), *norms) for p in m.parameters()}
@@ -140,10 +143,146 @@ class HalfWeights:
         for hook in self.hooks: hook.remove()
 
 
+class FlatMasters:
+    """The masters of each parameter group as few flat tensors, and the optimizer's state too; every master is a view of one.
+
+    Only while the optimizer steps does it see the flat ones: learner, checkpoints and callbacks meet one entry for each
+    parameter. Parameters share a flat tensor if group, device, weight-decay exemption, `force_train`, the state that
+    is not a tensor of their shape (such as the step count) and having a gradient agree; it is built anew when that changes.
+    """
+    def __init__(self): self.sets, self.pattern, self.lists, self.opt, self.strides = [], None, None, None, {}
+
+    @staticmethod
+    def check(opt: Any) -> None:
+        "Raise a `ValueError` that names an optimizer whose step is not the same for each element."
+        inner = getattr(opt, 'opt', None)
+        found = None
+        if isinstance(inner, torch.optim.Optimizer): found = type(inner).__name__ if type(inner).__name__ in PER_TENSOR else None
+        elif type(opt) is not Optimizer: found = type(opt).__name__
+        else:
+            names = [getattr(cb, 'func', cb) for cb in opt.cbs]
+            found = next((PER_TENSOR_STEPS[n.__name__] for n in names if getattr(n, '__name__', None) in PER_TENSOR_STEPS), None)
+        if found: raise ValueError(f"flat_master=True cannot be used with {found}, whose step depends on which parameter tensor an element is in. "
+                                   "Use `learn.to_half(flat_master=False)`, or an element-wise optimizer such as Adam or SGD.")
+
+    @staticmethod
+    def _store(opt): return opt.opt.state if isinstance(opt, OptimWrapper) else opt.state
+
+    def _look(self, opt):
+        store = self._store(opt)
+        return [(id(p), p.grad is not None, p.data_ptr(), id(store.get(p)), p.requires_grad, *(opt.state.get(p, {}).get(k) for k in ('do_wd', 'force_train')))
+                for pl in opt.param_lists for p in pl]
+
+    def _build(self, opt):
+        store, sets = self._store(opt), {}
+        for g, pl in enumerate(opt.param_lists):
+            for p in pl:
+                if p.grad is None: continue
+                if p.grad.layout is not torch.strided: raise ValueError(f"flat_master=True cannot be used with sparse gradients (a parameter of shape {tuple(p.shape)} has "
+                                                                        "them). Use `learn.to_half(flat_master=False)`.")
+                fixed, state = opt.state.get(p, {}), store.get(p, {})
+                like = tuple((k, 'flat' if _like(v, p) else v.item() if isinstance(v, torch.Tensor) and v.numel() == 1 else v if not isinstance(v, torch.Tensor)
+                              else _refuse(opt, k, v, p)) for k, v in sorted(state.items()))
+                key = (g, p.device, p.dtype, fixed.get('do_wd'), fixed.get('force_train'), p.requires_grad, like)
+                sets.setdefault(key, []).append(p)
+        self.sets = [_FlatSet(key[0], ps, store, self.strides) for key, ps in sets.items()]
+
+    def step(self, opt: Any, step: Any) -> None:
+        "`step()`, with the flat tensors in `opt`."
+        if self.pattern is None or self.pattern != self._look(opt): self._build(opt)
+        store = self._store(opt)
+        self.lists, self.opt = opt.param_lists, opt
+        try:
+            for s in self.sets:
+                s.gather()
+                store[s.flat] = s.state
+            opt.param_lists = L(L(s.flat for s in self.sets if s.group == g) for g in range(len(self.lists)))
+            step()
+        finally:
+            self.restore()
+        for s in self.sets: s.share(store)
+        self.pattern = self._look(opt)
+
+    def restore(self) -> None:
+        "Give the optimizer its own parameters back; may be interrupted and called again."
+        if self.lists is None: return
+        self.opt.param_lists = self.lists
+        for s in self.sets:
+            s.state = self._store(self.opt).pop(s.flat, s.state)
+            s.flat.grad = None
+        self.lists = None
+
+    def close(self) -> None:
+        "Each parameter and its state in memory of its own again."
+        self.restore()
+        for p, stride in self.strides.items():
+            if p._base is None and not any(p.data_ptr() == v.data_ptr() for s in self.sets for v in s.views): continue
+            own = torch.empty_strided(p.shape, stride, dtype=p.dtype, device=p.device)
+            own.copy_(p.data)
+            p.data = own
+        if self.opt is not None:
+            store = self._store(self.opt)
+            for s in self.sets:
+                for p in s.params:
+                    state = store.get(p, {})
+                    for k, v in state.items():
+                        if _like(v, p): state[k] = v.clone()
+        self.__init__()
+
+
+class _FlatSet:
+    "One flat master, the parameters that are views of it, and its state in the optimizer."
+    def __init__(self, group: int, params: list[nn.Parameter], store: dict, strides: dict):
+        self.group, self.params, self.sizes = group, params, [p.numel() for p in params]
+        self.flat = nn.Parameter(torch.cat([p.data.reshape(-1) for p in params]))
+        self.grad, self.views = torch.empty_like(self.flat.data), self.parts(self.flat.data)
+        states = [store.get(p, {}) for p in params]
+        self.state = {k: torch.cat([s[k].reshape(-1) for s in states]) if _like(v, params[0]) else v.clone() if isinstance(v, torch.Tensor) else v
+                      for k, v in states[0].items()}
+        for p, view in zip(params, self.views):
+            strides.setdefault(p, p.stride())
+            p.data = view
+        self.seen = {}
+
+    def parts(self, flat): return [t.view(p.shape) for t, p in zip(flat.split(self.sizes), self.params)]
+
+    def gather(self):
+        torch.cat([p.grad.reshape(-1) for p in self.params], out=self.grad)
+        self.flat.grad = self.grad
+
+    def share(self, store):
+        "Hand each parameter its part of the state."
+        states = [store.setdefault(p, {}) for p in self.params]
+        for k, v in self.state.items():
+            if not isinstance(v, torch.Tensor):
+                for s in states: s[k] = v
+            elif v.shape != self.flat.shape or v.dim() == 0:     # of its own for each parameter: an optimizer without us would count it up for each
+                for s in states:
+                    if k not in s: s[k] = v.clone()
+                torch._foreach_copy_([s[k] for s in states], [v] * len(states))
+            elif self.seen.get(k) is not v:
+                for s, part in zip(states, self.parts(v)): s[k] = part
+                self.seen[k] = v
+
+
+PER_TENSOR = {'Adafactor', 'LBFGS', 'Muon', 'SparseAdam'}
+PER_TENSOR_STEPS = {'lamb_step': 'Lamb', 'larc_layer_lr': 'Larc', 'larc_step': 'Larc'}
+
+
+def _like(v, p): return isinstance(v, torch.Tensor) and v.shape == p.shape and v.dim() > 0
+
+
+def _refuse(opt, key, v, p):
+    raise ValueError(f"flat_master=True cannot be used with {type(getattr(opt, 'opt', opt)).__name__}: its state '{key}' of shape {tuple(v.shape)} belongs to a whole "
+                     f"parameter of shape {tuple(p.shape)}, not to its elements. Use `learn.to_half(flat_master=False)`.")
+
+
 class _InModel:
     "The copies in the model, as a context; inside another one it does nothing."
     def __init__(self, weights: HalfWeights): self.weights = weights
-    def __enter__(self): self.outer = self.weights.inside; self.weights.enter()
+    def __enter__(self):
+        self.outer = self.weights.inside
+        if self.weights.on: self.weights.enter()
     def __exit__(self, *exc):
         if not self.outer: self.weights.leave()
 
@@ -189,7 +328,7 @@ class HalfPrecision(MixedPrecision):
         super().__init__(mode, loss_scale=loss_scale, on_overflow=on_overflow, patience=patience)
         self._islands, self._watch = Islands(keep_fp32, 'keep_fp32'), _Watch(on_overflow, patience)
         self.flat_master, self.master_weights = flat_master, master_weights
-        self._weights, self._given = None, None
+        self._weights, self._given, self._flat = None, None, FlatMasters()
 
     def context(self):
         "The half-precision copies in the model, inside and outside `fit`; see `Learner.amp_context`."
@@ -200,7 +339,10 @@ class HalfPrecision(MixedPrecision):
         own = self._weights is None
         weights = HalfWeights(self.learn.model, self.amp_mode.dtype, self._islands.check(self.learn.model)) if own else self._weights
         try:
-            with _InModel(weights): yield
+            on, weights.on = weights.on, True
+            try:
+                with _InModel(weights): yield
+            finally: weights.on = on
         finally:
             if own: weights.close()
 
@@ -208,13 +350,17 @@ class HalfPrecision(MixedPrecision):
 
     def before_train(self):
         super().before_train()
+        self._weights.on = True
         self._changed()
     def before_validate(self): self._changed()
 
     def before_batch(self):
         "Put the half-precision weights into the model and bring floating inputs to their dtype."
-        super().before_batch()
+        if self._fit is None: self._open()                       # added in the middle of a fit
+        self._weights.on |= self.learn.training
         if not self._weights.fits(self.learn.model) and not self._weights.inside: self._renew()
+        super().before_batch()
+        if not self._weights.on: return                          # `validate` and `get_preds` outside `fit`
         dtype, xb = self.amp_mode.dtype, self.learn.xb
         self.learn.xb = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, xb)
         self._given = xb, self.learn.xb
@@ -246,8 +392,18 @@ class HalfPrecision(MixedPrecision):
         if given is not None and self.learn.xb is given[1]: self.learn.xb = given[0]
 
     def _renew(self):
+        on = self._weights is not None and self._weights.on
         if self._weights is not None: self._weights.close()
         self._weights = HalfWeights(self.learn.model, self.amp_mode.dtype, self._islands.check(self.learn.model))
+        self._weights.on = on
+
+    def _step(self, step):
+        if self.flat_master: self._flat.step(self.learn.opt, step)
+        else: step()
+
+    def _check_training(self):
+        super()._check_training()
+        if self.flat_master: FlatMasters.check(self.learn.opt)
 
     def _new_context(self): return _InModel(self._weights)
 
@@ -269,6 +425,7 @@ class HalfPrecision(MixedPrecision):
     def _close(self):
         if self._weights is not None: self._weights.close()
         self._weights = self._given = None
+        self._flat.close()
         super()._close()
 
 

@@ -1,9 +1,11 @@
 "Half-precision weights with fp32 masters, against loops written by hand."
-import copy, math, pickle, warnings
+import copy, math, pickle, subprocess, sys, warnings
+from pathlib import Path
 from functools import partial
 
 import pytest, torch
 from fastai.callback.core import CancelFitException
+from fastai.callback.schedule import *
 from fastai.callback.training import GradientAccumulation, GradientClip
 from fastai.optimizer import SGD, Adam, OptimWrapper
 from torch import nn
@@ -14,6 +16,7 @@ from test_guard import ATTRIBUTES, EVENTS, EXCEPTIONS, PLACES, build, caught
 from helpers import *
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*emulated.*')
+HERE = Path(__file__).resolve().parent
 HALF = {'fp16': torch.float16, 'bf16': torch.bfloat16}
 
 
@@ -101,10 +104,11 @@ def test_any_exception_anywhere_in_a_batch(place, order, exc, tmp_path):
     expected = caught(lambda: plain.fit(1))
     for kwargs in (dict(), dict(flat_master=True)):
         learn, bomb = build(HalfPrecision('bf16', **kwargs), place, exc, order)
-        before, parameters = autocast_state(), {n: (p, p.data_ptr()) for n, p in learn.model.named_parameters()}
+        place_of = lambda: {n: (id(p), p.data_ptr() if not kwargs else p.stride()) for n, p in learn.model.named_parameters()}
+        before, parameters = autocast_state(), place_of()
         assert caught(lambda: learn.fit(1)) == expected
         assert not bomb.armed and autocast_state() == before and not halves(learn)
-        assert {n: (p, p.data_ptr()) for n, p in learn.model.named_parameters()} == parameters      # the same objects, in place
+        assert place_of() == parameters                          # the same objects, in place
         assert torch.backends.mha.get_fastpath_enabled() and not any(m._forward_pre_hooks for m in learn.model.modules())
         if expected is None or expected[0] is not CancelFitException: assert not ATTRIBUTES & learn.__dict__.keys()
         learn.path = tmp_path
@@ -130,7 +134,10 @@ def test_half_in_forward_and_validation_and_fp32_everywhere_else():
     assert {d for ds in elsewhere for d in ds} == {torch.float32} and {d for ds in dtypes for d in ds} == {torch.float32}
     n = len(seen)
     preds = learn.get_preds()[0]
-    assert preds.dtype is torch.float32 and set(seen[n:]) == {(False, torch.bfloat16, torch.bfloat16, torch.bfloat16)}
+    learn.validate()
+    assert preds.dtype is torch.float32 and set(seen[n:]) == {(False, torch.float32, torch.float32, torch.float32)}
+    with learn.amp_context(): out = learn.model(learn.dls.valid.one_batch()[0])
+    assert out.dtype is torch.bfloat16 and not halves(learn)
 
 
 def test_callbacks_replace_each_other():
@@ -174,3 +181,102 @@ def test_a_step_below_bf16s_resolution_is_not_lost():
     learn.add_cb(At('before_step', lambda l: l.model[0].weight.grad.fill_(1.), order=12))
     learn.fit(10, 1e-5)                                          # 60 steps of 1e-5; bf16 has no number between 1 and 0.996
     assert torch.allclose(learn.model[0].weight, torch.full((1, 6), 1 - 60e-5), atol=1e-6)
+
+
+# -- flat masters
+
+@pytest.mark.parametrize('opt', OPTIMIZERS)
+@pytest.mark.parametrize('dtype', HALF)
+def test_flat_masters_equal_the_loop_by_hand(dtype, opt):
+    entries = set()
+    look = At('after_step', lambda l: entries.add((len(l.opt.all_params()), len(l.opt.param_lists[0]))), order=11)
+    learn = fitted(dtype, OPTIMIZERS[opt], flat_master=True, cbs=[look, GradientClip(.5)])
+    model, o, *_ = by_hand(dtype, OPTIMIZERS[opt], clip=.5)
+    assert same(params(learn), [p.detach() for p in model.parameters()]) and same_state(opt_state(learn.opt), opt_state(o))
+    assert entries == {(6, 6)}                                   # callbacks meet each parameter
+
+
+def test_flat_masters_are_few():
+    steps = []
+    class Counts(torch.optim.SGD):
+        def step(self, closure=None): steps.append([len(g['params']) for g in self.param_groups]); return super().step(closure)
+    learn = learner(opt_func=partial(OptimWrapper, opt=Counts), splitter=lambda m: [[*m[:2].parameters()], [*m[2:].parameters()]]).to_half(flat_master=True)
+    learn.fit(1, slice(1e-4, 1e-2))
+    assert {str(s) for s in steps} == {'[3, 2]'}                 # weights; biases, exempt from decay; the norm, exempt and always trained
+
+
+def test_flat_masters_freeze_and_train_groups_as_fp32():
+    def run(flat):
+        learn = learner(opt_func=Adam, splitter=lambda m: [[*m[:2].parameters()], [*m[2:].parameters()]], wd=.1).to_half(flat_master=flat)
+        learn.create_opt(); learn.freeze(); learn.fit(1, .01); learn.unfreeze(); learn.fit_one_cycle(1, slice(1e-3, 1e-2)); learn.fit(1)
+        return learn
+    a, b = run(False), run(True)
+    assert same(params(a), params(b)) and same_state(opt_state(a.opt), opt_state(b.opt))
+    a.to_fp32(), b.to_fp32()
+    a.fit(2, .01), b.fit(2, .01)
+    assert same(params(a), params(b)) and same_state(opt_state(a.opt), opt_state(b.opt))
+
+
+class Branches(nn.Module):
+    "Uses one of its two layers in turn."
+    def __init__(self): torch.manual_seed(0); super().__init__(); self.n, self.layers = 0, nn.ModuleList([nn.Linear(6, 1), nn.Linear(6, 1)])
+    def forward(self, x): self.n += self.training; return self.layers[self.n % 2 if self.n < 5 else 0](x)
+
+
+@pytest.mark.parametrize('opt', ['adam', 'fused adamw', 'torch sgd'])
+def test_parameters_without_gradient_are_not_stepped_in_flat_masters(opt):
+    learns = [fitted(model=Branches(), opt_func=OPTIMIZERS[opt], flat_master=flat, cbs=[At('after_batch', lambda l: [setattr(p, 'grad', None) for p in l.model.parameters()], order=20)]) for flat in (False, True)]
+    assert same(*map(params, learns)) and same_state(*(opt_state(l.opt) for l in learns))
+
+
+def test_flat_masters_refuse_what_they_cannot_do():
+    from fastai.optimizer import Lamb, Larc, ranger
+    for opt, name in ((Lamb, 'Lamb'), (Larc, 'Larc'), (ranger, 'Lookahead'), (partial(OptimWrapper, opt=torch.optim.Adafactor), 'Adafactor')):
+        learn = learner(opt_func=opt).to_half(flat_master=True)
+        before = params(learn)
+        with pytest.raises(ValueError, match=f'flat_master=True cannot be used with {name}'): learn.fit(1)
+        assert same(params(learn), before) and not halves(learn)
+
+
+# -- checkpoints
+
+@pytest.mark.parametrize('flat', [False, True])
+@pytest.mark.parametrize('opt', ['adam', 'fused adamw'])
+def test_saved_and_loaded_inside_fit(tmp_path, flat, opt):
+    seen = {}
+    def save(l):
+        if l.train_iter == 3: l.save('mid'); seen['saved'] = params(l), opt_state(l.opt)
+    def back(l):
+        if l.train_iter == 5: l.load('mid'); seen['loaded'] = params(l), opt_state(l.opt)
+    learn = learner(opt_func=OPTIMIZERS[opt], path=tmp_path, cbs=[At('after_batch', save, order=20), At('after_batch', back, order=21)])
+    learn.to_half(flat_master=flat).fit(1, .01)
+    assert same(seen['saved'][0], seen['loaded'][0]) and same_state(seen['saved'][1], seen['loaded'][1])
+    state = torch.load(tmp_path / 'models' / 'mid.pth', weights_only=False)
+    assert same([v for v in state['model'].values() if v.is_floating_point()][:2], seen['saved'][0][:2]) and {v.dtype for v in state['model'].values()} <= {torch.float32, torch.int64}
+    assert all(v.dtype is torch.float32 for s in seen['loaded'][1] for v in s.values() if isinstance(v, torch.Tensor))
+    others = [learner(opt_func=OPTIMIZERS[opt], path=tmp_path) for _ in range(2)]
+    for other in others: other.create_opt(); other.load('mid')
+    others[1].to_half(flat_master=True).to_fp32()
+    for other in others: other.fit(1, .01)
+    assert same(*map(params, others)) and same_state(*(opt_state(o.opt) for o in others))
+
+
+RESUME = """
+import sys; sys.path[:0] = [{here!r}, {root!r}]
+from test_half import *
+torch.set_num_threads(1)
+learn = learner(opt_func=OPTIMIZERS[{opt!r}], path={path!r}).to_half({dtype!r}, flat_master={flat})
+learn.create_opt(); learn.load('a'); learn.fit(1, .01); learn.save('b')
+"""
+
+@pytest.mark.parametrize('dtype,opt,flat', [('bf16', 'adam', False), ('fp16', 'adam', True), ('fp16', 'fused adamw', False)])
+def test_exact_resume_in_a_new_process(tmp_path, dtype, opt, flat):
+    learn = learner(opt_func=OPTIMIZERS[opt], path=tmp_path).to_half(dtype, flat_master=flat)
+    learn.fit(2, .01); learn.save('a'); learn.fit(1, .01)
+    code = RESUME.format(here=str(HERE), root=str(HERE.parent), opt=opt, path=str(tmp_path), dtype=dtype, flat=flat)
+    out = subprocess.run([sys.executable, '-W', 'ignore', '-c', code], capture_output=True, text=True)
+    assert out.returncode == 0, out.stderr
+    expected = params(learn), opt_state(learn.opt), learn.half_precision.state_dict()
+    learn.load('b')
+    for a, b in zip(opt_state(learn.opt), expected[1]): print({k: (a.get(k)==b.get(k)) for k in a.keys()|b.keys()})
+    assert same(params(learn), expected[0]) and same_state(opt_state(learn.opt), expected[1]) and learn.half_precision.state_dict() == expected[2]
