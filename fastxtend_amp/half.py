@@ -1,14 +1,16 @@
 "What did fastai v1's to_fp16 do, done right? Half-precision weights in the forward and backward pass, fp32 masters everywhere else."
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator
+import copy, inspect, warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
-from fastai.optimizer import Optimizer, OptimWrapper
+from fastai.learner import Learner
+from fastai.optimizer import Optimizer, OptimWrapper, pytorch_hp_map
 from fastcore.foundation import L
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -16,10 +18,10 @@ from torch.nn.modules.batchnorm import _NormBase
 from .callback import MixedPrecision
 from .convert import HALF, map_tensors
 from .diagnosis import OverflowWatch
-from .islands import Islands, qualified_names, unwrapped
+from .islands import Islands, unwrapped
 from .mode import AMPMode
 
-__all__ = ['HalfPrecision']
+__all__ = ['HalfPrecision', 'bytes_per_parameter', 'kahan']
 
 NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 
@@ -32,6 +34,50 @@ class _AsHalf(torch.autograd.Function):
         return half.detach()
     @staticmethod
     def backward(ctx, grad): return grad.to(ctx.dtype), None
+
+
+def _to(p: nn.Parameter, dtype: torch.dtype) -> None:
+    if p.dtype is dtype: return
+    grad, p.grad = p.grad, None
+    p.data = p.data.to(dtype)
+    if grad is not None: p.grad = grad.to(dtype)
+
+
+def _refused(module, p): return isinstance(module, torch.jit.ScriptModule) or isinstance(p, nn.parameter.UninitializedTensorMixin)
+
+
+def check_model(model: nn.Module, opt: Any) -> None:
+    "Raise a `ValueError` that names a parameter that cannot have a half-precision copy, or whose gradient `opt` cannot take."
+    for path, module in unwrapped(model).named_modules():
+        for name, p in module._parameters.items():
+            where = f"parameter '{path + '.' if path else ''}{name}'"
+            if p is None: continue
+            if isinstance(p, nn.parameter.UninitializedTensorMixin):
+                raise ValueError(f"to_half: {where} has no shape yet. Call `learn.model` once on a batch before `fit`.")
+            if isinstance(module, torch.jit.ScriptModule):
+                raise ValueError(f"to_half: {where} is in a TorchScript module, whose weights cannot be replaced. Keep the module around it with `keep_fp32`, "
+                                 "or use `learn.to_bf16()`.")
+            if p.dtype in HALF and p.requires_grad:
+                raise ValueError(f"to_half: {where} is {p.dtype} already, so it can have no fp32 master. Call `learn.model.float()` first.")
+            if getattr(module, 'sparse', False) and p.requires_grad and (why := _sparse_trouble(opt)):
+                kind = type(getattr(opt, 'opt', opt)).__name__
+                raise ValueError(f"to_half: {where} has sparse gradients, which this {kind} cannot take ({why}). Use an optimizer that can, such as SGD without "
+                                 "momentum, or `sparse=False`.")
+
+
+def _sparse_trouble(opt) -> str | None:
+    "What a trial step of `opt`'s rule on a small sparse gradient ends with; None if it works."
+    p = nn.Parameter(torch.ones(3, 2))
+    if isinstance(opt, OptimWrapper):
+        trial = copy.copy(opt.opt)
+        trial.state, trial.param_groups = defaultdict(dict), [{**opt.opt.param_groups[0], 'params': [p]}]
+    elif type(opt) is Optimizer: trial = Optimizer([p], opt.cbs, **opt.hypers[0])
+    else: return None
+    try:
+        for _ in range(2):
+            p.grad = torch.sparse_coo_tensor([[1]], torch.ones(1, 2), (3, 2), check_invariants=False)
+            trial.step()
+    except (RuntimeError, NotImplementedError, TypeError) as e: return str(e).splitlines()[0]
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -82,6 +128,7 @@ class HalfWeights:
         model: nn.Module, # The model; nothing in it changes yet
         dtype: torch.dtype, # The copies' dtype
         kept: dict[str, nn.Module], # Modules whose parameters stay in fp32; so do those of normalisation layers
+        has_masters: bool = True, # Whether there are copies at all: `lower` turns the parameters themselves otherwise
     ):
         self.model, self.dtype, self.inside, self.stale = model, dtype, False, True
         self.on = False                                          # whether there is training, so that the copies are wanted
@@ -91,12 +138,14 @@ class HalfWeights:
         self.masters, self.halves, self.slots, places = [], [], [], {}
         for module in model.modules():
             for name, p in module._parameters.items():
-                if p is None or p.dtype is not torch.float32 or id(p) in stays: continue
+                if p is None or p.dtype is not torch.float32 or id(p) in stays or _refused(module, p): continue
                 i = places.setdefault(id(p), len(self.masters))
-                if i == len(self.masters):
+                if i < len(self.masters): pass                   # tied
+                elif not has_masters: self.masters.append(p)
+                else:
                     self.masters.append(p)
                     self.halves.append(torch.empty_like(p, dtype=dtype, requires_grad=False, memory_format=torch.preserve_format))
-                self.slots.append((module, name, i))
+                if has_masters: self.slots.append((module, name, i))
         inner = {id(m) for k in kept.values() for m in k.modules()}
         self.rnns = [m for m in model.modules() if isinstance(m, nn.RNNBase) and id(m) not in inner]
         self.hooks = [m.register_forward_pre_hook(_like_weights, with_kwargs=True, prepend=True) for m in model.modules()
@@ -107,7 +156,7 @@ class HalfWeights:
     def refresh(self) -> None:
         "Rewrite the copies from the masters."
         masters = [p.detach() for p in self.masters]
-        if masters: torch._foreach_copy_([h.data for h in self.halves], masters)
+        if self.halves: torch._foreach_copy_([h.data for h in self.halves], masters)
         self.stale, self._versions = False, self._state()
 
     # What changes a master without `.data` shows here; fastai's optimizers use `.data`, and the events tell of them.
@@ -137,9 +186,14 @@ class HalfWeights:
         torch.backends.mha.set_fastpath_enabled(self.fastpath)
         self.inside = False
 
+    def lower(self) -> None:
+        "Without masters: the parameters themselves in half precision."
+        for p in self.masters: _to(p, self.dtype)
+
     def close(self) -> None:
-        "Take everything off the model."
+        "Take everything off the model; parameters that `lower` turned are fp32 again, with the values they came to."
         self.leave()
+        for p in self.masters: _to(p, torch.float32)
         for hook in self.hooks: hook.remove()
 
 
@@ -277,6 +331,65 @@ def _refuse(opt, key, v, p):
                      f"parameter of shape {tuple(p.shape)}, not to its elements. Use `learn.to_half(flat_master=False)`.")
 
 
+class _Moves:
+    "Which share of the weights do the first steps leave where they were?"
+    steps = 8
+    def __init__(self): self.n, self.unmoved, self.total, self.before = 0, 0, 0, None
+    def before_step(self, params): self.before = [(p, p.detach().clone(), p.grad.detach().to_dense() != 0) for p in params if p.grad is not None]
+    def after_step(self, params) -> bool:
+        before, self.before = self.before, None
+        if before is None: return False
+        for p, old, had in before:
+            self.total += int(had.sum())
+            self.unmoved += int((had & (p.detach() == old)).sum())
+        self.n += 1
+        return self.n == self.steps
+    @property
+    def share(self) -> float: return self.unmoved / max(self.total, 1)
+
+
+def compensates(opt: Any) -> bool:
+    "Does `opt` keep what rounding to half precision loses? optimi's do by Kahan summation, unless told not to."
+    inner = getattr(opt, 'opt', opt)
+    return type(inner).__module__.partition('.')[0] == 'optimi' and all(g.get('kahan_sum') is not False for g in inner.param_groups)
+
+
+def kahan(
+    opt: str = 'AdamW', # The name of one of optimi's optimizers
+    **kwargs # Its arguments
+) -> Callable: # To hand to `Learner(opt_func=...)`
+    """An optimizer with Kahan summation for `to_half(master_weights=False)`, with the names that fastai's schedules need.
+
+    Needs the package torch-optimi (`pip install fastxtend_amp[kahan]`). Source: https://optimi.benjaminwarner.dev/kahan_summation.
+    """
+    try: import optimi
+    except ImportError as e: raise ImportError("kahan needs optimi: `pip install torch-optimi`.") from e
+    cls = getattr(optimi, opt, None) if isinstance(opt, str) else opt
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        known = sorted(n for n, o in vars(optimi).items() if isinstance(o, type) and issubclass(o, torch.optim.Optimizer))
+        raise ValueError(f"opt={opt!r} is not one of optimi's optimizers: {', '.join(known)}.")
+    return partial(OptimWrapper, opt=partial(cls, **kwargs), hp_map={**pytorch_hp_map, 'momentum': 'mom', 'betas__2': 'acc_mom'})
+
+
+def bytes_per_parameter(
+    learn: Learner, # A learner in the middle of a fit, with gradients
+) -> dict[str, float]: # weights, gradients, masters, optimizer state, cast cache; bytes for each of the model's numbers
+    "What training holds for each parameter, counted from the tensors there are, each memory once. Call it before or after a step."
+    cb = next((o for o in learn.cbs if isinstance(o, MixedPrecision)), None)
+    params, weights = [*learn.model.parameters()], getattr(cb, '_weights', None)
+    copies = weights.halves if weights is not None else []
+    flat = [t for s in cb._flat.sets for t in (s.grad,)] if isinstance(cb, HalfPrecision) else []
+    inner = getattr(learn.opt, 'opt', learn.opt)
+    state = [v for s in inner.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+    n = sum(p.numel() for p in params)
+    def size(tensors): return sum({(t.device, t.untyped_storage().data_ptr()): t.untyped_storage().nbytes() for t in tensors}.values()) / n
+    copied = {id(p) for p in (weights.masters if copies else ())}
+    autocast = cb is not None and weights is None                # its cache holds a cast copy of each matrix until the batch ends
+    return {'weights': size([*copies, *(p for p in params if id(p) not in copied)]), 'gradients': size([*(p.grad for p in params if p.grad is not None), *flat]),
+            'masters': size([p for p in params if id(p) in copied]), 'optimizer state': size(state),
+            'cast cache': sum(2 * p.numel() for p in params if p.requires_grad and p.dim() > 1) / n if autocast else 0.}
+
+
 class _InModel:
     "The copies in the model, as a context; inside another one it does nothing."
     def __init__(self, weights: HalfWeights): self.weights = weights
@@ -325,10 +438,14 @@ class HalfPrecision(MixedPrecision):
                                             "fp32 use `learn.to_fp32()`.") from None
         if mode is AMPMode.BF16 and loss_scale is not None:
             raise ValueError(f"loss_scale={loss_scale!r} cannot be used with dtype='bf16', which needs no loss scaling. Leave it out, or take dtype='fp16'.")
+        if not master_weights and flat_master:
+            raise ValueError("flat_master=True cannot be used with master_weights=False: there is no master to make flat. Leave one of them out.")
+        if not master_weights and mode is AMPMode.FP16:
+            raise ValueError("master_weights=False cannot be used with dtype='fp16', whose gradients must be unscaled in fp32. Take dtype='bf16', or keep the masters.")
         super().__init__(mode, loss_scale=loss_scale, on_overflow=on_overflow, patience=patience)
         self._islands, self._watch = Islands(keep_fp32, 'keep_fp32'), _Watch(on_overflow, patience)
         self.flat_master, self.master_weights = flat_master, master_weights
-        self._weights, self._given, self._flat = None, None, FlatMasters()
+        self._weights, self._given, self._flat, self._lowered, self._moves = None, None, FlatMasters(), False, None
 
     def context(self):
         "The half-precision copies in the model, inside and outside `fit`; see `Learner.amp_context`."
@@ -351,13 +468,15 @@ class HalfPrecision(MixedPrecision):
     def before_train(self):
         super().before_train()
         self._weights.on = True
+        if not self.master_weights: self._lower()
         self._changed()
     def before_validate(self): self._changed()
 
     def before_batch(self):
         "Put the half-precision weights into the model and bring floating inputs to their dtype."
         if self._fit is None: self._open()                       # added in the middle of a fit
-        self._weights.on |= self.learn.training
+        if self.learn.training: self._weights.on = True
+        if not self.master_weights and self._weights.on: self._lower()
         if not self._weights.fits(self.learn.model) and not self._weights.inside: self._renew()
         super().before_batch()
         if not self._weights.on: return                          # `validate` and `get_preds` outside `fit`
@@ -378,11 +497,34 @@ class HalfPrecision(MixedPrecision):
         "Put the masters back: the step is theirs."
         self._exit_autocast()
 
+    def before_step(self):
+        super().before_step()
+        if self._moves is not None: self._moves.before_step(self._weights.masters)
+
     def after_step(self):
         super().after_step()
         self._changed()
+        if self._moves is not None and self._moves.after_step(self._weights.masters): self._warn_unmoved()
+
+    def after_train(self):
+        super().after_train()
+        if self._moves is not None and self._moves.n: self._warn_unmoved()
 
     # -- how that is done
+
+    def _lower(self):
+        if self._lowered: return
+        self._lowered, self._moves = True, None if compensates(self.learn.opt) else _Moves()
+        if isinstance(self.learn.model, nn.parallel.DistributedDataParallel):
+            raise ValueError("master_weights=False cannot be used with DistributedDataParallel, which would not reduce the gradients of weights that "
+                             "change their dtype. Use `learn.to_half()`, with masters.")
+        self._weights.lower()
+
+    def _warn_unmoved(self):
+        moves, self._moves = self._moves, None
+        warnings.warn(f"master_weights=False with {type(getattr(self.learn.opt, 'opt', self.learn.opt)).__name__}, which does not compensate for rounding: small updates "
+                      f"are lost. In the first {moves.n} steps {moves.share:.0%} of the weights with a gradient did not move. Use an optimizer with Kahan "
+                      "summation (`fastxtend_amp.half.kahan`), or keep the masters.")
 
     def _changed(self):
         if self._weights is not None: self._weights.stale = True
@@ -394,7 +536,7 @@ class HalfPrecision(MixedPrecision):
     def _renew(self):
         on = self._weights is not None and self._weights.on
         if self._weights is not None: self._weights.close()
-        self._weights = HalfWeights(self.learn.model, self.amp_mode.dtype, self._islands.check(self.learn.model))
+        self._weights = HalfWeights(self.learn.model, self.amp_mode.dtype, self._islands.check(self.learn.model), self.master_weights)
         self._weights.on = on
 
     def _step(self, step):
@@ -403,6 +545,7 @@ class HalfPrecision(MixedPrecision):
 
     def _check_training(self):
         super()._check_training()
+        check_model(self.learn.model, self.learn.opt)
         if self.flat_master: FlatMasters.check(self.learn.opt)
 
     def _new_context(self): return _InModel(self._weights)
@@ -424,7 +567,8 @@ class HalfPrecision(MixedPrecision):
 
     def _close(self):
         if self._weights is not None: self._weights.close()
-        self._weights = self._given = None
+        self._weights = self._given = self._moves = None
+        self._lowered = False
         self._flat.close()
         super()._close()
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from functools import partial
 
 import pytest, torch
-from fastai.callback.core import CancelFitException
+from fastai.callback.core import Callback, CancelFitException
 from fastai.callback.schedule import *
 from fastai.callback.training import GradientAccumulation, GradientClip
 from fastai.optimizer import SGD, Adam, OptimWrapper
@@ -278,5 +278,173 @@ def test_exact_resume_in_a_new_process(tmp_path, dtype, opt, flat):
     assert out.returncode == 0, out.stderr
     expected = params(learn), opt_state(learn.opt), learn.half_precision.state_dict()
     learn.load('b')
-    for a, b in zip(opt_state(learn.opt), expected[1]): print({k: (a.get(k)==b.get(k)) for k in a.keys()|b.keys()})
     assert same(params(learn), expected[0]) and same_state(opt_state(learn.opt), expected[1]) and learn.half_precision.state_dict() == expected[2]
+
+
+# -- models of all kinds
+
+def test_kept_tied_frozen_and_odd_parameters():
+    class Odd(nn.Module):
+        def __init__(self):
+            torch.manual_seed(0); super().__init__()
+            self.a, self.b, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 1)
+            self.b.weight = self.a.weight
+            self.count = nn.Parameter(torch.tensor([3]), requires_grad=False)
+            self.register_buffer('shift', torch.full((6,), .001))
+            self.head.bias.requires_grad_(False)
+        def forward(self, x):
+            seen.append((self.a.weight.dtype, self.a.weight is self.b.weight, self.head.weight.dtype, self.count.dtype, self.shift.dtype))
+            return self.head(self.b(torch.tanh(self.a(x)) + self.shift))     # the buffer makes it fp32: `b` takes it all the same
+    seen, model = [], Odd()
+    before = model.head.bias.clone()
+    learn = fitted(model=model, keep_fp32='head')
+    assert set(seen) == {(torch.bfloat16, True, torch.float32, torch.int64, torch.float32)}
+    assert model.a.weight is model.b.weight and torch.equal(model.head.bias, before) and not torch.equal(model.a.weight, Odd().a.weight)
+
+
+def test_norms_of_all_kinds_stay_fp32():
+    model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.GroupNorm(2, 8), nn.RMSNorm(8), nn.Unflatten(1, (2, 4)), nn.Conv1d(2, 2, 1), nn.BatchNorm1d(2),
+                          nn.InstanceNorm1d(2, affine=True), nn.Flatten(), nn.Linear(8, 1))
+    seen = set()
+    for m in model: m.register_forward_pre_hook(lambda m, a: seen.update((type(m), p.dtype) for p in m.parameters()))
+    for dtype in HALF: fitted(dtype, model=model)
+    norms = {nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.BatchNorm1d, nn.InstanceNorm1d}
+    assert seen == {(n, torch.float32) for n in norms} | {(m, d) for m in (nn.Linear, nn.Conv1d) for d in HALF.values()}
+
+
+class Tokens(nn.Module):
+    def __init__(self, sparse): torch.manual_seed(0); super().__init__(); self.emb, self.head = nn.Embedding(16, 6, sparse=sparse), nn.Linear(6, 1)
+    def forward(self, x): return self.head(self.emb((x[:, 0].abs() * 8).long().clamp(max=15)))
+
+
+@pytest.mark.parametrize('dtype', HALF)
+def test_sparse_embeddings_where_the_optimizer_takes_them(dtype):
+    for opt in (SGD, partial(OptimWrapper, opt=torch.optim.SGD)):
+        a, b = (fitted(dtype, opt, model=Tokens(sparse)) for sparse in (True, False))
+        assert same(params(a), params(b))
+    for opt in (Adam, partial(OptimWrapper, opt=torch.optim.AdamW)):
+        learn = learner(Tokens(True), opt_func=opt).to_half(dtype)
+        with pytest.raises(ValueError, match="parameter 'emb.weight' has sparse gradients"): learn.fit(1)
+        assert not halves(learn)
+    with pytest.raises(ValueError, match='flat_master=True cannot be used with sparse'): fitted(dtype, SGD, model=Tokens(True), flat_master=True)
+
+
+@pytest.mark.parametrize('model,text', [(lambda: nn.Sequential(nn.LazyLinear(1)), "parameter '0.weight' has no shape"),
+                                        (lambda: nn.Sequential(nn.Linear(6, 1).bfloat16()), "parameter '0.weight' is torch.bfloat16 already"),
+                                        (lambda: nn.Sequential(torch.jit.script(nn.Linear(6, 1))), "parameter '0.weight' is in a TorchScript")])
+def test_refused_by_name(model, text):
+    learn = learner(model()).to_half()
+    with pytest.raises(ValueError, match=text): learn.fit(1)
+
+
+def test_transformer_layers_and_checkpointing():
+    class Net(nn.Module):
+        def __init__(self, again): torch.manual_seed(0); super().__init__(); self.again, self.up, self.enc, self.head = again, nn.Linear(1, 8), nn.TransformerEncoderLayer(8, 2, 16, 0., batch_first=True), nn.Linear(8, 1)
+        def forward(self, x):
+            x = self.up(x[..., None])
+            x = torch.utils.checkpoint.checkpoint(self.enc, x, use_reentrant=False) if self.again and self.training else self.enc(x)
+            return self.head(x.mean(1))
+    a, b = (fitted(opt_func=Adam, model=Net(again)) for again in (False, True))
+    assert same(params(a), params(b)) and a.recorder.values[-1][1] < 10
+
+
+def test_lstm_in_bf16():
+    class Net(nn.Module):
+        def __init__(self): torch.manual_seed(0); super().__init__(); self.rnn, self.head = nn.LSTM(1, 8, batch_first=True), nn.Linear(8, 1)
+        def forward(self, x): return self.head(self.rnn(x[..., None])[0][:, -1])
+    learn = learner(Net(), opt_func=Adam).to_half()
+    learn.fit(3, .02)
+    losses = [v[1] for v in learn.recorder.values]
+    assert losses[-1] < losses[0] and all(a is b for a, b in zip(learn.model.rnn._flat_weights, learn.model.rnn.parameters()))
+
+
+def test_lr_find_leaves_the_learner_as_it_was(tmp_path):
+    learn = learner(opt_func=Adam, path=tmp_path).to_half('fp16')
+    before = params(learn)
+    learn.lr_find(show_plot=False, num_it=10)
+    assert same(params(learn), before) and not halves(learn) and learn.half_precision.scales == []
+
+
+# -- without masters
+
+def test_without_masters_small_updates_are_lost_and_it_says_so():
+    learn = learner(opt_func=SGD).to_half(master_weights=False)
+    parameters = [*learn.model.parameters()]
+    with pytest.warns(UserWarning, match=r'SGD, which does not compensate.*\d+% of the weights with a gradient did not move'): learn.fit(2, 1e-5)
+    assert not halves(learn) and all(a is b for a, b in zip(parameters, learn.model.parameters()))
+    for bad in (dict(flat_master=True), dict(dtype='fp16')):
+        with pytest.raises(ValueError, match='master_weights=False'): learn.to_half(master_weights=False, **bad)
+
+
+def test_kahan_summation_keeps_small_updates(recwarn):
+    pytest.importorskip('optimi')
+    from fastxtend_amp.half import kahan
+    learn = learner(nn.Sequential(nn.Linear(6, 1)), opt_func=kahan('SGD', weight_decay=0.)).to_half(master_weights=False)
+    with torch.no_grad(): learn.model[0].weight.fill_(1.)
+    learn.add_cb(At('before_step', lambda l: l.model[0].weight.grad.fill_(1.), order=12))
+    learn.fit(20, 1e-4)                                          # 120 steps of 1e-4
+    assert torch.allclose(learn.model[0].weight, torch.full((1, 6), 1 - 120e-4), atol=2e-3)
+    assert not [w for w in recwarn if 'did not move' in str(w.message)]
+    one_cycle = learner(opt_func=kahan('AdamW')).to_half(master_weights=False)
+    one_cycle.fit_one_cycle(2, .01)
+    assert len(set(one_cycle.recorder.hps['mom'])) > 1 and not halves(one_cycle)
+
+
+def test_bytes_per_parameter():
+    from fastxtend_amp.half import bytes_per_parameter
+    def measure(to):
+        rows = []
+        learn = learner(nn.Sequential(nn.Linear(6, 512, bias=False), nn.Linear(512, 1, bias=False)), opt_func=partial(OptimWrapper, opt=torch.optim.AdamW))
+        learn.add_cb(At('after_step', lambda l: rows.append(bytes_per_parameter(l)), order=11))
+        to(learn).fit(1)
+        return [round(v, 1) for v in rows[-1].values()]
+    assert measure(lambda l: l) == [4, 4, 0, 8, 0]
+    assert measure(lambda l: l.to_bf16()) == [4, 4, 0, 8, 2]
+    assert measure(lambda l: l.to_half()) == [2, 4, 4, 8, 0]
+    assert measure(lambda l: l.to_half(flat_master=True)) == [2, 8, 4, 8, 0]
+    assert measure(lambda l: l.to_half(master_weights=False)) == [2, 2, 0, 4, 0]
+
+
+# -- two processes
+
+DDP = """
+import sys; sys.path[:0] = [{here!r}, {root!r}]
+from test_half import *
+import torch.distributed as dist
+torch.set_num_threads(1)
+rank = int(sys.argv[1])
+dist.init_process_group('gloo', init_method='file://{path}/store', rank=rank, world_size=2)
+model = two_layers(seed=rank)                                    # DDP hands out rank 0's
+class Wrap(Callback):
+    order = 11
+    def before_fit(self): self.learn.model = nn.parallel.DistributedDataParallel(self.learn.model)
+    def after_fit(self): self.learn.model = self.learn.model.module
+learn = learner(model, loaders(train=dataset(24, seed=rank)), opt_func=Adam, cbs=Wrap()).to_half({dtype!r}, {kwargs})
+learn.fit(1, .01)
+torch.save(params(learn), '{path}/' + str(rank))
+dist.destroy_process_group()
+"""
+def two_layers(seed=0): torch.manual_seed(seed); return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+@pytest.mark.parametrize('dtype,kwargs', [('bf16', ''), ('fp16', 'loss_scale=128.'), ('bf16', 'flat_master=True')])
+def test_two_processes_reduce_gradients_in_fp32(tmp_path, dtype, kwargs):
+    code = DDP.format(here=str(HERE), root=str(HERE.parent), path=str(tmp_path), dtype=dtype, kwargs=kwargs)
+    children = [subprocess.Popen([sys.executable, '-W', 'ignore', '-c', code, str(rank)], stderr=subprocess.PIPE, text=True) for rank in (0, 1)]
+    try:
+        for child in children: assert child.wait(120) == 0, child.stderr.read()[-2000:]
+    finally:
+        for child in children: child.kill(); child.communicate()
+    learn = learner(two_layers(), opt_func=Adam)
+    learn.create_opt(); learn.opt.set_hypers(lr=.01)
+    scale = 128. if dtype == 'fp16' else 1.
+    for batches in zip(*(loaders(train=dataset(24, seed=rank)).train for rank in (0, 1))):
+        grads = []
+        for x, y in batches:
+            half = copy.deepcopy(learn.model).to(HALF[dtype])
+            for p in half.parameters(): p.grad = None
+            (nn.functional.mse_loss(half(x.to(HALF[dtype])).float(), y) * scale).backward()
+            grads.append([p.grad.float() for p in half.parameters()])
+        for p, *g in zip(learn.model.parameters(), *grads): p.grad = (g[0] / 2 + g[1] / 2) / scale
+        learn.opt.step(); learn.opt.zero_grad()
+    assert same(torch.load(tmp_path / '0'), torch.load(tmp_path / '1')) and same(torch.load(tmp_path / '0'), params(learn))
