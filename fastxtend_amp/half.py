@@ -149,7 +149,7 @@ class HalfWeights:
         inner = {id(m) for k in kept.values() for m in k.modules()}
         self.rnns = [m for m in model.modules() if isinstance(m, nn.RNNBase) and id(m) not in inner]
         self.hooks = [m.register_forward_pre_hook(_like_weights, with_kwargs=True, prepend=True) for m in model.modules()
-                      if id(m) not in inner and _weight(m) is not None and not self._mixed(m)]
+                      if id(m) not in inner and not isinstance(m, torch.jit.ScriptModule) and _weight(m) is not None and not self._mixed(m)]
 
     def _mixed(self, m): return _is_norm(m) and _takes_half(type(m), next(m.parameters()).device.type, self.dtype)
 
@@ -368,7 +368,7 @@ def kahan(
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         known = sorted(n for n, o in vars(optimi).items() if isinstance(o, type) and issubclass(o, torch.optim.Optimizer))
         raise ValueError(f"opt={opt!r} is not one of optimi's optimizers: {', '.join(known)}.")
-    return partial(OptimWrapper, opt=partial(cls, **kwargs), hp_map={**pytorch_hp_map, 'momentum': 'mom', 'betas__2': 'acc_mom'})
+    return partial(OptimWrapper, opt=partial(cls, **{'kahan_sum': True, **kwargs}), hp_map={**pytorch_hp_map, 'beta1': 'mom', 'beta2': 'sqr_mom'})
 
 
 def bytes_per_parameter(
