@@ -270,7 +270,6 @@ class FlatMasters:
         "Each parameter and its state in memory of its own again."
         self.restore()
         for p, stride in self.strides.items():
-            if p._base is None and not any(p.data_ptr() == v.data_ptr() for s in self.sets for v in s.views): continue
             own = torch.empty_strided(p.shape, stride, dtype=p.dtype, device=p.device)
             own.copy_(p.data)
             p.data = own
@@ -402,6 +401,8 @@ class _InModel:
 
 class _Watch(OverflowWatch):
     "Looks for the cause with the masters in the model."
+    keep = "learn.to_half('{mode}', keep_fp32=['{name}'])"
+
     def _alarm(self, cb, what, same=True):
         weights = cb._weights
         inside = weights is not None and weights.inside
