@@ -14,6 +14,6 @@ setup(
     long_description=(here / 'README.md').read_text(encoding='utf-8'), long_description_content_type='text/markdown',
     packages=[cfg['lib_name']],
     install_requires=cfg['requirements'].split(),
-    extras_require={'dev': cfg['dev_requirements'].split()},
+    extras_require={'dev': cfg['dev_requirements'].split(), 'kahan': cfg['kahan_requirements'].split()},
     entry_points={'console_scripts': cfg['console_scripts'].split()},
 )

@@ -52,6 +52,7 @@ class _Batch:
     outer: tuple                  # `autocast` and `cancelled` of the batch around it
     training: bool
     watched: bool
+    inside: bool = False          # were half-precision weights in the model before it? (HalfPrecision)
 
 
 class MixedPrecision(fp16.MixedPrecision):
@@ -209,7 +210,7 @@ class MixedPrecision(fp16.MixedPrecision):
         if self._fit is None: self._open()                       # added in the middle of a fit
         fit = self._fit
         if fit.mode is None: return
-        fit.autocast, fit.spare = fit.spare or torch.autocast(fit.device.type, dtype=fit.mode.dtype), None
+        fit.autocast, fit.spare = fit.spare or self._new_context(), None
         self._watch.before_batch(self)
         fit.autocast.__enter__()
 
@@ -220,7 +221,7 @@ class MixedPrecision(fp16.MixedPrecision):
     def after_loss(self):
         "Exit autocast; record and back-propagate the loss in fp32."
         if not self._active: return
-        self._exit_autocast()
+        self._after_forward()
         if len(self.learn.yb) and is_half(self.learn.loss_grad):
             self.learn.loss_grad, self.learn.loss = self.learn.loss_grad.float(), self.learn.loss.float()
         self._watch.after_loss(self)
@@ -318,6 +319,12 @@ class MixedPrecision(fp16.MixedPrecision):
         for name, parent in self._islands.never_called().items():
             warnings.warn(f"fp32_modules: '{name}' was not called in the first batch, so keeping it in fp32 does nothing: the module around it may "
                           f"use its weights directly, as MultiheadAttention does with out_proj. Keep '{parent}' instead.")
+
+    def _new_context(self): return torch.autocast(self._fit.device.type, dtype=self._fit.mode.dtype)
+
+    def _after_forward(self): self._exit_autocast()
+
+    def _step(self, step): step()
 
     def _exit_autocast(self):
         fit = self._fit

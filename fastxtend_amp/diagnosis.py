@@ -15,6 +15,7 @@ from .scaling import GradStage, StaticGradScaler
 from .sharded import is_sharded
 from .snapshot import preserved
 
+KEEP = "learn.to_{mode}(fp32_modules=['{name}'])"
 ON_OVERFLOW = ('warn', 'raise', 'ignore')
 
 
@@ -47,6 +48,7 @@ def diagnose(
     mode: AMPMode,
     scale: float, # The loss scale of the step that went wrong
     random_state: tuple | None = None, # What `random_state` gave before that batch's forward pass
+    keep: str = KEEP, # The call that keeps a module in fp32, for the advice
 ) -> Diagnosis:
     "Run the batch at hand again, in fp32 and in `mode`, and find where finite numbers end; the learner stays as it was."
     xb, yb, model = learn.xb, learn.yb, unwrapped(learn.model)
@@ -78,7 +80,7 @@ def diagnose(
                              "learning rate, the loss function and the data", [name] if name else [])
         low = run(mode, fp32, scale)
         names, where = (low.trouble, 'forward') if low.trouble else (low.trouble_backward, 'backward')
-        if names: return Diagnosis(where, _story(low, fp32, names[0], mode, where), names[:1])
+        if names: return Diagnosis(where, _story(low, fp32, names[0], mode, where, keep), names[:1])
     return Diagnosis('not reproduced', f"run again, this batch is finite in {mode.value}, forward and backward: `learn.precision_report()` looks closer", [])
 
 
@@ -86,7 +88,7 @@ def _named(tracer, name):
     return 'the loss function' if name == LOSS else f"module '{name}' ({tracer.seen[name].type})"
 
 
-def _story(low, fp32, name, mode, where):
+def _story(low, fp32, name, mode, where, keep):
     seen, limit = fp32.seen[name], torch.finfo(mode.dtype).max
     if where == 'backward':
         size = f"its gradients in fp32, times the loss scale {low.scale:,g}, reach {seen.grads.largest * low.scale:,.4g}"
@@ -96,7 +98,7 @@ def _story(low, fp32, name, mode, where):
         size = f"{'values inside it reach' if within else 'its output reaches'} {max(seen.inside, seen.largest):,.4g} in fp32"
         start = 'numbers stop being finite in'
     fix = (f"Compute it in fp32 inside the loss function" if name == LOSS else
-           f"Keep it in fp32: `learn.to_{mode.value}(fp32_modules=['{name}'])`")
+           f"Keep it in fp32: `{keep.format(mode=mode.value, name=name)}`")
     return f"{start} {_named(low, name)}: {size}; {mode.value} ends at {limit:,.5g}. {fix}"
 
 
@@ -126,6 +128,8 @@ class OverflowWatch:
     While all goes well it costs no operator and no wait: in main memory the loss and the device's flag are read in place;
     on an accelerator the loss that fastai's Recorder has fetched anyway, and the flags of many steps when they have come.
     """
+    keep = KEEP
+
     def __init__(self, on_overflow: str, patience: int):
         check_overflow_args(on_overflow, patience)
         self.on_overflow, self.patience = on_overflow, int(patience)
@@ -181,7 +185,7 @@ class OverflowWatch:
     def _alarm(self, cb, what, same=True):
         self.on = False                                          # once a fit
         mode, scaler = cb._fit.mode, cb.scaling.scaler
-        try: found = diagnose(cb.learn, mode, scaler.get_scale(), self.random_state if same else None).text
+        try: found = diagnose(cb.learn, mode, scaler.get_scale(), self.random_state if same else None, self.keep).text
         except Exception as e: found = f"looking for the cause failed ({type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''})"
         batch = 'That batch, run again with the same random draws' if same else 'The batch at hand, not the one it began with, run again'
         message = f'{mode.value} training goes wrong: {what}. {batch}: {found}.'

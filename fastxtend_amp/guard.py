@@ -143,5 +143,5 @@ class LoopGuard:
             raise
 
     def _step(self, step):
-        step()
+        self.owner._step(step)
         self.owner.scaling.stepped = True

@@ -13,6 +13,7 @@ from torch.amp import GradScaler
 
 from .callback import PRECISION_CALLBACKS, MixedPrecision
 from .compare import PrecisionComparison, compare
+from .half import HalfPrecision
 from .mode import AMPMode
 from .report import PrecisionReport, report
 
@@ -75,6 +76,22 @@ def to_amp(self: Learner,
     return _replace_precision(self, MixedPrecision('auto', init_scale, growth_factor, backoff_factor, growth_interval,
                                                    enabled, loss_scale=loss_scale, scaler=scaler, fp32_modules=fp32_modules,
                                                    on_overflow=on_overflow, patience=patience))
+
+
+@patch
+def to_half(self: Learner,
+    dtype: str | AMPMode | torch.dtype = AMPMode.BF16, # The weights' precision: 'bf16' or 'fp16'
+    loss_scale: float | None = None, # A static loss scale, such as fastai v1's 512; dynamic scaling if None (fp16)
+    flat_master: bool = False, # Whether the optimizer steps on few flat tensors instead of one for each parameter
+    master_weights: bool = True, # Whether there are fp32 masters; without, the optimizer steps on half-precision weights
+    keep_fp32: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules, predicates, or a list of these
+    *,
+    on_overflow: str = 'warn', # When training goes wrong: 'warn', 'raise' (`FloatingPointError`) or 'ignore'; the batch is run again to find where
+    patience: int = 16, # Skipped steps in a row after which training counts as going wrong (fp16)
+) -> Learner: # The learner
+    "Train with half-precision weights and fp32 masters, as fastai v1's `to_fp16` did; replaces any other precision callback."
+    return _replace_precision(self, HalfPrecision(dtype, loss_scale, flat_master, master_weights, keep_fp32, on_overflow=on_overflow,
+                                                  patience=patience))
 
 
 @patch

@@ -1,0 +1,578 @@
+"What did fastai v1's to_fp16 do, done right? Half-precision weights in the forward and backward pass, fp32 masters everywhere else."
+from __future__ import annotations
+
+import copy, inspect, warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from fastai.learner import Learner
+from fastai.optimizer import Optimizer, OptimWrapper, pytorch_hp_map
+from fastcore.foundation import L
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from .callback import MixedPrecision
+from .convert import HALF, map_tensors
+from .diagnosis import OverflowWatch
+from .islands import Islands, unwrapped
+from .mode import AMPMode
+
+__all__ = ['HalfPrecision', 'bytes_per_parameter', 'kahan']
+
+NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+
+
+class _AsHalf(torch.autograd.Function):
+    "The half-precision copy that stands for a master: no operator forward; backward, its gradient in the master's dtype."
+    @staticmethod
+    def forward(ctx, master, half):
+        ctx.dtype = master.dtype
+        return half.detach()
+    @staticmethod
+    def backward(ctx, grad): return grad.to(ctx.dtype), None
+
+
+def _to(p: nn.Parameter, dtype: torch.dtype) -> None:
+    if p.dtype is dtype: return
+    grad, p.grad = p.grad, None
+    p.data = p.data.to(dtype)
+    if grad is not None: p.grad = grad.to(dtype)
+
+
+def _refused(module, p): return isinstance(module, torch.jit.ScriptModule) or isinstance(p, nn.parameter.UninitializedTensorMixin)
+
+
+def check_model(model: nn.Module, opt: Any) -> None:
+    "Raise a `ValueError` that names a parameter that cannot have a half-precision copy, or whose gradient `opt` cannot take."
+    for path, module in unwrapped(model).named_modules():
+        for name, p in module._parameters.items():
+            where = f"parameter '{path + '.' if path else ''}{name}'"
+            if p is None: continue
+            if isinstance(p, nn.parameter.UninitializedTensorMixin):
+                raise ValueError(f"to_half: {where} has no shape yet. Call `learn.model` once on a batch before `fit`.")
+            if isinstance(module, torch.jit.ScriptModule):
+                raise ValueError(f"to_half: {where} is in a TorchScript module, whose weights cannot be replaced. Keep the module around it with `keep_fp32`, "
+                                 "or use `learn.to_bf16()`.")
+            if p.dtype in HALF and p.requires_grad:
+                raise ValueError(f"to_half: {where} is {p.dtype} already, so it can have no fp32 master. Call `learn.model.float()` first.")
+            if getattr(module, 'sparse', False) and p.requires_grad and (why := _sparse_trouble(opt)):
+                kind = type(getattr(opt, 'opt', opt)).__name__
+                raise ValueError(f"to_half: {where} has sparse gradients, which this {kind} cannot take ({why}). Use an optimizer that can, such as SGD without "
+                                 "momentum, or `sparse=False`.")
+
+
+def _sparse_trouble(opt) -> str | None:
+    "What a trial step of `opt`'s rule on a small sparse gradient ends with; None if it works."
+    p = nn.Parameter(torch.ones(3, 2))
+    if isinstance(opt, OptimWrapper):
+        trial = copy.copy(opt.opt)
+        trial.state, trial.param_groups = defaultdict(dict), [{**opt.opt.param_groups[0], 'params': [p]}]
+    elif type(opt) is Optimizer: trial = Optimizer([p], opt.cbs, **opt.hypers[0])
+    else: return None
+    try:
+        for _ in range(2):
+            p.grad = torch.sparse_coo_tensor([[1]], torch.ones(1, 2), (3, 2), check_invariants=False)
+            trial.step()
+    except (RuntimeError, NotImplementedError, TypeError) as e: return str(e).splitlines()[0]
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return isinstance(module, NORMS) or type(module).__name__.endswith(('RMSNorm', 'LayerNorm'))
+
+
+@lru_cache
+def _takes_half(kind: type, device_type: str, dtype: torch.dtype) -> bool:
+    "Does PyTorch run this normalisation on half-precision inputs with fp32 weights, forward and backward?"
+    rank = {nn.BatchNorm1d: 0, nn.BatchNorm2d: 2, nn.BatchNorm3d: 3, nn.LayerNorm: 0, nn.GroupNorm: 2}.get(kind)
+    if rank is None: return False
+    try:
+        norm = (kind(2, 2) if kind is nn.GroupNorm else kind(2)).to(device_type)
+        for training in (True, False):
+            out = norm.train(training)(torch.ones(2, 2, *[2] * rank, device=device_type, dtype=dtype, requires_grad=True))
+            out.float().sum().backward()
+        return out.dtype is dtype
+    except RuntimeError: return False
+
+
+def _weight(module: nn.Module) -> torch.Tensor | None:
+    "The tensor that says in which dtype `module` computes: its first own floating one."
+    for p in module._parameters.values():
+        if p is not None and p.is_floating_point(): return p
+    if 'parametrizations' not in module._modules: return None
+    return next((p for p in module.parametrizations.parameters() if p.is_floating_point()), None)
+
+
+def _like_weights(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    "A forward pre-hook: floating inputs in the dtype of the module's own weights, as autocast would have them."
+    w = _weight(module)
+    if w is None: return None
+    dtype = w.dtype
+    if not kwargs and all(isinstance(t, torch.Tensor) and (t.dtype is dtype or not t.is_floating_point()) for t in args): return None
+    def cast(t): return t.to(dtype) if t.is_floating_point() and t.dtype is not dtype else t
+    return map_tensors(cast, args), map_tensors(cast, kwargs) if kwargs else kwargs
+
+
+class HalfWeights:
+    """The half-precision copies of one model's fp32 parameters, and where in the model they go.
+
+    The model's `Parameter`s are the masters and never change dtype or memory. Inside a batch the modules hold the copies
+    in their place, as `torch.func.functional_call` would put them there; gradients flow through a copy to its master, in
+    fp32. Everybody who looks at the model outside the forward and backward pass (the optimizer, gradient clipping,
+    checkpoints, DDP's hooks) meets ordinary fp32 parameters.
+    """
+    def __init__(self,
+        model: nn.Module, # The model; nothing in it changes yet
+        dtype: torch.dtype, # The copies' dtype
+        kept: dict[str, nn.Module], # Modules whose parameters stay in fp32; so do those of normalisation layers
+        has_masters: bool = True, # Whether there are copies at all: `lower` turns the parameters themselves otherwise
+    ):
+        self.model, self.dtype, self.inside, self.stale = model, dtype, False, True
+        self.on = False                                          # whether there is training, so that the copies are wanted
+        model = unwrapped(model)
+        norms = [m for m in model.modules() if _is_norm(m)]
+        stays = {id(p) for m in (*kept.values(), *norms) for p in m.parameters()}
+        self.masters, self.halves, self.slots, places = [], [], [], {}
+        for module in model.modules():
+            for name, p in module._parameters.items():
+                if p is None or p.dtype is not torch.float32 or id(p) in stays or _refused(module, p): continue
+                i = places.setdefault(id(p), len(self.masters))
+                if i < len(self.masters): pass                   # tied
+                elif not has_masters: self.masters.append(p)
+                else:
+                    self.masters.append(p)
+                    self.halves.append(torch.empty_like(p, dtype=dtype, requires_grad=False, memory_format=torch.preserve_format))
+                if has_masters: self.slots.append((module, name, i))
+        inner = {id(m) for k in kept.values() for m in k.modules()}
+        self.rnns = [m for m in model.modules() if isinstance(m, nn.RNNBase) and id(m) not in inner]
+        self.hooks = [m.register_forward_pre_hook(_like_weights, with_kwargs=True, prepend=True) for m in model.modules()
+                      if id(m) not in inner and not isinstance(m, torch.jit.ScriptModule) and _weight(m) is not None and not self._mixed(m)]
+
+    def _mixed(self, m): return _is_norm(m) and _takes_half(type(m), next(m.parameters()).device.type, self.dtype)
+
+    def refresh(self) -> None:
+        "Rewrite the copies from the masters."
+        masters = [p.detach() for p in self.masters]
+        if self.halves: torch._foreach_copy_([h.data for h in self.halves], masters)
+        self.stale, self._versions = False, self._state()
+
+    # What changes a master without `.data` shows here; fastai's optimizers use `.data`, and the events tell of them.
+    def _state(self): return [(p._version, p.data_ptr()) for p in self.masters]
+
+    def fits(self, model: nn.Module) -> bool:
+        "Are the model and its parameters still the ones that this was built for?"
+        return model is self.model and all(m._parameters.get(n) is self.masters[i] for m, n, i in self.slots)
+
+    def enter(self) -> None:
+        "Put the copies into the model."
+        if self.inside: return
+        if self.stale or self._versions != self._state(): self.refresh()
+        self.fastpath = torch.backends.mha.get_fastpath_enabled()
+        self.inside = True
+        torch.backends.mha.set_fastpath_enabled(False)           # it would mix half weights with the norms' fp32 in one kernel
+        grad = torch.is_grad_enabled()
+        now = [_AsHalf.apply(p, h) if grad and p.requires_grad else h for p, h in zip(self.masters, self.halves)]
+        for module, name, i in self.slots: module._parameters[name] = now[i]
+        for rnn in self.rnns: rnn._flat_weights = [getattr(rnn, n, None) for n in rnn._flat_weights_names]
+
+    def leave(self) -> None:
+        "Put the masters back; may be interrupted and called again."
+        if not self.inside: return
+        for module, name, i in self.slots: module._parameters[name] = self.masters[i]
+        for rnn in self.rnns: rnn._flat_weights = [getattr(rnn, n, None) for n in rnn._flat_weights_names]
+        torch.backends.mha.set_fastpath_enabled(self.fastpath)
+        self.inside = False
+
+    def lower(self) -> None:
+        "Without masters: the parameters themselves in half precision."
+        for p in self.masters: _to(p, self.dtype)
+
+    def close(self) -> None:
+        "Take everything off the model; parameters that `lower` turned are fp32 again, with the values they came to."
+        self.leave()
+        for p in self.masters: _to(p, torch.float32)
+        for hook in self.hooks: hook.remove()
+
+
+class FlatMasters:
+    """The masters of each parameter group as few flat tensors, and the optimizer's state too; every master is a view of one.
+
+    Only while the optimizer steps does it see the flat ones: learner, checkpoints and callbacks meet one entry for each
+    parameter. Parameters share a flat tensor if group, device, weight-decay exemption, `force_train`, the state that
+    is not a tensor of their shape (such as the step count) and having a gradient agree; it is built anew when that changes.
+    """
+    def __init__(self): self.sets, self.pattern, self.lists, self.opt, self.strides = [], None, None, None, {}
+
+    @staticmethod
+    def check(opt: Any) -> None:
+        "Raise a `ValueError` that names an optimizer whose step is not the same for each element."
+        inner = getattr(opt, 'opt', None)
+        found = None
+        if isinstance(inner, torch.optim.Optimizer): found = type(inner).__name__ if type(inner).__name__ in PER_TENSOR else None
+        elif type(opt) is not Optimizer: found = type(opt).__name__
+        else:
+            names = [getattr(cb, 'func', cb) for cb in opt.cbs]
+            found = next((PER_TENSOR_STEPS[n.__name__] for n in names if getattr(n, '__name__', None) in PER_TENSOR_STEPS), None)
+        if found: raise ValueError(f"flat_master=True cannot be used with {found}, whose step depends on which parameter tensor an element is in. "
+                                   "Use `learn.to_half(flat_master=False)`, or an element-wise optimizer such as Adam or SGD.")
+
+    @staticmethod
+    def _store(opt): return opt.opt.state if isinstance(opt, OptimWrapper) else opt.state
+
+    def _look(self, opt):
+        store = self._store(opt)
+        return [(id(p), p.grad is not None, p.data_ptr(), id(store.get(p)), p.requires_grad, *(opt.state.get(p, {}).get(k) for k in ('do_wd', 'force_train')))
+                for pl in opt.param_lists for p in pl]
+
+    def _build(self, opt):
+        store, sets = self._store(opt), {}
+        for g, pl in enumerate(opt.param_lists):
+            for p in pl:
+                if p.grad is None: continue
+                if p.grad.layout is not torch.strided: raise ValueError(f"flat_master=True cannot be used with sparse gradients (a parameter of shape {tuple(p.shape)} has "
+                                                                        "them). Use `learn.to_half(flat_master=False)`.")
+                fixed, state = opt.state.get(p, {}), store.get(p, {})
+                like = tuple((k, 'flat' if _like(v, p) else v.item() if isinstance(v, torch.Tensor) and v.numel() == 1 else v if not isinstance(v, torch.Tensor)
+                              else _refuse(opt, k, v, p)) for k, v in sorted(state.items()))
+                key = (g, p.device, p.dtype, fixed.get('do_wd'), fixed.get('force_train'), p.requires_grad, like)
+                sets.setdefault(key, []).append(p)
+        self.sets = [_FlatSet(key[0], ps, store, self.strides) for key, ps in sets.items()]
+
+    def step(self, opt: Any, step: Any) -> None:
+        "`step()`, with the flat tensors in `opt`."
+        if self.pattern is None or self.pattern != self._look(opt): self._build(opt)
+        store = self._store(opt)
+        self.lists, self.opt = opt.param_lists, opt
+        try:
+            for s in self.sets:
+                s.gather()
+                store[s.flat] = s.state
+            opt.param_lists = L(L(s.flat for s in self.sets if s.group == g) for g in range(len(self.lists)))
+            step()
+        finally:
+            self.restore()
+        for s in self.sets: s.share(store)
+        self.pattern = self._look(opt)
+
+    def restore(self) -> None:
+        "Give the optimizer its own parameters back; may be interrupted and called again."
+        if self.lists is None: return
+        self.opt.param_lists = self.lists
+        for s in self.sets:
+            s.state = self._store(self.opt).pop(s.flat, s.state)
+            s.flat.grad = None
+        self.lists = None
+
+    def close(self) -> None:
+        "Each parameter and its state in memory of its own again."
+        self.restore()
+        for p, stride in self.strides.items():
+            own = torch.empty_strided(p.shape, stride, dtype=p.dtype, device=p.device)
+            own.copy_(p.data)
+            p.data = own
+        if self.opt is not None:
+            store = self._store(self.opt)
+            for s in self.sets:
+                for p in s.params:
+                    state = store.get(p, {})
+                    for k, v in state.items():
+                        if _like(v, p): state[k] = v.clone()
+        self.__init__()
+
+
+class _FlatSet:
+    "One flat master, the parameters that are views of it, and its state in the optimizer."
+    def __init__(self, group: int, params: list[nn.Parameter], store: dict, strides: dict):
+        self.group, self.params, self.sizes = group, params, [p.numel() for p in params]
+        self.flat = nn.Parameter(torch.cat([p.data.reshape(-1) for p in params]))
+        self.grad, self.views = torch.empty_like(self.flat.data), self.parts(self.flat.data)
+        states = [store.get(p, {}) for p in params]
+        self.state = {k: torch.cat([s[k].reshape(-1) for s in states]) if _like(v, params[0]) else v.clone() if isinstance(v, torch.Tensor) else v
+                      for k, v in states[0].items()}
+        for p, view in zip(params, self.views):
+            strides.setdefault(p, p.stride())
+            p.data = view
+        self.seen = {}
+
+    def parts(self, flat): return [t.view(p.shape) for t, p in zip(flat.split(self.sizes), self.params)]
+
+    def gather(self):
+        torch.cat([p.grad.reshape(-1) for p in self.params], out=self.grad)
+        self.flat.grad = self.grad
+
+    def share(self, store):
+        "Hand each parameter its part of the state."
+        states = [store.setdefault(p, {}) for p in self.params]
+        for k, v in self.state.items():
+            if not isinstance(v, torch.Tensor):
+                for s in states: s[k] = v
+            elif v.shape != self.flat.shape or v.dim() == 0:     # of its own for each parameter: an optimizer without us would count it up for each
+                for s in states:
+                    if k not in s: s[k] = v.clone()
+                torch._foreach_copy_([s[k] for s in states], [v] * len(states))
+            elif self.seen.get(k) is not v:
+                for s, part in zip(states, self.parts(v)): s[k] = part
+                self.seen[k] = v
+
+
+PER_TENSOR = {'Adafactor', 'LBFGS', 'Muon', 'SparseAdam'}
+PER_TENSOR_STEPS = {'lamb_step': 'Lamb', 'larc_layer_lr': 'Larc', 'larc_step': 'Larc'}
+
+
+def _like(v, p): return isinstance(v, torch.Tensor) and v.shape == p.shape and v.dim() > 0
+
+
+def _refuse(opt, key, v, p):
+    raise ValueError(f"flat_master=True cannot be used with {type(getattr(opt, 'opt', opt)).__name__}: its state '{key}' of shape {tuple(v.shape)} belongs to a whole "
+                     f"parameter of shape {tuple(p.shape)}, not to its elements. Use `learn.to_half(flat_master=False)`.")
+
+
+class _Moves:
+    "Which share of the weights do the first steps leave where they were?"
+    steps = 8
+    def __init__(self): self.n, self.unmoved, self.total, self.before = 0, 0, 0, None
+    def before_step(self, params): self.before = [(p, p.detach().clone(), p.grad.detach().to_dense() != 0) for p in params if p.grad is not None]
+    def after_step(self, params) -> bool:
+        before, self.before = self.before, None
+        if before is None: return False
+        for p, old, had in before:
+            self.total += int(had.sum())
+            self.unmoved += int((had & (p.detach() == old)).sum())
+        self.n += 1
+        return self.n == self.steps
+    @property
+    def share(self) -> float: return self.unmoved / max(self.total, 1)
+
+
+def compensates(opt: Any) -> bool:
+    "Does `opt` keep what rounding to half precision loses? optimi's do by Kahan summation, unless told not to."
+    inner = getattr(opt, 'opt', opt)
+    return type(inner).__module__.partition('.')[0] == 'optimi' and all(g.get('kahan_sum') is not False for g in inner.param_groups)
+
+
+def kahan(
+    opt: str = 'AdamW', # The name of one of optimi's optimizers
+    **kwargs # Its arguments
+) -> Callable: # To hand to `Learner(opt_func=...)`
+    """An optimizer with Kahan summation for `to_half(master_weights=False)`, with the names that fastai's schedules need.
+
+    Needs the package torch-optimi (`pip install fastxtend_amp[kahan]`). Source: https://optimi.benjaminwarner.dev/kahan_summation.
+    """
+    try: import optimi
+    except ImportError as e: raise ImportError("kahan needs optimi: `pip install torch-optimi`.") from e
+    cls = getattr(optimi, opt, None) if isinstance(opt, str) else opt
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        known = sorted(n for n, o in vars(optimi).items() if isinstance(o, type) and issubclass(o, torch.optim.Optimizer))
+        raise ValueError(f"opt={opt!r} is not one of optimi's optimizers: {', '.join(known)}.")
+    return partial(OptimWrapper, opt=partial(cls, **{'kahan_sum': True, **kwargs}), hp_map={**pytorch_hp_map, 'beta1': 'mom', 'beta2': 'sqr_mom'})
+
+
+def bytes_per_parameter(
+    learn: Learner, # A learner in the middle of a fit, with gradients
+) -> dict[str, float]: # weights, gradients, masters, optimizer state, cast cache; bytes for each of the model's numbers
+    "What training holds for each parameter, counted from the tensors there are, each memory once. Call it before or after a step."
+    cb = next((o for o in learn.cbs if isinstance(o, MixedPrecision)), None)
+    params, weights = [*learn.model.parameters()], getattr(cb, '_weights', None)
+    copies = weights.halves if weights is not None else []
+    flat = [t for s in cb._flat.sets for t in (s.grad,)] if isinstance(cb, HalfPrecision) else []
+    inner = getattr(learn.opt, 'opt', learn.opt)
+    state = [v for s in inner.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+    n = sum(p.numel() for p in params)
+    def size(tensors): return sum({(t.device, t.untyped_storage().data_ptr()): t.untyped_storage().nbytes() for t in tensors}.values()) / n
+    copied = {id(p) for p in (weights.masters if copies else ())}
+    autocast = cb is not None and weights is None                # its cache holds a cast copy of each matrix until the batch ends
+    return {'weights': size([*copies, *(p for p in params if id(p) not in copied)]), 'gradients': size([*(p.grad for p in params if p.grad is not None), *flat]),
+            'masters': size([p for p in params if id(p) in copied]), 'optimizer state': size(state),
+            'cast cache': sum(2 * p.numel() for p in params if p.requires_grad and p.dim() > 1) / n if autocast else 0.}
+
+
+class _InModel:
+    "The copies in the model, as a context; inside another one it does nothing."
+    def __init__(self, weights: HalfWeights): self.weights = weights
+    def __enter__(self):
+        self.outer = self.weights.inside
+        if self.weights.on: self.weights.enter()
+    def __exit__(self, *exc):
+        if not self.outer: self.weights.leave()
+
+
+class _Watch(OverflowWatch):
+    "Looks for the cause with the masters in the model."
+    keep = "learn.to_half('{mode}', keep_fp32=['{name}'])"
+
+    def _alarm(self, cb, what, same=True):
+        weights = cb._weights
+        inside = weights is not None and weights.inside
+        if inside: weights.leave()
+        try: super()._alarm(cb, what, same)
+        finally:
+            if inside: weights.enter()
+
+
+class HalfPrecision(MixedPrecision):
+    """Half-precision weights with fp32 masters: what fastai v1's `to_fp16` did, without what it lost.
+
+    The model's parameters stay fp32: they are the masters that the optimizer steps on. During `fit`, validation in it
+    included, the forward and backward pass run with half-precision copies of them, rewritten after each step, and
+    floating inputs in the same dtype. Normalisation layers and `keep_fp32` stay in fp32; each module with weights casts
+    what it is given to its weights' dtype, so activations may be fp32 in between. Predictions and the loss are fp32.
+    Gradients are brought to fp32 as they arrive, once per batch, and accumulate there; DDP reduces them in fp32.
+    Loss scaling, skipped steps, history and diagnosis are `MixedPrecision`'s.
+
+    Source: Micikevicius et al., Mixed Precision Training, https://arxiv.org/abs/1710.03740, section 3.1.
+    """
+    def __init__(self,
+        dtype: str | AMPMode | torch.dtype = AMPMode.BF16, # The weights' precision: 'bf16' or 'fp16'
+        loss_scale: float | None = None, # A static loss scale; dynamic scaling if None (fp16)
+        flat_master: bool = False, # Whether the optimizer steps on few flat tensors instead of one for each parameter
+        master_weights: bool = True, # Whether there are fp32 masters; without, the optimizer steps on half-precision weights
+        keep_fp32: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules, predicates, or a list of these
+        *,
+        on_overflow: str = 'warn', # When training goes wrong: 'warn', 'raise' (`FloatingPointError`) or 'ignore'
+        patience: int = 16, # Skipped steps in a row after which training counts as going wrong (fp16)
+    ):
+        try: mode = AMPMode(dtype)
+        except ValueError: raise ValueError(f"dtype={dtype!r} cannot be used: dtype must be 'bf16' or 'fp16' (or the torch dtypes). For plain "
+                                            "fp32 use `learn.to_fp32()`.") from None
+        if mode is AMPMode.BF16 and loss_scale is not None:
+            raise ValueError(f"loss_scale={loss_scale!r} cannot be used with dtype='bf16', which needs no loss scaling. Leave it out, or take dtype='fp16'.")
+        if not master_weights and flat_master:
+            raise ValueError("flat_master=True cannot be used with master_weights=False: there is no master to make flat. Leave one of them out.")
+        if not master_weights and mode is AMPMode.FP16:
+            raise ValueError("master_weights=False cannot be used with dtype='fp16', whose gradients must be unscaled in fp32. Take dtype='bf16', or keep the masters.")
+        super().__init__(mode, loss_scale=loss_scale, on_overflow=on_overflow, patience=patience)
+        self._islands, self._watch = Islands(keep_fp32, 'keep_fp32'), _Watch(on_overflow, patience)
+        self.flat_master, self.master_weights = flat_master, master_weights
+        self._weights, self._given, self._flat, self._lowered, self._moves = None, None, FlatMasters(), False, None
+
+    def context(self):
+        "The half-precision copies in the model, inside and outside `fit`; see `Learner.amp_context`."
+        return self._in_model()
+
+    @contextmanager
+    def _in_model(self) -> Iterator[None]:
+        own = self._weights is None
+        weights = HalfWeights(self.learn.model, self.amp_mode.dtype, self._islands.check(self.learn.model)) if own else self._weights
+        try:
+            on, weights.on = weights.on, True
+            try:
+                with _InModel(weights): yield
+            finally: weights.on = on
+        finally:
+            if own: weights.close()
+
+    # -- the events of fastai's loop
+
+    def before_train(self):
+        super().before_train()
+        self._weights.on = True
+        if not self.master_weights: self._lower()
+        self._changed()
+    def before_validate(self): self._changed()
+
+    def before_batch(self):
+        "Put the half-precision weights into the model and bring floating inputs to their dtype."
+        if self._fit is None: self._open()                       # added in the middle of a fit
+        if self.learn.training: self._weights.on = True
+        if not self.master_weights and self._weights.on: self._lower()
+        if not self._weights.fits(self.learn.model) and not self._weights.inside: self._renew()
+        super().before_batch()
+        if not self._weights.on: return                          # `validate` and `get_preds` outside `fit`
+        dtype, xb = self.amp_mode.dtype, self.learn.xb
+        self.learn.xb = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, xb)
+        self._given = xb, self.learn.xb
+
+    def after_pred(self):
+        "Give the loss and the metrics fp32, and callbacks the inputs as they came."
+        super().after_pred()
+        self._inputs_back()
+
+    def _after_forward(self):
+        "The backward pass may run parts of the forward pass again (activation checkpointing)."
+        if not self.learn.training: self._exit_autocast()
+
+    def after_backward(self):
+        "Put the masters back: the step is theirs."
+        self._exit_autocast()
+
+    def before_step(self):
+        super().before_step()
+        if self._moves is not None: self._moves.before_step(self._weights.masters)
+
+    def after_step(self):
+        super().after_step()
+        self._changed()
+        if self._moves is not None and self._moves.after_step(self._weights.masters): self._warn_unmoved()
+
+    def after_train(self):
+        super().after_train()
+        if self._moves is not None and self._moves.n: self._warn_unmoved()
+
+    # -- how that is done
+
+    def _lower(self):
+        if self._lowered: return
+        self._lowered, self._moves = True, None if compensates(self.learn.opt) else _Moves()
+        if isinstance(self.learn.model, nn.parallel.DistributedDataParallel):
+            raise ValueError("master_weights=False cannot be used with DistributedDataParallel, which would not reduce the gradients of weights that "
+                             "change their dtype. Use `learn.to_half()`, with masters.")
+        self._weights.lower()
+
+    def _warn_unmoved(self):
+        moves, self._moves = self._moves, None
+        warnings.warn(f"master_weights=False with {type(getattr(self.learn.opt, 'opt', self.learn.opt)).__name__}, which does not compensate for rounding: small updates "
+                      f"are lost. In the first {moves.n} steps {moves.share:.0%} of the weights with a gradient did not move. Use an optimizer with Kahan "
+                      "summation (`fastxtend_amp.half.kahan`), or keep the masters.")
+
+    def _changed(self):
+        if self._weights is not None: self._weights.stale = True
+
+    def _inputs_back(self):
+        given, self._given = self._given, None
+        if given is not None and self.learn.xb is given[1]: self.learn.xb = given[0]
+
+    def _renew(self):
+        on = self._weights is not None and self._weights.on
+        if self._weights is not None: self._weights.close()
+        self._weights = HalfWeights(self.learn.model, self.amp_mode.dtype, self._islands.check(self.learn.model), self.master_weights)
+        self._weights.on = on
+
+    def _step(self, step):
+        if self.flat_master: self._flat.step(self.learn.opt, step)
+        else: step()
+
+    def _check_training(self):
+        super()._check_training()
+        check_model(self.learn.model, self.learn.opt)
+        if self.flat_master: FlatMasters.check(self.learn.opt)
+
+    def _new_context(self): return _InModel(self._weights)
+
+    def _open(self):
+        super()._open()
+        self._renew()
+
+    def _enter_batch(self):
+        batch = super()._enter_batch()
+        if batch is not None: batch.inside = self._weights is not None and self._weights.inside
+        return batch
+
+    def _leave_batch(self, batch, error):
+        "Also after an interrupt in the middle of putting the weights in or out."
+        if self._weights is not None and not batch.inside: self._weights.leave()
+        self._inputs_back()
+        super()._leave_batch(batch, error)
+
+    def _close(self):
+        if self._weights is not None: self._weights.close()
+        self._weights = self._given = self._moves = None
+        self._lowered = False
+        self._flat.close()
+        super()._close()
+
+
+HalfPrecision.__signature__ = inspect.signature(HalfPrecision.__init__).replace(
+    parameters=list(inspect.signature(HalfPrecision.__init__).parameters.values())[1:])
