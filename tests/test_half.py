@@ -381,7 +381,6 @@ def test_without_masters_small_updates_are_lost_and_it_says_so():
 
 
 def test_kahan_summation_keeps_small_updates(recwarn):
-    pytest.importorskip('optimi')
     from fastxtend_amp.half import kahan
     learn = learner(nn.Sequential(nn.Linear(6, 1)), opt_func=kahan('SGD', weight_decay=0.)).to_half(master_weights=False)
     with torch.no_grad(): learn.model[0].weight.fill_(1.)
