@@ -26,6 +26,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from .callback import MixedPrecision
+from .half import HalfPrecision
 from .mode import AMPMode, _cpu_features, autocast_available, mode_support
 from .scaling import DEFAULTS, LossScaling
 
@@ -182,6 +183,15 @@ def _fastai(task: Task, mode: AMPMode | None, opt: str, scale: float, cb: Callab
     return Run(lambda: learn.fit(1), learn.model, skipped if mode else None, learn)
 
 
+def _half(task: Task, mode: AMPMode, opt: str, scale: float, flat: bool = False) -> Run:
+    "A fastai learner with half-precision weights and fp32 masters; the loss scale is static."
+    learn = _learner(task, opt)
+    learn.add_cb(HalfPrecision(mode, scale if mode is AMPMode.FP16 else None, flat))
+    backward = learn._backward
+    learn._backward = lambda: task.clock.backward(backward)
+    return Run(lambda: learn.fit(1), learn.model, None, learn)
+
+
 def _by_hand(task: Task, mode: AMPMode | None, opt: str, scale: float) -> Run:
     "The loop that PyTorch's documentation shows."
     model = task.model()
@@ -271,6 +281,8 @@ CONTESTANTS = [
     Contestant('by hand', _by_hand, 'by hand', 'fused AdamW'),
     Contestant('fastxtend_amp', _fastai, 'fastai', 'Adam'),
     Contestant('fastxtend_amp', _fastai, 'fastai', 'fused AdamW'),
+    *(Contestant(name, partial(_half, flat=flat), 'fastai', opt, fp32=False)
+      for name, flat in (('to_half', False), ('to_half, flat', True)) for opt in ('Adam', 'fused AdamW')),
     Contestant("fastai's own", partial(_fastai, cb=fp16.MixedPrecision), 'fastai', 'Adam', fp32=False),
     Contestant("fastai's own", partial(_fastai, cb=fp16.MixedPrecision), 'fastai', 'fused AdamW', fp32=False),
     Contestant('Fabric', _fabric, 'Fabric', 'fused AdamW', 'lightning_fabric'),

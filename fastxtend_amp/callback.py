@@ -290,7 +290,7 @@ class MixedPrecision(fp16.MixedPrecision):
         device = self._device()
         self._mode = mode = self._decide(device)
         self._islands.apply(self.learn.model)                    # it may be another model by now
-        if mode is not None: check_layers(mode, device, unwrapped(self.learn.model), self._islands.covers)
+        if mode is not None: self._check_layers(mode, device)
         self._fit = _Fit(device, mode)
         if mode is not None: self._fit.replicas = tell_replicas(self.learn.model, device.type, mode.dtype)
         scaler = self._scaling.start(device.type, scaled=mode is not None and mode.needs_loss_scaling)
@@ -299,6 +299,8 @@ class MixedPrecision(fp16.MixedPrecision):
         cache_loses_gradients()                                  # asked here, so that no batch is interrupted in it
         self._guard.install(self.learn)
         self.learn.scaler = scaler
+
+    def _check_layers(self, mode, device): check_layers(mode, device, unwrapped(self.learn.model), self._islands.covers)
 
     def _check_training(self):
         fit, self._fit.checked = self._fit, True

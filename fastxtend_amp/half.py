@@ -544,6 +544,8 @@ class HalfPrecision(MixedPrecision):
         if self.flat_master: self._flat.step(self.learn.opt, step)
         else: step()
 
+    def _check_layers(self, mode, device): pass                  # without autocast PyTorch runs LSTMs by other kernels
+
     def _check_training(self):
         super()._check_training()
         check_model(self.learn.model, self.learn.opt)
