@@ -28,7 +28,7 @@ def rows(report, mode, **which): return [r for r in report[1]['rows'] if r['mode
 def test_runs_without_peers_and_every_contestant_runs(report):
     out = report[1]
     assert {r['contestant'] for r in out['rows']} == {'by hand', 'fastai loop', 'fastxtend_amp', 'to_half', 'to_half, flat', "fastai's own"}
-    assert len(out['rows']) == 4 + 6 + 6 and all(r['blocks'] == 2 and r['ms'] > 0 for r in out['rows'])
+    assert len(out['rows']) == 4 + 10 + 10 and all(r['blocks'] == 2 and r['ms'] > 0 for r in out['rows'])
     assert {r['note'] for r in out['rows']} <= {'', 'never leaves fp32 on cpu'}
 
 
