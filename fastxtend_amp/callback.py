@@ -103,8 +103,8 @@ class MixedPrecision(fp16.MixedPrecision):
     @learn.setter
     def learn(self, learn):                                      # set by `add_cb`, and to None by `remove_cb`
         if self.learn is not None and learn is not self.learn: self._detach()
+        if learn is not None: self._islands.apply(learn.model)   # first: it may raise
         self._learn = learn
-        if learn is not None: self._islands.apply(learn.model)
         # A callback may add us in the middle of a fit: `before_batch` is too late to guard that batch.
         if learn is not None and getattr(learn, 'dl', None) is not None: self._guard.install(learn)
 

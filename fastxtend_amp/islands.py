@@ -7,13 +7,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from fastcore.foundation import L
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .convert import to_fp32
+from .convert import is_half, to_fp32
 
 __all__ = ['Fp32Forward', 'Islands', 'match_modules']
 
 ROOT = '(model)'  # the name of the model itself among its modules
+_LISTS = (list, tuple, set, frozenset, L)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -38,16 +41,24 @@ def match_modules(
 ) -> dict[str, nn.Module]: # The matched modules by name, in the model's order; one inside a matched one is left out
     """The modules of `model` that `spec` means; `'(model)'` is the name of the whole.
 
+    A module without a forward (`nn.ModuleList`, `nn.ModuleDict`) means the modules in it.
+
     Raises `ValueError` for a part of `spec` that matches nothing, with near names, and `TypeError` for one of another kind.
     """
     places, found = list(qualified_names(model)), {}
-    for part in spec if isinstance(spec, (list, tuple, set, frozenset)) else [spec]:
+    for part in spec if isinstance(spec, _LISTS) else [spec]:
         test = _test(part, arg)
         hits = {name: m for name, m in places if test(name, m)}
         if not hits: raise ValueError(f"{arg}={part!r} matches no module of the model. {_near(part, places)}")
         found.update(hits)
-    order = [(name, m) for name, m in places if name in found]
+    holders = [name for name, m in found.items() if _only_holds(m)]
+    found.update((name, m) for name, m in places if any(_inside(name, holder) for holder in holders))
+    order = [(name, m) for name, m in places if name in found and not _only_holds(m)]
+    found = dict(order)
     return {name: m for name, m in order if not any(_inside(name, other) for other in found)}
+
+
+def _only_holds(m): return type(m).forward is nn.Module.forward and 'forward' not in vars(m) and bool(m._modules)
 
 
 def _inside(name, other): return name != other and (other == ROOT or name.startswith(other + '.'))
@@ -82,13 +93,20 @@ class Fp32Forward:
 
     def __call__(self, *args, **kwargs):
         self.called = True
-        args, kwargs = to_fp32(args), to_fp32(kwargs)
+        # `torch.compile` does not trace `to_fp32` into nested containers; pytree knows the built-in ones
+        if torch.compiler.is_compiling(): args, kwargs = tree_map_only(torch.Tensor, _float, (args, kwargs))
+        else: args, kwargs = to_fp32(args), to_fp32(kwargs)
         device_type = _device_type(args, kwargs, self.module)
         if not torch.is_autocast_enabled(device_type): return self._forward(*args, **kwargs)
         with torch.autocast(device_type, enabled=False): return self._forward(*args, **kwargs)
 
     def _forward(self, *args, **kwargs):
         return type(self.module).forward(self.module, *args, **kwargs) if self.inner is None else self.inner(*args, **kwargs)
+
+    def onto(self, module: nn.Module) -> None:
+        "Do for `module`, a shallow copy, what this one does for the module it was copied from."
+        module.forward = f = type(self)(module)
+        f.inner, f.called = self.inner, self.called
 
     def remove(self) -> None:
         "Give the module the forward back that it had."
@@ -97,23 +115,25 @@ class Fp32Forward:
         else: self.module.forward = self.inner
 
 
+def _float(t): return t.float() if is_half(t) else t
+
+
 def _device_type(args, kwargs, module) -> str:
-    for x in (*args, *kwargs.values()):
-        if isinstance(x, torch.Tensor): return x.device.type
-    p = next(module.parameters(), None)
-    return 'cpu' if p is None else p.device.type
+    p = next(module.parameters(), None)                          # first: lengths and the like may stay on the CPU
+    if p is not None: return p.device.type
+    types = [x.device.type for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    return next((t for t in types if t != 'cpu'), 'cpu')
 
 
 class Islands:
     "The modules of one model that are kept in fp32."
     def __init__(self, spec: Any, arg: str = 'fp32_modules'):
         self.spec, self.arg, self.forwards = spec, arg, {}
-        if spec is not None and not isinstance(spec, (list, tuple, set, frozenset)): _test(spec, arg)
-        for part in spec if isinstance(spec, (list, tuple, set, frozenset)) else (): _test(part, arg)
+        for part in spec if isinstance(spec, _LISTS) else () if spec is None else [spec]: _test(part, arg)
 
     def check(self, model: nn.Module) -> dict[str, nn.Module]:
         "The modules that `apply` would keep; raises what `match_modules` does."
-        if self.spec is None or (isinstance(self.spec, (list, tuple, set, frozenset)) and not self.spec): return {}
+        if self.spec is None or (isinstance(self.spec, _LISTS) and not self.spec): return {}
         modules = match_modules(model, self.spec, self.arg)
         for name, m in modules.items():
             if isinstance(m, torch.jit.ScriptModule):
@@ -146,7 +166,9 @@ class Islands:
 @contextmanager
 def kept_in_fp32(model: nn.Module, spec: Any) -> Iterator[None]:
     "Keep the modules that `spec` means in fp32 inside."
-    islands = Islands(spec)
+    islands, before = Islands(spec), {id(m): m.__dict__.get('forward') for m in unwrapped(model).modules()}
     islands.apply(model)
     try: yield
-    finally: islands.remove()
+    finally:
+        for f in islands.forwards.values():
+            if before[id(f.module)] is not f: f.remove()         # the others are the learner's own

@@ -7,17 +7,26 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from .islands import Fp32Forward
+
 
 class ReplicaDtype:
     """A forward pre-hook that sets autocast's dtype where autocast is on.
 
     The dtype belongs to a thread. `torch.nn.parallel.parallel_apply` tells its threads only that autocast is on, so they
     would take the device's default: on CUDA fp16, and for a model in bf16 without a loss scale. Each thread enters an
-    autocast of its own around the replica, whose end undoes this.
+    autocast of its own around the replica, whose end undoes this. A replica is a shallow copy, so a module that is kept
+    in fp32 has the forward of the original, with its weights, until it is given one of its own.
     """
     def __init__(self, device_type: str, dtype: torch.dtype): self.device_type, self.dtype = device_type, dtype
     def __call__(self, module: nn.Module, args: Any) -> None:
         if torch.is_autocast_enabled(self.device_type): torch.set_autocast_dtype(self.device_type, self.dtype)
+        if not getattr(module, '_is_replica', False): return
+        for m in module.modules():
+            forward = m.__dict__.get('forward')
+            if isinstance(forward, Fp32Forward) and forward.module is not m:
+                forward.called = True                            # by way of its replica
+                forward.onto(m)
 
 
 def tell_replicas(model: nn.Module, device_type: str, dtype: torch.dtype) -> RemovableHandle | None:

@@ -3,10 +3,12 @@ from functools import partial
 
 import pytest, torch
 from fastai.learner import load_learner
+from fastcore.foundation import L
 from torch import nn
 
 from fastxtend_amp import MixedPrecision
-from fastxtend_amp.islands import Fp32Forward, Islands, match_modules
+from fastxtend_amp.islands import Fp32Forward, Islands, kept_in_fp32, match_modules
+from fastxtend_amp.replicas import tell_replicas
 from helpers import Attentive, learner, mlp, opt_state, params, same, same_state
 
 
@@ -29,10 +31,21 @@ def noting(): torch.manual_seed(0); return nn.Sequential(Notes(6, 8), nn.Sequent
 @pytest.mark.parametrize('spec,names', [
     ('attn', ['attn']), ('head.*', ['head.0', 'head.1', 'head.2']), (nn.LayerNorm, ['norm']), (['emb', nn.LayerNorm], ['emb', 'norm']),
     (lambda m: isinstance(m, nn.Linear) and m.out_features == 1, ['head.2']), (('head', 'head.0', 'attn.*'), ['attn.q', 'attn.k', 'attn.v', 'head']),
-    ('(model)', ['(model)']), ('*', ['(model)']), ({'norm'}, ['norm']),
+    ('(model)', ['(model)']), ('*', ['(model)']), ({'norm'}, ['norm']), (L('norm', 'emb'), ['emb', 'norm']),
 ])
 def test_what_can_be_named(spec, names):
     assert list(match_modules(Attentive(), spec)) == names
+
+
+@pytest.mark.parametrize('spec', ['layers', 'layers*', nn.ModuleList])
+def test_a_list_of_modules_means_the_modules_in_it(spec):
+    class Net(nn.Module):
+        def __init__(self): super().__init__(); self.layers, self.out = nn.ModuleList([Notes(6, 6), nn.ModuleList([Notes(6, 6)])]), Notes(6, 1)
+        def forward(self, x): return self.out(self.layers[1][0](self.layers[0](x)))
+    learn = learner(Net()).to_bf16(fp32_modules=spec)
+    learn.fit(1)
+    assert kept(learn.model) == ['layers.0', 'layers.1.0']
+    assert [m.seen[1] for m in (learn.model.layers[0], learn.model.layers[1][0], learn.model.out)] == [torch.float32, torch.float32, torch.bfloat16]
 
 
 def test_modules_of_the_model_can_be_named_themselves():
@@ -129,6 +142,15 @@ def test_outside_autocast_it_changes_nothing():
     assert torch.equal(model(x), expected) and model(x.bfloat16()).dtype is torch.float32
 
 
+def test_the_device_is_that_of_the_weights_not_of_the_first_input():
+    class Padded(nn.Module):
+        def __init__(self): super().__init__(); self.inner = nn.Linear(6, 1)
+        def forward(self, lengths, x): return self.inner(x)
+    model = Padded()
+    Islands('(model)').apply(model)
+    with torch.autocast('cpu', dtype=torch.bfloat16): assert model(torch.ones(2, device='meta'), torch.randn(2, 6)).dtype is torch.float32
+
+
 # -- how long it lasts
 
 def test_gone_after_to_fp32_and_replaced_with_the_callback():
@@ -140,6 +162,18 @@ def test_gone_after_to_fp32_and_replaced_with_the_callback():
     assert kept(learn.model) == [] and 'forward' not in vars(learn.model.attn)
     learn.add_cb(MixedPrecision('bf16', fp32_modules='head'))
     assert kept(learn.to_fp32().model) == []
+
+
+def test_what_was_kept_before_stays_kept():
+    learn = learner(Attentive()).to_bf16(fp32_modules='attn')
+    with kept_in_fp32(learn.model, ['attn', 'norm']): assert kept(learn.model) == ['attn', 'norm']
+    assert kept(learn.model) == ['attn']
+
+
+def test_a_callback_that_could_not_be_added_belongs_to_no_learner():
+    cb = MixedPrecision('bf16', fp32_modules='attn')
+    with pytest.raises(ValueError): learner().add_cb(cb)
+    assert cb.learn is None and kept(learner(Attentive(), cbs=cb).model) == ['attn']
 
 
 def test_a_forward_of_ones_own_on_the_instance_is_used_and_given_back():
@@ -216,6 +250,20 @@ def test_compiles_in_one_graph():
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize('pack', [lambda x: {'a': x, 'b': x}, lambda x: [x, x], lambda x: (x, {'b': x})])
+def test_nested_inputs_compile_in_one_graph(pack):
+    class Product(nn.Module):
+        def forward(self, xs): a, b = xs.values() if isinstance(xs, dict) else xs; return a @ (b['b'] if isinstance(b, dict) else b).mT
+    class Net(nn.Module):
+        def __init__(self): super().__init__(); self.emb, self.product = nn.Linear(6, 4), Product()
+        def forward(self, x): return self.product(pack(self.emb(x)))
+    model = Net()
+    Islands('product').apply(model)
+    with torch.autocast('cpu', dtype=torch.bfloat16): out = torch.compile(model, backend='eager', fullgraph=True)(torch.randn(3, 6))
+    assert out.dtype is torch.float32
+    torch._dynamo.reset()
+
+
 def test_trains_under_ddp():
     code = '''
 import sys, torch, torch.distributed as dist; sys.path.insert(0, 'tests')
@@ -234,6 +282,20 @@ dist.destroy_process_group()
         out = subprocess.run([sys.executable, '-W', 'ignore', '-c', code, f'{d}/init'], capture_output=True, text=True, timeout=120,
                              cwd=Path(__file__).parent.parent)
     assert out.stdout.split()[-2:] == ['True', 'Fp32Forward'], out.stderr
+
+
+def test_replicas_run_their_own_weights():
+    model, x = Attentive(gain=1.), torch.randn(2, 6, 8)
+    Islands('attn').apply(model)
+    handle = tell_replicas(nn.DataParallel(model), 'cpu', torch.bfloat16)
+    replica = model._replicate_for_data_parallel()
+    replica._modules['attn'] = model.attn._replicate_for_data_parallel()
+    for name, m in model.attn.named_children(): replica._modules['attn']._modules[name] = copy.deepcopy(m)
+    with torch.no_grad(): model.attn.v.weight.zero_(); model.attn.v.bias.zero_()
+    with torch.autocast('cpu', dtype=torch.bfloat16): replica(torch.randn(2, 6))
+    handle.remove()
+    assert replica.attn.forward.module is replica.attn and model.attn.forward.module is model.attn and model.attn.forward.called
+    assert replica.attn(x).abs().sum() > 0 and model.attn(x).abs().sum() == 0
 
 
 def test_a_module_whose_forward_never_runs_is_told_with_its_parent():
