@@ -26,8 +26,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from .callback import MixedPrecision
-from .half import HalfPrecision
-from .mode import AMPMode, _cpu_features, autocast_available, mode_support
+from .half import HalfPrecision, bytes_per_parameter, kahan
+from .mode import AMPMode, Support, _cpu_features, autocast_available, mode_support
 from .scaling import DEFAULTS, LossScaling
 
 BLOCK = .4              # seconds that a block of steps may take: big models get fewer steps in each
@@ -109,14 +109,17 @@ class Clock:
 
     Every contestant draws its batches here, so that the same stretch is timed in all of them; CUDA is timed by events.
     """
-    def __init__(self, device: torch.device, batches: list[tuple]): self.device, self.data, self.n, self.marks = device, batches, 0, []
+    def __init__(self, device: torch.device, batches: list[tuple]):
+        self.device, self.data, self.n = device, batches, 0
+        self.marks: list[Any] = []                               # seconds, or CUDA events
     def __len__(self): return self.n
     def to(self, device): return self
 
     def mark(self) -> None:
-        if self.device.type == 'cuda': event = torch.cuda.Event(enable_timing=True); event.record()
-        else: event = time.perf_counter()
-        self.marks.append(event)
+        if self.device.type == 'cuda':
+            self.marks.append(torch.cuda.Event(enable_timing=True))
+            self.marks[-1].record()
+        else: self.marks.append(time.perf_counter())
 
     def __iter__(self) -> Iterator[tuple]:
         self.marks = []
@@ -158,7 +161,8 @@ class Run(NamedTuple):
 
 LOSS = CrossEntropyLossFlat()
 FUSED = partial(torch.optim.AdamW, fused=True)
-OPTIMIZERS = {'Adam': Adam, 'fused AdamW': partial(OptimWrapper, opt=FUSED)}
+OPTIMIZERS = {'Adam': Adam, 'fused AdamW': partial(OptimWrapper, opt=FUSED), 'AdamW': partial(OptimWrapper, opt=torch.optim.AdamW),
+              'Kahan': lambda *args, **kwargs: kahan('AdamW')(*args, **kwargs)}    # the last two for the memory alone
 
 
 def _learner(task, opt, model=None, clock=None):
@@ -176,9 +180,12 @@ def _fastai(task: Task, mode: AMPMode | None, opt: str, scale: float, cb: Callab
     learn = _learner(task, opt)
     own = cb is not MixedPrecision                               # fastai's own
     if mode is not None: learn.add_cb(cb(mode.value, **({'init_scale': scale} if mode is AMPMode.FP16 else {})))
-    backward, step, counts = learn._backward, learn._step, Counter()
-    learn._backward = lambda: (counts.update(('batch',)), task.clock.backward(backward))
-    if own: learn._step = lambda: (counts.update(('step',)), step())
+    backward, step = learn._backward, learn._step
+    counts: Counter[str] = Counter()
+    def count_batch(): counts['batch'] += 1; task.clock.backward(backward)
+    def count_step(): counts['step'] += 1; step()
+    learn._backward = count_batch
+    if own: learn._step = count_step
     skipped = (lambda: counts['batch'] - counts['step']) if own else (lambda: learn.mixed_precision.n_skipped)
     return Run(lambda: learn.fit(1), learn.model, skipped if mode else None, learn)
 
@@ -222,10 +229,23 @@ def _by_hand(task: Task, mode: AMPMode | None, opt: str, scale: float) -> Run:
 class Unavailable(Exception): "This contestant cannot run here; the message says why."
 
 
+def _loop(task, model, ready, backward) -> Run:
+    "The loop that Fabric's and Accelerate's documentation show, on the `ready` network and optimizer."
+    wrapped, optimizer = ready
+    def steps():
+        wrapped.train()
+        for xb, yb in task.clock:
+            loss = LOSS(wrapped(xb), yb)
+            task.clock.backward(partial(backward, loss))
+            optimizer.step()
+            optimizer.zero_grad()
+    return Run(steps, model)
+
+
 def _fabric(task: Task, mode: AMPMode | None, opt: str, scale: float) -> Run:
     "Lightning Fabric."
     from lightning_fabric import Fabric
-    precision = f'{mode.value.removeprefix("fp")}-mixed' if mode else '32-true'
+    precision: Any = f'{mode.value.removeprefix("fp")}-mixed' if mode else '32-true'
     plugins = []
     if mode is AMPMode.FP16 and task.device.type == 'cuda':
         from lightning_fabric.plugins.precision import MixedPrecision as Plugin
@@ -233,15 +253,7 @@ def _fabric(task: Task, mode: AMPMode | None, opt: str, scale: float) -> Run:
     fabric = Fabric(accelerator=task.device.type, devices=[task.device.index or 0] if task.device.type == 'cuda' else 1, precision=precision, plugins=plugins)
     if precision and fabric._precision.precision != precision: raise Unavailable(f'Fabric takes {fabric._precision.precision} instead')
     model = task.model()
-    wrapped, optimizer = fabric.setup(model, FUSED(model.parameters(), lr=LR))
-    def steps():
-        wrapped.train()
-        for xb, yb in task.clock:
-            loss = LOSS(wrapped(xb), yb)
-            task.clock.backward(partial(fabric.backward, loss))
-            optimizer.step()
-            optimizer.zero_grad()
-    return Run(steps, model)
+    return _loop(task, model, fabric.setup(model, FUSED(model.parameters(), lr=LR)), fabric.backward)
 
 
 def _accelerate(task: Task, mode: AMPMode | None, opt: str, scale: float) -> Run:
@@ -254,15 +266,7 @@ def _accelerate(task: Task, mode: AMPMode | None, opt: str, scale: float) -> Run
     if accelerator.device.type != task.device.type: raise Unavailable(f'Accelerate takes {accelerator.device}')
     if mode is AMPMode.FP16 and accelerator.scaler is None: raise Unavailable(f'Accelerate does not scale the loss on {task.device.type}')
     model = task.model()
-    wrapped, optimizer = accelerator.prepare(model, FUSED(model.parameters(), lr=LR))
-    def steps():
-        wrapped.train()
-        for xb, yb in task.clock:
-            loss = LOSS(wrapped(xb), yb)
-            task.clock.backward(partial(accelerator.backward, loss))
-            optimizer.step()
-            optimizer.zero_grad()
-    return Run(steps, model)
+    return _loop(task, model, accelerator.prepare(model, FUSED(model.parameters(), lr=LR)), accelerator.backward)
 
 
 class Contestant(NamedTuple):
@@ -352,14 +356,15 @@ class Match:
             return x.to(device, **like) if x.is_floating_point() else x.to(device), y.to(device)
         self.n_params = sum(p.numel() for p in net.parameters())
         self.task = Task(model, Clock(device, [batch() for _ in range(2)]), device)
-        self.support = {m: mode_support(m, device) if m else None for m in (None, *modes)}
+        self.support = {m: mode_support(m, device) if m else Support('native', 'fp32') for m in (None, *modes)}
         self.rows = [Row(c, m) for m in (None, *modes) for c in CONTESTANTS
                      if (m or c.fp32) and (c.module is None or _importable(c.module))]
 
-    def _emulated(self, mode): return mode is not None and self.support[mode].status == 'emulated'
+    def _emulated(self, mode): return self.support[mode].status == 'emulated'
 
     def block(self, row: Row, n: int) -> np.ndarray: # Milliseconds per step: all, forward, backward
-        "Train `row`'s contestant for `n` steps."
+        "Train `row`'s contestant, which was built, for `n` steps."
+        assert row.run is not None
         self.task.clock.n = n
         row.run.steps()
         return self.task.clock.times()
@@ -383,7 +388,7 @@ class Match:
         for mode in self.support:
             rows = [r for r in self.rows if r.mode is mode]
             why, brief = '', False
-            if mode and self.support[mode].status == 'unsupported': why = self.support[mode].why
+            if self.support[mode].status == 'unsupported': why = self.support[mode].why
             elif self._emulated(mode):
                 seconds = self._seconds_in(mode)
                 if isinstance(seconds, str): why = seconds
@@ -391,7 +396,7 @@ class Match:
                     why, brief = f'left out: emulated here, a step takes about {seconds:.0f} s', seconds < BUDGET / 2
             for row in rows:
                 row.note = why
-                if not why or brief and row.contestant.opt == 'Adam': self._prepare(row, brief)
+                if not why or (brief and row.contestant.opt == 'Adam'): self._prepare(row, brief)
                 yield row
 
     def _prepare(self, row, brief=False):
@@ -441,12 +446,11 @@ class Match:
         if row.mode is not AMPMode.FP16 or row.run is None or row.run.skipped is None or ms * 2 * SETTLE_STEPS > BUDGET * 250: return
         if row.runs_in != 'float16' or row.note.startswith('its first'): return
         fresh = row.contestant.build(self.task, row.mode, row.contestant.opt, SETTLE)
-        found = []
-        for _ in range(2):
+        def skipped():
             self.task.clock.n = SETTLE_STEPS
             fresh.steps()
-            found.append(fresh.skipped())
-        row.skips = tuple(found)
+            return fresh.skipped()
+        row.skips = skipped(), skipped()
 
     def release(self) -> None:
         "Let go of the networks."
@@ -558,14 +562,16 @@ def event_times(modes: Sequence[AMPMode], device: torch.device, steps: int = 80,
                 for name, cls in (('fastxtend_amp', MixedPrecision), ("fastai's own", fp16.MixedPrecision)):
                     meter = meters[mode, name] = Meter()
                     run = runs[mode, name] = _fastai(task, mode, 'Adam', SCALE, timed(cls, meter) if name == "fastai's own" else MixedPrecision)
+                    learn: Any = run.learn
                     if name == 'fastxtend_amp':
-                        run.learn.mixed_precision.__class__ = timed(MixedPrecision, meter)
+                        learn.mixed_precision.__class__ = timed(MixedPrecision, meter)
                         watch = Watch(); watch.meter = meter
-                        run.learn.add_cb(watch)
-                    run.learn._backward = meter.lap(run.learn._backward)
+                        learn.add_cb(watch)
+                    learn._backward = meter.lap(learn._backward)
                     task.clock.n = 5
                     run.steps()
-            found, order = {k: [] for k in runs}, list(runs)
+            order = list(runs)
+            found: dict[Any, list[float]] = {k: [] for k in runs}
             for i in range(repeats):
                 for key in order[i % len(order):] + order[:i % len(order)]:
                     meters[key].laps, task.clock.n = [], steps
@@ -582,8 +588,7 @@ def event_times(modes: Sequence[AMPMode], device: torch.device, steps: int = 80,
 
 def unscaling(device: torch.device, sizes: Sequence[int] = (10, 100, 1000, 10000), repeats: int = 5) -> list[dict]:
     "Aten calls and host milliseconds to unscale the gradients of so many parameter tensors, of one element each."
-    rows = []
-    for n in sizes:
+    def one(n):
         params = [nn.Parameter(torch.zeros(1, device=device)) for _ in range(n)]
         for p in params: p.grad = torch.ones(1, device=device)
         opt, scaling, times = Adam(params, lr=LR), LossScaling(**{**DEFAULTS, 'init_scale': SCALE}, enabled=True), []
@@ -595,7 +600,29 @@ def unscaling(device: torch.device, sizes: Sequence[int] = (10, 100, 1000, 10000
             times.append((time.perf_counter() - start) * 1000)
             scaling.update()
         scaling.scale(torch.ones(1, device=device))
-        rows.append(dict(parameters=n, aten_calls=_ops(lambda: scaling.unscale(opt)).total(), host_ms=float(np.median(times[1:]))))
+        return dict(parameters=n, aten_calls=_ops(lambda: scaling.unscale(opt)).total(), host_ms=float(np.median(times[1:])))
+    return [one(n) for n in sizes]
+
+
+def memory(device: torch.device, mode: AMPMode = AMPMode.BF16) -> list[dict]:
+    "Bytes that training holds for each parameter of an MLP, by what they are for, counted in the second step."
+    if mode_support(mode, device).status == 'unsupported': return []
+    def model():
+        torch.manual_seed(0)
+        return _mlp(256, 2).to(device)
+    task = Task(model, Clock(device, [(torch.randn(16, 256, device=device), torch.zeros(16, dtype=torch.long, device=device))]), device)
+    def count_bytes(name, opt, *cbs):
+        class Count(Callback):
+            order = 11
+            def after_step(self): found.update(bytes_per_parameter(self.learn))
+        found: dict[str, Any] = dict(training=name)
+        task.clock.n = 2
+        _learner(task, opt).add_cbs([*cbs, Count()]).fit(1)
+        return found
+    rows = [count_bytes('fp32', 'AdamW'), count_bytes(f'autocast ({mode.value})', 'AdamW', MixedPrecision(mode)),
+            count_bytes('to_half', 'AdamW', HalfPrecision(mode)), count_bytes('to_half, flat', 'AdamW', HalfPrecision(mode, flat_master=True)),
+            count_bytes('to_half, no masters', 'AdamW', HalfPrecision(mode, master_weights=False))]
+    if _importable('optimi'): rows.append(count_bytes('to_half, no masters, Kahan', 'Kahan', HalfPrecision(mode, master_weights=False)))
     return rows
 
 
@@ -637,14 +664,15 @@ def bench(
     repeats: int = 9, # Blocks for each contestant
 ) -> dict[str, Any]: # Plain values: machine, settings, models, rows, events, unscaling
     "Time and count all contestants on `models`, in one process and interleaved."
-    device, modes = torch.device(device or ('cuda' if torch.cuda.is_available() else 'cpu')), [AMPMode(m) for m in modes]
-    out = dict(machine=machine(device), settings=dict(steps=steps, repeats=repeats, modes=[m.value for m in modes], noisy_above=NOISY, scale=SCALE,
-                                                      settle_scale=SETTLE, settle_steps=SETTLE_STEPS),
-               support={m.value: list(mode_support(m, device)) for m in modes}, models=[], rows=[], events=[], unscaling=[])
+    device, wanted = torch.device(device or ('cuda' if torch.cuda.is_available() else 'cpu')), [AMPMode(m) for m in modes]
+    out: dict[str, Any] = dict(
+        machine=machine(device), settings=dict(steps=steps, repeats=repeats, modes=[m.value for m in wanted], noisy_above=NOISY, scale=SCALE,
+                                               settle_scale=SETTLE, settle_steps=SETTLE_STEPS),
+        support={m.value: list(mode_support(m, device)) for m in wanted}, models=[], rows=[], events=[], unscaling=[], memory=[])
     with _no_tf32(), warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):   # the report alone goes to stdout
         warnings.simplefilter('ignore')                          # the table says what is emulated, and what never leaves fp32
         for name in models:
-            match = Match(name, modes, device)
+            match = Match(name, wanted, device)
             out['models'].append(dict(name=name, what=_WHAT.get(name, name), batch_size=match.bs, memory_format=match.format, parameters=match.n_params))
             print(f'\n{name}')
             for _ in progress_bar(match.prepare(), total=len(match.rows), leave=False): pass
@@ -653,8 +681,9 @@ def bench(
             for row in match.rows: match.settle(row)
             out['rows'] += match.records()
             match.release()
-        if 'tiny' in models and modes: out['events'] = event_times(modes, device, repeats=max(3, repeats))
-        if AMPMode.FP16 in modes: out['unscaling'] = unscaling(device)
+        if 'tiny' in models and wanted: out['events'] = event_times(wanted, device, repeats=max(3, repeats))
+        if AMPMode.FP16 in wanted: out['unscaling'] = unscaling(device)
+        if wanted: out['memory'] = memory(device)
     return out
 
 
@@ -665,22 +694,26 @@ def _number(x, form): return '' if x is None or x != x else format(x, form)
 def _indented(table): return '\n'.join('    ' + l.rstrip() for l in table.to_string(index=False).splitlines())
 
 
+_PACKAGES = ('python', 'torch', 'cuda', 'fastai', 'fastcore', 'fastxtend_amp', 'lightning-fabric', 'accelerate')
+
+
 def tables(result: dict[str, Any]) -> str:
     "What `bench` found, as text that is Markdown, too."
     m, s = result['machine'], result['settings']
-    packages = ', '.join(f'{k} {m[k]}' for k in ('python', 'torch', 'cuda', 'fastai', 'fastcore', 'fastxtend_amp', 'lightning-fabric', 'accelerate') if m.get(k))
+    packages, threads = ', '.join(f'{k} {m[k]}' for k in _PACKAGES if m.get(k)), f"{m['threads']} thread{'s' * (m['threads'] != 1)}"
     lines = ['# fastxtend_amp benchmark', '', f"- Command: `{result.get('command', '')}`",
-             f"- Machine: {m['cpu']}, {m['cores']} cores ({', '.join(m['instruction_sets'])}), {m['threads']} thread{'s' * (m['threads'] != 1)}, load average {m['load_average']}; "
-             f"{m['system']}",
+             f"- Machine: {m['cpu']}, {m['cores']} cores ({', '.join(m['instruction_sets'])}), {threads}, load average {m['load_average']}; {m['system']}",
              f"- Device: {m['device']}" + (f" ({m['gpu']}), TF32 off" if 'gpu' in m else ''), f'- Versions: {packages}']
     for mode, (status, why) in result['support'].items(): lines.append(f'- {mode}: {status} here ({why})')
-    lines += ['', f"ms: median over up to {s['repeats']} blocks of steps, contestants taking turns. 'x fp32': times faster than fp32 in the same framework with the same",
-              "optimizer, the median of paired blocks with its quartiles. 'x hand': that ratio over the hand-written loop's own, so that the loop's own cost cancels.",
-              "'f+b x fp32': forward and backward alone. 'syncs': host syncs per step beyond fp32; 'ops': aten operations per step; '+ops': those beyond the",
-              f"hand-written loop's. 'skips': steps skipped until a loss scale begun at {s['settle_scale']:,.0f} settles, in one fit and in two.",
+    lines += ['', f"ms: median over up to {s['repeats']} blocks of steps, contestants taking turns. 'x fp32': times faster than fp32 in the same framework",
+              "with the same optimizer, the median of paired blocks with its quartiles. 'x hand': that ratio over the hand-written loop's own, so that the",
+              "loop's own cost cancels. 'f+b x fp32': forward and backward alone. 'syncs': host syncs per step beyond fp32; 'ops': aten operations per step;",
+              "'+ops': those beyond the hand-written loop's. 'skips': steps skipped until a loss scale begun at "
+              f"{s['settle_scale']:,.0f} settles, in one fit and in two.",
               f"~: the quartiles lie further apart than {s['noisy_above']:.0%} of the median, or one block was all: too noisy to tell."]
     for model in result['models']:
-        lines += ['', f"## {model['name']}: {model['what']}, batch size {model['batch_size']}, {model['memory_format']}, {model['parameters']:,} parameters", '']
+        what = f"{model['what']}, batch size {model['batch_size']}, {model['memory_format']}, {model['parameters']:,} parameters"
+        lines += ['', f"## {model['name']}: {what}", '']
         rows = [r for r in result['rows'] if r['model'] == model['name']]
         absent = {m: notes.pop() for m in s['modes'] if len(notes := {r['note'] for r in rows if r['mode'] == m and not r['blocks']}) == 1
                   and not any(r['blocks'] for r in rows if r['mode'] == m)}
@@ -698,12 +731,16 @@ def tables(result: dict[str, Any]) -> str:
         if bad * 2 > len(mine) > 0: lines += ['', f'The machine was too noisy here to tell: {bad} of {len(mine)} ratios to fp32 are marked ~.']
     if result['events']:
         lines += ['', "## Time in the callback's events, and in what it wraps the loop in", '',
-                  "Microseconds per step on the tiny MLP, one thread. For this comparison alone fastai's callback, which names CUDA, is pointed at this device.", '']
+                  "Microseconds per step on the tiny MLP, one thread. For this comparison alone fastai's callback, which names CUDA, is pointed at",
+                  'this device.', '']
         lines.append(_indented(pd.DataFrame([{'mode': r['mode'], 'fastxtend_amp': f"{r['ours_us']:.0f}", "fastai's own": f"{r['fastai_us']:.0f}",
                                               'ratio': _ratio(r['ratio'])} for r in result['events']])))
     if result['unscaling']:
         lines += ['', '## Unscaling', '', _indented(pd.DataFrame([{'parameter tensors': f"{r['parameters']:,}", 'aten calls': r['aten_calls'],
                                                                    'host ms': f"{r['host_ms']:.2f}"} for r in result['unscaling']]))]
+    if result.get('memory'):
+        lines += ['', '## Bytes for each parameter', '', 'AdamW, counted from the tensors there are after a step; the cast cache lives as long as a batch.', '',
+                  _indented(pd.DataFrame([{k: v if isinstance(v, str) else f'{v:.1f}' for k, v in r.items()} for r in result['memory']]))]
     return '\n'.join(lines) + '\n'
 
 
@@ -738,7 +775,8 @@ def plot(result: dict[str, Any], file: str | Path) -> None:
     if handles: figure.legend(handles, labels, loc='outside lower center', ncols=4)
     m = result['machine']
     missing = [x['name'] for x in result['models'] if x['name'] not in names]
-    figure.suptitle(f"{m.get('gpu', m['cpu'])}, {m['threads']} thread{'s' * (m['threads'] != 1)}, torch {m['torch']}" + (f"; no ratio for {', '.join(missing)}: see the table" if missing else ''), fontsize=10)
+    left_out = f"; no ratio for {', '.join(missing)}: see the table" if missing else ''
+    figure.suptitle(f"{m.get('gpu', m['cpu'])}, {m['threads']} thread{'s' * (m['threads'] != 1)}, torch {m['torch']}{left_out}", fontsize=10)
     figure.savefig(file, dpi=110)
 
 

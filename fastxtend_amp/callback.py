@@ -20,7 +20,7 @@ from .mode import (AMPMode, autocast_available, check_layers, check_supported, e
 from .replicas import tell_replicas
 from .scaling import GradStage, LossScaling
 
-__all__ = ['MixedPrecision', 'PRECISION_CALLBACKS']
+__all__ = ['PRECISION_CALLBACKS', 'MixedPrecision']
 
 PRECISION_CALLBACKS = (fp16.MixedPrecision, fp16.ModelToHalf, fp16.NonNativeMixedPrecision)
 _CANCEL = (CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException, CancelStepException,
@@ -86,12 +86,13 @@ class MixedPrecision(fp16.MixedPrecision):
         on_overflow: str = 'warn', # When training goes wrong: 'warn', 'raise' (`FloatingPointError`) or 'ignore'; the batch is run again to find where
         patience: int = 16, # Skipped steps in a row after which training counts as going wrong (fp16)
     ):
-        self.amp_mode = 'auto' if isinstance(amp_mode, str) and amp_mode.lower() == 'auto' else AMPMode(amp_mode)
+        auto = isinstance(amp_mode, str) and amp_mode.lower() == 'auto'
+        self._mode: AMPMode | None = None if auto else AMPMode(amp_mode)
+        self.amp_mode = 'auto' if auto else self._mode
         self._scaling = LossScaling(init_scale, growth_factor, backoff_factor, growth_interval, enabled, loss_scale, scaler)
         if scaler is not None and self.amp_mode is AMPMode.BF16:
             raise ValueError(f"scaler={scaler!r} cannot be used with amp_mode='bf16', which needs no loss scaling. Leave it out, "
                              "or take 'fp16' or 'auto'.")
-        self._mode = None if self.amp_mode == 'auto' else self.amp_mode
         self._islands, self._watch = Islands(fp32_modules), OverflowWatch(on_overflow, patience)
         self._guard, self._fit, self._learn = LoopGuard(self), None, None
 
@@ -192,7 +193,8 @@ class MixedPrecision(fp16.MixedPrecision):
         try: return getattr(self, event_name)()
         except _CANCEL: raise
         except Exception as e:
-            raise modify_exception(e, f'Exception occured in `{type(self).__name__}` when calling event `{event_name}`:\n\t{e.args[0] if e.args else ""}', replace=True)
+            told = f'Exception occured in `{type(self).__name__}` when calling event `{event_name}`:\n\t{e.args[0] if e.args else ""}'
+            raise modify_exception(e, told, replace=True)        # noqa: B904  the same exception, with fastai's words
 
     def before_fit(self):
         "Decide the precision and get the scaler ready; raise before a batch is drawn if that cannot be done."

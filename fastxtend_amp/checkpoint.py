@@ -4,6 +4,7 @@ from __future__ import annotations
 import functools, inspect, math, os, threading, warnings
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ def place_state(
     for p, state in inner.state.items():
         for key, value in state.items():
             host = key == 'step' and p in on_host and not syncfree_state(inner, state)
-            state[key] = map_tensors(lambda t: t.to('cpu' if host else p.device), value)
+            state[key] = map_tensors(partial(torch.Tensor.to, device='cpu' if host else p.device), value)
     if isinstance(opt, Lookahead) and opt.slow_weights is not None:
         opt.slow_weights = L(L(w.to(p.device) for w, p in zip(ws, ps)) for ws, ps in zip(opt.slow_weights, opt.param_lists))
 

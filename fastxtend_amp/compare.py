@@ -116,7 +116,8 @@ class PrecisionComparison:
             values, finite = smooth(self.losses[name]), np.isfinite(self.losses[name])
             short = 0 < len(values) < len(self.losses['fp32'])
             label = f'{name} (not finite from step {finite.argmin() + 1})' if not finite.all() else f'{name} (cut short)' if short else name
-            curves.plot(range(1, len(values) + 1), values, style, color=_COLORS[name], lw=2, label=label, marker='o' if len(values) == len(self.losses['fp32']) == 1 else None)
+            dot = 'o' if len(values) == len(self.losses['fp32']) == 1 else None
+            curves.plot(range(1, len(values) + 1), values, style, color=_COLORS[name], lw=2, label=label, marker=dot)
             if short and finite.all(): curves.plot(len(values), values[-1], '|', color=_COLORS[name], ms=14, mew=2)
         curves.set(title='Training loss (smoothed)', xlabel='step', ylabel='loss')
         curves.legend(frameon=False)
@@ -161,7 +162,7 @@ def _check(name, value, ok, allowed):
 def _modes(modes) -> list[AMPMode | None]:
     "The modes to run, fp32 (None) first, each once."
     modes = [modes] if isinstance(modes, (str, torch.dtype)) else list(modes)
-    return list(dict.fromkeys([None] + [None if m is torch.float32 or isinstance(m, str) and m.lower() == 'fp32' else AMPMode(m) for m in modes]))
+    return list(dict.fromkeys([None] + [None if m is torch.float32 or (isinstance(m, str) and m.lower() == 'fp32') else AMPMode(m) for m in modes]))
 
 
 def _guarded(learn): return any(isinstance(cb, MixedPrecision) and cb._guard.running for cb in learn.cbs)
@@ -365,13 +366,17 @@ class _Comparison:
         if cold: notes.append(f"The speed of {' and '.join(cold)} includes the first steps, which are slow; a larger `n_steps` leaves them out.")
         n, speed = len(_tensors(self.batches[0])[0]), table['samples/s'][recommended]
         if n / self.load_seconds < speed:
-            notes.append(f'The dataloader gives {n / self.load_seconds:,.0f} samples/s, fewer than {recommended} trains: it may limit training in any precision.')
+            notes.append(f'The dataloader gives {n / self.load_seconds:,.0f} samples/s, fewer than {recommended} trains: it may limit training in any '
+                         'precision.')
         return notes
 
 
 def _timed(speeds): return speeds[1:] or speeds                  # the first turn warms up
 def _tail(losses, n): return float(np.mean(losses[-n:])) if n and losses else math.nan
-def _tensors(b): return [t for o in b for t in (_tensors(o) if isinstance(o, (tuple, list)) else _tensors(o.values()) if isinstance(o, dict) else [o]) if isinstance(t, torch.Tensor)]
+def _tensors(b):
+    if isinstance(b, torch.Tensor): return [b]
+    inside = b.values() if isinstance(b, dict) else b if isinstance(b, (tuple, list)) else ()
+    return [t for o in inside for t in _tensors(o)]
 
 
 def _bytes(learn) -> int:
@@ -380,8 +385,8 @@ def _bytes(learn) -> int:
     states = [learn.opt.state, inner.state] if inner is not learn.opt else [inner.state]
     tensors = [t for s in states for d in s.values() for t in (d.values() if isinstance(d, dict) else ())]
     tensors += [t for p in learn.model.parameters() for t in (p, p.grad)] + list(learn.model.buffers())
-    tensors = {id(t): t for t in tensors if isinstance(t, torch.Tensor) and t.device.type != 'cpu'}
-    return sum(t.numel() * t.element_size() for t in tensors.values())
+    each_once = {id(t): t for t in tensors if isinstance(t, torch.Tensor) and t.device.type != 'cpu'}
+    return sum(t.numel() * t.element_size() for t in each_once.values())
 
 
 def _device_name(device: torch.device) -> str:
@@ -423,7 +428,7 @@ def recommend(
             hint = " Low precision gains on wide layers and large batches; here its casts cost what it saves."
         saving = {n: 1 - table['peak memory'][n] / base['peak memory'] for n in others if len(verdicts[n]) == 1 and table['speed-up'][n] > .95}
         saving = {n: s for n, s in saving.items() if s >= .2}
-        if saving: hint += f" {max(saving, key=saving.get)} would take {max(saving.values()):.0%} less memory at about the same speed."
+        if saving: hint += f" {max(saving, key=lambda n: saving[n])} would take {max(saving.values()):.0%} less memory at about the same speed."
         return 'fp32', f'{bad}.{hint}'
     fastest = max(table['speed-up'][n] for n in good)
     best = 'bf16' if 'bf16' in good and table['speed-up']['bf16'] * 1.05 >= fastest else max(good, key=lambda n: table['speed-up'][n])

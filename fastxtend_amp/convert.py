@@ -38,8 +38,8 @@ def map_tensors(f: Callable[[torch.Tensor], torch.Tensor], x: Any) -> Any:
     "`x` with `f` applied to every tensor in it; containers in which nothing changed are not copied."
     if isinstance(x, torch.Tensor): return f(x)
     if isinstance(x, Mapping):
-        new = {k: map_tensors(f, v) for k, v in x.items()}
-        return _copy_with(x, {k: v for k, v in new.items() if v is not x[k]}, _set_item)
+        changed = {k: new for k, v in x.items() if (new := map_tensors(f, v)) is not v}
+        return _copy_with(x, changed, _set_item)
     if isinstance(x, (tuple, list, L)):
         new = [map_tensors(f, o) for o in x]
         if isinstance(x, list): return _copy_with(x, {i: v for i, v in enumerate(new) if v is not x[i]}, _set_item)

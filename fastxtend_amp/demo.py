@@ -31,8 +31,8 @@ def digits(device: torch.device, bs: int = 64) -> DataLoaders:
     from sklearn.datasets import load_digits
     data = load_digits()
     x = nn.functional.interpolate(torch.tensor(data.images, dtype=torch.float32)[:, None], size=32, mode='bilinear') / 8 - 1
-    y, valid = torch.tensor(data.target), torch.arange(len(x)) % 5 == 0
-    train, valid = TensorDataset(x[~valid], y[~valid]), TensorDataset(x[valid], y[valid])
+    y, held_out = torch.tensor(data.target), torch.arange(len(x)) % 5 == 0
+    train, valid = TensorDataset(x[~held_out], y[~held_out]), TensorDataset(x[held_out], y[held_out])
     return DataLoaders(DataLoader(train, bs=bs, shuffle=True, drop_last=True, num_workers=0, device=device),
                        DataLoader(valid, bs=2 * bs, num_workers=0, device=device), device=device)
 
@@ -86,9 +86,9 @@ def run(
     rows, learners = [], {}
     for mode in (None, AMPMode.BF16, AMPMode.FP16):
         name = mode.value if mode else 'fp32'
-        support = mode_support(mode, device).status if mode else 'native'
+        support, why = mode_support(mode, device) if mode else ('native', '')
         if support == 'unsupported':
-            print(f'{name}: {mode_support(mode, device).why}; left out')
+            print(f'{name}: {why}; left out')
             continue
         n, short = epochs, []
         if support == 'emulated':

@@ -62,8 +62,8 @@ def diagnose(
                                      "or inf. Look at the data; no precision can train on it", [])
     lost = [n for n, p in model.named_parameters() if not bool(p.detach().isfinite().all())]
     if lost:
-        return Diagnosis('weights', f"{len(lost)} of {len(list(model.parameters()))} weight tensors are NaN or inf by now, such as '{lost[0]}', so the batch cannot be "
-                         "run again as it was. Load the last checkpoint, then call `learn.precision_report()`", lost)
+        return Diagnosis('weights', f"{len(lost)} of {len(list(model.parameters()))} weight tensors are NaN or inf by now, such as '{lost[0]}', so the "
+                         "batch cannot be run again as it was. Load the last checkpoint, then call `learn.precision_report()`", lost)
     with preserved(learn), local_statistics(model):
         def run(*args):
             if random_state is not None: set_random_state(random_state)
@@ -97,7 +97,7 @@ def _story(low, fp32, name, mode, where, keep):
         within = seen.inside > seen.largest
         size = f"{'values inside it reach' if within else 'its output reaches'} {max(seen.inside, seen.largest):,.4g} in fp32"
         start = 'numbers stop being finite in'
-    fix = (f"Compute it in fp32 inside the loss function" if name == LOSS else
+    fix = ("Compute it in fp32 inside the loss function" if name == LOSS else
            f"Keep it in fp32: `{keep.format(mode=mode.value, name=name)}`")
     return f"{start} {_named(low, name)}: {size}; {mode.value} ends at {limit:,.5g}. {fix}"
 
@@ -106,7 +106,7 @@ def random_state(device: torch.device) -> tuple:
     "torch's random state on the CPU and on `device`, read without waiting."
     cpu = torch.default_generator.get_state()
     if device.type == 'cpu': return cpu, None                    # once a batch: every microsecond counts
-    module = getattr(torch, device.type, None) if device.type != 'xla' else None
+    module: Any = getattr(torch, device.type, None) if device.type != 'xla' else None
     return cpu, (device, module.get_rng_state(device)) if hasattr(module, 'get_rng_state') else None
 
 
@@ -137,7 +137,8 @@ class OverflowWatch:
 
     def start(self, on: bool, device: torch.device = torch.device('cpu')) -> None:
         "A fit on `device` begins; with `on` False it is not watched."
-        self.on, self.skips, self.random_state, self.n_recorded = on and self.on_overflow != 'ignore', 0, None, 0
+        self.on, self.skips, self.n_recorded = on and self.on_overflow != 'ignore', 0, 0
+        self.random_state: tuple | None = None                   # before the last batch
         self.device, self.in_place = device, device.type == 'cpu'
 
     def before_batch(self, cb: Any) -> None:

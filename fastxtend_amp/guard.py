@@ -4,7 +4,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.nn import functional as F
@@ -64,9 +64,9 @@ class GradModeSwitches:
 
     The cache stays in use otherwise. While entered, the methods of PyTorch's four grad-mode classes are replaced.
     """
-    _places = [(c, n) for c in (torch.no_grad, torch.enable_grad, torch.inference_mode, torch.set_grad_enabled)
-               for n in ('__enter__', '__exit__')] + [(torch.set_grad_enabled, '__init__')]
-    _originals = [c.__dict__.get(n) for c, n in _places]
+    _places: ClassVar = [(c, n) for c in (torch.no_grad, torch.enable_grad, torch.inference_mode, torch.set_grad_enabled)
+                         for n in ('__enter__', '__exit__')] + [(torch.set_grad_enabled, '__init__')]
+    _originals: ClassVar = [c.__dict__.get(n) for c, n in _places]
 
     @classmethod
     def watch(cls) -> None:
@@ -89,7 +89,9 @@ class LoopGuard:
     """
     _names = ('one_batch', '_with_events')
 
-    def __init__(self, owner: Any): self.owner, self.learn, self.inner, self.running = owner, None, {}, False
+    def __init__(self, owner: Any):
+        self.owner, self.learn, self.running = owner, None, False
+        self.inner: dict[str, Any] = {}                          # what the wrappers stand on; None where the class's own method is meant
 
     # A copy made inside the loop is not inside one itself.
     def __getstate__(self): return {**self.__dict__, 'running': False}

@@ -13,13 +13,17 @@ from fastai.learner import Learner
 from fastai.optimizer import Optimizer, OptimWrapper, pytorch_hp_map
 from fastcore.foundation import L
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .callback import MixedPrecision
 from .convert import HALF, map_tensors
 from .diagnosis import OverflowWatch
 from .islands import Islands, unwrapped
-from .mode import AMPMode
+from .mode import AMPMode, model_device
+from .probe import effects_undone, random_state_kept
 
 __all__ = ['HalfPrecision', 'bytes_per_parameter', 'kahan']
 
@@ -43,7 +47,7 @@ def _to(p: nn.Parameter, dtype: torch.dtype) -> None:
     if grad is not None: p.grad = grad.to(dtype)
 
 
-def _refused(module, p): return isinstance(module, torch.jit.ScriptModule) or isinstance(p, nn.parameter.UninitializedTensorMixin)
+def _refused(module, p): return isinstance(module, torch.jit.ScriptModule) or is_lazy(p)
 
 
 def check_model(model: nn.Module, opt: Any) -> None:
@@ -52,7 +56,7 @@ def check_model(model: nn.Module, opt: Any) -> None:
         for name, p in module._parameters.items():
             where = f"parameter '{path + '.' if path else ''}{name}'"
             if p is None: continue
-            if isinstance(p, nn.parameter.UninitializedTensorMixin):
+            if is_lazy(p):
                 raise ValueError(f"to_half: {where} has no shape yet. Call `learn.model` once on a batch before `fit`.")
             if isinstance(module, torch.jit.ScriptModule):
                 raise ValueError(f"to_half: {where} is in a TorchScript module, whose weights cannot be replaced. Keep the module around it with `keep_fp32`, "
@@ -61,8 +65,8 @@ def check_model(model: nn.Module, opt: Any) -> None:
                 raise ValueError(f"to_half: {where} is {p.dtype} already, so it can have no fp32 master. Call `learn.model.float()` first.")
             if getattr(module, 'sparse', False) and p.requires_grad and (why := _sparse_trouble(opt)):
                 kind = type(getattr(opt, 'opt', opt)).__name__
-                raise ValueError(f"to_half: {where} has sparse gradients, which this {kind} cannot take ({why}). Use an optimizer that can, such as SGD without "
-                                 "momentum, or `sparse=False`.")
+                raise ValueError(f"to_half: {where} has sparse gradients, which this {kind} cannot take ({why}). Use an optimizer that can, such as SGD "
+                                 "without momentum, or `sparse=False`.")
 
 
 def _sparse_trouble(opt) -> str | None:
@@ -75,9 +79,10 @@ def _sparse_trouble(opt) -> str | None:
     else: return None
     try:
         for _ in range(2):
-            p.grad = torch.sparse_coo_tensor([[1]], torch.ones(1, 2), (3, 2), check_invariants=False)
+            p.grad = torch.sparse_coo_tensor(torch.tensor([[1]]), torch.ones(1, 2), (3, 2), check_invariants=False)
             trial.step()
     except (RuntimeError, NotImplementedError, TypeError) as e: return str(e).splitlines()[0]
+    return None
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -103,7 +108,7 @@ def _weight(module: nn.Module) -> torch.Tensor | None:
     for p in module._parameters.values():
         if p is not None and p.is_floating_point(): return p
     if 'parametrizations' not in module._modules: return None
-    return next((p for p in module.parametrizations.parameters() if p.is_floating_point()), None)
+    return next((p for p in module.get_submodule('parametrizations').parameters() if p.is_floating_point()), None)
 
 
 def _like_weights(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
@@ -135,7 +140,10 @@ class HalfWeights:
         model = unwrapped(model)
         norms = [m for m in model.modules() if _is_norm(m)]
         stays = {id(p) for m in (*kept.values(), *norms) for p in m.parameters()}
-        self.masters, self.halves, self.slots, places = [], [], [], {}
+        self.masters: list[nn.Parameter] = []
+        self.halves: list[torch.Tensor] = []
+        self.slots: list[tuple[nn.Module, str, int]] = []        # module, its parameter's name, number of the master
+        places: dict[int, int] = {}
         for module in model.modules():
             for name, p in module._parameters.items():
                 if p is None or p.dtype is not torch.float32 or id(p) in stays or _refused(module, p): continue
@@ -174,7 +182,7 @@ class HalfWeights:
         self.inside = True
         torch.backends.mha.set_fastpath_enabled(False)           # it would mix half weights with the norms' fp32 in one kernel
         grad = torch.is_grad_enabled()
-        now = [_AsHalf.apply(p, h) if grad and p.requires_grad else h for p, h in zip(self.masters, self.halves)]
+        now: Any = [_AsHalf.apply(p, h) if grad and p.requires_grad else h for p, h in zip(self.masters, self.halves)]
         for module, name, i in self.slots: module._parameters[name] = now[i]
         for rnn in self.rnns: rnn._flat_weights = [getattr(rnn, n, None) for n in rnn._flat_weights_names]
 
@@ -204,7 +212,8 @@ class FlatMasters:
     parameter. Parameters share a flat tensor if group, device, weight-decay exemption, `force_train`, the state that
     is not a tensor of their shape (such as the step count) and having a gradient agree; it is built anew when that changes.
     """
-    def __init__(self): self.sets, self.pattern, self.lists, self.opt, self.strides = [], None, None, None, {}
+    def __init__(self): self._forget()
+    def _forget(self): self.sets, self.pattern, self.lists, self.opt, self.strides = [], None, None, None, {}
 
     @staticmethod
     def check(opt: Any) -> None:
@@ -232,8 +241,9 @@ class FlatMasters:
         for g, pl in enumerate(opt.param_lists):
             for p in pl:
                 if p.grad is None: continue
-                if p.grad.layout is not torch.strided: raise ValueError(f"flat_master=True cannot be used with sparse gradients (a parameter of shape {tuple(p.shape)} has "
-                                                                        "them). Use `learn.to_half(flat_master=False)`.")
+                if p.grad.layout is not torch.strided:
+                    raise ValueError(f"flat_master=True cannot be used with sparse gradients (a parameter of shape {tuple(p.shape)} has them). Use "
+                                     "`learn.to_half(flat_master=False)`.")
                 fixed, state = opt.state.get(p, {}), store.get(p, {})
                 like = tuple((k, 'flat' if _like(v, p) else v.item() if isinstance(v, torch.Tensor) and v.numel() == 1 else v if not isinstance(v, torch.Tensor)
                               else _refuse(opt, k, v, p)) for k, v in sorted(state.items()))
@@ -280,7 +290,7 @@ class FlatMasters:
                     state = store.get(p, {})
                     for k, v in state.items():
                         if _like(v, p): state[k] = v.clone()
-        self.__init__()
+        self._forget()
 
 
 class _FlatSet:
@@ -295,7 +305,7 @@ class _FlatSet:
         for p, view in zip(params, self.views):
             strides.setdefault(p, p.stride())
             p.data = view
-        self.seen = {}
+        self.seen: dict[str, torch.Tensor] = {}
 
     def parts(self, flat): return [t.view(p.shape) for t, p in zip(flat.split(self.sizes), self.params)]
 
@@ -326,8 +336,8 @@ def _like(v, p): return isinstance(v, torch.Tensor) and v.shape == p.shape and v
 
 
 def _refuse(opt, key, v, p):
-    raise ValueError(f"flat_master=True cannot be used with {type(getattr(opt, 'opt', opt)).__name__}: its state '{key}' of shape {tuple(v.shape)} belongs to a whole "
-                     f"parameter of shape {tuple(p.shape)}, not to its elements. Use `learn.to_half(flat_master=False)`.")
+    raise ValueError(f"flat_master=True cannot be used with {type(getattr(opt, 'opt', opt)).__name__}: its state '{key}' of shape {tuple(v.shape)} belongs "
+                     f"to a whole parameter of shape {tuple(p.shape)}, not to its elements. Use `learn.to_half(flat_master=False)`.")
 
 
 class _Moves:
@@ -373,20 +383,44 @@ def kahan(
 def bytes_per_parameter(
     learn: Learner, # A learner in the middle of a fit, with gradients
 ) -> dict[str, float]: # weights, gradients, masters, optimizer state, cast cache; bytes for each of the model's numbers
-    "What training holds for each parameter, counted from the tensors there are, each memory once. Call it before or after a step."
+    """What training holds for each parameter, counted from the tensors there are, each memory once. Call it before or after a step.
+
+    autocast's cache lives as long as a batch: for its size the model runs forward once more on the batch at hand, without effect.
+    """
     cb = next((o for o in learn.cbs if isinstance(o, MixedPrecision)), None)
-    params, weights = [*learn.model.parameters()], getattr(cb, '_weights', None)
-    copies = weights.halves if weights is not None else []
-    flat = [t for s in cb._flat.sets for t in (s.grad,)] if isinstance(cb, HalfPrecision) else []
+    half = cb if isinstance(cb, HalfPrecision) else None
+    params, weights = [*learn.model.parameters()], half and half._weights
+    copies = weights.halves if weights else []
+    flat = [s.grad for s in half._flat.sets] if half else []
     inner = getattr(learn.opt, 'opt', learn.opt)
     state = [v for s in inner.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
     n = sum(p.numel() for p in params)
     def size(tensors): return sum({(t.device, t.untyped_storage().data_ptr()): t.untyped_storage().nbytes() for t in tensors}.values()) / n
-    copied = {id(p) for p in (weights.masters if copies else ())}
-    autocast = cb is not None and weights is None                # its cache holds a cast copy of each matrix until the batch ends
-    return {'weights': size([*copies, *(p for p in params if id(p) not in copied)]), 'gradients': size([*(p.grad for p in params if p.grad is not None), *flat]),
-            'masters': size([p for p in params if id(p) in copied]), 'optimizer state': size(state),
-            'cast cache': sum(2 * p.numel() for p in params if p.requires_grad and p.dim() > 1) / n if autocast else 0.}
+    copied = {id(p) for p in weights.masters} if weights and copies else set()
+    return {'weights': size([*copies, *(p for p in params if id(p) not in copied)]),
+            'gradients': size([*(p.grad for p in params if p.grad is not None), *flat]),
+            'masters': size([p for p in params if id(p) in copied]), 'optimizer state': size(state), 'cast cache': _cast_cache(learn, cb) / n if cb else 0.}
+
+
+class _Casts(TorchDispatchMode):
+    "Remembers the copies in another dtype that are made of `params`."
+    def __init__(self, params):
+        super().__init__()
+        self.params, self.made = {p.untyped_storage().data_ptr() for p in params}, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and args[0].untyped_storage().data_ptr() in self.params:
+            self.made.append((StorageWeakRef(out.untyped_storage()), out.untyped_storage().nbytes()))
+        return out
+
+
+def _cast_cache(learn, cb) -> int:
+    "Bytes of the weights' copies that are left when a forward pass is over and nothing but autocast's cache can hold them."
+    model = unwrapped(learn.model)
+    with effects_undone([model]), random_state_kept(model_device(model, 'cpu').type), cb.context(), _Casts(model.parameters()) as casts:
+        model(*learn.xb)
+        return sum(size for ref, size in casts.made if not ref.expired())
 
 
 class _InModel:
@@ -442,11 +476,13 @@ class HalfPrecision(MixedPrecision):
         if not master_weights and flat_master:
             raise ValueError("flat_master=True cannot be used with master_weights=False: there is no master to make flat. Leave one of them out.")
         if not master_weights and mode is AMPMode.FP16:
-            raise ValueError("master_weights=False cannot be used with dtype='fp16', whose gradients must be unscaled in fp32. Take dtype='bf16', or keep the masters.")
+            raise ValueError("master_weights=False cannot be used with dtype='fp16', whose gradients must be unscaled in fp32. Take dtype='bf16', or keep "
+                             "the masters.")
         super().__init__(mode, loss_scale=loss_scale, on_overflow=on_overflow, patience=patience)
         self._islands, self._watch = Islands(keep_fp32, 'keep_fp32'), _Watch(on_overflow, patience)
-        self.flat_master, self.master_weights = flat_master, master_weights
-        self._weights, self._given, self._flat, self._lowered, self._moves = None, None, FlatMasters(), False, None
+        self.dtype, self.flat_master, self.master_weights = mode.dtype, flat_master, master_weights
+        self._weights: HalfWeights | Any = None                  # during a fit
+        self._given, self._flat, self._lowered, self._moves = None, FlatMasters(), False, None
 
     def context(self):
         "The half-precision copies in the model, inside and outside `fit`; see `Learner.amp_context`."
@@ -454,15 +490,14 @@ class HalfPrecision(MixedPrecision):
 
     @contextmanager
     def _in_model(self) -> Iterator[None]:
-        own = self._weights is None
-        weights = HalfWeights(self.learn.model, self.amp_mode.dtype, self._islands.check(self.learn.model)) if own else self._weights
+        weights = self._weights or HalfWeights(self.learn.model, self.dtype, self._islands.check(self.learn.model))
         try:
             on, weights.on = weights.on, True
             try:
                 with _InModel(weights): yield
             finally: weights.on = on
         finally:
-            if own: weights.close()
+            if weights is not self._weights: weights.close()
 
     # -- the events of fastai's loop
 
@@ -481,7 +516,7 @@ class HalfPrecision(MixedPrecision):
         if not self._weights.fits(self.learn.model) and not self._weights.inside: self._renew()
         super().before_batch()
         if not self._weights.on: return                          # `validate` and `get_preds` outside `fit`
-        dtype, xb = self.amp_mode.dtype, self.learn.xb
+        dtype, xb = self.dtype, self.learn.xb
         self.learn.xb = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, xb)
         self._given = xb, self.learn.xb
 
@@ -523,9 +558,9 @@ class HalfPrecision(MixedPrecision):
 
     def _warn_unmoved(self):
         moves, self._moves = self._moves, None
-        warnings.warn(f"master_weights=False with {type(getattr(self.learn.opt, 'opt', self.learn.opt)).__name__}, which does not compensate for rounding: small updates "
-                      f"are lost. In the first {moves.n} steps {moves.share:.0%} of the weights with a gradient did not move. Use an optimizer with Kahan "
-                      "summation (`fastxtend_amp.half.kahan`), or keep the masters.")
+        warnings.warn(f"master_weights=False with {type(getattr(self.learn.opt, 'opt', self.learn.opt)).__name__}, which does not compensate for rounding: "
+                      f"small updates are lost. In the first {moves.n} steps {moves.share:.0%} of the weights with a gradient did not move. Use an "
+                      "optimizer with Kahan summation (`fastxtend_amp.half.kahan`), or keep the masters.")
 
     def _changed(self):
         if self._weights is not None: self._weights.stale = True
@@ -537,7 +572,7 @@ class HalfPrecision(MixedPrecision):
     def _renew(self):
         on = self._weights is not None and self._weights.on
         if self._weights is not None: self._weights.close()
-        self._weights = HalfWeights(self.learn.model, self.amp_mode.dtype, self._islands.check(self.learn.model), self.master_weights)
+        self._weights = HalfWeights(self.learn.model, self.dtype, self._islands.check(self.learn.model), self.master_weights)
         self._weights.on = on
 
     def _step(self, step):

@@ -22,7 +22,7 @@ _LISTS = (list, tuple, set, frozenset, L)
 def unwrapped(model: nn.Module) -> nn.Module:
     "The model inside `torch.compile`, `DistributedDataParallel` and `DataParallel`."
     while True:
-        if isinstance(getattr(model, '_orig_mod', None), nn.Module): model = model._orig_mod
+        if isinstance(inner := getattr(model, '_orig_mod', None), nn.Module): model = inner
         elif isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)): model = model.module
         else: return model
 
@@ -66,7 +66,9 @@ def _inside(name, other): return name != other and (other == ROOT or name.starts
 
 def _test(part, arg) -> Callable[[str, nn.Module], bool]:
     if isinstance(part, str): return lambda name, m: fnmatch.fnmatchcase(name, part)
-    if isinstance(part, nn.Module): return lambda name, m, part=unwrapped(part): m is part
+    if isinstance(part, nn.Module):
+        part = unwrapped(part)
+        return lambda name, m: m is part
     if isinstance(part, type) and issubclass(part, nn.Module): return lambda name, m: isinstance(m, part)
     if callable(part) and not isinstance(part, type): return lambda name, m: bool(part(m))
     raise TypeError(f"{arg}={part!r} cannot be used: give names with wildcards such as 'head.*', module types such as nn.LayerNorm, modules of "
@@ -128,7 +130,8 @@ def _device_type(args, kwargs, module) -> str:
 class Islands:
     "The modules of one model that are kept in fp32."
     def __init__(self, spec: Any, arg: str = 'fp32_modules'):
-        self.spec, self.arg, self.forwards = spec, arg, {}
+        self.spec, self.arg = spec, arg
+        self.forwards: dict[str, Fp32Forward] = {}               # by the module's name
         for part in spec if isinstance(spec, _LISTS) else () if spec is None else [spec]: _test(part, arg)
 
     def check(self, model: nn.Module) -> dict[str, nn.Module]:
@@ -146,8 +149,9 @@ class Islands:
         for name, f in list(self.forwards.items()):
             if modules.get(name) is not f.module: self.forwards.pop(name).remove()
         for name, m in modules.items():
-            if not isinstance(m.__dict__.get('forward'), Fp32Forward): m.forward = Fp32Forward(m)
-            self.forwards[name] = m.forward
+            own = m.__dict__.get('forward')
+            if not isinstance(own, Fp32Forward): m.forward = own = Fp32Forward(m)
+            self.forwards[name] = own
 
     def remove(self) -> None:
         "Let all of them go."

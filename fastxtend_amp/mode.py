@@ -5,6 +5,7 @@ import platform, sys, warnings
 from collections.abc import Callable
 from enum import Enum
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -204,8 +205,7 @@ def emulation_warning(mode: AMPMode, device: torch.device) -> str | None:
     return f"{mode.value} is emulated on device '{device}' ({support.why}): expect it to be slow. {choice} is the faster choice."
 
 
-def model_device(model: nn.Module, default: torch.device) -> torch.device:
+def model_device(model: nn.Module, default: torch.device | str) -> torch.device:
     "The device of `model`'s first parameter or buffer, else `default`."
-    tensor = next(model.parameters(), None)
-    if tensor is None: tensor = next(model.buffers(), None)
+    tensor = next(chain(model.parameters(), model.buffers()), None)
     return torch.device(default) if tensor is None else tensor.device

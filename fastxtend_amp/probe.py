@@ -168,7 +168,10 @@ class Tracer:
         self.trouble_backward: list[str] = []                    # and in the backward pass
         self.failed_in: str | None = None                        # where an exception came from
         self.non_finite_loss = self.non_finite_grads = False
-        self.stack, self.silent, self._frames, self._order = [], False, [], []
+        self.stack: list[Any] = []
+        self._frames: list[Any] = []
+        self._order: list[Any] = []
+        self.silent = False
 
     # -- one batch
 
@@ -358,13 +361,17 @@ def effects_undone(modules: Iterable[nn.Module]) -> Iterator[None]:
 
     Parameters and gradients must be left alone.
     """
-    kept, tensors_kept = [], []
+    kept: list[tuple[Any, Any]] = []
+    tensors_kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    def keep(t):
+        if not isinstance(t, nn.Parameter): tensors_kept.append((t, t.detach().clone()))
+        return t
     for m in (m for root in modules for m in root.modules()):
         kept.append((vars(m), dict(vars(m))))
         for value in vars(m).values():
             if isinstance(value, (dict, list)): kept.append((value, value.copy()))
         state = {k: v for k, v in vars(m).items() if k not in ('_parameters', '_modules')}
-        map_tensors(lambda t: (None if isinstance(t, nn.Parameter) else tensors_kept.append((t, t.detach().clone())), t)[1], state)
+        map_tensors(keep, state)
     try: yield
     finally:
         for container, content in kept:
@@ -377,7 +384,7 @@ def effects_undone(modules: Iterable[nn.Module]) -> Iterator[None]:
 @contextmanager
 def random_state_kept(device_type: str) -> Iterator[None]:
     "Put torch's random state, on the CPU and on this type of device, back at the end."
-    module = getattr(torch, device_type, None)
+    module: Any = getattr(torch, device_type, None)
     devices = range(module.device_count()) if device_type != 'cpu' and hasattr(module, 'device_count') else []
     with torch.random.fork_rng(devices, device_type=device_type if devices else 'cuda'): yield
 

@@ -95,7 +95,8 @@ class PrecisionReport:
         for mode in self.verdicts:
             rows = self.worst(10, mode) if len(self.table) else self.table
             n = int((self.table['mode'] == mode).sum()) if len(self.table) else 0
-            if n: tables.append((f"{mode}: the {len(rows)} modules to look at first{f' of {n}; all of them: report.table' if n > len(rows) else ''}", rows.drop(columns=['mode', 'calls', 'params', 'weights'])))
+            more = f' of {n}; all of them: report.table' if n > len(rows) else ''
+            if n: tables.append((f'{mode}: the {len(rows)} modules to look at first{more}', rows.drop(columns=['mode', 'calls', 'params', 'weights'])))
         return tables
 
     def __repr__(self):

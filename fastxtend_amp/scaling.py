@@ -142,7 +142,7 @@ class History:
         "For each attempted step the scale it used."
         skips, scales, marks = self.skips.tolist(), [], iter(self._marks)
         upcoming = next(marks, None)
-        scale = tracker = rule = None
+        scale, tracker, rule = math.nan, 0, _CONSTANT            # the first mark lies before the first step
         for i, skipped in enumerate(skips):
             if upcoming and upcoming[0] == i: (_, scale, tracker, rule), upcoming = upcoming, next(marks, None)
             scales.append(scale)
@@ -186,7 +186,7 @@ def skips_on_device(
     sync-free ones can, unless their state was made by steps without a `found_inf`. Wrappers with counters of their own,
     such as Lookahead, would count the step.
     """
-    inner = opt.opt if type(opt) is OptimWrapper else None
+    inner: Any = opt.opt if type(opt) is OptimWrapper else None
     if is_syncfree(inner):                                       # a `step` of somebody else's on the instance stays
         return 'step' not in inner.__dict__ and all(not (s := inner.state.get(p)) or syncfree_state(inner, s) for p in params)
     if type(inner) not in _STATE or not getattr(inner, '_step_supports_amp_scaling', False): return False
@@ -206,7 +206,8 @@ def syncfree_state(opt: Any, state: dict[str, Any]) -> bool:
 
 
 # What each optimizer keeps for a parameter once it has stepped on it.
-_STATE, _NOTHING = {torch.optim.Adam: 'exp_avg', torch.optim.AdamW: 'exp_avg', torch.optim.SGD: 'momentum_buffer'}, {}
+_STATE: dict[type, str] = {torch.optim.Adam: 'exp_avg', torch.optim.AdamW: 'exp_avg', torch.optim.SGD: 'momentum_buffer'}
+_NOTHING: dict[str, Any] = {}
 
 
 class LossScaling:
@@ -224,7 +225,7 @@ class LossScaling:
         self.scaler: GradScaler = GradScaler('cpu', enabled=False)
         self.history, self.stage, self.stepped, self.held_back = History(), GradStage.TRUE, False, False
         self._found_inf: bool | torch.Tensor = False             # of the last step; on the device if the device decides
-        self._told: torch.optim.Optimizer | None = None          # the optimizer that holds a `found_inf` of ours
+        self._told: Any = None                                   # the torch optimizer that holds a `found_inf` of ours
         self._seen, self._used = None, False
 
     # -- for one fit
@@ -275,7 +276,8 @@ class LossScaling:
         "Divide the gradients of `opt` (fastai's `Optimizer` or `OptimWrapper`) by the scale, in place."
         if self.stage is not GradStage.SCALED: return False
         params = _params(opt)
-        probe, self.stepped, self.held_back, self._found_inf = _Probe(params), False, False, False
+        self.stepped, self.held_back, self._found_inf = False, False, False
+        probe: Any = _Probe(params)                              # all that GradScaler uses of an optimizer
         self.scaler.unscale_(probe)
         self.stage = GradStage.UNSCALED
         found_inf = list(self.scaler._found_inf_per_device(probe).values())

@@ -32,7 +32,7 @@ def whole(state: Any) -> Any: # On rank 0 the same with whole tensors on the CPU
     return map_tensors(gather, state)
 
 
-def _shard_like(t: Any, like: torch.Tensor) -> Any:
+def _shard_like(t: Any, like: Any) -> Any:
     "This process's part of `t`, cut as `like` is; `t` itself if there is nothing to cut."
     if not isinstance(t, torch.Tensor) or _is_shard(t) or not _is_shard(like) or t.shape != like.shape: return t
     from torch.distributed.tensor import distribute_tensor

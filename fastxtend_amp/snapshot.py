@@ -38,8 +38,8 @@ _MANY = 1000  # data in longer containers is not looked through
 
 def _rng_states() -> list[tuple[Callable, Any]]:
     "The global random number generators, as pairs: the function that sets one, and its state."
-    states = [(random.setstate, random.getstate()), (np.random.set_state, np.random.get_state()),
-              (torch.set_rng_state, torch.get_rng_state())]
+    states: list[tuple[Callable, Any]] = [(random.setstate, random.getstate()), (np.random.set_state, np.random.get_state()),
+                                          (torch.set_rng_state, torch.get_rng_state())]
     if torch.cuda.is_initialized(): states.append((torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
     if hasattr(torch, 'xpu') and torch.xpu.is_initialized(): states.append((torch.xpu.set_rng_state_all, torch.xpu.get_rng_state_all()))
     if torch.backends.mps.is_available(): states.append((torch.mps.set_rng_state, torch.mps.get_rng_state()))
@@ -70,8 +70,8 @@ class _Tensor:
     def __init__(self, t: torch.Tensor, values: bool, host: bool):
         self.t, self.data, self.leaf, self.requires_grad = t, t.data, t.is_leaf, t.requires_grad
         self.grad = t.grad if t.is_leaf else None
-        self.hooks = {n: getattr(t, n, None) for n in self._hook_dicts} if t.is_leaf else {}
-        self.hooks = {n: (h, None if h is None else dict(h)) for n, h in self.hooks.items()}
+        hooks = {n: getattr(t, n, None) for n in self._hook_dicts} if t.is_leaf else {}
+        self.hooks = {n: (h, None if h is None else dict(h)) for n, h in hooks.items()}
         own = _own_values(t) if values else None
         self.values = None if own is None else own.to('cpu', copy=True) if host else own.clone()
 
@@ -85,7 +85,7 @@ class _Tensor:
         if t.grad is not self.grad: t.grad = self.grad
         for name, (hooks, content) in self.hooks.items():
             if getattr(t, name, None) is not hooks: setattr(t, name, hooks)
-            if hooks is not None: _refill(hooks, content)
+            if hooks is not None and content is not None: _refill(hooks, content)
 
 
 def _refill(d: dict, content: dict) -> None:
@@ -115,7 +115,9 @@ class Snapshot:
         host: bool = False, # Whether the copies lie in the host's memory instead of on the tensors' devices
     ):
         self.training, self.host = training, host
-        self._undo, self._tensors, self._seen = [], [], {}
+        self._undo: list[tuple] = []                             # functions and their arguments
+        self._tensors: list[_Tensor] = []
+        self._seen: dict[int, Any] = {}
         self._grad_mode = torch.is_grad_enabled()
         device = model_device(learn.model, torch.device('cpu')).type
         self._autocast = AutocastState(device) if autocast_available(device) else None
