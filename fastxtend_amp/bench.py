@@ -161,15 +161,14 @@ class Run(NamedTuple):
 
 LOSS = CrossEntropyLossFlat()
 FUSED = partial(torch.optim.AdamW, fused=True)
-OPTIMIZERS = {'Adam': Adam, 'fused AdamW': partial(OptimWrapper, opt=FUSED), 'AdamW': partial(OptimWrapper, opt=torch.optim.AdamW),
-              'Kahan': lambda *args, **kwargs: kahan('AdamW')(*args, **kwargs)}    # the last two for the memory alone
+OPTIMIZERS = {'Adam': Adam, 'fused AdamW': partial(OptimWrapper, opt=FUSED)}
 
 
-def _learner(task, opt, model=None, clock=None):
+def _learner(task, opt_func, model=None, clock=None):
     class Quiet(Callback):
         def before_validate(self): raise CancelValidException
     dls = DataLoaders(clock or task.clock, clock or task.clock, device=task.device)
-    learn = Learner(dls, task.model() if model is None else model, loss_func=LOSS, opt_func=OPTIMIZERS[opt], lr=LR, cbs=Quiet())
+    learn = Learner(dls, task.model() if model is None else model, loss_func=LOSS, opt_func=opt_func, lr=LR, cbs=Quiet())
     learn.remove_cbs([cb for cb in learn.cbs if isinstance(cb, ProgressCallback)])
     learn.logger = noop
     return learn
@@ -177,7 +176,7 @@ def _learner(task, opt, model=None, clock=None):
 
 def _fastai(task: Task, mode: AMPMode | None, opt: str, scale: float, cb: Callable = MixedPrecision) -> Run:
     "A fastai learner; each block of steps is a fit."
-    learn = _learner(task, opt)
+    learn = _learner(task, OPTIMIZERS[opt])
     own = cb is not MixedPrecision                               # fastai's own
     if mode is not None: learn.add_cb(cb(mode.value, **({'init_scale': scale} if mode is AMPMode.FP16 else {})))
     backward, step = learn._backward, learn._step
@@ -192,7 +191,7 @@ def _fastai(task: Task, mode: AMPMode | None, opt: str, scale: float, cb: Callab
 
 def _half(task: Task, mode: AMPMode, opt: str, scale: float, flat: bool = False) -> Run:
     "A fastai learner with half-precision weights and fp32 masters; the loss scale is static."
-    learn = _learner(task, opt)
+    learn = _learner(task, OPTIMIZERS[opt])
     learn.add_cb(HalfPrecision(mode, scale if mode is AMPMode.FP16 else None, flat))
     backward = learn._backward
     learn._backward = lambda: task.clock.backward(backward)
@@ -203,7 +202,7 @@ def _by_hand(task: Task, mode: AMPMode | None, opt: str, scale: float) -> Run:
     "The loop that PyTorch's documentation shows."
     model = task.model()
     if opt == 'Adam':                                            # with the learner's exemptions from weight decay
-        learn = _learner(task, opt, model); learn.create_opt(); learn.opt.set_hypers(wd=learn.opt.hypers[0]['wd'])
+        learn = _learner(task, Adam, model); learn.create_opt(); learn.opt.set_hypers(wd=learn.opt.hypers[0]['wd'])
         optimizer = learn.opt
     else: optimizer = FUSED(model.parameters(), lr=LR)
     scaler, scales = torch.amp.GradScaler(task.device.type, enabled=mode is AMPMode.FP16, init_scale=scale), []
@@ -611,18 +610,18 @@ def memory(device: torch.device, mode: AMPMode = AMPMode.BF16) -> list[dict]:
         torch.manual_seed(0)
         return _mlp(256, 2).to(device)
     task = Task(model, Clock(device, [(torch.randn(16, 256, device=device), torch.zeros(16, dtype=torch.long, device=device))]), device)
-    def count_bytes(name, opt, *cbs):
+    adamw = partial(OptimWrapper, opt=torch.optim.AdamW)
+    def count_bytes(name, *cbs, opt_func=adamw):
         class Count(Callback):
             order = 11
             def after_step(self): found.update(bytes_per_parameter(self.learn))
         found: dict[str, Any] = dict(training=name)
         task.clock.n = 2
-        _learner(task, opt).add_cbs([*cbs, Count()]).fit(1)
+        _learner(task, opt_func).add_cbs([*cbs, Count()]).fit(1)
         return found
-    rows = [count_bytes('fp32', 'AdamW'), count_bytes(f'autocast ({mode.value})', 'AdamW', MixedPrecision(mode)),
-            count_bytes('to_half', 'AdamW', HalfPrecision(mode)), count_bytes('to_half, flat', 'AdamW', HalfPrecision(mode, flat_master=True)),
-            count_bytes('to_half, no masters', 'AdamW', HalfPrecision(mode, master_weights=False))]
-    if _importable('optimi'): rows.append(count_bytes('to_half, no masters, Kahan', 'Kahan', HalfPrecision(mode, master_weights=False)))
+    rows = [count_bytes('fp32'), count_bytes(f'autocast ({mode.value})', MixedPrecision(mode)), count_bytes('to_half', HalfPrecision(mode)),
+            count_bytes('to_half, flat', HalfPrecision(mode, flat_master=True)), count_bytes('to_half, no masters', HalfPrecision(mode, master_weights=False))]
+    if _importable('optimi'): rows.append(count_bytes('to_half, no masters, Kahan', HalfPrecision(mode, master_weights=False), opt_func=kahan('AdamW')))
     return rows
 
 

@@ -154,6 +154,9 @@ class HalfWeights:
                     self.masters.append(p)
                     self.halves.append(torch.empty_like(p, dtype=dtype, requires_grad=False, memory_format=torch.preserve_format))
                 if has_masters: self.slots.append((module, name, i))
+        devices: dict[torch.device, list] = {}                   # PyTorch crashes on a list of tensors on several devices
+        for h, p in zip(self.halves, self.masters): devices.setdefault(h.device, []).append((h, p))
+        self.by_device = [*devices.values()]
         inner = {id(m) for k in kept.values() for m in k.modules()}
         self.rnns = [m for m in model.modules() if isinstance(m, nn.RNNBase) and id(m) not in inner]
         self.hooks = [m.register_forward_pre_hook(_like_weights, with_kwargs=True, prepend=True) for m in model.modules()
@@ -163,8 +166,7 @@ class HalfWeights:
 
     def refresh(self) -> None:
         "Rewrite the copies from the masters."
-        masters = [p.detach() for p in self.masters]
-        if self.halves: torch._foreach_copy_([h.data for h in self.halves], masters)
+        for pairs in self.by_device: torch._foreach_copy_([h.data for h, _ in pairs], [p.detach() for _, p in pairs])
         self.stale, self._versions = False, self._state()
 
     # What changes a master without `.data` shows here; fastai's optimizers use `.data`, and the events tell of them.

@@ -47,6 +47,14 @@ def test_counted_figures(report):
     assert all(r['aten_ops_beyond_by_hand'] <= 0 and r['aten_ops'] > 0 for r in ours.values())
 
 
+def test_bytes_for_each_parameter_are_counted(report):
+    table = {r['training']: [round(v, 1) for v in list(r.values())[1:]] for r in report[1]['memory']}
+    assert table['fp32'] == [4, 4, 0, 8, 0] and table['autocast (bf16)'] == [4, 4, 0, 8, 2]
+    assert table['to_half'] == [2, 4, 4, 8, 0] and table['to_half, flat'] == [2, 8, 4, 8, 0]
+    assert table['to_half, no masters'] == [2, 2, 0, 4, 0] and table.get('to_half, no masters, Kahan', [2, 2, 0, 6, 0]) == [2, 2, 0, 6, 0]
+    assert 'Bytes for each parameter' in report[0]
+
+
 def test_skipped_steps_of_one_fit_and_of_two(report):
     skips = {r['optimizer']: (r['skipped_one_fit'], r['skipped_two_fits']) for r in rows(report, 'fp16', contestant='fastxtend_amp')}
     by_hand = {r['optimizer']: (r['skipped_one_fit'], r['skipped_two_fits']) for r in rows(report, 'fp16', contestant='by hand')}

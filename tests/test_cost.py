@@ -8,7 +8,7 @@ from fastai.callback.training import GradientClip
 from fastai.optimizer import Lookahead
 from torch.profiler import ProfilerActivity, profile
 
-from fastxtend_amp import MixedPrecision
+from fastxtend_amp import HalfPrecision, MixedPrecision
 from fastxtend_amp.scaling import LossScaling, skips_on_device
 from helpers import *
 
@@ -23,9 +23,9 @@ def counted(f):
     return Counter(e.name for e in p.events() if e.name.startswith('aten::'))
 
 
-def build(mode, opt, **scaling):
+def build(mode, opt, cls=MixedPrecision, **scaling):
     def no_validation(l): raise CancelValidException
-    cbs = [At('before_validate', no_validation)] + ([] if mode == 'fp32' else [MixedPrecision(mode, **scaling)])
+    cbs = [At('before_validate', no_validation)] + ([] if mode == 'fp32' else [cls(mode, **scaling)])
     return learner(dls=loaders(n=4 * STEPS), opt_func=opt, cbs=cbs)
 
 
@@ -40,6 +40,18 @@ def test_host_syncs_per_step_beyond_fp32(mode, opt, syncs):
     opt = {**OTHERS, **FUSED}[opt]
     key = 'aten::_local_scalar_dense'
     assert fit_counts(mode, opt)[key] - fit_counts('fp32', opt)[key] == syncs * STEPS
+
+
+@pytest.mark.parametrize('flat', [False, True])
+@pytest.mark.parametrize('mode,opt,syncs', [('bf16', 'adam', 0), ('fp16', 'adam', 1), ('fp16', 'fused adamw', 0)])
+def test_host_syncs_of_half_precision_weights(mode, opt, syncs, flat):
+    counts = {}
+    for m in ('fp32', mode):
+        learn = build(m, {**OTHERS, **FUSED}[opt], HalfPrecision, flat_master=flat, **({'loss_scale': 256.} if m == 'fp16' else {}))
+        learn.fit(1, .01)
+        counts[m] = counted(lambda: learn.fit(1, .01))
+    beyond = counts[mode]['aten::_local_scalar_dense'] - counts['fp32']['aten::_local_scalar_dense']
+    assert beyond == syncs * STEPS or (flat and beyond < syncs * STEPS)    # PyTorch's fused kernels read for each tensor on a CPU: few, if flat
 
 
 def handwritten_counts(mode, opt):

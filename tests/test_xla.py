@@ -105,6 +105,36 @@ def test_batch_norm(mode, device):
     a, b = (l.model[0].running_var.cpu() - .9 ** 8 for l in (xla, cpu)); assert torch.allclose(a, b * .75, atol=1e-4)
 
 
+@pytest.mark.parametrize('kwargs', [dict(), dict(dtype='fp16', loss_scale=256.), dict(flat_master=True)], ids=str)
+def test_half_precision_weights_follow_the_cpu(kwargs, device):
+    there, here = (build(d, model=smooth(), opt_func=Adam).to_half(**kwargs) for d in (device, torch.device('cpu')))
+    for learn in (there, here): learn.fit(2, .01)
+    assert close([curve(there)], [curve(here)], TOLERANCE[kwargs.get('dtype', 'bf16')])
+    assert {(p.device.type, p.dtype) for p in there.model.parameters()} == {('xla', torch.float32)}
+
+
+@pytest.mark.parametrize('kwargs', [dict(), dict(dtype='fp16', loss_scale=256.), dict(flat_master=True)], ids=str)
+def test_half_precision_weights_on_two_devices(kwargs, device):
+    class Two(nn.Module):
+        def __init__(self):
+            torch.manual_seed(0); super().__init__()
+            self.here, self.there, self.device = nn.Linear(6, 8), nn.Linear(8, 1), torch.device('cpu')
+        def to(self, *args, **kwargs): return self               # each layer stays where it is
+        def forward(self, x):
+            seen.add((self.here.weight.dtype, self.there.weight.dtype))
+            return self.there(torch.tanh(self.here(x)).to(self.device)).cpu()
+    seen, curves = set(), []
+    for there in (device, torch.device('cpu')):
+        model = Two()
+        nn.Module.to(model.there, there); model.device = there
+        learn = learner(model, loaders(n=32), opt_func=Adam).to_half(**kwargs)
+        learn.fit(2, .01)
+        curves.append(curve(learn))
+        assert [p.device.type for p in model.parameters()] == ['cpu', 'cpu', there.type, there.type]
+    dtype = torch.float16 if kwargs.get('dtype') else torch.bfloat16
+    assert seen == {(dtype, dtype)} and close(curves[:1], curves[1:], TOLERANCE[kwargs.get('dtype', 'bf16')])
+
+
 def test_plain_fastai_learns_nothing_there(device):
     learn = build(device); start = params(learn)
     inspect.unwrap(Learner.fit)(learn, 2, .1)                        # fastai's own
