@@ -4,7 +4,7 @@ from __future__ import annotations
 import platform, statistics, sys, tempfile, time, warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib.metadata import version
 
 import numpy as np
@@ -204,7 +204,7 @@ APPLICATIONS = {
 }
 
 
-@lru_cache(maxsize=None)
+@cache
 def run(name: str, mode: str, seed: int = 0, device: str | None = None) -> Run:
     "Train application `name` in `mode` from `seed`; each run once in a process."
     start = time.perf_counter()
@@ -228,7 +228,8 @@ def table(names: Sequence[str] = tuple(APPLICATIONS)) -> str:
         app = APPLICATIONS[name]
         fp32 = ', '.join(f"{run(name, 'fp32', seed).metric:.3f}" for seed in range(app.seeds))
         low = {mode: run(name, mode) for mode in ('bf16', 'fp16')}
-        lines.append(f"| {name} | {app.metric} | {fp32} | {spread(name)[1]:.3f} | {low['bf16'].metric:.3f} | {low['fp16'].metric:.3f} | {low['fp16'].skipped} |")
+        lines.append(f"| {name} | {app.metric} | {fp32} | {spread(name)[1]:.3f} "
+                     f"| {low['bf16'].metric:.3f} | {low['fp16'].metric:.3f} | {low['fp16'].skipped} |")
     return '\n'.join(lines)
 
 

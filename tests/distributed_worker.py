@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from fastai.callback.training import GradientAccumulation, GradientClip
 from fastai.distributed import DistributedDL
 from torch import nn
 
@@ -66,7 +67,8 @@ def build(mode, opt, cbs=(), dls=None, model=None, path=None, **scaling):
 def result(learn):
     cb = getattr(learn, 'mixed_precision', None)
     return dict(seen=learn.seen, dtypes=learn.dtypes, types=learn.types, after=type(learn.model).__name__, params=[whole(p) for p in learn.model.parameters()],
-                scales=cb and cb.scales, skips=cb and cb.scaling.history.skips.tolist(), state=cb and cb.state_dict(), losses=[float(l) for l in learn.recorder.losses])
+                scales=cb and cb.scales, skips=cb and cb.scaling.history.skips.tolist(), state=cb and cb.state_dict(),
+                losses=[float(l) for l in learn.recorder.losses])
 
 
 def bad_input(rank, at):
@@ -186,8 +188,8 @@ def fsdp_bad_files(opt, path):
 MODES, OPTS = ('fp32', 'fp16', 'bf16'), ('sgd', 'adam', 'adamw', 'fused adamw', 'fused sgd')
 SHARDED_OPTS = OPTS[:-1]                                         # PyTorch 2.15 has no sharding rule for fused SGD, in fp32 either
 SCENARIOS = {
-    'ddp': [(ddp_steps, MODES), (ddp_to_distributed, ('bf16',)), (ddp_overflow, OPTS), (ddp_accumulate, OPTS), (ddp_no_sync, OPTS), (ddp_clip, ('sgd', 'fused adamw')),
-            (ddp_checkpoint, OPTS), (ddp_save_model_callback, ('adam',))],
+    'ddp': [(ddp_steps, MODES), (ddp_to_distributed, ('bf16',)), (ddp_overflow, OPTS), (ddp_accumulate, OPTS), (ddp_no_sync, OPTS),
+            (ddp_clip, ('sgd', 'fused adamw')), (ddp_checkpoint, OPTS), (ddp_save_model_callback, ('adam',))],
     'fsdp': [(fsdp_steps, MODES), (fsdp_overflow, SHARDED_OPTS), (fsdp_one_shard, SHARDED_OPTS), (fsdp_accumulate, SHARDED_OPTS), (fsdp_no_sync, SHARDED_OPTS),
              (fsdp_checkpoint, SHARDED_OPTS), (fsdp_reads_plain_file, SHARDED_OPTS), (fsdp_save_model_callback, ('adam',)), (fsdp_bad_files, ('sgd',))]}
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import torch
 from fastai.callback.core import Callback
-from fastai.callback.training import GradientAccumulation, GradientClip
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
@@ -97,22 +96,20 @@ class At(Callback):
     def _run(self): self.f(self.learn)
 
 
-def handwritten(mode, opt_func, n_epoch=2, lr=.01, n_acc=None, clip=None, model=None, dls=None, **scaling):
-    "The loop that PyTorch's documentation shows, with fastai's optimizer; returns model, optimizer, scaler, losses."
-    learn = learner(model, dls, opt_func=opt_func)
+def loop_by_hand(learn, mode, loss_of, n_epoch, lr, n_acc=None, clip=None, after_backward=noop, after_step=noop, **scaling):
+    "Train `learn.model` on `loss_of(xb, yb)` in a loop as PyTorch's documentation shows, with fastai's optimizer; returns scaler and losses."
     learn.create_opt()
     learn.opt.set_hypers(lr=lr)
-    model, opt, dtype = learn.model, learn.opt, {'fp16': torch.float16, 'bf16': torch.bfloat16}[mode]
+    model, opt = learn.model, learn.opt
     scaler, losses, count = torch.amp.GradScaler('cpu', enabled=mode == 'fp16', **scaling), [], 0
     for _ in range(n_epoch):
         model.train()
         for xb, yb in learn.dls.train:
-            with torch.autocast('cpu', dtype=dtype):
-                pred = model(xb)
-                loss = nn.functional.mse_loss(pred.float(), yb)
+            loss = loss_of(xb, yb)
             losses.append(loss.item())
             if n_acc: loss = loss / (n_acc / len(yb))
             scaler.scale(loss).backward()
+            after_backward()
             count += len(yb)
             if n_acc and count < n_acc: continue
             count = 0
@@ -121,7 +118,17 @@ def handwritten(mode, opt_func, n_epoch=2, lr=.01, n_acc=None, clip=None, model=
             scaler.step(opt)
             scaler.update()
             opt.zero_grad()
-    return model, opt, scaler, losses
+            after_step()
+    return scaler, losses
+
+
+def handwritten(mode, opt_func, n_epoch=2, lr=.01, n_acc=None, clip=None, model=None, dls=None, **scaling):
+    "Mixed precision in that loop, under autocast; returns model, optimizer, scaler, losses."
+    learn, dtype = learner(model, dls, opt_func=opt_func), {'fp16': torch.float16, 'bf16': torch.bfloat16}[mode]
+    def loss_of(xb, yb):
+        with torch.autocast('cpu', dtype=dtype): return nn.functional.mse_loss(learn.model(xb).float(), yb)
+    scaler, losses = loop_by_hand(learn, mode, loss_of, n_epoch, lr, n_acc, clip, **scaling)
+    return learn.model, learn.opt, scaler, losses
 
 
 OPTIMIZERS = {

@@ -46,8 +46,9 @@ def versions(python: Path) -> list[str]:
 def run(python: Path) -> tuple[str, float]:
     "What pytest says in its last line, and the minutes it took."
     start = time.time()
-    out = subprocess.run([python, '-m', 'pytest', '-n', '2', '--dist', 'loadfile', '-W', 'ignore', '--tb=short', '-p', 'no:cacheprovider', '-o', 'addopts='], cwd=ROOT,
-                         capture_output=True, text=True, env={**os.environ, 'PYTHONDONTWRITEBYTECODE': '1'}).stdout
+    args = ['-n', '2', '--dist', 'loadfile', '-W', 'ignore', '--tb=short', '-p', 'no:cacheprovider', '-o', 'addopts=']
+    out = subprocess.run([python, '-m', 'pytest', *args], cwd=ROOT, capture_output=True, text=True,
+                         env={**os.environ, 'PYTHONDONTWRITEBYTECODE': '1'}).stdout
     found = re.findall(r'^=* ?(.*(?:passed|failed|error).*) in [\d.]+s', out, re.M)
     if not found or 'failed' in found[-1]: print(out[-5000:], file=sys.stderr)
     return (found[-1] if found else 'did not finish'), (time.time() - start) / 60

@@ -14,9 +14,11 @@ PEERS = ('lightning_fabric', 'accelerate')
 def report(tmp_path_factory):
     "One tiny run through the command, in a process where no peer can be imported: its report, figures and plot."
     folder = tmp_path_factory.mktemp('bench')
-    code = ("import sys; sys.modules.update(dict.fromkeys(['lightning_fabric', 'accelerate'])); import torch; torch.set_num_threads(1); import fastxtend_amp.bench as b; "
+    code = ("import sys; sys.modules.update(dict.fromkeys(['lightning_fabric', 'accelerate'])); "
+            "import torch; torch.set_num_threads(1); import fastxtend_amp.bench as b; "
             "b.MODELS['tiny'] = b.Model(b._dense(8, 1, 4)); b.event_times.__defaults__ = (6, 3); "
-            f"b.main(['--device', 'cpu', '--models', 'tiny', '--steps', '2', '--repeats', '2', '--json', {str(folder / 'b.json')!r}, '--plot', {str(folder / 'b.png')!r}])")
+            "b.main(['--device', 'cpu', '--models', 'tiny', '--steps', '2', '--repeats', '2', "
+            f"'--json', {str(folder / 'b.json')!r}, '--plot', {str(folder / 'b.png')!r}])")
     done = subprocess.run([sys.executable, '-W', 'ignore', '-c', code], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout, json.loads((folder / 'b.json').read_text()), folder / 'b.png'
@@ -94,7 +96,8 @@ def test_report_records_what_the_figures_depend_on(report):
 
 
 @pytest.mark.parametrize('args,message', [
-    (['--steps', '0'], '--steps 0: at least 1'), (['--repeats', '-1'], '--repeats -1: at least 1'), (['--models', 'resnet'], 'there is no such model; there are xresnet18'),
+    (['--steps', '0'], '--steps 0: at least 1'), (['--repeats', '-1'], '--repeats -1: at least 1'),
+    (['--models', 'resnet'], 'there is no such model; there are xresnet18'),
     (['--modes', 'fp8'], 'only bf16 and fp16'), (['--device', 'toaster'], '--device toaster'), (['--json', 'nowhere/x.json'], 'there is no folder nowhere'),
     (['--plot', 'nowhere/x.png'], 'there is no folder nowhere')])
 def test_bad_arguments(args, message, capsys):
@@ -127,7 +130,8 @@ def test_unsupported_and_slow_modes_are_left_out_with_the_reason(monkeypatch):
     monkeypatch.setattr(B, 'BUDGET', 1e-9)
     monkeypatch.setattr(B, 'mode_support', lambda m, d: Support('emulated', 'slow'))
     match = B.Match('tiny', [B.AMPMode.BF16], torch.device('cpu')); list(match.prepare())
-    assert all(r.note.startswith('left out: emulated here') and r.run is None for r in match.rows if r.mode) and all(r.run for r in match.rows if r.mode is None)
+    assert all(r.note.startswith('left out: emulated here') and r.run is None for r in match.rows if r.mode)
+    assert all(r.run for r in match.rows if r.mode is None)
 
 
 def test_of_a_slow_mode_the_first_step_is_measured(monkeypatch):

@@ -1,13 +1,11 @@
 "The callback in fastai's loop: the same numbers as a hand-written loop, and what each event promises."
-import copy, pickle, warnings
+import pickle, warnings
 from collections import OrderedDict, namedtuple
 
 import pytest, torch
 from fastai.callback import fp16
-from fastai.callback.core import (CancelBatchException, CancelFitException, CancelStepException, CancelTrainException)
+from fastai.callback.core import CancelBatchException, CancelStepException
 from fastai.callback.training import GradientAccumulation, GradientClip
-from fastai.learner import Learner
-from fastai.optimizer import Lookahead
 from torch import nn
 
 from fastxtend_amp import AMPMode, MixedPrecision
@@ -268,14 +266,15 @@ def test_scales_follow_changes_from_outside():
     def change(l):
         if l.iter == 2: l.scaler.update(2.**40)                  # overflows
         if l.iter == 4: l.scaler.load_state_dict({**l.scaler.state_dict(), 'scale': 3., '_growth_tracker': 1})
-    learn.add_cbs([At('after_batch', lambda l: l.training and l.epoch == 0 and change(l), 40), At('before_backward', lambda l: seen.append(l.scaler.get_scale()), 5)])
+    learn.add_cbs([At('after_batch', lambda l: l.training and l.epoch == 0 and change(l), 40),
+                   At('before_backward', lambda l: seen.append(l.scaler.get_scale()), 5)])
     learn.fit(3, .01)
     seen[0] = 64.                                                # not yet on the device at the first loss
     assert learn.mixed_precision.scales == seen and learn.mixed_precision.n_skipped > 0
 
 
 def test_lr_find_leaves_scale_and_history_alone():
-    from fastai.callback.schedule import LRFinder
+    from fastai.callback.schedule import LRFinder  # noqa: F401  patches lr_find
     learn = learner(path='.').to_fp16(init_scale=2.**20, growth_interval=3)
     import tempfile
     with tempfile.TemporaryDirectory() as d:

@@ -1,11 +1,11 @@
 "Nothing lost: the loss scale through fits, files, processes, interrupts, exports and copies."
-import copy, gc, os, pickle, random, signal, subprocess, sys, time, tracemalloc, warnings
+import copy, gc, os, pickle, random, signal, subprocess, sys, time, warnings
 from pathlib import Path
 
 import pytest, torch
 from fastai.callback.schedule import *
-from fastai.callback.tracker import SaveModelCallback
 from fastai.callback.training import GradientAccumulation
+from fastai.data.core import DataLoaders
 from fastai.learner import load_learner
 from torch import nn
 
@@ -98,7 +98,8 @@ def test_callback_api(tmp_path):
 
 def test_loading_in_the_middle_of_an_accumulation():
     def run(change):
-        learn = learner(nn.Sequential(*[m for m in mlp() if not isinstance(m, nn.BatchNorm1d)]), cbs=[MixedPrecision('fp16', init_scale=256.), GradientAccumulation(12)])
+        learn = learner(nn.Sequential(*[m for m in mlp() if not isinstance(m, nn.BatchNorm1d)]),
+                        cbs=[MixedPrecision('fp16', init_scale=256.), GradientAccumulation(12)])
         if change: learn.add_cb(At('before_batch', lambda l: l.training and l.iter == 2 and l.mixed_precision.load_state_dict({**state(l), 'scale': 1024.})))
         learn.fit(1, .01)
         return params(learn)
@@ -132,7 +133,8 @@ def test_files_of_others(tmp_path):
     for mode in ('fp32', 'bf16'):
         learn = trained(tmp_path, mode)
         with pytest.warns(UserWarning, match=r'to_fp16\(\)` before') as record: learn.load('fp16')
-        assert sum('to_fp16' in str(w.message) for w in record) == 1 and same(params(learn), params(fp16)) and same_state(opt_state(learn.opt), opt_state(fp16.opt))
+        assert sum('to_fp16' in str(w.message) for w in record) == 1
+        assert same(params(learn), params(fp16)) and same_state(opt_state(learn.opt), opt_state(fp16.opt))
         learn.fit(1, .01)
 
 
@@ -175,7 +177,8 @@ print('read')'''
 DAMAGE = {'a list': lambda s: [1], 'a text': lambda s: 'scale', 'no scale': lambda s: {k: v for k, v in s.items() if k != 'scale'},
           'no tracker': lambda s: {k: v for k, v in s.items() if k != '_growth_tracker'}, 'negative': lambda s: {**s, 'scale': -2.},
           'zero': lambda s: {**s, 'scale': 0.}, 'nan': lambda s: {**s, 'scale': float('nan')}, 'inf': lambda s: {**s, 'scale': float('inf')},
-          'text': lambda s: {**s, 'scale': '8'}, 'flag': lambda s: {**s, 'scale': True}, 'empty': lambda s: {}, 'tensor': lambda s: {**s, 'scale': torch.ones(2)}}
+          'text': lambda s: {**s, 'scale': '8'}, 'flag': lambda s: {**s, 'scale': True},
+          'empty': lambda s: {}, 'tensor': lambda s: {**s, 'scale': torch.ones(2)}}
 
 
 @pytest.mark.parametrize('damage', DAMAGE)
@@ -248,7 +251,8 @@ for _ in range(10000): learn.fit(1, 1e-4); learn.save('fixed')
 def test_killed_at_random_moments(tmp_path, every):
     rng = random.Random(1)
     for i in range(3):
-        child = subprocess.Popen([sys.executable, '-W', 'ignore', '-c', CHILD.format(here=str(HERE), path=str(tmp_path), every=every)], stdout=subprocess.PIPE, text=True)
+        code = CHILD.format(here=str(HERE), path=str(tmp_path), every=every)
+        child = subprocess.Popen([sys.executable, '-W', 'ignore', '-c', code], stdout=subprocess.PIPE, text=True)
         assert child.stdout.readline() == 'ready\n'
         deadline = time.time() + 60
         while not list((tmp_path / 'models').glob('*.pth')) and time.time() < deadline: time.sleep(.01)
@@ -360,7 +364,6 @@ for how, y in expected.items():
 print('loaded', len(expected))''', check=True) == 'loaded 3\n'
 
 
-from fastai.data.core import DataLoaders
 class Empty(DataLoaders):
     "Stands in for the data in an export; gives a DataLoaders of fastai's own, without any."
     def __init__(self): super().__init__()
@@ -427,7 +430,8 @@ def test_toggling_leaves_no_trace(tmp_path):
     plain, toggled = run(['to_fp32'] * 4), run(['to_fp16', 'to_bf16', 'to_fp32', 'to_fp16'])
     assert plain.__dict__.keys() == toggled.__dict__.keys() and [type(c) for c in plain.cbs] == [type(c) for c in toggled.cbs]
     assert plain.opt.__dict__.keys() == toggled.opt.__dict__.keys()
-    for a, b in zip(plain.model.modules(), toggled.model.modules()): assert a.__dict__.keys() == b.__dict__.keys() and not b._forward_hooks and not b._forward_pre_hooks
+    for a, b in zip(plain.model.modules(), toggled.model.modules()):
+        assert a.__dict__.keys() == b.__dict__.keys() and not b._forward_hooks and not b._forward_pre_hooks
     for a, b in zip(plain.model.parameters(), toggled.model.parameters()): assert (a.grad is None) == (b.grad is None) and not b._backward_hooks
 
 

@@ -2,6 +2,7 @@
 import shutil
 
 import pytest, torch
+from fastai.callback.training import GradientAccumulation, GradientClip
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
@@ -80,7 +81,8 @@ def test_gives_what_the_uncompiled_model_gives(mode, how, model):
 def test_skips_growth_accumulation_and_validation_inside_a_fit_compile_nothing_anew(how):
     def spoil(l):
         if l.train_iter == 2: next(l.model.parameters()).grad.view(-1)[0] = float('inf')
-    cbs = lambda: [At('after_backward', spoil, 5), GradientAccumulation(8), GradientClip(.5), At('after_batch', lambda l: l.training and l.train_iter == 6 and l.validate(), 80)]
+    cbs = lambda: [At('after_backward', spoil, 5), GradientAccumulation(8), GradientClip(.5),
+                   At('after_batch', lambda l: l.training and l.train_iter == 6 and l.validate(), 80)]
     learn, eager = build('fp16', how, cbs=cbs(), growth_interval=2), build('fp16', cbs=cbs(), growth_interval=2)
     for l in (learn, eager): l.fit(3, .01)
     assert learn.compiled.frame_count == 2 and len(set(learn.mixed_precision.scales)) > 1 and learn.mixed_precision.n_skipped > 0
@@ -149,11 +151,8 @@ def test_save_and_load(how, tmp_path):
 @MODES
 def test_inductor(mode):
     # Without its caches: in PyTorch 2.9 their key leaves autocast's dtype out, and a graph for validation is served in the wrong one.
-    with torch._inductor.config.patch(force_disable_caches=True): _inductor(mode)
-
-
-def _inductor(mode):
-    learn, eager = build(mode, 'wrapped', backend='inductor'), build(mode)
-    for l in (learn, eager): l.fit(2, .01)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        learn, eager = build(mode, 'wrapped', backend='inductor'), build(mode)
+        for l in (learn, eager): l.fit(2, .01)
     assert learn.compiled.frame_count == 2 and set(learn.after_epochs) == {2} and learn.dtypes == {AMPMode(mode).dtype}
     close(learn, eager, 1e-2)

@@ -35,7 +35,8 @@ def fit_counts(mode, opt, **scaling):
     return counted(lambda: learn.fit(1, .01))
 
 
-@pytest.mark.parametrize('mode,opt,syncs', [*(('bf16', o, 0) for o in ('adam', 'fused adamw')), *(('fp16', o, 1) for o in OTHERS), *(('fp16', o, 0) for o in FUSED)])
+@pytest.mark.parametrize('mode,opt,syncs', [*(('bf16', o, 0) for o in ('adam', 'fused adamw')),
+                                            *(('fp16', o, 1) for o in OTHERS), *(('fp16', o, 0) for o in FUSED)])
 def test_host_syncs_per_step_beyond_fp32(mode, opt, syncs):
     opt = {**OTHERS, **FUSED}[opt]
     key = 'aten::_local_scalar_dense'
@@ -108,7 +109,8 @@ def overflow_at(steps):
 
 
 def run(opt, skips, clip=None, host=False, monkeypatch=None, **kwargs):
-    learn = learner(dls=loaders(n=4 * STEPS), opt_func=opt, cbs=[MixedPrecision('fp16', init_scale=256., growth_interval=4), overflow_at(skips)] + ([GradientClip(clip)] if clip else []))
+    cbs = [MixedPrecision('fp16', init_scale=256., growth_interval=4), overflow_at(skips)] + ([GradientClip(clip)] if clip else [])
+    learn = learner(dls=loaders(n=4 * STEPS), opt_func=opt, cbs=cbs)
     seen = []
     learn.add_cb(At('after_batch', lambda l: l.training and seen.append((params(l), opt_state(l.opt), l.mixed_precision.skipped)), 70))
     if host: monkeypatch.setattr('fastxtend_amp.scaling.skips_on_device', lambda *_: False)
@@ -167,7 +169,8 @@ def test_flags_of_several_devices_are_combined_by_their_maximum(flags, monkeypat
 def test_after_cancel_step_does_not_fire_where_the_device_decides(opt, fires):
     "The first step has no state yet, and so takes the way that waits; `skipped` tells in both."
     learn, fired, skipped = learner(opt_func={**OTHERS, **FUSED}[opt], cbs=[MixedPrecision('fp16', init_scale=256.), overflow_at({0, 3})]), [], []
-    learn.add_cbs([At('after_cancel_step', lambda l: fired.append(l.train_iter), 20), At('after_step', lambda l: skipped.append(l.mixed_precision.skipped), 20)])
+    learn.add_cbs([At('after_cancel_step', lambda l: fired.append(l.train_iter), 20),
+                   At('after_step', lambda l: skipped.append(l.mixed_precision.skipped), 20)])
     learn.fit(1, .01)
     assert fired == fires and skipped == [i in (0, 3) for i in range(6)]
 

@@ -85,7 +85,8 @@ def test_channels_last(mode):
 def test_cuda_graphs(mode):
     torch.manual_seed(0)
     make = lambda: torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1)).cuda()
-    eager, graphs = (learner(make(), loaders(n=48).to(torch.device('cuda')), cbs=MixedPrecision(mode, **({'init_scale': 256.} if mode == 'fp16' else {}))) for _ in range(2))
+    eager, graphs = (learner(make(), loaders(n=48).to(torch.device('cuda')), cbs=MixedPrecision(mode, **({'init_scale': 256.} if mode == 'fp16' else {})))
+                     for _ in range(2))
     graphs.model.load_state_dict(eager.model.state_dict())
     graphs.model = torch.compile(graphs.model, mode='reduce-overhead')
     for learn in (eager, graphs): learn.fit(4, .01)

@@ -103,8 +103,9 @@ def test_each_rank_computes_in_low_precision_in_a_wrapped_model(both, wrapped, m
 
 
 def test_to_distributed(ddp):
-    for r in ddp[0]: assert r['ddp_to_distributed', 'bf16']['dtypes'] == {torch.bfloat16} and r['ddp_to_distributed', 'bf16']['types'] == {'DistributedDataParallel'}
-    same_on_all_ranks(*(r['ddp_to_distributed', 'bf16'] for r in ddp[0]))
+    results = [r['ddp_to_distributed', 'bf16'] for r in ddp[0]]
+    for r in results: assert r['dtypes'] == {torch.bfloat16} and r['types'] == {'DistributedDataParallel'}
+    same_on_all_ranks(*results)
 
 
 # -- one rank alone meets a non-finite gradient
@@ -175,7 +176,8 @@ def test_save_model_callback(both, opt):
 def test_a_file_of_a_sharded_learner_is_whole(fsdp, opt):
     results, path, _ = fsdp
     learn = build('fp16', opt, path=path, init_scale=2.).load(f'fsdp {opt}')
-    assert same(params(learn), results[0]['fsdp_checkpoint', opt]['params']) and learn.mixed_precision.state_dict() == results[0]['fsdp_checkpoint', opt]['state']
+    saved = results[0]['fsdp_checkpoint', opt]
+    assert same(params(learn), saved['params']) and learn.mixed_precision.state_dict() == saved['state']
     shapes = [{k: v.shape for k, v in s.items() if isinstance(v, torch.Tensor) and v.ndim} for s in opt_state(learn.opt)]
     assert all(v == p.shape for p, s in zip(params(learn), shapes) for v in s.values()) and (opt == 'torch sgd' or any(shapes))
     learn.fit(1, .01)

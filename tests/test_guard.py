@@ -90,12 +90,13 @@ def caught(f):
 @pytest.mark.parametrize('place,order', [*product(EVENTS, (9, 11)), *((p, 0) for p in PLACES)], ids=str)
 def test_any_exception_anywhere_in_a_batch(place, order, exc, tmp_path):
     plain, _ = build(None, place, exc, order)
-    expected, after_plain = caught(lambda: plain.fit(1)), [k for k in plain.__dict__]
+    expected, after_plain = caught(lambda: plain.fit(1)), set(plain.__dict__)
     for mode in ('fp16', 'bf16'):
         learn, bomb = build(MixedPrecision(mode, **(dict(init_scale=256.) if mode == 'fp16' else {})), place, exc, order)
         before = autocast_state()
         assert caught(lambda: learn.fit(1)) == expected
         assert not bomb.armed and autocast_state() == before
+        assert set(learn.__dict__) == after_plain | {'mixed_precision', 'scaler'}
         assert not any(learn.sees_autocast.seen)
         if mode == 'fp16': assert learn.mixed_precision.scaling.stage in (0, 1) and not learn.mixed_precision.scaling.scaler._per_optimizer_states
         if expected is None or expected[0] is not CancelFitException:

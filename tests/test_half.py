@@ -24,36 +24,22 @@ HALF = {'fp16': torch.float16, 'bf16': torch.bfloat16}
 def by_hand(dtype, opt_func, n_epoch=2, lr=.01, n_acc=None, clip=None, model=None, dls=None, kept=NORMS, **scaling):
     "The original recipe: a second model in half precision, its gradients copied to the masters, masters copied back."
     learn = learner(model, dls, opt_func=opt_func)
-    learn.create_opt()
-    learn.opt.set_hypers(lr=lr)
-    masters, opt, half = learn.model, learn.opt, copy.deepcopy(learn.model)
+    masters, half = learn.model, copy.deepcopy(learn.model).train()
     for m in half.modules():
         if isinstance(m, kept): continue
         for p in m._parameters.values():
             if p is not None: p.data = p.data.to(HALF[dtype])
-    scaler, losses, count = torch.amp.GradScaler('cpu', enabled=dtype == 'fp16', **scaling), [], 0
-    for _ in range(n_epoch):
-        masters.train(), half.train()
-        for xb, yb in learn.dls.train:
-            loss = nn.functional.mse_loss(half(xb.to(HALF[dtype])).float(), yb)
-            losses.append(loss.item())
-            if n_acc: loss = loss / (n_acc / len(yb))
-            scaler.scale(loss).backward()
-            for p, h in zip(masters.parameters(), half.parameters()):
-                if h.grad is None: continue
-                p.grad = h.grad.float() if p.grad is None else p.grad + h.grad.float()
-                h.grad = None
-            count += len(yb)
-            if n_acc and count < n_acc: continue
-            count = 0
-            scaler.unscale_(opt)
-            if clip: nn.utils.clip_grad_norm_(masters.parameters(), clip)
-            scaler.step(opt)
-            scaler.update()
-            opt.zero_grad()
-            for p, h in zip(masters.parameters(), half.parameters()): h.data.copy_(p.data)
+    def loss_of(xb, yb): return nn.functional.mse_loss(half(xb.to(HALF[dtype])).float(), yb)
+    def gradients():
+        for p, h in zip(masters.parameters(), half.parameters()):
+            if h.grad is None: continue
+            p.grad = h.grad.float() if p.grad is None else p.grad + h.grad.float()
+            h.grad = None
+    def weights():
+        for p, h in zip(masters.parameters(), half.parameters()): h.data.copy_(p.data)
+    scaler, losses = loop_by_hand(learn, dtype, loss_of, n_epoch, lr, n_acc, clip, gradients, weights, **scaling)
     for p, h in zip(masters.buffers(), half.buffers()): p.copy_(h)
-    return masters, opt, scaler, losses
+    return masters, learn.opt, scaler, losses
 
 
 def fitted(dtype='bf16', opt_func=SGD, n_epoch=2, lr=.01, cbs=None, model=None, dls=None, **kwargs):
@@ -143,7 +129,8 @@ def test_half_in_forward_and_validation_and_fp32_everywhere_else():
 
 def test_callbacks_replace_each_other():
     learn = learner()
-    for to, cls in (('to_half', HalfPrecision), ('to_fp16', MixedPrecision), ('to_half', HalfPrecision), ('to_bf16', MixedPrecision), ('to_half', HalfPrecision)):
+    for to, cls in (('to_half', HalfPrecision), ('to_fp16', MixedPrecision), ('to_half', HalfPrecision),
+                    ('to_bf16', MixedPrecision), ('to_half', HalfPrecision)):
         getattr(learn, to)()
         assert [type(cb) for cb in learn.cbs if isinstance(cb, MixedPrecision)] == [cls]
     assert not any(isinstance(cb, MixedPrecision) for cb in learn.to_fp32().cbs) and not hasattr(learn, 'half_precision')
@@ -226,7 +213,9 @@ class Branches(nn.Module):
 
 @pytest.mark.parametrize('opt', ['adam', 'fused adamw', 'torch sgd'])
 def test_parameters_without_gradient_are_not_stepped_in_flat_masters(opt):
-    learns = [fitted(model=Branches(), opt_func=OPTIMIZERS[opt], flat_master=flat, cbs=[At('after_batch', lambda l: [setattr(p, 'grad', None) for p in l.model.parameters()], order=20)]) for flat in (False, True)]
+    def forget(l):
+        for p in l.model.parameters(): p.grad = None
+    learns = [fitted(model=Branches(), opt_func=OPTIMIZERS[opt], flat_master=flat, cbs=[At('after_batch', forget, order=20)]) for flat in (False, True)]
     assert same(*map(params, learns)) and same_state(*(opt_state(l.opt) for l in learns))
 
 
@@ -253,7 +242,8 @@ def test_saved_and_loaded_inside_fit(tmp_path, flat, opt):
     learn.to_half(flat_master=flat).fit(1, .01)
     assert same(seen['saved'][0], seen['loaded'][0]) and same_state(seen['saved'][1], seen['loaded'][1])
     state = torch.load(tmp_path / 'models' / 'mid.pth', weights_only=False)
-    assert same([v for v in state['model'].values() if v.is_floating_point()][:2], seen['saved'][0][:2]) and {v.dtype for v in state['model'].values()} <= {torch.float32, torch.int64}
+    assert same([v for v in state['model'].values() if v.is_floating_point()][:2], seen['saved'][0][:2])
+    assert {v.dtype for v in state['model'].values()} <= {torch.float32, torch.int64}
     assert all(v.dtype is torch.float32 for s in seen['loaded'][1] for v in s.values() if isinstance(v, torch.Tensor))
     others = [learner(opt_func=OPTIMIZERS[opt], path=tmp_path) for _ in range(2)]
     for other in others: other.create_opt(); other.load('mid')
@@ -299,6 +289,7 @@ def test_kept_tied_frozen_and_odd_parameters():
     seen, model = [], Odd()
     before = model.head.bias.clone()
     learn = fitted(model=model, keep_fp32='head')
+    assert [p.dtype for p in learn.model.parameters()] == [p.dtype for p in Odd().parameters()] and model.count.item() == 3
     assert set(seen) == {(torch.bfloat16, True, torch.float32, torch.int64, torch.float32)}
     assert model.a.weight is model.b.weight and torch.equal(model.head.bias, before) and not torch.equal(model.a.weight, Odd().a.weight)
 
@@ -344,7 +335,10 @@ def test_refused_by_name(model, text):
 
 def test_transformer_layers_and_checkpointing():
     class Net(nn.Module):
-        def __init__(self, again): torch.manual_seed(0); super().__init__(); self.again, self.up, self.enc, self.head = again, nn.Linear(1, 8), nn.TransformerEncoderLayer(8, 2, 16, 0., batch_first=True), nn.Linear(8, 1)
+        def __init__(self, again):
+            torch.manual_seed(0); super().__init__()
+            self.again, self.up = again, nn.Linear(1, 8)
+            self.enc, self.head = nn.TransformerEncoderLayer(8, 2, 16, 0., batch_first=True), nn.Linear(8, 1)
         def forward(self, x):
             x = self.up(x[..., None])
             x = torch.utils.checkpoint.checkpoint(self.enc, x, use_reentrant=False) if self.again and self.training else self.enc(x)

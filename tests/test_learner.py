@@ -1,5 +1,5 @@
 "What a user calls on a learner."
-import copy, inspect, itertools, warnings
+import inspect, itertools, warnings
 
 import pytest, torch
 from fastai.callback import fp16
@@ -82,7 +82,8 @@ def test_signatures():
 
 def test_every_parameter_is_documented():
     from fastcore.docments import docments
-    for f in (MixedPrecision, Learner.to_fp16, Learner.to_amp, Learner.to_bf16, Learner.to_channelslast, Learner.precision_report, Learner.compare_precision, MixedPrecision.plot_scales):
+    for f in (MixedPrecision, Learner.to_fp16, Learner.to_amp, Learner.to_bf16, Learner.to_channelslast, Learner.precision_report,
+              Learner.compare_precision, MixedPrecision.plot_scales):
         docs = docments(f.__init__ if isinstance(f, type) else f)
         assert all(v for k, v in docs.items() if k not in ('self', 'return')), (f, docs)
 

@@ -1,10 +1,8 @@
 "Which precision a device does natively, and what is said where it does not."
 import warnings
-from types import SimpleNamespace
 
 import pytest, torch
 from fastai.callback import fp16
-from torch import nn
 
 import fastxtend_amp.mode as mode
 from fastxtend_amp import AMPMode, MixedPrecision, precision_support

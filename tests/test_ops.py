@@ -9,7 +9,7 @@ import pytest, torch
 import torch.nn.functional as F
 from torch.amp import custom_bwd, custom_fwd
 
-from fastxtend_amp import AMPMode, MixedPrecision
+from fastxtend_amp import MixedPrecision
 from helpers import *
 
 LOW, WIDE = {'fp16': torch.float16, 'bf16': torch.bfloat16}, torch.float32
@@ -36,13 +36,15 @@ CPU_LOW = {
     'matmul': lambda r: torch.matmul(r(3, 4), r(4, 3)),
     '_convolution': lambda r: torch._convolution(image(r, 5, 5), r(4, 3, 2, 2), None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, False, False, True),
     'conv_tbc': lambda r: torch.conv_tbc(r(5, 2, 3), r(2, 3, 4), r(4)),
-    'mkldnn_rnn_layer': lambda r: torch.mkldnn_rnn_layer(r(5, 2, 3), r(16, 3), r(16, 4), r(16), r(16), r(2, 4), r(2, 4), False, [], 2, 4, 1, True, False, False, False)[0],
+    'mkldnn_rnn_layer': lambda r: torch.mkldnn_rnn_layer(r(5, 2, 3), r(16, 3), r(16, 4), r(16), r(16), r(2, 4), r(2, 4),
+                                                         False, [], 2, 4, 1, True, False, False, False)[0],
     'conv_transpose1d': lambda r: F.conv_transpose1d(image(r, 5), r(3, 4, 2)),
     'conv_transpose2d': lambda r: F.conv_transpose2d(image(r, 5, 5), r(3, 4, 2, 2)),
     'conv_transpose3d': lambda r: F.conv_transpose3d(image(r, 3, 3, 3), r(3, 4, 2, 2, 2)),
     'prelu': lambda r: F.prelu(r(3, 4), r(1)),
     'scaled_dot_product_attention': lambda r: F.scaled_dot_product_attention(r(2, 2, 4, 8), r(2, 2, 4, 8), r(2, 2, 4, 8)),
-    '_native_multi_head_attention': lambda r: torch._native_multi_head_attention(*[r(2, 4, 8)] * 3, 8, 2, r(24, 8), r(24), r(8, 8), r(8), need_weights=False)[0],
+    '_native_multi_head_attention': lambda r: torch._native_multi_head_attention(
+        *[r(2, 4, 8)] * 3, 8, 2, r(24, 8), r(24), r(8, 8), r(8), need_weights=False)[0],
 }
 CPU_FP32 = {
     'avg_pool3d': lambda r: F.avg_pool3d(image(r, 4, 4, 4), 2),
@@ -93,7 +95,8 @@ CPU_FP32 = {
     'kl_div': lambda r: F.kl_div(r(4), r(4).sigmoid(), reduction='sum'),
     'multilabel_margin_loss': lambda r: F.multilabel_margin_loss(r(4, 3), labels(r, 12).view(4, 3)),
     'binary_cross_entropy_with_logits': lambda r: F.binary_cross_entropy_with_logits(r(4), r(4).sigmoid()),
-    **{f'fft_{n}': lambda r, f=getattr(torch.fft, n): f(r(4, 4)) for n in ('fft', 'ifft', 'fft2', 'ifft2', 'fftn', 'ifftn', 'rfft', 'irfft', 'rfft2', 'irfft2', 'rfftn', 'irfftn', 'hfft', 'ihfft')},
+    **{f'fft_{n}': lambda r, f=getattr(torch.fft, n): f(r(4, 4))
+       for n in ('fft', 'ifft', 'fft2', 'ifft2', 'fftn', 'ifftn', 'rfft', 'irfft', 'rfft2', 'irfft2', 'rfftn', 'irfftn', 'hfft', 'ihfft')},
     'linalg_cond': lambda r: torch.linalg.cond(square(r)),
     'linalg_matrix_rank': lambda r: torch.linalg.matrix_rank(square(r)),
     'linalg_solve': lambda r: torch.linalg.solve(square(r), r(4, 2)),
@@ -134,7 +137,8 @@ CPU_WIDEST = {
 
 CUDA_LOW = {
     '__matmul__': lambda r: r(3, 4) @ r(4, 3),
-    **{n: CPU_LOW[n] for n in ('addbmm', 'addmm', 'baddbmm', 'bmm', 'conv1d', 'conv2d', 'conv3d', 'conv_transpose1d', 'conv_transpose2d', 'conv_transpose3d', 'linear', 'matmul', 'mm', 'prelu')},
+    **{n: CPU_LOW[n] for n in ('addbmm', 'addmm', 'baddbmm', 'bmm', 'conv1d', 'conv2d', 'conv3d', 'conv_transpose1d', 'conv_transpose2d',
+                               'conv_transpose3d', 'linear', 'matmul', 'mm', 'prelu')},
     'addmv': lambda r: torch.addmv(r(3), r(3, 4), r(4)),
     'addr': lambda r: torch.addr(r(3, 4), r(3), r(4)),
     'chain_matmul': lambda r: torch.chain_matmul(r(3, 4), r(4, 3), r(3, 2)),
@@ -146,11 +150,13 @@ CUDA_LOW = {
 }
 CUDA_FP32 = {
     '__pow__': lambda r: r(4).abs() ** 2, '__rdiv__': lambda r: r(4).__rdiv__(2.), '__rpow__': lambda r: 2. ** r(4), '__rtruediv__': lambda r: 2. / r(4),
-    **{n: lambda r, n=n: getattr(torch, n)(r(4).sigmoid()) for n in ('acos', 'asin', 'cosh', 'erfinv', 'exp', 'expm1', 'log', 'log10', 'log1p', 'log2', 'reciprocal', 'rsqrt', 'sinh', 'tan',
-                                                                       'sum', 'prod', 'norm')},
+    **{n: lambda r, n=n: getattr(torch, n)(r(4).sigmoid())
+       for n in ('acos', 'asin', 'cosh', 'erfinv', 'exp', 'expm1', 'log', 'log10', 'log1p', 'log2', 'reciprocal', 'rsqrt', 'sinh', 'tan',
+                 'sum', 'prod', 'norm')},
     **{n: lambda r, n=n: getattr(torch, n)(r(4), 0) for n in ('cumprod', 'cumsum', 'softmax', 'log_softmax')},
-    **{n: CPU_FP32[n] for n in ('binary_cross_entropy_with_logits', 'cosine_embedding_loss', 'cdist', 'hinge_embedding_loss', 'kl_div', 'l1_loss', 'margin_ranking_loss', 'mse_loss',
-                                'multilabel_margin_loss', 'multi_margin_loss', 'nll_loss', 'poisson_nll_loss', 'soft_margin_loss', 'triplet_margin_loss')},
+    **{n: CPU_FP32[n] for n in ('binary_cross_entropy_with_logits', 'cosine_embedding_loss', 'cdist', 'hinge_embedding_loss', 'kl_div', 'l1_loss',
+                                'margin_ranking_loss', 'mse_loss', 'multilabel_margin_loss', 'multi_margin_loss', 'nll_loss', 'poisson_nll_loss',
+                                'soft_margin_loss', 'triplet_margin_loss')},
     'cosine_similarity': lambda r: F.cosine_similarity(r(4, 3), r(4, 3)),
     'cross_entropy': CPU_FP32['cross_entropy_loss'],
     'dist': lambda r: torch.dist(r(4), r(4)),
@@ -336,7 +342,8 @@ class WithFunction(nn.Module):
 
 def fit_with(f, mode, device='cpu'):
     model = WithFunction(f).to(device)
-    learn = learner(model, loaders().to(torch.device(device)), cbs=MixedPrecision(mode, **({'init_scale': 256.} if mode == 'fp16' else {})), opt_func=OPTIMIZERS['sgd'])
+    cb = MixedPrecision(mode, **({'init_scale': 256.} if mode == 'fp16' else {}))
+    learn = learner(model, loaders().to(torch.device(device)), cbs=cb, opt_func=OPTIMIZERS['sgd'])
     before = params(learn); learn.fit(1, .01)
     assert not any(torch.equal(p, q) for p, q in zip(before, params(learn))) and all(p.isfinite().all() for p in params(learn))
     return learn

@@ -1,4 +1,4 @@
-import math, warnings
+import math
 
 import pytest, torch
 from fastai.callback.core import Callback
@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fastxtend_amp import PrecisionReport
-from helpers import Attentive, Data, autocast_state, dataset, learner, loaders, mlp, params, same
+from helpers import Attentive, Data, autocast_state, learner, loaders, params, same
 
 
 def rows(report, mode): return report.table[report.table['mode'] == mode].set_index('module')

@@ -8,7 +8,7 @@ from fastai.callback.rnn import rnn_cbs
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
 from fastai.learner import AvgMetric
-from fastai.optimizer import Adam, OptimWrapper
+from fastai.optimizer import Adam
 from fastai.text.models.awdlstm import AWD_LSTM
 from fastai.text.models.core import LinearDecoder, SequentialRNN
 from torch import nn
@@ -62,7 +62,10 @@ def language_model():
 
 def bits(learn, optimizer=True):
     "Everything the test can name, as plain comparable values with the identity and memory of each tensor."
-    def tensor(t): return None if t is None else (id(t), t.data_ptr(), t.dtype, tuple(t.shape), t.requires_grad, bytes(t.detach().contiguous().view(torch.uint8).numpy()) if t.numel() and t.dim() else t.detach().tolist())
+    def tensor(t):
+        if t is None: return None
+        values = bytes(t.detach().contiguous().view(torch.uint8).numpy()) if t.numel() and t.dim() else t.detach().tolist()
+        return id(t), t.data_ptr(), t.dtype, tuple(t.shape), t.requires_grad, values
     def plain(o, depth=0):
         if isinstance(o, torch.Tensor): return tensor(o)
         if isinstance(o, dict): return [(k if isinstance(k, (str, int)) else id(k), plain(v, depth + 1)) for k, v in o.items()]

@@ -191,7 +191,8 @@ def test_one_device_callback_in_every_mode(device):
     assert XLADevice.order < -10 and 6 < XLAGradients.order < MixedPrecision.order
 
 
-@pytest.mark.parametrize('cbs', [lambda: MixedPrecision('bf16'), lambda: [XLADevice(), MixedPrecision('bf16')], lambda: XLADevice], ids=['precision', 'both', 'class'])
+@pytest.mark.parametrize('cbs', [lambda: MixedPrecision('bf16'), lambda: [XLADevice(), MixedPrecision('bf16')], lambda: XLADevice],
+                         ids=['precision', 'both', 'class'])
 def test_callbacks_given_by_the_user(cbs, device):
     learn = build(device); start = params(learn)
     learn.add_cbs(cbs()); learn.fit(1, .1)
@@ -315,7 +316,8 @@ def test_nothing_is_compiled_after_the_warm_up(mode, opt, counted, device):
     assert counted(lambda: (learn.validate(), learn.get_preds())).compiled == 0
 
 
-@pytest.mark.parametrize('mode,opt,reads', [('bf16', 'adam', 0), ('bf16', 'adamw', 0), ('fp16', 'adam', 1), ('fp16', 'adamw', 1), *(('fp16', o, 0) for o in OPTS if 'sync' in o)])
+@pytest.mark.parametrize('mode,opt,reads', [('bf16', 'adam', 0), ('bf16', 'adamw', 0), ('fp16', 'adam', 1), ('fp16', 'adamw', 1),
+                                            *(('fp16', o, 0) for o in OPTS if 'sync' in o)])
 def test_reads_per_step_beyond_fp32(mode, opt, reads, counted, device):
     ours, plain = (build(device, m, opt_func=opt_func(opt)) for m in (mode, 'fp32'))
     for learn in (ours, plain): learn.fit(1)
@@ -334,7 +336,8 @@ def test_sync_free_optimizers_skip_as_the_host_would(name, reference, skips, dev
     kwargs = {'momentum': .9} if name == 'SGD' else {}
     told, seen = [], []
     def watch(l): told.append(type(l.opt.opt.step).__name__ == 'partial' and l.opt.opt.step.keywords['found_inf'].device.type)
-    cbs = lambda: [At('after_backward', spoil, 5), At('before_step', watch, 20), At('after_batch', lambda l: l.training and seen.append((host(params(l)), l.mixed_precision.skipped)), 70)]
+    cbs = lambda: [At('after_backward', spoil, 5), At('before_step', watch, 20),
+                   At('after_batch', lambda l: l.training and seen.append((host(params(l)), l.mixed_precision.skipped)), 70)]
     ours = build(device, 'fp16', opt_func=syncfree(name, **kwargs), cbs=cbs()); ours.fit(1, .01); a, t = seen, told
     seen, told = [], []
     theirs = build(device, 'fp16', opt_func=partial(OptimWrapper, opt=partial(reference, **kwargs)), cbs=cbs()); theirs.fit(1, .01)
@@ -414,9 +417,11 @@ def test_export(mode, device, tmp_path):
 
 def test_an_exported_file_loads_where_there_is_no_torch_xla(device, tmp_path):
     learn = build(device, 'bf16', path=tmp_path); learn.fit(1); learn.to_fp32().export()
-    out = python("import sys; sys.modules.update(torch_xla=None, fastxtend_amp=None); import warnings; warnings.simplefilter('ignore'); sys.modules['helpers'] = type(sys)('helpers'); "
-                 "from torch.utils.data import TensorDataset; sys.modules['helpers'].Data = type('Data', (TensorDataset,), {}); from fastcore.basics import noop; "
-                 f"from fastai.learner import load_learner; learn = load_learner(r'{tmp_path/'export.pkl'}'); print(next(learn.model.parameters()).device)", TORCH_DEVICE_BACKEND_AUTOLOAD='0')
+    out = python("import sys; sys.modules.update(torch_xla=None, fastxtend_amp=None); import warnings; warnings.simplefilter('ignore'); "
+                 "sys.modules['helpers'] = type(sys)('helpers'); from torch.utils.data import TensorDataset; "
+                 "sys.modules['helpers'].Data = type('Data', (TensorDataset,), {}); from fastcore.basics import noop; "
+                 f"from fastai.learner import load_learner; learn = load_learner(r'{tmp_path/'export.pkl'}'); "
+                 "print(next(learn.model.parameters()).device)", TORCH_DEVICE_BACKEND_AUTOLOAD='0')
     assert out.stdout.strip() == 'cpu', out.stderr[-2000:]
 
 
@@ -440,7 +445,8 @@ def test_gradients_are_reduced_before_they_are_unscaled(mode, n_acc, device, mon
     seen, unscale = [], LossScaling.unscale
     monkeypatch.setattr(xr, '_WORLD_SIZE', 2); monkeypatch.setattr(xm, 'all_reduce', reduce)
     monkeypatch.setattr(LossScaling, 'unscale', lambda self, opt: (calls.append('unscale'), unscale(self, opt))[1])
-    cbs = [At('after_backward', lambda l: calls.append('backward')), At('after_step', lambda l: calls.append('step'), -30)] + ([GradientAccumulation(n_acc)] if n_acc else [])
+    cbs = [At('after_backward', lambda l: calls.append('backward')), At('after_step', lambda l: calls.append('step'), -30),
+           *([GradientAccumulation(n_acc)] if n_acc else [])]
     learn = build(device, mode, cbs=cbs); learn.fit(1, .01)
     step = ['backward'] * (n_acc // 4 if n_acc else 1) + ['reduce'] + ['unscale'] * (mode != 'fp32') + ['step']
     assert calls == step * (4 if n_acc else 8) and set(seen) == {('sum', .5, 6)}
