@@ -307,7 +307,8 @@ class MixedPrecision(fp16.MixedPrecision):
     def _check_training(self):
         fit, self._fit.checked = self._fit, True
         if fit.mode is None:
-            warnings.warn(f"amp_mode='auto': device '{fit.device}' does neither bf16 nor fp16 natively, so training runs in fp32.")
+            warnings.warn(f"amp_mode='auto': device '{fit.device}' does neither bf16 nor fp16 natively, so training runs in fp32. "
+                          "`precision_support()` says why; `learn.to_fp32()` is silent.")
         elif message := emulation_warning(fit.mode, fit.device): warnings.warn(message)
         if not self._scaling.scaler.is_enabled(): return
         half = [n for n, p in self.learn.model.named_parameters() if p.requires_grad and p.dtype is torch.float16]

@@ -69,20 +69,46 @@ def check_model(model: nn.Module, opt: Any) -> None:
                                  "without momentum, or `sparse=False`.")
 
 
+def _trial(opt: Any, params: list[nn.Parameter]) -> Any:
+    "An optimizer of `params` with the rule of `opt` and nothing in its state."
+    if type(opt) is Optimizer: return Optimizer(params, opt.cbs, **{**opt.hypers[0], 'lr': .01})
+    inner = opt.opt
+    try: trial = type(inner)(params, **inner.defaults)
+    except TypeError:                                            # its arguments have other names than its defaults
+        trial = copy.copy(inner)
+        trial.state, trial.param_groups = defaultdict(dict), [{'params': params}]
+    for g in trial.param_groups: g.update({**inner.param_groups[0], 'params': params, 'lr': .01})
+    return trial
+
+
 def _sparse_trouble(opt) -> str | None:
-    "What a trial step of `opt`'s rule on a small sparse gradient ends with; None if it works."
+    "What a trial step on a small sparse gradient ends with; None if it works."
+    if type(opt) is not Optimizer and not isinstance(opt, OptimWrapper): return None
     p = nn.Parameter(torch.ones(3, 2))
-    if isinstance(opt, OptimWrapper):
-        trial = copy.copy(opt.opt)
-        trial.state, trial.param_groups = defaultdict(dict), [{**opt.opt.param_groups[0], 'params': [p]}]
-    elif type(opt) is Optimizer: trial = Optimizer([p], opt.cbs, **opt.hypers[0])
-    else: return None
     try:
+        trial = _trial(opt, [p])
         for _ in range(2):
             p.grad = torch.sparse_coo_tensor(torch.tensor([[1]]), torch.ones(1, 2), (3, 2), check_invariants=False)
             trial.step()
     except (RuntimeError, NotImplementedError, TypeError) as e: return str(e).splitlines()[0]
     return None
+
+
+def _is_elementwise(opt) -> bool:
+    "Do trial steps change the same numbers alike, whether they are one tensor or two?"
+    device = next(p.device for pl in opt.param_lists for p in pl)
+    numbers = torch.linspace(-1, 30, 10, device=device)
+    def stepped(*tensors):
+        params = [nn.Parameter(t.clone()) for t in tensors]
+        trial = _trial(opt, params)
+        for _ in range(2):
+            for p in params: p.grad = p.detach().sin()
+            trial.step()
+        state = [(p, v) for p in params for v in trial.state.get(p, {}).values() if isinstance(v, torch.Tensor)]
+        return torch.cat([p.detach().flatten() for p in params]), all(v.numel() == 1 or v.shape == p.shape for p, v in state)
+    try: (two, fits), (one, _) = stepped(numbers[:6].view(3, 2), numbers[6:]), stepped(numbers)
+    except (RuntimeError, ValueError, TypeError, NotImplementedError): return False    # it wants matrices, a closure, sparse gradients
+    return fits and torch.allclose(two, one)
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -219,16 +245,13 @@ class FlatMasters:
 
     @staticmethod
     def check(opt: Any) -> None:
-        "Raise a `ValueError` that names an optimizer whose step is not the same for each element."
-        inner = getattr(opt, 'opt', None)
-        found = None
-        if isinstance(inner, torch.optim.Optimizer): found = type(inner).__name__ if type(inner).__name__ in PER_TENSOR else None
-        elif type(opt) is not Optimizer: found = type(opt).__name__
-        else:
-            names = [getattr(cb, 'func', cb) for cb in opt.cbs]
-            found = next((PER_TENSOR_STEPS[n.__name__] for n in names if getattr(n, '__name__', None) in PER_TENSOR_STEPS), None)
-        if found: raise ValueError(f"flat_master=True cannot be used with {found}, whose step depends on which parameter tensor an element is in. "
-                                   "Use `learn.to_half(flat_master=False)`, or an element-wise optimizer such as Adam or SGD.")
+        "Raise a `ValueError` that names an optimizer whose step is not the same for each element; found by trial steps."
+        plain = type(opt) is Optimizer                           # others, such as Lookahead, have counters and weights of their own
+        if (plain or isinstance(opt, OptimWrapper)) and _is_elementwise(opt): return
+        name = type(opt.opt if isinstance(opt, OptimWrapper) else opt).__name__
+        if plain: name = getattr(getattr(opt.cbs[-1], 'func', opt.cbs[-1]), '__name__', name).removesuffix('_step').title()
+        raise ValueError(f"flat_master=True cannot be used with {name}, whose step depends on which parameter tensor an element is in. "
+                         "Use `learn.to_half(flat_master=False)`, or an element-wise optimizer such as Adam or SGD.")
 
     @staticmethod
     def _store(opt): return opt.opt.state if isinstance(opt, OptimWrapper) else opt.state
@@ -330,10 +353,6 @@ class _FlatSet:
                 self.seen[k] = v
 
 
-PER_TENSOR = {'Adafactor', 'LBFGS', 'Muon', 'SparseAdam'}
-PER_TENSOR_STEPS = {'lamb_step': 'Lamb', 'larc_layer_lr': 'Larc', 'larc_step': 'Larc'}
-
-
 def _like(v, p): return isinstance(v, torch.Tensor) and v.shape == p.shape and v.dim() > 0
 
 
@@ -378,7 +397,7 @@ def kahan(
     cls = getattr(optimi, opt, None) if isinstance(opt, str) else opt
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         known = sorted(n for n, o in vars(optimi).items() if isinstance(o, type) and issubclass(o, torch.optim.Optimizer))
-        raise ValueError(f"opt={opt!r} is not one of optimi's optimizers: {', '.join(known)}.")
+        raise ValueError(f"opt={opt!r} is not one of optimi's optimizers. Take one of {', '.join(known)}.")
     return partial(OptimWrapper, opt=partial(cls, **{'kahan_sum': True, **kwargs}), hp_map={**pytorch_hp_map, 'beta1': 'mom', 'beta2': 'sqr_mom'})
 
 

@@ -49,7 +49,8 @@ def match_modules(
     for part in spec if isinstance(spec, _LISTS) else [spec]:
         test = _test(part, arg)
         hits = {name: m for name, m in places if test(name, m)}
-        if not hits: raise ValueError(f"{arg}={part!r} matches no module of the model. {_near(part, places)}")
+        if not hits: raise ValueError(f"{arg}={part!r} matches no module of the model. {_near(part, places)} `learn.model.named_modules()` "
+                                   "gives all names.")
         found.update(hits)
     holders = [name for name, m in found.items() if _only_holds(m)]
     found.update((name, m) for name, m in places if any(_inside(name, holder) for holder in holders))
@@ -58,7 +59,7 @@ def match_modules(
     return {name: m for name, m in order if not any(_inside(name, other) for other in found)}
 
 
-def _only_holds(m): return type(m).forward is nn.Module.forward and 'forward' not in vars(m) and bool(m._modules)
+def _only_holds(m): return getattr(type(m), 'forward', None) is nn.Module.forward and 'forward' not in vars(m) and bool(m._modules)
 
 
 def _inside(name, other): return name != other and (other == ROOT or name.startswith(other + '.'))

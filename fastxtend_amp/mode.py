@@ -155,7 +155,9 @@ def precision_support(
     that PyTorch does not know is a `ValueError`.
     """
     try: devices = _devices() if device is None else [torch.device(device)]
-    except RuntimeError as e: raise ValueError(f"device={device!r} is not a torch device: {str(e).splitlines()[0]}") from e
+    except RuntimeError as e:
+        raise ValueError(f"device={device!r} is not a torch device, such as 'cpu' or 'cuda:0'. Leave it out to look at all. PyTorch says: "
+                         f"{str(e).splitlines()[0]}.") from e
     rows = [(str(d), m.value, *mode_support(m, d)) for d in devices for m in (AMPMode.BF16, AMPMode.FP16)]
     return pd.DataFrame(rows, columns=['device', 'mode', 'support', 'why'])
 

@@ -87,8 +87,8 @@ def main(n_seeds: int = 5) -> None:
         for way in WAYS:
             losses = [final_loss(task, way, seed) for seed in range(n_seeds)]
             fp32 = fp32 or losses
-            beyond = ', '.join(f'{a - b:+.4f}' for a, b in zip(losses, fp32))
-            print(f"| {way if way != 'fp32' else 'none: fp32'} | {statistics.mean(losses):.4f} | {min(losses):.4f} to {max(losses):.4f} | {beyond} |", flush=True)
+            beyond, name = ', '.join(f'{a - b:+.4f}' for a, b in zip(losses, fp32)), way if way != 'fp32' else 'none: fp32'
+            print(f'| {name} | {statistics.mean(losses):.4f} | {min(losses):.4f} to {max(losses):.4f} | {beyond} |', flush=True)
         print()
     print(f'{(time.time() - start) / 60:.0f} minutes. `python tests/quality.py` prints this.')
 
