@@ -1,5 +1,5 @@
 "What an installation is, and that the order of imports does not matter."
-import configparser, importlib, subprocess, sys
+import configparser, importlib, os, shutil, subprocess, sys, zipfile
 from importlib import metadata
 from pathlib import Path
 
@@ -49,3 +49,37 @@ def test_settings_are_the_one_home():
 def test_setup_works_from_any_folder(tmp_path):
     out = subprocess.run([sys.executable, ROOT / 'setup.py', '--version'], capture_output=True, text=True, cwd=tmp_path)
     assert out.stdout.split()[-1] == '0.1.0', out.stderr
+
+
+SMOKE = """
+import sys, warnings; warnings.simplefilter('ignore')
+import torch, fastxtend_amp
+from fastai.basics import *
+assert fastxtend_amp.__file__.startswith(sys.argv[1]), fastxtend_amp.__file__
+ds = [(torch.randn(4), torch.randn(1)) for _ in range(8)]
+learn = Learner(DataLoaders.from_dsets(ds, ds, bs=4, device='cpu', num_workers=0), nn.Linear(4, 1), loss_func=MSELossFlat()).to_bf16()
+with learn.no_bar(), learn.no_logging(): learn.fit(1)
+print(fastxtend_amp.__version__, len(learn.recorder.losses))
+"""
+
+
+def test_wheel_and_sdist(tmp_path):
+    "The wheel holds the package and nothing else; the sdist builds it again, and what comes out trains."
+    source, dist, target, empty = (tmp_path / n for n in ('source', 'dist', 'target', 'empty'))
+    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns('.git', '*.egg-info', '__pycache__', 'models', 'build', 'dist', '.*cache*'))
+    empty.mkdir()
+    def run(*args, cwd=source, **env):
+        out = subprocess.run([sys.executable, *args], capture_output=True, text=True, cwd=cwd, env={**os.environ, **env})
+        assert out.returncode == 0, out.stdout + out.stderr
+        return out.stdout
+    offline = ('--no-deps', '--no-build-isolation', '--no-index', '--disable-pip-version-check', '-q')
+    run('setup.py', '-q', 'sdist', '-d', dist)
+    sdist, = dist.glob('*.tar.gz')
+    run('-m', 'pip', 'wheel', *offline, '-w', dist, sdist)       # built from the sdist alone
+    wheel, = dist.glob('*.whl')
+    names = zipfile.ZipFile(wheel).namelist()
+    modules = {f'fastxtend_amp/{f.name}' for f in (ROOT / 'fastxtend_amp').glob('*.py')}
+    assert {n for n in names if '.dist-info/' not in n} == modules
+    run('-m', 'pip', 'install', *offline, '--target', target, wheel)
+    assert run('-c', SMOKE, target, cwd=empty, PYTHONPATH=str(target)).split() == ['0.1.0', '2']
+    assert {f.name for f in (target / 'bin').iterdir()} >= {'fastxtend_amp_demo', 'fastxtend_amp_bench'}
