@@ -4,11 +4,13 @@
 
 An environment that is in FOLDER already is used as it is. The XLA row is tests/xla_env.sh's.
 """
-import argparse, os, re, shutil, subprocess, sys, time
+import argparse, configparser, os, re, shutil, subprocess, sys, time
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-DEV = ['pytest>=8', 'pytest-xdist>=3', 'scikit-learn>=1.3', 'accelerate>=1', 'torch-optimi>=0.3', 'nbclient>=0.10', 'ipykernel>=6']
+CONFIG = configparser.ConfigParser(delimiters=['='])
+CONFIG.read(ROOT / 'settings.ini', encoding='utf-8')
+DEV = CONFIG['DEFAULT']['dev_requirements'].split()
 ROWS = {                     # name: Python, what to install
     'oldest': ('3.10', ['torch==2.9.0', 'torchvision==0.24.0', 'fastai==2.8.12', 'fastcore==2.2.22']),
     'oldest-3.11': ('3.11', ['torch==2.9.0', 'torchvision==0.24.0', 'fastai==2.8.12', 'fastcore==2.2.22']),
