@@ -2,7 +2,7 @@
 
     python tests/matrix.py FOLDER [ROW ...]      rows by name, all of them if none is given; needs pyenv's or the system's pythonX.Y
 
-An environment that is in FOLDER already is used as it is. The XLA row is tests/xla_env.sh's.
+An environment that is in FOLDER already is used as it is. tests/xla_env.sh builds that of the row 'xla', too, and runs chosen tests.
 """
 import argparse, configparser, os, re, shutil, subprocess, sys, time
 from pathlib import Path
@@ -11,12 +11,11 @@ ROOT = Path(__file__).parent.parent
 CONFIG = configparser.ConfigParser(delimiters=['='])
 CONFIG.read(ROOT / 'settings.ini', encoding='utf-8')
 DEV = CONFIG['DEFAULT']['dev_requirements'].split()
-ROWS = {                     # name: Python, what to install
-    'oldest': ('3.10', ['torch==2.9.0', 'torchvision==0.24.0', 'fastai==2.8.12', 'fastcore==2.2.22']),
-    'oldest-3.11': ('3.11', ['torch==2.9.0', 'torchvision==0.24.0', 'fastai==2.8.12', 'fastcore==2.2.22']),
-    'newest': ('3.11', ['torch', 'torchvision', 'fastai', 'fastcore']),
-    'newest-3.12': ('3.12', ['torch', 'torchvision', 'fastai', 'fastcore']),
-    'newest-3.13': ('3.13', ['torch', 'torchvision', 'fastai', 'fastcore']),
+OLDEST, NEWEST = ['torch==2.9.0', 'torchvision==0.24.0', 'fastai==2.8.12', 'fastcore==2.2.22'], ['torch', 'torchvision', 'fastai', 'fastcore']
+ROWS: dict[str, tuple[str, list[str], dict[str, str]]] = {       # name: Python, what to install, environment variables
+    'oldest': ('3.10', OLDEST, {}), 'oldest-3.11': ('3.11', OLDEST, {}),
+    'newest': ('3.11', NEWEST, {}), 'newest-3.12': ('3.12', NEWEST, {}), 'newest-3.13': ('3.13', NEWEST, {}),
+    'xla': ('3.11', [*OLDEST[:3], 'fastcore', 'torch_xla==2.9.0'], {'PJRT_DEVICE': 'CPU'}),
 }
 
 
@@ -41,16 +40,16 @@ def build(folder: Path, version: str, packages: list[str]) -> Path:
 
 def versions(python: Path) -> list[str]:
     code = ("import platform; from importlib.metadata import version as v; "
-            "print(platform.python_version(), v('torch').split('+')[0], v('fastai'), v('fastcore'))")
-    return subprocess.run([python, '-c', code], capture_output=True, text=True, check=True).stdout.split()
+            "print(platform.python_version(), v('torch').split('+')[0], v('fastai'), v('fastcore'), sep='|')")
+    return subprocess.run([python, '-c', code], capture_output=True, text=True, check=True).stdout.strip().split('|')
 
 
-def run(python: Path) -> tuple[str, float]:
+def run(python: Path, variables: dict[str, str]) -> tuple[str, float]:
     "What pytest says in its last line, and the minutes it took."
     start = time.time()
     args = ['-n', '2', '--dist', 'loadfile', '-W', 'ignore', '--tb=short', '-p', 'no:cacheprovider', '-o', 'addopts=']
     out = subprocess.run([python, '-m', 'pytest', *args], cwd=ROOT, capture_output=True, text=True,
-                         env={**os.environ, 'PYTHONDONTWRITEBYTECODE': '1'}).stdout
+                         env={**os.environ, 'PYTHONDONTWRITEBYTECODE': '1', **variables}).stdout
     found = re.findall(r'^=* ?(.*(?:passed|failed|error).*) in [\d.]+s', out, re.M)
     if not found or 'failed' in found[-1]: print(out[-5000:], file=sys.stderr)
     return (found[-1] if found else 'did not finish'), (time.time() - start) / 60
@@ -61,11 +60,12 @@ def main() -> None:
     parser.add_argument('folder', type=Path)
     parser.add_argument('rows', nargs='*', choices=[*ROWS, []], default=[])
     args = parser.parse_args()
-    print('| Python | torch | fastai | fastcore | tests | minutes |\n|---|---|---|---|---|---|')
+    print('| environment | Python | torch | fastai | fastcore | tests | minutes |\n|---|---|---|---|---|---|---|')
     for name in args.rows or ROWS:
-        python = build(args.folder.resolve() / name, *ROWS[name])
-        told, minutes = run(python)
-        print('|', ' | '.join([*versions(python), told, f'{minutes:.1f}']), '|', flush=True)
+        version, packages, variables = ROWS[name]
+        python = build(args.folder.resolve() / name, version, packages)
+        told, minutes = run(python, variables)
+        print('|', ' | '.join([name, *versions(python), told, f'{minutes:.1f}']), '|', flush=True)
 
 
 if __name__ == '__main__': main()

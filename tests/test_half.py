@@ -6,6 +6,7 @@ from functools import partial
 import pytest, torch
 from fastai.callback.core import Callback, CancelFitException
 from fastai.callback.schedule import *
+from fastai.callback.tracker import SaveModelCallback
 from fastai.callback.training import GradientAccumulation, GradientClip
 from fastai.optimizer import SGD, Adam, OptimWrapper
 from torch import nn
@@ -265,6 +266,19 @@ def test_saved_and_loaded_inside_fit(tmp_path, flat, opt):
     others[1].to_half(flat_master=True).to_fp32()
     for other in others: other.fit(1, .01)
     assert same(*map(params, others)) and same_state(*(opt_state(o.opt) for o in others))
+
+
+@pytest.mark.parametrize('flat', [False, True])
+def test_save_model_callback_keeps_the_masters(tmp_path, flat):
+    kept = []
+    learn = learner(opt_func=Adam, path=tmp_path, cbs=At('after_epoch', lambda l: kept.append(params(l)), order=11)).to_half(flat_master=flat)
+    learn.fit(2, .01, cbs=SaveModelCallback(every_epoch=True, with_opt=True))
+    for i in (0, 1):
+        other = learner(opt_func=Adam, path=tmp_path)
+        other.create_opt(); other.load(f'model_{i}')
+        assert same(params(other), kept[i]) and not halves(other)
+        other.fit(1, .01)
+    assert not same(*kept)
 
 
 RESUME = """
