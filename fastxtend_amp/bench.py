@@ -743,7 +743,8 @@ def tables(result: dict[str, Any]) -> str:
     return '\n'.join(lines) + '\n'
 
 
-_COLORS = {'by hand': '#4c566a', 'fastxtend_amp': '#2a78b8', "fastai's own": '#d1701f', 'Fabric': '#5a9e4b', 'Accelerate': '#8a5aa8'}
+_COLORS = {'by hand': '#4c566a', 'fastxtend_amp': '#2a78b8', 'to_half': '#17a2a2', 'to_half, flat': '#b8325e', "fastai's own": '#d1701f',
+           'Fabric': '#5a9e4b', 'Accelerate': '#8a5aa8'}
 
 
 def plot(result: dict[str, Any], file: str | Path) -> None:
@@ -753,7 +754,7 @@ def plot(result: dict[str, Any], file: str | Path) -> None:
     names = [m['name'] for m in result['models'] if any(r['model'] == m['name'] for r in rows)] or [m['name'] for m in result['models']]
     modes = [m for m in result['settings']['modes'] if any(r['mode'] == m for r in rows)] or result['settings']['modes'][:1]
     kinds = list(dict.fromkeys((r['contestant'], r['optimizer']) for r in rows))
-    figure = Figure(figsize=(13, max(2.5, 1 + (.16 * len(kinds) + .3) * len(names)) * max(1, len(modes))), layout='constrained')
+    figure = Figure(figsize=(13, max(2.5, 1 + (.065 * len(kinds) + .12) * len(names)) * max(1, len(modes))), layout='constrained')
     for axes, mode in zip(figure.subplots(max(1, len(modes)), 2, squeeze=False, sharey='row'), modes):
         for ax, key, title in zip(axes, ('vs_fp32', 'forward_backward_vs_fp32'), ('whole step', 'forward and backward')):
             for i, (kind, opt) in enumerate(kinds):
