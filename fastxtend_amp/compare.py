@@ -391,7 +391,8 @@ def _bytes(learn) -> int:
 
 def _device_name(device: torch.device) -> str:
     if device.type == 'cuda': return f'{device} ({torch.cuda.get_device_name(device)})'
-    return f'{device} ({torch.get_num_threads()} threads)' if device.type == 'cpu' else str(device)
+    n = torch.get_num_threads()
+    return f"{device} ({n} thread{'s' * (n != 1)})" if device.type == 'cpu' else str(device)
 
 
 def recommend(
