@@ -185,8 +185,12 @@ class HalfWeights:
         self.by_device = [*devices.values()]
         inner = {id(m) for k in kept.values() for m in k.modules()}
         self.rnns = [m for m in model.modules() if isinstance(m, nn.RNNBase) and id(m) not in inner]
-        self.hooks = [m.register_forward_pre_hook(_like_weights, with_kwargs=True, prepend=True) for m in model.modules()
-                      if id(m) not in inner and not isinstance(m, torch.jit.ScriptModule) and _weight(m) is not None and not self._mixed(m)]
+        self.casting = [m for m in model.modules() if id(m) not in inner and not isinstance(m, torch.jit.ScriptModule) and _weight(m) is not None
+                        and not self._mixed(m)]
+
+    def hook(self) -> None:
+        "Let modules cast their inputs from now on, until `close`."
+        for m in self.casting: m.register_forward_pre_hook(_like_weights, with_kwargs=True, prepend=True)
 
     def _mixed(self, m): return _is_norm(m) and _takes_half(type(m), next(m.parameters()).device.type, self.dtype)
 
@@ -230,7 +234,10 @@ class HalfWeights:
         "Take everything off the model; parameters that `lower` turned are fp32 again, with the values they came to."
         self.leave()
         for p in self.masters: _to(p, torch.float32)
-        for hook in self.hooks: hook.remove()
+        for m in self.casting:                                   # looked for, since an interrupt may have struck while they were put on
+            for key in [k for k, hook in m._forward_pre_hooks.items() if hook is _like_weights]:
+                m._forward_pre_hooks_with_kwargs.pop(key, None)
+                m._forward_pre_hooks.pop(key, None)
 
 
 class FlatMasters:
@@ -446,10 +453,11 @@ def _cast_cache(learn, cb) -> int:
 
 class _InModel:
     "The copies in the model, as a context; inside another one it does nothing."
-    def __init__(self, weights: HalfWeights): self.weights = weights
+    def __init__(self, cb): self.cb = cb
     def __enter__(self):
-        self.outer = self.weights.inside
-        if self.weights.on: self.weights.enter()
+        self.weights = weights = self.cb._weights
+        self.outer = weights.inside
+        if weights.on: weights.enter()
     def __exit__(self, *exc):
         if not self.outer: self.weights.leave()
 
@@ -511,19 +519,24 @@ class HalfPrecision(MixedPrecision):
 
     @contextmanager
     def _in_model(self) -> Iterator[None]:
-        weights = self._weights or HalfWeights(self.learn.model, self.dtype, self._islands.check(self.learn.model))
+        own = self._weights is None
+        if own: self._renew(has_masters=True)
+        weights = self._weights
         try:
             on, weights.on = weights.on, True
             try:
-                with _InModel(weights): yield
+                with _InModel(self): yield
             finally: weights.on = on
         finally:
-            if weights is not self._weights: weights.close()
+            if own:
+                weights.close()
+                self._weights = None
 
     # -- the events of fastai's loop
 
     def before_train(self):
         super().before_train()
+        self._ready()
         self._weights.on = True
         if not self.master_weights: self._lower()
         self._changed()
@@ -532,9 +545,9 @@ class HalfPrecision(MixedPrecision):
     def before_batch(self):
         "Put the half-precision weights into the model and bring floating inputs to their dtype."
         if self._fit is None: self._open()                       # added in the middle of a fit
+        self._ready()
         if self.learn.training: self._weights.on = True
         if not self.master_weights and self._weights.on: self._lower()
-        if not self._weights.fits(self.learn.model) and not self._weights.inside: self._renew()
         super().before_batch()
         if not self._weights.on: return                          # `validate` and `get_preds` outside `fit`
         dtype, xb = self.dtype, self.learn.xb
@@ -590,11 +603,16 @@ class HalfPrecision(MixedPrecision):
         given, self._given = self._given, None
         if given is not None and self.learn.xb is given[1]: self.learn.xb = given[0]
 
-    def _renew(self):
+    def _ready(self):
+        if self._weights is None or not (self._weights.inside or self._weights.fits(self.learn.model)): self._renew()
+
+    def _renew(self, has_masters=None):
         on = self._weights is not None and self._weights.on
         if self._weights is not None: self._weights.close()
-        self._weights = HalfWeights(self.learn.model, self.dtype, self._islands.check(self.learn.model), self.master_weights)
+        self._weights = HalfWeights(self.learn.model, self.dtype, self._islands.check(self.learn.model),
+                                    self.master_weights if has_masters is None else has_masters)
         self._weights.on = on
+        self._weights.hook()
 
     def _step(self, step):
         if self.flat_master: self._flat.step(self.learn.opt, step)
@@ -607,11 +625,7 @@ class HalfPrecision(MixedPrecision):
         check_model(self.learn.model, self.learn.opt)
         if self.flat_master: FlatMasters.check(self.learn.opt)
 
-    def _new_context(self): return _InModel(self._weights)
-
-    def _open(self):
-        super()._open()
-        self._renew()
+    def _new_context(self): return _InModel(self)
 
     def _enter_batch(self):
         batch = super()._enter_batch()

@@ -1,4 +1,5 @@
 "What does a user call?"
+import functools
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -25,6 +26,22 @@ def _replace_precision(learn: Learner, cb: MixedPrecision | None) -> Learner:
     if cb is not None: cb.check_modules(learn.model)
     for old in [o for o in learn.cbs if isinstance(o, PRECISION_CALLBACKS)]: learn.remove_cb(old)
     return learn if cb is None else learn.add_cb(cb)
+
+
+def _close_after_exceptions(fit):
+    "`fit`, after which nothing of a precision callback is left on the learner, also if `before_fit` or `after_fit` was interrupted."
+    @functools.wraps(fit)
+    def inner(self, *args, **kwargs):
+        try: return fit(self, *args, **kwargs)
+        except BaseException:
+            for cb in self.cbs:
+                if isinstance(cb, MixedPrecision) and not cb._guard.running: cb._close()
+            raise
+    inner._closes = True
+    return inner
+
+
+if not hasattr(Learner.fit, '_closes'): Learner.fit = _close_after_exceptions(Learner.fit)
 
 
 @patch

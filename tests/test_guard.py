@@ -170,6 +170,20 @@ def test_asynchronous_interrupts(mode, tmp_path):
     assert all(p.isfinite().all() for p in learn.model.parameters())
 
 
+@pytest.mark.parametrize('event', ['before_fit', 'after_fit'])
+@pytest.mark.parametrize('order', [9, 11])
+@pytest.mark.parametrize('mode', ['fp16', 'bf16'])
+def test_exceptions_at_the_ends_of_a_fit(event, order, mode):
+    def fail(l): raise KeyboardInterrupt
+    learn = learner(cbs=[MixedPrecision(mode), At(event, fail, order)])
+    for _ in (1, 2):
+        with pytest.raises(KeyboardInterrupt): learn.fit(1)
+        assert not ATTRIBUTES & learn.__dict__.keys() and not learn.mixed_precision._guard.running and learn.mixed_precision._fit is None
+    learn.remove_cbs([cb for cb in learn.cbs if isinstance(cb, At)])
+    learn.fit(1)
+    assert all(p.isfinite().all() for p in learn.model.parameters())
+
+
 class Overrides(Learner):
     "A subclass whose batches do not go through `_with_events`."
     def one_batch(self, i, b):

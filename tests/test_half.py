@@ -1,5 +1,5 @@
 "Half-precision weights with fp32 masters, against loops written by hand."
-import copy, math, pickle, subprocess, sys
+import copy, math, pickle, subprocess, sys, time, warnings
 from pathlib import Path
 from functools import partial
 
@@ -13,7 +13,7 @@ from torch import nn
 
 from fastxtend_amp import HalfPrecision, MixedPrecision
 from fastxtend_amp.half import NORMS
-from test_guard import ATTRIBUTES, EVENTS, EXCEPTIONS, PLACES, build, caught
+from test_guard import ATTRIBUTES, EVENTS, EXCEPTIONS, PLACES, build, caught, interrupt_after
 from helpers import *
 from quality import final_loss
 
@@ -107,6 +107,24 @@ def test_any_exception_anywhere_in_a_batch(place, order, exc, tmp_path):
             assert not halves(l) and all(p.isfinite().all() for p in l.model.parameters()) and not same(params(l), weights)
 
 
+@pytest.mark.parametrize('kwargs', [dict(), dict(flat_master=True), dict(master_weights=False)], ids=str)
+def test_asynchronous_interrupts(kwargs):
+    "A timer strikes anywhere, in our own lines too: the model is its fp32 masters, and nothing is on it."
+    learn, _ = build(HalfPrecision('bf16', **kwargs), None, RuntimeError, 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        start = time.perf_counter(); learn.fit(1); once = time.perf_counter() - start
+        parameters, hits, n = [(id(p), p.stride()) for p in learn.model.parameters()], 0, 120
+        for i in range(n):
+            hits += interrupt_after(max(once * i / n, 1e-4), lambda: learn.fit(1))
+            assert not halves(learn) and not any(m._forward_pre_hooks for m in learn.model.modules()), f'interrupt {i}'
+            assert [(id(p), p.stride()) for p in learn.model.parameters()] == parameters and torch.backends.mha.get_fastpath_enabled()
+            assert not any(t._is_view() for t in learn.model.parameters()) and not ATTRIBUTES & learn.__dict__.keys()
+        assert hits > n // 4
+        learn.fit(1)
+    assert all(p.isfinite().all() for p in learn.model.parameters())
+
+
 def test_half_in_forward_and_validation_and_fp32_everywhere_else():
     seen, elsewhere = [], []
     class Spy(nn.Linear):
@@ -124,8 +142,10 @@ def test_half_in_forward_and_validation_and_fp32_everywhere_else():
     preds = learn.get_preds()[0]
     learn.validate()
     assert preds.dtype is torch.float32 and set(seen[n:]) == {(False, torch.float32, torch.float32, torch.float32)}
-    with learn.amp_context(): out = learn.model(learn.dls.valid.one_batch()[0])
-    assert out.dtype is torch.bfloat16 and not halves(learn)
+    for _ in (1, 2):
+        with learn.amp_context(): out = learn.model(learn.dls.valid.one_batch()[0])
+        assert out.dtype is torch.bfloat16 and not halves(learn) and not any(m._forward_pre_hooks for m in learn.model.modules())
+        learn.to_half(master_weights=False)
 
 
 def test_callbacks_replace_each_other():
