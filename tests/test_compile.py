@@ -9,6 +9,7 @@ from torch._dynamo.utils import counters
 from fastxtend_amp import AMPMode, MixedPrecision
 from helpers import *
 
+TORCH = tuple(map(int, torch.__version__.split('.')[:2]))
 HOW = pytest.mark.parametrize('how', ['wrapped', 'in place'])
 MODES = pytest.mark.parametrize('mode', ['bf16', 'fp16'])
 
@@ -134,6 +135,19 @@ def test_sequential_compiled_in_place_is_as_in_fp32(mode):
     assert counts[mode] == counts['fp32']
     assert build(mode, 'wrapped', mlp).fit(1, .01) is None
     learn = build(mode, 'wrapped', mlp); learn.fit(1, .01); assert learn.compiled.frame_count == 2
+
+
+@pytest.mark.parametrize('kwargs', [dict(), dict(dtype='fp16'), dict(flat_master=True), dict(master_weights=False)], ids=str)
+@HOW
+def test_half_precision_weights(how, kwargs):
+    compiled, eager = (build('fp32', h).to_half(**kwargs) for h in (how, None))
+    for learn in (compiled, eager): learn.fit(2, .01)
+    assert compiled.after_epochs == [2, 2] and close(compiled, eager, 1e-6) is None
+    compiled.fit(1, .01)
+    # PyTorch 2.9 compiles anew in each fit, whose hooks are new; 2.15 does not
+    assert compiled.compiled.frame_count in ((2,) if TORCH >= (2, 15) else (4,) if TORCH == (2, 9) else (2, 4))
+    compiled.to_fp32().fit(1, .01)
+    assert compiled.compiled.frame_count > 2
 
 
 @HOW
