@@ -13,7 +13,7 @@ CONFIG.read(ROOT / 'settings.ini', encoding='utf-8')
 DEV = CONFIG['DEFAULT']['dev_requirements'].split()
 OLDEST, NEWEST = ['torch==2.9.0', 'torchvision==0.24.0', 'fastai==2.8.12', 'fastcore==2.2.22'], ['torch', 'torchvision', 'fastai', 'fastcore']
 ROWS: dict[str, tuple[str, list[str], dict[str, str]]] = {       # name: Python, what to install, environment variables
-    'oldest': ('3.10', OLDEST, {}), 'oldest-3.11': ('3.11', OLDEST, {}),
+    'oldest': ('3.10', OLDEST, {}),
     'newest': ('3.11', NEWEST, {}), 'newest-3.12': ('3.12', NEWEST, {}), 'newest-3.13': ('3.13', NEWEST, {}),
     'xla': ('3.11', [*OLDEST[:3], 'fastcore', 'torch_xla==2.9.0'], {'PJRT_DEVICE': 'CPU'}),
 }
