@@ -142,6 +142,8 @@ def test_recurrent_layers_run_or_are_refused_by_name_when_fit_starts(mode):
     from fastxtend_amp.mode import refused_layer
     drawn = []
     for kind in (torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN):
+        try: kind(2, 2)(torch.zeros(1, 1, 2))
+        except RuntimeError: continue                            # a GRU on the CPU, once torch_xla has made an XLA device
         learn = getattr(learner(Recurrent(kind)), f'to_{mode}')()
         learn.add_cb(At('before_batch', drawn.append, -50))
         if refused_layer(kind, AMPMode(mode)) is None: learn.fit(1); continue
@@ -162,4 +164,15 @@ def test_a_layer_that_is_refused_is_named(monkeypatch):
     with pytest.raises(ValueError, match="'rnn' \\(LSTM\\): PyTorch says: no kernel"): learner(Recurrent()).to_bf16().fit(1)
     learner(Recurrent()).to_fp32().fit(1)
     monkeypatch.setattr(module, 'refused_layer', lambda kind, mode: None)
-    assert learner(Recurrent(torch.nn.GRU)).to_bf16().fit(1) is None
+    assert learner(Recurrent(torch.nn.RNN)).to_bf16().fit(1) is None
+
+
+def test_a_layer_that_fails_in_fp32_too_is_not_refused():
+    from fastxtend_amp.mode import refused_layer
+    class Broken(torch.nn.RNN):
+        def forward(self, x): raise RuntimeError('in any precision')
+    class Low(torch.nn.RNN):
+        def forward(self, x):
+            if torch.is_autocast_enabled('cpu'): raise RuntimeError('no kernel')
+            return super().forward(x)
+    assert refused_layer(Broken, AMPMode.BF16) is None and refused_layer(Low, AMPMode.BF16) == 'no kernel'

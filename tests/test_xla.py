@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest, torch
 from fastai.callback import schedule  # noqa: F401  fit_one_cycle, lr_find
 from fastai.callback.tracker import SaveModelCallback
+from fastai.callback.training import GradientAccumulation, GradientClip
 from fastai.learner import load_learner
 from fastai.optimizer import ranger
 
@@ -163,7 +164,6 @@ def test_an_exception_in_a_batch_leaves_no_autocast_behind(mode, device):
 
 
 def test_skipped_steps_and_accumulation(device):
-    from fastai.callback.training import GradientAccumulation
     def spoil(l):
         if l.train_iter in (1, 5): next(l.model.parameters()).grad.view(-1)[0] = float('inf')
     xla, cpu = (build(d, 'fp16', model=smooth(), cbs=[GradientAccumulation(8), GradientClip(.5), At('after_backward', spoil, 5)]) for d in (device, 'cpu'))
@@ -437,7 +437,6 @@ def test_pickled_on_the_device(device):
 @pytest.mark.parametrize('n_acc', [None, 8])
 def test_gradients_are_reduced_before_they_are_unscaled(mode, n_acc, device, monkeypatch):
     import torch_xla.core.xla_model as xm, torch_xla.runtime as xr
-    from fastai.callback.training import GradientAccumulation
     calls = []
     def reduce(kind, gradients, scale, **kwargs):
         calls.append('reduce'); seen.append((kind, scale, len(gradients)))
