@@ -107,7 +107,7 @@ def _is_elementwise(opt) -> bool:
         state = [(p, v) for p in params for v in trial.state.get(p, {}).values() if isinstance(v, torch.Tensor)]
         return torch.cat([p.detach().flatten() for p in params]), all(v.numel() == 1 or v.shape == p.shape for p, v in state)
     try: (two, fits), (one, _) = stepped(numbers[:6].view(3, 2), numbers[6:]), stepped(numbers)
-    except (RuntimeError, ValueError, TypeError, NotImplementedError): return False    # it wants matrices, a closure, sparse gradients
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError): return False   # it wants matrices, a closure, ...
     return fits and torch.allclose(two, one)
 
 
