@@ -79,3 +79,8 @@ def test_tables_of_the_readme_are_those_of_the_runs():
         if line.startswith('|'): assert line in readme, line
     quality = (ROOT / 'nbs' / 'half_quality.md').read_text()
     for value in re.findall(r'\d\.\d{4}', readme[readme.index('| | fp32 (smallest'):readme.index('## Where it runs')]): assert value in quality, value
+
+
+def test_matrix_of_the_readme_is_that_of_the_runs():
+    rows = [l for l in (ROOT / 'nbs' / 'matrix.md').read_text().splitlines() if l.startswith('|')]
+    assert len(rows) > 4 and all(row in (ROOT / 'README.md').read_text() for row in rows)
