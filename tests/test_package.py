@@ -66,7 +66,7 @@ print(fastxtend_amp.__version__, len(learn.recorder.losses))
 def test_wheel_and_sdist(tmp_path):
     "The wheel holds the package and nothing else; the sdist builds it again, and what comes out trains."
     source, dist, target, empty = (tmp_path / n for n in ('source', 'dist', 'target', 'empty'))
-    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns('.git', '*.egg-info', '__pycache__', 'models', 'build', 'dist', '.*cache*'))
+    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns('.git', '.venv', 'venv', '*.egg-info', '__pycache__', 'models', 'build', 'dist', '.*cache*'))
     empty.mkdir()
     def run(*args, cwd=source, **env):
         out = subprocess.run([sys.executable, *args], capture_output=True, text=True, cwd=cwd, env={**os.environ, **env})
