@@ -803,7 +803,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         file = getattr(args, name)
         if file is not None and not file.parent.is_dir(): parser.error(f'--{name} {file}: there is no folder {file.parent}')
     try: device = torch.device(args.device or ('cuda' if torch.cuda.is_available() else 'cpu')); torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as e: parser.error(f'--device {args.device}: {str(e).splitlines()[0]}')
+    except (RuntimeError, AssertionError) as e: parser.error(f'--device {args.device}: {str(e).splitlines()[0]}')
     if not autocast_available(device.type): parser.error(f'--device {device}: PyTorch has no autocast for it; try cpu')
     result = bench(list(dict.fromkeys(args.models)), modes, device, args.steps, args.repeats)
     threads = os.environ.get('OMP_NUM_THREADS')

@@ -237,7 +237,7 @@ class _Examination:
                 self._pass(tracer, refused)
                 break
             except torch.OutOfMemoryError: raise
-            except (RuntimeError, NotImplementedError, TypeError, ValueError) as e:
+            except (RuntimeError, TypeError, ValueError) as e:
                 reason, failed = reason or _reason(e), dict(qualified_names(self.model)).get(tracer.failed_in)
                 more = [n for n, m in qualified_names(self.model) if type(m) is type(failed) and n not in refused]
                 if not more or tracer.failed_in == ROOT: return None, Verdict(mode.value, 'cannot run', reason, _other(mode))
