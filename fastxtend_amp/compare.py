@@ -23,6 +23,7 @@ from fastprogress.fastprogress import progress_bar
 from .callback import PRECISION_CALLBACKS, MixedPrecision
 from .diagnosis import OverflowWatch
 from .mode import AMPMode, mode_support, model_device
+from .probe import tensors
 from .scaling import _is_number
 from .snapshot import Snapshot, preserved
 
@@ -221,7 +222,7 @@ class _Comparison:
                 self.batches.append(b)
                 self._wait()
                 times.append(time.perf_counter() - then)
-                size += sum(t.numel() * t.element_size() for t in _tensors(b))
+                size += sum(t.numel() * t.element_size() for t in tensors(b, floating=False))
                 if len(self.batches) == self.n_steps or size > _KEEP: break
                 then = time.perf_counter()
             if len(self.batches) == n:
@@ -289,7 +290,7 @@ class _Comparison:
             if not len(learn.yb): raise ValueError("The learner's training batches have no targets, so there is no loss to compare. Does "
                                                    "`learn.dls.n_inp` leave one?")
             losses.append(learn.loss.detach())
-            n += len(_tensors(b)[0])
+            n += len(tensors(b, floating=False)[0])
             if run.support == 'emulated' and run.seconds + time.perf_counter() - start > self.budget: run.done = True
             self._tick(run.name)
             if run.done: break
@@ -364,7 +365,7 @@ class _Comparison:
         if len(self.batches) < self.n_steps: notes.append(f'The steps took {len(self.batches)} batches in turn: more would not have fitted in 1 GiB.')
         cold = [r.name for r in self.runs if len(r.speeds) == 1]
         if cold: notes.append(f"The speed of {' and '.join(cold)} includes the first steps, which are slow; a larger `n_steps` leaves them out.")
-        n, speed = len(_tensors(self.batches[0])[0]), table['samples/s'][recommended]
+        n, speed = len(tensors(self.batches[0], floating=False)[0]), table['samples/s'][recommended]
         if n / self.load_seconds < speed:
             notes.append(f'The dataloader gives {n / self.load_seconds:,.0f} samples/s, fewer than {recommended} trains: it may limit training in any '
                          'precision.')
@@ -373,19 +374,15 @@ class _Comparison:
 
 def _timed(speeds): return speeds[1:] or speeds                  # the first turn warms up
 def _tail(losses, n): return float(np.mean(losses[-n:])) if n and losses else math.nan
-def _tensors(b):
-    if isinstance(b, torch.Tensor): return [b]
-    inside = b.values() if isinstance(b, dict) else b if isinstance(b, (tuple, list)) else ()
-    return [t for o in inside for t in _tensors(o)]
 
 
 def _bytes(learn) -> int:
     "What parameters, buffers, gradients and the optimizer's state take on the model's device."
     inner = getattr(learn.opt, 'opt', learn.opt)
     states = [learn.opt.state, inner.state] if inner is not learn.opt else [inner.state]
-    tensors = [t for s in states for d in s.values() for t in (d.values() if isinstance(d, dict) else ())]
-    tensors += [t for p in learn.model.parameters() for t in (p, p.grad)] + list(learn.model.buffers())
-    each_once = {id(t): t for t in tensors if isinstance(t, torch.Tensor) and t.device.type != 'cpu'}
+    held = [t for s in states for d in s.values() for t in (d.values() if isinstance(d, dict) else ())]
+    held += [t for p in learn.model.parameters() for t in (p, p.grad)] + list(learn.model.buffers())
+    each_once = {id(t): t for t in held if isinstance(t, torch.Tensor) and t.device.type != 'cpu'}
     return sum(t.numel() * t.element_size() for t in each_once.values())
 
 

@@ -23,11 +23,11 @@ LOSS = 'loss function'  # its name among the modules
 SAMPLE = 4096           # values of an output that are kept to compare with another pass, evenly spaced
 
 
-def tensors(x: Any) -> list[torch.Tensor]:
-    "The floating-point tensors in `x`, nested at will."
+def tensors(x: Any, floating: bool = True) -> list[torch.Tensor]:
+    "The tensors in `x`, nested at will; with `floating` those of floating point alone."
     found: list[torch.Tensor] = []
     def note(t):
-        if t.is_floating_point(): found.append(t)
+        if not floating or t.is_floating_point(): found.append(t)
         return t
     map_tensors(note, x)
     return found

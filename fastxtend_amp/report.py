@@ -18,7 +18,7 @@ from .callback import MixedPrecision
 from .convert import HALF, map_tensors
 from .islands import ROOT, Fp32Forward, kept_in_fp32, qualified_names, unwrapped
 from .mode import AMPMode, mode_support, model_device
-from .probe import LOSS, Seen, Tracer, after_pred, effects_undone, local_statistics, random_state_kept
+from .probe import LOSS, Seen, Tracer, after_pred, effects_undone, local_statistics, random_state_kept, tensors
 from .scaling import DEFAULTS
 from .sharded import is_sharded
 from .snapshot import preserved
@@ -181,7 +181,7 @@ def report(
     _announce(learn.model)
     with preserved(learn):
         model, batches = unwrapped(learn.model), _batches(learn, learn.dls.train if dl is None else dl, n_batches)
-        device = next((t.device for t in _tensors(batches[0])), model_device(model, torch.device('cpu')))
+        device = next((t.device for t in tensors(batches[0], floating=False)), model_device(model, torch.device('cpu')))
         before = model_device(model, device)
         try:
             if before != device: model.to(device)
@@ -334,12 +334,6 @@ def _some(words, n=4): return ', '.join(words[:n]) + (f' and {len(words) - n} mo
 def _other(mode): return 'learn.to_bf16()' if mode is AMPMode.FP16 else 'learn.to_fp32()'
 def _reason(error): return f'PyTorch says: {(str(error).strip() or type(error).__name__).splitlines()[0]}'
 def _copied(x): return map_tensors(lambda t: t.clone(), x)        # a model may change its inputs in place
-
-
-def _tensors(x):
-    found = []
-    map_tensors(lambda t: (found.append(t), t)[1], x)
-    return found
 
 
 def current_scale(learn: Learner) -> float:
