@@ -94,7 +94,7 @@ def _dense(width, depth, bs, big_width=None):
 
 MODELS = {
     'xresnet18': Model(_xresnet), 'xresnet18-cl': Model(_xresnet, channels_last=True), 'transformer': Model(_transformer), 'lstm': Model(_lstm),
-    'wide-64': Model(_dense(1024, 4, 64, 4096)), 'wide-256': Model(_dense(1024, 4, 256, 4096)), 'wide-1024': Model(_dense(1024, 4, 1024, 4096)),
+    'wide-64': Model(_dense(2048, 4, 64, 4096)), 'wide-256': Model(_dense(2048, 4, 256, 4096)), 'wide-1024': Model(_dense(2048, 4, 1024, 4096)),
     'deep': Model(_dense(64, 32, 64)), 'tiny': Model(_dense(32, 1, 16)),
 }
 _WHAT = {
@@ -104,15 +104,23 @@ _WHAT = {
 }
 
 
+def _page_faults() -> float:
+    "How often this process was given a page of memory since it began; not a number where the system does not tell."
+    try: import resource
+    except ImportError: return math.nan                          # Windows
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
 class Clock:
-    """Gives out batches and takes the time: at each batch, before and after each backward pass, and at the end.
+    """Gives out `warm` and `n` batches and takes the time of the latter: at each batch, before and after each backward pass, and at the end.
 
     Every contestant draws its batches here, so that the same stretch is timed in all of them; CUDA is timed by events.
     """
     def __init__(self, device: torch.device, batches: list[tuple]):
-        self.device, self.data, self.n = device, batches, 0
+        self.device, self.data, self.n, self.warm = device, batches, 0, 0
         self.marks: list[Any] = []                               # seconds, or CUDA events
-    def __len__(self): return self.n
+        self.faults = math.nan                                   # page faults per step
+    def __len__(self): return self.warm + self.n
     def to(self, device): return self
 
     def mark(self) -> None:
@@ -122,11 +130,12 @@ class Clock:
         else: self.marks.append(time.perf_counter())
 
     def __iter__(self) -> Iterator[tuple]:
-        self.marks = []
-        for i in range(self.n):
+        for i in range(self.warm + self.n):
+            if i <= self.warm: self.marks, faults = [], _page_faults()
             self.mark()
             yield self.data[i % len(self.data)]
         self.mark()
+        self.faults = (_page_faults() - faults) / self.n
 
     def backward(self, f: Callable) -> None:
         self.mark(); f(); self.mark()
@@ -313,6 +322,7 @@ class Row:
     syncs: float = math.nan
     ops: float = math.nan
     peak: float = math.nan
+    faults: dict[int, float] = field(default_factory=dict)        # by round: page faults per step
     skips: tuple[int, int] | None = None
 
     @property
@@ -361,10 +371,10 @@ class Match:
 
     def _emulated(self, mode): return self.support[mode].status == 'emulated'
 
-    def block(self, row: Row, n: int) -> np.ndarray: # Milliseconds per step: all, forward, backward
-        "Train `row`'s contestant, which was built, for `n` steps."
+    def block(self, row: Row, n: int, warm: int = 0) -> np.ndarray: # Milliseconds per step: all, forward, backward
+        "Train `row`'s contestant, which was built, for `n` steps after `warm` ones that do not count: a fit's first step builds what the others use."
         assert row.run is not None
-        self.task.clock.n = n
+        self.task.clock.n, self.task.clock.warm = n, warm
         row.run.steps()
         return self.task.clock.times()
 
@@ -426,7 +436,7 @@ class Match:
         rounds = {}
         for mode in self.support:
             mine = [r for r in ready if r.mode is mode]
-            fits = int(BUDGET * 1000 / max(sum(r.ms * n[id(r)] for r in mine), 1e-9))
+            fits = int(BUDGET * 1000 / max(sum(r.ms * (n[id(r)] + 1) for r in mine), 1e-9))
             for row in mine: rounds[id(row)] = min(repeats, max(1 if self._emulated(mode) else 3, fits))
         turns = [(k, row, n[id(row)]) for k in range(repeats) for row in ready[k % len(ready):] + ready[:k % len(ready)] if k < rounds[id(row)]]
         for row in ready:
@@ -436,7 +446,7 @@ class Match:
     def play(self, turn: tuple[int, Row, int]) -> None:
         k, row, n = turn
         if row.run is None: return
-        try: row.blocks[k] = self.block(row, n)
+        try: row.blocks[k], row.faults[k] = self.block(row, n, warm=1), self.task.clock.faults
         except Exception as e: row.run, row.note = None, _reason(e)
 
     def settle(self, row: Row) -> None:
@@ -446,7 +456,7 @@ class Match:
         if row.runs_in != 'float16' or row.note.startswith('its first'): return
         fresh = row.contestant.build(self.task, row.mode, row.contestant.opt, SETTLE)
         def skipped():
-            self.task.clock.n = SETTLE_STEPS
+            self.task.clock.n, self.task.clock.warm = SETTLE_STEPS, 0
             fresh.steps()
             return fresh.skipped()
         row.skips = skipped(), skipped()
@@ -480,6 +490,8 @@ class Match:
         med = lambda x: float(np.median(x)) if len(x) else None
         num = lambda x: None if x != x else x
         quart = lambda d: [float(q) for q in np.quantile(list(d.values()), (.25, .5, .75))] if d else None
+        auto = self._find('fastxtend_amp', c.opt, mode) if c.name.startswith('to_half') else None
+        over = {k: auto.blocks[k][0] / b[0] for k, b in row.blocks.items() if k in auto.blocks} if auto else {}
         relative = {k: speed[k] / by_hand[k] for k in speed if k in by_hand} if hand and hand.runs_in == row.runs_in else {}
         extra = lambda what: (getattr(row, what) - getattr(base, what)) if base is not None else math.nan
         beyond = lambda: extra('ops') - (hand.ops - hand32.ops) if hand and hand32 and hand.runs_in == row.runs_in else math.nan
@@ -487,11 +499,12 @@ class Match:
                    mode=mode.value if mode else 'fp32', support=self.support[mode].status if mode else 'native', runs_in=row.runs_in,
                    ms=med(ms[:, 0]), forward_ms=med(ms[:, 1]), backward_ms=med(ms[:, 2]), blocks=len(ms),
                    vs_fp32=quart(speed) if mode else None, forward_backward_vs_fp32=quart(both) if mode else None,
-                   vs_by_hand=quart(relative) if mode and c.name != 'by hand' else None,
+                   vs_by_hand=quart(relative) if mode and c.name != 'by hand' else None, vs_autocast=quart(over),
                    host_syncs=num(row.syncs), host_syncs_beyond_fp32=num(extra('syncs')), aten_ops=num(row.ops), aten_ops_beyond_by_hand=num(beyond()),
-                   peak_mb=num(row.peak / 2**20), skipped_one_fit=row.skips and row.skips[0], skipped_two_fits=row.skips and row.skips[1], note=row.note)
+                   page_faults=num(med([*row.faults.values()])) if row.faults else None, peak_mb=num(row.peak / 2**20),
+                   skipped_one_fit=row.skips and row.skips[0], skipped_two_fits=row.skips and row.skips[1], note=row.note)
         if mode and row.runs_in == 'float32' and row.blocks: out['note'] = f'never leaves fp32 on {self.device.type}'
-        return {**out, 'noisy': [k for k in ('vs_fp32', 'vs_by_hand', 'forward_backward_vs_fp32') if noisy(out[k])]}
+        return {**out, 'noisy': [k for k in ('vs_fp32', 'vs_by_hand', 'vs_autocast', 'forward_backward_vs_fp32') if noisy(out[k])]}
 
 
 def noisy(quartiles: Sequence[float] | None) -> bool:
@@ -706,8 +719,9 @@ def tables(result: dict[str, Any]) -> str:
     for mode, (status, why) in result['support'].items(): lines.append(f'- {mode}: {status} here ({why})')
     lines += ['', f"ms: median over up to {s['repeats']} blocks of steps, contestants taking turns. 'x fp32': times faster than fp32 in the same framework",
               "with the same optimizer, the median of paired blocks with its quartiles. 'x hand': that ratio over the hand-written loop's own, so that the",
-              "loop's own cost cancels. 'f+b x fp32': forward and backward alone. 'syncs': host syncs per step beyond fp32; 'ops': aten operations per step;",
-              "'+ops': those beyond the hand-written loop's. 'skips': steps skipped until a loss scale begun at "
+              "loop's own cost cancels. 'x autocast': times faster than fastxtend_amp's autocast with the same optimizer. 'f+b x fp32': forward and",
+              "backward alone. 'syncs': host syncs per step beyond fp32; 'faults': pages of memory that the system handed out per step; 'ops': aten",
+              "operations per step; '+ops': those beyond the hand-written loop's. 'skips': steps skipped until a loss scale begun at "
               f"{s['settle_scale']:,.0f} settles, in one fit and in two.",
               f"~: the quartiles lie further apart than {s['noisy_above']:.0%} of the median, or one block was all: too noisy to tell."]
     for model in result['models']:
@@ -719,9 +733,10 @@ def tables(result: dict[str, Any]) -> str:
         lines.append(_indented(pd.DataFrame([{
             'mode': r['mode'], 'contestant': r['contestant'], 'optimizer': r['optimizer'], 'runs in': r['runs_in'], 'ms': _number(r['ms'], ',.2f'),
             'forward': _number(r['forward_ms'], ',.2f'), 'backward': _number(r['backward_ms'], ',.2f'), 'x fp32': _ratio(r['vs_fp32']),
-            'x hand': _ratio(r['vs_by_hand']), 'f+b x fp32': _ratio(r['forward_backward_vs_fp32']), 'syncs': _number(r['host_syncs_beyond_fp32'], '.3g'),
+            'x hand': _ratio(r['vs_by_hand']), 'x autocast': _ratio(r['vs_autocast']),
+            'f+b x fp32': _ratio(r['forward_backward_vs_fp32']), 'syncs': _number(r['host_syncs_beyond_fp32'], '.3g'),
             'ops': _number(r['aten_ops'], ',.4g'), '+ops': _number(r['aten_ops_beyond_by_hand'], '.4g'),
-            **({'peak MB': _number(r['peak_mb'], ',.0f')} if 'gpu' in m else {}),
+            **({'peak MB': _number(r['peak_mb'], ',.0f')} if 'gpu' in m else {'faults': _number(r['page_faults'], ',.0f')}),
             'skips': '' if r['skipped_one_fit'] is None else f"{r['skipped_one_fit']}, {r['skipped_two_fits']}", 'note': r['note']}
             for r in rows if r['mode'] not in absent])))
         lines += ['', *(f'{mode}: {note}.' for mode, note in absent.items())] if absent else []

@@ -30,14 +30,35 @@ __all__ = ['HalfPrecision', 'bytes_per_parameter', 'kahan']
 NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 
 
+class _GradMemory:
+    """Memory for one master's gradient that outlives the step, where the system would take it back and hand it out anew, page by page.
+
+    It is lent once between two steps, to a master without a gradient, so that nobody's earlier gradient is overwritten.
+    """
+    def __init__(self, master: nn.Parameter):
+        self.master, self.lent = master, False
+        self.tensor: torch.Tensor | None = None                  # flat masters put a part of their own here
+        self.wanted = master.device.type == 'cpu'                # an accelerator's allocator keeps what it frees, for activations, too
+
+    def fp32(self, grad: torch.Tensor) -> torch.Tensor:
+        "`grad` in the master's dtype."
+        p = self.master
+        dense = type(grad) is torch.Tensor and grad.layout is torch.strided
+        if self.lent or p.grad is not None or torch.is_grad_enabled() or not dense: return grad.to(p.dtype)
+        if self.tensor is None and not self.wanted: return grad.to(p.dtype)
+        self.lent = True
+        if self.tensor is None: self.tensor = torch.empty_like(p, requires_grad=False)
+        return self.tensor.copy_(grad).data                    # a tensor of its own, so that autograd need not copy it
+
+
 class _AsHalf(torch.autograd.Function):
     "The half-precision copy that stands for a master: no operator forward; backward, its gradient in the master's dtype."
     @staticmethod
-    def forward(ctx, master, half):
-        ctx.dtype = master.dtype
+    def forward(ctx, master, half, memory):
+        ctx.memory = memory
         return half.detach()
     @staticmethod
-    def backward(ctx, grad): return grad.to(ctx.dtype), None
+    def backward(ctx, grad): return ctx.memory.fp32(grad), None, None
 
 
 def _to(p: nn.Parameter, dtype: torch.dtype) -> None:
@@ -162,6 +183,7 @@ class HalfWeights:
         has_masters: bool = True, # Whether there are copies at all: `lower` turns the parameters themselves otherwise
     ):
         self.model, self.dtype, self.inside, self.stale = model, dtype, False, True
+        self.stepped = False                                     # since gradients' memory was lent
         self.on = False                                          # whether there is training, so that the copies are wanted
         model = unwrapped(model)
         norms = [m for m in model.modules() if _is_norm(m)]
@@ -180,6 +202,7 @@ class HalfWeights:
                     self.masters.append(p)
                     self.halves.append(torch.empty_like(p, dtype=dtype, requires_grad=False, memory_format=torch.preserve_format))
                 if has_masters: self.slots.append((module, name, i))
+        self.memories = {p: _GradMemory(p) for p in self.masters if has_masters}
         devices: dict[torch.device, list] = {}                   # PyTorch crashes on a list of tensors on several devices
         for h, p in zip(self.halves, self.masters): devices.setdefault(h.device, []).append((h, p))
         self.by_device = [*devices.values()]
@@ -199,6 +222,11 @@ class HalfWeights:
         for pairs in self.by_device: torch._foreach_copy_([h.data for h, _ in pairs], [p.detach() for _, p in pairs])
         self.stale, self._versions = False, self._state()
 
+    def lend(self) -> None:
+        "After a step: gradients may have the memory of the last ones, unless these are still there."
+        for p, memory in self.memories.items(): memory.lent = p.grad is not None
+        self.stepped = False
+
     # What changes a master without `.data` shows here; fastai's optimizers use `.data`, and the events tell of them.
     def _state(self): return [(p._version, p.data_ptr()) for p in self.masters]
 
@@ -214,7 +242,7 @@ class HalfWeights:
         self.inside = True
         torch.backends.mha.set_fastpath_enabled(False)           # it would mix half weights with the norms' fp32 in one kernel
         grad = torch.is_grad_enabled()
-        now: Any = [_AsHalf.apply(p, h) if grad and p.requires_grad else h for p, h in zip(self.masters, self.halves)]
+        now: Any = [_AsHalf.apply(p, h, self.memories[p]) if grad and p.requires_grad else h for p, h in zip(self.masters, self.halves)]
         for module, name, i in self.slots: module._parameters[name] = now[i]
         for rnn in self.rnns: rnn._flat_weights = [getattr(rnn, n, None) for n in rnn._flat_weights_names]
 
@@ -268,8 +296,9 @@ class FlatMasters:
         return [(id(p), p.grad is not None, p.data_ptr(), id(store.get(p)), p.requires_grad, *(opt.state.get(p, {}).get(k) for k in ('do_wd', 'force_train')))
                 for pl in opt.param_lists for p in pl]
 
-    def _build(self, opt):
+    def _build(self, opt, memories):
         store, sets = self._store(opt), {}
+        for memory in memories.values(): memory.tensor = None
         for g, pl in enumerate(opt.param_lists):
             for p in pl:
                 if p.grad is None: continue
@@ -283,14 +312,14 @@ class FlatMasters:
                 sets.setdefault(key, []).append(p)
         self.sets = [_FlatSet(key[0], ps, store, self.strides) for key, ps in sets.items()]
 
-    def step(self, opt: Any, step: Any) -> None:
-        "`step()`, with the flat tensors in `opt`."
-        if self.pattern is None or self.pattern != self._look(opt): self._build(opt)
+    def step(self, opt: Any, step: Callable, memories: dict[nn.Parameter, _GradMemory]) -> None:
+        "`step()`, with the flat tensors in `opt`; from then on gradients arrive in a flat tensor, too, where `memories` can lend it."
+        if self.pattern is None or self.pattern != self._look(opt): self._build(opt, memories)
         store = self._store(opt)
         self.lists, self.opt = opt.param_lists, opt
         try:
             for s in self.sets:
-                s.gather()
+                s.gather(memories)
                 store[s.flat] = s.state
             opt.param_lists = L(L(s.flat for s in self.sets if s.group == g) for g in range(len(self.lists)))
             step()
@@ -314,6 +343,7 @@ class FlatMasters:
         for p, stride in self.strides.items():
             own = torch.empty_strided(p.shape, stride, dtype=p.dtype, device=p.device)
             own.copy_(p.data)
+            if p.grad is not None: p.grad = p.grad.clone()
             p.data = own
         if self.opt is not None:
             store = self._store(self.opt)
@@ -331,6 +361,7 @@ class _FlatSet:
         self.group, self.params, self.sizes = group, params, [p.numel() for p in params]
         self.flat = nn.Parameter(torch.cat([p.data.reshape(-1) for p in params]))
         self.grad, self.views = torch.empty_like(self.flat.data), self.parts(self.flat.data)
+        self.grads = self.parts(self.grad)
         states = [store.get(p, {}) for p in params]
         self.state = {k: torch.cat([s[k].reshape(-1) for s in states]) if _like(v, params[0]) else v.clone() if isinstance(v, torch.Tensor) else v
                       for k, v in states[0].items()}
@@ -341,9 +372,18 @@ class _FlatSet:
 
     def parts(self, flat): return [t.view(p.shape) for t, p in zip(flat.split(self.sizes), self.params)]
 
-    def gather(self):
-        torch.cat([p.grad.reshape(-1) for p in self.params], out=self.grad)
+    def gather(self, memories: dict[nn.Parameter, _GradMemory]) -> None:
+        "Bring those gradients that are elsewhere to the flat one."
         self.flat.grad = self.grad
+        given = [(p, p.grad, part) for p, part in zip(self.params, self.grads) if p.grad is not None]
+        if self.grad.device.type not in ('cpu', 'cuda'):         # where memory has no address to compare
+            torch.cat([grad.reshape(-1) for _, grad, _ in given], out=self.grad)
+            return
+        apart = [x for x in given if x[1].data_ptr() != x[2].data_ptr()]
+        if apart: torch._foreach_copy_([part for _, _, part in apart], [grad for _, grad, _ in apart])
+        for p, _, part in apart:
+            p.grad = part.data                                   # no view to autograd: the optimizer may detach it in place
+            if p in memories: memories[p].tensor = part
 
     def share(self, store):
         "Hand each parameter its part of the state."
@@ -419,14 +459,14 @@ def bytes_per_parameter(
     half = cb if isinstance(cb, HalfPrecision) else None
     params, weights = [*learn.model.parameters()], half and half._weights
     copies = weights.halves if weights else []
-    flat = [s.grad for s in half._flat.sets] if half else []
+    lent = [m.tensor for m in weights.memories.values() if m.tensor is not None] if weights else []
     inner = getattr(learn.opt, 'opt', learn.opt)
     state = [v for s in inner.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
     n = sum(p.numel() for p in params)
     def size(tensors): return sum({(t.device, t.untyped_storage().data_ptr()): t.untyped_storage().nbytes() for t in tensors}.values()) / n
     copied = {id(p) for p in weights.masters} if weights and copies else set()
     return {'weights': size([*copies, *(p for p in params if id(p) not in copied)]),
-            'gradients': size([*(p.grad for p in params if p.grad is not None), *flat]),
+            'gradients': size([*(p.grad for p in params if p.grad is not None), *lent]),
             'masters': size([p for p in params if id(p) in copied]), 'optimizer state': size(state), 'cast cache': _cast_cache(learn, cb) / n if cb else 0.}
 
 
@@ -546,7 +586,9 @@ class HalfPrecision(MixedPrecision):
         "Put the half-precision weights into the model and bring floating inputs to their dtype."
         if self._fit is None: self._open()                       # added in the middle of a fit
         self._ready()
-        if self.learn.training: self._weights.on = True
+        if self.learn.training:
+            self._weights.on = True
+            if self._weights.stepped: self._weights.lend()
         if not self.master_weights and self._weights.on: self._lower()
         super().before_batch()
         if not self._weights.on: return                          # `validate` and `get_preds` outside `fit`
@@ -574,6 +616,7 @@ class HalfPrecision(MixedPrecision):
     def after_step(self):
         super().after_step()
         self._changed()
+        if self._weights is not None: self._weights.stepped = True
         if self._moves is not None and self._moves.after_step(self._weights.masters): self._warn_unmoved()
 
     def after_train(self):
@@ -615,7 +658,7 @@ class HalfPrecision(MixedPrecision):
         self._weights.hook()
 
     def _step(self, step):
-        if self.flat_master: self._flat.step(self.learn.opt, step)
+        if self.flat_master: self._flat.step(self.learn.opt, step, self._weights.memories)
         else: step()
 
     def _check_layers(self, mode, device): pass                  # without autocast PyTorch runs LSTMs by other kernels

@@ -424,6 +424,43 @@ def test_without_masters_small_updates_are_lost_and_it_says_so():
         with pytest.raises(ValueError, match='master_weights=False'): learn.to_half(master_weights=False, **bad)
 
 
+@pytest.mark.parametrize('flat', [False, True])
+@pytest.mark.parametrize('opt', ['adam', 'fused adamw'])
+def test_gradients_keep_their_memory(opt, flat):
+    "Memory given back at each step comes back from the system page by page, zeroed: that can cost more than the step."
+    seen = []
+    def look(l):
+        sets = [(s.grad.data_ptr(), s.grad.data_ptr() + s.grad.nbytes) for s in l.half_precision._flat.sets]
+        seen.append([p.grad.data_ptr() for p in l.model.parameters() if id(p) in {id(m) for m in l.half_precision._weights.masters}])
+        assert not flat or all(any(a <= i < b for a, b in sets) for i in seen[-1])
+    learn = fitted(opt_func=OPTIMIZERS[opt], flat_master=flat, cbs=At('after_step', look, order=11))
+    assert len(seen) == 12 and seen[1:] == [seen[1]] * 11 and len(seen[0]) == 4
+    assert all(p.grad is None or p.grad.untyped_storage().nbytes() == p.grad.nbytes for p in learn.model.parameters())
+
+
+@pytest.mark.parametrize('flat', [False, True])
+@pytest.mark.parametrize('opt', ['sgd', 'fused adamw'])
+def test_gradients_of_several_losses_share_no_memory(opt, flat):
+    "Multi-task training takes each loss's gradients by itself, with `autograd.grad` or by `backward` and moving `.grad` away."
+    count = []
+    def several(l):
+        if not l.training: return
+        ps = l.half_precision._weights.masters
+        one, two = (torch.autograd.grad(l.loss_grad * k, ps, retain_graph=True) for k in (1, 2))
+        taken = []
+        for k in (4, 8):
+            (l.loss_grad * k).backward(retain_graph=True)
+            taken.append([p.grad for p in ps])
+            for p in ps: p.grad = None
+        for k, gs in zip((2, 4, 8), (two, *taken)): assert all(torch.equal(g, k * o) for g, o in zip(gs, one))
+        count.append(len(ps))
+    def run(*cbs): return params(fitted(opt_func=OPTIMIZERS[opt], flat_master=flat, cbs=cbs, model=nn.Sequential(nn.Linear(6, 1))))
+    torch.manual_seed(0)
+    learned = run(At('after_loss', several, order=20))
+    torch.manual_seed(0)
+    assert count == [2] * 12 and same(learned, run())
+
+
 def test_kahan_summation_keeps_small_updates(recwarn):
     from fastxtend_amp.half import kahan
     learn = learner(nn.Sequential(nn.Linear(6, 1)), opt_func=kahan('SGD', weight_decay=0.)).to_half(master_weights=False)
@@ -448,7 +485,7 @@ def test_bytes_per_parameter():
     assert measure(lambda l: l) == [4, 4, 0, 8, 0]
     assert measure(lambda l: l.to_bf16()) == [4, 4, 0, 8, 2]
     assert measure(lambda l: l.to_half()) == [2, 4, 4, 8, 0]
-    assert measure(lambda l: l.to_half(flat_master=True)) == [2, 8, 4, 8, 0]
+    assert measure(lambda l: l.to_half(flat_master=True)) == [2, 4, 4, 8, 0]
     assert measure(lambda l: l.to_half(master_weights=False)) == [2, 2, 0, 4, 0]
 
 
