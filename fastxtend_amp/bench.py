@@ -85,16 +85,18 @@ def _lstm(big):
     return LanguageModel(vocab, d), 64 if big else 16, lambda n: torch.randint(vocab, (n, length))
 
 
-def _dense(width, depth, bs, big_width=None):
-    def build(big):
-        w = big_width if big and big_width else width
-        return _mlp(w, depth), bs, lambda n: torch.randn(n, w)
-    return build
+def _dense(width, depth, bs, big_depth=None):
+    return lambda big: (_mlp(width, big_depth if big and big_depth else depth), bs, lambda n: torch.randn(n, width))
+
+
+# Weights of 64 MB: those over 32 MB Linux takes back and hands out anew in each step, whatever else the process holds. Smaller ones
+# it does so only where a process trains a single model, as a user's does and this one does not.
+def _wide(bs): return _dense(4096, 1, bs, big_depth=4)
 
 
 MODELS = {
     'xresnet18': Model(_xresnet), 'xresnet18-cl': Model(_xresnet, channels_last=True), 'transformer': Model(_transformer), 'lstm': Model(_lstm),
-    'wide-64': Model(_dense(2048, 4, 64, 4096)), 'wide-256': Model(_dense(2048, 4, 256, 4096)), 'wide-1024': Model(_dense(2048, 4, 1024, 4096)),
+    'wide-64': Model(_wide(64)), 'wide-256': Model(_wide(256)), 'wide-1024': Model(_wide(1024)),
     'deep': Model(_dense(64, 32, 64)), 'tiny': Model(_dense(32, 1, 16)),
 }
 _WHAT = {

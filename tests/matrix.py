@@ -1,8 +1,10 @@
 """Build environments of the versions that settings.ini allows, run the tests in each, and print the matrix as markdown.
 
-    python tests/matrix.py FOLDER [ROW ...]      rows by name, all of them if none is given; needs pyenv's or the system's pythonX.Y
+    python tests/matrix.py FOLDER [ROW ...] [--tests FILE ...]
 
-An environment that is in FOLDER already is used as it is. tests/xla_env.sh builds that of the row 'xla', too, and runs chosen tests.
+All rows if none is given, and all tests. Needs pyenv's or the system's pythonX.Y, and 6 to 8 GB for each environment; one that is in
+FOLDER already is used as it is. The row 'xla' runs on XLA's CPU device unless PJRT_DEVICE in the environment says otherwise;
+torch_xla has wheels for Linux alone, each for one version of torch.
 """
 import argparse, configparser, os, re, shutil, subprocess, sys, time
 from pathlib import Path
@@ -44,12 +46,12 @@ def versions(python: Path) -> list[str]:
     return subprocess.run([python, '-c', code], capture_output=True, text=True, check=True).stdout.strip().split('|')
 
 
-def run(python: Path, variables: dict[str, str]) -> tuple[str, float]:
+def run(python: Path, variables: dict[str, str], tests: list[str]) -> tuple[str, float]:
     "What pytest says in its last line, and the minutes it took."
     start = time.time()
     args = ['-n', '2', '--dist', 'loadfile', '-W', 'ignore', '--tb=short', '-p', 'no:cacheprovider', '-o', 'addopts=']
-    out = subprocess.run([python, '-m', 'pytest', *args], cwd=ROOT, capture_output=True, text=True,
-                         env={**os.environ, 'PYTHONDONTWRITEBYTECODE': '1', **variables}).stdout
+    out = subprocess.run([python, '-m', 'pytest', *args, *tests], cwd=ROOT, capture_output=True, text=True,
+                         env={**variables, **os.environ, 'PYTHONDONTWRITEBYTECODE': '1'}).stdout
     found = re.findall(r'^=* ?(.*(?:passed|failed|error).*) in [\d.]+s', out, re.M)
     if not found or 'failed' in found[-1]: print(out[-5000:], file=sys.stderr)
     return (found[-1] if found else 'did not finish'), (time.time() - start) / 60
@@ -59,12 +61,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('folder', type=Path)
     parser.add_argument('rows', nargs='*', choices=[*ROWS, []], default=[])
+    parser.add_argument('--tests', nargs='+', default=[])
     args = parser.parse_args()
     print('| environment | Python | torch | fastai | fastcore | tests | minutes |\n|---|---|---|---|---|---|---|')
     for name in args.rows or ROWS:
         version, packages, variables = ROWS[name]
         python = build(args.folder.resolve() / name, version, packages)
-        told, minutes = run(python, variables)
+        told, minutes = run(python, variables, args.tests)
         print('|', ' | '.join([name, *versions(python), told, f'{minutes:.1f}']), '|', flush=True)
 
 

@@ -12,7 +12,7 @@ from fastai.optimizer import SGD, Adam, OptimWrapper
 from torch import nn
 
 from fastxtend_amp import HalfPrecision, MixedPrecision
-from fastxtend_amp.half import NORMS
+from fastxtend_amp.weights import NORMS
 from test_guard import ATTRIBUTES, EVENTS, EXCEPTIONS, PLACES, build, caught, interrupt_after
 from helpers import *
 from quality import final_loss

@@ -1,4 +1,4 @@
-"On an XLA device: a learner trains as on the CPU, one graph a batch, and its files work. On XLA's CPU device: `tests/xla_env.sh`."
+"On an XLA device: a learner trains as on the CPU, one graph a batch, and its files work. On XLA's CPU device: `python tests/matrix.py FOLDER xla`."
 import importlib.util, inspect, os, pickle, subprocess, sys, warnings
 from types import SimpleNamespace
 
@@ -23,7 +23,7 @@ TOLERANCE = {'fp32': 1e-4, 'bf16': .03, 'fp16': .003}
 
 @pytest.fixture
 def device():
-    if not XLA: pytest.skip('needs torch_xla, and PJRT_DEVICE=CPU in the environment: see tests/xla_env.sh')
+    if not XLA: pytest.skip('needs torch_xla, and PJRT_DEVICE=CPU in the environment: see tests/matrix.py')
     import torch_xla
     return torch_xla.device()
 
