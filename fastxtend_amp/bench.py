@@ -398,26 +398,27 @@ class Match:
         "Build each contestant, warm it up, and count; yields after each."
         for mode in self.support:
             rows = [r for r in self.rows if r.mode is mode]
-            why, brief = '', False
+            why, brief, all_of_them = '', False, True
             if self.support[mode].status == 'unsupported': why = self.support[mode].why
             elif self._emulated(mode):
                 seconds = self._seconds_in(mode)
                 if isinstance(seconds, str): why = seconds
                 elif seconds * len(rows) > BUDGET / 4:
                     why, brief = f'left out: emulated here, a step takes about {seconds:.0f} s', seconds < BUDGET / 2
+                    all_of_them = seconds * len(rows) < BUDGET
             for row in rows:
                 row.note = why
-                if not why or (brief and row.contestant.opt == 'Adam'): self._prepare(row, brief)
+                if not why or (brief and (all_of_them or row.contestant.opt == 'Adam')): self._prepare(row, brief)
                 yield row
 
     def _prepare(self, row, brief=False):
-        "With `brief` the first step is all that is measured."
+        "With `brief` the second step is all that is measured: the first one builds the optimizer's state."
         try:
             cuda = self.device.type == 'cuda'
             before = torch.cuda.memory_allocated(self.device) if cuda else 0
             row.run, first = row.contestant.build(self.task, row.mode, row.contestant.opt, SCALE), []
-            row.runs_in = _first_dtype(row.run.model, lambda: first.append(self.block(row, 1)))
-            if brief: row.blocks[0], row.note = first[0], 'its first step, no more: emulated'; return
+            row.runs_in = _first_dtype(row.run.model, lambda: first.append(self.block(row, 1, warm=int(brief))))
+            if brief: row.blocks[0], row.faults[0], row.note = first[0], self.task.clock.faults, 'its second step, no more: emulated'; return
             row.ms = self.block(row, 1)[0]
             n = 1 if row.ms > SLOW else 2
             if cuda:
@@ -455,7 +456,7 @@ class Match:
         "Count the steps skipped until the loss scale settles, in one fit and in two."
         ms = np.median([b[0] for b in row.blocks.values()]) if row.blocks else math.inf
         if row.mode is not AMPMode.FP16 or row.run is None or row.run.skipped is None or ms * 2 * SETTLE_STEPS > BUDGET * 250: return
-        if row.runs_in != 'float16' or row.note.startswith('its first'): return
+        if row.runs_in != 'float16' or row.note.startswith('its second'): return
         fresh = row.contestant.build(self.task, row.mode, row.contestant.opt, SETTLE)
         def skipped():
             self.task.clock.n, self.task.clock.warm = SETTLE_STEPS, 0
@@ -723,8 +724,8 @@ def tables(result: dict[str, Any]) -> str:
               "with the same optimizer, the median of paired blocks with its quartiles. 'x hand': that ratio over the hand-written loop's own, so that the",
               "loop's own cost cancels. 'x autocast': times faster than fastxtend_amp's autocast with the same optimizer. 'f+b x fp32': forward and",
               "backward alone. 'syncs': host syncs per step beyond fp32; 'faults': pages of memory that the system handed out per step; 'ops': aten",
-              "operations per step; '+ops': those beyond the hand-written loop's. 'skips': steps skipped until a loss scale begun at "
-              f"{s['settle_scale']:,.0f} settles, in one fit and in two.",
+              "operations per step; '+ops': those beyond the hand-written loop's.",
+              f"'skips': steps skipped until a loss scale begun at {s['settle_scale']:,.0f} settles, in one fit and in two.",
               f"~: the quartiles lie further apart than {s['noisy_above']:.0%} of the median, or one block was all: too noisy to tell."]
     for model in result['models']:
         what = f"{model['what']}, batch size {model['batch_size']}, {model['memory_format']}, {model['parameters']:,} parameters"

@@ -160,13 +160,14 @@ def test_unsupported_and_slow_modes_are_left_out_with_the_reason(monkeypatch):
     assert all(r.run for r in match.rows if r.mode is None)
 
 
-def test_of_a_slow_mode_the_first_step_is_measured(monkeypatch):
+@pytest.mark.parametrize('seconds,optimizers', [(B.BUDGET / 3, {'Adam'}), (B.BUDGET / 25, {'Adam', 'fused AdamW'})])
+def test_of_a_slow_mode_the_second_step_is_measured(monkeypatch, seconds, optimizers):
     match = B.Match('tiny', [B.AMPMode.BF16], torch.device('cpu'))
-    monkeypatch.setattr(match, '_seconds_in', lambda mode: B.BUDGET / 3)
+    monkeypatch.setattr(match, '_seconds_in', lambda mode: seconds)
     monkeypatch.setattr(match, '_emulated', lambda mode: mode is not None)
     list(match.prepare())
     told = [r for r in match.rows if r.mode and r.blocks]
-    assert {r.contestant.opt for r in told} == {'Adam'} and all(list(r.blocks) == [0] and r.note.startswith('its first step') for r in told)
+    assert {r.contestant.opt for r in told} == optimizers and all(list(r.blocks) == [0] and r.note.startswith('its second step') for r in told)
     assert not {id(r) for r in told} & {id(r) for _, r, _ in match.plan(1, 2)}
 
 
