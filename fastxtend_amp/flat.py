@@ -160,7 +160,7 @@ class _FlatSet:
         if apart: torch._foreach_copy_([part for _, _, part in apart], [grad for _, grad, _ in apart])
         for p, _, part in apart:
             p.grad = part.data                                   # no view to autograd: the optimizer may detach it in place
-            if p in memories: memories[p].tensor = part
+            if p in memories: memories[p].tensor, memories[p].lent = part, True
 
     def share(self, store):
         "Hand each parameter its part of the state."

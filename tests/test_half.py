@@ -461,6 +461,25 @@ def test_gradients_of_several_losses_share_no_memory(opt, flat):
     assert count == [2] * 12 and same(learned, run())
 
 
+@pytest.mark.parametrize('flat', [False, True])
+def test_another_backward_pass_leaves_gradients_that_were_put_aside(flat):
+    "As when the diagnosis runs a batch again: also where gradients were there before `fit` or replaced in it, so that flat masters copied them."
+    kept = []
+    def replace(l):
+        for p in l.model.parameters(): p.grad = p.grad.clone()
+    def again(l):
+        aside, before = [p.grad for p in l.model.parameters()], [p.grad.clone() for p in l.model.parameters()]
+        for p in l.model.parameters(): p.grad = None
+        with l.amp_context(): l.model(l.xb[0]).float().sum().backward()
+        assert all(p.grad is not None for p in l.model.parameters())
+        for p, g in zip(l.model.parameters(), aside): p.grad = g
+        kept.append(same(aside, before))
+    model = nn.Sequential(nn.Linear(6, 1))
+    for p in model.parameters(): p.grad = torch.zeros_like(p)
+    fitted(opt_func=SGD, flat_master=flat, model=model, cbs=[At('before_step', replace, order=12), At('after_step', again, order=11)])
+    assert kept == [True] * 12
+
+
 def test_kahan_summation_keeps_small_updates(recwarn):
     from fastxtend_amp.half import kahan
     learn = learner(nn.Sequential(nn.Linear(6, 1)), opt_func=kahan('SGD', weight_decay=0.)).to_half(master_weights=False)
