@@ -89,8 +89,8 @@ def _dense(width, depth, bs, big_depth=None):
     return lambda big: (_mlp(width, big_depth if big and big_depth else depth), bs, lambda n: torch.randn(n, width))
 
 
-# Weights of 64 MB: those over 32 MB Linux takes back and hands out anew in each step, whatever else the process holds. Smaller ones
-# it does so only where a process trains a single model, as a user's does and this one does not.
+# Weights of 64 MB: blocks over 32 MB glibc gives back and asks for anew in each step, whatever else the process holds; smaller ones
+# only where a process trains a single model, as a user's does and this one does not.
 def _wide(bs): return _dense(4096, 1, bs, big_depth=4)
 
 
