@@ -30,12 +30,12 @@ class GradMemory:
     def fp32(self, grad: torch.Tensor) -> torch.Tensor:
         "`grad` in the master's dtype."
         p = self.master
+        free = not self.lent and p.grad is None and (self.wanted or self.tensor is not None)
         dense = type(grad) is torch.Tensor and grad.layout is torch.strided
-        if self.lent or p.grad is not None or torch.is_grad_enabled() or not dense: return grad.to(p.dtype)
-        if self.tensor is None and not self.wanted: return grad.to(p.dtype)
-        self.lent = True
+        if not free or not dense or torch.is_grad_enabled(): return grad.to(p.dtype)   # enabled: a gradient to be differentiated again
         if self.tensor is None: self.tensor = torch.empty_like(p, requires_grad=False)
-        return self.tensor.copy_(grad).data                    # a tensor of its own, so that autograd need not copy it
+        self.lent = True
+        return self.tensor.copy_(grad).data                      # a tensor of its own, so that autograd need not copy it
 
 
 class _AsHalf(torch.autograd.Function):
