@@ -1,7 +1,7 @@
 "Build script: everything that describes the package is read from settings.ini beside this file."
 from configparser import ConfigParser
 from pathlib import Path
-from setuptools import setup
+from setuptools import find_packages, setup
 
 here = Path(__file__).resolve().parent
 config = ConfigParser(delimiters=['='])
@@ -12,7 +12,7 @@ setup(
     name=cfg['lib_name'], version=cfg['version'], description=cfg['description'], author=cfg['author'],
     license=cfg['license'], keywords=cfg['keywords'], python_requires='>=' + cfg['min_python'],
     long_description=(here / 'README.md').read_text(encoding='utf-8'), long_description_content_type='text/markdown',
-    packages=[cfg['lib_name']],
+    packages=find_packages(include=[cfg['lib_name'], cfg['lib_name'] + '.*']),
     install_requires=cfg['requirements'].split(),
     extras_require={'dev': cfg['dev_requirements'].split(), 'kahan': cfg['kahan_requirements'].split()},
     entry_points={'console_scripts': cfg['console_scripts'].split()},

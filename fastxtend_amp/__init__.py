@@ -1,12 +1,12 @@
-"Mixed precision for fastai that is real on every device. Importing this patches `Learner.to_fp16`, `to_bf16` and the like."
-from .callback import MixedPrecision
-from .compare import PrecisionComparison
-from .half import HalfPrecision
+"Mixed precision for fastai that is real on every device. Importing this adds `to_fp16`, `to_bf16` and more to `Learner`."
 from .mode import AMPMode, precision_support
-from .report import PrecisionReport
-from . import checkpoint as _checkpoint, learner as _learner, xla as _xla  # patch Learner
+from .callback import MixedPrecision
+from . import checkpoint as _checkpoint, learner as _learner
+from .devices import replicas as _replicas, xla as _xla
+from .half_weights import HalfWeights, kahan
+from .insight import PrecisionComparison, PrecisionReport
 
-__all__ = ['AMPMode', 'HalfPrecision', 'MixedPrecision', 'PrecisionComparison', 'PrecisionReport', 'precision_support']
+__all__ = ['AMPMode', 'HalfWeights', 'MixedPrecision', 'PrecisionComparison', 'PrecisionReport', 'kahan', 'precision_support']
 
 
 def __getattr__(name):

@@ -2,6 +2,7 @@
 import inspect, warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -13,16 +14,16 @@ from torch import nn
 from torch.amp import GradScaler
 
 from .convert import detached, is_half, to_fp32
-from .diagnosis import OverflowWatch
 from .guard import AutocastState, GradModeSwitches, LoopGuard, cache_loses_gradients
-from .islands import Islands, unwrapped
+from .fp32_modules import Fp32Modules, unwrapped
 from .mode import (AMPMode, autocast_available, check_layers, check_supported, emulation_warning, fastest_native, model_device)
-from .replicas import tell_replicas
+from .observer import OBSERVERS
 from .scaling import GradStage, LossScaling
 
 __all__ = ['PRECISION_CALLBACKS', 'MixedPrecision']
 
 PRECISION_CALLBACKS = (fp16.MixedPrecision, fp16.ModelToHalf, fp16.NonNativeMixedPrecision)
+ON_OVERFLOW = ('warn', 'raise', 'ignore')
 _CANCEL = (CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException, CancelStepException,
            CancelTrainException, CancelValidException)
 _EVERY_BATCH = frozenset(('before_batch', 'after_pred', 'after_loss', 'before_backward', 'after_backward', 'before_step', 'after_step', 'after_batch'))
@@ -39,7 +40,6 @@ class _Fit:
     checked: bool = False         # were the checks made that only training needs?
     tried: bool = False           # has a training batch been through?
     before_lr_find: Any = None    # what to restore, because the fit is lr_find's
-    replicas: Any = None          # the hook on DataParallel's module, None without one
 
     # A copy made inside a batch has entered nothing.
     def __getstate__(self): return {**self.__dict__, 'autocast': None, 'spare': None}
@@ -52,7 +52,7 @@ class _Batch:
     outer: tuple                  # `autocast` and `cancelled` of the batch around it
     training: bool
     watched: bool
-    inside: bool = False          # were half-precision weights in the model before it? (HalfPrecision)
+    inside: bool = False          # were half-precision weights in the model before it? (HalfWeights)
 
 
 class MixedPrecision(fp16.MixedPrecision):
@@ -70,6 +70,7 @@ class MixedPrecision(fp16.MixedPrecision):
     Source: https://docs.pytorch.org/docs/stable/amp.html; loss scaling: Micikevicius et al., Mixed Precision Training,
     https://arxiv.org/abs/1710.03740.
     """
+    name = 'mixed_precision'  # also of subclasses: by this name fastai's `load_learner` finds what to take off
     order = 10  # after TrainEvalCallback (-10) has moved the model; between GradientAccumulation (6) and GradientClip (11)
 
     def __init__(self,
@@ -84,7 +85,7 @@ class MixedPrecision(fp16.MixedPrecision):
         scaler: GradScaler | None = None, # A ready `torch.amp.GradScaler`, or an instance of a subclass, to use instead (fp16)
         fp32_modules: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules, predicates, or a list of these
         on_overflow: str = 'warn', # When training goes wrong: 'warn', 'raise' (`FloatingPointError`) or 'ignore'; the batch is run again to find where
-        patience: int = 16, # Skipped steps in a row after which training counts as going wrong (fp16)
+        max_skips: int = 16, # Skipped steps in a row after which training counts as going wrong (fp16)
     ):
         auto = isinstance(amp_mode, str) and amp_mode.lower() == 'auto'
         self._mode: AMPMode | None = None if auto else AMPMode(amp_mode)
@@ -93,7 +94,10 @@ class MixedPrecision(fp16.MixedPrecision):
         if scaler is not None and self.amp_mode is AMPMode.BF16:
             raise ValueError(f"scaler={scaler!r} cannot be used with amp_mode='bf16', which needs no loss scaling. Leave it out, "
                              "or take 'fp16' or 'auto'.")
-        self._islands, self._watch = Islands(fp32_modules), OverflowWatch(on_overflow, patience)
+        check_overflow_args(on_overflow, max_skips)
+        self.on_overflow, self.max_skips = on_overflow, int(max_skips)
+        self._fp32_modules = Fp32Modules(fp32_modules)
+        self.observers = [observer(self) for observer in OBSERVERS]
         self._guard, self._fit, self._learn = LoopGuard(self), None, None
 
     # fastai would look up each name on the learner and its model, and warn if it is there; these names are our own.
@@ -104,7 +108,7 @@ class MixedPrecision(fp16.MixedPrecision):
     @learn.setter
     def learn(self, learn):                                      # set by `add_cb`, and to None by `remove_cb`
         if self.learn is not None and learn is not self.learn: self._detach()
-        if learn is not None: self._islands.apply(learn.model)   # first: it may raise
+        if learn is not None: self._fp32_modules.apply(learn.model)   # first: it may raise
         self._learn = learn
         # A callback may add us in the middle of a fit: `before_batch` is too late to guard that batch.
         if learn is not None and getattr(learn, 'dl', None) is not None: self._guard.install(learn)
@@ -164,7 +168,7 @@ class MixedPrecision(fp16.MixedPrecision):
         model: nn.Module, # The model that this callback is to train
     ) -> None:
         "Raise what adding this callback to a learner of `model` would raise on account of `fp32_modules`."
-        self._islands.check(model)
+        self._fp32_modules.check(model)
 
     # -- what a checkpoint holds
 
@@ -213,7 +217,7 @@ class MixedPrecision(fp16.MixedPrecision):
         fit = self._fit
         if fit.mode is None: return
         fit.autocast, fit.spare = fit.spare or self._new_context(), None
-        self._watch.before_batch(self)
+        self._tell('batch_started')
         fit.autocast.__enter__()
 
     def after_pred(self):
@@ -226,7 +230,7 @@ class MixedPrecision(fp16.MixedPrecision):
         self._after_forward()
         if len(self.learn.yb) and is_half(self.learn.loss_grad):
             self.learn.loss_grad, self.learn.loss = self.learn.loss_grad.float(), self.learn.loss.float()
-        self._watch.after_loss(self)
+        self._tell('loss_computed')
 
     def before_backward(self):
         "Scale the loss."
@@ -237,7 +241,7 @@ class MixedPrecision(fp16.MixedPrecision):
     def before_step(self):
         "Unscale the gradients; hold the step back if one of them is not finite, unless the optimizer does so on the device."
         held_back = self._scaling.unscale(self.learn.opt)
-        self._watch.before_step(self)
+        self._tell('step_decided')
         if held_back: raise CancelStepException()
 
     def after_cancel_step(self):
@@ -251,7 +255,7 @@ class MixedPrecision(fp16.MixedPrecision):
     def after_train(self):
         "Read what the device decided in this epoch: fastai's Recorder waits for it here anyway."
         self._scaling.read()
-        self._watch.after_train(self)
+        self._tell('epoch_ended')
 
     def after_cancel_batch(self):
         "Exit autocast before callbacks of a higher order run."
@@ -268,6 +272,31 @@ class MixedPrecision(fp16.MixedPrecision):
         if not self._guard.running: self._close()
 
     # -- how that is done
+
+    def _tell(self, event: str) -> None:
+        "Call this method of each observer."
+        for observer in self.observers: getattr(observer, event)()
+
+    @property
+    def finds_lr(self) -> bool:
+        "Is the fit under way `lr_find`'s, which goes wrong on purpose?"
+        return self._fit is not None and self._fit.before_lr_find is not None
+
+    @property
+    def fit_mode(self) -> AMPMode | None:
+        "The precision of the fit under way; None in fp32 and outside a fit."
+        return None if self._fit is None else self._fit.mode
+
+    @property
+    def fit_device(self) -> torch.device | None:
+        "The device of the fit under way; None outside a fit."
+        return None if self._fit is None else self._fit.device
+
+    keep_call = "learn.to_{mode}(fp32_modules=['{name}'])"       # the call that keeps a module in fp32, for advice
+
+    def diagnosing(self) -> AbstractContextManager:
+        "What a diagnosis runs in: the model as it is outside a batch."
+        return nullcontext()
 
     @property
     def _active(self): return self._fit is not None and self._fit.mode is not None
@@ -291,18 +320,17 @@ class MixedPrecision(fp16.MixedPrecision):
                              "them all, and `learn.to_fp16()` or `learn.to_bf16()` replaces them.")
         device = self._device()
         self._mode = mode = self._decide(device)
-        self._islands.apply(self.learn.model)                    # it may be another model by now
+        self._fp32_modules.apply(self.learn.model)                    # it may be another model by now
         if mode is not None: self._check_layers(mode, device)
         self._fit = _Fit(device, mode)
-        if mode is not None: self._fit.replicas = tell_replicas(self.learn.model, device.type, mode.dtype)
         scaler = self._scaling.start(device.type, scaled=mode is not None and mode.needs_loss_scaling)
         if 'lr_finder' in self.learn.__dict__: self._fit.before_lr_find = self._scaling.snapshot()
-        self._watch.start(mode is not None and self._fit.before_lr_find is None, device)     # `lr_find` goes wrong on purpose
+        self._tell('fit_started')
         cache_loses_gradients()                                  # asked here, so that no batch is interrupted in it
         self._guard.install(self.learn)
         self.learn.scaler = scaler
 
-    def _check_layers(self, mode, device): check_layers(mode, device, unwrapped(self.learn.model), self._islands.covers)
+    def _check_layers(self, mode, device): check_layers(mode, device, unwrapped(self.learn.model), self._fp32_modules.covers)
 
     def _check_training(self):
         fit, self._fit.checked = self._fit, True
@@ -319,9 +347,9 @@ class MixedPrecision(fp16.MixedPrecision):
             raise ValueError(f"{type(getattr(self.learn.opt, 'opt', self.learn.opt)).__name__} needs a closure for its step, which "
                              "GradScaler does not support. Use `learn.to_bf16()` or `learn.to_fp32()`, or another optimizer.")
 
-    def _check_islands(self):
+    def _check_fp32_modules(self):
         self._fit.tried = True
-        for name, parent in self._islands.never_called().items():
+        for name, parent in self._fp32_modules.never_called().items():
             warnings.warn(f"fp32_modules: '{name}' was not called in the first batch, so keeping it in fp32 does nothing: the module around it may "
                           f"use its weights directly, as MultiheadAttention does with out_proj. Keep '{parent}' instead.")
 
@@ -352,8 +380,8 @@ class MixedPrecision(fp16.MixedPrecision):
         if batch.watched: GradModeSwitches.unwatch()
         batch.autocast_state.restore()
         if error is None and batch.training and self.learn is not None:
-            if self._fit is not None and not self._fit.tried: self._check_islands()
-            self._watch.after_batch(self)
+            if self._fit is not None and not self._fit.tried: self._check_fp32_modules()
+            self._tell('batch_ended')
         fit, scaling = self._fit, self._scaling
         if fit is None: return
         cancelled = fit.cancelled or error is not None
@@ -374,7 +402,7 @@ class MixedPrecision(fp16.MixedPrecision):
         learn, fit = self.learn, self._fit
         if learn is None: return
         if fit is not None: self._exit_autocast()
-        if fit is not None and fit.replicas is not None: fit.replicas.remove()
+        if fit is not None: self._tell('fit_ended')
         self._scaling.drop(learn.opt, learn.model)
         self._scaling.read()
         if fit is not None and fit.before_lr_find is not None: self._scaling.restore(fit.before_lr_find)
@@ -386,8 +414,17 @@ class MixedPrecision(fp16.MixedPrecision):
 
     def _detach(self):
         self._close()
-        self._islands.remove()
+        self._fp32_modules.remove()
         self.learn.__dict__.pop('scaler', None)
+
+
+def check_overflow_args(on_overflow: str, max_skips: int) -> None:
+    "Raise a `ValueError` that names the argument that cannot be used."
+    if on_overflow not in ON_OVERFLOW:
+        raise ValueError(f"on_overflow={on_overflow!r} cannot be used: it must be 'warn', 'raise' or 'ignore'.")
+    if not isinstance(max_skips, Integral) or isinstance(max_skips, bool) or max_skips < 1:
+        raise ValueError(f"max_skips={max_skips!r} cannot be used: it must be an integer of at least 1, the number of "
+                         "skipped steps in a row after which training counts as going wrong.")
 
 
 def _needs_closure(opt) -> bool:

@@ -18,7 +18,7 @@ from .callback import MixedPrecision
 from .convert import map_tensors
 from .mode import model_device
 from .scaling import _is_number, _params, syncfree_state
-from .sharded import is_sharded, shard_model_state, shard_opt_state, whole
+from .devices.sharded import is_sharded, shard_model_state, shard_opt_state, whole
 
 __all__ = []
 

@@ -8,7 +8,7 @@ from fastai.callback.training import GradientClip
 from fastai.optimizer import Lookahead
 from torch.profiler import ProfilerActivity, profile
 
-from fastxtend_amp import HalfPrecision, MixedPrecision
+from fastxtend_amp import HalfWeights, MixedPrecision
 from fastxtend_amp.scaling import LossScaling, skips_on_device
 from helpers import *
 
@@ -48,7 +48,7 @@ def test_host_syncs_per_step_beyond_fp32(mode, opt, syncs):
 def test_host_syncs_of_half_precision_weights(mode, opt, syncs, flat):
     counts = {}
     for m in ('fp32', mode):
-        learn = build(m, {**OTHERS, **FUSED}[opt], HalfPrecision, flat_master=flat, **({'loss_scale': 256.} if m == 'fp16' else {}))
+        learn = build(m, {**OTHERS, **FUSED}[opt], HalfWeights, flat_master=flat, **({'loss_scale': 256.} if m == 'fp16' else {}))
         learn.fit(1, .01)
         counts[m] = counted(lambda: learn.fit(1, .01))
     beyond = counts[mode]['aten::_local_scalar_dense'] - counts['fp32']['aten::_local_scalar_dense']

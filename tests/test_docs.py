@@ -7,7 +7,7 @@ from fastai.learner import Learner
 from fastcore.docments import docments
 
 import fastxtend_amp
-from fastxtend_amp import HalfPrecision, MixedPrecision, PrecisionComparison, PrecisionReport
+from fastxtend_amp import HalfWeights, MixedPrecision, PrecisionComparison, PrecisionReport
 
 ROOT = Path(__file__).parent.parent
 MODULES = sorted(f for f in (ROOT / 'fastxtend_amp').glob('*.py'))
@@ -31,7 +31,7 @@ def test_modules_open_with_their_question_and_public_things_have_docstrings(file
         assert ast.get_docstring(node) or len(node.body) == 1, f'{file.name}: {node.name}'
 
 
-@pytest.mark.parametrize('cls', [MixedPrecision, HalfPrecision, PrecisionReport, PrecisionComparison])
+@pytest.mark.parametrize('cls', [MixedPrecision, HalfWeights, PrecisionReport, PrecisionComparison])
 def test_public_methods_say_what_they_do(cls):
     own = {n: m for c in cls.__mro__ if c.__module__.startswith('fastxtend_amp') for n, m in vars(c).items() if not n.startswith('_')}
     for name, method in own.items():
@@ -42,13 +42,13 @@ def test_public_methods_say_what_they_do(cls):
 
 def test_every_argument_has_a_meaning_and_is_shown():
     public = [getattr(fastxtend_amp, n) for n in fastxtend_amp.__all__]
-    called = [f for f in public if inspect.isfunction(f)] + [MixedPrecision.__init__, HalfPrecision.__init__] + list(ADDED.values())
+    called = [f for f in public if inspect.isfunction(f)] + [MixedPrecision.__init__, HalfWeights.__init__] + list(ADDED.values())
     assert len(ADDED) == 9
     for f in called:
         meanings = docments(f)
         for name in inspect.signature(f).parameters:
             assert name == 'self' or meanings[name], f'{f.__qualname__}: {name}'
-    for cls in (MixedPrecision, HalfPrecision):                  # tab completion reads the class's signature
+    for cls in (MixedPrecision, HalfWeights):                  # tab completion reads the class's signature
         assert list(inspect.signature(cls).parameters) == list(inspect.signature(cls.__init__).parameters)[1:]
 
 

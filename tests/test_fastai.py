@@ -39,8 +39,8 @@ MODES = pytest.mark.parametrize('mode', ['fp16', 'bf16'])
 @MODES
 @pytest.mark.parametrize('cbs', [
     lambda: MixUp(), lambda: CutMix(), lambda: GradientAccumulation(32), lambda: GradientClip(.1), lambda: TerminateOnNaNCallback(),
-    lambda: EarlyStoppingCallback(patience=1, min_delta=100), lambda: SaveModelCallback(with_opt=True), lambda: SaveModelCallback(every_epoch=True),
-    lambda: CSVLogger(), lambda: ReduceLROnPlateau(patience=1),
+    lambda: EarlyStoppingCallback(max_skips=1, min_delta=100), lambda: SaveModelCallback(with_opt=True), lambda: SaveModelCallback(every_epoch=True),
+    lambda: CSVLogger(), lambda: ReduceLROnPlateau(max_skips=1),
     lambda: [MixUp(), GradientClip(), GradientAccumulation(20), SaveModelCallback()]], ids=range(11))
 def test_callbacks(dls, mode, cbs, tmp_path):
     cbs = cbs()

@@ -71,7 +71,7 @@ def test_other_bad_arguments():
 
 def test_signatures():
     expected = ['amp_mode', 'init_scale', 'growth_factor', 'backoff_factor', 'growth_interval', 'enabled', 'loss_scale', 'scaler',
-                'fp32_modules', 'on_overflow', 'patience']
+                'fp32_modules', 'on_overflow', 'max_skips']
     for f, skip in ((MixedPrecision, 0), (Learner.to_fp16, 1), (Learner.to_amp, 1)):
         p = [q for q in inspect.signature(f).parameters.values() if q.name != 'self']
         assert [q.name for q in p] == expected[skip:]

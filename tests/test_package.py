@@ -21,7 +21,7 @@ def test_order_of_imports(imports): assert python(imports + SHOW) == 'fastxtend_
 
 def test_star_import():
     names = python('from fastxtend_amp import *; print(sorted(n for n in dir() if not n.startswith("__")))')
-    assert names == "['AMPMode', 'HalfPrecision', 'MixedPrecision', 'PrecisionComparison', 'PrecisionReport', 'precision_support']"
+    assert names == "['AMPMode', 'HalfWeights', 'MixedPrecision', 'PrecisionComparison', 'PrecisionReport', 'precision_support']"
     assert python('from fastai.vision.all import *; from fastxtend_amp import *; print(MixedPrecision.__module__)') == 'fastxtend_amp.callback'
 
 

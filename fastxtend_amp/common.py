@@ -1,0 +1,65 @@
+"Small helpers that several files share: random states, colours of precisions in plots, an error in one line."
+from __future__ import annotations
+
+import random, sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ['PRECISION_COLORS', 'first_line', 'random_state', 'random_state_kept', 'set_random_state']
+
+# One colour for a precision in every plot.
+PRECISION_COLORS = {'fp32': '#4c566a', 'bf16': '#2a78b8', 'fp16': '#d1701f', 'half weights': '#17a2a2'}
+
+RandomState = list[tuple[Callable, Any]]
+
+
+def random_state(
+    device: torch.device | None = None, # Besides the CPU; all accelerators that are in use if None
+    everything: bool = False, # Whether Python's and NumPy's generators belong to it, besides torch's
+) -> RandomState: # Pairs: the function that sets a generator, and its state
+    "The state of the global random number generators, as `set_random_state` takes it; read without waiting for a device."
+    states: RandomState = [(torch.set_rng_state, torch.get_rng_state())]
+    if everything: states += [(random.setstate, random.getstate()), (np.random.set_state, np.random.get_state())]
+    types = _accelerators() if device is None else [device.type]
+    for kind in types:
+        if kind == 'xla':
+            import torch_xla.core.xla_model as xm
+            states.append((xm.set_rng_state, xm.get_rng_state()))
+            continue
+        module: Any = getattr(torch, kind, None)
+        if kind == 'cpu' or not hasattr(module, 'get_rng_state'): continue
+        if device is not None and device.index is not None:
+            states.append((lambda state, module=module: module.set_rng_state(state, device), module.get_rng_state(device)))
+        elif hasattr(module, 'get_rng_state_all'): states.append((module.set_rng_state_all, module.get_rng_state_all()))
+        else: states.append((module.set_rng_state, module.get_rng_state()))
+    return states
+
+
+def set_random_state(state: RandomState) -> None:
+    "Put the generators back to what `random_state` gave."
+    for set_state, value in state: set_state(value)
+
+
+@contextmanager
+def random_state_kept(device: torch.device | None = None, everything: bool = False) -> Iterator[None]:
+    "Put the random number generators back at the end; arguments as in `random_state`."
+    state = random_state(device, everything)
+    try: yield
+    finally: set_random_state(state)
+
+
+def first_line(error: BaseException, limit: int = 200) -> str:
+    "What an exception says, in one line; its type's name where it says nothing."
+    lines = str(error).strip().splitlines()
+    return lines[0][:limit].rstrip('.: ') if lines else type(error).__name__
+
+
+def _accelerators() -> list[str]:
+    found = [kind for kind in ('cuda', 'xpu') if hasattr(torch, kind) and getattr(torch, kind).is_initialized()]
+    if torch.backends.mps.is_available(): found.append('mps')
+    if 'torch_xla' in sys.modules: found.append('xla')
+    return found

@@ -1,0 +1,1 @@
+"What XLA devices, sharded parameters (FSDP2) and `DataParallel` need beside the core."

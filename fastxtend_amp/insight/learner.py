@@ -1,0 +1,60 @@
+"The methods `Learner.precision_report` and `Learner.compare_precision`."
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from fastai.callback.core import Callback
+from fastai.learner import Learner
+from fastcore.basics import patch
+
+from ..mode import AMPMode
+from .compare import PrecisionComparison, compare
+from .report import PrecisionReport, report
+
+__all__: list[str] = []
+
+
+@patch
+def compare_precision(self: Learner,
+    modes: Sequence[str | AMPMode | torch.dtype] = ('fp32', 'bf16', 'fp16'), # The precisions; fp32, the measure, is always among them
+    n_steps: int = 50, # Training batches for each mode
+    *,
+    lr: float | slice | None = None, # Learning rate; the learner's own if None
+    n_seeds: int = 3, # How often fp32 is repeated with another order of the batches and other random draws
+    max_seconds: float = 20., # Seconds after which an emulated mode is cut short
+    cbs: Sequence[Callback] | None = None, # The learner's callbacks that take part; those that shape the training step if None
+) -> PrecisionComparison: # `table`, `plot()`, `recommended` and `reason`; shows itself in a notebook
+    """Train `n_steps` in each precision, from the learner's present state on the same batches, and put everything back.
+
+    The modes take turns, a few steps each, so that whatever else the machine does slows all of them; only the training
+    steps are timed, not the loading of data. A mode that the device does not run gets a row with the reason.
+
+    What takes part: of fastai's callbacks those that shape a training step (mixup and cutmix, gradient accumulation and
+    clipping, RNN and batch-norm callbacks, channels last), of others those with an event from `before_batch` to
+    `after_step`. Loggers, the recorder, progress bars, schedulers, and what saves or stops do not; nor do metrics,
+    validation and `after_epoch`.
+
+    Raises `ValueError` for an unknown mode, for unusable numbers, and for a learner without training batches.
+    """
+    return compare(self, modes, n_steps, lr=lr, n_seeds=n_seeds, max_seconds=max_seconds, cbs=cbs)
+
+
+@patch
+def precision_report(self: Learner,
+    modes: Iterable[str | AMPMode] = ('bf16', 'fp16'), # The precisions to ask about
+    n_batches: int = 1, # How many batches to look at
+    dl: Any = None, # The DataLoader to take them from; the training set's if None
+) -> PrecisionReport: # `verdicts`, `table`, `fp32_modules`, `plot()`; shows itself in a notebook
+    """Does the model survive low precision, and if not, where? Asked before training, on real batches.
+
+    Runs forward and backward on training batches in fp32 and in each mode, in training mode, and looks into each module;
+    modules that leave finite numbers, or lose more than a tenth, are kept in fp32 and the batches run again, until the
+    verdict is known to hold. The learner stays as it was, bit for bit, and its callbacks do not fire (what RNNCallback
+    does to predictions is done). A model wrapped for data parallelism is run unwrapped, each process on its own batches,
+    without communication; a compiled one is run as it was written.
+
+    Raises `ValueError` for an unknown mode, `n_batches` below 1, no batches, and sharded parameters (FSDP).
+    """
+    return report(self, modes, n_batches, dl)

@@ -1,0 +1,1 @@
+"Commands: the demo and the benchmark."

@@ -1,0 +1,285 @@
+"Two real processes over gloo: DistributedDataParallel through fastai's `distrib_ctx`, and FSDP2; and DataParallel's threads."
+import copy, importlib.util, os, socket, subprocess, sys, threading, time
+from pathlib import Path
+
+import pytest, torch
+
+import distributed_worker as worker
+from distributed_worker import BS, FP16, N, OPTS, SHARDED_OPTS, build, in_global_batches
+from fastxtend_amp import MixedPrecision
+from helpers import *
+
+HERE = Path(__file__).parent
+
+
+def launch(group, path, seconds=300):
+    "Both ranks' results. A rank that fails would leave the other waiting, so the first failure ends both."
+    with socket.socket() as s:
+        s.bind(('127.0.0.1', 0))
+        port = s.getsockname()[1]
+    env = {**os.environ, 'WORLD_SIZE': '2', 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(port), 'ACCELERATE_USE_CPU': '1', 'OMP_NUM_THREADS': '1',
+           'PYTHONPATH': os.pathsep.join([str(HERE.parent.parent), str(HERE.parent), str(HERE), os.environ.get('PYTHONPATH', '')])}
+    logs = [open(path/f'{group}{r}.log', 'w+') for r in range(2)]
+    processes = [subprocess.Popen([sys.executable, str(HERE/'distributed_worker.py'), group, str(path)], env={**env, 'RANK': str(r), 'LOCAL_RANK': str(r)},
+                                  stdout=log, stderr=subprocess.STDOUT) for r, log in enumerate(logs)]
+    deadline = time.monotonic() + seconds
+    try:
+        while any(p.poll() is None for p in processes) and not any(p.poll() for p in processes) and time.monotonic() < deadline: time.sleep(.1)
+    finally:
+        for p in processes: p.kill()
+        for p in processes: p.wait()
+    said = [(log.seek(0), log.read()[-3000:], log.close())[1] for log in logs]
+    assert [p.returncode for p in processes] == [0, 0], '\n'.join(said)
+    return [torch.load(path/f'{group}{r}.pt', weights_only=False) for r in range(2)]
+
+
+@pytest.fixture(scope='module')
+def ddp(tmp_path_factory):
+    if importlib.util.find_spec('torch_xla'): pytest.skip('Accelerate takes the XLA device where torch_xla is installed')
+    path = tmp_path_factory.mktemp('ddp')
+    return launch('ddp', path), path
+
+
+@pytest.fixture(scope='module')
+def fsdp(tmp_path_factory):
+    path, plain = tmp_path_factory.mktemp('fsdp'), {}
+    for opt in SHARDED_OPTS:
+        learn = build('fp16', opt, path=path, init_scale=512., growth_interval=4)
+        learn.fit(1, .01); learn.save(f'plain {opt}'); plain[opt] = learn
+    learn = build('fp16', 'sgd', model=nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 1)), path=path)
+    learn.save('other shape', with_opt=False)
+    damaged = torch.load(path/'models'/'plain sgd.pth', weights_only=False); damaged['opt']['grad_scaler']['scale'] = -1.
+    torch.save(damaged, path/'models'/'damaged.pth')
+    return launch('fsdp', path), path, plain
+
+
+@pytest.fixture
+def both(request):
+    "The results of both ranks, for tests that say the same of DDP and FSDP2."
+    group = request.getfixturevalue(request.param)
+    return lambda name, arg: [r[f'{request.param}_{name}', arg] for r in group[0]]
+
+
+def each(*names_and_opts):
+    cases = [(g, o) for g, opts in names_and_opts for o in opts]
+    return pytest.mark.parametrize('both,opt', cases, indirect=['both'], ids=[f'{g}-{o}' for g, o in cases])
+
+
+BOTH = each(('ddp', OPTS), ('fsdp', SHARDED_OPTS))
+
+
+def same_on_all_ranks(a, b):
+    "Scale, skips and, tensor by tensor, the parameters, after every batch."
+    assert len(a['seen']) == len(b['seen']) > 0
+    for x, y in zip(a['seen'], b['seen']): assert x['scale'] == y['scale'] and x['skipped'] == y['skipped'] and same(x['params'], y['params'])
+    assert a['scales'] == b['scales'] and a['skips'] == b['skips'] and a['state'] == b['state'] and same(a['params'], b['params'])
+    assert all(p.isfinite().all() for p in a['params'])
+
+
+# -- every step
+
+# A gradient of one batch differs by 1e-7, 4e-4 and 2e-3 (relative); this is what the parameters have moved after 12 steps.
+@pytest.mark.parametrize('mode,rounding', [('fp32', 1e-6), ('fp16', 1e-3), ('bf16', 8e-3)])
+@pytest.mark.parametrize('both', ['ddp', 'fsdp'], indirect=True)
+def test_n_steps_equal_a_single_process_on_the_same_global_batches(both, mode, rounding):
+    a, b = both('steps', mode)
+    data = in_global_batches(dataset(N))
+    single = build(mode, 'torch sgd', dls=loaders(bs=2 * BS, train=data, valid=data), **(FP16 if mode == 'fp16' else {}))
+    single.fit(2, .01)
+    start = [p.detach() for p in worker.net().parameters()]
+    moved = lambda ps: torch.cat([(p - s).flatten() for p, s in zip(ps, start)])
+    expected = moved([p.detach() for p in single.model.parameters()])
+    assert len(a['seen']) == len(single.seen) == 12 and expected.norm() > .1
+    for r in (a, b): assert (moved(r['params']) - expected).norm() / expected.norm() < rounding
+    assert same(a['params'], b['params']) and a['scales'] == b['scales'] == (single.mixed_precision.scales if mode != 'fp32' else None)
+
+
+@pytest.mark.parametrize('mode', ['fp16', 'bf16'])
+@pytest.mark.parametrize('both,wrapped', [('ddp', 'DistributedDataParallel'), ('fsdp', 'FSDPSequential')], indirect=['both'])
+def test_each_rank_computes_in_low_precision_in_a_wrapped_model(both, wrapped, mode):
+    for r in both('steps', mode):
+        assert r['dtypes'] == {torch.float16 if mode == 'fp16' else torch.bfloat16} and r['types'] == {wrapped}
+        assert all(p.dtype is torch.float32 for p in r['params'])
+        assert r['after'] == ('Sequential' if wrapped.startswith('D') else wrapped)
+
+
+def test_to_distributed(ddp):
+    results = [r['ddp_to_distributed', 'bf16'] for r in ddp[0]]
+    for r in results: assert r['dtypes'] == {torch.bfloat16} and r['types'] == {'DistributedDataParallel'}
+    same_on_all_ranks(*results)
+
+
+# -- one rank alone meets a non-finite gradient
+
+SKIPPED, SCALES = [True, False, True, False, True, False], [256., 128., 128., 64., 64., 32.]
+
+
+@BOTH
+def test_overflow_on_one_rank_skips_the_step_on_all(both, opt):
+    a, b = both('overflow', opt)
+    same_on_all_ranks(a, b)
+    assert a['skips'] == SKIPPED == [s['skipped'] for s in a['seen']] and a['scales'] == SCALES
+    start = [p.detach() for p in worker.net().parameters()]
+    for before, now in zip([dict(params=start), *a['seen']], a['seen']): assert same(before['params'], now['params']) == now['skipped']
+
+
+@each(('fsdp', SHARDED_OPTS))
+def test_one_shard_that_is_not_finite_skips_the_step_on_all(both, opt):
+    a, b = both('one_shard', opt)
+    same_on_all_ranks(a, b)
+    assert a['skips'] == SKIPPED and a['scales'] == SCALES
+
+
+@each(('ddp', ['sgd', 'fused adamw']))
+def test_gradient_clipping(both, opt):
+    a, b = both('clip', opt)
+    same_on_all_ranks(a, b)
+    assert a['skips'] == [False, False, True, False, False, False]
+
+
+@pytest.mark.parametrize('name', ['accumulate', 'no_sync'])
+@BOTH
+def test_gradient_accumulation(both, name, opt):
+    a, b = both(name, opt)
+    same_on_all_ranks(a, b)
+    assert a['skips'] == [False, True, False] and a['scales'] == [256., 256., 128.]
+    moved = [not same(x['params'], y['params']) for x, y in zip(a['seen'], a['seen'][1:])]
+    assert moved == [True, False, False, False, True]            # the overflow is in the first batch of the second step
+
+
+@BOTH
+def test_no_sync_gives_what_reducing_each_batch_gives(both, opt):
+    every, last = both('accumulate', opt)[0], both('no_sync', opt)[0]
+    for p, q in zip(every['params'], last['params']): torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+
+
+# -- save and load
+
+@BOTH
+def test_rank_0_saves_and_every_rank_loads(both, opt):
+    for r in both('checkpoint', opt):
+        assert r['state']['scale'] == 128. and r['loaded']['state'] == r['state']
+        assert same(r['loaded']['params'], r['params'])
+        assert same(*r['on']) and r['scales'][0] == r['scales'][1] and not same(r['on'][0], r['params'])
+    a, b = both('checkpoint', opt)
+    assert same(a['params'], b['params']) and same(a['on'][0], b['on'][0])
+
+
+@each(('ddp', ['adam']), ('fsdp', ['adam']))
+def test_save_model_callback(both, opt):
+    a, b = both('save_model_callback', opt)
+    same_on_all_ranks(a, b)
+    assert same(a['params'], a['seen'][5]['params']) and not same(a['params'], a['seen'][-1]['params'])   # the first epoch's are back
+    assert a['state']['scale'] == a['scales'][6]
+
+
+@pytest.mark.parametrize('opt', SHARDED_OPTS)
+def test_a_file_of_a_sharded_learner_is_whole(fsdp, opt):
+    results, path, _ = fsdp
+    learn = build('fp16', opt, path=path, init_scale=2.).load(f'fsdp {opt}')
+    saved = results[0]['fsdp_checkpoint', opt]
+    assert same(params(learn), saved['params']) and learn.mixed_precision.state_dict() == saved['state']
+    shapes = [{k: v.shape for k, v in s.items() if isinstance(v, torch.Tensor) and v.ndim} for s in opt_state(learn.opt)]
+    assert all(v == p.shape for p, s in zip(params(learn), shapes) for v in s.values()) and (opt == 'torch sgd' or any(shapes))
+    learn.fit(1, .01)
+    assert all(p.isfinite().all() for p in learn.model.parameters())
+
+
+@pytest.mark.parametrize('opt', SHARDED_OPTS)
+def test_a_sharded_learner_reads_the_file_of_a_plain_one(fsdp, opt):
+    results, _, plain = fsdp
+    a, b = (r['fsdp_reads_plain_file', opt] for r in results)
+    learn = plain[opt]
+    assert same(a['loaded'], params(learn)) and same(b['loaded'], params(learn))
+    same_on_all_ranks(a, b)
+    assert a['scales'][0] == learn.mixed_precision.state_dict()['scale'] == 4096.
+
+
+@pytest.mark.parametrize('opt', SHARDED_OPTS)
+def test_a_sharded_model_alone(fsdp, opt):
+    results, path, _ = fsdp
+    start = [p.detach() for p in worker.net().parameters()]
+    assert all(same(r['fsdp_checkpoint', opt]['model alone'], start) for r in results)
+    assert same(params(build('fp32', opt, path=path).load(f'fsdp {opt} model', with_opt=False)), start)
+
+
+def test_bad_files_are_refused_on_every_rank(fsdp):
+    for r in fsdp[0]:
+        r = r['fsdp_bad_files', 'sgd']
+        assert 'size mismatch' in r['errors']['other shape'] and "'scale' is -1.0" in r['errors']['damaged'] and r['untouched']['damaged']
+
+
+# -- DataParallel
+
+class Threads(nn.DataParallel):
+    "DataParallel with two replicas on the CPU: PyTorch's own needs an accelerator. `tell` as in `parallel_apply`."
+    def forward(self, x):
+        replicas, out, enabled = [self.module._replicate_for_data_parallel() for _ in range(2)], {}, torch.is_autocast_enabled('cpu')
+        for r in replicas:                                       # as `replicate` does
+            for name, child in self.module.named_children():
+                r._modules[name] = copy.copy(child)
+        def work(i, part):
+            with torch.amp.autocast('cpu', enabled=enabled): out[i] = replicas[i](part)
+            left.append((torch.is_autocast_enabled('cpu'), torch.get_autocast_dtype('cpu')))
+        left = self.left = []
+        threads = [threading.Thread(target=work, args=o) for o in enumerate(x.chunk(2))]
+        for t in threads: t.start()
+        for t in threads: t.join()
+        return torch.cat([out[0].float(), out[1].float()])
+
+
+@pytest.mark.parametrize('mode', ['fp16', 'bf16'])
+def test_replicas_in_threads_run_in_the_dtype_that_was_asked_for(mode):
+    model, dtypes = worker.net(), []
+    model[0].register_forward_hook(lambda m, i, o: dtypes.append((o.dtype, threading.current_thread() is threading.main_thread())))
+    learn = learner(Threads(model), cbs=MixedPrecision(mode))
+    default = torch.get_autocast_dtype('cpu')
+    learn.fit(1, .01)
+    assert set(dtypes) == {(torch.float16 if mode == 'fp16' else torch.bfloat16, False)}   # the CPU's default is bf16, CUDA's fp16
+    assert set(learn.model.left) == {(False, default)} and torch.get_autocast_dtype('cpu') is default and not model._forward_pre_hooks
+
+
+def test_without_the_hook_a_thread_takes_the_default_of_the_device():
+    model, dtypes = worker.net(), set()
+    model[0].register_forward_hook(lambda m, i, o: dtypes.add(o.dtype))
+    with torch.autocast('cpu', dtype=torch.float16): Threads(model)(torch.randn(4, 6))
+    assert dtypes == {torch.bfloat16}                            # or the package need do nothing any more
+
+
+@pytest.mark.parametrize('end', [None, RuntimeError, KeyboardInterrupt])
+def test_to_parallel(end):
+    learn, seen = build('fp16', 'sgd'), []
+    module = learn.model
+    def look(l):
+        seen.append((type(l.model).__name__, len(module._forward_pre_hooks)))
+        if end: raise end('stop')
+    looking = At('after_pred', look, 20)
+    learn.to_parallel().add_cb(looking)
+    if end:
+        with pytest.raises(end): learn.fit(1, .01)               # fastai leaves the model wrapped, and will wrap it again
+    else: learn.fit(1, .01)
+    assert set(seen) == {('DataParallel', 1)} and not module._forward_pre_hooks
+    learn.remove_cb(looking); learn.fit(1, .01)
+    assert not module._forward_pre_hooks and learn.dtypes == {torch.float16}
+
+
+def test_copy_made_inside_a_parallel_fit():
+    learn, copies = build('fp16', 'sgd'), []
+    learn.to_parallel()
+    learn.add_cb(At('after_epoch', lambda l: copies.append(copy.deepcopy(l)), 80)); learn.fit(1, .01)
+    twin = copies[0]
+    twin.model = twin.model.module
+    twin.detach_parallel(); twin.to_fp32()
+    assert not twin.model._forward_pre_hooks
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize('mode', ['fp16', 'bf16'])
+def test_parallel_apply_on_cuda(mode):
+    from fastxtend_amp.devices.replicas import tell_replicas
+    model, dtype, dtypes = worker.net().cuda(), torch.float16 if mode == 'fp16' else torch.bfloat16, []
+    model[0].register_forward_hook(lambda m, i, o: dtypes.append(o.dtype))
+    handle, x = tell_replicas(nn.DataParallel(model, device_ids=[0]), 'cuda', dtype), torch.randn(4, 6, device='cuda')
+    with torch.autocast('cuda', dtype=dtype): nn.parallel.parallel_apply([model, model], [x, x], devices=[0, 0])
+    handle.remove()
+    assert dtypes == [dtype, dtype] and torch.get_autocast_dtype('cuda') is torch.float16

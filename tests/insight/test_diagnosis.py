@@ -1,0 +1,255 @@
+import math, warnings
+from functools import partial
+
+import pytest, torch
+from fastai.callback.schedule import *  # noqa: F403  patches lr_find
+from fastai.callback.training import GradientAccumulation
+from torch import nn
+from torch.nn import functional as F
+
+from fastxtend_amp import MixedPrecision, diagnosis
+from fastxtend_amp.insight.diagnosis import peek
+from helpers import OPTIMIZERS, At, Attentive, dataset, learner, loaders, opt_state, params, same, same_state
+
+
+def told(learn, n=1, **kwargs):
+    "The warnings about training that goes wrong while `learn` fits `n` epochs."
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter('always')
+        learn.fit(n, .01, **kwargs)
+    return [str(w.message) for w in found if 'goes wrong' in str(w.message)]
+
+
+class OnceInf(nn.Module):
+    "Infinite in low precision in its n-th call."
+    def __init__(self, when): super().__init__(); self.when, self.n = when, 0
+    def forward(self, x):
+        self.n += 1
+        return x * (math.inf if self.n == self.when and torch.is_autocast_enabled('cpu') else 1)
+
+
+class Steep(nn.Module):
+    "Passes its input on, and back its gradient times `factor`."
+    def __init__(self, factor): super().__init__(); self.factor = factor
+    def forward(self, x): return Times.apply(x, self.factor)
+
+
+class Times(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, factor): ctx.factor = factor; return x.clone()
+    @staticmethod
+    def backward(ctx, g): return g * ctx.factor, None
+
+
+# -- what is found
+
+@pytest.mark.parametrize('opt', ['adam', 'fused adamw'])
+def test_the_module_that_overflows_is_named(opt):
+    messages = told(learner(Attentive(), opt_func=OPTIMIZERS[opt]).to_fp16())
+    assert len(messages) == 1
+    for words in ('the loss is nan', 'That batch, run again', "module 'attn' (Attention)", 'inside', '65,504', "fp32_modules=['attn']"):
+        assert words in messages[0], messages[0]
+
+
+def test_the_same_module_as_in_the_report_and_the_remedy_silences_it():
+    learn = learner(Attentive())
+    names = learn.precision_report('fp16').fp32_modules
+    assert f"module '{names[0]}'" in told(learn.to_fp16())[0]
+    assert told(learner(Attentive()).to_fp16(fp32_modules=names), 2) == []
+
+
+def test_the_loss_function_itself():
+    def loss(p, y): return ((p.half() if torch.is_autocast_enabled('cpu') else p) * 60000 * 60000).float().mul(1e-9).sub(y).square().mean()
+    message = told(learner(loss_func=loss).to_fp16())[0]
+    assert 'in the loss function' in message and 'fp32_modules' not in message
+
+
+def test_a_backward_pass_that_overflows():
+    "The forward pass is harmless; a gradient times 1e9 on the way back is not, in fp16."
+    message = told(learner(nn.Sequential(nn.Linear(6, 8), Steep(1e9), nn.Linear(8, 1))).to_fp16(init_scale=1024.), 2)[0]
+    assert "backward pass of module '1' (Steep)" in message and "fp32_modules=['1']" in message
+
+
+def test_bad_data_is_told_apart():
+    data = dataset()
+    data.tensors[0][7, 2] = math.nan
+    for mode in ('to_fp16', 'to_bf16'):
+        messages = told(getattr(learner(dls=loaders(train=data)), mode)())
+        assert len(messages) == 1 and 'the batch itself is not finite: 1 of 24 values of an input' in messages[0]
+    data = dataset()
+    data.tensors[1][3] = math.inf
+    assert 'of a target' in told(learner(dls=loaders(train=data)).to_bf16())[0]
+
+
+def test_a_model_that_is_not_finite_in_fp32_is_told_apart():
+    class Log(nn.Module):
+        def forward(self, x): return x.sum(1, keepdim=True).log()
+    message = told(learner(nn.Sequential(nn.Linear(6, 2), Log())).to_bf16())[0]
+    assert "not finite in fp32 either, first in module '1' (Log)" in message and 'not for want of precision' in message
+
+
+def test_a_fault_that_does_not_come_back_is_said_not_to():
+    message = told(learner(nn.Sequential(nn.Linear(6, 1), OnceInf(3))).to_bf16())[0]
+    assert 'run again, this batch is finite' in message
+
+
+def test_weights_that_are_lost_already():
+    learn = learner().to_bf16()
+    learn.add_cb(At('before_batch', lambda l: l.model[0].weight.data.fill_(math.nan)))
+    assert "weight tensors are NaN or inf by now, such as '0.weight'" in told(learn)[0]
+
+
+# -- when it looks, and when not
+
+def test_ordinary_first_skips_raise_no_alarm():
+    learn = learner(loss_func=lambda p, y: F.mse_loss(p, y) * 30).to_fp16(init_scale=2. ** 18)
+    assert told(learn, 3) == [] and 3 < learn.mixed_precision.n_skipped < 16
+
+
+@pytest.mark.parametrize('max_skips', [1, 3])
+def test_patience(max_skips):
+    learn = learner(loss_func=lambda p, y: F.mse_loss(p, y) * 300).to_fp16(init_scale=2. ** 20, max_skips=max_skips)
+    seen = []
+    learn.add_cb(At('after_batch', lambda l: seen.append(learn.mixed_precision._watch.on)))
+    message = told(learn)[0]
+    assert f'{max_skips} steps in a row were skipped' in message and seen.count(True) == max_skips - 1
+    assert 'backward' in message
+
+
+def test_a_scale_below_one():
+    learn = learner(nn.Sequential(nn.Linear(6, 8), Steep(1e7), nn.Linear(8, 1))).to_fp16(init_scale=4., max_skips=100)
+    assert 'the loss scale falls below 1' in told(learn)[0]
+
+
+def test_once_a_fit_and_again_in_the_next():
+    learn = learner(Attentive()).to_fp16()
+    assert len(told(learn, 2)) == 1 and len(told(learn)) == 1
+
+
+def test_lr_find_and_validation_are_left_alone():
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter('always')
+        learner(Attentive()).to_fp16().lr_find(num_it=6, show_plot=False, suggest_funcs=())
+        learner(Attentive()).to_fp16().validate()
+    assert not [w for w in found if 'goes wrong' in str(w.message)]
+
+
+def test_ignore_and_raise():
+    assert told(learner(Attentive()).to_fp16(on_overflow='ignore')) == []
+    for mode, model in (('to_fp16', Attentive()), ('to_bf16', nn.Sequential(nn.Linear(6, 1), OnceInf(2)))):
+        learn = getattr(learner(model), mode)(on_overflow='raise')
+        before = params(learn)
+        with pytest.raises(FloatingPointError, match='goes wrong'): learn.fit(1)
+        assert all(p.isfinite().all() for p in params(learn)) and 'one_batch' not in vars(learn)
+    assert same(before, before) and not torch.is_autocast_enabled('cpu')
+
+
+def test_bf16_is_raised_before_the_weights_are_lost():
+    learn = learner(nn.Sequential(nn.Linear(6, 1), OnceInf(1))).to_bf16(on_overflow='raise')
+    before = params(learn)
+    with pytest.raises(FloatingPointError): learn.fit(1)
+    assert same(before, params(learn))
+
+
+@pytest.mark.parametrize('kwargs,words', [(dict(on_overflow='stop'), "on_overflow='stop'"),
+                                          (dict(max_skips=0), 'max_skips=0'), (dict(max_skips=2.5), 'max_skips=2.5')])
+def test_bad_arguments(kwargs, words):
+    for call in (partial(MixedPrecision, 'fp16'), learner().to_fp16, learner().to_bf16, learner().to_amp):
+        with pytest.raises(ValueError, match=words): call(**kwargs)
+
+
+# -- the rerun changes nothing
+
+@pytest.mark.parametrize('acc', [None, 8])
+@pytest.mark.parametrize('opt', ['adam', 'fused adamw', 'torch sgd'])
+def test_training_goes_on_as_if_nobody_had_looked(opt, acc):
+    "A model with dropout and batch norm whose third call overflows: with and without the diagnosis, bit for bit the same."
+    def train(on_overflow):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(.3), OnceInf(3), nn.Linear(8, 1))
+        learn = learner(model, opt_func=OPTIMIZERS[opt], cbs=[GradientAccumulation(acc)] if acc else None)
+        learn.to_fp16(init_scale=1024., on_overflow=on_overflow)
+        torch.manual_seed(1)
+        messages = told(learn, 2)
+        return learn, messages
+    (asked, messages), (plain, none) = train('warn'), train('ignore')
+    assert len(messages) == 1 and not none
+    assert same(params(asked), params(plain)) and same_state(opt_state(asked.opt), opt_state(plain.opt))
+    assert same(list(asked.model.buffers()), list(plain.model.buffers())) and asked.model[3].n == plain.model[3].n
+    losses = asked.recorder.losses, plain.recorder.losses
+    assert losses[0] == losses[1] or all(torch.equal(a, b) or (a != a and b != b) for a, b in zip(*losses))
+    assert asked.mixed_precision.scales == plain.mixed_precision.scales
+
+
+def test_the_rerun_uses_the_same_random_draws():
+    "The overflow depends on what dropout kept."
+    class Picky(nn.Module):
+        def forward(self, x): return x * (1e30 if torch.is_autocast_enabled('cpu') and bool((x[0, :4] != 0).all()) else 1)
+    torch.manual_seed(0)
+    learn = learner(nn.Sequential(nn.Linear(6, 8), nn.Dropout(.5), Picky(), nn.Linear(8, 1))).to_fp16()
+    torch.manual_seed(5)
+    assert "module '2' (Picky)" in told(learn, 10)[0]
+
+
+# -- where only the device knows
+
+def test_on_a_device_the_recorders_loss_tells(monkeypatch):
+    learn = learner(Attentive(), opt_func=OPTIMIZERS['fused adamw']).to_fp16(init_scale=16.)
+    learn.add_cb(At('before_fit', lambda l: setattr(learn.mixed_precision._watch, 'in_place', False), 20))
+    real = diagnosis.peek
+    monkeypatch.setattr(diagnosis, 'peek', lambda t: real(t) if any(t is l for l in learn.recorder.losses[-1:]) else None)
+    messages = told(learn)
+    assert len(messages) == 1 and 'the loss is nan' in messages[0] and "module 'attn'" in messages[0]
+
+
+def stepped_already(learn):
+    "With one good step behind it, a fused optimizer decides on the device."
+    learn.add_cb(At('after_batch', lambda l: setattr(l.model[1], 'factor', 1e9)))
+
+
+def test_on_a_device_skips_in_a_row_are_seen_when_the_epoch_ends(monkeypatch):
+    class Steep(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, factor): ctx.factor = factor; return x.clone()
+        @staticmethod
+        def backward(ctx, g): return g * ctx.factor, None
+    class Module(nn.Module):
+        factor = 1.
+        def forward(self, x): return Steep.apply(x, self.factor)
+    learn = learner(nn.Sequential(nn.Linear(6, 8), Module(), nn.Linear(8, 1)), opt_func=OPTIMIZERS['fused adamw']).to_fp16(init_scale=16., max_skips=4)
+    stepped_already(learn)
+    monkeypatch.setattr(diagnosis, 'peek', lambda t: None)
+    messages = told(learn)
+    assert len(messages) == 1 and 'the last 4 steps were skipped' in messages[0] and 'not the one it began with' in messages[0]
+    assert "module '1' (Module)" in messages[0]
+
+
+def test_flags_are_polled_without_waiting():
+    from fastxtend_amp.scaling import History, _Rule
+    history = History()
+    history.mark(8., 0, _Rule(2., .5, 2000))
+    for i in range(History._chunk): history.record(torch.tensor(float(i >= History._chunk - 20)))
+    assert history.poll() == 20 and history.poll() == 0
+    class Later:
+        ready = False
+        def query(self): return self.ready
+    for i in range(History._chunk): history.record(torch.tensor(1.))
+    event = Later()
+    history._coming = (history._coming[0], event)
+    assert history.poll() == 0
+    event.ready = True
+    assert history.poll() == History._chunk
+
+
+def test_peek_reads_without_an_operator():
+    from torch.profiler import ProfilerActivity, profile
+    loss = torch.ones(3, requires_grad=True).sum()
+    with profile(activities=[ProfilerActivity.CPU]) as p: assert peek(loss) == 3.
+    assert not p.key_averages() and peek(loss.double()) is None and peek(torch.ones(2)) is None
+
+
+def test_no_hooks_while_training_goes_well():
+    seen = []
+    learn = learner().to_fp16()
+    learn.add_cb(At('after_batch', lambda l: seen.append(sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in l.model.modules()))))
+    assert told(learn, 2) == [] and set(seen) == {0}
