@@ -59,7 +59,9 @@ def first_line(error: BaseException, limit: int = 200) -> str:
 
 
 def _accelerators() -> list[str]:
-    found = [kind for kind in ('cuda', 'xpu') if hasattr(torch, kind) and getattr(torch, kind).is_initialized()]
-    if torch.backends.mps.is_available(): found.append('mps')
-    if 'torch_xla' in sys.modules: found.append('xla')
-    return found
+    "Types of the accelerators that this process has used so far; asking does not start one."
+    found = ['xla'] if 'torch_xla' in sys.modules else []
+    if not torch.accelerator.is_available(): return found
+    kind = torch.accelerator.current_accelerator().type
+    is_initialized = getattr(torch.get_device_module(kind), 'is_initialized', lambda: True)
+    return [*found, kind] if is_initialized() else found
