@@ -184,3 +184,70 @@ def test_a_layer_that_fails_in_fp32_too_is_not_refused():
             if torch.is_autocast_enabled('cpu'): raise RuntimeError('no kernel')
             return super().forward(x)
     assert refused_layer(Broken, AMPMode.BF16) is None and refused_layer(Low, AMPMode.BF16) == 'no kernel'
+
+
+# -- which device is asked
+
+def test_before_the_first_fit_the_device_of_the_dataloaders_is_asked(gpu, monkeypatch):
+    gpu((7, 5))                                                  # bf16 is emulated there, fp16 is not
+    learn = learner()
+    learn.dls.device = CUDA                                      # fastai moves the model when the first fit starts
+    learn.to_amp()
+    assert next(learn.model.parameters()).device.type == 'cpu' and learn.precision.scales_loss
+    assert learn.precision.state_dict()['scale'] == 65536.
+    context = learn.amp_context()
+    assert context.device == 'cuda' and context.fast_dtype is torch.float16
+
+
+def test_a_default_device_does_not_change_what_probes_find(monkeypatch):
+    from fastxtend_amp.guard import cache_loses_gradients
+    from fastxtend_amp.mode import refused_layer
+    expected = refused_layer(torch.nn.LSTM, AMPMode.FP16), cache_loses_gradients(), precision_support('cpu').values.tolist()
+    refused_layer.cache_clear(); cache_loses_gradients.cache_clear()
+    torch.set_default_device('meta')
+    try: found = refused_layer(torch.nn.LSTM, AMPMode.FP16), cache_loses_gradients(), precision_support('cpu').values.tolist()
+    finally: torch.set_default_device(None)
+    assert found == expected
+
+
+def test_pascal_consumer_cards_do_not_do_fp16_natively(gpu):
+    gpu((6, 1)); assert mode.mode_support(AMPMode.FP16, CUDA).status == 'emulated' and mode.fastest_native(CUDA) is None
+    gpu((6, 0)); assert mode.mode_support(AMPMode.FP16, CUDA).status == 'native'
+
+
+def test_intel_gpus_without_fp64_do_not_scale_the_loss(monkeypatch):
+    monkeypatch.setattr(torch.xpu, 'is_available', lambda: True)
+    for fp64, expected in ((False, 'unsupported'), (True, 'native')):
+        monkeypatch.setattr(torch.xpu, 'get_device_capability', lambda d=None: {'has_fp64': fp64, 'has_fp16': True})
+        found = mode._xpu(AMPMode.FP16, torch.device('xpu'))
+        assert found.status == expected and ('float64' in found.why) is not fp64
+
+
+def test_a_model_given_as_device_is_refused_by_name():
+    with pytest.raises(ValueError, match='device=Linear.*is not a torch device'): precision_support(torch.nn.Linear(2, 2))
+
+
+def test_to_amp_with_a_mode_names_the_method():
+    with pytest.raises(TypeError, match=r'(?s)to_amp\(.bf16.\).*learn\.to_bf16\(\)'): learner().to_amp('bf16')
+
+
+def test_the_callback_lists_its_own_names_and_shows_mode_and_scale():
+    learn = learner().to_fp16(init_scale=1024.)
+    assert 'plot_scales' in dir(learn.precision) and 'dls' not in dir(learn.precision) and 'lin' not in dir(learn.precision)
+    assert repr(learn.precision) == "MixedPrecision('fp16', scale=1024)" and learn.precision.scale == 1024.
+    assert learner().to_bf16().precision.scale is None and learner().precision is None
+    with pytest.raises(ValueError, match=r"MixedPrecision\('fp16', scale=1024\), MixedPrecision\('bf16'\)"):
+        learn.fit(1, cbs=MixedPrecision('bf16'))
+
+
+def test_advice_names_every_argument_that_is_not_the_default():
+    learn = learner().to_fp16(init_scale=1024., fp32_modules=torch.nn.BatchNorm1d, max_skips=4)
+    assert learn.precision.as_call() == "learn.to_fp16(init_scale=1024.0, fp32_modules=['1'], max_skips=4)"
+    assert learn.precision.as_call(fp32_modules=['1', '3']) == "learn.to_fp16(init_scale=1024.0, fp32_modules=['1', '3'], max_skips=4)"
+    assert learn.precision.as_call(amp_mode='bf16') == "learn.to_bf16(fp32_modules=['1'], max_skips=4)"
+    assert learner().to_amp(loss_scale=8.).precision.as_call() == 'learn.to_amp(loss_scale=8.0)'
+    assert learner().to_bf16().precision.as_call() == 'learn.to_bf16()'
+
+
+@pytest.mark.parametrize('name,expected', [('float16', 'fp16'), ('half', 'fp16'), ('Half', 'fp16'), ('bfloat16', 'bf16'), ('BFloat16', 'bf16')])
+def test_torchs_names_of_dtypes(name, expected): assert AMPMode(name) == expected and MixedPrecision(name).mode == expected
