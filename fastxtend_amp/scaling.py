@@ -234,8 +234,12 @@ class LossScaling:
 
     def _scale_grads(self, opt: Any) -> None:
         "Multiply the gradients of `opt` by the scale, without waiting for the device that it is on."
+        scales: dict[torch.device, torch.Tensor] = {}
         for p in optimizer_params(opt):
-            if p.grad is not None: p.grad.mul_(self.scaler.scale(torch.ones((), device=p.grad.device)))
+            if p.grad is None: continue
+            if p.grad.device not in scales:
+                scales[p.grad.device] = self.scaler.scale(torch.ones((), device=p.grad.device))
+            p.grad.mul_(scales[p.grad.device])
 
     def _forget_step(self) -> None:
         self._disarm()
