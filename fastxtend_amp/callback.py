@@ -17,7 +17,7 @@ from .convert import detached, is_half, to_fp32
 from .guard import AutocastState, GradModeSwitches, LoopGuard, cache_loses_gradients
 from .fp32_modules import Fp32Modules, unwrapped
 from .mode import (AMPMode, autocast_available, check_layers, check_supported, emulation_warning, fastest_native, model_device)
-from .observer import OBSERVERS
+from .observer import OBSERVERS, ON_ATTACH
 from .scaling import GradStage, LossScaling
 
 __all__ = ['PRECISION_CALLBACKS', 'MixedPrecision']
@@ -110,6 +110,7 @@ class MixedPrecision(fp16.MixedPrecision):
         if self.learn is not None and learn is not self.learn: self._detach()
         if learn is not None: self._fp32_modules.apply(learn.model)   # first: it may raise
         self._learn = learn
+        for f in ON_ATTACH if learn is not None else (): f(learn)
         # A callback may add us in the middle of a fit: `before_batch` is too late to guard that batch.
         if learn is not None and getattr(learn, 'dl', None) is not None: self._guard.install(learn)
 

@@ -13,17 +13,31 @@ from fastai.learner import Learner
 from fastai.optimizer import Lookahead
 from fastai.torch_core import get_model
 from fastcore.foundation import L
+from torch import nn
 
 from .callback import MixedPrecision
 from .convert import map_tensors
 from .mode import model_device
 from .scaling import _is_number, _params, syncfree_state
-from .devices.sharded import is_sharded, shard_model_state, shard_opt_state, whole
 
-__all__ = []
+__all__ = ['ADAPTERS', 'StateAdapter', 'place_state']
 
 KEY = 'grad_scaler'  # inside the optimizer's state: fastai takes a file for one with an optimizer only if it has no other keys
 _HAS_OPT = {'model', 'opt'}
+
+
+class StateAdapter:
+    "How model and optimizer state go into a file and come back, where they are not plain tensors of this process."
+    def applies(self, model: nn.Module) -> bool: return False
+    def to_file(self, state: Any) -> Any: return state           # whole tensors on the CPU; called in every process, rank 0's result is written
+    def model_from_file(self, state: Any, model: nn.Module) -> Any: return state
+    def opt_from_file(self, state: Any, params: list[nn.Parameter]) -> Any: return state
+
+
+ADAPTERS: list[StateAdapter] = []
+
+
+def _adapters(model): return [a for a in ADAPTERS if a.applies(model)]
 
 
 def check_state(
@@ -126,16 +140,15 @@ def _saving(original, self, *args, **kwargs):
     cb = _precision(self)
     scaler = cb.state_dict() if cb is not None else {}
     full = None
-    if is_sharded(self.model):                                   # in every process, before rank 0 goes on alone
+    for a in _adapters(self.model):                              # in every process, before rank 0 goes on alone
         opt = getattr(self, 'opt', None) if _with_opt(original, args, kwargs) else None
-        full = {'model': whole(get_model(self.model).state_dict()), 'opt': None if opt is None else whole(opt.state_dict())}
+        full = {'model': a.to_file(get_model(self.model).state_dict()), 'opt': None if opt is None else a.to_file(opt.state_dict())}
     def save(torch_save, obj, f, *args, **kwargs):
         if full is not None and isinstance(obj, Mapping):
             if set(obj) == _HAS_OPT: obj = full
             elif obj.keys() == full['model'].keys(): obj = full['model']
         if scaler and isinstance(obj, dict) and set(obj) == _HAS_OPT and isinstance(obj['opt'], Mapping):
             obj = {**obj, 'opt': {**obj['opt'], KEY: scaler}}
-        if _on_xla(self): obj = map_tensors(torch.Tensor.cpu, obj)   # PyTorch could not read it back with `weights_only`
         return write_whole(torch_save, obj, f, *args, **kwargs)
     with _replaced('save', save): return original(self, *args, **kwargs)
 
@@ -151,10 +164,11 @@ def _loading(original, self, *args, **kwargs):
         if has_opt and with_opt:
             seen['state'] = state['opt'].get(KEY) if isinstance(state['opt'], Mapping) else None
             if cb is not None and cb.scales_loss and seen['state'] is not None: check_state(seen['state'], f, cb.scaling.has_own_state)
-        if not is_sharded(self.model): return state
-        if not has_opt: return shard_model_state(state, self.model)
-        return {'model': shard_model_state(state['model'], self.model),
-                'opt': shard_opt_state(state['opt'], _params(self.opt)) if with_opt else state['opt']}
+        for a in _adapters(self.model):
+            if not has_opt: state = a.model_from_file(state, self.model)
+            else: state = {'model': a.model_from_file(state['model'], self.model),
+                           'opt': a.opt_from_file(state['opt'], _params(self.opt)) if with_opt else state['opt']}
+        return state
     with _replaced('load', load): result = original(self, *args, **kwargs)
     if _on_xla(self) and self.opt is not None: place_state(self.opt)
     if 'state' not in seen: return result

@@ -13,6 +13,7 @@ from fastcore.basics import patch
 
 from .callback import PRECISION_CALLBACKS, MixedPrecision
 from .mode import AMPMode
+from .observer import ON_ATTACH
 
 __all__ = ['set_precision', 'takes_arguments_of']
 
@@ -43,6 +44,7 @@ def set_precision(
     "Leave `cb` as the learner's only precision callback."
     if cb is not None: cb.check_modules(learn.model)
     for old in [o for o in learn.cbs if isinstance(o, PRECISION_CALLBACKS)]: learn.remove_cb(old)
+    for f in ON_ATTACH: f(learn)
     return learn if cb is None else learn.add_cb(cb)
 
 

@@ -1,11 +1,15 @@
 "Observer interface: how the diagnosis and the device rooms watch a precision callback without being imported by it."
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING: from .callback import MixedPrecision
+if TYPE_CHECKING:
+    from fastai.learner import Learner
 
-__all__ = ['OBSERVERS', 'PrecisionObserver']
+    from .callback import MixedPrecision
+
+__all__ = ['OBSERVERS', 'ON_ATTACH', 'PrecisionObserver']
 
 
 class PrecisionObserver:
@@ -26,3 +30,6 @@ class PrecisionObserver:
 
 
 OBSERVERS: list[type[PrecisionObserver]] = []
+
+# Called with the learner when its precision is set, plain fp32 included, and when a precision callback is put on it.
+ON_ATTACH: list[Callable[[Learner], None]] = []

@@ -8,7 +8,6 @@ from torch import nn
 
 from fastxtend_amp import MixedPrecision
 from fastxtend_amp.fp32_modules import Fp32Forward, Fp32Modules, kept_in_fp32, match_modules
-from fastxtend_amp.devices.replicas import tell_replicas
 from helpers import Attentive, learner, mlp, opt_state, params, same, same_state
 
 
@@ -282,20 +281,6 @@ dist.destroy_process_group()
         out = subprocess.run([sys.executable, '-W', 'ignore', '-c', code, f'{d}/init'], capture_output=True, text=True, timeout=120,
                              cwd=Path(__file__).parent.parent)
     assert out.stdout.split()[-2:] == ['True', 'Fp32Forward'], out.stderr
-
-
-def test_replicas_run_their_own_weights():
-    model, x = Attentive(gain=1.), torch.randn(2, 6, 8)
-    Fp32Modules('attn').apply(model)
-    handle = tell_replicas(nn.DataParallel(model), 'cpu', torch.bfloat16)
-    replica = model._replicate_for_data_parallel()
-    replica._modules['attn'] = model.attn._replicate_for_data_parallel()
-    for name, m in model.attn.named_children(): replica._modules['attn']._modules[name] = copy.deepcopy(m)
-    with torch.no_grad(): model.attn.v.weight.zero_(); model.attn.v.bias.zero_()
-    with torch.autocast('cpu', dtype=torch.bfloat16): replica(torch.randn(2, 6))
-    handle.remove()
-    assert replica.attn.forward.module is replica.attn and model.attn.forward.module is model.attn and model.attn.forward.called
-    assert replica.attn(x).abs().sum() > 0 and model.attn(x).abs().sum() == 0
 
 
 def test_a_module_whose_forward_never_runs_is_told_with_its_parent():

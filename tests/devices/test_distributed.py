@@ -1,4 +1,4 @@
-"Two real processes over gloo: DistributedDataParallel through fastai's `distrib_ctx`, and FSDP2; and DataParallel's threads."
+"Two real processes over gloo: DistributedDataParallel through fastai's `distrib_ctx`, and FSDP2."
 import copy, importlib.util, os, socket, subprocess, sys, threading, time
 from pathlib import Path
 
@@ -207,79 +207,3 @@ def test_bad_files_are_refused_on_every_rank(fsdp):
     for r in fsdp[0]:
         r = r['fsdp_bad_files', 'sgd']
         assert 'size mismatch' in r['errors']['other shape'] and "'scale' is -1.0" in r['errors']['damaged'] and r['untouched']['damaged']
-
-
-# -- DataParallel
-
-class Threads(nn.DataParallel):
-    "DataParallel with two replicas on the CPU: PyTorch's own needs an accelerator. `tell` as in `parallel_apply`."
-    def forward(self, x):
-        replicas, out, enabled = [self.module._replicate_for_data_parallel() for _ in range(2)], {}, torch.is_autocast_enabled('cpu')
-        for r in replicas:                                       # as `replicate` does
-            for name, child in self.module.named_children():
-                r._modules[name] = copy.copy(child)
-        def work(i, part):
-            with torch.amp.autocast('cpu', enabled=enabled): out[i] = replicas[i](part)
-            left.append((torch.is_autocast_enabled('cpu'), torch.get_autocast_dtype('cpu')))
-        left = self.left = []
-        threads = [threading.Thread(target=work, args=o) for o in enumerate(x.chunk(2))]
-        for t in threads: t.start()
-        for t in threads: t.join()
-        return torch.cat([out[0].float(), out[1].float()])
-
-
-@pytest.mark.parametrize('mode', ['fp16', 'bf16'])
-def test_replicas_in_threads_run_in_the_dtype_that_was_asked_for(mode):
-    model, dtypes = worker.net(), []
-    model[0].register_forward_hook(lambda m, i, o: dtypes.append((o.dtype, threading.current_thread() is threading.main_thread())))
-    learn = learner(Threads(model), cbs=MixedPrecision(mode))
-    default = torch.get_autocast_dtype('cpu')
-    learn.fit(1, .01)
-    assert set(dtypes) == {(torch.float16 if mode == 'fp16' else torch.bfloat16, False)}   # the CPU's default is bf16, CUDA's fp16
-    assert set(learn.model.left) == {(False, default)} and torch.get_autocast_dtype('cpu') is default and not model._forward_pre_hooks
-
-
-def test_without_the_hook_a_thread_takes_the_default_of_the_device():
-    model, dtypes = worker.net(), set()
-    model[0].register_forward_hook(lambda m, i, o: dtypes.add(o.dtype))
-    with torch.autocast('cpu', dtype=torch.float16): Threads(model)(torch.randn(4, 6))
-    assert dtypes == {torch.bfloat16}                            # or the package need do nothing any more
-
-
-@pytest.mark.parametrize('end', [None, RuntimeError, KeyboardInterrupt])
-def test_to_parallel(end):
-    learn, seen = build('fp16', 'sgd'), []
-    module = learn.model
-    def look(l):
-        seen.append((type(l.model).__name__, len(module._forward_pre_hooks)))
-        if end: raise end('stop')
-    looking = At('after_pred', look, 20)
-    learn.to_parallel().add_cb(looking)
-    if end:
-        with pytest.raises(end): learn.fit(1, .01)               # fastai leaves the model wrapped, and will wrap it again
-    else: learn.fit(1, .01)
-    assert set(seen) == {('DataParallel', 1)} and not module._forward_pre_hooks
-    learn.remove_cb(looking); learn.fit(1, .01)
-    assert not module._forward_pre_hooks and learn.dtypes == {torch.float16}
-
-
-def test_copy_made_inside_a_parallel_fit():
-    learn, copies = build('fp16', 'sgd'), []
-    learn.to_parallel()
-    learn.add_cb(At('after_epoch', lambda l: copies.append(copy.deepcopy(l)), 80)); learn.fit(1, .01)
-    twin = copies[0]
-    twin.model = twin.model.module
-    twin.detach_parallel(); twin.to_fp32()
-    assert not twin.model._forward_pre_hooks
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize('mode', ['fp16', 'bf16'])
-def test_parallel_apply_on_cuda(mode):
-    from fastxtend_amp.devices.replicas import tell_replicas
-    model, dtype, dtypes = worker.net().cuda(), torch.float16 if mode == 'fp16' else torch.bfloat16, []
-    model[0].register_forward_hook(lambda m, i, o: dtypes.append(o.dtype))
-    handle, x = tell_replicas(nn.DataParallel(model, device_ids=[0]), 'cuda', dtype), torch.randn(4, 6, device='cuda')
-    with torch.autocast('cuda', dtype=dtype): nn.parallel.parallel_apply([model, model], [x, x], devices=[0, 0])
-    handle.remove()
-    assert dtypes == [dtype, dtype] and torch.get_autocast_dtype('cuda') is torch.float16
