@@ -260,7 +260,8 @@ def _replace(cls: type, name: str, method: Any) -> None:
 
 
 def _before_fit(original: Any, self: TrainEvalCallback) -> None:
-    for cb in attach(self.learn): cb('before_fit')               # this event has passed their place in the order
+    for cb in attach(self.learn):
+        if isinstance(cb, XLADevice): cb.before_fit()            # this event has passed its place in the order
     original(self)
 
 
