@@ -80,6 +80,54 @@ def test_without_torch_xla_the_error_says_what_to_install(monkeypatch):
     with pytest.raises(RuntimeError, match=r"(?s)needs the package torch_xla.*learn.dls.to\('cpu'\)"): build('xla').fit(1)
 
 
+# -- what is replaced in fastai, and when
+
+OURS = """
+import sys, fastai.learner
+from fastai.callback.core import TrainEvalCallback
+from fastai.learner import Learner
+NAMES = [(Learner, n) for n in ('fit', 'one_batch', 'export', '__enter__')] + [(TrainEvalCallback, 'before_fit')]
+fastais = [getattr(c, n) for c, n in NAMES]
+def replaced(): return [n for (c, n), f in zip(NAMES, fastais) if getattr(c, n) is not f]
+"""
+
+
+def test_a_learner_without_a_precision_callback_runs_none_of_our_code(tmp_path):
+    out = python(OURS + f"""
+from helpers import *
+learn, files = learner(path=r'{tmp_path}').to_bf16().to_fp32(), set()
+sys.setprofile(lambda frame, event, arg: files.add(frame.f_code.co_filename))
+learn.fit(1); learn.validate(); learn.get_preds(); learn.export()
+sys.setprofile(None)
+print(replaced(), fastai.learner.__file__ in files, sorted(f for f in files if 'fastxtend_amp' in f), 'torch_xla' in sys.modules)
+""")
+    assert out.stdout.split('\n')[-2] == '[] True [] False', out.stderr[-2000:]
+
+
+@pytest.mark.parametrize('before,call', [('import torch_xla', ''), ('', 'import torch_xla; learn.to_fp32()'),
+                                         ('', 'import torch_xla; learn.to_bf16()'), ('', "learn.dls.to('xla'); learn.to_fp32()"),
+                                         ('', 'import torch_xla; learn.add_cb(fastxtend_amp.devices.xla.XLADevice())')])
+def test_what_xla_needs_is_installed_once_torch_xla_is_in_use(before, call, device):
+    out = python(f"""{before}{OURS}
+from helpers import *
+learn = learner()
+start, first = params(learn), replaced()
+{call}
+import torch_xla
+learn.dls.to(torch_xla.device()); learn.fit(1, .1)
+print(first, replaced(), same(start, [p.cpu() for p in params(learn)]))
+""")
+    both = "['export', 'before_fit']"
+    assert out.stdout.split('\n')[-2] == f"{both if before else '[]'} {both} False", out.stderr[-2000:]
+
+
+def test_replaced_methods_do_what_fastais_do_elsewhere(device, tmp_path):
+    learn = learner(path=tmp_path)
+    learn.fit(1, .01); learn.export()
+    assert not device_cbs(learn) and params(learn)[0].device.type == 'cpu'
+    assert same(params(load_learner(tmp_path/'export.pkl')), params(learn))
+
+
 # -- training
 
 @pytest.mark.parametrize('opt', EAGER)
@@ -278,7 +326,7 @@ def test_moving_after_an_interrupt_and_with_a_graph_that_is_kept(device):
     learn.dls.to(device); learn.fit(1); assert params(learn)[0].device.type == 'xla'
     learn = build('cpu'); kept = learn.model(torch.randn(4, 6)).sum()
     learn.dls.to(device)
-    with pytest.raises(RuntimeError, match="(?s)cannot be moved to 'xla:0' in place.*Something else holds them"): learn.fit(1)
+    with pytest.raises(RuntimeError, match="(?s)cannot be moved to 'xla:0' in place.*Something else refers to them"): learn.fit(1)
     del kept; learn.fit(1)
     assert not torch.__future__.get_swap_module_params_on_conversion() and {p.device.type for p in learn.model.parameters()} == {'xla'}
 
@@ -290,7 +338,7 @@ def test_an_optimizer_that_holds_other_parameters(device):
 
 
 def test_a_device_that_came_too_late(device):
-    out = python("import torch; torch.ones(1, requires_grad=True).sum().backward(); " + FIT + "learn.dls.to('xla'); learn.fit(1)")
+    out = python("import torch; torch.ones(1, requires_grad=True).sum().backward(); " + FIT + "learn.dls.to('xla'); learn.to_fp32().fit(1)")
     assert 'RuntimeError' in out.stderr and 'torch_xla.device()' in out.stderr.strip().split('\n')[-1]
 
 
