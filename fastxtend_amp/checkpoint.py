@@ -95,6 +95,7 @@ def place_state(
     groups = inner.param_groups if isinstance(inner, torch.optim.Optimizer) else []
     on_host = {p for g in groups if not (g.get('capturable') or g.get('fused')) for p in g['params']}
     for p, state in inner.state.items():
+        if not isinstance(p, torch.Tensor): continue             # fastai takes a recurrent layer's `bias`, True, for a parameter
         for key, value in state.items():
             host = key == 'step' and p in on_host and not syncfree_state(inner, state)
             state[key] = map_tensors(partial(torch.Tensor.to, device='cpu' if host else p.device), value)

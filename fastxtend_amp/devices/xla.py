@@ -94,7 +94,7 @@ def move(
     """
     modules = [m for m in (learn.model, learn.loss_func) if isinstance(m, nn.Module)]
     if any(t.device != device for m in modules for t in _tensors(m)):
-        _detach_last_batch(learn)
+        _free_graphs(learn, modules)
         with _in_place():
             for m in modules: _move_module(m, device)
     if learn.opt is not None: place_state(learn.opt)
@@ -103,10 +103,15 @@ def move(
 def _tensors(module: nn.Module) -> Iterator[torch.Tensor]: return chain(module.parameters(), module.buffers())
 
 
-def _detach_last_batch(learn: Learner) -> None:
-    "Free the graph of the last batch, which an exception leaves on the learner and which refers to the parameters."
+def _free_graphs(learn: Learner, modules: list[nn.Module]) -> None:
+    """Free the graphs that refer to the parameters: of the last batch, which an exception leaves on the learner, and of
+    weights that a module computes from others in each forward pass, as `nn.utils.weight_norm` and fastai's `WeightDropout` do.
+    """
     for name in ('xb', 'yb', 'pred', 'loss', 'loss_grad'):
         if name in learn.__dict__: learn.__dict__[name] = detached(learn.__dict__[name])
+    for m in chain.from_iterable(m.modules() for m in modules):
+        for name, value in list(vars(m).items()):
+            if isinstance(value, (torch.Tensor, list)): m.__dict__[name] = detached(value)
 
 
 @contextmanager

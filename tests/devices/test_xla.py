@@ -9,6 +9,7 @@ from fastai.callback.tracker import SaveModelCallback
 from fastai.callback.training import GradientAccumulation, GradientClip
 from fastai.learner import load_learner
 from fastai.optimizer import ranger
+from fastai.text.models.awdlstm import WeightDropout
 
 from fastxtend_amp import MixedPrecision, precision_support
 from fastxtend_amp.callback import PRECISION_CALLBACKS
@@ -329,6 +330,29 @@ def test_moving_after_an_interrupt_and_with_a_graph_that_is_kept(device):
     with pytest.raises(RuntimeError, match="(?s)cannot be moved to 'xla:0' in place.*Something else refers to them"): learn.fit(1)
     del kept; learn.fit(1)
     assert not torch.__future__.get_swap_module_params_on_conversion() and {p.device.type for p in learn.model.parameters()} == {'xla'}
+
+
+class Recurrent(nn.Module):
+    def __init__(self, wrap=lambda m: m):
+        torch.manual_seed(0); super().__init__()
+        self.rnn, self.head = wrap(nn.LSTM(1, 4, batch_first=True)), nn.Linear(4, 1)
+    def forward(self, x): return self.head(self.rnn(x[..., None])[0][:, -1])
+
+
+MODELS = {'lstm': Recurrent, 'weight dropout': lambda: Recurrent(lambda m: WeightDropout(m, 1e-9)),
+          'weight norm': lambda: nn.Sequential(nn.utils.weight_norm(smooth()[0]), *smooth()[1:])}
+
+
+@pytest.mark.parametrize('model', MODELS)
+def test_models_whose_weights_are_more_than_parameters(model, device, tmp_path):
+    "fastai's optimizers remember something of a recurrent layer's `bias`, which is True; weight norm keeps a graph of the last batch."
+    moving, staying = (learner(MODELS[model](), loaders(n=16), path=tmp_path).to_bf16() for _ in range(2))
+    for where in ('cpu', device, 'cpu'):
+        moving.dls.to(where)
+        for learn in (moving, staying): learn.fit(1, .01)
+        moving.export()                                          # from the CPU, and back
+        assert {p.device for p in moving.model.parameters()} == {torch.device(where)}
+    assert close(params(moving), params(staying), TOLERANCE['bf16'])
 
 
 def test_an_optimizer_that_holds_other_parameters(device):
