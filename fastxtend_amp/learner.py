@@ -41,10 +41,15 @@ def set_precision(
     learn: Learner,
     cb: MixedPrecision | None, # Built, and so checked, before anything is removed; None for fp32
 ) -> Learner: # The learner
-    "Leave `cb` as the learner's only precision callback."
+    "Leave `cb` as the learner's only precision callback; called in the middle of a batch, at its end."
     if cb is not None: cb.check_modules(learn.model)
-    for old in [o for o in learn.cbs if isinstance(o, PRECISION_CALLBACKS)]: learn.remove_cb(old)
-    for f in ON_ATTACH: f(learn)
+    for attached in ON_ATTACH: attached(learn)
+    old = [o for o in learn.cbs if isinstance(o, PRECISION_CALLBACKS)]
+    busy = next((o for o in old if isinstance(o, MixedPrecision) and o.in_batch), None)
+    if busy is not None:
+        busy.replace_after_batch(cb)
+        return learn
+    for o in old: learn.remove_cb(o)
     return learn if cb is None else learn.add_cb(cb)
 
 
@@ -72,7 +77,14 @@ def to_bf16(self: Learner, **kwargs) -> Learner: # The learner
 @patch
 @takes_arguments_of(MixedPrecision.__init__, but='amp_mode')
 def to_amp(self: Learner, *args, **kwargs) -> Learner: # The learner
-    "Train in the fastest precision that the model's device does natively: bf16, then fp16, else fp32."
+    """Train in the fastest precision that the model's device does natively: bf16, then fp16, else fp32.
+
+    Looks up what the device can do. It cannot know whether this model gains from it: small layers may train faster in
+    fp32 all the same, which `compare_precision` measures.
+    """
+    if args and not isinstance(args[0], (int, float)):
+        raise TypeError(f"to_amp({args[0]!r}): to_amp chooses the precision itself.\nFor one of your choice call "
+                        "`learn.to_bf16()` or `learn.to_fp16()`.")
     return set_precision(self, MixedPrecision('auto', *args, **kwargs))
 
 

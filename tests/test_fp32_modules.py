@@ -283,12 +283,29 @@ dist.destroy_process_group()
     assert out.stdout.split()[-2:] == ['True', 'Fp32Forward'], out.stderr
 
 
+@pytest.mark.parametrize('how', ['trace', 'fx', 'export', 'script'])
+def test_other_ways_to_capture_a_model(how):
+    learn, x = learner().to_bf16(fp32_modules='3'), torch.randn(4, 6)
+    learn.fit(1)
+    model = learn.model.eval()
+    if how == 'script':
+        with pytest.raises(AttributeError, match='(?s)torch.jit.script cannot.*Fp32Forward.*to_fp32'): torch.jit.script(model)
+        assert torch.jit.script(learn.to_fp32().model)(x).dtype == torch.float32
+        return
+    capture = {'trace': lambda: torch.jit.trace(model, x), 'fx': lambda: torch.fx.symbolic_trace(model),
+               'export': lambda: torch.export.export(model, (x,)).module()}[how]
+    assert torch.equal(capture()(x), model(x))
+    if how != 'export': return
+    with torch.no_grad(), torch.autocast('cpu', dtype=torch.bfloat16):   # captured with the precision that is on
+        assert capture()(x).dtype == model(x).dtype == torch.float32
+
+
 def test_a_module_whose_forward_never_runs_is_told_with_its_parent():
     class Net(nn.Module):
         def __init__(self): super().__init__(); self.emb, self.att, self.head = nn.Linear(1, 8), nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 1)
         def forward(self, x): x = self.emb(x[..., None]); return self.head(self.att(x, x, x)[0]).mean(1)
     learn = learner(Net()).to_bf16(fp32_modules='att.out_proj')
-    with pytest.warns(UserWarning, match="'att.out_proj' was not called.*Keep 'att' instead"): learn.fit(1)
+    with pytest.warns(UserWarning, match="(?s)'att.out_proj' was not called.*Keep 'att' instead"): learn.fit(1)
     learn = learner(Net()).to_bf16(fp32_modules='att')
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter('always')

@@ -1,6 +1,7 @@
 "The precision of `DataParallel`'s replicas, each of which runs in a thread of its own."
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ class ReplicasInPrecision:
     """Stands on a `DataParallel` module as its `replicate`: the replicas run in the precision of the fit.
 
     A replica is a shallow copy, so that an object on a module's forward (`fp32_modules`, half-precision weights) would
-    run with the weights of the original; the replica gets one of its own. An object, so that it can be pickled and copied.
+    run with the weights of the original; the replica gets one of its own. Can be pickled and copied with the module.
     """
     def __init__(self, parallel: nn.DataParallel, device_type: str, dtype: torch.dtype):
         self.parallel, self.device_type, self.dtype = parallel, device_type, dtype
@@ -41,17 +42,23 @@ class ReplicasInPrecision:
     def __call__(self, *args, **kwargs) -> list[nn.Module]:
         replicas = type(self.parallel).replicate(self.parallel, *args, **kwargs)
         for replica in replicas:
-            for m in replica.modules(): _give_own_forward(m)
+            for m in replica.modules(): _give_own_forwards(m)
             ReplicaAutocast(replica, self.device_type, self.dtype).install()
         return replicas
 
 
-def _give_own_forward(module: nn.Module) -> None:
-    "Give `module`, if it is a shallow copy, a copy of each of our objects on the original's forward."
-    forward = module.__dict__.get('forward')
-    if not isinstance(forward, (ModuleForward, Fp32Forward)) or forward.module is module: return
-    if isinstance(forward, Fp32Forward): forward.called = True   # the original's is not called, its replicas' are
-    forward.onto(module)
+def _give_own_forwards(module: nn.Module) -> None:
+    "Give `module`, if it is a shallow copy, its own copies of the objects on the original's forward."
+    forward, ours = module.__dict__.get('forward'), []
+    while isinstance(forward, ModuleForward) and forward.module is not module:
+        ours.append(forward)
+        forward = forward.inner
+    for original in reversed(ours):
+        if isinstance(original, Fp32Forward): original.called = True   # by way of its replica
+        own = copy.copy(original)
+        own.module, own.inner = module, forward
+        own.install()
+        forward = own
 
 
 class Replicas(PrecisionObserver):

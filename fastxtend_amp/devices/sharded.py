@@ -1,4 +1,4 @@
-"State of models sharded by FSDP2 (`fully_shard`) in checkpoints: whole tensors in the file, each process's part in memory."
+"Checkpoints of models sharded by FSDP2 (`fully_shard`): whole tensors in the file, each process's part in memory."
 from __future__ import annotations
 
 import sys
@@ -32,9 +32,9 @@ class Sharded(StateAdapter):
     def applies(self, model: nn.Module) -> bool: return is_sharded(model)
 
     def to_file(self, state: Any) -> Any:
-        "Gather every DTensor in `state`, a collective for all processes; rank 0 gets whole tensors on the CPU, the others `state`."
+        "Gather every DTensor in `state`, which all processes must call; rank 0 gets whole tensors on the CPU."
         is_writer = rank_distrib() == 0                          # as fastai's `save_model` asks
-        def gather(t: torch.Tensor) -> torch.Tensor:
+        def gather(t: Any) -> Any:
             if not _is_dtensor(t): return t
             whole = t.full_tensor()
             return whole.cpu() if is_writer else t               # elsewhere the whole tensor is freed at once
@@ -46,7 +46,7 @@ class Sharded(StateAdapter):
         return {name: _cut_like(t, own.get(name)) for name, t in state.items()}
 
     def opt_from_file(self, state: Any, params: list[nn.Parameter]) -> Any:
-        "A whole optimizer state, fastai's (a list) or torch's (a dict by number), cut as the optimizer of `params` needs it."
+        "A whole optimizer state, fastai's (a list) or torch's (a dict by number), cut as `params` are."
         if not isinstance(state, Mapping): return state
         state = dict(state)
         entries = state.get('state')

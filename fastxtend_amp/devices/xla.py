@@ -58,7 +58,8 @@ class XLADevice(Callback):
         "Run the graph of this batch, so that reading the loss later compiles nothing."
         if _has_xla_model(self.learn): _torch_xla().sync()
 
-    def __setstate__(self, state):                               # a learner from a pickle may be exported before it is fitted
+    def __setstate__(self, state):
+        "A learner from a pickle may be exported before it is fitted."
         super().__setstate__(state)
         _install_if_needed()
 
@@ -70,7 +71,7 @@ class XLAGradients(Callback):
 
     Source: https://docs.pytorch.org/xla/master/learn/api-guide.html (`xla_model.all_reduce`).
     """
-    order, run_valid = 9, False  # after GradientAccumulation (6) let the step through, before MixedPrecision (10) unscales
+    order, run_valid = 9, False  # after GradientAccumulation (6); before MixedPrecision (10) unscales
 
     def before_step(self):
         "Average the gradients."
@@ -104,8 +105,10 @@ def _tensors(module: nn.Module) -> Iterator[torch.Tensor]: return chain(module.p
 
 
 def _free_graphs(learn: Learner, modules: list[nn.Module]) -> None:
-    """Free the graphs that refer to the parameters: of the last batch, which an exception leaves on the learner, and of
-    weights that a module computes from others in each forward pass, as `nn.utils.weight_norm` and fastai's `WeightDropout` do.
+    """Free the graphs that refer to the parameters, which could not be moved in place otherwise.
+
+    These are the graph of the last batch, which an exception leaves on the learner, and those of weights that a module
+    computes from others in each forward pass, as with `nn.utils.weight_norm` and fastai's `WeightDropout`.
     """
     for name in ('xb', 'yb', 'pred', 'loss', 'loss_grad'):
         if name in learn.__dict__: learn.__dict__[name] = detached(learn.__dict__[name])
@@ -130,7 +133,7 @@ def _move_module(module: nn.Module, device: torch.device) -> None:
         if 'swap' not in str(e): raise                           # an error of another kind, such as too little memory
         raise RuntimeError(
             f"The parameters cannot be moved to '{device}' in place: {e} ({e.__cause__}).\n"
-            "Something else refers to them, such as the graph of a loss that was kept, or a model that was compiled and used.\n"
+            "Something else refers to them, such as the graph of a kept loss, or a model that was compiled and used.\n"
             "Delete it, or call `model.to(device)` before that and create the learner afterwards.") from e
 
 
@@ -142,7 +145,7 @@ def on_xla(learn: Learner) -> bool:
 
 
 def _has_xla_dls(learn: Learner) -> bool:
-    # A device given as a string or an index is not made a torch.device here: that fails for devices PyTorch does not know.
+    # As a string: `torch.device` would raise an error for a device that PyTorch does not know.
     return str(_dls_device(learn)).startswith('xla')
 
 
@@ -179,9 +182,9 @@ def _check_backward(device: torch.device) -> None:
     "Raise if no backward pass works on `device`; checked once per process."
     try: torch.ones(1, device=device, requires_grad=True).sum().backward()
     except RuntimeError as e:
-        if 'device_ready_queues_' not in str(e): raise           # PyTorch's internal assertion; without it its own error comes
+        if 'device_ready_queues_' not in str(e): raise           # the assertion that PyTorch fails in this case
         raise RuntimeError(
-            f"No backward pass can run on '{device}': the device was created after this process's first backward pass,\n"
+            f"No backward pass can run on '{device}': the device was created after the process's first backward pass,\n"
             "and PyTorch's autograd knows only the devices that existed then.\n"
             "Restart Python, and create the device first: `import torch_xla; torch_xla.device()`.") from e
 
@@ -191,8 +194,9 @@ def _check_optimizer(learn: Learner) -> None:
     if learn.opt is None: return
     held = {id(p) for pl in learn.opt.param_lists for p in pl}
     if not held or not held.isdisjoint(map(id, learn.model.parameters())): return
-    raise RuntimeError("The optimizer holds none of the model's parameters: `model.to` put new ones into the model after the\n"
-                       "optimizer was created. Call `learn.create_opt()`, and move learners with `learn.dls.to(device)`.")
+    raise RuntimeError("The optimizer holds none of the model's parameters.\n"
+                       "`model.to` put new parameters into the model after the optimizer was created.\n"
+                       "Call `learn.create_opt()`, and move learners with `learn.dls.to(device)`.")
 
 
 def _warn_of_environment() -> None:

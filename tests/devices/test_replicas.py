@@ -5,6 +5,7 @@ import pytest, torch
 from fastai import distributed  # noqa: F401  to_parallel
 
 from fastxtend_amp import MixedPrecision
+from fastxtend_amp.forward import ModuleForward
 from helpers import *
 
 DTYPES = {'fp16': torch.float16, 'bf16': torch.bfloat16}
@@ -81,9 +82,9 @@ def test_outside_autocast_replicas_run_in_fp32():
     seen = seen_in(model[0], lambda m, o: o.dtype)
     def call(l):
         n = len(seen)
-        l.model(l.x)
+        l.model(torch.randn(4, 6))
         outside.extend(seen[n:])
-    learn = learner(Threads(model), cbs=[MixedPrecision('bf16'), At('after_batch', call, 20)])
+    learn = learner(Threads(model), cbs=[MixedPrecision('bf16'), At('after_epoch', call, 20)])
     learn.fit(1, .01)
     assert set(outside) == {(torch.float32, True)} and (torch.bfloat16, True) in seen
 
@@ -117,6 +118,24 @@ def test_fp32_modules_run_with_the_weights_of_their_replica(where):
     assert all(vars(m)['forward'] is f and f.module is m for m, f in before.items())
     plain = learner(own); plain.fit(1, .01)
     assert (False, torch.float32) in own.seen                    # the learner's own weights, without replicas
+
+
+class Watched(ModuleForward):
+    "Says of each forward whether the module that this object holds has the weights of a replica."
+    def __call__(self, *args, **kwargs):
+        self.module.seen.add((not isinstance(self.module.weight, nn.Parameter), 'underneath'))
+        return super().__call__(*args, **kwargs)
+
+
+def test_objects_on_one_another_each_hold_their_replica():
+    own = Own(6, 1)
+    own.seen = set()
+    lower = Watched(own)
+    lower.install()
+    learn = learner(Threads(nn.Sequential(own)), cbs=MixedPrecision('bf16', fp32_modules='0'))
+    learn.fit(1, .01)
+    assert own.seen == {(True, 'underneath'), (True, torch.float32)}
+    assert lower.module is own and own.forward.module is own and own.forward.inner is lower
 
 
 @pytest.mark.parametrize('end', [None, RuntimeError, KeyboardInterrupt])

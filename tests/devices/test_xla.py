@@ -453,8 +453,9 @@ def test_save_and_load(mode, opt, device, tmp_path):
     if mode == 'fp16': assert fresh.mixed_precision.state_dict() == learn.mixed_precision.state_dict()
 
 
-def test_load_in_the_middle_of_a_fit(device, tmp_path):
-    learn = build(device, 'fp16', path=tmp_path); learn.fit(1, .01); learn.save('a')
+@pytest.mark.parametrize('mode', MODES)
+def test_load_in_the_middle_of_a_fit(mode, device, tmp_path):
+    learn = build(device, mode, path=tmp_path); learn.fit(1, .01); learn.save('a')
     learn.fit(2, .01, cbs=At('after_epoch', lambda l: l.load('a'))); saved = torch.load(tmp_path/'models'/'a.pth', weights_only=False)['model']
     assert same(host(params(learn)), [saved[n] for n, _ in learn.model.named_parameters()])
 
