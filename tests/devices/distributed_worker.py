@@ -1,7 +1,7 @@
 """One of two or four processes, started by `test_distributed.py`; what it sees goes into a file for the tests to judge.
 
-Global batches: rank r trains on the r-th part of the data, as fastai's DistributedDL has it, so a single process sees the
-same batches in the order of `in_global_batches`.
+Global batches: rank r trains on the r-th part of the data, as fastai's DistributedDL has it, so a single process sees
+the same batches in the order of `in_global_batches`.
 """
 import datetime, os, sys, warnings
 from pathlib import Path
@@ -55,25 +55,28 @@ def whole(t): return (t.full_tensor() if hasattr(t, 'full_tensor') else t).detac
 OPTIMIZERS = {**OPTIMIZERS, 'ranger': ranger}
 
 
+def whole_params(learn): return [whole(p) for p in learn.model.parameters()]
 def own_part(t): return t.to_local() if hasattr(t, 'to_local') else t
 
 
 def build(mode, opt, cbs=(), dls=None, model=None, path=None, **kwargs):
     precision = [] if mode == 'fp32' else [MixedPrecision(mode, **kwargs)]
-    learn = learner(model or net(), dls or loaders(dataset(N), BS, dataset(N)), cbs=[*precision, *cbs], opt_func=OPTIMIZERS[opt], path=path)
+    dls = dls or loaders(dataset(N), BS, dataset(N))
+    learn = learner(model or net(), dls, cbs=[*precision, *cbs], opt_func=OPTIMIZERS[opt], path=path)
     learn.seen, learn.dtypes, learn.types = [], set(), set()
     learn.model[0].register_forward_hook(lambda m, i, o: learn.dtypes.add(o.dtype))
     def look(l):
         l.types.add(type(l.model).__name__)
         if not l.training: return
         cb = l.precision                                         # another one after a switch
-        l.seen.append(dict(params=[whole(p) for p in l.model.parameters()], scale=cb and l.scaler.get_scale(), skipped=cb and cb.skipped))
+        l.seen.append(dict(params=whole_params(l), scale=cb and l.scaler.get_scale(), skipped=cb and cb.skipped))
     return learn.add_cb(At('after_batch', look, 70))
 
 
 def result(learn):
     cb = learn.precision
-    return dict(seen=learn.seen, dtypes=learn.dtypes, types=learn.types, after=type(learn.model).__name__, params=[whole(p) for p in learn.model.parameters()],
+    return dict(seen=learn.seen, dtypes=learn.dtypes, types=learn.types, after=type(learn.model).__name__,
+                params=whole_params(learn),
                 scales=cb and cb.scales, skips=cb and cb.scaling.history.skips.tolist(), state=cb and cb.state_dict(),
                 losses=[float(l) for l in learn.recorder.losses])
 
@@ -88,7 +91,8 @@ def bad_input(rank, at): # The rank, and in which batches
 def bad_shard(rank, at):
     "On `rank` alone the gradient of the part that it holds is not finite, as no averaging could spread it."
     def spoil(l):
-        if dist.get_rank() == rank and l.train_iter in at: next(l.model.parameters()).grad.to_local().view(-1)[0] = float('inf')
+        if dist.get_rank() != rank or l.train_iter not in at: return
+        next(l.model.parameters()).grad.to_local().view(-1)[0] = float('inf')
     return At('after_backward', spoil, 5)
 
 
@@ -104,8 +108,9 @@ def ddp(learn, epochs=1):
 
 def ddp_steps(mode, path): return result(ddp(build(mode, 'torch sgd', **(FP16 if mode == 'fp16' else {})), 2))
 def ddp_overflow(opt, path): return result(ddp(build('fp16', opt, [bad_input(1, {0, 2, 4})], **FP16)))
-def ddp_accumulate(opt, path): return result(ddp(build('fp16', opt, [bad_input(1, {2}), GradientAccumulation(2 * BS)], **FP16)))
-def ddp_no_sync(opt, path): return result(ddp(build('fp16', opt, [bad_input(1, {2}), GradientAccumulation(2 * BS), NoSync(2)], **FP16)))
+def accumulating(): return [bad_input(1, {2}), GradientAccumulation(2 * BS)]
+def ddp_accumulate(opt, path): return result(ddp(build('fp16', opt, accumulating(), **FP16)))
+def ddp_no_sync(opt, path): return result(ddp(build('fp16', opt, [*accumulating(), NoSync(2)], **FP16)))
 def ddp_clip(opt, path): return result(ddp(build('fp16', opt, [bad_input(1, {2}), GradientClip(.1)], **FP16)))
 
 
@@ -130,7 +135,8 @@ def checkpoint(make, train, path, name):
                 scales=[o.precision.state_dict() for o in (learn, fresh)])
 
 
-def ddp_checkpoint(opt, path): return checkpoint(lambda cbs: build('fp16', opt, cbs, path=path, **FP16), ddp, path, f'ddp {opt}')
+def ddp_checkpoint(opt, path):
+    return checkpoint(lambda cbs: build('fp16', opt, cbs, path=path, **FP16), ddp, path, f'ddp {opt}')
 
 
 def keep_best(path, name):
@@ -139,7 +145,8 @@ def keep_best(path, name):
     return [SaveModelCallback(comp=lambda value, best: best == -float('inf'), fname=name, with_opt=True)]
 
 
-def ddp_save_model_callback(opt, path): return result(ddp(build('fp16', opt, keep_best(path, 'ddp best'), path=path, **FP16), 2))
+def ddp_save_model_callback(opt, path):
+    return result(ddp(build('fp16', opt, keep_best(path, 'ddp best'), path=path, **FP16), 2))
 
 
 class Branches(nn.Module):
@@ -157,7 +164,8 @@ class Branches(nn.Module):
 def ddp_unused_parameters(opt, path):
     from accelerate import DistributedDataParallelKwargs
     learn = build('fp16', opt, [bad_input(1, {2})], model=Branches(), **FP16)
-    with learn.distrib_ctx(sync_bn=False, cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]): learn.fit(1, .01)
+    handlers = [DistributedDataParallelKwargs(find_unused_parameters=True)]
+    with learn.distrib_ctx(sync_bn=False, cpu=True, kwargs_handlers=handlers): learn.fit(1, .01)
     return result(learn)
 
 
@@ -185,8 +193,9 @@ def ddp_switch(opt, path):
 
 def left_behind(learn):
     "What an exception must not leave."
-    return dict(autocast=autocast_state(), own=sorted({'one_batch', '_with_events'} & set(vars(learn))), scaler=vars(learn).get('scaler'),
-                grads=[n for n, p in learn.model.named_parameters() if p.grad is not None and bool(own_part(p.grad).any())])
+    grads = [own_part(p.grad) for p in learn.model.parameters() if p.grad is not None]
+    return dict(autocast=autocast_state(), mode=learn.precision.fit_mode, scaler=vars(learn).get('scaler'),
+                has_grads=any(bool(g.any()) for g in grads))
 
 
 def raises(wrap, learn):
@@ -219,8 +228,8 @@ def fit(learn, epochs=1): learn.fit(epochs, .01); return learn
 def fsdp_steps(mode, path): return result(fit(fsdp(mode, 'torch sgd', **(FP16 if mode == 'fp16' else {})), 2))
 def fsdp_overflow(opt, path): return result(fit(fsdp('fp16', opt, [bad_input(1, {0, 2, 4})], **FP16)))
 def fsdp_one_shard(opt, path): return result(fit(fsdp('fp16', opt, [bad_shard(1, {0, 2, 4})], **FP16)))
-def fsdp_accumulate(opt, path): return result(fit(fsdp('fp16', opt, [bad_input(1, {2}), GradientAccumulation(2 * BS)], **FP16)))
-def fsdp_no_sync(opt, path): return result(fit(fsdp('fp16', opt, [bad_input(1, {2}), GradientAccumulation(2 * BS), NoSync(2)], **FP16)))
+def fsdp_accumulate(opt, path): return result(fit(fsdp('fp16', opt, accumulating(), **FP16)))
+def fsdp_no_sync(opt, path): return result(fit(fsdp('fp16', opt, [*accumulating(), NoSync(2)], **FP16)))
 
 
 def fsdp_fp32_modules(name, path):
@@ -242,7 +251,8 @@ def fsdp_checkpoint(opt, path):
     return {**out, 'model alone': [whole(p) for p in learn.model.parameters()]}
 
 
-def fsdp_save_model_callback(opt, path): return result(fit(fsdp('fp16', opt, keep_best(path, 'fsdp best'), path, **FP16), 2))
+def fsdp_save_model_callback(opt, path):
+    return result(fit(fsdp('fp16', opt, keep_best(path, 'fsdp best'), path, **FP16), 2))
 
 
 def fsdp_reads_plain_file(opt, path):
@@ -263,19 +273,21 @@ def fsdp_bad_files(opt, path):
 
 
 MODES, OPTS = ('fp32', 'fp16', 'bf16'), ('sgd', 'adam', 'adamw', 'fused adamw', 'fused sgd')
-SHARDED_OPTS = OPTS[:-1]                                         # PyTorch 2.15 has no sharding rule for fused SGD, in fp32 either
+SHARDED_OPTS = OPTS[:-1]                                         # PyTorch 2.15 cannot shard fused SGD, in fp32 either
 CHECKPOINT_OPTS = (*SHARDED_OPTS, 'ranger')                      # Lookahead keeps weights of its own
 FP32_MODULES = ('0', '2', '(model)')
 SCENARIOS = {
-    'ddp': [(ddp_steps, MODES), (ddp_to_distributed, ('bf16',)), (ddp_overflow, OPTS), (ddp_accumulate, OPTS), (ddp_no_sync, OPTS),
-            (ddp_clip, ('sgd', 'fused adamw')), (ddp_checkpoint, OPTS), (ddp_save_model_callback, ('adam',)),
-            (ddp_unused_parameters, ('sgd', 'fused adamw')), (ddp_fp32_modules, FP32_MODULES), (ddp_switch, ('adam', 'fused adamw'))],
-    'fsdp': [(fsdp_steps, MODES), (fsdp_overflow, SHARDED_OPTS), (fsdp_one_shard, SHARDED_OPTS), (fsdp_accumulate, SHARDED_OPTS), (fsdp_no_sync, SHARDED_OPTS),
-             (fsdp_checkpoint, CHECKPOINT_OPTS), (fsdp_reads_plain_file, CHECKPOINT_OPTS), (fsdp_save_model_callback, ('adam',)), (fsdp_bad_files, ('sgd',)),
+    'ddp': [(ddp_steps, MODES), (ddp_to_distributed, ('bf16',)), (ddp_overflow, OPTS), (ddp_accumulate, OPTS),
+            (ddp_no_sync, OPTS), (ddp_clip, ('sgd', 'fused adamw')), (ddp_checkpoint, OPTS),
+            (ddp_save_model_callback, ('adam',)), (ddp_unused_parameters, ('sgd', 'fused adamw')),
+            (ddp_fp32_modules, FP32_MODULES), (ddp_switch, ('adam', 'fused adamw'))],
+    'fsdp': [(fsdp_steps, MODES), (fsdp_overflow, SHARDED_OPTS), (fsdp_one_shard, SHARDED_OPTS),
+             (fsdp_accumulate, SHARDED_OPTS), (fsdp_no_sync, SHARDED_OPTS), (fsdp_checkpoint, CHECKPOINT_OPTS),
+             (fsdp_reads_plain_file, CHECKPOINT_OPTS), (fsdp_save_model_callback, ('adam',)), (fsdp_bad_files, ('sgd',)),
              (fsdp_fp32_modules, FP32_MODULES), (fsdp_switch, ('adam', 'fused adamw'))],
     'four_ddp': [(ddp_steps, ('bf16',)), (ddp_overflow, ('adam', 'fused adamw')), (ddp_checkpoint, ('adam',))],
-    'four_fsdp': [(fsdp_steps, ('bf16',)), (fsdp_overflow, ('adam', 'fused adamw')), (fsdp_checkpoint, ('adam', 'ranger')),
-                  (fsdp_reads_plain_file, ('adam', 'ranger'))],
+    'four_fsdp': [(fsdp_steps, ('bf16',)), (fsdp_overflow, ('adam', 'fused adamw')),
+                  (fsdp_checkpoint, ('adam', 'ranger')), (fsdp_reads_plain_file, ('adam', 'ranger'))],
     **{f'{f.__name__} {mode}': [(f, (mode,))] for f in (ddp_raises, fsdp_raises) for mode in ('fp16', 'bf16')}}
 
 

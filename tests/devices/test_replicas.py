@@ -15,10 +15,11 @@ def net(): torch.manual_seed(0); return nn.Sequential(nn.Linear(6, 8), nn.ReLU()
 
 
 class Threads(nn.DataParallel):
-    "`DataParallel.forward` with two replicas on the CPU; its steps are written here as PyTorch has them for accelerators."
+    "`DataParallel.forward` with two replicas on the CPU; the steps that it calls are PyTorch's, written for the CPU."
     def __init__(self, module):
         super().__init__(module)
-        self.device_ids, self.output_device, self.dim, self.src_device_obj, self.left = [0, 1], 0, 0, torch.device('cpu'), []
+        self.device_ids, self.output_device, self.src_device_obj = [0, 1], 0, torch.device('cpu')
+        self.left = []                                           # autocast's state at the end of each thread
 
     def scatter(self, inputs, kwargs, device_ids): return [(part,) for part in inputs[0].chunk(2)], [kwargs, kwargs]
 
@@ -47,7 +48,8 @@ class Threads(nn.DataParallel):
 def seen_in(layer, f):
     "What `f(layer)` gives in each forward of `layer`'s replicas, with whether it ran outside the main thread."
     seen = []
-    layer.register_forward_hook(lambda m, i, o: seen.append((f(m, o), threading.current_thread() is not threading.main_thread())))
+    def look(m, i, o): seen.append((f(m, o), threading.current_thread() is not threading.main_thread()))
+    layer.register_forward_hook(look)
     return seen
 
 
@@ -149,7 +151,7 @@ def test_to_parallel(end):
     looking = At('after_pred', look, 20)
     learn.to_parallel().add_cb(looking)
     if end:
-        with pytest.raises(end): learn.fit(1, .01)               # fastai leaves the model wrapped, and will wrap it again
+        with pytest.raises(end): learn.fit(1, .01)               # fastai leaves the model wrapped, and wraps it again
     else: learn.fit(1, .01)
     assert set(seen) == {('DataParallel', True)} and not any('replicate' in vars(m) for m in learn.model.modules())
     learn.remove_cb(looking); learn.fit(1, .01)
