@@ -277,6 +277,11 @@ class LossScaling:
             if p.grad is not None: p.grad.mul_(scaler.get_scale() / before)
 
     @property
+    def has_scale(self) -> bool:
+        "Is the loss scaled in fp16: not with `enabled=False`?"
+        return self._fp16_scaler.is_enabled()
+
+    @property
     def has_own_state(self) -> bool:
         "Does the scaler read states of its own kind, as a subclass may?"
         return type(self._fp16_scaler).load_state_dict is not GradScaler.load_state_dict
