@@ -6,6 +6,7 @@ One function for each, whose docstring says what it relies on, since which versi
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch

@@ -362,7 +362,9 @@ def test_weight_cache_is_used_where_it_is_sound():
     learn.dls.train.bs  # bs 4: no activation has the weight's shape
     with learn.no_logging(): learn.dl = None
     learn.fit(1, .01)
-    assert len(casts) == 6 + 2                                   # once a batch, in training and validation
+    from fastxtend_amp.guard import cache_loses_gradients
+    once = 3 if cache_loses_gradients() else 1                   # PyTorch 2.9 runs without the cache: once for each use
+    assert len(casts) == once * (6 + 2)                          # once a batch, in training and validation
 
 
 def test_fit_inside_the_users_own_autocast_does_not_use_stale_weights():
