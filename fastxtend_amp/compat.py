@@ -136,6 +136,14 @@ def scale_version(scaler: GradScaler) -> tuple:
     return id(scaler), made, start, rules
 
 
+def grads_version(params: list[nn.Parameter]) -> list[tuple[int, int]]:
+    """A value that changes when somebody changes the gradients of `params`; no operator runs.
+
+    Relies on a tensor's `_version` (since 1.0), which counts in-place changes. Without it the value always differs.
+    """
+    return [(id(p.grad), getattr(p.grad, '_version', object())) for p in params if p.grad is not None]
+
+
 def arm_found_inf(opt: torch.optim.Optimizer, flag: torch.Tensor) -> None:
     """Have the next steps of `opt`, a fused optimizer, do nothing if `flag` is 1; `disarm_found_inf` ends this.
 

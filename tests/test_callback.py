@@ -137,6 +137,17 @@ def test_an_accumulation_goes_on_in_another_precision():
         torch.testing.assert_close(b, a, rtol=.05, atol=.05)
 
 
+def test_gradients_of_the_users_own_backward_between_two_fits_are_added_as_in_fp32():
+    def run(cb):
+        learn = learner(linear(), cbs=[*([cb] if cb else []), GradientAccumulation(1000)], lr=.01)
+        for _ in range(2):
+            x, y = next(iter(learn.dls.train))
+            nn.functional.mse_loss(learn.model(x), y).backward()
+            learn.fit(1)
+        return true_grads(learn)
+    for a, b in zip(run(None), run(MixedPrecision('fp16', init_scale=1024.))): torch.testing.assert_close(b, a, rtol=.05, atol=.05)
+
+
 def test_an_unfinished_accumulation_that_is_not_finite_is_dropped_with_a_warning():
     learn = learner(linear(), cbs=[MixedPrecision('fp16', init_scale=1e30), GradientAccumulation(1000)])
     with pytest.warns(UserWarning, match='unfinished are not finite; they were dropped'): learn.fit(1, .01)
