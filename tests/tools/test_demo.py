@@ -3,7 +3,7 @@ import subprocess, sys
 
 import pytest
 
-from fastxtend_amp import demo
+from fastxtend_amp.tools import demo
 
 
 def test_demo(tmp_path, capsys, monkeypatch):
