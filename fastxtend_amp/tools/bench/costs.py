@@ -140,7 +140,7 @@ def unscaling(
     sizes: Sequence[int] = (10, 100, 1000, 10000), # Numbers of parameter tensors
     repeats: int = 5,
 ) -> list[dict[str, Any]]: # parameters, aten_calls, host_ms
-    "Calls and host milliseconds to unscale the gradients of so many parameters of one element, with fastai's Adam."
+    "Calls and host milliseconds to unscale so many gradients of one element, with fastai's Adam."
     rows = []
     for n in sizes:
         task = _mlp_task(device, partial(_Scalars, n))
@@ -167,7 +167,10 @@ def _ways(mode: AMPMode) -> dict[str, list[Callback]]:
             'to_half_weights, flat': [HalfWeights(mode, flat_master=True)]}
 
 
-def memory(device: torch.device, mode: AMPMode = AMPMode.BF16) -> list[dict[str, Any]]: # Empty where `mode` does not run
+def memory(
+    device: torch.device,
+    mode: AMPMode = AMPMode.BF16,
+) -> list[dict[str, Any]]: # training, bytes by what they are for; empty where `mode` does not run
     "Bytes that training holds for each parameter of an MLP, by what they are for, counted in the second step."
     if mode_support(mode, device).status == 'unsupported': return []
     task = _mlp_task(device)
@@ -192,7 +195,7 @@ def accumulation(
     device: torch.device,
     mode: AMPMode = AMPMode.BF16,
     micro_batches: tuple[int, int] = (4, 8), # For each step
-) -> list[dict[str, Any]]: # training, ops by number of micro-batches, ops_per_micro_batch; empty where `mode` does not run
+) -> list[dict[str, Any]]: # training, ops by number of micro-batches, ops_per_micro_batch; empty as in `memory`
     """Aten operations per step with gradient accumulation, counted on an MLP with fused AdamW.
 
     autocast casts the weights in each micro-batch; half-precision weights are written once a step.

@@ -17,7 +17,8 @@ from .clock import Clock
 from .contestants import CONTESTANTS, LOSS, Contestant, Run, Task, importable
 from .models import MODELS
 
-__all__ = ['BLOCK_SECONDS', 'MODE_SECONDS', 'SCALE', 'SKIP_SCALE', 'SKIP_STEPS', 'ModelBenchmark', 'Result', 'count_ops']
+__all__ = ['BLOCK_SECONDS', 'MODE_SECONDS', 'SCALE', 'SKIP_SCALE', 'SKIP_STEPS', 'ModelBenchmark', 'Result',
+           'count_ops']
 
 BLOCK_SECONDS = .4      # what a block of steps may take: large models get fewer steps in each
 MODE_SECONDS = 20       # for the timed blocks of all contestants in a mode on a model; strict for an emulated mode
@@ -117,7 +118,7 @@ class ModelBenchmark:
                 yield result
 
     def _left_out(self, mode: AMPMode | None, n: int) -> tuple[str, tuple[str, ...]]:
-        "Why there is no time to time `n` contestants in blocks, if so, and the optimizers for which two steps have time."
+        "Why `n` contestants cannot be timed in blocks, '' if they can, and the optimizers to time two steps with."
         if self.support[mode].status == 'unsupported': return self.support[mode].why, ()
         if not self._emulated(mode): return '', ()
         try: seconds = self._seconds_per_step(mode)

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from fastai.vision.models.xresnet import xresnet18
 from torch import nn
 
 __all__ = ['MODELS', 'Encoder', 'LanguageModel', 'Model', 'Setup', 'mlp']
@@ -50,6 +49,7 @@ class Model(NamedTuple):
 
 
 def _xresnet(big: bool) -> Setup:
+    from fastai.vision.models.xresnet import xresnet18
     return Setup(xresnet18(n_out=10), 256 if big else 16, lambda n: torch.randn(n, 3, 64, 64))
 
 

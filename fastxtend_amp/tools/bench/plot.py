@@ -23,17 +23,21 @@ def plot(
     modes = list(dict.fromkeys(mode for _, mode, _ in ratios))
     bars = [(mode, opt) for mode in modes for opt in reversed(OPTIMIZERS)]   # fused AdamW on top
     models = _models(ratios, bars)
-    height = 1.9 + (.2 * len(bars) + .14) * max(1, len(models))
-    figure = Figure(figsize=(8, height), layout='constrained')
+    figure = Figure(figsize=(8, 1.9 + (.2 * len(bars) + .14) * len(models)), layout='constrained')
+    figure.suptitle(_title(figures, ratios, modes), fontsize=13, fontweight='bold')
+    if ratios: _draw(figure, figures, ratios, models, bars)
+    figure.savefig(file, dpi=130)
+
+
+def _draw(figure: Any, figures: dict[str, Any], ratios: dict[Key, list[float]], models: list[str],
+          bars: list[tuple[str, str]]) -> None:
     ax = figure.subplots()
     for i, (mode, opt) in enumerate(bars):
         y = [models.index(model) + (i - (len(bars) - 1) / 2) * .8 / len(bars) for model in models]
         _bars(ax, y, [ratios.get((model, mode, opt)) for model in models], mode, opt, .7 / len(bars))
     _axes(ax, models, ratios)
-    figure.suptitle(_title(figures, ratios, modes), fontsize=13, fontweight='bold')
-    figure.legend(loc='outside lower center', ncols=max(1, len(bars)), frameon=False,
-                  title=_what(figures, models), title_fontsize=8.5)
-    figure.savefig(file, dpi=130)
+    figure.legend(loc='outside lower center', ncols=len(bars), frameon=False, title=_what(figures, models),
+                  title_fontsize=8.5)
 
 
 def _ratios(figures: dict[str, Any]) -> dict[Key, list[float]]:
