@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,12 +78,11 @@ def _check_devices(opt: torch.optim.Optimizer) -> None:
                            f'Use `opt_func=partial(OptimWrapper, opt=torch.optim.{name})` there.')
 
 
-@lru_cache
-def _trouble(optimizer: type[torch.optim.Optimizer], device: torch.device) -> str | None:
+def _trouble(optimizer: Any, device: torch.device) -> str | None:
     "What PyTorch says to a fused step on one number on `device`; None if that works."
     try:
         p = torch.zeros(1, device=device, requires_grad=True)
         p.grad = torch.zeros(1, device=device)
-        optimizer([p], lr=0., fused=True).step()  # type: ignore[call-arg]
+        optimizer([p], lr=0., fused=True).step()
     except (RuntimeError, NotImplementedError) as e: return str(e).strip().splitlines()[0].rstrip('.')
     return None

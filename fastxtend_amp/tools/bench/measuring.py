@@ -5,6 +5,7 @@ import math, time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -78,7 +79,7 @@ class ModelBenchmark:
         device: torch.device,
     ):
         spec, big = MODELS[name], device.type != 'cpu'
-        memory = dict(memory_format=torch.channels_last) if spec.channels_last else {}
+        memory: dict[str, Any] = dict(memory_format=torch.channels_last) if spec.channels_last else {}
         torch.manual_seed(0)
         setup = spec.build(big)
         def model() -> nn.Module:
@@ -120,7 +121,7 @@ class ModelBenchmark:
     def _left_out(self, mode: AMPMode | None, n: int) -> tuple[str, tuple[str, ...]]:
         "Why `n` contestants cannot be timed in blocks, '' if they can, and the optimizers to time two steps with."
         if self.support[mode].status == 'unsupported': return self.support[mode].why, ()
-        if not self._emulated(mode): return '', ()
+        if mode is None or not self._emulated(mode): return '', ()
         try: seconds = self._seconds_per_step(mode)
         except RuntimeError as e: return _reason(e), ()
         if seconds * n <= MODE_SECONDS / 4: return '', ()

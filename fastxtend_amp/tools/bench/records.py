@@ -65,7 +65,7 @@ def _record(match: ModelBenchmark, result: Result) -> dict[str, Any]:
     parts = np.array(list(result.blocks.values())).reshape(-1, 3).T
     stays_in_fp32 = mode is not None and result.runs_in == 'float32' and result.blocks
 
-    record = dict(
+    record: dict[str, Any] = dict(
         model=match.name, contestant='fastai loop' if c.framework == 'fastai' and mode is None else c.name,
         framework=c.framework, optimizer=c.opt, mode=mode.value if mode else 'fp32', support=match.support[mode].status,
         runs_in=result.runs_in, blocks=len(result.blocks),
