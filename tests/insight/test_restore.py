@@ -144,3 +144,14 @@ def test_a_lazy_module_is_built_by_running_it():
     model = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 1))
     with run_undone(model): model(torch.randn(2, 5))
     assert type(model[0]) is nn.Linear and model(torch.randn(2, 5)).shape == (2, 1)
+
+
+def test_a_graph_made_before_can_still_be_run_backward():
+    "The diagnosis runs the model again between a batch's forward pass and its backward pass."
+    model = mlp()
+    x = torch.randn(4, 6)
+    loss, twin = model(x).square().sum(), mlp()
+    twin(x).square().sum().backward()
+    with run_undone(model): model(x).sum().backward()
+    loss.backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters()))
