@@ -294,6 +294,16 @@ class MixedPrecision(fp16.MixedPrecision):
 
     keep_call = "learn.to_{mode}(fp32_modules=['{name}'])"       # the call that keeps a module in fp32, for advice
 
+    def as_call(self, **changes: Any) -> str:
+        "The call on the learner that would recreate this callback with `changes`."
+        spec, scale = self._fp32_modules.spec, self._scaling.state_dict().get('scale', 65536.)
+        given = {'init_scale': scale, 'fp32_modules': spec, 'on_overflow': self.on_overflow, 'max_skips': self.max_skips}
+        default = {'init_scale': 65536., 'fp32_modules': None, 'on_overflow': 'warn', 'max_skips': 16}
+        mode = changes.pop('amp_mode', None) or self._mode
+        args = {k: v for k, v in {**given, **changes}.items() if k not in default or v != default[k]}
+        if mode is AMPMode.BF16: args.pop('init_scale', None)
+        return f"learn.to_{mode.value if mode else 'amp'}({', '.join(f'{k}={v!r}' for k, v in args.items())})"
+
     def diagnosing(self) -> AbstractContextManager:
         "What a diagnosis runs in: the model as it is outside a batch."
         return nullcontext()
