@@ -56,6 +56,17 @@ def watch_operators(
     return Watch()
 
 
+def operators_unwatched() -> AbstractContextManager:
+    """What runs inside is not seen by `watch_operators`.
+
+    Relies on `torch.utils._python_dispatch._disable_current_modes` (PyTorch 2.0). Where that is gone `handle` sees
+    operators that run inside, too, which takes time and changes nothing.
+    """
+    try: from torch.utils._python_dispatch import _disable_current_modes
+    except ImportError: return nullcontext()
+    return _disable_current_modes()
+
+
 @contextmanager
 def no_reentrant_checkpoints() -> Iterator[None]:
     """Reentrant activation checkpoints (`use_reentrant=True`) work as `use_reentrant=False` does, in the whole process.

@@ -158,14 +158,14 @@ class Examination:
         verdict = Judge(self, tracer, refused).verdict()
         if refused:
             kinds = ', '.join(dict.fromkeys(type(modules[n]).__name__ for n in refused))
-            verdict.reason = f'{reason}; with {kinds} in fp32 ({verdict.call or verdict.verdict}): {verdict.reason}'
+            verdict.reason = f'{reason}. With {kinds} in fp32, `{verdict.call}`: {verdict.reason}' if verdict.call else f'{reason}. {verdict.reason}'
             verdict.verdict = 'cannot run'
         return verdict
 
     def _refusal(self, mode: AMPMode, name: str | None, failed: nn.Module | None, error: Exception) -> str:
         kind = type(failed).__name__ if failed is not None else 'function'
         where = f" for '{name}' ({kind})" if name else ''
-        return f'{mode.value} does not run on this {self.device.type.upper()}{where}: PyTorch says: {first_line(error)}'
+        return f'{mode.value} does not run on this {self.device.type.upper()}{where}: PyTorch says: {first_line(error).partition(". ")[0]}'
 
 
 def rows_of(examination: Examination, mode: AMPMode) -> list[Seen]:

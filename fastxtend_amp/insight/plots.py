@@ -44,7 +44,9 @@ def plot_report(
     _name(sizes, trouble, places)
     _ticks(errors, names, trouble)
     errors.set_xlabel('modules, from first to last')
-    if own: sizes.figure.legend(loc='outside lower center', ncols=3, frameon=False, fontsize=9)
+    if own:
+        sizes.figure.suptitle(';  '.join(f'{v.mode}: {v.verdict}' for v in report.verdicts.values()), fontsize=12, fontweight='bold')
+        sizes.figure.legend(loc='outside lower center', ncols=3 if width > 9 else 2, frameon=False, fontsize=9)
     else:
         for ax in axs: ax.legend(loc='upper left', bbox_to_anchor=(1.15, 1), frameon=False, fontsize=9)
     return axs
@@ -71,7 +73,8 @@ def _draw_sizes(ax, report, places, trouble):
         ax.axhspan(info.max, info.max * 1e30, color=PRECISION_COLORS['fp16'], alpha=.08, lw=0, zorder=0)
         _label_right(ax, {info.max: "fp16's ceiling\n65,504: inf above", info.tiny: "fp16's floor\n6e-05: digits lost below"})
     ax.set_ylim(low / 5, high * 8)
-    ax.set_title('Does it fit? The largest value in each module', loc='left', fontsize=11, pad=8 if not trouble else 10)
+    longest = max((len(n) + len(m) for n, m in _named(trouble, places).items()), default=0)
+    ax.set_title('Does it fit? The largest value in each module', loc='left', fontsize=11, pad=8 + 2.7 * longest)
 
 
 def _draw_errors(ax, report, places):
@@ -84,16 +87,19 @@ def _draw_errors(ax, report, places):
         end = lost[0] if len(lost) else len(rows)
         drawn = np.isfinite(total[:end])
         line = np.clip(total[:end][drawn], SMALL, None)
+        kept = ' (red modules in fp32)' if report.verdicts[mode].verdict == 'cannot run' else ''
         own = rows['own error'].to_numpy(dtype=float)
-        ax.plot(x[:end][drawn], line, '-', lw=1.6, color=color, label=f'{mode}: total error', zorder=2)
+        at = [*x[:end][drawn], *x[lost[:1]]]                     # to the mark where numbers stop being finite
+        ax.plot(at, [*line, *[line[-1] if len(line) else SMALL] * (len(lost) > 0)], '-', lw=1.6, color=color, label=f'{mode}: total error{kept}', zorder=2)
         dots = np.isfinite(own) & (own > SMALL) & (np.arange(len(own)) < end)
         ax.plot(x[dots], own[dots], 'o', ms=4, mfc='white', color=color, label=f"{mode}: the module's own error", zorder=3)
         if len(line): top = max(top, line.max())
         if len(lost): _mark_end(ax, x[lost[0]], line[-1] if len(line) else SMALL, f'{mode}: not finite from here', color, i, len(places))
     ax.axhline(IMPRECISE, color='grey', ls='--', lw=1)
-    _label_right(ax, {IMPRECISE: '0.1: kept in\nfp32 above'})
+    _label_right(ax, {IMPRECISE: '0.1 (10%): kept\nin fp32 above'})
     ax.set_yscale('log')
     ax.set_ylim(SMALL / 1.5, top * 30)                           # room for words above the lines
+    ax.yaxis.set_major_formatter(lambda y, _: f'{y:.0%}' if y >= .01 else f'{y:.1%}' if y > SMALL else f'{SMALL:.2%} or less')
     ax.set_ylabel('relative error')
     ax.set_title('How far from fp32?', loc='left', fontsize=11)
 
@@ -114,13 +120,13 @@ def _label_right(ax, labels):
 def _name(ax, trouble, places):
     "The names of the first modules in trouble above the axes, slanted so that neighbours do not meet."
     gap, at = .045 * max(len(places), 12), -1e9
-    shown = sorted(trouble, key=places.get)
-    for name in shown[:NAMED]:
+    for name, modes in _named(trouble, places).items():
         at = max(at + gap, places[name])
-        ax.annotate(f'{_short(name)} ({trouble[name]})', (places[name], 1), xycoords=('data', 'axes fraction'), xytext=(at, 1.03),
-                    textcoords=('data', 'axes fraction'), rotation=25, rotation_mode='anchor', ha='left', va='bottom', color=_RED, fontsize=8)
-    if shown: ax.title.set_text('')
-    if shown: ax.set_title('')
+        ax.annotate(f'{name} ({modes})', (at, 1.02), xycoords=('data', 'axes fraction'), rotation=25, rotation_mode='anchor', ha='left', va='bottom',
+                    color=_RED, fontsize=8)
+
+
+def _named(trouble, places): return {n: trouble[n] for n in sorted(trouble, key=places.get)[:NAMED]}
 
 
 def _ticks(ax, names, trouble):

@@ -86,7 +86,7 @@ class Task(NamedTuple):
         if not bool(loss.isfinite()): return Outcome(False, None)
         while scale >= 1:
             if all(all_finite(g) for _, g in self.gradients(loss * scale, retain_graph=True)): return Outcome(True, scale)
-            scale /= 16
+            scale /= 4
         return Outcome(True, None)
 
 

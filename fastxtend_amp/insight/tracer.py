@@ -10,7 +10,7 @@ from fastcore.basics import noop
 from torch import nn
 
 from ..common import random_state_kept
-from ..compat import no_reentrant_checkpoints, watch_operators
+from ..compat import no_reentrant_checkpoints, operators_unwatched, watch_operators
 from ..convert import HALF, map_tensors, to_fp32
 from ..fp32_modules import ROOT, qualified_names
 from ..mode import AMPMode
@@ -93,11 +93,12 @@ class Tracer:
             finally: self.stack = []
             self.non_finite_loss |= not bool(loss.isfinite())
             if backward:
-                with watch_operators(self.operators): self._backward(loss)       # for the draws of what is computed again
+                with watch_operators(self.operators): grads = self.task.gradients(loss * self.scale)     # for the draws of what is computed again
+                self._backward(grads)
 
-    def _backward(self, loss):
+    def _backward(self, grads):
         finite = {}
-        for p, g in self.task.gradients(loss * self.scale):
+        for p, g in grads:
             finite[id(p)] = all_finite(g)
             for name in self._owners.get(id(p), ()):
                 if name in self.seen: self.seen[name].grads.add(g)
@@ -146,7 +147,8 @@ class Tracer:
     def _silence(self):
         "What runs inside is not the model's own doing."
         self._silent = True
-        try: yield
+        try:
+            with operators_unwatched(): yield
         finally: self._silent = False
 
     def _open(self, name, module, kind, inputs):
@@ -156,17 +158,16 @@ class Tracer:
         call = Call(seen, module, self.stack[-1] if self.stack else None)
         for t in tensors(inputs):
             seen.inputs.add(t.dtype)
-            if t.requires_grad and not t.is_leaf: t.register_hook(lambda g, call=call: call.grad_in.append(all_finite(g)))
+            if t.requires_grad and not t.is_leaf: t.register_hook(lambda g: self._gradient_of_input(call, g))
         return call
 
     def _in_fp32(self, function, modules, args, kwargs):
         "What `function` gives in fp32 on copies of the same inputs; nothing else changes. None if it does not run in fp32."
-        copy = lambda t: (t.detach().float() if t.dtype in HALF else t.detach()).clone()
         device = next((t.device for t in tensors((args, kwargs))), torch.device('cpu'))
         with random_state_kept(device), effects_undone(modules), torch.no_grad(), torch.autocast(device.type, enabled=False):
-            try: return map_tensors(torch.clone, function(*map_tensors(copy, args), **map_tensors(copy, kwargs)))
+            try: return map_tensors(torch.clone, function(*map_tensors(_wide_copy, args), **map_tensors(_wide_copy, kwargs)))
             except torch.OutOfMemoryError: raise
-            except RuntimeError: return None                     # such as inputs that only low precision makes
+            except Exception: return None                        # such as inputs that only low precision makes
 
     def _close(self, call, output):
         seen = call.seen
@@ -183,8 +184,12 @@ class Tracer:
         call.expected = None
 
     def _gradient(self, call, g):
-        call.grad_out.append(all_finite(g))
-        call.seen.grads.add(g)
+        with operators_unwatched():
+            call.grad_out.append(all_finite(g))
+            call.seen.grads.add(g)
+
+    def _gradient_of_input(self, call, g):
+        with operators_unwatched(): call.grad_in.append(all_finite(g))
 
     def _output(self, seen, values, expected):
         finite = all_finite(values)
@@ -213,6 +218,13 @@ class Tracer:
 
 def _own_parameters(module: Any) -> Iterator[nn.Parameter]:
     return module.parameters(recurse=False) if isinstance(module, nn.Module) else iter(())
+
+
+def _wide_copy(t: torch.Tensor) -> torch.Tensor:
+    "A copy in fp32 of what is in half precision, with what fastai's layers hang on it as attributes."
+    new = (t.detach().float() if t.dtype in HALF else t.detach()).clone()
+    for name, value in vars(t).items(): setattr(new, name, map_tensors(_wide_copy, value))
+    return new
 
 
 def _ancestors(call):

@@ -38,7 +38,9 @@ class Verdict:
     def __str__(self): return f"{self.mode}: {self.verdict}. Next: `{self.call}`" + (f'\n    {_sentence(self.reason)}' if self.reason else '')
 
 
-def _sentence(text): return text[:1].upper() + text[1:] + ('' if text.endswith('.') else '.')
+def _sentence(text):
+    is_mode = text.startswith(tuple(m.value for m in AMPMode))
+    return (text if is_mode else text[:1].upper() + text[1:]) + ('' if text.endswith('.') else '.')
 
 
 class Judge:
@@ -51,6 +53,7 @@ class Judge:
         self.examination, self.tracer, self.mode, self.refused = examination, tracer, tracer.mode, list(refused)
         self.fp32 = examination.fp32
         self.non_finite: set[str] = set()                        # modules where finite numbers end
+        self.highest = math.inf                                  # the loss scale at which gradients turned out to be finite
         self.tried = 0
 
     def verdict(self) -> Verdict:
@@ -69,9 +72,10 @@ class Judge:
                 if LOSS in tracer.trouble: reason += '. It begins in the loss function: compute it in fp32 there'
                 return Verdict(mode.value, 'do not use', reason, '', keep)
             keep, scale = found
+            if scale < tracer.scale: self.highest = scale
             tracer = examination.trace(mode, keep, scale)
         low, high = scales_that_fit(tracer, self.fp32)
-        high = min(high, tracer.scale) if tracer.scale < examination.scale else high
+        high = min(high, self.highest)
         if low > high:
             return Verdict(mode.value, 'do not use', f'no loss scale fits: gradients underflow below {low:,g} and overflow above {high:,g}', '', keep, (low, high))
         failing = [m for m in keep if m not in self.refused]
@@ -81,18 +85,28 @@ class Judge:
     # -- what to keep in fp32
 
     def _keep_what_fails(self) -> tuple[Tracer, list[str]]:
-        "Keep the modules in trouble until no other is."
+        "Lower the loss scale where gradients are too large for it, and keep the modules in trouble until no other is."
         tracer, keep = self.tracer, list(self.refused)
         for _ in range(ROUNDS):
-            high = scales_that_fit(tracer, self.fp32)[1]
             self.non_finite |= set(tracer.trouble)
-            new, scale = [m for m in self._troubled(tracer) if m not in keep], min(tracer.scale, high)
+            new = [m for m in self._troubled(tracer) if m not in keep]
+            scale = min(tracer.scale, scales_that_fit(tracer, tracer.reference)[1])
             if not new and tracer.non_finite_grads and not tracer.non_finite_loss and scale == tracer.scale:
-                new = [m for m in tracer.trouble_backward if m not in keep and m != LOSS]
+                scale = self._backed_off(tracer, keep)
+                if scale == tracer.scale: new = [m for m in tracer.trouble_backward if m not in keep and m != LOSS]
             if not new and scale == tracer.scale: break
             keep += new
             tracer = self.examination.trace(self.mode, keep, scale)
         return tracer, keep
+
+    def _backed_off(self, tracer, keep) -> float:
+        "The loss scale that training would arrive at; that of `tracer` where gradients would underflow at it, or none will do."
+        outcomes = self.examination.outcomes(self.mode, keep, tracer.scale)
+        if any(o.scale is None for o in outcomes): return tracer.scale
+        scale = min(o.scale for o in outcomes)
+        if scale < scales_that_fit(tracer, self.fp32)[0]: return tracer.scale
+        self.highest = min(self.highest, scale)
+        return scale
 
     def _troubled(self, tracer):
         known = [s for s in tracer.seen.values() if s.name != LOSS]
