@@ -95,7 +95,7 @@ class Judge:
                 scale = self._backed_off(tracer, keep)
                 if scale == tracer.scale: new = [m for m in tracer.trouble_backward if m not in keep and m != LOSS]
             if not new and scale == tracer.scale: break
-            keep += new
+            keep = outermost([*keep, *new])
             tracer = self.examination.trace(self.mode, keep, scale)
         return tracer, keep
 
@@ -139,10 +139,11 @@ class Judge:
         "Keep the modules whose values come close to the format's limit, too; with their headroom."
         close: dict[str, float] = {}
         for _ in range(3):
-            new = {s.name: self._headroom(s) for s in tracer.seen.values() if s.name not in (LOSS, *keep) and self._headroom(s) < CLOSE}
+            known = [s for s in tracer.seen.values() if s.name != LOSS and not any(s.name == k or _inside(s.name, k) for k in keep)]
+            new = {s.name: self._headroom(s) for s in known if self._headroom(s) < CLOSE}
             if not new: break
             close |= new
-            keep = [*keep, *new]
+            keep = outermost([*keep, *new])
             tracer = self.examination.trace(self.mode, keep, tracer.scale)   # what they hand on may be close in the next one
         return keep, close
 
@@ -154,9 +155,10 @@ class Judge:
         mode, (low, high) = self.mode, scales
         scaled = scales if mode.needs_loss_scaling else None
         span = f'a loss scale from {low:,g} to {high:,g}' if scaled else ''
+        close = {n: h for n, h in close.items() if n in keep}
         margin = '; '.join(f"values inside '{n}' come to 1/{h:.2g} of {mode.value}'s {torch.finfo(mode.dtype).max:,.5g}" for n, h in list(close.items())[:3])
         if len(close) > 3: margin += f' and {len(close) - 3} modules more'
-        changes = {'init_scale': high} if scaled and high < self.examination.scale else {}
+        changes = {'init_scale': int(high)} if scaled and high < self.examination.scale else {}
         call = self.examination.call(mode, keep, **changes)
         def told(*parts): return '; '.join(p for p in parts if p)
         if failing:
@@ -181,6 +183,11 @@ class Judge:
 
 
 def _inside(name, other): return name != other and (other == ROOT or name.startswith(other + '.'))
+
+
+def outermost(names: list[str]) -> list[str]:
+    "The names without those of modules inside others."
+    return [n for n in dict.fromkeys(names) if not any(_inside(n, o) for o in names)]
 
 
 def _tries(candidates) -> Iterator[list[str]]:
