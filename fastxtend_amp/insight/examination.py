@@ -17,7 +17,7 @@ from .samples import first_samples, n_samples
 from .progress import Progress, TimeIsUp
 from .restore import ModuleState, modules_in
 from .run import Outcome, Task
-from .tracer import Seen, Tracer
+from .tracer import LOSS, Seen, Tracer
 from .verdicts import Judge, Verdict
 
 __all__ = ['Examination']
@@ -85,7 +85,7 @@ class Examination:
         return first
 
     @property
-    def _computing(self): return {n for n, m in qualified_names(self.task.model) if self.fp32.selected(m, n)}
+    def _computing(self): return {LOSS, *(n for n, m in qualified_names(self.task.model) if self.fp32.selected(m, n))}
 
     def _undone(self, run: Callable, xb: tuple, yb: tuple, *args: Any) -> Any:
         "Run on copies of a batch, which a model may change in place; model and random generators are put back."

@@ -165,7 +165,8 @@ class Tracer:
         "What `function` gives in fp32 on copies of the same inputs; nothing else changes. None if it does not run in fp32."
         device = next((t.device for t in tensors((args, kwargs))), torch.device('cpu'))
         with random_state_kept(device), effects_undone(modules), torch.no_grad(), torch.autocast(device.type, enabled=False):
-            try: return map_tensors(torch.clone, function(*map_tensors(_wide_copy, args), **map_tensors(_wide_copy, kwargs)))
+            copy = WideCopies()
+            try: return map_tensors(torch.clone, function(*map_tensors(copy, args), **map_tensors(copy, kwargs)))
             except torch.OutOfMemoryError: raise
             except Exception: return None                        # such as inputs that only low precision makes
 
@@ -220,11 +221,15 @@ def _own_parameters(module: Any) -> Iterator[nn.Parameter]:
     return module.parameters(recurse=False) if isinstance(module, nn.Module) else iter(())
 
 
-def _wide_copy(t: torch.Tensor) -> torch.Tensor:
-    "A copy in fp32 of what is in half precision, with what fastai's layers hang on it as attributes."
-    new = (t.detach().float() if t.dtype in HALF else t.detach()).clone()
-    for name, value in vars(t).items(): setattr(new, name, map_tensors(_wide_copy, value))
-    return new
+class WideCopies:
+    "Copies tensors, in fp32 what is in half precision, with what fastai's `SequentialEx` hangs on them as attributes."
+    def __init__(self): self.copies: dict[int, torch.Tensor] = {}
+
+    def __call__(self, t: torch.Tensor) -> torch.Tensor:
+        if id(t) in self.copies: return self.copies[id(t)]       # `orig` of its first input is the input itself
+        self.copies[id(t)] = new = (t.detach().float() if t.dtype in HALF else t.detach()).clone()
+        for name, value in vars(t).items(): setattr(new, name, map_tensors(self, value))
+        return new
 
 
 def _ancestors(call):
