@@ -28,7 +28,7 @@ def plot_report(
     import matplotlib.pyplot as plt
     names = list(dict.fromkeys(report.table['module']))
     places = {n: i for i, n in enumerate(names)}
-    trouble = report.table[report.table['trouble']].groupby('module', sort=False)['mode'].agg(', '.join).to_dict()
+    trouble = report.table[report.table['trouble'].astype(bool)].groupby('module', sort=False)['mode'].agg(', '.join).to_dict()
     own = axs is None
     if own:
         width = min(max(7.5, 3 + len(names) * .25), 14)

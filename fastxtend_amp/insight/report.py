@@ -13,6 +13,7 @@ import pandas as pd
 import torch
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
+from fastcore.xtras import ReindexCollection
 from torch import nn
 
 from ..convert import HALF
@@ -252,10 +253,11 @@ def _announce(model):
 def _data_unchanged(*dls: Any):
     "Drawing batches moves the generators of fastai's DataLoaders and shuffles what they hold: put that back."
     found = [(dl, dict(vars(dl)), dl.rng.getstate()) for dl in dls if isinstance(dl, DataLoader) and hasattr(dl, 'rng')]
-    orders = [(o.idxs, list(o.idxs)) for _, attributes, _ in found for o in attributes.values() if isinstance(getattr(o, 'idxs', None), list)]
+    orders = [(o.idxs, list(o.idxs)) for _, attributes, _ in found for o in attributes.values() if isinstance(o, ReindexCollection)]
     try: yield
     finally:
         for dl, attributes, state in found:
             vars(dl).update(attributes)
             dl.rng.setstate(state)
-        for idxs, order in orders: idxs[:] = order
+        for idxs, order in orders:
+            for i, value in enumerate(order): idxs[i] = value
