@@ -4,7 +4,7 @@ import math
 import pytest, torch
 from torch import nn
 
-from fastxtend_amp.insight import examination, statistics
+from fastxtend_amp.insight import statistics
 from fastxtend_amp.mode import Support
 from helpers import Attentive, dataset, learner, loaders, mlp
 
