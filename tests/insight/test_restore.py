@@ -41,7 +41,8 @@ def test_buffers_flags_hooks_gradients_and_random_states_are_put_back():
         model(torch.randn(4, 6)).sum().backward()
         random.random(); np.random.rand()
     assert_unchanged(before, state_of(model))
-    assert torch.equal(generators[0], torch.get_rng_state()) and generators[1:] == (random.getstate(), np.random.get_state()[1].tolist())
+    assert torch.equal(generators[0], torch.get_rng_state())
+    assert generators[1:] == (random.getstate(), np.random.get_state()[1].tolist())
 
 
 def test_parameters_that_a_forward_changes_in_place():
@@ -60,7 +61,8 @@ def test_hidden_states_caches_counters_and_own_generators():
         def __init__(self):
             super().__init__()
             self.hidden, self.calls, self.cache, self.names = [torch.zeros(2)], 0, Cache(), {'a'}
-            self.by_name, self.generator, self.draw = {'x': [1]}, torch.Generator().manual_seed(3), np.random.default_rng(1)
+            self.by_name = {'x': [1]}
+            self.generator, self.draw = torch.Generator().manual_seed(3), np.random.default_rng(1)
         def forward(self, x):
             self.hidden[0] += 1
             self.hidden.append(x)
@@ -91,7 +93,8 @@ def test_the_state_of_a_loss_functions_modules():
     for f in (loss, loss.forward):
         with run_undone(model, f): f(model(torch.randn(4, 6)), torch.zeros(4, 1))
         assert loss.seen == 0 and loss.n == 0
-    assert modules_in(CrossEntropyLossFlat())[0].__class__ is nn.CrossEntropyLoss and modules_in(nn.functional.mse_loss) == []
+    assert type(modules_in(CrossEntropyLossFlat())[0]) is nn.CrossEntropyLoss
+    assert modules_in(nn.functional.mse_loss) == []
 
 
 def test_spectral_norm_and_expanded_buffers():
