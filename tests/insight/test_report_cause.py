@@ -52,7 +52,7 @@ def verdict_on(model): return learner(model, loaders(64, 64)).precision_report('
 @pytest.mark.parametrize('seed', [0, 3])
 @pytest.mark.parametrize('gain', [9e4, 11e4, 13e4])
 @pytest.mark.parametrize('kind,act', [(Scaled, nn.ReLU()), (Scaled, nn.LayerNorm(8)), (GainFirst, nn.ReLU())])
-def test_a_module_that_overflows_for_some_values_only_is_found_and_the_advice_trains_without_a_skip(kind, act, gain, seed):
+def test_partial_overflow_is_found_and_the_advice_trains_without_a_skip(kind, act, gain, seed):
     make = lambda: Net(lambda: kind(gain), act, seed)
     verdict = verdict_on(make())
     assert verdict.verdict == 'keep modules in fp32' and verdict.modules == ['mid'], verdict
