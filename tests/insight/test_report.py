@@ -140,7 +140,7 @@ def test_not_finite_in_fp32_either():
 
 
 def test_the_range_of_loss_scales():
-    "So small a loss that fp16 gradients underflow without scaling, and so large a one that they overflow with the usual."
+    "A loss so small that fp16 gradients underflow unscaled, and one so large that they overflow with the usual scale."
     for factor, low, high in ((1e-7, 2 ** 6, 2 ** 40), (1e4, 1, 2 ** 4)):
         report = learner(loss_func=lambda p, y, f=factor: F.mse_loss(p, y) * f).precision_report('fp16')
         verdict = report.verdicts['fp16']
