@@ -1,9 +1,10 @@
 "Each use of an undocumented name does what `compat.py` says; the test fails with the function's name when it is gone."
-import copy, inspect
+import copy, inspect, sys
 
 import pytest, torch
 from fastai.learner import Learner
 from torch import nn
+from torch.utils import checkpoint as checkpointing
 
 from fastxtend_amp import compat
 from helpers import *
@@ -185,3 +186,62 @@ def test_replace_replicate(monkeypatch):
     assert 'replicate' not in vars(parallel)
     monkeypatch.delattr(nn.DataParallel, 'replicate')
     with pytest.raises(RuntimeError, match='(?s)no method `replicate`.*DistributedDataParallel'): compat.replace_replicate(parallel, replicate)
+
+
+# -- insight
+
+def run_watched(f):
+    names = []
+    def handle(op, args, kwargs):
+        names.append(op.name)
+        return op.call(*args, **kwargs)
+    with compat.watch_operators(handle): result = f()
+    return names, result
+
+
+def test_watch_operators_sees_them_below_autocast_and_autograd():
+    x, w = torch.ones(2, 3), torch.ones(4, 3, requires_grad=True)
+    def f():
+        with torch.autocast('cpu', dtype=torch.bfloat16): return nn.functional.linear(x, w).relu()
+    names, result = run_watched(f)
+    assert '_to_copy' in names and 'relu' in names and result.requires_grad and result.dtype is torch.bfloat16
+
+
+def test_watch_operators_knows_what_operators_do():
+    known = {}
+    def handle(op, args, kwargs):
+        known[op.name] = op
+        return op.call(*args, **kwargs)
+    with compat.watch_operators(handle): torch.ones(2, 2).add_(torch.rand(2, 2)).t()
+    assert known['rand'].draws and not known['add_'].draws and known['t'].is_view and not known['add_'].is_view
+    assert known['add_'].changes_input and not known['rand'].changes_input
+
+
+def test_watch_operators_without_dispatch_modes_sees_nothing(monkeypatch):
+    monkeypatch.setitem(sys.modules, 'torch.utils._python_dispatch', None)
+    names, result = run_watched(lambda: torch.ones(2) + 1)
+    assert names == [] and result.tolist() == [2., 2.]
+
+
+def test_operators_unwatched(monkeypatch):
+    def f():
+        with compat.operators_unwatched(): torch.ones(2).exp()
+        return torch.ones(2).log()
+    assert run_watched(f)[0][-1] == 'log' and 'exp' not in run_watched(f)[0]
+    monkeypatch.delattr('torch.utils._python_dispatch._disable_current_modes')
+    assert 'exp' in run_watched(f)[0]                            # seen, and no harm done
+
+
+def test_no_reentrant_checkpoints():
+    lin = nn.Linear(2, 2)
+    def grads():
+        x = torch.ones(1, 2, requires_grad=True)
+        return torch.autograd.grad(checkpointing.checkpoint(lin, x, use_reentrant=True).sum(), list(lin.parameters()))
+    with pytest.raises(RuntimeError): grads()
+    with compat.no_reentrant_checkpoints(): assert all(g.abs().sum() > 0 for g in grads())
+    with pytest.raises(RuntimeError): grads()
+
+
+def test_no_reentrant_checkpoints_without_the_function_behind_them(monkeypatch):
+    monkeypatch.delattr(checkpointing, 'CheckpointFunction')
+    with compat.no_reentrant_checkpoints(): pass
