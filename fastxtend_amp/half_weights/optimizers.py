@@ -49,8 +49,10 @@ def is_elementwise(
         for _ in range(3):
             for p in params: p.grad = p.detach().sin()
             trial.step()
-        state = [(p, v) for p in params for v in trial.state.get(p, {}).values() if isinstance(v, torch.Tensor)]
-        return torch.cat([p.detach().flatten() for p in params]), all(v.numel() == 1 or v.shape == p.shape for p, v in state)
+        states = [{k: v for k, v in trial.state.get(p, {}).items() if isinstance(v, torch.Tensor)} for p in params]
+        fits = all(v.numel() == 1 or v.shape == p.shape for p, s in zip(params, states) for v in s.values())
+        kept = [s[k].flatten() for k in states[0] for s, p in zip(states, params) if fits and s[k].shape == p.shape]
+        return torch.cat([*(p.detach().flatten() for p in params), *kept]), fits
     pieces = numbers.split(17)                                   # each with one number beyond what a CPU takes at once
     try: (two, fits), (one, _) = stepped(pieces[0].view(1, 17), *pieces[1:]), stepped(numbers)
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError): return False   # it wants matrices, a closure, ...
