@@ -69,8 +69,16 @@ class HalfForward(ModuleForward):
         self.views: list[tuple[Copy, torch.Tensor]] | None = None    # in this batch's graph
 
     def __call__(self, *args, **kwargs) -> Any:
-        if torch.compiler.is_compiling() or self.barred or not self.copies.usable: return self.run(*args, **kwargs)
-        if not self.seen: return self.copies.first_call(self, args, kwargs)
+        copies = self.copies
+        if torch.compiler.is_compiling(): return self.run(*args, **kwargs)
+        if copies.watch is not None: return copies.watched_call(self, args, kwargs)
+        if self.barred or not copies.usable: return self.run(*args, **kwargs)
+        if self.seen: return self.with_copies(args, kwargs)
+        copies.miss(self)
+        return self.run(*args, **kwargs)
+
+    def with_copies(self, args: tuple, kwargs: dict) -> Any:
+        "The module's forward, with copies in the place of its weights."
         taken = self.taken(args, kwargs)
         try:
             for copy, tensor in taken: copy.place[copy.name] = tensor
@@ -175,18 +183,22 @@ class WeightCopies:
         return (self.on and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is self.dtype
                 and torch.is_autocast_cache_enabled() and not in_function_transform())
 
-    def first_call(self, f: HalfForward, args: tuple, kwargs: dict) -> Any:
-        "Run a module that has not been watched yet, by autocast alone."
-        watch = self.watch
-        if watch is None:
-            if torch.is_grad_enabled() and f not in self.missed:
-                self.missed.add(f)
-                self.n_watched = self.patience
-            return f.run(*args, **kwargs)
-        self.called[f] = self.called.get(f, 0) + 1
+    def watched_call(self, f: HalfForward, args: tuple, kwargs: dict) -> Any:
+        "Run a module in a batch that is watched: by autocast alone, unless it has been watched before."
+        watch, usable = self.watch, self.usable
+        assert watch is not None
         watch.own = True
-        try: return f.run(*args, **kwargs)
+        try:
+            if usable and f.seen and not f.barred: return f.with_copies(args, kwargs)
+            if usable: self.called[f] = self.called.get(f, 0) + 1
+            return f.run(*args, **kwargs)
         finally: watch.own = False
+
+    def miss(self, f: HalfForward) -> None:
+        "Watch the next batches for a module that was called in none of those before."
+        if f in self.missed or not torch.is_grad_enabled(): return
+        self.missed.add(f)
+        self.n_watched = self.patience
 
     # -- writing
 

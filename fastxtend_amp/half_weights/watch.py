@@ -31,7 +31,9 @@ class WeightWatch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.awake = True
         if not self.own and not _is_harmless(func):
-            self.used.update(id(t) for t in tree_leaves((args, kwargs)) if id(t) in self.by_id)
+            # Without gradients a weight may be read, as a momentum encoder's update does; written is what comes first.
+            given = (args, kwargs) if torch.is_grad_enabled() else (args[:1], (kwargs or {}).get('out'))
+            self.used.update(id(t) for t in tree_leaves(given) if id(t) in self.by_id)
         return func(*args, **(kwargs or {}))
 
     def leave(self) -> None:
