@@ -54,11 +54,22 @@ class HalfWeights(MixedPrecision):
                              "the masters.")
         super().__init__(mode, loss_scale=loss_scale, fp32_modules=fp32_modules, on_overflow=on_overflow, max_skips=max_skips)
         self.dtype, self.flat_master, self.master_weights = mode.dtype, flat_master, master_weights
+        self._asked_for = dict(dtype=mode.value, loss_scale=loss_scale, flat_master=flat_master, master_weights=master_weights,
+                               fp32_modules=fp32_modules, on_overflow=on_overflow, max_skips=max_skips)
         self._copies: WeightCopies | None = None                 # from the first training of a fit to its end
         self._lowered: LoweredWeights | None = None              # instead, without masters
         self._flat = FlatMasters()
 
     keep_call = "learn.to_half_weights('{mode}', fp32_modules=['{name}'])"
+
+    def as_call(self,
+        **changes # Arguments to change
+    ) -> str:
+        "The `learn.to_half_weights(...)` call that makes a callback like this one, with `changes`."
+        dtype, *given = [(k, v) for k, v in {**self._asked_for, **changes}.items()]
+        defaults = inspect.signature(HalfWeights).parameters
+        shown = [repr(dtype[1]), *(f'{k}={v!r}' for k, v in given if v != defaults[k].default)]
+        return f"learn.to_half_weights({', '.join(shown)})"
 
     # A copy of the learner starts without copies of weights; theirs were made for this model.
     def __getstate__(self): return {**self.__dict__, '_copies': None}
@@ -147,11 +158,16 @@ class HalfWeights(MixedPrecision):
         super()._leave_batch(batch, error)
 
     def _close(self):
+        try: self._restore()
+        finally: self._restore()                                 # one of them is complete, wherever an interrupt strikes
+        super()._close()
+
+    def _restore(self):
+        "Leave the model with its fp32 parameters, each in memory of its own, and nothing else."
         if self._copies is not None: self._copies.remove()
         if self._lowered is not None: self._lowered.raise_()
         self._copies = self._lowered = None
         self._flat.close()
-        super()._close()
 
 
 HalfWeights.__signature__ = inspect.signature(HalfWeights.__init__).replace(

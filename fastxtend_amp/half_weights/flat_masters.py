@@ -79,9 +79,10 @@ class FlatMasters:
         step: Callable, # Takes the step
     ) -> None:
         "`step()`, with the flat tensors in `opt`."
+        self.opt = opt
         if self.pattern is None or self.pattern != self._look(opt): self._build(opt)
         store = state_of(opt)
-        self.lists, self.opt = opt.param_lists, opt
+        self.lists = opt.param_lists
         try:
             for b in self.blocks:
                 b.gather()
