@@ -49,6 +49,8 @@ class LoweredWeights:
             p.data = p.data.to(dtype)
             if grad is not None: p.grad = grad.to(dtype)
         state = state_of(self.opt).get(p, {})
+        comp = state.get('kahan_comp', p)                        # optimi's, which has none for a weight that it met in fp32
+        if dtype is self.dtype and (comp is None or comp.shape != p.shape): state['kahan_comp'] = torch.zeros_like(p, requires_grad=False)
         for k, v in state.items():                               # step counts and quantized states stay as they are
             if type(v) is torch.Tensor and v.shape == p.shape and v.dim() and (is_half(v) or v.dtype is torch.float32): state[k] = v.to(dtype)
 

@@ -78,7 +78,7 @@ def test_copies_inside_the_modules_forward_alone(monkeypatch):
     def look(l=None): elsewhere.append(({p.dtype for p in learn.model.parameters()}, {g.dtype for p in learn.model.parameters() if (g := p.grad) is not None}))
     for event in (*EVENTS, 'before_fit', 'before_epoch', 'before_train', 'before_validate', 'after_validate', 'after_epoch'):
         for order in (0, 11): learn.add_cb(At(event, look, order))
-    learn.model[3].register_forward_pre_hook(lambda m, args: hooks.append((m.weight.dtype, 'weight' in m.state_dict())))
+    learn.model[3].register_forward_pre_hook(lambda m, args: hooks.append((m.weight.dtype, m.bias.requires_grad)))
     learn.model[3].register_forward_hook(lambda m, args, out: hooks.append((m.weight.dtype, out.dtype is torch.bfloat16)))
     learn.to_half_weights().fit(2)
     fp32, bf16 = torch.float32, torch.bfloat16
