@@ -131,7 +131,7 @@ class WeightCopies:
         self.stale, self.on = True, False
         self.in_graph: list[HalfForward] = []                    # whose views this batch has made
         # Compiled code casts as autocast has it traced: that is cheap there, and each object more is something to guard on.
-        found = {} if any(map(is_compiled, self.model.modules())) else weights_to_copy(model, device_type, dtype)
+        found = {} if any(map(is_compiled, model.modules())) else weights_to_copy(model, device_type, dtype)
         self.forwards = [(HalfAttention if type(m) is nn.MultiheadAttention else HalfForward)(m, groups, self) for m, groups in found.items()]
         self.watch: WeightWatch | None = None
         self.called: dict[HalfForward, int] = {}                 # how often, in a watched batch

@@ -40,7 +40,6 @@ class FlatMasters:
         self.lists: Any = None                                   # the optimizer's own parameters, while it sees the flat ones
         self.opt: Any = None
         self.moved: set[nn.Parameter] = set()                    # those that were ever a view of a flat tensor
-        self.unit = 0                                            # sizes must be multiples of this; 0 if not known yet
 
     @staticmethod
     def check(opt: Any) -> None:
@@ -58,7 +57,7 @@ class FlatMasters:
 
     def _build(self, opt):
         store, alike = state_of(opt), {}
-        self.unit = self.unit or (1 if is_elementwise(opt, exactly=True) else LINE)
+        fused = any(g.get('fused') for g in getattr(opt, 'opt', opt).param_groups)
         self.blocks, self.alone = [], []
         for group, pl in enumerate(opt.param_lists):
             for p in pl:
@@ -66,7 +65,8 @@ class FlatMasters:
                 if p.grad.layout is not torch.strided:
                     raise ValueError(f"flat_master=True cannot be used with sparse gradients (a parameter of shape {tuple(p.shape)} has them). Use "
                                      "`learn.to_half_weights(flat_master=False)`.")
-                if not p.is_contiguous() or p.numel() % self.unit: self.alone.append((group, p))   # in another memory format
+                broken = fused and p.device.type == 'cpu' and p.numel() % LINE
+                if broken or not p.is_contiguous(): self.alone.append((group, p))   # or in another memory format
                 else: alike.setdefault((group, p.device, p.dtype, p.requires_grad, _exemptions(opt, p), _fixed_state(opt, p)), []).append(p)
         for (group, *_), params in alike.items():
             for part in _parts(params):

@@ -86,7 +86,8 @@ def final_loss(task: str, way: str, seed: int = 0) -> float:
     if way.endswith('stochastic rounding'): opt = stochastic(eps=EPS, weight_decay=.01)
     dl = DataLoader(TensorDataset(x, y), bs=50, shuffle=True, num_workers=0, device='cpu')
     learn = WAYS[way](Learner(DataLoaders(dl, dl.new(shuffle=False), device='cpu'), model(), loss_func=CrossEntropyLossFlat(), opt_func=opt))
-    with warnings.catch_warnings(), learn.no_bar(), learn.no_logging():
+    # torchao compiles its step, which takes minutes: here it runs as it is
+    with warnings.catch_warnings(), learn.no_bar(), learn.no_logging(), torch.compiler.set_stance('force_eager'):
         warnings.simplefilter('ignore')
         learn.fit(epochs, lr)
     return learn.recorder.values[-1][0]
