@@ -157,10 +157,10 @@ class HalfWeights(MixedPrecision):
             if error is not None: self._copies.uncover()
         super()._leave_batch(batch, error)
 
-    def _close(self):
+    def _close(self, **kwargs):
         try: self._restore()
         finally: self._restore()                                 # one of them is complete, wherever an interrupt strikes
-        super()._close()
+        super()._close(**kwargs)
 
     def _restore(self):
         "Leave the model with its fp32 parameters, each in memory of its own, and nothing else."
