@@ -50,8 +50,8 @@ def held_elsewhere(
 def in_function_transform() -> bool:
     """Whether a transform of `torch.func` (grad, vmap, ...) is under way, whose tensors must not outlive it.
 
-    `torch._C._are_functorch_transforms_active`, which `torch.autograd.Function.apply` asks (seen in 2.9 to 2.15); without
-    it False.
+    `torch._C._are_functorch_transforms_active`, which `torch.autograd.Function.apply` asks (seen in 2.9 to 2.15);
+    without it False.
     """
     ask = getattr(torch._C, '_are_functorch_transforms_active', None)
     return ask is not None and ask()
@@ -60,7 +60,8 @@ def in_function_transform() -> bool:
 def is_compiled(module: nn.Module) -> bool:
     """Whether `torch.compile` stands on `module`, around it or in place.
 
-    Its wrapper has `_orig_mod`, `nn.Module.compile` sets `_compiled_call_impl` (seen in 2.9 to 2.15); without both False.
+    Its wrapper has `_orig_mod`, `nn.Module.compile` sets `_compiled_call_impl` (seen in 2.9 to 2.15); without both it
+    is False.
     """
     return '_orig_mod' in module._modules or getattr(module, '_compiled_call_impl', None) is not None
 
@@ -75,7 +76,8 @@ class CastWatch(TorchDispatchMode):
         params: Iterable[torch.Tensor], # The parameters
     ):
         super().__init__()
-        self.params, self.made = {p.data_ptr() for p in params}, []
+        self.params = {p.data_ptr() for p in params}
+        self.made: list[tuple[StorageWeakRef, int]] = []         # each cast's memory, and its bytes
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))

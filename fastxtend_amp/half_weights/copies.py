@@ -18,7 +18,7 @@ __all__ = ['HalfForward', 'WeightCopies']
 
 
 class _AsHalf(torch.autograd.Function):
-    "Stands copies in for masters: forward, the copies; backward, their gradients in fp32, as the backward pass of autocast's casts."
+    "Stands copies in for masters; backward, gradients go to fp32 as through autocast's own casts."
     @staticmethod
     def forward(halves, *masters): return tuple(h.detach() for h in halves)
     @staticmethod
@@ -41,7 +41,7 @@ class Copy:
         return p.requires_grad and p.dtype is torch.float32 and getattr(self.module, self.name) is p
 
     def ready(self) -> torch.Tensor: # To be written into
-        "A tensor for the copy: the last one, unless a graph still holds it or the master's place or layout has changed."
+        "A tensor for the copy: the last one, unless a graph holds it or the master's place or layout has changed."
         h, p = self.half, self.master
         if h is None or h.device != p.device or h.stride() != p.stride() or held_elsewhere(h):
             self.half = torch.empty_like(p, dtype=self.dtype, requires_grad=False)
@@ -49,14 +49,15 @@ class Copy:
 
     # In-place operations and a new `.data` show here; what writes into `.data` does not.
     def written(self): self.seen = self.master._version, self.master.data_ptr()
-    def is_written(self) -> bool: return self.half is not None and self.seen == (self.master._version, self.master.data_ptr())
+    def is_written(self) -> bool:
+        return self.half is not None and self.seen == (self.master._version, self.master.data_ptr())
 
 
 class HalfForward(ModuleForward):
     """The forward of a module with half-precision copies of its weights, while autocast is on.
 
-    Outside this forward the module has its masters, for everybody. For one batch the same copies stand in a graph however
-    often the module is called, as autocast's cache has it, so that gradients add up alike.
+    Outside this forward the module has its masters, for everybody. In one batch the same copies stand in the graph
+    however often the module is called, as with autocast's cache, so that gradients add up alike.
     """
     transient = True
 
@@ -65,7 +66,7 @@ class HalfForward(ModuleForward):
         self.copies = copies
         self.groups = [[Copy(w, copies.dtype) for w in group] for group in groups]
         self.all = [c for group in self.groups for c in group]
-        self.seen, self.barred = False, False                    # was it watched once; does something else use its weights
+        self.seen, self.barred = False, False                    # was it watched; does something else use its weights
         self.views: list[tuple[Copy, torch.Tensor]] | None = None    # in this batch's graph
 
     def __call__(self, *args, **kwargs) -> Any:
@@ -107,8 +108,8 @@ class HalfForward(ModuleForward):
 class HalfAttention(HalfForward):
     """`HalfForward` for `nn.MultiheadAttention`.
 
-    In evaluation it computes with the masters: its fast path does so, and autocast does not touch that. Queries, keys and
-    values that are not one tensor take parts of the input projection, which autocast casts one by one in each call.
+    In evaluation it computes with the masters: its fast path does so, and autocast does not touch that. Queries, keys
+    and values that are not one tensor take parts of the input projection, which autocast casts in each call.
     """
     def taken(self, args, kwargs):
         if not self.module.training: return []
@@ -119,7 +120,7 @@ class HalfAttention(HalfForward):
 
 
 class WeightCopies:
-    "The half-precision copies for one model during a fit. Its parameters are the masters, for everybody but the modules themselves."
+    "The half-precision copies for one model during a fit."
     patience = 8                                                 # batches to wait for a module that was missed
 
     def __init__(self,
@@ -130,9 +131,10 @@ class WeightCopies:
         self.model, self.device_type, self.dtype = unwrapped(model), device_type, dtype
         self.stale, self.on = True, False
         self.in_graph: list[HalfForward] = []                    # whose views this batch has made
-        # Compiled code casts as autocast has it traced: that is cheap there, and each object more is something to guard on.
+        # Compiled code has autocast's casts traced into it, where they are cheap.
         found = {} if any(map(is_compiled, model.modules())) else weights_to_copy(model, device_type, dtype)
-        self.forwards = [(HalfAttention if type(m) is nn.MultiheadAttention else HalfForward)(m, groups, self) for m, groups in found.items()]
+        def forward_of(m): return HalfAttention if type(m) is nn.MultiheadAttention else HalfForward
+        self.forwards: list[HalfForward] = [forward_of(m)(m, groups, self) for m, groups in found.items()]
         self.watch: WeightWatch | None = None
         self.called: dict[HalfForward, int] = {}                 # how often, in a watched batch
         self.missed: set[HalfForward] = set()                    # called in batches that were not watched
@@ -151,7 +153,7 @@ class WeightCopies:
     def enter(self,
         training: bool, # Whether this batch is to be trained on
     ) -> None:
-        "Modules may take their copies from now on; in training, batches are watched until modules that are called are known."
+        "Modules may take their copies from now on; in training, batches are watched for modules not yet known."
         self.leave()
         if not self.forwards: return
         if training and self.n_watched:
@@ -169,7 +171,7 @@ class WeightCopies:
         self.watch.leave()
         for f in self.forwards:
             f.barred |= any(id(c.master) in self.watch.used for c in f.all)
-        for f, n in self.called.items():                         # where the cache may be cleared between two calls, autocast does it alone
+        for f, n in self.called.items():                         # the cache may be cleared between two calls: autocast's job
             f.seen, f.barred = True, f.barred or (n > 1 and cache_loses_gradients())
         self.missed -= self.called.keys()
         if not self.missed: self.n_watched = 0

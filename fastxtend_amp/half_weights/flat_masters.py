@@ -48,12 +48,14 @@ class FlatMasters:
         if (plain or isinstance(opt, OptimWrapper)) and is_elementwise(opt): return
         name = type(opt.opt if isinstance(opt, OptimWrapper) else opt).__name__
         if plain: name = getattr(getattr(opt.cbs[-1], 'func', opt.cbs[-1]), '__name__', name).removesuffix('_step').title()
-        raise ValueError(f"flat_master=True cannot be used with {name}, whose step depends on which parameter tensor an element is in. "
-                         "Use `learn.to_half_weights(flat_master=False)`, or an element-wise optimizer such as Adam or SGD.")
+        raise ValueError(f"flat_master=True cannot be used with {name}, whose step depends on which parameter tensor an "
+                         "element is in. Use `learn.to_half_weights(flat_master=False)`, or an element-wise optimizer such "
+                         "as Adam or SGD.")
 
     def _look(self, opt):
         store = state_of(opt)
-        return [(id(p), p.grad is not None, p.data_ptr(), id(store.get(p)), p.requires_grad, *_exemptions(opt, p)) for pl in opt.param_lists for p in pl]
+        return [(id(p), p.grad is not None, p.data_ptr(), id(store.get(p)), p.requires_grad, *_exemptions(opt, p))
+                for pl in opt.param_lists for p in pl]
 
     def _build(self, opt):
         store, alike = state_of(opt), {}
@@ -63,11 +65,14 @@ class FlatMasters:
             for p in pl:
                 if p.grad is None: continue
                 if p.grad.layout is not torch.strided:
-                    raise ValueError(f"flat_master=True cannot be used with sparse gradients (a parameter of shape {tuple(p.shape)} has them). Use "
-                                     "`learn.to_half_weights(flat_master=False)`.")
+                    raise ValueError("flat_master=True cannot be used with sparse gradients (a parameter of shape "
+                                     f"{tuple(p.shape)} has them). Use `learn.to_half_weights(flat_master=False)`.")
                 broken = fused and p.device.type == 'cpu' and p.numel() % LINE
-                if broken or not p.is_contiguous(): self.alone.append((group, p))   # or in another memory format
-                else: alike.setdefault((group, p.device, p.dtype, p.requires_grad, _exemptions(opt, p), _fixed_state(opt, p)), []).append(p)
+                if broken or not p.is_contiguous():              # or in another memory format
+                    self.alone.append((group, p))
+                    continue
+                key = group, p.device, p.dtype, p.requires_grad, _exemptions(opt, p), _fixed_state(opt, p)
+                alike.setdefault(key, []).append(p)
         for (group, *_), params in alike.items():
             for part in _parts(params):
                 if len(part) == 1: self.alone.append((group, part[0]))
@@ -140,7 +145,8 @@ class _Block:
         flat = _joined(grads)
         if flat is None:
             flat = torch.cat([g.reshape(-1) for g in grads])     # type: ignore[union-attr]
-            for p, part in zip(self.params, self.parts(flat)): p.grad = part.data   # no view to autograd: the optimizer may detach it in place
+            for p, part in zip(self.params, self.parts(flat)):
+                p.grad = part.data                               # no view to autograd: the optimizer may detach it in place
         self.flat.grad = flat
 
     def share(self, store: dict) -> None:
@@ -149,7 +155,7 @@ class _Block:
         for k, v in self.state.items():
             if not isinstance(v, torch.Tensor):
                 for s in states: s[k] = v
-            elif not _like(v, self.flat):                        # of its own for each parameter: an optimizer without us would count it up for each
+            elif not _like(v, self.flat):                        # each has one of its own, which is counted up by itself later
                 for s in states:
                     if k not in s: s[k] = v.clone()
                 copy_all([s[k] for s in states], [v] * len(states))
@@ -169,8 +175,9 @@ def _fixed_state(opt, p) -> tuple:
         elif not isinstance(v, torch.Tensor): fixed.append((k, v))
         elif v.numel() == 1: fixed.append((k, v.item()))
         else:
-            raise ValueError(f"flat_master=True cannot be used with {type(getattr(opt, 'opt', opt)).__name__}: its state '{k}' of shape {tuple(v.shape)} belongs "
-                             f"to a whole parameter of shape {tuple(p.shape)}, not to its elements. Use `learn.to_half_weights(flat_master=False)`.")
+            raise ValueError(f"flat_master=True cannot be used with {type(getattr(opt, 'opt', opt)).__name__}: its state '{k}' "
+                             f"of shape {tuple(v.shape)} belongs to a whole parameter of shape {tuple(p.shape)}, not to its "
+                             "elements. Use `learn.to_half_weights(flat_master=False)`.")
     return tuple(fixed)
 
 

@@ -24,8 +24,7 @@ _SMALLEST: dict[type[nn.Module], tuple[tuple, tuple]] = {
     nn.Conv3d: ((1, 1, 1), (1, 1, 1, 1, 1)), nn.ConvTranspose3d: ((1, 1, 1), (1, 1, 1, 1, 1)),
 }
 _OWN_FORWARD = {kind: kind.forward for kind in _SMALLEST}        # a library may have replaced one since then
-_NAMES = {nn.MultiheadAttention: {'in_proj_weight', 'in_proj_bias', 'q_proj_weight', 'k_proj_weight', 'v_proj_weight',
-                                  'bias_k', 'bias_v'}}
+_ATTENTION = {'in_proj_weight', 'in_proj_bias', 'q_proj_weight', 'k_proj_weight', 'v_proj_weight', 'bias_k', 'bias_v'}
 
 
 class Weight(NamedTuple):
@@ -40,7 +39,7 @@ def weights_to_copy(
     device_type: str, # Type of the device that autocast is on for
     dtype: torch.dtype, # autocast's dtype
 ) -> dict[nn.Module, list[list[Weight]]]: # By module; those in one list are used together
-    """The fp32 parameters of `model` that autocast would cast to `dtype`, inside their module's own forward and nowhere else.
+    """The fp32 parameters of `model` that autocast would cast to `dtype`, inside their module's own forward.
 
     Modules of exact types, whose class's own forward is in use, without parametrizations and weight hooks. Recurrent
     layers are left out: PyTorch wants their weights in their inputs' dtype, and for cuDNN autocast packs them into a
@@ -49,15 +48,17 @@ def weights_to_copy(
     """
     owners: dict[int, list] = {}
     for module in unwrapped(model).modules():
-        for p in module.parameters(recurse=False): owners.setdefault(id(p), []).append(p)   # held, so that ids stay apart
+        for p in module.parameters(recurse=False):
+            owners.setdefault(id(p), []).append(p)               # held, so that ids stay apart
     def can_have_copy(w):
         p = w.param
-        return (type(p) is nn.Parameter and p.dtype is torch.float32 and p.device.type == device_type and len(owners[id(p)]) == 1
-                and w.name not in w.module.__dict__)
+        plain = type(p) is nn.Parameter and p.dtype is torch.float32 and p.device.type == device_type
+        return plain and len(owners[id(p)]) == 1 and w.name not in w.module.__dict__
     found = {}
     for module in _in_autocast(unwrapped(model)):
         kind = type(module)
-        if kind not in _SMALLEST or not _own_forward(module) or not autocast_casts(kind, device_type, dtype): continue
+        if kind not in _SMALLEST or not _own_forward(module): continue
+        if not autocast_casts(kind, device_type, dtype): continue   # type: ignore[arg-type]
         groups = [[w for w in group if can_have_copy(w)] for group in _groups(module)]
         groups = [group for group in groups if group]
         if groups: found[module] = groups
@@ -82,15 +83,16 @@ def _own_forward(module: nn.Module) -> bool:
 
 def _groups(module: nn.Module) -> list[list[Weight]]:
     params = dict(module.named_parameters(recurse=False))
-    if not params.keys() <= _NAMES.get(type(module), {'weight', 'bias'}): return []   # a weight is computed from others
+    known = _ATTENTION if isinstance(module, nn.MultiheadAttention) else {'weight', 'bias'}
+    if not params.keys() <= known: return []                     # a weight is computed from others
     def group(*names): return [Weight(module, n, params[n]) for n in names if n in params]
     if not isinstance(module, nn.MultiheadAttention): return [group('weight', 'bias')]
-    # Separate projections take parts of one bias, which autocast casts part by part; bias_k and bias_v it does not cast.
+    # Separate projections take parts of one bias, which autocast casts one by one; bias_k and bias_v it does not cast.
     if 'in_proj_weight' in params: groups = [group('in_proj_weight', 'in_proj_bias')]
     else: groups = [group(n) for n in ('q_proj_weight', 'k_proj_weight', 'v_proj_weight')]
-    out = module.out_proj
-    if not isinstance(out, nn.Linear) or not dict(out.named_parameters(recurse=False)).keys() <= {'weight', 'bias'}: return groups
-    return [*groups, [Weight(out, n, p) for n, p in out.named_parameters(recurse=False)]]
+    out, own = module.out_proj, dict(module.out_proj.named_parameters(recurse=False))
+    if not isinstance(out, nn.Linear) or not own.keys() <= {'weight', 'bias'}: return groups
+    return [*groups, [Weight(out, n, p) for n, p in own.items()]]
 
 
 @lru_cache
@@ -116,20 +118,23 @@ def check_model(
     "Raise a `ValueError` that names what cannot be trained with half-precision weights, and what to use instead."
     for module in model.modules():
         if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
-            raise ValueError(f"to_half_weights cannot be used with DataParallel on {len(module.device_ids)} devices, whose replicas are made anew in each "
-                             "batch: copies would be, too.\nUse `learn.to_bf16()` with it, or DistributedDataParallel.")
+            raise ValueError(f"to_half_weights cannot be used with DataParallel on {len(module.device_ids)} devices.\n"
+                             "Its replicas are made anew in each batch, and copies of their weights would be, too.\n"
+                             "Use `learn.to_bf16()` with it, or DistributedDataParallel.")
     for path, module in unwrapped(model).named_modules():
         for name, p in module.named_parameters(recurse=False):
             where = f"parameter '{path + '.' if path else ''}{name}'"
             if is_sharded(p):
-                raise ValueError(f"to_half_weights cannot be used with FSDP2: {where} is a DTensor, spread over processes.\nUse `learn.to_bf16()`, or "
-                                 "`fully_shard`'s own `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`.")
+                raise ValueError(f"to_half_weights cannot be used with FSDP2: {where} is a DTensor, spread over processes.\n"
+                                 "Use `learn.to_bf16()`, or `fully_shard`'s own "
+                                 "`MixedPrecisionPolicy(param_dtype=torch.bfloat16)`.")
             if p.dtype in HALF and p.requires_grad:
-                raise ValueError(f"to_half_weights: {where} is {p.dtype} already, so it can have no fp32 master. Call `learn.model.float()` first.")
+                raise ValueError(f"to_half_weights: {where} is {p.dtype} already, so it can have no fp32 master. "
+                                 "Call `learn.model.float()` first.")
             if getattr(module, 'sparse', False) and p.requires_grad and (why := sparse_trouble(opt)):
                 kind = type(getattr(opt, 'opt', opt)).__name__
-                raise ValueError(f"to_half_weights: {where} has sparse gradients, which this {kind} cannot take ({why}). Use an optimizer that can, such as SGD "
-                                 "without momentum, or `sparse=False`.")
+                raise ValueError(f"to_half_weights: {where} has sparse gradients, which this {kind} cannot take ({why}). "
+                                 "Use an optimizer that can, such as SGD without momentum, or `sparse=False`.")
 
 
 def is_sharded(p: torch.Tensor) -> bool:

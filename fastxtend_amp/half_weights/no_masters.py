@@ -27,7 +27,8 @@ class LoweredWeights:
     ):
         groups = weights_to_copy(model, device_type, dtype).values()
         self.params, self.dtype, self.opt = [w.param for gs in groups for g in gs for w in g], dtype, opt
-        self.low, self.store = False, None                       # the dictionary of states that was lowered last
+        self.low = False
+        self.store: Any = None                                   # the dictionary of states that was lowered last
         self.moves = None if compensates(opt) else Moves()
 
     def lower(self) -> None:
@@ -50,9 +51,11 @@ class LoweredWeights:
             if grad is not None: p.grad = grad.to(dtype)
         state = state_of(self.opt).get(p, {})
         comp = state.get('kahan_comp', p)                        # optimi's, which has none for a weight that it met in fp32
-        if dtype is self.dtype and (comp is None or comp.shape != p.shape): state['kahan_comp'] = torch.zeros_like(p, requires_grad=False)
+        if dtype is self.dtype and (comp is None or comp.shape != p.shape):
+            state['kahan_comp'] = torch.zeros_like(p, requires_grad=False)
         for k, v in state.items():                               # step counts and quantized states stay as they are
-            if type(v) is torch.Tensor and v.shape == p.shape and v.dim() and (is_half(v) or v.dtype is torch.float32): state[k] = v.to(dtype)
+            if type(v) is not torch.Tensor or v.shape != p.shape or not v.dim(): continue
+            if is_half(v) or v.dtype is torch.float32: state[k] = v.to(dtype)
 
     # -- does anything move?
 
@@ -66,9 +69,11 @@ class LoweredWeights:
         "After the first steps: tell which share of the weights they left where they were."
         moves, self.moves = self.moves, None
         if moves is None or not moves.n: return
-        warnings.warn(f"master_weights=False with {type(getattr(self.opt, 'opt', self.opt)).__name__}, which does not compensate for rounding: "
-                      f"small updates are lost. In the first {moves.n} steps {moves.share:.0%} of the weights with a gradient did not move. Use an "
-                      "optimizer with Kahan summation (`fastxtend_amp.kahan`) or stochastic rounding, or keep the masters.")
+        name = type(getattr(self.opt, 'opt', self.opt)).__name__
+        warnings.warn(f"master_weights=False with {name}, which does not compensate for rounding: small updates are lost. "
+                      f"In the first {moves.n} steps {moves.share:.0%} of the weights with a gradient did not move. "
+                      "Use an optimizer with Kahan summation (`fastxtend_amp.kahan`) or stochastic rounding, "
+                      "or keep the masters.")
 
 
 class Moves:

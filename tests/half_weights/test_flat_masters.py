@@ -42,7 +42,9 @@ def test_flat_masters_are_few():
 
 def test_blocks_have_a_bound(monkeypatch):
     "A larger parameter is stepped on as it is, in its own memory; the numbers are the same."
-    def model(): torch.manual_seed(0); return nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(5)), nn.Linear(6, 20, bias=False), nn.Linear(20, 1, bias=False))
+    def model():
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in [(6, 6)] * 5 + [(6, 20), (20, 1)]))
     seen, whole = [], []
     a, b = counting(seen, model(), 80, monkeypatch), counting(whole, model(), 2 ** 20, monkeypatch)
     assert sorted(seen[-1][0]) == [20, 36, 72, 72, 120]
@@ -52,7 +54,8 @@ def test_blocks_have_a_bound(monkeypatch):
 def test_other_memory_formats_stay():
     "A channels-last weight keeps its layout, which decides which kernel runs."
     seen, strides = [], []
-    model = nn.Sequential(nn.Unflatten(1, (2, 3, 1)), nn.Conv2d(2, 4, 1), nn.Conv2d(4, 4, (3, 1)), nn.Flatten(), nn.Linear(4, 1)).to(memory_format=torch.channels_last)
+    model = nn.Sequential(nn.Unflatten(1, (2, 3, 1)), nn.Conv2d(2, 4, 1), nn.Conv2d(4, 4, (3, 1)), nn.Flatten(), nn.Linear(4, 1))
+    model.to(memory_format=torch.channels_last)
     Counts.seen = seen
     learn = learner(model, opt_func=partial(OptimWrapper, opt=Counts), cbs=At('after_step', lambda l: strides.append(l.model[2].weight.stride()), 11))
     before = model[2].weight.stride()

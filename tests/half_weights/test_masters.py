@@ -2,7 +2,6 @@
 import copy, math, pickle, time
 
 import pytest, torch
-from fastai.callback.core import CancelFitException
 from fastai.callback.schedule import *
 from fastai.callback.training import GradientAccumulation
 from fastai.optimizer import SGD, Adam
@@ -11,7 +10,7 @@ from torch import nn
 from fastxtend_amp import HalfWeights, MixedPrecision
 from fastxtend_amp.forward import ModuleForward
 from fastxtend_amp.insight import diagnosis  # noqa: F401  looks for the cause of an overflow
-from test_guard import ATTRIBUTES, EVENTS, EXCEPTIONS, PLACES, build, caught, interrupt_after
+from test_guard import EVENTS, EXCEPTIONS, PLACES, build, caught, interrupt_after
 from helpers import *
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*emulated.*')

@@ -20,7 +20,9 @@ def without(opt='adam', model=None, **kwargs):
     return learner(model, opt_func=OPTS.get(opt, opt), **kwargs).to_half_weights(master_weights=False)
 
 
-def floating(learn): return {v.dtype for s in state_of(learn.opt).values() for v in s.values() if isinstance(v, torch.Tensor) and v.dim() and v.is_floating_point()}
+def floating(learn):
+    tensors = [v for s in state_of(learn.opt).values() for v in s.values() if isinstance(v, torch.Tensor)]
+    return {v.dtype for v in tensors if v.dim() and v.is_floating_point()}
 
 
 @pytest.mark.parametrize('name', [n for n in MODELS if n != 'fp32 by hand'])   # whose code wants fp32 weights

@@ -51,7 +51,8 @@ def test_sparse_embeddings_where_the_optimizer_takes_them(mode):
     for opt in (Adam, partial(OptimWrapper, opt=torch.optim.AdamW)):
         learn = learner(Tokens(True), opt_func=opt).to_half_weights(mode)
         with pytest.raises(ValueError, match="parameter 'emb.weight' has sparse gradients"): learn.fit(1)
-    with pytest.raises(ValueError, match='flat_master=True cannot be used with sparse'): learner(Tokens(True), opt_func=SGD).to_half_weights(mode, flat_master=True).fit(1)
+    flat = learner(Tokens(True), opt_func=SGD).to_half_weights(mode, flat_master=True)
+    with pytest.raises(ValueError, match='flat_master=True cannot be used with sparse'): flat.fit(1)
 
 
 def test_torchscript_and_lazy_modules_run_as_under_autocast():
