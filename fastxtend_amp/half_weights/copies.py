@@ -20,9 +20,9 @@ __all__ = ['HalfForward', 'WeightCopies']
 class _AsHalf(torch.autograd.Function):
     "Stands copies in for masters; backward, gradients go to fp32 as through autocast's own casts."
     @staticmethod
-    def forward(halves, *masters): return tuple(h.detach() for h in halves)
-    @staticmethod
-    def setup_context(ctx, inputs, output): ctx.set_materialize_grads(False)
+    def forward(ctx, halves, *masters):                          # with a `setup_context`, PyTorch binds arguments in Python
+        ctx.set_materialize_grads(False)
+        return tuple(h.detach() for h in halves)
     @staticmethod
     def backward(ctx, *grads): return None, *(None if g is None else g.float() for g in grads)
 
