@@ -1,6 +1,7 @@
 "`MixedPrecision`: the callback that runs fastai's training loop under autocast and scales the loss in fp16."
 import inspect
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -175,11 +176,14 @@ class MixedPrecision(Lifecycle, fp16.MixedPrecision):
         opt = None if self._learn is None else self._learn.opt
         if state and self.scales_loss: self._scaling.load_state_dict(state, opt)
 
-    keep_call = "learn.to_{mode}(fp32_modules=['{name}'])"       # the call that keeps a module in fp32, for advice
-
-    def diagnosing(self) -> AbstractContextManager:
-        "What a diagnosis runs in: the model as it is outside a batch."
-        return nullcontext()
+    @contextmanager
+    def diagnosing(self) -> Iterator[None]:
+        "The model as it is outside a batch, inside; for observers that run it."
+        later = None if self._batch is None else self._batch.later
+        if later is not None: later.remove()
+        try: yield
+        finally:
+            if later is not None: later.install()
 
     # -- the events of fastai's loop
 

@@ -52,8 +52,9 @@ def test_host_syncs_of_half_precision_weights(mode, opt, syncs, flat):
         learn.fit(1, .01)
         counts[m] = counted(lambda: learn.fit(1, .01))
     beyond = counts[mode]['aten::_local_scalar_dense'] - counts['fp32']['aten::_local_scalar_dense']
-    # flat: once a fit, whether the optimizer is elementwise; and PyTorch's fused kernels read for each tensor on a CPU, which are few then
-    assert beyond <= syncs * STEPS + 1 if flat else beyond == syncs * STEPS
+    # flat: once a fit, trial steps whether the optimizer is elementwise, in which PyTorch's fused kernels read for each tensor
+    # on a CPU, and the step counts that the parameters start from
+    assert beyond <= syncs * STEPS + 10 if flat else beyond == syncs * STEPS
 
 
 def handwritten_counts(mode, opt):

@@ -1,194 +1,231 @@
-"Which parameters have a half-precision copy, when is it in the model, and where do its gradients go?"
+"Half-precision copies of a model's weights, which each module takes inside its own forward."
 from __future__ import annotations
 
-from functools import lru_cache
+from collections import defaultdict
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.parameter import is_lazy
 
-from ..convert import map_tensors
+from ..compat import copy_all, held_elsewhere, in_function_transform, is_compiled
+from ..forward import ModuleForward
 from ..fp32_modules import unwrapped
+from ..guard import cache_loses_gradients
+from .modules import Weight, weights_to_copy
+from .watch import WeightWatch
 
-__all__ = ['NORMS', 'GradMemory', 'WeightCopies']
-
-NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
-
-
-class GradMemory:
-    """Memory for one master's gradient that outlives the step, where the system would take it back and hand it out anew, page by page.
-
-    It is lent once between two steps, to a master without a gradient, so that nobody's earlier gradient is overwritten.
-    """
-    def __init__(self, master: nn.Parameter):
-        self.master, self.lent = master, False
-        self.tensor: torch.Tensor | None = None                  # flat masters put a part of their own here
-        self.wanted = master.device.type == 'cpu'                # an accelerator's allocator keeps what it frees, for activations, too
-
-    def fp32(self, grad: torch.Tensor) -> torch.Tensor:
-        "`grad` in the master's dtype."
-        p = self.master
-        free = not self.lent and p.grad is None and (self.wanted or self.tensor is not None)
-        dense = type(grad) is torch.Tensor and grad.layout is torch.strided
-        if not free or not dense or torch.is_grad_enabled(): return grad.to(p.dtype)   # enabled: a gradient to be differentiated again
-        if self.tensor is None: self.tensor = torch.empty_like(p, requires_grad=False)
-        self.lent = True
-        return self.tensor.copy_(grad).data                      # a tensor of its own, so that autograd need not copy it
+__all__ = ['HalfForward', 'WeightCopies']
 
 
 class _AsHalf(torch.autograd.Function):
-    "The half-precision copy that stands for a master: no operator forward; backward, its gradient in the master's dtype."
+    "Stands copies in for masters; backward, gradients go to fp32 as through autocast's own casts."
     @staticmethod
-    def forward(ctx, master, half, memory):
-        ctx.memory = memory
-        return half.detach()
+    def forward(ctx, halves, *masters):                          # with a `setup_context`, PyTorch binds arguments in Python
+        ctx.set_materialize_grads(False)
+        return tuple(h.detach() for h in halves)
     @staticmethod
-    def backward(ctx, grad): return ctx.memory.fp32(grad), None, None
+    def backward(ctx, *grads): return None, *(None if g is None else g.float() for g in grads)
 
 
-def _to(p: nn.Parameter, dtype: torch.dtype) -> None:
-    if p.dtype is dtype: return
-    grad, p.grad = p.grad, None
-    p.data = p.data.to(dtype)
-    if grad is not None: p.grad = grad.to(dtype)
+class Copy:
+    "A master, its half-precision copy, and what tells whether the master has changed since this was written."
+    def __init__(self, weight: Weight, dtype: torch.dtype):
+        self.module, self.name, self.master = weight
+        self.dtype, self.place = dtype, weight.module.__dict__   # an attribute here hides the parameter of this name
+        self.half: Any = None
+
+    @property
+    def wanted(self) -> bool:
+        "Is the master still there, and is it trained? autocast does not keep the casts of others either."
+        p = self.master
+        return p.requires_grad and p.dtype is torch.float32 and getattr(self.module, self.name) is p
+
+    def ready(self) -> torch.Tensor: # To be written into
+        "A tensor for the copy: the last one, unless a graph holds it or the master's place or layout has changed."
+        h, p = self.half, self.master
+        if h is None or h.device != p.device or h.stride() != p.stride() or held_elsewhere(h):
+            self.half = torch.empty_like(p, dtype=self.dtype, requires_grad=False)
+        return self.half
+
+    # In-place operations and a new `.data` show here; what writes into `.data` does not.
+    def written(self): self.seen = self.master._version, self.master.data_ptr()
+    def is_written(self) -> bool:
+        return self.half is not None and self.seen == (self.master._version, self.master.data_ptr())
 
 
-def _refused(module, p): return isinstance(module, torch.jit.ScriptModule) or is_lazy(p)
+class HalfForward(ModuleForward):
+    """The forward of a module with half-precision copies of its weights, while autocast is on.
+
+    Outside this forward the module has its masters, for everybody. In one batch the same copies stand in the graph
+    however often the module is called, as with autocast's cache, so that gradients add up alike.
+    """
+    transient = True
+
+    def __init__(self, module: nn.Module, groups: list[list[Weight]], copies: WeightCopies):
+        super().__init__(module)
+        self.copies = copies
+        self.groups = [[Copy(w, copies.dtype) for w in group] for group in groups]
+        self.all = [c for group in self.groups for c in group]
+        self.seen, self.barred = False, False                    # was it watched; does something else use its weights
+        self.views: list[tuple[Copy, torch.Tensor]] | None = None    # in this batch's graph
+
+    def __call__(self, *args, **kwargs) -> Any:
+        copies = self.copies
+        if torch.compiler.is_compiling(): return self.run(*args, **kwargs)
+        if copies.watch is not None: return copies.watched_call(self, args, kwargs)
+        if self.barred or not copies.usable: return self.run(*args, **kwargs)
+        if self.seen: return self.with_copies(args, kwargs)
+        copies.miss(self)
+        return self.run(*args, **kwargs)
+
+    def with_copies(self, args: tuple, kwargs: dict) -> Any:
+        "The module's forward, with copies in the place of its weights."
+        taken = self.taken(args, kwargs)
+        try:
+            for copy, tensor in taken: copy.place[copy.name] = tensor
+            return self.run(*args, **kwargs)
+        finally:
+            for copy, _ in taken: copy.place.pop(copy.name, None)
+
+    def taken(self, args: tuple, kwargs: dict) -> list[tuple[Copy, torch.Tensor]]:
+        "Which weights to replace in this call, and by what."
+        grad = torch.is_grad_enabled()
+        if grad and self.views is not None: return self.views
+        copies = self.copies
+        if copies.stale: copies.rewrite()
+        wanted = [[c for c in group if c.wanted] for group in self.groups]
+        changed = [c for group in wanted for c in group if not c.is_written()]
+        if changed: copies.write(changed)
+        if not grad: return [(c, c.half) for group in wanted for c in group]
+        views: list[tuple[Copy, torch.Tensor]] = []
+        for group in wanted:
+            if group: views += zip(group, _AsHalf.apply([c.half for c in group], *(c.master for c in group)))
+        self.views = views
+        copies.in_graph.append(self)
+        return views
 
 
-def _is_norm(module: nn.Module) -> bool:
-    return isinstance(module, NORMS) or type(module).__name__.endswith(('RMSNorm', 'LayerNorm'))
+class HalfAttention(HalfForward):
+    """`HalfForward` for `nn.MultiheadAttention`.
 
-
-@lru_cache
-def _takes_half(kind: type, device_type: str, dtype: torch.dtype) -> bool:
-    "Does PyTorch run this normalisation on half-precision inputs with fp32 weights, forward and backward?"
-    rank = {nn.BatchNorm1d: 0, nn.BatchNorm2d: 2, nn.BatchNorm3d: 3, nn.LayerNorm: 0, nn.GroupNorm: 2}.get(kind)
-    if rank is None: return False
-    try:
-        norm = (kind(2, 2) if kind is nn.GroupNorm else kind(2)).to(device_type)
-        for training in (True, False):
-            out = norm.train(training)(torch.ones(2, 2, *[2] * rank, device=device_type, dtype=dtype, requires_grad=True))
-            out.float().sum().backward()
-        return out.dtype is dtype
-    except RuntimeError: return False
-
-
-def _weight(module: nn.Module) -> torch.Tensor | None:
-    "The tensor that says in which dtype `module` computes: its first own floating one."
-    for p in module._parameters.values():
-        if p is not None and p.is_floating_point(): return p
-    if 'parametrizations' not in module._modules: return None
-    return next((p for p in module.get_submodule('parametrizations').parameters() if p.is_floating_point()), None)
-
-
-def _like_weights(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-    "A forward pre-hook: floating inputs in the dtype of the module's own weights, as autocast would have them."
-    w = _weight(module)
-    if w is None: return None
-    dtype = w.dtype
-    if not kwargs and all(isinstance(t, torch.Tensor) and (t.dtype is dtype or not t.is_floating_point()) for t in args): return None
-    def cast(t): return t.to(dtype) if t.is_floating_point() and t.dtype is not dtype else t
-    return map_tensors(cast, args), map_tensors(cast, kwargs) if kwargs else kwargs
+    In evaluation it computes with the masters: its fast path does so, and autocast does not touch that. Queries, keys
+    and values that are not one tensor take parts of the input projection, which autocast casts in each call.
+    """
+    def taken(self, args, kwargs):
+        if not self.module.training: return []
+        taken = super().taken(args, kwargs)
+        query, key, value = [*args, *(kwargs.get(n) for n in ('query', 'key', 'value')[len(args):])][:3]
+        if query is key and key is value: return taken
+        return [(copy, t) for copy, t in taken if not copy.name.startswith('in_proj')]
 
 
 class WeightCopies:
-    """The half-precision copies of one model's fp32 parameters, and where in the model they go.
+    "The half-precision copies for one model during a fit."
+    patience = 8                                                 # batches to wait for a module that was missed
 
-    The model's `Parameter`s are the masters and never change dtype or memory. Inside a batch the modules hold the copies
-    in their place, as `torch.func.functional_call` would put them there; gradients flow through a copy to its master, in
-    fp32. Everybody who looks at the model outside the forward and backward pass (the optimizer, gradient clipping,
-    checkpoints, DDP's hooks) meets ordinary fp32 parameters.
-    """
     def __init__(self,
-        model: nn.Module, # The model; nothing in it changes yet
-        dtype: torch.dtype, # The copies' dtype
-        kept: dict[str, nn.Module], # Modules whose parameters stay in fp32; so do those of normalisation layers
-        has_masters: bool = True, # Whether there are copies at all: `lower` turns the parameters themselves otherwise
+        model: nn.Module, # The model
+        device_type: str, # Type of the device that autocast is on for
+        dtype: torch.dtype, # autocast's dtype
     ):
-        self.model, self.dtype, self.inside, self.stale = model, dtype, False, True
-        self.stepped = False                                     # since gradients' memory was lent
-        self.on = False                                          # whether there is training, so that the copies are wanted
-        model = unwrapped(model)
-        norms = [m for m in model.modules() if _is_norm(m)]
-        stays = {id(p) for m in (*kept.values(), *norms) for p in m.parameters()}
-        self.masters: list[nn.Parameter] = []
-        self.halves: list[torch.Tensor] = []
-        self.slots: list[tuple[nn.Module, str, int]] = []        # module, its parameter's name, number of the master
-        places: dict[int, int] = {}
-        for module in model.modules():
-            for name, p in module._parameters.items():
-                if p is None or p.dtype is not torch.float32 or id(p) in stays or _refused(module, p): continue
-                i = places.setdefault(id(p), len(self.masters))
-                if i < len(self.masters): pass                   # tied
-                elif not has_masters: self.masters.append(p)
-                else:
-                    self.masters.append(p)
-                    self.halves.append(torch.empty_like(p, dtype=dtype, requires_grad=False, memory_format=torch.preserve_format))
-                if has_masters: self.slots.append((module, name, i))
-        self.memories = {p: GradMemory(p) for p in self.masters if has_masters}
-        devices: dict[torch.device, list] = {}                   # PyTorch crashes on a list of tensors on several devices
-        for h, p in zip(self.halves, self.masters): devices.setdefault(h.device, []).append((h, p))
-        self.by_device = [*devices.values()]
-        inner = {id(m) for k in kept.values() for m in k.modules()}
-        self.rnns = [m for m in model.modules() if isinstance(m, nn.RNNBase) and id(m) not in inner]
-        self.casting = [m for m in model.modules() if id(m) not in inner and not isinstance(m, torch.jit.ScriptModule) and _weight(m) is not None
-                        and not self._mixed(m)]
+        self.model, self.device_type, self.dtype = unwrapped(model), device_type, dtype
+        self.stale, self.on = True, False
+        self.in_graph: list[HalfForward] = []                    # whose views this batch has made
+        # Compiled code has autocast's casts traced into it, where they are cheap.
+        found = {} if any(map(is_compiled, model.modules())) else weights_to_copy(model, device_type, dtype)
+        def forward_of(m): return HalfAttention if type(m) is nn.MultiheadAttention else HalfForward
+        self.forwards: list[HalfForward] = [forward_of(m)(m, groups, self) for m, groups in found.items()]
+        self.watch: WeightWatch | None = None
+        self.called: dict[HalfForward, int] = {}                 # how often, in a watched batch
+        self.missed: set[HalfForward] = set()                    # called in batches that were not watched
+        self.n_watched = 1                                       # batches that may still be watched
 
-    def hook(self) -> None:
-        "Let modules cast their inputs from now on, until `close`."
-        for m in self.casting: m.register_forward_pre_hook(_like_weights, with_kwargs=True, prepend=True)
-
-    def _mixed(self, m): return _is_norm(m) and _takes_half(type(m), next(m.parameters()).device.type, self.dtype)
-
-    def refresh(self) -> None:
-        "Rewrite the copies from the masters."
-        for pairs in self.by_device: torch._foreach_copy_([h.data for h, _ in pairs], [p.detach() for _, p in pairs])
-        self.stale, self._versions = False, self._state()
-
-    def lend(self) -> None:
-        "After a step: gradients may have the memory of the last ones, unless these are still there."
-        for p, memory in self.memories.items(): memory.lent = p.grad is not None
-        self.stepped = False
-
-    # What changes a master without `.data` shows here; fastai's optimizers use `.data`, and the events tell of them.
-    def _state(self): return [(p._version, p.data_ptr()) for p in self.masters]
+    def install(self) -> None:
+        "Put the forwards on their modules."
+        for f in self.forwards: f.install()
 
     def fits(self, model: nn.Module) -> bool:
-        "Are the model and its parameters still the ones that this was built for?"
-        return model is self.model and all(m._parameters.get(n) is self.masters[i] for m, n, i in self.slots)
+        "Is `model` still the one that this was built for, as it is or wrapped?"
+        return unwrapped(model) is self.model
 
-    def enter(self) -> None:
-        "Put the copies into the model."
-        if self.inside: return
-        if self.stale or self._versions != self._state(): self.refresh()
-        self.fastpath = torch.backends.mha.get_fastpath_enabled()
-        self.inside = True
-        torch.backends.mha.set_fastpath_enabled(False)           # it would mix half weights with the norms' fp32 in one kernel
-        grad = torch.is_grad_enabled()
-        now: Any = [_AsHalf.apply(p, h, self.memories[p]) if grad and p.requires_grad else h for p, h in zip(self.masters, self.halves)]
-        for module, name, i in self.slots: module._parameters[name] = now[i]
-        for rnn in self.rnns: rnn._flat_weights = [getattr(rnn, n, None) for n in rnn._flat_weights_names]
+    # -- the part of a batch in which autocast is on
+
+    def enter(self,
+        training: bool, # Whether this batch is to be trained on
+    ) -> None:
+        "Modules may take their copies from now on; in training, batches are watched for modules not yet known."
+        self.leave()
+        if not self.forwards: return
+        if training and self.n_watched:
+            self.n_watched -= 1
+            self.watch = WeightWatch(c.master for f in self.forwards for c in f.all)
+            self.watch.__enter__()
+        self.on = True
 
     def leave(self) -> None:
-        "Put the masters back; may be interrupted and called again."
-        if not self.inside: return
-        for module, name, i in self.slots: module._parameters[name] = self.masters[i]
-        for rnn in self.rnns: rnn._flat_weights = [getattr(rnn, n, None) for n in rnn._flat_weights_names]
-        torch.backends.mha.set_fastpath_enabled(self.fastpath)
-        self.inside = False
+        "No more; may be interrupted and called again."
+        self.on = False
+        for f in self.in_graph: f.views = None
+        self.in_graph.clear()
+        if self.watch is None: return
+        self.watch.leave()
+        for f in self.forwards:
+            f.barred |= any(id(c.master) in self.watch.used for c in f.all)
+        for f, n in self.called.items():                         # the cache may be cleared between two calls: autocast's job
+            f.seen, f.barred = True, f.barred or (n > 1 and cache_loses_gradients())
+        self.missed -= self.called.keys()
+        if not self.missed: self.n_watched = 0
+        self.called.clear()
+        self.watch = None
 
-    def lower(self) -> None:
-        "Without masters: the parameters themselves in half precision."
-        for p in self.masters: _to(p, self.dtype)
+    @property
+    def usable(self) -> bool:
+        "Would autocast cast here and now, and keep the casts for the batch?"
+        kind = self.device_type
+        return (self.on and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is self.dtype
+                and torch.is_autocast_cache_enabled() and not in_function_transform())
 
-    def close(self) -> None:
-        "Take everything off the model; parameters that `lower` turned are fp32 again, with the values they came to."
+    def watched_call(self, f: HalfForward, args: tuple, kwargs: dict) -> Any:
+        "Run a module in a batch that is watched: by autocast alone, unless it has been watched before."
+        watch, usable = self.watch, self.usable
+        assert watch is not None
+        watch.own = True
+        try:
+            if usable and f.seen and not f.barred: return f.with_copies(args, kwargs)
+            if usable: self.called[f] = self.called.get(f, 0) + 1
+            return f.run(*args, **kwargs)
+        finally: watch.own = False
+
+    def miss(self, f: HalfForward) -> None:
+        "Watch the next batches for a module that was called in none of those before."
+        if f in self.missed or not torch.is_grad_enabled(): return
+        self.missed.add(f)
+        self.n_watched = self.patience
+
+    # -- writing
+
+    def rewrite(self) -> None:
+        "Rewrite all copies that are in use from their masters."
+        self.write([c for f in self.forwards if f.seen and not f.barred for c in f.all if c.wanted])
+        self.stale = False
+
+    def write(self, copies: list[Copy]) -> None:
+        "Rewrite these copies: one launch for each device."
+        by_device: dict[torch.device, list] = defaultdict(list)
+        for c in copies: by_device[c.master.device].append(c)
+        with torch.no_grad():
+            for group in by_device.values(): copy_all([c.ready() for c in group], [c.master for c in group])
+        for c in copies: c.written()
+
+    # -- the end
+
+    def uncover(self) -> None:
+        "Where an interrupt struck inside a module's forward: show its masters again."
+        for f in self.forwards:
+            for c in f.all: c.place.pop(c.name, None)
+
+    def remove(self) -> None:
+        "Take everything off the model; may be interrupted and called again."
         self.leave()
-        for p in self.masters: _to(p, torch.float32)
-        for m in self.casting:                                   # looked for, since an interrupt may have struck while they were put on
-            for key in [k for k, hook in m._forward_pre_hooks.items() if hook is _like_weights]:
-                m._forward_pre_hooks_with_kwargs.pop(key, None)
-                m._forward_pre_hooks.pop(key, None)
+        self.uncover()
+        for f in self.forwards: f.remove()

@@ -1,10 +1,10 @@
 """Does training with half-precision weights end where fp32's does? The table of nbs/half_quality.md:
 
-    python tests/quality.py > nbs/half_quality.md
+    python tests/half_weights/quality.py > nbs/half_quality.md
 """
 from __future__ import annotations
 
-import platform, random, statistics, time, warnings
+import importlib.util, platform, random, statistics, time, warnings
 from functools import partial
 from importlib.metadata import version
 
@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import fastxtend_amp  # noqa: F401  patches Learner
-from fastxtend_amp.half_weights.callback import kahan
+from fastxtend_amp.half_weights import kahan
 
 EPS = 1e-5  # of Adam; its second moments, as all of the optimizer's state, are bf16 without masters
 
@@ -60,18 +60,34 @@ WAYS = {
     'masters': lambda learn: learn.to_half_weights(),
     'flat masters': lambda learn: learn.to_half_weights(flat_master=True),
     'no masters, Kahan': lambda learn: learn.to_half_weights(master_weights=False),
+    'no masters, stochastic rounding': lambda learn: learn.to_half_weights(master_weights=False),
     'no masters, not compensated': lambda learn: learn.to_half_weights(master_weights=False),
 }
+
+
+def stochastic(name='_AdamW', **kwargs):
+    "One of torchao's optimizers with stochastic rounding, for `Learner(opt_func=...)`; it wants its learning rate as a tensor, which fastai sets as a number."
+    from torchao import optim
+    def build(params, lr=1e-3, **more):
+        opt = getattr(optim, name)(params, lr=lr, bf16_stochastic_round=True, **{**kwargs, **more})
+        def as_tensors(opt, *_):
+            for g in opt.param_groups: g['lr'] = torch.as_tensor(g['lr'], dtype=torch.float32)
+        opt.register_step_pre_hook(as_tensors)
+        return opt
+    return partial(OptimWrapper, opt=build)
 
 
 def final_loss(task: str, way: str, seed: int = 0) -> float:
     "fastai's smoothed training loss at the end of a fit."
     x, y, model, epochs, lr = TASKS[task]()
     torch.manual_seed(seed); random.seed(seed)
-    opt = kahan('AdamW', betas=(.9, .999), eps=EPS) if way.endswith('Kahan') else partial(OptimWrapper, opt=torch.optim.AdamW, eps=EPS)
+    opt = partial(OptimWrapper, opt=torch.optim.AdamW, eps=EPS)
+    if way.endswith('Kahan'): opt = kahan('AdamW', betas=(.9, .999), eps=EPS)
+    if way.endswith('stochastic rounding'): opt = stochastic(eps=EPS, weight_decay=.01)
     dl = DataLoader(TensorDataset(x, y), bs=50, shuffle=True, num_workers=0, device='cpu')
     learn = WAYS[way](Learner(DataLoaders(dl, dl.new(shuffle=False), device='cpu'), model(), loss_func=CrossEntropyLossFlat(), opt_func=opt))
-    with warnings.catch_warnings(), learn.no_bar(), learn.no_logging():
+    # torchao compiles its step, which takes minutes: here it runs as it is
+    with warnings.catch_warnings(), learn.no_bar(), learn.no_logging(), torch.compiler.set_stance('force_eager'):
         warnings.simplefilter('ignore')
         learn.fit(epochs, lr)
     return learn.recorder.values[-1][0]
@@ -85,12 +101,13 @@ def main(n_seeds: int = 5) -> None:
         print(f'## {task}, {n_seeds} seeds\n\n| weights in bf16 | final loss | smallest to largest | beyond fp32, by seed |\n|---|---|---|---|', flush=True)
         fp32: list[float] = []
         for way in WAYS:
+            if way.endswith('stochastic rounding') and importlib.util.find_spec('torchao') is None: continue
             losses = [final_loss(task, way, seed) for seed in range(n_seeds)]
             fp32 = fp32 or losses
             beyond, name = ', '.join(f'{a - b:+.4f}' for a, b in zip(losses, fp32)), way if way != 'fp32' else 'none: fp32'
             print(f'| {name} | {statistics.mean(losses):.4f} | {min(losses):.4f} to {max(losses):.4f} | {beyond} |', flush=True)
         print()
-    print(f'{(time.time() - start) / 60:.0f} minutes. `python tests/quality.py` prints this.')
+    print(f'{(time.time() - start) / 60:.0f} minutes. `python tests/half_weights/quality.py` prints this.')
 
 
 if __name__ == '__main__': main()

@@ -1,0 +1,99 @@
+"Training without fp32 masters: the weights themselves, and the optimizer's state for them, in bf16."
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..convert import is_half
+from .modules import weights_to_copy
+from .optimizers import compensates, state_of
+
+__all__ = ['LoweredWeights']
+
+
+class LoweredWeights:
+    """The weights that would have half-precision copies, in bf16 themselves while a model is trained.
+
+    bf16 numbers are fp32 numbers, so raising them for a validation and lowering them again changes nothing.
+    """
+    def __init__(self,
+        model: nn.Module, # The model
+        opt: Any, # fastai's `Optimizer` or `OptimWrapper`
+        device_type: str, # Type of the device that autocast is on for
+        dtype: torch.dtype, # autocast's dtype
+    ):
+        groups = weights_to_copy(model, device_type, dtype).values()
+        self.params, self.dtype, self.opt = [w.param for gs in groups for g in gs for w in g], dtype, opt
+        self.low = False
+        self.store: Any = None                                   # the dictionary of states that was lowered last
+        self.moves = None if compensates(opt) else Moves()
+
+    def lower(self) -> None:
+        "Bring trained weights to bf16, and their state, which may have come from training in fp32 or from a file."
+        if self.low and state_of(self.opt) is self.store: return
+        self.low = True
+        for p in self.params:
+            if p.requires_grad: self._bring(p, self.dtype)
+        self.store = state_of(self.opt)
+
+    def raise_(self) -> None:
+        "Bring them back to fp32; may be interrupted and called again."
+        for p in self.params: self._bring(p, torch.float32)
+        self.low, self.store = False, None
+
+    def _bring(self, p, dtype):
+        if p.dtype is not dtype:
+            grad, p.grad = p.grad, None
+            p.data = p.data.to(dtype)
+            if grad is not None: p.grad = grad.to(dtype)
+        state = state_of(self.opt).get(p, {})
+        comp = state.get('kahan_comp', p)                        # optimi's, which has none for a weight that it met in fp32
+        if dtype is self.dtype and (comp is None or comp.shape != p.shape):
+            state['kahan_comp'] = torch.zeros_like(p, requires_grad=False)
+        for k, v in state.items():                               # step counts and quantized states stay as they are
+            if type(v) is not torch.Tensor or v.shape != p.shape or not v.dim(): continue
+            if is_half(v) or v.dtype is torch.float32: state[k] = v.to(dtype)
+
+    # -- does anything move?
+
+    def before_step(self) -> None:
+        if self.moves is not None: self.moves.before_step([p for p in self.params if p.dtype is self.dtype])
+
+    def after_step(self) -> None:
+        if self.moves is not None and self.moves.after_step(): self.warn()
+
+    def warn(self) -> None:
+        "After the first steps: tell which share of the weights they left where they were."
+        moves, self.moves = self.moves, None
+        if moves is None or not moves.n: return
+        name = type(getattr(self.opt, 'opt', self.opt)).__name__
+        warnings.warn(f"master_weights=False with {name}, which does not compensate for rounding: small updates are lost. "
+                      f"In the first {moves.n} steps {moves.share:.0%} of the weights with a gradient did not move. "
+                      "Use an optimizer with Kahan summation (`fastxtend_amp.kahan`) or stochastic rounding, "
+                      "or keep the masters.")
+
+
+class Moves:
+    "The share of the weights that the first steps leave where they were."
+    steps = 8
+    def __init__(self): self.n, self.unmoved, self.total, self.before = 0, 0, 0, None
+
+    def before_step(self, params: list[nn.Parameter]) -> None:
+        "Remember the weights that have a gradient."
+        self.before = [(p, p.detach().clone(), p.grad != 0) for p in params if p.grad is not None]
+
+    def after_step(self) -> bool: # Were these enough steps?
+        "Count those that did not move."
+        before, self.before = self.before, None
+        if before is None: return False
+        for p, old, had in before:
+            self.total += int(had.sum())
+            self.unmoved += int((had & (p.detach() == old)).sum())
+        self.n += 1
+        return self.n == self.steps
+
+    @property
+    def share(self) -> float: return self.unmoved / max(self.total, 1)

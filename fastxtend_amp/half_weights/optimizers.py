@@ -1,0 +1,100 @@
+"What half-precision weights ask of optimizers: trial steps, and those that make up for rounding."
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from fastai.optimizer import Optimizer, OptimWrapper, pytorch_hp_map
+from torch import nn
+
+__all__ = ['compensates', 'is_elementwise', 'kahan', 'sparse_trouble', 'state_of', 'trial_optimizer']
+
+
+def state_of(
+    opt: Any, # fastai's `Optimizer` or `OptimWrapper`
+) -> dict: # By parameter
+    "The dictionary in which `opt` keeps its state."
+    return opt.opt.state if isinstance(opt, OptimWrapper) else opt.state
+
+
+def trial_optimizer(
+    opt: Any, # fastai's `Optimizer` or `OptimWrapper`
+    params: list[nn.Parameter], # What the new one is to step on
+) -> Any: # A fastai optimizer, or one of torch's
+    "An optimizer of `params` with the rule of `opt` and nothing in its state."
+    if type(opt) is Optimizer: return Optimizer(params, opt.cbs, **{**opt.hypers[0], 'lr': .01})
+    inner = opt.opt
+    try: trial = type(inner)(params, **inner.defaults)
+    except TypeError:                                            # its arguments have other names than its defaults
+        trial = copy.copy(inner)
+        trial.state, trial.param_groups = defaultdict(dict), [{'params': params}]
+    for g in trial.param_groups: g.update({**inner.param_groups[0], 'params': params, 'lr': .01})
+    return trial
+
+
+def is_elementwise(
+    opt: Any, # fastai's `Optimizer` or `OptimWrapper`
+) -> bool:
+    "Whether a step of `opt` changes the same numbers alike, in one tensor or in two; found by trial steps."
+    device = next(p.device for pl in opt.param_lists for p in pl)
+    numbers = torch.linspace(-1, 30, 10, device=device)
+    def stepped(*tensors):
+        params = [nn.Parameter(t.clone()) for t in tensors]
+        trial = trial_optimizer(opt, params)
+        for _ in range(2):
+            for p in params: p.grad = p.detach().sin()
+            trial.step()
+        state = [(p, v) for p in params for v in trial.state.get(p, {}).values() if isinstance(v, torch.Tensor)]
+        return torch.cat([p.detach().flatten() for p in params]), all(v.numel() == 1 or v.shape == p.shape for p, v in state)
+    try: (two, fits), (one, _) = stepped(numbers[:6].view(3, 2), numbers[6:]), stepped(numbers)
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError): return False   # it wants matrices, a closure, ...
+    return fits and torch.allclose(two, one)
+
+
+def sparse_trouble(
+    opt: Any, # The learner's optimizer
+) -> str | None:
+    "What a trial step on a small sparse gradient ends with; None if it works."
+    if type(opt) is not Optimizer and not isinstance(opt, OptimWrapper): return None
+    p = nn.Parameter(torch.ones(3, 2))
+    try:
+        trial = trial_optimizer(opt, [p])
+        for _ in range(2):
+            p.grad = torch.sparse_coo_tensor(torch.tensor([[1]]), torch.ones(1, 2), (3, 2), check_invariants=False)
+            trial.step()
+    except (RuntimeError, TypeError) as e: return str(e).splitlines()[0]
+    return None
+
+
+def compensates(
+    opt: Any, # The learner's optimizer
+) -> bool:
+    """Whether `opt` keeps what rounding to bf16 loses.
+
+    optimi's optimizers do by Kahan summation, unless told not to; torchao's with `bf16_stochastic_round=True` on average.
+    """
+    inner = getattr(opt, 'opt', opt)
+    package = type(inner).__module__.partition('.')[0]
+    if package == 'optimi': return all(g.get('kahan_sum') is not False for g in inner.param_groups)
+    return package == 'torchao' and bool(getattr(inner, 'bf16_stochastic_round', False))
+
+
+def kahan(
+    opt: str = 'AdamW', # The name of one of optimi's optimizers
+    **kwargs # Its arguments
+) -> Callable: # To hand to `Learner(opt_func=...)`
+    """An optimizer with Kahan summation for `to_half_weights(master_weights=False)`, with the names that fastai's schedules need.
+
+    Needs the package torch-optimi (`pip install fastxtend_amp[kahan]`). Source: https://optimi.benjaminwarner.dev/kahan_summation.
+    """
+    try: import optimi
+    except ImportError as e: raise ImportError("kahan needs optimi: `pip install torch-optimi`.") from e
+    cls = getattr(optimi, opt, None) if isinstance(opt, str) else opt
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        known = sorted(n for n, o in vars(optimi).items() if isinstance(o, type) and issubclass(o, torch.optim.Optimizer))
+        raise ValueError(f"opt={opt!r} is not one of optimi's optimizers. Take one of {', '.join(known)}.")
+    return partial(OptimWrapper, opt=partial(cls, **{'kahan_sum': True, **kwargs}), hp_map={**pytorch_hp_map, 'beta1': 'mom', 'beta2': 'sqr_mom'})

@@ -1,0 +1,131 @@
+"Flat masters: what the optimizer sees while it steps, and what nobody else does."
+from functools import partial
+
+import pytest, torch
+from fastai.callback.schedule import *
+from fastai.callback.training import GradientClip
+from fastai.optimizer import SGD, Adam, OptimWrapper
+from torch import nn
+
+from fastxtend_amp.half_weights import flat_masters, kahan
+from helpers import *
+
+pytestmark = pytest.mark.filterwarnings('ignore:.*emulated.*')
+
+
+def fitted(dtype='bf16', opt_func=SGD, n_epoch=2, lr=.01, cbs=None, model=None, dls=None, **kwargs):
+    learn = learner(model, dls, opt_func=opt_func, cbs=cbs).to_half_weights(dtype, **kwargs)
+    learn.fit(n_epoch, lr)
+    return learn
+
+
+class Counts(torch.optim.SGD):
+    "Notes how many parameters each group has in a step, and of how many elements."
+    def step(self, closure=None):
+        self.seen.append([[p.numel() for p in g['params']] for g in self.param_groups])
+        return super().step(closure)
+
+
+def counting(seen, model, block=None, monkeypatch=None, **kwargs):
+    if block: monkeypatch.setattr(flat_masters, 'BLOCK', block)
+    Counts.seen = seen
+    learn = learner(model, opt_func=partial(OptimWrapper, opt=Counts), **kwargs).to_half_weights(flat_master=True)
+    learn.fit(1, slice(1e-4, 1e-2) if kwargs else 1e-2)
+    return learn
+
+
+def test_flat_masters_are_few():
+    seen = []
+    counting(seen, mlp(), splitter=lambda m: [[*m[:2].parameters()], [*m[2:].parameters()]])
+    assert {str(s) for s in seen[-6:]} == {'[[16, 48, 8], [8, 1]]'}   # the norm, exempt from decay and always trained; a weight; its bias, exempt
+
+
+def test_blocks_have_a_bound(monkeypatch):
+    "A larger parameter is stepped on as it is, in its own memory; the numbers are the same."
+    def model():
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in [(6, 6)] * 5 + [(6, 20), (20, 1)]))
+    seen, whole = [], []
+    a, b = counting(seen, model(), 80, monkeypatch), counting(whole, model(), 2 ** 20, monkeypatch)
+    assert sorted(seen[-1][0]) == [20, 36, 72, 72, 120]
+    assert whole[-1] == [[320]] and same(params(a), params(b)) and flat_masters.BLOCK == 2 ** 20
+
+
+def test_other_memory_formats_stay():
+    "A channels-last weight keeps its layout, which decides which kernel runs."
+    seen, strides = [], []
+    model = nn.Sequential(nn.Unflatten(1, (2, 3, 1)), nn.Conv2d(2, 4, 1), nn.Conv2d(4, 4, (3, 1)), nn.Flatten(), nn.Linear(4, 1))
+    model.to(memory_format=torch.channels_last)
+    Counts.seen = seen
+    learn = learner(model, opt_func=partial(OptimWrapper, opt=Counts), cbs=At('after_step', lambda l: strides.append(l.model[2].weight.stride()), 11))
+    before = model[2].weight.stride()
+    learn.to_half_weights(flat_master=True).fit(1)
+    assert set(strides) == {before} == {model[2].weight.stride()} and not model[2].weight.is_contiguous()
+
+
+def test_callbacks_meet_each_parameter():
+    entries = set()
+    look = At('after_step', lambda l: entries.add((len(l.opt.all_params()), len(l.opt.param_lists[0]))), order=11)
+    fitted(opt_func=Adam, flat_master=True, cbs=[look, GradientClip(.5)])
+    assert entries == {(6, 6)}
+
+
+def test_flat_masters_freeze_and_train_groups_as_fp32():
+    def run(flat):
+        learn = learner(opt_func=Adam, splitter=lambda m: [[*m[:2].parameters()], [*m[2:].parameters()]], wd=.1).to_half_weights(flat_master=flat)
+        learn.create_opt(); learn.freeze(); learn.fit(1, .01); learn.unfreeze(); learn.fit_one_cycle(1, slice(1e-3, 1e-2)); learn.fit(1)
+        return learn
+    a, b = run(False), run(True)
+    assert same(params(a), params(b)) and same_state(opt_state(a.opt), opt_state(b.opt))
+    a.to_fp32(), b.to_fp32()
+    a.fit(2, .01), b.fit(2, .01)
+    assert same(params(a), params(b)) and same_state(opt_state(a.opt), opt_state(b.opt))
+
+
+class Branches(nn.Module):
+    "Uses one of its two layers in turn."
+    def __init__(self): torch.manual_seed(0); super().__init__(); self.n, self.layers = 0, nn.ModuleList([nn.Linear(6, 1), nn.Linear(6, 1)])
+    def forward(self, x): self.n += self.training; return self.layers[self.n % 2 if self.n < 5 else 0](x)
+
+
+@pytest.mark.parametrize('opt', ['adam', 'fused adamw', 'torch sgd'])
+def test_parameters_without_gradient_are_not_stepped_in_flat_masters(opt):
+    def forget(l):
+        for p in l.model.parameters(): p.grad = None
+    learns = [fitted(model=Branches(), opt_func=OPTIMIZERS[opt], flat_master=flat, cbs=[At('after_batch', forget, order=20)]) for flat in (False, True)]
+    assert same(*map(params, learns)) and same_state(*(opt_state(l.opt) for l in learns))
+
+
+def test_flat_masters_refuse_what_they_cannot_do():
+    from fastai.optimizer import Lamb, Larc, ranger
+    class Normed(torch.optim.SGD):                               # one that nobody has heard of
+        def step(self, closure=None):
+            for g in self.param_groups:
+                for p in g['params']: p.data -= g['lr'] * p.grad / p.grad.norm()
+    torch_s = {n: partial(OptimWrapper, opt=getattr(torch.optim, n)) for n in ('Adafactor', 'SparseAdam', 'LBFGS', 'Muon')}
+    for name, opt in {'Lamb': Lamb, 'Larc': Larc, 'Lookahead': ranger, 'Normed': partial(OptimWrapper, opt=Normed), 'StableAdamW': kahan('StableAdamW'),
+                      **torch_s}.items():
+        learn = learner(nn.Sequential(nn.Linear(6, 1, bias=False)), opt_func=opt).to_half_weights(flat_master=True)
+        before = params(learn)
+        with pytest.raises(ValueError, match=f'flat_master=True cannot be used with {name}'): learn.fit(1)
+        assert same(params(learn), before)
+
+
+@pytest.mark.parametrize('name', ['Adagrad', 'Adadelta', 'RMSprop', 'NAdam', 'RAdam', 'Adamax', 'ASGD', 'Rprop', 'kahan'])
+def test_flat_masters_take_other_elementwise_optimizers(name):
+    opt = kahan('Lion') if name == 'kahan' else partial(OptimWrapper, opt=getattr(torch.optim, name))
+    a, b = (fitted(opt_func=opt, flat_master=flat) for flat in (False, True))
+    assert same(params(a), params(b)) and same_state(opt_state(a.opt), opt_state(b.opt))
+
+
+@pytest.mark.parametrize('opt', ['adam', 'fused adamw'])
+def test_gradients_go_with_the_step_that_used_them(opt):
+    "No buffer outlives zero_grad where that frees gradients; fastai's own keep theirs, joined once."
+    pointers, kept = [], []
+    def look(l): pointers.append(tuple(p.grad.untyped_storage().data_ptr() for p in l.model.parameters()))
+    def after(l): kept.append(sum(b.flat.grad is not None for b in l.precision._flat.blocks))
+    model = nn.Sequential(nn.Linear(6, 16), nn.Linear(16, 16), nn.Linear(16, 1))
+    learn = fitted(opt_func=OPTIMIZERS[opt], flat_master=True, model=model, cbs=[At('after_step', look, 11), At('after_batch', after, 11)])
+    assert set(kept) == {0} and len({*pointers[-1]}) <= 3
+    if opt == 'adam': assert len(set(pointers)) == 1
+    assert all(p.grad is None or p.grad.untyped_storage().nbytes() == p.grad.nbytes for p in learn.model.parameters())

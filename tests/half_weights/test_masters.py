@@ -1,0 +1,240 @@
+"Everybody but a module's own forward meets fp32 masters, at all times, whatever ends a batch."
+import copy, math, pickle, time
+
+import pytest, torch
+from fastai.callback.schedule import *
+from fastai.callback.training import GradientAccumulation
+from fastai.optimizer import SGD, Adam
+from torch import nn
+
+from fastxtend_amp import HalfWeights, MixedPrecision
+from fastxtend_amp.forward import ModuleForward
+from fastxtend_amp.insight import diagnosis  # noqa: F401  looks for the cause of an overflow
+from test_guard import EVENTS, EXCEPTIONS, PLACES, build, caught, interrupt_after
+from helpers import *
+
+pytestmark = pytest.mark.filterwarnings('ignore:.*emulated.*')
+HALF = {'fp16': torch.float16, 'bf16': torch.bfloat16}
+
+
+def traces(learn):
+    "What of this package is on the model, and which parameters are not fp32 or hidden."
+    model = learn.model
+    return ([n for n, p in model.named_parameters() if p.dtype is not torch.float32],
+            [n for n, m in model.named_modules() if isinstance(m.__dict__.get('forward'), ModuleForward) or m._forward_pre_hooks],
+            [n for n, m in model.named_modules() if {'weight', 'bias'} & m.__dict__.keys()])
+CLEAN = [], [], []
+
+
+@pytest.mark.parametrize('exc', EXCEPTIONS, ids=lambda e: e.__name__)
+@pytest.mark.parametrize('place,order', [*((e, o) for e in EVENTS for o in (9, 11)), *((p, 0) for p in PLACES)], ids=str)
+def test_any_exception_anywhere_in_a_batch(place, order, exc, tmp_path):
+    plain, _ = build(None, place, exc, order)
+    expected = caught(lambda: plain.fit(1))
+    for kwargs in (dict(), dict(flat_master=True), dict(master_weights=False)):
+        learn, bomb = build(HalfWeights('bf16', **kwargs), place, exc, order)
+        place_of = lambda: {n: (id(p), p.data_ptr() if not kwargs else p.stride()) for n, p in learn.model.named_parameters()}
+        before, parameters = autocast_state(), place_of()
+        assert caught(lambda: learn.fit(1)) == expected
+        assert not bomb.armed and autocast_state() == before and traces(learn) == CLEAN
+        assert place_of() == parameters                          # the same objects, in place
+        if kwargs: continue
+        learn.path = tmp_path
+        learn.export(); learn.save('a'); learn.load('a')
+        again, clone, weights = pickle.loads(pickle.dumps(learn)), copy.deepcopy(learn), params(learn)
+        for l in (learn, again, clone):
+            l.fit(1)
+            assert traces(l) == CLEAN and all(p.isfinite().all() for p in l.model.parameters()) and not same(params(l), weights)
+
+
+@pytest.mark.parametrize('kwargs', [dict(), dict(flat_master=True), dict(master_weights=False)], ids=str)
+@pytest.mark.filterwarnings('ignore:master_weights')
+def test_asynchronous_interrupts(kwargs):
+    "A timer strikes anywhere, in our own lines too: the model is its fp32 masters, and nothing is on it."
+    learn, _ = build(HalfWeights('bf16', **kwargs), None, RuntimeError, 0)
+    learn.fit(1)                                                 # what is asked once a process
+    start = time.perf_counter(); learn.fit(1); once = time.perf_counter() - start
+    parameters, hits, n = [(id(p), p.stride()) for p in learn.model.parameters()], 0, 100
+    for i in range(n):
+        hits += interrupt_after(max(once * i / n, 1e-4), lambda: learn.fit(1))
+        assert traces(learn) == CLEAN and not torch.overrides._get_current_function_mode_stack(), f'interrupt {i}'
+        assert [(id(p), p.stride()) for p in learn.model.parameters()] == parameters
+        assert not any(t._is_view() for t in learn.model.parameters()) and not torch.is_autocast_enabled('cpu')
+    assert hits > n // 4
+    learn.fit(1)
+    assert all(p.isfinite().all() for p in learn.model.parameters())
+
+
+def test_copies_inside_the_modules_forward_alone(monkeypatch):
+    learner().to_half_weights().fit(1)                           # what is asked once a process, such as which layers autocast casts
+    inside, hooks, elsewhere = [], [], []
+    def linear(x, weight, bias=None):
+        inside.append((weight.dtype, bias.dtype, torch.is_grad_enabled()))
+        return own(x, weight, bias)
+    own = nn.functional.linear
+    monkeypatch.setattr(nn.functional, 'linear', linear)
+    learn = learner(opt_func=Adam)
+    def look(l=None): elsewhere.append(({p.dtype for p in learn.model.parameters()}, {g.dtype for p in learn.model.parameters() if (g := p.grad) is not None}))
+    for event in (*EVENTS, 'before_fit', 'before_epoch', 'before_train', 'before_validate', 'after_validate', 'after_epoch'):
+        for order in (0, 11): learn.add_cb(At(event, look, order))
+    learn.model[3].register_forward_pre_hook(lambda m, args: hooks.append((m.weight.dtype, m.bias.requires_grad)))
+    learn.model[3].register_forward_hook(lambda m, args, out: hooks.append((m.weight.dtype, out.dtype is torch.bfloat16)))
+    learn.to_half_weights().fit(2)
+    fp32, bf16 = torch.float32, torch.bfloat16
+    assert set(inside[:2]) == {(fp32, fp32, True)}               # the first batch is watched
+    assert set(inside[2:]) == {(bf16, bf16, True), (bf16, bf16, False)} and set(hooks) == {(fp32, True)}
+    assert all(p == {fp32} and g <= {fp32} for p, g in elsewhere) and any(g for _, g in elsewhere)
+
+
+def test_inputs_are_not_touched():
+    seen = []
+    class Exact(nn.Module):
+        def forward(self, x): seen.append((x.dtype, float(x[0, 0]))); return x
+    x = torch.full((8, 6), 1000.3)
+    for mode in HALF:
+        learn = learner(nn.Sequential(Exact(), nn.BatchNorm1d(6), nn.Linear(6, 1)), loaders(train=Data(x, torch.zeros(8, 1)))).to_half_weights(mode)
+        learn.fit(1)
+    assert set(seen[:2]) == {(torch.float32, float(torch.tensor(1000.3)))} and {d for d, _ in seen} == {torch.float32}
+
+
+def test_after_backward_sees_the_masters_gradients():
+    "Clipping there works as it does without us."
+    def clip(l): norms.append(float(nn.utils.clip_grad_norm_(l.model.parameters(), 1e-3)))
+    runs = []
+    for to in ('to_bf16', 'to_half_weights'):
+        norms = []
+        learn = learner(opt_func=SGD, cbs=At('after_backward', clip))
+        getattr(learn, to)().fit(2, .1)
+        runs.append((params(learn), norms))
+    assert same(runs[0][0], runs[1][0]) and runs[0][1] == runs[1][1] and min(runs[1][1]) > 1e-3
+
+
+def test_callbacks_replace_each_other():
+    learn = learner()
+    for to, cls in (('to_half_weights', HalfWeights), ('to_fp16', MixedPrecision), ('to_half_weights', HalfWeights),
+                    ('to_bf16', MixedPrecision), ('to_half_weights', HalfWeights)):
+        getattr(learn, to)()
+        assert [type(cb) for cb in learn.cbs if isinstance(cb, MixedPrecision)] == [cls]
+    assert not any(isinstance(cb, MixedPrecision) for cb in learn.to_fp32().cbs) and learn.precision is None
+
+
+def test_accumulation_over_256_micro_batches_is_fp32s():
+    "Of the gradients that arrive, which are bf16 products, nothing is lost in their sum; a sum in bf16 loses percents."
+    sums = {}
+    def grab(l): sums['half'] = l.model[0].weight.grad.clone()
+    dls = loaders(train=dataset(256), bs=1)
+    learn = learner(nn.Sequential(nn.Linear(6, 1)), dls, cbs=[GradientAccumulation(256)]).to_half_weights()
+    weights = learn.model[0].weight.detach().clone(), learn.model[0].bias.detach().clone()
+    learn.add_cb(At('before_step', grab, order=12))
+    learn.fit(1, .01)
+    exact, rounded = torch.zeros(1, 6, dtype=torch.float64), torch.zeros(1, 6, dtype=torch.bfloat16)
+    for x, y in dls.train:
+        w, b = (t.bfloat16().requires_grad_() for t in weights)
+        (nn.functional.mse_loss(nn.functional.linear(x.bfloat16(), w, b).float(), y) / 256).backward()
+        exact += w.grad.double()
+        rounded += w.grad
+    error = lambda s: float((s.double() - exact).norm() / exact.norm())
+    assert error(sums['half']) < 1e-6 and error(rounded) > 5e-3
+
+
+def test_copies_are_written_once_a_step():
+    "Eight micro-batches need one copy; under autocast each casts anew."
+    from fastxtend_amp.half_weights.copies import WeightCopies
+    written, write = [], WeightCopies.write
+    class Counting(WeightCopies):
+        def write(self, copies): written.append(len(copies)); write(self, copies)
+    def run(cbs):
+        learn = learner(mlp(), loaders(n=64), cbs=cbs).to_half_weights()
+        def count(l): l.precision._copies.__class__ = Counting
+        written.clear()
+        learn.add_cb(OnlyOnce('before_batch', count, 11)).fit(1, .01)
+        return list(written)
+    class OnlyOnce(At): pass
+    # 16 batches, of which the first is watched; 2 steps of 8; and one validation
+    assert run([]) == [4] * 16 and run([GradientAccumulation(32)]) == [4] * 3
+
+
+def test_a_step_below_bf16s_resolution_is_not_lost():
+    learn = learner(nn.Sequential(nn.Linear(6, 1)), opt_func=SGD).to_half_weights()
+    with torch.no_grad(): learn.model[0].weight.fill_(1.)
+    learn.add_cb(At('before_step', lambda l: l.model[0].weight.grad.fill_(1.), order=12))
+    learn.fit(10, 1e-5)                                          # 60 steps of 1e-5; bf16 has no number between 1 and 0.996
+    assert torch.allclose(learn.model[0].weight, torch.full((1, 6), 1 - 60e-5), atol=1e-6)
+
+
+@pytest.mark.parametrize('flat', [False, True])
+@pytest.mark.parametrize('event', ['before_batch', 'after_pred', 'after_step', 'after_epoch'])
+def test_copies_made_in_the_middle_of_a_fit(event, flat):
+    "Of the learner, and of the model alone: nothing of this package is on them, and they go on as by themselves."
+    made, models = [], []
+    order = 9 if event == 'before_batch' else 11
+    def make(l):
+        models.append((copy.deepcopy(l.model), pickle.loads(pickle.dumps(l.model)), params(l)))
+        if len(made) < 2 and event in ('before_batch', 'after_epoch'): made.append(pickle.loads(pickle.dumps(l)) if made else copy.deepcopy(l))
+    class Once(Callback):
+        def __reduce__(self): return Callback, ()
+    once = Once(); once.order = order; setattr(once, event, lambda: make(learn))
+    learn = learner(opt_func=Adam).to_half_weights(flat_master=flat).add_cb(once)
+    learn.fit(2, .01)
+    for a, b, weights in models:
+        for m in (a, b):
+            assert same([p.detach() for p in m.parameters()], weights) and {p.dtype for p in m.parameters()} == {torch.float32}
+            assert not any(isinstance(f, ModuleForward) for c in m.modules() for f in c.__dict__.values())
+            assert m(torch.ones(2, 6)).dtype is torch.float32
+    for l in made:
+        weights = params(l)
+        l.fit(1, .01)
+        assert not same(params(l), weights) and traces(l) == CLEAN
+        assert _forwards(l)
+
+
+def _forwards(l):
+    "Those that the next fit of a copied learner puts on: its layers have their plain bound methods by then."
+    found = []
+    l.add_cb(At('after_batch', lambda l: found.extend(l.precision._copies.forwards if l.training else ()), 11)).fit(1, .01)
+    return found
+
+
+def test_lr_find_leaves_the_learner_as_it_was(tmp_path):
+    for kwargs in (dict(dtype='fp16'), dict(flat_master=True)):
+        learn = learner(opt_func=Adam, path=tmp_path).to_half_weights(**kwargs)
+        before = params(learn)
+        learn.lr_find(show_plot=False, num_it=10, suggest_funcs=None)
+        assert same(params(learn), before) and traces(learn) == CLEAN and learn.precision.scales == []
+
+
+def test_validation_before_training_decides_nothing():
+    def run(first):
+        learn = learner(nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 1)), opt_func=Adam).to_half_weights()
+        if first: learn.validate(); learn.get_preds()
+        torch.manual_seed(0)
+        learn.fit(2, .01)
+        return params(learn)
+    torch.manual_seed(0); a = run(True)
+    torch.manual_seed(0); b = run(False)
+    assert same(a, b)
+
+
+def test_kept_in_fp32():
+    seen = []
+    learn = learner(mlp(), opt_func=Adam).to_half_weights(fp32_modules='3')
+    learn.model[3].register_forward_hook(lambda m, args, out: seen.append(out.dtype))
+    kept = learner(mlp(), opt_func=Adam).to_bf16(fp32_modules='3')
+    for l in (learn, kept): l.fit(2, .01)
+    assert same(params(learn), params(kept)) and set(seen) == {torch.float32}
+
+
+def test_diagnosis_names_the_module_and_this_method():
+    learn = learner(Attentive(), opt_func=Adam).to_half_weights('fp16', on_overflow='raise')
+    with pytest.raises(FloatingPointError, match=r"learn.to_half_weights\('fp16', .*fp32_modules=\['attn"): learn.fit(1)
+    assert traces(learn) == CLEAN
+    kept = learner(Attentive(), opt_func=Adam).to_half_weights('fp16', fp32_modules='attn', on_overflow='raise')
+    kept.fit(2, .01)
+    assert math.isfinite(kept.recorder.values[-1][0])
+
+
+def test_as_a_call():
+    learn = learner().to_half_weights()
+    assert learn.precision.as_call() == "learn.to_half_weights('bf16')"
+    learn.to_half_weights('fp16', 128., fp32_modules=['0', '1'], on_overflow='raise')
+    assert learn.precision.as_call(fp32_modules='3') == "learn.to_half_weights('fp16', loss_scale=128.0, fp32_modules='3', on_overflow='raise')"

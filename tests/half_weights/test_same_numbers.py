@@ -1,0 +1,165 @@
+"n steps with half-precision weights equal n steps under autocast bit for bit, on every model that autocast runs."
+import pytest, torch
+from fastai.callback.training import GradientAccumulation, GradientClip
+from torch import nn
+
+from fastxtend_amp.half_weights.copies import HalfForward
+from helpers import *
+from half_models import MODELS, build
+
+pytestmark = pytest.mark.filterwarnings('ignore:.*emulated.*', 'ignore:.*weight_norm.*', 'ignore:.*enable_nested_tensor.*', 'ignore:You are shadowing')
+MODES = ['bf16', 'fp16']
+
+
+def trained(to, model, opt='fused adamw', accumulate=False, n_epoch=2, cbs=(), **kwargs):
+    more = [GradientAccumulation(8), GradientClip(.05)] if accumulate else []
+    learn = learner(model, opt_func=OPTIMIZERS[opt], cbs=[*more, *cbs])
+    getattr(learn, to)(**kwargs).fit(n_epoch, .01)
+    return learn
+
+
+def equal(a, b):
+    assert same(params(a), params(b)) and same([*a.model.buffers()], [*b.model.buffers()])
+    assert same_state(opt_state(a.opt), opt_state(b.opt)) and repr(a.recorder.values) == repr(b.recorder.values)
+    assert all(p.dtype is torch.float32 for p in b.model.parameters())
+
+
+@pytest.mark.parametrize('mode,accumulate', [('bf16', False), ('fp16', True)])
+@pytest.mark.parametrize('name', MODELS)
+def test_each_model(name, mode, accumulate, monkeypatch):
+    if (name, mode) == ('LSTM', 'fp16'): pytest.skip('autocast does not run it on every CPU')
+    used, taken = set(), HalfForward.taken
+    def note(self, *args):
+        found = taken(self, *args)
+        used.update(id(copy.master) for copy, _ in found)
+        return found
+    monkeypatch.setattr(HalfForward, 'taken', note)
+    opt = 'adam' if accumulate else 'fused adamw'
+    plain = trained(f'to_{mode}', build(name), opt, accumulate)
+    for flat in (False, True):
+        used.clear()
+        equal(plain, trained('to_half_weights', build(name), opt, accumulate, dtype=mode, flat_master=flat))
+        assert len(used) == MODELS[name][1]
+
+
+@pytest.mark.parametrize('flat', [False, True])
+@pytest.mark.parametrize('opt', OPTIMIZERS)
+@pytest.mark.parametrize('mode', MODES)
+def test_each_optimizer(mode, opt, flat):
+    equal(trained(f'to_{mode}', mlp(), opt), trained('to_half_weights', mlp(), opt, dtype=mode, flat_master=flat))
+
+
+@pytest.mark.parametrize('opt', ['adam', 'fused adamw'])
+@pytest.mark.parametrize('flat', [False, True])
+def test_skipped_steps(flat, opt):
+    a, b = (learner(opt_func=OPTIMIZERS[opt]) for _ in range(2))
+    a.to_fp16(init_scale=2.**40)
+    b.to_half_weights('fp16', flat_master=flat).precision.scaling._fp16_scaler = torch.amp.GradScaler('cpu', init_scale=2.**40)
+    for learn in (a, b): learn.fit(4, .01)
+    equal(a, b)
+    assert 0 < a.precision.n_skipped < len(a.precision.scales) == 24
+    assert b.precision.n_skipped == a.precision.n_skipped and b.precision.state_dict() == a.precision.state_dict()
+
+
+@pytest.mark.parametrize('mode', MODES)
+def test_a_plain_pytorch_loop(mode):
+    model, opt, scaler, losses = handwritten(mode, OPTIMIZERS['adam'])
+    learn = trained('to_half_weights', mlp(), 'adam', dtype=mode)
+    assert same(params(learn), [p.detach() for p in model.parameters()]) and same_state(opt_state(learn.opt), opt_state(opt))
+
+
+class Switched(nn.Module):
+    "One layer in turn is trained, as in a GAN; which, `turn` says."
+    def __init__(self): torch.manual_seed(0); super().__init__(); self.turn, self.layers = 0, nn.ModuleList([nn.Linear(6, 1), nn.Linear(6, 1)])
+    def forward(self, x): return self.layers[self.turn](x)
+
+
+def switch(learn):
+    if not learn.training: return
+    learn.model.turn = 1 - learn.model.turn
+    for i, layer in enumerate(learn.model.layers): layer.requires_grad_(i == learn.model.turn)
+
+
+@pytest.mark.parametrize('mode', MODES)
+def test_modules_that_take_turns(mode):
+    "Each is watched in its own turn, and what is frozen in between is not rewritten."
+    def run(to, **kwargs): return trained(to, Switched(), 'adam', cbs=[At('before_batch', switch)], n_epoch=4, **kwargs)
+    plain = run(f'to_{mode}')
+    seen = []
+    def look(l): seen.append([f.seen for f in l.precision._copies.forwards])
+    half = learner(Switched(), opt_func=OPTIMIZERS['adam'], cbs=[At('before_batch', switch), At('after_batch', look, 11)]).to_half_weights(mode)
+    half.fit(4, .01)
+    equal(plain, half)
+    assert seen[-1] == [True, True]
+
+
+def write_data(l):
+    for p in l.model.parameters(): p.data.clamp_(-.2, .2)
+def write_in_place(l):
+    with torch.no_grad(): [p.mul_(.99) for p in l.model.parameters()]  # noqa: B018
+def exchange(l):
+    for p in l.model.parameters(): p.data = p.data * .99
+def replace(l): l.model[0].weight.data = l.model[0].weight.data.double().float()
+
+
+@pytest.mark.parametrize('write', [write_data, write_in_place, exchange, replace])
+@pytest.mark.parametrize('event', ['before_batch', 'after_batch', 'before_validate', 'after_validate', 'after_step', 'before_epoch', 'before_fit'])
+def test_weights_that_callbacks_change(event, write):
+    "As weight clipping and averaging do, in place, by `.data`, or with other memory; after the precision callback, too."
+    a, b = (trained(to, mlp(), 'adam', cbs=[At(event, write, 70)]) for to in ('to_bf16', 'to_half_weights'))
+    equal(a, b)
+
+
+def test_validation_in_the_middle_of_training_leaves_the_next_steps():
+    def look(l):
+        if not l.training or l.train_iter not in (2, 4): return
+        keep = [p.data.clone() for p in l.model.parameters()]
+        for p in l.model.parameters(): p.data.zero_()            # as averaged weights are put in and out
+        with torch.no_grad(): l.model.eval(); zero.append(float(l.model(l.xb[0]).abs().sum())); l.model.train()
+        for p, k in zip(l.model.parameters(), keep): p.data.copy_(k)
+    zero = []
+    a, b = (trained(to, mlp(), 'adam', cbs=[At('after_batch', look, 70)]) for to in ('to_bf16', 'to_half_weights'))
+    equal(a, b)
+    assert zero == [0] * 4
+
+
+@pytest.mark.parametrize('mode', MODES)
+def test_predictions_outside_fit(mode):
+    a, b = (trained(to, mlp(), **kw) for to, kw in ((f'to_{mode}', {}), ('to_half_weights', dict(dtype=mode))))
+    assert torch.equal(a.get_preds()[0], b.get_preds()[0]) and a.validate() == b.validate()
+    x = a.dls.one_batch()[0]
+    with a.amp_context(), b.amp_context():
+        assert torch.equal(a.model(x), b.model(x)) and b.model(x).dtype is getattr(torch, dict(bf16='bfloat16', fp16='float16')[mode])
+
+
+def test_gans_of_fastai():
+    from fastai.vision.gan import FixedGANSwitcher, GANLearner
+    from torch.nn.utils import spectral_norm
+    def run(to):
+        torch.manual_seed(0)
+        generator = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
+        critic = nn.Sequential(spectral_norm(nn.Linear(1, 8)), nn.LeakyReLU(), nn.Linear(8, 1))
+        learn = GANLearner.wgan(loaders(), generator, critic, switcher=FixedGANSwitcher(1, 2), opt_func=OPTIMIZERS['adam'], show_img=False)
+        learn.remove_cbs([cb for cb in learn.cbs if type(cb).__name__ == 'ProgressCallback'])
+        learn.logger = noop
+        getattr(learn, to)().fit(3, .01)
+        return learn
+    a, b = run('to_bf16'), run('to_half_weights')
+    assert same(params(a), params(b)) and not same(params(a), [p.detach() for p in run('to_fp32').model.parameters()])
+
+
+def test_graphs_that_outlive_a_step():
+    "The last batch's graph is used again after the weights have changed: its copies must be the old ones."
+    def keep(l):
+        if not l.training: return
+        if kept: grads.append(torch.autograd.grad(kept.pop(), kept_x.pop())[0])
+        kept_x.append(torch.ones(2, 6, requires_grad=True))
+        kept.append(l.model(kept_x[-1]).float().square().sum())
+    runs = []
+    for to in ('to_bf16', 'to_half_weights'):
+        kept, kept_x, grads = [], [], []
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 1))
+        runs.append((trained(to, model, cbs=[At('after_pred', keep, 70)]), grads))
+    equal(runs[0][0], runs[1][0])
+    assert len(runs[0][1]) == 11 and same(runs[0][1], runs[1][1])
