@@ -294,6 +294,15 @@ class MixedPrecision(fp16.MixedPrecision):
 
     keep_call = "learn.to_{mode}(fp32_modules=['{name}'])"       # the call that keeps a module in fp32, for advice
 
+    def as_call(self, **changes: Any) -> str:
+        "The call on the learner that would recreate this callback with `changes`."
+        spec = self._fp32_modules.spec
+        given = {'fp32_modules': spec, 'on_overflow': self.on_overflow, 'max_skips': self.max_skips}
+        default = {'fp32_modules': None, 'on_overflow': 'warn', 'max_skips': 16}
+        args = {**{k: v for k, v in given.items() if v != default[k]}, **changes}
+        args = {k: v for k, v in args.items() if k not in default or v != default[k]}
+        return f"learn.to_{self._mode.value if self._mode else 'amp'}({', '.join(f'{k}={v!r}' for k, v in args.items())})"
+
     def diagnosing(self) -> AbstractContextManager:
         "What a diagnosis runs in: the model as it is outside a batch."
         return nullcontext()

@@ -1,5 +1,5 @@
 "Report, comparison and diagnosis: which precision a model survives, where training goes wrong, and what pays off."
-from .compare import PrecisionComparison
+from .comparison import PrecisionComparison
 from .report import PrecisionReport
 from . import learner as _learner
 
