@@ -4,6 +4,7 @@ from __future__ import annotations
 import ctypes
 from contextlib import nullcontext
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -43,6 +44,19 @@ def host_value(t: torch.Tensor) -> float | None:
     with past_subclasses():
         if not t.is_cpu or t.dtype is not torch.float32 or t.numel() != 1 or t.layout is not torch.strided: return None
         return ctypes.c_float.from_address(t.data_ptr()).value
+
+
+def host_norm(t: torch.Tensor) -> float | None:
+    """The norm of a dense fp32 tensor in main memory, read without an operator of PyTorch's; None for any other tensor.
+
+    Relies on what `host_value` relies on.
+    """
+    past_subclasses = getattr(torch._C, 'DisableTorchFunctionSubclass', nullcontext)
+    with past_subclasses():
+        if not t.is_cpu or t.dtype is not torch.float32 or t.layout is not torch.strided or not t.is_contiguous(): return None
+        if not (n := t.numel()): return 0.
+        values = np.ctypeslib.as_array((ctypes.c_float * n).from_address(t.data_ptr()))
+        return float(np.sqrt(np.dot(values, values)))
 
 
 

@@ -115,6 +115,7 @@ class _Comparison:
         self._show_bar()
         self.batches = Batches(self.learn, self.n_steps, self.device, self.max_seconds / 4, self._wait)
         self._look_at_fewer()
+        if self.bar is not None: self.bar.total = self.n_steps * (sum(not r.done for r in self.runs) + self.n_seeds)
         for group in self._groups():
             for run in group: self._try(run, self._begin, run)
             for run in group: self._try(run, self._turn, run, range(1))

@@ -31,9 +31,11 @@ class PrecisionComparison:
     `reason` says why, `calls[mode]` is the call that trains in it; `apply()` makes it.
     """
     def __init__(self, table: pd.DataFrame, losses: dict[str, list[float]], seed_losses: list[list[float]], device: str,
-                 recommended: str, reason: str, notes: list[str], calls: dict[str, str], choices: dict[str, PrecisionChoice], learn: Learner):
+                 recommended: str, reason: str, notes: list[str], calls: dict[str, str], choices: dict[str, PrecisionChoice],
+                 samples: dict[str, int | None], learn: Learner):
         self.table, self.losses, self.seed_losses, self.device = table, losses, seed_losses, device
         self.recommended, self.reason, self.notes, self.calls = recommended, reason, notes, calls
+        self.samples = samples                                   # of each batch that a mode saw; None for all
         self._choices, self._learn = choices, weakref.ref(learn)
 
     def __getstate__(self): return {**self.__dict__, '_learn': None}
@@ -97,7 +99,7 @@ def build_comparison(work: Any) -> PrecisionComparison:
     recommended, reason = recommend(table, calls)
     notes = [*_how_measured(work, runs), *notes_on(table, recommended, work.batches, work.learn.opt, work.device)]
     return PrecisionComparison(table, {r.name: r.losses for r in runs}, work.seed_losses, _device_name(work.device), recommended, reason, notes,
-                               calls, {r.name: r.choice for r in runs}, work.learn)
+                               calls, {r.name: r.choice for r in runs}, {r.name: r.samples for r in runs}, work.learn)
 
 
 def _row(run, n_last, spread, data_seconds):

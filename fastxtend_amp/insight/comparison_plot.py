@@ -45,13 +45,19 @@ def _draw_curves(ax, comparison):
     for (name, values), style in zip(losses.items(), _STYLES):
         finite, drawn = np.isfinite(values), _smooth(values)
         short = len(values) < n_steps
-        label = name
-        if not finite.all(): label = f'{name} (not finite from step {finite.argmin() + 1})'
-        elif short: label = f'{name} (cut short)'
+        label = _label(name, comparison)
+        if not finite.all(): label += f' (not finite from step {finite.argmin() + 1})'
+        elif short: label += ' (cut short)'
         ax.plot(range(1, len(drawn) + 1), drawn, linestyle=style, color=_color(name), lw=2, label=label, marker='o' if len(values) == n_steps == 1 else None)
         if short and finite.all(): ax.plot(len(drawn), drawn[-1], '|', color=_color(name), ms=14, mew=2)
     ax.set(title='Training loss (smoothed)', xlabel='step', ylabel='loss')
+    ax.xaxis.get_major_locator().set_params(integer=True)
     ax.legend(frameon=False)
+
+
+def _label(name, comparison):
+    few = comparison.samples.get(name)
+    return f'{name} (on {few} samples a step)' if few else name
 
 
 def _names(table):

@@ -67,14 +67,19 @@ def _shared(learn) -> dict[Any, Any]:
 
 def _copied(o: Any, memo: dict[Any, Any]) -> Any:
     "A deep copy of `o`; parts that refuse to be copied are shared."
-    for m in _modules(o): _detach_results(m, memo)
+    modules = _modules(o)
+    for m in modules: _detach_results(m, memo)
     while True:
+        before = [dict(vars(m)) for m in modules]
         try: new = _attempt(o, memo)
         except Exception:
             refused = {id(v): v for v in _refusing(o, memo)}
             if not refused.keys() - memo.keys(): raise
             memo.update(refused)
             continue
+        finally:
+            # Recurrent layers refresh their list of weights when they are copied.
+            for m, attributes in zip(modules, before): vars(m).update(attributes)
         if isinstance(o, nn.Module): _compile_again(o, new)
         return new
 

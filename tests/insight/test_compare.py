@@ -17,7 +17,7 @@ from fastai.text.models.core import LinearDecoder, SequentialRNN
 from torch import nn
 
 from fastxtend_amp import PrecisionComparison
-from fastxtend_amp.insight.compare import recommend
+from fastxtend_amp.insight.recommend import recommend
 from helpers import Attentive, OPTIMIZERS, At, Data, handwritten, learner, loaders, mlp, opt_state, params, same, same_state
 from test_snapshot import bits, rich, shuffled
 
