@@ -141,12 +141,13 @@ class _Rerun:
         "Which modules to keep in fp32, and whether this batch is finite then."
         if name == LOSS:                                         # a module may have overflowed in a part of its values before
             for candidate in self._too_large():
-                if not _fails(self._low([candidate])): return True, [candidate]
+                if not self._low([candidate]).non_finite_loss: return True, [candidate]
             return False, []
         keep = [name]
         while len(keep) <= _TRIES:
             tracer = self._low(keep)
-            if not _fails(tracer): return True, keep
+            # A gradient may be too large for the loss scale alone, which then falls: no reason to keep a module.
+            if not (tracer.non_finite_loss or where == 'backward' and tracer.non_finite_grads): return True, keep
             found = tracer.trouble or tracer.trouble_backward
             more = next((n for n in found if n not in keep and n != LOSS), None)
             if more is None: break
@@ -158,9 +159,6 @@ class _Rerun:
         return [n for n, s in self.fp32.seen.items() if n != LOSS and max(s.inside, s.largest) > limit][:2 * _TRIES]
 
     def _named(self, tracer, name): return 'the loss function' if name == LOSS else f"module '{name}' ({tracer.seen[name].type})"
-
-
-def _fails(tracer) -> bool: return tracer.non_finite_loss or tracer.non_finite_grads
 
 
 def _bad_data(learn) -> Diagnosis | None:
@@ -202,5 +200,5 @@ def _union(cb, names: list[str]) -> list[str]:
 def _lower_rate(learn) -> str:
     rates = [h['lr'] for h in learn.opt.hypers] if learn.opt is not None else []
     now = f', {max(rates):g} at this step' if rates else ''
-    return (f'Lower the learning rate first{now}: fp32 would diverge, too. `learn.lr_find()` suggests one; '
+    return (f'Lower the learning rate first{now}: more precision would not help. `learn.lr_find()` suggests one; '
             '`cbs=GradientClip(1.)` limits what one batch can do')

@@ -29,8 +29,8 @@ class Growth:
 
     def __str__(self) -> str:
         parts = []
-        if self.weights > 1.5: parts.append(f'the weights are {self.weights:,.3g} times as large as at the start of the fit')
-        if abs(self.last_loss) > abs(self.first_loss): parts.append(f'the loss went from {self.first_loss:,.3g} to {self.last_loss:,.3g}')
+        if self.weights > 1.5: parts.append(f'the weights are {_short(self.weights)} times as large as at the start of the fit')
+        if abs(self.last_loss) > abs(self.first_loss): parts.append(f'the loss went from {_short(self.first_loss)} to {_short(self.last_loss)}')
         return ' and '.join(parts)
 
 
@@ -41,7 +41,8 @@ class Sizes:
     `growth` reads them.
     """
     def __init__(self, model: nn.Module):
-        self.weights, self.loss = _norm(model), None
+        self.weights = _norm(model)
+        self.loss: float | torch.Tensor | None = None
 
     def growth(self,
         model: nn.Module, # The same model now
@@ -49,9 +50,12 @@ class Sizes:
     ) -> Growth:
         "What has become of them; this waits for the device."
         before, now = float(self.weights), float(_norm(model))
-        first = math.nan if self.loss is None else float(self.loss.mean())
+        first = self.loss.mean() if isinstance(self.loss, torch.Tensor) else self.loss
         if not math.isfinite(now): now = math.nan                # lost, which says nothing of how
-        return Growth(now / before if before else math.nan, first, last_loss)
+        return Growth(now / before if before else math.nan, math.nan if first is None else float(first), last_loss)
+
+
+def _short(x: float) -> str: return f'{x:,.0f}' if 100 <= abs(x) < 1e7 else f'{x:.3g}'
 
 
 def _norm(model: nn.Module) -> float | torch.Tensor:

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from ..common import random_state_kept
 
-__all__ = ['ModuleState', 'modules_in', 'run_undone']
+__all__ = ['ModuleState', 'effects_undone', 'modules_in', 'run_undone']
 
 
 def modules_in(function: Any) -> list[nn.Module]:
@@ -74,7 +74,7 @@ class ModuleState:
 
     def _keep_tensor(self, tensor):
         copied = self.parameters or not isinstance(tensor, nn.Parameter)
-        data = _without_repeats(tensor.data)  # with a version counter of its own: no saved graph becomes stale
+        data = _without_repeats(tensor.data)                     # not `detach()`: a change must not make a saved graph stale
         self._tensors.append((tensor, data, _copied(data) if copied and not tensor.is_inference() else None))
 
     def _keep_container(self, value):
@@ -93,6 +93,15 @@ class ModuleState:
             content = [getattr(value, f.name, None) for f in fields(value)]
             self._undo.append(partial(_refill, vars(value), dict(vars(value))))
         for part in content: self._keep(part)
+
+
+@contextmanager
+def effects_undone(modules: Iterable[nn.Module]) -> Iterator[ModuleState]:
+    "Run `modules` inside without effect on their buffers and attributes; parameters must be left alone."
+    state = ModuleState(modules)
+    try: yield state
+    finally:
+        with torch.no_grad(): state.restore()
 
 
 @contextmanager

@@ -71,8 +71,9 @@ class OverflowWatch(PrecisionObserver):
         "Look at the loss before anything is made of it, where that is free or where all processes must know."
         learn, fit = self.cb.learn, self.fit
         if not learn.training or fit.sizes is None: return
-        if fit.sizes.loss is None: fit.sizes.loss = learn.loss.detach()
-        if fit.in_place and self.on: self._check_loss(host_value(learn.loss))
+        loss = host_value(learn.loss) if fit.in_place else None
+        if fit.sizes.loss is None: fit.sizes.loss = learn.loss.detach() if loss is None else loss
+        if self.on: self._check_loss(loss)
         if fit.agrees: self._agree(learn.loss)
 
     def step_decided(self) -> None:
