@@ -301,7 +301,8 @@ class MixedPrecision(fp16.MixedPrecision):
         default = {'fp32_modules': None, 'on_overflow': 'warn', 'max_skips': 16}
         args = {**{k: v for k, v in given.items() if v != default[k]}, **changes}
         args = {k: v for k, v in args.items() if k not in default or v != default[k]}
-        return f"learn.to_{self._mode.value if self._mode else 'amp'}({', '.join(f'{k}={v!r}' for k, v in args.items())})"
+        call = self.keep_call.format(mode=self._mode.value if self._mode else 'amp', name='').partition('fp32_modules=')[0]
+        return (call + ', '.join(f'{k}={v!r}' for k, v in args.items())).removesuffix(', ') + ')'
 
     def diagnosing(self) -> AbstractContextManager:
         "What a diagnosis runs in: the model as it is outside a batch."
