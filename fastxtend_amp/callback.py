@@ -296,12 +296,13 @@ class MixedPrecision(fp16.MixedPrecision):
 
     def as_call(self, **changes: Any) -> str:
         "The call on the learner that would recreate this callback with `changes`."
-        spec = self._fp32_modules.spec
-        given = {'fp32_modules': spec, 'on_overflow': self.on_overflow, 'max_skips': self.max_skips}
-        default = {'fp32_modules': None, 'on_overflow': 'warn', 'max_skips': 16}
-        args = {**{k: v for k, v in given.items() if v != default[k]}, **changes}
-        args = {k: v for k, v in args.items() if k not in default or v != default[k]}
-        call = self.keep_call.format(mode=self._mode.value if self._mode else 'amp', name='').partition('fp32_modules=')[0]
+        spec, scale = self._fp32_modules.spec, self._scaling.state_dict().get('scale', 65536.)
+        given = {'init_scale': scale, 'fp32_modules': spec, 'on_overflow': self.on_overflow, 'max_skips': self.max_skips}
+        default = {'init_scale': 65536., 'fp32_modules': None, 'on_overflow': 'warn', 'max_skips': 16}
+        mode = changes.pop('amp_mode', None) or self._mode
+        args = {k: v for k, v in {**given, **changes}.items() if k not in default or v != default[k]}
+        if mode is AMPMode.BF16: args.pop('init_scale', None)
+        call = self.keep_call.format(mode=mode.value if mode else 'amp', name='').partition('fp32_modules=')[0]
         return (call + ', '.join(f'{k}={v!r}' for k, v in args.items())).removesuffix(', ') + ')'
 
     def diagnosing(self) -> AbstractContextManager:

@@ -20,7 +20,8 @@ from ..convert import HALF, map_tensors
 from .flat_masters import FlatMasters, trial_optimizer
 from ..fp32_modules import Fp32Modules, unwrapped
 from ..mode import AMPMode, model_device
-from ..insight.tracer import effects_undone, random_state_kept
+from ..common import random_state_kept
+from ..insight.restore import effects_undone
 from .copies import WeightCopies
 
 __all__ = ['HalfWeights', 'bytes_per_parameter', 'kahan']
@@ -136,7 +137,7 @@ class _Casts(TorchDispatchMode):
 def _cast_cache(learn, cb) -> int:
     "Bytes of the weights' copies that are left when a forward pass is over and nothing but autocast's cache can hold them."
     model = unwrapped(learn.model)
-    with effects_undone([model]), random_state_kept(model_device(model, 'cpu').type), cb.context(), _Casts(model.parameters()) as casts:
+    with effects_undone([model]), random_state_kept(model_device(model, 'cpu')), cb.context(), _Casts(model.parameters()) as casts:
         model(*learn.xb)
         return sum(size for ref, size in casts.made if not ref.expired())
 

@@ -14,7 +14,7 @@ from fastai.torch_core import to_device
 
 from ..common import random_state_kept
 from ..convert import map_tensors
-from .tracer import tensors
+from .statistics import tensors
 
 __all__ = ['Batches', 'order_kept']
 

@@ -22,11 +22,12 @@ from ..common import first_line, random_state, random_state_kept, set_random_sta
 from ..devices.sharded import is_sharded
 from ..mode import mode_support, model_device
 from ..scaling import _is_number
+from .advice import precision_call
 from .batches import Batches
 from .choices import PrecisionChoice, choices_from, use_choice
 from .comparison import PrecisionComparison, build_comparison
 from .phases import StepClock, page_faults
-from .tracer import tensors
+from .statistics import tensors
 from .trial import trial_learner
 
 __all__ = ['compare']
@@ -181,7 +182,7 @@ class _Comparison:
         run.cb = use_choice(trial, run.choice)
         if run.cb is not None:
             if own is not None: run.cb.on_overflow = own.on_overflow
-            run.call = run.cb.as_call()
+            run.call = precision_call(trial, run.choice.mode)
             run.cb.on_overflow = 'ignore'                        # a rerun would disturb the times; the table shows what it would tell
             run.n_before = run.cb.scaling.history.n
         with random_state_kept(everything=True):

@@ -12,9 +12,12 @@ from torch import nn
 from ..common import RandomState, set_random_state
 from ..fp32_modules import kept_in_fp32, unwrapped
 from ..mode import AMPMode
+from .advice import precision_call
 from .growth import Growth
 from .restore import run_undone
-from .tracer import LOSS, Tracer, after_pred, tensors
+from .run import after_pred
+from .statistics import tensors
+from .tracer import LOSS, Tracer
 
 __all__ = ['Alarm', 'Diagnosis', 'diagnose']
 
@@ -134,7 +137,7 @@ class _Rerun:
         if not keep: remedy = 'Compute it in fp32 inside the loss function'
         else:
             it, alone = 'it' if len(keep) == 1 else 'these', '' if enough else '; that alone was not enough for this batch: `learn.precision_report()` looks closer'
-            remedy = f'Keep {it} in fp32: `{self.cb.as_call(fp32_modules=_union(self.cb, keep))}`{alone}'
+            remedy = f'Keep {it} in fp32: `{precision_call(self.learn, self.alarm.mode, keep)}`{alone}'
         return Diagnosis(where, story, remedy, keep or [name], True)
 
     def _tried(self, low, where, name) -> tuple[bool, list[str]]:
@@ -190,11 +193,6 @@ def _not_finite(named: dict[str, torch.Tensor | None]) -> list[str]:
     "The names of the tensors that hold NaN or inf, in this process."
     local = {n: t.to_local() if hasattr(t, 'to_local') else t for n, t in named.items() if t is not None}
     return [n for n, t in local.items() if not bool(t.detach().isfinite().all())]
-
-
-def _union(cb, names: list[str]) -> list[str]:
-    "The modules that the callback keeps in fp32 already, and `names`."
-    return list(dict.fromkeys([*cb._fp32_modules.forwards, *names]))
 
 
 def _lower_rate(learn) -> str:

@@ -54,15 +54,21 @@ def precision_report(self: Learner,
     modes: Iterable[str | AMPMode] = ('bf16', 'fp16'), # The precisions to ask about
     n_batches: int = 1, # How many batches to look at
     dl: Any = None, # The DataLoader to take them from; the training set's if None
+    max_seconds: float = 60., # Seconds after which it ends with what it knows by then
 ) -> PrecisionReport: # `verdicts`, `table`, `fp32_modules`, `plot()`; shows itself in a notebook
-    """Does the model survive low precision, and if not, where? Asked before training, on real batches.
+    """Report whether the model survives low precision, and where it does not; before training, on real batches.
 
     Runs forward and backward on training batches in fp32 and in each mode, in training mode, and looks into each module;
-    modules that leave finite numbers, or lose more than a tenth, are kept in fp32 and the batches run again, until the
-    verdict is known to hold. The learner stays as it was, bit for bit, and its callbacks do not fire (what RNNCallback
-    does to predictions is done). A model wrapped for data parallelism is run unwrapped, each process on its own batches,
-    without communication; a compiled one is run as it was written.
+    modules that leave finite numbers, come close to it, or lose more than a tenth, are kept in fp32 and the batches run
+    again, until the verdict is known to hold; "do not use" comes only after other modules were tried, one by one and in
+    pairs. Modes that the device emulates see fewer samples of a batch where that would take long; the report says so. It
+    holds no more than 512 MB of batches.
 
-    Raises `ValueError` for an unknown mode, `n_batches` below 1, no batches, and sharded parameters (FSDP).
+    The learner stays as it was, bit for bit, and its callbacks do not fire (what RNNCallback does to predictions is done).
+    A model wrapped for data parallelism is run unwrapped, each process on its own batches, without communication; a
+    compiled one is run as it was written, and reentrant activation checkpoints as the other kind.
+
+    Raises `ValueError` for an unknown mode, `n_batches` below 1, `max_seconds` not above 0, no batches, parameters that are
+    in half precision themselves, and sharded ones (FSDP).
     """
-    return report(self, modes, n_batches, dl)
+    return report(self, modes, n_batches, dl, max_seconds)

@@ -1,0 +1,53 @@
+"A progress bar, an estimate and a time limit for the report."
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastai.learner import Learner
+from fastprogress.fastprogress import progress_bar
+
+__all__ = ['Progress', 'TimeIsUp']
+
+
+class TimeIsUp(BaseException):
+    "The time limit is over. Not an `Exception`, so that no model catches it."
+
+
+class Progress:
+    """fastai's progress bar, shown from when this is built, and a limit in seconds from then on.
+
+    Nothing is shown inside `learn.no_bar()` and for learners without fastai's `ProgressCallback`.
+    """
+    def __init__(self, learn: Learner, max_seconds: float):
+        self.max_seconds, self.end = max_seconds, time.monotonic() + max_seconds
+        self.done, self.bar = 0, None
+        if not (hasattr(learn, 'progress') and learn.create_mbar): return
+        self.bar = progress_bar(range(1), leave=False)
+        self.bar.update(0)
+
+    def expect(self, ticks: int) -> None:
+        "So many more ticks are to come."
+        if self.bar is None: return
+        self.bar.total = max(self.done, 1) + ticks
+        self.bar.update(min(self.done, self.bar.total))
+
+    def tick(self) -> None:
+        "One module is done. Raises `TimeIsUp` when the limit is over."
+        self.done += 1
+        if self.bar is not None: self.bar.update(min(self.done, self.bar.total))
+        self.check()
+
+    def check(self) -> None:
+        "Raise `TimeIsUp` if the limit is over."
+        if time.monotonic() > self.end: raise TimeIsUp
+
+    def say(self, text: str, comment: str = '') -> None:
+        "Print a line where the bar is shown."
+        if self.bar is None: return
+        print(text)
+        self.bar.comment = comment
+
+    def close(self, *args: Any) -> None:
+        "Take the bar away."
+        if self.bar is not None: self.bar.on_iter_end()

@@ -1,0 +1,95 @@
+"A batch forward and backward outside the training loop, as the report and the diagnosis run it."
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from fastai.callback.rnn import RNNCallback
+from fastai.learner import Learner
+from fastai.torch_core import is_listy
+from fastcore.basics import noop
+from torch import nn
+
+from ..compat import no_reentrant_checkpoints
+from ..convert import HALF, to_fp32
+from ..mode import AMPMode
+from .statistics import all_finite, tensors
+
+__all__ = ['Task', 'after_pred', 'eager', 'local_statistics']
+
+
+def after_pred(learn: Learner) -> Callable[[Any], Any]:
+    "What `learn`'s callbacks make of the model's output before the loss: RNNCallback passes on the last of its first entry."
+    if not any(isinstance(cb, RNNCallback) for cb in learn.cbs): return noop
+    return lambda pred: pred[0][-1] if is_listy(pred[0]) else pred[0]
+
+
+def eager() -> AbstractContextManager:
+    "Run what was compiled in place as it was written: hooks would not fire inside a compiled graph."
+    return torch.compiler.set_stance('force_eager') if hasattr(torch.compiler, 'set_stance') else nullcontext()
+
+
+class local_statistics:
+    "SyncBatchNorm computes with this process's own statistics inside: its ranks need not take part together."
+    def __init__(self, model): self.layers = [m for m in model.modules() if isinstance(m, nn.SyncBatchNorm) and 'forward' not in m.__dict__]
+    def __enter__(self):
+        for m in self.layers: m.forward = lambda x, m=m: nn.functional.batch_norm(
+            x, m.running_mean, m.running_var, m.weight, m.bias, m.training or m.running_mean is None, m.momentum or 0., m.eps)
+    def __exit__(self, *args):
+        for m in self.layers: m.__dict__.pop('forward', None)
+
+
+class Outcome(NamedTuple):
+    "What came of running a batch."
+    loss_is_finite: bool
+    scale: float | None # The first loss scale, from that asked for downwards, at which all gradients are finite; None if there is none
+
+
+class Task(NamedTuple):
+    "A model and its loss, without a learner around them."
+    model: nn.Module # Unwrapped
+    loss_func: Callable
+    after_pred: Callable[[Any], Any] = noop # What becomes of the model's output before the loss
+
+    def device_type(self, xb: tuple) -> str:
+        "The type of device that a batch is run on."
+        return next((t.device.type for t in tensors(xb)), None) or next((p.device.type for p in self.model.parameters()), 'cpu')
+
+    def forward(self, xb: tuple, yb: tuple, mode: AMPMode | None = None) -> torch.Tensor | None: # The loss, in fp32; None without targets
+        "The loss of a batch, in fp32 or under autocast in `mode`."
+        kind = self.device_type(xb)
+        autocast = torch.autocast(kind, enabled=False) if mode is None else torch.autocast(kind, dtype=mode.dtype)
+        with torch.autocast(kind, enabled=False), torch.enable_grad(), eager(), no_reentrant_checkpoints(), autocast:
+            pred = to_fp32(self.after_pred(self.model(*xb)))
+            return scalar(self.loss_func(pred, *yb)) if yb else None
+
+    def gradients(self, loss: torch.Tensor, **kwargs) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        "The parameters that `loss` depends on, with their gradients; `.grad` stays as it is."
+        params = [p for p in self.model.parameters() if p.requires_grad]
+        if not params or not loss.requires_grad: return []
+        before, found = [p.grad for p in params], []
+        for p in params: p.grad = None
+        try:
+            for p, g in zip(params, torch.autograd.grad(loss, params, allow_unused=True, **kwargs)):
+                if g is None: g = p.grad                         # left by a function that runs a backward pass of its own
+                if g is not None: found.append((p, g.coalesce().values() if g.is_sparse else g))
+        finally:
+            for p, g in zip(params, before): p.grad = g
+        return found
+
+    def outcome(self, xb: tuple, yb: tuple, mode: AMPMode, scale: float) -> Outcome:
+        "Whether loss and gradients of a batch are finite in `mode`; the loss scale backs off as it would in training."
+        loss = self.forward(xb, yb, mode)
+        if loss is None: return Outcome(True, scale)
+        if not bool(loss.isfinite()): return Outcome(False, None)
+        while scale >= 1:
+            if all(all_finite(g) for _, g in self.gradients(loss * scale, retain_graph=True)): return Outcome(True, scale)
+            scale /= 4
+        return Outcome(True, None)
+
+
+def scalar(loss: torch.Tensor) -> torch.Tensor:
+    "The loss in fp32, reduced if the loss function does not."
+    return (loss.float() if loss.dtype in HALF else loss).mean()

@@ -1,0 +1,61 @@
+"The batches that the report looks at: no more than fit into a limit of memory, and fewer samples where a mode is emulated."
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from fastai.learner import Learner
+from fastai.torch_core import to_device
+
+from ..convert import map_tensors
+from .statistics import tensors
+
+__all__ = ['MAX_BYTES', 'draw_batches', 'first_samples', 'n_samples']
+
+MAX_BYTES = 512 * 2 ** 20  # of batches that are held
+
+Batch = tuple[tuple, tuple]
+
+
+def draw_batches(
+    learn: Learner,
+    dl: Any, # The DataLoader
+    n: int, # How many batches
+) -> list[Batch]: # Inputs and targets of each, on the learner's device; fewer than `n` where more would not fit in 512 MB
+    "The first batches of `dl` in plain tensors; a single one that is too large is cut to its first samples."
+    if type(dl).__name__ == 'DistributedDL': dl = dl.dl          # which waits for all processes when it starts
+    found: list[Batch] = []
+    left = MAX_BYTES
+    for batch in islice(_split(learn, dl), n):
+        size = _bytes(batch)
+        if size > left and found: break
+        if size > left: batch = first_samples(batch, max(1, n_samples(batch) * left // size))
+        left -= size
+        found.append(batch)
+    if not found: raise ValueError("precision_report needs at least one batch, but the DataLoader gave none: hand it another as dl=...")
+    return found
+
+
+def _split(learn, dl) -> Iterator[Batch]:
+    plain = lambda t: t.as_subclass(torch.Tensor)                # as fastai's CastToTensor
+    for b in dl:
+        b = b if isinstance(b, (tuple, list)) else (b,)
+        b = to_device(b, getattr(learn.dls, 'device', None) or 'cpu')
+        n_inp = getattr(learn.dls, 'n_inp', 1 if len(b) == 1 else len(b) - 1)
+        yield map_tensors(plain, tuple(b[:n_inp])), map_tensors(plain, tuple(b[n_inp:]))
+
+
+def _bytes(batch): return sum(t.numel() * t.element_size() for t in tensors(batch, floating=False))
+
+
+def n_samples(batch: Batch) -> int:
+    "The length of the first tensor that has one; 1 if there is none."
+    return next((len(t) for t in tensors(batch, floating=False) if t.ndim), 1)
+
+
+def first_samples(batch: Batch, n: int) -> Batch:
+    "The first `n` samples of a batch; what is not as long as the batch stays whole."
+    whole = n_samples(batch)
+    return map_tensors(lambda t: t[:n].clone() if t.ndim and len(t) == whole and n < whole else t, batch)
