@@ -125,4 +125,8 @@ def _order_of(value) -> list[Callable[[], Any]]:
     if isinstance(value, random.Random): return [partial(value.setstate, value.getstate())]
     if isinstance(value, torch.Generator): return [partial(value.set_state, value.get_state())]
     order = vars(value).get('idxs') if hasattr(value, '__dict__') else None          # fastai's ReindexCollection
-    return [partial(order.__setitem__, slice(None), list(order))] if isinstance(order, list) else []
+    return [partial(_refill, order, list(order))] if hasattr(order, '__setitem__') else []
+
+
+def _refill(order, content):
+    for i, value in enumerate(content): order[i] = value

@@ -121,7 +121,7 @@ class _Comparison:
             for run in group: self._try(run, self._begin, run)
             for run in group: self._try(run, self._turn, run, range(1))
             self._say_how_long()
-            size = max(1, math.ceil((self.n_steps - 1) / _TURNS))
+            size = self._turn_size(group)
             for i, first in enumerate(range(1, self.n_steps, size)):
                 k = i % len(group)                               # each starts a round in turn
                 for run in group[k:] + group[:k]: self._try(run, self._turn, run, range(first, min(first + size, self.n_steps)))
@@ -148,6 +148,12 @@ class _Comparison:
         "The runs that take turns: all of them if their copies fit into memory side by side, else one at a time."
         n, need = len(self.runs), _bytes(self.learn, everywhere=True)
         return [self.runs] if need * (n + 1) < _free_memory(self.device) / 2 else [[r] for r in self.runs]
+
+    def _turn_size(self, group) -> int:
+        "Steps in a turn: so many that each run gets several turns, also if the time ends before the steps do."
+        per_step = sum(r.seconds / max(1, len(r.losses)) for r in group)
+        feasible = max(0., self.end - time.perf_counter()) / max(per_step, 1e-9)
+        return max(1, math.ceil(min(self.n_steps - 1, feasible) / _TURNS))
 
     def _say_how_long(self):
         if self.bar is None or self.told: return

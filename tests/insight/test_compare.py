@@ -1,4 +1,4 @@
-import math
+import math, threading, time
 import random, sys
 from functools import partial
 
@@ -368,3 +368,212 @@ def test_modules_kept_in_fp32_are_kept_in_the_comparison_and_afterwards():
     assert r.table['skipped']['fp16'] == 0 and math.isfinite(r.table['loss']['fp16']) and learn.model.attn.forward is forward
     plain = learner(Attentive()).to_fp16().compare_precision(('fp32', 'fp16'), n_steps=4)
     assert plain.table['skipped']['fp16'] == 4 and isinstance(forward, Fp32Forward)
+
+
+# -- rows and calls
+
+class Records(nn.Linear):
+    "Notes the dtype of its weight and of what it computes in each training step."
+    seen = []
+    def forward(self, x):
+        out = super().forward(x)
+        if self.training: Records.seen.append((self.weight.dtype, out.dtype))
+        return out
+
+
+@pytest.mark.parametrize('own', ['half weights', 'bf16', None])
+def test_each_row_runs_in_the_precision_it_names(own):
+    fp32, bf16 = torch.float32, torch.bfloat16
+    expected = {'fp32': (fp32, fp32), 'bf16': (fp32, bf16), 'half weights': (bf16, bf16)}
+    for name in expected:
+        learn = seeded(nn.Sequential(Records(6, 1)))
+        if own == 'half weights': learn.to_half_weights('bf16')
+        if own == 'bf16': learn.to_bf16()
+        Records.seen.clear()
+        r = learn.compare_precision(name, n_steps=3, n_seeds=0)
+        assert list(r.table.index) == list(dict.fromkeys(['fp32', name])) and r.table['note'][name] == ''
+        assert set(Records.seen) == {expected['fp32'], expected[name]} and not r.table['loss'].isna().any()
+
+
+def test_half_weights_have_rows_of_their_own():
+    r = seeded().compare_precision(('fp32', 'bf16', 'half weights', 'half_weights fp16'), n_steps=3, n_seeds=0)
+    assert list(r.table.index) == ['fp32', 'bf16', 'half weights', 'half weights fp16'] and (r.table['steps'] == 3).all()
+    assert r.calls['half weights'] == "learn.to_half_weights('bf16')" and r.losses['half weights'] != r.losses['fp32']
+
+
+def test_calls_keep_what_the_learner_has():
+    learn = learner(Attentive()).to_fp16(init_scale=1024., fp32_modules='attn', max_skips=5)
+    r = learn.compare_precision(n_steps=2, n_seeds=0)
+    for name in ('bf16', 'fp16'): assert "fp32_modules=['attn']" in r.calls[name] and 'max_skips=5' in r.calls[name], r.calls
+    assert 'init_scale=1024' in r.calls['fp16'] and 'on_overflow' not in r.calls['fp16'] and learn.precision.on_overflow == 'warn'
+    table = rows(bf16={}, fp16={'speed-up': 3.})
+    assert recommend(table, r.calls)[1].endswith(f"Next: `{r.calls['fp16']}`.")
+
+
+@pytest.mark.parametrize('mode', ['fp32', 'bf16', 'fp16', 'half weights'])
+@pytest.mark.parametrize('own', ['fp16', 'half weights', None])
+def test_apply(mode, own):
+    from fastxtend_amp import HalfWeights
+    learn = seeded(Attentive())
+    if own == 'fp16': learn.to_fp16(init_scale=256., fp32_modules='attn')
+    if own == 'half weights': learn.to_half_weights(fp32_modules='attn')
+    r = learn.compare_precision(('bf16', 'fp16', 'half weights'), n_steps=1, n_seeds=0)
+    r.recommended = mode
+    assert r.apply() is learn
+    cb = learn.precision
+    if mode == 'fp32': assert cb is None
+    else:
+        assert cb.amp_mode == ('bf16' if mode == 'half weights' else mode) and isinstance(cb, HalfWeights) == (mode == 'half weights')
+        if own is not None: assert ('attn' in repr(cb.as_call())), cb.as_call()
+    learn.fit(1)
+    with pytest.raises(ValueError, match="mode='fp8'.*was not compared"): r.apply(mode='fp8')
+
+
+def test_steps_in_the_place_of_modes():
+    with pytest.raises(ValueError, match='modes=20 cannot be used.*Did you mean n_steps=20'): seeded().compare_precision(20)
+    with pytest.raises(ValueError, match="modes='fp61'.*not a precision(.|\n)*'fp32'"): seeded().compare_precision(('fp32', 'fp61'))
+
+
+def test_a_mode_that_fails_shows_the_reason_itself(monkeypatch):
+    from fastxtend_amp import mode
+    monkeypatch.setattr(mode, 'refused_layer', lambda kind, m: 'no kernel' if m == 'fp16' else None)
+    learn = language_model()
+    r = learn.compare_precision(('bf16', 'fp16'), n_steps=2, n_seeds=0)
+    assert r.table['support']['fp16'] == 'failed' and r.table['note']['fp16'].startswith('fp16 does not run on this CPU for ')
+    assert 'Exception' not in repr(r)
+
+
+# -- how long it takes
+
+class Slow(nn.Linear):
+    def forward(self, x):
+        time.sleep(.02)
+        return super().forward(x)
+
+
+def test_all_of_it_ends_in_max_seconds():
+    start = time.perf_counter()
+    r = seeded(nn.Sequential(Slow(6, 1))).compare_precision(n_steps=2000, max_seconds=2)
+    assert time.perf_counter() - start < 4
+    steps = r.table['steps']
+    assert 3 <= steps.min() and steps['fp32'] < 2000 and 'cut short after' in r.table['note']['fp32'] and not r.table['loss'].isna().any()
+    assert r.table['speed-up'].notna().all() and 'there was no time (`max_seconds=2`)' in repr(r)
+
+
+def test_an_emulated_mode_sees_fewer_samples_and_says_so(monkeypatch):
+    from fastxtend_amp import mode
+    from fastxtend_amp.insight import compare
+    sizes = []
+    class Sizes(nn.Linear):
+        def forward(self, x):
+            sizes.append((torch.is_autocast_enabled('cpu'), len(x)))
+            return super().forward(x)
+    monkeypatch.setattr(compare, 'mode_support', lambda m, d: mode.Support('emulated', 'for this test'))
+    r = seeded(nn.Sequential(Sizes(6, 1)), loaders(n=192, bs=64)).compare_precision('bf16', n_steps=6, n_seeds=0)
+    assert set(sizes) == {(True, 8), (False, 8), (False, 64)} and '8 of the 64 samples of each batch' in r.table['note']['bf16']
+    assert abs(r.table['loss difference']['bf16']) < .02 and r.table['steps'].to_dict() == {'fp32': 6, 'bf16': 6}
+    assert r.plot()[0].get_lines()[1].get_label() == 'bf16 (on 8 samples a step)'
+
+
+# -- no side effect
+
+def test_what_a_loggers_thread_wrote_meanwhile_is_kept():
+    class Logger(Callback):
+        def __init__(self): self.entries, self.stop, self.lock = [], threading.Event(), threading.Lock()
+        def before_fit(self): raise AssertionError('a logger takes no part')
+        def write(self):
+            while not self.stop.wait(.001): self.entries.append(len(self.entries))
+    logger = Logger()
+    learn = rich()
+    learn.add_cb(logger)
+    thread = threading.Thread(target=logger.write)
+    thread.start()
+    learn.compare_precision(n_steps=6, n_seeds=1)
+    n = len(logger.entries)
+    logger.stop.set()
+    thread.join()
+    assert logger.entries == list(range(len(logger.entries))) and n > 5 and learn.cbs[-1] is logger
+
+
+def test_callbacks_that_take_part_are_copies_and_share_what_cannot_be_copied():
+    class Counts(Callback):
+        def __init__(self): self.n, self.calls, self.lock = 0, [], threading.Lock()
+        def after_loss(self):
+            with self.lock: self.n += 1; self.calls.append(self.n)
+    cb = Counts()
+    learn = seeded(cbs=cb)
+    learn.compare_precision(n_steps=2, n_seeds=0)
+    assert cb.n == 0 and cb.calls == [] and cb.learn is learn and learn.counts is cb
+    learn.fit(1)
+    assert cb.n == 8
+
+
+def test_order_of_the_next_batches():
+    from fastai.text.data import LMDataLoader, TensorText
+    def make():
+        documents = [(TensorText(torch.arange(n) % 20),) for n in (30, 25, 40, 22, 31, 28)]
+        return LMDataLoader(documents, bs=2, seq_len=5, shuffle=True)
+    def batches(compared):
+        random.seed(3)
+        learn = learner(nn.Sequential(nn.Embedding(20, 4), nn.Linear(4, 20)), DataLoaders(make(), make(), device=torch.device('cpu')),
+                        lambda p, y: nn.functional.cross_entropy(p.flatten(0, 1), y.flatten()))
+        list(learn.dls.train)
+        if compared: learn.compare_precision('bf16', n_steps=3, n_seeds=1)
+        return [b[0].tolist() for _ in range(2) for b in learn.dls.train]
+    assert batches(True) == batches(False)
+
+
+# -- where the time goes
+
+def test_where_the_time_of_a_step_goes():
+    class Sleeps(Callback):
+        def before_step(self): time.sleep(.01)
+    r = seeded(nn.Sequential(Slow(6, 1)), cbs=Sleeps()).compare_precision('bf16', n_steps=8, n_seeds=0)
+    row = r.table.loc['bf16']
+    step = 4 / row['samples/s']
+    assert .02 <= row['forward'] < .03 and .01 <= row['optimizer'] < .02 and row['backward'] < .01 and row['rest'] < .01
+    assert sum(row[k] for k in ('forward', 'backward', 'optimizer', 'rest')) == pytest.approx(step, rel=.2)
+    assert 'The forward pass takes' in repr(r) and f'% of the {r.recommended} step' in repr(r)
+
+
+@pytest.mark.parametrize('opt,call', [('adam', 'fused(torch.optim.AdamW)'), ('adamw', 'fused(torch.optim.AdamW)'), ('sgd', 'fused(torch.optim.SGD)'),
+                                      ('torch sgd', 'fused(torch.optim.SGD)'), ('fused adamw', None)])
+def test_a_fused_optimizer_is_named_where_it_would_help(opt, call):
+    notes = remarks(OPTIMIZERS[opt], forward=.1, backward=.2, optimizer=.6, rest=.1)
+    assert 'The optimizer takes 60% of the bf16 step.' in notes
+    assert (f'`opt_func={call}`' in notes) if call else 'fused' not in notes
+    assert 'fused' not in remarks(OPTIMIZERS[opt], forward=.3, backward=.3, optimizer=.3, rest=.1)
+
+
+def remarks(opt_func=OPTIMIZERS['sgd'], copy_seconds=0., faults=0., data=0., **phases):
+    from types import SimpleNamespace
+    from fastxtend_amp.insight.recommend import notes_on
+    table = rows(bf16={})
+    for name, value in dict(data=data, forward=.3, backward=.3, optimizer=.1, rest=.3, **{'page faults': faults}).items(): table[name] = value
+    for name, value in phases.items(): table[name] = value
+    learn = seeded(opt_func=opt_func)
+    learn.create_opt()
+    return ' '.join(notes_on(table, 'bf16', SimpleNamespace(size=4, seconds=data or 1e-9, copy_seconds=copy_seconds), learn.opt, torch.device('cpu')))
+
+
+def test_data_and_memory_that_hold_a_step_back():
+    assert 'data' not in remarks(data=.2) and 'The data take 50% of the time of a bf16 step, most of it loading them' in remarks(data=1.)
+    assert 'copying them to the device' in remarks(data=1., copy_seconds=.8)
+    assert 'keep_freed_memory' not in remarks(faults=900.) and 'asks the system for memory 32,771 times (page faults)' in remarks(faults=32771.)
+
+
+def test_labels_of_the_plot_lie_inside_its_axes():
+    import matplotlib.pyplot as plt
+    r = seeded().compare_precision(n_steps=8, n_seeds=1)
+    r.table.loc['bf16', ['speed-up', 'speed-up q1', 'speed-up q3']] = 12.34, 11., 13.
+    axs = r.plot()
+    figure = axs[0].figure
+    figure.canvas.draw()
+    for ax in axs:
+        inside = ax.get_window_extent()
+        for text in ax.texts:
+            box = text.get_window_extent()
+            assert inside.x0 <= box.x0 and box.x1 <= inside.x1 and inside.y0 <= box.y0 and box.y1 <= inside.y1, text.get_text()
+        legend = ax.get_legend()
+        if legend is not None: assert legend.get_window_extent().x1 <= figure.bbox.x1 and legend.get_window_extent().y0 >= 0
+    plt.close('all')
