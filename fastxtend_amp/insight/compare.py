@@ -1,7 +1,7 @@
 "Runs a comparison: trains copies of one learner in several precisions, in turns, and times them."
 from __future__ import annotations
 
-import math, os, random, re, time, warnings
+import math, random, re, time, warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Integral
@@ -26,6 +26,7 @@ from .advice import precision_call
 from .batches import Batches
 from .choices import PrecisionChoice, choices_from, use_choice
 from .comparison import PrecisionComparison, build_comparison
+from .memory import free_memory, learner_bytes
 from .phases import StepClock, page_faults
 from .statistics import tensors
 from .trial import trial_learner
@@ -146,8 +147,8 @@ class _Comparison:
 
     def _groups(self) -> list[list[Run]]:
         "The runs that take turns: all of them if their copies fit into memory side by side, else one at a time."
-        n, need = len(self.runs), _bytes(self.learn, everywhere=True)
-        return [self.runs] if need * (n + 1) < _free_memory(self.device) / 2 else [[r] for r in self.runs]
+        n, need = len(self.runs), learner_bytes(self.learn, everywhere=True)
+        return [self.runs] if need * (n + 1) < free_memory(self.device) / 2 else [[r] for r in self.runs]
 
     def _turn_size(self, group) -> int:
         "Steps in a turn: so many that each run gets several turns, also if the time ends before the steps do."
@@ -208,7 +209,7 @@ class _Comparison:
         if self._is_over(run) and run.losses: return
         set_random_state(run.random_state)
         batches = [self.batches.get(i, run.samples) for i in steps]
-        trial, losses, n, own = run.trial, [], 0, _bytes(run.trial)
+        trial, losses, n, own = run.trial, [], 0, learner_bytes(run.trial)
         cuda = self.device.type == 'cuda'
         self._wait()
         if cuda: torch.cuda.reset_peak_memory_stats(self.device)
@@ -291,18 +292,3 @@ def reason_of(error: BaseException) -> str:
     while (found := re.match(r"Exception occur+ed in `[^`]*` when calling event `[^`]*`:\s*", text)): text = text[found.end():]
     line = first_line(type(error)(text) if text != str(error) else error, 400)
     return line if isinstance(error, ValueError) else f'{type(error).__name__}: {line}'
-
-
-def _bytes(learn: Learner, everywhere: bool = False) -> int:
-    "What parameters, buffers, gradients and the optimizer's state take on the model's device, if that is not the CPU, or `everywhere`."
-    states = [getattr(o, 'state', {}) for o in (learn.opt, getattr(learn.opt, 'opt', None)) if o is not None]
-    held = [t for s in states for d in s.values() for t in (d.values() if isinstance(d, dict) else ())]
-    held += [t for p in learn.model.parameters() for t in (p, p.grad)] + list(learn.model.buffers())
-    each_once = {id(t): t for t in held if isinstance(t, torch.Tensor) and (everywhere or t.device.type != 'cpu')}
-    return sum(t.numel() * t.element_size() for t in each_once.values())
-
-
-def _free_memory(device: torch.device) -> float: # inf where there is no way to tell
-    if device.type == 'cuda': return torch.cuda.mem_get_info(device)[0]
-    if device.type == 'cpu' and 'SC_AVPHYS_PAGES' in getattr(os, 'sysconf_names', {}): return os.sysconf('SC_AVPHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
-    return math.inf

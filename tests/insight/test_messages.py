@@ -7,7 +7,8 @@ from fastai.optimizer import Lamb
 from torch import nn
 
 import fastxtend_amp
-from fastxtend_amp import AMPMode, MixedPrecision, bench, demo, precision_support
+from fastxtend_amp import AMPMode, MixedPrecision, precision_support
+from fastxtend_amp.tools import demo
 from fastxtend_amp.half_weights.callback import kahan
 from helpers import *
 
@@ -78,11 +79,16 @@ def lstm():
         def __init__(self): super().__init__(); self.rnn, self.head = nn.LSTM(1, 4, batch_first=True), nn.Linear(4, 1)
         def forward(self, x): return self.head(self.rnn(x[..., None])[0][:, -1])
     return learner(Net()).to_fp16()
-def distributed(f):
-    def run(monkeypatch):
-        for name, value in (('is_initialized', True), ('get_world_size', 2)): monkeypatch.setattr(torch.distributed, name, lambda *a, v=value: v)
-        f()
-    return run
+def applied_to_nobody():
+    r = net().compare_precision('bf16', n_steps=1, n_seeds=0)
+    r._learn = None
+    r.apply()
+def on_another_rank(monkeypatch):
+    watch = fastxtend_amp.insight.watch
+    monkeypatch.setattr(watch, 'several_processes', lambda: True)
+    monkeypatch.setattr(watch.dist, 'get_rank', lambda: 0)
+    monkeypatch.setattr(watch.dist, 'all_reduce', lambda t, op: t.fill_(2.))
+    fit(net().to_bf16(on_overflow='raise'))
 def bf16_emulated(monkeypatch):
     monkeypatch.setattr(fastxtend_amp.mode, '_cpu_features', lambda: frozenset())
     net().to_bf16().fit(1)
@@ -145,10 +151,19 @@ CASES = {
     'report on no batch': (lambda: net().precision_report(n_batches=0), VE, 'n_batches=0', 'cannot be used', 'at least 1'),
     'report without data': (lambda: empty().precision_report(), VE, 'at least one batch', 'gave none', 'dl='),
     'report on shards': (sharded, VE, 'precision_report', 'sharded', 'before `fully_shard`'),
+    'report: seconds': (lambda: net().precision_report(max_seconds=0), VE, 'max_seconds=0', 'cannot be used', 'above 0'),
+    'report: mode': (lambda: net().precision_report('fp61'), VE, "modes='fp61'", 'not a precision', "'bf16' and 'fp16'"),
+    'report: fp16 parameters': (lambda: fp16_weights().precision_report(), VE, "such as '0.weight'", 'needs fp32 parameters', '`learn.model.float()`'),
+    'goes wrong elsewhere': (on_another_rank, FloatingPointError, 'goes wrong on rank 1', 'Every rank stops', 'the message of rank 1'),
     'compare: steps': (lambda: net().compare_precision(n_steps=0), VE, 'n_steps=0', 'cannot be used', 'at least 1'),
     'compare: strangers': (lambda: net().compare_precision(cbs=[At('after_step', print)]), VE, 'cbs=[At]', "not among the learner's",
                            'Pass some of `learn.cbs`'),
-    'compare: processes': (distributed(lambda: net().compare_precision()), RE, 'compare_precision', 'one process', 'before training is distributed'),
+    'compare: steps for modes': (lambda: net().compare_precision(20), VE, 'modes=20', 'names the precisions', 'n_steps=20?'),
+    'compare: mode': (lambda: net().compare_precision('fp61'), VE, "modes='fp61'", 'not a precision', "'half weights'"),
+    'compare: shards': (faked(fastxtend_amp.insight.compare, 'is_sharded', lambda model: True, lambda: net().compare_precision()), VE, 'compare_precision', 'sharded',
+                        'before `fully_shard`'),
+    'compare: apply': (lambda: net().compare_precision('bf16', n_steps=1, n_seeds=0).apply(mode='fp16'), VE, "mode='fp16'", 'was not compared', "'fp32', 'bf16'"),
+    'compare: apply to nobody': (applied_to_nobody, VE, 'apply()', 'cannot find the learner', 'learn='),
     'compare: in a fit': (in_a_batch(lambda l: l.compare_precision(n_steps=1)), RE, 'compare_precision', 'inside a fit', 'before or after'),
     'compare: no data': (lambda: empty().compare_precision(n_steps=1), VE, '`learn.dls.train`', 'gives no batches', '`drop_last=True`'),
     'compare: no targets': (no_targets, VE, 'no targets', 'no loss to compare', '`learn.dls.n_inp`'),
@@ -176,12 +191,6 @@ CASES = {
     'demo: folder': (lambda: demo.main(['--out', 'nowhere/demo.png']), SystemExit, '--out nowhere', 'error', 'no folder nowhere'),
     'demo: device': (lambda: demo.main(['--device', 'gpu']), SystemExit, '--device gpu', 'error', 'cpu'),
     'demo: no autocast': (lambda: demo.main(['--device', 'meta']), SystemExit, '--device meta', 'no autocast', 'try cpu'),
-    'bench: steps': (lambda: bench.main(['--steps', '0']), SystemExit, '--steps 0', 'error', 'at least 1'),
-    'bench: model': (lambda: bench.main(['--models', 'resnet']), SystemExit, '--models resnet', 'no such model', 'xresnet18'),
-    'bench: mode': (lambda: bench.main(['--modes', 'fp8']), SystemExit, '--modes fp8', 'only bf16 and fp16', 'fp32 always runs'),
-    'bench: folder': (lambda: bench.main(['--json', 'nowhere/b.json']), SystemExit, '--json nowhere', 'error', 'no folder nowhere'),
-    'bench: device': (lambda: bench.main(['--device', 'gpu']), SystemExit, '--device gpu', 'error', 'cpu'),
-    'bench: no autocast': (lambda: bench.main(['--device', 'meta']), SystemExit, '--device meta', 'no autocast', 'try cpu'),
     # XLA: the others need an XLA device, and are read in test_xla.py
     'xla: no torch_xla': (without('torch_xla', lambda: fit(xla_learner())), RE, 'XLA device', 'needs the package torch_xla', "`learn.dls.to('cpu')`"),
 }
@@ -199,9 +208,9 @@ def met(case, kind, capsys, **fixtures):
         warnings.simplefilter('always')
         try: case(**wanted)
         except kind as e:
-            frames = [f for f in traceback.extract_tb(e.__traceback__) if Path(f.filename).parent == PACKAGE]
+            frames = [f for f in traceback.extract_tb(e.__traceback__) if PACKAGE in Path(f.filename).parents]
             return str(e) if kind is not SystemExit else capsys.readouterr().err, (Path(frames[-1].filename).name, frames[-1].lineno)
-    found = [w for w in caught if Path(w.filename).parent == PACKAGE and issubclass(w.category, kind)]
+    found = [w for w in caught if PACKAGE in Path(w.filename).parents and issubclass(w.category, kind)]
     return '\n'.join(str(w.message) for w in found), *((Path(w.filename).name, w.lineno) for w in found)
 
 
@@ -220,7 +229,7 @@ def test_says_what_why_and_what_next(name, capsys, tmp_path, monkeypatch):
 def places():
     "Where the package raises an error of Python's or warns: file, first and last line."
     builtin = {'ValueError', 'TypeError', 'RuntimeError', 'FloatingPointError', 'ImportError', 'AttributeError'}
-    for file in sorted(PACKAGE.glob('*.py')):
+    for file in sorted(PACKAGE.rglob('*.py')):
         for node in ast.walk(ast.parse(file.read_text())):
             raises = isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and getattr(node.exc.func, 'id', '') in builtin
             call = node.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
@@ -228,7 +237,7 @@ def places():
             if raises or says: yield file.name, node.lineno, node.end_lineno
 
 
-ELSEWHERE = {'xla.py'}  # test_xla.py
+ELSEWHERE = {'xla.py', 'bench.py'}  # test_xla.py, test_bench.py
 
 
 def test_no_message_is_left_out():
