@@ -8,6 +8,7 @@ import torch
 from fastai.learner import Learner
 
 from ..callback import MixedPrecision
+from ..fp32_modules import Fp32Modules
 from ..learner import set_precision
 from ..mode import AMPMode, mode_support
 from ..scaling import StaticGradScaler
@@ -23,6 +24,7 @@ class PrecisionChoice:
     "One precision: fp32 (`mode` None), autocast in `mode`, or half-precision weights of that dtype."
     mode: AMPMode | None = None
     half_weights: bool = False
+    fp32_modules: tuple[str, ...] = ()       # kept in fp32 besides those that the learner keeps
 
     @property
     def name(self) -> str:
@@ -33,18 +35,19 @@ class PrecisionChoice:
 
 
 def choices_from(
-    modes: Any, # Names, modes or dtypes, one or several
+    modes: Any, # Names, modes, dtypes or choices, one or several
     arg: str = 'modes', # The argument's name in errors
 ) -> list[PrecisionChoice]: # fp32, the measure, first; each once
     "The precisions that `modes` names. Raises `ValueError` for one that is none."
     if isinstance(modes, int) and not isinstance(modes, bool):
         raise ValueError(f"{arg}={modes!r} cannot be used: {arg} names the precisions to compare. Did you mean n_steps={modes}?\n"
                          f"Allowed: {_ALLOWED}.")
-    one = isinstance(modes, (str, torch.dtype)) or not hasattr(modes, '__iter__')
+    one = isinstance(modes, (str, torch.dtype, PrecisionChoice)) or not hasattr(modes, '__iter__')
     return list(dict.fromkeys([PrecisionChoice(), *(_choice(m, arg) for m in ([modes] if one else modes))]))
 
 
 def _choice(name, arg):
+    if isinstance(name, PrecisionChoice): return name
     plain = name.lower().replace('_', ' ').strip() if isinstance(name, str) and not isinstance(name, AMPMode) else name
     if plain in ('fp32', torch.float32): return PrecisionChoice()
     try:
@@ -77,6 +80,10 @@ def use_choice(
         cb = own
         cb.amp_mode = cb._mode = choice.mode
     else: cb = _another(own, choice)
+    if cb is not None and choice.fp32_modules:
+        kept = cb._fp32_modules.check(learn.model)
+        set_precision(learn, None)                               # lets the modules go that it keeps now
+        cb._fp32_modules = Fp32Modules(list(dict.fromkeys([*kept, *choice.fp32_modules])))
     set_precision(learn, cb)
     return cb
 
