@@ -45,8 +45,8 @@ class Batches:
                 before = len(self.all)
                 self._draw(dl, n, start + max_seconds, wait, times)
                 if len(self.all) == before and not before:
-                    raise ValueError("The learner's training dataloader (`learn.dls.train`) gives no batches, so there is nothing to train on. With "
-                                     "`drop_last=True` its dataset may be smaller than one batch.")
+                    raise ValueError("The learner's training dataloader (`learn.dls.train`) gives no batches, so there is "
+                                     "nothing to train on.\nWith `drop_last=True` its dataset may be smaller than one batch.")
                 if len(self.all) == before or self._full or time.perf_counter() > start + max_seconds: break
         self.seconds = float(np.median(times[1:] or times))
         self.copy_seconds = self._copying(wait)
@@ -96,14 +96,14 @@ class Batches:
     @property
     def can_be_cut(self) -> bool:
         "Do all tensors of a batch have the samples as their first dimension?"
-        return all(len({len(t) if t.dim() else None for t in tensors(b, floating=False)} - {self.size}) == 0 for b in self.all[:1])
+        return all(t.dim() > 0 and len(t) == self.size for t in tensors(self.all[0], floating=False))
 
 
 @contextmanager
 def order_kept(
     dl: Any, # fastai's or PyTorch's DataLoader
 ) -> Iterator[None]:
-    "Draw from `dl` inside; at the end it gives the batches that it would have given, in their order. Data is left alone."
+    "Draw from `dl` inside; at the end it gives the batches that it would have given, in their order."
     undo: list[Callable[[], Any]] = []
     owners = [dl, *(getattr(dl, n, None) for n in ('sampler', 'batch_sampler') if n in getattr(dl, '__dict__', {}))]
     for owner in [o for o in owners if hasattr(o, '__dict__')]:

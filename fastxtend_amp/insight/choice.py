@@ -33,7 +33,8 @@ class PrecisionDecision:
     @property
     def table(self): return self.comparison.table
     def plot(self, axs=None): return self.comparison.plot(axs)
-    def __str__(self) -> str: return f'{self.mode}: {self.reason} Measured in {self.seconds:.0f} s. The same without measuring: `{self.call}`.'
+    def __str__(self) -> str: return (f'{self.mode}: {self.reason} Measured in {self.seconds:.0f} s. The same '
+                                      f'without measuring: `{self.call}`.')
 
 
 def measured_choice(
@@ -45,10 +46,11 @@ def measured_choice(
 ) -> PrecisionDecision:
     """Set the fastest precision that trains as fp32 does, measured on the learner's own batches from its present state.
 
-    fp32, bf16, fp16 and half-precision weights are tried as far as the device does them natively, with the modules kept in
-    fp32 that `precision_report` names. bf16 is taken where others are as fast (5 %), and fp32 where the gain is no larger
-    than the spread. Copies are trained: whatever interrupts this leaves the learner as it was. With several processes each
-    measures by itself, and all take what rank 0 found. `learn.precision.decision` holds the outcome, unless it is fp32.
+    fp32, bf16, fp16 and half-precision weights are tried as far as the device does them natively, with the modules
+    kept in fp32 that `precision_report` names. bf16 is taken where others are as fast (5 %), and fp32 where the gain
+    is no larger than the spread. Copies are trained: whatever interrupts this leaves the learner as it was. With
+    several processes each measures by itself, and all take what rank 0 found. `learn.precision.decision` holds the
+    outcome, unless it is fp32.
 
     Raises `ValueError` for an unknown mode and where `compare_precision` or `precision_report` do.
     """
@@ -61,7 +63,8 @@ def measured_choice(
     call = comparison.calls.get(chosen.name, f'learn.to_{chosen.name}()')
     reason = comparison.reason.partition(' Next: ')[0]
     if refused: reason = f"{reason.rstrip('.')}; {'; '.join(refused)}."
-    decision = PrecisionDecision(chosen.name, reason[:1].upper() + reason[1:], call, time.perf_counter() - start, comparison, chosen)
+    reason, seconds = reason[:1].upper() + reason[1:], time.perf_counter() - start
+    decision = PrecisionDecision(chosen.name, reason, call, seconds, comparison, chosen)
     cb = use_choice(learn, chosen)
     if cb is not None: cb.decision = decision
     print(decision)
@@ -76,9 +79,9 @@ def _with_modules_kept(learn, choices, max_seconds) -> tuple[list[PrecisionChoic
     found, refused = [], []
     for c in choices:
         v = verdicts.get(c.mode.value) if c.mode is not None else None
-        if v is not None and v.verdict == 'do not use': refused.append(f'{c.name}: {v.reason}')
-        elif v is not None and v.verdict in ('keep modules in fp32', 'safe, but close', 'cannot run'): found.append(replace(c, fp32_modules=tuple(v.modules)))
-        else: found.append(c)
+        if v is None: found.append(c)
+        elif v.verdict == 'do not use': refused.append(f'{c.name}: {v.reason}')
+        else: found.append(replace(c, fp32_modules=tuple(v.modules)))
     return found, list(dict.fromkeys(refused))
 
 

@@ -40,7 +40,8 @@ def choices_from(
 ) -> list[PrecisionChoice]: # fp32, the measure, first; each once
     "The precisions that `modes` names. Raises `ValueError` for one that is none."
     if isinstance(modes, int) and not isinstance(modes, bool):
-        raise ValueError(f"{arg}={modes!r} cannot be used: {arg} names the precisions to compare. Did you mean n_steps={modes}?\n"
+        raise ValueError(f"{arg}={modes!r} cannot be used: {arg} names the precisions to compare. "
+                         f"Did you mean n_steps={modes}?\n"
                          f"Allowed: {_ALLOWED}.")
     one = isinstance(modes, (str, torch.dtype, PrecisionChoice)) or not hasattr(modes, '__iter__')
     return list(dict.fromkeys([PrecisionChoice(), *(_choice(m, arg) for m in ([modes] if one else modes))]))
@@ -54,7 +55,8 @@ def _choice(name, arg):
         if isinstance(plain, str) and plain.startswith(HALF_WEIGHTS):
             return PrecisionChoice(AMPMode(plain.removeprefix(HALF_WEIGHTS).strip() or 'bf16'), half_weights=True)
         return PrecisionChoice(AMPMode(plain))
-    except ValueError: raise ValueError(f"{arg}={name!r} cannot be used: it is not a precision.\nAllowed: {_ALLOWED}.") from None
+    except ValueError:
+        raise ValueError(f"{arg}={name!r} cannot be used: it is not a precision.\nAllowed: {_ALLOWED}.") from None
 
 
 def default_choices(
@@ -62,7 +64,7 @@ def default_choices(
 ) -> list[PrecisionChoice]:
     "fp32, and autocast and half-precision weights in each mode that `device` does natively."
     native = [m for m in (AMPMode.BF16, AMPMode.FP16) if mode_support(m, device).status == 'native']
-    return [PrecisionChoice(), *(PrecisionChoice(m) for m in native), *(PrecisionChoice(m, half_weights=True) for m in native)]
+    return [PrecisionChoice(), *(PrecisionChoice(m, half_weights=half) for half in (False, True) for m in native)]
 
 
 def use_choice(
@@ -71,12 +73,12 @@ def use_choice(
 ) -> MixedPrecision | None: # Its precision callback now
     """Have `learn` train in this precision.
 
-    Modules kept in fp32 and the other arguments of its precision callback stay, as far as the new one has them; where it
-    is of the same kind, it is the same callback, loss scale included.
+    Modules kept in fp32 and the other arguments of its precision callback stay, as far as the new one has them; where
+    it is of the same kind, it is the same callback, loss scale included.
     """
     own = learn.precision
     if choice.mode is None: cb = None
-    elif own is not None and _is_half_weights(own) == choice.half_weights and (not choice.half_weights or own.dtype is choice.mode.dtype):
+    elif own is not None and _is_same_kind(own, choice):
         cb = own
         cb.amp_mode = cb._mode = choice.mode
     else: cb = _another(own, choice)
@@ -86,6 +88,11 @@ def use_choice(
         cb._fp32_modules = Fp32Modules(list(dict.fromkeys([*kept, *choice.fp32_modules])))
     set_precision(learn, cb)
     return cb
+
+
+def _is_same_kind(cb, choice) -> bool:
+    if not choice.half_weights: return not _is_half_weights(cb)
+    return _is_half_weights(cb) and cb.dtype is choice.mode.dtype
 
 
 def _is_half_weights(cb) -> bool:
@@ -100,7 +107,8 @@ def _another(own, choice):
     if own is not None:
         scaler = own.scaling._fp16_scaler
         shared = dict(fp32_modules=own._fp32_modules.spec, on_overflow=own.on_overflow, max_skips=own.max_skips)
-        if choice.mode.needs_loss_scaling and isinstance(scaler, StaticGradScaler): shared['loss_scale'] = scaler.get_scale()
+        is_static = choice.mode.needs_loss_scaling and isinstance(scaler, StaticGradScaler)
+        if is_static: shared['loss_scale'] = scaler.get_scale()
     if not choice.half_weights: return MixedPrecision(choice.mode, **shared)
     if own is not None and _is_half_weights(own): shared['flat_master'] = own.flat_master
     return HalfWeights(choice.mode, **shared)

@@ -34,16 +34,23 @@ from .trial import trial_learner
 __all__ = ['compare']
 
 # Of fastai's own callbacks those that shape a training step; MixHandler is MixUp and CutMix.
-TRAINING_CALLBACKS = (TrainEvalCallback, CastToTensor, MixHandler, GradientAccumulation, GradientClip, BnFreeze, ModelResetter, RNNCallback,
-                      RNNRegularizer, ChannelsLast)
-_STEP_EVENTS = ('before_batch', 'after_pred', 'after_loss', 'before_backward', 'after_backward', 'before_step', 'after_step')
+TRAINING_CALLBACKS = (TrainEvalCallback, CastToTensor, MixHandler, GradientAccumulation, GradientClip, BnFreeze,
+                      ModelResetter, RNNCallback, RNNRegularizer, ChannelsLast)
+_STEP_EVENTS = ('before_batch', 'after_pred', 'after_loss', 'before_backward', 'after_backward', 'before_step',
+                'after_step')
 _TURNS = 7              # that each mode gets after the first step, which warms up
 _FEW = 8                # an emulated mode sees one sample in so many, and 4 at least
 
 
 class Run:
     "One precision: the learner that trains in it, and what was measured."
-    def __init__(self, choice: PrecisionChoice, support: str, note: str = '', samples: int | None = None, hidden: bool = False):
+    def __init__(self,
+        choice: PrecisionChoice,
+        support: str, # 'native', 'emulated', 'unsupported' or 'failed'
+        note: str = '',
+        samples: int | None = None, # How many of each batch it sees; all if None
+        hidden: bool = False, # Whether it is left out of the table
+    ):
         self.choice, self.support, self.note, self.samples, self.hidden = choice, support, note, samples, hidden
         self.name = choice.name
         self.measure: Run = self                                 # the fp32 run on the same samples
@@ -65,12 +72,15 @@ def compare(learn: Learner, modes: Any, n_steps: int, *, lr: Any = None, n_seeds
     choices = choices_from(modes)
     _check('n_steps', n_steps, _is_number(n_steps, Integral) and n_steps >= 1, 'an integer of at least 1, such as 50')
     _check('n_seeds', n_seeds, _is_number(n_seeds, Integral) and n_seeds >= 0, 'an integer of at least 0, such as 3')
-    _check('max_seconds', max_seconds, _is_number(max_seconds) and max_seconds > 0, 'a number of seconds above 0, such as 60.')
+    is_time = _is_number(max_seconds) and max_seconds > 0
+    _check('max_seconds', max_seconds, is_time, 'a number of seconds above 0, such as 60.')
     if cbs is not None and (strangers := [cb for cb in cbs if cb not in list(learn.cbs)]):
-        raise ValueError(f"cbs={list(cbs)!r} cannot be used: {strangers} {'is' if len(strangers) == 1 else 'are'} not among the learner's "
-                         "callbacks. Pass some of `learn.cbs`.")
+        are = 'is' if len(strangers) == 1 else 'are'
+        raise ValueError(f"cbs={list(cbs)!r} cannot be used: {strangers} {are} not among the learner's callbacks. "
+                         "Pass some of `learn.cbs`.")
     if is_sharded(learn.model):
-        raise ValueError("compare_precision cannot train a copy of a model whose parameters are sharded (FSDP). Call it before `fully_shard`.")
+        raise ValueError("compare_precision cannot train a copy of a model whose parameters are sharded (FSDP). Call it "
+                         "before `fully_shard`.")
     if learn.precision is not None and learn.precision.fit_device is not None:
         raise RuntimeError("compare_precision cannot run inside a fit. Call it before or after.")
     with _globals_kept(), warnings.catch_warnings():
@@ -95,7 +105,8 @@ def _takes_part(cb: Callback) -> bool:
     "Does `cb` shape a training step? See `Learner.compare_precision` for the rule."
     if isinstance(cb, PRECISION_CALLBACKS): return False
     if isinstance(cb, TRAINING_CALLBACKS): return True
-    return not type(cb).__module__.startswith('fastai.') and any(hasattr(type(cb), e) or e in vars(cb) for e in _STEP_EVENTS)
+    if type(cb).__module__.startswith('fastai.'): return False
+    return any(hasattr(type(cb), e) or e in vars(cb) for e in _STEP_EVENTS)
 
 
 class _Comparison:
@@ -105,8 +116,9 @@ class _Comparison:
         self.learn, self.n_steps, self.lr, self.n_seeds, self.max_seconds = learn, n_steps, lr, n_seeds, max_seconds
         self.end = self.start + max_seconds
         self.device = model_device(learn.model, getattr(learn.dls, 'device', None) or torch.device('cpu'))
-        chosen = lambda cb: _takes_part(cb) if cbs is None else isinstance(cb, TrainEvalCallback) or any(cb is o for o in cbs)
-        self.cbs = [cb for cb in learn.cbs if chosen(cb)]
+        asked = {id(cb) for cb in cbs or ()}
+        if cbs is None: self.cbs = [cb for cb in learn.cbs if _takes_part(cb)]
+        else: self.cbs = [cb for cb in learn.cbs if isinstance(cb, TrainEvalCallback) or id(cb) in asked]
         self.bar: Any = None
         self.seed_losses: list[list[float]] = []
         self.show = hasattr(learn, 'progress') and learn.create_mbar     # not inside `learn.no_bar()`
@@ -124,8 +136,8 @@ class _Comparison:
             self._say_how_long()
             size = self._turn_size(group)
             for i, first in enumerate(range(1, self.n_steps, size)):
-                k = i % len(group)                               # each starts a round in turn
-                for run in group[k:] + group[:k]: self._try(run, self._turn, run, range(first, min(first + size, self.n_steps)))
+                k, steps = i % len(group), range(first, min(first + size, self.n_steps))
+                for run in group[k:] + group[:k]: self._try(run, self._turn, run, steps)     # each starts a round in turn
             for run in group: self._finish(run)
         for seed in range(1, self.n_seeds + 1): self._seeded(seed)
         if self.bar is not None: self.bar.on_iter_end()
@@ -190,7 +202,7 @@ class _Comparison:
         if run.cb is not None:
             if own is not None: run.cb.on_overflow = own.on_overflow
             run.call = precision_call(trial, run.choice.mode)
-            run.cb.on_overflow = 'ignore'                        # a rerun would disturb the times; the table shows what it would tell
+            run.cb.on_overflow = 'ignore'                        # a rerun would disturb the times; the table tells
             run.n_before = run.cb.scaling.history.n
         with random_state_kept(everything=True):
             self._begin_fit(trial)
@@ -217,15 +229,16 @@ class _Comparison:
         then = time.perf_counter()
         for i, b in zip(steps, batches):
             trial.one_batch(i, b)
-            if not len(trial.yb): raise ValueError("The learner's training batches have no targets, so there is no loss to compare. Does "
-                                                   "`learn.dls.n_inp` leave one?")
+            if not len(trial.yb):
+                raise ValueError("The learner's training batches have no targets, so there is no loss to compare. Does "
+                                 "`learn.dls.n_inp` leave one?")
             losses.append(trial.loss.detach())
             n += len(tensors(b, floating=False)[0])
             self._tick(run.name)
             if self._is_over(run, time.perf_counter() - then): break
         self._wait()
         seconds = time.perf_counter() - then
-        if cuda: run.peak = max(torch.cuda.max_memory_allocated(self.device) - before + own, 0 if run.peak != run.peak else run.peak)
+        if cuda: run.peak = np.nanmax([torch.cuda.max_memory_allocated(self.device) - before + own, run.peak])
         run.clock.read(warm=run.speeds != [], seconds=seconds, n=len(losses))
         if run.speeds: run.faults += page_faults() - faults
         run.seconds += seconds
@@ -250,7 +263,7 @@ class _Comparison:
         run.trial = None
 
     def _seeded(self, seed):
-        "fp32 again, with another order of the batches but for the last ones, and other random draws: the loss of each step."
+        "fp32 again, with another order of the batches but for the last ones, and other random draws."
         base = self.runs[0]
         n = len(base.losses)
         if time.perf_counter() + base.seconds > self.end: return
@@ -289,6 +302,7 @@ class _Comparison:
 def reason_of(error: BaseException) -> str:
     "What went wrong, without the event that fastai names before it."
     text = str(error)
-    while (found := re.match(r"Exception occur+ed in `[^`]*` when calling event `[^`]*`:\s*", text)): text = text[found.end():]
+    wrapper = re.compile(r'Exception occur+ed in `[^`]*` when calling event `[^`]*`:\s*')
+    while (found := wrapper.match(text)): text = text[found.end():]
     line = first_line(type(error)(text) if text != str(error) else error, 400)
     return line if isinstance(error, ValueError) else f'{type(error).__name__}: {line}'

@@ -21,18 +21,18 @@ __all__ = ['PrecisionComparison', 'build_comparison']
 class PrecisionComparison:
     """Precisions side by side on one learner; the result of `Learner.compare_precision`.
 
-    `table`: a DataFrame with a row for each mode: how the device runs it, steps trained, samples per second (median over
-    the turns), speed-up over fp32 (median of the ratios within each turn, and their quartiles), peak memory in bytes
-    (CUDA), the mean loss of the last steps, its difference from fp32's on the same samples, the standard deviation of
-    that loss between fp32 trainings with other seeds, skipped steps, the loss scale at the end; where the time of a step
-    goes, in seconds (`data`, `forward`, `backward`, `optimizer`, `rest`), page faults in a step, and a note.
+    `table`: a DataFrame with a row for each mode: how the device runs it, steps trained, samples per second (median
+    over the turns), speed-up over fp32 (median of the ratios within each turn, and their quartiles), peak memory in
+    bytes (CUDA), the mean loss of the last steps, its difference from fp32's on the same samples, the standard
+    deviation of that loss between fp32 trainings with other seeds, skipped steps, the loss scale at the end; where the
+    time of a step goes, in seconds (`data`, `forward`, `backward`, `optimizer`, `rest`), page faults in a step, a note.
 
     `losses`: the loss of each step by mode; `seed_losses`: those of fp32 with other seeds. `recommended` is one mode,
     `reason` says why, `calls[mode]` is the call that trains in it; `apply()` makes it.
     """
     def __init__(self, table: pd.DataFrame, losses: dict[str, list[float]], seed_losses: list[list[float]], device: str,
-                 recommended: str, reason: str, notes: list[str], calls: dict[str, str], choices: dict[str, PrecisionChoice],
-                 samples: dict[str, int | None], learn: Learner):
+                 recommended: str, reason: str, notes: list[str], calls: dict[str, str],
+                 choices: dict[str, PrecisionChoice], samples: dict[str, int | None], learn: Learner):
         self.table, self.losses, self.seed_losses, self.device = table, losses, seed_losses, device
         self.recommended, self.reason, self.notes, self.calls = recommended, reason, notes, calls
         self.samples = samples                                   # of each batch that a mode saw; None for all
@@ -44,14 +44,16 @@ class PrecisionComparison:
         learn: Learner | None = None, # The learner; the one that was compared if None
         mode: str | None = None, # A row of the table; the recommended one if None
     ) -> Learner: # The learner
-        "Have the learner train in the recommended precision, with the modules kept in fp32 and other arguments that it had."
+        "Have the learner train in the recommended precision, with the modules in fp32 and other arguments that it had."
         mode = self.recommended if mode is None else mode
         if mode not in self._choices:
-            raise ValueError(f"mode={mode!r} cannot be used: it was not compared. Take one of {', '.join(map(repr, self._choices))}.")
-        found = learn if learn is not None else self._learn() if self._learn is not None else None
-        if found is None: raise ValueError("apply() cannot find the learner that was compared: hand it over as learn=...")
-        use_choice(found, self._choices[mode])
-        return found
+            raise ValueError(f"mode={mode!r} cannot be used: it was not compared. Take one of "
+                             f"{', '.join(map(repr, self._choices))}.")
+        if learn is None and self._learn is not None: learn = self._learn()
+        if learn is None:
+            raise ValueError("apply() cannot find the learner that was compared: hand it over as learn=...")
+        use_choice(learn, self._choices[mode])
+        return learn
 
     def _shown(self):
         "The table for people: fewer columns, rounded."
@@ -62,7 +64,7 @@ class PrecisionComparison:
                              for s, l, h in zip(t['speed-up'], t['speed-up q1'], t['speed-up q3'])]
         if t['peak memory'].notna().any(): shown['peak MiB'] = text(lambda v: f'{v / 2**20:,.0f}', t['peak memory'])
         shown['loss'] = text('{:.4g}'.format, t['loss'])
-        shown['from fp32'] = ['-' if v != v else '0' if name == 'fp32' else f'{v:+.2g}' for name, v in t['loss difference'].items()]
+        shown['from fp32'] = text(lambda v: f'{v:+.2g}' if v else '0', t['loss difference'])
         shown['seed spread'] = text('{:.2g}'.format, t['seed spread'])
         shown['skipped'] = t['skipped']
         if t['final scale'].notna().any(): shown['final scale'] = text('{:,g}'.format, t['final scale'])
@@ -75,17 +77,19 @@ class PrecisionComparison:
         return [f'Recommended: {self.recommended}. {self.reason}', *notes, *self.notes]
 
     def __repr__(self) -> str:
-        return '\n'.join([f'Precisions on {self.device}', self._shown().rename_axis(None).to_string(), '', *self._lines()])
+        table = self._shown().rename_axis(None).to_string()
+        return '\n'.join([f'Precisions on {self.device}', table, '', *self._lines()])
 
     def _repr_html_(self) -> str:
         from html import escape
         first, *rest = map(escape, self._lines())
-        return f'<p>Precisions on {escape(self.device)}</p>{self._shown().to_html()}<p><b>{first}</b></p>' + ''.join(f'<p>{l}</p>' for l in rest)
+        parts = [f'<p>Precisions on {escape(self.device)}</p>', self._shown().to_html(), f'<p><b>{first}</b></p>']
+        return ''.join([*parts, *(f'<p>{line}</p>' for line in rest)])
 
     def plot(self,
         axs: Sequence | None = None, # Three matplotlib axes to draw on; new ones if None
     ): # The three matplotlib axes
-        "The loss curves, between which other seeds lie in grey, the speed of each mode against fp32, and where the time of a step goes."
+        "The loss curves, other fp32 seeds in grey; the speed of each mode against fp32; where the time of a step goes."
         return plot_comparison(self, axs)
 
 
@@ -98,8 +102,9 @@ def build_comparison(work: Any) -> PrecisionComparison:
     calls = {r.name: r.call for r in runs}
     recommended, reason = recommend(table, calls)
     notes = [*_how_measured(work, runs), *notes_on(table, recommended, work.batches, work.learn.opt, work.device)]
-    return PrecisionComparison(table, {r.name: r.losses for r in runs}, work.seed_losses, _device_name(work.device), recommended, reason, notes,
-                               calls, {r.name: r.choice for r in runs}, {r.name: r.samples for r in runs}, work.learn)
+    losses, choices, samples = ({r.name: getattr(r, n) for r in runs} for n in ('losses', 'choice', 'samples'))
+    return PrecisionComparison(table, losses, work.seed_losses, _device_name(work.device), recommended, reason, notes, calls,
+                               choices, samples, work.learn)
 
 
 def _row(run, n_last, spread, data_seconds):
@@ -110,22 +115,29 @@ def _row(run, n_last, spread, data_seconds):
     skips = run.cb.scaling.history.skips[run.n_before:] if scaled else ()
     last = min(n_last, n, len(base.losses))
     own = run.losses[:len(base.losses)]
-    return {'mode': run.name, 'support': run.support, 'steps': n, 'samples/s': float(np.median(_timed(run.speeds))) if run.speeds else math.nan,
-            'speed-up': mid, 'speed-up q1': low, 'speed-up q3': high, 'peak memory': run.peak, 'loss': _tail(run.losses, min(n_last, n)),
-            'loss difference': _tail(own, last) - _tail(base.losses[:len(own)], last), 'seed spread': spread, 'skipped': int(sum(skips)),
-            'final scale': run.cb.scaling.state_dict().get('scale', math.nan) if scaled else math.nan,
-            'data': data_seconds, **run.clock.per_step(), 'page faults': run.faults / run.clock.n if run.clock.n else math.nan, 'note': run.note}
+    speed = float(np.median(_timed(run.speeds))) if run.speeds else math.nan
+    scale = run.cb.scaling.state_dict().get('scale', math.nan) if scaled else math.nan
+    faults = run.faults / run.clock.n if run.clock.n else math.nan
+    difference = _tail(own, last) - _tail(base.losses[:len(own)], last)
+    return {'mode': run.name, 'support': run.support, 'steps': n, 'samples/s': speed, 'speed-up': mid, 'speed-up q1': low,
+            'speed-up q3': high, 'peak memory': run.peak, 'loss': _tail(run.losses, min(n_last, n)),
+            'loss difference': difference, 'seed spread': spread, 'skipped': int(sum(skips)), 'final scale': scale,
+            'data': data_seconds, **run.clock.per_step(), 'page faults': faults, 'note': run.note}
 
 
 def _how_measured(work, runs):
-    n = len(runs[0].losses)
-    notes = [f'Loss: mean of the last {work.n_last} of {n} training steps' + (f'; seed spread: its standard deviation over '
-             f'{len(work.seed_losses) + 1} fp32 trainings that differ in the order of batches and in random draws.' if work.seed_losses else '.')]
-    if len(work.seed_losses) < work.n_seeds:
-        notes.append(f'For {work.n_seeds - len(work.seed_losses)} of {work.n_seeds} seeds there was no time (`max_seconds={work.max_seconds:g}`).')
+    n, n_seeds = len(runs[0].losses), len(work.seed_losses)
+    spread = (f'; seed spread: its standard deviation over {n_seeds + 1} fp32 trainings that differ in the order of batches and '
+              'in random draws') if n_seeds else ''
+    notes = [f'Loss: mean of the last {work.n_last} of {n} training steps{spread}.']
+    if n_seeds < work.n_seeds:
+        notes.append(f'For {work.n_seeds - n_seeds} of {work.n_seeds} seeds there was no time '
+                     f'(`max_seconds={work.max_seconds:g}`).')
     if len(work.batches) < n: notes.append(f'The steps took {len(work.batches)} batches in turn.')
     cold = [r.name for r in runs if len(r.speeds) == 1]
-    if cold: notes.append(f"The speed of {' and '.join(cold)} is that of the first step, which is slow; a larger `n_steps` leaves it out.")
+    if cold:
+        notes.append(f"The speed of {' and '.join(cold)} is that of the first step, which is slow; a larger `n_steps` "
+                     'leaves it out.')
     return notes
 
 
