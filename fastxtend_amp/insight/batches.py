@@ -45,8 +45,9 @@ class Batches:
                 before = len(self.all)
                 self._draw(dl, n, start + max_seconds, wait, times)
                 if len(self.all) == before and not before:
-                    raise ValueError("The learner's training dataloader (`learn.dls.train`) gives no batches, so there is "
-                                     "nothing to train on.\nWith `drop_last=True` its dataset may be smaller than one batch.")
+                    raise ValueError("The learner's training dataloader (`learn.dls.train`) gives no batches, so there "
+                                     "is nothing to train on.\n"
+                                     "With `drop_last=True` its dataset may be smaller than one batch.")
                 if len(self.all) == before or self._full or time.perf_counter() > start + max_seconds: break
         self.seconds = float(np.median(times[1:] or times))
         self.copy_seconds = self._copying(wait)

@@ -79,8 +79,8 @@ def compare(learn: Learner, modes: Any, n_steps: int, *, lr: Any = None, n_seeds
         raise ValueError(f"cbs={list(cbs)!r} cannot be used: {strangers} {are} not among the learner's callbacks. "
                          "Pass some of `learn.cbs`.")
     if is_sharded(learn.model):
-        raise ValueError("compare_precision cannot train a copy of a model whose parameters are sharded (FSDP). Call it "
-                         "before `fully_shard`.")
+        raise ValueError("compare_precision cannot train a copy of a model whose parameters are sharded (FSDP). Call "
+                         "it before `fully_shard`.")
     if learn.precision is not None and learn.precision.fit_device is not None:
         raise RuntimeError("compare_precision cannot run inside a fit. Call it before or after.")
     with _globals_kept(), warnings.catch_warnings():
@@ -137,7 +137,8 @@ class _Comparison:
             size = self._turn_size(group)
             for i, first in enumerate(range(1, self.n_steps, size)):
                 k, steps = i % len(group), range(first, min(first + size, self.n_steps))
-                for run in group[k:] + group[:k]: self._try(run, self._turn, run, steps)     # each starts a round in turn
+                for run in group[k:] + group[:k]:                # each starts a round in turn
+                    self._try(run, self._turn, run, steps)
             for run in group: self._finish(run)
         for seed in range(1, self.n_seeds + 1): self._seeded(seed)
         if self.bar is not None: self.bar.on_iter_end()

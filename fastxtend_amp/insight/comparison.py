@@ -103,8 +103,8 @@ def build_comparison(work: Any) -> PrecisionComparison:
     recommended, reason = recommend(table, calls)
     notes = [*_how_measured(work, runs), *notes_on(table, recommended, work.batches, work.learn.opt, work.device)]
     losses, choices, samples = ({r.name: getattr(r, n) for r in runs} for n in ('losses', 'choice', 'samples'))
-    return PrecisionComparison(table, losses, work.seed_losses, _device_name(work.device), recommended, reason, notes, calls,
-                               choices, samples, work.learn)
+    return PrecisionComparison(table, losses, work.seed_losses, _device_name(work.device), recommended, reason, notes,
+                               calls, choices, samples, work.learn)
 
 
 def _row(run, n_last, spread, data_seconds):
@@ -119,16 +119,16 @@ def _row(run, n_last, spread, data_seconds):
     scale = run.cb.scaling.state_dict().get('scale', math.nan) if scaled else math.nan
     faults = run.faults / run.clock.n if run.clock.n else math.nan
     difference = _tail(own, last) - _tail(base.losses[:len(own)], last)
-    return {'mode': run.name, 'support': run.support, 'steps': n, 'samples/s': speed, 'speed-up': mid, 'speed-up q1': low,
-            'speed-up q3': high, 'peak memory': run.peak, 'loss': _tail(run.losses, min(n_last, n)),
+    return {'mode': run.name, 'support': run.support, 'steps': n, 'samples/s': speed, 'speed-up': mid,
+            'speed-up q1': low, 'speed-up q3': high, 'peak memory': run.peak, 'loss': _tail(run.losses, min(n_last, n)),
             'loss difference': difference, 'seed spread': spread, 'skipped': int(sum(skips)), 'final scale': scale,
             'data': data_seconds, **run.clock.per_step(), 'page faults': faults, 'note': run.note}
 
 
 def _how_measured(work, runs):
     n, n_seeds = len(runs[0].losses), len(work.seed_losses)
-    spread = (f'; seed spread: its standard deviation over {n_seeds + 1} fp32 trainings that differ in the order of batches and '
-              'in random draws') if n_seeds else ''
+    spread = (f'; seed spread: its standard deviation over {n_seeds + 1} fp32 trainings that differ in the order of '
+              'batches and in random draws') if n_seeds else ''
     notes = [f'Loss: mean of the last {work.n_last} of {n} training steps{spread}.']
     if n_seeds < work.n_seeds:
         notes.append(f'For {work.n_seeds - n_seeds} of {work.n_seeds} seeds there was no time '

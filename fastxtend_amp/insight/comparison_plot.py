@@ -11,7 +11,8 @@ from .phases import PHASES
 
 __all__ = ['plot_comparison']
 
-_PHASE_COLORS = {'data': '#b48ead', 'forward': '#88c0d0', 'backward': '#5e81ac', 'optimizer': '#ebcb8b', 'rest': '#d8dee9'}
+_PHASE_COLORS = {'data': '#b48ead', 'forward': '#88c0d0', 'backward': '#5e81ac', 'optimizer': '#ebcb8b',
+                 'rest': '#d8dee9'}
 _STYLES = ('-', '--', ':', '-.', (0, (1, 3)), (0, (5, 1)))
 
 
@@ -41,14 +42,16 @@ def _draw_curves(ax, comparison):
     n_steps = len(losses['fp32'])
     if comparison.seed_losses:
         seeds = np.array([_smooth(l) for l in [losses['fp32'], *comparison.seed_losses]])
-        ax.fill_between(range(1, n_steps + 1), seeds.min(0), seeds.max(0), color='#d8dee9', label=f'fp32, range of {len(seeds)} seeds', lw=0)
+        ax.fill_between(range(1, n_steps + 1), seeds.min(0), seeds.max(0), color='#d8dee9', lw=0,
+                        label=f'fp32, range of {len(seeds)} seeds')
     for (name, values), style in zip(losses.items(), _STYLES):
         finite, drawn = np.isfinite(values), _smooth(values)
         short = len(values) < n_steps
         label = _label(name, comparison)
         if not finite.all(): label += f' (not finite from step {finite.argmin() + 1})'
         elif short: label += ' (cut short)'
-        ax.plot(range(1, len(drawn) + 1), drawn, linestyle=style, color=_color(name), lw=2, label=label, marker='o' if len(values) == n_steps == 1 else None)
+        dot = 'o' if len(values) == n_steps == 1 else None
+        ax.plot(range(1, len(drawn) + 1), drawn, linestyle=style, color=_color(name), lw=2, label=label, marker=dot)
         if short and finite.all(): ax.plot(len(drawn), drawn[-1], '|', color=_color(name), ms=14, mew=2)
     ax.set(title='Training loss (smoothed)', xlabel='step', ylabel='loss')
     ax.xaxis.get_major_locator().set_params(integer=True)
@@ -70,14 +73,16 @@ def _draw_speeds(ax, comparison):
     ax.barh(at, table['speed-up'].fillna(0), color=[_color(n) for n in table.index], height=.6)
     for i, (_, row) in enumerate(table.iterrows()):
         if row['speed-up'] != row['speed-up']:
-            ax.text(.03 * widest, i, row['support'] if row['support'] in ('unsupported', 'failed') else 'not measured', va='center', color='#555')
+            why = row['support'] if row['support'] in ('unsupported', 'failed') else 'not measured'
+            ax.text(.03 * widest, i, why, va='center', color='#555')
             continue
         low, high = row['speed-up'] - row['speed-up q1'], row['speed-up q3'] - row['speed-up']
         if low + high > 0: ax.errorbar(row['speed-up'], i, xerr=[[low], [high]], color='black', capsize=3, lw=1)
         ax.text(row['speed-up q3'] + .04 * widest, i, f"{row['speed-up']:.2f}x", va='center', backgroundcolor='white')
     ax.axvline(1, color='black', lw=.8, ls=':', zorder=0)
     ax.set_yticks(at, _names(table))
-    ax.set(title=f'Speed; recommended: {comparison.recommended}', xlabel='samples per second, fp32 = 1', xlim=(0, widest * 1.4))
+    ax.set(title=f'Speed; recommended: {comparison.recommended}', xlabel='samples per second, fp32 = 1')
+    ax.set_xlim(0, widest * 1.4)
 
 
 def _draw_times(ax, table):
@@ -85,7 +90,8 @@ def _draw_times(ax, table):
     ax.set(title='Where the time of a step goes', xlabel='milliseconds per step')
     table = table[table['forward'].notna()].iloc[::-1]
     if not len(table):
-        ax.text(.5, .5, 'not measured on this device,\nor in so few steps', ha='center', va='center', transform=ax.transAxes, color='#555')
+        ax.text(.5, .5, 'not measured on this device,\nor in so few steps', ha='center', va='center', color='#555',
+                transform=ax.transAxes)
         ax.set(xticks=[], yticks=[])
         return
     left = np.zeros(len(table))
@@ -98,4 +104,5 @@ def _draw_times(ax, table):
         left = left + values
     ax.set_yticks(range(len(table)), _names(table))
     ax.set_xlim(0, total.max() * 1.02)
-    ax.legend(frameon=False, fontsize=8, ncols=5, loc='upper center', bbox_to_anchor=(.5, -.16), handlelength=1, columnspacing=.8, handletextpad=.3)
+    ax.legend(frameon=False, fontsize=8, ncols=5, loc='upper center', bbox_to_anchor=(.5, -.16), handlelength=1,
+              columnspacing=.8, handletextpad=.3)

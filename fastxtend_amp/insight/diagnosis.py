@@ -31,7 +31,7 @@ class Alarm:
     mode: AMPMode
     scale: float                             # the loss scale
     step: int                                # training batch of the fit, from 1
-    random_state: RandomState | None = None  # before that batch's forward pass; None if the batch at hand is a later one
+    random_state: RandomState | None = None  # before that batch; None if the batch at hand is a later one
     growth: Growth | None = None
 
     @property
@@ -67,26 +67,27 @@ def diagnose(
 ) -> Diagnosis:
     """Find where finite numbers end; the learner stays as it was.
 
-    With several processes nothing is run again: loss functions gather and models synchronize, and a process that ran alone
-    would leave the others waiting.
+    With several processes nothing is run again: loss functions gather and models synchronize, and a process that ran
+    alone would leave the others waiting.
     """
     from .watch import several_processes
     learn, model = cb.learn, unwrapped(cb.learn.model)
     if bad := _bad_data(learn): return bad
     if several_processes(): return _from_one_rank(model, alarm)
     lost = _not_finite(dict(model.named_parameters()))
-    growth = alarm.growth
+    growth, n = alarm.growth, len(list(model.parameters()))
     if lost:
         grown = f' ({growth})' if growth is not None and growth.diverges else ''
         remedy = _lower_rate(learn) if grown else 'Load the last checkpoint, then call `learn.precision_report()`'
-        return Diagnosis('weights', f"{len(lost)} of {len(list(model.parameters()))} weight tensors are NaN or inf by now, such as '{lost[0]}', so the "
-                         f'batch cannot be run again as it was{grown}', remedy, lost)
+        where = (f"{len(lost)} of {n} weight tensors are NaN or inf by now, such as '{lost[0]}', so "
+                 f'the batch cannot be run again as it was{grown}')
+        return Diagnosis('weights', where, remedy, lost)
     return _Rerun(cb, model, alarm).diagnosis()
 
 
 class _Rerun:
     "The batch at hand, forward and backward, in fp32 and in low precision."
-    def __init__(self, cb, model, alarm): self.cb, self.learn, self.model, self.alarm, self.keep = cb, cb.learn, model, alarm, []
+    def __init__(self, cb, model, alarm): self.learn, self.model, self.alarm = cb.learn, model, alarm
 
     def _pass(self, *args, keep: Sequence[str] = ()) -> Tracer:
         learn, state = self.learn, self.alarm.random_state
@@ -105,7 +106,7 @@ class _Rerun:
         low = self._low()
         names, where = (low.trouble, 'forward') if low.trouble else (low.trouble_backward, 'backward')
         if diverges:
-            first = f'; numbers first stop being finite in {self._named(low, names[0])}, which is a consequence' if names else ''
+            first = f'; numbers first stop being finite in {self._named(low, names[0])}, a consequence' if names else ''
             return Diagnosis('diverges', f'the run diverges: {growth}{first}', _lower_rate(self.learn), names[:1], True)
         if not names:
             return Diagnosis('not reproduced', f'this batch is finite in {mode.value}, forward and backward',
@@ -119,7 +120,8 @@ class _Rerun:
         what = 'the loss of this batch is' if fp32.non_finite_loss else 'the gradients of this batch are'
         grown = f', and the run diverges: {growth}' if diverges else ''
         remedy = _lower_rate(self.learn) if diverges else 'Look at the learning rate, the loss function and the data'
-        return Diagnosis('fp32', f'{what} not finite in fp32 either{first}: this is not a matter of precision{grown}', remedy, [name] if name else [], True)
+        where = f'{what} not finite in fp32 either{first}: this is not a matter of precision{grown}'
+        return Diagnosis('fp32', where, remedy, [name] if name else [], True)
 
     def _story(self, low, name, where):
         "The module where it began; what is advised was tried on this batch."
@@ -127,22 +129,24 @@ class _Rerun:
         name = keep[0] if keep else name
         seen, limit, mode = self.fp32.seen[name], torch.finfo(self.alarm.mode.dtype).max, self.alarm.mode.value
         if where == 'backward':
-            size = f'its gradients in fp32, times the loss scale {low.scale:,g}, reach {seen.grads.largest * low.scale:,.4g}'
+            largest = seen.grads.largest * low.scale
+            size = f'its gradients in fp32, times the loss scale {low.scale:,g}, reach {largest:,.4g}'
             start = 'the forward pass is finite; the gradients stop being so in the backward pass of'
         else:
-            within = seen.inside > seen.largest
-            size = f"{'values inside it reach' if within else 'its output reaches'} {max(seen.inside, seen.largest):,.4g} in fp32"
+            what = 'values inside it reach' if seen.inside > seen.largest else 'its output reaches'
+            size = f'{what} {max(seen.inside, seen.largest):,.4g} in fp32'
             start = 'numbers stop being finite in'
         story = f'{start} {self._named(low, name)}: {size}; {mode} ends at {limit:,.5g}'
         if not keep: remedy = 'Compute it in fp32 inside the loss function'
         else:
-            it, alone = 'it' if len(keep) == 1 else 'these', '' if enough else '; that alone was not enough for this batch: `learn.precision_report()` looks closer'
-            remedy = f'Keep {it} in fp32: `{precision_call(self.learn, self.alarm.mode, keep)}`{alone}'
+            it = 'it' if len(keep) == 1 else 'these'
+            remedy = f'Keep {it} in fp32: `{precision_call(self.learn, self.alarm.mode, keep)}`'
+            if not enough: remedy += '; that alone was not enough here: `learn.precision_report()` looks closer'
         return Diagnosis(where, story, remedy, keep or [name], True)
 
     def _tried(self, low, where, name) -> tuple[bool, list[str]]:
         "Which modules to keep in fp32, and whether this batch is finite then."
-        if name == LOSS:                                         # a module may have overflowed in a part of its values before
+        if name == LOSS:                                         # a module may have overflowed in a few values before
             for candidate in self._too_large():
                 if not self._low([candidate]).non_finite_loss: return True, [candidate]
             return False, []
@@ -161,15 +165,18 @@ class _Rerun:
         limit = torch.finfo(self.alarm.mode.dtype).max
         return [n for n, s in self.fp32.seen.items() if n != LOSS and max(s.inside, s.largest) > limit][:2 * _TRIES]
 
-    def _named(self, tracer, name): return 'the loss function' if name == LOSS else f"module '{name}' ({tracer.seen[name].type})"
+    def _named(self, tracer, name):
+        return 'the loss function' if name == LOSS else f"module '{name}' ({tracer.seen[name].type})"
 
 
 def _bad_data(learn) -> Diagnosis | None:
     for what, batch in (('an input', learn.xb), ('a target', learn.yb)):
         for t in tensors(batch):
             bad = int((t.isnan() | (t == math.inf)).sum())
-            if bad: return Diagnosis('data', f'the batch itself is not finite: {bad:,} of {t.numel():,} values of {what} of shape {tuple(t.shape)} are NaN '
-                                     'or inf', 'Look at the data; no precision can train on it')
+            if not bad: continue
+            where = (f'the batch itself is not finite: {bad:,} of {t.numel():,} values of {what} of '
+                     f'shape {tuple(t.shape)} are NaN or inf')
+            return Diagnosis('data', where, 'Look at the data; no precision can train on it')
     return None
 
 
@@ -180,13 +187,15 @@ def _from_one_rank(model: nn.Module, alarm: Alarm) -> Diagnosis:
     found = [f'on rank {rank} {_some(_not_finite(params), len(params), "parameters")}',
              _some(_not_finite({n: p.grad for n, p in params.items()}), len(params), 'gradients')]
     grown = f'; the run diverges: {alarm.growth}' if alarm.growth is not None and alarm.growth.diverges else ''
-    remedy = ('Lower the learning rate first' if grown else
-              'With several processes the batch is not run again. Call `learn.precision_report()` in one process, before the model is distributed')
+    remedy = ('With several processes the batch is not run again. Call `learn.precision_report()` in one process, '
+              'before the model is distributed')
+    if grown: remedy = 'Lower the learning rate first'
     return Diagnosis('processes', f"{' and '.join(found)} are not finite{grown}", remedy)
 
 
 def _some(names, n, what):
-    return f"{len(names)} of {n} {what}" + (f" ({', '.join(map(repr, names[:3]))}{', ...' if len(names) > 3 else ''})" if names else '')
+    some = ', '.join([*map(repr, names[:3]), *(['...'] if len(names) > 3 else [])])
+    return f'{len(names)} of {n} {what}' + (f' ({some})' if names else '')
 
 
 def _not_finite(named: dict[str, torch.Tensor | None]) -> list[str]:

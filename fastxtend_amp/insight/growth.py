@@ -29,8 +29,10 @@ class Growth:
 
     def __str__(self) -> str:
         parts = []
-        if self.weights > 1.5: parts.append(f'the weights are {_short(self.weights)} times as large as at the start of the fit')
-        if abs(self.last_loss) > abs(self.first_loss): parts.append(f'the loss went from {_short(self.first_loss)} to {_short(self.last_loss)}')
+        if self.weights > 1.5:
+            parts.append(f'the weights are {_short(self.weights)} times as large as at the start of the fit')
+        if abs(self.last_loss) > abs(self.first_loss):
+            parts.append(f'the loss went from {_short(self.first_loss)} to {_short(self.last_loss)}')
         return ' and '.join(parts)
 
 

@@ -23,22 +23,24 @@ class _Marks(Callback):
 class StepClock:
     """Times the phases of training steps on one learner.
 
-    The forward pass ends with the loss; the optimizer's phase holds unscaling, clipping, the step, the update of the loss
-    scale and `zero_grad`. On a device of which PyTorch has timed events (CUDA, XPU) they are recorded in its queue, so
-    that nothing waits; on other accelerators nothing is measured.
+    The forward pass ends with the loss; the optimizer's phase holds unscaling, clipping, the step, the update of the
+    loss scale and `zero_grad`. On a device of which PyTorch has timed events (CUDA, XPU) they are recorded in its
+    queue, so that nothing waits; on other accelerators nothing is measured.
     """
     def __init__(self):
         self.marks: list[tuple[str, Any]] = []
         self.sums = dict.fromkeys(PHASES, 0.)
         self.seconds, self.n = 0., 0                             # of all steps read, and how many
+        self.measures, self.event = False, None
 
     def watch(self, learn: Learner, device: torch.device) -> None:
         "Measure the training steps of `learn` from now on."
-        self.event = None if device.type == 'cpu' else getattr(torch.get_device_module(device.type), 'Event', None) if device.type != 'xla' else None
         self.measures = device.type in ('cpu', 'cuda', 'xpu')
         if not self.measures: return
+        self.event = None if device.type == 'cpu' else torch.get_device_module(device.type).Event
         learn.add_cb(_Marks(self, 1000, {'before_batch': 'forward', 'before_backward': 'backward'}))
-        learn.add_cb(_Marks(self, -1000, {'after_loss': '', 'after_backward': '', 'before_step': 'optimizer', 'after_batch': ''}))
+        ends = {'after_loss': '', 'after_backward': '', 'before_step': 'optimizer', 'after_batch': ''}
+        learn.add_cb(_Marks(self, -1000, ends))
 
     def mark(self, name: str) -> None:
         "A phase begins; none with ''."

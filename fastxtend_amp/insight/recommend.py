@@ -28,7 +28,7 @@ def recommend(
     base, others = table.loc['fp32'], [n for n in table.index if n != 'fp32']
     if not others: return 'fp32', 'Nothing else was asked for.'
     if not math.isfinite(base['loss']):
-        return 'fp32', 'Its own loss is not finite, so nothing can be compared: look at data, model and learning rate first.'
+        return 'fp32', 'Its own loss is not finite, so nothing can be compared: look at data, model and rate first.'
     tolerance = np.nanmax([2 * base['seed spread'], .01 * abs(base['loss'])])
     verdicts = {n: _against(table.loc[n], tolerance) for n in others}
     good = [n for n in others if not verdicts[n]]
@@ -55,7 +55,7 @@ def _against(row, tolerance) -> list[str]:
     found = []
     if not math.isfinite(row['loss']): found.append('its loss is not finite')
     elif row['loss difference'] > tolerance:
-        skips = f" ({row['skipped']} of {row['steps']} steps were skipped; a larger `n_steps` tells whether that is all)"
+        skips = f" ({row['skipped']} of {row['steps']} steps skipped; a larger `n_steps` tells whether that is all)"
         found.append(f"its loss is {row['loss difference']:.2g} above fp32's, more than {tolerance:.2g}" +
                      (skips if row['skipped'] else ''))
     if row['final scale'] < 1:
@@ -102,8 +102,8 @@ def notes_on(
 
 def _on_step(row, mode, batches, opt) -> list[str]:
     "Amdahl's law: what takes most of a step limits what any precision can gain."
-    phases = {'the forward pass': row['forward'], 'the backward pass': row['backward'], 'the optimizer': row['optimizer'],
-              'what is left (Python, callbacks)': row['rest']}
+    phases = {'the forward pass': row['forward'], 'the backward pass': row['backward'],
+              'the optimizer': row['optimizer'], 'what is left (Python, callbacks)': row['rest']}
     step = sum(phases.values())
     if not step > 0: return []                                   # not measured
     longest, share = max(phases, key=lambda k: phases[k]), row['optimizer'] / step
@@ -121,7 +121,7 @@ def _on_step(row, mode, batches, opt) -> list[str]:
 
 
 def _fused_name(opt) -> str | None:
-    "The optimizer of torch.optim with a fused kernel that does what `opt` does; None if there is none, or if it is one."
+    "The optimizer of torch.optim with a fused kernel that does what `opt` does; None if it is one, or there is none."
     inner = getattr(opt, 'opt', opt)
     if isinstance(inner, torch.optim.Optimizer):
         known = type(inner) in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)

@@ -1,4 +1,4 @@
-"A copy of a learner to train on: model, optimizer and the callbacks that shape a training step. The learner stays as it is."
+"A copy of a learner to train on: model, optimizer and the callbacks that shape a training step."
 from __future__ import annotations
 
 import copy, threading
@@ -49,7 +49,8 @@ def trial_learner(
     # The wrappers that a callback has put around the learner's methods come along, bound to their copies.
     for name in vars(learn):
         method = vars(learn)[name]
-        if _overrides_method(learn, name) and isinstance(method, MethodType): trial.__dict__[name] = copy.deepcopy(method, memo)
+        if not (_overrides_method(learn, name) and isinstance(method, MethodType)): continue
+        trial.__dict__[name] = copy.deepcopy(method, memo)
     return trial
 
 
@@ -63,7 +64,8 @@ def _without_ddp(model: nn.Module) -> nn.Module:
 def _shared(learn) -> dict[Any, Any]:
     "What a deep copy shares with the original, as its memo: data, and the learner's lock and paths."
     loaders = list(getattr(learn.dls, 'loaders', ()))
-    objects = [learn.dls, *loaders, *(getattr(dl, 'dataset', None) for dl in loaders), getattr(learn, 'lock', None), learn.logger]
+    datasets = [getattr(dl, 'dataset', None) for dl in loaders]
+    objects = [learn.dls, *loaders, *datasets, getattr(learn, 'lock', None), learn.logger]
     return {id(o): o for o in objects if o is not None}
 
 
@@ -113,8 +115,9 @@ def _refusing(o: Any, memo: dict[Any, Any]) -> Iterator[Any]:
     for owner in owners:
         for value in list(getattr(owner, '__dict__', {}).values()):
             if _copies(value, inside): continue
-            entries = list(value.values()) if isinstance(value, dict) else value if isinstance(value, (list, tuple, set)) else None
-            yield from [value] if entries is None else [e for e in entries if not _copies(e, inside)]
+            entries = list(value.values()) if isinstance(value, dict) else value
+            if not isinstance(entries, (list, tuple, set)): yield value
+            else: yield from (e for e in entries if not _copies(e, inside))
 
 
 def _copies(value, memo) -> bool:
@@ -124,7 +127,7 @@ def _copies(value, memo) -> bool:
 
 
 def _copied_callback(cb: Callback, memo: dict[Any, Any]) -> Callback:
-    "A copy of `cb` whose `learn` is the copied learner. Attribute by attribute: `Callback` looks up what it lacks on its learner."
+    "A copy of `cb` on the copied learner; attribute by attribute, as a callback looks up what it lacks on its learner."
     new = object.__new__(type(cb))
     memo[id(cb)] = new
     for name, value in vars(cb).items():
@@ -134,7 +137,7 @@ def _copied_callback(cb: Callback, memo: dict[Any, Any]) -> Callback:
 
 
 def _copied_optimizer(opt: Any, memo: dict[Any, Any]) -> Any:
-    "A copy of `opt` on the copied parameters, with its state. `torch.optim.Optimizer` leaves flags of a fused kernel out of a copy."
+    "A copy of `opt` on the copied parameters, with its state and what a deep copy leaves out: flags of a fused kernel."
     new = _copied(opt, memo)
     for old, own in ((opt, new), (getattr(opt, 'opt', None), getattr(new, 'opt', None))):
         if not isinstance(old, torch.optim.Optimizer): continue

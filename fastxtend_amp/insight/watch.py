@@ -45,11 +45,11 @@ class OverflowWatch(PrecisionObserver):
     """Notices, for one callback, that training goes wrong, and says once a fit where.
 
     While all goes well it costs no operator and no GPU synchronization in a step: in main memory the loss and the
-    device's flag are read in place; on an accelerator the loss that fastai's Recorder has fetched anyway, and the flags of
-    many steps when they have come. The sizes of the weights are taken once, before the first training batch of a fit.
+    device's flag are read in place; on an accelerator the loss that fastai's Recorder has fetched anyway, and the flags
+    of many steps when they have come. The sizes of the weights are taken once, before the first training batch.
 
-    With `on_overflow='raise'` and several processes they raise together, at the same batch: that takes one all-reduce of a
-    single number for each training batch, which on an accelerator the host waits for.
+    With `on_overflow='raise'` and several processes they raise together, at the same batch: that takes one all-reduce
+    of a single number for each training batch, which on an accelerator the host waits for.
     """
     def __init__(self, cb: Any):
         super().__init__(cb)
@@ -103,7 +103,8 @@ class OverflowWatch(PrecisionObserver):
         n = self.cb.max_skips
         if self.on:
             skips = self.cb.scaling.history.skips[-n:]
-            if len(skips) == n and skips.all() and self.fit.skips < n: self._alarm(f'the last {n} steps were skipped', same=False)
+            unknown = len(skips) == n and skips.all() and self.fit.skips < n
+            if unknown: self._alarm(f'the last {n} steps were skipped', same=False)
         if self.fit.agrees: self._agree()
 
     def _check_loss(self, loss: float | None) -> bool:
@@ -123,7 +124,8 @@ class OverflowWatch(PrecisionObserver):
         try:
             with cb.diagnosing(): message = diagnose(cb, alarm).message(alarm)
         except Exception as e:
-            message = f'{alarm.happened}\nLooking for the cause failed ({type(e).__name__}: {first_line(e)}).\nTry `learn.precision_report()`.'
+            message = (f'{alarm.happened}\nLooking for the cause failed ({type(e).__name__}: {first_line(e)}).\n'
+                       'Try `learn.precision_report()`.')
         if fit.agrees: fit.pending = message
         elif cb.on_overflow == 'raise': raise FloatingPointError(message)
         else: warnings.warn(message)
@@ -137,8 +139,10 @@ class OverflowWatch(PrecisionObserver):
         if not (worst := int(found)): return
         fit.agrees = False
         if fit.pending is None and worst == rank + 1: self._alarm(f'the loss is {float(loss.detach().mean())}')
-        raise FloatingPointError(fit.pending or f'{self.cb.fit_mode.value} training goes wrong on rank {worst - 1}.\nEvery rank stops at this '
-                                 f'batch; what happened is in the message of rank {worst - 1}.\nThis rank found nothing by itself.')
+        raise FloatingPointError(fit.pending or f'{self.cb.fit_mode.value} training goes wrong on rank {worst - 1}.\n'
+                                 'Every rank stops at this batch; what happened is in the message of rank '
+                                 f'{worst - 1}.\n'
+                                 'This rank found nothing by itself.')
 
 
 OBSERVERS.append(OverflowWatch)

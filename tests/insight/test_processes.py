@@ -60,3 +60,7 @@ def test_the_comparison_waits_for_nobody(ranks):
     n = len(ranks)
     assert [r['one_rank_compares'] for r in ranks] == [{'fp32': 4, 'bf16': 4} if rank == 1 else None for rank in range(n)]
     for rank, r in enumerate(ranks): assert r['all_compare_wrapped'] == ({'fp32': 4 + rank, 'bf16': 4 + rank}, 'DistributedDataParallel')
+
+
+def test_all_take_the_choice_of_rank_0(ranks):
+    assert [r['all_take_rank_0s_choice'] for r in ranks] == [('bf16', 'bf16')] * len(ranks)
