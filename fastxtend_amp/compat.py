@@ -47,7 +47,7 @@ def _operator(func: Any) -> Operator:
 def watch_operators(
     handle: Callable[[Operator, tuple, dict], Any], # Called in place of each operator; gives its result
 ) -> AbstractContextManager:
-    """Every operator that this thread runs inside, below autograd and autocast, goes through `handle`; those it runs itself do not.
+    """Every operator that this thread runs inside, below autograd and autocast, goes through `handle`; not its own ones.
 
     Relies on `torch.utils._python_dispatch.TorchDispatchMode` (PyTorch 1.12). Where that is gone nothing is seen of
     operators: the report knows the modules' outputs alone, and dropout masks may differ between precisions.
@@ -55,7 +55,8 @@ def watch_operators(
     try: from torch.utils._python_dispatch import TorchDispatchMode
     except ImportError: return nullcontext()
     class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None): return handle(_operator(func), args, kwargs or {})
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return handle(_operator(func), args, kwargs or {})
     return Watch()
 
 
@@ -75,8 +76,8 @@ def no_reentrant_checkpoints() -> Iterator[None]:
     """Reentrant activation checkpoints (`use_reentrant=True`) work as `use_reentrant=False` does, in the whole process.
 
     The reentrant kind runs its modules without a graph, so that nothing inside gets a gradient that could be looked at,
-    and refuses `torch.autograd.grad`. Relies on `torch.utils.checkpoint.CheckpointFunction`, the autograd function behind
-    it (PyTorch 0.4). Where that is gone such checkpoints stay as they are, and gradients inside are unknown.
+    and refuses `torch.autograd.grad`. Relies on `torch.utils.checkpoint.CheckpointFunction`, the autograd function
+    behind it (PyTorch 0.4). Where that is gone such checkpoints stay as they are, and gradients inside are unknown.
     """
     from torch.utils import checkpoint
     function = getattr(checkpoint, 'CheckpointFunction', None)

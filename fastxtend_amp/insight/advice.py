@@ -20,7 +20,7 @@ def precision_call(
     kept: list[str] | None = None, # The modules that are kept now; looked for if None
     **changes, # Other arguments, instead of those that the callback has
 ) -> str: # 'learn.to_fp16(init_scale=1024, fp32_modules=['inp', 'head'])'
-    "The call for `mode` that keeps what the learner's callback has: the modules in fp32, the loss scaling, what to do on overflow."
+    "The call for `mode` that keeps what the learner's callback has: fp32 modules, loss scaling, on_overflow."
     if mode is None: return 'learn.to_fp32()'
     names = list(dict.fromkeys([*(kept_modules(learn.model) if kept is None else kept), *(fp32_modules or [])]))
     if names: changes['fp32_modules'] = names
@@ -35,7 +35,8 @@ def precision_call(
 
 def kept_modules(model: nn.Module) -> list[str]:
     "The modules of a model that are kept in fp32 now."
-    return list({id(m): n for n, m in qualified_names(model) if isinstance(m.__dict__.get('forward'), Fp32Forward)}.values())
+    kept = [(n, m) for n, m in qualified_names(model) if isinstance(m.__dict__.get('forward'), Fp32Forward)]
+    return list({id(m): n for n, m in kept}.values())
 
 
 def fastest_mode(

@@ -57,17 +57,17 @@ def precision_report(self: Learner,
 ) -> PrecisionReport: # `verdicts`, `table`, `fp32_modules`, `plot()`; shows itself in a notebook
     """Report whether the model survives low precision, and where it does not; before training, on real batches.
 
-    Runs forward and backward on training batches in fp32 and in each mode, in training mode, and looks into each module;
-    modules that leave finite numbers, come close to it, or lose more than a tenth, are kept in fp32 and the batches run
-    again, until the verdict is known to hold; "do not use" comes only after other modules were tried, one by one and in
-    pairs. Modes that the device emulates see fewer samples of a batch where that would take long; the report says so. It
-    holds no more than 512 MB of batches.
+    Runs forward and backward on training batches in fp32 and in each mode, in training mode, and looks into each
+    module; modules that leave finite numbers, come close to it, or lose more than a tenth, are kept in fp32 and the
+    batches run again, until the verdict is known to hold; "do not use" comes only after other modules were tried, one
+    by one and in pairs. Modes that the device emulates see fewer samples of a batch where that would take long; the
+    report says so. It holds no more than 512 MB of batches.
 
-    The learner stays as it was, bit for bit, and its callbacks do not fire (what RNNCallback does to predictions is done).
-    A model wrapped for data parallelism is run unwrapped, each process on its own batches, without communication; a
-    compiled one is run as it was written, and reentrant activation checkpoints as the other kind.
+    The learner stays as it was, bit for bit, and its callbacks do not fire (what RNNCallback does to predictions is
+    done). A model wrapped for data parallelism is run unwrapped, each process on its own batches, without
+    communication; a compiled one is run as it was written, and reentrant activation checkpoints as the other kind.
 
-    Raises `ValueError` for an unknown mode, `n_batches` below 1, `max_seconds` not above 0, no batches, parameters that are
-    in half precision themselves, and sharded ones (FSDP).
+    Raises `ValueError` for an unknown mode, `n_batches` below 1, `max_seconds` not above 0, no batches, parameters that
+    are in half precision themselves, and sharded ones (FSDP).
     """
     return report(self, modes, n_batches, dl, max_seconds)

@@ -14,8 +14,9 @@ from .statistics import Seen, all_finite, holds_nan_or_inf, largest_value, tenso
 __all__ = ['Call', 'OperatorStatistics']
 
 # Operators that only move or make tensors: a container that runs no others computes nothing itself.
-_MOVES = frozenset(('clone', '_to_copy', 'copy_', 'cat', 'stack', 'empty', 'empty_like', 'empty_strided', 'new_empty', 'new_zeros', 'zeros', 'zeros_like',
-                    'fill_', 'zero_', 'detach', 'detach_', 'ones', 'full', 'arange', 'lift_fresh', 'scalar_tensor'))
+_MOVES = frozenset(('clone', '_to_copy', 'copy_', 'cat', 'stack', 'empty', 'empty_like', 'empty_strided', 'new_empty',
+                    'new_zeros', 'zeros', 'zeros_like', 'fill_', 'zero_', 'detach', 'detach_', 'ones', 'full', 'arange',
+                    'lift_fresh', 'scalar_tensor'))
 _CAST = '_to_copy'
 
 
@@ -32,8 +33,8 @@ class OperatorStatistics:
     """Handles the operators of one pass, for `compat.watch_operators`.
 
     Notes in the innermost module that is running how large its operators' results are, and whether one of them leaves
-    finite numbers where the same operator in fp32 does not. Makes random draws in fp32 whatever the dtype they are wanted
-    in, so that dropout masks are the same in every precision.
+    finite numbers where the same operator in fp32 does not. Makes random draws in fp32 whatever the dtype they are
+    wanted in, so that dropout masks are the same in every precision.
     """
     def __init__(self,
         running: Callable[[], Call | None], # The innermost call under way; None where nothing is to be noted
@@ -70,8 +71,8 @@ class OperatorStatistics:
         largest = largest_value(result)
         seen.inside = max(seen.inside, largest)
         seen.operators[key] = max(seen.operators.get(key, 0.), largest)
-        if seen.name not in self.overflows and holds_nan_or_inf(result) and not any(map(holds_nan_or_inf, tensors(args))):
-            self.overflows.append(seen.name)
+        if seen.name in self.overflows or not holds_nan_or_inf(result): return
+        if not any(map(holds_nan_or_inf, tensors(args))): self.overflows.append(seen.name)
 
     def _in_half(self, seen, key, result, op, args, kwargs):
         reference = self.reference.get(seen.name)
@@ -91,14 +92,15 @@ def _again_in_fp32(op: Operator, args: tuple, kwargs: dict, device_type: str) ->
     wide = lambda t: t.float() if t.dtype in HALF else t
     kwargs = {k: torch.float32 if v in HALF else v for k, v in kwargs.items() if k != 'out'}
     try:
-        with torch.no_grad(), torch.autocast(device_type, enabled=False): out = op.call(*map_tensors(wide, args), **map_tensors(wide, kwargs))
+        with torch.no_grad(), torch.autocast(device_type, enabled=False):
+            out = op.call(*map_tensors(wide, args), **map_tensors(wide, kwargs))
     except RuntimeError: return None
     return out[0] if isinstance(out, (tuple, list)) else out
 
 
 def draw_in_fp32(op: Operator, args: tuple, kwargs: dict) -> Any:
     "The result of an operator that draws random numbers, drawn in fp32."
-    x = args[0] if args else None
+    x: Any = args[0] if args else None
     half = isinstance(x, torch.Tensor) and x.dtype in HALF
     if half and op.name.endswith('_'):                           # bernoulli_, uniform_, normal_, exponential_ ...
         return x.copy_(op.call(torch.empty_like(x, dtype=torch.float32), *args[1:], **kwargs))

@@ -28,10 +28,10 @@ def plot_report(
     import matplotlib.pyplot as plt
     names = list(dict.fromkeys(report.table['module']))
     places = {n: i for i, n in enumerate(names)}
-    trouble = report.table[report.table['trouble']].groupby('module', sort=False)['mode'].agg(', '.join).to_dict()
-    own = axs is None
-    if own:
-        width = min(max(7.5, 3 + len(names) * .25), 14)
+    rows = report.table[report.table['trouble'].astype(bool)]
+    trouble = rows.groupby('module', sort=False)['mode'].agg(', '.join).to_dict()
+    width, own = min(max(7.5, 3 + len(names) * .25), 14), axs is None
+    if axs is None:
         axs = plt.subplots(2, 1, sharex=True, layout='constrained', figsize=(width, 7), height_ratios=(3, 2))[1]
     sizes, errors = axs
     _draw_sizes(sizes, report, places, trouble)
@@ -45,7 +45,8 @@ def plot_report(
     _ticks(errors, names, trouble)
     errors.set_xlabel('modules, from first to last')
     if own:
-        sizes.figure.suptitle(';  '.join(f'{v.mode}: {v.verdict}' for v in report.verdicts.values()), fontsize=12, fontweight='bold')
+        verdicts = ';  '.join(f'{v.mode}: {v.verdict}' for v in report.verdicts.values())
+        sizes.figure.suptitle(verdicts, fontsize=12, fontweight='bold')
         sizes.figure.legend(loc='outside lower center', ncols=3 if width > 9 else 2, frameon=False, fontsize=9)
     else:
         for ax in axs: ax.legend(loc='upper left', bbox_to_anchor=(1.15, 1), frameon=False, fontsize=9)
@@ -59,7 +60,8 @@ def _draw_sizes(ax, report, places, trouble):
     shown = largest > 0
     ax.plot(x[shown], largest[shown], '-', color='#9aa4b2', lw=1, zorder=2)
     fine = shown & ~first['module'].isin(trouble)
-    ax.plot(x[fine], largest[fine], 'o', ms=4, color=PRECISION_COLORS['fp32'], label='largest value in the module (fp32)', zorder=3)
+    words = 'largest value in the module (fp32)'
+    ax.plot(x[fine], largest[fine], 'o', ms=4, color=PRECISION_COLORS['fp32'], label=words, zorder=3)
     bad = shown & first['module'].isin(trouble)
     if bad.any(): ax.plot(x[bad], largest[bad], 'o', ms=7, color=_RED, label='module in trouble', zorder=4)
     ax.set_yscale('log')
@@ -71,7 +73,8 @@ def _draw_sizes(ax, report, places, trouble):
         ax.axhline(info.max, color=PRECISION_COLORS['fp16'], ls='--', lw=1.2)
         ax.axhline(info.tiny, color=PRECISION_COLORS['fp16'], ls=':', lw=1.2)
         ax.axhspan(info.max, info.max * 1e30, color=PRECISION_COLORS['fp16'], alpha=.08, lw=0, zorder=0)
-        _label_right(ax, {info.max: "fp16's ceiling\n65,504: inf above", info.tiny: "fp16's floor\n6e-05: digits lost below"})
+        _label_right(ax, info.max, "fp16's ceiling\n65,504: inf above")
+        _label_right(ax, info.tiny, "fp16's floor\n6e-05: digits lost below")
     ax.set_ylim(low / 5, high * 8)
     longest = max((len(n) + len(m) for n, m in _named(trouble, places).items()), default=0)
     ax.set_title('Does it fit? The largest value in each module', loc='left', fontsize=11, pad=8 + 2.7 * longest)
@@ -79,42 +82,51 @@ def _draw_sizes(ax, report, places, trouble):
 
 def _draw_errors(ax, report, places):
     top = 1.
-    for i, mode in enumerate(report.verdicts):
+    for i, (mode, verdict) in enumerate(report.verdicts.items()):
         rows, color = report.table[report.table['mode'] == mode], PRECISION_COLORS[mode]
         if not len(rows): continue
-        x, total = rows['module'].map(places).to_numpy(), rows['total error'].to_numpy(dtype=float)
+        x = rows['module'].map(places).to_numpy()
+        total, own = (rows[c].to_numpy(dtype=float) for c in ('total error', 'own error'))
         lost = np.flatnonzero(rows['non-finite'].to_numpy(dtype=float) > 0)
-        end = lost[0] if len(lost) else len(rows)
-        drawn = np.isfinite(total[:end])
-        line = np.clip(total[:end][drawn], SMALL, None)
-        kept = ' (red modules in fp32)' if report.verdicts[mode].verdict == 'cannot run' else ''
-        own = rows['own error'].to_numpy(dtype=float)
-        at = [*x[:end][drawn], *x[lost[:1]]]                     # to the mark where numbers stop being finite
-        ax.plot(at, [*line, *[line[-1] if len(line) else SMALL] * (len(lost) > 0)], '-', lw=1.6, color=color, label=f'{mode}: total error{kept}', zorder=2)
-        dots = np.isfinite(own) & (own > SMALL) & (np.arange(len(own)) < end)
-        ax.plot(x[dots], own[dots], 'o', ms=4, mfc='white', color=color, label=f"{mode}: the module's own error", zorder=3)
-        if len(line): top = max(top, line.max())
-        if len(lost): _mark_end(ax, x[lost[0]], line[-1] if len(line) else SMALL, f'{mode}: not finite from here', color, i, len(places))
+        before_end = np.arange(len(rows)) < (lost[0] if len(lost) else len(rows))
+        drawn = np.isfinite(total) & before_end
+        at, line = list(x[drawn]), list(np.clip(total[drawn], SMALL, None))
+        if len(lost):                                            # on to the mark
+            at, line = [*at, x[lost[0]]], [*line, line[-1] if line else SMALL]
+            _mark_end(ax, at[-1], line[-1], f'{mode}: not finite from here', color, i, len(places))
+        kept = ' (red modules in fp32)' if verdict.verdict == 'cannot run' else ''
+        ax.plot(at, line, '-', lw=1.6, color=color, label=f'{mode}: total error{kept}', zorder=2)
+        dots = np.isfinite(own) & (own > SMALL) & before_end
+        words = f"{mode}: the module's own error"
+        ax.plot(x[dots], own[dots], 'o', ms=4, mfc='white', color=color, label=words, zorder=3)
+        top = max([top, *line])
     ax.axhline(IMPRECISE, color='grey', ls='--', lw=1)
-    _label_right(ax, {IMPRECISE: '0.1 (10%): kept\nin fp32 above'})
+    _label_right(ax, IMPRECISE, '0.1 (10%): kept\nin fp32 above')
     ax.set_yscale('log')
     ax.set_ylim(SMALL / 1.5, top * 30)                           # room for words above the lines
-    ax.yaxis.set_major_formatter(lambda y, _: f'{y:.0%}' if y >= .01 else f'{y:.1%}' if y > SMALL else f'{SMALL:.2%} or less')
+    ax.yaxis.set_major_formatter(lambda y, _: _percent(y))
     ax.set_ylabel('relative error')
     ax.set_title('How far from fp32?', loc='left', fontsize=11)
 
 
 def _mark_end(ax, x, y, text, color, i, n):
+    "A mark where numbers stop being finite, and words above the lines."
     left = x > .6 * n
     ax.plot([x], [y], 'X', ms=9, color=color, mec='white', zorder=5)
-    ax.annotate(f'{text} ' if left else f' {text}', (x, y), xytext=(x, .96 - .11 * i), textcoords=('data', 'axes fraction'), va='top',
-                ha='right' if left else 'left', color=color, fontsize=9, arrowprops={'arrowstyle': '-', 'color': color, 'lw': .8, 'relpos': (float(left), .5)})
+    line = {'arrowstyle': '-', 'color': color, 'lw': .8, 'relpos': (float(left), .5)}
+    ax.annotate(f'{text} ' if left else f' {text}', (x, y), xytext=(x, .96 - .11 * i), va='top', color=color,
+                fontsize=9, textcoords=('data', 'axes fraction'), ha='right' if left else 'left', arrowprops=line)
 
 
-def _label_right(ax, labels):
-    "Words beside the axes, at the height of lines."
-    for y, text in labels.items():
-        ax.annotate(text, (1, y), xycoords=('axes fraction', 'data'), xytext=(5, 0), textcoords='offset points', va='center', fontsize=8, color='#444')
+def _percent(y):
+    if y >= .01: return f'{y:.0%}'
+    return f'{y:.1%}' if y > SMALL else f'{SMALL:.2%} or less'
+
+
+def _label_right(ax, y, text):
+    "Words beside the axes, at the height of a line."
+    ax.annotate(text, (1, y), xycoords=('axes fraction', 'data'), xytext=(5, 0), textcoords='offset points',
+                va='center', fontsize=8, color='#444')
 
 
 def _name(ax, trouble, places):
@@ -122,8 +134,8 @@ def _name(ax, trouble, places):
     gap, at = .045 * max(len(places), 12), -1e9
     for name, modes in _named(trouble, places).items():
         at = max(at + gap, places[name])
-        ax.annotate(f'{name} ({modes})', (at, 1.02), xycoords=('data', 'axes fraction'), rotation=25, rotation_mode='anchor', ha='left', va='bottom',
-                    color=_RED, fontsize=8)
+        ax.annotate(f'{name} ({modes})', (at, 1.02), xycoords=('data', 'axes fraction'), rotation=25,
+                    rotation_mode='anchor', ha='left', va='bottom', color=_RED, fontsize=8)
 
 
 def _named(trouble, places): return {n: trouble[n] for n in sorted(trouble, key=places.get)[:NAMED]}
@@ -146,4 +158,6 @@ def _chosen(names, trouble) -> list[int]:
     return sorted(found)[:TICKS]
 
 
-def _short(name: str, n: int = 30) -> str: return name if len(name) <= n else f'{name[:n // 2 - 2]}...{name[-n // 2 + 1:]}'
+def _short(name: str, n: int = 30) -> str:
+    "A long name without its middle."
+    return name if len(name) <= n else f'{name[:n // 2 - 2]}...{name[-n // 2 + 1:]}'

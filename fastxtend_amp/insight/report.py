@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from contextlib import contextmanager
 from functools import partial
 from numbers import Integral, Real
 from pathlib import Path
@@ -11,20 +10,19 @@ from typing import Any
 
 import pandas as pd
 import torch
-from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from torch import nn
 
 from ..convert import HALF
 from ..devices.sharded import is_sharded
-from ..fp32_modules import Fp32Forward, qualified_names, unwrapped
+from ..fp32_modules import Fp32Forward, unwrapped
 from ..mode import AMPMode, model_device
 from .advice import fastest_mode, kept_modules, precision_call
 from .examination import Examination, rows_of
 from .progress import Progress
 from .restore import run_undone
 from .run import Task, after_pred, local_statistics
-from .samples import draw_batches, n_samples
+from .samples import data_unchanged, draw_batches, n_samples
 from .statistics import Seen, tensors
 from .verdicts import Verdict, some
 
@@ -42,18 +40,26 @@ class PrecisionReport:
     - `table`: a row for each mode and module, in order of execution;
     - `worst(n)`: the rows to look at first; `plot()`; `to_csv(file)`; `notes`: what was left out.
 
-    Columns of `table`: `calls`; `inputs`, `output`, `weights`: the dtypes they really had; `largest`: the largest absolute
-    output in fp32; `inside`: the same for the result of any operator of its own; `headroom`: the maximum of the mode's
-    format over the largest value anywhere inside the module that is in that format; `non-finite`, `subnormal`, `flushed`:
-    shares of its output values that are not finite where fp32 is, that are subnormal, and that became 0 where fp32 is a
-    number below the format's normal range; `own error`: of its output, relative to fp32 on the same inputs; `total error`:
-    relative to the fp32 model's, on 4,096 evenly spaced values of each output; `grad`: the largest absolute gradient of its
-    outputs and weights, in fp32, unscaled; `grad lost`, `grad lost scaled`: shares of the non-zero gradient values that
-    underflow to 0 in the mode, without loss scaling and at the learner's current scale; `trouble`: is it among the modules
-    concerned? Large negative values that stand apart from all others, as attention masks do, count nowhere.
+    Columns of `table`: `calls`; `inputs`, `output`, `weights`: the dtypes they really had; `largest`: the largest
+    absolute output in fp32; `inside`: the same for the result of any operator of its own; `headroom`: the maximum of
+    the mode's format over the largest value anywhere inside the module that is in that format; `non-finite`,
+    `subnormal`, `flushed`: shares of its output values that are not finite where fp32 is, that are subnormal, and that
+    became 0 where fp32 is below the normal range; `own error`: of its output, relative to fp32 on the same inputs;
+    `total error`: relative to the fp32 model's, on 4,096 evenly spaced values of each output; `grad`: the largest
+    absolute gradient of its outputs and weights, in fp32, unscaled; `grad lost`, `grad lost scaled`: shares of the
+    non-zero gradient values that underflow to 0 in the mode, without loss scaling and at the learner's current scale;
+    `trouble`: is it among the modules concerned? Large negative values that stand apart from all others, as attention
+    masks do, count nowhere.
     """
-    def __init__(self, table: pd.DataFrame, verdicts: dict[str, Verdict], not_called: list[str], scale: float, notes: Iterable[str] = ()):
-        self.table, self.verdicts, self.not_called, self.scale, self.notes = table, verdicts, not_called, scale, list(notes)
+    def __init__(self,
+        table: pd.DataFrame,
+        verdicts: dict[str, Verdict], # By the name of the mode
+        not_called: list[str], # Modules that the batches did not reach
+        scale: float, # The loss scale that `grad lost scaled` is for
+        notes: Iterable[str] = (), # What was left out
+    ):
+        self.table, self.verdicts, self.not_called, self.scale = table, verdicts, not_called, scale
+        self.notes = list(notes)
 
     @property
     def fp32_modules(self) -> list[str]:
@@ -67,9 +73,11 @@ class PrecisionReport:
     ) -> pd.DataFrame:
         "The rows to look at first: modules in trouble, then those with the least headroom or the largest own error."
         table = self.table if mode is None else self.table[self.table['mode'] == AMPMode(mode).value]
-        badness = table['own error'].fillna(0).clip(upper=1e3) + (1 / table['headroom']).fillna(0) + table['non-finite'].fillna(0)
+        errors, closeness = table['own error'].fillna(0).clip(upper=1e3), (1 / table['headroom']).fillna(0)
+        badness = errors + closeness + table['non-finite'].fillna(0)
         order = table.assign(_badness=badness).sort_values(['trouble', '_badness'], ascending=False, kind='stable')
-        return order.drop(columns='_badness').groupby('mode', sort=False).head(n or len(table)).sort_values('mode', kind='stable')
+        first = order.drop(columns='_badness').groupby('mode', sort=False).head(n or len(table))
+        return first.sort_values('mode', kind='stable')
 
     def to_csv(self, file: str | Path, **kwargs) -> None:
         "Write the whole table to `file`; `kwargs` go to pandas."
@@ -96,21 +104,26 @@ class PrecisionReport:
             if not n: continue
             rows = self.worst(10, mode)
             more = f' of {n}' if n > len(rows) else ''
-            yield f'{mode}: the {len(rows)} modules to look at first{more}; all columns and rows: report.table', short_table(rows)
+            title = f'{mode}: the {len(rows)} modules to look at first{more}; all columns and rows: report.table'
+            yield title, short_table(rows)
 
     def __repr__(self):
-        return '\n\n'.join(['\n'.join(self._lines()), *(f'{title}\n{rows.to_string(index=False)}' for title, rows in self._shown())])
+        tables = [f'{title}\n{rows.to_string(index=False)}' for title, rows in self._shown()]
+        return '\n\n'.join(['\n'.join(self._lines()), *tables])
 
     def _repr_html_(self):
         from html import escape
         items = ''.join(f'<li>{escape(l)}</li>' for l in self._lines())
-        return f'<ul>{items}</ul>' + ''.join(f'<p>{escape(t)}</p>{r.to_html(index=False)}' for t, r in self._shown())
+        tables = [f'<p>{escape(title)}</p>{rows.to_html(index=False)}' for title, rows in self._shown()]
+        return f'<ul>{items}</ul>' + ''.join(tables)
 
 
 def short_table(table: pd.DataFrame) -> pd.DataFrame:
     "The eight columns that are printed."
-    percent = lambda x: '-' if pd.isna(x) else 'inf' if math.isinf(x) else '0' if x == 0 else f'{x:.2%}' if x >= 1e-4 else '<0.01%'
-    number = lambda x: '-' if pd.isna(x) else f'{x:.3g}'
+    def number(x): return '-' if pd.isna(x) else f'{x:.3g}'
+    def percent(x):
+        if pd.isna(x) or math.isinf(x) or x == 0: return number(x)
+        return f'{x:.2%}' if x >= 1e-4 else '<0.01%'
     out = table[['module', 'type']].copy()
     out['largest'] = [number(x) for x in table[['largest', 'inside']].max(axis=1)]
     out['headroom'] = [number(x) for x in table['headroom']]
@@ -131,13 +144,15 @@ def report(
     if not isinstance(n_batches, Integral) or isinstance(n_batches, bool) or n_batches < 1:
         raise ValueError(f"n_batches={n_batches!r} cannot be used: it must be an integer of at least 1.")
     if not isinstance(max_seconds, Real) or isinstance(max_seconds, bool) or not max_seconds > 0:
-        raise ValueError(f"max_seconds={max_seconds!r} cannot be used: it must be a number of seconds above 0, such as 60.")
+        raise ValueError(f"max_seconds={max_seconds!r} cannot be used: it must be a number of seconds above 0, such as "
+                         "60.")
     _refuse_shards(learn.model)
     model, dl = unwrapped(learn.model), learn.dls.train if dl is None else dl
     _refuse_half(model)
     progress = Progress(learn, float(max_seconds))
     try:
-        with run_undone(learn.model, learn.loss_func, model_device(model, torch.device('cpu'))), _data_unchanged(dl, getattr(dl, 'dl', None)):
+        device = model_device(model, torch.device('cpu'))
+        with run_undone(learn.model, learn.loss_func, device), data_unchanged(dl, getattr(dl, 'dl', None)):
             _announce(model)
             return _examined(learn, model, modes, n_batches, dl, progress)
     finally: progress.close()
@@ -149,7 +164,8 @@ def _examined(learn, model, modes, n_batches, dl, progress):
     device = next((t.device for t in tensors(batches[0], floating=False)), model_device(model, torch.device('cpu')))
     before = model_device(model, device)
     kept = [m.forward for m in model.modules() if isinstance(m.__dict__.get('forward'), Fp32Forward)]
-    examination = Examination(Task(model, learn.loss_func, after_pred(learn)), batches, device, current_scale(learn), progress, call)
+    task = Task(model, learn.loss_func, after_pred(learn))
+    examination = Examination(task, batches, device, current_scale(learn), progress, call)
     try:
         if before != device: model.to(device)
         model.train()
@@ -158,7 +174,7 @@ def _examined(learn, model, modes, n_batches, dl, progress):
     finally:
         if before != device: model.to(before)
     _advise(verdicts, device, call)
-    return _assembled(examination, verdicts, learn, n_batches)
+    return _assembled(examination, verdicts, n_batches)
 
 
 def _advise(verdicts, device, call):
@@ -169,27 +185,28 @@ def _advise(verdicts, device, call):
         if not verdict.call or (verdict.verdict == 'cannot run' and other is not None): verdict.call = call(other)
 
 
-def _assembled(examination, verdicts, learn, n_batches) -> PrecisionReport:
-    fp32, model = examination.fp32, examination.task.model
-    rows = [_row(examination, mode, s, v) for mode, v in verdicts.items() if mode in examination.tracers for s in rows_of(examination, mode)]
-    not_called = [n for n, m in qualified_names(model) if fp32.names[id(m)] not in fp32.seen and not list(m.children())] if fp32 is not None else []
-    notes = []
-    whole = n_samples(examination.batches[0])
-    for mode, n in examination.samples.items(): notes.append(f'{mode.value} is emulated here: the report looked at {n} of {whole} samples in it.')
-    if len(examination.batches) < n_batches:
-        notes.append(f'The report looked at {len(examination.batches)} of {n_batches} batches: there were no more, or more than 512 MB.')
-    return PrecisionReport(pd.DataFrame(rows, columns=_COLUMNS), {m.value: v for m, v in verdicts.items()}, not_called, examination.scale, notes)
+def _assembled(examination, verdicts, n_batches) -> PrecisionReport:
+    rows = [_row(examination, m, s, v) for m, v in verdicts.items() for s in rows_of(examination, m)]
+    table = pd.DataFrame(rows, columns=_COLUMNS)
+    n, whole = len(examination.batches), n_samples(examination.batches[0])
+    notes = [f'{m.value} is emulated here: the report looked at {few} of {whole} samples in it.'
+             for m, few in examination.samples.items()]
+    if n < n_batches:
+        notes.append(f'The report looked at {n} of {n_batches} batches: there were no more, or more than 512 MB.')
+    by_name = {m.value: v for m, v in verdicts.items()}
+    return PrecisionReport(table, by_name, examination.never_called(), examination.scale, notes)
 
 
-_COLUMNS = ['mode', 'module', 'type', 'params', 'calls', 'inputs', 'output', 'weights', 'largest', 'inside', 'headroom', 'non-finite', 'subnormal',
-            'flushed', 'own error', 'total error', 'grad', 'grad lost', 'grad lost scaled', 'trouble']
+_COLUMNS = ['mode', 'module', 'type', 'params', 'calls', 'inputs', 'output', 'weights', 'largest', 'inside', 'headroom',
+            'non-finite', 'subnormal', 'flushed', 'own error', 'total error', 'grad', 'grad lost', 'grad lost scaled',
+            'trouble']
 
 
 def _row(examination: Examination, mode: AMPMode, s: Seen, verdict: Verdict) -> dict[str, Any]:
     ref = examination.fp32.seen.get(s.name, Seen(s.name, s.type, s.params))
     in_half = bool(s.outputs & set(HALF))
-    largest, limit = (s.in_half, torch.finfo(mode.dtype).max) if s.in_half else (ref.largest, torch.finfo(torch.float32).max)
     info = torch.finfo(mode.dtype)
+    largest, limit = (s.in_half, info.max) if s.in_half else (ref.largest, torch.finfo(torch.float32).max)
     def share(n): return n / s.values if s.values else math.nan
     def lost(scale):
         if in_half: return ref.grads.share_below(info.tiny * info.eps / scale)
@@ -200,7 +217,8 @@ def _row(examination: Examination, mode: AMPMode, s: Seen, verdict: Verdict) -> 
         'largest': ref.largest, 'inside': ref.inside, 'headroom': limit / largest if largest else math.inf,
         'non-finite': share(s.non_finite), 'subnormal': share(s.subnormal), 'flushed': share(s.flushed),
         'own error': s.own if s.compared else math.nan, 'total error': s.total if s.total_error.size > 0 else math.nan,
-        'grad': ref.grads.largest or math.nan, 'grad lost': lost(1.), 'grad lost scaled': lost(examination.scale if mode.needs_loss_scaling else 1.),
+        'grad': ref.grads.largest or math.nan, 'grad lost': lost(1.),
+        'grad lost scaled': lost(examination.scale if mode.needs_loss_scaling else 1.),
         'trouble': s.name in verdict.modules}
 
 
@@ -221,41 +239,31 @@ def check_modes(modes: Any) -> list[AMPMode]:
         if m is torch.float32 or (isinstance(m, str) and m.lower() == 'fp32'): continue
         try: found.append(AMPMode(m))
         except ValueError:
-            raise ValueError(f"modes={modes!r} cannot be used: {m!r} is not a precision. Allowed: 'bf16' and 'fp16'; fp32 is what they are compared "
-                             "with.") from None
+            raise ValueError(f"modes={modes!r} cannot be used: {m!r} is not a precision. Allowed: 'bf16' and 'fp16'; "
+                             "fp32 is what they are compared with.") from None
     if not found: raise ValueError(f"modes={modes!r} cannot be used: name at least one of 'bf16' and 'fp16'.")
     return list(dict.fromkeys(found))
 
 
 def _refuse_shards(model):
     if is_sharded(model):
-        raise ValueError("precision_report cannot look into a model whose parameters are sharded (FSDP). Call it before `fully_shard`.")
+        raise ValueError("precision_report cannot look into a model whose parameters are sharded (FSDP). Call it "
+                         "before `fully_shard`.")
 
 
 def _refuse_half(model: nn.Module):
     half = [(n, p) for n, p in model.named_parameters() if p.requires_grad and p.dtype in HALF]
     if not half: return
     kind = 'fp16' if half[0][1].dtype is torch.float16 else 'bf16'
-    raise ValueError(f"precision_report needs fp32 parameters, as mixed precision does, but {len(half)} to be trained are {kind}, such as '{half[0][0]}'. "
-                     "Call `learn.model.float()` first: autocast itself casts what can run in low precision.")
+    raise ValueError(f"precision_report needs fp32 parameters, as mixed precision does, but {len(half)} to be trained "
+                     f"are {kind}, such as '{half[0][0]}'. Call `learn.model.float()` first: autocast itself casts what "
+                     "can run in low precision.")
 
 
 def _announce(model):
     copies = sum(t.numel() * t.element_size() for t in [*model.buffers(), *model.parameters()])
     gradients = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     if copies + gradients <= LARGE: return
-    print(f'precision_report: copies of parameters and buffers and gradients will take {(copies + gradients) / 2**30:.1f} GiB, besides what a training '
+    size = f'{(copies + gradients) / 2**30:.1f} GiB'
+    print(f'precision_report: copies of parameters and buffers and gradients will take {size}, besides what a training '
           'step takes.')
-
-
-@contextmanager
-def _data_unchanged(*dls: Any):
-    "Drawing batches moves the generators of fastai's DataLoaders and shuffles what they hold: put that back."
-    found = [(dl, dict(vars(dl)), dl.rng.getstate()) for dl in dls if isinstance(dl, DataLoader) and hasattr(dl, 'rng')]
-    orders = [(o.idxs, list(o.idxs)) for _, attributes, _ in found for o in attributes.values() if isinstance(getattr(o, 'idxs', None), list)]
-    try: yield
-    finally:
-        for dl, attributes, state in found:
-            vars(dl).update(attributes)
-            dl.rng.setstate(state)
-        for idxs, order in orders: idxs[:] = order

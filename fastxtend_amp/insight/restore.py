@@ -20,22 +20,24 @@ __all__ = ['ModuleState', 'effects_undone', 'modules_in', 'run_undone']
 
 
 def modules_in(function: Any) -> list[nn.Module]:
-    "The modules that calling `function` runs: itself, the one a bound method or a partial belongs to, and those in its attributes."
+    "The modules that calling `function` runs: itself, the one that a bound method belongs to, those in its attributes."
     if isinstance(function, nn.Module): return [function]
-    if isinstance(function, partial): return [m for part in (function.func, *function.args, *function.keywords.values()) for m in modules_in(part)]
+    if isinstance(function, partial):
+        parts = (function.func, *function.args, *function.keywords.values())
+        return [m for part in parts for m in modules_in(part)]
     owner = getattr(function, '__self__', None)
     if isinstance(owner, nn.Module): return [owner]
-    values = [*getattr(owner, '__dict__', {}).values(), *getattr(function, '__dict__', {}).values()]   # `func` of fastai's losses
-    return [v for v in values if isinstance(v, nn.Module)]
+    attributes = [*getattr(owner, '__dict__', {}).values(), *getattr(function, '__dict__', {}).values()]
+    return [v for v in attributes if isinstance(v, nn.Module)]   # such as `func` of fastai's losses
 
 
 class ModuleState:
     """What running some modules may change in them: attributes, hooks, training flags, buffers, hidden states.
 
-    Attributes and what is in their lists, dicts, sets and dataclasses are kept by reference, tensors in them and generators
-    of random numbers by value; parameters by value too with `parameters=True`, for forwards that change them in place, as
-    that of `nn.Embedding(max_norm=...)` does. Other objects that attributes refer to are left alone. `restore` puts the
-    same objects back in the same memory; it can be called again after an interrupt.
+    Attributes and what is in their lists, dicts, sets and dataclasses are kept by reference, tensors in them and
+    generators of random numbers by value; parameters by value too with `parameters=True`, for forwards that change them
+    in place, as that of `nn.Embedding(max_norm=...)` does. Other objects that attributes refer to are left alone.
+    `restore` puts the same objects back in the same memory; it can be called again after an interrupt.
 
     A module with lazy parameters is left out: running it for the first time builds them.
     """
@@ -48,7 +50,8 @@ class ModuleState:
         self._tensors: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
         self._seen: dict[int, Any] = {}                          # kept alive, so that no other object gets an id in it
         for module in (m for root in roots for m in root.modules()):
-            if not any(is_lazy(p) for p in (*module.parameters(False), *module.buffers(False))): self._keep_module(module)
+            own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+            if not any(map(is_lazy, own)): self._keep_module(module)
 
     def restore(self) -> None:
         "Put all of it back."
@@ -68,13 +71,14 @@ class ModuleState:
         if isinstance(value, (type(None), bool, int, float, str, nn.Module)) or id(value) in self._seen: return
         self._seen[id(value)] = value
         if isinstance(value, torch.Tensor): self._keep_tensor(value)
-        elif isinstance(value, np.ndarray) and value.flags.writeable: self._undo.append(partial(np.copyto, value, value.copy()))
+        elif isinstance(value, np.ndarray) and value.flags.writeable:
+            self._undo.append(partial(np.copyto, value, value.copy()))
         elif (generator := _generator_undo(value)) is not None: self._undo.append(generator)
         else: self._keep_container(value)
 
     def _keep_tensor(self, tensor):
         copied = self.parameters or not isinstance(tensor, nn.Parameter)
-        data = _without_repeats(tensor.data)                     # not `detach()`: a change must not make a saved graph stale
+        data = _without_repeats(tensor.data)                     # changing `detach()` would make a saved graph stale
         self._tensors.append((tensor, data, _copied(data) if copied and not tensor.is_inference() else None))
 
     def _keep_container(self, value):
@@ -108,9 +112,9 @@ def effects_undone(modules: Iterable[nn.Module]) -> Iterator[ModuleState]:
 def run_undone(
     model: nn.Module, # The model, as it is or wrapped
     loss_func: Any = None, # The loss function; the state of modules in it is put back too
-    device: torch.device | None = None, # Of the random state to keep, besides the CPU's; all accelerators in use if None
+    device: torch.device | None = None, # Of the random state to keep, besides the CPU; all accelerators in use if None
 ) -> Iterator[None]:
-    """Run `model` and `loss_func` forward and backward inside; at the end they are as they were, bit for bit and in place.
+    """Run `model` and `loss_func` forward and backward inside; at the end they are as they were, bit for bit.
 
     That is: parameters, buffers, gradients, requires_grad, hooks, attributes and training flags of the modules, and the
     random states of Python, NumPy and PyTorch. Inside, every `.grad` is None, and the old ones are put back as objects.
@@ -133,7 +137,7 @@ def run_undone(
             yield
         finally:
             try: restore()
-            except BaseException:                                # an interrupt in the middle of it: once more, from the start
+            except BaseException:                                # an interrupt in the middle of it: once more
                 restore()
                 raise
 
@@ -150,7 +154,8 @@ def _generator_undo(value: Any) -> Callable[[], Any] | None:
     if isinstance(value, torch.Generator): return partial(value.set_state, value.get_state())
     if isinstance(value, random.Random): return partial(value.setstate, value.getstate())
     if isinstance(value, np.random.RandomState): return partial(value.set_state, value.get_state())
-    if isinstance(value, np.random.Generator): return partial(setattr, value.bit_generator, 'state', value.bit_generator.state)
+    if isinstance(value, np.random.Generator):
+        return partial(setattr, value.bit_generator, 'state', value.bit_generator.state)
     return None
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ __all__ = ['Task', 'after_pred', 'eager', 'local_statistics']
 
 
 def after_pred(learn: Learner) -> Callable[[Any], Any]:
-    "What `learn`'s callbacks make of the model's output before the loss: RNNCallback passes on the last of its first entry."
+    "What `learn`'s callbacks make of the model's output: RNNCallback passes the last of its first entry to the loss."
     if not any(isinstance(cb, RNNCallback) for cb in learn.cbs): return noop
     return lambda pred: pred[0][-1] if is_listy(pred[0]) else pred[0]
 
@@ -33,18 +34,24 @@ def eager() -> AbstractContextManager:
 
 class local_statistics:
     "SyncBatchNorm computes with this process's own statistics inside: its ranks need not take part together."
-    def __init__(self, model): self.layers = [m for m in model.modules() if isinstance(m, nn.SyncBatchNorm) and 'forward' not in m.__dict__]
+    def __init__(self, model: nn.Module):
+        layers = [m for m in model.modules() if isinstance(m, nn.SyncBatchNorm)]
+        self.layers = [m for m in layers if 'forward' not in m.__dict__]
     def __enter__(self):
-        for m in self.layers: m.forward = lambda x, m=m: nn.functional.batch_norm(
-            x, m.running_mean, m.running_var, m.weight, m.bias, m.training or m.running_mean is None, m.momentum or 0., m.eps)
+        for m in self.layers: m.forward = partial(_batch_norm, m)
     def __exit__(self, *args):
         for m in self.layers: m.__dict__.pop('forward', None)
+
+
+def _batch_norm(m: nn.SyncBatchNorm, x: torch.Tensor) -> torch.Tensor:
+    mean, var, training = m.running_mean, m.running_var, m.training or m.running_mean is None
+    return nn.functional.batch_norm(x, mean, var, m.weight, m.bias, training, m.momentum or 0., m.eps)
 
 
 class Outcome(NamedTuple):
     "What came of running a batch."
     loss_is_finite: bool
-    scale: float | None # The first loss scale, from that asked for downwards, at which all gradients are finite; None if there is none
+    scale: float # The first loss scale, from that asked for downwards, at which all gradients are finite; 0 if none is
 
 
 class Task(NamedTuple):
@@ -55,10 +62,10 @@ class Task(NamedTuple):
 
     def device_type(self, xb: tuple) -> str:
         "The type of device that a batch is run on."
-        return next((t.device.type for t in tensors(xb)), None) or next((p.device.type for p in self.model.parameters()), 'cpu')
+        return next((t.device.type for t in (*tensors(xb), *self.model.parameters())), 'cpu')
 
-    def forward(self, xb: tuple, yb: tuple, mode: AMPMode | None = None) -> torch.Tensor | None: # The loss, in fp32; None without targets
-        "The loss of a batch, in fp32 or under autocast in `mode`."
+    def forward(self, xb: tuple, yb: tuple, mode: AMPMode | None = None) -> torch.Tensor | None:
+        "The loss of a batch, in fp32 or under autocast in `mode`; None without targets."
         kind = self.device_type(xb)
         autocast = torch.autocast(kind, enabled=False) if mode is None else torch.autocast(kind, dtype=mode.dtype)
         with torch.autocast(kind, enabled=False), torch.enable_grad(), eager(), no_reentrant_checkpoints(), autocast:
@@ -72,22 +79,23 @@ class Task(NamedTuple):
         before, found = [p.grad for p in params], []
         for p in params: p.grad = None
         try:
-            for p, g in zip(params, torch.autograd.grad(loss, params, allow_unused=True, **kwargs)):
-                if g is None: g = p.grad                         # left by a function that runs a backward pass of its own
+            for p, grad in zip(params, torch.autograd.grad(loss, params, allow_unused=True, **kwargs)):
+                g = p.grad if grad is None else grad             # left by a function that runs its own backward pass
                 if g is not None: found.append((p, g.coalesce().values() if g.is_sparse else g))
         finally:
-            for p, g in zip(params, before): p.grad = g
+            for p, kept in zip(params, before): p.grad = kept
         return found
 
     def outcome(self, xb: tuple, yb: tuple, mode: AMPMode, scale: float) -> Outcome:
         "Whether loss and gradients of a batch are finite in `mode`; the loss scale backs off as it would in training."
         loss = self.forward(xb, yb, mode)
         if loss is None: return Outcome(True, scale)
-        if not bool(loss.isfinite()): return Outcome(False, None)
+        if not bool(loss.isfinite()): return Outcome(False, 0.)
         while scale >= 1:
-            if all(all_finite(g) for _, g in self.gradients(loss * scale, retain_graph=True)): return Outcome(True, scale)
+            grads = self.gradients(loss * scale, retain_graph=True)
+            if all(all_finite(g) for _, g in grads): return Outcome(True, scale)
             scale /= 4
-        return Outcome(True, None)
+        return Outcome(True, 0.)
 
 
 def scalar(loss: torch.Tensor) -> torch.Tensor:

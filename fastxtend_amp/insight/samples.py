@@ -1,18 +1,21 @@
-"The batches that the report looks at: no more than fit into a limit of memory, and fewer samples where a mode is emulated."
+"The batches that the report looks at: within a limit of memory, and fewer samples where a mode is emulated."
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
 import torch
+from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from fastai.torch_core import to_device
+from fastcore.xtras import ReindexCollection
 
 from ..convert import map_tensors
 from .statistics import tensors
 
-__all__ = ['MAX_BYTES', 'draw_batches', 'first_samples', 'n_samples']
+__all__ = ['MAX_BYTES', 'data_unchanged', 'draw_batches', 'first_samples', 'n_samples']
 
 MAX_BYTES = 512 * 2 ** 20  # of batches that are held
 
@@ -23,7 +26,7 @@ def draw_batches(
     learn: Learner,
     dl: Any, # The DataLoader
     n: int, # How many batches
-) -> list[Batch]: # Inputs and targets of each, on the learner's device; fewer than `n` where more would not fit in 512 MB
+) -> list[Batch]: # Inputs and targets of each, on the learner's device; fewer than `n` where 512 MB hold no more
     "The first batches of `dl` in plain tensors; a single one that is too large is cut to its first samples."
     if type(dl).__name__ == 'DistributedDL': dl = dl.dl          # which waits for all processes when it starts
     found: list[Batch] = []
@@ -34,7 +37,9 @@ def draw_batches(
         if size > left: batch = first_samples(batch, max(1, n_samples(batch) * left // size))
         left -= size
         found.append(batch)
-    if not found: raise ValueError("precision_report needs at least one batch, but the DataLoader gave none: hand it another as dl=...")
+    if not found:
+        raise ValueError("precision_report needs at least one batch, but the DataLoader gave none: hand it another as "
+                         "dl=...")
     return found
 
 
@@ -59,3 +64,18 @@ def first_samples(batch: Batch, n: int) -> Batch:
     "The first `n` samples of a batch; what is not as long as the batch stays whole."
     whole = n_samples(batch)
     return map_tensors(lambda t: t[:n].clone() if t.ndim and len(t) == whole and n < whole else t, batch)
+
+
+@contextmanager
+def data_unchanged(*dls: Any) -> Iterator[None]:
+    "Drawing batches moves the generators of fastai's DataLoaders and shuffles what they hold: put that back."
+    found = [(dl, dict(vars(dl)), dl.rng.getstate()) for dl in dls if isinstance(dl, DataLoader) and hasattr(dl, 'rng')]
+    shuffled = [o for _, attributes, _ in found for o in attributes.values() if isinstance(o, ReindexCollection)]
+    orders = [(o.idxs, list(o.idxs)) for o in shuffled]
+    try: yield
+    finally:
+        for dl, attributes, state in found:
+            vars(dl).update(attributes)
+            dl.rng.setstate(state)
+        for idxs, order in orders:
+            for i, value in enumerate(order): idxs[i] = value

@@ -63,7 +63,7 @@ def largest_value(t: torch.Tensor) -> float:
 
 
 class Histogram:
-    "The non-zero values of some tensors by power of two: how many would underflow or overflow in any format, at any loss scale."
+    "The non-zero values of some tensors by power of two: how many would underflow in any format, at any loss scale."
     def __init__(self): self.counts, self.largest, self.finite = torch.zeros(_EXPONENTS, dtype=torch.int64), 0., True
 
     def add(self, t: torch.Tensor) -> None:
@@ -86,7 +86,7 @@ class Histogram:
         return float(self.counts[:self._bin(threshold)].sum()) / n if n else math.nan
 
     def mass_below(self, threshold: float) -> float:
-        "The share of the values' absolute sum that is in values smaller than `threshold`, a power of two; estimated from the bins."
+        "The share of the absolute sum that is in values smaller than `threshold`, a power of two; estimated."
         sums = [n * 1.5 * 2. ** (i - _BIAS) for i, n in enumerate(self.counts.tolist())]
         total = sum(sums)
         return sum(sums[:self._bin(threshold)]) / total if total else 0.
@@ -96,7 +96,7 @@ class Histogram:
 
 @dataclass
 class Difference:
-    "How far some tensors are from what they should be: the norm of the difference relative to the norm of the expected."
+    "The norm of the difference between some tensors and the expected ones, relative to the norm of the latter."
     error: float = 0.                                            # sum of squares
     size: float = 0.
 
@@ -137,8 +137,8 @@ class Seen:
     weights: set = field(default_factory=set)                    # of its own parameters
     largest: float = 0.                                          # absolute finite output
     inside: float = 0.                                           # and result of any operator of its own
-    operators: dict = field(default_factory=dict)                # the largest result of each operator, by name and number in a call
-    in_half: float = 0.                                          # the largest of those that run in half precision, as fp32 has it
+    operators: dict = field(default_factory=dict)                # largest result of each operator, by name and number
+    in_half: float = 0.                                          # largest of those in half precision, as in fp32
     values: int = 0                                              # floating-point values in its outputs
     non_finite: int = 0                                          # of these, where fp32 on the same inputs is finite
     subnormal: int = 0
@@ -154,13 +154,12 @@ class Seen:
     @property
     def total(self) -> float: return self.total_error.relative
 
-    def compare(self, values: torch.Tensor, finite: bool, expected: torch.Tensor) -> int: # Values that are finite in `expected` alone
-        "Count one output against what it is in fp32 on the same inputs."
-        self.compared, bad = True, 0
+    def compare(self, values: torch.Tensor, finite: bool, expected: torch.Tensor) -> None:
+        "Count one output against what it is in fp32 on the same inputs; `finite` says whether all its values are."
+        self.compared = True
         if not finite or not all_finite(expected):
             usable, is_finite = expected.isfinite(), values.isfinite()
-            bad = int((~is_finite & usable).sum())
-            self.non_finite += bad
+            self.non_finite += int((~is_finite & usable).sum())
             values, expected = values[is_finite & usable], expected[is_finite & usable]
         if values.dtype is torch.float16:                        # bf16 has fp32's exponents
             tiny, size = torch.finfo(values.dtype).tiny, values.float().abs()
@@ -168,11 +167,11 @@ class Seen:
             self.subnormal += int((small & (size != 0)).sum())
             self.flushed += int(((size == 0) & (expected != 0) & (expected.abs() < tiny)).sum())
         if values.numel(): self.own_error.add(values, expected)
-        return bad
 
     def take_comparison(self, other: Seen) -> None:
         "Take what `compare` counted in another pass."
-        for value in ('compared', 'own_error', 'non_finite', 'subnormal', 'flushed'): setattr(self, value, getattr(other, value))
+        for name in ('compared', 'own_error', 'non_finite', 'subnormal', 'flushed'):
+            setattr(self, name, getattr(other, name))
 
     def sample(self, values: torch.Tensor, reference: Seen | None) -> None:
         "Keep some of an output, and compare it with the same call's in the pass `reference`."

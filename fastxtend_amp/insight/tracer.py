@@ -1,4 +1,4 @@
-"What goes through each module of a model, in fp32 and in a lower precision, on the same batch and the same random draws."
+"What goes through each module of a model, in fp32 and in lower precision, on the same batch and random draws."
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ IMPRECISE = .1          # a module whose own error is above this is in trouble
 
 
 class Tracer:
-    """One pass over some batches: in fp32 if `mode` is None, else under autocast in `mode`, compared with the fp32 pass `reference`.
+    """One pass over some batches: in fp32 if `mode` is None, else under autocast, compared with the fp32 pass `reference`.
 
     While a batch runs, each module has two hooks, and each operator is seen. In a lower precision each leaf, and each
     container that computes something itself, is first run in fp32 on the inputs it got, with the same random draws; its
@@ -40,7 +40,7 @@ class Tracer:
         scale: float = 1., # The loss scale for the backward pass
         after_pred: Callable[[Any], Any] = noop, # What becomes of the model's output before the loss
         *,
-        ranges: Tracer | None = None, # The fp32 pass over more samples, if there is one; else the reference tells how large values are
+        ranges: Tracer | None = None, # The fp32 pass that tells how large values are; `reference` if None
         only: set[str] | None = None, # The modules that are run in fp32 as well; all that compute something if None
         tick: Callable[[], None] = noop, # Called at each module; may raise
     ):
@@ -61,9 +61,9 @@ class Tracer:
     @property
     def trouble(self) -> list[str]:
         "The innermost modules where finite numbers end in the forward pass, in order of execution."
-        found = self.operators.overflows
-        hidden = [n for n in self.operators.negative if n not in found and self._is_wrong(n)]
-        return [n for n in self.seen if n in found or n in hidden] + [n for n in (*found, *hidden) if n not in self.seen]
+        hidden = [n for n in self.operators.negative if self._is_wrong(n)]
+        found = dict.fromkeys([*self.operators.overflows, *hidden])
+        return [n for n in self.seen if n in found] + [n for n in found if n not in self.seen]
 
     @property
     def computing(self) -> set[str]:
@@ -93,7 +93,8 @@ class Tracer:
             finally: self.stack = []
             self.non_finite_loss |= not bool(loss.isfinite())
             if backward:
-                with watch_operators(self.operators): grads = self.task.gradients(loss * self.scale)     # for the draws of what is computed again
+                with watch_operators(self.operators):            # for the draws of what is computed again
+                    grads = self.task.gradients(loss * self.scale)
                 self._backward(grads)
 
     def _backward(self, grads):
@@ -152,7 +153,9 @@ class Tracer:
         finally: self._silent = False
 
     def _open(self, name, module, kind, inputs):
-        if name not in self.seen: self.seen[name] = Seen(name, kind, sum(p.numel() for p in module.parameters()) if isinstance(module, nn.Module) else 0)
+        if name not in self.seen:
+            params = module.parameters() if isinstance(module, nn.Module) else ()
+            self.seen[name] = Seen(name, kind, sum(p.numel() for p in params))
         seen = self.seen[name]
         seen.weights |= {p.dtype for p in _own_parameters(module)}
         call = Call(seen, module, self.stack[-1] if self.stack else None)
@@ -162,10 +165,12 @@ class Tracer:
         return call
 
     def _in_fp32(self, function, modules, args, kwargs):
-        "What `function` gives in fp32 on copies of the same inputs; nothing else changes. None if it does not run in fp32."
+        "What `function` gives in fp32 on copies of the same inputs; None if it does not run in fp32."
         device = next((t.device for t in tensors((args, kwargs))), torch.device('cpu'))
-        with random_state_kept(device), effects_undone(modules), torch.no_grad(), torch.autocast(device.type, enabled=False):
-            try: return map_tensors(torch.clone, function(*map_tensors(_wide_copy, args), **map_tensors(_wide_copy, kwargs)))
+        with (random_state_kept(device), effects_undone(modules), torch.no_grad(),
+              torch.autocast(device.type, enabled=False)):
+            copy = WideCopies()
+            try: return map_tensors(torch.clone, function(*map_tensors(copy, args), **map_tensors(copy, kwargs)))
             except torch.OutOfMemoryError: raise
             except Exception: return None                        # such as inputs that only low precision makes
 
@@ -220,11 +225,15 @@ def _own_parameters(module: Any) -> Iterator[nn.Parameter]:
     return module.parameters(recurse=False) if isinstance(module, nn.Module) else iter(())
 
 
-def _wide_copy(t: torch.Tensor) -> torch.Tensor:
-    "A copy in fp32 of what is in half precision, with what fastai's layers hang on it as attributes."
-    new = (t.detach().float() if t.dtype in HALF else t.detach()).clone()
-    for name, value in vars(t).items(): setattr(new, name, map_tensors(_wide_copy, value))
-    return new
+class WideCopies:
+    "Copies tensors, in fp32 what is in half precision, with what fastai's `SequentialEx` hangs on them as attributes."
+    def __init__(self): self.copies: dict[int, torch.Tensor] = {}
+
+    def __call__(self, t: torch.Tensor) -> torch.Tensor:
+        if id(t) in self.copies: return self.copies[id(t)]       # `orig` of its first input is the input itself
+        self.copies[id(t)] = new = (t.detach().float() if t.dtype in HALF else t.detach()).clone()
+        for name, value in vars(t).items(): setattr(new, name, map_tensors(self, value))
+        return new
 
 
 def _ancestors(call):

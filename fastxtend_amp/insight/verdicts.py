@@ -12,7 +12,7 @@ import torch
 from ..convert import HALF
 from ..fp32_modules import ROOT, qualified_names
 from ..mode import AMPMode
-from .progress import TimeIsUp
+from .statistics import Seen
 from .tracer import IMPRECISE, LOSS, Tracer
 
 if TYPE_CHECKING: from .examination import Examination
@@ -27,15 +27,21 @@ PAIRED = 8            # the candidates that are tried in pairs
 
 @dataclass
 class Verdict:
-    "What one mode does to this model, and what to do."
+    """What one mode does to this model, and what to do.
+
+    `verdict` is one of 'safe', 'safe with loss scaling', 'safe, but close', 'keep modules in fp32', 'do not use',
+    'cannot run' and 'not known'.
+    """
     mode: str
-    verdict: str # 'safe', 'safe with loss scaling', 'safe, but close', 'keep modules in fp32', 'do not use', 'cannot run' or 'not known'
+    verdict: str
     reason: str
     call: str # The next call to make; '' until all modes are known
     modules: list[str] = field(default_factory=list) # The modules concerned
-    scales: tuple[float, float] | None = None # Lowest and highest loss scale that neither underflows nor overflows (fp16)
+    scales: tuple[float, float] | None = None # Lowest and highest loss scale without underflow or overflow (fp16)
 
-    def __str__(self): return f"{self.mode}: {self.verdict}. Next: `{self.call}`" + (f'\n    {_sentence(self.reason)}' if self.reason else '')
+    def __str__(self):
+        first = f'{self.mode}: {self.verdict}. Next: `{self.call}`'
+        return f'{first}\n    {_sentence(self.reason)}' if self.reason else first
 
 
 def _sentence(text):
@@ -47,40 +53,49 @@ class Judge:
     "Finds the modules that one mode needs in fp32, by running the batches again with them kept."
     def __init__(self,
         examination: Examination,
+        mode: AMPMode,
         tracer: Tracer, # The pass in this mode
         refused: list[str], # Modules that do not run in it, kept in fp32 already
     ):
-        self.examination, self.tracer, self.mode, self.refused = examination, tracer, tracer.mode, list(refused)
-        self.fp32 = examination.fp32
+        self.examination, self.mode, self.tracer, self.refused = examination, mode, tracer, list(refused)
+        self.fp32, self.limit = examination.fp32, torch.finfo(mode.dtype).max
         self.non_finite: set[str] = set()                        # modules where finite numbers end
-        self.highest = math.inf                                  # the loss scale at which gradients turned out to be finite
-        self.tried = 0
+        self.highest = math.inf                                  # loss scale at which gradients turned out to be finite
 
     def verdict(self) -> Verdict:
         "The verdict, tried before it is given."
-        mode, examination = self.mode, self.examination
-        for tracer in (self.fp32, self.tracer.reference):
-            if not (tracer.non_finite_loss or tracer.non_finite_grads): continue
-            what = 'loss of these batches is' if tracer.non_finite_loss else 'gradients of these batches are'
-            return Verdict(mode.value, 'do not use', f'the {what} not finite in fp32 either: look at data and model first', 'learn.to_fp32()')
+        if reason := self._wrong_in_fp32(): return self._say('do not use', reason, 'learn.to_fp32()')
         tracer, keep = self._keep_what_fails()
         if tracer.non_finite_loss or tracer.non_finite_grads:
             found = self._search(tracer)
-            if found is None:
-                what = 'loss is' if tracer.non_finite_loss else 'gradients are'
-                reason = f'the {what} not finite, whatever is kept in fp32: {self.tried} modules were tried, one by one and in pairs'
-                if LOSS in tracer.trouble: reason += '. It begins in the loss function: compute it in fp32 there'
-                return Verdict(mode.value, 'do not use', reason, '', keep)
+            if found is None: return self._say('do not use', self._nothing_helps(tracer), '', keep)
             keep, scale = found
             if scale < tracer.scale: self.highest = scale
-            tracer = examination.trace(mode, keep, scale)
-        low, high = scales_that_fit(tracer, self.fp32)
+            tracer = self.examination.trace(self.mode, keep, scale)
+        low, high = scales_that_fit(self.mode, tracer, self.fp32)
         high = min(high, self.highest)
         if low > high:
-            return Verdict(mode.value, 'do not use', f'no loss scale fits: gradients underflow below {low:,g} and overflow above {high:,g}', '', keep, (low, high))
+            reason = f'no loss scale fits: gradients underflow below {low:,g} and overflow above {high:,g}'
+            return self._say('do not use', reason, '', keep, (low, high))
         failing = [m for m in keep if m not in self.refused]
         keep, close = self._keep_what_is_close(tracer, keep)
         return self._works(tracer, keep, failing, close, (low, high))
+
+    def _say(self, verdict, reason, call, modules=(), scales=None):
+        return Verdict(self.mode.value, verdict, reason, call, list(modules), scales)
+
+    def _wrong_in_fp32(self) -> str:
+        for tracer in (self.fp32, self.tracer.reference or self.fp32):
+            if not (tracer.non_finite_loss or tracer.non_finite_grads): continue
+            what = 'loss of these batches is' if tracer.non_finite_loss else 'gradients of these batches are'
+            return f'the {what} not finite in fp32 either: look at data and model first'
+        return ''
+
+    def _nothing_helps(self, tracer) -> str:
+        what, n = 'loss is' if tracer.non_finite_loss else 'gradients are', len(self._candidates(tracer))
+        reason = f'the {what} not finite, whatever is kept in fp32: {n} modules were tried, one by one and in pairs'
+        in_loss = '. It begins in the loss function: compute it in fp32 there'
+        return reason + (in_loss if LOSS in tracer.trouble else '')
 
     # -- what to keep in fp32
 
@@ -90,47 +105,45 @@ class Judge:
         for _ in range(ROUNDS):
             self.non_finite |= set(tracer.trouble)
             new = [m for m in self._troubled(tracer) if m not in keep]
-            scale = min(tracer.scale, scales_that_fit(tracer, tracer.reference)[1])
+            scale = min(tracer.scale, scales_that_fit(self.mode, tracer, tracer.reference or self.fp32)[1])
             if not new and tracer.non_finite_grads and not tracer.non_finite_loss and scale == tracer.scale:
                 scale = self._backed_off(tracer, keep)
                 if scale == tracer.scale: new = [m for m in tracer.trouble_backward if m not in keep and m != LOSS]
             if not new and scale == tracer.scale: break
-            keep += new
+            keep = outermost([*keep, *new])
             tracer = self.examination.trace(self.mode, keep, scale)
         return tracer, keep
 
     def _backed_off(self, tracer, keep) -> float:
-        "The loss scale that training would arrive at; that of `tracer` where gradients would underflow at it, or none will do."
-        outcomes = self.examination.outcomes(self.mode, keep, tracer.scale)
-        if any(o.scale is None for o in outcomes): return tracer.scale
-        scale = min(o.scale for o in outcomes)
-        if scale < scales_that_fit(tracer, self.fp32)[0]: return tracer.scale
+        "The loss scale that training would arrive at; that of `tracer` if none will do, or gradients would underflow."
+        scale = min(o.scale for o in self.examination.outcomes(self.mode, keep, tracer.scale))
+        if scale < scales_that_fit(self.mode, tracer, self.fp32)[0]: return tracer.scale
         self.highest = min(self.highest, scale)
         return scale
 
-    def _troubled(self, tracer):
+    def _troubled(self, tracer) -> list[str]:
         known = [s for s in tracer.seen.values() if s.name != LOSS]
         imprecise = [s.name for s in known if s.own > IMPRECISE and not s.non_finite]
         inner = [n for n in imprecise if not any(o != n and _inside(o, n) for o in imprecise)]
-        # samples that were left out may overflow where these do not
-        beyond = [s.name for s in known if s.in_half > torch.finfo(self.mode.dtype).max] if tracer.reference is not self.fp32 else []
+        beyond = [s.name for s in known if s.in_half > self.limit]
+        if tracer.reference is self.fp32: beyond = []            # else samples that were left out may overflow
         return list(dict.fromkeys([*(n for n in tracer.trouble if n != LOSS), *beyond, *inner]))
 
     def _search(self, tracer) -> tuple[list[str], float] | None:
         "Try modules one by one and in pairs; those that make the batches finite, and the loss scale at which they do."
-        candidates = self._candidates(tracer)
-        for names in _tries(candidates):
-            self.tried = max(self.tried, min(candidates.index(names[-1]) + 1, len(candidates)))
+        for names in _tries(self._candidates(tracer)):
             self.examination.progress.check()
             keep = list(dict.fromkeys([*self.refused, *names]))
             outcomes = self.examination.outcomes(self.mode, keep, tracer.scale)
-            if all(o.loss_is_finite and o.scale is not None for o in outcomes): return keep, min(o.scale for o in outcomes)
+            scale = min(o.scale for o in outcomes)
+            if scale and all(o.loss_is_finite for o in outcomes): return keep, scale
         return None
 
     def _candidates(self, tracer) -> list[str]:
         "Modules and those around them, the suspects first."
         suspects = [n for n in (*self.non_finite, *tracer.trouble, *tracer.trouble_backward) if n not in (LOSS, ROOT)]
-        around = [n for s in suspects for n, _ in qualified_names(self.examination.task.model) if _inside(s, n) and n != ROOT]
+        names = [n for n, _ in qualified_names(self.examination.task.model) if n != ROOT]
+        around = [n for s in suspects for n in names if _inside(s, n)]
         by_size = sorted(self.fp32.seen.values(), key=lambda s: -max(s.inside, s.largest, s.in_half))
         called = [s.name for s in by_size if s.name not in (LOSS, ROOT)]
         return [n for n in dict.fromkeys([*suspects, *around, *called]) if n in self.fp32.seen]
@@ -139,48 +152,59 @@ class Judge:
         "Keep the modules whose values come close to the format's limit, too; with their headroom."
         close: dict[str, float] = {}
         for _ in range(3):
-            new = {s.name: self._headroom(s) for s in tracer.seen.values() if s.name not in (LOSS, *keep) and self._headroom(s) < CLOSE}
+            new = {s.name: self._headroom(s) for s in tracer.seen.values() if self._headroom(s) < CLOSE}
+            new = {n: h for n, h in new.items() if n != LOSS and not any(n == k or _inside(n, k) for k in keep)}
             if not new: break
             close |= new
-            keep = [*keep, *new]
-            tracer = self.examination.trace(self.mode, keep, tracer.scale)   # what they hand on may be close in the next one
+            keep = outermost([*keep, *new])                      # what they hand on may be close in the next one
+            tracer = self.examination.trace(self.mode, keep, tracer.scale)
         return keep, close
 
-    def _headroom(self, seen): return torch.finfo(self.mode.dtype).max / seen.in_half if seen.in_half else math.inf
+    def _headroom(self, seen: Seen) -> float: return self.limit / seen.in_half if seen.in_half else math.inf
 
     # -- how it is said
 
     def _works(self, tracer, keep, failing, close, scales) -> Verdict:
-        mode, (low, high) = self.mode, scales
-        scaled = scales if mode.needs_loss_scaling else None
+        low, high = scales
+        scaled = scales if self.mode.needs_loss_scaling else None
         span = f'a loss scale from {low:,g} to {high:,g}' if scaled else ''
-        margin = '; '.join(f"values inside '{n}' come to 1/{h:.2g} of {mode.value}'s {torch.finfo(mode.dtype).max:,.5g}" for n, h in list(close.items())[:3])
-        if len(close) > 3: margin += f' and {len(close) - 3} modules more'
-        changes = {'init_scale': high} if scaled and high < self.examination.scale else {}
-        call = self.examination.call(mode, keep, **changes)
-        def told(*parts): return '; '.join(p for p in parts if p)
+        changes = {'init_scale': int(high)} if scaled and high < self.examination.scale else {}
+        call = self.examination.call(self.mode, keep, **changes)
+        margin = self._margin({n: h for n, h in close.items() if n in keep})
         if failing:
-            why = some([self._why(m) for m in failing])
-            return Verdict(mode.value, 'keep modules in fp32', told(why, margin, span), call, keep, scaled)
-        if close: return Verdict(mode.value, 'safe, but close', told(margin, 'a few larger samples would overflow', span), call, keep, scaled)
-        if keep: return Verdict(mode.value, 'keep modules in fp32', told('the rest is fine', span), call, keep, scaled)
-        verdict = 'safe with loss scaling' if scaled and low > 1 else 'safe'
-        return Verdict(mode.value, verdict, told(self._errors(tracer), span), call, scales=scaled)
+            reason, verdict = some([self._why(m) for m in failing]), 'keep modules in fp32'
+        elif margin: reason, verdict = 'a few larger samples would overflow', 'safe, but close'
+        elif keep: reason, verdict = 'the rest is fine', 'keep modules in fp32'
+        else: reason, verdict = self._errors(tracer), 'safe with loss scaling' if scaled and low > 1 else 'safe'
+        parts = (reason, margin, span) if failing else (margin, reason, span)
+        return self._say(verdict, '; '.join(p for p in parts if p), call, keep, scaled)
 
-    def _errors(self, tracer):
+    def _margin(self, close: dict[str, float]) -> str:
+        limit = f"{self.mode.value}'s {self.limit:,.5g}"
+        return some([f"values inside '{n}' come to 1/{h:.2g} of {limit}" for n, h in close.items()], 3)
+
+    def _errors(self, tracer) -> str:
         totals = [s.total for s in tracer.seen.values() if s.name != LOSS and s.total_error.known]
-        return f'predictions are {totals[-1]:.2%} from fp32, at most {max(totals):.2%} on the way' if totals else 'nothing was computed in low precision'
+        if not totals: return 'nothing was computed in low precision'
+        return f'predictions are {totals[-1]:.2%} from fp32, at most {max(totals):.2%} on the way'
 
-    def _why(self, name):
-        seen, limit, mode = self.fp32.seen.get(name), torch.finfo(self.mode.dtype).max, self.mode.value
+    def _why(self, name) -> str:
+        seen, limit, mode = self.fp32.seen.get(name), self.limit, self.mode.value
         if seen is not None:
-            largest = max(seen.largest, seen.inside)
-            if largest > limit: return f"{'' if seen.largest > limit else 'inside '}'{name}' values reach {largest:,.3g}, above {mode}'s {limit:,.5g}"
-            if seen.grads.largest > limit: return f"gradients of '{name}' reach {seen.grads.largest:,.3g}, above {mode}'s {limit:,.3g}"
-        return f"inside '{name}' {mode} {'is not finite' if name in self.non_finite else f'loses more than {IMPRECISE:.0%}'}"
+            largest, where = max(seen.largest, seen.inside), '' if seen.largest > limit else 'inside '
+            if largest > limit: return f"{where}'{name}' values reach {largest:,.3g}, above {mode}'s {limit:,.5g}"
+            if seen.grads.largest > limit:
+                return f"gradients of '{name}' reach {seen.grads.largest:,.3g}, above {mode}'s {limit:,.3g}"
+        what = 'is not finite' if name in self.non_finite else f'loses more than {IMPRECISE:.0%}'
+        return f"inside '{name}' {mode} {what}"
 
 
 def _inside(name, other): return name != other and (other == ROOT or name.startswith(other + '.'))
+
+
+def outermost(names: list[str]) -> list[str]:
+    "The names without those of modules inside others."
+    return [n for n in dict.fromkeys(names) if not any(_inside(n, o) for o in names)]
 
 
 def _tries(candidates) -> Iterator[list[str]]:
@@ -194,13 +218,15 @@ def some(words: list[str], n: int = 4) -> str:
 
 
 def scales_that_fit(
-    tracer: Tracer, # A pass in low precision
+    mode: AMPMode,
+    tracer: Tracer, # The pass in that mode
     fp32: Tracer,
 ) -> tuple[float, float]: # Powers of two; 1 and 1 in a mode that needs no loss scaling
     "The lowest and the highest loss scale at which gradients in the mode neither underflow nor overflow."
-    if not tracer.mode.needs_loss_scaling: return 1., 1.
-    info = torch.finfo(tracer.mode.dtype)
-    half = [fp32.seen[n].grads for n, s in tracer.seen.items() if n != LOSS and s.outputs & set(HALF) and n in fp32.seen]
+    if not mode.needs_loss_scaling: return 1., 1.
+    info = torch.finfo(mode.dtype)
+    names = [n for n, s in tracer.seen.items() if n != LOSS and s.outputs & set(HALF)]
+    half = [fp32.seen[n].grads for n in names if n in fp32.seen]
     largest = max((h.largest for h in half), default=0.)
     high = 2. ** math.floor(math.log2(info.max / largest)) if largest else 2. ** 24
     smallest, low = info.tiny * info.eps, 1.                     # the smallest subnormal; half of it rounds to 0

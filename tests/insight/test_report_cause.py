@@ -1,0 +1,220 @@
+"The report's verdicts: the right module, the margin, what is tried before `do not use`, and calls that keep what is there."
+import math
+
+import pytest, torch
+from torch import nn
+
+from fastxtend_amp.insight import statistics
+from fastxtend_amp.mode import Support
+from helpers import Attentive, dataset, learner, loaders, mlp
+
+
+class Scaled(nn.Module):
+    "Scales its input, and the output back, so that fp32 is fine."
+    def __init__(self, gain, d=8): super().__init__(); self.lin, self.gain = nn.Linear(d, d), gain
+    def forward(self, x): return self.lin(x * self.gain) / self.gain
+
+
+class GainFirst(nn.Module):
+    "Attention whose gain lies before the projections."
+    def __init__(self, gain, d=8):
+        super().__init__()
+        self.q, self.k, self.v, self.gain = nn.Linear(d, d), nn.Linear(d, d), nn.Linear(d, d), gain
+    def forward(self, x):
+        x, loud = x[None], x[None] * self.gain
+        return (((self.q(loud) / self.gain) @ (self.k(loud) / self.gain).transpose(-1, -2)).softmax(-1) @ self.v(x))[0]
+
+
+class Net(nn.Module):
+    def __init__(self, mid, act, seed=0):
+        torch.manual_seed(seed)
+        super().__init__()
+        self.emb, self.mid, self.act, self.head = nn.Linear(6, 8), mid(), act, nn.Linear(8, 1)
+    def forward(self, x): return self.head(self.act(self.mid(self.emb(x))))
+
+
+def trained(model, verdict=None, bs=64, lr=1e-4, **kwargs):
+    "Skipped steps of 4 steps in fp16, with what a verdict advises."
+    learn = learner(model, loaders(64, bs))
+    if verdict is not None: exec(verdict.call, {'learn': learn})
+    else: learn.to_fp16(**kwargs)
+    learn.precision.on_overflow = 'ignore'
+    learn.fit(4, lr)
+    return learn.precision.n_skipped, float(learn.recorder.losses[-1])
+
+
+def verdict_on(model, mode='fp16', n=64, **kwargs): return learner(model, loaders(n, n)).precision_report(mode, **kwargs).verdicts[mode]
+
+
+# -- partial overflow
+
+CASES = {**{f'{type(act).__name__} {gain:g} {seed}': (lambda gain=gain, act=act, seed=seed: Net(lambda: Scaled(gain), act, seed))
+            for gain in (9e4, 11e4, 13e4) for act in (nn.ReLU(), nn.LayerNorm(8)) for seed in (0, 3)},
+         **{f'attention {gain:g} {seed}': (lambda gain=gain, seed=seed: Net(lambda: GainFirst(gain), nn.ReLU(), seed))
+            for gain in (9e4, 11e4, 13e4) for seed in (0, 3)}}
+
+
+@pytest.mark.parametrize('case', CASES)
+def test_a_module_that_overflows_for_some_values_only_is_found_and_the_advice_trains_without_a_skip(case):
+    verdict = verdict_on(CASES[case]())
+    assert verdict.verdict == 'keep modules in fp32' and verdict.modules == ['mid'], verdict
+    skipped, loss = trained(CASES[case](), verdict)
+    assert skipped == 0 and math.isfinite(loss)
+
+
+# -- margin
+
+def near(largest):
+    "A layer inside which values reach `largest` on the report's batch; its output is small."
+    class Near(nn.Linear):
+        gain = 1.
+        def forward(self, x): return (super().forward(x) * self.gain) / self.gain
+    torch.manual_seed(0)
+    layer = Near(8, 8)
+    model = nn.Sequential(nn.Linear(6, 8), layer, nn.Linear(8, 1))
+    with torch.no_grad(): layer.gain = largest / float(layer(model[0](dataset(64).tensors[0])).abs().max())
+    return model
+
+
+@pytest.mark.parametrize('largest,verdict', [(1e4, 'safe'), (3e4, 'safe, but close'), (6e4, 'safe, but close'), (9e4, 'keep modules in fp32')])
+def test_headroom_counts_the_largest_value_inside(largest, verdict):
+    report = learner(near(largest), loaders(64, 64)).precision_report('fp16')
+    found = report.verdicts['fp16']
+    row = report.table.set_index('module').loc['1']
+    assert found.verdict == verdict and row['headroom'] == pytest.approx(65504 / largest, rel=.01) and row['largest'] < 10
+    if verdict == 'safe': return
+    assert found.modules == ['1'] == report.fp32_modules and found.call == "learn.to_fp16(fp32_modules=['1'])" and row['trouble']
+    assert "'1'" in found.reason
+    def louder():
+        model = near(largest)
+        model[1].gain *= 3                                       # as later batches and weights may be
+        return model
+    assert trained(louder(), found)[0] == 0 and trained(louder(), lr=0.)[0] == 4
+
+
+def test_masks_are_no_trouble_whatever_they_are_filled_with():
+    class Masked(nn.Module):
+        def __init__(self, fill): super().__init__(); self.q, self.k, self.fill = nn.Linear(8, 8), nn.Linear(8, 8), fill
+        def forward(self, x):
+            scores = self.q(x) @ self.k(x).T
+            return (scores + torch.ones_like(scores).triu(1) * (torch.finfo(scores.dtype).min if self.fill is None else self.fill)).softmax(-1) @ x
+    for fill in (-1e4, -6e4, None):
+        verdict = verdict_on(Net(lambda fill=fill: Masked(fill), nn.ReLU()))
+        assert verdict.verdict == 'safe' and not verdict.modules, verdict
+
+
+# -- what no operator shows is tried
+
+class _InNumPy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x): return torch.from_numpy(x.detach().numpy() * x.numpy().dtype.type(6e4) / x.numpy().dtype.type(6e4))
+    @staticmethod
+    def backward(ctx, g): return g
+
+
+class InNumPy(nn.Module):
+    def __init__(self): super().__init__(); self.lin = nn.Linear(8, 8)
+    def forward(self, x): return _InNumPy.apply(self.lin(x) * 4)
+
+
+@pytest.mark.filterwarnings('ignore:overflow encountered')
+def test_modules_are_tried_one_by_one_and_in_pairs():
+    "PyTorch sees no operator here; the products overflow in NumPy."
+    class Two(nn.Module):
+        def __init__(self): super().__init__(); self.a, self.b = InNumPy(), InNumPy()
+        def forward(self, x): return self.a(x) + self.b(x)
+    for mid, modules in ((InNumPy, {'mid'}), (Two, {'mid', 'mid.a', 'mid.b'})):
+        verdict = verdict_on(Net(mid, nn.ReLU()))
+        assert verdict.verdict == 'keep modules in fp32' and set(verdict.modules) <= modules, verdict
+        assert trained(Net(mid, nn.ReLU()), verdict)[0] == 0
+
+
+def test_do_not_use_says_what_was_tried():
+    def loss(p, y): return ((p.half() * 0 + 300).square().float().mean() + p.mean()) if torch.is_autocast_enabled('cpu') else (p - y).square().mean()
+    verdict = learner(loss_func=loss).precision_report('fp16').verdicts['fp16']
+    assert verdict.verdict == 'do not use' and 'the loss is not finite, whatever is kept in fp32' in verdict.reason
+    assert 'tried, one by one and in pairs' in verdict.reason and 'It begins in the loss function' in verdict.reason
+
+
+def test_gradients_that_are_too_large_lower_the_loss_scale_first():
+    class Louder(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x): return x.clone()
+        @staticmethod
+        def backward(ctx, g): return (g * 4096) / 4096           # inside the backward pass, where no figure looks
+    class Backward(nn.Module):
+        def __init__(self): super().__init__(); self.lin = nn.Linear(8, 8)
+        def forward(self, x): return Louder.apply(self.lin(x))
+    verdict = verdict_on(Net(Backward, nn.ReLU()))
+    assert verdict.verdict.startswith('safe') and 'init_scale=' in verdict.call and not verdict.modules, verdict
+    assert trained(Net(Backward, nn.ReLU()), verdict)[0] == 0
+
+
+# -- advice
+
+def test_advice_keeps_what_is_there():
+    learn = learner(Attentive()).to_fp16(fp32_modules=['head'], max_skips=5)
+    call = learn.precision_report('fp16').verdicts['fp16'].call
+    assert call.startswith('learn.to_fp16(') and "fp32_modules=['head', 'attn']" in call and 'max_skips=5' in call
+    assert "fp32_modules=['head']" in learn.precision_report('bf16').verdicts['bf16'].call
+    exec(call, {'learn': learn})
+    assert set(learn.precision._fp32_modules.forwards) == {'head', 'attn'} and learn.precision.max_skips == 5
+
+
+def test_a_mode_that_does_not_work_leads_to_the_fastest_that_does(monkeypatch):
+    def call(native):
+        support = lambda mode, device: Support('native' if mode.value in native else 'emulated', '')
+        for module in ('examination', 'advice'): monkeypatch.setattr(f'fastxtend_amp.insight.{module}.mode_support', support)
+        def loss(p, y): return ((p.half() * 0 + 300).square().float().mean() + p.mean()) if torch.get_autocast_dtype('cpu') is torch.float16 and \
+            torch.is_autocast_enabled('cpu') else (p - y).square().mean()
+        return learner(loss_func=loss).precision_report('fp16').verdicts['fp16'].call
+    assert call(('bf16',)) == 'learn.to_bf16()' and call(()) == 'learn.to_fp32()' and call(('fp16',)) == 'learn.to_fp32()'
+
+
+@pytest.mark.parametrize('dtype,name', [(torch.float16, 'fp16'), (torch.bfloat16, 'bf16')])
+def test_a_model_in_half_precision_gets_the_message_of_fit(dtype, name):
+    with pytest.raises(ValueError, match=f"needs fp32 parameters, .* 6 to be trained are {name}, such as '0.weight'.*learn.model.float"):
+        learner(mlp().to(dtype)).precision_report()
+
+
+# -- statistics
+
+def test_histograms_count_every_power_of_two():
+    values = torch.tensor([0., -0., 1., 1.5, -2., 2. ** -24, 2. ** -30, 1e-42, 65504., math.inf, -math.inf, math.nan])
+    h = statistics.Histogram()
+    h.add(values)
+    nonzero = values[values.isfinite() & (values != 0)].abs()
+    for threshold in (2. ** -140, 2. ** -30, 2. ** -24, 2. ** -23, 1., 2., 4., 2. ** 16, 2. ** 17):
+        assert h.share_below(threshold) == pytest.approx(float((nonzero < threshold).float().mean())) or threshold < 2. ** -126
+    assert h.largest == 65504. and not h.finite and h.mass_below(2. ** 15) == pytest.approx(4.5 / 65508, rel=1.)   # an estimate
+
+
+def test_differences_beyond_the_squares_of_fp32():
+    for size in (1e-30, 1., 1e30):
+        d = statistics.Difference()
+        d.add(torch.tensor([1.1, 2.]) * size, torch.tensor([1., 2.]) * size)
+        assert d.relative == pytest.approx(.1 / math.sqrt(5), rel=1e-4)
+    assert statistics.Difference(1., 0.).relative == math.inf and statistics.Difference().relative == 0
+
+
+def test_the_largest_value_leaves_masks_out():
+    scores = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    for fill in (-math.inf, -1e4, -3e38):
+        assert statistics.largest_value(scores.masked_fill(scores > 1, fill)) == float(scores[scores <= 1].abs().max())
+    assert statistics.largest_value(scores * 1e4) == float((scores * 1e4).abs().max())
+    assert statistics.largest_value(torch.tensor([-6e4, -1e3, 2.])) == 6e4 and statistics.largest_value(torch.empty(0)) == 0
+
+
+def test_figures_need_neither_float64_nor_frexp(monkeypatch):
+    "As on MPS."
+    from contextlib import nullcontext
+    from torch.utils._python_dispatch import TorchDispatchMode
+    expected = learner(Attentive()).precision_report()
+    class No64(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            assert 'frexp' not in str(func) and not (isinstance(out, torch.Tensor) and out.dtype is torch.float64), func
+            return out
+    monkeypatch.setattr('fastxtend_amp.insight.tracer.operators_unwatched', nullcontext)
+    with No64(): report = learner(Attentive()).precision_report()
+    assert report.table.equals(expected.table) and [str(v) for v in report.verdicts.values()] == [str(v) for v in expected.verdicts.values()]
