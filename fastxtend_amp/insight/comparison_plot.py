@@ -26,7 +26,7 @@ def plot_comparison(
     curves, speeds, times = axs
     _draw_curves(curves, comparison)
     _draw_speeds(speeds, comparison)
-    _draw_times(times, comparison.table)
+    _draw_times(times, comparison)
     for ax in axs: ax.spines[['top', 'right']].set_visible(False)
     return axs
 
@@ -63,8 +63,12 @@ def _label(name, comparison):
     return f'{name} (on {few} samples a step)' if few else name
 
 
-def _names(table):
-    return [f'{n}\n(emulated)' if s == 'emulated' else n for n, s in table['support'].items()]
+def _names(comparison, table):
+    "Labels of the rows, with what makes them slow."
+    def label(name):
+        few = comparison.samples.get(name)
+        return f'{name}\n(emulated{f", {few} samples" if few else ""})' if table['support'][name] == 'emulated' else name
+    return [label(n) for n in table.index]
 
 
 def _draw_speeds(ax, comparison):
@@ -80,15 +84,15 @@ def _draw_speeds(ax, comparison):
         if low + high > 0: ax.errorbar(row['speed-up'], i, xerr=[[low], [high]], color='black', capsize=3, lw=1)
         ax.text(row['speed-up q3'] + .04 * widest, i, f"{row['speed-up']:.2f}x", va='center', backgroundcolor='white')
     ax.axvline(1, color='black', lw=.8, ls=':', zorder=0)
-    ax.set_yticks(at, _names(table))
+    ax.set_yticks(at, _names(comparison, table))
     ax.set(title=f'Speed; recommended: {comparison.recommended}', xlabel='samples per second, fp32 = 1')
     ax.set_xlim(0, widest * 1.4)
 
 
-def _draw_times(ax, table):
+def _draw_times(ax, comparison):
     "Milliseconds of a step, stacked; a part of 8 % or more carries its share."
     ax.set(title='Where the time of a step goes', xlabel='milliseconds per step')
-    table = table[table['forward'].notna()].iloc[::-1]
+    table = comparison.table[comparison.table['forward'].notna()].iloc[::-1]
     if not len(table):
         ax.text(.5, .5, 'not measured on this device,\nor in so few steps', ha='center', va='center', color='#555',
                 transform=ax.transAxes)
@@ -102,7 +106,7 @@ def _draw_times(ax, table):
         for i, (v, l, t) in enumerate(zip(values, left, total)):
             if v > .08 * total.max(): ax.text(l + v / 2, i, f'{v / t:.0%}', ha='center', va='center', fontsize=8)
         left = left + values
-    ax.set_yticks(range(len(table)), _names(table))
+    ax.set_yticks(range(len(table)), _names(comparison, table))
     ax.set_xlim(0, total.max() * 1.02)
-    ax.legend(frameon=False, fontsize=8, ncols=5, loc='upper center', bbox_to_anchor=(.5, -.16), handlelength=1,
+    ax.legend(frameon=False, fontsize=8, ncols=5, loc='upper right', bbox_to_anchor=(1., -.16), handlelength=1,
               columnspacing=.8, handletextpad=.3)
