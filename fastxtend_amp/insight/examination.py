@@ -14,7 +14,7 @@ from ..convert import map_tensors
 from ..fp32_modules import ROOT, kept_in_fp32, qualified_names
 from ..mode import AMPMode, mode_support
 from .progress import Progress, TimeIsUp
-from .restore import ModuleState, modules_in
+from .restore import effects_undone, modules_in
 from .run import Outcome, Task
 from .samples import first_samples, n_samples
 from .tracer import LOSS, Seen, Tracer
@@ -43,7 +43,6 @@ class Examination:
         self.samples: dict[AMPMode, int] = {}                    # that an emulated mode looks at
         self._few: dict[int, tuple[list, Tracer]] = {}           # by the number of samples
         self._latest: Tracer | None = None
-        self._state: ModuleState | None = None
 
     def examine(self, modes: list[AMPMode]) -> dict[AMPMode, Verdict]:
         "The verdict on each mode, as far as the time allows."
@@ -106,12 +105,9 @@ class Examination:
 
     def _undone(self, run: Callable, xb: tuple, yb: tuple, *args: Any) -> Any:
         "Run on copies of a batch, which a model may change in place; model and random generators are put back."
-        if self._state is None: self._state = ModuleState([self.task.model, *modules_in(self.task.loss_func)])
+        modules = [self.task.model, *modules_in(self.task.loss_func)]
         xb, yb = map_tensors(torch.clone, (xb, yb))
-        with random_state_kept(self.device, everything=True):
-            try: return run(xb, yb, *args)
-            finally:
-                with torch.no_grad(): self._state.restore()
+        with random_state_kept(self.device, everything=True), effects_undone(modules): return run(xb, yb, *args)
 
     def _for(self, mode) -> tuple[list, Tracer]:
         "The batches for a mode, and the fp32 pass over them: all samples, or few where the mode is emulated."

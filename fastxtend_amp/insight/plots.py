@@ -81,7 +81,7 @@ def _draw_sizes(ax, report, places, trouble):
 
 
 def _draw_errors(ax, report, places):
-    top = 1.
+    top, room = 1., 2
     for i, (mode, verdict) in enumerate(report.verdicts.items()):
         rows, color = report.table[report.table['mode'] == mode], PRECISION_COLORS[mode]
         if not len(rows): continue
@@ -93,6 +93,7 @@ def _draw_errors(ax, report, places):
         at, line = list(x[drawn]), list(np.clip(total[drawn], SMALL, None))
         if len(lost):                                            # on to the mark
             at, line = [*at, x[lost[0]]], [*line, line[-1] if line else SMALL]
+            room = 30                                            # for words above the lines
             _mark_end(ax, at[-1], line[-1], f'{mode}: not finite from here', color, i, len(places))
         kept = ' (red modules in fp32)' if verdict.verdict == 'cannot run' else ''
         ax.plot(at, line, '-', lw=1.6, color=color, label=f'{mode}: total error{kept}', zorder=2)
@@ -103,7 +104,7 @@ def _draw_errors(ax, report, places):
     ax.axhline(IMPRECISE, color='grey', ls='--', lw=1)
     _label_right(ax, IMPRECISE, '0.1 (10%): kept\nin fp32 above')
     ax.set_yscale('log')
-    ax.set_ylim(SMALL / 1.5, top * 30)                           # room for words above the lines
+    ax.set_ylim(SMALL / 1.5, top * room)
     ax.yaxis.set_major_formatter(lambda y, _: _percent(y))
     ax.set_ylabel('relative error')
     ax.set_title('How far from fp32?', loc='left', fontsize=11)
@@ -120,7 +121,7 @@ def _mark_end(ax, x, y, text, color, i, n):
 
 def _percent(y):
     if y >= .01: return f'{y:.0%}'
-    return f'{y:.1%}' if y > SMALL else f'{SMALL:.2%} or less'
+    return f'{y:.1%}' if y > SMALL else f'≤ {SMALL:.2%}'
 
 
 def _label_right(ax, y, text):

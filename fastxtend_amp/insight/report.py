@@ -256,8 +256,8 @@ def _refuse_half(model: nn.Module):
     if not half: return
     kind = 'fp16' if half[0][1].dtype is torch.float16 else 'bf16'
     raise ValueError(f"precision_report needs fp32 parameters, as mixed precision does, but {len(half)} to be trained "
-                     f"are {kind}, such as '{half[0][0]}'. Call `learn.model.float()` first: autocast itself casts what "
-                     "can run in low precision.")
+                     f"are {kind}, such as '{half[0][0]}'. Call `learn.model.float()` first: autocast itself casts "
+                     "what can run in low precision.")
 
 
 def _announce(model):

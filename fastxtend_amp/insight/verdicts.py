@@ -1,7 +1,7 @@
 "What one mode does to a model: the search for the modules to keep in fp32, and the verdict."
 from __future__ import annotations
 
-import math
+import math, textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -41,7 +41,9 @@ class Verdict:
 
     def __str__(self):
         first = f'{self.mode}: {self.verdict}. Next: `{self.call}`'
-        return f'{first}\n    {_sentence(self.reason)}' if self.reason else first
+        if not self.reason: return first
+        return first + '\n' + textwrap.fill(_sentence(self.reason), 116, initial_indent='    ', subsequent_indent='    ',
+                                            break_long_words=False, break_on_hyphens=False)
 
 
 def _sentence(text):

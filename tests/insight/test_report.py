@@ -197,6 +197,8 @@ def test_several_batches_count_together():
     one, three = (learner().precision_report('bf16', n_batches=n).table.set_index('module') for n in (1, 3))
     assert (one['calls'] == 1).all() and (three['calls'] == 3).all() and (three['largest'] >= one['largest']).all()
     assert three['total error'].max() < .1
+    report = learner(Attentive()).precision_report('fp16', n_batches=3)                      # what is kept is kept for each batch
+    assert report.verdicts['fp16'].verdict == 'keep modules in fp32' and report.fp32_modules == ['attn']
 
 
 # -- all kinds of models
@@ -238,6 +240,24 @@ def test_compiled_and_wrapped_models_have_clean_names():
 def test_transposed_recurrent_and_tied_models():
     table = rows(language_model().precision_report('bf16'), 'bf16')
     assert table.loc['0.rnns.0.module', 'type'] == 'LSTM' and '1.decoder' in table.index and table['total error'].max() < .1
+
+
+def test_batches_without_targets():
+    class Pairs(nn.Module):
+        def __init__(self): super().__init__(); self.lin = nn.Linear(7, 1)
+        def forward(self, x, y): return self.lin(torch.cat((x, y), 1))
+    dls = loaders()
+    dls.n_inp = 2
+    report = learner(Pairs(), dls).precision_report()
+    assert {v.verdict for v in report.verdicts.values()} == {'safe'} and report.table['grad'].isna().all()
+
+
+def test_a_learner_with_half_precision_weights():
+    learn = learner().to_half_weights('bf16')
+    before = params(learn)
+    assert learn.precision_report('bf16').verdicts['bf16'].verdict == 'safe' and same(before, params(learn))
+    learn.fit(1)
+    assert learn.precision_report('bf16').verdicts['bf16'].verdict == 'safe'
 
 
 # -- the learner stays as it was

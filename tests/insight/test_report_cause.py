@@ -5,6 +5,7 @@ import pytest, torch
 from torch import nn
 
 from fastxtend_amp.insight import statistics
+from fastxtend_amp.insight.advice import kept_modules
 from fastxtend_amp.mode import Support
 from helpers import Attentive, dataset, learner, loaders, mlp
 
@@ -158,7 +159,7 @@ def test_advice_keeps_what_is_there():
     assert call.startswith('learn.to_fp16(') and "fp32_modules=['head', 'attn']" in call and 'max_skips=5' in call
     assert "fp32_modules=['head']" in learn.precision_report('bf16').verdicts['bf16'].call
     exec(call, {'learn': learn})
-    assert set(learn.precision._fp32_modules.forwards) == {'head', 'attn'} and learn.precision.max_skips == 5
+    assert kept_modules(learn.model) == ['attn', 'head'] and learn.precision.max_skips == 5
 
 
 def test_a_mode_that_does_not_work_leads_to_the_fastest_that_does(monkeypatch):
