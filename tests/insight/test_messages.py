@@ -99,7 +99,9 @@ def unsupported(monkeypatch):
     monkeypatch.setitem(fastxtend_amp.mode._RULES, 'cpu', lambda mode, device: fastxtend_amp.mode.Support('unsupported', 'it is too old'))
     net().to_bf16().fit(1)
 def no_autocast(monkeypatch):
-    monkeypatch.setattr(fastxtend_amp.callback, 'autocast_available', lambda kind: False)
+    for name, module in list(sys.modules.items()):
+        if name.startswith('fastxtend_amp.') and hasattr(module, 'autocast_available'):
+            monkeypatch.setattr(module, 'autocast_available', lambda kind: False)
     net().to_bf16().fit(1)
 def sharded(monkeypatch):
     monkeypatch.setattr(fastxtend_amp.insight.report, 'is_sharded', lambda model: True)
@@ -200,18 +202,24 @@ def xla_learner():
     return learn
 
 
-def met(case, kind, capsys, **fixtures):
-    "What a user reads, and where in the package it comes from."
-    wanted = {n: fixtures[n] for n in ('tmp_path', 'monkeypatch') if n in case.__code__.co_varnames[:case.__code__.co_argcount]}
+def met(case, kind, capsys, monkeypatch, **fixtures):
+    "What a user reads, and where in the package it comes from; a warning points at the user's own line."
+    wanted = {n: o for n, o in (('monkeypatch', monkeypatch), *fixtures.items()) if n in case.__code__.co_varnames[:case.__code__.co_argcount]}
     if case is scale_for_nobody: wanted = {'tmp': fixtures['tmp_path']}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter('always')
+    said, warn = [], warnings.warn
+    def noted(message, category=UserWarning, *args, **kwargs):
+        frame = sys._getframe(1)
+        if PACKAGE in Path(frame.f_code.co_filename).parents and issubclass(category or UserWarning, kind):
+            said.append((str(message), (Path(frame.f_code.co_filename).name, frame.f_lineno)))
+        warn(message, category, *args, **kwargs)
+    monkeypatch.setattr(warnings, 'warn', noted)
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
         try: case(**wanted)
         except kind as e:
             frames = [f for f in traceback.extract_tb(e.__traceback__) if PACKAGE in Path(f.filename).parents]
             return str(e) if kind is not SystemExit else capsys.readouterr().err, (Path(frames[-1].filename).name, frames[-1].lineno)
-    found = [w for w in caught if PACKAGE in Path(w.filename).parents and issubclass(w.category, kind)]
-    return '\n'.join(str(w.message) for w in found), *((Path(w.filename).name, w.lineno) for w in found)
+    return '\n'.join(text for text, _ in said), *(place for _, place in said)
 
 
 SEEN = {}  # case: the places it came from
