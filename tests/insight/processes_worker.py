@@ -9,7 +9,8 @@ from torch import nn
 
 from helpers import *
 
-BAD = 2                                                          # the batch in which rank 1 alone sees something not finite
+# the batch in which rank 1 alone sees something not finite
+BAD = 2
 
 
 def net():
@@ -30,7 +31,8 @@ def spoil(learn):
 
 def build(model=None, loss_func=gathering_loss, cbs=(), **args):
     n = dist.get_world_size() * 24
-    learn = learner(model or net(), loaders(train=dataset(n), valid=dataset(n)), loss_func, cbs=[At('before_batch', spoil, 20), *cbs])
+    learn = learner(model or net(), loaders(train=dataset(n), valid=dataset(n)), loss_func,
+                    cbs=[At('before_batch', spoil, 20), *cbs])
     learn.seen = []
     learn.add_cb(At('before_batch', lambda l: l.seen.append(l.train_iter) if l.training else None, 30))
     return learn.to_fp16(init_scale=256., **args)
@@ -95,7 +97,8 @@ def all_take_rank_0s_choice():
     return decision.mode, getattr(learn.precision.amp_mode, 'value', None)
 
 
-SCENARIOS = (ddp_warns, ddp_raises, fsdp_warns, fsdp_raises, one_rank_compares, all_compare_wrapped, all_take_rank_0s_choice)
+SCENARIOS = (ddp_warns, ddp_raises, fsdp_warns, fsdp_raises, one_rank_compares, all_compare_wrapped,
+             all_take_rank_0s_choice)
 
 
 def main(path):

@@ -59,7 +59,8 @@ class Times(torch.autograd.Function):
 def test_the_module_that_overflows_is_named(opt):
     messages = told(learner(Attentive(), opt_func=OPTIMIZERS[opt]).to_fp16())
     assert len(messages) == 1
-    for words in ('the loss is nan', 'That batch, run again', "module 'attn' (Attention)", 'inside', '65,504', "fp32_modules=['attn']"):
+    for words in ('the loss is nan', 'That batch, run again', "module 'attn' (Attention)", 'inside', '65,504',
+                  "fp32_modules=['attn']"):
         assert words in messages[0], messages[0]
 
 
@@ -71,7 +72,8 @@ def test_the_same_module_as_in_the_report_and_the_remedy_silences_it():
 
 
 def test_the_loss_function_itself():
-    def loss(p, y): return ((p.half() if torch.is_autocast_enabled('cpu') else p) * 60000 * 60000).float().mul(1e-9).sub(y).square().mean()
+    def loss(p, y):
+        return ((p.half() if torch.is_autocast_enabled('cpu') else p) * 60000 * 60000).float().mul(1e-9).sub(y).square().mean()
     message = told(learner(loss_func=loss).to_fp16())[0]
     assert 'in the loss function' in message and 'fp32_modules' not in message
 
@@ -136,7 +138,8 @@ def test_the_sizes_of_the_start_cost_no_synchronization_and_no_operator_in_a_ste
     learn.add_cb(At('after_batch', lambda l: seen.append(watch_of(l).fit.sizes)))
     learn.fit(2)
     sizes = seen[0]
-    assert isinstance(sizes.weights, float) and isinstance(sizes.loss, float) and all(s is sizes for s in seen[:6]) and seen[8] is sizes
+    assert isinstance(sizes.weights, float) and isinstance(sizes.loss, float) and all(s is sizes for s in seen[:6])
+    assert seen[8] is sizes
     assert sizes.weights == pytest.approx(torch.cat([p.flatten() for p in learner().model.parameters()]).norm().item())
 
 
@@ -144,7 +147,8 @@ def test_the_sizes_of_the_start_cost_no_synchronization_and_no_operator_in_a_ste
 
 @pytest.mark.parametrize('kept', ['emb', ['emb'], nn.Linear], ids=str)
 def test_advice_keeps_what_is_there(kept):
-    learn = learner(Attentive()).to_fp16(fp32_modules='emb' if kept is nn.Linear else kept, max_skips=7, init_scale=1024.)
+    learn = learner(Attentive()).to_fp16(fp32_modules='emb' if kept is nn.Linear else kept, max_skips=7,
+                                         init_scale=1024.)
     message = told(learn)[0]
     assert "fp32_modules=['emb', 'attn']" in message and 'max_skips=7' in message, message
 
@@ -264,7 +268,8 @@ def test_training_goes_on_as_if_nobody_had_looked(opt, acc):
 def test_the_rerun_uses_the_same_random_draws():
     "The overflow depends on what dropout kept."
     class Picky(nn.Module):
-        def forward(self, x): return x * (1e30 if torch.is_autocast_enabled('cpu') and bool((x[0, :4] != 0).all()) else 1)
+        def forward(self, x):
+            return x * (1e30 if torch.is_autocast_enabled('cpu') and bool((x[0, :4] != 0).all()) else 1)
     torch.manual_seed(0)
     learn = learner(nn.Sequential(nn.Linear(6, 8), nn.Dropout(.5), Picky(), nn.Linear(8, 1))).to_fp16()
     torch.manual_seed(5)
@@ -296,11 +301,13 @@ def test_on_a_device_skips_in_a_row_are_seen_when_the_epoch_ends(monkeypatch):
     class Module(nn.Module):
         factor = 1.
         def forward(self, x): return Steep.apply(x, self.factor)
-    learn = learner(nn.Sequential(nn.Linear(6, 8), Module(), nn.Linear(8, 1)), opt_func=OPTIMIZERS['fused adamw']).to_fp16(init_scale=16., max_skips=4)
+    learn = learner(nn.Sequential(nn.Linear(6, 8), Module(), nn.Linear(8, 1)),
+                    opt_func=OPTIMIZERS['fused adamw']).to_fp16(init_scale=16., max_skips=4)
     stepped_already(learn)
     monkeypatch.setattr(watch, 'host_value', lambda t: None)
     messages = told(learn)
-    assert len(messages) == 1 and 'the last 4 steps were skipped' in messages[0] and 'not the one it began with' in messages[0]
+    assert len(messages) == 1 and 'the last 4 steps were skipped' in messages[0]
+    assert 'not the one it began with' in messages[0]
     assert "module '1' (Module)" in messages[0]
 
 

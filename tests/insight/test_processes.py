@@ -14,10 +14,13 @@ def launch(n, path, seconds=200):
     with socket.socket() as s:
         s.bind(('127.0.0.1', 0))
         port = s.getsockname()[1]
-    env = {**os.environ, 'WORLD_SIZE': str(n), 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(port), 'ACCELERATE_USE_CPU': '1', 'OMP_NUM_THREADS': '1',
-           'PYTHONPATH': os.pathsep.join([str(HERE.parent.parent), str(HERE.parent), str(HERE), os.environ.get('PYTHONPATH', '')])}
+    env = {**os.environ, 'WORLD_SIZE': str(n), 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(port),
+           'ACCELERATE_USE_CPU': '1', 'OMP_NUM_THREADS': '1',
+           'PYTHONPATH': os.pathsep.join([str(HERE.parent.parent), str(HERE.parent), str(HERE),
+                                          os.environ.get('PYTHONPATH', '')])}
     logs = [open(path/f'{r}.log', 'w+') for r in range(n)]
-    processes = [subprocess.Popen([sys.executable, str(HERE/'processes_worker.py'), str(path)], env={**env, 'RANK': str(r), 'LOCAL_RANK': str(r)},
+    processes = [subprocess.Popen([sys.executable, str(HERE/'processes_worker.py'), str(path)],
+                                  env={**env, 'RANK': str(r), 'LOCAL_RANK': str(r)},
                                   stdout=log, stderr=subprocess.STDOUT) for r, log in enumerate(logs)]
     end = time.monotonic() + seconds
     try:
@@ -32,7 +35,8 @@ def launch(n, path, seconds=200):
 
 @pytest.fixture(scope='module', params=[2, 4])
 def ranks(request, tmp_path_factory):
-    if importlib.util.find_spec('torch_xla'): pytest.skip('Accelerate takes the XLA device where torch_xla is installed')
+    if importlib.util.find_spec('torch_xla'):
+        pytest.skip('Accelerate takes the XLA device where torch_xla is installed')
     return launch(request.param, tmp_path_factory.mktemp(f'processes{request.param}'))
 
 
@@ -58,8 +62,10 @@ def test_raise_reaches_every_rank_at_the_same_batch(ranks, kind):
 
 def test_the_comparison_waits_for_nobody(ranks):
     n = len(ranks)
-    assert [r['one_rank_compares'] for r in ranks] == [{'fp32': 4, 'bf16': 4} if rank == 1 else None for rank in range(n)]
-    for rank, r in enumerate(ranks): assert r['all_compare_wrapped'] == ({'fp32': 4 + rank, 'bf16': 4 + rank}, 'DistributedDataParallel')
+    assert [r['one_rank_compares'] for r in ranks] == [{'fp32': 4,
+                                                        'bf16': 4} if rank == 1 else None for rank in range(n)]
+    for rank, r in enumerate(ranks):
+        assert r['all_compare_wrapped'] == ({'fp32': 4 + rank, 'bf16': 4 + rank}, 'DistributedDataParallel')
 
 
 def test_all_take_the_choice_of_rank_0(ranks):
