@@ -125,7 +125,7 @@ def _order_of(value) -> list[Callable[[], Any]]:
     "What puts the order of the samples back, where `value`, an attribute of a dataloader, decides it."
     if isinstance(value, random.Random): return [partial(value.setstate, value.getstate())]
     if isinstance(value, torch.Generator): return [partial(value.set_state, value.get_state())]
-    order = vars(value).get('idxs') if hasattr(value, '__dict__') else None          # fastai's ReindexCollection
+    order: Any = vars(value).get('idxs') if hasattr(value, '__dict__') else None     # fastai's ReindexCollection
     return [partial(_refill, order, list(order))] if hasattr(order, '__setitem__') else []
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from fastai.learner import Learner
@@ -89,7 +90,7 @@ def _agreed(choice: PrecisionChoice, learn: Learner) -> PrecisionChoice:
     "Rank 0's choice, in every process."
     if not several_processes(): return choice
     device = model_device(learn.model, 'cpu')
-    told = [(choice.mode and choice.mode.value, choice.half_weights, choice.fp32_modules)]
+    told: list[Any] = [(choice.mode and choice.mode.value, choice.half_weights, choice.fp32_modules)]
     torch.distributed.broadcast_object_list(told, src=0, device=None if device.type == 'cpu' else device)
     mode, half_weights, fp32_modules = told[0]
-    return PrecisionChoice(mode and AMPMode(mode), half_weights, fp32_modules)
+    return PrecisionChoice(AMPMode(mode) if mode else None, half_weights, fp32_modules)

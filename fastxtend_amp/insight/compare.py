@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import math, random, re, time, warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Integral
 from typing import Any

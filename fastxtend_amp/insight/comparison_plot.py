@@ -66,8 +66,9 @@ def _label(name, comparison):
 def _names(comparison, table):
     "Labels of the rows, with what makes them slow."
     def label(name):
+        if table['support'][name] != 'emulated': return name
         few = comparison.samples.get(name)
-        return f'{name}\n(emulated{f", {few} samples" if few else ""})' if table['support'][name] == 'emulated' else name
+        return f'{name}\n(emulated, {few} samples)' if few else f'{name}\n(emulated)'
     return [label(n) for n in table.index]
 
 

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,11 +89,12 @@ class _Rerun:
     "The batch at hand, forward and backward, in fp32 and in low precision."
     def __init__(self, cb, model, alarm): self.learn, self.model, self.alarm = cb.learn, model, alarm
 
-    def _pass(self, *args, keep: Sequence[str] = ()) -> Tracer:
+    def _pass(self, *args: Any, keep: Sequence[str] = ()) -> Tracer:
         learn, state = self.learn, self.alarm.random_state
         with run_undone(self.model, learn.loss_func), kept_in_fp32(self.model, list(keep)):
             if state is not None: set_random_state(state)
-            tracer = Tracer(self.model, learn.loss_func, *args, after_pred=after_pred(learn))
+            mode, reference, scale = args or (None, None, 1.)
+            tracer = Tracer(self.model, learn.loss_func, mode, reference, scale, after_pred(learn))
             tracer.run(learn.xb, learn.yb)
         return tracer
 
@@ -154,7 +155,7 @@ class _Rerun:
         while len(keep) <= _TRIES:
             tracer = self._low(keep)
             # A gradient may be too large for the loss scale alone, which then falls: no reason to keep a module.
-            if not (tracer.non_finite_loss or where == 'backward' and tracer.non_finite_grads): return True, keep
+            if not (tracer.non_finite_loss or (where == 'backward' and tracer.non_finite_grads)): return True, keep
             found = tracer.trouble or tracer.trouble_backward
             more = next((n for n in found if n not in keep and n != LOSS), None)
             if more is None: break
@@ -198,7 +199,7 @@ def _some(names, n, what):
     return f'{len(names)} of {n} {what}' + (f' ({some})' if names else '')
 
 
-def _not_finite(named: dict[str, torch.Tensor | None]) -> list[str]:
+def _not_finite(named: Mapping[str, torch.Tensor | None]) -> list[str]:
     "The names of the tensors that hold NaN or inf, in this process."
     local = {n: t.to_local() if hasattr(t, 'to_local') else t for n, t in named.items() if t is not None}
     return [n for n, t in local.items() if not bool(t.detach().isfinite().all())]

@@ -63,8 +63,8 @@ def _short(x: float) -> str: return f'{x:,.0f}' if 100 <= abs(x) < 1e7 else f'{x
 def _norm(model: nn.Module) -> float | torch.Tensor:
     "The norm of this process's trainable weights, on their device; of NaN or inf where a weight is."
     weights = [_local(p) for p in model.parameters() if p.requires_grad]
-    norms = [host_norm(w) for w in weights]
-    if None not in norms: return math.hypot(*norms)
+    in_place = [n for n in map(host_norm, weights) if n is not None]
+    if len(in_place) == len(weights): return math.hypot(*in_place)
     norms = [torch.linalg.vector_norm(w.detach(), dtype=torch.float32) for w in weights]
     return torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
 

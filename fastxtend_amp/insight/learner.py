@@ -4,7 +4,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from fastai.callback.core import Callback
 from fastai.learner import Learner
 from fastcore.basics import patch

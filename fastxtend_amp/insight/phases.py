@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import math, time
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ class StepClock:
         if not warm: return
         self.seconds += seconds
         self.n += n
-        for (name, start), (_, end) in zip(marks, marks[1:]):
+        for (name, start), (_, end) in pairwise(marks):
             if name: self.sums[name] += end - start if self.event is None else start.elapsed_time(end) / 1000
 
     def per_step(self) -> dict[str, float]: # seconds of each phase and of the rest; nan where nothing was measured

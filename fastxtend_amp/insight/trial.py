@@ -35,7 +35,7 @@ def trial_learner(
     trial.__dict__.update({k: v for k, v in vars(learn).items() if not _overrides_method(learn, k)})
     trial.model = _copied(_without_ddp(learn.model), memo)
     for m in trial.model.modules():                              # a copy that waits for no other process
-        if isinstance(m, nn.SyncBatchNorm): m.forward = MethodType(nn.BatchNorm1d.forward, m)
+        if isinstance(m, nn.SyncBatchNorm): m.__dict__['forward'] = MethodType(nn.BatchNorm1d.forward, m)
     trial.loss_func = _copied(learn.loss_func, memo)
     trial.opt = None if learn.opt is None else _copied_optimizer(learn.opt, memo)
     trial.cbs, trial.logger, trial.lock = L(), noop, threading.Lock()

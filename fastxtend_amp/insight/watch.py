@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import math, warnings
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -56,7 +56,7 @@ class OverflowWatch(PrecisionObserver):
         self.on, self.fit = False, _Fit(True, False)
 
     def fit_started(self) -> None:
-        cb = self.cb
+        cb = cast(Any, self.cb)                                  # whose fit is under way: it has a device
         self.on = cb.fit_mode is not None and cb.on_overflow != 'ignore' and not cb.finds_lr
         self.fit = _Fit(cb.fit_device.type == 'cpu', self.on and cb.on_overflow == 'raise' and several_processes())
 
@@ -117,7 +117,7 @@ class OverflowWatch(PrecisionObserver):
 
     def _alarm(self, what: str, same: bool = True) -> None:
         "Say what happened, where it began and what to try: once a fit."
-        cb, fit, self.on = self.cb, self.fit, False
+        cb, fit, self.on = cast(Any, self.cb), self.fit, False
         step = getattr(cb.learn, 'train_iter', 0) + 1
         alarm = Alarm(what, cb.fit_mode, cb.scaling.scaler.get_scale(), step, fit.random_state if same else None,
                       fit.sizes.growth(cb.learn.model, fit.last_loss) if fit.sizes else None)
@@ -138,10 +138,10 @@ class OverflowWatch(PrecisionObserver):
         dist.all_reduce(found, dist.ReduceOp.MAX)
         if not (worst := int(found)): return
         fit.agrees = False
-        if fit.pending is None and worst == rank + 1: self._alarm(f'the loss is {float(loss.detach().mean())}')
-        raise FloatingPointError(fit.pending or f'{self.cb.fit_mode.value} training goes wrong on rank {worst - 1}.\n'
-                                 'Every rank stops at this batch; what happened is in the message of rank '
-                                 f'{worst - 1}.\n'
+        if fit.pending is None and worst == rank + 1: self._alarm('the loss is not finite')
+        mode, other = cast(Any, self.cb).fit_mode.value, worst - 1
+        raise FloatingPointError(fit.pending or f'{mode} training goes wrong on rank {other}.\n'
+                                 f'Every rank stops at this batch; what happened is in the message of rank {other}.\n'
                                  'This rank found nothing by itself.')
 
 

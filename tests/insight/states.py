@@ -65,7 +65,8 @@ def bits(learn, optimizer=True):
     "Everything the test can name, as plain comparable values with the identity and memory of each tensor."
     def tensor(t):
         if t is None: return None
-        values = bytes(t.detach().contiguous().view(torch.uint8).numpy()) if t.numel() and t.dim() else t.detach().tolist()
+        has_bytes = t.numel() and t.dim()
+        values = bytes(t.detach().contiguous().view(torch.uint8).numpy()) if has_bytes else t.detach().tolist()
         return id(t), t.data_ptr(), t.dtype, tuple(t.shape), t.requires_grad, values
     def plain(o, depth=0):
         if isinstance(o, torch.Tensor): return tensor(o)

@@ -18,7 +18,8 @@ from torch import nn
 
 from fastxtend_amp import PrecisionComparison
 from fastxtend_amp.insight.recommend import recommend
-from helpers import Attentive, OPTIMIZERS, At, Data, handwritten, learner, loaders, mlp, opt_state, params, same, same_state
+from helpers import (OPTIMIZERS, At, Attentive, Data, handwritten, learner, loaders, mlp, opt_state, params, same,
+                     same_state)
 from states import bits, language_model, rich, shuffled
 
 
@@ -295,7 +296,9 @@ def test_plot():
     r = seeded().compare_precision(n_steps=6, n_seeds=2)
     curves, bars, times = r.plot()
     assert [l.get_label() for l in curves.get_lines()] == ['fp32', 'bf16', 'fp16'] and len(bars.patches) == 3
-    assert [t.get_text() for t in bars.get_yticklabels()] == ['fp16\n(emulated)' if r.table['support']['fp16'] == 'emulated' else 'fp16', 'bf16', 'fp32']
+    emulated = r.table['support']['fp16'] == 'emulated'
+    labels = ['fp16\n(emulated)' if emulated else 'fp16', 'bf16', 'fp32']
+    assert [t.get_text() for t in bars.get_yticklabels()] == labels
     axs = plt.subplots(1, 3)[1]
     assert r.plot(axs) is axs
     plt.close('all')
@@ -613,7 +616,8 @@ def test_labels_of_the_plot_lie_inside_its_axes():
         inside = ax.get_window_extent()
         for text in ax.texts:
             box = text.get_window_extent()
-            assert inside.x0 <= box.x0 and box.x1 <= inside.x1 and inside.y0 <= box.y0 and box.y1 <= inside.y1, text.get_text()
+            assert inside.x0 <= box.x0 and box.x1 <= inside.x1, text.get_text()
+            assert inside.y0 <= box.y0 and box.y1 <= inside.y1, text.get_text()
         legend = ax.get_legend()
         if legend is not None:
             assert legend.get_window_extent().x1 <= figure.bbox.x1 and legend.get_window_extent().y0 >= 0

@@ -73,7 +73,8 @@ def test_the_same_module_as_in_the_report_and_the_remedy_silences_it():
 
 def test_the_loss_function_itself():
     def loss(p, y):
-        return ((p.half() if torch.is_autocast_enabled('cpu') else p) * 60000 * 60000).float().mul(1e-9).sub(y).square().mean()
+        p = (p.half() if torch.is_autocast_enabled('cpu') else p) * 60000 * 60000
+        return p.float().mul(1e-9).sub(y).square().mean()
     message = told(learner(loss_func=loss).to_fp16())[0]
     assert 'in the loss function' in message and 'fp32_modules' not in message
 
@@ -124,7 +125,8 @@ def test_a_learning_rate_far_too_high_is_named_first(opt, lr, mode):
     assert len(messages) == 1 or mode == 'bf16' and opt == 'adam'    # which keeps the loss finite, as in fp32
     for message in messages:
         assert 'the run diverges' in message and 'the loss went from 0.92' in message, message
-        assert f'Lower the learning rate first, {lr:g} at this step' in message and 'fp32_modules' not in message, message
+        assert f'Lower the learning rate first, {lr:g} at this step' in message, message
+        assert 'fp32_modules' not in message, message
 
 
 def test_the_module_is_named_where_nothing_has_grown():
@@ -247,7 +249,7 @@ def test_bad_arguments(kwargs, words):
 @pytest.mark.parametrize('acc', [None, 8])
 @pytest.mark.parametrize('opt', ['adam', 'fused adamw', 'torch sgd'])
 def test_training_goes_on_as_if_nobody_had_looked(opt, acc):
-    "A model with dropout and batch norm whose third call overflows: with and without the diagnosis, bit for bit the same."
+    "A model with dropout and batch norm whose third call overflows: with and without the diagnosis the same bits."
     def train(on_overflow):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(.3), OnceInf(3), nn.Linear(8, 1))
@@ -282,7 +284,8 @@ def test_on_a_device_the_recorders_loss_tells(monkeypatch):
     learn = learner(Attentive(), opt_func=OPTIMIZERS['fused adamw']).to_fp16(init_scale=16.)
     learn.add_cb(At('before_fit', lambda l: setattr(watch_of(learn).fit, 'in_place', False), 20))
     real = watch.host_value
-    monkeypatch.setattr(watch, 'host_value', lambda t: real(t) if any(t is l for l in learn.recorder.losses[-1:]) else None)
+    def of_recorder(t): return real(t) if any(t is l for l in learn.recorder.losses[-1:]) else None
+    monkeypatch.setattr(watch, 'host_value', of_recorder)
     messages = told(learn)
     assert len(messages) == 1 and 'the loss is nan' in messages[0] and "module 'attn'" in messages[0]
 
@@ -338,5 +341,6 @@ def test_host_values_are_read_without_an_operator():
 def test_no_hooks_while_training_goes_well():
     seen = []
     learn = learner().to_fp16()
-    learn.add_cb(At('after_batch', lambda l: seen.append(sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in l.model.modules()))))
+    def hooks(l): seen.append(sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in l.model.modules()))
+    learn.add_cb(At('after_batch', hooks))
     assert told(learn, 2) == [] and set(seen) == {0}

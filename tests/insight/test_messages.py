@@ -113,7 +113,8 @@ def ddp_without_masters(tmp_path):
     finally: torch.distributed.destroy_process_group()
 
 
-# what happens: kind of error or warning, what it must name (the argument, its value, the thing), why, and what is allowed or to be done
+# what happens: kind of error or warning, what it must name (the argument, its value, the thing), why, and what is
+# allowed or to be done
 VE, TE, RE = ValueError, TypeError, RuntimeError
 CASES = {
     'unknown mode': (lambda: MixedPrecision('fp61'), VE, "amp_mode='fp61'", 'is not a precision', "Allowed: 'fp16'"),

@@ -24,7 +24,9 @@ def launch(n, path, seconds=200):
                                   stdout=log, stderr=subprocess.STDOUT) for r, log in enumerate(logs)]
     end = time.monotonic() + seconds
     try:
-        while any(p.poll() is None for p in processes) and not any(p.poll() for p in processes) and time.monotonic() < end: time.sleep(.1)
+        while any(p.poll() is None for p in processes) and not any(p.poll() for p in processes):
+            if time.monotonic() > end: break
+            time.sleep(.1)
     finally:
         for p in processes: p.kill()
         for p in processes: p.wait()
