@@ -145,7 +145,7 @@ class MixedPrecision(Lifecycle, fp16.MixedPrecision):
     ) -> str:
         "The call on the learner that sets this precision, with the arguments that are not defaults, and `changes`."
         kept = {'fp32_modules': self.fp32_module_names} if self.fp32_module_names else {}
-        arguments = {**self._arguments, **kept, **changes}
+        arguments = {**self._arguments, 'amp_mode': self.amp_mode, **kept, **changes}
         mode, defaults = arguments.pop('amp_mode'), signature_defaults(MixedPrecision)
         if isinstance(mode, str) and mode.lower() == 'auto': return call_text('to_amp', arguments, defaults)
         mode = AMPMode(mode)

@@ -245,3 +245,27 @@ def test_no_reentrant_checkpoints():
 def test_no_reentrant_checkpoints_without_the_function_behind_them(monkeypatch):
     monkeypatch.delattr(checkpointing, 'CheckpointFunction')
     with compat.no_reentrant_checkpoints(): pass
+
+
+# -- insight: comparison and diagnosis
+
+def test_is_compiled_in_place():
+    class Old(nn.Module):
+        _compiled_call_impl = property(lambda self: (_ for _ in ()).throw(AttributeError))
+    model = nn.Sequential(nn.Linear(2, 2))
+    assert not compat.is_compiled_in_place(model)
+    model.compile(backend='eager')
+    assert compat.is_compiled_in_place(model) and not compat.is_compiled_in_place(model[0])
+    assert not compat.is_compiled_in_place(Old())
+
+
+@pytest.mark.parametrize('name_is_there', [True, False])
+def test_host_value_and_host_norm(monkeypatch, name_is_there):
+    if not name_is_there: monkeypatch.delattr(torch._C, 'DisableTorchFunctionSubclass')
+    weights = nn.Parameter(torch.full((2, 2), 3.))
+    assert compat.host_value(torch.tensor(3.)) == 3.
+    assert compat.host_norm(weights) == 6. and compat.host_norm(torch.zeros(0)) == 0.
+    for other in (torch.ones(2), torch.tensor(1.).double(), torch.tensor(1), torch.tensor(1., device='meta')):
+        assert compat.host_value(other) is None
+    for other in (torch.ones(2, 3).t(), torch.ones(2).half(), torch.ones(2, device='meta'), torch.ones(2).to_sparse()):
+        assert compat.host_norm(other) is None

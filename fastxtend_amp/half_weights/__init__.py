@@ -2,6 +2,6 @@
 from .callback import HalfWeights
 from .memory import bytes_per_parameter
 from .optimizers import kahan
-from . import learner as _learner  # noqa: F401  patches Learner
+from . import learner as _learner
 
 __all__ = ['HalfWeights', 'bytes_per_parameter', 'kahan']

@@ -1,6 +1,6 @@
 "Report, comparison and diagnosis: which precision a model survives, where training goes wrong, and what pays off."
-from .compare import PrecisionComparison
+from .comparison import PrecisionComparison
 from .report import PrecisionReport
-from . import diagnosis as _diagnosis, learner as _learner
+from . import learner as _learner, watch as _watch
 
 __all__ = ['PrecisionComparison', 'PrecisionReport']

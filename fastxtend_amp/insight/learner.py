@@ -4,13 +4,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from fastai.callback.core import Callback
 from fastai.learner import Learner
 from fastcore.basics import patch
 
 from ..mode import AMPMode
-from .compare import PrecisionComparison, compare
+from .compare import compare
+from .comparison import PrecisionComparison
 from .report import PrecisionReport, report
 
 __all__: list[str] = []
@@ -18,25 +18,31 @@ __all__: list[str] = []
 
 @patch
 def compare_precision(self: Learner,
-    modes: Sequence[str | AMPMode | torch.dtype] = ('fp32', 'bf16', 'fp16'), # The precisions; fp32, the measure, is always among them
+    modes: Any = ('fp32', 'bf16', 'fp16'), # The precisions, 'half weights' too; fp32, the measure, is always among them
     n_steps: int = 50, # Training batches for each mode
     *,
     lr: float | slice | None = None, # Learning rate; the learner's own if None
     n_seeds: int = 3, # How often fp32 is repeated with another order of the batches and other random draws
-    max_seconds: float = 20., # Seconds after which an emulated mode is cut short
-    cbs: Sequence[Callback] | None = None, # The learner's callbacks that take part; those that shape the training step if None
-) -> PrecisionComparison: # `table`, `plot()`, `recommended` and `reason`; shows itself in a notebook
-    """Train `n_steps` in each precision, from the learner's present state on the same batches, and put everything back.
+    max_seconds: float = 60., # Seconds after which it ends, with what it knows by then
+    cbs: Sequence[Callback] | None = None, # Callbacks that take part; those that shape the training step if None
+) -> PrecisionComparison: # `table`, `plot()`, `recommended`, `reason` and `apply()`; shows itself in a notebook
+    """Train copies of the learner for `n_steps` in each precision, from its present state on the same batches.
 
-    The modes take turns, a few steps each, so that whatever else the machine does slows all of them; only the training
-    steps are timed, not the loading of data. A mode that the device does not run gets a row with the reason.
+    The copies have a model and an optimizer of their own, so the learner, its loggers and its recorder stay as they
+    are; they share the data, of which 512 MB at most are held. The modes take turns, a few steps each, so that whatever
+    else the machine does slows all of them; only the training steps are timed. A mode that the device does not run gets
+    a row with the reason; one that it only emulates sees a part of each batch.
 
-    What takes part: of fastai's callbacks those that shape a training step (mixup and cutmix, gradient accumulation and
-    clipping, RNN and batch-norm callbacks, channels last), of others those with an event from `before_batch` to
-    `after_step`. Loggers, the recorder, progress bars, schedulers, and what saves or stops do not; nor do metrics,
-    validation and `after_epoch`.
+    What takes part: the precision callback's arguments, of fastai's callbacks those that shape a training step (mixup
+    and cutmix, gradient accumulation and clipping, RNN and batch-norm callbacks, channels last), of others copies of
+    those with an event from `before_batch` to `after_step`. Recorder, progress bars, schedulers, and what saves or
+    stops do not; nor do metrics, validation and `after_epoch`.
 
-    Raises `ValueError` for an unknown mode, for unusable numbers, and for a learner without training batches.
+    With several processes each compares by itself, without communication: a model in DistributedDataParallel runs
+    unwrapped, SyncBatchNorm with this process's statistics. A loss function that communicates must be called by all.
+
+    Raises `ValueError` for an unknown mode, for unusable numbers, for sharded parameters (FSDP), and for a learner
+    without training batches; `RuntimeError` inside a fit.
     """
     return compare(self, modes, n_steps, lr=lr, n_seeds=n_seeds, max_seconds=max_seconds, cbs=cbs)
 

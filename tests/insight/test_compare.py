@@ -1,4 +1,4 @@
-import math
+import math, threading, time
 import random, sys
 from functools import partial
 
@@ -17,9 +17,10 @@ from fastai.text.models.core import LinearDecoder, SequentialRNN
 from torch import nn
 
 from fastxtend_amp import PrecisionComparison
-from fastxtend_amp.insight.compare import recommend
-from helpers import Attentive, OPTIMIZERS, At, Data, handwritten, learner, loaders, mlp, opt_state, params, same, same_state
-from test_snapshot import bits, rich, shuffled
+from fastxtend_amp.insight.recommend import recommend
+from helpers import (OPTIMIZERS, At, Attentive, Data, handwritten, learner, loaders, mlp, opt_state, params, same,
+                     same_state)
+from states import bits, language_model, rich, shuffled
 
 
 def seeded(*args, **kwargs):
@@ -37,8 +38,10 @@ def test_table_and_texts():
     tails = {n: np.mean(l[-2:]) for n, l in r.losses.items()}
     assert t['loss'].to_dict() == pytest.approx(tails)
     assert t['loss difference'].to_dict() == pytest.approx({n: v - tails['fp32'] for n, v in tails.items()})
-    assert t['seed spread'].iloc[0] == pytest.approx(np.std([tails['fp32'], *(np.mean(l[-2:]) for l in r.seed_losses)], ddof=1))
-    assert np.isnan(t['final scale'][['fp32', 'bf16']]).all() and t['final scale']['fp16'] == 65536 / 2 ** t['skipped']['fp16']
+    assert t['seed spread'].iloc[0] == pytest.approx(np.std([tails['fp32'], *(np.mean(l[-2:]) for l in r.seed_losses)],
+                                                            ddof=1))
+    assert np.isnan(t['final scale'][['fp32', 'bf16']]).all()
+    assert t['final scale']['fp16'] == 65536 / 2 ** t['skipped']['fp16']
     assert r.recommended in t.index and f'Recommended: {r.recommended}. {r.reason}' in repr(r)
     assert '<table' in r._repr_html_() and r.reason.split('`')[0].split('<')[0].split("'")[0] in r._repr_html_()
 
@@ -56,7 +59,17 @@ def test_each_mode_trains_as_a_loop_of_its_own_would(mode, opt):
     assert r.losses['fp32'] == seen
 
 
-@pytest.mark.parametrize('make', [rich, partial(rich, 'adam', fit=False)], ids=['after a fit', 'before any'])
+def wrapped_and_reparametrized():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(6, 8)),
+                          nn.utils.spectral_norm(nn.Linear(8, 1)))
+    learn = learner(torch.compile(model, backend='eager'), shuffled())
+    learn.fit(1)
+    return learn
+
+
+@pytest.mark.parametrize('make', [rich, partial(rich, 'adam', fit=False), language_model, wrapped_and_reparametrized],
+                         ids=['after a fit', 'before any', 'awd_lstm', 'compiled, with weight and spectral norm'])
 def test_learner_is_as_it_was(make):
     learn = make()
     before = bits(learn)
@@ -81,11 +94,10 @@ def test_training_after_it_equals_training_without_it(opt):
 
 @pytest.mark.parametrize('error', [KeyboardInterrupt, ZeroDivisionError])
 def test_interrupted_in_the_middle(error):
-    class Breaks(Callback):
-        n = 0
+    class Breaks(Callback):                                      # in low precision
         def after_loss(self):
-            type(self).n += 1
-            if type(self).n == 9: raise error('now')
+            if torch.is_autocast_enabled('cpu') or self.learn.pred.dtype is not torch.float32 or self.learn.precision:
+                raise error('now')
     learn = rich()
     learn.add_cb(Breaks())
     before = bits(learn)
@@ -106,20 +118,25 @@ def test_error_of_the_model_itself_is_raised():
 def test_mode_that_pytorch_refuses_gets_a_row():
     class Refuses(nn.Linear):
         def forward(self, x):
-            if torch.is_autocast_enabled('cpu') and torch.get_autocast_dtype('cpu') is torch.float16: raise RuntimeError('could not create a primitive\nmore')
+            if torch.is_autocast_enabled('cpu') and torch.get_autocast_dtype('cpu') is torch.float16:
+                raise RuntimeError('could not create a primitive\nmore')
             return super().forward(x)
     r = seeded(nn.Sequential(Refuses(6, 1))).compare_precision(n_steps=4, n_seeds=1)
     row = r.table.loc['fp16']
-    assert row['support'] == 'failed' and row['note'] == 'RuntimeError: could not create a primitive' and row['steps'] == 0
-    assert list(r.table['steps']) == [4, 4, 0] and row['note'] in repr(r) and 'fp16: does not run here' in r.reason + repr(r)
+    assert row['support'] == 'failed' and row['note'] == 'RuntimeError: could not create a primitive'
+    assert row['steps'] == 0
+    assert list(r.table['steps']) == [4, 4, 0] and row['note'] in repr(r)
+    assert 'fp16: does not run here' in r.reason + repr(r)
 
 
 def test_unsupported_mode_gets_a_row(monkeypatch):
-    from fastxtend_amp import compare, mode
+    from fastxtend_amp import mode
+    from fastxtend_amp.insight import compare
     refuse = lambda m, d: mode.Support('unsupported', 'no such unit') if m == 'fp16' else mode.mode_support(m, d)
     monkeypatch.setattr(compare, 'mode_support', refuse)
     r = seeded().compare_precision(n_steps=4, n_seeds=0)
-    assert r.table['support']['fp16'] == 'unsupported' and r.table['note']['fp16'] == 'no such unit' and r.table['steps']['bf16'] == 4
+    assert r.table['support']['fp16'] == 'unsupported' and r.table['note']['fp16'] == 'no such unit'
+    assert r.table['steps']['bf16'] == 4
     assert r.plot()[1] is not None
 
 
@@ -127,7 +144,8 @@ def test_lstm_and_callbacks_of_rnns():
     torch.manual_seed(0)
     rnn = AWD_LSTM(20, 6, 8, 2)
     model = SequentialRNN(rnn, LinearDecoder(20, 6, .1, tie_encoder=rnn.encoder))
-    make = lambda: DataLoader(Data(torch.randint(0, 20, (16, 5)), torch.randint(0, 20, (16, 5))), bs=4, num_workers=0, device=torch.device('cpu'))
+    make = lambda: DataLoader(Data(torch.randint(0, 20, (16, 5)), torch.randint(0, 20, (16, 5))), bs=4, num_workers=0,
+                              device=torch.device('cpu'))
     loss = lambda pred, y: nn.functional.cross_entropy(pred.flatten(0, 1), y.flatten())
     learn = learner(model, DataLoaders(make(), make(), device=torch.device('cpu')), loss, cbs=rnn_cbs(2., 1.))
     learn.fit(1)
@@ -136,17 +154,21 @@ def test_lstm_and_callbacks_of_rnns():
     assert r.table['steps']['fp32'] == 4 and np.isfinite(r.table['loss']['fp32'])
     for name in ('bf16', 'fp16'):                                # oneDNN has no half-precision LSTM on some CPUs
         row = r.table.loc[name]
-        if row['support'] == 'failed': assert row['note'] and row['note'] in repr(r) and f'{name}: does not run here' in r.reason
+        if row['support'] == 'failed':
+            assert row['note'] and row['note'] in repr(r) and f'{name}: does not run here' in r.reason
         else: assert row['steps'] == 4 and np.isfinite(row['loss'])
     after = bits(learn)
     for key in before: assert after[key] == before[key], key
 
 
 def test_emulated_mode_is_cut_short(monkeypatch):
-    from fastxtend_amp import compare, mode
-    monkeypatch.setattr(compare, 'mode_support', lambda m, d: mode.Support('emulated', 'so that there is a max_seconds'))
+    from fastxtend_amp import mode
+    from fastxtend_amp.insight import compare
+    monkeypatch.setattr(compare, 'mode_support', lambda m, d: mode.Support('emulated',
+                                                                           'so that there is a max_seconds'))
     r = seeded().compare_precision(['bf16'], n_steps=16, n_seeds=0, max_seconds=1e-9)
-    assert r.table['steps'].to_dict() == {'fp32': 16, 'bf16': 1} and 'cut short after 1 of 16 steps' in r.table['note']['bf16']
+    assert r.table['steps'].to_dict() == {'fp32': 1, 'bf16': 1}
+    assert 'cut short after 1 of 16 steps' in r.table['note']['bf16']
     assert r.table['loss difference']['bf16'] == pytest.approx(r.losses['bf16'][0] - r.losses['fp32'][0])
     assert r.table['speed-up']['bf16'] > 0
 
@@ -180,26 +202,31 @@ def test_who_takes_part(tmp_path):
     events.clear()
     other = learn.compare_precision(n_steps=4, n_seeds=0, cbs=[learn.cbs[0]])
     assert not events and other.losses['fp32'] != r.losses['fp32'][:3]
-    with pytest.raises(ValueError, match="not among the learner's callbacks"): learn.compare_precision(cbs=[GradientClip()])
+    with pytest.raises(ValueError, match="not among the learner's callbacks"):
+        learn.compare_precision(cbs=[GradientClip()])
 
 
 def images():
     g = torch.Generator().manual_seed(0)
     x = torch.randn(16, 3, 8, 8, generator=g)
-    make = lambda: DataLoader(Data(x, torch.arange(16) % 3), bs=4, shuffle=True, num_workers=0, device=torch.device('cpu'))
+    make = lambda: DataLoader(Data(x, torch.arange(16) % 3), bs=4, shuffle=True, num_workers=0,
+                              device=torch.device('cpu'))
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+                          nn.Linear(4, 3))
     from fastai.losses import CrossEntropyLossFlat
     return model, DataLoaders(make(), make(), device=torch.device('cpu')), CrossEntropyLossFlat(), x
 
 
-@pytest.mark.parametrize('make', [MixUp, CutMix, lambda: GradientAccumulation(8)], ids=['mixup', 'cutmix', 'accumulation'])
+@pytest.mark.parametrize('make', [MixUp, CutMix, lambda: GradientAccumulation(8)],
+                         ids=['mixup', 'cutmix', 'accumulation'])
 def test_callbacks_that_change_the_batch_or_the_loss(make):
     model, dls, loss, x = images()
     data = x.clone()
     learn = seeded(model, dls, loss, cbs=make())
     r = learn.compare_precision(n_steps=8, n_seeds=1)
-    assert r.table['loss difference'].abs().max() < .1 and (r.table['steps'] == 8).all()  # the same mixtures in each mode
+    # the same mixtures in each mode
+    assert r.table['loss difference'].abs().max() < .1 and (r.table['steps'] == 8).all()
     assert torch.equal(x, data) and learn.loss_func is loss
     learn.fit(1)
 
@@ -208,7 +235,8 @@ def test_precision_of_the_learner_is_the_template():
     learn = seeded().to_fp16(loss_scale=32.)
     cb = learn.mixed_precision
     r = learn.compare_precision(n_steps=4, n_seeds=0)
-    assert r.table['final scale']['fp16'] == 32 and learn.mixed_precision is cb and cb.learn is learn and cb.scales == []
+    assert r.table['final scale']['fp16'] == 32 and learn.mixed_precision is cb and cb.learn is learn
+    assert cb.scales == []
     learn.to_fp16(init_scale=1024., growth_interval=2)
     learn.fit(1)
     n, scale = len(learn.mixed_precision.scales), learn.mixed_precision.scaling.scaler.get_scale()
@@ -218,7 +246,8 @@ def test_precision_of_the_learner_is_the_template():
 
 
 @pytest.mark.parametrize('kwargs, match', [
-    (dict(modes=('fp32', 'int8')), 'int8'), (dict(modes='fp8'), 'fp8'), (dict(n_steps=0), 'n_steps=0'), (dict(n_steps=2.5), 'n_steps=2.5'),
+    (dict(modes=('fp32', 'int8')), 'int8'), (dict(modes='fp8'), 'fp8'), (dict(n_steps=0), 'n_steps=0'),
+    (dict(n_steps=2.5), 'n_steps=2.5'),
     (dict(n_seeds=-1), 'n_seeds'), (dict(max_seconds=0), 'max_seconds')])
 def test_bad_arguments(kwargs, match):
     with pytest.raises(ValueError, match=match): seeded().compare_precision(**kwargs)
@@ -239,8 +268,9 @@ def test_modes_by_other_names():
 
 
 def test_few_kept_batches(monkeypatch):
-    from fastxtend_amp import compare
-    monkeypatch.setattr(compare, '_KEEP', 300)                   # a batch is 4 * 7 * 4 = 112 bytes
+    from fastxtend_amp.insight import batches
+    assert batches.LIMIT == 512 * 2**20
+    monkeypatch.setattr(batches, 'LIMIT', 400)                   # a batch is 4 * 7 * 4 = 112 bytes
     r = seeded().compare_precision(['bf16'], n_steps=6, n_seeds=0)
     assert r.table['steps']['fp32'] == 6 and 'The steps took 3 batches in turn' in repr(r)
 
@@ -250,7 +280,8 @@ def test_progress_is_shown_unless_switched_off(capsys):
     with learn.no_bar(): learn.compare_precision(n_steps=2, n_seeds=0)
     assert not capsys.readouterr().out
     learn.compare_precision(n_steps=2, n_seeds=0)
-    assert '100' in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert '100' in shown and 'at most 60 s' in shown and shown.index('0.00%') < shown.index('compare_precision: about')
 
 
 def test_same_numbers_each_time():
@@ -263,16 +294,19 @@ def test_same_numbers_each_time():
 def test_plot():
     import matplotlib.pyplot as plt
     r = seeded().compare_precision(n_steps=6, n_seeds=2)
-    curves, bars = r.plot()
+    curves, bars, times = r.plot()
     assert [l.get_label() for l in curves.get_lines()] == ['fp32', 'bf16', 'fp16'] and len(bars.patches) == 3
-    assert [t.get_text() for t in bars.get_yticklabels()] == ['fp16', 'bf16', 'fp32']
-    axs = plt.subplots(1, 2)[1]
+    emulated = r.table['support']['fp16'] == 'emulated'
+    labels = ['fp16\n(emulated)' if emulated else 'fp16', 'bf16', 'fp32']
+    assert [t.get_text() for t in bars.get_yticklabels()] == labels
+    axs = plt.subplots(1, 3)[1]
     assert r.plot(axs) is axs
     plt.close('all')
 
 
 def rows(**modes):
-    base = dict(support='native', steps=50, **{'samples/s': 100., 'speed-up': 1., 'speed-up q1': 1., 'speed-up q3': 1., 'peak memory': 1000.,
+    base = dict(support='native', steps=50, **{'samples/s': 100., 'speed-up': 1., 'speed-up q1': 1., 'speed-up q3': 1.,
+                                               'peak memory': 1000.,
                 'loss': 1., 'loss difference': 0., 'seed spread': .05, 'final scale': float('nan')}, skipped=0, note='')
     table = {'fp32': base}
     for name, changes in modes.items():
@@ -294,7 +328,8 @@ def rows(**modes):
     (dict(bf16={'speed-up': 1.2, 'speed-up q1': .8}), 'fp32', 'not reliably faster'),
     (dict(bf16={'speed-up': 1.02, 'peak memory': 600.}), 'fp32', '40% less memory'),
     (dict(bf16={'peak memory': 600.}), 'bf16', 'with 40% less memory'),
-    (dict(bf16={'support': 'unsupported', 'speed-up': float('nan'), 'loss difference': float('nan')}), 'fp32', 'does not run here'),
+    (dict(bf16={'support': 'unsupported', 'speed-up': float('nan'), 'loss difference': float('nan')}), 'fp32',
+     'does not run here'),
     ({}, 'fp32', 'Nothing else')])
 def test_recommendation(modes, best, said):
     recommended, reason = recommend(rows(**modes))
@@ -311,13 +346,15 @@ def test_recommendation_when_fp32_itself_diverges():
 def test_batches_without_targets():
     learn = seeded()
     learn.dls.n_inp = 2
-    with pytest.raises(ValueError, match='no targets'): seeded(nn.Bilinear(6, 1, 1), learn.dls).compare_precision(n_steps=2)
+    with pytest.raises(ValueError, match='no targets'):
+        seeded(nn.Bilinear(6, 1, 1), learn.dls).compare_precision(n_steps=2)
 
 
 def test_inside_a_fit():
     def run(compared):
         learn = seeded(dls=shuffled())
-        learn.fit(1, .01, cbs=At('after_batch', lambda l: l.compare_precision(n_steps=2, n_seeds=0) if compared and l.training and l.iter == 2 else None, 99))
+        learn.fit(1, .01, cbs=At('after_batch', lambda l: l.compare_precision(n_steps=2, n_seeds=0) if compared
+                                 and l.training and l.iter == 2 else None, 99))
         return learn
     assert same(params(run(True)), params(run(False)))
     learn = seeded(cbs=At('after_batch', lambda l: l.compare_precision())).to_bf16()
@@ -328,7 +365,8 @@ def test_a_training_that_diverges_is_drawn_and_told():
     r = seeded(nn.Sequential(Overflows(6, 1))).compare_precision(['fp16'], n_steps=6, n_seeds=1)
     assert np.isnan(r.losses['fp16']).all() and np.isfinite(r.losses['fp32']).all() and r.table['skipped']['fp16'] == 6
     assert r.recommended == 'fp32' and 'fp16: its loss is not finite' in r.reason
-    assert [l.get_label() for l in r.plot()[0].get_lines()] == ['fp32', 'fp16 (not finite from step 1)']
+    labels = [l.get_label() for l in r.plot()[0].get_lines()]
+    assert labels == ['fp32', 'fp16 (not finite from step 1)']
 
 
 class Overflows(nn.Linear):
@@ -353,6 +391,234 @@ def test_modules_kept_in_fp32_are_kept_in_the_comparison_and_afterwards():
     learn = learner(Attentive()).to_fp16(init_scale=1024., fp32_modules='attn')
     forward = learn.model.attn.forward
     r = learn.compare_precision(('fp32', 'fp16'), n_steps=4)
-    assert r.table['skipped']['fp16'] == 0 and math.isfinite(r.table['loss']['fp16']) and learn.model.attn.forward is forward
+    assert r.table['skipped']['fp16'] == 0 and math.isfinite(r.table['loss']['fp16'])
+    assert learn.model.attn.forward is forward
     plain = learner(Attentive()).to_fp16().compare_precision(('fp32', 'fp16'), n_steps=4)
     assert plain.table['skipped']['fp16'] == 4 and isinstance(forward, Fp32Forward)
+
+
+# -- rows and calls
+
+class Records(nn.Linear):
+    "Notes the dtype of its weight and of what it computes in each training step."
+    seen = []
+    def forward(self, x):
+        out = super().forward(x)
+        if self.training: Records.seen.append((self.weight.dtype, out.dtype))
+        return out
+
+
+@pytest.mark.parametrize('own', ['half weights', 'bf16', None])
+def test_each_row_runs_in_the_precision_it_names(own):
+    fp32, bf16 = torch.float32, torch.bfloat16
+    expected = {'fp32': (fp32, fp32), 'bf16': (fp32, bf16), 'half weights': (bf16, bf16)}
+    for name in expected:
+        learn = seeded(nn.Sequential(Records(6, 1)))
+        if own == 'half weights': learn.to_half_weights('bf16')
+        if own == 'bf16': learn.to_bf16()
+        Records.seen.clear()
+        r = learn.compare_precision(name, n_steps=3, n_seeds=0)
+        assert list(r.table.index) == list(dict.fromkeys(['fp32', name])) and r.table['note'][name] == ''
+        assert set(Records.seen) == {expected['fp32'], expected[name]} and not r.table['loss'].isna().any()
+
+
+def test_half_weights_have_rows_of_their_own():
+    r = seeded().compare_precision(('fp32', 'bf16', 'half weights', 'half_weights fp16'), n_steps=3, n_seeds=0)
+    assert list(r.table.index) == ['fp32', 'bf16', 'half weights', 'half weights fp16']
+    assert (r.table['steps'] == 3).all()
+    assert r.calls['half weights'] == "learn.to_half_weights('bf16')" and r.losses['half weights'] != r.losses['fp32']
+
+
+def test_calls_keep_what_the_learner_has():
+    learn = learner(Attentive()).to_fp16(init_scale=1024., fp32_modules='attn', max_skips=5)
+    r = learn.compare_precision(n_steps=2, n_seeds=0)
+    for name in ('bf16', 'fp16'):
+        assert "fp32_modules=['attn']" in r.calls[name] and 'max_skips=5' in r.calls[name], r.calls
+    assert 'init_scale=1024' in r.calls['fp16'] and 'on_overflow' not in r.calls['fp16']
+    assert learn.precision.on_overflow == 'warn'
+    table = rows(bf16={}, fp16={'speed-up': 3.})
+    assert recommend(table, r.calls)[1].endswith(f"Next: `{r.calls['fp16']}`.")
+
+
+@pytest.mark.parametrize('mode', ['fp32', 'bf16', 'fp16', 'half weights'])
+@pytest.mark.parametrize('own', ['fp16', 'half weights', None])
+def test_apply(mode, own):
+    from fastxtend_amp import HalfWeights
+    learn = seeded(Attentive())
+    if own == 'fp16': learn.to_fp16(init_scale=256., fp32_modules='attn')
+    if own == 'half weights': learn.to_half_weights(fp32_modules='attn')
+    r = learn.compare_precision(('bf16', 'fp16', 'half weights'), n_steps=1, n_seeds=0)
+    r.recommended = mode
+    assert r.apply() is learn
+    cb = learn.precision
+    if mode == 'fp32': assert cb is None
+    else:
+        assert cb.amp_mode == ('bf16' if mode == 'half weights' else mode)
+        assert isinstance(cb, HalfWeights) == (mode == 'half weights')
+        if own is not None: assert ('attn' in repr(cb.as_call())), cb.as_call()
+    learn.fit(1)
+    with pytest.raises(ValueError, match="mode='fp8'.*was not compared"): r.apply(mode='fp8')
+
+
+def test_steps_in_the_place_of_modes():
+    with pytest.raises(ValueError, match='modes=20 cannot be used.*Did you mean n_steps=20'):
+        seeded().compare_precision(20)
+    with pytest.raises(ValueError, match="modes='fp61'.*not a precision(.|\n)*'fp32'"):
+        seeded().compare_precision(('fp32', 'fp61'))
+
+
+def test_a_mode_that_fails_shows_the_reason_itself(monkeypatch):
+    from fastxtend_amp import mode
+    monkeypatch.setattr(mode, 'refused_layer', lambda kind, m: 'no kernel' if m == 'fp16' else None)
+    learn = language_model()
+    r = learn.compare_precision(('bf16', 'fp16'), n_steps=2, n_seeds=0)
+    assert r.table['support']['fp16'] == 'failed'
+    assert r.table['note']['fp16'].startswith('fp16 does not run on this CPU for ')
+    assert 'Exception' not in repr(r)
+
+
+# -- how long it takes
+
+class Slow(nn.Linear):
+    def forward(self, x):
+        time.sleep(.02)
+        return super().forward(x)
+
+
+def test_all_of_it_ends_in_max_seconds():
+    start = time.perf_counter()
+    r = seeded(nn.Sequential(Slow(6, 1))).compare_precision(n_steps=2000, max_seconds=2)
+    assert time.perf_counter() - start < 4
+    steps = r.table['steps']
+    assert 3 <= steps.min() and steps['fp32'] < 2000 and 'cut short after' in r.table['note']['fp32']
+    assert not r.table['loss'].isna().any()
+    assert r.table['speed-up'].notna().all() and 'there was no time (`max_seconds=2`)' in repr(r)
+
+
+def test_an_emulated_mode_sees_fewer_samples_and_says_so(monkeypatch):
+    from fastxtend_amp import mode
+    from fastxtend_amp.insight import compare
+    sizes = []
+    class Sizes(nn.Linear):
+        def forward(self, x):
+            sizes.append((torch.is_autocast_enabled('cpu'), len(x)))
+            return super().forward(x)
+    monkeypatch.setattr(compare, 'mode_support', lambda m, d: mode.Support('emulated', 'for this test'))
+    r = seeded(nn.Sequential(Sizes(6, 1)), loaders(n=192, bs=64)).compare_precision('bf16', n_steps=6, n_seeds=0)
+    assert set(sizes) == {(True, 8), (False, 8), (False, 64)}
+    assert '8 of the 64 samples of each batch' in r.table['note']['bf16']
+    assert abs(r.table['loss difference']['bf16']) < .02 and r.table['steps'].to_dict() == {'fp32': 6, 'bf16': 6}
+    assert r.plot()[0].get_lines()[1].get_label() == 'bf16 (on 8 samples a step)'
+
+
+# -- no side effect
+
+def test_what_a_loggers_thread_wrote_meanwhile_is_kept():
+    class Logger(Callback):
+        def __init__(self): self.entries, self.stop, self.lock = [], threading.Event(), threading.Lock()
+        def before_fit(self): raise AssertionError('a logger takes no part')
+        def write(self):
+            while not self.stop.wait(.001): self.entries.append(len(self.entries))
+    logger = Logger()
+    learn = rich()
+    learn.add_cb(logger)
+    thread = threading.Thread(target=logger.write)
+    thread.start()
+    learn.compare_precision(n_steps=6, n_seeds=1)
+    n = len(logger.entries)
+    logger.stop.set()
+    thread.join()
+    assert logger.entries == list(range(len(logger.entries))) and n > 5 and learn.cbs[-1] is logger
+
+
+def test_callbacks_that_take_part_are_copies_and_share_what_cannot_be_copied():
+    class Counts(Callback):
+        def __init__(self): self.n, self.calls, self.lock = 0, [], threading.Lock()
+        def after_loss(self):
+            with self.lock: self.n += 1; self.calls.append(self.n)
+    cb = Counts()
+    learn = seeded(cbs=cb)
+    learn.compare_precision(n_steps=2, n_seeds=0)
+    assert cb.n == 0 and cb.calls == [] and cb.learn is learn and learn.counts is cb
+    learn.fit(1)
+    assert cb.n == 8
+
+
+def test_order_of_the_next_batches():
+    from fastai.text.data import LMDataLoader, TensorText
+    def make():
+        documents = [(TensorText(torch.arange(n) % 20),) for n in (30, 25, 40, 22, 31, 28)]
+        return LMDataLoader(documents, bs=2, seq_len=5, shuffle=True)
+    def batches(compared):
+        random.seed(3)
+        learn = learner(nn.Sequential(nn.Embedding(20, 4), nn.Linear(4, 20)),
+                        DataLoaders(make(), make(), device=torch.device('cpu')),
+                        lambda p, y: nn.functional.cross_entropy(p.flatten(0, 1), y.flatten()))
+        list(learn.dls.train)
+        if compared: learn.compare_precision('bf16', n_steps=3, n_seeds=1)
+        return [b[0].tolist() for _ in range(2) for b in learn.dls.train]
+    assert batches(True) == batches(False)
+
+
+# -- where the time goes
+
+def test_where_the_time_of_a_step_goes():
+    class Sleeps(Callback):
+        def before_step(self): time.sleep(.01)
+    r = seeded(nn.Sequential(Slow(6, 1)), cbs=Sleeps()).compare_precision('bf16', n_steps=8, n_seeds=0)
+    row = r.table.loc['bf16']
+    step = 4 / row['samples/s']
+    assert .02 <= row['forward'] < .03 and .01 <= row['optimizer'] < .02 and row['backward'] < .01 and row['rest'] < .01
+    assert sum(row[k] for k in ('forward', 'backward', 'optimizer', 'rest')) == pytest.approx(step, rel=.2)
+    assert 'The forward pass takes' in repr(r) and f'% of the {r.recommended} step' in repr(r)
+
+
+@pytest.mark.parametrize('opt,call', [('adam', 'fused(torch.optim.AdamW)'), ('adamw', 'fused(torch.optim.AdamW)'),
+                                      ('sgd', 'fused(torch.optim.SGD)'),
+                                      ('torch sgd', 'fused(torch.optim.SGD)'), ('fused adamw', None)])
+def test_a_fused_optimizer_is_named_where_it_would_help(opt, call):
+    notes = remarks(OPTIMIZERS[opt], forward=.1, backward=.2, optimizer=.6, rest=.1)
+    assert 'The optimizer takes 60% of the bf16 step.' in notes
+    assert (f'`opt_func={call}`' in notes) if call else 'fused' not in notes
+    assert 'fused' not in remarks(OPTIMIZERS[opt], forward=.3, backward=.3, optimizer=.3, rest=.1)
+
+
+def remarks(opt_func=OPTIMIZERS['sgd'], copy_seconds=0., faults=0., data=0., **phases):
+    from types import SimpleNamespace
+    from fastxtend_amp.insight.recommend import notes_on
+    table = rows(bf16={})
+    for name, value in dict(data=data, forward=.3, backward=.3, optimizer=.1, rest=.3,
+                            **{'page faults': faults}).items():
+        table[name] = value
+    for name, value in phases.items(): table[name] = value
+    learn = seeded(opt_func=opt_func)
+    learn.create_opt()
+    return ' '.join(notes_on(table, 'bf16', SimpleNamespace(size=4, seconds=data or 1e-9, copy_seconds=copy_seconds),
+                             learn.opt, torch.device('cpu')))
+
+
+def test_data_and_memory_that_hold_a_step_back():
+    assert 'data' not in remarks(data=.2)
+    assert 'The data take 50% of the time of a bf16 step, most of it loading them' in remarks(data=1.)
+    assert 'copying them to the device' in remarks(data=1., copy_seconds=.8)
+    assert 'keep_freed_memory' not in remarks(faults=900.)
+    assert 'asks the system for memory 32,771 times (page faults)' in remarks(faults=32771.)
+
+
+def test_labels_of_the_plot_lie_inside_its_axes():
+    import matplotlib.pyplot as plt
+    r = seeded().compare_precision(n_steps=8, n_seeds=1)
+    r.table.loc['bf16', ['speed-up', 'speed-up q1', 'speed-up q3']] = 12.34, 11., 13.
+    axs = r.plot()
+    figure = axs[0].figure
+    figure.canvas.draw()
+    for ax in axs:
+        inside = ax.get_window_extent()
+        for text in ax.texts:
+            box = text.get_window_extent()
+            assert inside.x0 <= box.x0 and box.x1 <= inside.x1, text.get_text()
+            assert inside.y0 <= box.y0 and box.y1 <= inside.y1, text.get_text()
+        legend = ax.get_legend()
+        if legend is not None:
+            assert legend.get_window_extent().x1 <= figure.bbox.x1 and legend.get_window_extent().y0 >= 0
+    plt.close('all')

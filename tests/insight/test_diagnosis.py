@@ -7,8 +7,10 @@ from fastai.callback.training import GradientAccumulation
 from torch import nn
 from torch.nn import functional as F
 
-from fastxtend_amp import MixedPrecision, diagnosis
-from fastxtend_amp.insight.diagnosis import peek
+from fastxtend_amp import MixedPrecision
+from fastxtend_amp.compat import host_norm, host_value
+from fastxtend_amp.insight import watch
+from fastxtend_amp.insight.watch import OverflowWatch
 from helpers import OPTIMIZERS, At, Attentive, dataset, learner, loaders, opt_state, params, same, same_state
 
 
@@ -17,6 +19,16 @@ def told(learn, n=1, **kwargs):
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter('always')
         learn.fit(n, .01, **kwargs)
+    return [str(w.message) for w in found if 'goes wrong' in str(w.message)]
+
+
+def watch_of(learn): return next(o for o in learn.precision.observers if isinstance(o, OverflowWatch))
+
+
+def fitted(learn, n, lr):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter('always')
+        learn.fit(n, lr)
     return [str(w.message) for w in found if 'goes wrong' in str(w.message)]
 
 
@@ -47,7 +59,8 @@ class Times(torch.autograd.Function):
 def test_the_module_that_overflows_is_named(opt):
     messages = told(learner(Attentive(), opt_func=OPTIMIZERS[opt]).to_fp16())
     assert len(messages) == 1
-    for words in ('the loss is nan', 'That batch, run again', "module 'attn' (Attention)", 'inside', '65,504', "fp32_modules=['attn']"):
+    for words in ('the loss is nan', 'That batch, run again', "module 'attn' (Attention)", 'inside', '65,504',
+                  "fp32_modules=['attn']"):
         assert words in messages[0], messages[0]
 
 
@@ -59,7 +72,9 @@ def test_the_same_module_as_in_the_report_and_the_remedy_silences_it():
 
 
 def test_the_loss_function_itself():
-    def loss(p, y): return ((p.half() if torch.is_autocast_enabled('cpu') else p) * 60000 * 60000).float().mul(1e-9).sub(y).square().mean()
+    def loss(p, y):
+        p = (p.half() if torch.is_autocast_enabled('cpu') else p) * 60000 * 60000
+        return p.float().mul(1e-9).sub(y).square().mean()
     message = told(learner(loss_func=loss).to_fp16())[0]
     assert 'in the loss function' in message and 'fp32_modules' not in message
 
@@ -75,7 +90,7 @@ def test_bad_data_is_told_apart():
     data.tensors[0][7, 2] = math.nan
     for mode in ('to_fp16', 'to_bf16'):
         messages = told(getattr(learner(dls=loaders(train=data)), mode)())
-        assert len(messages) == 1 and 'the batch itself is not finite: 1 of 24 values of an input' in messages[0]
+        assert len(messages) == 1 and 'The batch itself is not finite: 1 of 24 values of an input' in messages[0]
     data = dataset()
     data.tensors[1][3] = math.inf
     assert 'of a target' in told(learner(dls=loaders(train=data)).to_bf16())[0]
@@ -85,18 +100,89 @@ def test_a_model_that_is_not_finite_in_fp32_is_told_apart():
     class Log(nn.Module):
         def forward(self, x): return x.sum(1, keepdim=True).log()
     message = told(learner(nn.Sequential(nn.Linear(6, 2), Log())).to_bf16())[0]
-    assert "not finite in fp32 either, first in module '1' (Log)" in message and 'not for want of precision' in message
+    assert "not finite in fp32 either, first in module '1' (Log)" in message and 'not a matter of precision' in message
 
 
 def test_a_fault_that_does_not_come_back_is_said_not_to():
     message = told(learner(nn.Sequential(nn.Linear(6, 1), OnceInf(3))).to_bf16())[0]
-    assert 'run again, this batch is finite' in message
+    assert 'this batch is finite in bf16' in message
 
 
 def test_weights_that_are_lost_already():
     learn = learner().to_bf16()
     learn.add_cb(At('before_batch', lambda l: l.model[0].weight.data.fill_(math.nan)))
     assert "weight tensors are NaN or inf by now, such as '0.weight'" in told(learn)[0]
+
+
+# -- a run that diverges
+
+@pytest.mark.parametrize('mode', ['fp16', 'bf16'])
+@pytest.mark.parametrize('opt,lr', [('sgd', 10.), ('sgd', 100.), ('adam', 10.), ('adam', 100.)])
+def test_a_learning_rate_far_too_high_is_named_first(opt, lr, mode):
+    learn = learner(opt_func=OPTIMIZERS[opt])
+    getattr(learn, f'to_{mode}')(max_skips=4)
+    messages = fitted(learn, 4, lr)
+    assert len(messages) == 1 or mode == 'bf16' and opt == 'adam'    # which keeps the loss finite, as in fp32
+    for message in messages:
+        assert 'the run diverges' in message and 'the loss went from 0.92' in message, message
+        assert f'Lower the learning rate first, {lr:g} at this step' in message, message
+        assert 'fp32_modules' not in message, message
+
+
+def test_the_module_is_named_where_nothing_has_grown():
+    "A model that overflows with the weights of the start, at a learning rate that is none too high."
+    message = told(learner(Attentive()).to_fp16())[0]
+    assert 'learning rate' not in message and "fp32_modules=['attn']" in message
+
+
+def test_the_sizes_of_the_start_cost_no_synchronization_and_no_operator_in_a_step():
+    learn, seen = learner().to_fp16(), []
+    learn.add_cb(At('after_batch', lambda l: seen.append(watch_of(l).fit.sizes)))
+    learn.fit(2)
+    sizes = seen[0]
+    assert isinstance(sizes.weights, float) and isinstance(sizes.loss, float) and all(s is sizes for s in seen[:6])
+    assert seen[8] is sizes
+    assert sizes.weights == pytest.approx(torch.cat([p.flatten() for p in learner().model.parameters()]).norm().item())
+
+
+# -- what it advises
+
+@pytest.mark.parametrize('kept', ['emb', ['emb'], nn.Linear], ids=str)
+def test_advice_keeps_what_is_there(kept):
+    learn = learner(Attentive()).to_fp16(fp32_modules='emb' if kept is nn.Linear else kept, max_skips=7,
+                                         init_scale=1024.)
+    message = told(learn)[0]
+    assert "fp32_modules=['emb', 'attn']" in message and 'max_skips=7' in message, message
+
+
+class Scaled(nn.Module):
+    "A linear layer whose input is scaled up and whose output is scaled back; in fp16 a part of its values overflows."
+    def __init__(self, gain, n=6): super().__init__(); self.inner, self.gain = nn.Linear(n, n, bias=False), gain
+    def forward(self, x): return self.inner(x * self.gain) / self.gain
+
+
+@pytest.mark.parametrize('gain', [30_000., 90_000., 130_000.])
+@pytest.mark.parametrize('after', [nn.ReLU, lambda: nn.LayerNorm(6)], ids=['relu', 'layer norm'])
+def test_partial_overflow_is_traced_to_its_module(gain, after):
+    torch.manual_seed(0)
+    model = nn.Sequential(Scaled(gain), after(), nn.Linear(6, 1))
+    message = told(learner(model).to_fp16())[0]
+    names = message.partition('fp32_modules=')[2].partition(')')[0]
+    assert names in ("['0']", "['0.inner']"), message
+    assert told(learner(nn.Sequential(Scaled(gain), after(), nn.Linear(6, 1))).to_fp16(fp32_modules='0')) == []
+
+
+def test_messages_have_three_lines_and_say_of_a_rerun_only_what_is_true():
+    data = dataset()
+    data.tensors[0][7, 2] = math.nan
+    lost = learner().to_bf16()
+    lost.add_cb(At('before_batch', lambda l: l.model[0].weight.data.fill_(math.nan)))
+    rerun = {True: [learner(Attentive()).to_fp16(), learner(nn.Sequential(nn.Linear(6, 1), OnceInf(3))).to_bf16()],
+             False: [learner(dls=loaders(train=data)).to_fp16(), lost]}
+    for was, learners in rerun.items():
+        for learn in learners:
+            message = told(learn)[0]
+            assert message.count('\n') == 2 and ('run again with' in message) == was, message
 
 
 # -- when it looks, and when not
@@ -110,7 +196,7 @@ def test_ordinary_first_skips_raise_no_alarm():
 def test_patience(max_skips):
     learn = learner(loss_func=lambda p, y: F.mse_loss(p, y) * 300).to_fp16(init_scale=2. ** 20, max_skips=max_skips)
     seen = []
-    learn.add_cb(At('after_batch', lambda l: seen.append(learn.mixed_precision._watch.on)))
+    learn.add_cb(At('after_batch', lambda l: seen.append(watch_of(learn).on)))
     message = told(learn)[0]
     assert f'{max_skips} steps in a row were skipped' in message and seen.count(True) == max_skips - 1
     assert 'backward' in message
@@ -140,7 +226,7 @@ def test_ignore_and_raise():
         learn = getattr(learner(model), mode)(on_overflow='raise')
         before = params(learn)
         with pytest.raises(FloatingPointError, match='goes wrong'): learn.fit(1)
-        assert all(p.isfinite().all() for p in params(learn)) and 'one_batch' not in vars(learn)
+        assert all(p.isfinite().all() for p in params(learn)) and learn.precision.fit_device is None
     assert same(before, before) and not torch.is_autocast_enabled('cpu')
 
 
@@ -163,7 +249,7 @@ def test_bad_arguments(kwargs, words):
 @pytest.mark.parametrize('acc', [None, 8])
 @pytest.mark.parametrize('opt', ['adam', 'fused adamw', 'torch sgd'])
 def test_training_goes_on_as_if_nobody_had_looked(opt, acc):
-    "A model with dropout and batch norm whose third call overflows: with and without the diagnosis, bit for bit the same."
+    "A model with dropout and batch norm whose third call overflows: with and without the diagnosis the same bits."
     def train(on_overflow):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(.3), OnceInf(3), nn.Linear(8, 1))
@@ -184,7 +270,8 @@ def test_training_goes_on_as_if_nobody_had_looked(opt, acc):
 def test_the_rerun_uses_the_same_random_draws():
     "The overflow depends on what dropout kept."
     class Picky(nn.Module):
-        def forward(self, x): return x * (1e30 if torch.is_autocast_enabled('cpu') and bool((x[0, :4] != 0).all()) else 1)
+        def forward(self, x):
+            return x * (1e30 if torch.is_autocast_enabled('cpu') and bool((x[0, :4] != 0).all()) else 1)
     torch.manual_seed(0)
     learn = learner(nn.Sequential(nn.Linear(6, 8), nn.Dropout(.5), Picky(), nn.Linear(8, 1))).to_fp16()
     torch.manual_seed(5)
@@ -195,9 +282,10 @@ def test_the_rerun_uses_the_same_random_draws():
 
 def test_on_a_device_the_recorders_loss_tells(monkeypatch):
     learn = learner(Attentive(), opt_func=OPTIMIZERS['fused adamw']).to_fp16(init_scale=16.)
-    learn.add_cb(At('before_fit', lambda l: setattr(learn.mixed_precision._watch, 'in_place', False), 20))
-    real = diagnosis.peek
-    monkeypatch.setattr(diagnosis, 'peek', lambda t: real(t) if any(t is l for l in learn.recorder.losses[-1:]) else None)
+    learn.add_cb(At('before_fit', lambda l: setattr(watch_of(learn).fit, 'in_place', False), 20))
+    real = watch.host_value
+    def of_recorder(t): return real(t) if any(t is l for l in learn.recorder.losses[-1:]) else None
+    monkeypatch.setattr(watch, 'host_value', of_recorder)
     messages = told(learn)
     assert len(messages) == 1 and 'the loss is nan' in messages[0] and "module 'attn'" in messages[0]
 
@@ -216,11 +304,13 @@ def test_on_a_device_skips_in_a_row_are_seen_when_the_epoch_ends(monkeypatch):
     class Module(nn.Module):
         factor = 1.
         def forward(self, x): return Steep.apply(x, self.factor)
-    learn = learner(nn.Sequential(nn.Linear(6, 8), Module(), nn.Linear(8, 1)), opt_func=OPTIMIZERS['fused adamw']).to_fp16(init_scale=16., max_skips=4)
+    learn = learner(nn.Sequential(nn.Linear(6, 8), Module(), nn.Linear(8, 1)),
+                    opt_func=OPTIMIZERS['fused adamw']).to_fp16(init_scale=16., max_skips=4)
     stepped_already(learn)
-    monkeypatch.setattr(diagnosis, 'peek', lambda t: None)
+    monkeypatch.setattr(watch, 'host_value', lambda t: None)
     messages = told(learn)
-    assert len(messages) == 1 and 'the last 4 steps were skipped' in messages[0] and 'not the one it began with' in messages[0]
+    assert len(messages) == 1 and 'the last 4 steps were skipped' in messages[0]
+    assert 'not the one it began with' in messages[0]
     assert "module '1' (Module)" in messages[0]
 
 
@@ -241,15 +331,16 @@ def test_flags_are_polled_without_waiting():
     assert history.poll() == History._chunk
 
 
-def test_peek_reads_without_an_operator():
+def test_host_values_are_read_without_an_operator():
     from torch.profiler import ProfilerActivity, profile
-    loss = torch.ones(3, requires_grad=True).sum()
-    with profile(activities=[ProfilerActivity.CPU]) as p: assert peek(loss) == 3.
-    assert not p.key_averages() and peek(loss.double()) is None and peek(torch.ones(2)) is None
+    loss, weights = torch.ones(3, requires_grad=True).sum(), nn.Parameter(torch.ones(2, 2))
+    with profile(activities=[ProfilerActivity.CPU]) as p: assert host_value(loss) == 3. and host_norm(weights) == 2.
+    assert not p.key_averages() and host_value(loss.double()) is None and host_value(torch.ones(2)) is None
 
 
 def test_no_hooks_while_training_goes_well():
     seen = []
     learn = learner().to_fp16()
-    learn.add_cb(At('after_batch', lambda l: seen.append(sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in l.model.modules()))))
+    def hooks(l): seen.append(sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in l.model.modules()))
+    learn.add_cb(At('after_batch', hooks))
     assert told(learn, 2) == [] and set(seen) == {0}

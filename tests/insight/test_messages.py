@@ -9,7 +9,7 @@ from torch import nn
 import fastxtend_amp
 from fastxtend_amp import AMPMode, MixedPrecision, precision_support
 from fastxtend_amp.tools import bench, demo
-from fastxtend_amp.half_weights.callback import kahan
+from fastxtend_amp import kahan
 from helpers import *
 
 PACKAGE = Path(fastxtend_amp.__file__).parent
@@ -79,11 +79,16 @@ def lstm():
         def __init__(self): super().__init__(); self.rnn, self.head = nn.LSTM(1, 4, batch_first=True), nn.Linear(4, 1)
         def forward(self, x): return self.head(self.rnn(x[..., None])[0][:, -1])
     return learner(Net()).to_fp16()
-def distributed(f):
-    def run(monkeypatch):
-        for name, value in (('is_initialized', True), ('get_world_size', 2)): monkeypatch.setattr(torch.distributed, name, lambda *a, v=value: v)
-        f()
-    return run
+def applied_to_nobody():
+    r = net().compare_precision('bf16', n_steps=1, n_seeds=0)
+    r._learn = None
+    r.apply()
+def on_another_rank(monkeypatch):
+    watch = fastxtend_amp.insight.watch
+    monkeypatch.setattr(watch, 'several_processes', lambda: True)
+    monkeypatch.setattr(watch.dist, 'get_rank', lambda: 0)
+    monkeypatch.setattr(watch.dist, 'all_reduce', lambda t, op: t.fill_(2.))
+    fit(net().to_bf16(on_overflow='raise'))
 def bf16_emulated(monkeypatch):
     monkeypatch.setattr(fastxtend_amp.mode, 'cpu_features', lambda: frozenset())
     net().to_bf16().fit(1)
@@ -91,10 +96,13 @@ def auto_nothing(monkeypatch):
     monkeypatch.setattr(fastxtend_amp.mode, 'cpu_features', lambda: frozenset())
     net().to_amp().fit(1)
 def unsupported(monkeypatch):
-    monkeypatch.setitem(fastxtend_amp.mode._RULES, 'cpu', lambda mode, device: fastxtend_amp.mode.Support('unsupported', 'it is too old'))
+    monkeypatch.setitem(fastxtend_amp.mode._RULES, 'cpu', lambda mode,
+                        device: fastxtend_amp.mode.Support('unsupported', 'it is too old'))
     net().to_bf16().fit(1)
 def no_autocast(monkeypatch):
-    monkeypatch.setattr(fastxtend_amp.callback, 'autocast_available', lambda kind: False)
+    for name, module in list(sys.modules.items()):
+        if name.startswith('fastxtend_amp.') and hasattr(module, 'autocast_available'):
+            monkeypatch.setattr(module, 'autocast_available', lambda kind: False)
     net().to_bf16().fit(1)
 def sharded(monkeypatch):
     monkeypatch.setattr(fastxtend_amp.insight.report, 'is_sharded', lambda model: True)
@@ -105,86 +113,136 @@ def ddp_without_masters(tmp_path):
     finally: torch.distributed.destroy_process_group()
 
 
-# what happens: kind of error or warning, what it must name (the argument, its value, the thing), why, and what is allowed or to be done
+# what happens: kind of error or warning, what it must name (the argument, its value, the thing), why, and what is
+# allowed or to be done
 VE, TE, RE = ValueError, TypeError, RuntimeError
 CASES = {
     'unknown mode': (lambda: MixedPrecision('fp61'), VE, "amp_mode='fp61'", 'is not a precision', "Allowed: 'fp16'"),
     'fp32 as a mode': (lambda: AMPMode('fp32'), VE, "amp_mode='fp32'", 'is not a precision', '`learn.to_fp32()`'),
     'unknown device': (lambda: precision_support('gpu'), VE, "device='gpu'", 'is not a torch device', 'cpu'),
     'unknown attribute': (lambda: fastxtend_amp.mixed, AttributeError, "'mixed'", 'no attribute', 'fastxtend_amp'),
-    'scale of nan': (lambda: net().to_fp16(init_scale=float('nan')), VE, 'init_scale=nan', 'cannot be used', 'a finite number above 0'),
+    'scale of nan': (lambda: net().to_fp16(init_scale=float('nan')), VE, 'init_scale=nan', 'cannot be used',
+                     'a finite number above 0'),
     'growth below 1': (lambda: net().to_fp16(growth_factor=.5), VE, 'growth_factor=0.5', 'cannot be used', 'above 1'),
-    'a scaler that is none': (lambda: net().to_fp16(scaler=3), TE, 'scaler=3', 'cannot be used', 'torch.amp.GradScaler'),
-    'two ways to scale': (lambda: net().to_fp16(loss_scale=512., growth_factor=3.), VE, 'loss_scale', 'each settles the loss scale', 'Keep one'),
-    'a scaler for bf16': (lambda: MixedPrecision('bf16', scaler=torch.amp.GradScaler('cpu')), VE, 'scaler=', 'needs no loss scaling', 'Leave it out'),
-    'unknown on_overflow': (lambda: net().to_fp16(on_overflow='stop'), VE, "on_overflow='stop'", 'cannot be used', "'warn', 'raise' or 'ignore'"),
+    'a scaler that is none': (lambda: net().to_fp16(scaler=3), TE, 'scaler=3', 'cannot be used',
+                              'torch.amp.GradScaler'),
+    'two ways to scale': (lambda: net().to_fp16(loss_scale=512., growth_factor=3.), VE, 'loss_scale',
+                          'each settles the loss scale', 'Keep one'),
+    'a scaler for bf16': (lambda: MixedPrecision('bf16', scaler=torch.amp.GradScaler('cpu')), VE, 'scaler=',
+                          'needs no loss scaling', 'Leave it out'),
+    'unknown on_overflow': (lambda: net().to_fp16(on_overflow='stop'), VE, "on_overflow='stop'", 'cannot be used',
+                            "'warn', 'raise' or 'ignore'"),
     'max_skips of 0': (lambda: net().to_fp16(max_skips=0), VE, 'max_skips=0', 'skipped steps in a row', 'at least 1'),
-    'no such module': (lambda: net().to_fp16(fp32_modules='3'), VE, "fp32_modules='3'", 'matches no module', 'Near names'),
-    'modules of no kind': (lambda: net().to_fp16(fp32_modules=3), TE, 'fp32_modules=3', 'cannot be used', "names with wildcards such as 'head.*'"),
-    'TorchScript kept': (lambda: learner(nn.Sequential(torch.jit.script(nn.Linear(6, 1)))).to_fp16(fp32_modules='0'), VE, "module '0'", 'cannot be replaced',
+    'no such module': (lambda: net().to_fp16(fp32_modules='3'), VE, "fp32_modules='3'", 'matches no module',
+                       'Near names'),
+    'modules of no kind': (lambda: net().to_fp16(fp32_modules=3), TE, 'fp32_modules=3', 'cannot be used',
+                           "names with wildcards such as 'head.*'"),
+    'TorchScript kept': (lambda: learner(nn.Sequential(torch.jit.script(nn.Linear(6, 1)))).to_fp16(fp32_modules='0'),
+                         VE, "module '0'", 'cannot be replaced',
                          'Keep the module around it'),
-    'kept and never called': (lambda: fit(learner(InProjection()).to_bf16(fp32_modules='inner')), UserWarning, "'inner' was not called", 'does nothing',
+    'kept and never called': (lambda: fit(learner(InProjection()).to_bf16(fp32_modules='inner')), UserWarning,
+                              "'inner' was not called", 'does nothing',
                               "Keep '(model)' instead"),
-    'emulated': (bf16_emulated, UserWarning, "bf16 is emulated on device 'cpu'", 'has no bf16 arithmetic', '`learn.to_fp32()` is the faster choice'),
-    'auto finds nothing': (auto_nothing, UserWarning, "amp_mode='auto'", 'neither bf16 nor fp16 natively', '`precision_support()`'),
-    'unsupported': (unsupported, VE, "bf16 mixed precision does not run on device 'cpu'", 'it is too old', 'What works there: '),
-    'no autocast': (no_autocast, VE, "amp_mode='bf16' cannot be used on device 'cpu'", 'PyTorch has no autocast', '`to_fp32()`'),
-    'fp16 parameters': (lambda: fit(fp16_weights().to_fp16()), VE, "such as '0.weight'", 'needs fp32 parameters', '`learn.model.float()`'),
+    'emulated': (bf16_emulated, UserWarning, "bf16 is emulated on device 'cpu'", 'has no bf16 arithmetic',
+                 '`learn.to_fp32()` is the faster choice'),
+    'auto finds nothing': (auto_nothing, UserWarning, "amp_mode='auto'", 'neither bf16 nor fp16 natively',
+                           '`precision_support()`'),
+    'unsupported': (unsupported, VE, "bf16 mixed precision does not run on device 'cpu'", 'it is too old',
+                    'What works there: '),
+    'no autocast': (no_autocast, VE, "amp_mode='bf16' cannot be used on device 'cpu'", 'PyTorch has no autocast',
+                    '`to_fp32()`'),
+    'fp16 parameters': (lambda: fit(fp16_weights().to_fp16()), VE, "such as '0.weight'", 'needs fp32 parameters',
+                        '`learn.model.float()`'),
     'two callbacks': (two_callbacks, VE, 'several precision callbacks', 'Keep one', '`learn.to_fp32()` removes'),
-    'a closure': (lambda: fit(learner(opt_func=wrapped(Closure)).to_fp16()), VE, 'Closure needs a closure', 'GradScaler does not support', '`learn.to_bf16()`'),
+    'a closure': (lambda: fit(learner(opt_func=wrapped(Closure)).to_fp16()), VE, 'Closure needs a closure',
+                  'GradScaler does not support', '`learn.to_bf16()`'),
     'a layer without kernel': (lambda: fit(lstm()), VE, "'rnn' (LSTM)", 'PyTorch says', 'fp32_modules=nn.LSTM'),
-    'damaged file': (lambda tmp_path: bad_state(tmp_path, lambda s: s.update(scale='x')), VE, "'scale' is 'x'", 'Nothing was loaded', 'with_opt=False'),
-    'damaged file, a key gone': (lambda tmp_path: bad_state(tmp_path, lambda s: s.pop('scale')), VE, "'scale' is missing", 'Nothing was loaded',
+    'damaged file': (lambda tmp_path: bad_state(tmp_path, lambda s: s.update(scale='x')), VE, "'scale' is 'x'",
+                     'Nothing was loaded', 'with_opt=False'),
+    'damaged file, a key gone': (lambda tmp_path: bad_state(tmp_path, lambda s: s.pop('scale')), VE,
+                                 "'scale' is missing", 'Nothing was loaded',
                                  'with_opt=False'),
-    'a scale nobody uses': (scale_for_nobody, UserWarning, 'the loss scale of fp16 training', 'this learner does not use',
+    'a scale nobody uses': (scale_for_nobody, UserWarning, 'the loss scale of fp16 training',
+                            'this learner does not use',
                             '`learn.to_fp16()` before `learn.load`'),
-    'goes wrong': (lambda: fit(learner(Attentive()).to_fp16()), UserWarning, 'fp16 training goes wrong', 'fp16 ends at 65,504', "fp32_modules=['attn"),
-    'goes wrong and stops': (lambda: fit(learner(Attentive()).to_fp16(on_overflow='raise')), FloatingPointError, 'fp16 training goes wrong', 'fp16 ends at',
+    'goes wrong': (lambda: fit(learner(Attentive()).to_fp16()), UserWarning, 'fp16 training goes wrong',
+                   'fp16 ends at 65,504', "fp32_modules=['attn"),
+    'goes wrong and stops': (lambda: fit(learner(Attentive()).to_fp16(on_overflow='raise')), FloatingPointError,
+                             'fp16 training goes wrong', 'fp16 ends at',
                              "fp32_modules=['attn"),
     # reports
-    'report without a mode': (lambda: net().precision_report(()), VE, 'modes=()', 'cannot be used', "at least one of 'bf16' and 'fp16'"),
-    'report on no batch': (lambda: net().precision_report(n_batches=0), VE, 'n_batches=0', 'cannot be used', 'at least 1'),
+    'report without a mode': (lambda: net().precision_report(()), VE, 'modes=()', 'cannot be used',
+                              "at least one of 'bf16' and 'fp16'"),
+    'report on no batch': (lambda: net().precision_report(n_batches=0), VE, 'n_batches=0', 'cannot be used',
+                           'at least 1'),
     'report without data': (lambda: empty().precision_report(), VE, 'at least one batch', 'gave none', 'dl='),
     'report on shards': (sharded, VE, 'precision_report', 'sharded', 'before `fully_shard`'),
+    'report: seconds': (lambda: net().precision_report(max_seconds=0), VE, 'max_seconds=0', 'cannot be used',
+                        'above 0'),
+    'report: mode': (lambda: net().precision_report('fp61'), VE, "modes='fp61'", 'not a precision',
+                     "'bf16' and 'fp16'"),
+    'report: fp16 parameters': (lambda: fp16_weights().precision_report(), VE, "such as '0.weight'",
+                                'needs fp32 parameters', '`learn.model.float()`'),
+    'goes wrong elsewhere': (on_another_rank, FloatingPointError, 'goes wrong on rank 1', 'Every rank stops',
+                             'the message of rank 1'),
     'compare: steps': (lambda: net().compare_precision(n_steps=0), VE, 'n_steps=0', 'cannot be used', 'at least 1'),
-    'compare: strangers': (lambda: net().compare_precision(cbs=[At('after_step', print)]), VE, 'cbs=[At]', "not among the learner's",
+    'compare: strangers': (lambda: net().compare_precision(cbs=[At('after_step', print)]), VE, 'cbs=[At]',
+                           "not among the learner's",
                            'Pass some of `learn.cbs`'),
-    'compare: processes': (distributed(lambda: net().compare_precision()), RE, 'compare_precision', 'one process', 'before training is distributed'),
-    'compare: in a fit': (in_a_batch(lambda l: l.compare_precision(n_steps=1)), RE, 'compare_precision', 'inside a fit', 'before or after'),
-    'compare: no data': (lambda: empty().compare_precision(n_steps=1), VE, '`learn.dls.train`', 'gives no batches', '`drop_last=True`'),
+    'compare: steps for modes': (lambda: net().compare_precision(20), VE, 'modes=20', 'names the precisions',
+                                 'n_steps=20?'),
+    'compare: mode': (lambda: net().compare_precision('fp61'), VE, "modes='fp61'", 'not a precision', "'half weights'"),
+    'compare: shards': (faked(fastxtend_amp.insight.compare, 'is_sharded', lambda model: True,
+                              lambda: net().compare_precision()), VE, 'compare_precision', 'sharded',
+                        'before `fully_shard`'),
+    'compare: apply': (lambda: net().compare_precision('bf16', n_steps=1, n_seeds=0).apply(mode='fp16'), VE,
+                       "mode='fp16'", 'was not compared', "'fp32', 'bf16'"),
+    'compare: apply to nobody': (applied_to_nobody, VE, 'apply()', 'cannot find the learner', 'learn='),
+    'compare: in a fit': (in_a_batch(lambda l: l.compare_precision(n_steps=1)), RE, 'compare_precision',
+                          'inside a fit', 'before or after'),
+    'compare: no data': (lambda: empty().compare_precision(n_steps=1), VE, '`learn.dls.train`', 'gives no batches',
+                         '`drop_last=True`'),
     'compare: no targets': (no_targets, VE, 'no targets', 'no loss to compare', '`learn.dls.n_inp`'),
     # half-precision weights
     'half: dtype': (lambda: net().to_half_weights('fp8'), VE, "dtype='fp8'", 'cannot be used', "'bf16' or 'fp16'"),
-    'half: scale for bf16': (lambda: net().to_half_weights(loss_scale=512.), VE, 'loss_scale=512.0', 'needs no loss scaling', "dtype='fp16'"),
-    'half: flat without masters': (lambda: net().to_half_weights(master_weights=False, flat_master=True), VE, 'flat_master=True', 'no master to make flat',
+    'half: scale for bf16': (lambda: net().to_half_weights(loss_scale=512.), VE, 'loss_scale=512.0',
+                             'needs no loss scaling', "dtype='fp16'"),
+    'half: flat without masters': (lambda: net().to_half_weights(master_weights=False, flat_master=True), VE,
+                                   'flat_master=True', 'no master to make flat',
                                    'Leave one'),
-    'half: fp16 without masters': (lambda: net().to_half_weights('fp16', master_weights=False), VE, 'master_weights=False', 'must be unscaled in fp32', "dtype='bf16'"),
-    'half: lazy': (lambda: fit(learner(nn.Sequential(nn.LazyLinear(1))).to_half_weights()), VE, "parameter '0.weight'", 'has no shape', 'Call `learn.model` once'),
-    'half: TorchScript': (lambda: fit(learner(nn.Sequential(torch.jit.script(nn.Linear(6, 1)))).to_half_weights()), VE, "parameter '0.weight'", 'TorchScript',
+    'half: fp16 without masters': (lambda: net().to_half_weights('fp16', master_weights=False), VE,
+                                   'master_weights=False', 'must be unscaled in fp32', "dtype='bf16'"),
+    'half: lazy': (lambda: fit(learner(nn.Sequential(nn.LazyLinear(1))).to_half_weights()), VE, "parameter '0.weight'",
+                   'has no shape', 'Call `learn.model` once'),
+    'half: TorchScript': (lambda: fit(learner(nn.Sequential(torch.jit.script(nn.Linear(6, 1)))).to_half_weights()), VE,
+                          "parameter '0.weight'", 'TorchScript',
                           '`fp32_modules`'),
-    'half: no master': (lambda: fit(fp16_weights().to_half_weights()), VE, "parameter '0.weight'", 'no fp32 master', '`learn.model.float()`'),
-    'half: sparse': (lambda: fit(learner(Sparse(), opt_func=Adam).to_half_weights()), VE, "'emb.weight' has sparse gradients", 'Optimizer cannot take', 'sparse=False'),
-    'half: per tensor': (flat(Lamb), VE, 'flat_master=True cannot be used with Lamb', 'depends on which parameter', 'flat_master=False'),
+    'half: no master': (lambda: fit(fp16_weights().to_half_weights()), VE, "parameter '0.weight'", 'no fp32 master',
+                        '`learn.model.float()`'),
+    'half: sparse': (lambda: fit(learner(Sparse(), opt_func=Adam).to_half_weights()), VE,
+                     "'emb.weight' has sparse gradients", 'Optimizer cannot take', 'sparse=False'),
+    'half: per tensor': (flat(Lamb), VE, 'flat_master=True cannot be used with Lamb', 'depends on which parameter',
+                         'flat_master=False'),
     'half: flat and sparse': (flat(SGD, Sparse()), VE, 'flat_master=True', 'sparse gradients', 'flat_master=False'),
-    'half: flat and whole': (flat_with_norms, VE, "Optimizer: its state 'norms'", 'not to its elements', 'flat_master=False'),
-    'half: DDP without masters': (ddp_without_masters, VE, 'master_weights=False', 'DistributedDataParallel, which would not reduce', 'with masters'),
-    'half: nothing compensates': (lambda: fit(learner(opt_func=SGD).to_half_weights(master_weights=False)), UserWarning, 'master_weights=False', 'did not move',
+    'half: flat and whole': (flat_with_norms, VE, "Optimizer: its state 'norms'", 'not to its elements',
+                             'flat_master=False'),
+    'half: DDP without masters': (ddp_without_masters, VE, 'master_weights=False',
+                                  'DistributedDataParallel, which would not reduce', 'with masters'),
+    'half: nothing compensates': (lambda: fit(learner(opt_func=SGD).to_half_weights(master_weights=False)),
+                                  UserWarning, 'master_weights=False', 'did not move',
                                   'Kahan'),
     'kahan: no optimi': (without('optimi', kahan), ImportError, 'kahan', 'needs optimi', 'pip install'),
     'kahan: no such optimizer': (lambda: kahan('Adamw'), VE, "opt='Adamw'", "not one of optimi's", 'AdamW'),
     # console scripts
     'demo: epochs': (lambda: demo.main(['--epochs', '0']), SystemExit, '--epochs 0', 'error', 'at least 1'),
-    'demo: folder': (lambda: demo.main(['--out', 'nowhere/demo.png']), SystemExit, '--out nowhere', 'error', 'no folder nowhere'),
+    'demo: folder': (lambda: demo.main(['--out', 'nowhere/demo.png']), SystemExit, '--out nowhere', 'error',
+                     'no folder nowhere'),
     'demo: device': (lambda: demo.main(['--device', 'gpu']), SystemExit, '--device gpu', 'error', 'cpu'),
-    'demo: no autocast': (lambda: demo.main(['--device', 'meta']), SystemExit, '--device meta', 'no autocast', 'try cpu'),
-    'bench: steps': (lambda: bench.main(['--steps', '0']), SystemExit, '--steps 0', 'error', 'at least 1'),
-    'bench: model': (lambda: bench.main(['--models', 'resnet']), SystemExit, '--models resnet', 'no such model', 'xresnet18'),
-    'bench: mode': (lambda: bench.main(['--modes', 'fp8']), SystemExit, '--modes fp8', 'only bf16 and fp16', 'fp32 always runs'),
-    'bench: folder': (lambda: bench.main(['--json', 'nowhere/b.json']), SystemExit, '--json nowhere', 'error', 'no folder nowhere'),
-    'bench: device': (lambda: bench.main(['--device', 'gpu']), SystemExit, '--device gpu', 'error', 'cpu'),
-    'bench: no autocast': (lambda: bench.main(['--device', 'meta']), SystemExit, '--device meta', 'no autocast', 'try cpu'),
+    'demo: no autocast': (lambda: demo.main(['--device', 'meta']), SystemExit, '--device meta', 'no autocast',
+                          'try cpu'),
     # XLA: the others need an XLA device, and are read in test_xla.py
-    'xla: no torch_xla': (without('torch_xla', lambda: fit(xla_learner())), RE, 'XLA device', 'needs the package torch_xla', "`learn.dls.to('cpu')`"),
+    'xla: no torch_xla': (without('torch_xla', lambda: fit(xla_learner())), RE, 'XLA device',
+                          'needs the package torch_xla', "`learn.dls.to('cpu')`"),
 }
 def xla_learner():
     learn = net()
@@ -192,18 +250,26 @@ def xla_learner():
     return learn
 
 
-def met(case, kind, capsys, **fixtures):
-    "What a user reads, and where in the package it comes from."
-    wanted = {n: fixtures[n] for n in ('tmp_path', 'monkeypatch') if n in case.__code__.co_varnames[:case.__code__.co_argcount]}
+def met(case, kind, capsys, monkeypatch, **fixtures):
+    "What a user reads, and where in the package it comes from; a warning points at the user's own line."
+    wanted = {n: o for n, o in (('monkeypatch', monkeypatch),
+                                *fixtures.items()) if n in case.__code__.co_varnames[:case.__code__.co_argcount]}
     if case is scale_for_nobody: wanted = {'tmp': fixtures['tmp_path']}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter('always')
+    said, warn = [], warnings.warn
+    def noted(message, category=UserWarning, *args, **kwargs):
+        frame = sys._getframe(1)
+        if PACKAGE in Path(frame.f_code.co_filename).parents and issubclass(category or UserWarning, kind):
+            said.append((str(message), (Path(frame.f_code.co_filename).name, frame.f_lineno)))
+        warn(message, category, *args, **kwargs)
+    monkeypatch.setattr(warnings, 'warn', noted)
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
         try: case(**wanted)
         except kind as e:
-            frames = [f for f in traceback.extract_tb(e.__traceback__) if Path(f.filename).parent == PACKAGE]
-            return str(e) if kind is not SystemExit else capsys.readouterr().err, (Path(frames[-1].filename).name, frames[-1].lineno)
-    found = [w for w in caught if Path(w.filename).parent == PACKAGE and issubclass(w.category, kind)]
-    return '\n'.join(str(w.message) for w in found), *((Path(w.filename).name, w.lineno) for w in found)
+            frames = [f for f in traceback.extract_tb(e.__traceback__) if PACKAGE in Path(f.filename).parents]
+            return str(e) if kind is not SystemExit else capsys.readouterr().err, (Path(frames[-1].filename).name,
+                                                                                   frames[-1].lineno)
+    return '\n'.join(text for text, _ in said), *(place for _, place in said)
 
 
 SEEN = {}  # case: the places it came from
@@ -221,19 +287,21 @@ def test_says_what_why_and_what_next(name, capsys, tmp_path, monkeypatch):
 def places():
     "Where the package raises an error of Python's or warns: file, first and last line."
     builtin = {'ValueError', 'TypeError', 'RuntimeError', 'FloatingPointError', 'ImportError', 'AttributeError'}
-    for file in sorted(PACKAGE.glob('*.py')):
+    for file in sorted(PACKAGE.rglob('*.py')):
         for node in ast.walk(ast.parse(file.read_text())):
-            raises = isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and getattr(node.exc.func, 'id', '') in builtin
+            raises = isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and getattr(node.exc.func, 'id',
+                                                                                                '') in builtin
             call = node.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
             says = call is not None and ast.unparse(call.func) in ('warnings.warn', 'parser.error')
             if raises or says: yield file.name, node.lineno, node.end_lineno
 
 
-ELSEWHERE = {'xla.py'}  # test_xla.py
+ELSEWHERE = {'xla.py', 'bench.py'}  # test_xla.py, test_bench.py
 
 
 def test_no_message_is_left_out():
     if set(SEEN) != set(CASES): pytest.skip('the other tests of this file have to run before')
     seen = {place for found in SEEN.values() for place in found}
-    left = [p for p in places() if p[0] not in ELSEWHERE and not any(f == p[0] and p[1] <= line <= p[2] for f, line in seen)]
+    left = [p for p in places() if p[0] not in ELSEWHERE and not any(f == p[0] and p[1] <= line <= p[2] for f,
+                                                                     line in seen)]
     assert not left, left

@@ -1,0 +1,113 @@
+"The plot of a comparison: loss curves, speeds, and where the time of a step goes."
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ..common import PRECISION_COLORS
+from .phases import PHASES
+
+__all__ = ['plot_comparison']
+
+_PHASE_COLORS = {'data': '#b48ead', 'forward': '#88c0d0', 'backward': '#5e81ac', 'optimizer': '#ebcb8b',
+                 'rest': '#d8dee9'}
+_STYLES = ('-', '--', ':', '-.', (0, (1, 3)), (0, (5, 1)))
+
+
+def plot_comparison(
+    comparison: Any, # A `PrecisionComparison`
+    axs: Any = None, # Three matplotlib axes to draw on; new ones if None
+): # The three matplotlib axes
+    "See `PrecisionComparison.plot`."
+    import matplotlib.pyplot as plt
+    if axs is None: axs = plt.subplots(1, 3, figsize=(14, 4), layout='constrained', width_ratios=(3, 2, 2))[1]
+    curves, speeds, times = axs
+    _draw_curves(curves, comparison)
+    _draw_speeds(speeds, comparison)
+    _draw_times(times, comparison)
+    for ax in axs: ax.spines[['top', 'right']].set_visible(False)
+    return axs
+
+
+def _color(name): return PRECISION_COLORS[name if name in PRECISION_COLORS else 'half weights']
+
+
+def _smooth(values): return np.where(np.isfinite(values), pd.Series(values, dtype=float).ewm(alpha=.2).mean(), np.nan)
+
+
+def _draw_curves(ax, comparison):
+    losses = {n: l for n, l in comparison.losses.items() if l}
+    n_steps = len(losses['fp32'])
+    if comparison.seed_losses:
+        seeds = np.array([_smooth(l) for l in [losses['fp32'], *comparison.seed_losses]])
+        ax.fill_between(range(1, n_steps + 1), seeds.min(0), seeds.max(0), color='#d8dee9', lw=0,
+                        label=f'fp32, range of {len(seeds)} seeds')
+    for (name, values), style in zip(losses.items(), _STYLES):
+        finite, drawn = np.isfinite(values), _smooth(values)
+        short = len(values) < n_steps
+        label = _label(name, comparison)
+        if not finite.all(): label += f' (not finite from step {finite.argmin() + 1})'
+        elif short: label += ' (cut short)'
+        dot = 'o' if len(values) == n_steps == 1 else None
+        ax.plot(range(1, len(drawn) + 1), drawn, linestyle=style, color=_color(name), lw=2, label=label, marker=dot)
+        if short and finite.all(): ax.plot(len(drawn), drawn[-1], '|', color=_color(name), ms=14, mew=2)
+    ax.set(title='Training loss (smoothed)', xlabel='step', ylabel='loss')
+    ax.xaxis.get_major_locator().set_params(integer=True)
+    ax.legend(frameon=False)
+
+
+def _label(name, comparison):
+    few = comparison.samples.get(name)
+    return f'{name} (on {few} samples a step)' if few else name
+
+
+def _names(comparison, table):
+    "Labels of the rows, with what makes them slow."
+    def label(name):
+        if table['support'][name] != 'emulated': return name
+        few = comparison.samples.get(name)
+        return f'{name}\n(emulated, {few} samples)' if few else f'{name}\n(emulated)'
+    return [label(n) for n in table.index]
+
+
+def _draw_speeds(ax, comparison):
+    table = comparison.table.iloc[::-1]
+    at, widest = range(len(table)), max(1., table['speed-up q3'].max())
+    ax.barh(at, table['speed-up'].fillna(0), color=[_color(n) for n in table.index], height=.6)
+    for i, (_, row) in enumerate(table.iterrows()):
+        if row['speed-up'] != row['speed-up']:
+            why = row['support'] if row['support'] in ('unsupported', 'failed') else 'not measured'
+            ax.text(.03 * widest, i, why, va='center', color='#555')
+            continue
+        low, high = row['speed-up'] - row['speed-up q1'], row['speed-up q3'] - row['speed-up']
+        if low + high > 0: ax.errorbar(row['speed-up'], i, xerr=[[low], [high]], color='black', capsize=3, lw=1)
+        ax.text(row['speed-up q3'] + .04 * widest, i, f"{row['speed-up']:.2f}x", va='center', backgroundcolor='white')
+    ax.axvline(1, color='black', lw=.8, ls=':', zorder=0)
+    ax.set_yticks(at, _names(comparison, table))
+    ax.set(title=f'Speed; recommended: {comparison.recommended}', xlabel='samples per second, fp32 = 1')
+    ax.set_xlim(0, widest * 1.4)
+
+
+def _draw_times(ax, comparison):
+    "Milliseconds of a step, stacked; a part of 8 % or more carries its share."
+    ax.set(title='Where the time of a step goes', xlabel='milliseconds per step')
+    table = comparison.table[comparison.table['forward'].notna()].iloc[::-1]
+    if not len(table):
+        ax.text(.5, .5, 'not measured on this device,\nor in so few steps', ha='center', va='center', color='#555',
+                transform=ax.transAxes)
+        ax.set(xticks=[], yticks=[])
+        return
+    left = np.zeros(len(table))
+    total = table[['data', *PHASES, 'rest']].sum(axis=1).to_numpy() * 1000
+    for phase in ('data', *PHASES, 'rest'):
+        values = table[phase].to_numpy() * 1000
+        ax.barh(range(len(table)), values, left=left, color=_PHASE_COLORS[phase], height=.6, label=phase)
+        for i, (v, l, t) in enumerate(zip(values, left, total)):
+            if v > .08 * total.max(): ax.text(l + v / 2, i, f'{v / t:.0%}', ha='center', va='center', fontsize=8)
+        left = left + values
+    ax.set_yticks(range(len(table)), _names(comparison, table))
+    ax.set_xlim(0, total.max() * 1.02)
+    ax.legend(frameon=False, fontsize=8, ncols=5, loc='upper right', bbox_to_anchor=(1., -.16), handlelength=1,
+              columnspacing=.8, handletextpad=.3)

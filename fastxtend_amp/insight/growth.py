@@ -1,0 +1,72 @@
+"Sizes of weights and loss at the start of a fit, to tell a run that diverges from a want of precision."
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..compat import host_norm
+
+__all__ = ['Growth', 'Sizes']
+
+_WEIGHTS = 10.      # times the norm at the start, from which on a run counts as diverging
+_LOSS = 100.        # times the first loss
+
+
+@dataclass
+class Growth:
+    "How weights and loss have changed since the start of the fit; nan for what is not known."
+    weights: float  # times their norm at the start
+    first_loss: float
+    last_loss: float # the last one that was finite
+
+    @property
+    def diverges(self) -> bool:
+        "Have the weights grown tenfold, or the loss a hundredfold?"
+        return self.weights > _WEIGHTS or abs(self.last_loss) > _LOSS * abs(self.first_loss)
+
+    def __str__(self) -> str:
+        parts = []
+        if self.weights > 1.5:
+            parts.append(f'the weights are {_short(self.weights)} times as large as at the start of the fit')
+        if abs(self.last_loss) > abs(self.first_loss):
+            parts.append(f'the loss went from {_short(self.first_loss)} to {_short(self.last_loss)}')
+        return ' and '.join(parts)
+
+
+class Sizes:
+    """The norm of a model's weights now, and the loss of the first batch once it is set.
+
+    In main memory the norm is read in place, without an operator; on an accelerator both stay there as tensors until
+    `growth` reads them.
+    """
+    def __init__(self, model: nn.Module):
+        self.weights = _norm(model)
+        self.loss: float | torch.Tensor | None = None
+
+    def growth(self,
+        model: nn.Module, # The same model now
+        last_loss: float, # The last loss that was finite; nan if none is known
+    ) -> Growth:
+        "What has become of them; this waits for the device."
+        before, now = float(self.weights), float(_norm(model))
+        first = self.loss.mean() if isinstance(self.loss, torch.Tensor) else self.loss
+        if not math.isfinite(now): now = math.nan                # lost, which says nothing of how
+        return Growth(now / before if before else math.nan, math.nan if first is None else float(first), last_loss)
+
+
+def _short(x: float) -> str: return f'{x:,.0f}' if 100 <= abs(x) < 1e7 else f'{x:.3g}'
+
+
+def _norm(model: nn.Module) -> float | torch.Tensor:
+    "The norm of this process's trainable weights, on their device; of NaN or inf where a weight is."
+    weights = [_local(p) for p in model.parameters() if p.requires_grad]
+    in_place = [n for n in map(host_norm, weights) if n is not None]
+    if len(in_place) == len(weights): return math.hypot(*in_place)
+    norms = [torch.linalg.vector_norm(w.detach(), dtype=torch.float32) for w in weights]
+    return torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
+
+
+def _local(p): return p.to_local() if hasattr(p, 'to_local') else p

@@ -1,0 +1,110 @@
+"The measured choice: the fastest precision that trains as fp32 does, and a learner as it was but for the callback."
+import warnings
+
+import pytest, torch
+from torch import nn
+
+from fastxtend_amp import HalfWeights, mode
+from fastxtend_amp.insight import choices, compare
+from fastxtend_amp.insight.choice import measured_choice
+from helpers import *
+from states import bits, rich
+
+
+@pytest.fixture
+def speeds(monkeypatch):
+    "Replaces the speeds that are measured: samples per second by the name of the precision; others as fast as fp32."
+    known, turn = {}, compare._Comparison._turn
+    def replaced(self, run, steps):
+        turn(self, run, steps)
+        if run.speeds: run.speeds[-1] = known.get(run.name, 100.) * (1 + .01 * (len(run.speeds) % 3))
+    monkeypatch.setattr(compare._Comparison, '_turn', replaced)
+    for module in (choices, compare):
+        monkeypatch.setattr(module, 'mode_support', lambda m, d: mode.Support('native', 'for this test'))
+    return known
+
+
+@pytest.mark.parametrize('known,chosen', [
+    ({'bf16': 200.}, 'bf16'), ({'bf16': 200., 'half weights': 208.}, 'bf16'),
+    ({'bf16': 70., 'half weights': 150.}, 'half weights'),
+    ({'bf16': 70., 'fp16': 70., 'half weights': 70., 'half weights fp16': 70.}, 'fp32'), ({'fp16': 300.}, 'fp16'),
+    ({}, 'fp32')])
+def test_takes_the_fastest(speeds, known, chosen, capsys):
+    speeds.update(known)
+    learn = learner()
+    decision = measured_choice(learn, n_steps=16)
+    assert decision.mode == chosen
+    assert list(decision.table.index) == ['fp32', 'bf16', 'fp16', 'half weights', 'half weights fp16']
+    cb = learn.precision
+    if chosen == 'fp32': assert cb is None
+    else:
+        assert cb.decision is decision and decision.choice.mode == cb.amp_mode
+        assert isinstance(cb, HalfWeights) == chosen.startswith('half')
+    said = capsys.readouterr().out
+    assert said.startswith(f'{chosen}: ') and said.count('\n') == 1 and 'Measured in' in said
+    learn.fit(1)
+
+
+def test_modules_that_must_stay_in_fp32_do(speeds):
+    speeds.update(fp16=300.)
+    learn = learner(Attentive()).to_fp16(init_scale=1024., max_skips=7)
+    decision = measured_choice(learn, modes=('fp32', 'fp16'), n_steps=16)
+    assert decision.mode == 'fp16' and decision.choice.fp32_modules == ('attn',) and 'attn' in decision.call
+    assert list(learn.precision._fp32_modules.forwards) == ['attn'] and learn.precision.max_skips == 7
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter('always')
+        learn.fit(2)
+    assert not [w for w in found if 'goes wrong' in str(w.message)] and learn.precision.n_skipped == 0
+
+
+def test_a_mode_that_does_not_work_is_not_chosen_however_fast(speeds):
+    class Overflows(nn.Linear):
+        def forward(self, x):
+            out = super().forward(x)
+            return out * (float('inf') if torch.is_autocast_enabled('cpu')
+                          and torch.get_autocast_dtype('cpu') is torch.float16 else 1.)
+    speeds.update(fp16=900.)
+    decision = measured_choice(learner(nn.Sequential(nn.Linear(6, 4), Overflows(4, 1))), modes=('fp32', 'fp16'),
+                               n_steps=10)
+    assert decision.mode == 'fp32' or decision.choice.fp32_modules        # kept in fp32 it works
+
+
+@pytest.mark.parametrize('error', [KeyboardInterrupt, RuntimeError])
+def test_interrupted_it_leaves_the_learner_as_it_was(monkeypatch, error):
+    learn, turns = rich(), []
+    before, turn = bits(learn), compare._Comparison._turn
+    def interrupted(self, run, steps):
+        turns.append(run.name)
+        if len(turns) == 3: raise error('now')
+        turn(self, run, steps)
+    monkeypatch.setattr(compare._Comparison, '_turn', interrupted)
+    monkeypatch.setattr(compare._Comparison, '_try', lambda self, run, f, *args: f(*args))
+    with pytest.raises(error): measured_choice(learn, n_steps=8)
+    after = bits(learn)
+    for key in before: assert after[key] == before[key], key
+
+
+def test_but_for_the_callback_the_learner_is_as_it_was():
+    learn = rich()
+    before = bits(learn)
+    measured_choice(learn, n_steps=4)
+    after = bits(learn)
+    for key in ('grads', 'metrics', 'dls', 'rng', 'autocast', 'opt', 'lists'): assert after[key] == before[key], key
+
+
+needs_bf16 = pytest.mark.skipif(mode.mode_support(mode.AMPMode.BF16, torch.device('cpu')).status != 'native',
+                                reason='needs a CPU with native bf16')
+
+
+@needs_bf16
+def test_with_native_bf16_a_wide_network_takes_it_and_a_deep_narrow_one_does_not():
+    torch.manual_seed(0)
+    wide = nn.Sequential(nn.Linear(6, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 2048),
+                         nn.ReLU(), nn.Linear(2048, 1))
+    deep = nn.Sequential(*[layer for i in range(30) for layer in (nn.Linear(6 if i == 0 else 8, 8), nn.ReLU())],
+                         nn.Linear(8, 1))
+    big = loaders(n=512, bs=128)
+    assert measured_choice(learner(wide, big, opt_func=OPTIMIZERS['fused sgd'], lr=1e-4), modes=('fp32', 'bf16'),
+                           n_steps=16).mode == 'bf16'
+    assert measured_choice(learner(deep, big, opt_func=OPTIMIZERS['fused sgd'], lr=1e-4), modes=('fp32', 'bf16'),
+                           n_steps=32).mode == 'fp32'
