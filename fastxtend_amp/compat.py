@@ -217,7 +217,7 @@ def compiled_module(module: nn.Module) -> nn.Module | None:
 
     Relies on `OptimizedModule._orig_mod` (since 2.0). Where it is gone a compiled model counts as one module.
     """
-    inner = module.__dict__.get('_modules', {}).get('_orig_mod')
+    inner = getattr(module, '_orig_mod', None)
     return inner if isinstance(inner, nn.Module) else None
 
 

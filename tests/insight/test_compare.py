@@ -399,27 +399,27 @@ def test_modules_kept_in_fp32_are_kept_in_the_comparison_and_afterwards():
 
 # -- rows and calls
 
-class Records(nn.Linear):
-    "Notes the dtype of its weight and of what it computes in each training step."
-    seen = []
-    def forward(self, x):
-        out = super().forward(x)
-        if self.training: Records.seen.append((self.weight.dtype, out.dtype))
-        return out
 
 
 @pytest.mark.parametrize('own', ['half weights', 'bf16', None])
-def test_each_row_runs_in_the_precision_it_names(own):
-    fp32, bf16 = torch.float32, torch.bfloat16
+def test_each_row_runs_in_the_precision_it_names(own, monkeypatch):
+    "By the dtypes of the weight inside the layer's forward and of its output."
+    fp32, bf16, linear, seen = torch.float32, torch.bfloat16, nn.functional.linear, []
+    def recorded(x, weight, bias=None):
+        out = linear(x, weight, bias)
+        seen.append((weight.dtype, out.dtype))
+        return out
+    monkeypatch.setattr(nn.functional, 'linear', recorded)
     expected = {'fp32': (fp32, fp32), 'bf16': (fp32, bf16), 'half weights': (bf16, bf16)}
     for name in expected:
-        learn = seeded(nn.Sequential(Records(6, 1)))
+        learn = seeded(nn.Sequential(nn.Linear(6, 1)))
         if own == 'half weights': learn.to_half_weights('bf16')
         if own == 'bf16': learn.to_bf16()
-        Records.seen.clear()
+        seen.clear()
         r = learn.compare_precision(name, n_steps=3, n_seeds=0)
         assert list(r.table.index) == list(dict.fromkeys(['fp32', name])) and r.table['note'][name] == ''
-        assert set(Records.seen) == {expected['fp32'], expected[name]} and not r.table['loss'].isna().any()
+        first_batch = {(fp32, bf16)} if name == 'half weights' else set()      # watched, under autocast alone
+        assert set(seen) == {expected['fp32'], expected[name]} | first_batch and not r.table['loss'].isna().any()
 
 
 def test_half_weights_have_rows_of_their_own():

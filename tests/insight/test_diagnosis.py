@@ -315,20 +315,20 @@ def test_on_a_device_skips_in_a_row_are_seen_when_the_epoch_ends(monkeypatch):
 
 
 def test_flags_are_polled_without_waiting():
-    from fastxtend_amp.scaling import History, _Rule
+    from fastxtend_amp.scale_history import ScaleHistory as History, ScaleRule as _Rule
     history = History()
     history.mark(8., 0, _Rule(2., .5, 2000))
     for i in range(History._chunk): history.record(torch.tensor(float(i >= History._chunk - 20)))
-    assert history.poll() == 20 and history.poll() == 0
+    assert history.arrived_skips() == 20 and history.arrived_skips() == 0
     class Later:
         ready = False
         def query(self): return self.ready
     for i in range(History._chunk): history.record(torch.tensor(1.))
     event = Later()
-    history._coming = (history._coming[0], event)
-    assert history.poll() == 0
+    history._arriving = (history._arriving[0], event)
+    assert history.arrived_skips() == 0
     event.ready = True
-    assert history.poll() == History._chunk
+    assert history.arrived_skips() == History._chunk
 
 
 def test_host_values_are_read_without_an_operator():
