@@ -1,69 +1,73 @@
-"What of mixed precision is in a checkpoint, and is the file whole?"
+"Checkpoints: the loss scale in the files of `Learner.save` and `load`, files written whole, states put on their device."
 from __future__ import annotations
 
-import functools, inspect, math, os, threading, warnings
-from collections.abc import Callable, Mapping
+import functools, os, sys, threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import fastai.learner
 import torch
 from fastai.learner import Learner
 from fastai.optimizer import Lookahead
-from fastai.torch_core import get_model
+from fastai.torch_core import get_model, rank_distrib
 from fastcore.foundation import L
+from torch import nn
 
-from .callback import MixedPrecision
+from .callback import MixedPrecision, precision_callback_of
+from .common import warn_user
+from .compat import syncfree_state
 from .convert import map_tensors
-from .mode import model_device
-from .scaling import _is_number, _params, syncfree_state
-from .devices.sharded import is_sharded, shard_model_state, shard_opt_state, whole
+from .observer import ON_ATTACH
+from .scaling import optimizer_params
+from .scaling_args import check_scaler_state
 
-__all__ = []
+__all__ = ['ADAPTERS', 'StateAdapter', 'place_state', 'written_whole']
 
 KEY = 'grad_scaler'  # inside the optimizer's state: fastai takes a file for one with an optimizer only if it has no other keys
 _HAS_OPT = {'model', 'opt'}
 
 
-def check_state(
-    state: Any, # What the file holds
-    file: Any, # Where it was read from, for the message
-    own: bool = False, # Whether it is for a scaler that reads states of its own kind: then it only has to be a dict
-) -> None:
-    "Raise a `ValueError` that says what is wrong if `state` is not one that `GradScaler.state_dict` could have given."
-    def refuse(what):
-        raise ValueError(f"The loss scaler's state in {file} cannot be used: {what}. Nothing was loaded. `learn.load(..., with_opt=False)` "
-                         "loads the model alone; `learn.to_fp32()` or `learn.to_bf16()` before `load` leaves the scaler out.")
-    if not isinstance(state, Mapping): refuse(f'it is a {type(state).__name__}, not a dict')
-    for key in () if own else ('scale', 'growth_factor', 'backoff_factor', 'growth_interval', '_growth_tracker'):
-        if key not in state: refuse(f'{key!r} is missing')
-        if not _is_number(state[key]): refuse(f'{key!r} is {state[key]!r}, not a number')
-        if not math.isfinite(state[key]) or state[key] < 0 or (state[key] == 0 and key != '_growth_tracker'):
-            refuse(f'{key!r} is {state[key]!r}, not finite and above 0')
+class StateAdapter:
+    "How model and optimizer state go into a file and come back, where they are not plain tensors of this process."
+    def applies(self, model: nn.Module) -> bool:
+        "Is `model` of the kind that needs this?"
+        return False
+    def to_file(self, state: Any) -> Any:
+        "`state` with whole tensors on the CPU; called in every process, rank 0's result is written."
+        return state
+    def model_from_file(self, state: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
+        "A model state from a file as `model.load_state_dict` needs it in this process."
+        return state
+    def opt_from_file(self, state: Any, params: list[nn.Parameter]) -> Any:
+        "An optimizer state from a file as the optimizer of `params` needs it in this process."
+        return state
+
+
+ADAPTERS: list[StateAdapter] = []                                # rooms add theirs
+_PLAIN = StateAdapter()
+_reading = threading.Lock()                                      # fastai's `load_model` changes torch's list of safe classes meanwhile
+
+
+def _adapter(model: nn.Module) -> StateAdapter:
+    return next((a for a in ADAPTERS if a.applies(model)), _PLAIN)
 
 
 @contextmanager
-def _replaced(name: str, wrapper: Callable):
-    "Put `wrapper(original, ...)` in the place of `torch.<name>`, for calls from this thread, while fastai saves or loads."
-    original, thread = getattr(torch, name), threading.get_ident()
-    @functools.wraps(original)
-    def replacement(*args, **kwargs):
-        if threading.get_ident() != thread: return original(*args, **kwargs)
-        return wrapper(original, *args, **kwargs)
-    setattr(torch, name, replacement)
-    try: yield
-    finally: setattr(torch, name, original)
+def written_whole(file: Any) -> Iterator[Any]: # A file to write to
+    """Write to a file beside `file`, which takes its place when it is complete; file objects are written to directly.
 
-
-def write_whole(save: Callable, obj: Any, file: Any, *args, **kwargs) -> None:
-    "`save(obj, file, ...)`, but beside `file` and moved into its place when it is complete; file objects are written to directly."
-    if not isinstance(file, (str, os.PathLike)): return save(obj, file, *args, **kwargs)
+    After an exception, a full disk or a killed process the old file is whole.
+    """
+    if not isinstance(file, (str, os.PathLike)):
+        yield file
+        return
     target = Path(os.path.realpath(file))
     part = target.with_name(f'.{target.name}.part')             # always the same name: a killed process leaves one file, not many
     try:
         with open(part, 'wb') as f:
-            save(obj, f, *args, **kwargs)
+            yield f
             f.flush()
             os.fsync(f.fileno())
         os.replace(part, target)
@@ -81,101 +85,96 @@ def place_state(
     groups = inner.param_groups if isinstance(inner, torch.optim.Optimizer) else []
     on_host = {p for g in groups if not (g.get('capturable') or g.get('fused')) for p in g['params']}
     for p, state in inner.state.items():
+        if not isinstance(p, torch.Tensor): continue
         for key, value in state.items():
             host = key == 'step' and p in on_host and not syncfree_state(inner, state)
-            state[key] = map_tensors(partial(torch.Tensor.to, device='cpu' if host else p.device), value)
+            device = torch.device('cpu') if host else p.device
+            state[key] = map_tensors(lambda t, device=device: t if t.device == device else t.to(device), value)
     if isinstance(opt, Lookahead) and opt.slow_weights is not None:
         opt.slow_weights = L(L(w.to(p.device) for w, p in zip(ws, ps)) for ws, ps in zip(opt.slow_weights, opt.param_lists))
 
 
-def _on_xla(learn): return model_device(learn.model, 'cpu').type == 'xla'
+class _Saved:
+    "Stands for a model or an optimizer in fastai's `save_model`, which asks it for its state."
+    def __init__(self, state: Any): self.state = state
+    def state_dict(self) -> Any: return self.state
 
 
-def _precision(learn: Learner) -> MixedPrecision | None:
-    return next((cb for cb in learn.cbs if isinstance(cb, MixedPrecision)), None)
+class _Loaded:
+    "Stands for a model or an optimizer in fastai's `load_model`, which hands it its state; holds that."
+    given, state, kwargs = False, None, {}
+    def load_state_dict(self, state: Any, **kwargs) -> None: self.given, self.state, self.kwargs = True, state, kwargs
 
 
-def _outermost(method: Callable) -> Callable:
-    "`method(original, learn, ...)` as a wrapper for a `Learner` method that does nothing inside another of its kind (super())."
-    def decorate(original):
-        if getattr(original, '_fastxtend_amp', False): return original
-        @functools.wraps(original)
-        def inner(self, *args, **kwargs):
-            if _busy.learners.get(id(self)): return original(self, *args, **kwargs)
-            _busy.learners[id(self)] = True
-            try: return method(original, self, *args, **kwargs)
-            finally: del _busy.learners[id(self)]
-        inner._fastxtend_amp = True
-        return inner
-    return decorate
+def save_model(original: Callable, file: Any, model: nn.Module, opt: Any, with_opt: bool = True, **kwargs) -> None:
+    """fastai's `save_model`; for a learner with a precision callback with its loss scale, and in a file written whole.
 
-
-class _Busy(threading.local):
-    def __init__(self): self.learners = {}
-_busy = _Busy()
-
-
-def _with_opt(method: Callable, args: tuple, kwargs: dict) -> bool:
-    "Was `with_opt` asked for in this call of `save` or `load`? TextLearner's None is True."
-    names = list(inspect.signature(method).parameters)[1:]
-    return {**dict(zip(names, args)), **kwargs}.get('with_opt') in (None, True)
-
-
-@_outermost
-def _saving(original, self, *args, **kwargs):
-    cb = _precision(self)
+    The state of sharded parameters is put together from all processes, which must all call this.
+    """
+    cb, adapter = precision_callback_of(model, opt), _adapter(model)
+    if cb is None and adapter is _PLAIN: return original(file, model, opt, with_opt=with_opt, **kwargs)
+    with_opt = with_opt and opt is not None
+    model_state = adapter.to_file(get_model(model).state_dict())
+    opt_state = adapter.to_file(opt.state_dict()) if with_opt else None
     scaler = cb.state_dict() if cb is not None else {}
-    full = None
-    if is_sharded(self.model):                                   # in every process, before rank 0 goes on alone
-        opt = getattr(self, 'opt', None) if _with_opt(original, args, kwargs) else None
-        full = {'model': whole(get_model(self.model).state_dict()), 'opt': None if opt is None else whole(opt.state_dict())}
-    def save(torch_save, obj, f, *args, **kwargs):
-        if full is not None and isinstance(obj, Mapping):
-            if set(obj) == _HAS_OPT: obj = full
-            elif obj.keys() == full['model'].keys(): obj = full['model']
-        if scaler and isinstance(obj, dict) and set(obj) == _HAS_OPT and isinstance(obj['opt'], Mapping):
-            obj = {**obj, 'opt': {**obj['opt'], KEY: scaler}}
-        if _on_xla(self): obj = map_tensors(torch.Tensor.cpu, obj)   # PyTorch could not read it back with `weights_only`
-        return write_whole(torch_save, obj, f, *args, **kwargs)
-    with _replaced('save', save): return original(self, *args, **kwargs)
+    if scaler and isinstance(opt_state, Mapping): opt_state = {**opt_state, KEY: scaler}
+    if rank_distrib(): return None
+    with written_whole(file) as f:
+        return original(f, _Saved(model_state), _Saved(opt_state) if with_opt else None, with_opt=with_opt, **kwargs)
 
 
-@_outermost
-def _loading(original, self, *args, **kwargs):
-    cb = _precision(self)
-    with_opt, seen = _with_opt(original, args, kwargs), {}
-    def load(torch_load, f, *args, **kwargs):
-        if str(kwargs.get('map_location')).startswith('xla'): kwargs['map_location'] = 'cpu'
-        state = torch_load(f, *args, **kwargs)
-        has_opt = isinstance(state, dict) and set(state) == _HAS_OPT
-        if has_opt and with_opt:
-            seen['state'] = state['opt'].get(KEY) if isinstance(state['opt'], Mapping) else None
-            if cb is not None and cb.scales_loss and seen['state'] is not None: check_state(seen['state'], f, cb.scaling.has_own_state)
-        if not is_sharded(self.model): return state
-        if not has_opt: return shard_model_state(state, self.model)
-        return {'model': shard_model_state(state['model'], self.model),
-                'opt': shard_opt_state(state['opt'], _params(self.opt)) if with_opt else state['opt']}
-    with _replaced('load', load): result = original(self, *args, **kwargs)
-    if _on_xla(self) and self.opt is not None: place_state(self.opt)
-    if 'state' not in seen: return result
-    if cb is not None and cb.scales_loss: cb.load_state_dict(seen['state'] if seen['state'] is not None else cb.scaling.initial_state)
-    elif seen['state'] is not None and (cb is None or cb.mode != 'fp16'):
-        warnings.warn("The file holds the loss scale of fp16 training, which this learner does not use. To go on in fp16, call "
-                      "`learn.to_fp16()` before `learn.load`.")
-    return result
+def load_model(original: Callable, file: Any, model: nn.Module, opt: Any, with_opt: bool | None = True, device: Any = None,
+               **kwargs) -> None:
+    """fastai's `load_model` or `load_model_text`, for any learner: the file may hold a loss scale.
+
+    fastai reads the file; model, optimizer and scaler are loaded when all of it has been read and the scaler's state
+    was found usable, so that a damaged file leaves the learner untouched.
+    """
+    cb, adapter = precision_callback_of(model, opt), _adapter(model)
+    if adapter is not _PLAIN and str(device).startswith('xla'): device = 'cpu'
+    in_file, opt_in_file = _Loaded(), _Loaded()
+    with _reading: original(file, in_file, opt_in_file, with_opt=with_opt, device=device, **kwargs)
+    scaler = opt_in_file.state.pop(KEY, None) if isinstance(opt_in_file.state, dict) else None
+    scaled = cb is not None and cb.scales_loss
+    if scaled and scaler is not None: _check_state_in_file(scaler, file, cb)
+    get_model(model).load_state_dict(adapter.model_from_file(in_file.state, model), **in_file.kwargs)
+    if not opt_in_file.given: return
+    _load_optimizer(opt, adapter.opt_from_file(opt_in_file.state, optimizer_params(opt)), place=cb is not None)
+    if scaled: cb.load_state_dict(cb.scaling.initial_state if scaler is None else scaler)
+    elif scaler is not None and (cb is None or cb.mode != 'fp16'):
+        warn_user("The file holds the loss scale of fp16 training, which this learner does not use.\n"
+                  "To go on in fp16, call `learn.to_fp16()` before `learn.load`.")
 
 
-def patch_learner(cls: type[Learner]) -> None:
-    "Wrap `save` and `load` where `cls`, or a subclass that there is by now, defines them."
-    for name, wrap in (('save', _saving), ('load', _loading)):
-        if name in cls.__dict__: setattr(cls, name, wrap(cls.__dict__[name]))
-    for sub in cls.__subclasses__(): patch_learner(sub)
+def _load_optimizer(opt: Any, state: Any, place: bool) -> None:
+    try: opt.load_state_dict(state)
+    except Exception: warn_user('Could not load the optimizer state.')   # as fastai has it
+    else:
+        if place: place_state(opt)
 
 
-def _patch_new_subclass(cls, **kwargs):
-    super(Learner, cls).__init_subclass__(**kwargs)
-    patch_learner(cls)
+def _check_state_in_file(state: Any, file: Any, cb: MixedPrecision) -> None:
+    check_scaler_state(state, str(getattr(file, 'name', file)), cb.scaling.has_own_state,
+                       "`learn.load(..., with_opt=False)` loads the model alone; `learn.to_fp32()` or `learn.to_bf16()` "
+                       "before `load` leaves the scaler out.")
 
 
-patch_learner(Learner)
-Learner.__init_subclass__ = classmethod(_patch_new_subclass)
+# -- how fastai comes to call them
+
+def _put_over(module: Any, name: str, new: Callable) -> None:
+    "Put `new(original, ...)` in the place of the function `name` of `module`, once."
+    original = getattr(module, name)
+    if hasattr(original, '__wrapped__'): return
+    setattr(module, name, functools.wraps(original)(functools.partial(new, original)))
+
+
+def _put_over_text(learn: Learner | None = None) -> None:
+    "`TextLearner.load` calls a function of its own, in a module that may be imported after this one."
+    text = sys.modules.get('fastai.text.learner')
+    if text is not None: _put_over(text, 'load_model_text', load_model)
+
+
+_put_over(fastai.learner, 'save_model', save_model)
+_put_over(fastai.learner, 'load_model', load_model)
+_put_over_text()
+ON_ATTACH.append(_put_over_text)

@@ -1,15 +1,16 @@
-"Small helpers that several files share: random states, colours of precisions in plots, an error in one line."
+"Small helpers that several files share: random states, colours of precisions, an error in one line, warnings."
 from __future__ import annotations
 
-import random, sys
+import inspect, random, sys, warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ['PRECISION_COLORS', 'first_line', 'random_state', 'random_state_kept', 'set_random_state']
+__all__ = ['PRECISION_COLORS', 'first_line', 'random_state', 'random_state_kept', 'set_random_state', 'warn_user']
 
 # One colour for a precision in every plot.
 PRECISION_COLORS = {'fp32': '#4c566a', 'bf16': '#2a78b8', 'fp16': '#d1701f', 'half weights': '#17a2a2'}
@@ -21,7 +22,7 @@ def random_state(
     device: torch.device | None = None, # Besides the CPU; all accelerators that are in use if None
     everything: bool = False, # Whether Python's and NumPy's generators belong to it, besides torch's
 ) -> RandomState: # Pairs: the function that sets a generator, and its state
-    "The state of the global random number generators, as `set_random_state` takes it; read without waiting for a device."
+    "The state of the global random number generators, as `set_random_state` takes it; does not wait for a device."
     states: RandomState = [(torch.set_rng_state, torch.get_rng_state())]
     if everything: states += [(random.setstate, random.getstate()), (np.random.set_state, np.random.get_state())]
     types = _accelerators() if device is None else [device.type]
@@ -33,10 +34,14 @@ def random_state(
         module: Any = getattr(torch, kind, None)
         if kind == 'cpu' or not hasattr(module, 'get_rng_state'): continue
         if device is not None and device.index is not None:
-            states.append((lambda state, module=module: module.set_rng_state(state, device), module.get_rng_state(device)))
+            setter = partial(_set_rng_state, module, device)
+            states.append((setter, module.get_rng_state(device)))
         elif hasattr(module, 'get_rng_state_all'): states.append((module.set_rng_state_all, module.get_rng_state_all()))
         else: states.append((module.set_rng_state, module.get_rng_state()))
     return states
+
+
+def _set_rng_state(module: Any, device: torch.device, state: torch.Tensor) -> None: module.set_rng_state(state, device)
 
 
 def set_random_state(state: RandomState) -> None:
@@ -56,6 +61,17 @@ def first_line(error: BaseException, limit: int = 200) -> str:
     "What an exception says, in one line; its type's name where it says nothing."
     lines = str(error).strip().splitlines()
     return lines[0][:limit].rstrip('.: ') if lines else type(error).__name__
+
+
+_NOT_THE_USERS = ('fastxtend_amp', 'fastai', 'fastcore', 'torch', 'contextlib')
+
+
+def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
+    "Warn at the user's own line: the innermost one that is not in this package, fastai, fastcore or PyTorch."
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and frame.f_globals.get('__name__', '').partition('.')[0] in _NOT_THE_USERS:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=max(level, 1))
 
 
 def _accelerators() -> list[str]:

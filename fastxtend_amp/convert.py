@@ -1,4 +1,4 @@
-"What reaches the loss and the metrics? Half-precision tensors as fp32, everything else as it was."
+"Conversion of the tensors in predictions, targets and inputs, nested in containers: half precision to fp32, off their graph."
 from __future__ import annotations
 
 import copy
@@ -9,18 +9,20 @@ from typing import Any
 import torch
 from fastcore.foundation import L
 
+from .compat import dtype_of
+
 HALF = (torch.float16, torch.bfloat16)
 
 
 def is_half(t: torch.Tensor) -> bool:
-    "Is `t` fp16 or bf16? Asked past `__torch_function__`: each attribute of a tensor of fastai's own types takes microseconds."
-    with torch._C.DisableTorchFunctionSubclass(): return t.dtype in HALF
+    "Is `t` fp16 or bf16?"
+    return dtype_of(t) in HALF
 
 
 def to_fp32(
-    x: Any, # A tensor, or tensors in lists, tuples, named tuples, mappings, dataclasses and objects, nested at will
+    x: Any, # A tensor, or tensors in containers; see `map_tensors`
 ) -> Any: # `x` itself where nothing changed; otherwise a copy of the same type
-    """Turn every fp16 or bf16 tensor in `x` into fp32 and leave every other leaf and every container's type alone.
+    """Turn every fp16 or bf16 tensor in `x` into fp32; every other leaf and every container's type stays.
 
     fastai's `to_float` also turns fp64 into fp32 and dict subclasses into dicts, and fails on None and strings.
     """
@@ -28,42 +30,83 @@ def to_fp32(
 
 
 def detached(
-    x: Any, # As in `to_fp32`
+    x: Any, # A tensor, or tensors in containers; see `map_tensors`
 ) -> Any: # `x` itself where nothing changed; otherwise a copy of the same type
     "Cut every tensor in `x` off its graph: others cannot be deep-copied."
     return map_tensors(lambda t: t.detach() if t.grad_fn is not None else t, x)
 
 
-def map_tensors(f: Callable[[torch.Tensor], torch.Tensor], x: Any) -> Any:
-    "`x` with `f` applied to every tensor in it; containers in which nothing changed are not copied."
+def map_tensors(
+    f: Callable[[torch.Tensor], torch.Tensor],
+    x: Any, # A tensor, or tensors in lists, tuples, mappings, dataclasses and model-output objects, nested
+) -> Any: # `x` itself where nothing changed; otherwise a copy of the same type
+    """`x` with `f` applied to every tensor in it, each object once.
+
+    A model-output object is any other object with tensors among its attributes; from there on only containers are
+    walked, so that pointers from node to node (parse trees, graphs) are not followed. What cannot be rebuilt from its
+    parts, such as a tuple subclass with rules of its own or a read-only mapping, passes unchanged.
+    """
     if isinstance(x, torch.Tensor): return f(x)
-    if isinstance(x, Mapping):
-        changed = {k: new for k, v in x.items() if (new := map_tensors(f, v)) is not v}
-        return _copy_with(x, changed, _set_item)
-    if isinstance(x, (tuple, list, L)):
-        new = [map_tensors(f, o) for o in x]
-        if isinstance(x, list): return _copy_with(x, {i: v for i, v in enumerate(new) if v is not x[i]}, _set_item)
-        if all(a is b for a, b in zip(new, x)): return x
-        if isinstance(x, L): return x._new(new)
-        return type(x)(*new) if hasattr(x, '_fields') else type(x)(new)
-    if is_dataclass(x) and not isinstance(x, type): names = [field.name for field in fields(x)]
-    elif _is_output_object(x): names = list(vars(x))
-    else: return x
-    new = {n: map_tensors(f, getattr(x, n)) for n in names if hasattr(x, n)}
-    return _copy_with(x, {n: v for n, v in new.items() if v is not getattr(x, n)}, object.__setattr__)
+    try: return _Walk(f).convert(x)
+    except RecursionError: return x                              # nested a thousand levels deep: no model's output is
 
 
-def _copy_with(x, changes, assign):
-    if not changes: return x
-    new = copy.copy(x)
-    for key, value in changes.items(): assign(new, key, value)
+class _Walk:
+    "One walk over nested containers; remembers what it has met, so that shared objects stay shared and cycles end."
+    def __init__(self, f: Callable[[torch.Tensor], torch.Tensor]): self.f, self.met = f, {}
+
+    def convert(self, x: Any, in_object: bool = False) -> Any:
+        if isinstance(x, torch.Tensor): return self.f(x)
+        parts = _parts(x, in_object)
+        if parts is None: return x
+        if id(x) in self.met: return self.met[id(x)][1]
+        self.met[id(x)] = x, x                                   # the object is kept alive: its id stays its own
+        in_object = in_object or _is_plain(x)
+        changes = {}
+        for key, value in parts.items():
+            new = self.convert(value, in_object)
+            if new is not value: changes[key] = new
+        result = _with_changes(x, parts, changes) if changes else x
+        self.met[id(x)] = x, result
+        return result
+
+
+def _parts(x: Any, in_object: bool) -> dict[Any, Any] | None:
+    "What is in `x`, by key, index or attribute; None if it is not looked into."
+    if isinstance(x, Mapping): return dict(x.items())
+    if isinstance(x, (tuple, list, L)): return dict(enumerate(x))
+    if is_dataclass(x) and not isinstance(x, type): return {o.name: getattr(x, o.name) for o in fields(x) if hasattr(x, o.name)}
+    if in_object or not _is_plain(x): return None
+    return dict(vars(x)) if any(map(_holds_tensor, vars(x).values())) else None
+
+
+def _is_plain(x: Any) -> bool:
+    "Is `x` an object with attributes, and neither a container, a function, a class nor a module?"
+    if isinstance(x, (type, torch.nn.Module, Mapping, tuple, list, L)) or is_dataclass(x): return False
+    return isinstance(getattr(x, '__dict__', None), dict) and not callable(x)
+
+
+def _holds_tensor(value: Any) -> bool:
+    if isinstance(value, Mapping): value = value.values()
+    elif not isinstance(value, (tuple, list)): return isinstance(value, torch.Tensor)
+    return any(isinstance(v, (torch.Tensor, Mapping, tuple, list)) for v in value)
+
+
+def _with_changes(x: Any, parts: dict[Any, Any], changes: dict[Any, Any]) -> Any:
+    "A copy of `x` with `changes`; `x` itself if it cannot be rebuilt from its parts."
+    try:
+        if isinstance(x, tuple): return _tuple_like(x, [changes.get(i, v) for i, v in parts.items()])
+        new = x.copy() if isinstance(x, L) else copy.copy(x)
+        for key, value in changes.items():
+            if isinstance(x, (Mapping, list, L)): new[key] = value
+            else: object.__setattr__(new, key, value)            # a dataclass may be frozen
+        return new
+    except Exception: return x                                   # a class with rules of its own; training goes on
+
+
+def _tuple_like(x: tuple, values: list) -> tuple:
+    "A tuple of the type of `x`, attributes included, past a `__new__` that takes other arguments."
+    try: new = tuple.__new__(type(x), values)
+    except TypeError: return type(x)(values)                     # PyTorch's own, such as torch.return_types.max
+    if hasattr(x, '__dict__'): vars(new).update(vars(x))
     return new
-
-
-def _set_item(x, key, value): x[key] = value
-
-
-def _is_output_object(x) -> bool:
-    "A plain object that carries tensors as attributes, as model-output classes do."
-    return (hasattr(x, '__dict__') and not isinstance(x, (type, torch.nn.Module)) and not callable(x)
-            and any(isinstance(v, (torch.Tensor, Mapping, tuple, list)) for v in vars(x).values()))

@@ -1,4 +1,4 @@
-"Which modules stay in fp32, and how?"
+"Modules kept in fp32: matching by name, type, module or predicate, and the forward that turns autocast off."
 from __future__ import annotations
 
 import difflib, fnmatch
@@ -11,7 +11,9 @@ from fastcore.foundation import L
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from .compat import COMPILED_NAME, compiled_module
 from .convert import is_half, to_fp32
+from .forward import ModuleForward
 
 __all__ = ['Fp32Forward', 'Fp32Modules', 'match_modules']
 
@@ -22,7 +24,7 @@ _LISTS = (list, tuple, set, frozenset, L)
 def unwrapped(model: nn.Module) -> nn.Module:
     "The model inside `torch.compile`, `DistributedDataParallel` and `DataParallel`."
     while True:
-        if isinstance(inner := getattr(model, '_orig_mod', None), nn.Module): model = inner
+        if (inner := compiled_module(model)) is not None: model = inner
         elif isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)): model = model.module
         else: return model
 
@@ -30,14 +32,13 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def qualified_names(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     "Each place of the unwrapped model's tree and the module there, without what `torch.compile` puts into names."
     for name, module in unwrapped(model).named_modules(remove_duplicate=False):
-        if name.endswith('_orig_mod'): continue                  # the compiled wrapper around it has the name
-        yield '.'.join(part for part in name.split('.') if part != '_orig_mod') or ROOT, unwrapped(module)
+        if name.endswith(COMPILED_NAME): continue                  # the compiled wrapper around it has the name
+        yield '.'.join(part for part in name.split('.') if part != COMPILED_NAME) or ROOT, unwrapped(module)
 
 
 def match_modules(
     model: nn.Module, # The model, as it is or compiled or wrapped for data parallelism
     spec: Any, # Names with wildcards ('head.*'), module types, modules, predicates on a module, or a list of these
-    arg: str = 'fp32_modules', # The argument's name in errors
 ) -> dict[str, nn.Module]: # The matched modules by name, in the model's order; one inside a matched one is left out
     """The modules of `model` that `spec` means; `'(model)'` is the name of the whole.
 
@@ -46,11 +47,12 @@ def match_modules(
     Raises `ValueError` for a part of `spec` that matches nothing, with near names, and `TypeError` for one of another kind.
     """
     places, found = list(qualified_names(model)), {}
-    for part in spec if isinstance(spec, _LISTS) else [spec]:
-        test = _test(part, arg)
+    for part in _parts(spec):
+        test = _test(part)
         hits = {name: m for name, m in places if test(name, m)}
-        if not hits: raise ValueError(f"{arg}={part!r} matches no module of the model. {_near(part, places)} `learn.model.named_modules()` "
-                                   "gives all names.")
+        if not hits:
+            raise ValueError(f"fp32_modules={part!r} matches no module of the model.\n{_near(part, places)}\n"
+                             "`learn.model.named_modules()` gives all names.")
         found.update(hits)
     holders = [name for name, m in found.items() if _only_holds(m)]
     found.update((name, m) for name, m in places if any(_inside(name, holder) for holder in holders))
@@ -59,66 +61,60 @@ def match_modules(
     return {name: m for name, m in order if not any(_inside(name, other) for other in found)}
 
 
-def _only_holds(m): return getattr(type(m), 'forward', None) is nn.Module.forward and 'forward' not in vars(m) and bool(m._modules)
+def _parts(spec: Any) -> list:
+    "`spec` as a list."
+    if spec is None: return []
+    return list(spec) if isinstance(spec, _LISTS) else [spec]
 
 
-def _inside(name, other): return name != other and (other == ROOT or name.startswith(other + '.'))
+def _only_holds(m: nn.Module) -> bool:
+    "Is `m` a container without a forward of its own, such as `nn.ModuleList`?"
+    has_forward = getattr(type(m), 'forward', None) is not nn.Module.forward or 'forward' in vars(m)
+    return not has_forward and any(True for _ in m.children())
 
 
-def _test(part, arg) -> Callable[[str, nn.Module], bool]:
+def _inside(name: str, other: str) -> bool: return name != other and (other == ROOT or name.startswith(other + '.'))
+
+
+def _test(part: Any) -> Callable[[str, nn.Module], bool]:
     if isinstance(part, str): return lambda name, m: fnmatch.fnmatchcase(name, part)
     if isinstance(part, nn.Module):
         part = unwrapped(part)
         return lambda name, m: m is part
     if isinstance(part, type) and issubclass(part, nn.Module): return lambda name, m: isinstance(m, part)
     if callable(part) and not isinstance(part, type): return lambda name, m: bool(part(m))
-    raise TypeError(f"{arg}={part!r} cannot be used: give names with wildcards such as 'head.*', module types such as nn.LayerNorm, modules of "
-                    "the model, functions that take a module, or a list of these.")
+    raise TypeError(f"fp32_modules={part!r} cannot be used.\nGive names with wildcards such as 'head.*', module types such as "
+                    "nn.LayerNorm, modules of the model, functions that take a module, or a list of these.")
 
 
-def _near(part, places):
+def _near(part: Any, places: list[tuple[str, nn.Module]]) -> str:
+    "What the model has that is near to `part`, for an error."
     if isinstance(part, str):
         names = [name for name, _ in places]
-        near = difflib.get_close_matches(part, names, 4, .5) or [n for n in names if part.strip('*.').split('.')[0] in n][:4] or names[1:5]
+        same_start = [n for n in names if part.strip('*.').split('.')[0] in n]
+        near = difflib.get_close_matches(part, names, 4, .5) or same_start[:4] or names[1:5]
         return f"Near names: {', '.join(map(repr, near))}." if near else 'The model has no modules inside.'
     kinds = sorted({type(m).__name__ for _, m in places})
     return f"It has modules of these types: {', '.join(kinds[:12])}{', ...' if len(kinds) > 12 else ''}."
 
 
-class Fp32Forward:
-    """Stands on a module as its own `forward`: the same forward with autocast off and half-precision inputs as fp32.
-
-    An object that holds the module, and not a closure or a hook: so a pickled or copied module gets a copy that holds
-    the copied module, and `torch.compile` traces through it.
-    """
+class Fp32Forward(ModuleForward):
+    "Runs a module's forward with autocast off, and with half-precision inputs as fp32."
     def __init__(self, module: nn.Module):
-        self.module, self.inner, self.called = module, module.__dict__.get('forward'), False
+        super().__init__(module)
+        self.called = False                                      # has the module's forward run since?
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args, **kwargs) -> Any:
         self.called = True
         # `torch.compile` does not trace `to_fp32` into nested containers; pytree knows the built-in ones
         if torch.compiler.is_compiling(): args, kwargs = tree_map_only(torch.Tensor, _float, (args, kwargs))
         else: args, kwargs = to_fp32(args), to_fp32(kwargs)
         device_type = _device_type(args, kwargs, self.module)
-        if not torch.is_autocast_enabled(device_type): return self._forward(*args, **kwargs)
-        with torch.autocast(device_type, enabled=False): return self._forward(*args, **kwargs)
-
-    def _forward(self, *args, **kwargs):
-        return type(self.module).forward(self.module, *args, **kwargs) if self.inner is None else self.inner(*args, **kwargs)
-
-    def onto(self, module: nn.Module) -> None:
-        "Do for `module`, a shallow copy, what this one does for the module it was copied from."
-        module.forward = f = type(self)(module)
-        f.inner, f.called = self.inner, self.called
-
-    def remove(self) -> None:
-        "Give the module the forward back that it had."
-        if self.module.__dict__.get('forward') is not self: return
-        if self.inner is None: del self.module.forward
-        else: self.module.forward = self.inner
+        if not torch.is_autocast_enabled(device_type): return self.run(*args, **kwargs)
+        with torch.autocast(device_type, enabled=False): return self.run(*args, **kwargs)
 
 
-def _float(t): return t.float() if is_half(t) else t
+def _float(t: torch.Tensor) -> torch.Tensor: return t.float() if is_half(t) else t
 
 
 def _device_type(args, kwargs, module) -> str:
@@ -130,18 +126,19 @@ def _device_type(args, kwargs, module) -> str:
 
 class Fp32Modules:
     "The modules of one model that are kept in fp32."
-    def __init__(self, spec: Any, arg: str = 'fp32_modules'):
-        self.spec, self.arg = spec, arg
+    def __init__(self, spec: Any): # As in `match_modules`; None for no module
+        self.spec = spec
         self.forwards: dict[str, Fp32Forward] = {}               # by the module's name
-        for part in spec if isinstance(spec, _LISTS) else () if spec is None else [spec]: _test(part, arg)
+        for part in _parts(spec): _test(part)
 
     def check(self, model: nn.Module) -> dict[str, nn.Module]:
         "The modules that `apply` would keep; raises what `match_modules` does."
-        if self.spec is None or (isinstance(self.spec, _LISTS) and not self.spec): return {}
-        modules = match_modules(model, self.spec, self.arg)
+        if not _parts(self.spec): return {}
+        modules = match_modules(model, self.spec)
         for name, m in modules.items():
             if isinstance(m, torch.jit.ScriptModule):
-                raise ValueError(f"{self.arg}: module '{name}' is a TorchScript module, whose forward cannot be replaced. Keep the module around it.")
+                raise ValueError(f"fp32_modules: module '{name}' is a TorchScript module, whose forward cannot be "
+                                 "replaced.\nKeep the module around it.")
         return modules
 
     def apply(self, model: nn.Module) -> None:
@@ -151,7 +148,9 @@ class Fp32Modules:
             if modules.get(name) is not f.module: self.forwards.pop(name).remove()
         for name, m in modules.items():
             own = m.__dict__.get('forward')
-            if not isinstance(own, Fp32Forward): m.forward = own = Fp32Forward(m)
+            if not isinstance(own, Fp32Forward):
+                own = Fp32Forward(m)
+                own.install()
             self.forwards[name] = own
 
     def remove(self) -> None:
@@ -171,9 +170,9 @@ class Fp32Modules:
 @contextmanager
 def kept_in_fp32(model: nn.Module, spec: Any) -> Iterator[None]:
     "Keep the modules that `spec` means in fp32 inside."
-    fp32_modules, before = Fp32Modules(spec), {id(m): m.__dict__.get('forward') for m in unwrapped(model).modules()}
-    fp32_modules.apply(model)
+    kept, before = Fp32Modules(spec), {id(m): m.__dict__.get('forward') for m in unwrapped(model).modules()}
+    kept.apply(model)
     try: yield
     finally:
-        for f in fp32_modules.forwards.values():
+        for f in kept.forwards.values():
             if before[id(f.module)] is not f: f.remove()         # the others are the learner's own

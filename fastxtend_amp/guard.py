@@ -1,97 +1,79 @@
-"What must be undone, whatever ends a batch or a fit?"
+"Guard around fastai's batch loop: restores autocast's state after any exception, and tells the callback how a batch ended."
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
-_call = type(torch.autocast_increment_nesting).__call__
+from .common import warn_user
+from .compat import AutocastState, events_method
+from .convert import to_fp32
+from .forward import ModuleForward
 
-
-def _nesting() -> int:
-    "How many autocast contexts are entered: there is no getter. Up and down run in C alone, where no signal handler can."
-    return [*map(_call, (torch.autocast_increment_nesting, torch.autocast_decrement_nesting))][1]
-
-
-class AutocastState:
-    """autocast's state in this thread for one type of device, as it is when this is built.
-
-    `restore` may be interrupted at any point and called again.
-    """
-    def __init__(self, device_type: str):
-        self.device_type, self.nesting = device_type, _nesting()
-        self.enabled, self.dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
-        self.cache = torch.is_autocast_cache_enabled()
-
-    def restore(self) -> None:
-        "Put the state back and forget the cast weights, which the optimizer's step makes stale."
-        extra = _nesting() - self.nesting
-        for _ in range(extra): torch.autocast_decrement_nesting()
-        for _ in range(-extra): torch.autocast_increment_nesting()
-        torch.set_autocast_enabled(self.device_type, self.enabled)
-        torch.set_autocast_dtype(self.device_type, self.dtype)
-        torch.set_autocast_cache_enabled(self.cache)
-        torch.clear_autocast_cache()
+__all__ = ['Batch', 'LaterForwards', 'LoopGuard', 'cache_loses_gradients']
 
 
 @lru_cache
 def cache_loses_gradients() -> bool:
     """Whether autocast's weight cache hands a weight that was cast under `no_grad` to code that needs its gradient.
 
-    PyTorch 2.9 does, 2.13 does not.
+    PyTorch 2.9 does, 2.13 does not. Where it does, autocast runs without its cache.
     """
-    weight, x = torch.ones(1, 1, requires_grad=True), torch.ones(1, 1)
+    weight, x = torch.ones(1, 1, device='cpu', requires_grad=True), torch.ones(1, 1, device='cpu')
     with torch.autocast('cpu', dtype=torch.bfloat16, cache_enabled=True), torch.enable_grad():
         with torch.no_grad(): F.linear(x, weight)
         return not F.linear(x, weight).requires_grad
 
 
-def _clearing(method: Callable) -> Callable:
-    @functools.wraps(method)
-    def inner(*args):
-        result = method(*args)
-        if torch.is_grad_enabled(): torch.clear_autocast_cache()
-        return result
-    return inner
+@dataclass
+class Batch:
+    "One batch under way: what to put back when it ends. Batches nest when a callback validates inside one."
+    autocast_state: AutocastState
+    training: bool
+    outer: Batch | None           # the batch around this one
+    autocast: Any = None          # the autocast context that is entered, None outside
+    later: LaterForwards | None = None
+    began: bool = False           # did the precision callback see its `before_batch`?
+    cancelled: bool = False       # was it left with CancelBatchException?
+    done: bool = False            # is all over but `after_batch`?
+    loose: bool = False           # was it begun by the event alone, outside `one_batch`?
 
 
-class GradModeSwitches:
-    """Forgets the cast weights whenever gradients are switched back on inside a batch, where PyTorch needs that.
+class LaterForwards(ModuleForward):
+    """Runs the model's later forward passes in a batch under autocast, and gives their output in fp32.
 
-    The cache stays in use otherwise. While entered, the methods of PyTorch's four grad-mode classes are replaced.
+    autocast ends with the loss, but a learner may run its model again in the same batch, as sharpness-aware
+    minimization does. Stands on the model from then to the end of the batch; copies of the model do not have it.
     """
-    _places: ClassVar = [(c, n) for c in (torch.no_grad, torch.enable_grad, torch.inference_mode, torch.set_grad_enabled)
-                         for n in ('__enter__', '__exit__')] + [(torch.set_grad_enabled, '__init__')]
-    _originals: ClassVar = [c.__dict__.get(n) for c, n in _places]
+    transient = True
 
-    @classmethod
-    def watch(cls) -> None:
-        for (c, n), method in zip(cls._places, cls._originals):
-            if method is not None: setattr(c, n, _clearing(method))
+    def __init__(self, module: nn.Module, device_type: str, new_context: Callable[[], Any]):
+        super().__init__(module)
+        self.device_type, self.new_context = device_type, new_context
 
-    @classmethod
-    def unwatch(cls) -> None:
-        for (c, n), method in zip(cls._places, cls._originals):
-            if method is not None: setattr(c, n, method)
+    def __call__(self, *args, **kwargs) -> Any:
+        if torch.is_autocast_enabled(self.device_type): return self.run(*args, **kwargs)
+        with self.new_context(): return to_fp32(self.run(*args, **kwargs))
 
 
 class LoopGuard:
-    """Wraps `learn.one_batch` and `learn._with_events`, on that learner alone, from `install` to `remove`.
+    """Stands on three methods of one learner as long as its owner is on it: what runs a batch, its events, and `export`.
 
     fastai's events cannot clean up after an exception: `after_batch` and `after_fit` do not run, and an interrupt can
     strike between any two lines, also in an event of ours. The guard's clean-up runs twice and can be repeated, so that
     one interrupt, wherever it strikes, leaves one complete run of it. All of it can be pickled and deep-copied with the
     learner.
     """
-    _names = ('one_batch', '_with_events')
-
-    def __init__(self, owner: Any):
-        self.owner, self.learn, self.running = owner, None, False
-        self.inner: dict[str, Any] = {}                          # what the wrappers stand on; None where the class's own method is meant
+    def __init__(self, owner: Any): # A `MixedPrecision` callback
+        self.owner, self.learn = owner, None
+        self.running = False                                     # is the loop under way?
+        self.inner: dict[str, Any] = {}                          # the methods underneath; None for the class's own
 
     # A copy made inside the loop is not inside one itself.
     def __getstate__(self): return {**self.__dict__, 'running': False}
@@ -99,51 +81,72 @@ class LoopGuard:
     def install(self, learn: Any) -> None:
         "Start to guard `learn`; nothing happens if that is done already."
         self.learn = learn
-        for name in self._names:
+        for name in ('one_batch', events_method(), 'export'):
             if name in self.inner: continue
             self.inner[name] = learn.__dict__.get(name)          # somebody else's wrapper, usually None
             learn.__dict__[name] = getattr(self, name)
 
     def remove(self) -> None:
-        "Give the learner its own methods back; a wrapper put around ours since then stays, and ours passes through."
-        for name in self._names:
-            if name not in self.inner or self.learn.__dict__.get(name) != getattr(self, name): continue
+        "Give the learner its own methods back; under a wrapper put around ours since then, ours passes through."
+        for name in list(self.inner):
+            if self.learn.__dict__.get(name) != getattr(self, name): continue
             previous = self.inner.pop(name)
             if previous is None: del self.learn.__dict__[name]
             else: self.learn.__dict__[name] = previous
 
-    def _inner(self, name): return self.inner.get(name) or getattr(type(self.learn), name).__get__(self.learn)
+    def _below(self, name: str) -> Callable:
+        return self.inner.get(name) or getattr(type(self.learn), name).__get__(self.learn)
 
-    def one_batch(self, *args, **kwargs):
+    def one_batch(self, *args, **kwargs) -> None:
         "`learn.one_batch`, after which autocast is as it was before and no gradient is left scaled by accident."
-        inner, batch = self._inner('one_batch'), self.owner._enter_batch()
-        if batch is None: return inner(*args, **kwargs)
+        below, owner = self._below('one_batch'), self.owner
+        if owner.learn is not self.learn: return below(*args, **kwargs)   # it was taken off under somebody's wrapper
+        batch = owner._enter_batch()
+        if batch is None: return below(*args, **kwargs)
         try:
-            try:
-                if batch.watched: GradModeSwitches.watch()
-                inner(*args, **kwargs)
-            except BaseException as e: self.owner._leave_batch(batch, e); raise
-            else: self.owner._leave_batch(batch, None)
-        except BaseException as e: self.owner._leave_batch(batch, e); raise
+            try: below(*args, **kwargs)
+            except BaseException as e: owner._leave_batch(batch, e); raise
+            else: owner._leave_batch(batch, None)
+        except BaseException as e: owner._leave_batch(batch, e); raise
 
-    def _with_events(self, f, event_type, *args, **kwargs):
-        "`learn._with_events`, which tells how far a step came and ends the owner's fit when an exception ends fastai's."
-        inner, outermost = self._inner('_with_events'), not self.running
-        if event_type == 'fit': return inner(f, event_type, *args, **kwargs)   # a fit after one that died outside our sight
+    def export(self, *args, **kwargs) -> None:
+        "`learn.export`, with a warning: the file would need this package."
+        if self.owner.learn is self.learn:
+            warn_user("The exported file needs fastxtend_amp wherever it is loaded, because the learner has a precision "
+                      "callback.\nCall `learn.to_fp32()` before `export` for a file that loads without it.")
+        return self._below('export')(*args, **kwargs)
+
+    def _with_events(self, f: Callable, event_type: str, *args, **kwargs) -> None:
+        "`learn._with_events`, which tells how far a step came, and ends the owner's fit when an exception ends fastai's."
+        below, owner, outermost = self._below('_with_events'), self.owner, not self.running
+        if owner.learn is not self.learn: return below(f, event_type, *args, **kwargs)
+        if event_type == 'fit' and outermost: return self._fit(below, f, *args, **kwargs)
         if event_type == 'step': f = functools.partial(self._step, f)
+        if event_type == 'batch': f = functools.partial(self._batch, f)
         grad_mode = torch.is_grad_enabled()
         try:
             try:
                 self.running = True
-                inner(f, event_type, *args, **kwargs)
-                if event_type == 'step': self.owner.scaling.settle()
+                below(f, event_type, *args, **kwargs)
+                if event_type == 'step': owner.scaling.settle()
             finally: self.running = not outermost
         except BaseException as e:
             self.running = not outermost
             torch.set_grad_enabled(grad_mode)                    # an interrupt in fastai's `no_grad` would leave it off
-            if outermost: self.owner._left_loop(event_type, e)
+            if outermost: owner._left_loop(event_type, e)
             raise
 
-    def _step(self, step):
+    def _fit(self, below: Callable, *args, **kwargs) -> None:
+        "A fit, `before_fit` and `after_fit` included: nothing of the owner's is left on the learner after an exception."
+        try:
+            try: below(args[0], 'fit', *args[1:], **kwargs)
+            except BaseException: self.owner._close(); raise
+        except BaseException: self.owner._close(); raise
+
+    def _step(self, step: Callable) -> None:
         self.owner._step(step)
         self.owner.scaling.stepped = True
+
+    def _batch(self, do_batch: Callable) -> None:
+        try: do_batch()
+        finally: self.owner._batch_is_done()

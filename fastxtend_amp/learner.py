@@ -13,6 +13,7 @@ from fastcore.basics import patch
 
 from .callback import PRECISION_CALLBACKS, MixedPrecision
 from .mode import AMPMode
+from .observer import ON_ATTACH
 
 __all__ = ['set_precision', 'takes_arguments_of']
 
@@ -40,9 +41,15 @@ def set_precision(
     learn: Learner,
     cb: MixedPrecision | None, # Built, and so checked, before anything is removed; None for fp32
 ) -> Learner: # The learner
-    "Leave `cb` as the learner's only precision callback."
+    "Leave `cb` as the learner's only precision callback; called in the middle of a batch, at its end."
     if cb is not None: cb.check_modules(learn.model)
-    for old in [o for o in learn.cbs if isinstance(o, PRECISION_CALLBACKS)]: learn.remove_cb(old)
+    for attached in ON_ATTACH: attached(learn)
+    old = [o for o in learn.cbs if isinstance(o, PRECISION_CALLBACKS)]
+    busy = next((o for o in old if isinstance(o, MixedPrecision) and o.in_batch), None)
+    if busy is not None:
+        busy.replace_after_batch(cb)
+        return learn
+    for o in old: learn.remove_cb(o)
     return learn if cb is None else learn.add_cb(cb)
 
 

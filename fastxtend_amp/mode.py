@@ -1,4 +1,4 @@
-"Which precision, and can this device do it natively?"
+"Precision modes (`AMPMode`), and which of them a device runs natively, emulates or does not run."
 from __future__ import annotations
 
 import platform, sys, warnings
@@ -7,22 +7,26 @@ from enum import Enum
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
 from torch import nn
 
+from .common import first_line
+
 __all__ = ['AMPMode', 'precision_support']
 
-_ALIASES = {'16-mixed': 'fp16', 'bf16-mixed': 'bf16', torch.float16: 'fp16', torch.bfloat16: 'bf16'}
+_ALIASES = {'16-mixed': 'fp16', 'float16': 'fp16', 'half': 'fp16', torch.float16: 'fp16',
+            'bf16-mixed': 'bf16', 'bfloat16': 'bf16', torch.bfloat16: 'bf16'}
 
 
 class AMPMode(str, Enum):
     """Automatic mixed precision modes.
 
-    `AMPMode(value)` also takes Lightning's names ('16-mixed', 'bf16-mixed'), the torch dtypes, any letter case, and
-    members of fastai's own `AMPMode`; anything else is a `ValueError`.
+    `AMPMode(value)` also takes Lightning's names ('16-mixed', 'bf16-mixed'), the torch dtypes and their names
+    ('float16', 'half', 'bfloat16'), any letter case, and members of fastai's own `AMPMode`; anything else is a
+    `ValueError`.
     """
     FP16 = 'fp16'
     BF16 = 'bf16'
@@ -34,8 +38,9 @@ class AMPMode(str, Enum):
         if isinstance(name, (str, torch.dtype)): name = _ALIASES.get(name, name)
         for member in cls:
             if member.value == name: return member
-        raise ValueError(f"amp_mode={value!r} is not a precision. Allowed: 'fp16' (or '16-mixed', torch.float16), 'bf16' "
-                         "(or 'bf16-mixed', torch.bfloat16), in any letter case; `MixedPrecision` also takes 'auto'. "
+        raise ValueError(f"amp_mode={value!r} is not a precision.\n"
+                         "Allowed: 'fp16' (or 'float16', 'half', '16-mixed', torch.float16) and 'bf16' (or 'bfloat16', "
+                         "'bf16-mixed', torch.bfloat16), in any letter case; `MixedPrecision` also takes 'auto'.\n"
                          "For plain fp32 use `learn.to_fp32()`.")
 
     @property
@@ -55,12 +60,13 @@ class Support(NamedTuple):
     why: str
 
 
-def _native(ok: bool, yes: str, no: str) -> Support: return Support('native', yes) if ok else Support('emulated', no)
+def _native(ok: bool, yes: str, no: str) -> Support:
+    return Support('native', yes) if ok else Support('emulated', no)
 
 
 @lru_cache
-def _cpu_features() -> frozenset[str]:
-    "Lower-case names of this CPU's instruction sets, from PyTorch where it tells (2.11+), else from the system."
+def cpu_features() -> frozenset[str]:
+    "Lower-case names of this CPU's instruction sets: PyTorch's list, where it has one (2.11), and the system's."
     features: set[str] = set()
     capabilities = getattr(torch.cpu, 'get_capabilities', None)
     if capabilities is not None: features |= {k.lower() for k, v in capabilities().items() if v is True}
@@ -72,9 +78,14 @@ def _cpu_features() -> frozenset[str]:
     return frozenset(features)
 
 
+_CPU_FEATURES = {
+    AMPMode.BF16: {'avx512_bf16', 'amx_bf16', 'bf16'},
+    AMPMode.FP16: {'avx512_fp16', 'amx_fp16', 'asimdhp', 'fphp'},
+}
+
+
 def _cpu(mode: AMPMode, device: torch.device) -> Support:
-    names = {'avx512_bf16', 'amx_bf16', 'bf16'} if mode is AMPMode.BF16 else {'avx512_fp16', 'amx_fp16', 'asimdhp', 'fphp'}
-    found = ', '.join(sorted(names & _cpu_features()))
+    found = ', '.join(sorted(_CPU_FEATURES[mode] & cpu_features()))
     return _native(bool(found), f'the CPU has {found}', f'the CPU has no {mode.value} arithmetic')
 
 
@@ -84,8 +95,10 @@ def _cuda(mode: AMPMode, device: torch.device) -> Support:
     major, minor = torch.cuda.get_device_capability(device)
     capability = f'compute capability {major}.{minor}'
     if mode is AMPMode.FP16:
-        return _native((major, minor) >= (5, 3), capability + (', tensor cores' if major >= 7 else ', no tensor cores'),
-                       f'{capability}: fp16 arithmetic needs 5.3')
+        if (major, minor) < (5, 3): return Support('emulated', f'{capability}: fp16 arithmetic needs 5.3')
+        # CUDA C++ Programming Guide, arithmetic instructions: 2 results per clock and multiprocessor, 128 in fp32.
+        if (major, minor) == (6, 1): return Support('emulated', f"{capability}: fp16 arithmetic at 1/64 of fp32's rate")
+        return Support('native', capability + (', tensor cores' if major >= 7 else ', no tensor cores'))
     # `is_bf16_supported` counts emulation as support, so it cannot tell the two apart below 8.0.
     if major >= 8: return Support('native', capability + ', tensor cores')
     if torch.cuda.is_bf16_supported(): return Support('emulated', f'{capability}: bf16 arithmetic needs 8.0')
@@ -99,7 +112,10 @@ def _mps(mode: AMPMode, device: torch.device) -> Support:
 
 def _xpu(mode: AMPMode, device: torch.device) -> Support:
     if not torch.xpu.is_available(): return Support('unsupported', 'PyTorch finds no Intel GPU')
-    has = torch.xpu.get_device_capability(device).get('has_fp16' if mode is AMPMode.FP16 else 'has_bfloat16_conversions', True)
+    capability = torch.xpu.get_device_capability(device)
+    if mode is AMPMode.FP16 and not capability.get('has_fp64', True):
+        return Support('unsupported', "GradScaler needs float64, which this Intel GPU does not have")
+    has = capability.get('has_fp16' if mode is AMPMode.FP16 else 'has_bfloat16_conversions', True)
     return _native(bool(has), 'Intel GPU', f'this Intel GPU has no {mode.value} arithmetic')
 
 
@@ -116,7 +132,7 @@ _RULES = {'cpu': _cpu, 'cuda': _cuda, 'mps': _mps, 'xpu': _xpu, 'xla': _xla}
 
 def autocast_available(device_type: str) -> bool:
     "Whether PyTorch has an autocast for this type of device; False, too, for types it does not know."
-    try: return torch.amp.autocast_mode.is_autocast_available(device_type)
+    try: return torch.amp.is_autocast_available(device_type)
     except RuntimeError: return False
 
 
@@ -128,20 +144,29 @@ def mode_support(mode: AMPMode, device: torch.device) -> Support:
     """
     if not autocast_available(device.type):
         return Support('unsupported', f'PyTorch has no autocast for {device.type} devices')
-    support = _RULES.get(device.type, lambda mode, device: Support('native', 'as its backend says'))(mode, device)
+    rule = _RULES.get(device.type)
+    support = rule(mode, device) if rule else Support('native', 'as its backend says')
     if support.status == 'unsupported' or device.type == 'cuda': return support
-    with warnings.catch_warnings(record=True) as caught:         # autocast refuses a dtype with a warning, or an error
+    refusal = _autocast_refusal(mode, device.type)
+    return support if refusal is None else Support('unsupported', refusal)
+
+
+def _autocast_refusal(mode: AMPMode, device_type: str) -> str | None:
+    "What PyTorch says if its autocast does not take the dtype of `mode` on this type of device; None if it does."
+    with warnings.catch_warnings(record=True) as caught:         # it refuses by a warning and stays off, or by an error
         warnings.simplefilter('always')
-        try: usable = torch.autocast(device.type, dtype=mode.dtype)._enabled
-        except (RuntimeError, AssertionError) as e: return Support('unsupported', str(e).splitlines()[0])
-    return support if usable else Support('unsupported', ' '.join(str(w.message).splitlines()[0] for w in caught))
+        try:
+            with torch.autocast(device_type, dtype=mode.dtype):
+                if torch.is_autocast_enabled(device_type): return None
+        except (RuntimeError, AssertionError) as e: return first_line(e)
+    return ' '.join(str(w.message).splitlines()[0] for w in caught)
 
 
 def _devices() -> list[torch.device]:
     found = ['cpu']
     if torch.cuda.is_available(): found += [f'cuda:{i}' for i in range(torch.cuda.device_count())]
     if torch.backends.mps.is_available(): found.append('mps')
-    if hasattr(torch, 'xpu') and torch.xpu.is_available(): found += [f'xpu:{i}' for i in range(torch.xpu.device_count())]
+    if torch.xpu.is_available(): found += [f'xpu:{i}' for i in range(torch.xpu.device_count())]
     if 'torch_xla' in sys.modules: found.append('xla')
     return [torch.device(d) for d in found]
 
@@ -155,9 +180,9 @@ def precision_support(
     that PyTorch does not know is a `ValueError`.
     """
     try: devices = _devices() if device is None else [torch.device(device)]
-    except RuntimeError as e:
-        raise ValueError(f"device={device!r} is not a torch device, such as 'cpu' or 'cuda:0'. Leave it out to look at all. PyTorch says: "
-                         f"{str(e).splitlines()[0]}.") from e
+    except (RuntimeError, TypeError) as e:
+        raise ValueError(f"device={_short(device)} is not a torch device, such as 'cpu' or 'cuda:0'.\n"
+                         f"Leave it out to look at all. PyTorch says: {first_line(e)}.") from e
     rows = [(str(d), m.value, *mode_support(m, d)) for d in devices for m in (AMPMode.BF16, AMPMode.FP16)]
     return pd.DataFrame(rows, columns=['device', 'mode', 'support', 'why'])
 
@@ -172,7 +197,7 @@ def check_supported(mode: AMPMode, device: torch.device) -> None:
     support = mode_support(mode, device)
     if support.status != 'unsupported': return
     works = [f'`to_{m.value}()`' for m in AMPMode if mode_support(m, device).status != 'unsupported'] + ['`to_fp32()`']
-    raise ValueError(f"{mode.value} mixed precision does not run on device '{device}': {support.why}. "
+    raise ValueError(f"{mode.value} mixed precision does not run on device '{device}': {support.why}.\n"
                      f"What works there: {', '.join(works)}.")
 
 
@@ -180,14 +205,16 @@ def check_supported(mode: AMPMode, device: torch.device) -> None:
 def refused_layer(kind: type[nn.Module], mode: AMPMode) -> str | None:
     """What PyTorch says when the CPU cannot run a recurrent layer of this kind in `mode`; None if it can.
 
-    oneDNN, which runs LSTMs on CPUs, has no kernel for fp16, or on CPUs without AVX512 for bf16. Found by trying.
+    oneDNN, which runs LSTMs on CPUs, has no kernel for fp16, or on CPUs without AVX512 for bf16. Found by trying; a
+    layer that fails in fp32, too, does not fail for its precision.
     """
-    def trouble(enabled):
-        with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.autocast('cpu', dtype=mode.dtype, enabled=enabled):
-            try: kind(2, 2)(torch.zeros(1, 1, 2))[0].float().sum().backward()
-            except RuntimeError as e: return str(e).splitlines()[0]
-    why = trouble(True)
-    return None if why is None or trouble(False) else why       # what fails in fp32, too, does not for want of precision
+    def failure(enabled):
+        autocast = torch.autocast('cpu', dtype=mode.dtype, enabled=enabled)
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), autocast:
+            try: kind(2, 2, device='cpu')(torch.zeros(1, 1, 2, device='cpu'))[0].float().sum().backward()
+            except RuntimeError as e: return first_line(e)
+    why = failure(True)
+    return None if why is None or failure(False) else why
 
 
 def check_layers(mode: AMPMode, device: torch.device, model: nn.Module, is_kept: Callable[[str], bool]) -> None:
@@ -196,20 +223,47 @@ def check_layers(mode: AMPMode, device: torch.device, model: nn.Module, is_kept:
     for name, m in model.named_modules():
         kind = next((k for k in (nn.LSTM, nn.GRU, nn.RNN) if isinstance(m, k)), None)
         if kind is None or is_kept(name) or (why := refused_layer(kind, mode)) is None: continue
-        raise ValueError(f"{mode.value} does not run on this CPU for '{name}' ({kind.__name__}): PyTorch says: {why.rstrip('.')}. Keep such layers in fp32, "
-                         f"`learn.to_{mode.value}(fp32_modules=nn.{kind.__name__})`, or train with `learn.to_fp32()`.")
+        raise ValueError(f"{mode.value} does not run on this CPU for '{name}' ({kind.__name__}).\n"
+                         f"PyTorch says: {why}.\n"
+                         f"Keep such layers in fp32, `learn.to_{mode.value}(fp32_modules=nn.{kind.__name__})`, or train "
+                         f"with `{_other_choice(mode, device)}`.")
 
 
-def emulation_warning(mode: AMPMode, device: torch.device) -> str | None:
-    "What to tell a user whose `device` only emulates `mode`; None if it does not."
+def _other_choice(mode: AMPMode, device: torch.device) -> str:
+    "The call for the fastest precision that `device` does natively, but for `mode`."
+    faster = fastest_native(device)
+    return 'learn.to_fp32()' if faster in (None, mode) else f'learn.to_{faster.value}()'
+
+
+def emulation_warning(mode: AMPMode, device: torch.device, call: str = 'learn.to_{mode}()') -> str | None:
+    "What to tell a user whose `device` only emulates `mode`, with the `call` for a faster one; None if it is native."
     support = mode_support(mode, device)
     if support.status != 'emulated': return None
     faster = fastest_native(device)
-    choice = f'`learn.to_{faster.value}()`' if faster else '`learn.to_fp32()`'
-    return f"{mode.value} is emulated on device '{device}' ({support.why}): expect it to be slow. {choice} is the faster choice."
+    choice = call.format(mode=faster.value) if faster else 'learn.to_fp32()'
+    slow = 'expect it to be 10 to 100 times slower than fp32' if (device.type, mode) == ('cpu', AMPMode.FP16) else \
+           'expect it to be slower than fp32'
+    return (f"{mode.value} is emulated on device '{device}' ({support.why}): {slow}.\n"
+            f"The faster choice there is `{choice}`.")
 
 
 def model_device(model: nn.Module, default: torch.device | str) -> torch.device:
     "The device of `model`'s first parameter or buffer, else `default`."
     tensor = next(chain(model.parameters(), model.buffers()), None)
     return torch.device(default) if tensor is None else tensor.device
+
+
+def training_device(learn: Any) -> torch.device:
+    """The device that `learn.fit` will use: that of its DataLoaders, to which fastai moves the model when a fit starts.
+
+    The model's own device if the DataLoaders name none.
+    """
+    try: device = getattr(learn.dls, 'device', None)
+    except IndexError: device = None                             # what an empty DataLoaders raises for any name
+    if device is None: return model_device(learn.model, 'cpu')
+    return torch.device(device)
+
+
+def _short(value: object, limit: int = 80) -> str:
+    text = ' '.join(repr(value).split())
+    return text if len(text) <= limit else text[:limit] + ' ...'

@@ -1,11 +1,12 @@
 "Observer interface: how the diagnosis and the device rooms watch a precision callback without being imported by it."
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING: from .callback import MixedPrecision
 
-__all__ = ['OBSERVERS', 'PrecisionObserver']
+__all__ = ['OBSERVERS', 'ON_ATTACH', 'PrecisionObserver']
 
 
 class PrecisionObserver:
@@ -26,3 +27,6 @@ class PrecisionObserver:
 
 
 OBSERVERS: list[type[PrecisionObserver]] = []
+
+# Called with the learner whenever a precision callback is put on one, and by `to_fp32()`.
+ON_ATTACH: list[Callable[[Any], None]] = []

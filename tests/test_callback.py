@@ -116,14 +116,43 @@ def left_accumulating(**kwargs):
     return learn
 
 
-def test_gradients_of_an_unfinished_accumulation_are_dropped():
-    learn = learner(cbs=[MixedPrecision('fp16', init_scale=1024.), GradientAccumulation(1000)])
-    learn.add_cb(At('after_fit', lambda l: checked.append(no_grads(l)), order=5)); checked = []
-    learn.add_cb(At('before_epoch', lambda l: l.epoch == 1 and checked.append(no_grads(l))))
-    learn.fit(2, .01)
-    assert checked == [False, False] and no_grads(learn)          # kept through the validation, gone after the fit
+def grads_after_an_unfinished_accumulation(cb, n_fits=1):
+    learn = learner(linear(), cbs=[cb, GradientAccumulation(1000)] if cb else GradientAccumulation(1000))
+    for _ in range(n_fits): learn.fit(1, .01)
+    return learn, true_grads(learn)
+
+
+@pytest.mark.parametrize('n_fits', [1, 2])
+@pytest.mark.parametrize('mode', ['fp16', 'bf16'])
+def test_an_unfinished_accumulation_is_kept_unscaled(mode, n_fits):
+    _, expected = grads_after_an_unfinished_accumulation(None, n_fits)
+    _, found = grads_after_an_unfinished_accumulation(MixedPrecision(mode, init_scale=1024.), n_fits)
+    for a, b in zip(expected, found): torch.testing.assert_close(b, a, rtol=.05, atol=.05)
+
+
+def test_an_accumulation_goes_on_in_another_precision():
+    learn, grads = grads_after_an_unfinished_accumulation(MixedPrecision('fp16', init_scale=1024.))
+    learn.to_fp32().fit(1, .01)
+    for a, b in zip(grads_after_an_unfinished_accumulation(None, 2)[1], true_grads(learn)):
+        torch.testing.assert_close(b, a, rtol=.05, atol=.05)
+
+
+def test_an_unfinished_accumulation_that_is_not_finite_is_dropped_with_a_warning():
+    learn = learner(linear(), cbs=[MixedPrecision('fp16', init_scale=1e30), GradientAccumulation(1000)])
+    with pytest.warns(UserWarning, match='unfinished are not finite; they were dropped'): learn.fit(1, .01)
+    assert no_grads(learn)
+
+
+def test_a_fit_that_took_no_step_says_so():
+    learn = learner().to_fp16(init_scale=1e30)
     before = params(learn)
-    learn.to_fp32().fit(1, 0.); assert same(params(learn)[:2], before[:2])
+    with pytest.warns(UserWarning, match='No optimizer step was taken in this fit: all 6 were skipped') as told: learn.fit(1, .01)
+    assert sum('No optimizer step' in str(w.message) for w in told) == 1 and 'init_scale=' in str(told[-1].message)
+    assert same(params(learn)[:2], before[:2])
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter('always')
+        learner().to_fp16(init_scale=2.**18).fit(2, .01)         # some are skipped, some are taken
+    assert not [w for w in told if 'No optimizer step' in str(w.message)]
 
 
 @pytest.mark.parametrize('how', ['next fit', 'to_fp32', 'to_bf16', 'remove_cb', 'removed by fastai'])
@@ -132,10 +161,10 @@ def test_scaled_gradients_never_reach_another_step(how):
     class Stop(Exception): pass
     def stop(l): raise Stop('here')
     learn.add_cb(At('before_validate', stop)); at = learn.cbs[-1]
-    cb, close = learn.mixed_precision, learn.mixed_precision._left_loop
-    cb._left_loop = lambda *_: None                               # as if an interrupt had struck outside the guard,
-    with pytest.raises(Stop): inspect.unwrap(Learner.fit)(learn, 1, .01)     # and outside our `fit`
-    cb._left_loop = close
+    cb = learn.mixed_precision
+    cb._close = lambda *_, **__: None                             # as if it had been interrupted, too
+    with pytest.raises(Stop): learn.fit(1, .01)
+    del cb._close
     assert not no_grads(learn)
     learn.remove_cbs([at, learn.gradient_accumulation])
     if how == 'next fit':
@@ -364,7 +393,7 @@ def test_parameters_in_fp16_are_refused_before_a_batch_is_drawn():
     learn, drawn = learner(mlp().half()).to_fp16(), []
     learn.add_cb(At('before_batch', drawn.append, -50))
     with pytest.raises(ValueError, match=r"model\.float\(\)"): learn.fit(1)
-    assert not drawn and 'one_batch' not in learn.__dict__
+    assert not drawn and learn.mixed_precision._fit is None
     learn.model.float(); learn.fit(1)
 
 

@@ -1,8 +1,8 @@
 "Nothing lost: the loss scale through fits, files, processes, interrupts, exports and copies."
-import copy, gc, os, pickle, random, signal, subprocess, sys, time, warnings
+import copy, gc, os, pickle, random, signal, subprocess, sys, threading, time, warnings
 from pathlib import Path
 
-import pytest, torch
+import fastai.learner, pytest, torch
 from fastai.callback.schedule import *
 from fastai.callback.training import GradientAccumulation
 from fastai.data.core import DataLoaders
@@ -268,23 +268,21 @@ def test_killed_at_random_moments(tmp_path, every):
 
 # -- subclasses
 
-class Override(Learner):
-    "Overrides everything without super()."
-    def save(self, file, **kwargs):
-        torch.save({'model': self.model.state_dict(), 'opt': self.opt.state_dict()}, self.path / f'{file}.own')
-    def load(self, file, with_opt=None, device=None):
-        if self.opt is None: self.create_opt()
-        s = torch.load(self.path / f'{file}.own', weights_only=False)
-        self.model.load_state_dict(s['model']); self.opt.load_state_dict(s['opt'])
-        return self
-
-
 class Super(Learner):
     def save(self, file, *args, **kwargs): return super().save(f'sub_{file}', *args, **kwargs)
     def load(self, file, *args, **kwargs): return super().load(f'sub_{file}', *args, **kwargs)
 
 
-@pytest.mark.parametrize('cls', [Override, Super])
+class Direct(Learner):
+    "Calls fastai's functions itself."
+    def save(self, file): fastai.learner.save_model(self.path / f'{file}.own', self.model, self.opt)
+    def load(self, file):
+        if self.opt is None: self.create_opt()
+        fastai.learner.load_model(self.path / f'{file}.own', self.model, self.opt)
+        return self
+
+
+@pytest.mark.parametrize('cls', [Super, Direct])
 def test_subclasses(tmp_path, cls):
     make = lambda: learner(cls=cls, path=tmp_path).to_fp16(**SCALING)
     learn = make(); learn.fit(2, .01); learn.save('a')
@@ -294,6 +292,39 @@ def test_subclasses(tmp_path, cls):
     (file,) = [f for f in tmp_path.rglob('*a.*')]
     s = torch.load(file, weights_only=False); s['opt'][KEY]['scale'] = -1.; torch.save(s, file)
     with pytest.raises(ValueError, match='scale'): other.load('a')
+
+
+def test_a_learner_that_writes_files_of_its_own_stores_the_scale_by_the_callback(tmp_path):
+    learn, other = trained(tmp_path), trained(tmp_path, n=0)
+    torch.save({'mine': learn.precision.state_dict()}, tmp_path / 'own')
+    other.precision.load_state_dict(torch.load(tmp_path / 'own')['mine'])
+    assert state(other) == state(learn)
+
+
+@pytest.mark.parametrize('damage', DAMAGE)
+def test_load_state_dict_refuses_what_a_damaged_file_is_refused_for(tmp_path, damage):
+    learn = trained(tmp_path); before = state(learn)
+    if damage == 'empty': return learn.precision.load_state_dict({})     # what bf16's callback gives: nothing to take up
+    with pytest.raises(ValueError, match='Nothing was loaded'): learn.precision.load_state_dict(DAMAGE[damage](before))
+    assert state(learn) == before
+
+
+def test_two_threads_that_save_and_load_at_once(tmp_path):
+    before = torch.save, torch.load, fastai.learner.save_model, fastai.learner.load_model
+    learners = [trained(tmp_path / str(i), init_scale=2.**(8 + i), growth_interval=10**6) for i in range(2)]
+    files, errors = [[], []], []
+    def work(i):
+        try:
+            for k in range(40): files[i].append(learners[i].save(f'f{k}')); learners[i].load(f'f{k}')
+        except BaseException as e: errors.append(e)
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for t in threads: t.start()
+    for t in threads: t.join()
+    assert not errors and (torch.save, torch.load, fastai.learner.save_model, fastai.learner.load_model) == before
+    for i in range(2):
+        assert len(files[i]) == 40
+        for f in files[i]: assert torch.load(f, weights_only=False)['opt'][KEY]['scale'] == 2.**(8 + i)
+        assert state(learners[i])['scale'] == 2.**(8 + i)
 
 
 def test_text_learner(tmp_path):
@@ -370,6 +401,14 @@ class Empty(DataLoaders):
     def new_empty(self): return DataLoaders()
 
 
+@pytest.mark.parametrize('set_precision', ['to_fp16', 'to_bf16', 'to_half_weights'])
+def test_export_with_precision_on_warns_and_loads_on_the_cpu_without(tmp_path, set_precision):
+    learn = getattr(learner(path=tmp_path), set_precision)()
+    with pytest.warns(UserWarning, match=r'needs fastxtend_amp.*\n.*to_fp32\(\)'): learn.export()
+    with warnings.catch_warnings(): warnings.simplefilter('ignore'); loaded = load_learner(tmp_path / 'export.pkl')
+    assert loaded.precision is None and not hasattr(loaded, 'mixed_precision') and 'one_batch' not in loaded.__dict__
+
+
 @pytest.mark.parametrize('cpu', [True, False])
 def test_export_with_precision_on(tmp_path, cpu):
     learn = trained(tmp_path, n=1)
@@ -408,7 +447,7 @@ def test_copies_made_in_the_middle_of_a_fit(tmp_path, event):
         twin.remove_cbs([cb for cb in twin.cbs if isinstance(cb, At)])
         assert state(twin) == state(learn) and same(params(twin), params(learn))
         before = autocast_state(); twin.fit(1, .01); assert autocast_state() == before
-        assert not {'one_batch', '_with_events'} & twin.__dict__.keys()
+        assert twin.one_batch.__self__ is twin.mixed_precision._guard is not learn.mixed_precision._guard
 
 
 class Copier:

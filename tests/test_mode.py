@@ -71,7 +71,7 @@ def test_rocm(gpu, monkeypatch):
 @pytest.mark.parametrize('features,bf16,fp16', [
     ('avx2', 'emulated', 'emulated'), ('avx512_bf16', 'native', 'emulated'), ('amx_bf16 avx512_fp16', 'native', 'native'), ('bf16 fphp', 'native', 'native')])
 def test_cpu_rules(monkeypatch, features, bf16, fp16):
-    monkeypatch.setattr(mode, '_cpu_features', lambda: frozenset(features.split()))
+    monkeypatch.setattr(mode, 'cpu_features', lambda: frozenset(features.split()))
     table = precision_support('cpu').set_index('mode').support
     assert (table['bf16'], table['fp16']) == (bf16, fp16)
 
@@ -85,7 +85,7 @@ def test_devices_that_cannot():
     assert list(table.columns) == ['device', 'mode', 'support', 'why'] and len(table) % 2 == 0 and table.why.str.len().all()
 
 
-def fake_cpu(monkeypatch, features): monkeypatch.setattr(mode, '_cpu_features', lambda: frozenset(features.split()))
+def fake_cpu(monkeypatch, features): monkeypatch.setattr(mode, 'cpu_features', lambda: frozenset(features.split()))
 
 
 def test_emulated_mode_warns_once_per_fit(monkeypatch):

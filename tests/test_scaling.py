@@ -1,7 +1,7 @@
 "The history of scales against what a GradScaler really did."
 import numpy as np, pytest, torch
 
-from fastxtend_amp.scaling import History, _Rule
+from fastxtend_amp.scale_history import ScaleHistory as History, ScaleRule as _Rule
 
 
 @pytest.mark.parametrize('growth,backoff,interval', [(2., .5, 3), (1.7, .3, 2), (1.001, .999, 1), (1e20, .5, 1)])

@@ -23,7 +23,7 @@ from fastprogress.fastprogress import progress_bar
 from ..callback import PRECISION_CALLBACKS, MixedPrecision
 from ..mode import AMPMode, mode_support, model_device
 from .tracer import tensors
-from ..scaling import _is_number
+from ..scaling_args import is_number as _is_number
 from .snapshot import Snapshot, preserved
 
 __all__ = ['PrecisionComparison']

@@ -158,7 +158,7 @@ class OverflowWatch(PrecisionObserver):
     def batch_ended(self) -> None:
         "On an accelerator: look at what has come to the host by now."
         if self.in_place or not self.on or self.random_state is None: return
-        n = self.cb.scaling.history.poll()
+        n = self.cb.scaling.history.arrived_skips()
         if n >= self.cb.max_skips: return self._alarm(f'{n} steps in a row were skipped', same=False)
         losses = _recorded(self.cb.learn)
         if len(losses) > self.n_recorded: self._check_loss(peek(losses[-1]))

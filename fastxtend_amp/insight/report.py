@@ -19,7 +19,7 @@ from ..convert import HALF, map_tensors
 from ..fp32_modules import ROOT, Fp32Forward, kept_in_fp32, qualified_names, unwrapped
 from ..mode import AMPMode, mode_support, model_device
 from .tracer import LOSS, Seen, Tracer, after_pred, effects_undone, local_statistics, random_state_kept, tensors
-from ..scaling import DEFAULTS
+from ..scaling_args import DEFAULTS
 from ..devices.sharded import is_sharded
 from .snapshot import preserved
 

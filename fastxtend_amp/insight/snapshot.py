@@ -19,7 +19,7 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..guard import AutocastState
+from ..compat import AutocastState
 from ..mode import autocast_available, model_device
 
 __all__ = ['Snapshot', 'preserved']

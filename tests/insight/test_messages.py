@@ -84,10 +84,10 @@ def distributed(f):
         f()
     return run
 def bf16_emulated(monkeypatch):
-    monkeypatch.setattr(fastxtend_amp.mode, '_cpu_features', lambda: frozenset())
+    monkeypatch.setattr(fastxtend_amp.mode, 'cpu_features', lambda: frozenset())
     net().to_bf16().fit(1)
 def auto_nothing(monkeypatch):
-    monkeypatch.setattr(fastxtend_amp.mode, '_cpu_features', lambda: frozenset())
+    monkeypatch.setattr(fastxtend_amp.mode, 'cpu_features', lambda: frozenset())
     net().to_amp().fit(1)
 def unsupported(monkeypatch):
     monkeypatch.setitem(fastxtend_amp.mode._RULES, 'cpu', lambda mode, device: fastxtend_amp.mode.Support('unsupported', 'it is too old'))

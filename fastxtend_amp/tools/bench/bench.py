@@ -27,7 +27,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ...callback import MixedPrecision
 from ...half_weights.callback import HalfWeights, bytes_per_parameter, kahan
-from ...mode import AMPMode, Support, _cpu_features, autocast_available, mode_support
+from ...mode import AMPMode, Support, cpu_features, autocast_available, mode_support
 from ...scaling import DEFAULTS, LossScaling
 
 BLOCK = .4              # seconds that a block of steps may take: big models get fewer steps in each
@@ -656,7 +656,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         cpu = next((l.partition(':')[2].strip() for l in info.read_text(errors='replace').splitlines() if l.startswith('model name')), cpu)
     load = ' '.join(f'{x:.1f}' for x in os.getloadavg()) if hasattr(os, 'getloadavg') else None
     out = dict(system=platform.platform(), cpu=cpu, cores=os.cpu_count(), threads=torch.get_num_threads(), load_average=load,
-               instruction_sets=sorted(f for f in _cpu_features() if f.startswith(('avx', 'amx', 'asimd', 'sve', 'bf16'))), device=str(device),
+               instruction_sets=sorted(f for f in cpu_features() if f.startswith(('avx', 'amx', 'asimd', 'sve', 'bf16'))), device=str(device),
                python=platform.python_version(), torch=torch.__version__)
     if device.type == 'cuda': out['gpu'], out['cuda'], out['tf32'] = torch.cuda.get_device_name(device), torch.version.cuda, False
     names = ('fastai', 'fastcore', 'fastxtend_amp', 'lightning-fabric', 'accelerate')
