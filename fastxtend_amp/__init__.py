@@ -2,11 +2,14 @@
 from .mode import AMPMode, precision_support
 from .callback import MixedPrecision
 from . import checkpoint as _checkpoint, learner as _learner
+from .docs_text import document as _document
 from .devices import replicas as _replicas, xla as _xla
 from .half_weights import HalfWeights, kahan
 from .insight import PrecisionComparison, PrecisionReport
 
 __all__ = ['AMPMode', 'HalfWeights', 'MixedPrecision', 'PrecisionComparison', 'PrecisionReport', 'kahan', 'precision_support']
+
+_document(__all__, globals())
 
 
 def __getattr__(name):

@@ -8,9 +8,10 @@ from enum import Enum
 from textwrap import fill
 from typing import Any, NamedTuple
 
+from fastai.learner import Learner
 from fastcore.docments import docments
 
-__all__ = ['Argument', 'add_arguments', 'arguments', 'description', 'returned']
+__all__ = ['Argument', 'add_arguments', 'arguments', 'description', 'document', 'learner_methods', 'returned']
 
 HEADING = '\n\nArguments:\n'
 
@@ -77,3 +78,23 @@ def add_arguments(
         if not known: continue
         value = '' if inspect.isclass(f) else returned(f)
         f.__doc__ = text + HEADING + '\n'.join(map(_lines, known)) + (f'\n\nReturns:\n    {value}' if value else '')
+
+
+def learner_methods() -> dict[str, Any]: # Functions and properties, by name
+    "What this package adds to `Learner`: public methods and properties with a docstring of their own."
+    package = __name__.partition('.')[0]
+    def is_ours(f): return (getattr(inspect.unwrap(f), '__module__', None) or '').partition('.')[0] == package
+    found = {}
+    for name, member in vars(Learner).items():
+        f = member.fget if isinstance(member, property) else member
+        if inspect.isfunction(f) and is_ours(f) and f.__doc__ and not hasattr(f, '__wrapped__') and name[0] != '_': found[name] = member
+    return found
+
+
+def document(
+    names: Iterable[str], # Public names
+    namespace: dict[str, Any], # Where they are found
+) -> None:
+    "Append the arguments to the docstrings of public functions and classes, and of the methods added to `Learner`."
+    add_arguments(o for n in names if callable(o := namespace[n]) and not hasattr(o, '__members__'))
+    add_arguments(f for f in learner_methods().values() if inspect.isfunction(f))

@@ -12,6 +12,7 @@ from fastai.learner import Learner
 from fastcore.basics import patch
 
 from .callback import PRECISION_CALLBACKS, MixedPrecision
+from .former_names import refuse_former
 from .mode import AMPMode
 from .observer import ON_ATTACH
 
@@ -63,6 +64,7 @@ def precision(self: Learner) -> MixedPrecision | None:
 @takes_arguments_of(MixedPrecision.__init__, but='amp_mode')
 def to_fp16(self: Learner, *args, **kwargs) -> Learner: # The learner
     "Train in float16 mixed precision; replaces any other precision callback."
+    refuse_former('to_fp16', kwargs)
     return set_precision(self, MixedPrecision(AMPMode.FP16, *args, **kwargs))
 
 
@@ -71,6 +73,7 @@ def to_fp16(self: Learner, *args, **kwargs) -> Learner: # The learner
                                                  'loss_scale, scaler')
 def to_bf16(self: Learner, **kwargs) -> Learner: # The learner
     "Train in bfloat16 mixed precision, which needs no loss scaling; replaces any other precision callback."
+    refuse_former('to_bf16', kwargs)
     return set_precision(self, MixedPrecision(AMPMode.BF16, **kwargs))
 
 
@@ -78,6 +81,7 @@ def to_bf16(self: Learner, **kwargs) -> Learner: # The learner
 @takes_arguments_of(MixedPrecision.__init__, but='amp_mode')
 def to_amp(self: Learner, *args, **kwargs) -> Learner: # The learner
     "Train in the fastest precision that the model's device does natively: bf16, then fp16, else fp32."
+    refuse_former('to_amp', kwargs)
     return set_precision(self, MixedPrecision('auto', *args, **kwargs))
 
 

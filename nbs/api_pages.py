@@ -8,10 +8,10 @@ from docutils import nodes
 from sphinx.util.docutils import SphinxDirective
 
 import fastxtend_amp
-from fastai.learner import Learner
-from fastxtend_amp.docs_text import arguments, description, returned
+from fastxtend_amp.docs_text import arguments, description, learner_methods, returned
 
 PACKAGE = Path(fastxtend_amp.__file__).parent
+FIRST = ['to_fp16', 'to_bf16', 'to_amp', 'to_fp32', 'precision', 'precision_report', 'compare_precision', 'to_half_weights']
 NOT_LISTED = {'name', 'order', 'learn', 'training', 'keep_call'}      # of a callback: what fastai reads, not its users
 EVENT = re.compile(r'(before|after)_\w+')
 
@@ -23,17 +23,22 @@ def module_name(obj):
     return name if name.partition('.')[0] == 'fastxtend_amp' else ''
 
 
-def learner_methods():
-    "What the package adds to `Learner`, by name: methods and properties that are documented."
-    found = {n: f for n, f in vars(Learner).items() if isinstance(f, property) or inspect.isfunction(f)}
-    return {n: f for n, f in found.items() if not n.startswith('_') and module_name(f) and description(f)}
+def ordered_methods():
+    "What the package adds to `Learner`, the calls that most readers look for first."
+    found = learner_methods()
+    names = sorted(found, key=lambda n: FIRST.index(n) if n in FIRST else len(FIRST))
+    return {n: found[n] for n in names}
 
 
 def members(cls):
-    "Public methods and properties of `cls` that the package writes; not the events of fastai's loop."
+    """Public methods and properties of `cls` that the package writes; not the events of fastai's loop.
+
+    What a base class has that is listed itself stands there.
+    """
     found = {}
     for base in reversed(cls.__mro__):
-        if not base.__module__.startswith('fastxtend_amp'): continue
+        is_listed_itself = base is not cls and base.__name__ in fastxtend_amp.__all__
+        if is_listed_itself or not base.__module__.startswith('fastxtend_amp'): continue
         found |= {n: m for n, m in vars(base).items() if isinstance(m, property) or inspect.isfunction(m)}
     return {n: m for n, m in found.items() if is_listed(n) and description(m)}
 
@@ -114,7 +119,7 @@ class Api(SphinxDirective):
         texts = []
         for name in self.arguments[0].split():
             if name == 'Learner':
-                texts += [self.learner_entry(n, f) for n, f in learner_methods().items()]
+                texts += [self.learner_entry(n, f) for n, f in ordered_methods().items()]
                 continue
             names = sorted(set(fastxtend_amp.__all__) - listed) if name == 'others' else [name]
             listed.update(names)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
 
 FOLDER = Path(__file__).resolve().parent
 
@@ -23,13 +24,20 @@ def execute(
 
 
 def main(names):
+    "Run each notebook; one that fails keeps its old outputs. Returns how many failed."
+    failed = 0
     for file in sorted(FOLDER.glob('*.ipynb')):
         if names and not file.name.startswith(tuple(names)): continue
         start = time.perf_counter()
-        notebook = execute(file)
+        try: notebook = execute(file)
+        except CellExecutionError as error:
+            failed += 1
+            print(f'{file.name}: {error.ename}: {error.evalue}', flush=True)
+            continue
         for cell in notebook.cells: cell.metadata.pop('execution', None)   # times of each cell: noise in a diff
         nbformat.write(notebook, file)
         print(f'{file.name}: {time.perf_counter() - start:.0f} s', flush=True)
+    return failed
 
 
-if __name__ == '__main__': main(sys.argv[1:])
+if __name__ == '__main__': sys.exit(main(sys.argv[1:]))
