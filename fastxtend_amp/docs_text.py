@@ -1,4 +1,4 @@
-"Adds each argument's meaning, which stands beside it in the code, to docstrings: for `help`, fastai's `doc` and `?`."
+"Adds the meaning of each argument, from the comment beside it, to docstrings: for `help` and fastai's `doc`."
 from __future__ import annotations
 
 import inspect
