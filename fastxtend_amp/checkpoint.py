@@ -15,10 +15,11 @@ from fastai.torch_core import get_model, rank_distrib
 from fastcore.foundation import L
 from torch import nn
 
-from .callback import MixedPrecision, precision_callback_of
+from .callback import MixedPrecision
 from .common import warn_user
 from .compat import syncfree_state
 from .convert import map_tensors
+from .lifecycle import precision_callback_of
 from .observer import ON_ATTACH
 from .scaling import optimizer_params
 from .scaling_args import check_scaler_state

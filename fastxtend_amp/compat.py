@@ -210,6 +210,19 @@ def compiled_module(module: nn.Module) -> nn.Module | None:
     return inner if isinstance(inner, nn.Module) else None
 
 
+class NotScriptable:
+    """Base of objects on a module's `forward` that `torch.jit.script` cannot compile: it is refused with what to do.
+
+    Relies on `torch.jit.script` asking a module's `forward` for `__globals__` (since 1.2). Where it does not, scripting
+    ends in PyTorch's own error.
+    """
+    def __getattr__(self, name: str) -> Any:
+        if name != '__globals__': raise AttributeError(f'{type(self).__name__!r} object has no attribute {name!r}')
+        raise AttributeError("torch.jit.script cannot compile a model with an object of fastxtend_amp on a module's "
+                             f"forward ({type(self).__name__}).\nCall `learn.to_fp32()` before, or use `torch.export` or "
+                             "`torch.compile`.")
+
+
 COMPILED_NAME = '_orig_mod'  # what `compiled_module` relies on, as a part of a module's qualified name
 
 

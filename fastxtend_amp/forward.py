@@ -7,10 +7,12 @@ from typing import Any
 
 from torch import nn
 
+from .compat import NotScriptable
+
 __all__ = ['ModuleForward']
 
 
-class ModuleForward:
+class ModuleForward(NotScriptable):
     """Stands on `module` as its own `forward`; a subclass says in `__call__` what it does around `run`.
 
     An object that holds the module, and not a hook or a closure: it can be pickled and deep-copied with the module, and
@@ -60,7 +62,7 @@ class ModuleForward:
         new.__dict__.update(self.__dict__)
         return new
 
-    def __reduce__(self) -> Any:
-        if not self.transient: return super().__reduce_ex__(4)
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if not self.transient: return super().__reduce_ex__(protocol)
         if self.inner is None: return getattr, (self.module, 'forward')   # of the class: the module has no state yet
         return operator.getitem, ((self.inner,), 0)

@@ -15,6 +15,7 @@ from .common import warn_user
 from .compat import AutocastState, events_method
 from .convert import to_fp32
 from .forward import ModuleForward
+from .mode import AMPMode
 
 __all__ = ['Batch', 'LaterForwards', 'LoopGuard', 'cache_loses_gradients']
 
@@ -53,13 +54,18 @@ class LaterForwards(ModuleForward):
     """
     transient = True
 
-    def __init__(self, module: nn.Module, device_type: str, new_context: Callable[[], Any]):
+    def __init__(self,
+        module: nn.Module, # The learner's model
+        device: torch.device,
+        mode: AMPMode,
+        autocast: Callable[[torch.device, AMPMode], Any], # Makes a context
+    ):
         super().__init__(module)
-        self.device_type, self.new_context = device_type, new_context
+        self.device, self.mode, self.autocast = device, mode, autocast
 
     def __call__(self, *args, **kwargs) -> Any:
-        if torch.is_autocast_enabled(self.device_type): return self.run(*args, **kwargs)
-        with self.new_context(): return to_fp32(self.run(*args, **kwargs))
+        if torch.is_autocast_enabled(self.device.type): return self.run(*args, **kwargs)
+        with self.autocast(self.device, self.mode): return to_fp32(self.run(*args, **kwargs))
 
 
 class LoopGuard:

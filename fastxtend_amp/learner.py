@@ -80,8 +80,15 @@ def to_bf16(self: Learner, **kwargs) -> Learner: # The learner
 @patch
 @takes_arguments_of(MixedPrecision.__init__, but='amp_mode')
 def to_amp(self: Learner, *args, **kwargs) -> Learner: # The learner
-    "Train in the fastest precision that the model's device does natively: bf16, then fp16, else fp32."
+    """Train in the fastest precision that the model's device does natively: bf16, then fp16, else fp32.
+
+    Looks up what the device can do. It cannot know whether this model gains from it: small layers may train faster in
+    fp32 all the same, which `compare_precision` measures.
+    """
     refuse_former('to_amp', kwargs)
+    if args and not isinstance(args[0], (int, float)):
+        raise TypeError(f"to_amp({args[0]!r}): to_amp chooses the precision itself.\nFor one of your choice call "
+                        "`learn.to_bf16()` or `learn.to_fp16()`.")
     return set_precision(self, MixedPrecision('auto', *args, **kwargs))
 
 

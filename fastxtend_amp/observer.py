@@ -2,9 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING: from .callback import MixedPrecision
+from typing import Any
 
 __all__ = ['OBSERVERS', 'ON_ATTACH', 'PrecisionObserver']
 
@@ -15,7 +13,7 @@ class PrecisionObserver:
     A subclass in `OBSERVERS` is built for every precision callback when it is. Observers may read the callback and the
     learner and may raise; they must not change numbers.
     """
-    def __init__(self, cb: MixedPrecision): self.cb = cb
+    def __init__(self, cb: Any): self.cb = cb                    # a `MixedPrecision`
 
     def fit_started(self) -> None: "A fit, or a validation outside one, begins: the callback knows its mode and its device."
     def batch_started(self) -> None: "A batch begins, in training or validation, before its forward pass."

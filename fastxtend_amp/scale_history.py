@@ -47,6 +47,7 @@ class ScaleHistory:
     def __init__(self):
         self.n = 0                                               # attempted steps
         self._bits, self._marks = bytearray(), []
+        self._now = math.nan, 0, CONSTANT                        # scale, tracker and rule after the steps that are known
         self._flags: list[torch.Tensor] = []                     # of the newest steps, on the device
         self._chunks: list[torch.Tensor] = []                    # joined flags of the steps before those, on the device
         self._arriving: Any = None                               # the newest chunk in host memory, and its event
@@ -55,7 +56,9 @@ class ScaleHistory:
 
     def mark(self, scale: float, tracker: int, rule: ScaleRule) -> None:
         "From the next step on the scale is `scale`, its growth tracker `tracker`, and it changes by `rule`."
+        self.flush()
         scale = float(np.float32(scale))
+        self._now = scale, tracker, rule
         if self._marks and self._marks[-1].step == self.n: self._marks.pop()
         last = self._marks[-1] if self._marks else None
         if last is not None and rule == CONSTANT == last.rule and scale == last.scale: return
@@ -97,12 +100,18 @@ class ScaleHistory:
         self.n, self._marks = n, [m for m in self._marks if m.step <= n]
         del self._bits[(n + 7) // 8:]
         if n % 8: self._bits[-1] &= (1 << n % 8) - 1
+        self._now = self._replay()[1]
 
     @property
     def last(self) -> bool:
         "Was the last step skipped?"
         self.flush()
         return bool(self.n and self._bits[-1] >> (self.n - 1) % 8 & 1)
+
+    @property
+    def current_scale(self) -> float | None:
+        "The scale after the last step, worked out on the host; None while flags are still on the device."
+        return None if self._flags or self._chunks else self._now[0]
 
     @property
     def skips(self) -> np.ndarray:
@@ -113,15 +122,22 @@ class ScaleHistory:
     @property
     def scales(self) -> list[float]:
         "For each attempted step the scale it used."
+        return self._replay()[0]
+
+    def _replay(self) -> tuple[list[float], tuple[float, int, ScaleRule]]:
+        "The scale of each step, and scale, tracker and rule after the last one."
         scales, marks = [], {m.step: m for m in self._marks}
         scale, tracker, rule = math.nan, 0, CONSTANT             # the first mark lies before the first step
         for i, skipped in enumerate(self.skips.tolist()):
             if i in marks: _, scale, tracker, rule = marks[i]
             scales.append(scale)
             scale, tracker = rule.next(scale, tracker, skipped)
-        return scales
+        if self.n in marks: _, scale, tracker, rule = marks[self.n]
+        return scales, (scale, tracker, rule)
 
     def _add_bit(self, skipped: bool, i: int) -> None:
+        scale, tracker, rule = self._now
+        self._now = *rule.next(scale, tracker, skipped), rule
         if i % 8 == 0: self._bits.append(0)
         if skipped: self._bits[-1] |= 1 << i % 8
 

@@ -119,7 +119,7 @@ class LossScaling:
         self._used = True
         scaled = self.scaler.scale(loss)                         # the scaler's tensors are made here, at the first loss
         if moved: self._followed = scale_version(self.scaler)
-        if first and self.stage is GradStage.TRUE: _multiply_grads(optimizer_params(opt), self.scaler.get_scale())
+        if first and self.stage is GradStage.TRUE: self._scale_grads(opt)
         self.stage = GradStage.SCALED
         return scaled
 
@@ -177,7 +177,7 @@ class LossScaling:
     def rescale(self, opt: Any) -> None:
         "Multiply unscaled gradients by the loss scale again, so that accumulation can go on."
         self._forget_step()
-        _multiply_grads(optimizer_params(opt), self.scaler.get_scale())
+        self._scale_grads(opt)
         self.stage = GradStage.SCALED
 
     def drop(self, opt: Any, model: nn.Module) -> None:
@@ -227,6 +227,11 @@ class LossScaling:
         for p in model.parameters():
             if id(p) not in known: p.grad = None
 
+    def _scale_grads(self, opt: Any) -> None:
+        "Multiply the gradients of `opt` by the scale, without waiting for the device that it is on."
+        for p in optimizer_params(opt):
+            if p.grad is not None: p.grad.mul_(self.scaler.scale(torch.ones((), device=p.grad.device)))
+
     def _forget_step(self) -> None:
         self._disarm()
         forget_unscale(self.scaler)
@@ -258,7 +263,9 @@ class LossScaling:
         before = scaler.get_scale()
         scaler.load_state_dict(dict(state))
         self._followed = None
-        if self.stage is GradStage.SCALED: _multiply_grads(optimizer_params(opt), scaler.get_scale() / before)
+        if self.stage is not GradStage.SCALED: return
+        for p in optimizer_params(opt):
+            if p.grad is not None: p.grad.mul_(scaler.get_scale() / before)
 
     @property
     def has_own_state(self) -> bool:
@@ -284,8 +291,3 @@ class LossScaling:
         state = s.state_dict()
         self.history.mark(s.get_scale(), state.get('_growth_tracker', 0), rule)
         return True
-
-
-def _multiply_grads(params: list[nn.Parameter], factor: float) -> None:
-    for p in params:
-        if p.grad is not None: p.grad.mul_(factor)

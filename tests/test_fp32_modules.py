@@ -8,7 +8,6 @@ from torch import nn
 
 from fastxtend_amp import MixedPrecision
 from fastxtend_amp.fp32_modules import Fp32Forward, Fp32Modules, kept_in_fp32, match_modules
-from fastxtend_amp.devices.replicas import tell_replicas
 from helpers import Attentive, learner, mlp, opt_state, params, same, same_state
 
 
@@ -284,18 +283,21 @@ dist.destroy_process_group()
     assert out.stdout.split()[-2:] == ['True', 'Fp32Forward'], out.stderr
 
 
-def test_replicas_run_their_own_weights():
-    model, x = Attentive(gain=1.), torch.randn(2, 6, 8)
-    Fp32Modules('attn').apply(model)
-    handle = tell_replicas(nn.DataParallel(model), 'cpu', torch.bfloat16)
-    replica = model._replicate_for_data_parallel()
-    replica._modules['attn'] = model.attn._replicate_for_data_parallel()
-    for name, m in model.attn.named_children(): replica._modules['attn']._modules[name] = copy.deepcopy(m)
-    with torch.no_grad(): model.attn.v.weight.zero_(); model.attn.v.bias.zero_()
-    with torch.autocast('cpu', dtype=torch.bfloat16): replica(torch.randn(2, 6))
-    handle.remove()
-    assert replica.attn.forward.module is replica.attn and model.attn.forward.module is model.attn and model.attn.forward.called
-    assert replica.attn(x).abs().sum() > 0 and model.attn(x).abs().sum() == 0
+@pytest.mark.parametrize('how', ['trace', 'fx', 'export', 'script'])
+def test_other_ways_to_capture_a_model(how):
+    learn, x = learner().to_bf16(fp32_modules='3'), torch.randn(4, 6)
+    learn.fit(1)
+    model = learn.model.eval()
+    if how == 'script':
+        with pytest.raises(AttributeError, match='(?s)torch.jit.script cannot.*Fp32Forward.*to_fp32'): torch.jit.script(model)
+        assert torch.jit.script(learn.to_fp32().model)(x).dtype == torch.float32
+        return
+    capture = {'trace': lambda: torch.jit.trace(model, x), 'fx': lambda: torch.fx.symbolic_trace(model),
+               'export': lambda: torch.export.export(model, (x,)).module()}[how]
+    assert torch.equal(capture()(x), model(x))
+    if how != 'export': return
+    with torch.no_grad(), torch.autocast('cpu', dtype=torch.bfloat16):   # captured with the precision that is on
+        assert capture()(x).dtype == model(x).dtype == torch.float32
 
 
 def test_a_module_whose_forward_never_runs_is_told_with_its_parent():
@@ -303,7 +305,7 @@ def test_a_module_whose_forward_never_runs_is_told_with_its_parent():
         def __init__(self): super().__init__(); self.emb, self.att, self.head = nn.Linear(1, 8), nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 1)
         def forward(self, x): x = self.emb(x[..., None]); return self.head(self.att(x, x, x)[0]).mean(1)
     learn = learner(Net()).to_bf16(fp32_modules='att.out_proj')
-    with pytest.warns(UserWarning, match="'att.out_proj' was not called.*Keep 'att' instead"): learn.fit(1)
+    with pytest.warns(UserWarning, match="(?s)'att.out_proj' was not called.*Keep 'att' instead"): learn.fit(1)
     learn = learner(Net()).to_bf16(fp32_modules='att')
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter('always')

@@ -1,5 +1,5 @@
 "Which precision a device does natively, and what is said where it does not."
-import warnings
+import re, warnings
 
 import pytest, torch
 from fastai.callback import fp16
@@ -88,12 +88,20 @@ def test_devices_that_cannot():
 def fake_cpu(monkeypatch, features): monkeypatch.setattr(mode, 'cpu_features', lambda: frozenset(features.split()))
 
 
-def test_emulated_mode_warns_once_per_fit(monkeypatch):
+def emulation_warnings(f):
+    with warnings.catch_warnings(record=True) as record:
+        warnings.simplefilter('always')
+        f()
+    return [w for w in record if 'emulated' in str(w.message)]
+
+
+def test_emulated_mode_warns_once_for_a_learner_and_mode_at_the_users_line(monkeypatch):
     fake_cpu(monkeypatch, 'avx512_bf16')
     learn = learner().to_fp16()
-    for _ in range(2):
-        with pytest.warns(UserWarning, match=r'fp16 is emulated.*learn\.to_bf16\(\)') as record: learn.fit(2)
-        assert sum('emulated' in str(w.message) for w in record) == 1
+    told, = emulation_warnings(lambda: learn.fit(2))
+    assert re.search(r'fp16 is emulated.*10 to 100 times slower.*\n.*learn\.to_bf16\(\)', str(told.message)) and told.filename == __file__
+    assert not emulation_warnings(lambda: learn.fit(1)) and not emulation_warnings(lambda: learn.to_fp16().fit(1))
+    assert len(emulation_warnings(lambda: learner().to_fp16().fit(1))) == 1
     with warnings.catch_warnings():
         warnings.filterwarnings('error', message='.*emulated.*')
         learn.validate(); learn.to_bf16().fit(1)
@@ -123,10 +131,10 @@ def test_auto_takes_scaler_and_loss_scale(monkeypatch):
 
 
 def test_device_without_autocast(monkeypatch):
-    monkeypatch.setattr(mode.torch.amp.autocast_mode, 'is_autocast_available', lambda d: False)
+    monkeypatch.setattr(mode.torch.amp, 'is_autocast_available', lambda d: False)
     learn = learner().to_bf16()
-    with pytest.raises(ValueError, match="device 'cpu'.*to_fp32"): learn.fit(1)
-    assert not {'one_batch', 'scaler'} & learn.__dict__.keys()
+    with pytest.raises(ValueError, match="(?s)device 'cpu'.*to_fp32"): learn.fit(1)
+    assert learn.precision._fit is None and 'scaler' not in learn.__dict__
     monkeypatch.undo(); learn.fit(1)
 
 
@@ -148,8 +156,8 @@ def test_recurrent_layers_run_or_are_refused_by_name_when_fit_starts(mode):
         learn.add_cb(At('before_batch', drawn.append, -50))
         if refused_layer(kind, AMPMode(mode)) is None: learn.fit(1); continue
         drawn.clear()
-        with pytest.raises(ValueError, match=rf"'rnn' \({kind.__name__}\): PyTorch says.*fp32_modules=nn.{kind.__name__}") as e: learn.fit(1)
-        assert not drawn and 'primitive' in str(e.value) and 'one_batch' not in vars(learn)
+        with pytest.raises(ValueError, match=rf"(?s)'rnn' \({kind.__name__}\).*PyTorch says.*fp32_modules=nn.{kind.__name__}") as e: learn.fit(1)
+        assert not drawn and 'primitive' in str(e.value) and learn.precision._fit is None
         with pytest.raises(ValueError, match=kind.__name__): learn.get_preds()
     for spec in (torch.nn.LSTM, 'rnn', '*'):
         learn = getattr(learner(Recurrent()), f'to_{mode}')(fp32_modules=spec)
@@ -161,7 +169,7 @@ def test_a_layer_that_is_refused_is_named(monkeypatch):
     "As on a CPU that has the kernels or lacks them, whatever this one does."
     from fastxtend_amp import mode as module
     monkeypatch.setattr(module, 'refused_layer', lambda kind, mode: 'no kernel' if kind is torch.nn.LSTM else None)
-    with pytest.raises(ValueError, match="'rnn' \\(LSTM\\): PyTorch says: no kernel"): learner(Recurrent()).to_bf16().fit(1)
+    with pytest.raises(ValueError, match="(?s)'rnn' \\(LSTM\\).*PyTorch says: no kernel"): learner(Recurrent()).to_bf16().fit(1)
     learner(Recurrent()).to_fp32().fit(1)
     monkeypatch.setattr(module, 'refused_layer', lambda kind, mode: None)
     assert learner(Recurrent(torch.nn.RNN)).to_bf16().fit(1) is None
@@ -176,3 +184,70 @@ def test_a_layer_that_fails_in_fp32_too_is_not_refused():
             if torch.is_autocast_enabled('cpu'): raise RuntimeError('no kernel')
             return super().forward(x)
     assert refused_layer(Broken, AMPMode.BF16) is None and refused_layer(Low, AMPMode.BF16) == 'no kernel'
+
+
+# -- which device is asked
+
+def test_before_the_first_fit_the_device_of_the_dataloaders_is_asked(gpu, monkeypatch):
+    gpu((7, 5))                                                  # bf16 is emulated there, fp16 is not
+    learn = learner()
+    learn.dls.device = CUDA                                      # fastai moves the model when the first fit starts
+    learn.to_amp()
+    assert next(learn.model.parameters()).device.type == 'cpu' and learn.precision.scales_loss
+    assert learn.precision.state_dict()['scale'] == 65536.
+    context = learn.amp_context()
+    assert context.device == 'cuda' and context.fast_dtype is torch.float16
+
+
+def test_a_default_device_does_not_change_what_probes_find(monkeypatch):
+    from fastxtend_amp.guard import cache_loses_gradients
+    from fastxtend_amp.mode import refused_layer
+    expected = refused_layer(torch.nn.LSTM, AMPMode.FP16), cache_loses_gradients(), precision_support('cpu').values.tolist()
+    refused_layer.cache_clear(); cache_loses_gradients.cache_clear()
+    torch.set_default_device('meta')
+    try: found = refused_layer(torch.nn.LSTM, AMPMode.FP16), cache_loses_gradients(), precision_support('cpu').values.tolist()
+    finally: torch.set_default_device(None)
+    assert found == expected
+
+
+def test_pascal_consumer_cards_do_not_do_fp16_natively(gpu):
+    gpu((6, 1)); assert mode.mode_support(AMPMode.FP16, CUDA).status == 'emulated' and mode.fastest_native(CUDA) is None
+    gpu((6, 0)); assert mode.mode_support(AMPMode.FP16, CUDA).status == 'native'
+
+
+def test_intel_gpus_without_fp64_do_not_scale_the_loss(monkeypatch):
+    monkeypatch.setattr(torch.xpu, 'is_available', lambda: True)
+    for fp64, expected in ((False, 'unsupported'), (True, 'native')):
+        monkeypatch.setattr(torch.xpu, 'get_device_capability', lambda d=None: {'has_fp64': fp64, 'has_fp16': True})
+        found = mode._xpu(AMPMode.FP16, torch.device('xpu'))
+        assert found.status == expected and ('float64' in found.why) is not fp64
+
+
+def test_a_model_given_as_device_is_refused_by_name():
+    with pytest.raises(ValueError, match='device=Linear.*is not a torch device'): precision_support(torch.nn.Linear(2, 2))
+
+
+def test_to_amp_with_a_mode_names_the_method():
+    with pytest.raises(TypeError, match=r'(?s)to_amp\(.bf16.\).*learn\.to_bf16\(\)'): learner().to_amp('bf16')
+
+
+def test_the_callback_lists_its_own_names_and_shows_mode_and_scale():
+    learn = learner().to_fp16(init_scale=1024.)
+    assert 'plot_scales' in dir(learn.precision) and 'dls' not in dir(learn.precision) and 'lin' not in dir(learn.precision)
+    assert repr(learn.precision) == "MixedPrecision('fp16', scale=1024)" and learn.precision.scale == 1024.
+    assert learner().to_bf16().precision.scale is None and learner().precision is None
+    with pytest.raises(ValueError, match=r"MixedPrecision\('fp16', scale=1024\), MixedPrecision\('bf16'\)"):
+        learn.fit(1, cbs=MixedPrecision('bf16'))
+
+
+def test_advice_names_every_argument_that_is_not_the_default():
+    learn = learner().to_fp16(init_scale=1024., fp32_modules=torch.nn.BatchNorm1d, max_skips=4)
+    assert learn.precision.as_call() == "learn.to_fp16(init_scale=1024.0, fp32_modules=['1'], max_skips=4)"
+    assert learn.precision.as_call(fp32_modules=['1', '3']) == "learn.to_fp16(init_scale=1024.0, fp32_modules=['1', '3'], max_skips=4)"
+    assert learn.precision.as_call(amp_mode='bf16') == "learn.to_bf16(fp32_modules=['1'], max_skips=4)"
+    assert learner().to_amp(loss_scale=8.).precision.as_call() == 'learn.to_amp(loss_scale=8.0)'
+    assert learner().to_bf16().precision.as_call() == 'learn.to_bf16()'
+
+
+@pytest.mark.parametrize('name,expected', [('float16', 'fp16'), ('half', 'fp16'), ('Half', 'fp16'), ('bfloat16', 'bf16'), ('BFloat16', 'bf16')])
+def test_torchs_names_of_dtypes(name, expected): assert AMPMode(name) == expected and MixedPrecision(name).mode == expected

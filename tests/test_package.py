@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+import fastxtend_amp
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -21,7 +23,7 @@ def test_order_of_imports(imports): assert python(imports + SHOW) == 'fastxtend_
 
 def test_star_import():
     names = python('from fastxtend_amp import *; print(sorted(n for n in dir() if not n.startswith("__")))')
-    assert names == "['AMPMode', 'HalfWeights', 'MixedPrecision', 'PrecisionComparison', 'PrecisionReport', 'precision_support']"
+    assert names == str(sorted(fastxtend_amp.__all__))
     assert python('from fastai.vision.all import *; from fastxtend_amp import *; print(MixedPrecision.__module__)') == 'fastxtend_amp.callback'
 
 
@@ -48,7 +50,7 @@ def test_settings_are_the_one_home():
 
 def test_setup_works_from_any_folder(tmp_path):
     out = subprocess.run([sys.executable, ROOT / 'setup.py', '--version'], capture_output=True, text=True, cwd=tmp_path)
-    assert out.stdout.split()[-1] == '0.1.0', out.stderr
+    assert out.stdout.split()[-1] == '0.2.0', out.stderr
 
 
 SMOKE = """
@@ -78,8 +80,11 @@ def test_wheel_and_sdist(tmp_path):
     run('-m', 'pip', 'wheel', *offline, '-w', dist, sdist)       # built from the sdist alone
     wheel, = dist.glob('*.whl')
     names = zipfile.ZipFile(wheel).namelist()
-    modules = {f'fastxtend_amp/{f.name}' for f in (ROOT / 'fastxtend_amp').glob('*.py')}
+    modules = {str(f.relative_to(ROOT)) for f in (ROOT / 'fastxtend_amp').rglob('*.py')} | {'fastxtend_amp/py.typed'}
     assert {n for n in names if '.dist-info/' not in n} == modules
+    described = zipfile.ZipFile(wheel).read(next(n for n in names if n.endswith('/METADATA'))).decode()
+    for what in ('Documentation', 'Source', 'Issues', 'Changelog'): assert f'Project-URL: {what}, https://' in described, what
+    assert 'Classifier: Typing :: Typed' in described and '](nbs/' not in described
     run('-m', 'pip', 'install', *offline, '--target', target, wheel)
-    assert run('-c', SMOKE, target, cwd=empty, PYTHONPATH=str(target)).split() == ['0.1.0', '2']
+    assert run('-c', SMOKE, target, cwd=empty, PYTHONPATH=str(target)).split() == ['0.2.0', '2']
     assert {f.name for f in (target / 'bin').iterdir()} >= {'fastxtend_amp_demo', 'fastxtend_amp_bench'}

@@ -17,6 +17,7 @@ def test_history_replays_what_the_scaler_did(growth, backoff, interval):
         scaler.scale(torch.zeros(1))
         expected.append(scaler.get_scale()); skips.append(skip)
         scaler.step(opt); scaler.update(); history.record(skip)
+        assert history.current_scale == scaler.get_scale()       # known on the host
     assert history.scales == expected and history.skips.tolist() == skips
 
 

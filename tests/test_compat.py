@@ -1,0 +1,157 @@
+"Each use of an undocumented name does what `compat.py` says; the test fails with the function's name when it is gone."
+import copy, inspect
+
+import pytest, torch
+from fastai.learner import Learner
+from torch import nn
+
+from fastxtend_amp import compat
+from helpers import *
+
+
+def one_parameter(cls=torch.optim.AdamW, **kwargs):
+    p = nn.Parameter(torch.ones(1))
+    p.grad = torch.ones(1)
+    return p, cls([p], lr=.5, **kwargs)
+
+
+# -- autocast
+
+def test_autocast_nesting():
+    assert compat.autocast_nesting() == 0
+    with torch.autocast('cpu'), torch.autocast('cpu'): assert compat.autocast_nesting() == 2
+
+
+def test_AutocastState():
+    with torch.autocast('cpu', dtype=torch.float16, cache_enabled=False):
+        state, before = compat.AutocastState('cpu'), autocast_state()
+        torch.autocast('cpu', enabled=False).__enter__()
+        assert autocast_state() != before
+        state.restore(); state.restore()
+        assert autocast_state() == before
+
+
+def test_set_autocast_dtype():
+    with torch.autocast('cpu'):
+        compat.set_autocast_dtype('cpu', torch.float16)
+        assert nn.functional.linear(torch.ones(1, 1), torch.ones(1, 1)).dtype is torch.float16
+
+
+def test_dtype_of(monkeypatch):
+    class Loud(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, *args, **kwargs): raise AssertionError('asked')
+    t = torch.ones(1).half().as_subclass(Loud)
+    assert compat.dtype_of(t) is torch.float16
+    monkeypatch.setattr(compat, '_PlainTensors', None)
+    assert compat.dtype_of(torch.ones(1)) is torch.float32
+
+
+# -- fastai's loop
+
+def test_events_method():
+    method = getattr(Learner, compat.events_method())
+    assert list(inspect.signature(method).parameters) == ['self', 'f', 'event_type', 'ex', 'final']
+    seen, learn = [], learner()
+    learn.remove_cbs(list(learn.cbs))
+    learn.add_cb(At('before_epoch', lambda l: seen.append('before')))
+    getattr(learn, compat.events_method())(lambda: seen.append('f'), 'epoch', KeyError, lambda: seen.append('final'))
+    assert seen == ['before', 'f', 'final']
+
+
+# -- loss scaling and optimizers
+
+def test_move_scaler():
+    scaler = torch.amp.GradScaler('cpu', init_scale=8.)
+    scaler.scale(torch.ones(1)); scaler.update(4.)
+    compat.move_scaler(scaler, 'meta')
+    assert scaler._scale is None and scaler._device == 'meta' and scaler.state_dict()['scale'] == 4.
+    compat.move_scaler(scaler, 'cpu')
+    assert scaler.scale(torch.ones(1)).item() == 4.
+
+
+@pytest.mark.parametrize('grad,flag', [(1., 0.), (float('inf'), 1.)])
+def test_found_inf_flags_and_has_unscaled_and_forget_unscale(grad, flag):
+    scaler, (p, opt) = torch.amp.GradScaler('cpu'), one_parameter()
+    scaler.scale(torch.ones(1)); p.grad.fill_(grad)
+    assert not compat.has_unscaled(scaler)
+    scaler.unscale_(opt)
+    assert [f.item() for f in compat.found_inf_flags(scaler, opt)] == [flag] and compat.has_unscaled(scaler)
+    with pytest.raises(RuntimeError, match='already been called'): scaler.unscale_(opt)
+    compat.forget_unscale(scaler)
+    assert not compat.has_unscaled(scaler)
+    scaler.unscale_(opt)
+
+
+def test_scale_version():
+    scaler = torch.amp.GradScaler('cpu', init_scale=8.)
+    scaler.scale(torch.ones(1))
+    before = compat.scale_version(scaler)
+    assert compat.scale_version(scaler) == before
+    scaler.update(2.); assert compat.scale_version(scaler) != before
+    before = compat.scale_version(scaler); scaler.set_growth_factor(3.); assert compat.scale_version(scaler) != before
+    del scaler._scale
+    assert compat.scale_version(scaler) != compat.scale_version(scaler)    # unknown: counts as changed
+
+
+@pytest.mark.parametrize('cls', [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
+def test_arm_found_inf_and_disarm_found_inf(cls):
+    p, opt = one_parameter(cls, fused=True)
+    assert compat.supports_found_inf(opt) and not compat.supports_found_inf(one_parameter(cls)[1])
+    opt.step(); before = p.item()
+    for flag, moves in ((1., False), (0., True)):
+        compat.arm_found_inf(opt, torch.tensor(flag)); opt.step(); compat.disarm_found_inf(opt)
+        assert (p.item() != before) is moves and not {'found_inf', 'grad_scale'} & vars(opt).keys()
+
+
+def test_supports_found_inf(): assert not compat.supports_found_inf(object())
+
+
+def test_honours_found_inf(monkeypatch):
+    cpu, fused = torch.device('cpu'), (('fused', True),)
+    assert compat.honours_found_inf(torch.optim.AdamW, cpu, fused)
+    class Ignores(torch.optim.AdamW):
+        def step(self, closure=None): compat.disarm_found_inf(self); return super().step()
+    class Never(torch.optim.AdamW):
+        def step(self, closure=None): pass
+    assert not compat.honours_found_inf(Ignores, cpu, fused) and not compat.honours_found_inf(Never, cpu, fused)
+
+
+def test_the_step_is_decided_on_the_host_where_the_kernel_ignores_the_flag(monkeypatch):
+    from fastxtend_amp import scaling
+    monkeypatch.setattr(scaling, 'honours_found_inf', lambda *args: False)
+    learn = learner(opt_func=OPTIMIZERS['fused adamw']).to_fp16(init_scale=2.**20, growth_interval=3); learn.fit(2, .01)
+    assert isinstance(learn.precision.scaling.found_inf, bool)
+    monkeypatch.undo()
+    other = learner(opt_func=OPTIMIZERS['fused adamw']).to_fp16(init_scale=2.**20, growth_interval=3); other.fit(2, .01)
+    assert same(params(learn), params(other)) and learn.precision.scales == other.precision.scales
+
+
+class Syncfree(torch.optim.SGD):
+    seen = None
+    def step(self, closure=None, found_inf=None): self.seen = found_inf
+
+
+def test_is_syncfree_and_syncfree_state(monkeypatch):
+    _, opt = one_parameter(Syncfree)
+    assert not compat.is_syncfree(opt) and not compat.syncfree_state(opt, {'step': 1})
+    monkeypatch.setattr(Syncfree, '__module__', 'torch_xla.amp.syncfree.sgd')
+    assert compat.is_syncfree(opt) and compat.syncfree_state(opt, {'step': 1}) and not compat.syncfree_state(opt, {})
+    compat.arm_found_inf(opt, 'flag'); opt.step(); assert opt.seen == 'flag'
+    compat.disarm_found_inf(opt); opt.step(); assert opt.seen is None
+
+
+# -- modules
+
+def test_compiled_module():
+    m = nn.Linear(1, 1)
+    compiled = torch.compile(m)
+    assert compat.compiled_module(compiled) is m and compat.compiled_module(m) is None
+    assert any(n.endswith(compat.COMPILED_NAME) for n, _ in nn.Sequential(compiled).named_modules())
+
+
+def test_NotScriptable():
+    from fastxtend_amp.forward import ModuleForward
+    m = nn.Sequential(nn.Linear(1, 1)); ModuleForward(m[0]).install()
+    with pytest.raises(AttributeError, match='torch.jit.script cannot compile'): torch.jit.script(m)
+    assert not hasattr(m[0].forward, 'other')
