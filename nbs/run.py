@@ -1,4 +1,5 @@
 "Runs the notebooks and stores their outputs: `python nbs/run.py` all of them, `python nbs/run.py 02 05` these."
+import base64
 import os
 import sys
 import time
@@ -23,6 +24,29 @@ def execute(
     return client.execute(env=env)
 
 
+def is_left_over(output): # What a progress bar leaves when it is done, and its style sheet
+    if output.output_type != 'display_data': return False
+    html = output.data.get('text/html', '') if set(output.data) <= {'text/html', 'text/plain'} else 'other'
+    return not html.strip() or html.strip().startswith('<style>')
+
+
+def stored(notebook):
+    "The notebook as it is kept: without what progress bars leave behind, and without times of each cell."
+    for cell in notebook.cells:
+        cell.metadata.pop('execution', None)
+        if cell.cell_type == 'code': cell.outputs = [o for o in cell.outputs if not is_left_over(o)]
+    return notebook
+
+
+def save_pictures(notebook):
+    "Write the picture of each cell with a tag such as `save-report.png` to that file, for the README and the first page."
+    for cell in notebook.cells:
+        for tag in cell.metadata.get('tags', []):
+            if not tag.startswith('save-'): continue
+            picture = next(o.data['image/png'] for o in cell.outputs if 'image/png' in o.get('data', {}))
+            (FOLDER / tag.removeprefix('save-')).write_bytes(base64.b64decode(picture))
+
+
 def main(names):
     "Run each notebook; one that fails keeps its old outputs. Returns how many failed."
     failed = 0
@@ -34,8 +58,8 @@ def main(names):
             failed += 1
             print(f'{file.name}: {error.ename}: {error.evalue}', flush=True)
             continue
-        for cell in notebook.cells: cell.metadata.pop('execution', None)   # times of each cell: noise in a diff
-        nbformat.write(notebook, file)
+        nbformat.write(stored(notebook), file)
+        save_pictures(notebook)
         print(f'{file.name}: {time.perf_counter() - start:.0f} s', flush=True)
     return failed
 
