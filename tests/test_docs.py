@@ -169,6 +169,13 @@ def test_page_has_every_public_name_with_its_arguments(page):
     for link in re.findall(r'href="(source/[^"#]+)', text): assert (page / link).exists()
 
 
+def test_every_command_is_described():
+    settings = configparser.ConfigParser(delimiters=['='])
+    settings.read(ROOT / 'settings.ini')
+    commands = [s.partition('=')[0] for s in settings['DEFAULT']['console_scripts'].split()]
+    assert commands and all(f'| `{c}` |' in (NBS / 'api.md').read_text() for c in commands)
+
+
 def test_page_can_be_searched(page):
     index = (page / 'searchindex.js').read_text()
     titles = json.loads(index.removeprefix('Search.setIndex(').removesuffix(')'))['titles']
