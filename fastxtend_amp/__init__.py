@@ -1,4 +1,4 @@
-"Mixed precision for fastai that is real on every device. Importing this adds `to_fp16`, `to_bf16` and more to `Learner`."
+"Mixed precision for fastai that is real on every device; importing it adds `to_fp16`, `to_bf16` and more to `Learner`."
 from .mode import AMPMode, precision_support
 from .callback import MixedPrecision
 from . import checkpoint as _checkpoint, learner as _learner
@@ -7,7 +7,8 @@ from .devices import replicas as _replicas, xla as _xla
 from .half_weights import HalfWeights, kahan
 from .insight import PrecisionComparison, PrecisionReport
 
-__all__ = ['AMPMode', 'HalfWeights', 'MixedPrecision', 'PrecisionComparison', 'PrecisionReport', 'kahan', 'precision_support']
+__all__ = ['AMPMode', 'HalfWeights', 'MixedPrecision', 'PrecisionComparison', 'PrecisionReport', 'kahan',
+           'precision_support']
 
 _document(__all__, globals())
 

@@ -23,8 +23,8 @@ from .scaling import LossScaling
 
 __all__ = ['PRECISION_CALLBACKS', 'MixedPrecision']
 
-_EVERY_BATCH = frozenset(('before_batch', 'after_pred', 'after_loss', 'before_backward', 'after_backward', 'before_step',
-                          'after_step', 'after_batch'))
+_EVERY_BATCH = frozenset(('before_batch', 'after_pred', 'after_loss', 'before_backward', 'after_backward',
+                          'before_step', 'after_step', 'after_batch'))
 _BF16_ARGUMENTS = ('fp32_modules', 'on_overflow', 'max_skips')
 
 
@@ -34,8 +34,8 @@ class MixedPrecision(Lifecycle, fp16.MixedPrecision):
     autocast covers the forward pass and the loss, in training and validation. Predictions reach the loss, the metrics
     and `get_preds` in fp32, and the loss is fp32. In fp16 a `GradScaler` scales the loss; gradients are unscaled before
     any `before_step` callback of a higher order runs, and a step with non-finite gradients is skipped whole: by a
-    `CancelStepException`, or, without waiting for the device, by torch's fused Adam, AdamW and SGD in an `OptimWrapper`.
-    In that case `after_cancel_step` does not fire; `skipped` tells in both.
+    `CancelStepException`, or, without waiting for the device, by torch's fused Adam, AdamW and SGD in an
+    `OptimWrapper`. In that case `after_cancel_step` does not fire; `skipped` tells in both.
 
     Raises `ValueError` at construction for an unknown mode or an unusable scaling argument, and when `fit` starts if
     the device cannot run the mode, if parameters to be trained are fp16 already, or if the optimizer needs a closure.
@@ -49,13 +49,13 @@ class MixedPrecision(Lifecycle, fp16.MixedPrecision):
     def __init__(self,
         amp_mode: str | AMPMode | torch.dtype = AMPMode.FP16, # 'fp16', 'bf16', or 'auto': the fastest native one
         init_scale: float = 65536.0, # Loss scale to start from (fp16)
-        growth_factor: float = 2.0, # The scale is multiplied by this after `growth_interval` steps without a skip (fp16)
+        growth_factor: float = 2.0, # The scale is multiplied by this after `growth_interval` steps (fp16)
         backoff_factor: float = 0.5, # The scale is multiplied by this after a skipped step (fp16)
-        growth_interval: int = 2000, # Steps without a skip after which the scale grows (fp16)
+        growth_interval: int = 2000, # Steps in a row without a skip after which the scale grows (fp16)
         enabled: bool = True, # Whether to scale the loss at all (fp16)
         *,
         loss_scale: float | None = None, # A static loss scale, which never grows or shrinks; fastai v1 used 512 (fp16)
-        scaler: GradScaler | None = None, # A `torch.amp.GradScaler` of your own, or of a subclass, to use instead (fp16)
+        scaler: GradScaler | None = None, # A `torch.amp.GradScaler` of your own to use instead (fp16)
         fp32_modules: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules, predicates
         on_overflow: str = 'warn', # When training goes wrong: 'warn', 'raise' (`FloatingPointError`) or 'ignore'
         max_skips: int = 16, # Skipped steps in a row after which training counts as going wrong (fp16)
@@ -64,7 +64,8 @@ class MixedPrecision(Lifecycle, fp16.MixedPrecision):
         auto = isinstance(amp_mode, str) and amp_mode.lower() == 'auto'
         self._mode: AMPMode | None = None if auto else AMPMode(amp_mode)
         self.amp_mode = 'auto' if auto else AMPMode(amp_mode)
-        self._scaling = LossScaling(init_scale, growth_factor, backoff_factor, growth_interval, enabled, loss_scale, scaler)
+        self._scaling = LossScaling(init_scale, growth_factor, backoff_factor, growth_interval, enabled, loss_scale,
+                                    scaler)
         if scaler is not None and self.amp_mode is AMPMode.BF16:
             raise ValueError(f"scaler={scaler!r} cannot be used with amp_mode='bf16', which needs no loss scaling.\n"
                              "Leave it out, or take 'fp16' or 'auto'.")
@@ -111,7 +112,7 @@ class MixedPrecision(Lifecycle, fp16.MixedPrecision):
         return int(self._scaling.history.skips.sum())
     @property
     def skipped(self) -> bool:
-        "Was the last step skipped? Right from `before_step` of a higher order on, in `after_step` and in `after_batch`."
+        "Was the last step skipped? Known from `before_step` of a higher order on, in `after_step` and `after_batch`."
         return self._scaling.skipped
     @property
     def fp32_module_names(self) -> list[str]:
@@ -125,7 +126,7 @@ class MixedPrecision(Lifecycle, fp16.MixedPrecision):
         return plot_scales(self._scaling.history, ax)
 
     def context(self) -> AbstractContextManager:
-        "A new autocast context in this callback's precision, for the device that training uses; it does nothing in fp32."
+        "A new autocast context in this callback's precision, for the device that training uses; none in fp32."
         if self._fit: device, mode = self._fit.device, self._fit.mode
         else:
             device = training_device(self.learn)
@@ -141,7 +142,7 @@ class MixedPrecision(Lifecycle, fp16.MixedPrecision):
     def as_call(self,
         **changes # Arguments to change; `amp_mode` too
     ) -> str:
-        "The call on the learner that sets this precision, for advice: arguments that are not the defaults, and `changes`."
+        "The call on the learner that sets this precision, with the arguments that are not defaults, and `changes`."
         kept = {'fp32_modules': self.fp32_module_names} if self.fp32_module_names else {}
         arguments = {**self._arguments, **kept, **changes}
         mode, defaults = arguments.pop('amp_mode'), signature_defaults(MixedPrecision)
@@ -161,7 +162,7 @@ class MixedPrecision(Lifecycle, fp16.MixedPrecision):
         return mode is not None and mode.needs_loss_scaling
 
     def state_dict(self) -> dict[str, Any]: # Plain numbers: scale, its rules and its growth tracker
-        "The state of the loss scaling, as `GradScaler.state_dict`, before, during or after a fit; empty in bf16 and fp32."
+        "The state of the loss scaling, as `GradScaler.state_dict`, at any time; empty in bf16 and fp32."
         return self._scaling.state_dict() if self.scales_loss else {}
 
     def load_state_dict(self,
@@ -184,7 +185,7 @@ class MixedPrecision(Lifecycle, fp16.MixedPrecision):
 
     def __call__(self, event_name: str) -> Any:
         "As `Callback`'s, without its look-ups where they cannot matter: these events come with every batch."
-        if self.learn is None: return None                       # taken off by a callback before this one, in the same event
+        if self.learn is None: return None  # taken off by a callback before this one, in the same event
         always = self.run and self.run_train and self.run_valid
         if event_name not in _EVERY_BATCH or not always: return super().__call__(event_name)
         try: return getattr(self, event_name)()
@@ -192,7 +193,7 @@ class MixedPrecision(Lifecycle, fp16.MixedPrecision):
         except Exception as e:
             said = e.args[0] if e.args else ''
             where = f'Exception occured in `{type(self).__name__}` when calling event `{event_name}`'
-            raise modify_exception(e, f'{where}:\n\t{said}', replace=True)   # noqa: B904  the same one, in fastai's words
+            raise modify_exception(e, f'{where}:\n\t{said}', replace=True)  # noqa: B904  with fastai's words
 
     def before_fit(self):
         "Decide the precision and get the scaler ready; raise before a batch is drawn if that cannot be done."
@@ -235,7 +236,7 @@ class MixedPrecision(Lifecycle, fp16.MixedPrecision):
         "Scale the loss."
         if self._active: self.learn.loss_grad = self._scaling.scale(self.learn.loss_grad, self.learn.opt)
 
-    def after_backward(self): pass                               # looked for at each step, it is found sooner if it is here
+    def after_backward(self): pass  # looked for at each step, it is found sooner if it is here
 
     def before_step(self):
         "Unscale the gradients; hold the step back if one is not finite, unless the optimizer does so on the device."

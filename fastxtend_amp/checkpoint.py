@@ -1,9 +1,10 @@
-"Checkpoints: the loss scale in the files of `Learner.save` and `load`, files written whole, states put on their device."
+"Checkpoints: the loss scale in the files of `Learner.save` and `load`, and files that are written whole."
 from __future__ import annotations
 
 import functools, os, sys, threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ from .scaling_args import check_scaler_state
 
 __all__ = ['ADAPTERS', 'StateAdapter', 'place_state', 'written_whole']
 
-KEY = 'grad_scaler'  # inside the optimizer's state: fastai takes a file for one with an optimizer only if it has no other keys
+# Inside the optimizer's state: fastai takes a file for one with an optimizer only if it has no other keys.
+KEY = 'grad_scaler'
 _HAS_OPT = {'model', 'opt'}
 
 
@@ -48,7 +50,7 @@ class StateAdapter:
 
 ADAPTERS: list[StateAdapter] = []                                # rooms add theirs
 _PLAIN = StateAdapter()
-_reading = threading.Lock()                                      # fastai's `load_model` changes torch's list of safe classes meanwhile
+_reading = threading.Lock()  # fastai's `load_model` changes torch's list of safe classes meanwhile
 
 
 def _adapter(model: nn.Module) -> StateAdapter:
@@ -65,7 +67,7 @@ def written_whole(file: Any) -> Iterator[Any]: # A file to write to
         yield file
         return
     target = Path(os.path.realpath(file))
-    part = target.with_name(f'.{target.name}.part')             # always the same name: a killed process leaves one file, not many
+    part = target.with_name(f'.{target.name}.part')  # always the same name: a killed process leaves one file, not many
     try:
         with open(part, 'wb') as f:
             yield f
@@ -90,9 +92,10 @@ def place_state(
         for key, value in state.items():
             host = key == 'step' and p in on_host and not syncfree_state(inner, state)
             device = torch.device('cpu') if host else p.device
-            state[key] = map_tensors(lambda t, device=device: t if t.device == device else t.to(device), value)
+            state[key] = map_tensors(partial(torch.Tensor.to, device=device), value)
     if isinstance(opt, Lookahead) and opt.slow_weights is not None:
-        opt.slow_weights = L(L(w.to(p.device) for w, p in zip(ws, ps)) for ws, ps in zip(opt.slow_weights, opt.param_lists))
+        pairs = zip(opt.slow_weights, opt.param_lists)
+        opt.slow_weights = L(L(w.to(p.device) for w, p in zip(ws, ps)) for ws, ps in pairs)
 
 
 class _Saved:
@@ -103,7 +106,7 @@ class _Saved:
 
 class _Loaded:
     "Stands for a model or an optimizer in fastai's `load_model`, which hands it its state; holds that."
-    given, state, kwargs = False, None, {}
+    def __init__(self): self.given, self.state, self.kwargs = False, {}, {}
     def load_state_dict(self, state: Any, **kwargs) -> None: self.given, self.state, self.kwargs = True, state, kwargs
 
 
@@ -124,8 +127,8 @@ def save_model(original: Callable, file: Any, model: nn.Module, opt: Any, with_o
         return original(f, _Saved(model_state), _Saved(opt_state) if with_opt else None, with_opt=with_opt, **kwargs)
 
 
-def load_model(original: Callable, file: Any, model: nn.Module, opt: Any, with_opt: bool | None = True, device: Any = None,
-               **kwargs) -> None:
+def load_model(original: Callable, file: Any, model: nn.Module, opt: Any, with_opt: bool | None = True,
+               device: Any = None, **kwargs) -> None:
     """fastai's `load_model` or `load_model_text`, for any learner: the file may hold a loss scale.
 
     fastai reads the file; model, optimizer and scaler are loaded when all of it has been read and the scaler's state
@@ -156,7 +159,8 @@ def _load_optimizer(opt: Any, state: Any, place: bool) -> None:
 
 def _check_state_in_file(state: Any, file: Any, cb: MixedPrecision) -> None:
     check_scaler_state(state, str(getattr(file, 'name', file)), cb.scaling.has_own_state,
-                       "`learn.load(..., with_opt=False)` loads the model alone; `learn.to_fp32()` or `learn.to_bf16()` "
+                       "`learn.load(..., with_opt=False)` loads the model alone; `learn.to_fp32()` or "
+                       "`learn.to_bf16()` "
                        "before `load` leaves the scaler out.")
 
 

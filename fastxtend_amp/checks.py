@@ -18,7 +18,8 @@ def check_overflow_args(on_overflow: str, max_skips: int) -> None:
     if on_overflow not in ON_OVERFLOW:
         raise ValueError(f"on_overflow={on_overflow!r} cannot be used: it must be 'warn', 'raise' or 'ignore'.")
     if not isinstance(max_skips, Integral) or isinstance(max_skips, bool) or max_skips < 1:
-        raise ValueError(f"max_skips={max_skips!r} cannot be used: it must be an integer of at least 1, the number of skipped "
+        raise ValueError(f"max_skips={max_skips!r} cannot be used: it must be an integer of at least 1, the number of "
+                         "skipped "
                          "steps in a row after which training counts as going wrong.")
 
 
@@ -26,13 +27,14 @@ def check_fp16_training(
     model: nn.Module, # The model to train
     opt: Any, # fastai's `Optimizer` or `OptimWrapper`
 ) -> None:
-    "Raise a `ValueError` if the loss of `model` cannot be scaled: fp16 parameters, or an optimizer that needs a closure."
+    "Raise a `ValueError` if the loss cannot be scaled: fp16 parameters, or an optimizer that needs a closure."
     half = [n for n, p in model.named_parameters() if p.requires_grad and p.dtype is torch.float16]
     if half:
         raise ValueError(f"fp16 mixed precision needs fp32 parameters, but {len(half)} to be trained are fp16, such as "
                          f"'{half[0]}'.\nCall `learn.model.float()` first: autocast itself casts what can run in fp16.")
     if _needs_closure(opt):
-        raise ValueError(f"{type(getattr(opt, 'opt', opt)).__name__} needs a closure for its step, which GradScaler does not "
+        raise ValueError(f"{type(getattr(opt, 'opt', opt)).__name__} needs a closure for its step, which GradScaler "
+                         "does not "
                          "support.\nUse `learn.to_bf16()` or `learn.to_fp32()`, or another optimizer.")
 
 

@@ -78,6 +78,6 @@ def _accelerators() -> list[str]:
     "Types of the accelerators that this process has used so far; asking does not start one."
     found = ['xla'] if 'torch_xla' in sys.modules else []
     if not torch.accelerator.is_available(): return found
-    kind = torch.accelerator.current_accelerator().type
+    kind = str(torch.accelerator.current_accelerator()).partition(':')[0]
     is_initialized = getattr(torch.get_device_module(kind), 'is_initialized', lambda: True)
     return [*found, kind] if is_initialized() else found

@@ -6,15 +6,11 @@ One function for each, whose docstring says what it relies on, since which versi
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.amp import GradScaler
-
-__all__ = ['AutocastState', 'arm_found_inf', 'dtype_of', 'forget_unscale', 'found_inf_flags', 'is_syncfree', 'events_method',
-           'move_scaler', 'scale_version', 'supports_found_inf', 'syncfree_state', 'disarm_found_inf']
 
 # -- autocast
 
@@ -33,8 +29,8 @@ def autocast_nesting() -> int:
 class AutocastState:
     """autocast's state in this thread for one type of device, as it is when this is built; `restore` puts it back.
 
-    Relies on the getters and setters that `torch.autocast` itself calls (`torch.set_autocast_enabled` and others, with a
-    device type since 2.4). Leaving contexts in order is not enough: an interrupt can strike between two lines of
+    Relies on the getters and setters that `torch.autocast` itself calls (`torch.set_autocast_enabled` and others, with
+    a device type since 2.4). Leaving contexts in order is not enough: an interrupt can strike between two lines of
     `torch.autocast.__enter__`. Without them importing this, or the first batch, fails with an `AttributeError`.
     """
     def __init__(self, device_type: str):
@@ -125,7 +121,7 @@ def forget_unscale(scaler: GradScaler) -> None:
 
 
 def scale_version(scaler: GradScaler) -> tuple:
-    """A value that changes when somebody changes the scale or the rules of `scaler`, read without a GPU synchronization.
+    """A value that changes when somebody changes scale or rules of `scaler`, read without a GPU synchronization.
 
     Relies on `GradScaler._scale`, `_init_scale`, `_init_growth_tracker` and on a tensor's `_version`, which counts
     in-place changes. Where one is gone every step counts as a change, and the scale is read at each.
@@ -142,11 +138,11 @@ def scale_version(scaler: GradScaler) -> tuple:
 def arm_found_inf(opt: torch.optim.Optimizer, flag: torch.Tensor) -> None:
     """Have the next steps of `opt`, a fused optimizer, do nothing if `flag` is 1; `disarm_found_inf` ends this.
 
-    Relies on the attributes `found_inf` and `grad_scale` that `GradScaler.step` sets on fused optimizers (since 2.0), and
-    on the argument `found_inf` of torch_xla's sync-free ones. `honours_found_inf` tries it before it is used.
+    Relies on the attributes `found_inf` and `grad_scale` that `GradScaler.step` sets on fused optimizers (since 2.0),
+    and on the argument `found_inf` of torch_xla's sync-free ones. `honours_found_inf` tries it before it is used.
     """
-    if is_syncfree(opt): opt.step = functools.partial(opt.step, found_inf=flag)
-    else: opt.grad_scale, opt.found_inf = None, flag
+    if is_syncfree(opt): opt.__dict__['step'] = functools.partial(opt.step, found_inf=flag)
+    else: opt.__dict__.update(grad_scale=None, found_inf=flag)
 
 
 def disarm_found_inf(opt: torch.optim.Optimizer) -> None:
@@ -163,11 +159,11 @@ def supports_found_inf(opt: Any) -> bool:
 
 
 @functools.lru_cache
-def honours_found_inf(kind: type[torch.optim.Optimizer], device: torch.device, options: tuple) -> bool:
+def honours_found_inf(kind: Any, device: torch.device, options: tuple) -> bool:
     """Does a fused optimizer of this class really skip a step on `device`? Found by two trial steps on one number.
 
-    Makes loud what would go wrong silently: kernels that ignore `found_inf`, as those of MPS did (PyTorch issue 186360),
-    and a change of the attribute's name. Waits for the device, once for each class, device and options in a process.
+    Makes loud what would go wrong silently: kernels that ignore `found_inf`, as those of MPS did (PyTorch issue
+    186360), and a change of the attribute's name. Waits for the device, once in a process for each class and device.
     """
     p = torch.ones(1, device=device, requires_grad=True)
     try:
@@ -219,7 +215,8 @@ class NotScriptable:
     def __getattr__(self, name: str) -> Any:
         if name != '__globals__': raise AttributeError(f'{type(self).__name__!r} object has no attribute {name!r}')
         raise AttributeError("torch.jit.script cannot compile a model with an object of fastxtend_amp on a module's "
-                             f"forward ({type(self).__name__}).\nCall `learn.to_fp32()` before, or use `torch.export` or "
+                             f"forward ({type(self).__name__}).\nCall `learn.to_fp32()` before, or use `torch.export` "
+                             "or "
                              "`torch.compile`.")
 
 

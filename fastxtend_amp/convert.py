@@ -1,4 +1,4 @@
-"Conversion of the tensors in predictions, targets and inputs, nested in containers: half precision to fp32, off their graph."
+"Conversion of the tensors in nested predictions, targets and inputs: half precision to fp32, and off their graph."
 from __future__ import annotations
 
 import copy
@@ -53,7 +53,7 @@ def map_tensors(
 
 class _Walk:
     "One walk over nested containers; remembers what it has met, so that shared objects stay shared and cycles end."
-    def __init__(self, f: Callable[[torch.Tensor], torch.Tensor]): self.f, self.met = f, {}
+    def __init__(self, f: Callable[[torch.Tensor], torch.Tensor]): self.f, self.met = f, dict[int, tuple]()
 
     def convert(self, x: Any, in_object: bool = False) -> Any:
         if isinstance(x, torch.Tensor): return self.f(x)
@@ -75,7 +75,8 @@ def _parts(x: Any, in_object: bool) -> dict[Any, Any] | None:
     "What is in `x`, by key, index or attribute; None if it is not looked into."
     if isinstance(x, Mapping): return dict(x.items())
     if isinstance(x, (tuple, list, L)): return dict(enumerate(x))
-    if is_dataclass(x) and not isinstance(x, type): return {o.name: getattr(x, o.name) for o in fields(x) if hasattr(x, o.name)}
+    if is_dataclass(x) and not isinstance(x, type):
+        return {o.name: getattr(x, o.name) for o in fields(x) if hasattr(x, o.name)}
     if in_object or not _is_plain(x): return None
     return dict(vars(x)) if any(map(_holds_tensor, vars(x).values())) else None
 

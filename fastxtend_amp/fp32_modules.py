@@ -44,7 +44,8 @@ def match_modules(
 
     A module without a forward (`nn.ModuleList`, `nn.ModuleDict`) means the modules in it.
 
-    Raises `ValueError` for a part of `spec` that matches nothing, with near names, and `TypeError` for one of another kind.
+    Raises `ValueError`, with near names, for a part of `spec` that matches nothing, and `TypeError` for one of another
+    kind.
     """
     places, found = list(qualified_names(model)), {}
     for part in _parts(spec):
@@ -83,7 +84,8 @@ def _test(part: Any) -> Callable[[str, nn.Module], bool]:
         return lambda name, m: m is part
     if isinstance(part, type) and issubclass(part, nn.Module): return lambda name, m: isinstance(m, part)
     if callable(part) and not isinstance(part, type): return lambda name, m: bool(part(m))
-    raise TypeError(f"fp32_modules={part!r} cannot be used.\nGive names with wildcards such as 'head.*', module types such as "
+    raise TypeError(f"fp32_modules={part!r} cannot be used.\nGive names with wildcards such as 'head.*', module types "
+                    "such as "
                     "nn.LayerNorm, modules of the model, functions that take a module, or a list of these.")
 
 
@@ -142,7 +144,7 @@ class Fp32Modules:
         return modules
 
     def apply(self, model: nn.Module) -> None:
-        "Keep them in fp32 from now on; those that are kept already stay as they are, so that nothing is compiled again."
+        "Keep them in fp32 from now on; those kept already stay as they are, so that nothing is compiled again."
         modules = self.check(model)
         for name, f in list(self.forwards.items()):
             if modules.get(name) is not f.module: self.forwards.pop(name).remove()
@@ -163,7 +165,7 @@ class Fp32Modules:
         return any(name == kept or _inside(name, kept) for kept in self.forwards)
 
     def never_called(self) -> dict[str, str]:
-        "Kept modules whose forward never ran, each with the module around it; their parents may use their weights directly."
+        "Kept modules whose forward never ran, each with the module around it, which may use its weights directly."
         return {name: name.rpartition('.')[0] or ROOT for name, f in self.forwards.items() if not f.called}
 
 

@@ -1,4 +1,4 @@
-"Guard around fastai's batch loop: restores autocast's state after any exception, and tells the callback how a batch ended."
+"Guard around fastai's batch loop: restores autocast's state after any exception, and ends what the callback began."
 from __future__ import annotations
 
 import functools
@@ -69,7 +69,7 @@ class LaterForwards(ModuleForward):
 
 
 class LoopGuard:
-    """Stands on three methods of one learner as long as its owner is on it: what runs a batch, its events, and `export`.
+    """Stands on three methods of one learner as long as its owner is on it: `one_batch`, `_with_events` and `export`.
 
     fastai's events cannot clean up after an exception: `after_batch` and `after_fit` do not run, and an interrupt can
     strike between any two lines, also in an event of ours. The guard's clean-up runs twice and can be repeated, so that
@@ -118,12 +118,13 @@ class LoopGuard:
     def export(self, *args, **kwargs) -> None:
         "`learn.export`, with a warning: the file would need this package."
         if self.owner.learn is self.learn:
-            warn_user("The exported file needs fastxtend_amp wherever it is loaded, because the learner has a precision "
+            warn_user("The exported file needs fastxtend_amp wherever it is loaded, because the learner has a "
+                      "precision "
                       "callback.\nCall `learn.to_fp32()` before `export` for a file that loads without it.")
         return self._below('export')(*args, **kwargs)
 
     def _with_events(self, f: Callable, event_type: str, *args, **kwargs) -> None:
-        "`learn._with_events`, which tells how far a step came, and ends the owner's fit when an exception ends fastai's."
+        "`learn._with_events`; tells how far a step came, and ends the owner's fit when an exception ends fastai's."
         below, owner, outermost = self._below('_with_events'), self.owner, not self.running
         if owner.learn is not self.learn: return below(f, event_type, *args, **kwargs)
         if event_type == 'fit' and outermost: return self._fit(below, f, *args, **kwargs)
@@ -143,7 +144,7 @@ class LoopGuard:
             raise
 
     def _fit(self, below: Callable, *args, **kwargs) -> None:
-        "A fit, `before_fit` and `after_fit` included: nothing of the owner's is left on the learner after an exception."
+        "A fit, `before_fit` and `after_fit` included, after which nothing is left open, also by an exception."
         try:
             try: below(args[0], 'fit', *args[1:], **kwargs)
             except BaseException: self.owner._close(); raise

@@ -1,4 +1,4 @@
-"The methods added to `Learner`: `precision`, `to_fp16`, `to_bf16`, `to_amp`, `to_fp32`, `to_channelslast`, `amp_context`."
+"The core's methods of `Learner`: `to_fp16`, `to_bf16`, `to_amp`, `to_fp32`, `to_channelslast` and two more."
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -29,7 +29,8 @@ def takes_arguments_of(
     """
     left_out = {'self', *but.replace(' ', '').split(',')}
     def decorate(f):
-        own = [p for p in signature(f).parameters.values() if p.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)]
+        variable = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
+        own = [p for p in signature(f).parameters.values() if p.kind not in variable]
         taken = left_out | {p.name for p in own}
         shared = [p for p in signature(to).parameters.values() if p.name not in taken]
         f.__delwrap__ = to                                       # where fastcore's `docments` looks for the meanings
@@ -69,8 +70,8 @@ def to_fp16(self: Learner, *args, **kwargs) -> Learner: # The learner
 
 
 @patch
-@takes_arguments_of(MixedPrecision.__init__, but='amp_mode, init_scale, growth_factor, backoff_factor, growth_interval, enabled, '
-                                                 'loss_scale, scaler')
+@takes_arguments_of(MixedPrecision.__init__, but='amp_mode, init_scale, growth_factor, backoff_factor, '
+                                                 'growth_interval, enabled, loss_scale, scaler')
 def to_bf16(self: Learner, **kwargs) -> Learner: # The learner
     "Train in bfloat16 mixed precision, which needs no loss scaling; replaces any other precision callback."
     refuse_former('to_bf16', kwargs)

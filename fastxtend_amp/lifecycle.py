@@ -27,7 +27,7 @@ __all__ = ['CANCEL_EXCEPTIONS', 'PRECISION_CALLBACKS', 'Fit', 'Lifecycle', 'prec
 PRECISION_CALLBACKS = (fp16.MixedPrecision, fp16.ModelToHalf, fp16.NonNativeMixedPrecision)
 CANCEL_EXCEPTIONS = (CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException,
                      CancelStepException, CancelTrainException, CancelValidException)
-_RESULTS = ('xb', 'yb', 'pred', 'loss', 'loss_grad')             # what fastai leaves on the learner, some of it on a graph
+_RESULTS = ('xb', 'yb', 'pred', 'loss', 'loss_grad')  # what fastai leaves on the learner, some of it on a graph
 _attached: WeakSet = WeakSet()                                   # callbacks that are on a learner
 _warned_of_emulation: WeakKeyDictionary = WeakKeyDictionary()    # the modes, by learner
 
@@ -57,7 +57,7 @@ class Lifecycle:
     _learn: Any = None                                           # the learner that this callback is on
     _fit: Fit | None = None                                      # under way
     _batch: Batch | None = None                                  # under way
-    _replacement: tuple | None = None                            # of one: what takes this callback's place after the batch
+    _replacement: tuple | None = None  # of one: what takes this callback's place after the batch
 
     # -- on a learner
 
@@ -77,7 +77,8 @@ class Lifecycle:
         if self.in_batch:
             raise RuntimeError("A precision callback cannot be removed in the middle of a batch.\n"
                                "Call `learn.to_fp32()`, `to_fp16()` or `to_bf16()`, which take effect at its end, or "
-                               "remove it at `after_batch`, `before_epoch`, `before_train`, `after_train` or `after_epoch`.")
+                               "remove it at `after_batch`, `before_epoch`, `before_train`, `after_train` or "
+                               "`after_epoch`.")
         self._close()
         self._fp32_modules.remove()
         self._guard.remove()
@@ -128,7 +129,8 @@ class Lifecycle:
         if self.amp_mode == 'auto': return fastest_native(device) if autocast_available(device.type) else None
         mode = AMPMode(self.amp_mode)
         if not autocast_available(device.type):
-            raise ValueError(f"amp_mode='{mode.value}' cannot be used on device '{device}': PyTorch has no autocast for "
+            raise ValueError(f"amp_mode='{mode.value}' cannot be used on device '{device}': PyTorch has no autocast "
+                             "for "
                              f"{device.type} devices.\nWhat works there: `to_fp32()`.")
         check_supported(mode, device)
         return mode
@@ -138,7 +140,8 @@ class Lifecycle:
         learn = self._learn
         others = [cb for cb in learn.cbs if isinstance(cb, PRECISION_CALLBACKS) and cb is not self]
         if others:
-            raise ValueError(f"The learner has several precision callbacks: {[self, *others]}.\nKeep one: `learn.to_fp32()` "
+            raise ValueError(f"The learner has several precision callbacks: {[self, *others]}.\nKeep one: "
+                             "`learn.to_fp32()` "
                              "removes them all, and `learn.to_fp16()` or `learn.to_bf16()` replaces them.")
         device = model_device(learn.model, training_device(learn))
         self._mode = mode = self._decide(device)
@@ -156,7 +159,8 @@ class Lifecycle:
         fit = cast(Fit, self._fit)
         fit.checked = True
         if fit.mode is not None: self._warn_of_emulation(fit.mode, fit.device)
-        else: warn_user(f"amp_mode='auto': device '{fit.device}' does neither bf16 nor fp16 natively, so training runs in "
+        else: warn_user(f"amp_mode='auto': device '{fit.device}' does neither bf16 nor fp16 natively, so training "
+                        "runs in "
                         "fp32.\n`precision_support()` says why; `learn.to_fp32()` is silent.")
         if self._scaling.scaler.is_enabled(): check_fp16_training(self._learn.model, self._learn.opt)
 
@@ -175,7 +179,7 @@ class Lifecycle:
         if not isinstance(error, CancelFitException if event_type == 'epoch' else CANCEL_EXCEPTIONS): self._close()
 
     def _close(self, finished: bool = False) -> None:
-        "End the fit: undo what `_open` did; unless it is `finished` scaled gradients are dropped. Can be called at any time."
+        "End the fit: undo what `_open` did; scaled gradients are dropped unless it is `finished`. May be repeated."
         learn, fit, warning = self._learn, self._fit, None
         if learn is None: return
         if not self._guard.running: self._batch = None
@@ -246,13 +250,14 @@ class Lifecycle:
         if scaling.stage is GradStage.UNSCALED and (scaling.stepped or scaling.held_back): scaling.update()
         if error is not None and not isinstance(error, CANCEL_EXCEPTIONS): scaling.drop(opt, self._learn.model)
         elif scaling.stage is GradStage.SCALED: pass             # accumulating
-        elif batch.cancelled or error is not None: scaling.rescale(opt)   # left before `zero_grad`: later batches add to them
+        elif batch.cancelled or error is not None: scaling.rescale(opt)  # later batches add to them
         else: scaling.stage = GradStage.TRUE                     # the loop has zeroed them
 
     def _check_fp32_modules(self, fit: Fit) -> None:
         fit.tried = True
         for name, parent in self._fp32_modules.never_called().items():
-            warn_user(f"fp32_modules: '{name}' was not called in the first batch, so keeping it in fp32 does nothing: the "
+            warn_user(f"fp32_modules: '{name}' was not called in the first batch, so keeping it in fp32 does nothing: "
+                      "the "
                       "module around it may use its weights directly, as MultiheadAttention does with out_proj.\n"
                       f"Keep '{parent}' instead.")
 
@@ -262,6 +267,6 @@ class Lifecycle:
 
 
 def precision_callback_of(model: Any, opt: Any) -> Any: # A `MixedPrecision`, or None
-    "The precision callback of the learner that trains `model` with `opt`, the two that `Learner.save` and `load` hand on."
-    return next((cb for cb in list(_attached) if cb.learn is not None and cb.learn.model is model and cb.learn.opt is opt),
-                None)
+    "The precision callback of the learner that trains `model` with `opt`, which `Learner.save` and `load` hand on."
+    def trains(learn): return learn is not None and learn.model is model and learn.opt is opt
+    return next((cb for cb in list(_attached) if trains(cb.learn)), None)

@@ -225,7 +225,8 @@ def check_layers(mode: AMPMode, device: torch.device, model: nn.Module, is_kept:
         if kind is None or is_kept(name) or (why := refused_layer(kind, mode)) is None: continue
         raise ValueError(f"{mode.value} does not run on this CPU for '{name}' ({kind.__name__}).\n"
                          f"PyTorch says: {why}.\n"
-                         f"Keep such layers in fp32, `learn.to_{mode.value}(fp32_modules=nn.{kind.__name__})`, or train "
+                         f"Keep such layers in fp32, `learn.to_{mode.value}(fp32_modules=nn.{kind.__name__})`, or "
+                         "train "
                          f"with `{_other_choice(mode, device)}`.")
 
 

@@ -15,7 +15,7 @@ class PrecisionObserver:
     """
     def __init__(self, cb: Any): self.cb = cb                    # a `MixedPrecision`
 
-    def fit_started(self) -> None: "A fit, or a validation outside one, begins: the callback knows its mode and its device."
+    def fit_started(self) -> None: "A fit, or a validation outside one, begins; mode and device are known."
     def batch_started(self) -> None: "A batch begins, in training or validation, before its forward pass."
     def loss_computed(self) -> None: "The loss of a batch is there, in fp32, before it is scaled."
     def step_decided(self) -> None: "The gradients are unscaled; `cb.scaling` knows whether the step is held back."

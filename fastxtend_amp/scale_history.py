@@ -47,7 +47,7 @@ class ScaleHistory:
     def __init__(self):
         self.n = 0                                               # attempted steps
         self._bits, self._marks = bytearray(), []
-        self._now = math.nan, 0, CONSTANT                        # scale, tracker and rule after the steps that are known
+        self._now = math.nan, 0, CONSTANT  # scale, tracker and rule after the steps that are known
         self._flags: list[torch.Tensor] = []                     # of the newest steps, on the device
         self._chunks: list[torch.Tensor] = []                    # joined flags of the steps before those, on the device
         self._arriving: Any = None                               # the newest chunk in host memory, and its event
@@ -158,7 +158,7 @@ def _copy_to_host(flags: torch.Tensor) -> tuple[torch.Tensor, Any] | None:
     host = torch.empty(flags.shape, dtype=flags.dtype, device='cpu', pin_memory=True)
     host.copy_(flags, non_blocking=True)
     event = module.Event()
-    event.record(module.current_stream(device))                  # of the flags' own device, which need not be the current one
+    event.record(module.current_stream(device))  # of the flags' own device, which need not be the current one
     return host, event
 
 

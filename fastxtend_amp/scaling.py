@@ -1,4 +1,4 @@
-"Loss scaling for one callback (none, static or dynamic) on `torch.amp.GradScaler`: scale, unscale, skip, update, state."
+"Loss scaling for one callback, none, static or dynamic, on `torch.amp.GradScaler`."
 from __future__ import annotations
 
 from enum import IntEnum
@@ -45,7 +45,8 @@ def optimizer_params(opt: Any) -> list[nn.Parameter]:
 
 
 # What each optimizer keeps for a parameter once it has stepped on it.
-_STATE: dict[type, str] = {torch.optim.Adam: 'exp_avg', torch.optim.AdamW: 'exp_avg', torch.optim.SGD: 'momentum_buffer'}
+_STATE: dict[type, str] = {torch.optim.Adam: 'exp_avg', torch.optim.AdamW: 'exp_avg',
+                           torch.optim.SGD: 'momentum_buffer'}
 _NOTHING: dict[str, Any] = {}
 
 
@@ -68,7 +69,8 @@ def skips_on_device(
     if not isinstance(inner, torch.optim.SGD) or any(g['momentum'] for g in inner.param_groups):
         key, state = _STATE[type(inner)], inner.state
         if not all(p.grad is None or state.get(p, _NOTHING).get(key) is not None for p in params): return False
-    return all(honours_found_inf(type(inner), d, (('fused', True),)) for d in {p.device for p in params})
+    devices = {p.device for p in params}
+    return all(honours_found_inf(type(inner), device, (('fused', True),)) for device in devices)
 
 
 class LossScaling:
@@ -77,18 +79,19 @@ class LossScaling:
     It keeps the scaler from fit to fit, knows at each moment whether the gradients are scaled, and records the steps.
     Without loss scaling (bf16, fp32, `enabled=False`) the scaler is a disabled `GradScaler` and every method a no-op.
     """
-    def __init__(self, init_scale, growth_factor, backoff_factor, growth_interval, enabled, loss_scale=None, scaler=None):
+    def __init__(self, init_scale, growth_factor, backoff_factor, growth_interval, enabled, loss_scale=None,
+                 scaler=None):
         check_scaling_args(init_scale, growth_factor, backoff_factor, growth_interval, enabled, loss_scale, scaler)
         if scaler is None and loss_scale is not None: scaler = StaticGradScaler('cpu', init_scale=float(loss_scale))
         if scaler is None:                                       # its device is settled when a fit starts
-            scaler = GradScaler('cpu', float(init_scale), float(growth_factor), float(backoff_factor), int(growth_interval),
-                                bool(enabled))
+            scaler = GradScaler('cpu', float(init_scale), float(growth_factor), float(backoff_factor),
+                                int(growth_interval), bool(enabled))
         self._fp16_scaler, self.initial_state = scaler, scaler.state_dict()
         self.scaler: GradScaler = GradScaler('cpu', enabled=False)   # of the fit under way
         self.history, self.stage = ScaleHistory(), GradStage.TRUE
         self.stepped = False                                     # was the optimizer's step called since `unscale`?
         self.held_back = False                                   # did the host hold the step back?
-        self.found_inf: bool | torch.Tensor = False              # of the last step; a 0-dim tensor if the device decides
+        self.found_inf: bool | torch.Tensor = False  # of the last step; a 0-dim tensor if the device decides
         self._armed_optimizer: Any = None                        # the torch optimizer that holds a `found_inf` of ours
         self._followed: Any = None                               # `scale_version` that the history accounts for
         self._used = False                                       # has this fit scaled a loss?
@@ -135,7 +138,7 @@ class LossScaling:
 
     def read(self) -> None:
         "Bring what the device decided to the host; this waits for it."
-        if isinstance(self.found_inf, torch.Tensor):             # the newest flag in the history, unless that step was interrupted
+        if isinstance(self.found_inf, torch.Tensor):  # the newest flag in the history, unless that step was interrupted
             interrupted = self.stage is GradStage.UNSCALED
             self.found_inf = bool(self.found_inf) if interrupted else self.history.last
         self.history.flush()
@@ -209,16 +212,18 @@ class LossScaling:
         self.scaler.unscale_(probe)
         if not any(bool(flag) for flag in found_inf_flags(self.scaler, probe)): return None
         opt.zero_grad()
-        return ("The gradients of an accumulation that the end of the fit left unfinished are not finite; they were dropped.\n"
+        return ("The gradients of an accumulation that the end of the fit left unfinished are not finite; they were "
+                "dropped.\n"
                 f"The loss scale is {self.scaler.get_scale():g}.")
 
     def _no_step_message(self) -> str | None:
         skips = self.history.skips[self._n_before:]
         if not len(skips) or not skips.all(): return None
         scale = self.scaler.get_scale()
-        return (f"No optimizer step was taken in this fit: all {len(skips)} were skipped, because gradients were not finite. "
-                f"Nothing was learned.\nThe loss scale is {scale:g} now. Train longer, so that it can settle, start lower "
-                f"(`init_scale={max(scale / 2 ** 6, 1.):g}`), or look where it overflows: `learn.precision_report()`.")
+        return (f"No optimizer step was taken in this fit: all {len(skips)} were skipped, because gradients were not "
+                f"finite. Nothing was learned.\nThe loss scale is {scale:g} now. Train longer, so that it can settle, "
+                f"start lower (`init_scale={max(scale / 2 ** 6, 1.):g}`), or look where it overflows: "
+                "`learn.precision_report()`.")
 
     @staticmethod
     def _drop_strays(opt: Any, model: nn.Module) -> None:
@@ -283,7 +288,7 @@ class LossScaling:
         self.history.truncate(n)
 
     def _follow(self) -> bool:
-        "Mark the history where the scale is not what the last step made of it; a scaler with rules of its own each time."
+        "Mark in the history a scale that is not what the last step made of it; each time for rules of its own."
         s, known = self.scaler, type(self.scaler).update is GradScaler.update
         if (known or isinstance(s, StaticGradScaler)) and self._followed == scale_version(s): return False
         rule = CONSTANT

@@ -30,7 +30,8 @@ def check_scaling_args(
     def finite(x): return is_number(x) and math.isfinite(x)
     def positive(x): return finite(x) and x > 0
     check(positive(init_scale), 'init_scale', init_scale, f"a finite number above 0, such as {DEFAULTS['init_scale']}")
-    check(finite(growth_factor) and growth_factor > 1, 'growth_factor', growth_factor, 'a finite number above 1, such as 2.0')
+    check(finite(growth_factor) and growth_factor > 1, 'growth_factor', growth_factor,
+          'a finite number above 1, such as 2.0')
     check(positive(backoff_factor) and backoff_factor < 1, 'backoff_factor', backoff_factor,
           'a number between 0 and 1, both excluded, such as 0.5')
     check(is_number(growth_interval, Integral) and growth_interval > 0, 'growth_interval', growth_interval,
@@ -38,13 +39,16 @@ def check_scaling_args(
     check(loss_scale is None or positive(loss_scale), 'loss_scale', loss_scale,
           'a finite number above 0, such as 512.0, or None')
     if scaler is not None and not isinstance(scaler, GradScaler):
-        raise TypeError(f"scaler={scaler!r} cannot be used: scaler must be a torch.amp.GradScaler (or a subclass), or None.")
+        raise TypeError(f"scaler={scaler!r} cannot be used: scaler must be a torch.amp.GradScaler (or a subclass), or "
+                        "None.")
     chosen = [n for n, v in (('loss_scale', loss_scale), ('scaler', scaler)) if v is not None]
     given = dict(init_scale=init_scale, growth_factor=growth_factor, backoff_factor=backoff_factor,
                  growth_interval=growth_interval)
-    clash = chosen[1:] + [f'{k}={v!r}' for k, v in given.items() if v != DEFAULTS[k]] + ([] if enabled else ['enabled=False'])
+    clash = chosen[1:] + [f'{k}={v!r}' for k, v in given.items() if v != DEFAULTS[k]]
+    if not enabled: clash.append('enabled=False')
     if chosen and clash:
-        raise ValueError(f"{chosen[0]} cannot be combined with {', '.join(clash)}: each settles the loss scale in its own "
+        raise ValueError(f"{chosen[0]} cannot be combined with {', '.join(clash)}: each settles the loss scale in its "
+                         "own "
                          "way. Keep one of them.")
 
 
@@ -55,7 +59,8 @@ def check_scaler_state(
     then: str = 'Give what `state_dict()` gave.', # What to do about it
 ) -> None:
     "Raise a `ValueError` that says what is wrong if `state` is not one that `GradScaler.state_dict` could have given."
-    def refuse(what): raise ValueError(f"The loss scaler's state in {where} cannot be used: {what}. Nothing was loaded.\n{then}")
+    def refuse(what):
+        raise ValueError(f"The loss scaler's state in {where} cannot be used: {what}. Nothing was loaded.\n{then}")
     if not isinstance(state, Mapping): refuse(f'it is a {type(state).__name__}, not a dict')
     for key in () if own else STATE_KEYS:
         if key not in state: refuse(f'{key!r} is missing')
