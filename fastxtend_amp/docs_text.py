@@ -83,11 +83,12 @@ def add_arguments(
 def learner_methods() -> dict[str, Any]: # Functions and properties, by name
     "What this package adds to `Learner`: public methods and properties with a docstring of their own."
     package = __name__.partition('.')[0]
-    def is_ours(f): return (getattr(inspect.unwrap(f), '__module__', None) or '').partition('.')[0] == package
+    def is_ours(f): return (getattr(f, '__module__', None) or '').partition('.')[0] == package
     found = {}
     for name, member in vars(Learner).items():
         f = member.fget if isinstance(member, property) else member
-        if inspect.isfunction(f) and is_ours(f) and f.__doc__ and not hasattr(f, '__wrapped__') and name[0] != '_': found[name] = member
+        is_method = inspect.isfunction(f) and not hasattr(f, '__wrapped__')   # what wraps fastai's own is no addition
+        if is_method and is_ours(f) and f.__doc__ and not name.startswith('_'): found[name] = member
     return found
 
 

@@ -6,13 +6,13 @@ from collections.abc import Iterable
 __all__ = ['FORMER', 'refuse_former']
 
 FORMER = {
-    'dynamic': "scaling is dynamic unless `loss_scale` gives a static scale, as in `learn.to_fp16(loss_scale=512)`. Leave it out.",
+    'dynamic': "leave it out. Scaling is dynamic but with a static scale: `learn.to_fp16(loss_scale=512)`.",
     'max_noskip': "write `growth_interval=`, the number of steps without a skip after which the scale grows.",
     'scale_wait': "write `growth_interval=`, the number of steps without a skip after which the scale grows.",
     'div_factor': "write `growth_factor=` and `backoff_factor=`.",
     'max_scale': "write `init_scale=` for the scale to start from.",
     'max_loss_scale': "write `init_scale=` for the scale to start from.",
-    'clip': "add fastai's callback: `cbs=GradientClip(1.)`, from `fastai.callback.training`. It sees unscaled gradients.",
+    'clip': "add fastai's callback, which sees unscaled gradients: `learn.add_cb(GradientClip(1.))`.",
     'flat_master': "autocast has no master weights. For those write `learn.to_half_weights('fp16', flat_master=True)`.",
     'keep_fp32': "write `fp32_modules=`.",
     'patience': "write `max_skips=`.",
@@ -25,7 +25,7 @@ def refuse_former(
     names: Iterable[str], # Names of the arguments given
     known: Iterable[str] = (), # Names that the call takes, which are never refused
 ) -> None:
-    "Raise a `TypeError` that says what to write instead, if one of `names` is an argument of an earlier library or version."
+    "Raise a `TypeError` that says what to write instead of an argument that earlier libraries or versions had."
     for name in names:
         if name not in FORMER or name in known: continue
         raise TypeError(f"{call}() has no argument '{name}': {FORMER[name]}")

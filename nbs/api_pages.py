@@ -1,17 +1,16 @@
 "Sphinx extension: the directive `api`, which writes reference entries from signatures, comments and docstrings."
-import importlib
 import inspect
 import re
 from pathlib import Path
 
-from docutils import nodes
 from sphinx.util.docutils import SphinxDirective
 
 import fastxtend_amp
 from fastxtend_amp.docs_text import arguments, description, learner_methods, returned
 
 PACKAGE = Path(fastxtend_amp.__file__).parent
-FIRST = ['to_fp16', 'to_bf16', 'to_amp', 'to_fp32', 'precision', 'precision_report', 'compare_precision', 'to_half_weights']
+FIRST = ['to_fp16', 'to_bf16', 'to_amp', 'to_fp32', 'precision', 'precision_report', 'compare_precision',
+         'to_half_weights']
 NOT_LISTED = {'name', 'order', 'learn', 'training', 'keep_call'}      # of a callback: what fastai reads, not its users
 EVENT = re.compile(r'(before|after)_\w+')
 
@@ -107,9 +106,9 @@ def markdown(name, obj):
 
 
 class Api(SphinxDirective):
-    """Entries for the public names given; `Learner` stands for the methods added to it, `others` for the names left over.
+    """Entries for public names; `Learner` stands for the methods added to it, `others` for the names left over.
 
-    So that nothing public can be missing, however the page is arranged.
+    Nothing public can be missing, however the page is arranged.
     """
     required_arguments, final_argument_whitespace = 1, True
 

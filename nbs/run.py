@@ -20,7 +20,8 @@ def execute(
     search = [str(FOLDER.parent), *os.environ.get('PYTHONPATH', '').split(os.pathsep)]
     env = {**os.environ, 'PYTHONPATH': os.pathsep.join(filter(None, search))}
     notebook = nbformat.read(file, as_version=4)
-    client = NotebookClient(notebook, timeout=timeout, kernel_name='python3', resources={'metadata': {'path': str(file.parent)}})
+    resources = {'metadata': {'path': str(file.parent)}}
+    client = NotebookClient(notebook, timeout=timeout, kernel_name='python3', resources=resources)
     return client.execute(env=env)
 
 
@@ -39,7 +40,7 @@ def stored(notebook):
 
 
 def save_pictures(notebook):
-    "Write the picture of each cell with a tag such as `save-report.png` to that file, for the README and the first page."
+    "Write the picture of each cell with a tag such as `save-report.png` to that file, for README and first page."
     for cell in notebook.cells:
         for tag in cell.metadata.get('tags', []):
             if not tag.startswith('save-'): continue
