@@ -3,7 +3,7 @@ from .mode import AMPMode, precision_support
 from .callback import MixedPrecision
 from . import checkpoint as _checkpoint, learner as _learner
 from .docs_text import document as _document
-from .devices import replicas as _replicas, xla as _xla
+from .devices import replicas as _replicas, sharded as _sharded, xla as _xla
 from .half_weights import HalfWeights, kahan
 from .insight import PrecisionComparison, PrecisionReport
 

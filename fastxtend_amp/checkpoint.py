@@ -135,7 +135,7 @@ def load_model(original: Callable, file: Any, model: nn.Module, opt: Any, with_o
     was found usable, so that a damaged file leaves the learner untouched.
     """
     cb, adapter = precision_callback_of(model, opt), _adapter(model)
-    if adapter is not _PLAIN and str(device).startswith('xla'): device = 'cpu'
+    if str(device).startswith('xla'): device = 'cpu'             # torch.load cannot place tensors on XLA devices
     in_file, opt_in_file = _Loaded(), _Loaded()
     with _reading: original(file, in_file, opt_in_file, with_opt=with_opt, device=device, **kwargs)
     scaler = opt_in_file.state.pop(KEY, None) if isinstance(opt_in_file.state, dict) else None
@@ -143,7 +143,8 @@ def load_model(original: Callable, file: Any, model: nn.Module, opt: Any, with_o
     if scaled and scaler is not None: _check_state_in_file(scaler, file, cb)
     get_model(model).load_state_dict(adapter.model_from_file(in_file.state, model), **in_file.kwargs)
     if not opt_in_file.given: return
-    _load_optimizer(opt, adapter.opt_from_file(opt_in_file.state, optimizer_params(opt)), place=cb is not None)
+    _load_optimizer(opt, adapter.opt_from_file(opt_in_file.state, optimizer_params(opt)),
+                    place=cb is not None or adapter is not _PLAIN)
     if scaled: cb.load_state_dict(cb.scaling.initial_state if scaler is None else scaler)
     elif scaler is not None and (cb is None or cb.mode != 'fp16'):
         warn_user("The file holds the loss scale of fp16 training, which this learner does not use.\n"

@@ -2,13 +2,16 @@
 from __future__ import annotations
 
 import inspect
+from functools import lru_cache
 from numbers import Integral
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ['ON_OVERFLOW', 'check_fp16_training', 'check_overflow_args']
+from .common import first_line
+
+__all__ = ['ON_OVERFLOW', 'check_float64', 'check_fp16_training', 'check_overflow_args']
 
 ON_OVERFLOW = ('warn', 'raise', 'ignore')
 
@@ -36,6 +39,20 @@ def check_fp16_training(
         raise ValueError(f"{type(getattr(opt, 'opt', opt)).__name__} needs a closure for its step, which GradScaler "
                          "does not "
                          "support.\nUse `learn.to_bf16()` or `learn.to_fp32()`, or another optimizer.")
+
+
+@lru_cache
+def check_float64(device: torch.device) -> None:
+    """Raise a `ValueError` if GradScaler cannot work on `device`: it takes the reciprocal of the scale in float64.
+
+    On MPS, which has no float64 either, GradScaler takes it in fp32.
+    """
+    if device.type in ('cpu', 'mps', 'xla'): return
+    try: torch.ones(1, device=device).double()
+    except (TypeError, RuntimeError) as e:
+        raise ValueError(f"fp16 mixed precision needs float64 on device '{device}' for the loss scale, which it does not "
+                         f"have ({first_line(e)}).\nUse `learn.to_bf16()` or `learn.to_fp32()` there, or "
+                         "`learn.to_fp16(enabled=False)` without loss scaling.") from e
 
 
 def _needs_closure(opt: Any) -> bool:

@@ -231,5 +231,22 @@ COMPILED_NAME = '_orig_mod'  # what `compiled_module` relies on, as a part of a 
 
 # -- devices
 
+def replace_replicate(
+    parallel: nn.DataParallel, # The module whose replicas are to be changed
+    replicate: Callable | None, # Called with module and device ids, returns the replicas; None for PyTorch's own
+) -> None:
+    """Have `parallel` make its replicas by `replicate`.
+
+    Relies on `DataParallel.forward` calling `self.replicate(module, device_ids)`, a public method that no page of the
+    documentation names (PyTorch 2.9 to 2.14). Where it is gone: `RuntimeError`, because the replicas would compute in
+    the device's default precision.
+    """
+    if not hasattr(nn.DataParallel, 'replicate'):
+        raise RuntimeError("nn.DataParallel has no method `replicate` in this version of PyTorch.\n"
+                           "Its replicas would not compute in the precision of the fit.\n"
+                           "Use DistributedDataParallel, or `learn.to_fp32()`.")
+    if replicate is not None: parallel.__dict__['replicate'] = replicate
+    else: parallel.__dict__.pop('replicate', None)
+
 
 # -- tools

@@ -11,7 +11,7 @@ from fastai.callback.core import (CancelBackwardException, CancelBatchException,
                                   CancelFitException, CancelStepException, CancelTrainException, CancelValidException)
 from torch import nn
 
-from .checks import check_fp16_training
+from .checks import check_float64, check_fp16_training
 from .common import warn_user
 from .compat import AutocastState
 from .convert import detached
@@ -49,6 +49,7 @@ class Lifecycle:
     exception ends a fit. Both can be interrupted and called again.
     """
     amp_mode: str | AMPMode
+    scales_loss: bool
     observers: list[PrecisionObserver]
     _mode: AMPMode | None
     _scaling: LossScaling
@@ -147,6 +148,7 @@ class Lifecycle:
         self._mode = mode = self._decide(device)
         self._fp32_modules.apply(learn.model)                    # it may be another model by now
         if mode is not None: check_layers(mode, device, unwrapped(learn.model), self._fp32_modules.covers)
+        if self.scales_loss and self._scaling.has_scale: check_float64(device)
         self._fit = Fit(device, mode)
         scaler = self._scaling.start(device.type, scaled=mode is not None and mode.needs_loss_scaling)
         if 'lr_finder' in learn.__dict__: self._fit.before_lr_find = self._scaling.snapshot()

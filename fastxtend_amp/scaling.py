@@ -234,8 +234,12 @@ class LossScaling:
 
     def _scale_grads(self, opt: Any) -> None:
         "Multiply the gradients of `opt` by the scale, without waiting for the device that it is on."
+        scales: dict[torch.device, torch.Tensor] = {}
         for p in optimizer_params(opt):
-            if p.grad is not None: p.grad.mul_(self.scaler.scale(torch.ones((), device=p.grad.device)))
+            if p.grad is None: continue
+            if p.grad.device not in scales:
+                scales[p.grad.device] = self.scaler.scale(torch.ones((), device=p.grad.device))
+            p.grad.mul_(scales[p.grad.device])
 
     def _forget_step(self) -> None:
         self._disarm()
@@ -271,6 +275,11 @@ class LossScaling:
         if self.stage is not GradStage.SCALED: return
         for p in optimizer_params(opt):
             if p.grad is not None: p.grad.mul_(scaler.get_scale() / before)
+
+    @property
+    def has_scale(self) -> bool:
+        "Is the loss scaled in fp16: not with `enabled=False`?"
+        return self._fp16_scaler.is_enabled()
 
     @property
     def has_own_state(self) -> bool:

@@ -155,3 +155,23 @@ def test_NotScriptable():
     m = nn.Sequential(nn.Linear(1, 1)); ModuleForward(m[0]).install()
     with pytest.raises(AttributeError, match='torch.jit.script cannot compile'): torch.jit.script(m)
     assert not hasattr(m[0].forward, 'other')
+
+
+# -- devices
+
+def test_replace_replicate(monkeypatch):
+    parallel, asked, x = nn.DataParallel(nn.Linear(2, 1)), [], torch.ones(3, 2)
+    # Two replicas on the CPU, in one thread; `forward` is PyTorch's own.
+    parallel.device_ids, parallel.output_device, parallel.src_device_obj = [0, 1], 0, torch.device('cpu')
+    parallel.scatter = lambda inputs, kwargs, device_ids: ([inputs, inputs], [kwargs, kwargs])
+    parallel.parallel_apply = lambda replicas, inputs, kwargs: [r(*i) for r, i in zip(replicas, inputs)]
+    parallel.gather = lambda outputs, output_device: outputs
+    def replicate(module, device_ids):
+        asked.append((module, list(device_ids)))
+        return [module, module]
+    compat.replace_replicate(parallel, replicate)
+    assert len(parallel(x)) == 2 and asked == [(parallel.module, [0, 1])]
+    compat.replace_replicate(parallel, None)
+    assert 'replicate' not in vars(parallel)
+    monkeypatch.delattr(nn.DataParallel, 'replicate')
+    with pytest.raises(RuntimeError, match='(?s)no method `replicate`.*DistributedDataParallel'): compat.replace_replicate(parallel, replicate)

@@ -1,47 +1,81 @@
-"What precision do `DataParallel`'s replicas compute in, each in a thread of its own?"
+"The precision of `DataParallel`'s replicas, each of which runs in a thread of its own."
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..compat import replace_replicate
+from ..forward import ModuleForward
 from ..fp32_modules import Fp32Forward
 from ..observer import OBSERVERS, PrecisionObserver
 
+__all__ = ['Replicas']
 
-class ReplicaDtype:
-    """A forward pre-hook that sets autocast's dtype where autocast is on.
 
-    The dtype belongs to a thread. `torch.nn.parallel.parallel_apply` tells its threads only that autocast is on, so they
-    would take the device's default: on CUDA fp16, and for a model in bf16 without a loss scale. Each thread enters an
-    autocast of its own around the replica, whose end undoes this. A replica is a shallow copy, so a module that is kept
-    in fp32 has the forward of the original, with its weights, until it is given one of its own.
+class ReplicaAutocast(ModuleForward):
+    """Runs a replica under autocast in the fit's dtype, where autocast was on in the thread that made the replica.
+
+    autocast's dtype belongs to a thread. `torch.nn.parallel.parallel_apply` tells its threads only that autocast is on,
+    so that they would take the device's default: fp16 on CUDA, and for a model in bf16 without a loss scale.
     """
-    def __init__(self, device_type: str, dtype: torch.dtype): self.device_type, self.dtype = device_type, dtype
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        if torch.is_autocast_enabled(self.device_type): torch.set_autocast_dtype(self.device_type, self.dtype)
-        if not getattr(module, '_is_replica', False): return
-        for m in module.modules():
-            forward = m.__dict__.get('forward')
-            if isinstance(forward, Fp32Forward) and forward.module is not m:
-                forward.called = True                            # by way of its replica
-                forward.onto(m)
+    def __init__(self, module: nn.Module, device_type: str, dtype: torch.dtype):
+        super().__init__(module)
+        self.device_type, self.dtype, self.enabled = device_type, dtype, torch.is_autocast_enabled(device_type)
+
+    def __call__(self, *args, **kwargs) -> Any:
+        if not self.enabled: return self.run(*args, **kwargs)
+        with torch.autocast(self.device_type, dtype=self.dtype): return self.run(*args, **kwargs)
+
+
+class ReplicasInPrecision:
+    """Stands on a `DataParallel` module as its `replicate`: the replicas run in the precision of the fit.
+
+    A replica is a shallow copy, so that an object on a module's forward (`fp32_modules`, half-precision weights) would
+    run with the weights of the original; the replica gets one of its own. Can be pickled and copied with the module.
+    """
+    def __init__(self, parallel: nn.DataParallel, device_type: str, dtype: torch.dtype):
+        self.parallel, self.device_type, self.dtype = parallel, device_type, dtype
+
+    def __call__(self, *args, **kwargs) -> list[nn.Module]:
+        replicas = type(self.parallel).replicate(self.parallel, *args, **kwargs)
+        for replica in replicas:
+            for m in replica.modules(): _give_own_forwards(m)
+            ReplicaAutocast(replica, self.device_type, self.dtype).install()
+        return replicas
+
+
+def _give_own_forwards(module: nn.Module) -> None:
+    "Give `module`, if it is a shallow copy, its own copies of the objects on the original's forward."
+    forward, ours = module.__dict__.get('forward'), []
+    while isinstance(forward, ModuleForward) and forward.module is not module:
+        ours.append(forward)
+        forward = forward.inner
+    for original in reversed(ours):
+        if isinstance(original, Fp32Forward): original.called = True   # by way of its replica
+        own = copy.copy(original)
+        own.module, own.inner = module, forward
+        own.install()
+        forward = own
 
 
 class Replicas(PrecisionObserver):
-    "Has the replicas of a `DataParallel` model run in the callback's precision during a fit."
-    handle: Any = None
+    "Has the replicas of every `DataParallel` in the model run in the callback's precision during a fit."
+    def __init__(self, cb: Any):
+        super().__init__(cb)
+        self.parallels: list[nn.DataParallel] = []
 
     def fit_started(self) -> None:
-        model, mode = self.cb.learn.model, self.cb.fit_mode
-        if mode is None or not isinstance(model, nn.DataParallel): return
-        while isinstance(model, nn.DataParallel): model = model.module   # fastai wraps again after a fit that an exception ended
-        self.handle = model.register_forward_pre_hook(ReplicaDtype(self.cb.fit_device.type, mode.dtype))  # `replicate` copies hooks
+        mode, device = self.cb.fit_mode, self.cb.fit_device
+        if mode is None: return
+        self.parallels = [m for m in self.cb.learn.model.modules() if isinstance(m, nn.DataParallel)]
+        for m in self.parallels: replace_replicate(m, ReplicasInPrecision(m, device.type, mode.dtype))
 
     def fit_ended(self) -> None:
-        handle, self.handle = self.handle, None
-        if handle is not None: handle.remove()
+        for m in self.parallels: replace_replicate(m, None)
+        self.parallels = []
 
 
 OBSERVERS.append(Replicas)

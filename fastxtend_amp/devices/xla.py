@@ -1,101 +1,125 @@
-"What do XLA devices need?"
+"Training, checkpoints and exports on XLA devices (PyTorch/XLA); does nothing until torch_xla is in use."
 from __future__ import annotations
 
-import functools, os, warnings
+import functools, os, sys, warnings
+from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
+from itertools import chain
+from types import ModuleType
+from typing import Any
 
 import torch
-from fastai.callback.core import Callback
+from fastai.callback.core import Callback, TrainEvalCallback
 from fastai.learner import Learner
 from torch import nn
 
-from ..checkpoint import place_state
-from ..convert import detached
+from ..checkpoint import ADAPTERS, StateAdapter, place_state
+from ..convert import detached, map_tensors
 from ..mode import model_device
+from ..observer import ON_ATTACH
 
-__all__ = ['XLADevice', 'XLAGradients']
+__all__ = ['XLADevice', 'XLAGradients', 'XLAState', 'install', 'on_xla']
 
-_OVERRIDES = ('XLA_USE_BF16', 'XLA_DOWNCAST_BF16')
+_CPU = torch.device('cpu')
+_BF16_VARIABLES = ('XLA_USE_BF16', 'XLA_DOWNCAST_BF16')
 
 
 class XLADevice(Callback):
-    """Trains on an XLA device, in every precision: moves the learner there, and hands the device one graph per batch.
+    """Moves the learner to its XLA device in place before a fit, and runs one XLA graph per batch.
 
-    Nothing has to be called: `fit`, `validate` and `get_preds` add this callback when the `DataLoaders` or the model
-    are on an XLA device (`dls.to(torch_xla.device())`), and `to_fp32()` leaves it where it is. It is no default callback
-    of fastai's, which would be on every learner of the process, and not left to `to_fp16()` and the like, since a
-    learner without them needs it as much: fastai's own move replaces the parameters, so that the optimizer steps on the
-    old ones and nothing is learnt.
+    It is added where it is needed: when a fit, `validate` or `get_preds` starts and the `DataLoaders` or the model are
+    on an XLA device (`dls.to(torch_xla.device())`), in every precision, plain fp32 included. fastai's own `model.to`
+    puts new parameters into the module on XLA, so that the optimizer steps on the old ones and nothing is learnt.
 
     Create the device before the first backward pass of the process, also if that is on the CPU: PyTorch's autograd
-    knows only the devices that there were at that time. Several replicas are started, and given their own data and
-    equal parameters, as PyTorch/XLA describes; `XLAGradients` averages their gradients.
+    knows only the devices that existed at that time. For several replicas, start the processes and give them their own
+    data and equal parameters as PyTorch/XLA describes; `XLAGradients` averages their gradients.
 
-    Raises `RuntimeError` when `fit` starts if torch_xla is missing, if the device came too late, if something else than
-    the learner holds the parameters so that they cannot be moved in place, or if the optimizer has none of them.
+    Raises `RuntimeError` when a fit starts: if torch_xla is missing, if the device was created too late, if something
+    other than the learner refers to the parameters so that they cannot be moved in place, or if the optimizer holds
+    none of the model's parameters.
 
-    Source: https://docs.pytorch.org/xla/master/learn/pytorch-on-xla-devices.html; swapping parameters:
+    Source: https://docs.pytorch.org/xla/master/learn/pytorch-on-xla-devices.html; moving parameters in place:
     https://docs.pytorch.org/docs/stable/future_mod.html.
     """
     order = -20  # before TrainEvalCallback (-10) moves the model, and before anything reads the loss in `after_batch`
 
     def before_fit(self):
-        "Move model, gradients and the optimizer's state to where fastai will want them."
-        device = _target(self.learn)
-        if _is_xla(device):
+        "Move model, gradients and the optimizer's state to the device that fastai will use."
+        device = _fit_device(self.learn)
+        if device.type == 'xla':
+            install()                                            # the user may have added this callback
             _warn_of_environment()
-            _check_device(device)
+            _check_backward(device)
         move(self.learn, device)
-        if _is_xla(device): _check_optimizer(self.learn)
+        if device.type == 'xla': _check_optimizer(self.learn)
 
     def after_batch(self):
-        "Run the batch's graph; what reads the loss after this finds it computed, and compiles nothing."
+        "Run the graph of this batch, so that reading the loss later compiles nothing."
         if _has_xla_model(self.learn): _torch_xla().sync()
+
+    def __setstate__(self, state):
+        "A learner from a pickle may be exported before it is fitted."
+        super().__setstate__(state)
+        _install_if_needed()
 
 
 class XLAGradients(Callback):
     """Averages the gradients over XLA's replicas, where there are several, before they are unscaled.
 
-    All replicas then see the same non-finite values, skip the same steps and keep the same scale.
+    All replicas then find the same non-finite values, skip the same steps and keep the same loss scale.
+
+    Source: https://docs.pytorch.org/xla/master/learn/api-guide.html (`xla_model.all_reduce`).
     """
-    order, run_valid = 9, False  # after GradientAccumulation (6) let the step through, before MixedPrecision (10) unscales
+    order, run_valid = 9, False  # after GradientAccumulation (6); before MixedPrecision (10) unscales
 
     def before_step(self):
         "Average the gradients."
         if not _has_xla_model(self.learn): return
         import torch_xla.core.xla_model as xm
-        groups = [{'params': list(pl)} for pl in self.learn.opt.param_lists]
-        xm.reduce_gradients(SimpleNamespace(__getstate__=lambda: {'param_groups': groups}))  # it asks a torch optimizer for no more
+        import torch_xla.runtime as xr
+        replicas = xr.world_size()
+        gradients = [p.grad for pl in self.learn.opt.param_lists for p in pl if p.grad is not None]
+        if replicas > 1: xm.all_reduce(xm.REDUCE_SUM, gradients, scale=1 / replicas)
 
 
 # -- moving a learner
 
 def move(
-    learn: Learner, # Its optimizer may be there already, and have taken steps
-    device: torch.device, # Where to
+    learn: Learner, # Its optimizer may exist already, and have taken steps
+    device: torch.device, # The device to move to
 ) -> None:
-    "Move model and optimizer state to `device`; the parameters stay the same objects, whoever else holds them."
-    if any(t.device != device for m in _modules(learn) for t in (*m.parameters(), *m.buffers())):
-        for name in ('xb', 'yb', 'pred', 'loss', 'loss_grad'):   # an exception leaves them on a graph, which holds the parameters
-            if name in learn.__dict__: learn.__dict__[name] = detached(learn.__dict__[name])
-        with _swapping():
-            for m in _modules(learn):
-                try: m.to(device)
-                except RuntimeError as e:
-                    if 'swap' not in str(e): raise
-                    raise RuntimeError(f"The parameters cannot be moved to '{device}' in place: {e} ({e.__cause__}). Something else holds them, "
-                                       "such as the graph of a loss that was kept, or a model that was compiled and used. Let go of it, or "
-                                       "move the model with `model.to(device)` before that, and create the learner after it.") from e
+    """Move model, loss function and optimizer state to `device`; the parameters stay the same objects.
+
+    Raises `RuntimeError` if PyTorch cannot move the parameters in place because something else refers to them.
+    """
+    modules = [m for m in (learn.model, learn.loss_func) if isinstance(m, nn.Module)]
+    if any(t.device != device for m in modules for t in _tensors(m)):
+        _free_graphs(learn, modules)
+        with _in_place():
+            for m in modules: _move_module(m, device)
     if learn.opt is not None: place_state(learn.opt)
 
 
-def _modules(learn): return [m for m in (learn.model, learn.loss_func) if isinstance(m, nn.Module)]
+def _tensors(module: nn.Module) -> Iterator[torch.Tensor]: return chain(module.parameters(), module.buffers())
+
+
+def _free_graphs(learn: Learner, modules: list[nn.Module]) -> None:
+    """Free the graphs that refer to the parameters, which could not be moved in place otherwise.
+
+    These are the graph of the last batch, which an exception leaves on the learner, and those of weights that a module
+    computes from others in each forward pass, as with `nn.utils.weight_norm` and fastai's `WeightDropout`.
+    """
+    for name in ('xb', 'yb', 'pred', 'loss', 'loss_grad'):
+        if name in learn.__dict__: learn.__dict__[name] = detached(learn.__dict__[name])
+    for m in chain.from_iterable(m.modules() for m in modules):
+        for name, value in list(vars(m).items()):
+            if isinstance(value, (torch.Tensor, list)): m.__dict__[name] = detached(value)
 
 
 @contextmanager
-def _swapping():
-    "Let `Module.to` change the parameters in place, where PyTorch would put new ones into the module."
+def _in_place() -> Iterator[None]:
+    "`Module.to` changes parameters in place inside, where it would otherwise put new ones into the module."
     future = torch.__future__
     before = future.get_swap_module_params_on_conversion()
     future.set_swap_module_params_on_conversion(True)
@@ -103,109 +127,158 @@ def _swapping():
     finally: future.set_swap_module_params_on_conversion(before)
 
 
-def _is_xla(device): return device.type == 'xla'
-def _has_xla_model(learn): return _is_xla(model_device(learn.model, torch.device('cpu')))
+def _move_module(module: nn.Module, device: torch.device) -> None:
+    try: module.to(device)
+    except RuntimeError as e:
+        if 'swap' not in str(e): raise                           # an error of another kind, such as too little memory
+        raise RuntimeError(
+            f"The parameters cannot be moved to '{device}' in place: {e} ({e.__cause__}).\n"
+            "Something else refers to them, such as the graph of a kept loss, or a model that was compiled and used.\n"
+            "Delete it, or call `model.to(device)` before that and create the learner afterwards.") from e
 
 
-def _dls_device(learn):
-    try: return getattr(learn.dls, 'device', None)
-    except IndexError: return None                               # what an empty DataLoaders raises for any name
-
-
-def _target(learn) -> torch.device:
-    "Where fastai's `TrainEvalCallback` will move the model."
-    device = _dls_device(learn)
-    if device is None: return model_device(learn.model, torch.device('cpu'))
-    device = torch.device(device)
-    return _torch_xla().device() if _is_xla(device) and device.index is None else device
-
+# -- which device
 
 def on_xla(learn: Learner) -> bool:
-    "Is the learner's model on an XLA device, or will fastai move it there?"
+    "Whether the learner's model is on an XLA device, or fastai will move it to one."
+    return _has_xla_dls(learn) or _has_xla_model(learn)
+
+
+def _has_xla_dls(learn: Learner) -> bool:
+    # As a string: `torch.device` would raise an error for a device that PyTorch does not know.
+    return str(_dls_device(learn)).startswith('xla')
+
+
+def _has_xla_model(learn: Learner) -> bool: return model_device(learn.model, _CPU).type == 'xla'
+
+
+def _dls_device(learn: Learner) -> Any:
+    try: return getattr(learn.dls, 'device', None)
+    except IndexError: return None                               # an empty DataLoaders raises it for every name
+
+
+def _fit_device(learn: Learner) -> torch.device:
+    "The device that fastai's `TrainEvalCallback` will move the model to."
     device = _dls_device(learn)
-    # A string or an index is left as it is unless it has to be an XLA device: this runs at the start of each fit.
-    return str(device).startswith('xla') or _has_xla_model(learn)
+    if device is None: return model_device(learn.model, _CPU)
+    device = torch.device(device)
+    if device.type == 'xla' and device.index is None: return _torch_xla().device()
+    return device
 
 
-# -- what can be wrong
+# -- checks when a fit starts
 
-def _torch_xla():
+def _torch_xla() -> ModuleType:
     try: import torch_xla
     except ImportError as e:
-        raise RuntimeError("The learner's device is an XLA device, which needs the package torch_xla. Install it in the version of "
-                           "your torch, or take another device with `learn.dls.to('cpu')`.") from e
+        raise RuntimeError("The learner's device is an XLA device, which needs the package torch_xla.\n"
+                           "Install the version of torch_xla that belongs to your torch, or use another device: "
+                           "`learn.dls.to('cpu')`.") from e
     return torch_xla
 
 
 @functools.cache
-def _check_device(device: torch.device) -> None:
-    "Raise if no backward pass works on `device`; once a process is enough."
+def _check_backward(device: torch.device) -> None:
+    "Raise if no backward pass works on `device`; checked once per process."
     try: torch.ones(1, device=device, requires_grad=True).sum().backward()
     except RuntimeError as e:
-        if 'device_ready_queues_' not in str(e): raise           # the internal assertion's words, which nobody understands
-        raise RuntimeError(f"No backward pass can run on '{device}': the device was created after this process's first backward pass, and "
-                           "PyTorch's autograd knows only the devices that there were then. Restart Python, and create the device "
-                           "first: `import torch_xla; torch_xla.device()`.") from e
+        if 'device_ready_queues_' not in str(e): raise           # the assertion that PyTorch fails in this case
+        raise RuntimeError(
+            f"No backward pass can run on '{device}': the device was created after the process's first backward pass,\n"
+            "and PyTorch's autograd knows only the devices that existed then.\n"
+            "Restart Python, and create the device first: `import torch_xla; torch_xla.device()`.") from e
 
 
-def _check_optimizer(learn):
+def _check_optimizer(learn: Learner) -> None:
     "Raise if the optimizer's parameters are not the model's: nothing would be learnt."
-    known = {id(p) for pl in (learn.opt.param_lists if learn.opt is not None else ()) for p in pl}
-    if known and known.isdisjoint(map(id, learn.model.parameters())):
-        raise RuntimeError("The optimizer holds none of the model's parameters: `model.to` put new ones into the model after the optimizer "
-                           "was created. Call `learn.create_opt()`, and move learners with `learn.dls.to(device)`.")
+    if learn.opt is None: return
+    held = {id(p) for pl in learn.opt.param_lists for p in pl}
+    if not held or not held.isdisjoint(map(id, learn.model.parameters())): return
+    raise RuntimeError("The optimizer holds none of the model's parameters.\n"
+                       "`model.to` put new parameters into the model after the optimizer was created.\n"
+                       "Call `learn.create_opt()`, and move learners with `learn.dls.to(device)`.")
 
 
-def _warn_of_environment():
-    for name in (*_OVERRIDES, 'XLA_USE_F16'):
+def _warn_of_environment() -> None:
+    "Warn of environment variables that override autocast, or that look as if they did."
+    for name in (*_BF16_VARIABLES, 'XLA_USE_F16'):
         if os.environ.get(name, '0').lower() in ('', '0', 'false'): continue
-        warnings.warn(f"The environment variable {name} is set. " + (
-            "It overrides autocast: every operator computes in bf16, in fp32 training as well. Unset it and use `learn.to_bf16()`."
-            if name in _OVERRIDES else "It has no effect. Unset it; for fp16 use `learn.to_fp16()`."))
+        effect = "It has no effect. Unset it; for fp16 use `learn.to_fp16()`."
+        if name in _BF16_VARIABLES:
+            effect = ("It overrides autocast: every operator computes in bf16, in fp32 training as well. "
+                      "Unset it and use `learn.to_bf16()`.")
+        warnings.warn(f"The environment variable {name} is set. {effect}")
 
 
-# -- how it gets onto a learner
+# -- checkpoints and exports
 
-def attach(learn: Learner) -> None:
-    "Add what is missing, if the learner is on an XLA device."
-    if not on_xla(learn): return
-    for cls in (XLADevice, XLAGradients):
-        if not any(isinstance(cb, cls) for cb in learn.cbs): learn.add_cb(cls())
+class XLAState(StateAdapter):
+    "Writes tensors of XLA devices as CPU tensors, which every machine and `weights_only` loading can read."
+    def applies(self, model: nn.Module) -> bool: return any(t.device.type == 'xla' for t in _tensors(model))
+    def to_file(self, state: Any) -> Any: return map_tensors(torch.Tensor.cpu, state)
 
 
 @contextmanager
-def _on_cpu(learn):
-    "The learner on the CPU, without the callbacks of this module: what is written then is for every machine."
-    device, dls_device = model_device(learn.model, torch.device('cpu')), _dls_device(learn)
+def _on_cpu(learn: Learner) -> Iterator[None]:
+    "The learner on the CPU and without the callbacks of this module, so that what is written can be read everywhere."
+    device, dls_device = model_device(learn.model, _CPU), _dls_device(learn)
     with learn.removed_cbs([cb for cb in learn.cbs if isinstance(cb, (XLADevice, XLAGradients))]):
         try:
-            if dls_device is not None: learn.dls.to(torch.device('cpu'))
-            move(learn, torch.device('cpu'))
+            if dls_device is not None: learn.dls.to(_CPU)
+            move(learn, _CPU)
             yield
         finally:
             if dls_device is not None: learn.dls.to(dls_device)
             move(learn, device)
 
 
-def _wrap(name, method):
-    "Put `method(original, learn, ...)` in the place of `Learner.<name>`."
-    original = Learner.__dict__[name]
-    if getattr(original, '_fastxtend_xla', False): return
+# -- how it gets onto a learner
+
+def attach(
+    learn: Learner, # The learner; nothing happens unless it is on an XLA device
+) -> list[Callback]: # The callbacks that were added
+    "Add those of `XLADevice` and `XLAGradients` that are missing."
+    if not on_xla(learn): return []
+    missing = [cls() for cls in (XLADevice, XLAGradients) if not any(isinstance(cb, cls) for cb in learn.cbs)]
+    learn.add_cbs(missing)
+    return missing
+
+
+def install() -> None:
+    """Have every learner trained on XLA devices move in place, and exported from the CPU; once per process.
+
+    Two methods of fastai are replaced: `TrainEvalCallback.before_fit`, which moves the model, and `Learner.export`.
+    For a learner that is not on an XLA device both do what fastai's do.
+    """
+    _replace(TrainEvalCallback, 'before_fit', _before_fit)
+    _replace(Learner, 'export', _export)
+
+
+def _install_if_needed(learn: Learner | None = None) -> None:
+    if 'torch_xla' in sys.modules or (learn is not None and _has_xla_dls(learn)): install()
+
+
+def _replace(cls: type, name: str, method: Any) -> None:
+    "Put `method(original, ...)` in the place of `cls.<name>`, unless that was done before."
+    original = getattr(cls, name)
+    if hasattr(original, 'replaced_for_xla'): return
     @functools.wraps(original)
-    def inner(self, *args, **kwargs): return method(original, self, *args, **kwargs)
-    inner._fastxtend_xla = True
-    setattr(Learner, name, inner)
+    def replacement(*args, **kwargs): return method(original, *args, **kwargs)
+    replacement.replaced_for_xla = True                          # type: ignore[attr-defined]
+    setattr(cls, name, replacement)
 
 
-def _attached(original, self, *args, **kwargs):
-    attach(self)
-    return original(self, *args, **kwargs)
+def _before_fit(original: Any, self: TrainEvalCallback) -> None:
+    for cb in attach(self.learn):
+        if isinstance(cb, XLADevice): cb.before_fit()            # this event has passed its place in the order
+    original(self)
 
 
-def _exporting(original, self, *args, **kwargs):
+def _export(original: Any, self: Learner, *args, **kwargs) -> Any:
     if not on_xla(self): return original(self, *args, **kwargs)
     with _on_cpu(self): return original(self, *args, **kwargs)
 
 
-for _name in ('fit', '__enter__'): _wrap(_name, _attached)       # validate() and get_preds() enter the learner
-_wrap('export', _exporting)
+ADAPTERS.append(XLAState())
+ON_ATTACH.append(_install_if_needed)
+_install_if_needed()

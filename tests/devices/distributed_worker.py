@@ -1,33 +1,34 @@
-"""One of two processes, started by `test_distributed.py`; what it sees goes into a file for the tests to judge.
+"""One of two or four processes, started by `test_distributed.py`; what it sees goes into a file for the tests to judge.
 
-Global batches: rank r trains on the r-th half of the data, as fastai's DistributedDL has it, so a single process sees the
-same batches in the order of `in_global_batches`.
+Global batches: rank r trains on the r-th part of the data, as fastai's DistributedDL has it, so a single process sees
+the same batches in the order of `in_global_batches`.
 """
-import datetime, sys, warnings
+import datetime, os, sys, warnings
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from fastai.callback.training import GradientAccumulation, GradientClip
 from fastai.distributed import DistributedDL
+from fastai.optimizer import ranger
 from torch import nn
 
 from fastxtend_amp import MixedPrecision
 from helpers import *
 
-N, BS = 48, 4                                                    # per rank 24 samples, 6 batches an epoch
+N, BS = 48, 4                                                    # for two ranks: 24 samples each, 6 batches an epoch
 
 
 def net(): torch.manual_seed(0); return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
 
 
-def in_global_batches(data):
-    "`data` in the order in which a single process with batches of 2 * BS sees what two ranks see together."
-    order = torch.arange(N).view(2, -1, BS).transpose(0, 1).reshape(-1)
+def in_global_batches(data, ranks=2):
+    "`data` in the order in which a single process with batches of `ranks * BS` sees what the ranks see together."
+    order = torch.arange(N).view(ranks, -1, BS).transpose(0, 1).reshape(-1)
     return Data(*(t[order] for t in data.tensors))
 
 
-def half(data, rank): return Data(*(t.view(2, N // 2, -1)[rank] for t in data.tensors))
+def part(data): return Data(*(t.view(dist.get_world_size(), -1, t.shape[1])[dist.get_rank()] for t in data.tensors))
 
 
 class NoSync(Callback):
@@ -51,27 +52,36 @@ class NoSync(Callback):
 def whole(t): return (t.full_tensor() if hasattr(t, 'full_tensor') else t).detach().clone()
 
 
-def build(mode, opt, cbs=(), dls=None, model=None, path=None, **scaling):
-    precision = [] if mode == 'fp32' else [MixedPrecision(mode, **scaling)]
-    learn = learner(model or net(), dls or loaders(dataset(N), BS, dataset(N)), cbs=[*precision, *cbs], opt_func=OPTIMIZERS[opt], path=path)
+OPTIMIZERS = {**OPTIMIZERS, 'ranger': ranger}
+
+
+def whole_params(learn): return [whole(p) for p in learn.model.parameters()]
+def own_part(t): return t.to_local() if hasattr(t, 'to_local') else t
+
+
+def build(mode, opt, cbs=(), dls=None, model=None, path=None, **kwargs):
+    precision = [] if mode == 'fp32' else [MixedPrecision(mode, **kwargs)]
+    dls = dls or loaders(dataset(N), BS, dataset(N))
+    learn = learner(model or net(), dls, cbs=[*precision, *cbs], opt_func=OPTIMIZERS[opt], path=path)
     learn.seen, learn.dtypes, learn.types = [], set(), set()
     learn.model[0].register_forward_hook(lambda m, i, o: learn.dtypes.add(o.dtype))
     def look(l):
         l.types.add(type(l.model).__name__)
         if not l.training: return
-        l.seen.append(dict(params=[whole(p) for p in l.model.parameters()], scale=l.scaler.get_scale() if precision else None,
-                           skipped=precision[0].skipped if precision else None))
+        cb = l.precision                                         # another one after a switch
+        l.seen.append(dict(params=whole_params(l), scale=cb and l.scaler.get_scale(), skipped=cb and cb.skipped))
     return learn.add_cb(At('after_batch', look, 70))
 
 
 def result(learn):
-    cb = getattr(learn, 'mixed_precision', None)
-    return dict(seen=learn.seen, dtypes=learn.dtypes, types=learn.types, after=type(learn.model).__name__, params=[whole(p) for p in learn.model.parameters()],
+    cb = learn.precision
+    return dict(seen=learn.seen, dtypes=learn.dtypes, types=learn.types, after=type(learn.model).__name__,
+                params=whole_params(learn),
                 scales=cb and cb.scales, skips=cb and cb.scaling.history.skips.tolist(), state=cb and cb.state_dict(),
                 losses=[float(l) for l in learn.recorder.losses])
 
 
-def bad_input(rank, at):
+def bad_input(rank, at): # The rank, and in which batches
     "On `rank` alone these batches are too large for fp16: an overflow of the real kind, which DDP's averaging spreads."
     def spoil(l):
         if l.training and dist.get_rank() == rank and l.train_iter in at: l.xb = (l.xb[0] * 1e6,)
@@ -81,7 +91,8 @@ def bad_input(rank, at):
 def bad_shard(rank, at):
     "On `rank` alone the gradient of the part that it holds is not finite, as no averaging could spread it."
     def spoil(l):
-        if dist.get_rank() == rank and l.train_iter in at: next(l.model.parameters()).grad.to_local().view(-1)[0] = float('inf')
+        if dist.get_rank() != rank or l.train_iter not in at: return
+        next(l.model.parameters()).grad.to_local().view(-1)[0] = float('inf')
     return At('after_backward', spoil, 5)
 
 
@@ -97,8 +108,9 @@ def ddp(learn, epochs=1):
 
 def ddp_steps(mode, path): return result(ddp(build(mode, 'torch sgd', **(FP16 if mode == 'fp16' else {})), 2))
 def ddp_overflow(opt, path): return result(ddp(build('fp16', opt, [bad_input(1, {0, 2, 4})], **FP16)))
-def ddp_accumulate(opt, path): return result(ddp(build('fp16', opt, [bad_input(1, {2}), GradientAccumulation(2 * BS)], **FP16)))
-def ddp_no_sync(opt, path): return result(ddp(build('fp16', opt, [bad_input(1, {2}), GradientAccumulation(2 * BS), NoSync(2)], **FP16)))
+def accumulating(): return [bad_input(1, {2}), GradientAccumulation(2 * BS)]
+def ddp_accumulate(opt, path): return result(ddp(build('fp16', opt, accumulating(), **FP16)))
+def ddp_no_sync(opt, path): return result(ddp(build('fp16', opt, [*accumulating(), NoSync(2)], **FP16)))
 def ddp_clip(opt, path): return result(ddp(build('fp16', opt, [bad_input(1, {2}), GradientClip(.1)], **FP16)))
 
 
@@ -111,19 +123,20 @@ def ddp_to_distributed(mode, path):
 def checkpoint(make, train, path, name):
     "Train, save, train on; and the same from the file in a fresh learner. `rank 0 saves` is fastai's own rule."
     learn = train(make([bad_input(1, {1, 2})]))
-    state, params = learn.mixed_precision.state_dict(), [whole(p) for p in learn.model.parameters()]
+    state, params = learn.precision.state_dict(), [whole(p) for p in learn.model.parameters()]
     learn.save(name)
     fresh = make([])
     with torch.no_grad():
         for p in fresh.model.parameters(): p.mul_(0.).add_(7 + dist.get_rank())
     fresh.load(name)
-    loaded = dict(state=fresh.mixed_precision.state_dict(), params=[whole(p) for p in fresh.model.parameters()])
+    loaded = dict(state=fresh.precision.state_dict(), params=[whole(p) for p in fresh.model.parameters()])
     learn.remove_cb(next(cb for cb in learn.cbs if getattr(cb, 'f', None) and 'bad_input' in cb.f.__qualname__))
     return dict(state=state, params=params, loaded=loaded, on=[result(train(o))['params'] for o in (learn, fresh)],
-                scales=[o.mixed_precision.state_dict() for o in (learn, fresh)])
+                scales=[o.precision.state_dict() for o in (learn, fresh)])
 
 
-def ddp_checkpoint(opt, path): return checkpoint(lambda cbs: build('fp16', opt, cbs, path=path, **FP16), ddp, path, f'ddp {opt}')
+def ddp_checkpoint(opt, path):
+    return checkpoint(lambda cbs: build('fp16', opt, cbs, path=path, **FP16), ddp, path, f'ddp {opt}')
 
 
 def keep_best(path, name):
@@ -132,7 +145,71 @@ def keep_best(path, name):
     return [SaveModelCallback(comp=lambda value, best: best == -float('inf'), fname=name, with_opt=True)]
 
 
-def ddp_save_model_callback(opt, path): return result(ddp(build('fp16', opt, keep_best(path, 'ddp best'), path=path, **FP16), 2))
+def ddp_save_model_callback(opt, path):
+    return result(ddp(build('fp16', opt, keep_best(path, 'ddp best'), path=path, **FP16), 2))
+
+
+class Branches(nn.Module):
+    "The layer `other` has no gradient in a batch whose first input is negative."
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.other, self.head = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 1)
+    def __getitem__(self, i): return self.a                      # the layer that `build` watches
+    def forward(self, x):
+        h = torch.tanh(self.a(x))
+        return self.head(h + self.other(h) if x.view(-1)[0] > 0 else h)
+
+
+def ddp_unused_parameters(opt, path):
+    from accelerate import DistributedDataParallelKwargs
+    learn = build('fp16', opt, [bad_input(1, {2})], model=Branches(), **FP16)
+    handlers = [DistributedDataParallelKwargs(find_unused_parameters=True)]
+    with learn.distrib_ctx(sync_bn=False, cpu=True, kwargs_handlers=handlers): learn.fit(1, .01)
+    return result(learn)
+
+
+def ddp_fp32_modules(name, path):
+    learn, dtypes = build('bf16', 'torch sgd', fp32_modules=name), []
+    for m in learn.model: m.register_forward_hook(lambda m, i, o: dtypes.append(o.dtype))
+    return dict(result(ddp(learn)), layers=dtypes[:3])
+
+
+def switching(learn, fit):
+    "Four fits, each in another precision than the one before."
+    modes = []
+    for mode in ('bf16', 'fp16', 'fp32', 'fp16'):
+        getattr(learn, f'to_{mode}')(**(FP16 if mode == 'fp16' else {}))
+        learn.dtypes.clear()
+        fit(learn)
+        modes.append((mode, set(learn.dtypes)))
+    return dict(result(learn), modes=modes)
+
+
+def ddp_switch(opt, path):
+    learn = build('fp32', opt)
+    with learn.distrib_ctx(sync_bn=False, cpu=True): return switching(learn, fit)
+
+
+def left_behind(learn):
+    "What an exception must not leave."
+    grads = [own_part(p.grad) for p in learn.model.parameters() if p.grad is not None]
+    return dict(autocast=autocast_state(), mode=learn.precision.fit_mode, scaler=vars(learn).get('scaler'),
+                has_grads=any(bool(g.any()) for g in grads))
+
+
+def raises(wrap, learn):
+    "Rank 1 raises in its third batch, and ends; rank 0 meets the broken connection, and no hang."
+    before = autocast_state()
+    def stop(l):
+        if dist.get_rank() == 1 and l.training and l.train_iter == 2: raise KeyError('rank 1')
+    learn.add_cb(At('after_loss', stop, 20))
+    try: wrap(learn)
+    except Exception as e: return dict(error=f'{type(e).__name__}: {e}', before=before, **left_behind(learn))
+
+
+def ddp_raises(mode, path): return raises(ddp, build(mode, 'sgd', **(FP16 if mode == 'fp16' else {})))
+def fsdp_raises(mode, path): return raises(fit, fsdp(mode, 'sgd', **(FP16 if mode == 'fp16' else {})))
 
 
 # -- FSDP2
@@ -140,9 +217,9 @@ def ddp_save_model_callback(opt, path): return result(ddp(build('fp16', opt, kee
 def fsdp(mode, opt, cbs=(), path=None, **scaling):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    mesh, model = init_device_mesh('cpu', (2,)), net()
+    mesh, model = init_device_mesh('cpu', (dist.get_world_size(),)), net()
     for layer in (model[0], model[2], model): fully_shard(layer, mesh=mesh)
-    return build(mode, opt, cbs, loaders(bs=BS, train=half(dataset(N), dist.get_rank()), valid=dataset(N)), model, path, **scaling)
+    return build(mode, opt, cbs, loaders(bs=BS, train=part(dataset(N)), valid=dataset(N)), model, path, **scaling)
 
 
 def fit(learn, epochs=1): learn.fit(epochs, .01); return learn
@@ -151,8 +228,17 @@ def fit(learn, epochs=1): learn.fit(epochs, .01); return learn
 def fsdp_steps(mode, path): return result(fit(fsdp(mode, 'torch sgd', **(FP16 if mode == 'fp16' else {})), 2))
 def fsdp_overflow(opt, path): return result(fit(fsdp('fp16', opt, [bad_input(1, {0, 2, 4})], **FP16)))
 def fsdp_one_shard(opt, path): return result(fit(fsdp('fp16', opt, [bad_shard(1, {0, 2, 4})], **FP16)))
-def fsdp_accumulate(opt, path): return result(fit(fsdp('fp16', opt, [bad_input(1, {2}), GradientAccumulation(2 * BS)], **FP16)))
-def fsdp_no_sync(opt, path): return result(fit(fsdp('fp16', opt, [bad_input(1, {2}), GradientAccumulation(2 * BS), NoSync(2)], **FP16)))
+def fsdp_accumulate(opt, path): return result(fit(fsdp('fp16', opt, accumulating(), **FP16)))
+def fsdp_no_sync(opt, path): return result(fit(fsdp('fp16', opt, [*accumulating(), NoSync(2)], **FP16)))
+
+
+def fsdp_fp32_modules(name, path):
+    learn, dtypes = fsdp('bf16', 'torch sgd', fp32_modules=name), []
+    for m in learn.model: m.register_forward_hook(lambda m, i, o: dtypes.append(o.dtype))
+    return dict(result(fit(learn)), layers=dtypes[:3])
+
+
+def fsdp_switch(opt, path): return switching(fsdp('fp32', opt), fit)
 
 
 def fsdp_checkpoint(opt, path):
@@ -165,7 +251,8 @@ def fsdp_checkpoint(opt, path):
     return {**out, 'model alone': [whole(p) for p in learn.model.parameters()]}
 
 
-def fsdp_save_model_callback(opt, path): return result(fit(fsdp('fp16', opt, keep_best(path, 'fsdp best'), path, **FP16), 2))
+def fsdp_save_model_callback(opt, path):
+    return result(fit(fsdp('fp16', opt, keep_best(path, 'fsdp best'), path, **FP16), 2))
 
 
 def fsdp_reads_plain_file(opt, path):
@@ -186,12 +273,22 @@ def fsdp_bad_files(opt, path):
 
 
 MODES, OPTS = ('fp32', 'fp16', 'bf16'), ('sgd', 'adam', 'adamw', 'fused adamw', 'fused sgd')
-SHARDED_OPTS = OPTS[:-1]                                         # PyTorch 2.15 has no sharding rule for fused SGD, in fp32 either
+SHARDED_OPTS = OPTS[:-1]                                         # PyTorch 2.15 cannot shard fused SGD, in fp32 either
+CHECKPOINT_OPTS = (*SHARDED_OPTS, 'ranger')                      # Lookahead keeps weights of its own
+FP32_MODULES = ('0', '2', '(model)')
 SCENARIOS = {
-    'ddp': [(ddp_steps, MODES), (ddp_to_distributed, ('bf16',)), (ddp_overflow, OPTS), (ddp_accumulate, OPTS), (ddp_no_sync, OPTS),
-            (ddp_clip, ('sgd', 'fused adamw')), (ddp_checkpoint, OPTS), (ddp_save_model_callback, ('adam',))],
-    'fsdp': [(fsdp_steps, MODES), (fsdp_overflow, SHARDED_OPTS), (fsdp_one_shard, SHARDED_OPTS), (fsdp_accumulate, SHARDED_OPTS), (fsdp_no_sync, SHARDED_OPTS),
-             (fsdp_checkpoint, SHARDED_OPTS), (fsdp_reads_plain_file, SHARDED_OPTS), (fsdp_save_model_callback, ('adam',)), (fsdp_bad_files, ('sgd',))]}
+    'ddp': [(ddp_steps, MODES), (ddp_to_distributed, ('bf16',)), (ddp_overflow, OPTS), (ddp_accumulate, OPTS),
+            (ddp_no_sync, OPTS), (ddp_clip, ('sgd', 'fused adamw')), (ddp_checkpoint, OPTS),
+            (ddp_save_model_callback, ('adam',)), (ddp_unused_parameters, ('sgd', 'fused adamw')),
+            (ddp_fp32_modules, FP32_MODULES), (ddp_switch, ('adam', 'fused adamw'))],
+    'fsdp': [(fsdp_steps, MODES), (fsdp_overflow, SHARDED_OPTS), (fsdp_one_shard, SHARDED_OPTS),
+             (fsdp_accumulate, SHARDED_OPTS), (fsdp_no_sync, SHARDED_OPTS), (fsdp_checkpoint, CHECKPOINT_OPTS),
+             (fsdp_reads_plain_file, CHECKPOINT_OPTS), (fsdp_save_model_callback, ('adam',)), (fsdp_bad_files, ('sgd',)),
+             (fsdp_fp32_modules, FP32_MODULES), (fsdp_switch, ('adam', 'fused adamw'))],
+    'four_ddp': [(ddp_steps, ('bf16',)), (ddp_overflow, ('adam', 'fused adamw')), (ddp_checkpoint, ('adam',))],
+    'four_fsdp': [(fsdp_steps, ('bf16',)), (fsdp_overflow, ('adam', 'fused adamw')),
+                  (fsdp_checkpoint, ('adam', 'ranger')), (fsdp_reads_plain_file, ('adam', 'ranger'))],
+    **{f'{f.__name__} {mode}': [(f, (mode,))] for f in (ddp_raises, fsdp_raises) for mode in ('fp16', 'bf16')}}
 
 
 def main(group, path):
@@ -203,6 +300,7 @@ def main(group, path):
     DistributedDL._broadcast = broadcast
     results = {(f.__name__, arg): f(arg, Path(path)) for f, args in SCENARIOS[group] for arg in args}
     torch.save(results, Path(path)/f'{group}{dist.get_rank()}.pt')
+    if 'raises' in group: os._exit(0)                            # the other rank can take part in nothing any more
     dist.barrier()
     dist.destroy_process_group()
 

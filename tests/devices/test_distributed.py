@@ -1,63 +1,92 @@
-"Two real processes over gloo: DistributedDataParallel through fastai's `distrib_ctx`, and FSDP2; and DataParallel's threads."
-import copy, importlib.util, os, socket, subprocess, sys, threading, time
+"Two and four real processes over gloo: DistributedDataParallel through fastai's `distrib_ctx`, and FSDP2."
+import importlib.util, os, socket, subprocess, sys, time
 from pathlib import Path
 
 import pytest, torch
 
 import distributed_worker as worker
-from distributed_worker import BS, FP16, N, OPTS, SHARDED_OPTS, build, in_global_batches
-from fastxtend_amp import MixedPrecision
+from distributed_worker import BS, CHECKPOINT_OPTS, FP16, FP32_MODULES, N, OPTS, SHARDED_OPTS, build, in_global_batches
 from helpers import *
 
 HERE = Path(__file__).parent
 
 
-def launch(group, path, seconds=300):
-    "Both ranks' results. A rank that fails would leave the other waiting, so the first failure ends both."
+def launch(group, path, ranks=2, seconds=300):
+    "The results of all ranks. A rank that fails would leave the others waiting, so the first failure ends all."
     with socket.socket() as s:
         s.bind(('127.0.0.1', 0))
         port = s.getsockname()[1]
-    env = {**os.environ, 'WORLD_SIZE': '2', 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(port), 'ACCELERATE_USE_CPU': '1', 'OMP_NUM_THREADS': '1',
-           'PYTHONPATH': os.pathsep.join([str(HERE.parent.parent), str(HERE.parent), str(HERE), os.environ.get('PYTHONPATH', '')])}
-    logs = [open(path/f'{group}{r}.log', 'w+') for r in range(2)]
-    processes = [subprocess.Popen([sys.executable, str(HERE/'distributed_worker.py'), group, str(path)], env={**env, 'RANK': str(r), 'LOCAL_RANK': str(r)},
-                                  stdout=log, stderr=subprocess.STDOUT) for r, log in enumerate(logs)]
+    folders = [str(HERE.parent.parent), str(HERE.parent), str(HERE), os.environ.get('PYTHONPATH', '')]
+    env = {**os.environ, 'WORLD_SIZE': str(ranks), 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(port),
+           'ACCELERATE_USE_CPU': '1', 'OMP_NUM_THREADS': '1', 'PYTHONPATH': os.pathsep.join(folders)}
+    command = [sys.executable, str(HERE/'distributed_worker.py'), group, str(path)]
+    logs = [open(path/f'{group}{r}.log', 'w+') for r in range(ranks)]
+    processes = [subprocess.Popen(command, env={**env, 'RANK': str(r), 'LOCAL_RANK': str(r)}, stdout=log,
+                                  stderr=subprocess.STDOUT) for r, log in enumerate(logs)]
     deadline = time.monotonic() + seconds
     try:
-        while any(p.poll() is None for p in processes) and not any(p.poll() for p in processes) and time.monotonic() < deadline: time.sleep(.1)
+        while time.monotonic() < deadline:
+            codes = [p.poll() for p in processes]
+            if any(codes) or None not in codes: break
+            time.sleep(.1)
     finally:
         for p in processes: p.kill()
         for p in processes: p.wait()
     said = [(log.seek(0), log.read()[-3000:], log.close())[1] for log in logs]
-    assert [p.returncode for p in processes] == [0, 0], '\n'.join(said)
-    return [torch.load(path/f'{group}{r}.pt', weights_only=False) for r in range(2)]
+    assert not any(p.returncode for p in processes), '\n'.join(said)
+    return [torch.load(path/f'{group}{r}.pt', weights_only=False) for r in range(ranks)]
+
+
+def skip_where_accelerate_takes_xla():
+    if importlib.util.find_spec('torch_xla'): pytest.skip('Accelerate takes the XLA device where torch_xla is installed')
 
 
 @pytest.fixture(scope='module')
 def ddp(tmp_path_factory):
-    if importlib.util.find_spec('torch_xla'): pytest.skip('Accelerate takes the XLA device where torch_xla is installed')
+    skip_where_accelerate_takes_xla()
     path = tmp_path_factory.mktemp('ddp')
     return launch('ddp', path), path
 
 
-@pytest.fixture(scope='module')
-def fsdp(tmp_path_factory):
-    path, plain = tmp_path_factory.mktemp('fsdp'), {}
-    for opt in SHARDED_OPTS:
+def write_plain(path, opts):
+    "Files of learners without any sharding, for the processes to read."
+    plain = {}
+    for opt in opts:
         learn = build('fp16', opt, path=path, init_scale=512., growth_interval=4)
         learn.fit(1, .01); learn.save(f'plain {opt}'); plain[opt] = learn
+    return plain
+
+
+@pytest.fixture(scope='module')
+def fsdp(tmp_path_factory):
+    path = tmp_path_factory.mktemp('fsdp')
+    plain = write_plain(path, CHECKPOINT_OPTS)
     learn = build('fp16', 'sgd', model=nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 1)), path=path)
     learn.save('other shape', with_opt=False)
-    damaged = torch.load(path/'models'/'plain sgd.pth', weights_only=False); damaged['opt']['grad_scaler']['scale'] = -1.
+    damaged = torch.load(path/'models'/'plain sgd.pth', weights_only=False)
+    damaged['opt']['grad_scaler']['scale'] = -1.
     torch.save(damaged, path/'models'/'damaged.pth')
     return launch('fsdp', path), path, plain
+
+
+@pytest.fixture(scope='module')
+def four_ddp(ddp, tmp_path_factory):
+    path = tmp_path_factory.mktemp('four_ddp')
+    return launch('four_ddp', path, 4), path
+
+
+@pytest.fixture(scope='module')
+def four_fsdp(tmp_path_factory):
+    path = tmp_path_factory.mktemp('four_fsdp')
+    plain = write_plain(path, ('adam', 'ranger'))
+    return launch('four_fsdp', path, 4), path, plain
 
 
 @pytest.fixture
 def both(request):
     "The results of both ranks, for tests that say the same of DDP and FSDP2."
     group = request.getfixturevalue(request.param)
-    return lambda name, arg: [r[f'{request.param}_{name}', arg] for r in group[0]]
+    return lambda name, arg: [r[f'{request.param.removeprefix("four_")}_{name}', arg] for r in group[0]]
 
 
 def each(*names_and_opts):
@@ -68,34 +97,43 @@ def each(*names_and_opts):
 BOTH = each(('ddp', OPTS), ('fsdp', SHARDED_OPTS))
 
 
-def same_on_all_ranks(a, b):
+def same_on_all_ranks(a, *others):
     "Scale, skips and, tensor by tensor, the parameters, after every batch."
+    for b in others: same_on_two_ranks(a, b)
+
+
+def same_on_two_ranks(a, b):
     assert len(a['seen']) == len(b['seen']) > 0
-    for x, y in zip(a['seen'], b['seen']): assert x['scale'] == y['scale'] and x['skipped'] == y['skipped'] and same(x['params'], y['params'])
-    assert a['scales'] == b['scales'] and a['skips'] == b['skips'] and a['state'] == b['state'] and same(a['params'], b['params'])
+    for x, y in zip(a['seen'], b['seen']):
+        assert x['scale'] == y['scale'] and x['skipped'] == y['skipped'] and same(x['params'], y['params'])
+    assert [a[k] for k in ('scales', 'skips', 'state')] == [b[k] for k in ('scales', 'skips', 'state')]
+    assert same(a['params'], b['params'])
     assert all(p.isfinite().all() for p in a['params'])
 
 
 # -- every step
 
-# A gradient of one batch differs by 1e-7, 4e-4 and 2e-3 (relative); this is what the parameters have moved after 12 steps.
+# A gradient of one batch differs by 1e-7, 4e-4 and 2e-3 (relative); these are the parameters' differences after 12 steps.
 @pytest.mark.parametrize('mode,rounding', [('fp32', 1e-6), ('fp16', 1e-3), ('bf16', 8e-3)])
 @pytest.mark.parametrize('both', ['ddp', 'fsdp'], indirect=True)
 def test_n_steps_equal_a_single_process_on_the_same_global_batches(both, mode, rounding):
     a, b = both('steps', mode)
     data = in_global_batches(dataset(N))
-    single = build(mode, 'torch sgd', dls=loaders(bs=2 * BS, train=data, valid=data), **(FP16 if mode == 'fp16' else {}))
+    dls = loaders(bs=2 * BS, train=data, valid=data)
+    single = build(mode, 'torch sgd', dls=dls, **(FP16 if mode == 'fp16' else {}))
     single.fit(2, .01)
     start = [p.detach() for p in worker.net().parameters()]
     moved = lambda ps: torch.cat([(p - s).flatten() for p, s in zip(ps, start)])
     expected = moved([p.detach() for p in single.model.parameters()])
     assert len(a['seen']) == len(single.seen) == 12 and expected.norm() > .1
     for r in (a, b): assert (moved(r['params']) - expected).norm() / expected.norm() < rounding
-    assert same(a['params'], b['params']) and a['scales'] == b['scales'] == (single.mixed_precision.scales if mode != 'fp32' else None)
+    assert same(a['params'], b['params'])
+    assert a['scales'] == b['scales'] == (single.precision.scales if mode != 'fp32' else None)
 
 
 @pytest.mark.parametrize('mode', ['fp16', 'bf16'])
-@pytest.mark.parametrize('both,wrapped', [('ddp', 'DistributedDataParallel'), ('fsdp', 'FSDPSequential')], indirect=['both'])
+@pytest.mark.parametrize('both,wrapped', [('ddp', 'DistributedDataParallel'), ('fsdp', 'FSDPSequential')],
+                         indirect=['both'])
 def test_each_rank_computes_in_low_precision_in_a_wrapped_model(both, wrapped, mode):
     for r in both('steps', mode):
         assert r['dtypes'] == {torch.float16 if mode == 'fp16' else torch.bfloat16} and r['types'] == {wrapped}
@@ -109,6 +147,43 @@ def test_to_distributed(ddp):
     same_on_all_ranks(*results)
 
 
+@pytest.mark.parametrize('both', ['four_ddp', 'four_fsdp'], indirect=True)
+def test_four_processes_equal_a_single_one_on_the_same_global_batches(both):
+    ranks, data = both('steps', 'bf16'), in_global_batches(dataset(N), 4)
+    single = build('bf16', 'torch sgd', dls=loaders(bs=4 * BS, train=data, valid=data))
+    single.fit(2, .01)
+    assert len(single.seen) == 6
+    for r in ranks:
+        for p, q in zip(r['params'], params(single)): torch.testing.assert_close(p, q, rtol=.02, atol=1e-3)
+    same_on_all_ranks(*ranks)
+
+
+@pytest.mark.parametrize('both', ['ddp', 'fsdp'], indirect=True)
+@pytest.mark.parametrize('name', FP32_MODULES)
+def test_fp32_modules(both, name):
+    a, b = both('fp32_modules', name)
+    same_on_all_ranks(a, b)
+    kept, bf16 = torch.float32, torch.bfloat16
+    assert a['layers'] == b['layers'] == {'0': [kept, kept, bf16], '2': [bf16, bf16, kept], '(model)': [kept] * 3}[name]
+
+
+@each(('ddp', ['adam', 'fused adamw']), ('fsdp', ['adam', 'fused adamw']))
+def test_another_precision_from_fit_to_fit(both, opt):
+    a, b = both('switch', opt)
+    same_on_all_ranks(a, b)
+    dtypes = dict(fp32=torch.float32, bf16=torch.bfloat16, fp16=torch.float16)
+    assert a['modes'] == b['modes'] == [(m, {dtypes[m]}) for m in ('bf16', 'fp16', 'fp32', 'fp16')]
+    assert len(a['seen']) == 24 and a['scales'] == [256., 256., 256., 512., 512., 512.]
+    assert not any(same(x['params'], y['params']) for x, y in zip(a['seen'], a['seen'][1:]))
+
+
+@each(('ddp', ['sgd', 'fused adamw']))
+def test_parameters_without_a_gradient_on_one_rank(both, opt):
+    a, b = both('unused_parameters', opt)
+    same_on_all_ranks(a, b)
+    assert a['skips'] == [False, False, True, False, False, False]
+
+
 # -- one rank alone meets a non-finite gradient
 
 SKIPPED, SCALES = [True, False, True, False, True, False], [256., 128., 128., 64., 64., 32.]
@@ -120,7 +195,8 @@ def test_overflow_on_one_rank_skips_the_step_on_all(both, opt):
     same_on_all_ranks(a, b)
     assert a['skips'] == SKIPPED == [s['skipped'] for s in a['seen']] and a['scales'] == SCALES
     start = [p.detach() for p in worker.net().parameters()]
-    for before, now in zip([dict(params=start), *a['seen']], a['seen']): assert same(before['params'], now['params']) == now['skipped']
+    for before, now in zip([dict(params=start), *a['seen']], a['seen']):
+        assert same(before['params'], now['params']) == now['skipped']
 
 
 @each(('fsdp', SHARDED_OPTS))
@@ -165,34 +241,48 @@ def test_rank_0_saves_and_every_rank_loads(both, opt):
     assert same(a['params'], b['params']) and same(a['on'][0], b['on'][0])
 
 
+@each(('fsdp', ['ranger']), ('four_ddp', ['adam']), ('four_fsdp', ['adam', 'ranger']))
+def test_going_on_from_the_file_gives_the_same_parameters(both, opt):
+    results = both('checkpoint', opt)
+    for r in results:
+        assert same(r['loaded']['params'], r['params']) and r['loaded']['state'] == r['state']
+        assert r['state']['scale'] < 256.
+        assert same(*r['on']) and r['scales'][0] == r['scales'][1] and not same(r['on'][0], r['params'])
+        assert same(r['on'][0], results[0]['on'][0])
+
+
 @each(('ddp', ['adam']), ('fsdp', ['adam']))
 def test_save_model_callback(both, opt):
     a, b = both('save_model_callback', opt)
     same_on_all_ranks(a, b)
-    assert same(a['params'], a['seen'][5]['params']) and not same(a['params'], a['seen'][-1]['params'])   # the first epoch's are back
+    assert same(a['params'], a['seen'][5]['params'])             # the first epoch's are back
+    assert not same(a['params'], a['seen'][-1]['params'])
     assert a['state']['scale'] == a['scales'][6]
 
 
-@pytest.mark.parametrize('opt', SHARDED_OPTS)
-def test_a_file_of_a_sharded_learner_is_whole(fsdp, opt):
-    results, path, _ = fsdp
+SHARDED_FILES = [*(('fsdp', o) for o in CHECKPOINT_OPTS), ('four_fsdp', 'adam'), ('four_fsdp', 'ranger')]
+
+
+@pytest.mark.parametrize('group,opt', SHARDED_FILES)
+def test_a_file_of_a_sharded_learner_is_whole(request, group, opt):
+    results, path, _ = request.getfixturevalue(group)
     learn = build('fp16', opt, path=path, init_scale=2.).load(f'fsdp {opt}')
     saved = results[0]['fsdp_checkpoint', opt]
-    assert same(params(learn), saved['params']) and learn.mixed_precision.state_dict() == saved['state']
-    shapes = [{k: v.shape for k, v in s.items() if isinstance(v, torch.Tensor) and v.ndim} for s in opt_state(learn.opt)]
-    assert all(v == p.shape for p, s in zip(params(learn), shapes) for v in s.values()) and (opt == 'torch sgd' or any(shapes))
+    assert same(params(learn), saved['params']) and learn.precision.state_dict() == saved['state']
+    shapes = [[v.shape for v in s.values() if isinstance(v, torch.Tensor) and v.ndim] for s in opt_state(learn.opt)]
+    assert all(shape == p.shape for p, s in zip(params(learn), shapes) for shape in s)
+    assert opt == 'torch sgd' or any(shapes)
     learn.fit(1, .01)
     assert all(p.isfinite().all() for p in learn.model.parameters())
 
 
-@pytest.mark.parametrize('opt', SHARDED_OPTS)
-def test_a_sharded_learner_reads_the_file_of_a_plain_one(fsdp, opt):
-    results, _, plain = fsdp
-    a, b = (r['fsdp_reads_plain_file', opt] for r in results)
-    learn = plain[opt]
-    assert same(a['loaded'], params(learn)) and same(b['loaded'], params(learn))
-    same_on_all_ranks(a, b)
-    assert a['scales'][0] == learn.mixed_precision.state_dict()['scale'] == 4096.
+@pytest.mark.parametrize('group,opt', SHARDED_FILES)
+def test_a_sharded_learner_reads_the_file_of_a_plain_one(request, group, opt):
+    results, _, plain = request.getfixturevalue(group)
+    ranks, learn = [r['fsdp_reads_plain_file', opt] for r in results], plain[opt]
+    assert all(same(r['loaded'], params(learn)) for r in ranks)
+    same_on_all_ranks(*ranks)
+    assert ranks[0]['scales'][0] == learn.precision.state_dict()['scale'] == 4096.
 
 
 @pytest.mark.parametrize('opt', SHARDED_OPTS)
@@ -206,80 +296,18 @@ def test_a_sharded_model_alone(fsdp, opt):
 def test_bad_files_are_refused_on_every_rank(fsdp):
     for r in fsdp[0]:
         r = r['fsdp_bad_files', 'sgd']
-        assert 'size mismatch' in r['errors']['other shape'] and "'scale' is -1.0" in r['errors']['damaged'] and r['untouched']['damaged']
+        assert 'size mismatch' in r['errors']['other shape']
+        assert "'scale' is -1.0" in r['errors']['damaged'] and r['untouched']['damaged']
 
 
-# -- DataParallel
-
-class Threads(nn.DataParallel):
-    "DataParallel with two replicas on the CPU: PyTorch's own needs an accelerator. `tell` as in `parallel_apply`."
-    def forward(self, x):
-        replicas, out, enabled = [self.module._replicate_for_data_parallel() for _ in range(2)], {}, torch.is_autocast_enabled('cpu')
-        for r in replicas:                                       # as `replicate` does
-            for name, child in self.module.named_children():
-                r._modules[name] = copy.copy(child)
-        def work(i, part):
-            with torch.amp.autocast('cpu', enabled=enabled): out[i] = replicas[i](part)
-            left.append((torch.is_autocast_enabled('cpu'), torch.get_autocast_dtype('cpu')))
-        left = self.left = []
-        threads = [threading.Thread(target=work, args=o) for o in enumerate(x.chunk(2))]
-        for t in threads: t.start()
-        for t in threads: t.join()
-        return torch.cat([out[0].float(), out[1].float()])
-
+# -- an exception on one rank
 
 @pytest.mark.parametrize('mode', ['fp16', 'bf16'])
-def test_replicas_in_threads_run_in_the_dtype_that_was_asked_for(mode):
-    model, dtypes = worker.net(), []
-    model[0].register_forward_hook(lambda m, i, o: dtypes.append((o.dtype, threading.current_thread() is threading.main_thread())))
-    learn = learner(Threads(model), cbs=MixedPrecision(mode))
-    default = torch.get_autocast_dtype('cpu')
-    learn.fit(1, .01)
-    assert set(dtypes) == {(torch.float16 if mode == 'fp16' else torch.bfloat16, False)}   # the CPU's default is bf16, CUDA's fp16
-    assert set(learn.model.left) == {(False, default)} and torch.get_autocast_dtype('cpu') is default and not model._forward_pre_hooks
-
-
-def test_without_the_hook_a_thread_takes_the_default_of_the_device():
-    model, dtypes = worker.net(), set()
-    model[0].register_forward_hook(lambda m, i, o: dtypes.add(o.dtype))
-    with torch.autocast('cpu', dtype=torch.float16): Threads(model)(torch.randn(4, 6))
-    assert dtypes == {torch.bfloat16}                            # or the package need do nothing any more
-
-
-@pytest.mark.parametrize('end', [None, RuntimeError, KeyboardInterrupt])
-def test_to_parallel(end):
-    learn, seen = build('fp16', 'sgd'), []
-    module = learn.model
-    def look(l):
-        seen.append((type(l.model).__name__, len(module._forward_pre_hooks)))
-        if end: raise end('stop')
-    looking = At('after_pred', look, 20)
-    learn.to_parallel().add_cb(looking)
-    if end:
-        with pytest.raises(end): learn.fit(1, .01)               # fastai leaves the model wrapped, and will wrap it again
-    else: learn.fit(1, .01)
-    assert set(seen) == {('DataParallel', 1)} and not module._forward_pre_hooks
-    learn.remove_cb(looking); learn.fit(1, .01)
-    assert not module._forward_pre_hooks and learn.dtypes == {torch.float16}
-
-
-def test_copy_made_inside_a_parallel_fit():
-    learn, copies = build('fp16', 'sgd'), []
-    learn.to_parallel()
-    learn.add_cb(At('after_epoch', lambda l: copies.append(copy.deepcopy(l)), 80)); learn.fit(1, .01)
-    twin = copies[0]
-    twin.model = twin.model.module
-    twin.detach_parallel(); twin.to_fp32()
-    assert not twin.model._forward_pre_hooks
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize('mode', ['fp16', 'bf16'])
-def test_parallel_apply_on_cuda(mode):
-    from fastxtend_amp.devices.replicas import tell_replicas
-    model, dtype, dtypes = worker.net().cuda(), torch.float16 if mode == 'fp16' else torch.bfloat16, []
-    model[0].register_forward_hook(lambda m, i, o: dtypes.append(o.dtype))
-    handle, x = tell_replicas(nn.DataParallel(model, device_ids=[0]), 'cuda', dtype), torch.randn(4, 6, device='cuda')
-    with torch.autocast('cuda', dtype=dtype): nn.parallel.parallel_apply([model, model], [x, x], devices=[0, 0])
-    handle.remove()
-    assert dtypes == [dtype, dtype] and torch.get_autocast_dtype('cuda') is torch.float16
+@pytest.mark.parametrize('kind', ['ddp', 'fsdp'])
+def test_an_exception_on_one_rank_ends_both_and_leaves_nothing(kind, mode, tmp_path):
+    if kind == 'ddp': skip_where_accelerate_takes_xla()
+    zero, one = (r[f'{kind}_raises', mode] for r in launch(f'{kind}_raises {mode}', tmp_path, seconds=90))
+    assert 'rank 1' in one['error'] and 'RuntimeError' in zero['error'], (zero['error'], one['error'])
+    for r in (zero, one):
+        assert r['autocast'] == r['before'] and r['mode'] is None and r['scaler'] is None
+        assert not r['has_grads'] or mode == 'bf16'              # in bf16 they are true gradients, which fastai leaves, too
