@@ -1,4 +1,5 @@
-"Sphinx extension: the directive `api`, which writes reference entries from signatures, comments and docstrings."
+"Sphinx extension: the directives `api` and `files`, which write reference pages from the code."
+import ast
 import inspect
 import re
 from pathlib import Path
@@ -131,6 +132,16 @@ class Api(SphinxDirective):
         return entry(kind, f'Learner.{name}', f, '::::')
 
 
+class Files(SphinxDirective):
+    "A table of the package's files, each with the first line of its docstring and a link to its source."
+    def run(self):
+        rows = []
+        for name, text in modules():
+            first = (ast.get_docstring(ast.parse(text)) or '').split('\n')[0]
+            if name.count('.') and first: rows.append(f'| <a href="source/{name}.html">{name}</a> | {cell(first)} |')
+        return self.parse_text_to_nodes('\n'.join(['| file | what it is |', '|---|---|', *rows]))
+
+
 def modules():
     "Each file of the package as module name and text."
     for file in sorted(PACKAGE.rglob('*.py')):
@@ -154,6 +165,7 @@ def forget(app, env, docname): env.metadata.get('api names', {}).pop(docname, No
 
 def setup(app):
     app.add_directive('api', Api)
+    app.add_directive('files', Files)
     app.connect('html-collect-pages', source_pages)
     app.connect('env-purge-doc', forget)
     return {'parallel_read_safe': True, 'parallel_write_safe': True}
