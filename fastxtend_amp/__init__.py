@@ -6,9 +6,11 @@ from .docs_text import document as _document
 from .devices import replicas as _replicas, sharded as _sharded, xla as _xla
 from .half_weights import HalfWeights, kahan
 from .insight import PrecisionComparison, PrecisionReport
+from .optimizers import fused
+from .tools.memory import keep_freed_memory
 
-__all__ = ['AMPMode', 'HalfWeights', 'MixedPrecision', 'PrecisionComparison', 'PrecisionReport', 'kahan',
-           'precision_support']
+__all__ = ['AMPMode', 'HalfWeights', 'MixedPrecision', 'PrecisionComparison', 'PrecisionReport', 'fused', 'kahan',
+           'keep_freed_memory', 'precision_support']
 
 _document(__all__, globals())
 

@@ -50,8 +50,8 @@ def check_float64(device: torch.device) -> None:
     if device.type in ('cpu', 'mps', 'xla'): return
     try: torch.ones(1, device=device).double()
     except (TypeError, RuntimeError) as e:
-        raise ValueError(f"fp16 mixed precision needs float64 on device '{device}' for the loss scale, which it does not "
-                         f"have ({first_line(e)}).\nUse `learn.to_bf16()` or `learn.to_fp32()` there, or "
+        raise ValueError(f"fp16 mixed precision needs float64 on device '{device}' for the loss scale, which it does "
+                         f"not have ({first_line(e)}).\nUse `learn.to_bf16()` or `learn.to_fp32()` there, or "
                          "`learn.to_fp16(enabled=False)` without loss scaling.") from e
 
 

@@ -6,6 +6,7 @@ One function for each, whose docstring says what it relies on, since which versi
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -133,6 +134,14 @@ def scale_version(scaler: GradScaler) -> tuple:
     except AttributeError: return (object(),)
     rules = scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()
     return id(scaler), made, start, rules
+
+
+def grads_version(params: list[nn.Parameter]) -> list[tuple[int, int]]:
+    """A value that changes when somebody changes the gradients of `params`; no operator runs.
+
+    Relies on a tensor's `_version` (since 1.0), which counts in-place changes. Without it the value always differs.
+    """
+    return [(id(p.grad), getattr(p.grad, '_version', object())) for p in params if p.grad is not None]
 
 
 def arm_found_inf(opt: torch.optim.Optimizer, flag: torch.Tensor) -> None:

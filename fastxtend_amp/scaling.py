@@ -9,8 +9,8 @@ from fastai.optimizer import OptimWrapper
 from torch import nn
 from torch.amp import GradScaler
 
-from .compat import (arm_found_inf, disarm_found_inf, forget_unscale, found_inf_flags, has_unscaled, honours_found_inf,
-                     is_syncfree, move_scaler, scale_version, supports_found_inf, syncfree_state)
+from .compat import (arm_found_inf, disarm_found_inf, forget_unscale, found_inf_flags, grads_version, has_unscaled,
+                     honours_found_inf, is_syncfree, move_scaler, scale_version, supports_found_inf, syncfree_state)
 from .scale_history import CONSTANT, ScaleHistory, ScaleRule
 from .scaling_args import DEFAULTS, check_scaler_state, check_scaling_args, is_number
 
@@ -95,6 +95,7 @@ class LossScaling:
         self._armed_optimizer: Any = None                        # the torch optimizer that holds a `found_inf` of ours
         self._followed: Any = None                               # `scale_version` that the history accounts for
         self._used = False                                       # has this fit scaled a loss?
+        self._zeroed: list | None = None                         # `grads_version` when the fit before left no gradients
         self._n_before = 0                                       # attempted steps before this fit
 
     # -- for one fit
@@ -122,7 +123,7 @@ class LossScaling:
         self._used = True
         scaled = self.scaler.scale(loss)                         # the scaler's tensors are made here, at the first loss
         if moved: self._followed = scale_version(self.scaler)
-        if first and self.stage is GradStage.TRUE: self._scale_grads(opt)
+        if first and self.stage is GradStage.TRUE: self._scale_grads_from_before(opt)
         self.stage = GradStage.SCALED
         return scaled
 
@@ -197,8 +198,10 @@ class LossScaling:
         Those that are not finite are dropped. Says so, or that no step of the fit was taken.
         """
         if not self._used: return None
-        message = self._unscale_rest(opt) if self.stage is GradStage.SCALED else None
+        message, zeroed = None, self.stage is GradStage.TRUE
+        if self.stage is GradStage.SCALED: message = self._unscale_rest(opt)
         self.drop_step_only(opt, model)
+        self._zeroed = grads_version(optimizer_params(opt)) if zeroed else None
         return message or self._no_step_message()
 
     def drop_step_only(self, opt: Any, model: nn.Module) -> None:
@@ -231,6 +234,9 @@ class LossScaling:
         known = {id(p) for p in optimizer_params(opt)}
         for p in model.parameters():
             if id(p) not in known: p.grad = None
+
+    def _scale_grads_from_before(self, opt: Any) -> None:
+        if self._zeroed is None or self._zeroed != grads_version(optimizer_params(opt)): self._scale_grads(opt)
 
     def _scale_grads(self, opt: Any) -> None:
         "Multiply the gradients of `opt` by the scale, without waiting for the device that it is on."

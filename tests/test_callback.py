@@ -137,6 +137,17 @@ def test_an_accumulation_goes_on_in_another_precision():
         torch.testing.assert_close(b, a, rtol=.05, atol=.05)
 
 
+def test_gradients_of_the_users_own_backward_between_two_fits_are_added_as_in_fp32():
+    def run(cb):
+        learn = learner(linear(), cbs=[*([cb] if cb else []), GradientAccumulation(1000)], lr=.01)
+        for _ in range(2):
+            x, y = next(iter(learn.dls.train))
+            nn.functional.mse_loss(learn.model(x), y).backward()
+            learn.fit(1)
+        return true_grads(learn)
+    for a, b in zip(run(None), run(MixedPrecision('fp16', init_scale=1024.))): torch.testing.assert_close(b, a, rtol=.05, atol=.05)
+
+
 def test_an_unfinished_accumulation_that_is_not_finite_is_dropped_with_a_warning():
     learn = learner(linear(), cbs=[MixedPrecision('fp16', init_scale=1e30), GradientAccumulation(1000)])
     with pytest.warns(UserWarning, match='unfinished are not finite; they were dropped'): learn.fit(1, .01)
@@ -362,7 +373,9 @@ def test_weight_cache_is_used_where_it_is_sound():
     learn.dls.train.bs  # bs 4: no activation has the weight's shape
     with learn.no_logging(): learn.dl = None
     learn.fit(1, .01)
-    assert len(casts) == 6 + 2                                   # once a batch, in training and validation
+    from fastxtend_amp.guard import cache_loses_gradients
+    once = 3 if cache_loses_gradients() else 1                   # PyTorch 2.9 runs without the cache: once for each use
+    assert len(casts) == once * (6 + 2)                          # once a batch, in training and validation
 
 
 def test_fit_inside_the_users_own_autocast_does_not_use_stale_weights():

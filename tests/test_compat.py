@@ -94,6 +94,16 @@ def test_scale_version():
     assert compat.scale_version(scaler) != compat.scale_version(scaler)    # unknown: counts as changed
 
 
+def test_grads_version():
+    p, q = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    assert compat.grads_version([p, q]) == []
+    p.grad = torch.zeros(1)
+    before = compat.grads_version([p, q])
+    assert before == compat.grads_version([p, q])
+    (p * 2).backward(); assert compat.grads_version([p, q]) != before
+    q.grad = torch.zeros(1); assert len(compat.grads_version([p, q])) == 2
+
+
 @pytest.mark.parametrize('cls', [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
 def test_arm_found_inf_and_disarm_found_inf(cls):
     p, opt = one_parameter(cls, fused=True)

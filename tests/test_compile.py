@@ -161,6 +161,7 @@ def test_save_and_load(how, tmp_path):
     assert same(params(fresh), params(learn)) and fresh.compiled.frame_count == 2
 
 
+@pytest.mark.slow                                                # it compiles C++
 @pytest.mark.skipif(not any(map(shutil.which, ('g++', 'clang++', 'c++'))), reason='inductor needs a C++ compiler, and there is none')
 @MODES
 def test_inductor(mode):

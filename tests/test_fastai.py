@@ -83,7 +83,7 @@ def test_the_ways_to_train_and_predict(dls, mode, tmp_path):
 
 @MODES
 def test_trains_as_well_as_fp32(mode):
-    from fastxtend_amp import demo
+    from fastxtend_amp.tools import demo
     torch.set_num_threads(2)
     losses = {}
     for m in (None, AMPMode(mode)):

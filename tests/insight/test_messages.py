@@ -7,7 +7,8 @@ from fastai.optimizer import Lamb
 from torch import nn
 
 import fastxtend_amp
-from fastxtend_amp import AMPMode, MixedPrecision, bench, demo, precision_support
+from fastxtend_amp import AMPMode, MixedPrecision, precision_support
+from fastxtend_amp.tools import bench, demo
 from fastxtend_amp.half_weights.callback import kahan
 from helpers import *
 

@@ -1,0 +1,73 @@
+"`keep_freed_memory`, in processes of their own."
+import os, subprocess, sys
+
+import pytest
+
+from fastxtend_amp import keep_freed_memory
+from fastxtend_amp.tools import memory
+
+CODE = """
+import resource, torch, fastxtend_amp
+def page_faults(): return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+def faults():                                                    # of four tensors of 64 MB, one after the other
+    before = page_faults()
+    for _ in range(4): torch.empty(2**24).fill_(1)
+    return page_faults() - before
+faults()
+before = faults()
+told = fastxtend_amp.keep_freed_memory()
+faults()
+print(before, faults(), told)
+"""
+
+
+@pytest.mark.skipif(memory._nothing_to_do() is not None, reason='needs Linux with glibc')
+def test_freed_memory_is_kept_from_the_call_on():
+    out = subprocess.run([sys.executable, '-W', 'ignore', '-c', CODE], capture_output=True, text=True, check=True)
+    before, after, told = out.stdout.split(maxsplit=2)
+    assert float(before) > 4 * 2**26 / 2**21                     # pages of 2 MB at most: importing changes nothing
+    assert float(after) < 10 and 'up to 1,024 MB stay with this process' in told
+
+
+def _fails(name): raise ValueError('unrecognized configuration name')
+
+
+@pytest.mark.parametrize('confstr', [_fails, lambda name: None, lambda name: 'musl 1.2'])
+def test_elsewhere_there_is_nothing_to_do(monkeypatch, confstr):
+    monkeypatch.setattr(os, 'confstr', confstr)
+    monkeypatch.setattr(memory, 'ctypes', None)                  # nothing is called
+    assert keep_freed_memory() == 'Nothing to do: this system is not Linux with glibc.'
+
+
+def test_where_python_has_no_confstr(monkeypatch):
+    monkeypatch.delattr(os, 'confstr')
+    assert keep_freed_memory().startswith('Nothing to do')
+
+
+def test_another_allocator_is_left_alone(monkeypatch):
+    monkeypatch.setenv('LD_PRELOAD', '/usr/lib/libtcmalloc.so.4')
+    monkeypatch.setattr(memory, 'ctypes', None)
+    assert 'libtcmalloc' in keep_freed_memory() or 'not Linux' in keep_freed_memory()
+
+
+class _Refuses:
+    "glibc before 2.35: no threshold over 32 MB."
+    def __init__(self): self.calls = {}
+    def CDLL(self, name): return self
+    def mallopt(self, name, value):
+        if name == memory._MMAP_THRESHOLD and value > 2**25: return 0
+        self.calls[name] = value
+        return 1
+
+
+def test_an_older_glibc_turns_mmap_off(monkeypatch):
+    glibc = _Refuses()
+    monkeypatch.setattr(memory, '_nothing_to_do', lambda: None)
+    monkeypatch.setattr(memory, 'ctypes', glibc)
+    assert 'keeps' in keep_freed_memory()
+    assert glibc.calls == {memory._MMAP_MAX: 0, memory._TRIM_THRESHOLD: -1}
+
+
+@pytest.mark.parametrize('threshold', [0, -1, 2**31])
+def test_impossible_thresholds(threshold):
+    with pytest.raises(ValueError, match=f'threshold={threshold} is not possible'): keep_freed_memory(threshold)
