@@ -2,6 +2,7 @@
 from .mode import AMPMode, precision_support
 from .callback import MixedPrecision
 from . import checkpoint as _checkpoint, learner as _learner
+from .docs_text import document as _document
 from .devices import replicas as _replicas, sharded as _sharded, xla as _xla
 from .half_weights import HalfWeights, kahan
 from .insight import PrecisionComparison, PrecisionReport
@@ -10,6 +11,8 @@ from .tools.memory import keep_freed_memory
 
 __all__ = ['AMPMode', 'HalfWeights', 'MixedPrecision', 'PrecisionComparison', 'PrecisionReport', 'fused', 'kahan',
            'keep_freed_memory', 'precision_support']
+
+_document(__all__, globals())
 
 
 def __getattr__(name):

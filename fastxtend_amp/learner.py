@@ -12,6 +12,7 @@ from fastai.learner import Learner
 from fastcore.basics import patch
 
 from .callback import PRECISION_CALLBACKS, MixedPrecision
+from .former_names import refuse_former
 from .mode import AMPMode
 from .observer import ON_ATTACH
 
@@ -64,6 +65,7 @@ def precision(self: Learner) -> MixedPrecision | None:
 @takes_arguments_of(MixedPrecision.__init__, but='amp_mode')
 def to_fp16(self: Learner, *args, **kwargs) -> Learner: # The learner
     "Train in float16 mixed precision; replaces any other precision callback."
+    refuse_former('to_fp16', kwargs)
     return set_precision(self, MixedPrecision(AMPMode.FP16, *args, **kwargs))
 
 
@@ -72,6 +74,7 @@ def to_fp16(self: Learner, *args, **kwargs) -> Learner: # The learner
                                                  'growth_interval, enabled, loss_scale, scaler')
 def to_bf16(self: Learner, **kwargs) -> Learner: # The learner
     "Train in bfloat16 mixed precision, which needs no loss scaling; replaces any other precision callback."
+    refuse_former('to_bf16', kwargs)
     return set_precision(self, MixedPrecision(AMPMode.BF16, **kwargs))
 
 
@@ -83,6 +86,7 @@ def to_amp(self: Learner, *args, **kwargs) -> Learner: # The learner
     Looks up what the device can do. It cannot know whether this model gains from it: small layers may train faster in
     fp32 all the same, which `compare_precision` measures.
     """
+    refuse_former('to_amp', kwargs)
     if args and not isinstance(args[0], (int, float)):
         raise TypeError(f"to_amp({args[0]!r}): to_amp chooses the precision itself.\nFor one of your choice call "
                         "`learn.to_bf16()` or `learn.to_fp16()`.")

@@ -1,0 +1,32 @@
+"Settings of the web page: `python -m sphinx -W -b html nbs nbs/_build/html` builds it."
+import sys
+from configparser import ConfigParser
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]   # api_pages.py, and the package that this page describes
+
+settings = ConfigParser(delimiters=['='])
+settings.read(HERE.parent / 'settings.ini', encoding='utf-8')
+
+project = settings['DEFAULT']['lib_name']
+author = copyright = settings['DEFAULT']['author']
+release = version = settings['DEFAULT']['version']
+
+extensions = ['myst_nb', 'sphinx_copybutton', 'api_pages']
+exclude_patterns = ['_build', '**.ipynb_checkpoints']
+nb_execution_mode = 'off'                      # outputs are stored in the notebooks; `python nbs/run.py` runs them anew
+nb_merge_streams = True
+myst_enable_extensions = ['colon_fence', 'deflist']
+myst_heading_anchors = 3
+smartquotes = False                            # 'fp16' is code, also where it stands in a sentence
+suppress_warnings = ['mystnb.unknown_mime_type']
+copybutton_exclude = '.linenos, .gp, .go'
+
+html_theme = 'furo'
+html_title = f'{project} {release}'
+html_static_path = ['_static']
+html_css_files = ['custom.css']
+html_show_sphinx = html_show_copyright = False
+html_copy_source = False
+html_theme_options = {'navigation_with_keys': True}

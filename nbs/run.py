@@ -1,0 +1,68 @@
+"Runs the notebooks and stores their outputs: `python nbs/run.py` all of them, `python nbs/run.py 02 05` these."
+import base64
+import os
+import sys
+import time
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+
+FOLDER = Path(__file__).resolve().parent
+
+
+def execute(
+    file: Path, # The notebook; it is not changed
+    timeout: float = 240., # Seconds that one cell may take
+): # The notebook with its new outputs
+    "Run a notebook from top to bottom in a fresh kernel, in its own folder, with the package beside it."
+    search = [str(FOLDER.parent), *os.environ.get('PYTHONPATH', '').split(os.pathsep)]
+    env = {**os.environ, 'PYTHONPATH': os.pathsep.join(filter(None, search))}
+    notebook = nbformat.read(file, as_version=4)
+    resources = {'metadata': {'path': str(file.parent)}}
+    client = NotebookClient(notebook, timeout=timeout, kernel_name='python3', resources=resources)
+    return client.execute(env=env)
+
+
+def is_left_over(output): # What a progress bar leaves when it is done, and its style sheet
+    if output.output_type != 'display_data': return False
+    html = output.data.get('text/html', '') if set(output.data) <= {'text/html', 'text/plain'} else 'other'
+    return not html.strip() or html.strip().startswith('<style>')
+
+
+def stored(notebook):
+    "The notebook as it is kept: without what progress bars leave behind, and without times of each cell."
+    for cell in notebook.cells:
+        cell.metadata.pop('execution', None)
+        if cell.cell_type == 'code': cell.outputs = [o for o in cell.outputs if not is_left_over(o)]
+    return notebook
+
+
+def save_pictures(notebook):
+    "Write the picture of each cell with a tag such as `save-report.png` to that file, for README and first page."
+    for cell in notebook.cells:
+        for tag in cell.metadata.get('tags', []):
+            if not tag.startswith('save-'): continue
+            picture = next(o.data['image/png'] for o in cell.outputs if 'image/png' in o.get('data', {}))
+            (FOLDER / tag.removeprefix('save-')).write_bytes(base64.b64decode(picture))
+
+
+def main(names):
+    "Run each notebook; one that fails keeps its old outputs. Returns how many failed."
+    failed = 0
+    for file in sorted(FOLDER.glob('*.ipynb')):
+        if names and not file.name.startswith(tuple(names)): continue
+        start = time.perf_counter()
+        try: notebook = execute(file)
+        except CellExecutionError as error:
+            failed += 1
+            print(f'{file.name}: {error.ename}: {error.evalue}', flush=True)
+            continue
+        nbformat.write(stored(notebook), file)
+        save_pictures(notebook)
+        print(f'{file.name}: {time.perf_counter() - start:.0f} s', flush=True)
+    return failed
+
+
+if __name__ == '__main__': sys.exit(main(sys.argv[1:]))
