@@ -14,6 +14,8 @@ from torch.utils.data import TensorDataset
 
 import fastxtend_amp  # noqa: F401  patches Learner
 
+DEVICE = torch.device('cpu')  # where learners train; `pytest --sim=cuda` puts a simulated device here (conftest.py)
+
 
 class Data(TensorDataset):
     def new_empty(self): return Data(*(t[:0] for t in self.tensors))
@@ -25,9 +27,10 @@ def dataset(n=24, seed=0):
     return Data(x, x[:, :1] * 2 - x[:, 1:2] + .1 * torch.randn(n, 1, generator=g))
 
 
-def loaders(n=24, bs=4, train=None, valid=None):
-    make = lambda ds: DataLoader(ds, bs=bs, shuffle=False, num_workers=0, device=torch.device('cpu'))
-    return DataLoaders(make(train or dataset(n)), make(valid or dataset(8, seed=1)), device=torch.device('cpu'))
+def loaders(n=24, bs=4, train=None, valid=None, device=None):
+    device = device or DEVICE
+    make = lambda ds: DataLoader(ds, bs=bs, shuffle=False, num_workers=0, device=device)
+    return DataLoaders(make(train or dataset(n)), make(valid or dataset(8, seed=1)), device=device)
 
 
 def mlp(seed=0):
@@ -58,7 +61,9 @@ class Attentive(nn.Module):
 
 
 def learner(model=None, dls=None, loss_func=None, cls=Learner, cbs=None, progress=False, **kwargs):
-    learn = cls(dls or loaders(), model or mlp(), loss_func=loss_func or nn.MSELoss(), cbs=cbs, **kwargs)
+    dls, model = dls or loaders(), model or mlp()
+    if getattr(dls.device, 'type', 'cpu') != 'cpu': model.to(dls.device)  # now: some devices put new parameters into the model
+    learn = cls(dls, model, loss_func=loss_func or nn.MSELoss(), cbs=cbs, **kwargs)
     if not progress: learn.remove_cbs([cb for cb in learn.cbs if type(cb).__name__ == 'ProgressCallback'])
     learn.logger = noop
     return learn
