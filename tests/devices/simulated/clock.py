@@ -52,16 +52,16 @@ class Timeline:
 
 timelines: collections.defaultdict = collections.defaultdict(Timeline)   # by the device's index
 current = types.SimpleNamespace(index=lambda: 0, sync_mode='default')    # `install` puts the current device's index here
-_recorders: list = []
+recorders: list = []
 _lock = threading.RLock()
 
 
 def wait(kind, op, index=None):
     "The host waits here for one device, or for all."
     for t in [*timelines.values()] if index is None else [timelines[index]]: t.finish()
-    if _recorders:
+    if recorders:
         found = Wait(kind, op, _stack())
-        for r in _recorders: r.append(found)
+        for r in recorders: r.append(found)
     if current.sync_mode == 'default' or kind == 'sync': return
     if current.sync_mode == 'error': raise RuntimeError('called a synchronizing CUDA operation')
     warnings.warn('called a synchronizing CUDA operation')
@@ -81,9 +81,9 @@ def _stack():
 def waits():
     "A list that fills with each `Wait` inside."
     found: list = []
-    _recorders.append(found)
+    recorders.append(found)
     try: yield found
-    finally: _recorders.remove(found)
+    finally: recorders.remove(found)
 
 
 def _index(device):
