@@ -90,7 +90,8 @@ def same_state(a, b):
 def autocast_state():
     nesting = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
-    return (torch.is_autocast_enabled('cpu'), torch.get_autocast_dtype('cpu'), torch.is_autocast_cache_enabled(), nesting)
+    kind = DEVICE.type
+    return (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled(), nesting)
 
 
 class At(Callback):
@@ -106,7 +107,7 @@ def loop_by_hand(learn, mode, loss_of, n_epoch, lr, n_acc=None, clip=None, after
     learn.create_opt()
     learn.opt.set_hypers(lr=lr)
     model, opt = learn.model, learn.opt
-    scaler, losses, count = torch.amp.GradScaler('cpu', enabled=mode == 'fp16', **scaling), [], 0
+    scaler, losses, count = torch.amp.GradScaler(DEVICE.type, enabled=mode == 'fp16', **scaling), [], 0
     for _ in range(n_epoch):
         model.train()
         for xb, yb in learn.dls.train:
@@ -131,7 +132,7 @@ def handwritten(mode, opt_func, n_epoch=2, lr=.01, n_acc=None, clip=None, model=
     "Mixed precision in that loop, under autocast; returns model, optimizer, scaler, losses."
     learn, dtype = learner(model, dls, opt_func=opt_func), {'fp16': torch.float16, 'bf16': torch.bfloat16}[mode]
     def loss_of(xb, yb):
-        with torch.autocast('cpu', dtype=dtype): return nn.functional.mse_loss(learn.model(xb).float(), yb)
+        with torch.autocast(DEVICE.type, dtype=dtype): return nn.functional.mse_loss(learn.model(xb).float(), yb)
     scaler, losses = loop_by_hand(learn, mode, loss_of, n_epoch, lr, n_acc, clip, **scaling)
     return learn.model, learn.opt, scaler, losses
 
