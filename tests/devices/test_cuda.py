@@ -1,4 +1,4 @@
-"On an NVIDIA GPU, or a simulated one (test_simulated.py)."
+"On an NVIDIA GPU, or a simulated one (test_simulated_cuda.py)."
 import warnings
 
 import pytest, torch

@@ -1,6 +1,6 @@
 """Tests of one accelerator: a simulated one with `pytest --sim=cuda` or `--sim=sim`, else an NVIDIA GPU; without both they are left out.
 
-tests/devices/test_simulated.py runs them on simulated devices, in processes of their own.
+tests/devices/on_simulated.py runs them on simulated devices, in processes of their own.
 """
 import pytest, torch
 

@@ -1,7 +1,8 @@
 """The simulated devices' time: what the host waits for, and what arrives late.
 
-Each device counts the operators that it was given. It is `options.lag` of them behind the host; when the host waits, all
-are done. A `non_blocking` copy into pinned memory arrives as late, and until then the host finds garbage there.
+The host counts the operators that it gives to devices, and each device is `options.lag` of them behind; when the host waits
+for a device, all that it was given is done. A `non_blocking` copy into pinned memory arrives as late, and until then the host
+finds garbage there.
 """
 from __future__ import annotations
 
@@ -33,20 +34,30 @@ class Wait(collections.namedtuple('Wait', 'kind op stack')):
 
 
 class Timeline:
-    "One device's time."
+    "One device's time, in operators that the host has issued to all devices."
+    host = 0
     def __init__(self):
-        self.issued = self.done = 0                  # operators
-        self.late: collections.deque = collections.deque()   # (ticket, function that brings the copy)
+        self.last = self.done = 0                    # the last operator that it was given, and up to which all were waited for
+        self.late: collections.deque = collections.deque()   # (number of the operator, function that brings the copy)
 
     @property
-    def reached(self): return max(self.done, self.issued - options.lag)
+    def reached(self): return max(self.done, Timeline.host - options.lag)
+
+    def issue(self):
+        "The host gives the device one more operator; all devices go on."
+        Timeline.host += 1
+        self.last = Timeline.host
+        for t in [*timelines.values()]: t.arrive()
 
     def arrive(self):
+        "Bring the copies that are done by now."
+        if not self.late: return
         with _lock:
             while self.late and self.late[0][0] <= self.reached: self.late.popleft()[1]()
 
     def finish(self):
-        self.done = self.issued
+        "The host waits for the device."
+        self.done = Timeline.host
         self.arrive()
 
 
@@ -98,7 +109,7 @@ class Event:
     def __init__(self, enable_timing=False, blocking=False, **kwargs): self.ticket = self.index = None
     def record(self, stream=None):
         self.index = current.index() if stream is None else stream.index
-        self.ticket = timelines[self.index].issued
+        self.ticket = timelines[self.index].last
     def query(self):
         if self.ticket is None: return True
         t = timelines[self.index]
@@ -120,6 +131,6 @@ class Stream:
         event = event or Event()
         event.record(self)
         return event
-    def query(self): return timelines[self.index].reached >= timelines[self.index].issued
+    def query(self): return timelines[self.index].reached >= timelines[self.index].last
     def __enter__(self): return self
     def __exit__(self, *args): pass

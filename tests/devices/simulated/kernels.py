@@ -97,7 +97,7 @@ def kernel(op, name):
                                    f'{call.device} and cpu! (aten::{name})')
             if call.device is None: call.device = _resolved(kwargs.get('device'))
             index = call.device.index
-            timelines[index].issued += 1
+            timelines[index].issue()
             if has_device and 'device' in klow: klow['device'] = torch.device('cpu')
             if 'pin_memory' in klow: klow['pin_memory'] = False
             if shape or (indexed and _masks(name, args)): wait('shape', name, index)

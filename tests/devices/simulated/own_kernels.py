@@ -55,7 +55,7 @@ def _nbytes(size, stride, dtype):
 
 def _empty_strided(size, stride, *, dtype=None, layout=None, device=None, pin_memory=None):
     dtype, index = dtype or torch.get_default_dtype(), _index(device)
-    timelines[index].issued += 1
+    timelines[index].issue()
     with plain():
         memory = torch.UntypedStorage(_nbytes(size, stride, dtype))
         return tensor_on(storage_on(memory, torch.device(here.kind, index)), dtype, size, stride, 0)
@@ -84,7 +84,7 @@ def _copy(self, src, non_blocking=False):
     with plain():
         to, of = self.device.type, src.device.type
         index = (src if to == 'cpu' else self).device.index
-        timelines[index].issued += 1
+        timelines[index].issue()
         if to == of: host(self).copy_(host(src))
         elif to != 'cpu':
             if not non_blocking: wait('h2d', 'copy_', index)
@@ -99,7 +99,8 @@ def _copy(self, src, non_blocking=False):
 def _copy_late(to, values, timeline):
     target = to.detach()
     if target.is_contiguous() and target.numel(): target.view(-1).view(torch.uint8).fill_(0xA5)   # until it arrives
-    with _lock: timeline.late.append((timeline.issued, lambda: target.copy_(values)))
+    with _lock: timeline.late.append((timeline.last, lambda: target.copy_(values)))
+    timeline.arrive()
 
 
 def _item(self):
