@@ -11,7 +11,7 @@ import pytest
 
 from devices.simulated import missing_reason
 
-__all__ = ['FILES', 'assert_passed', 'outcomes']
+__all__ = ['FILES', 'assert_passed']
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

@@ -1,7 +1,7 @@
 "The tests of accelerators, and those of an NVIDIA GPU in test_cuda.py, on simulated devices of type 'cuda'."
 import pytest
 
-from on_simulated import FILES, assert_passed, outcomes  # noqa: F401  a fixture
+from on_simulated import FILES, assert_passed
 
 
 @pytest.mark.parametrize('file', ['test_cuda.py', *FILES])

@@ -1,7 +1,7 @@
-"The tests of accelerators on simulated devices of type 'sim'."
+"The tests of accelerators on simulated devices of type 'sim', which stand for any other than CUDA's."
 import pytest
 
-from on_simulated import FILES, assert_passed, outcomes  # noqa: F401  a fixture
+from on_simulated import FILES, assert_passed
 
 
 @pytest.mark.parametrize('file', FILES)

@@ -1,6 +1,5 @@
 "Report, comparison and diagnosis on an accelerator say what they say on the CPU."
 import pytest, torch
-from torch import nn
 
 from devices.simulated import is_installed
 from helpers import *
