@@ -1,4 +1,4 @@
-"The console script `fastxtend_amp_check`: does mixed precision work on this device? Prints what to paste into an issue."
+"The console script `fastxtend_amp_check`: tries mixed precision on a device, and says so in plain text for an issue."
 from __future__ import annotations
 
 import argparse, platform, tempfile, time, warnings
@@ -106,9 +106,11 @@ def _trains(device, precision, mode, before) -> tuple[bool, str]:
     seconds = time.perf_counter() - start
     before.loss.append(loss)
     fp32 = before.loss[0]
-    seen = f'validation loss {loss:.4f} ({loss - fp32:+.4f} from fp32), computes in {str(watch.dtype)[6:]}, {seconds:.1f} s'
+    computes = f'computes in {str(watch.dtype)[6:]}, {seconds:.1f} s'
+    seen = f'validation loss {loss:.4f} ({loss - fp32:+.4f} from fp32), {computes}'
     if learn.precision is not None and mode is AMPMode.FP16:
-        seen += f', {learn.precision.n_skipped} of {len(learn.precision.scales)} steps skipped, loss scale {_scale(learn):,g}'
+        skipped = f'{learn.precision.n_skipped} of {len(learn.precision.scales)} steps skipped'
+        seen += f', {skipped}, loss scale {_scale(learn):,g}'
     dtype = mode.dtype if mode else torch.float32
     return watch.dtype is dtype and loss < fp32 * (1 + SLACK) + .02, seen
 
@@ -118,7 +120,10 @@ def _skips(device, precision, mode, before, opt_func=Adam) -> tuple[bool, str]:
     _fit(learn, 1, overflow)
     scale, after = learn.precision.scales[overflow.step:overflow.step + 2]
     kept = 'kept the weights' if overflow.unchanged else 'CHANGED THE WEIGHTS'
-    return overflow.unchanged and after == scale / 2, f'an infinite gradient {kept}; loss scale {scale:,g}, then {after:,g}'
+    return (
+        overflow.unchanged and after == scale / 2,
+        f'an infinite gradient {kept}; loss scale {scale:,g}, then {after:,g}',
+    )
 
 
 def _resumes(device, precision, mode, before) -> tuple[bool, str]:
@@ -171,7 +176,7 @@ def check(
     device: str | torch.device | None = None, # The device; the accelerator that PyTorch finds, else the CPU
     progress: Callable[[Result], object] = lambda result: None, # Called with each result as it comes
 ) -> list[Result]: # Those of all precisions; a precision that the device does not run has one, with `passed` None
-    "Train a small network in each precision on `device` and compare: with fp32, after overflow, save and load, and an exception."
+    "Train a small network in each precision, and look at overflow, save and load, and exceptions."
     on, results = _device(device), []
     before = _Before(_state(on), [])
     def add(*args):
@@ -207,7 +212,8 @@ def _versions() -> str:
 
 
 def _name(device) -> str:
-    if device.type == 'cpu': return f'cpu ({platform.processor() or platform.machine()}, {torch.get_num_threads()} threads)'
+    if device.type == 'cpu':
+        return f'cpu ({platform.processor() or platform.machine()}, {torch.get_num_threads()} threads)'
     get_name = getattr(torch.get_device_module(device.type), 'get_device_name', None)
     runtime = f', CUDA {torch.version.cuda}' if device.type == 'cuda' and torch.version.cuda else ''
     return f'{device} ({get_name(device)}{runtime})' if get_name else str(device)
@@ -229,7 +235,8 @@ def verdict(results: Sequence[Result], device: torch.device) -> str:
     failed, run = [r for r in results if r.passed is False], [r for r in results if r.passed is not None]
     if not failed: return f'All {len(run)} checks passed on {device}.'
     names = ', '.join(f'{r.precision}: {r.what}' for r in failed)
-    return f'{len(failed)} of {len(run)} checks FAILED on {device} ({names}). Please paste all of this output into an issue.'
+    counts = f'{len(failed)} of {len(run)} checks FAILED on {device}'
+    return f'{counts} ({names}). Please paste all of this output into an issue.'
 
 
 def report(
@@ -243,10 +250,19 @@ def report(
 
 def main(argv: Sequence[str] | None = None) -> int: # The exit status: 0 if all checks passed, else 1
     "The console script `fastxtend_amp_check`."
-    parser = argparse.ArgumentParser(prog='fastxtend_amp_check', description=(
-        'Does mixed precision work on this device? Trains a small network in fp32, bf16, fp16 and with half-precision weights, '
-        'compares, and prints what to paste into an issue. Takes less than two minutes.'))
-    parser.add_argument('--device', metavar='D', help="torch device, such as 'cpu' or 'cuda:0' (default: the accelerator, if there is one)")
+    parser = argparse.ArgumentParser(
+        prog='fastxtend_amp_check',
+        description=(
+            'Does mixed precision work on this device? Trains a small network in fp32, bf16, fp16 and with '
+            'half-precision weights, '
+            'compares, and prints what to paste into an issue. Takes less than two minutes.'
+        ),
+    )
+    parser.add_argument(
+        '--device',
+        metavar='D',
+        help="torch device, such as 'cpu' or 'cuda:0' (default: the accelerator, if there is one)",
+    )
     args = parser.parse_args(argv)
     try: device = _device(args.device); torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as e: parser.error(f'--device {args.device}: {str(e).splitlines()[0]}')

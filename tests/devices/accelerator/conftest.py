@@ -1,4 +1,6 @@
-"""Tests of one accelerator: a simulated one with `pytest --sim=cuda` or `--sim=sim`, else an NVIDIA GPU; without both they are left out.
+"""Tests of one accelerator: a simulated one with `pytest --sim=cuda` or `--sim=sim`, else an NVIDIA GPU.
+
+Without both they are left out.
 
 tests/devices/on_simulated.py runs them on simulated devices, in processes of their own.
 """

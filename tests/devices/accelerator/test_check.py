@@ -33,4 +33,6 @@ def test_fused_kernels_that_ignore_found_inf(device, sim, monkeypatch):
 def test_a_device_without_bf16(device, sim):
     sim.amp_dtypes, sim.bf16, sim.capability = [torch.float16], False, (6, 1)
     results = check.check(device)
-    assert {r.precision for r in results if r.passed is None} == {'bf16', 'half weights'} and not [r for r in results if r.passed is False]
+    assert {r.precision for r in results if r.passed is None} == {'bf16', 'half weights'} and not [
+        r for r in results if r.passed is False
+    ]

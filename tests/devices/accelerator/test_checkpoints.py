@@ -12,7 +12,10 @@ MODES = {
     'half weights': lambda learn: learn.to_half_weights(), 'half fp16': lambda learn: learn.to_half_weights('fp16'),
     'flat masters': lambda learn: learn.to_half_weights(flat_master=True),
 }
-every_mode, every_opt = pytest.mark.parametrize('mode', MODES), pytest.mark.parametrize('opt', ['sgd', 'adam', 'adamw', 'fused adamw'])
+every_mode, every_opt = (
+    pytest.mark.parametrize('mode', MODES),
+    pytest.mark.parametrize('opt', ['sgd', 'adam', 'adamw', 'fused adamw']),
+)
 CPU = torch.device('cpu')
 
 
@@ -71,7 +74,9 @@ def test_export_and_load_on_the_cpu(mode, tmp_path, device):
     learn.fit(1, .01)
 
 
-@pytest.mark.parametrize('how', [copy.deepcopy, lambda learn: pickle.loads(pickle.dumps(learn))], ids=['deepcopy', 'pickle'])
+@pytest.mark.parametrize(
+    'how', [copy.deepcopy, lambda learn: pickle.loads(pickle.dumps(learn))], ids=['deepcopy', 'pickle']
+)
 @pytest.mark.parametrize('opt', ['adam', 'fused adamw'])
 @every_mode
 def test_copies_train_on_alike_and_share_nothing(mode, opt, how, tmp_path, device):

@@ -6,10 +6,32 @@ from fastai.callback.core import CancelBatchException, CancelFitException, Cance
 
 from helpers import *
 
-EVENTS = ['before_fit', 'before_epoch', 'before_train', 'before_batch', 'after_pred', 'after_loss', 'before_backward', 'after_backward', 'before_step',
-          'after_step', 'after_batch', 'after_train', 'before_validate', 'after_validate', 'after_epoch', 'after_fit']
-MODES = {'bf16': lambda learn: learn.to_bf16(), 'fp16': lambda learn: learn.to_fp16(init_scale=256.),
-         'half weights': lambda learn: learn.to_half_weights(), 'half fp16': lambda learn: learn.to_half_weights('fp16', loss_scale=512., flat_master=True)}
+EVENTS = [
+    'before_fit',
+    'before_epoch',
+    'before_train',
+    'before_batch',
+    'after_pred',
+    'after_loss',
+    'before_backward',
+    'after_backward',
+    'before_step',
+    'after_step',
+    'after_batch',
+    'after_train',
+    'before_validate',
+    'after_validate',
+    'after_epoch',
+    'after_fit',
+]
+MODES = {
+    'bf16': lambda learn: learn.to_bf16(),
+    'fp16': lambda learn: learn.to_fp16(init_scale=256.0),
+    'half weights': lambda learn: learn.to_half_weights(),
+    'half fp16': lambda learn: learn.to_half_weights('fp16', loss_scale=512.0, flat_master=True),
+}
+
+RUNS = [('fp16', 'fused adamw'), ('bf16', 'adam'), ('half weights', 'adam'), ('half fp16', 'sgd')]
 
 
 class Once(Callback):
@@ -18,7 +40,8 @@ class Once(Callback):
         self.order, self.exc, self.armed = order, exc, True
         setattr(self, event, self._go)
     def _go(self):
-        if not self.armed or (self.learn.training and getattr(self.learn, 'iter', 0) < 1 and hasattr(self.learn, 'xb')): return
+        if not self.armed or (self.learn.training and getattr(self.learn, 'iter', 0) < 1 and hasattr(self.learn, 'xb')):
+            return
         self.armed = False
         raise self.exc('boom')
 
@@ -27,10 +50,16 @@ def build(mode, opt, cb=None): return MODES[mode](learner(mlp(), loaders(n=12), 
 
 
 @pytest.mark.parametrize('event', EVENTS)
-@pytest.mark.parametrize('mode,opt', [('fp16', 'fused adamw'), ('bf16', 'adam'), ('half weights', 'adam'), ('half fp16', 'sgd')])
+@pytest.mark.parametrize('mode,opt', RUNS)
 def test_at_every_event(mode, opt, event, device):
     "The fit ends as the plain learner's; then the state is as before, and training goes on with finite numbers."
-    for order, exc in ((9, RuntimeError), (11, KeyboardInterrupt), (9, CancelBatchException), (11, CancelStepException), (11, CancelFitException)):
+    for order, exc in (
+        (9, RuntimeError),
+        (11, KeyboardInterrupt),
+        (9, CancelBatchException),
+        (11, CancelStepException),
+        (11, CancelFitException),
+    ):
         plain = learner(mlp(), loaders(n=12), cbs=Once(event, exc, order))
         expected = caught(lambda: plain.fit(1, .01))
         bomb, before = Once(event, exc, order), autocast_state()
@@ -38,10 +67,16 @@ def test_at_every_event(mode, opt, event, device):
         assert caught(lambda: learn.fit(1, .01)) == expected and not bomb.armed
         assert autocast_state() == before and torch.is_grad_enabled()
         assert {p.dtype for p in learn.model.parameters()} == {torch.float32}
-        assert not {type(v).__name__ for m in learn.model.modules() for v in vars(m).get('_parameters', {}).values()} - {'Parameter', 'NoneType'}
+        assert not {
+            type(v).__name__ for m in learn.model.modules() for v in vars(m).get('_parameters', {}).values()
+        } - {'Parameter', 'NoneType'}
         weights = params(learn)
         learn.fit(1, .01)
-        assert autocast_state() == before and not same(params(learn), weights) and all(p.isfinite().all() for p in learn.model.parameters())
+        assert (
+            autocast_state() == before
+            and not same(params(learn), weights)
+            and all(p.isfinite().all() for p in learn.model.parameters())
+        )
 
 
 def caught(f):
@@ -49,7 +84,7 @@ def caught(f):
     except BaseException as e: return type(e), str(e).splitlines()[-1:]
 
 
-@pytest.mark.parametrize('mode,opt', [('fp16', 'fused adamw'), ('bf16', 'adam'), ('half weights', 'adam'), ('half fp16', 'sgd')])
+@pytest.mark.parametrize('mode,opt', RUNS)
 @pytest.mark.parametrize('event', ['after_pred', 'before_backward', 'after_backward', 'before_step', 'after_step'])
 def test_copies_after_an_interrupt_train_on_alike(event, mode, opt):
     learn = build(mode, opt, Once(event, KeyboardInterrupt, 11))
@@ -75,7 +110,11 @@ def test_in_the_backward_pass(mode, device):
     handle = learn.model[2].register_forward_hook(lambda m, i, o: Explosive.apply(o) if armed and m.training else None)
     before = autocast_state()
     with pytest.raises(RuntimeError, match='in the engine'): learn.fit(1, .01)
-    assert autocast_state() == before and all(p.grad is None or not p.grad.any() for p in learn.model.parameters()) or mode in ('bf16', 'half weights')
+    assert (
+        autocast_state() == before
+        and all(p.grad is None or not p.grad.any() for p in learn.model.parameters())
+        or mode in ('bf16', 'half weights')
+    )
     armed.clear()
     handle.remove()
     learn.fit(1, .01)

@@ -22,9 +22,19 @@ def test_the_report_leaves_the_learner_and_the_random_state(device):
     learn = attentive().to_fp16(fp32_modules=['attn'])
     learn.fit(1, .01)
     module = torch.get_device_module(device)
-    before = params(learn), opt_state(learn.opt), learn.precision.scales, module.get_rng_state(device), torch.get_rng_state()
+    before = (
+        params(learn),
+        opt_state(learn.opt),
+        learn.precision.scales,
+        module.get_rng_state(device),
+        torch.get_rng_state(),
+    )
     learn.precision_report()
-    assert same(params(learn), before[0]) and same_state(opt_state(learn.opt), before[1]) and learn.precision.scales == before[2]
+    assert (
+        same(params(learn), before[0])
+        and same_state(opt_state(learn.opt), before[1])
+        and learn.precision.scales == before[2]
+    )
     assert torch.equal(module.get_rng_state(device), before[3]) and torch.equal(torch.get_rng_state(), before[4])
 
 
@@ -46,7 +56,8 @@ def test_the_diagnosis_of_a_batch_that_is_not_finite(device):
     train = dataset(48)
     train.tensors[0][9, 2] = float('nan')
     learn = learner(mlp(), loaders(train=train)).to_bf16()
-    with pytest.warns(UserWarning, match='the batch itself is not finite: 1 of 24 values of an input'): learn.fit(1, .01)
+    with pytest.warns(UserWarning, match='the batch itself is not finite: 1 of 24 values of an input'):
+        learn.fit(1, 0.01)
 
 
 def test_the_comparison(device):

@@ -1,4 +1,4 @@
-"Devices that lack something, each simulated: there training is right, or refused when `fit` starts; report and diagnosis work."
+"Devices that lack something, simulated: training is right, or refused when `fit` starts; report and diagnosis work."
 import pytest, torch
 
 from devices.simulated import is_installed
@@ -9,12 +9,19 @@ pytestmark = [pytest.mark.skipif(not is_installed(), reason='needs a simulated d
               pytest.mark.filterwarnings('ignore:master_weights=False with')]
 
 MODES = {
-    'fp32': lambda learn: learn, 'bf16': lambda learn: learn.to_bf16(), 'fp16': lambda learn: learn.to_fp16(init_scale=256.),
-    'half weights': lambda learn: learn.to_half_weights(), 'half fp16': lambda learn: learn.to_half_weights('fp16', loss_scale=512.),
+    'fp32': lambda learn: learn,
+    'bf16': lambda learn: learn.to_bf16(),
+    'fp16': lambda learn: learn.to_fp16(init_scale=256.0),
+    'half weights': lambda learn: learn.to_half_weights(),
+    'half fp16': lambda learn: learn.to_half_weights('fp16', loss_scale=512.0),
     'flat masters': lambda learn: learn.to_half_weights(flat_master=True),
     'no masters': lambda learn: learn.to_half_weights(master_weights=False),
 }
-LACKS = {'float64': dict(float64=False), 'frexp': dict(missing={'frexp'}), 'both, as MPS': dict(float64=False, missing={'frexp'})}
+LACKS = {
+    'float64': dict(float64=False),
+    'frexp': dict(missing={'frexp'}),
+    'both, as MPS': dict(float64=False, missing={'frexp'}),
+}
 
 
 @pytest.fixture
@@ -37,7 +44,7 @@ def trained(mode, opt, device=None):
     return losses if learn.precision is None else (losses, learn.precision.scales, learn.precision.n_skipped)
 
 
-def waits_for(finding): return pytest.mark.xfail(strict=True, reason=f'sim_findings {finding}')
+def waits_for(what): return pytest.mark.xfail(strict=True, reason=what)
 
 
 every = pytest.mark.parametrize('lacks', LACKS, indirect=True)
@@ -50,14 +57,14 @@ CPU = torch.device('cpu')
 def test_training(mode, opt, lacks): assert trained(mode, opt) == trained(mode, opt, CPU)
 
 
-@waits_for('5 and 6: the report needs float64 and frexp')
+@waits_for('the report needs float64 and frexp')
 @every
 def test_report(lacks):
     report = learner(Attentive(), loaders(n=48)).precision_report(('bf16', 'fp16'))
     assert report.fp32_modules == ['attn'] and 'attn' in str(report)
 
 
-@waits_for('6 and 7: the diagnosis needs float64 and frexp')
+@waits_for('the diagnosis needs float64 and frexp')
 @every
 def test_diagnosis(lacks):
     learn = learner(Attentive(), loaders(n=48), opt_func=OPTIMIZERS['fused adamw']).to_fp16()
@@ -70,7 +77,7 @@ def test_comparison(lacks):
     assert list(table['steps']) == [8, 8, 8] and table['loss'].notna().all(), table['note']
 
 
-@waits_for('8: a TypeError in the first batch')
+@waits_for('a TypeError in the first batch')
 @pytest.mark.parametrize('mode,opt', [('fp16', 'adam'), ('fp16', 'fused adamw'), ('half fp16', 'sgd')])
 def test_fp16_where_gradscaler_needs_float64_and_the_device_has_none(mode, opt, sim):
     "As on Intel's Arc A: refused when `fit` starts, with what works there; before a step."
@@ -81,7 +88,7 @@ def test_fp16_where_gradscaler_needs_float64_and_the_device_has_none(mode, opt, 
     assert not steps
 
 
-@waits_for('9: every fused optimizer of torch is trusted to skip')
+@waits_for('every fused optimizer of torch is trusted to skip')
 @pytest.mark.parametrize('opt', ['fused adamw', 'fused sgd'])
 @pytest.mark.parametrize('mode', ['fp16', 'half fp16'])
 def test_fused_kernels_that_ignore_found_inf(mode, opt, sim):
@@ -99,18 +106,25 @@ def only(sim, device, dtype):
     if device.type == 'cuda' and dtype is torch.float16: sim.capability = (6, 1)
 
 
-@pytest.mark.parametrize('call', [lambda l: l.to_bf16(), lambda l: l.to_half_weights()], ids=['to_bf16', 'to_half_weights'])
+@pytest.mark.parametrize(
+    'call', [lambda l: l.to_bf16(), lambda l: l.to_half_weights()], ids=['to_bf16', 'to_half_weights']
+)
 def test_no_bf16(call, device, sim):
     only(sim, device, torch.float16)
     with pytest.raises(ValueError, match='bf16 .*does not run.*to_fp16'): call(learner(mlp(), loaders())).fit(1)
-    assert dict(zip(*precision_support(device)[['mode', 'support']].values.T)) == {'bf16': 'unsupported', 'fp16': 'native'}
+    assert dict(zip(*precision_support(device)[['mode', 'support']].values.T)) == {
+        'bf16': 'unsupported',
+        'fp16': 'native',
+    }
     assert trained('fp16', 'adam') == trained('fp16', 'adam', CPU)
     learn = learner(mlp(), loaders()).to_amp()
     learn.fit(1, .01)
     assert learn.precision.mode == 'fp16'
 
 
-@pytest.mark.parametrize('call', [lambda l: l.to_fp16(), lambda l: l.to_half_weights('fp16')], ids=['to_fp16', 'to_half_weights'])
+@pytest.mark.parametrize(
+    'call', [lambda l: l.to_fp16(), lambda l: l.to_half_weights('fp16')], ids=['to_fp16', 'to_half_weights']
+)
 def test_no_fp16(call, device, sim):
     if device.type == 'cuda': pytest.skip('every CUDA device has fp16')
     only(sim, device, torch.bfloat16)
@@ -134,7 +148,8 @@ def test_compute_capability_7_5(device, sim):
     "A T4: bf16 runs emulated, with a warning that names fp16."
     if device.type != 'cuda': pytest.skip('CUDA')
     sim.capability = (7, 5)
-    with pytest.warns(UserWarning, match='bf16 is emulated.*7.5.*to_fp16'): assert trained('bf16', 'adam') == trained('bf16', 'adam', CPU)
+    with pytest.warns(UserWarning, match='bf16 is emulated.*7.5.*to_fp16'):
+        assert trained('bf16', 'adam') == trained('bf16', 'adam', CPU)
     learn = learner(mlp(), loaders()).to_amp()
     learn.fit(1)
     assert learn.precision.mode == 'fp16' and list(precision_support(device).support) == ['emulated', 'native']

@@ -9,8 +9,11 @@ from helpers import *
 
 FP16 = dict(init_scale=2. ** 10, growth_interval=5)
 MODES = {
-    'fp32': lambda learn: learn, 'bf16': lambda learn: learn.to_bf16(), 'fp16': lambda learn: learn.to_fp16(**FP16),
-    'half weights': lambda learn: learn.to_half_weights(), 'half fp16': lambda learn: learn.to_half_weights('fp16', loss_scale=1024.),
+    'fp32': lambda learn: learn,
+    'bf16': lambda learn: learn.to_bf16(),
+    'fp16': lambda learn: learn.to_fp16(**FP16),
+    'half weights': lambda learn: learn.to_half_weights(),
+    'half fp16': lambda learn: learn.to_half_weights('fp16', loss_scale=1024.0),
     'flat masters': lambda learn: learn.to_half_weights(flat_master=True),
     'no masters': lambda learn: learn.to_half_weights(master_weights=False),
 }
@@ -31,10 +34,15 @@ def train(device, mode, n_epoch=2, n=24, model=mlp, dls=None, **kwargs):
 
 def assert_same_training(a, b, exact=True):
     "Losses, validation, parameters, loss scales and skips."
-    of = lambda learn: torch.tensor([float(l) for l in learn.recorder.losses] + [v for row in learn.recorder.values for v in row])
+    of = lambda learn: torch.tensor(
+        [float(l) for l in learn.recorder.losses] + [v for row in learn.recorder.values for v in row]
+    )
     assert close(of(a), of(b), exact), (of(a), of(b))
-    assert all(close(p.detach().cpu(), q.detach().cpu(), exact) for p, q in zip(a.model.parameters(), b.model.parameters()))
-    if a.precision is not None: assert a.precision.scales == b.precision.scales and a.precision.n_skipped == b.precision.n_skipped
+    assert all(
+        close(p.detach().cpu(), q.detach().cpu(), exact) for p, q in zip(a.model.parameters(), b.model.parameters())
+    )
+    if a.precision is not None:
+        assert a.precision.scales == b.precision.scales and a.precision.n_skipped == b.precision.n_skipped
 
 
 @pytest.mark.filterwarnings('ignore:master_weights=False with')
@@ -43,7 +51,8 @@ def assert_same_training(a, b, exact=True):
 def test_losses_are_the_cpus(mode, opt, device):
     there = train(device, mode, opt_func=OPTIMIZERS[opt])
     assert {p.device for p in there.model.parameters()} == {device}
-    exact = (mode, opt) != ('no masters', 'torch sgd')  # torch takes its `foreach` implementation on GPUs, which rounds otherwise
+    # On GPUs torch takes its `foreach` implementation, which rounds otherwise.
+    exact = (mode, opt) != ('no masters', 'torch sgd')
     assert_same_training(there, train('cpu', mode, opt_func=OPTIMIZERS[opt]), exact)
 
 
@@ -58,22 +67,35 @@ class Recurrent(nn.Module):
 
 def convnet():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1),
-                         nn.Flatten(), nn.Linear(8, 1))
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 2, 3)),
+        nn.Conv2d(1, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, 1),
+    )
 
 
 @pytest.mark.parametrize('mode', ['fp32', 'bf16', 'fp16', 'half weights'])
-@pytest.mark.parametrize('model,exact', [(convnet, True), (lambda: Attentive(gain=1.), False)], ids=['convolutions', 'attention'])
+@pytest.mark.parametrize(
+    'model,exact', [(convnet, True), (lambda: Attentive(gain=1.0), False)], ids=['convolutions', 'attention']
+)
 def test_networks(model, exact, mode, device):
     "On a GPU autocast keeps layer norm in fp32, on a CPU it does not."
-    assert_same_training(train(device, mode, 1, model=model), train('cpu', mode, 1, model=model), exact or mode == 'fp32')
+    assert_same_training(
+        train(device, mode, 1, model=model), train('cpu', mode, 1, model=model), exact or mode == 'fp32'
+    )
 
 
 @pytest.mark.parametrize('mode', ['bf16', 'fp16', 'half weights'])
 def test_a_recurrent_network_learns(mode, device):
     "A GPU fuses the LSTM's cell, so that its rounding is another than the CPU's."
     losses = [float(l) for l in train(device, mode, 4, model=Recurrent).recorder.losses]
-    assert losses == pytest.approx([float(l) for l in train('cpu', 'fp32', 4, model=Recurrent).recorder.losses], rel=.05)
+    assert losses == pytest.approx(
+        [float(l) for l in train('cpu', 'fp32', 4, model=Recurrent).recorder.losses], rel=0.05
+    )
 
 
 def test_dropout_draws_from_the_devices_own_state(device):
@@ -84,8 +106,11 @@ def test_dropout_draws_from_the_devices_own_state(device):
     assert losses('bf16') == pytest.approx(losses('fp32'), rel=.05)
 
 
-@pytest.mark.parametrize('cbs', [lambda: GradientClip(.1), lambda: GradientAccumulation(8), lambda: [GradientAccumulation(8), GradientClip(.1)]],
-                         ids=['clipping', 'accumulation', 'both'])
+@pytest.mark.parametrize(
+    'cbs',
+    [lambda: GradientClip(0.1), lambda: GradientAccumulation(8), lambda: [GradientAccumulation(8), GradientClip(0.1)]],
+    ids=['clipping', 'accumulation', 'both'],
+)
 @pytest.mark.parametrize('mode', ['bf16', 'fp16', 'half weights', 'half fp16', 'flat masters'])
 @pytest.mark.parametrize('opt', ['adam', 'fused adamw'])
 def test_clipping_and_accumulation(opt, mode, cbs, device):
@@ -117,7 +142,8 @@ def test_skipped_is_right_at_each_event(opt, device):
     watchers = [At(e, lambda l, e=e: l.training and seen[e].append(l.precision.skipped), order=50) for e in seen]
     train(device, 'fp16', 1, cbs=[overflow_at(0, 3), *watchers], opt_func=OPTIMIZERS[opt])
     assert seen['after_batch'] == seen['after_step'] == [True, False, False, True, False, False]
-    assert seen['after_cancel_step'] == [True] * (2 if opt == 'adam' else 1)  # fused AdamW skips on the device, once it has its state
+    # Fused AdamW skips on the device, once it has its state.
+    assert seen['after_cancel_step'] == [True] * (2 if opt == 'adam' else 1)
 
 
 def test_lr_find_leaves_scale_and_history(device):
@@ -144,7 +170,8 @@ def test_fp32_modules(mode, device):
     call = {'bf16': 'to_bf16', 'fp16': 'to_fp16', 'half weights': 'to_half_weights'}[mode]
     def run(d):
         learn, seen = learner(mlp(), loaders(device=torch.device(d))), {}
-        for name in '03': learn.model[int(name)].register_forward_hook(lambda m, i, o, n=name: seen.setdefault(n, set()).add(o.dtype))
+        for name in '03':
+            learn.model[int(name)].register_forward_hook(lambda m, i, o, n=name: seen.setdefault(n, set()).add(o.dtype))
         getattr(learn, call)(fp32_modules='3').fit(1, .01)
         return learn, seen
     (there, seen), (here, _) = run(device), run('cpu')

@@ -1,4 +1,4 @@
-"""How often the host waits for the device, beyond plain fp32: the README's table of GPU synchronizations comes from here.
+"""How often the host waits for the device beyond plain fp32: the README's GPU synchronizations come from here.
 
 And that no decision depends on what has not arrived yet: the simulated device is 100 operators behind.
 """
@@ -13,11 +13,14 @@ from helpers import *
 pytestmark = pytest.mark.skipif(not is_installed(), reason='counts what only a simulated device sees')
 
 MODES = {
-    'fp32': lambda learn: learn, 'bf16': lambda learn: learn.to_bf16(), 'fp16': lambda learn: learn.to_fp16(init_scale=256.),
-    'fp16 static': lambda learn: learn.to_fp16(loss_scale=512.), 'half weights': lambda learn: learn.to_half_weights(),
-    'half fp16': lambda learn: learn.to_half_weights('fp16', loss_scale=512.),
+    'fp32': lambda learn: learn,
+    'bf16': lambda learn: learn.to_bf16(),
+    'fp16': lambda learn: learn.to_fp16(init_scale=256.0),
+    'fp16 static': lambda learn: learn.to_fp16(loss_scale=512.0),
+    'half weights': lambda learn: learn.to_half_weights(),
+    'half fp16': lambda learn: learn.to_half_weights('fp16', loss_scale=512.0),
     'flat masters': lambda learn: learn.to_half_weights(flat_master=True),
-    'flat fp16': lambda learn: learn.to_half_weights('fp16', loss_scale=512., flat_master=True),
+    'flat fp16': lambda learn: learn.to_half_weights('fp16', loss_scale=512.0, flat_master=True),
     'no masters': lambda learn: learn.to_half_weights(master_weights=False),
 }
 SPOILED = (3, 4, 9)
@@ -29,7 +32,10 @@ def spoil(learn):
 
 
 def count(mode, opt, n_fits=2):
-    "The moments of waiting by what happens, over `n_fits` fits of one epoch with 12 steps: ('start', fit), ('step', fit, number), ('end', fit)."
+    """The host's waits in `n_fits` fits of one epoch with 12 steps, in lists.
+
+    By phase: ('start', fit), ('step', fit, number), ('end', fit).
+    """
     learn = MODES[mode](learner(mlp(), loaders(n=48), opt_func=OPTIMIZERS[opt]))
     if 'fp16' in mode: learn.add_cb(At('after_backward', spoil, 100))
     now, found, fit = 'start', {}, 0
@@ -70,18 +76,24 @@ def beyond_fp32(mode, opt):
 
 STEPS = [('step', fit, i) for fit in (0, 1) for i in range(12)]
 FUSED = ['fused adamw', 'fused sgd']
-_HALF = pytest.mark.xfail(strict=True, reason='sim_findings 2: half weights wait more often; the branch `half` changes it')
+_HALF = pytest.mark.xfail(
+    strict=True, reason='half weights wait for each parameter'
+)
 
 
 @pytest.mark.filterwarnings('ignore:master_weights=False with')
 @pytest.mark.parametrize('opt', OPTIMIZERS)
-@pytest.mark.parametrize('mode', ['bf16', 'half weights', pytest.param('flat masters', marks=_HALF), pytest.param('no masters', marks=_HALF)])
+@pytest.mark.parametrize(
+    'mode', ['bf16', 'half weights', pytest.param('flat masters', marks=_HALF), pytest.param('no masters', marks=_HALF)]
+)
 def test_bf16_waits_as_often_as_fp32(mode, opt):
     more, stacks = beyond_fp32(mode, opt)
     assert more == {}, stacks
 
 
-_WATCH = pytest.mark.xfail(strict=True, reason='sim_findings 4: the overflow watch reads loss and scale from the device in skipped steps')
+_WATCH = pytest.mark.xfail(
+    strict=True, reason='the overflow watch reads loss and scale from the device in skipped steps'
+)
 
 
 @_WATCH
@@ -96,7 +108,7 @@ def test_fp16_waits_once_a_step(mode, opt):
 @pytest.mark.parametrize('opt', FUSED)
 @pytest.mark.parametrize('mode', ['fp16', 'fp16 static', 'half fp16', pytest.param('flat fp16', marks=_HALF)])
 def test_fp16_with_fused_optimizers_waits_in_no_step(mode, opt):
-    "But in the very first one, which makes the optimizer's state; and once at the end of an epoch, to read which steps were skipped."
+    "But in the very first, which makes the optimizer's state; and once an epoch, to read which steps were skipped."
     more, stacks = beyond_fp32(mode, opt)
     assert more == {('end', 0): 1, ('end', 1): 1, ('step', 0, 0): 1}, stacks
 
@@ -104,7 +116,9 @@ def test_fp16_with_fused_optimizers_waits_in_no_step(mode, opt):
 @pytest.mark.parametrize('opt', [pytest.param('adam', marks=_WATCH), 'fused adamw'])
 def test_watching_for_overflow_waits_for_nothing(opt):
     def total(**kwargs):
-        learn = learner(mlp(), loaders(n=48), opt_func=OPTIMIZERS[opt], cbs=At('after_backward', spoil, 100)).to_fp16(init_scale=256., **kwargs)
+        learn = learner(mlp(), loaders(n=48), opt_func=OPTIMIZERS[opt], cbs=At('after_backward', spoil, 100)).to_fp16(
+            init_scale=256.0, **kwargs
+        )
         with waits() as found: learn.fit(2, .01)
         return len(found)
     assert total(on_overflow='warn') == total(on_overflow='ignore') > 0
@@ -113,7 +127,9 @@ def test_watching_for_overflow_waits_for_nothing(opt):
 # -- lag
 
 @pytest.mark.parametrize('lag', [0, 1, 10, 100, 10_000])
-@pytest.mark.parametrize('mode,opt', [('fp16', 'adam'), ('fp16', 'fused adamw'), ('half fp16', 'fused sgd'), ('bf16', 'adam')])
+@pytest.mark.parametrize(
+    'mode,opt', [('fp16', 'adam'), ('fp16', 'fused adamw'), ('half fp16', 'fused sgd'), ('bf16', 'adam')]
+)
 def test_decisions_do_not_depend_on_the_lag(mode, opt, lag, sim):
     "Losses, skips, scales and parameters of a device that is so many operators behind are those of the CPU."
     sim.lag = lag
@@ -121,22 +137,30 @@ def test_decisions_do_not_depend_on_the_lag(mode, opt, lag, sim):
         learn = MODES[mode](learner(mlp(), loaders(n=48, device=device), opt_func=OPTIMIZERS[opt]))
         if 'fp16' in mode: learn.add_cb(At('after_backward', spoil, 100))
         learn.fit(2, .01)
-        return ([float(l) for l in learn.recorder.losses], learn.precision.scales, learn.precision.scaling.history.skips.tolist(),
-                [p.detach().cpu().tolist() for p in learn.model.parameters()])
+        return (
+            [float(l) for l in learn.recorder.losses],
+            learn.precision.scales,
+            learn.precision.scaling.history.skips.tolist(),
+            [p.detach().cpu().tolist() for p in learn.model.parameters()],
+        )
     there = run(None)
     assert there == run(torch.device('cpu')) and sum(there[2]) == (6 if 'fp16' in mode else 0)
 
 
 @pytest.mark.parametrize('lag', [0, 100, 2000])
 def test_the_warning_comes_however_late_the_flags_do(lag, sim, monkeypatch):
-    "4,096 flags are joined before they are sent to the host; here 8, so that they are on their way while training goes on."
+    "4,096 flags are joined before they go to the host; here 8, so that they are on their way during training."
     sim.lag = lag
     def always(learn): next(learn.model.parameters()).grad.view(-1)[0].fill_(float('inf'))
     learn = learner(mlp(), loaders(n=96), opt_func=OPTIMIZERS['fused sgd']).to_fp16(max_skips=8, loss_scale=64.)
     learn.fit(1, .01)
     monkeypatch.setattr(type(learn.precision.scaling.history), '_chunk', 8)
     learn.add_cb(At('after_backward', always, 100))
-    with pytest.warns(UserWarning, match='8 steps in a row were skipped|the last 8 steps were skipped'), waits() as found: learn.fit(1, .01)
+    with (
+        pytest.warns(UserWarning, match='8 steps in a row were skipped|the last 8 steps were skipped'),
+        waits() as found,
+    ):
+        learn.fit(1, 0.01)
     assert learn.precision.n_skipped == 24 and found
 
 

@@ -4,11 +4,11 @@
     device = install('cuda')         # before the first use of torch.cuda and the first backward pass; once a process
 
 `install('cuda')`: device type 'cuda' itself, in a CUDA build of torch without a GPU. C++'s own autocast, autograd and
-    composite operators run; every kernel that is registered for CUDA is replaced by the CPU's on the same memory, and the
-    functions of `torch.cuda` are simulated. C++'s tables are written by ctypes, since torch has no way to register CUDA
-    twice: this depends on the layout of one version (seen with PyTorch 2.14, Linux).
-`install('sim')`: device type 'sim' (PrivateUse1): any other accelerator, such as MPS or XPU. Any build of PyTorch 2.13 and
-    newer. autocast is written here, after CUDA's lists. torch cannot `set_data` from the CPU to PrivateUse1, so
+    composite operators run; every kernel that is registered for CUDA is replaced by the CPU's on the same memory, and
+    the functions of `torch.cuda` are simulated. C++'s tables are written by ctypes, since torch has no way to register
+    CUDA twice: this depends on the layout of one version (seen with PyTorch 2.14, Linux).
+`install('sim')`: device type 'sim' (PrivateUse1): any other accelerator, such as MPS or XPU. Any build of PyTorch 2.13
+    and newer. autocast is written here, after CUDA's lists. torch cannot `set_data` from the CPU to PrivateUse1, so
     `Module.to` puts new parameters into the module: move the model before the learner is made.
 
 `with waits() as w`: a list of the moments in which the host waits for the device, each with its stack.

@@ -1,8 +1,8 @@
 """The simulated devices' time: what the host waits for, and what arrives late.
 
-The host counts the operators that it gives to devices, and each device is `options.lag` of them behind; when the host waits
-for a device, all that it was given is done. A `non_blocking` copy into pinned memory arrives as late, and until then the host
-finds garbage there.
+The host counts the operators that it gives to devices, and each device is `options.lag` of them behind; when the host
+waits for a device, all that it was given is done. A `non_blocking` copy into pinned memory arrives as late, and until
+then the host finds garbage there.
 """
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ import collections, contextlib, os, sys, threading, types, warnings
 import torch
 
 options = types.SimpleNamespace(
-    lag=100,                                         # the devices are so many operators behind
-    n_devices=1,                                     # of the simulated type; settled by `install`
-    float64=True,                                    # False: as on MPS; with name='arc' as on Intel's Arc A
-    name='mps',                                      # on 'mps' GradScaler does without float64, on others it needs it
-    missing=set(),                                   # names of operators that the device lacks, such as 'frexp'
-    ignores_found_inf=False,                         # fused optimizers step on gradients that are not finite, as those of MPS did
-    capability=(8, 0), bf16=True,                    # what it says of itself: CUDA
-    amp_dtypes=[torch.bfloat16, torch.float16],      # and others
+    lag=100,  # the devices are so many operators behind
+    n_devices=1,  # of the simulated type; settled by `install`
+    float64=True,  # False: as on MPS; with name='arc' as on Intel's Arc A
+    name='mps',  # on 'mps' GradScaler does without float64, on others it needs it
+    missing=set(),  # names of operators that the device lacks, such as 'frexp'
+    ignores_found_inf=False,  # fused optimizers step on gradients that are not finite, as those of MPS did
+    capability=(8, 0),
+    bf16=True,  # what it says of itself: CUDA
+    amp_dtypes=[torch.bfloat16, torch.float16],  # and others
 )
 
 HERE = os.path.dirname(__file__)
@@ -27,7 +28,7 @@ HERE = os.path.dirname(__file__)
 class Wait(collections.namedtuple('Wait', 'kind op stack')):
     """One moment in which the host waits for a device.
 
-    `kind`: 'read' (item, bool), 'd2h', 'h2d' (blocking copies), 'shape' (nonzero, boolean masks) or 'sync' (synchronize).
+    `kind`: 'read' (item, bool), 'd2h', 'h2d' (blocking copies), 'shape' (nonzero, boolean masks) or 'sync'.
     """
     def __str__(self):
         return f"{self.kind} {self.op}: " + ' < '.join(f'{os.path.basename(f)}:{n} {w}' for f, n, w in self.stack)
@@ -37,7 +38,7 @@ class Timeline:
     "One device's time, in operators that the host has issued to all devices."
     host = 0
     def __init__(self):
-        self.last = self.done = 0                    # the last operator that it was given, and up to which all were waited for
+        self.last = self.done = 0  # the last operator that it was given, and up to which all were waited for
         self.late: collections.deque = collections.deque()   # (number of the operator, function that brings the copy)
 
     @property
@@ -62,7 +63,7 @@ class Timeline:
 
 
 timelines: collections.defaultdict = collections.defaultdict(Timeline)   # by the device's index
-current = types.SimpleNamespace(index=lambda: 0, sync_mode='default')    # `install` puts the current device's index here
+current = types.SimpleNamespace(index=lambda: 0, sync_mode='default')  # `install` puts the current device's index here
 recorders: list = []
 _lock = threading.RLock()
 

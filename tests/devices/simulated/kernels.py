@@ -13,13 +13,37 @@ from .own_kernels import CALLS, ONLY_CUDA, OWN, random_state
 _SHAPE = {'nonzero', 'nonzero.out', 'masked_select', 'masked_select.out', '_unique', '_unique2', 'unique_dim', 'histc',
           'unique_consecutive', 'unique_dim_consecutive', 'bincount', 'histc.out', 'equal', 'repeat_interleave.Tensor'}
 # May be given CPU tensors beside the device's.
-_MIXED = ('index', '_index_put', '_unsafe_index', 'copy_', 'set_', '_pack_padded', '_fused_adam_.tensor_lr', 'masked_fill',
-          '_fused_adamw_.tensor_lr', '_fused_sgd_.tensor_lr', 'where')
+_MIXED = (
+    'index',
+    '_index_put',
+    '_unsafe_index',
+    'copy_',
+    'set_',
+    '_pack_padded',
+    '_fused_adam_.tensor_lr',
+    'masked_fill',
+    '_fused_adamw_.tensor_lr',
+    '_fused_sgd_.tensor_lr',
+    'where',
+)
 # Only about sizes and strides: the CPU's kernels do not look at the memory.
 _META = ('as_strided', 'view', '_reshape_alias', 'unfold', 'set_.source_Storage_storage_offset', 'set_.source_Storage',
          'set_.source_Tensor', 'set_', 'view_as_real', 'view_as_complex')
-_SKIP = ('_nested', '_sparse', 'sparse', 'nested', '_to_sparse', '_coalesce', '_cudnn_init_dropout_state', 'q_', 'quantize',
-         '_quantize', '_make_per', 'to_padded', '_amp_foreach_dummy')
+_SKIP = (
+    '_nested',
+    '_sparse',
+    'sparse',
+    'nested',
+    '_to_sparse',
+    '_coalesce',
+    '_cudnn_init_dropout_state',
+    'q_',
+    'quantize',
+    '_quantize',
+    '_make_per',
+    'to_padded',
+    '_amp_foreach_dummy',
+)
 _libraries: list = []
 
 
@@ -88,7 +112,9 @@ def kernel(op, name):
 
     def run(*args, **kwargs):
         if name in options.missing or name.partition('.')[0] in options.missing:
-            raise NotImplementedError(f"The operator 'aten::{name}' is not currently implemented for the {here.kind} device.")
+            raise NotImplementedError(
+                f"The operator 'aten::{name}' is not currently implemented for the {here.kind} device."
+            )
         with plain():
             call = _Call(name)
             low, klow = [call.down(a) for a in args], {k: call.down(v) for k, v in kwargs.items()}

@@ -65,7 +65,7 @@ _capsule.restype, _capsule.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes
 
 @functools.lru_cache
 def _empty_elsewhere(dtype, index):
-    "torch makes tensors of PrivateUse1 on device 0 alone; one on another comes by way of DLPack (device type 12 is PrivateUse1)."
+    "By way of DLPack, whose device type 12 is PrivateUse1: torch itself makes its tensors on device 0 alone."
     capsule = dlpack.to_dlpack(torch.empty(0, dtype=dtype))
     (ctypes.c_int32 * 2).from_address(_capsule(capsule, b'dltensor') + 8)[:] = [12, index]
     return torch._C._from_dlpack(capsule)
@@ -122,7 +122,9 @@ def pinned(t):
 def replace_storages():
     "Let torch copy, pickle and pin: what it does to storages in machine code knows no memory of ours."
     clone = torch.storage._StorageBase.clone
-    def cloned(self): return storage_on(self._memory.clone(), self.device) if self.device.type == here.kind else clone(self)
+
+    def cloned(self):
+        return storage_on(self._memory.clone(), self.device) if self.device.type == here.kind else clone(self)
     torch.storage._StorageBase.clone = cloned
 
     def tag(obj): return str(obj.device) if obj.device.type == here.kind else None

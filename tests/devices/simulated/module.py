@@ -33,7 +33,9 @@ def current_stream(device=None): return Stream(device)
 
 def properties(device=None):
     major, minor = options.capability
-    return types.SimpleNamespace(name='simulated', major=major, minor=minor, total_memory=2**34, multi_processor_count=1)
+    return types.SimpleNamespace(
+        name='simulated', major=major, minor=minor, total_memory=2**34, multi_processor_count=1
+    )
 
 
 def functions() -> dict:

@@ -6,7 +6,7 @@ import collections, contextlib
 import torch
 
 from .clock import _lock, current, options, timelines, wait
-from .memory import Tensor, here, host, is_pinned, memory_of, on_device, plain, set_strided, storage_on, tensor_on  # noqa: F401
+from .memory import here, host, is_pinned, on_device, plain, set_strided, storage_on, tensor_on
 
 # -- random numbers: each device has a state of its own
 

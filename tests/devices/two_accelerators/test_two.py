@@ -7,8 +7,11 @@ from helpers import *
 
 CPU = torch.device('cpu')
 MODES = {
-    'fp32': lambda learn: learn, 'bf16': lambda learn: learn.to_bf16(), 'fp16': lambda learn: learn.to_fp16(init_scale=256.),
-    'half weights': lambda learn: learn.to_half_weights(), 'half fp16': lambda learn: learn.to_half_weights('fp16', loss_scale=512.),
+    'fp32': lambda learn: learn,
+    'bf16': lambda learn: learn.to_bf16(),
+    'fp16': lambda learn: learn.to_fp16(init_scale=256.0),
+    'half weights': lambda learn: learn.to_half_weights(),
+    'half fp16': lambda learn: learn.to_half_weights('fp16', loss_scale=512.0),
     'flat masters': lambda learn: learn.to_half_weights(flat_master=True),
 }
 OPTS = ['sgd', 'adam', 'adamw', 'fused adamw', 'fused sgd']
@@ -28,7 +31,11 @@ def spoil(learn):
 
 
 def result(learn):
-    return ([float(l) for l in learn.recorder.losses], None if learn.precision is None else learn.precision.scales, [p.tolist() for p in params(learn)])
+    return (
+        [float(l) for l in learn.recorder.losses],
+        None if learn.precision is None else learn.precision.scales,
+        [p.tolist() for p in params(learn)],
+    )
 
 
 class Parallel(nn.Module):
@@ -70,10 +77,16 @@ def test_on_a_device_that_is_not_current(mode, opt, devices):
 @pytest.mark.parametrize('lag', [0, 30, 100, 2000])
 def test_flags_on_their_way_from_a_device_that_is_not_current(lag, devices, monkeypatch, request):
     "The event has to be recorded where the copy is."
-    if lag and devices[0].type == 'cuda': request.applymarker(pytest.mark.xfail(strict=True, reason='sim_findings 10: the event is the current device\'s'))
+    if lag and devices[0].type == 'cuda':
+        request.applymarker(
+            pytest.mark.xfail(strict=True, reason='the event is the current device\'s')
+        )
     options.lag = lag
     def always(learn): next(learn.model.parameters()).grad.view(-1)[0].fill_(float('inf'))
-    learn = learner(mlp(), loaders(n=96, device=devices[1]), opt_func=OPTIMIZERS['fused sgd']).to_fp16(max_skips=8, loss_scale=64.)
+
+    learn = learner(mlp(), loaders(n=96, device=devices[1]), opt_func=OPTIMIZERS['fused sgd']).to_fp16(
+        max_skips=8, loss_scale=64.0
+    )
     learn.fit(1, .01)
     history, polled = learn.precision.scaling.history, []
     monkeypatch.setattr(type(history), '_chunk', 4)
@@ -89,7 +102,7 @@ def test_flags_on_their_way_from_a_device_that_is_not_current(lag, devices, monk
 @pytest.mark.parametrize('mode', MODES)
 @pytest.mark.parametrize('current', [0, 1])
 def test_model_on_both(mode, opt, current, devices):
-    "Model parallel; whether a step is skipped is decided for all of it, also where a gradient of one device alone is not finite."
+    "Model parallel; a step is skipped whole, also where a gradient of one device alone is not finite."
     def run(first, second):
         learn = MODES[mode](parallel(first, second, opt))
         if 'fp16' in mode: learn.add_cb(At('after_backward', spoil, 100))
@@ -105,7 +118,11 @@ def test_waits_of_a_model_on_both(devices):
         learn.fit(1, .01)
         with waits() as found: learn.fit(1, .01)
         return len(found)
-    plain, fp16 = count(parallel(*devices, 'fused adamw')), count(parallel(*devices, 'fused adamw').to_fp16(init_scale=256.))
+
+    plain, fp16 = (
+        count(parallel(*devices, 'fused adamw')),
+        count(parallel(*devices, 'fused adamw').to_fp16(init_scale=256.0)),
+    )
     assert fp16 - plain <= 1
 
 
@@ -121,7 +138,9 @@ def test_checkpoint_of_a_model_on_both(mode, devices, tmp_path):
     second.load('half way')
     second.fit(1, .01)
     assert straight.precision.state_dict() == second.precision.state_dict()
-    assert [p.device for p in second.model.parameters()] == [p.device for p in straight.model.parameters()] and same(params(straight), params(second))
+    assert [p.device for p in second.model.parameters()] == [p.device for p in straight.model.parameters()] and same(
+        params(straight), params(second)
+    )
 
 
 def test_random_draws_of_the_device_that_is_not_current(devices):
@@ -134,7 +153,7 @@ def test_random_draws_of_the_device_that_is_not_current(devices):
     with pytest.warns(UserWarning, match="module 'attn'"): learn.to_fp16().fit(1, .01)
 
 
-@pytest.mark.xfail(strict=True, reason='sim_findings 11: it waits for the current device')
+@pytest.mark.xfail(strict=True, reason='it waits for the current device')
 def test_the_comparison_waits_for_the_models_device(devices):
     "And not for the current one."
     learn = learner(mlp(), loaders(n=48, device=devices[1]))
