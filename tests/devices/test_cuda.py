@@ -113,9 +113,9 @@ def test_cards_without_bf16(capability, emulated, said, monkeypatch):
     monkeypatch.setattr(torch.cuda, 'is_bf16_supported', lambda *args, **kwargs: emulated)
     learn = cuda_learner(MixedPrecision('bf16'))
     if said == 'emulated':
-        with pytest.warns(UserWarning, match='bf16 is emulated.*7.5.*to_fp16'): learn.fit(1, .01)
+        with pytest.warns(UserWarning, match='(?s)bf16 is emulated.*7.5.*to_fp16'): learn.fit(1, .01)
     else:
-        with pytest.raises(ValueError, match='bf16 .*does not run.*needs 8.0.*to_fp16'): learn.fit(1, .01)
+        with pytest.raises(ValueError, match='(?s)bf16 .*does not run.*needs 8.0.*to_fp16'): learn.fit(1, .01)
     assert not torch.is_autocast_enabled('cuda')
 
 

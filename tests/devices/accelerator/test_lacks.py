@@ -84,7 +84,7 @@ def test_fp16_where_gradscaler_needs_float64_and_the_device_has_none(mode, opt, 
     sim.float64, sim.name = False, 'arc'
     learn, steps = MODES[mode](learner(mlp(), loaders(n=48), opt_func=OPTIMIZERS[opt])), []
     learn.add_cb(At('before_step', steps.append, -100))
-    with pytest.raises(ValueError, match='float64.*to_bf16'): learn.fit(1, .01)
+    with pytest.raises(ValueError, match='(?s)float64.*to_bf16'): learn.fit(1, .01)
     assert not steps
 
 
@@ -111,7 +111,7 @@ def only(sim, device, dtype):
 )
 def test_no_bf16(call, device, sim):
     only(sim, device, torch.float16)
-    with pytest.raises(ValueError, match='bf16 .*does not run.*to_fp16'): call(learner(mlp(), loaders())).fit(1)
+    with pytest.raises(ValueError, match='(?s)bf16 .*does not run.*to_fp16'): call(learner(mlp(), loaders())).fit(1)
     assert dict(zip(*precision_support(device)[['mode', 'support']].values.T)) == {
         'bf16': 'unsupported',
         'fp16': 'native',
@@ -128,7 +128,7 @@ def test_no_bf16(call, device, sim):
 def test_no_fp16(call, device, sim):
     if device.type == 'cuda': pytest.skip('every CUDA device has fp16')
     only(sim, device, torch.bfloat16)
-    with pytest.raises(ValueError, match='fp16 .*does not run.*to_bf16'): call(learner(mlp(), loaders())).fit(1)
+    with pytest.raises(ValueError, match='(?s)fp16 .*does not run.*to_bf16'): call(learner(mlp(), loaders())).fit(1)
     assert trained('bf16', 'adam') == trained('bf16', 'adam', CPU)
     learn = learner(mlp(), loaders()).to_amp()
     learn.fit(1, .01)
@@ -148,7 +148,7 @@ def test_compute_capability_7_5(device, sim):
     "A T4: bf16 runs emulated, with a warning that names fp16."
     if device.type != 'cuda': pytest.skip('CUDA')
     sim.capability = (7, 5)
-    with pytest.warns(UserWarning, match='bf16 is emulated.*7.5.*to_fp16'):
+    with pytest.warns(UserWarning, match='(?s)bf16 is emulated.*7.5.*to_fp16'):
         assert trained('bf16', 'adam') == trained('bf16', 'adam', CPU)
     learn = learner(mlp(), loaders()).to_amp()
     learn.fit(1)

@@ -109,6 +109,7 @@ def kernel(op, name):
     random = torch.Tag.nondeterministic_seeded in op.tags
     has_device = any(a.name == 'device' for a in op._schema.arguments)
     returns = len(op._schema.returns) > 0
+    wants_tensor = [str(a.type) == 'Tensor' for a in op._schema.arguments]
 
     def run(*args, **kwargs):
         if name in options.missing or name.partition('.')[0] in options.missing:
@@ -117,6 +118,8 @@ def kernel(op, name):
             )
         with plain():
             call = _Call(name)
+            # Python's numbers come as such where C++ has wrapped them in tensors.
+            args = tuple(torch.tensor(a) if w and isinstance(a, (int, float)) else a for a, w in zip(args, wants_tensor))
             low, klow = [call.down(a) for a in args], {k: call.down(v) for k, v in kwargs.items()}
             if call.on_cpu and not mixed and call.pairs:
                 raise RuntimeError('Expected all tensors to be on the same device, but found at least two devices, '
