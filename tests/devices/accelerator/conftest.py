@@ -4,6 +4,8 @@ Without both they are left out.
 
 tests/devices/on_simulated.py runs them on simulated devices, in processes of their own.
 """
+import sys
+
 import pytest, torch
 
 from devices.simulated import is_installed, options
@@ -20,10 +22,20 @@ def device(monkeypatch):
     return found
 
 
+def forget_the_device():
+    "A real device does not change; what the package found out about this one and keeps is asked for again."
+    for name, module in list(sys.modules.items()):
+        if not name.startswith('fastxtend_amp'): continue
+        for function in list(vars(module).values()):
+            if hasattr(function, 'cache_clear'): function.cache_clear()
+
+
 @pytest.fixture
 def sim():
     "The simulated device's options, put back after the test."
     if not is_installed(): pytest.skip('needs a simulated device')
     before = dict(vars(options))
+    forget_the_device()
     yield options
     vars(options).update(before)
+    forget_the_device()
