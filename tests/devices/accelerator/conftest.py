@@ -27,7 +27,7 @@ def forget_the_device():
     for name, module in list(sys.modules.items()):
         if not name.startswith('fastxtend_amp'): continue
         for function in list(vars(module).values()):
-            if hasattr(function, 'cache_clear'): function.cache_clear()
+            if hasattr(function, 'cache_parameters'): function.cache_clear()
 
 
 @pytest.fixture

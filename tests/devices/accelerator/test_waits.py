@@ -58,7 +58,7 @@ def count(mode, opt, n_fits=2):
 
 
 @lru_cache
-def asked_once(mode): count(mode, 'adam', 1)                 # what a process asks but once
+def asked_once(mode, opt): count(mode, opt, 1)               # what a process asks but once
 
 
 @lru_cache
@@ -67,7 +67,7 @@ def plain_fp32(opt): return count('fp32', opt)
 
 def beyond_fp32(mode, opt):
     "What `count` finds more than in fp32: numbers by phase, those of 0 left out, and the stacks of all."
-    asked_once(mode)
+    asked_once(mode, opt)
     found, plain = count(mode, opt), plain_fp32(opt)
     more = {k: len(found.get(k, ())) - len(plain.get(k, ())) for k in found.keys() | plain.keys()}
     stacks = Counter(str(w) for ws in found.values() for w in ws if any('fastxtend_amp' in f for f, _, _ in w.stack))
