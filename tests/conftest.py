@@ -1,4 +1,4 @@
-import importlib.util, os
+import importlib.util, os, sys
 os.environ.setdefault('MPLBACKEND', 'Agg')
 import pytest, torch
 
@@ -9,7 +9,25 @@ if os.environ.get('PJRT_DEVICE') and importlib.util.find_spec('torch_xla'):
 torch.set_num_threads(1)  # tests run side by side; results must not depend on the machine
 
 
-def pytest_collection_modifyitems(items):
-    skip = pytest.mark.skip(reason='needs an NVIDIA GPU, and PyTorch finds none')
+def pytest_addoption(parser):
+    parser.addoption('--sim', choices=('cuda', 'sim'), help='run on a simulated device of this type: see tests/devices/simulated')
+    parser.addoption('--sim-devices', type=int, default=1, help='how many of them')
+
+
+def pytest_configure(config):
+    kind = config.getoption('--sim')
+    if not kind: return
+    sys.path.insert(0, os.path.dirname(__file__))
+    from devices.simulated import install
+    device = install(kind, config.getoption('--sim-devices'))  # before anything can use it
+    import helpers
+    helpers.DEVICE = device
+
+
+def pytest_collection_modifyitems(config, items):
+    simulated = config.getoption('--sim')
     for item in items:
-        if 'cuda' in item.keywords and not torch.cuda.is_available(): item.add_marker(skip)
+        if 'cuda' in item.keywords and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason='needs an NVIDIA GPU, and PyTorch finds none'))
+        mark = item.get_closest_marker('not_simulated')
+        if simulated and mark is not None: item.add_marker(pytest.mark.skip(reason=f'a simulated device: {mark.args[0]}'))

@@ -14,6 +14,8 @@ from torch.utils.data import TensorDataset
 
 import fastxtend_amp  # noqa: F401  patches Learner
 
+DEVICE = torch.device('cpu')  # where learners train; `pytest --sim=cuda` puts a simulated device here (conftest.py)
+
 
 class Data(TensorDataset):
     def new_empty(self): return Data(*(t[:0] for t in self.tensors))
@@ -25,9 +27,10 @@ def dataset(n=24, seed=0):
     return Data(x, x[:, :1] * 2 - x[:, 1:2] + .1 * torch.randn(n, 1, generator=g))
 
 
-def loaders(n=24, bs=4, train=None, valid=None):
-    make = lambda ds: DataLoader(ds, bs=bs, shuffle=False, num_workers=0, device=torch.device('cpu'))
-    return DataLoaders(make(train or dataset(n)), make(valid or dataset(8, seed=1)), device=torch.device('cpu'))
+def loaders(n=24, bs=4, train=None, valid=None, device=None):
+    device = device or DEVICE
+    make = lambda ds: DataLoader(ds, bs=bs, shuffle=False, num_workers=0, device=device)
+    return DataLoaders(make(train or dataset(n)), make(valid or dataset(8, seed=1)), device=device)
 
 
 def mlp(seed=0):
@@ -58,7 +61,9 @@ class Attentive(nn.Module):
 
 
 def learner(model=None, dls=None, loss_func=None, cls=Learner, cbs=None, progress=False, **kwargs):
-    learn = cls(dls or loaders(), model or mlp(), loss_func=loss_func or nn.MSELoss(), cbs=cbs, **kwargs)
+    dls, model = dls or loaders(), model or mlp()
+    if getattr(dls.device, 'type', 'cpu') != 'cpu': model.to(dls.device)  # now: some devices put new parameters into the model
+    learn = cls(dls, model, loss_func=loss_func or nn.MSELoss(), cbs=cbs, **kwargs)
     if not progress: learn.remove_cbs([cb for cb in learn.cbs if type(cb).__name__ == 'ProgressCallback'])
     learn.logger = noop
     return learn
@@ -85,7 +90,8 @@ def same_state(a, b):
 def autocast_state():
     nesting = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
-    return (torch.is_autocast_enabled('cpu'), torch.get_autocast_dtype('cpu'), torch.is_autocast_cache_enabled(), nesting)
+    kind = DEVICE.type
+    return (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled(), nesting)
 
 
 class At(Callback):
@@ -101,7 +107,7 @@ def loop_by_hand(learn, mode, loss_of, n_epoch, lr, n_acc=None, clip=None, after
     learn.create_opt()
     learn.opt.set_hypers(lr=lr)
     model, opt = learn.model, learn.opt
-    scaler, losses, count = torch.amp.GradScaler('cpu', enabled=mode == 'fp16', **scaling), [], 0
+    scaler, losses, count = torch.amp.GradScaler(DEVICE.type, enabled=mode == 'fp16', **scaling), [], 0
     for _ in range(n_epoch):
         model.train()
         for xb, yb in learn.dls.train:
@@ -126,7 +132,7 @@ def handwritten(mode, opt_func, n_epoch=2, lr=.01, n_acc=None, clip=None, model=
     "Mixed precision in that loop, under autocast; returns model, optimizer, scaler, losses."
     learn, dtype = learner(model, dls, opt_func=opt_func), {'fp16': torch.float16, 'bf16': torch.bfloat16}[mode]
     def loss_of(xb, yb):
-        with torch.autocast('cpu', dtype=dtype): return nn.functional.mse_loss(learn.model(xb).float(), yb)
+        with torch.autocast(DEVICE.type, dtype=dtype): return nn.functional.mse_loss(learn.model(xb).float(), yb)
     scaler, losses = loop_by_hand(learn, mode, loss_of, n_epoch, lr, n_acc, clip, **scaling)
     return learn.model, learn.opt, scaler, losses
 

@@ -1,8 +1,9 @@
-"On an NVIDIA GPU."
+"On an NVIDIA GPU, or a simulated one (test_simulated_cuda.py)."
 import warnings
 
 import pytest, torch
 
+from devices.simulated import is_installed
 from fastxtend_amp import AMPMode, MixedPrecision, precision_support
 from helpers import *
 
@@ -55,12 +56,13 @@ def test_scale_goes_from_cpu_to_cuda():
 
 @pytest.mark.parametrize('mode', ['fp16', 'bf16'])
 def test_a_step_needs_less_memory_than_in_fp32(mode):
-    "Activations dominate: 8 layers of 1,024 on a batch of 4,096 rows."
+    "Activations dominate: 8 layers of 1,024 on a batch of 4,096 rows; smaller where a CPU does the work."
+    n, rows = (32, 1024) if is_installed() else (1024, 4096)
     def peak(cb):
         torch.manual_seed(0)
-        model = torch.nn.Sequential(*(m for _ in range(8) for m in (torch.nn.Linear(1024, 1024), torch.nn.Tanh())), torch.nn.Linear(1024, 1)).cuda()
-        x = torch.randn(4096, 1024)
-        dls = loaders(train=Data(x, x[:, :1]), valid=Data(x[:8], x[:8, :1]), bs=4096).to(torch.device('cuda'))
+        model = torch.nn.Sequential(*(m for _ in range(8) for m in (torch.nn.Linear(n, n), torch.nn.Tanh())), torch.nn.Linear(n, 1)).cuda()
+        x = torch.randn(rows, n)
+        dls = loaders(train=Data(x, x[:, :1]), valid=Data(x[:8], x[:8, :1]), bs=rows).to(torch.device('cuda'))
         learn = learner(model, dls, cbs=cb)
         learn.fit(1, 1e-4)
         torch.cuda.reset_peak_memory_stats()
@@ -81,6 +83,7 @@ def test_channels_last(mode):
     assert seen == {(AMPMode(mode).dtype, True)} and torch.isfinite(torch.tensor(learn.recorder.losses)).all()
 
 
+@pytest.mark.not_simulated('it has no CUDA graphs, and Triton needs a driver')
 @pytest.mark.parametrize('mode', ['fp16', 'bf16'])
 def test_cuda_graphs(mode):
     torch.manual_seed(0)
@@ -110,9 +113,9 @@ def test_cards_without_bf16(capability, emulated, said, monkeypatch):
     monkeypatch.setattr(torch.cuda, 'is_bf16_supported', lambda *args, **kwargs: emulated)
     learn = cuda_learner(MixedPrecision('bf16'))
     if said == 'emulated':
-        with pytest.warns(UserWarning, match='bf16 is emulated.*7.5.*to_fp16'): learn.fit(1, .01)
+        with pytest.warns(UserWarning, match='(?s)bf16 is emulated.*7.5.*to_fp16'): learn.fit(1, .01)
     else:
-        with pytest.raises(ValueError, match='bf16 .*does not run.*needs 8.0.*to_fp16'): learn.fit(1, .01)
+        with pytest.raises(ValueError, match='(?s)bf16 .*does not run.*needs 8.0.*to_fp16'): learn.fit(1, .01)
     assert not torch.is_autocast_enabled('cuda')
 
 

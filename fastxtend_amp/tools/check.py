@@ -1,0 +1,273 @@
+"The console script `fastxtend_amp_check`: tries mixed precision on a device, and says so in plain text for an issue."
+from __future__ import annotations
+
+import argparse, platform, tempfile, time, warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from typing import NamedTuple
+
+import torch
+from fastai.callback.core import Callback
+from fastai.data.core import DataLoaders
+from fastai.data.load import DataLoader
+from fastai.learner import Learner
+from fastai.losses import CrossEntropyLossFlat
+from fastai.optimizer import Adam, OptimWrapper
+from fastai.torch_core import set_seed
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import fastxtend_amp  # noqa: F401  patches Learner
+from ..mode import AMPMode, autocast_available, mode_support, precision_support
+
+__all__ = ['Result', 'check', 'main', 'report']
+
+PRECISIONS = {'fp32': None, 'bf16': AMPMode.BF16, 'fp16': AMPMode.FP16, 'half weights': AMPMode.BF16}
+EPOCHS, LR = 3, 5e-3
+SLACK = .1            # how far the validation loss may be above fp32's, as a share of it; and .02 beyond that
+
+
+class _Before(NamedTuple):
+    "What the checks compare with: autocast and gradient mode before the first of them, and fp32's validation loss."
+    state: tuple
+    loss: list[float]
+
+
+class Result(NamedTuple):
+    "One check: in which precision, of what, whether it passed (None: it was not run), and what was seen."
+    precision: str
+    what: str
+    passed: bool | None
+    seen: str
+
+
+def _data(device) -> DataLoaders:
+    "scikit-learn's 1,797 handwritten digits as float images, shape (n, 64); every fifth is for validation."
+    from sklearn.datasets import load_digits
+    digits = load_digits()
+    x, y = torch.tensor(digits.data, dtype=torch.float32) / 8 - 1, torch.tensor(digits.target)
+    held_out = torch.arange(len(x)) % 5 == 0
+    make = partial(DataLoader, bs=64, num_workers=0, device=device)
+    train, valid = TensorDataset(x[~held_out], y[~held_out]), TensorDataset(x[held_out], y[held_out])
+    return DataLoaders(make(train, shuffle=True, drop_last=True), make(valid), device=device)
+
+
+def _learner(device, precision, opt_func=Adam, path=None, **kwargs) -> Learner:
+    "The same small network from the same seed, in one of the precisions."
+    set_seed(0, reproducible=False)
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 10)).to(device)
+    learn = Learner(_data(device), model, loss_func=CrossEntropyLossFlat(), opt_func=opt_func, path=path)
+    if precision == 'half weights': return learn.to_half_weights()
+    return learn if precision == 'fp32' else getattr(learn, f'to_{precision}')(**kwargs)
+
+
+def _fit(learn, n=1, cbs=None):
+    with learn.no_bar(), learn.no_logging(): learn.fit(n, LR, cbs=cbs)
+    return learn
+
+
+def _scale(learn): return learn.precision.state_dict()['scale']
+def _state(device):
+    return torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type), torch.is_grad_enabled()
+
+
+class _Watch(Callback):
+    "Notes the dtype in which the first layer computes."
+    def before_fit(self): self.hook = self.model[0].register_forward_hook(self._note)
+    def _note(self, module, args, out): self.dtype = out.dtype
+    def after_fit(self): self.hook.remove()
+
+
+class _Overflow(Callback):
+    "Makes one gradient infinite in the tenth step, and looks whether that step changed anything."
+    run_valid, step = False, 9
+    def after_backward(self):
+        if self.iter != self.step: return
+        self.before = [p.detach().clone() for p in self.model.parameters()]
+        next(self.model.parameters()).grad.view(-1)[0].fill_(float('inf'))
+    def after_batch(self):
+        if self.iter != self.step: return
+        self.unchanged = all(torch.equal(p, b) for p, b in zip(self.model.parameters(), self.before))
+
+
+class _Interrupt(Callback):
+    "Raises in the middle of a forward pass, after the model."
+    run_valid = False
+    def after_pred(self): raise InterruptedError('a check of fastxtend_amp')
+
+
+# -- the checks: each says whether it passed, and what was seen
+
+def _trains(device, precision, mode, before) -> tuple[bool, str]:
+    learn, watch, start = _learner(device, precision), _Watch(), time.perf_counter()
+    _fit(learn, EPOCHS, watch)
+    loss = float(learn.recorder.values[-1][-1])
+    seconds = time.perf_counter() - start
+    before.loss.append(loss)
+    fp32 = before.loss[0]
+    computes = f'computes in {str(watch.dtype)[6:]}, {seconds:.1f} s'
+    seen = f'validation loss {loss:.4f} ({loss - fp32:+.4f} from fp32), {computes}'
+    if learn.precision is not None and mode is AMPMode.FP16:
+        skipped = f'{learn.precision.n_skipped} of {len(learn.precision.scales)} steps skipped'
+        seen += f', {skipped}, loss scale {_scale(learn):,g}'
+    dtype = mode.dtype if mode else torch.float32
+    return watch.dtype is dtype and loss < fp32 * (1 + SLACK) + .02, seen
+
+
+def _skips(device, precision, mode, before, opt_func=Adam) -> tuple[bool, str]:
+    learn, overflow = _learner(device, precision, opt_func), _Overflow()
+    _fit(learn, 1, overflow)
+    scale, after = learn.precision.scales[overflow.step:overflow.step + 2]
+    kept = 'kept the weights' if overflow.unchanged else 'CHANGED THE WEIGHTS'
+    return (
+        overflow.unchanged and after == scale / 2,
+        f'an infinite gradient {kept}; loss scale {scale:,g}, then {after:,g}',
+    )
+
+
+def _resumes(device, precision, mode, before) -> tuple[bool, str]:
+    with tempfile.TemporaryDirectory() as folder:
+        scaling = dict(init_scale=1024., growth_interval=6) if precision == 'fp16' else {}
+        learn = _fit(_learner(device, precision, path=folder, **scaling))
+        learn.save('check')
+        other = _learner(device, precision, path=folder)
+        with torch.no_grad():
+            for p in other.model.parameters(): p.zero_()
+        other.load('check')
+    same = all(torch.equal(p, q) for p, q in zip(learn.model.parameters(), other.model.parameters()))
+    seen = 'weights as saved' if same else 'WEIGHTS DIFFER'
+    if precision == 'fp16':
+        same &= _scale(other) == _scale(learn)
+        seen += f', loss scale {_scale(other):,g} of {_scale(learn):,g}'
+    _fit(other)
+    return same, seen + ', training went on'
+
+
+def _recovers(device, precision, mode, before) -> tuple[bool, str]:
+    learn = _learner(device, precision)
+    try: _fit(learn, 1, _Interrupt())
+    except InterruptedError: pass
+    whole = {p.dtype for p in learn.model.parameters()} == {torch.float32}
+    now, expected = _state(device), before.state
+    seen = 'as before' if now == expected else f'{now} INSTEAD OF {expected}'
+    if not whole: seen += ', WEIGHTS ARE NOT fp32'
+    _fit(learn)
+    return now == expected and whole, f'autocast and gradient mode {seen}, training went on'
+
+
+def _checks(device, mode) -> Iterator[tuple[str, Callable]]:
+    yield 'trains as fp32', _trains
+    if mode is AMPMode.FP16:
+        yield 'skips a step, Adam', _skips
+        fused = partial(OptimWrapper, opt=partial(torch.optim.AdamW, fused=True))
+        if _has_fused(device): yield 'skips a step, fused AdamW', partial(_skips, opt_func=fused)
+    yield 'save and load', _resumes
+    if mode is not None: yield 'after an exception', _recovers
+
+
+def _has_fused(device):
+    try: torch.optim.AdamW([nn.Parameter(torch.zeros(1, device=device))], fused=True)
+    except RuntimeError: return False
+    return True
+
+
+def check(
+    device: str | torch.device | None = None, # The device; the accelerator that PyTorch finds, else the CPU
+    progress: Callable[[Result], object] = lambda result: None, # Called with each result as it comes
+) -> list[Result]: # Those of all precisions; a precision that the device does not run has one, with `passed` None
+    "Train a small network in each precision, and look at overflow, save and load, and exceptions."
+    on, results = _device(device), []
+    before = _Before(_state(on), [])
+    def add(*args):
+        results.append(Result(*args))
+        progress(results[-1])
+    for precision, mode in PRECISIONS.items():
+        support = mode_support(mode, on) if mode else None
+        if support is not None and support.status == 'unsupported':
+            add(precision, 'runs here', None, support.why)
+            continue
+        for what, run in _checks(on, mode):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter('always')
+                try: passed, seen = run(on, precision, mode, before)
+                except Exception as e: passed, seen = False, f'{type(e).__name__}: {" ".join(str(e).split())[:300]}'
+            said = [' '.join(str(w.message).split()) for w in caught if 'training goes wrong' in str(w.message)]
+            add(precision, what, bool(passed), ' '.join([seen, *said]))
+    return results
+
+
+def _device(device) -> torch.device:
+    if device is not None: return torch.device(device)
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return found or torch.device('cpu')
+
+
+def _versions() -> str:
+    def of(package):
+        try: return f'{package} {version(package)}'
+        except PackageNotFoundError: return f'{package} (not installed)'
+    packages = ', '.join([of('fastxtend_amp'), f'torch {torch.__version__}', of('fastai'), of('fastcore')])
+    return f'{packages}, Python {platform.python_version()}, {platform.platform()}'
+
+
+def _name(device) -> str:
+    if device.type == 'cpu':
+        return f'cpu ({platform.processor() or platform.machine()}, {torch.get_num_threads()} threads)'
+    get_name = getattr(torch.get_device_module(device.type), 'get_device_name', None)
+    runtime = f', CUDA {torch.version.cuda}' if device.type == 'cuda' and torch.version.cuda else ''
+    return f'{device} ({get_name(device)}{runtime})' if get_name else str(device)
+
+
+def _line(result: Result) -> str:
+    mark = {True: 'ok', False: 'FAILED', None: 'left out'}[result.passed]
+    return f'{mark:<9}{result.precision:<13}{result.what:<26}{result.seen}'
+
+
+def head(device: torch.device) -> str:
+    "Versions, the device, and how it runs each precision."
+    rows = '\n'.join(f'  {r.mode}: {r.support} ({r.why})' for r in precision_support(device).itertuples())
+    return f'{_versions()}\ndevice: {_name(device)}\n{rows}'
+
+
+def verdict(results: Sequence[Result], device: torch.device) -> str:
+    "One sentence on all of them."
+    failed, run = [r for r in results if r.passed is False], [r for r in results if r.passed is not None]
+    if not failed: return f'All {len(run)} checks passed on {device}.'
+    names = ', '.join(f'{r.precision}: {r.what}' for r in failed)
+    counts = f'{len(failed)} of {len(run)} checks FAILED on {device}'
+    return f'{counts} ({names}). Please paste all of this output into an issue.'
+
+
+def report(
+    results: Sequence[Result], # What `check` gave
+    device: str | torch.device, # The device that they are of
+) -> str: # Plain text for an issue
+    "Versions, device, one line for each check, and the verdict."
+    device = torch.device(device)
+    return '\n'.join([head(device), '', *map(_line, results), '', verdict(results, device)])
+
+
+def main(argv: Sequence[str] | None = None) -> int: # The exit status: 0 if all checks passed, else 1
+    "The console script `fastxtend_amp_check`."
+    parser = argparse.ArgumentParser(
+        prog='fastxtend_amp_check',
+        description=(
+            'Does mixed precision work on this device? Trains a small network in fp32, bf16, fp16 and with '
+            'half-precision weights, '
+            'compares, and prints what to paste into an issue. Takes less than two minutes.'
+        ),
+    )
+    parser.add_argument(
+        '--device',
+        metavar='D',
+        help="torch device, such as 'cpu' or 'cuda:0' (default: the accelerator, if there is one)",
+    )
+    args = parser.parse_args(argv)
+    try: device = _device(args.device); torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as e: parser.error(f'--device {args.device}: {str(e).splitlines()[0]}')
+    if not autocast_available(device.type): parser.error(f'--device {device}: PyTorch has no autocast for it; try cpu')
+    print(head(device), end='\n\n', flush=True)
+    results = check(device, lambda result: print(_line(result), flush=True))
+    print(f'\n{verdict(results, device)}')
+    return int(any(r.passed is False for r in results))

@@ -1,0 +1,1 @@
+from on_simulated import outcomes  # noqa: F401  a fixture

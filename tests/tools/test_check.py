@@ -1,0 +1,76 @@
+"The console script `fastxtend_amp_check`: what it prints, and that it fails where something is wrong."
+import subprocess, sys
+
+import pytest, torch
+from fastai.learner import Learner
+
+from fastxtend_amp import AMPMode, MixedPrecision
+from fastxtend_amp.tools import check
+from helpers import *
+
+@pytest.fixture
+def short(monkeypatch):
+    "One epoch, of fp32 and fp16."
+    monkeypatch.setattr(check, 'EPOCHS', 1)
+    monkeypatch.setattr(check, 'PRECISIONS', {'fp32': None, 'fp16': AMPMode.FP16})
+
+
+def failed(results): return {(r.precision, r.what) for r in results if r.passed is False}
+
+
+def test_all_is_well_on_the_cpu(capsys):
+    assert check.main(['--device', 'cpu']) == 0
+    out = capsys.readouterr().out
+    lines = [l.split() for l in out.splitlines() if l.startswith(('ok', 'left out'))]
+    assert {l[1] for l in lines} >= {'fp32', 'fp16'} and len(lines) >= 7
+    assert f'torch {torch.__version__}' in out and 'fastxtend_amp' in out and 'device: cpu' in out and 'bf16: ' in out
+    assert out.splitlines()[-1] == f'All {sum(l[0] == "ok" for l in lines)} checks passed on cpu.'
+
+
+def test_a_loss_scale_that_is_not_restored(monkeypatch, short, capsys):
+    monkeypatch.setattr(MixedPrecision, 'load_state_dict', lambda self, state: None)
+    assert check.main(['--device', 'cpu']) == 1
+    out = capsys.readouterr().out
+    assert '1 of' in out.splitlines()[-1] and 'fp16: save and load' in out.splitlines()[-1] and 'into an issue' in out
+
+
+def test_a_step_that_is_not_skipped(monkeypatch, short):
+    monkeypatch.setattr(torch.amp.GradScaler, 'step', lambda self, opt, *args: opt.step())
+    assert ('fp16', 'skips a step, Adam') in failed(check.check('cpu'))
+
+
+def test_autocast_left_on_after_an_exception(monkeypatch, short):
+    monkeypatch.setattr(torch.autocast, '__exit__', lambda self, *args: None)
+    monkeypatch.setattr('fastxtend_amp.guard.AutocastState.restore', lambda self: None)
+    try: found = failed(check.check('cpu'))
+    finally: torch.set_autocast_enabled('cpu', False)
+    assert any(what == 'after an exception' for _, what in found)
+
+
+def test_an_error_is_a_failed_check(monkeypatch, short):
+    def broken(self, *args, **kwargs): raise OSError('no space left')
+    monkeypatch.setattr(Learner, 'save', broken)
+    results = check.check('cpu')
+    assert {what for _, what in failed(results)} == {'save and load'}
+    assert 'FAILED   fp32         save and load             OSError: no space left' in check.report(results, 'cpu')
+
+
+def test_a_precision_that_the_device_has_not(monkeypatch):
+    from fastxtend_amp import mode
+    monkeypatch.setattr(check, 'EPOCHS', 1)
+    monkeypatch.setattr(check, 'mode_support', lambda m, d: mode.Support('unsupported', 'the test says so'))
+    results = check.check('cpu')
+    assert [r.passed for r in results] == [True, True, None, None, None] and not failed(results)
+    assert 'left out fp16' in check.report(results, 'cpu') and 'All 2 checks passed' in check.report(results, 'cpu')
+
+
+@pytest.mark.parametrize('device', ['gpu', 'meta'])
+def test_bad_input(device, capsys):
+    with pytest.raises(SystemExit): check.main(['--device', device])
+    assert f'--device {device}' in capsys.readouterr().err
+
+
+def test_as_a_user_runs_it():
+    code = 'import sys; from fastxtend_amp.tools.check import main; sys.exit(main(["--help"]))'
+    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True)
+    assert done.returncode == 0 and '--device' in done.stdout
