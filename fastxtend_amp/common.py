@@ -34,14 +34,14 @@ def random_state(
         module: Any = getattr(torch, kind, None)
         if kind == 'cpu' or not hasattr(module, 'get_rng_state'): continue
         if device is not None and device.index is not None:
-            setter = partial(_set_rng_state, module, device)
-            states.append((setter, module.get_rng_state(device)))
+            states.append((partial(_set_rng_state, device), module.get_rng_state(device)))
         elif hasattr(module, 'get_rng_state_all'): states.append((module.set_rng_state_all, module.get_rng_state_all()))
         else: states.append((module.set_rng_state, module.get_rng_state()))
     return states
 
 
-def _set_rng_state(module: Any, device: torch.device, state: torch.Tensor) -> None: module.set_rng_state(state, device)
+def _set_rng_state(device: torch.device, state: torch.Tensor) -> None:
+    torch.get_device_module(device).set_rng_state(state, device)
 
 
 def set_random_state(state: RandomState) -> None:

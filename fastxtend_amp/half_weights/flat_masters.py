@@ -59,6 +59,7 @@ class FlatMasters:
 
     def _build(self, opt):
         store, alike = state_of(opt), {}
+        counts = _step_counts(opt)
         fused = any(g.get('fused') for g in getattr(opt, 'opt', opt).param_groups)
         self.blocks, self.alone = [], []
         for group, pl in enumerate(opt.param_lists):
@@ -71,7 +72,7 @@ class FlatMasters:
                 if broken or not p.is_contiguous():              # or in another memory format
                     self.alone.append((group, p))
                     continue
-                key = group, p.device, p.dtype, p.requires_grad, _exemptions(opt, p), _fixed_state(opt, p)
+                key = group, p.device, p.dtype, p.requires_grad, _exemptions(opt, p), _fixed_state(opt, p, counts)
                 alike.setdefault(key, []).append(p)
         for (group, *_), params in alike.items():
             for part in _parts(params):
@@ -167,13 +168,27 @@ class _Block:
 def _exemptions(opt, p): return tuple(opt.state.get(p, {}).get(k) for k in ('do_wd', 'force_train'))
 
 
-def _fixed_state(opt, p) -> tuple:
+def _step_counts(opt: Any) -> dict[int, float]: # By the id of the tensor
+    "The values of the optimizer's tensors of one element, such as step counts; waits for each device once."
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for pl in opt.param_lists:
+        for p in pl:
+            for v in state_of(opt).get(p, {}).values():
+                is_count = isinstance(v, torch.Tensor) and v.numel() == 1 and not _like(v, p)
+                if is_count: by_device.setdefault(v.device, []).append(v)
+    values: dict[int, float] = {}
+    for tensors in by_device.values():
+        values.update(zip(map(id, tensors), torch.stack([t.reshape(()).float() for t in tensors]).tolist()))
+    return values
+
+
+def _fixed_state(opt: Any, p: nn.Parameter, counts: dict[int, float]) -> tuple:
     "What of the state of `p` must be the same for all parameters in a block."
     fixed: list[tuple[str, Any]] = []
     for k, v in sorted(state_of(opt).get(p, {}).items()):
         if _like(v, p): fixed.append((k, 'flat'))
         elif not isinstance(v, torch.Tensor): fixed.append((k, v))
-        elif v.numel() == 1: fixed.append((k, v.item()))
+        elif v.numel() == 1: fixed.append((k, counts[id(v)]))
         else:
             raise ValueError(f"flat_master=True cannot be used with {type(getattr(opt, 'opt', opt)).__name__}: its state '{k}' "
                              f"of shape {tuple(v.shape)} belongs to a whole parameter of shape {tuple(p.shape)}, not to its "

@@ -79,7 +79,9 @@ class LoweredWeights:
 class Moves:
     "The share of the weights that the first steps leave where they were."
     steps = 8
-    def __init__(self): self.n, self.unmoved, self.total, self.before = 0, 0, 0, None
+    def __init__(self):
+        self.n, self.before = 0, None
+        self.counts: list[torch.Tensor] = []                     # on the device: weights that have a gradient, and did not move
 
     def before_step(self, params: list[nn.Parameter]) -> None:
         "Remember the weights that have a gradient."
@@ -90,10 +92,13 @@ class Moves:
         before, self.before = self.before, None
         if before is None: return False
         for p, old, had in before:
-            self.total += int(had.sum())
-            self.unmoved += int((had & (p.detach() == old)).sum())
+            self.counts.append(torch.stack([had.sum(), (had & (p.detach() == old)).sum()]))
         self.n += 1
         return self.n == self.steps
 
     @property
-    def share(self) -> float: return self.unmoved / max(self.total, 1)
+    def share(self) -> float:
+        "0 to 1. Waits for the device, once."
+        if not self.counts: return 0.
+        total, unmoved = torch.stack([c.to(self.counts[0].device) for c in self.counts]).sum(0).tolist()
+        return unmoved / max(total, 1)

@@ -39,8 +39,17 @@ def trial_optimizer(
 def is_elementwise(
     opt: Any, # fastai's `Optimizer` or `OptimWrapper`
 ) -> bool:
-    "Whether a step of `opt` changes the same numbers alike, in one tensor or in two; found by trial steps."
+    """Whether a step of `opt` changes the same numbers alike, in one tensor or in two; found by trial steps.
+
+    On the CPU, so that no accelerator is waited for; on the parameters' device if `opt` does not step on the CPU.
+    """
     device = next(p.device for pl in opt.param_lists for p in pl)
+    on_cpu = _steps_alike(opt, torch.device('cpu'))
+    if on_cpu is None and device.type != 'cpu': return bool(_steps_alike(opt, device))
+    return bool(on_cpu)
+
+
+def _steps_alike(opt: Any, device: torch.device) -> bool | None: # None if it cannot step there
     numbers = torch.linspace(-1, 30, 10, device=device)
     def stepped(*tensors):
         params = [nn.Parameter(t.clone()) for t in tensors]
@@ -49,9 +58,11 @@ def is_elementwise(
             for p in params: p.grad = p.detach().sin()
             trial.step()
         state = [(p, v) for p in params for v in trial.state.get(p, {}).values() if isinstance(v, torch.Tensor)]
-        return torch.cat([p.detach().flatten() for p in params]), all(v.numel() == 1 or v.shape == p.shape for p, v in state)
+        fits = all(v.numel() == 1 or v.shape == p.shape for p, v in state)
+        return torch.cat([p.detach().flatten() for p in params]), fits
     try: (two, fits), (one, _) = stepped(numbers[:6].view(3, 2), numbers[6:]), stepped(numbers)
-    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError): return False   # it wants matrices, a closure, ...
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError):
+        return None                                              # it wants matrices, a closure, an accelerator, ...
     return fits and torch.allclose(two, one)
 
 

@@ -297,7 +297,8 @@ class _Comparison:
             import torch_xla.core.xla_model as xm
             xm.mark_step()
             xm.wait_device_ops()
-        elif self.device.type != 'cpu': torch.get_device_module(self.device.type).synchronize()
+        elif self.device.type == 'mps': torch.mps.synchronize()
+        elif self.device.type != 'cpu': torch.get_device_module(self.device).synchronize(self.device)
 
 
 def reason_of(error: BaseException) -> str:

@@ -22,7 +22,9 @@ def free_memory(
     device: torch.device,
 ) -> float: # Bytes; inf where there is no way to tell
     "How much memory is free on `device`."
-    if device.type == 'cuda': return torch.cuda.mem_get_info(device)[0]
+    if device.type == 'cuda':
+        try: return torch.cuda.mem_get_info(device)[0]
+        except RuntimeError: return math.inf                     # a driver that does not tell
     if device.type == 'cpu' and 'SC_AVPHYS_PAGES' in getattr(os, 'sysconf_names', {}):
         return os.sysconf('SC_AVPHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
     return math.inf

@@ -56,7 +56,7 @@ def test_the_diagnosis_of_a_batch_that_is_not_finite(device):
     train = dataset(48)
     train.tensors[0][9, 2] = float('nan')
     learn = learner(mlp(), loaders(train=train)).to_bf16()
-    with pytest.warns(UserWarning, match='the batch itself is not finite: 1 of 24 values of an input'):
+    with pytest.warns(UserWarning, match='The batch itself is not finite: 1 of 24 values of an input'):
         learn.fit(1, 0.01)
 
 

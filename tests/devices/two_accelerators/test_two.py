@@ -75,12 +75,8 @@ def test_on_a_device_that_is_not_current(mode, opt, devices):
 
 
 @pytest.mark.parametrize('lag', [0, 30, 100, 2000])
-def test_flags_on_their_way_from_a_device_that_is_not_current(lag, devices, monkeypatch, request):
+def test_flags_on_their_way_from_a_device_that_is_not_current(lag, devices, monkeypatch):
     "The event has to be recorded where the copy is."
-    if lag and devices[0].type == 'cuda':
-        request.applymarker(
-            pytest.mark.xfail(strict=True, reason='the event is the current device\'s')
-        )
     options.lag = lag
     def always(learn): next(learn.model.parameters()).grad.view(-1)[0].fill_(float('inf'))
 
@@ -91,8 +87,8 @@ def test_flags_on_their_way_from_a_device_that_is_not_current(lag, devices, monk
     history, polled = learn.precision.scaling.history, []
     monkeypatch.setattr(type(history), '_chunk', 4)
     learn.remove_cb(learn.recorder)                      # it reads the loss of each batch, and the host waits for that
-    poll = type(history).poll
-    monkeypatch.setattr(type(history), 'poll', lambda self: polled.append(poll(self)) or polled[-1])
+    poll = type(history).arrived_skips
+    monkeypatch.setattr(type(history), 'arrived_skips', lambda self: polled.append(poll(self)) or polled[-1])
     learn.add_cb(At('after_backward', lambda l: l.iter % 2 and always(l), 100))
     learn.fit(1, .01)
     assert set(polled) <= {0, 1} and learn.precision.n_skipped == 12
@@ -153,7 +149,6 @@ def test_random_draws_of_the_device_that_is_not_current(devices):
     with pytest.warns(UserWarning, match="module 'attn'"): learn.to_fp16().fit(1, .01)
 
 
-@pytest.mark.xfail(strict=True, reason='it waits for the current device')
 def test_the_comparison_waits_for_the_models_device(devices):
     "And not for the current one."
     learn = learner(mlp(), loaders(n=48, device=devices[1]))
