@@ -86,7 +86,7 @@ class MixedPrecision(Lifecycle, fp16.MixedPrecision):
 
     # `Callback` asks at every event, and would find it by way of `__getattr__`, which takes longer than most events do.
     @property
-    def training(self): return self._learn.training
+    def training(self): return self._learn.training  # type: ignore[override]
 
     # -- what a user reads
 
@@ -272,6 +272,7 @@ class MixedPrecision(Lifecycle, fp16.MixedPrecision):
         batch = self._batch
         if batch is None: return
         self._exit_autocast()
+        if batch.later is not None: batch.later.remove()
         batch.done = True
         if batch.loose: self._leave_batch(batch, None)
 

@@ -142,12 +142,13 @@ def scale_version(scaler: GradScaler) -> tuple:
     return id(scaler), made, start, rules
 
 
-def grads_version(params: list[nn.Parameter]) -> list[tuple[int, int]]:
+def grads_version(params: list[nn.Parameter]) -> list[tuple[int, Any]]:
     """A value that changes when somebody changes the gradients of `params`; no operator runs.
 
     Relies on a tensor's `_version` (since 1.0), which counts in-place changes. Without it the value always differs.
     """
-    return [(id(p.grad), getattr(p.grad, '_version', object())) for p in params if p.grad is not None]
+    unknown: Any = object()
+    return [(id(p.grad), getattr(p.grad, '_version', unknown)) for p in params if p.grad is not None]
 
 
 def arm_found_inf(opt: torch.optim.Optimizer, flag: torch.Tensor) -> None:
@@ -331,7 +332,7 @@ def _operator(func: Any) -> Operator:
 def watch_operators(
     handle: Callable[[Operator, tuple, dict], Any], # Called in place of each operator; gives its result
 ) -> AbstractContextManager:
-    """Every operator that this thread runs inside, below autograd and autocast, goes through `handle`; not its own ones.
+    """Every operator that this thread runs inside, below autograd and autocast, goes through `handle`, but its own.
 
     Relies on `torch.utils._python_dispatch.TorchDispatchMode` (PyTorch 1.12). Where that is gone nothing is seen of
     operators: the report knows the modules' outputs alone, and dropout masks may differ between precisions.
@@ -388,7 +389,7 @@ def is_compiled_in_place(module: nn.Module) -> bool:
 
 
 def host_value(t: torch.Tensor) -> float | None:
-    """The value of a single fp32 number in main memory, read without an operator; None if it is elsewhere or of another kind.
+    """The value of a single fp32 number in main memory, read without an operator; None for any other tensor.
 
     Relies on `torch._C.DisableTorchFunctionSubclass` (since 2.0), which saves microseconds on fastai's tensor types;
     where it is gone attributes are read by way of `__torch_function__`.
@@ -406,7 +407,8 @@ def host_norm(t: torch.Tensor) -> float | None:
     """
     past_subclasses = getattr(torch._C, 'DisableTorchFunctionSubclass', nullcontext)
     with past_subclasses():
-        if not t.is_cpu or t.dtype is not torch.float32 or t.layout is not torch.strided or not t.is_contiguous(): return None
+        plain = t.is_cpu and t.dtype is torch.float32 and t.layout is torch.strided
+        if not plain or not t.is_contiguous(): return None
         if not (n := t.numel()): return 0.
         values = np.ctypeslib.as_array((ctypes.c_float * n).from_address(t.data_ptr()))
         return float(np.sqrt(np.dot(values, values)))

@@ -49,7 +49,6 @@ class Lifecycle:
     exception ends a fit. Both can be interrupted and called again.
     """
     amp_mode: str | AMPMode
-    scales_loss: bool
     observers: list[PrecisionObserver]
     _mode: AMPMode | None
     _scaling: LossScaling
@@ -148,9 +147,10 @@ class Lifecycle:
         self._mode = mode = self._decide(device)
         self._fp32_modules.apply(learn.model)                    # it may be another model by now
         if mode is not None: check_layers(mode, device, unwrapped(learn.model), self._fp32_modules.covers)
-        if self.scales_loss and self._scaling.has_scale: check_float64(device)
+        scaled = mode is not None and mode.needs_loss_scaling
+        if scaled and self._scaling.has_scale: check_float64(device)
         self._fit = Fit(device, mode)
-        scaler = self._scaling.start(device.type, scaled=mode is not None and mode.needs_loss_scaling)
+        scaler = self._scaling.start(device.type, scaled)
         if 'lr_finder' in learn.__dict__: self._fit.before_lr_find = self._scaling.snapshot()
         cache_loses_gradients()                                  # asked here, so that no batch is interrupted in it
         self._tell('fit_started')

@@ -70,7 +70,8 @@ def skips_on_device(
         key, state = _STATE[type(inner)], inner.state
         if not all(p.grad is None or state.get(p, _NOTHING).get(key) is not None for p in params): return False
     devices = {p.device for p in params}
-    return all(honours_found_inf(type(inner), device, (('fused', True),)) for device in devices)
+    kind: Any = type(inner)
+    return all(honours_found_inf(kind, device, (('fused', True),)) for device in devices)
 
 
 class LossScaling:

@@ -1,5 +1,5 @@
 "The callback in fastai's loop: the same numbers as a hand-written loop, and what each event promises."
-import inspect, pickle, warnings
+import pickle, warnings
 from collections import OrderedDict, namedtuple
 
 import pytest, torch

@@ -1,5 +1,5 @@
 "Each use of an undocumented name does what `compat.py` says; the test fails with the function's name when it is gone."
-import copy, inspect, sys
+import inspect, sys
 
 import pytest, torch
 from fastai.learner import Learner

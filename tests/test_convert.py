@@ -98,7 +98,7 @@ def test_containers_with_rules_of_their_own():
 
 
 def test_a_tree_in_the_batch_trains():
-    from helpers import At, learner, loaders
+    from helpers import At, learner
     from fastai.learner import Learner
     class Trees(Learner):
         def _split(self, b): root = Node(); Node(root); self.xb, self.yb, self.tree = (b[0],), (b[1],), root

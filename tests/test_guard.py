@@ -4,7 +4,6 @@ from itertools import product
 
 import pytest, torch
 from fastai.callback import core
-from fastai.callback.core import CancelFitException
 from torch import nn
 
 from fastxtend_amp import MixedPrecision

@@ -21,11 +21,11 @@ __all__ = ['HalfWeights']
 class HalfWeights(MixedPrecision):
     """Half-precision weights with fp32 masters, on top of autocast: the same numbers, with fewer casts.
 
-    The model's parameters stay fp32: they are the masters that the optimizer steps on. autocast is on around the forward
-    pass and the loss, as in `MixedPrecision`; but where it would cast a module's weights in each batch, that module finds
-    half-precision copies inside its own forward, rewritten once for each step. Nobody else meets a copy: gradients arrive
-    on the masters, in fp32, and a model, a callback or a checkpoint sees fp32 parameters at all times. Linear layers,
-    convolutions and attention have copies, if nothing else uses their weights; all other modules run as under autocast.
+    The model's parameters stay fp32: they are the masters that the optimizer steps on. autocast is on around the
+    forward pass and the loss, as in `MixedPrecision`; but where it would cast a module's weights in each batch, that
+    module finds half-precision copies inside its own forward, rewritten once for each step. Nobody else meets a copy:
+    gradients arrive on the masters, in fp32, and a model, a callback or a checkpoint sees fp32 parameters at all times.
+    Linear layers, convolutions and attention have copies, if nothing else uses their weights; all other modules run as under autocast.
     The first batches of a fit are watched for that, without copies. With `torch.compile`, autocast does all casts.
 
     Loss scaling, skipped steps, history and diagnosis are `MixedPrecision`'s.
@@ -36,26 +36,32 @@ class HalfWeights(MixedPrecision):
         dtype: str | AMPMode | torch.dtype = AMPMode.BF16, # The weights' precision: 'bf16' or 'fp16'
         loss_scale: float | None = None, # A static loss scale; dynamic scaling if None (fp16)
         flat_master: bool = False, # Whether the optimizer steps on few flat tensors instead of one for each parameter
-        master_weights: bool = True, # Whether there are fp32 masters; without, the optimizer steps on half-precision weights
-        fp32_modules: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules, predicates, or a list of these
+        master_weights: bool = True, # Whether there are fp32 masters; else the optimizer steps on half weights
+        fp32_modules: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules, predicates
         *,
         on_overflow: str = 'warn', # When training goes wrong: 'warn', 'raise' (`FloatingPointError`) or 'ignore'
         max_skips: int = 16, # Skipped steps in a row after which training counts as going wrong (fp16)
     ):
         try: mode = AMPMode(dtype)
-        except ValueError: raise ValueError(f"dtype={dtype!r} cannot be used: dtype must be 'bf16' or 'fp16' (or the torch dtypes). For plain "
+        except ValueError: raise ValueError(f"dtype={dtype!r} cannot be used: dtype must be 'bf16' or 'fp16' (or the "
+                                            "torch dtypes). For plain "
                                             "fp32 use `learn.to_fp32()`.") from None
         if mode is AMPMode.BF16 and loss_scale is not None:
-            raise ValueError(f"loss_scale={loss_scale!r} cannot be used with dtype='bf16', which needs no loss scaling. Leave it out, or take dtype='fp16'.")
+            raise ValueError(f"loss_scale={loss_scale!r} cannot be used with dtype='bf16', which needs no loss "
+                             "scaling. Leave it out, or take dtype='fp16'.")
         if not master_weights and flat_master:
-            raise ValueError("flat_master=True cannot be used with master_weights=False: there is no master to make flat. Leave one of them out.")
+            raise ValueError("flat_master=True cannot be used with master_weights=False: there is no master to make "
+                             "flat. Leave one of them out.")
         if not master_weights and mode is AMPMode.FP16:
-            raise ValueError("master_weights=False cannot be used with dtype='fp16', whose gradients must be unscaled in fp32. Take dtype='bf16', or keep "
+            raise ValueError("master_weights=False cannot be used with dtype='fp16', whose gradients must be unscaled "
+                             "in fp32. Take dtype='bf16', or keep "
                              "the masters.")
-        super().__init__(mode, loss_scale=loss_scale, fp32_modules=fp32_modules, on_overflow=on_overflow, max_skips=max_skips)
+        super().__init__(mode, loss_scale=loss_scale, fp32_modules=fp32_modules, on_overflow=on_overflow,
+                         max_skips=max_skips)
         self.dtype, self.flat_master, self.master_weights = mode.dtype, flat_master, master_weights
-        self._asked_for = dict(dtype=mode.value, loss_scale=loss_scale, flat_master=flat_master, master_weights=master_weights,
-                               fp32_modules=fp32_modules, on_overflow=on_overflow, max_skips=max_skips)
+        self._asked_for = dict(dtype=mode.value, loss_scale=loss_scale, flat_master=flat_master,
+                               master_weights=master_weights, fp32_modules=fp32_modules, on_overflow=on_overflow,
+                               max_skips=max_skips)
         self._copies: WeightCopies | None = None                 # from the first training of a fit to its end
         self._lowered: LoweredWeights | None = None              # instead, without masters
         self._flat = FlatMasters()
@@ -141,7 +147,8 @@ class HalfWeights(MixedPrecision):
         check_model(self.learn.model, self.learn.opt)
         if self.flat_master: FlatMasters.check(self.learn.opt)
         if not self.master_weights and isinstance(self.learn.model, nn.parallel.DistributedDataParallel):
-            raise ValueError("master_weights=False cannot be used with DistributedDataParallel, which would not reduce the gradients of weights that "
+            raise ValueError("master_weights=False cannot be used with DistributedDataParallel, which would not "
+                             "reduce the gradients of weights that "
                              "change their dtype. Use `learn.to_half_weights()`, with masters.")
 
     def _step(self, step):
@@ -157,7 +164,7 @@ class HalfWeights(MixedPrecision):
 
     def _close(self, **kwargs):
         try: self._restore()
-        finally: self._restore()                                 # one of them is complete, wherever an interrupt strikes
+        finally: self._restore()  # one of them is complete, wherever an interrupt strikes
         super()._close(**kwargs)
 
     def _restore(self):

@@ -20,7 +20,7 @@ __all__ = ['HalfForward', 'WeightCopies']
 class _AsHalf(torch.autograd.Function):
     "Stands copies in for masters; backward, gradients go to fp32 as through autocast's own casts."
     @staticmethod
-    def forward(ctx, halves, *masters):                          # with a `setup_context`, PyTorch binds arguments in Python
+    def forward(ctx, halves, *masters):  # with a `setup_context`, PyTorch binds arguments in Python
         ctx.set_materialize_grads(False)
         return tuple(h.detach() for h in halves)
     @staticmethod
@@ -171,7 +171,7 @@ class WeightCopies:
         self.watch.leave()
         for f in self.forwards:
             f.barred |= any(id(c.master) in self.watch.used for c in f.all)
-        for f, n in self.called.items():                         # the cache may be cleared between two calls: autocast's job
+        for f, n in self.called.items():  # the cache may be cleared between two calls: autocast's job
             f.seen, f.barred = True, f.barred or (n > 1 and cache_loses_gradients())
         self.missed -= self.called.keys()
         if not self.missed: self.n_watched = 0

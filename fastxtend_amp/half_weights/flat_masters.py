@@ -24,7 +24,7 @@ LINE = 16
 
 
 class FlatMasters:
-    """The masters of each parameter group in a few flat tensors, and the optimizer's state too; a master is a view of one.
+    """The masters of each parameter group in a few flat tensors, and the optimizer's state, too.
 
     Only while the optimizer steps does it see the flat ones: learner, checkpoints and callbacks meet one entry for each
     parameter. Parameters share flat tensors if group, device, weight-decay exemption, `force_train`, the state that
@@ -37,19 +37,23 @@ class FlatMasters:
         self.blocks: list[_Block] = []
         self.alone: list[tuple[int, nn.Parameter]] = []          # with the number of its group
         self.pattern: Any = None                                 # what the blocks were built for
-        self.lists: Any = None                                   # the optimizer's own parameters, while it sees the flat ones
+        self.lists: Any = None  # the optimizer's own parameters, while it sees the flat ones
         self.opt: Any = None
         self.moved: set[nn.Parameter] = set()                    # those that were ever a view of a flat tensor
 
     @staticmethod
     def check(opt: Any) -> None:
-        "Raise a `ValueError` that names an optimizer whose step is not the same for each element; found by trial steps."
-        plain = type(opt) is Optimizer                           # others, such as Lookahead, have counters and weights of their own
+        "Raise a `ValueError` that names an optimizer whose step is not the same for each element."
+        plain = type(opt) is Optimizer  # others, such as Lookahead, have counters and weights of their own
         if (plain or isinstance(opt, OptimWrapper)) and is_elementwise(opt): return
         name = type(opt.opt if isinstance(opt, OptimWrapper) else opt).__name__
-        if plain: name = getattr(getattr(opt.cbs[-1], 'func', opt.cbs[-1]), '__name__', name).removesuffix('_step').title()
-        raise ValueError(f"flat_master=True cannot be used with {name}, whose step depends on which parameter tensor an "
-                         "element is in. Use `learn.to_half_weights(flat_master=False)`, or an element-wise optimizer such "
+        if plain:
+            step = getattr(opt.cbs[-1], 'func', opt.cbs[-1])
+            name = getattr(step, '__name__', name).removesuffix('_step').title()
+        raise ValueError(f"flat_master=True cannot be used with {name}, whose step depends on which parameter tensor "
+                         "an "
+                         "element is in. Use `learn.to_half_weights(flat_master=False)`, or an element-wise optimizer "
+                         "such "
                          "as Adam or SGD.")
 
     def _look(self, opt):
@@ -134,7 +138,7 @@ class _Block:
             elif isinstance(v, torch.Tensor): v = v.clone()
             self.state[k] = v
         for p, view in zip(params, self.parts(self.flat.data)): p.data = view
-        self.shared: dict[str, torch.Tensor] = {}                # the flat state that the parameters have their parts of
+        self.shared: dict[str, torch.Tensor] = {}  # the flat state that the parameters have their parts of
 
     def parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
         "What of `flat` belongs to each parameter, in its shape."
@@ -147,7 +151,7 @@ class _Block:
         if flat is None:
             flat = torch.cat([g.reshape(-1) for g in grads])     # type: ignore[union-attr]
             for p, part in zip(self.params, self.parts(flat)):
-                p.grad = part.data                               # no view to autograd: the optimizer may detach it in place
+                p.grad = part.data  # no view to autograd: the optimizer may detach it in place
         self.flat.grad = flat
 
     def share(self, store: dict) -> None:
@@ -156,7 +160,7 @@ class _Block:
         for k, v in self.state.items():
             if not isinstance(v, torch.Tensor):
                 for s in states: s[k] = v
-            elif not _like(v, self.flat):                        # each has one of its own, which is counted up by itself later
+            elif not _like(v, self.flat):  # each has one of its own, which is counted up by itself later
                 for s in states:
                     if k not in s: s[k] = v.clone()
                 copy_all([s[k] for s in states], [v] * len(states))
@@ -190,8 +194,10 @@ def _fixed_state(opt: Any, p: nn.Parameter, counts: dict[int, float]) -> tuple:
         elif not isinstance(v, torch.Tensor): fixed.append((k, v))
         elif v.numel() == 1: fixed.append((k, counts[id(v)]))
         else:
-            raise ValueError(f"flat_master=True cannot be used with {type(getattr(opt, 'opt', opt)).__name__}: its state '{k}' "
-                             f"of shape {tuple(v.shape)} belongs to a whole parameter of shape {tuple(p.shape)}, not to its "
+            raise ValueError(f"flat_master=True cannot be used with {type(getattr(opt, 'opt', opt)).__name__}: its "
+                             f"state '{k}' "
+                             f"of shape {tuple(v.shape)} belongs to a whole parameter of shape {tuple(p.shape)}, not "
+                             "to its "
                              "elements. Use `learn.to_half_weights(flat_master=False)`.")
     return tuple(fixed)
 

@@ -14,6 +14,6 @@ __all__: list[str] = []
 @patch
 @takes_arguments_of(HalfWeights.__init__)
 def to_half_weights(self: Learner, *args, **kwargs) -> Learner: # The learner
-    "Train with half-precision weights and fp32 masters, as fastai v1's `to_fp16` did; replaces any other precision callback."
+    "Train with half-precision weights and fp32 masters, as fastai v1's `to_fp16` did; replaces any other precision."
     refuse_former('to_half_weights', kwargs, known=['flat_master'])
     return set_precision(self, HalfWeights(*args, **kwargs))

@@ -20,9 +20,9 @@ __all__ = ['bytes_per_parameter']
 def bytes_per_parameter(
     learn: Learner, # A learner in the middle of a fit, with gradients
 ) -> dict[str, float]: # weights, gradients, masters, optimizer state, cast cache; bytes for each of the model's numbers
-    """What training holds for each parameter, counted from the tensors there are, each memory once. Call it before or after a step.
+    """What training holds for each parameter, counted from the tensors there are; to be called before or after a step.
 
-    autocast's cache lives as long as a batch: for its size the model runs forward once more on the batch at hand, without effect.
+    autocast's cache lives as long as a batch: for its size the model runs forward once more on the batch at hand.
     """
     cb: Any = learn.precision
     forwards = cb._copies.forwards if isinstance(cb, HalfWeights) and cb._copies is not None else []
@@ -30,17 +30,20 @@ def bytes_per_parameter(
     params, copied = [*learn.model.parameters()], {id(c.master) for c in copies}
     state = [v for s in state_of(learn.opt).values() for v in s.values() if isinstance(v, torch.Tensor)]
     n = sum(p.numel() for p in params)
-    def size(tensors): return sum({(t.device, t.untyped_storage().data_ptr()): t.untyped_storage().nbytes() for t in tensors}.values()) / n
+    def size(tensors):
+        storages = {(t.device, t.untyped_storage().data_ptr()): t.untyped_storage().nbytes() for t in tensors}
+        return sum(storages.values()) / n
     return {'weights': size([*(c.half for c in copies), *(p for p in params if id(p) not in copied)]),
             'gradients': size([p.grad for p in params if p.grad is not None]),
-            'masters': size([p for p in params if id(p) in copied]), 'optimizer state': size(state), 'cast cache': _cast_cache(learn, cb, copied) / n}
+            'masters': size([p for p in params if id(p) in copied]), 'optimizer state': size(state),
+            'cast cache': _cast_cache(learn, cb, copied) / n}
 
 
 def _cast_cache(learn: Learner, cb: MixedPrecision | None, copied: set[int]) -> int:
-    "Bytes of the weights' casts that are left when a forward pass is over and nothing but autocast's cache can hold them."
+    "Bytes of the weights' casts that are left after a forward pass, which autocast's cache alone can hold."
     if cb is None: return 0
     model = unwrapped(learn.model)
-    clone = copy.deepcopy(model)                                 # no effect on buffers or on what else a model remembers
+    clone = copy.deepcopy(model)  # no effect on buffers or on what else a model remembers
     cast = [q for p, q in zip(model.parameters(), clone.parameters()) if id(p) not in copied]
     with random_state_kept(cb.fit_device), cb.context(), CastWatch(cast) as casts:
         clone(*learn.xb)

@@ -125,7 +125,8 @@ def check_model(
         for name, p in module.named_parameters(recurse=False):
             where = f"parameter '{path + '.' if path else ''}{name}'"
             if is_sharded(p):
-                raise ValueError(f"to_half_weights cannot be used with FSDP2: {where} is a DTensor, spread over processes.\n"
+                raise ValueError(f"to_half_weights cannot be used with FSDP2: {where} is a DTensor, spread over "
+                                 "processes.\n"
                                  "Use `learn.to_bf16()`, or `fully_shard`'s own "
                                  "`MixedPrecisionPolicy(param_dtype=torch.bfloat16)`.")
             if p.dtype in HALF and p.requires_grad:
@@ -133,7 +134,8 @@ def check_model(
                                  "Call `learn.model.float()` first.")
             if getattr(module, 'sparse', False) and p.requires_grad and (why := sparse_trouble(opt)):
                 kind = type(getattr(opt, 'opt', opt)).__name__
-                raise ValueError(f"to_half_weights: {where} has sparse gradients, which this {kind} cannot take ({why}). "
+                raise ValueError(f"to_half_weights: {where} has sparse gradients, which this {kind} cannot take "
+                                 f"({why}). "
                                  "Use an optimizer that can, such as SGD without momentum, or `sparse=False`.")
 
 

@@ -50,7 +50,7 @@ class LoweredWeights:
             p.data = p.data.to(dtype)
             if grad is not None: p.grad = grad.to(dtype)
         state = state_of(self.opt).get(p, {})
-        comp = state.get('kahan_comp', p)                        # optimi's, which has none for a weight that it met in fp32
+        comp = state.get('kahan_comp', p)  # optimi's, which has none for a weight that it met in fp32
         if dtype is self.dtype and (comp is None or comp.shape != p.shape):
             state['kahan_comp'] = torch.zeros_like(p, requires_grad=False)
         for k, v in state.items():                               # step counts and quantized states stay as they are
@@ -70,7 +70,8 @@ class LoweredWeights:
         moves, self.moves = self.moves, None
         if moves is None or not moves.n: return
         name = type(getattr(self.opt, 'opt', self.opt)).__name__
-        warnings.warn(f"master_weights=False with {name}, which does not compensate for rounding: small updates are lost. "
+        warnings.warn(f"master_weights=False with {name}, which does not compensate for rounding: small updates are "
+                      "lost. "
                       f"In the first {moves.n} steps {moves.share:.0%} of the weights with a gradient did not move. "
                       "Use an optimizer with Kahan summation (`fastxtend_amp.kahan`) or stochastic rounding, "
                       "or keep the masters.")
@@ -81,7 +82,7 @@ class Moves:
     steps = 8
     def __init__(self):
         self.n, self.before = 0, None
-        self.counts: list[torch.Tensor] = []                     # on the device: weights that have a gradient, and did not move
+        self.counts: list[torch.Tensor] = []  # on the device: weights that have a gradient, and did not move
 
     def before_step(self, params: list[nn.Parameter]) -> None:
         "Remember the weights that have a gradient."

@@ -86,7 +86,7 @@ def compensates(
 ) -> bool:
     """Whether `opt` keeps what rounding to bf16 loses.
 
-    optimi's optimizers do by Kahan summation, unless told not to; torchao's with `bf16_stochastic_round=True` on average.
+    optimi's do by Kahan summation, unless told not to; torchao's with `bf16_stochastic_round=True` on average.
     """
     inner = getattr(opt, 'opt', opt)
     package = type(inner).__module__.partition('.')[0]
@@ -98,14 +98,18 @@ def kahan(
     opt: str = 'AdamW', # The name of one of optimi's optimizers
     **kwargs # Its arguments
 ) -> Callable: # To hand to `Learner(opt_func=...)`
-    """An optimizer with Kahan summation for `to_half_weights(master_weights=False)`, with the names that fastai's schedules need.
+    """An optimizer with Kahan summation for `to_half_weights(master_weights=False)`, with fastai's names.
 
-    Needs the package torch-optimi (`pip install fastxtend_amp[kahan]`). Source: https://optimi.benjaminwarner.dev/kahan_summation.
+    Needs the package torch-optimi (`pip install fastxtend_amp[kahan]`).
+
+    Source: https://optimi.benjaminwarner.dev/kahan_summation.
     """
     try: import optimi
     except ImportError as e: raise ImportError("kahan needs optimi: `pip install torch-optimi`.") from e
     cls = getattr(optimi, opt, None) if isinstance(opt, str) else opt
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
-        known = sorted(n for n, o in vars(optimi).items() if isinstance(o, type) and issubclass(o, torch.optim.Optimizer))
+        def is_optimizer(o): return isinstance(o, type) and issubclass(o, torch.optim.Optimizer)
+        known = sorted(n for n, o in vars(optimi).items() if is_optimizer(o))
         raise ValueError(f"opt={opt!r} is not one of optimi's optimizers. Take one of {', '.join(known)}.")
-    return partial(OptimWrapper, opt=partial(cls, **{'kahan_sum': True, **kwargs}), hp_map={**pytorch_hp_map, 'beta1': 'mom', 'beta2': 'sqr_mom'})
+    hp_map = {**pytorch_hp_map, 'beta1': 'mom', 'beta2': 'sqr_mom'}
+    return partial(OptimWrapper, opt=partial(cls, **{'kahan_sum': True, **kwargs}), hp_map=hp_map)

@@ -12,8 +12,9 @@ __all__ = ['WeightWatch']
 
 # Attributes that give a weight's values away, which others do not; and methods that do not.
 _VALUES = {'data', 'T', 'mT', 'H', 'mH', 'real', 'imag'}
-_METADATA = {'size', 'dim', 'numel', 'nelement', 'stride', 'data_ptr', 'element_size', 'storage_offset', 'is_contiguous',
-             'is_floating_point', 'is_complex', 'get_device', 'requires_grad_', '__len__', '__hash__', 'register_hook',
+_METADATA = {'size', 'dim', 'numel', 'nelement', 'stride', 'data_ptr', 'element_size', 'storage_offset',
+             'is_contiguous', 'is_floating_point', 'is_complex', 'get_device', 'requires_grad_', '__len__', '__hash__',
+             'register_hook',
              'register_post_accumulate_grad_hook'}
 _PROBE = torch.zeros(())
 

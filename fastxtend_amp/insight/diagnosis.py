@@ -1,4 +1,4 @@
-"Where did training go wrong in low precision, and what would fix it? The batch at hand is run again to see."
+"Diagnosis of training that goes wrong in low precision: the batch at hand is run again to find where, and what helps."
 from __future__ import annotations
 
 import math

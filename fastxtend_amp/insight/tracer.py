@@ -26,7 +26,7 @@ IMPRECISE = .1          # a module whose own error is above this is in trouble
 
 
 class Tracer:
-    """One pass over some batches: in fp32 if `mode` is None, else under autocast, compared with the fp32 pass `reference`.
+    """One pass over some batches: in fp32 if `mode` is None, else under autocast, beside the fp32 pass `reference`.
 
     While a batch runs, each module has two hooks, and each operator is seen. In a lower precision each leaf, and each
     container that computes something itself, is first run in fp32 on the inputs it got, with the same random draws; its

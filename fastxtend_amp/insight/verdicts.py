@@ -42,7 +42,8 @@ class Verdict:
     def __str__(self):
         first = f'{self.mode}: {self.verdict}. Next: `{self.call}`'
         if not self.reason: return first
-        return first + '\n' + textwrap.fill(_sentence(self.reason), 116, initial_indent='    ', subsequent_indent='    ',
+        return first + '\n' + textwrap.fill(_sentence(self.reason), 116, initial_indent='    ',
+                                            subsequent_indent='    ',
                                             break_long_words=False, break_on_hyphens=False)
 
 

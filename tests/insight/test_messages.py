@@ -8,7 +8,7 @@ from torch import nn
 
 import fastxtend_amp
 from fastxtend_amp import AMPMode, MixedPrecision, precision_support
-from fastxtend_amp.tools import bench, demo
+from fastxtend_amp.tools import demo
 from fastxtend_amp import kahan
 from helpers import *
 
@@ -143,6 +143,10 @@ CASES = {
     'kept and never called': (lambda: fit(learner(InProjection()).to_bf16(fp32_modules='inner')), UserWarning,
                               "'inner' was not called", 'does nothing',
                               "Keep '(model)' instead"),
+    'to_amp with a mode': (lambda: net().to_amp('bf16'), TE, "to_amp('bf16')", 'chooses the precision itself',
+                           'learn.to_bf16()'),
+    'removed in a batch': (lambda: net().to_fp16().add_cb(At('after_loss', lambda l: l.remove_cb(l.precision), 40)).fit(1),
+                           RE, 'in the middle of a batch', 'take effect at its end', 'learn.to_fp32()'),
     'emulated': (bf16_emulated, UserWarning, "bf16 is emulated on device 'cpu'", 'has no bf16 arithmetic',
                  'The faster choice there is `learn.to_fp32()`'),
     'auto finds nothing': (auto_nothing, UserWarning, "amp_mode='auto'", 'neither bf16 nor fp16 natively',
@@ -285,7 +289,9 @@ def places():
             if raises or says: yield file.name, node.lineno, node.end_lineno
 
 
-ELSEWHERE = {'xla.py', 'bench.py'}  # test_xla.py, test_bench.py
+# Met in test_xla.py, tests/tools, tests/half_weights/test_refusals.py, test_compat.py, test_docs.py, devices/accelerator and test_optimizers.py.
+ELSEWHERE = {'xla.py', 'command.py', 'modules.py', 'compat.py', 'former_names.py', 'checks.py', 'optimizers.py', 'check.py',
+             'memory.py'}
 
 
 def test_no_message_is_left_out():
