@@ -14,7 +14,7 @@ from fastcore.basics import patch
 from .callback import PRECISION_CALLBACKS, MixedPrecision
 from .former_names import refuse_former
 from .mode import AMPMode
-from .observer import ON_ATTACH
+from .observer import ON_ATTACH, ON_MEASURE
 
 __all__ = ['set_precision', 'takes_arguments_of']
 
@@ -80,13 +80,26 @@ def to_bf16(self: Learner, **kwargs) -> Learner: # The learner
 
 @patch
 @takes_arguments_of(MixedPrecision.__init__, but='amp_mode')
-def to_amp(self: Learner, *args, **kwargs) -> Learner: # The learner
+def to_amp(self: Learner, *args,
+    measure: bool = False, # Try the precisions on the learner's own batches, and take the fastest that trains as fp32
+    max_seconds: float = 60., # For measuring
+    **kwargs
+) -> Learner: # The learner
     """Train in the fastest precision that the model's device does natively: bf16, then fp16, else fp32.
 
     Looks up what the device can do. It cannot know whether this model gains from it: small layers may train faster in
-    fp32 all the same, which `compare_precision` measures.
+    fp32 all the same. With `measure=True` fp32, bf16, fp16 and half-precision weights are tried instead, as far as the
+    device does them natively, on copies of the learner; one line says what was taken and why. What was measured is then
+    `learn.precision.decision`, unless fp32 was the fastest, which has no callback.
     """
     refuse_former('to_amp', kwargs)
+    if measure:
+        if args or kwargs:
+            given = ', '.join([*map(repr, args), *kwargs])
+            raise ValueError(f"to_amp(measure=True) cannot be combined with {given}: it settles the arguments itself.\n"
+                             "Take the call that it prints, and add to that.")
+        ON_MEASURE[-1](self, max_seconds)
+        return self
     if args and not isinstance(args[0], (int, float)):
         raise TypeError(f"to_amp({args[0]!r}): to_amp chooses the precision itself.\nFor one of your choice call "
                         "`learn.to_bf16()` or `learn.to_fp16()`.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ['OBSERVERS', 'ON_ATTACH', 'PrecisionObserver']
+__all__ = ['OBSERVERS', 'ON_ATTACH', 'ON_MEASURE', 'PrecisionObserver']
 
 
 class PrecisionObserver:
@@ -25,6 +25,9 @@ class PrecisionObserver:
 
 
 OBSERVERS: list[type[PrecisionObserver]] = []
+
+# Called with the learner and a number of seconds by `to_amp(measure=True)`; the last one in the list sets the precision.
+ON_MEASURE: list[Callable[[Any, float], Any]] = []
 
 # Called with the learner whenever a precision callback is put on one, and by `to_fp32()`.
 ON_ATTACH: list[Callable[[Any], None]] = []

@@ -25,7 +25,8 @@ class HalfWeights(MixedPrecision):
     forward pass and the loss, as in `MixedPrecision`; but where it would cast a module's weights in each batch, that
     module finds half-precision copies inside its own forward, rewritten once for each step. Nobody else meets a copy:
     gradients arrive on the masters, in fp32, and a model, a callback or a checkpoint sees fp32 parameters at all times.
-    Linear layers, convolutions and attention have copies, if nothing else uses their weights; all other modules run as under autocast.
+    Linear layers, convolutions and attention have copies, if nothing else uses their weights; all other modules run
+    as under autocast.
     The first batches of a fit are watched for that, without copies. With `torch.compile`, autocast does all casts.
 
     Loss scaling, skipped steps, history and diagnosis are `MixedPrecision`'s.

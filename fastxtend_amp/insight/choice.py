@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from fastai.learner import Learner
 
-from ..mode import AMPMode, model_device
+from ..mode import AMPMode, training_device
+from ..observer import ON_MEASURE
 from .batches import order_kept
 from .choices import PrecisionChoice, choices_from, default_choices, use_choice
 from .compare import compare
@@ -56,7 +57,7 @@ def measured_choice(
     Raises `ValueError` for an unknown mode and where `compare_precision` or `precision_report` do.
     """
     start = time.perf_counter()
-    choices = default_choices(model_device(learn.model, 'cpu')) if modes is None else choices_from(modes)
+    choices = default_choices(training_device(learn)) if modes is None else choices_from(modes)
     choices, refused = _with_modules_kept(learn, choices, max_seconds)
     left = max(max_seconds - (time.perf_counter() - start), .1)
     comparison = compare(learn, choices, n_steps, n_seeds=1, max_seconds=left)
@@ -89,8 +90,11 @@ def _with_modules_kept(learn, choices, max_seconds) -> tuple[list[PrecisionChoic
 def _agreed(choice: PrecisionChoice, learn: Learner) -> PrecisionChoice:
     "Rank 0's choice, in every process."
     if not several_processes(): return choice
-    device = model_device(learn.model, 'cpu')
+    device = training_device(learn)
     told: list[Any] = [(choice.mode and choice.mode.value, choice.half_weights, choice.fp32_modules)]
     torch.distributed.broadcast_object_list(told, src=0, device=None if device.type == 'cpu' else device)
     mode, half_weights, fp32_modules = told[0]
     return PrecisionChoice(AMPMode(mode) if mode else None, half_weights, fp32_modules)
+
+
+ON_MEASURE.append(measured_choice)

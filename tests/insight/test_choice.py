@@ -108,3 +108,13 @@ def test_with_native_bf16_a_wide_network_takes_it_and_a_deep_narrow_one_does_not
                            n_steps=16).mode == 'bf16'
     assert measured_choice(learner(deep, big, opt_func=OPTIMIZERS['fused sgd'], lr=1e-4), modes=('fp32', 'bf16'),
                            n_steps=32).mode == 'fp32'
+
+
+def test_to_amp_measures_when_asked(speeds, capsys):
+    speeds.update(bf16=200.)
+    learn = learner()
+    assert learn.to_amp(measure=True) is learn and learn.precision.mode == 'bf16'
+    assert learn.precision.decision.mode == 'bf16' and capsys.readouterr().out.startswith('bf16: ')
+    with pytest.raises(ValueError, match='(?s)measure=True.*init_scale.*the call that it prints'):
+        learn.to_amp(measure=True, init_scale=8.)
+    assert learn.to_amp().precision.amp_mode == 'auto'
