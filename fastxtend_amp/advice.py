@@ -12,16 +12,18 @@ def call_text(
     defaults: dict[str, Any], # Their defaults
 ) -> str: # Such as "learn.to_fp16(init_scale=1024.0)"
     "The call of `method` with those `arguments` that are not the defaults."
-    given = [f'{name}={_written(value)}' for name, value in arguments.items() if not _same(value, defaults.get(name))]
+    differ = {name: value for name, value in arguments.items() if not _same(value, defaults.get(name))}
+    given = [f'{name}={_written(value, name)}' for name, value in differ.items()]
     return f"learn.{method}({', '.join(given)})"
 
 
 def _same(a: Any, b: Any) -> bool: return a is b or (type(a) is type(b) and a == b)
 
 
-def _written(value: Any) -> str:
-    "`value` as it would be written in a call."
+def _written(value: Any, name: str = '') -> str:
+    "`value` as it would be written in a call; an object that cannot be written as `name`."
     if isinstance(value, (list, tuple)): return '[' + ', '.join(map(_written, value)) + ']'
     if isinstance(value, type):
         return f'nn.{value.__name__}' if value.__module__.startswith('torch.nn') else value.__name__
-    return getattr(value, '__name__', None) or repr(value)
+    text = getattr(value, '__name__', None) or repr(value)
+    return name or '...' if text.startswith('<') else text

@@ -202,12 +202,13 @@ class MixedPrecision(Lifecycle, fp16.MixedPrecision):
     def before_fit(self):
         "Decide the precision and get the scaler ready; raise before a batch is drawn if that cannot be done."
         if self._guard.running: return                           # validate() or get_preds() called from inside a fit
-        self._close()                                            # what a custom loop left open
+        self._close(finished=True)                               # a custom loop, or a fit that validates in `after_fit`
         self._open()
 
     def before_train(self):
         "Check what only training needs."
         if self._fit is None: self._open()                       # an `after_fit` of a validation inside `before_fit`
+        self._fp32_modules.apply(self.learn.model)               # a callback may have exchanged a module
         if not self._fit.checked: self._check_training()
 
     def before_batch(self):
@@ -232,8 +233,9 @@ class MixedPrecision(Lifecycle, fp16.MixedPrecision):
         if not self._active: return
         self._exit_autocast()
         self._guard_later_forwards()
-        if len(self.learn.yb) and is_half(self.learn.loss_grad):
-            self.learn.loss_grad, self.learn.loss = self.learn.loss_grad.float(), self.learn.loss.float()
+        for name in ('loss_grad', 'loss') if len(self.learn.yb) else ():
+            value = self.learn.__dict__.get(name)
+            if isinstance(value, torch.Tensor) and is_half(value): setattr(self.learn, name, value.float())
         self._tell('loss_computed')
 
     def before_backward(self):

@@ -1,7 +1,7 @@
 "Checkpoints: the loss scale in the files of `Learner.save` and `load`, and files that are written whole."
 from __future__ import annotations
 
-import functools, os, sys, threading
+import functools, os, shutil, sys, threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -50,6 +50,7 @@ class StateAdapter:
 
 ADAPTERS: list[StateAdapter] = []                                # rooms add theirs
 _PLAIN = StateAdapter()
+_writing = threading.RLock()                                     # two threads may save to one name
 _reading = threading.Lock()  # fastai's `load_model` changes torch's list of safe classes meanwhile
 
 
@@ -68,15 +69,17 @@ def written_whole(file: Any) -> Iterator[Any]: # A file to write to
         return
     target = Path(os.path.realpath(file))
     part = target.with_name(f'.{target.name}.part')  # always the same name: a killed process leaves one file, not many
-    try:
-        with open(part, 'wb') as f:
-            yield f
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(part, target)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
+    with _writing:
+        try:
+            with open(part, 'wb') as f:
+                yield f
+                f.flush()
+                os.fsync(f.fileno())
+            if target.exists(): shutil.copymode(target, part)
+            os.replace(part, target)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
 
 
 def place_state(

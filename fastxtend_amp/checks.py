@@ -11,7 +11,7 @@ from torch import nn
 
 from .common import first_line
 
-__all__ = ['ON_OVERFLOW', 'check_float64', 'check_fp16_training', 'check_overflow_args']
+__all__ = ['ON_OVERFLOW', 'check_float64', 'check_fp16_training', 'check_overflow_args', 'strays_of']
 
 ON_OVERFLOW = ('warn', 'raise', 'ignore')
 
@@ -39,6 +39,15 @@ def check_fp16_training(
         raise ValueError(f"{type(getattr(opt, 'opt', opt)).__name__} needs a closure for its step, which GradScaler "
                          "does not "
                          "support.\nUse `learn.to_bf16()` or `learn.to_fp32()`, or another optimizer.")
+
+
+def strays_of(
+    model: nn.Module, # The model to train
+    opt: Any, # fastai's `Optimizer` or `OptimWrapper`
+) -> list[str]:
+    "Names of the parameters that get gradients but are not in `opt`."
+    known = {id(p) for pl in opt.param_lists for p in pl}
+    return [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in known]
 
 
 @lru_cache

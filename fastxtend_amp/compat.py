@@ -5,7 +5,7 @@ One function for each, whose docstring says what it relies on, since which versi
 """
 from __future__ import annotations
 
-import ctypes
+import ctypes, math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache, partial, cache
@@ -16,7 +16,9 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 # -- autocast
@@ -74,6 +76,41 @@ def dtype_of(t: torch.Tensor) -> torch.dtype:
 
 
 _PlainTensors = getattr(torch._C, 'DisableTorchFunctionSubclass', None)
+
+
+# -- tensors
+
+def tensor_version(t: torch.Tensor) -> Any:
+    """A value that changes when `t` is changed in place, but for what writes into its `.data`.
+
+    Relies on a tensor's `_version` (since 1.0). Where it is gone the value always differs.
+    """
+    return getattr(t, '_version', _UNKNOWN())
+
+
+class _UNKNOWN: "Equal to nothing."
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """The tensors in built-in containers and those that PyTorch knows, such as the outputs of its modules.
+
+    Relies on `torch.utils._pytree` (since 1.8), the only walk that `torch.compile` traces through. Without it importing
+    this fails.
+    """
+    return [t for t in tree_leaves(tree) if isinstance(t, torch.Tensor)]
+
+
+def map_tensors_traced(f: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
+    "`tree` with `f` applied to each of `tensors_in(tree)`, in code that `torch.compile` traces."
+    return tree_map_only(torch.Tensor, f, tree)
+
+
+def is_uninitialized(p: torch.Tensor) -> bool:
+    """Is `p` a parameter or buffer of a lazy module that has no shape yet?
+
+    Relies on `torch.nn.parameter.is_lazy` (since 1.8). Without it importing this fails.
+    """
+    return is_lazy(p)
 
 
 # -- fastai's loop
@@ -143,12 +180,8 @@ def scale_version(scaler: GradScaler) -> tuple:
 
 
 def grads_version(params: list[nn.Parameter]) -> list[tuple[int, Any]]:
-    """A value that changes when somebody changes the gradients of `params`; no operator runs.
-
-    Relies on a tensor's `_version` (since 1.0), which counts in-place changes. Without it the value always differs.
-    """
-    unknown: Any = object()
-    return [(id(p.grad), getattr(p.grad, '_version', unknown)) for p in params if p.grad is not None]
+    "A value that changes when somebody changes the gradients of `params`; no operator runs. See `tensor_version`."
+    return [(id(p.grad), tensor_version(p.grad)) for p in params if p.grad is not None]
 
 
 def arm_found_inf(opt: torch.optim.Optimizer, flag: torch.Tensor) -> None:
@@ -334,11 +367,8 @@ def watch_operators(
 ) -> AbstractContextManager:
     """Every operator that this thread runs inside, below autograd and autocast, goes through `handle`, but its own.
 
-    Relies on `torch.utils._python_dispatch.TorchDispatchMode` (PyTorch 1.12). Where that is gone nothing is seen of
-    operators: the report knows the modules' outputs alone, and dropout masks may differ between precisions.
+    Relies on `torch.utils._python_dispatch.TorchDispatchMode` (PyTorch 1.12). Without it importing this fails.
     """
-    try: from torch.utils._python_dispatch import TorchDispatchMode
-    except ImportError: return nullcontext()
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             return handle(_operator(func), args, kwargs or {})
@@ -411,8 +441,9 @@ def host_norm(t: torch.Tensor) -> float | None:
         if not plain or not t.is_contiguous(): return None
         if not (n := t.numel()): return 0.
         values = np.ctypeslib.as_array((ctypes.c_float * n).from_address(t.data_ptr()))
-        return float(np.sqrt(np.dot(values, values)))
-
+        with np.errstate(over='ignore', invalid='ignore'): square = float(np.dot(values, values))
+        if math.isinf(square): square = float(np.dot(values.astype(np.float64), values.astype(np.float64)))
+        return math.sqrt(square) if square >= 0 else math.nan
 
 
 # -- devices

@@ -19,6 +19,11 @@ def is_half(t: torch.Tensor) -> bool:
     return dtype_of(t) in HALF
 
 
+def half_to_float(t: torch.Tensor) -> torch.Tensor:
+    "`t` in fp32 if it is fp16 or bf16; else `t` itself."
+    return t.float() if is_half(t) else t
+
+
 def to_fp32(
     x: Any, # A tensor, or tensors in containers; see `map_tensors`
 ) -> Any: # `x` itself where nothing changed; otherwise a copy of the same type
@@ -26,7 +31,7 @@ def to_fp32(
 
     fastai's `to_float` also turns fp64 into fp32 and dict subclasses into dicts, and fails on None and strings.
     """
-    return map_tensors(lambda t: t.float() if is_half(t) else t, x)
+    return map_tensors(half_to_float, x)
 
 
 def detached(
@@ -72,7 +77,13 @@ class _Walk:
 
 
 def _parts(x: Any, in_object: bool) -> dict[Any, Any] | None:
-    "What is in `x`, by key, index or attribute; None if it is not looked into."
+    "What is in `x`, by key, index or attribute; None if it is not looked into, or does not let anybody."
+    try: return _look_into(x, in_object)
+    except RecursionError: raise
+    except Exception: return None
+
+
+def _look_into(x: Any, in_object: bool) -> dict[Any, Any] | None:
     if isinstance(x, Mapping): return dict(x.items())
     if isinstance(x, (tuple, list, L)): return dict(enumerate(x))
     if is_dataclass(x) and not isinstance(x, type):

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from fastcore.foundation import L
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .compat import COMPILED_NAME, compiled_module
-from .convert import is_half, to_fp32
+from .compat import COMPILED_NAME, compiled_module, map_tensors_traced, tensors_in
+from .convert import half_to_float, to_fp32
 from .forward import ModuleForward
 
 __all__ = ['Fp32Forward', 'Fp32Modules', 'match_modules']
@@ -109,20 +108,19 @@ class Fp32Forward(ModuleForward):
     def __call__(self, *args, **kwargs) -> Any:
         self.called = True
         # `torch.compile` does not trace `to_fp32` into nested containers; pytree knows the built-in ones
-        if torch.compiler.is_compiling(): args, kwargs = tree_map_only(torch.Tensor, _float, (args, kwargs))
+        if torch.compiler.is_compiling(): args, kwargs = map_tensors_traced(half_to_float, (args, kwargs))
         else: args, kwargs = to_fp32(args), to_fp32(kwargs)
         device_type = _device_type(args, kwargs, self.module)
-        if not torch.is_autocast_enabled(device_type): return self.run(*args, **kwargs)
+        # An exported program has to switch it off even if it is off now: it may be on where the program runs.
+        needless = not torch.is_autocast_enabled(device_type) and not torch.compiler.is_exporting()
+        if needless: return self.run(*args, **kwargs)
         with torch.autocast(device_type, enabled=False): return self.run(*args, **kwargs)
-
-
-def _float(t: torch.Tensor) -> torch.Tensor: return t.float() if is_half(t) else t
 
 
 def _device_type(args, kwargs, module) -> str:
     p = next(module.parameters(), None)                          # first: lengths and the like may stay on the CPU
     if p is not None: return p.device.type
-    types = [x.device.type for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    types = [t.device.type for t in tensors_in((args, kwargs))]
     return next((t for t in types if t != 'cpu'), 'cpu')
 
 

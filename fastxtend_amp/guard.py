@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from .common import warn_user
-from .compat import AutocastState, events_method
-from .convert import to_fp32
+from .compat import AutocastState, autocast_nesting, events_method, map_tensors_traced
+from .convert import half_to_float, to_fp32
 from .forward import ModuleForward
-from .mode import AMPMode
+from .mode import autocast_available, training_device
 
 __all__ = ['Batch', 'LaterForwards', 'LoopGuard', 'cache_loses_gradients']
 
@@ -56,16 +56,26 @@ class LaterForwards(ModuleForward):
 
     def __init__(self,
         module: nn.Module, # The learner's model
-        device: torch.device,
-        mode: AMPMode,
-        autocast: Callable[[torch.device, AMPMode], Any], # Makes a context
+        device_type: str, # Type of the device it is on
+        dtype: torch.dtype, # autocast's
+        cache_enabled: bool, # Whether autocast may keep its casts of weights
     ):
         super().__init__(module)
-        self.device, self.mode, self.autocast = device, mode, autocast
+        self.device_type, self.dtype, self.cache_enabled, self.nesting = device_type, dtype, cache_enabled, 0
+
+    def install(self, nesting: int = 0) -> None: # How many autocast contexts were entered before the batch
+        "Put this object on the module."
+        self.nesting, self.inner = nesting, self.module.__dict__.get('forward')
+        super().install()
 
     def __call__(self, *args, **kwargs) -> Any:
-        if torch.is_autocast_enabled(self.device.type): return self.run(*args, **kwargs)
-        with self.autocast(self.device, self.mode): return to_fp32(self.run(*args, **kwargs))
+        if torch.is_autocast_enabled(self.device_type): return self.run(*args, **kwargs)
+        compiling = torch.compiler.is_compiling()
+        switched_off = not compiling and autocast_nesting() > self.nesting        # by somebody, on purpose
+        if switched_off: return self.run(*args, **kwargs)
+        with torch.autocast(self.device_type, dtype=self.dtype, cache_enabled=self.cache_enabled):
+            output = self.run(*args, **kwargs)
+        return map_tensors_traced(half_to_float, output) if compiling else to_fp32(output)
 
 
 class LoopGuard:
@@ -145,10 +155,16 @@ class LoopGuard:
 
     def _fit(self, below: Callable, *args, **kwargs) -> None:
         "A fit, `before_fit` and `after_fit` included, after which nothing is left open, also by an exception."
+        device_type = training_device(self.learn).type
+        state = AutocastState(device_type) if autocast_available(device_type) else None
         try:
             try: below(args[0], 'fit', *args[1:], **kwargs)
-            except BaseException: self.owner._close(); raise
-        except BaseException: self.owner._close(); raise
+            except BaseException: self._end_fit(state); raise
+        except BaseException: self._end_fit(state); raise
+
+    def _end_fit(self, state: AutocastState | None) -> None:
+        self.owner._close()
+        if state is not None: state.restore()
 
     def _step(self, step: Callable) -> None:
         self.owner._step(step)

@@ -1,6 +1,7 @@
 "What a precision callback opens and closes: a fit, a batch in it, and its place on a learner."
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import Any, cast
 from weakref import WeakKeyDictionary, WeakSet
@@ -11,7 +12,7 @@ from fastai.callback.core import (CancelBackwardException, CancelBatchException,
                                   CancelFitException, CancelStepException, CancelTrainException, CancelValidException)
 from torch import nn
 
-from .checks import check_float64, check_fp16_training
+from .checks import check_float64, check_fp16_training, strays_of
 from .common import warn_user
 from .compat import AutocastState
 from .convert import detached
@@ -20,7 +21,7 @@ from .guard import Batch, LaterForwards, LoopGuard, cache_loses_gradients
 from .mode import (AMPMode, autocast_available, check_layers, check_supported, emulation_warning, fastest_native,
                    model_device, training_device)
 from .observer import ON_ATTACH, PrecisionObserver
-from .scaling import GradStage, LossScaling
+from .scaling import GradStage, LossScaling, StaticGradScaler
 
 __all__ = ['CANCEL_EXCEPTIONS', 'PRECISION_CALLBACKS', 'Fit', 'Lifecycle', 'precision_callback_of']
 
@@ -29,6 +30,7 @@ CANCEL_EXCEPTIONS = (CancelBackwardException, CancelBatchException, CancelEpochE
                      CancelStepException, CancelTrainException, CancelValidException)
 _RESULTS = ('xb', 'yb', 'pred', 'loss', 'loss_grad')  # what fastai leaves on the learner, some of it on a graph
 _attached: WeakSet = WeakSet()                                   # callbacks that are on a learner
+_attaching = threading.Lock()
 _warned_of_emulation: WeakKeyDictionary = WeakKeyDictionary()    # the modes, by learner
 
 
@@ -40,6 +42,7 @@ class Fit:
     checked: bool = False         # were the checks made that only training needs?
     tried: bool = False           # has a training batch been through?
     before_lr_find: Any = None    # what to restore, because the fit is lr_find's
+    later: LaterForwards | None = None
 
 
 class Lifecycle:
@@ -59,6 +62,13 @@ class Lifecycle:
     _batch: Batch | None = None                                  # under way
     _replacement: tuple | None = None  # of one: what takes this callback's place after the batch
 
+    takes_init_scale = True                                      # is the scale to start from an argument?
+
+    @property
+    def _lower_argument(self) -> str:
+        static = isinstance(self._scaling.scaler, StaticGradScaler)
+        return 'loss_scale' if static else 'init_scale' * self.takes_init_scale
+
     # -- on a learner
 
     @property
@@ -70,8 +80,15 @@ class Lifecycle:
         self._fp32_modules.apply(learn.model)                    # first: it may raise
         self._learn = learn
         self._guard.install(learn)
-        _attached.add(self)
+        self._attach()
         for attached in ON_ATTACH: attached(learn)
+
+    def _attach(self) -> None:
+        with _attaching: _attached.add(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:       # a copied or unpickled callback is on its learner, too
+        self.__dict__.update(state)
+        if self._learn is not None: self._attach()
 
     def _detach(self) -> None:
         if self.in_batch:
@@ -79,12 +96,13 @@ class Lifecycle:
                                "Call `learn.to_fp32()`, `to_fp16()` or `to_bf16()`, which take effect at its end, or "
                                "remove it at `after_batch`, `before_epoch`, `before_train`, `after_train` or "
                                "`after_epoch`.")
-        self._close()
+        self._exit_autocast()                                    # a batch that was cancelled may be on it still
+        self._close(finished=True)
         self._fp32_modules.remove()
         self._guard.remove()
         self._learn.__dict__.pop('scaler', None)
         self._learn = None
-        _attached.discard(self)
+        with _attaching: _attached.discard(self)
 
     def replace_after_batch(self,
         cb: Any, # The precision callback to add; None for fp32
@@ -164,7 +182,12 @@ class Lifecycle:
         else: warn_user(f"amp_mode='auto': device '{fit.device}' does neither bf16 nor fp16 natively, so training "
                         "runs in "
                         "fp32.\n`precision_support()` says why; `learn.to_fp32()` is silent.")
-        if self._scaling.scaler.is_enabled(): check_fp16_training(self._learn.model, self._learn.opt)
+        if not self._scaling.scaler.is_enabled(): return
+        check_fp16_training(self._learn.model, self._learn.opt)
+        if strays := strays_of(self._learn.model, self._learn.opt):
+            warn_user(f"{len(strays)} parameters to be trained are not in `learn.opt`, such as '{strays[0]}': in fp16 "
+                      "their gradients stay multiplied by the loss scale.\nAn optimizer of your own for them would "
+                      "step far too far. Put them into the learner's, or use `learn.to_bf16()`.")
 
     def _warn_of_emulation(self, mode: AMPMode, device: torch.device) -> None:
         "Once for a learner and mode."
@@ -186,7 +209,7 @@ class Lifecycle:
         if learn is None: return
         if not self._guard.running: self._batch = None
         if fit is not None: self._tell('fit_ended')
-        if finished: warning = self._scaling.finish(learn.opt, learn.model)
+        if finished: warning = self._scaling.finish(learn.opt, learn.model, self._lower_argument)
         self._scaling.drop(learn.opt, learn.model)
         self._scaling.read()
         if fit is not None and fit.before_lr_find is not None:
@@ -217,8 +240,10 @@ class Lifecycle:
     def _guard_later_forwards(self) -> None:
         batch, model, fit = cast(Batch, self._batch), self._learn.model, cast(Fit, self._fit)
         if batch.later is not None or not isinstance(model, nn.Module) or fit.mode is None: return
-        batch.later = LaterForwards(model, fit.device, fit.mode, self._autocast)
-        batch.later.install()
+        if fit.later is None or fit.later.module is not model:   # one for a fit, so that nothing is compiled again
+            fit.later = LaterForwards(model, fit.device.type, fit.mode.dtype, not cache_loses_gradients())
+        batch.later = fit.later
+        batch.later.install(batch.autocast_state.nesting)
 
     def _enter_batch(self, loose: bool = False) -> Batch | None:
         "Before a batch, called by the guard: what `_leave_batch` needs, None if there is no autocast to guard."
@@ -271,4 +296,5 @@ class Lifecycle:
 def precision_callback_of(model: Any, opt: Any) -> Any: # A `MixedPrecision`, or None
     "The precision callback of the learner that trains `model` with `opt`, which `Learner.save` and `load` hand on."
     def trains(learn): return learn is not None and learn.model is model and learn.opt is opt
-    return next((cb for cb in list(_attached) if trains(cb.learn)), None)
+    with _attaching: callbacks = list(_attached)
+    return next((cb for cb in callbacks if trains(cb.learn)), None)

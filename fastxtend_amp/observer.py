@@ -26,7 +26,7 @@ class PrecisionObserver:
 
 OBSERVERS: list[type[PrecisionObserver]] = []
 
-# Called with the learner and a number of seconds by `to_amp(measure=True)`; the last one in the list sets the precision.
+# Called with the learner and a number of seconds by `to_amp(measure=True)`; the last in the list sets the precision.
 ON_MEASURE: list[Callable[[Any, float], Any]] = []
 
 # Called with the learner whenever a precision callback is put on one, and by `to_fp32()`.

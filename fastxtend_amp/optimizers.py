@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from fastai.optimizer import OptimWrapper
 
+from .common import first_line
+
 __all__ = ['fused']
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
@@ -84,5 +86,5 @@ def _trouble(optimizer: Any, device: torch.device) -> str | None:
         p = torch.zeros(1, device=device, requires_grad=True)
         p.grad = torch.zeros(1, device=device)
         optimizer([p], lr=0., fused=True).step()
-    except (RuntimeError, NotImplementedError) as e: return str(e).strip().splitlines()[0].rstrip('.')
+    except (RuntimeError, NotImplementedError) as e: return first_line(e)
     return None

@@ -193,17 +193,18 @@ class LossScaling:
         self._drop_strays(opt, model)
         self.stage, self._used = GradStage.TRUE, False
 
-    def finish(self, opt: Any, model: nn.Module) -> str | None: # What to warn of
+    def finish(self, opt: Any, model: nn.Module, lower: str = '') -> str | None: # What to warn of
         """The fit is over without an exception: leave unscaled gradients of an unfinished accumulation, as fp32 does.
 
-        Those that are not finite are dropped. Says so, or that no step of the fit was taken.
+        Those that are not finite are dropped. Says so, or that no step of the fit was taken, and then which argument
+        `lower`s the scale.
         """
         if not self._used: return None
         message, zeroed = None, self.stage is GradStage.TRUE
         if self.stage is GradStage.SCALED: message = self._unscale_rest(opt)
         self.drop_step_only(opt, model)
         self._zeroed = grads_version(optimizer_params(opt)) if zeroed else None
-        return message or self._no_step_message()
+        return message or self._no_step_message(lower)
 
     def drop_step_only(self, opt: Any, model: nn.Module) -> None:
         "Forget the step under way; gradients that the optimizer zeroes stay."
@@ -220,14 +221,15 @@ class LossScaling:
                 "dropped.\n"
                 f"The loss scale is {self.scaler.get_scale():g}.")
 
-    def _no_step_message(self) -> str | None:
+    def _no_step_message(self, lower: str) -> str | None:
         skips = self.history.skips[self._n_before:]
         if not len(skips) or not skips.all(): return None
         scale = self.scaler.get_scale()
+        settle = '' if isinstance(self.scaler, StaticGradScaler) else 'Train longer, so that it can settle, or '
+        start = f'start lower (`{lower}={max(scale / 2 ** 6, 1.):g}`), or ' if lower and scale > 1 else ''
+        remedy = f'{settle}{start}look where it overflows: `learn.precision_report()`.'
         return (f"No optimizer step was taken in this fit: all {len(skips)} were skipped, because gradients were not "
-                f"finite. Nothing was learned.\nThe loss scale is {scale:g} now. Train longer, so that it can settle, "
-                f"start lower (`init_scale={max(scale / 2 ** 6, 1.):g}`), or look where it overflows: "
-                "`learn.precision_report()`.")
+                f"finite. Nothing was learned.\nThe loss scale is {scale:g} now.\n{remedy[:1].upper()}{remedy[1:]}")
 
     @staticmethod
     def _drop_strays(opt: Any, model: nn.Module) -> None:

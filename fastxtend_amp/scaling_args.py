@@ -28,7 +28,7 @@ def check_scaling_args(
     def check(ok, name, value, allowed):
         if not ok: raise ValueError(f"{name}={value!r} cannot be used: {name} must be {allowed}.")
     def finite(x): return is_number(x) and math.isfinite(x)
-    def positive(x): return finite(x) and x > 0
+    def positive(x): return finite(x) and 0 < np.float32(min(x, 1e300)) < np.inf   # the scale is held in fp32
     check(positive(init_scale), 'init_scale', init_scale, f"a finite number above 0, such as {DEFAULTS['init_scale']}")
     check(finite(growth_factor) and growth_factor > 1, 'growth_factor', growth_factor,
           'a finite number above 1, such as 2.0')
@@ -66,6 +66,8 @@ def check_scaler_state(
         if key not in state: refuse(f'{key!r} is missing')
         value = state[key]
         if not is_number(value): refuse(f'{key!r} is {value!r}, not a number')
-        may_be_0 = key == '_growth_tracker'
-        if not math.isfinite(value) or value < 0 or (value == 0 and not may_be_0):
-            refuse(f'{key!r} is {value!r}, not finite and above 0')
+        may_be_0, whole = key == '_growth_tracker', key in ('_growth_tracker', 'growth_interval')
+        if not math.isfinite(value): refuse(f'{key!r} is {value!r}, not finite')
+        if whole and value != int(value): refuse(f'{key!r} is {value!r}, not a whole number')
+        if abs(value) > np.finfo(np.float32).max: refuse(f'{key!r} is {value!r}, too large for fp32')
+        if value < 0 or (value == 0 and not may_be_0): refuse(f'{key!r} is {value!r}, not above 0')

@@ -483,3 +483,43 @@ def test_memory_does_not_grow_over_a_hundred_toggles():
     toggle(20)
     before, after = toggle(20), toggle(100)
     assert after - before < 300
+
+
+# -- found by review
+
+@pytest.mark.parametrize('how', [copy.deepcopy, lambda l: pickle.loads(pickle.dumps(l))], ids=['deepcopy', 'pickle'])
+def test_a_copied_learner_saves_and_loads_its_scale(tmp_path, how):
+    twin = how(trained(tmp_path))
+    file = twin.save('a')
+    assert torch.load(file, weights_only=False)['opt'][KEY] == state(twin)
+    with warnings.catch_warnings():
+        warnings.filterwarnings('error', message='The file holds')
+        other = how(trained(tmp_path, n=0)).load('a')
+    assert state(other) == state(twin)
+
+
+def test_two_threads_that_save_to_one_name(tmp_path):
+    learners, errors = [trained(tmp_path) for _ in range(2)], []
+    def work(learn):
+        try:
+            for _ in range(20): learn.save('same')
+        except BaseException as e: errors.append(e)
+    threads = [threading.Thread(target=work, args=(l,)) for l in learners]
+    for t in threads: t.start()
+    for t in threads: t.join()
+    assert not errors and trained(tmp_path, n=0).load('same')
+
+
+def test_the_mode_of_a_file_is_kept(tmp_path):
+    file = trained(tmp_path).save('a')
+    file.chmod(0o600)
+    trained(tmp_path).save('a')
+    assert file.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize('wrong', [dict(scale=1e39), dict(growth_interval=2.5), dict(_growth_tracker=.5)])
+def test_numbers_that_a_scaler_cannot_hold_are_refused(tmp_path, wrong):
+    learn = trained(tmp_path); before = state(learn)
+    with pytest.raises(ValueError, match='Nothing was loaded'): learn.precision.load_state_dict({**before, **wrong})
+    assert state(learn) == before
+    with pytest.raises(ValueError, match='init_scale=1e'): learner().to_fp16(init_scale=1e39)

@@ -1,5 +1,5 @@
 "Each use of an undocumented name does what `compat.py` says; the test fails with the function's name when it is gone."
-import inspect, sys
+import inspect
 
 import pytest, torch
 from fastai.learner import Learner
@@ -215,12 +215,6 @@ def test_watch_operators_knows_what_operators_do():
     with compat.watch_operators(handle): torch.ones(2, 2).add_(torch.rand(2, 2)).t()
     assert known['rand'].draws and not known['add_'].draws and known['t'].is_view and not known['add_'].is_view
     assert known['add_'].changes_input and not known['rand'].changes_input
-
-
-def test_watch_operators_without_dispatch_modes_sees_nothing(monkeypatch):
-    monkeypatch.setitem(sys.modules, 'torch.utils._python_dispatch', None)
-    names, result = run_watched(lambda: torch.ones(2) + 1)
-    assert names == [] and result.tolist() == [2., 2.]
 
 
 def test_operators_unwatched(monkeypatch):

@@ -107,3 +107,18 @@ def test_a_tree_in_the_batch_trains():
         learn.add_cb(At('after_pred', lambda l: setattr(l, 'xb', (*l.xb, l.tree)), 40))
         learn.fit(1, .01)
         assert learn.precision._fit is None
+
+
+class Broken(dict):
+    def items(self): raise RuntimeError('not yet')
+
+
+class BrokenList(list):
+    def __iter__(self): raise RuntimeError('not yet')
+
+
+def test_containers_that_cannot_be_looked_into_pass():
+    for x in (Broken(a=H), BrokenList([H]), [H, Broken(a=1)]):
+        new = to_fp32(x)
+        assert type(new) is type(x)
+    assert to_fp32([H, Broken(a=1)])[0].dtype == torch.float32

@@ -185,3 +185,62 @@ def test_two_learners_that_train_in_two_threads():
     for t in threads: t.join()
     assert not errors
     for mode in alone: assert together[mode][1] == alone[mode][1]
+
+
+# -- found by review
+
+def test_the_users_own_autocast_counts_after_the_loss():
+    learn, dtypes = learner().to_bf16(), []
+    def teacher(l):
+        with torch.no_grad(), torch.autocast('cpu', enabled=False): dtypes.append(l.model[0](l.xb[0]).dtype)
+        with torch.no_grad(), torch.autocast('cpu', enabled=False): l.model(l.xb[0])
+    learn.model[3].register_forward_hook(lambda m, i, o: dtypes.append((torch.is_autocast_enabled('cpu'), o.dtype)))
+    learn.add_cb(At('after_loss', lambda l: l.training and teacher(l), 40))
+    learn.fit(1, .01)
+    assert dtypes.count((False, torch.float32)) == 6 and dtypes.count((True, torch.bfloat16)) == 6 + 2
+
+
+def test_a_compiled_model_with_two_forward_passes_is_compiled_once_for_each():
+    from torch._dynamo.testing import CompileCounterWithBackend
+    torch._dynamo.reset()
+    learn, counter = learner(nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 1)), cls=TwoSteps, cbs=MixedPrecision('bf16')), CompileCounterWithBackend('eager')
+    learn.model.compile(backend=counter)
+    learn.fit(3, .01)
+    assert counter.frame_count <= 3                              # first and second forward, and validation
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize('mode', ['fp16', 'bf16'])
+def test_a_validation_in_after_fit_keeps_an_unfinished_accumulation(mode):
+    from fastai.callback.training import GradientAccumulation
+    def run(cb):
+        learn = learner(nn.Linear(6, 1), cbs=[*([cb] if cb else []), GradientAccumulation(1000)])
+        with torch.no_grad(): [p.fill_(.1) for p in learn.model.parameters()]
+        learn.add_cb(At('after_fit', Busy(), 0))
+        learn.fit(1, .01)
+        return [p.grad.clone() for p in learn.model.parameters()]
+    for a, b in zip(run(None), run(MixedPrecision(mode, init_scale=1024.))): torch.testing.assert_close(b, a, rtol=.05, atol=.05)
+
+
+class Busy:
+    now = False
+    def __call__(self, learn):
+        if self.now: return
+        self.now = True
+        learn.validate()
+        self.now = False
+
+
+def test_a_loop_that_sets_a_loss_alone():
+    class Own(Learner):
+        def _do_one_batch(self):
+            self.pred = self.model(*self.xb); self('after_pred')
+            self.loss = self.loss_func(self.pred, *self.yb); self('after_loss')
+            if self.training: self.loss.backward(); self._with_events(self._step, 'step', core.CancelStepException); self.opt.zero_grad()
+    learn = learner(cls=Own).to_bf16(); learn.fit(1, .01)
+    assert len(learn.recorder.losses) == 6
+
+
+def test_parameters_outside_the_optimizer_are_told_in_fp16():
+    learn = learner(splitter=lambda m: [list(m[0].parameters())]).to_fp16(init_scale=256.)
+    with pytest.warns(UserWarning, match="(?s)4 parameters to be trained are not in `learn.opt`, such as '1.weight'.*loss scale"): learn.fit(1, .01)

@@ -79,16 +79,23 @@ class HalfWeights(MixedPrecision):
     # A copy of the learner starts without copies of weights; theirs were made for this model.
     def __getstate__(self): return {**self.__dict__, '_copies': None}
 
+    takes_init_scale = False
+
     # -- the events of fastai's loop
 
     def before_train(self):
         super().before_train()
         self._ready()
+        self._rewrite_copies()
 
     def before_validate(self):
         "An epoch's or another validation: weights may have been exchanged for it; without masters they are fp32 in it."
-        if self._copies is not None: self._copies.stale = True
+        self._rewrite_copies()
         if self._lowered is not None: self._lowered.raise_()
+
+    def after_validate(self):
+        "Weights that were exchanged for the validation have come back."
+        self._rewrite_copies()
 
     def before_batch(self):
         "Enter autocast; from here on modules take their copies."
@@ -139,6 +146,9 @@ class HalfWeights(MixedPrecision):
             if self._copies is not None: self._copies.remove()
             self._copies = WeightCopies(model, device_type, self.dtype)
             self._copies.install()
+
+    def _rewrite_copies(self):
+        if self._copies is not None: self._copies.stale = True
 
     def _leave_copies(self):
         if self._copies is not None: self._copies.leave()

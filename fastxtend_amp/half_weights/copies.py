@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..compat import copy_all, held_elsewhere, in_function_transform, is_compiled
+from ..compat import copy_all, held_elsewhere, in_function_transform, is_compiled, tensor_version
 from ..forward import ModuleForward
 from ..fp32_modules import unwrapped
 from ..guard import cache_loses_gradients
@@ -48,9 +48,9 @@ class Copy:
         return self.half
 
     # In-place operations and a new `.data` show here; what writes into `.data` does not.
-    def written(self): self.seen = self.master._version, self.master.data_ptr()
+    def written(self): self.seen = tensor_version(self.master), self.master.data_ptr()
     def is_written(self) -> bool:
-        return self.half is not None and self.seen == (self.master._version, self.master.data_ptr())
+        return self.half is not None and self.seen == (tensor_version(self.master), self.master.data_ptr())
 
 
 class HalfForward(ModuleForward):
@@ -90,7 +90,7 @@ class HalfForward(ModuleForward):
     def taken(self, args: tuple, kwargs: dict) -> list[tuple[Copy, torch.Tensor]]:
         "Which weights to replace in this call, and by what."
         grad = torch.is_grad_enabled()
-        if grad and self.views is not None: return self.views
+        if grad and self.views is not None: return [v for v in self.views if v[0].wanted]
         copies = self.copies
         if copies.stale: copies.rewrite()
         wanted = [[c for c in group if c.wanted] for group in self.groups]
@@ -183,7 +183,8 @@ class WeightCopies:
         "Would autocast cast here and now, and keep the casts for the batch?"
         kind = self.device_type
         return (self.on and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is self.dtype
-                and torch.is_autocast_cache_enabled() and not in_function_transform())
+                and torch.is_autocast_cache_enabled() and not in_function_transform()
+                and not torch.is_inference_mode_enabled())
 
     def watched_call(self, f: HalfForward, args: tuple, kwargs: dict) -> Any:
         "Run a module in a batch that is watched: by autocast alone, unless it has been watched before."

@@ -129,12 +129,14 @@ class FlatMasters:
 class _Block:
     "One flat master, the parameters that are views of it, and its state in the optimizer."
     def __init__(self, group: int, params: list[nn.Parameter], store: dict):
-        self.group, self.params, self.sizes = group, params, [p.numel() for p in params]
-        self.flat = nn.Parameter(torch.cat([p.data.reshape(-1) for p in params]))
+        self.group, self.params = group, params
+        # Each begins at a cache line: kernels that compute with a weight may round differently elsewhere.
+        self.sizes = [_place(p) for p in params]
+        self.flat = nn.Parameter(self._join([p.data for p in params]))
         states = [store.get(p, {}) for p in params]
         self.state: dict[str, Any] = {}
         for k, v in states[0].items():
-            if _like(v, params[0]): v = torch.cat([s[k].reshape(-1) for s in states])
+            if _like(v, params[0]): v = self._join([s[k] for s in states])
             elif isinstance(v, torch.Tensor): v = v.clone()
             self.state[k] = v
         for p, view in zip(params, self.parts(self.flat.data)): p.data = view
@@ -142,14 +144,20 @@ class _Block:
 
     def parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
         "What of `flat` belongs to each parameter, in its shape."
-        return [t.view(p.shape) for t, p in zip(flat.split(self.sizes), self.params)]
+        return [t[:p.numel()].view(p.shape) for t, p in zip(flat.split(self.sizes), self.params)]
+
+    def _join(self, tensors: list[torch.Tensor]) -> torch.Tensor:
+        "One flat tensor of these, one for each parameter, with zeros between them."
+        flat = torch.zeros(sum(self.sizes), dtype=tensors[0].dtype, device=tensors[0].device)
+        copy_all(self.parts(flat), tensors)
+        return flat
 
     def gather(self) -> None:
         "Join the gradients, unless they are one tensor already: fastai's optimizers keep them from step to step."
         grads = [p.grad for p in self.params]
-        flat = _joined(grads)
+        flat = _joined(grads, self.sizes)
         if flat is None:
-            flat = torch.cat([g.reshape(-1) for g in grads])     # type: ignore[union-attr]
+            flat = self._join(grads)                             # type: ignore[arg-type]
             for p, part in zip(self.params, self.parts(flat)):
                 p.grad = part.data  # no view to autograd: the optimizer may detach it in place
         self.flat.grad = flat
@@ -202,27 +210,33 @@ def _fixed_state(opt: Any, p: nn.Parameter, counts: dict[int, float]) -> tuple:
     return tuple(fixed)
 
 
+def _place(p: nn.Parameter) -> int:
+    "How many elements `p` takes in a block: whole cache lines."
+    return -(-p.numel() // LINE) * LINE
+
+
 def _parts(params: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     "`params` in lists of at most `BLOCK` elements; a larger one by itself."
     part: list[nn.Parameter] = []
     size = 0
     for p in params:
-        if part and size + p.numel() > BLOCK:
+        if part and size + _place(p) > BLOCK:
             yield part
             part, size = [], 0
         part.append(p)
-        size += p.numel()
+        size += _place(p)
     if part: yield part
 
 
-def _joined(grads: list) -> torch.Tensor | None:
-    "The tensor that these are parts of, one after the other; None if they are not."
+def _joined(grads: list, sizes: list[int]) -> torch.Tensor | None:
+    "The tensor that these are parts of, one after the other, each with a place of its size; None if they are not."
     first, place = grads[0], grads[0].storage_offset()
     if first.device.type not in ('cpu', 'cuda'): return None     # where memory has no address to compare
     memory = first.untyped_storage().data_ptr()
-    for g in grads:
+    for g, size in zip(grads, sizes):
         if not g.is_contiguous() or g.storage_offset() != place or g.untyped_storage().data_ptr() != memory: return None
-        place += g.numel()
+        place += size
+    if place * first.element_size() > first.untyped_storage().nbytes(): return None
     return first.as_strided((place - first.storage_offset(),), (1,))
 
 

@@ -11,6 +11,8 @@ import torch
 from fastai.optimizer import Optimizer, OptimWrapper, pytorch_hp_map
 from torch import nn
 
+from ..common import first_line
+
 __all__ = ['compensates', 'is_elementwise', 'kahan', 'sparse_trouble', 'state_of', 'trial_optimizer']
 
 
@@ -77,7 +79,7 @@ def sparse_trouble(
         for _ in range(2):
             p.grad = torch.sparse_coo_tensor(torch.tensor([[1]]), torch.ones(1, 2), (3, 2), check_invariants=False)
             trial.step()
-    except (RuntimeError, TypeError) as e: return str(e).splitlines()[0]
+    except (RuntimeError, TypeError) as e: return first_line(e)
     return None
 
 

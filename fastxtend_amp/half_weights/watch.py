@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+
+from ..compat import tensors_in
 
 __all__ = ['WeightWatch']
 
@@ -36,7 +37,7 @@ class WeightWatch(TorchFunctionMode):
         if not self.own and not _is_harmless(func):
             # Without gradients a weight may be read, as a momentum encoder's update does; written is what comes first.
             given = (args, kwargs) if torch.is_grad_enabled() else (args[:1], (kwargs or {}).get('out'))
-            self.used.update(id(t) for t in tree_leaves(given) if id(t) in self.by_id)
+            self.used.update(id(t) for t in tensors_in(given) if id(t) in self.by_id)
         return func(*args, **(kwargs or {}))
 
     def leave(self) -> None:

@@ -11,8 +11,9 @@ from ..compat import host_norm
 
 __all__ = ['Growth', 'Sizes']
 
-_WEIGHTS = 10.      # times the norm at the start, from which on a run counts as diverging
-_LOSS = 100.        # times the first loss
+# Times the norm of the weights and the loss at the start, from which on a run counts as diverging.
+_FAR = 100.         # one of them alone
+_BOTH = 10.
 
 
 @dataclass
@@ -24,8 +25,9 @@ class Growth:
 
     @property
     def diverges(self) -> bool:
-        "Have the weights grown tenfold, or the loss a hundredfold?"
-        return self.weights > _WEIGHTS or abs(self.last_loss) > _LOSS * abs(self.first_loss)
+        "Have the loss or the weights grown a hundredfold, or both of them tenfold?"
+        loss = abs(self.last_loss) / abs(self.first_loss) if self.first_loss else math.nan
+        return self.weights > _FAR or loss > _FAR or (self.weights > _BOTH and loss > _BOTH)
 
     def __str__(self) -> str:
         parts = []
@@ -65,8 +67,13 @@ def _norm(model: nn.Module) -> float | torch.Tensor:
     weights = [_local(p) for p in model.parameters() if p.requires_grad]
     in_place = [n for n in map(host_norm, weights) if n is not None]
     if len(in_place) == len(weights): return math.hypot(*in_place)
-    norms = [torch.linalg.vector_norm(w.detach(), dtype=torch.float32) for w in weights]
+    norms = [torch.linalg.vector_norm(_in_fp32(w.detach()), dtype=torch.float32) for w in weights]
     return torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
+
+
+def _in_fp32(w: torch.Tensor) -> torch.Tensor:
+    w = w.abs() if w.is_complex() else w
+    return w.float() if w.dtype is torch.float64 else w
 
 
 def _local(p): return p.to_local() if hasattr(p, 'to_local') else p

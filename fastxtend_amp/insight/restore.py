@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from ..common import random_state_kept
+from ..compat import is_uninitialized
 
 __all__ = ['ModuleState', 'effects_undone', 'modules_in', 'run_undone']
 
@@ -51,7 +51,7 @@ class ModuleState:
         self._seen: dict[int, Any] = {}                          # kept alive, so that no other object gets an id in it
         for module in (m for root in roots for m in root.modules()):
             own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-            if not any(map(is_lazy, own)): self._keep_module(module)
+            if not any(map(is_uninitialized, own)): self._keep_module(module)
 
     def restore(self) -> None:
         "Put all of it back."

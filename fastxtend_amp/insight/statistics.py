@@ -30,7 +30,8 @@ def tensors(x: Any, floating: bool = True) -> list[torch.Tensor]:
 
 def limits(t: torch.Tensor) -> tuple[float, float]:
     "The smallest and the largest value of a tensor that is not empty; both are NaN if one value is."
-    low, high = torch.aminmax(t.detach())
+    t = t.detach()
+    low, high = torch.aminmax(t.abs() if t.is_complex() else t)
     return float(low), float(high)
 
 

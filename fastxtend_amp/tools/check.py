@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import fastxtend_amp  # noqa: F401  patches Learner
+from ..common import first_line
 from ..mode import AMPMode, autocast_available, mode_support, precision_support
 
 __all__ = ['Result', 'check', 'main', 'report']
@@ -265,7 +266,7 @@ def main(argv: Sequence[str] | None = None) -> int: # The exit status: 0 if all 
     )
     args = parser.parse_args(argv)
     try: device = _device(args.device); torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as e: parser.error(f'--device {args.device}: {str(e).splitlines()[0]}')
+    except (RuntimeError, AssertionError) as e: parser.error(f'--device {args.device}: {first_line(e)}')
     if not autocast_available(device.type): parser.error(f'--device {device}: PyTorch has no autocast for it; try cpu')
     print(head(device), end='\n\n', flush=True)
     results = check(device, lambda result: print(_line(result), flush=True))

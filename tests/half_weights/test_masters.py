@@ -238,3 +238,50 @@ def test_as_a_call():
     assert learn.precision.as_call() == "learn.to_half_weights('bf16')"
     learn.to_half_weights('fp16', 128., fp32_modules=['0', '1'], on_overflow='raise')
     assert learn.precision.as_call(fp32_modules='3') == "learn.to_half_weights('fp16', loss_scale=128.0, fp32_modules='3', on_overflow='raise')"
+
+
+class Varies(nn.Module):
+    "Does something between two calls of a module."
+    def __init__(self, f):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.head, self.gen, self.f = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 1), nn.Parameter(torch.randn(36) * .1), f
+    def forward(self, x): return self.head(self.f(self, x))
+
+
+def frozen_between(m, x):
+    y = m.a(x)
+    m.a.requires_grad_(False); z = m.a(m.b(x)); m.a.requires_grad_(True)
+    return y - z
+
+
+def generated_weight(m, x): return m.a(x) + torch.func.functional_call(m.a, {'weight': m.gen.view(6, 6) * 1.}, (x,))
+
+
+def in_inference_mode(m, x):
+    with torch.inference_mode(): t = float(m.a(x).mean())
+    return m.a(x) * (1 + 0 * t)
+
+
+@pytest.mark.parametrize('f', [frozen_between, generated_weight, in_inference_mode])
+@pytest.mark.parametrize('flat', [False, True])
+def test_what_changes_between_two_calls_of_a_module_is_seen(f, flat):
+    half, plain = learner(Varies(f)).to_half_weights(flat_master=flat), learner(Varies(f)).to_bf16()
+    for l in (half, plain): l.fit(3, .01)
+    assert same(params(half), params(plain))
+
+
+def test_weights_exchanged_for_a_validation_within_an_accumulation():
+    from fastai.callback.training import GradientAccumulation
+    class Average(Callback):
+        "An average of the weights, for validation only."
+        def before_fit(self): self.mean = [p.data.clone() for p in self.model.parameters()]
+        def after_step(self):
+            for m, p in zip(self.mean, self.model.parameters()): m.lerp_(p.data, .1)
+        def exchange(self):
+            for m, p in zip(self.mean, self.model.parameters()): t = p.data.clone(); p.data.copy_(m); m.copy_(t)
+        before_validate = after_validate = exchange
+    def run(set_precision):
+        learn = set_precision(learner(cbs=[Average(), GradientAccumulation(16)])); learn.fit(5, .01)
+        return params(learn)
+    assert same(run(lambda l: l.to_half_weights()), run(lambda l: l.to_bf16()))
