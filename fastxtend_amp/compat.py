@@ -58,6 +58,14 @@ class AutocastState:
         torch.clear_autocast_cache()
 
 
+def keeps_casts() -> bool:
+    """Does autocast keep its casts of weights for the batch, in this thread?
+
+    Relies on `torch.is_autocast_cache_enabled` (since 1.10). Without it importing half-precision weights' copies fails.
+    """
+    return torch.is_autocast_cache_enabled()
+
+
 def set_autocast_dtype(device_type: str, dtype: torch.dtype) -> None:
     """Set the dtype of autocast for this thread, whether autocast is on or not.
 
@@ -85,10 +93,7 @@ def tensor_version(t: torch.Tensor) -> Any:
 
     Relies on a tensor's `_version` (since 1.0). Where it is gone the value always differs.
     """
-    return getattr(t, '_version', _UNKNOWN())
-
-
-class _UNKNOWN: "Equal to nothing."
+    return getattr(t, '_version', object())
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:

@@ -32,6 +32,27 @@ def test_AutocastState():
         assert autocast_state() == before
 
 
+def test_keeps_casts():
+    assert compat.keeps_casts()
+    with torch.autocast('cpu', cache_enabled=False): assert not compat.keeps_casts()
+
+
+def test_tensor_version():
+    t = torch.ones(1); before = compat.tensor_version(t)
+    assert compat.tensor_version(t) == before
+    t.add_(1); assert compat.tensor_version(t) != before
+    assert compat.tensor_version(object()) != compat.tensor_version(object())
+
+
+def test_tensors_in_and_map_tensors_traced():
+    t = torch.ones(1)
+    assert compat.tensors_in(({'a': [t]}, 1)) == [t] and compat.map_tensors_traced(lambda t: t + 1, [t, 2]) == [torch.tensor([2.]), 2]
+
+
+def test_is_uninitialized():
+    assert compat.is_uninitialized(nn.LazyLinear(1).weight) and not compat.is_uninitialized(nn.Linear(1, 1).weight)
+
+
 def test_set_autocast_dtype():
     with torch.autocast('cpu'):
         compat.set_autocast_dtype('cpu', torch.float16)
@@ -186,6 +207,43 @@ def test_replace_replicate(monkeypatch):
     assert 'replicate' not in vars(parallel)
     monkeypatch.delattr(nn.DataParallel, 'replicate')
     with pytest.raises(RuntimeError, match='(?s)no method `replicate`.*DistributedDataParallel'): compat.replace_replicate(parallel, replicate)
+
+
+# -- half_weights
+
+def test_copy_all():
+    into, values = [torch.zeros(2, dtype=torch.bfloat16), torch.zeros(3)], [torch.ones(2), torch.ones(3)]
+    compat.copy_all(into, values)
+    assert [t.sum().item() for t in into] == [2, 3]
+
+
+def test_held_elsewhere():
+    x, w = torch.ones(2, 3, requires_grad=True), torch.ones(3)
+    assert not compat.held_elsewhere(w)
+    y = (x @ w.detach()).sum()
+    assert compat.held_elsewhere(w)
+    y.backward()
+    assert not compat.held_elsewhere(w)
+
+
+def test_in_function_transform():
+    seen = []
+    torch.vmap(lambda x: seen.append(compat.in_function_transform()) or x)(torch.ones(2))
+    assert seen == [True] and not compat.in_function_transform()
+
+
+def test_is_compiled():
+    model = nn.Linear(1, 1)
+    assert not compat.is_compiled(model) and compat.is_compiled(torch.compile(model, backend='eager'))
+    model.compile(backend='eager')
+    assert compat.is_compiled(model)
+
+
+def test_CastWatch():
+    a, b = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+    with compat.CastWatch([a]) as casts:
+        kept, _, _ = a.bfloat16(), b.bfloat16(), a.half().sum()
+        assert casts.alive() == kept.nbytes == 8
 
 
 # -- insight

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..compat import copy_all, held_elsewhere, in_function_transform, is_compiled, tensor_version
+from ..compat import copy_all, held_elsewhere, in_function_transform, is_compiled, keeps_casts, tensor_version
 from ..forward import ModuleForward
 from ..fp32_modules import unwrapped
 from ..guard import cache_loses_gradients
@@ -183,7 +183,7 @@ class WeightCopies:
         "Would autocast cast here and now, and keep the casts for the batch?"
         kind = self.device_type
         return (self.on and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is self.dtype
-                and torch.is_autocast_cache_enabled() and not in_function_transform()
+                and keeps_casts() and not in_function_transform()
                 and not torch.is_inference_mode_enabled())
 
     def watched_call(self, f: HalfForward, args: tuple, kwargs: dict) -> Any:

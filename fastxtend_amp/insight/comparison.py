@@ -119,7 +119,8 @@ def _row(run, n_last, spread, data_seconds):
     scale = run.cb.scaling.state_dict().get('scale', math.nan) if scaled else math.nan
     faults = run.faults / run.clock.n if run.clock.n else math.nan
     difference = _tail(own, last) - _tail(base.losses[:len(own)], last)
-    return {'mode': run.name, 'support': run.support, 'steps': n, 'samples/s': speed, 'speed-up': mid,
+    return {'mode': run.name, 'support': run.support, 'steps': n, 'turns': len(run.speeds),
+            'samples/s': speed, 'speed-up': mid,
             'speed-up q1': low, 'speed-up q3': high, 'peak memory': run.peak, 'loss': _tail(run.losses, min(n_last, n)),
             'loss difference': difference, 'seed spread': spread, 'skipped': int(sum(skips)), 'final scale': scale,
             'data': data_seconds, **run.clock.per_step(), 'page faults': faults, 'note': run.note}

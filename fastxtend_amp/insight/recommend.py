@@ -60,6 +60,7 @@ def _against(row, tolerance) -> list[str]:
                      (skips if row['skipped'] else ''))
     if row['final scale'] < 1:
         found.append(f"its loss scale fell to {row['final scale']:.2g}: below 1 the model does not fit fp16")
+    if row.get('turns', 2) < 2: return [*found, 'it was timed once, which includes warming up: too little to tell']
     if row['speed-up'] >= _WORTH and row['speed-up q1'] > 1: return found
     how = 'not reliably faster than fp32'
     if row['speed-up'] < .95: how = 'slower than fp32'
