@@ -344,3 +344,12 @@ def test_no_hooks_while_training_goes_well():
     def hooks(l): seen.append(sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in l.model.modules()))
     learn.add_cb(At('after_batch', hooks))
     assert told(learn, 2) == [] and set(seen) == {0}
+
+
+@pytest.mark.parametrize('half', [False, True])
+def test_a_loss_scale_that_is_too_large_for_the_loss_itself(half):
+    learn = learner()
+    if half: learn.to_half_weights('fp16', loss_scale=2.**18, max_skips=4)
+    else: learn.to_fp16(loss_scale=2.**18, max_skips=4)
+    message = told(learn)[0]
+    assert 'the loss scale of 262,144 is too large' in message and 'loss_scale=1024.0' in message and 'finite in fp16' not in message

@@ -145,6 +145,8 @@ CASES = {
                               "Keep '(model)' instead"),
     'to_amp with a mode': (lambda: net().to_amp('bf16'), TE, "to_amp('bf16')", 'chooses the precision itself',
                            'learn.to_bf16()'),
+    'measured, with arguments': (lambda: net().to_amp(measure=True, init_scale=8.), VE, 'to_amp(measure=True)',
+                                 'init_scale', 'the call that it prints'),
     'removed in a batch': (lambda: net().to_fp16().add_cb(At('after_loss', lambda l: l.remove_cb(l.precision), 40)).fit(1),
                            RE, 'in the middle of a batch', 'take effect at its end', 'learn.to_fp32()'),
     'emulated': (bf16_emulated, UserWarning, "bf16 is emulated on device 'cpu'", 'has no bf16 arithmetic',
