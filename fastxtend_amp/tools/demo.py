@@ -48,8 +48,8 @@ def network() -> nn.Module:
     Wide enough that most of a step is convolution, so that low precision pays off where the device does it natively.
     """
     def block(i, o): return [nn.Conv2d(i, o, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(o), nn.ReLU()]
-    return nn.Sequential(*block(1, 32), *block(32, 64), *block(64, 128),
-                         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10))
+    return nn.Sequential(*block(1, 64), *block(64, 128), *block(128, 256),
+                         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 10))
 
 
 class Stopwatch(Callback):
