@@ -20,7 +20,7 @@ from fastprogress.fastprogress import progress_bar
 from ..callback import PRECISION_CALLBACKS
 from ..common import first_line, random_state, random_state_kept, set_random_state
 from ..devices.sharded import is_sharded
-from ..mode import mode_support, model_device
+from ..mode import mode_support, training_device
 from ..scaling_args import is_number
 from .advice import precision_call
 from .batches import Batches
@@ -115,7 +115,7 @@ class _Comparison:
         self.start = time.perf_counter()
         self.learn, self.n_steps, self.lr, self.n_seeds, self.max_seconds = learn, n_steps, lr, n_seeds, max_seconds
         self.end = self.start + max_seconds
-        self.device = model_device(learn.model, getattr(learn.dls, 'device', None) or torch.device('cpu'))
+        self.device = training_device(learn)
         asked = {id(cb) for cb in cbs or ()}
         if cbs is None: self.cbs = [cb for cb in learn.cbs if _takes_part(cb)]
         else: self.cbs = [cb for cb in learn.cbs if isinstance(cb, TrainEvalCallback) or id(cb) in asked]

@@ -104,3 +104,18 @@ def test_the_loss_scale_goes_along_to_another_device(device):
     learn.fit(1, .01)
     assert seen[0] == before and learn.precision.scales[:12] == scales and len(learn.precision.scales) == 24
     assert learn.precision.scaling.scaler._scale.device.type == device.type
+
+
+@pytest.mark.parametrize('mode', ['bf16', 'fp16'])
+def test_predict(mode, device):
+    "One item, by fastai's own `predict`: as on the CPU."
+    from fastai.data.core import Datasets
+    x, y = dataset(24).tensors
+    def predicted(device):
+        data = Datasets(range(24), [[lambda i: x[i]], [lambda i: y[i]]], splits=[range(16), range(16, 24)])
+        learn = learner(mlp(), data.dataloaders(bs=4, num_workers=0, device=torch.device(device), shuffle=False))
+        getattr(learn, f'to_{mode}')()
+        return learn.predict(3)[2]
+    there, here = predicted(device), predicted('cpu')
+    assert there.dtype is torch.float32
+    torch.testing.assert_close(there.cpu(), here)
