@@ -51,10 +51,8 @@ class FlatMasters:
             step = getattr(opt.cbs[-1], 'func', opt.cbs[-1])
             name = getattr(step, '__name__', name).removesuffix('_step').title()
         raise ValueError(f"flat_master=True cannot be used with {name}, whose step depends on which parameter tensor "
-                         "an "
-                         "element is in. Use `learn.to_half_weights(flat_master=False)`, or an element-wise optimizer "
-                         "such "
-                         "as Adam or SGD.")
+                         "an element is in. Use `learn.to_half_weights(flat_master=False)`, or an element-wise "
+                         "optimizer such as Adam or SGD.")
 
     def _look(self, opt):
         store = state_of(opt)
