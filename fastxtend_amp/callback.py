@@ -49,7 +49,7 @@ class MixedPrecision(Lifecycle, fp16.MixedPrecision):
 
     def __init__(self,
         amp_mode: str | AMPMode | torch.dtype = AMPMode.FP16, # 'fp16', 'bf16', or 'auto': the fastest native one
-        init_scale: float = 65536.0, # Loss scale to start from (fp16)
+        init_scale: float | str = 65536.0, # Loss scale to start from; 'auto': found with the first batch (fp16)
         growth_factor: float = 2.0, # The scale is multiplied by this after `growth_interval` steps (fp16)
         backoff_factor: float = 0.5, # The scale is multiplied by this after a skipped step (fp16)
         growth_interval: int = 2000, # Steps in a row without a skip after which the scale grows (fp16)
@@ -240,7 +240,9 @@ class MixedPrecision(Lifecycle, fp16.MixedPrecision):
 
     def before_backward(self):
         "Scale the loss."
-        if self._active: self.learn.loss_grad = self._scaling.scale(self.learn.loss_grad, self.learn.opt)
+        if not self._active: return
+        self._scaling.begin(self.learn.loss_grad, self.learn.opt, self.learn.model)
+        self.learn.loss_grad = self._scaling.scale(self.learn.loss_grad, self.learn.opt)
 
     def after_backward(self): pass  # looked for at each step, it is found sooner if it is here
 

@@ -1,4 +1,4 @@
-"Small helpers that several files share: random states, colours of precisions, an error in one line, warnings."
+"Small helpers that several files share: random states, colours of precisions, DTensors, errors and warnings."
 from __future__ import annotations
 
 import inspect, random, sys, warnings
@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ['PRECISION_COLORS', 'first_line', 'random_state', 'random_state_kept', 'set_random_state', 'warn_user']
+__all__ = ['PRECISION_COLORS', 'first_line', 'is_dtensor', 'random_state', 'random_state_kept', 'set_random_state',
+           'warn_user']
 
 # One colour for a precision in every plot.
 PRECISION_COLORS = {'fp32': '#4c566a', 'bf16': '#2a78b8', 'fp16': '#d1701f', 'half weights': '#17a2a2'}
@@ -61,6 +62,12 @@ def first_line(error: BaseException, limit: int = 200) -> str:
     "What an exception says, in one line; its type's name where it says nothing."
     lines = str(error).strip().splitlines()
     return lines[0][:limit].rstrip('.: ') if lines else type(error).__name__
+
+
+def is_dtensor(t: Any) -> bool:
+    "Is `t` a DTensor, as FSDP2's `fully_shard` makes of parameters?"
+    module: Any = sys.modules.get('torch.distributed.tensor')    # imported by whoever made a DTensor, and not before
+    return module is not None and isinstance(t, module.DTensor)
 
 
 _NOT_THE_USERS = ('fastxtend_amp', 'fastai', 'fastcore', 'torch', 'contextlib')

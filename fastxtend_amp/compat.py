@@ -293,18 +293,6 @@ def copy_all(
         for t, value in zip(into, values): t.copy_(value)
 
 
-def held_elsewhere(
-    t: torch.Tensor, # A tensor that nobody but the caller should hold
-) -> bool:
-    """Whether something else holds the memory of `t`, such as a graph whose backward pass is still to come.
-
-    `torch._C._storage_Use_Count`, which counts this call's own storage object, too (seen in 2.9 to 2.15). Without it
-    False, and a backward pass through an overwritten tensor ends in autograd's error about in-place operations.
-    """
-    count = getattr(torch._C, '_storage_Use_Count', None)
-    return count is not None and count(t.untyped_storage()._cdata) > 2
-
-
 def in_function_transform() -> bool:
     """Whether a transform of `torch.func` (grad, vmap, ...) is under way, whose tensors must not outlive it.
 

@@ -9,10 +9,12 @@ from fastai.optimizer import OptimWrapper
 from torch import nn
 from torch.amp import GradScaler
 
+from .common import warn_user
 from .compat import (arm_found_inf, disarm_found_inf, forget_unscale, found_inf_flags, grads_version, has_unscaled,
                      honours_found_inf, is_syncfree, move_scaler, scale_version, supports_found_inf, syncfree_state)
+from .first_scale import NoFirstScale, first_scale
 from .scale_history import CONSTANT, ScaleHistory, ScaleRule
-from .scaling_args import DEFAULTS, check_scaler_state, check_scaling_args, is_number
+from .scaling_args import AUTO, DEFAULTS, check_scaler_state, check_scaling_args, is_number
 
 __all__ = ['DEFAULTS', 'GradStage', 'LossScaling', 'StaticGradScaler', 'check_scaler_state', 'check_scaling_args',
            'is_number', 'optimizer_params']
@@ -84,8 +86,10 @@ class LossScaling:
                  scaler=None):
         check_scaling_args(init_scale, growth_factor, backoff_factor, growth_interval, enabled, loss_scale, scaler)
         if scaler is None and loss_scale is not None: scaler = StaticGradScaler('cpu', init_scale=float(loss_scale))
+        self.undecided = init_scale == AUTO                      # does the first loss settle the scale to start from?
         if scaler is None:                                       # its device is settled when a fit starts
-            scaler = GradScaler('cpu', float(init_scale), float(growth_factor), float(backoff_factor),
+            start = DEFAULTS['init_scale'] if self.undecided else init_scale
+            scaler = GradScaler('cpu', float(start), float(growth_factor), float(backoff_factor),
                                 int(growth_interval), bool(enabled))
         self._fp16_scaler, self.initial_state = scaler, scaler.state_dict()
         self.scaler: GradScaler = GradScaler('cpu', enabled=False)   # of the fit under way
@@ -112,6 +116,21 @@ class LossScaling:
             move_scaler(self.scaler, device_type)
         else: self.scaler = GradScaler(device_type, enabled=False)
         return self.scaler
+
+    def begin(self,
+        loss: torch.Tensor, # The loss (fp32), on its graph, before it is scaled
+        opt: Any, # fastai's `Optimizer` or `OptimWrapper`
+        model: nn.Module, # The model
+    ) -> None:
+        "With `init_scale='auto'`: settle the scale by the first loss that is finite, before it is scaled."
+        if not (self.undecided and self.scaler.is_enabled()): return
+        try: scale = first_scale(loss, optimizer_params(opt), model)
+        except NoFirstScale as e:
+            self.undecided, start = False, self.scaler.get_scale()
+            warn_user(f"init_scale='auto': the first batch cannot be tried on this model ({e}).\nThe loss scale starts "
+                      f"at {start:g}, as by default; give a lower `init_scale=` if first steps are skipped.")
+            return
+        if scale is not None: self.load_state_dict({**self.state_dict(), 'scale': scale, '_growth_tracker': 0}, opt)
 
     def scale(self, loss: torch.Tensor, opt: Any = None) -> torch.Tensor:
         """The loss (fp32) times the scale; the gradients that its backward pass adds are scaled.
@@ -280,6 +299,7 @@ class LossScaling:
         check_scaler_state(state, own=self.has_own_state)
         before = scaler.get_scale()
         scaler.load_state_dict(dict(state))
+        self.undecided = False
         self._followed = None
         if self.stage is not GradStage.SCALED: return
         for p in optimizer_params(opt):
@@ -297,12 +317,13 @@ class LossScaling:
 
     def snapshot(self) -> Any:
         "What `restore` needs to undo the steps from now on."
-        return self.state_dict(), self.history.n, self.found_inf
+        return self.state_dict(), self.history.n, self.found_inf, self.undecided
 
     def restore(self, snapshot: Any) -> None:
         "Put scale, tracker and history back to `snapshot`; the gradients must not be scaled."
-        state, n, self.found_inf = snapshot
+        state, n, self.found_inf, undecided = snapshot
         self.load_state_dict(state)
+        self.undecided = undecided
         self.history.truncate(n)
 
     def _follow(self) -> bool:

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 from torch.amp import GradScaler
 
-__all__ = ['DEFAULTS', 'check_scaler_state', 'check_scaling_args', 'is_number']
+__all__ = ['AUTO', 'DEFAULTS', 'check_scaler_state', 'check_scaling_args', 'is_number']
 
 DEFAULTS = dict(init_scale=65536.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000)
+AUTO = 'auto'                                                    # as `init_scale`: found with the first batch
 STATE_KEYS = ('scale', 'growth_factor', 'backoff_factor', 'growth_interval', '_growth_tracker')
 
 
@@ -21,7 +22,7 @@ def is_number(x: Any, kind: type = Real) -> bool:
 
 
 def check_scaling_args(
-    init_scale: float, growth_factor: float, backoff_factor: float, growth_interval: int, enabled: bool,
+    init_scale: float | str, growth_factor: float, backoff_factor: float, growth_interval: int, enabled: bool,
     loss_scale: float | None, scaler: GradScaler | None,
 ) -> None:
     "Raise a `ValueError` (`TypeError` for a `scaler` that is none) that names the first argument that cannot be used."
@@ -29,7 +30,9 @@ def check_scaling_args(
         if not ok: raise ValueError(f"{name}={value!r} cannot be used: {name} must be {allowed}.")
     def finite(x): return is_number(x) and math.isfinite(x)
     def positive(x): return finite(x) and 0 < np.float32(min(x, 1e300)) < np.inf   # the scale is held in fp32
-    check(positive(init_scale), 'init_scale', init_scale, f"a finite number above 0, such as {DEFAULTS['init_scale']}")
+    auto = isinstance(init_scale, str) and init_scale == AUTO
+    check(auto or positive(init_scale), 'init_scale', init_scale,
+          f"a finite number above 0, such as {DEFAULTS['init_scale']}, or 'auto'")
     check(finite(growth_factor) and growth_factor > 1, 'growth_factor', growth_factor,
           'a finite number above 1, such as 2.0')
     check(positive(backoff_factor) and backoff_factor < 1, 'backoff_factor', backoff_factor,
@@ -41,6 +44,9 @@ def check_scaling_args(
     if scaler is not None and not isinstance(scaler, GradScaler):
         raise TypeError(f"scaler={scaler!r} cannot be used: scaler must be a torch.amp.GradScaler (or a subclass), or "
                         "None.")
+    if auto and not enabled:
+        raise ValueError("init_scale='auto' cannot be combined with enabled=False, which scales no loss.\n"
+                         "Leave one of them out.")
     chosen = [n for n, v in (('loss_scale', loss_scale), ('scaler', scaler)) if v is not None]
     given = dict(init_scale=init_scale, growth_factor=growth_factor, backoff_factor=backoff_factor,
                  growth_interval=growth_interval)
@@ -48,8 +54,7 @@ def check_scaling_args(
     if not enabled: clash.append('enabled=False')
     if chosen and clash:
         raise ValueError(f"{chosen[0]} cannot be combined with {', '.join(clash)}: each settles the loss scale in its "
-                         "own "
-                         "way. Keep one of them.")
+                         "own way. Keep one of them.")
 
 
 def check_scaler_state(

@@ -31,3 +31,9 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason='needs an NVIDIA GPU, and PyTorch finds none'))
         mark = item.get_closest_marker('not_simulated')
         if simulated and mark is not None: item.add_marker(pytest.mark.skip(reason=f'a simulated device: {mark.args[0]}'))
+
+
+@pytest.fixture(autouse=True)
+def copies_of_small_weights(monkeypatch):
+    "Half-precision weights make copies of the tests' small weights, too, on a CPU."
+    monkeypatch.setattr('fastxtend_amp.half_weights.copies.FEWEST_ON_CPU', 0)

@@ -217,15 +217,6 @@ def test_copy_all():
     assert [t.sum().item() for t in into] == [2, 3]
 
 
-def test_held_elsewhere():
-    x, w = torch.ones(2, 3, requires_grad=True), torch.ones(3)
-    assert not compat.held_elsewhere(w)
-    y = (x @ w.detach()).sum()
-    assert compat.held_elsewhere(w)
-    y.backward()
-    assert not compat.held_elsewhere(w)
-
-
 def test_in_function_transform():
     seen = []
     torch.vmap(lambda x: seen.append(compat.in_function_transform()) or x)(torch.ones(2))

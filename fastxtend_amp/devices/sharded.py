@@ -1,7 +1,6 @@
 "Checkpoints of models sharded by FSDP2 (`fully_shard`): whole tensors in the file, each process's part in memory."
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ from fastai.torch_core import get_model, rank_distrib
 from torch import nn
 
 from ..checkpoint import ADAPTERS, StateAdapter
+from ..common import is_dtensor
 from ..convert import map_tensors
 
 __all__ = ['Sharded', 'is_sharded']
@@ -19,7 +19,7 @@ def is_sharded(
     model: nn.Module, # The model, sharded as a whole or in parts
 ) -> bool: # Whether any of its parameters is a DTensor
     "Whether `model` is sharded over several processes, as by FSDP2's `fully_shard`."
-    return any(map(_is_dtensor, model.parameters()))
+    return any(map(is_dtensor, model.parameters()))
 
 
 class Sharded(StateAdapter):
@@ -35,7 +35,7 @@ class Sharded(StateAdapter):
         "Gather every DTensor in `state`, which all processes must call; rank 0 gets whole tensors on the CPU."
         is_writer = rank_distrib() == 0                          # as fastai's `save_model` asks
         def gather(t: Any) -> Any:
-            if not _is_dtensor(t): return t
+            if not is_dtensor(t): return t
             whole = t.full_tensor()
             return whole.cpu() if is_writer else t               # elsewhere the whole tensor is freed at once
         return map_tensors(gather, state)
@@ -56,14 +56,9 @@ class Sharded(StateAdapter):
         return state
 
 
-def _is_dtensor(t: Any) -> bool:
-    module = sys.modules.get('torch.distributed.tensor')         # imported by whoever made a DTensor, and not before
-    return module is not None and isinstance(t, module.DTensor)
-
-
 def _cut_like(t: Any, like: Any) -> Any:
     "This process's part of `t`, cut as the DTensor `like` is; `t` itself where it does not correspond to a DTensor."
-    if not isinstance(t, torch.Tensor) or _is_dtensor(t) or not _is_dtensor(like) or t.shape != like.shape: return t
+    if not isinstance(t, torch.Tensor) or is_dtensor(t) or not is_dtensor(like) or t.shape != like.shape: return t
     from torch.distributed.tensor import distribute_tensor
     # None: every process has read the whole tensor from the file, so none has to send it.
     return distribute_tensor(t.to(like.device), like.device_mesh, like.placements, src_data_rank=None)

@@ -102,7 +102,7 @@ class HalfWeights(MixedPrecision):
         super().before_batch()
         if self.learn.training: self._ready()
         if self._copies is None: return
-        if self.learn.training and not self._accumulating: self._copies.stale = True
+        if self.learn.training and not self._accumulating: self._copies.rewrite()
         self._copies.enter(self.learn.training)
 
     def after_loss(self):
@@ -134,7 +134,7 @@ class HalfWeights(MixedPrecision):
     @property
     def _accumulating(self) -> bool:
         "Do the weights stand as in the batch before? Only between the batches of one step is that certain."
-        return any(isinstance(cb, GradientAccumulation) and getattr(cb, 'count', 0) > 0 for cb in self.learn.cbs)
+        return any(getattr(cb, 'count', 0) > 0 for cb in _accumulations(self.learn))
 
     def _ready(self):
         "Have copies, or lowered weights, of the model that is trained."
@@ -148,10 +148,11 @@ class HalfWeights(MixedPrecision):
             self._copies.install()
 
     def _rewrite_copies(self):
-        if self._copies is not None: self._copies.stale = True
+        if self._copies is not None: self._copies.rewrite()
 
     def _leave_copies(self):
-        if self._copies is not None: self._copies.leave()
+        if self._copies is None: return
+        self._copies.leave(keep=not self.learn.training or any(_accumulations(self.learn)))
 
     def _check_training(self):
         super()._check_training()
@@ -184,6 +185,9 @@ class HalfWeights(MixedPrecision):
         if self._lowered is not None: self._lowered.raise_()
         self._copies = self._lowered = None
         self._flat.close()
+
+
+def _accumulations(learn): return (cb for cb in learn.cbs if isinstance(cb, GradientAccumulation))
 
 
 HalfWeights.__signature__ = inspect.signature(HalfWeights.__init__).replace(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..compat import copy_all, held_elsewhere, in_function_transform, is_compiled, keeps_casts, tensor_version
+from ..compat import copy_all, in_function_transform, is_compiled, keeps_casts, tensor_version
 from ..forward import ModuleForward
 from ..fp32_modules import unwrapped
 from ..guard import cache_loses_gradients
@@ -15,6 +15,9 @@ from .modules import Weight, weights_to_copy
 from .watch import WeightWatch
 
 __all__ = ['HalfForward', 'WeightCopies']
+
+# On a CPU a module with fewer weights has no copies: autocast casts 65,536 numbers about as fast as Python calls this.
+FEWEST_ON_CPU = 2 ** 16
 
 
 class _AsHalf(torch.autograd.Function):
@@ -29,10 +32,11 @@ class _AsHalf(torch.autograd.Function):
 
 class Copy:
     "A master, its half-precision copy, and what tells whether the master has changed since this was written."
-    def __init__(self, weight: Weight, dtype: torch.dtype):
+    def __init__(self, weight: Weight, copies: WeightCopies):
         self.module, self.name, self.master = weight
-        self.dtype, self.place = dtype, weight.module.__dict__   # an attribute here hides the parameter of this name
+        self.copies, self.place = copies, weight.module.__dict__   # an attribute here hides the parameter of this name
         self.half: Any = None
+        self.written: Any = None
 
     @property
     def wanted(self) -> bool:
@@ -40,17 +44,9 @@ class Copy:
         p = self.master
         return p.requires_grad and p.dtype is torch.float32 and getattr(self.module, self.name) is p
 
-    def ready(self) -> torch.Tensor: # To be written into
-        "A tensor for the copy: the last one, unless a graph holds it or the master's place or layout has changed."
-        h, p = self.half, self.master
-        if h is None or h.device != p.device or h.stride() != p.stride() or held_elsewhere(h):
-            self.half = torch.empty_like(p, dtype=self.dtype, requires_grad=False)
-        return self.half
-
-    # In-place operations and a new `.data` show here; what writes into `.data` does not.
-    def written(self): self.seen = tensor_version(self.master), self.master.data_ptr()
-    def is_written(self) -> bool:
-        return self.half is not None and self.seen == (tensor_version(self.master), self.master.data_ptr())
+    def state(self) -> Any:
+        "Differs when the master has changed: in place, in its `.data`, or by what calls for `WeightCopies.rewrite`."
+        return self.copies.turn, tensor_version(self.master), self.master.data_ptr()
 
 
 class HalfForward(ModuleForward):
@@ -64,7 +60,7 @@ class HalfForward(ModuleForward):
     def __init__(self, module: nn.Module, groups: list[list[Weight]], copies: WeightCopies):
         super().__init__(module)
         self.copies = copies
-        self.groups = [[Copy(w, copies.dtype) for w in group] for group in groups]
+        self.groups = [[Copy(w, copies) for w in group] for group in groups]
         self.all = [c for group in self.groups for c in group]
         self.seen, self.barred = False, False                    # was it watched; does something else use its weights
         self.views: list[tuple[Copy, torch.Tensor]] | None = None    # in this batch's graph
@@ -92,10 +88,8 @@ class HalfForward(ModuleForward):
         grad = torch.is_grad_enabled()
         if grad and self.views is not None: return [v for v in self.views if v[0].wanted]
         copies = self.copies
-        if copies.stale: copies.rewrite()
         wanted = [[c for c in group if c.wanted] for group in self.groups]
-        changed = [c for group in wanted for c in group if not c.is_written()]
-        if changed: copies.write(changed)
+        if any(c.written != c.state() for group in wanted for c in group): copies.write(self)
         if not grad: return [(c, c.half) for group in wanted for c in group]
         views: list[tuple[Copy, torch.Tensor]] = []
         for group in wanted:
@@ -129,10 +123,11 @@ class WeightCopies:
         dtype: torch.dtype, # autocast's dtype
     ):
         self.model, self.device_type, self.dtype = unwrapped(model), device_type, dtype
-        self.stale, self.on = True, False
+        self.turn, self.on = 0, False                            # each turn all copies are written anew
         self.in_graph: list[HalfForward] = []                    # whose views this batch has made
         # Compiled code has autocast's casts traced into it, where they are cheap.
         found = {} if any(map(is_compiled, model.modules())) else weights_to_copy(model, device_type, dtype)
+        if device_type == 'cpu': found = {m: groups for m, groups in found.items() if _size(groups) >= FEWEST_ON_CPU}
         def forward_of(m): return HalfAttention if type(m) is nn.MultiheadAttention else HalfForward
         self.forwards: list[HalfForward] = [forward_of(m)(m, groups, self) for m, groups in found.items()]
         self.watch: WeightWatch | None = None
@@ -162,9 +157,12 @@ class WeightCopies:
             self.watch.__enter__()
         self.on = True
 
-    def leave(self) -> None:
-        "No more; may be interrupted and called again."
+    def leave(self,
+        keep: bool = True, # Whether the copies will be used again before the next step
+    ) -> None:
+        "No more; copies that are not kept live on in the graph alone. May be interrupted and called again."
         self.on = False
+        if not keep: self.drop()
         for f in self.in_graph: f.views = None
         self.in_graph.clear()
         if self.watch is None: return
@@ -206,17 +204,28 @@ class WeightCopies:
     # -- writing
 
     def rewrite(self) -> None:
-        "Rewrite all copies that are in use from their masters."
-        self.write([c for f in self.forwards if f.seen and not f.barred for c in f.all if c.wanted])
-        self.stale = False
+        "Have each copy written anew when it is next used: its master may have changed."
+        self.turn += 1
 
-    def write(self, copies: list[Copy]) -> None:
-        "Rewrite these copies: one launch for each device."
+    def drop(self) -> None:
+        "Let go of the copies, so that their memory is free as soon as the graph's is, as that of autocast's casts."
+        for f in self.forwards:
+            for c in f.all: c.half = c.written = None
+
+    def write(self, forward: HalfForward) -> None:
+        """Write the copies of `forward`, in memory of their own, as the last ones may be in a graph.
+
+        On an accelerator those of all modules in use, which is one launch; on a CPU, whose cache holds no more, its own.
+        """
+        with_it = [forward] if self.device_type == 'cpu' else [f for f in self.forwards if f.seen and not f.barred]
         by_device: dict[torch.device, list] = defaultdict(list)
-        for c in copies: by_device[c.master.device].append(c)
+        for c in (c for f in with_it for c in f.all if c.wanted and c.written != c.state()):
+            c.half = torch.empty_like(c.master, dtype=self.dtype, requires_grad=False)
+            by_device[c.master.device].append(c)
         with torch.no_grad():
-            for group in by_device.values(): copy_all([c.ready() for c in group], [c.master for c in group])
-        for c in copies: c.written()
+            for group in by_device.values(): copy_all([c.half for c in group], [c.master for c in group])
+        for group in by_device.values():
+            for c in group: c.written = c.state()
 
     # -- the end
 
@@ -227,6 +236,9 @@ class WeightCopies:
 
     def remove(self) -> None:
         "Take everything off the model; may be interrupted and called again."
-        self.leave()
+        self.leave(keep=False)
         self.uncover()
         for f in self.forwards: f.remove()
+
+
+def _size(groups: list[list[Weight]]) -> int: return sum(w.param.numel() for group in groups for w in group)

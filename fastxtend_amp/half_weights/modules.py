@@ -1,7 +1,6 @@
 "Which weights can have half-precision copies: those that autocast casts inside their module's own forward."
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -9,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..common import is_dtensor
 from ..convert import HALF
 from ..forward import ModuleForward
 from ..fp32_modules import Fp32Forward, unwrapped
@@ -124,7 +124,7 @@ def check_model(
     for path, module in unwrapped(model).named_modules():
         for name, p in module.named_parameters(recurse=False):
             where = f"parameter '{path + '.' if path else ''}{name}'"
-            if is_sharded(p):
+            if is_dtensor(p):
                 raise ValueError(f"to_half_weights cannot be used with FSDP2: {where} is a DTensor, spread over "
                                  "processes.\n"
                                  "Use `learn.to_bf16()`, or `fully_shard`'s own "
@@ -137,9 +137,3 @@ def check_model(
                 raise ValueError(f"to_half_weights: {where} has sparse gradients, which this {kind} cannot take "
                                  f"({why}). "
                                  "Use an optimizer that can, such as SGD without momentum, or `sparse=False`.")
-
-
-def is_sharded(p: torch.Tensor) -> bool:
-    "Is `p` a DTensor, as FSDP2's `fully_shard` makes of parameters?"
-    module: Any = sys.modules.get('torch.distributed.tensor')    # who has a DTensor has imported it
-    return module is not None and isinstance(p, module.DTensor)
