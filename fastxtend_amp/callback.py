@@ -163,8 +163,11 @@ class MixedPrecision(Lifecycle, fp16.MixedPrecision):
         return mode is not None and mode.needs_loss_scaling
 
     def state_dict(self) -> dict[str, Any]: # Plain numbers: scale, its rules and its growth tracker
-        "The state of the loss scaling, as `GradScaler.state_dict`, at any time; empty in bf16 and fp32."
-        return self._scaling.state_dict() if self.scales_loss else {}
+        """The state of the loss scaling, as `GradScaler.state_dict`, at any time.
+
+        Empty in bf16 and fp32, and with `init_scale='auto'` until the first batch.
+        """
+        return self._scaling.state_dict() if self.scales_loss and not self._scaling.undecided else {}
 
     def load_state_dict(self,
         state: dict[str, Any], # What `state_dict` gave

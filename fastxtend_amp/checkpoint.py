@@ -148,7 +148,8 @@ def load_model(original: Callable, file: Any, model: nn.Module, opt: Any, with_o
     if not opt_in_file.given: return
     _load_optimizer(opt, adapter.opt_from_file(opt_in_file.state, optimizer_params(opt)),
                     place=cb is not None or adapter is not _PLAIN)
-    if scaled: cb.load_state_dict(cb.scaling.initial_state if scaler is None else scaler)
+    if scaled and scaler is None: cb.scaling.reset(opt)
+    elif scaled: cb.load_state_dict(scaler)
     elif scaler is not None and (cb is None or cb.mode != 'fp16'):
         warn_user("The file holds the loss scale of fp16 training, which this learner does not use.\n"
                   "To go on in fp16, call `learn.to_fp16()` before `learn.load`.")

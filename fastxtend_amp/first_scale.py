@@ -43,7 +43,7 @@ def first_scale(
 
 
 def _largest(loss: torch.Tensor, params: list[nn.Parameter]) -> int | None:
-    "The largest exponent, from 0 to `HIGHEST`, that leaves `ROOM`; 0 where none does; None where nothing can be learned."
+    "The largest exponent, from 0 to `HIGHEST`, that leaves `ROOM`; 0 where none does; None where there is no gradient."
     if not loss.isfinite().all(): return None
     low, above = 0, HIGHEST + 1
     while above - low > 1:

@@ -91,7 +91,7 @@ class LossScaling:
             start = DEFAULTS['init_scale'] if self.undecided else init_scale
             scaler = GradScaler('cpu', float(start), float(growth_factor), float(backoff_factor),
                                 int(growth_interval), bool(enabled))
-        self._fp16_scaler, self.initial_state = scaler, scaler.state_dict()
+        self._fp16_scaler, self._at_first = scaler, (scaler.state_dict(), self.undecided)
         self.scaler: GradScaler = GradScaler('cpu', enabled=False)   # of the fit under way
         self.history, self.stage = ScaleHistory(), GradStage.TRUE
         self.stepped = False                                     # was the optimizer's step called since `unscale`?
@@ -304,6 +304,12 @@ class LossScaling:
         if self.stage is not GradStage.SCALED: return
         for p in optimizer_params(opt):
             if p.grad is not None: p.grad.mul_(scaler.get_scale() / before)
+
+    def reset(self, opt: Any = None) -> None:
+        "Take up the state that this began with."
+        state, undecided = self._at_first
+        self.load_state_dict(state, opt)
+        self.undecided = undecided
 
     @property
     def has_scale(self) -> bool:

@@ -105,7 +105,7 @@ def test_where_the_graph_cannot_be_walked_twice_training_starts_at_the_default()
     assert same(params(learn), params(fit_fp16(Deep(1., reentrant=True))))
 
 
-@pytest.mark.parametrize('how', [dict(enabled=False), dict(loss_scale=8.), dict(scaler=torch.amp.GradScaler('cpu'))], ids=str)
+@pytest.mark.parametrize('how', [dict(enabled=False), dict(loss_scale=8.), dict(scaler=torch.amp.GradScaler('cpu'))], ids=lambda how: next(iter(how)))
 def test_it_is_refused_with_another_rule_for_the_scale(how):
     with pytest.raises(ValueError, match="init_scale='auto'"): MixedPrecision('fp16', init_scale='auto', **how)
 

@@ -215,7 +215,7 @@ class WeightCopies:
     def write(self, forward: HalfForward) -> None:
         """Write the copies of `forward`, in memory of their own, as the last ones may be in a graph.
 
-        On an accelerator those of all modules in use, which is one launch; on a CPU, whose cache holds no more, its own.
+        On an accelerator those of all modules in use, which is one launch; on a CPU, with its caches, one at a time.
         """
         with_it = [forward] if self.device_type == 'cpu' else [f for f in self.forwards if f.seen and not f.barred]
         by_device: dict[torch.device, list] = defaultdict(list)

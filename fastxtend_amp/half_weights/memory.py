@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -19,27 +20,27 @@ __all__ = ['bytes_per_parameter']
 
 def bytes_per_parameter(
     learn: Learner, # A learner in the middle of a fit, with gradients
-) -> dict[str, float]: # weights, gradients, masters, optimizer state, cast cache; bytes for each of the model's numbers
+) -> dict[str, float]: # weights, gradients, optimizer state, casts; bytes for each of the model's numbers
     """What training holds for each parameter, counted from the tensors there are; to be called before or after a step.
 
-    autocast's cache lives as long as a batch: for its size the model runs forward once more on the batch at hand.
+    Casts to half precision, autocast's or the copies that stand for them, live as long as a batch, or, with gradient
+    accumulation, the copies as long as a step: the model runs forward once more on the batch at hand for their size.
     """
     cb: Any = learn.precision
     forwards = cb._copies.forwards if isinstance(cb, HalfWeights) and cb._copies is not None else []
-    copies = [c for f in forwards for c in f.all if c.half is not None]
-    params, copied = [*learn.model.parameters()], {id(c.master) for c in copies}
+    copied = {id(c.master): c.master for f in forwards if f.seen and not f.barred for c in f.all}
+    params = [*learn.model.parameters()]
     state = [v for s in state_of(learn.opt).values() for v in s.values() if isinstance(v, torch.Tensor)]
     n = sum(p.numel() for p in params)
     def size(tensors):
         storages = {(t.device, t.untyped_storage().data_ptr()): t.untyped_storage().nbytes() for t in tensors}
         return sum(storages.values()) / n
-    return {'weights': size([*(c.half for c in copies), *(p for p in params if id(p) not in copied)]),
-            'gradients': size([p.grad for p in params if p.grad is not None]),
-            'masters': size([p for p in params if id(p) in copied]), 'optimizer state': size(state),
-            'cast cache': _cast_cache(learn, cb, copied) / n}
+    copies = sum(p.numel() for p in copied.values()) * torch.float16.itemsize
+    return {'weights': size(params), 'gradients': size([p.grad for p in params if p.grad is not None]),
+            'optimizer state': size(state), 'casts': (copies + _cast_cache(learn, cb, copied.keys())) / n}
 
 
-def _cast_cache(learn: Learner, cb: MixedPrecision | None, copied: set[int]) -> int:
+def _cast_cache(learn: Learner, cb: MixedPrecision | None, copied: Collection[int]) -> int:
     "Bytes of the weights' casts that are left after a forward pass, which autocast's cache alone can hold."
     if cb is None: return 0
     model = unwrapped(learn.model)

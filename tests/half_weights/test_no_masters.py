@@ -137,11 +137,11 @@ def test_bytes_per_parameter():
         learn.add_cb(At('after_step', lambda l: rows.append(bytes_per_parameter(l)), order=11))
         to(learn).fit(1)
         return [round(v, 1) for v in rows[-1].values()]
-    assert measure(lambda l: l) == [4, 4, 0, 8, 0]
-    assert measure(lambda l: l.to_bf16()) == [4, 4, 0, 8, 2]
-    assert measure(lambda l: l.to_half_weights()) == [2, 4, 4, 8, 0]
-    assert measure(lambda l: l.to_half_weights(flat_master=True)) == [2, 4, 4, 8, 0]
-    assert measure(lambda l: l.to_half_weights(master_weights=False)) == [2, 2, 0, 4, 0]
+    assert measure(lambda l: l) == [4, 4, 8, 0]
+    assert measure(lambda l: l.to_bf16()) == [4, 4, 8, 2]
+    assert measure(lambda l: l.to_half_weights()) == [4, 4, 8, 2]
+    assert measure(lambda l: l.to_half_weights(flat_master=True)) == [4, 4, 8, 2]
+    assert measure(lambda l: l.to_half_weights(master_weights=False)) == [2, 2, 4, 0]
 
 
 def test_trains_as_in_fp32():

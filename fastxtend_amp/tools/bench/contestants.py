@@ -91,7 +91,7 @@ def fastai_loop(
     task: Task,
     mode: AMPMode | None, # None: fp32
     opt: str, # A name from `OPTIMIZERS`
-    scale: float, # Loss scale to start with, in fp16
+    scale: float | str, # Loss scale to start with, in fp16
     cb: Any = MixedPrecision, # The precision callback: this package's or fastai's own
 ) -> Run:
     "A fastai learner; each block of steps is a fit."

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from ...common import first_line
 from ...mode import AMPMode, Support, mode_support
 from .clock import Clock
-from .contestants import CONTESTANTS, LOSS, Contestant, Run, Task, importable
+from .contestants import CONTESTANTS, LOSS, Contestant, Run, Task, fastai_loop, importable
 from .models import MODELS
 
 __all__ = ['BLOCK_SECONDS', 'MODE_SECONDS', 'SCALE', 'SKIP_SCALE', 'SKIP_STEPS', 'ModelBenchmark', 'Result',
@@ -44,6 +44,7 @@ class Result:
     ops: float = math.nan                                        # aten operations per step
     peak: float = math.nan                                       # bytes
     skips: tuple[int, int] | None = None                         # skipped steps after one fit and after two
+    skips_auto: int | None = None                                # in one fit with `init_scale='auto'`
 
     @property
     def baseline(self) -> tuple[str, str]:
@@ -203,16 +204,18 @@ class ModelBenchmark:
     # -- after them
 
     def count_skips(self, result: Result) -> None:
-        "Count the steps skipped in one fit and in two, from a loss scale that is too large; fp16 only."
+        "Count the steps skipped in one fit and in two, from a loss scale that is too large or 'auto'; fp16 only."
         if not self._can_count_skips(result): return
         c = result.contestant
-        fresh = c.build(self.task, result.mode, c.opt, SKIP_SCALE)
-        def skipped_after_fit():
-            self.task.clock.n, self.task.clock.warm = SKIP_STEPS, 0
-            fresh.steps()
-            return fresh.skipped()
-        once = skipped_after_fit()
-        result.skips = once, skipped_after_fit()
+        def fits(scale):
+            run = c.build(self.task, result.mode, c.opt, scale)
+            while True:
+                self.task.clock.n, self.task.clock.warm = SKIP_STEPS, 0
+                run.steps()
+                yield run.skipped()
+        fit = fits(SKIP_SCALE)
+        result.skips = next(fit), next(fit)
+        if c.build is fastai_loop: result.skips_auto = next(fits('auto'))
 
     def _can_count_skips(self, result: Result) -> bool:
         if result.mode is not AMPMode.FP16 or result.runs_in != 'float16': return False

@@ -78,5 +78,6 @@ def _record(match: ModelBenchmark, result: Result) -> dict[str, Any]:
         ops=_number(result.ops), ops_beyond_plain_loop=_number(ops),
         page_faults=_median(result.faults.values()), peak_mb=_number(result.peak / 2**20),
         skipped_one_fit=result.skips and result.skips[0], skipped_two_fits=result.skips and result.skips[1],
+        skipped_auto=result.skips_auto,
         note=f'never leaves fp32 on {match.device.type}' if stays_in_fp32 else result.note)
     return {**record, 'noisy': [key for key in RATIOS if noisy(record[key])]}

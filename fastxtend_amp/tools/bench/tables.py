@@ -20,7 +20,8 @@ _COLUMNS = """\
 - syncs: GPU synchronizations per step beyond fp32's.
 - ops: aten operations per step; +ops: those beyond the plain PyTorch loop's.
 - faults: pages of memory that the system handed to the process per step.
-- skips: steps skipped until a loss scale that starts at {settle_scale:,.0f} fits, in one fit and in two.
+- skips: steps skipped until a loss scale that starts at {settle_scale:,.0f} fits, in one fit and in two;
+  auto: in one fit with `init_scale='auto'`.
 - ~: the quartiles lie further apart than {noisy_above:.0%} of the median, or there was one block: too noisy to tell."""
 
 
@@ -90,6 +91,7 @@ def _absent(rows: list[dict[str, Any]]) -> dict[str, str]:
 def _row(r: dict[str, Any], gpu: bool) -> dict[str, str]:
     memory = {'peak MB': _number(r['peak_mb'], ',.0f')} if gpu else {'faults': _number(r['page_faults'], ',.0f')}
     skips = '' if r['skipped_one_fit'] is None else f"{r['skipped_one_fit']}, {r['skipped_two_fits']}"
+    if r.get('skipped_auto') is not None: skips += f"; auto {r['skipped_auto']}"   # since version 0.2.0
     return {'mode': r['mode'], 'contestant': r['contestant'], 'optimizer': r['optimizer'], 'runs in': r['runs_in'],
             'ms': _number(r['ms'], ',.2f'),
             'forward': _number(r['forward_ms'], ',.2f'), 'backward': _number(r['backward_ms'], ',.2f'),
@@ -134,7 +136,7 @@ def _memory(figures: dict[str, Any]) -> str:
         total = {'total': f'{sum(sizes.values()):.1f}'}
         rows.append({'training': r['training'], **{key: f'{value:.1f}' for key, value in sizes.items()}, **total})
     return _section('Bytes for each parameter', (
-        'AdamW, counted from the tensors there are after a step; the cast cache lives as long as a batch.'), rows)
+        'AdamW, counted from the tensors there are after a step; casts live as long as a batch.'), rows)
 
 
 def _accumulation(figures: dict[str, Any]) -> str:
