@@ -165,8 +165,7 @@ def _load_optimizer(opt: Any, state: Any, place: bool) -> None:
 def _check_state_in_file(state: Any, file: Any, cb: MixedPrecision) -> None:
     check_scaler_state(state, str(getattr(file, 'name', file)), cb.scaling.has_own_state,
                        "`learn.load(..., with_opt=False)` loads the model alone; `learn.to_fp32()` or "
-                       "`learn.to_bf16()` "
-                       "before `load` leaves the scaler out.")
+                       "`learn.to_bf16()` before `load` leaves the scaler out.")
 
 
 # -- how fastai comes to call them

@@ -22,8 +22,7 @@ def check_overflow_args(on_overflow: str, max_skips: int) -> None:
         raise ValueError(f"on_overflow={on_overflow!r} cannot be used: it must be 'warn', 'raise' or 'ignore'.")
     if not isinstance(max_skips, Integral) or isinstance(max_skips, bool) or max_skips < 1:
         raise ValueError(f"max_skips={max_skips!r} cannot be used: it must be an integer of at least 1, the number of "
-                         "skipped "
-                         "steps in a row after which training counts as going wrong.")
+                         "skipped steps in a row after which training counts as going wrong.")
 
 
 def check_fp16_training(
@@ -37,8 +36,8 @@ def check_fp16_training(
                          f"'{half[0]}'.\nCall `learn.model.float()` first: autocast itself casts what can run in fp16.")
     if _needs_closure(opt):
         raise ValueError(f"{type(getattr(opt, 'opt', opt)).__name__} needs a closure for its step, which GradScaler "
-                         "does not "
-                         "support.\nUse `learn.to_bf16()` or `learn.to_fp32()`, or another optimizer.")
+                         "does not support.\n"
+                         "Use `learn.to_bf16()` or `learn.to_fp32()`, or another optimizer.")
 
 
 def strays_of(

@@ -269,9 +269,8 @@ class NotScriptable:
     def __getattr__(self, name: str) -> Any:
         if name != '__globals__': raise AttributeError(f'{type(self).__name__!r} object has no attribute {name!r}')
         raise AttributeError("torch.jit.script cannot compile a model with an object of fastxtend_amp on a module's "
-                             f"forward ({type(self).__name__}).\nCall `learn.to_fp32()` before, or use `torch.export` "
-                             "or "
-                             "`torch.compile`.")
+                             f"forward ({type(self).__name__}).\n"
+                             "Call `learn.to_fp32()` before, or use `torch.export` or `torch.compile`.")
 
 
 COMPILED_NAME = '_orig_mod'  # what `compiled_module` relies on, as a part of a module's qualified name

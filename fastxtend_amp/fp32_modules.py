@@ -83,9 +83,9 @@ def _test(part: Any) -> Callable[[str, nn.Module], bool]:
         return lambda name, m: m is part
     if isinstance(part, type) and issubclass(part, nn.Module): return lambda name, m: isinstance(m, part)
     if callable(part) and not isinstance(part, type): return lambda name, m: bool(part(m))
-    raise TypeError(f"fp32_modules={part!r} cannot be used.\nGive names with wildcards such as 'head.*', module types "
-                    "such as "
-                    "nn.LayerNorm, modules of the model, functions that take a module, or a list of these.")
+    raise TypeError(f"fp32_modules={part!r} cannot be used.\n"
+                    "Give names with wildcards such as 'head.*', module types such as nn.LayerNorm, modules of the "
+                    "model, functions that take a module, or a list of these.")
 
 
 def _near(part: Any, places: list[tuple[str, nn.Module]]) -> str:

@@ -129,8 +129,8 @@ class LoopGuard:
         "`learn.export`, with a warning: the file would need this package."
         if self.owner.learn is self.learn:
             warn_user("The exported file needs fastxtend_amp wherever it is loaded, because the learner has a "
-                      "precision "
-                      "callback.\nCall `learn.to_fp32()` before `export` for a file that loads without it.")
+                      "precision callback.\n"
+                      "Call `learn.to_fp32()` before `export` for a file that loads without it.")
         return self._below('export')(*args, **kwargs)
 
     def _with_events(self, f: Callable, event_type: str, *args, **kwargs) -> None:

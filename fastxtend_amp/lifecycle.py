@@ -148,8 +148,8 @@ class Lifecycle:
         mode = AMPMode(self.amp_mode)
         if not autocast_available(device.type):
             raise ValueError(f"amp_mode='{mode.value}' cannot be used on device '{device}': PyTorch has no autocast "
-                             "for "
-                             f"{device.type} devices.\nWhat works there: `to_fp32()`.")
+                             f"for {device.type} devices.\n"
+                             "What works there: `to_fp32()`.")
         check_supported(mode, device)
         return mode
 
@@ -158,9 +158,9 @@ class Lifecycle:
         learn = self._learn
         others = [cb for cb in learn.cbs if isinstance(cb, PRECISION_CALLBACKS) and cb is not self]
         if others:
-            raise ValueError(f"The learner has several precision callbacks: {[self, *others]}.\nKeep one: "
-                             "`learn.to_fp32()` "
-                             "removes them all, and `learn.to_fp16()` or `learn.to_bf16()` replaces them.")
+            raise ValueError(f"The learner has several precision callbacks: {[self, *others]}.\n"
+                             "Keep one: `learn.to_fp32()` removes them all, and `learn.to_fp16()` or "
+                             "`learn.to_bf16()` replaces them.")
         device = model_device(learn.model, training_device(learn))
         self._mode = mode = self._decide(device)
         self._fp32_modules.apply(learn.model)                    # it may be another model by now
@@ -180,8 +180,8 @@ class Lifecycle:
         fit.checked = True
         if fit.mode is not None: self._warn_of_emulation(fit.mode, fit.device)
         else: warn_user(f"amp_mode='auto': device '{fit.device}' does neither bf16 nor fp16 natively, so training "
-                        "runs in "
-                        "fp32.\n`precision_support()` says why; `learn.to_fp32()` is silent.")
+                        "runs in fp32.\n"
+                        "`precision_support()` says why; `learn.to_fp32()` is silent.")
         if not self._scaling.scaler.is_enabled(): return
         check_fp16_training(self._learn.model, self._learn.opt)
         if strays := strays_of(self._learn.model, self._learn.opt):
@@ -284,8 +284,7 @@ class Lifecycle:
         fit.tried = True
         for name, parent in self._fp32_modules.never_called().items():
             warn_user(f"fp32_modules: '{name}' was not called in the first batch, so keeping it in fp32 does nothing: "
-                      "the "
-                      "module around it may use its weights directly, as MultiheadAttention does with out_proj.\n"
+                      "the module around it may use its weights directly, as MultiheadAttention does with out_proj.\n"
                       f"Keep '{parent}' instead.")
 
     def _step(self, step: Any) -> None:

@@ -226,8 +226,7 @@ def check_layers(mode: AMPMode, device: torch.device, model: nn.Module, is_kept:
         raise ValueError(f"{mode.value} does not run on this CPU for '{name}' ({kind.__name__}).\n"
                          f"PyTorch says: {why}.\n"
                          f"Keep such layers in fp32, `learn.to_{mode.value}(fp32_modules=nn.{kind.__name__})`, or "
-                         "train "
-                         f"with `{_other_choice(mode, device)}`.")
+                         f"train with `{_other_choice(mode, device)}`.")
 
 
 def _other_choice(mode: AMPMode, device: torch.device) -> str:

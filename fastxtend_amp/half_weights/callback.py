@@ -45,8 +45,7 @@ class HalfWeights(MixedPrecision):
     ):
         try: mode = AMPMode(dtype)
         except ValueError: raise ValueError(f"dtype={dtype!r} cannot be used: dtype must be 'bf16' or 'fp16' (or the "
-                                            "torch dtypes). For plain "
-                                            "fp32 use `learn.to_fp32()`.") from None
+                                            "torch dtypes). For plain fp32 use `learn.to_fp32()`.") from None
         if mode is AMPMode.BF16 and loss_scale is not None:
             raise ValueError(f"loss_scale={loss_scale!r} cannot be used with dtype='bf16', which needs no loss "
                              "scaling. Leave it out, or take dtype='fp16'.")
@@ -55,8 +54,7 @@ class HalfWeights(MixedPrecision):
                              "flat. Leave one of them out.")
         if not master_weights and mode is AMPMode.FP16:
             raise ValueError("master_weights=False cannot be used with dtype='fp16', whose gradients must be unscaled "
-                             "in fp32. Take dtype='bf16', or keep "
-                             "the masters.")
+                             "in fp32. Take dtype='bf16', or keep the masters.")
         super().__init__(mode, loss_scale=loss_scale, fp32_modules=fp32_modules, on_overflow=on_overflow,
                          max_skips=max_skips)
         self.dtype, self.flat_master, self.master_weights = mode.dtype, flat_master, master_weights
@@ -160,8 +158,8 @@ class HalfWeights(MixedPrecision):
         if self.flat_master: FlatMasters.check(self.learn.opt)
         if not self.master_weights and isinstance(self.learn.model, nn.parallel.DistributedDataParallel):
             raise ValueError("master_weights=False cannot be used with DistributedDataParallel, which would not "
-                             "reduce the gradients of weights that "
-                             "change their dtype. Use `learn.to_half_weights()`, with masters.")
+                             "reduce the gradients of weights that change their dtype. Use `learn.to_half_weights()`, "
+                             "with masters.")
 
     def _step(self, step):
         if self.flat_master: self._flat.step(self.learn.opt, step)

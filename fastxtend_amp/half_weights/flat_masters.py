@@ -201,10 +201,8 @@ def _fixed_state(opt: Any, p: nn.Parameter, counts: dict[int, float]) -> tuple:
         elif v.numel() == 1: fixed.append((k, counts[id(v)]))
         else:
             raise ValueError(f"flat_master=True cannot be used with {type(getattr(opt, 'opt', opt)).__name__}: its "
-                             f"state '{k}' "
-                             f"of shape {tuple(v.shape)} belongs to a whole parameter of shape {tuple(p.shape)}, not "
-                             "to its "
-                             "elements. Use `learn.to_half_weights(flat_master=False)`.")
+                             f"state '{k}' of shape {tuple(v.shape)} belongs to a whole parameter of shape "
+                             f"{tuple(p.shape)}, not to its elements. Use `learn.to_half_weights(flat_master=False)`.")
     return tuple(fixed)
 
 

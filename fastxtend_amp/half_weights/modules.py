@@ -135,5 +135,5 @@ def check_model(
             if getattr(module, 'sparse', False) and p.requires_grad and (why := sparse_trouble(opt)):
                 kind = type(getattr(opt, 'opt', opt)).__name__
                 raise ValueError(f"to_half_weights: {where} has sparse gradients, which this {kind} cannot take "
-                                 f"({why}). "
-                                 "Use an optimizer that can, such as SGD without momentum, or `sparse=False`.")
+                                 f"({why}). Use an optimizer that can, such as SGD without momentum, or "
+                                 "`sparse=False`.")

@@ -71,10 +71,9 @@ class LoweredWeights:
         if moves is None or not moves.n: return
         name = type(getattr(self.opt, 'opt', self.opt)).__name__
         warnings.warn(f"master_weights=False with {name}, which does not compensate for rounding: small updates are "
-                      "lost. "
-                      f"In the first {moves.n} steps {moves.share:.0%} of the weights with a gradient did not move. "
-                      "Use an optimizer with Kahan summation (`fastxtend_amp.kahan`) or stochastic rounding, "
-                      "or keep the masters.")
+                      f"lost. In the first {moves.n} steps {moves.share:.0%} of the weights with a gradient did not "
+                      "move. Use an optimizer with Kahan summation (`fastxtend_amp.kahan`) or stochastic rounding, or "
+                      "keep the masters.")
 
 
 class Moves:

@@ -4,6 +4,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from fastai.learner import Learner
@@ -17,9 +18,10 @@ from .comparison import PrecisionComparison
 from .report import report
 from .watch import several_processes
 
-__all__ = ['PrecisionDecision', 'measured_choice']
+__all__ = ['PrecisionDecision', 'decision_of', 'measured_choice']
 
 _FOR_REPORT = .3    # of the time
+_decisions: WeakKeyDictionary = WeakKeyDictionary()              # by learner, whose own attributes go into `export`
 
 
 @dataclass
@@ -51,8 +53,8 @@ def measured_choice(
     fp32, bf16, fp16 and half-precision weights are tried as far as the device does them natively, with the modules
     kept in fp32 that `precision_report` names. bf16 is taken where others are as fast (5 %), and fp32 where the gain
     is no larger than the spread. Copies are trained: whatever interrupts this leaves the learner as it was. With
-    several processes each measures by itself, and all take what rank 0 found. `learn.precision.decision` holds the
-    outcome, unless it is fp32.
+    several processes each measures by itself, and all take what rank 0 found. `learn.precision_decision` holds the
+    outcome.
 
     Raises `ValueError` for an unknown mode and where `compare_precision` or `precision_report` do.
     """
@@ -69,8 +71,14 @@ def measured_choice(
     decision = PrecisionDecision(chosen.name, reason, call, seconds, comparison, chosen)
     cb = use_choice(learn, chosen)
     if cb is not None: cb.decision = decision
+    _decisions[learn] = decision
     print(decision)
     return decision
+
+
+def decision_of(learn: Learner) -> PrecisionDecision | None:
+    "What was last measured and chosen for `learn`."
+    return _decisions.get(learn)
 
 
 def _with_modules_kept(learn, choices, max_seconds) -> tuple[list[PrecisionChoice], list[str]]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..common import RandomState, set_random_state
-from ..fp32_modules import kept_in_fp32, unwrapped
+from ..fp32_modules import ROOT, kept_in_fp32, qualified_names, unwrapped
 from ..mode import AMPMode
 from .advice import precision_call
 from .growth import Growth
@@ -18,6 +18,7 @@ from .restore import run_undone
 from .run import after_pred
 from .statistics import tensors
 from .tracer import LOSS, Tracer
+from .verdicts import ROOT_CODE
 
 __all__ = ['Alarm', 'Diagnosis', 'diagnose']
 
@@ -106,7 +107,7 @@ class _Rerun:
         if self.fp32.non_finite_loss or self.fp32.non_finite_grads: return self._in_fp32_too(diverges)
         low = self._low()
         names, where = (low.trouble, 'forward') if low.trouble else (low.trouble_backward, 'backward')
-        if diverges:
+        if diverges and not (names and self._is_frozen_up_to(low, names[0])):
             first = f'; numbers first stop being finite in {self._named(low, names[0])}, a consequence' if names else ''
             return Diagnosis('diverges', f'the run diverges: {growth}{first}', _lower_rate(self.learn), names[:1], True)
         if not names and (low.non_finite_loss or low.non_finite_grads):
@@ -143,7 +144,7 @@ class _Rerun:
             size = f'{what} {max(seen.inside, seen.largest):,.4g} in fp32'
             start = 'numbers stop being finite in'
         story = f'{start} {self._named(low, name)}: {size}; {mode} ends at {limit:,.5g}'
-        if not keep: remedy = 'Compute it in fp32 inside the loss function'
+        if not keep: remedy = f'Compute it in fp32 there: `with torch.autocast({self._device!r}, enabled=False)`'
         else:
             it = 'it' if len(keep) == 1 else 'these'
             remedy = f'Keep {it} in fp32: `{precision_call(self.learn, self.alarm.mode, keep)}`'
@@ -152,8 +153,8 @@ class _Rerun:
 
     def _tried(self, low, where, name) -> tuple[bool, list[str]]:
         "Which modules to keep in fp32, and whether this batch is finite then."
-        if name == LOSS:                                         # a module may have overflowed in a few values before
-            for candidate in self._too_large():
+        if name in (LOSS, ROOT):                                 # a module may have overflowed in a few values before
+            for candidate in self._too_large() or self._children():
                 if not self._low([candidate]).non_finite_loss: return True, [candidate]
             return False, []
         keep = [name]
@@ -162,17 +163,34 @@ class _Rerun:
             # A gradient may be too large for the loss scale alone, which then falls: no reason to keep a module.
             if not (tracer.non_finite_loss or (where == 'backward' and tracer.non_finite_grads)): return True, keep
             found = tracer.trouble or tracer.trouble_backward
-            more = next((n for n in found if n not in keep and n != LOSS), None)
+            more = next((n for n in found if n not in (*keep, LOSS, ROOT)), None)
             if more is None: break
             keep.append(more)
         return False, [name]
 
     def _too_large(self) -> list[str]:
         limit = torch.finfo(self.alarm.mode.dtype).max
-        return [n for n, s in self.fp32.seen.items() if n != LOSS and max(s.inside, s.largest) > limit][:2 * _TRIES]
+        large = [n for n, s in self.fp32.seen.items() if max(s.inside, s.largest) > limit]
+        return [n for n in large if n not in (LOSS, ROOT)][:2 * _TRIES]
+
+    def _children(self) -> list[str]:
+        "The modules that hand on to the model's own `forward`, the last first."
+        return [n for n in reversed(self.fp32.seen) if n not in (LOSS, ROOT) and '.' not in n][:2 * _TRIES]
+
+    def _is_frozen_up_to(self, tracer, name) -> bool:
+        "Is nothing trained in the modules called up to `name`, so that too large a step cannot have reached it?"
+        if name in (LOSS, ROOT): return False
+        modules = dict(qualified_names(self.model))
+        called = [n for n in tracer.seen if n in modules and n != ROOT]
+        before = called[:called.index(name) + 1]
+        return not any(p.requires_grad for n in before for p in modules[n].parameters(recurse=n == name))
+
+    @property
+    def _device(self): return self.learn.precision.fit_device.type
 
     def _named(self, tracer, name):
-        return 'the loss function' if name == LOSS else f"module '{name}' ({tracer.seen[name].type})"
+        if name == LOSS: return 'the loss function'
+        return ROOT_CODE if name == ROOT else f"module '{name}' ({tracer.seen[name].type})"
 
 
 def _bad_data(learn) -> Diagnosis | None:

@@ -123,7 +123,13 @@ class Examination:
     def _look_ahead(self, modes):
         "Run one batch to see what it takes, choose how many samples emulated modes see, and say how long it will take."
         n, start = n_samples(self.batches[0]), time.perf_counter()
-        with FlopCounterMode(display=False) as counter: self._undone(self.task.forward, *self.batches[0])
+        with FlopCounterMode(display=False) as counter:
+            try: self._undone(self.task.forward, *self.batches[0])
+            except torch.OutOfMemoryError: raise
+            except Exception as e:
+                raise ValueError('The model does not run on its first batch, in fp32 and without callbacks: '
+                                 f'{first_line(e)}.\nWhere callbacks prepare model or batch, as for a GAN, call this '
+                                 'after a fit, or give batches that it runs on: `precision_report(dl=...)`.') from e
         step = 3 * (time.perf_counter() - start) * len(self.batches)
         work = 3 * counter.get_total_flops() * len(self.batches)
         calls = sum(1 for _ in self.task.model.modules()) * len(self.batches)

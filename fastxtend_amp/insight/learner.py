@@ -9,11 +9,18 @@ from fastai.learner import Learner
 from fastcore.basics import patch
 
 from ..mode import AMPMode
+from .choice import PrecisionDecision, decision_of
 from .compare import compare
 from .comparison import PrecisionComparison
 from .report import PrecisionReport, report
 
 __all__: list[str] = []
+
+
+@patch(as_prop=True)
+def precision_decision(self: Learner) -> PrecisionDecision | None:
+    "What `to_amp(measure=True)` last found for this learner, fp32 too: table, plot, reason; None if it was not asked."
+    return decision_of(self)
 
 
 @patch

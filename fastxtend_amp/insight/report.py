@@ -1,7 +1,7 @@
 "`Learner.precision_report`: which precision a model survives, where it does not, and what to do about it."
 from __future__ import annotations
 
-import math
+import math, re
 from collections.abc import Iterable
 from functools import partial
 from numbers import Integral, Real
@@ -113,7 +113,8 @@ class PrecisionReport:
 
     def _repr_html_(self):
         from html import escape
-        items = ''.join(f'<li>{escape(l)}</li>' for l in self._lines())
+        def code(text): return re.sub('`([^`]+)`', r'<code>\1</code>', escape(text))
+        items = ''.join(f'<li>{code(l)}</li>' for l in self._lines())
         tables = [f'<p>{escape(title)}</p>{rows.to_html(index=False)}' for title, rows in self._shown()]
         return f'<ul>{items}</ul>' + ''.join(tables)
 

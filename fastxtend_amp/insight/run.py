@@ -20,6 +20,8 @@ from .statistics import all_finite, tensors
 
 __all__ = ['Task', 'after_pred', 'eager', 'local_statistics']
 
+LOWEST_SCALE = 2.**-12  # at which a backward pass is tried; below 1 it makes gradients smaller
+
 
 def after_pred(learn: Learner) -> Callable[[Any], Any]:
     "What `learn`'s callbacks make of the model's output: RNNCallback passes the last of its first entry to the loss."
@@ -91,7 +93,7 @@ class Task(NamedTuple):
         loss = self.forward(xb, yb, mode)
         if loss is None: return Outcome(True, scale)
         if not bool(loss.isfinite()): return Outcome(False, 0.)
-        while scale >= 1:
+        while scale >= LOWEST_SCALE:
             grads = self.gradients(loss * scale, retain_graph=True)
             if all(all_finite(g) for _, g in grads): return Outcome(True, scale)
             scale /= 4

@@ -23,6 +23,7 @@ LOST = .01            # share of a gradient's absolute sum that may underflow be
 ROUNDS = 6            # how often modules are added to those kept in fp32 before others are tried
 CLOSE = 4.            # headroom below which a module is close to overflow
 PAIRED = 8            # the candidates that are tried in pairs
+ROOT_CODE = "the model's own `forward`"
 
 
 @dataclass
@@ -97,8 +98,9 @@ class Judge:
     def _nothing_helps(self, tracer) -> str:
         what, n = 'loss is' if tracer.non_finite_loss else 'gradients are', len(self._candidates(tracer))
         reason = f'the {what} not finite, whatever is kept in fp32: {n} modules were tried, one by one and in pairs'
-        in_loss = '. It begins in the loss function: compute it in fp32 there'
-        return reason + (in_loss if LOSS in tracer.trouble else '')
+        if LOSS in tracer.trouble: reason += '. It begins in the loss function: compute it in fp32 there'
+        elif ROOT in tracer.trouble: reason += f'. It begins in {ROOT_CODE}: compute it in fp32 there'
+        return reason
 
     # -- what to keep in fp32
 
@@ -111,7 +113,7 @@ class Judge:
             scale = min(tracer.scale, scales_that_fit(self.mode, tracer, tracer.reference or self.fp32)[1])
             if not new and tracer.non_finite_grads and not tracer.non_finite_loss and scale == tracer.scale:
                 scale = self._backed_off(tracer, keep)
-                if scale == tracer.scale: new = [m for m in tracer.trouble_backward if m not in keep and m != LOSS]
+                if scale == tracer.scale: new = [m for m in tracer.trouble_backward if m not in (*keep, LOSS, ROOT)]
             if not new and scale == tracer.scale: break
             keep = outermost([*keep, *new])
             tracer = self.examination.trace(self.mode, keep, scale)
@@ -125,12 +127,12 @@ class Judge:
         return scale
 
     def _troubled(self, tracer) -> list[str]:
-        known = [s for s in tracer.seen.values() if s.name != LOSS]
+        known = [s for s in tracer.seen.values() if s.name not in (LOSS, ROOT)]   # to keep the root is to train in fp32
         imprecise = [s.name for s in known if s.own > IMPRECISE and not s.non_finite]
         inner = [n for n in imprecise if not any(o != n and _inside(o, n) for o in imprecise)]
         beyond = [s.name for s in known if s.in_half > self.limit]
         if tracer.reference is self.fp32: beyond = []            # else samples that were left out may overflow
-        return list(dict.fromkeys([*(n for n in tracer.trouble if n != LOSS), *beyond, *inner]))
+        return list(dict.fromkeys([*(n for n in tracer.trouble if n not in (LOSS, ROOT)), *beyond, *inner]))
 
     def _search(self, tracer) -> tuple[list[str], float] | None:
         "Try modules one by one and in pairs; those that make the batches finite, and the loss scale at which they do."
@@ -157,8 +159,9 @@ class Judge:
         for _ in range(3):
             new = {s.name: self._headroom(s) for s in tracer.seen.values() if self._headroom(s) < CLOSE}
             new = {n: h for n, h in new.items() if n != LOSS and not any(n == k or _inside(n, k) for k in keep)}
-            if not new: break
             close |= new
+            new.pop(ROOT, None)
+            if not new: break
             keep = outermost([*keep, *new])                      # what they hand on may be close in the next one
             tracer = self.examination.trace(self.mode, keep, tracer.scale)
         return keep, close
@@ -171,9 +174,9 @@ class Judge:
         low, high = scales
         scaled = scales if self.mode.needs_loss_scaling else None
         span = f'a loss scale from {low:,g} to {high:,g}' if scaled else ''
-        changes = {'init_scale': int(high)} if scaled and high < self.examination.scale else {}
+        changes = {'init_scale': int(high) if high >= 1 else high} if scaled and high < self.examination.scale else {}
         call = self.examination.call(self.mode, keep, **changes)
-        margin = self._margin({n: h for n, h in close.items() if n in keep})
+        margin = self._margin({n: h for n, h in close.items() if n in keep or n == ROOT})
         if failing:
             reason, verdict = some([self._why(m) for m in failing]), 'keep modules in fp32'
         elif margin: reason, verdict = 'a few larger samples would overflow', 'safe, but close'
@@ -184,7 +187,8 @@ class Judge:
 
     def _margin(self, close: dict[str, float]) -> str:
         limit = f"{self.mode.value}'s {self.limit:,.5g}"
-        return some([f"values inside '{n}' come to 1/{h:.2g} of {limit}" for n, h in close.items()], 3)
+        def where(name): return ROOT_CODE if name == ROOT else f"'{name}'"
+        return some([f"values inside {where(n)} come to 1/{h:.2g} of {limit}" for n, h in close.items()], 3)
 
     def _errors(self, tracer) -> str:
         totals = [s.total for s in tracer.seen.values() if s.name != LOSS and s.total_error.known]
@@ -232,6 +236,6 @@ def scales_that_fit(
     half = [fp32.seen[n].grads for n in names if n in fp32.seen]
     largest = max((h.largest for h in half), default=0.)
     high = 2. ** math.floor(math.log2(info.max / largest)) if largest else 2. ** 24
-    smallest, low = info.tiny * info.eps, 1.                     # the smallest subnormal; half of it rounds to 0
+    smallest, low = info.tiny * info.eps, min(1., high)          # the smallest subnormal; half of it rounds to 0
     while low < 2. ** 40 and any(h.mass_below(smallest / low) > LOST for h in half): low *= 2
     return low, high

@@ -120,9 +120,9 @@ class OverflowWatch(PrecisionObserver):
         "Say what happened, where it began and what to try: once a fit."
         cb, fit, self.on = cast(Any, self.cb), self.fit, False
         step = getattr(cb.learn, 'train_iter', 0) + 1
-        alarm = Alarm(what, cb.fit_mode, cb.scaling.scaler.get_scale(), step, fit.random_state if same else None,
-                      fit.sizes.growth(cb.learn.model, fit.last_loss) if fit.sizes else None)
+        alarm = Alarm(what, cb.fit_mode, cb.scaling.scaler.get_scale(), step, fit.random_state if same else None)
         try:
+            if fit.sizes: alarm.growth = fit.sizes.growth(cb.learn.model, fit.last_loss)
             with cb.diagnosing(): message = diagnose(cb, alarm).message(alarm)
         except Exception as e:
             message = (f'{alarm.happened}\nLooking for the cause failed ({type(e).__name__}: {first_line(e)}).\n'

@@ -255,8 +255,7 @@ def main(argv: Sequence[str] | None = None) -> int: # The exit status: 0 if all 
         prog='fastxtend_amp_check',
         description=(
             'Does mixed precision work on this device? Trains a small network in fp32, bf16, fp16 and with '
-            'half-precision weights, '
-            'compares, and prints what to paste into an issue. Takes less than two minutes.'
+            'half-precision weights, compares, and prints what to paste into an issue. Takes less than two minutes.'
         ),
     )
     parser.add_argument(

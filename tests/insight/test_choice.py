@@ -33,7 +33,7 @@ def test_takes_the_fastest(speeds, known, chosen, capsys):
     speeds.update(known)
     learn = learner()
     decision = measured_choice(learn, n_steps=16)
-    assert decision.mode == chosen
+    assert decision.mode == chosen and learn.precision_decision is decision
     assert list(decision.table.index) == ['fp32', 'bf16', 'fp16', 'half weights', 'half weights fp16']
     cb = learn.precision
     if chosen == 'fp32': assert cb is None

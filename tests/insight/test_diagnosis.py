@@ -135,6 +135,37 @@ def test_the_module_is_named_where_nothing_has_grown():
     assert 'learning rate' not in message and "fp32_modules=['attn']" in message
 
 
+class Loud(nn.Module):
+    def __init__(self, half=False): super().__init__(); torch.manual_seed(0); self.emb, self.head, self.half = nn.Linear(6, 8), nn.Linear(8, 1), half
+    def forward(self, x):
+        x = self.emb(x)
+        return self.head((x.half() if self.half and torch.is_autocast_enabled('cpu') else x) * 1e5 / 1e5)
+
+
+def test_the_models_own_forward_is_not_advised_to_be_kept():
+    assert "fp32_modules=['emb']" in told(learner(Loud()).to_fp16())[0]
+    message = told(learner(Loud(half=True)).to_fp16())[0]
+    assert "in the model's own `forward`" in message and "with torch.autocast('cpu', enabled=False)" in message
+    assert '(model)' not in message
+
+
+def test_a_frozen_body_that_overflows_is_named_though_the_head_diverges():
+    class Transfer(nn.Module):
+        def __init__(self): super().__init__(); self.body, self.head, self.n = Attentive(gain=1.), nn.Linear(1, 1), 0
+        def forward(self, x):
+            self.n += 1
+            self.body.attn.gain = 800. if self.n > 3 else 1.
+            return self.head(self.body(x))
+    model = Transfer().requires_grad_(False)
+    model.head.requires_grad_(True)
+    learn = learner(model, opt_func=OPTIMIZERS['sgd']).to_fp16()
+    def grow(l):
+        with torch.no_grad(): l.model.head.weight.mul_(20)
+    learn.add_cb(At('after_batch', grow))
+    message = told(learn)[0]
+    assert "module 'body.attn' (Attention)" in message and "fp32_modules=['body.attn']" in message, message
+
+
 def test_the_sizes_of_the_start_cost_no_synchronization_and_no_operator_in_a_step():
     learn, seen = learner().to_fp16(), []
     learn.add_cb(At('after_batch', lambda l: seen.append(watch_of(l).fit.sizes)))

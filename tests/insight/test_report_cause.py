@@ -231,3 +231,62 @@ def test_figures_need_neither_float64_nor_frexp(monkeypatch):
     monkeypatch.setattr('fastxtend_amp.insight.tracer.operators_unwatched', nullcontext)
     with No64(): report = learner(Attentive()).precision_report()
     assert report.table.equals(expected.table) and report.verdicts == expected.verdicts
+
+
+# -- the model's own forward
+
+class Loud(nn.Module):
+    "Its own forward multiplies far and back again what `emb` gives, or, with `gradient`, so does its backward pass."
+    def __init__(self, gain=1e5): super().__init__(); torch.manual_seed(0); self.emb, self.head, self.gain = nn.Linear(6, 8), nn.Linear(8, 1), gain
+    def forward(self, x): return self.head(self.emb(x) * self.gain / self.gain)
+
+
+def test_the_model_itself_is_never_what_to_keep():
+    "The module before it is: then its own operators compute in fp32."
+    found = verdict_on(Loud())
+    assert found.verdict == 'keep modules in fp32' and found.modules == ['emb'], found
+    assert trained(Loud(), found)[0] == 0
+
+
+def test_where_nothing_but_the_models_own_forward_overflows_it_says_so():
+    class Own(Loud):
+        def forward(self, x):
+            x = self.emb(x)
+            return self.head((x.half() if torch.is_autocast_enabled('cpu') else x) * self.gain / self.gain)
+    found = verdict_on(Own())
+    assert found.verdict == 'do not use' and "begins in the model's own `forward`: compute it in fp32 there" in found.reason
+
+
+def test_close_values_in_the_models_own_forward():
+    model = Loud()
+    model.gain = 4e4 / float(model.emb(dataset(64).tensors[0]).abs().max())
+    found = verdict_on(model)
+    assert found.verdict == 'safe, but close' and "values inside the model's own `forward` come to 1/1.6" in found.reason
+    assert '(model)' not in found.call
+
+
+def test_a_loss_scale_below_1_is_found():
+    class Steeper(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x): return x.clone()
+        @staticmethod
+        def backward(ctx, g): return g * 1e6
+    class Steep(Net):
+        def forward(self, x): return self.head(Steeper.apply(self.act(self.mid(self.emb(x)))))
+    found = verdict_on(Steep(lambda: nn.Linear(8, 8), nn.ReLU()))
+    low, high = found.scales
+    assert low <= high < 1 and f'init_scale={high}' in found.call, found
+    assert trained(Steep(lambda: nn.Linear(8, 8), nn.ReLU()), found, lr=1e-9)[0] == 0
+
+
+def test_a_model_that_does_not_run_on_its_batch_as_it_is():
+    class Prepared(nn.Module):
+        def __init__(self): super().__init__(); self.lin = nn.Linear(3, 1)
+        def forward(self, x): return self.lin(x)
+    with pytest.raises(ValueError, match='(?s)does not run on its first batch.*mat1 and mat2.*after a fit.*precision_report'):
+        learner(Prepared()).precision_report()
+
+
+def test_calls_are_set_as_code_in_a_notebook():
+    html = learner().precision_report('fp16')._repr_html_()
+    assert '<code>learn.to_fp16()</code>' in html and '`' not in html
