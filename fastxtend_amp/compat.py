@@ -305,10 +305,9 @@ def in_function_transform() -> bool:
 def is_compiled(module: nn.Module) -> bool:
     """Whether `torch.compile` stands on `module`, around it or in place.
 
-    Its wrapper has `_orig_mod`, `nn.Module.compile` sets `_compiled_call_impl` (seen in 2.9 to 2.15); without both it
-    is False.
+    Its wrapper has `_orig_mod` (seen in 2.9 to 2.15); without that only what is compiled in place is seen.
     """
-    return '_orig_mod' in module._modules or getattr(module, '_compiled_call_impl', None) is not None
+    return '_orig_mod' in module._modules or is_compiled_in_place(module)
 
 
 class CastWatch(TorchDispatchMode):

@@ -12,7 +12,7 @@ from fastai.learner import Learner
 from fastcore.basics import patch
 
 from .callback import PRECISION_CALLBACKS, MixedPrecision
-from .former_names import refuse_former
+from .refused_names import refuse_unknown
 from .mode import AMPMode
 from .observer import ON_ATTACH, ON_MEASURE
 
@@ -65,7 +65,7 @@ def precision(self: Learner) -> MixedPrecision | None:
 @takes_arguments_of(MixedPrecision.__init__, but='amp_mode')
 def to_fp16(self: Learner, *args, **kwargs) -> Learner: # The learner
     "Train in float16 mixed precision; replaces any other precision callback."
-    refuse_former('to_fp16', kwargs)
+    refuse_unknown(Learner.to_fp16, kwargs)
     return set_precision(self, MixedPrecision(AMPMode.FP16, *args, **kwargs))
 
 
@@ -74,7 +74,7 @@ def to_fp16(self: Learner, *args, **kwargs) -> Learner: # The learner
                                                  'growth_interval, enabled, loss_scale, scaler')
 def to_bf16(self: Learner, **kwargs) -> Learner: # The learner
     "Train in bfloat16 mixed precision, which needs no loss scaling; replaces any other precision callback."
-    refuse_former('to_bf16', kwargs)
+    refuse_unknown(Learner.to_bf16, kwargs)
     return set_precision(self, MixedPrecision(AMPMode.BF16, **kwargs))
 
 
@@ -92,7 +92,7 @@ def to_amp(self: Learner, *args,
     device does them natively, on copies of the learner; one line says what was taken and why. What was measured is then
     `learn.precision_decision`, and, unless fp32 was the fastest, which has no callback, `learn.precision.decision`.
     """
-    refuse_former('to_amp', kwargs)
+    refuse_unknown(Learner.to_amp, kwargs)
     if measure:
         if args or kwargs:
             given = ', '.join([*map(repr, args), *kwargs])

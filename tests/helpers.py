@@ -143,3 +143,15 @@ OPTIMIZERS = {
     'torch sgd': partial(OptimWrapper, opt=partial(torch.optim.SGD, momentum=.9)),
     'fused sgd': partial(OptimWrapper, opt=partial(torch.optim.SGD, momentum=.9, fused=True)),
 }
+
+
+# Ways to set the precision of a learner.
+PRECISIONS = {
+    'fp32': lambda learn: learn,
+    'bf16': lambda learn: learn.to_bf16(),
+    'fp16': lambda learn: learn.to_fp16(init_scale=256.),
+    'half weights': lambda learn: learn.to_half_weights(),
+    'half fp16': lambda learn: learn.to_half_weights('fp16', loss_scale=512.),
+    'flat masters': lambda learn: learn.to_half_weights(flat_master=True),
+    'no masters': lambda learn: learn.to_half_weights(master_weights=False),
+}

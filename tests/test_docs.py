@@ -11,7 +11,7 @@ from fastcore.docments import docments
 import fastxtend_amp
 from fastxtend_amp import HalfWeights, MixedPrecision, PrecisionComparison, PrecisionReport
 from fastxtend_amp.docs_text import HEADING, add_arguments, arguments, description, learner_methods, returned
-from fastxtend_amp.former_names import FORMER
+from fastxtend_amp.refused_names import FORMER
 from helpers import learner
 
 ROOT = Path(__file__).parent.parent
@@ -79,6 +79,15 @@ def test_arguments_are_added_once_and_read_from_the_code():
     for _ in range(2): add_arguments([f])
     assert f.__doc__ == "Try it.\n\nArguments:\n    x (int): What comes in\n    y (str, default 'a'): Its name\n\nReturns:\n    Whether it fits"
     assert description(f) == 'Try it.' and returned(f) == 'Whether it fits'
+
+
+@pytest.mark.parametrize('call,name,near', [
+    ('to_fp16', 'init_scal', 'did you mean `init_scale=`?'), ('to_half_weights', 'master_weigths', 'did you mean `master_weights=`?'),
+    ('to_amp', 'mesure', 'did you mean `measure=`?'), ('to_bf16', 'init_scale', 'there are fp32_modules, on_overflow, max_skips.')])
+def test_a_misspelt_argument_is_told_its_name(call, name, near):
+    learn = learner().to_fp16()
+    with pytest.raises(TypeError, match=re.escape(f"{call}() has no argument '{name}': {near}")): getattr(learn, call)(**{name: 1})
+    assert learn.precision.mode == 'fp16'                        # and nothing was removed
 
 
 @pytest.mark.parametrize('call', ['to_fp16', 'to_bf16', 'to_amp', 'to_half_weights'])

@@ -56,7 +56,7 @@ class XLADevice(Callback):
 
     def after_batch(self):
         "Run the graph of this batch, so that reading the loss later compiles nothing."
-        if _has_xla_model(self.learn): _torch_xla().sync()
+        if _has_xla_model(self.learn): run_graph()
 
     def __setstate__(self, state):
         "A learner from a pickle may be exported before it is fitted."
@@ -138,6 +138,11 @@ def _move_module(module: nn.Module, device: torch.device) -> None:
 
 
 # -- which device
+
+def run_graph() -> None:
+    "Run what has been put off so far as a graph of its own, which other batches then need not contain."
+    _torch_xla().sync()
+
 
 def on_xla(learn: Learner) -> bool:
     "Whether the learner's model is on an XLA device, or fastai will move it to one."

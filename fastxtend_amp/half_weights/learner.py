@@ -4,7 +4,7 @@ from __future__ import annotations
 from fastai.learner import Learner
 from fastcore.basics import patch
 
-from ..former_names import refuse_former
+from ..refused_names import refuse_unknown
 from ..learner import set_precision, takes_arguments_of
 from .callback import HalfWeights
 
@@ -15,5 +15,5 @@ __all__: list[str] = []
 @takes_arguments_of(HalfWeights.__init__)
 def to_half_weights(self: Learner, *args, **kwargs) -> Learner: # The learner
     "Train with half-precision weights and fp32 masters, as fastai v1's `to_fp16` did; replaces any other precision."
-    refuse_former('to_half_weights', kwargs, known=['flat_master'])
+    refuse_unknown(Learner.to_half_weights, kwargs)
     return set_precision(self, HalfWeights(*args, **kwargs))

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from ..common import RandomState, first_line, random_state
 from ..compat import host_value
+from ..devices.xla import run_graph
 from ..observer import OBSERVERS, PrecisionObserver
 from ..scaling import GradStage, StaticGradScaler
 from .diagnosis import Alarm, diagnose
@@ -64,8 +65,13 @@ class OverflowWatch(PrecisionObserver):
         learn = self.cb.learn
         if not self.on or not learn.training: return
         self.fit.random_state = random_state(self.cb.fit_device)
-        if self.fit.sizes is None: self.fit.sizes = Sizes(learn.model)
+        if self.fit.sizes is None: self._take_sizes(on_xla=self.cb.fit_device.type == 'xla')
         if not self.fit.in_place: self.fit.n_recorded = len(_recorded(learn))
+
+    def _take_sizes(self, on_xla: bool) -> None:
+        if on_xla: run_graph()                                   # the first batch of each fit would be compiled anew
+        self.fit.sizes = Sizes(self.cb.learn.model)
+        if on_xla: run_graph()
 
     def loss_computed(self) -> None:
         "Look at the loss before anything is made of it, where that is free or where all processes must know."

@@ -126,6 +126,10 @@ CASES = {
     'growth below 1': (lambda: net().to_fp16(growth_factor=.5), VE, 'growth_factor=0.5', 'cannot be used', 'above 1'),
     'a scaler that is none': (lambda: net().to_fp16(scaler=3), TE, 'scaler=3', 'cannot be used',
                               'torch.amp.GradScaler'),
+    'no scale to find': (lambda: net().to_fp16(init_scale='auto', enabled=False), VE, "init_scale='auto'", 'enabled=False',
+                         'Leave one of them out'),
+    'model that does not run': (lambda: learner(nn.Linear(5, 1)).precision_report(), VE, 'does not run on its first batch',
+                                'cannot be multiplied', 'precision_report(dl=...)'),
     'two ways to scale': (lambda: net().to_fp16(loss_scale=512., growth_factor=3.), VE, 'loss_scale',
                           'each settles the loss scale', 'Keep one'),
     'a scaler for bf16': (lambda: MixedPrecision('bf16', scaler=torch.amp.GradScaler('cpu')), VE, 'scaler=',
@@ -292,7 +296,7 @@ def places():
 
 
 # Met in test_xla.py, tests/tools, tests/half_weights/test_refusals.py, test_compat.py, test_docs.py, devices/accelerator and test_optimizers.py.
-ELSEWHERE = {'xla.py', 'command.py', 'modules.py', 'compat.py', 'former_names.py', 'checks.py', 'optimizers.py', 'check.py',
+ELSEWHERE = {'xla.py', 'command.py', 'modules.py', 'compat.py', 'refused_names.py', 'checks.py', 'optimizers.py', 'check.py',
              'memory.py'}
 
 

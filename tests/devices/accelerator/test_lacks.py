@@ -8,15 +8,6 @@ from helpers import *
 pytestmark = [pytest.mark.skipif(not is_installed(), reason='needs a simulated device'),
               pytest.mark.filterwarnings('ignore:master_weights=False with')]
 
-MODES = {
-    'fp32': lambda learn: learn,
-    'bf16': lambda learn: learn.to_bf16(),
-    'fp16': lambda learn: learn.to_fp16(init_scale=256.0),
-    'half weights': lambda learn: learn.to_half_weights(),
-    'half fp16': lambda learn: learn.to_half_weights('fp16', loss_scale=512.0),
-    'flat masters': lambda learn: learn.to_half_weights(flat_master=True),
-    'no masters': lambda learn: learn.to_half_weights(master_weights=False),
-}
 LACKS = {
     'float64': dict(float64=False),
     'frexp': dict(missing={'frexp'}),
@@ -37,7 +28,7 @@ def spoil(learn):
 
 def trained(mode, opt, device=None):
     "Losses, scales and skips of a fit with two steps that are to be skipped, on `device` or the simulated one."
-    learn = MODES[mode](learner(mlp(), loaders(n=48, device=device), opt_func=OPTIMIZERS[opt]))
+    learn = PRECISIONS[mode](learner(mlp(), loaders(n=48, device=device), opt_func=OPTIMIZERS[opt]))
     if 'fp16' in mode: learn.add_cb(At('after_backward', spoil, 100))
     learn.fit(1, .01)
     losses = [float(l) for l in learn.recorder.losses]
@@ -50,7 +41,7 @@ CPU = torch.device('cpu')
 
 @every
 @pytest.mark.parametrize('opt', ['sgd', 'adam', 'fused adamw'])
-@pytest.mark.parametrize('mode', MODES)
+@pytest.mark.parametrize('mode', PRECISIONS)
 def test_training(mode, opt, lacks):
     "The CPU's numbers; fp16 may be refused for want of float64, as GradScaler does without on devices named mps alone."
     try: found = trained(mode, opt)
@@ -85,7 +76,7 @@ def test_comparison(lacks):
 def test_fp16_where_gradscaler_needs_float64_and_the_device_has_none(mode, opt, sim):
     "As on Intel's Arc A: refused when `fit` starts, with what works there; before a step."
     sim.float64, sim.name = False, 'arc'
-    learn, steps = MODES[mode](learner(mlp(), loaders(n=48), opt_func=OPTIMIZERS[opt])), []
+    learn, steps = PRECISIONS[mode](learner(mlp(), loaders(n=48), opt_func=OPTIMIZERS[opt])), []
     learn.add_cb(At('before_step', steps.append, -100))
     with pytest.raises(ValueError, match='(?s)float64.*to_bf16'): learn.fit(1, .01)
     assert not steps

@@ -6,14 +6,7 @@ from devices.simulated import options, waits
 from helpers import *
 
 CPU = torch.device('cpu')
-MODES = {
-    'fp32': lambda learn: learn,
-    'bf16': lambda learn: learn.to_bf16(),
-    'fp16': lambda learn: learn.to_fp16(init_scale=256.0),
-    'half weights': lambda learn: learn.to_half_weights(),
-    'half fp16': lambda learn: learn.to_half_weights('fp16', loss_scale=512.0),
-    'flat masters': lambda learn: learn.to_half_weights(flat_master=True),
-}
+MODES = {name: to for name, to in PRECISIONS.items() if name != 'no masters'}
 OPTS = ['sgd', 'adam', 'adamw', 'fused adamw', 'fused sgd']
 
 

@@ -1,9 +1,11 @@
-"Arguments of earlier libraries and versions, and what to write instead: for the error that they get."
+"Arguments that a method does not have: misspelt ones, and those of earlier libraries, with what to write instead."
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from inspect import signature
 
-__all__ = ['FORMER', 'refuse_former']
+__all__ = ['FORMER', 'refuse_unknown']
 
 FORMER = {
     'dynamic': "leave it out. Scaling is dynamic but with a static scale: `learn.to_fp16(loss_scale=512)`.",
@@ -20,12 +22,17 @@ FORMER = {
 }
 
 
-def refuse_former(
-    call: str, # The call that got them, for the message: 'to_fp16'
-    names: Iterable[str], # Names of the arguments given
-    known: Iterable[str] = (), # Names that the call takes, which are never refused
+def refuse_unknown(
+    method: Callable, # Such as `Learner.to_fp16`
+    names: Iterable[str], # Names of the arguments that it got
 ) -> None:
-    "Raise a `TypeError` that says what to write instead of an argument that earlier libraries or versions had."
+    """Raise a `TypeError` for an argument that `method` does not have.
+
+    It says what to write instead if earlier libraries or versions had it, and else which argument has a similar name.
+    """
+    known = [n for n in signature(method).parameters if n != 'self']
     for name in names:
-        if name not in FORMER or name in known: continue
-        raise TypeError(f"{call}() has no argument '{name}': {FORMER[name]}")
+        if name in known: continue
+        near = get_close_matches(name, known, 1)
+        instead = FORMER.get(name) or (f'did you mean `{near[0]}=`?' if near else f"there are {', '.join(known)}.")
+        raise TypeError(f"{method.__name__}() has no argument '{name}': {instead}")
