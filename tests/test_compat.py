@@ -150,8 +150,8 @@ def test_honours_found_inf(monkeypatch):
 
 
 def test_the_step_is_decided_on_the_host_where_the_kernel_ignores_the_flag(monkeypatch):
-    from fastxtend_amp import scaling
-    monkeypatch.setattr(scaling, 'honours_found_inf', lambda *args: False)
+    from fastxtend_amp import device_skip
+    monkeypatch.setattr(device_skip, 'honours_found_inf', lambda *args: False)
     learn = learner(opt_func=OPTIMIZERS['fused adamw']).to_fp16(init_scale=2.**20, growth_interval=3); learn.fit(2, .01)
     assert isinstance(learn.precision.scaling.found_inf, bool)
     monkeypatch.undo()
