@@ -32,10 +32,10 @@ def first_scale(
 ) -> float | None: # A power of two from 1 to 2^24; None if the loss is not finite or reaches no parameter
     """The largest loss scale at which gradients 8 times as large as those of `loss` would still be finite.
 
-    Tries up to five backward passes and waits for the device in each; hooks on tensors and modules run in them. `.grad`,
-    the graph, buffers and random states are left as they were. Ranks of `DistributedDataParallel` make the same passes
-    and agree on the smallest. Raises `NoFirstScale` where the graph cannot be walked twice or belongs to sharded
-    parameters.
+    Tries up to five backward passes and waits for the device in each; hooks on tensors and modules run in them.
+    `.grad`, the graph, buffers and random states are left as they were. Ranks of `DistributedDataParallel` make the
+    same passes and agree on the smallest. Raises `NoFirstScale` where the graph cannot be walked twice or belongs to
+    sharded parameters.
     """
     params = [p for p in params if p.requires_grad]
     if any(map(is_dtensor, params)): raise NoFirstScale('its parameters are spread over processes')
