@@ -44,7 +44,7 @@ def test_no_cycles_in_the_core():
 def python(code): return subprocess.run([sys.executable, '-W', 'ignore', '-c', code], capture_output=True, text=True, check=True).stdout.split()
 
 
-ADDED = {'amp_context', 'compare_precision', 'precision', 'precision_report', 'to_amp', 'to_bf16', 'to_channelslast', 'to_fp16', 'to_fp32', 'to_half_weights'}
+ADDED = {'amp_context', 'compare_precision', 'precision', 'precision_decision', 'precision_report', 'to_amp', 'to_bf16', 'to_channelslast', 'to_fp16', 'to_fp32', 'to_half_weights'}
 
 
 def test_importing_adds_methods_to_the_learner_and_replaces_nothing_else():
