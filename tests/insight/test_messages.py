@@ -66,6 +66,9 @@ def faked(target, name, value, f):
 def two_callbacks():
     learn = net().to_fp16()
     learn.add_cb(MixedPrecision('bf16')).fit(1)
+def needs_callbacks():
+    from fastai.callback.schedule import ParamScheduler          # it takes no part
+    learner(nn.Sequential(nn.Linear(5, 1)), cbs=ParamScheduler({})).compare_precision(n_steps=1)
 def empty():
     dls = loaders()
     dls.train.drop_last, dls.train.bs = True, 64
@@ -208,6 +211,12 @@ CASES = {
                           'inside a fit', 'before or after'),
     'compare: no data': (lambda: empty().compare_precision(n_steps=1), VE, '`learn.dls.train`', 'gives no batches',
                          '`drop_last=True`'),
+    'report: needs callbacks': (lambda: learner(nn.Sequential(nn.Linear(5, 1))).precision_report(), VE,
+                                'does not run on its first batch', 'without callbacks', 'after a fit'),
+    'auto without scaling': (lambda: net().to_fp16(init_scale='auto', enabled=False), VE, "init_scale='auto'",
+                             'cannot be combined with enabled=False', 'Leave one of them out'),
+    'compare: needs callbacks': (needs_callbacks, VE, 'does not run on its first batch', 'took no part: param_scheduler',
+                                 '`compare_precision(cbs=[...])`'),
     'compare: no targets': (no_targets, VE, 'no targets', 'no loss to compare', '`learn.dls.n_inp`'),
     # half-precision weights
     'half: dtype': (lambda: net().to_half_weights('fp8'), VE, "dtype='fp8'", 'cannot be used', "'bf16' or 'fp16'"),
