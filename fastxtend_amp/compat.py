@@ -273,6 +273,14 @@ class NotScriptable:
                              "Call `learn.to_fp32()` before, or use `torch.export` or `torch.compile`.")
 
 
+def has_static_graph(parallel: nn.parallel.DistributedDataParallel) -> bool:
+    """Was `parallel` made with `static_graph=True`, with which its first backward pass, of any kind, reduces gradients?
+
+    Relies on the attribute of that name (since 1.11). Without it the answer is False.
+    """
+    return bool(getattr(parallel, 'static_graph', False))
+
+
 COMPILED_NAME = '_orig_mod'  # what `compiled_module` relies on, as a part of a module's qualified name
 
 

@@ -1,6 +1,7 @@
 "The first loss scale, found with the first training batch: `init_scale='auto'`."
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .common import first_line, is_dtensor, random_state_kept
+from .compat import has_static_graph
 
 __all__ = ['HIGHEST', 'ROOM', 'NoFirstScale', 'first_scale']
 
@@ -18,6 +20,11 @@ ROOM = 3       # gradients may become 2^3 times larger before the first step is 
 class NoFirstScale(Exception): "The first batch cannot be tried on this model; the message says why."
 
 
+class _Outcome(IntEnum):
+    "Of a backward pass that is tried; the lowest of all processes counts."
+    FAILED, NO_GRADIENT, OVERFLOW, FINITE = range(4)
+
+
 def first_scale(
     loss: torch.Tensor, # The loss, fp32, on its graph; not scaled
     params: list[nn.Parameter], # What the optimizer steps on
@@ -25,42 +32,53 @@ def first_scale(
 ) -> float | None: # A power of two from 1 to 2^24; None if the loss is not finite or reaches no parameter
     """The largest loss scale at which gradients 8 times as large as those of `loss` would still be finite.
 
-    Tries up to five backward passes and waits for the device in each. `.grad`, the graph, buffers and random states are
-    left as they were; ranks of `DistributedDataParallel` agree on the smallest. Raises `NoFirstScale` where the graph
-    cannot be walked twice or belongs to sharded parameters.
+    Tries up to five backward passes and waits for the device in each; hooks on tensors and modules run in them.
+    `.grad`, the graph, buffers and random states are left as they were. Ranks of `DistributedDataParallel` make the
+    same passes and agree on the smallest. Raises `NoFirstScale` where the graph cannot be walked twice or belongs to
+    sharded parameters.
     """
     params = [p for p in params if p.requires_grad]
     if any(map(is_dtensor, params)): raise NoFirstScale('its parameters are spread over processes')
+    parallel = next((m for m in model.modules() if isinstance(m, nn.parallel.DistributedDataParallel)), None)
+    if parallel is not None and has_static_graph(parallel):      # which would reduce the gradients in the first pass
+        raise NoFirstScale('DistributedDataParallel has static_graph=True')
     buffers = [(b, b.clone()) for b in model.buffers()]
-    with random_state_kept(loss.device):
-        try: exponent = _largest(loss, params)
-        except RuntimeError as e: raise NoFirstScale(first_line(e)) from e
+    with random_state_kept(loss.device), torch.autograd.set_detect_anomaly(False):
+        try: exponent = _largest(loss, params, parallel)
         finally:
             for b, before in buffers: b.data.copy_(before)       # autograd, which may have saved it, sees no change
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        exponent = _smallest(exponent, loss.device, model.process_group)
     return None if exponent is None else 2. ** exponent
 
 
-def _largest(loss: torch.Tensor, params: list[nn.Parameter]) -> int | None:
+def _largest(loss: torch.Tensor, params: list[nn.Parameter], parallel: Any) -> int | None:
     "The largest exponent, from 0 to `HIGHEST`, that leaves `ROOM`; 0 where none does; None where there is no gradient."
-    if not loss.isfinite().all(): return None
+    if _lowest(int(loss.isfinite().all()), loss, parallel) == 0: return None
     low, above = 0, HIGHEST + 1
     while above - low > 1:
         exponent = (low + above) // 2
-        grads = torch.autograd.grad(loss * 2. ** (exponent + ROOM), params, torch.ones_like(loss), retain_graph=True,
-                                    allow_unused=True)
-        if not (found := [g for g in grads if g is not None]): return None
-        if all(bool(ok) for ok in [_values(g).isfinite().all() for g in found]): low = exponent
+        outcome, why = _tried(loss * 2. ** (exponent + ROOM), params)
+        outcome = _lowest(outcome, loss, parallel)
+        if outcome == _Outcome.FAILED: raise NoFirstScale(why or 'it failed in another process')
+        if outcome == _Outcome.NO_GRADIENT: return None
+        if outcome == _Outcome.FINITE: low = exponent
         else: above = exponent
     return low
 
 
-def _values(grad: torch.Tensor) -> torch.Tensor: return grad.coalesce().values() if grad.is_sparse else grad
+def _tried(loss: torch.Tensor, params: list[nn.Parameter]) -> tuple[int, str]: # How a backward pass went; its error
+    if not params: return _Outcome.NO_GRADIENT, ''
+    try:
+        grads = torch.autograd.grad(loss, params, torch.ones_like(loss), retain_graph=True, allow_unused=True)
+        values = [g.coalesce().values() if g.is_sparse else g for g in grads if g is not None]
+        if not values: return _Outcome.NO_GRADIENT, ''
+        finite = all([bool(v.isfinite().all()) for v in values])
+    except Exception as e: return _Outcome.FAILED, first_line(e)
+    return _Outcome.FINITE if finite else _Outcome.OVERFLOW, ''
 
 
-def _smallest(exponent: int | None, device: torch.device, group: Any) -> int | None:
-    "The smallest of all ranks' exponents; None if a rank has none."
-    found = torch.tensor(-1 if exponent is None else exponent, device=device)
-    dist.all_reduce(found, dist.ReduceOp.MIN, group)
-    return None if found < 0 else int(found)
+def _lowest(value: int, loss: torch.Tensor, parallel: Any) -> int:
+    "The lowest `value` of all ranks, so that none of them goes another way: a backward pass may wait for the others'."
+    if parallel is None: return value
+    found = torch.tensor(value, device=loss.device)
+    dist.all_reduce(found, dist.ReduceOp.MIN, parallel.process_group)
+    return int(found)

@@ -209,6 +209,20 @@ def test_replace_replicate(monkeypatch):
     with pytest.raises(RuntimeError, match='(?s)no method `replicate`.*DistributedDataParallel'): compat.replace_replicate(parallel, replicate)
 
 
+def test_has_static_graph():
+    import socket
+    import torch.distributed as dist
+    with socket.socket() as s:
+        s.bind(('127.0.0.1', 0))
+        port = s.getsockname()[1]
+    dist.init_process_group('gloo', init_method=f'tcp://127.0.0.1:{port}', rank=0, world_size=1)
+    try:
+        for static in (False, True):
+            model = nn.parallel.DistributedDataParallel(nn.Linear(1, 1), static_graph=static)
+            assert compat.has_static_graph(model) is static
+    finally: dist.destroy_process_group()
+
+
 # -- half_weights
 
 def test_copy_all():

@@ -105,6 +105,36 @@ def test_where_the_graph_cannot_be_walked_twice_training_starts_at_the_default()
     assert same(params(learn), params(fit_fp16(Deep(1., reentrant=True))))
 
 
+class Once(torch.autograd.Function):
+    "Raises what is not a RuntimeError where its backward pass would overflow."
+    @staticmethod
+    def forward(ctx, x): return x.clone()
+    @staticmethod
+    def backward(ctx, grad):
+        if not grad.isfinite().all(): raise FloatingPointError('a gradient of a gradient')
+        return grad.clone()
+
+
+def test_any_error_of_the_trial_is_told_and_training_goes_on():
+    class Raises(Deep):
+        def forward(self, x): return super().forward(Once.apply(self.first(x))[:, :6])
+    learn = learner(Raises(64.), loaders(n=4)).to_fp16(init_scale='auto')
+    with pytest.warns(UserWarning, match='first batch cannot be tried on this model .*a gradient of a gradient'), \
+            pytest.raises(FloatingPointError): learn.fit(1)      # as it does with init_scale=65536
+    assert not learn.precision.scaling.undecided
+
+
+def test_anomaly_detection_does_not_see_the_trial():
+    with torch.autograd.set_detect_anomaly(True): found = fit_fp16(Deep(64.), init_scale='auto')
+    assert found.precision.scales == fit_fp16(Deep(64.), init_scale='auto').precision.scales
+
+
+def test_with_a_compiled_model():
+    found = fit_fp16(torch.compile(mlp(), backend='aot_eager'), init_scale='auto').precision.scales
+    torch._dynamo.reset()
+    assert found == fit_fp16(mlp(), init_scale='auto').precision.scales
+
+
 @pytest.mark.parametrize('how', [dict(enabled=False), dict(loss_scale=8.), dict(scaler=torch.amp.GradScaler('cpu'))], ids=lambda how: next(iter(how)))
 def test_it_is_refused_with_another_rule_for_the_scale(how):
     with pytest.raises(ValueError, match="init_scale='auto'"): MixedPrecision('fp16', init_scale='auto', **how)

@@ -17,14 +17,20 @@ from .no_masters import LoweredWeights
 
 __all__ = ['HalfWeights']
 
+# Events between two batches of one step, and whose callbacks are known to leave the weights alone in them.
+_BETWEEN = ('before_batch', 'after_pred', 'after_loss', 'before_backward', 'after_cancel_backward', 'after_backward',
+            'after_cancel_batch', 'after_batch')
+_LEAVE_WEIGHTS = ('fastai.callback.', 'fastai.learner', 'fastxtend_amp.')
+
 
 class HalfWeights(MixedPrecision):
     """Half-precision weights with fp32 masters, on top of autocast: the same numbers, with fewer casts.
 
     The model's parameters stay fp32: they are the masters that the optimizer steps on. autocast is on around the
     forward pass and the loss, as in `MixedPrecision`; but where it would cast a module's weights in each batch, that
-    module finds half-precision copies inside its own forward, rewritten once for each step. Nobody else meets a copy:
-    gradients arrive on the masters, in fp32, and a model, a callback or a checkpoint sees fp32 parameters at all times.
+    module finds half-precision copies inside its own forward, rewritten once for each step; in each batch, where a
+    callback that is not fastai's could change weights in between. Nobody else meets a copy: gradients arrive on the
+    masters, in fp32, and a model, a callback or a checkpoint sees fp32 parameters at all times.
     Linear layers, convolutions and attention have copies, if nothing else uses their weights; all other modules run
     as under autocast.
     The first batches of a fit are watched for that, without copies. With `torch.compile`, autocast does all casts.
@@ -100,7 +106,7 @@ class HalfWeights(MixedPrecision):
         super().before_batch()
         if self.learn.training: self._ready()
         if self._copies is None: return
-        if self.learn.training and not self._accumulating: self._copies.rewrite()
+        if self.learn.training and not any(getattr(cb, 'count', 0) for cb in self._accumulating): self._copies.rewrite()
         self._copies.enter(self.learn.training)
 
     def after_loss(self):
@@ -130,9 +136,14 @@ class HalfWeights(MixedPrecision):
     # -- how that is done
 
     @property
-    def _accumulating(self) -> bool:
-        "Do the weights stand as in the batch before? Only between the batches of one step is that certain."
-        return any(getattr(cb, 'count', 0) > 0 for cb in _accumulations(self.learn))
+    def _accumulating(self) -> list[GradientAccumulation]:
+        """What has several batches make one step, in which the weights stay as they are.
+
+        None where somebody's callback runs in between: what it writes into a weight by `.data` could not be seen.
+        """
+        cbs = list(self.learn.cbs)
+        if any(map(_may_write_weights, cbs)): return []
+        return [cb for cb in cbs if isinstance(cb, GradientAccumulation)]
 
     def _ready(self):
         "Have copies, or lowered weights, of the model that is trained."
@@ -150,7 +161,7 @@ class HalfWeights(MixedPrecision):
 
     def _leave_copies(self):
         if self._copies is None: return
-        self._copies.leave(keep=not self.learn.training or any(_accumulations(self.learn)))
+        self._copies.leave(keep=not self.learn.training or bool(self._accumulating))
 
     def _check_training(self):
         super()._check_training()
@@ -185,7 +196,9 @@ class HalfWeights(MixedPrecision):
         self._flat.close()
 
 
-def _accumulations(learn): return (cb for cb in learn.cbs if isinstance(cb, GradientAccumulation))
+def _may_write_weights(cb: Any) -> bool:
+    if type(cb).__module__.startswith(_LEAVE_WEIGHTS): return False
+    return any(hasattr(type(cb), event) or event in vars(cb) for event in _BETWEEN)
 
 
 HalfWeights.__signature__ = inspect.signature(HalfWeights.__init__).replace(

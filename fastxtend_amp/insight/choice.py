@@ -67,7 +67,7 @@ def measured_choice(
     call = comparison.calls.get(chosen.name, f'learn.to_{chosen.name}()')
     reason = comparison.reason.partition(' Next: ')[0]
     if refused: reason = f"{reason.rstrip('.')}; {'; '.join(refused)}."
-    reason, seconds = reason[:1].upper() + reason[1:], time.perf_counter() - start
+    seconds = time.perf_counter() - start
     decision = PrecisionDecision(chosen.name, reason, call, seconds, comparison, chosen)
     cb = use_choice(learn, chosen)
     if cb is not None: cb.decision = decision

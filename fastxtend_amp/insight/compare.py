@@ -9,12 +9,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from fastai.callback.channelslast import ChannelsLast
 from fastai.callback.core import Callback, TrainEvalCallback
-from fastai.callback.mixup import MixHandler
-from fastai.callback.rnn import ModelResetter, RNNCallback, RNNRegularizer
-from fastai.callback.training import BnFreeze, GradientAccumulation, GradientClip
-from fastai.learner import CastToTensor, Learner
+from fastai.learner import Learner
 from fastprogress.fastprogress import progress_bar
 
 from ..callback import PRECISION_CALLBACKS
@@ -28,16 +24,12 @@ from .choices import PrecisionChoice, choices_from, use_choice
 from .comparison import PrecisionComparison, build_comparison
 from .memory import free_memory, learner_bytes
 from .phases import StepClock, page_faults
+from .recommend import fused_name
 from .statistics import tensors
-from .trial import trial_learner
+from .trial import runs_in_steps, takes_part, trial_learner
 
 __all__ = ['compare']
 
-# Of fastai's own callbacks those that shape a training step; MixHandler is MixUp and CutMix.
-TRAINING_CALLBACKS = (TrainEvalCallback, CastToTensor, MixHandler, GradientAccumulation, GradientClip, BnFreeze,
-                      ModelResetter, RNNCallback, RNNRegularizer, ChannelsLast)
-_STEP_EVENTS = ('before_batch', 'after_pred', 'after_loss', 'before_backward', 'after_backward', 'before_step',
-                'after_step')
 _TURNS = 7              # that each mode gets after the first step, which warms up
 _FEW = 8                # an emulated mode sees one sample in so many, and 4 at least
 
@@ -101,14 +93,6 @@ def _globals_kept() -> Iterator[None]:
     finally: torch.set_grad_enabled(grad_mode)
 
 
-def _takes_part(cb: Callback) -> bool:
-    "Does `cb` shape a training step? See `Learner.compare_precision` for the rule."
-    if isinstance(cb, PRECISION_CALLBACKS): return False
-    if isinstance(cb, TRAINING_CALLBACKS): return True
-    if type(cb).__module__.startswith('fastai.'): return False
-    return any(hasattr(type(cb), e) or e in vars(cb) for e in _STEP_EVENTS)
-
-
 class _Comparison:
     "The work behind `compare`."
     def __init__(self, learn, choices, n_steps, lr, n_seeds, max_seconds, cbs):
@@ -117,9 +101,10 @@ class _Comparison:
         self.end = self.start + max_seconds
         self.device = training_device(learn)
         asked = {id(cb) for cb in cbs or ()}
-        if cbs is None: self.cbs = [cb for cb in learn.cbs if _takes_part(cb)]
+        if cbs is None: self.cbs = [cb for cb in learn.cbs if takes_part(cb)]
         else: self.cbs = [cb for cb in learn.cbs if isinstance(cb, TrainEvalCallback) or id(cb) in asked]
         self.bar: Any = None
+        self.fused_name: str | None = None                       # of the optimizer that would take less time
         self.seed_losses: list[list[float]] = []
         self.show = hasattr(learn, 'progress') and learn.create_mbar     # not inside `learn.no_bar()`
         supports = [(c, *(mode_support(c.mode, self.device) if c.mode else ('native', ''))) for c in choices]
@@ -191,9 +176,21 @@ class _Comparison:
         if run.done: return
         try: f(*args)
         except Exception as e:
-            if run.choice.mode is None: raise
+            if run.choice.mode is None:
+                self._explain(run, e)
+                raise
             run.done, run.support, run.trial = True, 'failed', None
             run.note = 'it ran out of memory' if isinstance(e, torch.OutOfMemoryError) else reason_of(e)
+
+    def _explain(self, run, error):
+        "Raise a `ValueError` that names the callbacks without which the model may not run."
+        left_out = [cb.name for cb in self.learn.cbs if cb not in self.cbs and runs_in_steps(cb)
+                    and not isinstance(cb, PRECISION_CALLBACKS)]
+        if run.losses or not left_out or isinstance(error, (ValueError, torch.OutOfMemoryError)): return
+        raise ValueError(f"The model does not run on its first batch in fp32: {reason_of(error)}.\n"
+                         f"These callbacks took no part: {', '.join(left_out)}.\n"
+                         "Where one prepares model or batch, as for a GAN, call this after a fit, or name it in "
+                         "`compare_precision(cbs=[...])`.") from error
 
     def _begin(self, run):
         "A copy of the learner, ready for its first step."
@@ -208,6 +205,7 @@ class _Comparison:
         with random_state_kept(everything=True):
             self._begin_fit(trial)
             run.random_state = random_state(everything=True)
+        self.fused_name = fused_name(trial.opt)
         run.clock.watch(trial, self.device)
 
     def _begin_fit(self, trial):

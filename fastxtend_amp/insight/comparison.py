@@ -101,7 +101,7 @@ def build_comparison(work: Any) -> PrecisionComparison:
     table = pd.DataFrame([_row(run, n_last, spread, work.batches.seconds) for run in runs]).set_index('mode')
     calls = {r.name: r.call for r in runs}
     recommended, reason = recommend(table, calls)
-    notes = [*_how_measured(work, runs), *notes_on(table, recommended, work.batches, work.learn.opt, work.device)]
+    notes = [*_how_measured(work, runs), *notes_on(table, recommended, work.batches, work.fused_name, work.device)]
     losses, choices, samples = ({r.name: getattr(r, n) for r in runs} for n in ('losses', 'choice', 'samples'))
     return PrecisionComparison(table, losses, work.seed_losses, _device_name(work.device), recommended, reason, notes,
                                calls, choices, samples, work.learn)

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-__all__ = ['notes_on', 'recommend']
+__all__ = ['fused_name', 'notes_on', 'recommend']
 
 _WORTH = 1.05           # speed-up below which a mode does not pay
 _FAULTS = 1000          # page faults a step above which the memory allocator holds training back
@@ -85,11 +85,11 @@ def notes_on(
     table: pd.DataFrame, # As `PrecisionComparison.table`
     recommended: str, # The mode
     batches: Any, # The `Batches` that were trained on
-    opt: Any, # The learner's optimizer
+    fused: str | None, # What `fused_name` says of the learner's optimizer
     device: torch.device,
 ) -> list[str]: # Sentences
     "What holds the recommended training back besides its precision: optimizer, data, memory that comes and goes."
-    found = [*_on_step(table.loc[recommended], recommended, batches, opt)]
+    found = [*_on_step(table.loc[recommended], recommended, batches, fused)]
     faults = table['page faults'].max()
     if faults > _FAULTS:
         found.append(f'A step asks the system for memory {faults:,.0f} times (page faults), which costs more than low '
@@ -101,7 +101,7 @@ def notes_on(
     return found
 
 
-def _on_step(row, mode, batches, opt) -> list[str]:
+def _on_step(row, mode, batches, fused) -> list[str]:
     "Amdahl's law: what takes most of a step limits what any precision can gain."
     phases = {'the forward pass': row['forward'], 'the backward pass': row['backward'],
               'the optimizer': row['optimizer'], 'what is left (Python, callbacks)': row['rest']}
@@ -109,9 +109,9 @@ def _on_step(row, mode, batches, opt) -> list[str]:
     if not step > 0: return []                                   # not measured
     longest, share = max(phases, key=lambda k: phases[k]), row['optimizer'] / step
     found = [f'{longest[0].upper()}{longest[1:]} takes {phases[longest] / step:.0%} of the {mode} step.']
-    if share > 1 / 3 and (name := _fused_name(opt)):
+    if share > 1 / 3 and fused:
         if longest != 'the optimizer': found.append(f'The optimizer takes {share:.0%} of the {mode} step.')
-        found.append(f'A fused optimizer takes less: `opt_func=fused(torch.optim.{name})` (fastxtend_amp.fused).')
+        found.append(f'A fused optimizer takes less: `opt_func=fused(torch.optim.{fused})` (fastxtend_amp.fused).')
     data = row['data'] / (row['data'] + step)
     if data > .2:
         copying = batches.copy_seconds > batches.seconds / 2
@@ -121,7 +121,9 @@ def _on_step(row, mode, batches, opt) -> list[str]:
     return found
 
 
-def _fused_name(opt) -> str | None:
+def fused_name(
+    opt: Any, # fastai's `Optimizer` or `OptimWrapper`
+) -> str | None:
     "The optimizer of torch.optim with a fused kernel that does what `opt` does; None if it is one, or there is none."
     inner = getattr(opt, 'opt', opt)
     if isinstance(inner, torch.optim.Optimizer):

@@ -153,6 +153,7 @@ def report(
     progress = Progress(learn, float(max_seconds))
     try:
         device = model_device(model, torch.device('cpu'))
+        if device.type == 'xla': _read_once(model)
         with run_undone(learn.model, learn.loss_func, device), data_unchanged(dl, getattr(dl, 'dl', None)):
             _announce(model)
             return _examined(learn, model, modes, n_batches, dl, progress)
@@ -176,6 +177,15 @@ def _examined(learn, model, modes, n_batches, dl, progress):
         if before != device: model.to(before)
     _advise(verdicts, device, call)
     return _assembled(examination, verdicts, n_batches)
+
+
+def _read_once(model):
+    """Read all parameters and buffers on the host.
+
+    torch_xla 2.9 reuses the memory of a parameter that the optimizer has changed; operators that are watched still look
+    for it there, until it has been read.
+    """
+    for t in (*model.parameters(), *model.buffers()): t.sum().item()
 
 
 def _advise(verdicts, device, call):

@@ -7,8 +7,12 @@ from types import MethodType
 from typing import Any
 
 import torch
-from fastai.callback.core import Callback
-from fastai.learner import Learner
+from fastai.callback.channelslast import ChannelsLast
+from fastai.callback.core import Callback, TrainEvalCallback
+from fastai.callback.mixup import MixHandler
+from fastai.callback.rnn import ModelResetter, RNNCallback, RNNRegularizer
+from fastai.callback.training import BnFreeze, GradientAccumulation, GradientClip
+from fastai.learner import CastToTensor, Learner
 from fastcore.basics import noop
 from fastcore.foundation import L
 from torch import nn
@@ -17,7 +21,23 @@ from ..callback import PRECISION_CALLBACKS, MixedPrecision
 from ..compat import is_compiled_in_place
 from ..convert import map_tensors
 
-__all__ = ['trial_learner']
+__all__ = ['runs_in_steps', 'takes_part', 'trial_learner']
+
+# Of fastai's own callbacks those that shape a training step; MixHandler is MixUp and CutMix.
+TRAINING_CALLBACKS = (TrainEvalCallback, CastToTensor, MixHandler, GradientAccumulation, GradientClip, BnFreeze,
+                      ModelResetter, RNNCallback, RNNRegularizer, ChannelsLast)
+_STEP_EVENTS = ('before_batch', 'after_pred', 'after_loss', 'before_backward', 'after_backward', 'before_step',
+                'after_step')
+
+
+def takes_part(cb: Callback) -> bool:
+    "Does `cb` shape a training step? See `Learner.compare_precision` for the rule."
+    if isinstance(cb, PRECISION_CALLBACKS): return False
+    if isinstance(cb, TRAINING_CALLBACKS): return True
+    return not type(cb).__module__.startswith('fastai.') and runs_in_steps(cb)
+
+
+def runs_in_steps(cb: Callback) -> bool: return any(hasattr(type(cb), e) or e in vars(cb) for e in _STEP_EVENTS)
 
 
 def trial_learner(

@@ -169,6 +169,48 @@ def ddp_unused_parameters(opt, path):
     return result(learn)
 
 
+class Backward(torch.autograd.Function):
+    "`f()` runs in each backward pass, which changes nothing."
+    @staticmethod
+    def forward(ctx, x, f): ctx.f = f; return x.clone()
+    @staticmethod
+    def backward(ctx, grad): ctx.f(); return grad.clone(), None
+
+
+class InBackward(nn.Module):
+    def __init__(self, f): super().__init__(); self.f = f
+    def forward(self, x): return Backward.apply(x, self.f)
+
+
+def fail_once():
+    "On rank 1 alone, in the first backward pass of all."
+    passes.append(1)
+    if dist.get_rank() == 1 and len(passes) == 1: raise MemoryError('there is no room on rank 1')
+
+
+passes = []
+BACKWARD = {'waits for the others': lambda: dist.all_reduce(torch.ones(2)), 'fails on one rank': fail_once}
+
+
+def larger_on_rank_1(l):
+    if l.training and dist.get_rank() == 1: l.yb = (l.yb[0] * 300,)
+def infinite_on_rank_1(l):
+    if l.training and dist.get_rank() == 1 and l.train_iter == 0: l.xb = (l.xb[0] * float('inf'),)
+
+
+def ddp_first_scale(kind, path):
+    from accelerate import DistributedDataParallelKwargs
+    model, cbs = net(), [At('before_batch', larger_on_rank_1, 20)]
+    if kind in BACKWARD: model.append(InBackward(BACKWARD[kind]))
+    if kind == 'infinite on one rank': cbs.append(At('before_batch', infinite_on_rank_1, 21))
+    learn = build('fp16', 'torch sgd', cbs, model=model, init_scale='auto', on_overflow='ignore')
+    handlers = [DistributedDataParallelKwargs(static_graph=kind == 'static graph')]
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter('always')
+        with learn.distrib_ctx(sync_bn=False, cpu=True, kwargs_handlers=handlers): learn.fit(1, 1e-5)
+    return dict(result(learn), said=[str(w.message) for w in found if 'cannot be tried' in str(w.message)])
+
+
 def ddp_fp32_modules(name, path):
     learn, dtypes = build('bf16', 'torch sgd', fp32_modules=name), []
     for m in learn.model: m.register_forward_hook(lambda m, i, o: dtypes.append(o.dtype))
@@ -232,6 +274,13 @@ def fsdp_accumulate(opt, path): return result(fit(fsdp('fp16', opt, accumulating
 def fsdp_no_sync(opt, path): return result(fit(fsdp('fp16', opt, [*accumulating(), NoSync(2)], **FP16)))
 
 
+def fsdp_first_scale(opt, path):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter('always')
+        out = result(fit(fsdp('fp16', opt, init_scale='auto')))
+    return dict(out, said=[str(w.message) for w in found if 'cannot be tried' in str(w.message)])
+
+
 def fsdp_fp32_modules(name, path):
     learn, dtypes = fsdp('bf16', 'torch sgd', fp32_modules=name), []
     for m in learn.model: m.register_forward_hook(lambda m, i, o: dtypes.append(o.dtype))
@@ -276,15 +325,17 @@ MODES, OPTS = ('fp32', 'fp16', 'bf16'), ('sgd', 'adam', 'adamw', 'fused adamw', 
 SHARDED_OPTS = OPTS[:-1]                                         # PyTorch 2.15 cannot shard fused SGD, in fp32 either
 CHECKPOINT_OPTS = (*SHARDED_OPTS, 'ranger')                      # Lookahead keeps weights of its own
 FP32_MODULES = ('0', '2', '(model)')
+FIRST_SCALES = ('plain', 'waits for the others', 'fails on one rank', 'infinite on one rank', 'static graph')
 SCENARIOS = {
     'ddp': [(ddp_steps, MODES), (ddp_to_distributed, ('bf16',)), (ddp_overflow, OPTS), (ddp_accumulate, OPTS),
             (ddp_no_sync, OPTS), (ddp_clip, ('sgd', 'fused adamw')), (ddp_checkpoint, OPTS),
             (ddp_save_model_callback, ('adam',)), (ddp_unused_parameters, ('sgd', 'fused adamw')),
-            (ddp_fp32_modules, FP32_MODULES), (ddp_switch, ('adam', 'fused adamw'))],
+            (ddp_fp32_modules, FP32_MODULES), (ddp_switch, ('adam', 'fused adamw')),
+            (ddp_first_scale, FIRST_SCALES)],
     'fsdp': [(fsdp_steps, MODES), (fsdp_overflow, SHARDED_OPTS), (fsdp_one_shard, SHARDED_OPTS),
              (fsdp_accumulate, SHARDED_OPTS), (fsdp_no_sync, SHARDED_OPTS), (fsdp_checkpoint, CHECKPOINT_OPTS),
              (fsdp_reads_plain_file, CHECKPOINT_OPTS), (fsdp_save_model_callback, ('adam',)), (fsdp_bad_files, ('sgd',)),
-             (fsdp_fp32_modules, FP32_MODULES), (fsdp_switch, ('adam', 'fused adamw'))],
+             (fsdp_fp32_modules, FP32_MODULES), (fsdp_first_scale, ('adam',)), (fsdp_switch, ('adam', 'fused adamw'))],
     'four_ddp': [(ddp_steps, ('bf16',)), (ddp_overflow, ('adam', 'fused adamw')), (ddp_checkpoint, ('adam',))],
     'four_fsdp': [(fsdp_steps, ('bf16',)), (fsdp_overflow, ('adam', 'fused adamw')),
                   (fsdp_checkpoint, ('adam', 'ranger')), (fsdp_reads_plain_file, ('adam', 'ranger'))],

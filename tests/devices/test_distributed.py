@@ -184,6 +184,30 @@ def test_parameters_without_a_gradient_on_one_rank(both, opt):
     assert a['skips'] == [False, False, True, False, False, False]
 
 
+# -- init_scale='auto'
+
+@each(('ddp', worker.FIRST_SCALES))
+def test_the_first_scale_is_the_smallest_of_all_ranks(both, opt):
+    "Whatever a backward pass does on one of them: nobody waits, and the steps are the same."
+    a, b = both('first_scale', opt)
+    same_on_all_ranks(a, b)
+    alone = build('fp16', 'torch sgd', dls=loaders(bs=BS, train=dataset(N)), init_scale='auto')
+    alone.fit(1, 1e-5)
+    tried = opt not in ('fails on one rank', 'static graph')
+    why = {'fails on one rank': ['it failed in another process', 'there is no room on rank 1'],
+           'static graph': ['static_graph=True'] * 2}
+    for r, part in zip((a, b), why.get(opt, ['', ''])): assert [part in s for s in r['said']] == [True] * (not tried)
+    first = int(opt == 'infinite on one rank')                  # which leaves it to the batch after
+    if tried: assert a['scales'][first] * 128 <= alone.precision.scales[0] and not any(a['skips'][first:])
+    else: assert a['scales'][0] == 65536.
+
+
+def test_the_first_scale_of_a_sharded_model_is_the_default(fsdp):
+    for r in fsdp[0]:
+        said, = r['fsdp_first_scale', 'adam']['said']
+        assert 'spread over processes' in said and r['fsdp_first_scale', 'adam']['scales'][0] == 65536.
+
+
 # -- one rank alone meets a non-finite gradient
 
 SKIPPED, SCALES = [True, False, True, False, True, False], [256., 128., 128., 64., 64., 32.]

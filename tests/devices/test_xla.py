@@ -432,6 +432,28 @@ def test_reads_per_step_beyond_fp32(mode, opt, reads, counted, device):
     assert a.synced == b.synced + 2                              # around the sizes of the weights, once a fit
 
 
+@pytest.mark.parametrize('opt', [OPTIMIZERS['adam'], None], ids=['adam', 'sync-free'])
+def test_the_first_scale_is_the_cpus(opt, device):
+    opt = opt or syncfree('AdamW')
+    there, here = (learner(smooth(), loaders(n=32), opt_func=o) for o in (opt, OPTIMIZERS['adam']))
+    there.dls.to(device)
+    for learn in (there, here): learn.to_fp16(init_scale='auto').fit(1, .01)
+    assert there.precision.scales == here.precision.scales and there.precision.n_skipped == 0
+    assert here.precision.scales[0] not in (1., 2. ** 16, 2. ** 24)
+
+
+def test_the_measured_choice(device, capsys):
+    from fastxtend_amp.insight.choice import measured_choice
+    learn = build(device, model=smooth())
+    learn.fit(1, .01)
+    before, state = host(params(learn)), opt_state(learn.opt)
+    decision = measured_choice(learn, n_steps=4, modes=('fp32', 'bf16', 'half weights'))
+    assert list(decision.table['steps']) == [4] * 3 and list(decision.table.index) == ['fp32', 'bf16', 'half weights']
+    assert same(host(params(learn)), before) and capsys.readouterr().out.startswith(f'{decision.mode}: ')
+    assert [s.keys() for s in opt_state(learn.opt)] == [s.keys() for s in state]
+    learn.fit(1, .01)
+
+
 # -- torch_xla's sync-free optimizers
 
 @pytest.mark.parametrize('name,reference', [(n, getattr(torch.optim, n)) for n in ('SGD', 'Adam', 'AdamW')])

@@ -137,21 +137,18 @@ def test_accumulation_over_256_micro_batches_is_fp32s():
     assert error(sums['half']) < 1e-6 and error(rounded) > 5e-3
 
 
-def test_copies_are_written_once_a_step():
-    "Eight micro-batches need one copy; under autocast each casts anew."
+def test_copies_are_written_once_a_step(monkeypatch):
+    "Eight micro-batches need one copy; under autocast each casts anew, as here where somebody could write in between."
     from fastxtend_amp.half_weights.copies import WeightCopies
     written, write = [], WeightCopies.write
-    class Counting(WeightCopies):
-        def write(self, forward): written.append(forward); write(self, forward)
-    def run(cbs):
-        learn = learner(mlp(), loaders(n=64), cbs=cbs).to_half_weights()
-        def count(l): l.precision._copies.__class__ = Counting
+    monkeypatch.setattr(WeightCopies, 'write', lambda self, forward: (written.append(forward), write(self, forward)))
+    def run(*cbs):
         written.clear()
-        learn.add_cb(OnlyOnce('before_batch', count, 11)).fit(1, .01)
+        learner(mlp(), loaders(n=64), cbs=cbs).to_half_weights().fit(1, .01)
         return len(written) / len(set(written))
-    class OnlyOnce(At): pass
     # 16 batches, of which the first is watched; 2 steps of 8; and one validation
-    assert run([]) == 16 and run([GradientAccumulation(32)]) == 3
+    assert run() == 16 and run(GradientAccumulation(32)) == run(GradientAccumulation(32), At('before_epoch', noop)) == 3
+    assert run(GradientAccumulation(32), At('after_batch', noop)) == 16
 
 
 def test_a_step_below_bf16s_resolution_is_not_lost():
@@ -294,11 +291,15 @@ def test_on_a_cpu_small_weights_have_no_copies(monkeypatch):
     assert {f.module.in_features for f in _forwards(learn)} == {254}   # 254 * 258 + 258 is above 65,536, 256 * 254 + 254 below
 
 
-def test_copies_live_no_longer_than_a_batch_unless_gradients_accumulate():
+def test_copies_live_no_longer_than_a_batch_unless_gradients_accumulate(monkeypatch):
+    from fastxtend_amp.half_weights.copies import WeightCopies
+    found, leave = [], WeightCopies.leave
+    def look(self, *args, **kwargs):
+        leave(self, *args, **kwargs)
+        found.append([c.half is not None for f in self.forwards for c in f.all])
+    monkeypatch.setattr(WeightCopies, 'leave', look)
     def held(cbs):
-        found = []
-        learn = learner(mlp(), loaders(n=16), cbs=cbs).to_half_weights()
-        def look(l): found.append([c.half is not None for f in l.precision._copies.forwards for c in f.all])
-        learn.add_cb(At('after_loss', look, 11)).fit(1, .01)
-        return found[-3]                                         # of training, whose four batches are before two of validation
-    assert held(None) == [False] * 4 and held(GradientAccumulation(16)) == [True] * 4
+        found.clear()
+        learner(mlp(), loaders(n=32), cbs=cbs).to_half_weights().fit(1, .01)
+        return [True] * 4 in found[:20]                          # of training, whose batches are before those of validation
+    assert not held(None) and held(GradientAccumulation(16))

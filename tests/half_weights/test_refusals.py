@@ -80,6 +80,9 @@ class Wrap(Callback):
     order = 11
     def before_fit(self): self.learn.model = nn.parallel.DistributedDataParallel(self.learn.model)
     def after_fit(self): self.learn.model = self.learn.model.module
+from fastxtend_amp.half_weights import copies
+copies.FEWEST_ON_CPU, written, write = 0, [], copies.WeightCopies.write
+copies.WeightCopies.write = lambda self, forward: (written.append(forward), write(self, forward))
 results = []
 for to, kwargs in {ways!r}:
     torch.manual_seed(rank)                                      # DDP hands out rank 0's
@@ -94,6 +97,7 @@ try: learner(model, opt_func=OPTIMIZERS['adamw']).to_half_weights().fit(1)
 except ValueError as e: results.append(str(e))
 try: learner(nn.parallel.DistributedDataParallel(mlp())).to_half_weights(master_weights=False).fit(1)
 except ValueError as e: results.append(str(e))
+assert written                                               # the copies took part
 torch.save(results, '{path}/' + str(rank))
 dist.destroy_process_group()
 """

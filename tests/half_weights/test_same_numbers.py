@@ -110,6 +110,13 @@ def test_weights_that_callbacks_change(event, write):
     equal(a, b)
 
 
+@pytest.mark.parametrize('write', [write_data, write_in_place, exchange, replace])
+@pytest.mark.parametrize('event', ['before_batch', 'after_backward', 'after_batch', 'after_cancel_batch'])
+def test_weights_that_callbacks_change_between_the_batches_of_one_step(event, write):
+    a, b = (trained(to, mlp(), 'adam', True, 3, [At(event, write, 70)]) for to in ('to_bf16', 'to_half_weights'))
+    equal(a, b)
+
+
 def test_validation_in_the_middle_of_training_leaves_the_next_steps():
     def look(l):
         if not l.training or l.train_iter not in (2, 4): return

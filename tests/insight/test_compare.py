@@ -115,6 +115,19 @@ def test_error_of_the_model_itself_is_raised():
     with pytest.raises(RuntimeError, match='mat1 and mat2'): learn.compare_precision(n_steps=4)
 
 
+def test_a_model_that_needs_callbacks_that_take_no_part():
+    "A GAN before its first fit does not know whether it is generator or critic."
+    from fastai.vision.gan import FixedGANSwitcher, GANLearner
+    generator, critic = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 1)), nn.Sequential(nn.Linear(1, 8), nn.Linear(8, 1))
+    learn = GANLearner.wgan(loaders(), generator, critic, switcher=FixedGANSwitcher(1, 2), show_img=False)
+    learn.remove_cbs([cb for cb in learn.cbs if type(cb).__name__ == 'ProgressCallback'])
+    learn.logger = lambda row: None
+    with pytest.raises(ValueError, match='(?s)does not run.*mat1 and mat2.*took no part: gan_trainer.*after a fit'):
+        learn.compare_precision('bf16', n_steps=4)
+    learn.fit(1, .01)
+    assert list(learn.compare_precision('bf16', n_steps=4, n_seeds=0).table['steps']) == [4, 4]
+
+
 def test_mode_that_pytorch_refuses_gets_a_row():
     class Refuses(nn.Linear):
         def forward(self, x):
@@ -583,9 +596,17 @@ def test_a_fused_optimizer_is_named_where_it_would_help(opt, call):
     assert 'fused' not in remarks(OPTIMIZERS[opt], forward=.3, backward=.3, optimizer=.3, rest=.1)
 
 
+def test_the_fused_optimizer_is_named_before_the_first_fit_too():
+    class Sleeps(Callback):
+        def before_step(self): time.sleep(.01)
+    learn = seeded(opt_func=OPTIMIZERS['adam'], cbs=Sleeps())
+    assert learn.opt is None
+    assert '`opt_func=fused(torch.optim.AdamW)`' in repr(learn.compare_precision('bf16', n_steps=4, n_seeds=0))
+
+
 def remarks(opt_func=OPTIMIZERS['sgd'], copy_seconds=0., faults=0., data=0., **phases):
     from types import SimpleNamespace
-    from fastxtend_amp.insight.recommend import notes_on
+    from fastxtend_amp.insight.recommend import fused_name, notes_on
     table = rows(bf16={})
     for name, value in dict(data=data, forward=.3, backward=.3, optimizer=.1, rest=.3,
                             **{'page faults': faults}).items():
@@ -594,7 +615,7 @@ def remarks(opt_func=OPTIMIZERS['sgd'], copy_seconds=0., faults=0., data=0., **p
     learn = seeded(opt_func=opt_func)
     learn.create_opt()
     return ' '.join(notes_on(table, 'bf16', SimpleNamespace(size=4, seconds=data or 1e-9, copy_seconds=copy_seconds),
-                             learn.opt, torch.device('cpu')))
+                             fused_name(learn.opt), torch.device('cpu')))
 
 
 def test_data_and_memory_that_hold_a_step_back():

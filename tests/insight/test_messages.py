@@ -66,6 +66,9 @@ def faked(target, name, value, f):
 def two_callbacks():
     learn = net().to_fp16()
     learn.add_cb(MixedPrecision('bf16')).fit(1)
+def needs_callbacks():
+    from fastai.callback.schedule import ParamScheduler          # it takes no part
+    learner(nn.Sequential(nn.Linear(5, 1)), cbs=ParamScheduler({})).compare_precision(n_steps=1)
 def empty():
     dls = loaders()
     dls.train.drop_last, dls.train.bs = True, 64
@@ -212,6 +215,8 @@ CASES = {
                           'inside a fit', 'before or after'),
     'compare: no data': (lambda: empty().compare_precision(n_steps=1), VE, '`learn.dls.train`', 'gives no batches',
                          '`drop_last=True`'),
+    'compare: needs callbacks': (needs_callbacks, VE, 'does not run on its first batch', 'took no part: param_scheduler',
+                                 '`compare_precision(cbs=[...])`'),
     'compare: no targets': (no_targets, VE, 'no targets', 'no loss to compare', '`learn.dls.n_inp`'),
     # half-precision weights
     'half: dtype': (lambda: net().to_half_weights('fp8'), VE, "dtype='fp8'", 'cannot be used', "'bf16' or 'fp16'"),

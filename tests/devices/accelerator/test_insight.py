@@ -83,3 +83,28 @@ def test_kept_modules_train_as_the_report_promises(device):
     learn = attentive()
     learn.to_fp16(fp32_modules=learn.precision_report('fp16').fp32_modules, init_scale=256.).fit(1, .01)
     assert learn.precision.n_skipped == 0 and all(float(l) == float(l) for l in learn.recorder.losses)
+
+
+@pytest.mark.parametrize('known,chosen', [({'bf16': 200.}, 'bf16'), ({'half weights': 300.}, 'half weights'),
+                                          ({'bf16': 50., 'fp16': 50., 'half weights': 50., 'half weights fp16': 50.}, 'fp32')])
+def test_the_measured_choice(known, chosen, device, monkeypatch, capsys):
+    "The speeds are replaced; the copies are trained on the device, and the learner comes out as it was."
+    from fastxtend_amp import mode
+    from fastxtend_amp.insight import choice, choices, compare
+    turn = compare._Comparison._turn
+    def replaced(self, run, steps):
+        turn(self, run, steps)
+        if run.speeds: run.speeds[-1] = known.get(run.name, 100.) + len(run.speeds) % 3
+    monkeypatch.setattr(compare._Comparison, '_turn', replaced)
+    for module in (choices, compare): monkeypatch.setattr(module, 'mode_support', lambda m, d: mode.Support('native', ''))
+    learn = learner(Attentive(1., drop=.2), loaders(n=48))
+    learn.fit(1, .01)
+    rng = torch.get_device_module(device).get_rng_state(device)
+    before = params(learn), opt_state(learn.opt)
+    decision = choice.measured_choice(learn, n_steps=16)
+    assert decision.mode == chosen and list(decision.table['steps']) == [16] * 5
+    assert same(params(learn), before[0]) and same_state(opt_state(learn.opt), before[1])
+    assert torch.equal(torch.get_device_module(device).get_rng_state(device), rng)
+    assert capsys.readouterr().out.startswith(f'{chosen}: ')
+    learn.fit(1, .01)
+    assert {p.device for p in learn.model.parameters()} == {device}

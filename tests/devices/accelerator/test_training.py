@@ -56,6 +56,18 @@ def test_losses_are_the_cpus(mode, opt, device):
     assert_same_training(there, train('cpu', mode, opt_func=OPTIMIZERS[opt]), exact)
 
 
+@pytest.mark.parametrize('opt', ['adam', 'fused adamw'])
+@pytest.mark.parametrize('cbs', [None, GradientAccumulation(8)], ids=['each batch', 'accumulating'])
+def test_the_first_scale_is_the_cpus(cbs, opt, device):
+    def run(d):
+        learn = learner(mlp(), loaders(device=torch.device(d)), opt_func=OPTIMIZERS[opt], cbs=cbs)
+        learn.to_fp16(init_scale='auto').fit(2, .01)
+        return learn
+    there = run(device)
+    assert there.precision.scales[0] not in (1., 2. ** 16, 2. ** 24)
+    if is_installed(): assert_same_training(there, run('cpu'))
+
+
 class Recurrent(nn.Module):
     "An embedding of rounded numbers, an LSTM and a linear layer; takes (n, 6), gives (n, 1)."
     def __init__(self):
