@@ -32,8 +32,8 @@ class HalfWeights(MixedPrecision):
     callback that is not fastai's could change weights in between. Nobody else meets a copy: gradients arrive on the
     masters, in fp32, and a model, a callback or a checkpoint sees fp32 parameters at all times.
     Linear layers, convolutions and attention have copies, if nothing else uses their weights; all other modules run
-    as under autocast.
-    The first batches of a fit are watched for that, without copies. With `torch.compile`, autocast does all casts.
+    as under autocast. The first batches of a fit are watched for that, without copies. autocast does all casts with
+    `torch.compile`, on a CPU in modules with fewer than 65,536 weights, and with PyTorch 2.9, where it keeps none.
 
     Loss scaling, skipped steps, history and diagnosis are `MixedPrecision`'s.
 

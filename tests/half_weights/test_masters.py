@@ -65,6 +65,7 @@ def test_asynchronous_interrupts(kwargs):
     assert all(p.isfinite().all() for p in learn.model.parameters())
 
 
+@needs_copies
 def test_copies_inside_the_modules_forward_alone(monkeypatch):
     learner().to_half_weights().fit(1)                           # what is asked once a process, such as which layers autocast casts
     inside, hooks, elsewhere = [], [], []
@@ -137,6 +138,7 @@ def test_accumulation_over_256_micro_batches_is_fp32s():
     assert error(sums['half']) < 1e-6 and error(rounded) > 5e-3
 
 
+@needs_copies
 def test_copies_are_written_once_a_step(monkeypatch):
     "Eight micro-batches need one copy; under autocast each casts anew, as here where somebody could write in between."
     from fastxtend_amp.half_weights.copies import WeightCopies
@@ -284,6 +286,7 @@ def test_weights_exchanged_for_a_validation_within_an_accumulation():
     assert same(run(lambda l: l.to_half_weights()), run(lambda l: l.to_bf16()))
 
 
+@needs_copies
 def test_on_a_cpu_small_weights_have_no_copies(monkeypatch):
     "autocast casts them as fast as this package could say which."
     monkeypatch.setattr('fastxtend_amp.half_weights.copies.FEWEST_ON_CPU', 2 ** 16)
@@ -291,6 +294,7 @@ def test_on_a_cpu_small_weights_have_no_copies(monkeypatch):
     assert {f.module.in_features for f in _forwards(learn)} == {254}   # 254 * 258 + 258 is above 65,536, 256 * 254 + 254 below
 
 
+@needs_copies
 def test_copies_live_no_longer_than_a_batch_unless_gradients_accumulate(monkeypatch):
     from fastxtend_amp.half_weights.copies import WeightCopies
     found, leave = [], WeightCopies.leave

@@ -130,6 +130,7 @@ def test_stochastic_rounding_counts(recwarn):
         assert len(set(learn.recorder.hps['lr'])) > 1 and not [w for w in recwarn if 'did not move' in str(w.message)]
 
 
+@needs_copies
 def test_bytes_per_parameter():
     def measure(to):
         rows = []
