@@ -67,7 +67,7 @@ class PrecisionComparison:
         shown['from fp32'] = text(lambda v: f'{v:+.2g}' if v else '0', t['loss difference'])
         shown['seed spread'] = text('{:.2g}'.format, t['seed spread'])
         shown['skipped'] = t['skipped']
-        if t['final scale'].notna().any(): shown['final scale'] = text('{:,g}'.format, t['final scale'])
+        if t['final scale'].notna().any(): shown['final scale'] = text('{:,.9g}'.format, t['final scale'])
         if t['forward'].notna().any():
             for phase in ('data', *PHASES, 'rest'): shown[f'{phase} ms'] = text(lambda v: f'{v * 1000:.3g}', t[phase])
         return shown

@@ -38,7 +38,7 @@ class Alarm:
     @property
     def happened(self) -> str:
         "The first line of the message."
-        scale = f', loss scale {self.scale:,g}' if self.mode.needs_loss_scaling else ''
+        scale = f', loss scale {self.scale:,.9g}' if self.mode.needs_loss_scaling else ''
         return f'{self.mode.value} training goes wrong: {self.what} (batch {self.step:,}{scale}).'
 
 
@@ -112,7 +112,7 @@ class _Rerun:
             return Diagnosis('diverges', f'the run diverges: {growth}{first}', _lower_rate(self.learn), names[:1], True)
         if not names and (low.non_finite_loss or low.non_finite_grads):
             lower = precision_call(self.learn, mode, init_scale=max(self.alarm.scale / 2 ** 8, 1.))
-            return Diagnosis('scale', f'the loss scale of {self.alarm.scale:,g} is too large: the gradient of the loss '
+            return Diagnosis('scale', f'the loss scale of {self.alarm.scale:,.9g} is too large: the gradient of the loss '
                              f'overflows in {mode.value} before it reaches a module', f'Start lower: `{lower}`',
                              [], True)
         if not names:
@@ -137,7 +137,7 @@ class _Rerun:
         seen, limit, mode = self.fp32.seen[name], torch.finfo(self.alarm.mode.dtype).max, self.alarm.mode.value
         if where == 'backward':
             largest = seen.grads.largest * low.scale
-            size = f'its gradients in fp32, times the loss scale {low.scale:,g}, reach {largest:,.4g}'
+            size = f'its gradients in fp32, times the loss scale {low.scale:,.9g}, reach {largest:,.4g}'
             start = 'the forward pass is finite; the gradients stop being so in the backward pass of'
         else:
             what = 'values inside it reach' if seen.inside > seen.largest else 'its output reaches'

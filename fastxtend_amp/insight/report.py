@@ -13,6 +13,7 @@ import torch
 from fastai.learner import Learner
 from torch import nn
 
+from ..compat import is_uninitialized
 from ..convert import HALF
 from ..devices.sharded import is_sharded
 from ..fp32_modules import Fp32Forward, unwrapped
@@ -149,6 +150,7 @@ def report(
                          "60.")
     _refuse_shards(learn.model)
     model, dl = unwrapped(learn.model), learn.dls.train if dl is None else dl
+    _refuse_lazy(model)
     _refuse_half(model)
     progress = Progress(learn, float(max_seconds))
     try:
@@ -250,6 +252,13 @@ def _refuse_shards(model):
     if is_sharded(model):
         raise ValueError("precision_report cannot look into a model whose parameters are sharded (FSDP). Call it "
                          "before `fully_shard`.")
+
+
+def _refuse_lazy(model: nn.Module):
+    name = next((n for n, p in model.named_parameters() if is_uninitialized(p)), None)
+    if name is None: return
+    raise ValueError(f"precision_report cannot look into a model with lazy modules: '{name}' is not built yet.\nRun the "
+                     "model once before, as in `learn.model(*learn.dls.one_batch()[:1])`.")
 
 
 def _refuse_half(model: nn.Module):

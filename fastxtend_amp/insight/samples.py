@@ -12,6 +12,7 @@ from fastai.learner import Learner
 from fastai.torch_core import to_device
 from fastcore.xtras import ReindexCollection
 
+from ..compat import split_batch
 from ..convert import map_tensors
 from .statistics import tensors
 
@@ -46,10 +47,8 @@ def draw_batches(
 def _split(learn, dl) -> Iterator[Batch]:
     plain = lambda t: t.as_subclass(torch.Tensor)                # as fastai's CastToTensor
     for b in dl:
-        b = b if isinstance(b, (tuple, list)) else (b,)
-        b = to_device(b, getattr(learn.dls, 'device', None) or 'cpu')
-        n_inp = getattr(learn.dls, 'n_inp', 1 if len(b) == 1 else len(b) - 1)
-        yield map_tensors(plain, tuple(b[:n_inp])), map_tensors(plain, tuple(b[n_inp:]))
+        xb, yb = split_batch(learn, to_device(b, getattr(learn.dls, 'device', None) or 'cpu'))
+        yield map_tensors(plain, xb), map_tensors(plain, yb)
 
 
 def _bytes(batch): return sum(t.numel() * t.element_size() for t in tensors(batch, floating=False))

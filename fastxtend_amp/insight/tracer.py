@@ -10,7 +10,7 @@ from fastcore.basics import noop
 from torch import nn
 
 from ..common import random_state_kept
-from ..compat import no_reentrant_checkpoints, operators_unwatched, watch_operators
+from ..compat import in_function_transform, no_reentrant_checkpoints, operators_unwatched, watch_operators
 from ..convert import HALF, map_tensors, to_fp32
 from ..fp32_modules import ROOT, qualified_names
 from ..mode import AMPMode
@@ -56,7 +56,7 @@ class Tracer:
         self.operators = OperatorStatistics(self._running, mode is not None, known.seen if known is not None else {})
         self.stack: list[Call] = []
         self._calls: list[Call] = []
-        self._silent = False
+        self._silent = self._in_backward = False
 
     @property
     def trouble(self) -> list[str]:
@@ -79,7 +79,7 @@ class Tracer:
     def run(self, xb: tuple, yb: tuple, backward: bool = True) -> None:
         "Forward and backward on one batch; gradients go nowhere but into the statistics."
         device_type = self.task.device_type(xb)
-        self._calls, self.stack = [], []
+        self._calls, self.stack, self._in_backward = [], [], False
         autocast = nullcontext() if self.mode is None else torch.autocast(device_type, dtype=self.mode.dtype)
         with torch.autocast(device_type, enabled=False), torch.enable_grad(), eager(), no_reentrant_checkpoints():
             try:
@@ -93,6 +93,7 @@ class Tracer:
             finally: self.stack = []
             self.non_finite_loss |= not bool(loss.isfinite())
             if backward:
+                self._in_backward = True
                 with watch_operators(self.operators):            # for the draws of what is computed again
                     grads = self.task.gradients(loss * self.scale)
                 self._backward(grads)
@@ -122,13 +123,15 @@ class Tracer:
         self._owners: dict[int, list[str]] = {}
         with ExitStack() as stack:
             for m in [m for m in self.model.modules() if id(m) in self.names]:     # not `torch.compile`'s wrappers
+                if isinstance(m, torch.jit.ScriptModule): continue                # which takes no hooks from Python
                 for p in m.parameters(recurse=False): self._owners.setdefault(id(p), []).append(self.names[id(m)])
-                stack.callback(m.register_forward_pre_hook(self._enter, with_kwargs=True).remove)
+                # First of all hooks: what others make of the inputs they make of those of the fp32 run, too.
+                stack.callback(m.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True).remove)
                 stack.callback(m.register_forward_hook(self._leave, with_kwargs=True).remove)
             yield
 
     def _enter(self, module, args, kwargs):
-        if self._silent: return
+        if self._silent or in_function_transform(): return       # vmap's tensors cannot be looked at
         self.tick()
         name = self.names[id(module)]
         with self._silence():
@@ -138,7 +141,11 @@ class Tracer:
 
     def _leave(self, module, args, kwargs, output):
         if self._silent: return
-        with self._silence(): self._close(self.stack.pop(), output)
+        at = next((i for i, call in reversed([*enumerate(self.stack)]) if call.module is module), None)
+        if at is None: return
+        call = self.stack[at]
+        del self.stack[at:]                                      # those inside that an exception ended, too
+        with self._silence(): self._close(call, output)
 
     def _compared(self, name, module):
         if self.mode is None or (self.only is not None and name not in self.only): return False
@@ -189,11 +196,13 @@ class Tracer:
         call.expected = None
 
     def _gradient(self, call, g):
+        if not self._in_backward: return                         # the model's own, such as forces from an energy
         with operators_unwatched():
             call.grad_out.append(all_finite(g))
             call.seen.grads.add(g)
 
     def _gradient_of_input(self, call, g):
+        if not self._in_backward: return
         with operators_unwatched(): call.grad_in.append(all_finite(g))
 
     def _output(self, seen, values, expected):

@@ -79,7 +79,7 @@ class Judge:
         low, high = scales_that_fit(self.mode, tracer, self.fp32)
         high = min(high, self.highest)
         if low > high:
-            reason = f'no loss scale fits: gradients underflow below {low:,g} and overflow above {high:,g}'
+            reason = f'no loss scale fits: gradients underflow below {low:,.9g} and overflow above {high:,.9g}'
             return self._say('do not use', reason, '', keep, (low, high))
         failing = [m for m in keep if m not in self.refused]
         keep, close = self._keep_what_is_close(tracer, keep)
@@ -173,7 +173,7 @@ class Judge:
     def _works(self, tracer, keep, failing, close, scales) -> Verdict:
         low, high = scales
         scaled = scales if self.mode.needs_loss_scaling else None
-        span = f'a loss scale from {low:,g} to {high:,g}' if scaled else ''
+        span = f'a loss scale from {low:,.9g} to {high:,.9g}' if scaled else ''
         changes = {'init_scale': int(high) if high >= 1 else high} if scaled and high < self.examination.scale else {}
         call = self.examination.call(self.mode, keep, **changes)
         margin = self._margin({n: h for n, h in close.items() if n in keep or n == ROOT})
@@ -191,9 +191,14 @@ class Judge:
         return some([f"values inside {where(n)} come to 1/{h:.2g} of {limit}" for n, h in close.items()], 3)
 
     def _errors(self, tracer) -> str:
-        totals = [s.total for s in tracer.seen.values() if s.name != LOSS and s.total_error.known]
-        if not totals: return 'nothing was computed in low precision'
-        return f'predictions are {totals[-1]:.2%} from fp32, at most {max(totals):.2%} on the way'
+        seen = [s for s in tracer.seen.values() if s.name != LOSS and s.total_error.known]
+        if not seen: return 'nothing was computed in low precision'
+        last, most = seen[-1].total, max(s.total for s in seen)
+        text = f'predictions are {last:.2%} from fp32, at most {most:.2%} on the way'
+        if most <= IMPRECISE: return text
+        own = max(s.own for s in seen)
+        return (f'{text}; no module by itself loses more than {own:.2%}: the model makes small differences large, as '
+                'batch normalization does with few or similar samples')
 
     def _why(self, name) -> str:
         seen, limit, mode = self.fp32.seen.get(name), self.limit, self.mode.value
