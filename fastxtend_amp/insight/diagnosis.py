@@ -112,9 +112,9 @@ class _Rerun:
             return Diagnosis('diverges', f'the run diverges: {growth}{first}', _lower_rate(self.learn), names[:1], True)
         if not names and (low.non_finite_loss or low.non_finite_grads):
             lower = precision_call(self.learn, mode, init_scale=max(self.alarm.scale / 2 ** 8, 1.))
-            return Diagnosis('scale', f'the loss scale of {self.alarm.scale:,.9g} is too large: the gradient of the loss '
-                             f'overflows in {mode.value} before it reaches a module', f'Start lower: `{lower}`',
-                             [], True)
+            where = (f'the loss scale of {self.alarm.scale:,.9g} is too large: the gradient of the loss overflows in '
+                     f'{mode.value} before it reaches a module')
+            return Diagnosis('scale', where, f'Start lower: `{lower}`', [], True)
         if not names:
             return Diagnosis('not reproduced', f'this batch is finite in {mode.value}, forward and backward',
                              '`learn.precision_report()` looks closer', was_rerun=True)

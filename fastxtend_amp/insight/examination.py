@@ -79,7 +79,8 @@ class Examination:
     def never_called(self) -> list[str]:
         "The modules without others inside that the batches did not reach."
         if self._fp32 is None: return []
-        leaves = [(n, m) for n, m in qualified_names(self.task.model) if not list(m.children())]
+        leaves = [(n, m) for n, m in qualified_names(self.task.model)
+                  if not list(m.children()) and not isinstance(m, torch.jit.ScriptModule)]
         return [n for n, m in leaves if self._fp32.names[id(m)] not in self._fp32.seen]
 
     # -- passes

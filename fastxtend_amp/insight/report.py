@@ -257,8 +257,8 @@ def _refuse_shards(model):
 def _refuse_lazy(model: nn.Module):
     name = next((n for n, p in model.named_parameters() if is_uninitialized(p)), None)
     if name is None: return
-    raise ValueError(f"precision_report cannot look into a model with lazy modules: '{name}' is not built yet.\nRun the "
-                     "model once before, as in `learn.model(*learn.dls.one_batch()[:1])`.")
+    raise ValueError(f"precision_report cannot look into a model with lazy modules: '{name}' is not built yet.\n"
+                     "Run the model once before, as in `learn.model(*learn.dls.one_batch()[:1])`.")
 
 
 def _refuse_half(model: nn.Module):

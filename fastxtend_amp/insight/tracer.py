@@ -131,9 +131,12 @@ class Tracer:
             yield
 
     def _enter(self, module, args, kwargs):
-        if self._silent or in_function_transform(): return       # vmap's tensors cannot be looked at
+        if self._silent: return
         self.tick()
         name = self.names[id(module)]
+        if in_function_transform():                              # vmap's tensors cannot be looked at
+            self._note(name, module, type(module).__name__)
+            return
         with self._silence():
             call = self._open(name, module, type(module).__name__, (args, kwargs))
             if self._compared(name, module): call.expected = self._in_fp32(module, [module], args, kwargs)
@@ -159,11 +162,14 @@ class Tracer:
             with operators_unwatched(): yield
         finally: self._silent = False
 
-    def _open(self, name, module, kind, inputs):
+    def _note(self, name, module, kind):
         if name not in self.seen:
             params = module.parameters() if isinstance(module, nn.Module) else ()
             self.seen[name] = Seen(name, kind, sum(p.numel() for p in params))
-        seen = self.seen[name]
+        return self.seen[name]
+
+    def _open(self, name, module, kind, inputs):
+        seen = self._note(name, module, kind)
         seen.weights |= {p.dtype for p in _own_parameters(module)}
         call = Call(seen, module, self.stack[-1] if self.stack else None)
         for t in tensors(inputs):

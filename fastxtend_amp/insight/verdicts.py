@@ -195,7 +195,7 @@ class Judge:
         if not seen: return 'nothing was computed in low precision'
         last, most = seen[-1].total, max(s.total for s in seen)
         text = f'predictions are {last:.2%} from fp32, at most {most:.2%} on the way'
-        if most <= IMPRECISE: return text
+        if last <= IMPRECISE: return text
         own = max(s.own for s in seen)
         return (f'{text}; no module by itself loses more than {own:.2%}: the model makes small differences large, as '
                 'batch normalization does with few or similar samples')

@@ -53,11 +53,14 @@ def test_modules_inside_vmap_and_torchscript_count_to_the_module_around_them():
         def forward(self, x): return torch.func.vmap(self.inner)(x)
     report = learner(Mapped()).precision_report()
     assert list(rows(report, 'bf16').index) == ['(model)', 'loss function'] and not report.fp32_modules
+    assert not report.not_called
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
-        scripted = torch.jit.script(nn.Sequential(nn.Linear(6, 6), nn.ReLU()))
-    report = learner(nn.Sequential(scripted, nn.Linear(6, 1))).precision_report('bf16')
-    assert list(rows(report, 'bf16').index) == ['1', '(model)', 'loss function']
+        scripted = torch.jit.script(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)))
+    learn = learner(nn.Sequential(scripted, nn.Linear(6, 1)))
+    report, after = learn.precision_report('bf16'), learn.model[0][1].running_mean
+    assert list(rows(report, 'bf16').index) == ['1', '(model)', 'loss function'] and not report.not_called
+    assert torch.equal(after, torch.zeros(6))
 
 
 def test_complex_weights_and_spectra():
@@ -102,7 +105,7 @@ def test_predictions_far_from_fp32_are_explained():
     torch.manual_seed(0)
     x = torch.randn(1, 6).expand(2, 6) + 1e-4 * torch.randn(2, 6)
     data = Data(x.clone(), torch.zeros(2, 1))
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8, eps=1e-12), nn.Linear(8, 1))
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8, eps=1e-12), nn.Linear(8, 1, bias=False))
     verdict = learner(model, loaders(2, 2, data, data)).precision_report('bf16').verdicts['bf16']
     assert verdict.verdict == 'safe' and 'no module by itself loses more than' in verdict.reason, verdict
     assert 'batch normalization' in verdict.reason
