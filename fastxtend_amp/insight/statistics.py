@@ -152,6 +152,8 @@ class Seen:
     samples: list = field(default_factory=list)                  # of the outputs of each call, in each batch
 
     @property
+    def highest(self) -> float: return max(self.largest, self.inside)
+    @property
     def own(self) -> float: return self.own_error.relative
     @property
     def total(self) -> float: return self.total_error.relative

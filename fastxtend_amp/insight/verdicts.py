@@ -149,7 +149,7 @@ class Judge:
         suspects = [n for n in (*self.non_finite, *tracer.trouble, *tracer.trouble_backward) if n not in (LOSS, ROOT)]
         names = [n for n, _ in qualified_names(self.examination.task.model) if n != ROOT]
         around = [n for s in suspects for n in names if _inside(s, n)]
-        by_size = sorted(self.fp32.seen.values(), key=lambda s: -max(s.inside, s.largest, s.in_half))
+        by_size = sorted(self.fp32.seen.values(), key=lambda s: -max(s.highest, s.in_half))
         called = [s.name for s in by_size if s.name not in (LOSS, ROOT)]
         return [n for n in dict.fromkeys([*suspects, *around, *called]) if n in self.fp32.seen]
 
@@ -203,8 +203,9 @@ class Judge:
     def _why(self, name) -> str:
         seen, limit, mode = self.fp32.seen.get(name), self.limit, self.mode.value
         if seen is not None:
-            largest, where = max(seen.largest, seen.inside), '' if seen.largest > limit else 'inside '
-            if largest > limit: return f"{where}'{name}' values reach {largest:,.3g}, above {mode}'s {limit:,.5g}"
+            where = '' if seen.largest > limit else 'inside '
+            if seen.highest > limit:
+                return f"{where}'{name}' values reach {seen.highest:,.3g}, above {mode}'s {limit:,.5g}"
             if seen.grads.largest > limit:
                 return f"gradients of '{name}' reach {seen.grads.largest:,.3g}, above {mode}'s {limit:,.3g}"
         what = 'is not finite' if name in self.non_finite else f'loses more than {IMPRECISE:.0%}'
