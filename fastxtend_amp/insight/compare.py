@@ -38,6 +38,7 @@ TRAINING_CALLBACKS = (TrainEvalCallback, CastToTensor, MixHandler, GradientAccum
                       ModelResetter, RNNCallback, RNNRegularizer, ChannelsLast)
 _STEP_EVENTS = ('before_batch', 'after_pred', 'after_loss', 'before_backward', 'after_backward', 'before_step',
                 'after_step')
+_OF_COPIES = ('.*emulated', 'No optimizer step was taken', 'The gradients of an accumulation')    # warnings
 _TURNS = 7              # that each mode gets after the first step, which warms up
 _FEW = 8                # an emulated mode sees one sample in so many, and 4 at least
 
@@ -83,8 +84,8 @@ def compare(learn: Learner, modes: Any, n_steps: int, *, lr: Any = None, n_seeds
                          "it before `fully_shard`.")
     if learn.precision is not None and learn.precision.fit_device is not None:
         raise RuntimeError("compare_precision cannot run inside a fit. Call it before or after.")
-    with _globals_kept(), warnings.catch_warnings():
-        warnings.filterwarnings('ignore', message='.*emulated.*')   # the table says so
+    with _globals_kept(), warnings.catch_warnings():           # of copies: the table says so
+        for said in _OF_COPIES: warnings.filterwarnings('ignore', message=said)
         return _Comparison(learn, choices, n_steps, lr, n_seeds, max_seconds, cbs).run()
 
 

@@ -1,7 +1,6 @@
 "Diagnosis of training that goes wrong in low precision: the batch at hand is run again to find where, and what helps."
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from .advice import precision_call
 from .growth import Growth
 from .restore import run_undone
 from .run import Task, after_pred
-from .statistics import tensors
+from .samples import not_finite_data
 from .tracer import LOSS, Tracer
 from .verdicts import ROOT_CODE
 
@@ -75,7 +74,8 @@ def diagnose(
     """
     from .watch import several_processes
     learn, model = cb.learn, unwrapped(cb.learn.model)
-    if bad := _bad_data(learn): return bad
+    if bad := not_finite_data(learn.xb, learn.yb):
+        return Diagnosis(bad, 'Look at the data; no precision can train on it')
     if several_processes(): return _from_one_rank(model, alarm)
     lost = _not_finite(dict(model.named_parameters()))
     growth, n = alarm.growth, len(list(model.parameters()))
@@ -221,17 +221,6 @@ class _Rerun:
     def _named(self, tracer, name):
         if name == LOSS: return 'the loss function'
         return ROOT_CODE if name == ROOT else f"module '{name}' ({tracer.seen[name].type})"
-
-
-def _bad_data(learn) -> Diagnosis | None:
-    for what, batch in (('an input', learn.xb), ('a target', learn.yb)):
-        for t in tensors(batch):
-            bad = int((t.isnan() | (t == math.inf)).sum())
-            if not bad: continue
-            where = (f'the batch itself is not finite: {bad:,} of {t.numel():,} values of {what} of '
-                     f'shape {tuple(t.shape)} are NaN or inf')
-            return Diagnosis(where, 'Look at the data; no precision can train on it')
-    return None
 
 
 def _from_one_rank(model: nn.Module, alarm: Alarm) -> Diagnosis:

@@ -1,7 +1,7 @@
 "`Learner.precision_report`: which precision a model survives, where it does not, and what to do about it."
 from __future__ import annotations
 
-import math, re
+import math
 from collections.abc import Iterable
 from functools import partial
 from numbers import Integral, Real
@@ -18,7 +18,7 @@ from ..convert import HALF
 from ..devices.sharded import is_sharded
 from ..fp32_modules import Fp32Forward, unwrapped
 from ..mode import AMPMode, model_device
-from .advice import fastest_mode, kept_modules, precision_call
+from .advice import as_html, fastest_mode, kept_modules, precision_call
 from .examination import Examination, rows_of
 from .progress import Progress
 from .restore import run_undone
@@ -94,10 +94,9 @@ class PrecisionReport:
         from .plots import plot_report
         return plot_report(self, axs)
 
-    def _lines(self):
-        lines = [str(v) for v in self.verdicts.values()]
-        if self.not_called: lines.append(f"Never called: {some(self.not_called)}.")
-        return lines + self.notes
+    def _remarks(self):
+        never = [f'Never called: {some(self.not_called)}.'] if self.not_called else []
+        return never + self.notes
 
     def _shown(self):
         for mode in self.verdicts:
@@ -105,18 +104,17 @@ class PrecisionReport:
             if not n: continue
             rows = self.worst(10, mode)
             more = f' of {n}' if n > len(rows) else ''
-            title = f'{mode}: the {len(rows)} modules to look at first{more}; all columns and rows: report.table'
+            title = f'{mode}: the {len(rows)} modules to look at first{more}; all columns and rows: `report.table`'
             yield title, short_table(rows)
 
     def __repr__(self):
         tables = [f'{title}\n{rows.to_string(index=False)}' for title, rows in self._shown()]
-        return '\n\n'.join(['\n'.join(self._lines()), *tables])
+        return '\n\n'.join(['\n'.join([*map(str, self.verdicts.values()), *self._remarks()]), *tables])
 
     def _repr_html_(self):
-        from html import escape
-        def code(text): return re.sub('`([^`]+)`', r'<code>\1</code>', escape(text))
-        items = ''.join(f'<li>{code(l)}</li>' for l in self._lines())
-        tables = [f'<p>{escape(title)}</p>{rows.to_html(index=False)}' for title, rows in self._shown()]
+        verdicts = [f'<b>{as_html(v.headline)}</b><br>{as_html(v.sentence)}' for v in self.verdicts.values()]
+        items = ''.join(f'<li>{text}</li>' for text in [*verdicts, *map(as_html, self._remarks())])
+        tables = [f'<p>{as_html(title)}</p>{rows.to_html(index=False)}' for title, rows in self._shown()]
         return f'<ul>{items}</ul>' + ''.join(tables)
 
 
@@ -128,7 +126,7 @@ def short_table(table: pd.DataFrame) -> pd.DataFrame:
         return f'{x:.2%}' if x >= 1e-4 else '<0.01%'
     out = table[['module', 'type']].copy()
     out['largest'] = [number(x) for x in table[['largest', 'inside']].max(axis=1)]
-    out['headroom'] = [number(x) for x in table['headroom']]
+    out['headroom'] = ['>1,000' if x > 1000 else number(x) for x in table['headroom']]
     for c in ('non-finite', 'own error', 'total error'): out[c] = [percent(x) for x in table[c]]
     out['trouble'] = ['<--' if t else '' for t in table['trouble']]
     return out

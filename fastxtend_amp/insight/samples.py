@@ -1,6 +1,7 @@
 "The batches that the report looks at: within a limit of memory, and fewer samples where a mode is emulated."
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -16,7 +17,7 @@ from ..compat import split_batch
 from ..convert import map_tensors
 from .statistics import tensors
 
-__all__ = ['MAX_BYTES', 'data_unchanged', 'draw_batches', 'first_samples', 'n_samples']
+__all__ = ['MAX_BYTES', 'data_unchanged', 'draw_batches', 'first_samples', 'n_samples', 'not_finite_data']
 
 MAX_BYTES = 512 * 2 ** 20  # of batches that are held
 
@@ -63,6 +64,16 @@ def first_samples(batch: Batch, n: int) -> Batch:
     "The first `n` samples of a batch; what is not as long as the batch stays whole."
     whole = n_samples(batch)
     return map_tensors(lambda t: t[:n].clone() if t.ndim and len(t) == whole and n < whole else t, batch)
+
+
+def not_finite_data(xb: Any, yb: Any) -> str: # Such as 'the batch itself is not finite: 1 of 24 values of ...'
+    "What in a batch is NaN or inf; '' if nothing is. -inf may be a mask."
+    for what, part in (('an input', xb), ('a target', yb)):
+        for t in tensors(part):
+            bad = int((t.isnan() | (t == math.inf)).sum())
+            if bad: return (f'the batch itself is not finite: {bad:,} of {t.numel():,} values of {what} of shape '
+                            f'{tuple(t.shape)} are NaN or inf')
+    return ''
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 import math, textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import combinations, starmap
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from ..convert import HALF
 from ..fp32_modules import ROOT, qualified_names
 from ..mode import AMPMode
+from .samples import not_finite_data
 from .statistics import Seen
 from .tracer import IMPRECISE, LOSS, Tracer
 
@@ -40,17 +41,22 @@ class Verdict:
     modules: list[str] = field(default_factory=list) # The modules concerned
     scales: tuple[float, float] | None = None # Lowest and highest loss scale without underflow or overflow (fp16)
 
+    @property
+    def headline(self) -> str:
+        "The verdict, and the call to make."
+        return f'{self.mode}: {self.verdict}. Next: `{self.call}`'
+
+    @property
+    def sentence(self) -> str:
+        "The reason as a sentence, or several."
+        is_mode = self.reason.startswith(tuple(m.value for m in AMPMode))
+        text = self.reason if is_mode else self.reason[:1].upper() + self.reason[1:]
+        return text if text.endswith('.') else f'{text}.'
+
     def __str__(self):
-        first = f'{self.mode}: {self.verdict}. Next: `{self.call}`'
-        if not self.reason: return first
-        return first + '\n' + textwrap.fill(_sentence(self.reason), 116, initial_indent='    ',
-                                            subsequent_indent='    ',
-                                            break_long_words=False, break_on_hyphens=False)
-
-
-def _sentence(text):
-    is_mode = text.startswith(tuple(m.value for m in AMPMode))
-    return (text if is_mode else text[:1].upper() + text[1:]) + ('' if text.endswith('.') else '.')
+        indent = {'initial_indent': ' ' * 4, 'subsequent_indent': ' ' * 4}
+        reason = textwrap.fill(self.sentence, 116, **indent, break_long_words=False, break_on_hyphens=False)
+        return f'{self.headline}\n{reason}'
 
 
 class Judge:
@@ -92,7 +98,8 @@ class Judge:
         for tracer in (self.fp32, self.tracer.reference or self.fp32):
             if not (tracer.non_finite_loss or tracer.non_finite_grads): continue
             what = 'loss of these batches is' if tracer.non_finite_loss else 'gradients of these batches are'
-            return f'the {what} not finite in fp32 either: look at data and model first'
+            data = next(filter(None, starmap(not_finite_data, self.examination.batches)), '')
+            return data or f'the {what} not finite in fp32 either: look at data and model first'
         return ''
 
     def _nothing_helps(self, tracer) -> str:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from fastxtend_amp import AMPMode, PrecisionReport
 from fastxtend_amp.insight.report import short_table
 from fastxtend_amp.mode import fastest_native
-from helpers import Attentive, Data, autocast_state, learner, loaders, params, same
+from helpers import Attentive, Data, autocast_state, dataset, learner, loaders, params, same
 
 
 def rows(report, mode): return report.table[report.table['mode'] == mode].set_index('module')
@@ -137,6 +137,10 @@ def test_not_finite_in_fp32_either():
     report = learner(nn.Sequential(nn.Linear(6, 1), Log())).precision_report()
     assert all(v.verdict == 'do not use' and 'fp32' in v.reason for v in report.verdicts.values())
     assert not report.fp32_modules
+    data = dataset()
+    data.tensors[0][2, 1] = math.nan
+    reason = learner(dls=loaders(train=data)).precision_report('bf16').verdicts['bf16'].reason
+    assert reason == 'the batch itself is not finite: 1 of 24 values of an input of shape (4, 6) are NaN or inf'
 
 
 def test_the_range_of_loss_scales():
@@ -385,8 +389,15 @@ def test_the_printed_report_begins_with_verdict_and_call_and_has_eight_columns()
     first, second, *_ = repr(report).splitlines()
     assert first == "fp16: keep modules in fp32. Next: `learn.to_fp16(fp32_modules=['attn'])`"
     assert second.startswith("    Inside 'attn' values reach")
+    html = report._repr_html_()
+    assert '<b>fp16: keep modules in fp32. Next: <code>' in html and '</b><br>Inside' in html
     columns = ['module', 'type', 'largest', 'headroom', 'non-finite', 'own error', 'total error', 'trouble']
     assert list(short_table(report.table).columns) == columns
+
+
+def test_headroom_beyond_a_thousand_is_not_spelled_out():
+    report = learner().precision_report()
+    assert set(short_table(report.table)['headroom']) == {'>1,000'} and report.table['headroom'].max() > 1e30
 
 
 def test_bad_arguments():
