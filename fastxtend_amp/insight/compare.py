@@ -19,7 +19,6 @@ from fastprogress.fastprogress import progress_bar
 
 from ..callback import PRECISION_CALLBACKS
 from ..common import first_line, random_state, random_state_kept, set_random_state
-from ..devices.sharded import is_sharded
 from ..mode import mode_support, training_device
 from ..scaling_args import is_number
 from .advice import precision_call
@@ -28,6 +27,7 @@ from .choices import PrecisionChoice, choices_from, use_choice
 from .comparison import PrecisionComparison, build_comparison
 from .memory import free_memory, learner_bytes
 from .phases import StepClock, page_faults
+from .run import check_model
 from .statistics import tensors
 from .trial import trial_learner
 
@@ -79,9 +79,7 @@ def compare(learn: Learner, modes: Any, n_steps: int, *, lr: Any = None, n_seeds
         are = 'is' if len(strangers) == 1 else 'are'
         raise ValueError(f"cbs={list(cbs)!r} cannot be used: {strangers} {are} not among the learner's callbacks. "
                          "Pass some of `learn.cbs`.")
-    if is_sharded(learn.model):
-        raise ValueError("compare_precision cannot train a copy of a model whose parameters are sharded (FSDP). Call "
-                         "it before `fully_shard`.")
+    check_model(learn.model, 'compare_precision')
     if learn.precision is not None and learn.precision.fit_device is not None:
         raise RuntimeError("compare_precision cannot run inside a fit. Call it before or after.")
     with _globals_kept(), warnings.catch_warnings():           # of copies: the table says so

@@ -87,7 +87,7 @@ class PrecisionComparison:
     def _repr_html_(self) -> str:
         first, *rest = map(as_html, self._lines())
         tables = [t.rename_axis(None).to_html() for t in self._shown()]
-        parts = [f'<p><b>{first}</b></p>', f'<p>Precisions on {as_html(self.device)}:</p>', *tables]
+        parts = [f'<p><b>{first}</b></p>', f'<p>Precisions on {as_html(self.device)}:</p>', '<br>'.join(tables)]
         return ''.join([*parts, *(f'<p>{line}</p>' for line in rest)])
 
     def plot(self,

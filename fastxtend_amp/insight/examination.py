@@ -18,7 +18,8 @@ from .progress import Progress, TimeIsUp
 from .restore import effects_undone, modules_in
 from .run import Outcome, Task
 from .samples import first_samples, n_samples
-from .tracer import LOSS, Seen, Tracer
+from .statistics import Seen
+from .tracer import LOSS, Tracer
 from .verdicts import Judge, Verdict
 
 __all__ = ['Examination']

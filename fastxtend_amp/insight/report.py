@@ -5,7 +5,6 @@ import math
 from collections.abc import Iterable
 from functools import partial
 from numbers import Integral, Real
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -13,17 +12,16 @@ import torch
 from fastai.learner import Learner
 from torch import nn
 
-from ..compat import is_uninitialized
 from ..convert import HALF
-from ..devices.sharded import is_sharded
 from ..fp32_modules import Fp32Forward, unwrapped
 from ..mode import AMPMode, model_device
 from .advice import as_html, fastest_mode, kept_modules, precision_call
+from .batches import order_kept, own_dl
 from .examination import Examination, rows_of
 from .progress import Progress
 from .restore import run_undone
-from .run import Task, after_pred, local_statistics
-from .samples import data_unchanged, draw_batches, n_samples
+from .run import Task, after_pred, check_model, local_statistics
+from .samples import draw_batches, n_samples
 from .statistics import Seen, tensors
 from .verdicts import Verdict, some
 
@@ -39,7 +37,7 @@ class PrecisionReport:
     - `verdicts`: a `Verdict` for each mode;
     - `fp32_modules`: names to hand to `MixedPrecision(fp32_modules=...)`; for one mode alone, `verdicts[mode].modules`;
     - `table`: a row for each mode and module, in order of execution;
-    - `worst(n)`: the rows to look at first; `plot()`; `to_csv(file)`; `notes`: what was left out.
+    - `worst(n)`: the rows to look at first; `plot()`; `notes`: what was left out.
 
     Columns of `table`: `calls`; `inputs`, `output`, `weights`: the dtypes they really had; `largest`: the largest
     absolute output in fp32; `inside`: the same for the result of any operator of its own; `headroom`: the maximum of
@@ -79,10 +77,6 @@ class PrecisionReport:
         order = table.assign(_badness=badness).sort_values(['trouble', '_badness'], ascending=False, kind='stable')
         first = order.drop(columns='_badness').groupby('mode', sort=False).head(n or len(table))
         return first.sort_values('mode', kind='stable')
-
-    def to_csv(self, file: str | Path, **kwargs) -> None:
-        "Write the whole table to `file`; `kwargs` go to pandas."
-        self.table.to_csv(file, **{'index': False, **kwargs})
 
     def plot(self,
         axs = None, # Two matplotlib axes to draw on; new ones if None
@@ -146,14 +140,13 @@ def report(
     if not isinstance(max_seconds, Real) or isinstance(max_seconds, bool) or not max_seconds > 0:
         raise ValueError(f"max_seconds={max_seconds!r} cannot be used: it must be a number of seconds above 0, such as "
                          "60.")
-    _refuse_shards(learn.model)
-    model, dl = unwrapped(learn.model), learn.dls.train if dl is None else dl
-    _refuse_lazy(model)
+    check_model(learn.model, 'precision_report')
+    model, dl = unwrapped(learn.model), own_dl(learn.dls.train if dl is None else dl)
     _refuse_half(model)
     progress = Progress(learn, float(max_seconds))
     try:
         device = model_device(model, torch.device('cpu'))
-        with run_undone(learn.model, learn.loss_func, device), data_unchanged(dl, getattr(dl, 'dl', None)):
+        with run_undone(learn.model, learn.loss_func, device), order_kept(dl):
             _announce(model)
             return _examined(learn, model, modes, n_batches, dl, progress)
     finally: progress.close()
@@ -244,19 +237,6 @@ def check_modes(modes: Any) -> list[AMPMode]:
                              "fp32 is what they are compared with.") from None
     if not found: raise ValueError(f"modes={modes!r} cannot be used: name at least one of 'bf16' and 'fp16'.")
     return list(dict.fromkeys(found))
-
-
-def _refuse_shards(model):
-    if is_sharded(model):
-        raise ValueError("precision_report cannot look into a model whose parameters are sharded (FSDP). Call it "
-                         "before `fully_shard`.")
-
-
-def _refuse_lazy(model: nn.Module):
-    name = next((n for n, p in model.named_parameters() if is_uninitialized(p)), None)
-    if name is None: return
-    raise ValueError(f"precision_report cannot look into a model with lazy modules: '{name}' is not built yet.\n"
-                     "Run the model once before, as in `learn.model(*learn.dls.one_batch()[:1])`.")
 
 
 def _refuse_half(model: nn.Module):

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -10,16 +10,16 @@ from fastcore.basics import noop
 from torch import nn
 
 from ..common import random_state_kept
-from ..compat import in_function_transform, no_reentrant_checkpoints, operators_unwatched, watch_operators
+from ..compat import in_function_transform, operators_unwatched, watch_operators
 from ..convert import HALF, map_tensors, to_fp32
 from ..fp32_modules import ROOT, qualified_names
 from ..mode import AMPMode
 from .operators import Call, OperatorStatistics
 from .restore import effects_undone, modules_in
-from .run import Task, after_pred, eager, local_statistics, scalar
+from .run import Task, plain_pass, scalar
 from .statistics import Seen, all_finite, largest_value, tensors
 
-__all__ = ['IMPRECISE', 'LOSS', 'Seen', 'Tracer', 'after_pred', 'local_statistics', 'tensors']
+__all__ = ['IMPRECISE', 'LOSS', 'Tracer']
 
 LOSS = 'loss function'  # its name among the modules
 IMPRECISE = .1          # a module whose own error is above this is in trouble
@@ -78,12 +78,11 @@ class Tracer:
 
     def run(self, xb: tuple, yb: tuple, backward: bool = True) -> None:
         "Forward and backward on one batch; gradients go nowhere but into the statistics."
-        device_type = self.task.device_type(xb)
         self._calls, self.stack, self._in_backward = [], [], False
-        autocast = nullcontext() if self.mode is None else torch.autocast(device_type, dtype=self.mode.dtype)
-        with torch.autocast(device_type, enabled=False), torch.enable_grad(), eager(), no_reentrant_checkpoints():
+        device_type = self.task.device_type(xb)
+        with plain_pass(device_type):
             try:
-                with self._hooks(), autocast, watch_operators(self.operators):
+                with self._hooks(), plain_pass(device_type, self.mode), watch_operators(self.operators):
                     pred = to_fp32(self.task.after_pred(self.model(*xb)))
                     if not yb: return
                     loss = scalar(self._loss(pred, yb))

@@ -105,7 +105,7 @@ def no_autocast(monkeypatch):
             monkeypatch.setattr(module, 'autocast_available', lambda kind: False)
     net().to_bf16().fit(1)
 def sharded(monkeypatch):
-    monkeypatch.setattr(fastxtend_amp.insight.report, 'is_sharded', lambda model: True)
+    monkeypatch.setattr(fastxtend_amp.insight.run, 'is_sharded', lambda model: True)
     net().precision_report()
 def ddp_without_masters(tmp_path):
     torch.distributed.init_process_group('gloo', init_method=f'file://{tmp_path}/store', rank=0, world_size=1)
@@ -204,7 +204,7 @@ CASES = {
     'compare: steps for modes': (lambda: net().compare_precision(20), VE, 'modes=20', 'names the precisions',
                                  'n_steps=20?'),
     'compare: mode': (lambda: net().compare_precision('fp61'), VE, "modes='fp61'", 'not a precision', "'half weights'"),
-    'compare: shards': (faked(fastxtend_amp.insight.compare, 'is_sharded', lambda model: True,
+    'compare: shards': (faked(fastxtend_amp.insight.run, 'is_sharded', lambda model: True,
                               lambda: net().compare_precision()), VE, 'compare_precision', 'sharded',
                         'before `fully_shard`'),
     'compare: apply': (lambda: net().compare_precision('bf16', n_steps=1, n_seeds=0).apply(mode='fp16'), VE,

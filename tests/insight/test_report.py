@@ -369,7 +369,7 @@ def test_modules_kept_already_are_asked_about_like_the_rest_and_stay_kept():
 
 # -- how it is shown
 
-def test_repr_is_short_for_many_modules(tmp_path):
+def test_repr_is_short_for_many_modules():
     torch.manual_seed(0)
     layers = [m for _ in range(250) for m in (nn.Linear(6, 6, bias=False), nn.Identity())]
     for m in layers[::2]: nn.init.eye_(m.weight)
@@ -378,9 +378,6 @@ def test_repr_is_short_for_many_modules(tmp_path):
     assert len(report.table) == 502 and len(text.splitlines()) < 20 and max(map(len, text.splitlines())) <= 120
     assert 'of 502' in text and 'report.table' in text and '<table' in report._repr_html_()
     assert len(report.worst(None)) == 502 and len(report.worst(3)) == 3
-    report.to_csv(tmp_path / 'report.csv')
-    import pandas as pd
-    assert list(pd.read_csv(tmp_path / 'report.csv')['module']) == list(report.table['module'])
     assert len(report.plot()[0].get_lines()) >= 1
 
 
