@@ -15,7 +15,6 @@ from fastai.callback.mixup import MixHandler
 from fastai.callback.rnn import ModelResetter, RNNCallback, RNNRegularizer
 from fastai.callback.training import BnFreeze, GradientAccumulation, GradientClip
 from fastai.learner import CastToTensor, Learner
-from fastprogress.fastprogress import progress_bar
 
 from ..callback import PRECISION_CALLBACKS
 from ..common import first_line, random_state, random_state_kept, set_random_state
@@ -27,6 +26,7 @@ from .choices import PrecisionChoice, choices_from, use_choice
 from .comparison import PrecisionComparison, build_comparison
 from .memory import free_memory, learner_bytes
 from .phases import StepClock, page_faults
+from .progress import Progress
 from .run import check_model
 from .statistics import tensors
 from .trial import trial_learner
@@ -118,17 +118,20 @@ class _Comparison:
         asked = {id(cb) for cb in cbs or ()}
         if cbs is None: self.cbs = [cb for cb in learn.cbs if _takes_part(cb)]
         else: self.cbs = [cb for cb in learn.cbs if isinstance(cb, TrainEvalCallback) or id(cb) in asked]
-        self.bar: Any = None
+        self.progress, self.told = Progress(learn, float(max_seconds)), False
         self.seed_losses: list[list[float]] = []
-        self.show = hasattr(learn, 'progress') and learn.create_mbar     # not inside `learn.no_bar()`
         supports = [(c, *(mode_support(c.mode, self.device) if c.mode else ('native', ''))) for c in choices]
         self.runs = [Run(c, status, why if status == 'unsupported' else '') for c, status, why in supports]
 
     def run(self) -> PrecisionComparison:
-        self._show_bar()
+        try: self._train()
+        finally: self.progress.close()
+        return build_comparison(self)
+
+    def _train(self):
         self.batches = Batches(self.learn, self.n_steps, self.device, self.max_seconds / 4, self._wait)
         self._look_at_fewer()
-        if self.bar is not None: self.bar.total = self.n_steps * (sum(not r.done for r in self.runs) + self.n_seeds)
+        self.progress.expect(self.n_steps * (sum(not r.done for r in self.runs) + self.n_seeds))
         for group in self._groups():
             for run in group: self._try(run, self._begin, run)
             for run in group: self._try(run, self._turn, run, range(1))
@@ -140,8 +143,6 @@ class _Comparison:
                     self._try(run, self._turn, run, steps)
             for run in group: self._finish(run)
         for seed in range(1, self.n_seeds + 1): self._seeded(seed)
-        if self.bar is not None: self.bar.on_iter_end()
-        return build_comparison(self)
 
     # -- what is planned
 
@@ -169,19 +170,12 @@ class _Comparison:
         return max(1, math.ceil(min(self.n_steps - 1, feasible) / _TURNS))
 
     def _say_how_long(self):
-        if self.bar is None or self.told: return
+        if self.told: return
         self.told = True
         per_step = sum(r.seconds / max(1, len(r.losses)) for r in self.runs) + self.n_seeds * self.runs[0].seconds
         seconds = time.perf_counter() - self.start + per_step * self.n_steps
         limit = f' (`max_seconds={self.max_seconds:g}`)' if seconds > self.max_seconds else ''
-        print(f'compare_precision: about {min(seconds, self.max_seconds):.0f} s{limit}')
-
-    def _show_bar(self):
-        self.told, self.at = False, 0
-        if not self.show: return
-        self.bar = progress_bar(range(self.n_steps * (len(self.runs) + self.n_seeds)), leave=False)
-        self.bar.comment = f'at most {self.max_seconds:.0f} s'
-        self.bar.update(0)
+        self.progress.say(f'compare_precision: about {min(seconds, self.max_seconds):.0f} s{limit}')
 
     # -- one precision
 
@@ -234,7 +228,7 @@ class _Comparison:
                                  "`learn.dls.n_inp` leave one?")
             losses.append(trial.loss.detach())
             n += len(tensors(b, floating=False)[0])
-            self._tick(run.name)
+            self.progress.tick(run.name)
             if self._is_over(run, time.perf_counter() - then): break
         self._wait()
         seconds = time.perf_counter() - then
@@ -274,7 +268,7 @@ class _Comparison:
         for i, j in enumerate([*rng.sample(head, len(head)), *range(len(head), n)]):
             trial.one_batch(i, self.batches.get(j))
             losses.append(trial.loss.detach())
-            self._tick(f'fp32, seed {seed}')
+            self.progress.tick(f'fp32, seed {seed}')
             if time.perf_counter() > self.end: return
         for event in ('after_train', 'after_fit'): trial(event)
         self.seed_losses.append([float(l) for l in losses])
@@ -283,12 +277,6 @@ class _Comparison:
     def n_last(self) -> int:
         "The loss of a training is the mean of so many last steps."
         return max(1, min(10, len(self.runs[0].losses) // 5))
-
-    def _tick(self, comment):
-        if self.bar is None: return
-        self.at += 1
-        self.bar.comment = comment
-        self.bar.update(min(self.at, self.bar.total))
 
     def _wait(self):
         "Let the device finish, so that the clock sees its work."

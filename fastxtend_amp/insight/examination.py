@@ -98,7 +98,7 @@ class Examination:
 
     def _pass(self, mode, batches, keep=(), scale=1., reference=None, only=None) -> Tracer:
         tracer = Tracer(self.task.model, self.task.loss_func, mode, reference, scale, self.task.after_pred,
-                        ranges=self._fp32, only=only, tick=self.progress.tick)
+                        ranges=self._fp32, only=only, tick=self.progress.tick_in_time)
         self._latest = tracer
         if mode is not None and not keep: self.tracers.setdefault(mode, tracer)
         try:

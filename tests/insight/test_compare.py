@@ -289,6 +289,12 @@ def test_progress_is_shown_unless_switched_off(capsys):
     assert '100' in shown and 'at most 60 s' in shown and shown.index('0.00%') < shown.index('compare_precision: about')
 
 
+def test_the_bar_is_taken_away_after_an_error(capsys):
+    learn = seeded(nn.Sequential(nn.Linear(5, 1)), progress=True)          # the data has six columns
+    with pytest.raises(RuntimeError): learn.compare_precision(n_steps=2, n_seeds=0)
+    assert capsys.readouterr().out.endswith('\r')
+
+
 def test_same_numbers_each_time():
     learn = seeded(dls=shuffled())
     a, b = (learn.compare_precision(n_steps=8, n_seeds=2) for _ in range(2))
