@@ -54,7 +54,8 @@ def plain_pass(
     What was compiled in place runs as it was written: hooks would not fire inside a compiled graph.
     """
     eager: Any = torch.compiler.set_stance('force_eager') if hasattr(torch.compiler, 'set_stance') else nullcontext()
-    autocast = torch.autocast(device_type, dtype=mode.dtype) if mode is not None else nullcontext()
+    # Without the cache of casts: inside a batch it holds those of another mode.
+    autocast: Any = nullcontext() if mode is None else torch.autocast(device_type, mode.dtype, cache_enabled=False)
     with torch.autocast(device_type, enabled=False), torch.enable_grad(), eager, no_reentrant_checkpoints(), autocast:
         yield
 

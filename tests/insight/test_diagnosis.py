@@ -445,3 +445,14 @@ def test_an_overflow_that_no_operator_shows_is_no_matter_of_the_loss_scale():
         message = told(learner(make()).to_fp16())[0]
         assert "also if only module 'mid' (InNumPy) is in fp32" in message and 'too large' not in message, message
         assert told(learner(make()).to_fp16(fp32_modules=['mid'])) == []
+
+
+def test_a_first_loss_that_happens_to_be_small_is_no_divergence():
+    data = dataset()
+    torch.manual_seed(0)
+    model = Attentive(gain=1.)
+    data.tensors[1][:4] = model(data.tensors[0][:4]).detach()   # the first batch is predicted already
+    learn = learner(model, loaders(train=data), opt_func=OPTIMIZERS['sgd']).to_fp16(init_scale=1024.)
+    learn.add_cb(At('after_batch', lambda l: setattr(l.model.attn, 'gain', 800. if l.train_iter > 2 else 1.)))
+    message = told(learn)[0]
+    assert "fp32_modules=['attn']" in message and 'diverges' not in message, message

@@ -6,7 +6,7 @@ from fastai.learner import Learner
 from torch import nn
 
 from insight.test_report import rows
-from helpers import Data, dataset, learner, loaders
+from helpers import At, Attentive, Data, dataset, learner, loaders, params, same
 
 
 # -- hooks, transforms and scripts of the user's own
@@ -111,3 +111,16 @@ def test_predictions_far_from_fp32_are_explained():
     assert 'batch normalization' in verdict.reason
     plain = learner().precision_report('bf16').verdicts['bf16']
     assert 'by itself' not in plain.reason
+
+
+@pytest.mark.parametrize('event', ['before_batch', 'after_pred'])
+def test_inside_a_batch_under_autocast_of_another_dtype(event):
+    "autocast's weight cache holds casts to bf16 there."
+    found = []
+    learn = learner(Attentive()).to_bf16()
+    learn.add_cb(At(event, lambda l: found.append(l.precision_report('fp16')) if not found else None, 30))
+    learn.fit(1)
+    assert found[0].verdicts['fp16'].verdict == 'keep modules in fp32' and found[0].fp32_modules == ['attn']
+    plain = learner(Attentive()).to_bf16()
+    plain.fit(1)
+    assert same(params(learn), params(plain))
