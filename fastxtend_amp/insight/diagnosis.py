@@ -118,7 +118,8 @@ class _Rerun:
         if diverges and not (names and self._is_frozen_up_to(low, names[0])):
             first = f'; numbers first stop being finite in {self._named(low, names[0])}, a consequence' if names else ''
             return f'the run diverges: {growth}{first}', _lower_rate(self.learn)
-        if low.non_finite_loss and where == 'backward': return self._in_no_operator(low)
+        if low.non_finite_loss and where == 'backward':
+            return f'the loss is not finite in {mode.value}, and finite in fp32', _LOOK_CLOSER
         in_a_module = [n for n in names if where == 'forward' or n not in (LOSS, ROOT)]
         if low.non_finite_grads and not in_a_module: return self._too_large_a_scale()
         if not in_a_module:
@@ -134,14 +135,6 @@ class _Rerun:
         remedy = _lower_rate(self.learn) if diverges else 'Look at the learning rate, the loss function and the data'
         where = f'{what} not finite in fp32 either{first}: this is not a matter of precision{grown}'
         return where, remedy
-
-    def _in_no_operator(self, low):
-        "Something that PyTorch does not see, such as NumPy, or nothing by itself."
-        mode, (_, keep) = self.alarm.mode, self._tried(low, 'forward', ROOT)
-        where = f'the loss is not finite in {mode.value}, and finite in fp32'
-        if not keep: return where, _LOOK_CLOSER
-        where += f', also if only {self._named(low, keep[0])} is in fp32'
-        return where, f'Keep it: `{precision_call(self.learn, mode, keep)}`'
 
     def _too_large_a_scale(self):
         "The gradients overflow outside any module's backward pass: the scale is lowered until they do not."

@@ -63,6 +63,9 @@ class Tracer:
         "The innermost modules where finite numbers end in the forward pass, in order of execution."
         hidden = [n for n in self.operators.negative if self._is_wrong(n)]
         found = dict.fromkeys([*self.operators.overflows, *hidden])
+        # A divisor that underflows to 0 makes infinities in fp32 as well: no operator shows them, their module does.
+        lost = [n for n, s in self.seen.items() if s.non_finite and not any(_is_within(o, n) for o in found)]
+        found |= dict.fromkeys(n for n in lost if not any(o != n and _is_within(o, n) for o in lost))
         return [n for n in self.seen if n in found] + [n for n in found if n not in self.seen]
 
     @property
@@ -220,7 +223,7 @@ class Tracer:
 
     def _is_wrong(self, name):
         "Whether the output of the module, or of one around it, differs from what it is in fp32."
-        around = [s for n, s in self.seen.items() if n == name or name.startswith(n + '.') or n == ROOT]
+        around = [s for n, s in self.seen.items() if _is_within(name, n)]
         return self.non_finite_loss or any(s.non_finite or s.own > IMPRECISE for s in around)
 
     def _loss(self, pred, yb):
@@ -248,6 +251,10 @@ class WideCopies:
         self.copies[id(t)] = new = (t.detach().float() if t.dtype in HALF else t.detach()).clone()
         for name, value in vars(t).items(): setattr(new, name, map_tensors(self, value))
         return new
+
+
+def _is_within(name: str, other: str) -> bool:
+    return name == other or name.startswith(other + '.') or (other == ROOT and name != LOSS)
 
 
 def _ancestors(call):

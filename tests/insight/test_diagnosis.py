@@ -443,7 +443,7 @@ def test_an_overflow_that_no_operator_shows_is_no_matter_of_the_loss_scale():
     with warnings.catch_warnings():
         warnings.filterwarnings('ignore', 'overflow encountered')
         message = told(learner(make()).to_fp16())[0]
-        assert "also if only module 'mid' (InNumPy) is in fp32" in message and 'too large' not in message, message
+        assert "stop being finite in module 'mid' (InNumPy)" in message and 'too large' not in message, message
         assert told(learner(make()).to_fp16(fp32_modules=['mid'])) == []
 
 
@@ -456,3 +456,9 @@ def test_a_first_loss_that_happens_to_be_small_is_no_divergence():
     learn.add_cb(At('after_batch', lambda l: setattr(l.model.attn, 'gain', 800. if l.train_iter > 2 else 1.)))
     message = told(learn)[0]
     assert "fp32_modules=['attn']" in message and 'diverges' not in message, message
+
+
+def test_a_divisor_that_underflows():
+    from insight.test_report_cause import Net, Unit
+    message = told(learner(Net(Unit, nn.ReLU())).to_fp16())[0]
+    assert "stop being finite in module 'mid' (Unit).\nKeep it in fp32: " in message, message

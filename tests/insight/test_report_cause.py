@@ -60,6 +60,20 @@ def test_partial_overflow_is_found_and_the_advice_trains_without_a_skip(kind, ac
     assert skipped == 0 and math.isfinite(loss)
 
 
+class Unit(nn.Module):
+    "Divides by a length that is 0 in fp16, where the squares of small values underflow."
+    def forward(self, x):
+        x = x * 1e-5
+        return x / (x * x + 1e-12).sum(-1, keepdim=True).sqrt()
+
+
+def test_a_divisor_that_underflows_is_traced_to_its_module():
+    make = lambda: Net(Unit, nn.ReLU())
+    verdict = verdict_on(make())
+    assert verdict.modules == ['mid'] and "inside 'mid' fp16 is not finite" in verdict.reason, verdict
+    assert trained(make(), verdict)[0] == 0
+
+
 # -- margin
 
 def near(largest):
