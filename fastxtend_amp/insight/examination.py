@@ -94,7 +94,7 @@ class Examination:
     def outcomes(self, mode: AMPMode, keep: list[str], scale: float) -> list[Outcome]:
         "What comes of each batch with the modules `keep` in fp32, without looking inside."
         with kept_in_fp32(self.task.model, keep):
-            return [self._undone(self.task.outcome, *b, mode, scale) for b in self._for(mode)[0]]
+            return [self._undone(self.task.outcome, *b, mode, scale, self.progress.check) for b in self._for(mode)[0]]
 
     def _pass(self, mode, batches, keep=(), scale=1., reference=None, only=None) -> Tracer:
         tracer = Tracer(self.task.model, self.task.loss_func, mode, reference, scale, self.task.after_pred,

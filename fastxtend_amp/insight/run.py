@@ -112,12 +112,19 @@ class Task(NamedTuple):
             for p, kept in zip(params, before): p.grad = kept
         return found
 
-    def outcome(self, xb: tuple, yb: tuple, mode: AMPMode, scale: float) -> Outcome:
+    def outcome(self,
+        xb: tuple, # Inputs
+        yb: tuple, # Targets
+        mode: AMPMode,
+        scale: float, # The loss scale to start from
+        check: Callable[[], Any] = noop, # Called before each backward pass; may raise
+    ) -> Outcome:
         "Whether loss and gradients of a batch are finite in `mode`; the loss scale backs off as it would in training."
         loss = self.forward(xb, yb, mode)
         if loss is None: return Outcome(True, scale)
         if not bool(loss.isfinite()): return Outcome(False, 0.)
         while scale >= LOWEST_SCALE:
+            check()
             grads = self.gradients(loss * scale, retain_graph=True)
             if all(all_finite(g) for _, g in grads): return Outcome(True, scale)
             scale /= 4

@@ -70,6 +70,7 @@ class Judge:
         self.examination, self.mode, self.tracer, self.refused = examination, mode, tracer, list(refused)
         self.fp32, self.limit = examination.fp32, torch.finfo(mode.dtype).max
         self.non_finite: set[str] = set()                        # modules where finite numbers end
+        self.imprecise: set[str] = set()                         # that lose more than a tenth
         self.highest = math.inf                                  # loss scale at which gradients turned out to be finite
 
     def verdict(self) -> Verdict:
@@ -137,6 +138,7 @@ class Judge:
         known = [s for s in tracer.seen.values() if s.name not in (LOSS, ROOT)]   # to keep the root is to train in fp32
         imprecise = [s.name for s in known if s.own > IMPRECISE and not s.non_finite]
         inner = [n for n in imprecise if not any(o != n and _inside(o, n) for o in imprecise)]
+        self.imprecise |= set(imprecise)
         beyond = [s.name for s in known if s.in_half > self.limit]
         if tracer.reference is self.fp32: beyond = []            # else samples that were left out may overflow
         return list(dict.fromkeys([*(n for n in tracer.trouble if n not in (LOSS, ROOT)), *beyond, *inner]))
@@ -215,8 +217,9 @@ class Judge:
                 return f"{where}'{name}' values reach {seen.highest:,.3g}, above {mode}'s {limit:,.5g}"
             if seen.grads.largest > limit:
                 return f"gradients of '{name}' reach {seen.grads.largest:,.3g}, above {mode}'s {limit:,.3g}"
-        what = 'is not finite' if name in self.non_finite else f'loses more than {IMPRECISE:.0%}'
-        return f"inside '{name}' {mode} {what}"
+        if name in self.non_finite: return f"inside '{name}' {mode} is not finite"
+        if name in self.imprecise: return f"inside '{name}' {mode} loses more than {IMPRECISE:.0%}"
+        return f"with '{name}' in {mode} the loss or a gradient is not finite"
 
 
 def _inside(name, other): return name != other and (other == ROOT or name.startswith(other + '.'))

@@ -147,6 +147,27 @@ def test_modules_are_tried_one_by_one_and_in_pairs():
         assert trained(Net(mid, nn.ReLU()), verdict)[0] == 0
 
 
+class NeedsAGraph(InNumPy):
+    "Cannot be compared with fp32, which is run without a graph: trying it is the only way to find it."
+    def forward(self, x):
+        if self.training and not torch.is_grad_enabled(): raise RuntimeError('needs a graph')
+        return super().forward(x)
+
+
+@pytest.mark.filterwarnings('ignore:overflow encountered')
+def test_a_pair_of_modules_is_found_where_none_is_enough():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.emb, self.a, self.b, self.head = nn.Linear(6, 8), NeedsAGraph(), NeedsAGraph(), nn.Linear(8, 1)
+        def forward(self, x): return self.head(self.b(self.a(self.emb(x))).relu())
+    verdict = verdict_on(Two())
+    assert verdict.verdict == 'keep modules in fp32' and set(verdict.modules) == {'a', 'b'}, verdict
+    assert "with 'a' in fp16 the loss or a gradient is not finite" in verdict.reason and 'loses' not in verdict.reason
+    assert trained(Two(), verdict)[0] == 0
+
+
 def overflows_in_fp16(p, y):
     "A loss function that squares 300 in fp16."
     in_fp16 = torch.is_autocast_enabled('cpu') and torch.get_autocast_dtype('cpu') is torch.float16
