@@ -90,7 +90,9 @@ def diagnose(
 
 class _Rerun:
     "The batch at hand, forward and backward, in fp32 and in low precision."
-    def __init__(self, cb, model, alarm): self.learn, self.model, self.alarm = cb.learn, model, alarm
+    def __init__(self, cb, model, alarm):
+        self.learn, self.model, self.alarm = cb.learn, model, alarm
+        self.task = Task(model, cb.learn.loss_func, after_pred(cb.learn))
 
     @contextmanager
     def _as_then(self, keep: Sequence[str] = ()) -> Iterator[None]:
@@ -101,9 +103,8 @@ class _Rerun:
             yield
 
     def _pass(self, mode: AMPMode | None, reference: Tracer | None, scale: float, keep: Sequence[str] = ()) -> Tracer:
-        learn = self.learn
-        tracer = Tracer(self.model, learn.loss_func, mode, reference, scale, after_pred(learn))
-        with self._as_then(keep): tracer.run(learn.xb, learn.yb)
+        tracer = Tracer(self.task, mode, reference, scale)
+        with self._as_then(keep): tracer.run(self.learn.xb, self.learn.yb)
         return tracer
 
     def _low(self, keep=()): return self._pass(self.alarm.mode, self.fp32, self.alarm.scale, keep=keep)
@@ -139,8 +140,7 @@ class _Rerun:
     def _too_large_a_scale(self):
         "The gradients overflow outside any module's backward pass: the scale is lowered until they do not."
         learn, scale, mode = self.learn, self.alarm.scale, self.alarm.mode
-        task = Task(self.model, learn.loss_func, after_pred(learn))
-        with self._as_then(): fits = task.outcome(learn.xb, learn.yb, mode, scale).scale
+        with self._as_then(): fits = self.task.outcome(learn.xb, learn.yb, mode, scale).scale
         if not fits:
             where = f'the forward pass is finite; gradients are not, with no loss scale from {scale:,.9g} downwards'
             return where, _LOOK_CLOSER

@@ -97,8 +97,8 @@ class Examination:
             return [self._undone(self.task.outcome, *b, mode, scale, self.progress.check) for b in self._for(mode)[0]]
 
     def _pass(self, mode, batches, keep=(), scale=1., reference=None, only=None) -> Tracer:
-        tracer = Tracer(self.task.model, self.task.loss_func, mode, reference, scale, self.task.after_pred,
-                        ranges=self._fp32, only=only, tick=self.progress.tick_in_time)
+        tracer = Tracer(self.task, mode, reference, scale, ranges=self._fp32, only=only,
+                        tick=self.progress.tick_in_time)
         self._latest = tracer
         if mode is not None and not keep: self.tracers.setdefault(mode, tracer)
         try:

@@ -33,21 +33,19 @@ class Tracer:
     buffers and attributes are put back.
     """
     def __init__(self,
-        model: nn.Module, # The model, not wrapped
-        loss_func: Callable, # As on the learner
+        task: Task,
         mode: AMPMode | None = None,
         reference: Tracer | None = None, # The fp32 pass over the same batches
         scale: float = 1., # The loss scale for the backward pass
-        after_pred: Callable[[Any], Any] = noop, # What becomes of the model's output before the loss
         *,
         ranges: Tracer | None = None, # The fp32 pass that tells how large values are; `reference` if None
         only: set[str] | None = None, # The modules that are run in fp32 as well; all that compute something if None
         tick: Callable[[], None] = noop, # Called at each module; may raise
     ):
-        self.model, self.loss_func, self.mode, self.reference, self.scale = model, loss_func, mode, reference, scale
-        self.task, self.only, self.tick = Task(model, loss_func, after_pred), only, tick
+        self.task, self.mode, self.reference, self.scale = task, mode, reference, scale
+        self.only, self.tick = only, tick
         self.names: dict[int, str] = {}
-        for name, m in qualified_names(model): self.names.setdefault(id(m), name)
+        for name, m in qualified_names(task.model): self.names.setdefault(id(m), name)
         self.seen: dict[str, Seen] = {}                          # in the order in which modules end their first call
         self.trouble_backward: list[str] = []                    # innermost modules where finite gradients end
         self.failed_in: str | None = None                        # where an exception came from
@@ -86,7 +84,7 @@ class Tracer:
         with plain_pass(device_type):
             try:
                 with self._hooks(), plain_pass(device_type, self.mode), watch_operators(self.operators):
-                    pred = to_fp32(self.task.after_pred(self.model(*xb)))
+                    pred = to_fp32(self.task.after_pred(self.task.model(*xb)))
                     if not yb: return
                     loss = scalar(self._loss(pred, yb))
             except Exception:
@@ -124,7 +122,7 @@ class Tracer:
     def _hooks(self) -> Iterator[None]:
         self._owners: dict[int, list[str]] = {}
         with ExitStack() as stack:
-            for m in [m for m in self.model.modules() if id(m) in self.names]:     # not `torch.compile`'s wrappers
+            for m in [m for m in self.task.model.modules() if id(m) in self.names]:     # not `torch.compile`'s wrappers
                 if isinstance(m, torch.jit.ScriptModule): continue                # which takes no hooks from Python
                 for p in m.parameters(recurse=False): self._owners.setdefault(id(p), []).append(self.names[id(m)])
                 # First of all hooks: what others make of the inputs they make of those of the fp32 run, too.
@@ -227,7 +225,7 @@ class Tracer:
         return self.non_finite_loss or any(s.non_finite or s.own > IMPRECISE for s in around)
 
     def _loss(self, pred, yb):
-        f, args = self.loss_func, (pred, *yb)
+        f, args = self.task.loss_func, (pred, *yb)
         kind = type(f).__name__ if not hasattr(f, '__name__') else f.__name__
         with self._silence():
             call = self._open(LOSS, f, kind, args)
