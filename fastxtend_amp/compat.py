@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from fastai.learner import Learner
 from torch import nn
 from torch.amp import GradScaler
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -127,6 +128,19 @@ def events_method() -> str:
     the callback's traces until the next one.
     """
     return '_with_events'
+
+
+def split_batch(learn: Any, batch: Any) -> tuple: # Inputs and targets
+    """`batch` as `learn` hands it to its model and to its loss function; the learner keeps the `xb` and `yb` it has.
+
+    Relies on `Learner._split` (fastai 2.0), which a subclass may replace, setting `xb` and `yb`; where it is gone it
+    fails with an `AttributeError`. By fastai's own a batch that is no tuple would be cut; here it is the only input.
+    """
+    if type(learn)._split is Learner._split and not isinstance(batch, (tuple, list)): batch = (batch,)
+    stand_in = object.__new__(type(learn))
+    stand_in.__dict__.update(vars(learn))
+    stand_in._split(batch)
+    return tuple(stand_in.xb), tuple(stand_in.yb)
 
 
 # -- loss scaling and optimizers

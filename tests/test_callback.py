@@ -334,7 +334,7 @@ def test_plot_scales():
     learn = learner().to_fp16(**SCALING); learn.fit(2, .01)
     ax, cb = learn.mixed_precision.plot_scales(), learn.mixed_precision
     assert list(ax.lines[0].get_ydata()) == cb.scales and len(ax.lines[1].get_xdata()) == cb.n_skipped
-    assert MixedPrecision('bf16').plot_scales().texts
+    assert ax.get_title() == 'Loss scale in training' and MixedPrecision('bf16').plot_scales().texts
     plt.close('all')
 
 

@@ -304,6 +304,17 @@ def test_no_reentrant_checkpoints_without_the_function_behind_them(monkeypatch):
     with compat.no_reentrant_checkpoints(): pass
 
 
+def test_split_batch():
+    learn, x, y = learner(), torch.ones(4, 6), torch.ones(4, 1)
+    assert compat.split_batch(learn, (x, y)) == ((x,), (y,)) and not hasattr(learn, 'xb')
+    assert compat.split_batch(learn, [x]) == ((x,), ()) and compat.split_batch(learn, x) == ((x,), ())
+    learn.dls.n_inp = 2
+    assert compat.split_batch(learn, (x, y)) == ((x, y), ())
+    class Mine(Learner):
+        def _split(self, b): self.xb, self.yb = [b['x']], [b['y']]
+    assert compat.split_batch(learner(cls=Mine), {'x': x, 'y': y}) == ((x,), (y,))
+
+
 # -- insight: comparison and diagnosis
 
 def test_is_compiled_in_place():

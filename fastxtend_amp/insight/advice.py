@@ -1,6 +1,9 @@
 "The call to make next, with everything that the learner's precision callback has already."
 from __future__ import annotations
 
+import re
+from html import escape
+
 import torch
 from fastai.learner import Learner
 from torch import nn
@@ -9,7 +12,7 @@ from ..callback import MixedPrecision
 from ..fp32_modules import Fp32Forward, qualified_names
 from ..mode import AMPMode, mode_support
 
-__all__ = ['fastest_mode', 'kept_modules', 'precision_call']
+__all__ = ['as_html', 'fastest_mode', 'kept_modules', 'precision_call']
 
 
 def precision_call(
@@ -32,6 +35,11 @@ def precision_call(
     static = 'loss_scale=' in cb.as_call() or not cb.takes_init_scale
     if 'init_scale' in changes and static: changes['loss_scale'] = changes.pop('init_scale')
     return cb.as_call(**changes)
+
+
+def as_html(text: str) -> str:
+    "`text` for a notebook: what stands between backticks as code, lines as lines."
+    return re.sub('`([^`]+)`', r'<code>\1</code>', escape(text)).replace('\n', '<br>')
 
 
 def kept_modules(model: nn.Module) -> list[str]:

@@ -16,7 +16,7 @@ from ..common import random_state_kept
 from ..convert import map_tensors
 from .statistics import tensors
 
-__all__ = ['Batches', 'order_kept']
+__all__ = ['Batches', 'batch_bytes', 'order_kept', 'own_dl']
 
 LIMIT = 2**29       # bytes of batches that are held; further steps take the same ones again
 
@@ -36,8 +36,7 @@ class Batches:
     ):
         self.all: list[Any] = []
         self.device, self.bytes = device, 0
-        dl = learn.dls.train
-        if type(dl).__name__ == 'DistributedDL': dl = dl.dl      # which waits for all processes when it starts
+        dl = own_dl(learn.dls.train)
         times: list[float] = []
         with order_kept(dl), random_state_kept(everything=True):
             start = time.perf_counter()
@@ -59,7 +58,7 @@ class Batches:
             wait()
             times.append(time.perf_counter() - then)
             self.all.append(b)
-            self.bytes += sum(t.numel() * t.element_size() for t in tensors(b, floating=False))
+            self.bytes += batch_bytes(b)
             if len(self.all) == n or self._full or time.perf_counter() > end: break
             then = time.perf_counter()
 
@@ -98,6 +97,16 @@ class Batches:
     def can_be_cut(self) -> bool:
         "Do all tensors of a batch have the samples as their first dimension?"
         return all(t.dim() > 0 and len(t) == self.size for t in tensors(self.all[0], floating=False))
+
+
+def own_dl(dl: Any) -> Any:
+    "The DataLoader inside a `DistributedDL`, which waits for all processes when it starts; any other as it is."
+    return dl.dl if type(dl).__name__ == 'DistributedDL' else dl
+
+
+def batch_bytes(batch: Any) -> int:
+    "What the tensors in a batch take."
+    return sum(t.numel() * t.element_size() for t in tensors(batch, floating=False))
 
 
 @contextmanager

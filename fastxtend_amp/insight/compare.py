@@ -11,11 +11,9 @@ import numpy as np
 import torch
 from fastai.callback.core import Callback, TrainEvalCallback
 from fastai.learner import Learner
-from fastprogress.fastprogress import progress_bar
 
 from ..callback import PRECISION_CALLBACKS
 from ..common import first_line, random_state, random_state_kept, set_random_state
-from ..devices.sharded import is_sharded
 from ..mode import mode_support, training_device
 from ..scaling_args import is_number
 from .advice import precision_call
@@ -24,12 +22,15 @@ from .choices import PrecisionChoice, choices_from, use_choice
 from .comparison import PrecisionComparison, build_comparison
 from .memory import free_memory, learner_bytes
 from .phases import StepClock, page_faults
+from .progress import Progress
 from .recommend import fused_name
+from .run import check_model
 from .statistics import tensors
 from .trial import runs_in_steps, takes_part, trial_learner
 
 __all__ = ['compare']
 
+_OF_COPIES = ('.*emulated', 'No optimizer step was taken', 'The gradients of an accumulation')    # warnings
 _TURNS = 7              # that each mode gets after the first step, which warms up
 _FEW = 8                # an emulated mode sees one sample in so many, and 4 at least
 
@@ -70,13 +71,11 @@ def compare(learn: Learner, modes: Any, n_steps: int, *, lr: Any = None, n_seeds
         are = 'is' if len(strangers) == 1 else 'are'
         raise ValueError(f"cbs={list(cbs)!r} cannot be used: {strangers} {are} not among the learner's callbacks. "
                          "Pass some of `learn.cbs`.")
-    if is_sharded(learn.model):
-        raise ValueError("compare_precision cannot train a copy of a model whose parameters are sharded (FSDP). Call "
-                         "it before `fully_shard`.")
+    check_model(learn.model, 'compare_precision')
     if learn.precision is not None and learn.precision.fit_device is not None:
         raise RuntimeError("compare_precision cannot run inside a fit. Call it before or after.")
-    with _globals_kept(), warnings.catch_warnings():
-        warnings.filterwarnings('ignore', message='.*emulated.*')   # the table says so
+    with _globals_kept(), warnings.catch_warnings():           # of copies: the table says so
+        for said in _OF_COPIES: warnings.filterwarnings('ignore', message=said)
         return _Comparison(learn, choices, n_steps, lr, n_seeds, max_seconds, cbs).run()
 
 
@@ -103,18 +102,21 @@ class _Comparison:
         asked = {id(cb) for cb in cbs or ()}
         if cbs is None: self.cbs = [cb for cb in learn.cbs if takes_part(cb)]
         else: self.cbs = [cb for cb in learn.cbs if isinstance(cb, TrainEvalCallback) or id(cb) in asked]
-        self.bar: Any = None
+        self.progress, self.told = Progress(learn, float(max_seconds)), False
         self.fused_name: str | None = None                       # of the optimizer that would take less time
         self.seed_losses: list[list[float]] = []
-        self.show = hasattr(learn, 'progress') and learn.create_mbar     # not inside `learn.no_bar()`
         supports = [(c, *(mode_support(c.mode, self.device) if c.mode else ('native', ''))) for c in choices]
         self.runs = [Run(c, status, why if status == 'unsupported' else '') for c, status, why in supports]
 
     def run(self) -> PrecisionComparison:
-        self._show_bar()
+        try: self._train()
+        finally: self.progress.close()
+        return build_comparison(self)
+
+    def _train(self):
         self.batches = Batches(self.learn, self.n_steps, self.device, self.max_seconds / 4, self._wait)
         self._look_at_fewer()
-        if self.bar is not None: self.bar.total = self.n_steps * (sum(not r.done for r in self.runs) + self.n_seeds)
+        self.progress.expect(self.n_steps * (sum(not r.done for r in self.runs) + self.n_seeds))
         for group in self._groups():
             for run in group: self._try(run, self._begin, run)
             for run in group: self._try(run, self._turn, run, range(1))
@@ -126,8 +128,6 @@ class _Comparison:
                     self._try(run, self._turn, run, steps)
             for run in group: self._finish(run)
         for seed in range(1, self.n_seeds + 1): self._seeded(seed)
-        if self.bar is not None: self.bar.on_iter_end()
-        return build_comparison(self)
 
     # -- what is planned
 
@@ -155,19 +155,12 @@ class _Comparison:
         return max(1, math.ceil(min(self.n_steps - 1, feasible) / _TURNS))
 
     def _say_how_long(self):
-        if self.bar is None or self.told: return
+        if self.told: return
         self.told = True
         per_step = sum(r.seconds / max(1, len(r.losses)) for r in self.runs) + self.n_seeds * self.runs[0].seconds
         seconds = time.perf_counter() - self.start + per_step * self.n_steps
         limit = f' (`max_seconds={self.max_seconds:g}`)' if seconds > self.max_seconds else ''
-        print(f'compare_precision: about {min(seconds, self.max_seconds):.0f} s{limit}')
-
-    def _show_bar(self):
-        self.told, self.at = False, 0
-        if not self.show: return
-        self.bar = progress_bar(range(self.n_steps * (len(self.runs) + self.n_seeds)), leave=False)
-        self.bar.comment = f'at most {self.max_seconds:.0f} s'
-        self.bar.update(0)
+        self.progress.say(f'compare_precision: about {min(seconds, self.max_seconds):.0f} s{limit}')
 
     # -- one precision
 
@@ -233,7 +226,7 @@ class _Comparison:
                                  "`learn.dls.n_inp` leave one?")
             losses.append(trial.loss.detach())
             n += len(tensors(b, floating=False)[0])
-            self._tick(run.name)
+            self.progress.tick(run.name)
             if self._is_over(run, time.perf_counter() - then): break
         self._wait()
         seconds = time.perf_counter() - then
@@ -273,7 +266,7 @@ class _Comparison:
         for i, j in enumerate([*rng.sample(head, len(head)), *range(len(head), n)]):
             trial.one_batch(i, self.batches.get(j))
             losses.append(trial.loss.detach())
-            self._tick(f'fp32, seed {seed}')
+            self.progress.tick(f'fp32, seed {seed}')
             if time.perf_counter() > self.end: return
         for event in ('after_train', 'after_fit'): trial(event)
         self.seed_losses.append([float(l) for l in losses])
@@ -282,12 +275,6 @@ class _Comparison:
     def n_last(self) -> int:
         "The loss of a training is the mean of so many last steps."
         return max(1, min(10, len(self.runs[0].losses) // 5))
-
-    def _tick(self, comment):
-        if self.bar is None: return
-        self.at += 1
-        self.bar.comment = comment
-        self.bar.update(min(self.at, self.bar.total))
 
     def _wait(self):
         "Let the device finish, so that the clock sees its work."

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import math, weakref
 from collections.abc import Sequence
+from textwrap import fill
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pandas as pd
 import torch
 from fastai.learner import Learner
 
+from .advice import as_html
 from .choices import PrecisionChoice, use_choice
 from .comparison_plot import plot_comparison
 from .phases import PHASES
@@ -55,8 +57,8 @@ class PrecisionComparison:
         use_choice(learn, self._choices[mode])
         return learn
 
-    def _shown(self):
-        "The table for people: fewer columns, rounded."
+    def _shown(self) -> list[pd.DataFrame]:
+        "The tables for people: fewer columns, rounded; of results, and of milliseconds in a step where known."
         t, text = self.table, lambda f, values: ['-' if v != v else f(v) for v in values]
         shown = pd.DataFrame({'support': t['support'], 'steps': t['steps']}, index=t.index)
         shown['samples/s'] = text(lambda v: f'{v:,.0f}' if v >= 10 else f'{v:.2g}', t['samples/s'])
@@ -65,25 +67,27 @@ class PrecisionComparison:
         if t['peak memory'].notna().any(): shown['peak MiB'] = text(lambda v: f'{v / 2**20:,.0f}', t['peak memory'])
         shown['loss'] = text('{:.4g}'.format, t['loss'])
         shown['from fp32'] = text(lambda v: f'{v:+.2g}' if v else '0', t['loss difference'])
-        shown['seed spread'] = text('{:.2g}'.format, t['seed spread'])
-        shown['skipped'] = t['skipped']
-        if t['final scale'].notna().any(): shown['final scale'] = text('{:,g}'.format, t['final scale'])
-        if t['forward'].notna().any():
-            for phase in ('data', *PHASES, 'rest'): shown[f'{phase} ms'] = text(lambda v: f'{v * 1000:.3g}', t[phase])
-        return shown
+        if t['final scale'].notna().any():
+            shown['skipped'] = t['skipped']
+            shown['final scale'] = text(lambda v: f'{v:,.0f}' if v >= 1 else f'{v:.2g}', t['final scale'])
+        times = t[['data', *PHASES, 'rest']].dropna()
+        times = pd.DataFrame({f'{phase} ms': text(lambda v: f'{v * 1000:.3g}', times[phase]) for phase in times},
+                             index=times.index)
+        return [shown, times] if len(times) else [shown]
 
     def _lines(self):
         notes = [f'{name}: {note}' for name, note in self.table['note'].items() if note]
         return [f'Recommended: {self.recommended}. {self.reason}', *notes, *self.notes]
 
     def __repr__(self) -> str:
-        table = self._shown().rename_axis(None).to_string()
-        return '\n'.join([f'Precisions on {self.device}', table, '', *self._lines()])
+        first, *rest = (fill(line, 118, break_long_words=False, break_on_hyphens=False) for line in self._lines())
+        tables = [t.rename_axis(None).to_string() for t in self._shown()]
+        return '\n'.join([first, '', f'Precisions on {self.device}:', '\n\n'.join(tables), '', *rest])
 
     def _repr_html_(self) -> str:
-        from html import escape
-        first, *rest = map(escape, self._lines())
-        parts = [f'<p>Precisions on {escape(self.device)}</p>', self._shown().to_html(), f'<p><b>{first}</b></p>']
+        first, *rest = map(as_html, self._lines())
+        tables = [t.rename_axis(None).to_html() for t in self._shown()]
+        parts = [f'<p><b>{first}</b></p>', f'<p>Precisions on {as_html(self.device)}:</p>', '<br>'.join(tables)]
         return ''.join([*parts, *(f'<p>{line}</p>' for line in rest)])
 
     def plot(self,
@@ -101,7 +105,8 @@ def build_comparison(work: Any) -> PrecisionComparison:
     table = pd.DataFrame([_row(run, n_last, spread, work.batches.seconds) for run in runs]).set_index('mode')
     calls = {r.name: r.call for r in runs}
     recommended, reason = recommend(table, calls)
-    notes = [*_how_measured(work, runs), *notes_on(table, recommended, work.batches, work.fused_name, work.device)]
+    notes = _how_measured(work, runs, spread)
+    notes += notes_on(table, recommended, work.batches, work.fused_name, work.device)
     losses, choices, samples = ({r.name: getattr(r, n) for r in runs} for n in ('losses', 'choice', 'samples'))
     return PrecisionComparison(table, losses, work.seed_losses, _device_name(work.device), recommended, reason, notes,
                                calls, choices, samples, work.learn)
@@ -126,10 +131,10 @@ def _row(run, n_last, spread, data_seconds):
             'data': data_seconds, **run.clock.per_step(), 'page faults': faults, 'note': run.note}
 
 
-def _how_measured(work, runs):
+def _how_measured(work, runs, spread):
     n, n_seeds = len(runs[0].losses), len(work.seed_losses)
-    spread = (f'; seed spread: its standard deviation over {n_seeds + 1} fp32 trainings that differ in the order of '
-              'batches and in random draws') if n_seeds else ''
+    spread = (f'; its standard deviation over {n_seeds + 1} fp32 trainings that differ in the order of batches and in '
+              f'random draws is {spread:.2g}') if n_seeds else ''
     notes = [f'Loss: mean of the last {work.n_last} of {n} training steps{spread}.']
     if n_seeds < work.n_seeds:
         notes.append(f'For {work.n_seeds - n_seeds} of {work.n_seeds} seeds there was no time '

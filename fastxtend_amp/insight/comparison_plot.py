@@ -55,7 +55,7 @@ def _draw_curves(ax, comparison):
         if short and finite.all(): ax.plot(len(drawn), drawn[-1], '|', color=_color(name), ms=14, mew=2)
     ax.set(title='Training loss (smoothed)', xlabel='step', ylabel='loss')
     ax.xaxis.get_major_locator().set_params(integer=True)
-    ax.legend(frameon=False)
+    ax.legend(loc='upper center', bbox_to_anchor=(.5, -.16), ncols=2, frameon=False, fontsize=8)
 
 
 def _label(name, comparison):

@@ -1,9 +1,9 @@
 "Diagnosis of training that goes wrong in low precision: the batch at hand is run again to find where, and what helps."
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,14 +15,17 @@ from ..mode import AMPMode
 from .advice import precision_call
 from .growth import Growth
 from .restore import run_undone
-from .run import after_pred
-from .statistics import tensors
+from .run import Task, after_pred
+from .samples import not_finite_data
 from .tracer import LOSS, Tracer
 from .verdicts import ROOT_CODE
 
 __all__ = ['Alarm', 'Diagnosis', 'diagnose']
 
-_TRIES = 4  # modules that are kept in fp32 together to see whether that is enough
+_TRIES = 4    # modules that are kept in fp32 together to see whether that is enough
+_MARGIN = 16  # how far the loss scale that is advised lies below the one that was tried
+
+_LOOK_CLOSER = '`learn.precision_report()` looks closer'
 
 
 @dataclass
@@ -38,18 +41,16 @@ class Alarm:
     @property
     def happened(self) -> str:
         "The first line of the message."
-        scale = f', loss scale {self.scale:,g}' if self.mode.needs_loss_scaling else ''
+        scale = f', loss scale {self.scale:,.9g}' if self.mode.needs_loss_scaling else ''
         return f'{self.mode.value} training goes wrong: {self.what} (batch {self.step:,}{scale}).'
 
 
 @dataclass
 class Diagnosis:
     "What was found."
-    kind: str # 'processes', 'data', 'weights', 'diverges', 'fp32', 'forward', 'backward' or 'not reproduced'
     where: str # Where it began
     remedy: str # What to try
-    modules: list[str] = field(default_factory=list)
-    was_rerun: bool = False
+    was_rerun: bool = False # Whether the batch was run again to find it
 
     def message(self, alarm: Alarm) -> str: # Three lines
         "What happened, where it began, what to try."
@@ -73,7 +74,8 @@ def diagnose(
     """
     from .watch import several_processes
     learn, model = cb.learn, unwrapped(cb.learn.model)
-    if bad := _bad_data(learn): return bad
+    if bad := not_finite_data(learn.xb, learn.yb):
+        return Diagnosis(bad, 'Look at the data; no precision can train on it')
     if several_processes(): return _from_one_rank(model, alarm)
     lost = _not_finite(dict(model.named_parameters()))
     growth, n = alarm.growth, len(list(model.parameters()))
@@ -82,43 +84,48 @@ def diagnose(
         remedy = _lower_rate(learn) if grown else 'Load the last checkpoint, then call `learn.precision_report()`'
         where = (f"{len(lost)} of {n} weight tensors are NaN or inf by now, such as '{lost[0]}', so "
                  f'the batch cannot be run again as it was{grown}')
-        return Diagnosis('weights', where, remedy, lost)
-    return _Rerun(cb, model, alarm).diagnosis()
+        return Diagnosis(where, remedy)
+    return Diagnosis(*_Rerun(cb, model, alarm).cause(), was_rerun=True)
 
 
 class _Rerun:
     "The batch at hand, forward and backward, in fp32 and in low precision."
-    def __init__(self, cb, model, alarm): self.learn, self.model, self.alarm = cb.learn, model, alarm
+    def __init__(self, cb, model, alarm):
+        self.learn, self.model, self.alarm = cb.learn, model, alarm
+        self.task = Task(model, cb.learn.loss_func, after_pred(cb.learn))
 
-    def _pass(self, *args: Any, keep: Sequence[str] = ()) -> Tracer:
+    @contextmanager
+    def _as_then(self, keep: Sequence[str] = ()) -> Iterator[None]:
+        "Inside, the model may run with the random draws of that batch, and without effect."
         learn, state = self.learn, self.alarm.random_state
         with run_undone(self.model, learn.loss_func), kept_in_fp32(self.model, list(keep)):
             if state is not None: set_random_state(state)
-            mode, reference, scale = args or (None, None, 1.)
-            tracer = Tracer(self.model, learn.loss_func, mode, reference, scale, after_pred(learn))
-            tracer.run(learn.xb, learn.yb)
+            yield
+
+    def _pass(self, mode: AMPMode | None, reference: Tracer | None, scale: float, keep: Sequence[str] = ()) -> Tracer:
+        tracer = Tracer(self.task, mode, reference, scale)
+        with self._as_then(keep): tracer.run(self.learn.xb, self.learn.yb)
         return tracer
 
     def _low(self, keep=()): return self._pass(self.alarm.mode, self.fp32, self.alarm.scale, keep=keep)
 
-    def diagnosis(self) -> Diagnosis:
-        mode, growth, self.fp32 = self.alarm.mode, self.alarm.growth, self._pass()
+    def cause(self) -> tuple[str, str]:
+        "Where it began, and what to try."
+        mode, growth, self.fp32 = self.alarm.mode, self.alarm.growth, self._pass(None, None, 1.)
         diverges = growth is not None and growth.diverges
         if self.fp32.non_finite_loss or self.fp32.non_finite_grads: return self._in_fp32_too(diverges)
         low = self._low()
         names, where = (low.trouble, 'forward') if low.trouble else (low.trouble_backward, 'backward')
         if diverges and not (names and self._is_frozen_up_to(low, names[0])):
             first = f'; numbers first stop being finite in {self._named(low, names[0])}, a consequence' if names else ''
-            return Diagnosis('diverges', f'the run diverges: {growth}{first}', _lower_rate(self.learn), names[:1], True)
-        if not names and (low.non_finite_loss or low.non_finite_grads):
-            lower = precision_call(self.learn, mode, init_scale=max(self.alarm.scale / 2 ** 8, 1.))
-            return Diagnosis('scale', f'the loss scale of {self.alarm.scale:,g} is too large: the gradient of the loss '
-                             f'overflows in {mode.value} before it reaches a module', f'Start lower: `{lower}`',
-                             [], True)
-        if not names:
-            return Diagnosis('not reproduced', f'this batch is finite in {mode.value}, forward and backward',
-                             '`learn.precision_report()` looks closer', was_rerun=True)
-        return self._story(low, names[0], where)
+            return f'the run diverges: {growth}{first}', _lower_rate(self.learn)
+        if low.non_finite_loss and where == 'backward':
+            return f'the loss is not finite in {mode.value}, and finite in fp32', _LOOK_CLOSER
+        in_a_module = [n for n in names if where == 'forward' or n not in (LOSS, ROOT)]
+        if low.non_finite_grads and not in_a_module: return self._too_large_a_scale()
+        if not in_a_module:
+            return f'this batch is finite in {mode.value}, forward and backward', _LOOK_CLOSER
+        return self._story(low, in_a_module[0], where)
 
     def _in_fp32_too(self, diverges):
         fp32, growth = self.fp32, self.alarm.growth
@@ -128,28 +135,44 @@ class _Rerun:
         grown = f', and the run diverges: {growth}' if diverges else ''
         remedy = _lower_rate(self.learn) if diverges else 'Look at the learning rate, the loss function and the data'
         where = f'{what} not finite in fp32 either{first}: this is not a matter of precision{grown}'
-        return Diagnosis('fp32', where, remedy, [name] if name else [], True)
+        return where, remedy
+
+    def _too_large_a_scale(self):
+        "The gradients overflow outside any module's backward pass: the scale is lowered until they do not."
+        learn, scale, mode = self.learn, self.alarm.scale, self.alarm.mode
+        with self._as_then(): fits = self.task.outcome(learn.xb, learn.yb, mode, scale).scale
+        if not fits:
+            where = f'the forward pass is finite; gradients are not, with no loss scale from {scale:,.9g} downwards'
+            return where, _LOOK_CLOSER
+        where = (f'the loss scale of {scale:,.9g} is too large: gradients overflow in {mode.value}, and at {fits:,.9g} '
+                 'they do not')
+        return where, f'Start lower: `{precision_call(learn, mode, init_scale=fits / _MARGIN)}`'
 
     def _story(self, low, name, where):
         "The module where it began; what is advised was tried on this batch."
         enough, keep = self._tried(low, where, name)
-        name = keep[0] if keep else name
-        seen, limit, mode = self.fp32.seen[name], torch.finfo(self.alarm.mode.dtype).max, self.alarm.mode.value
+        limit = torch.finfo(self.alarm.mode.dtype).max
+        if name in (LOSS, ROOT) and keep and self.fp32.seen[keep[0]].highest > limit: name = keep[0]
+        seen = self.fp32.seen[name]
         if where == 'backward':
-            largest = seen.grads.largest * low.scale
-            size = f'its gradients in fp32, times the loss scale {low.scale:,g}, reach {largest:,.4g}'
+            highest = seen.grads.largest * low.scale
+            figure = f'its gradients, times the loss scale {low.scale:,.9g}, reach'
             start = 'the forward pass is finite; the gradients stop being so in the backward pass of'
         else:
-            what = 'values inside it reach' if seen.inside > seen.largest else 'its output reaches'
-            size = f'{what} {max(seen.inside, seen.largest):,.4g} in fp32'
+            highest = seen.highest
+            figure = 'values inside it reach' if seen.inside > seen.largest else 'its output reaches'
             start = 'numbers stop being finite in'
-        story = f'{start} {self._named(low, name)}: {size}; {mode} ends at {limit:,.5g}'
-        if not keep: remedy = f'Compute it in fp32 there: `with torch.autocast({self._device!r}, enabled=False)`'
-        else:
-            it = 'it' if len(keep) == 1 else 'these'
-            remedy = f'Keep {it} in fp32: `{precision_call(self.learn, self.alarm.mode, keep)}`'
-            if not enough: remedy += '; that alone was not enough here: `learn.precision_report()` looks closer'
-        return Diagnosis(where, story, remedy, keep or [name], True)
+        story = f'{start} {self._named(low, name)}'
+        if highest > limit:
+            story += f': {figure} {highest:,.4g} in fp32; {self.alarm.mode.value} ends at {limit:,.5g}'
+        return story, self._keeping(low, name, enough, keep)
+
+    def _keeping(self, low, name, enough, keep) -> str:
+        if not keep: return f'Compute it in fp32 there: `with torch.autocast({self._device!r}, enabled=False)`'
+        what = 'it' if len(keep) == 1 else 'these'
+        if name in (LOSS, ROOT): what = f'{self._named(low, keep[0])}, which comes before,'
+        remedy = f'Keep {what} in fp32: `{precision_call(self.learn, self.alarm.mode, keep)}`'
+        return remedy if enough else f'{remedy}; that alone was not enough here: {_LOOK_CLOSER}'
 
     def _tried(self, low, where, name) -> tuple[bool, list[str]]:
         "Which modules to keep in fp32, and whether this batch is finite then."
@@ -170,7 +193,7 @@ class _Rerun:
 
     def _too_large(self) -> list[str]:
         limit = torch.finfo(self.alarm.mode.dtype).max
-        large = [n for n, s in self.fp32.seen.items() if max(s.inside, s.largest) > limit]
+        large = [n for n, s in self.fp32.seen.items() if s.highest > limit]
         return [n for n in large if n not in (LOSS, ROOT)][:2 * _TRIES]
 
     def _children(self) -> list[str]:
@@ -193,17 +216,6 @@ class _Rerun:
         return ROOT_CODE if name == ROOT else f"module '{name}' ({tracer.seen[name].type})"
 
 
-def _bad_data(learn) -> Diagnosis | None:
-    for what, batch in (('an input', learn.xb), ('a target', learn.yb)):
-        for t in tensors(batch):
-            bad = int((t.isnan() | (t == math.inf)).sum())
-            if not bad: continue
-            where = (f'the batch itself is not finite: {bad:,} of {t.numel():,} values of {what} of '
-                     f'shape {tuple(t.shape)} are NaN or inf')
-            return Diagnosis('data', where, 'Look at the data; no precision can train on it')
-    return None
-
-
 def _from_one_rank(model: nn.Module, alarm: Alarm) -> Diagnosis:
     "What this process can tell without the others."
     rank = torch.distributed.get_rank()
@@ -214,7 +226,7 @@ def _from_one_rank(model: nn.Module, alarm: Alarm) -> Diagnosis:
     remedy = ('With several processes the batch is not run again. Call `learn.precision_report()` in one process, '
               'before the model is distributed')
     if grown: remedy = 'Lower the learning rate first'
-    return Diagnosis('processes', f"{' and '.join(found)} are not finite{grown}", remedy)
+    return Diagnosis(f"{' and '.join(found)} are not finite{grown}", remedy)
 
 
 def _some(names, n, what):

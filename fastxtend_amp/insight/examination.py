@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 
 from ..common import first_line, random_state_kept
+from ..compat import Operator, watch_operators
 from ..convert import map_tensors
 from ..fp32_modules import ROOT, kept_in_fp32, qualified_names
 from ..mode import AMPMode, mode_support
@@ -17,13 +18,28 @@ from .progress import Progress, TimeIsUp
 from .restore import effects_undone, modules_in
 from .run import Outcome, Task
 from .samples import first_samples, n_samples
-from .tracer import LOSS, Seen, Tracer
+from .statistics import Seen
+from .tracer import LOSS, Tracer
 from .verdicts import Judge, Verdict
 
 __all__ = ['Examination']
 
 EMULATED_WORK = 4e9   # floating-point operations of an emulated training step; a core does about so many in a second
 FEWEST = 2            # samples, for batch normalization
+
+
+class OperationCount:
+    """Counts floating-point operations, for `compat.watch_operators`, with the formulas of `FlopCounterMode`.
+
+    `FlopCounterMode` itself hooks gradients, with which a model that calls `torch.autograd.grad` does not run.
+    """
+    def __init__(self): self.n = 0
+
+    def __call__(self, op: Operator, args: tuple, kwargs: dict) -> Any:
+        out = op.call(*args, **kwargs)
+        formula = flop_registry.get(getattr(op.call, 'overloadpacket', None))
+        if formula is not None: self.n += formula(*args, **kwargs, out_val=out)
+        return out
 
 
 class Examination:
@@ -64,7 +80,8 @@ class Examination:
     def never_called(self) -> list[str]:
         "The modules without others inside that the batches did not reach."
         if self._fp32 is None: return []
-        leaves = [(n, m) for n, m in qualified_names(self.task.model) if not list(m.children())]
+        leaves = [(n, m) for n, m in qualified_names(self.task.model)
+                  if not list(m.children()) and not isinstance(m, torch.jit.ScriptModule)]
         return [n for n, m in leaves if self._fp32.names[id(m)] not in self._fp32.seen]
 
     # -- passes
@@ -77,11 +94,11 @@ class Examination:
     def outcomes(self, mode: AMPMode, keep: list[str], scale: float) -> list[Outcome]:
         "What comes of each batch with the modules `keep` in fp32, without looking inside."
         with kept_in_fp32(self.task.model, keep):
-            return [self._undone(self.task.outcome, *b, mode, scale) for b in self._for(mode)[0]]
+            return [self._undone(self.task.outcome, *b, mode, scale, self.progress.check) for b in self._for(mode)[0]]
 
     def _pass(self, mode, batches, keep=(), scale=1., reference=None, only=None) -> Tracer:
-        tracer = Tracer(self.task.model, self.task.loss_func, mode, reference, scale, self.task.after_pred,
-                        ranges=self._fp32, only=only, tick=self.progress.tick)
+        tracer = Tracer(self.task, mode, reference, scale, ranges=self._fp32, only=only,
+                        tick=self.progress.tick_in_time)
         self._latest = tracer
         if mode is not None and not keep: self.tracers.setdefault(mode, tracer)
         try:
@@ -123,7 +140,8 @@ class Examination:
     def _look_ahead(self, modes):
         "Run one batch to see what it takes, choose how many samples emulated modes see, and say how long it will take."
         n, start = n_samples(self.batches[0]), time.perf_counter()
-        with FlopCounterMode(display=False) as counter:
+        counter = OperationCount()
+        with watch_operators(counter):
             try: self._undone(self.task.forward, *self.batches[0])
             except torch.OutOfMemoryError: raise
             except Exception as e:
@@ -131,7 +149,7 @@ class Examination:
                                  f'{first_line(e)}.\nWhere callbacks prepare model or batch, as for a GAN, call this '
                                  'after a fit, or give batches that it runs on: `precision_report(dl=...)`.') from e
         step = 3 * (time.perf_counter() - start) * len(self.batches)
-        work = 3 * counter.get_total_flops() * len(self.batches)
+        work = 3 * counter.n * len(self.batches)
         calls = sum(1 for _ in self.task.model.modules()) * len(self.batches)
         seconds, words = 2 * step + .001 * calls, []
         for mode in modes:

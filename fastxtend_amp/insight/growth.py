@@ -14,6 +14,7 @@ __all__ = ['Growth', 'Sizes']
 # Times the norm of the weights and the loss at the start, from which on a run counts as diverging.
 _FAR = 100.         # one of them alone
 _BOTH = 10.
+_MOVED = 1.01       # below this the weights hardly grew
 
 
 @dataclass
@@ -25,9 +26,13 @@ class Growth:
 
     @property
     def diverges(self) -> bool:
-        "Have the loss or the weights grown a hundredfold, or both of them tenfold?"
+        """Have the loss or the weights grown a hundredfold, or both of them tenfold?
+
+        A loss that grew while the weights hardly changed was small at the start by chance.
+        """
         loss = abs(self.last_loss) / abs(self.first_loss) if self.first_loss else math.nan
-        return self.weights > _FAR or loss > _FAR or (self.weights > _BOTH and loss > _BOTH)
+        by_chance = self.weights < _MOVED
+        return self.weights > _FAR or (loss > _FAR and not by_chance) or (self.weights > _BOTH and loss > _BOTH)
 
     def __str__(self) -> str:
         parts = []

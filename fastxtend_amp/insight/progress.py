@@ -1,8 +1,7 @@
-"A progress bar, an estimate and a time limit for the report."
+"A progress bar and a time limit for report and comparison."
 from __future__ import annotations
 
 import time
-from typing import Any
 
 from fastai.learner import Learner
 from fastprogress.fastprogress import progress_bar
@@ -24,18 +23,25 @@ class Progress:
         self.done, self.bar = 0, None
         if not (hasattr(learn, 'progress') and learn.create_mbar): return
         self.bar = progress_bar(range(1), leave=False)
+        self.bar.comment = f'at most {max_seconds:.0f} s'
         self.bar.update(0)
 
     def expect(self, ticks: int) -> None:
         "So many more ticks are to come."
         if self.bar is None: return
-        self.bar.total = max(self.done, 1) + ticks
+        self.bar.total = max(1, self.done + ticks)
         self.bar.update(min(self.done, self.bar.total))
 
-    def tick(self) -> None:
-        "One module is done. Raises `TimeIsUp` when the limit is over."
+    def tick(self, comment: str = '') -> None:
+        "One module or step is done."
         self.done += 1
-        if self.bar is not None: self.bar.update(min(self.done, self.bar.total))
+        if self.bar is None: return
+        self.bar.comment = comment or self.bar.comment
+        self.bar.update(min(self.done, self.bar.total))
+
+    def tick_in_time(self) -> None:
+        "One module is done. Raises `TimeIsUp` when the limit is over."
+        self.tick()
         self.check()
 
     def check(self) -> None:
@@ -46,8 +52,8 @@ class Progress:
         "Print a line where the bar is shown."
         if self.bar is None: return
         print(text)
-        self.bar.comment = comment
+        self.bar.comment = comment or self.bar.comment
 
-    def close(self, *args: Any) -> None:
+    def close(self) -> None:
         "Take the bar away."
         if self.bar is not None: self.bar.on_iter_end()

@@ -1,11 +1,10 @@
 "`Learner.precision_report`: which precision a model survives, where it does not, and what to do about it."
 from __future__ import annotations
 
-import math, re
+import math
 from collections.abc import Iterable
 from functools import partial
 from numbers import Integral, Real
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -14,15 +13,15 @@ from fastai.learner import Learner
 from torch import nn
 
 from ..convert import HALF
-from ..devices.sharded import is_sharded
 from ..fp32_modules import Fp32Forward, unwrapped
 from ..mode import AMPMode, model_device
-from .advice import fastest_mode, kept_modules, precision_call
+from .advice import as_html, fastest_mode, kept_modules, precision_call
+from .batches import order_kept, own_dl
 from .examination import Examination, rows_of
 from .progress import Progress
 from .restore import run_undone
-from .run import Task, after_pred, local_statistics
-from .samples import data_unchanged, draw_batches, n_samples
+from .run import Task, after_pred, check_model, local_statistics
+from .samples import draw_batches, n_samples
 from .statistics import Seen, tensors
 from .verdicts import Verdict, some
 
@@ -38,7 +37,7 @@ class PrecisionReport:
     - `verdicts`: a `Verdict` for each mode;
     - `fp32_modules`: names to hand to `MixedPrecision(fp32_modules=...)`; for one mode alone, `verdicts[mode].modules`;
     - `table`: a row for each mode and module, in order of execution;
-    - `worst(n)`: the rows to look at first; `plot()`; `to_csv(file)`; `notes`: what was left out.
+    - `worst(n)`: the rows to look at first; `plot()`; `notes`: what was left out.
 
     Columns of `table`: `calls`; `inputs`, `output`, `weights`: the dtypes they really had; `largest`: the largest
     absolute output in fp32; `inside`: the same for the result of any operator of its own; `headroom`: the maximum of
@@ -79,10 +78,6 @@ class PrecisionReport:
         first = order.drop(columns='_badness').groupby('mode', sort=False).head(n or len(table))
         return first.sort_values('mode', kind='stable')
 
-    def to_csv(self, file: str | Path, **kwargs) -> None:
-        "Write the whole table to `file`; `kwargs` go to pandas."
-        self.table.to_csv(file, **{'index': False, **kwargs})
-
     def plot(self,
         axs = None, # Two matplotlib axes to draw on; new ones if None
     ): # The two matplotlib axes
@@ -93,10 +88,9 @@ class PrecisionReport:
         from .plots import plot_report
         return plot_report(self, axs)
 
-    def _lines(self):
-        lines = [str(v) for v in self.verdicts.values()]
-        if self.not_called: lines.append(f"Never called: {some(self.not_called)}.")
-        return lines + self.notes
+    def _remarks(self):
+        never = [f'Never called: {some(self.not_called)}.'] if self.not_called else []
+        return never + self.notes
 
     def _shown(self):
         for mode in self.verdicts:
@@ -104,18 +98,17 @@ class PrecisionReport:
             if not n: continue
             rows = self.worst(10, mode)
             more = f' of {n}' if n > len(rows) else ''
-            title = f'{mode}: the {len(rows)} modules to look at first{more}; all columns and rows: report.table'
+            title = f'{mode}: the {len(rows)} modules to look at first{more}; all columns and rows: `report.table`'
             yield title, short_table(rows)
 
     def __repr__(self):
         tables = [f'{title}\n{rows.to_string(index=False)}' for title, rows in self._shown()]
-        return '\n\n'.join(['\n'.join(self._lines()), *tables])
+        return '\n\n'.join(['\n'.join([*map(str, self.verdicts.values()), *self._remarks()]), *tables])
 
     def _repr_html_(self):
-        from html import escape
-        def code(text): return re.sub('`([^`]+)`', r'<code>\1</code>', escape(text))
-        items = ''.join(f'<li>{code(l)}</li>' for l in self._lines())
-        tables = [f'<p>{escape(title)}</p>{rows.to_html(index=False)}' for title, rows in self._shown()]
+        verdicts = [f'<b>{as_html(v.headline)}</b><br>{as_html(v.sentence)}' for v in self.verdicts.values()]
+        items = ''.join(f'<li>{text}</li>' for text in [*verdicts, *map(as_html, self._remarks())])
+        tables = [f'<p>{as_html(title)}</p>{rows.to_html(index=False)}' for title, rows in self._shown()]
         return f'<ul>{items}</ul>' + ''.join(tables)
 
 
@@ -127,7 +120,7 @@ def short_table(table: pd.DataFrame) -> pd.DataFrame:
         return f'{x:.2%}' if x >= 1e-4 else '<0.01%'
     out = table[['module', 'type']].copy()
     out['largest'] = [number(x) for x in table[['largest', 'inside']].max(axis=1)]
-    out['headroom'] = [number(x) for x in table['headroom']]
+    out['headroom'] = ['>1,000' if x > 1000 else number(x) for x in table['headroom']]
     for c in ('non-finite', 'own error', 'total error'): out[c] = [percent(x) for x in table[c]]
     out['trouble'] = ['<--' if t else '' for t in table['trouble']]
     return out
@@ -147,14 +140,14 @@ def report(
     if not isinstance(max_seconds, Real) or isinstance(max_seconds, bool) or not max_seconds > 0:
         raise ValueError(f"max_seconds={max_seconds!r} cannot be used: it must be a number of seconds above 0, such as "
                          "60.")
-    _refuse_shards(learn.model)
-    model, dl = unwrapped(learn.model), learn.dls.train if dl is None else dl
+    check_model(learn.model, 'precision_report')
+    model, dl = unwrapped(learn.model), own_dl(learn.dls.train if dl is None else dl)
     _refuse_half(model)
     progress = Progress(learn, float(max_seconds))
     try:
         device = model_device(model, torch.device('cpu'))
         if device.type == 'xla': _read_once(model)
-        with run_undone(learn.model, learn.loss_func, device), data_unchanged(dl, getattr(dl, 'dl', None)):
+        with run_undone(learn.model, learn.loss_func, device), order_kept(dl):
             _announce(model)
             return _examined(learn, model, modes, n_batches, dl, progress)
     finally: progress.close()
@@ -254,12 +247,6 @@ def check_modes(modes: Any) -> list[AMPMode]:
                              "fp32 is what they are compared with.") from None
     if not found: raise ValueError(f"modes={modes!r} cannot be used: name at least one of 'bf16' and 'fp16'.")
     return list(dict.fromkeys(found))
-
-
-def _refuse_shards(model):
-    if is_sharded(model):
-        raise ValueError("precision_report cannot look into a model whose parameters are sharded (FSDP). Call it "
-                         "before `fully_shard`.")
 
 
 def _refuse_half(model: nn.Module):

@@ -51,7 +51,7 @@ class ModuleState:
         self._seen: dict[int, Any] = {}                          # kept alive, so that no other object gets an id in it
         for module in (m for root in roots for m in root.modules()):
             own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-            if not any(map(is_uninitialized, own)): self._keep_module(module)
+            if not any(map(is_uninitialized, own)): self._keep_module(module, own)
 
     def restore(self) -> None:
         "Put all of it back."
@@ -60,11 +60,11 @@ class ModuleState:
             if _place(tensor) != _place(data): tensor.data = data         # `model.to(...)` put other memory under it
             if values is not None: data.copy_(values)
 
-    def _keep_module(self, module):
+    def _keep_module(self, module, own):
         if id(module) in self._seen: return
         self._seen[id(module)] = module
         self._undo.append(partial(_refill, vars(module), dict(vars(module))))
-        for value in vars(module).values(): self._keep(value)
+        for value in (*own, *vars(module).values()): self._keep(value)   # TorchScript's are not in `vars`
 
     def _keep(self, value):
         "Note how to put `value`, an attribute or a part of one, back."

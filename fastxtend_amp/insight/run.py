@@ -1,8 +1,8 @@
 "A batch forward and backward outside the training loop, as the report and the diagnosis run it."
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,12 +13,13 @@ from fastai.torch_core import is_listy
 from fastcore.basics import noop
 from torch import nn
 
-from ..compat import no_reentrant_checkpoints
+from ..compat import is_uninitialized, no_reentrant_checkpoints
 from ..convert import HALF, to_fp32
+from ..devices.sharded import is_sharded
 from ..mode import AMPMode
 from .statistics import all_finite, tensors
 
-__all__ = ['Task', 'after_pred', 'eager', 'local_statistics']
+__all__ = ['Task', 'after_pred', 'check_model', 'local_statistics', 'plain_pass', 'scalar']
 
 LOWEST_SCALE = 2.**-12  # at which a backward pass is tried; below 1 it makes gradients smaller
 
@@ -29,9 +30,34 @@ def after_pred(learn: Learner) -> Callable[[Any], Any]:
     return lambda pred: pred[0][-1] if is_listy(pred[0]) else pred[0]
 
 
-def eager() -> AbstractContextManager:
-    "Run what was compiled in place as it was written: hooks would not fire inside a compiled graph."
-    return torch.compiler.set_stance('force_eager') if hasattr(torch.compiler, 'set_stance') else nullcontext()
+def check_model(
+    model: nn.Module, # As it is on the learner
+    method: str, # The learner's method that is to run it or copies of it
+) -> None:
+    "Raise a `ValueError` for sharded parameters and for those of lazy modules that are not built yet."
+    if is_sharded(model):
+        raise ValueError(f"{method} cannot work on a model whose parameters are sharded (FSDP).\n"
+                         "Call it before `fully_shard`.")
+    name = next((n for n, p in model.named_parameters() if is_uninitialized(p)), None)
+    if name is not None:
+        raise ValueError(f"{method} cannot work on a model with lazy modules: '{name}' is not built yet.\n"
+                         "Run the model once before, as in `learn.model(*learn.dls.one_batch()[:1])`.")
+
+
+@contextmanager
+def plain_pass(
+    device_type: str,
+    mode: AMPMode | None = None, # fp32 if None
+) -> Iterator[None]:
+    """A forward or backward pass outside the training loop, in fp32 or under autocast in `mode`.
+
+    What was compiled in place runs as it was written: hooks would not fire inside a compiled graph.
+    """
+    eager: Any = torch.compiler.set_stance('force_eager') if hasattr(torch.compiler, 'set_stance') else nullcontext()
+    # Without the cache of casts: inside a batch it holds those of another mode.
+    autocast: Any = nullcontext() if mode is None else torch.autocast(device_type, mode.dtype, cache_enabled=False)
+    with torch.autocast(device_type, enabled=False), torch.enable_grad(), eager, no_reentrant_checkpoints(), autocast:
+        yield
 
 
 class local_statistics:
@@ -68,9 +94,7 @@ class Task(NamedTuple):
 
     def forward(self, xb: tuple, yb: tuple, mode: AMPMode | None = None) -> torch.Tensor | None:
         "The loss of a batch, in fp32 or under autocast in `mode`; None without targets."
-        kind = self.device_type(xb)
-        autocast = torch.autocast(kind, enabled=False) if mode is None else torch.autocast(kind, dtype=mode.dtype)
-        with torch.autocast(kind, enabled=False), torch.enable_grad(), eager(), no_reentrant_checkpoints(), autocast:
+        with plain_pass(self.device_type(xb), mode):
             pred = to_fp32(self.after_pred(self.model(*xb)))
             return scalar(self.loss_func(pred, *yb)) if yb else None
 
@@ -88,12 +112,19 @@ class Task(NamedTuple):
             for p, kept in zip(params, before): p.grad = kept
         return found
 
-    def outcome(self, xb: tuple, yb: tuple, mode: AMPMode, scale: float) -> Outcome:
+    def outcome(self,
+        xb: tuple, # Inputs
+        yb: tuple, # Targets
+        mode: AMPMode,
+        scale: float, # The loss scale to start from
+        check: Callable[[], Any] = noop, # Called before each backward pass; may raise
+    ) -> Outcome:
         "Whether loss and gradients of a batch are finite in `mode`; the loss scale backs off as it would in training."
         loss = self.forward(xb, yb, mode)
         if loss is None: return Outcome(True, scale)
         if not bool(loss.isfinite()): return Outcome(False, 0.)
         while scale >= LOWEST_SCALE:
+            check()
             grads = self.gradients(loss * scale, retain_graph=True)
             if all(all_finite(g) for _, g in grads): return Outcome(True, scale)
             scale /= 4

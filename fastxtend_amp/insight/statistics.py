@@ -69,7 +69,8 @@ class Histogram:
 
     def add(self, t: torch.Tensor) -> None:
         "Count the values of `t`; those that are not finite only set `finite` to False."
-        t = t.detach().float().flatten()
+        t = t.detach()
+        t = (t.abs() if t.is_complex() else t).float().flatten()
         if not t.numel(): return
         exponents = (t.contiguous().view(torch.int32) >> 23) & (_EXPONENTS - 1)
         counts = torch.bincount(exponents, minlength=_EXPONENTS).cpu()
@@ -150,6 +151,8 @@ class Seen:
     grads: Histogram = field(default_factory=Histogram)          # of its outputs and its own parameters
     samples: list = field(default_factory=list)                  # of the outputs of each call, in each batch
 
+    @property
+    def highest(self) -> float: return max(self.largest, self.inside)
     @property
     def own(self) -> float: return self.own_error.relative
     @property

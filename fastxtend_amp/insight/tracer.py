@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -10,16 +10,16 @@ from fastcore.basics import noop
 from torch import nn
 
 from ..common import random_state_kept
-from ..compat import no_reentrant_checkpoints, operators_unwatched, watch_operators
+from ..compat import in_function_transform, operators_unwatched, watch_operators
 from ..convert import HALF, map_tensors, to_fp32
 from ..fp32_modules import ROOT, qualified_names
 from ..mode import AMPMode
 from .operators import Call, OperatorStatistics
 from .restore import effects_undone, modules_in
-from .run import Task, after_pred, eager, local_statistics, scalar
+from .run import Task, plain_pass, scalar
 from .statistics import Seen, all_finite, largest_value, tensors
 
-__all__ = ['IMPRECISE', 'LOSS', 'Seen', 'Tracer', 'after_pred', 'local_statistics', 'tensors']
+__all__ = ['IMPRECISE', 'LOSS', 'Tracer']
 
 LOSS = 'loss function'  # its name among the modules
 IMPRECISE = .1          # a module whose own error is above this is in trouble
@@ -33,21 +33,19 @@ class Tracer:
     buffers and attributes are put back.
     """
     def __init__(self,
-        model: nn.Module, # The model, not wrapped
-        loss_func: Callable, # As on the learner
+        task: Task,
         mode: AMPMode | None = None,
         reference: Tracer | None = None, # The fp32 pass over the same batches
         scale: float = 1., # The loss scale for the backward pass
-        after_pred: Callable[[Any], Any] = noop, # What becomes of the model's output before the loss
         *,
         ranges: Tracer | None = None, # The fp32 pass that tells how large values are; `reference` if None
         only: set[str] | None = None, # The modules that are run in fp32 as well; all that compute something if None
         tick: Callable[[], None] = noop, # Called at each module; may raise
     ):
-        self.model, self.loss_func, self.mode, self.reference, self.scale = model, loss_func, mode, reference, scale
-        self.task, self.only, self.tick = Task(model, loss_func, after_pred), only, tick
+        self.task, self.mode, self.reference, self.scale = task, mode, reference, scale
+        self.only, self.tick = only, tick
         self.names: dict[int, str] = {}
-        for name, m in qualified_names(model): self.names.setdefault(id(m), name)
+        for name, m in qualified_names(task.model): self.names.setdefault(id(m), name)
         self.seen: dict[str, Seen] = {}                          # in the order in which modules end their first call
         self.trouble_backward: list[str] = []                    # innermost modules where finite gradients end
         self.failed_in: str | None = None                        # where an exception came from
@@ -56,13 +54,16 @@ class Tracer:
         self.operators = OperatorStatistics(self._running, mode is not None, known.seen if known is not None else {})
         self.stack: list[Call] = []
         self._calls: list[Call] = []
-        self._silent = False
+        self._silent = self._in_backward = False
 
     @property
     def trouble(self) -> list[str]:
         "The innermost modules where finite numbers end in the forward pass, in order of execution."
         hidden = [n for n in self.operators.negative if self._is_wrong(n)]
         found = dict.fromkeys([*self.operators.overflows, *hidden])
+        # A divisor that underflows to 0 makes infinities in fp32 as well: no operator shows them, their module does.
+        lost = [n for n, s in self.seen.items() if s.non_finite and not any(_is_within(o, n) for o in found)]
+        found |= dict.fromkeys(n for n in lost if not any(o != n and _is_within(o, n) for o in lost))
         return [n for n in self.seen if n in found] + [n for n in found if n not in self.seen]
 
     @property
@@ -78,13 +79,12 @@ class Tracer:
 
     def run(self, xb: tuple, yb: tuple, backward: bool = True) -> None:
         "Forward and backward on one batch; gradients go nowhere but into the statistics."
+        self._calls, self.stack, self._in_backward = [], [], False
         device_type = self.task.device_type(xb)
-        self._calls, self.stack = [], []
-        autocast = nullcontext() if self.mode is None else torch.autocast(device_type, dtype=self.mode.dtype)
-        with torch.autocast(device_type, enabled=False), torch.enable_grad(), eager(), no_reentrant_checkpoints():
+        with plain_pass(device_type):
             try:
-                with self._hooks(), autocast, watch_operators(self.operators):
-                    pred = to_fp32(self.task.after_pred(self.model(*xb)))
+                with self._hooks(), plain_pass(device_type, self.mode), watch_operators(self.operators):
+                    pred = to_fp32(self.task.after_pred(self.task.model(*xb)))
                     if not yb: return
                     loss = scalar(self._loss(pred, yb))
             except Exception:
@@ -93,6 +93,7 @@ class Tracer:
             finally: self.stack = []
             self.non_finite_loss |= not bool(loss.isfinite())
             if backward:
+                self._in_backward = True
                 with watch_operators(self.operators):            # for the draws of what is computed again
                     grads = self.task.gradients(loss * self.scale)
                 self._backward(grads)
@@ -121,9 +122,11 @@ class Tracer:
     def _hooks(self) -> Iterator[None]:
         self._owners: dict[int, list[str]] = {}
         with ExitStack() as stack:
-            for m in [m for m in self.model.modules() if id(m) in self.names]:     # not `torch.compile`'s wrappers
+            for m in [m for m in self.task.model.modules() if id(m) in self.names]:     # not `torch.compile`'s wrappers
+                if isinstance(m, torch.jit.ScriptModule): continue                # which takes no hooks from Python
                 for p in m.parameters(recurse=False): self._owners.setdefault(id(p), []).append(self.names[id(m)])
-                stack.callback(m.register_forward_pre_hook(self._enter, with_kwargs=True).remove)
+                # First of all hooks: what others make of the inputs they make of those of the fp32 run, too.
+                stack.callback(m.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True).remove)
                 stack.callback(m.register_forward_hook(self._leave, with_kwargs=True).remove)
             yield
 
@@ -131,6 +134,9 @@ class Tracer:
         if self._silent: return
         self.tick()
         name = self.names[id(module)]
+        if in_function_transform():                              # vmap's tensors cannot be looked at
+            self._note(name, module, type(module).__name__)
+            return
         with self._silence():
             call = self._open(name, module, type(module).__name__, (args, kwargs))
             if self._compared(name, module): call.expected = self._in_fp32(module, [module], args, kwargs)
@@ -138,7 +144,11 @@ class Tracer:
 
     def _leave(self, module, args, kwargs, output):
         if self._silent: return
-        with self._silence(): self._close(self.stack.pop(), output)
+        at = next((i for i, call in reversed([*enumerate(self.stack)]) if call.module is module), None)
+        if at is None: return
+        call = self.stack[at]
+        del self.stack[at:]                                      # those inside that an exception ended, too
+        with self._silence(): self._close(call, output)
 
     def _compared(self, name, module):
         if self.mode is None or (self.only is not None and name not in self.only): return False
@@ -152,11 +162,14 @@ class Tracer:
             with operators_unwatched(): yield
         finally: self._silent = False
 
-    def _open(self, name, module, kind, inputs):
+    def _note(self, name, module, kind):
         if name not in self.seen:
             params = module.parameters() if isinstance(module, nn.Module) else ()
             self.seen[name] = Seen(name, kind, sum(p.numel() for p in params))
-        seen = self.seen[name]
+        return self.seen[name]
+
+    def _open(self, name, module, kind, inputs):
+        seen = self._note(name, module, kind)
         seen.weights |= {p.dtype for p in _own_parameters(module)}
         call = Call(seen, module, self.stack[-1] if self.stack else None)
         for t in tensors(inputs):
@@ -189,11 +202,13 @@ class Tracer:
         call.expected = None
 
     def _gradient(self, call, g):
+        if not self._in_backward: return                         # the model's own, such as forces from an energy
         with operators_unwatched():
             call.grad_out.append(all_finite(g))
             call.seen.grads.add(g)
 
     def _gradient_of_input(self, call, g):
+        if not self._in_backward: return
         with operators_unwatched(): call.grad_in.append(all_finite(g))
 
     def _output(self, seen, values, expected):
@@ -206,11 +221,11 @@ class Tracer:
 
     def _is_wrong(self, name):
         "Whether the output of the module, or of one around it, differs from what it is in fp32."
-        around = [s for n, s in self.seen.items() if n == name or name.startswith(n + '.') or n == ROOT]
+        around = [s for n, s in self.seen.items() if _is_within(name, n)]
         return self.non_finite_loss or any(s.non_finite or s.own > IMPRECISE for s in around)
 
     def _loss(self, pred, yb):
-        f, args = self.loss_func, (pred, *yb)
+        f, args = self.task.loss_func, (pred, *yb)
         kind = type(f).__name__ if not hasattr(f, '__name__') else f.__name__
         with self._silence():
             call = self._open(LOSS, f, kind, args)
@@ -234,6 +249,10 @@ class WideCopies:
         self.copies[id(t)] = new = (t.detach().float() if t.dtype in HALF else t.detach()).clone()
         for name, value in vars(t).items(): setattr(new, name, map_tensors(self, value))
         return new
+
+
+def _is_within(name: str, other: str) -> bool:
+    return name == other or name.startswith(other + '.') or (other == ROOT and name != LOSS)
 
 
 def _ancestors(call):

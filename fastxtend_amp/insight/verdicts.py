@@ -4,7 +4,7 @@ from __future__ import annotations
 import math, textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import combinations, starmap
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from ..convert import HALF
 from ..fp32_modules import ROOT, qualified_names
 from ..mode import AMPMode
+from .samples import not_finite_data
 from .statistics import Seen
 from .tracer import IMPRECISE, LOSS, Tracer
 
@@ -40,17 +41,22 @@ class Verdict:
     modules: list[str] = field(default_factory=list) # The modules concerned
     scales: tuple[float, float] | None = None # Lowest and highest loss scale without underflow or overflow (fp16)
 
+    @property
+    def headline(self) -> str:
+        "The verdict, and the call to make."
+        return f'{self.mode}: {self.verdict}. Next: `{self.call}`'
+
+    @property
+    def sentence(self) -> str:
+        "The reason as a sentence, or several."
+        is_mode = self.reason.startswith(tuple(m.value for m in AMPMode))
+        text = self.reason if is_mode else self.reason[:1].upper() + self.reason[1:]
+        return text if text.endswith('.') else f'{text}.'
+
     def __str__(self):
-        first = f'{self.mode}: {self.verdict}. Next: `{self.call}`'
-        if not self.reason: return first
-        return first + '\n' + textwrap.fill(_sentence(self.reason), 116, initial_indent='    ',
-                                            subsequent_indent='    ',
-                                            break_long_words=False, break_on_hyphens=False)
-
-
-def _sentence(text):
-    is_mode = text.startswith(tuple(m.value for m in AMPMode))
-    return (text if is_mode else text[:1].upper() + text[1:]) + ('' if text.endswith('.') else '.')
+        indent = {'initial_indent': ' ' * 4, 'subsequent_indent': ' ' * 4}
+        reason = textwrap.fill(self.sentence, 116, **indent, break_long_words=False, break_on_hyphens=False)
+        return f'{self.headline}\n{reason}'
 
 
 class Judge:
@@ -64,6 +70,7 @@ class Judge:
         self.examination, self.mode, self.tracer, self.refused = examination, mode, tracer, list(refused)
         self.fp32, self.limit = examination.fp32, torch.finfo(mode.dtype).max
         self.non_finite: set[str] = set()                        # modules where finite numbers end
+        self.imprecise: set[str] = set()                         # that lose more than a tenth
         self.highest = math.inf                                  # loss scale at which gradients turned out to be finite
 
     def verdict(self) -> Verdict:
@@ -79,7 +86,7 @@ class Judge:
         low, high = scales_that_fit(self.mode, tracer, self.fp32)
         high = min(high, self.highest)
         if low > high:
-            reason = f'no loss scale fits: gradients underflow below {low:,g} and overflow above {high:,g}'
+            reason = f'no loss scale fits: gradients underflow below {low:,.9g} and overflow above {high:,.9g}'
             return self._say('do not use', reason, '', keep, (low, high))
         failing = [m for m in keep if m not in self.refused]
         keep, close = self._keep_what_is_close(tracer, keep)
@@ -92,7 +99,8 @@ class Judge:
         for tracer in (self.fp32, self.tracer.reference or self.fp32):
             if not (tracer.non_finite_loss or tracer.non_finite_grads): continue
             what = 'loss of these batches is' if tracer.non_finite_loss else 'gradients of these batches are'
-            return f'the {what} not finite in fp32 either: look at data and model first'
+            data = next(filter(None, starmap(not_finite_data, self.examination.batches)), '')
+            return data or f'the {what} not finite in fp32 either: look at data and model first'
         return ''
 
     def _nothing_helps(self, tracer) -> str:
@@ -130,6 +138,7 @@ class Judge:
         known = [s for s in tracer.seen.values() if s.name not in (LOSS, ROOT)]   # to keep the root is to train in fp32
         imprecise = [s.name for s in known if s.own > IMPRECISE and not s.non_finite]
         inner = [n for n in imprecise if not any(o != n and _inside(o, n) for o in imprecise)]
+        self.imprecise |= set(imprecise)
         beyond = [s.name for s in known if s.in_half > self.limit]
         if tracer.reference is self.fp32: beyond = []            # else samples that were left out may overflow
         return list(dict.fromkeys([*(n for n in tracer.trouble if n not in (LOSS, ROOT)), *beyond, *inner]))
@@ -149,7 +158,7 @@ class Judge:
         suspects = [n for n in (*self.non_finite, *tracer.trouble, *tracer.trouble_backward) if n not in (LOSS, ROOT)]
         names = [n for n, _ in qualified_names(self.examination.task.model) if n != ROOT]
         around = [n for s in suspects for n in names if _inside(s, n)]
-        by_size = sorted(self.fp32.seen.values(), key=lambda s: -max(s.inside, s.largest, s.in_half))
+        by_size = sorted(self.fp32.seen.values(), key=lambda s: -max(s.highest, s.in_half))
         called = [s.name for s in by_size if s.name not in (LOSS, ROOT)]
         return [n for n in dict.fromkeys([*suspects, *around, *called]) if n in self.fp32.seen]
 
@@ -173,7 +182,7 @@ class Judge:
     def _works(self, tracer, keep, failing, close, scales) -> Verdict:
         low, high = scales
         scaled = scales if self.mode.needs_loss_scaling else None
-        span = f'a loss scale from {low:,g} to {high:,g}' if scaled else ''
+        span = f'a loss scale from {low:,.9g} to {high:,.9g}' if scaled else ''
         changes = {'init_scale': int(high) if high >= 1 else high} if scaled and high < self.examination.scale else {}
         call = self.examination.call(self.mode, keep, **changes)
         margin = self._margin({n: h for n, h in close.items() if n in keep or n == ROOT})
@@ -191,19 +200,26 @@ class Judge:
         return some([f"values inside {where(n)} come to 1/{h:.2g} of {limit}" for n, h in close.items()], 3)
 
     def _errors(self, tracer) -> str:
-        totals = [s.total for s in tracer.seen.values() if s.name != LOSS and s.total_error.known]
-        if not totals: return 'nothing was computed in low precision'
-        return f'predictions are {totals[-1]:.2%} from fp32, at most {max(totals):.2%} on the way'
+        seen = [s for s in tracer.seen.values() if s.name != LOSS and s.total_error.known]
+        if not seen: return 'nothing was computed in low precision'
+        last, most = seen[-1].total, max(s.total for s in seen)
+        text = f'predictions are {last:.2%} from fp32, at most {most:.2%} on the way'
+        if last <= IMPRECISE: return text
+        own = max(s.own for s in seen)
+        return (f'{text}; no module by itself loses more than {own:.2%}: the model makes small differences large, as '
+                'batch normalization does with few or similar samples')
 
     def _why(self, name) -> str:
         seen, limit, mode = self.fp32.seen.get(name), self.limit, self.mode.value
         if seen is not None:
-            largest, where = max(seen.largest, seen.inside), '' if seen.largest > limit else 'inside '
-            if largest > limit: return f"{where}'{name}' values reach {largest:,.3g}, above {mode}'s {limit:,.5g}"
+            where = '' if seen.largest > limit else 'inside '
+            if seen.highest > limit:
+                return f"{where}'{name}' values reach {seen.highest:,.3g}, above {mode}'s {limit:,.5g}"
             if seen.grads.largest > limit:
                 return f"gradients of '{name}' reach {seen.grads.largest:,.3g}, above {mode}'s {limit:,.3g}"
-        what = 'is not finite' if name in self.non_finite else f'loses more than {IMPRECISE:.0%}'
-        return f"inside '{name}' {mode} {what}"
+        if name in self.non_finite: return f"inside '{name}' {mode} is not finite"
+        if name in self.imprecise: return f"inside '{name}' {mode} loses more than {IMPRECISE:.0%}"
+        return f"with '{name}' in {mode} the loss or a gradient is not finite"
 
 
 def _inside(name, other): return name != other and (other == ROOT or name.startswith(other + '.'))

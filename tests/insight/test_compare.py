@@ -1,5 +1,4 @@
-import math, threading, time
-import random, sys
+import math, random, sys, threading, time, warnings
 from functools import partial
 
 import numpy as np
@@ -28,6 +27,11 @@ def seeded(*args, **kwargs):
     return learner(*args, **kwargs)
 
 
+def said(r):
+    "What it prints, in one line."
+    return ' '.join(repr(r).split())
+
+
 def test_table_and_texts():
     r = seeded().compare_precision(n_steps=10, n_seeds=2)
     assert isinstance(r, PrecisionComparison) and list(r.table.index) == ['fp32', 'bf16', 'fp16']
@@ -42,7 +46,8 @@ def test_table_and_texts():
                                                             ddof=1))
     assert np.isnan(t['final scale'][['fp32', 'bf16']]).all()
     assert t['final scale']['fp16'] == 65536 / 2 ** t['skipped']['fp16']
-    assert r.recommended in t.index and f'Recommended: {r.recommended}. {r.reason}' in repr(r)
+    assert r.recommended in t.index and said(r).startswith(f'Recommended: {r.recommended}. {r.reason} ')
+    assert max(map(len, repr(r).splitlines())) <= 120
     assert '<table' in r._repr_html_() and r.reason.split('`')[0].split('<')[0].split("'")[0] in r._repr_html_()
 
 
@@ -138,7 +143,7 @@ def test_mode_that_pytorch_refuses_gets_a_row():
     row = r.table.loc['fp16']
     assert row['support'] == 'failed' and row['note'] == 'RuntimeError: could not create a primitive'
     assert row['steps'] == 0
-    assert list(r.table['steps']) == [4, 4, 0] and row['note'] in repr(r)
+    assert list(r.table['steps']) == [4, 4, 0] and row['note'] in said(r)
     assert 'fp16: does not run here' in r.reason + repr(r)
 
 
@@ -168,7 +173,7 @@ def test_lstm_and_callbacks_of_rnns():
     for name in ('bf16', 'fp16'):                                # oneDNN has no half-precision LSTM on some CPUs
         row = r.table.loc[name]
         if row['support'] == 'failed':
-            assert row['note'] and row['note'] in repr(r) and f'{name}: does not run here' in r.reason
+            assert row['note'] and row['note'] in said(r) and f'{name}: does not run here' in r.reason
         else: assert row['steps'] == 4 and np.isfinite(row['loss'])
     after = bits(learn)
     for key in before: assert after[key] == before[key], key
@@ -285,7 +290,7 @@ def test_few_kept_batches(monkeypatch):
     assert batches.LIMIT == 512 * 2**20
     monkeypatch.setattr(batches, 'LIMIT', 400)                   # a batch is 4 * 7 * 4 = 112 bytes
     r = seeded().compare_precision(['bf16'], n_steps=6, n_seeds=0)
-    assert r.table['steps']['fp32'] == 6 and 'The steps took 3 batches in turn' in repr(r)
+    assert r.table['steps']['fp32'] == 6 and 'The steps took 3 batches in turn' in said(r)
 
 
 def test_progress_is_shown_unless_switched_off(capsys):
@@ -295,6 +300,12 @@ def test_progress_is_shown_unless_switched_off(capsys):
     learn.compare_precision(n_steps=2, n_seeds=0)
     shown = capsys.readouterr().out
     assert '100' in shown and 'at most 60 s' in shown and shown.index('0.00%') < shown.index('compare_precision: about')
+
+
+def test_the_bar_is_taken_away_after_an_error(capsys):
+    learn = seeded(nn.Sequential(nn.Linear(5, 1)), progress=True)          # the data has six columns
+    with pytest.raises(RuntimeError): learn.compare_precision(n_steps=2, n_seeds=0)
+    assert capsys.readouterr().out.endswith('\r')
 
 
 def test_same_numbers_each_time():
@@ -473,6 +484,15 @@ def test_apply(mode, own):
     with pytest.raises(ValueError, match="mode='fp8'.*was not compared"): r.apply(mode='fp8')
 
 
+def test_what_becomes_of_the_copies_is_in_the_table_and_no_warning():
+    learn = seeded(Attentive(), cbs=GradientAccumulation(64)).to_fp16()
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        r = learn.compare_precision(n_steps=3, n_seeds=0)
+        r = seeded(Attentive()).compare_precision(n_steps=3, n_seeds=0)
+    assert r.table['skipped']['fp16'] == 3
+
+
 def test_steps_in_the_place_of_modes():
     with pytest.raises(ValueError, match='modes=20 cannot be used.*Did you mean n_steps=20'):
         seeded().compare_precision(20)
@@ -505,7 +525,7 @@ def test_all_of_it_ends_in_max_seconds():
     steps = r.table['steps']
     assert 3 <= steps.min() and steps['fp32'] < 2000 and 'cut short after' in r.table['note']['fp32']
     assert not r.table['loss'].isna().any()
-    assert r.table['speed-up'].notna().all() and 'there was no time (`max_seconds=2`)' in repr(r)
+    assert r.table['speed-up'].notna().all() and 'there was no time (`max_seconds=2`)' in said(r)
 
 
 def test_an_emulated_mode_sees_fewer_samples_and_says_so(monkeypatch):
@@ -583,7 +603,7 @@ def test_where_the_time_of_a_step_goes():
     step = 4 / row['samples/s']
     assert .02 <= row['forward'] < .03 and .01 <= row['optimizer'] < .02 and row['backward'] < .01 and row['rest'] < .01
     assert sum(row[k] for k in ('forward', 'backward', 'optimizer', 'rest')) == pytest.approx(step, rel=.2)
-    assert 'The forward pass takes' in repr(r) and f'% of the {r.recommended} step' in repr(r)
+    assert 'The forward pass takes' in said(r) and f'% of the {r.recommended} step' in said(r)
 
 
 @pytest.mark.parametrize('opt,call', [('adam', 'fused(torch.optim.AdamW)'), ('adamw', 'fused(torch.optim.AdamW)'),

@@ -384,3 +384,81 @@ def test_a_loss_scale_that_is_too_large_for_the_loss_itself(half):
     else: learn.to_fp16(loss_scale=2.**18, max_skips=4)
     message = told(learn)[0]
     assert 'the loss scale of 262,144 is too large' in message and 'loss_scale=1024.0' in message and 'finite in fp16' not in message
+
+
+# -- what is said holds
+
+class Grows(nn.Module):
+    "Its own forward makes the small output of `lin` large and small again."
+    def __init__(self): super().__init__(); torch.manual_seed(0); self.lin, self.head = nn.Linear(6, 8), nn.Linear(8, 1)
+    def forward(self, x): return self.head(self.lin(x) * 1e6 / 1e6)
+
+
+def test_values_named_are_those_that_overflow():
+    "Keeping the module before it helps, but the large values are not in that module."
+    message = told(learner(Grows()).to_fp16())[0]
+    assert "stop being finite in the model's own `forward`: values inside it reach" in message, message
+    assert "Keep module 'lin' (Linear), which comes before, in fp32: `learn.to_fp16(fp32_modules=['lin'])`" in message
+    reached = float(message.partition('inside it reach ')[2].partition(' in fp32')[0].replace(',', ''))
+    assert reached > 65504
+    assert told(learner(Grows()).to_fp16(fp32_modules=['lin'])) == []
+
+
+def test_where_modules_run_inside_vmap_no_figure_is_made_up():
+    class Mapped(nn.Module):
+        def __init__(self): super().__init__(); self.inner = Attentive()
+        def forward(self, x): return torch.func.vmap(lambda row: self.inner(row[None])[0])(x)
+    message = told(learner(Mapped()).to_fp16())[0]
+    assert "fp32_modules=['inner']" in message and 'reaches 0' not in message, message
+    assert told(learner(Mapped()).to_fp16(fp32_modules=['inner'])) == []
+
+
+class SteepBetween(nn.Module):
+    "The gradient grows between two modules, in the backward pass of no module."
+    def __init__(self, factor): super().__init__(); torch.manual_seed(0); self.a, self.b, self.f = nn.Linear(6, 8), nn.Linear(8, 1), factor
+    def forward(self, x): return self.b(Times.apply(self.a(x), self.f))
+
+
+@pytest.mark.parametrize('kwargs', [dict(init_scale=4.), dict(loss_scale=1., max_skips=3)])
+def test_a_lower_loss_scale_that_is_advised_is_lower_and_was_tried(kwargs):
+    message = told(learner(SteepBetween(1e7)).to_fp16(**kwargs))[0]
+    assert 'is too large' in message and 'before it reaches' not in message
+    call = message.partition('`')[2].partition('`')[0]
+    learn = learner(SteepBetween(1e7))
+    exec(call, {'learn': learn})
+    assert learn.precision.scale < 1
+    learn.precision.on_overflow = 'ignore'
+    learn.fit(1, 1e-9)
+    assert learn.precision.n_skipped == 0
+
+
+def test_where_no_loss_scale_helps_none_is_advised():
+    message = told(learner(SteepBetween(1e12)).to_fp16(init_scale=4.))[0]
+    assert 'no loss scale' in message and 'init_scale' not in message and '`learn.precision_report()`' in message
+
+
+def test_an_overflow_that_no_operator_shows_is_no_matter_of_the_loss_scale():
+    from insight.test_report_cause import InNumPy, Net
+    make = lambda: Net(InNumPy, nn.ReLU())
+    with warnings.catch_warnings():
+        warnings.filterwarnings('ignore', 'overflow encountered')
+        message = told(learner(make()).to_fp16())[0]
+        assert "stop being finite in module 'mid' (InNumPy)" in message and 'too large' not in message, message
+        assert told(learner(make()).to_fp16(fp32_modules=['mid'])) == []
+
+
+def test_a_first_loss_that_happens_to_be_small_is_no_divergence():
+    data = dataset()
+    torch.manual_seed(0)
+    model = Attentive(gain=1.)
+    data.tensors[1][:4] = model(data.tensors[0][:4]).detach()   # the first batch is predicted already
+    learn = learner(model, loaders(train=data), opt_func=OPTIMIZERS['sgd']).to_fp16(init_scale=1024.)
+    learn.add_cb(At('after_batch', lambda l: setattr(l.model.attn, 'gain', 800. if l.train_iter > 2 else 1.)))
+    message = told(learn)[0]
+    assert "fp32_modules=['attn']" in message and 'diverges' not in message, message
+
+
+def test_a_divisor_that_underflows():
+    from insight.test_report_cause import Net, Unit
+    message = told(learner(Net(Unit, nn.ReLU())).to_fp16())[0]
+    assert "stop being finite in module 'mid' (Unit).\nKeep it in fp32: " in message, message

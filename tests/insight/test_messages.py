@@ -108,7 +108,7 @@ def no_autocast(monkeypatch):
             monkeypatch.setattr(module, 'autocast_available', lambda kind: False)
     net().to_bf16().fit(1)
 def sharded(monkeypatch):
-    monkeypatch.setattr(fastxtend_amp.insight.report, 'is_sharded', lambda model: True)
+    monkeypatch.setattr(fastxtend_amp.insight.run, 'is_sharded', lambda model: True)
     net().precision_report()
 def ddp_without_masters(tmp_path):
     torch.distributed.init_process_group('gloo', init_method=f'file://{tmp_path}/store', rank=0, world_size=1)
@@ -135,6 +135,8 @@ CASES = {
                                 'cannot be multiplied', 'precision_report(dl=...)'),
     'two ways to scale': (lambda: net().to_fp16(loss_scale=512., growth_factor=3.), VE, 'loss_scale',
                           'each settles the loss scale', 'Keep one'),
+    'no scaling from auto': (lambda: net().to_fp16('auto', enabled=False), VE, "init_scale='auto'", 'enabled=False',
+                             'Leave one of them out'),
     'a scaler for bf16': (lambda: MixedPrecision('bf16', scaler=torch.amp.GradScaler('cpu')), VE, 'scaler=',
                           'needs no loss scaling', 'Leave it out'),
     'unknown on_overflow': (lambda: net().to_fp16(on_overflow='stop'), VE, "on_overflow='stop'", 'cannot be used',
@@ -196,6 +198,10 @@ CASES = {
                      "'bf16' and 'fp16'"),
     'report: fp16 parameters': (lambda: fp16_weights().precision_report(), VE, "such as '0.weight'",
                                 'needs fp32 parameters', '`learn.model.float()`'),
+    'report: lazy modules': (lambda: learner(nn.Sequential(nn.LazyLinear(1))).precision_report(), VE, "'0.weight'",
+                             'not built yet', 'one_batch()'),
+    'report: a model that does not run': (lambda: learner(nn.Linear(3, 1)).precision_report(), VE,
+                                          'does not run on its first batch', 'mat1 and mat2', '`precision_report(dl=...)`'),
     'goes wrong elsewhere': (on_another_rank, FloatingPointError, 'goes wrong on rank 1', 'Every rank stops',
                              'the message of rank 1'),
     'compare: steps': (lambda: net().compare_precision(n_steps=0), VE, 'n_steps=0', 'cannot be used', 'at least 1'),
@@ -205,7 +211,7 @@ CASES = {
     'compare: steps for modes': (lambda: net().compare_precision(20), VE, 'modes=20', 'names the precisions',
                                  'n_steps=20?'),
     'compare: mode': (lambda: net().compare_precision('fp61'), VE, "modes='fp61'", 'not a precision', "'half weights'"),
-    'compare: shards': (faked(fastxtend_amp.insight.compare, 'is_sharded', lambda model: True,
+    'compare: shards': (faked(fastxtend_amp.insight.run, 'is_sharded', lambda model: True,
                               lambda: net().compare_precision()), VE, 'compare_precision', 'sharded',
                         'before `fully_shard`'),
     'compare: apply': (lambda: net().compare_precision('bf16', n_steps=1, n_seeds=0).apply(mode='fp16'), VE,

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from fastxtend_amp import AMPMode, PrecisionReport
 from fastxtend_amp.insight.report import short_table
 from fastxtend_amp.mode import fastest_native
-from helpers import Attentive, Data, autocast_state, learner, loaders, params, same
+from helpers import Attentive, Data, autocast_state, dataset, learner, loaders, params, same
 
 
 def rows(report, mode): return report.table[report.table['mode'] == mode].set_index('module')
@@ -137,6 +137,10 @@ def test_not_finite_in_fp32_either():
     report = learner(nn.Sequential(nn.Linear(6, 1), Log())).precision_report()
     assert all(v.verdict == 'do not use' and 'fp32' in v.reason for v in report.verdicts.values())
     assert not report.fp32_modules
+    data = dataset()
+    data.tensors[0][2, 1] = math.nan
+    reason = learner(dls=loaders(train=data)).precision_report('bf16').verdicts['bf16'].reason
+    assert reason == 'the batch itself is not finite: 1 of 24 values of an input of shape (4, 6) are NaN or inf'
 
 
 def test_the_range_of_loss_scales():
@@ -324,7 +328,9 @@ def test_also_after_an_exception_in_the_middle(error, when):
             return x + 1
     learn = learner(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), Fails(), nn.Linear(8, 1)))
     before = whole_state(learn)
-    with pytest.raises(error, match='in the middle'): learn.precision_report()
+    # An error of the very first pass is raised from one that says what it may be due to.
+    kind = ValueError if when == 1 and error is KeyError else error
+    with pytest.raises(kind, match='in the middle'): learn.precision_report()
     assert_same_state(before, whole_state(learn))
 
 
@@ -363,7 +369,7 @@ def test_modules_kept_already_are_asked_about_like_the_rest_and_stay_kept():
 
 # -- how it is shown
 
-def test_repr_is_short_for_many_modules(tmp_path):
+def test_repr_is_short_for_many_modules():
     torch.manual_seed(0)
     layers = [m for _ in range(250) for m in (nn.Linear(6, 6, bias=False), nn.Identity())]
     for m in layers[::2]: nn.init.eye_(m.weight)
@@ -372,9 +378,6 @@ def test_repr_is_short_for_many_modules(tmp_path):
     assert len(report.table) == 502 and len(text.splitlines()) < 20 and max(map(len, text.splitlines())) <= 120
     assert 'of 502' in text and 'report.table' in text and '<table' in report._repr_html_()
     assert len(report.worst(None)) == 502 and len(report.worst(3)) == 3
-    report.to_csv(tmp_path / 'report.csv')
-    import pandas as pd
-    assert list(pd.read_csv(tmp_path / 'report.csv')['module']) == list(report.table['module'])
     assert len(report.plot()[0].get_lines()) >= 1
 
 
@@ -383,8 +386,15 @@ def test_the_printed_report_begins_with_verdict_and_call_and_has_eight_columns()
     first, second, *_ = repr(report).splitlines()
     assert first == "fp16: keep modules in fp32. Next: `learn.to_fp16(fp32_modules=['attn'])`"
     assert second.startswith("    Inside 'attn' values reach")
+    html = report._repr_html_()
+    assert '<b>fp16: keep modules in fp32. Next: <code>' in html and '</b><br>Inside' in html
     columns = ['module', 'type', 'largest', 'headroom', 'non-finite', 'own error', 'total error', 'trouble']
     assert list(short_table(report.table).columns) == columns
+
+
+def test_headroom_beyond_a_thousand_is_not_spelled_out():
+    report = learner().precision_report()
+    assert set(short_table(report.table)['headroom']) == {'>1,000'} and report.table['headroom'].max() > 1e30
 
 
 def test_bad_arguments():

@@ -60,6 +60,20 @@ def test_partial_overflow_is_found_and_the_advice_trains_without_a_skip(kind, ac
     assert skipped == 0 and math.isfinite(loss)
 
 
+class Unit(nn.Module):
+    "Divides by a length that is 0 in fp16, where the squares of small values underflow."
+    def forward(self, x):
+        x = x * 1e-5
+        return x / (x * x + 1e-12).sum(-1, keepdim=True).sqrt()
+
+
+def test_a_divisor_that_underflows_is_traced_to_its_module():
+    make = lambda: Net(Unit, nn.ReLU())
+    verdict = verdict_on(make())
+    assert verdict.modules == ['mid'] and "inside 'mid' fp16 is not finite" in verdict.reason, verdict
+    assert trained(make(), verdict)[0] == 0
+
+
 # -- margin
 
 def near(largest):
@@ -131,6 +145,27 @@ def test_modules_are_tried_one_by_one_and_in_pairs():
         verdict = verdict_on(Net(mid, nn.ReLU()))
         assert verdict.verdict == 'keep modules in fp32' and set(verdict.modules) <= modules, verdict
         assert trained(Net(mid, nn.ReLU()), verdict)[0] == 0
+
+
+class NeedsAGraph(InNumPy):
+    "Cannot be compared with fp32, which is run without a graph: trying it is the only way to find it."
+    def forward(self, x):
+        if self.training and not torch.is_grad_enabled(): raise RuntimeError('needs a graph')
+        return super().forward(x)
+
+
+@pytest.mark.filterwarnings('ignore:overflow encountered')
+def test_a_pair_of_modules_is_found_where_none_is_enough():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.emb, self.a, self.b, self.head = nn.Linear(6, 8), NeedsAGraph(), NeedsAGraph(), nn.Linear(8, 1)
+        def forward(self, x): return self.head(self.b(self.a(self.emb(x))).relu())
+    verdict = verdict_on(Two())
+    assert verdict.verdict == 'keep modules in fp32' and set(verdict.modules) == {'a', 'b'}, verdict
+    assert "with 'a' in fp16 the loss or a gradient is not finite" in verdict.reason and 'loses' not in verdict.reason
+    assert trained(Two(), verdict)[0] == 0
 
 
 def overflows_in_fp16(p, y):

@@ -61,6 +61,16 @@ def vision_transformer():
     return learner(model, loaders(4, 4, data, data), CrossEntropyLossFlat())
 
 
+def timms_vision_transformer():
+    pytest.importorskip('timm')
+    from timm.models.vision_transformer import VisionTransformer
+    torch.manual_seed(0)
+    data = Data(torch.randn(4, 3, 16, 16), torch.randint(0, 3, (4,)))
+    model = VisionTransformer(img_size=16, patch_size=8, num_classes=3, embed_dim=16, depth=2, num_heads=2)
+    with torch.no_grad(): nn.init.normal_(model.head.weight)
+    return learner(model, loaders(4, 4, data, data), CrossEntropyLossFlat())
+
+
 def compiled():
     learn = learner()
     learn.model = torch.compile(learn.model, backend='eager')
@@ -68,8 +78,8 @@ def compiled():
 
 
 MODELS = {
-    'U-Net': unet, 'vision transformer': vision_transformer, 'AWD_LSTM': language_model, 'compiled': compiled,
-    '1,000 modules': thousand,
+    'U-Net': unet, 'vision transformer': vision_transformer, "timm's vision transformer": timms_vision_transformer,
+    'AWD_LSTM': language_model, 'compiled': compiled, '1,000 modules': thousand,
     'spectral norm': lambda: learner(nn.Sequential(parametrizations.spectral_norm(nn.Linear(6, 8)), nn.Linear(8, 1))),
     'old spectral norm': lambda: learner(nn.Sequential(nn.utils.spectral_norm(nn.Linear(6, 8)), nn.Linear(8, 1))),
     'tied weights, called twice': lambda: learner(Tied()),

@@ -1,5 +1,5 @@
 "How long the report takes, what it shows meanwhile, and how much memory it holds."
-import time
+import math, time
 
 import pytest, torch
 from torch import nn
@@ -67,6 +67,22 @@ def test_the_learner_stays_as_it_was_when_time_is_up():
     assert len(report.table) == 0 and 'not known' in repr(report)
     assert all(torch.equal(t, before[n]) for n, t in learn.model.state_dict().items())
     assert not learn.model[0]._forward_hooks
+
+
+def test_a_search_for_the_loss_scale_ends_in_time():
+    class Backward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x): return x.clone()
+        @staticmethod
+        def backward(ctx, g):
+            time.sleep(.2)
+            return g * (math.inf if torch.is_autocast_enabled('cpu') or g.dtype is torch.float16 else 1.)
+    class Steep(nn.Module):
+        def __init__(self): super().__init__(); self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 1)
+        def forward(self, x): return self.b(Backward.apply(self.a(x)))
+    start = time.monotonic()
+    report = learner(Steep()).precision_report('fp16', max_seconds=1.)
+    assert time.monotonic() - start < 2.5 and report.verdicts['fp16'].verdict == 'not known'
 
 
 # -- emulated modes
