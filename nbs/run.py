@@ -21,6 +21,7 @@ def execute(
     "Run a notebook from top to bottom in a fresh kernel, in its own folder, with the package beside it."
     search = [str(FOLDER.parent), *os.environ.get('PYTHONPATH', '').split(os.pathsep)]
     env = {**os.environ, 'PYTHONPATH': os.pathsep.join(filter(None, search))}
+    env['PYTHONWARNINGS'] = 'ignore:IProgress not found'         # tqdm's, where ipywidgets is not installed
     notebook = nbformat.read(file, as_version=4)
     resources = {'metadata': {'path': str(file.parent)}}
     client = NotebookClient(notebook, timeout=timeout, kernel_name='python3', resources=resources)

@@ -1,7 +1,7 @@
 "The result of a comparison: its table, and how it shows itself."
 from __future__ import annotations
 
-import math, weakref
+import math, re, weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -82,9 +82,14 @@ class PrecisionComparison:
 
     def _repr_html_(self) -> str:
         from html import escape
-        first, *rest = map(escape, self._lines())
-        parts = [f'<p>Precisions on {escape(self.device)}</p>', self._shown().to_html(), f'<p><b>{first}</b></p>']
-        return ''.join([*parts, *(f'<p>{line}</p>' for line in rest)])
+        def code(text): return re.sub('`([^`]+)`', r'<code>\1</code>', escape(text))
+        def table(shown): return shown.rename_axis(None).to_html().replace('<td>', '<td style="white-space: nowrap">')
+        first, *rest = map(code, self._lines())
+        shown = self._shown()
+        times = [c for c in shown if c.endswith(' ms')]          # in a table of their own: both fit on a page
+        parts = [f'<p>Precisions on {escape(self.device)}</p>', table(shown.drop(columns=times))]
+        if times: parts += ['<p>Where the time of a step goes</p>', table(shown[times])]
+        return ''.join([*parts, f'<p><b>{first}</b></p>', *(f'<p>{line}</p>' for line in rest)])
 
     def plot(self,
         axs: Sequence | None = None, # Three matplotlib axes to draw on; new ones if None
