@@ -114,7 +114,8 @@ class PrecisionReport:
     def _repr_html_(self):
         from html import escape
         def code(text): return re.sub('`([^`]+)`', r'<code>\1</code>', escape(text))
-        items = ''.join(f'<li>{code(l)}</li>' for l in self._lines())
+        lines = (code(l).replace('\n', '<br>') for l in self._lines())
+        items = ''.join(f'<li>{l}</li>' for l in lines)
         tables = [f'<p>{escape(title)}</p>{rows.to_html(index=False)}' for title, rows in self._shown()]
         return f'<ul>{items}</ul>' + ''.join(tables)
 
