@@ -86,7 +86,8 @@ class PrecisionComparison:
 
     def _repr_html_(self) -> str:
         first, *rest = map(as_html, self._lines())
-        tables = [t.rename_axis(None).to_html() for t in self._shown()]
+        def html(table): return table.rename_axis(None).to_html().replace('<td>', '<td style="white-space: nowrap">')
+        tables = map(html, self._shown())
         parts = [f'<p><b>{first}</b></p>', f'<p>Precisions on {as_html(self.device)}:</p>', '<br>'.join(tables)]
         return ''.join([*parts, *(f'<p>{line}</p>' for line in rest)])
 

@@ -22,7 +22,9 @@ def plot_comparison(
 ): # The three matplotlib axes
     "See `PrecisionComparison.plot`."
     import matplotlib.pyplot as plt
-    if axs is None: axs = plt.subplots(1, 3, figsize=(14, 4), layout='constrained', width_ratios=(3, 2, 2))[1]
+    if axs is None:                                              # as wide as a page: the words stay legible
+        figure = plt.figure(figsize=(9, 6), layout='constrained')
+        axs = list(figure.subplot_mosaic([['curves', 'curves'], ['speeds', 'times']]).values())
     curves, speeds, times = axs
     _draw_curves(curves, comparison)
     _draw_speeds(speeds, comparison)
@@ -109,5 +111,5 @@ def _draw_times(ax, comparison):
         left = left + values
     ax.set_yticks(range(len(table)), _names(comparison, table))
     ax.set_xlim(0, total.max() * 1.02)
-    ax.legend(frameon=False, fontsize=8, ncols=5, loc='upper right', bbox_to_anchor=(1., -.16), handlelength=1,
+    ax.legend(frameon=False, fontsize=8, ncols=5, loc='upper right', bbox_to_anchor=(1., -.2), handlelength=1,
               columnspacing=.8, handletextpad=.3)

@@ -30,7 +30,7 @@ def plot_report(
     places = {n: i for i, n in enumerate(names)}
     rows = report.table[report.table['trouble'].astype(bool)]
     trouble = rows.groupby('module', sort=False)['mode'].agg(', '.join).to_dict()
-    width, own = min(max(7.5, 3 + len(names) * .25), 14), axs is None
+    width, own = min(max(7.5, 3 + len(names) * .25), 10), axs is None   # legible on a page
     if axs is None:
         axs = plt.subplots(2, 1, sharex=True, layout='constrained', figsize=(width, 7), height_ratios=(3, 2))[1]
     sizes, errors = axs

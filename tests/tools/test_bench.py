@@ -276,7 +276,7 @@ def test_the_chart_shows_what_this_package_gains(monkeypatch, tmp_path):
     assert sorted(round(bar.get_x() + bar.get_width(), 6) for bar in ax.patches if bar.get_width() > 0) == sorted(
         round(x, 6) for x in mine.values() if x > 1)
     assert len(ax.patches) == len(mine) == 18 and len(ax.get_yticks()) == 9
-    assert 'bf16 is faster than fp32 on 7 of 9 models, up to 3.6 times' in figure.get_suptitle()
+    assert 'bf16 is faster than fp32 on 7 of 9 models, up to 3.2 times' in figure.get_suptitle()
     from matplotlib.colors import to_rgba
     assert to_rgba(PRECISION_COLORS['bf16']) in {bar.get_facecolor() for bar in ax.patches}
 

@@ -48,11 +48,18 @@ def _table(rows: list[dict[str, Any]]) -> str:
     return '\n'.join('    ' + line.rstrip() for line in pd.DataFrame(rows).to_string(index=False).splitlines())
 
 
+def _title(figures: dict[str, Any]) -> str:
+    "What tells this run from others, such as 'Benchmark on cpu: bf16 native'."
+    modes = ', '.join(f'{mode} {status}' for mode, (status, _) in figures['support'].items())
+    kept = ', freed memory kept' if figures['settings'].get('keep_memory') else ''
+    return f"Benchmark on {figures['machine']['device']}: {modes}{kept}"
+
+
 def _head(figures: dict[str, Any]) -> str:
     m, settings = figures['machine'], figures['settings']
     gpu = f" ({m['gpu']}), TF32 {'on' if m['tf32'] else 'off'}" if 'gpu' in m else ''
     threads = f"{m['threads']} thread{'s' * (m['threads'] != 1)}"
-    lines = ['# fastxtend_amp benchmark', '', f"- Command: `{figures.get('command', '')}`",
+    lines = [f'# {_title(figures)}', '', f"- Command: `{figures.get('command', '')}`",
              f"- Machine: {m['cpu']}, {m['cores']} cores ({', '.join(m['instruction_sets'])}), {threads}, "
              f"load average {m['load_average']}; {m['system']}",
              f"- Device: {m['device']}{gpu}",
