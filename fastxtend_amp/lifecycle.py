@@ -75,8 +75,13 @@ class Lifecycle:
     def learn(self): return self._learn
     @learn.setter
     def learn(self, learn):                                      # set by `add_cb`, and to None by `remove_cb`
-        if self._learn is not None and learn is not self._learn: self._detach()
-        if learn is None: return
+        if learn is None:
+            if self._learn is not None: self._detach()
+            return
+        if self._learn is not None and learn is not self._learn:
+            self._learn.remove_cb(self)
+            warn_user("A precision callback moved from one learner to another: the first trains in fp32 from now on.\n"
+                      "Give each learner one of its own: `learn.to_fp16()` or `learn.to_bf16()`.")
         self._fp32_modules.apply(learn.model)                    # first: it may raise
         self._learn = learn
         self._guard.install(learn)

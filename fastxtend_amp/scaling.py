@@ -113,7 +113,8 @@ class LossScaling:
         self._used = True
         scaled = self.scaler.scale(loss)                         # the scaler's tensors are made here, at the first loss
         if moved: self._followed = scale_version(self.scaler)
-        if first and self.stage is GradStage.TRUE: self._scale_grads_from_before(opt)
+        if first and self.stage is GradStage.TRUE:
+            if self._zeroed is None or self._zeroed != grads_version(optimizer_params(opt)): self._scale_grads(opt)
         self.stage = GradStage.SCALED
         return scaled
 
@@ -121,11 +122,6 @@ class LossScaling:
     def skipped(self) -> bool:
         "Was the last step skipped? Waits for the device if the device decided."
         return bool(self.found_inf)
-
-    @property
-    def current_scale(self) -> float | None:
-        "The loss scale now; None without loss scaling. Waits for the device the scale is on."
-        return float(self.scaler.get_scale()) if self.scaler.is_enabled() else None
 
     def read(self) -> None:
         "Bring what the device decided to the host; this waits for it."
@@ -157,7 +153,8 @@ class LossScaling:
         self.stage = GradStage.SETTLED
         self._disarm()
         self.history.record(self.found_inf)
-        self._followed = scale_version(self.scaler)
+        # None: a state was loaded since the loss was scaled. The history learns of it at the next loss.
+        if self._followed is not None: self._followed = scale_version(self.scaler)
 
     def cancel(self) -> None:
         "The step was called off: the scale and its tracker stay as they were."
@@ -226,9 +223,6 @@ class LossScaling:
         known = {id(p) for p in optimizer_params(opt)}
         for p in model.parameters():
             if id(p) not in known: p.grad = None
-
-    def _scale_grads_from_before(self, opt: Any) -> None:
-        if self._zeroed is None or self._zeroed != grads_version(optimizer_params(opt)): self._scale_grads(opt)
 
     def _scale_grads(self, opt: Any) -> None:
         "Multiply the gradients of `opt` by the scale, without waiting for the device that it is on."
