@@ -174,10 +174,8 @@ class LossScaling:
     def drop(self, opt: Any, model: nn.Module) -> None:
         "Zero the gradients, as the step would have, so that nothing can step on scaled ones."
         if self.stage is GradStage.TRUE and not self._used: return
-        self._forget_step()
         if opt is not None and self.stage is not GradStage.TRUE: opt.zero_grad()
-        self._drop_strays(opt, model)
-        self.stage, self._used = GradStage.TRUE, False
+        self._end_fit(opt, model)
 
     def finish(self, opt: Any, model: nn.Module, lower: str = '') -> str | None: # What to warn of
         """The fit is over without an exception: leave unscaled gradients of an unfinished accumulation, as fp32 does.
@@ -188,14 +186,16 @@ class LossScaling:
         if not self._used: return None
         message, zeroed = None, self.stage is GradStage.TRUE
         if self.stage is GradStage.SCALED: message = self._unscale_rest(opt)
-        self.drop_step_only(opt, model)
+        self._end_fit(opt, model)
         self._zeroed = grads_version(optimizer_params(opt)) if zeroed else None
         return message or self._no_step_message(lower)
 
-    def drop_step_only(self, opt: Any, model: nn.Module) -> None:
-        "Forget the step under way; gradients that the optimizer zeroes stay."
+    def _end_fit(self, opt: Any, model: nn.Module) -> None:
+        "Forget the step under way, and drop the gradients of parameters that no optimizer zeroes: they are scaled."
         self._forget_step()
-        self._drop_strays(opt, model)
+        known = {id(p) for p in optimizer_params(opt)}
+        for p in model.parameters():
+            if id(p) not in known: p.grad = None
         self.stage, self._used = GradStage.TRUE, False
 
     def _unscale_rest(self, opt: Any) -> str | None:
@@ -216,13 +216,6 @@ class LossScaling:
         remedy = f'{settle}{start}look where it overflows: `learn.precision_report()`.'
         return (f"No optimizer step was taken in this fit: all {len(skips)} were skipped, because gradients were not "
                 f"finite. Nothing was learned.\nThe loss scale is {scale:g} now.\n{remedy[:1].upper()}{remedy[1:]}")
-
-    @staticmethod
-    def _drop_strays(opt: Any, model: nn.Module) -> None:
-        "Drop the gradients of parameters that no optimizer zeroes: they are scaled."
-        known = {id(p) for p in optimizer_params(opt)}
-        for p in model.parameters():
-            if id(p) not in known: p.grad = None
 
     def _scale_grads(self, opt: Any) -> None:
         "Multiply the gradients of `opt` by the scale, without waiting for the device that it is on."
