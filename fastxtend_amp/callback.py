@@ -248,7 +248,7 @@ class MixedPrecision(Lifecycle, fp16.MixedPrecision):
         self._scaling.begin(self.learn.loss_grad, self.learn.opt, self.learn.model)
         self.learn.loss_grad = self._scaling.scale(self.learn.loss_grad, self.learn.opt)
 
-    def after_backward(self): pass  # looked for at each step, it is found sooner if it is here
+    def after_backward(self): pass  # so that `Callback.__getattr__` does not look for it on the learner in each batch
 
     def before_step(self):
         "Unscale the gradients; hold the step back if one is not finite, unless the optimizer does so on the device."

@@ -202,7 +202,7 @@ class Lifecycle:
         warn_user(message)
 
     def _left_loop(self, event_type: str, error: BaseException) -> None:
-        "Called by the guard when `error` leaves the outermost part of the loop that it sees: will `after_fit` follow?"
+        "Called by the guard when `error` leaves the loop: end the fit here if fastai will not call `after_fit`."
         if not isinstance(error, CancelFitException if event_type == 'epoch' else CANCEL_EXCEPTIONS): self._close()
 
     def _close(self, finished: bool = False) -> None:

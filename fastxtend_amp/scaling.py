@@ -180,8 +180,8 @@ class LossScaling:
     def finish(self, opt: Any, model: nn.Module, lower: str = '') -> str | None: # What to warn of
         """The fit is over without an exception: leave unscaled gradients of an unfinished accumulation, as fp32 does.
 
-        Those that are not finite are dropped. Says so, or that no step of the fit was taken, and then which argument
-        `lower`s the scale.
+        Those that are not finite are dropped. The message says so, or that no step of the fit was taken; `lower` is the
+        argument that it names for a lower scale.
         """
         if not self._used: return None
         message, zeroed = None, self.stage is GradStage.TRUE
@@ -290,7 +290,10 @@ class LossScaling:
         self.history.truncate(n)
 
     def _follow(self) -> bool:
-        "Mark in the history a scale that is not what the last step made of it; each time for rules of its own."
+        """Mark the scale in the history if the last step did not lead to it; says whether it did.
+
+        That is so where somebody changed it, and at each step of a scaler whose rules are its own.
+        """
         s, known = self.scaler, type(self.scaler).update is GradScaler.update
         if (known or isinstance(s, StaticGradScaler)) and self._followed == scale_version(s): return False
         rule = CONSTANT

@@ -14,7 +14,7 @@ from fastai.learner import Learner
 from torch import nn
 
 from ..checkpoint import ADAPTERS, StateAdapter, place_state
-from ..common import warn_user
+from ..common import put_over, warn_user
 from ..convert import detached, map_tensors, release_graphs
 from ..mode import loaders_device, model_device, training_device
 from ..observer import ON_ATTACH
@@ -249,22 +249,12 @@ def install() -> None:
     Two methods of fastai are replaced: `TrainEvalCallback.before_fit`, which moves the model, and `Learner.export`.
     For a learner that is not on an XLA device both do what fastai's do.
     """
-    _replace(TrainEvalCallback, 'before_fit', _before_fit)
-    _replace(Learner, 'export', _export)
+    put_over(TrainEvalCallback, 'before_fit', _before_fit)
+    put_over(Learner, 'export', _export)
 
 
 def _install_if_needed(learn: Learner | None = None) -> None:
     if 'torch_xla' in sys.modules or (learn is not None and _has_xla_dls(learn)): install()
-
-
-def _replace(cls: type, name: str, method: Any) -> None:
-    "Put `method(original, ...)` in the place of `cls.<name>`, unless that was done before."
-    original = getattr(cls, name)
-    if hasattr(original, 'replaced_for_xla'): return
-    @functools.wraps(original)
-    def replacement(*args, **kwargs): return method(original, *args, **kwargs)
-    replacement.replaced_for_xla = True                          # type: ignore[attr-defined]
-    setattr(cls, name, replacement)
 
 
 def _before_fit(original: Any, self: TrainEvalCallback) -> None:

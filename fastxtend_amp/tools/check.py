@@ -91,7 +91,7 @@ def _trains(device, precision, mode, before) -> tuple[bool, str]:
     _fit(learn, EPOCHS, watch)
     loss = float(learn.recorder.values[-1][-1])
     seconds = time.perf_counter() - start
-    before.loss.append(loss)
+    if mode is None: before.loss.append(loss)                    # fp32 comes first
     fp32 = before.loss[0]
     computes = f'computes in {str(watch.dtype)[6:]}, {seconds:.1f} s'
     seen = f'validation loss {loss:.4f} ({loss - fp32:+.4f} from fp32), {computes}'
