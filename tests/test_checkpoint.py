@@ -532,4 +532,10 @@ def test_numbers_that_a_scaler_cannot_hold_are_refused(tmp_path, wrong):
     learn = trained(tmp_path); before = state(learn)
     with pytest.raises(ValueError, match='Nothing was loaded'): learn.precision.load_state_dict({**before, **wrong})
     assert state(learn) == before
-    with pytest.raises(ValueError, match='init_scale=1e'): learner().to_fp16(init_scale=1e39)
+
+
+@pytest.mark.parametrize('scale', [1e39, 1e300, 10 ** 400], ids=['1e39', '1e300', 'int'])
+def test_scales_beyond_fp32_are_refused_without_a_warning_of_numpys(scale):
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        with pytest.raises(ValueError, match='init_scale=1'): learner().to_fp16(init_scale=scale)
