@@ -245,12 +245,15 @@ def syncfree_state(opt: Any, state: dict[str, Any]) -> bool:
 
 # -- modules
 
+COMPILED_NAME = '_orig_mod'  # of the compiled module inside its wrapper, also in qualified names
+
+
 def compiled_module(module: nn.Module) -> nn.Module | None:
     """The module inside what `torch.compile(module)` gave; None for any other module.
 
     Relies on `OptimizedModule._orig_mod` (since 2.0). Where it is gone a compiled model counts as one module.
     """
-    inner = getattr(module, '_orig_mod', None)
+    inner = getattr(module, COMPILED_NAME, None)
     return inner if isinstance(inner, nn.Module) else None
 
 
@@ -265,9 +268,6 @@ class NotScriptable:
         raise AttributeError("torch.jit.script cannot compile a model with an object of fastxtend_amp on a module's "
                              f"forward ({type(self).__name__}).\n"
                              "Call `learn.to_fp32()` before, or use `torch.export` or `torch.compile`.")
-
-
-COMPILED_NAME = '_orig_mod'  # what `compiled_module` relies on, as a part of a module's qualified name
 
 
 # -- half_weights
