@@ -146,7 +146,8 @@ class MixedPrecision(Lifecycle, fp16.MixedPrecision):
         "The call on the learner that sets this precision, with the arguments that are not defaults, and `changes`."
         kept = {'fp32_modules': self.fp32_module_names} if self.fp32_module_names else {}
         arguments = {**self._arguments, 'amp_mode': self.amp_mode, **kept, **changes}
-        mode, defaults = arguments.pop('amp_mode'), signature_defaults(MixedPrecision)
+        defaults = {name: p.default for name, p in inspect.signature(MixedPrecision).parameters.items()}
+        mode = arguments.pop('amp_mode')
         if isinstance(mode, str) and mode.lower() == 'auto': return call_text('to_amp', arguments, defaults)
         mode = AMPMode(mode)
         if mode is AMPMode.BF16: arguments = {k: v for k, v in arguments.items() if k in _BF16_ARGUMENTS}
@@ -247,7 +248,7 @@ class MixedPrecision(Lifecycle, fp16.MixedPrecision):
         self._scaling.begin(self.learn.loss_grad, self.learn.opt, self.learn.model)
         self.learn.loss_grad = self._scaling.scale(self.learn.loss_grad, self.learn.opt)
 
-    def after_backward(self): pass  # looked for at each step, it is found sooner if it is here
+    def after_backward(self): pass  # so that `Callback.__getattr__` does not look for it on the learner in each batch
 
     def before_step(self):
         "Unscale the gradients; hold the step back if one is not finite, unless the optimizer does so on the device."
@@ -286,11 +287,6 @@ class MixedPrecision(Lifecycle, fp16.MixedPrecision):
     def after_fit(self):
         "Leave nothing behind but the scale, its history, and unscaled gradients of an unfinished accumulation."
         if not self._guard.running: self._close(finished=True)
-
-
-def signature_defaults(f: Any) -> dict[str, Any]:
-    "The defaults of the arguments of `f`, by name."
-    return {name: p.default for name, p in inspect.signature(f).parameters.items()}
 
 
 # `delegates` put fastai's own signature on the base class, where `inspect.signature` would find it first.

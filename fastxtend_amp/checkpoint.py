@@ -1,7 +1,7 @@
 "Checkpoints: the loss scale in the files of `Learner.save` and `load`, and files that are written whole."
 from __future__ import annotations
 
-import functools, os, shutil, sys, threading
+import os, shutil, sys, threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -16,8 +16,7 @@ from fastai.torch_core import get_model, rank_distrib
 from fastcore.foundation import L
 from torch import nn
 
-from .callback import MixedPrecision
-from .common import warn_user
+from .common import put_over, warn_user
 from .compat import syncfree_state
 from .convert import map_tensors
 from .lifecycle import precision_callback_of
@@ -143,7 +142,10 @@ def load_model(original: Callable, file: Any, model: nn.Module, opt: Any, with_o
     with _reading: original(file, in_file, opt_in_file, with_opt=with_opt, device=device, **kwargs)
     scaler = opt_in_file.state.pop(KEY, None) if isinstance(opt_in_file.state, dict) else None
     scaled = cb is not None and cb.scales_loss
-    if scaled and scaler is not None: _check_state_in_file(scaler, file, cb)
+    if scaled and scaler is not None:
+        check_scaler_state(scaler, str(getattr(file, 'name', file)), cb.scaling.has_own_state,
+                           "`learn.load(..., with_opt=False)` loads the model alone; `learn.to_fp32()` or "
+                           "`learn.to_bf16()` before `load` leaves the scaler out.")
     get_model(model).load_state_dict(adapter.model_from_file(in_file.state, model), **in_file.kwargs)
     if not opt_in_file.given: return
     _load_optimizer(opt, adapter.opt_from_file(opt_in_file.state, optimizer_params(opt)),
@@ -162,28 +164,15 @@ def _load_optimizer(opt: Any, state: Any, place: bool) -> None:
         if place: place_state(opt)
 
 
-def _check_state_in_file(state: Any, file: Any, cb: MixedPrecision) -> None:
-    check_scaler_state(state, str(getattr(file, 'name', file)), cb.scaling.has_own_state,
-                       "`learn.load(..., with_opt=False)` loads the model alone; `learn.to_fp32()` or "
-                       "`learn.to_bf16()` before `load` leaves the scaler out.")
-
-
 # -- how fastai comes to call them
-
-def _put_over(module: Any, name: str, new: Callable) -> None:
-    "Put `new(original, ...)` in the place of the function `name` of `module`, once."
-    original = getattr(module, name)
-    if hasattr(original, '__wrapped__'): return
-    setattr(module, name, functools.wraps(original)(functools.partial(new, original)))
-
 
 def _put_over_text(learn: Learner | None = None) -> None:
     "`TextLearner.load` calls a function of its own, in a module that may be imported after this one."
     text = sys.modules.get('fastai.text.learner')
-    if text is not None: _put_over(text, 'load_model_text', load_model)
+    if text is not None: put_over(text, 'load_model_text', load_model)
 
 
-_put_over(fastai.learner, 'save_model', save_model)
-_put_over(fastai.learner, 'load_model', load_model)
+put_over(fastai.learner, 'save_model', save_model)
+put_over(fastai.learner, 'load_model', load_model)
 _put_over_text()
 ON_ATTACH.append(_put_over_text)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from .common import first_line
+from .scaling import optimizer_params
 
 __all__ = ['ON_OVERFLOW', 'check_float64', 'check_fp16_training', 'check_overflow_args', 'strays_of']
 
@@ -45,7 +46,7 @@ def strays_of(
     opt: Any, # fastai's `Optimizer` or `OptimWrapper`
 ) -> list[str]:
     "Names of the parameters that get gradients but are not in `opt`."
-    known = {id(p) for pl in opt.param_lists for p in pl}
+    known = {id(p) for p in optimizer_params(opt)}
     return [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in known]
 
 

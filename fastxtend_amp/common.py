@@ -1,17 +1,16 @@
 "Small helpers that several files share: random states, colours of precisions, DTensors, errors and warnings."
 from __future__ import annotations
 
-import inspect, random, sys, warnings
+import functools, inspect, random, sys, warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ['PRECISION_COLORS', 'first_line', 'is_dtensor', 'random_state', 'random_state_kept', 'set_random_state',
-           'warn_user']
+__all__ = ['PRECISION_COLORS', 'first_line', 'is_dtensor', 'put_over', 'random_state', 'random_state_kept',
+           'set_random_state', 'warn_user']
 
 # One colour for a precision in every plot.
 PRECISION_COLORS = {'fp32': '#4c566a', 'bf16': '#2a78b8', 'fp16': '#d1701f', 'half weights': '#17a2a2'}
@@ -35,7 +34,7 @@ def random_state(
         module: Any = getattr(torch, kind, None)
         if kind == 'cpu' or not hasattr(module, 'get_rng_state'): continue
         if device is not None and device.index is not None:
-            states.append((partial(_set_rng_state, device), module.get_rng_state(device)))
+            states.append((functools.partial(_set_rng_state, device), module.get_rng_state(device)))
         elif hasattr(module, 'get_rng_state_all'): states.append((module.set_rng_state_all, module.get_rng_state_all()))
         else: states.append((module.set_rng_state, module.get_rng_state()))
     return states
@@ -68,6 +67,20 @@ def is_dtensor(t: Any) -> bool:
     "Is `t` a DTensor, as FSDP2's `fully_shard` makes of parameters?"
     module: Any = sys.modules.get('torch.distributed.tensor')    # imported by whoever made a DTensor, and not before
     return module is not None and isinstance(t, module.DTensor)
+
+
+def put_over(
+    owner: Any, # A module or a class
+    name: str, # Of one of its functions
+    new: Callable, # Called in its place, with the function and then its arguments
+) -> None:
+    "Put `new(original, ...)` in the place of the function `owner.name`, once."
+    original = getattr(owner, name)
+    if getattr(original, 'put_over', None) is new: return
+    @functools.wraps(original)
+    def replacement(*args, **kwargs): return new(original, *args, **kwargs)
+    replacement.put_over = new  # type: ignore[attr-defined]
+    setattr(owner, name, replacement)
 
 
 _NOT_THE_USERS = ('fastxtend_amp', 'fastai', 'fastcore', 'torch', 'contextlib')

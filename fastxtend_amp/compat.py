@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes, math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import lru_cache, partial, cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,27 +67,21 @@ def keeps_casts() -> bool:
     return torch.is_autocast_cache_enabled()
 
 
-def set_autocast_dtype(device_type: str, dtype: torch.dtype) -> None:
-    """Set the dtype of autocast for this thread, whether autocast is on or not.
+# -- tensors
 
-    Relies on `torch.set_autocast_dtype` (since 2.4); without it the first batch of a `DataParallel` model fails.
+def _past_subclasses() -> AbstractContextManager:
+    """Inside, tensors are read past `__torch_function__`, which takes microseconds for fastai's tensor types.
+
+    Relies on `torch._C.DisableTorchFunctionSubclass` (since 2.0); where it is gone tensors are read as usual.
     """
-    torch.set_autocast_dtype(device_type, dtype)
+    return getattr(torch._C, 'DisableTorchFunctionSubclass', nullcontext)()
 
 
 def dtype_of(t: torch.Tensor) -> torch.dtype:
-    """The dtype of `t`, read past `__torch_function__`, which takes microseconds for fastai's tensor types.
-
-    Relies on `torch._C.DisableTorchFunctionSubclass` (since 2.0); where it is gone the attribute is read as usual.
-    """
-    if _PlainTensors is None: return t.dtype
-    with _PlainTensors(): return t.dtype
+    "The dtype of `t`. See `_past_subclasses`."
+    with _past_subclasses(): return t.dtype
 
 
-_PlainTensors = getattr(torch._C, 'DisableTorchFunctionSubclass', None)
-
-
-# -- tensors
 
 def tensor_version(t: torch.Tensor) -> Any:
     """A value that changes when `t` is changed in place, but for what writes into its `.data`.
@@ -226,7 +220,7 @@ def supports_found_inf(opt: Any) -> bool:
     return bool(getattr(opt, '_step_supports_amp_scaling', False))
 
 
-@lru_cache
+@cache
 def honours_found_inf(kind: Any, device: torch.device, options: tuple) -> bool:
     """Does a fused optimizer of this class really skip a step on `device`? Found by two trial steps on one number.
 
@@ -265,12 +259,15 @@ def syncfree_state(opt: Any, state: dict[str, Any]) -> bool:
 
 # -- modules
 
+COMPILED_NAME = '_orig_mod'  # of the compiled module inside its wrapper, also in qualified names
+
+
 def compiled_module(module: nn.Module) -> nn.Module | None:
     """The module inside what `torch.compile(module)` gave; None for any other module.
 
     Relies on `OptimizedModule._orig_mod` (since 2.0). Where it is gone a compiled model counts as one module.
     """
-    inner = getattr(module, '_orig_mod', None)
+    inner = getattr(module, COMPILED_NAME, None)
     return inner if isinstance(inner, nn.Module) else None
 
 
@@ -293,9 +290,6 @@ def has_static_graph(parallel: nn.parallel.DistributedDataParallel) -> bool:
     Relies on the attribute of that name (since 1.11). Without it the answer is False.
     """
     return bool(getattr(parallel, 'static_graph', False))
-
-
-COMPILED_NAME = '_orig_mod'  # what `compiled_module` relies on, as a part of a module's qualified name
 
 
 # -- half_weights
@@ -327,9 +321,9 @@ def in_function_transform() -> bool:
 def is_compiled(module: nn.Module) -> bool:
     """Whether `torch.compile` stands on `module`, around it or in place.
 
-    Its wrapper has `_orig_mod` (seen in 2.9 to 2.15); without that only what is compiled in place is seen.
+    Without what `compiled_module` relies on, only what is compiled in place is seen.
     """
-    return '_orig_mod' in module._modules or is_compiled_in_place(module)
+    return compiled_module(module) is not None or is_compiled_in_place(module)
 
 
 class CastWatch(TorchDispatchMode):
@@ -434,11 +428,9 @@ def is_compiled_in_place(module: nn.Module) -> bool:
 def host_value(t: torch.Tensor) -> float | None:
     """The value of a single fp32 number in main memory, read without an operator; None for any other tensor.
 
-    Relies on `torch._C.DisableTorchFunctionSubclass` (since 2.0), which saves microseconds on fastai's tensor types;
-    where it is gone attributes are read by way of `__torch_function__`.
+    See `_past_subclasses`.
     """
-    past_subclasses = getattr(torch._C, 'DisableTorchFunctionSubclass', nullcontext)
-    with past_subclasses():
+    with _past_subclasses():
         if not t.is_cpu or t.dtype is not torch.float32 or t.numel() != 1 or t.layout is not torch.strided: return None
         return ctypes.c_float.from_address(t.data_ptr()).value
 
@@ -446,10 +438,9 @@ def host_value(t: torch.Tensor) -> float | None:
 def host_norm(t: torch.Tensor) -> float | None:
     """The norm of a dense fp32 tensor in main memory, read without an operator of PyTorch's; None for any other tensor.
 
-    Relies on what `host_value` relies on.
+    See `_past_subclasses`.
     """
-    past_subclasses = getattr(torch._C, 'DisableTorchFunctionSubclass', nullcontext)
-    with past_subclasses():
+    with _past_subclasses():
         plain = t.is_cpu and t.dtype is torch.float32 and t.layout is torch.strided
         if not plain or not t.is_contiguous(): return None
         if not (n := t.numel()): return 0.
@@ -478,5 +469,3 @@ def replace_replicate(
     if replicate is not None: parallel.__dict__['replicate'] = replicate
     else: parallel.__dict__.pop('replicate', None)
 
-
-# -- tools

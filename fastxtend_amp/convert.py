@@ -41,6 +41,15 @@ def detached(
     return map_tensors(lambda t: t.detach() if t.grad_fn is not None else t, x)
 
 
+def release_graphs(
+    learn: Any, # A learner
+) -> None:
+    "Take what fastai leaves on `learn` after a batch off its graph, which could not be deep-copied or moved."
+    own = vars(learn)
+    for name in ('xb', 'yb', 'pred', 'loss', 'loss_grad'):
+        if name in own: own[name] = detached(own[name])
+
+
 def map_tensors(
     f: Callable[[torch.Tensor], torch.Tensor],
     x: Any, # A tensor, or tensors in lists, tuples, mappings, dataclasses and model-output objects, nested

@@ -43,12 +43,6 @@ class ModuleForward(NotScriptable):
         elif self.inner is None: del self.module.__dict__['forward']
         else: self.module.__dict__['forward'] = self.inner
 
-    def onto(self, module: nn.Module) -> None:
-        "Do for `module`, a shallow copy of this object's module, what this object does."
-        new = copy.copy(self)
-        new.module = module
-        new.install()
-
     def __deepcopy__(self, memo: dict) -> Any:
         module = copy.deepcopy(self.module, memo)
         inner = copy.deepcopy(self.inner, memo)

@@ -56,9 +56,8 @@ def match_modules(
         found.update(hits)
     holders = [name for name, m in found.items() if _only_holds(m)]
     found.update((name, m) for name, m in places if any(_inside(name, holder) for holder in holders))
-    order = [(name, m) for name, m in places if name in found and not _only_holds(m)]
-    found = dict(order)
-    return {name: m for name, m in order if not any(_inside(name, other) for other in found)}
+    found = {name: m for name, m in places if name in found and not _only_holds(m)}   # in the model's order
+    return {name: m for name, m in found.items() if not any(_inside(name, other) for other in found)}
 
 
 def _parts(spec: Any) -> list:

@@ -45,7 +45,6 @@ def set_precision(
 ) -> Learner: # The learner
     "Leave `cb` as the learner's only precision callback; called in the middle of a batch, at its end."
     if cb is not None: cb.check_modules(learn.model)
-    for attached in ON_ATTACH: attached(learn)
     old = [o for o in learn.cbs if isinstance(o, PRECISION_CALLBACKS)]
     busy = next((o for o in old if isinstance(o, MixedPrecision) and o.in_batch), None)
     if busy is not None:
@@ -109,6 +108,7 @@ def to_amp(self: Learner, *args,
 @patch
 def to_fp32(self: Learner) -> Learner: # The learner
     "Train in plain float32: removes every precision callback, fastai's own included."
+    for attached in ON_ATTACH: attached(self)
     return set_precision(self, None)
 
 

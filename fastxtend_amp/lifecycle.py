@@ -15,7 +15,7 @@ from torch import nn
 from .checks import check_float64, check_fp16_training, strays_of
 from .common import warn_user
 from .compat import AutocastState
-from .convert import detached
+from .convert import release_graphs
 from .fp32_modules import Fp32Modules, unwrapped
 from .guard import Batch, LaterForwards, LoopGuard, cache_loses_gradients
 from .mode import (AMPMode, autocast_available, check_layers, check_supported, emulation_warning, fastest_native,
@@ -28,7 +28,6 @@ __all__ = ['CANCEL_EXCEPTIONS', 'PRECISION_CALLBACKS', 'Fit', 'Lifecycle', 'prec
 PRECISION_CALLBACKS = (fp16.MixedPrecision, fp16.ModelToHalf, fp16.NonNativeMixedPrecision)
 CANCEL_EXCEPTIONS = (CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException,
                      CancelStepException, CancelTrainException, CancelValidException)
-_RESULTS = ('xb', 'yb', 'pred', 'loss', 'loss_grad')  # what fastai leaves on the learner, some of it on a graph
 _attached: WeakSet = WeakSet()                                   # callbacks that are on a learner
 _attaching = threading.Lock()
 _warned_of_emulation: WeakKeyDictionary = WeakKeyDictionary()    # the modes, by learner
@@ -60,14 +59,15 @@ class Lifecycle:
     _learn: Any = None                                           # the learner that this callback is on
     _fit: Fit | None = None                                      # under way
     _batch: Batch | None = None                                  # under way
-    _replacement: tuple | None = None  # of one: what takes this callback's place after the batch
+    _replacement: list | None = None                             # what takes this callback's place after the batch
 
     takes_init_scale = True                                      # is the scale to start from an argument?
 
     @property
     def _lower_argument(self) -> str:
-        static = isinstance(self._scaling.scaler, StaticGradScaler)
-        return 'loss_scale' if static else 'init_scale' * self.takes_init_scale
+        "The argument that lowers the loss scale; '' if there is none."
+        if isinstance(self._scaling.scaler, StaticGradScaler): return 'loss_scale'
+        return 'init_scale' if self.takes_init_scale else ''
 
     # -- on a learner
 
@@ -75,8 +75,13 @@ class Lifecycle:
     def learn(self): return self._learn
     @learn.setter
     def learn(self, learn):                                      # set by `add_cb`, and to None by `remove_cb`
-        if self._learn is not None and learn is not self._learn: self._detach()
-        if learn is None: return
+        if learn is None:
+            if self._learn is not None: self._detach()
+            return
+        if self._learn is not None and learn is not self._learn:
+            self._learn.remove_cb(self)
+            warn_user("A precision callback moved from one learner to another: the first trains in fp32 from now on.\n"
+                      "Give each learner one of its own: `learn.to_fp16()` or `learn.to_bf16()`.")
         self._fp32_modules.apply(learn.model)                    # first: it may raise
         self._learn = learn
         self._guard.install(learn)
@@ -108,12 +113,12 @@ class Lifecycle:
         cb: Any, # The precision callback to add; None for fp32
     ) -> None:
         "Have `cb` take this callback's place when the batch under way has ended."
-        self._replacement = (cb,)
+        self._replacement = [] if cb is None else [cb]
 
-    def _replace_now(self) -> None:
-        (cb,), self._replacement, learn = cast(tuple, self._replacement), None, self._learn
+    def _replace(self, callbacks: list) -> None:
+        self._replacement, learn = None, self._learn
         learn.remove_cb(self)
-        if cb is not None: learn.add_cb(cb)
+        learn.add_cbs(callbacks)
 
     # -- what an observer reads
 
@@ -191,16 +196,13 @@ class Lifecycle:
 
     def _warn_of_emulation(self, mode: AMPMode, device: torch.device) -> None:
         "Once for a learner and mode."
-        message, told = self._emulation_warning(mode, device), _warned_of_emulation.setdefault(self._learn, set())
+        message, told = emulation_warning(mode, device), _warned_of_emulation.setdefault(self._learn, set())
         if message is None or mode in told: return
         told.add(mode)
         warn_user(message)
 
-    def _emulation_warning(self, mode: AMPMode, device: torch.device) -> str | None:
-        return emulation_warning(mode, device)
-
     def _left_loop(self, event_type: str, error: BaseException) -> None:
-        "Called by the guard when `error` leaves the outermost part of the loop that it sees: will `after_fit` follow?"
+        "Called by the guard when `error` leaves the loop: end the fit here if fastai will not call `after_fit`."
         if not isinstance(error, CancelFitException if event_type == 'epoch' else CANCEL_EXCEPTIONS): self._close()
 
     def _close(self, finished: bool = False) -> None:
@@ -215,16 +217,10 @@ class Lifecycle:
         if fit is not None and fit.before_lr_find is not None:
             self._scaling.restore(fit.before_lr_find)
             warning = None
-        if not self._guard.running: self._let_go_of_graphs()
+        if not self._guard.running: release_graphs(learn)
         if 'scaler' in learn.__dict__: learn.scaler = None
         self._fit = None
         if warning: warn_user(warning)
-
-    def _let_go_of_graphs(self) -> None:
-        "Take what fastai leaves on the learner off its graph: nothing could deep-copy it."
-        own = self._learn.__dict__
-        for name in _RESULTS:
-            if name in own: own[name] = detached(own[name])
 
     # -- a batch
 
@@ -268,8 +264,8 @@ class Lifecycle:
             self._tell('batch_ended')
         if self._fit is not None: self._settle_gradients(batch, error)
         broken = error is not None and not isinstance(error, CANCEL_EXCEPTIONS)
-        if broken and self._batch is None: self._let_go_of_graphs()
-        if self._batch is None and self._replacement is not None: self._replace_now()
+        if broken and self._batch is None: release_graphs(self._learn)
+        if self._batch is None and self._replacement is not None: self._replace(self._replacement)
 
     def _settle_gradients(self, batch: Batch, error: BaseException | None) -> None:
         scaling, opt = self._scaling, self._learn.opt

@@ -258,10 +258,14 @@ def training_device(learn: Any) -> torch.device:
 
     The model's own device if the DataLoaders name none.
     """
-    try: device = getattr(learn.dls, 'device', None)
-    except IndexError: device = None                             # what an empty DataLoaders raises for any name
-    if device is None: return model_device(learn.model, 'cpu')
-    return torch.device(device)
+    device = loaders_device(learn)
+    return model_device(learn.model, 'cpu') if device is None else torch.device(device)
+
+
+def loaders_device(learn: Any) -> Any: # As the user gave it, which need not be a `torch.device`
+    "The device that the learner's DataLoaders name; None if they name none."
+    try: return getattr(learn.dls, 'device', None)
+    except IndexError: return None                               # what an empty DataLoaders raises for any name
 
 
 def _short(value: object, limit: int = 80) -> str:

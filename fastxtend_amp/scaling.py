@@ -113,7 +113,8 @@ class LossScaling:
         self._used = True
         scaled = self.scaler.scale(loss)                         # the scaler's tensors are made here, at the first loss
         if moved: self._followed = scale_version(self.scaler)
-        if first and self.stage is GradStage.TRUE: self._scale_grads_from_before(opt)
+        if first and self.stage is GradStage.TRUE:
+            if self._zeroed is None or self._zeroed != grads_version(optimizer_params(opt)): self._scale_grads(opt)
         self.stage = GradStage.SCALED
         return scaled
 
@@ -121,11 +122,6 @@ class LossScaling:
     def skipped(self) -> bool:
         "Was the last step skipped? Waits for the device if the device decided."
         return bool(self.found_inf)
-
-    @property
-    def current_scale(self) -> float | None:
-        "The loss scale now; None without loss scaling. Waits for the device the scale is on."
-        return float(self.scaler.get_scale()) if self.scaler.is_enabled() else None
 
     def read(self) -> None:
         "Bring what the device decided to the host; this waits for it."
@@ -157,7 +153,8 @@ class LossScaling:
         self.stage = GradStage.SETTLED
         self._disarm()
         self.history.record(self.found_inf)
-        self._followed = scale_version(self.scaler)
+        # None: a state was loaded since the loss was scaled. The history learns of it at the next loss.
+        if self._followed is not None: self._followed = scale_version(self.scaler)
 
     def cancel(self) -> None:
         "The step was called off: the scale and its tracker stay as they were."
@@ -177,28 +174,28 @@ class LossScaling:
     def drop(self, opt: Any, model: nn.Module) -> None:
         "Zero the gradients, as the step would have, so that nothing can step on scaled ones."
         if self.stage is GradStage.TRUE and not self._used: return
-        self._forget_step()
         if opt is not None and self.stage is not GradStage.TRUE: opt.zero_grad()
-        self._drop_strays(opt, model)
-        self.stage, self._used = GradStage.TRUE, False
+        self._end_fit(opt, model)
 
     def finish(self, opt: Any, model: nn.Module, lower: str = '') -> str | None: # What to warn of
         """The fit is over without an exception: leave unscaled gradients of an unfinished accumulation, as fp32 does.
 
-        Those that are not finite are dropped. Says so, or that no step of the fit was taken, and then which argument
-        `lower`s the scale.
+        Those that are not finite are dropped. The message says so, or that no step of the fit was taken; `lower` is the
+        argument that it names for a lower scale.
         """
         if not self._used: return None
         message, zeroed = None, self.stage is GradStage.TRUE
         if self.stage is GradStage.SCALED: message = self._unscale_rest(opt)
-        self.drop_step_only(opt, model)
+        self._end_fit(opt, model)
         self._zeroed = grads_version(optimizer_params(opt)) if zeroed else None
         return message or self._no_step_message(lower)
 
-    def drop_step_only(self, opt: Any, model: nn.Module) -> None:
-        "Forget the step under way; gradients that the optimizer zeroes stay."
+    def _end_fit(self, opt: Any, model: nn.Module) -> None:
+        "Forget the step under way, and drop the gradients of parameters that no optimizer zeroes: they are scaled."
         self._forget_step()
-        self._drop_strays(opt, model)
+        known = {id(p) for p in optimizer_params(opt)}
+        for p in model.parameters():
+            if id(p) not in known: p.grad = None
         self.stage, self._used = GradStage.TRUE, False
 
     def _unscale_rest(self, opt: Any) -> str | None:
@@ -219,16 +216,6 @@ class LossScaling:
         remedy = f'{settle}{start}look where it overflows: `learn.precision_report()`.'
         return (f"No optimizer step was taken in this fit: all {len(skips)} were skipped, because gradients were not "
                 f"finite. Nothing was learned.\nThe loss scale is {scale:g} now.\n{remedy[:1].upper()}{remedy[1:]}")
-
-    @staticmethod
-    def _drop_strays(opt: Any, model: nn.Module) -> None:
-        "Drop the gradients of parameters that no optimizer zeroes: they are scaled."
-        known = {id(p) for p in optimizer_params(opt)}
-        for p in model.parameters():
-            if id(p) not in known: p.grad = None
-
-    def _scale_grads_from_before(self, opt: Any) -> None:
-        if self._zeroed is None or self._zeroed != grads_version(optimizer_params(opt)): self._scale_grads(opt)
 
     def _scale_grads(self, opt: Any) -> None:
         "Multiply the gradients of `opt` by the scale, without waiting for the device that it is on."
@@ -303,7 +290,10 @@ class LossScaling:
         self.history.truncate(n)
 
     def _follow(self) -> bool:
-        "Mark in the history a scale that is not what the last step made of it; each time for rules of its own."
+        """Mark the scale in the history if the last step did not lead to it; says whether it did.
+
+        That is so where somebody changed it, and at each step of a scaler whose rules are its own.
+        """
         s, known = self.scaler, type(self.scaler).update is GradScaler.update
         if (known or isinstance(s, StaticGradScaler)) and self._followed == scale_version(s): return False
         rule = CONSTANT

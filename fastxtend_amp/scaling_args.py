@@ -1,7 +1,6 @@
 "Checks of what a user gives to loss scaling: arguments, and the state of a scaler."
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any
@@ -13,6 +12,7 @@ __all__ = ['AUTO', 'DEFAULTS', 'check_scaler_state', 'check_scaling_args', 'is_n
 
 DEFAULTS = dict(init_scale=65536.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000)
 AUTO = 'auto'                                                    # as `init_scale`: found with the first batch
+LARGEST = float(np.finfo(np.float32).max)
 STATE_KEYS = ('scale', 'growth_factor', 'backoff_factor', 'growth_interval', '_growth_tracker')
 
 
@@ -28,8 +28,8 @@ def check_scaling_args(
     "Raise a `ValueError` (`TypeError` for a `scaler` that is none) that names the first argument that cannot be used."
     def check(ok, name, value, allowed):
         if not ok: raise ValueError(f"{name}={value!r} cannot be used: {name} must be {allowed}.")
-    def finite(x): return is_number(x) and math.isfinite(x)
-    def positive(x): return finite(x) and 0 < np.float32(min(x, 1e300)) < np.inf   # the scale is held in fp32
+    def finite(x): return is_number(x) and abs(x) <= LARGEST
+    def positive(x): return finite(x) and np.float32(x) > 0      # the scale is held in fp32
     auto = isinstance(init_scale, str) and init_scale == AUTO
     check(auto or positive(init_scale), 'init_scale', init_scale,
           f"a finite number above 0, such as {DEFAULTS['init_scale']}, or 'auto'")
@@ -72,7 +72,6 @@ def check_scaler_state(
         value = state[key]
         if not is_number(value): refuse(f'{key!r} is {value!r}, not a number')
         may_be_0, whole = key == '_growth_tracker', key in ('_growth_tracker', 'growth_interval')
-        if not math.isfinite(value): refuse(f'{key!r} is {value!r}, not finite')
+        if not abs(value) <= LARGEST: refuse(f'{key!r} is {value!r}, not finite in fp32')
         if whole and value != int(value): refuse(f'{key!r} is {value!r}, not a whole number')
-        if abs(value) > np.finfo(np.float32).max: refuse(f'{key!r} is {value!r}, too large for fp32')
         if value < 0 or (value == 0 and not may_be_0): refuse(f'{key!r} is {value!r}, not above 0')

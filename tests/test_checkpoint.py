@@ -106,6 +106,16 @@ def test_loading_in_the_middle_of_an_accumulation():
     for a, b in zip(run(False), run(True)): torch.testing.assert_close(a, b, rtol=2e-2, atol=1e-3)
 
 
+@pytest.mark.parametrize('event, order, n_before', [('after_backward', 5, 4), ('before_step', 20, 4), ('after_batch', 5, 4), ('before_batch', 5, 3)])
+def test_the_history_follows_a_scale_that_is_loaded_in_the_middle_of_a_step(event, order, n_before):
+    learn = learner().to_fp16(init_scale=1024.)
+    def load(l):
+        if l.training and l.iter == 3: l.precision.load_state_dict({**l.precision.state_dict(), 'scale': 256.})
+    learn.fit(1, cbs=At(event, load, order))
+    assert learn.precision.scale == 256.
+    assert learn.precision.scales == [1024.] * n_before + [256.] * (6 - n_before)
+
+
 def test_static_disabled_and_own_scalers(tmp_path):
     trained(tmp_path).save('a')
     static = trained(tmp_path, n=0, loss_scale=512.).load('a'); static.fit(1, .01)
@@ -522,4 +532,10 @@ def test_numbers_that_a_scaler_cannot_hold_are_refused(tmp_path, wrong):
     learn = trained(tmp_path); before = state(learn)
     with pytest.raises(ValueError, match='Nothing was loaded'): learn.precision.load_state_dict({**before, **wrong})
     assert state(learn) == before
-    with pytest.raises(ValueError, match='init_scale=1e'): learner().to_fp16(init_scale=1e39)
+
+
+@pytest.mark.parametrize('scale', [1e39, 1e300, 10 ** 400], ids=['1e39', '1e300', 'int'])
+def test_scales_beyond_fp32_are_refused_without_a_warning_of_numpys(scale):
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        with pytest.raises(ValueError, match='init_scale=1'): learner().to_fp16(init_scale=scale)

@@ -105,3 +105,21 @@ print(alone.precision.observers, all(torch.equal(a, b) for a, b in zip(watched.m
 
 def test_xla_is_left_alone_until_it_is_in_use():
     assert python("import fastxtend_amp, sys; print('torch_xla' in sys.modules)") == ['False']
+
+
+def test_the_scale_is_saved_where_another_library_wrapped_fastais_functions_before():
+    told = python("""
+import functools, tempfile, torch
+import fastai.learner
+def wrapped(f): return functools.wraps(f)(lambda *args, **kwargs: f(*args, **kwargs))
+for name in ('save_model', 'load_model'): setattr(fastai.learner, name, wrapped(getattr(fastai.learner, name)))
+import fastxtend_amp
+from fastai.basics import *
+ds = [(torch.randn(4), torch.randn(1)) for _ in range(8)]
+learn = Learner(DataLoaders.from_dsets(ds, ds, bs=4, device='cpu', num_workers=0), nn.Linear(4, 1), loss_func=MSELossFlat(), path=tempfile.mkdtemp())
+learn.to_fp16(init_scale=512.); learn.create_opt()
+print('grad_scaler' in torch.load(learn.save('a'), weights_only=False)['opt'])
+learn.to_fp16().load('a')
+print(learn.precision.scale)
+""")
+    assert told == ['True', '512.0']

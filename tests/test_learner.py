@@ -137,3 +137,15 @@ def test_load_learner_on_cpu_is_fp32(tmp_path):
     assert not precision(loaded) and not {'scaler', 'one_batch', '_with_events', 'mixed_precision'} & loaded.__dict__.keys()
     x = torch.randn(3, 6)
     assert torch.equal(loaded.model.eval()(x), learn.model.eval()(x))
+
+
+def test_a_callback_that_is_added_to_a_second_learner_leaves_the_first():
+    "It would otherwise hear the first one's events and work on the second's loss, gradients and optimizer."
+    cb, first, second = MixedPrecision(init_scale=256.), learner(), learner()
+    first.add_cb(cb)
+    with pytest.warns(UserWarning, match='moved from one learner to another'): second.add_cb(cb)
+    assert first.precision is None and second.precision is cb and not {'one_batch', 'mixed_precision'} & vars(first).keys()
+    second.fit(1)
+    alone = learner()
+    for learn in (first, alone): learn.fit(1)
+    assert same(params(first), params(alone)) and len(cb.scales) == 6

@@ -1,7 +1,7 @@
 "Training, checkpoints and exports on XLA devices (PyTorch/XLA); does nothing until torch_xla is in use."
 from __future__ import annotations
 
-import functools, os, sys, warnings
+import functools, os, sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -14,9 +14,11 @@ from fastai.learner import Learner
 from torch import nn
 
 from ..checkpoint import ADAPTERS, StateAdapter, place_state
-from ..convert import detached, map_tensors
-from ..mode import model_device
+from ..common import put_over, warn_user
+from ..convert import detached, map_tensors, release_graphs
+from ..mode import loaders_device, model_device, training_device
 from ..observer import ON_ATTACH
+from ..scaling import optimizer_params
 
 __all__ = ['XLADevice', 'XLAGradients', 'XLAState', 'install', 'on_xla']
 
@@ -79,7 +81,7 @@ class XLAGradients(Callback):
         import torch_xla.core.xla_model as xm
         import torch_xla.runtime as xr
         replicas = xr.world_size()
-        gradients = [p.grad for pl in self.learn.opt.param_lists for p in pl if p.grad is not None]
+        gradients = [p.grad for p in optimizer_params(self.learn.opt) if p.grad is not None]
         if replicas > 1: xm.all_reduce(xm.REDUCE_SUM, gradients, scale=1 / replicas)
 
 
@@ -110,8 +112,7 @@ def _free_graphs(learn: Learner, modules: list[nn.Module]) -> None:
     These are the graph of the last batch, which an exception leaves on the learner, and those of weights that a module
     computes from others in each forward pass, as with `nn.utils.weight_norm` and fastai's `WeightDropout`.
     """
-    for name in ('xb', 'yb', 'pred', 'loss', 'loss_grad'):
-        if name in learn.__dict__: learn.__dict__[name] = detached(learn.__dict__[name])
+    release_graphs(learn)
     for m in chain.from_iterable(m.modules() for m in modules):
         for name, value in list(vars(m).items()):
             if isinstance(value, (torch.Tensor, list)): m.__dict__[name] = detached(value)
@@ -151,22 +152,15 @@ def on_xla(learn: Learner) -> bool:
 
 def _has_xla_dls(learn: Learner) -> bool:
     # As a string: `torch.device` would raise an error for a device that PyTorch does not know.
-    return str(_dls_device(learn)).startswith('xla')
+    return str(loaders_device(learn)).startswith('xla')
 
 
 def _has_xla_model(learn: Learner) -> bool: return model_device(learn.model, _CPU).type == 'xla'
 
 
-def _dls_device(learn: Learner) -> Any:
-    try: return getattr(learn.dls, 'device', None)
-    except IndexError: return None                               # an empty DataLoaders raises it for every name
-
-
 def _fit_device(learn: Learner) -> torch.device:
     "The device that fastai's `TrainEvalCallback` will move the model to."
-    device = _dls_device(learn)
-    if device is None: return model_device(learn.model, _CPU)
-    device = torch.device(device)
+    device = training_device(learn)
     if device.type == 'xla' and device.index is None: return _torch_xla().device()
     return device
 
@@ -197,7 +191,7 @@ def _check_backward(device: torch.device) -> None:
 def _check_optimizer(learn: Learner) -> None:
     "Raise if the optimizer's parameters are not the model's: nothing would be learnt."
     if learn.opt is None: return
-    held = {id(p) for pl in learn.opt.param_lists for p in pl}
+    held = {id(p) for p in optimizer_params(learn.opt)}
     if not held or not held.isdisjoint(map(id, learn.model.parameters())): return
     raise RuntimeError("The optimizer holds none of the model's parameters.\n"
                        "`model.to` put new parameters into the model after the optimizer was created.\n"
@@ -212,7 +206,7 @@ def _warn_of_environment() -> None:
         if name in _BF16_VARIABLES:
             effect = ("It overrides autocast: every operator computes in bf16, in fp32 training as well. "
                       "Unset it and use `learn.to_bf16()`.")
-        warnings.warn(f"The environment variable {name} is set. {effect}")
+        warn_user(f"The environment variable {name} is set. {effect}")
 
 
 # -- checkpoints and exports
@@ -226,7 +220,7 @@ class XLAState(StateAdapter):
 @contextmanager
 def _on_cpu(learn: Learner) -> Iterator[None]:
     "The learner on the CPU and without the callbacks of this module, so that what is written can be read everywhere."
-    device, dls_device = model_device(learn.model, _CPU), _dls_device(learn)
+    device, dls_device = model_device(learn.model, _CPU), loaders_device(learn)
     with learn.removed_cbs([cb for cb in learn.cbs if isinstance(cb, (XLADevice, XLAGradients))]):
         try:
             if dls_device is not None: learn.dls.to(_CPU)
@@ -255,22 +249,12 @@ def install() -> None:
     Two methods of fastai are replaced: `TrainEvalCallback.before_fit`, which moves the model, and `Learner.export`.
     For a learner that is not on an XLA device both do what fastai's do.
     """
-    _replace(TrainEvalCallback, 'before_fit', _before_fit)
-    _replace(Learner, 'export', _export)
+    put_over(TrainEvalCallback, 'before_fit', _before_fit)
+    put_over(Learner, 'export', _export)
 
 
 def _install_if_needed(learn: Learner | None = None) -> None:
     if 'torch_xla' in sys.modules or (learn is not None and _has_xla_dls(learn)): install()
-
-
-def _replace(cls: type, name: str, method: Any) -> None:
-    "Put `method(original, ...)` in the place of `cls.<name>`, unless that was done before."
-    original = getattr(cls, name)
-    if hasattr(original, 'replaced_for_xla'): return
-    @functools.wraps(original)
-    def replacement(*args, **kwargs): return method(original, *args, **kwargs)
-    replacement.replaced_for_xla = True                          # type: ignore[attr-defined]
-    setattr(cls, name, replacement)
 
 
 def _before_fit(original: Any, self: TrainEvalCallback) -> None:

@@ -9,18 +9,16 @@ from typing import NamedTuple
 
 import torch
 from fastai.callback.core import Callback
-from fastai.data.core import DataLoaders
-from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from fastai.losses import CrossEntropyLossFlat
 from fastai.optimizer import Adam, OptimWrapper
 from fastai.torch_core import set_seed
 from torch import nn
-from torch.utils.data import TensorDataset
 
 import fastxtend_amp  # noqa: F401  patches Learner
-from ..common import first_line
-from ..mode import AMPMode, autocast_available, mode_support, precision_support
+from ..mode import AMPMode, mode_support, precision_support
+from .demo import digits
+from .device import usable_device
 
 __all__ = ['Result', 'check', 'main', 'report']
 
@@ -43,22 +41,11 @@ class Result(NamedTuple):
     seen: str
 
 
-def _data(device) -> DataLoaders:
-    "scikit-learn's 1,797 handwritten digits as float images, shape (n, 64); every fifth is for validation."
-    from sklearn.datasets import load_digits
-    digits = load_digits()
-    x, y = torch.tensor(digits.data, dtype=torch.float32) / 8 - 1, torch.tensor(digits.target)
-    held_out = torch.arange(len(x)) % 5 == 0
-    make = partial(DataLoader, bs=64, num_workers=0, device=device)
-    train, valid = TensorDataset(x[~held_out], y[~held_out]), TensorDataset(x[held_out], y[held_out])
-    return DataLoaders(make(train, shuffle=True, drop_last=True), make(valid), device=device)
-
-
 def _learner(device, precision, opt_func=Adam, path=None, **kwargs) -> Learner:
     "The same small network from the same seed, in one of the precisions."
     set_seed(0, reproducible=False)
-    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 10)).to(device)
-    learn = Learner(_data(device), model, loss_func=CrossEntropyLossFlat(), opt_func=opt_func, path=path)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 10)).to(device)
+    learn = Learner(digits(device, size=8), model, loss_func=CrossEntropyLossFlat(), opt_func=opt_func, path=path)
     if precision == 'half weights': return learn.to_half_weights()
     return learn if precision == 'fp32' else getattr(learn, f'to_{precision}')(**kwargs)
 
@@ -68,14 +55,13 @@ def _fit(learn, n=1, cbs=None):
     return learn
 
 
-def _scale(learn): return learn.precision.state_dict()['scale']
 def _state(device):
     return torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type), torch.is_grad_enabled()
 
 
 class _Watch(Callback):
-    "Notes the dtype in which the first layer computes."
-    def before_fit(self): self.hook = self.model[0].register_forward_hook(self._note)
+    "Notes the dtype in which the first linear layer computes."
+    def before_fit(self): self.hook = self.model[1].register_forward_hook(self._note)
     def _note(self, module, args, out): self.dtype = out.dtype
     def after_fit(self): self.hook.remove()
 
@@ -105,13 +91,13 @@ def _trains(device, precision, mode, before) -> tuple[bool, str]:
     _fit(learn, EPOCHS, watch)
     loss = float(learn.recorder.values[-1][-1])
     seconds = time.perf_counter() - start
-    before.loss.append(loss)
+    if mode is None: before.loss.append(loss)                    # fp32 comes first
     fp32 = before.loss[0]
     computes = f'computes in {str(watch.dtype)[6:]}, {seconds:.1f} s'
     seen = f'validation loss {loss:.4f} ({loss - fp32:+.4f} from fp32), {computes}'
     if learn.precision is not None and mode is AMPMode.FP16:
         skipped = f'{learn.precision.n_skipped} of {len(learn.precision.scales)} steps skipped'
-        seen += f', {skipped}, loss scale {_scale(learn):,g}'
+        seen += f', {skipped}, loss scale {learn.precision.scale:,g}'
     dtype = mode.dtype if mode else torch.float32
     return watch.dtype is dtype and loss < fp32 * (1 + SLACK) + .02, seen
 
@@ -121,10 +107,8 @@ def _skips(device, precision, mode, before, opt_func=Adam) -> tuple[bool, str]:
     _fit(learn, 1, overflow)
     scale, after = learn.precision.scales[overflow.step:overflow.step + 2]
     kept = 'kept the weights' if overflow.unchanged else 'CHANGED THE WEIGHTS'
-    return (
-        overflow.unchanged and after == scale / 2,
-        f'an infinite gradient {kept}; loss scale {scale:,g}, then {after:,g}',
-    )
+    seen = f'an infinite gradient {kept}; loss scale {scale:,g}, then {after:,g}'
+    return overflow.unchanged and after == scale / 2, seen
 
 
 def _resumes(device, precision, mode, before) -> tuple[bool, str]:
@@ -139,8 +123,8 @@ def _resumes(device, precision, mode, before) -> tuple[bool, str]:
     same = all(torch.equal(p, q) for p, q in zip(learn.model.parameters(), other.model.parameters()))
     seen = 'weights as saved' if same else 'WEIGHTS DIFFER'
     if precision == 'fp16':
-        same &= _scale(other) == _scale(learn)
-        seen += f', loss scale {_scale(other):,g} of {_scale(learn):,g}'
+        same &= other.precision.scale == learn.precision.scale
+        seen += f', loss scale {other.precision.scale:,g} of {learn.precision.scale:,g}'
     _fit(other)
     return same, seen + ', training went on'
 
@@ -251,22 +235,13 @@ def report(
 
 def main(argv: Sequence[str] | None = None) -> int: # The exit status: 0 if all checks passed, else 1
     "The console script `fastxtend_amp_check`."
-    parser = argparse.ArgumentParser(
-        prog='fastxtend_amp_check',
-        description=(
-            'Does mixed precision work on this device? Trains a small network in fp32, bf16, fp16 and with '
-            'half-precision weights, compares, and prints what to paste into an issue. Takes less than two minutes.'
-        ),
-    )
-    parser.add_argument(
-        '--device',
-        metavar='D',
-        help="torch device, such as 'cpu' or 'cuda:0' (default: the accelerator, if there is one)",
-    )
+    parser = argparse.ArgumentParser(prog='fastxtend_amp_check', description=(
+        'Does mixed precision work on this device? Trains a small network in fp32, bf16, fp16 and with half-precision '
+        'weights, compares, and prints what to paste into an issue. Takes less than two minutes.'))
+    parser.add_argument('--device', metavar='D',
+        help="torch device, such as 'cpu' or 'cuda:0' (default: the accelerator, if there is one)")
     args = parser.parse_args(argv)
-    try: device = _device(args.device); torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as e: parser.error(f'--device {args.device}: {first_line(e)}')
-    if not autocast_available(device.type): parser.error(f'--device {device}: PyTorch has no autocast for it; try cpu')
+    device = usable_device(parser, args.device, _device(None))
     print(head(device), end='\n\n', flush=True)
     results = check(device, lambda result: print(_line(result), flush=True))
     print(f'\n{verdict(results, device)}')

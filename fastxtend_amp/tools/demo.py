@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import argparse, time, warnings
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from ..callback import MixedPrecision
-from ..common import PRECISION_COLORS, first_line
-from ..mode import AMPMode, Support, autocast_available, mode_support
+from ..common import PRECISION_COLORS
+from ..mode import AMPMode, Support, mode_support
+from .device import usable_device
 
 __all__ = ['digits', 'learner', 'main', 'network', 'plot', 'run']
 
@@ -30,16 +32,17 @@ EMULATED_SECONDS = 40   # that training in an emulated mode may take; it is shor
 BATCH_SIZE, N_BATCHES = 64, 22
 
 
-def digits(device: torch.device, bs: int = BATCH_SIZE) -> DataLoaders:
-    "scikit-learn's 1,797 handwritten digits as float images, shape (n, 1, 32, 32); every fifth is for validation."
+def digits(device: torch.device, size: int = 32) -> DataLoaders:
+    "scikit-learn's 1,797 handwritten digits as float images, shape (n, 1, size, size); every fifth is for validation."
     from sklearn.datasets import load_digits
     data = load_digits()
     images = torch.tensor(data.images, dtype=torch.float32)[:, None]
-    x = nn.functional.interpolate(images, size=32, mode='bilinear') / 8 - 1
+    x = nn.functional.interpolate(images, size=size, mode='bilinear') / 8 - 1
     y, held_out = torch.tensor(data.target), torch.arange(len(x)) % 5 == 0
     train, valid = TensorDataset(x[~held_out], y[~held_out]), TensorDataset(x[held_out], y[held_out])
-    return DataLoaders(DataLoader(train, bs=bs, shuffle=True, drop_last=True, num_workers=0, device=device),
-                       DataLoader(valid, bs=2 * bs, num_workers=0, device=device), device=device)
+    make = partial(DataLoader, num_workers=0, device=device)
+    return DataLoaders(make(train, bs=BATCH_SIZE, shuffle=True, drop_last=True), make(valid, bs=2 * BATCH_SIZE),
+                       device=device)
 
 
 def network() -> nn.Module:
@@ -194,11 +197,7 @@ def main(
     args = parser.parse_args(argv)
     if args.epochs < 1: parser.error(f'--epochs {args.epochs}: at least 1 is needed')
     if not args.out.parent.is_dir(): parser.error(f'--out {args.out}: there is no folder {args.out.parent}')
-    try:
-        device = torch.device(args.device or ('cuda' if torch.cuda.is_available() else 'cpu'))
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as e: parser.error(f'--device {args.device}: {first_line(e)}')
-    if not autocast_available(device.type): parser.error(f'--device {device}: PyTorch has no autocast for it; try cpu')
+    device = usable_device(parser, args.device, 'cuda' if torch.cuda.is_available() else 'cpu')
     table, learners = run(args.epochs, device, args.seed)
     plot(learners, args.out)
     print(f'\n{_format(table)}\n')

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from ...common import first_line
-from ...mode import AMPMode, autocast_available
+from ...mode import AMPMode
+from ..device import usable_device
 from .models import MODELS
 from .plot import plot
 from .run import bench, read_figures
@@ -47,12 +48,7 @@ def _check_run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> tup
         if name not in MODELS: parser.error(f"--models {name}: there is no such model; there are {', '.join(MODELS)}")
     try: modes = list(dict.fromkeys(AMPMode(m) for m in args.modes))
     except ValueError: parser.error(f"--modes {' '.join(args.modes)}: only bf16 and fp16 are modes; fp32 always runs")
-    try:
-        device = torch.device(args.device or ('cuda' if torch.cuda.is_available() else 'cpu'))
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as e: parser.error(f'--device {args.device}: {first_line(e)}')
-    if not autocast_available(device.type): parser.error(f'--device {device}: PyTorch has no autocast for it; try cpu')
-    return modes, device
+    return modes, usable_device(parser, args.device, 'cuda' if torch.cuda.is_available() else 'cpu')
 
 
 def _stored(parser: argparse.ArgumentParser, file: Path) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from .clock import Clock
 from .contestants import OPTIMIZERS, Task, fastai_loop, importable, quiet_learner
 from .measuring import SCALE, ModelBenchmark, count_ops
 from .models import mlp
+from .records import quartiles
 
 __all__ = ['accumulation', 'callback_times', 'memory', 'unscaling']
 
@@ -102,12 +103,12 @@ class _Way:
 
 def _callback_record(fp32: _Way, ours: _Way, fastai: _Way) -> dict[str, Any]:
     return dict(mode=ours.mode.value, ours_us=float(np.median(ours.events)), fastai_us=float(np.median(fastai.events)),
-                ratio=_quartiles(ours.events, fastai.events), step_ratio=_quartiles(ours.steps, fastai.steps),
+                ratio=_ratios(ours.events, fastai.events), step_ratio=_ratios(ours.steps, fastai.steps),
                 step_us={way.kind: float(np.median(way.steps)) for way in (fp32, ours, fastai)})
 
 
-def _quartiles(ours: list[float], theirs: list[float]) -> list[float]:
-    return [float(q) for q in np.quantile(np.array(ours) / np.array(theirs), (.25, .5, .75))]
+def _ratios(ours: list[float], theirs: list[float]) -> list[float] | None:
+    return quartiles(a / b for a, b in zip(ours, theirs))
 
 
 # -- unscaling

@@ -9,7 +9,7 @@ import numpy as np
 
 from .measuring import ModelBenchmark, Result
 
-__all__ = ['NOISY', 'RATIOS', 'noisy', 'records']
+__all__ = ['NOISY', 'RATIOS', 'noisy', 'quartiles', 'records']
 
 NOISY = .1                                 # a ratio whose quartiles lie further apart than this part of it is marked
 RATIOS = ('vs_fp32', 'vs_plain_loop', 'vs_autocast', 'forward_backward_vs_fp32')
@@ -17,15 +17,17 @@ RATIOS = ('vs_fp32', 'vs_plain_loop', 'vs_autocast', 'forward_backward_vs_fp32')
 Ratios = dict[int, float]                  # by round
 
 
-def noisy(quartiles: Sequence[float] | None) -> bool:
+def noisy(ratio: Sequence[float] | None) -> bool: # Its quartiles
     "Whether the quartiles lie further apart than `NOISY` times the median, or come from a single block."
-    if quartiles is None: return False
-    low, median, high = quartiles
+    if ratio is None: return False
+    low, median, high = ratio
     return high - low > NOISY * median or low == high
 
 
-def _quartiles(ratios: Ratios) -> list[float] | None:
-    return [float(q) for q in np.quantile(list(ratios.values()), (.25, .5, .75))] if ratios else None
+def quartiles(values: Iterable[float]) -> list[float] | None:
+    "The quartiles, the median among them; None if there are no values."
+    values = list(values)
+    return [float(q) for q in np.quantile(values, (.25, .5, .75))] if values else None
 
 
 def _median(values: Iterable[float]) -> float | None:
@@ -70,10 +72,10 @@ def _record(match: ModelBenchmark, result: Result) -> dict[str, Any]:
         framework=c.framework, optimizer=c.opt, mode=mode.value if mode else 'fp32', support=match.support[mode].status,
         runs_in=result.runs_in, blocks=len(result.blocks),
         ms=_median(parts[0]), forward_ms=_median(parts[1]), backward_ms=_median(parts[2]),
-        vs_fp32=_quartiles(speedup) if mode else None,
-        forward_backward_vs_fp32=_quartiles(_speedups(result, base, slice(1, 3))) if mode else None,
-        vs_plain_loop=_quartiles(vs_plain) if mode and c.name != 'plain loop' else None,
-        vs_autocast=_quartiles(_speedups(result, autocast)),
+        vs_fp32=quartiles(speedup.values()) if mode else None,
+        forward_backward_vs_fp32=quartiles(_speedups(result, base, slice(1, 3)).values()) if mode else None,
+        vs_plain_loop=quartiles(vs_plain.values()) if mode and c.name != 'plain loop' else None,
+        vs_autocast=quartiles(_speedups(result, autocast).values()),
         syncs=_number(result.syncs), syncs_beyond_fp32=_number(beyond_fp32(result, base, 'syncs')),
         ops=_number(result.ops), ops_beyond_plain_loop=_number(ops),
         page_faults=_median(result.faults.values()), peak_mb=_number(result.peak / 2**20),
