@@ -92,8 +92,8 @@ def notes_on(
     found = [*_on_step(table.loc[recommended], recommended, batches, fused)]
     faults = table['page faults'].max()
     if faults > _FAULTS:
-        found.append(f'A step asks the system for memory {faults:,.0f} times (page faults), which costs more than low '
-                     'precision saves: call `fastxtend_amp.keep_freed_memory()` first, and compare again.')
+        found.append(f'A step asks the system for memory {faults:,.0f} times (page faults), which takes time in every '
+                     'precision: call `fastxtend_amp.keep_freed_memory()` first, and compare again.')
     if device.type == 'cuda':
         on = torch.backends.cuda.matmul.allow_tf32
         faster = '.' if on else ': `torch.set_float32_matmul_precision("high")` would make fp32 faster, too.'
