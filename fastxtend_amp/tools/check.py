@@ -44,7 +44,9 @@ class Result(NamedTuple):
 def _learner(device, precision, opt_func=Adam, path=None, **kwargs) -> Learner:
     "The same small network from the same seed, in one of the precisions."
     set_seed(0, reproducible=False)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 10)).to(device)
+    width = 1024                                                 # enough for half-precision weights to be copied on CPUs
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 10))
+    model.to(device)
     learn = Learner(digits(device, size=8), model, loss_func=CrossEntropyLossFlat(), opt_func=opt_func, path=path)
     if precision == 'half weights': return learn.to_half_weights()
     return learn if precision == 'fp32' else getattr(learn, f'to_{precision}')(**kwargs)
