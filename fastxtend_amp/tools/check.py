@@ -44,7 +44,7 @@ class Result(NamedTuple):
 def _learner(device, precision, opt_func=Adam, path=None, **kwargs) -> Learner:
     "The same small network from the same seed, in one of the precisions."
     set_seed(0, reproducible=False)
-    width = 1024                                                 # enough for half-precision weights to be copied on CPUs
+    width = 1024                                                 # for half-precision weights to have copies on a CPU
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 10))
     model.to(device)
     learn = Learner(digits(device, size=8), model, loss_func=CrossEntropyLossFlat(), opt_func=opt_func, path=path)
