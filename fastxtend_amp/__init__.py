@@ -1,4 +1,4 @@
-"Mixed precision for fastai that is real on every device; importing it adds `to_fp16`, `to_bf16` and more to `Learner`."
+"Mixed precision for fastai on every device that can; importing it adds `to_fp16`, `to_bf16` and more to `Learner`."
 from .mode import AMPMode, precision_support
 from .callback import MixedPrecision
 from . import checkpoint as _checkpoint, learner as _learner

@@ -166,9 +166,10 @@ class MixedPrecision(Lifecycle, fp16.MixedPrecision):
     def state_dict(self) -> dict[str, Any]: # Plain numbers: scale, its rules and its growth tracker
         """The state of the loss scaling, as `GradScaler.state_dict`, at any time.
 
-        Empty in bf16 and fp32, and with `init_scale='auto'` until the first batch.
+        Empty in bf16 and fp32, and with `init_scale='auto'` before the first step.
         """
-        return self._scaling.state_dict() if self.scales_loss and not self._scaling.undecided else {}
+        open_still = self._scaling.undecided and not self._scaling.history.n
+        return self._scaling.state_dict() if self.scales_loss and not open_still else {}
 
     def load_state_dict(self,
         state: dict[str, Any], # What `state_dict` gave

@@ -131,3 +131,11 @@ def _tuple_like(x: tuple, values: list) -> tuple:
     except TypeError: return type(x)(values)                     # PyTorch's own, such as torch.return_types.max
     if hasattr(x, '__dict__'): vars(new).update(vars(x))
     return new
+
+
+def without_repeats(t: torch.Tensor) -> torch.Tensor:
+    "`t` without the dimensions that repeat the same memory, into which nothing can be copied."
+    if t.layout is not torch.strided: return t
+    for dim, (n, stride) in enumerate(zip(t.shape, t.stride())):
+        if n > 1 and stride == 0: t = t.narrow(dim, 0, 1)
+    return t

@@ -10,6 +10,7 @@ from torch import nn
 
 from .common import first_line, is_dtensor, random_state_kept
 from .compat import has_static_graph
+from .convert import without_repeats
 
 __all__ = ['HIGHEST', 'ROOM', 'NoFirstScale', 'first_scale']
 
@@ -29,7 +30,7 @@ def first_scale(
     loss: torch.Tensor, # The loss, fp32, on its graph; not scaled
     params: list[nn.Parameter], # What the optimizer steps on
     model: nn.Module, # The model, whose buffers a backward pass may change
-) -> float | None: # A power of two from 1 to 2^24; None if the loss is not finite or reaches no parameter
+) -> float | None: # A power of two from 1 to 2^24; None if the loss is not finite
     """The largest loss scale at which gradients 8 times as large as those of `loss` would still be finite.
 
     Tries up to five backward passes and waits for the device in each; hooks on tensors and modules run in them.
@@ -42,16 +43,18 @@ def first_scale(
     parallel = next((m for m in model.modules() if isinstance(m, nn.parallel.DistributedDataParallel)), None)
     if parallel is not None and has_static_graph(parallel):      # which would reduce the gradients in the first pass
         raise NoFirstScale('DistributedDataParallel has static_graph=True')
-    buffers = [(b, b.clone()) for b in model.buffers()]
-    with random_state_kept(loss.device), torch.autograd.set_detect_anomaly(False):
+    if parallel is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise NoFirstScale('several processes train without DistributedDataParallel, and must not differ')
+    buffers = [(b, b.clone()) for b in (without_repeats(b.data) for b in model.buffers())]   # unseen by autograd
+    with random_state_kept(loss.device, everything=True), torch.autograd.set_detect_anomaly(False):
         try: exponent = _largest(loss, params, parallel)
         finally:
-            for b, before in buffers: b.data.copy_(before)       # autograd, which may have saved it, sees no change
+            for b, before in buffers: b.copy_(before)
     return None if exponent is None else 2. ** exponent
 
 
 def _largest(loss: torch.Tensor, params: list[nn.Parameter], parallel: Any) -> int | None:
-    "The largest exponent, from 0 to `HIGHEST`, that leaves `ROOM`; 0 where none does; None where there is no gradient."
+    "The largest exponent, from 0 to `HIGHEST`, that leaves `ROOM`; 0 where none does; None if the loss is not finite."
     if _lowest(int(loss.isfinite().all()), loss, parallel) == 0: return None
     low, above = 0, HIGHEST + 1
     while above - low > 1:
@@ -59,7 +62,7 @@ def _largest(loss: torch.Tensor, params: list[nn.Parameter], parallel: Any) -> i
         outcome, why = _tried(loss * 2. ** (exponent + ROOM), params)
         outcome = _lowest(outcome, loss, parallel)
         if outcome == _Outcome.FAILED: raise NoFirstScale(why or 'it failed in another process')
-        if outcome == _Outcome.NO_GRADIENT: return None
+        if outcome == _Outcome.NO_GRADIENT: raise NoFirstScale("the loss reaches none of the optimizer's parameters")
         if outcome == _Outcome.FINITE: low = exponent
         else: above = exponent
     return low

@@ -119,6 +119,10 @@ def to_channelslast(self: Learner,
     *args, **kwargs
 ) -> Learner: # The learner
     "Train in the channels last memory format, and in mixed precision (fp16 unless told otherwise)."
+    refuse_unknown(Learner.to_channelslast, kwargs)
+    if not isinstance(use_amp, bool):
+        raise TypeError(f"to_channelslast({use_amp!r}): the first argument, use_amp, is True or False.\n"
+                        "Write `to_channelslast(amp_mode='bf16')` for a precision.")
     has_precision = any(isinstance(o, PRECISION_CALLBACKS) for o in self.cbs)
     cbs: list[Any] = [] if any(isinstance(o, ChannelsLast) for o in self.cbs) else [ChannelsLast()]
     if use_amp and not has_precision: cbs.append(MixedPrecision(*args, **kwargs))

@@ -78,7 +78,11 @@ class Lifecycle:
         if learn is None:
             if self._learn is not None: self._detach()
             return
+        if learn is self._learn and any(cb is self for cb in learn.cbs):
+            raise ValueError(f'{self!r} is on this learner already, and would run twice in each batch.\n'
+                             'Leave it out of `cbs`.')
         if self._learn is not None and learn is not self._learn:
+            self._learn.cbs = self._learn.cbs.copy()             # `Learner(cbs=learn.cbs)` goes through the old list
             self._learn.remove_cb(self)
             warn_user("A precision callback moved from one learner to another: the first trains in fp32 from now on.\n"
                       "Give each learner one of its own: `learn.to_fp16()` or `learn.to_bf16()`.")
@@ -290,6 +294,7 @@ class Lifecycle:
 
 def precision_callback_of(model: Any, opt: Any) -> Any: # A `MixedPrecision`, or None
     "The precision callback of the learner that trains `model` with `opt`, which `Learner.save` and `load` hand on."
-    def trains(learn): return learn is not None and learn.model is model and learn.opt is opt
+    def trains(learn): # which may be half built, as a copy is that failed
+        return learn is not None and getattr(learn, 'model', None) is model and getattr(learn, 'opt', None) is opt
     with _attaching: callbacks = list(_attached)
     return next((cb for cb in callbacks if trains(cb.learn)), None)

@@ -51,7 +51,7 @@ def fused(
         if name not in known:
             raise TypeError(f'fused({optimizer.__name__}, {name}={hypers[name]!r}): there is no such argument.\n'
                             f"Allowed: {', '.join(known)} (torch's names).")
-    return partial(OptimWrapper, opt=partial(_build, optimizer, hypers))
+    return partial(OptimWrapper, opt=_Fused(optimizer, hypers))
 
 
 def _name(optimizer: Any) -> str:
@@ -60,15 +60,23 @@ def _name(optimizer: Any) -> str:
     return repr(optimizer)[:80]
 
 
-def _build(optimizer: Any, hypers: dict[str, Any], params: Any, **kwargs: Any) -> torch.optim.Optimizer:
-    "`optimizer(params, fused=True)`; raises a `RuntimeError` where the device of `params` has no fused kernel."
-    opt = optimizer(params, fused=True, **{**hypers, **kwargs})
-    _check_devices(opt)
-    def check_once(opt, args, kwargs):     # fastai moves the model when the optimizer is there already
-        handle.remove()
+class _Fused:
+    """Builds `optimizer(params, fused=True)`; raises a `RuntimeError` where the device of `params` has no fused kernel.
+
+    In a pickle it is a `partial` of torch's optimizer, so that an exported learner loads without this package.
+    """
+    def __init__(self, optimizer: Any, hypers: dict[str, Any]): self.optimizer, self.hypers = optimizer, hypers
+
+    def __call__(self, params: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        opt = self.optimizer(params, fused=True, **{**self.hypers, **kwargs})
         _check_devices(opt)
-    handle = opt.register_step_pre_hook(check_once)
-    return opt
+        def check_once(opt, args, kwargs): # fastai moves the model when the optimizer is there already
+            handle.remove()
+            _check_devices(opt)
+        handle = opt.register_step_pre_hook(check_once)
+        return opt
+
+    def __reduce__(self) -> Any: return partial(self.optimizer, fused=True, **self.hypers).__reduce__()
 
 
 def _check_devices(opt: torch.optim.Optimizer) -> None:

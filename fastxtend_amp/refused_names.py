@@ -8,7 +8,7 @@ from inspect import signature
 __all__ = ['FORMER', 'refuse_unknown']
 
 FORMER = {
-    'dynamic': "leave it out. Scaling is dynamic but with a static scale: `learn.to_fp16(loss_scale=512)`.",
+    'dynamic': "leave it out. Scaling is dynamic unless you give a static scale: `learn.to_fp16(loss_scale=512)`.",
     'max_noskip': "write `growth_interval=`, the number of steps without a skip after which the scale grows.",
     'scale_wait': "write `growth_interval=`, the number of steps without a skip after which the scale grows.",
     'div_factor': "write `growth_factor=` and `backoff_factor=`.",

@@ -211,7 +211,8 @@ class LossScaling:
         skips = self.history.skips[self._n_before:]
         if not len(skips) or not skips.all(): return None
         scale = self.scaler.get_scale()
-        settle = '' if isinstance(self.scaler, StaticGradScaler) else 'Train longer, so that it can settle, or '
+        settle = 'Train longer, so that it can settle, or '
+        if isinstance(self.scaler, StaticGradScaler) or scale < 1: settle = ''
         start = f'start lower (`{lower}={max(scale / 2 ** 6, 1.):g}`), or ' if lower and scale > 1 else ''
         remedy = f'{settle}{start}look where it overflows: `learn.precision_report()`.'
         return (f"No optimizer step was taken in this fit: all {len(skips)} were skipped, because gradients were not "

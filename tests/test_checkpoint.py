@@ -6,7 +6,7 @@ import fastai.learner, pytest, torch
 from fastai.callback.schedule import *
 from fastai.callback.training import GradientAccumulation
 from fastai.data.core import DataLoaders
-from fastai.learner import load_learner
+from fastai.learner import Learner, load_learner
 from torch import nn
 
 from fastxtend_amp import MixedPrecision
@@ -380,8 +380,11 @@ def test_exact_resume_in_a_new_process(tmp_path):
 def test_export_without_the_package(tmp_path):
     from fastai.callback import fp16
     x, expected = torch.randn(3, 6), {}
-    for how in ('to_fp32', 'interrupted', 'removed by fastai'):
+    for how in ('to_fp32', 'interrupted', 'removed by fastai', 'fused'):
         learn = trained(tmp_path, n=1)
+        if how == 'fused':
+            learn.opt_func = fastxtend_amp.fused(torch.optim.AdamW, betas=(.9, .99))
+            learn.create_opt()
         if how == 'interrupted':
             def interrupt(l): raise KeyboardInterrupt
             cb = At('before_step', interrupt, 20); learn.add_cb(cb)
@@ -402,7 +405,7 @@ x, expected = torch.load(Path({str(tmp_path)!r}) / 'expected', weights_only=Fals
 for how, y in expected.items():
     learn = load_learner(Path({str(tmp_path)!r}) / f'{{how}}.pkl')
     assert torch.equal(learn.model.eval()(x), y)
-print('loaded', len(expected))''', check=True) == 'loaded 3\n'
+print('loaded', len(expected))''', check=True) == 'loaded 4\n'
 
 
 class Empty(DataLoaders):
@@ -539,3 +542,13 @@ def test_scales_beyond_fp32_are_refused_without_a_warning_of_numpys(scale):
     with warnings.catch_warnings():
         warnings.simplefilter('error')
         with pytest.raises(ValueError, match='init_scale=1'): learner().to_fp16(init_scale=scale)
+
+
+def test_saving_while_a_half_built_copy_of_another_learner_is_about(tmp_path):
+    "As one is after a deep copy that failed."
+    broken = Learner.__new__(Learner)
+    learn = learner(path=tmp_path).to_bf16()
+    copied = copy.copy(learn.precision)
+    copied.__dict__['_learn'] = broken
+    copied._attach()
+    learner(path=tmp_path).save('x')

@@ -149,3 +149,23 @@ def test_bf16_takes_no_notice():
     learn.fit(1, .01)
     assert learn.precision.mode.value == 'fp16' or learn.precision.scaling.undecided
     assert "init_scale='auto'" in learn.precision.as_call()
+
+
+def test_a_buffer_that_repeats_its_memory():
+    model = Deep()
+    model.register_buffer('pos', torch.arange(2.).expand(8, 2))
+    assert fit_fp16(model, init_scale='auto').precision.scales[0] == fit_fp16(Deep(), init_scale='auto').precision.scales[0]
+
+
+def test_a_loss_that_reaches_no_parameter_in_the_trial_starts_at_the_default():
+    class Hidden(Deep):
+        def forward(self, x): return checkpoint(super().forward, x.requires_grad_(), use_reentrant=True)
+    with pytest.warns(UserWarning, match="reaches none of the optimizer's parameters"):
+        learn = fit_fp16(Hidden(), init_scale='auto')
+    assert learn.precision.scales[0] == 65536. and learn.precision.state_dict()['scale'] == learn.precision.scale
+
+
+def test_the_scale_is_saved_though_the_first_losses_were_not_finite():
+    learn = fit_fp16(Deep(), 2, cbs=At('before_batch', lambda l: setattr(l, 'xb', (l.xb[0] * float('nan'),))),
+                     init_scale='auto', on_overflow='ignore')
+    assert learn.precision.n_skipped == 2 and learn.precision.scale == 16384.

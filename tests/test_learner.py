@@ -149,3 +149,26 @@ def test_a_callback_that_is_added_to_a_second_learner_leaves_the_first():
     alone = learner()
     for learn in (first, alone): learn.fit(1)
     assert same(params(first), params(alone)) and len(cb.scales) == 6
+
+
+def test_the_same_callback_twice_on_one_learner_is_refused():
+    cb = MixedPrecision('fp16', init_scale=128.)
+    learn = learner(cbs=[cb])
+    for add in (lambda: learn.fit(1, cbs=[cb]), lambda: learn.add_cb(cb)):
+        with pytest.raises(ValueError, match='is on this learner already.*\n.*Leave it out'): add()
+    assert list(learn.cbs).count(cb) == 1
+    learn.fit(1)
+    assert learn.precision is cb and cb.n_skipped == 0
+
+
+def test_callbacks_handed_on_to_another_learner_all_arrive():
+    from fastai.callback.training import GradientAccumulation, GradientClip
+    with pytest.warns(UserWarning, match='moved from one learner'):
+        first = learner(cbs=[MixedPrecision('bf16'), GradientClip(.1), GradientAccumulation(16)])
+        other = type(first)(first.dls, mlp(), loss_func=first.loss_func, cbs=first.cbs)
+    assert {type(cb).__name__ for cb in other.cbs} >= {'MixedPrecision', 'GradientClip', 'GradientAccumulation'}
+
+
+def test_channels_last_takes_no_precision_in_the_place_of_use_amp():
+    with pytest.raises(TypeError, match="(?s)use_amp, is True or False.*amp_mode='bf16'"): learner().to_channelslast('bf16')
+    with pytest.raises(TypeError, match='did you mean `amp_mode=`'): learner().to_channelslast(amp_mod='bf16')

@@ -5,6 +5,7 @@ import inspect
 from typing import Any
 
 import torch
+from fastai.callback.core import Callback
 from fastai.callback.training import GradientAccumulation
 from torch import nn
 
@@ -19,7 +20,7 @@ __all__ = ['HalfWeights']
 
 # Events between two batches of one step, and whose callbacks are known to leave the weights alone in them.
 _BETWEEN = ('before_batch', 'after_pred', 'after_loss', 'before_backward', 'after_cancel_backward', 'after_backward',
-            'after_cancel_batch', 'after_batch')
+            'before_step', 'after_cancel_batch', 'after_batch')
 _LEAVE_WEIGHTS = ('fastai.callback.', 'fastai.learner', 'fastxtend_amp.')
 
 
@@ -34,6 +35,8 @@ class HalfWeights(MixedPrecision):
     Linear layers, convolutions and attention have copies, if nothing else uses their weights; all other modules run
     as under autocast. The first batches of a fit are watched for that, without copies. autocast does all casts with
     `torch.compile`, on a CPU in modules with fewer than 65,536 weights, and with PyTorch 2.9, where it keeps none.
+
+    While a batch is under way no other thread may run the model: it would meet the copies.
 
     Loss scaling, skipped steps, history and diagnosis are `MixedPrecision`'s.
 
@@ -137,13 +140,14 @@ class HalfWeights(MixedPrecision):
 
     @property
     def _accumulating(self) -> list[GradientAccumulation]:
-        """What has several batches make one step, in which the weights stay as they are.
+        "What has several batches make one step, in which the weights stay as they are for certain."
+        return [cb for cb in self.learn.cbs if isinstance(cb, GradientAccumulation)] if self._undisturbed else []
 
-        None where somebody's callback runs in between: what it writes into a weight by `.data` could not be seen.
-        """
-        cbs = list(self.learn.cbs)
-        if any(map(_may_write_weights, cbs)): return []
-        return [cb for cb in cbs if isinstance(cb, GradientAccumulation)]
+    @property
+    def _undisturbed(self) -> bool:
+        "Does nobody's code run between two batches? What it writes into a weight by `.data` could not be seen."
+        known = type(self.learn).__module__.startswith('fastai.')
+        return known and not any(map(_may_write_weights, list(self.learn.cbs)))
 
     def _ready(self):
         "Have copies, or lowered weights, of the model that is trained."
@@ -161,7 +165,7 @@ class HalfWeights(MixedPrecision):
 
     def _leave_copies(self):
         if self._copies is None: return
-        self._copies.leave(keep=not self.learn.training or bool(self._accumulating))
+        self._copies.leave(keep=bool(self._accumulating) if self.learn.training else self._undisturbed)
 
     def _check_training(self):
         super()._check_training()
@@ -198,6 +202,7 @@ class HalfWeights(MixedPrecision):
 
 def _may_write_weights(cb: Any) -> bool:
     if type(cb).__module__.startswith(_LEAVE_WEIGHTS): return False
+    if type(cb).__call__ is not Callback.__call__: return True
     return any(hasattr(type(cb), event) or event in vars(cb) for event in _BETWEEN)
 
 

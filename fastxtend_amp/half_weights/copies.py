@@ -130,7 +130,8 @@ class WeightCopies:
         if device_type == 'cpu': found = {m: groups for m, groups in found.items() if _size(groups) >= FEWEST_ON_CPU}
         def forward_of(m): return HalfAttention if type(m) is nn.MultiheadAttention else HalfForward
         self.forwards: list[HalfForward] = [forward_of(m)(m, groups, self) for m, groups in found.items()]
-        self.watch: WeightWatch | None = None
+        self.watch: WeightWatch | None = None                    # of this batch
+        self.watches: list[WeightWatch] = []                     # of all batches
         self.called: dict[HalfForward, int] = {}                 # how often, in a watched batch
         self.missed: set[HalfForward] = set()                    # called in batches that were not watched
         self.n_watched = 1                                       # batches that may still be watched
@@ -154,6 +155,7 @@ class WeightCopies:
         if training and self.n_watched:
             self.n_watched -= 1
             self.watch = WeightWatch(c.master for f in self.forwards for c in f.all)
+            self.watches.append(self.watch)
             self.watch.__enter__()
         self.on = True
 
@@ -237,6 +239,7 @@ class WeightCopies:
     def remove(self) -> None:
         "Take everything off the model; may be interrupted and called again."
         self.leave(keep=False)
+        for watch in self.watches: watch.leave()                 # whatever an interrupt has left entered
         self.uncover()
         for f in self.forwards: f.remove()
 

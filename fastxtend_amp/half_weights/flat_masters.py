@@ -10,7 +10,7 @@ from fastcore.foundation import L
 from torch import nn
 
 from ..compat import copy_all
-from .optimizers import is_elementwise, state_of
+from .optimizers import is_elementwise, optimizer_name, state_of
 
 __all__ = ['BLOCK', 'FlatMasters']
 
@@ -34,22 +34,19 @@ class FlatMasters:
     def __init__(self): self._forget()
 
     def _forget(self):
+        self.moved: set[nn.Parameter] = set()                    # those that were ever a view of a flat tensor
         self.blocks: list[_Block] = []
         self.alone: list[tuple[int, nn.Parameter]] = []          # with the number of its group
         self.pattern: Any = None                                 # what the blocks were built for
         self.lists: Any = None  # the optimizer's own parameters, while it sees the flat ones
-        self.opt: Any = None
-        self.moved: set[nn.Parameter] = set()                    # those that were ever a view of a flat tensor
+        self.opt: Any = None  # after `moved`: an interrupt may strike in between, and `close` is called again
 
     @staticmethod
     def check(opt: Any) -> None:
         "Raise a `ValueError` that names an optimizer whose step is not the same for each element."
         plain = type(opt) is Optimizer  # others, such as Lookahead, have counters and weights of their own
         if (plain or isinstance(opt, OptimWrapper)) and is_elementwise(opt): return
-        name = type(opt.opt if isinstance(opt, OptimWrapper) else opt).__name__
-        if plain:
-            step = getattr(opt.cbs[-1], 'func', opt.cbs[-1])
-            name = getattr(step, '__name__', name).removesuffix('_step').title()
+        name = optimizer_name(opt)
         raise ValueError(f"flat_master=True cannot be used with {name}, whose step depends on which parameter tensor "
                          "an element is in. Use `learn.to_half_weights(flat_master=False)`, or an element-wise "
                          "optimizer such as Adam or SGD.")

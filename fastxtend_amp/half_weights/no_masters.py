@@ -9,7 +9,7 @@ from torch import nn
 
 from ..convert import is_half
 from .modules import weights_to_copy
-from .optimizers import compensates, state_of
+from .optimizers import compensates, optimizer_name, state_of
 
 __all__ = ['LoweredWeights']
 
@@ -69,10 +69,9 @@ class LoweredWeights:
         "After the first steps: tell which share of the weights they left where they were."
         moves, self.moves = self.moves, None
         if moves is None or not moves.n: return
-        name = type(getattr(self.opt, 'opt', self.opt)).__name__
-        warnings.warn(f"master_weights=False with {name}, which does not compensate for rounding: small updates are "
-                      f"lost. In the first {moves.n} steps {moves.share:.0%} of the weights with a gradient did not "
-                      "move. Use an optimizer with Kahan summation (`fastxtend_amp.kahan`) or stochastic rounding, or "
+        warnings.warn(f"master_weights=False with {optimizer_name(self.opt)}, which does not compensate for rounding: "
+                      f"small updates are lost. In the first {moves.n} steps {moves.share:.0%} of the weights with a "
+                      "gradient did not move. Use an optimizer with Kahan summation (`fastxtend_amp.kahan`) or stochastic rounding, or "
                       "keep the masters.")
 
 

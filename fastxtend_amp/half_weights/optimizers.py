@@ -13,7 +13,8 @@ from torch import nn
 
 from ..common import first_line
 
-__all__ = ['compensates', 'is_elementwise', 'kahan', 'sparse_trouble', 'state_of', 'trial_optimizer']
+__all__ = ['compensates', 'is_elementwise', 'kahan', 'optimizer_name', 'sparse_trouble', 'state_of',
+           'trial_optimizer']
 
 
 def state_of(
@@ -115,3 +116,12 @@ def kahan(
         raise ValueError(f"opt={opt!r} is not one of optimi's optimizers. Take one of {', '.join(known)}.")
     hp_map = {**pytorch_hp_map, 'beta1': 'mom', 'beta2': 'sqr_mom'}
     return partial(OptimWrapper, opt=partial(cls, **{'kahan_sum': True, **kwargs}), hp_map=hp_map)
+
+
+def optimizer_name(
+    opt: Any, # fastai's `Optimizer` or `OptimWrapper`
+) -> str: # Such as 'AdamW'; for fastai's own, whose class is always `Optimizer`, by its step: 'Adam'
+    "What a user calls `opt`."
+    if type(opt) is not Optimizer: return type(opt.opt if isinstance(opt, OptimWrapper) else opt).__name__
+    step = getattr(opt.cbs[-1], 'func', opt.cbs[-1])
+    return getattr(step, '__name__', 'Optimizer').removesuffix('_step').title()

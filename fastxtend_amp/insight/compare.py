@@ -66,7 +66,7 @@ def compare(learn: Learner, modes: Any, n_steps: int, *, lr: Any = None, n_seeds
     _check('n_steps', n_steps, is_number(n_steps, Integral) and n_steps >= 1, 'an integer of at least 1, such as 50')
     _check('n_seeds', n_seeds, is_number(n_seeds, Integral) and n_seeds >= 0, 'an integer of at least 0, such as 3')
     is_time = is_number(max_seconds) and max_seconds > 0
-    _check('max_seconds', max_seconds, is_time, 'a number of seconds above 0, such as 60.')
+    _check('max_seconds', max_seconds, is_time, 'a number of seconds above 0, such as 60')
     if cbs is not None and (strangers := [cb for cb in cbs if cb not in list(learn.cbs)]):
         are = 'is' if len(strangers) == 1 else 'are'
         raise ValueError(f"cbs={list(cbs)!r} cannot be used: {strangers} {are} not among the learner's callbacks. "
@@ -140,7 +140,7 @@ class _Comparison:
         measure = Run(PrecisionChoice(), 'native', samples=few, hidden=True)
         for r in slow:
             r.samples, r.measure = few, measure
-            r.note = f'emulated, so it saw {few} of the {n} samples of each batch; compared to fp32 on the same'
+            r.note = f'emulated, so it saw {few} of the {n} samples of each batch; compared to fp32 on the same samples'
         self.runs.insert(1, measure)
 
     def _groups(self) -> list[list[Run]]:

@@ -15,6 +15,7 @@ from torch import nn
 
 from ..common import random_state_kept
 from ..compat import is_uninitialized
+from ..convert import without_repeats
 
 __all__ = ['ModuleState', 'effects_undone', 'modules_in', 'run_undone']
 
@@ -78,7 +79,7 @@ class ModuleState:
 
     def _keep_tensor(self, tensor):
         copied = self.parameters or not isinstance(tensor, nn.Parameter)
-        data = _without_repeats(tensor.data)                     # changing `detach()` would make a saved graph stale
+        data = without_repeats(tensor.data)                     # changing `detach()` would make a saved graph stale
         self._tensors.append((tensor, data, _copied(data) if copied and not tensor.is_inference() else None))
 
     def _keep_container(self, value):
@@ -164,14 +165,6 @@ def _copied(t: torch.Tensor) -> torch.Tensor | None:
     if t.layout is not torch.strided: return None
     try: return t.clone()
     except torch.OutOfMemoryError: return t.to('cpu', copy=True)
-
-
-def _without_repeats(t: torch.Tensor) -> torch.Tensor:
-    "`t` without the dimensions that repeat the same memory, into which nothing can be copied."
-    if t.layout is not torch.strided: return t
-    for dim, (n, stride) in enumerate(zip(t.shape, t.stride())):
-        if n > 1 and stride == 0: t = t.narrow(dim, 0, 1)
-    return t
 
 
 def _place(t: torch.Tensor) -> tuple:

@@ -129,3 +129,21 @@ def test_gradients_go_with_the_step_that_used_them(opt):
     assert set(kept) == {0} and len({*pointers[-1]}) <= 3
     if opt == 'adam': assert len(set(pointers)) == 1
     assert all(p.grad is None or p.grad.untyped_storage().nbytes() == p.grad.nbytes for p in learn.model.parameters())
+
+
+def test_an_interrupt_while_flat_masters_are_forgotten():
+    "Between any two lines; `close` is called again then, as at the next fit."
+    learn = learner(opt_func=OPTIMIZERS['adam']).to_half_weights(flat_master=True)
+    learn.fit(1, .01)
+    class Interrupted(flat_masters.FlatMasters):
+        stop = None
+        def __setattr__(self, name, value):
+            if name == self.stop: raise KeyboardInterrupt
+            super().__setattr__(name, value)
+    for name in ('blocks', 'alone', 'pattern', 'lists', 'opt'):
+        flat = Interrupted()
+        flat.moved, flat.opt, flat.stop = {next(learn.model.parameters())}, learn.opt, name
+        with pytest.raises(KeyboardInterrupt): flat.close()
+        flat.stop = None
+        flat.close()
+        assert flat.opt is None and not flat.moved

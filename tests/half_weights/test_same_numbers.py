@@ -111,10 +111,24 @@ def test_weights_that_callbacks_change(event, write):
 
 
 @pytest.mark.parametrize('write', [write_data, write_in_place, exchange, replace])
-@pytest.mark.parametrize('event', ['before_batch', 'after_backward', 'after_batch', 'after_cancel_batch'])
-def test_weights_that_callbacks_change_between_the_batches_of_one_step(event, write):
-    a, b = (trained(to, mlp(), 'adam', True, 3, [At(event, write, 70)]) for to in ('to_bf16', 'to_half_weights'))
+@pytest.mark.parametrize('event,order', [('before_batch', 70), ('after_backward', 70), ('before_step', 0), ('after_batch', 70), ('after_cancel_batch', 70)])
+def test_weights_that_callbacks_change_between_the_batches_of_one_step(event, order, write):
+    a, b = (trained(to, mlp(), 'adam', True, 3, [At(event, write, order)]) for to in ('to_bf16', 'to_half_weights'))
     equal(a, b)
+
+
+def test_weights_that_change_between_the_batches_of_a_validation():
+    losses = []
+    for to in ('to_bf16', 'to_half_weights'):
+        shrink = At('after_batch', lambda l: None if l.training else write_data_smaller(l), 70)
+        learn = getattr(learner(cbs=[shrink]), to)()
+        learn.fit(2, .01)
+        losses.append(learn.validate()[0])
+    assert losses[0] == losses[1]
+
+
+def write_data_smaller(l):
+    for p in l.model.parameters(): p.data.mul_(.9)
 
 
 def test_validation_in_the_middle_of_training_leaves_the_next_steps():

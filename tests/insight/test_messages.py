@@ -63,6 +63,7 @@ def faked(target, name, value, f):
         monkeypatch.setattr(target, name, value)
         f()
     return run
+def twice(learn): learn.add_cb(learn.precision)
 def two_callbacks():
     learn = net().to_fp16()
     learn.add_cb(MixedPrecision('bf16')).fit(1)
@@ -129,6 +130,10 @@ CASES = {
     'growth below 1': (lambda: net().to_fp16(growth_factor=.5), VE, 'growth_factor=0.5', 'cannot be used', 'above 1'),
     'a scaler that is none': (lambda: net().to_fp16(scaler=3), TE, 'scaler=3', 'cannot be used',
                               'torch.amp.GradScaler'),
+    'a callback twice': (lambda: twice(net().to_bf16()), VE,
+                         'on this learner already', 'would run twice', 'Leave it out'),
+    'a precision for use_amp': (lambda: net().to_channelslast('bf16'), TypeError, "to_channelslast('bf16')", 'use_amp',
+                                "amp_mode='bf16'"),
     'no scale to find': (lambda: net().to_fp16(init_scale='auto', enabled=False), VE, "init_scale='auto'", 'enabled=False',
                          'Leave one of them out'),
     'model that does not run': (lambda: learner(nn.Linear(5, 1)).precision_report(), VE, 'does not run on its first batch',
