@@ -71,8 +71,8 @@ class LoweredWeights:
         if moves is None or not moves.n: return
         warnings.warn(f"master_weights=False with {optimizer_name(self.opt)}, which does not compensate for rounding: "
                       f"small updates are lost. In the first {moves.n} steps {moves.share:.0%} of the weights with a "
-                      "gradient did not move. Use an optimizer with Kahan summation (`fastxtend_amp.kahan`) or stochastic rounding, or "
-                      "keep the masters.")
+                      "gradient did not move. Use an optimizer with Kahan summation (`fastxtend_amp.kahan`) or "
+                      "stochastic rounding, or keep the masters.")
 
 
 class Moves:
