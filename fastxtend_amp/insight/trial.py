@@ -37,7 +37,9 @@ def takes_part(cb: Callback) -> bool:
     return not type(cb).__module__.startswith('fastai.') and runs_in_steps(cb)
 
 
-def runs_in_steps(cb: Callback) -> bool: return any(hasattr(type(cb), e) or e in vars(cb) for e in _STEP_EVENTS)
+def runs_in_steps(cb: Callback) -> bool:
+    "Has `cb` an event from `before_batch` to `after_step`, of its class or its own?"
+    return any(hasattr(type(cb), e) or e in vars(cb) for e in _STEP_EVENTS)
 
 
 def trial_learner(
