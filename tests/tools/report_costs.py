@@ -6,6 +6,7 @@ Linux, a quiet machine, and timm for the vision transformer.
 from __future__ import annotations
 
 import argparse, re, time, warnings
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -74,8 +75,32 @@ def thousand():
     return learner(nn.Sequential(*layers, nn.Linear(64, 10)), torch.randn(64, 64), torch.randint(0, 10, (64,)))
 
 
+class Tied(nn.Module):
+    "Two layers that share a weight, the first called twice; its output is a dataclass."
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.head = nn.Linear(512, 512), nn.Linear(512, 512), nn.Linear(512, 10)
+        self.b.weight = self.a.weight
+    def forward(self, x): return Output(self.head(self.b(self.a(self.a(x).relu())).relu()))
+
+
+@dataclass
+class Output: logits: torch.Tensor
+
+
+def tied():
+    return learner(Tied(), torch.randn(64, 512), torch.randint(0, 10, (64,)), lambda out, y: CE()(out.logits, y))
+
+
+def compiled():
+    learn = xresnet()
+    learn.model = torch.compile(learn.model, backend='aot_eager')
+    return learn
+
+
 MODELS = {'xresnet18, 16 x 64x64': xresnet, 'U-Net on xresnet18, 8 x 64x64': unet, 'timm vit_tiny, 16 x 64x64': vit,
-          'AWD_LSTM, 16 x 32 tokens': awd_lstm, 'spectral norm, 16 x 64x64': spectral_norm, '1,000 modules': thousand}
+          'AWD_LSTM, 16 x 32 tokens': awd_lstm, 'spectral norm, 16 x 64x64': spectral_norm, '1,000 modules': thousand,
+          'tied, called twice, dataclass': tied, 'compiled xresnet18': compiled}
 
 
 def memory(field): # MB, of this process
