@@ -140,7 +140,7 @@ def test_an_interrupt_while_flat_masters_are_forgotten():
         def __setattr__(self, name, value):
             if name == self.stop: raise KeyboardInterrupt
             super().__setattr__(name, value)
-    for name in ('blocks', 'alone', 'pattern', 'lists', 'opt'):
+    for name in ('moved', 'blocks', 'alone', 'pattern', 'lists', 'opt'):
         flat = Interrupted()
         flat.moved, flat.opt, flat.stop = {next(learn.model.parameters())}, learn.opt, name
         with pytest.raises(KeyboardInterrupt): flat.close()
