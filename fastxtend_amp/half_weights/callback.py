@@ -201,9 +201,9 @@ class HalfWeights(MixedPrecision):
 
 
 def _may_write_weights(cb: Any) -> bool:
+    if any(event in vars(cb) for event in _BETWEEN): return True     # somebody's, as in `Callback(after_batch=f)`
     if type(cb).__module__.startswith(_LEAVE_WEIGHTS): return False
-    if type(cb).__call__ is not Callback.__call__: return True
-    return any(hasattr(type(cb), event) or event in vars(cb) for event in _BETWEEN)
+    return type(cb).__call__ is not Callback.__call__ or any(hasattr(type(cb), event) for event in _BETWEEN)
 
 
 HalfWeights.__signature__ = inspect.signature(HalfWeights.__init__).replace(

@@ -117,6 +117,11 @@ def test_weights_that_callbacks_change_between_the_batches_of_one_step(event, or
     equal(a, b)
 
 
+def test_a_callback_that_is_given_its_event_by_name():
+    def cb(): return Callback(after_batch=lambda self: [p.data.mul_(1.05) for p in self.learn.model.parameters()])
+    equal(*(trained(to, mlp(), 'adam', True, 3, [cb()]) for to in ('to_bf16', 'to_half_weights')))
+
+
 def test_weights_that_change_between_the_batches_of_a_validation():
     losses = []
     for to in ('to_bf16', 'to_half_weights'):
