@@ -22,6 +22,8 @@ BLOCK = 2 ** 17
 # instructions, which may differ in the last bit: there a parameter with a broken line stays by itself.
 LINE = 16
 
+_EXEMPT = 'do_wd', 'force_train'                                 # what fastai notes in a parameter's state
+
 
 class FlatMasters:
     """The masters of each parameter group in a few flat tensors, and the optimizer's state, too.
@@ -37,8 +39,9 @@ class FlatMasters:
         self.moved: set[nn.Parameter] = set()                    # those that were ever a view of a flat tensor
         self.blocks: list[_Block] = []
         self.alone: list[tuple[int, nn.Parameter]] = []          # with the number of its group
-        self.pattern: Any = None                                 # what the blocks were built for
-        self.lists: Any = None  # the optimizer's own parameters, while it sees the flat ones
+        self.flat_lists = L()                                    # what the optimizer steps on, by group
+        self.pattern: Any = None                                 # what they were built for
+        self.lists: Any = None                                   # the optimizer's own, while it sees the flat ones
         self.opt: Any = None  # after `moved`: an interrupt may strike in between, and `close` is called again
 
     @staticmethod
@@ -52,15 +55,22 @@ class FlatMasters:
                          "optimizer such as Adam or SGD.")
 
     def _look(self, opt):
-        store = state_of(opt)
-        return [(id(p), p.grad is not None, p.data_ptr(), id(store.get(p)), p.requires_grad, *_exemptions(opt, p))
-                for pl in opt.param_lists for p in pl]
+        "What the blocks depend on; this is asked in each step, of each parameter."
+        store, settings = state_of(opt), opt.state
+        looks = []
+        for pl in opt.param_lists:
+            for p in pl:
+                state = store.get(p)
+                given = (state if settings is store else settings.get(p)) or {}
+                looks.append((id(p), p.grad is None, p.data_ptr(), id(state), p.requires_grad,
+                              *map(given.get, _EXEMPT)))
+        return looks
 
     def _build(self, opt):
         store, alike = state_of(opt), {}
         counts = _step_counts(opt)
         fused = any(g.get('fused') for g in getattr(opt, 'opt', opt).param_groups)
-        self.blocks, self.alone = [], []
+        self.blocks, self.alone, self.pattern = [], [], None
         for group, pl in enumerate(opt.param_lists):
             for p in pl:
                 if p.grad is None: continue
@@ -78,6 +88,8 @@ class FlatMasters:
                 if len(part) == 1: self.alone.append((group, part[0]))
                 else: self.blocks.append(_Block(group, part, store))
                 self.moved.update(part if len(part) > 1 else ())
+        flat = [(b.group, b.flat) for b in self.blocks] + self.alone
+        self.flat_lists = L(L(p for g, p in flat if g == group) for group in range(len(opt.param_lists)))
 
     def step(self,
         opt: Any, # fastai's `Optimizer` or `OptimWrapper`
@@ -85,20 +97,20 @@ class FlatMasters:
     ) -> None:
         "`step()`, with the flat tensors in `opt`."
         self.opt = opt
-        if self.pattern is None or self.pattern != self._look(opt): self._build(opt)
+        anew = self.pattern is None or self.pattern != self._look(opt)
+        if anew: self._build(opt)
         store = state_of(opt)
         self.lists = opt.param_lists
         try:
             for b in self.blocks:
                 b.gather()
                 store[b.flat] = b.state
-            flat = [(b.group, b.flat) for b in self.blocks] + self.alone
-            opt.param_lists = L(L(p for g, p in flat if g == group) for group in range(len(self.lists)))
+            opt.param_lists = self.flat_lists
             step()
         finally:
             self.restore()
         for b in self.blocks: b.share(store)
-        self.pattern = self._look(opt)
+        if anew: self.pattern = self._look(opt)
 
     def restore(self) -> None:
         "Give the optimizer its own parameters back; may be interrupted and called again."
@@ -172,7 +184,7 @@ class _Block:
                 self.shared[k] = v
 
 
-def _exemptions(opt, p): return tuple(opt.state.get(p, {}).get(k) for k in ('do_wd', 'force_train'))
+def _exemptions(opt, p): return tuple(map(opt.state.get(p, {}).get, _EXEMPT))
 
 
 def _step_counts(opt: Any) -> dict[int, float]: # By the id of the tensor
@@ -209,11 +221,14 @@ def _place(p: nn.Parameter) -> int:
 
 
 def _parts(params: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    "`params` in lists of at most `BLOCK` elements; a larger one by itself."
+    "`params` in lists of at most `BLOCK` elements; one as large as that by itself."
     part: list[nn.Parameter] = []
     size = 0
     for p in params:
-        if part and size + _place(p) > BLOCK:
+        if _place(p) >= BLOCK:                                   # the small ones around it still go together
+            yield [p]
+            continue
+        if size + _place(p) > BLOCK:
             yield part
             part, size = [], 0
         part.append(p)

@@ -115,7 +115,7 @@ def test_a_compiled_model_stays_compiled(speeds, in_place):
 def test_an_interrupt_from_the_keyboard(speeds):
     "A real signal, while the report runs and while copies are trained."
     import signal, threading
-    import torch._dynamo                                         # a first import of it swallows interrupts
+    import torch._dynamo  # noqa: F401, a first import of it swallows interrupts
     class Waits(nn.Linear):
         def forward(self, x): return super().forward(x) + 0 * sum(i * i for i in range(20_000))
     learn = learner(nn.Sequential(Waits(6, 4), nn.Linear(4, 1)))
