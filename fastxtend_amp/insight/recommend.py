@@ -22,8 +22,8 @@ def recommend(
 
     It pays if the median speed-up is 1.05 or more and three turns of four were faster than fp32. It trains as fp32 does
     if the mean of the last losses is finite and above fp32's by no more than two standard deviations between seeds, or
-    1 % where that is more, and the loss scale has not fallen below 1. Of two equally fast (5 %) bf16 is taken, which
-    needs no loss scaling.
+    1 % where that is more, no more than half of its steps were skipped, and the loss scale has not fallen below 1. Of
+    two equally fast (5 %) bf16 is taken, which needs no loss scaling.
     """
     base, others = table.loc['fp32'], [n for n in table.index if n != 'fp32']
     if not others: return 'fp32', 'Nothing else was asked for.'
@@ -54,6 +54,9 @@ def _against(row, tolerance) -> list[str]:
     if row['support'] in ('unsupported', 'failed'): return ['does not run here']
     found = []
     if not math.isfinite(row['loss']): found.append('its loss is not finite')
+    elif row['skipped'] > row['steps'] / 2:                        # which takes less time, and leaves the loss alone
+        found.append(f"it skipped {row['skipped']} of {row['steps']} steps, so neither its loss nor its speed tells "
+                     'anything: compare with a larger `n_steps`, or see what `learn.precision_report()` finds')
     elif row['loss difference'] > tolerance:
         skips = f" ({row['skipped']} of {row['steps']} steps skipped; a larger `n_steps` tells whether that is all)"
         found.append(f"its loss is {row['loss difference']:.2g} above fp32's, more than {tolerance:.2g}" +
@@ -61,7 +64,7 @@ def _against(row, tolerance) -> list[str]:
     if row['final scale'] < 1:
         found.append(f"its loss scale fell to {row['final scale']:.2g}: below 1 the model does not fit fp16")
     if row.get('turns', 2) < 2: return [*found, 'it was timed once, which includes warming up: too little to tell']
-    if row['speed-up'] >= _WORTH and row['speed-up q1'] > 1: return found
+    if _pays(row): return found
     how = 'not reliably faster than fp32'
     if row['speed-up'] < .95: how = 'slower than fp32'
     elif row['speed-up'] < _WORTH: how = 'no faster than fp32'
@@ -69,12 +72,15 @@ def _against(row, tolerance) -> list[str]:
     return [*found, f"{how} here ({row['speed-up']:.2f} times its speed){emulated}"]
 
 
+def _pays(row) -> bool: return row['speed-up'] >= _WORTH and row['speed-up q1'] > 1
+
+
 def _hint(table, verdicts) -> str:
     "What to know where fp32 is recommended."
     hint = ''
     if any(table['support'][n] == 'native' and table['speed-up'][n] < _WORTH for n in verdicts):
         hint = ' Low precision gains on wide layers and large batches; here its casts cost what it saves.'
-    close = [n for n, v in verdicts.items() if len(v) == 1 and table['speed-up'][n] > .95]
+    close = [n for n, v in verdicts.items() if len(v) == 1 and table['speed-up'][n] > .95 and not _pays(table.loc[n])]
     saving = {n: 1 - table['peak memory'][n] / table['peak memory']['fp32'] for n in close}
     most = max((n for n in close if saving[n] >= .2), key=lambda n: saving[n], default=None)
     if most: hint += f' {most} would take {saving[most]:.0%} less memory at about the same speed.'

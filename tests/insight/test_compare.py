@@ -346,6 +346,7 @@ def rows(**modes):
     (dict(bf16={}, fp16={'speed-up': 3., 'loss difference': .2}), 'bf16', 'its loss is 0.2 above'),
     (dict(bf16={}, fp16={'speed-up': 3., 'loss difference': float('nan')}), 'bf16', 'its loss is not finite'),
     (dict(bf16={}, fp16={'speed-up': 3., 'final scale': .5}), 'bf16', 'below 1 the model does not fit fp16'),
+    (dict(bf16={}, fp16={'speed-up': 3., 'skipped': 26}), 'bf16', 'it skipped 26 of 50 steps'),
     (dict(bf16={'speed-up': .7, 'speed-up q1': .6}), 'fp32', 'wide layers'),
     (dict(bf16={'speed-up': .3, 'speed-up q1': .2, 'support': 'emulated'}), 'fp32', 'the device only emulates it'),
     (dict(bf16={'speed-up': 1.02}), 'fp32', 'no faster than fp32'),
@@ -359,6 +360,10 @@ def test_recommendation(modes, best, said):
     recommended, reason = recommend(rows(**modes))
     assert recommended == best and said in reason
     if best != 'fp32': assert f'`learn.to_{best}()`' in reason
+
+
+def test_memory_is_no_reason_for_a_mode_that_trains_worse():
+    assert 'less memory' not in recommend(rows(bf16={'loss difference': .2, 'peak memory': 600.}))[1]
 
 
 def test_recommendation_when_fp32_itself_diverges():
