@@ -11,19 +11,40 @@ from torch import nn
 
 from .common import first_line
 from .scaling import optimizer_params
+from .scaling_args import is_number
 
-__all__ = ['ON_OVERFLOW', 'check_float64', 'check_fp16_training', 'check_overflow_args', 'strays_of']
+__all__ = ['ON_OVERFLOW', 'check_count', 'check_float64', 'check_fp16_training', 'check_overflow_args', 'check_seconds',
+           'strays_of']
 
 ON_OVERFLOW = ('warn', 'raise', 'ignore')
+
+
+def check_count(
+    name: str, # The argument's name
+    value: Any,
+    at_least: int,
+    meaning: str, # What the message adds
+) -> None:
+    "Raise a `ValueError` unless `value` is an integer of `at_least` or more."
+    if not is_number(value, Integral) or value < at_least:
+        raise ValueError(f'{name}={value!r} cannot be used: {name} must be an integer of at least {at_least}{meaning}.')
+
+
+def check_seconds(
+    max_seconds: Any,
+) -> None:
+    "Raise a `ValueError` unless this is a time."
+    if not is_number(max_seconds) or not max_seconds > 0:
+        raise ValueError(f'max_seconds={max_seconds!r} cannot be used: max_seconds must be a number of seconds above '
+                         '0, such as 60.')
 
 
 def check_overflow_args(on_overflow: str, max_skips: int) -> None:
     "Raise a `ValueError` that names the argument that cannot be used."
     if on_overflow not in ON_OVERFLOW:
         raise ValueError(f"on_overflow={on_overflow!r} cannot be used: it must be 'warn', 'raise' or 'ignore'.")
-    if not isinstance(max_skips, Integral) or isinstance(max_skips, bool) or max_skips < 1:
-        raise ValueError(f"max_skips={max_skips!r} cannot be used: it must be an integer of at least 1, the number of "
-                         "skipped steps in a row after which training counts as going wrong.")
+    check_count('max_skips', max_skips, 1,
+                ', the number of skipped steps in a row after which training counts as going wrong')
 
 
 def check_fp16_training(

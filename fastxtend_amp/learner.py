@@ -92,6 +92,12 @@ def to_amp(self: Learner, *args,
     `learn.precision_decision`, and, unless fp32 was the fastest, which has no callback, `learn.precision.decision`.
     """
     refuse_unknown(Learner.to_amp, kwargs)
+    if not isinstance(measure, bool):
+        raise TypeError(f"to_amp(measure={measure!r}): measure is True or False.\nFor a precision of your choice call "
+                        "`learn.to_bf16()` or `learn.to_fp16()`.")
+    if not measure and max_seconds != 60:
+        raise ValueError(f"to_amp(max_seconds={max_seconds!r}) is for measuring, which was not asked for.\nCall "
+                         "`to_amp(measure=True, max_seconds=...)`, or leave it out.")
     if measure:
         if args or kwargs:
             given = ', '.join([*map(repr, args), *kwargs])

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from fastai.learner import Learner
 
+from ..checks import check_seconds
 from ..mode import AMPMode, training_device
 from ..observer import ON_MEASURE
 from .batches import order_kept
@@ -56,8 +57,10 @@ def measured_choice(
     several processes each measures by itself, and all take what rank 0 found. `learn.precision_decision` holds the
     outcome.
 
-    Raises `ValueError` for an unknown mode and where `compare_precision` or `precision_report` do.
+    Raises `ValueError` for an unknown mode, `max_seconds` not above 0, and where `compare_precision` or
+    `precision_report` do.
     """
+    check_seconds(max_seconds)
     start = time.perf_counter()
     choices = default_choices(training_device(learn)) if modes is None else choices_from(modes)
     choices, refused = _with_modules_kept(learn, choices, max_seconds)

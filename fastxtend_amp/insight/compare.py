@@ -4,7 +4,6 @@ from __future__ import annotations
 import math, random, re, time, warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -13,9 +12,9 @@ from fastai.callback.core import Callback, TrainEvalCallback
 from fastai.learner import Learner
 
 from ..callback import PRECISION_CALLBACKS
+from ..checks import check_count, check_seconds
 from ..common import first_line, random_state, random_state_kept, set_random_state
 from ..mode import mode_support, training_device
-from ..scaling_args import is_number
 from .advice import precision_call
 from .batches import Batches
 from .choices import PrecisionChoice, choices_from, use_choice
@@ -63,10 +62,9 @@ def compare(learn: Learner, modes: Any, n_steps: int, *, lr: Any = None, n_seeds
             cbs: Sequence[Callback] | None = None) -> PrecisionComparison:
     "See `Learner.compare_precision`."
     choices = choices_from(modes)
-    _check('n_steps', n_steps, is_number(n_steps, Integral) and n_steps >= 1, 'an integer of at least 1, such as 50')
-    _check('n_seeds', n_seeds, is_number(n_seeds, Integral) and n_seeds >= 0, 'an integer of at least 0, such as 3')
-    is_time = is_number(max_seconds) and max_seconds > 0
-    _check('max_seconds', max_seconds, is_time, 'a number of seconds above 0, such as 60')
+    check_count('n_steps', n_steps, 1, ', such as 50')
+    check_count('n_seeds', n_seeds, 0, ', such as 3')
+    check_seconds(max_seconds)
     if cbs is not None and (strangers := [cb for cb in cbs if cb not in list(learn.cbs)]):
         are = 'is' if len(strangers) == 1 else 'are'
         raise ValueError(f"cbs={list(cbs)!r} cannot be used: {strangers} {are} not among the learner's callbacks. "
@@ -77,10 +75,6 @@ def compare(learn: Learner, modes: Any, n_steps: int, *, lr: Any = None, n_seeds
     with _globals_kept(), warnings.catch_warnings():           # of copies: the table says so
         for said in _OF_COPIES: warnings.filterwarnings('ignore', message=said)
         return _Comparison(learn, choices, n_steps, lr, n_seeds, max_seconds, cbs).run()
-
-
-def _check(name, value, ok, allowed):
-    if not ok: raise ValueError(f"{name}={value!r} cannot be used: {name} must be {allowed}.")
 
 
 @contextmanager

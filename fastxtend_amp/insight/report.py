@@ -4,7 +4,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from functools import partial
-from numbers import Integral, Real
 from typing import Any
 
 import pandas as pd
@@ -12,6 +11,7 @@ import torch
 from fastai.learner import Learner
 from torch import nn
 
+from ..checks import check_count, check_seconds
 from ..convert import HALF
 from ..fp32_modules import Fp32Forward, unwrapped
 from ..mode import AMPMode, model_device
@@ -135,11 +135,8 @@ def report(
 ) -> PrecisionReport:
     "See `Learner.precision_report`."
     modes = check_modes(modes)
-    if not isinstance(n_batches, Integral) or isinstance(n_batches, bool) or n_batches < 1:
-        raise ValueError(f"n_batches={n_batches!r} cannot be used: it must be an integer of at least 1.")
-    if not isinstance(max_seconds, Real) or isinstance(max_seconds, bool) or not max_seconds > 0:
-        raise ValueError(f"max_seconds={max_seconds!r} cannot be used: it must be a number of seconds above 0, such as "
-                         "60.")
+    check_count('n_batches', n_batches, 1, ', such as 1')
+    check_seconds(max_seconds)
     check_model(learn.model, 'precision_report')
     model, dl = unwrapped(learn.model), own_dl(learn.dls.train if dl is None else dl)
     _refuse_half(model)

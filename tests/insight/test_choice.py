@@ -164,4 +164,8 @@ def test_to_amp_measures_when_asked(speeds, capsys):
     assert learn.precision.decision.mode == 'bf16' and capsys.readouterr().out.startswith('bf16: ')
     with pytest.raises(ValueError, match='(?s)measure=True.*init_scale.*the call that it prints'):
         learn.to_amp(measure=True, init_scale=8.)
+    with pytest.raises(ValueError, match='max_seconds=-1 cannot be used'): learn.to_amp(measure=True, max_seconds=-1)
+    with pytest.raises(ValueError, match=r'(?s)max_seconds=9\).*measure=True'): learn.to_amp(max_seconds=9)
+    with pytest.raises(TypeError, match="(?s)measure='yes'.*True or False"): learn.to_amp(measure='yes')
+    assert learn.precision.mode == 'bf16'
     assert learn.to_amp().precision.amp_mode == 'auto'
