@@ -18,6 +18,7 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -57,6 +58,11 @@ class AutocastState:
         torch.set_autocast_dtype(self.device_type, self.dtype)
         torch.set_autocast_cache_enabled(self.cache)
         torch.clear_autocast_cache()
+
+    # As a context around `torch.autocast`, it restores the state after an exception.
+    def __enter__(self) -> AutocastState: return self
+    def __exit__(self, kind: Any, *args) -> None:
+        if kind is not None: self.restore()
 
 
 def keeps_casts() -> bool:
@@ -379,18 +385,50 @@ def watch_operators(
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             return handle(_operator(func), args, kwargs or {})
+        def __exit__(self, kind, *args):
+            try: super().__exit__(kind, *args)
+            except Exception:                                    # an interrupt in `operators_unwatched` has left it
+                if kind is None: raise
     return Watch()
 
 
-def operators_unwatched() -> AbstractContextManager:
+class EnteredModes:
+    """The `TorchFunctionMode`s and `TorchDispatchMode`s that this thread is in when this is built.
+
+    Relies on `torch.overrides._get_current_function_mode_stack` (PyTorch 2.1) and
+    `torch.utils._python_dispatch._get_current_dispatch_mode_stack` (2.0). Where one is gone, a mode that an interrupt
+    has left entered stays so.
+    """
+    def __init__(self): self.depths = [len(stack()) for stack in self._stacks()]
+
+    @staticmethod
+    def _stacks() -> list[Callable[[], list]]:
+        names = '_get_current_function_mode_stack', '_get_current_dispatch_mode_stack'
+        return [getattr(module, name, list) for module, name in zip((torch.overrides, _python_dispatch), names)]
+
+    def leave_others(self) -> None:
+        "Leave what was entered since then; can be called again."
+        for stack, depth in zip(self._stacks(), self.depths):
+            while len(stack()) > depth:
+                try: stack()[-1].__exit__(None, None, None)
+                except IndexError: _python_dispatch._pop_mode()  # it was interrupted in leaving, past its own notes
+
+
+class operators_unwatched:
     """What runs inside is not seen by `watch_operators`.
 
-    Relies on `torch.utils._python_dispatch._disable_current_modes` (PyTorch 2.0). Where that is gone `handle` sees
-    operators that run inside, too, which takes time and changes nothing.
+    Relies on `_len_torch_dispatch_stack`, `_pop_mode` and `_push_mode` of torch.utils._python_dispatch (seen in 2.9 to
+    2.15). Where one is gone `handle` sees operators that run inside, too, which takes time and changes nothing. Not
+    PyTorch's own context for this, a generator: after an interrupt it would enter the modes again at some later time.
     """
-    try: from torch.utils._python_dispatch import _disable_current_modes
-    except ImportError: return nullcontext()
-    return _disable_current_modes()
+    _names = '_len_torch_dispatch_stack', '_pop_mode', '_push_mode'
+    def __enter__(self) -> None:
+        self.modes: list[Any] = []
+        if all(hasattr(_python_dispatch, name) for name in self._names):
+            while _python_dispatch._len_torch_dispatch_stack(): self.modes.append(_python_dispatch._pop_mode())
+
+    def __exit__(self, *args) -> None:
+        while self.modes: _python_dispatch._push_mode(self.modes.pop())
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from .common import first_line
+from .compat import AutocastState
 
 __all__ = ['AMPMode', 'precision_support']
 
@@ -156,7 +157,7 @@ def _autocast_refusal(mode: AMPMode, device_type: str) -> str | None:
     with warnings.catch_warnings(record=True) as caught:         # it refuses by a warning and stays off, or by an error
         warnings.simplefilter('always')
         try:
-            with torch.autocast(device_type, dtype=mode.dtype):
+            with AutocastState(device_type), torch.autocast(device_type, dtype=mode.dtype):
                 if torch.is_autocast_enabled(device_type): return None
         except (RuntimeError, AssertionError) as e: return first_line(e)
     return ' '.join(str(w.message).splitlines()[0] for w in caught)
@@ -210,7 +211,7 @@ def refused_layer(kind: type[nn.Module], mode: AMPMode) -> str | None:
     """
     def failure(enabled):
         autocast = torch.autocast('cpu', dtype=mode.dtype, enabled=enabled)
-        with torch.random.fork_rng(devices=[]), torch.enable_grad(), autocast:
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), AutocastState('cpu'), autocast:
             try: kind(2, 2, device='cpu')(torch.zeros(1, 1, 2, device='cpu'))[0].float().sum().backward()
             except RuntimeError as e: return first_line(e)
     why = failure(True)

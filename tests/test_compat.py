@@ -279,8 +279,25 @@ def test_operators_unwatched(monkeypatch):
         with compat.operators_unwatched(): torch.ones(2).exp()
         return torch.ones(2).log()
     assert run_watched(f)[0][-1] == 'log' and 'exp' not in run_watched(f)[0]
-    monkeypatch.delattr('torch.utils._python_dispatch._disable_current_modes')
+    monkeypatch.delattr('torch.utils._python_dispatch._len_torch_dispatch_stack')
     assert 'exp' in run_watched(f)[0]                            # seen, and no harm done
+
+
+def test_EnteredModes(monkeypatch):
+    from torch.overrides import BaseTorchFunctionMode
+    def handle(op, args, kwargs): return op.call(*args, **kwargs)
+    def entered(): return [len(stack()) for stack in compat.EnteredModes._stacks()]
+    with BaseTorchFunctionMode():
+        modes, before = compat.EnteredModes(), entered()
+        compat.watch_operators(handle).__enter__()
+        BaseTorchFunctionMode().__enter__()
+        assert [n - m for n, m in zip(entered(), before)] == [1, 1]
+        modes.leave_others()
+        modes.leave_others()
+        assert entered() == before
+    monkeypatch.delattr('torch.overrides._get_current_function_mode_stack')
+    monkeypatch.delattr('torch.utils._python_dispatch._get_current_dispatch_mode_stack')
+    compat.EnteredModes().leave_others()                         # nothing is known, and nothing left
 
 
 def test_no_reentrant_checkpoints():

@@ -17,6 +17,7 @@ from .choices import PrecisionChoice, choices_from, default_choices, use_choice
 from .compare import compare
 from .comparison import PrecisionComparison
 from .report import report
+from .restore import modes_kept
 from .watch import several_processes
 
 __all__ = ['PrecisionDecision', 'decision_of', 'measured_choice']
@@ -42,6 +43,7 @@ class PrecisionDecision:
                                       f'without measuring: `{self.call}`.')
 
 
+@modes_kept
 def measured_choice(
     learn: Learner, # Comes out with the chosen precision set
     max_seconds: float = 60., # For all of it

@@ -23,6 +23,7 @@ from .memory import free_memory, learner_bytes
 from .phases import StepClock, page_faults
 from .progress import Progress
 from .recommend import fused_name
+from .restore import modes_kept
 from .run import check_model
 from .statistics import tensors
 from .trial import runs_in_steps, takes_part, trial_learner
@@ -58,6 +59,7 @@ class Run:
         self.done = support == 'unsupported'
 
 
+@modes_kept
 def compare(learn: Learner, modes: Any, n_steps: int, *, lr: Any = None, n_seeds: int = 3, max_seconds: float = 60.,
             cbs: Sequence[Callback] | None = None) -> PrecisionComparison:
     "See `Learner.compare_precision`."

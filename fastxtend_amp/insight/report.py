@@ -19,7 +19,7 @@ from .advice import as_html, fastest_mode, kept_modules, precision_call
 from .batches import order_kept, own_dl
 from .examination import Examination, rows_of
 from .progress import Progress
-from .restore import run_undone
+from .restore import modes_kept, run_undone
 from .run import Task, after_pred, check_model, local_statistics
 from .samples import draw_batches, n_samples
 from .statistics import Seen, tensors
@@ -126,6 +126,7 @@ def short_table(table: pd.DataFrame) -> pd.DataFrame:
     return out
 
 
+@modes_kept
 def report(
     learn: Learner,
     modes: Iterable[str | AMPMode] = ('bf16', 'fp16'),

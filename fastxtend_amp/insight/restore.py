@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import numpy as np
@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 from ..common import random_state_kept
-from ..compat import is_uninitialized
+from ..compat import AutocastState, EnteredModes, is_uninitialized
 from ..convert import without_repeats
+from ..mode import autocast_available, training_device
 
-__all__ = ['ModuleState', 'effects_undone', 'modules_in', 'run_undone']
+__all__ = ['ModuleState', 'effects_undone', 'modes_kept', 'modules_in', 'run_undone']
 
 
 def modules_in(function: Any) -> list[nn.Module]:
@@ -98,6 +99,37 @@ class ModuleState:
             content = [getattr(value, f.name, None) for f in fields(value)]
             self._undo.append(partial(_refill, vars(value), dict(vars(value))))
         for part in content: self._keep(part)
+
+
+class Modes:
+    "The grad mode, autocast's state and the modes entered, which an interrupt may leave changed."
+    def __init__(self, device: torch.device): # That autocast may be on for
+        self.grad_mode, self.entered = torch.is_grad_enabled(), EnteredModes()
+        self.autocast = AutocastState(device.type) if autocast_available(device.type) else None
+
+    def restore(self) -> None:
+        "Put them back; can be called again."
+        self.entered.leave_others()
+        torch.set_grad_enabled(self.grad_mode)
+        if self.autocast is not None: self.autocast.restore()
+
+
+def modes_kept(
+    f: Callable, # Takes a learner first
+) -> Callable:
+    """Decorator: an exception leaves grad mode, autocast and entered modes as they were.
+
+    No context manager: an interrupt may strike between its `__enter__` and the block it stands before, or in its
+    `__exit__`. Here one that strikes in the clean-up has it run once more.
+    """
+    @wraps(f)
+    def kept(learn, *args, **kwargs):
+        modes = Modes(training_device(learn))
+        try:
+            try: return f(learn, *args, **kwargs)
+            except BaseException: modes.restore(); raise
+        except BaseException: modes.restore(); raise
+    return kept
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 "A batch forward and backward outside the training loop, as the report and the diagnosis run it."
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -44,20 +44,29 @@ def check_model(
                          "Run the model once before, as in `learn.model(*learn.dls.one_batch()[:1])`.")
 
 
-@contextmanager
-def plain_pass(
-    device_type: str,
-    mode: AMPMode | None = None, # fp32 if None
-) -> Iterator[None]:
+class plain_pass:
     """A forward or backward pass outside the training loop, in fp32 or under autocast in `mode`.
 
     What was compiled in place runs as it was written: hooks would not fire inside a compiled graph.
+    No generator, which after an interrupt would leave autocast at some later time.
     """
-    eager: Any = torch.compiler.set_stance('force_eager') if hasattr(torch.compiler, 'set_stance') else nullcontext()
-    # Without the cache of casts: inside a batch it holds those of another mode.
-    autocast: Any = nullcontext() if mode is None else torch.autocast(device_type, mode.dtype, cache_enabled=False)
-    with torch.autocast(device_type, enabled=False), torch.enable_grad(), eager, no_reentrant_checkpoints(), autocast:
-        yield
+    def __init__(self,
+        device_type: str,
+        mode: AMPMode | None = None, # fp32 if None
+    ):
+        self.device_type, self.mode, self.stack = device_type, mode, ExitStack()
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            stack.enter_context(torch.autocast(self.device_type, enabled=False))
+            stack.enter_context(torch.enable_grad())
+            if hasattr(torch.compiler, 'set_stance'): stack.enter_context(torch.compiler.set_stance('force_eager'))
+            stack.enter_context(no_reentrant_checkpoints())
+            if self.mode is not None:                            # without the cache: it may hold another mode's casts
+                stack.enter_context(torch.autocast(self.device_type, self.mode.dtype, cache_enabled=False))
+            self.stack = stack.pop_all()
+
+    def __exit__(self, *error) -> bool | None: return self.stack.__exit__(*error)
 
 
 class local_statistics:

@@ -137,7 +137,7 @@ class Tracer:
         if in_function_transform():                              # vmap's tensors cannot be looked at
             self._note(name, module, type(module).__name__)
             return
-        with self._silence():
+        with _Silence(self):
             call = self._open(name, module, type(module).__name__, (args, kwargs))
             if self._compared(name, module): call.expected = self._in_fp32(module, [module], args, kwargs)
         self.stack.append(call)
@@ -148,19 +148,11 @@ class Tracer:
         if at is None: return
         call = self.stack[at]
         del self.stack[at:]                                      # those inside that an exception ended, too
-        with self._silence(): self._close(call, output)
+        with _Silence(self): self._close(call, output)
 
     def _compared(self, name, module):
         if self.mode is None or (self.only is not None and name not in self.only): return False
         return name == LOSS or self.selected(module, name)
-
-    @contextmanager
-    def _silence(self):
-        "What runs inside is not the model's own doing."
-        self._silent = True
-        try:
-            with operators_unwatched(): yield
-        finally: self._silent = False
 
     def _note(self, name, module, kind):
         if name not in self.seen:
@@ -227,17 +219,28 @@ class Tracer:
     def _loss(self, pred, yb):
         f, args = self.task.loss_func, (pred, *yb)
         kind = type(f).__name__ if not hasattr(f, '__name__') else f.__name__
-        with self._silence():
+        with _Silence(self):
             call = self._open(LOSS, f, kind, args)
             if self._compared(LOSS, f): call.expected = self._in_fp32(f, modules_in(f), args, {})
         self.stack.append(call)
         loss = f(*args)
-        with self._silence(): self._close(self.stack.pop(), loss)
+        with _Silence(self): self._close(self.stack.pop(), loss)
         return loss
 
 
 def _own_parameters(module: Any) -> Iterator[nn.Parameter]:
     return module.parameters(recurse=False) if isinstance(module, nn.Module) else iter(())
+
+
+class _Silence:
+    "What runs inside is not the model's own doing."
+    def __init__(self, tracer: Tracer): self.tracer, self.unwatched = tracer, operators_unwatched()
+    def __enter__(self):
+        self.tracer._silent = True
+        self.unwatched.__enter__()
+    def __exit__(self, *error):
+        self.unwatched.__exit__(*error)
+        self.tracer._silent = False
 
 
 class WideCopies:

@@ -1,5 +1,5 @@
 "Running a model inside `run_undone` changes nothing that outlives it, and nothing else is touched."
-import random
+import random, sys
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -8,6 +8,8 @@ from fastai.losses import CrossEntropyLossFlat
 from torch import nn
 from torch.nn.utils import parametrizations
 
+from fastxtend_amp import compat
+from fastxtend_amp.insight import choice
 from fastxtend_amp.insight.restore import ModuleState, modules_in, run_undone
 from helpers import Attentive, autocast_state, learner, mlp
 
@@ -158,3 +160,40 @@ def test_a_graph_made_before_can_still_be_run_backward():
     with run_undone(model): model(x).sum().backward()
     loss.backward()
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters()))
+
+
+CONTEXTS = 'autocast_mode.py', 'contextlib.py', 'grad_mode.py', '_python_dispatch.py', 'overrides.py'
+
+
+def interrupted(f, at):
+    "Run `f`; at the `at`-th line in the files of `CONTEXTS` comes an interrupt. Gives the number of those lines."
+    n = 0
+    def line(frame, event, arg):
+        nonlocal n
+        n += event in ('line', 'return')
+        if n != at: return line
+        sys.settrace(None)
+        raise KeyboardInterrupt
+    sys.settrace(lambda frame, event, arg: line if frame.f_code.co_filename.endswith(CONTEXTS) else None)
+    try: f()
+    finally: sys.settrace(None)
+    return n
+
+
+@pytest.mark.parametrize('call', [
+    lambda l: l.precision_report('bf16'), lambda l: l.compare_precision('bf16', n_steps=2, n_seeds=0),
+    lambda l: l.to_amp(measure=True)], ids=['report', 'comparison', 'choice'])
+def test_an_interrupt_wherever_contexts_are_entered_and_left(call, monkeypatch):
+    "Autocast, grad mode and what watches the operators are as before; an interrupt is never taken for something else."
+    def modes():
+        entered = [len(stack()) for stack in compat.EnteredModes._stacks()]
+        return autocast_state(), torch.is_grad_enabled(), entered
+    monkeypatch.setattr(choice.measured_choice.__wrapped__, '__kwdefaults__', {'modes': ('fp32', 'bf16'), 'n_steps': 2})
+    before, draw = modes(), random.Random(0)
+    call(learner())                                              # what is looked up once
+    learn = learner()
+    lines = interrupted(lambda: call(learn), 0)
+    for at in draw.sample(range(1, lines * 4 // 5), 40):
+        learn = learner()
+        with pytest.raises(KeyboardInterrupt): interrupted(lambda: call(learn), at)
+        assert modes() == before, at
