@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from .common import first_line
+from .convert import is_half
 from .scaling import optimizer_params
 from .scaling_args import is_number
 
 __all__ = ['ON_OVERFLOW', 'check_count', 'check_float64', 'check_fp16_training', 'check_overflow_args', 'check_seconds',
-           'strays_of']
+           'half_parameters_of', 'strays_of']
 
 ON_OVERFLOW = ('warn', 'raise', 'ignore')
 
@@ -60,6 +61,13 @@ def check_fp16_training(
         raise ValueError(f"{type(getattr(opt, 'opt', opt)).__name__} needs a closure for its step, which GradScaler "
                          "does not support.\n"
                          "Use `learn.to_bf16()` or `learn.to_fp32()`, or another optimizer.")
+
+
+def half_parameters_of(
+    model: nn.Module, # The model to train
+) -> list[str]: # Names
+    "Parameters to be trained that are in half precision themselves: small updates to them are rounded away."
+    return [n for n, p in model.named_parameters() if p.requires_grad and is_half(p)]
 
 
 def strays_of(

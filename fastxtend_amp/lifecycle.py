@@ -12,7 +12,7 @@ from fastai.callback.core import (CancelBackwardException, CancelBatchException,
                                   CancelFitException, CancelStepException, CancelTrainException, CancelValidException)
 from torch import nn
 
-from .checks import check_float64, check_fp16_training, strays_of
+from .checks import check_float64, check_fp16_training, half_parameters_of, strays_of
 from .common import warn_user
 from .compat import AutocastState
 from .convert import release_graphs
@@ -191,8 +191,13 @@ class Lifecycle:
         else: warn_user(f"amp_mode='auto': device '{fit.device}' does neither bf16 nor fp16 natively, so training "
                         "runs in fp32.\n"
                         "`precision_support()` says why; `learn.to_fp32()` is silent.")
-        if not self._scaling.scaler.is_enabled(): return
-        check_fp16_training(self._learn.model, self._learn.opt)
+        scaled = self._scaling.scaler.is_enabled()
+        if scaled: check_fp16_training(self._learn.model, self._learn.opt)
+        if half := half_parameters_of(self._learn.model):
+            warn_user(f"{len(half)} parameters to be trained are in half precision themselves, such as '{half[0]}': "
+                      "small updates to them are rounded away.\n"
+                      "Call `learn.model.float()` first: autocast itself casts what can run in half precision.")
+        if not scaled: return
         if strays := strays_of(self._learn.model, self._learn.opt):
             warn_user(f"{len(strays)} parameters to be trained are not in `learn.opt`, such as '{strays[0]}': in fp16 "
                       "their gradients stay multiplied by the loss scale.\nAn optimizer of your own for them would "

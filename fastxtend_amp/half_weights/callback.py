@@ -168,8 +168,8 @@ class HalfWeights(MixedPrecision):
         self._copies.leave(keep=bool(self._accumulating) if self.learn.training else self._undisturbed)
 
     def _check_training(self):
-        super()._check_training()
         check_model(self.learn.model, self.learn.opt)
+        super()._check_training()
         if self.flat_master: FlatMasters.check(self.learn.opt)
         if not self.master_weights and isinstance(self.learn.model, nn.parallel.DistributedDataParallel):
             raise ValueError("master_weights=False cannot be used with DistributedDataParallel, which would not "
