@@ -399,19 +399,20 @@ class EnteredModes:
     `torch.utils._python_dispatch._get_current_dispatch_mode_stack` (2.0). Where one is gone, a mode that an interrupt
     has left entered stays so.
     """
-    def __init__(self): self.depths = [len(stack()) for stack in self._stacks()]
+    def __init__(self): self.before = [stack() for stack in self._stacks()]
 
     @staticmethod
     def _stacks() -> list[Callable[[], list]]:
         names = '_get_current_function_mode_stack', '_get_current_dispatch_mode_stack'
         return [getattr(module, name, list) for module, name in zip((torch.overrides, _python_dispatch), names)]
 
-    def leave_others(self) -> None:
-        "Leave what was entered since then; can be called again."
-        for stack, depth in zip(self._stacks(), self.depths):
-            while len(stack()) > depth:
+    def restore(self) -> None:
+        "Leave what was entered since then, enter again what was left; can be called again."
+        for module, stack, before in zip((torch.overrides, _python_dispatch), self._stacks(), self.before):
+            while len(stack()) > len(before):
                 try: stack()[-1].__exit__(None, None, None)
                 except IndexError: _python_dispatch._pop_mode()  # it was interrupted in leaving, past its own notes
+            for mode in before[len(stack()):]: module._push_mode(mode)   # by an interrupt in `operators_unwatched`
 
 
 class operators_unwatched:

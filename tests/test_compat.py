@@ -292,12 +292,17 @@ def test_EnteredModes(monkeypatch):
         compat.watch_operators(handle).__enter__()
         BaseTorchFunctionMode().__enter__()
         assert [n - m for n, m in zip(entered(), before)] == [1, 1]
-        modes.leave_others()
-        modes.leave_others()
+        modes.restore()
+        modes.restore()
         assert entered() == before
+        with compat.watch_operators(handle):
+            modes, before = compat.EnteredModes(), entered()
+            compat.operators_unwatched().__enter__()
+            modes.restore()
+            assert entered() == before
     monkeypatch.delattr('torch.overrides._get_current_function_mode_stack')
     monkeypatch.delattr('torch.utils._python_dispatch._get_current_dispatch_mode_stack')
-    compat.EnteredModes().leave_others()                         # nothing is known, and nothing left
+    compat.EnteredModes().restore()                         # nothing is known, and nothing left
 
 
 def test_no_reentrant_checkpoints():

@@ -1,6 +1,7 @@
 "Flat masters: the optimizer steps on a few large tensors instead of one for each parameter."
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -57,7 +58,7 @@ class FlatMasters:
     def _look(self, opt):
         "What the blocks depend on; this is asked in each step, of each parameter."
         store, settings = state_of(opt), opt.state
-        looks = []
+        looks: list[tuple] = [(id(opt), *map(len, opt.param_lists))]
         for pl in opt.param_lists:
             for p in pl:
                 state = store.get(p)
@@ -67,7 +68,7 @@ class FlatMasters:
         return looks
 
     def _build(self, opt):
-        store, alike = state_of(opt), {}
+        store, alike, owned = state_of(opt), {}, self._own_memory(opt)
         counts = _step_counts(opt)
         fused = any(g.get('fused') for g in getattr(opt, 'opt', opt).param_groups)
         self.blocks, self.alone, self.pattern = [], [], None
@@ -78,26 +79,35 @@ class FlatMasters:
                     raise ValueError("flat_master=True cannot be used with sparse gradients (a parameter of shape "
                                      f"{tuple(p.shape)} has them). Use `learn.to_half_weights(flat_master=False)`.")
                 broken = fused and p.device.type == 'cpu' and p.numel() % LINE
-                if broken or not p.is_contiguous():              # or in another memory format
+                # Without a dimension its state cannot be told from a step count; not contiguous: another memory format.
+                if broken or not p.dim() or not p.is_contiguous() or id(p) not in owned:
                     self.alone.append((group, p))
                     continue
                 key = group, p.device, p.dtype, p.requires_grad, _exemptions(opt, p), _fixed_state(opt, p, counts)
                 alike.setdefault(key, []).append(p)
         for (group, *_), params in alike.items():
             for part in _parts(params):
-                if len(part) == 1: self.alone.append((group, part[0]))
-                else: self.blocks.append(_Block(group, part, store))
-                self.moved.update(part if len(part) > 1 else ())
+                if len(part) == 1:
+                    self.alone.append((group, part[0]))
+                    continue
+                self.moved.update(part)                          # before: an interrupt may strike in between
+                self.blocks.append(_Block(group, part, store))
         flat = [(b.group, b.flat) for b in self.blocks] + self.alone
         self.flat_lists = L(L(p for g, p in flat if g == group) for group in range(len(opt.param_lists)))
+
+    def _own_memory(self, opt: Any) -> set[int]: # Ids
+        "The parameters that are once in the optimizer, and share no memory with another one."
+        params = [p for pl in opt.param_lists for p in pl]
+        times = Counter(_address(p) for p in params)
+        return {id(p) for p in params if times[_address(p)] == 1 and (p in self.moved or _has_storage_of_its_own(p))}
 
     def step(self,
         opt: Any, # fastai's `Optimizer` or `OptimWrapper`
         step: Callable, # Takes the step
     ) -> None:
         "`step()`, with the flat tensors in `opt`."
-        self.opt = opt
         anew = self.pattern is None or self.pattern != self._look(opt)
+        self.opt = opt
         if anew: self._build(opt)
         store = state_of(opt)
         self.lists = opt.param_lists
@@ -109,7 +119,7 @@ class FlatMasters:
             step()
         finally:
             self.restore()
-        for b in self.blocks: b.share(store)
+            for b in self.blocks: b.share(store)                 # also of a step that an exception has ended
         if anew: self.pattern = self._look(opt)
 
     def restore(self) -> None:
@@ -139,14 +149,15 @@ class _Block:
         self.group, self.params = group, params
         # Each begins at a cache line: kernels that compute with a weight may round differently elsewhere.
         self.sizes = [_place(p) for p in params]
-        self.flat = nn.Parameter(self._join([p.data for p in params]))
+        self.memory = self._join([p.data for p in params])       # which the parameters become views of
+        self.flat = nn.Parameter(self.memory)
         states = [store.get(p, {}) for p in params]
         self.state: dict[str, Any] = {}
         for k, v in states[0].items():
             if _like(v, params[0]): v = self._join([s[k] for s in states])
             elif isinstance(v, torch.Tensor): v = v.clone()
             self.state[k] = v
-        for p, view in zip(params, self.parts(self.flat.data)): p.data = view
+        for p, view in zip(params, self.parts(self.memory)): p.data = view
         self.shared: dict[str, torch.Tensor] = {}  # the flat state that the parameters have their parts of
 
     def parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -170,18 +181,21 @@ class _Block:
         self.flat.grad = flat
 
     def share(self, store: dict) -> None:
-        "Hand each parameter its part of the state."
+        "Hand each parameter its part of the state, all at once: an interrupt leaves none with half of it."
+        if self.flat.data_ptr() != self.memory.data_ptr():       # the optimizer has put other memory under it
+            self.flat.data = self.memory.copy_(self.flat.data)
         states = [store.setdefault(p, {}) for p in self.params]
+        new: list[dict[str, Any]] = [{} for _ in states]
         for k, v in self.state.items():
             if not isinstance(v, torch.Tensor):
-                for s in states: s[k] = v
+                for n in new: n[k] = v
             elif not _like(v, self.flat):  # each has one of its own, which is counted up by itself later
-                for s in states:
-                    if k not in s: s[k] = v.clone()
-                copy_all([s[k] for s in states], [v] * len(states))
+                for s, n in zip(states, new): n[k] = s[k] if k in s else v.clone()
+                copy_all([n[k] for n in new], [v] * len(new))
             elif self.shared.get(k) is not v:
-                for s, part in zip(states, self.parts(v)): s[k] = part
-                self.shared[k] = v
+                for n, part in zip(new, self.parts(v)): n[k] = part
+        for s, n in zip(states, new): s.update(n)
+        self.shared = {k: v for k, v in self.state.items() if isinstance(v, torch.Tensor)}
 
 
 def _exemptions(opt, p): return tuple(map(opt.state.get(p, {}).get, _EXEMPT))
@@ -213,6 +227,14 @@ def _fixed_state(opt: Any, p: nn.Parameter, counts: dict[int, float]) -> tuple:
                              f"state '{k}' of shape {tuple(v.shape)} belongs to a whole parameter of shape "
                              f"{tuple(p.shape)}, not to its elements. Use `learn.to_half_weights(flat_master=False)`.")
     return tuple(fixed)
+
+
+def _address(p: nn.Parameter) -> int: return p.data_ptr() or id(p)
+
+
+def _has_storage_of_its_own(p: nn.Parameter) -> bool:
+    try: return p.untyped_storage().nbytes() == p.numel() * p.element_size()
+    except (NotImplementedError, RuntimeError): return True      # a device without memory to look at
 
 
 def _place(p: nn.Parameter) -> int:

@@ -109,7 +109,7 @@ class Modes:
 
     def restore(self) -> None:
         "Put them back; can be called again."
-        self.entered.leave_others()
+        self.entered.restore()
         torch.set_grad_enabled(self.grad_mode)
         if self.autocast is not None: self.autocast.restore()
 
