@@ -147,3 +147,74 @@ def test_an_interrupt_while_flat_masters_are_forgotten():
         flat.stop = None
         flat.close()
         assert flat.opt is None and not flat.moved
+
+
+# -- what a step meets that is not as it was
+
+class Scalars(nn.Module):
+    "Two parameters without dimensions, with equal gradients, and a tied pair by memory."
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.tensor(.5)), nn.Parameter(torch.tensor(.5))
+        torch.manual_seed(0)
+        self.one, self.two, self.out = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 1)
+        self.two.weight.data = self.one.weight.data
+    def forward(self, x): return self.out(self.two(self.one(x))) * (self.a + self.b)
+
+
+class Replaces(torch.optim.SGD):
+    "Puts other memory under each parameter."
+    def step(self, closure=None):
+        for g in self.param_groups:
+            for p in g['params']:
+                if p.grad is not None: p.data = p.data - g['lr'] * p.grad
+
+
+def regrouped(l):
+    if l.train_iter == 3: l.opt.param_lists[0].append(l.opt.param_lists[1].pop(0))
+
+
+def two_groups(m): return [[*m[:2].parameters()], [*m[2:].parameters()]]
+
+
+@pytest.mark.parametrize('opt', [Adam, SGD, partial(OptimWrapper, opt=torch.optim.AdamW)], ids=['adam', 'sgd', 'adamw'])
+def test_scalars_and_weights_that_share_memory(opt):
+    a, b = learner(Scalars(), opt_func=opt).to_bf16(), learner(Scalars(), opt_func=opt).to_half_weights(flat_master=True)
+    for l in (a, b): l.fit(1, .01); l.fit(1, .01)
+    assert same(params(a), params(b)) and b.model.two.weight.data_ptr() == b.model.one.weight.data_ptr()
+
+
+def test_an_optimizer_that_puts_other_memory_under_parameters():
+    opt = partial(OptimWrapper, opt=Replaces)
+    a, b = learner(opt_func=opt).to_bf16(), learner(opt_func=opt).to_half_weights(flat_master=True)
+    for l in (a, b): l.fit(2, .01)
+    assert same(params(a), params(b))
+
+
+@pytest.mark.parametrize('opt', [Adam, SGD], ids=['adam', 'sgd'])
+def test_groups_that_change_in_a_fit(opt):
+    def trained(**kwargs):
+        cb = At('after_batch', lambda l: l.training and regrouped(l), order=40)
+        return learner(opt_func=opt, splitter=two_groups, cbs=cb, **kwargs)
+    a, b = trained().to_bf16(), trained().to_half_weights(flat_master=True)
+    for l in (a, b): l.fit(1, slice(1e-4, 1e-1))
+    assert same(params(a), params(b))
+
+
+@pytest.mark.parametrize('opt', [Adam, partial(OptimWrapper, opt=torch.optim.AdamW)], ids=['adam', 'adamw'])
+@pytest.mark.parametrize('at', [1, 4])
+def test_a_step_that_ends_in_an_exception_leaves_its_state(opt, at):
+    def interrupted(learn):
+        learn.create_opt()
+        inner, n = learn.opt.step, 0
+        def step(*args, **kwargs):
+            nonlocal n
+            inner(*args, **kwargs)
+            n += 1
+            if n == at: raise KeyboardInterrupt
+        learn.opt.step = step
+        with pytest.raises(KeyboardInterrupt): learn.fit(1, .01, reset_opt=False)
+        learn.fit(1, .01)
+        return learn
+    a, b = interrupted(learner(opt_func=opt).to_bf16()), interrupted(learner(opt_func=opt).to_half_weights(flat_master=True))
+    assert same(params(a), params(b)) and same_state(opt_state(a.opt), opt_state(b.opt))
