@@ -233,8 +233,8 @@ def _address(p: nn.Parameter) -> int: return p.data_ptr() or id(p)
 
 
 def _has_storage_of_its_own(p: nn.Parameter) -> bool:
-    try: return p.untyped_storage().nbytes() == p.numel() * p.element_size()
-    except (NotImplementedError, RuntimeError): return True      # a device without memory to look at
+    if p.device.type not in ('cpu', 'cuda'): return True         # where memory has no address to compare
+    return p.untyped_storage().nbytes() == p.numel() * p.element_size()
 
 
 def _place(p: nn.Parameter) -> int:
