@@ -35,5 +35,5 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(autouse=True)
 def copies_of_small_weights(monkeypatch):
-    "Half-precision weights make copies of the tests' small weights, too, on a CPU."
-    monkeypatch.setattr('fastxtend_amp.half_weights.copies.FEWEST_ON_CPU', 0)
+    "Half-precision weights make copies on a CPU, too, of small weights and for a single batch."
+    monkeypatch.setattr('fastxtend_amp.half_weights.copies.ONLY_WHERE_FASTER', False)

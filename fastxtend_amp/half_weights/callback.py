@@ -34,7 +34,8 @@ class HalfWeights(MixedPrecision):
     masters, in fp32, and a model, a callback or a checkpoint sees fp32 parameters at all times.
     Linear layers, convolutions and attention have copies, if nothing else uses their weights; all other modules run
     as under autocast. The first batches of a fit are watched for that, without copies. autocast does all casts with
-    `torch.compile`, on a CPU in modules with fewer than 65,536 weights, and with PyTorch 2.9, where it keeps none.
+    `torch.compile`, and with PyTorch 2.9, where it keeps none; on a CPU, where its casts are as fast, in modules with
+    fewer than 65,536 weights and in training without `GradientAccumulation`.
 
     While a batch is under way no other thread may run the model: it would meet the copies.
 
@@ -110,7 +111,7 @@ class HalfWeights(MixedPrecision):
         if self.learn.training: self._ready()
         if self._copies is None: return
         if self.learn.training and not any(getattr(cb, 'count', 0) for cb in self._accumulating): self._copies.rewrite()
-        self._copies.enter(self.learn.training)
+        self._copies.enter(self.learn.training, self._copies_are_kept())
 
     def after_loss(self):
         self._leave_copies()
@@ -141,7 +142,8 @@ class HalfWeights(MixedPrecision):
     @property
     def _accumulating(self) -> list[GradientAccumulation]:
         "What has several batches make one step, in which the weights stay as they are for certain."
-        return [cb for cb in self.learn.cbs if isinstance(cb, GradientAccumulation)] if self._undisturbed else []
+        found = [cb for cb in self.learn.cbs if isinstance(cb, GradientAccumulation)]
+        return found if found and self._undisturbed else []
 
     @property
     def _undisturbed(self) -> bool:
@@ -164,8 +166,11 @@ class HalfWeights(MixedPrecision):
         if self._copies is not None: self._copies.rewrite()
 
     def _leave_copies(self):
-        if self._copies is None: return
-        self._copies.leave(keep=bool(self._accumulating) if self.learn.training else self._undisturbed)
+        if self._copies is not None: self._copies.leave(self._copies_are_kept())
+
+    def _copies_are_kept(self):
+        "Will what this batch has copied serve others, too?"
+        return bool(self._accumulating) if self.learn.training else self._undisturbed
 
     def _check_training(self):
         check_model(self.learn.model, self.learn.opt)

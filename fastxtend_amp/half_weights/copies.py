@@ -16,8 +16,10 @@ from .watch import WeightWatch
 
 __all__ = ['HalfForward', 'WeightCopies']
 
-# On a CPU a module with fewer weights has no copies: autocast casts 65,536 numbers about as fast as Python calls this.
+# On a CPU autocast casts a weight about as fast as Python calls what is here. There a module has copies only if it has
+# this many weights, and takes them only where they serve more than one batch.
 FEWEST_ON_CPU = 2 ** 16
+ONLY_WHERE_FASTER = True
 
 
 class _AsHalf(torch.autograd.Function):
@@ -127,7 +129,8 @@ class WeightCopies:
         self.in_graph: list[HalfForward] = []                    # whose views this batch has made
         # Compiled code has autocast's casts traced into it, where they are cheap.
         found = {} if any(map(is_compiled, model.modules())) else weights_to_copy(model, device_type, dtype)
-        if device_type == 'cpu': found = {m: groups for m, groups in found.items() if _size(groups) >= FEWEST_ON_CPU}
+        self.sparing = ONLY_WHERE_FASTER and device_type == 'cpu'
+        if self.sparing: found = {m: groups for m, groups in found.items() if _size(groups) >= FEWEST_ON_CPU}
         def forward_of(m): return HalfAttention if type(m) is nn.MultiheadAttention else HalfForward
         self.forwards: list[HalfForward] = [forward_of(m)(m, groups, self) for m, groups in found.items()]
         self.watch: WeightWatch | None = None                    # of this batch
@@ -148,11 +151,13 @@ class WeightCopies:
 
     def enter(self,
         training: bool, # Whether this batch is to be trained on
+        keep: bool, # Whether the copies will be used again after it, before the next step
     ) -> None:
         "Modules may take their copies from now on; in training, batches are watched for modules not yet known."
-        self.leave()
-        if not self.forwards: return
-        if training and self.n_watched:
+        self.leave(keep)
+        watch = training and self.n_watched
+        if not self.forwards or self.sparing and not keep and not watch: return
+        if watch:
             self.n_watched -= 1
             self.watch = WeightWatch(c.master for f in self.forwards for c in f.all)
             self.watches.append(self.watch)
@@ -160,7 +165,7 @@ class WeightCopies:
         self.on = True
 
     def leave(self,
-        keep: bool = True, # Whether the copies will be used again before the next step
+        keep: bool = True, # As for `enter`
     ) -> None:
         "No more; copies that are not kept live on in the graph alone. May be interrupted and called again."
         self.on = False

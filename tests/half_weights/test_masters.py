@@ -289,9 +289,30 @@ def test_weights_exchanged_for_a_validation_within_an_accumulation():
 @needs_copies
 def test_on_a_cpu_small_weights_have_no_copies(monkeypatch):
     "autocast casts them as fast as this package could say which."
-    monkeypatch.setattr('fastxtend_amp.half_weights.copies.FEWEST_ON_CPU', 2 ** 16)
+    monkeypatch.setattr('fastxtend_amp.half_weights.copies.ONLY_WHERE_FASTER', True)
     learn = learner(nn.Sequential(nn.Linear(6, 256), nn.Linear(256, 254), nn.Linear(254, 258), nn.Linear(258, 1))).to_half_weights()
     assert {f.module.in_features for f in _forwards(learn)} == {254}   # 254 * 258 + 258 is above 65,536, 256 * 254 + 254 below
+
+
+@needs_copies
+def test_on_a_cpu_copies_are_made_only_where_they_serve_several_batches(monkeypatch):
+    "For one batch autocast casts as fast; a step's micro-batches share copies, and so do the batches of a validation."
+    from fastxtend_amp.half_weights import copies
+    monkeypatch.setattr(copies, 'ONLY_WHERE_FASTER', True)
+    monkeypatch.setattr(copies, 'FEWEST_ON_CPU', 0)
+    written, write = [], copies.WeightCopies.write
+    monkeypatch.setattr(copies.WeightCopies, 'write', lambda self, forward: (written.append(learn.training), write(self, forward)))
+    def run(to, cbs):
+        nonlocal learn
+        written.clear()
+        learn = getattr(learner(mlp(), loaders(n=32), cbs=cbs), to)()
+        learn.fit(2, .01)
+        return params(learn)
+    learn: Any = None
+    for cbs in (None, GradientAccumulation(16)):
+        got, made = run('to_half_weights', cbs), list(written)
+        assert same(got, run('to_bf16', cbs))
+        assert (True in made) == bool(cbs) and False in made
 
 
 @needs_copies

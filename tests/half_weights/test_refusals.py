@@ -81,7 +81,7 @@ class Wrap(Callback):
     def before_fit(self): self.learn.model = nn.parallel.DistributedDataParallel(self.learn.model)
     def after_fit(self): self.learn.model = self.learn.model.module
 from fastxtend_amp.half_weights import copies
-copies.FEWEST_ON_CPU, written, write = 0, [], copies.WeightCopies.write
+copies.ONLY_WHERE_FASTER, written, write = False, [], copies.WeightCopies.write
 copies.WeightCopies.write = lambda self, forward: (written.append(forward), write(self, forward))
 results = []
 for to, kwargs in {ways!r}:
