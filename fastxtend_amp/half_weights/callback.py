@@ -46,7 +46,7 @@ class HalfWeights(MixedPrecision):
     def __init__(self,
         dtype: str | AMPMode | torch.dtype = AMPMode.BF16, # The weights' precision: 'bf16' or 'fp16'
         loss_scale: float | None = None, # A static loss scale; dynamic scaling if None (fp16)
-        flat_master: bool = False, # Whether the optimizer steps on few flat tensors instead of one for each parameter
+        flat_master: bool = False, # Whether the optimizer steps on few flat tensors, unless it takes all at once anyway
         master_weights: bool = True, # Whether there are fp32 masters; else the optimizer steps on half weights
         fp32_modules: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules, predicates
         *,

@@ -11,7 +11,7 @@ from fastcore.foundation import L
 from torch import nn
 
 from ..compat import copy_all
-from .optimizers import is_elementwise, optimizer_name, state_of
+from .optimizers import is_elementwise, optimizer_name, state_of, takes_all_at_once
 
 __all__ = ['BLOCK', 'FlatMasters']
 
@@ -19,8 +19,7 @@ __all__ = ['BLOCK', 'FlatMasters']
 # glibc keeps blocks of that size where it gives larger ones back to the system. Measured best of 2^16 to 2^20.
 BLOCK = 2 ** 17
 
-# PyTorch's fused kernels on CPUs take numbers in cache lines of 64 bytes, and those of the last, broken one by other
-# instructions, which may differ in the last bit: there a parameter with a broken line stays by itself.
+# Each parameter begins at a cache line of 64 bytes: kernels that compute with it may round differently elsewhere.
 LINE = 16
 
 _EXEMPT = 'do_wd', 'force_train'                                 # what fastai notes in a parameter's state
@@ -33,6 +32,7 @@ class FlatMasters:
     parameter. Parameters share flat tensors if group, device, weight-decay exemption, `force_train`, the state that
     is not a tensor of their shape (such as the step count) and having a gradient agree; they are built anew when that
     changes. None has more than `BLOCK` elements; a larger parameter, or one left alone, is stepped on as it is.
+    An optimizer with `fused=True` or `foreach=True` takes all tensors at once by itself: it keeps its own.
     """
     def __init__(self): self._forget()
 
@@ -48,6 +48,7 @@ class FlatMasters:
     @staticmethod
     def check(opt: Any) -> None:
         "Raise a `ValueError` that names an optimizer whose step is not the same for each element."
+        if takes_all_at_once(opt): return
         plain = type(opt) is Optimizer  # others, such as Lookahead, have counters and weights of their own
         if (plain or isinstance(opt, OptimWrapper)) and is_elementwise(opt): return
         name = optimizer_name(opt)
@@ -70,7 +71,6 @@ class FlatMasters:
     def _build(self, opt):
         store, alike, owned = state_of(opt), {}, self._own_memory(opt)
         counts = _step_counts(opt)
-        fused = any(g.get('fused') for g in getattr(opt, 'opt', opt).param_groups)
         self.blocks, self.alone, self.pattern = [], [], None
         for group, pl in enumerate(opt.param_lists):
             for p in pl:
@@ -78,9 +78,8 @@ class FlatMasters:
                 if p.grad.layout is not torch.strided:
                     raise ValueError("flat_master=True cannot be used with sparse gradients (a parameter of shape "
                                      f"{tuple(p.shape)} has them). Use `learn.to_half_weights(flat_master=False)`.")
-                broken = fused and p.device.type == 'cpu' and p.numel() % LINE
                 # Without a dimension its state cannot be told from a step count; not contiguous: another memory format.
-                if broken or not p.dim() or not p.is_contiguous() or id(p) not in owned:
+                if not p.dim() or not p.is_contiguous() or id(p) not in owned:
                     self.alone.append((group, p))
                     continue
                 key = group, p.device, p.dtype, p.requires_grad, _exemptions(opt, p), _fixed_state(opt, p, counts)
@@ -106,6 +105,7 @@ class FlatMasters:
         step: Callable, # Takes the step
     ) -> None:
         "`step()`, with the flat tensors in `opt`."
+        if takes_all_at_once(opt): return step()
         anew = self.pattern is None or self.pattern != self._look(opt)
         self.opt = opt
         if anew: self._build(opt)
@@ -147,7 +147,6 @@ class _Block:
     "One flat master, the parameters that are views of it, and its state in the optimizer."
     def __init__(self, group: int, params: list[nn.Parameter], store: dict):
         self.group, self.params = group, params
-        # Each begins at a cache line: kernels that compute with a weight may round differently elsewhere.
         self.sizes = [_place(p) for p in params]
         self.memory = self._join([p.data for p in params])       # which the parameters become views of
         self.flat = nn.Parameter(self.memory)

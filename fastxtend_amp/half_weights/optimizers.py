@@ -14,7 +14,7 @@ from torch import nn
 from ..common import first_line
 
 __all__ = ['compensates', 'is_elementwise', 'kahan', 'optimizer_name', 'sparse_trouble', 'state_of',
-           'trial_optimizer']
+           'takes_all_at_once', 'trial_optimizer']
 
 
 def state_of(
@@ -22,6 +22,13 @@ def state_of(
 ) -> dict: # By parameter
     "The dictionary in which `opt` keeps its state."
     return opt.opt.state if isinstance(opt, OptimWrapper) else opt.state
+
+
+def takes_all_at_once(
+    opt: Any, # fastai's `Optimizer` or `OptimWrapper`
+) -> bool:
+    "Does its step take many tensors in one launch, as PyTorch's do with `fused=True` or `foreach=True`?"
+    return isinstance(opt, OptimWrapper) and any(g.get('fused') or g.get('foreach') for g in opt.opt.param_groups)
 
 
 def trial_optimizer(

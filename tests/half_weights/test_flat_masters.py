@@ -88,7 +88,7 @@ class Branches(nn.Module):
     def forward(self, x): self.n += self.training; return self.layers[self.n % 2 if self.n < 5 else 0](x)
 
 
-@pytest.mark.parametrize('opt', ['adam', 'fused adamw', 'torch sgd'])
+@pytest.mark.parametrize('opt', ['adam', 'adamw', 'torch sgd'])
 def test_parameters_without_gradient_are_not_stepped_in_flat_masters(opt):
     def forget(l):
         for p in l.model.parameters(): p.grad = None
@@ -118,7 +118,23 @@ def test_flat_masters_take_other_elementwise_optimizers(name):
     assert same(params(a), params(b)) and same_state(opt_state(a.opt), opt_state(b.opt))
 
 
-@pytest.mark.parametrize('opt', ['adam', 'fused adamw'])
+@pytest.mark.parametrize('how', ['fused', 'foreach'])
+def test_an_optimizer_that_takes_all_tensors_at_once_keeps_its_own(how):
+    "Joined ones would save no launch, and cost a copy of each gradient. Told to in mid-fit, it goes on from where it is."
+    opt_func = partial(OptimWrapper, opt=partial(torch.optim.AdamW, **{how: True}))
+    moved = []
+    def look(l): moved.append(len(l.precision._flat.moved))
+    a, b = (fitted(opt_func=opt_func, cbs=cbs, flat_master=bool(cbs)) for cbs in (None, At('after_batch', look, 11)))
+    assert same(params(a), params(b)) and same_state(opt_state(a.opt), opt_state(b.opt)) and set(moved) == {0}
+
+    def tell(l):
+        if l.train_iter == 3: l.opt.opt.param_groups[0][how] = True
+    cbs = [At('after_step', tell, 11), At('after_batch', look, 11)]
+    a, b = (fitted(opt_func=OPTIMIZERS['adamw'], cbs=cbs, flat_master=flat) for flat in (False, True))
+    assert same(params(a), params(b)) and same_state(opt_state(a.opt), opt_state(b.opt)) and moved[-1] == 6
+
+
+@pytest.mark.parametrize('opt', ['adam', 'adamw'])
 def test_gradients_go_with_the_step_that_used_them(opt):
     "No buffer outlives zero_grad where that frees gradients; fastai's own keep theirs, joined once."
     pointers, kept = [], []

@@ -220,7 +220,7 @@ CONTESTANTS = [
     *_with_both('plain loop', _plain_loop, 'plain loop'),
     *_with_both('fastxtend_amp', fastai_loop, 'fastai'),
     *_with_both('to_half_weights', _half_weights, 'fastai', fp32=False),
-    *_with_both('to_half_weights, flat', partial(_half_weights, flat=True), 'fastai', fp32=False),
+    Contestant('to_half_weights, flat', partial(_half_weights, flat=True), 'fastai', 'Adam', fp32=False),
     *_with_both("fastai's own", partial(fastai_loop, cb=fp16.MixedPrecision), 'fastai', fp32=False),
     Contestant('Fabric', _fabric, 'Fabric', 'fused AdamW', 'lightning_fabric'),
     Contestant('Accelerate', _accelerate, 'Accelerate', 'fused AdamW', 'accelerate'),
