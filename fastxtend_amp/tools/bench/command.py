@@ -1,7 +1,7 @@
 "The console script `fastxtend_amp_bench`."
 from __future__ import annotations
 
-import argparse, json, os, sys
+import argparse, json, math, os, shlex, sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,16 @@ import torch
 from ...common import first_line
 from ...mode import AMPMode
 from ..device import usable_device
+from .contestants import CONTESTANTS
+from .measuring import MODE_SECONDS
 from .models import MODELS
 from .plot import plot
 from .run import bench, read_figures
 from .tables import tables
 
 __all__ = ['main']
+
+CONTESTANT_NAMES = ['fastai loop', *dict.fromkeys(c.name for c in CONTESTANTS)]   # the first in fp32 alone
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -33,6 +37,10 @@ def _parser() -> argparse.ArgumentParser:
     add('--steps', type=int, default=10, metavar='N',
         help='steps in a block, at most; large models get fewer (default %(default)s)')
     add('--repeats', type=int, default=9, metavar='N', help='blocks for each contestant (default %(default)s)')
+    add('--seconds', type=float, default=MODE_SECONDS, metavar='S',
+        help='for the blocks of all contestants in a mode on a model (default %(default)s)')
+    add('--contestants', nargs='+', metavar='C', help=(
+        f'only these, and their times alone (default: all): {", ".join(map(repr, CONTESTANT_NAMES))}'))
     add('--keep-memory', action='store_true', help='call keep_freed_memory() first, so that page faults cost no time')
     add('--json', type=Path, metavar='FILE', help='write every figure to this file')
     add('--plot', type=Path, metavar='FILE', help='write a chart of the speed beside fp32 to this PNG')
@@ -44,6 +52,10 @@ def _check_run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> tup
     "The modes and the device to run on; ends the process with a message if an argument makes no sense."
     for name in ('steps', 'repeats'):
         if getattr(args, name) < 1: parser.error(f'--{name} {getattr(args, name)}: at least 1 is needed')
+    if not 0 < args.seconds < math.inf: parser.error(f'--seconds {args.seconds}: more than 0 is needed')
+    for name in args.contestants or ():
+        if name not in CONTESTANT_NAMES:
+            parser.error(f"--contestants {name}: there is none of that name; there are {', '.join(CONTESTANT_NAMES)}")
     for name in args.models:
         if name not in MODELS: parser.error(f"--models {name}: there is no such model; there are {', '.join(MODELS)}")
     try: modes = list(dict.fromkeys(AMPMode(m) for m in args.modes))
@@ -71,7 +83,8 @@ def main(
     else:
         modes, device = _check_run(parser, args)
         models = list(dict.fromkeys(args.models))
-        figures = bench(models, modes, device, args.steps, args.repeats, args.keep_memory)
+        figures = bench(models, modes, device, args.steps, args.repeats, args.keep_memory, args.contestants,
+                        args.seconds)
         figures['command'] = _command(sys.argv[1:] if argv is None else argv)
     print(tables(figures), end='')
     if args.json: args.json.write_text(json.dumps(figures, indent=1) + '\n', encoding='utf-8')
@@ -80,4 +93,5 @@ def main(
 
 def _command(arguments: Sequence[str]) -> str:
     threads = os.environ.get('OMP_NUM_THREADS')
-    return ' '.join([*([f'OMP_NUM_THREADS={threads}'] if threads else []), 'fastxtend_amp_bench', *arguments])
+    return ' '.join([*([f'OMP_NUM_THREADS={threads}'] if threads else []), 'fastxtend_amp_bench',
+                     *map(shlex.quote, arguments)])

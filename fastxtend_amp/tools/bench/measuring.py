@@ -22,7 +22,7 @@ __all__ = ['BLOCK_SECONDS', 'MODE_SECONDS', 'SCALE', 'SKIP_SCALE', 'SKIP_STEPS',
            'count_ops']
 
 BLOCK_SECONDS = .4      # what a block of steps may take: large models get fewer steps in each
-MODE_SECONDS = 20       # for the timed blocks of all contestants in a mode on a model; strict for an emulated mode
+MODE_SECONDS = 20       # for the timed blocks of all contestants in a mode on a model, unless told otherwise
 SCALE = 1024.           # loss scale of the timed steps: low enough that none is skipped
 SKIP_SCALE = 2.**20     # loss scale to start from when skipped steps are counted, so that there are some
 SKIP_STEPS = 24         # steps of each of the two fits in which they are counted
@@ -45,6 +45,11 @@ class Result:
     peak: float = math.nan                                       # bytes
     skips: tuple[int, int] | None = None                         # skipped steps after one fit and after two
     skips_auto: int | None = None                                # in one fit with `init_scale='auto'`
+
+    @property
+    def name(self) -> str:
+        "As the report calls it; without a precision callback fastai's loop is nobody's."
+        return 'fastai loop' if self.contestant.framework == 'fastai' and self.mode is None else self.contestant.name
 
     @property
     def baseline(self) -> tuple[str, str]:
@@ -78,6 +83,8 @@ class ModelBenchmark:
         name: str, # From `MODELS`
         modes: Sequence[AMPMode], # Beside fp32
         device: torch.device,
+        contestants: Sequence[str] | None = None, # Only these, by `Result.name`; all if None
+        seconds: float | None = None, # For a mode's timed blocks, strict for an emulated one; `MODE_SECONDS` if None
     ):
         spec, big = MODELS[name], device.type != 'cpu'
         memory: dict[str, Any] = dict(memory_format=torch.channels_last) if spec.channels_last else {}
@@ -91,11 +98,13 @@ class ModelBenchmark:
             y = x.roll(-1, 1) if setup.next_token else torch.randint(10, (len(x),))
             return x.to(device, **(memory if x.is_floating_point() else {})), y.to(device)
         self.name, self.device, self.batch_size = name, device, setup.batch_size
+        self.seconds = MODE_SECONDS if seconds is None else seconds
         self.format = 'channels last' if spec.channels_last else 'contiguous'
         self.n_params = sum(p.numel() for p in setup.net.parameters())
         self.task = Task(model, Clock(device, [batch() for _ in range(2)]), device)
         self.support = {m: mode_support(m, device) if m else Support('native', 'fp32') for m in (None, *modes)}
-        self.results = [Result(c, m) for m in self.support for c in CONTESTANTS if _takes_part(c, m)]
+        results = [Result(c, m) for m in self.support for c in CONTESTANTS if _takes_part(c, m)]
+        self.results = [r for r in results if contestants is None or r.name in contestants]
 
     def _emulated(self, mode: AMPMode | None) -> bool: return self.support[mode].status == 'emulated'
 
@@ -125,10 +134,10 @@ class ModelBenchmark:
         if mode is None or not self._emulated(mode): return '', ()
         try: seconds = self._seconds_per_step(mode)
         except RuntimeError as e: return _reason(e), ()
-        if seconds * n <= MODE_SECONDS / 4: return '', ()
+        if seconds * n <= self.seconds / 4: return '', ()
         why = f'left out: emulated here, a step takes about {seconds:.0f} s'
-        if seconds >= MODE_SECONDS / 2: return why, ()
-        return why, ('Adam', 'fused AdamW') if seconds * n < MODE_SECONDS else ('Adam',)
+        if seconds >= self.seconds / 2: return why, ()
+        return why, ('Adam', 'fused AdamW') if seconds * n < self.seconds else ('Adam',)
 
     def _seconds_per_step(self, mode: AMPMode) -> float:
         "About how long a step takes in an emulated mode: parts of a batch are tried, larger ones while they are quick."
@@ -182,7 +191,7 @@ class ModelBenchmark:
         rounds = {}
         for mode in self.support:
             mine = [r for r in ready if r.mode is mode]
-            fits = int(MODE_SECONDS * 1000 / max(sum(r.ms * (n[id(r)] + 1) for r in mine), 1e-9))
+            fits = int(self.seconds * 1000 / max(sum(r.ms * (n[id(r)] + 1) for r in mine), 1e-9))
             for r in mine: rounds[id(r)] = min(repeats, max(1 if self._emulated(mode) else 3, fits))
         for r in ready:
             if rounds[id(r)] < repeats: r.note = f'{rounds[id(r)]} of {repeats} blocks'
@@ -220,7 +229,7 @@ class ModelBenchmark:
     def _can_count_skips(self, result: Result) -> bool:
         if result.mode is not AMPMode.FP16 or result.runs_in != 'float16': return False
         if result.run is None or result.run.skipped is None or 0 not in result.blocks: return False
-        quick = np.median([b[0] for b in result.blocks.values()]) * 2 * SKIP_STEPS < MODE_SECONDS * 250
+        quick = np.median([b[0] for b in result.blocks.values()]) * 2 * SKIP_STEPS < self.seconds * 250
         return bool(quick and not math.isnan(result.ms))         # it is where only the second step was timed
 
     def release(self) -> None:

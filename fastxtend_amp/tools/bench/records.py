@@ -11,17 +11,24 @@ from .measuring import ModelBenchmark, Result
 
 __all__ = ['NOISY', 'RATIOS', 'noisy', 'quartiles', 'records']
 
-NOISY = .1                                 # a ratio whose quartiles lie further apart than this part of it is marked
+NOISY = .05                                # a ratio whose median is less certain than this part of it is marked
 RATIOS = ('vs_fp32', 'vs_plain_loop', 'vs_autocast', 'forward_backward_vs_fp32')
 
 Ratios = dict[int, float]                  # by round
 
 
-def noisy(ratio: Sequence[float] | None) -> bool: # Its quartiles
-    "Whether the quartiles lie further apart than `NOISY` times the median, or come from a single block."
+def noisy(
+    ratio: Sequence[float] | None, # Its quartiles
+    blocks: int, # How many values they come from
+) -> bool:
+    """Whether the median is uncertain by more than `NOISY` either way, or comes from a single block.
+
+    Its 95 % interval, as notches of box plots show it: 1.57 (q3 - q1) / sqrt(n). Source: McGill, Tukey and Larsen,
+    Variations of Box Plots, The American Statistician 32 (1978).
+    """
     if ratio is None: return False
     low, median, high = ratio
-    return high - low > NOISY * median or low == high
+    return 1.57 * (high - low) / math.sqrt(max(blocks, 1)) > NOISY * median or low == high
 
 
 def quartiles(values: Iterable[float]) -> list[float] | None:
@@ -68,9 +75,9 @@ def _record(match: ModelBenchmark, result: Result) -> dict[str, Any]:
     stays_in_fp32 = mode is not None and result.runs_in == 'float32' and result.blocks
 
     record: dict[str, Any] = dict(
-        model=match.name, contestant='fastai loop' if c.framework == 'fastai' and mode is None else c.name,
-        framework=c.framework, optimizer=c.opt, mode=mode.value if mode else 'fp32', support=match.support[mode].status,
-        runs_in=result.runs_in, blocks=len(result.blocks),
+        model=match.name, contestant=result.name, framework=c.framework, optimizer=c.opt,
+        mode=mode.value if mode else 'fp32', support=match.support[mode].status, runs_in=result.runs_in,
+        blocks=len(result.blocks),
         ms=_median(parts[0]), forward_ms=_median(parts[1]), backward_ms=_median(parts[2]),
         vs_fp32=quartiles(speedup.values()) if mode else None,
         forward_backward_vs_fp32=quartiles(_speedups(result, base, slice(1, 3)).values()) if mode else None,
@@ -82,4 +89,4 @@ def _record(match: ModelBenchmark, result: Result) -> dict[str, Any]:
         skipped_one_fit=result.skips and result.skips[0], skipped_two_fits=result.skips and result.skips[1],
         skipped_auto=result.skips_auto,
         note=f'never leaves fp32 on {match.device.type}' if stays_in_fp32 else result.note)
-    return {**record, 'noisy': [key for key in RATIOS if noisy(record[key])]}
+    return {**record, 'noisy': [key for key in RATIOS if noisy(record[key], len(result.blocks))]}

@@ -13,9 +13,9 @@ from fastprogress.fastprogress import progress_bar
 from ...mode import AMPMode, mode_support
 from ..memory import keep_freed_memory
 from .costs import accumulation, callback_times, memory, unscaling
-from .measuring import SCALE, SKIP_SCALE, SKIP_STEPS, ModelBenchmark
+from .measuring import MODE_SECONDS, SCALE, SKIP_SCALE, SKIP_STEPS, ModelBenchmark
 from .models import MODELS
-from .records import NOISY, records
+from .records import records
 
 __all__ = ['bench', 'machine', 'read_figures']
 
@@ -59,19 +59,27 @@ def bench(
     steps: int = 10, # Steps in a block, at most: large models get fewer
     repeats: int = 9, # Blocks for each contestant
     keep_memory: bool = False, # Whether to call `keep_freed_memory` first
+    contestants: Sequence[str] | None = None, # Only these, as the report calls them, and their times alone
+    seconds: float = MODE_SECONDS, # For the timed blocks of all contestants in a mode on a model
 ) -> dict[str, Any]: # Plain values, as `tables` and `plot` take them
-    "Time and count all contestants on `models`, in one process, taking turns."
+    """Time and count contestants on `models`, in one process, taking turns.
+
+    On a machine that others use, too, few contestants, few steps in a block and many blocks tell small differences.
+    """
     device = torch.device(device or ('cuda' if torch.cuda.is_available() else 'cpu'))
     wanted = [AMPMode(m) for m in modes]
     kept = keep_freed_memory() if keep_memory else None
-    settings = dict(steps=steps, repeats=repeats, modes=[m.value for m in wanted], noisy_above=NOISY, scale=SCALE,
+    settings = dict(steps=steps, repeats=repeats, seconds=seconds, modes=[m.value for m in wanted], scale=SCALE,
                     settle_scale=SKIP_SCALE, settle_steps=SKIP_STEPS, keep_memory=kept)
     out: dict[str, Any] = dict(machine=machine(device), settings=settings, models=[], rows=[],
                                support={m.value: list(mode_support(m, device)) for m in wanted})
     # Only the report goes to standard output.
     with _no_tf32(), warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
         warnings.simplefilter('ignore')                          # the report says what is emulated
-        for name in models: _bench_model(ModelBenchmark(name, wanted, device), steps, repeats, out)
+        for name in models:
+            _bench_model(ModelBenchmark(name, wanted, device, contestants, seconds), steps, repeats, out)
+        out |= dict(events=[], unscaling=[], memory=[], accumulation=[])
+        if contestants is not None: return out
         out['events'] = callback_times(wanted, device, repeats=max(3, repeats)) if 'tiny' in models else []
         out['unscaling'] = unscaling(device) if AMPMode.FP16 in wanted else []
         out['memory'] = memory(device) if wanted else []

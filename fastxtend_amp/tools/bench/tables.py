@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from .records import noisy
+from .records import NOISY, noisy
 
 __all__ = ['tables']
 
@@ -22,7 +22,8 @@ _COLUMNS = """\
 - faults: pages of memory that the system handed to the process per step.
 - skips: steps skipped until a loss scale that starts at {settle_scale:,.0f} fits, in one fit and in two;
   auto: in one fit with `init_scale='auto'`.
-- ~: the quartiles lie further apart than {noisy_above:.0%} of the median, or there was one block: too noisy to tell."""
+- ~: too noisy to tell: the median's 95 % interval, 1.57 (q3 - q1) / sqrt(blocks), is wider than {noisy:.0%} either
+  way, or there was one block."""
 
 
 def tables(
@@ -37,10 +38,10 @@ def tables(
 def _number(x: float | None, form: str) -> str: return '' if x is None or x != x else format(x, form)
 
 
-def _ratio(quartiles: list[float] | None) -> str:
+def _ratio(quartiles: list[float] | None, blocks: int) -> str:
     if quartiles is None: return ''
     low, median, high = quartiles
-    return f"{'~' if noisy(quartiles) else ''}{median:.2f} ({low:.2f}-{high:.2f})"
+    return f"{'~' if noisy(quartiles, blocks) else ''}{median:.2f} ({low:.2f}-{high:.2f})"
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
@@ -66,7 +67,7 @@ def _head(figures: dict[str, Any]) -> str:
              f"- Versions: {', '.join(f'{name} {m[name]}' for name in _PACKAGES if m.get(name))}"]
     lines += [f'- {mode}: {status} here ({why})' for mode, (status, why) in figures['support'].items()]
     if settings.get('keep_memory'): lines.append(f"- Memory: {settings['keep_memory']}")
-    return '\n'.join([*lines, '', _COLUMNS.format(**settings)])
+    return '\n'.join([*lines, '', _COLUMNS.format(**settings, noisy=NOISY)])
 
 
 # -- a table for each model
@@ -80,7 +81,7 @@ def _models(figures: dict[str, Any]) -> Iterator[str]:
         yield _table([_row(r, 'gpu' in figures['machine']) for r in rows if r['mode'] not in absent])
         yield '\n'.join(f'{mode}: {why}.' for mode, why in absent.items())
         timed = [r for r in rows if r['vs_fp32'] and r['blocks'] > 1]
-        bad = sum(noisy(r['vs_fp32']) for r in timed)
+        bad = sum(noisy(r['vs_fp32'], r['blocks']) for r in timed)
         if bad * 2 > len(timed):
             yield f'The machine was too noisy here to tell: {bad} of {len(timed)} ratios to fp32 are marked ~.'
 
@@ -102,9 +103,10 @@ def _row(r: dict[str, Any], gpu: bool) -> dict[str, str]:
     return {'mode': r['mode'], 'contestant': r['contestant'], 'optimizer': r['optimizer'], 'runs in': r['runs_in'],
             'ms': _number(r['ms'], ',.2f'),
             'forward': _number(r['forward_ms'], ',.2f'), 'backward': _number(r['backward_ms'], ',.2f'),
-            'x fp32': _ratio(r['vs_fp32']), 'x plain': _ratio(r['vs_plain_loop']),
-            'x autocast': _ratio(r['vs_autocast']),
-            'f+b x fp32': _ratio(r['forward_backward_vs_fp32']), 'syncs': _number(r['syncs_beyond_fp32'], '.3g'),
+            'x fp32': _ratio(r['vs_fp32'], r['blocks']), 'x plain': _ratio(r['vs_plain_loop'], r['blocks']),
+            'x autocast': _ratio(r['vs_autocast'], r['blocks']),
+            'f+b x fp32': _ratio(r['forward_backward_vs_fp32'], r['blocks']),
+            'syncs': _number(r['syncs_beyond_fp32'], '.3g'),
             'ops': _number(r['ops'], ',.4g'), '+ops': _number(r['ops_beyond_plain_loop'], '.4g'), **memory,
             'skips': skips, 'note': r['note']}
 
@@ -116,14 +118,14 @@ def _section(title: str, text: str, rows: list[dict[str, Any]]) -> str:
 
 
 def _callback(figures: dict[str, Any]) -> str:
-    rows = []
+    rows, blocks = [], max(3, figures['settings']['repeats'])
     for r in figures['events']:
         row = {'mode': r['mode'], 'fastxtend_amp': f"{r['ours_us']:.0f}", "fastai's own": f"{r['fastai_us']:.0f}",
-               'ratio': _ratio(r['ratio'])}
+               'ratio': _ratio(r['ratio'], blocks)}
         if 'step_us' in r:                                       # since version 0.2.0
             step = {kind: f'{us:.0f}' for kind, us in r['step_us'].items()}
             row |= {'step: fp32': step['fp32'], 'fastxtend_amp ': step['ours'], "fastai's own ": step['fastai'],
-                    'ratio ': _ratio(r['step_ratio'])}
+                    'ratio ': _ratio(r['step_ratio'], blocks)}
         rows.append(row)
     whole = 'then in the whole step.' if any('step_us' in r for r in figures['events']) else 'loop guard included.'
     return _section('The time of the callback', (
