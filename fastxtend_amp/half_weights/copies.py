@@ -156,7 +156,7 @@ class WeightCopies:
         "Modules may take their copies from now on; in training, batches are watched for modules not yet known."
         self.leave(keep)
         watch = training and self.n_watched
-        if not self.forwards or self.sparing and not keep and not watch: return
+        if not self.forwards or (self.sparing and not keep and not watch): return
         if watch:
             self.n_watched -= 1
             self.watch = WeightWatch(c.master for f in self.forwards for c in f.all)
