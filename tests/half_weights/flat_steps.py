@@ -33,11 +33,8 @@ they stay by themselves, and the step is the same; where they are many and small
 
 END = """
 Command: `OMP_NUM_THREADS=2 python tests/half_weights/flat_steps.py`. On the wide networks only two biases are joined: the
-same work both ways, so what those rows differ by is the machine's noise. On a machine that others used, too, the rows of
-the xresnet18 were between 0.96 and 1.08 in five runs.
-
-The rows *flat* of [the benchmark](benchmark_native_bf16.md) were measured before, with blocks of 2^20 numbers in the place
-of 2^17; those cost time on the xresnet18 and the LSTM."""
+same work both ways, so what those rows differ by is the machine's noise. Whole training steps are in
+[the benchmark](benchmark_half_weights.md)."""
 
 
 class StepTimer(Callback):

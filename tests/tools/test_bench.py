@@ -259,7 +259,10 @@ def test_the_callback_is_timed_in_its_events_and_as_a_whole_step(report):
         assert 0 < record['ours_us'] < step['ours'] and 0 < record['fastai_us'] < step['fastai'] and step['fp32'] > 0
 
 
-@pytest.mark.parametrize('run', ['benchmark_native_bf16', 'benchmark_cpu'])
+RUNS = ['benchmark_native_bf16', 'benchmark_cpu', 'benchmark_half_weights', 'benchmark_half_weights_kept_memory']
+
+
+@pytest.mark.parametrize('run', RUNS)
 def test_stored_tables_are_those_of_the_stored_figures(run, capsys):
     main(['--from-json', str(NBS / f'{run}.json')])
     text = capsys.readouterr().out

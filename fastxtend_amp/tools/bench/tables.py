@@ -45,8 +45,10 @@ def _ratio(quartiles: list[float] | None, blocks: int) -> str:
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
-    "Aligned columns, indented as Markdown's code is."
-    return '\n'.join('    ' + line.rstrip() for line in pd.DataFrame(rows).to_string(index=False).splitlines())
+    "Aligned columns, without empty ones, indented as Markdown's code is."
+    table = pd.DataFrame(rows)
+    table = table.loc[:, (table != '').any()]
+    return '\n'.join('    ' + line.rstrip() for line in table.to_string(index=False).splitlines())
 
 
 def _title(figures: dict[str, Any]) -> str:
@@ -67,6 +69,7 @@ def _head(figures: dict[str, Any]) -> str:
              f"- Versions: {', '.join(f'{name} {m[name]}' for name in _PACKAGES if m.get(name))}"]
     lines += [f'- {mode}: {status} here ({why})' for mode, (status, why) in figures['support'].items()]
     if settings.get('keep_memory'): lines.append(f"- Memory: {settings['keep_memory']}")
+    if figures.get('note'): lines.append(f"- Note: {figures['note']}")   # added to a stored run by hand
     return '\n'.join([*lines, '', _COLUMNS.format(**settings, noisy=NOISY)])
 
 
