@@ -184,11 +184,11 @@ class MixedPrecision(Lifecycle, fp16.MixedPrecision):
     @contextmanager
     def diagnosing(self) -> Iterator[None]:
         "The model as it is outside a batch, inside; for observers that run it."
-        later = None if self._batch is None else self._batch.later
+        later = None if self._batch is None else self._batch.later_standing
         if later is not None: later.remove()
         try: yield
         finally:
-            if later is not None: later.install()
+            if later is not None: later.install(later.nesting)
 
     # -- the events of fastai's loop
 

@@ -45,6 +45,11 @@ class Batch:
     done: bool = False            # is all over but `after_batch`?
     loose: bool = False           # was it begun by the event alone, outside `one_batch`?
 
+    @property
+    def later_standing(self) -> LaterForwards | None:
+        "What this batch, or one around it, has put on the model."
+        return self.later or (self.outer and self.outer.later_standing)
+
 
 class LaterForwards(ModuleForward):
     """Runs the model's later forward passes in a batch under autocast, and gives their output in fp32.

@@ -245,6 +245,8 @@ class Lifecycle:
     def _guard_later_forwards(self) -> None:
         batch, model, fit = cast(Batch, self._batch), self._learn.model, cast(Fit, self._fit)
         if batch.later is not None or not isinstance(model, nn.Module) or fit.mode is None: return
+        outer = batch.later_standing
+        if outer is not None and outer.module is model: return   # of the batch around; twice, it would call itself
         if fit.later is None or fit.later.module is not model:   # one for a fit, so that nothing is compiled again
             fit.later = LaterForwards(model, fit.device.type, fit.mode.dtype, not cache_loses_gradients())
         batch.later = fit.later

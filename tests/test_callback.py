@@ -263,6 +263,32 @@ def test_validation_inside_a_batch_keeps_autocast_on():
     assert seen == [True] * 6 and autocast_state()[0] is False
 
 
+@pytest.mark.parametrize('to', [('to_bf16', {}), ('to_fp16', dict(init_scale=256.)), ('to_half_weights', {})], ids=lambda to: to[0])
+@pytest.mark.parametrize('call', ['validate', 'get_preds', '_do_epoch_validate'])
+@pytest.mark.parametrize('event', ['after_backward', 'before_step', 'after_step', 'after_batch'])
+def test_validation_inside_a_batch_after_the_loss(event, call, to):
+    "It changes nothing; later forward passes of the batch are in low precision still, and in fp32 after the fit."
+    def run(extra):
+        learn, dtypes, outputs = getattr(learner(), to[0])(**to[1]), [], []
+        learn.model[0].register_forward_hook(lambda m, i, o: dtypes.append(o.dtype))
+        def validate(l):
+            if not l.training: return
+            kept = {k: v for k, v in vars(l).items() if k in ('xb', 'yb', 'pred', 'loss', 'loss_grad', 'iter', 'n_iter', 'dl')}
+            if extra: getattr(l, call)()
+            vars(l).update(kept, training=True)
+            with torch.no_grad(): outputs.append(l.model.eval()(l.xb[0]))
+            l.model.train()
+        learn.add_cb(At(event, validate, order=40))
+        learn.fit(2, .01)
+        assert len(outputs) == 12 and {o.dtype for o in outputs} == {torch.float32} and 'forward' not in learn.model.__dict__
+        low = {'to_fp16': torch.float16}.get(to[0], torch.bfloat16)
+        assert set(dtypes) == ({low} if event != 'after_batch' else {low, torch.float32})
+        assert learn.model(torch.ones(2, 6)).dtype == dtypes[-1] == torch.float32
+        return params(learn), outputs
+    plain, nested = run(False), run(True)
+    assert same(plain[0], nested[0]) and same(plain[1], nested[1])
+
+
 def test_switching_precision_in_the_middle_of_a_fit():
     learn, dtypes = learner(), []
     learn.model[0].register_forward_hook(lambda m, i, o: dtypes.append(o.dtype) if m.training else None)

@@ -142,7 +142,7 @@ class HalfWeights(MixedPrecision):
     @property
     def _accumulating(self) -> list[GradientAccumulation]:
         "What has several batches make one step, in which the weights stay as they are for certain."
-        found = [cb for cb in self.learn.cbs if isinstance(cb, GradientAccumulation)]
+        found = [cb for cb in self.learn.cbs if isinstance(cb, GradientAccumulation) and cb.run and cb.run_train]
         return found if found and self._undisturbed else []
 
     @property
@@ -184,6 +184,7 @@ class HalfWeights(MixedPrecision):
     def _step(self, step):
         if self.flat_master: self._flat.step(self.learn.opt, step)
         else: super()._step(step)
+        self._rewrite_copies()
 
     def _leave_batch(self, batch, error):
         "Also after an interrupt inside a module's forward."

@@ -42,6 +42,7 @@ class FlatMasters:
         self.alone: list[tuple[int, nn.Parameter]] = []          # with the number of its group
         self.flat_lists = L()                                    # what the optimizer steps on, by group
         self.pattern: Any = None                                 # what they were built for
+        self.checked: Any = None                                 # the optimizer that can be stepped so
         self.lists: Any = None                                   # the optimizer's own, while it sees the flat ones
         self.opt: Any = None  # after `moved`: an interrupt may strike in between, and `close` is called again
 
@@ -105,7 +106,11 @@ class FlatMasters:
         step: Callable, # Takes the step
     ) -> None:
         "`step()`, with the flat tensors in `opt`."
-        if takes_all_at_once(opt): return step()
+        if takes_all_at_once(opt):
+            self.pattern = self.checked = None                   # it changes the state behind the blocks
+            return step()
+        if self.checked is not opt: self.check(opt)
+        self.checked = opt
         anew = self.pattern is None or self.pattern != self._look(opt)
         self.opt = opt
         if anew: self._build(opt)

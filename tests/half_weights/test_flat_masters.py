@@ -134,6 +134,25 @@ def test_an_optimizer_that_takes_all_tensors_at_once_keeps_its_own(how):
     assert same(params(a), params(b)) and same_state(opt_state(a.opt), opt_state(b.opt)) and moved[-1] == 6
 
 
+@pytest.mark.parametrize('opt', ['AdamW', 'NAdam', 'RMSprop'])
+def test_an_optimizer_that_takes_all_at_once_for_a_while(opt):
+    "What it has done then is in the state that joined tensors go on from."
+    def tell(l): l.opt.opt.param_groups[0]['foreach'] = l.epoch == 1
+    opt_func = partial(OptimWrapper, opt=getattr(torch.optim, opt))
+    a, b = (fitted(opt_func=opt_func, n_epoch=3, cbs=At('before_epoch', tell, 11), flat_master=flat) for flat in (False, True))
+    assert same(params(a), params(b)) and same_state(opt_state(a.opt), opt_state(b.opt))
+
+
+def test_an_optimizer_that_steps_by_tensor_again_is_looked_at_then():
+    "It was not at the start, where it had `foreach=True`; the step is not taken."
+    def tell(l): l.opt.opt.param_groups[0]['foreach'] = l.iter < 2
+    learn = learner(opt_func=partial(OptimWrapper, opt=torch.optim.Adafactor), cbs=At('before_batch', tell, 11))
+    learn.iter = 0
+    learn.create_opt(); tell(learn)
+    with pytest.raises(ValueError, match='flat_master=True cannot be used with Adafactor'): learn.to_half_weights(flat_master=True).fit(1)
+    assert learn.iter == 2
+
+
 @pytest.mark.parametrize('opt', ['adam', 'adamw'])
 def test_gradients_go_with_the_step_that_used_them(opt):
     "No buffer outlives zero_grad where that frees gradients; fastai's own keep theirs, joined once."

@@ -315,6 +315,19 @@ def test_on_a_cpu_copies_are_made_only_where_they_serve_several_batches(monkeypa
         assert (True in made) == bool(cbs) and False in made
 
 
+@pytest.mark.parametrize('switch', ['run', 'run_train'])
+def test_gradient_accumulation_switched_off_in_an_unfinished_window(switch):
+    "It counts no more, and each batch steps."
+    def off(l):
+        if l.epoch == 1: setattr(l.gradient_accumulation, switch, False)
+    def run(to):
+        learn = getattr(learner(mlp(), loaders(n=24), opt_func=Adam, cbs=[GradientAccumulation(16), At('before_epoch', off)]), to)()
+        learn.fit(3, .01)
+        return learn
+    a, b = run('to_half_weights'), run('to_bf16')
+    assert b.gradient_accumulation.count > 0 and same(params(a), params(b)) and a.recorder.values == b.recorder.values
+
+
 @needs_copies
 def test_copies_live_no_longer_than_a_batch_unless_gradients_accumulate(monkeypatch):
     from fastxtend_amp.half_weights.copies import WeightCopies
