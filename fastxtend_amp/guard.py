@@ -48,7 +48,7 @@ class Batch:
     @property
     def later_standing(self) -> LaterForwards | None:
         "What this batch, or one around it, has put on the model."
-        return self.later or (self.outer and self.outer.later_standing)
+        return self.later if self.later is not None or self.outer is None else self.outer.later_standing
 
 
 class LaterForwards(ModuleForward):

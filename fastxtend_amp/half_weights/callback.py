@@ -32,6 +32,7 @@ class HalfWeights(MixedPrecision):
     module finds half-precision copies inside its own forward, rewritten once for each step; in each batch, where a
     callback that is not fastai's could change weights in between. Nobody else meets a copy: gradients arrive on the
     masters, in fp32, and a model, a callback or a checkpoint sees fp32 parameters at all times.
+    What a hook or a transform of the data writes into a weight's `.data` between two batches of a step is not seen.
     Linear layers, convolutions and attention have copies, if nothing else uses their weights; all other modules run
     as under autocast. The first batches of a fit are watched for that, without copies. autocast does all casts with
     `torch.compile`, and with PyTorch 2.9, where it keeps none; on a CPU, where its casts are as fast, in modules with

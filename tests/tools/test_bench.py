@@ -169,6 +169,17 @@ def test_noise_criterion(quartiles, blocks, expected):
     assert records.noisy(quartiles, blocks) == expected
 
 
+def test_a_ratio_is_as_certain_as_it_has_pairs():
+    "fp32 may have fewer blocks than a mode."
+    match = ModelBenchmark('tiny', [AMPMode.BF16], CPU, ['fastai loop', 'fastxtend_amp'])
+    fp32, bf16 = (next(r for r in match.results if r.mode is m) for m in (None, AMPMode.BF16))
+    fp32.blocks = {k: torch.tensor([ms, 1., 1.]).numpy() for k, ms in enumerate((2., 2.2, 2.4))}
+    bf16.blocks = {k: torch.ones(3).numpy() for k in range(100)}
+    record = records.records(match)[2]
+    assert record['blocks'] == 100 and record['pairs']['vs_fp32'] == 3 and 'vs_fp32' in record['noisy']
+    assert not records.noisy(record['vs_fp32'], 100)
+
+
 def test_few_contestants_in_many_blocks():
     "What tells a small difference on a busy machine; without fp32 there is no ratio to it."
     out = bench(['tiny'], ['bf16'], 'cpu', steps=1, repeats=5, contestants=['fastxtend_amp', 'to_half_weights'], seconds=9)
@@ -176,6 +187,8 @@ def test_few_contestants_in_many_blocks():
         ('fastxtend_amp', 'bf16', 5), ('to_half_weights', 'bf16', 5)}
     assert [r['vs_fp32'] for r in out['rows']] == [None] * 4 and len([r for r in out['rows'] if r['vs_autocast']]) == 2
     assert not out['memory'] and 'to_half_weights' in tables(out) and 'Bytes' not in tables(out)
+    for wrong in ('to_half_weights', [], ['half']):
+        with pytest.raises(ValueError, match='contestants'): bench(contestants=wrong)
     match = ModelBenchmark('tiny', [AMPMode.BF16], CPU, ['plain loop', 'fastai loop'], 1e-9)
     assert [(r.name, r.mode) for r in match.results] == [
         ('plain loop', None)] * 2 + [('fastai loop', None)] * 2 + [('plain loop', AMPMode.BF16)] * 2
@@ -325,7 +338,9 @@ def test_a_chart_without_figures_says_so(monkeypatch, tmp_path):
     (['--steps', '0'], '--steps 0: at least 1'), (['--repeats', '-1'], '--repeats -1: at least 1'),
     (['--models', 'resnet'], 'there is no such model; there are xresnet18'),
     (['--seconds', 'nan'], '--seconds nan: more than 0'),
-    (['--contestants', 'fastai'], 'there is none of that name; there are fastai loop, plain loop'),
+    (['--seconds', '1e308'], 'at most 86400'),
+    (['--contestants', 'fastai'], "--contestants: there is no 'fastai'; there are 'fastai loop', 'plain loop'"),
+    (['--contestants', 'fastxtend_amp', '--plot', 'x.png'], "--plot draws 'fastxtend_amp' beside 'fastai loop'"),
     (['--modes', 'fp8'], 'only bf16 and fp16'), (['--device', 'toaster'], '--device toaster'),
     (['--json', 'nowhere/x.json'], 'there is no folder nowhere'),
     (['--plot', 'nowhere/x.png'], 'there is no folder nowhere'),

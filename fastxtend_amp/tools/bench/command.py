@@ -1,7 +1,7 @@
 "The console script `fastxtend_amp_bench`."
 from __future__ import annotations
 
-import argparse, json, math, os, shlex, sys
+import argparse, json, os, shlex, sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from ...common import first_line
 from ...mode import AMPMode
 from ..device import usable_device
-from .contestants import CONTESTANTS
+from .contestants import CONTESTANT_NAMES, check_contestants
 from .measuring import MODE_SECONDS
 from .models import MODELS
 from .plot import plot
@@ -20,7 +20,7 @@ from .tables import tables
 
 __all__ = ['main']
 
-CONTESTANT_NAMES = ['fastai loop', *dict.fromkeys(c.name for c in CONTESTANTS)]   # the first in fp32 alone
+A_DAY = 24 * 60 * 60                                             # in seconds
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -40,7 +40,8 @@ def _parser() -> argparse.ArgumentParser:
     add('--seconds', type=float, default=MODE_SECONDS, metavar='S',
         help='for the blocks of all contestants in a mode on a model (default %(default)s)')
     add('--contestants', nargs='+', metavar='C', help=(
-        f'only these, and their times alone (default: all): {", ".join(map(repr, CONTESTANT_NAMES))}'))
+        'only these, and their times alone; ratios to fp32 need an fp32 loop among them (default: all): '
+        f'{", ".join(map(repr, CONTESTANT_NAMES))}'))
     add('--keep-memory', action='store_true', help='call keep_freed_memory() first, so that page faults cost no time')
     add('--json', type=Path, metavar='FILE', help='write every figure to this file')
     add('--plot', type=Path, metavar='FILE', help='write a chart of the speed beside fp32 to this PNG')
@@ -52,15 +53,21 @@ def _check_run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> tup
     "The modes and the device to run on; ends the process with a message if an argument makes no sense."
     for name in ('steps', 'repeats'):
         if getattr(args, name) < 1: parser.error(f'--{name} {getattr(args, name)}: at least 1 is needed')
-    if not 0 < args.seconds < math.inf: parser.error(f'--seconds {args.seconds}: more than 0 is needed')
-    for name in args.contestants or ():
-        if name not in CONTESTANT_NAMES:
-            parser.error(f"--contestants {name}: there is none of that name; there are {', '.join(CONTESTANT_NAMES)}")
+    if not 0 < args.seconds <= A_DAY: parser.error(f'--seconds {args.seconds}: more than 0 is needed, at most {A_DAY}')
+    if args.contestants: _check_contestants(parser, args)
     for name in args.models:
         if name not in MODELS: parser.error(f"--models {name}: there is no such model; there are {', '.join(MODELS)}")
     try: modes = list(dict.fromkeys(AMPMode(m) for m in args.modes))
     except ValueError: parser.error(f"--modes {' '.join(args.modes)}: only bf16 and fp16 are modes; fp32 always runs")
     return modes, usable_device(parser, args.device, 'cuda' if torch.cuda.is_available() else 'cpu')
+
+
+def _check_contestants(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    try: check_contestants(args.contestants)
+    except ValueError as e: parser.error(f'--{e}')
+    drawn = 'fastai loop', 'fastxtend_amp'
+    if args.plot and not set(drawn) <= set(args.contestants):
+        parser.error("--plot draws 'fastxtend_amp' beside 'fastai loop': name both in --contestants")
 
 
 def _stored(parser: argparse.ArgumentParser, file: Path) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import importlib, importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,8 +23,8 @@ from ...mode import AMPMode
 from ...optimizers import fused
 from .clock import Clock
 
-__all__ = ['CONTESTANTS', 'LOSS', 'OPTIMIZERS', 'Contestant', 'Run', 'Task', 'Unavailable', 'fastai_loop', 'importable',
-           'quiet_learner']
+__all__ = ['CONTESTANTS', 'CONTESTANT_NAMES', 'LOSS', 'OPTIMIZERS', 'Contestant', 'Run', 'Task', 'Unavailable',
+           'check_contestants', 'fastai_loop', 'importable', 'quiet_learner']
 
 LR = 1e-4
 LOSS = CrossEntropyLossFlat()
@@ -225,6 +225,24 @@ CONTESTANTS = [
     Contestant('Fabric', _fabric, 'Fabric', 'fused AdamW', 'lightning_fabric'),
     Contestant('Accelerate', _accelerate, 'Accelerate', 'fused AdamW', 'accelerate'),
 ]
+
+
+# As the report calls them: fastai's loop without a precision callback runs in fp32 alone.
+CONTESTANT_NAMES = ['fastai loop', *dict.fromkeys(c.name for c in CONTESTANTS)]
+
+
+def check_contestants(
+    names: Sequence[str], # Some of `CONTESTANT_NAMES`
+) -> None:
+    "Raise a `ValueError` that says which of these cannot be measured here."
+    if isinstance(names, str) or not names:
+        raise ValueError(f'contestants={names!r} cannot be used: give a list of names.')
+    for name in names:
+        if name not in CONTESTANT_NAMES:
+            raise ValueError(f"contestants: there is no {name!r}; there are {', '.join(map(repr, CONTESTANT_NAMES))}.")
+        module = next((c.module for c in CONTESTANTS if c.name == name), None)
+        if module and not importable(module):
+            raise ValueError(f'contestants: {name!r} needs {module}, which is not installed.')
 
 
 def importable(name: str) -> bool:

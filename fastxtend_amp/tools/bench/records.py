@@ -19,7 +19,7 @@ Ratios = dict[int, float]                  # by round
 
 def noisy(
     ratio: Sequence[float] | None, # Its quartiles
-    blocks: int, # How many values they come from
+    pairs: int, # How many values they come from
 ) -> bool:
     """Whether the median is uncertain by more than `NOISY` either way, or comes from a single block.
 
@@ -28,7 +28,7 @@ def noisy(
     """
     if ratio is None: return False
     low, median, high = ratio
-    return 1.57 * (high - low) / math.sqrt(max(blocks, 1)) > NOISY * median or low == high
+    return 1.57 * (high - low) / math.sqrt(max(pairs, 1)) > NOISY * median or low == high
 
 
 def quartiles(values: Iterable[float]) -> list[float] | None:
@@ -69,6 +69,10 @@ def _record(match: ModelBenchmark, result: Result) -> dict[str, Any]:
 
     speedup, of_plain = _speedups(result, base), _speedups(plain, plain_fp32)
     vs_plain = {k: speedup[k] / of_plain[k] for k in speedup if k in of_plain}
+    ratios = {'vs_fp32': speedup if mode else {},
+              'forward_backward_vs_fp32': _speedups(result, base, slice(1, 3)) if mode else {},
+              'vs_plain_loop': vs_plain if mode and c.name != 'plain loop' else {},
+              'vs_autocast': _speedups(result, autocast)}
     def beyond_fp32(r, r32, what): return getattr(r, what) - getattr(r32, what) if r and r32 else math.nan
     ops = beyond_fp32(result, base, 'ops') - beyond_fp32(plain, plain_fp32, 'ops')
     parts = np.array(list(result.blocks.values())).reshape(-1, 3).T
@@ -79,14 +83,12 @@ def _record(match: ModelBenchmark, result: Result) -> dict[str, Any]:
         mode=mode.value if mode else 'fp32', support=match.support[mode].status, runs_in=result.runs_in,
         blocks=len(result.blocks),
         ms=_median(parts[0]), forward_ms=_median(parts[1]), backward_ms=_median(parts[2]),
-        vs_fp32=quartiles(speedup.values()) if mode else None,
-        forward_backward_vs_fp32=quartiles(_speedups(result, base, slice(1, 3)).values()) if mode else None,
-        vs_plain_loop=quartiles(vs_plain.values()) if mode and c.name != 'plain loop' else None,
-        vs_autocast=quartiles(_speedups(result, autocast).values()),
+        **{key: quartiles(values.values()) for key, values in ratios.items()},
         syncs=_number(result.syncs), syncs_beyond_fp32=_number(beyond_fp32(result, base, 'syncs')),
         ops=_number(result.ops), ops_beyond_plain_loop=_number(ops),
         page_faults=_median(result.faults.values()), peak_mb=_number(result.peak / 2**20),
         skipped_one_fit=result.skips and result.skips[0], skipped_two_fits=result.skips and result.skips[1],
         skipped_auto=result.skips_auto,
         note=f'never leaves fp32 on {match.device.type}' if stays_in_fp32 else result.note)
-    return {**record, 'noisy': [key for key in RATIOS if noisy(record[key], len(result.blocks))]}
+    pairs = {key: len(values) for key, values in ratios.items()}
+    return {**record, 'pairs': pairs, 'noisy': [key for key in RATIOS if noisy(record[key], pairs[key])]}

@@ -12,6 +12,7 @@ from fastprogress.fastprogress import progress_bar
 
 from ...mode import AMPMode, mode_support
 from ..memory import keep_freed_memory
+from .contestants import check_contestants
 from .costs import accumulation, callback_times, memory, unscaling
 from .measuring import MODE_SECONDS, SCALE, SKIP_SCALE, SKIP_STEPS, ModelBenchmark
 from .models import MODELS
@@ -66,6 +67,7 @@ def bench(
 
     On a machine that others use, too, few contestants, few steps in a block and many blocks tell small differences.
     """
+    if contestants is not None: check_contestants(contestants)
     device = torch.device(device or ('cuda' if torch.cuda.is_available() else 'cpu'))
     wanted = [AMPMode(m) for m in modes]
     kept = keep_freed_memory() if keep_memory else None

@@ -11,6 +11,8 @@ from .records import NOISY, noisy
 __all__ = ['tables']
 
 _PACKAGES = ('python', 'torch', 'cuda', 'fastai', 'fastcore', 'fastxtend_amp', 'lightning-fabric', 'accelerate')
+_RATIOS = {'x fp32': 'vs_fp32', 'x plain': 'vs_plain_loop', 'x autocast': 'vs_autocast',
+           'f+b x fp32': 'forward_backward_vs_fp32'}
 _COLUMNS = """\
 - ms: milliseconds per step, the median over up to {repeats} blocks of steps; the contestants take turns.
 - x fp32: times faster than fp32 in the same framework with the same optimizer; median over pairs of blocks, quartiles.
@@ -22,8 +24,8 @@ _COLUMNS = """\
 - faults: pages of memory that the system handed to the process per step.
 - skips: steps skipped until a loss scale that starts at {settle_scale:,.0f} fits, in one fit and in two;
   auto: in one fit with `init_scale='auto'`.
-- ~: too noisy to tell: the median's 95 % interval, 1.57 (q3 - q1) / sqrt(blocks), is wider than {noisy:.0%} either
-  way, or there was one block."""
+- ~: too noisy to tell: the median's 95 % interval, 1.57 (q3 - q1) / sqrt(pairs), is wider than {noisy:.0%} either
+  way, or there was one pair."""
 
 
 def tables(
@@ -38,14 +40,15 @@ def tables(
 def _number(x: float | None, form: str) -> str: return '' if x is None or x != x else format(x, form)
 
 
-def _ratio(quartiles: list[float] | None, blocks: int) -> str:
+def _ratio(quartiles: list[float] | None, pairs: int) -> str:
     if quartiles is None: return ''
     low, median, high = quartiles
-    return f"{'~' if noisy(quartiles, blocks) else ''}{median:.2f} ({low:.2f}-{high:.2f})"
+    return f"{'~' if noisy(quartiles, pairs) else ''}{median:.2f} ({low:.2f}-{high:.2f})"
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
     "Aligned columns, without empty ones, indented as Markdown's code is."
+    if not rows: return ''
     table = pd.DataFrame(rows)
     table = table.loc[:, (table != '').any()]
     return '\n'.join('    ' + line.rstrip() for line in table.to_string(index=False).splitlines())
@@ -84,7 +87,7 @@ def _models(figures: dict[str, Any]) -> Iterator[str]:
         yield _table([_row(r, 'gpu' in figures['machine']) for r in rows if r['mode'] not in absent])
         yield '\n'.join(f'{mode}: {why}.' for mode, why in absent.items())
         timed = [r for r in rows if r['vs_fp32'] and r['blocks'] > 1]
-        bad = sum(noisy(r['vs_fp32'], r['blocks']) for r in timed)
+        bad = sum(noisy(r['vs_fp32'], _pairs(r, 'vs_fp32')) for r in timed)
         if bad * 2 > len(timed):
             yield f'The machine was too noisy here to tell: {bad} of {len(timed)} ratios to fp32 are marked ~.'
 
@@ -99,6 +102,11 @@ def _absent(rows: list[dict[str, Any]]) -> dict[str, str]:
     return absent
 
 
+def _pairs(r: dict[str, Any], key: str) -> int:
+    "How many pairs of blocks a ratio comes from; older runs do not say."
+    return r['pairs'][key] if 'pairs' in r else r['blocks']
+
+
 def _row(r: dict[str, Any], gpu: bool) -> dict[str, str]:
     memory = {'peak MB': _number(r['peak_mb'], ',.0f')} if gpu else {'faults': _number(r['page_faults'], ',.0f')}
     skips = '' if r['skipped_one_fit'] is None else f"{r['skipped_one_fit']}, {r['skipped_two_fits']}"
@@ -106,9 +114,7 @@ def _row(r: dict[str, Any], gpu: bool) -> dict[str, str]:
     return {'mode': r['mode'], 'contestant': r['contestant'], 'optimizer': r['optimizer'], 'runs in': r['runs_in'],
             'ms': _number(r['ms'], ',.2f'),
             'forward': _number(r['forward_ms'], ',.2f'), 'backward': _number(r['backward_ms'], ',.2f'),
-            'x fp32': _ratio(r['vs_fp32'], r['blocks']), 'x plain': _ratio(r['vs_plain_loop'], r['blocks']),
-            'x autocast': _ratio(r['vs_autocast'], r['blocks']),
-            'f+b x fp32': _ratio(r['forward_backward_vs_fp32'], r['blocks']),
+                        **{title: _ratio(r[key], _pairs(r, key)) for title, key in _RATIOS.items()},
             'syncs': _number(r['syncs_beyond_fp32'], '.3g'),
             'ops': _number(r['ops'], ',.4g'), '+ops': _number(r['ops_beyond_plain_loop'], '.4g'), **memory,
             'skips': skips, 'note': r['note']}
