@@ -9,6 +9,7 @@ from torch import nn
 import fastxtend_amp
 from fastxtend_amp import AMPMode, MixedPrecision, precision_support
 from fastxtend_amp.tools import demo
+from fastxtend_amp.tools.bench import bench
 from fastxtend_amp import kahan
 from helpers import *
 
@@ -261,7 +262,11 @@ CASES = {
                                   'Kahan'),
     'kahan: no optimi': (without('optimi', kahan), ImportError, 'kahan', 'needs optimi', 'pip install'),
     'kahan: no such optimizer': (lambda: kahan('Adamw'), VE, "opt='Adamw'", "not one of optimi's", 'AdamW'),
-    # console scripts
+    # the benchmark, and console scripts
+    'bench: no list': (lambda: bench(contestants='Fabric'), VE, "contestants='Fabric'", 'cannot be used', 'give a list'),
+    'bench: no such contestant': (lambda: bench(contestants=['amp']), VE, 'contestants', "there is no 'amp'", "there are 'fastai loop'"),
+    'bench: not installed': (without('lightning_fabric', lambda: bench(contestants=['Fabric'])), VE, "contestants: 'Fabric'",
+                             'which is not here', 'Install it'),
     'demo: epochs': (lambda: demo.main(['--epochs', '0']), SystemExit, '--epochs 0', 'error', 'at least 1'),
     'demo: folder': (lambda: demo.main(['--out', 'nowhere/demo.png']), SystemExit, '--out nowhere', 'error',
                      'no folder nowhere'),

@@ -236,13 +236,13 @@ def check_contestants(
 ) -> None:
     "Raise a `ValueError` that says which of these cannot be measured here."
     if isinstance(names, str) or not names:
-        raise ValueError(f'contestants={names!r} cannot be used: give a list of names.')
+        raise ValueError(f'contestants={names!r} cannot be used: give a list of names, such as {CONTESTANT_NAMES[:2]}.')
     for name in names:
         if name not in CONTESTANT_NAMES:
             raise ValueError(f"contestants: there is no {name!r}; there are {', '.join(map(repr, CONTESTANT_NAMES))}.")
         module = next((c.module for c in CONTESTANTS if c.name == name), None)
         if module and not importable(module):
-            raise ValueError(f'contestants: {name!r} needs {module}, which is not installed.')
+            raise ValueError(f'contestants: {name!r} needs {module}, which is not here. Install it or leave it out.')
 
 
 def importable(name: str) -> bool:
