@@ -32,8 +32,8 @@ they stay by themselves, and the step is the same; where they are many and small
 |---|--:|--:|--:|--:|--:|--:|"""
 
 END = """
-Command: `OMP_NUM_THREADS=2 python tests/half_weights/flat_steps.py`. On the wide networks only two biases are joined: the
-same work both ways, so what those rows differ by is the machine's noise. Whole training steps are in
+Command: `OMP_NUM_THREADS=2 python tests/half_weights/flat_steps.py --seconds {seconds:.0f}`. On the wide networks only two
+biases are joined: the same work both ways, so what those rows differ by is the machine's noise. Whole training steps are in
 [the benchmark](benchmark_half_weights.md)."""
 
 
@@ -100,7 +100,7 @@ def main():
     for name in args.models:
         with contextlib.redirect_stdout(sys.stderr): line = row(name, args.seconds, args.steps)
         print(line, flush=True)
-    print(END)
+    print(END.format(seconds=args.seconds))
 
 
 if __name__ == '__main__': main()
