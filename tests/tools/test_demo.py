@@ -22,6 +22,7 @@ def test_demo(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     demo.main(['--epochs', '1', '--seed', '3'])
     out = capsys.readouterr().out
+    assert 'measure with `fastxtend_amp_bench`' in out
     table = rows(out)
     assert {mode: r[2] for mode, r in table.items()} == {'fp32': 'float32', 'bf16': 'bfloat16', 'fp16': 'float16'}
     assert table['fp32'][7] == '1.00' and table['fp16'][9] != '-'
