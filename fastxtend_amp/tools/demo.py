@@ -202,5 +202,5 @@ def main(
     plot(learners, args.out)
     print(f'\n{_format(table)}\n')
     for _, row in table[1:].iterrows(): print(_verdict(row))
-    print('Each trained once, one after the other. On a busy machine measure with `fastxtend_amp_bench`: it takes turns.')
+    print('Each trained once, one after the other. On a busy machine measure with `fastxtend_amp_bench`.')
     print(f'Loss curves and loss scale: {args.out.resolve()}')
