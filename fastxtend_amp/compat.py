@@ -49,15 +49,17 @@ class AutocastState:
         self.enabled, self.dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
         self.cache = torch.is_autocast_cache_enabled()
 
-    def restore(self) -> None:
-        "Put the state back and forget the cast weights, which an optimizer step makes stale; can be called again."
+    def restore(self,
+        keep_casts: bool = False, # Whether the casts of weights stay, which an optimizer step makes stale
+    ) -> None:
+        "Put the state back; can be called again."
         extra = autocast_nesting() - self.nesting
         for _ in range(extra): torch.autocast_decrement_nesting()
         for _ in range(-extra): torch.autocast_increment_nesting()
         torch.set_autocast_enabled(self.device_type, self.enabled)
         torch.set_autocast_dtype(self.device_type, self.dtype)
         torch.set_autocast_cache_enabled(self.cache)
-        torch.clear_autocast_cache()
+        if not keep_casts: torch.clear_autocast_cache()
 
     # As a context around `torch.autocast`, it restores the state after an exception.
     def __enter__(self) -> AutocastState: return self
@@ -65,12 +67,18 @@ class AutocastState:
         if kind is not None: self.restore()
 
 
-def keeps_casts() -> bool:
-    """Does autocast keep its casts of weights for the batch, in this thread?
+def exit_autocast(
+    context: torch.autocast, # The outermost that is entered
+    keep_casts: bool, # Whether its casts of weights stay for the next one
+) -> None:
+    """Exit `context`.
 
-    Relies on `torch.is_autocast_cache_enabled` (since 1.10). Without it importing half-precision weights' copies fails.
+    Relies on `torch.autocast.__exit__` forgetting its casts where no other context is entered, which it asks of
+    `torch.autocast_decrement_nesting` (since 1.10). Where it forgets them anyway, each batch casts anew.
     """
-    return torch.is_autocast_cache_enabled()
+    if keep_casts: torch.autocast_increment_nesting()
+    context.__exit__(None, None, None)
+    if keep_casts: torch.autocast_decrement_nesting()
 
 
 # -- tensors
@@ -150,8 +158,10 @@ def move_scaler(scaler: GradScaler, device_type: str) -> None:
 
     Does what GradScaler's own `__setstate__` relies on: `_scale` and `_growth_tracker` are made anew from
     `_init_scale` and `_init_growth_tracker`, on the device of the first loss (since 1.6; `_device` since 2.3). Without
-    `_device` the scaler asks for the right device itself.
+    `_device` the scaler asks for the right device itself. An interrupt may have struck between the two lines in which
+    the scaler makes its tensors: then it makes both anew.
     """
+    if scaler._growth_tracker is None: scaler._scale = None
     if scaler.is_enabled() and scaler._scale is not None and scaler._scale.device.type != device_type:
         state = scaler.state_dict()
         scaler._init_scale, scaler._init_growth_tracker = state['scale'], state['_growth_tracker']
@@ -322,14 +332,6 @@ def in_function_transform() -> bool:
     """
     ask = getattr(torch._C, '_are_functorch_transforms_active', None)
     return ask is not None and ask()
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether `torch.compile` stands on `module`, around it or in place.
-
-    Without what `compiled_module` relies on, only what is compiled in place is seen.
-    """
-    return compiled_module(module) is not None or is_compiled_in_place(module)
 
 
 class CastWatch(TorchDispatchMode):

@@ -87,9 +87,10 @@ def to_amp(self: Learner, *args,
     """Train in the fastest precision that the model's device does natively: bf16, then fp16, else fp32.
 
     Looks up what the device can do. It cannot know whether this model gains from it: small layers may train faster in
-    fp32 all the same. With `measure=True` fp32, bf16, fp16 and half-precision weights are tried instead, as far as the
-    device does them natively, on copies of the learner; one line says what was taken and why. What was measured is then
-    `learn.precision_decision`, and, unless fp32 was the fastest, which has no callback, `learn.precision.decision`.
+    fp32 all the same. With `measure=True` fp32, bf16 and fp16 are tried instead, as far as the device does them
+    natively, and half-precision weights where gradients accumulate, on copies of the learner; one line says what was
+    taken and why. What was measured is then `learn.precision_decision`, and, unless fp32 was the fastest, which has no
+    callback, `learn.precision.decision`.
     """
     refuse_unknown(Learner.to_amp, kwargs)
     if not isinstance(measure, bool):

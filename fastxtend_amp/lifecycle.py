@@ -14,7 +14,7 @@ from torch import nn
 
 from .checks import check_float64, check_fp16_training, half_parameters_of, strays_of
 from .common import warn_user
-from .compat import AutocastState
+from .compat import AutocastState, exit_autocast
 from .convert import release_graphs
 from .fp32_modules import Fp32Modules, unwrapped
 from .guard import Batch, LaterForwards, LoopGuard, cache_loses_gradients
@@ -240,7 +240,12 @@ class Lifecycle:
         batch = self._batch
         if batch is None or batch.autocast is None: return
         context, batch.autocast = batch.autocast, None
-        context.__exit__(None, None, None)
+        batch.keeps_casts = self._keeps_casts()
+        exit_autocast(context, batch.keeps_casts)
+
+    def _keeps_casts(self) -> bool:
+        "Are autocast's casts of weights to serve the next batch, too?"
+        return False
 
     def _guard_later_forwards(self) -> None:
         batch, model, fit = cast(Batch, self._batch), self._learn.model, cast(Fit, self._fit)
@@ -267,7 +272,7 @@ class Lifecycle:
         "Called by the guard when a batch ended, by `error` or None; may be called twice."
         batch.done = True
         if batch.later is not None: batch.later.remove()
-        batch.autocast_state.restore()
+        batch.autocast_state.restore(keep_casts=batch.keeps_casts and error is None)
         self._batch = batch.outer
         if self._learn is None: return
         if error is None and batch.training and self._fit is not None:

@@ -32,8 +32,3 @@ def pytest_collection_modifyitems(config, items):
         mark = item.get_closest_marker('not_simulated')
         if simulated and mark is not None: item.add_marker(pytest.mark.skip(reason=f'a simulated device: {mark.args[0]}'))
 
-
-@pytest.fixture(autouse=True)
-def copies_of_small_weights(monkeypatch):
-    "Half-precision weights make copies on a CPU, too, of small weights and for a single batch."
-    monkeypatch.setattr('fastxtend_amp.half_weights.copies.ONLY_WHERE_FASTER', False)

@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils import checkpoint as checkpointing
 
 from fastxtend_amp import compat
+from fastxtend_amp.guard import cache_loses_gradients
 from helpers import *
 
 
@@ -32,9 +33,27 @@ def test_AutocastState():
         assert autocast_state() == before
 
 
-def test_keeps_casts():
-    assert compat.keeps_casts()
-    with torch.autocast('cpu', cache_enabled=False): assert not compat.keeps_casts()
+@pytest.mark.skipif(cache_loses_gradients(), reason='such a cache is not used here')
+@pytest.mark.parametrize('keep', [False, True])
+def test_exit_autocast(keep):
+    layer, x = nn.Linear(2, 1), torch.ones(1, 2)
+    def use():
+        with compat.AutocastState('cpu'):
+            context = torch.autocast('cpu', dtype=torch.bfloat16)
+            context.__enter__()
+            out = layer(x)
+            compat.exit_autocast(context, keep)
+            return out
+    before = autocast_state()
+    use()
+    with torch.no_grad(): layer.weight.zero_(); layer.bias.zero_()
+    again = use()
+    assert bool(again.any()) == keep and autocast_state() == before
+    again.sum().backward()
+    assert layer.weight.grad.tolist() == [[1, 1]]                # also through a cast that was kept
+    torch.clear_autocast_cache()
+    assert not use().any()
+    torch.clear_autocast_cache()
 
 
 def test_tensor_version():
@@ -229,13 +248,6 @@ def test_in_function_transform():
     seen = []
     torch.vmap(lambda x: seen.append(compat.in_function_transform()) or x)(torch.ones(2))
     assert seen == [True] and not compat.in_function_transform()
-
-
-def test_is_compiled():
-    model = nn.Linear(1, 1)
-    assert not compat.is_compiled(model) and compat.is_compiled(torch.compile(model, backend='eager'))
-    model.compile(backend='eager')
-    assert compat.is_compiled(model)
 
 
 def test_CastWatch():

@@ -170,6 +170,18 @@ def test_asynchronous_interrupts(mode, tmp_path):
     assert all(p.isfinite().all() for p in learn.model.parameters())
 
 
+def test_an_interrupt_while_the_scaler_makes_its_tensors(monkeypatch):
+    def half_done(self, dev):
+        self._scale = torch.full((), self._init_scale, device=dev)
+        raise KeyboardInterrupt
+    learn = learner().to_fp16(init_scale=256.)
+    with monkeypatch.context() as m:
+        m.setattr(torch.amp.GradScaler, '_lazy_init_scale_growth_tracker', half_done)
+        with pytest.raises(KeyboardInterrupt): learn.fit(1)
+    learn.fit(1)
+    assert len(learn.precision.scales) == 6 and learn.precision.scale == 256
+
+
 @pytest.mark.parametrize('event', ['before_fit', 'after_fit'])
 @pytest.mark.parametrize('order', [9, 11])
 @pytest.mark.parametrize('mode', ['fp16', 'bf16'])

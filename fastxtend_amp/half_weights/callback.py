@@ -9,10 +9,12 @@ from fastai.callback.core import Callback
 from fastai.callback.training import GradientAccumulation
 from torch import nn
 
+from ..advice import call_text
 from ..callback import MixedPrecision
+from ..guard import cache_loses_gradients
 from ..mode import AMPMode
-from .copies import WeightCopies
 from .flat_masters import FlatMasters
+from .kept_casts import KeptCasts
 from .modules import check_model
 from .no_masters import LoweredWeights
 
@@ -27,18 +29,13 @@ _LEAVE_WEIGHTS = ('fastai.callback.', 'fastai.learner', 'fastxtend_amp.')
 class HalfWeights(MixedPrecision):
     """Half-precision weights with fp32 masters, on top of autocast: the same numbers, with fewer casts.
 
-    The model's parameters stay fp32: they are the masters that the optimizer steps on. autocast is on around the
-    forward pass and the loss, as in `MixedPrecision`; but where it would cast a module's weights in each batch, that
-    module finds half-precision copies inside its own forward, rewritten once for each step; in each batch, where a
-    callback that is not fastai's could change weights in between. Nobody else meets a copy: gradients arrive on the
-    masters, in fp32, and a model, a callback or a checkpoint sees fp32 parameters at all times.
-    What a hook or a transform of the data writes into a weight's `.data` between two batches of a step is not seen.
-    Linear layers, convolutions and attention have copies, if nothing else uses their weights; all other modules run
-    as under autocast. The first batches of a fit are watched for that, without copies. autocast does all casts with
-    `torch.compile`, and with PyTorch 2.9, where it keeps none; on a CPU, where its casts are as fast, in modules with
-    fewer than 65,536 weights and in training without `GradientAccumulation`.
-
-    While a batch is under way no other thread may run the model: it would meet the copies.
+    The model's parameters are the fp32 masters that the optimizer steps on; their half-precision copies are autocast's
+    own casts. Those are kept until a weight may have changed: all batches of a step with `GradientAccumulation` share
+    one cast of each weight, and so do all batches of a validation. Without accumulation, training is autocast's.
+    Casts are kept only where nobody's code can change a weight unseen between two batches: with one of fastai's
+    learners, and callbacks of fastai and this package or without events inside a batch. What a hook or a transform of
+    the data writes into a weight's `.data` there is not seen, nor a model that starts to do so later in a fit.
+    With PyTorch 2.9, whose autocast runs here without its cache, and in compiled code none are kept.
 
     Loss scaling, skipped steps, history and diagnosis are `MixedPrecision`'s.
 
@@ -54,6 +51,7 @@ class HalfWeights(MixedPrecision):
         on_overflow: str = 'warn', # When training goes wrong: 'warn', 'raise' (`FloatingPointError`) or 'ignore'
         max_skips: int = 16, # Skipped steps in a row after which training counts as going wrong (fp16)
     ):
+        self._given = {k: v for k, v in locals().items() if k not in ('self', '__class__')}
         try: mode = AMPMode(dtype)
         except ValueError: raise ValueError(f"dtype={dtype!r} cannot be used: dtype must be 'bf16' or 'fp16' (or the "
                                             "torch dtypes). For plain fp32 use `learn.to_fp32()`.") from None
@@ -69,62 +67,43 @@ class HalfWeights(MixedPrecision):
         super().__init__(mode, loss_scale=loss_scale, fp32_modules=fp32_modules, on_overflow=on_overflow,
                          max_skips=max_skips)
         self.dtype, self.flat_master, self.master_weights = mode.dtype, flat_master, master_weights
-        self._asked_for = dict(dtype=mode.value, loss_scale=loss_scale, flat_master=flat_master,
-                               master_weights=master_weights, fp32_modules=fp32_modules, on_overflow=on_overflow,
-                               max_skips=max_skips)
-        self._copies: WeightCopies | None = None                 # from the first training of a fit to its end
-        self._lowered: LoweredWeights | None = None              # instead, without masters
-        self._flat = FlatMasters()
+        self._lowered: LoweredWeights | None = None  # without masters, from a fit's first training to its end
+        self._casts, self._flat = KeptCasts(), FlatMasters()
 
     def as_call(self,
         **changes # Arguments to change
     ) -> str:
         "The `learn.to_half_weights(...)` call that makes a callback like this one, with `changes`."
-        dtype, *given = [(k, v) for k, v in {**self._asked_for, **changes}.items()]
-        defaults = inspect.signature(HalfWeights).parameters
-        shown = [repr(dtype[1]), *(f'{k}={v!r}' for k, v in given if v != defaults[k].default)]
-        return f"learn.to_half_weights({', '.join(shown)})"
-
-    # A copy of the learner starts without copies of weights; theirs were made for this model.
-    def __getstate__(self): return {**self.__dict__, '_copies': None}
+        defaults = {name: p.default for name, p in inspect.signature(HalfWeights).parameters.items()}
+        return call_text('to_half_weights', {**self._given, 'dtype': AMPMode(self.dtype).value, **changes}, defaults)
 
     takes_init_scale = False
+
+    # A copy of the learner has weights of its own.
+    def __getstate__(self): return {**super().__getstate__(), '_casts': KeptCasts()}
 
     # -- the events of fastai's loop
 
     def before_train(self):
         super().before_train()
-        self._ready()
-        self._rewrite_copies()
+        self._lower()
+        self._casts.start()
 
     def before_validate(self):
-        "An epoch's or another validation: weights may have been exchanged for it; without masters they are fp32 in it."
-        self._rewrite_copies()
+        "A validation, for which weights may have been exchanged; without masters they are fp32 in it."
         if self._lowered is not None: self._lowered.raise_()
+        self._casts.start()
 
     def after_validate(self):
         "Weights that were exchanged for the validation have come back."
-        self._rewrite_copies()
+        self._casts.stop()
 
     def before_batch(self):
-        "Enter autocast; from here on modules take their copies."
+        "Enter autocast, with the casts of the batch before if they are still right."
         super().before_batch()
-        if self.learn.training: self._ready()
-        if self._copies is None: return
-        if self.learn.training and not any(getattr(cb, 'count', 0) for cb in self._accumulating): self._copies.rewrite()
-        self._copies.enter(self.learn.training, self._copies_are_kept())
-
-    def after_loss(self):
-        self._leave_copies()
-        super().after_loss()
-
-    def after_cancel_batch(self):
-        self._leave_copies()
-        super().after_cancel_batch()
-
-    def after_batch(self):
-        self._leave_copies()
-        super().after_batch()
+        if self.learn.training: self._lower()
+        if self._casts.on and self._may_keep_casts(): self._casts.begin(self.learn.model, self.dtype)
+        else: self._casts.forget()
 
     def before_step(self):
         super().before_step()
@@ -136,42 +115,26 @@ class HalfWeights(MixedPrecision):
 
     def after_train(self):
         super().after_train()
+        self._casts.stop()
         if self._lowered is not None: self._lowered.warn()
 
     # -- how that is done
 
-    @property
-    def _accumulating(self) -> list[GradientAccumulation]:
-        "What has several batches make one step, in which the weights stay as they are for certain."
-        found = [cb for cb in self.learn.cbs if isinstance(cb, GradientAccumulation) and cb.run and cb.run_train]
-        return found if found and self._undisturbed else []
+    def _lower(self):
+        if self.master_weights: return
+        if self._lowered is None:
+            self._lowered = LoweredWeights(self.learn.model, self.learn.opt, self.fit_device.type, self.dtype)
+        self._lowered.lower()
 
-    @property
-    def _undisturbed(self) -> bool:
-        "Does nobody's code run between two batches? What it writes into a weight by `.data` could not be seen."
-        known = type(self.learn).__module__.startswith('fastai.')
-        return known and not any(map(_may_write_weights, list(self.learn.cbs)))
+    def _may_keep_casts(self):
+        "Do several batches use the same weights, and does nobody's code run in between that could change them?"
+        if cache_loses_gradients() or self._batch is None or self._batch.loose: return False   # it may step unseen
+        if not type(self.learn).__module__.startswith('fastai.'): return False
+        cbs = list(self.learn.cbs)
+        several = not self.learn.training or any(isinstance(cb, GradientAccumulation) for cb in cbs)
+        return several and not any(map(_may_write_weights, cbs))
 
-    def _ready(self):
-        "Have copies, or lowered weights, of the model that is trained."
-        model, device_type = self.learn.model, self.fit_device.type
-        if not self.master_weights:
-            if self._lowered is None: self._lowered = LoweredWeights(model, self.learn.opt, device_type, self.dtype)
-            self._lowered.lower()
-        elif self._copies is None or not self._copies.fits(model):
-            if self._copies is not None: self._copies.remove()
-            self._copies = WeightCopies(model, device_type, self.dtype)
-            self._copies.install()
-
-    def _rewrite_copies(self):
-        if self._copies is not None: self._copies.rewrite()
-
-    def _leave_copies(self):
-        if self._copies is not None: self._copies.leave(self._copies_are_kept())
-
-    def _copies_are_kept(self):
-        "Will what this batch has copied serve others, too?"
-        return bool(self._accumulating) if self.learn.training else self._undisturbed
+    def _keeps_casts(self): return self._casts.can_stay()
 
     def _check_training(self):
         check_model(self.learn.model, self.learn.opt)
@@ -183,16 +146,9 @@ class HalfWeights(MixedPrecision):
                              "with masters.")
 
     def _step(self, step):
+        self._casts.forget()
         if self.flat_master: self._flat.step(self.learn.opt, step)
         else: super()._step(step)
-        self._rewrite_copies()
-
-    def _leave_batch(self, batch, error):
-        "Also after an interrupt inside a module's forward."
-        if self._copies is not None:
-            self._copies.leave()
-            if error is not None: self._copies.uncover()
-        super()._leave_batch(batch, error)
 
     def _close(self, **kwargs):
         try: self._restore()
@@ -200,11 +156,12 @@ class HalfWeights(MixedPrecision):
         super()._close(**kwargs)
 
     def _restore(self):
-        "Leave the model with its fp32 parameters, each in memory of its own, and nothing else."
-        if self._copies is not None: self._copies.remove()
+        "Leave the model with its fp32 parameters, each in memory of its own."
         if self._lowered is not None: self._lowered.raise_()
-        self._copies = self._lowered = None
+        self._lowered = None
         self._flat.close()
+        self._casts.stop()
+        self._casts = KeptCasts()
 
 
 def _may_write_weights(cb: Any) -> bool:

@@ -22,8 +22,6 @@ BLOCK = 2 ** 17
 # Each parameter begins at a cache line of 64 bytes: kernels that compute with it may round differently elsewhere.
 LINE = 16
 
-_EXEMPT = 'do_wd', 'force_train'                                 # what fastai notes in a parameter's state
-
 
 class FlatMasters:
     """The masters of each parameter group in a few flat tensors, and the optimizer's state, too.
@@ -39,7 +37,6 @@ class FlatMasters:
     def _forget(self):
         self.moved: set[nn.Parameter] = set()                    # those that were ever a view of a flat tensor
         self.blocks: list[_Block] = []
-        self.alone: list[tuple[int, nn.Parameter]] = []          # with the number of its group
         self.flat_lists = L()                                    # what the optimizer steps on, by group
         self.pattern: Any = None                                 # what they were built for
         self.checked: Any = None                                 # the optimizer that can be stepped so
@@ -52,54 +49,41 @@ class FlatMasters:
         if takes_all_at_once(opt): return
         plain = type(opt) is Optimizer  # others, such as Lookahead, have counters and weights of their own
         if (plain or isinstance(opt, OptimWrapper)) and is_elementwise(opt): return
-        name = optimizer_name(opt)
-        raise ValueError(f"flat_master=True cannot be used with {name}, whose step depends on which parameter tensor "
-                         "an element is in. Use `learn.to_half_weights(flat_master=False)`, or an element-wise "
-                         "optimizer such as Adam or SGD.")
+        raise ValueError(f"flat_master=True cannot be used with {optimizer_name(opt)}, whose step depends on which "
+                         "parameter tensor an element is in. Use `learn.to_half_weights(flat_master=False)`, or an "
+                         "element-wise optimizer such as Adam or SGD.")
 
     def _look(self, opt):
         "What the blocks depend on; this is asked in each step, of each parameter."
-        store, settings = state_of(opt), opt.state
+        store = state_of(opt)
         looks: list[tuple] = [(id(opt), *map(len, opt.param_lists))]
-        for pl in opt.param_lists:
-            for p in pl:
-                state = store.get(p)
-                given = (state if settings is store else settings.get(p)) or {}
-                looks.append((id(p), p.grad is None, p.data_ptr(), id(state), p.requires_grad,
-                              *map(given.get, _EXEMPT)))
+        for p in (p for pl in opt.param_lists for p in pl):
+            looks.append((id(p), p.grad is None, p.data_ptr(), id(store.get(p)), p.requires_grad, *_exemptions(opt, p)))
         return looks
 
     def _build(self, opt):
-        store, alike, owned = state_of(opt), {}, self._own_memory(opt)
-        counts = _step_counts(opt)
-        self.blocks, self.alone, self.pattern = [], [], None
+        params = [p for pl in opt.param_lists for p in pl]
+        times, store, alike = Counter(map(_address, params)), state_of(opt), {}
+        self.blocks, self.pattern = [], None
+        lists: list[list] = [[] for _ in opt.param_lists]
         for group, pl in enumerate(opt.param_lists):
             for p in pl:
                 if p.grad is None: continue
                 if p.grad.layout is not torch.strided:
                     raise ValueError("flat_master=True cannot be used with sparse gradients (a parameter of shape "
                                      f"{tuple(p.shape)} has them). Use `learn.to_half_weights(flat_master=False)`.")
+                own_memory = times[_address(p)] == 1 and (p in self.moved or _has_storage_of_its_own(p))
                 # Without a dimension its state cannot be told from a step count; not contiguous: another memory format.
-                if not p.dim() or not p.is_contiguous() or id(p) not in owned:
-                    self.alone.append((group, p))
-                    continue
-                key = group, p.device, p.dtype, p.requires_grad, _exemptions(opt, p), _fixed_state(opt, p, counts)
-                alike.setdefault(key, []).append(p)
-        for (group, *_), params in alike.items():
-            for part in _parts(params):
-                if len(part) == 1:
-                    self.alone.append((group, part[0]))
-                    continue
-                self.moved.update(part)                          # before: an interrupt may strike in between
-                self.blocks.append(_Block(group, part, store))
-        flat = [(b.group, b.flat) for b in self.blocks] + self.alone
-        self.flat_lists = L(L(p for g, p in flat if g == group) for group in range(len(opt.param_lists)))
-
-    def _own_memory(self, opt: Any) -> set[int]: # Ids
-        "The parameters that are once in the optimizer, and share no memory with another one."
-        params = [p for pl in opt.param_lists for p in pl]
-        times = Counter(_address(p) for p in params)
-        return {id(p) for p in params if times[_address(p)] == 1 and (p in self.moved or _has_storage_of_its_own(p))}
+                joins = p.dim() and p.is_contiguous() and own_memory
+                alike.setdefault((group, _kind(opt, p) if joins else p), []).append(p)
+        for (group, _), same in alike.items():
+            for part in _parts(same):
+                if len(part) > 1:
+                    self.moved.update(part)                      # before: an interrupt may strike in between
+                    self.blocks.append(_Block(part, store))
+                    part = [self.blocks[-1].flat]
+                lists[group] += part
+        self.flat_lists = L(map(L, lists))
 
     def step(self,
         opt: Any, # fastai's `Optimizer` or `OptimWrapper`
@@ -150,8 +134,8 @@ class FlatMasters:
 
 class _Block:
     "One flat master, the parameters that are views of it, and its state in the optimizer."
-    def __init__(self, group: int, params: list[nn.Parameter], store: dict):
-        self.group, self.params = group, params
+    def __init__(self, params: list[nn.Parameter], store: dict):
+        self.params = params
         self.sizes = [_place(p) for p in params]
         self.memory = self._join([p.data for p in params])       # which the parameters become views of
         self.flat = nn.Parameter(self.memory)
@@ -202,35 +186,21 @@ class _Block:
         self.shared = {k: v for k, v in self.state.items() if isinstance(v, torch.Tensor)}
 
 
-def _exemptions(opt, p): return tuple(map(opt.state.get(p, {}).get, _EXEMPT))
+def _exemptions(opt, p): return tuple(map(opt.state.get(p, {}).get, ('do_wd', 'force_train')))
 
 
-def _step_counts(opt: Any) -> dict[int, float]: # By the id of the tensor
-    "The values of the optimizer's tensors of one element, such as step counts; waits for each device once."
-    by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for pl in opt.param_lists:
-        for p in pl:
-            for v in state_of(opt).get(p, {}).values():
-                is_count = isinstance(v, torch.Tensor) and v.numel() == 1 and not _like(v, p)
-                if is_count: by_device.setdefault(v.device, []).append(v)
-    values: dict[int, float] = {}
-    for tensors in by_device.values():
-        values.update(zip(map(id, tensors), torch.stack([t.reshape(()).float() for t in tensors]).tolist()))
-    return values
-
-
-def _fixed_state(opt: Any, p: nn.Parameter, counts: dict[int, float]) -> tuple:
-    "What of the state of `p` must be the same for all parameters in a block."
-    fixed: list[tuple[str, Any]] = []
+def _kind(opt: Any, p: nn.Parameter) -> Any:
+    "What is the same for all parameters in a block."
+    kind: list[Any] = [p.device, p.dtype, p.requires_grad, *_exemptions(opt, p)]
     for k, v in sorted(state_of(opt).get(p, {}).items()):
-        if _like(v, p): fixed.append((k, 'flat'))
-        elif not isinstance(v, torch.Tensor): fixed.append((k, v))
-        elif v.numel() == 1: fixed.append((k, counts[id(v)]))
-        else:
-            raise ValueError(f"flat_master=True cannot be used with {type(getattr(opt, 'opt', opt)).__name__}: its "
-                             f"state '{k}' of shape {tuple(v.shape)} belongs to a whole parameter of shape "
-                             f"{tuple(p.shape)}, not to its elements. Use `learn.to_half_weights(flat_master=False)`.")
-    return tuple(fixed)
+        if isinstance(v, torch.Tensor) and not _like(v, p):
+            if v.numel() != 1:
+                raise ValueError(f"flat_master=True cannot be used with {optimizer_name(opt)}: its state '{k}' of "
+                                 f"shape {tuple(v.shape)} belongs to a whole parameter of shape {tuple(p.shape)}, not "
+                                 "to its elements. Use `learn.to_half_weights(flat_master=False)`.")
+            v = float(v)
+        kind.append((k, None if isinstance(v, torch.Tensor) else v))
+    return tuple(kind)
 
 
 def _address(p: nn.Parameter) -> int: return p.data_ptr() or id(p)
@@ -254,11 +224,11 @@ def _parts(params: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
         if _place(p) >= BLOCK:                                   # the small ones around it still go together
             yield [p]
             continue
-        if size + _place(p) > BLOCK:
-            yield part
-            part, size = [], 0
-        part.append(p)
         size += _place(p)
+        if size > BLOCK:
+            yield part
+            part, size = [], _place(p)
+        part.append(p)
     if part: yield part
 
 

@@ -8,14 +8,16 @@ import torch
 from torch import nn
 
 from ..convert import is_half
-from .modules import weights_to_copy
+from .modules import weights_to_lower
 from .optimizers import compensates, optimizer_name, state_of
 
 __all__ = ['LoweredWeights']
 
+WATCHED = 8                                                      # steps in which lost updates are counted
+
 
 class LoweredWeights:
-    """The weights that would have half-precision copies, in bf16 themselves while a model is trained.
+    """The weights that autocast would cast, in bf16 themselves while a model is trained.
 
     bf16 numbers are fp32 numbers, so raising them for a validation and lowering them again changes nothing.
     """
@@ -25,11 +27,12 @@ class LoweredWeights:
         device_type: str, # Type of the device that autocast is on for
         dtype: torch.dtype, # autocast's dtype
     ):
-        groups = weights_to_copy(model, device_type, dtype).values()
-        self.params, self.dtype, self.opt = [w.param for gs in groups for g in gs for w in g], dtype, opt
+        self.params, self.dtype, self.opt = weights_to_lower(model, device_type, dtype), dtype, opt
         self.low = False
         self.store: Any = None                                   # the dictionary of states that was lowered last
-        self.moves = None if compensates(opt) else Moves()
+        self.to_watch = 0 if compensates(opt) else WATCHED        # steps whose lost updates are still to be counted
+        self.before: list[tuple] = []                            # weight, its values, where its gradient is not 0
+        self.counts: list[torch.Tensor] = []  # on the device: weights that have a gradient, and did not move
 
     def lower(self) -> None:
         "Bring trained weights to bf16, and their state, which may have come from training in fp32 or from a file."
@@ -60,44 +63,25 @@ class LoweredWeights:
     # -- does anything move?
 
     def before_step(self) -> None:
-        if self.moves is not None: self.moves.before_step([p for p in self.params if p.dtype is self.dtype])
+        "Remember the weights that have a gradient."
+        if not self.to_watch: return
+        low = [p for p in self.params if p.dtype is self.dtype and p.grad is not None]
+        self.before = [(p, p.detach().clone(), p.grad != 0) for p in low]
 
     def after_step(self) -> None:
-        if self.moves is not None and self.moves.after_step(): self.warn()
+        "Count those that did not move."
+        before, self.before = self.before, []
+        if not before: return
+        for p, old, had in before: self.counts.append(torch.stack([had.sum(), (had & (p.detach() == old)).sum()]))
+        self.to_watch -= 1
+        if not self.to_watch: self.warn()
 
     def warn(self) -> None:
-        "After the first steps: tell which share of the weights they left where they were."
-        moves, self.moves = self.moves, None
-        if moves is None or not moves.n: return
+        "After the first steps: tell which share of the weights they left where they were; waits for the device, once."
+        n, counts, self.to_watch, self.counts = WATCHED - self.to_watch, self.counts, 0, []
+        if not counts: return
+        total, unmoved = torch.stack([c.to(counts[0].device) for c in counts]).sum(0).tolist()
         warnings.warn(f"master_weights=False with {optimizer_name(self.opt)}, which does not compensate for rounding: "
-                      f"small updates are lost. In the first {moves.n} steps {moves.share:.0%} of the weights with a "
-                      "gradient did not move. Use an optimizer with Kahan summation (`fastxtend_amp.kahan`) or "
+                      f"small updates are lost. In the first {n} steps {unmoved / max(total, 1):.0%} of the weights "
+                      "with a gradient did not move. Use an optimizer with Kahan summation (`fastxtend_amp.kahan`) or "
                       "stochastic rounding, or keep the masters.")
-
-
-class Moves:
-    "The share of the weights that the first steps leave where they were."
-    steps = 8
-    def __init__(self):
-        self.n, self.before = 0, None
-        self.counts: list[torch.Tensor] = []  # on the device: weights that have a gradient, and did not move
-
-    def before_step(self, params: list[nn.Parameter]) -> None:
-        "Remember the weights that have a gradient."
-        self.before = [(p, p.detach().clone(), p.grad != 0) for p in params if p.grad is not None]
-
-    def after_step(self) -> bool: # Were these enough steps?
-        "Count those that did not move."
-        before, self.before = self.before, None
-        if before is None: return False
-        for p, old, had in before:
-            self.counts.append(torch.stack([had.sum(), (had & (p.detach() == old)).sum()]))
-        self.n += 1
-        return self.n == self.steps
-
-    @property
-    def share(self) -> float:
-        "0 to 1. Waits for the device, once."
-        if not self.counts: return 0.
-        total, unmoved = torch.stack([c.to(self.counts[0].device) for c in self.counts]).sum(0).tolist()
-        return unmoved / max(total, 1)

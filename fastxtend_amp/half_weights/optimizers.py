@@ -49,18 +49,8 @@ def trial_optimizer(
 def is_elementwise(
     opt: Any, # fastai's `Optimizer` or `OptimWrapper`
 ) -> bool:
-    """Whether a step of `opt` changes the same numbers alike, in one tensor or in two; found by trial steps.
-
-    On the CPU, so that no accelerator is waited for; on the parameters' device if `opt` does not step on the CPU.
-    """
-    device = next(p.device for pl in opt.param_lists for p in pl)
-    on_cpu = _steps_alike(opt, torch.device('cpu'))
-    if on_cpu is None and device.type != 'cpu': return bool(_steps_alike(opt, device))
-    return bool(on_cpu)
-
-
-def _steps_alike(opt: Any, device: torch.device) -> bool | None: # None if it cannot step there
-    numbers = torch.linspace(-1, 30, 10, device=device)
+    "Whether a step of `opt` changes the same numbers alike, in one tensor or in two; found by trial steps on the CPU."
+    numbers = torch.linspace(-1, 30, 10)
     def stepped(*tensors):
         params = [nn.Parameter(t.clone()) for t in tensors]
         trial = trial_optimizer(opt, params)
@@ -72,7 +62,7 @@ def _steps_alike(opt: Any, device: torch.device) -> bool | None: # None if it ca
         return torch.cat([p.detach().flatten() for p in params]), fits
     try: (two, fits), (one, _) = stepped(numbers[:6].view(3, 2), numbers[6:]), stepped(numbers)
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError):
-        return None                                              # it wants matrices, a closure, an accelerator, ...
+        return False                                             # it wants matrices, a closure, an accelerator, ...
     return fits and torch.allclose(two, one)
 
 

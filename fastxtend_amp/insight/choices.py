@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from fastai.callback.training import GradientAccumulation
 from fastai.learner import Learner
 
 from ..callback import MixedPrecision
 from ..fp32_modules import Fp32Modules
 from ..learner import set_precision
-from ..mode import AMPMode, mode_support
+from ..mode import AMPMode, mode_support, training_device
 from ..scaling import StaticGradScaler
 
 __all__ = ['PrecisionChoice', 'choices_from', 'default_choices', 'use_choice']
@@ -60,11 +61,16 @@ def _choice(name, arg):
 
 
 def default_choices(
-    device: torch.device, # The model's
+    learn: Learner,
 ) -> list[PrecisionChoice]:
-    "fp32, and autocast and half-precision weights in each mode that `device` does natively."
+    """fp32, and autocast in each mode that the learner's device does natively.
+
+    With `GradientAccumulation` half-precision weights, too; without it they run the same operations as autocast.
+    """
+    device, kinds = training_device(learn), [False]
+    if any(isinstance(cb, GradientAccumulation) for cb in learn.cbs): kinds.append(True)
     native = [m for m in (AMPMode.BF16, AMPMode.FP16) if mode_support(m, device).status == 'native']
-    return [PrecisionChoice(), *(PrecisionChoice(m, half_weights=half) for half in (False, True) for m in native)]
+    return [PrecisionChoice(), *(PrecisionChoice(m, half_weights=half) for half in kinds for m in native)]
 
 
 def use_choice(

@@ -3,6 +3,7 @@ import copy, threading
 
 import pytest, torch
 from fastai import distributed  # noqa: F401  to_parallel
+from fastai.callback.training import GradientAccumulation
 
 from fastxtend_amp import MixedPrecision
 from fastxtend_amp.forward import ModuleForward
@@ -95,6 +96,19 @@ def test_parameters_equal_those_without_replicas():
     learns = [learner(wrap(net()), cbs=MixedPrecision('bf16'), opt_func=SGD) for wrap in (Threads, lambda m: m)]
     for learn in learns: learn.fit(1, .01)
     for p, q in zip(*map(params, learns)): torch.testing.assert_close(p, q, rtol=.02, atol=1e-3)
+
+
+@pytest.mark.parametrize('kwargs', [dict(), dict(flat_master=True), dict(master_weights=False)], ids=str)
+@pytest.mark.filterwarnings('ignore:master_weights')
+def test_half_weights(kwargs):
+    "The replicas' weights are new tensors in each batch, which autocast casts anew."
+    learns = [learner(Threads(net()), opt_func=SGD, cbs=GradientAccumulation(8)) for _ in range(2)]
+    learns[0].to_bf16().fit(2, .01)
+    learns[1].to_half_weights(**kwargs).fit(2, .01)
+    if 'master_weights' in kwargs:
+        for p, q in zip(*map(params, learns)): torch.testing.assert_close(p, q, rtol=.05, atol=.01)
+    else: assert same(*map(params, learns))
+    assert {p.dtype for p in learns[1].model.parameters()} == {torch.float32}
 
 
 class Own(nn.Linear):

@@ -16,7 +16,6 @@ from fastai.text.models.awdlstm import WeightDropout
 
 from fastxtend_amp import MixedPrecision, precision_support
 from fastxtend_amp.callback import PRECISION_CALLBACKS
-from fastxtend_amp.guard import cache_loses_gradients
 from fastxtend_amp.scaling import LossScaling, skips_on_device
 from fastxtend_amp.devices.xla import XLADevice, XLAGradients
 from helpers import *
@@ -188,18 +187,15 @@ def test_half_precision_weights_on_two_devices(kwargs, device):
             self.here, self.there, self.device = nn.Linear(6, 8), nn.Linear(8, 1), torch.device('cpu')
         def to(self, *args, **kwargs): return self               # each layer stays where it is
         def forward(self, x): return self.there(torch.tanh(self.here(x)).to(self.device)).cpu()
-    seen, curves = set(), []
+    curves = []
     for there in (device, torch.device('cpu')):
         model = Two()
         nn.Module.to(model.there, there); model.device = there
         learn = learner(model, loaders(n=32), opt_func=Adam).to_half_weights(**kwargs)
-        def note(l): seen.update(type(f.module) for f in l.precision._copies.forwards if f.seen)
-        learn.add_cb(At('after_batch', note, 11))
         learn.fit(2, .01)
         curves.append(curve(learn))
         assert [p.device.type for p in model.parameters()] == ['cpu', 'cpu', there.type, there.type]
-    # PyTorch 2.9 loses gradients through autocast's cache, which is off then: each call casts, and there is no copy to share
-    assert seen == (set() if cache_loses_gradients() else {nn.Linear}) and close(curves[:1], curves[1:], TOLERANCE[kwargs.get('dtype', 'bf16')])
+    assert close(curves[:1], curves[1:], TOLERANCE[kwargs.get('dtype', 'bf16')])
 
 
 def test_plain_fastai_learns_nothing_there(device, monkeypatch):

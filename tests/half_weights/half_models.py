@@ -5,9 +5,31 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from helpers import mlp
+
+
+class CountCasts(TorchDispatchMode):
+    "How often a trained parameter of `model` is cast to another dtype in its forward passes, and the casts' memory."
+    def __init__(self, model, training=True):
+        super().__init__()
+        self.n, self.made = 0, []
+        def start(m, args):
+            if m.training == training: self.__enter__()
+        def stop(m, args, out):
+            if m.training == training: self.__exit__(None, None, None)
+        model.register_forward_pre_hook(start)
+        model.register_forward_hook(stop)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and isinstance(args[0], nn.Parameter) and args[0].requires_grad:
+            self.n += 1
+            self.made.append(StorageWeakRef(out.untyped_storage()))
+        return out
 
 
 class Sequence(nn.Module):
@@ -130,55 +152,54 @@ def attention(**kwargs): return nn.MultiheadAttention(8, 2, batch_first=True, **
 def encoder(**kwargs): return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, 0., batch_first=True, **kwargs), 2, enable_nested_tensor=False)
 
 
-# What they are, and how many of their weights have copies.
 MODELS = {
-    'mlp': (mlp, 4),
-    'convolutions': (lambda: Image(nn.Sequential(nn.Conv2d(2, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 1, 2)), 2, 6, 6), 4),
-    'channels last': (lambda: Image(nn.Sequential(nn.Conv2d(2, 8, 3), nn.ReLU(), nn.Conv2d(8, 1, 2)), 2, 6, 6).to(memory_format=torch.channels_last), 4),
-    '1d': (lambda: Image(nn.Sequential(nn.Conv1d(2, 4, 3), nn.ReLU(), nn.ConvTranspose1d(4, 2, 2)), 2, 12), 4),
-    '3d': (lambda: Image(nn.Sequential(nn.Conv3d(1, 4, 2), nn.ReLU(), nn.ConvTranspose3d(4, 2, 2)), 1, 6, 6, 6), 4),
-    'U-Net': (lambda: Image(UNet(), 2, 6, 6), 8),
-    'bilinear': (lambda: Layers(lambda m, x: m.c(x, x), c=nn.Bilinear(6, 6, 6)), 2),
-    'attention': (lambda: Sequence(attention(), lambda b, x: b(x, x, x)), 8),
-    'attention without its weights': (lambda: Sequence(attention(), lambda b, x: b(query=x, key=x, value=x, need_weights=False)), 8),
-    'attention on another sequence': (lambda: Sequence(attention(), lambda b, x: b(x, x + 1, x + 1)), 8),
-    'attention on three, twice': (lambda: Sequence(attention(), lambda b, x: b(b(x, x + 1, value=x + 2)[0], x, x)), 8),
-    'attention on itself and another': (lambda: Sequence(attention(), lambda b, x: b(b(x, x, x)[0], x, x)), 8),
-    'attention of other sizes': (lambda: Sequence(attention(kdim=8, vdim=4), lambda b, x: b(b(x, x, x[..., :4])[0], x, x[..., :4])), 9),
-    'attention with bias_k': (lambda: Sequence(attention(add_bias_kv=True), lambda b, x: b(x, x, x)), 8),
-    'transformer': (lambda: Sequence(encoder()), 20),
-    'transformer, norm first': (lambda: Sequence(encoder(norm_first=True)), 20),
-    'RMSNorm on queries': (lambda: Sequence(QKNorm()), 10),
-    'LSTM': (lambda: Sequence(nn.LSTM(8, 8, batch_first=True)), 4),
-    'GRU': (lambda: Sequence(nn.GRU(8, 8, batch_first=True)), 4),
-    'RNN': (lambda: Sequence(nn.RNN(8, 8, batch_first=True)), 4),
-    'spectral_norm': (lambda: normed(spectral_norm), 4),
-    'parametrized spectral_norm': (lambda: normed(parametrizations.spectral_norm), 4),
-    'weight_norm': (lambda: normed(weight_norm), 4),
-    'parametrized weight_norm': (lambda: normed(parametrizations.weight_norm), 4),
-    'pruned': (pruned, 2),
-    'hooks': (hooked, 6),
-    'tied': (tied, 4),                                           # biases and head
-    'tied to an embedding': (tied_embedding, 3),
-    'max_norm': (lambda: Layers(lambda m, x: m.a(m.emb(tokens(x)).mean(1)), emb=nn.Embedding(16, 6, max_norm=.1)), 4),
-    'momentum encoder': (slow, 4),
-    'large inputs': (lambda: Layers(lambda m, x: m.a(m.norm(x * 2e5)), norm=nn.BatchNorm1d(6)), 4),
-    'a product with a buffer': (lambda: Layers(lambda m, x: m.a(x) @ m.norm.running_var.diag(), norm=nn.BatchNorm1d(6)), 4),
-    'called twice': (lambda: Layers(lambda m, x: m.a(torch.tanh(m.a(x)))), 4),
-    'called five times': (lambda: Layers(lambda m, x: m.a(m.a(m.a(m.a(m.a(x)))))), 4),
-    'weights used directly': (lambda: Layers(lambda m, x: F.linear(torch.tanh(m.a(x)), m.a.weight)), 2),
-    'weights written in forward': (lambda: Layers(clamped), 4),
-    'checkpointing, reentrant': (lambda: Layers(lambda m, x: again(m, x, True)), 4),
-    'checkpointing': (lambda: Layers(lambda m, x: again(m, x, False)), 4),
-    'gradient penalty': (lambda: Layers(penalty), 6),
-    'fp32 by hand': (lambda: Layers(kept_by_hand), 4),
-    'no_grad in between': (lambda: Layers(looking_aside), 4),
-    'vmap': (lambda: Layers(lambda m, x: torch.vmap(m.a)(x)), 2),
-    'functional_call': (lambda: Layers(lambda m, x: torch.func.functional_call(m.a, {n: p * 2 for n, p in m.a.named_parameters()}, (x,))), 2),
+    'mlp': mlp,
+    'convolutions': lambda: Image(nn.Sequential(nn.Conv2d(2, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 1, 2)), 2, 6, 6),
+    'channels last': lambda: Image(nn.Sequential(nn.Conv2d(2, 8, 3), nn.ReLU(), nn.Conv2d(8, 1, 2)), 2, 6, 6).to(memory_format=torch.channels_last),
+    '1d': lambda: Image(nn.Sequential(nn.Conv1d(2, 4, 3), nn.ReLU(), nn.ConvTranspose1d(4, 2, 2)), 2, 12),
+    '3d': lambda: Image(nn.Sequential(nn.Conv3d(1, 4, 2), nn.ReLU(), nn.ConvTranspose3d(4, 2, 2)), 1, 6, 6, 6),
+    'U-Net': lambda: Image(UNet(), 2, 6, 6),
+    'bilinear': lambda: Layers(lambda m, x: m.c(x, x), c=nn.Bilinear(6, 6, 6)),
+    'attention': lambda: Sequence(attention(), lambda b, x: b(x, x, x)),
+    'attention without its weights': lambda: Sequence(attention(), lambda b, x: b(query=x, key=x, value=x, need_weights=False)),
+    'attention on another sequence': lambda: Sequence(attention(), lambda b, x: b(x, x + 1, x + 1)),
+    'attention on three, twice': lambda: Sequence(attention(), lambda b, x: b(b(x, x + 1, value=x + 2)[0], x, x)),
+    'attention on itself and another': lambda: Sequence(attention(), lambda b, x: b(b(x, x, x)[0], x, x)),
+    'attention of other sizes': lambda: Sequence(attention(kdim=8, vdim=4), lambda b, x: b(b(x, x, x[..., :4])[0], x, x[..., :4])),
+    'attention with bias_k': lambda: Sequence(attention(add_bias_kv=True), lambda b, x: b(x, x, x)),
+    'transformer': lambda: Sequence(encoder()),
+    'transformer, norm first': lambda: Sequence(encoder(norm_first=True)),
+    'RMSNorm on queries': lambda: Sequence(QKNorm()),
+    'LSTM': lambda: Sequence(nn.LSTM(8, 8, batch_first=True)),
+    'GRU': lambda: Sequence(nn.GRU(8, 8, batch_first=True)),
+    'RNN': lambda: Sequence(nn.RNN(8, 8, batch_first=True)),
+    'spectral_norm': lambda: normed(spectral_norm),
+    'parametrized spectral_norm': lambda: normed(parametrizations.spectral_norm),
+    'weight_norm': lambda: normed(weight_norm),
+    'parametrized weight_norm': lambda: normed(parametrizations.weight_norm),
+    'pruned': pruned,
+    'hooks': hooked,
+    'tied': tied,
+    'tied to an embedding': tied_embedding,
+    'max_norm': lambda: Layers(lambda m, x: m.a(m.emb(tokens(x)).mean(1)), emb=nn.Embedding(16, 6, max_norm=.1)),
+    'momentum encoder': slow,
+    'large inputs': lambda: Layers(lambda m, x: m.a(m.norm(x * 2e5)), norm=nn.BatchNorm1d(6)),
+    'a product with a buffer': lambda: Layers(lambda m, x: m.a(x) @ m.norm.running_var.diag(), norm=nn.BatchNorm1d(6)),
+    'called twice': lambda: Layers(lambda m, x: m.a(torch.tanh(m.a(x)))),
+    'called five times': lambda: Layers(lambda m, x: m.a(m.a(m.a(m.a(m.a(x)))))),
+    'weights used directly': lambda: Layers(lambda m, x: F.linear(torch.tanh(m.a(x)), m.a.weight)),
+    'weights written in forward': lambda: Layers(clamped),
+    'checkpointing, reentrant': lambda: Layers(lambda m, x: again(m, x, True)),
+    'checkpointing': lambda: Layers(lambda m, x: again(m, x, False)),
+    'gradient penalty': lambda: Layers(penalty),
+    'fp32 by hand': lambda: Layers(kept_by_hand),
+    'no_grad in between': lambda: Layers(looking_aside),
+    'vmap': lambda: Layers(lambda m, x: torch.vmap(m.a)(x)),
+    'functional_call': lambda: Layers(lambda m, x: torch.func.functional_call(m.a, {n: p * 2 for n, p in m.a.named_parameters()}, (x,))),
 }
 
 
 def build(name):
     "The model of this name, with the same weights at each call."
     torch.manual_seed(0)
-    return MODELS[name][0]()
+    return MODELS[name]()

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import fastxtend_amp  # noqa: F401  patches Learner
-from fastxtend_amp.half_weights import copies, kahan
+from fastxtend_amp.half_weights import kahan
 
 EPS = 1e-5  # of Adam; its second moments, as all of the optimizer's state, are bf16 without masters
 
@@ -94,7 +94,7 @@ def final_loss(task: str, way: str, seed: int = 0) -> float:
 
 
 def main(n_seeds: int = 5) -> None:
-    start, copies.ONLY_WHERE_FASTER = time.time(), False         # these networks are small: have copies all the same
+    start = time.time()
     print("# Half-precision weights: final training loss\n\nAdamW, the same seeds for weights and order of the data in each row; mean, smallest to largest. "
           f"torch {version('torch').split('+')[0]}, fastai {version('fastai')}, torch-optimi {version('torch-optimi')}, Python {platform.python_version()}.\n")
     for task in TASKS:

@@ -253,7 +253,7 @@ CASES = {
     'half: per tensor': (flat(Lamb), VE, 'flat_master=True cannot be used with Lamb', 'depends on which parameter',
                          'flat_master=False'),
     'half: flat and sparse': (flat(SGD, Sparse()), VE, 'flat_master=True', 'sparse gradients', 'flat_master=False'),
-    'half: flat and whole': (flat_with_norms, VE, "Optimizer: its state 'norms'", 'not to its elements',
+    'half: flat and whole': (flat_with_norms, VE, "Adam: its state 'norms'", 'not to its elements',
                              'flat_master=False'),
     'half: DDP without masters': (ddp_without_masters, VE, 'master_weights=False',
                                   'DistributedDataParallel, which would not reduce', 'with masters'),

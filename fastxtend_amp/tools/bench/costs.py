@@ -199,7 +199,7 @@ def accumulation(
 ) -> list[dict[str, Any]]: # training, ops by number of micro-batches, ops_per_micro_batch; empty as in `memory`
     """Aten operations per step with gradient accumulation, counted on an MLP with fused AdamW.
 
-    autocast casts the weights in each micro-batch; half-precision weights are written once a step.
+    autocast casts the weights in each micro-batch; with `to_half_weights` it does so once a step.
     """
     if mode_support(mode, device).status == 'unsupported': return []
     few, many = micro_batches
