@@ -11,12 +11,15 @@ from torch import nn
 
 from ..advice import call_text
 from ..callback import MixedPrecision
+from ..common import is_dtensor
+from ..convert import HALF
+from ..fp32_modules import unwrapped
 from ..guard import cache_loses_gradients
 from ..mode import AMPMode
 from .flat_masters import FlatMasters
 from .kept_casts import KeptCasts
-from .modules import check_model
 from .no_masters import LoweredWeights
+from .optimizers import sparse_trouble
 
 __all__ = ['HalfWeights']
 
@@ -162,6 +165,29 @@ class HalfWeights(MixedPrecision):
         self._flat.close()
         self._casts.stop()
         self._casts = KeptCasts()
+
+
+def check_model(
+    model: nn.Module, # The learner's model
+    opt: Any, # The learner's optimizer
+) -> None:
+    "Raise a `ValueError` that names what cannot be trained with half-precision weights, and what to use instead."
+    for path, module in unwrapped(model).named_modules():
+        for name, p in module.named_parameters(recurse=False):
+            where = f"parameter '{path + '.' if path else ''}{name}'"
+            if is_dtensor(p):
+                raise ValueError(f"to_half_weights cannot be used with FSDP2: {where} is a DTensor, spread over "
+                                 "processes.\n"
+                                 "Use `learn.to_bf16()`, or `fully_shard`'s own "
+                                 "`MixedPrecisionPolicy(param_dtype=torch.bfloat16)`.")
+            if p.dtype in HALF and p.requires_grad:
+                raise ValueError(f"to_half_weights: {where} is {p.dtype} already, so it can have no fp32 master. "
+                                 "Call `learn.model.float()` first.")
+            if getattr(module, 'sparse', False) and p.requires_grad and (why := sparse_trouble(opt)):
+                kind = type(getattr(opt, 'opt', opt)).__name__
+                raise ValueError(f"to_half_weights: {where} has sparse gradients, which this {kind} cannot take "
+                                 f"({why}). Use an optimizer that can, such as SGD without momentum, or "
+                                 "`sparse=False`.")
 
 
 def _may_write_weights(cb: Any) -> bool:

@@ -199,7 +199,7 @@ def _kind(opt: Any, p: nn.Parameter) -> Any:
                                  f"shape {tuple(v.shape)} belongs to a whole parameter of shape {tuple(p.shape)}, not "
                                  "to its elements. Use `learn.to_half_weights(flat_master=False)`.")
             v = float(v)
-        kind.append((k, None if isinstance(v, torch.Tensor) else v))
+        kind.append((k, 'flat' if isinstance(v, torch.Tensor) else v))
     return tuple(kind)
 
 
