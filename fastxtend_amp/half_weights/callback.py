@@ -19,7 +19,7 @@ from ..mode import AMPMode
 from .flat_masters import FlatMasters
 from .kept_casts import KeptCasts
 from .no_masters import LoweredWeights
-from .optimizers import sparse_trouble
+from .optimizers import optimizer_name, sparse_trouble
 
 __all__ = ['HalfWeights']
 
@@ -184,9 +184,8 @@ def check_model(
                 raise ValueError(f"to_half_weights: {where} is {p.dtype} already, so it can have no fp32 master. "
                                  "Call `learn.model.float()` first.")
             if getattr(module, 'sparse', False) and p.requires_grad and (why := sparse_trouble(opt)):
-                kind = type(getattr(opt, 'opt', opt)).__name__
-                raise ValueError(f"to_half_weights: {where} has sparse gradients, which this {kind} cannot take "
-                                 f"({why}). Use an optimizer that can, such as SGD without momentum, or "
+                raise ValueError(f"to_half_weights: {where} has sparse gradients, which this {optimizer_name(opt)} "
+                                 f"cannot take ({why}). Use an optimizer that can, such as SGD without momentum, or "
                                  "`sparse=False`.")
 
 

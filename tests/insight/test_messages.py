@@ -116,6 +116,12 @@ def ddp_without_masters(tmp_path):
     torch.distributed.init_process_group('gloo', init_method=f'file://{tmp_path}/store', rank=0, world_size=1)
     try: fit(learner(nn.parallel.DistributedDataParallel(mlp())).to_half_weights(master_weights=False))
     finally: torch.distributed.destroy_process_group()
+def sharded_half_weights(tmp_path):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    torch.distributed.init_process_group('gloo', init_method=f'file://{tmp_path}/store', rank=0, world_size=1)
+    try: fit(learner(fully_shard(mlp(), mesh=init_device_mesh('cpu', (1,))), opt_func=OPTIMIZERS['adamw']).to_half_weights())
+    finally: torch.distributed.destroy_process_group()
 
 
 # what happens: kind of error or warning, what it must name (the argument, its value, the thing), why, and what is
@@ -249,7 +255,7 @@ CASES = {
     'half: no master': (lambda: fit(fp16_weights().to_half_weights()), VE, "parameter '0.weight'", 'no fp32 master',
                         '`learn.model.float()`'),
     'half: sparse': (lambda: fit(learner(Sparse(), opt_func=Adam).to_half_weights()), VE,
-                     "'emb.weight' has sparse gradients", 'Optimizer cannot take', 'sparse=False'),
+                     "'emb.weight' has sparse gradients", 'Adam cannot take', 'sparse=False'),
     'half: per tensor': (flat(Lamb), VE, 'flat_master=True cannot be used with Lamb', 'depends on which parameter',
                          'flat_master=False'),
     'half: flat and sparse': (flat(SGD, Sparse()), VE, 'flat_master=True', 'sparse gradients', 'flat_master=False'),
@@ -257,6 +263,7 @@ CASES = {
                              'flat_master=False'),
     'half: DDP without masters': (ddp_without_masters, VE, 'master_weights=False',
                                   'DistributedDataParallel, which would not reduce', 'with masters'),
+    'half: FSDP2': (sharded_half_weights, VE, "FSDP2: parameter '0.weight'", 'is a DTensor', '`learn.to_bf16()`'),
     'half: nothing compensates': (lambda: fit(learner(opt_func=SGD).to_half_weights(master_weights=False)),
                                   UserWarning, 'master_weights=False', 'did not move',
                                   'Kahan'),
@@ -324,7 +331,7 @@ def places():
 
 
 # Met in test_xla.py, tests/tools, tests/half_weights/test_refusals.py, test_compat.py, test_docs.py, devices/accelerator and test_optimizers.py.
-ELSEWHERE = {'xla.py', 'command.py', 'modules.py', 'compat.py', 'refused_names.py', 'checks.py', 'optimizers.py', 'check.py',
+ELSEWHERE = {'xla.py', 'command.py', 'compat.py', 'refused_names.py', 'checks.py', 'optimizers.py', 'check.py',
              'memory.py'}
 
 
