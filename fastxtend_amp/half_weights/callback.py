@@ -137,7 +137,7 @@ class HalfWeights(MixedPrecision):
         several = not self.learn.training or any(isinstance(cb, GradientAccumulation) for cb in cbs)
         return several and not any(map(_may_write_weights, cbs))
 
-    def _keeps_casts(self): return self._casts.can_stay()
+    def _keeps_casts(self): return self._casts.can_stay(self.learn.__dict__.get('loss_grad'))
 
     def _check_training(self):
         check_model(self.learn.model, self.learn.opt)

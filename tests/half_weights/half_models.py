@@ -104,6 +104,12 @@ def again(m, x, reentrant):
     return m.a(x)
 
 
+def used_in_fp32_too(m, x):
+    "One weight gets five gradients, one of them by way of its cast."
+    w = m.a.weight
+    return m.a(x) + (w * 1.3).sin().sum() + .1 * (w * .7).cos().sum() + .3 * (w ** 3).sum() + F.linear(x, w * 1.1)
+
+
 def clamped(m, x):
     m.b.weight.data.clamp_(0)
     return m.b(torch.relu(m.a(x)))
@@ -188,6 +194,7 @@ MODELS = {
     'called twice': lambda: Layers(lambda m, x: m.a(torch.tanh(m.a(x)))),
     'called five times': lambda: Layers(lambda m, x: m.a(m.a(m.a(m.a(m.a(x)))))),
     'weights used directly': lambda: Layers(lambda m, x: F.linear(torch.tanh(m.a(x)), m.a.weight)),
+    'weights used in fp32, too': lambda: Layers(used_in_fp32_too),
     'weights written in forward': lambda: Layers(clamped),
     'checkpointing, reentrant': lambda: Layers(lambda m, x: again(m, x, True)),
     'checkpointing': lambda: Layers(lambda m, x: again(m, x, False)),

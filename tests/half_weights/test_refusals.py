@@ -80,8 +80,8 @@ class Wrap(Callback):
 from fastai.callback.training import GradientAccumulation
 from fastxtend_amp.half_weights.kept_casts import KeptCasts
 kept, can_stay = [], KeptCasts.can_stay
-def noted(self):
-    kept.append(can_stay(self))
+def noted(self, loss):
+    kept.append(can_stay(self, loss))
     return kept[-1]
 KeptCasts.can_stay = noted
 results = []

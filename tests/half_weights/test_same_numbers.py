@@ -8,8 +8,9 @@ from half_models import MODELS, CountCasts, build
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*emulated.*', 'ignore:.*weight_norm.*', 'ignore:.*enable_nested_tensor.*', 'ignore:You are shadowing')
 MODES = ['bf16', 'fp16']
-# Models that write into weights, and those whose backward pass enters autocast, which forgets all casts when it is left.
-CAST_ANEW = 'max_norm', 'weights written in forward', 'checkpointing', 'checkpointing, reentrant'
+# Models that write into weights, or use one in several ways; and those whose backward pass enters autocast, which
+# forgets all casts when it is left.
+CAST_ANEW = 'max_norm', 'weights written in forward', 'weights used in fp32, too', 'checkpointing', 'checkpointing, reentrant'
 
 
 def trained(to, model, opt='fused adamw', accumulate=False, n_epoch=2, cbs=(), **kwargs):
