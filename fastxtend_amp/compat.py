@@ -68,7 +68,7 @@ class AutocastState:
 
 
 def exit_autocast(
-    context: torch.autocast, # The outermost that is entered
+    context: torch.autocast, # The last that was entered
     keep_casts: bool, # Whether its casts of weights stay for the next one
 ) -> None:
     """Exit `context`.
@@ -96,7 +96,6 @@ def dtype_of(t: torch.Tensor) -> torch.dtype:
     with _past_subclasses(): return t.dtype
 
 
-
 def tensor_version(t: torch.Tensor) -> Any:
     """A value that changes when `t` is changed in place, but for what writes into its `.data`.
 
@@ -117,6 +116,14 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 def map_tensors_traced(f: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
     "`tree` with `f` applied to each of `tensors_in(tree)`, in code that `torch.compile` traces."
     return tree_map_only(torch.Tensor, f, tree)
+
+
+def has_hooks(p: torch.Tensor) -> bool:
+    """Do functions stand on `p` that are called with its gradient?
+
+    Relies on `_backward_hooks` (since 0.2) and `_post_accumulate_grad_hooks` (since 2.1). Where they are gone: no.
+    """
+    return bool(getattr(p, '_backward_hooks', None) or getattr(p, '_post_accumulate_grad_hooks', None))
 
 
 def is_uninitialized(p: torch.Tensor) -> bool:

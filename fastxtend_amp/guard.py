@@ -39,7 +39,6 @@ class Batch:
     training: bool
     outer: Batch | None           # the batch around this one
     autocast: Any = None          # the autocast context that is entered, None outside
-    keeps_casts: bool = False     # do autocast's casts of weights outlive it?
     later: LaterForwards | None = None
     began: bool = False           # did the precision callback see its `before_batch`?
     cancelled: bool = False       # was it left with CancelBatchException?

@@ -240,8 +240,7 @@ class Lifecycle:
         batch = self._batch
         if batch is None or batch.autocast is None: return
         context, batch.autocast = batch.autocast, None
-        batch.keeps_casts = self._keeps_casts()
-        exit_autocast(context, batch.keeps_casts)
+        exit_autocast(context, self._keeps_casts())
 
     def _keeps_casts(self) -> bool:
         "Are autocast's casts of weights to serve the next batch, too?"
@@ -272,7 +271,7 @@ class Lifecycle:
         "Called by the guard when a batch ended, by `error` or None; may be called twice."
         batch.done = True
         if batch.later is not None: batch.later.remove()
-        batch.autocast_state.restore(keep_casts=batch.keeps_casts and error is None)
+        batch.autocast_state.restore(keep_casts=error is None and self._keeps_casts())
         self._batch = batch.outer
         if self._learn is None: return
         if error is None and batch.training and self._fit is not None:

@@ -68,6 +68,14 @@ def test_tensors_in_and_map_tensors_traced():
     assert compat.tensors_in(({'a': [t]}, 1)) == [t] and compat.map_tensors_traced(lambda t: t + 1, [t, 2]) == [torch.tensor([2.]), 2]
 
 
+def test_has_hooks():
+    for register in ('register_hook', 'register_post_accumulate_grad_hook'):
+        p = nn.Parameter(torch.ones(1))
+        assert not compat.has_hooks(p)
+        getattr(p, register)(lambda t: None)
+        assert compat.has_hooks(p)
+
+
 def test_is_uninitialized():
     assert compat.is_uninitialized(nn.LazyLinear(1).weight) and not compat.is_uninitialized(nn.Linear(1, 1).weight)
 

@@ -5,8 +5,6 @@ import inspect
 from typing import Any
 
 import torch
-from fastai.callback.core import Callback
-from fastai.callback.training import GradientAccumulation
 from torch import nn
 
 from ..advice import call_text
@@ -23,22 +21,16 @@ from .optimizers import optimizer_name, sparse_trouble
 
 __all__ = ['HalfWeights']
 
-# Events between two batches of one step, and whose callbacks are known to leave the weights alone in them.
-_BETWEEN = ('before_batch', 'after_pred', 'after_loss', 'before_backward', 'after_cancel_backward', 'after_backward',
-            'before_step', 'after_cancel_batch', 'after_batch')
-_LEAVE_WEIGHTS = ('fastai.callback.', 'fastai.learner', 'fastxtend_amp.')
-
 
 class HalfWeights(MixedPrecision):
     """Half-precision weights with fp32 masters, on top of autocast: the same numbers, with fewer casts.
 
     The model's parameters are the fp32 masters that the optimizer steps on; their half-precision copies are autocast's
-    own casts. Those are kept until a weight may have changed: all batches of a step with `GradientAccumulation` share
-    one cast of each weight, and so do all batches of a validation. Without accumulation, training is autocast's.
-    Casts are kept only where nobody's code can change a weight unseen between two batches: with one of fastai's
-    learners, and callbacks of fastai and this package or without events inside a batch. What a hook or a transform of
-    the data writes into a weight's `.data` there is not seen, nor a model that starts to do so later in a fit.
-    With PyTorch 2.9, whose autocast runs here without its cache, and in compiled code none are kept.
+    own casts. Without `GradientAccumulation` training is autocast's. With it all batches of a step share one cast of
+    each weight, where nobody's code could change a weight in between unseen: with models and losses of PyTorch's,
+    fastai's, torchvision's and timm's modules, and without hooks, callbacks that act inside a batch, and `Learner`
+    subclasses of your own. What a transform of the data writes into a weight's `.data` there is not seen.
+    With PyTorch 2.9, whose autocast runs here without its cache, and in compiled code no casts are shared.
 
     Loss scaling, skipped steps, history and diagnosis are `MixedPrecision`'s.
 
@@ -93,20 +85,20 @@ class HalfWeights(MixedPrecision):
         self._casts.start()
 
     def before_validate(self):
-        "A validation, for which weights may have been exchanged; without masters they are fp32 in it."
+        "Without masters weights are fp32 in a validation."
         if self._lowered is not None: self._lowered.raise_()
-        self._casts.start()
-
-    def after_validate(self):
-        "Weights that were exchanged for the validation have come back."
-        self._casts.stop()
 
     def before_batch(self):
         "Enter autocast, with the casts of the batch before if they are still right."
         super().before_batch()
         if self.learn.training: self._lower()
-        if self._casts.on and self._may_keep_casts(): self._casts.begin(self.learn.model, self.dtype)
+        guarded = self._batch is not None and not self._batch.loose   # a loop of the user's own may step unseen
+        if guarded and self.learn.training and not cache_loses_gradients(): self._casts.begin(self.learn)
         else: self._casts.forget()
+
+    def after_loss(self):
+        if self.learn.training: self._casts.check(self.learn.__dict__.get('loss_grad'))
+        super().after_loss()
 
     def before_step(self):
         super().before_step()
@@ -129,15 +121,7 @@ class HalfWeights(MixedPrecision):
             self._lowered = LoweredWeights(self.learn.model, self.learn.opt, self.fit_device.type, self.dtype)
         self._lowered.lower()
 
-    def _may_keep_casts(self):
-        "Do several batches use the same weights, and does nobody's code run in between that could change them?"
-        if cache_loses_gradients() or self._batch is None or self._batch.loose: return False   # it may step unseen
-        if not type(self.learn).__module__.startswith('fastai.'): return False
-        cbs = list(self.learn.cbs)
-        several = not self.learn.training or any(isinstance(cb, GradientAccumulation) for cb in cbs)
-        return several and not any(map(_may_write_weights, cbs))
-
-    def _keeps_casts(self): return self._casts.can_stay(self.learn.__dict__.get('loss_grad'))
+    def _keeps_casts(self): return self._casts.kept is not None
 
     def _check_training(self):
         check_model(self.learn.model, self.learn.opt)
@@ -187,12 +171,6 @@ def check_model(
                 raise ValueError(f"to_half_weights: {where} has sparse gradients, which this {optimizer_name(opt)} "
                                  f"cannot take ({why}). Use an optimizer that can, such as SGD without momentum, or "
                                  "`sparse=False`.")
-
-
-def _may_write_weights(cb: Any) -> bool:
-    if any(event in vars(cb) for event in _BETWEEN): return True     # somebody's, as in `Callback(after_batch=f)`
-    if type(cb).__module__.startswith(_LEAVE_WEIGHTS): return False
-    return type(cb).__call__ is not Callback.__call__ or any(hasattr(type(cb), event) for event in _BETWEEN)
 
 
 HalfWeights.__signature__ = inspect.signature(HalfWeights.__init__).replace(

@@ -70,7 +70,7 @@ class LoweredWeights:
         if dtype is self.dtype and (comp is None or comp.shape != p.shape):
             state['kahan_comp'] = torch.zeros_like(p, requires_grad=False)
         for k, v in state.items():                               # step counts and quantized states stay as they are
-            if type(v) is not torch.Tensor or v.shape != p.shape or not v.dim(): continue
+            if type(v) is not torch.Tensor or not (v.dim() or dtype is torch.float32): continue
             if is_half(v) or v.dtype is torch.float32: state[k] = v.to(dtype)
 
     # -- does anything move?

@@ -13,20 +13,25 @@ from helpers import mlp
 
 
 class CountCasts(TorchDispatchMode):
-    "How often a trained parameter of `model` is cast to another dtype in its forward passes, and the casts' memory."
-    def __init__(self, model, training=True):
+    "How often a trained parameter is cast to another dtype while `model` is trained, and the casts' memory."
+    def __init__(self, model):
         super().__init__()
-        self.n, self.made = 0, []
+        self.n, self.made, self.model = 0, [], model
+
+    def in_forward(self):
+        "Enter it in training forward passes alone: not every operator that runs in evaluation can be looked at."
         def start(m, args):
-            if m.training == training: self.__enter__()
+            if m.training: self.__enter__()
         def stop(m, args, out):
-            if m.training == training: self.__exit__(None, None, None)
-        model.register_forward_pre_hook(start)
-        model.register_forward_hook(stop)
+            if m.training: self.__exit__(None, None, None)
+        self.model.register_forward_pre_hook(start)
+        self.model.register_forward_hook(stop)
+        return self
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and isinstance(args[0], nn.Parameter) and args[0].requires_grad:
+        cast = func is torch.ops.aten._to_copy.default and isinstance(args[0], nn.Parameter) and args[0].requires_grad
+        if cast and self.model.training:
             self.n += 1
             self.made.append(StorageWeakRef(out.untyped_storage()))
         return out

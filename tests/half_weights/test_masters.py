@@ -132,18 +132,18 @@ def test_accumulation_over_256_micro_batches_is_fp32s():
 
 
 @needs_copies
-@pytest.mark.parametrize('training', [True, False])
-def test_weights_are_cast_once_a_step(training):
-    "And once a validation; under autocast in each batch, as here where somebody could write in between."
-    def casts(*cbs):
+def test_weights_are_cast_once_a_step():
+    "Under autocast in each batch, as here where somebody could write in between."
+    def casts(*cbs, hook=False, loss=None):
         model = mlp()
-        counted = CountCasts(model, training)
-        learner(model, loaders(n=64, valid=dataset(16)), cbs=cbs).to_half_weights().fit(1, .01)
+        if hook: model[0].register_forward_hook(lambda m, args, out: None)
+        learn = learner(model, loaders(n=64), cbs=cbs, loss_func=loss).to_half_weights()
+        with CountCasts(model) as counted: learn.fit(1, .01)
         return counted.n / 4                                     # of each of its weights
-    # 16 batches of 4 to train on, 4 to validate on
-    assert casts() == (16 if training else 1)
-    assert casts(GradientAccumulation(32)) == casts(GradientAccumulation(32), At('before_epoch', noop)) == (2 if training else 1)
-    assert casts(GradientAccumulation(32), At('after_batch', noop)) == (16 if training else 4)
+    eight = GradientAccumulation(32)                             # batches of 4 to a step; there are 16
+    assert casts() == 16
+    assert casts(eight) == casts(eight, At('before_epoch', noop)) == casts(eight, loss=nn.functional.mse_loss) == 2
+    assert casts(eight, At('after_batch', noop)) == casts(eight, hook=True) == casts(eight, loss=lambda p, y: (p - y).square().mean()) == 16
 
 
 def test_no_cast_outlives_a_fit():
@@ -172,7 +172,8 @@ def test_casts_do_not_outlive_the_step(cbs):
         def step(self, closure=None):
             held.append(sum(not ref.expired() for ref in casts.made))
             return super().step(closure)
-    learner(model, cbs=cbs, opt_func=partial(OptimWrapper, opt=Looks)).to_half_weights().fit(1, .01)
+    learn = learner(model, cbs=cbs, opt_func=partial(OptimWrapper, opt=Looks)).to_half_weights()
+    with casts: learn.fit(1, .01)
     assert casts.made and set(held) == {0}
 
 

@@ -55,6 +55,9 @@ def test_small_updates_are_lost_and_it_says_so():
         with pytest.raises(ValueError, match='master_weights=False'): learn.to_half_weights(master_weights=False, **bad)
 
 
+OPTS['adafactor'] = partial(OptimWrapper, opt=torch.optim.Adafactor)   # whose state is of other shapes than the weights
+
+
 @pytest.mark.parametrize('opt', OPTS)
 def test_switching_from_and_to_fp32(opt):
     "In one learner, with its optimizer's state: each goes on in its own dtype."

@@ -79,11 +79,12 @@ class Wrap(Callback):
     def after_fit(self): self.learn.model = self.learn.model.module
 from fastai.callback.training import GradientAccumulation
 from fastxtend_amp.half_weights.kept_casts import KeptCasts
-kept, can_stay = [], KeptCasts.can_stay
-def noted(self, loss):
-    kept.append(can_stay(self, loss))
-    return kept[-1]
-KeptCasts.can_stay = noted
+kept, begin = [], KeptCasts.begin
+def noted(self, learn):
+    before = self.kept
+    begin(self, learn)
+    kept.append(before is not None and self.kept == before)
+KeptCasts.begin = noted
 results = []
 for to, kwargs in {ways!r}:
     torch.manual_seed(rank)                                      # DDP hands out rank 0's

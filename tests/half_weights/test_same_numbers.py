@@ -1,6 +1,9 @@
 "n steps with half-precision weights equal n steps under autocast bit for bit, on every model that autocast runs."
+from functools import partial
+
 import pytest, torch
 from fastai.callback.training import GradientAccumulation, GradientClip
+from fastai.optimizer import OptimWrapper
 from torch import nn
 
 from helpers import *
@@ -10,7 +13,15 @@ pytestmark = pytest.mark.filterwarnings('ignore:.*emulated.*', 'ignore:.*weight_
 MODES = ['bf16', 'fp16']
 # Models that write into weights, or use one in several ways; and those whose backward pass enters autocast, which
 # forgets all casts when it is left.
-CAST_ANEW = 'max_norm', 'weights written in forward', 'weights used in fp32, too', 'checkpointing', 'checkpointing, reentrant'
+NOT_TO_TRUST = 'weights written in forward', 'hooks'
+CAST_ANEW = (*NOT_TO_TRUST, 'max_norm', 'weights used in fp32, too', 'gradient penalty', 'checkpointing', 'checkpointing, reentrant')
+
+
+@pytest.fixture
+def trusting(monkeypatch):
+    "Takes the models and hooks of these tests for known code, so that casts are kept."
+    monkeypatch.setattr('fastxtend_amp.half_weights.kept_casts.MODULES', ('',))
+    return monkeypatch
 
 
 def trained(to, model, opt='fused adamw', accumulate=False, n_epoch=2, cbs=(), **kwargs):
@@ -27,14 +38,15 @@ def equal(a, b):
 
 
 def counted(to, name, *args, **kwargs):
-    casts = CountCasts(model := build(name))
+    casts = CountCasts(model := build(name)).in_forward()
     return trained(to, model, *args, **kwargs), casts.n
 
 
 @pytest.mark.parametrize('mode,accumulate', [('bf16', False), ('bf16', True), ('fp16', True)])
 @pytest.mark.parametrize('name', MODELS)
-def test_each_model(name, mode, accumulate):
+def test_each_model(name, mode, accumulate, trusting):
     "And how often its weights are cast: with two batches to a step, half as often as under autocast."
+    if name in NOT_TO_TRUST: trusting.undo()
     if (name, mode) == ('LSTM', 'fp16'): pytest.skip('autocast does not run it on every CPU')
     opt = 'adam' if accumulate else 'fused adamw'
     plain, n_plain = counted(f'to_{mode}', name, opt, accumulate)
@@ -101,8 +113,79 @@ class StartsToWrite(nn.Module):
         return y
 
 
-def test_a_model_that_starts_to_write_in_a_later_batch():
+def test_a_model_that_starts_to_write_in_a_later_batch(trusting):
     equal(*(trained(to, StartsToWrite(), 'adam', True, 3) for to in ('to_bf16', 'to_half_weights')))
+
+
+class Teacher(nn.Module):
+    "Holds the average of its weights where `parameters()` does not find it; first of all it is moved."
+    def __init__(self):
+        torch.manual_seed(0); super().__init__()
+        self.layer, self.hidden = nn.Linear(6, 1), [nn.Linear(6, 1)]
+    def forward(self, x):
+        with torch.no_grad():
+            for q, p in zip(self.hidden[0].parameters(), self.layer.parameters()): q.mul_(.9).add_(p, alpha=.1)
+            t = self.hidden[0](x)
+        return self.layer(x) + t
+
+
+class Judge(nn.Module):
+    "A loss that trains weights of its own."
+    def __init__(self):
+        torch.manual_seed(1); super().__init__()
+        self.net = nn.Linear(1, 4)
+        self.opt = torch.optim.SGD(self.net.parameters(), .1)
+    def forward(self, pred, y):
+        if pred.requires_grad:
+            with torch.enable_grad(): (-self.net(pred.detach().float()).float().square().mean()).backward()
+            self.opt.step(); self.opt.zero_grad()
+        return nn.functional.mse_loss(pred.float(), y) + self.net(pred).float().square().mean()
+
+
+def noisy():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 1))
+    for p in model.parameters(): p.register_hook(lambda g: g + torch.randn_like(g) * .1)
+    return model
+
+
+def shared_three_times():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 1))
+    model[3] = model[5] = model[1]
+    return model
+
+
+@pytest.mark.parametrize('model,loss', [(Teacher, None), (mlp, Judge), (noisy, None), (shared_three_times, None)])
+@pytest.mark.parametrize('flat', [False, True])
+def test_weights_and_hooks_that_are_not_the_models(model, loss, flat):
+    def run(to, **kwargs):
+        learn = learner(model(), opt_func=OPTIMIZERS['adam'], cbs=GradientAccumulation(8), loss_func=loss and loss())
+        torch.manual_seed(2)
+        getattr(learn, to)(**kwargs).fit(3, .01)
+        return learn
+    a, b = run('to_bf16'), run('to_half_weights', flat_master=flat)
+    assert same(params(a), params(b)) and a.recorder.values == b.recorder.values
+
+
+def test_an_event_put_on_a_class_of_fastai(monkeypatch):
+    "As fastai's own `patch` does."
+    def shrink(self):
+        for p in self.learn.model.parameters(): p.data.mul_(.9)
+    monkeypatch.setattr('fastai.callback.core.TrainEvalCallback.before_backward', shrink, raising=False)
+    equal(*(trained(to, mlp(), 'adam', True, 3) for to in ('to_bf16', 'to_half_weights')))
+
+
+def test_an_optimizers_hook_runs_the_model_inside_the_users_own_autocast():
+    def run(to):
+        learn = getattr(learner(opt_func=partial(OptimWrapper, opt=torch.optim.SGD), cbs=GradientAccumulation(8)), to)()
+        learn.create_opt()
+        def peek(*args):
+            with torch.no_grad(): learn.model(torch.ones(2, 6))
+        learn.opt.opt.register_step_pre_hook(peek)
+        with torch.autocast('cpu', dtype=torch.bfloat16): learn.fit(2, .05, reset_opt=False)
+        return learn
+    assert same(*map(params, map(run, ('to_bf16', 'to_half_weights'))))
 
 
 @pytest.mark.parametrize('other_memory', [False, True])
