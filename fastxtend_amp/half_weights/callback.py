@@ -82,7 +82,7 @@ class HalfWeights(MixedPrecision):
     def before_train(self):
         super().before_train()
         self._lower()
-        self._casts.start()
+        self._renew_casts(None)
 
     def before_validate(self):
         "Without masters weights are fp32 in a validation."
@@ -110,7 +110,7 @@ class HalfWeights(MixedPrecision):
 
     def after_train(self):
         super().after_train()
-        self._casts.stop()
+        self._renew_casts(False)
         if self._lowered is not None: self._lowered.warn()
 
     # -- how that is done
@@ -120,6 +120,10 @@ class HalfWeights(MixedPrecision):
         if self._lowered is None:
             self._lowered = LoweredWeights(self.learn.model, self.learn.opt, self.fit_device.type, self.dtype)
         self._lowered.lower()
+
+    def _renew_casts(self, usable):
+        self._casts.forget()
+        self._casts = KeptCasts(usable)
 
     def _keeps_casts(self): return self._casts.kept is not None
 
@@ -147,8 +151,7 @@ class HalfWeights(MixedPrecision):
         if self._lowered is not None: self._lowered.raise_()
         self._lowered = None
         self._flat.close()
-        self._casts.stop()
-        self._casts = KeptCasts()
+        self._renew_casts(False)
 
 
 def check_model(

@@ -33,20 +33,9 @@ class KeptCasts:
     callbacks, and modules and losses of PyTorch, fastai, torchvision and timm. A weight's version counter and its
     address still tell of what is written in place, and of other memory.
     """
-    def __init__(self):
+    def __init__(self, usable: bool | None = False): # Are casts kept at all? None: to be found out in the first batch
         self.kept: Any = None                                    # what the weights look like whose casts are kept
-        self.usable: bool | None = False                         # are casts kept in this training; None: not yet looked
-        self.graph_seen = False
-
-    def start(self) -> None:
-        "The training of an epoch begins."
-        self.forget()
-        self.usable, self.graph_seen = None, False
-
-    def stop(self) -> None:
-        "It ends."
-        self.usable = False
-        self.forget()
+        self.usable, self.graph_seen = usable, False
 
     def begin(self,
         learn: Learner, # At the start of a training batch
