@@ -168,7 +168,7 @@ def move_scaler(scaler: GradScaler, device_type: str) -> None:
     `_device` the scaler asks for the right device itself. An interrupt may have struck between the two lines in which
     the scaler makes its tensors: then it makes both anew.
     """
-    if scaler._growth_tracker is None: scaler._scale = None
+    if scaler.is_enabled() and scaler._growth_tracker is None: scaler._scale = None
     if scaler.is_enabled() and scaler._scale is not None and scaler._scale.device.type != device_type:
         state = scaler.state_dict()
         scaler._init_scale, scaler._init_growth_tracker = state['scale'], state['_growth_tracker']

@@ -25,7 +25,7 @@ class CountCasts(TorchDispatchMode):
         def stop(m, args, out):
             if m.training: self.__exit__(None, None, None)
         self.model.register_forward_pre_hook(start)
-        self.model.register_forward_hook(stop)
+        self.model.register_forward_hook(stop, always_call=True)   # after an exception, too
         return self
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
