@@ -2,6 +2,7 @@
 import inspect
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -291,5 +292,4 @@ class MixedPrecision(Lifecycle, fp16.MixedPrecision):
 
 
 # `delegates` put fastai's own signature on the base class, where `inspect.signature` would find it first.
-MixedPrecision.__signature__ = inspect.signature(MixedPrecision.__init__).replace(
-    parameters=list(inspect.signature(MixedPrecision.__init__).parameters.values())[1:])
+MixedPrecision.__signature__ = inspect.signature(partial(MixedPrecision.__init__, None))  # type: ignore[arg-type]

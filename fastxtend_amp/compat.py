@@ -331,16 +331,6 @@ def copy_all(
         for t, value in zip(into, values): t.copy_(value)
 
 
-def in_function_transform() -> bool:
-    """Whether a transform of `torch.func` (grad, vmap, ...) is under way, whose tensors must not outlive it.
-
-    `torch._C._are_functorch_transforms_active`, which `torch.autograd.Function.apply` asks (seen in 2.9 to 2.15);
-    without it False.
-    """
-    ask = getattr(torch._C, '_are_functorch_transforms_active', None)
-    return ask is not None and ask()
-
-
 class CastWatch(TorchDispatchMode):
     """Notes the casts that are made of `params` while it is entered.
 
@@ -366,6 +356,16 @@ class CastWatch(TorchDispatchMode):
 
 
 # -- insight
+
+def in_function_transform() -> bool:
+    """Whether a transform of `torch.func` (grad, vmap, ...) is under way, whose tensors must not outlive it.
+
+    `torch._C._are_functorch_transforms_active`, which `torch.autograd.Function.apply` asks (seen in 2.9 to 2.15);
+    without it False.
+    """
+    ask = getattr(torch._C, '_are_functorch_transforms_active', None)
+    return ask is not None and ask()
+
 
 class Operator(NamedTuple):
     "What is known of one of PyTorch's operators."

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import Any
 
 import torch
@@ -176,5 +177,4 @@ def check_model(
                                  "`sparse=False`.")
 
 
-HalfWeights.__signature__ = inspect.signature(HalfWeights.__init__).replace(
-    parameters=list(inspect.signature(HalfWeights.__init__).parameters.values())[1:])
+HalfWeights.__signature__ = inspect.signature(partial(HalfWeights.__init__, None))  # type: ignore[arg-type]

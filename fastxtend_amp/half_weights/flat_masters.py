@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -56,10 +57,9 @@ class FlatMasters:
     def _look(self, opt):
         "What the blocks depend on; this is asked in each step, of each parameter."
         store = state_of(opt)
-        looks: list[tuple] = [(id(opt), *map(len, opt.param_lists))]
-        for p in (p for pl in opt.param_lists for p in pl):
-            looks.append((id(p), p.grad is None, p.data_ptr(), id(store.get(p)), p.requires_grad, *_exemptions(opt, p)))
-        return looks
+        return [id(opt), *map(len, opt.param_lists), *(
+            (id(p), p.grad is None, p.data_ptr(), id(store.get(p)), *_exemptions(opt, p))
+            for pl in opt.param_lists for p in pl)]
 
     def _build(self, opt):
         params = [p for pl in opt.param_lists for p in pl]
@@ -191,7 +191,7 @@ def _exemptions(opt, p): return tuple(map(opt.state.get(p, {}).get, ('do_wd', 'f
 
 def _kind(opt: Any, p: nn.Parameter) -> Any:
     "What is the same for all parameters in a block."
-    kind: list[Any] = [p.device, p.dtype, p.requires_grad, *_exemptions(opt, p)]
+    kind: list[Any] = [p.device, p.dtype, *_exemptions(opt, p)]
     for k, v in sorted(state_of(opt).get(p, {}).items()):
         if isinstance(v, torch.Tensor) and not _like(v, p):
             if v.numel() != 1:
@@ -234,14 +234,14 @@ def _parts(params: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 
 def _joined(grads: list, sizes: list[int]) -> torch.Tensor | None:
     "The tensor that these are parts of, one after the other, each with a place of its size; None if they are not."
-    first, place = grads[0], grads[0].storage_offset()
+    first, places = grads[0], [*accumulate(sizes, initial=grads[0].storage_offset())]
     if first.device.type not in ('cpu', 'cuda'): return None     # where memory has no address to compare
-    memory = first.untyped_storage().data_ptr()
-    for g, size in zip(grads, sizes):
-        if not g.is_contiguous() or g.storage_offset() != place or g.untyped_storage().data_ptr() != memory: return None
-        place += size
-    if place * first.element_size() > first.untyped_storage().nbytes(): return None
-    return first.as_strided((place - first.storage_offset(),), (1,))
+    memory = first.untyped_storage()
+    for g, place in zip(grads, places):
+        if not g.is_contiguous() or g.storage_offset() != place: return None
+        if g.untyped_storage().data_ptr() != memory.data_ptr(): return None
+    if places[-1] * first.element_size() > memory.nbytes(): return None
+    return first.as_strided((sum(sizes),), (1,))
 
 
 def _like(v, p): return isinstance(v, torch.Tensor) and v.shape == p.shape and v.dim() > 0

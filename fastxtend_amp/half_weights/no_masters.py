@@ -18,14 +18,12 @@ __all__ = ['LoweredWeights']
 
 WATCHED = 8                                                      # steps in which lost updates are counted
 
-# Arguments of the smallest such module, and the shape of an input to it.
-_SMALLEST: dict[type[nn.Module], tuple[tuple, tuple]] = {
-    nn.Linear: ((1, 1), (1, 1)), nn.MultiheadAttention: ((1, 1), (1, 1, 1)),
-    nn.Conv1d: ((1, 1, 1), (1, 1, 1)), nn.ConvTranspose1d: ((1, 1, 1), (1, 1, 1)),
-    nn.Conv2d: ((1, 1, 1), (1, 1, 1, 1)), nn.ConvTranspose2d: ((1, 1, 1), (1, 1, 1, 1)),
-    nn.Conv3d: ((1, 1, 1), (1, 1, 1, 1, 1)), nn.ConvTranspose3d: ((1, 1, 1), (1, 1, 1, 1, 1)),
+# How many sizes such a module is made with, and the dimensions of its input.
+_SIZES: dict[type[nn.Module], tuple[int, int]] = {
+    nn.Linear: (2, 2), nn.MultiheadAttention: (2, 3), nn.Conv1d: (3, 3), nn.Conv2d: (3, 4), nn.Conv3d: (3, 5),
+    nn.ConvTranspose1d: (3, 3), nn.ConvTranspose2d: (3, 4), nn.ConvTranspose3d: (3, 5),
 }
-_OWN_FORWARD = {kind: kind.forward for kind in _SMALLEST}        # a library may have replaced one since then
+_OWN_FORWARD = {kind: kind.forward for kind in _SIZES}           # a library may have replaced one since then
 _CAST = {'weight', 'bias', 'in_proj_weight', 'in_proj_bias', 'q_proj_weight', 'k_proj_weight', 'v_proj_weight'}
 
 
@@ -66,9 +64,8 @@ class LoweredWeights:
             p.data = p.data.to(dtype)
             if grad is not None: p.grad = grad.to(dtype)
         state = state_of(self.opt).get(p, {})
-        comp = state.get('kahan_comp', p)  # optimi's, which has none for a weight that it met in fp32
-        if dtype is self.dtype and (comp is None or comp.shape != p.shape):
-            state['kahan_comp'] = torch.zeros_like(p, requires_grad=False)
+        if dtype is self.dtype and 'kahan_comp' in state and getattr(state['kahan_comp'], 'shape', None) != p.shape:
+            state['kahan_comp'] = torch.zeros_like(p, requires_grad=False)   # optimi has none for what it met in fp32
         for k, v in state.items():                               # step counts and quantized states stay as they are
             if type(v) is not torch.Tensor or not (v.dim() or dtype is torch.float32): continue
             if is_half(v) or v.dtype is torch.float32: state[k] = v.to(dtype)
@@ -116,7 +113,7 @@ def weights_to_lower(
     in_fp32 = {m for kept in modules if isinstance(kept.__dict__.get('forward'), Fp32Forward) for m in kept.modules()}
     found: list[nn.Parameter] = []
     for module in modules:
-        if module in in_fp32 or type(module) not in _SMALLEST or not _own_forward(module): continue
+        if module in in_fp32 or type(module) not in _SIZES or not _own_forward(module): continue
         if not autocast_casts(type(module), device_type, dtype): continue   # type: ignore[arg-type]
         params = dict(module.named_parameters(recurse=False))
         if not params.keys() <= _CAST | {'bias_k', 'bias_v'}: continue   # a weight is computed from others
@@ -138,9 +135,10 @@ def autocast_casts(
     dtype: torch.dtype, # autocast's dtype
 ) -> bool:
     "Whether autocast casts the weights of such a module there: then fp32 inputs give an output in `dtype`."
-    args, shape = _SMALLEST[kind]
+    sizes, dims = _SIZES[kind]
     try:
-        module, x = nn.utils.skip_init(kind, *args, device=device_type), torch.zeros(shape, device=device_type)
+        module = nn.utils.skip_init(kind, *[1] * sizes, device=device_type)
+        x = torch.zeros([1] * dims, device=device_type)
         with torch.no_grad(), torch.autocast(device_type, dtype=dtype):
             out = module(x, x, x)[0] if kind is nn.MultiheadAttention else module(x)
     except RuntimeError: return False                            # it will say so itself when the model gets there
