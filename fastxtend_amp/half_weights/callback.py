@@ -75,9 +75,6 @@ class HalfWeights(MixedPrecision):
 
     takes_init_scale = False
 
-    # A copy of the learner has weights of its own.
-    def __getstate__(self): return {**super().__getstate__(), '_casts': KeptCasts()}
-
     # -- the events of fastai's loop
 
     def before_train(self):
@@ -102,16 +99,14 @@ class HalfWeights(MixedPrecision):
         super().after_loss()
 
     def before_step(self):
+        "Forget the casts, also if the step is skipped: then `zero_grad` still runs."
+        self._casts.forget()
         super().before_step()
-        if self._lowered is not None: self._lowered.before_step()
-
-    def after_step(self):
-        super().after_step()
-        if self._lowered is not None: self._lowered.after_step()
 
     def after_train(self):
         super().after_train()
-        self._renew_casts(False)
+        self._renew_casts()
+        if self._lowered is not None: self._lowered.raise_()
         if self._lowered is not None: self._lowered.warn()
 
     # -- how that is done
@@ -122,7 +117,7 @@ class HalfWeights(MixedPrecision):
             self._lowered = LoweredWeights(self.learn.model, self.learn.opt, self.fit_device.type, self.dtype)
         self._lowered.lower()
 
-    def _renew_casts(self, usable):
+    def _renew_casts(self, usable=False):
         self._casts.forget()
         self._casts = KeptCasts(usable)
 
@@ -138,8 +133,8 @@ class HalfWeights(MixedPrecision):
                              "with masters.")
 
     def _step(self, step):
-        self._casts.forget()
-        if self.flat_master: self._flat.step(self.learn.opt, step)
+        if self._lowered is not None: self._lowered.step(step)
+        elif self.flat_master: self._flat.step(self.learn.model, self.learn.opt, step)
         else: super()._step(step)
 
     def _close(self, **kwargs):
@@ -152,7 +147,7 @@ class HalfWeights(MixedPrecision):
         if self._lowered is not None: self._lowered.raise_()
         self._lowered = None
         self._flat.close()
-        self._renew_casts(False)
+        self._renew_casts()
 
 
 def check_model(

@@ -12,7 +12,7 @@ from fastcore.foundation import L
 from torch import nn
 
 from ..compat import copy_all
-from .optimizers import is_elementwise, optimizer_name, state_of, takes_all_at_once
+from .optimizers import fills_its_memory, is_elementwise, memory_of, optimizer_name, state_of, takes_all_at_once
 
 __all__ = ['BLOCK', 'FlatMasters']
 
@@ -61,9 +61,10 @@ class FlatMasters:
             (id(p), p.grad is None, p.data_ptr(), id(store.get(p)), *_exemptions(opt, p))
             for pl in opt.param_lists for p in pl)]
 
-    def _build(self, opt):
-        params = [p for pl in opt.param_lists for p in pl]
-        times, store, alike = Counter(map(_address, params)), state_of(opt), {}
+    def _build(self, model, opt):
+        params = {p for pl in opt.param_lists for p in pl}
+        times = Counter(map(memory_of, {*params, *model.parameters(), *model.buffers()} - self.moved))
+        store, alike = state_of(opt), {}
         self.blocks, self.pattern = [], None
         lists: list[list] = [[] for _ in opt.param_lists]
         for group, pl in enumerate(opt.param_lists):
@@ -72,10 +73,11 @@ class FlatMasters:
                 if p.grad.layout is not torch.strided:
                     raise ValueError("flat_master=True cannot be used with sparse gradients (a parameter of shape "
                                      f"{tuple(p.shape)} has them). Use `learn.to_half_weights(flat_master=False)`.")
-                own_memory = times[_address(p)] == 1 and (p in self.moved or _has_storage_of_its_own(p))
+                moved = p in self.moved
+                own_memory = times[memory_of(p)] == (not moved) and (moved or fills_its_memory(p))
                 # Without a dimension its state cannot be told from a step count; not contiguous: another memory format.
-                joins = p.dim() and p.is_contiguous() and own_memory
-                alike.setdefault((group, _kind(opt, p) if joins else p), []).append(p)
+                kind = _kind(opt, p) if p.dim() and p.is_contiguous() and own_memory else None
+                alike.setdefault((group, kind or p), []).append(p)
         for (group, _), same in alike.items():
             for part in _parts(same):
                 if len(part) > 1:
@@ -86,6 +88,7 @@ class FlatMasters:
         self.flat_lists = L(map(L, lists))
 
     def step(self,
+        model: nn.Module, # The model that it trains
         opt: Any, # fastai's `Optimizer` or `OptimWrapper`
         step: Callable, # Takes the step
     ) -> None:
@@ -97,7 +100,7 @@ class FlatMasters:
         self.checked = opt
         anew = self.pattern is None or self.pattern != self._look(opt)
         self.opt = opt
-        if anew: self._build(opt)
+        if anew: self._build(model, opt)
         store = state_of(opt)
         self.lists = opt.param_lists
         try:
@@ -189,26 +192,15 @@ class _Block:
 def _exemptions(opt, p): return tuple(map(opt.state.get(p, {}).get, ('do_wd', 'force_train')))
 
 
-def _kind(opt: Any, p: nn.Parameter) -> Any:
-    "What is the same for all parameters in a block."
+def _kind(opt: Any, p: nn.Parameter) -> tuple | None:
+    "What is the same for all parameters in a block; None if some of its state belongs to it as a whole."
     kind: list[Any] = [p.device, p.dtype, *_exemptions(opt, p)]
     for k, v in sorted(state_of(opt).get(p, {}).items()):
         if isinstance(v, torch.Tensor) and not _like(v, p):
-            if v.numel() != 1:
-                raise ValueError(f"flat_master=True cannot be used with {optimizer_name(opt)}: its state '{k}' of "
-                                 f"shape {tuple(v.shape)} belongs to a whole parameter of shape {tuple(p.shape)}, not "
-                                 "to its elements. Use `learn.to_half_weights(flat_master=False)`.")
+            if v.numel() != 1: return None
             v = float(v)
         kind.append((k, 'flat' if isinstance(v, torch.Tensor) else v))
     return tuple(kind)
-
-
-def _address(p: nn.Parameter) -> int: return p.data_ptr() or id(p)
-
-
-def _has_storage_of_its_own(p: nn.Parameter) -> bool:
-    if p.device.type not in ('cpu', 'cuda'): return True         # where memory has no address to compare
-    return p.untyped_storage().nbytes() == p.numel() * p.element_size()
 
 
 def _place(p: nn.Parameter) -> int:

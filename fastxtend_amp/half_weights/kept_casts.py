@@ -1,11 +1,14 @@
 "autocast's half-precision casts of the weights, kept from one batch of a step to the next."
 from __future__ import annotations
 
+import sys
 from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
-from fastai.callback.core import Callback
 from fastai.callback.training import GradientAccumulation
 from fastai.learner import Learner
 from torch import nn
@@ -15,23 +18,16 @@ from ..compat import has_hooks, is_uninitialized, tensor_version
 __all__ = ['KeptCasts']
 
 # Whose code is known to use no weights but the model's, and to write into none unseen between the batches of a step.
-LOOP = 'fastai.', 'fastxtend_amp.'
-CALLBACKS = 'fastai.callback.', 'fastai.learner.', 'fastxtend_amp.'
-MODULES = 'torch.nn.', 'fastai.', 'torchvision.', 'timm.', 'fastxtend_amp.'
-
-_LOOP_METHODS = 'all_batches', 'one_batch', '_do_one_batch', '_backward', '_step'
-_EVENTS = ('before_batch', 'after_pred', 'after_loss', 'before_backward', 'after_cancel_backward', 'after_backward',
-           'before_step', 'after_cancel_batch', 'after_batch', '__call__')
-_HOOKS = '_forward_pre_hooks', '_forward_hooks', '_backward_pre_hooks', '_backward_hooks'
+KNOWN = {'torch', 'torchvision', 'timm', 'fastai', 'fastcore', 'fastxtend_amp', *sys.stdlib_module_names}
 
 
 class KeptCasts:
     """Tells whether autocast's casts of a model's weights can serve the next batch of a step, too.
 
     autocast casts a weight where a batch first uses it, and forgets all casts with the batch. Here they stay while
-    gradients accumulate, if only code that is known to leave weights alone runs until the step: of fastai's loop and
-    callbacks, and modules and losses of PyTorch, fastai, torchvision and timm. A weight's version counter and its
-    address still tell of what is written in place, and of other memory.
+    gradients accumulate, if model, loss, callbacks and learner run only code that is known to leave weights alone until
+    the step: PyTorch's, torchvision's, timm's and fastai's. A weight's version counter and its address still tell of
+    what is written in place, and of other memory.
     """
     def __init__(self, usable: bool | None = False): # Are casts kept at all? None: to be found out in the first batch
         self.kept: Any = None                                    # what the weights look like whose casts are kept
@@ -41,10 +37,11 @@ class KeptCasts:
         learn: Learner, # At the start of a training batch
     ) -> None:
         "Forget the casts of weights that have changed."
-        if self.usable is None: self.usable = _runs_known_code(learn)
-        cbs = list(learn.cbs)
-        accumulates = self.usable and any(isinstance(cb, GradientAccumulation) for cb in cbs)
-        look = _look(learn.model) if accumulates and all(map(_leaves_weights_alone, cbs)) else None
+        if self.usable is None:                                  # DDP would reduce nothing before the last gradient
+            accumulates = any(isinstance(cb, GradientAccumulation) for cb in learn.cbs)
+            in_parallel = isinstance(learn.model, nn.parallel.DistributedDataParallel)
+            self.usable = accumulates and not in_parallel and _runs_known_code(learn)
+        look = _look(learn.model) if self.usable else None
         if look != self.kept: self.forget()
         self.kept = look
 
@@ -58,9 +55,7 @@ class KeptCasts:
         """
         if self.kept is None or self.graph_seen: return
         self.graph_seen = True
-        leaves = _gradients_by_leaf(loss)
-        weights = {p for p, *_ in self.kept}
-        if max(leaves.values(), default=0) > 2 or not leaves.keys() <= weights:
+        if _most_gradients(loss) > 2:
             self.usable = False
             self.forget()
 
@@ -76,8 +71,8 @@ def _look(model: nn.Module) -> list[tuple] | None: # None for weights that have 
     return [(id(p), tensor_version(p), p.data_ptr()) for p in weights]
 
 
-def _gradients_by_leaf(loss: Any) -> Counter: # By id
-    "How many gradients are added up for each leaf of the graph."
+def _most_gradients(loss: Any) -> int:
+    "How many gradients are added up for a leaf of the graph, at most."
     edges: Counter = Counter()
     nodes = [loss.grad_fn] if getattr(loss, 'grad_fn', None) is not None else []
     for node in nodes:                                           # the list grows
@@ -85,24 +80,41 @@ def _gradients_by_leaf(loss: Any) -> Counter: # By id
             if after is None: continue
             if not edges[after]: nodes.append(after)
             edges[after] += 1
-    return Counter({id(node.variable): n for node, n in edges.items() if hasattr(node, 'variable')})
-
-
-def _is_from(code: Any, places: tuple[str, ...]) -> bool:
-    return f"{getattr(code, '__module__', None) or ''}.".startswith(places)
+    return max((n for node, n in edges.items() if hasattr(node, 'variable')), default=0)
 
 
 def _runs_known_code(learn: Learner) -> bool:
-    "Do loop, model and loss consist of known code, and do no other hooks stand on modules or weights?"
-    loss, modules = learn.loss_func, [*learn.model.modules()]
-    hooks = [hook for m in modules for kind in _HOOKS for hook in getattr(m, kind).values()]
-    forwards = [m.__dict__['forward'] for m in modules if 'forward' in m.__dict__]
-    code = [*modules, *hooks, *forwards, getattr(loss, 'func', loss)]
-    return (all(_is_from(method, LOOP) for method in [learn, *(getattr(learn, name) for name in _LOOP_METHODS)])
-            and all(_is_from(c, MODULES) for c in code) and _is_from(loss, (*MODULES, 'functools.'))
-            and not any(map(has_hooks, learn.model.parameters())))
+    "Is all code known that runs in the batches of a step, but for the data's and the metrics'?"
+    replaced = [v for name, v in vars(learn).items() if hasattr(Learner, name)]
+    everywhere = [v for name, v in vars(nn.modules.module).items() if name.startswith('_global_')]   # hooks
+    code = [learn, *_code_in([learn.model, learn.loss_func, *learn.cbs, replaced, everywhere])]
+    kinds = {kind for c in code for kind in type(c).__mro__}
+    code += [f for kind in kinds for f in vars(kind).values() if isinstance(f, FunctionType)]
+    return all(map(_is_known, code)) and not any(map(has_hooks, learn.model.parameters()))
 
 
-def _leaves_weights_alone(cb: Callback) -> bool:
-    events = [vars(place)[name] for place in (cb, *type(cb).__mro__) for name in _EVENTS if name in vars(place)]
-    return all(_is_from(event, CALLBACKS) for event in events)       # on `cb` itself, too: `Callback(after_batch=f)`
+def _is_known(code: Any) -> bool:
+    "By where a function was written, whatever `functools.wraps` says; by its class for another object."
+    home = code.__globals__.get('__name__') if isinstance(code, FunctionType) else type(code).__module__
+    return str(home).partition('.')[0] in KNOWN
+
+
+def _code_in(roots: Iterable) -> Iterator:
+    "What can be called of `roots` and of what is in their attributes, containers and closures."
+    found, seen = [*roots], {}
+    for o in found:                                              # the list grows
+        if id(o) in seen or isinstance(o, (type, Learner)): continue
+        seen[id(o)] = o                                          # kept alive, so that no other object gets its id
+        if isinstance(o, (list, tuple, set)): found += o
+        elif isinstance(o, Mapping): found += o.values()
+        elif callable(o):
+            yield o
+            if isinstance(o, partial): found += o.func, o.args, o.keywords
+            elif isinstance(o, MethodType): found += o.__func__, getattr(o.__self__, '__dict__', None)
+            elif isinstance(o, FunctionType): found += map(_content, o.__closure__ or ())
+            else: found.append(getattr(o, '__dict__', None))
+
+
+def _content(cell: Any) -> Any:
+    try: return cell.cell_contents
+    except ValueError: return None                               # it is empty

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from functools import lru_cache
 from types import MethodType
 from typing import Any
@@ -12,7 +13,7 @@ from torch import nn
 
 from ..convert import is_half
 from ..fp32_modules import Fp32Forward, unwrapped
-from .optimizers import compensates, optimizer_name, state_of
+from .optimizers import compensates, fills_its_memory, memory_of, optimizer_name, state_of
 
 __all__ = ['LoweredWeights']
 
@@ -42,7 +43,6 @@ class LoweredWeights:
         self.low = False
         self.store: Any = None                                   # the dictionary of states that was lowered last
         self.to_watch = 0 if compensates(opt) else WATCHED        # steps whose lost updates are still to be counted
-        self.before: list[tuple] = []                            # weight, its values, where its gradient is not 0
         self.counts: list[torch.Tensor] = []  # on the device: weights that have a gradient, and did not move
 
     def lower(self) -> None:
@@ -70,21 +70,17 @@ class LoweredWeights:
             if type(v) is not torch.Tensor or not (v.dim() or dtype is torch.float32): continue
             if is_half(v) or v.dtype is torch.float32: state[k] = v.to(dtype)
 
-    # -- does anything move?
-
-    def before_step(self) -> None:
-        "Remember the weights that have a gradient."
-        if not self.to_watch: return
-        low = [p for p in self.params if p.dtype is self.dtype and p.grad is not None]
-        self.before = [(p, p.detach().clone(), p.grad != 0) for p in low]
-
-    def after_step(self) -> None:
-        "Count those that did not move."
-        before, self.before = self.before, []
-        if not before: return
+    def step(self,
+        step: Callable, # Takes the step
+    ) -> None:
+        "`step()`; of the first ones, count the weights with a gradient that they leave where they are."
+        self.lower()                                             # a validation in between has raised them
+        params = [p for p in self.params if p.grad is not None] if self.to_watch else []
+        before = [(p, p.detach().clone(), p.grad.ne(0)) for p in params]  # type: ignore[union-attr]
+        step()
         for p, old, had in before: self.counts.append(torch.stack([had.sum(), (had & (p.detach() == old)).sum()]))
-        self.to_watch -= 1
-        if not self.to_watch: self.warn()
+        if before: self.to_watch -= 1
+        if before and not self.to_watch: self.warn()
 
     def warn(self) -> None:
         "After the first steps: tell which share of the weights they left where they were; waits for the device, once."
@@ -109,7 +105,7 @@ def weights_to_lower(
     autocast does not cast, weights that several modules share, and modules inside one that is kept in fp32.
     """
     modules = [*unwrapped(model).modules()]
-    owners = Counter(p for m in modules for p in m.parameters(recurse=False))
+    owners = Counter(memory_of(t) for m in modules for t in (*m.parameters(recurse=False), *m.buffers(recurse=False)))
     in_fp32 = {m for kept in modules if isinstance(kept.__dict__.get('forward'), Fp32Forward) for m in kept.modules()}
     found: list[nn.Parameter] = []
     for module in modules:
@@ -118,8 +114,9 @@ def weights_to_lower(
         params = dict(module.named_parameters(recurse=False))
         if not params.keys() <= _CAST | {'bias_k', 'bias_v'}: continue   # a weight is computed from others
         if isinstance(module, nn.MultiheadAttention): params.update(module.out_proj.named_parameters(recurse=False))
-        found += [p for name, p in params.items() if name in _CAST and name not in module.__dict__ and owners[p] == 1]
-    return [p for p in found if type(p) is nn.Parameter and p.dtype is torch.float32 and p.device.type == device_type]
+        found += [p for name, p in params.items() if name in _CAST and name not in module.__dict__]
+    found = [p for p in found if type(p) is nn.Parameter and p.dtype is torch.float32 and p.device.type == device_type]
+    return [p for p in found if owners[memory_of(p)] == 1 and fills_its_memory(p)]
 
 
 def _own_forward(module: nn.Module) -> bool:

@@ -253,3 +253,27 @@ def test_a_step_that_ends_in_an_exception_leaves_its_state(opt, at):
         return learn
     a, b = interrupted(learner(opt_func=opt).to_bf16()), interrupted(learner(opt_func=opt).to_half_weights(flat_master=True))
     assert same(params(a), params(b)) and same_state(opt_state(a.opt), opt_state(b.opt))
+
+
+class Factors(torch.optim.SGD):
+    "Scales the gradients of large matrices by their rows, as optimizers with factored state do."
+    def step(self, closure=None):
+        for p in (p for g in self.param_groups for p in g['params']):
+            if p.dim() == 2 and min(p.shape) >= 128: p.grad /= p.grad.norm(dim=1, keepdim=True) + 1
+        return super().step(closure)
+
+
+def test_an_optimizer_that_treats_large_matrices_otherwise():
+    with pytest.raises(ValueError, match='flat_master=True cannot be used with Factors'): fitted(opt_func=partial(OptimWrapper, opt=Factors), flat_master=True)
+
+
+def test_a_state_that_belongs_to_a_whole_parameter():
+    "Such a parameter stays by itself."
+    def trained(to, **kwargs):
+        learn = learner(opt_func=Adam)
+        learn.create_opt()
+        for p, _, state, _ in learn.opt.all_params(): state['norms'] = torch.zeros(3)
+        getattr(learn, to)(**kwargs).fit(1, .01, reset_opt=False)
+        return learn
+    a, b = trained('to_bf16'), trained('to_half_weights', flat_master=True)
+    assert same(params(a), params(b)) and same_state(opt_state(a.opt), opt_state(b.opt))

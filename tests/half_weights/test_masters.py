@@ -142,8 +142,8 @@ def test_weights_are_cast_once_a_step():
         return counted.n / 4                                     # of each of its weights
     eight = GradientAccumulation(32)                             # batches of 4 to a step; there are 16
     assert casts() == 16
-    assert casts(eight) == casts(eight, At('before_epoch', noop)) == casts(eight, loss=nn.functional.mse_loss) == 2
-    assert casts(eight, At('after_batch', noop)) == casts(eight, hook=True) == casts(eight, loss=lambda p, y: (p - y).square().mean()) == 16
+    assert casts(eight) == casts(eight, loss=nn.functional.mse_loss) == 2
+    assert casts(eight, At('before_epoch', noop)) == casts(eight, hook=True) == casts(eight, loss=lambda p, y: (p - y).square().mean()) == 16
 
 
 def test_no_cast_outlives_a_fit():
@@ -360,3 +360,38 @@ def test_gradient_accumulation_switched_off_in_an_unfinished_window(switch):
         return learn
     a, b = run('to_half_weights'), run('to_bf16')
     assert b.gradient_accumulation.count > 0 and same(params(a), params(b)) and a.recorder.values == b.recorder.values
+
+
+# -- memory that others share with a weight
+
+def twins():
+    "Of two layers each, the second has the first one's weight, as a parameter that is not trained and as a buffer."
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 1))
+    model[4].weight = nn.Parameter(model[0].weight.detach(), requires_grad=False)
+    del model[6].weight
+    model[6].register_buffer('weight', model[2].weight.detach())
+    return model
+
+
+@pytest.mark.parametrize('kwargs', [{}, dict(flat_master=True), dict(master_weights=False)])
+def test_memory_that_a_frozen_parameter_or_a_buffer_shares(kwargs):
+    a, b = (learner(twins(), opt_func=OPTIMIZERS['adam']) for _ in range(2))
+    a.to_bf16().fit(2, .01), b.to_half_weights(**kwargs).fit(2, .01)
+    assert torch.equal(b.model[4].weight, b.model[0].weight) and torch.equal(b.model[6].weight, b.model[2].weight)
+    assert 'master_weights' in kwargs or same(params(a), params(b))
+
+
+@pytest.mark.parametrize('kwargs', [{}, dict(flat_master=True), dict(master_weights=False)])
+def test_memory_that_other_processes_share(kwargs):
+    model = mlp().share_memory()
+    addresses = [p.data_ptr() for p in model.parameters()]
+    learner(model).to_half_weights(**kwargs).fit(1)
+    assert all(p.is_shared() for p in model.parameters()) and [p.data_ptr() for p in model.parameters()] == addresses
+
+
+def test_without_masters_weights_are_fp32_when_training_ends():
+    seen = []
+    look = At('after_train', lambda l: seen.append(l.model(torch.ones(2, 6)).dtype), 70)
+    learner(cbs=look).to_half_weights(master_weights=False).fit(2)
+    assert seen == [torch.float32] * 2

@@ -78,13 +78,6 @@ class Wrap(Callback):
     def before_fit(self): self.learn.model = nn.parallel.DistributedDataParallel(self.learn.model)
     def after_fit(self): self.learn.model = self.learn.model.module
 from fastai.callback.training import GradientAccumulation
-from fastxtend_amp.half_weights.kept_casts import KeptCasts
-kept, begin = [], KeptCasts.begin
-def noted(self, learn):
-    before = self.kept
-    begin(self, learn)
-    kept.append(before is not None and self.kept == before)
-KeptCasts.begin = noted
 results = []
 for to, kwargs in {ways!r}:
     torch.manual_seed(rank)                                      # DDP hands out rank 0's
@@ -99,7 +92,6 @@ try: learner(model, opt_func=OPTIMIZERS['adamw']).to_half_weights().fit(1)
 except ValueError as e: results.append(str(e))
 try: learner(nn.parallel.DistributedDataParallel(mlp())).to_half_weights(master_weights=False).fit(1)
 except ValueError as e: results.append(str(e))
-assert any(kept)                                              # casts served two batches
 torch.save(results, '{path}/' + str(rank))
 dist.destroy_process_group()
 """

@@ -39,11 +39,6 @@ class Sparse(nn.Module):
 def wrapped(opt): return partial(OptimWrapper, opt=opt)
 def in_a_batch(f): return lambda: net().to_bf16().add_cb(At('after_batch', f)).fit(1)
 def flat(opt, model=None): return lambda: learner(model, opt_func=opt).to_half_weights(flat_master=True).fit(1)
-def flat_with_norms():
-    learn = learner(opt_func=Adam).to_half_weights(flat_master=True)
-    learn.create_opt()
-    for p, _, state, _ in learn.opt.all_params(): state['norms'] = torch.zeros(3)
-    learn.fit(1)
 def bad_state(tmp, change):
     learn = learner(path=tmp).to_fp16()
     learn.fit(1); learn.save('a')
@@ -259,8 +254,6 @@ CASES = {
     'half: per tensor': (flat(Lamb), VE, 'flat_master=True cannot be used with Lamb', 'depends on which parameter',
                          'flat_master=False'),
     'half: flat and sparse': (flat(SGD, Sparse()), VE, 'flat_master=True', 'sparse gradients', 'flat_master=False'),
-    'half: flat and whole': (flat_with_norms, VE, "Adam: its state 'norms'", 'not to its elements',
-                             'flat_master=False'),
     'half: DDP without masters': (ddp_without_masters, VE, 'master_weights=False',
                                   'DistributedDataParallel, which would not reduce', 'with masters'),
     'half: FSDP2': (sharded_half_weights, VE, "FSDP2: parameter '0.weight'", 'is a DTensor', '`learn.to_bf16()`'),
