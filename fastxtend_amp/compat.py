@@ -5,7 +5,7 @@ One function for each, whose docstring says what it relies on, since which versi
 """
 from __future__ import annotations
 
-import ctypes, math
+import ctypes, math, sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
@@ -18,7 +18,7 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
-from torch.utils import _python_dispatch
+from torch.utils import _python_dispatch, checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -402,13 +402,21 @@ def watch_operators(
 
 
 class EnteredModes:
-    """The `TorchFunctionMode`s and `TorchDispatchMode`s that this thread is in when this is built.
+    """The `TorchFunctionMode`s and `TorchDispatchMode`s that this thread is in when this is built, and the stance of
+    torch.compile and the kind of activation checkpoints that the process is set to.
 
-    Relies on `torch.overrides._get_current_function_mode_stack` (PyTorch 2.1) and
-    `torch.utils._python_dispatch._get_current_dispatch_mode_stack` (2.0). Where one is gone, a mode that an interrupt
-    has left entered stays so.
+    Relies on `torch.overrides._get_current_function_mode_stack` (PyTorch 2.1),
+    `torch.utils._python_dispatch._get_current_dispatch_mode_stack` (2.0) and `torch._dynamo.eval_frame._stance` with
+    `_set_stance` (2.6). Where one is gone, what an interrupt has left entered stays so.
     """
-    def __init__(self): self.before = [stack() for stack in self._stacks()]
+    def __init__(self):
+        self.before = [stack() for stack in self._stacks()]
+        self.checkpoints, self.stance = no_reentrant_checkpoints(), self._stance()
+
+    @staticmethod
+    def _stance() -> Any: # None for the default
+        stance = getattr(sys.modules.get('torch._dynamo.eval_frame'), '_stance', None)
+        return None if getattr(stance, 'stance', 'default') == 'default' else stance
 
     @staticmethod
     def _stacks() -> list[Callable[[], list]]:
@@ -422,6 +430,10 @@ class EnteredModes:
                 try: stack()[-1].__exit__(None, None, None)
                 except IndexError: _python_dispatch._pop_mode()  # it was interrupted in leaving, past its own notes
             for mode in before[len(stack()):]: module._push_mode(mode)   # by an interrupt in `operators_unwatched`
+        self.checkpoints.__exit__()
+        if self._stance() is self.stance: return
+        if self.stance is None: torch.compiler.set_stance('default')
+        else: torch._dynamo.eval_frame._set_stance(self.stance)
 
 
 class operators_unwatched:
@@ -441,27 +453,28 @@ class operators_unwatched:
         while self.modes: _python_dispatch._push_mode(self.modes.pop())
 
 
-@contextmanager
-def no_reentrant_checkpoints() -> Iterator[None]:
+class no_reentrant_checkpoints:
     """Reentrant activation checkpoints (`use_reentrant=True`) work as `use_reentrant=False` does, in the whole process.
 
     The reentrant kind runs its modules without a graph, so that nothing inside gets a gradient that could be looked at,
     and refuses `torch.autograd.grad`. Relies on `torch.utils.checkpoint.CheckpointFunction`, the autograd function
     behind it (PyTorch 0.4). Where that is gone such checkpoints stay as they are, and gradients inside are unknown.
+    `__exit__` puts back what there was when this was built; it can be called again. No generator, which after an
+    interrupt would do so at some later time.
     """
-    from torch.utils import checkpoint
-    function = getattr(checkpoint, 'CheckpointFunction', None)
-    if function is None:
-        yield
-        return
-    def apply(run, preserve_rng_state, *args):
-        return checkpoint.checkpoint(run, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
-    own = function.__dict__.get('apply')
-    function.apply = apply
-    try: yield
-    finally:
-        if own is None: del function.apply
-        else: function.apply = own
+    def __init__(self):
+        self.function = getattr(checkpoint, 'CheckpointFunction', None)
+        self.own = None if self.function is None else vars(self.function).get('apply')
+
+    def __enter__(self) -> None:
+        def apply(run, preserve_rng_state, *args):
+            return checkpoint.checkpoint(run, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
+        if self.function is not None: self.function.apply = apply
+
+    def __exit__(self, *args) -> None:
+        if self.function is None or vars(self.function).get('apply') is self.own: return
+        if self.own is None: del self.function.apply
+        else: self.function.apply = self.own
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:

@@ -320,8 +320,17 @@ def test_EnteredModes(monkeypatch):
             compat.operators_unwatched().__enter__()
             modes.restore()
             assert entered() == before
+    for stance in ('default', 'eager_on_recompile'):
+        with torch.compiler.set_stance(stance):
+            modes = compat.EnteredModes()
+            compat.no_reentrant_checkpoints().__enter__()
+            torch.compiler.set_stance('force_eager')
+            modes.restore()
+            modes.restore()
+            assert torch._dynamo.eval_frame._stance.stance == stance and 'apply' not in vars(checkpointing.CheckpointFunction)
     monkeypatch.delattr('torch.overrides._get_current_function_mode_stack')
     monkeypatch.delattr('torch.utils._python_dispatch._get_current_dispatch_mode_stack')
+    monkeypatch.delattr('torch._dynamo.eval_frame._stance')
     compat.EnteredModes().restore()                         # nothing is known, and nothing left
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from fastai.learner import Learner
 from torch import nn
 
 from ..common import RandomState, set_random_state
@@ -14,7 +15,7 @@ from ..fp32_modules import ROOT, kept_in_fp32, qualified_names, unwrapped
 from ..mode import AMPMode
 from .advice import precision_call
 from .growth import Growth
-from .restore import run_undone
+from .restore import modes_kept, run_undone
 from .run import Task, after_pred
 from .samples import not_finite_data
 from .tracer import LOSS, Tracer
@@ -63,8 +64,9 @@ class Diagnosis:
         return f'{alarm.happened}\n{where}.\n{self.remedy}.'
 
 
+@modes_kept
 def diagnose(
-    cb: Any, # The precision callback, possibly in the middle of a fit
+    learn: Learner, # With a precision callback, possibly in the middle of a fit
     alarm: Alarm, # What it noticed
 ) -> Diagnosis:
     """Find where finite numbers end; the learner stays as it was.
@@ -73,7 +75,7 @@ def diagnose(
     alone would leave the others waiting.
     """
     from .watch import several_processes
-    learn, model = cb.learn, unwrapped(cb.learn.model)
+    model = unwrapped(learn.model)
     if bad := not_finite_data(learn.xb, learn.yb):
         return Diagnosis(bad, 'Look at the data; no precision can train on it')
     if several_processes(): return _from_one_rank(model, alarm)
@@ -85,14 +87,14 @@ def diagnose(
         where = (f"{len(lost)} of {n} weight tensors are NaN or inf by now, such as '{lost[0]}', so "
                  f'the batch cannot be run again as it was{grown}')
         return Diagnosis(where, remedy)
-    return Diagnosis(*_Rerun(cb, model, alarm).cause(), was_rerun=True)
+    return Diagnosis(*_Rerun(learn, model, alarm).cause(), was_rerun=True)
 
 
 class _Rerun:
     "The batch at hand, forward and backward, in fp32 and in low precision."
-    def __init__(self, cb, model, alarm):
-        self.learn, self.model, self.alarm = cb.learn, model, alarm
-        self.task = Task(model, cb.learn.loss_func, after_pred(cb.learn))
+    def __init__(self, learn, model, alarm):
+        self.learn, self.model, self.alarm = learn, model, alarm
+        self.task = Task(model, learn.loss_func, after_pred(learn))
 
     @contextmanager
     def _as_then(self, keep: Sequence[str] = ()) -> Iterator[None]:

@@ -129,7 +129,7 @@ class OverflowWatch(PrecisionObserver):
         alarm = Alarm(what, cb.fit_mode, cb.scaling.scaler.get_scale(), step, fit.random_state if same else None)
         try:
             if fit.sizes: alarm.growth = fit.sizes.growth(cb.learn.model, fit.last_loss)
-            with cb.diagnosing(): message = diagnose(cb, alarm).message(alarm)
+            with cb.diagnosing(): message = diagnose(cb.learn, alarm).message(alarm)
         except Exception as e:
             message = (f'{alarm.happened}\nLooking for the cause failed ({type(e).__name__}: {first_line(e)}).\n'
                        'Try `learn.precision_report()`.')

@@ -7,9 +7,11 @@ import pytest, torch
 from fastai.losses import CrossEntropyLossFlat
 from torch import nn
 from torch.nn.utils import parametrizations
+from torch.utils import checkpoint
 
 from fastxtend_amp import compat
-from fastxtend_amp.insight import choice
+from fastxtend_amp.insight import choice, watch
+from fastxtend_amp.insight.diagnosis import diagnose
 from fastxtend_amp.insight.restore import ModuleState, modules_in, run_undone
 from helpers import Attentive, autocast_state, learner, mlp
 
@@ -162,7 +164,7 @@ def test_a_graph_made_before_can_still_be_run_backward():
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters()))
 
 
-CONTEXTS = 'autocast_mode.py', 'contextlib.py', 'grad_mode.py', '_python_dispatch.py', 'overrides.py'
+CONTEXTS = 'autocast_mode.py', 'contextlib.py', 'grad_mode.py', '_python_dispatch.py', 'overrides.py', 'decorators.py', 'compat.py'
 
 
 def interrupted(f, at):
@@ -180,14 +182,17 @@ def interrupted(f, at):
     return n
 
 
+def modes():
+    "What an interrupt may leave changed."
+    entered = [len(stack()) for stack in compat.EnteredModes._stacks()]
+    return autocast_state(), torch.is_grad_enabled(), entered, compat.EnteredModes._stance(), vars(checkpoint.CheckpointFunction).get('apply')
+
+
 @pytest.mark.parametrize('call', [
     lambda l: l.precision_report('bf16'), lambda l: l.compare_precision('bf16', n_steps=2, n_seeds=0),
     lambda l: l.to_amp(measure=True)], ids=['report', 'comparison', 'choice'])
 def test_an_interrupt_wherever_contexts_are_entered_and_left(call, monkeypatch):
-    "Autocast, grad mode and what watches the operators are as before; an interrupt is never taken for something else."
-    def modes():
-        entered = [len(stack()) for stack in compat.EnteredModes._stacks()]
-        return autocast_state(), torch.is_grad_enabled(), entered
+    "Autocast, grad mode and what the process is set to are as before; an interrupt is never taken for something else."
     monkeypatch.setattr(choice.measured_choice.__wrapped__, '__kwdefaults__', {'modes': ('fp32', 'bf16'), 'n_steps': 2})
     before, draw = modes(), random.Random(0)
     call(learner())                                              # what is looked up once
@@ -196,4 +201,22 @@ def test_an_interrupt_wherever_contexts_are_entered_and_left(call, monkeypatch):
     for at in draw.sample(range(1, lines * 4 // 5), 40):
         learn = learner()
         with pytest.raises(KeyboardInterrupt): interrupted(lambda: call(learn), at)
+        assert modes() == before, at
+
+
+@pytest.mark.filterwarnings('ignore:.*goes wrong.*', 'ignore:.*emulated.*')
+def test_an_interrupt_in_the_diagnosis_of_a_fit(monkeypatch):
+    def diagnosed(*args):
+        found = []
+        lines.append(interrupted(lambda: found.append(diagnose(*args)), at))
+        return found[0]
+    def fit():
+        learn = learner()
+        with torch.no_grad(): learn.model[0].weight.fill_(1e38)
+        learn.to_bf16().fit(1, 0.)
+    monkeypatch.setattr(watch, 'diagnose', diagnosed)
+    lines, at, before = [], 0, modes()
+    fit()
+    for at in random.Random(0).sample(range(1, lines[0]), 40):
+        with pytest.raises(KeyboardInterrupt): fit()
         assert modes() == before, at
