@@ -28,10 +28,10 @@ class HalfWeights(MixedPrecision):
 
     The model's parameters are the fp32 masters that the optimizer steps on; their half-precision copies are autocast's
     own casts. Without `GradientAccumulation` training is autocast's. With it all batches of a step share one cast of
-    each weight, where nobody's code could change a weight in between unseen: with models and losses of PyTorch's,
-    fastai's, torchvision's and timm's modules, and without hooks, callbacks that act inside a batch, and `Learner`
-    subclasses of your own. What a transform of the data writes into a weight's `.data` there is not seen.
-    With PyTorch 2.9, whose autocast runs here without its cache, and in compiled code no casts are shared.
+    each weight, if only known code could change a weight in between: model, loss, callbacks and learner are PyTorch's,
+    torchvision's, timm's and fastai's, with no function, hook or subclass of your own among them. Data and metrics are
+    not looked at: what a transform writes into a weight's `.data` there is not seen.
+    With PyTorch 2.9, whose autocast runs here without its cache, under DDP and in compiled code no casts are shared.
 
     Loss scaling, skipped steps, history and diagnosis are `MixedPrecision`'s.
 
