@@ -6,8 +6,8 @@ One function for each, whose docstring says what it relies on, since which versi
 from __future__ import annotations
 
 import ctypes, math, sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from typing import Any, NamedTuple
 

@@ -5,7 +5,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from types import FunctionType, MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -110,11 +110,8 @@ def _code_in(roots: Iterable) -> Iterator:
         elif callable(o):
             yield o
             if isinstance(o, partial): found += o.func, o.args, o.keywords
-            elif isinstance(o, MethodType): found += o.__func__, getattr(o.__self__, '__dict__', None)
-            elif isinstance(o, FunctionType): found += map(_content, o.__closure__ or ())
+            elif isinstance(o, MethodType):
+                yield o.__self__
+                found += o.__func__, getattr(o.__self__, '__dict__', None)
+            elif isinstance(o, FunctionType): found += [c.cell_contents for c in o.__closure__ or () if c != CellType()]
             else: found.append(getattr(o, '__dict__', None))
-
-
-def _content(cell: Any) -> Any:
-    try: return cell.cell_contents
-    except ValueError: return None                               # it is empty
