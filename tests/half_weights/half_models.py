@@ -1,7 +1,7 @@
 "Models that autocast runs, small, from (n, 6) to (n, 1): what half-precision weights must leave as it is."
-import copy
+import copy, sys
 
-import torch
+import pytest, torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
@@ -213,5 +213,6 @@ MODELS = {
 
 def build(name):
     "The model of this name, with the same weights at each call."
+    if name == 'GRU' and 'torch_xla' in sys.modules: pytest.skip("torch_xla, once imported, fails at a GRU on the CPU")
     torch.manual_seed(0)
     return MODELS[name]()
