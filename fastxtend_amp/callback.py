@@ -146,13 +146,16 @@ class MixedPrecision(Lifecycle, fp16.MixedPrecision):
     ) -> str:
         "The call on the learner that sets this precision, with the arguments that are not defaults, and `changes`."
         kept = {'fp32_modules': self.fp32_module_names} if self.fp32_module_names else {}
-        arguments = {**self._arguments, 'amp_mode': self.amp_mode, **kept, **changes}
-        defaults = {name: p.default for name, p in inspect.signature(MixedPrecision).parameters.items()}
+        method, arguments = self._call({**self._arguments, **kept, **changes})
+        return call_text(method, arguments, {k: p.default for k, p in inspect.signature(type(self)).parameters.items()})
+
+    def _call(self, arguments: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        "The learner's method that makes such a callback, and those of its `arguments` that it takes."
         mode = arguments.pop('amp_mode')
-        if isinstance(mode, str) and mode.lower() == 'auto': return call_text('to_amp', arguments, defaults)
+        if isinstance(mode, str) and mode.lower() == 'auto': return 'to_amp', arguments
         mode = AMPMode(mode)
         if mode is AMPMode.BF16: arguments = {k: v for k, v in arguments.items() if k in _BF16_ARGUMENTS}
-        return call_text(f'to_{mode.value}', arguments, defaults)
+        return f'to_{mode.value}', arguments
 
     # -- what a checkpoint holds
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..advice import call_text
 from ..callback import MixedPrecision
 from ..common import is_dtensor
 from ..convert import HALF
@@ -47,7 +46,7 @@ class HalfWeights(MixedPrecision):
         on_overflow: str = 'warn', # When training goes wrong: 'warn', 'raise' (`FloatingPointError`) or 'ignore'
         max_skips: int = 16, # Skipped steps in a row after which training counts as going wrong (fp16)
     ):
-        self._given = {k: v for k, v in locals().items() if k not in ('self', '__class__')}
+        arguments = {k: v for k, v in locals().items() if k not in ('self', '__class__')}
         try: mode = AMPMode(dtype)
         except ValueError: raise ValueError(f"dtype={dtype!r} cannot be used: dtype must be 'bf16' or 'fp16' (or the "
                                             "torch dtypes). For plain fp32 use `learn.to_fp32()`.") from None
@@ -62,16 +61,12 @@ class HalfWeights(MixedPrecision):
                              "in fp32. Take dtype='bf16', or keep the masters.")
         super().__init__(mode, loss_scale=loss_scale, fp32_modules=fp32_modules, on_overflow=on_overflow,
                          max_skips=max_skips)
+        self._arguments = {**arguments, 'dtype': mode.value}
         self.dtype, self.flat_master, self.master_weights = mode.dtype, flat_master, master_weights
         self._lowered: LoweredWeights | None = None  # without masters, from a fit's first training to its end
         self._casts, self._flat = KeptCasts(), FlatMasters()
 
-    def as_call(self,
-        **changes # Arguments to change
-    ) -> str:
-        "The `learn.to_half_weights(...)` call that makes a callback like this one, with `changes`."
-        defaults = {name: p.default for name, p in inspect.signature(HalfWeights).parameters.items()}
-        return call_text('to_half_weights', {**self._given, 'dtype': AMPMode(self.dtype).value, **changes}, defaults)
+    def _call(self, arguments): return 'to_half_weights', arguments
 
     takes_init_scale = False
 
