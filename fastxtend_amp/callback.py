@@ -146,7 +146,7 @@ class MixedPrecision(Lifecycle, fp16.MixedPrecision):
     ) -> str:
         "The call on the learner that sets this precision, with the arguments that are not defaults, and `changes`."
         kept = {'fp32_modules': self.fp32_module_names} if self.fp32_module_names else {}
-        method, arguments = self._call({**self._arguments, **kept, **changes})
+        method, arguments = self._call({**self._arguments, 'amp_mode': self.amp_mode, **kept, **changes})
         return call_text(method, arguments, {k: p.default for k, p in inspect.signature(type(self)).parameters.items()})
 
     def _call(self, arguments: dict[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -66,7 +66,7 @@ class HalfWeights(MixedPrecision):
         self._lowered: LoweredWeights | None = None  # without masters, from a fit's first training to its end
         self._casts, self._flat = KeptCasts(), FlatMasters()
 
-    def _call(self, arguments): return 'to_half_weights', arguments
+    def _call(self, arguments): return 'to_half_weights', {k: v for k, v in arguments.items() if k != 'amp_mode'}
 
     takes_init_scale = False
 
