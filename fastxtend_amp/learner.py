@@ -88,7 +88,7 @@ def to_amp(self: Learner, *args,
 
     Looks up what the device can do. It cannot know whether this model gains from it: small layers may train faster in
     fp32 all the same. With `measure=True` fp32, bf16 and fp16 are tried instead, as far as the device does them
-    natively, and half-precision weights where gradients accumulate, on copies of the learner; one line says what was
+    natively, and half-precision weights if the learner has them, on copies of the learner; one line says what was
     taken and why. What was measured is then `learn.precision_decision`, and, unless fp32 was the fastest, which has no
     callback, `learn.precision.decision`.
     """

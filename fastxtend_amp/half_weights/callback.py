@@ -23,14 +23,13 @@ __all__ = ['HalfWeights']
 
 
 class HalfWeights(MixedPrecision):
-    """Half-precision weights with fp32 masters, on top of autocast: the same numbers, with fewer casts.
+    """Half-precision weights with fp32 masters, on top of autocast: the same operations, and the same numbers.
 
     The model's parameters are the fp32 masters that the optimizer steps on; their half-precision copies are autocast's
-    own casts. Without `GradientAccumulation` training is autocast's. With it all batches of a step share one cast of
-    each weight, if only known code could change a weight in between: model, loss, callbacks and learner are PyTorch's,
-    torchvision's, timm's and fastai's, with no function, hook or subclass of your own among them. Data and metrics are
-    not looked at: what a transform writes into a weight's `.data` there is not seen.
-    With PyTorch 2.9, whose autocast runs here without its cache, under DDP and in compiled code no casts are shared.
+    own casts. With `cast_once=True` and `GradientAccumulation` all batches of a step share one cast of each weight. A
+    weight that is written in place, or gets other memory, is cast again; but between the batches of a step nothing may
+    write into a weight's `.data`, use weights that are not the model's, or run under autocast of another dtype. Under
+    DDP, in compiled code and with PyTorch 2.9, whose autocast runs here without its cache, no casts are shared.
 
     Loss scaling, skipped steps, history and diagnosis are `MixedPrecision`'s.
 
@@ -43,6 +42,7 @@ class HalfWeights(MixedPrecision):
         master_weights: bool = True, # Whether there are fp32 masters; else the optimizer steps on half weights
         fp32_modules: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules, predicates
         *,
+        cast_once: bool = False, # Cast once a step while gradients accumulate? Then nothing may write into `.data`
         on_overflow: str = 'warn', # When training goes wrong: 'warn', 'raise' (`FloatingPointError`) or 'ignore'
         max_skips: int = 16, # Skipped steps in a row after which training counts as going wrong (fp16)
     ):
@@ -63,8 +63,9 @@ class HalfWeights(MixedPrecision):
                          max_skips=max_skips)
         self._arguments = {**arguments, 'dtype': mode.value}
         self.dtype, self.flat_master, self.master_weights = mode.dtype, flat_master, master_weights
+        self.cast_once = cast_once
         self._lowered: LoweredWeights | None = None  # without masters, from a fit's first training to its end
-        self._casts, self._flat = KeptCasts(), FlatMasters()
+        self._casts, self._flat = KeptCasts(cast_once), FlatMasters()
 
     def _call(self, arguments): return 'to_half_weights', {k: v for k, v in arguments.items() if k != 'amp_mode'}
 
@@ -75,7 +76,7 @@ class HalfWeights(MixedPrecision):
     def before_train(self):
         super().before_train()
         self._lower()
-        self._renew_casts(None)
+        self._casts.start(None)
 
     def before_validate(self):
         "Without masters weights are fp32 in a validation."
@@ -85,9 +86,8 @@ class HalfWeights(MixedPrecision):
         "Enter autocast, with the casts of the batch before if they are still right."
         super().before_batch()
         if self.learn.training: self._lower()
-        guarded = self._batch is not None and not self._batch.loose   # a loop of the user's own may step unseen
-        if guarded and self.learn.training and not cache_loses_gradients(): self._casts.begin(self.learn)
-        else: self._casts.forget()
+        in_loop = self._batch is not None and not self._batch.loose   # one of the user's own may step unseen
+        self._casts.begin(self.learn, in_loop and self.learn.training and not cache_loses_gradients())
 
     def after_loss(self):
         if self.learn.training: self._casts.check(self.learn.__dict__.get('loss_grad'))
@@ -100,7 +100,7 @@ class HalfWeights(MixedPrecision):
 
     def after_train(self):
         super().after_train()
-        self._renew_casts()
+        self._casts.start(False)
         if self._lowered is not None: self._lowered.raise_()
         if self._lowered is not None: self._lowered.warn()
 
@@ -111,10 +111,6 @@ class HalfWeights(MixedPrecision):
         if self._lowered is None:
             self._lowered = LoweredWeights(self.learn.model, self.learn.opt, self.fit_device.type, self.dtype)
         self._lowered.lower()
-
-    def _renew_casts(self, usable=False):
-        self._casts.forget()
-        self._casts = KeptCasts(usable)
 
     def _keeps_casts(self): return self._casts.kept is not None
 
@@ -142,7 +138,7 @@ class HalfWeights(MixedPrecision):
         if self._lowered is not None: self._lowered.raise_()
         self._lowered = None
         self._flat.close()
-        self._renew_casts()
+        self._casts.start(False)
 
 
 def check_model(

@@ -62,8 +62,9 @@ class FlatMasters:
             for pl in opt.param_lists for p in pl)]
 
     def _build(self, model, opt):
-        params = {p for pl in opt.param_lists for p in pl}
-        times = Counter(map(memory_of, {*params, *model.parameters(), *model.buffers()} - self.moved))
+        listed = Counter(p for pl in opt.param_lists for p in pl)
+        everyone = {*listed, *model.parameters(), *model.buffers()}
+        owners, places = Counter(map(memory_of, everyone - self.moved)), Counter(map(_place_of, self.moved))
         store, alike = state_of(opt), {}
         self.blocks, self.pattern = [], None
         lists: list[list] = [[] for _ in opt.param_lists]
@@ -73,11 +74,11 @@ class FlatMasters:
                 if p.grad.layout is not torch.strided:
                     raise ValueError("flat_master=True cannot be used with sparse gradients (a parameter of shape "
                                      f"{tuple(p.shape)} has them). Use `learn.to_half_weights(flat_master=False)`.")
-                moved = p in self.moved
-                own_memory = times[memory_of(p)] == (not moved) and (moved or fills_its_memory(p))
+                if p in self.moved: alone = not owners[memory_of(p)] and places[_place_of(p)] == 1
+                else: alone = owners[memory_of(p)] == 1 and fills_its_memory(p)
                 # Without a dimension its state cannot be told from a step count; not contiguous: another memory format.
-                kind = _kind(opt, p) if p.dim() and p.is_contiguous() and own_memory else None
-                alike.setdefault((group, kind or p), []).append(p)
+                kind = _kind(opt, p) if p.dim() and p.is_contiguous() and alone and listed[p] == 1 else None
+                alike.setdefault((group, kind or len(alike)), []).append(p)   # or by itself
         for (group, _), same in alike.items():
             for part in _parts(same):
                 if len(part) > 1:
@@ -126,8 +127,9 @@ class FlatMasters:
     def close(self) -> None:
         "Each parameter and its state in memory of its own again."
         self.restore()
+        copies = {_place_of(p): p.data.clone() for p in self.moved}
         for p in self.moved:
-            p.data = p.data.clone()
+            p.data = copies[_place_of(p)].view(p.shape)          # the same for two that have come to share it
             if p.grad is not None: p.grad = p.grad.clone()
             state = state_of(self.opt).get(p, {})
             for k, v in state.items():
@@ -201,6 +203,9 @@ def _kind(opt: Any, p: nn.Parameter) -> tuple | None:
             v = float(v)
         kind.append((k, 'flat' if isinstance(v, torch.Tensor) else v))
     return tuple(kind)
+
+
+def _place_of(p: nn.Parameter) -> tuple: return p.data_ptr() or id(p), p.numel()
 
 
 def _place(p: nn.Parameter) -> int:

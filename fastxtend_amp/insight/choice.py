@@ -53,10 +53,10 @@ def measured_choice(
 ) -> PrecisionDecision:
     """Set the fastest precision that trains as fp32 does, measured on the learner's own batches from its present state.
 
-    fp32, bf16 and fp16 are tried as far as the device does them natively, and with `GradientAccumulation`
-    half-precision weights, too; with the modules kept in fp32 that `precision_report` names. bf16 is taken where others
-    are as fast (5 %), and fp32 where the gain is no larger than the spread. Copies are trained: whatever interrupts
-    this leaves the learner as it was. With several processes each measures by itself, and all take what rank 0 found.
+    fp32, bf16 and fp16 are tried as far as the device does them natively, and half-precision weights, too, if the
+    learner has them; with the modules kept in fp32 that `precision_report` names. bf16 is taken where others are as
+    fast (5 %), and fp32 where the gain is no larger than the spread. Copies are trained: whatever interrupts this
+    leaves the learner as it was. With several processes each measures by itself, and all take what rank 0 found.
     `learn.precision_decision` holds the outcome.
 
     Raises `ValueError` for an unknown mode, `max_seconds` not above 0, and where `compare_precision` or

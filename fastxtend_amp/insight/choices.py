@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from fastai.callback.training import GradientAccumulation
 from fastai.learner import Learner
 
 from ..callback import MixedPrecision
@@ -65,10 +64,10 @@ def default_choices(
 ) -> list[PrecisionChoice]:
     """fp32, and autocast in each mode that the learner's device does natively.
 
-    With `GradientAccumulation` half-precision weights, too; without it they run the same operations as autocast.
+    Half-precision weights, too, if the learner has them, with its arguments: by themselves they are autocast's casts.
     """
     device, kinds = training_device(learn), [False]
-    if any(isinstance(cb, GradientAccumulation) for cb in learn.cbs): kinds.append(True)
+    if _is_half_weights(learn.precision): kinds.append(True)
     native = [m for m in (AMPMode.BF16, AMPMode.FP16) if mode_support(m, device).status == 'native']
     return [PrecisionChoice(), *(PrecisionChoice(m, half_weights=half) for half in kinds for m in native)]
 
@@ -116,5 +115,5 @@ def _another(own, choice):
         is_static = choice.mode.needs_loss_scaling and isinstance(scaler, StaticGradScaler)
         if is_static: shared['loss_scale'] = scaler.get_scale()
     if not choice.half_weights: return MixedPrecision(choice.mode, **shared)
-    if own is not None and _is_half_weights(own): shared['flat_master'] = own.flat_master
+    if own is not None and _is_half_weights(own): shared |= {k: getattr(own, k) for k in ('flat_master', 'cast_once')}
     return HalfWeights(choice.mode, **shared)

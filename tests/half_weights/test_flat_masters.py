@@ -277,3 +277,27 @@ def test_a_state_that_belongs_to_a_whole_parameter():
         return learn
     a, b = trained('to_bf16'), trained('to_half_weights', flat_master=True)
     assert same(params(a), params(b)) and same_state(opt_state(a.opt), opt_state(b.opt))
+
+
+def all_and_last(m): return [[*m.parameters()], [*m[2:].parameters()]]
+def some_twice(m): return [[*m.parameters(), *m[2:].parameters()]]
+
+
+@pytest.mark.parametrize('splitter', [all_and_last, some_twice])
+@pytest.mark.parametrize('opt', ['sgd', 'adam'])
+def test_a_parameter_that_is_listed_twice(opt, splitter):
+    a, b = (learner(opt_func=OPTIMIZERS[opt], splitter=splitter) for _ in range(2))
+    a.to_bf16().fit(2, .01), b.to_half_weights(flat_master=True).fit(2, .01)
+    assert same(params(a), params(b))
+
+
+@pytest.mark.parametrize('opt', ['sgd', 'adam'])
+def test_weights_that_come_to_share_memory_in_a_fit(opt):
+    def model():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1))
+    def share(l):
+        if l.epoch == 1: l.model[2].weight.data = l.model[0].weight.data
+    a, b = (learner(model(), opt_func=OPTIMIZERS[opt], cbs=At('before_epoch', share)) for _ in range(2))
+    for l in (a.to_bf16(), b.to_half_weights(flat_master=True)): l.fit(3, .01); l.fit(2, .01)
+    assert same(params(a), params(b)) and b.model[2].weight.data_ptr() == b.model[0].weight.data_ptr()

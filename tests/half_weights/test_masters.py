@@ -133,22 +133,21 @@ def test_accumulation_over_256_micro_batches_is_fp32s():
 
 @needs_copies
 def test_weights_are_cast_once_a_step():
-    "Under autocast in each batch, as here where somebody could write in between."
-    def casts(*cbs, hook=False, loss=None):
+    "If told to; else in each batch, as under autocast, and so if hooks of weights would run later than there."
+    def casts(*cbs, cast_once=True, hook=False):
         model = mlp()
-        if hook: model[0].register_forward_hook(lambda m, args, out: None)
-        learn = learner(model, loaders(n=64), cbs=cbs, loss_func=loss).to_half_weights()
+        if hook: model[0].weight.register_hook(lambda g: None)
+        learn = learner(model, loaders(n=64), cbs=cbs).to_half_weights(cast_once=cast_once)
         with CountCasts(model) as counted: learn.fit(1, .01)
         return counted.n / 4                                     # of each of its weights
     eight = GradientAccumulation(32)                             # batches of 4 to a step; there are 16
-    assert casts() == 16
-    assert casts(eight) == casts(eight, loss=nn.functional.mse_loss) == 2
-    assert casts(eight, At('before_epoch', noop)) == casts(eight, hook=True) == casts(eight, loss=lambda p, y: (p - y).square().mean()) == 16
+    assert casts() == casts(eight, cast_once=False) == casts(eight, hook=True) == 16
+    assert casts(eight) == casts(eight, At('after_batch', noop)) == 2
 
 
 def test_no_cast_outlives_a_fit():
     "Of an unfinished window; nor of single batches without a fit."
-    learn = learner(cbs=GradientAccumulation(16)).to_half_weights()
+    learn = learner(cbs=GradientAccumulation(16)).to_half_weights(cast_once=True)
     learn.fit(1, .01)
     assert learn.gradient_accumulation.count > 0
     def alone():

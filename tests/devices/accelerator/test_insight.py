@@ -98,8 +98,9 @@ def test_the_measured_choice(known, chosen, device, monkeypatch, capsys):
         if run.speeds: run.speeds[-1] = known.get(run.name, 100.) + len(run.speeds) % 3
     monkeypatch.setattr(compare._Comparison, '_turn', replaced)
     for module in (choices, compare): monkeypatch.setattr(module, 'mode_support', lambda m, d: mode.Support('native', ''))
-    halves = any(name.startswith('half') for name in known)      # which are tried where gradients accumulate
-    learn = learner(Attentive(1., drop=.2), loaders(n=48), cbs=GradientAccumulation(8) if halves else None)
+    halves = any(name.startswith('half') for name in known)      # which are tried where the learner has them
+    learn = learner(Attentive(1., drop=.2), loaders(n=48), cbs=GradientAccumulation(8))
+    if halves: learn.to_half_weights(cast_once=True)
     learn.fit(1, .01)
     rng = torch.get_device_module(device).get_rng_state(device)
     before = params(learn), opt_state(learn.opt)
