@@ -64,7 +64,7 @@ class FlatMasters:
     def _build(self, model, opt):
         listed = Counter(p for pl in opt.param_lists for p in pl)
         everyone = {*listed, *model.parameters(), *model.buffers()}
-        owners, places = Counter(map(memory_of, everyone - self.moved)), Counter(map(_place_of, self.moved))
+        owners, places = Counter(map(memory_of, everyone - self.moved)), Counter(map(_place, self.moved))
         store, alike = state_of(opt), {}
         self.blocks, self.pattern = [], None
         lists: list[list] = [[] for _ in opt.param_lists]
@@ -74,7 +74,7 @@ class FlatMasters:
                 if p.grad.layout is not torch.strided:
                     raise ValueError("flat_master=True cannot be used with sparse gradients (a parameter of shape "
                                      f"{tuple(p.shape)} has them). Use `learn.to_half_weights(flat_master=False)`.")
-                if p in self.moved: alone = not owners[memory_of(p)] and places[_place_of(p)] == 1
+                if p in self.moved: alone = not owners[memory_of(p)] and places[_place(p)] == 1
                 else: alone = owners[memory_of(p)] == 1 and fills_its_memory(p)
                 # Without a dimension its state cannot be told from a step count; not contiguous: another memory format.
                 kind = _kind(opt, p) if p.dim() and p.is_contiguous() and alone and listed[p] == 1 else None
@@ -127,9 +127,9 @@ class FlatMasters:
     def close(self) -> None:
         "Each parameter and its state in memory of its own again."
         self.restore()
-        copies = {_place_of(p): p.data.clone() for p in self.moved}
+        copies = {_place(p): p.data.clone() for p in self.moved}
         for p in self.moved:
-            p.data = copies[_place_of(p)].view(p.shape)          # the same for two that have come to share it
+            p.data = copies[_place(p)].view(p.shape)             # the same for two that have come to share it
             if p.grad is not None: p.grad = p.grad.clone()
             state = state_of(self.opt).get(p, {})
             for k, v in state.items():
@@ -141,7 +141,7 @@ class _Block:
     "One flat master, the parameters that are views of it, and its state in the optimizer."
     def __init__(self, params: list[nn.Parameter], store: dict):
         self.params = params
-        self.sizes = [_place(p) for p in params]
+        self.sizes = [_room(p) for p in params]
         self.memory = self._join([p.data for p in params])       # which the parameters become views of
         self.flat = nn.Parameter(self.memory)
         states = [store.get(p, {}) for p in params]
@@ -205,10 +205,10 @@ def _kind(opt: Any, p: nn.Parameter) -> tuple | None:
     return tuple(kind)
 
 
-def _place_of(p: nn.Parameter) -> tuple: return p.data_ptr() or id(p), p.numel()
+def _place(p: nn.Parameter) -> tuple: return p.data_ptr() or id(p), p.numel()
 
 
-def _place(p: nn.Parameter) -> int:
+def _room(p: nn.Parameter) -> int:
     "How many elements `p` takes in a block: whole cache lines."
     return -(-p.numel() // LINE) * LINE
 
@@ -218,13 +218,13 @@ def _parts(params: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     part: list[nn.Parameter] = []
     size = 0
     for p in params:
-        if _place(p) >= BLOCK:                                   # the small ones around it still go together
+        if _room(p) >= BLOCK:                                    # the small ones around it still go together
             yield [p]
             continue
-        size += _place(p)
+        size += _room(p)
         if size > BLOCK:
             yield part
-            part, size = [], _place(p)
+            part, size = [], _room(p)
         part.append(p)
     if part: yield part
 
