@@ -96,7 +96,7 @@ def test_accumulation_copies_the_weights_once_a_step(report):
     ops = {r['training']: r['ops'] for r in report[1]['accumulation']}
     more = {r['training']: r['ops_per_micro_batch'] for r in report[1]['accumulation']}
     assert set(ops['fp32']) == {'4', '8'} and all(o['8'] > o['4'] for o in ops.values())
-    assert more['fp32'] < more['to_half_weights'] < more['autocast (bf16)']
+    assert more['fp32'] < more['to_half_weights, cast_once'] < more['autocast (bf16)']
     assert more['autocast (bf16)'] == (ops['autocast (bf16)']['8'] - ops['autocast (bf16)']['4']) / 4
     assert 'Gradient accumulation' in report[0]
 

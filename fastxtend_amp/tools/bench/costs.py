@@ -199,12 +199,14 @@ def accumulation(
 ) -> list[dict[str, Any]]: # training, ops by number of micro-batches, ops_per_micro_batch; empty as in `memory`
     """Aten operations per step with gradient accumulation, counted on an MLP with fused AdamW.
 
-    autocast casts the weights in each micro-batch; with `to_half_weights` it does so once a step.
+    autocast casts the weights in each micro-batch; with `to_half_weights(cast_once=True)` it does so once a step.
     """
     if mode_support(mode, device).status == 'unsupported': return []
     few, many = micro_batches
     rows = []
-    for name, cbs in _ways(mode).items():
+    ways = {k: v for k, v in _ways(mode).items() if 'half' not in k}
+    ways['to_half_weights, cast_once'] = [HalfWeights(mode, cast_once=True)]
+    for name, cbs in ways.items():
         ops = {str(k): _ops_per_step(device, cbs, k) for k in micro_batches}
         more = (ops[str(many)] - ops[str(few)]) / (many - few)
         rows.append(dict(training=name, ops=ops, ops_per_micro_batch=more))

@@ -160,6 +160,6 @@ def _memory(figures: dict[str, Any]) -> str:
 def _accumulation(figures: dict[str, Any]) -> str:
     return _section('Gradient accumulation', (
         'Aten operations per step of an MLP with three layers and fused AdamW, by micro-batches per step.\n'
-        'autocast casts the weights in each micro-batch, with to_half_weights once a step.'), [
+        'autocast casts the weights in each micro-batch, with to_half_weights(cast_once=True) once a step.'), [
             {'training': r['training'], **{f'{k} micro-batches': f'{n:,.0f}' for k, n in r['ops'].items()},
              'for one more': f"{r['ops_per_micro_batch']:.1f}"} for r in figures['accumulation']])
