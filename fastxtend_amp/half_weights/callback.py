@@ -101,8 +101,9 @@ class HalfWeights(MixedPrecision):
     def after_train(self):
         super().after_train()
         self._casts.start(False)
-        if self._lowered is not None: self._lowered.raise_()
-        if self._lowered is not None: self._lowered.warn()
+        if self._lowered is None: return
+        self._lowered.raise_()
+        self._lowered.warn()
 
     # -- how that is done
 

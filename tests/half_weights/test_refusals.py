@@ -99,7 +99,7 @@ dist.destroy_process_group()
 
 def test_two_processes(tmp_path):
     "DDP reduces the same gradients as under autocast; FSDP2 is refused by name, and DDP without masters."
-    ways = [('to_bf16', {}), ('to_half_weights', {}), ('to_half_weights', dict(flat_master=True)),
+    ways = [('to_bf16', {}), ('to_half_weights', dict(cast_once=True)), ('to_half_weights', dict(flat_master=True)),
             ('to_fp16', dict(loss_scale=128.)), ('to_half_weights', dict(dtype='fp16', loss_scale=128.))]
     code = WORKER.format(tests=str(TESTS), path=str(tmp_path), ways=ways)
     children = [subprocess.Popen([sys.executable, '-W', 'ignore', '-c', code, str(rank)], stderr=subprocess.PIPE, text=True) for rank in (0, 1)]

@@ -204,8 +204,8 @@ def accumulation(
     if mode_support(mode, device).status == 'unsupported': return []
     few, many = micro_batches
     rows = []
-    ways = {k: v for k, v in _ways(mode).items() if 'half' not in k}
-    ways['to_half_weights, cast_once'] = [HalfWeights(mode, cast_once=True)]
+    ways = {'fp32': [], f'autocast ({mode.value})': [MixedPrecision(mode)],
+            'to_half_weights, cast_once': [HalfWeights(mode, cast_once=True)]}
     for name, cbs in ways.items():
         ops = {str(k): _ops_per_step(device, cbs, k) for k in micro_batches}
         more = (ops[str(many)] - ops[str(few)]) / (many - few)
