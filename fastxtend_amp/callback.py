@@ -230,6 +230,8 @@ class MixedPrecision(Lifecycle, fp16.MixedPrecision):
         batch.began = True
         if fit.mode is None: return
         self._tell('batch_started')
+        if batch.outer is None and not self._keeps_casts():
+            torch.clear_autocast_cache()                         # a context around the fit may be of another dtype
         batch.autocast = self._autocast(fit.device, fit.mode)
         batch.autocast.__enter__()
 

@@ -78,6 +78,7 @@ class LaterForwards(ModuleForward):
         compiling = torch.compiler.is_compiling()
         switched_off = not compiling and autocast_nesting() > self.nesting        # by somebody, on purpose
         if switched_off: return self.run(*args, **kwargs)
+        if not compiling: torch.clear_autocast_cache()           # weights may have changed since the loss
         with torch.autocast(self.device_type, dtype=self.dtype, cache_enabled=self.cache_enabled):
             output = self.run(*args, **kwargs)
         return map_tensors_traced(half_to_float, output) if compiling else to_fp32(output)

@@ -415,6 +415,17 @@ def test_fit_inside_the_users_own_autocast_does_not_use_stale_weights():
     assert autocast_state() == (False, torch.bfloat16, True, 0)
 
 
+@pytest.mark.parametrize('to', ['to_bf16', 'to_half_weights'])
+def test_fit_inside_the_users_own_autocast_of_another_dtype_that_ran_the_model(to):
+    def run(before):
+        learn = getattr(learner(linear()), to)()
+        with torch.autocast('cpu', dtype=torch.float16):
+            if before: learn.model(torch.ones(2, 6))
+            learn.fit(2, .05)
+        return params(learn)
+    assert same(run(True), run(False))
+
+
 def test_drop_in():
     cb = MixedPrecision()
     assert isinstance(cb, fp16.MixedPrecision) and cb.name == 'mixed_precision' and cb.order == 10

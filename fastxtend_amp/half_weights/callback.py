@@ -26,12 +26,15 @@ class HalfWeights(MixedPrecision):
     """Half-precision weights with fp32 masters, on top of autocast: the same operations, and the same numbers.
 
     The model's parameters are the fp32 masters that the optimizer steps on; their half-precision copies are autocast's
-    own casts. With `cast_once=True` and `GradientAccumulation` all batches of a step share one cast of each weight. A
-    weight that is written in place, or gets other memory, is cast again; but between the batches of a step nothing may
-    write into a weight's `.data`, use weights that are not the model's, or run under autocast of another dtype. Under
-    DDP, in compiled code and with PyTorch 2.9, whose autocast runs here without its cache, no casts are shared.
+    own casts. Loss scaling, skipped steps, history and diagnosis are `MixedPrecision`'s.
 
-    Loss scaling, skipped steps, history and diagnosis are `MixedPrecision`'s.
+    With `cast_once=True` and `GradientAccumulation` the batches of a step share one cast of each weight. That gives the
+    same numbers as long as no weight used under autocast changes from a step's first batch to the step, nothing else
+    runs under autocast of another dtype there, and each batch uses weights as the epoch's first did. Weights of the
+    model that are written in place or get other memory are noticed and cast again. Under DDP, in compiled code and
+    with PyTorch 2.9, whose autocast runs here without its cache, each batch casts anew.
+
+    Without masters some of the model's weights are bf16 while it is trained: call it under autocast there.
 
     Source: Micikevicius et al., Mixed Precision Training, https://arxiv.org/abs/1710.03740, section 3.1.
     """
@@ -42,7 +45,7 @@ class HalfWeights(MixedPrecision):
         master_weights: bool = True, # Whether there are fp32 masters; else the optimizer steps on half weights
         fp32_modules: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules, predicates
         *,
-        cast_once: bool = False, # Cast once a step while gradients accumulate? Then nothing may write into `.data`
+        cast_once: bool = False, # Cast once a step while gradients accumulate? Then no weight may change in between
         on_overflow: str = 'warn', # When training goes wrong: 'warn', 'raise' (`FloatingPointError`) or 'ignore'
         max_skips: int = 16, # Skipped steps in a row after which training counts as going wrong (fp16)
     ):

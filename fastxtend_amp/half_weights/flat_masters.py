@@ -11,7 +11,7 @@ from fastai.optimizer import Optimizer, OptimWrapper
 from fastcore.foundation import L
 from torch import nn
 
-from ..compat import copy_all
+from ..compat import copy_all, tensor_version
 from .optimizers import fills_its_memory, is_elementwise, memory_of, optimizer_name, state_of, takes_all_at_once
 
 __all__ = ['BLOCK', 'FlatMasters']
@@ -36,12 +36,13 @@ class FlatMasters:
     def __init__(self): self._forget()
 
     def _forget(self):
-        self.moved: set[nn.Parameter] = set()                    # those that were ever a view of a flat tensor
+        self.moved: dict[nn.Parameter, tuple] = {}               # to where, of those that were ever put into a block
         self.blocks: list[_Block] = []
         self.flat_lists = L()                                    # what the optimizer steps on, by group
         self.pattern: Any = None                                 # what they were built for
         self.checked: Any = None                                 # the optimizer that can be stepped so
         self.lists: Any = None                                   # the optimizer's own, while it sees the flat ones
+        self.model: Any = None
         self.opt: Any = None  # after `moved`: an interrupt may strike in between, and `close` is called again
 
     @staticmethod
@@ -55,16 +56,13 @@ class FlatMasters:
                          "element-wise optimizer such as Adam or SGD.")
 
     def _look(self, opt):
-        "What the blocks depend on; this is asked in each step, of each parameter."
-        store = state_of(opt)
+        "What the blocks depend on, but for the state; this is asked in each step, of each parameter."
         return [id(opt), *map(len, opt.param_lists), *(
-            (id(p), p.grad is None, p.data_ptr(), id(store.get(p)), *_exemptions(opt, p))
-            for pl in opt.param_lists for p in pl)]
+            (id(p), None if p.grad is None else _place(p), *_exemptions(opt, p)) for pl in opt.param_lists for p in pl)]
 
     def _build(self, model, opt):
         listed = Counter(p for pl in opt.param_lists for p in pl)
-        everyone = {*listed, *model.parameters(), *model.buffers()}
-        owners, places = Counter(map(memory_of, everyone - self.moved)), Counter(map(_place, self.moved))
+        others = self._others(model, opt)
         store, alike = state_of(opt), {}
         self.blocks, self.pattern = [], None
         lists: list[list] = [[] for _ in opt.param_lists]
@@ -74,19 +72,29 @@ class FlatMasters:
                 if p.grad.layout is not torch.strided:
                     raise ValueError("flat_master=True cannot be used with sparse gradients (a parameter of shape "
                                      f"{tuple(p.shape)} has them). Use `learn.to_half_weights(flat_master=False)`.")
-                if p in self.moved: alone = not owners[memory_of(p)] and places[_place(p)] == 1
-                else: alone = owners[memory_of(p)] == 1 and fills_its_memory(p)
+                if self._stands(p): alone = not others[memory_of(p)]
+                else: alone = others[memory_of(p)] == 1 and fills_its_memory(p)
                 # Without a dimension its state cannot be told from a step count; not contiguous: another memory format.
                 kind = _kind(opt, p) if p.dim() and p.is_contiguous() and alone and listed[p] == 1 else None
                 alike.setdefault((group, kind or len(alike)), []).append(p)   # or by itself
         for (group, _), same in alike.items():
             for part in _parts(same):
                 if len(part) > 1:
-                    self.moved.update(part)                      # before: an interrupt may strike in between
-                    self.blocks.append(_Block(part, store))
-                    part = [self.blocks[-1].flat]
+                    block = _Block(part, store)
+                    self.moved.update(block.places)              # before: an interrupt may strike in between
+                    block.install()
+                    self.blocks.append(block)
+                    part = [block.flat]
                 lists[group] += part
         self.flat_lists = L(map(L, lists))
+
+    def _stands(self, p): return p in self.moved and self.moved[p] == _place(p)   # where it was put
+
+    def _others(self, model, opt):
+        "By memory, how many lie in it that were not put there: somebody has them share it."
+        listed = {p for pl in opt.param_lists for p in pl}
+        everyone = {*listed, *self.moved, *model.parameters(), *model.buffers()}
+        return Counter(memory_of(t) for t in everyone if not self._stands(t))
 
     def step(self,
         model: nn.Module, # The model that it trains
@@ -99,10 +107,10 @@ class FlatMasters:
             return step()
         if self.checked is not opt: self.check(opt)
         self.checked = opt
-        anew = self.pattern is None or self.pattern != self._look(opt)
-        self.opt = opt
-        if anew: self._build(model, opt)
         store = state_of(opt)
+        anew = self.pattern != self._look(opt) or not all(b.is_current(store) for b in self.blocks)
+        self.opt, self.model = opt, model
+        if anew: self._build(model, opt)
         self.lists = opt.param_lists
         try:
             for b in self.blocks:
@@ -127,9 +135,9 @@ class FlatMasters:
     def close(self) -> None:
         "Each parameter and its state in memory of its own again."
         self.restore()
-        copies = {_place(p): p.data.clone() for p in self.moved}
+        others = self._others(self.model, self.opt) if self.moved else {}
         for p in self.moved:
-            p.data = copies[_place(p)].view(p.shape)             # the same for two that have come to share it
+            if self._stands(p) and not others[memory_of(p)]: p.data = p.data.clone()
             if p.grad is not None: p.grad = p.grad.clone()
             state = state_of(self.opt).get(p, {})
             for k, v in state.items():
@@ -143,6 +151,8 @@ class _Block:
         self.params = params
         self.sizes = [_room(p) for p in params]
         self.memory = self._join([p.data for p in params])       # which the parameters become views of
+        self.views = self.parts(self.memory)
+        self.places = {p: _place(view) for p, view in zip(params, self.views)}
         self.flat = nn.Parameter(self.memory)
         states = [store.get(p, {}) for p in params]
         self.state: dict[str, Any] = {}
@@ -150,8 +160,12 @@ class _Block:
             if _like(v, params[0]): v = self._join([s[k] for s in states])
             elif isinstance(v, torch.Tensor): v = v.clone()
             self.state[k] = v
-        for p, view in zip(params, self.parts(self.memory)): p.data = view
         self.shared: dict[str, torch.Tensor] = {}  # the flat state that the parameters have their parts of
+        self.handed: list[dict] = []               # the state of each parameter, as `share` left it
+
+    def install(self) -> None:
+        "Make the parameters views of the block."
+        for p, view in zip(self.params, self.views): p.data = view
 
     def parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
         "What of `flat` belongs to each parameter, in its shape."
@@ -189,6 +203,14 @@ class _Block:
                 for n, part in zip(new, self.parts(v)): n[k] = part
         for s, n in zip(states, new): s.update(n)
         self.shared = {k: v for k, v in self.state.items() if isinstance(v, torch.Tensor)}
+        self.handed = [{k: (v, _version(v, p)) for k, v in s.items()} for s, p in zip(states, self.params)]
+
+    def is_current(self, store: dict) -> bool:
+        "Is the state of each parameter as `share` left it? What is written into its part is in the block's, too."
+        states = [store.get(p, {}) for p in self.params]
+        return [*map(dict.keys, states)] == [*map(dict.keys, self.handed)] and all(
+            s[k] is v and _version(v, p) == version
+            for p, s, handed in zip(self.params, states, self.handed) for k, (v, version) in handed.items())
 
 
 def _exemptions(opt, p): return tuple(map(opt.state.get(p, {}).get, ('do_wd', 'force_train')))
@@ -205,7 +227,12 @@ def _kind(opt: Any, p: nn.Parameter) -> tuple | None:
     return tuple(kind)
 
 
-def _place(p: nn.Parameter) -> tuple: return p.data_ptr() or id(p), p.numel()
+def _place(p: torch.Tensor) -> tuple: return p.data_ptr(), p.shape
+
+
+def _version(v: Any, p: nn.Parameter) -> Any:
+    "What changes when `v`, a tensor that is not `p`'s part of the block's state, is written in place."
+    return tensor_version(v) if isinstance(v, torch.Tensor) and not _like(v, p) else None
 
 
 def _room(p: nn.Parameter) -> int:

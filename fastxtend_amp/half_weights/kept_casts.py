@@ -8,6 +8,7 @@ import torch
 from fastai.callback.training import GradientAccumulation
 from fastai.learner import Learner
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 
 from ..compat import has_hooks, is_uninitialized, tensor_version
 
@@ -18,8 +19,8 @@ class KeptCasts:
     """Tells whether autocast's casts of a model's weights can serve the next batch of a step, too.
 
     autocast casts a weight where a batch first uses it, and forgets all casts with the batch. Here they stay while
-    gradients accumulate. A weight's version counter and its address tell of what is written in place, and of other
-    memory; nothing tells of what is written into its `.data`.
+    gradients accumulate. At the start of a batch a weight's version counter and its address tell of what was written
+    in place, and of other memory; nothing tells of what is written into its `.data`.
     """
     def __init__(self,
         wanted: bool, # Does the user want casts to be kept?
@@ -52,13 +53,14 @@ class KeptCasts:
         """Before the first back-propagation: are gradients the same with casts that are kept?
 
         Not those of weights that are not the model's, which are not looked at. Nor sums of three or more: the nodes of
-        kept casts are older than the rest of a graph, so that their gradients are added last.
+        kept casts are older than the rest of a graph, so that their gradients are added last. Nor what cannot be seen,
+        behind an `autograd.Function`.
         """
         if self.kept is None or self.graph_seen: return
         self.graph_seen = True
         leaves = _gradients_by_leaf(loss)
         weights = {p for p, *_ in self.kept}
-        if max(leaves.values(), default=0) > 2 or not leaves.keys() <= weights: self.start(False)
+        if leaves is None or max(leaves.values(), default=0) > 2 or not leaves.keys() <= weights: self.start(False)
 
     def forget(self) -> None:
         "Have each weight cast anew when it is next used."
@@ -79,11 +81,12 @@ def _look(model: nn.Module) -> list[tuple] | None: # None for weights that have 
     return [(id(p), tensor_version(p), p.data_ptr()) for p in weights]
 
 
-def _gradients_by_leaf(loss: Any) -> Counter: # By id
-    "How many gradients are added up for each leaf of the graph."
+def _gradients_by_leaf(loss: Any) -> Counter | None: # By id
+    "How many gradients are added up for each leaf of the graph; None if an `autograd.Function` may hide some."
     edges: Counter = Counter()
     nodes = [loss.grad_fn] if getattr(loss, 'grad_fn', None) is not None else []
     for node in nodes:                                           # the list grows
+        if isinstance(node, BackwardCFunction): return None
         for after, _ in node.next_functions:
             if after is None: continue
             if not edges[after]: nodes.append(after)

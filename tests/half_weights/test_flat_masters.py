@@ -175,9 +175,10 @@ def test_an_interrupt_while_flat_masters_are_forgotten():
         def __setattr__(self, name, value):
             if name == self.stop: raise KeyboardInterrupt
             super().__setattr__(name, value)
-    for name in ('moved', 'blocks', 'pattern', 'lists', 'opt'):
+    p = next(learn.model.parameters())
+    for name in ('moved', 'blocks', 'pattern', 'lists', 'model', 'opt'):
         flat = Interrupted()
-        flat.moved, flat.opt, flat.stop = {next(learn.model.parameters())}, learn.opt, name
+        flat.moved, flat.model, flat.opt, flat.stop = {p: (p.data_ptr(), p.shape)}, learn.model, learn.opt, name
         with pytest.raises(KeyboardInterrupt): flat.close()
         flat.stop = None
         flat.close()
@@ -291,13 +292,45 @@ def test_a_parameter_that_is_listed_twice(opt, splitter):
     assert same(params(a), params(b))
 
 
-@pytest.mark.parametrize('opt', ['sgd', 'adam'])
-def test_weights_that_come_to_share_memory_in_a_fit(opt):
+def share_all(m): m[2].weight.data = m[0].weight.data
+def share_part(m): m[2].bias.data = m[0].bias.data[:6]
+def share_with_a_buffer(m): m[3].running_mean.data = m[0].bias.data[:6]
+
+
+@pytest.mark.parametrize('share', [share_all, share_part, share_with_a_buffer])
+@pytest.mark.parametrize('opt', ['sgd', 'adam', 'adamw'])
+def test_weights_that_come_to_share_memory_in_a_fit(opt, share):
+    "They share it after the fit, too."
     def model():
         torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1))
-    def share(l):
-        if l.epoch == 1: l.model[2].weight.data = l.model[0].weight.data
-    a, b = (learner(model(), opt_func=OPTIMIZERS[opt], cbs=At('before_epoch', share)) for _ in range(2))
+        return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 1))
+    def change(l):
+        if l.epoch == 1: share(l.model)
+    a, b = (learner(model(), opt_func=OPTIMIZERS[opt], cbs=At('before_epoch', change)) for _ in range(2))
     for l in (a.to_bf16(), b.to_half_weights(flat_master=True)): l.fit(3, .01); l.fit(2, .01)
-    assert same(params(a), params(b)) and b.model[2].weight.data_ptr() == b.model[0].weight.data_ptr()
+    assert same(params(a), params(b)) and same([*a.model.buffers()], [*b.model.buffers()])
+    def addresses(l): return [t.data_ptr() for t in (*l.model.parameters(), *l.model.buffers())]
+    assert [addresses(a).index(p) for p in addresses(a)] == [addresses(b).index(p) for p in addresses(b)]
+
+
+def zeroed(l, s): s.update({k: torch.zeros_like(v) for k, v in s.items() if isinstance(v, torch.Tensor) and v.dim()})
+def reset(l, s): s.update(step=torch.tensor(1.) if isinstance(s.get('step'), torch.Tensor) else 1) if 'step' in s else None
+def written(l, s): s['step'].fill_(1) if isinstance(s.get('step'), torch.Tensor) else None
+def cleared(l, s): s.clear()
+def loaded(l, s): l.opt.load_state_dict(l.opt.state_dict())
+
+
+@pytest.mark.parametrize('change', [zeroed, reset, written, cleared, loaded])
+@pytest.mark.parametrize('opt', ['adam', 'adamw', 'sgd'])
+def test_a_state_that_a_callback_changes_in_a_fit(opt, change):
+    "Of one parameter or of all; the optimizer goes on from it."
+    def do(n):
+        def f(l):
+            if not l.training or l.train_iter not in (3, 5): return
+            store = l.opt.opt.state if hasattr(l.opt, 'opt') else l.opt.state
+            for p in [*l.model.parameters()][:n]: change(l, store[p])
+        return At('after_batch', f, 40)
+    for n in (1, 6):
+        a, b = (learner(opt_func=OPTIMIZERS[opt], cbs=do(n)) for _ in range(2))
+        for l in (a.to_bf16(), b.to_half_weights(flat_master=True)): l.fit(2, .01)
+        assert same(params(a), params(b)) and same_state(opt_state(a.opt), opt_state(b.opt))

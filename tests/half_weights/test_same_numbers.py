@@ -7,7 +7,7 @@ from fastai.optimizer import OptimWrapper
 from torch import nn
 
 from helpers import *
-from half_models import MODELS, CountCasts, build
+from half_models import MODELS, CountCasts, Layers, build
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*emulated.*', 'ignore:.*weight_norm.*', 'ignore:.*enable_nested_tensor.*', 'ignore:You are shadowing')
 MODES = ['bf16', 'fp16']
@@ -219,6 +219,38 @@ def test_weights_that_callbacks_change_between_the_batches_of_one_step(event, or
     a, b = (trained(to, mlp(), 'adam', True, 3, [At(event, write, order)], **kw)
             for to, kw in (('to_bf16', {}), ('to_half_weights', dict(cast_once=write is not write_data))))
     equal(a, b)
+
+
+@pytest.mark.parametrize('order', [0, 20])
+@pytest.mark.parametrize('event', ['after_backward', 'before_step', 'after_step', 'after_batch'])
+def test_weights_that_change_before_a_later_forward_of_the_same_batch(event, order):
+    "As in sharpness-aware minimization."
+    def ascend(l):
+        if not l.training: return
+        write_in_place(l)
+        l.loss_func(l.model(*l.xb), *l.yb).backward()
+    equal(*(trained(to, mlp(), 'adam', True, 3, [At(event, ascend, order)], **kw)
+            for to, kw in (('to_bf16', {}), ('to_half_weights', dict(cast_once=True)))))
+
+
+class Own(torch.autograd.Function):
+    "Hides what is behind it."
+    @staticmethod
+    def forward(ctx, x, f):
+        ctx.save_for_backward(x); ctx.f = f
+        return f(x)
+    @staticmethod
+    def backward(ctx, g):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad(): y = ctx.f(x)
+        torch.autograd.backward(y, g)
+        return x.grad, None
+
+
+def test_gradients_that_an_autograd_function_hides():
+    def f(m, x): return Own.apply(x * m.a.weight.sum(), lambda x: m.a(x) + m.a.weight.pow(2).sum() * .37 + m.a.weight.abs().sum() * .11)
+    def model(): torch.manual_seed(0); return Layers(f)
+    equal(*(trained(to, model(), 'adam', True, 3, **kw) for to, kw in (('to_bf16', {}), ('to_half_weights', dict(cast_once=True)))))
 
 
 def test_an_optimizer_that_writes_in_zero_grad():
