@@ -78,7 +78,7 @@ def row(name, seconds, steps):
     flat = next(cb for cb in both[1][0].learn.cbs if hasattr(cb, '_flat'))
     seen = []
     step = flat._flat.step
-    def counting(opt, f): step(opt, lambda: (seen.append(sum(map(len, opt.param_lists))), f()))
+    def counting(model, opt, f): step(model, opt, lambda: (seen.append(sum(map(len, opt.param_lists))), f()))
     flat._flat.step = counting
     fit(match, *both[1], 1)
     n = len(list(both[1][0].model.parameters()))

@@ -334,3 +334,10 @@ def test_a_state_that_a_callback_changes_in_a_fit(opt, change):
         a, b = (learner(opt_func=OPTIMIZERS[opt], cbs=do(n)) for _ in range(2))
         for l in (a.to_bf16(), b.to_half_weights(flat_master=True)): l.fit(2, .01)
         assert same(params(a), params(b)) and same_state(opt_state(a.opt), opt_state(b.opt))
+
+
+def test_the_script_that_measured_the_step(capsys, monkeypatch):
+    import flat_steps
+    monkeypatch.setattr('sys.argv', ['flat_steps.py', '--models', 'tiny', '--seconds', '.1'])
+    flat_steps.main()
+    assert '| tiny | 4 | 2 |' in capsys.readouterr().out
