@@ -1,9 +1,10 @@
 "Flat masters: the optimizer steps on a few large tensors instead of one for each parameter."
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import accumulate
+from itertools import accumulate, chain, repeat
 from typing import Any
 
 import torch
@@ -28,8 +29,8 @@ class FlatMasters:
     """The masters of each parameter group in a few flat tensors, and the optimizer's state, too.
 
     Only while the optimizer steps does it see the flat ones: learner, checkpoints and callbacks meet one entry for each
-    parameter. Parameters share flat tensors if group, device, weight-decay exemption, `force_train`, the state that
-    is not a tensor of their shape (such as the step count) and having a gradient agree; they are built anew when that
+    parameter. Parameters share flat tensors if group, device, having a gradient, and the state that is not a tensor of
+    their shape (such as the step count, or fastai's exemption from weight decay) agree; they are built anew when that
     changes. None has more than `BLOCK` elements; a larger parameter, or one left alone, is stepped on as it is.
     An optimizer with `fused=True` or `foreach=True` takes all tensors at once by itself: it keeps its own.
     """
@@ -58,7 +59,7 @@ class FlatMasters:
     def _look(self, opt):
         "What the blocks depend on, but for the state; this is asked in each step, of each parameter."
         return [id(opt), *map(len, opt.param_lists), *(
-            (id(p), None if p.grad is None else _place(p), *_exemptions(opt, p)) for pl in opt.param_lists for p in pl)]
+            (id(p), p.grad is None, p.data_ptr()) for pl in opt.param_lists for p in pl)]
 
     def _build(self, model, opt):
         listed = Counter(p for pl in opt.param_lists for p in pl)
@@ -161,7 +162,8 @@ class _Block:
             elif isinstance(v, torch.Tensor): v = v.clone()
             self.state[k] = v
         self.shared: dict[str, torch.Tensor] = {}  # the flat state that the parameters have their parts of
-        self.handed: list[dict] = []               # the state of each parameter, as `share` left it
+        self.own: list[str] = []                   # names of tensors of which each parameter has one of its own
+        self.handed: tuple[list, list] | None = None   # the state of the parameters, as `share` left it
 
     def install(self) -> None:
         "Make the parameters views of the block."
@@ -193,32 +195,36 @@ class _Block:
             self.flat.data = self.memory.copy_(self.flat.data)
         states = [store.setdefault(p, {}) for p in self.params]
         new: list[dict[str, Any]] = [{} for _ in states]
+        self.own = []
         for k, v in self.state.items():
             if not isinstance(v, torch.Tensor):
                 for n in new: n[k] = v
-            elif not _like(v, self.flat):  # each has one of its own, which is counted up by itself later
+            elif not _like(v, self.flat):                        # it is counted up by itself later
+                self.own.append(k)
                 for s, n in zip(states, new): n[k] = s[k] if k in s else v.clone()
                 copy_all([n[k] for n in new], [v] * len(new))
             elif self.shared.get(k) is not v:
                 for n, part in zip(new, self.parts(v)): n[k] = part
         for s, n in zip(states, new): s.update(n)
         self.shared = {k: v for k, v in self.state.items() if isinstance(v, torch.Tensor)}
-        self.handed = [{k: (v, _version(v, p)) for k, v in s.items()} for s, p in zip(states, self.params)]
+        self.handed = self._entries(store)
+
+    def _entries(self, store: dict) -> tuple[list, list]:
+        "What is in the state of the parameters, and the versions of tensors in it that are not parts of the block's."
+        states = [*map(store.get, self.params, repeat({}))]
+        versions = [tensor_version(s.get(k)) for k in self.own for s in states]
+        return [*chain.from_iterable(map(dict.values, states))], versions
 
     def is_current(self, store: dict) -> bool:
-        "Is the state of each parameter as `share` left it? What is written into its part is in the block's, too."
-        states = [store.get(p, {}) for p in self.params]
-        return [*map(dict.keys, states)] == [*map(dict.keys, self.handed)] and all(
-            s[k] is v and _version(v, p) == version
-            for p, s, handed in zip(self.params, states, self.handed) for k, (v, version) in handed.items())
-
-
-def _exemptions(opt, p): return tuple(map(opt.state.get(p, {}).get, ('do_wd', 'force_train')))
+        "Is the state of the parameters as `share` left it? What is written into their parts is in the block's, too."
+        if self.handed is None: return False
+        (then, versions_then), (now, versions) = self.handed, self._entries(store)
+        return len(then) == len(now) and all(map(operator.is_, then, now)) and versions_then == versions
 
 
 def _kind(opt: Any, p: nn.Parameter) -> tuple | None:
     "What is the same for all parameters in a block; None if some of its state belongs to it as a whole."
-    kind: list[Any] = [p.device, p.dtype, *_exemptions(opt, p)]
+    kind: list[Any] = [p.device, p.dtype]
     for k, v in sorted(state_of(opt).get(p, {}).items()):
         if isinstance(v, torch.Tensor) and not _like(v, p):
             if v.numel() != 1: return None
@@ -228,11 +234,6 @@ def _kind(opt: Any, p: nn.Parameter) -> tuple | None:
 
 
 def _place(p: torch.Tensor) -> tuple: return p.data_ptr(), p.shape
-
-
-def _version(v: Any, p: nn.Parameter) -> Any:
-    "What changes when `v`, a tensor that is not `p`'s part of the block's state, is written in place."
-    return tensor_version(v) if isinstance(v, torch.Tensor) and not _like(v, p) else None
 
 
 def _room(p: nn.Parameter) -> int:
