@@ -46,15 +46,17 @@ class FlatMasters:
         self.model: Any = None
         self.opt: Any = None  # after `moved`: an interrupt may strike in between, and `close` is called again
 
-    @staticmethod
-    def check(opt: Any) -> None:
+    def check(self,
+        opt: Any, # fastai's `Optimizer` or `OptimWrapper`
+    ) -> None:
         "Raise a `ValueError` that names an optimizer whose step is not the same for each element."
-        if takes_all_at_once(opt): return
+        if opt is self.checked or takes_all_at_once(opt): return
         plain = type(opt) is Optimizer  # others, such as Lookahead, have counters and weights of their own
-        if (plain or isinstance(opt, OptimWrapper)) and is_elementwise(opt): return
-        raise ValueError(f"flat_master=True cannot be used with {optimizer_name(opt)}, whose step depends on which "
-                         "parameter tensor an element is in. Use `learn.to_half_weights(flat_master=False)`, or an "
-                         "element-wise optimizer such as Adam or SGD.")
+        if not (plain or isinstance(opt, OptimWrapper)) or not is_elementwise(opt):
+            raise ValueError(f"flat_master=True cannot be used with {optimizer_name(opt)}, whose step depends on which "
+                             "parameter tensor an element is in. Use `learn.to_half_weights(flat_master=False)`, or an "
+                             "element-wise optimizer such as Adam or SGD.")
+        self.checked = opt
 
     def _look(self, opt):
         "What the blocks depend on, but for the state; this is asked in each step, of each parameter."
@@ -106,8 +108,7 @@ class FlatMasters:
         if takes_all_at_once(opt):
             self.pattern = self.checked = None                   # it changes the state behind the blocks
             return step()
-        if self.checked is not opt: self.check(opt)
-        self.checked = opt
+        self.check(opt)
         store = state_of(opt)
         anew = self.pattern != self._look(opt) or not all(b.is_current(store) for b in self.blocks)
         self.opt, self.model = opt, model
