@@ -3,14 +3,13 @@ import copy, importlib.util, json, math, subprocess, sys, time
 from pathlib import Path
 
 import pytest, torch
-from fastai.callback import fp16
 
 from fastxtend_amp import AMPMode
 from fastxtend_amp.common import PRECISION_COLORS
 from fastxtend_amp.mode import Support
 from fastxtend_amp.tools.bench import bench, costs, main, measuring, plot, read_figures, records, tables
 from fastxtend_amp.tools.bench.clock import Clock, page_faults
-from fastxtend_amp.tools.bench.contestants import CONTESTANTS, LOSS, OPTIMIZERS, Contestant, fastai_loop
+from fastxtend_amp.tools.bench.contestants import CONTESTANTS, LOSS, OPTIMIZERS, Contestant, FastaisOwn, fastai_loop
 from fastxtend_amp.tools.bench.measuring import MODE_SECONDS, ModelBenchmark
 from fastxtend_amp.tools.bench.models import MODELS
 
@@ -114,7 +113,7 @@ def test_fastai_forgets_its_scale_from_fit_to_fit():
     match = ModelBenchmark('tiny', [], CPU)
     match.task.clock.n = 8
     with costs._fastai_on(CPU):
-        run = fastai_loop(match.task, AMPMode.FP16, 'Adam', 2.**24, fp16.MixedPrecision)
+        run = fastai_loop(match.task, AMPMode.FP16, 'Adam', 2.**24, FastaisOwn)
         run.steps()
         once = run.skipped()
         run.steps()
