@@ -126,6 +126,14 @@ def has_hooks(p: torch.Tensor) -> bool:
     return bool(getattr(p, '_backward_hooks', None) or getattr(p, '_post_accumulate_grad_hooks', None))
 
 
+def has_step_hooks(opt: torch.optim.Optimizer) -> bool:
+    """Do functions stand on `opt` that are called around its step?
+
+    Relies on `_optimizer_step_pre_hooks` and `_optimizer_step_post_hooks` (since 2.0). Where they are gone: no.
+    """
+    return bool(getattr(opt, '_optimizer_step_pre_hooks', None) or getattr(opt, '_optimizer_step_post_hooks', None))
+
+
 def is_uninitialized(p: torch.Tensor) -> bool:
     """Is `p` a parameter or buffer of a lazy module that has no shape yet?
 

@@ -76,6 +76,14 @@ def test_has_hooks():
         assert compat.has_hooks(p)
 
 
+def test_has_step_hooks():
+    for register in ('register_step_pre_hook', 'register_step_post_hook'):
+        opt = torch.optim.SGD(nn.Linear(1, 1).parameters(), .1)
+        assert not compat.has_step_hooks(opt)
+        getattr(opt, register)(lambda *args: None)
+        assert compat.has_step_hooks(opt)
+
+
 def test_is_uninitialized():
     assert compat.is_uninitialized(nn.LazyLinear(1).weight) and not compat.is_uninitialized(nn.Linear(1, 1).weight)
 

@@ -29,8 +29,8 @@ class HalfWeights(MixedPrecision):
     own casts. Loss scaling, skipped steps, history and diagnosis are `MixedPrecision`'s.
 
     With `cast_once=True` and `GradientAccumulation` the batches of a step share one cast of each weight. That gives the
-    same numbers as long as no weight used under autocast changes from a step's first batch to the step, nothing else
-    runs under autocast of another dtype there, and each batch uses weights as the epoch's first did. Weights of the
+    same numbers as long as, from a step's first batch to the step, no weight used under autocast changes, nothing runs
+    under an autocast that is not this callback's, and each batch uses weights as the epoch's first did. Weights of the
     model that are written in place or get other memory are noticed and cast again. Under DDP, in compiled code and
     with PyTorch 2.9, whose autocast runs here without its cache, each batch casts anew.
 
@@ -113,7 +113,7 @@ class HalfWeights(MixedPrecision):
     def _lower(self):
         if self.master_weights: return
         if self._lowered is None:
-            self._lowered = LoweredWeights(self.learn.model, self.learn.opt, self.fit_device.type, self.dtype)
+            self._lowered = LoweredWeights(self.learn, self.fit_device.type, self.dtype)
         self._lowered.lower()
 
     def _keeps_casts(self): return self._casts.kept is not None

@@ -8,18 +8,21 @@ from itertools import accumulate, chain, repeat
 from typing import Any
 
 import torch
-from fastai.optimizer import Optimizer, OptimWrapper
 from fastcore.foundation import L
 from torch import nn
 
 from ..compat import copy_all, tensor_version
-from .optimizers import fills_its_memory, is_elementwise, memory_of, optimizer_name, state_of, takes_all_at_once
+from .optimizers import (fills_its_memory, is_elementwise, is_watched, is_well_known, memory_of, optimizer_name,
+                         state_of, takes_all_at_once)
 
 __all__ = ['BLOCK', 'FlatMasters']
 
 # Elements in a flat tensor (512 KB in fp32): an optimizer's temporary tensors of that size stay in a CPU's cache, and
 # glibc keeps blocks of that size where it gives larger ones back to the system. Measured best of 2^16 to 2^20.
 BLOCK = 2 ** 17
+
+# Parameters in a flat tensor: fewer save the optimizer less than it takes to join them.
+FEWEST = 4
 
 # Each parameter begins at a cache line of 64 bytes: kernels that compute with it may round differently elsewhere.
 LINE = 16
@@ -31,7 +34,8 @@ class FlatMasters:
     Only while the optimizer steps does it see the flat ones: learner, checkpoints and callbacks meet one entry for each
     parameter. Parameters share flat tensors if group, device, having a gradient, and the state that is not a tensor of
     their shape (such as the step count, or fastai's exemption from weight decay) agree; they are built anew when that
-    changes. None has more than `BLOCK` elements; a larger parameter, or one left alone, is stepped on as it is.
+    changes. None has more than `BLOCK` elements or fewer than `FEWEST` parameters; a larger parameter, or one left out,
+    is stepped on as it is.
     An optimizer with `fused=True` or `foreach=True` takes all tensors at once by itself: it keeps its own.
     """
     def __init__(self): self._forget()
@@ -51,17 +55,18 @@ class FlatMasters:
     ) -> None:
         "Raise a `ValueError` that names an optimizer whose step is not the same for each element."
         if opt is self.checked or takes_all_at_once(opt): return
-        plain = type(opt) is Optimizer  # others, such as Lookahead, have counters and weights of their own
-        if not (plain or isinstance(opt, OptimWrapper)) or not is_elementwise(opt):
-            raise ValueError(f"flat_master=True cannot be used with {optimizer_name(opt)}, whose step depends on which "
-                             "parameter tensor an element is in. Use `learn.to_half_weights(flat_master=False)`, or an "
-                             "element-wise optimizer such as Adam or SGD.")
+        why = ("which is not a plain optimizer of fastai, PyTorch or optimi" if not is_well_known(opt) else
+               'whose step depends on which parameter tensor an element is in' if not is_elementwise(opt) else None)
+        if why:
+            raise ValueError(f"flat_master=True cannot be used with {optimizer_name(opt)}, {why}. Use "
+                             "`learn.to_half_weights(flat_master=False)`, or an element-wise optimizer such as Adam "
+                             "or SGD.")
         self.checked = opt
 
     def _look(self, opt):
         "What the blocks depend on, but for the state; this is asked in each step, of each parameter."
         return [id(opt), *map(len, opt.param_lists), *(
-            (id(p), p.grad is None, p.data_ptr()) for pl in opt.param_lists for p in pl)]
+            (id(p), p.grad is None, p.data_ptr(), p.is_contiguous()) for pl in opt.param_lists for p in pl)]
 
     def _build(self, model, opt):
         listed = Counter(p for pl in opt.param_lists for p in pl)
@@ -78,14 +83,14 @@ class FlatMasters:
                 if self._stands(p): alone = not others[memory_of(p)]
                 else: alone = others[memory_of(p)] == 1 and fills_its_memory(p)
                 # Without a dimension its state cannot be told from a step count; not contiguous: another memory format.
-                kind = _kind(opt, p) if p.dim() and p.is_contiguous() and alone and listed[p] == 1 else None
+                plain = p.dim() and p.is_contiguous() and p.grad.dtype is p.dtype
+                kind = _kind(opt, p) if plain and alone and listed[p] == 1 else None
                 alike.setdefault((group, kind or len(alike)), []).append(p)   # or by itself
         for (group, _), same in alike.items():
             for part in _parts(same):
-                if len(part) > 1:
+                if len(part) >= FEWEST:
                     block = _Block(part, store)
-                    self.moved.update(block.places)              # before: an interrupt may strike in between
-                    block.install()
+                    for p, view in zip(part, block.parts(block.memory)): self.moved[p], p.data = _place(view), view
                     self.blocks.append(block)
                     part = [block.flat]
                 lists[group] += part
@@ -105,7 +110,7 @@ class FlatMasters:
         step: Callable, # Takes the step
     ) -> None:
         "`step()`, with the flat tensors in `opt`."
-        if takes_all_at_once(opt):
+        if takes_all_at_once(opt) or is_watched(opt):
             self.pattern = self.checked = None                   # it changes the state behind the blocks
             return step()
         self.check(opt)
@@ -120,18 +125,20 @@ class FlatMasters:
                 store[b.flat] = b.state
             opt.param_lists = self.flat_lists
             step()
-        finally:
-            self.restore()
-            for b in self.blocks: b.share(store)                 # also of a step that an exception has ended
+        finally:                                                 # also of a step that an exception has ended
+            try: self.restore()
+            finally: self.restore()                              # one is complete, wherever an interrupt strikes
         if anew: self.pattern = self._look(opt)
 
     def restore(self) -> None:
-        "Give the optimizer its own parameters back; may be interrupted and called again."
+        "Give the optimizer its own parameters and their state back; may be interrupted and called again."
         if self.lists is None: return
-        self.opt.param_lists = self.lists
+        self.opt.param_lists, store = self.lists, state_of(self.opt)
         for b in self.blocks:
-            b.state = state_of(self.opt).pop(b.flat, b.state)
+            b.state = store.get(b.flat, b.state)
+            store.pop(b.flat, None)
             b.flat.grad = None
+            b.share(store)
         self.lists = None
 
     def close(self) -> None:
@@ -153,8 +160,6 @@ class _Block:
         self.params = params
         self.sizes = [_room(p) for p in params]
         self.memory = self._join([p.data for p in params])       # which the parameters become views of
-        self.views = self.parts(self.memory)
-        self.places = {p: _place(view) for p, view in zip(params, self.views)}
         self.flat = nn.Parameter(self.memory)
         states = [store.get(p, {}) for p in params]
         self.state: dict[str, Any] = {}
@@ -165,10 +170,6 @@ class _Block:
         self.shared: dict[str, torch.Tensor] = {}  # the flat state that the parameters have their parts of
         self.own: list[str] = []                   # names of tensors of which each parameter has one of its own
         self.handed: tuple[list, list] | None = None   # the state of the parameters, as `share` left it
-
-    def install(self) -> None:
-        "Make the parameters views of the block."
-        for p, view in zip(self.params, self.views): p.data = view
 
     def parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
         "What of `flat` belongs to each parameter, in its shape."
@@ -185,15 +186,13 @@ class _Block:
         grads = [p.grad for p in self.params]
         flat = _joined(grads, self.sizes)
         if flat is None:
-            flat = self._join(grads)                             # type: ignore[arg-type]
+            flat = self._join([g.detach() for g in grads])       # type: ignore[union-attr]
             for p, part in zip(self.params, self.parts(flat)):
                 p.grad = part.data  # no view to autograd: the optimizer may detach it in place
         self.flat.grad = flat
 
     def share(self, store: dict) -> None:
         "Hand each parameter its part of the state, all at once: an interrupt leaves none with half of it."
-        if self.flat.data_ptr() != self.memory.data_ptr():       # the optimizer has put other memory under it
-            self.flat.data = self.memory.copy_(self.flat.data)
         states = [store.setdefault(p, {}) for p in self.params]
         new: list[dict[str, Any]] = [{} for _ in states]
         self.own = []
@@ -211,30 +210,32 @@ class _Block:
         self.handed = self._entries(store)
 
     def _entries(self, store: dict) -> tuple[list, list]:
-        "What is in the state of the parameters, and the versions of tensors in it that are not parts of the block's."
+        "What is in the state of the parameters; where its tensors lie, and versions of those that are not the block's."
         states = [*map(store.get, self.params, repeat({}))]
-        versions = [tensor_version(s.get(k)) for k in self.own for s in states]
-        return [*chain.from_iterable(map(dict.values, states))], versions
+        values = [*chain.from_iterable(map(dict.values, states))]
+        places = map(torch.Tensor.data_ptr, [v for v in values if isinstance(v, torch.Tensor)])
+        return values, [*places, *(tensor_version(s.get(k)) for k in self.own for s in states)]
 
     def is_current(self, store: dict) -> bool:
         "Is the state of the parameters as `share` left it? What is written into their parts is in the block's, too."
         if self.handed is None: return False
-        (then, versions_then), (now, versions) = self.handed, self._entries(store)
-        return len(then) == len(now) and all(map(operator.is_, then, now)) and versions_then == versions
+        (then, rest_then), (now, rest) = self.handed, self._entries(store)
+        return len(then) == len(now) and all(map(operator.is_, then, now)) and rest_then == rest
 
 
 def _kind(opt: Any, p: nn.Parameter) -> tuple | None:
     "What is the same for all parameters in a block; None if some of its state belongs to it as a whole."
     kind: list[Any] = [p.device, p.dtype]
     for k, v in sorted(state_of(opt).get(p, {}).items()):
-        if isinstance(v, torch.Tensor) and not _like(v, p):
-            if v.numel() != 1: return None
-            v = float(v)
-        kind.append((k, 'flat' if isinstance(v, torch.Tensor) else v))
+        if isinstance(v, torch.Tensor):
+            if not _like(v, p) and v.numel() != 1: return None
+            v = (v.dtype, v.device, None if _like(v, p) else float(v))
+        elif not isinstance(v, (int, float, str, type(None))): return None
+        kind.append((k, v))
     return tuple(kind)
 
 
-def _place(p: torch.Tensor) -> tuple: return p.data_ptr(), p.shape
+def _place(p: torch.Tensor) -> tuple: return p.data_ptr(), p.shape, p.stride()
 
 
 def _room(p: nn.Parameter) -> int:

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Callable
 from functools import lru_cache
 from types import MethodType
-from typing import Any
 
 import torch
+from fastai.learner import Learner
 from torch import nn
 
 from ..convert import is_half
@@ -34,36 +34,33 @@ class LoweredWeights:
     bf16 numbers are fp32 numbers, so raising them for a validation and lowering them again changes nothing.
     """
     def __init__(self,
-        model: nn.Module, # The model
-        opt: Any, # fastai's `Optimizer` or `OptimWrapper`
+        learn: Learner, # Whose model it is, and whose optimizer, which may be exchanged
         device_type: str, # Type of the device that autocast is on for
         dtype: torch.dtype, # autocast's dtype
     ):
-        self.params, self.dtype, self.opt = weights_to_lower(model, device_type, dtype), dtype, opt
+        self.params, self.dtype, self.learn = weights_to_lower(learn.model, device_type, dtype), dtype, learn
         self.low = False
-        self.store: Any = None                                   # the dictionary of states that was lowered last
-        self.to_watch = 0 if compensates(opt) else WATCHED        # steps whose lost updates are still to be counted
+        self.to_watch = 0 if compensates(learn.opt) else WATCHED  # steps whose lost updates are still to be counted
         self.counts: list[torch.Tensor] = []  # on the device: weights that have a gradient, and did not move
 
     def lower(self) -> None:
         "Bring trained weights to bf16, and their state, which may have come from training in fp32 or from a file."
-        if self.low and state_of(self.opt) is self.store: return
+        if self.low: return
         self.low = True
         for p in self.params:
             if p.requires_grad: self._bring(p, self.dtype)
-        self.store = state_of(self.opt)
 
     def raise_(self) -> None:
         "Bring them back to fp32; may be interrupted and called again."
         for p in self.params: self._bring(p, torch.float32)
-        self.low, self.store = False, None
+        self.low = False
 
     def _bring(self, p, dtype):
-        if p.dtype is not dtype:
+        if p.dtype is not dtype or (p.grad is not None and p.grad.dtype is not dtype):
             grad, p.grad = p.grad, None
             p.data = p.data.to(dtype)
             if grad is not None: p.grad = grad.to(dtype)
-        state = state_of(self.opt).get(p, {})
+        state = state_of(self.learn.opt).get(p, {})
         if dtype is self.dtype and 'kahan_comp' in state and getattr(state['kahan_comp'], 'shape', None) != p.shape:
             state['kahan_comp'] = torch.zeros_like(p, requires_grad=False)   # optimi has none for what it met in fp32
         for k, v in state.items():                               # step counts and quantized states stay as they are
@@ -74,7 +71,8 @@ class LoweredWeights:
         step: Callable, # Takes the step
     ) -> None:
         "`step()`; of the first ones, count the weights with a gradient that they leave where they are."
-        self.lower()                                             # a validation in between has raised them
+        self.low = False                                         # a validation, a callback may have raised some
+        self.lower()
         params = [p for p in self.params if p.grad is not None] if self.to_watch else []
         before = [(p, p.detach().clone(), p.grad.ne(0)) for p in params]  # type: ignore[union-attr]
         step()
@@ -87,10 +85,10 @@ class LoweredWeights:
         n, counts, self.to_watch, self.counts = WATCHED - self.to_watch, self.counts, 0, []
         if not counts: return
         total, unmoved = torch.stack([c.to(counts[0].device) for c in counts]).sum(0).tolist()
-        warnings.warn(f"master_weights=False with {optimizer_name(self.opt)}, which does not compensate for rounding: "
-                      f"small updates are lost. In the first {n} steps {unmoved / max(total, 1):.0%} of the weights "
-                      "with a gradient did not move. Use an optimizer with Kahan summation (`fastxtend_amp.kahan`) or "
-                      "stochastic rounding, or keep the masters.")
+        warnings.warn(f"master_weights=False with {optimizer_name(self.learn.opt)}, which does not compensate for "
+                      f"rounding: small updates are lost. In the first {n} steps {unmoved / max(total, 1):.0%} of the "
+                      "weights with a gradient did not move. Use an optimizer with Kahan summation "
+                      "(`fastxtend_amp.kahan`) or stochastic rounding, or keep the masters.")
 
 
 def weights_to_lower(

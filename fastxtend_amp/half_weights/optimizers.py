@@ -12,9 +12,10 @@ from fastai.optimizer import Optimizer, OptimWrapper, pytorch_hp_map
 from torch import nn
 
 from ..common import first_line
+from ..compat import has_step_hooks
 
-__all__ = ['compensates', 'fills_its_memory', 'is_elementwise', 'kahan', 'memory_of', 'optimizer_name',
-           'sparse_trouble', 'state_of', 'takes_all_at_once', 'trial_optimizer']
+__all__ = ['compensates', 'fills_its_memory', 'is_elementwise', 'is_watched', 'is_well_known', 'kahan', 'memory_of',
+           'optimizer_name', 'sparse_trouble', 'state_of', 'takes_all_at_once', 'trial_optimizer']
 
 
 def state_of(
@@ -46,6 +47,22 @@ def takes_all_at_once(
 ) -> bool:
     "Does its step take many tensors in one launch, as PyTorch's do with `fused=True` or `foreach=True`?"
     return isinstance(opt, OptimWrapper) and any(g.get('fused') or g.get('foreach') for g in opt.opt.param_groups)
+
+
+def is_watched(
+    opt: Any, # fastai's `Optimizer` or `OptimWrapper`
+) -> bool:
+    "Has somebody put code of their own around its step, which would meet the parameters that it is stepped on with?"
+    inner = getattr(opt, 'opt', opt)
+    return 'step' in vars(opt) or 'step' in vars(inner) or has_step_hooks(inner)
+
+
+def is_well_known(
+    opt: Any, # fastai's `Optimizer` or `OptimWrapper`
+) -> bool:
+    "Is its code that of fastai, PyTorch or optimi, whose state is plain, and for each group the same rule?"
+    if type(opt) is Optimizer: return {getattr(cb, 'func', cb).__module__ for cb in opt.cbs} == {'fastai.optimizer'}
+    return type(opt) is OptimWrapper and type(opt.opt).__module__.partition('.')[0] in ('torch', 'optimi')
 
 
 def trial_optimizer(

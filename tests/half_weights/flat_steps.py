@@ -32,8 +32,9 @@ they stay by themselves, and the step is the same; where they are many and small
 |---|--:|--:|--:|--:|--:|--:|"""
 
 END = """
-Command: `OMP_NUM_THREADS=2 python tests/half_weights/flat_steps.py --seconds {seconds:.0f}`. On the wide networks only two
-biases are joined: the same work both ways, so what those rows differ by is the machine's noise. Whole training steps are in
+Command: `OMP_NUM_THREADS=2 python tests/half_weights/flat_steps.py --seconds {seconds:.0f}`. On wide and tiny networks nothing is
+joined, which takes four parameters: the same work both ways, so what those rows differ by is the machine's noise, and a
+look at each parameter. Whole training steps are in
 [the benchmark](benchmark_half_weights.md)."""
 
 

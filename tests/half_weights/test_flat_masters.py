@@ -19,6 +19,10 @@ def fitted(dtype='bf16', opt_func=SGD, n_epoch=2, lr=.01, cbs=None, model=None, 
     return learn
 
 
+@pytest.fixture
+def known(monkeypatch): monkeypatch.setattr(flat_masters, 'is_well_known', lambda opt: True)   # a test's own optimizer, too
+
+
 class Counts(torch.optim.SGD):
     "Notes how many parameters each group has in a step, and of how many elements."
     def step(self, closure=None):
@@ -34,13 +38,13 @@ def counting(seen, model, block=None, monkeypatch=None, **kwargs):
     return learn
 
 
-def test_flat_masters_are_few():
+def test_flat_masters_are_few(known):
     seen = []
     counting(seen, mlp(), splitter=lambda m: [[*m[:2].parameters()], [*m[2:].parameters()]])
     assert {str(s) for s in seen[-6:]} == {'[[96], [32]]'}       # a group each, in whole cache lines
 
 
-def test_blocks_have_a_bound(monkeypatch):
+def test_blocks_have_a_bound(monkeypatch, known):
     "A larger parameter is stepped on as it is, in its own memory; the numbers are the same."
     def model():
         torch.manual_seed(0)
@@ -51,7 +55,7 @@ def test_blocks_have_a_bound(monkeypatch):
     assert whole[-1] == [[400]] and same(params(a), params(b)) and flat_masters.BLOCK == 2 ** 17
 
 
-def test_other_memory_formats_stay():
+def test_other_memory_formats_stay(known):
     "A channels-last weight keeps its layout, which decides which kernel runs."
     seen, strides = [], []
     model = nn.Sequential(nn.Unflatten(1, (2, 3, 1)), nn.Conv2d(2, 4, 1), nn.Conv2d(4, 4, (3, 1)), nn.Flatten(), nn.Linear(4, 1))
@@ -198,14 +202,6 @@ class Scalars(nn.Module):
     def forward(self, x): return self.out(self.two(self.one(x))) * (self.a + self.b)
 
 
-class Replaces(torch.optim.SGD):
-    "Puts other memory under each parameter."
-    def step(self, closure=None):
-        for g in self.param_groups:
-            for p in g['params']:
-                if p.grad is not None: p.data = p.data - g['lr'] * p.grad
-
-
 def regrouped(l):
     if l.train_iter == 3: l.opt.param_lists[0].append(l.opt.param_lists[1].pop(0))
 
@@ -218,13 +214,6 @@ def test_scalars_and_weights_that_share_memory(opt):
     a, b = learner(Scalars(), opt_func=opt).to_bf16(), learner(Scalars(), opt_func=opt).to_half_weights(flat_master=True)
     for l in (a, b): l.fit(1, .01); l.fit(1, .01)
     assert same(params(a), params(b)) and b.model.two.weight.data_ptr() == b.model.one.weight.data_ptr()
-
-
-def test_an_optimizer_that_puts_other_memory_under_parameters():
-    opt = partial(OptimWrapper, opt=Replaces)
-    a, b = learner(opt_func=opt).to_bf16(), learner(opt_func=opt).to_half_weights(flat_master=True)
-    for l in (a, b): l.fit(2, .01)
-    assert same(params(a), params(b))
 
 
 @pytest.mark.parametrize('opt', [Adam, SGD], ids=['adam', 'sgd'])
@@ -264,7 +253,7 @@ class Factors(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_an_optimizer_that_treats_large_matrices_otherwise():
+def test_an_optimizer_that_treats_large_matrices_otherwise(known):
     with pytest.raises(ValueError, match='flat_master=True cannot be used with Factors'): fitted(opt_func=partial(OptimWrapper, opt=Factors), flat_master=True)
 
 
@@ -314,13 +303,18 @@ def test_weights_that_come_to_share_memory_in_a_fit(opt, share):
 
 
 def zeroed(l, s): s.update({k: torch.zeros_like(v) for k, v in s.items() if isinstance(v, torch.Tensor) and v.dim()})
+def moved(l, s):
+    for v in s.values():
+        if isinstance(v, torch.Tensor) and v.dim(): v.data = v.data * .5
 def reset(l, s): s.update(step=torch.tensor(1.) if isinstance(s.get('step'), torch.Tensor) else 1) if 'step' in s else None
 def written(l, s): s['step'].fill_(1) if isinstance(s.get('step'), torch.Tensor) else None
 def cleared(l, s): s.clear()
+def more(l, s): s['history'] = [1, 2]
+def half(l, s): s.update({k: v.double() for k, v in s.items() if isinstance(v, torch.Tensor) and v.dim()}) if not hasattr(l.opt, 'opt') else None
 def loaded(l, s): l.opt.load_state_dict(l.opt.state_dict())
 
 
-@pytest.mark.parametrize('change', [zeroed, reset, written, cleared, loaded])
+@pytest.mark.parametrize('change', [zeroed, moved, reset, written, cleared, more, half, loaded])
 @pytest.mark.parametrize('opt', ['adam', 'adamw', 'sgd'])
 def test_a_state_that_a_callback_changes_in_a_fit(opt, change):
     "Of one parameter or of all; the optimizer goes on from it."
@@ -336,8 +330,46 @@ def test_a_state_that_a_callback_changes_in_a_fit(opt, change):
         assert same(params(a), params(b)) and same_state(opt_state(a.opt), opt_state(b.opt))
 
 
+def norm(opt, *args):
+    for g in opt.param_groups:
+        for p in g['params']:
+            if p.grad is not None: p.grad /= p.grad.norm() + 1
+
+
+@pytest.mark.parametrize('watch', [lambda l: l.opt.opt.register_step_pre_hook(norm), lambda l: l.opt.__dict__.update(step=lambda s=l.opt.step: (norm(l.opt.opt), s()))],
+                         ids=['hook', 'own step'])
+def test_code_around_the_optimizers_step_meets_each_parameter(watch):
+    def trained(to, **kwargs):
+        learn = learner(opt_func=OPTIMIZERS['adamw'])
+        learn.create_opt(); watch(learn)
+        getattr(learn, to)(**kwargs).fit(2, .01, reset_opt=False)
+        return learn
+    a, b = trained('to_bf16'), trained('to_half_weights', flat_master=True)
+    assert same(params(a), params(b)) and same_state(opt_state(a.opt), opt_state(b.opt))
+
+
+@pytest.mark.parametrize('opt', ['adam', 'adamw'])
+def test_gradients_with_a_graph(opt):
+    def again(l):
+        if l.train_iter == 3: l.loss_func(l.model(*l.xb), *l.yb).backward(create_graph=True)
+    a, b = (learner(opt_func=OPTIMIZERS[opt], cbs=At('before_step', again)) for _ in range(2))
+    for l in (a.to_bf16(), b.to_half_weights(flat_master=True)): l.fit(1, .01)
+    assert same(params(a), params(b)) and same_state(opt_state(a.opt), opt_state(b.opt))
+
+
+def test_a_weight_that_is_transposed_in_place():
+    def turn(l):
+        if l.train_iter == 3: l.model[0].weight.data = l.model[0].weight.data.t()
+    def model(): torch.manual_seed(0); return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1))
+    a, b = (learner(model(), opt_func=OPTIMIZERS['sgd'], cbs=At('before_batch', turn)) for _ in range(2))
+    for l in (a.to_bf16(), b.to_half_weights(flat_master=True)): l.fit(1, .01)
+    assert same(params(a), params(b))
+
+
 def test_the_script_that_measured_the_step(capsys, monkeypatch):
     import flat_steps
     monkeypatch.setattr('sys.argv', ['flat_steps.py', '--models', 'tiny', '--seconds', '.1'])
-    flat_steps.main()
-    assert '| tiny | 4 | 2 |' in capsys.readouterr().out
+    for fewest, stepped_on in ((2, 2), (4, 4)):                  # the default: too few to be joined
+        monkeypatch.setattr(flat_masters, 'FEWEST', fewest)
+        flat_steps.main()
+        assert f'| tiny | 4 | {stepped_on} |' in capsys.readouterr().out

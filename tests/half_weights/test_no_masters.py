@@ -152,3 +152,25 @@ def test_trains_as_in_fp32():
     fp32 = [final_loss('digits', 'fp32', seed) for seed in range(2)]
     spread = max(fp32) - min(fp32)
     assert abs(final_loss('digits', 'no masters, Kahan') - fp32[0]) < spread < final_loss('digits', 'no masters, not compensated') - max(fp32)
+
+
+def new_optimizer(l): l.create_opt()
+def new_data(l):
+    for p in l.model.parameters(): p.data = p.data.float()
+def whole_model(l): l.model.float()
+def state_in_fp32(l):
+    for s in state_of(l.opt).values(): s.update({k: v.float() for k, v in s.items() if isinstance(v, torch.Tensor)})
+
+
+@pytest.mark.parametrize('change', [new_optimizer, new_data, whole_model, state_in_fp32])
+@pytest.mark.parametrize('opt', ['adam', 'adamw', 'sgd'])
+def test_what_callbacks_put_in_its_place_in_a_fit(opt, change):
+    "It is brought to bf16 at the next step, and to fp32 at the end, with gradients and state."
+    seen = set()
+    cbs = [At('after_batch', lambda l: l.training and l.train_iter == 3 and change(l), 40),
+           At('after_step', lambda l: l.train_iter > 3 and seen.update([l.model[0].weight.dtype, *(v.dtype for v in state_of(l.opt)[l.model[0].weight].values() if isinstance(v, torch.Tensor) and v.dim())]), 11)]
+    learn = learner(opt_func=OPTIMIZERS[opt], cbs=cbs).to_half_weights(master_weights=False)
+    learn.fit(1, .01)
+    assert seen == {torch.bfloat16} and set(floating(learn)) == {torch.float32}
+    assert all(p.dtype is torch.float32 and (p.grad is None or p.grad.dtype is torch.float32) for p in learn.model.parameters())
+    learn.to_fp32().fit(1, .01)
