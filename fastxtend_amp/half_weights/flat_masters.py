@@ -117,7 +117,10 @@ class FlatMasters:
         store = state_of(opt)
         anew = self.pattern != self._look(opt) or not all(b.is_current(store) for b in self.blocks)
         self.opt, self.model = opt, model
-        if anew: self._build(model, opt)
+        if anew:
+            self._build(model, opt)
+            self.pattern = self._look(opt)
+        if not self.blocks: return step()
         self.lists = opt.param_lists
         try:
             for b in self.blocks:
@@ -128,7 +131,6 @@ class FlatMasters:
         finally:                                                 # also of a step that an exception has ended
             try: self.restore()
             finally: self.restore()                              # one is complete, wherever an interrupt strikes
-        if anew: self.pattern = self._look(opt)
 
     def restore(self) -> None:
         "Give the optimizer its own parameters and their state back; may be interrupted and called again."
