@@ -121,7 +121,7 @@ class HalfWeights(MixedPrecision):
     def _check_training(self):
         check_model(self.learn.model, self.learn.opt)
         super()._check_training()
-        if self.flat_master: self._flat.check(self.learn.opt)
+        if self.flat_master: FlatMasters.check(self.learn.opt)
         if not self.master_weights and isinstance(self.learn.model, nn.parallel.DistributedDataParallel):
             raise ValueError("master_weights=False cannot be used with DistributedDataParallel, which would not "
                              "reduce the gradients of weights that change their dtype. Use `learn.to_half_weights()`, "

@@ -12,8 +12,7 @@ from fastcore.foundation import L
 from torch import nn
 
 from ..compat import copy_all, tensor_version
-from .optimizers import (fills_its_memory, is_elementwise, is_watched, is_well_known, memory_of, optimizer_name,
-                         state_of, takes_all_at_once)
+from .optimizers import fills_its_memory, is_elementwise, memory_of, optimizer_name, state_of, stepped_as_it_is
 
 __all__ = ['BLOCK', 'FlatMasters']
 
@@ -34,9 +33,8 @@ class FlatMasters:
     Only while the optimizer steps does it see the flat ones: learner, checkpoints and callbacks meet one entry for each
     parameter. Parameters share flat tensors if group, device, having a gradient, and the state that is not a tensor of
     their shape (such as the step count, or fastai's exemption from weight decay) agree; they are built anew when that
-    changes. None has more than `BLOCK` elements or fewer than `FEWEST` parameters; a larger parameter, or one left out,
-    is stepped on as it is.
-    An optimizer with `fused=True` or `foreach=True` takes all tensors at once by itself: it keeps its own.
+    changes. None has more than `BLOCK` elements or fewer than `FEWEST` parameters; a larger parameter, one left out, or
+    one with sparse gradients is stepped on as it is. So are all of an optimizer that takes many at once by itself.
     """
     def __init__(self): self._forget()
 
@@ -45,46 +43,38 @@ class FlatMasters:
         self.blocks: list[_Block] = []
         self.flat_lists = L()                                    # what the optimizer steps on, by group
         self.pattern: Any = None                                 # what they were built for
-        self.checked: Any = None                                 # the optimizer that can be stepped so
         self.lists: Any = None                                   # the optimizer's own, while it sees the flat ones
         self.model: Any = None
         self.opt: Any = None  # after `moved`: an interrupt may strike in between, and `close` is called again
 
-    def check(self,
-        opt: Any, # fastai's `Optimizer` or `OptimWrapper`
-    ) -> None:
-        "Raise a `ValueError` that names an optimizer whose step is not the same for each element."
-        if opt is self.checked or takes_all_at_once(opt): return
-        why = ("which is not a plain optimizer of fastai, PyTorch or optimi" if not is_well_known(opt) else
-               'whose step depends on which parameter tensor an element is in' if not is_elementwise(opt) else None)
-        if why:
-            raise ValueError(f"flat_master=True cannot be used with {optimizer_name(opt)}, {why}. Use "
-                             "`learn.to_half_weights(flat_master=False)`, or an element-wise optimizer such as Adam "
-                             "or SGD.")
-        self.checked = opt
+    @staticmethod
+    def check(opt: Any) -> None:
+        "Raise a `ValueError` that names an optimizer whose step may not be the same for each element."
+        if stepped_as_it_is(opt) or is_elementwise(opt): return
+        raise ValueError(f"flat_master=True cannot be used with {optimizer_name(opt)}, which is not one of the "
+                         "element-wise optimizers of fastai, PyTorch and optimi. Use "
+                         "`learn.to_half_weights(flat_master=False)`, or one such as Adam.")
 
     def _look(self, opt):
         "What the blocks depend on, but for the state; this is asked in each step, of each parameter."
         return [id(opt), *map(len, opt.param_lists), *(
-            (id(p), p.grad is None, p.data_ptr(), p.is_contiguous()) for pl in opt.param_lists for p in pl)]
+            (id(p), p.grad is None or p.grad.layout, p.data_ptr(), p.is_contiguous())
+            for pl in opt.param_lists for p in pl)]
 
-    def _build(self, model, opt):
-        listed = Counter(p for pl in opt.param_lists for p in pl)
-        others = self._others(model, opt)
-        store, alike = state_of(opt), {}
+    def _build(self):
+        listed = Counter(p for pl in self.opt.param_lists for p in pl)
+        others = self._others()
+        store, alike = state_of(self.opt), {}
         self.blocks, self.pattern = [], None
-        lists: list[list] = [[] for _ in opt.param_lists]
-        for group, pl in enumerate(opt.param_lists):
+        lists: list[list] = [[] for _ in self.opt.param_lists]
+        for group, pl in enumerate(self.opt.param_lists):
             for p in pl:
                 if p.grad is None: continue
-                if p.grad.layout is not torch.strided:
-                    raise ValueError("flat_master=True cannot be used with sparse gradients (a parameter of shape "
-                                     f"{tuple(p.shape)} has them). Use `learn.to_half_weights(flat_master=False)`.")
                 if self._stands(p): alone = not others[memory_of(p)]
                 else: alone = others[memory_of(p)] == 1 and fills_its_memory(p)
                 # Without a dimension its state cannot be told from a step count; not contiguous: another memory format.
-                plain = p.dim() and p.is_contiguous() and p.grad.dtype is p.dtype
-                kind = _kind(opt, p) if plain and alone and listed[p] == 1 else None
+                plain = p.dim() and p.is_contiguous() and (p.grad.dtype, p.grad.layout) == (p.dtype, torch.strided)
+                kind = _kind(store.get(p, {}), p) if plain and alone and listed[p] == 1 else None
                 alike.setdefault((group, kind or len(alike)), []).append(p)   # or by itself
         for (group, _), same in alike.items():
             for part in _parts(same):
@@ -98,10 +88,9 @@ class FlatMasters:
 
     def _stands(self, p): return p in self.moved and self.moved[p] == _place(p)   # where it was put
 
-    def _others(self, model, opt):
+    def _others(self):
         "By memory, how many lie in it that were not put there: somebody has them share it."
-        listed = {p for pl in opt.param_lists for p in pl}
-        everyone = {*listed, *self.moved, *model.parameters(), *model.buffers()}
+        everyone = {*self.moved, *self.model.parameters(), *self.model.buffers()}.union(*self.opt.param_lists)
         return Counter(memory_of(t) for t in everyone if not self._stands(t))
 
     def step(self,
@@ -110,15 +99,15 @@ class FlatMasters:
         step: Callable, # Takes the step
     ) -> None:
         "`step()`, with the flat tensors in `opt`."
-        if takes_all_at_once(opt) or is_watched(opt):
-            self.pattern = self.checked = None                   # it changes the state behind the blocks
+        if stepped_as_it_is(opt):
+            self.pattern = None                                  # it changes the state behind the blocks
             return step()
         self.check(opt)
         store = state_of(opt)
         anew = self.pattern != self._look(opt) or not all(b.is_current(store) for b in self.blocks)
         self.opt, self.model = opt, model
         if anew:
-            self._build(model, opt)
+            self._build()
             self.pattern = self._look(opt)
         if not self.blocks: return step()
         self.lists = opt.param_lists
@@ -146,7 +135,7 @@ class FlatMasters:
     def close(self) -> None:
         "Each parameter and its state in memory of its own again."
         self.restore()
-        others = self._others(self.model, self.opt) if self.moved else {}
+        others = self._others() if self.moved else {}
         for p in self.moved:
             if self._stands(p) and not others[memory_of(p)]: p.data = p.data.clone()
             if p.grad is not None: p.grad = p.grad.clone()
@@ -171,7 +160,7 @@ class _Block:
             self.state[k] = v
         self.shared: dict[str, torch.Tensor] = {}  # the flat state that the parameters have their parts of
         self.own: list[str] = []                   # names of tensors of which each parameter has one of its own
-        self.handed: tuple[list, list] | None = None   # the state of the parameters, as `share` left it
+        self.handed: tuple[list, list] = [], []    # the state of the parameters, as `share` left it
 
     def parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
         "What of `flat` belongs to each parameter, in its shape."
@@ -220,15 +209,14 @@ class _Block:
 
     def is_current(self, store: dict) -> bool:
         "Is the state of the parameters as `share` left it? What is written into their parts is in the block's, too."
-        if self.handed is None: return False
         (then, rest_then), (now, rest) = self.handed, self._entries(store)
         return len(then) == len(now) and all(map(operator.is_, then, now)) and rest_then == rest
 
 
-def _kind(opt: Any, p: nn.Parameter) -> tuple | None:
+def _kind(state: dict, p: nn.Parameter) -> tuple | None:
     "What is the same for all parameters in a block; None if some of its state belongs to it as a whole."
     kind: list[Any] = [p.device, p.dtype]
-    for k, v in sorted(state_of(opt).get(p, {}).items()):
+    for k, v in sorted(state.items()):
         if isinstance(v, torch.Tensor):
             if not _like(v, p) and v.numel() != 1: return None
             v = (v.dtype, v.device, None if _like(v, p) else float(v))

@@ -14,8 +14,15 @@ from torch import nn
 from ..common import first_line
 from ..compat import has_step_hooks
 
-__all__ = ['compensates', 'fills_its_memory', 'is_elementwise', 'is_watched', 'is_well_known', 'kahan', 'memory_of',
-           'optimizer_name', 'sparse_trouble', 'state_of', 'takes_all_at_once', 'trial_optimizer']
+__all__ = ['compensates', 'fills_its_memory', 'is_elementwise', 'kahan', 'memory_of', 'optimizer_name',
+           'sparse_trouble', 'state_of', 'stepped_as_it_is', 'trial_optimizer']
+
+
+# What fastai's optimizers are made of, and classes of PyTorch and optimi. Others may treat a parameter as a whole.
+ELEMENTWISE = {
+    'weight_decay', 'l2_reg', 'average_grad', 'average_sqr_grad', 'step_stat', 'sgd_step', 'momentum_step', 'adam_step',
+    'rms_prop_step', 'radam_step', 'qhadam_step', 'SGD', 'ASGD', 'Adam', 'AdamW', 'Adamax', 'NAdam', 'RAdam', 'Adan',
+    'Adagrad', 'Adadelta', 'RMSprop', 'Rprop', 'Lion'}
 
 
 def state_of(
@@ -42,27 +49,17 @@ def fills_its_memory(
     return not shared and p.untyped_storage().nbytes() == p.numel() * p.element_size()
 
 
-def takes_all_at_once(
+def stepped_as_it_is(
     opt: Any, # fastai's `Optimizer` or `OptimWrapper`
 ) -> bool:
-    "Does its step take many tensors in one launch, as PyTorch's do with `fused=True` or `foreach=True`?"
-    return isinstance(opt, OptimWrapper) and any(g.get('fused') or g.get('foreach') for g in opt.opt.param_groups)
+    """Are joined parameters not for it?
 
-
-def is_watched(
-    opt: Any, # fastai's `Optimizer` or `OptimWrapper`
-) -> bool:
-    "Has somebody put code of their own around its step, which would meet the parameters that it is stepped on with?"
+    It takes many in one launch by itself (PyTorch's `fused=True` and `foreach=True`), or somebody has put code around
+    its step, which would meet them.
+    """
     inner = getattr(opt, 'opt', opt)
-    return 'step' in vars(opt) or 'step' in vars(inner) or has_step_hooks(inner)
-
-
-def is_well_known(
-    opt: Any, # fastai's `Optimizer` or `OptimWrapper`
-) -> bool:
-    "Is its code that of fastai, PyTorch or optimi, whose state is plain, and for each group the same rule?"
-    if type(opt) is Optimizer: return {getattr(cb, 'func', cb).__module__ for cb in opt.cbs} == {'fastai.optimizer'}
-    return type(opt) is OptimWrapper and type(opt.opt).__module__.partition('.')[0] in ('torch', 'optimi')
+    if 'step' in vars(opt) or 'step' in vars(inner) or has_step_hooks(inner): return True
+    return inner is not opt and any(g.get('fused') or g.get('foreach') for g in inner.param_groups)
 
 
 def trial_optimizer(
@@ -70,37 +67,25 @@ def trial_optimizer(
     params: list[nn.Parameter], # What the new one is to step on
 ) -> Any: # A fastai optimizer, or one of torch's
     "An optimizer of `params` with the rule of `opt` and nothing in its state."
-    if type(opt) is Optimizer: return Optimizer(params, opt.cbs, **{**opt.hypers[0], 'lr': .01})
+    if type(opt) is Optimizer: return Optimizer(params, opt.cbs, **opt.hypers[0])
     inner = opt.opt
     try: trial = type(inner)(params, **inner.defaults)
     except TypeError:                                            # its arguments have other names than its defaults
         trial = copy.copy(inner)
         trial.state, trial.param_groups = defaultdict(dict), [{'params': params}]
-    for g in trial.param_groups: g.update({**inner.param_groups[0], 'params': params, 'lr': .01})
+    for g in trial.param_groups: g.update({**inner.param_groups[0], 'params': params})
     return trial
 
 
 def is_elementwise(
     opt: Any, # fastai's `Optimizer` or `OptimWrapper`
 ) -> bool:
-    "Whether a step of `opt` changes the same numbers alike, in one tensor or in two; found by trial steps on the CPU."
-    def stepped(*tensors):
-        params = [nn.Parameter(t.clone()) for t in tensors]
-        trial = trial_optimizer(opt, params)
-        for _ in range(2):
-            for p in params: p.grad = p.detach().sin()
-            trial.step()
-        state = [(p, v) for p in params for v in trial.state.get(p, {}).values() if isinstance(v, torch.Tensor)]
-        fits = all(v.numel() == 1 or v.shape == p.shape for p, v in state)
-        return torch.cat([p.detach().flatten() for p in params]), fits
-    try:
-        for n in (2, 128):                                       # some factor no matrix that is smaller
-            numbers = torch.linspace(-1, 30, n * (n + 2))
-            (two, fits), (one, _) = stepped(numbers[n:].view(n, n + 1), numbers[:n]), stepped(numbers)
-            if not (fits and torch.allclose(one, two.roll(n))): return False
-    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError):
-        return False                                             # it wants matrices, a closure, an accelerator, ...
-    return True
+    "Is it one of those whose step changes the same numbers alike, in one tensor or in two?"
+    if type(opt) is Optimizer: rules = [getattr(cb, 'func', cb) for cb in opt.cbs]
+    elif type(opt) is OptimWrapper: rules = [type(opt.opt)]
+    else: return False                                           # such as Lookahead, with weights of its own
+    return all(rule.__module__.partition('.')[0] in ('fastai', 'torch', 'optimi')
+               and getattr(rule, '__name__', '') in ELEMENTWISE for rule in rules)
 
 
 def sparse_trouble(

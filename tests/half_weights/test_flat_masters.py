@@ -20,7 +20,7 @@ def fitted(dtype='bf16', opt_func=SGD, n_epoch=2, lr=.01, cbs=None, model=None, 
 
 
 @pytest.fixture
-def known(monkeypatch): monkeypatch.setattr(flat_masters, 'is_well_known', lambda opt: True)   # a test's own optimizer, too
+def known(monkeypatch): monkeypatch.setattr(flat_masters, 'is_elementwise', lambda opt: True)   # a test's own optimizer, too
 
 
 class Counts(torch.optim.SGD):
@@ -243,18 +243,6 @@ def test_a_step_that_ends_in_an_exception_leaves_its_state(opt, at):
         return learn
     a, b = interrupted(learner(opt_func=opt).to_bf16()), interrupted(learner(opt_func=opt).to_half_weights(flat_master=True))
     assert same(params(a), params(b)) and same_state(opt_state(a.opt), opt_state(b.opt))
-
-
-class Factors(torch.optim.SGD):
-    "Scales the gradients of large matrices by their rows, as optimizers with factored state do."
-    def step(self, closure=None):
-        for p in (p for g in self.param_groups for p in g['params']):
-            if p.dim() == 2 and min(p.shape) >= 128: p.grad /= p.grad.norm(dim=1, keepdim=True) + 1
-        return super().step(closure)
-
-
-def test_an_optimizer_that_treats_large_matrices_otherwise(known):
-    with pytest.raises(ValueError, match='flat_master=True cannot be used with Factors'): fitted(opt_func=partial(OptimWrapper, opt=Factors), flat_master=True)
 
 
 def test_a_state_that_belongs_to_a_whole_parameter():

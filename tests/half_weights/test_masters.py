@@ -31,7 +31,7 @@ CLEAN = [], []
 @pytest.mark.parametrize('exc', EXCEPTIONS, ids=lambda e: e.__name__)
 @pytest.mark.parametrize('place,order', [*((e, o) for e in EVENTS for o in (9, 11)), *((p, 0) for p in PLACES)], ids=str)
 def test_any_exception_anywhere_in_a_batch(place, order, exc, tmp_path, monkeypatch):
-    monkeypatch.setattr('fastxtend_amp.half_weights.flat_masters.is_well_known', lambda opt: True)   # the one that explodes, too
+    monkeypatch.setattr('fastxtend_amp.half_weights.flat_masters.is_elementwise', lambda opt: True)   # the one that explodes, too
     plain, _ = build(None, place, exc, order)
     expected = caught(lambda: plain.fit(1))
     for kwargs in (dict(), dict(flat_master=True), dict(master_weights=False)):

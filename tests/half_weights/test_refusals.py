@@ -41,15 +41,14 @@ class Tokens(nn.Module):
 @pytest.mark.parametrize('mode', ['fp16', 'bf16'])
 def test_sparse_embeddings_where_the_optimizer_takes_them(mode):
     for opt in (SGD, partial(OptimWrapper, opt=torch.optim.SGD)):
-        learns = [learner(Tokens(True), opt_func=opt) for _ in range(2)]
+        learns = [learner(Tokens(True), opt_func=opt) for _ in range(3)]
         getattr(learns[0], f'to_{mode}')().fit(1, .01)
-        learns[1].to_half_weights(mode).fit(1, .01)
-        assert same(params(learns[0]), params(learns[1]))
+        for l, flat in zip(learns[1:], (False, True)):
+            l.to_half_weights(mode, flat_master=flat).fit(1, .01)
+            assert same(params(learns[0]), params(l))
     for opt in (Adam, partial(OptimWrapper, opt=torch.optim.AdamW)):
         learn = learner(Tokens(True), opt_func=opt).to_half_weights(mode)
         with pytest.raises(ValueError, match="parameter 'emb.weight' has sparse gradients"): learn.fit(1)
-    flat = learner(Tokens(True), opt_func=SGD).to_half_weights(mode, flat_master=True)
-    with pytest.raises(ValueError, match='flat_master=True cannot be used with sparse'): flat.fit(1)
 
 
 def test_torchscript_and_lazy_modules_run_as_under_autocast():
