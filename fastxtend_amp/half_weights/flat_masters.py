@@ -34,7 +34,8 @@ class FlatMasters:
     parameter. Parameters share flat tensors if group, device, having a gradient, and the state that is not a tensor of
     their shape (such as the step count, or fastai's exemption from weight decay) agree; they are built anew when that
     changes. None has more than `BLOCK` elements or fewer than `FEWEST` parameters; a larger parameter, one left out, or
-    one with sparse gradients is stepped on as it is. So are all of an optimizer that takes many at once by itself.
+    one with sparse gradients is stepped on as it is. So are all of an optimizer that takes many at once by itself, or
+    that has code of the user's own around its step.
     """
     def __init__(self): self._forget()
 

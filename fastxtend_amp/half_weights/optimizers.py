@@ -84,7 +84,7 @@ def is_elementwise(
     if type(opt) is Optimizer: rules = [getattr(cb, 'func', cb) for cb in opt.cbs]
     elif type(opt) is OptimWrapper: rules = [type(opt.opt)]
     else: return False                                           # such as Lookahead, with weights of its own
-    return all(rule.__module__.partition('.')[0] in ('fastai', 'torch', 'optimi')
+    return all(str(rule.__module__).partition('.')[0] in ('fastai', 'torch', 'optimi')
                and getattr(rule, '__name__', '') in ELEMENTWISE for rule in rules)
 
 
