@@ -118,9 +118,7 @@ class FlatMasters:
                 store[b.flat] = b.state
             opt.param_lists = self.flat_lists
             step()
-        finally:                                                 # also of a step that an exception has ended
-            try: self.restore()
-            finally: self.restore()                              # one is complete, wherever an interrupt strikes
+        finally: self.restore()                                  # `close` calls it again if it is interrupted
 
     def restore(self) -> None:
         "Give the optimizer its own parameters and their state back; may be interrupted and called again."

@@ -354,6 +354,25 @@ def test_a_weight_that_is_transposed_in_place():
     assert same(params(a), params(b))
 
 
+def test_an_interrupt_while_the_state_is_handed_back(monkeypatch):
+    "It is handed back all the same: weights and state are those of whole steps."
+    n, share = 0, flat_masters._Block.share
+    def interrupted(block, store):
+        nonlocal n
+        n += 1
+        if n == 5: raise KeyboardInterrupt
+        share(block, store)
+    monkeypatch.setattr(flat_masters._Block, 'share', interrupted)
+    b = learner(opt_func=Adam).to_half_weights(flat_master=True)
+    with pytest.raises(KeyboardInterrupt): b.fit(1, .01)
+    steps, = {s['step'] for s in opt_state(b.opt)}
+    def stop(l):
+        if l.train_iter == steps - 1: raise KeyboardInterrupt
+    a = learner(opt_func=Adam, cbs=At('after_step', stop, 11)).to_bf16()
+    with pytest.raises(KeyboardInterrupt): a.fit(1, .01)
+    assert 0 < steps < 6 and same(params(a), params(b)) and same_state(opt_state(a.opt), opt_state(b.opt))
+
+
 def test_the_script_that_measured_the_step(capsys, monkeypatch):
     import flat_steps
     monkeypatch.setattr('sys.argv', ['flat_steps.py', '--models', 'tiny', '--seconds', '.1'])
