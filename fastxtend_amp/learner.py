@@ -1,8 +1,9 @@
 "The core's methods of `Learner`: `to_fp16`, `to_bf16`, `to_amp`, `to_fp32`, `to_channelslast` and two more."
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from difflib import get_close_matches
 from inspect import Parameter, signature
 from typing import Any
 
@@ -12,11 +13,10 @@ from fastai.learner import Learner
 from fastcore.basics import patch
 
 from .callback import PRECISION_CALLBACKS, MixedPrecision
-from .refused_names import refuse_unknown
+from .checkpoint import precision_callback
 from .mode import AMPMode
-from .observer import ON_ATTACH, ON_MEASURE
 
-__all__ = ['set_precision', 'takes_arguments_of']
+__all__ = ['refuse_unknown', 'set_precision', 'takes_arguments_of']
 
 
 def takes_arguments_of(
@@ -39,25 +39,50 @@ def takes_arguments_of(
     return decorate
 
 
+FORMER = {  # arguments of fastai v1 and of fastai's non-native fp16
+    'dynamic': "leave it out. Scaling is dynamic unless you give a static scale: `learn.to_fp16(loss_scale=512)`.",
+    'max_noskip': "write `growth_interval=`, the number of steps without a skip after which the scale grows.",
+    'scale_wait': "write `growth_interval=`, the number of steps without a skip after which the scale grows.",
+    'div_factor': "write `growth_factor=` and `backoff_factor=`.",
+    'max_scale': "write `init_scale=` for the scale to start from.",
+    'max_loss_scale': "write `init_scale=` for the scale to start from.",
+    'clip': "add fastai's callback, which sees unscaled gradients: `learn.add_cb(GradientClip(1.))`.",
+    'flat_master': "autocast has no master weights. For those write `learn.to_half_weights('fp16', flat_master=True)`.",
+}
+
+
+def refuse_unknown(
+    method: Callable, # Such as `Learner.to_fp16`
+    names: Iterable[str], # Names of the arguments that it got
+) -> None:
+    "Raise a `TypeError` for an argument that `method` does not have, with what to write instead."
+    known = [n for n in signature(method).parameters if n != 'self']
+    for name in names:
+        if name in known: continue
+        near = get_close_matches(name, known, 1)
+        instead = FORMER.get(name) or (f'did you mean `{near[0]}=`?' if near else f"there are {', '.join(known)}.")
+        raise TypeError(f"{method.__name__}() has no argument '{name}': {instead}")
+
+
 def set_precision(
     learn: Learner,
     cb: MixedPrecision | None, # Built, and so checked, before anything is removed; None for fp32
 ) -> Learner: # The learner
     "Leave `cb` as the learner's only precision callback; called in the middle of a batch, at its end."
     if cb is not None: cb.check_modules(learn.model)
-    old = [o for o in learn.cbs if isinstance(o, PRECISION_CALLBACKS)]
-    busy = next((o for o in old if isinstance(o, MixedPrecision) and o.in_batch), None)
-    if busy is not None:
-        busy.replace_after_batch(cb)
-        return learn
-    for o in old: learn.remove_cb(o)
-    return learn if cb is None else learn.add_cb(cb)
+    ours = precision_callback(learn)
+    for o in [o for o in learn.cbs if isinstance(o, PRECISION_CALLBACKS) and o is not ours]: learn.remove_cb(o)
+    if ours is not None: ours.replace(cb)
+    else:
+        learn.__dict__.pop('_with_events', None)                 # an interrupted call may have left it
+        if cb is not None: learn.add_cb(cb)
+    return learn
 
 
 @patch(as_prop=True)
 def precision(self: Learner) -> MixedPrecision | None:
     "The learner's precision callback; None in plain fp32."
-    return next((cb for cb in self.cbs if isinstance(cb, MixedPrecision)), None)
+    return precision_callback(self)
 
 
 @patch
@@ -104,7 +129,7 @@ def to_amp(self: Learner, *args,
             given = ', '.join([*map(repr, args), *kwargs])
             raise ValueError(f"to_amp(measure=True) cannot be combined with {given}: it settles the arguments itself.\n"
                              "Take the call that it prints, and add to that.")
-        ON_MEASURE[-1](self, max_seconds)
+        cast(Callable, measure)(self, max_seconds)
         return self
     if args and not isinstance(args[0], (int, float)):
         raise TypeError(f"to_amp({args[0]!r}): to_amp chooses the precision itself.\nFor one of your choice call "
@@ -115,7 +140,6 @@ def to_amp(self: Learner, *args,
 @patch
 def to_fp32(self: Learner) -> Learner: # The learner
     "Train in plain float32: removes every precision callback, fastai's own included."
-    for attached in ON_ATTACH: attached(self)
     return set_precision(self, None)
 
 
@@ -142,4 +166,5 @@ def amp_context(self: Learner) -> AbstractContextManager: # To enter with `with`
 
     autocast for the device the model is on; does nothing in fp32. Works inside and outside `fit`.
     """
-    return nullcontext() if self.precision is None else self.precision.context()
+    cb = precision_callback(self)
+    return nullcontext() if cb is None else cb.context()

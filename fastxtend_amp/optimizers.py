@@ -1,4 +1,4 @@
-"`fused`: torch's fused Adam, AdamW and SGD as an `opt_func` for fastai's `Learner`."
+"`fused`, torch's fused optimizers as an `opt_func` for fastai; the place of an optimizer's state."
 from __future__ import annotations
 
 import inspect
@@ -7,11 +7,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from fastai.optimizer import OptimWrapper
+from fastai.optimizer import Lookahead, OptimWrapper
+from fastcore.foundation import L
 
 from .common import first_line
+from .compat import syncfree_state
+from .convert import map_tensors
 
-__all__ = ['fused']
+__all__ = ['fused', 'place_state']
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 _OURS = ('params', 'lr', 'fused', 'foreach', 'differentiable')   # set by fastai, by `fused`, or at odds with it
@@ -96,3 +99,22 @@ def _trouble(optimizer: Any, device: torch.device) -> str | None:
         optimizer([p], lr=0., fused=True).step()
     except RuntimeError as e: return first_line(e)
     return None
+
+
+def place_state(
+    opt: Any, # fastai's `Optimizer`, `OptimWrapper` or `Lookahead`
+) -> None:
+    "Move what `opt` remembers to where its parameters are; step counts go where the optimizer wants them."
+    inner = opt
+    while hasattr(inner, 'opt'): inner = inner.opt
+    groups = inner.param_groups if isinstance(inner, torch.optim.Optimizer) else []
+    on_host = {p for g in groups if not (g.get('capturable') or g.get('fused')) for p in g['params']}
+    for p, state in inner.state.items():
+        if not isinstance(p, torch.Tensor): continue
+        for key, value in state.items():
+            host = key == 'step' and p in on_host and not syncfree_state(inner, state)
+            device = torch.device('cpu') if host else p.device
+            state[key] = map_tensors(partial(torch.Tensor.to, device=device), value)
+    if isinstance(opt, Lookahead) and opt.slow_weights is not None:
+        pairs = zip(opt.slow_weights, opt.param_lists)
+        opt.slow_weights = L(L(w.to(p.device) for w, p in zip(ws, ps)) for ws, ps in pairs)

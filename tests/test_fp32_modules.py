@@ -7,7 +7,7 @@ from fastcore.foundation import L
 from torch import nn
 
 from fastxtend_amp import MixedPrecision
-from fastxtend_amp.fp32_modules import Fp32Forward, Fp32Modules, kept_in_fp32, match_modules
+from fastxtend_amp.fp32_modules import Fp32Forward, Fp32Modules, match_modules
 from helpers import Attentive, learner, mlp, opt_state, params, same, same_state
 
 
