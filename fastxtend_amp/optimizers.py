@@ -11,7 +11,7 @@ from fastai.optimizer import Lookahead, OptimWrapper
 from fastcore.foundation import L
 
 from .common import first_line
-from .compat import syncfree_state
+from .compat import syncfree_state, tree_leaves
 from .convert import map_tensors
 
 __all__ = ['fused', 'place_state']
@@ -104,17 +104,21 @@ def _trouble(optimizer: Any, device: torch.device) -> str | None:
 def place_state(
     opt: Any, # fastai's `Optimizer`, `OptimWrapper` or `Lookahead`
 ) -> None:
-    "Move what `opt` remembers to where its parameters are; step counts go where the optimizer wants them."
+    """Move what `opt` remembers to where its parameters are; step counts go where the optimizer wants them.
+
+    A loaded state is where the file was read to, and fastai moves the model to its device when a fit starts.
+    """
     inner = opt
     while hasattr(inner, 'opt'): inner = inner.opt
     groups = inner.param_groups if isinstance(inner, torch.optim.Optimizer) else []
     on_host = {p for g in groups if not (g.get('capturable') or g.get('fused')) for p in g['params']}
-    for p, state in inner.state.items():
+    for p, state in getattr(inner, 'state', {}).items():
         if not isinstance(p, torch.Tensor): continue
+        def elsewhere(t): return isinstance(t, torch.Tensor) and t.device != p.device and (t.dim() or not p.dim())
+        if not any(elsewhere(t) for key, value in state.items() if key != 'step' for t in tree_leaves(value)): continue
         for key, value in state.items():
             host = key == 'step' and p in on_host and not syncfree_state(inner, state)
-            device = torch.device('cpu') if host else p.device
-            state[key] = map_tensors(partial(torch.Tensor.to, device=device), value)
+            state[key] = map_tensors(partial(torch.Tensor.to, device='cpu' if host else p.device), value)
     if isinstance(opt, Lookahead) and opt.slow_weights is not None:
         pairs = zip(opt.slow_weights, opt.param_lists)
         opt.slow_weights = L(L(w.to(p.device) for w, p in zip(ws, ps)) for ws, ps in pairs)
