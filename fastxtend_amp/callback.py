@@ -13,6 +13,7 @@ from torch import nn
 from torch.amp import GradScaler
 
 from .advice import call_text
+from .checkpoint import place_state
 from .checks import check_overflow_args
 from .convert import is_half, to_fp32
 from .fp32_modules import Fp32Modules
@@ -23,7 +24,7 @@ from .observer import OBSERVERS
 from .scale_history import plot_scales
 from .scaling import LossScaling
 
-__all__ = ['PRECISION_CALLBACKS', 'MixedPrecision']
+__all__ = ['PRECISION_CALLBACKS', 'MixedPrecision', 'precision_callback']
 
 _EVERY_BATCH = frozenset(('before_batch', 'after_pred', 'after_loss', 'before_backward', 'after_backward',
                           'before_step', 'after_step', 'after_batch'))
@@ -218,6 +219,7 @@ class MixedPrecision(Lifecycle, fp16.MixedPrecision):
         "Check what only training needs."
         if self._fit is None: self._open()                       # an `after_fit` of a validation inside `before_fit`
         self._fp32_modules.apply(self.learn.model)               # a callback may have exchanged a module
+        if self.learn.opt is not None: place_state(self.learn.opt)   # loaded, maybe, before the model was moved
         if not self._fit.checked: self._check_training()
 
     def before_batch(self):
@@ -294,6 +296,11 @@ class MixedPrecision(Lifecycle, fp16.MixedPrecision):
     def after_fit(self):
         "Leave nothing behind but the scale, its history, and unscaled gradients of an unfinished accumulation."
         if not self._guard.running: self._close(finished=True)
+
+
+def precision_callback(learn: Any) -> MixedPrecision | None: # None in plain fp32
+    "Return the precision callback of `learn`, whatever else is called `learn.precision`."
+    return next((cb for cb in learn.cbs if isinstance(cb, MixedPrecision)), None)
 
 
 # `delegates` put fastai's own signature on the base class, where `inspect.signature` would find it first.

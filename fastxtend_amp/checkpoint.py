@@ -17,7 +17,7 @@ from fastcore.foundation import L
 from torch import nn
 
 from .common import put_over, warn_user
-from .compat import syncfree_state
+from .compat import syncfree_state, tensors_in
 from .convert import map_tensors
 from .lifecycle import precision_callback_of
 from .observer import ON_ATTACH
@@ -84,14 +84,21 @@ def written_whole(file: Any) -> Iterator[Any]: # A file to write to
 def place_state(
     opt: Any, # fastai's `Optimizer`, `OptimWrapper` or `Lookahead`
 ) -> None:
-    "Move what `opt` remembers to where its parameters are; step counts go where the optimizer wants them."
+    """Move what `opt` remembers to where its parameters are; step counts go where the optimizer wants them.
+
+    Called at a load and when training starts: fastai moves the model to its device at the start of a fit.
+    """
     inner = opt
     while hasattr(inner, 'opt'): inner = inner.opt
     groups = inner.param_groups if isinstance(inner, torch.optim.Optimizer) else []
     on_host = {p for g in groups if not (g.get('capturable') or g.get('fused')) for p in g['params']}
-    for p, state in inner.state.items():
+    for p, state in getattr(inner, 'state', {}).items():
         if not isinstance(p, torch.Tensor): continue
+        # Single numbers alone are where the optimizer put them: NAdam keeps one on the CPU.
+        others = [t for k, v in state.items() if k != 'step' for t in tensors_in(v) if t.dim() or not p.dim()]
+        moved = any(t.device != p.device for t in others)
         for key, value in state.items():
+            if key != 'step' and not moved: continue
             host = key == 'step' and p in on_host and not syncfree_state(inner, state)
             device = torch.device('cpu') if host else p.device
             state[key] = map_tensors(partial(torch.Tensor.to, device=device), value)

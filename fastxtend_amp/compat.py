@@ -5,13 +5,12 @@ One function for each, whose docstring says what it relies on, since which versi
 """
 from __future__ import annotations
 
-import ctypes, math, sys
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from fastai.learner import Learner
 from torch import nn
@@ -495,28 +494,11 @@ def is_compiled_in_place(module: nn.Module) -> bool:
 
 
 def host_value(t: torch.Tensor) -> float | None:
-    """The value of a single fp32 number in main memory, read without an operator; None for any other tensor.
+    """The value of a single fp32 number in main memory, where reading it waits for nothing; None for any other tensor.
 
     See `_past_subclasses`.
     """
-    with _past_subclasses():
-        if not t.is_cpu or t.dtype is not torch.float32 or t.numel() != 1 or t.layout is not torch.strided: return None
-        return ctypes.c_float.from_address(t.data_ptr()).value
-
-
-def host_norm(t: torch.Tensor) -> float | None:
-    """The norm of a dense fp32 tensor in main memory, read without an operator of PyTorch's; None for any other tensor.
-
-    See `_past_subclasses`.
-    """
-    with _past_subclasses():
-        plain = t.is_cpu and t.dtype is torch.float32 and t.layout is torch.strided
-        if not plain or not t.is_contiguous(): return None
-        if not (n := t.numel()): return 0.
-        values = np.ctypeslib.as_array((ctypes.c_float * n).from_address(t.data_ptr()))
-        with np.errstate(over='ignore', invalid='ignore'): square = float(np.dot(values, values))
-        if math.isinf(square): square = float(np.dot(values.astype(np.float64), values.astype(np.float64)))
-        return math.sqrt(square) if square >= 0 else math.nan
+    with _past_subclasses(): return t.item() if t.is_cpu and t.dtype is torch.float32 and t.numel() == 1 else None
 
 
 # -- devices

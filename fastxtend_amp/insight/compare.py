@@ -11,7 +11,7 @@ import torch
 from fastai.callback.core import Callback, TrainEvalCallback
 from fastai.learner import Learner
 
-from ..callback import PRECISION_CALLBACKS
+from ..callback import PRECISION_CALLBACKS, precision_callback
 from ..checks import check_count, check_seconds
 from ..common import first_line, random_state, random_state_kept, set_random_state
 from ..mode import mode_support, training_device
@@ -72,7 +72,8 @@ def compare(learn: Learner, modes: Any, n_steps: int, *, lr: Any = None, n_seeds
         raise ValueError(f"cbs={list(cbs)!r} cannot be used: {strangers} {are} not among the learner's callbacks. "
                          "Pass some of `learn.cbs`.")
     check_model(learn.model, 'compare_precision')
-    if learn.precision is not None and learn.precision.fit_device is not None:
+    own = precision_callback(learn)
+    if own is not None and own.fit_device is not None:
         raise RuntimeError("compare_precision cannot run inside a fit. Call it before or after.")
     with _globals_kept(), warnings.catch_warnings():           # of copies: the table says so
         for said in _OF_COPIES: warnings.filterwarnings('ignore', message=said)
@@ -184,7 +185,7 @@ class _Comparison:
     def _begin(self, run):
         "A copy of the learner, ready for its first step."
         run.trial = trial = trial_learner(self.learn, self.cbs)
-        own = self.learn.precision
+        own = precision_callback(self.learn)
         run.cb = use_choice(trial, run.choice)
         if run.cb is not None:
             if own is not None: run.cb.on_overflow = own.on_overflow
