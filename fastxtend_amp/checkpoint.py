@@ -81,6 +81,9 @@ def written_whole(file: Any) -> Iterator[Any]: # A file to write to
             raise
 
 
+def _on(device: torch.device, t: torch.Tensor) -> torch.Tensor: return t if t.device == device else t.to(device)
+
+
 def place_state(
     opt: Any, # fastai's `Optimizer`, `OptimWrapper` or `Lookahead`
 ) -> None:
@@ -101,7 +104,7 @@ def place_state(
             if key != 'step' and not moved: continue
             host = key == 'step' and p in on_host and not syncfree_state(inner, state)
             device = torch.device('cpu') if host else p.device
-            state[key] = map_tensors(partial(torch.Tensor.to, device=device), value)
+            state[key] = map_tensors(partial(_on, device), value)
     if isinstance(opt, Lookahead) and opt.slow_weights is not None:
         pairs = zip(opt.slow_weights, opt.param_lists)
         opt.slow_weights = L(L(w.to(p.device) for w, p in zip(ws, ps)) for ws, ps in pairs)

@@ -12,22 +12,9 @@ MODES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def moved_in_place(device):
-    "fastai moves a model in place to CUDA; to a device of another type torch does so with this setting alone."
-    before = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(device.type != 'cuda')
-    yield
-    torch.__future__.set_swap_module_params_on_conversion(before)
-
-
 def new(opt, path, seed=0):
     "A learner whose model is on the CPU, on data for the device."
-    learn = Learner(loaders(n=48), mlp(seed), loss_func=nn.MSELoss(), opt_func=OPTS[opt], path=path)
-    learn.remove_cbs([cb for cb in learn.cbs if type(cb).__name__ == 'ProgressCallback'])
-    learn.logger = noop
-    assert not any(p.device == DEVICE for p in learn.model.parameters()) or DEVICE.type == 'cpu'
-    return learn
+    return learner(mlp(seed), loaders(n=48), opt_func=OPTS[opt], path=path)
 
 
 def assert_alike(a, b):
@@ -63,11 +50,10 @@ def test_precision_set_after_the_load(opt, tmp_path, device):
     assert_alike(straight, second)
 
 
-def test_state_that_an_optimizer_keeps_elsewhere_stays_there(tmp_path, device):
+def test_state_that_an_optimizer_keeps_elsewhere_stays_there(device):
     "PyTorch keeps counts and products of NAdam on the CPU; a second fit is no reason to move them."
-    learn = Learner(loaders(n=48), mlp(), loss_func=nn.MSELoss(), opt_func=lambda ps, **kw: OptimWrapper(ps, torch.optim.NAdam, **kw))
-    learn.to_bf16()
+    learn = learner(dls=loaders(n=48), opt_func=partial(OptimWrapper, opt=torch.optim.NAdam)).to_bf16()
     for _ in range(2):
         learn.fit(1, .01)
-        kept = [s for s in opt_state(learn.opt)]
+        kept = opt_state(learn.opt)
         assert {s['mu_product'].device.type for s in kept} == {'cpu'} and {s['exp_avg'].device for s in kept} == {device}
