@@ -320,8 +320,7 @@ def test_plot():
     r = seeded().compare_precision(n_steps=6, n_seeds=2)
     curves, bars, times = r.plot()
     assert [l.get_label() for l in curves.get_lines()] == ['fp32', 'bf16', 'fp16'] and len(bars.patches) == 3
-    emulated = r.table['support']['fp16'] == 'emulated'
-    labels = ['fp16\n(emulated)' if emulated else 'fp16', 'bf16', 'fp32']
+    labels = [f'{m}\n(emulated)' if r.table['support'][m] == 'emulated' else m for m in ('fp16', 'bf16', 'fp32')]
     assert [t.get_text() for t in bars.get_yticklabels()] == labels
     axs = plt.subplots(1, 3)[1]
     assert r.plot(axs) is axs
@@ -377,17 +376,6 @@ def test_batches_without_targets():
     learn.dls.n_inp = 2
     with pytest.raises(ValueError, match='no targets'):
         seeded(nn.Bilinear(6, 1, 1), learn.dls).compare_precision(n_steps=2)
-
-
-def test_inside_a_fit():
-    def run(compared):
-        learn = seeded(dls=shuffled())
-        learn.fit(1, .01, cbs=At('after_batch', lambda l: l.compare_precision(n_steps=2, n_seeds=0) if compared
-                                 and l.training and l.iter == 2 else None, 99))
-        return learn
-    assert same(params(run(True)), params(run(False)))
-    learn = seeded(cbs=At('after_batch', lambda l: l.compare_precision())).to_bf16()
-    with pytest.raises(Exception, match='cannot run inside a fit'): learn.fit(1)
 
 
 def test_a_training_that_diverges_is_drawn_and_told():
