@@ -161,7 +161,8 @@ def in_fit(learn: Any) -> bool:
     """
     frame, code = inspect.currentframe(), getattr(Learner, events_method()).__code__
     while frame is not None:
-        if frame.f_code is code and frame.f_locals['self'] is learn and frame.f_locals['event_type'] == 'fit': return True
+        local = frame.f_locals if frame.f_code is code else {}
+        if local.get('self') is learn and local['event_type'] == 'fit': return True
         frame = frame.f_back
     return False
 

@@ -256,7 +256,8 @@ class _Comparison:
         base = self.runs[0]
         n = len(base.losses)
         if time.perf_counter() + base.seconds > self.end: return
-        trial, losses, rng, head = trial_learner(self.learn, self.cbs, self.folder), [], random.Random(seed), range(n - self.n_last)
+        trial, losses = trial_learner(self.learn, self.cbs, self.folder), []
+        rng, head = random.Random(seed), range(n - self.n_last)
         random.seed(seed); np.random.seed(seed); torch.manual_seed(seed)
         use_choice(trial, base.choice)
         self._begin_fit(trial)
