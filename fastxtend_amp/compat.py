@@ -5,7 +5,7 @@ One function for each, whose docstring says what it relies on, since which versi
 """
 from __future__ import annotations
 
-import sys
+import inspect, sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
@@ -150,6 +150,20 @@ def events_method() -> str:
     the callback's traces until the next one.
     """
     return '_with_events'
+
+
+def in_fit(learn: Any) -> bool:
+    """Return whether this call was made inside `learn.fit`, as a callback's is.
+
+    fastai sets nothing that it takes back after an exception. So the calls that led here are searched for fastai 2's
+    `Learner._with_events(f, event_type, ex, final)` with this learner and 'fit'. Where it is gone: `AttributeError`.
+    """
+    frame, code = inspect.currentframe(), getattr(Learner, events_method()).__code__
+    while frame is not None:
+        local = frame.f_locals if frame.f_code is code else {}
+        if local.get('self') is learn and local['event_type'] == 'fit': return True
+        frame = frame.f_back
+    return False
 
 
 def split_batch(learn: Any, batch: Any) -> tuple: # Inputs and targets

@@ -97,7 +97,7 @@ def to_amp(self: Learner, *args,
     fp32 all the same. With `measure=True` fp32, bf16 and fp16 are tried instead, as far as the device does them
     natively, and half-precision weights if the learner has them, on copies of the learner; one line says what was
     taken and why. What was measured is then `learn.precision_decision`, and, unless fp32 was the fastest, which has no
-    callback, `learn.precision.decision`.
+    callback, `learn.precision.decision`. Raises `RuntimeError` inside a fit with `measure=True`.
     """
     refuse_unknown(Learner.to_amp, kwargs)
     if not isinstance(measure, bool):

@@ -110,6 +110,15 @@ def test_events_method():
     assert seen == ['before', 'f', 'final']
 
 
+def test_in_fit():
+    learn, other, seen = learner(), learner(), []
+    learn.add_cb(At('after_pred', lambda l: seen.append((compat.in_fit(l), compat.in_fit(other)))))
+    learn.fit(1)
+    assert set(seen) == {(True, False)} and not compat.in_fit(learn)
+    seen.clear(); learn.validate()
+    assert set(seen) == {(False, False)}
+
+
 # -- loss scaling and optimizers
 
 def test_move_scaler():
