@@ -30,7 +30,7 @@ from .fp32_modules import Fp32Modules, covers, unwrapped
 from .mode import (AMPMode, autocast_available, check_layers, check_supported, emulation_warning, fastest_native,
                    model_device, training_device)
 from .optimizers import place_state
-from .scaling import LossScaling, check_scaler_state
+from .scaling import LossScaling
 
 __all__ = ['PRECISION_CALLBACKS', 'MixedPrecision']
 
@@ -216,26 +216,14 @@ class MixedPrecision(fp16.MixedPrecision):
         return self._scaling.state_dict() if self.needs_loss_scaling else {}
 
     def load_state_dict(self,
-        state: dict[str, Any], # What `state_dict` gave
+        state: dict[str, Any] | None, # What `state_dict` gave; None for the scale that the arguments ask for
     ) -> None:
         """Go on from `state`, before, during or after a fit; a static scale and `enabled=False` stay as they are.
 
         Raises `ValueError` for a state that no `GradScaler` could have given, and changes nothing then.
         """
         opt = None if self._learn is None else self._learn.opt
-        if state and self.needs_loss_scaling: self._scaling.load_state_dict(state, opt)
-
-    def check_state_dict(self,
-        state: Any, # From a file
-        where: str, # Its name, for the message
-        then: str, # The way out, for the message
-    ) -> None:
-        "Raise the `ValueError` that `load_state_dict` would raise."
-        check_scaler_state(state, where, self._scaling.reads_own_state, then)
-
-    def reset_scale(self) -> None:
-        "Go back to the scale that the arguments ask for."
-        self._scaling.reset(None if self._learn is None else self._learn.opt)
+        if state != {} and self.needs_loss_scaling: self._scaling.load_state_dict(state, opt)
 
     # -- on a learner
 
