@@ -28,7 +28,7 @@ def main(
     add('--modes', nargs='+', choices=('bf16', 'fp16'), metavar='M', help='bf16, fp16 (default: those that the '
         'device does natively); an emulated step can take minutes')
     add('--contestants', nargs='+', choices=names, metavar='C', help=(
-        f"of {', '.join(map(repr, names))} (default: all but the last three); 'fastai loop' gives fp32 to compare with"))
+        f"of {', '.join(map(repr, names))} (default: all but the last three); 'fastai loop' gives fp32's times"))
     add('--steps', type=int, default=10, metavar='N', help='steps in a block, at most (default %(default)s)')
     add('--repeats', type=int, default=15, metavar='N', help='blocks of each contestant, at most (default %(default)s)')
     add('--seconds', type=float, default=40, metavar='S', help='for the blocks of a model (default %(default)s)')
