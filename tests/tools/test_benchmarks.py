@@ -7,9 +7,9 @@ import pytest, torch
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from nbs.benchmarks import measure, models, show
-from nbs.benchmarks.__main__ import main
-from nbs.benchmarks.contestants import CONTESTANTS
+from nbs.benchmarks import measure, models, show  # noqa: E402
+from nbs.benchmarks.__main__ import main  # noqa: E402
+from nbs.benchmarks.contestants import CONTESTANTS  # noqa: E402
 
 STORED = ROOT / 'nbs' / 'benchmarks'
 HALF = [c.name for c in CONTESTANTS if not c.default]

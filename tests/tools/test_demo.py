@@ -3,7 +3,7 @@ import os, subprocess, sys
 from pathlib import Path
 
 import pandas as pd
-import pytest, torch
+import pytest
 
 from fastxtend_amp.tools import demo
 
