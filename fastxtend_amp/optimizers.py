@@ -76,8 +76,9 @@ def place_state(
     on_host = {p for g in groups if not (g.get('capturable') or g.get('fused')) for p in g['params']}
     for p, state in getattr(inner, 'state', {}).items():
         if not isinstance(p, torch.Tensor): continue
-        def elsewhere(t): return isinstance(t, torch.Tensor) and t.device != p.device and (t.dim() or not p.dim())
-        if not any(elsewhere(t) for key, value in state.items() if key != 'step' for t in tree_leaves(value)): continue
+        tensors = [t for key, v in state.items() if key != 'step' for t in tree_leaves(v) if isinstance(t, torch.Tensor)]
+        # Single numbers stay: NAdam keeps one on the CPU.
+        if all(t.device == p.device or (p.dim() and not t.dim()) for t in tensors): continue
         for key, value in state.items():
             host = key == 'step' and p in on_host and not syncfree_state(inner, state)
             state[key] = map_tensors(partial(torch.Tensor.to, device='cpu' if host else p.device), value)

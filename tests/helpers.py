@@ -1,6 +1,8 @@
 "Small real learners, and hand-written loops to compare them with."
 from __future__ import annotations
 
+import warnings
+
 import pytest, torch
 from fastai.callback.core import Callback
 from fastai.data.core import DataLoaders
@@ -13,6 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import fastxtend_amp  # noqa: F401  patches Learner
+from fastxtend_amp import MixedPrecision
 from fastxtend_amp.compat import cache_loses_gradients
 
 # With PyTorch 2.9 autocast keeps no casts, and half-precision weights make no copies.
@@ -96,6 +99,27 @@ def autocast_state():
     torch.autocast_decrement_nesting()
     kind = DEVICE.type
     return (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled(), nesting)
+
+
+def mixed(mode, **kwargs):
+    "The precision callback of `mode`, with a loss scale in fp16 at which nothing of these models overflows."
+    return MixedPrecision(mode, **({'init_scale': 256., **kwargs} if mode == 'fp16' else kwargs))
+
+
+def told(f, word=''):
+    "The texts of the warnings with this word that `f()` gives."
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter('always')
+        f()
+    return [str(w.message) for w in caught if word in str(w.message)]
+
+
+def plain_grads(learn): return [None if p.grad is None else p.grad.clone() for p in learn.model.parameters()]
+
+
+def linear():
+    torch.manual_seed(0)
+    return nn.Linear(6, 1)
 
 
 class At(Callback):
