@@ -299,7 +299,7 @@ class MixedPrecision(fp16.MixedPrecision):
     def _scope(self, f: Callable, event_type: str, ex: type[Exception], final: Callable) -> None:
         "Run fastai's `_with_events` with a stack for the contexts that events inside enter."
         learn, outer = self._learn, (self._stack, self._depth, self._in_batch)
-        run = partial(self._scaling.step, f) if event_type == 'step' and self._scaling.on else f
+        run = partial(self._step, f) if event_type == 'step' else f
         try:
             self._stack, self._depth, self._in_batch = ExitStack(), outer[1] + 1, outer[2] or event_type == 'batch'
             with self._stack: type(learn)._with_events(learn, run, event_type, ex, final)
@@ -307,6 +307,10 @@ class MixedPrecision(fp16.MixedPrecision):
         finally:
             self._stack, self._depth, self._in_batch = outer
             if self._replacement and not self._in_batch: self.replace(*self._replacement)
+
+    def _step(self, step: Callable[[], Any]) -> None:
+        "Take the optimizer's step; a subclass may do something around it."
+        self._scaling.step(step)
 
     # -- a fit
 
