@@ -95,6 +95,7 @@ class HalfWeights(MixedPrecision):
         else: run()
 
     def _close(self, failed: bool = False) -> None:
+        if self.device is None: return
         if self.flat_master and self._checked: _unjoin(self.learn.opt)
         _bring(self._lowered, self.learn.opt, torch.float32)
         self._lowered = []
@@ -206,7 +207,7 @@ def _join(owners: list, name: str, get: Callable, put: Callable) -> torch.Tensor
     if end <= memory.data_ptr() + memory.nbytes() and all(t.data_ptr() == at for t, at in zip(tensors, places)):
         return first.as_strided((sum(rooms),), (1,))
     flat = torch.zeros(sum(rooms), dtype=first.dtype, device=first.device)
-    for owner, t, part in zip(owners, tensors, _split(flat, tensors)): put(owner, name, part.copy_(t))
+    for owner, t, part in zip(owners, tensors, _split(flat, tensors)): put(owner, name, part.copy_(t.detach()))
     return flat
 
 

@@ -13,11 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import fastxtend_amp  # noqa: F401  patches Learner
-from fastxtend_amp.compat import cache_loses_gradients
 
-# With PyTorch 2.9 autocast keeps no casts, and half-precision weights make no copies.
-NO_COPIES = cache_loses_gradients()
-needs_copies = pytest.mark.skipif(NO_COPIES, reason='with this PyTorch autocast keeps no casts, so there are no copies')
 DEVICE = torch.device('cpu')  # where learners train; `pytest --sim=cuda` puts a simulated device here (conftest.py)
 
 

@@ -25,7 +25,7 @@ def imported(file):
 
 @pytest.mark.parametrize('file', CORE, ids=lambda f: f.stem)
 def test_the_core_imports_no_room(file):
-    assert ROOMS >= {'half_weights', 'insight', 'devices', 'tools'}
+    assert ROOMS >= {'insight', 'devices', 'tools'}
     for name in imported(file):
         if name[0] == 'fastxtend_amp' and len(name) > 1: assert name[1] not in ROOMS, name
 
