@@ -46,7 +46,7 @@ class HalfWeights(MixedPrecision):
     def __init__(self,
         dtype: str | AMPMode | torch.dtype = AMPMode.BF16, # The weights' precision: 'bf16' or 'fp16'
         loss_scale: float | None = None, # A static loss scale; dynamic scaling if None (fp16)
-        flat_master: bool = False, # Whether fastai's optimizer steps on one flat parameter for each group
+        flat_master: bool = False, # Whether fastai's optimizer steps on few flat parameters
         master_weights: bool = True, # Whether there are fp32 masters; else the optimizer steps on bf16 weights
         fp32_modules: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules, predicates
         *,
@@ -128,6 +128,7 @@ ELEMENTWISE = (rules.weight_decay, rules.l2_reg, rules.average_grad, rules.avera
                rules.sgd_step, rules.momentum_step, rules.rms_prop_step, rules.adam_step, rules.radam_step,
                rules.qhadam_step)
 LINE = 16  # fp32 elements of a cache line: a kernel may round differently for weights that begin elsewhere
+BLOCK = 2 ** 17  # elements: the temporary tensors of a step on more do not stay in a CPU's cache
 
 
 def _check_flat(
@@ -157,17 +158,22 @@ def _step_flat(
     opt: Optimizer, # One that `_check_flat` allows
     step: Callable[[], Any], # Takes its step
 ) -> None:
-    """Take the step on one flat parameter for each group of parameters of one dtype, device and kind of state.
+    """Take the step on flat parameters, each for parameters of one group, dtype, device and kind of state.
 
-    Parameters, gradients and tensors of the state remain parts of the flat ones; those that no longer are, are joined
-    anew. `opt` has an entry for each parameter again when this returns.
+    A flat one begins anew after each `BLOCK` elements, and a parameter of so many remains alone. Parameters, gradients
+    and state remain parts of flat tensors; what no longer is a part, is joined anew. `opt` has an entry for each
+    parameter again when this returns.
     """
     lists, states = opt.param_lists, opt.state
     parts: dict[tuple, list[nn.Parameter]] = {}
+    sizes: Counter = Counter()
     for group, params in enumerate(lists):
         for p in (p for p in params if p.grad is not None):
             state = sorted((k, None if isinstance(v, torch.Tensor) else v) for k, v in states[p].items())
-            parts.setdefault((group, p.dtype, p.device, *state), []).append(p)
+            kind = (group, p.dtype, p.device, *state)
+            block = id(p) if p.numel() >= BLOCK else sizes[kind] // BLOCK
+            if p.numel() < BLOCK: sizes[kind] += p.numel()
+            parts.setdefault((*kind, block), []).append(p)
     flats, flat_states, joined = L(L() for _ in lists), {}, []
     for (group, *_), params in parts.items():
         flat = nn.Parameter(_join(params, 'data', getattr, setattr))

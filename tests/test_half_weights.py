@@ -154,6 +154,23 @@ def test_only_the_optimizers_step_has_flat_parameters():
     assert entries == {(4, 2, 6)}
 
 
+def test_flat_parameters_have_a_bound():
+    "A larger weight remains alone, in its memory."
+    seen, places = set(), set()
+    class Looks(Learner):
+        def _step(self):
+            super()._step()
+            seen.add(tuple(sorted(p.numel() for pl in self.opt.param_lists for p in pl)))
+            places.add(self.model[2].weight.data_ptr())
+    def model(): torch.manual_seed(0); return nn.Sequential(*[nn.Linear(a, b, bias=False) for a, b in [(6, 256), (256, 400), (400, 400), (400, 256), (256, 1)]])
+    a, b = (learner(model(), cls=Looks, opt_func=Adam) for _ in range(2))
+    places.add(b.model[2].weight.data_ptr())
+    b.to_half_weights(flat_master=True).fit(1, .01)
+    assert seen == {(256, 400 * 400, 256 * 6 + 256 * 400 + 400 * 256)} and len(places) == 1
+    a.to_bf16().fit(1, .01)
+    equal(a, b)
+
+
 def no_gradients(l):
     for p in l.model.parameters(): p.grad = None
 def new_gradients(l):
