@@ -14,12 +14,13 @@ from fastai.learner import Learner
 from fastai.optimizer import Optimizer, OptimWrapper, pytorch_hp_map
 from fastcore.basics import patch
 from fastcore.foundation import L
+from fastcore.meta import delegates
 from torch import nn
 
 from .callback import MixedPrecision
 from .common import is_dtensor
 from .fp32_modules import covers, qualified_names
-from .learner import refuse_unknown, set_precision, takes_arguments_of
+from .learner import refuse_unknown, set_precision
 from .mode import AMPMode
 from .scaling import optimizer_params
 
@@ -77,6 +78,7 @@ class HalfWeights(MixedPrecision):
 
     def _call(self, arguments: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         mode = AMPMode(arguments.pop('amp_mode'))
+        if mode is AMPMode.BF16: arguments['loss_scale'] = None
         return 'to_half_weights', {**arguments, 'dtype': mode.value}
 
     def _check_training(self) -> None:
@@ -106,7 +108,7 @@ HalfWeights.__signature__ = inspect.signature(partial(HalfWeights.__init__, None
 
 
 @patch
-@takes_arguments_of(HalfWeights.__init__)
+@delegates(HalfWeights)
 def to_half_weights(self: Learner, *args, **kwargs) -> Learner: # The learner
     "Train with half-precision weights, as fastai v1's `to_fp16` did; replaces any other precision callback."
     refuse_unknown(Learner.to_half_weights, kwargs)
@@ -267,9 +269,11 @@ def _cast_weights(
     kept = {m for name, m in places if covers(in_fp32, name)}
     modules = {m for _, m in places}
     uses = Counter(p for m in modules for p in m.parameters(recurse=False))
-    found = {p for m in modules - kept if type(m) in CAST and m._parameters.keys() <= {'weight', 'bias'}
-             for p in m.parameters(recurse=False)}
-    return {p for p in found if type(p) is nn.Parameter and p.dtype is torch.float32 and uses[p] == 1}
+    found: set[nn.Parameter] = set()
+    for m in (m for m in modules - kept if type(m) in CAST):
+        own = dict(m.named_parameters(recurse=False))
+        if own.keys() <= {'weight', 'bias'}: found.update(p for p in own.values() if uses[p] == 1)
+    return {p for p in found if type(p) is nn.Parameter and p.dtype is torch.float32}
 
 
 def _bring(

@@ -481,6 +481,6 @@ def test_the_call_that_sets_it():
     learn = learner().to_half_weights('fp16', 512., flat_master=True, fp32_modules='0')
     call = learn.precision.as_call()
     assert call == "learn.to_half_weights(dtype='fp16', loss_scale=512.0, flat_master=True, fp32_modules=['0'])"
-    assert learn.precision.as_call(amp_mode='bf16', loss_scale=None) == call.replace('fp16', 'bf16').replace(' loss_scale=512.0,', '')
+    assert learn.precision.as_call(amp_mode='bf16') == call.replace('fp16', 'bf16').replace(' loss_scale=512.0,', '')
     cb = pickle.loads(pickle.dumps(HalfWeights(master_weights=False)))
     assert (cb.dtype, cb.flat_master, cb.master_weights, cb.mode) == (torch.bfloat16, False, False, 'bf16')

@@ -93,5 +93,6 @@ if __name__ == '__main__':
             losses = [final_loss(task, opt, kwargs, seed) for seed in range(SEEDS)]
             fp32 = fp32 or losses
             beyond = ', '.join(f'{a - b:+.4f}' for a, b in zip(losses, fp32))
-            print(f'| {way} | {statistics.mean(losses):.4f} | {min(losses):.4f} to {max(losses):.4f} | {beyond} |', flush=True)
+            mean, low, high = statistics.mean(losses), min(losses), max(losses)
+            print(f'| {way} | {mean:.4f} | {low:.4f} to {high:.4f} | {beyond} |', flush=True)
         print()
