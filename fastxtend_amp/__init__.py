@@ -8,10 +8,11 @@ with _warnings.catch_warnings():           # PyTorch deprecates what fastai's ow
 from .mode import AMPMode, precision_support
 from .callback import MixedPrecision
 from . import checkpoint as _checkpoint, learner as _learner
+from .half_weights import HalfWeights, kahan
 from .optimizers import fused
 from .tools.memory import keep_freed_memory
 
-__all__ = ['AMPMode', 'MixedPrecision', 'fused', 'keep_freed_memory', 'precision_support']
+__all__ = ['AMPMode', 'HalfWeights', 'MixedPrecision', 'fused', 'kahan', 'keep_freed_memory', 'precision_support']
 
 
 def __getattr__(name):
