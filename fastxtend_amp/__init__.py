@@ -1,7 +1,7 @@
 "Mixed precision for fastai on every device that can; importing it adds `to_fp16`, `to_bf16` and more to `Learner`."
 from .mode import AMPMode, precision_support
 from .callback import MixedPrecision
-from . import checkpoint as _checkpoint, learner as _learner
+from . import checkpoint as _checkpoint, learner as _learner, devices as _devices
 from .optimizers import fused
 from .tools.memory import keep_freed_memory
 
