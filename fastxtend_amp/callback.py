@@ -77,11 +77,11 @@ class MixedPrecision(fp16.MixedPrecision):
         auto = isinstance(amp_mode, str) and amp_mode.lower() == 'auto'
         self.amp_mode: str | AMPMode = 'auto' if auto else AMPMode(amp_mode)
         self._mode = None if auto else AMPMode(amp_mode)
+        self._scaling = LossScaling(init_scale, growth_factor, backoff_factor, growth_interval, enabled, loss_scale,
+                                    scaler)
         if scaler is not None and self.amp_mode is AMPMode.BF16:
             raise ValueError(f"scaler={scaler!r} cannot be used with amp_mode='bf16', which needs no loss scaling.\n"
                              "Leave it out, or take 'fp16' or 'auto'.")
-        self._scaling = LossScaling(init_scale, growth_factor, backoff_factor, growth_interval, enabled, loss_scale,
-                                    scaler)
         check_overflow_args(on_overflow, max_skips)
         self.on_overflow, self.max_skips = on_overflow, int(max_skips)
         self._fp32_modules, self._learn = Fp32Modules(fp32_modules), None
@@ -262,7 +262,8 @@ class MixedPrecision(fp16.MixedPrecision):
         if self._in_batch:
             raise RuntimeError("A precision callback cannot be removed in the middle of a batch.\n"
                                "Call `learn.to_fp32()`, `to_fp16()` or `to_bf16()`, which take effect at its end, or "
-                               "remove it at `before_epoch`, `before_train`, `after_train` or `after_epoch`.")
+                               "remove it at `after_batch`, `before_epoch`, `before_train`, `after_train` or "
+                               "`after_epoch`.")
         self._stack.close()
         self._close()
         self._fp32_modules.take_off()
@@ -452,6 +453,7 @@ class MixedPrecision(fp16.MixedPrecision):
     def after_batch(self):
         "Exit autocast if an event was left out; say which modules to keep in fp32 were not used."
         self._stack.close()
+        self._in_batch = False
         if not self._depth: self._fp32_modules.take_off()
         if self._has_trained or not self.learn.training: return
         self._has_trained = True

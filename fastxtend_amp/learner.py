@@ -81,8 +81,16 @@ def set_precision(
 
 @patch(as_prop=True)
 def precision(self: Learner) -> MixedPrecision | None:
-    "The learner's precision callback; None in plain fp32."
-    return precision_callback(self)
+    """The learner's precision callback; None in plain fp32.
+
+    On a learner with a callback of yours that fastai names so, such as a class `PrecisionCallback`, it is that one.
+    """
+    return vars(self)['precision'] if 'precision' in vars(self) else precision_callback(self)
+
+
+# `add_cb` sets this name for a callback of the class `PrecisionCallback`, and `remove_cb` deletes it.
+Learner.precision = Learner.precision.setter(lambda self, cb: self.__dict__.update(precision=cb))
+Learner.precision = Learner.precision.deleter(lambda self: self.__dict__.pop('precision', None))
 
 
 @patch
@@ -146,18 +154,26 @@ def to_fp32(self: Learner) -> Learner: # The learner
 @patch
 @takes_arguments_of(MixedPrecision.__init__)
 def to_channelslast(self: Learner,
-    use_amp: bool = True, # Add `MixedPrecision`, if the learner has no precision callback yet
+    use_amp: bool = True, # Whether to train in mixed precision, too; False leaves the learner's precision alone
     *args, **kwargs
 ) -> Learner: # The learner
-    "Train in the channels last memory format, and in mixed precision (fp16 unless told otherwise)."
+    """Train in the channels last memory format, and in mixed precision.
+
+    With precision arguments they replace any other precision callback; without, a learner in plain fp32 gets fp16.
+    Raises `ValueError` for precision arguments with `use_amp=False`.
+    """
     refuse_unknown(Learner.to_channelslast, kwargs)
     if not isinstance(use_amp, bool):
         raise TypeError(f"to_channelslast({use_amp!r}): the first argument, use_amp, is True or False.\n"
                         "Write `to_channelslast(amp_mode='bf16')` for a precision.")
+    if (args or kwargs) and not use_amp:
+        given = ', '.join([*map(repr, args), *(f'{k}={v!r}' for k, v in kwargs.items())])
+        raise ValueError(f"to_channelslast(use_amp=False) cannot be combined with {given}, which sets a precision.\n"
+                         "Write `to_channelslast(amp_mode='bf16')` for both, or `to_channelslast(False)`.")
     has_precision = any(isinstance(o, PRECISION_CALLBACKS) for o in self.cbs)
-    cbs: list[Any] = [] if any(isinstance(o, ChannelsLast) for o in self.cbs) else [ChannelsLast()]
-    if use_amp and not has_precision: cbs.append(MixedPrecision(*args, **kwargs))
-    return self.add_cbs(cbs)
+    if args or kwargs or (use_amp and not has_precision): set_precision(self, MixedPrecision(*args, **kwargs))
+    if not any(isinstance(o, ChannelsLast) for o in self.cbs): self.add_cb(ChannelsLast())
+    return self
 
 
 @patch

@@ -278,7 +278,7 @@ dist.destroy_process_group()
     import tempfile
     from pathlib import Path
     with tempfile.TemporaryDirectory() as d:
-        out = subprocess.run([sys.executable, '-W', 'ignore', '-c', code, f'{d}/init'], capture_output=True, text=True, timeout=120,
+        out = subprocess.run([sys.executable, '-W', 'ignore', '-c', code, f'{d}/init'], capture_output=True, text=True, timeout=900,
                              cwd=Path(__file__).parent.parent)
     assert out.stdout.split()[-2:] == ['True', 'Fp32Forward'], out.stderr
 

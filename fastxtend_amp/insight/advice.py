@@ -8,7 +8,7 @@ import torch
 from fastai.learner import Learner
 from torch import nn
 
-from ..callback import MixedPrecision
+from ..callback import MixedPrecision, precision_callback
 from ..fp32_modules import Fp32Forward, qualified_names
 from ..mode import AMPMode, mode_support
 
@@ -27,7 +27,7 @@ def precision_call(
     if mode is None: return 'learn.to_fp32()'
     names = list(dict.fromkeys([*(kept_modules(learn.model) if kept is None else kept), *(fp32_modules or [])]))
     if names: changes['fp32_modules'] = names
-    cb = learn.precision
+    cb = precision_callback(learn)
     if cb is None: cb = MixedPrecision(mode)
     elif type(cb) is not MixedPrecision and cb.mode is not mode: # half-precision weights of another dtype
         cb = MixedPrecision(mode, on_overflow=cb.on_overflow, max_skips=cb.max_skips)

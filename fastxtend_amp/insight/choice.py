@@ -18,6 +18,7 @@ from .compare import compare
 from .comparison import PrecisionComparison
 from .report import report
 from .restore import modes_kept
+from .run import refuse_in_fit
 from .watch import several_processes
 
 __all__ = ['PrecisionDecision', 'decision_of', 'measured_choice']
@@ -63,6 +64,7 @@ def measured_choice(
     `precision_report` do.
     """
     check_seconds(max_seconds)
+    refuse_in_fit(learn, 'to_amp(measure=True)')
     start = time.perf_counter()
     choices = default_choices(learn) if modes is None else choices_from(modes)
     choices, refused = _with_modules_kept(learn, choices, max_seconds)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from fastai.learner import Learner
 
-from ..callback import MixedPrecision
+from ..callback import MixedPrecision, precision_callback
 from ..fp32_modules import Fp32Modules
 from ..learner import set_precision
 from ..mode import AMPMode, mode_support, training_device
@@ -67,7 +67,7 @@ def default_choices(
     Half-precision weights, too, if the learner has them, with its arguments: by themselves they are autocast's casts.
     """
     device, kinds = training_device(learn), [False]
-    if _is_half_weights(learn.precision): kinds.append(True)
+    if _is_half_weights(precision_callback(learn)): kinds.append(True)
     native = [m for m in (AMPMode.BF16, AMPMode.FP16) if mode_support(m, device).status == 'native']
     return [PrecisionChoice(), *(PrecisionChoice(m, half_weights=half) for half in kinds for m in native)]
 
@@ -81,7 +81,7 @@ def use_choice(
     Modules kept in fp32 and the other arguments of its precision callback stay, as far as the new one has them; where
     it is of the same kind, it is the same callback, loss scale included.
     """
-    own = learn.precision
+    own = precision_callback(learn)
     if choice.mode is None: cb = None
     elif own is not None and _is_same_kind(own, choice):
         cb = own

@@ -1,7 +1,7 @@
 "Runs a comparison: trains copies of one learner in several precisions, in turns, and times them."
 from __future__ import annotations
 
-import math, random, re, time, warnings
+import math, random, re, tempfile, time, warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from fastai.callback.core import Callback, TrainEvalCallback
 from fastai.learner import Learner
 
-from ..callback import PRECISION_CALLBACKS
+from ..callback import PRECISION_CALLBACKS, precision_callback
 from ..checks import check_count, check_seconds
 from ..common import first_line, random_state, random_state_kept, set_random_state
 from ..mode import mode_support, training_device
@@ -24,7 +24,7 @@ from .phases import StepClock, page_faults
 from .progress import Progress
 from .recommend import fused_name
 from .restore import modes_kept
-from .run import check_model
+from .run import check_model, refuse_in_fit
 from .statistics import tensors
 from .trial import runs_in_steps, takes_part, trial_learner
 
@@ -72,11 +72,12 @@ def compare(learn: Learner, modes: Any, n_steps: int, *, lr: Any = None, n_seeds
         raise ValueError(f"cbs={list(cbs)!r} cannot be used: {strangers} {are} not among the learner's callbacks. "
                          "Pass some of `learn.cbs`.")
     check_model(learn.model, 'compare_precision')
-    if learn.precision is not None and learn.precision.fit_device is not None:
-        raise RuntimeError("compare_precision cannot run inside a fit. Call it before or after.")
-    with _globals_kept(), warnings.catch_warnings():           # of copies: the table says so
+    refuse_in_fit(learn, 'compare_precision')
+    # Open files in it must not keep it from being removed: not on Windows.
+    folder = tempfile.TemporaryDirectory(prefix='compare_precision_', ignore_cleanup_errors=True)
+    with folder, _globals_kept(), warnings.catch_warnings():   # of copies: the table says so
         for said in _OF_COPIES: warnings.filterwarnings('ignore', message=said)
-        return _Comparison(learn, choices, n_steps, lr, n_seeds, max_seconds, cbs).run()
+        return _Comparison(learn, choices, n_steps, lr, n_seeds, max_seconds, cbs, folder.name).run()
 
 
 @contextmanager
@@ -90,10 +91,10 @@ def _globals_kept() -> Iterator[None]:
 
 class _Comparison:
     "The work behind `compare`."
-    def __init__(self, learn, choices, n_steps, lr, n_seeds, max_seconds, cbs):
+    def __init__(self, learn, choices, n_steps, lr, n_seeds, max_seconds, cbs, folder):
         self.start = time.perf_counter()
         self.learn, self.n_steps, self.lr, self.n_seeds, self.max_seconds = learn, n_steps, lr, n_seeds, max_seconds
-        self.end = self.start + max_seconds
+        self.end, self.folder = self.start + max_seconds, folder
         self.device = training_device(learn)
         asked = {id(cb) for cb in cbs or ()}
         if cbs is None: self.cbs = [cb for cb in learn.cbs if takes_part(cb)]
@@ -183,8 +184,8 @@ class _Comparison:
 
     def _begin(self, run):
         "A copy of the learner, ready for its first step."
-        run.trial = trial = trial_learner(self.learn, self.cbs)
-        own = self.learn.precision
+        run.trial = trial = trial_learner(self.learn, self.cbs, self.folder)
+        own = precision_callback(self.learn)
         run.cb = use_choice(trial, run.choice)
         if run.cb is not None:
             if own is not None: run.cb.on_overflow = own.on_overflow
@@ -255,7 +256,8 @@ class _Comparison:
         base = self.runs[0]
         n = len(base.losses)
         if time.perf_counter() + base.seconds > self.end: return
-        trial, losses, rng, head = trial_learner(self.learn, self.cbs), [], random.Random(seed), range(n - self.n_last)
+        trial, losses = trial_learner(self.learn, self.cbs, self.folder), []
+        rng, head = random.Random(seed), range(n - self.n_last)
         random.seed(seed); np.random.seed(seed); torch.manual_seed(seed)
         use_choice(trial, base.choice)
         self._begin_fit(trial)

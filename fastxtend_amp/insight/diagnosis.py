@@ -9,6 +9,7 @@ import torch
 from fastai.learner import Learner
 from torch import nn
 
+from ..callback import precision_callback
 from ..common import RandomState, set_random_state
 from ..fp32_modules import ROOT, kept_in_fp32, qualified_names, unwrapped
 from ..mode import AMPMode
@@ -210,7 +211,7 @@ class _Rerun:
         return not any(p.requires_grad for n in before for p in modules[n].parameters(recurse=n == name))
 
     @property
-    def _device(self): return self.learn.precision.fit_device.type
+    def _device(self): return precision_callback(self.learn).fit_device.type
 
     def _named(self, tracer, name):
         if name == LOSS: return 'the loss function'

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..compat import host_norm
-
 __all__ = ['Growth', 'Sizes']
 
 # Times the norm of the weights and the loss at the start, from which on a run counts as diverging.
@@ -46,8 +44,7 @@ class Growth:
 class Sizes:
     """The norm of a model's weights now, and the loss of the first batch once it is set.
 
-    In main memory the norm is read in place, without an operator; on an accelerator both stay there as tensors until
-    `growth` reads them.
+    Both stay tensors on their device until `growth` reads them.
     """
     def __init__(self, model: nn.Module):
         self.weights = _norm(model)
@@ -68,12 +65,17 @@ def _short(x: float) -> str: return f'{x:,.0f}' if 100 <= abs(x) < 1e7 else f'{x
 
 
 def _norm(model: nn.Module) -> float | torch.Tensor:
-    "The norm of this process's trainable weights, on their device; of NaN or inf where a weight is."
+    """The norm of this process's trainable weights, on their device; of NaN or inf where a weight is.
+
+    A wrapper subclass, such as a quantized weight, is left out: it need not have an operator for its norm.
+    """
     weights = [_local(p) for p in model.parameters() if p.requires_grad]
-    in_place = [n for n in map(host_norm, weights) if n is not None]
-    if len(in_place) == len(weights): return math.hypot(*in_place)
-    norms = [torch.linalg.vector_norm(_in_fp32(w.detach()), dtype=torch.float32) for w in weights]
-    return torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
+    dense = [_in_fp32(w.detach()) for w in weights if not _is_wrapper(w)]
+    norms = [torch.linalg.vector_norm(w, dtype=torch.float32) for w in dense]
+    return torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms])) if norms else math.nan
+
+
+def _is_wrapper(w: torch.Tensor) -> bool: return type(w).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
 def _in_fp32(w: torch.Tensor) -> torch.Tensor:

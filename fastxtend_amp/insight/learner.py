@@ -43,7 +43,8 @@ def compare_precision(self: Learner,
     What takes part: the precision callback's arguments, of fastai's callbacks those that shape a training step (mixup
     and cutmix, gradient accumulation and clipping, RNN and batch-norm callbacks, channels last), of others copies of
     those with an event from `before_batch` to `after_step`. Recorder, progress bars, schedulers, and what saves or
-    stops do not; nor do metrics, validation and `after_epoch`.
+    stops do not; nor do metrics, validation and `after_epoch`. What callbacks `save`, `export` or log through a copy
+    goes to a temporary folder and is removed, whatever path they give; files that they open themselves are theirs.
 
     With several processes each compares by itself, without communication: a model in DistributedDataParallel runs
     unwrapped, SyncBatchNorm with this process's statistics. A loss function that communicates must be called by all.

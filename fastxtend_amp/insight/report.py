@@ -11,6 +11,7 @@ import torch
 from fastai.learner import Learner
 from torch import nn
 
+from ..callback import precision_callback
 from ..checks import check_count, check_seconds
 from ..convert import HALF
 from ..fp32_modules import Fp32Forward, unwrapped
@@ -229,7 +230,7 @@ def _dtypes(dtypes): return '+'.join(sorted(str(d).removeprefix('torch.') for d 
 
 def current_scale(learn: Learner) -> float:
     "The learner's loss scale; the default first one where it has none."
-    cb = learn.precision
+    cb = precision_callback(learn)
     state = cb.scaling.state_dict() if cb is not None else {}
     return float(state.get('scale') or INIT_SCALE)
 

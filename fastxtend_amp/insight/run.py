@@ -13,13 +13,13 @@ from fastai.torch_core import is_listy
 from fastcore.basics import noop
 from torch import nn
 
-from ..compat import is_uninitialized, no_reentrant_checkpoints
+from ..compat import in_fit, is_uninitialized, no_reentrant_checkpoints
 from ..convert import HALF, to_fp32
 from ..devices.sharded import is_sharded
 from ..mode import AMPMode
 from .statistics import all_finite, tensors
 
-__all__ = ['Task', 'after_pred', 'check_model', 'local_statistics', 'plain_pass', 'scalar']
+__all__ = ['Task', 'after_pred', 'check_model', 'local_statistics', 'plain_pass', 'refuse_in_fit', 'scalar']
 
 LOWEST_SCALE = 2.**-12  # at which a backward pass is tried; below 1 it makes gradients smaller
 
@@ -42,6 +42,15 @@ def check_model(
     if name is not None:
         raise ValueError(f"{method} cannot work on a model with lazy modules: '{name}' is not built yet.\n"
                          "Run the model once before, as in `learn.model(*learn.dls.one_batch()[:1])`.")
+
+
+def refuse_in_fit(
+    learn: Learner, # The learner
+    call: str, # The call that is refused
+) -> None:
+    "Raise a `RuntimeError` inside a fit of `learn`."
+    if in_fit(learn):
+        raise RuntimeError(f"{call} cannot run inside a fit of its learner. Call it before or after.")
 
 
 class plain_pass:

@@ -1,8 +1,10 @@
 "A copy of a learner to train on: model, optimizer and the callbacks that shape a training step."
 from __future__ import annotations
 
-import copy, threading
-from collections.abc import Iterable, Iterator
+import copy, tempfile, threading
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -45,11 +47,13 @@ def runs_in_steps(cb: Callback) -> bool:
 def trial_learner(
     learn: Learner, # The learner; nothing in it changes
     cbs: Iterable[Callback], # Those of its callbacks that take part; its precision callback does in any case
+    folder: str, # A temporary one: the copy gets one inside, for the files that callbacks write through the learner
 ) -> Learner: # Another learner of the same class, on the same data, with a model and an optimizer of its own
     """Copy `learn` so that training the copy leaves no trace: not in it, its callbacks, its loggers or its recorder.
 
     The model is taken out of `DistributedDataParallel`, so the copy does not communicate with other processes. Data is
-    shared. What cannot be copied, such as a lock, a file or a thread that a callback holds, is shared, too.
+    shared. What cannot be copied, such as a lock, a file or a thread that a callback holds, is shared, too. `save`,
+    `load` and `export` of the copy take files by their names alone, in its temporary folder.
     """
     memo = _shared(learn)
     trial = object.__new__(type(learn))
@@ -73,7 +77,15 @@ def trial_learner(
         method = vars(learn)[name]
         if not (_overrides_method(learn, name) and isinstance(method, MethodType)): continue
         trial.__dict__[name] = copy.deepcopy(method, memo)
+    trial.path, trial.model_dir = Path(tempfile.mkdtemp(dir=folder)), 'models'
+    for name in ('save', 'load', 'export'): trial.__dict__[name] = partial(_with_names_alone, getattr(trial, name))
     return trial
+
+
+def _with_names_alone(method: Callable, *args: Any, **kwargs: Any) -> Any:
+    "Call `method` with the name of each file alone: an absolute path, or `..`, leads out of a learner's folder."
+    def name(value): return Path(value).name if isinstance(value, (str, Path)) else value
+    return method(*map(name, args), **{k: name(v) for k, v in kwargs.items()})
 
 
 def _overrides_method(learn, name): return callable(getattr(type(learn), name, None))

@@ -45,9 +45,10 @@ class _Fit:
 class OverflowWatch(PrecisionObserver):
     """Notices, for one callback, that training goes wrong, and says once a fit where.
 
-    While all goes well it costs no operator and no GPU synchronization in a step: in main memory the loss and the
-    device's flag are read in place; on an accelerator the loss that fastai's Recorder has fetched anyway, and the flags
-    of many steps when they have come. The sizes of the weights are taken once, before the first training batch.
+    While all goes well it costs no GPU synchronization in a step: in main memory the loss and the device's flag are
+    read, where nothing has to be waited for; on an accelerator the loss that fastai's Recorder has fetched anyway, and
+    the flags of many steps when they have come. The sizes of the weights are taken once, before the first training
+    batch.
 
     With `on_overflow='raise'` and several processes they raise together, at the same batch: that takes one all-reduce
     of a single number for each training batch, which on an accelerator the host waits for.

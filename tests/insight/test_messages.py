@@ -136,6 +136,8 @@ CASES = {
                          'on this learner already', 'would run twice', 'Leave it out'),
     'a precision for use_amp': (lambda: net().to_channelslast('bf16'), TypeError, "to_channelslast('bf16')", 'use_amp',
                                 "amp_mode='bf16'"),
+    'a precision without use_amp': (lambda: net().to_channelslast(False, 'bf16'), VE, 'to_channelslast(use_amp=False)',
+                                    "'bf16', which sets a precision", "amp_mode='bf16'"),
     'no scale to find': (lambda: net().to_fp16(init_scale='auto', enabled=False), VE, "init_scale='auto'", 'enabled=False',
                          'Leave one of them out'),
     'model that does not run': (lambda: learner(nn.Linear(5, 1)).precision_report(), VE, 'does not run on its first batch',

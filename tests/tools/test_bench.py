@@ -39,7 +39,7 @@ def report(tmp_path_factory):
     "One tiny run through the command, in a process where no peer can be imported: its report, figures and chart."
     folder = tmp_path_factory.mktemp('bench')
     command = [sys.executable, '-W', 'ignore', '-c', CODE, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout, json.loads((folder / 'b.json').read_text()), folder / 'b.png'
 
