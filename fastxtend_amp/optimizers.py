@@ -77,9 +77,10 @@ def place_state(
     for p, state in getattr(inner, 'state', {}).items():
         if not isinstance(p, torch.Tensor): continue
         def elsewhere(t): return isinstance(t, torch.Tensor) and t.device != p.device and (t.dim() or not p.dim())
-        if not any(elsewhere(t) for key, value in state.items() if key != 'step' for t in tree_leaves(value)): continue
-        for key, value in state.items():
-            host = key == 'step' and p in on_host and not syncfree_state(inner, state)
+        syncfree = syncfree_state(inner, state)                  # torch loads a step count to where the file was read
+        moved = any(elsewhere(t) for key, value in state.items() if key != 'step' for t in tree_leaves(value))
+        for key, value in state.items() if moved or syncfree else ():
+            host = key == 'step' and p in on_host and not syncfree
             state[key] = map_tensors(partial(torch.Tensor.to, device='cpu' if host else p.device), value)
     if isinstance(opt, Lookahead) and opt.slow_weights is not None:
         pairs = zip(opt.slow_weights, opt.param_lists)

@@ -219,7 +219,7 @@ SECTIONS = {
 def main(path):
     torch.set_num_threads(1)
     warnings.simplefilter('ignore')
-    dist.init_process_group('gloo', timeout=datetime.timedelta(seconds=60))
+    dist.init_process_group('gloo', timeout=datetime.timedelta(seconds=300))
     # fastai sends the indices through CUDA, for the sake of nccl.
     def broadcast(self, t, rank): t = torch.tensor(t); dist.broadcast(t, rank); return t.tolist()
     DistributedDL._broadcast = broadcast

@@ -14,7 +14,7 @@ needs_accelerate_on_cpu = pytest.mark.skipif(importlib.util.find_spec('torch_xla
 pytestmark = needs_accelerate_on_cpu
 
 
-def launch(path, seconds=300):
+def launch(path, seconds=900):
     "The results of both ranks. A rank that fails would leave the other waiting, so the first failure ends both."
     with socket.socket() as s:
         s.bind(('127.0.0.1', 0))
