@@ -1,6 +1,12 @@
 "Report, comparison and diagnosis: which precision a model survives, where training goes wrong, and what pays off."
+from .. import learner as _core
+from ..observer import ON_MEASURE
+from .choice import measure_and_choose
 from .comparison import PrecisionComparison
 from .report import PrecisionReport
-from . import choice as _choice, learner as _learner, watch as _watch
+from . import learner as _learner, watch as _watch
 
 __all__ = ['PrecisionComparison', 'PrecisionReport']
+
+_core.measure = measure_and_choose                               # for `to_amp(measure=True)`
+ON_MEASURE.append(measure_and_choose)

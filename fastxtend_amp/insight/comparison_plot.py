@@ -17,65 +17,59 @@ _STYLES = ('-', '--', ':', '-.', (0, (1, 3)), (0, (5, 1)))
 
 
 def plot_comparison(
-    comparison: Any, # A `PrecisionComparison`
-    axs: Any = None, # Three matplotlib axes to draw on; new ones if None
-): # The three matplotlib axes
+    table: pd.DataFrame, # As `PrecisionComparison.table`
+    losses: dict[str, list[float]], # By row
+    seed_losses: list[list[float]],
+    recommended: str,
+    axs: Any = None, # As many matplotlib axes as it draws on; new ones if None
+): # Those axes
     "See `PrecisionComparison.plot`."
     import matplotlib.pyplot as plt
+    drawn = {n: table['measure'][n] for n in table.index if losses[n]}
+    measures = list(dict.fromkeys(drawn.values()))               # fp32, and fp32 on fewer samples
     if axs is None:                                              # as wide as a page: the words stay legible
         figure = plt.figure(figsize=(9, 6), layout='constrained')
-        axs = list(figure.subplot_mosaic([['curves', 'curves'], ['speeds', 'times']]).values())
-    curves, speeds, times = axs
-    _draw_curves(curves, comparison)
-    _draw_speeds(speeds, comparison)
-    _draw_times(times, comparison)
+        top = ['fp32', measures[-1]]
+        axs = list(figure.subplot_mosaic([top, ['speeds', 'times']]).values())
+    *curves, speeds, times = axs
+    for ax, measure in zip(curves, measures):
+        _draw_curves(ax, {n: losses[n] for n in drawn if drawn[n] == measure}, seed_losses if measure == 'fp32' else [])
+    _draw_speeds(speeds, table.iloc[::-1], recommended)
+    _draw_times(times, table[table['forward'].notna()].iloc[::-1])
     for ax in axs: ax.spines[['top', 'right']].set_visible(False)
     return axs
 
 
-def _color(name): return PRECISION_COLORS[name if name in PRECISION_COLORS else 'half weights']
+def _color(name: str) -> str:
+    name = name.partition(',')[0]
+    return PRECISION_COLORS[name if name in PRECISION_COLORS else 'half weights']
 
 
 def _smooth(values): return np.where(np.isfinite(values), pd.Series(values, dtype=float).ewm(alpha=.2).mean(), np.nan)
 
 
-def _draw_curves(ax, comparison):
-    losses = {n: l for n, l in comparison.losses.items() if l}
-    n_steps = len(losses['fp32'])
-    if comparison.seed_losses:
-        seeds = np.array([_smooth(l) for l in [losses['fp32'], *comparison.seed_losses]])
-        ax.fill_between(range(1, n_steps + 1), seeds.min(0), seeds.max(0), color='#d8dee9', lw=0,
+def _draw_curves(ax, losses, seed_losses):
+    base = next(iter(losses.values()))
+    if seed_losses:
+        seeds = np.array([_smooth(l) for l in [base, *seed_losses]])
+        ax.fill_between(range(1, len(base) + 1), seeds.min(0), seeds.max(0), color='#d8dee9', lw=0,
                         label=f'fp32, range of {len(seeds)} seeds')
     for (name, values), style in zip(losses.items(), _STYLES):
         finite, drawn = np.isfinite(values), _smooth(values)
-        short = len(values) < n_steps
-        label = _label(name, comparison)
-        if not finite.all(): label += f' (not finite from step {finite.argmin() + 1})'
-        elif short: label += ' (cut short)'
-        dot = 'o' if len(values) == n_steps == 1 else None
-        ax.plot(range(1, len(drawn) + 1), drawn, linestyle=style, color=_color(name), lw=2, label=label, marker=dot)
-        if short and finite.all(): ax.plot(len(drawn), drawn[-1], '|', color=_color(name), ms=14, mew=2)
+        if not finite.all(): label = f'{name} (not finite from step {finite.argmin() + 1})'
+        else: label = f'{name} (cut short)' if len(values) < len(base) else name
+        marker = 'o' if len(values) == 1 else None
+        ax.plot(range(1, len(drawn) + 1), drawn, linestyle=style, color=_color(name), lw=2, label=label, marker=marker)
     ax.set(title='Training loss (smoothed)', xlabel='step', ylabel='loss')
     ax.xaxis.get_major_locator().set_params(integer=True)
     ax.legend(loc='upper center', bbox_to_anchor=(.5, -.16), ncols=2, frameon=False, fontsize=8)
 
 
-def _label(name, comparison):
-    few = comparison.samples.get(name)
-    return f'{name} (on {few} samples a step)' if few else name
+def _names(table): # With what makes them slow
+    return [f'{n}\n(emulated)' if s == 'emulated' else n for n, s in table['support'].items()]
 
 
-def _names(comparison, table):
-    "Labels of the rows, with what makes them slow."
-    def label(name):
-        if table['support'][name] != 'emulated': return name
-        few = comparison.samples.get(name)
-        return f'{name}\n(emulated, {few} samples)' if few else f'{name}\n(emulated)'
-    return [label(n) for n in table.index]
-
-
-def _draw_speeds(ax, comparison):
-    table = comparison.table.iloc[::-1]
+def _draw_speeds(ax, table, recommended):
     at, widest = range(len(table)), max(1., table['speed-up q3'].max())
     ax.barh(at, table['speed-up'].fillna(0), color=[_color(n) for n in table.index], height=.6)
     for i, (_, row) in enumerate(table.iterrows()):
@@ -87,29 +81,27 @@ def _draw_speeds(ax, comparison):
         if low + high > 0: ax.errorbar(row['speed-up'], i, xerr=[[low], [high]], color='black', capsize=3, lw=1)
         ax.text(row['speed-up q3'] + .04 * widest, i, f"{row['speed-up']:.2f}x", va='center', backgroundcolor='white')
     ax.axvline(1, color='black', lw=.8, ls=':', zorder=0)
-    ax.set_yticks(at, _names(comparison, table))
-    ax.set(title=f'Speed; recommended: {comparison.recommended}', xlabel='samples per second, fp32 = 1')
+    ax.set_yticks(at, _names(table))
+    ax.set(title=f'Speed; recommended: {recommended}', xlabel='samples per second, fp32 on the same samples = 1')
     ax.set_xlim(0, widest * 1.4)
 
 
-def _draw_times(ax, comparison):
-    "Milliseconds of a step, stacked; a part of 8 % or more carries its share."
+def _draw_times(ax, table):
+    "Draw the milliseconds of a step, stacked; a part of 8 % or more carries its share."
     ax.set(title='Where the time of a step goes', xlabel='milliseconds per step')
-    table = comparison.table[comparison.table['forward'].notna()].iloc[::-1]
     if not len(table):
         ax.text(.5, .5, 'not measured on this device,\nor in so few steps', ha='center', va='center', color='#555',
                 transform=ax.transAxes)
         ax.set(xticks=[], yticks=[])
         return
-    left = np.zeros(len(table))
-    total = table[['data', *PHASES, 'rest']].sum(axis=1).to_numpy() * 1000
-    for phase in ('data', *PHASES, 'rest'):
-        values = table[phase].to_numpy() * 1000
+    times = table[['data', *PHASES, 'rest']] * 1000
+    total, left = times.sum(axis=1), np.zeros(len(table))
+    for phase, values in times.items():
         ax.barh(range(len(table)), values, left=left, color=_PHASE_COLORS[phase], height=.6, label=phase)
         for i, (v, l, t) in enumerate(zip(values, left, total)):
             if v > .08 * total.max(): ax.text(l + v / 2, i, f'{v / t:.0%}', ha='center', va='center', fontsize=8)
-        left = left + values
-    ax.set_yticks(range(len(table)), _names(comparison, table))
+        left = left + values.to_numpy()
+    ax.set_yticks(range(len(table)), _names(table))
     ax.set_xlim(0, total.max() * 1.02)
     ax.legend(frameon=False, fontsize=8, ncols=5, loc='upper right', bbox_to_anchor=(1., -.2), handlelength=1,
               columnspacing=.8, handletextpad=.3)
