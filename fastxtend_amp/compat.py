@@ -538,3 +538,44 @@ def replace_replicate(
     if replicate is not None: parallel.__dict__['replicate'] = replicate
     else: parallel.__dict__.pop('replicate', None)
 
+
+
+def operator(func: Any) -> Traits:
+    """Return the traits of one of PyTorch's operators, as `TorchDispatchMode` gets it.
+
+    Relies on `OpOverload._schema` and `.tags` (PyTorch 1.13).
+    """
+    return _traits(func)
+
+
+class Traits(NamedTuple):
+    "What is known of one of PyTorch's operators."
+    name: str # Without namespace: 'addmm'
+    draws: bool # It draws random numbers
+    is_view: bool # It gives another view of the same memory
+    writes: bool # It writes into an argument
+
+
+@cache
+def _traits(func: Any) -> Traits:
+    returned = [r.alias_info for r in func._schema.returns]
+    return Traits(func._schema.name.rpartition('::')[2], torch.Tag.nondeterministic_seeded in func.tags,
+                  any(a is not None and not a.is_write for a in returned), func._schema.is_mutable)
+
+
+def next_node() -> int:
+    """Return the number of the next node that this thread adds to the autograd graph.
+
+    Relies on `torch._C._autograd._get_sequence_nr` (PyTorch 2.0). Without it: `AttributeError` in the first trace.
+    """
+    return torch._C._autograd._get_sequence_nr()
+
+
+def running_node() -> int | None:
+    """Return the number of the autograd node whose backward pass this thread runs; None outside of any.
+
+    Relies on `torch._C._current_autograd_node` (2.0) and a node's `_sequence_nr` (1.13). Without them:
+    `AttributeError` in the first trace.
+    """
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
