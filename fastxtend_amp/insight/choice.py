@@ -94,7 +94,8 @@ def _with_modules_kept(learn, choices, max_seconds) -> tuple[list[PrecisionChoic
 def _of_rank_0(choice: PrecisionChoice, learn: Learner) -> PrecisionChoice:
     "Return rank 0's choice, in every process."
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1): return choice
-    device, told = training_device(learn), [(choice.mode and choice.mode.value, choice.half_weights, choice.fp32_modules)]
+    device = training_device(learn)
+    told: list[Any] = [(choice.mode and choice.mode.value, choice.half_weights, choice.fp32_modules)]
     dist.broadcast_object_list(told, src=0, device=None if device.type == 'cpu' else device)
     mode, half_weights, fp32_modules = told[0]
     return PrecisionChoice(AMPMode(mode) if mode else None, half_weights, fp32_modules)

@@ -1,14 +1,17 @@
-"Which precision a comparison recommends, and how sure that is."
+"Which precision a comparison recommends, how sure that is, and what else holds a training step back."
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
 
-__all__ = ['Tolerance', 'recommend']
+__all__ = ['Tolerance', 'fused_name', 'recommend', 'remarks_on']
 
+_FAULTS = 1000          # page faults a step above which the memory allocator holds training back
 _WORTH = 1.05           # speed-up below which a mode does not pay
 _TURNS = 4              # the first warms up, and three are needed for a range
 # One-sided 95 % prediction interval of one more training, by the number of trainings: t * sqrt(1 + 1 / n).
@@ -114,3 +117,47 @@ def _hint(table: pd.DataFrame, verdicts: dict[str, list[str]]) -> str:
         most = max(close, key=lambda n: _saved(table, n))
         hint += f' {most} would take {_saved(table, most):.0%} less memory at about the same speed.'
     return hint
+
+
+def remarks_on(
+    row: pd.Series, # Of `PrecisionComparison.table`
+    fused: str | None, # What `fused_name` says of the learner's optimizer
+    device: torch.device,
+) -> list[str]: # Sentences
+    "Return what takes most of a step, which limits what any precision can gain (Amdahl's law), and what would help."
+    found = []
+    phases = {'the forward pass': row['forward'], 'the backward pass': row['backward'],
+              'the optimizer': row['optimizer'], 'what is left (Python, callbacks)': row['rest']}
+    step = sum(phases.values())
+    if step > 0:                                                 # else not measured
+        longest, share = max(phases, key=lambda k: phases[k]), row['optimizer'] / step
+        found.append(f'{longest[0].upper()}{longest[1:]} takes {phases[longest] / step:.0%} of the {row.name} step.')
+        if share > 1 / 3 and fused:
+            if longest != 'the optimizer': found.append(f'The optimizer takes {share:.0%} of the {row.name} step.')
+            found.append(f'A fused optimizer takes less: `opt_func=fused(torch.optim.{fused})` (fastxtend_amp.fused).')
+        if (data := row['data'] / (row['data'] + step)) > .2:
+            found.append(f"The data take {data:.0%} of the time of a {row.name} step: the dataloader gives "
+                         f"{row['samples'] / row['data']:,.0f} samples/s, in any precision. `num_workers` or "
+                         '`pin_memory=True` may help.')
+    if row['page faults'] > _FAULTS:
+        found.append(f"A step asks the system for memory {row['page faults']:,.0f} times (page faults), which takes "
+                     'time in every precision: call `fastxtend_amp.keep_freed_memory()` first, and compare again.')
+    if device.type == 'cuda':
+        on = torch.backends.cuda.matmul.allow_tf32
+        faster = '.' if on else ': `torch.set_float32_matmul_precision("high")` would make fp32 faster, too.'
+        found.append(f"TF32 was {'on' if on else 'off'} for fp32's matrix multiplications{faster}")
+    return found
+
+
+def fused_name(
+    opt: Any, # fastai's `Optimizer` or `OptimWrapper`
+) -> str | None:
+    "Return the optimizer of torch.optim with a fused kernel that does what `opt` does; None if it is one, or none is."
+    inner = getattr(opt, 'opt', opt)
+    if isinstance(inner, torch.optim.Optimizer):
+        known = type(inner) in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+        is_fused = any(g.get('fused') for g in inner.param_groups)
+        return type(inner).__name__ if known and not is_fused else None
+    steps = {getattr(cb, '__name__', '') for cb in getattr(opt, 'cbs', ())}
+    if 'adam_step' in steps: return 'AdamW'
+    return 'SGD' if steps & {'momentum_step', 'sgd_step'} else None
