@@ -8,39 +8,14 @@ import torch
 from torch import nn
 
 from ..compat import host_norm
+from .diagnosis import Growth
 
-__all__ = ['Growth', 'Sizes']
+__all__ = ['Sizes']
 
 # Times the norm of the weights and the loss at the start, from which on a run counts as diverging.
 _FAR = 100.         # one of them alone
 _BOTH = 10.
 _MOVED = 1.01       # below this the weights hardly grew
-
-
-@dataclass
-class Growth:
-    "How weights and loss have changed since the start of the fit; nan for what is not known."
-    weights: float  # times their norm at the start
-    first_loss: float
-    last_loss: float # the last one that was finite
-
-    @property
-    def diverges(self) -> bool:
-        """Have the loss or the weights grown a hundredfold, or both of them tenfold?
-
-        A loss that grew while the weights hardly changed was small at the start by chance.
-        """
-        loss = abs(self.last_loss) / abs(self.first_loss) if self.first_loss else math.nan
-        by_chance = self.weights < _MOVED
-        return self.weights > _FAR or (loss > _FAR and not by_chance) or (self.weights > _BOTH and loss > _BOTH)
-
-    def __str__(self) -> str:
-        parts = []
-        if self.weights > 1.5:
-            parts.append(f'the weights are {_short(self.weights)} times as large as at the start of the fit')
-        if abs(self.last_loss) > abs(self.first_loss):
-            parts.append(f'the loss went from {_short(self.first_loss)} to {_short(self.last_loss)}')
-        return ' and '.join(parts)
 
 
 class Sizes:

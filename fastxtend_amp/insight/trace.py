@@ -8,7 +8,7 @@ its outputs, or in what it passes to a module inside.
 """
 from __future__ import annotations
 
-import sys, traceback
+import sys, traceback, warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -70,7 +70,7 @@ class _Frame:
     "One call of a module under way, and the fp32 twins of tensors that its operators have made."
     def __init__(self, seen: Seen, module: Any = None, inputs: Sequence[torch.Tensor] = (), n_failed: int = 0):
         self.seen, self.module, self.n_failed = seen, module, n_failed
-        self.begins_finite = not any(map(ends, inputs))
+        self.begins_finite = all(map(_finite, inputs))
         self.twins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}    # by address: a tensor there, the fp32 memory
 
     def twin(self, t: torch.Tensor) -> torch.Tensor | None:
@@ -271,7 +271,7 @@ class Trace(TorchDispatchMode):
         seen.computes |= op.name not in _MOVES
         self._n += 1
         low = self.mode is not None and (is_cast or any(t.dtype in HALF or frame.twin(t) is not None for t in inputs))
-        began_finite = not op.writes or not any(map(ends, inputs))
+        began_finite = not op.writes or all(map(_finite, inputs))
         wide = self._widely(func, op, args, kwargs, frame) if low else None
         out = func(*args, **kwargs)
         if self.mode is None: self._count(func, args, kwargs, out)
@@ -284,7 +284,7 @@ class Trace(TorchDispatchMode):
                 seen.largest = max(seen.largest, largest)
                 if o.dtype in HALF: seen.half = max(seen.half, largest)
             if w is not None and not op.writes: frame.keep(o, w)
-            if not bool(o.isfinite().all()): self._not_finite(seen, o, w, began_finite and not any(map(ends, inputs)))
+            if not bool(o.isfinite().all()): self._not_finite(seen, o, w, began_finite and all(map(_finite, inputs)))
         return out
 
     def _widely(self, func, op, args, kwargs, frame):
@@ -301,8 +301,9 @@ class Trace(TorchDispatchMode):
     def _not_finite(self, seen, out, wide, began_finite):
         lost = ~out.isfinite() & wide.isfinite() if wide is not None else None
         if lost is not None and bool(lost.any()):
-            if bool((out[lost] == -torch.inf).all()): seen.masked = seen.masked or self._n
-            else: self._fail(seen)
+            if not bool((out[lost] == -torch.inf).all()): return self._fail(seen)
+            self._n_failed += 1
+            seen.masked = seen.masked or self._n
         elif began_finite and ends(out): self._fail(seen)
 
     def _fail(self, seen):
@@ -365,7 +366,8 @@ def trace(
 ) -> Trace:
     "Run batches forward and backward in a copy of `learn`, in its own loop with its callbacks; no step is taken."
     found = Trace(mode, reference, tick)
-    with copied_learner(learn) as copy, _as_written():
+    with copied_learner(learn) as copy, _as_written(), warnings.catch_warnings():
+        warnings.simplefilter('ignore')                          # what a fit would say, such as that the mode is emulated
         if mode is not None: _set_precision(copy, mode, keep, scale)
         copy.add_cbs([_Marks(found), _Stop(found)])
         if random_state is not None: set_random_state(random_state)
@@ -376,7 +378,7 @@ def trace(
                 batch = map_tensors(torch.clone, batch)          # the model may write into it
                 try: _run_again(copy, *batch) if in_fit else copy.one_batch(i, batch)
                 except torch.OutOfMemoryError: raise
-                except Exception as e:
+                except (RuntimeError, TypeError, ValueError) as e:
                     if mode is None: raise
                     found.error, found.failed_in = first_line(e).partition('. ')[0], _innermost(e, copy.model)
                     return found

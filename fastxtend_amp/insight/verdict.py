@@ -11,7 +11,7 @@ from torch import nn
 
 from ..convert import HALF
 from ..fp32_modules import ROOT, qualified_names
-from ..mode import AMPMode
+from ..mode import AMPMode, refused_layer
 from .trace import LOSS, Seen, Trace
 
 __all__ = ['IMPRECISE', 'Case', 'Judgement', 'Verdict', 'judge', 'lost_weights', 'named', 'some']
@@ -30,6 +30,7 @@ IMPRECISE = .1        # error of a module's own arithmetic that is trouble
 LOST = .01            # share of a gradient's absolute sum that may underflow before a loss scale counts as too low
 CLOSE = 4.            # headroom below which a module is close to overflow
 LOWEST_SCALE = 2.**-12
+MARGIN = 16.          # by which a loss scale that is advised is below the highest: later gradients may be larger
 ROUNDS = 12           # traces in which modules are added or the loss scale is lowered
 TRIES = 8             # modules that are tried one by one, where none is known to be at fault
 _NO_KERNEL = 'not implemented', 'not support', 'unsupported', 'primitive', 'no kernel'
@@ -110,24 +111,31 @@ class _Judge:
     def _runnable(self) -> tuple[Trace, str]:
         "Keep the modules that do not run, such as an LSTM on some CPUs; the trace, and why they do not."
         modules, refusal, self._lacks_a_kernel = dict(qualified_names(self.case.model)), '', False
+        for name, m in modules.items():                          # a fit would refuse to begin
+            kind = next((k for k in (nn.LSTM, nn.GRU, nn.RNN) if isinstance(m, k)), None)
+            if self.case.device.type != 'cpu' or kind is None or not (why := refused_layer(kind, self.mode)): continue
+            refusal = refusal or self._refusal(name, kind, why)
+            self._keep_refused([name], refusal)
         while True:
             low = self.case.run(self.keep, self.scale)
             if not low.error: return low, refusal
             kind = type(modules[low.failed_in]) if low.failed_in else None
-            refusal = refusal or self._refusal(low, kind)
+            refusal = refusal or self._refusal(low.failed_in, kind, low.error)
             more = [n for n, m in modules.items() if type(m) is kind and not self._is_kept(n)]
             if not more or low.failed_in == ROOT: return low, refusal
-            self.reasons |= dict.fromkeys(more, refusal)
-            self.keep = outermost([*self.keep, *more])
+            self._keep_refused(more, refusal)
 
-    def _refusal(self, low, kind) -> str:
-        mode, error = self.mode.value, low.error
-        where = f"'{low.failed_in}' ({kind.__name__})" if kind and low.failed_in != ROOT else ''
+    def _keep_refused(self, names, refusal):
+        self.reasons |= dict.fromkeys(names, refusal)
+        self.keep = outermost([*self.keep, *names])
+
+    def _refusal(self, name, kind, error) -> str:
+        mode, where = self.mode.value, f"'{name}' ({kind.__name__})" if kind and name != ROOT else ''
         self._lacks_a_kernel = any(words in error.lower() for words in _NO_KERNEL)
         if self._lacks_a_kernel:
             device = self.case.device.type.upper()
             return f"{mode} does not run on this {device}{' for ' * bool(where)}{where}: PyTorch says: {error}"
-        where = where or (named(ROOT) if low.failed_in else named(LOSS))
+        where = where or named(name or LOSS)
         return (f'the code of {where} does not run in {mode}: {error}. It has to be in fp32, or written for half '
                 f'precision: constants within {self.limit:,.5g}, such as `torch.finfo(x.dtype).min`, and tensors of '
                 'one dtype')
@@ -182,7 +190,7 @@ class _Judge:
     def _is_kept(self, name): return any(name == k or _inside(name, k) for k in self.keep)
     def _can_be_kept(self, name): return name not in (ROOT, LOSS) and not self._is_kept(name)
 
-    def _tried(self, low: Trace, name: str | None = None) -> list[str]:
+    def _tried(self, low: Trace, name: str | None = None, backward: bool = False) -> list[str]:
         """Return modules that help when they are in fp32, where the one that shows the trouble cannot be kept.
 
         That is the model's own forward or the loss function, which compute in fp32 what comes to them in fp32, or a
@@ -196,8 +204,8 @@ class _Judge:
             trace = self.case.run(outermost([*self.keep, *names]), self.scale)
             if trace.error or not _computes_in_half(trace): continue
             found = self._concerned(trace)
-            if not trace.loss_is_finite or name in found: continue
-            if name: self.reasons[name] += f', and not with {some([*map(named, names)])} in fp32, which come before'
+            if not trace.loss_is_finite or name in found or (backward and not trace.grads_are_finite): continue
+            if name in self.reasons: self.reasons[name] += f', and not with {some([*map(named, names)])} in fp32, which come before'
             return names
         return []
 
@@ -209,9 +217,10 @@ class _Judge:
             self.scale = self.highest = lower
             return []
         new = [n for n in low.backward_failures() if self._can_be_kept(n)]
-        self.reasons |= {n: f'gradients in the backward pass of {named(n)} are not finite in {self.mode.value}' for n in new}
-        self.scale, self.highest = self.case.scale, math.inf
-        return new
+        self.reasons |= {n: f'gradients in the backward pass of {named(n)} are not finite in {self.mode.value}'
+                         for n in new or low.backward_failures()}
+        self.scale, self.highest = min(self.case.scale, most), math.inf
+        return new or self._tried(low, backward=True)
 
     def _no_scale_fits(self, low):
         least, most = scales_that_fit(self.mode, low, self.case.fp32)
@@ -245,7 +254,8 @@ class _Judge:
         least, most = scales_that_fit(self.mode, low, self.case.fp32)
         most = min(most, self.highest)
         scaled = (least, most) if self.mode.needs_loss_scaling else None
-        changes = {'init_scale': int(most) if most >= 1 else most} if scaled and most < self.case.scale else {}
+        start = max(least, most / MARGIN)
+        changes = {'init_scale': int(start) if start >= 1 else start} if scaled and most < self.case.scale else {}
         reasons = [*self.reasons.values()] or [self._errors(low)]
         verdict: Judgement = 'safe with loss scaling' if scaled and least > 1 else 'safe so far'
         if self.reasons: verdict = 'safe, but close' if self.close >= self.reasons.keys() else 'keep modules in fp32'

@@ -13,15 +13,10 @@ from ..compat import host_value
 from ..devices.xla import run_graph
 from ..observer import OBSERVERS, PrecisionObserver
 from ..scaling import GradStage, StaticGradScaler
-from .diagnosis import Alarm, diagnose
+from .diagnosis import Alarm, diagnose, several_processes
 from .growth import Sizes
 
 __all__ = ['OverflowWatch']
-
-
-def several_processes() -> bool:
-    "Does this process train together with others?"
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _recorded(learn) -> list:
@@ -129,7 +124,7 @@ class OverflowWatch(PrecisionObserver):
         alarm = Alarm(what, cb.fit_mode, cb.scaling.scaler.get_scale(), step, fit.random_state if same else None)
         try:
             if fit.sizes: alarm.growth = fit.sizes.growth(cb.learn.model, fit.last_loss)
-            with cb.diagnosing(): message = diagnose(cb.learn, alarm).message(alarm)
+            with cb.diagnosing(): message = diagnose(cb.learn, alarm)
         except Exception as e:
             message = (f'{alarm.happened}\nLooking for the cause failed ({type(e).__name__}: {first_line(e)}).\n'
                        'Try `learn.precision_report()`.')
