@@ -57,7 +57,7 @@ class _Comparison:
 
     def run(self, choices: list[PrecisionChoice]) -> PrecisionComparison:
         self.batches = Batches(self.learn, self.n_steps, self.device, self.start + self.max_seconds / 4)
-        self.runs, self.seeds = self._planned(choices), []
+        self.runs, self.seeds = self._planned(choices), list[Run]()
         self.progress.expect(self.n_steps * (sum(r.can_go_on for r in self.runs) + self.n_seeds))
         for group in self._groups(): self._train_in_turns(group)
         while len(self.seeds) < self.n_seeds and self._train_seed(len(self.seeds) + 1): pass
@@ -119,8 +119,9 @@ class _Comparison:
             run.train(steps[0], batches, self.device, is_over)
 
     def _is_over(self, run, seconds=0.) -> bool:
-        "Return whether the time is up: a seed's is kept free, and emulated modes share two fifths of all."
-        reserve = 1.1 * self.runs[0].seconds if run in self.runs and self.n_seeds else 0.
+        "Return whether the time is up: that of one seed is kept free, and emulated modes share two fifths of all."
+        base = self.runs[0]
+        reserve = 1.2 * (base.seconds + (seconds if run is base else 0.)) if self.n_seeds else 0.
         slow = [r for r in self.runs if r.support == 'emulated']
         return self._left < reserve or (run in slow and run.seconds + seconds > .4 * self.max_seconds / len(slow))
 
@@ -137,9 +138,8 @@ class _Comparison:
         if self._left < base.seconds: return False
         with ExitStack() as copies:
             self._begin(run, copies, seed)
-            for i, j in enumerate(order):
-                if self._is_over(run): return False
-                run.train(i, [self.batches.get(j)], self.device, lambda _: self.progress.tick(f'fp32, seed {seed}'))
+            run.train(0, map(self.batches.get, order), self.device,
+                      lambda _: self.progress.tick(f'fp32, seed {seed}'))
             run.end()
         self.seeds.append(run)
         return True

@@ -66,13 +66,15 @@ def _draw_curves(ax, losses, seed_losses):
 
 def _draw_speeds(ax, table, recommended):
     speed, low, high = (table[f'speed-up{q}'] for q in ('', ' q1', ' q3'))
-    bars = ax.barh(_names(table), speed.fillna(0), xerr=[(speed - low).fillna(0), (high - speed).fillna(0)], capsize=3,
-                   color=[_color(n) for n in table.index], height=.6, error_kw={'lw': 1})
+    widest = max(1., high.max())
+    ax.barh(_names(table), speed.fillna(0), xerr=[(speed - low).fillna(0), (high - speed).fillna(0)], capsize=3,
+            color=[_color(n) for n in table.index], height=.6, error_kw={'lw': 1})
     why = table['support'].where(table['support'].isin(['unsupported', 'failed']), 'not measured')
-    ax.bar_label(bars, [f'{s:.2f}x' if s == s else w for s, w in zip(speed, why)], padding=4)
+    for i, (s, end, w) in enumerate(zip(speed, high.fillna(0), why)):
+        ax.text(end + .04 * widest, i, f'{s:.2f}x' if s == s else w, va='center')
     ax.axvline(1, color='black', lw=.8, ls=':', zorder=0)
     ax.set(title=f'Speed; recommended: {recommended}', xlabel='samples per second, fp32 on the same samples = 1')
-    ax.set_xlim(0, max(1., high.max()) * 1.4)
+    ax.set_xlim(0, widest * 1.4)
 
 
 def _draw_times(ax, table):

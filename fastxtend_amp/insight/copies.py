@@ -142,7 +142,7 @@ def _copy(learn: Learner, taking_part: list[Callback], optimizer: bool) -> Learn
     new.cbs += new_cbs
     _keep_flags(getattr(learn.opt, 'opt', None), getattr(new.opt, 'opt', None))
     for m in new.model.modules():                                # a copy that waits for no other process
-        if isinstance(m, nn.SyncBatchNorm): m.forward = MethodType(nn.BatchNorm1d.forward, m)
+        if isinstance(m, nn.SyncBatchNorm): vars(m)['forward'] = MethodType(nn.BatchNorm1d.forward, m)
     return new
 
 

@@ -31,7 +31,7 @@ class StepClock(Callback):
     def __call__(self, event_name: str) -> None:
         "Note the time at which a phase begins."
         if not self.on or event_name not in _BEGINS: return
-        now = self.event(enable_timing=True) if self.event else time.perf_counter()
+        now: Any = self.event(enable_timing=True) if self.event else time.perf_counter()
         if self.event: now.record()
         self.marks.append((_BEGINS[event_name], now))
 

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import math, random, re, time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -70,7 +70,8 @@ class Run:
         self.name = choice.name if samples is None or choice.mode else f'{choice.name}, {samples} samples'
         self.call, self.measure = f'learn.to_{self.name}()', self   # measure: fp32 on the same samples
         self.learn: Any = None                                   # the copy
-        self.clock: StepClock | None = None
+        self.clock: Any = None                                   # of the copy, and the name of its fused optimizer
+        self.fused: str | None = None
         self.losses, self.speeds = list[float](), list[float]()  # speeds: samples per second in each turn
         self.seconds, self.faults, self.peak, self.skipped, self.scale = 0., 0, math.nan, 0, math.nan
 
@@ -95,8 +96,8 @@ class Run:
         self.fused = fused_name(copy.opt)
         copy.add_cb(self.clock)
 
-    def train(self, first: int, batches: list[Any], device: torch.device, is_over: Callable[[float], bool]) -> None:
-        "Train on `batches`, the steps from `first` on, until `is_over` after so many seconds; bring the time to book."
+    def train(self, first: int, batches: Iterable, device: torch.device, is_over: Callable[[float], bool]) -> None:
+        "Train on `batches`, the steps from `first` on, timed, until `is_over` after so many seconds."
         copy, losses, n, cuda = self.learn, [], 0, device.type == 'cuda'
         set_random_state(self.random_state)
         wait_for(device)
