@@ -9,13 +9,9 @@ from types import MethodType
 from typing import Any
 
 import torch
-from fastai.callback.channelslast import ChannelsLast
 from fastai.callback.core import Callback, TrainEvalCallback
-from fastai.callback.mixup import MixHandler
 from fastai.callback.progress import ProgressCallback
-from fastai.callback.rnn import ModelResetter, RNNCallback, RNNRegularizer
-from fastai.callback.training import BnFreeze, GradientAccumulation, GradientClip
-from fastai.learner import CastToTensor, Learner, Recorder
+from fastai.learner import Learner, Recorder
 from fastcore.basics import noop
 from fastcore.foundation import L
 from torch import nn
@@ -29,9 +25,10 @@ from ..mode import autocast_available, training_device
 
 __all__ = ['check_learner', 'copied_learner', 'left_out', 'loader_like', 'takes_part']
 
-# Of fastai's own callbacks those that shape a training step; MixHandler is MixUp and CutMix.
-_OF_FASTAI = (TrainEvalCallback, CastToTensor, MixHandler, GradientAccumulation, GradientClip, BnFreeze, ModelResetter,
-              RNNCallback, RNNRegularizer, ChannelsLast)
+# Of fastai's own callbacks those that shape a training step, by name, as some are costly to import.
+_OF_FASTAI = set("""TrainEvalCallback CastToTensor MixHandler GradientAccumulation GradientClip BnFreeze ChannelsLast
+    ModelResetter RNNCallback RNNRegularizer GANTrainer FixedGANSwitcher AdaptiveGANSwitcher GANDiscriminativeLR
+    """.split())                                                 # MixHandler is MixUp and CutMix
 _STEP_EVENTS = ('before_batch', 'after_pred', 'after_loss', 'before_backward', 'after_backward', 'before_step',
                 'after_step')
 
@@ -39,10 +36,9 @@ _STEP_EVENTS = ('before_batch', 'after_pred', 'after_loss', 'before_backward', '
 def takes_part(cb: Callback) -> bool:
     "Return whether `cb` may change the numbers of a training step: with an event from `before_batch` to `after_step`."
     if isinstance(cb, PRECISION_CALLBACKS): return False
-    kind = type(cb)
-    if isinstance(cb, _OF_FASTAI) or kind.__module__ == 'fastai.vision.gan': return True
-    has_event = any(hasattr(kind, e) or e in vars(cb) for e in _STEP_EVENTS)
-    return has_event and not kind.__module__.startswith('fastai.')
+    if any(kind.__name__ in _OF_FASTAI for kind in type(cb).__mro__): return True
+    has_event = any(hasattr(type(cb), e) or e in vars(cb) for e in _STEP_EVENTS)
+    return has_event and not type(cb).__module__.startswith('fastai.')
 
 
 def left_out(

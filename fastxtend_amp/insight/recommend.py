@@ -108,15 +108,12 @@ def _saved(table: pd.DataFrame, mode: str) -> float: # nan where memory is not k
 
 
 def _hint(table: pd.DataFrame, verdicts: dict[str, list[str]]) -> str:
-    "Return what to know where fp32 is recommended."
-    slow = [n for n, v in verdicts.items() if table['turns'][n] >= _TURNS and v == [_too_slow(table.loc[n])]]
-    hint = ' Low precision gains on wide layers and large batches.' if any(
-        table['support'][n] == 'native' for n in slow) else ''
-    close = [n for n in slow if table['speed-up'][n] > .95 and _saved(table, n) >= .2]
-    if close:
-        most = max(close, key=lambda n: _saved(table, n))
-        hint += f' {most} would take {_saved(table, most):.0%} less memory at about the same speed.'
-    return hint
+    "Return what to know where fp32 is recommended for its speed alone."
+    slow = [n for n, v in verdicts.items() if v == [_too_slow(table.loc[n])]]
+    hint = ' Low precision gains on wide layers and large batches.' if 'native' in table['support'][slow].values else ''
+    close = {_saved(table, n): n for n in slow if table['speed-up'][n] > .95 and _saved(table, n) >= .2}
+    if not close: return hint
+    return f'{hint} {close[max(close)]} would take {max(close):.0%} less memory at about the same speed.'
 
 
 def remarks_on(

@@ -343,7 +343,6 @@ def test_one_step_of_each_is_trained_in_no_time():
     assert r.table['steps'].to_dict() == {'fp32': 1, 'bf16': 1} and r.seed_losses == []
     assert 'cut short after 1 of 16 steps' in r.table['note']['bf16']
     assert r.recommended == 'fp32' and 'too few for a range of its speed' in r.reason
-    assert 'The speed of' in said(r) or r.table['turns'].max() == 1
 
 
 def test_few_kept_batches(monkeypatch):
