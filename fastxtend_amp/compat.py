@@ -579,3 +579,12 @@ def running_node() -> int | None:
     """
     node = torch._C._current_autograd_node()
     return None if node is None else node._sequence_nr()
+
+
+def unwatched() -> AbstractContextManager:
+    """Return a context in which no `TorchDispatchMode` sees the operators that run.
+
+    Relies on `torch.utils._python_dispatch._disable_current_modes` (PyTorch 2.0). Without it: `AttributeError` in the
+    first trace.
+    """
+    return _python_dispatch._disable_current_modes()

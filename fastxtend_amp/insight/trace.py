@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..common import RandomState, first_line, set_random_state
-from ..compat import in_function_transform, next_node, operator, running_node
+from ..compat import in_function_transform, next_node, operator, running_node, unwatched
 from ..convert import HALF, half_to_float, map_tensors
 from ..fp32_modules import ROOT, qualified_names
 from ..mode import AMPMode
@@ -118,7 +118,7 @@ class Trace(TorchDispatchMode):
         self._n = self._n_failed = 0
         self._frames: list[_Frame] = []
         self._started: list[tuple[int, Seen]] = []               # the autograd nodes from this number on are its
-        self._backward = self._silent = False
+        self._backward = False
 
     def failures(self) -> list[str]:
         "The modules where finite numbers end in the forward pass, the first first."
@@ -154,7 +154,7 @@ class Trace(TorchDispatchMode):
 
     def begin_backward(self, loss: torch.Tensor) -> None:
         "The forward pass is over; `loss` is not scaled yet."
-        with self._unwatched():
+        with unwatched():
             seen = self._note(LOSS, None)
             seen.calls += 1
             seen.dtypes.add(loss.dtype)
@@ -163,7 +163,7 @@ class Trace(TorchDispatchMode):
 
     def end_backward(self, model: nn.Module) -> None:
         "Look at the gradients of the parameters."
-        with self._unwatched():
+        with unwatched():
             for name, m in qualified_names(model):
                 for p in m.parameters(recurse=False):
                     if p.grad is None: continue
@@ -179,15 +179,9 @@ class Trace(TorchDispatchMode):
             self.seen[name] = Seen(name, type(module).__name__ if module is not None else 'function', params)
         return self.seen[name]
 
-    @contextmanager
-    def _unwatched(self) -> Iterator[None]:
-        before, self._silent = self._silent, True
-        try: yield
-        finally: self._silent = before
-
     def _enter(self, name, module, args, kwargs):
         self.tick()
-        with self._unwatched():
+        with unwatched():
             if not self._frames: self._push(_Frame(self._note(LOSS, None)))
             inputs = [] if in_function_transform() else tensors((args, kwargs))  # vmap's tensors cannot be looked at
             if not self._backward:
@@ -200,11 +194,11 @@ class Trace(TorchDispatchMode):
 
     def _leave(self, module, args, kwargs, output):
         if not any(f.module is module for f in self._frames): return
-        with self._unwatched():
+        with unwatched():
             while (frame := self._frames.pop()).module is not module: pass   # an exception ended those inside
             self._started.append((next_node(), self._frames[-1].seen))
-            if in_function_transform(): return
-            outputs, seen = tensors(output), frame.seen
+            if output is None: return                            # an exception, or nothing to look at
+            outputs, seen = [] if in_function_transform() else tensors(output), frame.seen
             for out in outputs:
                 if self.reference is None and out.requires_grad and out.grad_fn is not None:
                     out.register_hook(partial(self._gradient, seen))
@@ -243,26 +237,16 @@ class Trace(TorchDispatchMode):
 
     def _gradient(self, seen, g):
         if not self._backward: return                            # the model's own, such as forces from an energy
-        with self._unwatched(): seen.grads.add(g)
+        with unwatched(): seen.grads.add(g)
 
     # -- operators
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, op = kwargs or {}, operator(func)
-        if op.draws: return self._draw(func, op, args, kwargs)
-        if not self._frames or self._silent or op.is_view or op.name in _EMPTY: return func(*args, **kwargs)
+        if op.draws: return _draw(func, op, args, kwargs)
+        if not self._frames or op.is_view or op.name in _EMPTY: return func(*args, **kwargs)
         if self._backward: return self._in_backward(func, args, kwargs)
         return self._in_forward(func, op, args, kwargs)
-
-    def _draw(self, func, op, args, kwargs):
-        "Draw random numbers in fp32 whatever dtype they are wanted in: the same in every precision."
-        inputs = tensors((args, kwargs))
-        half = next((d for d in (*(t.dtype for t in inputs), kwargs.get('dtype')) if d in HALF), None)
-        if half is None: return func(*args, **kwargs)
-        try: out = func(*map_tensors(half_to_float, args), **_in_fp32(kwargs))
-        except RuntimeError: return func(*args, **kwargs)        # attention with dropout, which runs in half alone
-        if op.writes: return args[0].copy_(out)
-        return map_tensors(lambda t: t.to(half) if t.dtype is torch.float32 else t, out)
 
     def _in_forward(self, func, op, args, kwargs):
         frame = self._frames[-1]
@@ -325,6 +309,17 @@ class Trace(TorchDispatchMode):
         from torch.utils.flop_counter import flop_registry
         formula = flop_registry.get(getattr(func, 'overloadpacket', None))
         if formula is not None: self.work += formula(*args, **kwargs, out_val=out)
+
+
+def _draw(func, op, args, kwargs):
+    "Draw random numbers in fp32 whatever dtype they are wanted in: the same in every precision."
+    x = args[0] if args else None
+    like = x.dtype if isinstance(x, torch.Tensor) else None
+    wanted = kwargs.get('dtype') or like
+    if wanted not in HALF or op.name.startswith('_'): return func(*args, **kwargs)   # such as attention with dropout
+    out = func(*map_tensors(half_to_float, args), **_in_fp32(kwargs))
+    if op.writes: return x.copy_(out)
+    return map_tensors(lambda t: t.to(wanted) if t.dtype is torch.float32 else t, out)
 
 
 def _finite(t): return bool(t.isfinite().all())
