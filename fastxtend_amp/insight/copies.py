@@ -159,13 +159,13 @@ def _keep_flags(old: Any, new: Any) -> None:
 
 def _uncopied(parts: dict[str, Any], memo: dict[int, Any]) -> str:
     "Name what cannot be copied."
-    def refuses(o):
-        try: copy.deepcopy(o, dict(memo))
+    def refuses(o, shared=()):
+        try: copy.deepcopy(o, {**memo, **{id(s): s for _, s in shared}})
         except Exception: return True
         return False
     what, part = next((what, part) for what, part in parts.items() if refuses(part))
-    owners = part.named_modules() if isinstance(part, nn.Module) else [('', part)]
+    owners = list(part.named_modules()) if isinstance(part, nn.Module) else [('', part)]
     for name, owner in owners:
         for key, value in getattr(owner, '__dict__', {}).items():
-            if key != '_modules' and refuses(value): return f"'{name}{'.' * bool(name)}{key}' of {what}"
+            if refuses(value, owners): return f"'{name}{'.' * bool(name)}{key}' of {what}"
     return what

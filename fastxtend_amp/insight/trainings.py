@@ -133,6 +133,7 @@ class Run:
         else:
             self.support, self.skipped = 'failed', 0
             self.note = 'it ran out of memory' if isinstance(error, torch.OutOfMemoryError) else _reason_of(error)
+            self.learn.model = self.learn.opt = None             # their memory is for the others
         self.learn = None
 
     def row(self, n_last: int, n_samples: int) -> dict[str, Any]:

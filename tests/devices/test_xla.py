@@ -439,11 +439,12 @@ def test_the_first_scale_is_the_cpus(opt, device):
 
 
 def test_the_measured_choice(device, capsys):
-    from fastxtend_amp.insight.choice import measured_choice
+    from fastxtend_amp.insight.choice import measure_and_choose
     learn = build(device, model=smooth())
     learn.fit(1, .01)
     before, state = host(params(learn)), opt_state(learn.opt)
-    decision = measured_choice(learn, n_steps=4, modes=('fp32', 'bf16', 'half weights'))
+    measure_and_choose(learn, n_steps=4, modes=('fp32', 'bf16', 'half weights'))
+    decision = learn.precision_decision
     assert list(decision.table['steps']) == [4] * 3 and list(decision.table.index) == ['fp32', 'bf16', 'half weights']
     assert same(host(params(learn)), before) and capsys.readouterr().out.startswith(f'{decision.mode}: ')
     assert [s.keys() for s in opt_state(learn.opt)] == [s.keys() for s in state]
