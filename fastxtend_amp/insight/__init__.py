@@ -8,5 +8,5 @@ from . import learner as _learner, watch as _watch
 
 __all__ = ['PrecisionComparison', 'PrecisionReport']
 
-_core.measure = measure_and_choose                               # for `to_amp(measure=True)`
+setattr(_core, 'measure', measure_and_choose)                    # noqa: B010  for `to_amp(measure=True)`
 ON_MEASURE.append(measure_and_choose)
