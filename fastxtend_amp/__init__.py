@@ -9,10 +9,12 @@ from .mode import AMPMode, precision_support
 from .callback import MixedPrecision
 from . import checkpoint as _checkpoint, devices as _devices, learner as _learner
 from .half_weights import HalfWeights, kahan
+from .insight import PrecisionComparison, PrecisionReport
 from .optimizers import fused
 from .tools.memory import keep_freed_memory
 
-__all__ = ['AMPMode', 'HalfWeights', 'MixedPrecision', 'fused', 'kahan', 'keep_freed_memory', 'precision_support']
+__all__ = ['AMPMode', 'HalfWeights', 'MixedPrecision', 'PrecisionComparison', 'PrecisionReport', 'fused', 'kahan',
+           'keep_freed_memory', 'precision_support']
 
 
 def __getattr__(name):

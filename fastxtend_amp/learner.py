@@ -118,7 +118,7 @@ def to_amp(self: Learner, *args,
         return self
     if args and (isinstance(args[0], bool) or not isinstance(args[0], (int, float))):
         raise TypeError(f"to_amp({args[0]!r}): to_amp chooses the precision itself.\nFor one of your choice call "
-                        "`learn.to_bf16()` or `learn.to_fp16()`.")
+                        "`learn.to_bf16()` or `learn.to_fp16()`; to have all measured `learn.to_amp(measure=True)`.")
     return set_precision(self, MixedPrecision('auto', *args, **kwargs))
 
 

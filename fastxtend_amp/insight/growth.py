@@ -7,44 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-__all__ = ['Growth', 'Sizes']
+from .diagnosis import Growth
 
-# Times the norm of the weights and the loss at the start, from which on a run counts as diverging.
-_FAR = 100.         # one of them alone
-_BOTH = 10.
-_MOVED = 1.01       # below this the weights hardly grew
-
-
-@dataclass
-class Growth:
-    "How weights and loss have changed since the start of the fit; nan for what is not known."
-    weights: float  # times their norm at the start
-    first_loss: float
-    last_loss: float # the last one that was finite
-
-    @property
-    def diverges(self) -> bool:
-        """Have the loss or the weights grown a hundredfold, or both of them tenfold?
-
-        A loss that grew while the weights hardly changed was small at the start by chance.
-        """
-        loss = abs(self.last_loss) / abs(self.first_loss) if self.first_loss else math.nan
-        by_chance = self.weights < _MOVED
-        return self.weights > _FAR or (loss > _FAR and not by_chance) or (self.weights > _BOTH and loss > _BOTH)
-
-    def __str__(self) -> str:
-        parts = []
-        if self.weights > 1.5:
-            parts.append(f'the weights are {_short(self.weights)} times as large as at the start of the fit')
-        if abs(self.last_loss) > abs(self.first_loss):
-            parts.append(f'the loss went from {_short(self.first_loss)} to {_short(self.last_loss)}')
-        return ' and '.join(parts)
-
+__all__ = ['Sizes']
 
 class Sizes:
     """The norm of a model's weights now, and the loss of the first batch once it is set.
 
-    Both stay tensors on their device until `growth` reads them.
+    On an accelerator both stay there as tensors until `growth` reads them.
     """
     def __init__(self, model: nn.Module):
         self.weights = _norm(model)
@@ -54,18 +24,15 @@ class Sizes:
         model: nn.Module, # The same model now
         last_loss: float, # The last loss that was finite; nan if none is known
     ) -> Growth:
-        "What has become of them; this waits for the device."
+        "Return how they have changed since; this waits for the device."
         before, now = float(self.weights), float(_norm(model))
         first = self.loss.mean() if isinstance(self.loss, torch.Tensor) else self.loss
         if not math.isfinite(now): now = math.nan                # lost, which says nothing of how
         return Growth(now / before if before else math.nan, math.nan if first is None else float(first), last_loss)
 
 
-def _short(x: float) -> str: return f'{x:,.0f}' if 100 <= abs(x) < 1e7 else f'{x:.3g}'
-
-
 def _norm(model: nn.Module) -> float | torch.Tensor:
-    """The norm of this process's trainable weights, on their device; of NaN or inf where a weight is.
+    """Return the norm of this process's trainable weights, on their device; of NaN or inf where a weight is.
 
     A wrapper subclass, such as a quantized weight, is left out: it need not have an operator for its norm.
     """

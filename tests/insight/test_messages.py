@@ -1,5 +1,5 @@
 "Every error and warning of the package, met as a user would: each says what, why, and what next."
-import ast, sys, traceback, warnings
+import ast, sys, threading, traceback, warnings
 from pathlib import Path
 
 import pytest, torch
@@ -62,9 +62,10 @@ def twice(learn): learn.add_cb(learn.precision)
 def two_callbacks():
     learn = net().to_fp16()
     learn.add_cb(MixedPrecision('bf16')).fit(1)
-def needs_callbacks():
-    from fastai.callback.schedule import ParamScheduler          # it takes no part
-    learner(nn.Sequential(nn.Linear(5, 1)), cbs=ParamScheduler({})).compare_precision(n_steps=1)
+def holds_a_lock():
+    cb = At('after_loss', print)
+    cb.lock = threading.Lock()
+    learner(cbs=cb).compare_precision(n_steps=1)
 def empty():
     dls = loaders()
     dls.train.drop_last, dls.train.bs = True, 64
@@ -104,7 +105,7 @@ def no_autocast(monkeypatch):
             monkeypatch.setattr(module, 'autocast_available', lambda kind: False)
     net().to_bf16().fit(1)
 def sharded(monkeypatch):
-    monkeypatch.setattr(fastxtend_amp.insight.run, 'is_sharded', lambda model: True)
+    monkeypatch.setattr(fastxtend_amp.insight.copies, 'is_dtensor', lambda p: True)
     net().precision_report()
 def ddp_without_masters(tmp_path):
     torch.distributed.init_process_group('gloo', init_method=f'file://{tmp_path}/store', rank=0, world_size=1)
@@ -226,7 +227,7 @@ CASES = {
     'compare: steps for modes': (lambda: net().compare_precision(20), VE, 'modes=20', 'names the precisions',
                                  'n_steps=20?'),
     'compare: mode': (lambda: net().compare_precision('fp61'), VE, "modes='fp61'", 'not a precision', "'half weights'"),
-    'compare: shards': (faked(fastxtend_amp.insight.run, 'is_sharded', lambda model: True,
+    'compare: shards': (faked(fastxtend_amp.insight.copies, 'is_dtensor', lambda p: True,
                               lambda: net().compare_precision()), VE, 'compare_precision', 'sharded',
                         'before `fully_shard`'),
     'compare: apply': (lambda: net().compare_precision('bf16', n_steps=1, n_seeds=0).apply(mode='fp16'), VE,
@@ -236,8 +237,8 @@ CASES = {
                           'inside a fit', 'before or after'),
     'compare: no data': (lambda: empty().compare_precision(n_steps=1), VE, '`learn.dls.train`', 'gives no batches',
                          '`drop_last=True`'),
-    'compare: needs callbacks': (needs_callbacks, VE, 'does not run on its first batch', 'took no part: param_scheduler',
-                                 '`compare_precision(cbs=[...])`'),
+    'compare: what cannot be copied': (holds_a_lock, VE, "'lock' of the callback 'at' refuses", 'cannot pickle',
+                                       'removed_cbs'),
     'compare: no targets': (no_targets, VE, 'no targets', 'no loss to compare', '`learn.dls.n_inp`'),
     # half-precision weights
     'half: dtype': (lambda: net().to_half_weights('fp8'), VE, "dtype='fp8'", 'cannot be used', "'bf16' or 'fp16'"),

@@ -91,20 +91,21 @@ def test_kept_modules_train_as_the_report_promises(device):
 def test_the_measured_choice(known, chosen, device, monkeypatch, capsys):
     "The speeds are replaced; the copies are trained on the device, and the learner comes out as it was."
     from fastxtend_amp import mode
-    from fastxtend_amp.insight import choice, choices, compare
-    turn = compare._Comparison._turn
-    def replaced(self, run, steps):
-        turn(self, run, steps)
-        if run.speeds: run.speeds[-1] = known.get(run.name, 100.) + len(run.speeds) % 3
-    monkeypatch.setattr(compare._Comparison, '_turn', replaced)
-    for module in (choices, compare): monkeypatch.setattr(module, 'mode_support', lambda m, d: mode.Support('native', ''))
+    from fastxtend_amp.insight import choice, compare, precisions, trainings
+    train = trainings.Run.train
+    def replaced(self, *args):
+        train(self, *args)
+        self.speeds[-1] = known.get(self.name, 100.) + len(self.speeds) % 3
+    monkeypatch.setattr(trainings.Run, 'train', replaced)
+    for module in (precisions, compare): monkeypatch.setattr(module, 'mode_support', lambda m, d: mode.Support('native', ''))
     halves = any(name.startswith('half') for name in known)      # which are tried where the learner has them
     learn = learner(Attentive(1., drop=.2), loaders(n=48), cbs=GradientAccumulation(8))
     if halves: learn.to_half_weights(cast_once=True)
     learn.fit(1, .01)
     rng = torch.get_device_module(device).get_rng_state(device)
     before = params(learn), opt_state(learn.opt)
-    decision = choice.measured_choice(learn, n_steps=16)
+    choice.measure_and_choose(learn, n_steps=16)
+    decision = learn.precision_decision
     assert decision.mode == chosen and list(decision.table['steps']) == [16] * (5 if halves else 3)
     assert same(params(learn), before[0]) and same_state(opt_state(learn.opt), before[1])
     assert torch.equal(torch.get_device_module(device).get_rng_state(device), rng)
