@@ -18,6 +18,9 @@ from torch.utils._pytree import tree_leaves, tree_map  # noqa: F401  since 1.8; 
 COMPILED_NAME = '_orig_mod'  # of the module inside what `torch.compile(module)` gives; since 2.0
 
 
+_call = type(torch.autocast_increment_nesting).__call__
+
+
 class AutocastState:
     """Context that puts autocast's state in this thread, for one type of device, and grad mode back at its end.
 
@@ -32,9 +35,8 @@ class AutocastState:
 
     @staticmethod
     def _nesting() -> int:
-        nesting = torch.autocast_increment_nesting() - 1
-        torch.autocast_decrement_nesting()
-        return nesting
+        # Both are called from C, by `map`, so that no signal handler runs between them.
+        return [*map(_call, (torch.autocast_increment_nesting, torch.autocast_decrement_nesting))][1]
 
     def __enter__(self) -> AutocastState: return self
     def __exit__(self, *args) -> None:

@@ -127,6 +127,7 @@ class LossScaling:
         model: nn.Module,
         failed: bool = False, # Whether an exception ended the fit
         keep: bool = True, # Whether scale and history go on in the next fit; not after `lr_find`
+        argument: str = 'init_scale', # The one that lowers a dynamic scale, for the message
     ) -> str | None: # What to warn of
         """End the fit: keep scale and history, and leave true gradients of an unfinished accumulation, as in fp32.
 
@@ -136,7 +137,7 @@ class LossScaling:
         self.cancel()
         message = self._end_gradients(opt, model, failed) if self._device is not None else None
         self.read()
-        message = message or self._skip_message()
+        message = message or self._skip_message('loss_scale' if self.static else argument)
         if keep: self.state = self.scaler.state_dict()
         else: del self.history[self._n_before:]
         self._reset()
@@ -156,20 +157,19 @@ class LossScaling:
             if id(p) not in known: p.grad = None
         return message
 
-    def _skip_message(self) -> str | None:
+    def _skip_message(self, argument: str) -> str | None:
         flags = self.history[self._n_before + 1::2]
         n, skipped, scale = len(flags), sum(flag > 0 for flag in flags), self.scaler.get_scale()
         if 2 * skipped <= n: return None
-        argument = 'loss_scale' if self.static else 'init_scale'
         remedy = 'look where it overflows: `learn.precision_report()`.'
         if skipped == n:
             head = (f"No optimizer step was taken in this fit: all {n} were skipped, because gradients were not "
                     "finite. Nothing was learned.")
-            if scale > 1: remedy = f'Start lower (`{argument}={max(scale / 2 ** 6, 1.):g}`), or {remedy}'
-            if scale >= 1 and not self.static: remedy = f'Train longer, so that the scale can fall, or {remedy}'
+            if scale > 1: remedy = f'start lower (`{argument}={max(scale / 2 ** 6, 1.):g}`), or {remedy}'
+            if scale >= 1 and not self.static: remedy = f'train longer, so that the scale can fall, or {remedy}'
         else:
             head = f"{skipped} of the {n} optimizer steps of this fit were skipped: gradients were not finite."
-            if scale > 1: remedy = f'Start a new training with `{argument}={scale:g}`, or {remedy}'
+            if scale > 1: remedy = f'start a new training with `{argument}={scale:g}`, or {remedy}'
         return f'{head}\nThe loss scale is {scale:g} now.\n{remedy[:1].upper()}{remedy[1:]}'
 
     # -- a step

@@ -8,7 +8,7 @@ from html import escape
 import torch
 from fastai.learner import Learner
 
-from ..callback import MixedPrecision
+from ..callback import MixedPrecision, precision_callback
 from ..mode import AMPMode, mode_support
 
 __all__ = ['as_html', 'fastest_mode', 'precision_call']
@@ -22,7 +22,7 @@ def precision_call(
 ) -> str: # 'learn.to_fp16(init_scale=1024, fp32_modules=['inp', 'head'])'
     "Return the call for `mode` that keeps what the learner's callback has: fp32 modules, loss scaling, on_overflow."
     if mode is None: return 'learn.to_fp32()'
-    cb = learn.precision
+    cb = precision_callback(learn)
     names = [*dict.fromkeys([*(cb.fp32_module_names if cb is not None else ()), *fp32_modules])]
     if names: changes['fp32_modules'] = names
     if cb is None: cb = MixedPrecision(mode)

@@ -11,6 +11,7 @@ from fastai.learner import Learner
 
 from ..checks import check_seconds
 from ..mode import AMPMode, training_device
+from .copies import check_learner
 from .compare import compare
 from .comparison import PrecisionComparison
 from .precisions import PrecisionChoice, choices_from, default_choices, use_choice
@@ -56,6 +57,7 @@ def measure_and_choose(
     `precision_report` do.
     """
     check_seconds(max_seconds)
+    check_learner(learn, 'to_amp(measure=True)')
     start = time.perf_counter()
     choices = default_choices(learn) if modes is None else choices_from(modes)
     choices, refused = _with_modules_kept(learn, choices, max_seconds)

@@ -1,9 +1,10 @@
 "A copy of a learner, for whatever is run on the side: report, comparison, choice and diagnosis."
 from __future__ import annotations
 
-import copy, inspect, tempfile, threading
-from collections.abc import Iterable, Iterator
+import copy, inspect, os, tempfile, threading
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -76,7 +77,7 @@ def copied_learner(
     *,
     optimizer: bool = False, # Whether the optimizer and its state are copied, too; else the copy has none yet
     precision: bool = False, # Whether the copy keeps a copied precision callback; else it is in fp32
-) -> Iterator[Learner]: # A learner of the same class; its `path` is a folder that is removed at the end
+) -> Iterator[Learner]: # A learner of the same class; its files are in a folder that is removed at the end
     """Copy `learn`, to be trained or examined inside and thrown away.
 
     Model, loss function and the callbacks that take part are deep copies; data, metrics and all else are shared. The
@@ -90,8 +91,15 @@ def copied_learner(
     with tempfile.TemporaryDirectory() as folder, random_state_kept(everything=True), torch.enable_grad(), autocast:
         new = _copy(learn, _taking_part(learn, cbs), optimizer)
         new.path, new.model_dir = Path(folder), 'models'
+        for name in ('save', 'load', 'export'): vars(new)[name] = partial(_by_name_alone, getattr(new, name))
         if not precision: new.to_fp32()
         yield new
+
+
+def _by_name_alone(method: Callable, *args: Any, **kwargs: Any) -> Any:
+    "Call `method` with the name of each file alone: an absolute path, or `..`, leads out of the learner's folder."
+    def name(value): return Path(value).name if isinstance(value, (str, os.PathLike)) else value
+    return method(*map(name, args), **{k: name(v) if k in ('file', 'fname') else v for k, v in kwargs.items()})
 
 
 def loader_like(

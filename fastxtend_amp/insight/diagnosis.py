@@ -10,6 +10,7 @@ import torch
 from fastai.learner import Learner
 from torch import nn
 
+from ..callback import precision_callback
 from ..common import RandomState, several_processes
 from ..fp32_modules import ROOT, qualified_names, unwrapped
 from ..mode import AMPMode, model_device, training_device
@@ -104,7 +105,7 @@ class _Rerun:
     "The batch under way, forward and backward, in fp32 and in low precision."
     def __init__(self, learn: Learner, model: nn.Module, alarm: Alarm):
         self.learn, self.alarm, self.mode = learn, alarm, alarm.mode
-        self.kept = tuple(learn.precision.fp32_module_names)
+        self.kept = tuple(precision_callback(learn).fp32_module_names)
         again = partial(trace, learn, [(learn.xb, learn.yb)], in_fit=True, random_state=alarm.random_state)
         self.fp32 = again()
         self.traces: dict[tuple, Trace] = {}                     # the first is asked for twice

@@ -1,14 +1,15 @@
 "The precisions that a comparison tries: names, which of them are worth a try, and how a learner is set to one."
 from __future__ import annotations
 
-import ast, inspect
+import ast
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from fastai.learner import Learner
 
-from ..callback import MixedPrecision
+from ..callback import MixedPrecision, precision_callback
 from ..mode import AMPMode, mode_support, training_device
 
 __all__ = ['PrecisionChoice', 'choices_from', 'default_choices', 'use_choice']
@@ -60,7 +61,7 @@ def default_choices(learn: Learner) -> list[PrecisionChoice]:
     Half-precision weights, too, if the learner has them: without more arguments they are autocast's casts.
     """
     native = [m for m in (AMPMode.BF16, AMPMode.FP16) if mode_support(m, training_device(learn)).status == 'native']
-    kinds = [False, True] if _call_of(learn.precision)[0] == 'to_half_weights' else [False]
+    kinds = [False, True] if _call_of(precision_callback(learn))[0] == 'to_half_weights' else [False]
     return [PrecisionChoice(), *(PrecisionChoice(m, half) for half in kinds for m in native)]
 
 
@@ -74,14 +75,14 @@ def use_choice(
     The arguments of its precision callback stay, as far as the new one has them, and the loss scale; a `GradScaler` of
     the user's own only where the callback itself can stay.
     """
-    own = learn.precision if own is None else own
+    own = precision_callback(learn) if own is None else own
     if choice.mode is None:
         learn.to_fp32()
         return None
     method = 'to_half_weights' if choice.half_weights else f'to_{choice.mode.value}'
     old_method, arguments = _call_of(own)
     kept = own.fp32_module_names if own is not None else []
-    same = method == old_method and own.mode is choice.mode and own is learn.precision  # type: ignore[union-attr]
+    same = method == old_method and own.mode is choice.mode and own is precision_callback(learn)  # type: ignore[union-attr]
     if same and not set(choice.fp32_modules) - set(kept): return own
     allowed = set(inspect.signature(getattr(Learner, method)).parameters)
     # of half-precision weights fp16 needs masters, and bf16 has no loss scale
@@ -91,8 +92,8 @@ def use_choice(
     if choice.fp32_modules: arguments['fp32_modules'] = list(dict.fromkeys([*kept, *choice.fp32_modules]))
     state = own.state_dict() if own is not None else {}
     getattr(learn, method)(**arguments)
-    if state: learn.precision.load_state_dict(state)             # as fp16 to fp16; nothing in bf16
-    return learn.precision
+    if state: precision_callback(learn).load_state_dict(state)             # as fp16 to fp16; nothing in bf16
+    return precision_callback(learn)
 
 
 def _call_of(cb: MixedPrecision | None) -> tuple[str, dict[str, Any]]:

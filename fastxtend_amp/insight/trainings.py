@@ -1,7 +1,10 @@
 "One training of a comparison: a copied learner that trains in one precision, a few steps at a time, timed."
 from __future__ import annotations
 
-import math, random, re, time
+import math
+import random
+import re
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -12,6 +15,7 @@ from fastai.callback.core import Callback
 from fastai.learner import Learner
 from fastai.torch_core import to_device
 
+from ..callback import precision_callback
 from ..common import first_line, random_state, random_state_kept, set_random_state
 from ..convert import map_tensors
 from .copies import copied_learner, loader_like
@@ -83,7 +87,7 @@ class Run:
         "Copy `learn`, ready for its first step; the copy is removed with `copies`."
         self.clock = StepClock(device)
         copy = self.learn = copies.enter_context(copied_learner(learn, cbs, optimizer=True))
-        if (cb := use_choice(copy, self.choice, learn.precision)) is not None:
+        if (cb := use_choice(copy, self.choice, precision_callback(learn))) is not None:
             self.call, self.skipped = cb.as_call(), -cb.n_skipped
             cb.on_overflow = 'ignore'                            # a diagnosis would disturb the times; the table tells
         with random_state_kept(everything=True):
@@ -128,7 +132,7 @@ class Run:
         if self.learn is None: return
         if error is None:
             for event in ('after_train', 'after_fit'): self.learn(event)
-            if cb := self.learn.precision:
+            if cb := precision_callback(self.learn):
                 self.scale, self.skipped = cb.scale or math.nan, self.skipped + cb.n_skipped
         else:
             self.support, self.skipped = 'failed', 0

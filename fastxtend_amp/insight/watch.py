@@ -1,13 +1,13 @@
 "Notices during a fit that training goes wrong, and warns or raises with the cause."
 from __future__ import annotations
 
-import math, warnings
+import math
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..common import RandomState, first_line, random_state, several_processes
+from ..common import RandomState, first_line, random_state, several_processes, warn_user
 from ..compat import host_value
 from .diagnosis import Alarm, diagnose
 from .growth import Sizes
@@ -32,7 +32,7 @@ class Watch:
     """
     def __init__(self, cb: Any): # The `MixedPrecision`, whose fit has begun
         self.cb, self.on_host = cb, cb.device.type == 'cpu'
-        self.on = True                                           # nothing has been said yet
+        self.has_warned = False
         self.agrees = cb.on_overflow == 'raise' and several_processes()
         self.sizes: Sizes | None = None                          # of weights and loss at the start
         self.random_state: RandomState | None = None             # before the training batch under way
@@ -43,7 +43,7 @@ class Watch:
 
     def before_batch(self) -> None:
         learn = self.cb.learn
-        if not self.on or not learn.training: return
+        if self.has_warned or not learn.training: return
         self.random_state = random_state(self.cb.device)
         if self.sizes is None: self.sizes = Sizes(learn.model)
         self.n_recorded = len(_recorded(learn))
@@ -73,19 +73,19 @@ class Watch:
     def _check_skips(self) -> None:
         n, before = self.cb.skips_in_a_row, self.skips
         self.skips = n
-        if not self.on or n <= before: return
+        if self.has_warned or n <= before: return
         same = n == before + 1                                   # it is the batch under way that was skipped
         if n >= self.cb.max_skips: self._alarm(f'{n} steps in a row were skipped', same)
         elif same and not self.cb.static_scale and self.cb.scale < 1: self._alarm('the loss scale falls below 1')
 
     def _check_loss(self, loss: float | None) -> None:
-        if loss is None or not self.on: return
+        if loss is None or self.has_warned: return
         if math.isfinite(loss): self.last_loss = loss
         else: self._alarm(f'the loss is {loss}')
 
     def _alarm(self, what: str, same: bool = True) -> None:
         "Say what happened, where it began and what to try: once a fit."
-        cb, self.on = self.cb, False
+        cb, self.has_warned = self.cb, True
         step, scale = getattr(cb.learn, 'train_iter', 0) + 1, cb.scale or 1.
         if self.skips and cb.scales: scale = cb.scales[-1]       # of the step that was skipped
         alarm = Alarm(what, cb.mode, scale, step, self.random_state if same else None)
@@ -97,7 +97,7 @@ class Watch:
                        'Try `learn.precision_report()`.')
         if self.agrees: self.pending = message
         elif cb.on_overflow == 'raise': raise FloatingPointError(message)
-        else: warnings.warn(message)
+        else: warn_user(message)
 
     def _agree(self, loss: torch.Tensor | None = None) -> None:
         "Raise in every process if one of them has something to say."
