@@ -1,4 +1,10 @@
 "Mixed precision for fastai on every device that can; importing it adds `to_fp16`, `to_bf16` and more to `Learner`."
+import warnings as _warnings
+
+with _warnings.catch_warnings():           # PyTorch deprecates what fastai's own imports call
+    _warnings.filterwarnings('ignore', message='.*torch.jit')
+    import fastai.learner as _fastai
+
 from .mode import AMPMode, precision_support
 from .callback import MixedPrecision
 from . import checkpoint as _checkpoint, learner as _learner, devices as _devices

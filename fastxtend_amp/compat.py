@@ -6,13 +6,11 @@ has a test for each.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import nn
 from torch.amp import GradScaler
-from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map  # noqa: F401  since 1.8; torch.compile traces through them
 
 COMPILED_NAME = '_orig_mod'  # of the module inside what `torch.compile(module)` gives; since 2.0
@@ -48,18 +46,6 @@ class AutocastState:
         torch.set_grad_enabled(self.grad_enabled)
 
 
-@lru_cache
-def cache_loses_gradients() -> bool:
-    """Return whether autocast's cache gives a weight that was cast under `no_grad` to code that needs its gradient.
-
-    PyTorch 2.9 does, 2.13 does not. Where it does, autocast runs without its cache.
-    """
-    weight, x = torch.ones(1, 1, device='cpu', requires_grad=True), torch.ones(1, 1, device='cpu')
-    with torch.autocast('cpu', dtype=torch.bfloat16, cache_enabled=True), torch.enable_grad():
-        with torch.no_grad(): F.linear(x, weight)
-        return not F.linear(x, weight).requires_grad
-
-
 def dtype_of(t: torch.Tensor) -> torch.dtype:
     """Return the dtype of `t` past `__torch_function__`, which takes microseconds for fastai's tensor types.
 
@@ -78,7 +64,7 @@ def compiled_module(module: nn.Module) -> nn.Module | None:
 
 
 def found_inf_flags(scaler: GradScaler, opt: Any) -> list[torch.Tensor]:
-    """Return the flags that `scaler.unscale_(opt)` left, one for each device: 0-dim fp32, 1 if a gradient is not finite.
+    """Return the flags that `scaler.unscale_(opt)` left, one a device: 0-dim fp32, 1 if a gradient is not finite.
 
     Relies on `GradScaler._found_inf_per_device` (since 1.6); without it the first fp16 step fails.
     """

@@ -4,39 +4,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from difflib import get_close_matches
-from inspect import Parameter, signature
-from typing import Any
+from inspect import signature
 
 # channelslast patches `Learner.to_channelslast`: imported here so that it cannot do so after us.
 from fastai.callback.channelslast import ChannelsLast
 from fastai.learner import Learner
 from fastcore.basics import patch
+from fastcore.meta import delegates
 
-from .callback import PRECISION_CALLBACKS, MixedPrecision
+from .callback import FP16_ARGUMENTS, PRECISION_CALLBACKS, MixedPrecision
 from .checkpoint import precision_callback
 from .mode import AMPMode
 
-__all__ = ['refuse_unknown', 'set_precision', 'takes_arguments_of']
-
-
-def takes_arguments_of(
-    to: Callable, # The function whose arguments are handed on
-    but: str = '', # Names of its arguments that are not, separated by commas
-) -> Callable: # A decorator for a function that ends in `*args, **kwargs`
-    """Decorator: `*args, **kwargs` stand for the arguments of `to`, in signature, `help` and `doc`.
-
-    fastcore's `delegates`, but positional arguments stay positional.
-    """
-    left_out = {'self', *but.replace(' ', '').split(',')}
-    def decorate(f):
-        variable = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
-        own = [p for p in signature(f).parameters.values() if p.kind not in variable]
-        taken = left_out | {p.name for p in own}
-        shared = [p for p in signature(to).parameters.values() if p.name not in taken]
-        f.__delwrap__ = to                                       # where fastcore's `docments` looks for the meanings
-        f.__signature__ = signature(f).replace(parameters=sorted(own + shared, key=lambda p: p.kind))
-        return f
-    return decorate
+__all__ = ['refuse_unknown', 'set_precision']
 
 
 FORMER = {  # arguments of fastai v1 and of fastai's non-native fp16
@@ -56,7 +36,7 @@ def refuse_unknown(
     names: Iterable[str], # Names of the arguments that it got
 ) -> None:
     "Raise a `TypeError` for an argument that `method` does not have, with what to write instead."
-    known = [n for n in signature(method).parameters if n != 'self']
+    known = [n for n in signature(method).parameters if n not in ('self', 'args')]
     for name in names:
         if name in known: continue
         near = get_close_matches(name, known, 1)
@@ -79,22 +59,19 @@ def set_precision(
     return learn
 
 
-@patch(as_prop=True)
-def precision(self: Learner) -> MixedPrecision | None:
+class _Precision:
     """The learner's precision callback; None in plain fp32.
 
-    On a learner with a callback of yours that fastai names so, such as a class `PrecisionCallback`, it is that one.
+    A callback of yours that fastai gives this name, such as a class `PrecisionCallback`, hides it on its learner.
     """
-    return vars(self)['precision'] if 'precision' in vars(self) else precision_callback(self)
+    def __get__(self, learn, owner=None): return self if learn is None else precision_callback(learn)
 
 
-# `add_cb` sets this name for a callback of the class `PrecisionCallback`, and `remove_cb` deletes it.
-Learner.precision = Learner.precision.setter(lambda self, cb: self.__dict__.update(precision=cb))
-Learner.precision = Learner.precision.deleter(lambda self: self.__dict__.pop('precision', None))
+Learner.precision = _Precision()
 
 
 @patch
-@takes_arguments_of(MixedPrecision.__init__, but='amp_mode')
+@delegates(MixedPrecision, but=['amp_mode'])
 def to_fp16(self: Learner, *args, **kwargs) -> Learner: # The learner
     "Train in float16 mixed precision; replaces any other precision callback."
     refuse_unknown(Learner.to_fp16, kwargs)
@@ -102,8 +79,7 @@ def to_fp16(self: Learner, *args, **kwargs) -> Learner: # The learner
 
 
 @patch
-@takes_arguments_of(MixedPrecision.__init__, but='amp_mode, init_scale, growth_factor, backoff_factor, '
-                                                 'growth_interval, enabled, loss_scale, scaler')
+@delegates(MixedPrecision, but=['amp_mode', *FP16_ARGUMENTS])
 def to_bf16(self: Learner, **kwargs) -> Learner: # The learner
     "Train in bfloat16 mixed precision, which needs no loss scaling; replaces any other precision callback."
     refuse_unknown(Learner.to_bf16, kwargs)
@@ -111,7 +87,7 @@ def to_bf16(self: Learner, **kwargs) -> Learner: # The learner
 
 
 @patch
-@takes_arguments_of(MixedPrecision.__init__, but='amp_mode')
+@delegates(MixedPrecision, but=['amp_mode'])
 def to_amp(self: Learner, *args,
     measure: bool = False, # Try the precisions on the learner's own batches, and take the fastest that trains as fp32
     max_seconds: float = 60., # For measuring
@@ -130,16 +106,17 @@ def to_amp(self: Learner, *args,
         raise TypeError(f"to_amp(measure={measure!r}): measure is True or False.\nFor a precision of your choice call "
                         "`learn.to_bf16()` or `learn.to_fp16()`.")
     if not measure and max_seconds != 60:
-        raise ValueError(f"to_amp(max_seconds={max_seconds!r}) is for measuring, which was not asked for.\nCall "
+        raise ValueError(f"to_amp(max_seconds={max_seconds!r}) applies with measure=True only.\nCall "
                          "`to_amp(measure=True, max_seconds=...)`, or leave it out.")
     if measure:
         if args or kwargs:
             given = ', '.join([*map(repr, args), *kwargs])
-            raise ValueError(f"to_amp(measure=True) cannot be combined with {given}: it settles the arguments itself.\n"
+            raise ValueError(f"to_amp(measure=True) cannot be combined with {given}: it chooses the arguments itself.\n"
                              "Take the call that it prints, and add to that.")
-        cast(Callable, measure)(self, max_seconds)
+        from .insight.choice import measure_and_choose           # here: the core does without the rooms
+        measure_and_choose(self, max_seconds)
         return self
-    if args and not isinstance(args[0], (int, float)):
+    if args and (isinstance(args[0], bool) or not isinstance(args[0], (int, float))):
         raise TypeError(f"to_amp({args[0]!r}): to_amp chooses the precision itself.\nFor one of your choice call "
                         "`learn.to_bf16()` or `learn.to_fp16()`.")
     return set_precision(self, MixedPrecision('auto', *args, **kwargs))
@@ -152,7 +129,7 @@ def to_fp32(self: Learner) -> Learner: # The learner
 
 
 @patch
-@takes_arguments_of(MixedPrecision.__init__)
+@delegates(MixedPrecision)
 def to_channelslast(self: Learner,
     use_amp: bool = True, # Whether to train in mixed precision, too; False leaves the learner's precision alone
     *args, **kwargs

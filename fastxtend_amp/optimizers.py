@@ -76,10 +76,12 @@ def place_state(
     on_host = {p for g in groups if not (g.get('capturable') or g.get('fused')) for p in g['params']}
     for p, state in getattr(inner, 'state', {}).items():
         if not isinstance(p, torch.Tensor): continue
-        def elsewhere(t): return isinstance(t, torch.Tensor) and t.device != p.device and (t.dim() or not p.dim())
-        syncfree = syncfree_state(inner, state)                  # torch loads a step count to where the file was read
-        moved = any(elsewhere(t) for key, value in state.items() if key != 'step' for t in tree_leaves(value))
-        for key, value in state.items() if moved or syncfree else ():
+        others = tree_leaves([value for key, value in state.items() if key != 'step'])
+        tensors = [t for t in others if isinstance(t, torch.Tensor)]
+        # Single numbers stay: NAdam keeps one on the CPU.
+        syncfree = syncfree_state(inner, state)                  # torch loads its step count to where the file was read
+        if all(t.device == p.device or (p.dim() and not t.dim()) for t in tensors) and not syncfree: continue
+        for key, value in state.items():
             host = key == 'step' and p in on_host and not syncfree
             state[key] = map_tensors(partial(torch.Tensor.to, device='cpu' if host else p.device), value)
     if isinstance(opt, Lookahead) and opt.slow_weights is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Mapping
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from .compat import found_inf_flags, is_syncfree, syncfree_state
 
 __all__ = ['LossScaling', 'StaticGradScaler', 'check_scaler_state', 'is_number', 'optimizer_params']
 
-DEFAULTS = dict(init_scale=65536.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000)
+DEFAULTS: dict[str, Any] = dict(init_scale=65536.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000)
 LARGEST = float(np.finfo(np.float32).max)
 STATE_KEYS = ('scale', 'growth_factor', 'backoff_factor', 'growth_interval', '_growth_tracker')
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
@@ -65,8 +65,9 @@ class LossScaling:
     """
     def __init__(self, init_scale: float, growth_factor: float, backoff_factor: float, growth_interval: int,
                  enabled: bool, loss_scale: float | None = None, scaler: GradScaler | None = None):
-        self.settings = dict(init_scale=init_scale, growth_factor=growth_factor, backoff_factor=backoff_factor,
-                             growth_interval=growth_interval)
+        self.settings: dict[str, Any] = dict(
+            init_scale=init_scale, growth_factor=growth_factor, backoff_factor=backoff_factor,
+            growth_interval=growth_interval)
         _check_arguments(self.settings, enabled, loss_scale, scaler)
         if loss_scale is not None: self.settings['init_scale'] = float(loss_scale)
         self.static = loss_scale is not None                     # does the scale neither grow nor shrink?
@@ -78,7 +79,7 @@ class LossScaling:
 
     def _reset(self) -> None:
         self.scaler = GradScaler('cpu', enabled=False)           # of the fit under way
-        self.used = False                                        # has this fit scaled a loss?
+        self._device: torch.device | None = None                 # of the loss; None before the first one is scaled
         self.grads_are_scaled = False                            # what is in `.grad` now; zeros count as scaled
         self.held_back = False                                   # did the host hold the last step back?
         self.found_inf: bool | torch.Tensor = False              # of the last step; a 0-dim tensor on the device
@@ -101,7 +102,7 @@ class LossScaling:
 
     @property
     def on(self) -> bool:
-        "Whether the fit under way scales its loss."
+        "True if the fit under way scales its loss."
         return self.scaler.is_enabled()
 
     def start(self,
@@ -133,7 +134,7 @@ class LossScaling:
         """
         if not self.on: return None
         self.cancel()
-        message = self._end_gradients(opt, model, failed) if self.used else None
+        message = self._end_gradients(opt, model, failed) if self._device is not None else None
         self.read()
         message = message or self._skip_message()
         if keep: self.state = self.scaler.state_dict()
@@ -176,11 +177,9 @@ class LossScaling:
     def scale(self, loss: torch.Tensor, opt: Any) -> torch.Tensor:
         "Return the loss (fp32) times the scale; true gradients that `.grad` holds already are scaled, too."
         if not self.on: return loss
-        self.used, self._device = True, loss.device
+        self._device = loss.device
         scaled = self.scaler.scale(loss)
-        if not self.grads_are_scaled:
-            for p in optimizer_params(opt):
-                if p.grad is not None: p.grad.mul_(self._scale_on(p.grad.device))
+        if not self.grads_are_scaled: self._multiply_grads(opt, self._scale_on)
         self.grads_are_scaled = True
         return scaled
 
@@ -198,10 +197,11 @@ class LossScaling:
         self._zeros_are_scaled = True
 
     def _unscale_and_wait(self, params: list[nn.Parameter]) -> None:
-        self._unscaled = probe = _Probe(params)
-        self.scaler.unscale_(probe)                              # type: ignore[arg-type]
+        probe: Any = _Probe(params)
+        self._unscaled = probe
+        self.scaler.unscale_(probe)
         self.grads_are_scaled = False
-        self.scaler.step(probe)                                  # type: ignore[arg-type]  waits for the device, once
+        self.scaler.step(probe)                                  # waits for the device, once
         self.found_inf = self.held_back = not probe.stepped
 
     def _unscale_on_device(self, params: list[nn.Parameter], fused: Any) -> None:
@@ -236,12 +236,16 @@ class LossScaling:
         "Note that `zero_grad` comes next: zeros count as scaled, so that the next loss need not scale them."
         if self._zeros_are_scaled: self.grads_are_scaled, self._zeros_are_scaled = True, False
 
+    def _multiply_grads(self, opt: Any, factor: Callable[[torch.device], Any]) -> None:
+        for p in optimizer_params(opt):
+            if p.grad is not None: p.grad.mul_(factor(p.grad.device))
+
     def _scale_on(self, device: torch.device) -> torch.Tensor: return self.scaler.scale(torch.ones((), device=device))
 
     # -- the history
 
     def _record(self) -> None:
-        flag, device = self.found_inf, self._device
+        flag, device = self.found_inf, cast(torch.device, self._device)
         on_host = device.type == 'cpu' or isinstance(flag, bool)
         if on_host: self.skips_in_a_row = self.skips_in_a_row + 1 if flag else 0
         if device.type == 'cpu': self.history.extend((self.scaler.get_scale(), float(flag)))
@@ -266,7 +270,7 @@ class LossScaling:
 
     @property
     def skips(self) -> list[bool]:
-        "Whether each attempted step was skipped."
+        "For each attempted step, True if it was skipped."
         self.read()
         return [flag > 0 for flag in self.history[1::2]]
 
@@ -276,29 +280,22 @@ class LossScaling:
         "Return scale, growth tracker, factors and interval as plain numbers; empty with `enabled=False`."
         return (self.scaler if self.on else self._new_scaler('cpu')).state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any], opt: Any = None) -> None:
+    def load_state_dict(self,
+        state: Mapping[str, Any] | None, # What `state_dict` gave; None for the scale that the arguments ask for
+        opt: Any = None, # The optimizer whose gradients may be scaled
+    ) -> None:
         """Go on from `state`, and bring scaled gradients of `opt` to the new scale.
 
         A static scale and `enabled=False` stay. Raises `ValueError` for a state that no `GradScaler` could have given.
         """
-        if self.static or not self.enabled: return
-        check_scaler_state(state, own=self.reads_own_state)
+        if self.static or not self.enabled or (state is None and self.given is not None): return
+        state = GradScaler('cpu', **self.settings).state_dict() if state is None else dict(state)
+        check_scaler_state(state)
         scaler = self.scaler if self.on else self._new_scaler('cpu')
         before = scaler.get_scale()
-        scaler.load_state_dict(dict(state))
+        scaler.load_state_dict(state)
         self.state = scaler.state_dict()
-        if self.grads_are_scaled:
-            for p in optimizer_params(opt):
-                if p.grad is not None: p.grad.mul_(scaler.get_scale() / before)
-
-    def reset(self, opt: Any = None) -> None:
-        "Go back to the scale that the arguments ask for; a given `scaler` stays as it is."
-        if self.given is None and self.enabled: self.load_state_dict(GradScaler('cpu', **self.settings).state_dict(), opt)
-
-    @property
-    def reads_own_state(self) -> bool:
-        "Whether the scaler reads states of its own kind, as a subclass may."
-        return self.given is not None and type(self.given).load_state_dict is not GradScaler.load_state_dict
+        if self.grads_are_scaled: self._multiply_grads(opt, lambda device: scaler.get_scale() / before)
 
 
 def _skipping_optimizer(opt: Any, params: list[nn.Parameter]) -> Any:
@@ -354,14 +351,13 @@ def _check_arguments(settings: dict[str, Any], enabled: bool, loss_scale: float 
 def check_scaler_state(
     state: Any, # From a file, or from the user
     where: str = 'state', # Where it is from, for the message
-    own: bool = False, # Whether it is for a scaler that reads states of its own kind: then any dict will do
     then: str = 'Give what `state_dict()` gave.', # The way out, for the message
 ) -> None:
     "Raise a `ValueError` that says what is wrong if `state` is not one that `GradScaler.state_dict` could have given."
     def refuse(what):
         raise ValueError(f"The loss scaler's state in {where} cannot be used: {what}. Nothing was loaded.\n{then}")
     if not isinstance(state, Mapping): refuse(f'it is a {type(state).__name__}, not a dict')
-    for key in () if own else STATE_KEYS:
+    for key in STATE_KEYS:
         if key not in state: refuse(f'{key!r} is missing')
         value = state[key]
         if not is_number(value): refuse(f'{key!r} is {value!r}, not a number')

@@ -1,11 +1,14 @@
 "Small real learners, and hand-written loops to compare them with."
 from __future__ import annotations
 
+import warnings
+
 import pytest, torch
 from fastai.callback.core import Callback
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
+from fastai.torch_core import ismin_torch
 from fastai.optimizer import SGD, Adam, OptimWrapper
 from fastcore.basics import noop
 from functools import partial
@@ -13,10 +16,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import fastxtend_amp  # noqa: F401  patches Learner
-from fastxtend_amp.compat import cache_loses_gradients
+from fastxtend_amp import MixedPrecision
 
 # With PyTorch 2.9 autocast keeps no casts, and half-precision weights make no copies.
-NO_COPIES = cache_loses_gradients()
+NO_COPIES = not ismin_torch('2.13')
 needs_copies = pytest.mark.skipif(NO_COPIES, reason='with this PyTorch autocast keeps no casts, so there are no copies')
 DEVICE = torch.device('cpu')  # where learners train; `pytest --sim=cuda` puts a simulated device here (conftest.py)
 
@@ -96,6 +99,27 @@ def autocast_state():
     torch.autocast_decrement_nesting()
     kind = DEVICE.type
     return (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled(), nesting)
+
+
+def mixed(mode, **kwargs):
+    "The precision callback of `mode`, with a loss scale in fp16 at which nothing of these models overflows."
+    return MixedPrecision(mode, **({'init_scale': 256., **kwargs} if mode == 'fp16' else kwargs))
+
+
+def told(f, word=''):
+    "The texts of the warnings with this word that `f()` gives."
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter('always')
+        f()
+    return [str(w.message) for w in caught if word in str(w.message)]
+
+
+def plain_grads(learn): return [None if p.grad is None else p.grad.clone() for p in learn.model.parameters()]
+
+
+def linear():
+    torch.manual_seed(0)
+    return nn.Linear(6, 1)
 
 
 class At(Callback):

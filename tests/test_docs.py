@@ -249,7 +249,7 @@ def test_tables_are_those_of_the_runs():
 
 
 def test_speeds_of_the_readme_are_those_of_the_run():
-    run = json.loads((NBS / 'benchmark_native_bf16.json').read_text())
+    run = json.loads((NBS / 'benchmarks' / 'native_bf16.json').read_text())
     speed = {r['model']: r['vs_fp32'][1] for r in run['rows'] if r['contestant'] == 'fastxtend_amp' and r['optimizer'] == 'fused AdamW' and r['mode'] == 'bf16'}
     shown = ' '.join(README[README.index('## What it brings'):README.index('## Will this model survive?')].split())
     assert f"{max(speed.values()):.1f} times" in shown and f"xresnet18 {speed['xresnet18']:.1f} times" in shown

@@ -7,8 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-__all__ = ['MODELS', 'Encoder', 'LanguageModel', 'Model', 'Setup', 'mlp']
-
 
 class Encoder(nn.Module):
     "A transformer encoder over tokens, shape (n, length), with a classifier on the mean."
