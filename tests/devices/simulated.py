@@ -4,7 +4,7 @@
 
 It is registered by PyTorch's way for backends written in Python (`torch.utils.backend_registration`, 2.13 and newer).
 Each operator runs as the CPU's kernel on the same memory, and raises if tensors of several devices come together.
-`with waits() as w` lists the operators for which the host waits for the device. `options` says what the device lacks.
+`with waits() as w` lists the operators for which the host waits for the device. `options` says what it can do.
 
 It cannot show speed, the numerics of real kernels, streams, allocators, graphs or `torch.compile`.
 """
@@ -16,7 +16,7 @@ import torch
 
 __all__ = ['install', 'is_installed', 'missing_reason', 'options', 'waits']
 
-options = types.SimpleNamespace(float64=True, amp_dtypes=[torch.bfloat16, torch.float16])
+options = types.SimpleNamespace(amp_dtypes=[torch.bfloat16, torch.float16])
 CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _LOW = ('linear', 'addmm', 'matmul', 'mm', 'bmm', 'conv2d')      # autocast's lists, as far as the tests' models need them
 _FP32 = ('mse_loss', 'cross_entropy_loss', 'layer_norm')
@@ -74,7 +74,6 @@ def _down(t):
 
 def _up(r, storage=None):
     "Return the device tensor in the memory of the CPU tensor `r`."
-    if r.dtype is torch.float64 and not options.float64: raise TypeError('the device does not support float64')
     empty = torch._C._acc.create_empty_tensor((0,), r.dtype)
     return _set(empty, storage or _storage_on_device(r.untyped_storage()), r)
 
@@ -88,6 +87,7 @@ def _run(op, *args, **kwargs):
 
 def _run_on_cpu(op, args, kwargs):
     name, pairs, elsewhere = op.overloadpacket.__name__, [], []
+    if name == 'set_': return op.redispatch(CPU, *args, **kwargs)   # no look at the memory
     def down(a):
         if isinstance(a, (list, tuple)): return [down(x) for x in a]
         if isinstance(a, torch.Tensor) and not _is_here(a) and a.dim(): elsewhere.append(a)
@@ -138,6 +138,17 @@ def _casting(op, dtype_of):
     return run
 
 
+def _move_modules_in_place() -> None:
+    "Have `Module.to` keep its parameters when it moves them, as it does with CUDA; by itself it makes new ones here."
+    to, set_swap = torch.nn.Module.to, torch.__future__.set_swap_module_params_on_conversion
+    def in_place(self, *args, **kwargs):
+        device = torch._C._nn._parse_to(*args, **kwargs)[0]
+        set_swap(device is not None and any(p.device.type != device.type for p in self.parameters()))
+        try: return to(self, *args, **kwargs)
+        finally: set_swap(False)
+    torch.nn.Module.to = in_place
+
+
 def install() -> torch.device:
     "Make the device and return it."
     from torch.utils import backend_registration
@@ -158,8 +169,7 @@ def install() -> torch.device:
     for names, dtype in ((_LOW, low), (_FP32, fp32)):
         for name in names: of_aten.impl(name, _casting(getattr(torch.ops.aten, name).default, dtype))
     _libraries.extend((kernels, autocast, of_aten))
-    # `Module.to` moves parameters in place by swapping, as it does by itself with CUDA.
-    torch.__future__.set_swap_module_params_on_conversion(True)
+    _move_modules_in_place()
     clone = torch.storage._StorageBase.clone
     def cloned(self): return _storage_on_device(_memory(self).clone()) if self.device.type == 'sim' else clone(self)
     torch.storage._StorageBase.clone = cloned
