@@ -82,10 +82,12 @@ def move(
     `RuntimeError` if PyTorch cannot move the parameters in place because something else refers to them.
     """
     modules = [m for m in (learn.model, learn.loss_func) if isinstance(m, nn.Module)]
-    _free_graphs(learn, *(m for module in modules for m in module.modules()))
+    tensors = (t for m in modules for t in (*m.parameters(), *m.buffers()))
     try:
-        with _in_place():
-            for m in modules: m.to(device)
+        if any(t.device != device for t in tensors):
+            _free_graphs(learn, *(m for module in modules for m in module.modules()))
+            with _in_place():
+                for m in modules: m.to(device)
     except RuntimeError as e:
         if 'swap' not in str(e): raise                           # an error of another kind, such as too little memory
         raise RuntimeError(

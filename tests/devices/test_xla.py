@@ -293,8 +293,7 @@ def test_one_sync_per_batch_before_the_loss_is_read(mode, device, monkeypatch):
 def test_nothing_is_compiled_after_two_fits_and_fp16_alone_reads(mode, opt, reads, counted, device):
     learn, plain = (build(device, m, opt_func=opt_func(opt)) for m in (mode, 'fp32'))
     for l in (learn, plain):
-        for _ in range(2): l.fit(2, .01)
-    learn.get_preds()
+        for _ in range(2): l.fit(2, .01), l.get_preds()
     def of_two_epochs(l):
         a, b = (counted(lambda n=n: l.fit(n, .01)) for n in (4, 2))
         assert a.compiled == b.compiled == 0
