@@ -1,18 +1,18 @@
 "Mixed precision for fastai on every device that can; importing it adds `to_fp16`, `to_bf16` and more to `Learner`."
+import warnings as _warnings
+
+with _warnings.catch_warnings():           # PyTorch deprecates what fastai's own imports call
+    _warnings.filterwarnings('ignore', message='.*torch.jit')
+    import fastai.learner as _fastai
+
 from .mode import AMPMode, precision_support
 from .callback import MixedPrecision
 from . import checkpoint as _checkpoint, learner as _learner
-from .docs_text import document as _document
-from .devices import replicas as _replicas, sharded as _sharded, xla as _xla
-from .half_weights import HalfWeights, kahan
-from .insight import PrecisionComparison, PrecisionReport
 from .optimizers import fused
+from .insight import PrecisionComparison, PrecisionReport
 from .tools.memory import keep_freed_memory
 
-__all__ = ['AMPMode', 'HalfWeights', 'MixedPrecision', 'PrecisionComparison', 'PrecisionReport', 'fused', 'kahan',
-           'keep_freed_memory', 'precision_support']
-
-_document(__all__, globals())
+__all__ = ['AMPMode', 'MixedPrecision', 'PrecisionComparison', 'PrecisionReport', 'fused', 'keep_freed_memory', 'precision_support']
 
 
 def __getattr__(name):

@@ -1,43 +1,53 @@
-"`MixedPrecision`: the callback that runs fastai's training loop under autocast and scales the loss in fp16."
+"""`MixedPrecision`: the callback that runs fastai's training loop under autocast and scales the loss in fp16.
+
+In a batch: `before_batch` enters autocast, `after_loss` exits it, `before_backward` scales the loss, `before_step`
+unscales the gradients, `after_step` updates the scale. `_with_events` closes what an exception leaves open.
+"""
+from __future__ import annotations
+
 import inspect
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from fastai.callback import fp16
-from fastai.callback.core import CancelStepException
+from fastai.callback.core import (CancelBackwardException, CancelBatchException, CancelEpochException,
+                                  CancelFitException, CancelStepException, CancelTrainException, CancelValidException)
+from fastai.learner import Learner
+from fastcore.basics import noop
 from fastcore.xtras import modify_exception
 from torch import nn
 from torch.amp import GradScaler
 
-from .advice import call_text
-from .checks import check_overflow_args
-from .convert import is_half, to_fp32
-from .fp32_modules import Fp32Modules
-from .guard import LoopGuard
-from .lifecycle import CANCEL_EXCEPTIONS, PRECISION_CALLBACKS, Lifecycle
-from .mode import AMPMode, training_device
-from .observer import OBSERVERS
-from .scale_history import plot_scales
+from .checks import (check_data_parallel, check_float64, check_fp16_training, check_overflow_args, half_parameters_of,
+                     strays_of)
+from .common import call_text, warn_user
+from .compat import AutocastState, cache_loses_gradients
+from .convert import is_half, map_tensors, to_fp32
+from .fp32_modules import Fp32Modules, covers, unwrapped
+from .mode import (AMPMode, autocast_available, check_layers, check_supported, emulation_warning, fastest_native,
+                   model_device, training_device)
+from .optimizers import place_state
 from .scaling import LossScaling
 
 __all__ = ['PRECISION_CALLBACKS', 'MixedPrecision']
 
-_EVERY_BATCH = frozenset(('before_batch', 'after_pred', 'after_loss', 'before_backward', 'after_backward',
-                          'before_step', 'after_step', 'after_batch'))
+PRECISION_CALLBACKS = (fp16.MixedPrecision, fp16.ModelToHalf, fp16.NonNativeMixedPrecision)
+CANCEL_EXCEPTIONS = (CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException,
+                     CancelStepException, CancelTrainException, CancelValidException)
 _BF16_ARGUMENTS = ('fp32_modules', 'on_overflow', 'max_skips')
 
 
-class MixedPrecision(Lifecycle, fp16.MixedPrecision):
+class MixedPrecision(fp16.MixedPrecision):
     """Mixed precision training with PyTorch's automatic mixed precision, on the device the model is on.
 
     autocast covers the forward pass and the loss, in training and validation. Predictions reach the loss, the metrics
     and `get_preds` in fp32, and the loss is fp32. In fp16 a `GradScaler` scales the loss; gradients are unscaled before
     any `before_step` callback of a higher order runs, and a step with non-finite gradients is skipped whole: by a
     `CancelStepException`, or, without waiting for the device, by torch's fused Adam, AdamW and SGD in an
-    `OptimWrapper`. In that case `after_cancel_step` does not fire; `skipped` tells in both.
+    `OptimWrapper`. In that case `after_cancel_step` does not fire; `skipped` holds in both.
 
     Raises `ValueError` at construction for an unknown mode or an unusable scaling argument, and when `fit` starts if
     the device cannot run the mode, if parameters to be trained are fp16 already, or if the optimizer needs a closure.
@@ -47,10 +57,11 @@ class MixedPrecision(Lifecycle, fp16.MixedPrecision):
     """
     name = 'mixed_precision'  # also of subclasses: by this name fastai's `load_learner` finds what to take off
     order = 10  # after TrainEvalCallback (-10) moves the model; between GradientAccumulation (6) and GradientClip (11)
+    watch_class: Callable | None = None  # notices training that goes wrong; set by the room `insight`
 
     def __init__(self,
         amp_mode: str | AMPMode | torch.dtype = AMPMode.FP16, # 'fp16', 'bf16', or 'auto': the fastest native one
-        init_scale: float | str = 65536.0, # Loss scale to start from; 'auto': found with the first batch (fp16)
+        init_scale: float = 65536.0, # Loss scale to start from (fp16)
         growth_factor: float = 2.0, # The scale is multiplied by this after `growth_interval` steps (fp16)
         backoff_factor: float = 0.5, # The scale is multiplied by this after a skipped step (fp16)
         growth_interval: int = 2000, # Steps in a row without a skip after which the scale grows (fp16)
@@ -60,12 +71,12 @@ class MixedPrecision(Lifecycle, fp16.MixedPrecision):
         scaler: GradScaler | None = None, # A `torch.amp.GradScaler` of your own to use instead (fp16)
         fp32_modules: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules, predicates
         on_overflow: str = 'warn', # When training goes wrong: 'warn', 'raise' (`FloatingPointError`) or 'ignore'
-        max_skips: int = 16, # Skipped steps in a row after which training counts as going wrong (fp16)
+        max_skips: int = 16, # Skipped steps in a row after which training counts as going wrong
     ):
         self._arguments = {k: v for k, v in locals().items() if k not in ('self', '__class__')}
         auto = isinstance(amp_mode, str) and amp_mode.lower() == 'auto'
-        self._mode: AMPMode | None = None if auto else AMPMode(amp_mode)
-        self.amp_mode = 'auto' if auto else AMPMode(amp_mode)
+        self.amp_mode: str | AMPMode = 'auto' if auto else AMPMode(amp_mode)
+        self._mode = None if auto else AMPMode(amp_mode)
         self._scaling = LossScaling(init_scale, growth_factor, backoff_factor, growth_interval, enabled, loss_scale,
                                     scaler)
         if scaler is not None and self.amp_mode is AMPMode.BF16:
@@ -73,31 +84,40 @@ class MixedPrecision(Lifecycle, fp16.MixedPrecision):
                              "Leave it out, or take 'fp16' or 'auto'.")
         check_overflow_args(on_overflow, max_skips)
         self.on_overflow, self.max_skips = on_overflow, int(max_skips)
-        self._fp32_modules, self._guard = Fp32Modules(fp32_modules), LoopGuard(self)
-        self.observers = [observer(self) for observer in OBSERVERS]
+        self._fp32_modules, self._learn = Fp32Modules(fp32_modules), None
+        self._close_all()
+
+    def _close_all(self) -> None:
+        "Forget every scope: nothing is under way."
+        self.device: torch.device | None = None                  # of the fit under way; None outside
+        self.in_lr_find = False                                  # is the fit under way lr_find's?
+        self._stack, self._depth, self._in_batch = ExitStack(), 0, False   # of the innermost scope; scopes; a batch?
+        self._replacement: tuple | None = None                   # the callback to add when the batch ends, or None
+        self._checked = False                                    # were the checks made that only training needs?
+        self._watch: dict[str, Callable] = {}                    # the watch's methods, by event
+        self._has_trained = False                                # has this callback seen a training batch?
 
     # fastai would look up each name on the learner and its model, and warn if it is there; these names are our own.
     def __setattr__(self, name, value): object.__setattr__(self, name, value)
     def __dir__(self): return object.__dir__(self)
-    def __getstate__(self): return {**self.__dict__, '_batch': None}   # a copy made inside a batch is not inside one
+
+    def __getstate__(self) -> dict[str, Any]:                    # a copy made in the middle of a fit is outside one
+        return {k: v for k, v in self.__dict__.items() if k not in ('device', '_stack', '_replacement', '_watch')}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._close_all()
 
     def __repr__(self):
+        mode = getattr(self.amp_mode, 'value', f"'auto': {self._mode.value}" if self._mode else 'auto')
         scale = '' if self.scale is None else f', scale={self.scale:g}'
-        return f"{type(self).__name__}('{getattr(self.amp_mode, 'value', self.amp_mode)}'{scale})"
-
-    # `Callback` asks at every event, and would find it by way of `__getattr__`, which takes longer than most events do.
-    @property
-    def training(self): return self._learn.training  # type: ignore[override]
+        return f"{type(self).__name__}({mode if ':' in mode else repr(mode)}{scale})"
 
     # -- what a user reads
 
     @property
-    def scaling(self) -> LossScaling:
-        "The loss scaling behind this callback."
-        return self._scaling
-    @property
     def mode(self) -> AMPMode | None:
-        "What `amp_mode` came to; None for fp32, and for 'auto' before the first fit."
+        "The resolved mode; None for fp32, and for 'auto' before the first fit."
         return self._mode
     @property
     def scale(self) -> float | None:
@@ -107,33 +127,58 @@ class MixedPrecision(Lifecycle, fp16.MixedPrecision):
     @property
     def scales(self) -> list[float]:
         "The loss scale used at each attempted optimizer step since the callback was added, `lr_find`'s steps left out."
-        return self._scaling.history.scales
+        return self._scaling.scales
     @property
     def n_skipped(self) -> int:
         "How many of these steps were skipped because a gradient was not finite."
-        return int(self._scaling.history.skips.sum())
+        return sum(self._scaling.skips)
     @property
     def skipped(self) -> bool:
-        "Was the last step skipped? Known from `before_step` of a higher order on, in `after_step` and `after_batch`."
-        return self._scaling.skipped
+        """Whether the last step was skipped; known from `before_step` of a higher order on.
+
+        Waits for the device if the device decided.
+        """
+        return bool(self._scaling.found_inf)
+    @property
+    def skips_in_a_row(self) -> int:
+        "How many steps in a row were skipped up to now in this fit, as far as the host knows: never waits."
+        return self._scaling.skips_in_a_row
+    @property
+    def static_scale(self) -> bool:
+        "Whether the loss scale neither grows nor shrinks."
+        return self._scaling.static
+    @property
+    def in_fit(self) -> bool:
+        "Whether the learner's loop is running."
+        return self._depth > 0
     @property
     def fp32_module_names(self) -> list[str]:
-        "Names of the modules that are kept in fp32, as `fp32_modules` matched them."
-        return list(self._fp32_modules.forwards)
+        "Names of the modules that are kept in fp32, as `fp32_modules` matches them in the learner's model."
+        return [] if self._learn is None else list(self._fp32_modules.check(self._learn.model))
 
     def plot_scales(self,
         ax = None, # The matplotlib axes to draw on; new ones if None
     ): # The matplotlib axes
         "Plot the loss scale over the optimizer steps, skipped steps marked."
-        return plot_scales(self._scaling.history, ax)
-
-    def context(self) -> AbstractContextManager:
-        "A new autocast context in this callback's precision, for the device that training uses; none in fp32."
-        if self._fit: device, mode = self._fit.device, self._fit.mode
+        import matplotlib.pyplot as plt
+        if ax is None: ax = plt.subplots()[1]
+        scales, skips = self.scales, self._scaling.skips
+        if not scales: ax.text(.5, .5, 'no loss scaling so far', ha='center', transform=ax.transAxes)
         else:
-            device = training_device(self.learn)
-            mode = self._decide(device)
-        return nullcontext() if mode is None else self._autocast(device, mode)
+            ax.plot(scales, drawstyle='steps-post', label='loss scale')
+            at = [i for i, skip in enumerate(skips) if skip]
+            if at: ax.plot(at, [scales[i] for i in at], 'rx', label=f'skipped steps ({len(at)})')
+            ax.set_yscale('log', base=2)
+            ax.legend()
+        ax.set(title='Loss scale in training', xlabel='optimizer step', ylabel='loss scale')
+        return ax
+
+    @contextmanager
+    def context(self) -> Iterator[None]:
+        "Run what is inside in this callback's precision, on the device that training uses."
+        device = self.device or training_device(self.learn)
+        mode = self._mode if self.device else self._decide(device)
+        with self._fp32_modules.kept(self.learn.model), self._autocast(device, mode): yield
 
     def check_modules(self,
         model: nn.Module, # The model that this callback is to train
@@ -144,13 +189,13 @@ class MixedPrecision(Lifecycle, fp16.MixedPrecision):
     def as_call(self,
         **changes # Arguments to change; `amp_mode` too
     ) -> str:
-        "The call on the learner that sets this precision, with the arguments that are not defaults, and `changes`."
-        kept = {'fp32_modules': self.fp32_module_names} if self.fp32_module_names else {}
+        "Return the call on the learner that sets this precision, with the arguments that differ from the defaults."
+        kept = {'fp32_modules': names} if (names := self.fp32_module_names) else {}
         method, arguments = self._call({**self._arguments, 'amp_mode': self.amp_mode, **kept, **changes})
         return call_text(method, arguments, {k: p.default for k, p in inspect.signature(type(self)).parameters.items()})
 
     def _call(self, arguments: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        "The learner's method that makes such a callback, and those of its `arguments` that it takes."
+        "Return the learner's method that makes such a callback, and those of its `arguments` that it takes."
         mode = arguments.pop('amp_mode')
         if isinstance(mode, str) and mode.lower() == 'auto': return 'to_amp', arguments
         mode = AMPMode(mode)
@@ -160,141 +205,259 @@ class MixedPrecision(Lifecycle, fp16.MixedPrecision):
     # -- what a checkpoint holds
 
     @property
-    def scales_loss(self) -> bool:
-        "Does training scale the loss: is the mode, decided now if need be, fp16?"
+    def needs_loss_scaling(self) -> bool:
+        "Whether training scales the loss: whether the mode, decided now if need be, is fp16."
         mode = self._mode
-        if mode is None and self.amp_mode == 'auto' and self.learn is not None:
-            mode = self._decide(training_device(self.learn))
+        if mode is None and self._learn is not None: mode = self._decide(training_device(self._learn))
         return mode is not None and mode.needs_loss_scaling
 
     def state_dict(self) -> dict[str, Any]: # Plain numbers: scale, its rules and its growth tracker
-        """The state of the loss scaling, as `GradScaler.state_dict`, at any time.
-
-        Empty in bf16 and fp32, and with `init_scale='auto'` before the first step.
-        """
-        open_still = self._scaling.undecided and not self._scaling.history.n
-        return self._scaling.state_dict() if self.scales_loss and not open_still else {}
+        "Return the state of the loss scaling, as `GradScaler.state_dict`, at any time; empty in bf16 and fp32."
+        return self._scaling.state_dict() if self.needs_loss_scaling else {}
 
     def load_state_dict(self,
-        state: dict[str, Any], # What `state_dict` gave
+        state: dict[str, Any] | None, # What `state_dict` gave; None for the scale that the arguments ask for
     ) -> None:
         """Go on from `state`, before, during or after a fit; a static scale and `enabled=False` stay as they are.
 
         Raises `ValueError` for a state that no `GradScaler` could have given, and changes nothing then.
         """
         opt = None if self._learn is None else self._learn.opt
-        if state and self.scales_loss: self._scaling.load_state_dict(state, opt)
+        if state != {} and self.needs_loss_scaling: self._scaling.load_state_dict(state, opt)
 
-    @contextmanager
-    def diagnosing(self) -> Iterator[None]:
-        "The model as it is outside a batch, inside; for observers that run it."
-        later = None if self._batch is None else self._batch.later_standing
-        if later is not None: later.remove()
-        try: yield
+    # -- on a learner
+
+    @property
+    def learn(self): return self._learn
+    @learn.setter
+    def learn(self, learn):                                      # set by `add_cb`, and to None by `remove_cb`
+        if learn is None:
+            if self._learn is not None: self._detach()
+            return
+        if learn is self._learn and any(cb is self for cb in learn.cbs):
+            raise ValueError(f'{self!r} is on this learner already, and would run twice in each batch.\n'
+                             'Leave it out of `cbs`.')
+        if self._learn is not None and learn is not self._learn:
+            self._learn.cbs = self._learn.cbs.copy()             # `Learner(cbs=learn.cbs)` goes through the old list
+            self._learn.remove_cb(self)
+            warn_user("A precision callback moved from one learner to another: the first trains in fp32 from now on.\n"
+                      "Give each learner one of its own: `learn.to_fp16()` or `learn.to_bf16()`.")
+        self._fp32_modules.check(learn.model)                    # first: it may raise
+        self._learn = learn
+        learn.__dict__['_with_events'] = self._with_events
+
+    def _detach(self) -> None:
+        if self._in_batch:
+            raise RuntimeError("A precision callback cannot be removed in the middle of a batch.\n"
+                               "Call `learn.to_fp32()`, `to_fp16()` or `to_bf16()`, which take effect at its end, or "
+                               "remove it at `after_batch`, `before_epoch`, `before_train`, `after_train` or "
+                               "`after_epoch`.")
+        self._stack.close()
+        self._close()
+        self._fp32_modules.take_off()
+        for name in ('_with_events', 'scaler'): self._learn.__dict__.pop(name, None)
+        self._learn = None
+
+    def replace(self,
+        cb: MixedPrecision | None, # The precision callback to use from now on; None for fp32
+    ) -> None:
+        "Have `cb` take this callback's place on the learner: now, or when the batch under way has ended."
+        learn, self._replacement = self._learn, (cb,) if self._in_batch else None
+        if self._in_batch: return
+        learn.remove_cb(self)
+        if cb is not None: learn.add_cb(cb)
+
+    # -- the scopes of fastai's loop: a fit, an epoch, its training and validation, a batch, its backward pass and step
+
+    def _with_events(self, f: Callable, event_type: str, ex: type[Exception], final: Callable = noop) -> None:
+        "Run the learner's own `_with_events`; when the outermost scope ends, nothing is left open, however it ends."
+        if self._depth: return self._scope(f, event_type, ex, final)
+        learn, device_type = self._learn, training_device(self._learn).type
+        # An interrupt between two lines of `torch.autocast.__enter__` leaves what no `__exit__` mends.
+        state = AutocastState(device_type) if autocast_available(device_type) else nullcontext()
+        lasting = event_type != 'batch'                          # a loop of the user's own goes on after a batch
+        if lasting: self._close()                                # what such a loop left
+        with state, self._fp32_modules.kept(learn.model):
+            try:
+                self._scope(f, event_type, ex, final)
+                if lasting: self._close()
+            except BaseException:
+                self._close(failed=True)
+                raise
+
+    def _scope(self, f: Callable, event_type: str, ex: type[Exception], final: Callable) -> None:
+        "Run fastai's `_with_events` with a stack for the contexts that events inside enter."
+        learn, outer = self._learn, (self._stack, self._depth, self._in_batch)
+        run = partial(self._scaling.step, f) if event_type == 'step' and self._scaling.on else f
+        try:
+            self._stack, self._depth, self._in_batch = ExitStack(), outer[1] + 1, outer[2] or event_type == 'batch'
+            with self._stack: type(learn)._with_events(learn, run, event_type, ex, final)
+            if event_type == 'step': self._scaling.step_is_over()
         finally:
-            if later is not None: later.install(later.nesting)
+            self._stack, self._depth, self._in_batch = outer
+            if self._replacement and not self._in_batch: self.replace(*self._replacement)
+
+    # -- a fit
+
+    def _decide(self, device: torch.device) -> AMPMode | None:
+        "Return the mode on `device`; None for fp32. Raises a `ValueError` if it does not run there."
+        if self.amp_mode == 'auto': return fastest_native(device) if autocast_available(device.type) else None
+        mode = AMPMode(self.amp_mode)
+        if not autocast_available(device.type):
+            raise ValueError(f"amp_mode='{mode.value}' cannot be used on device '{device}': PyTorch has no autocast "
+                             f"for {device.type} devices.\n"
+                             "What works there: `to_fp32()`.")
+        check_supported(mode, device)
+        return mode
+
+    def _open(self) -> None:
+        "Begin a fit: decide the precision, check that the model runs in it, and make the scaler."
+        learn = self._learn
+        others = [cb for cb in learn.cbs if isinstance(cb, PRECISION_CALLBACKS) and cb is not self]
+        if others:
+            raise ValueError(f"The learner has several precision callbacks: {[self, *others]}.\n"
+                             "Keep one: `learn.to_fp32()` removes them all, and `learn.to_fp16()` or "
+                             "`learn.to_bf16()` replaces them.")
+        device = model_device(learn.model, training_device(learn))
+        self._mode = mode = self._decide(device)
+        if mode is not None:
+            check_layers(mode, device, unwrapped(learn.model), partial(covers, self.fp32_module_names))
+            check_data_parallel(mode, learn.model, self.fp32_module_names)
+        scaled = mode is not None and mode.needs_loss_scaling
+        if scaled and self._scaling.enabled: check_float64(device)
+        self.in_lr_find = 'lr_finder' in learn.__dict__
+        self.device, learn.scaler = device, self._scaling.start(device.type, scaled)
+        self._checked = False
+        if mode is None or self.on_overflow == 'ignore' or self.watch_class is None or self.in_lr_find: return
+        watch = self.watch_class(self)
+        self._watch = {name: getattr(watch, name) for name in dir(watch) if name.startswith(('before_', 'after_'))}
+
+    def _close(self, failed: bool = False) -> None:
+        "End the fit: keep scale and history; unscale the gradients of an unfinished accumulation."
+        if self.device is None: return
+        learn, self.device, self._watch = self._learn, None, {}
+        learn.scaler = None
+        message = self._scaling.end(learn.opt, learn.model, failed, keep=not self.in_lr_find)
+        for name in ('pred', 'loss', 'loss_grad'):                # what is on a graph cannot be copied
+            if name in learn.__dict__: learn.__dict__[name] = map_tensors(torch.Tensor.detach, learn.__dict__[name])
+        self.in_lr_find = False
+        if message: warn_user(message)
+
+    def _check_training(self) -> None:
+        "Check what only training needs, once in a fit; put the optimizer's state where the parameters are."
+        learn, scaled = self._learn, self._scaling.on
+        self._checked = True
+        if self._mode is None: warn_user(f"amp_mode='auto': device '{self.device}' does neither bf16 nor fp16 natively, "
+                                         "so training runs in fp32.\n"
+                                         "`precision_support()` says why; `learn.to_fp32()` is silent.")
+        elif not self._has_trained and (message := emulation_warning(self._mode, self.device)): warn_user(message)
+        if scaled: check_fp16_training(learn.model, learn.opt)
+        if half := half_parameters_of(learn.model):
+            warn_user(f"{len(half)} parameters to be trained are in half precision themselves, such as '{half[0]}': "
+                      "small updates to them are rounded away.\n"
+                      "Call `learn.model.float()` first: autocast itself casts what can run in half precision.")
+        if scaled and (strays := strays_of(learn.model, learn.opt)):
+            warn_user(f"{len(strays)} parameters to be trained are not in `learn.opt`, such as '{strays[0]}': in fp16 "
+                      "their gradients stay multiplied by the loss scale.\nAn optimizer of your own for them would "
+                      "step far too far. Put them into the learner's, or use `learn.to_bf16()`.")
+        if learn.opt is not None: place_state(learn.opt)
+
+    def _autocast(self, device: torch.device, mode: AMPMode | None) -> AbstractContextManager:
+        if mode is None: return nullcontext()
+        return torch.autocast(device.type, dtype=mode.dtype, cache_enabled=not cache_loses_gradients())
 
     # -- the events of fastai's loop
 
     def __call__(self, event_name: str) -> Any:
-        "As `Callback`'s, without its look-ups where they cannot matter: these events come with every batch."
-        if self.learn is None: return None  # taken off by a callback before this one, in the same event
-        always = self.run and self.run_train and self.run_valid
-        if event_name not in _EVERY_BATCH or not always: return super().__call__(event_name)
-        try: return getattr(self, event_name)()
-        except CANCEL_EXCEPTIONS: raise
-        except Exception as e:
-            said = e.args[0] if e.args else ''
-            where = f'Exception occured in `{type(self).__name__}` when calling event `{event_name}`'
-            raise modify_exception(e, f'{where}:\n\t{said}', replace=True)  # noqa: B904  with fastai's words
+        "Call the event's method, then the watch's; without `Callback`'s look-ups on the learner, as each batch has eight."
+        if self._learn is None: return                           # taken off by a callback before this one
+        method = getattr(type(self), event_name, None)
+        if method is not None and self.run and self.run_train and self.run_valid:
+            try: method(self)
+            except CANCEL_EXCEPTIONS: raise
+            except Exception as e:                               # with fastai's words
+                where = f'Exception occured in `{type(self).__name__}` when calling event `{event_name}`'
+                raise modify_exception(e, f"{where}:\n\t{e.args[0] if e.args else ''}", replace=True)  # noqa: B904
+        if event_name in self._watch: self._watch[event_name]()
+        if event_name == 'after_fit': self.run = True
 
     def before_fit(self):
-        "Decide the precision and get the scaler ready; raise before a batch is drawn if that cannot be done."
-        if self._guard.running: return                           # validate() or get_preds() called from inside a fit
-        self._close(finished=True)                               # a custom loop, or a fit that validates in `after_fit`
-        self._open()
+        "Begin the fit; raise before a batch is drawn if the precision cannot be used."
+        if self._depth and self.device is None: self._open()     # `validate()` begins with its first batch
+        elif not self._depth: self._close()
 
     def before_train(self):
         "Check what only training needs."
-        if self._fit is None: self._open()                       # an `after_fit` of a validation inside `before_fit`
-        self._fp32_modules.apply(self.learn.model)               # a callback may have exchanged a module
-        if not self._fit.checked: self._check_training()
+        if self.device is None: self._open()                     # added during a fit
+        self._fp32_modules.put_on(self.learn.model)              # a callback may have exchanged a module
+        if not self._checked: self._check_training()
 
     def before_batch(self):
         "Enter autocast."
-        if self._fit is None: self._open()                       # added in the middle of a fit, or no fit at all
-        if self._batch is not None and self._batch.loose: self._leave_batch(self._batch, None)   # an exception ended it
-        if self._batch is None or self._batch.began: self._enter_batch(loose=True)   # a loop that calls events alone
-        fit, batch = self._fit, self._batch
-        if batch is None: return
-        batch.began = True
-        if fit.mode is None: return
-        self._tell('batch_started')
-        if batch.outer is None and not self._keeps_casts():
-            torch.clear_autocast_cache()                         # a context around the fit may be of another dtype
-        batch.autocast = self._autocast(fit.device, fit.mode)
-        batch.autocast.__enter__()
+        if self.device is None: self._open()
+        if not self._depth:                                      # a loop of events alone
+            self._stack.close()
+            self._fp32_modules.put_on(self.learn.model)
+        if self._mode is None: return
+        torch.clear_autocast_cache()                             # an autocast around the fit holds the casts of old weights
+        self._stack.enter_context(self._autocast(self.device, self._mode))
 
     def after_pred(self):
         "Give the loss and the metrics fp32."
-        if self._active: self.learn.pred = to_fp32(self.learn.pred)
+        if self._mode is not None: self.learn.pred = to_fp32(self.learn.pred)
 
     def after_loss(self):
         "Exit autocast; record and back-propagate the loss in fp32."
-        if not self._active: return
-        self._exit_autocast()
-        self._guard_later_forwards()
+        self._stack.close()
+        if self._mode is None: return
         for name in ('loss_grad', 'loss') if len(self.learn.yb) else ():
             value = self.learn.__dict__.get(name)
             if isinstance(value, torch.Tensor) and is_half(value): setattr(self.learn, name, value.float())
-        self._tell('loss_computed')
 
     def before_backward(self):
         "Scale the loss."
-        if not self._active: return
-        self._scaling.begin(self.learn.loss_grad, self.learn.opt, self.learn.model)
-        self.learn.loss_grad = self._scaling.scale(self.learn.loss_grad, self.learn.opt)
-
-    def after_backward(self): pass  # so that `Callback.__getattr__` does not look for it on the learner in each batch
+        if self._scaling.on: self.learn.loss_grad = self._scaling.scale(self.learn.loss_grad, self.learn.opt)
 
     def before_step(self):
-        "Unscale the gradients; hold the step back if one is not finite, unless the optimizer does so on the device."
-        held_back = self._scaling.unscale(self.learn.opt)
-        self._tell('step_decided')
-        if held_back: raise CancelStepException()
+        "Unscale the gradients; hold the step back if one is not finite, unless the optimizer skips on the device."
+        if not self._scaling.on: return
+        own_step = type(self.learn)._step is Learner._step and '_step' not in self.learn.__dict__
+        self._scaling.unscale(self.learn.opt, may_skip_on_device=own_step and self._depth > 0)
+        if self._scaling.held_back: raise CancelStepException()
 
     def after_cancel_step(self):
-        "Another callback called the step off: leave the scale alone."
+        "Leave the scale alone if another callback called the step off."
         if not self._scaling.held_back: self._scaling.cancel()
 
     def after_step(self):
         "Let the scale grow or back off."
         self._scaling.update()
 
+    def after_cancel_batch(self):
+        "Exit autocast before callbacks of a higher order run; a step that was under way is called off."
+        self._stack.close()
+        self._scaling.cancel()
+
+    def after_batch(self):
+        "Exit autocast if an event was left out; say which modules to keep in fp32 were not used."
+        self._stack.close()
+        self._in_batch = False
+        if not self._depth: self._fp32_modules.take_off()
+        if self._has_trained or not self.learn.training: return
+        self._has_trained = True
+        for name, parent in self._fp32_modules.never_called().items():
+            warn_user(f"fp32_modules: '{name}' was not called in the first batch, so keeping it in fp32 does nothing: "
+                      "the module around it may use its weights directly, as MultiheadAttention does with out_proj.\n"
+                      f"Keep '{parent}' instead.")
+
     def after_train(self):
         "Read what the device decided in this epoch: fastai's Recorder waits for it here anyway."
         self._scaling.read()
-        self._tell('epoch_ended')
-
-    def after_cancel_batch(self):
-        "Exit autocast before callbacks of a higher order run."
-        if self._batch is None: return
-        self._batch.cancelled = True
-        self._exit_autocast()
-
-    def after_batch(self):
-        "Exit autocast if an event was left out."
-        batch = self._batch
-        if batch is None: return
-        self._exit_autocast()
-        if batch.later is not None: batch.later.remove()
-        batch.done = True
-        if batch.loose: self._leave_batch(batch, None)
 
     def after_fit(self):
-        "Leave nothing behind but the scale, its history, and unscaled gradients of an unfinished accumulation."
-        if not self._guard.running: self._close(finished=True)
+        "End the fit."
+        if self._depth < 2: self._close()
 
 
 # `delegates` put fastai's own signature on the base class, where `inspect.signature` would find it first.
-MixedPrecision.__signature__ = inspect.signature(partial(MixedPrecision.__init__, None))  # type: ignore[arg-type]
+MixedPrecision.__signature__ = inspect.signature(partial(MixedPrecision.__init__, None))  # type: ignore[attr-defined]

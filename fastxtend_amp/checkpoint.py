@@ -1,60 +1,36 @@
-"Checkpoints: the loss scale in the files of `Learner.save` and `load`, and files that are written whole."
+"""Checkpoints: the loss scale in the files of `Learner.save` and `load`, which are written whole.
+
+Three methods of fastai are replaced: `Learner.save`, `Learner.load`, which `TextLearner` overrides, and
+`Learner.export`, which warns. Without a precision callback they do what fastai's do.
+"""
 from __future__ import annotations
 
-import os, shutil, sys, threading
+import functools, os, shutil, threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import fastai.learner
-import torch
-from fastai.learner import Learner
-from fastai.optimizer import Lookahead
+from fastai.learner import Learner, join_path_file
+from fastai.text.learner import TextLearner
 from fastai.torch_core import get_model, rank_distrib
-from fastcore.foundation import L
-from torch import nn
 
-from .common import put_over, warn_user
-from .compat import syncfree_state
-from .convert import map_tensors
-from .lifecycle import precision_callback_of
-from .observer import ON_ATTACH
-from .scaling import optimizer_params
-from .scaling_args import check_scaler_state
+from .callback import MixedPrecision
+from .common import warn_user
+from .scaling import check_scaler_state
 
-__all__ = ['ADAPTERS', 'StateAdapter', 'place_state', 'written_whole']
+__all__ = ['precision_callback', 'put_over', 'written_whole']
 
-# Inside the optimizer's state: fastai takes a file for one with an optimizer only if it has no other keys.
-KEY = 'grad_scaler'
-_HAS_OPT = {'model', 'opt'}
-
-
-class StateAdapter:
-    "How model and optimizer state go into a file and come back, where they are not plain tensors of this process."
-    def applies(self, model: nn.Module) -> bool:
-        "Is `model` of the kind that needs this?"
-        return False
-    def to_file(self, state: Any) -> Any:
-        "`state` with whole tensors on the CPU; called in every process, rank 0's result is written."
-        return state
-    def model_from_file(self, state: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
-        "A model state from a file as `model.load_state_dict` needs it in this process."
-        return state
-    def opt_from_file(self, state: Any, params: list[nn.Parameter]) -> Any:
-        "An optimizer state from a file as the optimizer of `params` needs it in this process."
-        return state
-
-
-ADAPTERS: list[StateAdapter] = []                                # rooms add theirs
-_PLAIN = StateAdapter()
+KEY = 'grad_scaler'  # in the optimizer's state: fastai takes a file for one with an optimizer only if it has no other keys
 _writing = threading.RLock()                                     # two threads may save to one name
 _reading = threading.Lock()  # fastai's `load_model` changes torch's list of safe classes meanwhile
 
 
-def _adapter(model: nn.Module) -> StateAdapter:
-    return next((a for a in ADAPTERS if a.applies(model)), _PLAIN)
+def precision_callback(
+    learn: Learner,
+) -> MixedPrecision | None:
+    "Return the learner's precision callback; None in plain fp32."
+    return next((cb for cb in learn.cbs if isinstance(cb, MixedPrecision)), None)
 
 
 @contextmanager
@@ -81,98 +57,114 @@ def written_whole(file: Any) -> Iterator[Any]: # A file to write to
             raise
 
 
-def place_state(
-    opt: Any, # fastai's `Optimizer`, `OptimWrapper` or `Lookahead`
-) -> None:
-    "Move what `opt` remembers to where its parameters are; step counts go where the optimizer wants them."
-    inner = opt
-    while hasattr(inner, 'opt'): inner = inner.opt
-    groups = inner.param_groups if isinstance(inner, torch.optim.Optimizer) else []
-    on_host = {p for g in groups if not (g.get('capturable') or g.get('fused')) for p in g['params']}
-    for p, state in inner.state.items():
-        if not isinstance(p, torch.Tensor): continue
-        for key, value in state.items():
-            host = key == 'step' and p in on_host and not syncfree_state(inner, state)
-            device = torch.device('cpu') if host else p.device
-            state[key] = map_tensors(partial(torch.Tensor.to, device=device), value)
-    if isinstance(opt, Lookahead) and opt.slow_weights is not None:
-        pairs = zip(opt.slow_weights, opt.param_lists)
-        opt.slow_weights = L(L(w.to(p.device) for w, p in zip(ws, ps)) for ws, ps in pairs)
-
-
-class _Saved:
-    "Stands for a model or an optimizer in fastai's `save_model`, which asks it for its state."
-    def __init__(self, state: Any): self.state = state
+class _StandIn:
+    "Stands in for a model or an optimizer while fastai asks for its state, or gives it one."
+    def __init__(self, state: Any = None): self.state, self.options = state, {}
     def state_dict(self) -> Any: return self.state
+    def load_state_dict(self, state: Any, **options: Any) -> None: self.state, self.options = state, options
 
 
-class _Loaded:
-    "Stands for a model or an optimizer in fastai's `load_model`, which hands it its state; holds that."
-    def __init__(self): self.given, self.state, self.kwargs = False, {}, {}
-    def load_state_dict(self, state: Any, **kwargs) -> None: self.given, self.state, self.kwargs = True, state, kwargs
+def _with_stand_ins(learn: Learner, model: _StandIn, opt: _StandIn | None) -> Learner:
+    "Return a shallow copy of the learner for fastai's `save` and `load`, whose model and optimizer are these."
+    other = object.__new__(type(learn))
+    other.__dict__.update(vars(learn), model=model, opt=opt)
+    return other
 
 
-def save_model(original: Callable, file: Any, model: nn.Module, opt: Any, with_opt: bool = True, **kwargs) -> None:
-    """fastai's `save_model`; for a learner with a precision callback with its loss scale, and in a file written whole.
+class FileFormat:
+    "The state of a learner's model and optimizer as it is in a file; a device may need another one."
+    device: str | None = None  # where `load` reads the file to; the learner's own if None
+    def applies(self, learn: Learner) -> bool:
+        "Return whether the learner needs this format."
+        return False
+    def read(self, learn: Learner, with_opt: bool) -> tuple[Any, Any]:
+        "Return the states of model and optimizer to write; called in every process."
+        return get_model(learn.model).state_dict(), learn.opt.state_dict() if with_opt else None
+    def load_model(self, learn: Learner, state: Any, **options: Any) -> None:
+        "Load the model's state from a file."
+        get_model(learn.model).load_state_dict(state, **options)
+    def load_opt(self, learn: Learner, state: Any) -> None:
+        "Load the optimizer's state from a file."
+        learn.opt.load_state_dict(state)
+
+
+FORMATS: list[FileFormat] = []                                   # the rooms of devices add theirs
+_PLAIN = FileFormat()
+
+
+def _format(learn: Learner) -> FileFormat: return next((f for f in FORMATS if f.applies(learn)), _PLAIN)
+
+
+def save(original: Callable, self: Learner, file: Any, **kwargs: Any) -> Any:
+    """Call fastai's `Learner.save`; with a precision callback the file holds its loss scale, and is written whole.
 
     The state of sharded parameters is put together from all processes, which must all call this.
     """
-    cb, adapter = precision_callback_of(model, opt), _adapter(model)
-    if cb is None and adapter is _PLAIN: return original(file, model, opt, with_opt=with_opt, **kwargs)
-    with_opt = with_opt and opt is not None
-    model_state = adapter.to_file(get_model(model).state_dict())
-    opt_state = adapter.to_file(opt.state_dict()) if with_opt else None
-    scaler = cb.state_dict() if cb is not None else {}
-    if scaler and isinstance(opt_state, Mapping): opt_state = {**opt_state, KEY: scaler}
-    if rank_distrib(): return None
-    with written_whole(file) as f:
-        return original(f, _Saved(model_state), _Saved(opt_state) if with_opt else None, with_opt=with_opt, **kwargs)
+    cb, file_format = precision_callback(self), _format(self)
+    if cb is None and file_format is _PLAIN: return original(self, file, **kwargs)
+    with_opt = kwargs.get('with_opt', True) and self.opt is not None
+    model_state, opt_state = file_format.read(self, with_opt)
+    scale = cb.state_dict() if cb is not None else {}
+    if scale and isinstance(opt_state, Mapping): opt_state = {**opt_state, KEY: scale}
+    target = join_path_file(file, self.path/self.model_dir, ext='.pth')
+    if rank_distrib(): return target
+    opt = _StandIn(opt_state) if with_opt else None
+    with written_whole(target) as f: original(_with_stand_ins(self, _StandIn(model_state), opt), f, **kwargs)
+    return target
 
 
-def load_model(original: Callable, file: Any, model: nn.Module, opt: Any, with_opt: bool | None = True,
-               device: Any = None, **kwargs) -> None:
-    """fastai's `load_model` or `load_model_text`, for any learner: the file may hold a loss scale.
+def load(original: Callable, self: Learner, file: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call fastai's `load`; the file may hold a loss scale.
 
-    fastai reads the file; model, optimizer and scaler are loaded when all of it has been read and the scaler's state
-    was found usable, so that a damaged file leaves the learner untouched.
+    Model, optimizer and scale are loaded when all of the file has been read and the scale was found usable, so that a
+    damaged file leaves the learner untouched.
     """
-    cb, adapter = precision_callback_of(model, opt), _adapter(model)
-    if str(device).startswith('xla'): device = 'cpu'             # torch.load cannot place tensors on XLA devices
-    in_file, opt_in_file = _Loaded(), _Loaded()
-    with _reading: original(file, in_file, opt_in_file, with_opt=with_opt, device=device, **kwargs)
-    scaler = opt_in_file.state.pop(KEY, None) if isinstance(opt_in_file.state, dict) else None
-    scaled = cb is not None and cb.scales_loss
-    if scaled and scaler is not None:
-        check_scaler_state(scaler, str(getattr(file, 'name', file)), cb.scaling.has_own_state,
+    cb, file_format = precision_callback(self), _format(self)
+    if self.opt is None: self.create_opt()
+    model, opt = _StandIn(), _StandIn()
+    if file_format.device is not None: args, kwargs = (), {**kwargs, 'device': file_format.device}
+    with _reading: original(_with_stand_ins(self, model, opt), file, *args, **kwargs)
+    scale = opt.state.pop(KEY, None) if isinstance(opt.state, dict) else None
+    takes_scale = cb is not None and cb.needs_loss_scaling
+    if takes_scale and scale is not None:
+        check_scaler_state(scale, str(getattr(file, 'name', file)),
                            "`learn.load(..., with_opt=False)` loads the model alone; `learn.to_fp32()` or "
                            "`learn.to_bf16()` before `load` leaves the scaler out.")
-    get_model(model).load_state_dict(adapter.model_from_file(in_file.state, model), **in_file.kwargs)
-    if not opt_in_file.given: return
-    _load_optimizer(opt, adapter.opt_from_file(opt_in_file.state, optimizer_params(opt)),
-                    place=cb is not None or adapter is not _PLAIN)
-    if scaled and scaler is None: cb.scaling.reset(opt)
-    elif scaled: cb.load_state_dict(scaler)
-    elif scaler is not None and (cb is None or cb.mode != 'fp16'):
+    file_format.load_model(self, model.state, **model.options)
+    if opt.state is None: return self
+    try: file_format.load_opt(self, opt.state)
+    except Exception: warn_user('Could not load the optimizer state.')   # as fastai has it
+    if takes_scale: cb.load_state_dict(scale)
+    elif scale is not None and (cb is None or cb.mode != 'fp16'):
         warn_user("The file holds the loss scale of fp16 training, which this learner does not use.\n"
                   "To go on in fp16, call `learn.to_fp16()` before `learn.load`.")
+    return self
 
 
-def _load_optimizer(opt: Any, state: Any, place: bool) -> None:
-    try: opt.load_state_dict(state)
-    except Exception: warn_user('Could not load the optimizer state.')   # as fastai has it
-    else:
-        if place: place_state(opt)
+def export(original: Callable, self: Learner, *args: Any, **kwargs: Any) -> Any:
+    "Call fastai's `export`, and warn if the file needs this package."
+    if precision_callback(self) is not None:
+        warn_user("The exported file needs fastxtend_amp wherever it is loaded, because the learner has a "
+                  "precision callback.\n"
+                  "Call `learn.to_fp32()` before `export` for a file that loads without it.")
+    return original(self, *args, **kwargs)
 
 
-# -- how fastai comes to call them
+def put_over(
+    owner: type,
+    name: str, # Of one of its methods
+    new: Callable, # Called in its place, with the method and then its arguments
+) -> None:
+    "Put `new(original, ...)` in the place of the method `owner.name`, once."
+    original = getattr(owner, name)
+    if getattr(original, 'put_over', None) is new: return
+    @functools.wraps(original)
+    def replacement(*args, **kwargs): return new(original, *args, **kwargs)
+    replacement.put_over = new  # type: ignore[attr-defined]
+    setattr(owner, name, replacement)
 
-def _put_over_text(learn: Learner | None = None) -> None:
-    "`TextLearner.load` calls a function of its own, in a module that may be imported after this one."
-    text = sys.modules.get('fastai.text.learner')
-    if text is not None: put_over(text, 'load_model_text', load_model)
 
-
-put_over(fastai.learner, 'save_model', save_model)
-put_over(fastai.learner, 'load_model', load_model)
-_put_over_text()
-ON_ATTACH.append(_put_over_text)
+put_over(Learner, 'save', save)
+put_over(Learner, 'load', load)
+put_over(TextLearner, 'load', load)
+put_over(Learner, 'export', export)

@@ -11,10 +11,10 @@ from torch import nn
 
 from .common import first_line
 from .convert import is_half
-from .scaling import optimizer_params
-from .scaling_args import is_number
+from .mode import AMPMode
+from .scaling import is_number, optimizer_params
 
-__all__ = ['ON_OVERFLOW', 'check_count', 'check_float64', 'check_fp16_training', 'check_overflow_args', 'check_seconds',
+__all__ = ['ON_OVERFLOW', 'check_count', 'check_data_parallel', 'check_float64', 'check_fp16_training', 'check_overflow_args', 'check_seconds',
            'half_parameters_of', 'strays_of']
 
 ON_OVERFLOW = ('warn', 'raise', 'ignore')
@@ -66,7 +66,7 @@ def check_fp16_training(
 def half_parameters_of(
     model: nn.Module, # The model to train
 ) -> list[str]: # Names
-    "Parameters to be trained that are in half precision themselves: small updates to them are rounded away."
+    "Return the parameters to be trained that are in half precision themselves: small updates to them are rounded away."
     return [n for n, p in model.named_parameters() if p.requires_grad and is_half(p)]
 
 
@@ -74,7 +74,7 @@ def strays_of(
     model: nn.Module, # The model to train
     opt: Any, # fastai's `Optimizer` or `OptimWrapper`
 ) -> list[str]:
-    "Names of the parameters that get gradients but are not in `opt`."
+    "Return the names of the parameters that get gradients but are not in `opt`."
     known = {id(p) for p in optimizer_params(opt)}
     return [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in known]
 
@@ -91,6 +91,24 @@ def check_float64(device: torch.device) -> None:
         raise ValueError(f"fp16 mixed precision needs float64 on device '{device}' for the loss scale, which it does "
                          f"not have ({first_line(e)}).\nUse `learn.to_bf16()` or `learn.to_fp32()` there, or "
                          "`learn.to_fp16(enabled=False)` without loss scaling.") from e
+
+
+def check_data_parallel(
+    mode: AMPMode,
+    model: nn.Module, # The model to train
+    fp32_modules: list[str], # Names of the modules to keep in fp32
+) -> None:
+    """Raise a `ValueError` if `nn.DataParallel` could not compute in `mode`, or keep modules in fp32.
+
+    It tells the threads of its replicas that autocast is on, but not which dtype: they take the device's default, fp16.
+    A replica is a shallow copy, whose modules would run the forward of the original.
+    """
+    if not any(isinstance(m, nn.DataParallel) and m.device_ids for m in model.modules()): return
+    what = 'bf16' if mode is AMPMode.BF16 else 'fp32_modules' if fp32_modules else None
+    if what is None: return
+    raise ValueError(f"{what} cannot be used with nn.DataParallel, whose replicas would not compute in it.\n"
+                     "Use DistributedDataParallel, or `learn.to_fp16()`" +
+                     (" without fp32_modules." if what == 'fp32_modules' else "."))
 
 
 def _needs_closure(opt: Any) -> bool:

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ['PRECISION_COLORS', 'first_line', 'is_dtensor', 'put_over', 'random_state', 'random_state_kept',
-           'set_random_state', 'warn_user']
+__all__ = ['PRECISION_COLORS', 'call_text', 'first_line', 'is_dtensor', 'random_state', 'random_state_kept',
+           'set_random_state', 'several_processes', 'type_name', 'warn_user']
 
 # One colour for a precision in every plot.
 PRECISION_COLORS = {'fp32': '#4c566a', 'bf16': '#2a78b8', 'fp16': '#d1701f', 'half weights': '#17a2a2'}
@@ -22,7 +22,7 @@ def random_state(
     device: torch.device | None = None, # Besides the CPU; all accelerators that are in use if None
     everything: bool = False, # Whether Python's and NumPy's generators belong to it, besides torch's
 ) -> RandomState: # Pairs: the function that sets a generator, and its state
-    "The state of the global random number generators, as `set_random_state` takes it; does not wait for a device."
+    "Return the state of the global random number generators, as `set_random_state` takes it; does not wait for a device."
     states: RandomState = [(torch.set_rng_state, torch.get_rng_state())]
     if everything: states += [(random.setstate, random.getstate()), (np.random.set_state, np.random.get_state())]
     types = _accelerators() if device is None else [device.type]
@@ -58,32 +58,24 @@ def random_state_kept(device: torch.device | None = None, everything: bool = Fal
 
 
 def first_line(error: BaseException, limit: int = 200) -> str:
-    "What an exception says, in one line; its type's name where it says nothing."
+    "Return what an exception says, in one line; its type's name where it says nothing."
     lines = str(error).strip().splitlines()
     return lines[0][:limit].rstrip('.: ') if lines else type(error).__name__
 
 
 def is_dtensor(t: Any) -> bool:
-    "Is `t` a DTensor, as FSDP2's `fully_shard` makes of parameters?"
+    "Return whether `t` is a DTensor, as FSDP2's `fully_shard` makes of parameters."
     module: Any = sys.modules.get('torch.distributed.tensor')    # imported by whoever made a DTensor, and not before
     return module is not None and isinstance(t, module.DTensor)
 
 
-def put_over(
-    owner: Any, # A module or a class
-    name: str, # Of one of its functions
-    new: Callable, # Called in its place, with the function and then its arguments
-) -> None:
-    "Put `new(original, ...)` in the place of the function `owner.name`, once."
-    original = getattr(owner, name)
-    if getattr(original, 'put_over', None) is new: return
-    @functools.wraps(original)
-    def replacement(*args, **kwargs): return new(original, *args, **kwargs)
-    replacement.put_over = new  # type: ignore[attr-defined]
-    setattr(owner, name, replacement)
-
-
 _NOT_THE_USERS = ('fastxtend_amp', 'fastai', 'fastcore', 'torch', 'contextlib')
+
+
+def several_processes() -> bool:
+    "Return whether this process trains together with others."
+    dist = torch.distributed
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
@@ -95,9 +87,35 @@ def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
 
 
 def _accelerators() -> list[str]:
-    "Types of the accelerators that this process has used so far; asking does not start one."
+    "Return the types of the accelerators that this process has used so far; asking does not start one."
     found = ['xla'] if 'torch_xla' in sys.modules else []
     if not torch.accelerator.is_available(): return found
     kind = str(torch.accelerator.current_accelerator()).partition(':')[0]
     is_initialized = getattr(torch.get_device_module(kind), 'is_initialized', lambda: True)
     return [*found, kind] if is_initialized() else found
+
+
+def type_name(kind: type) -> str:
+    "Return the name of a class as it is written in code: `nn.LayerNorm` for PyTorch's modules."
+    return f'nn.{kind.__name__}' if kind.__module__.startswith('torch.nn') else kind.__name__
+
+
+def call_text(
+    method: str, # Name of a method of the learner
+    arguments: dict[str, Any], # All of its arguments, by name
+    defaults: dict[str, Any], # Their defaults
+) -> str: # Such as "learn.to_fp16(init_scale=1024.0)"
+    "Return the call of `method` with those `arguments` that are not the defaults."
+    def differs(name, value):
+        default = defaults.get(name)
+        return value is not default and not (type(value) is type(default) and value == default)
+    given = [f'{name}={_written(value, name)}' for name, value in arguments.items() if differs(name, value)]
+    return f"learn.{method}({', '.join(given)})"
+
+
+def _written(value: Any, name: str = '') -> str:
+    "Return `value` as it would be written in a call; an object that cannot be written as `name`."
+    if isinstance(value, (list, tuple)): return '[' + ', '.join(map(_written, value)) + ']'
+    if isinstance(value, type): return type_name(value)
+    text = getattr(value, '__name__', None) or repr(value)
+    return name or '...' if text.startswith('<') else text

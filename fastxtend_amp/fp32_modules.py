@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import difflib, fnmatch
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,18 +10,18 @@ import torch
 from fastcore.foundation import L
 from torch import nn
 
-from .compat import COMPILED_NAME, compiled_module, map_tensors_traced, tensors_in
-from .convert import half_to_float, to_fp32
-from .forward import ModuleForward
+from .compat import COMPILED_NAME, compiled_module, tree_leaves
+from .common import type_name
+from .convert import to_fp32
 
-__all__ = ['Fp32Forward', 'Fp32Modules', 'match_modules']
+__all__ = ['ROOT', 'Fp32Modules', 'covers', 'match_modules', 'qualified_names', 'unwrapped']
 
 ROOT = '(model)'  # the name of the model itself among its modules
 _LISTS = (list, tuple, set, frozenset, L)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    "The model inside `torch.compile`, `DistributedDataParallel` and `DataParallel`."
+    "Return the model inside `torch.compile`, `DistributedDataParallel` and `DataParallel`."
     while True:
         if (inner := compiled_module(model)) is not None: model = inner
         elif isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)): model = model.module
@@ -29,7 +29,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def qualified_names(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    "Each place of the unwrapped model's tree and the module there, without what `torch.compile` puts into names."
+    "Yield each place of the unwrapped model's tree and the module there, without what `torch.compile` puts into names."
     for name, module in unwrapped(model).named_modules(remove_duplicate=False):
         if name.endswith(COMPILED_NAME): continue                  # the compiled wrapper around it has the name
         yield '.'.join(part for part in name.split('.') if part != COMPILED_NAME) or ROOT, unwrapped(module)
@@ -39,7 +39,7 @@ def match_modules(
     model: nn.Module, # The model, as it is or compiled or wrapped for data parallelism
     spec: Any, # Names with wildcards ('head.*'), module types, modules, predicates on a module, or a list of these
 ) -> dict[str, nn.Module]: # The matched modules by name, in the model's order; one inside a matched one is left out
-    """The modules of `model` that `spec` means; `'(model)'` is the name of the whole.
+    """Return the modules of `model` that `spec` means; `'(model)'` is the name of the whole.
 
     A module without a forward (`nn.ModuleList`, `nn.ModuleDict`) means the modules in it.
 
@@ -61,13 +61,12 @@ def match_modules(
 
 
 def _parts(spec: Any) -> list:
-    "`spec` as a list."
     if spec is None: return []
     return list(spec) if isinstance(spec, _LISTS) else [spec]
 
 
 def _only_holds(m: nn.Module) -> bool:
-    "Is `m` a container without a forward of its own, such as `nn.ModuleList`?"
+    "Return whether `m` is a container without a forward, such as `nn.ModuleList`."
     has_forward = getattr(type(m), 'forward', None) is not nn.Module.forward or 'forward' in vars(m)
     return not has_forward and any(True for _ in m.children())
 
@@ -88,8 +87,10 @@ def _test(part: Any) -> Callable[[str, nn.Module], bool]:
 
 
 def _near(part: Any, places: list[tuple[str, nn.Module]]) -> str:
-    "What the model has that is near to `part`, for an error."
+    "Return what the model has that is near to `part`, for an error."
     if isinstance(part, str):
+        kind = next((type(m) for _, m in places if type(m).__name__ == part), None)
+        if kind is not None: return f"'{part}' is a type: give `{type_name(kind)}` itself, not its name."
         names = [name for name, _ in places]
         same_start = [n for n in names if part.strip('*.').split('.')[0] in n]
         near = difflib.get_close_matches(part, names, 4, .5) or same_start[:4] or names[1:5]
@@ -98,40 +99,56 @@ def _near(part: Any, places: list[tuple[str, nn.Module]]) -> str:
     return f"It has modules of these types: {', '.join(kinds[:12])}{', ...' if len(kinds) > 12 else ''}."
 
 
-class Fp32Forward(ModuleForward):
-    "Runs a module's forward with autocast off, and with half-precision inputs as fp32."
+class Fp32Forward:
+    """Runs `module`'s forward with autocast off, and with half-precision inputs as fp32.
+
+    An object on the module's `forward`, and not a hook: it can be copied with the module, and `torch.compile` traces
+    through it.
+    """
     def __init__(self, module: nn.Module):
-        super().__init__(module)
+        self.module, self.inner = module, module.__dict__.get('forward')
         self.called = False                                      # has the module's forward run since?
 
     def __call__(self, *args, **kwargs) -> Any:
         self.called = True
-        # `torch.compile` does not trace `to_fp32` into nested containers; pytree knows the built-in ones
-        if torch.compiler.is_compiling(): args, kwargs = map_tensors_traced(half_to_float, (args, kwargs))
-        else: args, kwargs = to_fp32(args), to_fp32(kwargs)
+        args, kwargs = to_fp32(args), to_fp32(kwargs)
         device_type = _device_type(args, kwargs, self.module)
         # An exported program has to switch it off even if it is off now: it may be on where the program runs.
         needless = not torch.is_autocast_enabled(device_type) and not torch.compiler.is_exporting()
-        if needless: return self.run(*args, **kwargs)
-        with torch.autocast(device_type, enabled=False): return self.run(*args, **kwargs)
+        if needless: return self._run(*args, **kwargs)
+        with torch.autocast(device_type, enabled=False): return self._run(*args, **kwargs)
+
+    def _run(self, *args, **kwargs) -> Any:
+        if self.inner is None: return type(self.module).forward(self.module, *args, **kwargs)
+        return self.inner(*args, **kwargs)
+
+    def put_on(self) -> None: self.module.__dict__['forward'] = self
+
+    def take_off(self) -> None:
+        if self.module.__dict__.get('forward') is not self: return
+        if self.inner is None: del self.module.__dict__['forward']
+        else: self.module.__dict__['forward'] = self.inner
 
 
 def _device_type(args, kwargs, module) -> str:
     p = next(module.parameters(), None)                          # first: lengths and the like may stay on the CPU
     if p is not None: return p.device.type
-    types = [t.device.type for t in tensors_in((args, kwargs))]
+    types = [t.device.type for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
     return next((t for t in types if t != 'cpu'), 'cpu')
 
 
 class Fp32Modules:
-    "The modules of one model that are kept in fp32."
+    "The modules of one model that are kept in fp32 while `kept`."
     def __init__(self, spec: Any): # As in `match_modules`; None for no module
         self.spec = spec
-        self.forwards: dict[str, Fp32Forward] = {}               # by the module's name
+        self.forwards: dict[str, Fp32Forward] = {}               # kept for the next time, so that nothing is compiled anew
+        self.depth = 0                                           # how many `kept` contexts are entered
         for part in _parts(spec): _test(part)
 
-    def check(self, model: nn.Module) -> dict[str, nn.Module]:
-        "The modules that `apply` would keep; raises what `match_modules` does."
+    def __getstate__(self) -> dict[str, Any]: return {'spec': self.spec, 'forwards': {}, 'depth': 0}
+
+    def check(self, model: nn.Module) -> dict[str, nn.Module]: # The modules to keep, by name
+        "Raise what `match_modules` does, and a `ValueError` for modules whose forward cannot be replaced."
         if not _parts(self.spec): return {}
         modules = match_modules(model, self.spec)
         for name, m in modules.items():
@@ -140,38 +157,36 @@ class Fp32Modules:
                                  "replaced.\nKeep the module around it.")
         return modules
 
-    def apply(self, model: nn.Module) -> None:
-        "Keep them in fp32 from now on; those kept already stay as they are, so that nothing is compiled again."
-        modules = self.check(model)
-        for name, f in list(self.forwards.items()):
-            if modules.get(name) is not f.module: self.forwards.pop(name).remove()
-        for name, m in modules.items():
-            own = m.__dict__.get('forward')
-            if not isinstance(own, Fp32Forward):
-                own = Fp32Forward(m)
-                own.install()
-            self.forwards[name] = own
+    @contextmanager
+    def kept(self, model: nn.Module) -> Iterator[None]:
+        "Keep the modules in fp32 inside; nested contexts share the outermost one's forwards."
+        self.depth += 1
+        try:
+            self.put_on(model)
+            yield
+        finally:
+            self.depth -= 1
+            if not self.depth: self.take_off()
 
-    def remove(self) -> None:
-        "Let all of them go."
-        for f in self.forwards.values(): f.remove()
-        self.forwards = {}
+    def put_on(self, model: nn.Module) -> None:
+        "Put a forward on each module to keep; those that have theirs stay as they are."
+        for name, m in self.check(model).items():
+            f = self.forwards.get(name)
+            if f is None or f.module is not m: f = self.forwards[name] = Fp32Forward(m)
+            if m.__dict__.get('forward') is not f: f.inner = m.__dict__.get('forward'); f.put_on()
 
-    def covers(self, name: str) -> bool:
-        "Is the module of this name kept, itself or with one around it?"
-        return any(name == kept or _inside(name, kept) for kept in self.forwards)
+    def take_off(self) -> None:
+        "Give the modules back the forwards that they had."
+        for f in self.forwards.values(): f.take_off()
 
     def never_called(self) -> dict[str, str]:
-        "Kept modules whose forward never ran, each with the module around it, which may use its weights directly."
+        "Return the kept modules whose forward never ran, each with the module around it, which may use its weights."
         return {name: name.rpartition('.')[0] or ROOT for name, f in self.forwards.items() if not f.called}
 
 
-@contextmanager
-def kept_in_fp32(model: nn.Module, spec: Any) -> Iterator[None]:
-    "Keep the modules that `spec` means in fp32 inside."
-    kept, before = Fp32Modules(spec), {id(m): m.__dict__.get('forward') for m in unwrapped(model).modules()}
-    kept.apply(model)
-    try: yield
-    finally:
-        for f in kept.forwards.values():
-            if before[id(f.module)] is not f: f.remove()         # the others are the learner's own
+def covers(
+    names: Iterable[str], # Of modules that are kept
+    name: str, # Of a module
+) -> bool:
+    "Return whether the module `name` is among `names`, itself or with one around it."
+    return any(name == kept or _inside(name, kept) for kept in names)

@@ -1,42 +1,48 @@
 "The core's methods of `Learner`: `to_fp16`, `to_bf16`, `to_amp`, `to_fp32`, `to_channelslast` and two more."
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from inspect import Parameter, signature
+from difflib import get_close_matches
+from inspect import signature
 from typing import Any
 
 # channelslast patches `Learner.to_channelslast`: imported here so that it cannot do so after us.
 from fastai.callback.channelslast import ChannelsLast
 from fastai.learner import Learner
 from fastcore.basics import patch
+from fastcore.meta import delegates
 
 from .callback import PRECISION_CALLBACKS, MixedPrecision
-from .refused_names import refuse_unknown
+from .checkpoint import precision_callback
 from .mode import AMPMode
-from .observer import ON_ATTACH, ON_MEASURE
 
-__all__ = ['set_precision', 'takes_arguments_of']
+__all__ = ['refuse_unknown', 'set_precision']
 
 
-def takes_arguments_of(
-    to: Callable, # The function whose arguments are handed on
-    but: str = '', # Names of its arguments that are not, separated by commas
-) -> Callable: # A decorator for a function that ends in `*args, **kwargs`
-    """Decorator: `*args, **kwargs` stand for the arguments of `to`, in signature, `help` and `doc`.
+FORMER = {  # arguments of fastai v1 and of fastai's non-native fp16
+    'dynamic': "leave it out. Scaling is dynamic unless you give a static scale: `learn.to_fp16(loss_scale=512)`.",
+    'max_noskip': "write `growth_interval=`, the number of steps without a skip after which the scale grows.",
+    'scale_wait': "write `growth_interval=`, the number of steps without a skip after which the scale grows.",
+    'div_factor': "write `growth_factor=` and `backoff_factor=`.",
+    'max_scale': "write `init_scale=` for the scale to start from.",
+    'max_loss_scale': "write `init_scale=` for the scale to start from.",
+    'clip': "add fastai's callback, which sees unscaled gradients: `learn.add_cb(GradientClip(1.))`.",
+    'flat_master': "autocast has no master weights. For those write `learn.to_half_weights('fp16', flat_master=True)`.",
+}
 
-    fastcore's `delegates`, but positional arguments stay positional.
-    """
-    left_out = {'self', *but.replace(' ', '').split(',')}
-    def decorate(f):
-        variable = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
-        own = [p for p in signature(f).parameters.values() if p.kind not in variable]
-        taken = left_out | {p.name for p in own}
-        shared = [p for p in signature(to).parameters.values() if p.name not in taken]
-        f.__delwrap__ = to                                       # where fastcore's `docments` looks for the meanings
-        f.__signature__ = signature(f).replace(parameters=sorted(own + shared, key=lambda p: p.kind))
-        return f
-    return decorate
+
+def refuse_unknown(
+    method: Callable, # Such as `Learner.to_fp16`
+    names: Iterable[str], # Names of the arguments that it got
+) -> None:
+    "Raise a `TypeError` for an argument that `method` does not have, with what to write instead."
+    known = [n for n in signature(method).parameters if n not in ('self', 'args')]
+    for name in names:
+        if name in known: continue
+        near = get_close_matches(name, known, 1)
+        instead = FORMER.get(name) or (f'did you mean `{near[0]}=`?' if near else f"there are {', '.join(known)}.")
+        raise TypeError(f"{method.__name__}() has no argument '{name}': {instead}")
 
 
 def set_precision(
@@ -45,23 +51,31 @@ def set_precision(
 ) -> Learner: # The learner
     "Leave `cb` as the learner's only precision callback; called in the middle of a batch, at its end."
     if cb is not None: cb.check_modules(learn.model)
-    old = [o for o in learn.cbs if isinstance(o, PRECISION_CALLBACKS)]
-    busy = next((o for o in old if isinstance(o, MixedPrecision) and o.in_batch), None)
-    if busy is not None:
-        busy.replace_after_batch(cb)
-        return learn
-    for o in old: learn.remove_cb(o)
-    return learn if cb is None else learn.add_cb(cb)
+    ours = precision_callback(learn)
+    for o in [o for o in learn.cbs if isinstance(o, PRECISION_CALLBACKS) and o is not ours]: learn.remove_cb(o)
+    if ours is not None: ours.replace(cb)
+    else:
+        learn.__dict__.pop('_with_events', None)                 # an interrupted call may have left it
+        if cb is not None: learn.add_cb(cb)
+    return learn
 
 
 @patch(as_prop=True)
 def precision(self: Learner) -> MixedPrecision | None:
-    "The learner's precision callback; None in plain fp32."
-    return next((cb for cb in self.cbs if isinstance(cb, MixedPrecision)), None)
+    """The learner's precision callback; None in plain fp32.
+
+    On a learner with a callback of yours that fastai names so, such as a class `PrecisionCallback`, it is that one.
+    """
+    return vars(self)['precision'] if 'precision' in vars(self) else precision_callback(self)
+
+
+# `add_cb` sets this name for a callback of the class `PrecisionCallback`, and `remove_cb` deletes it.
+Learner.precision = Learner.precision.setter(lambda self, cb: self.__dict__.update(precision=cb))
+Learner.precision = Learner.precision.deleter(lambda self: self.__dict__.pop('precision', None))
 
 
 @patch
-@takes_arguments_of(MixedPrecision.__init__, but='amp_mode')
+@delegates(MixedPrecision, but=['amp_mode'])
 def to_fp16(self: Learner, *args, **kwargs) -> Learner: # The learner
     "Train in float16 mixed precision; replaces any other precision callback."
     refuse_unknown(Learner.to_fp16, kwargs)
@@ -69,8 +83,8 @@ def to_fp16(self: Learner, *args, **kwargs) -> Learner: # The learner
 
 
 @patch
-@takes_arguments_of(MixedPrecision.__init__, but='amp_mode, init_scale, growth_factor, backoff_factor, '
-                                                 'growth_interval, enabled, loss_scale, scaler')
+@delegates(MixedPrecision, but=['amp_mode', 'init_scale', 'growth_factor', 'backoff_factor', 'growth_interval', 'enabled',
+                                'loss_scale', 'scaler'])
 def to_bf16(self: Learner, **kwargs) -> Learner: # The learner
     "Train in bfloat16 mixed precision, which needs no loss scaling; replaces any other precision callback."
     refuse_unknown(Learner.to_bf16, kwargs)
@@ -78,7 +92,7 @@ def to_bf16(self: Learner, **kwargs) -> Learner: # The learner
 
 
 @patch
-@takes_arguments_of(MixedPrecision.__init__, but='amp_mode')
+@delegates(MixedPrecision, but=['amp_mode'])
 def to_amp(self: Learner, *args,
     measure: bool = False, # Try the precisions on the learner's own batches, and take the fastest that trains as fp32
     max_seconds: float = 60., # For measuring
@@ -97,14 +111,15 @@ def to_amp(self: Learner, *args,
         raise TypeError(f"to_amp(measure={measure!r}): measure is True or False.\nFor a precision of your choice call "
                         "`learn.to_bf16()` or `learn.to_fp16()`.")
     if not measure and max_seconds != 60:
-        raise ValueError(f"to_amp(max_seconds={max_seconds!r}) is for measuring, which was not asked for.\nCall "
+        raise ValueError(f"to_amp(max_seconds={max_seconds!r}) applies with measure=True only.\nCall "
                          "`to_amp(measure=True, max_seconds=...)`, or leave it out.")
     if measure:
         if args or kwargs:
             given = ', '.join([*map(repr, args), *kwargs])
-            raise ValueError(f"to_amp(measure=True) cannot be combined with {given}: it settles the arguments itself.\n"
+            raise ValueError(f"to_amp(measure=True) cannot be combined with {given}: it chooses the arguments itself.\n"
                              "Take the call that it prints, and add to that.")
-        ON_MEASURE[-1](self, max_seconds)
+        from .insight.choice import measure_and_choose           # here: the core does without the rooms
+        measure_and_choose(self, max_seconds)
         return self
     if args and (isinstance(args[0], bool) or not isinstance(args[0], (int, float))):
         raise TypeError(f"to_amp({args[0]!r}): to_amp chooses the precision itself.\nFor one of your choice call "
@@ -115,25 +130,32 @@ def to_amp(self: Learner, *args,
 @patch
 def to_fp32(self: Learner) -> Learner: # The learner
     "Train in plain float32: removes every precision callback, fastai's own included."
-    for attached in ON_ATTACH: attached(self)
     return set_precision(self, None)
 
 
 @patch
-@takes_arguments_of(MixedPrecision.__init__)
+@delegates(MixedPrecision)
 def to_channelslast(self: Learner,
-    use_amp: bool = True, # Add `MixedPrecision`, if the learner has no precision callback yet
+    use_amp: bool = True, # Whether to train in mixed precision, too; False leaves the learner's precision alone
     *args, **kwargs
 ) -> Learner: # The learner
-    "Train in the channels last memory format, and in mixed precision (fp16 unless told otherwise)."
+    """Train in the channels last memory format, and in mixed precision.
+
+    With precision arguments they replace any other precision callback; without, a learner in plain fp32 gets fp16.
+    Raises `ValueError` for precision arguments with `use_amp=False`.
+    """
     refuse_unknown(Learner.to_channelslast, kwargs)
     if not isinstance(use_amp, bool):
         raise TypeError(f"to_channelslast({use_amp!r}): the first argument, use_amp, is True or False.\n"
                         "Write `to_channelslast(amp_mode='bf16')` for a precision.")
+    if (args or kwargs) and not use_amp:
+        given = ', '.join([*map(repr, args), *(f'{k}={v!r}' for k, v in kwargs.items())])
+        raise ValueError(f"to_channelslast(use_amp=False) cannot be combined with {given}, which sets a precision.\n"
+                         "Write `to_channelslast(amp_mode='bf16')` for both, or `to_channelslast(False)`.")
     has_precision = any(isinstance(o, PRECISION_CALLBACKS) for o in self.cbs)
-    cbs: list[Any] = [] if any(isinstance(o, ChannelsLast) for o in self.cbs) else [ChannelsLast()]
-    if use_amp and not has_precision: cbs.append(MixedPrecision(*args, **kwargs))
-    return self.add_cbs(cbs)
+    if args or kwargs or (use_amp and not has_precision): set_precision(self, MixedPrecision(*args, **kwargs))
+    if not any(isinstance(o, ChannelsLast) for o in self.cbs): self.add_cb(ChannelsLast())
+    return self
 
 
 @patch
@@ -142,4 +164,5 @@ def amp_context(self: Learner) -> AbstractContextManager: # To enter with `with`
 
     autocast for the device the model is on; does nothing in fp32. Works inside and outside `fit`.
     """
-    return nullcontext() if self.precision is None else self.precision.context()
+    cb = precision_callback(self)
+    return nullcontext() if cb is None else cb.context()

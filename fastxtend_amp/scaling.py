@@ -1,304 +1,365 @@
-"Loss scaling for one callback, none, static or dynamic, on `torch.amp.GradScaler`."
+"Loss scaling: a `GradScaler` for each fit, whether gradients are scaled, and the history of the steps."
 from __future__ import annotations
 
-from enum import IntEnum
-from typing import Any
+from array import array
+from collections.abc import Callable, Mapping
+from numbers import Integral, Real
+from typing import Any, cast
 
+import numpy as np
 import torch
+from fastai.optimizer import OptimWrapper
 from torch import nn
 from torch.amp import GradScaler
 
-from .common import warn_user
-from .compat import (arm_found_inf, disarm_found_inf, forget_unscale, found_inf_flags, grads_version, has_unscaled,
-                     move_scaler, scale_version)
-from .device_skip import skips_on_device
-from .first_scale import NoFirstScale, first_scale
-from .scale_history import CONSTANT, ScaleHistory, ScaleRule
-from .scaling_args import AUTO, DEFAULTS, check_scaler_state, check_scaling_args
+from .compat import found_inf_flags, is_syncfree, syncfree_state
 
-__all__ = ['GradStage', 'LossScaling', 'StaticGradScaler', 'optimizer_params']
+__all__ = ['LossScaling', 'StaticGradScaler', 'check_scaler_state', 'is_number', 'optimizer_params']
+
+DEFAULTS = dict(init_scale=65536.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000)
+LARGEST = float(np.finfo(np.float32).max)
+STATE_KEYS = ('scale', 'growth_factor', 'backoff_factor', 'growth_interval', '_growth_tracker')
+FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+READ_EVERY = 512                                                 # steps between two reads of the history
 
 
-class StaticGradScaler(GradScaler):
+class DynamicGradScaler(GradScaler):
+    "PyTorch's `GradScaler`, of which a copy can be made in the middle of a step: it is as before that step."
+    def __reduce__(self): return _same_scaler, (type(self), self.state_dict())
+
+
+class StaticGradScaler(DynamicGradScaler):
     """A `GradScaler` whose scale neither grows nor shrinks, as fastai v1's `loss_scale`.
 
     Steps with non-finite gradients are still skipped.
     """
-    def update(self, new_scale: float | torch.Tensor | None = None) -> None: forget_unscale(self)
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None: super().update(self.loss_scale)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.loss_scale = state_dict['scale']
 
 
-class GradStage(IntEnum):
-    "What the gradients in `.grad` are multiplied by, as `OptState` is to `GradScaler`, but across batches."
-    TRUE = 0     # by nothing, and no step is under way
-    SCALED = 1   # by the scale: some backward pass has run since the last step
-    UNSCALED = 2 # by nothing, and the optimizer's step is to come
-    SETTLED = 3  # by nothing: the step was taken, skipped or cancelled; `zero_grad` is to come
+def _same_scaler(kind: type[GradScaler], state: dict[str, Any]) -> GradScaler:
+    scaler = kind('cpu')
+    scaler.load_state_dict(state)
+    return scaler
 
 
-class _StepProbe:
-    "Stands in for the optimizer in `GradScaler.step`, which calls `step` only when every gradient is finite."
-    def __init__(self, params): self.param_groups, self.finite = [{'params': params}], False
-    def step(self): self.finite = True
+class _Probe:
+    "Stands in for the optimizer in `GradScaler.step`, which calls `step` only if every gradient is finite."
+    def __init__(self, params: list[nn.Parameter]): self.param_groups, self.stepped = [{'params': params}], False
+    def step(self) -> None: self.stepped = True
 
 
 def optimizer_params(opt: Any) -> list[nn.Parameter]:
-    "The parameters of `opt` (fastai's `Optimizer` or `OptimWrapper`); none for None."
-    return [] if opt is None else [p for pl in opt.param_lists for p in pl]
+    "Return the parameters of `opt` (fastai's `Optimizer` or `OptimWrapper`); none for None."
+    return [] if opt is None else [p for params in opt.param_lists for p in params]
 
 
 class LossScaling:
-    """Loss scaling for one callback: none, static or dynamic, on a `torch.amp.GradScaler`.
+    """The loss scaling of one callback: none, dynamic or static, on the public methods of `torch.amp.GradScaler`.
 
-    It keeps the scaler from fit to fit, knows at each moment whether the gradients are scaled, and records the steps.
-    Without loss scaling (bf16, fp32, `enabled=False`) the scaler is a disabled `GradScaler` and every method a no-op.
+    Each fit has a new scaler, which begins with the state that the fit before ended with; a `scaler` that the user gave
+    serves every fit. Without loss scaling the scaler is a disabled `GradScaler`.
     """
-    def __init__(self, init_scale, growth_factor, backoff_factor, growth_interval, enabled, loss_scale=None,
-                 scaler=None):
-        check_scaling_args(init_scale, growth_factor, backoff_factor, growth_interval, enabled, loss_scale, scaler)
-        if scaler is None and loss_scale is not None: scaler = StaticGradScaler('cpu', init_scale=float(loss_scale))
-        self.undecided = init_scale == AUTO                      # does the first loss settle the scale to start from?
-        if scaler is None:                                       # its device is settled when a fit starts
-            start = DEFAULTS['init_scale'] if self.undecided else init_scale
-            scaler = GradScaler('cpu', float(start), float(growth_factor), float(backoff_factor),
-                                int(growth_interval), bool(enabled))
-        self._fp16_scaler, self._at_first = scaler, (scaler.state_dict(), self.undecided)
-        self.scaler: GradScaler = GradScaler('cpu', enabled=False)   # of the fit under way
-        self.history, self.stage = ScaleHistory(), GradStage.TRUE
-        self.stepped = False                                     # was the optimizer's step called since `unscale`?
-        self.held_back = False                                   # did the host hold the step back?
-        self.found_inf: bool | torch.Tensor = False  # of the last step; a 0-dim tensor if the device decides
-        self._armed_optimizer: Any = None                        # the torch optimizer that holds a `found_inf` of ours
-        self._followed: Any = None                               # `scale_version` that the history accounts for
-        self._used = False                                       # has this fit scaled a loss?
-        self._zeroed: list | None = None                         # `grads_version` when the fit before left no gradients
-        self._n_before = 0                                       # attempted steps before this fit
+    def __init__(self, init_scale: float, growth_factor: float, backoff_factor: float, growth_interval: int,
+                 enabled: bool, loss_scale: float | None = None, scaler: GradScaler | None = None):
+        self.settings = dict(init_scale=init_scale, growth_factor=growth_factor, backoff_factor=backoff_factor,
+                             growth_interval=growth_interval)
+        _check_arguments(self.settings, enabled, loss_scale, scaler)
+        if loss_scale is not None: self.settings['init_scale'] = float(loss_scale)
+        self.static = loss_scale is not None                     # does the scale neither grow nor shrink?
+        self.enabled, self.given = bool(enabled), scaler
+        self.state: dict[str, Any] | None = None                 # of the scaler after the last fit, or as loaded
+        self.history = array('f')                                # scale and found_inf of each attempted step
+        self.skips_in_a_row = 0                                  # of this fit, as far as the host knows
+        self._reset()
 
-    # -- for one fit
+    def _reset(self) -> None:
+        self.scaler = GradScaler('cpu', enabled=False)           # of the fit under way
+        self._device: torch.device | None = None                 # of the loss; None before the first one is scaled
+        self.grads_are_scaled = False                            # what is in `.grad` now; zeros count as scaled
+        self.held_back = False                                   # did the host hold the last step back?
+        self.found_inf: bool | torch.Tensor = False              # of the last step; a 0-dim tensor on the device
+        self._unscaled: Any = None                               # what `unscale_` was called with, until `update`
+        self._step_on_device: Callable | None = None             # the step that skips on the device
+        self._zeros_are_scaled = False                           # was this step's gradient unscaled?
+        self._unread: list[torch.Tensor] = []                    # the newest entries of `history`, on the device
 
-    def start(
-        self, device_type: str, # Type of the device that the loss will be on
-        scaled: bool, # Whether the mode needs loss scaling
-    ) -> GradScaler: # The scaler for this fit
-        "Make the scaler ready for a fit on `device_type`; the scale and its growth tracker go with it to a new device."
-        self._used, self._n_before = False, self.history.n
-        if scaled:
-            self.scaler = self._fp16_scaler
-            move_scaler(self.scaler, device_type)
-        else: self.scaler = GradScaler(device_type, enabled=False)
-        return self.scaler
+    def __getstate__(self) -> dict[str, Any]:
+        "Return the state of a copy, which is outside a fit."
+        self.read()
+        return {**{k: self.__dict__[k] for k in ('settings', 'static', 'enabled', 'given', 'history')},
+                'state': self.state_dict(), 'skips_in_a_row': 0}
 
-    def begin(self,
-        loss: torch.Tensor, # The loss (fp32), on its graph, before it is scaled
-        opt: Any, # fastai's `Optimizer` or `OptimWrapper`
-        model: nn.Module, # The model
-    ) -> None:
-        "With `init_scale='auto'`: settle the scale by the first loss that is finite, before it is scaled."
-        if not (self.undecided and self.scaler.is_enabled()): return
-        try: scale = first_scale(loss, optimizer_params(opt), model)
-        except NoFirstScale as e:
-            self.undecided, start = False, self.scaler.get_scale()
-            warn_user(f"init_scale='auto': the first batch cannot be tried on this model ({e}).\nThe loss scale starts "
-                      f"at {start:g}, as by default; give a lower `init_scale=` if first steps are skipped.")
-            return
-        if scale is not None: self.load_state_dict({**self.state_dict(), 'scale': scale, '_growth_tracker': 0}, opt)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._reset()
 
-    def scale(self, loss: torch.Tensor, opt: Any = None) -> torch.Tensor:
-        """The loss (fp32) times the scale; the gradients that its backward pass adds are scaled.
-
-        At the first loss of a fit gradients that are in `.grad` already, such as those of an accumulation that the fit
-        before did not finish, are multiplied by the scale, so that new ones can be added.
-        """
-        if not self.scaler.is_enabled(): return loss
-        moved, first = self._follow(), not self._used
-        self._used = True
-        scaled = self.scaler.scale(loss)                         # the scaler's tensors are made here, at the first loss
-        if moved: self._followed = scale_version(self.scaler)
-        if first and self.stage is GradStage.TRUE:
-            if self._zeroed is None or self._zeroed != grads_version(optimizer_params(opt)): self._scale_grads(opt)
-        self.stage = GradStage.SCALED
-        return scaled
+    # -- a fit
 
     @property
-    def skipped(self) -> bool:
-        "Was the last step skipped? Waits for the device if the device decided."
-        return bool(self.found_inf)
+    def on(self) -> bool:
+        "Whether the fit under way scales its loss."
+        return self.scaler.is_enabled()
 
-    def read(self) -> None:
-        "Bring what the device decided to the host; this waits for it."
-        if isinstance(self.found_inf, torch.Tensor):  # the newest flag in the history, unless that step was interrupted
-            interrupted = self.stage is GradStage.UNSCALED
-            self.found_inf = bool(self.found_inf) if interrupted else self.history.last
-        self.history.flush()
+    def start(self,
+        device_type: str, # Type of the device that the loss will be on
+        scaled: bool, # Whether the mode needs loss scaling
+    ) -> GradScaler: # The scaler of this fit
+        "Begin a fit with the state of the last one."
+        self._reset()
+        self.skips_in_a_row, self._n_before = 0, len(self.history)
+        self.scaler = self._new_scaler(device_type) if scaled else GradScaler(device_type, enabled=False)
+        return self.scaler
 
-    def unscale(self, opt: Any) -> bool: # Whether the step must be held back; never if the device decides
-        "Divide the gradients of `opt` (fastai's `Optimizer` or `OptimWrapper`) by the scale, in place."
-        if self.stage is not GradStage.SCALED: return False
-        params = optimizer_params(opt)
-        self.stepped, self.held_back, self.found_inf = False, False, False
-        probe: Any = _StepProbe(params)                          # all that GradScaler uses of an optimizer
-        self.scaler.unscale_(probe)
-        self.stage = GradStage.UNSCALED
-        flags = found_inf_flags(self.scaler, probe)
-        if not flags: self.cancel()                              # no parameter has a gradient
-        elif type(self.scaler).step is GradScaler.step and skips_on_device(opt, params): self._arm(opt.opt, flags)
+    def _new_scaler(self, device_type: str) -> GradScaler:
+        if self.given is not None: return self.given
+        if not self.enabled: return GradScaler(device_type, enabled=False)
+        scaler = (StaticGradScaler if self.static else DynamicGradScaler)(device_type, **self.settings)
+        scaler.load_state_dict(self.state or scaler.state_dict())
+        return scaler
+
+    def end(self,
+        opt: Any, # fastai's `Optimizer` or `OptimWrapper`
+        model: nn.Module,
+        failed: bool = False, # Whether an exception ended the fit
+        keep: bool = True, # Whether scale and history go on in the next fit; not after `lr_find`
+    ) -> str | None: # What to warn of
+        """End the fit: keep scale and history, and leave true gradients of an unfinished accumulation, as in fp32.
+
+        After an exception gradients are zeroed, because part of them may be scaled.
+        """
+        if not self.on: return None
+        self.cancel()
+        message = self._end_gradients(opt, model, failed) if self._device is not None else None
+        self.read()
+        message = message or self._skip_message()
+        if keep: self.state = self.scaler.state_dict()
+        else: del self.history[self._n_before:]
+        self._reset()
+        return message if keep and not failed else None
+
+    def _end_gradients(self, opt: Any, model: nn.Module, failed: bool) -> str | None:
+        params, message = optimizer_params(opt), None
+        if self.grads_are_scaled and not failed and any(p.grad is not None for p in params):
+            self._unscale_and_wait(params)
+            self.cancel()
+            if self.held_back:
+                message = ("The gradients of an accumulation that the end of the fit left unfinished are not finite; "
+                           f"they were dropped.\nThe loss scale is {self.scaler.get_scale():g}.")
+        if (failed or message) and opt is not None: opt.zero_grad()
+        known = set(map(id, params))
+        for p in model.parameters():                             # scaled, and no optimizer of ours zeroes them
+            if id(p) not in known: p.grad = None
+        return message
+
+    def _skip_message(self) -> str | None:
+        flags = self.history[self._n_before + 1::2]
+        n, skipped, scale = len(flags), sum(flag > 0 for flag in flags), self.scaler.get_scale()
+        if 2 * skipped <= n: return None
+        argument = 'loss_scale' if self.static else 'init_scale'
+        remedy = 'look where it overflows: `learn.precision_report()`.'
+        if skipped == n:
+            head = (f"No optimizer step was taken in this fit: all {n} were skipped, because gradients were not "
+                    "finite. Nothing was learned.")
+            if scale > 1: remedy = f'Start lower (`{argument}={max(scale / 2 ** 6, 1.):g}`), or {remedy}'
+            if scale >= 1 and not self.static: remedy = f'Train longer, so that the scale can fall, or {remedy}'
         else:
-            self.scaler.step(probe)                              # waits for the device, once, to read found_inf
-            self.found_inf = self.held_back = not probe.finite
-        return self.held_back
+            head = f"{skipped} of the {n} optimizer steps of this fit were skipped: gradients were not finite."
+            if scale > 1: remedy = f'Start a new training with `{argument}={scale:g}`, or {remedy}'
+        return f'{head}\nThe loss scale is {scale:g} now.\n{remedy[:1].upper()}{remedy[1:]}'
+
+    # -- a step
+
+    def scale(self, loss: torch.Tensor, opt: Any) -> torch.Tensor:
+        "Return the loss (fp32) times the scale; true gradients that `.grad` holds already are scaled, too."
+        if not self.on: return loss
+        self._device = loss.device
+        scaled = self.scaler.scale(loss)
+        if not self.grads_are_scaled: self._multiply_grads(opt, self._scale_on)
+        self.grads_are_scaled = True
+        return scaled
+
+    def unscale(self, opt: Any, may_skip_on_device: bool = True) -> None:
+        """Divide the gradients of `opt` (fastai's `Optimizer` or `OptimWrapper`) by the scale, in place.
+
+        Then either `held_back` says whether the step must not be taken, or `step` skips it on the device.
+        """
+        params = optimizer_params(opt)
+        self.held_back = False
+        if not self.grads_are_scaled or all(p.grad is None for p in params): return
+        fused = _skipping_optimizer(opt, params) if may_skip_on_device else None
+        if fused is None: self._unscale_and_wait(params)
+        else: self._unscale_on_device(params, fused)
+        self._zeros_are_scaled = True
+
+    def _unscale_and_wait(self, params: list[nn.Parameter]) -> None:
+        self._unscaled = probe = _Probe(params)
+        self.scaler.unscale_(probe)                              # type: ignore[arg-type]
+        self.grads_are_scaled = False
+        self.scaler.step(probe)                                  # type: ignore[arg-type]  waits for the device, once
+        self.found_inf = self.held_back = not probe.stepped
+
+    def _unscale_on_device(self, params: list[nn.Parameter], fused: Any) -> None:
+        syncfree = is_syncfree(fused)
+        self._unscaled = _Probe(params) if syncfree else fused
+        self.scaler.unscale_(self._unscaled)
+        self.grads_are_scaled = False
+        self.found_inf, *_ = found_inf_flags(self.scaler, self._unscaled)
+        self._step_on_device = ((lambda: fused.step(found_inf=self.found_inf)) if syncfree
+                                else (lambda: self.scaler.step(fused)))
+
+    def step(self,
+        step: Callable[[], Any], # Takes the optimizer's step
+    ) -> None:
+        "Take the step, or the optimizer's own that skips on the device."
+        (self._step_on_device or step)()
 
     def update(self) -> None:
-        "After a step, taken or skipped: let the scale grow or back off, and record the step."
-        if self.stage is not GradStage.UNSCALED: return
-        if has_unscaled(self.scaler): self.scaler.update()       # not if an interrupt ended this method once before
-        self.stage = GradStage.SETTLED
-        self._disarm()
-        self.history.record(self.found_inf)
-        # None: a state was loaded since the loss was scaled. The history learns of it at the next loss.
-        if self._followed is not None: self._followed = scale_version(self.scaler)
+        "After a step, taken or skipped: record it, and let the scale grow or back off."
+        if self._unscaled is None: return
+        self._record()
+        self.scaler.update()
+        self._unscaled = self._step_on_device = None
 
     def cancel(self) -> None:
-        "The step was called off: the scale and its tracker stay as they were."
-        self._forget_step()
-        if self.stage is GradStage.UNSCALED: self.stage = GradStage.SETTLED
+        "After a step that was called off: leave scale and growth tracker as they are."
+        if self._unscaled is None: return
+        self.scaler.update(self.scaler.get_scale())
+        self._unscaled = self._step_on_device = None
 
-    def settle(self) -> None:
-        "The step is over, in whichever way, and `zero_grad` comes next."
-        if self.stage is not GradStage.TRUE: self.stage = GradStage.SETTLED
+    def step_is_over(self) -> None:
+        "Note that `zero_grad` comes next: zeros count as scaled, so that the next loss need not scale them."
+        if self._zeros_are_scaled: self.grads_are_scaled, self._zeros_are_scaled = True, False
 
-    def rescale(self, opt: Any) -> None:
-        "Multiply unscaled gradients by the loss scale again, so that accumulation can go on."
-        self._forget_step()
-        self._scale_grads(opt)
-        self.stage = GradStage.SCALED
-
-    def drop(self, opt: Any, model: nn.Module) -> None:
-        "Zero the gradients, as the step would have, so that nothing can step on scaled ones."
-        if self.stage is GradStage.TRUE and not self._used: return
-        if opt is not None and self.stage is not GradStage.TRUE: opt.zero_grad()
-        self._end_fit(opt, model)
-
-    def finish(self, opt: Any, model: nn.Module, lower: str = '') -> str | None: # What to warn of
-        """The fit is over without an exception: leave unscaled gradients of an unfinished accumulation, as fp32 does.
-
-        Those that are not finite are dropped. The message says so, or that no step of the fit was taken; `lower` is the
-        argument that it names for a lower scale.
-        """
-        if not self._used: return None
-        message, zeroed = None, self.stage is GradStage.TRUE
-        if self.stage is GradStage.SCALED: message = self._unscale_rest(opt)
-        self._end_fit(opt, model)
-        self._zeroed = grads_version(optimizer_params(opt)) if zeroed else None
-        return message or self._no_step_message(lower)
-
-    def _end_fit(self, opt: Any, model: nn.Module) -> None:
-        "Forget the step under way, and drop the gradients of parameters that no optimizer zeroes: they are scaled."
-        self._forget_step()
-        known = {id(p) for p in optimizer_params(opt)}
-        for p in model.parameters():
-            if id(p) not in known: p.grad = None
-        self.stage, self._used = GradStage.TRUE, False
-
-    def _unscale_rest(self, opt: Any) -> str | None:
-        probe: Any = _StepProbe(optimizer_params(opt))
-        self.scaler.unscale_(probe)
-        if not any(bool(flag) for flag in found_inf_flags(self.scaler, probe)): return None
-        opt.zero_grad()
-        return ("The gradients of an accumulation that the end of the fit left unfinished are not finite; they were "
-                "dropped.\n"
-                f"The loss scale is {self.scaler.get_scale():g}.")
-
-    def _no_step_message(self, lower: str) -> str | None:
-        skips = self.history.skips[self._n_before:]
-        if not len(skips) or not skips.all(): return None
-        scale = self.scaler.get_scale()
-        settle = 'Train longer, so that it can settle, or '
-        if isinstance(self.scaler, StaticGradScaler) or scale < 1: settle = ''
-        start = f'start lower (`{lower}={max(scale / 2 ** 6, 1.):g}`), or ' if lower and scale > 1 else ''
-        remedy = f'{settle}{start}look where it overflows: `learn.precision_report()`.'
-        return (f"No optimizer step was taken in this fit: all {len(skips)} were skipped, because gradients were not "
-                f"finite. Nothing was learned.\nThe loss scale is {scale:g} now.\n{remedy[:1].upper()}{remedy[1:]}")
-
-    def _scale_grads(self, opt: Any) -> None:
-        "Multiply the gradients of `opt` by the scale, without waiting for the device that it is on."
-        scales: dict[torch.device, torch.Tensor] = {}
+    def _multiply_grads(self, opt: Any, factor: Callable[[torch.device], Any]) -> None:
         for p in optimizer_params(opt):
-            if p.grad is None: continue
-            if p.grad.device not in scales:
-                scales[p.grad.device] = self.scaler.scale(torch.ones((), device=p.grad.device))
-            p.grad.mul_(scales[p.grad.device])
+            if p.grad is not None: p.grad.mul_(factor(p.grad.device))
 
-    def _forget_step(self) -> None:
-        self._disarm()
-        forget_unscale(self.scaler)
+    def _scale_on(self, device: torch.device) -> torch.Tensor: return self.scaler.scale(torch.ones((), device=device))
 
-    def _arm(self, opt: torch.optim.Optimizer, flags: list[torch.Tensor]) -> None:
-        # The kernels take exactly 1 for a skip, so flags of several devices are combined by their maximum.
-        flag = flags[0] if len(flags) == 1 else torch.stack([f.to(flags[0].device) for f in flags]).amax()
-        self.found_inf, self._armed_optimizer = flag, opt
-        arm_found_inf(opt, flag)
+    # -- the history
 
-    def _disarm(self) -> None:
-        opt, self._armed_optimizer = self._armed_optimizer, None
-        if opt is not None: disarm_found_inf(opt)
+    def _record(self) -> None:
+        flag, device = self.found_inf, cast(torch.device, self._device)
+        on_host = device.type == 'cpu' or isinstance(flag, bool)
+        if on_host: self.skips_in_a_row = self.skips_in_a_row + 1 if flag else 0
+        if device.type == 'cpu': self.history.extend((self.scaler.get_scale(), float(flag)))
+        else:
+            flag = torch.full((), float(flag), device=device) if isinstance(flag, bool) else flag
+            self._unread.append(torch.stack([self._scale_on(device), flag]))
+        if len(self._unread) == READ_EVERY: self.read()
+
+    def read(self) -> None:
+        "Bring the entries that are still on the device to the host; this waits for it."
+        if not self._unread: return
+        values, self._unread = torch.stack(self._unread).flatten().tolist(), []
+        self.history.extend(values)
+        taken = [i for i, flag in enumerate(self.history[self._n_before + 1::2]) if not flag]
+        self.skips_in_a_row = (len(self.history) - self._n_before) // 2 - (taken[-1] + 1 if taken else 0)
+
+    @property
+    def scales(self) -> list[float]:
+        "The scale of each attempted step."
+        self.read()
+        return self.history[::2].tolist()
+
+    @property
+    def skips(self) -> list[bool]:
+        "Whether each attempted step was skipped."
+        self.read()
+        return [flag > 0 for flag in self.history[1::2]]
 
     # -- what is kept
 
     def state_dict(self) -> dict[str, Any]:
-        "The scaler's state: scale, growth tracker, factors and interval as plain numbers; empty with `enabled=False`."
-        return self._fp16_scaler.state_dict()
+        "Return scale, growth tracker, factors and interval as plain numbers; empty with `enabled=False`."
+        return (self.scaler if self.on else self._new_scaler('cpu')).state_dict()
 
-    def load_state_dict(self, state: dict[str, Any], opt: Any = None) -> None:
-        """Take up `state` by the scaler's own rule, and bring scaled gradients of `opt` to the new scale.
+    def load_state_dict(self,
+        state: Mapping[str, Any] | None, # What `state_dict` gave; None for the scale that the arguments ask for
+        opt: Any = None, # The optimizer whose gradients may be scaled
+    ) -> None:
+        """Go on from `state`, and bring scaled gradients of `opt` to the new scale.
 
         A static scale and `enabled=False` stay. Raises `ValueError` for a state that no `GradScaler` could have given.
         """
-        scaler = self._fp16_scaler
-        if isinstance(scaler, StaticGradScaler) or not scaler.is_enabled(): return
-        check_scaler_state(state, own=self.has_own_state)
+        if self.static or not self.enabled or (state is None and self.given is not None): return
+        state = GradScaler('cpu', **self.settings).state_dict() if state is None else dict(state)
+        check_scaler_state(state)
+        scaler = self.scaler if self.on else self._new_scaler('cpu')
         before = scaler.get_scale()
-        scaler.load_state_dict(dict(state))
-        self.undecided = False
-        self._followed = None
-        if self.stage is not GradStage.SCALED: return
-        for p in optimizer_params(opt):
-            if p.grad is not None: p.grad.mul_(scaler.get_scale() / before)
+        scaler.load_state_dict(state)
+        self.state = scaler.state_dict()
+        if self.grads_are_scaled: self._multiply_grads(opt, lambda device: scaler.get_scale() / before)
 
-    def reset(self, opt: Any = None) -> None:
-        "Take up the state that this began with."
-        state, undecided = self._at_first
-        self.load_state_dict(state, opt)
-        self.undecided = undecided
 
-    @property
-    def has_scale(self) -> bool:
-        "Is the loss scaled in fp16: not with `enabled=False`?"
-        return self._fp16_scaler.is_enabled()
+def _skipping_optimizer(opt: Any, params: list[nn.Parameter]) -> Any:
+    """Return the optimizer inside `opt` that skips a step by a flag on the device, with no effect at all; else None.
 
-    @property
-    def has_own_state(self) -> bool:
-        "Does the scaler read states of its own kind, as a subclass may?"
-        return type(self._fp16_scaler).load_state_dict is not GradScaler.load_state_dict
+    torch's fused Adam, AdamW and SGD do, once their state is there: a skipped first step would create it, and fused SGD
+    would leave its momentum uninitialised (PyTorch 2.13). MPS has had kernels that ignore the flag (PyTorch issue
+    186360). torch_xla's sync-free optimizers do, unless their state was made by steps without a flag.
+    """
+    inner: Any = opt.opt if type(opt) is OptimWrapper else None
+    if is_syncfree(inner):
+        return inner if all(not (s := inner.state.get(p)) or syncfree_state(inner, s) for p in params) else None
+    if type(inner) not in FUSED or not getattr(inner, '_step_supports_amp_scaling', False): return None
+    if len({p.device for p in params}) > 1 or params[0].device.type == 'mps': return None
+    if all(group.get('momentum') == 0 for group in inner.param_groups): return inner   # SGD without a state
+    return inner if all(inner.state.get(p) for p in params if p.grad is not None) else None
 
-    def snapshot(self) -> Any:
-        "What `restore` needs to undo the steps from now on."
-        return self.state_dict(), self.history.n, self.found_inf, self.undecided
 
-    def restore(self, snapshot: Any) -> None:
-        "Put scale, tracker and history back to `snapshot`; the gradients must not be scaled."
-        state, n, self.found_inf, undecided = snapshot
-        self.load_state_dict(state)
-        self.undecided = undecided
-        self.history.truncate(n)
+# -- checks of what a user gives
 
-    def _follow(self) -> bool:
-        """Mark the scale in the history if the last step did not lead to it; says whether it did.
+def is_number(x: Any, kind: type = Real) -> bool:
+    "Return whether `x` is a number of this kind, and not a bool."
+    return isinstance(x, kind) and not isinstance(x, (bool, np.bool_))
 
-        That is so where somebody changed it, and at each step of a scaler whose rules are its own.
-        """
-        s, known = self.scaler, type(self.scaler).update is GradScaler.update
-        if (known or isinstance(s, StaticGradScaler)) and self._followed == scale_version(s): return False
-        rule = CONSTANT
-        if known: rule = ScaleRule(s.get_growth_factor(), s.get_backoff_factor(), s.get_growth_interval())
-        state = s.state_dict()
-        self.history.mark(s.get_scale(), state.get('_growth_tracker', 0), rule)
-        return True
+
+def _check_arguments(settings: dict[str, Any], enabled: bool, loss_scale: float | None, scaler: Any) -> None:
+    "Raise a `ValueError` (`TypeError` for a `scaler` that is none) that names the first argument that cannot be used."
+    def check(ok, name, value, allowed):
+        if not ok: raise ValueError(f"{name}={value!r} cannot be used: {name} must be {allowed}.")
+    def finite(x): return is_number(x) and abs(x) <= LARGEST
+    def positive(x): return finite(x) and np.float32(x) > 0      # the scale is held in fp32
+    init_scale, growth, backoff, interval = settings.values()
+    check(positive(init_scale), 'init_scale', init_scale,
+          f"a finite number above 0, such as {DEFAULTS['init_scale']}")
+    check(finite(growth) and growth > 1, 'growth_factor', growth, 'a finite number above 1, such as 2.0')
+    check(positive(backoff) and backoff < 1, 'backoff_factor', backoff,
+          'a number between 0 and 1, both excluded, such as 0.5')
+    check(is_number(interval, Integral) and interval > 0, 'growth_interval', interval,
+          'an integer above 0, such as 2000')
+    check(loss_scale is None or positive(loss_scale), 'loss_scale', loss_scale,
+          'a finite number above 0, such as 512.0, or None')
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        raise TypeError(f"scaler={scaler!r} cannot be used: scaler must be a torch.amp.GradScaler (or a subclass), or "
+                        "None.")
+    chosen = [n for n, v in (('loss_scale', loss_scale), ('scaler', scaler)) if v is not None]
+    clash = chosen[1:] + [f'{k}={v!r}' for k, v in settings.items() if v != DEFAULTS[k]]
+    if not enabled: clash.append('enabled=False')
+    if chosen and clash:
+        raise ValueError(f"{chosen[0]} cannot be combined with {', '.join(clash)}: each decides the loss scale in its "
+                         "own way. Keep one of them.")
+
+
+def check_scaler_state(
+    state: Any, # From a file, or from the user
+    where: str = 'state', # Where it is from, for the message
+    then: str = 'Give what `state_dict()` gave.', # The way out, for the message
+) -> None:
+    "Raise a `ValueError` that says what is wrong if `state` is not one that `GradScaler.state_dict` could have given."
+    def refuse(what):
+        raise ValueError(f"The loss scaler's state in {where} cannot be used: {what}. Nothing was loaded.\n{then}")
+    if not isinstance(state, Mapping): refuse(f'it is a {type(state).__name__}, not a dict')
+    for key in STATE_KEYS:
+        if key not in state: refuse(f'{key!r} is missing')
+        value = state[key]
+        if not is_number(value): refuse(f'{key!r} is {value!r}, not a number')
+        if not abs(value) <= LARGEST: refuse(f'{key!r} is {value!r}, not finite in fp32')
+        whole = key in ('_growth_tracker', 'growth_interval')
+        if whole and value != int(value): refuse(f'{key!r} is {value!r}, not a whole number')
+        if value < 0 or (value == 0 and key != '_growth_tracker'): refuse(f'{key!r} is {value!r}, not above 0')

@@ -14,7 +14,7 @@ author = copyright = settings['DEFAULT']['author']
 release = version = settings['DEFAULT']['version']
 
 extensions = ['myst_nb', 'sphinx_copybutton', 'api_pages']
-exclude_patterns = ['_build', '**.ipynb_checkpoints']
+exclude_patterns = ['_build', '**.ipynb_checkpoints', 'benchmarks']
 nb_execution_mode = 'off'                      # outputs are stored in the notebooks; `python nbs/run.py` runs them anew
 nb_merge_streams = True
 myst_enable_extensions = ['colon_fence', 'deflist']

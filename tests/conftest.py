@@ -31,11 +31,3 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason='needs an NVIDIA GPU, and PyTorch finds none'))
         mark = item.get_closest_marker('not_simulated')
         if simulated and mark is not None: item.add_marker(pytest.mark.skip(reason=f'a simulated device: {mark.args[0]}'))
-
-
-
-@pytest.fixture(autouse=True)
-def few_parameters_are_joined(monkeypatch):
-    "The tests' models are small; flat masters are to join their parameters, too."
-    from fastxtend_amp.half_weights import flat_masters
-    monkeypatch.setattr(flat_masters, 'FEWEST', 2)

@@ -1,6 +1,8 @@
 "Small real learners, and hand-written loops to compare them with."
 from __future__ import annotations
 
+import warnings
+
 import pytest, torch
 from fastai.callback.core import Callback
 from fastai.data.core import DataLoaders
@@ -13,7 +15,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import fastxtend_amp  # noqa: F401  patches Learner
-from fastxtend_amp.guard import cache_loses_gradients
+from fastxtend_amp import MixedPrecision
+from fastxtend_amp.compat import cache_loses_gradients
 
 # With PyTorch 2.9 autocast keeps no casts, and half-precision weights make no copies.
 NO_COPIES = cache_loses_gradients()
@@ -66,7 +69,7 @@ class Attentive(nn.Module):
 
 def learner(model=None, dls=None, loss_func=None, cls=Learner, cbs=None, progress=False, **kwargs):
     dls, model = dls or loaders(), model or mlp()
-    if getattr(dls.device, 'type', 'cpu') != 'cpu': model.to(dls.device)  # now: some devices put new parameters into the model
+    if getattr(dls.device, 'type', 'cpu') == 'xla': model.to(dls.device)  # others' is on the CPU until the first fit, as a user's is
     learn = cls(dls, model, loss_func=loss_func or nn.MSELoss(), cbs=cbs, **kwargs)
     if not progress: learn.remove_cbs([cb for cb in learn.cbs if type(cb).__name__ == 'ProgressCallback'])
     learn.logger = noop
@@ -96,6 +99,27 @@ def autocast_state():
     torch.autocast_decrement_nesting()
     kind = DEVICE.type
     return (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled(), nesting)
+
+
+def mixed(mode, **kwargs):
+    "The precision callback of `mode`, with a loss scale in fp16 at which nothing of these models overflows."
+    return MixedPrecision(mode, **({'init_scale': 256., **kwargs} if mode == 'fp16' else kwargs))
+
+
+def told(f, word=''):
+    "The texts of the warnings with this word that `f()` gives."
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter('always')
+        f()
+    return [str(w.message) for w in caught if word in str(w.message)]
+
+
+def plain_grads(learn): return [None if p.grad is None else p.grad.clone() for p in learn.model.parameters()]
+
+
+def linear():
+    torch.manual_seed(0)
+    return nn.Linear(6, 1)
 
 
 class At(Callback):

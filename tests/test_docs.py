@@ -197,9 +197,15 @@ def test_readme_is_short_and_has_its_commands():
     assert len(README.splitlines()) <= 120 and len(README.split()) <= 750
     assert re.search(r'^pip install -e .*pytest', README, re.M)
     assert re.search(r'^python -m sphinx -W', README, re.M)
-    settings = configparser.ConfigParser(delimiters=['='])
-    settings.read(ROOT / 'settings.ini')
-    for text in (README, (NBS / 'install.md').read_text()): assert f"git+{settings['DEFAULT']['git_url']}\n" in text
+
+
+def test_it_is_installed_from_a_clone():
+    "The package is not on PyPI, and no address of it is registered."
+    for text in (README, (NBS / 'install.md').read_text()):
+        assert '\npip install .\n' in text and 'not on PyPI' in text
+        assert not re.search(r'^pip install (git\+|fastxtend_amp)', text, re.M)
+    for name in ('README.md', 'settings.ini', 'setup.py', 'nbs/install.md', 'nbs/conf.py'):
+        assert not re.search(r'https?://\S*fastxtend', (ROOT / name).read_text()), name
 
 
 SNIPPET = """
@@ -231,17 +237,6 @@ def test_readme_snippet_runs_as_it_stands(tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_links_of_the_readme_on_pypi():
-    "With an address in settings.ini, links and pictures into the repository begin with it."
-    function = re.search(r'^def readable_elsewhere.*?\n\n\n', (ROOT / 'setup.py').read_text(), re.M | re.S)[0]
-    namespace = {'re': re}
-    exec(function, namespace)
-    text = namespace['readable_elsewhere'](README, 'https://host/owner/name')
-    targets = re.findall(r'\]\(([^)]*)\)', text)
-    assert all(t.startswith('https://') for t in targets)
-    assert 'https://host/owner/name/raw/main/nbs/report.png' in targets and 'https://host/owner/name/blob/main/nbs/faq.md' in targets
-
-
 # -- figures
 
 def test_tables_are_those_of_the_runs():
@@ -254,7 +249,7 @@ def test_tables_are_those_of_the_runs():
 
 
 def test_speeds_of_the_readme_are_those_of_the_run():
-    run = json.loads((NBS / 'benchmark_native_bf16.json').read_text())
+    run = json.loads((NBS / 'benchmarks' / 'native_bf16.json').read_text())
     speed = {r['model']: r['vs_fp32'][1] for r in run['rows'] if r['contestant'] == 'fastxtend_amp' and r['optimizer'] == 'fused AdamW' and r['mode'] == 'bf16'}
     shown = ' '.join(README[README.index('## What it brings'):README.index('## Will this model survive?')].split())
     assert f"{max(speed.values()):.1f} times" in shown and f"xresnet18 {speed['xresnet18']:.1f} times" in shown

@@ -1,5 +1,5 @@
 "Whatever goes wrong in a batch: autocast's state, the gradients and the learner afterwards."
-import copy, pickle, signal, time
+import copy, pickle
 from itertools import product
 
 import pytest, torch
@@ -9,6 +9,7 @@ from torch import nn
 from fastxtend_amp import MixedPrecision
 from fastxtend_amp.compat import AutocastState
 from helpers import *
+from interrupts import interrupted_before, lines_of
 
 EXCEPTIONS = [RuntimeError, KeyboardInterrupt, core.CancelBatchException, core.CancelFitException, core.CancelEpochException,
               core.CancelTrainException, core.CancelValidException, core.CancelStepException, core.CancelBackwardException]
@@ -132,40 +133,24 @@ def test_restore_can_be_repeated_and_mends_everything():
     assert autocast_state() == before
 
 
-def interrupt_after(seconds, f):
-    "Whether a KeyboardInterrupt from a timer signal ended `f()`."
-    def handler(*_): raise KeyboardInterrupt
-    old = signal.signal(signal.SIGALRM, handler)
-    hit = False
-    try:
-        try:
-            signal.setitimer(signal.ITIMER_REAL, seconds)
-            f()
-        finally: signal.setitimer(signal.ITIMER_REAL, 0)
-    except KeyboardInterrupt: hit = True
-    signal.signal(signal.SIGALRM, old)
-    torch.set_grad_enabled(True)  # an interrupt in `Module.to`, before our first event, leaves it off with or without us
-    return hit
-
-
 @pytest.mark.parametrize('mode', ['fp16', 'bf16'])
-def test_asynchronous_interrupts(mode, tmp_path):
-    learn, _ = build(MixedPrecision(mode, **(dict(init_scale=256.) if mode == 'fp16' else {})), None, RuntimeError, 0)
-    learn.path = tmp_path
-    start = time.perf_counter(); learn.fit(1); once = time.perf_counter() - start
-    before, hits, n = autocast_state(), 0, 120
-    for i in range(n):
-        hit = interrupt_after(max(once * i / n, 1e-4), lambda: learn.fit(1))
-        hits += hit
-        assert autocast_state() == before, f'interrupt {i} left autocast changed'
-        if hit and i % 12 == 0:
-            pickle.loads(pickle.dumps(learn)).fit(1); copy.deepcopy(learn).fit(1)
-            learn.export(); learn.save('interrupted')
-            learn.to_fp32()                                       # after which nothing of it is left
-            assert not (ATTRIBUTES | {'scaler', 'mixed_precision'}) & learn.__dict__.keys()
-            if mode == 'fp16': assert all(p.grad is None or p.grad.abs().max() < 50 for p in learn.model.parameters())
-            learn.add_cb(MixedPrecision(mode, **(dict(init_scale=256.) if mode == 'fp16' else {})))
-    assert hits > n // 4
+def test_an_interrupt_before_any_line(mode, tmp_path):
+    kwargs = dict(init_scale=256.) if mode == 'fp16' else {}
+    learn, _ = build(MixedPrecision(mode, **kwargs), None, RuntimeError, 0)
+    learn.path, learn.dls = tmp_path, loaders(n=8, valid=dataset(4, seed=1))
+    learn.fit(1)                                                 # what is asked once a process
+    before, lines = autocast_state(), lines_of(lambda: learn.fit(1))
+    assert len(lines) > 100
+    for i, line in enumerate(lines):
+        assert interrupted_before(line, lambda: learn.fit(1)), line
+        assert autocast_state() == before and torch.is_grad_enabled(), line
+        if i % 12: continue
+        pickle.loads(pickle.dumps(learn)).fit(1); copy.deepcopy(learn).fit(1)
+        learn.export(); learn.save('interrupted')
+        learn.to_fp32()                                          # after which nothing of it is left
+        assert not (ATTRIBUTES | {'scaler', 'mixed_precision'}) & learn.__dict__.keys()
+        if mode == 'fp16': assert all(p.grad is None or p.grad.abs().max() < 50 for p in learn.model.parameters())
+        learn.add_cb(MixedPrecision(mode, **kwargs))
     learn.fit(1)
     assert all(p.isfinite().all() for p in learn.model.parameters())
 

@@ -8,6 +8,9 @@ import pytest
 import fastxtend_amp
 
 ROOT = Path(__file__).parent.parent
+SETTINGS = configparser.ConfigParser(delimiters=['='])
+SETTINGS.read(ROOT / 'settings.ini')
+VERSION = SETTINGS['DEFAULT']['version']
 
 
 def python(code): return subprocess.run([sys.executable, '-W', 'ignore', '-c', code], capture_output=True, text=True, check=True).stdout.strip()
@@ -34,8 +37,7 @@ def test_importing_leaves_torch_alone():
 
 
 def test_settings_are_the_one_home():
-    config = configparser.ConfigParser(delimiters=['=']); config.read(ROOT / 'settings.ini')
-    cfg = config['DEFAULT']
+    cfg = SETTINGS['DEFAULT']
     import fastxtend_amp
     assert fastxtend_amp.__version__ == cfg['version'] == metadata.version(cfg['lib_name'])
     requires = metadata.requires(cfg['lib_name'])
@@ -50,7 +52,7 @@ def test_settings_are_the_one_home():
 
 def test_setup_works_from_any_folder(tmp_path):
     out = subprocess.run([sys.executable, ROOT / 'setup.py', '--version'], capture_output=True, text=True, cwd=tmp_path)
-    assert out.stdout.split()[-1] == '0.2.0', out.stderr
+    assert out.stdout.split()[-1] == VERSION, out.stderr
 
 
 SMOKE = """
@@ -83,8 +85,7 @@ def test_wheel_and_sdist(tmp_path):
     modules = {str(f.relative_to(ROOT)) for f in (ROOT / 'fastxtend_amp').rglob('*.py')} | {'fastxtend_amp/py.typed'}
     assert {n for n in names if '.dist-info/' not in n} == modules
     described = zipfile.ZipFile(wheel).read(next(n for n in names if n.endswith('/METADATA'))).decode()
-    for what in ('Documentation', 'Source', 'Issues', 'Changelog'): assert f'Project-URL: {what}, https://' in described, what
-    assert 'Classifier: Typing :: Typed' in described and '](nbs/' not in described
+    assert 'Classifier: Typing :: Typed' in described and 'URL: ' not in described
     run('-m', 'pip', 'install', *offline, '--target', target, wheel)
-    assert run('-c', SMOKE, target, cwd=empty, PYTHONPATH=str(target)).split() == ['0.2.0', '2']
-    assert {f.name for f in (target / 'bin').iterdir()} >= {'fastxtend_amp_demo', 'fastxtend_amp_bench'}
+    assert run('-c', SMOKE, target, cwd=empty, PYTHONPATH=str(target)).split() == [VERSION, '2']
+    assert {f.name for f in (target / 'bin').iterdir()} == {'fastxtend_amp_check', 'fastxtend_amp_demo'}

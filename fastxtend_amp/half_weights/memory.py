@@ -6,7 +6,7 @@ import copy
 import torch
 from fastai.learner import Learner
 
-from ..callback import MixedPrecision
+from ..callback import MixedPrecision, precision_callback
 from ..common import random_state_kept
 from ..compat import CastWatch
 from ..fp32_modules import unwrapped
@@ -23,7 +23,7 @@ def bytes_per_parameter(
     Casts to half precision live as long as a batch, or as several that share them: for their size the model runs
     forward once more on the batch at hand.
     """
-    params, cb = [*learn.model.parameters()], learn.precision
+    params, cb = [*learn.model.parameters()], precision_callback(learn)
     state = [v for s in state_of(learn.opt).values() for v in s.values() if isinstance(v, torch.Tensor)]
     n = sum(p.numel() for p in params)
     def size(tensors):

@@ -117,24 +117,27 @@ def compensates(
 
 
 def kahan(
-    opt: str = 'AdamW', # The name of one of optimi's optimizers
+    opt: str | type[torch.optim.Optimizer] = 'AdamW', # The name of one of optimi's optimizers, or its class
     **kwargs # Its arguments
 ) -> Callable: # To hand to `Learner(opt_func=...)`
     """An optimizer with Kahan summation for `to_half_weights(master_weights=False)`, with fastai's names.
 
-    Needs the package torch-optimi (`pip install fastxtend_amp[kahan]`).
+    Needs the package torch-optimi 0.3. Its Triton kernels are left out where PyTorch finds no GPU for them (`triton`).
+
+    Raises `ValueError` for other optimizers; `ImportError` without torch-optimi.
 
     Source: https://optimi.benjaminwarner.dev/kahan_summation.
     """
     try: import optimi
     except ImportError as e: raise ImportError("kahan needs optimi: `pip install torch-optimi`.") from e
-    cls = getattr(optimi, opt, None) if isinstance(opt, str) else opt
-    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
-        def is_optimizer(o): return isinstance(o, type) and issubclass(o, torch.optim.Optimizer)
-        known = sorted(n for n, o in vars(optimi).items() if is_optimizer(o))
-        raise ValueError(f"opt={opt!r} is not one of optimi's optimizers. Take one of {', '.join(known)}.")
+    known = {n: o for n, o in vars(optimi).items() if isinstance(o, type) and issubclass(o, torch.optim.Optimizer)}
+    cls: Any = known.get(opt) if isinstance(opt, str) else opt
+    if cls not in known.values():
+        raise ValueError(f"opt={opt!r} is not one of optimi's optimizers. Take one of {', '.join(sorted(known))}.")
+    # optimi decides by the parameters that have gradients in the first step; where all are frozen, for Triton
+    triton = None if torch.cuda.is_available() or torch.xpu.is_available() else False
     hp_map = {**pytorch_hp_map, 'beta1': 'mom', 'beta2': 'sqr_mom'}
-    return partial(OptimWrapper, opt=partial(cls, **{'kahan_sum': True, **kwargs}), hp_map=hp_map)
+    return partial(OptimWrapper, opt=partial(cls, **{'kahan_sum': True, 'triton': triton, **kwargs}), hp_map=hp_map)
 
 
 def optimizer_name(

@@ -1,12 +1,12 @@
 "Report, comparison and diagnosis: which precision a model survives, where training goes wrong, and what pays off."
-from .. import learner as _core
-from ..observer import ON_MEASURE
+from ..callback import MixedPrecision
 from .choice import measure_and_choose
 from .comparison import PrecisionComparison
 from .report import PrecisionReport
-from . import learner as _learner, watch as _watch
+from .verdict import Verdict
+from .watch import Watch
+from . import learner as _learner
 
-__all__ = ['PrecisionComparison', 'PrecisionReport']
+__all__ = ['PrecisionComparison', 'PrecisionReport', 'Verdict']
 
-_core.measure = measure_and_choose                               # for `to_amp(measure=True)`
-ON_MEASURE.append(measure_and_choose)
+MixedPrecision.watch_class = Watch

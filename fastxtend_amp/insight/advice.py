@@ -9,6 +9,7 @@ import torch
 from fastai.learner import Learner
 
 from ..callback import MixedPrecision
+from ..checkpoint import precision_callback
 from ..mode import AMPMode, mode_support
 
 __all__ = ['as_html', 'fastest_mode', 'precision_call']
@@ -22,14 +23,14 @@ def precision_call(
 ) -> str: # 'learn.to_fp16(init_scale=1024, fp32_modules=['inp', 'head'])'
     "Return the call for `mode` that keeps what the learner's callback has: fp32 modules, loss scaling, on_overflow."
     if mode is None: return 'learn.to_fp32()'
-    cb = learn.precision
+    cb = precision_callback(learn)
     names = [*dict.fromkeys([*(cb.fp32_module_names if cb is not None else ()), *fp32_modules])]
     if names: changes['fp32_modules'] = names
     if cb is None: cb = MixedPrecision(mode)
     elif type(cb) is not MixedPrecision and cb.mode is not mode: # half-precision weights of another dtype
         cb = MixedPrecision(mode, on_overflow=cb.on_overflow, max_skips=cb.max_skips)
     if type(cb) is MixedPrecision: changes['amp_mode'] = mode
-    if 'init_scale' in changes and ('loss_scale=' in cb.as_call() or not getattr(cb, 'takes_init_scale', True)): changes['loss_scale'] = changes.pop('init_scale')
+    if 'init_scale' in changes and cb.static_scale: changes['loss_scale'] = changes.pop('init_scale')
     return cb.as_call(**changes)
 
 

@@ -10,7 +10,8 @@ import torch
 from fastai.learner import Learner
 from torch import nn
 
-from ..common import RandomState
+from ..common import RandomState, several_processes
+from ..checkpoint import precision_callback
 from ..fp32_modules import ROOT, qualified_names, unwrapped
 from ..mode import AMPMode, model_device, training_device
 from .advice import fastest_mode, precision_call
@@ -18,17 +19,11 @@ from .trace import LOSS, Trace, trace
 from .values import not_finite_data, tensors
 from .verdict import Case, judge, lost_weights, named, wrong_in_fp32
 
-__all__ = ['Alarm', 'Growth', 'diagnose', 'several_processes']
+__all__ = ['Alarm', 'Growth', 'diagnose']
 
 _LOOK_CLOSER = '`learn.precision_report()` looks closer'
 # Times the norm of the weights and the loss at the start, from which on a run counts as diverging.
 _FAR, _BOTH, _MOVED = 100., 10., 1.01   # one of them alone; both; below this the weights hardly grew
-
-
-def several_processes() -> bool:
-    "Return whether this process trains together with others."
-    dist = torch.distributed
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 @dataclass
@@ -110,7 +105,7 @@ class _Rerun:
     "The batch under way, forward and backward, in fp32 and in low precision."
     def __init__(self, learn: Learner, model: nn.Module, alarm: Alarm):
         self.learn, self.alarm, self.mode = learn, alarm, alarm.mode
-        self.kept = tuple(learn.precision.fp32_module_names)
+        self.kept = tuple(precision_callback(learn).fp32_module_names)
         again = partial(trace, learn, [(learn.xb, learn.yb)], in_fit=True, random_state=alarm.random_state)
         self.fp32 = again()
         self.traces: dict[tuple, Trace] = {}                     # the first is asked for twice
@@ -145,8 +140,8 @@ class _Rerun:
         if not verdict.call:
             other = precision_call(self.learn, fastest_mode(self.case.device, [self.mode]))
             return where, f'{verdict.sentence[:-1]}; or take another precision: `{other}`'
-        shown = [m for m in verdict.modules if m in names]
-        what = 'it' if shown == verdict.modules[:1] == verdict.modules else ', '.join(map(self._named, verdict.modules))
+        what = 'it' if verdict.modules == names[:1] else ', '.join(map(self._named, verdict.modules))
+        if names and names[0] not in verdict.modules: what += ', which comes before,'
         return where, f'Keep {what} in fp32: `{verdict.call}`'
 
     def _story(self, name, forward) -> str:

@@ -12,6 +12,7 @@ import torch
 from fastai.learner import Learner
 from torch import nn
 
+from ..checkpoint import precision_callback
 from ..checks import check_count, check_seconds
 from ..common import first_line, random_state_kept
 from ..convert import HALF, map_tensors
@@ -159,7 +160,8 @@ class _Report:
     def __init__(self, learn: Learner, batches: list, progress: Progress):
         self.learn, self.batches, self.progress = learn, batches, progress
         self.model, self.device = unwrapped(learn.model), training_device(learn)
-        self.scale = (learn.precision and learn.precision.scale) or INIT_SCALE
+        cb = precision_callback(learn)
+        self.scale = (cb and cb.scale) or INIT_SCALE
         self.first: dict[AMPMode, Trace] = {}                    # with nothing in fp32 but what does not run
         self.references: dict[int, tuple[list, Trace]] = {}      # by number of samples: batches, and their fp32 trace
         self.samples: dict[AMPMode, int] = {}

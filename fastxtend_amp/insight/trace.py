@@ -23,6 +23,7 @@ from fastcore.basics import noop
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..callback import MixedPrecision
 from ..common import RandomState, first_line, set_random_state
 from ..compat import in_function_transform, next_node, operator, running_node, unwatched
 from ..convert import HALF, half_to_float, map_tensors
@@ -410,5 +411,5 @@ def _run_again(copy, xb, yb):
     "Run a batch whose inputs and targets callbacks have prepared already."
     copy.xb, copy.yb = xb, yb
     for cb in copy.cbs:
-        if cb is not copy.precision: cb.before_batch = noop
+        if not isinstance(cb, MixedPrecision): cb.before_batch = noop
     copy._with_events(copy._do_one_batch, 'batch', CancelBatchException)

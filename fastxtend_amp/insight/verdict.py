@@ -29,7 +29,7 @@ Judgement = Literal[
 IMPRECISE = .1        # error of a module's own arithmetic that is trouble
 LOST = .01            # share of a gradient's absolute sum that may underflow before a loss scale counts as too low
 CLOSE = 4.            # headroom below which a module is close to overflow
-LOWEST_SCALE = 2.**-12
+LOWEST_SCALE = 2.**-12 # that is advised
 MARGIN = 16.          # by which a loss scale that is advised is below the highest: later gradients may be larger
 ROUNDS = 12           # traces in which modules are added or the loss scale is lowered
 TRIES = 8             # modules that are tried one by one, where none is known to be at fault
@@ -223,13 +223,15 @@ class _Judge:
         return new or self._tried(low, backward=True)
 
     def _no_scale_fits(self, low):
+        if not self.mode.needs_loss_scaling: return False
         least, most = scales_that_fit(self.mode, low, self.case.fp32)
-        return least > min(most, self.highest)
+        return least * CLOSE > min(most, self.highest) or most < LOWEST_SCALE
 
     def _loudest(self, low) -> list[str]:
         grads = {n: self.case.fp32.seen[n].grads.largest for n in low.seen if n in self.case.fp32.seen}
         names = [n for n in grads if self._can_be_kept(n) and low.seen[n].dtypes & set(HALF)]
         if not names: return []
+        self.scale, self.highest = self.case.scale, math.inf     # where the loss scale is not the matter any more
         name = max(names, key=lambda n: grads[n])
         self.reasons[name] = f'gradients of {named(name)} reach {grads[name]:,.3g}, and those of others underflow'
         return [name]
@@ -244,13 +246,14 @@ class _Judge:
                       f"`with torch.autocast('{self.case.device.type}', enabled=False)`, on inputs made `.float()`")
         elif not low.loss_is_finite: reason = 'the loss is not finite, whatever is kept in fp32'
         elif not low.grads_are_finite: reason = 'the gradients are not finite, whatever is kept in fp32, at any loss scale'
-        elif least > most:
+        elif self._no_scale_fits(low):
             reason = f'no loss scale fits: gradients underflow below {least:,.9g} and overflow above {most:,.9g}'
         else: reason = f'{some([*self.reasons.values()])}; keeping them in fp32 was not enough'
         return self._say('do not use', reason)
 
     def _works(self, low: Trace) -> Verdict:
-        if not _computes_in_half(low): return self._say('do not use', f'{some([*self.reasons.values()])}; then all is in fp32')
+        if not _computes_in_half(low):
+            return self._say('do not use', f'{some([*self.reasons.values()])}; with these in fp32 nothing is left in {self.mode.value}')
         least, most = scales_that_fit(self.mode, low, self.case.fp32)
         most = min(most, self.highest)
         scaled = (least, most) if self.mode.needs_loss_scaling else None

@@ -1,1 +1,1 @@
-"Commands: the demo and the benchmark."
+"Commands: the check and the demo; and `keep_freed_memory`."

@@ -1,4 +1,4 @@
-"The console script `fastxtend_amp_check`: tries mixed precision on a device, and says so in plain text for an issue."
+"The console script `fastxtend_amp_check`: tries mixed precision on a device, and reports for an issue."
 from __future__ import annotations
 
 import argparse, platform, tempfile, time, warnings
@@ -16,7 +16,7 @@ from fastai.torch_core import set_seed
 from torch import nn
 
 import fastxtend_amp  # noqa: F401  patches Learner
-from ..mode import AMPMode, mode_support, precision_support
+from ..mode import AMPMode, precision_support
 from .demo import digits
 from .device import usable_device
 
@@ -27,14 +27,8 @@ EPOCHS, LR = 3, 5e-3
 SLACK = .1            # how far the validation loss may be above fp32's, as a share of it; and .02 beyond that
 
 
-class _Before(NamedTuple):
-    "What the checks compare with: autocast and gradient mode before the first of them, and fp32's validation loss."
-    state: tuple
-    loss: list[float]
-
-
 class Result(NamedTuple):
-    "One check: in which precision, of what, whether it passed (None: it was not run), and what was seen."
+    "One check: its precision, what it checks, whether it passed (None: it was not run), and what was seen."
     precision: str
     what: str
     passed: bool | None
@@ -42,7 +36,7 @@ class Result(NamedTuple):
 
 
 def _learner(device, precision, opt_func=Adam, path=None, **kwargs) -> Learner:
-    "The same small network from the same seed, in one of the precisions."
+    "Return the same small network from the same seed, in one of the precisions."
     set_seed(0, reproducible=False)
     width = 1024                                                 # for half-precision weights to have copies on a CPU
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 10))
@@ -69,7 +63,7 @@ class _Watch(Callback):
 
 
 class _Overflow(Callback):
-    "Makes one gradient infinite in the tenth step, and looks whether that step changed anything."
+    "Makes one gradient infinite in the tenth step, and notes whether that step changed anything."
     run_valid, step = False, 9
     def after_backward(self):
         if self.iter != self.step: return
@@ -93,8 +87,7 @@ def _trains(device, precision, mode, before) -> tuple[bool, str]:
     _fit(learn, EPOCHS, watch)
     loss = float(learn.recorder.values[-1][-1])
     seconds = time.perf_counter() - start
-    if mode is None: before.loss.append(loss)                    # fp32 comes first
-    fp32 = before.loss[0]
+    fp32 = before.setdefault('loss', loss)                       # fp32 comes first
     computes = f'computes in {str(watch.dtype)[6:]}, {seconds:.1f} s'
     seen = f'validation loss {loss:.4f} ({loss - fp32:+.4f} from fp32), {computes}'
     if learn.precision is not None and mode is AMPMode.FP16:
@@ -136,7 +129,7 @@ def _recovers(device, precision, mode, before) -> tuple[bool, str]:
     try: _fit(learn, 1, _Interrupt())
     except InterruptedError: pass
     whole = {p.dtype for p in learn.model.parameters()} == {torch.float32}
-    now, expected = _state(device), before.state
+    now, expected = _state(device), before['state']
     seen = 'as before' if now == expected else f'{now} INSTEAD OF {expected}'
     if not whole: seen += ', WEIGHTS ARE NOT fp32'
     _fit(learn)
@@ -144,7 +137,7 @@ def _recovers(device, precision, mode, before) -> tuple[bool, str]:
 
 
 def _checks(device, mode) -> Iterator[tuple[str, Callable]]:
-    yield 'trains as fp32', _trains
+    yield 'trains as fp32' if mode else 'fp32 reference', _trains
     if mode is AMPMode.FP16:
         yield 'skips a step, Adam', _skips
         fused = partial(OptimWrapper, opt=partial(torch.optim.AdamW, fused=True))
@@ -163,16 +156,16 @@ def check(
     device: str | torch.device | None = None, # The device; the accelerator that PyTorch finds, else the CPU
     progress: Callable[[Result], object] = lambda result: None, # Called with each result as it comes
 ) -> list[Result]: # Those of all precisions; a precision that the device does not run has one, with `passed` None
-    "Train a small network in each precision, and look at overflow, save and load, and exceptions."
+    "Train a small network in each precision, and check overflow, save and load, and exceptions."
     on, results = _device(device), []
-    before = _Before(_state(on), [])
+    support = {r.mode: r for r in precision_support(on).itertuples()}
+    before = {'state': _state(on)}                               # what the checks compare with; fp32 adds its loss
     def add(*args):
         results.append(Result(*args))
         progress(results[-1])
     for precision, mode in PRECISIONS.items():
-        support = mode_support(mode, on) if mode else None
-        if support is not None and support.status == 'unsupported':
-            add(precision, 'runs here', None, support.why)
+        if mode and support[mode.value].support == 'unsupported':
+            add(precision, 'runs here', None, support[mode.value].why)
             continue
         for what, run in _checks(on, mode):
             with warnings.catch_warnings(record=True) as caught:
@@ -212,13 +205,13 @@ def _line(result: Result) -> str:
 
 
 def head(device: torch.device) -> str:
-    "Versions, the device, and how it runs each precision."
+    "Return versions, the device, and how it runs each precision."
     rows = '\n'.join(f'  {r.mode}: {r.support} ({r.why})' for r in precision_support(device).itertuples())
     return f'{_versions()}\ndevice: {_name(device)}\n{rows}'
 
 
 def verdict(results: Sequence[Result], device: torch.device) -> str:
-    "One sentence on all of them."
+    "Return one sentence on all of them."
     failed, run = [r for r in results if r.passed is False], [r for r in results if r.passed is not None]
     if not failed: return f'All {len(run)} checks passed on {device}.'
     names = ', '.join(f'{r.precision}: {r.what}' for r in failed)
@@ -230,7 +223,7 @@ def report(
     results: Sequence[Result], # What `check` gave
     device: str | torch.device, # The device that they are of
 ) -> str: # Plain text for an issue
-    "Versions, device, one line for each check, and the verdict."
+    "Return versions, device, one line for each check, and the verdict."
     device = torch.device(device)
     return '\n'.join([head(device), '', *map(_line, results), '', verdict(results, device)])
 

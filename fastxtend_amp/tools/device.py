@@ -6,7 +6,6 @@ import argparse
 import torch
 
 from ..common import first_line
-from ..mode import autocast_available
 
 __all__ = ['usable_device']
 
@@ -16,10 +15,11 @@ def usable_device(
     name: str | None, # What the user gave
     default: str | torch.device, # Taken if that is None
 ) -> torch.device:
-    "The device that `--device` means, on which a tensor can be made and autocast exists."
+    "Return the device that `--device` names; a tensor can be made on it, and PyTorch has an autocast for it."
     try:
         device = torch.device(name or default)
         torch.zeros(1, device=device)
+        has_autocast = torch.amp.is_autocast_available(device.type)
     except (RuntimeError, AssertionError) as e: parser.error(f'--device {name}: {first_line(e)}')
-    if not autocast_available(device.type): parser.error(f'--device {device}: PyTorch has no autocast for it; try cpu')
+    if not has_autocast: parser.error(f'--device {device}: PyTorch has no autocast for it; try cpu')
     return device

@@ -16,7 +16,7 @@ def keep_freed_memory(
 
     By default glibc returns freed blocks of over 32 MB to the system at once and smaller ones often, and asks for them
     anew: one page fault for each 4 KB. A network with one weight of 64 MB has 32,771 page faults a step that way, which
-    take half of the step's time. `fastxtend_amp_bench` counts them for each model.
+    take half of the step's time. The repository's benchmark counts them for each model.
 
     The cost: what the process has freed stays with it until it ends, out of reach of other processes. There is no way
     back. It helps training on CPUs; on a GPU tensors do not come from glibc. Nothing is done where the system is not

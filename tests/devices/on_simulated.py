@@ -37,7 +37,7 @@ def run(kind, files, folder, *options):
         *options,
     ]
     env = {k: v for k, v in os.environ.items() if not k.startswith('PYTEST_')} | {'OMP_NUM_THREADS': '1'}
-    done = subprocess.run([*command, *map(str, files)], cwd=ROOT, env=env, capture_output=True, text=True, timeout=900)
+    done = subprocess.run([*command, *map(str, files)], cwd=ROOT, env=env, capture_output=True, text=True, timeout=3600)
     if not report.exists(): pytest.fail(f'exit status {done.returncode}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}')
     found = {}
     for case in ElementTree.parse(report).iter('testcase'):

@@ -11,7 +11,7 @@ from helpers import *
 HERE = Path(__file__).parent
 
 
-def launch(group, path, ranks=2, seconds=300):
+def launch(group, path, ranks=2, seconds=900):
     "The results of all ranks. A rank that fails would leave the others waiting, so the first failure ends all."
     with socket.socket() as s:
         s.bind(('127.0.0.1', 0))
@@ -330,7 +330,7 @@ def test_bad_files_are_refused_on_every_rank(fsdp):
 @pytest.mark.parametrize('kind', ['ddp', 'fsdp'])
 def test_an_exception_on_one_rank_ends_both_and_leaves_nothing(kind, mode, tmp_path):
     if kind == 'ddp': skip_where_accelerate_takes_xla()
-    zero, one = (r[f'{kind}_raises', mode] for r in launch(f'{kind}_raises {mode}', tmp_path, seconds=90))
+    zero, one = (r[f'{kind}_raises', mode] for r in launch(f'{kind}_raises {mode}', tmp_path))
     assert 'rank 1' in one['error'] and 'RuntimeError' in zero['error'], (zero['error'], one['error'])
     for r in (zero, one):
         assert r['autocast'] == r['before'] and r['mode'] is None and r['scaler'] is None

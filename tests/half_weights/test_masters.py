@@ -1,5 +1,5 @@
 "Everybody meets fp32 masters, at all times, whatever ends a batch; and when autocast's casts of them are kept."
-import copy, math, pickle, time
+import copy, math, pickle
 from functools import partial
 from typing import Any
 
@@ -12,9 +12,10 @@ from torch import nn
 from fastxtend_amp import HalfWeights, MixedPrecision
 from fastxtend_amp.forward import ModuleForward
 from fastxtend_amp.insight import diagnosis  # noqa: F401  looks for the cause of an overflow
-from test_guard import EVENTS, EXCEPTIONS, PLACES, build, caught, interrupt_after
+from test_guard import EVENTS, EXCEPTIONS, PLACES, build, caught
 from half_models import CountCasts
 from helpers import *
+from interrupts import interrupted_before, lines_of
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*emulated.*')
 HALF = {'fp16': torch.float16, 'bf16': torch.bfloat16}
@@ -52,18 +53,18 @@ def test_any_exception_anywhere_in_a_batch(place, order, exc, tmp_path, monkeypa
 
 @pytest.mark.parametrize('kwargs', [dict(), dict(flat_master=True), dict(master_weights=False)], ids=str)
 @pytest.mark.filterwarnings('ignore:master_weights')
-def test_asynchronous_interrupts(kwargs):
-    "A timer strikes anywhere, in our own lines too: the model is its fp32 masters, and nothing is on it."
+def test_an_interrupt_before_any_line(kwargs):
+    "The model is its fp32 masters, and nothing is on it."
     learn, _ = build(HalfWeights('bf16', **kwargs), None, RuntimeError, 0)
+    learn.dls = loaders(n=8, valid=dataset(4, seed=1))
     learn.fit(1)                                                 # what is asked once a process
-    start = time.perf_counter(); learn.fit(1); once = time.perf_counter() - start
-    parameters, hits, n = [(id(p), p.stride()) for p in learn.model.parameters()], 0, 100
-    for i in range(n):
-        hits += interrupt_after(max(once * i / n, 1e-4), lambda: learn.fit(1))
-        assert traces(learn) == CLEAN, f'interrupt {i}'
+    parameters, lines = [(id(p), p.stride()) for p in learn.model.parameters()], lines_of(lambda: learn.fit(1))
+    assert len(lines) > 100
+    for line in lines:
+        assert interrupted_before(line, lambda: learn.fit(1)), line
+        assert traces(learn) == CLEAN, line
         assert [(id(p), p.stride()) for p in learn.model.parameters()] == parameters
         assert not any(t._is_view() for t in learn.model.parameters()) and not torch.is_autocast_enabled('cpu')
-    assert hits > n // 4
     learn.fit(1)
     assert all(p.isfinite().all() for p in learn.model.parameters())
 

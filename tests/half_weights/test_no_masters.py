@@ -123,6 +123,25 @@ def test_kahan_summation_keeps_small_updates(recwarn):
     assert len(set(one_cycle.recorder.hps['mom'])) > 1
 
 
+def test_kahan_where_only_some_layers_train():
+    "As `fine_tune` does first: on a CPU no driver of Triton's is asked for, also where the package is there."
+    learn = without('kahan', splitter=lambda m: [[*m[0].parameters()], [*m[1:].parameters()]])
+    frozen, before = learn.model[0].weight.detach().clone(), params(learn)
+    learn.freeze(); learn.fit(1, .01)
+    assert torch.equal(learn.model[0].weight, frozen) and not same(params(learn), before)
+    learn.fine_tune(1, .01)
+    assert not torch.equal(learn.model[0].weight, frozen) and all(p.isfinite().all() for p in params(learn))
+
+
+def test_kahan_takes_optimis_optimizers_alone():
+    import optimi
+    by_class, by_name = (without(kahan(opt)) for opt in (optimi.AdamW, 'AdamW'))
+    for learn in (by_class, by_name): learn.fit(1, .01)
+    assert same(params(by_class), params(by_name))
+    for opt in (torch.optim.AdamW, Adam, 'SGDW', 'optimi', None):
+        with pytest.raises(ValueError, match="not one of optimi's optimizers. Take one of Adam, AdamW"): kahan(opt)
+
+
 def test_stochastic_rounding_counts(recwarn):
     pytest.importorskip('torchao')
     for name in ('_AdamW', 'AdamW8bit'):

@@ -8,9 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fastxtend_amp import MixedPrecision
-from fastxtend_amp.compat import host_norm, host_value
 from fastxtend_amp.insight import watch
-from fastxtend_amp.insight.watch import OverflowWatch
 from helpers import OPTIMIZERS, At, Attentive, dataset, learner, loaders, opt_state, params, same, same_state
 
 

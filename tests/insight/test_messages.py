@@ -9,7 +9,6 @@ from torch import nn
 import fastxtend_amp
 from fastxtend_amp import AMPMode, MixedPrecision, precision_support
 from fastxtend_amp.tools import demo
-from fastxtend_amp.tools.bench import bench
 from fastxtend_amp import kahan
 from helpers import *
 
@@ -137,6 +136,8 @@ CASES = {
                          'on this learner already', 'would run twice', 'Leave it out'),
     'a precision for use_amp': (lambda: net().to_channelslast('bf16'), TypeError, "to_channelslast('bf16')", 'use_amp',
                                 "amp_mode='bf16'"),
+    'a precision without use_amp': (lambda: net().to_channelslast(False, 'bf16'), VE, 'to_channelslast(use_amp=False)',
+                                    "'bf16', which sets a precision", "amp_mode='bf16'"),
     'no scale to find': (lambda: net().to_fp16(init_scale='auto', enabled=False), VE, "init_scale='auto'", 'enabled=False',
                          'Leave one of them out'),
     'model that does not run': (lambda: learner(nn.Linear(5, 1)).precision_report(), VE, 'does not run on its first batch',
@@ -262,11 +263,7 @@ CASES = {
                                   'Kahan'),
     'kahan: no optimi': (without('optimi', kahan), ImportError, 'kahan', 'needs optimi', 'pip install'),
     'kahan: no such optimizer': (lambda: kahan('Adamw'), VE, "opt='Adamw'", "not one of optimi's", 'AdamW'),
-    # the benchmark, and console scripts
-    'bench: no list': (lambda: bench(contestants='Fabric'), VE, "contestants='Fabric'", 'cannot be used', 'give a list'),
-    'bench: no such contestant': (lambda: bench(contestants=['amp']), VE, 'contestants', "there is no 'amp'", "there are 'fastai loop'"),
-    'bench: not installed': (without('lightning_fabric', lambda: bench(contestants=['Fabric'])), VE, "contestants: 'Fabric'",
-                             'which is not here', 'Install it'),
+    # console scripts
     'demo: epochs': (lambda: demo.main(['--epochs', '0']), SystemExit, '--epochs 0', 'error', 'at least 1'),
     'demo: folder': (lambda: demo.main(['--out', 'nowhere/demo.png']), SystemExit, '--out nowhere', 'error',
                      'no folder nowhere'),
@@ -324,7 +321,7 @@ def places():
 
 
 # Met in test_xla.py, tests/tools, tests/half_weights/test_refusals.py, test_compat.py, test_docs.py, devices/accelerator and test_optimizers.py.
-ELSEWHERE = {'xla.py', 'command.py', 'compat.py', 'refused_names.py', 'checks.py', 'optimizers.py', 'check.py',
+ELSEWHERE = {'xla.py', 'compat.py', 'refused_names.py', 'checks.py', 'optimizers.py', 'check.py',
              'memory.py'}
 
 

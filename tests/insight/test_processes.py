@@ -9,7 +9,7 @@ from processes_worker import BAD
 HERE = Path(__file__).parent
 
 
-def launch(n, path, seconds=200):
+def launch(n, path, seconds=900):
     "What each rank saw. The first one that fails ends all: it would leave the others waiting."
     with socket.socket() as s:
         s.bind(('127.0.0.1', 0))

@@ -9,7 +9,7 @@
     CUDA twice: this depends on the layout of one version (seen with PyTorch 2.14, Linux).
 `install('sim')`: device type 'sim' (PrivateUse1): any other accelerator, such as MPS or XPU. Any build of PyTorch 2.13
     and newer. autocast is written here, after CUDA's lists. torch cannot `set_data` from the CPU to PrivateUse1, so
-    `Module.to` puts new parameters into the module: move the model before the learner is made.
+    `Module.to` is set to move parameters in place by swapping, as it does by itself with CUDA.
 
 `with waits() as w`: a list of the moments in which the host waits for the device, each with its stack.
 `options`: how far the device is behind, and what it lacks; see clock.py.
@@ -55,7 +55,9 @@ def install(kind: str = 'cuda', n_devices: int = 1) -> torch.device:
     module.manual_seed_all(0)
     if kind == 'cuda': _as_cuda(cpp, module, n_devices)
     else: _as_another(cpp, module, kind, n_devices)
-    if kind != 'cuda': autocast.register()
+    if kind != 'cuda':
+        autocast.register()
+        torch.__future__.set_swap_module_params_on_conversion(True)
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
         kernels.register('CUDA' if kind == 'cuda' else 'PrivateUse1')
