@@ -17,7 +17,7 @@ from fastcore.foundation import L
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..callback import PRECISION_CALLBACKS
+from ..callback import PRECISION_CALLBACKS, MixedPrecision
 from ..common import first_line, is_dtensor, random_state_kept
 from ..convert import map_tensors
 from ..fp32_modules import unwrapped
@@ -122,7 +122,7 @@ def _copy(learn: Learner, taking_part: list[Callback], optimizer: bool) -> Learn
     methods = {k: v for k, v in vars(learn).items() if callable(getattr(type(learn), k, None))}
     rest = {k: v for k, v in vars(learn).items() if k not in methods and not isinstance(v, Callback)}
     vars(new).update(rest, cbs=L(), logger=noop, lock=threading.Lock())
-    cbs = [cb for cb in learn.cbs if cb in taking_part or cb is learn.precision]
+    cbs = [cb for cb in learn.cbs if cb in taking_part or isinstance(cb, MixedPrecision)]
     parts = {'the model': unwrapped(learn.model), 'the loss function': learn.loss_func, 'opt_func': learn.opt_func,
              'the optimizer': learn.opt if optimizer else None, "the learner's own methods": methods,
              **{f"the callback '{cb.name}'": cb for cb in cbs}}
