@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from fastai.callback import fp16
@@ -58,6 +58,8 @@ class MixedPrecision(fp16.MixedPrecision):
     name = 'mixed_precision'  # also of subclasses: by this name fastai's `load_learner` finds what to take off
     order = 10  # after TrainEvalCallback (-10) moves the model; between GradientAccumulation (6) and GradientClip (11)
     watch_class: Callable | None = None  # notices training that goes wrong; set by the room `insight`
+    _learn: Any = None
+    run = True
 
     def __init__(self,
         amp_mode: str | AMPMode | torch.dtype = AMPMode.FP16, # 'fp16', 'bf16', or 'auto': the fastest native one
@@ -84,7 +86,7 @@ class MixedPrecision(fp16.MixedPrecision):
                              "Leave it out, or take 'fp16' or 'auto'.")
         check_overflow_args(on_overflow, max_skips)
         self.on_overflow, self.max_skips = on_overflow, int(max_skips)
-        self._fp32_modules, self._learn = Fp32Modules(fp32_modules), None
+        self._fp32_modules = Fp32Modules(fp32_modules)
         self._close_all()
 
     def _close_all(self) -> None:
@@ -274,7 +276,7 @@ class MixedPrecision(fp16.MixedPrecision):
         if self._depth: return self._scope(f, event_type, ex, final)
         learn, device_type = self._learn, training_device(self._learn).type
         # An interrupt between two lines of `torch.autocast.__enter__` leaves what no `__exit__` mends.
-        state = AutocastState(device_type) if autocast_available(device_type) else nullcontext()
+        state: Any = AutocastState(device_type) if autocast_available(device_type) else nullcontext()
         lasting = event_type != 'batch'                          # a loop of the user's own goes on after a batch
         if lasting: self._close()                                # what such a loop left
         with state, self._fp32_modules.kept(learn.model):
@@ -345,12 +347,12 @@ class MixedPrecision(fp16.MixedPrecision):
 
     def _check_training(self) -> None:
         "Check what only training needs, once in a fit; put the optimizer's state where the parameters are."
-        learn, scaled = self._learn, self._scaling.on
+        learn, scaled, device = self._learn, self._scaling.on, cast(torch.device, self.device)
         self._checked = True
-        if self._mode is None: warn_user(f"amp_mode='auto': device '{self.device}' does neither bf16 nor fp16 natively, "
-                                         "so training runs in fp32.\n"
-                                         "`precision_support()` says why; `learn.to_fp32()` is silent.")
-        elif not self._has_trained and (message := emulation_warning(self._mode, self.device)): warn_user(message)
+        if self._mode is None:
+            warn_user(f"amp_mode='auto': device '{device}' does neither bf16 nor fp16 natively, so training runs in "
+                      "fp32.\n`precision_support()` says why; `learn.to_fp32()` is silent.")
+        elif not self._has_trained and (message := emulation_warning(self._mode, device)): warn_user(message)
         if scaled: check_fp16_training(learn.model, learn.opt)
         if half := half_parameters_of(learn.model):
             warn_user(f"{len(half)} parameters to be trained are in half precision themselves, such as '{half[0]}': "
@@ -369,7 +371,7 @@ class MixedPrecision(fp16.MixedPrecision):
     # -- the events of fastai's loop
 
     def __call__(self, event_name: str) -> Any:
-        "Call the event's method, then the watch's; without `Callback`'s look-ups on the learner, as each batch has eight."
+        "Call the event's method, then the watch's; without `Callback`'s look-ups, which each batch has eight times."
         if self._learn is None: return                           # taken off by a callback before this one
         method = getattr(type(self), event_name, None)
         if method is not None and self.run and self.run_train and self.run_valid:
@@ -399,7 +401,7 @@ class MixedPrecision(fp16.MixedPrecision):
             self._stack.close()
             self._fp32_modules.put_on(self.learn.model)
         if self._mode is None: return
-        torch.clear_autocast_cache()                             # an autocast around the fit holds the casts of old weights
+        torch.clear_autocast_cache()                             # an autocast around the fit keeps casts of old weights
         self._stack.enter_context(self._autocast(self.device, self._mode))
 
     def after_pred(self):
@@ -460,4 +462,4 @@ class MixedPrecision(fp16.MixedPrecision):
 
 
 # `delegates` put fastai's own signature on the base class, where `inspect.signature` would find it first.
-MixedPrecision.__signature__ = inspect.signature(partial(MixedPrecision.__init__, None))  # type: ignore[attr-defined]
+MixedPrecision.__signature__ = inspect.signature(partial(MixedPrecision.__init__, None))  # type: ignore

@@ -21,7 +21,7 @@ from .scaling import check_scaler_state
 
 __all__ = ['precision_callback', 'put_over', 'written_whole']
 
-KEY = 'grad_scaler'  # in the optimizer's state: fastai takes a file for one with an optimizer only if it has no other keys
+KEY = 'grad_scaler'  # in the optimizer's state: with another key beside 'model' and 'opt' fastai finds no optimizer
 _writing = threading.RLock()                                     # two threads may save to one name
 _reading = threading.Lock()  # fastai's `load_model` changes torch's list of safe classes meanwhile
 
@@ -59,7 +59,7 @@ def written_whole(file: Any) -> Iterator[Any]: # A file to write to
 
 class _StandIn:
     "Stands in for a model or an optimizer while fastai asks for its state, or gives it one."
-    def __init__(self, state: Any = None): self.state, self.options = state, {}
+    def __init__(self, state: Any = None): self.state, self.options = state, dict[str, Any]()
     def state_dict(self) -> Any: return self.state
     def load_state_dict(self, state: Any, **options: Any) -> None: self.state, self.options = state, options
 
@@ -134,7 +134,7 @@ def load(original: Callable, self: Learner, file: Any, *args: Any, **kwargs: Any
     if opt.state is None: return self
     try: file_format.load_opt(self, opt.state)
     except Exception: warn_user('Could not load the optimizer state.')   # as fastai has it
-    if takes_scale: cb.load_state_dict(scale)
+    if cb is not None and takes_scale: cb.load_state_dict(scale)
     elif scale is not None and (cb is None or cb.mode != 'fp16'):
         warn_user("The file holds the loss scale of fp16 training, which this learner does not use.\n"
                   "To go on in fp16, call `learn.to_fp16()` before `learn.load`.")

@@ -14,8 +14,8 @@ from .convert import is_half
 from .mode import AMPMode
 from .scaling import is_number, optimizer_params
 
-__all__ = ['ON_OVERFLOW', 'check_count', 'check_data_parallel', 'check_float64', 'check_fp16_training', 'check_overflow_args', 'check_seconds',
-           'half_parameters_of', 'strays_of']
+__all__ = ['ON_OVERFLOW', 'check_count', 'check_data_parallel', 'check_float64', 'check_fp16_training',
+           'check_overflow_args', 'check_seconds', 'half_parameters_of', 'strays_of']
 
 ON_OVERFLOW = ('warn', 'raise', 'ignore')
 

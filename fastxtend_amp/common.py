@@ -22,7 +22,7 @@ def random_state(
     device: torch.device | None = None, # Besides the CPU; all accelerators that are in use if None
     everything: bool = False, # Whether Python's and NumPy's generators belong to it, besides torch's
 ) -> RandomState: # Pairs: the function that sets a generator, and its state
-    "Return the state of the global random number generators, as `set_random_state` takes it; does not wait for a device."
+    "Return the state of the global random number generators, for `set_random_state`; does not wait for a device."
     states: RandomState = [(torch.set_rng_state, torch.get_rng_state())]
     if everything: states += [(random.setstate, random.getstate()), (np.random.set_state, np.random.get_state())]
     types = _accelerators() if device is None else [device.type]

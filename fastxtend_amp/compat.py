@@ -79,7 +79,7 @@ def compiled_module(module: nn.Module) -> nn.Module | None:
 
 
 def found_inf_flags(scaler: GradScaler, opt: Any) -> list[torch.Tensor]:
-    """Return the flags that `scaler.unscale_(opt)` left, one for each device: 0-dim fp32, 1 if a gradient is not finite.
+    """Return the flags that `scaler.unscale_(opt)` left, one a device: 0-dim fp32, 1 if a gradient is not finite.
 
     Relies on `GradScaler._found_inf_per_device` (since 1.6); without it the first fp16 step fails.
     """

@@ -141,7 +141,7 @@ class Fp32Modules:
     "The modules of one model that are kept in fp32 while `kept`."
     def __init__(self, spec: Any): # As in `match_modules`; None for no module
         self.spec = spec
-        self.forwards: dict[str, Fp32Forward] = {}               # kept for the next time, so that nothing is compiled anew
+        self.forwards: dict[str, Fp32Forward] = {}               # kept, so that nothing is compiled anew
         self.depth = 0                                           # how many `kept` contexts are entered
         for part in _parts(spec): _test(part)
 

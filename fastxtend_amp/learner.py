@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from difflib import get_close_matches
 from inspect import signature
-from typing import Any
 
 # channelslast patches `Learner.to_channelslast`: imported here so that it cannot do so after us.
 from fastai.callback.channelslast import ChannelsLast
@@ -83,8 +82,8 @@ def to_fp16(self: Learner, *args, **kwargs) -> Learner: # The learner
 
 
 @patch
-@delegates(MixedPrecision, but=['amp_mode', 'init_scale', 'growth_factor', 'backoff_factor', 'growth_interval', 'enabled',
-                                'loss_scale', 'scaler'])
+@delegates(MixedPrecision, but=['amp_mode', 'init_scale', 'growth_factor', 'backoff_factor', 'growth_interval',
+                                'enabled', 'loss_scale', 'scaler'])
 def to_bf16(self: Learner, **kwargs) -> Learner: # The learner
     "Train in bfloat16 mixed precision, which needs no loss scaling; replaces any other precision callback."
     refuse_unknown(Learner.to_bf16, kwargs)

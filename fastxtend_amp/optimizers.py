@@ -76,7 +76,8 @@ def place_state(
     on_host = {p for g in groups if not (g.get('capturable') or g.get('fused')) for p in g['params']}
     for p, state in getattr(inner, 'state', {}).items():
         if not isinstance(p, torch.Tensor): continue
-        tensors = [t for key, v in state.items() if key != 'step' for t in tree_leaves(v) if isinstance(t, torch.Tensor)]
+        others = tree_leaves([value for key, value in state.items() if key != 'step'])
+        tensors = [t for t in others if isinstance(t, torch.Tensor)]
         # Single numbers stay: NAdam keeps one on the CPU.
         if all(t.device == p.device or (p.dim() and not t.dim()) for t in tensors): continue
         for key, value in state.items():

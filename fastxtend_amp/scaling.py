@@ -16,7 +16,7 @@ from .compat import found_inf_flags, is_syncfree, syncfree_state
 
 __all__ = ['LossScaling', 'StaticGradScaler', 'check_scaler_state', 'is_number', 'optimizer_params']
 
-DEFAULTS = dict(init_scale=65536.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000)
+DEFAULTS: dict[str, Any] = dict(init_scale=65536.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000)
 LARGEST = float(np.finfo(np.float32).max)
 STATE_KEYS = ('scale', 'growth_factor', 'backoff_factor', 'growth_interval', '_growth_tracker')
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
@@ -65,8 +65,9 @@ class LossScaling:
     """
     def __init__(self, init_scale: float, growth_factor: float, backoff_factor: float, growth_interval: int,
                  enabled: bool, loss_scale: float | None = None, scaler: GradScaler | None = None):
-        self.settings = dict(init_scale=init_scale, growth_factor=growth_factor, backoff_factor=backoff_factor,
-                             growth_interval=growth_interval)
+        self.settings: dict[str, Any] = dict(
+            init_scale=init_scale, growth_factor=growth_factor, backoff_factor=backoff_factor,
+            growth_interval=growth_interval)
         _check_arguments(self.settings, enabled, loss_scale, scaler)
         if loss_scale is not None: self.settings['init_scale'] = float(loss_scale)
         self.static = loss_scale is not None                     # does the scale neither grow nor shrink?
@@ -196,10 +197,11 @@ class LossScaling:
         self._zeros_are_scaled = True
 
     def _unscale_and_wait(self, params: list[nn.Parameter]) -> None:
-        self._unscaled = probe = _Probe(params)
-        self.scaler.unscale_(probe)                              # type: ignore[arg-type]
+        probe: Any = _Probe(params)
+        self._unscaled = probe
+        self.scaler.unscale_(probe)
         self.grads_are_scaled = False
-        self.scaler.step(probe)                                  # type: ignore[arg-type]  waits for the device, once
+        self.scaler.step(probe)                                  # waits for the device, once
         self.found_inf = self.held_back = not probe.stepped
 
     def _unscale_on_device(self, params: list[nn.Parameter], fused: Any) -> None:

@@ -1,4 +1,5 @@
 "The callback in fastai's loop: the same numbers as a hand-written loop, and what each event promises."
+import re
 from collections import OrderedDict, namedtuple
 
 import pytest, torch
@@ -124,9 +125,9 @@ def test_a_fit_inside_the_users_own_autocast_uses_the_weights_of_each_batch():
             if before: learn.model(torch.ones(2, 6))
             learn.fit(2, .05)
         return params(learn)
-    alone, other = run(torch.autocast('cpu', enabled=False)), lambda: torch.autocast('cpu', dtype=torch.float16)
-    assert same(run(torch.autocast('cpu', dtype=torch.bfloat16)), alone)
-    assert same(run(other()), alone) and same(run(other(), before=True), alone)
+    def fp16(): return torch.autocast('cpu', dtype=torch.float16)
+    assert same(run(torch.autocast('cpu', dtype=torch.bfloat16)), run(torch.autocast('cpu', enabled=False)))
+    assert same(run(fp16(), before=True), run(fp16()))
     assert autocast_state() == (False, torch.bfloat16, True, 0)
 
 
@@ -173,8 +174,187 @@ def own_backward(learn):
 @pytest.mark.parametrize('then', [noop, lambda l: l.fit(1, .01), lambda l: l.to_fp32().fit(1, .01), lambda l: l.to_bf16(),
                                   lambda l: (own_backward(l), l.fit(1, .01))], ids=['end', 'fit', 'to_fp32', 'to_bf16', 'own'])
 def test_an_unfinished_accumulation_is_kept_as_in_fp32(then):
-    in_fp32 = {True: lambda l: None}.get(then is test_an_unfinished_accumulation_is_kept_as_in_fp32, then)
-    expected = unfinished(None, then=lambda l: in_fp32(l) and None)
-    if expected.precision is not None: expected = unfinished(None)
-    for a, b in zip(plain_grads(expected), plain_grads(unfinished(mixed('fp16'), then=then))):
+    for a, b in zip(plain_grads(unfinished(None, then=then)), plain_grads(unfinished(mixed('fp16'), then=then))):
         torch.testing.assert_close(b, a, rtol=.05, atol=.05)
+
+
+def test_an_unfinished_accumulation_that_is_not_finite_is_dropped_with_a_warning():
+    with pytest.warns(UserWarning, match='unfinished are not finite; they were dropped.\nThe loss scale is'):
+        learn = unfinished(mixed('fp16', init_scale=1e30))
+    assert not any(g.any() for g in plain_grads(learn) if g is not None)
+
+
+def test_a_step_called_off_by_another_callback_leaves_scale_and_tracker_alone():
+    learn, trackers, grads = learner().to_fp16(init_scale=1024., growth_interval=4), [], []
+    def cancel(l):
+        if l.iter % 2: raise CancelStepException
+    def note(l):
+        if not l.training: return
+        trackers.append(l.scaler.state_dict()['_growth_tracker'])
+        grads.append(any(g.any() for g in plain_grads(l) if g is not None))
+    learn.add_cbs([At('before_step', cancel, order=20), At('after_batch', note, 40)])
+    learn.fit(1, .01)
+    assert trackers == [1, 1, 2, 2, 3, 3] and not any(grads) and learn.precision.scales == [1024.] * 3
+
+
+def test_cancel_batch_after_unscaling_accumulates_as_in_fp32():
+    def run(cb):
+        learn, grads = learner(linear(), cbs=cb), []
+        def further(l):
+            grads.extend(plain_grads(l))
+            if l.iter % 3 != 2: raise CancelBatchException
+        learn.add_cb(At('before_step', further, order=20))
+        learn.fit(1, .01)
+        return grads + params(learn)
+    for a, b in zip(run(None), run(mixed('fp16'))): torch.testing.assert_close(a, b, rtol=.01, atol=.01)
+
+
+def test_parameters_outside_the_optimizer_are_told_in_fp16_and_keep_no_scaled_gradients():
+    learn = learner(splitter=lambda m: [list(m[0].parameters())]).to_fp16(init_scale=256.)
+    with pytest.warns(UserWarning, match="(?s)4 parameters to be trained are not in `learn.opt`, such as '1.weight'.*loss scale"):
+        learn.fit(1, .01)
+    assert all(p.grad is None for p in learn.model[1:].parameters())
+
+
+def test_a_step_without_gradients_is_no_step():
+    class Unused(nn.Module):
+        def __init__(self): super().__init__(); self.used, self.unused = nn.Linear(6, 1), nn.Linear(6, 1)
+        def forward(self, x): return self.used(x)
+    learn = learner(Unused(), splitter=lambda m: [list(m.unused.parameters())]).to_fp16()
+    learn.fit(1, .01)
+    assert learn.precision.scales == [] and learn.precision.scale == 65536.
+
+
+# -- the scale
+
+@pytest.mark.parametrize('scale, skipped, words', [
+    (1e30, 6, 'No optimizer step was taken in this fit: all 6 were skipped.*Train longer, .*learn.precision_report'),
+    (2.**20, 5, r'5 of the 6 optimizer steps of this fit were skipped.*\n.*loss scale is 32768 now.\n.*`init_scale=32768`'),
+    (2.**15, 2, None)])
+def test_a_fit_that_skipped_most_steps_says_so_with_the_scale_to_start_from(scale, skipped, words):
+    learn = learner().to_fp16(init_scale=scale)
+    texts = told(lambda: learn.fit(1, .01), 'skipped')
+    assert learn.precision.n_skipped == skipped and len(texts) == (words is not None)
+    if words: assert re.search(words, texts[0], re.S), texts
+    if scale == 2.**20: assert not told(lambda: learner().to_fp16(init_scale=32768.).fit(1, .01), 'skipped')
+
+
+def test_static_scale_and_no_scaling():
+    learn = learner().to_fp16(loss_scale=2.**30)
+    texts = told(lambda: learn.fit(1, .01), 'No optimizer step')
+    assert set(learn.precision.scales) == {2.**30} and learn.precision.n_skipped == 6 and learn.precision.static_scale
+    assert len(texts) == 1 and '`loss_scale=1.67772e+07`' in texts[0] and 'Train longer' not in texts[0]
+    learn = learner().to_fp16(loss_scale=512.)
+    learn.fit(1, .01)
+    assert set(learn.precision.scales) == {512.} and learn.precision.n_skipped == 0
+    learn, seen = learner().to_fp16(enabled=False), []
+    learn.add_cb(At('before_step', lambda l: seen.append(l.scaler.is_enabled()), 40))
+    learn.fit(1, .01)
+    assert not any(seen) and (learn.precision.scales, learn.precision.scale) == ([], None)
+
+
+def test_a_scaler_of_the_users_own():
+    class Slow(torch.amp.GradScaler):
+        def update(self, new_scale=None): super().update(self.get_scale() / 4 if new_scale is None else new_scale)
+    scaler, seen = Slow('cpu', init_scale=1024.), []
+    learn = learner().to_fp16(scaler=scaler)
+    learn.add_cb(At('before_step', lambda l: seen.append((l.scaler is scaler, l.scaler.get_scale())), 40))
+    learn.fit(1, .01)
+    assert seen == [(True, 1024. / 4**i) for i in range(6)] and learn.precision.scales == [scale for _, scale in seen]
+
+
+def test_lr_find_leaves_scale_and_history_alone(tmp_path):
+    learn = learner(path=tmp_path).to_fp16(**SCALING)
+    learn.fit(1, .01)
+    cb = learn.precision
+    before = cb.scales, cb.state_dict(), cb.skipped
+    learn.lr_find(show_plot=False, num_it=30, start_lr=1e-2, end_lr=30., stop_div=False)
+    assert (cb.scales, cb.state_dict(), cb.skipped) == before
+    def interrupt(l):
+        if l.train_iter == 7: raise KeyboardInterrupt
+    interrupting = At('after_backward', interrupt, 20)
+    learn.add_cb(interrupting)
+    with pytest.raises(KeyboardInterrupt): learn.lr_find(show_plot=False, num_it=30, stop_div=False, suggest_funcs=())
+    assert (cb.scales, cb.state_dict()) == before[:2]
+    learn.remove_cb(interrupting).fit(1, .01)
+    assert len(cb.scales) == 12 and cb.scales[6] == before[1]['scale']
+
+
+def test_plot_scales():
+    import matplotlib.pyplot as plt
+    learn = learner().to_fp16(**SCALING)
+    learn.fit(2, .01)
+    ax, cb = learn.precision.plot_scales(), learn.precision
+    assert list(ax.lines[0].get_ydata()) == cb.scales and len(ax.lines[1].get_xdata()) == cb.n_skipped
+    assert ax.get_title() == 'Loss scale in training' and MixedPrecision('bf16').plot_scales().texts
+    plt.close('all')
+
+
+# -- what is refused when a fit starts
+
+def test_parameters_in_half_precision():
+    learn, drawn = learner(mlp().half()).to_fp16(), []
+    learn.add_cb(At('before_batch', drawn.append, -50))
+    with pytest.raises(ValueError, match=r"(?s)but 6 to be trained are fp16, such as '0.weight'.*model\.float\(\)"): learn.fit(1)
+    assert not drawn and learn.scaler is None
+    learn.model.float()
+    learn.fit(1)
+    with pytest.warns(UserWarning, match=r"(?s)6 parameters .* such as '0.weight'.*rounded away.*model\.float\(\)"):
+        learner(mlp().bfloat16()).to_bf16().fit(1)
+
+
+def test_an_optimizer_that_needs_a_closure():
+    lbfgs = partial(OptimWrapper, opt=torch.optim.LBFGS)
+    with pytest.raises(ValueError, match='(?s)LBFGS needs a closure.*to_bf16'): learner(opt_func=lbfgs).to_fp16().fit(1)
+    with pytest.raises(TypeError, match='closure'): learner(opt_func=lbfgs).to_bf16().fit(1)        # as in fp32
+
+
+def test_two_precision_callbacks():
+    learn = learner().to_bf16()
+    with pytest.raises(ValueError, match=r"several precision callbacks: .*MixedPrecision\('fp16', scale=65536\)"):
+        learn.fit(1, cbs=MixedPrecision('fp16'))
+    def fail(l): raise RuntimeError('boom')
+    learn.add_cb(At('after_pred', fail, 20))                     # what is left is as if nothing had been tried
+    before = autocast_state()
+    with pytest.raises(RuntimeError, match='boom'): learn.fit(1)
+    assert autocast_state() == before
+
+
+@pytest.mark.parametrize('mode, kwargs, what', [('bf16', {}, 'bf16'), ('fp16', dict(fp32_modules='3'), 'fp32_modules')])
+def test_data_parallel_that_would_not_compute_in_it(mode, kwargs, what):
+    model = nn.DataParallel(mlp())
+    model.device_ids = [0, 1]                                    # as with two GPUs
+    with pytest.raises(ValueError, match=f'{what} cannot be used with nn.DataParallel.*\nUse DistributedDataParallel'):
+        learner(model, cbs=mixed(mode, **kwargs)).fit(1)
+
+
+# -- in fastai
+
+def test_it_stands_in_for_fastais_callback():
+    cb = MixedPrecision()
+    assert isinstance(cb, fp16.MixedPrecision) and (cb.name, cb.order) == ('mixed_precision', 10)
+    assert cb.amp_mode is cb.mode is AMPMode.FP16
+    class Model(nn.Sequential): mode, scales, scaler, skipped, autocast = range(5)
+    assert not told(lambda: learner(Model(nn.Linear(6, 1))).to_bf16().fit(1), 'shadowing')
+
+
+def test_a_callback_for_one_fit():
+    learn, dtypes = learner(), set()
+    learn.model[0].register_forward_hook(lambda m, i, o: dtypes.add(o.dtype))
+    learn.fit(1, cbs=MixedPrecision('bf16'))
+    assert dtypes == {torch.bfloat16} and not {'_with_events', 'scaler', 'mixed_precision'} & vars(learn).keys()
+
+
+def test_it_lists_its_own_names_and_shows_mode_and_scale():
+    learn = learner().to_fp16(init_scale=1024.)
+    assert 'plot_scales' in dir(learn.precision) and 'dls' not in dir(learn.precision)
+    assert repr(learn.precision) == "MixedPrecision('fp16', scale=1024)" and learn.precision.scale == 1024.
+    assert repr(learner().to_bf16().precision) == "MixedPrecision('bf16')" and learner().to_bf16().precision.scale is None
+
+
+def test_advice_names_every_argument_that_is_not_the_default():
+    cb = learner().to_fp16(init_scale=1024., fp32_modules=nn.BatchNorm1d, max_skips=4).precision
+    assert cb.as_call() == "learn.to_fp16(init_scale=1024.0, fp32_modules=['1'], max_skips=4)"
+    assert cb.as_call(fp32_modules=['1', '3']) == "learn.to_fp16(init_scale=1024.0, fp32_modules=['1', '3'], max_skips=4)"
+    assert cb.as_call(amp_mode='bf16') == "learn.to_bf16(fp32_modules=['1'], max_skips=4)"
+    assert learner().to_amp(loss_scale=8.).precision.as_call() == 'learn.to_amp(loss_scale=8.0)'
