@@ -96,7 +96,8 @@ class MixedPrecision(fp16.MixedPrecision):
         self._stack, self._depth, self._in_batch = ExitStack(), 0, False   # of the innermost scope; scopes; a batch?
         self._replacement: tuple | None = None                   # the callback to add when the batch ends, or None
         self._checked = False                                    # were the checks made that only training needs?
-        self._watch: dict[str, Callable] = {}                    # the watch's methods, by event
+        self._watching: Any = None                               # the watch of this fit
+        self._watch: dict[str, Callable] = {}                    # its methods, by event
         self._has_trained = False                                # has this callback seen a training batch?
 
     # fastai would look up each name on the learner and its model, and warn if it is there; these names are our own.
@@ -104,7 +105,7 @@ class MixedPrecision(fp16.MixedPrecision):
     def __dir__(self): return object.__dir__(self)
 
     def __getstate__(self) -> dict[str, Any]:                    # a copy made in the middle of a fit is outside one
-        return {k: v for k, v in self.__dict__.items() if k not in ('device', '_stack', '_replacement', '_watch')}
+        return {k: v for k, v in self.__dict__.items() if k not in ('device', '_stack', '_replacement', '_watch', '_watching')}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -331,19 +332,20 @@ class MixedPrecision(fp16.MixedPrecision):
         self.device, learn.scaler = device, self._scaling.start(device.type, scaled)
         self._checked = False
         if mode is None or self.on_overflow == 'ignore' or self.watch_class is None or self.in_lr_find: return
-        watch = self.watch_class(self)
+        self._watching = watch = self.watch_class(self)
         self._watch = {name: getattr(watch, name) for name in dir(watch) if name.startswith(('before_', 'after_'))}
 
     def _close(self, failed: bool = False) -> None:
         "End the fit: keep scale and history; unscale the gradients of an unfinished accumulation."
         if self.device is None: return
         learn, self.device, self._watch = self._learn, None, {}
+        has_spoken, self._watching = getattr(self._watching, 'has_spoken', False), None
         learn.scaler = None
         message = self._scaling.end(learn.opt, learn.model, failed, keep=not self.in_lr_find)
         for name in ('pred', 'loss', 'loss_grad'):                # what is on a graph cannot be copied
             if name in learn.__dict__: learn.__dict__[name] = map_tensors(torch.Tensor.detach, learn.__dict__[name])
         self.in_lr_find = False
-        if message: warn_user(message)
+        if message and self.on_overflow != 'ignore' and not has_spoken: warn_user(message)   # one message for one cause
 
     def _check_training(self) -> None:
         "Check what only training needs, once in a fit; put the optimizer's state where the parameters are."

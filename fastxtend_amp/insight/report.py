@@ -23,7 +23,7 @@ from .copies import check_learner, left_out, loader_like
 from .progress import Progress, TimeIsUp
 from .trace import LOSS, Seen, Trace, trace
 from .values import largest_value, not_finite_data, tensors
-from .verdict import Case, Verdict, judge, some
+from .verdict import Judge, Verdict, some
 
 __all__ = ['PrecisionReport', 'report']
 
@@ -47,17 +47,14 @@ class PrecisionReport:
     | `module` | name; '(model)' is the model's own forward | |
     | `type` | class of the module | |
     | `params` | parameters, those of modules inside too | count |
-    | `calls` | calls in the batches | count |
     | `output` | dtypes of the outputs in the mode | |
     | `largest` | largest absolute value in the module, in fp32: results of its own operators and outputs | value |
     | `headroom` | maximum of the mode's format over the largest value that is in that format | ratio |
     | `non-finite` | output values that are not finite where fp32 is | share, 0 to 1 |
-    | `flushed` | output values that are 0 where fp32 is not | share, 0 to 1 |
     | `own error` | of the module's own arithmetic, from fp32 on the same inputs | relative, 1 is 100 % |
     | `total error` | of its outputs, from the model in fp32, on 4,096 evenly spaced values | relative, 1 is 100 % |
     | `grad` | largest absolute gradient of outputs and own parameters, in fp32, unscaled | value |
     | `grad lost` | non-zero gradient values that underflow to 0 in the mode without loss scaling | share, 0 to 1 |
-    | `grad lost scaled` | the same at the learner's loss scale | share, 0 to 1 |
     | `trouble` | whether the verdict names the module | bool |
 
     Large negative values that are far from all others, as attention masks are, count nowhere.
@@ -66,11 +63,9 @@ class PrecisionReport:
         table: pd.DataFrame,
         verdicts: dict[str, Verdict], # By the name of the mode
         not_called: list[str], # Modules that the batches did not reach
-        scale: float, # The loss scale that `grad lost scaled` is for
-        notes: Iterable[str] = (),
+        notes: Iterable[str] = (), # On what was looked at, and what was left out
     ):
-        self.table, self.verdicts, self.not_called, self.scale = table, verdicts, not_called, scale
-        self.notes = list(notes)
+        self.table, self.verdicts, self.not_called, self.notes = table, verdicts, not_called, list(notes)
 
     @property
     def fp32_modules(self) -> list[str]:
@@ -175,9 +170,9 @@ class _Report:
         for mode in modes: verdicts.setdefault(mode, self._not_known(mode))
         failed = {m for m, v in verdicts.items() if v.verdict in ('do not use', 'cannot run')}
         for v in verdicts.values(): v.call = v.call or precision_call(self.learn, fastest_mode(self.device, failed))
-        rows = [_row(mode, s, self._fp32(mode), v, self) for mode, v in verdicts.items() for s in self._rows(mode)]
+        rows = [_row(mode, s, self._fp32(mode), v, mode not in self.samples) for mode, v in verdicts.items() for s in self._rows(mode)]
         by_name = {m.value: v for m, v in verdicts.items()}
-        return PrecisionReport(pd.DataFrame(rows, columns=_COLUMNS), by_name, self._never_called(whole), self.scale,
+        return PrecisionReport(pd.DataFrame(rows, columns=_COLUMNS), by_name, self._never_called(whole),
                                self._notes(whole, n_batches))
 
     # -- one mode
@@ -195,9 +190,10 @@ class _Report:
             if not found.error: self.first.setdefault(mode, found)
             return found
         xb, yb = zip(*(_split(self.learn, b) for b in batches))
-        return judge(Case(mode, self.model, self.device, run, fp32, self.scale if mode.needs_loss_scaling else 1.,
+        judge = Judge(mode, self.model, self.device, run, fp32, self.scale if mode.needs_loss_scaling else 1.,
                           partial(precision_call, self.learn, mode), not_finite_data(xb, yb),
-                          max(map(largest_value, tensors(xb)), default=0.), is_whole=mode not in self.samples))
+                          max(map(largest_value, tensors(xb)), default=0.), is_whole=mode not in self.samples)
+        return judge.verdict()
 
     def _reference(self, n: int) -> tuple[list, Trace]:
         "Return the first `n` samples of each batch, and their fp32 trace."
@@ -250,22 +246,19 @@ class _Report:
         return notes
 
 
-_COLUMNS = ['mode', 'module', 'type', 'params', 'calls', 'output', 'largest', 'headroom', 'non-finite', 'flushed',
-            'own error', 'total error', 'grad', 'grad lost', 'grad lost scaled', 'trouble']
+_COLUMNS = ['mode', 'module', 'type', 'params', 'output', 'largest', 'headroom', 'non-finite', 'own error',
+            'total error', 'grad', 'grad lost', 'trouble']
 
 
-def _row(mode: AMPMode, s: Seen, fp32: Trace, verdict: Verdict, r: _Report) -> dict[str, Any]:
+def _row(mode: AMPMode, s: Seen, fp32: Trace, verdict: Verdict, is_whole: bool) -> dict[str, Any]:
     ref, info = fp32.seen.get(s.name, s), torch.finfo(mode.dtype)
     largest, limit = (s.half, info.max) if s.half else (ref.largest, torch.finfo(torch.float32).max)
-    def share(n): return n / s.values if s.values else math.nan
-    def lost(scale):
-        if s.dtypes & set(HALF): return ref.grads.share_below(info.tiny * info.eps / scale)
-        return 0. if ref.grads.largest else math.nan
-    total = s.total.relative if s.total.n and mode not in r.samples else math.nan
+    in_half = s.dtypes & set(HALF)
     return dict(zip(_COLUMNS, [
-        mode.value, s.name, s.type, s.params, s.calls, '+'.join(sorted(str(d).removeprefix('torch.') for d in s.dtypes)),
-        ref.largest, limit / largest if largest else math.inf, share(s.non_finite), share(s.flushed), s.error, total,
-        ref.grads.largest or math.nan, lost(1.), lost(r.scale if mode.needs_loss_scaling else 1.),
+        mode.value, s.name, s.type, s.params, '+'.join(sorted(str(d).removeprefix('torch.') for d in s.dtypes)),
+        ref.largest, limit / largest if largest else math.inf, s.non_finite / s.values if s.values else math.nan, s.error,
+        s.total if is_whole else math.nan, ref.grads.largest or math.nan,
+        ref.grads.share_below(info.tiny * info.eps) if in_half or not ref.grads.largest else 0.,
         s.name in verdict.modules + verdict.trouble]))
 
 
