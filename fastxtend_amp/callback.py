@@ -16,15 +16,15 @@ from fastai.callback import fp16
 from fastai.callback.core import (CancelBackwardException, CancelBatchException, CancelEpochException,
                                   CancelFitException, CancelStepException, CancelTrainException, CancelValidException)
 from fastai.learner import Learner
+from fastai.torch_core import ismin_torch
 from fastcore.basics import noop
 from fastcore.xtras import modify_exception
 from torch import nn
 from torch.amp import GradScaler
 
-from .checks import (check_data_parallel, check_float64, check_fp16_training, check_overflow_args, half_parameters_of,
-                     strays_of)
+from .checks import check_data_parallel, check_fp16_training, check_overflow_args, half_parameters_of, strays_of
 from .common import call_text, warn_user
-from .compat import AutocastState, cache_loses_gradients
+from .compat import AutocastState
 from .convert import is_half, map_tensors, to_fp32
 from .fp32_modules import Fp32Modules, covers, unwrapped
 from .mode import (AMPMode, autocast_available, check_layers, check_supported, emulation_warning, fastest_native,
@@ -32,12 +32,14 @@ from .mode import (AMPMode, autocast_available, check_layers, check_supported, e
 from .optimizers import place_state
 from .scaling import LossScaling
 
-__all__ = ['PRECISION_CALLBACKS', 'MixedPrecision']
+__all__ = ['FP16_ARGUMENTS', 'PRECISION_CALLBACKS', 'MixedPrecision']
 
 PRECISION_CALLBACKS = (fp16.MixedPrecision, fp16.ModelToHalf, fp16.NonNativeMixedPrecision)
 CANCEL_EXCEPTIONS = (CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException,
                      CancelStepException, CancelTrainException, CancelValidException)
-_BF16_ARGUMENTS = ('fp32_modules', 'on_overflow', 'max_skips')
+# With PyTorch 2.9 autocast's cache gives a weight cast under `no_grad` to code that needs its gradient; with 2.13 not.
+_CACHE = ismin_torch('2.13')
+FP16_ARGUMENTS = ('init_scale', 'growth_factor', 'backoff_factor', 'growth_interval', 'enabled', 'loss_scale', 'scaler')
 
 
 class MixedPrecision(fp16.MixedPrecision):
@@ -78,7 +80,7 @@ class MixedPrecision(fp16.MixedPrecision):
         self._arguments = {k: v for k, v in locals().items() if k not in ('self', '__class__')}
         auto = isinstance(amp_mode, str) and amp_mode.lower() == 'auto'
         self.amp_mode: str | AMPMode = 'auto' if auto else AMPMode(amp_mode)
-        self._mode = None if auto else AMPMode(amp_mode)
+        self.mode = None if auto else AMPMode(amp_mode)          # the resolved one; None for fp32
         self._scaling = LossScaling(init_scale, growth_factor, backoff_factor, growth_interval, enabled, loss_scale,
                                     scaler)
         if scaler is not None and self.amp_mode is AMPMode.BF16:
@@ -112,16 +114,12 @@ class MixedPrecision(fp16.MixedPrecision):
         self._close_all()
 
     def __repr__(self):
-        mode = getattr(self.amp_mode, 'value', f"'auto': {self._mode.value}" if self._mode else 'auto')
+        auto = f"'auto': {self.mode.value}" if self.amp_mode == 'auto' and self.mode else None
         scale = '' if self.scale is None else f', scale={self.scale:g}'
-        return f"{type(self).__name__}({mode if ':' in mode else repr(mode)}{scale})"
+        return f"{type(self).__name__}({auto or repr(getattr(self.amp_mode, 'value', 'auto'))}{scale})"
 
     # -- what a user reads
 
-    @property
-    def mode(self) -> AMPMode | None:
-        "The resolved mode; None for fp32, and for 'auto' before the first fit."
-        return self._mode
     @property
     def scale(self) -> float | None:
         "The loss scale now; None without loss scaling. Waits for the device that the scale is on."
@@ -133,26 +131,26 @@ class MixedPrecision(fp16.MixedPrecision):
         return self._scaling.scales
     @property
     def n_skipped(self) -> int:
-        "How many of these steps were skipped because a gradient was not finite."
+        "The number of these steps that were skipped because a gradient was not finite."
         return sum(self._scaling.skips)
     @property
     def skipped(self) -> bool:
-        """Whether the last step was skipped; known from `before_step` of a higher order on.
+        """True if the last step was skipped; known from `before_step` of a higher order on.
 
         Waits for the device if the device decided.
         """
         return bool(self._scaling.found_inf)
     @property
     def skips_in_a_row(self) -> int:
-        "How many steps in a row were skipped up to now in this fit, as far as the host knows: never waits."
+        "The number of skipped steps in a row up to now in this fit, as far as the host knows: never waits."
         return self._scaling.skips_in_a_row
     @property
     def static_scale(self) -> bool:
-        "Whether the loss scale neither grows nor shrinks."
+        "True if the loss scale neither grows nor shrinks."
         return self._scaling.static
     @property
     def in_fit(self) -> bool:
-        "Whether the learner's loop is running."
+        "True while the learner's loop runs."
         return self._depth > 0
     @property
     def fp32_module_names(self) -> list[str]:
@@ -180,7 +178,7 @@ class MixedPrecision(fp16.MixedPrecision):
     def context(self) -> Iterator[None]:
         "Run what is inside in this callback's precision, on the device that training uses."
         device = self.device or training_device(self.learn)
-        mode = self._mode if self.device else self._decide(device)
+        mode = self.mode if self.device else self._decide(device)
         with self._fp32_modules.kept(self.learn.model), self._autocast(device, mode): yield
 
     def check_modules(self,
@@ -202,15 +200,15 @@ class MixedPrecision(fp16.MixedPrecision):
         mode = arguments.pop('amp_mode')
         if isinstance(mode, str) and mode.lower() == 'auto': return 'to_amp', arguments
         mode = AMPMode(mode)
-        if mode is AMPMode.BF16: arguments = {k: v for k, v in arguments.items() if k in _BF16_ARGUMENTS}
+        if mode is AMPMode.BF16: arguments = {k: v for k, v in arguments.items() if k not in FP16_ARGUMENTS}
         return f'to_{mode.value}', arguments
 
     # -- what a checkpoint holds
 
     @property
     def needs_loss_scaling(self) -> bool:
-        "Whether training scales the loss: whether the mode, decided now if need be, is fp16."
-        mode = self._mode
+        "True if training scales the loss: if the mode, decided now if need be, is fp16."
+        mode = self.mode
         if mode is None and self._learn is not None: mode = self._decide(training_device(self._learn))
         return mode is not None and mode.needs_loss_scaling
 
@@ -291,7 +289,7 @@ class MixedPrecision(fp16.MixedPrecision):
     def _scope(self, f: Callable, event_type: str, ex: type[Exception], final: Callable) -> None:
         "Run fastai's `_with_events` with a stack for the contexts that events inside enter."
         learn, outer = self._learn, (self._stack, self._depth, self._in_batch)
-        run = partial(self._scaling.step, f) if event_type == 'step' and self._scaling.on else f
+        run = partial(self._step, f) if event_type == 'step' else f
         try:
             self._stack, self._depth, self._in_batch = ExitStack(), outer[1] + 1, outer[2] or event_type == 'batch'
             with self._stack: type(learn)._with_events(learn, run, event_type, ex, final)
@@ -299,6 +297,10 @@ class MixedPrecision(fp16.MixedPrecision):
         finally:
             self._stack, self._depth, self._in_batch = outer
             if self._replacement and not self._in_batch: self.replace(*self._replacement)
+
+    def _step(self, step: Callable[[], Any]) -> None:
+        "Take the optimizer's step; a subclass may do something around it."
+        self._scaling.step(step)
 
     # -- a fit
 
@@ -322,12 +324,11 @@ class MixedPrecision(fp16.MixedPrecision):
                              "Keep one: `learn.to_fp32()` removes them all, and `learn.to_fp16()` or "
                              "`learn.to_bf16()` replaces them.")
         device = model_device(learn.model, training_device(learn))
-        self._mode = mode = self._decide(device)
+        self.mode = mode = self._decide(device)
         if mode is not None:
             check_layers(mode, device, unwrapped(learn.model), partial(covers, self.fp32_module_names))
             check_data_parallel(mode, learn.model, self.fp32_module_names)
         scaled = mode is not None and mode.needs_loss_scaling
-        if scaled and self._scaling.enabled: check_float64(device)
         self.in_lr_find = 'lr_finder' in learn.__dict__
         self.device, learn.scaler = device, self._scaling.start(device.type, scaled)
         self._checked = False
@@ -351,10 +352,10 @@ class MixedPrecision(fp16.MixedPrecision):
         "Check what only training needs, once in a fit; put the optimizer's state where the parameters are."
         learn, scaled, device = self._learn, self._scaling.on, cast(torch.device, self.device)
         self._checked = True
-        if self._mode is None:
+        if self.mode is None:
             warn_user(f"amp_mode='auto': device '{device}' does neither bf16 nor fp16 natively, so training runs in "
                       "fp32.\n`precision_support()` says why; `learn.to_fp32()` is silent.")
-        elif not self._has_trained and (message := emulation_warning(self._mode, device)): warn_user(message)
+        elif not self._has_trained and (message := emulation_warning(self.mode, device)): warn_user(message)
         if scaled: check_fp16_training(learn.model, learn.opt)
         if half := half_parameters_of(learn.model):
             warn_user(f"{len(half)} parameters to be trained are in half precision themselves, such as '{half[0]}': "
@@ -368,7 +369,7 @@ class MixedPrecision(fp16.MixedPrecision):
 
     def _autocast(self, device: torch.device, mode: AMPMode | None) -> AbstractContextManager:
         if mode is None: return nullcontext()
-        return torch.autocast(device.type, dtype=mode.dtype, cache_enabled=not cache_loses_gradients())
+        return torch.autocast(device.type, dtype=mode.dtype, cache_enabled=_CACHE)
 
     # -- the events of fastai's loop
 
@@ -402,18 +403,18 @@ class MixedPrecision(fp16.MixedPrecision):
         if not self._depth:                                      # a loop of events alone
             self._stack.close()
             self._fp32_modules.put_on(self.learn.model)
-        if self._mode is None: return
+        if self.mode is None: return
         torch.clear_autocast_cache()                             # an autocast around the fit keeps casts of old weights
-        self._stack.enter_context(self._autocast(self.device, self._mode))
+        self._stack.enter_context(self._autocast(self.device, self.mode))
 
     def after_pred(self):
         "Give the loss and the metrics fp32."
-        if self._mode is not None: self.learn.pred = to_fp32(self.learn.pred)
+        if self.mode is not None: self.learn.pred = to_fp32(self.learn.pred)
 
     def after_loss(self):
         "Exit autocast; record and back-propagate the loss in fp32."
         self._stack.close()
-        if self._mode is None: return
+        if self.mode is None: return
         for name in ('loss_grad', 'loss') if len(self.learn.yb) else ():
             value = self.learn.__dict__.get(name)
             if isinstance(value, torch.Tensor) and is_half(value): setattr(self.learn, name, value.float())

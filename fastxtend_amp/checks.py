@@ -2,20 +2,18 @@
 from __future__ import annotations
 
 import inspect
-from functools import lru_cache
 from numbers import Integral
 from typing import Any
 
 import torch
 from torch import nn
 
-from .common import first_line
 from .convert import is_half
 from .mode import AMPMode
 from .scaling import is_number, optimizer_params
 
-__all__ = ['ON_OVERFLOW', 'check_count', 'check_data_parallel', 'check_float64', 'check_fp16_training',
-           'check_overflow_args', 'check_seconds', 'half_parameters_of', 'strays_of']
+__all__ = ['ON_OVERFLOW', 'check_count', 'check_data_parallel', 'check_fp16_training', 'check_overflow_args',
+           'check_seconds', 'half_parameters_of', 'strays_of']
 
 ON_OVERFLOW = ('warn', 'raise', 'ignore')
 
@@ -77,20 +75,6 @@ def strays_of(
     "Return the names of the parameters that get gradients but are not in `opt`."
     known = {id(p) for p in optimizer_params(opt)}
     return [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in known]
-
-
-@lru_cache
-def check_float64(device: torch.device) -> None:
-    """Raise a `ValueError` if GradScaler cannot work on `device`: it takes the reciprocal of the scale in float64.
-
-    On MPS, which has no float64 either, GradScaler takes it in fp32.
-    """
-    if device.type in ('cpu', 'mps', 'xla'): return
-    try: torch.ones(1, device=device).double()
-    except (TypeError, RuntimeError) as e:
-        raise ValueError(f"fp16 mixed precision needs float64 on device '{device}' for the loss scale, which it does "
-                         f"not have ({first_line(e)}).\nUse `learn.to_bf16()` or `learn.to_fp32()` there, or "
-                         "`learn.to_fp16(enabled=False)` without loss scaling.") from e
 
 
 def check_data_parallel(

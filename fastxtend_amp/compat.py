@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.amp import GradScaler
-from torch.nn import functional as F
 from torch.utils import _python_dispatch
 from torch.utils._pytree import tree_leaves, tree_map  # noqa: F401  since 1.8; torch.compile traces through them
 
@@ -47,18 +46,6 @@ class AutocastState:
         torch.set_autocast_cache_enabled(self.cache)
         torch.clear_autocast_cache()
         torch.set_grad_enabled(self.grad_enabled)
-
-
-@lru_cache
-def cache_loses_gradients() -> bool:
-    """Return whether autocast's cache gives a weight that was cast under `no_grad` to code that needs its gradient.
-
-    PyTorch 2.9 does, 2.13 does not. Where it does, autocast runs without its cache.
-    """
-    weight, x = torch.ones(1, 1, device='cpu', requires_grad=True), torch.ones(1, 1, device='cpu')
-    with torch.autocast('cpu', dtype=torch.bfloat16, cache_enabled=True), torch.enable_grad():
-        with torch.no_grad(): F.linear(x, weight)
-        return not F.linear(x, weight).requires_grad
 
 
 def dtype_of(t: torch.Tensor) -> torch.dtype:

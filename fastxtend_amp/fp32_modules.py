@@ -3,7 +3,8 @@ from __future__ import annotations
 
 import difflib, fnmatch
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,9 +93,8 @@ def _near(part: Any, places: list[tuple[str, nn.Module]]) -> str:
         kind = next((type(m) for _, m in places if type(m).__name__ == part), None)
         if kind is not None: return f"'{part}' is a type: give `{type_name(kind)}` itself, not its name."
         names = [name for name, _ in places]
-        same_start = [n for n in names if part.strip('*.').split('.')[0] in n]
-        near = difflib.get_close_matches(part, names, 4, .5) or same_start[:4] or names[1:5]
-        return f"Near names: {', '.join(map(repr, near))}." if near else 'The model has no modules inside.'
+        near = difflib.get_close_matches(part, names, 4, .5) or names[1:5]
+        return f"Near names: {', '.join(map(repr, near))}."
     kinds = sorted({type(m).__name__ for _, m in places})
     return f"It has modules of these types: {', '.join(kinds[:12])}{', ...' if len(kinds) > 12 else ''}."
 
@@ -106,28 +106,27 @@ class Fp32Forward:
     through it.
     """
     def __init__(self, module: nn.Module):
-        self.module, self.inner = module, module.__dict__.get('forward')
+        self.module, self.own = module, None                     # the forward that was on the instance
         self.called = False                                      # has the module's forward run since?
 
     def __call__(self, *args, **kwargs) -> Any:
         self.called = True
+        run = self.own or partial(type(self.module).forward, self.module)
         args, kwargs = to_fp32(args), to_fp32(kwargs)
         device_type = _device_type(args, kwargs, self.module)
         # An exported program has to switch it off even if it is off now: it may be on where the program runs.
         needless = not torch.is_autocast_enabled(device_type) and not torch.compiler.is_exporting()
-        if needless: return self._run(*args, **kwargs)
-        with torch.autocast(device_type, enabled=False): return self._run(*args, **kwargs)
+        with nullcontext() if needless else torch.autocast(device_type, enabled=False): return run(*args, **kwargs)
 
-    def _run(self, *args, **kwargs) -> Any:
-        if self.inner is None: return type(self.module).forward(self.module, *args, **kwargs)
-        return self.inner(*args, **kwargs)
-
-    def put_on(self) -> None: self.module.__dict__['forward'] = self
+    def put_on(self) -> None:
+        forward = self.module.__dict__.get('forward')
+        if forward is self: return
+        self.own, self.module.__dict__['forward'] = forward, self
 
     def take_off(self) -> None:
         if self.module.__dict__.get('forward') is not self: return
-        if self.inner is None: del self.module.__dict__['forward']
-        else: self.module.__dict__['forward'] = self.inner
+        del self.module.__dict__['forward']
+        if self.own is not None: self.module.__dict__['forward'] = self.own
 
 
 def _device_type(args, kwargs, module) -> str:
@@ -173,7 +172,7 @@ class Fp32Modules:
         for name, m in self.check(model).items():
             f = self.forwards.get(name)
             if f is None or f.module is not m: f = self.forwards[name] = Fp32Forward(m)
-            if m.__dict__.get('forward') is not f: f.inner = m.__dict__.get('forward'); f.put_on()
+            f.put_on()
 
     def take_off(self) -> None:
         "Give the modules back the forwards that they had."

@@ -12,7 +12,7 @@ from fastai.learner import Learner
 from fastcore.basics import patch
 from fastcore.meta import delegates
 
-from .callback import PRECISION_CALLBACKS, MixedPrecision
+from .callback import FP16_ARGUMENTS, PRECISION_CALLBACKS, MixedPrecision
 from .checkpoint import precision_callback
 from .mode import AMPMode
 
@@ -59,18 +59,15 @@ def set_precision(
     return learn
 
 
-@patch(as_prop=True)
-def precision(self: Learner) -> MixedPrecision | None:
+class _Precision:
     """The learner's precision callback; None in plain fp32.
 
-    On a learner with a callback of yours that fastai names so, such as a class `PrecisionCallback`, it is that one.
+    A callback of yours that fastai gives this name, such as a class `PrecisionCallback`, hides it on its learner.
     """
-    return vars(self)['precision'] if 'precision' in vars(self) else precision_callback(self)
+    def __get__(self, learn, owner=None): return self if learn is None else precision_callback(learn)
 
 
-# `add_cb` sets this name for a callback of the class `PrecisionCallback`, and `remove_cb` deletes it.
-Learner.precision = Learner.precision.setter(lambda self, cb: self.__dict__.update(precision=cb))
-Learner.precision = Learner.precision.deleter(lambda self: self.__dict__.pop('precision', None))
+Learner.precision = _Precision()
 
 
 @patch
@@ -82,8 +79,7 @@ def to_fp16(self: Learner, *args, **kwargs) -> Learner: # The learner
 
 
 @patch
-@delegates(MixedPrecision, but=['amp_mode', 'init_scale', 'growth_factor', 'backoff_factor', 'growth_interval',
-                                'enabled', 'loss_scale', 'scaler'])
+@delegates(MixedPrecision, but=['amp_mode', *FP16_ARGUMENTS])
 def to_bf16(self: Learner, **kwargs) -> Learner: # The learner
     "Train in bfloat16 mixed precision, which needs no loss scaling; replaces any other precision callback."
     refuse_unknown(Learner.to_bf16, kwargs)

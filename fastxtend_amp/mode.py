@@ -51,12 +51,12 @@ class AMPMode(str, Enum):
 
     @property
     def needs_loss_scaling(self) -> bool:
-        "Whether gradients underflow without loss scaling: fp16 has 5 bits of exponent; bf16 has fp32's 8."
+        "True if gradients underflow without loss scaling: fp16 has 5 bits of exponent; bf16 has fp32's 8."
         return self is AMPMode.FP16
 
 
 class Support(NamedTuple):
-    "How a device runs a mode: 'native', 'emulated' (it works, slower than native) or 'unsupported', and why."
+    "Support of a mode by a device: 'native', 'emulated' (it works, slower than native) or 'unsupported', and why."
     status: str
     why: str
 
@@ -67,7 +67,7 @@ def _native(ok: bool, yes: str, no: str) -> Support:
 
 @lru_cache
 def cpu_features() -> frozenset[str]:
-    "Lower-case names of this CPU's instruction sets: PyTorch's list, where it has one (2.11), and the system's."
+    "Return the lower-case names of this CPU's instruction sets, by PyTorch (2.11) and by the system."
     features: set[str] = set()
     capabilities = getattr(torch.cpu, 'get_capabilities', None)
     if capabilities is not None: features |= {k.lower() for k, v in capabilities().items() if v is True}
@@ -132,13 +132,13 @@ _RULES = {'cpu': _cpu, 'cuda': _cuda, 'mps': _mps, 'xpu': _xpu, 'xla': _xla}
 
 
 def autocast_available(device_type: str) -> bool:
-    "Whether PyTorch has an autocast for this type of device; False, too, for types it does not know."
+    "Return whether PyTorch has an autocast for this type of device; False, too, for types that it does not know."
     try: return torch.amp.is_autocast_available(device_type)
     except RuntimeError: return False
 
 
 def mode_support(mode: AMPMode, device: torch.device) -> Support:
-    """How `device` runs `mode`.
+    """Return how `device` runs `mode`.
 
     CUDA by compute capability (NVIDIA's CUDA C++ programming guide), CPUs by their instruction sets; for the rest,
     what PyTorch's autocast says when it is built.
@@ -153,7 +153,7 @@ def mode_support(mode: AMPMode, device: torch.device) -> Support:
 
 
 def _autocast_refusal(mode: AMPMode, device_type: str) -> str | None:
-    "What PyTorch says if its autocast does not take the dtype of `mode` on this type of device; None if it does."
+    "Return what PyTorch says if its autocast does not take the dtype of `mode` on this type of device; else None."
     with warnings.catch_warnings(record=True) as caught:         # it refuses by a warning and stays off, or by an error
         warnings.simplefilter('always')
         try:
@@ -164,32 +164,30 @@ def _autocast_refusal(mode: AMPMode, device_type: str) -> str | None:
 
 
 def _devices() -> list[torch.device]:
-    found = ['cpu']
-    if torch.cuda.is_available(): found += [f'cuda:{i}' for i in range(torch.cuda.device_count())]
-    if torch.backends.mps.is_available(): found.append('mps')
-    if torch.xpu.is_available(): found += [f'xpu:{i}' for i in range(torch.xpu.device_count())]
-    if 'torch_xla' in sys.modules: found.append('xla')
-    return [torch.device(d) for d in found]
+    "Return this machine's devices, XLA's if torch_xla is imported."
+    kind = torch.accelerator.current_accelerator()
+    found = [f'{kind.type}:{i}' for i in range(torch.accelerator.device_count())] if kind is not None else []
+    return [torch.device(d) for d in ['cpu', *found, *(['xla'] if 'torch_xla' in sys.modules else [])]]
 
 
 def precision_support(
     device: str | torch.device | None = None, # The device to ask about; this machine's devices if None
 ) -> pd.DataFrame: # One row per device and mode; columns device, mode, support, why
-    """Which precisions run natively, emulated, or not at all.
+    """Return which precisions run natively, emulated, or not at all.
 
     `support` is 'native', 'emulated' (it works, usually slower than fp32) or 'unsupported'; `why` is the reason. A name
     that PyTorch does not know is a `ValueError`.
     """
     try: devices = _devices() if device is None else [torch.device(device)]
     except (RuntimeError, TypeError) as e:
-        raise ValueError(f"device={_short(device)} is not a torch device, such as 'cpu' or 'cuda:0'.\n"
+        raise ValueError(f"device={device!r} is not a torch device, such as 'cpu' or 'cuda:0'.\n"
                          f"Leave it out to look at all. PyTorch says: {first_line(e)}.") from e
     rows = [(str(d), m.value, *mode_support(m, d)) for d in devices for m in (AMPMode.BF16, AMPMode.FP16)]
     return pd.DataFrame(rows, columns=['device', 'mode', 'support', 'why'])
 
 
 def fastest_native(device: torch.device) -> AMPMode | None:
-    "The fastest mode that `device` does natively: bf16 (no loss scaling), then fp16; None where fp32 is."
+    "Return the fastest mode that `device` does natively: bf16 (no loss scaling), then fp16; None where fp32 is."
     return next((m for m in (AMPMode.BF16, AMPMode.FP16) if mode_support(m, device).status == 'native'), None)
 
 
@@ -204,7 +202,7 @@ def check_supported(mode: AMPMode, device: torch.device) -> None:
 
 @lru_cache
 def refused_layer(kind: type[nn.Module], mode: AMPMode) -> str | None:
-    """What PyTorch says when the CPU cannot run a recurrent layer of this kind in `mode`; None if it can.
+    """Return what PyTorch says when the CPU cannot run a recurrent layer of this kind in `mode`; None if it can.
 
     oneDNN, which runs LSTMs on CPUs, has no kernel for fp16, or on CPUs without AVX512 for bf16. Found by trying; a
     layer that fails in fp32, too, does not fail for its precision.
@@ -231,31 +229,30 @@ def check_layers(mode: AMPMode, device: torch.device, model: nn.Module, is_kept:
 
 
 def _other_choice(mode: AMPMode, device: torch.device) -> str:
-    "The call for the fastest precision that `device` does natively, but for `mode`."
+    "Return the call for the fastest precision that `device` does natively, but for `mode`."
     faster = fastest_native(device)
     return 'learn.to_fp32()' if faster in (None, mode) else f'learn.to_{faster.value}()'
 
 
 def emulation_warning(mode: AMPMode, device: torch.device, call: str = 'learn.to_{mode}()') -> str | None:
-    "What to tell a user whose `device` only emulates `mode`, with the `call` for a faster one; None if it is native."
+    "Return a warning for a `device` that only emulates `mode`, with the `call` for a faster one; None if it is native."
     support = mode_support(mode, device)
     if support.status != 'emulated': return None
     faster = fastest_native(device)
     choice = call.format(mode=faster.value) if faster else 'learn.to_fp32()'
-    slow = 'expect it to be 10 to 100 times slower than fp32' if (device.type, mode) == ('cpu', AMPMode.FP16) else \
-           'expect it to be slower than fp32'
-    return (f"{mode.value} is emulated on device '{device}' ({support.why}): {slow}.\n"
-            f"The faster choice there is `{choice}`.")
+    return (f"{mode.value} is emulated on device '{device}' ({support.why}), which is usually slower than fp32, "
+            f"for large layers many times.\nThe faster choice there is `{choice}`; `learn.compare_precision()` "
+            "measures it.")
 
 
 def model_device(model: nn.Module, default: torch.device | str) -> torch.device:
-    "The device of `model`'s first parameter or buffer, else `default`."
+    "Return the device of `model`'s first parameter or buffer, else `default`."
     tensor = next(chain(model.parameters(), model.buffers()), None)
     return torch.device(default) if tensor is None else tensor.device
 
 
 def training_device(learn: Any) -> torch.device:
-    """The device that `learn.fit` will use: that of its DataLoaders, to which fastai moves the model when a fit starts.
+    """Return the device that `learn.fit` will use: its DataLoaders', to which fastai moves the model when a fit starts.
 
     The model's own device if the DataLoaders name none.
     """
@@ -264,11 +261,6 @@ def training_device(learn: Any) -> torch.device:
 
 
 def loaders_device(learn: Any) -> Any: # As the user gave it, which need not be a `torch.device`
-    "The device that the learner's DataLoaders name; None if they name none."
+    "Return the device that the learner's DataLoaders name; None if they name none."
     try: return getattr(learn.dls, 'device', None)
     except IndexError: return None                               # what an empty DataLoaders raises for any name
-
-
-def _short(value: object, limit: int = 80) -> str:
-    text = ' '.join(repr(value).split())
-    return text if len(text) <= limit else text[:limit] + ' ...'

@@ -102,7 +102,7 @@ class LossScaling:
 
     @property
     def on(self) -> bool:
-        "Whether the fit under way scales its loss."
+        "True if the fit under way scales its loss."
         return self.scaler.is_enabled()
 
     def start(self,
@@ -270,7 +270,7 @@ class LossScaling:
 
     @property
     def skips(self) -> list[bool]:
-        "Whether each attempted step was skipped."
+        "For each attempted step, True if it was skipped."
         self.read()
         return [flag > 0 for flag in self.history[1::2]]
 

@@ -8,6 +8,7 @@ from fastai.callback.core import Callback
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
+from fastai.torch_core import ismin_torch
 from fastai.optimizer import SGD, Adam, OptimWrapper
 from fastcore.basics import noop
 from functools import partial
@@ -16,10 +17,9 @@ from torch.utils.data import TensorDataset
 
 import fastxtend_amp  # noqa: F401  patches Learner
 from fastxtend_amp import MixedPrecision
-from fastxtend_amp.compat import cache_loses_gradients
 
 # With PyTorch 2.9 autocast keeps no casts, and half-precision weights make no copies.
-NO_COPIES = cache_loses_gradients()
+NO_COPIES = not ismin_torch('2.13')
 needs_copies = pytest.mark.skipif(NO_COPIES, reason='with this PyTorch autocast keeps no casts, so there are no copies')
 DEVICE = torch.device('cpu')  # where learners train; `pytest --sim=cuda` puts a simulated device here (conftest.py)
 
