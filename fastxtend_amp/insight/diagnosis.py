@@ -12,10 +12,10 @@ from torch import nn
 
 from ..common import RandomState, several_processes
 from ..checkpoint import precision_callback
-from ..fp32_modules import ROOT, qualified_names, unwrapped
+from ..fp32_modules import unwrapped
 from ..mode import AMPMode, model_device, training_device
 from .advice import fastest_mode, precision_call
-from .trace import LOSS, Trace, trace
+from .trace import Trace, trace
 from .values import not_finite_data, tensors
 from .verdict import Judge, lost_weights, named
 
@@ -126,7 +126,7 @@ class _Rerun:
         low = self.judge.run([*self.kept], alarm.scale)
         names, forward = low.failures(), True
         if not names: names, forward = low.backward_failures(), False
-        if alarm.diverges and not (names and self._is_frozen_up_to(low, names[0])):
+        if alarm.diverges:
             first = f'; numbers first stop being finite in {self._named(names[0])}, a consequence' if names else ''
             return f'the run diverges: {alarm.growth}{first}', _lower_rate(self.learn)
         if low.loss_is_finite and low.grads_are_finite: return f'this batch is finite in {mode}, forward and backward', _LOOK_CLOSER
@@ -155,14 +155,6 @@ class _Rerun:
         return f'{story}: {what} {largest:,.4g} in fp32; {self.mode.value} ends at {limit:,.5g}' if largest > limit else story
 
     def _named(self, name): return named(name, {n: s.type for n, s in self.fp32.seen.items()})
-
-    def _is_frozen_up_to(self, low, name) -> bool:
-        "Return whether nothing is trained in the modules called up to `name`: no step can have reached it."
-        if name in (LOSS, ROOT): return False
-        modules = dict(qualified_names(self.judge.model))
-        called = [n for n in low.seen if n in modules and n != ROOT]
-        before = called[:called.index(name) + 1]
-        return not any(p.requires_grad for n in before for p in modules[n].parameters(recurse=n == name))
 
 
 def _from_one_rank(model: nn.Module, alarm: Alarm) -> tuple[str, str]:

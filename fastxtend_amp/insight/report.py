@@ -154,93 +154,80 @@ class _Report:
     "The traces of one report."
     def __init__(self, learn: Learner, batches: list, progress: Progress):
         self.learn, self.batches, self.progress = learn, batches, progress
-        self.model, self.device = unwrapped(learn.model), training_device(learn)
+        self.model, self.device, self.whole = unwrapped(learn.model), training_device(learn), n_samples(batches[0])
         cb = precision_callback(learn)
         self.scale = (cb and cb.scale) or INIT_SCALE
-        self.first: dict[AMPMode, Trace] = {}                    # with nothing in fp32 but what does not run
-        self.references: dict[int, tuple[list, Trace]] = {}      # by number of samples: batches, and their fp32 trace
-        self.samples: dict[AMPMode, int] = {}
+        self.fp32: Trace | None = None                           # of the whole batches
+        self.low: dict[AMPMode, tuple[Trace, Trace]] = {}        # of what a mode looks at: with nothing in fp32, and all
+        self.samples: dict[AMPMode, int] = {}                    # that an emulated mode looks at
 
     def on(self, modes: list[AMPMode], n_batches: int) -> PrecisionReport:
         verdicts: dict[AMPMode, Verdict] = {}
-        whole = n_samples(self.batches[0])
         try:
-            for mode in modes: verdicts[mode] = self._verdict(mode, whole)
-        except TimeIsUp: pass
-        for mode in modes: verdicts.setdefault(mode, self._not_known(mode))
+            self.fp32 = self._in_fp32(self.batches)
+            for mode in modes: verdicts[mode] = self._verdict(mode, self.fp32)
+        except TimeIsUp: verdicts |= {mode: self._not_known(mode) for mode in modes if mode not in verdicts}
         failed = {m for m, v in verdicts.items() if v.verdict in ('do not use', 'cannot run')}
         for v in verdicts.values(): v.call = v.call or precision_call(self.learn, fastest_mode(self.device, failed))
-        rows = [_row(mode, s, self._fp32(mode), v, mode not in self.samples) for mode, v in verdicts.items() for s in self._rows(mode)]
+        rows = [_row(mode, s, self.low[mode][1], v, mode not in self.samples)
+                for mode, v in verdicts.items() for s in self._rows(mode)]
         by_name = {m.value: v for m, v in verdicts.items()}
-        return PrecisionReport(pd.DataFrame(rows, columns=_COLUMNS), by_name, self._never_called(whole),
-                               self._notes(whole, n_batches))
+        return PrecisionReport(pd.DataFrame(rows, columns=_COLUMNS), by_name, self._never_called(), self._notes(n_batches))
 
-    # -- one mode
-
-    def _verdict(self, mode: AMPMode, whole: int) -> Verdict:
-        batches, fp32 = self._reference(whole)
-        support = mode_support(mode, self.device)
+    def _verdict(self, mode: AMPMode, fp32: Trace) -> Verdict:
+        support, batches = mode_support(mode, self.device), self.batches
         if support.status == 'unsupported': return Verdict(mode.value, 'cannot run', support.why, '')
-        work = 3 * fp32.work
-        if support.status == 'emulated' and work > EMULATED_WORK and whole > FEWEST:
-            self.samples[mode] = max(FEWEST, min(whole, int(whole * EMULATED_WORK / work)))
-            batches, fp32 = self._reference(self.samples[mode])
+        few = int(self.whole * EMULATED_WORK / max(3 * fp32.work, 1))
+        if support.status == 'emulated' and max(few, FEWEST) < self.whole:
+            self.samples[mode] = few = max(few, FEWEST)
+            batches = [first_samples(b, few) for b in batches]
+            fp32 = self._in_fp32(batches)
         def run(keep, scale):
             found = trace(self.learn, batches, mode, keep, scale, reference=fp32, tick=self.progress.tick_in_time)
-            if not found.error: self.first.setdefault(mode, found)
+            if not found.error: self.low.setdefault(mode, (found, fp32))
             return found
         xb, yb = zip(*(_split(self.learn, b) for b in batches))
         judge = Judge(mode, self.model, self.device, run, fp32, self.scale if mode.needs_loss_scaling else 1.,
-                          partial(precision_call, self.learn, mode), not_finite_data(xb, yb),
-                          max(map(largest_value, tensors(xb)), default=0.), is_whole=mode not in self.samples)
+                      partial(precision_call, self.learn, mode), not_finite_data(xb, yb),
+                      max(map(largest_value, tensors(xb)), default=0.), is_whole=mode not in self.samples)
         return judge.verdict()
 
-    def _reference(self, n: int) -> tuple[list, Trace]:
-        "Return the first `n` samples of each batch, and their fp32 trace."
-        if n not in self.references:
-            few = [first_samples(b, n) for b in self.batches]
-            try: self.references[n] = few, trace(self.learn, few, tick=self.progress.tick_in_time)
-            except (torch.OutOfMemoryError, KeyboardInterrupt): raise
-            except Exception as e:
-                missing = left_out(self.learn)
-                hint = f' These callbacks took no part: {", ".join(missing)}.' if missing else ''
-                raise ValueError(f'The model does not run on its first batch, in fp32: {first_line(e)}.{hint}\n'
-                                 'Give batches that it trains on: `precision_report(dl=...)`.') from e
-        return self.references[n]
-
-    def _fp32(self, mode): return self.references[self.samples.get(mode, n_samples(self.batches[0]))][1]
+    def _in_fp32(self, batches) -> Trace:
+        try: return trace(self.learn, batches, tick=self.progress.tick_in_time)
+        except torch.OutOfMemoryError: raise
+        except Exception as e:
+            missing = left_out(self.learn)
+            hint = f' These callbacks took no part: {", ".join(missing)}.' if missing else ''
+            raise ValueError(f'The model does not run on its first batch, in fp32: {first_line(e)}.{hint}\n'
+                             'Give batches that it trains on: `precision_report(dl=...)`.') from e
 
     def _not_known(self, mode) -> Verdict:
-        seen, limit = self.first.get(mode), self.progress.max_seconds
-        trouble = seen.failures() if seen is not None else []
+        limit, trouble = self.progress.max_seconds, self.low[mode][0].failures() if mode in self.low else []
         reason = f'`max_seconds={limit:g}` was over before a verdict was found'
         if trouble: reason += f'; in trouble so far: {some(trouble)}'
         return Verdict(mode.value, 'not known', reason, f"learn.precision_report('{mode.value}', max_seconds={10 * limit:g})",
                        trouble=trouble)
 
-    # -- what is shown
-
     def _rows(self, mode) -> list[Seen]:
         "Return the modules that compute something, in the order in which they end, and the loss function."
-        if mode not in self.first: return []
+        if mode not in self.low: return []
         modules = dict(qualified_names(self.model))
-        seen = [s for n, s in self.first[mode].seen.items() if n != LOSS and s.calls]
-        seen = [s for s in seen if s.computes or not any(True for _ in modules[s.name].children())]
-        return [*seen, *(s for n, s in self.first[mode].seen.items() if n == LOSS and s.calls)]
+        seen = [s for s in self.low[mode][0].seen.values() if s.calls]
+        of_modules = [s for s in seen if s.name != LOSS and (s.computes or not any(True for _ in modules[s.name].children()))]
+        return of_modules + [s for s in seen if s.name == LOSS]
 
-    def _never_called(self, whole) -> list[str]:
-        if whole not in self.references: return []
-        seen = self.references[whole][1].seen
-        leaves = [(n, m) for n, m in qualified_names(self.model) if not list(m.children())]
-        called = {id(m) for n, m in leaves if n in seen}
-        return [n for n, m in leaves if id(m) not in called and not isinstance(m, torch.jit.ScriptModule)]
+    def _never_called(self) -> list[str]:
+        if self.fp32 is None: return []
+        leaves = [(n, m) for n, m in qualified_names(self.model) if not list(m.children()) and not isinstance(m, torch.jit.ScriptModule)]
+        called = {id(m) for n, m in leaves if n in self.fp32.seen}
+        return [n for n, m in leaves if id(m) not in called]
 
-    def _notes(self, whole, n_batches) -> list[str]:
+    def _notes(self, n_batches) -> list[str]:
         n = len(self.batches)
-        notes = [f"Looked at {n} batch{'es' * (n > 1)} of {whole} samples, with the weights as they are now: after some "
-                 'training others may be in trouble.']
+        notes = [f"Looked at {n} batch{'es' * (n > 1)} of {self.whole} samples, with the weights as they are now: after "
+                 'some training others may be in trouble.']
         if n < n_batches: notes.append(f'There were only {n} of {n_batches} batches.')
-        notes += [f'{m.value} is emulated here: the report looked at {few} of {whole} samples in it, and leaves out the '
+        notes += [f'{m.value} is emulated here: the report looked at {few} of {self.whole} samples in it, and leaves out the '
                   'total error, which normalization makes large with few samples.' for m, few in self.samples.items()]
         if missing := left_out(self.learn): notes.append(f'Callbacks that took no part: {some(missing, 8)}.')
         return notes

@@ -69,9 +69,8 @@ class Seen:
 
 class _Frame:
     "One call of a module under way, and the fp32 twins of tensors that its operators have made."
-    def __init__(self, seen: Seen, module: Any = None, inputs: Sequence[torch.Tensor] = (), n_failed: int = 0):
-        self.seen, self.module, self.n_failed = seen, module, n_failed
-        self.begins_finite = all(map(_finite, inputs))
+    def __init__(self, seen: Seen, module: Any = None):
+        self.seen, self.module = seen, module
         self.twins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}    # by address: a tensor there, the fp32 memory
 
     def twin(self, t: torch.Tensor) -> torch.Tensor | None:
@@ -116,7 +115,7 @@ class Trace(TorchDispatchMode):
         self.error: str | None = None                            # why it ended: the first line of an exception
         self.failed_in: str | None = None                        # the module that raised it; None outside of any
         self.work = 0                                            # floating-point operations of the forward pass
-        self._n = self._n_failed = 0
+        self._n = 0                                              # operators so far
         self._frames: list[_Frame] = []
         self._started: list[tuple[int, Seen]] = []               # the autograd nodes from this number on are its
         self._backward = False
@@ -185,10 +184,9 @@ class Trace(TorchDispatchMode):
         self.tick()
         with unwatched():
             if not self._frames: self._push(_Frame(self._note(LOSS, None)))
-            inputs = [] if in_function_transform() else tensors((args, kwargs))  # vmap's tensors cannot be looked at
-            if not self._backward:
-                for t in inputs: self._compare(self._frames[-1], t)
-            self._push(_Frame(self._note(name, module), module, inputs, self._n_failed))
+            if not self._backward and not in_function_transform():              # vmap's tensors cannot be looked at
+                for t in tensors((args, kwargs)): self._compare(self._frames[-1], t)
+            self._push(_Frame(self._note(name, module), module))
 
     def _push(self, frame):
         self._frames.append(frame)
@@ -215,8 +213,6 @@ class Trace(TorchDispatchMode):
         seen.values += out.numel()
         self._compare(frame, out, is_output=True)
         seen.largest = max(seen.largest, largest_value(out))
-        # Code that is no operator, such as NumPy's, is seen by its output alone.
-        if frame.begins_finite and self._n_failed == frame.n_failed and ends(out): self._fail(seen)
         flat = out.reshape(-1)
         n = min(len(flat), SAMPLE)
         sample = flat[torch.arange(n, device=flat.device) * len(flat) // n].float() if n else flat.float()
@@ -287,13 +283,11 @@ class Trace(TorchDispatchMode):
         lost = ~out.isfinite() & wide.isfinite() if wide is not None else None
         if lost is not None and bool(lost.any()):
             if not bool((out[lost] == -torch.inf).all()): return self._fail(seen)
-            self._n_failed += 1
             seen.masked = seen.masked or self._n
         elif began_finite and ends(out): self._fail(seen)
 
     def _fail(self, seen):
         "Note that finite numbers end in this module, unless they do so in fp32."
-        self._n_failed += 1
         in_fp32 = self.reference.seen.get(seen.name) if self.reference is not None else None
         if in_fp32 is None or in_fp32.failed is None: seen.failed = seen.failed or max(1, self._n)
 

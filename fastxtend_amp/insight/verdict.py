@@ -203,15 +203,16 @@ class Judge:
         module that is in fp32 and gets values that were rounded before: the modules before it are tried.
         """
         shows = low.seen[name] if name else None
-        before = [s for s in low.seen.values() if s.calls and self._can_be_kept(s.name) and s.half]
+        before = [s for s in low.seen.values() if self._can_be_kept(s.name) and (s.half or s.dtypes & set(HALF))]
         if shows is not None and shows.failed: before = [s for s in before if s.ended <= shows.failed]
-        nearest = [s.name for s in sorted(before, key=lambda s: (-s.ended, -s.name.count('.')))]
+        nearest = [s.name for s in sorted(reversed(before), key=lambda s: (-s.ended, -s.name.count('.')))]
         for names in [*([n] for n in nearest[:TRIES]), *(nearest[:n] for n in (2, 4, 8, len(nearest)))]:
             trace = self.run(outermost([*self.keep, *names]), self.scale)
             if trace.error or not _computes_in_half(trace): continue
             found = self._concerned(trace)
             if not trace.loss_is_finite or name in found or (backward and not trace.grads_are_finite): continue
-            if name in self.reasons: self.reasons[name] += f', and not with {some([*map(named, names)])} in fp32, which come before'
+            if name is None: self.reasons |= {n: f'with {named(n)} in {self.mode.value} the loss or a gradient is not finite' for n in names}
+            elif name in self.reasons: self.reasons[name] += f', and not with {some([*map(named, names)])} in fp32, which come before'
             return names
         return []
 
@@ -234,12 +235,13 @@ class Judge:
         return least * CLOSE > min(most, self.highest) or most < LOWEST_SCALE
 
     def _loudest(self, low) -> list[str]:
-        grads = {n: self.fp32.seen[n].grads.largest for n in low.seen if n in self.fp32.seen}
-        names = [n for n in grads if self._can_be_kept(n) and low.seen[n].dtypes & set(HALF)]
-        if not names: return []
-        self.scale, self.highest = self.first_scale, math.inf     # where the loss scale is not the matter any more
-        name = max(names, key=lambda n: grads[n])
-        self.reasons[name] = f'gradients of {named(name)} reach {grads[name]:,.3g}, and those of others underflow'
+        "Return the module with the largest gradients, which leave no room for a loss scale."
+        half = [n for n, s in low.seen.items() if s.dtypes & set(HALF) and n in self.fp32.seen and self._can_be_kept(n)]
+        name = max(half, key=lambda n: self.fp32.seen[n].grads.largest, default=None)
+        if name is None: return []
+        self.scale, self.highest = self.first_scale, math.inf    # what was found with it in half precision is over
+        largest = self.fp32.seen[name].grads.largest
+        self.reasons[name] = f'gradients of {named(name)} reach {largest:,.3g}, and those of others underflow'
         return [name]
 
     # -- how it is said
