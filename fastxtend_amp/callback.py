@@ -340,13 +340,13 @@ class MixedPrecision(fp16.MixedPrecision):
         "End the fit: keep scale and history; unscale the gradients of an unfinished accumulation."
         if self.device is None: return
         learn, self.device, self._watch = self._learn, None, {}
-        has_spoken, self._watching = getattr(self._watching, 'has_spoken', False), None
+        has_warned, self._watching = getattr(self._watching, 'has_warned', False), None
         learn.scaler = None
         message = self._scaling.end(learn.opt, learn.model, failed, keep=not self.in_lr_find)
         for name in ('pred', 'loss', 'loss_grad'):                # what is on a graph cannot be copied
             if name in learn.__dict__: learn.__dict__[name] = map_tensors(torch.Tensor.detach, learn.__dict__[name])
         self.in_lr_find = False
-        if message and self.on_overflow != 'ignore' and not has_spoken: warn_user(message)   # one message for one cause
+        if message and self.on_overflow != 'ignore' and not has_warned: warn_user(message)   # one message for one cause
 
     def _check_training(self) -> None:
         "Check what only training needs, once in a fit; put the optimizer's state where the parameters are."

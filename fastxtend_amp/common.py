@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 __all__ = ['PRECISION_COLORS', 'call_text', 'first_line', 'is_dtensor', 'random_state', 'random_state_kept',
            'set_random_state', 'several_processes', 'type_name', 'warn_user']
@@ -61,6 +62,11 @@ def first_line(error: BaseException, limit: int = 200) -> str:
     "Return what an exception says, in one line; its type's name where it says nothing."
     lines = str(error).strip().splitlines()
     return lines[0][:limit].rstrip('.: ') if lines else type(error).__name__
+
+
+def several_processes() -> bool:
+    "Return whether this process trains together with others."
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def is_dtensor(t: Any) -> bool:

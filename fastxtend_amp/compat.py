@@ -6,7 +6,7 @@ has a test for each.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -92,33 +92,27 @@ def syncfree_state(opt: Any, state: dict[str, Any]) -> bool:
 # -- insight
 
 def in_function_transform() -> bool:
-    """Whether a transform of `torch.func` (grad, vmap, ...) is under way, whose tensors must not outlive it.
+    """Return whether a transform of `torch.func` (grad, vmap, ...) is under way, whose tensors must not outlive it.
 
-    `torch._C._are_functorch_transforms_active`, which `torch.autograd.Function.apply` asks (seen in 2.9 to 2.15);
-    without it False.
+    Relies on `torch._C._are_functorch_transforms_active` (seen in 2.9 to 2.15); without it False.
     """
-    ask = getattr(torch._C, '_are_functorch_transforms_active', None)
-    return ask is not None and ask()
-
-
-def operator(func: Any) -> Traits:
-    """Return the traits of one of PyTorch's operators, as `TorchDispatchMode` gets it.
-
-    Relies on `OpOverload._schema` and `.tags` (PyTorch 1.13).
-    """
-    return _traits(func)
+    return getattr(torch._C, '_are_functorch_transforms_active', lambda: False)()
 
 
 class Traits(NamedTuple):
-    "What is known of one of PyTorch's operators."
+    "The traits of one of PyTorch's operators."
     name: str # Without namespace: 'addmm'
     draws: bool # It draws random numbers
     is_view: bool # It gives another view of the same memory
     writes: bool # It writes into an argument
 
 
-@lru_cache
-def _traits(func: Any) -> Traits:
+@cache
+def operator(func: Any) -> Traits:
+    """Return the traits of one of PyTorch's operators, as `TorchDispatchMode` gets it.
+
+    Relies on `OpOverload._schema` and `.tags` (1.13).
+    """
     returned = [r.alias_info for r in func._schema.returns]
     return Traits(func._schema.name.rpartition('::')[2], torch.Tag.nondeterministic_seeded in func.tags,
                   any(a is not None and not a.is_write for a in returned), func._schema.is_mutable)

@@ -26,7 +26,7 @@ class Watch:
     def __init__(self,
         cb: Any, # A `MixedPrecision` whose fit has begun
     ):
-        self.cb, self.has_spoken = cb, False
+        self.cb, self.has_warned = cb, False
         self.in_place = cb.device.type == 'cpu'                  # reading a number waits for nothing
         self.agrees = cb.on_overflow == 'raise' and several_processes()
         self.weights: torch.Tensor | None = None                 # their norm at the start
@@ -39,7 +39,7 @@ class Watch:
     def before_batch(self) -> None:
         "Note the random state, and once the size of the weights."
         learn = self.cb.learn
-        if self.has_spoken or not learn.training: return
+        if self.has_warned or not learn.training: return
         self.random_state = random_state(self.cb.device)
         if self.weights is None and self.cb.device.type != 'xla': self.weights = _norm(learn.model)   # XLA would compile twice
 
@@ -82,8 +82,8 @@ class Watch:
         same: bool = True, # Whether it happened in the batch under way, not in one before
     ) -> None:
         "Say what happened, where it began and what to try: once a fit."
-        if self.has_spoken: return
-        cb, self.has_spoken = self.cb, True
+        if self.has_warned: return
+        cb, self.has_warned = self.cb, True
         scale, skipped = cb.learn.scaler.get_scale(), 'loss is' not in what and not cb.static_scale
         if skipped: scale /= cb.learn.scaler.get_backoff_factor()        # that of the step
         step = getattr(cb.learn, 'train_iter', 0) + same
