@@ -122,7 +122,7 @@ class MixedPrecision(fp16.MixedPrecision):
     def __dir__(self): return object.__dir__(self)
 
     def __getstate__(self) -> dict[str, Any]:                    # a copy made in the middle of a fit is outside one
-        return {k: v for k, v in self.__dict__.items() if k not in ('device', '_stack', '_replacement', '_watch')}
+        return {k: v for k, v in self.__dict__.items() if k not in ('device', '_stack', '_replacement', '_watch', '_watching')}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -258,9 +258,17 @@ class MixedPrecision(fp16.MixedPrecision):
             self._learn.remove_cb(self)
             warn_user("A precision callback moved from one learner to another: the first trains in fp32 from now on.\n"
                       "Give each learner one of its own: `learn.to_fp16()` or `learn.to_bf16()`.")
-        self._fp32_modules.check(learn.model)                    # first: it may raise
+        self._refuse_others(learn)
+        self._fp32_modules.check(learn.model)
         self._learn = learn
         learn.__dict__['_with_events'] = self._with_events
+
+    def _refuse_others(self, learn: Learner) -> None:
+        others = [cb for cb in learn.cbs if isinstance(cb, PRECISION_CALLBACKS) and cb is not self]
+        if others:
+            raise ValueError(f"The learner has several precision callbacks: {[self, *others]}.\n"
+                             "Keep one: `learn.to_fp32()` removes them all, and `learn.to_fp16()` or "
+                             "`learn.to_bf16()` replaces them.")
 
     def _detach(self) -> None:
         if self._in_batch:
@@ -334,11 +342,7 @@ class MixedPrecision(fp16.MixedPrecision):
     def _open(self) -> None:
         "Begin a fit: decide the precision, check that the model runs in it, and make the scaler."
         learn = self._learn
-        others = [cb for cb in learn.cbs if isinstance(cb, PRECISION_CALLBACKS) and cb is not self]
-        if others:
-            raise ValueError(f"The learner has several precision callbacks: {[self, *others]}.\n"
-                             "Keep one: `learn.to_fp32()` removes them all, and `learn.to_fp16()` or "
-                             "`learn.to_bf16()` replaces them.")
+        self._refuse_others(learn)                               # fastai's own may have been added since
         device = model_device(learn.model, training_device(learn))
         self.mode = mode = self._decide(device)
         if mode is not None:

@@ -91,15 +91,6 @@ def syncfree_state(opt: Any, state: dict[str, Any]) -> bool:
     return is_syncfree(opt) and ('step' if isinstance(opt, torch.optim.SGD) else 'max_exp_avg_sq') in state
 
 
-def host_value(t: torch.Tensor) -> float | None:
-    """Return the value of a single number in main memory, where reading it waits for nothing; None for other tensors.
-
-    See `dtype_of`.
-    """
-    with getattr(torch._C, 'DisableTorchFunctionSubclass', nullcontext)():
-        return t.item() if t.is_cpu and t.numel() == 1 else None
-
-
 # -- insight
 
 def in_function_transform() -> bool:

@@ -29,7 +29,7 @@ def precision_call(
     elif type(cb) is not MixedPrecision and cb.mode is not mode: # half-precision weights of another dtype
         cb = MixedPrecision(mode, on_overflow=cb.on_overflow, max_skips=cb.max_skips)
     if type(cb) is MixedPrecision: changes['amp_mode'] = mode
-    if 'init_scale' in changes and ('loss_scale=' in cb.as_call() or not getattr(cb, 'takes_init_scale', True)): changes['loss_scale'] = changes.pop('init_scale')
+    if 'init_scale' in changes and cb.static_scale: changes['loss_scale'] = changes.pop('init_scale')
     return cb.as_call(**changes)
 
 

@@ -12,12 +12,12 @@ from torch import nn
 
 from ..callback import precision_callback
 from ..common import RandomState, several_processes
-from ..fp32_modules import ROOT, qualified_names, unwrapped
+from ..fp32_modules import unwrapped
 from ..mode import AMPMode, model_device, training_device
 from .advice import fastest_mode, precision_call
-from .trace import LOSS, Trace, trace
+from .trace import Trace, trace
 from .values import not_finite_data, tensors
-from .verdict import Case, judge, lost_weights, named, wrong_in_fp32
+from .verdict import Judge, lost_weights, named
 
 __all__ = ['Alarm', 'Growth', 'diagnose']
 
@@ -114,23 +114,23 @@ class _Rerun:
             if key not in self.traces: self.traces[key] = again(self.mode, keep, scale, reference=self.fp32)
             return self.traces[key]
         largest = max((float(t.abs().max()) for t in tensors(learn.xb) if t.numel()), default=0.)
-        self.case = Case(self.mode, model, model_device(model, training_device(learn)), run, self.fp32, alarm.scale,
-                         partial(precision_call, learn, self.mode), largest_input=largest, keep=self.kept)
+        self.judge = Judge(self.mode, model, model_device(model, training_device(learn)), run, self.fp32, alarm.scale,
+                         partial(precision_call, learn, self.mode), largest_input=largest, kept=self.kept)
 
     def cause(self) -> tuple[str, str]:
         "Return where it began, and what to try."
         mode, alarm = self.mode.value, self.alarm
-        if wrong := wrong_in_fp32(self.case):
+        if wrong := self.judge.wrong_in_fp32():
             if not alarm.diverges: return wrong, 'Look at the learning rate, the loss function and the data'
             return f'{wrong}, and the run diverges: {alarm.growth}', _lower_rate(self.learn)
-        low = self.case.run([*self.kept], alarm.scale)
+        low = self.judge.run([*self.kept], alarm.scale)
         names, forward = low.failures(), True
         if not names: names, forward = low.backward_failures(), False
-        if alarm.diverges and not (names and self._is_frozen_up_to(low, names[0])):
+        if alarm.diverges:
             first = f'; numbers first stop being finite in {self._named(names[0])}, a consequence' if names else ''
             return f'the run diverges: {alarm.growth}{first}', _lower_rate(self.learn)
         if low.loss_is_finite and low.grads_are_finite: return f'this batch is finite in {mode}, forward and backward', _LOOK_CLOSER
-        verdict = judge(self.case)
+        verdict = self.judge.verdict()
         if verdict.call and not verdict.modules and verdict.scales:
             most = verdict.scales[1]
             return (f'the loss scale of {alarm.scale:,.9g} is too large: gradients overflow in {mode}, and at {most:,.9g} '
@@ -138,10 +138,10 @@ class _Rerun:
         if not names: where = f'the loss or a gradient is not finite in {mode}, and finite in fp32'
         else: where = self._story(names[0], forward)
         if not verdict.call:
-            other = precision_call(self.learn, fastest_mode(self.case.device, [self.mode]))
+            other = precision_call(self.learn, fastest_mode(self.judge.device, [self.mode]))
             return where, f'{verdict.sentence[:-1]}; or take another precision: `{other}`'
-        shown = [m for m in verdict.modules if m in names]
-        what = 'it' if shown == verdict.modules[:1] == verdict.modules else ', '.join(map(self._named, verdict.modules))
+        what = 'it' if verdict.modules == names[:1] else ', '.join(map(self._named, verdict.modules))
+        if names and names[0] not in verdict.modules: what += ', which comes before,'
         return where, f'Keep {what} in fp32: `{verdict.call}`'
 
     def _story(self, name, forward) -> str:
@@ -155,14 +155,6 @@ class _Rerun:
         return f'{story}: {what} {largest:,.4g} in fp32; {self.mode.value} ends at {limit:,.5g}' if largest > limit else story
 
     def _named(self, name): return named(name, {n: s.type for n, s in self.fp32.seen.items()})
-
-    def _is_frozen_up_to(self, low, name) -> bool:
-        "Return whether nothing is trained in the modules called up to `name`: no step can have reached it."
-        if name in (LOSS, ROOT): return False
-        modules = dict(qualified_names(self.case.model))
-        called = [n for n in low.seen if n in modules and n != ROOT]
-        before = called[:called.index(name) + 1]
-        return not any(p.requires_grad for n in before for p in modules[n].parameters(recurse=n == name))
 
 
 def _from_one_rank(model: nn.Module, alarm: Alarm) -> tuple[str, str]:

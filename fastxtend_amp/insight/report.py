@@ -23,7 +23,7 @@ from .copies import check_learner, left_out, loader_like
 from .progress import Progress, TimeIsUp
 from .trace import LOSS, Seen, Trace, trace
 from .values import largest_value, not_finite_data, tensors
-from .verdict import Case, Verdict, judge, some
+from .verdict import Judge, Verdict, some
 
 __all__ = ['PrecisionReport', 'report']
 
@@ -47,17 +47,14 @@ class PrecisionReport:
     | `module` | name; '(model)' is the model's own forward | |
     | `type` | class of the module | |
     | `params` | parameters, those of modules inside too | count |
-    | `calls` | calls in the batches | count |
     | `output` | dtypes of the outputs in the mode | |
     | `largest` | largest absolute value in the module, in fp32: results of its own operators and outputs | value |
     | `headroom` | maximum of the mode's format over the largest value that is in that format | ratio |
     | `non-finite` | output values that are not finite where fp32 is | share, 0 to 1 |
-    | `flushed` | output values that are 0 where fp32 is not | share, 0 to 1 |
     | `own error` | of the module's own arithmetic, from fp32 on the same inputs | relative, 1 is 100 % |
     | `total error` | of its outputs, from the model in fp32, on 4,096 evenly spaced values | relative, 1 is 100 % |
     | `grad` | largest absolute gradient of outputs and own parameters, in fp32, unscaled | value |
     | `grad lost` | non-zero gradient values that underflow to 0 in the mode without loss scaling | share, 0 to 1 |
-    | `grad lost scaled` | the same at the learner's loss scale | share, 0 to 1 |
     | `trouble` | whether the verdict names the module | bool |
 
     Large negative values that are far from all others, as attention masks are, count nowhere.
@@ -66,11 +63,9 @@ class PrecisionReport:
         table: pd.DataFrame,
         verdicts: dict[str, Verdict], # By the name of the mode
         not_called: list[str], # Modules that the batches did not reach
-        scale: float, # The loss scale that `grad lost scaled` is for
-        notes: Iterable[str] = (),
+        notes: Iterable[str] = (), # On what was looked at, and what was left out
     ):
-        self.table, self.verdicts, self.not_called, self.scale = table, verdicts, not_called, scale
-        self.notes = list(notes)
+        self.table, self.verdicts, self.not_called, self.notes = table, verdicts, not_called, list(notes)
 
     @property
     def fp32_modules(self) -> list[str]:
@@ -159,112 +154,98 @@ class _Report:
     "The traces of one report."
     def __init__(self, learn: Learner, batches: list, progress: Progress):
         self.learn, self.batches, self.progress = learn, batches, progress
-        self.model, self.device = unwrapped(learn.model), training_device(learn)
-        self.scale = (precision_callback(learn) and precision_callback(learn).scale) or INIT_SCALE
-        self.first: dict[AMPMode, Trace] = {}                    # with nothing in fp32 but what does not run
-        self.references: dict[int, tuple[list, Trace]] = {}      # by number of samples: batches, and their fp32 trace
-        self.samples: dict[AMPMode, int] = {}
+        self.model, self.device, self.whole = unwrapped(learn.model), training_device(learn), n_samples(batches[0])
+        cb = precision_callback(learn)
+        self.scale = (cb and cb.scale) or INIT_SCALE
+        self.fp32: Trace | None = None                           # of the whole batches
+        self.low: dict[AMPMode, tuple[Trace, Trace]] = {}        # of what a mode looks at: with nothing in fp32, and all
+        self.samples: dict[AMPMode, int] = {}                    # that an emulated mode looks at
 
     def on(self, modes: list[AMPMode], n_batches: int) -> PrecisionReport:
         verdicts: dict[AMPMode, Verdict] = {}
-        whole = n_samples(self.batches[0])
         try:
-            for mode in modes: verdicts[mode] = self._verdict(mode, whole)
-        except TimeIsUp: pass
-        for mode in modes: verdicts.setdefault(mode, self._not_known(mode))
+            self.fp32 = self._in_fp32(self.batches)
+            for mode in modes: verdicts[mode] = self._verdict(mode, self.fp32)
+        except TimeIsUp: verdicts |= {mode: self._not_known(mode) for mode in modes if mode not in verdicts}
         failed = {m for m, v in verdicts.items() if v.verdict in ('do not use', 'cannot run')}
         for v in verdicts.values(): v.call = v.call or precision_call(self.learn, fastest_mode(self.device, failed))
-        rows = [_row(mode, s, self._fp32(mode), v, self) for mode, v in verdicts.items() for s in self._rows(mode)]
+        rows = [_row(mode, s, self.low[mode][1], v, mode not in self.samples)
+                for mode, v in verdicts.items() for s in self._rows(mode)]
         by_name = {m.value: v for m, v in verdicts.items()}
-        return PrecisionReport(pd.DataFrame(rows, columns=_COLUMNS), by_name, self._never_called(whole), self.scale,
-                               self._notes(whole, n_batches))
+        return PrecisionReport(pd.DataFrame(rows, columns=_COLUMNS), by_name, self._never_called(), self._notes(n_batches))
 
-    # -- one mode
-
-    def _verdict(self, mode: AMPMode, whole: int) -> Verdict:
-        batches, fp32 = self._reference(whole)
-        support = mode_support(mode, self.device)
+    def _verdict(self, mode: AMPMode, fp32: Trace) -> Verdict:
+        support, batches = mode_support(mode, self.device), self.batches
         if support.status == 'unsupported': return Verdict(mode.value, 'cannot run', support.why, '')
-        work = 3 * fp32.work
-        if support.status == 'emulated' and work > EMULATED_WORK and whole > FEWEST:
-            self.samples[mode] = max(FEWEST, min(whole, int(whole * EMULATED_WORK / work)))
-            batches, fp32 = self._reference(self.samples[mode])
+        few = int(self.whole * EMULATED_WORK / max(3 * fp32.work, 1))
+        if support.status == 'emulated' and max(few, FEWEST) < self.whole:
+            self.samples[mode] = few = max(few, FEWEST)
+            batches = [first_samples(b, few) for b in batches]
+            fp32 = self._in_fp32(batches)
         def run(keep, scale):
             found = trace(self.learn, batches, mode, keep, scale, reference=fp32, tick=self.progress.tick_in_time)
-            if not found.error: self.first.setdefault(mode, found)
+            if not found.error: self.low.setdefault(mode, (found, fp32))
             return found
         xb, yb = zip(*(_split(self.learn, b) for b in batches))
-        return judge(Case(mode, self.model, self.device, run, fp32, self.scale if mode.needs_loss_scaling else 1.,
-                          partial(precision_call, self.learn, mode), not_finite_data(xb, yb),
-                          max(map(largest_value, tensors(xb)), default=0.), is_whole=mode not in self.samples))
+        judge = Judge(mode, self.model, self.device, run, fp32, self.scale if mode.needs_loss_scaling else 1.,
+                      partial(precision_call, self.learn, mode), not_finite_data(xb, yb),
+                      max(map(largest_value, tensors(xb)), default=0.), is_whole=mode not in self.samples)
+        return judge.verdict()
 
-    def _reference(self, n: int) -> tuple[list, Trace]:
-        "Return the first `n` samples of each batch, and their fp32 trace."
-        if n not in self.references:
-            few = [first_samples(b, n) for b in self.batches]
-            try: self.references[n] = few, trace(self.learn, few, tick=self.progress.tick_in_time)
-            except (torch.OutOfMemoryError, KeyboardInterrupt): raise
-            except Exception as e:
-                missing = left_out(self.learn)
-                hint = f' These callbacks took no part: {", ".join(missing)}.' if missing else ''
-                raise ValueError(f'The model does not run on its first batch, in fp32: {first_line(e)}.{hint}\n'
-                                 'Give batches that it trains on: `precision_report(dl=...)`.') from e
-        return self.references[n]
-
-    def _fp32(self, mode): return self.references[self.samples.get(mode, n_samples(self.batches[0]))][1]
+    def _in_fp32(self, batches) -> Trace:
+        try: return trace(self.learn, batches, tick=self.progress.tick_in_time)
+        except torch.OutOfMemoryError: raise
+        except Exception as e:
+            missing = left_out(self.learn)
+            hint = f' These callbacks took no part: {", ".join(missing)}.' if missing else ''
+            raise ValueError(f'The model does not run on its first batch, in fp32: {first_line(e)}.{hint}\n'
+                             'Give batches that it trains on: `precision_report(dl=...)`.') from e
 
     def _not_known(self, mode) -> Verdict:
-        seen, limit = self.first.get(mode), self.progress.max_seconds
-        trouble = seen.failures() if seen is not None else []
+        limit, trouble = self.progress.max_seconds, self.low[mode][0].failures() if mode in self.low else []
         reason = f'`max_seconds={limit:g}` was over before a verdict was found'
         if trouble: reason += f'; in trouble so far: {some(trouble)}'
         return Verdict(mode.value, 'not known', reason, f"learn.precision_report('{mode.value}', max_seconds={10 * limit:g})",
                        trouble=trouble)
 
-    # -- what is shown
-
     def _rows(self, mode) -> list[Seen]:
         "Return the modules that compute something, in the order in which they end, and the loss function."
-        if mode not in self.first: return []
+        if mode not in self.low: return []
         modules = dict(qualified_names(self.model))
-        seen = [s for n, s in self.first[mode].seen.items() if n != LOSS and s.calls]
-        seen = [s for s in seen if s.computes or not any(True for _ in modules[s.name].children())]
-        return [*seen, *(s for n, s in self.first[mode].seen.items() if n == LOSS and s.calls)]
+        seen = [s for s in self.low[mode][0].seen.values() if s.calls]
+        of_modules = [s for s in seen if s.name != LOSS and (s.computes or not any(True for _ in modules[s.name].children()))]
+        return of_modules + [s for s in seen if s.name == LOSS]
 
-    def _never_called(self, whole) -> list[str]:
-        if whole not in self.references: return []
-        seen = self.references[whole][1].seen
-        leaves = [(n, m) for n, m in qualified_names(self.model) if not list(m.children())]
-        called = {id(m) for n, m in leaves if n in seen}
-        return [n for n, m in leaves if id(m) not in called and not isinstance(m, torch.jit.ScriptModule)]
+    def _never_called(self) -> list[str]:
+        if self.fp32 is None: return []
+        leaves = [(n, m) for n, m in qualified_names(self.model) if not list(m.children()) and not isinstance(m, torch.jit.ScriptModule)]
+        called = {id(m) for n, m in leaves if n in self.fp32.seen}
+        return [n for n, m in leaves if id(m) not in called]
 
-    def _notes(self, whole, n_batches) -> list[str]:
+    def _notes(self, n_batches) -> list[str]:
         n = len(self.batches)
-        notes = [f"Looked at {n} batch{'es' * (n > 1)} of {whole} samples, with the weights as they are now: after some "
-                 'training others may be in trouble.']
+        notes = [f"Looked at {n} batch{'es' * (n > 1)} of {self.whole} samples, with the weights as they are now: after "
+                 'some training others may be in trouble.']
         if n < n_batches: notes.append(f'There were only {n} of {n_batches} batches.')
-        notes += [f'{m.value} is emulated here: the report looked at {few} of {whole} samples in it, and leaves out the '
+        notes += [f'{m.value} is emulated here: the report looked at {few} of {self.whole} samples in it, and leaves out the '
                   'total error, which normalization makes large with few samples.' for m, few in self.samples.items()]
         if missing := left_out(self.learn): notes.append(f'Callbacks that took no part: {some(missing, 8)}.')
         return notes
 
 
-_COLUMNS = ['mode', 'module', 'type', 'params', 'calls', 'output', 'largest', 'headroom', 'non-finite', 'flushed',
-            'own error', 'total error', 'grad', 'grad lost', 'grad lost scaled', 'trouble']
+_COLUMNS = ['mode', 'module', 'type', 'params', 'output', 'largest', 'headroom', 'non-finite', 'own error',
+            'total error', 'grad', 'grad lost', 'trouble']
 
 
-def _row(mode: AMPMode, s: Seen, fp32: Trace, verdict: Verdict, r: _Report) -> dict[str, Any]:
+def _row(mode: AMPMode, s: Seen, fp32: Trace, verdict: Verdict, is_whole: bool) -> dict[str, Any]:
     ref, info = fp32.seen.get(s.name, s), torch.finfo(mode.dtype)
     largest, limit = (s.half, info.max) if s.half else (ref.largest, torch.finfo(torch.float32).max)
-    def share(n): return n / s.values if s.values else math.nan
-    def lost(scale):
-        if s.dtypes & set(HALF): return ref.grads.share_below(info.tiny * info.eps / scale)
-        return 0. if ref.grads.largest else math.nan
-    total = s.total.relative if s.total.n and mode not in r.samples else math.nan
+    in_half = s.dtypes & set(HALF)
     return dict(zip(_COLUMNS, [
-        mode.value, s.name, s.type, s.params, s.calls, '+'.join(sorted(str(d).removeprefix('torch.') for d in s.dtypes)),
-        ref.largest, limit / largest if largest else math.inf, share(s.non_finite), share(s.flushed), s.error, total,
-        ref.grads.largest or math.nan, lost(1.), lost(r.scale if mode.needs_loss_scaling else 1.),
+        mode.value, s.name, s.type, s.params, '+'.join(sorted(str(d).removeprefix('torch.') for d in s.dtypes)),
+        ref.largest, limit / largest if largest else math.inf, s.non_finite / s.values if s.values else math.nan, s.error,
+        s.total if is_whole else math.nan, ref.grads.largest or math.nan,
+        ref.grads.share_below(info.tiny * info.eps) if in_half or not ref.grads.largest else 0.,
         s.name in verdict.modules + verdict.trouble]))
 
 

@@ -8,7 +8,7 @@ its outputs, or in what it passes to a module inside.
 """
 from __future__ import annotations
 
-import sys, traceback, warnings
+import math, sys, traceback, warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from fastai.callback.core import Callback, CancelBatchException
 from fastai.learner import Learner
@@ -23,13 +24,14 @@ from fastcore.basics import noop
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..callback import MixedPrecision
 from ..common import RandomState, first_line, set_random_state
 from ..compat import in_function_transform, next_node, operator, running_node, unwatched
 from ..convert import HALF, half_to_float, map_tensors
 from ..fp32_modules import ROOT, qualified_names
 from ..mode import AMPMode
 from .copies import copied_learner
-from .values import Difference, Histogram, ends, largest_value, relative_error, tensors
+from .values import Histogram, ends, largest_value, relative_error, tensors
 
 __all__ = ['LOSS', 'Seen', 'Trace', 'trace']
 
@@ -60,17 +62,15 @@ class Seen:
     error: float = 0.                                            # of its own arithmetic, relative; the largest
     values: int = 0                                              # in its outputs
     non_finite: int = 0                                          # of these, where fp32 is finite
-    flushed: int = 0                                             # of these, where fp32 is not 0
-    total: Difference = field(default_factory=Difference)        # of its outputs from those of the fp32 trace
+    total: float = math.nan                                      # error of its outputs from those of the fp32 trace
     samples: list = field(default_factory=list)                  # of its outputs
     grads: Histogram = field(default_factory=Histogram)          # of its outputs and its own parameters
 
 
 class _Frame:
     "One call of a module under way, and the fp32 twins of tensors that its operators have made."
-    def __init__(self, seen: Seen, module: Any = None, inputs: Sequence[torch.Tensor] = (), n_failed: int = 0):
-        self.seen, self.module, self.n_failed = seen, module, n_failed
-        self.begins_finite = all(map(_finite, inputs))
+    def __init__(self, seen: Seen, module: Any = None):
+        self.seen, self.module = seen, module
         self.twins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}    # by address: a tensor there, the fp32 memory
 
     def twin(self, t: torch.Tensor) -> torch.Tensor | None:
@@ -115,7 +115,7 @@ class Trace(TorchDispatchMode):
         self.error: str | None = None                            # why it ended: the first line of an exception
         self.failed_in: str | None = None                        # the module that raised it; None outside of any
         self.work = 0                                            # floating-point operations of the forward pass
-        self._n = self._n_failed = 0
+        self._n = 0                                              # operators so far
         self._frames: list[_Frame] = []
         self._started: list[tuple[int, Seen]] = []               # the autograd nodes from this number on are its
         self._backward = False
@@ -152,9 +152,10 @@ class Trace(TorchDispatchMode):
         self._note(LOSS, None)
         self._frames, self._backward = [], False
 
-    def begin_backward(self, loss: torch.Tensor) -> None:
-        "The forward pass is over; `loss` is not scaled yet."
+    def end_forward(self, loss: torch.Tensor) -> None:
+        "Note the loss, which is not scaled yet."
         with unwatched():
+            self.loss_is_finite &= _finite(loss)
             seen = self._note(LOSS, None)
             seen.calls += 1
             seen.dtypes.add(loss.dtype)
@@ -168,7 +169,7 @@ class Trace(TorchDispatchMode):
                 for p in m.parameters(recurse=False):
                     if p.grad is None: continue
                     g = p.grad.coalesce().values() if p.grad.is_sparse else p.grad
-                    self.grads_are_finite &= bool(g.isfinite().all())
+                    self.grads_are_finite &= _finite(g)
                     if name in self.seen: self.seen[name].grads.add(g)
 
     # -- modules
@@ -183,10 +184,9 @@ class Trace(TorchDispatchMode):
         self.tick()
         with unwatched():
             if not self._frames: self._push(_Frame(self._note(LOSS, None)))
-            inputs = [] if in_function_transform() else tensors((args, kwargs))  # vmap's tensors cannot be looked at
-            if not self._backward:
-                for t in inputs: self._compare(self._frames[-1], t)
-            self._push(_Frame(self._note(name, module), module, inputs, self._n_failed))
+            if not self._backward and not in_function_transform():              # vmap's tensors cannot be looked at
+                for t in tensors((args, kwargs)): self._compare(self._frames[-1], t)
+            self._push(_Frame(self._note(name, module), module))
 
     def _push(self, frame):
         self._frames.append(frame)
@@ -213,8 +213,6 @@ class Trace(TorchDispatchMode):
         seen.values += out.numel()
         self._compare(frame, out, is_output=True)
         seen.largest = max(seen.largest, largest_value(out))
-        # Code that is no operator, such as NumPy's, is seen by its output alone.
-        if frame.begins_finite and self._n_failed == frame.n_failed and ends(out): self._fail(seen)
         flat = out.reshape(-1)
         n = min(len(flat), SAMPLE)
         sample = flat[torch.arange(n, device=flat.device) * len(flat) // n].float() if n else flat.float()
@@ -222,18 +220,17 @@ class Trace(TorchDispatchMode):
         other = self.reference.seen.get(seen.name) if self.reference is not None else None
         if other is None or len(other.samples) < len(seen.samples): return
         expected = other.samples[len(seen.samples) - 1]
-        if expected.shape == sample.shape: seen.total.add(sample, expected)
+        if expected.shape == sample.shape: seen.total = float(np.fmax(seen.total, relative_error(sample, expected)))
 
     def _compare(self, frame, t, is_output=False):
         "Note the error of a tensor that leaves a module, or enters one inside."
-        twin = frame.twin(t.detach())
+        t = t.detach()
+        twin = frame.twin(t)
         if twin is None: return
         error = relative_error(t, twin)
         eps = torch.finfo(self.mode.dtype).eps if self.mode else 1.
         if error * _FP32_NOISE < .1 * eps: frame.seen.error = max(frame.seen.error, error)
-        if not is_output: return
-        frame.seen.non_finite += int((~t.isfinite() & twin.isfinite()).sum())
-        frame.seen.flushed += int(((t == 0) & (twin != 0)).sum())
+        if is_output: frame.seen.non_finite += int((~t.isfinite() & twin.isfinite()).sum())
 
     def _gradient(self, seen, g):
         if not self._backward: return                            # the model's own, such as forces from an energy
@@ -268,7 +265,7 @@ class Trace(TorchDispatchMode):
                 seen.largest = max(seen.largest, largest)
                 if o.dtype in HALF: seen.half = max(seen.half, largest)
             if w is not None and not op.writes: frame.keep(o, w)
-            if not bool(o.isfinite().all()): self._not_finite(seen, o, w, began_finite and all(map(_finite, inputs)))
+            if not _finite(o): self._not_finite(seen, o, w, began_finite and all(map(_finite, inputs)))
         return out
 
     def _widely(self, func, op, args, kwargs, frame):
@@ -286,13 +283,11 @@ class Trace(TorchDispatchMode):
         lost = ~out.isfinite() & wide.isfinite() if wide is not None else None
         if lost is not None and bool(lost.any()):
             if not bool((out[lost] == -torch.inf).all()): return self._fail(seen)
-            self._n_failed += 1
             seen.masked = seen.masked or self._n
         elif began_finite and ends(out): self._fail(seen)
 
     def _fail(self, seen):
         "Note that finite numbers end in this module, unless they do so in fp32."
-        self._n_failed += 1
         in_fp32 = self.reference.seen.get(seen.name) if self.reference is not None else None
         if in_fp32 is None or in_fp32.failed is None: seen.failed = seen.failed or max(1, self._n)
 
@@ -333,15 +328,12 @@ def _twin_in_place(frame, t):
 def _in_fp32(kwargs): return {k: torch.float32 if isinstance(v, torch.dtype) and v in HALF else v for k, v in kwargs.items()}
 
 
-class _Marks(Callback):
-    "Marks the parts of a batch for a trace, and ends the batch after its backward pass."
-    def __init__(self, trace: Trace): self.trace, self.order = trace, -1000
-    def before_backward(self): self.trace.begin_backward(self.learn.loss_grad)   # before it is scaled
-
-
-class _Stop(Callback):
+class _Ends(Callback):
+    "Ends the parts of a batch for a trace, and the batch after its backward pass."
     order = 1000                                                 # after all others
     def __init__(self, trace: Trace): self.trace = trace
+    def after_loss(self):
+        if len(self.learn.yb): self.trace.end_forward(self.learn.loss_grad)
     def after_backward(self):
         self.trace.end_backward(self.learn.model)
         raise CancelBatchException
@@ -364,7 +356,7 @@ def trace(
     with copied_learner(learn) as copy, _as_written(), warnings.catch_warnings():
         warnings.simplefilter('ignore')                          # what a fit would say, such as that the mode is emulated
         if mode is not None: _set_precision(copy, mode, keep, scale)
-        copy.add_cbs([_Marks(found), _Stop(found)])
+        copy.add_cb(_Ends(found))
         if random_state is not None: set_random_state(random_state)
         if not in_fit: _begin_fit(copy)
         with found.hooked(copy.model):
@@ -377,8 +369,6 @@ def trace(
                     if mode is None: raise
                     found.error, found.failed_in = first_line(e).partition('. ')[0], _innermost(e, copy.model)
                     return found
-                loss = vars(copy).get('loss')
-                if isinstance(loss, torch.Tensor): found.loss_is_finite &= bool(loss.isfinite().all())
     return found
 
 
@@ -410,5 +400,5 @@ def _run_again(copy, xb, yb):
     "Run a batch whose inputs and targets callbacks have prepared already."
     copy.xb, copy.yb = xb, yb
     for cb in copy.cbs:
-        if cb is not copy.precision: cb.before_batch = noop
+        if not isinstance(cb, MixedPrecision): cb.before_batch = noop
     copy._with_events(copy._do_one_batch, 'batch', CancelBatchException)

@@ -6,109 +6,121 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ..common import RandomState, first_line, random_state, several_processes, warn_user
-from ..compat import host_value
-from .diagnosis import Alarm, diagnose
-from .growth import Sizes
+from .diagnosis import Alarm, Growth, diagnose
 
 __all__ = ['Watch']
 
 
-def _recorded(learn: Any) -> list:
-    "Return the smoothed losses that fastai's Recorder has fetched, in main memory."
-    return vars(learn.__dict__.get('recorder', learn)).get('losses', ())
-
-
 class Watch:
-    """Watches one fit for the precision callback, which calls the method of an event after its own; warns once.
+    """Notices, in one fit of a precision callback, that training goes wrong, and says once why.
 
-    While all goes well it costs no GPU synchronization in a step: on an accelerator it reads the loss that fastai's
-    Recorder has fetched, and the skipped steps that the host knows. The norm of the weights is taken once, before the
-    first training batch.
+    The callback calls the methods that are named as events after its own. While all goes well nothing here waits for
+    an accelerator: its loss is read where fastai's Recorder has fetched it, its skipped steps as far as they are known.
 
     With `on_overflow='raise'` and several processes they raise together, at the same batch: that takes one all-reduce
-    of a single number for each training batch, which on an accelerator the host waits for.
+    of a single number for each training batch, for which the host waits.
     """
-    def __init__(self, cb: Any): # The `MixedPrecision`, whose fit has begun
-        self.cb, self.on_host = cb, cb.device.type == 'cpu'
-        self.has_warned = False
+    def __init__(self,
+        cb: Any, # A `MixedPrecision` whose fit has begun
+    ):
+        self.cb, self.has_warned = cb, False
+        self.in_place = cb.device.type == 'cpu'                  # reading a number waits for nothing
         self.agrees = cb.on_overflow == 'raise' and several_processes()
-        self.sizes: Sizes | None = None                          # of weights and loss at the start
-        self.random_state: RandomState | None = None             # before the training batch under way
-        self.skips = 0                                           # in a row, as far as the host knows
-        self.n_recorded = 0                                      # losses that the Recorder held before the batch
+        self.weights: torch.Tensor | None = None                 # their norm at the start
+        self.first_loss: torch.Tensor | None = None
         self.last_loss = math.nan                                # the last finite one
+        self.random_state: RandomState | None = None             # before the batch
+        self.n_recorded = 0                                      # losses of the Recorder that were looked at
         self.pending: str | None = None                          # what this process will raise once all know
 
     def before_batch(self) -> None:
+        "Note the random state, and once the size of the weights."
         learn = self.cb.learn
         if self.has_warned or not learn.training: return
         self.random_state = random_state(self.cb.device)
-        if self.sizes is None: self.sizes = Sizes(learn.model)
-        self.n_recorded = len(_recorded(learn))
+        if self.weights is None and self.cb.device.type != 'xla': self.weights = _norm(learn.model)   # XLA would compile twice
 
     def after_loss(self) -> None:
-        "Look at the loss where that is free, or where all processes must know."
+        "Look at the loss before anything is made of it; on an accelerator at that of the batch before."
         learn = self.cb.learn
-        if not learn.training or self.sizes is None: return
-        loss = host_value(learn.loss) if self.on_host else None
-        if self.sizes.loss is None: self.sizes.loss = learn.loss.detach() if loss is None else loss
-        self._check_loss(loss)
-        if self.agrees: self._agree(learn.loss)
+        if not learn.training or not len(learn.yb): return
+        loss = learn.loss.detach()
+        if self.first_loss is None: self.first_loss = loss.mean()
+        if self.in_place: self._check_loss(float(loss.mean()))
+        else: self._check_recorded()
+        if self.agrees: self._agree(loss)
 
-    def after_step(self) -> None: self._check_skips()
-
-    def after_batch(self) -> None:
-        "On an accelerator, look at the loss that the Recorder fetched in this batch or the one before."
-        losses = _recorded(self.cb.learn)
-        if not self.on_host and self.cb.learn.training and len(losses) > self.n_recorded:
-            self._check_loss(host_value(losses[-1]))
+    def after_step(self) -> None:
+        "Count skipped steps in a row, and see whether the loss scale falls below 1."
+        n, cb = self.cb.skips_in_a_row, self.cb
+        if n >= cb.max_skips: self._alarm(f'{n} steps in a row were skipped', same=self.in_place)
+        elif n and self.in_place and not cb.static_scale and cb.scale < 1: self._alarm('the loss scale falls below 1')
 
     def after_train(self) -> None:
-        "Look at the skips that have been read at the end of the epoch."
-        self._check_skips()
+        "At the end of an epoch the host knows all."
+        n = self.cb.skips_in_a_row
+        if n >= self.cb.max_skips: self._alarm(f'{n} steps in a row were skipped', same=self.in_place)
+        self._check_recorded()
         if self.agrees: self._agree()
 
-    def _check_skips(self) -> None:
-        n, before = self.cb.skips_in_a_row, self.skips
-        self.skips = n
-        if self.has_warned or n <= before: return
-        same = n == before + 1                                   # it is the batch under way that was skipped
-        if n >= self.cb.max_skips: self._alarm(f'{n} steps in a row were skipped', same)
-        elif same and not self.cb.static_scale and self.cb.scale < 1: self._alarm('the loss scale falls below 1')
+    def _check_recorded(self) -> None:
+        recorder = vars(self.cb.learn).get('recorder')
+        losses = getattr(recorder, 'losses', ())
+        if self.in_place or len(losses) <= self.n_recorded: return
+        self.n_recorded = len(losses)
+        self._check_loss(float(losses[-1]), same=False)
 
-    def _check_loss(self, loss: float | None) -> None:
-        if loss is None or self.has_warned: return
+    def _check_loss(self, loss: float, same: bool = True) -> None:
         if math.isfinite(loss): self.last_loss = loss
-        else: self._alarm(f'the loss is {loss}')
+        else: self._alarm(f'the loss is {loss}', same)
 
-    def _alarm(self, what: str, same: bool = True) -> None:
+    def _alarm(self,
+        what: str,
+        same: bool = True, # Whether it happened in the batch under way, not in one before
+    ) -> None:
         "Say what happened, where it began and what to try: once a fit."
+        if self.has_warned: return
         cb, self.has_warned = self.cb, True
-        step, scale = getattr(cb.learn, 'train_iter', 0) + 1, cb.scale or 1.
-        if self.skips and cb.scales: scale = cb.scales[-1]       # of the step that was skipped
-        alarm = Alarm(what, cb.mode, scale, step, self.random_state if same else None)
-        try:
-            if self.sizes: alarm.growth = self.sizes.growth(cb.learn.model, self.last_loss)
-            message = diagnose(cb.learn, alarm)
+        scale, skipped = cb.learn.scaler.get_scale(), 'loss is' not in what and not cb.static_scale
+        if skipped: scale /= cb.learn.scaler.get_backoff_factor()        # that of the step
+        step = getattr(cb.learn, 'train_iter', 0) + same
+        try: message = diagnose(cb.learn, Alarm(what, cb.mode, scale, step, self.random_state if same else None, self._growth()))
         except Exception as e:
-            message = (f'{alarm.happened}\nLooking for the cause failed ({type(e).__name__}: {first_line(e)}).\n'
+            message = (f'{Alarm(what, cb.mode, scale, step).happened}\n'
+                       f'Looking for the cause failed ({type(e).__name__}: {first_line(e)}).\n'
                        'Try `learn.precision_report()`.')
         if self.agrees: self.pending = message
         elif cb.on_overflow == 'raise': raise FloatingPointError(message)
         else: warn_user(message)
 
+    def _growth(self) -> Growth | None:
+        "Return what has become of weights and loss since the start; this waits for the device."
+        if self.weights is None: return None
+        before, now = float(self.weights), float(_norm(self.cb.learn.model))
+        if not math.isfinite(now): now = math.nan                # lost, which says nothing of how
+        first = math.nan if self.first_loss is None else float(self.first_loss)
+        return Growth(now / before if before else math.nan, first, self.last_loss)
+
     def _agree(self, loss: torch.Tensor | None = None) -> None:
         "Raise in every process if one of them has something to say."
         rank = dist.get_rank()
         found = torch.full((), 0. if self.pending is None else rank + 1., device=self.cb.device)
-        if loss is not None and not self.on_host: found = found.maximum((~loss.detach().isfinite()).any() * (rank + 1.))
+        if loss is not None and not self.in_place: found = found.maximum((~loss.isfinite()).any() * (rank + 1.))
         dist.all_reduce(found, dist.ReduceOp.MAX)
         if not (worst := int(found)): return
         if self.pending is None and worst == rank + 1: self._alarm('the loss is not finite')
-        self.agrees = False
-        other = worst - 1
-        raise FloatingPointError(self.pending or f'{self.cb.mode.value} training goes wrong on rank {other}.\n'
+        self.agrees, mode, other = False, self.cb.mode.value, worst - 1
+        raise FloatingPointError(self.pending or f'{mode} training goes wrong on rank {other}.\n'
                                  f'Every rank stops at this batch; what happened is in the message of rank {other}.\n'
                                  'This rank found nothing by itself.')
+
+
+def _norm(model: nn.Module) -> torch.Tensor:
+    "Return the norm of this process's trainable weights, on their device."
+    weights = [p.detach() for p in model.parameters() if p.requires_grad]
+    weights = [w.to_local() if hasattr(w, 'to_local') else w for w in weights]
+    norms = [torch.linalg.vector_norm((w.abs() if w.is_complex() else w).float()) for w in weights]
+    return torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms])) if norms else torch.zeros(())
