@@ -78,12 +78,6 @@ def is_dtensor(t: Any) -> bool:
 _NOT_THE_USERS = ('fastxtend_amp', 'fastai', 'fastcore', 'torch', 'contextlib')
 
 
-def several_processes() -> bool:
-    "Return whether this process trains together with others."
-    dist = torch.distributed
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
 def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
     "Warn at the user's own line: the innermost one that is not in this package, fastai, fastcore or PyTorch."
     frame, level = inspect.currentframe(), 1

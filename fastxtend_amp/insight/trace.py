@@ -28,7 +28,7 @@ from ..callback import MixedPrecision
 from ..common import RandomState, first_line, set_random_state
 from ..compat import in_function_transform, next_node, operator, running_node, unwatched
 from ..convert import HALF, half_to_float, map_tensors
-from ..fp32_modules import ROOT, qualified_names
+from ..fp32_modules import qualified_names
 from ..mode import AMPMode
 from .copies import copied_learner
 from .values import Histogram, ends, largest_value, relative_error, tensors

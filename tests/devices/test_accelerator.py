@@ -193,9 +193,10 @@ def test_waits_beyond_fp32(mode, opt, a_step, an_epoch, sim):
     def count(mode):
         learn = build(mode, opt, cbs=spoil_at(8, 9) if mode == 'fp16' else None)
         learn.fit(1, .01)
-        counts, found = [], None
-        learn.add_cb(At('after_epoch', lambda l: counts.append(len(found)), 100))
-        with waits() as found: learn.fit(2, .01)
+        counts = []
+        with waits() as found:
+            learn.add_cb(At('after_epoch', lambda l: counts.append(len(found)), 100))
+            learn.fit(2, .01)
         return counts[1] - counts[0]
     assert count(mode) - count('fp32') == 6 * a_step + an_epoch
 

@@ -1,5 +1,5 @@
 "Precisions side by side: each trains as it would in a plain loop, and the recommendation says how sure it is."
-import random, sys, time, warnings
+import random, time, warnings
 
 import numpy as np
 import pandas as pd
