@@ -41,7 +41,7 @@ def compare(learn: Learner, modes: Any, n_steps: int, *, lr: Any = None, n_seeds
         raise ValueError(f"cbs={list(cbs)!r} cannot be used: {strangers} {are} not among the learner's callbacks. "
                          "Pass some of `learn.cbs`.")
     check_learner(learn, 'compare_precision')
-    with random_state_kept(everything=True), warnings.catch_warnings(), ExitStack() as stack:
+    with random_state_kept(), warnings.catch_warnings(), ExitStack() as stack:
         for said in _OF_COPIES: warnings.filterwarnings('ignore', message=said)   # the table says so
         progress = Progress(learn, float(max_seconds))
         stack.callback(progress.close)

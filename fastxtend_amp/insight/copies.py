@@ -88,7 +88,7 @@ def copied_learner(
     """
     device_type = training_device(learn).type
     autocast = torch.autocast(device_type, enabled=False) if autocast_available(device_type) else torch.enable_grad()
-    with tempfile.TemporaryDirectory() as folder, random_state_kept(everything=True), torch.enable_grad(), autocast:
+    with tempfile.TemporaryDirectory() as folder, random_state_kept(), torch.enable_grad(), autocast:
         new = _copy(learn, _taking_part(learn, cbs), optimizer)
         new.path, new.model_dir = Path(folder), 'models'
         for name in ('save', 'load', 'export'): vars(new)[name] = partial(_by_name_alone, getattr(new, name))

@@ -252,7 +252,7 @@ def _row(mode: AMPMode, s: Seen, fp32: Trace, verdict: Verdict, is_whole: bool) 
 # -- batches
 
 def _drawn(dl: Any, n: int) -> list:
-    with random_state_kept(everything=True): found = [*islice(loader_like(dl), n)]
+    with random_state_kept(): found = [*islice(loader_like(dl), n)]
     if found: return found
     raise ValueError('precision_report needs at least one batch, but the DataLoader gave none: hand it another as dl=...')
 

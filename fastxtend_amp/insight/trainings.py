@@ -90,7 +90,7 @@ class Run:
         if (cb := use_choice(copy, self.choice, precision_callback(learn))) is not None:
             self.call, self.skipped = cb.as_call(), -cb.n_skipped
             cb.on_overflow = 'ignore'                            # a diagnosis would disturb the times; the table tells
-        with random_state_kept(everything=True):
+        with random_state_kept():
             if seed is not None: random.seed(seed); np.random.seed(seed); torch.manual_seed(seed)
             if not copy.opt: copy.create_opt()
             copy.opt.set_hypers(lr=copy.lr if lr is None else lr, **({} if copy.wd is None else {'wd': copy.wd}))

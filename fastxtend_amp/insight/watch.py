@@ -40,7 +40,7 @@ class Watch:
         "Note the random state, and once the size of the weights."
         learn = self.cb.learn
         if self.has_warned or not learn.training: return
-        self.random_state = random_state(self.cb.device)
+        self.random_state = random_state()
         if self.weights is None and self.cb.device.type != 'xla': self.weights = _norm(learn.model)   # XLA would compile twice
 
     def after_loss(self) -> None:
