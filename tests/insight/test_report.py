@@ -6,8 +6,6 @@ from typing import get_args
 import pytest, torch
 from fastai.callback.core import Callback
 from fastai.callback.mixup import MixUp
-from fastai.data.core import DataLoaders
-from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from fastai.losses import CrossEntropyLossFlat
 from torch import nn
