@@ -46,8 +46,10 @@ class Growth:
     def __str__(self) -> str:
         def short(x): return f'{x:,.0f}' if 100 <= abs(x) < 1e7 else f'{x:.3g}'
         parts = []
-        if self.weights > 1.5: parts.append(f'the weights are {short(self.weights)} times as large as at the start of the fit')
-        if abs(self.last_loss) > abs(self.first_loss): parts.append(f'the loss went from {short(self.first_loss)} to {short(self.last_loss)}')
+        if self.weights > 1.5:
+            parts.append(f'the weights are {short(self.weights)} times as large as at the start of the fit')
+        if abs(self.last_loss) > abs(self.first_loss):
+            parts.append(f'the loss went from {short(self.first_loss)} to {short(self.last_loss)}')
         return ' and '.join(parts)
 
 
@@ -97,15 +99,17 @@ def _cause(learn: Learner, alarm: Alarm) -> tuple[str, str]:
 
 def _lost(learn, lost, alarm):
     if alarm.diverges: return f'{lost} ({alarm.growth})', _lower_rate(learn)
-    if alarm.step == 1: return f'{lost}, and were so before training began', 'Build the model anew, or load other weights'
-    return f'{lost}, so the batch cannot be run again as it was', 'Load the last checkpoint, then call `learn.precision_report()`'
+    if alarm.step == 1:
+        return f'{lost}, and were so before training began', 'Build the model anew, or load other weights'
+    again = 'Load the last checkpoint, then call `learn.precision_report()`'
+    return f'{lost}, so the batch cannot be run again as it was', again
 
 
 class _Rerun:
     "The batch under way, forward and backward, in fp32 and in low precision."
     def __init__(self, learn: Learner, model: nn.Module, alarm: Alarm):
         self.learn, self.alarm, self.mode = learn, alarm, alarm.mode
-        self.kept = tuple(precision_callback(learn).fp32_module_names)
+        self.kept = cb.fp32_module_names if (cb := precision_callback(learn)) is not None else []
         again = partial(trace, learn, [(learn.xb, learn.yb)], in_fit=True, random_state=alarm.random_state)
         self.fp32 = again()
         self.traces: dict[tuple, Trace] = {}                     # the first is asked for twice
@@ -123,18 +127,19 @@ class _Rerun:
         if wrong := self.judge.wrong_in_fp32():
             if not alarm.diverges: return wrong, 'Look at the learning rate, the loss function and the data'
             return f'{wrong}, and the run diverges: {alarm.growth}', _lower_rate(self.learn)
-        low = self.judge.run([*self.kept], alarm.scale)
+        low = self.judge.run(self.kept, alarm.scale)
         names, forward = low.failures(), True
         if not names: names, forward = low.backward_failures(), False
         if alarm.diverges:
             first = f'; numbers first stop being finite in {self._named(names[0])}, a consequence' if names else ''
             return f'the run diverges: {alarm.growth}{first}', _lower_rate(self.learn)
-        if low.loss_is_finite and low.grads_are_finite: return f'this batch is finite in {mode}, forward and backward', _LOOK_CLOSER
+        if low.loss_is_finite and low.grads_are_finite:
+            return f'this batch is finite in {mode}, forward and backward', _LOOK_CLOSER
         verdict = self.judge.verdict()
         if verdict.call and not verdict.modules and verdict.scales:
-            most = verdict.scales[1]
-            return (f'the loss scale of {alarm.scale:,.9g} is too large: gradients overflow in {mode}, and at {most:,.9g} '
-                    'they do not', f'Start lower: `{verdict.call}`')
+            where = (f'the loss scale of {alarm.scale:,.9g} is too large: gradients overflow in {mode}, and at '
+                     f'{verdict.scales[1]:,.9g} they do not')
+            return where, f'Start lower: `{verdict.call}`'
         if not names: where = f'the loss or a gradient is not finite in {mode}, and finite in fp32'
         else: where = self._story(names[0], forward)
         if not verdict.call:
@@ -150,9 +155,12 @@ class _Rerun:
             largest, what = seen.largest, 'values inside it reach'
             story = f'numbers stop being finite in {self._named(name)}'
         else:
-            largest, what = seen.grads.largest * self.alarm.scale, f'its gradients, times the loss scale {self.alarm.scale:,.9g}, reach'
-            story = f'the forward pass is finite; the gradients stop being so in the backward pass of {self._named(name)}'
-        return f'{story}: {what} {largest:,.4g} in fp32; {self.mode.value} ends at {limit:,.5g}' if largest > limit else story
+            scale = self.alarm.scale
+            largest, what = seen.grads.largest * scale, f'its gradients, times the loss scale {scale:,.9g}, reach'
+            story = ('the forward pass is finite; the gradients stop being so in the backward pass of '
+                     f'{self._named(name)}')
+        if largest > limit: story += f': {what} {largest:,.4g} in fp32; {self.mode.value} ends at {limit:,.5g}'
+        return story
 
     def _named(self, name): return named(name, {n: s.type for n, s in self.fp32.seen.items()})
 

@@ -79,7 +79,7 @@ class PrecisionReport:
     ) -> pd.DataFrame:
         "Return the rows to look at first: modules in trouble, then those with the least headroom or the largest error."
         table = self.table if mode is None else self.table[self.table['mode'] == AMPMode(mode).value]
-        badness = table['own error'].fillna(0).clip(upper=1e3) + (1 / table['headroom']).fillna(0) + table['non-finite'].fillna(0)
+        badness = table['own error'].fillna(0).clip(upper=1e3) + table['non-finite'].fillna(0) + 1 / table['headroom']
         order = table.assign(_badness=badness).sort_values(['trouble', '_badness'], ascending=False, kind='stable')
         first = order.drop(columns='_badness').groupby('mode', sort=False).head(n or len(table))
         return first.sort_values('mode', kind='stable')
@@ -104,7 +104,8 @@ class PrecisionReport:
             if not n: continue
             rows = self.worst(10, mode)
             more = f' of {n}' if n > len(rows) else ''
-            yield f'{mode}: the {len(rows)} modules to look at first{more}; all columns and rows: `report.table`', _short(rows)
+            title = f'{mode}: the {len(rows)} modules to look at first{more}; all columns and rows: `report.table`'
+            yield title, _short(rows)
 
     def __repr__(self):
         tables = [f'{title}\n{rows.to_string(index=False)}' for title, rows in self._shown()]
@@ -158,7 +159,7 @@ class _Report:
         cb = precision_callback(learn)
         self.scale = (cb and cb.scale) or INIT_SCALE
         self.fp32: Trace | None = None                           # of the whole batches
-        self.low: dict[AMPMode, tuple[Trace, Trace]] = {}        # of what a mode looks at: with nothing in fp32, and all
+        self.low: dict[AMPMode, tuple[Trace, Trace]] = {}        # with nothing kept in fp32; its reference
         self.samples: dict[AMPMode, int] = {}                    # that an emulated mode looks at
 
     def on(self, modes: list[AMPMode], n_batches: int) -> PrecisionReport:
@@ -172,7 +173,8 @@ class _Report:
         rows = [_row(mode, s, self.low[mode][1], v, mode not in self.samples)
                 for mode, v in verdicts.items() for s in self._rows(mode)]
         by_name = {m.value: v for m, v in verdicts.items()}
-        return PrecisionReport(pd.DataFrame(rows, columns=_COLUMNS), by_name, self._never_called(), self._notes(n_batches))
+        table = pd.DataFrame(rows, columns=_COLUMNS)
+        return PrecisionReport(table, by_name, self._never_called(), self._notes(n_batches))
 
     def _verdict(self, mode: AMPMode, fp32: Trace) -> Verdict:
         support, batches = mode_support(mode, self.device), self.batches
@@ -205,30 +207,31 @@ class _Report:
         limit, trouble = self.progress.max_seconds, self.low[mode][0].failures() if mode in self.low else []
         reason = f'`max_seconds={limit:g}` was over before a verdict was found'
         if trouble: reason += f'; in trouble so far: {some(trouble)}'
-        return Verdict(mode.value, 'not known', reason, f"learn.precision_report('{mode.value}', max_seconds={10 * limit:g})",
-                       trouble=trouble)
+        again = f"learn.precision_report('{mode.value}', max_seconds={10 * limit:g})"
+        return Verdict(mode.value, 'not known', reason, again, trouble=trouble)
 
     def _rows(self, mode) -> list[Seen]:
         "Return the modules that compute something, in the order in which they end, and the loss function."
         if mode not in self.low: return []
         modules = dict(qualified_names(self.model))
         seen = [s for s in self.low[mode][0].seen.values() if s.calls]
-        of_modules = [s for s in seen if s.name != LOSS and (s.computes or not any(True for _ in modules[s.name].children()))]
-        return of_modules + [s for s in seen if s.name == LOSS]
+        loss = [s for s in seen if s.name == LOSS]
+        return [s for s in seen if s.name != LOSS and (s.computes or not list(modules[s.name].children()))] + loss
 
     def _never_called(self) -> list[str]:
         if self.fp32 is None: return []
-        leaves = [(n, m) for n, m in qualified_names(self.model) if not list(m.children()) and not isinstance(m, torch.jit.ScriptModule)]
-        called = {id(m) for n, m in leaves if n in self.fp32.seen}
+        leaves = [(n, m) for n, m in qualified_names(self.model) if not list(m.children())]
+        called = {id(m) for n, m in leaves if n in self.fp32.seen or isinstance(m, torch.jit.ScriptModule)}
         return [n for n, m in leaves if id(m) not in called]
 
     def _notes(self, n_batches) -> list[str]:
         n = len(self.batches)
-        notes = [f"Looked at {n} batch{'es' * (n > 1)} of {self.whole} samples, with the weights as they are now: after "
-                 'some training others may be in trouble.']
+        notes = [f"Looked at {n} batch{'es' * (n > 1)} of {self.whole} samples, with the weights as they are now: "
+                 'after some training others may be in trouble.']
         if n < n_batches: notes.append(f'There were only {n} of {n_batches} batches.')
-        notes += [f'{m.value} is emulated here: the report looked at {few} of {self.whole} samples in it, and leaves out the '
-                  'total error, which normalization makes large with few samples.' for m, few in self.samples.items()]
+        notes += [f'{m.value} is emulated here: the report looked at {few} of {self.whole} samples in it, and leaves '
+                  'out the total error, which normalization makes large with few samples.'
+                  for m, few in self.samples.items()]
         if missing := left_out(self.learn): notes.append(f'Callbacks that took no part: {some(missing, 8)}.')
         return notes
 
@@ -243,8 +246,8 @@ def _row(mode: AMPMode, s: Seen, fp32: Trace, verdict: Verdict, is_whole: bool) 
     in_half = s.dtypes & set(HALF)
     return dict(zip(_COLUMNS, [
         mode.value, s.name, s.type, s.params, '+'.join(sorted(str(d).removeprefix('torch.') for d in s.dtypes)),
-        ref.largest, limit / largest if largest else math.inf, s.non_finite / s.values if s.values else math.nan, s.error,
-        s.total if is_whole else math.nan, ref.grads.largest or math.nan,
+        ref.largest, limit / largest if largest else math.inf, s.non_finite / s.values if s.values else math.nan,
+        s.error, s.total if is_whole else math.nan, ref.grads.largest or math.nan,
         ref.grads.share_below(info.tiny * info.eps) if in_half or not ref.grads.largest else 0.,
         s.name in verdict.modules + verdict.trouble]))
 
@@ -254,7 +257,8 @@ def _row(mode: AMPMode, s: Seen, fp32: Trace, verdict: Verdict, is_whole: bool) 
 def _drawn(dl: Any, n: int) -> list:
     with random_state_kept(): found = [*islice(loader_like(dl), n)]
     if found: return found
-    raise ValueError('precision_report needs at least one batch, but the DataLoader gave none: hand it another as dl=...')
+    raise ValueError('precision_report needs at least one batch, but the DataLoader gave none.\n'
+                     'Give another one as dl=...')
 
 
 def _split(learn, batch) -> tuple: # Inputs and targets

@@ -40,7 +40,8 @@ def plot_report(
         ax.spines[['top', 'right']].set_visible(False)
     _name(axs[1], names, marks)
     figure = axs[0].figure
-    if own: figure.suptitle(';  '.join(f'{v.mode}: {v.verdict}' for v in verdicts.values()), fontsize=12, fontweight='bold')
+    title = ';  '.join(f'{v.mode}: {v.verdict}' for v in verdicts.values())
+    if own: figure.suptitle(title, fontsize=12, fontweight='bold')
     if own and len(names): figure.legend(loc='outside lower center', ncols=2, frameon=False, fontsize=9)
     else:
         for ax in axs: ax.legend(frameon=False, fontsize=9)
@@ -48,7 +49,7 @@ def plot_report(
 
 
 def _marks(table, verdicts) -> dict[str, tuple[str, str]]:
-    "Return color and words for each module in trouble; grey if it does not run in a mode, and no other has trouble with it."
+    "Return color and words for each module in trouble: grey if all that is wrong is that it does not run."
     found: dict[str, tuple[str, str]] = {}
     for name, mode in table.loc[table['trouble'].astype(bool), ['module', 'mode']].itertuples(index=False):
         refused = verdicts[mode].verdict == 'cannot run'
@@ -62,7 +63,8 @@ def _draw_sizes(ax, rows, with_fp16, marks):
     fine = PRECISION_COLORS['fp32'], 'largest value in the module (fp32)'
     for kind in (fine, TROUBLE, REFUSED):
         of = rows[[marks.get(n, fine) == kind for n in rows['module']]]
-        if len(of): ax.plot(of['x'], of['largest'], 'o', ms=4 if kind is fine else 7, color=kind[0], label=kind[1], zorder=3)
+        size = 4 if kind is fine else 7
+        if len(of): ax.plot(of['x'], of['largest'], 'o', ms=size, color=kind[0], label=kind[1], zorder=3)
     limits = [*rows['largest']] or [1.]
     if with_fp16:
         info, color = torch.finfo(torch.float16), PRECISION_COLORS['fp16']
@@ -85,7 +87,9 @@ def _draw_errors(ax, table):
         errors = line['total error'].clip(lower=SMALL)
         if len(line): ax.plot(line['x'], errors, '-', lw=1.6, color=color, label=f'{mode}: total error', zorder=2)
         dots = before[before['own error'] > SMALL]
-        if len(dots): ax.plot(dots['x'], dots['own error'], 'o', ms=4, mfc='white', color=color, label=f"{mode}: the module's own error", zorder=3)
+        if len(dots):
+            ax.plot(dots['x'], dots['own error'], 'o', ms=4, mfc='white', color=color,
+                    label=f"{mode}: the module's own error", zorder=3)
         if len(lost):
             ax.plot(lost['x'].iloc[:1], [errors.iloc[-1] if len(line) else SMALL], 'X', ms=9, color=color, mec='white',
                     label=f'{mode}: not finite from here', zorder=5)

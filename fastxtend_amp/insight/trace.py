@@ -142,8 +142,9 @@ class Trace(TorchDispatchMode):
                 if m in names or isinstance(m, torch.jit.ScriptModule): continue  # which takes no hooks from Python
                 names[m] = name
                 # First of all hooks, so that what others make of the inputs is the module's own doing.
-                stack.callback(m.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True, prepend=True).remove)
-                stack.callback(m.register_forward_hook(self._leave, with_kwargs=True, always_call=True).remove)
+                enter = m.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True, prepend=True)
+                leave = m.register_forward_hook(self._leave, with_kwargs=True, always_call=True)
+                for hook in (enter, leave): stack.callback(hook.remove)
             stack.enter_context(self)
             yield
 
@@ -325,7 +326,8 @@ def _twin_in_place(frame, t):
     frame.twins[_address(t)] = t, half_to_float(whole).clone()
 
 
-def _in_fp32(kwargs): return {k: torch.float32 if isinstance(v, torch.dtype) and v in HALF else v for k, v in kwargs.items()}
+def _in_fp32(kwargs):
+    return {k: torch.float32 if isinstance(v, torch.dtype) and v in HALF else v for k, v in kwargs.items()}
 
 
 class _Ends(Callback):
@@ -354,7 +356,7 @@ def trace(
     "Run batches forward and backward in a copy of `learn`, in its own loop with its callbacks; no step is taken."
     found = Trace(mode, reference, tick)
     with copied_learner(learn) as copy, _as_written(), warnings.catch_warnings():
-        warnings.simplefilter('ignore')                          # what a fit would say, such as that the mode is emulated
+        warnings.simplefilter('ignore')                          # of a fit, such as that the mode is emulated
         if mode is not None: _set_precision(copy, mode, keep, scale)
         copy.add_cb(_Ends(found))
         if random_state is not None: set_random_state(random_state)

@@ -1,4 +1,4 @@
-"Figures of tensors: how large, how far from what is expected, how many underflow. They need no float64, which MPS lacks."
+"Figures of tensors: how large, how far from what is expected, how many underflow; without float64, which MPS lacks."
 from __future__ import annotations
 
 import math

@@ -117,7 +117,7 @@ class Judge:
         "Keep the modules that do not run, such as an LSTM on some CPUs; the trace, and why they do not."
         modules, refusal, self._lacks_a_kernel = dict(qualified_names(self.model)), '', False
         for name, m in modules.items():                          # a fit would refuse to begin
-            kind = next((k for k in (nn.LSTM, nn.GRU, nn.RNN) if isinstance(m, k)), None)
+            kind: type | None = next((k for k in (nn.LSTM, nn.GRU, nn.RNN) if isinstance(m, k)), None)
             if self.device.type != 'cpu' or kind is None or not (why := refused_layer(kind, self.mode)): continue
             refusal = refusal or self._refusal(name, kind, why)
             self._keep_refused([name])
@@ -176,8 +176,8 @@ class Judge:
             if n in found: continue
             if s.error > IMPRECISE: found[n] = f'{named(n)} loses {min(s.error, 1):.0%} in {self.mode.value}'
             elif self._is_only_close(s) and not self._is_kept(n):
-                found[n] = (f"values in {named(n)} come to 1/{self.limit / s.half:.2g} of {self._format}, so that a few "
-                            'larger samples would overflow')
+                found[n] = (f"values in {named(n)} come to 1/{self.limit / s.half:.2g} of {self._format}, so that a "
+                            'few larger samples would overflow')
         return found
 
     def _is_only_close(self, s: Seen) -> bool:
@@ -211,8 +211,11 @@ class Judge:
             if trace.error or not _computes_in_half(trace): continue
             found = self._concerned(trace)
             if not trace.loss_is_finite or name in found or (backward and not trace.grads_are_finite): continue
-            if name is None: self.reasons |= {n: f'with {named(n)} in {self.mode.value} the loss or a gradient is not finite' for n in names}
-            elif name in self.reasons: self.reasons[name] += f', and not with {some([*map(named, names)])} in fp32, which come before'
+            if name in self.reasons:
+                self.reasons[name] += f', and not with {some([*map(named, names)])} in fp32, which come before'
+            else:
+                words = f'in {self.mode.value} the loss or a gradient is not finite'
+                self.reasons |= {n: f'with {named(n)} {words}' for n in names}
             return names
         return []
 
@@ -253,7 +256,8 @@ class Judge:
             reason = (f'{self.reasons[shows]}, and no module in fp32 changes that. Compute it in fp32 there: '
                       f"`with torch.autocast('{self.device.type}', enabled=False)`, on inputs made `.float()`")
         elif not low.loss_is_finite: reason = 'the loss is not finite, whatever is kept in fp32'
-        elif not low.grads_are_finite: reason = 'the gradients are not finite, whatever is kept in fp32, at any loss scale'
+        elif not low.grads_are_finite:
+            reason = 'the gradients are not finite, whatever is kept in fp32, at any loss scale'
         elif self._no_scale_fits(low):
             reason = f'no loss scale fits: gradients underflow below {least:,.9g} and overflow above {most:,.9g}'
         else: reason = f'{some([*self.reasons.values()])}; keeping them in fp32 was not enough'
@@ -261,12 +265,14 @@ class Judge:
 
     def _works(self, low: Trace) -> Verdict:
         if self.reasons and not _computes_in_half(low):
-            return self._say('do not use', f'{some([*self.reasons.values()])}; with these in fp32 nothing is left in {self.mode.value}')
+            words = f'with these in fp32 nothing is left in {self.mode.value}'
+            return self._say('do not use', f'{some([*self.reasons.values()])}; {words}')
         least, most = scales_that_fit(self.mode, low, self.fp32)
         most = min(most, self.highest)
         scaled = (least, most) if self.mode.needs_loss_scaling else None
         start = max(least, most / MARGIN)
-        changes = {'init_scale': int(start) if start >= 1 else start} if scaled and most < CLOSE * self.first_scale else {}
+        changes = {}
+        if scaled and most < CLOSE * self.first_scale: changes['init_scale'] = int(start) if start >= 1 else start
         reasons = [*self.reasons.values()] or [self._errors(low)]
         verdict: Judgement = 'safe with loss scaling' if scaled and least > 1 else 'safe so far'
         if self.reasons: verdict = 'safe, but close' if self.close >= self.reasons.keys() else 'keep modules in fp32'
@@ -281,7 +287,8 @@ class Judge:
         if math.isnan(total): return text
         text = f'predictions are {total:.2%} from fp32; {text}'
         if total <= IMPRECISE: return text
-        return f'{text}: the model makes small differences large, as batch normalization does with few or similar samples'
+        return (f'{text}: the model makes small differences large, as batch normalization does with few or similar '
+                'samples')
 
 
 def lost_weights(model: nn.Module) -> str: # Such as "2 of 4 weight tensors are NaN or inf, such as '0.weight'"

@@ -41,7 +41,8 @@ class Watch:
         learn = self.cb.learn
         if self.has_warned or not learn.training: return
         self.random_state = random_state()
-        if self.weights is None and self.cb.device.type != 'xla': self.weights = _norm(learn.model)   # XLA would compile twice
+        if self.weights is None and self.cb.device.type != 'xla':        # which would compile the first batch twice
+            self.weights = _norm(learn.model)
 
     def after_loss(self) -> None:
         "Look at the loss before anything is made of it; on an accelerator at that of the batch before."
@@ -68,7 +69,7 @@ class Watch:
 
     def _check_recorded(self) -> None:
         recorder = vars(self.cb.learn).get('recorder')
-        losses = getattr(recorder, 'losses', ())
+        losses = getattr(recorder, 'losses', [])
         if self.in_place or len(losses) <= self.n_recorded: return
         self.n_recorded = len(losses)
         self._check_loss(float(losses[-1]), same=False)
@@ -87,9 +88,12 @@ class Watch:
         scale, skipped = cb.learn.scaler.get_scale(), 'loss is' not in what and not cb.static_scale
         if skipped: scale /= cb.learn.scaler.get_backoff_factor()        # that of the step
         step = getattr(cb.learn, 'train_iter', 0) + same
-        try: message = diagnose(cb.learn, Alarm(what, cb.mode, scale, step, self.random_state if same else None, self._growth()))
+        alarm = Alarm(what, cb.mode, scale, step, self.random_state if same else None)
+        try:
+            alarm.growth = self._growth()
+            message = diagnose(cb.learn, alarm)
         except Exception as e:
-            message = (f'{Alarm(what, cb.mode, scale, step).happened}\n'
+            message = (f'{alarm.happened}\n'
                        f'Looking for the cause failed ({type(e).__name__}: {first_line(e)}).\n'
                        'Try `learn.precision_report()`.')
         if self.agrees: self.pending = message
