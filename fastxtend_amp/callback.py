@@ -122,7 +122,7 @@ class MixedPrecision(fp16.MixedPrecision):
     def __dir__(self): return object.__dir__(self)
 
     def __getstate__(self) -> dict[str, Any]:                    # a copy made in the middle of a fit is outside one
-        return {k: v for k, v in self.__dict__.items() if k not in ('device', '_stack', '_replacement', '_watch', '_watching')}
+        return {k: v for k, v in self.__dict__.items() if k not in ('device', '_stack', '_replacement', '_watch')}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

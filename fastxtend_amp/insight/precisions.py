@@ -92,8 +92,9 @@ def use_choice(
     if choice.fp32_modules: arguments['fp32_modules'] = list(dict.fromkeys([*kept, *choice.fp32_modules]))
     state = own.state_dict() if own is not None else {}
     getattr(learn, method)(**arguments)
-    if state: precision_callback(learn).load_state_dict(state)             # as fp16 to fp16; nothing in bf16
-    return precision_callback(learn)
+    cb = precision_callback(learn)
+    if state and cb is not None: cb.load_state_dict(state)       # as fp16 to fp16; nothing in bf16
+    return cb
 
 
 def _call_of(cb: MixedPrecision | None) -> tuple[str, dict[str, Any]]:
