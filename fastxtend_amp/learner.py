@@ -116,7 +116,7 @@ def to_amp(self: Learner, *args,
         from .insight.choice import measure_and_choose           # here: the core does without the rooms
         measure_and_choose(self, max_seconds)
         return self
-    if args and not isinstance(args[0], (int, float)):
+    if args and (isinstance(args[0], bool) or not isinstance(args[0], (int, float))):
         raise TypeError(f"to_amp({args[0]!r}): to_amp chooses the precision itself.\nFor one of your choice call "
                         "`learn.to_bf16()` or `learn.to_fp16()`.")
     return set_precision(self, MixedPrecision('auto', *args, **kwargs))
