@@ -1,36 +1,58 @@
-"The history of scales against what a GradScaler really did."
+"Loss scaling by itself: the history against what a GradScaler did, and what of it is kept."
 import numpy as np, pytest, torch
+from torch import nn
 
-from fastxtend_amp.scale_history import ScaleHistory as History, ScaleRule as _Rule
+from fastxtend_amp.scaling import LossScaling
+from helpers import *
 
 
-@pytest.mark.parametrize('growth,backoff,interval', [(2., .5, 3), (1.7, .3, 2), (1.001, .999, 1), (1e20, .5, 1)])
-def test_history_replays_what_the_scaler_did(growth, backoff, interval):
-    p = torch.nn.Parameter(torch.zeros(2))
-    opt, rng = torch.optim.SGD([p], lr=.1), np.random.default_rng(0)
-    scaler = torch.amp.GradScaler('cpu', init_scale=3., growth_factor=growth, backoff_factor=backoff, growth_interval=interval)
-    history, expected, skips = History(), [], []
-    history.mark(3., 0, _Rule(growth, backoff, interval))
-    for _ in range(200):
+@pytest.mark.parametrize('growth, backoff, interval', [(2., .5, 3), (1.7, .3, 2), (1e20, .5, 1)])
+def test_the_history_is_what_a_scaler_did(growth, backoff, interval):
+    p, rng = nn.Parameter(torch.zeros(2)), np.random.default_rng(0)
+    opt, scaling = SGD([p], lr=.1), LossScaling(3., growth, backoff, interval, True)
+    plain, sgd = torch.amp.GradScaler('cpu', 3., growth, backoff, interval), torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=.1)
+    scaling.start('cpu', True)
+    expected, skips, row = [], [], 0
+    for _ in range(100):
         skip = bool(rng.random() < .2)
-        p.grad = torch.full((2,), float('inf') if skip else 1.)
-        scaler.scale(torch.zeros(1))
-        expected.append(scaler.get_scale()); skips.append(skip)
-        scaler.step(opt); scaler.update(); history.record(skip)
-        assert history.current_scale == scaler.get_scale()       # known on the host
-    assert history.scales == expected and history.skips.tolist() == skips
+        row = row + 1 if skip else 0
+        p.grad = sgd.param_groups[0]['params'][0].grad = None
+        for s, param in ((scaling, p), (plain, sgd.param_groups[0]['params'][0])):
+            scaled = s.scale(torch.ones(()), opt) if s is scaling else s.scale(torch.ones(()))
+            param.grad = torch.full((2,), float('inf') if skip else 1.) * scaled
+        expected.append(plain.get_scale()); skips.append(skip)
+        scaling.unscale(opt); scaling.update()
+        plain.step(sgd); plain.update()
+        assert scaling.state_dict() == plain.state_dict() and scaling.skips_in_a_row == row
+    assert scaling.scales == expected and scaling.skips == skips
 
 
-def test_memory_of_ten_million_steps():
-    history = History()
-    history.mark(65536., 0, _Rule(2., .5, 2000))
-    for i in range(100_000): history.record(i % 2000 == 0)
-    assert len(history._bits) * 100 == 1_250_000 and len(history._marks) == 1
+def test_what_one_fit_leaves_the_next_one_begins_with():
+    scaling, opt, model = LossScaling(1024., 2., .5, 2, True), None, nn.Linear(1, 1)
+    state = {**scaling.state_dict(), 'scale': 64., '_growth_tracker': 1}
+    assert scaling.state_dict()['scale'] == 1024. and not scaling.on
+    scaling.load_state_dict(state)
+    for _ in range(2):
+        assert scaling.start('cpu', True).state_dict() == state == scaling.state_dict() and scaling.on
+        assert scaling.end(opt, model) is None and scaling.state_dict() == state and not scaling.on
+    scaling.start('cpu', True)
+    scaling.load_state_dict({**state, 'scale': 8.})
+    scaling.end(opt, model)
+    assert scaling.state_dict()['scale'] == 8.
+    scaling.load_state_dict(None)
+    assert scaling.state_dict()['scale'] == 1024. and scaling.state_dict()['_growth_tracker'] == 0
 
 
-def test_truncate():
-    history = History(); history.mark(8., 0, _Rule(2., .5, 2))
-    for skipped in (True, False, False, True, True): history.record(skipped)
-    history.truncate(3)
-    assert history.scales == [8., 4., 4.] and history.skips.tolist() == [True, False, False]
-    history.record(False); assert history.scales == [8., 4., 4., 8.]
+def test_gradients_are_brought_to_a_new_scale():
+    scaling, p = LossScaling(1024., 2., .5, 2, True), nn.Parameter(torch.ones(2))
+    opt = SGD([p], lr=.1)
+    scaling.start('cpu', True)
+    scaling.scale((p * 3).sum(), opt).backward()
+    assert p.grad.tolist() == [3072.] * 2
+    scaling.load_state_dict({**scaling.state_dict(), 'scale': 4.}, opt)
+    assert p.grad.tolist() == [12.] * 2
+    scaling.unscale(opt)
+    assert p.grad.tolist() == [3.] * 2
+    scaling.cancel()
+    scaling.scale((p * 3).sum(), opt).backward()                 # true gradients, to which scaled ones are added
+    assert p.grad.tolist() == [24.] * 2
