@@ -60,10 +60,15 @@ def members(cls):
             if not n.startswith('_') and n not in NOT_LISTED and not EVENT.fullmatch(n) and inspect.getdoc(m)}
 
 
+def described_elsewhere(f):
+    "Return the function or class whose arguments a method of `Learner` passes on; None without one."
+    return getattr(f, '__delwrap__', None) if inspect.isfunction(f) else None
+
+
 def arguments(f):
     "Return name, type, default and meaning of the arguments that `f` itself has, without those that it passes on."
-    meanings, passed_on = docments(f, args_kwargs=True), getattr(f, '__delwrap__', None)
-    theirs = inspect.signature(passed_on).parameters if passed_on else {}
+    meanings, other = docments(f, args_kwargs=True), described_elsewhere(f)
+    theirs = inspect.signature(other).parameters if other else {}
     found = []
     for name, p in inspect.signature(f).parameters.items():
         if name in ('self', 'args', 'kwargs') or name in theirs: continue
@@ -95,7 +100,7 @@ def table(obj):
 
 def passed_on(obj):
     "Return a sentence for arguments that are described elsewhere."
-    to = getattr(obj, '__delwrap__', None)
+    to = described_elsewhere(obj)
     if to is None: return ''
     theirs, own = inspect.signature(to).parameters, inspect.signature(obj).parameters
     taken = [n for n in theirs if n in own and n not in ('self', 'args', 'kwargs')]
@@ -106,7 +111,7 @@ def passed_on(obj):
 def signature_text(obj):
     "Return the names and defaults of an object's own arguments."
     shown = [name + (f'={default}' if default else '') for name, _, default, _ in arguments(obj)]
-    return f"({', '.join([*shown, *(['...'] if hasattr(obj, '__delwrap__') else [])])})"
+    return f"({', '.join([*shown, *(['...'] if described_elsewhere(obj) else [])])})"
 
 
 def text_of(obj):

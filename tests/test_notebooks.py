@@ -16,9 +16,9 @@ spec.loader.exec_module(run_notebooks)
 def tags(cell): return set(cell.metadata.get('tags', []))
 
 
+@pytest.mark.slow                                                # in CI alone
 @pytest.mark.parametrize('path', NOTEBOOKS, ids=lambda p: p.stem)
-def test_runs(path):
-    if run_notebooks.missing(path): pytest.skip(f'needs {run_notebooks.missing(path)}')
+def test_runs_in_an_empty_folder(path):
     done = run_notebooks.execute(path)
     assert all(c.execution_count for c in done.cells if c.cell_type == 'code')
 
@@ -43,4 +43,4 @@ def test_reads_as_a_tutorial(path):
     shown = [c for c in cells if c.cell_type == 'code' and not tags(c) & HIDDEN]
     for cell in shown:
         assert 'assert ' not in cell.source and 'test_eq' not in cell.source, cell.source
-    if shown and 'import' in shown[0].source.split('\n')[0]: assert len(shown[0].source.split('\n')) <= 4
+    if shown and 'import' in shown[0].source.split('\n')[0]: assert len(shown[0].source.split('\n')) <= 4 or cells.index(shown[0]) > 4
