@@ -4,7 +4,7 @@ from configparser import ConfigParser
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]   # api_pages.py, and the package that this page describes
+sys.path[:0] = [str(HERE), str(HERE.parent)]   # the extensions, and the package that this page describes
 
 settings = ConfigParser(delimiters=['='])
 settings.read(HERE.parent / 'settings.ini', encoding='utf-8')
@@ -13,8 +13,8 @@ project = settings['DEFAULT']['lib_name']
 author = copyright = settings['DEFAULT']['author']
 release = version = settings['DEFAULT']['version']
 
-extensions = ['myst_nb', 'sphinx_copybutton', 'api_pages']
-exclude_patterns = ['_build', '**.ipynb_checkpoints', 'benchmarks']
+extensions = ['myst_nb', 'sphinx_copybutton', 'api_pages', 'breaks']
+exclude_patterns = ['_build', '**.ipynb_checkpoints', 'benchmarks', 'speed.md']   # the last is included in another
 nb_execution_mode = 'off'                      # outputs are stored in the notebooks; `python nbs/run.py` runs them anew
 nb_merge_streams = True
 myst_enable_extensions = ['colon_fence', 'deflist']
@@ -24,6 +24,7 @@ suppress_warnings = ['mystnb.unknown_mime_type']
 copybutton_exclude = '.linenos, .gp, .go'
 
 html_theme = 'furo'
+pygments_style, pygments_dark_style = 'friendly', 'github-dark'
 html_title = f'{project} {release}'
 html_static_path = ['_static']
 html_css_files = ['custom.css']

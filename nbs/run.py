@@ -1,8 +1,8 @@
 "Runs the notebooks and stores their outputs: `python nbs/run.py` all of them, `python nbs/run.py 02 05` these."
 import base64
-import importlib.util
 import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -11,29 +11,21 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
 FOLDER = Path(__file__).resolve().parent
-NEEDS = {'04c_xla': 'torch_xla'} # What a notebook imports that the extras do not bring
 
 
 def execute(
     file: Path, # The notebook; it is not changed
     timeout: float = 240., # Seconds that one cell may take
 ): # The notebook with its new outputs
-    "Run a notebook from top to bottom in a fresh kernel, in its own folder, with the package beside it."
+    "Run a notebook from top to bottom in a fresh kernel and an empty folder, with this package."
     search = [str(FOLDER.parent), *os.environ.get('PYTHONPATH', '').split(os.pathsep)]
     env = {**os.environ, 'PYTHONPATH': os.pathsep.join(filter(None, search))}
     env['PYTHONWARNINGS'] = 'ignore:IProgress not found'         # tqdm's, where ipywidgets is not installed
     notebook = nbformat.read(file, as_version=4)
-    resources = {'metadata': {'path': str(file.parent)}}
-    client = NotebookClient(notebook, timeout=timeout, kernel_name='python3', resources=resources)
-    return client.execute(env=env)
-
-
-def missing(
-    file: Path, # The notebook
-) -> str | None: # The package to install first
-    "What a notebook needs and this Python does not have."
-    package = NEEDS.get(file.stem)
-    return package if package and importlib.util.find_spec(package) is None else None
+    with tempfile.TemporaryDirectory() as folder:
+        resources = {'metadata': {'path': folder}}
+        client = NotebookClient(notebook, timeout=timeout, kernel_name='python3', resources=resources)
+        return client.execute(env=env)
 
 
 def is_left_over(output): # What a progress bar leaves when it is done, and its style sheet
@@ -64,9 +56,6 @@ def main(names):
     failed = 0
     for file in sorted(FOLDER.glob('*.ipynb')):
         if names and not file.name.startswith(tuple(names)): continue
-        if missing(file):
-            print(f'{file.name}: needs {missing(file)}; left as it is', flush=True)
-            continue
         start = time.perf_counter()
         try: notebook = execute(file)
         except CellExecutionError as error:

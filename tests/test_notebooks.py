@@ -16,9 +16,9 @@ spec.loader.exec_module(run_notebooks)
 def tags(cell): return set(cell.metadata.get('tags', []))
 
 
+@pytest.mark.slow                                                # in CI alone
 @pytest.mark.parametrize('path', NOTEBOOKS, ids=lambda p: p.stem)
-def test_runs(path):
-    if run_notebooks.missing(path): pytest.skip(f'needs {run_notebooks.missing(path)}')
+def test_runs_in_an_empty_folder(path):
     done = run_notebooks.execute(path)
     assert all(c.execution_count for c in done.cells if c.cell_type == 'code')
 
