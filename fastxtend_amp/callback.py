@@ -158,6 +158,7 @@ class MixedPrecision(fp16.MixedPrecision):
     @property
     def skips_in_a_row(self) -> int:
         "The number of skipped steps in a row up to now in this fit, as far as the host knows: never waits."
+        if self.device is not None and self.device.type == 'cpu': self._scaling.read()
         return self._scaling.skips_in_a_row
     @property
     def static_scale(self) -> bool:

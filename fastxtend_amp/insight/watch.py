@@ -123,8 +123,12 @@ class Watch:
 
 
 def _norm(model: nn.Module) -> torch.Tensor:
-    "Return the norm of this process's trainable weights, on their device."
+    """Return the norm of this process's trainable weights, on their device.
+
+    Wrapper subclasses, such as quantized weights, are left out: they need not have an operator for it.
+    """
     weights = [p.detach() for p in model.parameters() if p.requires_grad]
     weights = [w.to_local() if hasattr(w, 'to_local') else w for w in weights]
+    weights = [w for w in weights if type(w).__torch_dispatch__ is torch.Tensor.__torch_dispatch__]
     norms = [torch.linalg.vector_norm((w.abs() if w.is_complex() else w).float()) for w in weights]
     return torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms])) if norms else torch.zeros(())

@@ -5,12 +5,11 @@ import pytest, torch
 from fastai.callback.training import GradientAccumulation
 from torch import nn
 
-import fastxtend_amp.learner
 from fastxtend_amp import HalfWeights, mode
 from fastxtend_amp.insight import compare, precisions, trainings
 from fastxtend_amp.insight.choice import measure_and_choose
 from fastxtend_amp.insight.precisions import PrecisionChoice, use_choice
-from helpers import Attentive, learner, loaders, mlp, params, same, OPTIMIZERS
+from helpers import Attentive, learner, mlp, params, same
 from states import bits, rich
 
 
@@ -37,7 +36,7 @@ def speeds(monkeypatch):
 def test_takes_the_fastest(speeds, known, chosen, capsys):
     speeds.update(known)
     learn = learner(cbs=GradientAccumulation(8))
-    if 'half weights' in known: learn.to_half_weights(cast_once=True)
+    if 'half weights' in known: learn.to_half_weights()
     measure_and_choose(learn, n_steps=16)
     decision, cb = learn.precision_decision, learn.precision
     assert decision.mode == chosen
@@ -46,7 +45,7 @@ def test_takes_the_fastest(speeds, known, chosen, capsys):
     if chosen == 'fp32': assert cb is None
     else:
         assert cb.decision is decision and decision.choice.mode == cb.amp_mode and decision.call == cb.as_call()
-        assert isinstance(cb, HalfWeights) == chosen.startswith('half') and getattr(cb, 'cast_once', True)
+        assert isinstance(cb, HalfWeights) == chosen.startswith('half')
     said = capsys.readouterr().out
     assert said.startswith(f'{chosen}: ') and said.count('\n') == 1 and 'Measured in' in said
     if chosen == 'fp16': assert '3.00, 3.00 to 3.00 times' in said and 'as 2 trainings of fp32 allow' in said
@@ -147,27 +146,9 @@ def test_a_compiled_model_stays_compiled(speeds, in_place):
     torch._dynamo.reset()
 
 
-needs_bf16 = pytest.mark.skipif(mode.mode_support(mode.AMPMode.BF16, torch.device('cpu')).status != 'native',
-                                reason='needs a CPU with native bf16')
-
-
-@needs_bf16
-def test_with_native_bf16_a_wide_network_takes_it_and_a_deep_narrow_one_does_not():
-    torch.manual_seed(0)
-    wide = nn.Sequential(nn.Linear(6, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 2048),
-                         nn.ReLU(), nn.Linear(2048, 1))
-    deep = nn.Sequential(*[layer for i in range(30) for layer in (nn.Linear(6 if i == 0 else 8, 8), nn.ReLU())],
-                         nn.Linear(8, 1))
-    for model, chosen in ((wide, 'bf16'), (deep, 'fp32')):
-        learn = learner(model, loaders(n=512, bs=128), opt_func=OPTIMIZERS['fused sgd'], lr=1e-4)
-        measure_and_choose(learn, modes=('fp32', 'bf16'), n_steps=32)
-        assert learn.precision_decision.mode == chosen
-
-
 def test_to_amp_measures_when_asked(speeds, capsys):
     speeds.update(bf16=200.)
     learn = learner()
-    assert fastxtend_amp.learner.measure is measure_and_choose
     assert learn.to_amp(measure=True) is learn and learn.precision.mode == 'bf16'
     assert learn.precision.decision.mode == 'bf16' and capsys.readouterr().out.startswith('bf16: ')
     with pytest.raises(ValueError, match='(?s)measure=True.*init_scale.*the call that it prints'):
