@@ -1,6 +1,7 @@
 "Sphinx extension: the directive `api`, which writes reference entries from the code."
 import inspect
 import re
+from dataclasses import is_dataclass
 from enum import Enum
 from importlib import import_module
 from pathlib import Path
@@ -20,6 +21,9 @@ ELSEWHERE = {'Verdict': 'insight.verdict', 'PrecisionDecision': 'insight.choice'
 NOT_LISTED = {'name', 'order', 'learn', 'training', 'device', 'run', 'watch_class', 'in_fit', 'context',
               'check_modules', 'as_call', 'replace', 'skips_in_a_row', 'static_scale', 'needs_loss_scaling',
               'fp32_module_names', 'takes_init_scale', 'headline', 'sentence'}
+RETURNED = {'PrecisionReport', 'Verdict', 'PrecisionComparison', 'PrecisionDecision'}  # by methods; users build none
+ATTRIBUTES = {'mode': "The precision, such as 'bf16'", 'verdict': 'What the report says', 'reason': 'Why',
+              'comparison': 'What was measured', 'choice': 'What was set'}
 EVENT = re.compile(r'(before|after)_\w+')
 
 
@@ -90,8 +94,17 @@ def code(text): return f'`{text}`' if text else ''
 def cell(text): return text.replace('|', '\\|')
 
 
+def attributes(cls):
+    "Return the fields of a dataclass as a table; empty for another class."
+    if not is_dataclass(cls): return ''
+    rows = [f'| `{name}` | {cell(meaning or ATTRIBUTES[name])} | {cell(code(kind))} |'
+            for name, kind, _, meaning in arguments(cls)]
+    return '\n'.join(['| attribute | meaning | type |', '|---|---|---|', *rows])
+
+
 def table(obj):
     "Return the arguments of `obj` as a table; empty without any."
+    if getattr(obj, '__name__', '') in RETURNED: return attributes(obj)
     def described(kind, default): return ', '.join(filter(None, [kind and code(kind), default and f'default {code(default)}']))
     rows = [f'| `{name}` | {cell(meaning)} | {cell(described(kind, default)) or "required"} |'
             for name, kind, default, meaning in arguments(obj)]
@@ -133,7 +146,7 @@ def source_link(obj):
 def entry(kind, name, obj, fence, inside='', key=''):
     "Return an entry: signature, docstring, example, arguments, a link to the source."
     is_function = not isinstance(obj, property)
-    head = name + signature_text(obj) if is_function else name
+    head = name + signature_text(obj) if is_function and name not in RETURNED else name
     parts = [f'{fence}{{py:{kind}}} {head}', text_of(obj), example(key or name)]
     if is_function: parts += [table(obj), passed_on(obj)]
     return '\n\n'.join([*filter(None, [*parts, source_link(obj)]), inside, fence])

@@ -19,6 +19,7 @@ nb_execution_mode = 'off'                      # outputs are stored in the noteb
 nb_merge_streams = True
 myst_enable_extensions = ['colon_fence', 'deflist']
 myst_heading_anchors = 3
+highlight_language = 'text'                    # what is Python says so; the rest is for a shell
 smartquotes = False                            # 'fp16' is code, also where it stands in a sentence
 suppress_warnings = ['mystnb.unknown_mime_type']
 copybutton_exclude = '.linenos, .gp, .go'

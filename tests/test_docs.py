@@ -1,5 +1,6 @@
 "What is documented is there, and what is there is documented."
 import ast, configparser, importlib, importlib.util, inspect, json, os, re, subprocess, sys, warnings
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -7,8 +8,10 @@ from urllib.parse import unquote, urlsplit
 import nbformat, pytest, torch
 from fastai.callback import core, fp16
 from fastai.callback.core import Callback
+from fastai.callback.schedule import fit_one_cycle  # noqa: F401  for the examples
 from fastai.learner import Learner
 from fastcore.docments import docments
+from torch import nn
 
 import fastxtend_amp
 from fastxtend_amp import HalfWeights, MixedPrecision
@@ -98,19 +101,22 @@ class Page(HTMLParser):
     "Names that can be linked to, links, what is loaded, and the text of the article."
     def __init__(self, text):
         super().__init__()
-        self.ids, self.links, self.loaded, self.words, self.inside = set(), [], [], 0, 0
+        self.ids, self.links, self.loaded, self.text, self.inside = set(), [], [], [], False
         self.feed(text)
+        self.words = len(''.join(self.text).split())
 
     def handle_starttag(self, tag, attrs):
         a = dict(attrs)
         if tag == 'article': self.inside = True
+        self.hidden = tag in ('style', 'script')
         if a.get('id'): self.ids.add(a['id'])
         if tag == 'a' and a.get('href'): self.links.append(a['href'])
         if tag in ('script', 'img') and a.get('src'): self.loaded.append(a['src'])
         if tag == 'link' and a.get('rel') in ('stylesheet', 'preload', 'icon'): self.loaded.append(a['href'])
 
-    def handle_endtag(self, tag): self.inside = self.inside and tag != 'article'
-    def handle_data(self, text): self.words += len(text.split()) if self.inside else 0
+    def handle_endtag(self, tag): self.inside, self.hidden = self.inside and tag != 'article', False
+    def handle_data(self, text):
+        if self.inside and not self.hidden: self.text.append(text)
 
 
 def test_page_is_whole_and_short(page):
@@ -137,7 +143,7 @@ def test_page_has_every_public_name_with_its_arguments(page):
     for name in [*fastxtend_amp.__all__, *(f'Learner.{n}' for n in ADDED)]: assert name in ids, name
     plain = re.sub(r'\s+', ' ', re.sub(r'<[^>]+>', '', text))
     for f in [*METHODS.values(), MixedPrecision, HalfWeights]:
-        for name in inspect.signature(f).parameters: assert name in plain, name
+        for name in {*inspect.signature(f).parameters} - {'self', 'args', 'kwargs'}: assert name in plain, name
     assert plain.count('Loss scale to start from') == 1          # no table of arguments twice
     for link in re.findall(r'href="(source/[^"#]+)', text): assert (page / link).exists()
 
@@ -165,11 +171,11 @@ def test_examples_of_the_api_page_run(name, tmp_path, monkeypatch):
     import matplotlib
     matplotlib.use('Agg')
     if 'kahan' in EXAMPLES[name]: pytest.importorskip('optimi')
-    learn, dls = learner().to_fp16(), loaders()
+    learn, dls = learner(), loaders()
     learn.path = tmp_path
     names = {n: getattr(fastxtend_amp, n) for n in fastxtend_amp.__all__}
     with learn.no_bar(), learn.no_logging():
-        exec(EXAMPLES[name], {'learn': learn, 'Learner': Learner, 'dls': dls, 'model': mlp(), 'x': dls.one_batch()[0], **names})
+        exec(EXAMPLES[name], {'learn': learn, 'Learner': partial(Learner, loss_func=nn.MSELoss()), 'dls': dls, 'model': mlp(), 'x': dls.one_batch()[0], **names})
 
 
 # -- recipes and claims
@@ -179,13 +185,13 @@ def recipe(word):
     return next(code for code in re.findall(r'```python\n(.*?)```', text, re.S) if word in code)
 
 
-@pytest.mark.parametrize('mode', ['bf16', 'fp16'])
-def test_the_recipe_for_a_second_forward_pass(mode):
+@pytest.mark.parametrize('mode,kwargs', [('bf16', {}), ('fp16', {'init_scale': 64.})])
+def test_the_recipe_for_a_second_forward_pass(mode, kwargs):
     names = {'Callback': Callback, 'torch': torch}
     exec(recipe('class SAM'), names)
     dtypes = []
     learn = learner(cbs=names['SAM']())
-    getattr(learn, f'to_{mode}')()
+    getattr(learn, f'to_{mode}')(**kwargs)
     learn.model[0].register_forward_hook(lambda m, i, o: dtypes.append(o.dtype))
     before = [p.clone() for p in learn.model.parameters()]
     with learn.no_bar(), learn.no_logging(): learn.fit(1)
@@ -199,6 +205,7 @@ def test_what_fastai_does_where_it_finds_cuda(monkeypatch):
     "fastai's own callback, as the README's table has it; PyTorch is made to believe that there is a GPU."
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
     monkeypatch.setattr(torch.cuda, 'is_bf16_supported', lambda *a: True)
+    monkeypatch.setattr(torch.cuda, 'current_device', lambda: 'cpu')
     monkeypatch.setattr(core, 'default_device', lambda *a: torch.device('cpu'))
     scales, reads, item = [], [], torch.Tensor.item
 
