@@ -171,7 +171,8 @@ class _Report:
         failed = {m for m, v in verdicts.items() if v.verdict in ('do not use', 'cannot run')}
         other = fastest_mode(self.device, failed)
         for v in verdicts.values():
-            if not v.call or (v.verdict == 'cannot run' and other is not None): v.call = precision_call(self.learn, other)
+            is_better = v.verdict == 'cannot run' and other is not None
+            if not v.call or is_better: v.call = precision_call(self.learn, other)
         rows = [_row(mode, s, self.low[mode][1], v, mode not in self.samples)
                 for mode, v in verdicts.items() for s in self._rows(mode)]
         by_name = {m.value: v for m, v in verdicts.items()}
