@@ -67,3 +67,48 @@ def test_is_syncfree_and_syncfree_state(monkeypatch):
     learn = learner(opt_func=partial(OptimWrapper, opt=Syncfree)).to_fp16(init_scale=1e30)
     learn.fit(1, .01)                                            # torch_xla's skip by the flag that `step` gets
     assert [float(f) for f in learn.opt.opt.seen] == [1.] * 6 and learn.precision.n_skipped == 6
+
+
+# -- insight
+
+def test_in_function_transform():
+    seen = []
+    torch.func.vmap(lambda x: (seen.append(compat.in_function_transform()), x)[1])(torch.ones(2))
+    assert seen == [True] and not compat.in_function_transform()
+
+
+def test_operator():
+    aten = torch.ops.aten
+    assert compat.operator(aten.mm.default) == ('mm', False, False, False)
+    assert compat.operator(aten.view.default).is_view and compat.operator(aten.add_.Tensor).writes
+    assert compat.operator(aten.bernoulli_.float)[1:] == (True, False, True)
+
+
+def test_next_node_and_running_node():
+    x, seen = torch.ones(2, requires_grad=True), []
+    first = compat.next_node()
+    y = x * 2
+    y.register_hook(lambda g: seen.append(compat.running_node()))
+    assert compat.next_node() == first + 1 and compat.running_node() is None
+    class Noted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x): return x.clone()
+        @staticmethod
+        def backward(ctx, g): seen.append(compat.running_node()); return g
+    second = compat.next_node()
+    Noted.apply(y).sum().backward()
+    assert second in seen and compat.running_node() is None
+
+
+def test_unwatched():
+    from torch.utils._python_dispatch import TorchDispatchMode
+    seen = []
+    class Notes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None): seen.append(func); return func(*args, **(kwargs or {}))
+    with Notes():
+        torch.ones(2) + 1
+        n = len(seen)
+        with compat.unwatched(): torch.ones(2) + 1
+        assert len(seen) == n > 0
+        torch.ones(2) + 1
+    assert len(seen) == 2 * n

@@ -63,19 +63,21 @@ def precision_report(self: Learner,
     dl: Any = None, # The DataLoader to take them from; the training set's if None
     max_seconds: float = 60., # Seconds after which it ends with what it knows by then
 ) -> PrecisionReport: # `verdicts`, `table`, `fp32_modules`, `plot()`; shows itself in a notebook
-    """Report whether the model survives low precision, and where it does not; before training, on real batches.
+    """Report whether the model survives low precision, and where it does not; on real batches.
 
-    Runs forward and backward on training batches in fp32 and in each mode, in training mode, and looks into each
-    module; modules that leave finite numbers, come close to it, or lose more than a tenth, are kept in fp32 and the
-    batches run again, until the verdict is known to hold; "do not use" comes only after other modules were tried, one
-    by one and in pairs. Modes that the device emulates see fewer samples of a batch where that would take long; the
-    report says so. It holds no more than 512 MB of batches.
+    Runs batches forward and backward in copies of the learner, in its own training loop with its callbacks, in fp32 and
+    in each mode, and looks into each module, the model's own `forward` and the loss function. What leaves finite
+    numbers, comes close to it, or loses more than a tenth is kept in fp32, and the batches run again, until nothing is
+    wrong; where that cannot be kept, the modules before it are tried. The verdict holds for these batches and the
+    weights as they are now: after some training ask again. Modes that the device emulates see fewer samples of a batch
+    where that would take long; the report says so.
 
-    The learner stays as it was, bit for bit, and its callbacks do not fire (what RNNCallback does to predictions is
-    done). A model wrapped for data parallelism is run unwrapped, each process on its own batches, without
-    communication; a compiled one is run as it was written, and reentrant activation checkpoints as the other kind.
+    The learner stays as it was; drawing batches runs the dataset, and what that draws from generators outside it moves
+    on, as with fastai's `one_batch()`. What takes part is as in `compare_precision`. With several processes each
+    reports by itself, without communication.
 
-    Raises `ValueError` for an unknown mode, `n_batches` below 1, `max_seconds` not above 0, no batches, parameters that
-    are in half precision themselves, and sharded ones (FSDP).
+    Raises `ValueError` for an unknown mode, for unusable numbers, for a learner that cannot be copied or does not run
+    on its batch, without batches, for parameters that are in half precision themselves, sharded ones (FSDP) and lazy
+    modules; `RuntimeError` inside a fit.
     """
     return report(self, modes, n_batches, dl, max_seconds)

@@ -169,7 +169,10 @@ class _Report:
             for mode in modes: verdicts[mode] = self._verdict(mode, self.fp32)
         except TimeIsUp: verdicts |= {mode: self._not_known(mode) for mode in modes if mode not in verdicts}
         failed = {m for m, v in verdicts.items() if v.verdict in ('do not use', 'cannot run')}
-        for v in verdicts.values(): v.call = v.call or precision_call(self.learn, fastest_mode(self.device, failed))
+        other = fastest_mode(self.device, failed)
+        for v in verdicts.values():
+            is_better = v.verdict == 'cannot run' and other is not None
+            if not v.call or is_better: v.call = precision_call(self.learn, other)
         rows = [_row(mode, s, self.low[mode][1], v, mode not in self.samples)
                 for mode, v in verdicts.items() for s in self._rows(mode)]
         by_name = {m.value: v for m, v in verdicts.items()}

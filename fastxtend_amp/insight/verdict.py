@@ -94,8 +94,7 @@ class Judge:
         verdict = self._judged(low)
         if not refusal: return verdict
         kept = verdict.call and f'With these in fp32, `{verdict.call}`: '
-        call = '' if self._lacks_a_kernel else verdict.call
-        return self._say('cannot run', f'{refusal}. {kept}{verdict.sentence}', call, verdict.scales)
+        return self._say('cannot run', f'{refusal}. {kept}{verdict.sentence}', verdict.call, verdict.scales)
 
     def wrong_in_fp32(self) -> str:
         "Describe what is wrong in fp32 as well; '' if nothing is."
@@ -115,7 +114,7 @@ class Judge:
 
     def _runnable(self) -> tuple[Trace, str]:
         "Keep the modules that do not run, such as an LSTM on some CPUs; the trace, and why they do not."
-        modules, refusal, self._lacks_a_kernel = dict(qualified_names(self.model)), '', False
+        modules, refusal = dict(qualified_names(self.model)), ''
         for name, m in modules.items():                          # a fit would refuse to begin
             kind: type | None = next((k for k in (nn.LSTM, nn.GRU, nn.RNN) if isinstance(m, k)), None)
             if self.device.type != 'cpu' or kind is None or not (why := refused_layer(kind, self.mode)): continue
@@ -137,8 +136,7 @@ class Judge:
     def _refusal(self, name, kind, error) -> str:
         mode, error = self.mode.value, error.partition('. ')[0]
         where = f"'{name}' ({kind.__name__})" if kind and name != ROOT else ''
-        self._lacks_a_kernel = any(words in error.lower() for words in _NO_KERNEL)
-        if self._lacks_a_kernel:
+        if any(words in error.lower() for words in _NO_KERNEL):
             device = self.device.type.upper()
             return f"{mode} does not run on this {device}{' for ' * bool(where)}{where}: PyTorch says: {error}"
         where = where or named(name or LOSS)

@@ -247,7 +247,7 @@ def test_code_that_half_precision_breaks_is_not_the_devices_fault(f):
     verdict, own = verdict_on(inner(f)), verdict_on(Own(lambda h: f(h.half() if torch.is_autocast_enabled('cpu') else h)))
     assert verdict.verdict == 'cannot run' and verdict.modules == ['1'] and 'this CPU' not in verdict.reason
     assert verdict.reason.startswith("the code of '1' (Act) does not run in fp16: ") and 'torch.finfo(x.dtype).min' in verdict.reason
-    assert verdict.call.startswith("learn.to_fp16(") and "fp32_modules=['1']" in verdict.call
+    assert "With these in fp32, `learn.to_fp16(" in verdict.reason and "fp32_modules=['1'])`" in verdict.reason
     assert own.verdict == 'cannot run' and own.reason.startswith("the code of the model's own `forward` does not run in fp16")
 
 
