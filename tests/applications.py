@@ -13,15 +13,12 @@ import torch
 from fastai.callback.mixup import MixUp
 from fastai.collab import CollabDataLoaders, collab_learner
 from fastai.data.all import CategoryBlock, ColReader, ColSplitter, DataBlock, IndexSplitter
-from fastai.interpret import ClassificationInterpretation
-from fastai.learner import Learner
-from fastai.losses import CrossEntropyLossFlat
 from fastai.metrics import accuracy, rmse
 from fastai.tabular.all import Categorify, FillMissing, Normalize, TabularDataLoaders, tabular_learner
 from fastai.text.all import (AWD_LSTM, BaseTokenizer, TextBlock, awd_lstm_clas_config, awd_lstm_lm_config,
                              language_model_learner, text_classifier_learner)
 from fastai.torch_core import params, set_seed
-from fastai.vision.all import (ImageBlock, PILImageBW, ResBlock, XResNet, aug_transforms, vision_learner)
+from fastai.vision.all import ImageBlock, PILImageBW, aug_transforms, vision_learner
 from fastai.callback.schedule import *  # noqa: F403  patches fit_one_cycle and fine_tune
 from torch import nn
 
@@ -86,17 +83,6 @@ def vision(mode, seed, device=None):
     learn.fine_tune(8, base_lr=2e-2, freeze_epochs=1)
     preds, targs = learn.tta(n=2)
     return learn, accuracy(preds, targs)
-
-
-def xresnet(mode, seed, device=None):
-    "A small xresnet in a plain `Learner` on the digits: `fit_one_cycle` with MixUp, accuracy from `Interpretation`."
-    set_seed(seed, reproducible=True)
-    model = XResNet(ResBlock, 1, [1, 1, 1, 1], c_in=1, n_out=10, stem_szs=(8, 8, 64), widen=.125)
-    learn = Learner(digit_images(device=device, size=8), model, loss_func=CrossEntropyLossFlat(), metrics=accuracy, cbs=MixUp(.2))
-    prepare(learn, mode).fit_one_cycle(4, 2e-2)
-    interp = ClassificationInterpretation.from_learner(learn)
-    matrix = interp.confusion_matrix()
-    return learn, matrix.trace() / matrix.sum()
 
 
 # -- text
@@ -196,7 +182,6 @@ class Application:
 
 APPLICATIONS = {
     'vision_learner': Application(vision, 'accuracy of tta', .8),
-    'xresnet': Application(xresnet, 'accuracy', .85),
     'language model': Application(language_model, 'accuracy of the next word', .2, by_sample=False, seeds=5),
     'text classifier': Application(classifier, 'accuracy', .7),
     'tabular': Application(tabular, 'accuracy', .93),

@@ -3,6 +3,7 @@ import re
 from collections import OrderedDict, namedtuple
 
 import pytest, torch
+import torch.distributed as dist
 from fastai.callback import fp16
 from fastai.callback.core import CancelBatchException, CancelStepException
 from fastai.callback.schedule import *
@@ -11,6 +12,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from fastxtend_amp import AMPMode
+from fastxtend_amp.compat import AutocastState
 from helpers import *
 
 MODES = pytest.mark.parametrize('mode', ['fp16', 'bf16'])
@@ -102,6 +104,21 @@ def test_weights_that_are_wrappers_around_tensors_train_as_plain_ones(kind):
     for l in (plain, learn): l.fit(2, .01)
     assert {type(p.data) for p in learn.model.parameters()} == {kind}
     assert same(params(plain), [p.a for p in learn.model.parameters()])
+
+
+@MODES
+def test_a_loss_that_is_a_dtensor(mode):
+    from torch.distributed.tensor import DTensor
+    dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh, kinds = dist.init_device_mesh('cpu', (1,)), set()
+        def distributed(pred, target):
+            return nn.functional.mse_loss(*[DTensor.from_local(t.as_subclass(torch.Tensor), mesh) for t in (pred, target)])
+        plain, learn = (learner(loss_func=f, cbs=mixed(mode)) for f in (None, distributed))
+        learn.add_cb(At('after_loss', lambda l: kinds.add(type(l.loss)), 50))
+        for l in (plain, learn): l.fit(2, .01)
+    finally: dist.destroy_process_group()
+    assert kinds == {DTensor} and same(params(plain), params(learn))
 
 
 def test_gradients_survive_a_forward_under_no_grad():
@@ -315,9 +332,10 @@ def test_two_precision_callbacks():
         learn.fit(1, cbs=MixedPrecision('fp16'))
     def fail(l): raise RuntimeError('boom')
     learn.add_cb(At('after_pred', fail, 20))                     # what is left is as if nothing had been tried
-    before = autocast_state()
-    with pytest.raises(RuntimeError, match='boom'): learn.fit(1)
-    assert autocast_state() == before
+    with AutocastState('cpu'):
+        before = autocast_state()
+        with pytest.raises(RuntimeError, match='boom'): learn.fit(1)
+        assert autocast_state() == before
 
 
 @pytest.mark.parametrize('mode, kwargs, what', [('bf16', {}, 'bf16'), ('fp16', dict(fp32_modules='3'), 'fp32_modules')])

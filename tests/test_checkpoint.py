@@ -1,8 +1,8 @@
 "Nothing lost: the loss scale through fits, files, processes, exports and copies."
-import copy, gc, os, pickle, signal, subprocess, sys, threading, warnings
+import copy, gc, os, pickle, signal, subprocess, sys, threading
 from pathlib import Path
 
-import fastai.learner, pytest, torch
+import pytest, torch
 from fastai.callback.schedule import *
 from fastai.callback.training import GradientAccumulation
 from fastai.data.core import DataLoaders

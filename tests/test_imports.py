@@ -2,7 +2,6 @@
 import ast, subprocess, sys
 from pathlib import Path
 
-import pytest
 
 import fastxtend_amp
 from fastxtend_amp import checkpoint
