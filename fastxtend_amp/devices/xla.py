@@ -170,7 +170,7 @@ class XLAFormat(FileFormat):
 
 
 def _export(original: Callable, self: Learner, *args: Any, **kwargs: Any) -> Any:
-    "Export the learner from the CPU and without `XLADevice`; then move it back."
+    "Export the learner from the CPU and without `XLADevice`, for a file that can be read everywhere; move it back."
     if not _uses_xla(self): return original(self, *args, **kwargs)
     device, of_loaders, cpu = model_device(self.model, 'cpu'), loaders_device(self), torch.device('cpu')
     with self.removed_cbs([cb for cb in self.cbs if isinstance(cb, XLADevice)]):

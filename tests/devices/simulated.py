@@ -18,7 +18,7 @@ __all__ = ['install', 'is_installed', 'missing_reason', 'options', 'waits']
 
 options = types.SimpleNamespace(amp_dtypes=[torch.bfloat16, torch.float16])
 CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-_LOW = ('linear', 'addmm', 'matmul', 'mm', 'bmm', 'conv2d')      # autocast's lists, as far as the tests' models need them
+_LOW = ('linear', 'addmm', 'matmul', 'mm', 'bmm', 'conv2d')      # autocast's lists: what the tests' models need
 _FP32 = ('mse_loss', 'cross_entropy_loss', 'layer_norm')
 _WAITS = ('_local_scalar_dense', 'nonzero', 'masked_select', 'equal')
 _libraries: list = []                                            # operators are registered as long as these live

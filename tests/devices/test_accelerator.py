@@ -1,7 +1,7 @@
-"""Training on an accelerator gives the CPU's numbers, files are resumed bit for bit, and what a device lacks is refused.
+"""Training on an accelerator: the CPU's numbers, files resumed bit for bit, refusals of what a device lacks.
 
-On a simulated device with `pytest --sim=sim tests/devices/test_accelerator.py`, which test_simulated.py runs; else on an
-NVIDIA GPU, to a few per cent; without both it is skipped.
+On a simulated device with `pytest --sim=sim tests/devices/test_accelerator.py`, which test_simulated.py runs; else on
+an NVIDIA GPU, to a few per cent; without both it is skipped.
 """
 import copy, pickle, sys
 
@@ -81,7 +81,7 @@ def spoil_at(*steps):
 
 @pytest.mark.parametrize('mode,opt', [('fp32', 'adam'), *((m, o) for m in ('bf16', 'fp16') for o in OPTIMIZERS)])
 def test_numbers_are_the_cpus(mode, opt, device):
-    "In fp16 the scale overflows by itself, and one gradient is not finite in the first step, in two in a row, in the last."
+    "In fp16 the scale overflows by itself, and a gradient is not finite in the first step, two in a row and the last."
     there, here = (build(mode, opt, d, cbs=spoil_at(0, 7, 8, 11) if mode == 'fp16' else None) for d in (device, CPU))
     for learn in (there, here): learn.fit(2, .01)
     assert places(there) == {device.type} and places(here) == {'cpu'}
@@ -111,7 +111,8 @@ def test_fp32_modules_and_predictions(device):
     assert not torch.is_autocast_enabled(device.type)
 
 
-@pytest.mark.parametrize('event', ['after_pred', 'after_loss', 'before_backward', 'after_backward', 'before_step', 'after_step'])
+@pytest.mark.parametrize('event', ['after_pred', 'after_loss', 'before_backward', 'after_backward', 'before_step',
+                                   'after_step'])
 @pytest.mark.parametrize('mode,opt', [('fp16', 'fused adamw'), ('bf16', 'adam')])
 def test_after_an_exception_nothing_is_left(mode, opt, event, device):
     def stop(l):
@@ -135,13 +136,14 @@ def test_exact_resume_in_a_new_process(mode, opt, tmp_path, device):
     straight.fit(1, .01)
     straight.save('half way')
     straight.fit(1, .01)
-    second, late = build(mode, opt, seed=1, path=tmp_path).load('half way'), build('fp32', opt, seed=1, path=tmp_path)
+    second = build(mode, opt, seed=1, path=tmp_path).load('half way')
     assert places(second) == {'cpu'}
     second.fit(1, .01)
     assert places(second) == {device.type}
     assert_alike(straight, second)
     if mode == 'fp16': return
-    late.load('half way').to_bf16().fit(1, .01)                  # the precision set after the load
+    late = build('fp32', opt, seed=1, path=tmp_path).load('half way')
+    late.to_bf16().fit(1, .01)                                   # the precision set after the load
     assert_alike(straight, late)
 
 
@@ -165,7 +167,8 @@ def test_state_that_an_optimizer_keeps_elsewhere_stays_there(device):
     for _ in range(2):
         learn.fit(1, .01)
         kept = opt_state(learn.opt)
-        assert {s['mu_product'].device.type for s in kept} == {'cpu'} and {s['exp_avg'].device for s in kept} == {device}
+        assert {s['mu_product'].device.type for s in kept} == {'cpu'}
+        assert {s['exp_avg'].device for s in kept} == {device}
 
 
 @MODES
@@ -189,7 +192,7 @@ def test_export_and_copies(mode, tmp_path, device):
     ('bf16', 'adam', 0, 0), ('bf16', 'fused adamw', 0, 0), *(('fp16', o, 1, 1) for o in OPTIMIZERS if 'fused' not in o),
     ('fp16', 'fused adamw', 0, 1), ('fp16', 'fused sgd', 0, 1)])
 def test_waits_beyond_fp32(mode, opt, a_step, an_epoch, sim):
-    "Skipped steps, too; counted in the second epoch of a second fit, as the first step of all makes the optimizer's state."
+    "Skipped steps, too; in the second epoch of a second fit, as the very first step makes the optimizer's state."
     def count(mode):
         learn = build(mode, opt, cbs=spoil_at(8, 9) if mode == 'fp16' else None)
         learn.fit(1, .01)

@@ -1,4 +1,4 @@
-"What a real NVIDIA GPU alone can show: dtypes, synchronizations, memory, CUDA graphs. test_accelerator.py runs there, too."
+"What an NVIDIA GPU alone can show: synchronizations, memory, CUDA graphs. test_accelerator.py runs there, too."
 import warnings
 
 import pytest, torch
@@ -70,10 +70,12 @@ def test_a_step_needs_less_memory_than_in_fp32(mode):
 @HALVES
 def test_channels_last(mode):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 1))
+    conv = nn.Conv2d(3, 8, 3, padding=1)
+    model = nn.Sequential(conv, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 1))
     x = torch.randn(16, 3, 16, 16)
     y, seen = x.mean((1, 2, 3))[:, None], set()
-    learn = learner(model, loaders(train=Data(x, y), valid=Data(x[:4], y[:4]), device=cuda())).to_channelslast(amp_mode=mode)
+    learn = learner(model, loaders(train=Data(x, y), valid=Data(x[:4], y[:4]), device=cuda()))
+    learn.to_channelslast(amp_mode=mode)
     def look(m, i, o): seen.add((o.dtype, o.is_contiguous(memory_format=torch.channels_last)))
     model[0].register_forward_hook(look)
     learn.fit(2, .01)

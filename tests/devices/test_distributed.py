@@ -76,7 +76,7 @@ def assert_same(a, b):
 
 # -- every step
 
-# A gradient of one batch differs by 1e-7, 4e-4 and 2e-3 (relative); these are the parameters' differences after 12 steps.
+# A gradient of one batch differs by 1e-7, 4e-4 and 2e-3 (relative); these are the differences after 12 steps.
 @pytest.mark.parametrize('mode,rounding', [('fp32', 1e-6), ('fp16', 1e-3), ('bf16', 8e-3)])
 @KINDS
 def test_n_steps_equal_a_single_process_on_the_same_global_batches(kind, mode, rounding, ranks):

@@ -13,7 +13,8 @@ ROOT = Path(__file__).parents[2]
 def test_accelerator():
     options = ['--sim=sim', '-p', 'no:cacheprovider', '-p', 'no:xdist', '--tb=short', '-W', 'ignore']
     env = {k: v for k, v in os.environ.items() if not k.startswith('PYTEST_')} | {'OMP_NUM_THREADS': '1'}
-    done = subprocess.run([sys.executable, '-m', 'pytest', *options, 'tests/devices/test_accelerator.py'], cwd=ROOT, env=env, capture_output=True, text=True)
+    command = [sys.executable, '-m', 'pytest', *options, 'tests/devices/test_accelerator.py']
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0 and not re.search(r'\d skipped', done.stdout), done.stdout[-5000:] + done.stderr[-2000:]
 
 
