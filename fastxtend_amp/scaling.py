@@ -204,7 +204,7 @@ class LossScaling:
         self.scaler.step(probe)                                  # waits for the device, once
         self.found_inf = self.held_back = not probe.stepped
         flags = found_inf_flags(self.scaler, probe)
-        self._flag = flags[0] if len(flags) == 1 else torch.full_like(self._one, self.held_back)
+        self._flag = flags[0] if len(flags) == 1 else torch.full((), float(self.held_back), device=flags[0].device)
 
     def _unscale_on_device(self, params: list[nn.Parameter], fused: Any) -> None:
         syncfree = is_syncfree(fused)
@@ -248,7 +248,8 @@ class LossScaling:
 
     def _record(self) -> None:
         if isinstance(self.found_inf, bool): self.skips_in_a_row = self.skips_in_a_row + 1 if self.found_inf else 0
-        self._unread.append((self.scaler.scale(self._one), self._flag))  # the scale as a tensor of its own
+        scale = self.scaler.scale(cast(torch.Tensor, self._one))  # as another tensor: its own is changed in place
+        self._unread.append((scale, self._flag))
         if len(self._unread) == READ_EVERY: self.read()
 
     def read(self) -> None:
