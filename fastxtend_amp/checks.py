@@ -87,7 +87,7 @@ def check_data_parallel(
     It tells the threads of its replicas that autocast is on, but not which dtype: they take the device's default, fp16.
     A replica is a shallow copy, whose modules would run the forward of the original.
     """
-    if not any(isinstance(m, nn.DataParallel) and m.device_ids for m in model.modules()): return
+    if not any(isinstance(m, nn.DataParallel) and len(m.device_ids or ()) > 1 for m in model.modules()): return
     what = 'bf16' if mode is AMPMode.BF16 else 'fp32_modules' if fp32_modules else None
     if what is None: return
     raise ValueError(f"{what} cannot be used with nn.DataParallel, whose replicas would not compute in it.\n"
