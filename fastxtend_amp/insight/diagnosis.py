@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -60,7 +60,9 @@ class Alarm:
     mode: AMPMode
     scale: float                             # the loss scale
     step: int                                # training batch of the fit, from 1
-    random_state: RandomState | None = None  # before that batch; None if the batch under way is a later one
+    xb: Sequence                             # inputs and targets of that batch, or of a later one
+    yb: Sequence
+    random_state: RandomState | None = None  # before that batch; None if it is a later one
     growth: Growth | None = None
 
     @property
@@ -88,7 +90,7 @@ def diagnose(
 
 def _cause(learn: Learner, alarm: Alarm) -> tuple[str, str]:
     model = unwrapped(learn.model)
-    if bad := not_finite_data(learn.xb, learn.yb): return bad, 'Look at the data; no precision can train on it'
+    if bad := not_finite_data(alarm.xb, alarm.yb): return bad, 'Look at the data; no precision can train on it'
     if several_processes(): return _from_one_rank(model, alarm)
     if lost := lost_weights(model): return _lost(learn, lost, alarm)
     where, remedy = _Rerun(learn, model, alarm).cause()
@@ -110,14 +112,14 @@ class _Rerun:
     def __init__(self, learn: Learner, model: nn.Module, alarm: Alarm):
         self.learn, self.alarm, self.mode = learn, alarm, alarm.mode
         self.kept = cb.fp32_module_names if (cb := precision_callback(learn)) is not None else []
-        again = partial(trace, learn, [(learn.xb, learn.yb)], in_fit=True, random_state=alarm.random_state)
+        again = partial(trace, learn, [(alarm.xb, alarm.yb)], in_fit=True, random_state=alarm.random_state)
         self.fp32 = again()
         self.traces: dict[tuple, Trace] = {}                     # the first is asked for twice
         def run(keep, scale):
             key = *keep, scale
             if key not in self.traces: self.traces[key] = again(self.mode, keep, scale, reference=self.fp32)
             return self.traces[key]
-        largest = max((float(t.abs().max()) for t in tensors(learn.xb) if t.numel()), default=0.)
+        largest = max((float(t.abs().max()) for t in tensors(alarm.xb) if t.numel()), default=0.)
         self.judge = Judge(self.mode, model, model_device(model, training_device(learn)), run, self.fp32, alarm.scale,
                          partial(precision_call, learn, self.mode), largest_input=largest, kept=self.kept)
 

@@ -33,6 +33,7 @@ class Watch:
         self.first_loss: torch.Tensor | None = None
         self.last_loss = math.nan                                # the last finite one
         self.random_state: RandomState | None = None             # before the batch
+        self.before: tuple | None = None                         # on an accelerator: the last batch
         self.n_recorded = 0                                      # losses of the Recorder that were looked at
         self.pending: str | None = None                          # what this process will raise once all know
 
@@ -51,19 +52,22 @@ class Watch:
         loss = learn.loss.detach()
         if self.first_loss is None: self.first_loss = loss.mean()
         if self.in_place: self._check_loss(float(loss.mean()))
-        else: self._check_recorded()
+        else:
+            self._check_recorded()
+            self.before = learn.xb, learn.yb, self.random_state
         if self.agrees: self._agree(loss)
 
     def after_step(self) -> None:
         "Count skipped steps in a row, and see whether the loss scale falls below 1."
         n, cb = self.cb.skips_in_a_row, self.cb
-        if n >= cb.max_skips: self._alarm(f'{n} steps in a row were skipped', same=self.in_place)
-        elif n and self.in_place and not cb.static_scale and cb.scale < 1: self._alarm('the loss scale falls below 1')
+        if n >= cb.max_skips: self._alarm(f'{n} steps in a row were skipped', skipped=True)
+        elif n and self.in_place and not cb.static_scale and cb.scale < 1:
+            self._alarm('the loss scale falls below 1', skipped=True)
 
     def after_train(self) -> None:
         "At the end of an epoch the host knows all."
         n = self.cb.skips_in_a_row
-        if n >= self.cb.max_skips: self._alarm(f'{n} steps in a row were skipped', same=self.in_place)
+        if n >= self.cb.max_skips: self._alarm(f'{n} steps in a row were skipped', skipped=True)
         self._check_recorded()
         if self.agrees: self._agree()
 
@@ -72,23 +76,25 @@ class Watch:
         losses = getattr(recorder, 'losses', [])
         if self.in_place or len(losses) <= self.n_recorded: return
         self.n_recorded = len(losses)
-        self._check_loss(float(losses[-1]), same=False)
+        self._check_loss(float(losses[-1]), self.before)
 
-    def _check_loss(self, loss: float, same: bool = True) -> None:
+    def _check_loss(self, loss: float, batch: tuple | None = None) -> None:
         if math.isfinite(loss): self.last_loss = loss
-        else: self._alarm(f'the loss is {loss}', same)
+        else: self._alarm(f'the loss is {loss}', batch=batch)
 
     def _alarm(self,
         what: str,
-        same: bool = True, # Whether it happened in the batch under way, not in one before
+        skipped: bool = False, # Whether it is about skipped steps, which an accelerator may have known for long
+        batch: tuple | None = None, # That batch: inputs, targets and random state; the one under way if None
     ) -> None:
         "Say what happened, where it began and what to try: once a fit."
         if self.has_warned: return
         cb, self.has_warned = self.cb, True
-        scale, skipped = cb.learn.scaler.get_scale(), 'loss is' not in what and not cb.static_scale
-        if skipped: scale /= cb.learn.scaler.get_backoff_factor()        # that of the step
-        step = getattr(cb.learn, 'train_iter', 0) + same
-        alarm = Alarm(what, cb.mode, scale, step, self.random_state if same else None)
+        scale = cb.learn.scaler.get_scale()
+        if skipped and not cb.static_scale: scale /= cb.learn.scaler.get_backoff_factor()    # that of the step
+        xb, yb, state = batch or (cb.learn.xb, cb.learn.yb, self.random_state)
+        step = getattr(cb.learn, 'train_iter', 0) + (batch is None)
+        alarm = Alarm(what, cb.mode, scale, step, xb, yb, state if self.in_place or not skipped else None)
         try:
             alarm.growth = self._growth()
             message = diagnose(cb.learn, alarm)

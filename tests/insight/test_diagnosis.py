@@ -273,8 +273,15 @@ def test_on_a_device_the_losses_of_the_recorder_and_the_skips_that_are_known_tel
     learn = learner(Attentive() if loss else steep(1e12)).to_fp16(init_scale=16., max_skips=4)
     messages = told(learn)
     assert len(messages) == 1 and ('the loss is nan (batch 1' if loss else '4 steps in a row were skipped') in messages[0]
-    assert 'The batch under way, not the one it began with, run again' in messages[0]
+    again = 'That batch, run again' if loss else 'The batch under way, not the one it began with, run again'
+    assert again in messages[0]
     assert ("module 'attn'" if loss else "module '1' (Steep)") in messages[0]
+
+
+def test_on_a_device_the_batch_before_is_looked_at(monkeypatch):
+    monkeypatch.setattr(MixedPrecision, 'watch_class', OnDevice)
+    message = told(bad_data().to_bf16())[0]
+    assert '(batch 2)' in message and 'The batch itself is not finite: 1 of 24 values of an input' in message
 
 
 def test_a_cause_that_cannot_be_looked_for(monkeypatch):
