@@ -78,7 +78,8 @@ def arguments(f):
         if name in ('self', 'args', 'kwargs') or name in theirs: continue
         kind = p.annotation if isinstance(p.annotation, str) else inspect.formatannotation(p.annotation)
         kind = '' if p.annotation is p.empty else re.sub(r'(\w+\.)+(?=[A-Z])', '', kind)
-        found.append((name, '' if kind == 'Any' else kind, default_text(p.default), ' '.join((meanings.get(name) or '').split())))
+        meaning = ' '.join((meanings.get(name) or '').split())
+        found.append((name, '' if kind == 'Any' else kind, default_text(p.default), meaning))
     return found
 
 
@@ -105,7 +106,7 @@ def attributes(cls):
 def table(obj):
     "Return the arguments of `obj` as a table; empty without any."
     if getattr(obj, '__name__', '') in RETURNED: return attributes(obj)
-    def described(kind, default): return ', '.join(filter(None, [kind and code(kind), default and f'default {code(default)}']))
+    def described(kind, default): return ', '.join(filter(None, [code(kind), default and f'default {code(default)}']))
     rows = [f'| `{name}` | {cell(meaning)} | {cell(described(kind, default)) or "required"} |'
             for name, kind, default, meaning in arguments(obj)]
     return '\n'.join(['| argument | meaning | type |', '|---|---|---|', *rows]) if rows else ''
