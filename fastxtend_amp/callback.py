@@ -13,8 +13,15 @@ from typing import Any, cast
 
 import torch
 from fastai.callback import fp16
-from fastai.callback.core import (CancelBackwardException, CancelBatchException, CancelEpochException,
-                                  CancelFitException, CancelStepException, CancelTrainException, CancelValidException)
+from fastai.callback.core import (
+    CancelBackwardException,
+    CancelBatchException,
+    CancelEpochException,
+    CancelFitException,
+    CancelStepException,
+    CancelTrainException,
+    CancelValidException,
+)
 from fastai.learner import Learner
 from fastai.torch_core import ismin_torch
 from fastcore.basics import noop
@@ -27,12 +34,20 @@ from .common import call_text, warn_user
 from .compat import AutocastState
 from .convert import is_half, map_tensors, to_fp32
 from .fp32_modules import Fp32Modules, covers, unwrapped
-from .mode import (AMPMode, autocast_available, check_layers, check_supported, emulation_warning, fastest_native,
-                   model_device, training_device)
+from .mode import (
+    AMPMode,
+    autocast_available,
+    check_layers,
+    check_supported,
+    emulation_warning,
+    fastest_native,
+    model_device,
+    training_device,
+)
 from .optimizers import place_state
 from .scaling import LossScaling
 
-__all__ = ['FP16_ARGUMENTS', 'PRECISION_CALLBACKS', 'MixedPrecision']
+__all__ = ['FP16_ARGUMENTS', 'PRECISION_CALLBACKS', 'MixedPrecision', 'precision_callback']
 
 PRECISION_CALLBACKS = (fp16.MixedPrecision, fp16.ModelToHalf, fp16.NonNativeMixedPrecision)
 CANCEL_EXCEPTIONS = (CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException,
@@ -60,6 +75,7 @@ class MixedPrecision(fp16.MixedPrecision):
     name = 'mixed_precision'  # also of subclasses: by this name fastai's `load_learner` finds what to take off
     order = 10  # after TrainEvalCallback (-10) moves the model; between GradientAccumulation (6) and GradientClip (11)
     watch_class: Callable | None = None  # notices training that goes wrong; set by the room `insight`
+    takes_init_scale = True  # False for a subclass whose constructor has no such argument
     _learn: Any = None
     run = True
 
@@ -96,9 +112,9 @@ class MixedPrecision(fp16.MixedPrecision):
         self.device: torch.device | None = None                  # of the fit under way; None outside
         self.in_lr_find = False                                  # is the fit under way lr_find's?
         self._stack, self._depth, self._in_batch = ExitStack(), 0, False   # of the innermost scope; scopes; a batch?
-        self._replacement: tuple | None = None                   # the callback to add when the batch ends, or None
+        self._replacement: tuple | None = None                   # what `replace` is called with when the batch ends
         self._checked = False                                    # were the checks made that only training needs?
-        self._watch: dict[str, Callable] = {}                    # the watch's methods, by event
+        self._watch: Any = None                                  # notices that the fit under way goes wrong
         self._has_trained = False                                # has this callback seen a training batch?
 
     # fastai would look up each name on the learner and its model, and warn if it is there; these names are our own.
@@ -142,6 +158,7 @@ class MixedPrecision(fp16.MixedPrecision):
     @property
     def skips_in_a_row(self) -> int:
         "The number of skipped steps in a row up to now in this fit, as far as the host knows: never waits."
+        if self.device is not None and self.device.type == 'cpu': self._scaling.read()
         return self._scaling.skips_in_a_row
     @property
     def static_scale(self) -> bool:
@@ -242,9 +259,17 @@ class MixedPrecision(fp16.MixedPrecision):
             self._learn.remove_cb(self)
             warn_user("A precision callback moved from one learner to another: the first trains in fp32 from now on.\n"
                       "Give each learner one of its own: `learn.to_fp16()` or `learn.to_bf16()`.")
-        self._fp32_modules.check(learn.model)                    # first: it may raise
+        self._refuse_others(learn)
+        self._fp32_modules.check(learn.model)
         self._learn = learn
         learn.__dict__['_with_events'] = self._with_events
+
+    def _refuse_others(self, learn: Learner) -> None:
+        others = [cb for cb in learn.cbs if isinstance(cb, PRECISION_CALLBACKS) and cb is not self]
+        if others:
+            raise ValueError(f"The learner has several precision callbacks: {[self, *others]}.\n"
+                             "Keep one: `learn.to_fp32()` removes them all, and `learn.to_fp16()` or "
+                             "`learn.to_bf16()` replaces them.")
 
     def _detach(self) -> None:
         if self._in_batch:
@@ -259,10 +284,11 @@ class MixedPrecision(fp16.MixedPrecision):
         self._learn = None
 
     def replace(self,
+        learn: Learner, # The learner that this callback is on
         cb: MixedPrecision | None, # The precision callback to use from now on; None for fp32
     ) -> None:
         "Have `cb` take this callback's place on the learner: now, or when the batch under way has ended."
-        learn, self._replacement = self._learn, (cb,) if self._in_batch else None
+        self._replacement = (learn, cb) if self._in_batch else None
         if self._in_batch: return
         learn.remove_cb(self)
         if cb is not None: learn.add_cb(cb)
@@ -317,11 +343,7 @@ class MixedPrecision(fp16.MixedPrecision):
     def _open(self) -> None:
         "Begin a fit: decide the precision, check that the model runs in it, and make the scaler."
         learn = self._learn
-        others = [cb for cb in learn.cbs if isinstance(cb, PRECISION_CALLBACKS) and cb is not self]
-        if others:
-            raise ValueError(f"The learner has several precision callbacks: {[self, *others]}.\n"
-                             "Keep one: `learn.to_fp32()` removes them all, and `learn.to_fp16()` or "
-                             "`learn.to_bf16()` replaces them.")
+        self._refuse_others(learn)                               # fastai's own may have been added since
         device = model_device(learn.model, training_device(learn))
         self.mode = mode = self._decide(device)
         if mode is not None:
@@ -332,19 +354,20 @@ class MixedPrecision(fp16.MixedPrecision):
         self.device, learn.scaler = device, self._scaling.start(device.type, scaled)
         self._checked = False
         if mode is None or self.on_overflow == 'ignore' or self.watch_class is None or self.in_lr_find: return
-        watch = self.watch_class(self)
-        self._watch = {name: getattr(watch, name) for name in dir(watch) if name.startswith(('before_', 'after_'))}
+        self._watch = self.watch_class(self)
 
     def _close(self, failed: bool = False) -> None:
         "End the fit: keep scale and history; unscale the gradients of an unfinished accumulation."
         if self.device is None: return
-        learn, self.device, self._watch = self._learn, None, {}
+        learn, self.device, watch, self._watch = self._learn, None, self._watch, None
         learn.scaler = None
-        message = self._scaling.end(learn.opt, learn.model, failed, keep=not self.in_lr_find)
+        message = self._scaling.end(learn.opt, learn.model, failed, keep=not self.in_lr_find,
+                                    argument='init_scale' if self.takes_init_scale else 'loss_scale')
         for name in ('pred', 'loss', 'loss_grad'):                # what is on a graph cannot be copied
             if name in learn.__dict__: learn.__dict__[name] = map_tensors(torch.Tensor.detach, learn.__dict__[name])
         self.in_lr_find = False
-        if message: warn_user(message)
+        said = watch is not None and watch.has_warned            # one message for one cause
+        if message and not said and self.on_overflow != 'ignore': warn_user(message)
 
     def _check_training(self) -> None:
         "Check what only training needs, once in a fit; put the optimizer's state where the parameters are."
@@ -381,7 +404,7 @@ class MixedPrecision(fp16.MixedPrecision):
             except Exception as e:                               # with fastai's words
                 where = f'Exception occured in `{type(self).__name__}` when calling event `{event_name}`'
                 raise modify_exception(e, f"{where}:\n\t{e.args[0] if e.args else ''}", replace=True)  # noqa: B904
-        if event_name in self._watch: self._watch[event_name]()
+        if (look := getattr(self._watch, event_name, None)) is not None: look()
         if event_name == 'after_fit': self.run = True
 
     def before_fit(self):
@@ -460,6 +483,13 @@ class MixedPrecision(fp16.MixedPrecision):
     def after_fit(self):
         "End the fit."
         if self._depth < 2: self._close()
+
+
+def precision_callback(
+    learn: Learner,
+) -> MixedPrecision | None:
+    "Return the learner's precision callback; None in plain fp32."
+    return next((cb for cb in learn.cbs if isinstance(cb, MixedPrecision)), None)
 
 
 # `delegates` put fastai's own signature on the base class, where `inspect.signature` would find it first.

@@ -5,7 +5,10 @@ Three methods of fastai are replaced: `Learner.save`, `Learner.load`, which `Tex
 """
 from __future__ import annotations
 
-import functools, os, shutil, threading
+import functools
+import os
+import shutil
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,22 +18,15 @@ from fastai.learner import Learner, join_path_file
 from fastai.text.learner import TextLearner
 from fastai.torch_core import get_model, rank_distrib
 
-from .callback import MixedPrecision
+from .callback import precision_callback
 from .common import warn_user
 from .scaling import check_scaler_state
 
-__all__ = ['precision_callback', 'put_over', 'written_whole']
+__all__ = ['FORMATS', 'FileFormat', 'put_over', 'written_whole']
 
 KEY = 'grad_scaler'  # in the optimizer's state: with another key beside 'model' and 'opt' fastai finds no optimizer
 _writing = threading.RLock()                                     # two threads may save to one name
 _reading = threading.Lock()  # fastai's `load_model` changes torch's list of safe classes meanwhile
-
-
-def precision_callback(
-    learn: Learner,
-) -> MixedPrecision | None:
-    "Return the learner's precision callback; None in plain fp32."
-    return next((cb for cb in learn.cbs if isinstance(cb, MixedPrecision)), None)
 
 
 @contextmanager
@@ -127,7 +123,8 @@ def load(original: Callable, self: Learner, file: Any, *args: Any, **kwargs: Any
     scale = opt.state.pop(KEY, None) if isinstance(opt.state, dict) else None
     takes_scale = cb is not None and cb.needs_loss_scaling
     if takes_scale and scale is not None:
-        check_scaler_state(scale, str(getattr(file, 'name', file)),
+        where = join_path_file(file, self.path/self.model_dir, ext='.pth')
+        check_scaler_state(scale, str(getattr(file, 'name', where)),
                            "`learn.load(..., with_opt=False)` loads the model alone; `learn.to_fp32()` or "
                            "`learn.to_bf16()` before `load` leaves the scaler out.")
     file_format.load_model(self, model.state, **model.options)

@@ -1,16 +1,17 @@
 "Small helpers that several files share: random states, colours of precisions, DTensors, errors and warnings."
 from __future__ import annotations
 
-import functools, inspect, random, sys, warnings
+import inspect, random, sys, warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 __all__ = ['PRECISION_COLORS', 'call_text', 'first_line', 'is_dtensor', 'random_state', 'random_state_kept',
-           'set_random_state', 'type_name', 'warn_user']
+           'set_random_state', 'several_processes', 'type_name', 'warn_user']
 
 # One colour for a precision in every plot.
 PRECISION_COLORS = {'fp32': '#4c566a', 'bf16': '#2a78b8', 'fp16': '#d1701f', 'half weights': '#17a2a2'}
@@ -19,29 +20,18 @@ RandomState = list[tuple[Callable, Any]]
 
 
 def random_state(
-    device: torch.device | None = None, # Besides the CPU; all accelerators that are in use if None
     everything: bool = False, # Whether Python's and NumPy's generators belong to it, besides torch's
 ) -> RandomState: # Pairs: the function that sets a generator, and its state
     "Return the state of the global random number generators, for `set_random_state`; does not wait for a device."
     states: RandomState = [(torch.set_rng_state, torch.get_rng_state())]
     if everything: states += [(random.setstate, random.getstate()), (np.random.set_state, np.random.get_state())]
-    types = _accelerators() if device is None else [device.type]
-    for kind in types:
-        if kind == 'xla':
-            import torch_xla.core.xla_model as xm
-            states.append((xm.set_rng_state, xm.get_rng_state()))
-            continue
-        module: Any = getattr(torch, kind, None)
-        if kind == 'cpu' or not hasattr(module, 'get_rng_state'): continue
-        if device is not None and device.index is not None:
-            states.append((functools.partial(_set_rng_state, device), module.get_rng_state(device)))
-        elif hasattr(module, 'get_rng_state_all'): states.append((module.set_rng_state_all, module.get_rng_state_all()))
-        else: states.append((module.set_rng_state, module.get_rng_state()))
+    if not torch.accelerator.is_available(): return states
+    module: Any = torch.get_device_module(torch.accelerator.current_accelerator())
+    if not getattr(module, 'is_initialized', lambda: True)(): return states    # asking does not start it
+    which = 'rng_state_all' if hasattr(module, 'get_rng_state_all') else 'rng_state'
+    get = getattr(module, f'get_{which}', None)
+    if get is not None: states.append((getattr(module, f'set_{which}'), get()))
     return states
-
-
-def _set_rng_state(device: torch.device, state: torch.Tensor) -> None:
-    torch.get_device_module(device).set_rng_state(state, device)
 
 
 def set_random_state(state: RandomState) -> None:
@@ -50,9 +40,9 @@ def set_random_state(state: RandomState) -> None:
 
 
 @contextmanager
-def random_state_kept(device: torch.device | None = None, everything: bool = False) -> Iterator[None]:
-    "Put the random number generators back at the end; arguments as in `random_state`."
-    state = random_state(device, everything)
+def random_state_kept() -> Iterator[None]:
+    "Put the random number generators of torch, Python and NumPy back at the end."
+    state = random_state(everything=True)
     try: yield
     finally: set_random_state(state)
 
@@ -61,6 +51,11 @@ def first_line(error: BaseException, limit: int = 200) -> str:
     "Return what an exception says, in one line; its type's name where it says nothing."
     lines = str(error).strip().splitlines()
     return lines[0][:limit].rstrip('.: ') if lines else type(error).__name__
+
+
+def several_processes() -> bool:
+    "Return whether this process trains together with others."
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def is_dtensor(t: Any) -> bool:
@@ -78,15 +73,6 @@ def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
     while frame is not None and frame.f_globals.get('__name__', '').partition('.')[0] in _NOT_THE_USERS:
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=max(level, 1))
-
-
-def _accelerators() -> list[str]:
-    "Return the types of the accelerators that this process has used so far; asking does not start one."
-    found = ['xla'] if 'torch_xla' in sys.modules else []
-    if not torch.accelerator.is_available(): return found
-    kind = str(torch.accelerator.current_accelerator()).partition(':')[0]
-    is_initialized = getattr(torch.get_device_module(kind), 'is_initialized', lambda: True)
-    return [*found, kind] if is_initialized() else found
 
 
 def type_name(kind: type) -> str:

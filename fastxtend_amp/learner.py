@@ -12,8 +12,7 @@ from fastai.learner import Learner
 from fastcore.basics import patch
 from fastcore.meta import delegates
 
-from .callback import FP16_ARGUMENTS, PRECISION_CALLBACKS, MixedPrecision
-from .checkpoint import precision_callback
+from .callback import FP16_ARGUMENTS, PRECISION_CALLBACKS, MixedPrecision, precision_callback
 from .mode import AMPMode
 
 __all__ = ['refuse_unknown', 'set_precision']
@@ -52,22 +51,25 @@ def set_precision(
     if cb is not None: cb.check_modules(learn.model)
     ours = precision_callback(learn)
     for o in [o for o in learn.cbs if isinstance(o, PRECISION_CALLBACKS) and o is not ours]: learn.remove_cb(o)
-    if ours is not None: ours.replace(cb)
+    if ours is not None: ours.replace(learn, cb)
     else:
         learn.__dict__.pop('_with_events', None)                 # an interrupted call may have left it
         if cb is not None: learn.add_cb(cb)
     return learn
 
 
-class _Precision:
+@patch(as_prop=True)
+def precision(self: Learner) -> MixedPrecision | None:
     """The learner's precision callback; None in plain fp32.
 
-    A callback of yours that fastai gives this name, such as a class `PrecisionCallback`, hides it on its learner.
+    On a learner with a callback of yours that fastai gives this name, such as a class `PrecisionCallback`, it is that.
     """
-    def __get__(self, learn, owner=None): return self if learn is None else precision_callback(learn)
+    return vars(self)['precision'] if 'precision' in vars(self) else precision_callback(self)
 
 
-Learner.precision = _Precision()
+# `add_cb` sets this name for a callback of the class `PrecisionCallback`, and `remove_cb` deletes it.
+Learner.precision = Learner.precision.setter(lambda self, cb: self.__dict__.update(precision=cb))
+Learner.precision = Learner.precision.deleter(lambda self: self.__dict__.pop('precision', None))
 
 
 @patch
@@ -113,12 +115,12 @@ def to_amp(self: Learner, *args,
             given = ', '.join([*map(repr, args), *kwargs])
             raise ValueError(f"to_amp(measure=True) cannot be combined with {given}: it chooses the arguments itself.\n"
                              "Take the call that it prints, and add to that.")
-        from .insight.choice import measure_and_choose           # here: the core does without the rooms
+        from .insight.choice import measure_and_choose  # here: the core does without the rooms
         measure_and_choose(self, max_seconds)
         return self
     if args and (isinstance(args[0], bool) or not isinstance(args[0], (int, float))):
         raise TypeError(f"to_amp({args[0]!r}): to_amp chooses the precision itself.\nFor one of your choice call "
-                        "`learn.to_bf16()` or `learn.to_fp16()`.")
+                        "`learn.to_bf16()` or `learn.to_fp16()`; to have all measured `learn.to_amp(measure=True)`.")
     return set_precision(self, MixedPrecision('auto', *args, **kwargs))
 
 

@@ -78,10 +78,11 @@ def place_state(
         if not isinstance(p, torch.Tensor): continue
         others = tree_leaves([value for key, value in state.items() if key != 'step'])
         tensors = [t for t in others if isinstance(t, torch.Tensor)]
+        syncfree = syncfree_state(inner, state)                  # PyTorch loads a step count to where the file was read
         # Single numbers stay: NAdam keeps one on the CPU.
-        if all(t.device == p.device or (p.dim() and not t.dim()) for t in tensors): continue
+        if not syncfree and all(t.device == p.device or (p.dim() and not t.dim()) for t in tensors): continue
         for key, value in state.items():
-            host = key == 'step' and p in on_host and not syncfree_state(inner, state)
+            host = key == 'step' and p in on_host and not syncfree
             state[key] = map_tensors(partial(torch.Tensor.to, device='cpu' if host else p.device), value)
     if isinstance(opt, Lookahead) and opt.slow_weights is not None:
         pairs = zip(opt.slow_weights, opt.param_lists)

@@ -79,14 +79,14 @@ class LossScaling:
 
     def _reset(self) -> None:
         self.scaler = GradScaler('cpu', enabled=False)           # of the fit under way
-        self._device: torch.device | None = None                 # of the loss; None before the first one is scaled
+        self._one: torch.Tensor | None = None                    # 1, on the loss's device; None before the first loss
         self.grads_are_scaled = False                            # what is in `.grad` now; zeros count as scaled
         self.held_back = False                                   # did the host hold the last step back?
         self.found_inf: bool | torch.Tensor = False              # of the last step; a 0-dim tensor on the device
         self._unscaled: Any = None                               # what `unscale_` was called with, until `update`
         self._step_on_device: Callable | None = None             # the step that skips on the device
         self._zeros_are_scaled = False                           # was this step's gradient unscaled?
-        self._unread: list[torch.Tensor] = []                    # the newest entries of `history`, on the device
+        self._unread: list[tuple] = []                           # the newest entries of `history`, on the device
 
     def __getstate__(self) -> dict[str, Any]:
         "Return the state of a copy, which is outside a fit."
@@ -127,6 +127,7 @@ class LossScaling:
         model: nn.Module,
         failed: bool = False, # Whether an exception ended the fit
         keep: bool = True, # Whether scale and history go on in the next fit; not after `lr_find`
+        argument: str = 'init_scale', # The one that lowers a dynamic scale, for the message
     ) -> str | None: # What to warn of
         """End the fit: keep scale and history, and leave true gradients of an unfinished accumulation, as in fp32.
 
@@ -134,9 +135,9 @@ class LossScaling:
         """
         if not self.on: return None
         self.cancel()
-        message = self._end_gradients(opt, model, failed) if self._device is not None else None
+        message = self._end_gradients(opt, model, failed) if self._one is not None else None
         self.read()
-        message = message or self._skip_message()
+        message = message or self._skip_message('loss_scale' if self.static else argument)
         if keep: self.state = self.scaler.state_dict()
         else: del self.history[self._n_before:]
         self._reset()
@@ -156,20 +157,19 @@ class LossScaling:
             if id(p) not in known: p.grad = None
         return message
 
-    def _skip_message(self) -> str | None:
+    def _skip_message(self, argument: str) -> str | None:
         flags = self.history[self._n_before + 1::2]
         n, skipped, scale = len(flags), sum(flag > 0 for flag in flags), self.scaler.get_scale()
         if 2 * skipped <= n: return None
-        argument = 'loss_scale' if self.static else 'init_scale'
         remedy = 'look where it overflows: `learn.precision_report()`.'
         if skipped == n:
             head = (f"No optimizer step was taken in this fit: all {n} were skipped, because gradients were not "
                     "finite. Nothing was learned.")
-            if scale > 1: remedy = f'Start lower (`{argument}={max(scale / 2 ** 6, 1.):g}`), or {remedy}'
-            if scale >= 1 and not self.static: remedy = f'Train longer, so that the scale can fall, or {remedy}'
+            if scale > 1: remedy = f'start lower (`{argument}={max(scale / 2 ** 6, 1.):g}`), or {remedy}'
+            if scale >= 1 and not self.static: remedy = f'train longer, so that the scale can fall, or {remedy}'
         else:
             head = f"{skipped} of the {n} optimizer steps of this fit were skipped: gradients were not finite."
-            if scale > 1: remedy = f'Start a new training with `{argument}={scale:g}`, or {remedy}'
+            if scale > 1: remedy = f'start a new training with `{argument}={scale:g}`, or {remedy}'
         return f'{head}\nThe loss scale is {scale:g} now.\n{remedy[:1].upper()}{remedy[1:]}'
 
     # -- a step
@@ -177,7 +177,7 @@ class LossScaling:
     def scale(self, loss: torch.Tensor, opt: Any) -> torch.Tensor:
         "Return the loss (fp32) times the scale; true gradients that `.grad` holds already are scaled, too."
         if not self.on: return loss
-        self._device = loss.device
+        if self._one is None: self._one = torch.ones((), device=loss.device)
         scaled = self.scaler.scale(loss)
         if not self.grads_are_scaled: self._multiply_grads(opt, self._scale_on)
         self.grads_are_scaled = True
@@ -203,13 +203,15 @@ class LossScaling:
         self.grads_are_scaled = False
         self.scaler.step(probe)                                  # waits for the device, once
         self.found_inf = self.held_back = not probe.stepped
+        flags = found_inf_flags(self.scaler, probe)
+        self._flag = flags[0] if len(flags) == 1 else torch.full_like(self._one, self.held_back)
 
     def _unscale_on_device(self, params: list[nn.Parameter], fused: Any) -> None:
         syncfree = is_syncfree(fused)
         self._unscaled = _Probe(params) if syncfree else fused
         self.scaler.unscale_(self._unscaled)
         self.grads_are_scaled = False
-        self.found_inf, *_ = found_inf_flags(self.scaler, self._unscaled)
+        self.found_inf = self._flag = found_inf_flags(self.scaler, self._unscaled)[0]
         self._step_on_device = ((lambda: fused.step(found_inf=self.found_inf)) if syncfree
                                 else (lambda: self.scaler.step(fused)))
 
@@ -245,19 +247,15 @@ class LossScaling:
     # -- the history
 
     def _record(self) -> None:
-        flag, device = self.found_inf, cast(torch.device, self._device)
-        on_host = device.type == 'cpu' or isinstance(flag, bool)
-        if on_host: self.skips_in_a_row = self.skips_in_a_row + 1 if flag else 0
-        if device.type == 'cpu': self.history.extend((self.scaler.get_scale(), float(flag)))
-        else:
-            flag = torch.full((), float(flag), device=device) if isinstance(flag, bool) else flag
-            self._unread.append(torch.stack([self._scale_on(device), flag]))
+        if isinstance(self.found_inf, bool): self.skips_in_a_row = self.skips_in_a_row + 1 if self.found_inf else 0
+        self._unread.append((self.scaler.scale(self._one), self._flag))  # the scale as a tensor of its own
         if len(self._unread) == READ_EVERY: self.read()
 
     def read(self) -> None:
         "Bring the entries that are still on the device to the host; this waits for it."
         if not self._unread: return
-        values, self._unread = torch.stack(self._unread).flatten().tolist(), []
+        values = torch.stack([t for entry in self._unread for t in entry]).tolist()
+        self._unread = []
         self.history.extend(values)
         taken = [i for i, flag in enumerate(self.history[self._n_before + 1::2]) if not flag]
         self.skips_in_a_row = (len(self.history) - self._n_before) // 2 - (taken[-1] + 1 if taken else 0)
@@ -289,11 +287,11 @@ class LossScaling:
         A static scale and `enabled=False` stay. Raises `ValueError` for a state that no `GradScaler` could have given.
         """
         if self.static or not self.enabled or (state is None and self.given is not None): return
-        state = GradScaler('cpu', **self.settings).state_dict() if state is None else dict(state)
+        if state is None: state = GradScaler('cpu', **self.settings).state_dict()
         check_scaler_state(state)
         scaler = self.scaler if self.on else self._new_scaler('cpu')
         before = scaler.get_scale()
-        scaler.load_state_dict(state)
+        scaler.load_state_dict(dict(state))
         self.state = scaler.state_dict()
         if self.grads_are_scaled: self._multiply_grads(opt, lambda device: scaler.get_scale() / before)
 

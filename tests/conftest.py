@@ -10,24 +10,19 @@ torch.set_num_threads(1)  # tests run side by side; results must not depend on t
 
 
 def pytest_addoption(parser):
-    parser.addoption('--sim', choices=('cuda', 'sim'), help='run on a simulated device of this type: see tests/devices/simulated')
-    parser.addoption('--sim-devices', type=int, default=1, help='how many of them')
+    parser.addoption('--sim', choices=('sim',), help='run on a simulated device: see tests/devices/simulated.py')
 
 
 def pytest_configure(config):
-    kind = config.getoption('--sim')
-    if not kind: return
+    if not config.getoption('--sim'): return
     sys.path.insert(0, os.path.dirname(__file__))
     from devices.simulated import install
-    device = install(kind, config.getoption('--sim-devices'))  # before anything can use it
+    device = install()  # before anything can use it
     import helpers
     helpers.DEVICE = device
 
 
 def pytest_collection_modifyitems(config, items):
-    simulated = config.getoption('--sim')
     for item in items:
         if 'cuda' in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason='needs an NVIDIA GPU, and PyTorch finds none'))
-        mark = item.get_closest_marker('not_simulated')
-        if simulated and mark is not None: item.add_marker(pytest.mark.skip(reason=f'a simulated device: {mark.args[0]}'))

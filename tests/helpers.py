@@ -3,12 +3,11 @@ from __future__ import annotations
 
 import warnings
 
-import pytest, torch
+import torch
 from fastai.callback.core import Callback
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
-from fastai.torch_core import ismin_torch
 from fastai.optimizer import SGD, Adam, OptimWrapper
 from fastcore.basics import noop
 from functools import partial
@@ -18,9 +17,6 @@ from torch.utils.data import TensorDataset
 import fastxtend_amp  # noqa: F401  patches Learner
 from fastxtend_amp import MixedPrecision
 
-# With PyTorch 2.9 autocast keeps no casts, and half-precision weights make no copies.
-NO_COPIES = not ismin_torch('2.13')
-needs_copies = pytest.mark.skipif(NO_COPIES, reason='with this PyTorch autocast keeps no casts, so there are no copies')
 DEVICE = torch.device('cpu')  # where learners train; `pytest --sim=cuda` puts a simulated device here (conftest.py)
 
 
@@ -181,5 +177,4 @@ PRECISIONS = {
     'half weights': lambda learn: learn.to_half_weights(),
     'half fp16': lambda learn: learn.to_half_weights('fp16', loss_scale=512.),
     'flat masters': lambda learn: learn.to_half_weights(flat_master=True),
-    'no masters': lambda learn: learn.to_half_weights(master_weights=False),
 }

@@ -51,12 +51,14 @@ def handwritten_counts(mode, opt):
 
 @pytest.mark.parametrize('mode, opt, reads', [('bf16', 'adam', 0), ('fp16', 'adam', 1), ('fp16', 'adamw', 1)])
 def test_operations_per_step_are_those_of_the_handwritten_loop(mode, opt, reads):
-    "One read more in fp16: on a CPU, where no read waits, the scale goes into the history at once. test_cuda.py counts waits."
+    "In fp16 one multiplication more: the history keeps the scale as a tensor. test_cuda.py counts waits."
     ours, theirs, read = fit_counts(mode, opt), handwritten_counts(mode, opt), ('aten::_local_scalar_dense', 'aten::item')
     ours.subtract(fit_counts('fp32', opt)); theirs.subtract(handwritten_counts('fp32', opt))
-    assert theirs[read[0]] == reads * STEPS and 0 <= ours[read[0]] - 2 * theirs[read[0]] <= 5     # once a fit
+    assert theirs[read[0]] == reads * STEPS and 0 <= ours[read[0]] - theirs[read[0]] <= 5         # once a fit
     extra = {k: ours[k] - theirs[k] for k in ours.keys() | theirs.keys() if ours[k] != theirs[k] and k not in read}
-    assert all(v < STEPS for v in extra.values()), extra         # once a fit, not once a step
+    # The history's: a multiplication a step, with a `to` that moves nothing; two views for each entry when they are read.
+    history = {'aten::mul': STEPS, 'aten::to': STEPS, 'aten::unsqueeze': 2 * STEPS, 'aten::as_strided': 2 * STEPS} if mode == 'fp16' else {}
+    assert all(v - history.get(k, 0) < STEPS for k, v in extra.items()), extra   # once a fit, not once a step
 
 
 def test_gradients_are_unscaled_in_one_call_for_any_number_of_parameters():

@@ -1,1 +1,6 @@
-"What XLA devices, sharded parameters (FSDP2) and `DataParallel` need beside the core."
+"Rooms for sharded parameters (FSDP2) and for XLA devices; the latter is used only where torch_xla is installed."
+from importlib.util import find_spec
+
+from . import sharded
+
+if find_spec('torch_xla') is not None: from . import xla

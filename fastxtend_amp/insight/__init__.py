@@ -1,6 +1,12 @@
 "Report, comparison and diagnosis: which precision a model survives, where training goes wrong, and what pays off."
+from ..callback import MixedPrecision
+from .choice import measure_and_choose
 from .comparison import PrecisionComparison
 from .report import PrecisionReport
-from . import choice as _choice, learner as _learner, watch as _watch
+from .verdict import Verdict
+from .watch import Watch
+from . import learner as _learner
 
-__all__ = ['PrecisionComparison', 'PrecisionReport']
+__all__ = ['PrecisionComparison', 'PrecisionReport', 'Verdict']
+
+MixedPrecision.watch_class = Watch

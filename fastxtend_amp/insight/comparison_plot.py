@@ -11,105 +11,89 @@ from .phases import PHASES
 
 __all__ = ['plot_comparison']
 
-_PHASE_COLORS = {'data': '#b48ead', 'forward': '#88c0d0', 'backward': '#5e81ac', 'optimizer': '#ebcb8b',
-                 'rest': '#d8dee9'}
+_PHASE_COLORS = '#b48ead', '#88c0d0', '#5e81ac', '#ebcb8b', '#d8dee9'   # data, forward, backward, optimizer, rest
 _STYLES = ('-', '--', ':', '-.', (0, (1, 3)), (0, (5, 1)))
 
 
 def plot_comparison(
-    comparison: Any, # A `PrecisionComparison`
-    axs: Any = None, # Three matplotlib axes to draw on; new ones if None
-): # The three matplotlib axes
+    table: pd.DataFrame, # As `PrecisionComparison.table`
+    losses: dict[str, list[float]], # By row
+    seed_losses: list[list[float]],
+    recommended: str,
+    axs: Any = None, # As many matplotlib axes as it draws on; new ones if None
+): # Those axes
     "See `PrecisionComparison.plot`."
     import matplotlib.pyplot as plt
+    drawn = {n: table['measure'][n] for n in table.index if losses[n]}
+    measures = list(dict.fromkeys(drawn.values()))               # fp32, and fp32 on fewer samples
     if axs is None:                                              # as wide as a page: the words stay legible
         figure = plt.figure(figsize=(9, 6), layout='constrained')
-        axs = list(figure.subplot_mosaic([['curves', 'curves'], ['speeds', 'times']]).values())
-    curves, speeds, times = axs
-    _draw_curves(curves, comparison)
-    _draw_speeds(speeds, comparison)
-    _draw_times(times, comparison)
+        top = ['fp32', measures[-1]]
+        axs = list(figure.subplot_mosaic([top, ['speeds', 'times']]).values())
+    *curves, speeds, times = axs
+    for ax, measure in zip(curves, measures):
+        _draw_curves(ax, {n: losses[n] for n in drawn if drawn[n] == measure}, seed_losses if measure == 'fp32' else [])
+    _draw_speeds(speeds, table.iloc[::-1], recommended)
+    _draw_times(times, table[table['forward'].notna()].iloc[::-1])
     for ax in axs: ax.spines[['top', 'right']].set_visible(False)
     return axs
 
 
-def _color(name): return PRECISION_COLORS[name if name in PRECISION_COLORS else 'half weights']
+def _color(name: str) -> str: return PRECISION_COLORS.get(name.partition(',')[0], PRECISION_COLORS['half weights'])
 
 
-def _smooth(values): return np.where(np.isfinite(values), pd.Series(values, dtype=float).ewm(alpha=.2).mean(), np.nan)
+def _smooth(values: list[float]) -> pd.Series: # From step 1 on; nan where a loss is not finite
+    losses = pd.Series(values, index=range(1, len(values) + 1), dtype=float)
+    return losses.ewm(alpha=.2).mean().where(np.isfinite(losses))
 
 
-def _draw_curves(ax, comparison):
-    losses = {n: l for n, l in comparison.losses.items() if l}
-    n_steps = len(losses['fp32'])
-    if comparison.seed_losses:
-        seeds = np.array([_smooth(l) for l in [losses['fp32'], *comparison.seed_losses]])
-        ax.fill_between(range(1, n_steps + 1), seeds.min(0), seeds.max(0), color='#d8dee9', lw=0,
+def _draw_curves(ax, losses, seed_losses):
+    base = next(iter(losses.values()))
+    if seed_losses:
+        seeds = pd.DataFrame([_smooth(l) for l in [base, *seed_losses]])
+        ax.fill_between(seeds.columns, seeds.min(), seeds.max(), color='#d8dee9', lw=0,
                         label=f'fp32, range of {len(seeds)} seeds')
     for (name, values), style in zip(losses.items(), _STYLES):
-        finite, drawn = np.isfinite(values), _smooth(values)
-        short = len(values) < n_steps
-        label = _label(name, comparison)
+        finite, label = np.isfinite(values), name
         if not finite.all(): label += f' (not finite from step {finite.argmin() + 1})'
-        elif short: label += ' (cut short)'
-        dot = 'o' if len(values) == n_steps == 1 else None
-        ax.plot(range(1, len(drawn) + 1), drawn, linestyle=style, color=_color(name), lw=2, label=label, marker=dot)
-        if short and finite.all(): ax.plot(len(drawn), drawn[-1], '|', color=_color(name), ms=14, mew=2)
+        elif len(values) < len(base): label += ' (cut short)'
+        marker = 'o' if len(values) == 1 else None
+        ax.plot(_smooth(values), linestyle=style, color=_color(name), lw=2, label=label, marker=marker)
     ax.set(title='Training loss (smoothed)', xlabel='step', ylabel='loss')
     ax.xaxis.get_major_locator().set_params(integer=True)
-    ax.legend(loc='upper center', bbox_to_anchor=(.5, -.16), ncols=2, frameon=False, fontsize=8)
+    ax.legend(loc='upper center', bbox_to_anchor=(.5, -.22), ncols=2, frameon=False, fontsize=8)
 
 
-def _label(name, comparison):
-    few = comparison.samples.get(name)
-    return f'{name} (on {few} samples a step)' if few else name
-
-
-def _names(comparison, table):
-    "Labels of the rows, with what makes them slow."
-    def label(name):
-        if table['support'][name] != 'emulated': return name
-        few = comparison.samples.get(name)
-        return f'{name}\n(emulated, {few} samples)' if few else f'{name}\n(emulated)'
-    return [label(n) for n in table.index]
-
-
-def _draw_speeds(ax, comparison):
-    table = comparison.table.iloc[::-1]
-    at, widest = range(len(table)), max(1., table['speed-up q3'].max())
-    ax.barh(at, table['speed-up'].fillna(0), color=[_color(n) for n in table.index], height=.6)
-    for i, (_, row) in enumerate(table.iterrows()):
-        if row['speed-up'] != row['speed-up']:
-            why = row['support'] if row['support'] in ('unsupported', 'failed') else 'not measured'
-            ax.text(.03 * widest, i, why, va='center', color='#555')
-            continue
-        low, high = row['speed-up'] - row['speed-up q1'], row['speed-up q3'] - row['speed-up']
-        if low + high > 0: ax.errorbar(row['speed-up'], i, xerr=[[low], [high]], color='black', capsize=3, lw=1)
-        ax.text(row['speed-up q3'] + .04 * widest, i, f"{row['speed-up']:.2f}x", va='center', backgroundcolor='white')
+def _draw_speeds(ax, table, recommended):
+    speed, low, high = (table[f'speed-up{q}'] for q in ('', ' q1', ' q3'))
+    widest = max(1., high.max())
+    ax.barh(_names(table), speed.fillna(0), xerr=[(speed - low).fillna(0), (high - speed).fillna(0)], capsize=3,
+            color=[_color(n) for n in table.index], height=.6, error_kw={'lw': 1})
+    why = table['support'].where(table['support'].isin(['unsupported', 'failed']), 'not measured')
+    for i, (s, end, w) in enumerate(zip(speed, high.fillna(0), why)):
+        ax.text(end + .04 * widest, i, f'{s:.2f}x' if s == s else w, va='center')
     ax.axvline(1, color='black', lw=.8, ls=':', zorder=0)
-    ax.set_yticks(at, _names(comparison, table))
-    ax.set(title=f'Speed; recommended: {comparison.recommended}', xlabel='samples per second, fp32 = 1')
+    ax.set(title=f'Speed; recommended: {recommended}', xlabel='samples per second, fp32 on the same samples = 1')
     ax.set_xlim(0, widest * 1.4)
 
 
-def _draw_times(ax, comparison):
-    "Milliseconds of a step, stacked; a part of 8 % or more carries its share."
+def _draw_times(ax, table):
+    "Draw the milliseconds of a step, stacked; a part of 8 % or more carries its share."
     ax.set(title='Where the time of a step goes', xlabel='milliseconds per step')
-    table = comparison.table[comparison.table['forward'].notna()].iloc[::-1]
     if not len(table):
         ax.text(.5, .5, 'not measured on this device,\nor in so few steps', ha='center', va='center', color='#555',
                 transform=ax.transAxes)
-        ax.set(xticks=[], yticks=[])
-        return
-    left = np.zeros(len(table))
-    total = table[['data', *PHASES, 'rest']].sum(axis=1).to_numpy() * 1000
-    for phase in ('data', *PHASES, 'rest'):
-        values = table[phase].to_numpy() * 1000
-        ax.barh(range(len(table)), values, left=left, color=_PHASE_COLORS[phase], height=.6, label=phase)
-        for i, (v, l, t) in enumerate(zip(values, left, total)):
-            if v > .08 * total.max(): ax.text(l + v / 2, i, f'{v / t:.0%}', ha='center', va='center', fontsize=8)
-        left = left + values
-    ax.set_yticks(range(len(table)), _names(comparison, table))
-    ax.set_xlim(0, total.max() * 1.02)
+        return ax.set(xticks=[], yticks=[])
+    times = table[['data', *PHASES, 'rest']] * 1000
+    total, left = times.sum(axis=1), 0.
+    for phase, color in zip(times, _PHASE_COLORS):
+        bars = ax.barh(_names(table), times[phase], left=left, color=color, height=.6, label=phase)
+        shares = [f'{t / n:.0%}' if t > .08 * total.max() else '' for t, n in zip(times[phase], total)]
+        ax.bar_label(bars, shares, label_type='center', fontsize=8)
+        left = left + times[phase]
     ax.legend(frameon=False, fontsize=8, ncols=5, loc='upper right', bbox_to_anchor=(1., -.2), handlelength=1,
               columnspacing=.8, handletextpad=.3)
+
+
+def _names(table: pd.DataFrame) -> list[str]: # With what makes them slow
+    return [f'{n}\n(emulated)' if s == 'emulated' else n for n, s in table['support'].items()]

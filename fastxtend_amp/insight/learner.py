@@ -1,4 +1,4 @@
-"The methods `Learner.precision_report` and `Learner.compare_precision`."
+"The methods `Learner.precision_report` and `Learner.compare_precision`, and the property `precision_decision`."
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
@@ -19,7 +19,7 @@ __all__: list[str] = []
 
 @patch(as_prop=True)
 def precision_decision(self: Learner) -> PrecisionDecision | None:
-    "What `to_amp(measure=True)` last found for this learner, fp32 too: table, plot, reason; None if it was not asked."
+    "The last outcome of `to_amp(measure=True)` for this learner, fp32 too: table, plot, reason; None if not asked."
     return decision_of(self)
 
 
@@ -35,22 +35,23 @@ def compare_precision(self: Learner,
 ) -> PrecisionComparison: # `table`, `plot()`, `recommended`, `reason` and `apply()`; shows itself in a notebook
     """Train copies of the learner for `n_steps` in each precision, from its present state on the same batches.
 
-    The copies have a model and an optimizer of their own, so the learner, its loggers and its recorder stay as they
-    are; they share the data, of which 512 MB at most are held. The modes take turns, a few steps each, so that whatever
-    else the machine does slows all of them; only the training steps are timed. A mode that the device does not run gets
-    a row with the reason; one that it only emulates sees a part of each batch.
+    The learner, its loggers and its recorder stay as they are; drawing batches runs the dataset, and what that draws
+    from generators outside it moves on, as with fastai's `one_batch()`. Data is shared, of which 512 MB at most are
+    held. The modes take turns, a few steps each, so that whatever else the machine does slows all of them; only the
+    training steps are timed. A mode that the device does not run gets a row with the reason; one that it only emulates
+    sees a part of each batch, and has a row of fp32 on the same samples beside it.
 
     What takes part: the precision callback's arguments, of fastai's callbacks those that shape a training step (mixup
-    and cutmix, gradient accumulation and clipping, RNN and batch-norm callbacks, channels last), of others copies of
-    those with an event from `before_batch` to `after_step`. Recorder, progress bars, schedulers, and what saves or
-    stops do not; nor do metrics, validation and `after_epoch`. What callbacks `save`, `export` or log through a copy
-    goes to a temporary folder and is removed, whatever path they give; files that they open themselves are theirs.
+    and cutmix, gradient accumulation and clipping, RNN, batch-norm and GAN callbacks, channels last), of others copies
+    of those with an event from `before_batch` to `after_step`. Recorder, progress bars, schedulers, and what saves or
+    stops do not; nor do metrics, validation and `after_epoch`. A copy's `path` is a temporary folder.
 
-    With several processes each compares by itself, without communication: a model in DistributedDataParallel runs
-    unwrapped, SyncBatchNorm with this process's statistics. A loss function that communicates must be called by all.
+    With several processes each compares by itself, without communication. The model is the one inside `torch.compile`
+    and DistributedDataParallel, SyncBatchNorm takes this process's statistics. A loss function that communicates must
+    be called by all.
 
-    Raises `ValueError` for an unknown mode, for unusable numbers, for sharded parameters (FSDP), and for a learner
-    without training batches; `RuntimeError` inside a fit.
+    Raises `ValueError` for an unknown mode, for unusable numbers, for a learner that cannot be copied, for sharded
+    parameters (FSDP), lazy modules and without training batches; `RuntimeError` inside a fit.
     """
     return compare(self, modes, n_steps, lr=lr, n_seeds=n_seeds, max_seconds=max_seconds, cbs=cbs)
 

@@ -7,67 +7,51 @@ from typing import Any
 
 import torch
 from fastai.callback.core import Callback
-from fastai.learner import Learner
 
 __all__ = ['PHASES', 'StepClock', 'page_faults']
 
 PHASES = ('forward', 'backward', 'optimizer')
+_BEGINS = {'before_batch': 'forward', 'after_loss': '', 'before_backward': 'backward', 'after_backward': '',
+           'before_step': 'optimizer', 'after_batch': ''}
 
 
-class _Marks(Callback):
-    "Notes the time at some of fastai's events, before all other callbacks or after all."
-    def __init__(self, clock, order, names):
-        self.order = order
-        for event, name in names.items(): setattr(self, event, lambda name=name: clock.mark(name))
-
-
-class StepClock:
-    """Times the phases of training steps on one learner.
+class StepClock(Callback):
+    """Times the phases of training steps on the learner that it is added to.
 
     The forward pass ends with the loss; the optimizer's phase holds unscaling, clipping, the step, the update of the
-    loss scale and `zero_grad`. On a device of which PyTorch has timed events (CUDA, XPU) they are recorded in its
-    queue, so that nothing waits; on other accelerators nothing is measured.
+    loss scale and `zero_grad`. On CUDA and XPU events are recorded in the device's queue, so that nothing waits; on
+    other accelerators nothing is measured.
     """
-    def __init__(self):
-        self.marks: list[tuple[str, Any]] = []
-        self.sums = dict.fromkeys(PHASES, 0.)
-        self.seconds, self.n = 0., 0                             # of all steps read, and how many
-        self.measures, self.event = False, None
+    order = -1000                                                # before all others
+    def __init__(self, device: torch.device):
+        is_gpu, self.on = device.type in ('cuda', 'xpu'), device.type in ('cpu', 'cuda', 'xpu')
+        self.event: Any = torch.get_device_module(device.type).Event if is_gpu else None
+        self.marks, self.sums, self.seconds, self.n = list[tuple[str, Any]](), dict.fromkeys(PHASES, 0.), 0., 0
 
-    def watch(self, learn: Learner, device: torch.device) -> None:
-        "Measure the training steps of `learn` from now on."
-        self.measures = device.type in ('cpu', 'cuda', 'xpu')
-        if not self.measures: return
-        self.event = None if device.type == 'cpu' else torch.get_device_module(device.type).Event
-        learn.add_cb(_Marks(self, 1000, {'before_batch': 'forward', 'before_backward': 'backward'}))
-        ends = {'after_loss': '', 'after_backward': '', 'before_step': 'optimizer', 'after_batch': ''}
-        learn.add_cb(_Marks(self, -1000, ends))
-
-    def mark(self, name: str) -> None:
-        "A phase begins; none with ''."
-        if self.event is None: return self.marks.append((name, time.perf_counter()))
-        event = self.event(enable_timing=True)
-        event.record()
-        self.marks.append((name, event))
+    def __call__(self, event_name: str) -> None:
+        "Note the time at which a phase begins."
+        if not self.on or event_name not in _BEGINS: return
+        now: Any = self.event(enable_timing=True) if self.event else time.perf_counter()
+        if self.event: now.record()
+        self.marks.append((_BEGINS[event_name], now))
 
     def read(self, warm: bool, seconds: float, n: int) -> None:
-        "Add up what was marked in `n` steps that took `seconds`; the device must have finished. Dropped unless `warm`."
+        "Add up the phases of `n` steps that took `seconds`; the device must have finished. Dropped unless `warm`."
         marks, self.marks = self.marks, []
-        if not warm: return
-        self.seconds += seconds
-        self.n += n
+        if not warm or not marks: return
+        self.seconds, self.n = self.seconds + seconds, self.n + n
         for (name, start), (_, end) in pairwise(marks):
-            if name: self.sums[name] += end - start if self.event is None else start.elapsed_time(end) / 1000
+            if name: self.sums[name] += start.elapsed_time(end) / 1000 if self.event else end - start
 
-    def per_step(self) -> dict[str, float]: # seconds of each phase and of the rest; nan where nothing was measured
-        "The time of one step, by phase."
-        if not self.n or not self.measures: return dict.fromkeys((*PHASES, 'rest'), math.nan)
-        phases = {k: v / self.n for k, v in self.sums.items()}
-        return {**phases, 'rest': max(0., self.seconds / self.n - sum(phases.values()))}
+    def per_step(self) -> dict[str, float]: # Seconds of each phase and of the rest; nan where nothing was measured
+        "Return the time of one step, by phase."
+        phases = {k: v / self.n if self.n else math.nan for k, v in self.sums.items()}
+        rest = self.seconds / self.n - sum(phases.values()) if self.n else math.nan
+        return {**phases, 'rest': max(rest, 0.)}
 
 
 def page_faults() -> int:
-    "How many pages this process has asked the system for so far; 0 where that is not counted."
+    "Return how many pages this process has asked the system for so far; 0 where that is not counted."
     try: import resource
     except ImportError: return 0                                 # Windows
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

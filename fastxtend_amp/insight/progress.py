@@ -27,25 +27,21 @@ class Progress:
         self.bar.update(0)
 
     def expect(self, ticks: int) -> None:
-        "So many more ticks are to come."
+        "Set how many more ticks are to come."
         if self.bar is None: return
         self.bar.total = max(1, self.done + ticks)
         self.bar.update(min(self.done, self.bar.total))
 
     def tick(self, comment: str = '') -> None:
-        "One module or step is done."
+        "Show that one more step is done."
         self.done += 1
         if self.bar is None: return
         self.bar.comment = comment or self.bar.comment
         self.bar.update(min(self.done, self.bar.total))
 
     def tick_in_time(self) -> None:
-        "One module is done. Raises `TimeIsUp` when the limit is over."
+        "Show that one more module is done; raise `TimeIsUp` when the limit is over."
         self.tick()
-        self.check()
-
-    def check(self) -> None:
-        "Raise `TimeIsUp` if the limit is over."
         if time.monotonic() > self.end: raise TimeIsUp
 
     def say(self, text: str, comment: str = '') -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastxtend_amp import keep_freed_memory, precision_support
+from fastxtend_amp import MixedPrecision
 
 from .contestants import CONTESTANTS, Batches, Contestant, Run, Task, installed
 from .models import MODELS
@@ -78,7 +79,10 @@ def _prepare(entry: Entry, task: Task) -> None:
     batches = task.batches
     def counted(n):
         batches.n = n
-        with Count() as count: run.train()
+        watch, MixedPrecision.watch_class = MixedPrecision.watch_class, None   # it reads the loss in main memory alone
+        try:
+            with Count() as count: run.train()
+        finally: MixedPrecision.watch_class = watch
         return count
     try:
         batches.n = 1

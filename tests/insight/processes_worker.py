@@ -93,8 +93,8 @@ def all_take_rank_0s_choice():
         return found
     choice.compare = compare
     learn = learner(nn.parallel.DistributedDataParallel(net()))
-    decision = choice.measured_choice(learn, modes=('fp32', 'bf16'), n_steps=2 + rank)
-    return decision.mode, getattr(learn.precision.amp_mode, 'value', None)
+    choice.measure_and_choose(learn, modes=('fp32', 'bf16'), n_steps=2 + rank)
+    return learn.precision_decision.mode, getattr(learn.precision.amp_mode, 'value', None)
 
 
 SCENARIOS = (ddp_warns, ddp_raises, fsdp_warns, fsdp_raises, one_rank_compares, all_compare_wrapped,

@@ -88,9 +88,8 @@ def bits(learn, optimizer=True):
                 bytes(torch.get_rng_state().numpy())),
         'autocast': (autocast_state(), torch.is_grad_enabled())}
     if hasattr(learn, 'mixed_precision'):
-        s = learn.mixed_precision.scaling
-        state['scaling'] = [plain({k: v for k, v in s.__dict__.items()}), plain(s.history.__dict__),
-                            plain(s._fp16_scaler.__dict__)]
+        cb = learn.mixed_precision
+        state['scaling'] = [cb.state_dict(), cb.scales, cb.n_skipped, cb.fp32_module_names]
     if optimizer and learn.opt is not None:
         inner = getattr(learn.opt, 'opt', learn.opt)
         state['opt'] = [plain(learn.opt.__dict__), plain(inner.__dict__), plain(dict(inner.state)),

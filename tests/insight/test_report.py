@@ -1,178 +1,297 @@
-import math
+"The precision report: where it finds trouble, each verdict with its words, what it shows, and what it leaves alone."
+import math, random, re
+from dataclasses import dataclass
+from typing import get_args
 
 import pytest, torch
 from fastai.callback.core import Callback
-from fastai.callback.rnn import rnn_cbs
-from fastai.data.core import DataLoaders
-from fastai.data.load import DataLoader
+from fastai.callback.mixup import MixUp
+from fastai.learner import Learner
 from fastai.losses import CrossEntropyLossFlat
-from fastai.text.models.awdlstm import AWD_LSTM
-from fastai.text.models.core import LinearDecoder, SequentialRNN
 from torch import nn
 from torch.nn import functional as F
+from torch.utils import checkpoint
 
-from fastxtend_amp import AMPMode, PrecisionReport
-from fastxtend_amp.insight.report import short_table
-from fastxtend_amp.mode import fastest_native
-from helpers import Attentive, Data, autocast_state, dataset, learner, loaders, params, same
+from fastxtend_amp import PrecisionReport
+from fastxtend_amp.insight import report as room
+from fastxtend_amp.insight.values import Histogram, largest_value, relative_error
+from fastxtend_amp.insight.verdict import Judgement
+from fastxtend_amp.mode import Support, refused_layer
+from fastxtend_amp import AMPMode
+from helpers import At, Attentive, Data, autocast_state, dataset, learner, loaders, mlp, params, same
+from states import bits, language_model, rich
 
 
 def rows(report, mode): return report.table[report.table['mode'] == mode].set_index('module')
+def verdict_on(model, mode='fp16', **kwargs): return learner(model, loaders(64, 64), **kwargs).precision_report(mode).verdicts[mode]
 
 
-def language_model(bptt=5, bs=2, vocab=11):
+def trained(model, verdict, lr=1e-4, **kwargs):
+    "Skipped steps and the last loss of 4 steps with what a verdict advises."
+    learn = learner(model, loaders(64, 64), **kwargs)
+    exec(verdict.call, {'learn': learn})
+    learn.precision.on_overflow = 'ignore'
+    learn.fit(4, lr)
+    return learn.precision.n_skipped, float(learn.recorder.losses[-1])
+
+
+class Own(nn.Module):
+    "Two layers, and arithmetic of the model's own between them."
+    def __init__(self, f, n=32):
+        torch.manual_seed(0)
+        super().__init__()
+        self.a, self.b, self.f = nn.Linear(6, n), nn.Linear(n, 1), f
+    def forward(self, x): return self.b(self.f(self.a(x)))
+
+
+class Act(nn.Module):
+    def __init__(self, f): super().__init__(); self.f = f
+    def forward(self, x): return self.f(x)
+
+
+def inner(f, n=32):
     torch.manual_seed(0)
-    encoder = AWD_LSTM(vocab, 6, 8, 2, hidden_p=.1, embed_p=.1, input_p=.1, weight_p=.2)
-    model = SequentialRNN(encoder, LinearDecoder(vocab, 6, .1, tie_encoder=encoder.encoder))
-    x = torch.randint(0, vocab, (6, bptt), generator=torch.Generator().manual_seed(0))
-    make = lambda: DataLoader(Data(x, x.roll(-1, 1)), bs=bs, num_workers=0, device=torch.device('cpu'))
-    dls = DataLoaders(make(), make(), device=torch.device('cpu'))
-    return learner(model, dls, CrossEntropyLossFlat(), cbs=rnn_cbs())
+    return nn.Sequential(nn.Linear(6, n), Act(f), nn.Linear(n, 1))
+
+
+def rms(h): h = h * 400; return h * torch.rsqrt((h * h).mean(-1, keepdim=True) + 1e-5)
+def cancels(h): return (h + 3000) - 3000
+def unit(h): h = h * 1e-5; return h / (h * h + 1e-12).sum(-1, keepdim=True).sqrt()      # the squares are 0 in fp16
+
+
+class Times(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, factor): ctx.factor = factor; return x.clone()
+    @staticmethod
+    def backward(ctx, g): return g * ctx.factor, None
+
+
+class InNumPy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x): v = x.detach().numpy() * 4; return torch.from_numpy(v * v.dtype.type(6e4) / v.dtype.type(6e4))
+    @staticmethod
+    def backward(ctx, g): return g
 
 
 # -- trouble is found where it is, and the remedy works
 
 def test_the_module_that_overflows_is_named_and_no_other():
-    learn = learner(Attentive())
-    report = learn.precision_report()
+    report = learner(Attentive()).precision_report()
     assert isinstance(report, PrecisionReport) and report.fp32_modules == ['attn']
     trouble = report.table.query('trouble')
     assert list(zip(trouble['mode'], trouble['module'])) == [('fp16', 'attn')]
-    verdict = report.verdicts['fp16']
-    assert verdict.verdict == 'keep modules in fp32' and verdict.modules == ['attn']
-    assert "fp32_modules=['attn']" in verdict.call
-    assert '65,504' in verdict.reason and report.verdicts['bf16'].verdict == 'safe'
-    row = rows(report, 'fp16').loc['attn']
-    assert row['inside'] > 65504 > row['largest'] and row['non-finite'] == 1
+    verdict, row = report.verdicts['fp16'], rows(report, 'fp16').loc['attn']
+    assert verdict.verdict == 'keep modules in fp32' and verdict.modules == ['attn'] == verdict.trouble
+    assert verdict.call == "learn.to_fp16(init_scale=4096, fp32_modules=['attn'])" and '65,504' in verdict.reason
+    assert report.verdicts['bf16'].verdict == 'safe so far'
+    assert row['largest'] > 65504 and row['headroom'] == pytest.approx(65504 / row['largest'], rel=.01) and row['non-finite'] == 1
 
 
 def test_the_remedy_reaches_the_loss_of_fp32_where_plain_fp16_fails():
-    def train(**kwargs):
+    def train(call=''):
         learn = learner(Attentive())
-        kept = {k: v for k, v in kwargs.items() if k != 'plain'}
-        if kwargs: learn.to_fp16(init_scale=1024., on_overflow='ignore', **kept)
+        exec(call, {'learn': learn})
         start = params(learn)
         learn.fit(6, .02)
         return float(learn.recorder.losses[-1]), same(start, params(learn))
-    names = learner(Attentive()).precision_report().fp32_modules
-    (fp32, _), (plain, unmoved), (kept, moved_not) = train(), train(plain=True), train(fp32_modules=names)
+    call = learner(Attentive()).precision_report('fp16').verdicts['fp16'].call
+    (fp32, _), (kept, moved_not) = train(), train(call)
+    plain, unmoved = train("learn.to_fp16(on_overflow='ignore')")
     assert unmoved and math.isnan(plain)                         # every step skipped
     assert not moved_not and kept == pytest.approx(fp32, rel=.02)
 
 
-def test_multihead_attention_is_named_for_the_product_inside_it():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.emb, self.head = nn.Linear(1, 8), nn.Linear(8, 1)
-            self.att = nn.MultiheadAttention(8, 2, batch_first=True)
-            with torch.no_grad(): self.att.in_proj_weight[:16] *= 1500
-        def forward(self, x):
-            x = self.emb(x[..., None])
-            return self.head(self.att(x, x, x, need_weights=True)[0]).mean(1)
-    report = learner(Net()).precision_report('fp16')
-    assert report.verdicts['fp16'].modules == ['att'] and report.not_called == ['att.out_proj']
+@pytest.mark.parametrize('f,words', [(rms, "reach .*above fp16's 65,504"), (cancels, 'loses .*% in fp16'),
+                                     (unit, 'is not finite where fp32 is')])
+def test_arithmetic_is_judged_alike_in_a_module_and_in_the_models_own_forward(f, words):
+    "The module itself is kept, or the one before the model's own forward, which then computes in fp32."
+    in_module, own = verdict_on(inner(f)), verdict_on(Own(f))
+    assert (in_module.verdict, in_module.modules, in_module.trouble) == ('keep modules in fp32', ['1'], ['1']), in_module
+    assert (own.verdict, own.modules, own.trouble) == ('keep modules in fp32', ['a'], ['(model)']), own
+    for verdict, start in ((in_module, "'1'"), (own, "the model's own `forward`")):
+        assert start in verdict.reason and re.search(words, verdict.reason), verdict
+    assert "with 'a' in fp32, which come before" in own.reason and '(model)' not in own.call
+    assert trained(inner(f), in_module)[0] == 0 and trained(Own(f), own)[0] == 0
 
 
-def test_masks_of_minus_infinity_are_no_trouble():
-    class Masked(nn.Linear):
-        def forward(self, x): return super().forward(x).masked_fill(torch.tensor([False, True, False]), -math.inf)
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.scores, self.out = Masked(6, 3), nn.Linear(3, 1)
-        def forward(self, x): return self.out(self.scores(x).softmax(-1))
-    report = learner(Net()).precision_report()
-    assert not report.table['trouble'].any() and {v.verdict for v in report.verdicts.values()} == {'safe'}
+@pytest.mark.filterwarnings('ignore:overflow encountered')
+def test_where_no_operator_shows_the_overflow_modules_are_tried():
+    verdict = verdict_on(inner(InNumPy.apply))
+    assert verdict.modules == ['1'] and "with '1' in fp16 the loss or a gradient is not finite" in verdict.reason, verdict
+    assert trained(inner(InNumPy.apply), verdict)[0] == 0
+
+
+def test_an_error_of_the_models_own_forward_is_found_in_bf16_too():
+    assert verdict_on(Own(cancels), 'bf16').call == "learn.to_bf16(fp32_modules=['a'])"
+
+
+class Products(Own):
+    "A product of matrices in its own forward, which autocast runs in fp16 whatever comes in."
+    def forward(self, x): h = self.a(x) * 800; return self.b(((h @ h.T) / 800 ** 2).softmax(-1) @ self.a(x))
+
+
+def test_own_arithmetic_that_no_module_helps_is_not_to_be_used():
+    report = learner(Products(None), loaders(64, 64)).precision_report('fp16')
+    verdict = report.verdicts['fp16']
+    assert verdict.verdict == 'do not use' and verdict.modules == [] and verdict.trouble == ['(model)']
+    assert "values in the model's own `forward` reach" in verdict.reason
+    assert "with torch.autocast('cpu', enabled=False)" in verdict.reason and '.float()' in verdict.reason
+    assert verdict.call in ('learn.to_bf16()', 'learn.to_fp32()') and rows(report, 'fp16').loc['(model)', 'trouble']
+
+
+@pytest.mark.parametrize('largest,verdict', [(1e4, 'safe so far'), (3e4, 'safe, but close'), (6e4, 'safe, but close'),
+                                             (9e4, 'keep modules in fp32')])
+@pytest.mark.parametrize('kind', [inner, Own])
+def test_values_that_come_close_to_the_limit(kind, largest, verdict):
+    def f(h): return h * gain / gain
+    gain = 1.
+    gain = largest / max(float(m(dataset(64).tensors[0]).detach().abs().max()) for m in [kind(f)[0] if kind is inner else kind(f).a])
+    found = verdict_on(kind(f))
+    assert found.verdict == verdict, found
+    if verdict == 'safe so far': return
+    assert found.modules == (['1'] if kind is inner else ['a']) and (verdict != 'safe, but close' or 'come to 1/' in found.reason)
+    gain *= 3                                                    # as later batches and weights may be
+    assert trained(kind(f), found, lr=0.)[0] == 0
 
 
 def test_trouble_behind_trouble_is_found_too():
     class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = Attentive(), nn.Sequential(nn.Linear(1, 8), Squared(), nn.Linear(8, 1))
+        def __init__(self): super().__init__(); self.first, self.second = Attentive(), nn.Sequential(nn.Linear(1, 8), Act(lambda h: (h * 500 + 300).square().sqrt() / 500), nn.Linear(8, 1))
         def forward(self, x): return self.second(self.first(x))
-    class Squared(nn.Module):
-        def forward(self, x): return (x * 500 + 300).mul(x * 500 + 300).sqrt() / 500
     assert learner(Net()).precision_report('fp16').fp32_modules == ['first.attn', 'second.1']
 
 
-def test_the_loss_function_is_a_row_and_gets_fp32():
-    report = learner().precision_report('bf16')
-    last = report.table.iloc[-1]
-    assert (last['module'], last['inputs'], last['output']) == ('loss function', 'float32', 'float32')
+@pytest.mark.parametrize('fill', [-math.inf, -1e4, -6e4, 'min'])
+def test_masks_are_no_trouble_whatever_they_are_filled_with(fill):
+    class Masked(nn.Module):
+        def __init__(self): super().__init__(); torch.manual_seed(0); self.q, self.k = nn.Linear(6, 8), nn.Linear(6, 8)
+        def forward(self, x):
+            scores = self.q(x) @ self.k(x).T
+            value = torch.finfo(scores.dtype).min if fill == 'min' else fill
+            return scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), value).softmax(-1) @ x
+    verdict = verdict_on(nn.Sequential(Masked(), nn.Linear(6, 1)))
+    assert verdict.verdict == 'safe so far' and not verdict.trouble, verdict
 
 
-# -- the verdicts
-
-def test_a_mode_that_pytorch_cannot_run_gets_its_reason():
-    learn = language_model()
-    report = learn.precision_report()
-    for mode, verdict in report.verdicts.items():
-        if verdict.verdict.startswith('safe'): continue          # this CPU runs LSTMs in that mode
-        reason = f"{mode} does not run on this CPU for '0.rnns.0.module' (LSTM): PyTorch says: "
-        assert verdict.verdict == 'cannot run' and verdict.reason.startswith(reason)
-        assert verdict.modules == ['0.rnns.0.module', '0.rnns.1.module'] == report.fp32_modules
-        assert f'learn.to_{mode}(fp32_modules=' in verdict.reason
-        fastest = fastest_native(torch.device('cpu'))
-        assert verdict.call == ('learn.to_bf16()' if fastest is AMPMode.BF16 and mode != 'bf16' else verdict.call)
-        getattr(learn, f'to_{mode}')(fp32_modules=verdict.modules).fit(1)
-        assert math.isfinite(learn.recorder.losses[-1])
+def test_gradients_that_are_too_large_lower_the_loss_scale_or_keep_modules():
+    verdict = verdict_on(inner(lambda h: Times.apply(h, 1e4)))
+    assert verdict.verdict == 'safe so far' and 'init_scale=' in verdict.call and trained(inner(lambda h: Times.apply(h, 1e4)), verdict, 1e-9)[0] == 0
+    f = lambda h: (h.relu() * 1e-6 + 1e-10).sqrt() * 1e3         # its gradient is infinite in fp16 at any scale
+    verdict = verdict_on(Own(f))
+    assert "gradients in the backward pass of the model's own `forward` are not finite" in verdict.reason
+    assert verdict.modules == ['a'] and trained(Own(f), verdict)[0] == 0
 
 
-def test_a_loss_that_cannot_run_is_no_modules_fault():
-    def loss(p, y):
-        if torch.is_autocast_enabled('cpu'): raise RuntimeError('not in low precision')
-        return F.mse_loss(p, y)
-    verdict = learner(loss_func=loss).precision_report('bf16').verdicts['bf16']
-    assert (verdict.verdict, verdict.call, verdict.modules) == ('cannot run', 'learn.to_fp32()', [])
-    assert 'not in low precision' in verdict.reason
+# -- the verdicts and their words
+
+@pytest.mark.parametrize('factor,word,scales', [(1e-7, 'safe with loss scaling', (2 ** 6, 2 ** 40)), (1e4, 'safe so far', (1, 2 ** 4))])
+def test_the_range_of_loss_scales(factor, word, scales):
+    report = learner(loss_func=lambda p, y: F.mse_loss(p, y) * factor).precision_report('fp16')
+    verdict = report.verdicts['fp16']
+    low, high = verdict.scales
+    assert verdict.verdict == word and low >= scales[0] and high <= scales[1] and math.log2(high).is_integer(), verdict
+    grads = rows(report, 'fp16')['grad'].drop('loss function')
+    assert grads.max() * high <= 65504 < grads.max() * high * 4
+    assert f'a loss scale from {low:,.9g} to {high:,.9g}' in verdict.reason and ('init_scale' in verdict.call) == (high < 4 * 65536)
 
 
 def test_not_finite_in_fp32_either():
-    class Log(nn.Module):
-        def forward(self, x): return x.sum(1, keepdim=True).log()
-    report = learner(nn.Sequential(nn.Linear(6, 1), Log())).precision_report()
-    assert all(v.verdict == 'do not use' and 'fp32' in v.reason for v in report.verdicts.values())
-    assert not report.fp32_modules
+    for verdict in learner(nn.Sequential(nn.Linear(6, 1), Act(lambda h: h.sum(1, keepdim=True).log()))).precision_report().verdicts.values():
+        assert verdict.verdict == 'do not use' and verdict.call == 'learn.to_fp32()'
+        assert "the loss is not finite in fp32 either, first in '1': this is not a matter of precision" in verdict.reason
+
+
+def test_data_and_weights_that_are_not_finite_are_named():
     data = dataset()
     data.tensors[0][2, 1] = math.nan
     reason = learner(dls=loaders(train=data)).precision_report('bf16').verdicts['bf16'].reason
     assert reason == 'the batch itself is not finite: 1 of 24 values of an input of shape (4, 6) are NaN or inf'
+    model = mlp()
+    model[3].weight.data[0, 0] = math.nan
+    reason = learner(model).precision_report('bf16').verdicts['bf16'].reason
+    assert reason == "1 of 6 weight tensors are NaN or inf, such as '3.weight': build the model anew, or load other weights"
 
 
-def test_the_range_of_loss_scales():
-    "A loss so small that fp16 gradients underflow unscaled, and one so large that they overflow with the usual scale."
-    for factor, low, high in ((1e-7, 2 ** 6, 2 ** 40), (1e4, 1, 2 ** 4)):
-        report = learner(loss_func=lambda p, y, f=factor: F.mse_loss(p, y) * f).precision_report('fp16')
-        verdict = report.verdicts['fp16']
-        assert verdict.verdict == ('safe with loss scaling' if factor < 1 else 'safe'), verdict
-        assert verdict.scales[0] >= low if factor < 1 else verdict.scales[0] == 1
-        assert math.log2(verdict.scales[1]).is_integer() and (verdict.scales[1] <= high)
-        grads = rows(report, 'fp16')['grad'].drop('loss function')
-        assert grads.max() * verdict.scales[1] <= 65504 < grads.max() * verdict.scales[1] * 4
-    assert verdict.call == f'learn.to_fp16(init_scale={verdict.scales[1]:.0f})'
+def test_inputs_above_the_limit_are_named():
+    data = Data(dataset().tensors[0] * 1e5, dataset().tensors[1])
+    model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 1))
+    verdict = learner(model, loaders(train=data)).precision_report('fp16').verdicts['fp16']
+    assert verdict.modules == ['0'] and "the inputs reach 2.12e+05, above fp16's 65,504: scale the data" in verdict.reason
 
 
-def test_gradient_underflow_is_counted():
-    "Gradients of the output are 2 (p - y) / n; the factor puts some below half of fp16's smallest number, 2^-24."
-    factor = 2. ** -22
-    learn = learner(nn.Linear(6, 1, bias=False), loaders(bs=24), loss_func=lambda p, y: F.mse_loss(p, y) * factor)
-    x, y = next(iter(learn.dls.train))
-    p = learn.model(x).detach()
-    grad = 2 * (p - y) / len(y) * factor
-    weight = (grad * x).sum(0)
-    values = torch.cat([grad.flatten(), weight]).abs()
-    row = rows(learn.precision_report('fp16'), 'fp16').loc['(model)']
-    assert row['grad'] == pytest.approx(float(values.max()), rel=1e-5)
-    assert row['grad lost'] == pytest.approx(float((values < 2. ** -24).float().mean()), abs=1e-6)
-    assert 0 < row['grad lost'] < 1
-    assert row['grad lost scaled'] == 0
+def test_a_loss_function_that_overflows():
+    def loss(p, y): return ((p.half() if torch.is_autocast_enabled('cpu') else p) * 6e4 * 6e4).float().mul(1e-9).sub(y).square().mean()
+    verdict = verdict_on(mlp(), loss_func=loss)
+    assert verdict.verdict == 'do not use' and verdict.trouble == ['loss function']
+    assert 'in the loss function' in verdict.reason and "torch.autocast('cpu', enabled=False)" in verdict.reason
 
 
-# -- what is measured
+def test_a_mode_that_the_device_has_no_kernel_for():
+    learn = language_model()
+    for mode, verdict in learn.precision_report().verdicts.items():
+        if not refused_layer(nn.LSTM, AMPMode(mode)): continue   # this CPU runs LSTMs in that mode
+        assert verdict.verdict == 'cannot run' and verdict.reason.count('PyTorch says') == 1
+        assert verdict.reason.startswith(f"{mode} does not run on this CPU for '0.rnns.0.module' (LSTM): PyTorch says: ")
+        assert verdict.modules == ['0.rnns.0.module', '0.rnns.1.module'] == verdict.trouble
+        assert f'With these in fp32, `learn.to_{mode}(fp32_modules=' in verdict.reason
+        getattr(learn, f'to_{mode}')(fp32_modules=verdict.modules).fit(1)
+        assert math.isfinite(learn.recorder.losses[-1])
+
+
+def fills(h): return h.masked_fill(h < 0, -1e9).softmax(-1)
+def scatters(h): return torch.zeros(h.shape).index_put((torch.arange(len(h)),), h)
+
+
+@pytest.mark.parametrize('f', [fills, scatters])
+def test_code_that_half_precision_breaks_is_not_the_devices_fault(f):
+    verdict, own = verdict_on(inner(f)), verdict_on(Own(lambda h: f(h.half() if torch.is_autocast_enabled('cpu') else h)))
+    assert verdict.verdict == 'cannot run' and verdict.modules == ['1'] and 'this CPU' not in verdict.reason
+    assert verdict.reason.startswith("the code of '1' (Act) does not run in fp16: ") and 'torch.finfo(x.dtype).min' in verdict.reason
+    assert verdict.call.startswith("learn.to_fp16(") and "fp32_modules=['1']" in verdict.call
+    assert own.verdict == 'cannot run' and own.reason.startswith("the code of the model's own `forward` does not run in fp16")
+
+
+def test_a_mode_that_the_device_does_not_support(monkeypatch):
+    monkeypatch.setattr(room, 'mode_support', lambda mode, device: Support('unsupported', 'it is too old'))
+    verdict = learner().precision_report('bf16').verdicts['bf16']
+    assert (verdict.verdict, verdict.reason) == ('cannot run', 'it is too old')
+
+
+def test_a_mode_that_does_not_work_leads_to_the_fastest_that_does(monkeypatch):
+    for native, call in ((('bf16',), 'learn.to_bf16()'), ((), 'learn.to_fp32()'), (('fp16',), 'learn.to_fp32()')):
+        support = lambda mode, device: Support('native' if mode.value in native else 'emulated', '')
+        monkeypatch.setattr('fastxtend_amp.insight.advice.mode_support', support)
+        assert verdict_on(Products(None)).call == call
+
+
+def test_time_that_is_over_leaves_what_is_known(clock):
+    learn = learner(nn.Sequential(nn.Linear(6, 6), *[Act(lambda h: (clock.sleep(1), h)[1]) for _ in range(10)], nn.Linear(6, 1)))
+    report = learn.precision_report(max_seconds=25.)             # a pass takes 10
+    bf16, fp16 = report.verdicts.values()
+    assert bf16.verdict == 'safe so far' and fp16.verdict == 'not known' and '`max_seconds=25` was over' in fp16.reason
+    assert fp16.call == "learn.precision_report('fp16', max_seconds=250)" and set(report.table['mode']) == {'bf16'}
+    report = learn.precision_report(max_seconds=5.)
+    assert {v.verdict for v in report.verdicts.values()} == {'not known'} and not len(report.table) and len(report.plot()) == 2
+
+
+def test_the_verdicts_are_documented():
+    assert get_args(Judgement) == ('safe so far', 'safe with loss scaling', 'safe, but close', 'keep modules in fp32', 'do not use', 'cannot run', 'not known')
+    columns = [line.split('`')[1] for line in PrecisionReport.__doc__.splitlines() if line.strip().startswith('| `')]
+    assert columns == list(learner().precision_report('bf16').table.columns)
+
+
+def test_predictions_far_from_fp32_are_explained():
+    "Batch normalization over two values gives 1 and -1: which of them is a matter of the smallest difference."
+    torch.manual_seed(0)
+    x = torch.randn(1, 6).expand(2, 6) + 1e-4 * torch.randn(2, 6)
+    data = Data(x.clone(), torch.zeros(2, 1))
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8, eps=1e-12), nn.Linear(8, 1, bias=False))
+    verdict = learner(model, loaders(2, 2, data, data)).precision_report('bf16').verdicts['bf16']
+    assert verdict.verdict == 'safe so far' and 'batch normalization' in verdict.reason and 'loses more than' in verdict.reason
+    assert 'batch normalization' not in learner().precision_report('bf16').verdicts['bf16'].reason
+
+
+# -- the figures
 
 @pytest.mark.parametrize('mode,dtype', [('bf16', torch.bfloat16), ('fp16', torch.float16)])
 def test_errors_are_those_of_a_direct_comparison(mode, dtype):
@@ -182,18 +301,25 @@ def test_errors_are_those_of_a_direct_comparison(mode, dtype):
     with torch.no_grad():
         exact = learn.model[0](x)
         with torch.autocast('cpu', dtype=dtype): first = learn.model[0](x); second = learn.model[1](first)
-        own = relative(second, learn.model[1](first.float()))
-        total = relative(second, learn.model[1](exact))
+        own, total = relative(second, learn.model[1](first.float())), relative(second, learn.model[1](exact))
     table = rows(learn.precision_report(mode), mode)
-    assert table.loc['0', 'own error'] == pytest.approx(relative(first, exact))
-    assert table.loc['0', 'total error'] == pytest.approx(relative(first, exact))
+    assert table.loc['0', 'own error'] == pytest.approx(relative(first, exact)) == table.loc['0', 'total error']
     assert table.loc['1', 'own error'] == pytest.approx(own) and table.loc['1', 'total error'] == pytest.approx(total)
-    name = str(dtype).removeprefix('torch.')
-    assert list(table.loc['1', ['inputs', 'output', 'weights']]) == [name, name, 'float32']
-    assert table.loc['0', 'largest'] == pytest.approx(float(exact.abs().max()))
-    cast = (x, learn.model[0].weight, learn.model[0].bias)       # by autocast
-    inside = max(float(t.abs().max()) for t in (*cast, exact))
-    assert table.loc['0', 'headroom'] == pytest.approx(torch.finfo(dtype).max / inside)
+    largest = max(float(t.abs().max()) for t in (x, learn.model[0].weight, learn.model[0].bias, exact))   # autocast's casts, too
+    assert table.loc['0', 'headroom'] == pytest.approx(torch.finfo(dtype).max / largest)
+    assert table.loc['0', 'output'] == str(dtype).removeprefix('torch.') and table.loc['loss function', 'output'] == 'float32'
+
+
+def test_gradients_and_those_that_underflow():
+    "Gradients of the output are 2 (p - y) / n; the factor puts some below half of fp16's smallest number, 2^-24."
+    factor = 2. ** -22
+    learn = learner(nn.Linear(6, 1, bias=False), loaders(bs=24), loss_func=lambda p, y: F.mse_loss(p, y) * factor)
+    x, y = next(iter(learn.dls.train))
+    grad = 2 * (learn.model(x).detach() - y) / len(y) * factor
+    values = torch.cat([grad.flatten(), (grad * x).sum(0)]).abs()
+    row = rows(learn.precision_report('fp16'), 'fp16').loc['(model)']
+    assert row['grad'] == pytest.approx(float(values.max()), rel=1e-5)
+    assert 0 < row['grad lost'] < 1 and row['grad lost'] == pytest.approx(float((values < 2. ** -24).float().mean()), abs=1e-6)
 
 
 def test_dropout_draws_the_same_masks_in_every_precision():
@@ -201,257 +327,203 @@ def test_dropout_draws_the_same_masks_in_every_precision():
     assert table['total error'].max() < .05 and len(table) == 8
 
 
-def test_subnormal_and_flushed_values():
-    class Small(nn.Module):
-        def forward(self, x): return x @ torch.tensor([[2e-6, 1e-9, 1.]] + [[0.] * 3] * 5)
+def test_small_figures():
+    values = torch.tensor([0., -0., 1., 1.5, -2., 2. ** -24, 2. ** -30, 65504., math.inf, -math.inf, math.nan])
+    h = Histogram()
+    h.add(values)
+    nonzero = values[values.isfinite() & (values != 0)].abs()
+    for threshold in (2. ** -30, 2. ** -24, 2. ** -23, 1., 2., 4., 2. ** 17):
+        assert h.share_below(threshold) == pytest.approx(float((nonzero < threshold).float().mean()))
+    assert h.largest == 65504. and h.mass_below(2. ** 15) == pytest.approx(4.5 / 65508, rel=1.)          # an estimate
+    for size in (1e-30, 1., 1e30):                               # beyond the squares of fp32
+        got, expected = torch.tensor([1.1, 2.]) * size, torch.tensor([1., 2.]) * size
+        assert relative_error(got, expected) == pytest.approx(.1 / math.sqrt(5), rel=1e-4)
+    scores = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    for fill in (-math.inf, -1e4, -3e38):
+        assert largest_value(scores.masked_fill(scores > 1, fill)) == float(scores[scores <= 1].abs().max())
+    assert largest_value(torch.tensor([-6e4, -1e3, 2.])) == 6e4 and largest_value(torch.empty(0)) == 0
+
+
+# -- what trains can be reported on
+
+class Gives(nn.Module):
+    "Gives a dictionary, as Hugging Face's models do; a callback unpacks it."
+    def __init__(self): super().__init__(); self.net = mlp()
+    def forward(self, x): return {'logits': self.net(x)}
+class Unpacks(Callback):
+    def after_pred(self): self.learn.pred = self.pred['logits']
+@dataclass
+class Output:
+    logits: torch.Tensor
+class GivesDataclass(Gives):
+    def forward(self, x): return Output(self.net(x))
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.spare, self.act, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(2, 2), nn.ReLU(inplace=True), nn.Linear(6, 1)
+        self.b.weight = self.a.weight
+    def forward(self, x): return self.head(self.act(self.b(self.act(self.a(self.a(x))))))
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant): super().__init__(); self.first, self.inner, self.reentrant = nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6), nn.Dropout(.1), nn.Linear(6, 1)), reentrant
+    def forward(self, x): return checkpoint.checkpoint(self.inner, self.first(x), use_reentrant=self.reentrant)
+class Force(nn.Module):
+    "Takes gradients itself."
+    def __init__(self): super().__init__(); self.energy = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 1))
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        with torch.enable_grad(): return torch.autograd.grad((self.energy(x).float() * 1e4).sum(), x, create_graph=True)[0][:, :1] / 1e4
+class Named(Data):
+    def __getitem__(self, i): return dict(zip('xy', super().__getitem__(i)))
+    def new_empty(self): return Named(*(t[:0] for t in self.tensors))
+class Splits(Learner):
+    def _split(self, b): self.xb, self.yb = (b['x'],), (b['y'],)
+def compiled(): learn = learner(); learn.model = torch.compile(learn.model, backend='eager'); return learn
+def attention():
     class Net(nn.Module):
-        def __init__(self): super().__init__(); self.small, self.out = Small(), nn.Linear(3, 1)
-        def forward(self, x): return self.out(self.small(x))
-    row = rows(learner(Net(), loaders(bs=24)).precision_report('fp16'), 'fp16').loc['small']
-    assert row['flushed'] == pytest.approx(1 / 3, abs=.02) and row['subnormal'] >= 1 / 3 - .02
+        def __init__(self): super().__init__(); self.emb, self.att, self.head = nn.Linear(1, 8), nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 1)
+        def forward(self, x): x = self.emb(x[..., None]); return self.head(self.att(x, x, x, need_weights=False)[0]).mean(1)
+    return learner(Net())
+def mapped():
+    class Mapped(nn.Module):
+        def __init__(self): super().__init__(); self.inner = nn.Linear(6, 1)
+        def forward(self, x): return torch.func.vmap(self.inner)(x)
+    return learner(Mapped())
+def classes(**kwargs):
+    data = Data(dataset().tensors[0], torch.arange(24) % 3)
+    return learner(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)), loaders(24, 8, data, data), CrossEntropyLossFlat(), **kwargs)
 
 
-def test_several_batches_count_together():
-    one, three = (learner().precision_report('bf16', n_batches=n).table.set_index('module') for n in (1, 3))
-    assert (one['calls'] == 1).all() and (three['calls'] == 3).all() and (three['largest'] >= one['largest']).all()
-    assert three['total error'].max() < .1
-    report = learner(Attentive()).precision_report('fp16', n_batches=3)     # what is kept is kept for each
-    assert report.verdicts['fp16'].verdict == 'keep modules in fp32' and report.fp32_modules == ['attn']
+MODELS = {
+    'unpacked by a callback': lambda: learner(Gives(), cbs=Unpacks()),
+    'dataclasses': lambda: learner(GivesDataclass(), loss_func=lambda o, y: F.mse_loss(o.logits, y)),
+    'dictionaries as batches': lambda: learner(dls=loaders(24, 4, Named(*dataset().tensors), Named(*dataset().tensors)), cls=Splits),
+    'MixUp': lambda: classes(cbs=MixUp()), 'tied, in place, called twice': lambda: learner(Tied()), 'compiled': compiled,
+    'reentrant checkpoints': lambda: learner(Checkpointed(True)), 'checkpoints': lambda: learner(Checkpointed(False)),
+    'own gradients': lambda: learner(Force()), 'attention': attention, 'vmap': mapped,
+    'spectral norm': lambda: learner(nn.Sequential(nn.utils.spectral_norm(nn.Linear(6, 8)), nn.Linear(8, 1))),
+    'complex': lambda: learner(nn.Sequential(Act(lambda x: torch.fft.irfft(torch.fft.rfft(x), n=6)), nn.Linear(6, 1))),
+}
 
 
-# -- all kinds of models
-
-def test_shared_in_place_frozen_nested_and_uncalled_modules():
-    class Inner(nn.Module):
-        def __init__(self): super().__init__(); self.lin = nn.Linear(8, 8)
-        def forward(self, x): return {'a': (self.lin(x), 3), 'b': None}
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.emb, self.inner, self.act = nn.Linear(6, 8), Inner(), nn.ReLU(inplace=True)
-            self.spare, self.head = nn.Linear(2, 2), nn.Linear(8, 1)
-            self.alias = self.emb
-            self.emb.requires_grad_(False)
-        def forward(self, x):
-            x = self.act(self.emb(x) + self.alias(x))
-            x = self.act(self.inner(x)['a'][0])
-            return self.head(x)
-    report = learner(Net()).precision_report()
-    table = rows(report, 'bf16')
-    assert list(table.index) == ['emb', 'act', 'inner.lin', 'head', '(model)', 'loss function']
-    assert report.not_called == ['spare']
-    assert table.loc['emb', 'calls'] == 2 == table.loc['act', 'calls'] and table['total error'].max() < .05
-    assert set(v.verdict for v in report.verdicts.values()) == {'safe'}
+@pytest.mark.parametrize('name', MODELS)
+def test_what_trains_can_be_reported_on(name):
+    torch.manual_seed(0)
+    learn = MODELS[name]()
+    report = learn.precision_report()
+    assert {v.verdict for v in report.verdicts.values()} == {'safe so far'}, report
+    assert report.table['own error'].max() < .05 and not report.table['total error'].max() >= .1
+    assert (report.table['grad'].dropna() > 0).all() and report.table['grad'].notna().any()
+    learn.fit(1)
 
 
-def test_compiled_and_wrapped_models_have_clean_names():
-    plain = learner().precision_report('bf16').table
-    whole, parts = learner(), learner()
-    whole.model = torch.compile(whole.model, backend='eager')
-    parts.model[0] = torch.compile(parts.model[0], backend='eager')
-    parallel = learner()
-    parallel.model = nn.DataParallel(parallel.model)
-    inplace = learner()
-    inplace.model.compile(backend='eager')
-    for learn in (whole, parts, parallel, inplace): assert learn.precision_report('bf16').table.equals(plain)
-
-
-def test_transposed_recurrent_and_tied_models():
-    table = rows(language_model().precision_report('bf16'), 'bf16')
-    assert table.loc['0.rnns.0.module', 'type'] == 'LSTM' and '1.decoder' in table.index
-    assert table['total error'].max() < .1
+def test_names_and_modules_that_were_not_called():
+    report = learner(Tied()).precision_report('bf16')
+    assert list(rows(report, 'bf16').index) == ['a', 'act', 'b', 'head', 'loss function'] and report.not_called == ['spare']
+    assert 'Never called: spare.' in repr(report)
+    assert rows(compiled().precision_report('bf16'), 'bf16').equals(rows(learner().precision_report('bf16'), 'bf16'))
 
 
 def test_batches_without_targets():
-    class Pairs(nn.Module):
-        def __init__(self): super().__init__(); self.lin = nn.Linear(7, 1)
-        def forward(self, x, y): return self.lin(torch.cat((x, y), 1))
     dls = loaders()
     dls.n_inp = 2
-    report = learner(Pairs(), dls).precision_report()
-    assert {v.verdict for v in report.verdicts.values()} == {'safe'} and report.table['grad'].isna().all()
+    report = learner(nn.Bilinear(6, 1, 1), dls).precision_report()
+    assert {v.verdict for v in report.verdicts.values()} == {'safe so far'} and report.table['grad'].isna().all()
 
 
-def test_a_learner_with_half_precision_weights():
-    learn = learner().to_half_weights('bf16')
-    before = params(learn)
-    assert learn.precision_report('bf16').verdicts['bf16'].verdict == 'safe' and same(before, params(learn))
-    learn.fit(1)
-    assert learn.precision_report('bf16').verdicts['bf16'].verdict == 'safe'
+# -- what it looked at, and what it leaves alone
+
+def test_it_says_what_it_looked_at():
+    learn = learner(cbs=At('after_epoch', lambda l: None))
+    report = learn.precision_report('bf16', n_batches=2)
+    assert report.notes == ['Looked at 2 batches of 4 samples, with the weights as they are now: after some training others may be in trouble.',
+                            'Callbacks that took no part: at.']
+    assert report.notes[0] in repr(report) and report.notes[0] in report._repr_html_()
+    assert learner().precision_report('bf16', n_batches=9).notes[1] == 'There were only 6 of 9 batches.'
+    assert rows(learner().precision_report('bf16', dl=learn.dls.valid), 'bf16')['total error'].max() < .1
 
 
-# -- the learner stays as it was
-
-def whole_state(learn):
-    state = {n: t.clone() for n, t in learn.model.state_dict().items()}
-    grads = [None if p.grad is None else (id(p.grad), p.grad.clone()) for p in learn.model.parameters()]
-    modes = [m.training for m in learn.model.modules()]
-    hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in learn.model.modules()]
-    names = [sorted(vars(m)) for m in learn.model.modules()]
-    rest = modes, hooks, names, list(learn.cbs), sorted(vars(learn)), autocast_state(), torch.is_grad_enabled()
-    return state, grads, rest, torch.get_rng_state()
+def test_an_emulated_mode_looks_at_fewer_samples_and_leaves_out_what_they_make_large(monkeypatch):
+    monkeypatch.setattr(room, 'mode_support', lambda mode, device: Support('emulated', 'for this test'))
+    monkeypatch.setattr(room, 'EMULATED_WORK', 1.)
+    sizes = []
+    model = nn.Sequential(nn.Linear(6, 8), Act(lambda x: (sizes.append(len(x)), x)[1]), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    report = learner(model, loaders(24, 24)).precision_report('fp16')
+    assert set(sizes) == {24, 2} and report.table['total error'].isna().all() and 'predictions' not in report.verdicts['fp16'].reason
+    assert any(n.startswith('fp16 is emulated here: the report looked at 2 of 24 samples in it') for n in report.notes)
 
 
-def assert_same_state(a, b):
-    assert a[0].keys() == b[0].keys() and all(torch.equal(a[0][k], b[0][k]) for k in a[0])
-    assert all(x is y is None or (x[0] == y[0] and torch.equal(x[1], y[1])) for x, y in zip(a[1], b[1]))
-    assert a[2] == b[2] and torch.equal(a[3], b[3])
-
-
-class Loud(Callback):
-    def __getattribute__(self, name):
-        if name.startswith(('before_', 'after_')): raise AssertionError(f'{name} fired')
-        return super().__getattribute__(name)
-
-
-@pytest.mark.parametrize('grads', ['none', 'some'])
-def test_the_learner_stays_as_it_was(grads):
-    learn = learner(Attentive(drop=.3)).to_fp16()
-    learn.fit(1)
-    if grads == 'some': learn.model.emb(torch.ones(1, 1)).sum().backward()
-    learn.model.norm.eval()
-    before, scale, rng = whole_state(learn), learn.mixed_precision.scaling.state_dict(), learn.dls.train.rng.getstate()
-    learn.precision_report(n_batches=2)
-    assert_same_state(before, whole_state(learn))
-    assert learn.mixed_precision.scaling.state_dict() == scale and learn.dls.train.rng.getstate() == rng
+@pytest.mark.parametrize('make', [rich, language_model, lambda: learner(Attentive(drop=.3)).to_fp16(fp32_modules='head')])
+def test_the_learner_stays_as_it_was(make):
+    learn = make()
+    before = bits(learn)
+    learn.precision_report('bf16')
+    after = bits(learn)
+    for key in before: assert before[key] == after[key], key
 
 
 @pytest.mark.parametrize('error', [KeyError, KeyboardInterrupt])
-@pytest.mark.parametrize('when', [1, 2, 4])
-def test_also_after_an_exception_in_the_middle(error, when):
+def test_also_after_an_exception(error):
     calls = []
-    class Fails(nn.Module):
-        def forward(self, x):
-            calls.append(1)
-            if len(calls) == when: raise error('in the middle')
-            return x + 1
-    learn = learner(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), Fails(), nn.Linear(8, 1)))
-    before = whole_state(learn)
-    # An error of the very first pass is raised from one that says what it may be due to.
-    kind = ValueError if when == 1 and error is KeyError else error
-    with pytest.raises(kind, match='in the middle'): learn.precision_report()
-    assert_same_state(before, whole_state(learn))
+    def fails(h):
+        calls.append(1)
+        if len(calls) == 2: raise error('in the middle')
+        return h + 1
+    learn = learner(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), Act(fails), nn.Linear(8, 1)))
+    before, state = bits(learn), autocast_state()
+    with pytest.raises(error, match='in the middle'): learn.precision_report()
+    assert bits(learn) == before and autocast_state() == state
 
 
-def test_a_hidden_state_outside_the_buffers_stays():
-    learn = language_model()
-    learn.fit(1)
-    learn.model[0](torch.zeros(2, 3, dtype=torch.long))
-    hidden = [[(id(t), t.clone()) for t in h] for h in learn.model[0].hidden]
-    learn.precision_report('bf16')
-    after = learn.model[0].hidden
-    assert all(i == id(b) and torch.equal(t, b) for h, g in zip(hidden, after) for (i, t), b in zip(h, g))
+def test_training_goes_on_as_without_it_and_callbacks_of_the_learner_do_not_fire():
+    def train(ask):
+        torch.manual_seed(1); random.seed(1)
+        learn, fired = learner(Attentive(drop=.3)).to_bf16(), []
+        learn.dls.train.shuffle = True
+        learn.add_cb(At('before_batch', lambda l: fired.append(l is learn)))
+        for _ in range(2):
+            if ask: learn.precision_report('bf16', n_batches=2)
+            learn.fit(1)
+        return params(learn), fired.count(True)
+    (asked, n), (plain, m) = train(True), train(False)
+    assert same(asked, plain) and n == m
 
 
-def test_callbacks_do_not_fire_and_training_goes_on_as_without_it():
-    asked, plain = learner(Attentive(drop=.3)).to_bf16(), learner(Attentive(drop=.3)).to_bf16()
-    fired = []
-    class Counts(Callback):
-        def before_batch(self): fired.append('batch')
-        def after_pred(self): fired.append('pred')
-        def before_fit(self): fired.append('fit')
-    asked.add_cb(Counts())
-    torch.manual_seed(1)
-    asked.precision_report()
-    assert not fired
-    asked.fit(2)
-    torch.manual_seed(1)
-    plain.fit(2)
-    assert same(params(asked), params(plain))
+def test_advice_keeps_what_is_there():
+    learn = learner(Attentive()).to_fp16(fp32_modules=['head'], max_skips=5)
+    call = learn.precision_report('fp16').verdicts['fp16'].call
+    assert call.startswith('learn.to_fp16(') and "fp32_modules=['head', 'attn']" in call and 'max_skips=5' in call
+    assert "fp32_modules=['head']" in learn.precision_report('bf16').verdicts['bf16'].call
+    exec(call, {'learn': learn})
+    assert sorted(learn.precision.fp32_module_names) == ['attn', 'head'] and learn.precision.max_skips == 5
 
 
-def test_modules_kept_already_are_asked_about_like_the_rest_and_stay_kept():
-    learn = learner(Attentive()).to_fp16(fp32_modules='attn')
-    kept = learn.model.attn.forward
-    assert learn.precision_report('fp16').fp32_modules == ['attn'] and learn.model.attn.forward is kept
+# -- how it is shown, and what it refuses
 
-
-# -- how it is shown
-
-def test_repr_is_short_for_many_modules():
-    torch.manual_seed(0)
-    layers = [m for _ in range(250) for m in (nn.Linear(6, 6, bias=False), nn.Identity())]
-    for m in layers[::2]: nn.init.eye_(m.weight)
-    report = learner(nn.Sequential(*layers, nn.Linear(6, 1))).precision_report('bf16')
-    text = repr(report)
-    assert len(report.table) == 502 and len(text.splitlines()) < 20 and max(map(len, text.splitlines())) <= 120
-    assert 'of 502' in text and 'report.table' in text and '<table' in report._repr_html_()
-    assert len(report.worst(None)) == 502 and len(report.worst(3)) == 3
-    assert len(report.plot()[0].get_lines()) >= 1
-
-
-def test_the_printed_report_begins_with_verdict_and_call_and_has_eight_columns():
+def test_the_printed_report():
     report = learner(Attentive()).precision_report('fp16')
     first, second, *_ = repr(report).splitlines()
-    assert first == "fp16: keep modules in fp32. Next: `learn.to_fp16(fp32_modules=['attn'])`"
-    assert second.startswith("    Inside 'attn' values reach")
+    assert first == "fp16: keep modules in fp32. Next: `learn.to_fp16(init_scale=4096, fp32_modules=['attn'])`"
+    assert second.startswith("    Values in 'attn' reach") and max(map(len, repr(report).splitlines())) <= 120
     html = report._repr_html_()
-    assert '<b>fp16: keep modules in fp32. Next: <code>' in html and '</b><br>Inside' in html
-    columns = ['module', 'type', 'largest', 'headroom', 'non-finite', 'own error', 'total error', 'trouble']
-    assert list(short_table(report.table).columns) == columns
+    assert '<b>fp16: keep modules in fp32. Next: <code>' in html and '</b><br>Values' in html and '`' not in html.replace('`report.table`', '')
+    assert '>1,000' in repr(report) and '<--' in repr(report) and len(report.worst(3)) == 3 and len(report.worst(None)) == len(report.table)
+    assert report.worst(1)['module'].tolist() == ['attn']
 
 
-def test_headroom_beyond_a_thousand_is_not_spelled_out():
-    report = learner().precision_report()
-    assert set(short_table(report.table)['headroom']) == {'>1,000'} and report.table['headroom'].max() > 1e30
+@pytest.mark.parametrize('call,kind,words', [
+    (lambda l: l.precision_report(('bf16', 'fp8')), ValueError, r"modes=\('bf16', 'fp8'\) cannot be used: 'fp8' is not a precision"),
+    (lambda l: l.precision_report(()), ValueError, 'at least one of'),
+    (lambda l: l.precision_report(n_batches=0), ValueError, 'n_batches=0'),
+    (lambda l: l.precision_report(max_seconds=0), ValueError, 'max_seconds=0'),
+    (lambda l: l.precision_report(dl=[]), ValueError, 'at least one batch'),
+    (lambda l: l.add_cb(At('after_pred', lambda l: l.precision_report())).fit(1), RuntimeError, 'cannot run inside a fit'),
+    (lambda l: learner(nn.Linear(3, 1), cbs=At('before_epoch', lambda l: None)).precision_report(), ValueError,
+     '(?s)does not run on its first batch, in fp32: .*mat1 and mat2.*took no part: at.*precision_report.dl='),
+    (lambda l: learner(mlp().half()).precision_report(), ValueError, "6 to be trained are fp16, such as '0.weight'.*learn.model.float"),
+    (lambda l: learner(nn.Sequential(nn.LazyLinear(4))).precision_report(), ValueError, "'0.weight' is not built yet")])
+def test_what_cannot_be_reported_on_is_refused(call, kind, words):
+    with pytest.raises(kind, match=words): call(learner())
 
 
-def test_bad_arguments():
-    learn = learner()
-    with pytest.raises(ValueError, match=r"modes=\('bf16', 'fp8'\) cannot be used: 'fp8' is not a precision. "):
-        learn.precision_report(('bf16', 'fp8'))
-    for n in (0, 1.5, True):
-        with pytest.raises(ValueError, match='n_batches'): learn.precision_report(n_batches=n)
-    with pytest.raises(ValueError, match='at least one of'): learn.precision_report(())
-    for seconds in (0, -1., 'long', True):
-        with pytest.raises(ValueError, match='max_seconds=.* a number of seconds above 0'):
-            learn.precision_report(max_seconds=seconds)
-    assert list(learn.precision_report(('fp32', torch.bfloat16)).verdicts) == ['bf16']       # fp32 is always there
-    with pytest.raises(ValueError, match='at least one batch'): learn.precision_report(dl=[])
-    assert learn.precision_report('bf16', dl=learn.dls.valid).table['total error'].max() < .1
-
-
-def test_a_large_copy_is_announced(monkeypatch, capsys):
-    from fastxtend_amp.insight import report
-    monkeypatch.setattr(report, 'LARGE', 10)
-    learner().precision_report('bf16')
-    assert 'copies of parameters and buffers and gradients will take' in capsys.readouterr().out
-    monkeypatch.undo()
-    learner().precision_report('bf16')
-    assert not capsys.readouterr().out
-
-
-def test_under_ddp_each_process_looks_for_itself(tmp_path):
-    "One of two processes asks alone, with SyncBatchNorm in the model, and does not wait for the other."
-    code = '''
-import sys, torch, torch.distributed as dist; sys.path.insert(0, 'tests')
-from helpers import *
-from torch.nn.parallel import DistributedDataParallel
-rank = int(sys.argv[2])
-dist.init_process_group('gloo', init_method='file://' + sys.argv[1], rank=rank, world_size=2)
-wrapped, synced, plain = learner(), learner(), learner()
-wrapped.model = DistributedDataParallel(wrapped.model)
-synced.model = nn.SyncBatchNorm.convert_sync_batchnorm(synced.model)
-if rank == 0:
-    a, b, expected = (l.precision_report('bf16').table.drop(columns='type') for l in (wrapped, synced, plain))
-    print(a.equals(expected), b.equals(expected), all(p.grad is None for p in wrapped.model.parameters()))
-dist.barrier()
-dist.destroy_process_group()
-'''
-    import subprocess, sys
-    from pathlib import Path
-    command = [sys.executable, '-W', 'ignore', '-c', code, tmp_path / 'init']
-    root, pipes = Path(__file__).parent.parent.parent, {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE}
-    run = lambda rank: subprocess.Popen([*command, str(rank)], cwd=root, **pipes, text=True)
-    processes = [run(0), run(1)]
-    (out, err), _ = [p.communicate(timeout=900) for p in processes]
-    assert out.split()[-3:] == ['True', 'True', 'True'], out + err
-
-
-def test_a_distributed_dataloader_does_not_wait_for_other_processes():
-    from fastai.distributed import DistributedDL
-    learn = learner()
-    expected = learn.precision_report('bf16').table
-    distributed = DistributedDL(learn.dls.train, rank=0, world_size=2)
-    assert learn.precision_report('bf16', dl=distributed).table.equals(expected)
+def test_fp32_may_be_among_the_modes():
+    assert list(learner().precision_report(('fp32', torch.bfloat16)).verdicts) == ['bf16']

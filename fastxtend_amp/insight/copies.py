@@ -1,0 +1,179 @@
+"A copy of a learner, for whatever is run on the side: report, comparison, choice and diagnosis."
+from __future__ import annotations
+
+import copy, inspect, os, tempfile, threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+from fastai.callback.core import Callback, TrainEvalCallback
+from fastai.callback.progress import ProgressCallback
+from fastai.learner import Learner, Recorder
+from fastcore.basics import noop
+from fastcore.foundation import L
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from ..callback import PRECISION_CALLBACKS, MixedPrecision
+from ..common import first_line, is_dtensor, random_state_kept
+from ..convert import map_tensors
+from ..fp32_modules import unwrapped
+from ..mode import autocast_available, training_device
+
+__all__ = ['check_learner', 'copied_learner', 'left_out', 'loader_like', 'takes_part']
+
+# Of fastai's own callbacks those that shape a training step, by name, as some are costly to import.
+_OF_FASTAI = set("""TrainEvalCallback CastToTensor MixHandler GradientAccumulation GradientClip BnFreeze ChannelsLast
+    ModelResetter RNNCallback RNNRegularizer GANTrainer FixedGANSwitcher AdaptiveGANSwitcher GANDiscriminativeLR
+    """.split())                                                 # MixHandler is MixUp and CutMix
+_STEP_EVENTS = ('before_batch', 'after_pred', 'after_loss', 'before_backward', 'after_backward', 'before_step',
+                'after_step')
+
+
+def takes_part(cb: Callback) -> bool:
+    "Return whether `cb` may change the numbers of a training step: with an event from `before_batch` to `after_step`."
+    if isinstance(cb, PRECISION_CALLBACKS): return False
+    if any(kind.__name__ in _OF_FASTAI for kind in type(cb).__mro__): return True
+    has_event = any(hasattr(type(cb), e) or e in vars(cb) for e in _STEP_EVENTS)
+    return has_event and not type(cb).__module__.startswith('fastai.')
+
+
+def left_out(
+    learn: Learner,
+    cbs: Iterable[Callback] | None = None, # Those that take part; by `takes_part` if None
+) -> list[str]: # Names, for a note below a table
+    "Name the callbacks that a copy of `learn` does not have, but for its Recorder and progress bar."
+    known = (*PRECISION_CALLBACKS, Recorder, ProgressCallback)
+    return [cb.name for cb in learn.cbs if cb not in _taking_part(learn, cbs) and not isinstance(cb, known)]
+
+
+def check_learner(
+    learn: Learner,
+    method: str, # The learner's method that is to run a copy
+) -> None:
+    "Raise a `RuntimeError` inside a fit, and a `ValueError` for sharded parameters and lazy modules."
+    frame, fit = inspect.currentframe(), inspect.unwrap(Learner.fit).__code__
+    while frame is not None:
+        if frame.f_code is fit and frame.f_locals.get('self') is learn:
+            raise RuntimeError(f'{method} cannot run inside a fit. Call it before or after.')
+        frame = frame.f_back
+    for name, p in learn.model.named_parameters():
+        if is_dtensor(p):
+            raise ValueError(f'{method} cannot work on a model whose parameters are sharded (FSDP).\n'
+                             'Call it before `fully_shard`.')
+        if is_lazy(p):
+            raise ValueError(f"{method} cannot work on a model with lazy modules: '{name}' is not built yet.\n"
+                             'Run the model once before, as in `learn.model(*learn.dls.one_batch()[:1])`.')
+
+
+@contextmanager
+def copied_learner(
+    learn: Learner, # Nothing in it changes
+    cbs: Iterable[Callback] | None = None, # Those of its callbacks that take part; by `takes_part` if None
+    *,
+    optimizer: bool = False, # Whether the optimizer and its state are copied, too; else the copy has none yet
+    precision: bool = False, # Whether the copy keeps a copied precision callback; else it is in fp32
+) -> Iterator[Learner]: # A learner of the same class; its files are in a folder that is removed at the end
+    """Copy `learn`, to be trained or examined inside and thrown away.
+
+    Model, loss function and the callbacks that take part are deep copies; data, metrics and all else are shared. The
+    model is the one inside `torch.compile` and DistributedDataParallel, so a copy does not communicate with other
+    processes. Gradients are on inside, autocast is off, and the random states of Python, NumPy and torch are put back.
+
+    Raises `ValueError` for a learner that cannot be copied, with the name of what cannot.
+    """
+    device_type = training_device(learn).type
+    autocast = torch.autocast(device_type, enabled=False) if autocast_available(device_type) else torch.enable_grad()
+    with tempfile.TemporaryDirectory() as folder, random_state_kept(), torch.enable_grad(), autocast:
+        new = _copy(learn, _taking_part(learn, cbs), optimizer)
+        new.path, new.model_dir = Path(folder), 'models'
+        for name in ('save', 'load', 'export'): vars(new)[name] = partial(_by_name_alone, getattr(new, name))
+        if not precision: new.to_fp32()
+        yield new
+
+
+def _by_name_alone(method: Callable, *args: Any, **kwargs: Any) -> Any:
+    "Call `method` with the name of each file alone: an absolute path, or `..`, leads out of the learner's folder."
+    def name(value): return Path(value).name if isinstance(value, (str, os.PathLike)) else value
+    return method(*map(name, args), **{k: name(v) if k in ('file', 'fname') else v for k, v in kwargs.items()})
+
+
+def loader_like(
+    dl: Any, # fastai's or PyTorch's DataLoader
+) -> Any: # Another one on the same dataset
+    """Return a loader from which batches can be drawn while the order of `dl` stays as it is.
+
+    The one inside a `DistributedDL`, which would wait for all processes. PyTorch's own loaders, and classes that
+    `new()` cannot build, are returned themselves: their order moves on, as does what the dataset itself draws.
+    """
+    if type(dl).__name__ == 'DistributedDL': dl = dl.dl
+    try: return dl.new()
+    except (AttributeError, TypeError): return dl
+
+
+def _taking_part(learn: Learner, cbs: Iterable[Callback] | None) -> list[Callback]:
+    if cbs is None: return [cb for cb in learn.cbs if takes_part(cb)]
+    asked = {id(cb) for cb in cbs}
+    return [cb for cb in learn.cbs if isinstance(cb, TrainEvalCallback) or id(cb) in asked]
+
+
+def _copy(learn: Learner, taking_part: list[Callback], optimizer: bool) -> Learner:
+    new = object.__new__(type(learn))
+    loaders = list(getattr(learn.dls, 'loaders', ()))
+    shared = [learn.dls, *loaders, *(getattr(dl, 'dataset', None) for dl in loaders), learn.logger, learn.lock]
+    memo: dict[int, Any] = {id(o): o for o in shared if o is not None} | {id(learn): new}
+    # Methods that are the learner's own, as a precision callback puts over those of its class, are bound to the copy.
+    methods = {k: v for k, v in vars(learn).items() if callable(getattr(type(learn), k, None))}
+    rest = {k: v for k, v in vars(learn).items() if k not in methods and not isinstance(v, Callback)}
+    vars(new).update(rest, cbs=L(), logger=noop, lock=threading.Lock())
+    cbs = [cb for cb in learn.cbs if cb in taking_part or isinstance(cb, MixedPrecision)]
+    parts = {'the model': unwrapped(learn.model), 'the loss function': learn.loss_func, 'opt_func': learn.opt_func,
+             'the optimizer': learn.opt if optimizer else None, "the learner's own methods": methods,
+             **{f"the callback '{cb.name}'": cb for cb in cbs}}
+    for part in parts.values(): _detach_results(part, memo)
+    try: copies = copy.deepcopy(list(parts.values()), dict(memo))
+    except Exception as e:
+        raise ValueError(f'This learner cannot be copied, and only copies are run: {_uncopied(parts, memo)} refuses '
+                         f'({first_line(e)}).\n'
+                         'Take a callback off meanwhile, `with learn.removed_cbs([...])`; give the class of anything '
+                         'else a `__deepcopy__`, or keep it outside the model.') from e
+    new.model, new.loss_func, new.opt_func, new.opt, methods, *new_cbs = copies
+    vars(new).update(methods, **{cb.name: cb for cb in new_cbs})
+    new.cbs += new_cbs
+    _keep_flags(getattr(learn.opt, 'opt', None), getattr(new.opt, 'opt', None))
+    for m in new.model.modules():                                # a copy that waits for no other process
+        if isinstance(m, nn.SyncBatchNorm): vars(m)['forward'] = MethodType(nn.BatchNorm1d.forward, m)
+    return new
+
+
+def _detach_results(part: Any, memo: dict[int, Any]) -> None:
+    "Have what modules and callbacks have computed and kept copied without its graph, which refuses to be copied."
+    def note(t):
+        if t.grad_fn is not None: memo[id(t)] = t.detach().clone()
+        return t
+    for owner in part.modules() if isinstance(part, nn.Module) else [part]:
+        for value in list(getattr(owner, '__dict__', {}).values()): map_tensors(note, value)
+
+
+def _keep_flags(old: Any, new: Any) -> None:
+    "Give a copied torch optimizer the flags that copying leaves out, such as a fused kernel's."
+    if new is None: return
+    vars(new).update({k: v for k, v in vars(old).items() if k not in vars(new) and isinstance(v, (bool, int, float))})
+
+
+def _uncopied(parts: dict[str, Any], memo: dict[int, Any]) -> str:
+    "Name what cannot be copied."
+    def refuses(o, shared=()):
+        try: copy.deepcopy(o, {**memo, **{id(s): s for _, s in shared}})
+        except Exception: return True
+        return False
+    what, part = next((what, part) for what, part in parts.items() if refuses(part))
+    owners = list(part.named_modules()) if isinstance(part, nn.Module) else [('', part)]
+    for name, owner in owners:
+        for key, value in getattr(owner, '__dict__', {}).items():
+            if refuses(value, owners): return f"'{name}{'.' * bool(name)}{key}' of {what}"
+    return what

@@ -1,1 +1,0 @@
-from on_simulated import outcomes  # noqa: F401  a fixture

@@ -1,0 +1,182 @@
+"""A simulated accelerator of type 'sim' in main memory: no GPU, no driver, no compiler.
+
+    device = install()               # once a process, before its first backward pass
+
+It is registered by PyTorch's way for backends written in Python (`torch.utils.backend_registration`, 2.13 and newer).
+Each operator runs as the CPU's kernel on the same memory, and raises if tensors of several devices come together.
+`with waits() as w` lists the operators for which the host waits for the device. `options` says what it can do.
+
+It cannot show speed, the numerics of real kernels, streams, allocators, graphs or `torch.compile`.
+"""
+from __future__ import annotations
+
+import contextlib, types
+
+import torch
+
+__all__ = ['install', 'is_installed', 'missing_reason', 'options', 'waits']
+
+options = types.SimpleNamespace(amp_dtypes=[torch.bfloat16, torch.float16])
+CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+_LOW = ('linear', 'addmm', 'matmul', 'mm', 'bmm', 'conv2d')      # autocast's lists, as far as the tests' models need them
+_FP32 = ('mse_loss', 'cross_entropy_loss', 'layer_norm')
+_WAITS = ('_local_scalar_dense', 'nonzero', 'masked_select', 'equal')
+_libraries: list = []                                            # operators are registered as long as these live
+_recorders: list[list[str]] = []
+_random = torch.Generator()                                      # the device's own
+
+
+def missing_reason() -> str | None:
+    "Return why this PyTorch cannot simulate a device; None if it can."
+    if hasattr(torch._C, '_acc'): return None
+    return f'PyTorch {torch.__version__} registers no device from Python; 2.13 does'
+
+
+def is_installed() -> bool: return bool(_libraries)
+
+
+@contextlib.contextmanager
+def waits():
+    "Give a list that fills with the operators for which the host waits."
+    found: list[str] = []
+    _recorders.append(found)
+    try: yield found
+    finally: _recorders.remove(found)
+
+
+# -- tensors whose storage says 'sim' and is in the memory of a CPU storage
+
+def _is_here(x) -> bool: return isinstance(x, torch.Tensor) and x.device.type == 'sim'
+
+
+def _storage_on_device(memory):
+    s = torch._C._construct_storage_from_data_pointer(memory.data_ptr(), torch.device('sim', 0), memory.nbytes())
+    s._memory = memory
+    return s
+
+
+def _memory(storage):
+    if '_memory' not in storage.__dict__:                        # made by C++
+        cpu = torch.device('cpu')
+        storage._memory = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), cpu, storage.nbytes())
+    return storage._memory
+
+
+def _set(t, storage, like):
+    set_ = torch.ops.aten.set_.source_Storage_storage_offset
+    return set_.redispatch(CPU, t, storage, like.storage_offset(), like.size(), like.stride())
+
+
+def _down(t):
+    "Return a CPU tensor in the memory of the device tensor `t`."
+    return torch.empty(0, dtype=t.dtype).set_(_memory(t.untyped_storage()), t.storage_offset(), t.size(), t.stride())
+
+
+def _up(r, storage=None):
+    "Return the device tensor in the memory of the CPU tensor `r`."
+    empty = torch._C._acc.create_empty_tensor((0,), r.dtype)
+    return _set(empty, storage or _storage_on_device(r.untyped_storage()), r)
+
+
+# -- operators
+
+def _run(op, *args, **kwargs):
+    "Run `op` by the CPU's kernel."
+    with torch._C.DisableTorchFunction(): return _run_on_cpu(op, args, kwargs)
+
+
+def _run_on_cpu(op, args, kwargs):
+    name, pairs, elsewhere = op.overloadpacket.__name__, [], []
+    if name == 'set_': return op.redispatch(CPU, *args, **kwargs)   # no look at the memory
+    def down(a):
+        if isinstance(a, (list, tuple)): return [down(x) for x in a]
+        if isinstance(a, torch.Tensor) and not _is_here(a) and a.dim(): elsewhere.append(a)
+        if not _is_here(a): return torch.device('cpu') if isinstance(a, torch.device) else a
+        pairs.append((a, _down(a)))
+        return pairs[-1][1]
+    low, named = down(args), {k: down(v) for k, v in kwargs.items()}
+    if pairs and elsewhere and name != '_copy_from':
+        raise RuntimeError(f'Expected all tensors to be on the same device, but found at least two devices ({name})')
+    if name in _WAITS or (name == '_copy_from' and len(pairs) == 1):
+        for r in _recorders: r.append(name)
+    named.pop('pin_memory', None)
+    if name == '_copy_from':                                     # what `copy_` calls for such devices
+        low[1].copy_(low[0])
+        return args[1]
+    with _own_random_state() if torch.Tag.nondeterministic_seeded in op.tags else contextlib.nullcontext():
+        out = op(*low, **named)
+    for t, h in pairs:                                           # `out=` and changes in place may have resized them
+        if h.shape == t.shape: continue
+        own = h.untyped_storage().data_ptr() == t.untyped_storage().data_ptr()
+        _set(t, t.untyped_storage() if own else _storage_on_device(h.untyped_storage()), h)
+    def up(r):
+        if isinstance(r, (list, tuple)): return type(r)(map(up, r))
+        if not isinstance(r, torch.Tensor): return r
+        for t, h in pairs:
+            if r is h: return t
+        of = [t for t, h in pairs if h.untyped_storage()._cdata == r.untyped_storage()._cdata]
+        return _up(r, of[0].untyped_storage() if of else None)   # a view, or a new tensor
+    return up(out)
+
+
+@contextlib.contextmanager
+def _own_random_state():
+    default, outer = torch.default_generator, torch.get_rng_state()
+    default.set_state(_random.get_state())
+    try: yield
+    finally:
+        _random.set_state(default.get_state())
+        default.set_state(outer)
+
+
+def _casting(op, dtype_of):
+    "Return the operator for autocast: its tensors are cast first."
+    key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+    def cast(a, dtype): return a.to(dtype) if _is_here(a) and a.is_floating_point() else a
+    def run(*args, **kwargs):
+        with torch._C._ExcludeDispatchKeyGuard(key): return op(*[cast(a, dtype_of()) for a in args], **kwargs)
+    return run
+
+
+def _move_modules_in_place() -> None:
+    "Have `Module.to` keep its parameters when it moves them, as it does with CUDA; by itself it makes new ones here."
+    to, set_swap = torch.nn.Module.to, torch.__future__.set_swap_module_params_on_conversion
+    def in_place(self, *args, **kwargs):
+        device = torch._C._nn._parse_to(*args, **kwargs)[0]
+        set_swap(device is not None and any(p.device.type != device.type for p in self.parameters()))
+        try: return to(self, *args, **kwargs)
+        finally: set_swap(False)
+    torch.nn.Module.to = in_place
+
+
+def install() -> torch.device:
+    "Make the device and return it."
+    from torch.utils import backend_registration
+    yes, nothing = lambda *args: True, lambda *args: None
+    module = types.ModuleType('torch.sim')
+    vars(module).update(
+        is_available=yes, is_initialized=yes, _is_in_bad_fork=lambda: False, device_count=lambda: 1,
+        current_device=lambda: 0, set_device=nothing, synchronize=nothing, manual_seed_all=_random.manual_seed,
+        manual_seed=_random.manual_seed, get_rng_state=lambda *args: _random.get_state(),
+        set_rng_state=lambda state, *args: _random.set_state(state),
+        get_amp_supported_dtype=lambda: options.amp_dtypes)
+    backend_registration._setup_privateuseone_for_python_backend('sim', backend_module=module)
+    kernels, autocast = (torch.library.Library('_', 'IMPL') for _ in range(2))
+    kernels.fallback(_run, 'PrivateUse1')
+    autocast.fallback(torch.library.fallthrough_kernel, 'AutocastPrivateUse1')
+    of_aten = torch.library.Library('aten', 'IMPL', 'AutocastPrivateUse1')
+    low, fp32 = (lambda: torch.get_autocast_dtype('sim')), (lambda: torch.float32)
+    for names, dtype in ((_LOW, low), (_FP32, fp32)):
+        for name in names: of_aten.impl(name, _casting(getattr(torch.ops.aten, name).default, dtype))
+    _libraries.extend((kernels, autocast, of_aten))
+    _move_modules_in_place()
+    clone = torch.storage._StorageBase.clone
+    def cloned(self): return _storage_on_device(_memory(self).clone()) if self.device.type == 'sim' else clone(self)
+    torch.storage._StorageBase.clone = cloned
+    def back(obj, location):
+        if location.partition(':')[0] != 'sim': return None
+        memory = torch.UntypedStorage(obj.nbytes())
+        memory.copy_(obj if obj.device.type == 'cpu' else _memory(obj))
+        return _storage_on_device(memory)
+    torch.serialization.register_package(1, lambda obj: 'sim' if obj.device.type == 'sim' else None, back)
+    return torch.device('sim', 0)

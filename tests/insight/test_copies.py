@@ -1,0 +1,195 @@
+"A copied learner trains without a trace in the learner, and what cannot be copied is named."
+import random, threading
+
+import numpy as np
+import pytest, torch
+from fastai.callback.core import Callback
+from fastai.callback.mixup import MixUp
+from fastai.callback.rnn import ModelResetter
+from fastai.callback.schedule import ParamScheduler, SchedNo
+from fastai.callback.tracker import SaveModelCallback
+from fastai.callback.training import GradientClip
+from fastai.vision.gan import FixedGANSwitcher, GANLearner
+from torch import nn
+from torch.utils.data import DataLoader as TorchLoader
+
+from fastxtend_amp.insight.copies import check_learner, copied_learner, left_out, loader_like, takes_part
+from helpers import OPTIMIZERS, At, Attentive, dataset, learner, loaders, mlp, opt_state, params, same, same_state
+from states import bits, language_model, rich, shuffled
+
+
+def train(learn, n=4):
+    "Some batches of a loader like the learner's, in its own loop."
+    if not learn.opt: learn.create_opt()
+    learn.n_epoch, learn.epoch, learn.n_iter, learn.dl = 1, 0, n, learn.dls.train
+    for event in ('before_fit', 'before_epoch', 'before_train'): learn(event)
+    for i, b in zip(range(n), loader_like(learn.dls.train)): learn.one_batch(i, b)
+    for event in ('after_train', 'after_fit'): learn(event)
+
+
+def compiled_with_norms():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(6, 8)), nn.utils.spectral_norm(nn.Linear(8, 1)))
+    learn = learner(torch.compile(model, backend='eager'), shuffled())
+    learn.fit(1)
+    return learn
+
+
+@pytest.mark.parametrize('make', [rich, lambda: rich('adam', fit=False), language_model, compiled_with_norms],
+                         ids=['after a fit', 'before any', 'awd_lstm', 'compiled, weight and spectral norm'])
+def test_the_learner_is_as_it_was(make):
+    learn = make()
+    before = bits(learn)
+    with copied_learner(learn, optimizer=True) as copy:
+        assert copy.precision is None and same(params(copy), params(learn))
+        train(copy)
+        assert not same(params(copy), params(learn))
+    after = bits(learn)
+    for key in before: assert after[key] == before[key], key
+
+
+@pytest.mark.parametrize('opt', ['adam', 'fused adamw', 'sgd'])
+def test_the_copy_trains_as_the_learner_would(opt):
+    learn = learner(opt_func=OPTIMIZERS[opt]).to_fp16(init_scale=256.)
+    learn.fit(1, .01)
+    with copied_learner(learn, optimizer=True) as copy:
+        copy.to_fp16(init_scale=256.)
+        train(copy, 6)
+        found, state = params(copy), opt_state(copy.opt)
+    learn.fit(1, .01)
+    assert same(found, params(learn)) and same_state(state, opt_state(learn.opt))
+
+
+def test_random_states_are_put_back_and_gradients_are_on():
+    learn, draw = learner(), lambda: (random.random(), np.random.rand(), torch.rand(1).item())
+    random.seed(3); np.random.seed(3); torch.manual_seed(3)
+    expected = draw()
+    random.seed(3); np.random.seed(3); torch.manual_seed(3)
+    with torch.no_grad(), torch.autocast('cpu', dtype=torch.bfloat16), copied_learner(learn):
+        draw()
+        assert torch.is_grad_enabled() and not torch.is_autocast_enabled('cpu')
+    assert draw() == expected
+
+
+def test_modules_kept_in_fp32_are_plain_in_the_copy():
+    learn = learner(Attentive()).to_fp16(init_scale=1024., fp32_modules='attn')
+    with copied_learner(learn) as copy:
+        assert 'forward' not in vars(copy.model.attn) and copy.precision is None
+        copy.to_bf16(fp32_modules='head')
+    assert learn.precision.fp32_module_names == ['attn'] and learn.precision.learn is learn
+
+
+class Saves(Callback):
+    "Writes files at each step."
+    def after_step(self):
+        self.learn.save('best')
+        self.learn.export('model.pkl')
+
+
+def test_files_go_into_a_folder_that_is_removed(tmp_path):
+    learn = learner(cbs=Saves(), path=tmp_path, model_dir=tmp_path / 'models')
+    with copied_learner(learn) as copy:
+        train(copy, 1)
+        assert {p.name for p in copy.path.rglob('*.p*')} == {'best.pth', 'model.pkl'}
+        folder = copy.path
+    assert not folder.exists() and not list(tmp_path.rglob('*')) and learn.path == tmp_path
+
+
+class Counts(Callback):
+    def __init__(self, layer): self.n, self.layer = 0, layer
+    def after_loss(self): self.n += 1
+
+
+class AtEpoch(Callback):
+    def after_epoch(self): raise AssertionError('takes no part')
+
+
+def test_callbacks_that_take_part_are_copies_and_the_others_are_named():
+    model = mlp()
+    cb = Counts(model[0])
+    learn = learner(model, cbs=[cb, AtEpoch(), SaveModelCallback(), GradientClip(1.), MixUp()], progress=True).to_bf16()
+    assert left_out(learn) == ['at_epoch', 'save_model'] and left_out(learn, [cb]) == [
+        'cast_to_tensor', 'at_epoch', 'save_model', 'gradient_clip', 'mix_up']
+    with copied_learner(learn) as copy:
+        assert {c.name for c in copy.cbs} == {'train_eval', 'cast_to_tensor', 'counts', 'gradient_clip', 'mix_up'}
+        assert copy.counts.layer is copy.model[0] and copy.counts.learn is copy and not hasattr(copy, 'recorder')
+        train(copy, 2)
+        assert copy.counts.n == 2
+    assert cb.n == 0 and cb.layer is model[0] and learn.counts is cb
+    with copied_learner(learn, cbs=[cb]) as copy: assert {c.name for c in copy.cbs} == {'train_eval', 'counts'}
+    assert not takes_part(ParamScheduler({'lr': SchedNo(1, 1)})) and takes_part(ModelResetter())
+    assert takes_part(At('before_step', print)) and not takes_part(At('after_batch', print))
+
+
+def test_a_gan_before_its_first_fit():
+    generator, critic = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 1)), nn.Sequential(nn.Linear(1, 8), nn.Linear(8, 1))
+    learn = GANLearner.wgan(loaders(), generator, critic, switcher=FixedGANSwitcher(1, 2), show_img=False)
+    before = params(learn)
+    with copied_learner(learn) as copy:
+        train(copy)
+        assert copy.gan_trainer.generator is copy.model.generator and not same(params(copy), before)
+    assert same(params(learn), before)
+
+
+class Locked(Callback):
+    def __init__(self): self.guard = threading.Lock()
+    def after_loss(self): pass
+
+
+def test_what_cannot_be_copied_is_named():
+    learn = learner(cbs=Locked())
+    with pytest.raises(ValueError, match="(?s)'guard' of the callback 'locked' refuses.*lock.*removed_cbs"):
+        with copied_learner(learn): pass
+    with learn.removed_cbs([learn.locked]), copied_learner(learn): pass
+    learn.remove_cb(learn.locked)
+    learn.model[1].file = open(__file__)
+    with pytest.raises(ValueError, match="'1.file' of the model refuses"):
+        with copied_learner(learn): pass
+    learn.model[1].file.close()
+
+
+def test_an_optimizer_in_the_place_of_opt_func_stays_the_learners():
+    from fastai.optimizer import OptimWrapper
+    model = mlp()
+    learn = learner(model, opt_func=OptimWrapper(opt=torch.optim.AdamW(model.parameters())))
+    learn.fit(1, .01)
+    state = opt_state(learn.opt)
+    with copied_learner(learn) as copy: train(copy, 2)
+    assert same_state(state, opt_state(learn.opt)) and all(len(s) for s in state)
+
+
+@pytest.mark.parametrize('precision', ['to_fp32', 'to_bf16'])
+def test_refused_inside_a_fit(precision):
+    learn = getattr(learner(), precision)()
+    for event in ('before_fit', 'after_loss', 'after_epoch'):
+        with pytest.raises(RuntimeError, match='compare_precision cannot run inside a fit'):
+            learn.fit(1, cbs=At(event, lambda l: check_learner(l, 'compare_precision'), 99))
+        learn.to_fp32()
+    check_learner(learn, 'compare_precision')                    # after one that was broken off
+    other = learner()
+    learn.fit(1, cbs=At('after_loss', lambda _: check_learner(other, 'compare_precision')))
+
+
+def test_lazy_modules_are_refused():
+    with pytest.raises(ValueError, match="(?s)lazy modules: '0.weight' is not built.*Run the model once"):
+        check_learner(learner(nn.Sequential(nn.LazyLinear(1))), 'precision_report')
+
+
+def test_batches_are_drawn_beside_the_order_of_the_loader():
+    def batches(drawn):
+        random.seed(0)
+        dls = shuffled()
+        if drawn: list(loader_like(dls.train))
+        return [b[0].tolist() for b in dls.train]
+    assert batches(True) == batches(False)
+    dl = TorchLoader(dataset(), batch_size=4)
+    assert loader_like(dl) is dl
+
+
+def test_wrappers_for_data_parallelism_are_left_out():
+    model = nn.Sequential(nn.Linear(6, 4), nn.SyncBatchNorm(4), nn.Linear(4, 1))
+    learn = learner(nn.DataParallel(model))
+    with copied_learner(learn) as copy:
+        assert type(copy.model) is nn.Sequential
+        train(copy, 2)                                           # SyncBatchNorm refuses main memory otherwise
+    assert type(learn.model) is nn.DataParallel

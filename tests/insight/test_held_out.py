@@ -1,0 +1,14 @@
+"Verdicts of the report against training by its advice, on some of the models of `held_out.py`."
+import pytest
+
+from held_out import CASES, holds
+
+
+@pytest.mark.filterwarnings('ignore')
+@pytest.mark.parametrize('mode', ['bf16', 'fp16'])
+@pytest.mark.parametrize('name', ['layer norm', 'attention', 'norm, own', 'cancels, own', 'epsilon, module',
+                                  'near the limit, own', 'square root', 'small loss', 'large loss'])
+def test_the_verdict_holds(name, mode):
+    assert name in CASES
+    ok, verdict, fp32, low = holds(name, mode)
+    assert ok, (verdict, fp32, low)

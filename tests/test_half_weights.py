@@ -1,0 +1,486 @@
+"Half weights: with masters the numbers of autocast; flat masters that nobody sees; no masters, in a fit alone."
+import copy, pickle
+from functools import partial
+
+import pytest, torch
+from fastai.callback.core import CancelBatchException, CancelFitException
+from fastai.callback.schedule import *
+from fastai.callback.training import GradientAccumulation, GradientClip
+from fastai.optimizer import SGD, Adam, Lamb, Larc, Optimizer, OptimWrapper, QHAdam, RAdam, RMSProp, ranger
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations, prune
+
+from fastxtend_amp import HalfWeights, kahan
+from helpers import *
+
+pytestmark = pytest.mark.filterwarnings('ignore:.*emulated.*', 'ignore:.*enable_nested_tensor.*')
+FASTAI = {'sgd': SGD, 'momentum': partial(SGD, mom=.9), 'l2': partial(SGD, mom=.9, decouple_wd=False), 'adam': Adam,
+          'rms_prop': partial(RMSProp, mom=.9), 'radam': RAdam, 'qhadam': QHAdam}
+
+
+def two_groups(m): return [[*m[:2].parameters()], [*m[2:].parameters()]]
+
+
+def trained(to, opt=Adam, model=None, cbs=None, n_epoch=2, splitter=None, tmp=None, kwargs=None, **fit):
+    more = {k: v for k, v in dict(splitter=splitter, path=tmp).items() if v is not None}
+    learn = learner(model, opt_func=opt, cbs=cbs, wd=.1, **more)
+    getattr(learn, to)(**kwargs or {}).fit(n_epoch, **{'lr': .01, **fit})
+    return learn
+
+
+def equal(a, b):
+    assert same(params(a), params(b)) and same([*a.model.buffers()], [*b.model.buffers()])
+    assert same_state(opt_state(a.opt), opt_state(b.opt)) and repr(a.recorder.values) == repr(b.recorder.values)
+    return True
+
+
+def half(flat=False, dtype='bf16', **kwargs):
+    return dict(to='to_half_weights', kwargs=dict(dtype=dtype, flat_master=flat, **kwargs))
+
+
+def in_memory_of_their_own(learn):
+    state = [v for s in learn.opt.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+    grads = [p.grad for p in learn.model.parameters() if p.grad is not None]
+    return all(t.untyped_storage().nbytes() == t.nbytes for t in [*learn.model.parameters(), *grads, *state])
+
+
+# -- models
+
+class Layers(nn.Module):
+    "Two layers and a function of model and input, from (n, 6) to (n, 1)."
+    def __init__(self, f, **more):
+        torch.manual_seed(0)
+        super().__init__()
+        self.a, self.b, self.head, self.f = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 1), f
+        for name, make in more.items(): setattr(self, name, make())
+    def forward(self, x): return self.head(self.f(self, x))
+
+
+def tied_embedding():
+    m = Layers(lambda m, x: m.logits(m.emb((x.abs() * 8).long().clamp(max=15)).mean(1))[:, :6],
+               emb=lambda: nn.Embedding(16, 6), logits=lambda: nn.Linear(6, 16))
+    m.logits.weight = m.emb.weight
+    return m
+
+
+def pruned():
+    m = Layers(lambda m, x: m.a(x))
+    prune.l1_unstructured(m.a, 'weight', .5)
+    return m
+
+
+def parametrized():
+    m = Layers(lambda m, x: m.b(torch.tanh(m.a(x))))
+    parametrizations.weight_norm(m.a)
+    return m
+
+
+def images(kind, *shape):
+    def f(m, x): return m.conv(x.repeat(1, 12)[:, :torch.Size(shape).numel()].view(-1, *shape)).flatten(1)[:, :6]
+    return Layers(f, conv=lambda: kind(shape[0], 4, 2))
+
+
+def encoder(): return nn.TransformerEncoderLayer(6, 2, 12, 0., batch_first=True)
+
+
+MODELS = {
+    'mlp': mlp, 'tied to an embedding': tied_embedding, 'pruned': pruned, 'parametrized': parametrized,
+    'conv2d': lambda: images(nn.Conv2d, 2, 4, 4), 'transposed': lambda: images(nn.ConvTranspose2d, 2, 4, 4),
+    'transformer': lambda: Layers(lambda m, x: m.enc(x[:, None] + m.a(x)[:, None])[:, 0], enc=encoder),
+    'GRU': lambda: Layers(lambda m, x: m.c(m.a(x)[:, None])[0][:, 0], c=lambda: nn.GRU(6, 6, batch_first=True)),
+    'weights used directly': lambda: Layers(lambda m, x: F.linear(torch.tanh(m.a(x)), m.a.weight * 1.1)),
+}
+# weights and biases that are bf16 without masters; those of Layers: a, b, head
+LOWERED = {'mlp': 4, 'tied to an embedding': 7, 'pruned': 4, 'parametrized': 4, 'transformer': 10, 'GRU': 6,
+           'weights used directly': 6}
+
+
+# -- with masters
+
+@pytest.mark.parametrize('name', MODELS)
+def test_each_model_trains_as_under_autocast(name):
+    bf16, plain, flat = (trained(**to, model=MODELS[name]()) for to in (dict(to='to_bf16'), half(), half(True)))
+    assert equal(bf16, plain) and equal(bf16, flat) and in_memory_of_their_own(flat)
+
+
+@pytest.mark.parametrize('flat', [False, True])
+@pytest.mark.parametrize('scale', [{}, {'loss_scale': 512.}])
+def test_fp16_trains_as_under_autocast(flat, scale):
+    cbs = [GradientAccumulation(8), GradientClip(.05)]
+    fp16, ours = (trained(**to, cbs=cbs) for to in (dict(to='to_fp16', kwargs=scale), half(flat, 'fp16', **scale)))
+    assert equal(fp16, ours) and fp16.precision.scales == ours.precision.scales and len(ours.precision.scales) == 6
+    assert ours.precision.static_scale == bool(scale)
+
+
+@pytest.mark.parametrize('flat', [False, True])
+def test_steps_are_skipped_as_under_autocast(flat):
+    def overflow(l): l.loss_grad = l.loss_grad * (float('inf') if l.training and l.train_iter % 3 == 1 else 1.)
+    cbs = At('before_backward', overflow)
+    fp16, ours = (trained(**to, cbs=cbs) for to in (dict(to='to_fp16'), half(flat, 'fp16')))
+    assert equal(fp16, ours) and ours.precision.n_skipped >= 4
+    assert ours.precision.state_dict() == fp16.precision.state_dict()
+
+
+@pytest.mark.parametrize('opt', [o for o in OPTIMIZERS if 'adamw' in o])
+def test_torchs_optimizers_with_masters(opt): equal(*(trained(**to, opt=OPTIMIZERS[opt]) for to in (dict(to='to_bf16'), half())))
+
+
+# -- flat masters
+
+@pytest.mark.parametrize('opt', FASTAI)
+def test_fastais_optimizers_step_the_same_on_flat_masters(opt):
+    "Groups, frozen ones, weight decay that spares some parameters, schedules, and fp32 afterwards."
+    def run(flat):
+        learn = learner(opt_func=FASTAI[opt], splitter=two_groups, wd=.1, cbs=GradientClip(.5)).to_half_weights(flat_master=flat)
+        learn.create_opt(); learn.freeze(); learn.fit(1, .01)
+        learn.unfreeze(); learn.fit_one_cycle(1, slice(1e-3, 1e-2)); learn.fit(1)
+        assert in_memory_of_their_own(learn)
+        learn.to_fp32().fit(1, .01)
+        return learn
+    equal(run(False), run(True))
+
+
+def test_only_the_optimizers_step_has_flat_parameters():
+    seen, entries = [], set()
+    class Looks(Learner):
+        def _step(self):
+            super()._step()
+            seen.append([[len(p.shape) for p in pl] for pl in self.opt.param_lists])
+    look = At('after_step', lambda l: entries.add((*map(len, l.opt.param_lists), len(l.opt.state))), 11)
+    learn = learner(cls=Looks, opt_func=Adam, splitter=two_groups, cbs=look).to_half_weights(flat_master=True)
+    learn.fit(2)
+    assert seen == [[[1, 1, 1], [1, 1]]] * 12                    # weights, biases and norms, by weight decay and training
+    assert entries == {(4, 2, 6)}
+
+
+def test_flat_parameters_have_a_bound():
+    "A larger weight remains alone, in its memory."
+    seen, places = set(), set()
+    class Looks(Learner):
+        def _step(self):
+            super()._step()
+            seen.add(tuple(sorted(p.numel() for pl in self.opt.param_lists for p in pl)))
+            places.add(self.model[2].weight.data_ptr())
+    def model(): torch.manual_seed(0); return nn.Sequential(*[nn.Linear(a, b, bias=False) for a, b in [(6, 256), (256, 400), (400, 400), (400, 256), (256, 1)]])
+    a, b = (learner(model(), cls=Looks, opt_func=Adam) for _ in range(2))
+    places.add(b.model[2].weight.data_ptr())
+    b.to_half_weights(flat_master=True).fit(1, .01)
+    assert seen == {(256, 400 * 400, 256 * 6 + 256 * 400 + 400 * 256)} and len(places) == 1
+    a.to_bf16().fit(1, .01)
+    equal(a, b)
+
+
+def no_gradients(l):
+    for p in l.model.parameters(): p.grad = None
+def new_gradients(l):
+    for p in l.model.parameters(): p.grad = p.grad * 2
+def new_weights(l):
+    for p in [*l.model.parameters()][:2]: p.data = p.data * .9
+def written(l): l.model.load_state_dict({k: v * .9 if v.is_floating_point() else v for k, v in l.model.state_dict().items()})
+def cleared(l): l.opt.clear_state()
+def partly_cleared(l): l.opt.state[l.model[0].weight].clear()
+def loaded(l): l.opt.load_state_dict(copy.deepcopy(l.opt.state_dict()))
+def another(l): l.create_opt()
+def regrouped(l): l.opt.param_lists[0].append(l.opt.param_lists[1].pop(0))
+def frozen(l): l.model[0].requires_grad_(False); no_gradients(l)
+def no_decay(l): l.opt.state[l.model[0].weight]['do_wd'] = False
+def graph(l): l.loss_func(l.model(*l.xb), *l.yb).backward(create_graph=True)
+
+
+@pytest.mark.filterwarnings('ignore:Using backward')
+@pytest.mark.parametrize('change', [no_gradients, new_gradients, new_weights, written, cleared, partly_cleared, loaded, another,
+                                    regrouped, frozen, no_decay, graph])
+@pytest.mark.parametrize('opt', ['momentum', 'adam'])
+def test_what_a_callback_replaces_is_joined_anew(opt, change):
+    event = 'before_step' if change in (new_gradients, graph) else 'after_batch'
+    def f(l): change(l) if l.training and l.train_iter == 3 else None
+    cbs = At(event, f, 40)
+    a, b = (trained(**to, opt=FASTAI[opt], cbs=cbs, splitter=two_groups) for to in (dict(to='to_bf16'), half(True)))
+    assert equal(a, b) and in_memory_of_their_own(b)
+
+
+class Interrupted(Learner):
+    "Ctrl-C strikes in the fourth step, when it has been taken."
+    n = 0
+    def _step(self):
+        super()._step()
+        self.n += 1
+        if self.n == 4: raise KeyboardInterrupt
+
+
+def test_an_exception_in_the_step_leaves_weights_and_state_of_whole_steps():
+    def run(to, kwargs=None):
+        learn = learner(cls=Interrupted, opt_func=Adam)
+        getattr(learn, to)(**kwargs or {})
+        with pytest.raises(KeyboardInterrupt): learn.fit(1, .01)
+        steps = opt_state(learn.opt)
+        learn.fit(1, .01)
+        return learn, steps
+    (a, before_a), (b, before_b) = run('to_bf16'), run(**half(True))
+    assert equal(a, b) and same_state(before_a, before_b) and in_memory_of_their_own(b)
+
+
+class Tokens(nn.Module):
+    def __init__(self): super().__init__(); self.emb, self.head = nn.Embedding(16, 6, sparse=True), nn.Linear(6, 1)
+    def forward(self, x): return self.head(self.emb((x[:, 0].abs() * 8).long().clamp(max=15)))
+
+
+def sharing():
+    m = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 1))
+    m[1].weight.data = m[0].weight.data[:1]
+    return m
+
+
+def with_own_step():
+    learn = learner(opt_func=Adam)
+    learn.create_opt()
+    step = learn.opt.step
+    learn.opt.step = lambda: step()
+    return learn
+
+
+def halved_step(p, lr, **kwargs): p.data.add_(p.grad.data, alpha=-lr / 2)
+
+
+REFUSED = {
+    'Lamb': lambda: learner(opt_func=Lamb), 'Larc': lambda: learner(opt_func=Larc), 'Lookahead': lambda: learner(opt_func=ranger),
+    'AdamW': lambda: learner(opt_func=OPTIMIZERS['adamw']), 'Halved': lambda: learner(opt_func=partial(Optimizer, cbs=[halved_step])),
+    'Adam, which is not .* with a plain step': with_own_step,
+    "parameter 'emb.weight', which has sparse gradients": lambda: learner(Tokens(), opt_func=SGD),
+    "parameter '1.weight', which shares memory with another": lambda: learner(sharing()),
+    "parameter '0.bias', which shares memory": lambda: learner(splitter=lambda m: [[*m.parameters()], [m[0].bias]]),
+    "parameter '0.weight', which is not contiguous": lambda: learner(
+        nn.Sequential(nn.Conv2d(2, 2, 2).to(memory_format=torch.channels_last), nn.Linear(1, 1))),
+}
+
+
+@pytest.mark.parametrize('what', REFUSED)
+def test_flat_masters_refuse_the_rest(what):
+    learn = REFUSED[what]().to_half_weights(flat_master=True)
+    before = params(learn)
+    with pytest.raises(ValueError, match=rf"flat_master=True cannot be used with {what}(.|\n)*opt_func=fused\('AdamW'\)"):
+        learn.fit(1, reset_opt=False)
+    assert same(params(learn), before)
+
+
+# -- checkpoints and copies
+
+@pytest.mark.parametrize('kwargs', [dict(flat_master=True), dict(master_weights=False)], ids=str)
+def test_saved_and_loaded_in_mid_fit(tmp_path, kwargs):
+    "The file goes on in plain fp32, too."
+    opt = kahan() if 'master_weights' in kwargs else Adam
+    seen = {}
+    def save(l):
+        if l.training and l.train_iter == 3: l.save('mid'); seen['saved'] = params(l), opt_state(l.opt)
+    def back(l):
+        if l.training and l.train_iter == 5: l.load('mid'); seen['loaded'] = params(l), opt_state(l.opt)
+    cbs = [At('after_batch', save, 20), At('after_batch', back, 21)]
+    learn = trained('to_half_weights', opt, cbs=cbs, n_epoch=1, tmp=tmp_path, kwargs=kwargs)
+    assert same(seen['saved'][0], seen['loaded'][0]) and same_state(seen['saved'][1], seen['loaded'][1])
+    plain = learner(opt_func=opt, path=tmp_path, wd=.1)
+    plain.create_opt(); plain.load('mid')
+    assert same(params(plain), [p.float() for p in seen['saved'][0]])
+    plain.fit(1, .01)
+    assert all(p.dtype is torch.float32 and p.isfinite().all() for p in (*plain.model.parameters(), *learn.model.parameters()))
+
+
+@pytest.mark.parametrize('kwargs,opt', [(dict(dtype='fp16'), Adam), (dict(flat_master=True), Adam), (dict(master_weights=False), kahan())])
+def test_resumes_from_a_file(tmp_path, kwargs, opt):
+    learn = trained('to_half_weights', opt, n_epoch=2, tmp=tmp_path, kwargs=kwargs)
+    learn.save('a'); learn.fit(1, .01)
+    other = learner(opt_func=opt, path=tmp_path, wd=.1).to_half_weights(**kwargs)
+    other.create_opt(); other.load('a'); other.fit(1, .01)
+    assert same(params(learn), params(other)) and same_state(opt_state(learn.opt), opt_state(other.opt))
+    assert learn.precision.state_dict() == other.precision.state_dict()
+
+
+@pytest.mark.parametrize('kwargs,opt', [(dict(), Adam), (dict(flat_master=True), Adam), (dict(master_weights=False), kahan())])
+def test_lr_find_and_copies_between_fits(tmp_path, kwargs, opt):
+    a, b = (trained('to_half_weights', opt, n_epoch=1, tmp=tmp_path, kwargs=kwargs) for _ in range(2))
+    weights = params(a)
+    a.lr_find(show_plot=False, num_it=8, suggest_funcs=None)
+    assert same(params(a), weights)
+    twin = copy.deepcopy(b)
+    for l in (a, b, twin): l.fit(1, .01)
+    assert same(params(a), params(b)) and same(params(a), params(twin)) and same_state(opt_state(a.opt), opt_state(b.opt))
+
+
+# -- without masters
+
+def without(model=None, opt=None, **kwargs):
+    return learner(model, opt_func=opt or kahan(), **kwargs).to_half_weights(master_weights=False)
+
+
+def halves(learn): return [n for n, p in learn.model.named_parameters() if p.dtype is torch.bfloat16]
+def state_dtypes(learn): return {v.dtype for s in learn.opt.opt.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.dim()}
+
+
+@pytest.mark.parametrize('name', MODELS)
+def test_which_weights_are_bf16_in_a_fit(name):
+    "Those that autocast casts inside their module's own forward; gradients and state, too; fp32 again after the fit."
+    seen = []
+    def look(l): seen.append((halves(l), state_dtypes(l), all(p.grad.dtype is p.dtype for p in l.model.parameters() if p.grad is not None)))
+    learn = without(MODELS[name](), cbs=[At('after_step', look, 11), At('after_validate', look, 11)])
+    identities, before = [id(p) for p in learn.model.parameters()], params(learn)
+    learn.fit(2, .01)
+    assert len(seen) == 14 and all(len(n) == LOWERED.get(name, 8) and grads for n, _, grads in seen)
+    assert torch.bfloat16 in seen[0][1] and not halves(learn) and state_dtypes(learn) == {torch.float32}
+    assert [id(p) for p in learn.model.parameters()] == identities and not same(params(learn), before)
+    assert all(p.isfinite().all() and (p.grad is None or p.grad.dtype is torch.float32) for p in learn.model.parameters())
+
+
+@pytest.mark.parametrize('kept,expected', [('0', ['3.weight', '3.bias']), (nn.Linear, []), ('(model)', [])])
+def test_modules_kept_in_fp32_keep_their_weights(kept, expected):
+    seen = []
+    learn = learner(opt_func=kahan(), cbs=At('after_step', lambda l: seen.append(halves(l)), 11))
+    learn.to_half_weights(master_weights=False, fp32_modules=kept).fit(1, .01)
+    assert seen == [expected] * 6 and not halves(learn)
+
+
+def test_frozen_weights_are_not_rounded():
+    learn = without(splitter=two_groups)
+    frozen = learn.model[0].weight.detach().clone()
+    learn.freeze(); learn.fit(1, .01)
+    assert torch.equal(learn.model[0].weight, frozen) and not torch.equal(frozen, frozen.bfloat16().float())
+    learn.fine_tune(1, .01)
+    assert not torch.equal(learn.model[0].weight, frozen)
+
+
+@pytest.mark.parametrize('exc', [RuntimeError, KeyboardInterrupt, CancelFitException, CancelBatchException])
+@pytest.mark.parametrize('event', ['before_train', 'after_pred', 'before_step', 'after_step', 'before_validate', 'after_fit'])
+@pytest.mark.parametrize('kwargs', [dict(flat_master=True), dict(master_weights=False)], ids=str)
+def test_any_exception_leaves_fp32_weights(kwargs, event, exc):
+    opt = kahan() if 'master_weights' in kwargs else Adam
+    def strike(l):
+        if getattr(l, 'train_iter', 0) != 2: raise exc('struck')
+    learn = learner(opt_func=opt, cbs=At(event, strike, 11)).to_half_weights(**kwargs)
+    try: learn.fit(2, .01)
+    except exc: pass
+    assert not halves(learn) and (opt is not Adam or in_memory_of_their_own(learn))
+    assert all(p.grad is None or p.grad.dtype is torch.float32 for p in learn.model.parameters())
+    learn.remove_cb(learn.at)
+    learn.fit(1, .01)
+    assert not halves(learn) and all(p.isfinite().all() for p in params(learn))
+
+
+def test_one_optimizer_goes_on_in_every_precision():
+    learn = learner(opt_func=kahan())
+    for to, kwargs in (('to_fp32', {}), ('to_half_weights', dict(master_weights=False)), ('to_bf16', {}),
+                       ('to_half_weights', dict(master_weights=False)), ('to_half_weights', {}), ('to_fp32', {})):
+        weights = params(learn)
+        getattr(learn, to)(**kwargs).fit(1, .01)
+        assert not halves(learn) and not same(params(learn), weights) and all(p.isfinite().all() for p in params(learn))
+
+
+def test_taken_off_in_mid_fit():
+    learn = without(cbs=At('after_batch', lambda l: l.to_fp32() if l.training and l.train_iter == 3 else None, 20))
+    learn.fit(1, .01)
+    assert not halves(learn) and learn.precision is None and all(p.isfinite().all() for p in params(learn))
+
+
+def test_kahan_summation_keeps_small_updates():
+    learn = without(nn.Sequential(nn.Linear(6, 1)), kahan('SGD', weight_decay=0.))
+    with torch.no_grad(): learn.model[0].weight.fill_(1.)
+    learn.add_cb(At('before_step', lambda l: l.model[0].weight.grad.fill_(1.), order=12))
+    learn.fit(20, 1e-4)                                          # 120 steps of 1e-4; half a unit of bf16 below 1 is 2e-3
+    assert torch.allclose(learn.model[0].weight, torch.full((1, 6), 1 - 120e-4), atol=2e-3)
+
+
+def test_kahan_takes_optimis_optimizers_and_schedules_their_momentum():
+    import optimi
+    by_class, by_name = (without(opt=kahan(opt)) for opt in (optimi.AdamW, 'AdamW'))
+    for learn in (by_class, by_name): learn.fit_one_cycle(1, .01)
+    assert same(params(by_class), params(by_name)) and len(set(by_name.recorder.hps['mom'])) > 1
+    for opt in (torch.optim.AdamW, Adam, 'SGDW', 'optimi', None):
+        with pytest.raises(ValueError, match="not one of optimi's optimizers. Take one of Adam, AdamW"): kahan(opt)
+
+
+def bytes_a_parameter(to, opt, **kwargs):
+    "Of weights, gradients and the optimizer's state, inside a step."
+    found = []
+    def count(l):
+        own = [t for p in l.model.parameters() for t in (p, p.grad)]
+        state = [v for s in l.opt.opt.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+        found.append(sum(t.nbytes for t in own + state) / sum(p.numel() for p in l.model.parameters()))
+    model = nn.Sequential(nn.Linear(6, 512, bias=False), nn.Linear(512, 1, bias=False))
+    getattr(learner(model, opt_func=opt, cbs=At('after_step', count, 11)), to)(**kwargs).fit(1)
+    return round(found[-1])
+
+
+def test_ten_bytes_a_parameter():
+    "With masters 16, besides autocast's casts of 2."
+    assert bytes_a_parameter('to_bf16', OPTIMIZERS['adamw']) == bytes_a_parameter('to_half_weights', OPTIMIZERS['adamw']) == 16
+    assert bytes_a_parameter('to_half_weights', kahan('AdamW'), master_weights=False) == 10
+
+
+# -- arguments and refusals
+
+@pytest.mark.parametrize('kwargs,text', [
+    (dict(dtype='fp8'), "dtype='fp8' cannot be used: dtype must be 'bf16' or 'fp16'"),
+    (dict(loss_scale=512.), "loss_scale=512.0 cannot be used with dtype='bf16'"),
+    (dict(dtype='fp16', loss_scale=0.), 'loss_scale=0.0'), (dict(fp32_modules='nowhere'), "fp32_modules='nowhere'"),
+    (dict(flat_master=True, master_weights=False), 'flat_master=True cannot be used with master_weights=False'),
+    (dict(dtype='fp16', master_weights=False), "master_weights=False cannot be used with dtype='fp16'"),
+])
+def test_bad_arguments_are_named(kwargs, text):
+    learn = learner().to_fp16()
+    with pytest.raises(ValueError) as e: learn.to_half_weights(**kwargs)
+    assert text in str(e.value) and learn.precision.mode == 'fp16'
+
+
+def test_arguments_that_there_are_not():
+    with pytest.raises(TypeError, match="no argument 'cast_once'"): learner().to_half_weights(cast_once=True)
+
+
+@pytest.mark.parametrize('name,opt', [('Adam', Adam), ('Sgd', SGD), ('AdamW', OPTIMIZERS['adamw']), ('Lookahead', ranger),
+                                      ('AdamW', kahan('AdamW', kahan_sum=False))])
+def test_optimizers_that_do_not_compensate_are_refused(name, opt):
+    learn = without(opt=opt)
+    before = params(learn)
+    with pytest.raises(ValueError, match=rf"master_weights=False cannot be used with {name}, (.|\n)*opt_func=kahan\('AdamW'\)"): learn.fit(1)
+    assert same(params(learn), before) and not halves(learn)
+
+
+def test_stochastic_rounding_is_taken():
+    optim = pytest.importorskip('torchao.optim')
+    def build(params, lr):
+        opt = optim._AdamW(params, lr=lr, bf16_stochastic_round=True)
+        def as_tensors(opt, *_):                                 # torchao wants tensors, and fastai sets numbers
+            for g in opt.param_groups: g['lr'] = torch.as_tensor(g['lr'], dtype=torch.float32)
+        opt.register_step_pre_hook(as_tensors)
+        return opt
+    learn = without(opt=partial(OptimWrapper, opt=build))
+    weights = params(learn)
+    with torch.compiler.set_stance('force_eager'): learn.fit(1, 1e-3)   # torchao compiles its step, which takes minutes
+    assert not halves(learn) and not same(params(learn), weights) and all(p.isfinite().all() for p in params(learn))
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    torch.distributed.init_process_group('gloo', init_method=f'file://{tmp_path}/store', rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_several_processes(one_process):
+    "DDP trains with masters, flat ones too; without masters it is refused, and FSDP2."
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    def ddp(): return nn.parallel.DistributedDataParallel(mlp())
+    bf16, plain, flat = (trained(**to, model=ddp()) for to in (dict(to='to_bf16'), half(), half(True)))
+    assert equal(bf16, plain) and equal(bf16, flat)
+    with pytest.raises(ValueError, match='master_weights=False cannot be used with DistributedDataParallel'): without(ddp()).fit(1)
+    def sharded(): return fully_shard(mlp(), mesh=init_device_mesh('cpu', (1,)))
+    with pytest.raises(ValueError, match=r"FSDP2: parameter '0.weight' is a DTensor(.|\n)*`learn.to_bf16\(\)`"): without(sharded()).fit(1)
+    with pytest.raises(ValueError, match="flat_master=True cannot be used with parameter '0.weight', which is a DTensor"):
+        trained(**half(True), model=sharded())
+
+
+def test_the_call_that_sets_it():
+    learn = learner().to_half_weights('fp16', 512., flat_master=True, fp32_modules='0')
+    call = learn.precision.as_call()
+    assert call == "learn.to_half_weights(dtype='fp16', loss_scale=512.0, flat_master=True, fp32_modules=['0'])"
+    assert learn.precision.as_call(amp_mode='bf16') == call.replace('fp16', 'bf16').replace(' loss_scale=512.0,', '')
+    cb = pickle.loads(pickle.dumps(HalfWeights(master_weights=False)))
+    assert (cb.dtype, cb.flat_master, cb.master_weights, cb.mode) == (torch.bfloat16, False, False, 'bf16')
