@@ -1,33 +1,77 @@
 "Examples of the API page, by public name; the tests run each of them, with a small learner `learn`."
 EXAMPLES = {
-    'Learner.to_fp16': "learn.to_fp16()\nlearn.fit_one_cycle(1)",
-    'Learner.to_bf16': "learn.to_bf16()\nlearn.fit_one_cycle(1)",
-    'Learner.to_amp': "learn.to_amp()                       # by device\nlearn.to_amp(measure=True)           # by trying",
-    'Learner.to_fp32': "learn.to_bf16().fit(1)\nlearn.to_fp32().export('model.pkl')",
-    'Learner.precision': "learn.to_fp16(init_scale=1024)\nlearn.fit(1)\nprint(learn.precision.scale, learn.precision.n_skipped)",
-    'Learner.precision_report': "report = learn.precision_report()\nprint(report)\nreport.plot()",
-    'Learner.compare_precision': "comparison = learn.compare_precision(n_steps=20)\nprint(comparison)\ncomparison.apply()",
-    'Learner.precision_decision': "learn.to_amp(measure=True)\nprint(learn.precision_decision.call)",
-    'Learner.to_half_weights': "learn.to_half_weights()\nlearn.fit_one_cycle(1)",
-    'Learner.to_channelslast': "learn.to_channelslast(amp_mode='bf16')\nlearn.fit(1)",
-    'Learner.amp_context': "learn.to_bf16()\nwith learn.amp_context(): pred = learn.model(x)",
+    'Learner.to_fp16':
+        "learn.to_fp16()\n"
+        "learn.fit_one_cycle(1)",
+    'Learner.to_bf16':
+        "learn.to_bf16()\n"
+        "learn.fit_one_cycle(1)",
+    'Learner.to_amp':
+        "learn.to_amp()                       # by device\n"
+        "learn.to_amp(measure=True)           # by trying",
+    'Learner.to_fp32':
+        "learn.to_bf16().fit(1)\n"
+        "learn.to_fp32().export('model.pkl')",
+    'Learner.precision':
+        "learn.to_fp16(init_scale=1024)\n"
+        "learn.fit(1)\n"
+        "print(learn.precision.scale, learn.precision.n_skipped)",
+    'Learner.precision_report':
+        "report = learn.precision_report()\n"
+        "print(report)\n"
+        "report.plot()",
+    'Learner.compare_precision':
+        "comparison = learn.compare_precision(n_steps=20)\n"
+        "print(comparison)\n"
+        "comparison.apply()",
+    'Learner.precision_decision':
+        "learn.to_amp(measure=True)\n"
+        "print(learn.precision_decision.call)",
+    'Learner.to_half_weights':
+        "learn.to_half_weights()\n"
+        "learn.fit_one_cycle(1)",
+    'Learner.to_channelslast':
+        "learn.to_channelslast(amp_mode='bf16')\n"
+        "learn.fit(1)",
+    'Learner.amp_context':
+        "learn.to_bf16()\n"
+        "with learn.amp_context(): pred = learn.model(x)",
     'MixedPrecision': "learn.fit(1, cbs=MixedPrecision('bf16'))    # for one fit",
     'MixedPrecision.state_dict': "state = learn.to_fp16().precision.state_dict()",
-    'MixedPrecision.load_state_dict': "learn.to_fp16().precision.load_state_dict({**learn.precision.state_dict(), 'scale': 1024.})",
-    'MixedPrecision.plot_scales': "learn.to_fp16().fit(1)\nlearn.precision.plot_scales()",
+    'MixedPrecision.load_state_dict':
+        "state = learn.to_fp16().precision.state_dict()\n"
+        "learn.precision.load_state_dict({**state, 'scale': 1024.})",
+    'MixedPrecision.plot_scales':
+        "learn.to_fp16().fit(1)\n"
+        "learn.precision.plot_scales()",
     'HalfWeights': "learn.fit(1, cbs=HalfWeights('bf16'))",
     'AMPMode': "AMPMode('bfloat16') is AMPMode.BF16",
-    'precision_support': "precision_support()                  # all devices of this machine\nprecision_support('cpu')",
-    'PrecisionReport': "report = learn.precision_report('fp16')\nreport.verdicts['fp16'].call",
+    'precision_support':
+        "precision_support()                  # all devices of this machine\n"
+        "precision_support('cpu')",
+    'PrecisionReport':
+        "report = learn.precision_report('fp16')\n"
+        "report.verdicts['fp16'].call",
     'PrecisionReport.worst': "learn.precision_report().worst(5)",
     'PrecisionReport.plot': "learn.precision_report().plot()",
-    'Verdict': "verdict = learn.precision_report('bf16').verdicts['bf16']\nprint(verdict.verdict, verdict.call)",
-    'PrecisionComparison': "comparison = learn.compare_precision('bf16', n_steps=20)\ncomparison.table[['speed-up', 'loss difference']]",
+    'Verdict':
+        "verdict = learn.precision_report('bf16').verdicts['bf16']\n"
+        "print(verdict.verdict, verdict.call)",
+    'PrecisionComparison':
+        "comparison = learn.compare_precision('bf16', n_steps=20)\n"
+        "comparison.table[['speed-up', 'loss difference']]",
     'PrecisionComparison.apply': "learn.compare_precision('bf16', n_steps=20).apply(mode='bf16')",
     'PrecisionComparison.plot': "learn.compare_precision('bf16', n_steps=20).plot()",
-    'PrecisionDecision': "learn.to_amp(measure=True)\ndecision = learn.precision_decision\nprint(decision.mode, decision.reason)",
-    'PrecisionDecision.plot': "learn.to_amp(measure=True)\nlearn.precision_decision.plot()",
+    'PrecisionDecision':
+        "learn.to_amp(measure=True)\n"
+        "decision = learn.precision_decision\n"
+        "print(decision.mode, decision.reason)",
+    'PrecisionDecision.plot':
+        "learn.to_amp(measure=True)\n"
+        "learn.precision_decision.plot()",
     'fused': "learn = Learner(dls, model, opt_func=fused('AdamW'))",
-    'kahan': "learn = Learner(dls, model, opt_func=kahan('AdamW'))\nlearn.to_half_weights(master_weights=False)",
+    'kahan':
+        "learn = Learner(dls, model, opt_func=kahan('AdamW'))\n"
+        "learn.to_half_weights(master_weights=False)",
     'keep_freed_memory': "keep_freed_memory()                  # in the first cell",
 }

@@ -106,8 +106,7 @@ def attributes(cls):
 def table(obj):
     "Return the arguments of `obj` as a table; empty without any."
     if getattr(obj, '__name__', '') in RETURNED: return attributes(obj)
-    def described(kind, default):
-        return ', '.join(filter(None, [kind and code(kind), default and f'default {code(default)}']))
+    def described(kind, default): return ', '.join(filter(None, [code(kind), default and f'default {code(default)}']))
     rows = [f'| `{name}` | {cell(meaning)} | {cell(described(kind, default)) or "required"} |'
             for name, kind, default, meaning in arguments(obj)]
     return '\n'.join(['| argument | meaning | type |', '|---|---|---|', *rows]) if rows else ''

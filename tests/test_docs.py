@@ -275,7 +275,7 @@ from fastai.data import external
 from pathlib import Path
 import torchvision.models as models
 folder, data = Path(sys.argv[1]), load_digits()
-for kind, samples in (('train', range(0, 40)), ('valid', range(40, 60))):       # as MNIST_SAMPLE lies on the disk
+for kind, samples in (('train', range(0, 80)), ('valid', range(80, 100))):       # as MNIST_SAMPLE lies on the disk
     for i in samples:
         (folder / kind / str(data.target[i] % 2)).mkdir(parents=True, exist_ok=True)
         Image.fromarray((data.images[i] * 15).astype('uint8')).resize((28, 28)).convert('RGB').save(folder / kind / str(data.target[i] % 2) / f'{i}.png')
