@@ -57,6 +57,13 @@ _CACHE = ismin_torch('2.13')
 FP16_ARGUMENTS = ('init_scale', 'growth_factor', 'backoff_factor', 'growth_interval', 'enabled', 'loss_scale', 'scaler')
 
 
+class _Loop:
+    "The scopes of one learner's loop that are open; a precision callback gives it to the one that replaces it."
+    def __init__(self):
+        self.depth, self.in_batch = 0, False
+        self.stack = ExitStack()                                 # of the innermost scope: what its events have entered
+
+
 class MixedPrecision(fp16.MixedPrecision):
     """Mixed precision training with PyTorch's automatic mixed precision, on the device the model is on.
 
@@ -111,7 +118,7 @@ class MixedPrecision(fp16.MixedPrecision):
         "Forget every scope: nothing is under way."
         self.device: torch.device | None = None                  # of the fit under way; None outside
         self.in_lr_find = False                                  # is the fit under way lr_find's?
-        self._stack, self._depth, self._in_batch = ExitStack(), 0, False   # of the innermost scope; scopes; a batch?
+        self._loop = _Loop()
         self._replacement: tuple | None = None                   # what `replace` is called with when the batch ends
         self._checked = False                                    # were the checks made that only training needs?
         self._watch: Any = None                                  # notices that the fit under way goes wrong
@@ -122,7 +129,7 @@ class MixedPrecision(fp16.MixedPrecision):
     def __dir__(self): return object.__dir__(self)
 
     def __getstate__(self) -> dict[str, Any]:                    # a copy made in the middle of a fit is outside one
-        return {k: v for k, v in self.__dict__.items() if k not in ('device', '_stack', '_replacement', '_watch')}
+        return {k: v for k, v in self.__dict__.items() if k not in ('device', '_loop', '_replacement', '_watch')}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -167,7 +174,7 @@ class MixedPrecision(fp16.MixedPrecision):
     @property
     def in_fit(self) -> bool:
         "True while the learner's loop runs."
-        return self._depth > 0
+        return self._loop.depth > 0
     @property
     def fp32_module_names(self) -> list[str]:
         "Names of the modules that are kept in fp32, as `fp32_modules` matches them in the learner's model."
@@ -272,14 +279,13 @@ class MixedPrecision(fp16.MixedPrecision):
                              "`learn.to_bf16()` replaces them.")
 
     def _detach(self) -> None:
-        if self._in_batch:
+        if self._loop.in_batch:
             raise RuntimeError("A precision callback cannot be removed in the middle of a batch.\n"
                                "Call `learn.to_fp32()`, `to_fp16()` or `to_bf16()`, which take effect at its end, or "
                                "remove it at `after_batch`, `before_epoch`, `before_train`, `after_train` or "
                                "`after_epoch`.")
-        self._stack.close()
+        self._loop.stack.close()
         self._close()
-        self._fp32_modules.take_off()
         for name in ('_with_events', 'scaler'): self._learn.__dict__.pop(name, None)
         self._learn = None
 
@@ -288,40 +294,44 @@ class MixedPrecision(fp16.MixedPrecision):
         cb: MixedPrecision | None, # The precision callback to use from now on; None for fp32
     ) -> None:
         "Have `cb` take this callback's place on the learner: now, or when the batch under way has ended."
-        self._replacement = (learn, cb) if self._in_batch else None
-        if self._in_batch: return
+        self._replacement = (learn, cb) if self._loop.in_batch else None
+        if self._loop.in_batch: return
+        loop, self._loop = self._loop, _Loop()
         learn.remove_cb(self)
-        if cb is not None: learn.add_cb(cb)
+        if cb is None: return
+        learn.add_cb(cb)
+        cb._loop = loop
 
     # -- the scopes of fastai's loop: a fit, an epoch, its training and validation, a batch, its backward pass and step
 
     def _with_events(self, f: Callable, event_type: str, ex: type[Exception], final: Callable = noop) -> None:
         "Run the learner's own `_with_events`; when the outermost scope ends, nothing is left open, however it ends."
-        if self._depth: return self._scope(f, event_type, ex, final)
+        if self._loop.depth: return self._scope(f, event_type, ex, final)
         learn, device_type = self._learn, training_device(self._learn).type
         # An interrupt between two lines of `torch.autocast.__enter__` leaves what no `__exit__` mends.
         state: Any = AutocastState(device_type) if autocast_available(device_type) else nullcontext()
-        lasting = event_type != 'batch'                          # a loop of the user's own goes on after a batch
+        lasting = event_type in ('fit', 'epoch', 'train', 'validate')   # a loop of the user's own goes on after others
         if lasting: self._close()                                # what such a loop left
         with state, self._fp32_modules.kept(learn.model):
             try:
                 self._scope(f, event_type, ex, final)
-                if lasting: self._close()
+                if lasting: (precision_callback(learn) or self)._close()   # another one may have replaced this
             except BaseException:
-                self._close(failed=True)
+                (precision_callback(learn) or self)._close(failed=True)
                 raise
 
     def _scope(self, f: Callable, event_type: str, ex: type[Exception], final: Callable) -> None:
         "Run fastai's `_with_events` with a stack for the contexts that events inside enter."
-        learn, outer = self._learn, (self._stack, self._depth, self._in_batch)
+        learn, loop = self._learn, self._loop
+        outer = loop.stack, loop.depth, loop.in_batch
         run = partial(self._step, f) if event_type == 'step' else f
         try:
-            self._stack, self._depth, self._in_batch = ExitStack(), outer[1] + 1, outer[2] or event_type == 'batch'
-            with self._stack: type(learn)._with_events(learn, run, event_type, ex, final)
+            loop.stack, loop.depth, loop.in_batch = ExitStack(), loop.depth + 1, loop.in_batch or event_type == 'batch'
+            with loop.stack: type(learn)._with_events(learn, run, event_type, ex, final)
             if event_type == 'step': self._scaling.step_is_over()
         finally:
-            self._stack, self._depth, self._in_batch = outer
-            if self._replacement and not self._in_batch: self.replace(*self._replacement)
+            loop.stack, loop.depth, loop.in_batch = outer
+            if self._replacement and not loop.in_batch: self.replace(*self._replacement)
 
     def _step(self, step: Callable[[], Any]) -> None:
         "Take the optimizer's step; a subclass may do something around it."
@@ -352,6 +362,7 @@ class MixedPrecision(fp16.MixedPrecision):
         scaled = mode is not None and mode.needs_loss_scaling
         self.in_lr_find = 'lr_finder' in learn.__dict__
         self.device, learn.scaler = device, self._scaling.start(device.type, scaled)
+        self._fp32_modules.put_on(learn.model)
         self._checked = False
         if mode is None or self.on_overflow == 'ignore' or self.watch_class is None or self.in_lr_find: return
         self._watch = self.watch_class(self)
@@ -361,6 +372,7 @@ class MixedPrecision(fp16.MixedPrecision):
         if self.device is None: return
         learn, self.device, watch, self._watch = self._learn, None, self._watch, None
         learn.scaler = None
+        if not self._fp32_modules.depth: self._fp32_modules.take_off()
         message = self._scaling.end(learn.opt, learn.model, failed, keep=not self.in_lr_find,
                                     argument='init_scale' if self.takes_init_scale else 'loss_scale')
         for name in ('pred', 'loss', 'loss_grad'):                # what is on a graph cannot be copied
@@ -409,8 +421,8 @@ class MixedPrecision(fp16.MixedPrecision):
 
     def before_fit(self):
         "Begin the fit; raise before a batch is drawn if the precision cannot be used."
-        if self._depth and self.device is None: self._open()     # `validate()` begins with its first batch
-        elif not self._depth: self._close()
+        if self._loop.depth and self.device is None: self._open()   # else with the first batch, as in `validate()`
+        elif not self._loop.depth: self._close()
 
     def before_train(self):
         "Check what only training needs."
@@ -421,12 +433,11 @@ class MixedPrecision(fp16.MixedPrecision):
     def before_batch(self):
         "Enter autocast."
         if self.device is None: self._open()
-        if not self._depth:                                      # a loop of events alone
-            self._stack.close()
-            self._fp32_modules.put_on(self.learn.model)
+        if self.learn.training and not self._checked: self._check_training()   # added in the middle of an epoch
+        if not self._loop.depth: self._loop.stack.close()        # a loop of events alone, whose last batch failed
         if self.mode is None: return
         torch.clear_autocast_cache()                             # an autocast around the fit keeps casts of old weights
-        self._stack.enter_context(self._autocast(self.device, self.mode))
+        self._loop.stack.enter_context(self._autocast(self.device, self.mode))
 
     def after_pred(self):
         "Give the loss and the metrics fp32."
@@ -434,7 +445,7 @@ class MixedPrecision(fp16.MixedPrecision):
 
     def after_loss(self):
         "Exit autocast; record and back-propagate the loss in fp32."
-        self._stack.close()
+        self._loop.stack.close()
         if self.mode is None: return
         for name in ('loss_grad', 'loss') if len(self.learn.yb) else ():
             value = self.learn.__dict__.get(name)
@@ -448,7 +459,7 @@ class MixedPrecision(fp16.MixedPrecision):
         "Unscale the gradients; hold the step back if one is not finite, unless the optimizer skips on the device."
         if not self._scaling.on: return
         own_step = type(self.learn)._step is Learner._step and '_step' not in self.learn.__dict__
-        self._scaling.unscale(self.learn.opt, may_skip_on_device=own_step and self._depth > 0)
+        self._scaling.unscale(self.learn.opt, may_skip_on_device=own_step and self._loop.depth > 0)
         if self._scaling.held_back: raise CancelStepException()
 
     def after_cancel_step(self):
@@ -461,14 +472,13 @@ class MixedPrecision(fp16.MixedPrecision):
 
     def after_cancel_batch(self):
         "Exit autocast before callbacks of a higher order run; a step that was under way is called off."
-        self._stack.close()
+        self._loop.stack.close()
         self._scaling.cancel()
 
     def after_batch(self):
         "Exit autocast if an event was left out; say which modules to keep in fp32 were not used."
-        self._stack.close()
-        self._in_batch = False
-        if not self._depth: self._fp32_modules.take_off()
+        self._loop.stack.close()
+        self._loop.in_batch = False
         if self._has_trained or not self.learn.training: return
         self._has_trained = True
         for name, parent in self._fp32_modules.never_called().items():
@@ -482,7 +492,7 @@ class MixedPrecision(fp16.MixedPrecision):
 
     def after_fit(self):
         "End the fit."
-        if self._depth < 2: self._close()
+        if self._loop.depth < 2: self._close()
 
 
 def precision_callback(

@@ -113,6 +113,7 @@ class LossScaling:
         self._reset()
         self.skips_in_a_row, self._n_before = 0, len(self.history)
         self.scaler = self._new_scaler(device_type) if scaled else GradScaler(device_type, enabled=False)
+        self._before = self.scaler.state_dict()
         return self.scaler
 
     def _new_scaler(self, device_type: str) -> GradScaler:
@@ -139,7 +140,9 @@ class LossScaling:
         self.read()
         message = message or self._skip_message('loss_scale' if self.static else argument)
         if keep: self.state = self.scaler.state_dict()
-        else: del self.history[self._n_before:]
+        else:
+            self.scaler.load_state_dict(self._before)            # of the user's own, which serves every fit
+            del self.history[self._n_before:]
         self._reset()
         return message if keep and not failed else None
 

@@ -4,6 +4,7 @@ import threading
 import pytest, torch
 from fastai.callback import core
 from fastai.callback.training import GradientAccumulation
+from fastai.optimizer import Lamb
 from torch import nn
 
 from fastxtend_amp import AMPMode
@@ -249,3 +250,30 @@ def test_two_learners_that_train_in_two_threads():
     for t in threads: t.join()
     assert not errors and all(together[mode][1] == alone[mode][1] for mode in alone)
     assert all(p.isfinite().all() for mode in alone for p in together[mode][0])
+
+
+def test_a_precision_set_during_a_fit_belongs_to_that_fit():
+    "Its checks are made, and it is one fit for it, also where an exception ends it outside a batch."
+    learn = learner(cbs=GradientAccumulation(100)).to_fp16(init_scale=256.)
+    learn.add_cb(At('before_batch', lambda l: l.to_fp16(init_scale=1024.) if l.iter == 0 else None))
+    def fail(l): raise KeyboardInterrupt
+    learn.add_cb(At('after_train', fail))
+    with pytest.raises(KeyboardInterrupt): learn.fit(1)
+    assert learn.scaler is None and not any(p.grad.any() for p in learn.model.parameters())
+    learn = learner(opt_func=Lamb).to_bf16()
+    learn.add_cb(At('before_batch', lambda l: l.to_half_weights(flat_master=True) if l.training and l.iter == 0 else None))
+    with pytest.raises(ValueError, match='flat_master=True cannot be used with'): learn.fit(1)
+
+
+@pytest.mark.parametrize('mode', ['bf16', 'fp16'])
+def test_a_batch_by_hand_from_events_and_do_one_batch(mode):
+    learn = getattr(learner(), f'to_{mode}')()
+    learn.create_opt(); learn.remove_cbs([cb for cb in learn.cbs if type(cb).__name__ == 'Recorder'])
+    seen = []
+    learn.add_cb(At('before_backward', lambda l: seen.append(float(l.loss_grad / l.loss)), 20))
+    learn.training, learn.iter, learn.pct_train, learn.n_iter, learn.n_epoch, learn.train_iter = True, 0, 0., 1, 1, 0
+    before = params(learn)
+    learn._split(learn.dls.one_batch())
+    learn('before_batch'); learn._do_one_batch(); learn('after_batch')
+    assert seen == [65536. if mode == 'fp16' else 1.]
+    if mode == 'bf16': assert not same(params(learn), before)
