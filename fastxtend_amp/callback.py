@@ -433,7 +433,8 @@ class MixedPrecision(fp16.MixedPrecision):
     def before_batch(self):
         "Enter autocast."
         if self.device is None: self._open()
-        if self.learn.training and not self._checked: self._check_training()   # added in the middle of an epoch
+        # Added in the middle of an epoch; a copy that is only looked at has no optimizer to check.
+        if self.learn.training and not self._checked and self.learn.opt is not None: self._check_training()
         if not self._loop.depth: self._loop.stack.close()        # a loop of events alone, whose last batch failed
         if self.mode is None: return
         torch.clear_autocast_cache()                             # an autocast around the fit keeps casts of old weights
