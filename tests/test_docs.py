@@ -15,6 +15,7 @@ from torch import nn
 
 import fastxtend_amp
 from fastxtend_amp import HalfWeights, MixedPrecision
+from fastxtend_amp.compat import AutocastState
 from helpers import learner, loaders, mlp
 
 ROOT = Path(__file__).parent.parent
@@ -220,6 +221,7 @@ def test_what_fastai_does_where_it_finds_cuda(monkeypatch):
         with learn.no_bar(), learn.no_logging(): learn.fit(1, **kwargs)
         return learn
 
+    before = AutocastState('cuda')
     try:
         twice = learner(cbs=[fp16.MixedPrecision(), fp16.MixedPrecision()])
         with pytest.raises(AssertionError, match='No inf checks were recorded'): fitted(twice)
@@ -234,9 +236,7 @@ def test_what_fastai_does_where_it_finds_cuda(monkeypatch):
         assert len(reads) - 2 * in_fp32 == 2 * len(low.dls.train)
         with pytest.raises(RuntimeError, match='on purpose'): fitted(learner(cbs=fp16.MixedPrecision('bf16')), cbs=Fails())
         assert torch.is_autocast_enabled('cuda')                 # stays on
-    finally:
-        torch.set_autocast_enabled('cuda', False)
-        torch.clear_autocast_cache()
+    finally: before.__exit__()                                   # autocast, with its nesting, for the tests to come
 
 
 def test_outside_cuda_fastai_trains_in_fp32():
