@@ -24,7 +24,7 @@ _decisions: WeakKeyDictionary = WeakKeyDictionary()              # by learner, w
 
 @dataclass
 class PrecisionDecision:
-    "What was chosen, and the comparison that it rests on."
+    "A measured choice, and the comparison behind it."
     mode: str # A row of the comparison's table
     reason: str # One sentence
     call: str # The call that makes the same choice without measuring

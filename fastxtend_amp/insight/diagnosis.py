@@ -35,7 +35,7 @@ class Growth:
 
     @property
     def diverges(self) -> bool:
-        """Whether the loss or the weights have grown a hundredfold, or both of them tenfold.
+        """True if the loss or the weights have grown a hundredfold, or both of them tenfold.
 
         A loss that grew while the weights hardly changed was small at the start by chance.
         """
@@ -55,7 +55,7 @@ class Growth:
 
 @dataclass
 class Alarm:
-    "What was noticed, in which step."
+    "A sign that training goes wrong, and the step it was seen in."
     what: str
     mode: AMPMode
     scale: float                             # the loss scale

@@ -1,4 +1,4 @@
-"Where the time of a training step goes: forward, backward, optimizer, the rest; and page faults."
+"Times of the parts of a training step: forward, backward, optimizer, the rest; and page faults."
 from __future__ import annotations
 
 import math, time

@@ -1,4 +1,4 @@
-"Which precision a comparison recommends, how sure that is, and what else holds a training step back."
+"Recommendation from a comparison, how sure it is, and what else holds a training step back."
 from __future__ import annotations
 
 import math

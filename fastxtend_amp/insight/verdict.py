@@ -38,7 +38,7 @@ _NO_KERNEL = 'not implemented', 'not support', 'unsupported', 'primitive', 'no k
 
 @dataclass
 class Verdict:
-    "What one precision does to a model, and what to do. `verdict` is one of the seven of `Judgement`."
+    "The effect of one precision on a model, and what to do. `verdict` is one of the seven of `Judgement`."
     mode: str
     verdict: Judgement
     reason: str
