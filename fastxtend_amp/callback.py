@@ -9,27 +9,18 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from fastai.callback import fp16
-from fastai.callback.core import (
-    CancelBackwardException,
-    CancelBatchException,
-    CancelEpochException,
-    CancelFitException,
-    CancelStepException,
-    CancelTrainException,
-    CancelValidException,
-)
+from fastai.callback.core import CancelStepException
 from fastai.learner import Learner
 from fastai.torch_core import ismin_torch
 from fastcore.basics import noop
-from fastcore.xtras import modify_exception
 from torch import nn
 from torch.amp import GradScaler
 
-from .checks import check_data_parallel, check_fp16_training, check_overflow_args, half_parameters_of, strays_of
+from .checks import check_data_parallel, check_overflow_args, check_training
 from .common import call_text, warn_user
 from .compat import AutocastState
 from .convert import is_half, map_tensors, to_fp32
@@ -39,7 +30,6 @@ from .mode import (
     autocast_available,
     check_layers,
     check_supported,
-    emulation_warning,
     fastest_native,
     model_device,
     training_device,
@@ -50,8 +40,6 @@ from .scaling import LossScaling
 __all__ = ['FP16_ARGUMENTS', 'PRECISION_CALLBACKS', 'MixedPrecision', 'precision_callback']
 
 PRECISION_CALLBACKS = (fp16.MixedPrecision, fp16.ModelToHalf, fp16.NonNativeMixedPrecision)
-CANCEL_EXCEPTIONS = (CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException,
-                     CancelStepException, CancelTrainException, CancelValidException)
 # With PyTorch 2.9 autocast's cache gives a weight cast under `no_grad` to code that needs its gradient; with 2.13 not.
 _CACHE = ismin_torch('2.13')
 FP16_ARGUMENTS = ('init_scale', 'growth_factor', 'backoff_factor', 'growth_interval', 'enabled', 'loss_scale', 'scaler')
@@ -81,8 +69,7 @@ class MixedPrecision(fp16.MixedPrecision):
     """
     name = 'mixed_precision'  # also of subclasses: by this name fastai's `load_learner` finds what to take off
     order = 10  # after TrainEvalCallback (-10) moves the model; between GradientAccumulation (6) and GradientClip (11)
-    watch_class: Callable | None = None  # notices training that goes wrong; set by the room `insight`
-    takes_init_scale = True  # False for a subclass whose constructor has no such argument
+    watch_class: Callable | None = None  # notices training that goes wrong; set by the package `insight`
     _learn: Any = None
     run = True
 
@@ -112,17 +99,16 @@ class MixedPrecision(fp16.MixedPrecision):
         check_overflow_args(on_overflow, max_skips)
         self.on_overflow, self.max_skips = on_overflow, int(max_skips)
         self._fp32_modules = Fp32Modules(fp32_modules)
-        self._close_all()
+        self._reset()
 
-    def _close_all(self) -> None:
-        "Forget every scope: nothing is under way."
+    def _reset(self) -> None:
+        "Begin outside of every scope."
         self.device: torch.device | None = None                  # of the fit under way; None outside
-        self.in_lr_find = False                                  # is the fit under way lr_find's?
         self._loop = _Loop()
         self._replacement: tuple | None = None                   # what `replace` is called with when the batch ends
-        self._checked = False                                    # were the checks made that only training needs?
+        self._training_is_checked = False                        # in the fit under way
         self._watch: Any = None                                  # notices that the fit under way goes wrong
-        self._has_trained = False                                # has this callback seen a training batch?
+        self._has_trained = False                                # it has seen a training batch
 
     # fastai would look up each name on the learner and its model, and warn if it is there; these names are our own.
     def __setattr__(self, name, value): object.__setattr__(self, name, value)
@@ -133,7 +119,7 @@ class MixedPrecision(fp16.MixedPrecision):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._close_all()
+        self._reset()
 
     def __repr__(self):
         auto = f"'auto': {self.mode.value}" if self.amp_mode == 'auto' and self.mode else None
@@ -165,12 +151,11 @@ class MixedPrecision(fp16.MixedPrecision):
     @property
     def skips_in_a_row(self) -> int:
         "The number of skipped steps in a row up to now in this fit, as far as the host knows: never waits."
-        if self.device is not None and self.device.type == 'cpu': self._scaling.read()
         return self._scaling.skips_in_a_row
     @property
     def static_scale(self) -> bool:
         "True if the loss scale neither grows nor shrinks."
-        return self._scaling.static
+        return self._scaling.is_static
     @property
     def in_fit(self) -> bool:
         "True while the learner's loop runs."
@@ -328,7 +313,7 @@ class MixedPrecision(fp16.MixedPrecision):
         try:
             loop.stack, loop.depth, loop.in_batch = ExitStack(), loop.depth + 1, loop.in_batch or event_type == 'batch'
             with loop.stack: type(learn)._with_events(learn, run, event_type, ex, final)
-            if event_type == 'step': self._scaling.step_is_over()
+            if event_type == 'step': self._scaling.expect_zero_grad()
         finally:
             loop.stack, loop.depth, loop.in_batch = outer
             if self._replacement and not loop.in_batch: self.replace(*self._replacement)
@@ -351,7 +336,8 @@ class MixedPrecision(fp16.MixedPrecision):
         return mode
 
     def _open(self) -> None:
-        "Begin a fit: decide the precision, check that the model runs in it, and make the scaler."
+        "Begin a fit, unless one is under way: decide the precision, check that the model runs in it, make the scaler."
+        if self.device is not None: return
         learn = self._learn
         self._refuse_others(learn)                               # fastai's own may have been added since
         device = model_device(learn.model, training_device(learn))
@@ -360,45 +346,30 @@ class MixedPrecision(fp16.MixedPrecision):
             check_layers(mode, device, unwrapped(learn.model), partial(covers, self.fp32_module_names))
             check_data_parallel(mode, learn.model, self.fp32_module_names)
         scaled = mode is not None and mode.needs_loss_scaling
-        self.in_lr_find = 'lr_finder' in learn.__dict__
         self.device, learn.scaler = device, self._scaling.start(device.type, scaled)
         self._fp32_modules.put_on(learn.model)
-        self._checked = False
-        if mode is None or self.on_overflow == 'ignore' or self.watch_class is None or self.in_lr_find: return
+        self._training_is_checked = False
+        if mode is None or self.on_overflow == 'ignore' or self.watch_class is None or _in_lr_find(learn): return
         self._watch = self.watch_class(self)
 
     def _close(self, failed: bool = False) -> None:
-        "End the fit: keep scale and history; unscale the gradients of an unfinished accumulation."
+        "End the fit under way: keep scale and history; unscale the gradients of an unfinished accumulation."
         if self.device is None: return
         learn, self.device, watch, self._watch = self._learn, None, self._watch, None
         learn.scaler = None
         if not self._fp32_modules.depth: self._fp32_modules.take_off()
-        message = self._scaling.end(learn.opt, learn.model, failed, keep=not self.in_lr_find,
-                                    argument='init_scale' if self.takes_init_scale else 'loss_scale')
+        message = self._scaling.end(learn.opt, learn.model, failed, keep=not _in_lr_find(learn),
+                                    argument='init_scale' if 'init_scale' in self._arguments else 'loss_scale')
         for name in ('pred', 'loss', 'loss_grad'):                # what is on a graph cannot be copied
             if name in learn.__dict__: learn.__dict__[name] = map_tensors(torch.Tensor.detach, learn.__dict__[name])
-        self.in_lr_find = False
         said = watch is not None and watch.has_warned            # one message for one cause
         if message and not said and self.on_overflow != 'ignore': warn_user(message)
 
     def _check_training(self) -> None:
         "Check what only training needs, once in a fit; put the optimizer's state where the parameters are."
-        learn, scaled, device = self._learn, self._scaling.on, cast(torch.device, self.device)
-        self._checked = True
-        if self.mode is None:
-            warn_user(f"amp_mode='auto': device '{device}' does neither bf16 nor fp16 natively, so training runs in "
-                      "fp32.\n`precision_support()` says why; `learn.to_fp32()` is silent.")
-        elif not self._has_trained and (message := emulation_warning(self.mode, device)): warn_user(message)
-        if scaled: check_fp16_training(learn.model, learn.opt)
-        if half := half_parameters_of(learn.model):
-            warn_user(f"{len(half)} parameters to be trained are in half precision themselves, such as '{half[0]}': "
-                      "small updates to them are rounded away.\n"
-                      "Call `learn.model.float()` first: autocast itself casts what can run in half precision.")
-        if scaled and (strays := strays_of(learn.model, learn.opt)):
-            warn_user(f"{len(strays)} parameters to be trained are not in `learn.opt`, such as '{strays[0]}': in fp16 "
-                      "their gradients stay multiplied by the loss scale.\nAn optimizer of your own for them would "
-                      "step far too far. Put them into the learner's, or use `learn.to_bf16()`.")
-        if learn.opt is not None: place_state(learn.opt)
+        self._training_is_checked = True
+        check_training(self._learn, self.mode, self.device, self._scaling.on, warn_of_mode=not self._has_trained)
+        if self._learn.opt is not None: place_state(self._learn.opt)
 
     def _autocast(self, device: torch.device, mode: AMPMode | None) -> AbstractContextManager:
         if mode is None: return nullcontext()
@@ -409,32 +380,27 @@ class MixedPrecision(fp16.MixedPrecision):
     def __call__(self, event_name: str) -> Any:
         "Call the event's method, then the watch's; without `Callback`'s look-ups, which each batch has eight times."
         if self._learn is None: return                           # taken off by a callback before this one
-        method = getattr(type(self), event_name, None)
-        if method is not None and self.run and self.run_train and self.run_valid:
-            try: method(self)
-            except CANCEL_EXCEPTIONS: raise
-            except Exception as e:                               # with fastai's words
-                where = f'Exception occured in `{type(self).__name__}` when calling event `{event_name}`'
-                raise modify_exception(e, f"{where}:\n\t{e.args[0] if e.args else ''}", replace=True)  # noqa: B904
+        event = getattr(type(self), event_name, None)
+        if event is not None and self.run: event(self)
         if (look := getattr(self._watch, event_name, None)) is not None: look()
         if event_name == 'after_fit': self.run = True
 
     def before_fit(self):
         "Begin the fit; raise before a batch is drawn if the precision cannot be used."
-        if self._loop.depth and self.device is None: self._open()   # else with the first batch, as in `validate()`
-        elif not self._loop.depth: self._close()
+        if self._loop.depth: self._open()
+        else: self._close()                                      # `validate()` has no scope yet: its first batch opens
 
     def before_train(self):
         "Check what only training needs."
-        if self.device is None: self._open()                     # added during a fit
+        self._open()                                             # if added during a fit
         self._fp32_modules.put_on(self.learn.model)              # a callback may have exchanged a module
-        if not self._checked: self._check_training()
+        if not self._training_is_checked: self._check_training()
 
     def before_batch(self):
         "Enter autocast."
-        if self.device is None: self._open()
-        # Added in the middle of an epoch; a copy that is only looked at has no optimizer to check.
-        if self.learn.training and not self._checked and self.learn.opt is not None: self._check_training()
+        self._open()
+        learn = self.learn                                       # a copy that is only looked at has no optimizer
+        if learn.training and learn.opt is not None and not self._training_is_checked: self._check_training()
         if not self._loop.depth: self._loop.stack.close()        # a loop of events alone, whose last batch failed
         if self.mode is None: return
         torch.clear_autocast_cache()                             # an autocast around the fit keeps casts of old weights
@@ -461,11 +427,11 @@ class MixedPrecision(fp16.MixedPrecision):
         if not self._scaling.on: return
         own_step = type(self.learn)._step is Learner._step and '_step' not in self.learn.__dict__
         self._scaling.unscale(self.learn.opt, may_skip_on_device=own_step and self._loop.depth > 0)
-        if self._scaling.held_back: raise CancelStepException()
+        if self._scaling.found_inf is True: raise CancelStepException()
 
     def after_cancel_step(self):
         "Leave the scale alone if another callback called the step off."
-        if not self._scaling.held_back: self._scaling.cancel()
+        if self._scaling.found_inf is not True: self._scaling.cancel()
 
     def after_step(self):
         "Let the scale grow or back off."
@@ -494,6 +460,9 @@ class MixedPrecision(fp16.MixedPrecision):
     def after_fit(self):
         "End the fit."
         if self._loop.depth < 2: self._close()
+
+
+def _in_lr_find(learn: Learner) -> bool: return 'lr_finder' in vars(learn)
 
 
 def precision_callback(

@@ -6,14 +6,15 @@ from numbers import Integral
 from typing import Any
 
 import torch
+from fastai.learner import Learner
 from torch import nn
 
+from .common import warn_user
 from .convert import is_half
-from .mode import AMPMode
+from .mode import AMPMode, emulation_warning
 from .scaling import is_number, optimizer_params
 
-__all__ = ['ON_OVERFLOW', 'check_count', 'check_data_parallel', 'check_fp16_training', 'check_overflow_args',
-           'check_seconds', 'half_parameters_of', 'strays_of']
+__all__ = ['ON_OVERFLOW', 'check_count', 'check_data_parallel', 'check_overflow_args', 'check_seconds', 'check_training']
 
 ON_OVERFLOW = ('warn', 'raise', 'ignore')
 
@@ -46,35 +47,40 @@ def check_overflow_args(on_overflow: str, max_skips: int) -> None:
                 ', the number of skipped steps in a row after which training counts as going wrong')
 
 
-def check_fp16_training(
-    model: nn.Module, # The model to train
-    opt: Any, # fastai's `Optimizer` or `OptimWrapper`
+def check_training(
+    learn: Learner,
+    mode: AMPMode | None, # None for fp32
+    device: torch.device,
+    scaled: bool, # Whether the loss is scaled
+    warn_of_mode: bool, # Whether to warn where the device has no native arithmetic for the mode
 ) -> None:
-    "Raise a `ValueError` if the loss cannot be scaled: fp16 parameters, or an optimizer that needs a closure."
-    half = [n for n, p in model.named_parameters() if p.requires_grad and p.dtype is torch.float16]
-    if half:
-        raise ValueError(f"fp16 mixed precision needs fp32 parameters, but {len(half)} to be trained are fp16, such as "
-                         f"'{half[0]}'.\nCall `learn.model.float()` first: autocast itself casts what can run in fp16.")
-    if _needs_closure(opt):
-        raise ValueError(f"{type(getattr(opt, 'opt', opt)).__name__} needs a closure for its step, which GradScaler "
-                         "does not support.\n"
+    """Check what only training needs.
+
+    Raises a `ValueError` if the loss cannot be scaled: fp16 parameters, or an optimizer that needs a closure. Warns of
+    other parameters in half precision, and of parameters outside the optimizer, whose gradients stay scaled.
+    """
+    if mode is None:
+        warn_user(f"amp_mode='auto': device '{device}' does neither bf16 nor fp16 natively, so training runs in "
+                  "fp32.\n`precision_support()` says why; `learn.to_fp32()` is silent.")
+    elif warn_of_mode and (message := emulation_warning(mode, device)): warn_user(message)
+    trained = [(name, p) for name, p in learn.model.named_parameters() if p.requires_grad]
+    fp16 = [name for name, p in trained if p.dtype is torch.float16]
+    if scaled and fp16:
+        raise ValueError(f"fp16 mixed precision needs fp32 parameters, but {len(fp16)} to be trained are fp16, such as "
+                         f"'{fp16[0]}'.\nCall `learn.model.float()` first: autocast itself casts what can run in fp16.")
+    if scaled and _needs_closure(learn.opt):
+        raise ValueError(f"{type(getattr(learn.opt, 'opt', learn.opt)).__name__} needs a closure for its step, which "
+                         "GradScaler does not support.\n"
                          "Use `learn.to_bf16()` or `learn.to_fp32()`, or another optimizer.")
-
-
-def half_parameters_of(
-    model: nn.Module, # The model to train
-) -> list[str]: # Names
-    "Return the parameters to be trained that are in half precision themselves: small updates to them are rounded away."
-    return [n for n, p in model.named_parameters() if p.requires_grad and is_half(p)]
-
-
-def strays_of(
-    model: nn.Module, # The model to train
-    opt: Any, # fastai's `Optimizer` or `OptimWrapper`
-) -> list[str]:
-    "Return the names of the parameters that get gradients but are not in `opt`."
-    known = {id(p) for p in optimizer_params(opt)}
-    return [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in known]
+    if half := [name for name, p in trained if is_half(p)]:
+        warn_user(f"{len(half)} parameters to be trained are in half precision themselves, such as '{half[0]}': "
+                  "small updates to them are rounded away.\n"
+                  "Call `learn.model.float()` first: autocast itself casts what can run in half precision.")
+    stepped = {id(p) for p in optimizer_params(learn.opt)}
+    if scaled and (strays := [name for name, p in trained if id(p) not in stepped]):
+        warn_user(f"{len(strays)} parameters to be trained are not in `learn.opt`, such as '{strays[0]}': in fp16 "
+                  "their gradients stay multiplied by the loss scale.\nAn optimizer of your own for them would "
+                  "step far too far. Put them into the learner's, or use `learn.to_bf16()`.")
 
 
 def check_data_parallel(

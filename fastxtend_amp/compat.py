@@ -67,12 +67,12 @@ def compiled_module(module: nn.Module) -> nn.Module | None:
     return inner if isinstance(inner, nn.Module) else None
 
 
-def found_inf_flags(scaler: GradScaler, opt: Any) -> list[torch.Tensor]:
-    """Return the flags that `scaler.unscale_(opt)` left, one a device: 0-dim fp32, 1 if a gradient is not finite.
+def found_inf_of(scaler: GradScaler, opt: Any) -> torch.Tensor:
+    """Return the flag that `scaler.unscale_(opt)` left, on the device: 0-dim fp32, 1 if a gradient is not finite.
 
-    Relies on `GradScaler._found_inf_per_device` (since 1.6); without it the first fp16 step fails.
+    Relies on `GradScaler._found_inf_per_device` (since 1.6); without it the first step of a fused optimizer fails.
     """
-    return list(scaler._found_inf_per_device(opt).values())
+    return next(iter(scaler._found_inf_per_device(opt).values()))
 
 
 def is_syncfree(opt: Any) -> bool:

@@ -42,8 +42,6 @@ class HalfWeights(MixedPrecision):
 
     Source: Micikevicius et al., Mixed Precision Training, https://arxiv.org/abs/1710.03740, section 3.1.
     """
-    takes_init_scale = False                                     # its loss scale is dynamic, or `loss_scale`
-
     def __init__(self,
         dtype: str | AMPMode | torch.dtype = AMPMode.BF16, # The weights' precision: 'bf16' or 'fp16'
         loss_scale: float | None = None, # A static loss scale; dynamic scaling if None (fp16)
@@ -72,8 +70,8 @@ class HalfWeights(MixedPrecision):
         self._arguments = arguments
         self.dtype, self.flat_master, self.master_weights = mode.dtype, flat_master, master_weights
 
-    def _close_all(self) -> None:
-        super()._close_all()
+    def _reset(self) -> None:
+        super()._reset()
         self._lowered: list[nn.Parameter] = []                   # weights that are bf16 until the fit ends
 
     def _call(self, arguments: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -98,7 +96,7 @@ class HalfWeights(MixedPrecision):
 
     def _close(self, failed: bool = False) -> None:
         if self.device is None: return
-        if self.flat_master and self._checked: _unjoin(self.learn.opt)
+        if self.flat_master and self._training_is_checked: _unjoin(self.learn.opt)
         _bring(self._lowered, self.learn.opt, torch.float32)
         self._lowered = []
         super()._close(failed)

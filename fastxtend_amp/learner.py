@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from difflib import get_close_matches
 from inspect import signature
+from typing import Any
 
 # channelslast patches `Learner.to_channelslast`: imported here so that it cannot do so after us.
 from fastai.callback.channelslast import ChannelsLast
@@ -58,18 +59,14 @@ def set_precision(
     return learn
 
 
-@patch(as_prop=True)
-def precision(self: Learner) -> MixedPrecision | None:
-    """The learner's precision callback; None in plain fp32.
-
-    On a learner with a callback of yours that fastai gives this name, such as a class `PrecisionCallback`, it is that.
-    """
-    return vars(self)['precision'] if 'precision' in vars(self) else precision_callback(self)
+class _Precision:
+    "The learner's precision callback; None in plain fp32."
+    # Not a property: a callback of the user's that fastai gives this name takes its place on the learner.
+    def __get__(self, learn: Learner | None, kind: type | None = None) -> Any:
+        return self if learn is None else precision_callback(learn)
 
 
-# `add_cb` sets this name for a callback of the class `PrecisionCallback`, and `remove_cb` deletes it.
-Learner.precision = Learner.precision.setter(lambda self, cb: self.__dict__.update(precision=cb))
-Learner.precision = Learner.precision.deleter(lambda self: self.__dict__.pop('precision', None))
+Learner.precision = _Precision()
 
 
 @patch

@@ -3,8 +3,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import takewhile
 from numbers import Integral, Real
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +14,7 @@ from fastai.optimizer import OptimWrapper
 from torch import nn
 from torch.amp import GradScaler
 
-from .compat import found_inf_flags, is_syncfree, syncfree_state
+from .compat import found_inf_of, is_syncfree, syncfree_state
 
 __all__ = ['LossScaling', 'StaticGradScaler', 'check_scaler_state', 'is_number', 'optimizer_params']
 
@@ -62,6 +64,9 @@ class LossScaling:
 
     Each fit has a new scaler, which begins with the state that the fit before ended with; a `scaler` that the user gave
     serves every fit. Without loss scaling the scaler is a disabled `GradScaler`.
+
+    A step: `scale` the loss of each batch; `unscale` the gradients, which finds out whether one is not finite; `step`
+    unless the host held the step back; `update`, or `cancel` if something else called the step off.
     """
     def __init__(self, init_scale: float, growth_factor: float, backoff_factor: float, growth_interval: int,
                  enabled: bool, loss_scale: float | None = None, scaler: GradScaler | None = None):
@@ -70,29 +75,28 @@ class LossScaling:
             growth_interval=growth_interval)
         _check_arguments(self.settings, enabled, loss_scale, scaler)
         if loss_scale is not None: self.settings['init_scale'] = float(loss_scale)
-        self.static = loss_scale is not None                     # does the scale neither grow nor shrink?
+        self.is_static = loss_scale is not None                  # the scale neither grows nor shrinks
         self.enabled, self.given = bool(enabled), scaler
         self.state: dict[str, Any] | None = None                 # of the scaler after the last fit, or as loaded
-        self.history = array('f')                                # scale and found_inf of each attempted step
-        self.skips_in_a_row = 0                                  # of this fit, as far as the host knows
+        self._scales, self._skips = array('f'), array('b')       # of each attempted step of all fits
         self._reset()
 
     def _reset(self) -> None:
+        "Begin outside a fit."
         self.scaler = GradScaler('cpu', enabled=False)           # of the fit under way
+        self.skips_in_a_row = 0                                  # of this fit, as far as the host knows
         self._one: torch.Tensor | None = None                    # 1, on the loss's device; None before the first loss
-        self.grads_are_scaled = False                            # what is in `.grad` now; zeros count as scaled
-        self.held_back = False                                   # did the host hold the last step back?
-        self.found_inf: bool | torch.Tensor = False              # of the last step; a 0-dim tensor on the device
+        self.grads_are_scaled = False                            # those in `.grad` now; zeros count as scaled
+        self.found_inf: bool | torch.Tensor = False              # of the last step; a tensor if the device skips it
         self._unscaled: Any = None                               # what `unscale_` was called with, until `update`
         self._step_on_device: Callable | None = None             # the step that skips on the device
-        self._zeros_are_scaled = False                           # was this step's gradient unscaled?
-        self._unread: list[tuple] = []                           # the newest entries of `history`, on the device
+        self._unread: list[tuple] = []                           # scale and found_inf of the newest steps
 
     def __getstate__(self) -> dict[str, Any]:
         "Return the state of a copy, which is outside a fit."
         self.read()
-        return {**{k: self.__dict__[k] for k in ('settings', 'static', 'enabled', 'given', 'history')},
-                'state': self.state_dict(), 'skips_in_a_row': 0}
+        kept = ('settings', 'is_static', 'enabled', 'given', '_scales', '_skips')
+        return {**{k: self.__dict__[k] for k in kept}, 'state': self.state_dict()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -111,15 +115,14 @@ class LossScaling:
     ) -> GradScaler: # The scaler of this fit
         "Begin a fit with the state of the last one."
         self._reset()
-        self.skips_in_a_row, self._n_before = 0, len(self.history)
         self.scaler = self._new_scaler(device_type) if scaled else GradScaler(device_type, enabled=False)
-        self._before = self.scaler.state_dict()
+        self._n_before, self._state_before = len(self._scales), self.scaler.state_dict()
         return self.scaler
 
     def _new_scaler(self, device_type: str) -> GradScaler:
         if self.given is not None: return self.given
         if not self.enabled: return GradScaler(device_type, enabled=False)
-        scaler = (StaticGradScaler if self.static else DynamicGradScaler)(device_type, **self.settings)
+        scaler = (StaticGradScaler if self.is_static else DynamicGradScaler)(device_type, **self.settings)
         scaler.load_state_dict(self.state or scaler.state_dict())
         return scaler
 
@@ -138,38 +141,38 @@ class LossScaling:
         self.cancel()
         message = self._end_gradients(opt, model, failed) if self._one is not None else None
         self.read()
-        message = message or self._skip_message('loss_scale' if self.static else argument)
+        message = message or self._skip_message('loss_scale' if self.is_static else argument)
         if keep: self.state = self.scaler.state_dict()
         else:
-            self.scaler.load_state_dict(self._before)            # of the user's own, which serves every fit
-            del self.history[self._n_before:]
+            self.scaler.load_state_dict(self._state_before)      # of the user's own, which serves every fit
+            for history in (self._scales, self._skips): del history[self._n_before:]
         self._reset()
         return message if keep and not failed else None
 
     def _end_gradients(self, opt: Any, model: nn.Module, failed: bool) -> str | None:
-        params, message = optimizer_params(opt), None
-        if self.grads_are_scaled and not failed and any(p.grad is not None for p in params):
-            self._unscale_and_wait(params)
+        message = None
+        if not failed:
+            self.unscale(opt, may_skip_on_device=False)
             self.cancel()
-            if self.held_back:
+            if self.found_inf:
                 message = ("The gradients of an accumulation that the end of the fit left unfinished are not finite; "
                            f"they were dropped.\nThe loss scale is {self.scaler.get_scale():g}.")
         if (failed or message) and opt is not None: opt.zero_grad()
-        known = set(map(id, params))
+        known = {id(p) for p in optimizer_params(opt)}
         for p in model.parameters():                             # scaled, and no optimizer of ours zeroes them
             if id(p) not in known: p.grad = None
         return message
 
     def _skip_message(self, argument: str) -> str | None:
-        flags = self.history[self._n_before + 1::2]
-        n, skipped, scale = len(flags), sum(flag > 0 for flag in flags), self.scaler.get_scale()
+        skips = self._skips[self._n_before:]
+        n, skipped, scale = len(skips), sum(skips), self.scaler.get_scale()
         if 2 * skipped <= n: return None
         remedy = 'look where it overflows: `learn.precision_report()`.'
         if skipped == n:
             head = (f"No optimizer step was taken in this fit: all {n} were skipped, because gradients were not "
                     "finite. Nothing was learned.")
             if scale > 1: remedy = f'start lower (`{argument}={max(scale / 2 ** 6, 1.):g}`), or {remedy}'
-            if scale >= 1 and not self.static: remedy = f'train longer, so that the scale can fall, or {remedy}'
+            if scale >= 1 and not self.is_static: remedy = f'train longer, so that the scale can fall, or {remedy}'
         else:
             head = f"{skipped} of the {n} optimizer steps of this fit were skipped: gradients were not finite."
             if scale > 1: remedy = f'start a new training with `{argument}={scale:g}`, or {remedy}'
@@ -182,41 +185,29 @@ class LossScaling:
         if not self.on: return loss
         if self._one is None: self._one = torch.ones((), device=loss.device)
         scaled = self.scaler.scale(loss)
-        if not self.grads_are_scaled: self._multiply_grads(opt, self._scale_on)
+        if not self.grads_are_scaled: self._multiply_grads(opt, self.scaler.scale(self._one))
         self.grads_are_scaled = True
         return scaled
 
     def unscale(self, opt: Any, may_skip_on_device: bool = True) -> None:
         """Divide the gradients of `opt` (fastai's `Optimizer` or `OptimWrapper`) by the scale, in place.
 
-        Then either `held_back` says whether the step must not be taken, or `step` skips it on the device.
+        Afterwards `found_inf` is True if the step must not be taken, or a tensor by which `step` skips on the device.
         """
-        params = optimizer_params(opt)
-        self.held_back = False
+        params, self.found_inf = optimizer_params(opt), False
         if not self.grads_are_scaled or all(p.grad is None for p in params): return
         fused = _skipping_optimizer(opt, params) if may_skip_on_device else None
-        if fused is None: self._unscale_and_wait(params)
-        else: self._unscale_on_device(params, fused)
-        self._zeros_are_scaled = True
-
-    def _unscale_and_wait(self, params: list[nn.Parameter]) -> None:
-        probe: Any = _Probe(params)
-        self._unscaled = probe
-        self.scaler.unscale_(probe)
-        self.grads_are_scaled = False
-        self.scaler.step(probe)                                  # waits for the device, once
-        self.found_inf = self.held_back = not probe.stepped
-        flags = found_inf_flags(self.scaler, probe)
-        self._flag = flags[0] if len(flags) == 1 else torch.full((), float(self.held_back), device=flags[0].device)
-
-    def _unscale_on_device(self, params: list[nn.Parameter], fused: Any) -> None:
-        syncfree = is_syncfree(fused)
-        self._unscaled = _Probe(params) if syncfree else fused
+        by_flag = fused is None or is_syncfree(fused)
+        self._unscaled = _Probe(params) if by_flag else fused
         self.scaler.unscale_(self._unscaled)
         self.grads_are_scaled = False
-        self.found_inf = self._flag = found_inf_flags(self.scaler, self._unscaled)[0]
-        self._step_on_device = ((lambda: fused.step(found_inf=self.found_inf)) if syncfree
-                                else (lambda: self.scaler.step(fused)))
+        if fused is None:
+            self.scaler.step(self._unscaled)                     # waits for the device, once
+            self.found_inf = not self._unscaled.stepped
+        else:
+            self.found_inf = found_inf_of(self.scaler, self._unscaled)
+            self._step_on_device = (partial(fused.step, found_inf=self.found_inf) if by_flag else
+                                    partial(self.scaler.step, fused))
 
     def step(self,
         step: Callable[[], Any], # Takes the optimizer's step
@@ -237,44 +228,47 @@ class LossScaling:
         self.scaler.update(self.scaler.get_scale())
         self._unscaled = self._step_on_device = None
 
-    def step_is_over(self) -> None:
+    def expect_zero_grad(self) -> None:
         "Note that `zero_grad` comes next: zeros count as scaled, so that the next loss need not scale them."
-        if self._zeros_are_scaled: self.grads_are_scaled, self._zeros_are_scaled = True, False
+        self.grads_are_scaled = True
 
-    def _multiply_grads(self, opt: Any, factor: Callable[[torch.device], Any]) -> None:
+    def _multiply_grads(self, opt: Any, factor: torch.Tensor | float) -> None:
         for p in optimizer_params(opt):
-            if p.grad is not None: p.grad.mul_(factor(p.grad.device))
-
-    def _scale_on(self, device: torch.device) -> torch.Tensor: return self.scaler.scale(torch.ones((), device=device))
+            if p.grad is None: continue
+            p.grad.mul_(factor.to(p.grad.device) if isinstance(factor, torch.Tensor) else factor)
 
     # -- the history
 
     def _record(self) -> None:
-        if isinstance(self.found_inf, bool): self.skips_in_a_row = self.skips_in_a_row + 1 if self.found_inf else 0
-        scale = self.scaler.scale(cast(torch.Tensor, self._one))  # as another tensor: its own is changed in place
-        self._unread.append((scale, self._flag))
+        found_inf = self.found_inf
+        if isinstance(found_inf, bool) or found_inf.device.type == 'cpu':    # reading it waits for nothing
+            found_inf = bool(found_inf)
+            self.skips_in_a_row = self.skips_in_a_row + 1 if found_inf else 0
+        scale = self.scaler.scale(self._one)                     # as another tensor: its own is changed in place
+        self._unread.append((scale, found_inf))
         if len(self._unread) == READ_EVERY: self.read()
 
     def read(self) -> None:
         "Bring the entries that are still on the device to the host; this waits for it."
         if not self._unread: return
-        values = torch.stack([t for entry in self._unread for t in entry]).tolist()
-        self._unread = []
-        self.history.extend(values)
-        taken = [i for i, flag in enumerate(self.history[self._n_before + 1::2]) if not flag]
-        self.skips_in_a_row = (len(self.history) - self._n_before) // 2 - (taken[-1] + 1 if taken else 0)
+        tensors = [t for entry in self._unread for t in entry if isinstance(t, torch.Tensor)]
+        values, unread, self._unread = iter(torch.stack(tensors).tolist()), self._unread, []    # waits once
+        for _, found_inf in unread:
+            self._scales.append(next(values))
+            self._skips.append(found_inf if isinstance(found_inf, bool) else next(values) > 0)
+        self.skips_in_a_row = sum(takewhile(bool, reversed(self._skips[self._n_before:])))
 
     @property
     def scales(self) -> list[float]:
         "The scale of each attempted step."
         self.read()
-        return self.history[::2].tolist()
+        return self._scales.tolist()
 
     @property
     def skips(self) -> list[bool]:
         "For each attempted step, True if it was skipped."
         self.read()
-        return [flag > 0 for flag in self.history[1::2]]
+        return [bool(skip) for skip in self._skips]
 
     # -- what is kept
 
@@ -290,14 +284,14 @@ class LossScaling:
 
         A static scale and `enabled=False` stay. Raises `ValueError` for a state that no `GradScaler` could have given.
         """
-        if self.static or not self.enabled or (state is None and self.given is not None): return
+        if self.is_static or not self.enabled or (state is None and self.given is not None): return
         if state is None: state = GradScaler('cpu', **self.settings).state_dict()
         check_scaler_state(state)
         scaler = self.scaler if self.on else self._new_scaler('cpu')
         before = scaler.get_scale()
         scaler.load_state_dict(dict(state))
         self.state = scaler.state_dict()
-        if self.grads_are_scaled: self._multiply_grads(opt, lambda device: scaler.get_scale() / before)
+        if self.grads_are_scaled: self._multiply_grads(opt, scaler.get_scale() / before)
 
 
 def _skipping_optimizer(opt: Any, params: list[nn.Parameter]) -> Any:
