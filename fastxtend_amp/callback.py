@@ -23,7 +23,7 @@ from torch.amp import GradScaler
 from .checks import check_data_parallel, check_overflow_args, check_training
 from .common import call_text, warn_user
 from .compat import AutocastState
-from .convert import is_half, map_tensors, to_fp32
+from .convert import is_half, to_fp32
 from .fp32_modules import Fp32Modules, covers, unwrapped
 from .mode import (
     AMPMode,
@@ -360,8 +360,6 @@ class MixedPrecision(fp16.MixedPrecision):
         if not self._fp32_modules.depth: self._fp32_modules.take_off()
         message = self._scaling.end(learn.opt, learn.model, failed, keep=not _in_lr_find(learn),
                                     argument='init_scale' if 'init_scale' in self._arguments else 'loss_scale')
-        for name in ('pred', 'loss', 'loss_grad'):                # what is on a graph cannot be copied
-            if name in learn.__dict__: learn.__dict__[name] = map_tensors(torch.Tensor.detach, learn.__dict__[name])
         said = watch is not None and watch.has_warned            # one message for one cause
         if message and not said and self.on_overflow != 'ignore': warn_user(message)
 

@@ -75,22 +75,6 @@ def found_inf_of(scaler: GradScaler, opt: Any) -> torch.Tensor:
     return next(iter(scaler._found_inf_per_device(opt).values()))
 
 
-def is_syncfree(opt: Any) -> bool:
-    """Return whether `opt` is one of torch_xla's optimizers whose `step` takes a `found_inf`.
-
-    Relies on their module's name, `torch_xla.amp.syncfree` (since 1.8); without it the host decides.
-    """
-    return type(opt).__module__.startswith('torch_xla.amp.syncfree')
-
-
-def syncfree_state(opt: Any, state: dict[str, Any]) -> bool:
-    """Return whether a sync-free step made `state`, of one parameter.
-
-    Relies on what torch_xla 2.9 keeps: Adam an empty `max_exp_avg_sq`, SGD a `step`; without it the host decides.
-    """
-    return is_syncfree(opt) and ('step' if isinstance(opt, torch.optim.SGD) else 'max_exp_avg_sq') in state
-
-
 # -- insight
 
 def in_function_transform() -> bool:

@@ -7,10 +7,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from fastai.optimizer import Lookahead, OptimWrapper
-from fastcore.foundation import L
+from fastai.optimizer import OptimWrapper
 
-from .compat import syncfree_state, tree_leaves
+from .compat import tree_leaves
 from .convert import map_tensors
 
 __all__ = ['fused', 'place_state']
@@ -78,12 +77,8 @@ def place_state(
         if not isinstance(p, torch.Tensor): continue
         others = tree_leaves([value for key, value in state.items() if key != 'step'])
         tensors = [t for t in others if isinstance(t, torch.Tensor)]
-        syncfree = syncfree_state(inner, state)                  # PyTorch loads a step count to where the file was read
         # Single numbers stay: NAdam keeps one on the CPU.
-        if not syncfree and all(t.device == p.device or (p.dim() and not t.dim()) for t in tensors): continue
+        if all(t.device == p.device or (p.dim() and not t.dim()) for t in tensors): continue
         for key, value in state.items():
-            host = key == 'step' and p in on_host and not syncfree
+            host = key == 'step' and p in on_host
             state[key] = map_tensors(partial(torch.Tensor.to, device='cpu' if host else p.device), value)
-    if isinstance(opt, Lookahead) and opt.slow_weights is not None:
-        pairs = zip(opt.slow_weights, opt.param_lists)
-        opt.slow_weights = L(L(w.to(p.device) for w, p in zip(ws, ps)) for ws, ps in pairs)

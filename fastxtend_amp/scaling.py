@@ -3,7 +3,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping
-from functools import partial
 from itertools import takewhile
 from numbers import Integral, Real
 from typing import Any
@@ -14,9 +13,9 @@ from fastai.optimizer import OptimWrapper
 from torch import nn
 from torch.amp import GradScaler
 
-from .compat import found_inf_of, is_syncfree, syncfree_state
+from .compat import found_inf_of
 
-__all__ = ['LossScaling', 'StaticGradScaler', 'check_scaler_state', 'is_number', 'optimizer_params']
+__all__ = ['SKIPPING', 'LossScaling', 'StaticGradScaler', 'check_scaler_state', 'is_number', 'optimizer_params']
 
 DEFAULTS: dict[str, Any] = dict(init_scale=65536.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000)
 LARGEST = float(np.finfo(np.float32).max)
@@ -89,7 +88,6 @@ class LossScaling:
         self.grads_are_scaled = False                            # those in `.grad` now; zeros count as scaled
         self.found_inf: bool | torch.Tensor = False              # of the last step; a tensor if the device skips it
         self._unscaled: Any = None                               # what `unscale_` was called with, until `update`
-        self._step_on_device: Callable | None = None             # the step that skips on the device
         self._unread: list[tuple] = []                           # scale and found_inf of the newest steps
 
     def __getstate__(self) -> dict[str, Any]:
@@ -196,37 +194,35 @@ class LossScaling:
         """
         params, self.found_inf = optimizer_params(opt), False
         if not self.grads_are_scaled or all(p.grad is None for p in params): return
-        fused = _skipping_optimizer(opt, params) if may_skip_on_device else None
-        by_flag = fused is None or is_syncfree(fused)
-        self._unscaled = _Probe(params) if by_flag else fused
+        inner = opt.opt if may_skip_on_device and type(opt) is OptimWrapper else None
+        on_device = next((found for find in SKIPPING if (found := find(inner, params)) is not None), None)
+        self._unscaled = _Probe(params) if on_device is None else on_device
         self.scaler.unscale_(self._unscaled)
         self.grads_are_scaled = False
-        if fused is None:
+        if on_device is not None: self.found_inf = found_inf_of(self.scaler, on_device)
+        else:
             self.scaler.step(self._unscaled)                     # waits for the device, once
             self.found_inf = not self._unscaled.stepped
-        else:
-            self.found_inf = found_inf_of(self.scaler, self._unscaled)
-            self._step_on_device = (partial(fused.step, found_inf=self.found_inf) if by_flag else
-                                    partial(self.scaler.step, fused))
 
     def step(self,
         step: Callable[[], Any], # Takes the optimizer's step
     ) -> None:
         "Take the step, or the optimizer's own that skips on the device."
-        (self._step_on_device or step)()
+        if isinstance(self.found_inf, bool): step()
+        else: self.scaler.step(self._unscaled)
 
     def update(self) -> None:
         "After a step, taken or skipped: record it, and let the scale grow or back off."
         if self._unscaled is None: return
         self._record()
         self.scaler.update()
-        self._unscaled = self._step_on_device = None
+        self._unscaled = None
 
     def cancel(self) -> None:
         "After a step that was called off: leave scale and growth tracker as they are."
         if self._unscaled is None: return
         self.scaler.update(self.scaler.get_scale())
-        self._unscaled = self._step_on_device = None
+        self._unscaled = None
 
     def expect_zero_grad(self) -> None:
         "Note that `zero_grad` comes next: zeros count as scaled, so that the next loss need not scale them."
@@ -294,20 +290,21 @@ class LossScaling:
         if self.grads_are_scaled: self._multiply_grads(opt, scaler.get_scale() / before)
 
 
-def _skipping_optimizer(opt: Any, params: list[nn.Parameter]) -> Any:
-    """Return the optimizer inside `opt` that skips a step by a flag on the device, with no effect at all; else None.
+def _fused(opt: Any, params: list[nn.Parameter]) -> Any:
+    """Return `opt` if it is one of torch's fused Adam, AdamW and SGD, which skip a step with no effect at all; else None.
 
-    torch's fused Adam, AdamW and SGD do, once their state is there: a skipped first step would create it, and fused SGD
-    would leave its momentum uninitialised (PyTorch 2.13). MPS has had kernels that ignore the flag (PyTorch issue
-    186360). torch_xla's sync-free optimizers do, unless their state was made by steps without a flag.
+    They do once their state is there: a skipped first step would create it, and fused SGD would leave its momentum
+    uninitialised (PyTorch 2.13). MPS has had kernels that ignore the flag (PyTorch issue 186360).
     """
-    inner: Any = opt.opt if type(opt) is OptimWrapper else None
-    if is_syncfree(inner):
-        return inner if all(not (s := inner.state.get(p)) or syncfree_state(inner, s) for p in params) else None
-    if type(inner) not in FUSED or not getattr(inner, '_step_supports_amp_scaling', False): return None
+    if type(opt) not in FUSED or not getattr(opt, '_step_supports_amp_scaling', False): return None
     if len({p.device for p in params}) > 1 or params[0].device.type == 'mps': return None
-    if all(group.get('momentum') == 0 for group in inner.param_groups): return inner   # SGD without a state
-    return inner if all(inner.state.get(p) for p in params if p.grad is not None) else None
+    has_state = all(opt.state.get(p) for p in params if p.grad is not None)
+    return opt if has_state or all(group.get('momentum') == 0 for group in opt.param_groups) else None   # plain SGD
+
+
+# Find, for torch's optimizer and its parameters, what `GradScaler.step` is to be called with where the device skips the
+# step by a flag; None if it is not the device's to skip. A device may add one for its own optimizers.
+SKIPPING: list[Callable[[Any, list[nn.Parameter]], Any]] = [_fused]
 
 
 # -- checks of what a user gives

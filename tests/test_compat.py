@@ -54,21 +54,6 @@ def test_found_inf_of(grad, flag):
     assert compat.found_inf_of(scaler, opt).item() == flag
 
 
-class Syncfree(torch.optim.SGD):
-    seen = ()
-    def step(self, closure=None, found_inf=None): self.seen += (found_inf,); return super().step()
-
-
-def test_is_syncfree_and_syncfree_state(monkeypatch):
-    _, opt = one_parameter(Syncfree)
-    assert not compat.is_syncfree(opt) and not compat.syncfree_state(opt, {'step': 1})
-    monkeypatch.setattr(Syncfree, '__module__', 'torch_xla.amp.syncfree.sgd')
-    assert compat.is_syncfree(opt) and compat.syncfree_state(opt, {'step': 1}) and not compat.syncfree_state(opt, {})
-    learn = learner(opt_func=partial(OptimWrapper, opt=Syncfree)).to_fp16(init_scale=1e30)
-    learn.fit(1, .01)                                            # torch_xla's skip by the flag that `step` gets
-    assert [float(f) for f in learn.opt.opt.seen] == [1.] * 6 and learn.precision.n_skipped == 6
-
-
 # -- insight
 
 def test_in_function_transform():

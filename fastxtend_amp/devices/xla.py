@@ -28,7 +28,7 @@ from ..common import warn_user
 from ..convert import map_tensors
 from ..mode import loaders_device, model_device, training_device
 from ..optimizers import place_state
-from ..scaling import optimizer_params
+from ..scaling import SKIPPING, optimizer_params
 
 __all__ = ['XLADevice']
 
@@ -94,7 +94,7 @@ def move(
             f"The parameters cannot be moved to '{device}' in place: {e} ({e.__cause__}).\n"
             "Something else refers to them, such as the graph of a kept loss, or a model that was compiled and used.\n"
             "Delete it, or call `model.to(device)` before that and create the learner afterwards.") from e
-    if learn.opt is not None: place_state(learn.opt)
+    if learn.opt is not None: _place_state(learn.opt)
 
 
 def _free_graphs(*holders: Any) -> None:
@@ -156,6 +156,45 @@ def _check_optimizer(learn: Learner) -> None:
                        "Call `learn.create_opt()`, and move learners with `learn.dls.to(device)`.")
 
 
+# -- torch_xla's optimizers that skip a step by a flag
+
+class SyncFree:
+    """Stands in for one of torch_xla's sync-free optimizers in `GradScaler.step`, which sets `found_inf`.
+
+    Source: https://docs.pytorch.org/xla/master/perf/amp.html.
+    """
+    _step_supports_amp_scaling = True
+    found_inf: torch.Tensor
+    def __init__(self, opt: Any, params: list[nn.Parameter]): self.opt, self.param_groups = opt, [{'params': params}]
+    def step(self) -> None: self.opt.step(found_inf=self.found_inf)
+
+
+def _is_sync_free(opt: Any) -> bool:
+    "Return whether `opt` is one of those optimizers, by the name of their module (torch_xla 1.8 to 2.9)."
+    return type(opt).__module__.startswith('torch_xla.amp.syncfree')
+
+
+def _has_flag_state(opt: Any, state: dict[str, Any]) -> bool:
+    "Return whether a step with a flag made this state: Adam has an empty `max_exp_avg_sq` then, SGD a `step` (2.9)."
+    return ('step' if isinstance(opt, torch.optim.SGD) else 'max_exp_avg_sq') in state
+
+
+def _sync_free(opt: Any, params: list[nn.Parameter]) -> SyncFree | None:
+    "Return a stand-in, unless steps without a flag have made the optimizer's state; the host decides then."
+    if not _is_sync_free(opt): return None
+    states = [opt.state[p] for p in params if opt.state.get(p)]
+    return SyncFree(opt, params) if all(_has_flag_state(opt, state) for state in states) else None
+
+
+def _place_state(opt: Any) -> None:
+    "Move the optimizer's state to its parameters; a sync-free optimizer keeps the step count there, too."
+    place_state(opt)
+    inner = getattr(opt, 'opt', opt)
+    if not _is_sync_free(inner): return
+    for p, state in inner.state.items():
+        if 'step' in state and _has_flag_state(inner, state): state['step'] = torch.as_tensor(state['step']).to(p.device)
+
+
 # -- checkpoints and exports
 
 class XLAFormat(FileFormat):
@@ -166,7 +205,7 @@ class XLAFormat(FileFormat):
         return map_tensors(torch.Tensor.cpu, super().read(learn, with_opt))
     def load_opt(self, learn: Learner, state: Any) -> None:
         super().load_opt(learn, state)
-        place_state(learn.opt)
+        _place_state(learn.opt)
 
 
 def _export(original: Callable, self: Learner, *args: Any, **kwargs: Any) -> Any:
@@ -184,5 +223,6 @@ def _export(original: Callable, self: Learner, *args: Any, **kwargs: Any) -> Any
 
 
 FORMATS.append(XLAFormat())
+SKIPPING.append(_sync_free)
 put_over(TrainEvalCallback, 'before_fit', _before_fit)
 put_over(Learner, 'export', _export)
