@@ -86,10 +86,19 @@ def plain_names():
     return {*vars(learn)}
 
 
+def replaced(model):
+    "The names of modules with a forward that is not their class's."
+    return [n for n, m in model.named_modules() if 'forward' in vars(m)]
+
+
 def left_on(learn):
-    "The names that no plain learner has, callbacks left out, and the modules with a forward that is not their class's."
-    names = vars(learn).keys() - plain_names() - {cb.name for cb in learn.cbs}
-    return [*names, *(n for n, m in learn.model.named_modules() if 'forward' in vars(m))]
+    "The names that no plain learner has, callbacks left out, and those of `replaced`."
+    return [*vars(learn).keys() - plain_names() - {cb.name for cb in learn.cbs}, *replaced(learn.model)]
+
+
+def is_outside_a_fit(learn):
+    "Whether the precision callback of `learn` has closed all that it opened."
+    return not learn.precision.in_fit and vars(learn).get('scaler') is None and not replaced(learn.model)
 
 
 def opt_state(opt):
