@@ -1,5 +1,5 @@
 "Nothing lost: the loss scale through fits, files, processes, exports and copies."
-import copy, gc, io, pickle, signal, subprocess, sys, threading, weakref
+import copy, gc, pickle, signal, subprocess, sys, threading, weakref
 from pathlib import Path
 
 import pytest, torch
