@@ -166,27 +166,22 @@ class At(Callback):
     def _run(self): self.f(self.learn)
 
 
-class NotingScaler(torch.amp.GradScaler):
-    "Notes the scale of each step."
-    def __init__(self, *args, **kwargs): super().__init__(*args, **kwargs); self.scales = []
-    def update(self, new_scale=None): self.scales.append(self.get_scale()); super().update(new_scale)
-
-
-def handwritten(mode, opt_func, n_epoch=2, lr=.01, n_acc=None, clip=None, after_backward=noop, **scaling):
+def handwritten(mode, opt_func, n_epoch=2, lr=.01, n_acc=None, clip=None, dls=None, make=torch.amp.GradScaler, **scaling):
     "Train in a loop as PyTorch's documentation shows, with fastai's optimizer; returns model, optimizer, scaler, losses."
-    learn, dtype = learner(opt_func=opt_func), {'fp16': torch.float16, 'bf16': torch.bfloat16}[mode]
+    learn, dtype = learner(dls=dls, opt_func=opt_func), {'fp16': torch.float16, 'bf16': torch.bfloat16}.get(mode)
     learn.create_opt()
     learn.opt.set_hypers(lr=lr)
     model, opt = learn.model, learn.opt
-    scaler, losses, count = NotingScaler(DEVICE.type, enabled=mode == 'fp16', **scaling), [], 0
+    scaler, losses, count = make(DEVICE.type, enabled=mode == 'fp16', **scaling), [], 0
     for _ in range(n_epoch):
         model.train()
         for xb, yb in learn.dls.train:
-            with torch.autocast(DEVICE.type, dtype=dtype): loss = nn.functional.mse_loss(model(xb).float(), yb)
+            with torch.autocast(DEVICE.type, dtype, enabled=dtype is not None):
+                pred = model(xb)
+                loss = nn.functional.mse_loss(pred.float() if dtype else pred, yb)
             losses.append(loss.item())
             if n_acc: loss = loss / (n_acc / len(yb))
             scaler.scale(loss).backward()
-            after_backward(model, len(losses) - 1)
             count += len(yb)
             if n_acc and count < n_acc: continue
             count = 0

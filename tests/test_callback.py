@@ -30,6 +30,12 @@ def pairs():
 
 # -- the numbers
 
+class NotingScaler(torch.amp.GradScaler):
+    "Notes the scale of each step."
+    def __init__(self, *args, **kwargs): super().__init__(*args, **kwargs); self.scales = []
+    def update(self, new_scale=None): self.scales.append(self.get_scale()); super().update(new_scale)
+
+
 @pytest.mark.parametrize('mode, opt, n_acc, clip, scaling', pairs())
 def test_same_numbers_as_a_handwritten_loop(mode, opt, n_acc, clip, scaling):
     "Losses, weights, optimizer, loss scale and its history; some steps are skipped in fp16."
@@ -38,7 +44,7 @@ def test_same_numbers_as_a_handwritten_loop(mode, opt, n_acc, clip, scaling):
     learn = learner(opt_func=OPTIMIZERS[opt], cbs=[MixedPrecision(mode, **scaling), *cbs])
     learn.add_cb(At('after_batch', lambda l: l.training and losses.append(l.loss.item()), order=40))
     learn.fit(3, .01)
-    model, opt, scaler, expected = handwritten(mode, OPTIMIZERS[opt], 3, .01, n_acc, clip, **scaling)
+    model, opt, scaler, expected = handwritten(mode, OPTIMIZERS[opt], 3, .01, n_acc, clip, make=NotingScaler, **scaling)
     assert losses == expected
     assert same(params(learn), list(model.parameters())) and same_state(opt_state(learn.opt), opt_state(opt))
     cb = learn.precision
