@@ -2,15 +2,17 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from fastai.callback.core import Callback
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from fastai.optimizer import SGD, Adam, OptimWrapper
 from fastcore.basics import noop
-from functools import partial
+from functools import cache, partial
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -74,6 +76,29 @@ def learner(model=None, dls=None, loss_func=None, cls=Learner, cbs=None, progres
 
 def params(learn): return [p.detach().clone() for p in learn.model.parameters()]
 def same(a, b): return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b))
+def finite(learn): return all(p.isfinite().all() for p in params(learn))
+
+
+@cache
+def plain_names():
+    learn = learner()
+    learn.fit(1)
+    return {*vars(learn)}
+
+
+def replaced(model):
+    "The names of modules with a forward that is not their class's."
+    return [n for n, m in model.named_modules() if 'forward' in vars(m)]
+
+
+def left_on(learn):
+    "The names that no plain learner has, callbacks left out, and those of `replaced`."
+    return [*vars(learn).keys() - plain_names() - {cb.name for cb in learn.cbs}, *replaced(learn.model)]
+
+
+def is_outside_a_fit(learn):
+    "Whether the precision callback of `learn` has closed all that it opened."
+    return not learn.precision.in_fit and vars(learn).get('scaler') is None and not replaced(learn.model)
 
 
 def opt_state(opt):
@@ -113,6 +138,21 @@ def told(f, word=''):
 def plain_grads(learn): return [None if p.grad is None else p.grad.clone() for p in learn.model.parameters()]
 
 
+def output_dtypes(learn, *modules):
+    "The dtypes that these modules of `learn` give from now on in training; the first one by default."
+    found = []
+    for m in modules or [learn.model[0]]: m.register_forward_hook(lambda m, i, o: found.append(o.dtype) if m.training else None)
+    return found
+
+
+@contextmanager
+def one_process():
+    "A process group of one."
+    dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
+    try: yield
+    finally: dist.destroy_process_group()
+
+
 def linear():
     torch.manual_seed(0)
     return nn.Linear(6, 1)
@@ -126,20 +166,22 @@ class At(Callback):
     def _run(self): self.f(self.learn)
 
 
-def loop_by_hand(learn, mode, loss_of, n_epoch, lr, n_acc=None, clip=None, after_backward=noop, after_step=noop, **scaling):
-    "Train `learn.model` on `loss_of(xb, yb)` in a loop as PyTorch's documentation shows, with fastai's optimizer; returns scaler and losses."
+def handwritten(mode, opt_func, n_epoch=2, lr=.01, n_acc=None, clip=None, dls=None, make=torch.amp.GradScaler, **scaling):
+    "Train in a loop as PyTorch's documentation shows, with fastai's optimizer; returns model, optimizer, scaler, losses."
+    learn, dtype = learner(dls=dls, opt_func=opt_func), {'fp16': torch.float16, 'bf16': torch.bfloat16}.get(mode)
     learn.create_opt()
     learn.opt.set_hypers(lr=lr)
     model, opt = learn.model, learn.opt
-    scaler, losses, count = torch.amp.GradScaler(DEVICE.type, enabled=mode == 'fp16', **scaling), [], 0
+    scaler, losses, count = make(DEVICE.type, enabled=mode == 'fp16', **scaling), [], 0
     for _ in range(n_epoch):
         model.train()
         for xb, yb in learn.dls.train:
-            loss = loss_of(xb, yb)
+            with torch.autocast(DEVICE.type, dtype, enabled=dtype is not None):
+                pred = model(xb)
+                loss = nn.functional.mse_loss(pred.float() if dtype else pred, yb)
             losses.append(loss.item())
             if n_acc: loss = loss / (n_acc / len(yb))
             scaler.scale(loss).backward()
-            after_backward()
             count += len(yb)
             if n_acc and count < n_acc: continue
             count = 0
@@ -148,17 +190,7 @@ def loop_by_hand(learn, mode, loss_of, n_epoch, lr, n_acc=None, clip=None, after
             scaler.step(opt)
             scaler.update()
             opt.zero_grad()
-            after_step()
-    return scaler, losses
-
-
-def handwritten(mode, opt_func, n_epoch=2, lr=.01, n_acc=None, clip=None, model=None, dls=None, **scaling):
-    "Mixed precision in that loop, under autocast; returns model, optimizer, scaler, losses."
-    learn, dtype = learner(model, dls, opt_func=opt_func), {'fp16': torch.float16, 'bf16': torch.bfloat16}[mode]
-    def loss_of(xb, yb):
-        with torch.autocast(DEVICE.type, dtype=dtype): return nn.functional.mse_loss(learn.model(xb).float(), yb)
-    scaler, losses = loop_by_hand(learn, mode, loss_of, n_epoch, lr, n_acc, clip, **scaling)
-    return learn.model, learn.opt, scaler, losses
+    return model, opt, scaler, losses
 
 
 OPTIMIZERS = {

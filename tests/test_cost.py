@@ -1,6 +1,5 @@
 "What a step costs beyond the arithmetic: host reads and operations, counted; and skips that the device decides."
 from collections import Counter
-from functools import partial
 
 import pytest, torch
 from fastai.callback.core import CancelBatchException, CancelStepException, CancelValidException
@@ -31,25 +30,14 @@ def fit_counts(mode, opt):
 
 
 def handwritten_counts(mode, opt):
-    learn = learner(dls=loaders(n=4 * STEPS), opt_func=OPTS[opt])
-    learn.create_opt(); learn.opt.set_hypers(lr=.01)
-    model, opt, loss_func = learn.model, learn.opt, nn.MSELoss()
-    dtype = {'fp16': torch.float16, 'bf16': torch.bfloat16}.get(mode)
-    scaler, batches = torch.amp.GradScaler('cpu', enabled=mode == 'fp16', init_scale=256.), list(learn.dls.train)
-    def epoch():
-        model.train()
-        for xb, yb in batches:
-            with torch.autocast('cpu', dtype=dtype or torch.bfloat16, enabled=dtype is not None):
-                pred = model(xb)
-                loss = loss_func(pred.float() if dtype else pred, yb)
-            scaler.scale(loss).backward()
-            scaler.unscale_(opt); scaler.step(opt); scaler.update()
-            opt.zero_grad()
-    epoch()
-    return counted(epoch)
+    "Of an epoch after the first."
+    scaling = dict(init_scale=256.) if mode == 'fp16' else {}
+    first, both = (counted(lambda: handwritten(mode, OPTS[opt], n, dls=loaders(n=4 * STEPS), **scaling)) for n in (1, 2))
+    both.subtract(first)
+    return both
 
 
-@pytest.mark.parametrize('mode, opt, reads', [('bf16', 'adam', 0), ('fp16', 'adam', 1), ('fp16', 'adamw', 1)])
+@pytest.mark.parametrize('mode, opt, reads', [('bf16', 'adam', 0), ('fp16', 'adamw', 1)])
 def test_operations_per_step_are_those_of_the_handwritten_loop(mode, opt, reads):
     "In fp16 one multiplication more: the history keeps the scale as a tensor. test_cuda.py counts waits."
     ours, theirs, read = fit_counts(mode, opt), handwritten_counts(mode, opt), ('aten::_local_scalar_dense', 'aten::item')
@@ -81,58 +69,52 @@ class OnTheHost(Learner):
     def _step(self): self.opt.step()
 
 
-def run(opt, skips, clip=None, cls=Learner):
-    cbs = [mixed('fp16', growth_interval=4), overflow_at(skips)] + ([GradientClip(clip)] if clip else [])
-    learn, seen = learner(dls=loaders(n=4 * STEPS), opt_func=FUSED[opt], cbs=cbs, cls=cls), []
-    learn.add_cb(At('after_batch', lambda l: l.training and seen.append((params(l), opt_state(l.opt), l.precision.skipped)), 70))
-    learn.fit(1, .01)
-    return learn, seen
-
-
 @pytest.mark.parametrize('opt, skips, clip', [('fused adam', {0}, None), ('fused adamw', {0, 1, 2}, .1), ('fused sgd', {1, 5, 6, 11}, None),
-                                              ('fused plain sgd', {3}, .1), ('fused adamw', {3}, None), ('fused sgd', {0}, .1)], ids=str)
+                                              ('fused plain sgd', {3}, .1)], ids=str)
 def test_the_device_decides_as_the_host_would(opt, skips, clip):
-    (device, seen), (host, expected) = run(opt, skips, clip), run(opt, skips, clip, OnTheHost)
-    assert [s for *_, s in seen] == [s for *_, s in expected] == [i in skips for i in range(STEPS)]
-    for (p, s, _), (q, t, _) in zip(seen, expected): assert same(p, q) and same_state(s, t)
-    for i in skips - {0}: assert same(seen[i][0], seen[i - 1][0]) and same_state(seen[i][1], seen[i - 1][1])
-    assert device.precision.scales == host.precision.scales and device.precision.n_skipped == len(skips)
-    assert device.precision.state_dict() == host.precision.state_dict()
+    def run(cls):
+        cbs = [mixed('fp16', growth_interval=4), overflow_at(skips)] + ([GradientClip(clip)] if clip else [])
+        learn, seen = learner(dls=loaders(n=4 * STEPS), opt_func=FUSED[opt], cbs=cbs, cls=cls), []
+        learn.add_cb(At('after_batch', lambda l: l.training and seen.append((params(l), opt_state(l.opt), l.precision.skipped)), 70))
+        learn.fit(1, .01)
+        return learn.precision, seen
+    (device, seen), (host, expected) = run(Learner), run(OnTheHost)
+    for i, ((p, s, skipped), (q, t, wanted)) in enumerate(zip(seen, expected, strict=True)):
+        assert same(p, q) and same_state(s, t) and skipped is wanted is (i in skips)
+        if i in skips - {0}: assert same(p, seen[i - 1][0]) and same_state(s, seen[i - 1][1])
+    assert device.scales == host.scales and device.n_skipped == len(skips) and device.state_dict() == host.state_dict()
 
 
 class Counting(torch.optim.AdamW): pass
 
 
 @pytest.mark.parametrize('opt, fires', [
-    (OPTS['adam'], [0, 3]), (OPTS['adamw'], [0, 3]), (OPTS['fused adamw'], [0]), (OPTS['fused sgd'], [0]), (OPTS['fused plain sgd'], []),
+    (OPTS['adam'], [0, 3]), (OPTS['fused adamw'], [0]), (OPTS['fused sgd'], [0]), (OPTS['fused plain sgd'], []),
     (partial(OptimWrapper, opt=partial(Counting, fused=True)), [0, 3]), (lambda p, lr: Lookahead(SGD(p, lr=lr)), [0, 3])])
 def test_who_decides(opt, fires):
     """`after_cancel_step` fires where the host does: for all but torch's own fused optimizers, and where the first step
     would create a state; `skipped` holds in both."""
-    cbs = [mixed('fp16'), overflow_at({0, 3})]
-    learn, fired, skipped, counts = learner(opt_func=opt, cbs=cbs), [], [], []
+    learn, fired, skipped, counts = learner(opt_func=opt, cbs=[mixed('fp16'), overflow_at({0, 3})]), [], [], []
     learn.add_cbs([At('after_cancel_step', lambda l: fired.append(l.train_iter), 20),
                    At('after_step', lambda l: skipped.append(l.precision.skipped), 20),
                    At('after_batch', lambda l: l.training and counts.append(getattr(l.opt, 'count', None)), 70)])
     learn.fit(1, .01)
     assert fired == fires and skipped == [i in (0, 3) for i in range(6)] and learn.precision.n_skipped == 2
-    if counts[0] is not None: assert counts == [0, 1, 2, 2, 3, 4]    # Lookahead does not count a skipped step
+    assert counts in ([None] * 6, [0, 1, 2, 2, 3, 4])            # Lookahead does not count a skipped step
 
 
 @pytest.mark.parametrize('exc', [RuntimeError, CancelStepException, CancelBatchException])
-def test_found_inf_never_stays_on_the_optimizer(exc):
-    left = []
+def test_a_skip_on_the_device_never_outlives_its_step(exc):
+    "Also where the step is called off: a later fit in fp32 trains."
     def stop(l):
         if l.train_iter == 2: raise exc('stop')
-    learn = learner(opt_func=FUSED['fused adamw'], cbs=[mixed('fp16'), overflow_at({2, 4}), At('before_step', stop, 20)])
-    learn.add_cb(At('after_batch', lambda l: left.append({'found_inf', 'grad_scale'} & vars(l.opt.opt).keys()), 70))
-    try: learn.fit(1, .01)
+    spoiling = [overflow_at({2, 4}), At('before_step', stop, 20)]
+    learn = learner(opt_func=FUSED['fused adamw']).to_fp16(init_scale=256.)
+    try: learn.fit(1, .01, cbs=spoiling)
     except RuntimeError: pass
-    assert left and not any(left) and not {'found_inf', 'grad_scale'} & vars(learn.opt.opt).keys()
     before = params(learn)
-    learn.to_fp32().remove_cbs([cb for cb in learn.cbs if isinstance(cb, At)])
-    learn.fit(1, .01)
-    assert not same(params(learn), before)
+    learn.to_fp32().fit(1, .01)
+    assert not same(params(learn), before) and finite(learn)
 
 
 def test_no_callback_of_fastai_depends_on_after_cancel_step():
