@@ -1,46 +1,54 @@
-"The result of a comparison: its table, and how it shows itself."
+"The result of a comparison: its table, the recommendation and how sure it is, and the plot."
 from __future__ import annotations
 
-import weakref
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from textwrap import fill
+from typing import Any
 
+import numpy as np
 import pandas as pd
 from fastai.learner import Learner
+from fastcore.basics import noop
 
+from ..common import PRECISION_COLORS
 from .advice import as_html
-from .comparison_plot import plot_comparison
-from .phases import PHASES
-from .precisions import PrecisionChoice, use_choice
+from .precisions import HALF_WEIGHTS, PrecisionChoice, use_choice
 
-__all__ = ['PrecisionComparison']
+__all__ = ['PrecisionComparison', 'Tolerance', 'recommend']
+
+_WORTH = 1.05           # speed-up below which a mode does not pay
+_TURNS = 4              # the first warms up, and three are needed for a range
+# One-sided 95 % prediction interval of one more training, by the number of trainings: t * sqrt(1 + 1 / n).
+_INTERVAL = {2: 7.7, 3: 3.4, 4: 2.6, 5: 2.3}
+_STYLES = ('-', '--', ':', '-.', (0, (1, 3)), (0, (5, 1)))
 
 
+@dataclass(repr=False, eq=False)
 class PrecisionComparison:
     """Precisions side by side on one learner; the result of `Learner.compare_precision`.
 
-    `table`: a DataFrame with a row for each mode, and one for fp32 on fewer samples where a mode is emulated:
+    The table has a row for each mode, with the columns
 
-    - `support`: how the device runs it; `measure`: the row it is compared to; `steps` trained; `turns` in which
-    - `samples` of each batch; `samples/s`, median over the turns; `speed-up` over its measure, median of the ratios
-      within each turn, and their quartiles `speed-up q1` and `q3`
-    - `peak memory` in bytes (CUDA)
-    - `loss`: mean of the last steps; `loss difference` from its measure's; `seed spread`: the standard deviation of
-      that loss between fp32 trainings with other seeds
-    - `skipped` steps, the loss scale at the end (`final scale`)
-    - seconds in a step: `data`, `forward`, `backward`, `optimizer`, `rest`; `page faults` in a step; a `note`
-
-    `losses`: the loss of each step by row; `seed_losses`: those of fp32 with other seeds. `recommended` is one mode,
-    `reason` says why, `calls[mode]` is the call that trains in it; `apply()` makes it.
+    - `support`: how the device runs it; `steps` trained; `turns` in which
+    - `ms per step`, median over the turns; `speed-up` over fp32, median of the ratios within each turn, and their
+      quartiles `speed-up q1` and `q3`
+    - `loss`: mean of the last steps; `loss difference` from fp32's; both nan for a mode that was cut short
+    - `skipped` steps, the loss scale at the end (`final scale`), a `note`
     """
-    def __init__(self, table: pd.DataFrame, losses: dict[str, list[float]], seed_losses: list[list[float]], device: str,
-                 recommended: str, reason: str, notes: list[str], calls: dict[str, str],
-                 choices: dict[str, PrecisionChoice], learn: Learner):
-        self.table, self.losses, self.seed_losses, self.device = table, losses, seed_losses, device
-        self.recommended, self.reason, self.notes, self.calls = recommended, reason, notes, calls
-        self.choices, self._learn = choices, weakref.ref(learn)
+    table: pd.DataFrame # One row for each mode
+    losses: dict[str, list[float]] # The loss of each step, by mode
+    seed_losses: list[list[float]] # Those of fp32 with other seeds
+    device: str # Where they trained
+    recommended: str # One mode
+    reason: str # Why, and how sure that is
+    calls: dict[str, str] # The call that trains in each mode
+    notes: list[str] # Sentences on how it was measured
+    choices: dict[str, PrecisionChoice] # What `apply` sets, by mode
+    learner: Callable[[], Learner | None] # Returns the learner that was compared; None if it is gone
 
-    def __getstate__(self): return {**self.__dict__, '_learn': None}
+    def __getstate__(self): return {**self.__dict__, 'learner': noop}
 
     def apply(self,
         learn: Learner | None = None, # The learner; the one that was compared if None
@@ -51,28 +59,24 @@ class PrecisionComparison:
         if mode not in self.choices:
             raise ValueError(f"mode={mode!r} cannot be used: it was not compared. Take one of "
                              f"{', '.join(map(repr, self.choices))}.")
-        if learn is None and self._learn is not None: learn = self._learn()
+        if learn is None: learn = self.learner()
         if learn is None:
             raise ValueError("apply() cannot find the learner that was compared: hand it over as learn=...")
         use_choice(learn, self.choices[mode])
         return learn
 
-    def _shown(self) -> list[pd.DataFrame]:
-        "Return the tables for people: fewer columns, rounded; of results, and of milliseconds in a step where known."
+    def _shown(self) -> pd.DataFrame: # The table for people: fewer columns, rounded
         t, text = self.table, lambda f, values: ['-' if v != v else f(v) for v in values]
         shown = t[['support', 'steps']].copy()
-        shown['samples/s'] = text(lambda v: f'{v:,.0f}' if v >= 10 else f'{v:.2g}', t['samples/s'])
+        shown['ms per step'] = text('{:.3g}'.format, t['ms per step'])
         shown['speed-up'] = ['-' if s != s else f'{s:.2f}' + (f' ({l:.2f} to {h:.2f})' if l < h else '')
                              for s, l, h in zip(t['speed-up'], t['speed-up q1'], t['speed-up q3'])]
-        if t['peak memory'].notna().any(): shown['peak MiB'] = text(lambda v: f'{v / 2**20:,.0f}', t['peak memory'])
         shown['loss'] = text('{:.4g}'.format, t['loss'])
         shown['from fp32'] = text(lambda v: f'{v:+.2g}' if v else '0', t['loss difference'])
         if t['final scale'].notna().any():
             shown['skipped'] = t['skipped']
             shown['final scale'] = text(lambda v: f'{v:,.0f}' if v >= 1 else f'{v:.2g}', t['final scale'])
-        times = t[['data', *PHASES, 'rest']].dropna()
-        times = (times * 1000).map('{:.3g}'.format).add_suffix(' ms')
-        return [shown, times] if len(times) else [shown]
+        return shown.rename_axis(None)
 
     def _lines(self) -> list[str]:
         notes = [f'{name}: {note}' for name, note in self.table['note'].items() if note]
@@ -80,19 +84,143 @@ class PrecisionComparison:
 
     def __repr__(self) -> str:
         first, *rest = (fill(line, 118, break_long_words=False, break_on_hyphens=False) for line in self._lines())
-        tables = [t.rename_axis(None).to_string() for t in self._shown()]
-        return '\n'.join([first, '', f'Precisions on {self.device}:', '\n\n'.join(tables), '', *rest])
+        return '\n'.join([first, '', f'Precisions on {self.device}:', self._shown().to_string(), '', *rest])
 
     def _repr_html_(self) -> str:
         first, *rest = map(as_html, self._lines())
-        def html(table): return table.rename_axis(None).to_html().replace('<td>', '<td style="white-space: nowrap">')
-        parts = [f'<p><b>{first}</b></p><p>Precisions on {as_html(self.device)}:</p>',
-                 '<br>'.join(map(html, self._shown()))]
-        return ''.join([*parts, *(f'<p>{line}</p>' for line in rest)])
+        table = self._shown().to_html().replace('<td>', '<td style="white-space: nowrap">')
+        return ''.join([f'<p><b>{first}</b></p><p>Precisions on {as_html(self.device)}:</p>{table}',
+                        *(f'<p>{line}</p>' for line in rest)])
 
     def plot(self,
-        axs: Sequence | None = None, # Four matplotlib axes to draw on, of which the second may stay empty; new if None
+        axs: Sequence | None = None, # Two matplotlib axes to draw on; new ones if None
     ): # The matplotlib axes
-        """Draw the loss curves, other fp32 seeds in grey; those of modes that saw fewer samples, beside fp32 on the
-        same; the speed of each mode against fp32; and where the time of a step goes."""
-        return plot_comparison(self.table, self.losses, self.seed_losses, self.recommended, axs)
+        "Draw the loss curves, with the range of fp32's seeds in grey, and the speed of each mode against fp32."
+        import matplotlib.pyplot as plt
+        if axs is None: _, axs = plt.subplots(1, 2, figsize=(9, 3.6), layout='constrained')
+        _draw_curves(axs[0], {name: values for name, values in self.losses.items() if values}, self.seed_losses)
+        _draw_speeds(axs[1], self.table.iloc[::-1], self.recommended)
+        for ax in axs: ax.spines[['top', 'right']].set_visible(False)
+        return axs
+
+
+# -- the recommendation
+
+class Tolerance:
+    """How far above fp32's loss another may be: as far as one more training of fp32 may, and 1 % in any case.
+
+    Where fp32 was trained once there is no spread, and only a wide margin counts: a tenth of the loss, or two standard
+    deviations between its last steps.
+    """
+    def __init__(self,
+        last: Sequence[float], # fp32's losses in the last steps
+        seeds: Sequence[float], # The mean of those in trainings with other seeds
+    ):
+        self.loss, self.n = float(np.mean(last)), 1 + len(seeds)
+        self.spread = float(np.std([self.loss, *seeds], ddof=1)) if seeds else math.nan
+        if seeds: self.value = max(.01 * abs(self.loss), _INTERVAL.get(self.n, 2.) * self.spread)
+        else: self.value = max(.1 * abs(self.loss), 2 * float(np.std(last)))
+
+    def __str__(self) -> str:
+        if self.n == 1: return f'{self.value:.2g}, a wide margin, as there was no second training of fp32 to measure by'
+        return f'{self.value:.2g}, as {self.n} trainings of fp32 allow'
+
+
+def recommend(
+    table: pd.DataFrame, # As `PrecisionComparison.table`
+    tolerance: Tolerance,
+    calls: dict[str, str], # The call that trains in each mode
+) -> tuple[str, str]: # The mode, and why
+    """Return one mode: the fastest that pays and trains as fp32 does.
+
+    It pays if the median speed-up is 1.05 or more and its range over the turns (half of them) is further above 1 than
+    it is wide. It trains as fp32 does if the mean of the last losses is finite and above fp32's by no more than the
+    tolerance, no more than half of its steps were skipped, and the loss scale has not fallen below 1. Of two equally
+    fast (5 %) bf16 is taken, which needs no loss scaling.
+    """
+    base, others = table.loc['fp32'], table.drop('fp32')
+    if others.empty: return 'fp32', 'Nothing else was asked for.'
+    if not math.isfinite(base['loss']):
+        return 'fp32', 'Its own loss is not finite, so nothing can be compared: look at data, model and rate first.'
+    against = {n: _against(row, base['steps'], tolerance) for n, row in others.iterrows()}
+    good = [n for n in against if not against[n]]
+    bad = '; '.join(f"{n}: {', '.join(v)}" for n, v in against.items() if v)
+    if not good: return 'fp32', f'{bad}.'
+    speed = table['speed-up']
+    fastest = max(good, key=speed.get)
+    equal = [n for n in good if speed[n] * 1.05 >= speed[fastest]]
+    best = 'bf16' if 'bf16' in equal else fastest
+    why = f"{_speed(table.loc[best])} times fp32's speed, and a loss no further above fp32's than {tolerance}"
+    return best, f"{why}{f' ({bad})' if bad else ''}. Next: `{calls[best]}`."
+
+
+def _against(row: pd.Series, steps: int, tolerance: Tolerance) -> list[str]:
+    "Return what speaks against a mode."
+    if row['support'] in ('unsupported', 'failed'): return ['does not run here']
+    if row['steps'] < steps:                                     # an emulated one
+        return [f"the device only emulates it, and its time was over after {row['steps']} of {steps} steps"]
+    found = []
+    if not math.isfinite(row['loss']): found.append('its loss is not finite')
+    elif row['skipped'] > row['steps'] / 2:                        # which takes less time, and leaves the loss alone
+        found.append(f"it skipped {row['skipped']} of {row['steps']} steps, so neither its loss nor its speed tells "
+                     'anything: compare with a larger `n_steps`, or see what `learn.precision_report()` finds')
+    elif row['loss difference'] > tolerance.value:
+        skips = f" ({row['skipped']} of {row['steps']} steps skipped; a larger `n_steps` tells whether that is all)"
+        found.append(f"its loss is {row['loss difference']:.2g} above fp32's, more than {tolerance}" +
+                     (skips if row['skipped'] else ''))
+    if row['final scale'] < 1:
+        found.append(f"its loss scale fell to {row['final scale']:.2g}: below 1 the model does not fit fp16")
+    return [*found, *filter(None, [_too_slow(row)])]
+
+
+def _too_slow(row: pd.Series) -> str:
+    "Return why the speed is none to recommend; '' if it is."
+    if row['turns'] < _TURNS: return f"it was timed in {row['turns']} turns: too few for a range of its speed"
+    low, high, width = row['speed-up q1'], row['speed-up q3'], row['speed-up q3'] - row['speed-up q1']
+    if low - 1 > width and row['speed-up'] >= _WORTH: return ''
+    if 1 - high > width: how = 'slower than fp32'
+    elif high < _WORTH: how = 'no faster than fp32'
+    else: how = 'not reliably faster than fp32'
+    emulated = ': the device only emulates it' if row['support'] == 'emulated' else ''
+    return f'{how} here ({_speed(row)} times its speed){emulated}'
+
+
+def _speed(row: pd.Series) -> str: return f"{row['speed-up']:.2f}, {row['speed-up q1']:.2f} to {row['speed-up q3']:.2f}"
+
+
+# -- the plot
+
+def _color(name: str) -> str: return PRECISION_COLORS.get(name, PRECISION_COLORS[HALF_WEIGHTS])
+
+
+def _smooth(values: list[float]) -> pd.Series: # From step 1 on; nan where a loss is not finite
+    losses = pd.Series(values, index=range(1, len(values) + 1), dtype=float)
+    return losses.ewm(alpha=.2).mean().where(np.isfinite(losses))
+
+
+def _draw_curves(ax: Any, losses: dict[str, list[float]], seed_losses: list[list[float]]) -> None:
+    base = losses['fp32']
+    if seed_losses:
+        seeds = pd.DataFrame([_smooth(l) for l in [base, *seed_losses]])
+        ax.fill_between(seeds.columns, seeds.min(), seeds.max(), color='#d8dee9', lw=0,
+                        label=f'fp32, range of {len(seeds)} seeds')
+    for (name, values), style in zip(losses.items(), _STYLES):
+        finite, label = np.isfinite(values), name
+        if not finite.all(): label += f' (not finite from step {finite.argmin() + 1})'
+        elif len(values) < len(base): label += ' (cut short)'
+        ax.plot(_smooth(values), linestyle=style, color=_color(name), lw=2, label=label)
+    ax.set(title='Training loss (smoothed)', xlabel='step', ylabel='loss')
+    ax.xaxis.get_major_locator().set_params(integer=True)
+    ax.legend(loc='upper center', bbox_to_anchor=(.5, -.22), ncols=2, frameon=False, fontsize=8)
+
+
+def _draw_speeds(ax: Any, table: pd.DataFrame, recommended: str) -> None:
+    speed, low, high = (table[f'speed-up{q}'] for q in ('', ' q1', ' q3'))
+    widest = max(1., high.max())
+    names = [f'{n}\n(emulated)' if s == 'emulated' else n for n, s in table['support'].items()]
+    ax.barh(names, speed.fillna(0), xerr=[(speed - low).fillna(0), (high - speed).fillna(0)], capsize=3,
+            color=[_color(n) for n in table.index], height=.6, error_kw={'lw': 1})
+    for i, (s, end) in enumerate(zip(speed, high.fillna(0))):
+        ax.text(end + .04 * widest, i, f'{s:.2f}x' if s == s else 'not measured', va='center')
+    ax.axvline(1, color='black', lw=.8, ls=':', zorder=0)
+    ax.set(title=f'Speed; recommended: {recommended}', xlabel='steps per second, fp32 = 1', xlim=(0, widest * 1.4))

@@ -36,10 +36,10 @@ def compare_precision(self: Learner,
     """Train copies of the learner for `n_steps` in each precision, from its present state on the same batches.
 
     The learner, its loggers and its recorder stay as they are; drawing batches runs the dataset, and what that draws
-    from generators outside it moves on, as with fastai's `one_batch()`. Data is shared, of which 512 MB at most are
-    held. The modes take turns, a few steps each, so that whatever else the machine does slows all of them; only the
-    training steps are timed. A mode that the device does not run gets a row with the reason; one that it only emulates
-    sees a part of each batch, and has a row of fp32 on the same samples beside it.
+    from generators outside it moves on, as with fastai's `one_batch()`. All copies are in memory at once, and batches
+    of 512 MB. The modes take turns, a few steps each, so that whatever else the machine does slows all of them; only
+    the training steps are timed. A mode that the device does not run gets a row with the reason; one that it only
+    emulates has a fifth of the time, and if that is too little for all steps, its loss is not compared.
 
     What takes part: the precision callback's arguments, of fastai's callbacks those that shape a training step (mixup
     and cutmix, gradient accumulation and clipping, RNN, batch-norm and GAN callbacks, channels last), of others copies
@@ -53,7 +53,7 @@ def compare_precision(self: Learner,
     Raises `ValueError` for an unknown mode, for unusable numbers, for a learner that cannot be copied, for sharded
     parameters (FSDP), lazy modules and without training batches; `RuntimeError` inside a fit.
     """
-    return compare(self, modes, n_steps, lr=lr, n_seeds=n_seeds, max_seconds=max_seconds, cbs=cbs)
+    return compare(self, modes, n_steps, lr, n_seeds, max_seconds, cbs)
 
 
 @patch

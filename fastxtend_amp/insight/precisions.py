@@ -20,10 +20,10 @@ _ALLOWED = "'fp32', 'bf16', 'fp16', 'half weights' (bf16), 'half weights fp16', 
 
 @dataclass(frozen=True)
 class PrecisionChoice:
-    "One precision: fp32 (`mode` None), autocast in `mode`, or half-precision weights of that dtype."
-    mode: AMPMode | None = None
-    half_weights: bool = False
-    fp32_modules: tuple[str, ...] = ()       # kept in fp32 besides those that the learner keeps
+    "One precision that a learner can be set to: fp32, autocast, or half-precision weights."
+    mode: AMPMode | None = None # None for fp32
+    half_weights: bool = False # Whether the weights are in `mode`'s dtype, as `to_half_weights` has it
+    fp32_modules: tuple[str, ...] = () # Modules kept in fp32 besides those that the learner keeps
 
     @property
     def name(self) -> str:
@@ -68,29 +68,27 @@ def default_choices(learn: Learner) -> list[PrecisionChoice]:
 def use_choice(
     learn: Learner, # The learner, outside a fit
     choice: PrecisionChoice,
-    own: MixedPrecision | None = None, # The callback whose arguments it takes over; the learner's own if None
 ) -> MixedPrecision | None: # Its precision callback now
     """Have `learn` train in this precision, by the call that a user would make.
 
     The arguments of its precision callback stay, as far as the new one has them, and the loss scale; a `GradScaler` of
     the user's own only where the callback itself can stay.
     """
-    own = precision_callback(learn) if own is None else own
     if choice.mode is None:
         learn.to_fp32()
         return None
+    old = precision_callback(learn)
+    kept, state = ([], {}) if old is None else (old.fp32_module_names, old.state_dict())
     method = 'to_half_weights' if choice.half_weights else f'to_{choice.mode.value}'
-    old_method, arguments = _call_of(own)
-    kept = own.fp32_module_names if own is not None else []
-    same = method == old_method and own.mode is choice.mode and own is precision_callback(learn)  # type: ignore[union-attr]
-    if same and not set(choice.fp32_modules) - set(kept): return own
+    old_method, arguments = _call_of(old)
+    if old is not None and (method, choice.mode) == (old_method, old.mode) and {*choice.fp32_modules} <= {*kept}:
+        return old
     allowed = set(inspect.signature(getattr(Learner, method)).parameters)
     # of half-precision weights fp16 needs masters, and bf16 has no loss scale
     if choice.half_weights: allowed -= {'master_weights' if choice.mode.needs_loss_scaling else 'loss_scale'}
     arguments = {k: v for k, v in arguments.items() if k in allowed}
     if choice.half_weights: arguments['dtype'] = choice.mode.value
     if choice.fp32_modules: arguments['fp32_modules'] = list(dict.fromkeys([*kept, *choice.fp32_modules]))
-    state = own.state_dict() if own is not None else {}
     getattr(learn, method)(**arguments)
     cb = precision_callback(learn)
     if state and cb is not None: cb.load_state_dict(state)       # as fp16 to fp16; nothing in bf16

@@ -26,29 +26,22 @@ class Progress:
         self.bar.comment = f'at most {max_seconds:.0f} s'
         self.bar.update(0)
 
+    @property
+    def left(self) -> float: return self.end - time.monotonic()
+
     def expect(self, ticks: int) -> None:
         "Set how many more ticks are to come."
-        if self.bar is None: return
-        self.bar.total = max(1, self.done + ticks)
-        self.bar.update(min(self.done, self.bar.total))
+        if self.bar is not None: self.bar.total = max(1, self.done + ticks)
 
-    def tick(self, comment: str = '') -> None:
+    def tick(self) -> None:
         "Show that one more step is done."
         self.done += 1
-        if self.bar is None: return
-        self.bar.comment = comment or self.bar.comment
-        self.bar.update(min(self.done, self.bar.total))
+        if self.bar is not None: self.bar.update(min(self.done, self.bar.total))
 
     def tick_in_time(self) -> None:
         "Show that one more module is done; raise `TimeIsUp` when the limit is over."
         self.tick()
-        if time.monotonic() > self.end: raise TimeIsUp
-
-    def say(self, text: str, comment: str = '') -> None:
-        "Print a line where the bar is shown."
-        if self.bar is None: return
-        print(text)
-        self.bar.comment = comment or self.bar.comment
+        if self.left < 0: raise TimeIsUp
 
     def close(self) -> None:
         "Take the bar away."

@@ -18,3 +18,10 @@ def clock(monkeypatch):
     found = Clock()
     for name in ('perf_counter', 'monotonic', 'time'): monkeypatch.setattr(time, name, found.read)
     return found
+
+
+@pytest.fixture
+def sleeps(clock, monkeypatch):
+    "The clock; `time.sleep` moves it."
+    monkeypatch.setattr(time, 'sleep', clock.sleep)
+    return clock

@@ -82,23 +82,13 @@ def all_compare_wrapped():
     return table['steps'].to_dict(), type(learn.model).__name__
 
 
-def all_take_rank_0s_choice():
-    "Each rank measures, and finds something else."
-    from fastxtend_amp.insight import choice
-    from fastxtend_amp.insight.comparison import PrecisionComparison
-    measured, rank = choice.compare, dist.get_rank()
-    def compare(*args, **kwargs) -> PrecisionComparison:
-        found = measured(*args, **kwargs)
-        found.recommended = 'bf16' if rank == 0 else 'fp32'
-        return found
-    choice.compare = compare
-    learn = learner(nn.parallel.DistributedDataParallel(net()))
-    choice.measure_and_choose(learn, modes=('fp32', 'bf16'), n_steps=2 + rank)
-    return learn.precision_decision.mode, getattr(learn.precision.amp_mode, 'value', None)
+def choice_is_refused():
+    try: learner(nn.parallel.DistributedDataParallel(net())).to_amp(measure=True)
+    except RuntimeError as e: return str(e)
 
 
 SCENARIOS = (ddp_warns, ddp_raises, fsdp_warns, fsdp_raises, one_rank_compares, all_compare_wrapped,
-             all_take_rank_0s_choice)
+             choice_is_refused)
 
 
 def main(path):

@@ -1,90 +1,89 @@
 "The measured choice: the fastest precision that trains as fp32 does, and a learner as it was but for the callback."
-import warnings
+import time, warnings
 
 import pytest, torch
+from fastai.callback.core import Callback
 from fastai.callback.training import GradientAccumulation
 from torch import nn
 
 from fastxtend_amp import HalfWeights, mode
-from fastxtend_amp.insight import compare, precisions, trainings
-from fastxtend_amp.insight.choice import measure_and_choose
+from fastxtend_amp.insight import compare, precisions
 from fastxtend_amp.insight.precisions import PrecisionChoice, use_choice
 from helpers import Attentive, learner, mlp, params, same
 from states import bits, rich
 
 
-@pytest.fixture
-def speeds(monkeypatch):
-    "Replaces the speeds that are measured: samples per second by the name of the precision; others as fast as fp32."
-    known, train = {}, trainings.Run.train
-    def replaced(self, *args):
-        train(self, *args)
-        n = len(self.speeds)
-        self.speeds[-1] = known.get(self.name, 100.) * (1 + .01 * (n % 3)) * (1 if self.name == 'fp32' else noise[n % 2])
-    noise = known.setdefault('noise', [1., 1.])
-    monkeypatch.setattr(trainings.Run, 'train', replaced)
+class Costs(Callback):
+    "Each step takes .1 seconds of the test's clock, or less by the speed-up of the precision that it runs in."
+    def __init__(self, speeds, swing=0.): self.speeds, self.swing = speeds, swing
+    def before_batch(self):
+        cb = self.learn.precision
+        half = ['half weights'] if isinstance(cb, HalfWeights) else []
+        name = ' '.join([*half, *([] if cb is None or half and cb.mode == 'bf16' else [cb.mode])]) or 'fp32'
+        swing = 1 + self.swing * (self.learn.iter // 6 % 2) if cb else 1
+        time.sleep(.1 * swing / self.speeds.get(name, 1.))
+
+
+@pytest.fixture(autouse=True)
+def native(monkeypatch, sleeps):
     for module in (precisions, compare):
         monkeypatch.setattr(module, 'mode_support', lambda m, d: mode.Support('native', 'for this test'))
-    return known
 
 
-@pytest.mark.parametrize('known,chosen', [
-    ({'bf16': 200.}, 'bf16'), ({'bf16': 200., 'half weights': 208.}, 'bf16'),
-    ({'bf16': 70., 'half weights': 150.}, 'half weights'),
-    ({'bf16': 70., 'fp16': 70., 'half weights': 70., 'half weights fp16': 70.}, 'fp32'), ({'fp16': 300.}, 'fp16'),
-    ({}, 'fp32')])
-def test_takes_the_fastest(speeds, known, chosen, capsys):
-    speeds.update(known)
-    learn = learner(cbs=GradientAccumulation(8))
-    if 'half weights' in known: learn.to_half_weights()
-    measure_and_choose(learn, n_steps=16)
+def costing(speeds, model=None, **kwargs): return learner(model, cbs=Costs(speeds), **kwargs)
+
+
+@pytest.mark.parametrize('speeds, chosen', [
+    ({'bf16': 2.}, 'bf16'), ({'bf16': 2., 'half weights': 2.08}, 'bf16'),
+    ({'bf16': .7, 'fp16': .7, 'half weights': 1.5, 'half weights fp16': .7}, 'half weights'),
+    ({'bf16': .7, 'fp16': .7, 'half weights': .7}, 'fp32'), ({'fp16': 3.}, 'fp16'), ({}, 'fp32')])
+def test_takes_the_fastest(speeds, chosen, capsys):
+    learn = costing(speeds)
+    learn.add_cb(GradientAccumulation(8))
+    has_half = any('half' in name for name in speeds)
+    if has_half: learn.to_half_weights()
+    assert learn.to_amp(measure=True) is learn
     decision, cb = learn.precision_decision, learn.precision
     assert decision.mode == chosen
-    tried = ['fp32', 'bf16', 'fp16'] + ['half weights', 'half weights fp16'] * ('half weights' in known)
+    tried = ['fp32', 'bf16', 'fp16'] + ['half weights', 'half weights fp16'] * has_half
     assert list(decision.table.index) == tried       # half weights are autocast's casts, unless the learner has more
     if chosen == 'fp32': assert cb is None
     else:
         assert cb.decision is decision and decision.choice.mode == cb.amp_mode and decision.call == cb.as_call()
         assert isinstance(cb, HalfWeights) == chosen.startswith('half')
     said = capsys.readouterr().out
-    assert said.startswith(f'{chosen}: ') and said.count('\n') == 1 and 'Measured in' in said
+    assert said.startswith(f'{chosen}: ') and said.count('\n') == 1 and f'measuring: `{decision.call}`.' in said
     if chosen == 'fp16': assert '3.00, 3.00 to 3.00 times' in said and 'as 2 trainings of fp32 allow' in said
     learn.fit(1)
 
 
-def test_a_gain_smaller_than_the_spread_is_not_taken_and_said(speeds, capsys):
-    "bf16 is 1.4 times as fast in every second turn and 0.7 times in the others."
-    speeds['noise'][:] = 1.4, .7
+def test_a_gain_smaller_than_the_spread_is_not_taken_and_said(capsys):
+    "In about every second turn low precision takes twice as long as in the others."
+    learn = learner(cbs=Costs({'bf16': 1.5, 'fp16': 1.5}, swing=1.))
     for _ in range(2):
-        learn = learner()
-        measure_and_choose(learn, modes=('fp32', 'bf16'), n_steps=22)
+        learn.to_amp(measure=True)
         assert learn.precision is None
-        assert 'fp32: bf16: not reliably faster than fp32 here (1.' in capsys.readouterr().out
+        assert 'fp32: bf16: not reliably faster than fp32 here (' in capsys.readouterr().out
 
 
-@pytest.mark.parametrize('seconds', [1e-9, 60.])
-def test_a_loss_is_not_refused_on_noise(speeds, seconds, monkeypatch, capsys):
-    "bf16's loss is 2 % above fp32's: within what a second training shows, and within the margin without one."
-    speeds.update(bf16=160.)
-    monkeypatch.setattr(compare.Run, 'row', shifted(compare.Run.row))
-    monkeypatch.setattr(compare._Comparison, '_train_seed', lambda *_: False)
-    learn = learner()
-    measure_and_choose(learn, modes=('fp32', 'bf16'), n_steps=16)
-    assert learn.precision.mode == 'bf16' and 'no second training of fp32' in capsys.readouterr().out
+@pytest.mark.parametrize('max_seconds, factor, chosen', [(60., 1.003, 'bf16'), (6., 1.003, 'bf16'), (60., 3., 'fp32')])
+def test_a_loss_is_refused_for_what_seeds_do_not_show_and_not_for_noise(max_seconds, factor, chosen):
+    "The learner asked twice gives one answer, also where time ends the comparison."
+    class Worse(Callback):
+        def after_loss(self):
+            if self.learn.precision: self.learn.loss = self.learn.loss * factor
+    learn = costing({'bf16': 1.6, 'fp16': 1.6})
+    learn.add_cb(Worse())
+    for _ in range(2):
+        learn.to_amp(measure=True, max_seconds=max_seconds)
+        decision = learn.precision_decision
+        assert decision.mode == chosen and (decision.table['steps']['fp32'] == 40) == (max_seconds == 60.)
+        assert 'as 2 trainings of fp32 allow' in decision.reason
+        learn.to_fp32()
 
 
-def shifted(row):
-    def f(self, *args):
-        found = row(self, *args)
-        if self.name == 'bf16': found['loss difference'] = .02 * self.measure.losses[-1]
-        return found
-    return f
-
-
-def test_modules_that_must_stay_in_fp32_do(speeds):
-    speeds.update(fp16=300.)
-    learn = learner(Attentive()).to_fp16(init_scale=1024., max_skips=7)
-    measure_and_choose(learn, modes=('fp32', 'fp16'), n_steps=16)
+def test_modules_that_must_stay_in_fp32_do():
+    learn = costing({'fp16': 3.}, Attentive()).to_fp16(init_scale=1024., max_skips=7).to_amp(measure=True)
     decision = learn.precision_decision
     assert decision.mode == 'fp16' and decision.choice.fp32_modules == ('attn',) and 'attn' in decision.call
     assert learn.precision.fp32_module_names == ['attn'] and learn.precision.max_skips == 7
@@ -95,70 +94,54 @@ def test_modules_that_must_stay_in_fp32_do(speeds):
     assert not [w for w in found if 'goes wrong' in str(w.message)] and learn.precision.n_skipped == 0
 
 
-def test_a_mode_that_does_not_work_is_not_chosen_however_fast(speeds):
+def test_a_mode_that_does_not_work_is_not_chosen_however_fast():
     class Overflows(nn.Linear):
         def forward(self, x):
-            out = super().forward(x)
             low = torch.is_autocast_enabled('cpu') and torch.get_autocast_dtype('cpu') is torch.float16
-            return out * (float('inf') if low else 1.)
-    speeds.update(fp16=900.)
-    learn = learner(nn.Sequential(nn.Linear(6, 4), Overflows(4, 1)))
-    measure_and_choose(learn, modes=('fp32', 'fp16'), n_steps=10)
+            return super().forward(x) * (float('inf') if low else 1.)
+    learn = costing({'fp16': 9.}, nn.Sequential(nn.Linear(6, 4), Overflows(4, 1))).to_amp(measure=True)
     assert learn.precision is None or learn.precision.fp32_module_names        # kept in fp32 it works
 
 
-@pytest.mark.parametrize('error', [KeyboardInterrupt, RuntimeError])
-def test_interrupted_it_leaves_the_learner_as_it_was(monkeypatch, error):
-    learn, turns = rich(), []
-    before, train = bits(learn), trainings.Run.train
-    def interrupted(self, *args):
-        turns.append(self.name)
-        if len(turns) == 3: raise error('now')
-        train(self, *args)
-    monkeypatch.setattr(trainings.Run, 'train', interrupted)
-    with pytest.raises(error): measure_and_choose(learn, n_steps=8, modes='fp32')
-    after = bits(learn)
-    for key in before: assert after[key] == before[key], key
-    assert learn.precision_decision is None
-
-
-def test_but_for_the_callback_the_learner_is_as_it_was(speeds):
-    speeds.update(bf16=300.)
+def test_interrupted_it_leaves_the_learner_as_it_was():
+    class Breaks(Callback):
+        def after_step(self):
+            if self.learn.iter == 3: raise KeyboardInterrupt
     learn = rich()
+    learn.add_cb(Breaks())
     before = bits(learn)
-    measure_and_choose(learn, n_steps=8)
+    with pytest.raises(KeyboardInterrupt): learn.to_amp(measure=True)
+    assert bits(learn) == before and learn.precision_decision is None
+
+
+def test_but_for_the_callback_the_learner_is_as_it_was():
+    learn = rich()
+    learn.add_cb(Costs({'bf16': 3.}))
+    before = bits(learn)
+    learn.to_amp(measure=True)
     after = bits(learn)
+    assert learn.precision.mode == 'bf16'
     for key in ('grads', 'metrics', 'dls', 'rng', 'autocast', 'opt', 'lists'): assert after[key] == before[key], key
 
 
 @pytest.mark.parametrize('in_place', [False, True])
-def test_a_compiled_model_stays_compiled(speeds, in_place):
-    speeds.update(bf16=200.)
+def test_a_compiled_model_stays_compiled(in_place):
     model = mlp()
     if in_place: model.compile(backend='eager')
     else: model = torch.compile(model, backend='eager')
-    learn = learner(model)
+    learn = costing({'bf16': 2.}, model)
     learn.fit(1, .01)
     before = params(learn)
-    measure_and_choose(learn, modes=('fp32', 'bf16'), n_steps=4)
+    learn.to_amp(measure=True)
     assert learn.precision.mode == 'bf16' and same(params(learn), before) and learn.model is model
     learn.fit(1, .01)
     torch._dynamo.reset()
 
 
-def test_to_amp_measures_when_asked(speeds, capsys):
-    speeds.update(bf16=200.)
-    learn = learner()
-    assert learn.to_amp(measure=True) is learn and learn.precision.mode == 'bf16'
-    assert learn.precision.decision.mode == 'bf16' and capsys.readouterr().out.startswith('bf16: ')
-    with pytest.raises(ValueError, match='(?s)measure=True.*init_scale.*the call that it prints'):
-        learn.to_amp(measure=True, init_scale=8.)
+def test_bad_seconds_are_refused_and_lose_nothing():
+    learn = learner().to_bf16()
     with pytest.raises(ValueError, match='max_seconds=-1 cannot be used'): learn.to_amp(measure=True, max_seconds=-1)
-    with pytest.raises(ValueError, match=r'(?s)max_seconds=9\).*measure=True'): learn.to_amp(max_seconds=9)
-    with pytest.raises(TypeError, match="(?s)measure='yes'.*True or False"): learn.to_amp(measure='yes')
-    with pytest.raises(TypeError, match=r'(?s)to_amp\(True\).*measure=True'): learn.to_amp(True)
-    assert learn.precision.mode == 'bf16'
-    assert learn.to_amp().precision.amp_mode == 'auto'
+    assert learn.precision.mode == 'bf16' and learn.to_amp().precision.amp_mode == 'auto'
 
 
 FP16, BF16 = mode.AMPMode.FP16, mode.AMPMode.BF16

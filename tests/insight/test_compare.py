@@ -14,8 +14,8 @@ from fastai.losses import CrossEntropyLossFlat
 from torch import nn
 
 from fastxtend_amp import HalfWeights, PrecisionComparison, mode
-from fastxtend_amp.insight import compare, trainings
-from fastxtend_amp.insight.recommend import Tolerance, fused_name, recommend, remarks_on
+from fastxtend_amp.insight import compare
+from fastxtend_amp.insight.comparison import Tolerance, recommend
 from helpers import (OPTIMIZERS, At, Attentive, Data, handwritten, learner, loaders, mlp, opt_state, params, same,
                      same_state)
 from states import bits, language_model, rich, shuffled
@@ -46,14 +46,14 @@ def test_table_and_texts(support):
     r = seeded().compare_precision(n_steps=10, n_seeds=2)
     assert isinstance(r, PrecisionComparison) and list(r.table.index) == ['fp32', 'bf16', 'fp16']
     t = r.table
-    assert list(t['steps']) == [10] * 3 and (t['samples/s'] > 0).all() and t['speed-up']['fp32'] == 1
+    assert list(t['steps']) == [10] * 3 and (t['ms per step'] > 0).all() and t['speed-up']['fp32'] == 1
     assert (t['speed-up q1'] <= t['speed-up']).all() and (t['speed-up'] <= t['speed-up q3']).all()
     assert [len(l) for l in r.losses.values()] == [10] * 3 and [len(l) for l in r.seed_losses] == [10] * 2
     tails = {n: np.mean(l[-2:]) for n, l in r.losses.items()}
     assert t['loss'].to_dict() == pytest.approx(tails)
     assert t['loss difference'].to_dict() == pytest.approx({n: v - tails['fp32'] for n, v in tails.items()})
     seeds = [tails['fp32'], *(np.mean(l[-2:]) for l in r.seed_losses)]
-    assert t['seed spread'].iloc[0] == pytest.approx(np.std(seeds, ddof=1))
+    assert f'3 fp32 trainings that differ in the order of batches and in random draws is {np.std(seeds, ddof=1):.2g}.' in said(r)
     assert np.isnan(t['final scale'][['fp32', 'bf16']]).all()
     assert t['final scale']['fp16'] == 65536 / 2 ** t['skipped']['fp16']
     assert r.recommended in t.index and said(r).startswith(f'Recommended: {r.recommended}. {r.reason} ')
@@ -235,27 +235,17 @@ def test_what_becomes_of_the_copies_is_in_the_table_and_no_warning():
 # -- what is refused, and what gets a row
 
 @pytest.mark.parametrize('kwargs, match', [
-    (dict(modes=('fp32', 'int8')), 'int8'), (dict(modes='fp8'), 'fp8'), (dict(n_steps=0), 'n_steps=0'),
-    (dict(n_steps=2.5), 'n_steps=2.5'), (dict(n_seeds=-1), 'n_seeds'), (dict(max_seconds=0), 'max_seconds'),
-    (dict(modes=20), 'modes=20 cannot be used.*Did you mean n_steps=20'),
-    (dict(modes=('fp32', 'fp61')), "modes='fp61'.*not a precision(.|\n)*'fp32'")])
+    (dict(n_steps=2.5), 'n_steps=2.5'), (dict(n_seeds=-1), 'n_seeds=-1'), (dict(max_seconds=0), 'max_seconds=0')])
 def test_bad_arguments(kwargs, match):
     with pytest.raises(ValueError, match=match): seeded().compare_precision(**kwargs)
 
 
-def test_unusable_learners():
+def test_what_fails_in_fp32_and_memory_that_ends_are_the_users_to_see():
     with pytest.raises(RuntimeError, match='mat1 and mat2'):     # the data has six columns
         learner(nn.Sequential(nn.Linear(5, 1))).compare_precision(n_steps=4)
-    learn = seeded()
-    learn.dls.n_inp = 2
-    with pytest.raises(ValueError, match='no targets'):
-        seeded(nn.Bilinear(6, 1, 1), learn.dls).compare_precision(n_steps=2)
-    empty = loaders(n=24)
-    empty.train.drop_last, empty.train.bs = True, 64
-    with pytest.raises(ValueError, match='gives no batches'): learner(dls=empty).compare_precision(n_steps=4)
-    for precise in (learner(), learner().to_bf16()):
-        with pytest.raises(RuntimeError, match='compare_precision cannot run inside a fit'):
-            precise.fit(1, cbs=At('after_batch', lambda l: l.compare_precision()))
+    def out_of_memory(learn):
+        if learn.precision: raise torch.OutOfMemoryError('all copies are in memory at once')
+    with pytest.raises(torch.OutOfMemoryError): learner(cbs=At('before_batch', out_of_memory)).compare_precision(n_steps=4)
 
 
 def test_a_mode_that_does_not_run_gets_a_row_with_the_reason(support, monkeypatch):
@@ -322,55 +312,53 @@ def test_apply(name, own):
 
 # -- time
 
-class Slow(nn.Linear):
-    "Takes 0.02 s of the test's clock, which can be copied with it."
-    def forward(self, x):
-        time.sleep(.02)
-        return super().forward(x)
+class Slow(Callback):
+    "A step takes .02 seconds of the test's clock, and `emulated` in low precision, with operators in between."
+    def __init__(self, emulated=.02): self.emulated = emulated
+    def before_batch(self):
+        for _ in range(10):
+            time.sleep((self.emulated if self.learn.precision else .02) / 10)
+            torch.zeros(1)
 
 
-def test_all_of_it_ends_in_max_seconds_with_a_seed(clock, monkeypatch):
-    monkeypatch.setattr(time, 'sleep', clock.sleep)
-    start = clock.now
-    r = seeded(nn.Sequential(Slow(6, 1))).compare_precision('bf16', n_steps=2000, max_seconds=3)
-    assert clock.now - start < 5
-    steps = r.table['steps']
-    assert 3 <= steps.min() and steps['fp32'] < 2000 and 'cut short after' in r.table['note']['fp32']
-    assert len(r.seed_losses) >= 1 and not r.table['seed spread'].isna().any()
-    assert 'there was no time (`max_seconds=3`)' in said(r) and f'{1 + len(r.seed_losses)} fp32 trainings' in said(r)
+def test_all_of_it_ends_in_max_seconds_with_a_seed(support, sleeps):
+    support({})
+    start = sleeps.now
+    r = seeded(cbs=Slow()).compare_precision('bf16', n_steps=2000, max_seconds=3)
+    assert 2 < sleeps.now - start < 3.1
+    n = r.table['steps']['fp32']
+    assert 20 < n < 2000 and (r.table['steps'] == n).all() and [len(l) for l in r.seed_losses] == [n]
+    assert f'There was time for {n} of 2000 steps (`max_seconds=3`). There was time for 1 of 3 seeds' in said(r)
+    assert '2 fp32 trainings that differ' in said(r)
 
 
-def test_one_step_of_each_is_trained_in_no_time():
+def test_one_step_of_each_is_trained_in_no_time(support):
+    support({})
     r = seeded().compare_precision(['bf16'], n_steps=16, max_seconds=1e-9)
-    assert r.table['steps'].to_dict() == {'fp32': 1, 'bf16': 1} and r.seed_losses == []
-    assert 'cut short after 1 of 16 steps' in r.table['note']['bf16']
+    assert r.table['steps'].to_dict() == {'fp32': 1, 'bf16': 1} and [len(l) for l in r.seed_losses] == [1]
     assert r.recommended == 'fp32' and 'too few for a range of its speed' in r.reason
 
 
 def test_few_kept_batches(monkeypatch):
-    monkeypatch.setattr(trainings, 'LIMIT', 450)                 # a batch is 4 * 7 * 4 = 112 bytes
+    monkeypatch.setattr(compare, 'LIMIT', 350)                   # a batch is 4 * 7 * 4 = 112 bytes
     r = seeded().compare_precision(['bf16'], n_steps=6, n_seeds=0)
     assert r.table['steps']['fp32'] == 6 and 'The steps took 4 batches in turn' in said(r)
 
 
-def test_an_emulated_mode_sees_fewer_samples_and_stands_beside_fp32_on_the_same(support):
-    sizes = []
-    class Sizes(nn.Linear):
-        def forward(self, x):
-            sizes.append((torch.is_autocast_enabled('cpu'), len(x)))
-            return super().forward(x)
+@pytest.mark.parametrize('seconds, steps', [(.02, 36), (.5, 10), (60., 0)])
+def test_an_emulated_mode_has_a_fifth_of_the_time_and_no_loss_if_that_is_too_little(support, sleeps, seconds, steps):
+    "The last one is broken off in its first step."
     support({'bf16': 'emulated'})
-    learn = seeded(nn.Sequential(Sizes(6, 1)), loaders(n=192, bs=64))
-    r = learn.compare_precision(('bf16', 'fp16'), n_steps=6, n_seeds=1)
-    assert set(sizes) == {(True, 8), (True, 64), (False, 8), (False, 64)}
-    few = 'fp32, 8 samples'
-    assert list(r.table.index) == ['fp32', 'fp16', few, 'bf16'] and list(r.table['samples']) == [64, 64, 8, 8]
-    assert list(r.table['measure']) == ['fp32', 'fp32', few, few] and few not in r.calls
-    assert r.table['loss difference']['bf16'] == pytest.approx(r.table['loss']['bf16'] - r.table['loss'][few])
-    assert '8 of the 64 samples of each batch' in r.table['note']['bf16'] and (r.table['steps'] == 6).all()
-    axs = r.plot()
-    drawn = [[l.get_label() for l in ax.get_lines()] for ax in axs[:2]]
-    assert len(axs) == 4 and drawn == [['fp32', 'fp16'], [few, 'bf16']]
+    r = seeded(cbs=Slow(seconds)).compare_precision('bf16', n_steps=36, max_seconds=30)
+    row, whole = r.table.loc['bf16'], steps == 36
+    assert r.table['steps'].to_dict() == {'fp32': 36, 'bf16': row['steps']} and 0 <= row['steps'] - steps <= 2
+    assert np.isfinite([row['loss'], row['loss difference']]).all() == whole and r.recommended == 'fp32'
+    assert (row['note'] == '') == whole and len(r.seed_losses) == 3
+    if whole: return
+    assert row['note'].startswith(f"cut short after {row['steps']} of 36 steps, so its loss is not compared")
+    assert r.reason == f"bf16: the device only emulates it, and its time was over after {row['steps']} of 36 steps."
+    labels = [l.get_label() for l in r.plot()[0].get_lines()]
+    assert labels == ['fp32', 'bf16 (cut short)'] if steps else ['fp32']
 
 
 def test_same_numbers_each_time():
@@ -378,18 +366,6 @@ def test_same_numbers_each_time():
     a, b = (learn.compare_precision(n_steps=8, n_seeds=2) for _ in range(2))
     assert a.losses == b.losses and a.seed_losses == b.seed_losses
     assert a.losses['fp32'] != a.seed_losses[0] != a.seed_losses[1]
-
-
-def test_where_the_time_of_a_step_goes(clock, monkeypatch):
-    monkeypatch.setattr(time, 'sleep', clock.sleep)
-    class Sleeps(Callback):
-        def before_step(self): time.sleep(.01)
-    learn = seeded(nn.Sequential(Slow(6, 1)), cbs=Sleeps(), opt_func=OPTIMIZERS['adam'])
-    r = learn.compare_precision('bf16', n_steps=8, n_seeds=0)
-    row = r.table.loc['bf16']
-    assert .02 <= row['forward'] < .03 and .01 <= row['optimizer'] < .02 and row['backward'] < .01 and row['rest'] < .01
-    assert sum(row[k] for k in ('forward', 'backward', 'optimizer', 'rest')) == pytest.approx(4 / row['samples/s'], rel=.3)
-    assert 'The forward pass takes' in said(r) and f'% of the {r.recommended} step' in said(r)
 
 
 def test_progress_is_shown_unless_switched_off_and_taken_away_after_an_error(capsys):
@@ -407,10 +383,8 @@ def test_progress_is_shown_unless_switched_off_and_taken_away_after_an_error(cap
 # -- the recommendation
 
 def table_of(**modes):
-    base = {'support': 'native', 'steps': 50, 'turns': 8, 'samples': 4, 'samples/s': 100., 'speed-up': 1.,
-            'speed-up q1': 1., 'speed-up q3': 1., 'peak memory': 1000., 'loss': 1., 'loss difference': 0.,
-            'final scale': float('nan'), 'skipped': 0, 'note': '', 'forward': .3, 'backward': .3, 'optimizer': .1,
-            'rest': .3, 'data': 0., 'page faults': 0.}
+    base = {'support': 'native', 'steps': 50, 'turns': 8, 'ms per step': 100., 'speed-up': 1., 'speed-up q1': 1.,
+            'speed-up q3': 1., 'loss': 1., 'loss difference': 0., 'skipped': 0, 'final scale': float('nan'), 'note': ''}
     table = {'fp32': base}
     for name, changes in modes.items():
         table[name] = {**base, 'speed-up': 2., 'speed-up q1': 1.9, 'speed-up q3': 2.1, **changes}
@@ -425,7 +399,7 @@ SEEDS = Tolerance([1.], [1.05, .95, 1.02])     # fp32 trained four times: up to 
 
 
 @pytest.mark.parametrize('modes, best, text', [
-    (dict(bf16={}, fp16={}), 'bf16', 'fp16 is about as fast but needs loss scaling'),
+    (dict(bf16={}, fp16={}), 'bf16', 'Next: `learn.to_bf16(max_skips=5)`.'),
     (dict(bf16=speeds(1.22, 1.3, 1.35)), 'bf16', "1.30, 1.22 to 1.35 times fp32's speed, and a loss no further above fp32's than "
                                                   '0.11, as 4 trainings of fp32 allow'),
     (dict(bf16={}, fp16=speeds(2.9, 3., 3.1)), 'fp16', "3.00, 2.90 to 3.10 times fp32's speed"),
@@ -440,8 +414,7 @@ SEEDS = Tolerance([1.], [1.05, .95, 1.02])     # fp32 trained four times: up to 
     (dict(bf16=speeds(.8, 1.1, 1.2)), 'fp32', 'not reliably faster'),
     (dict(bf16=speeds(.8, .92, 1.15)), 'fp32', 'not reliably faster'),
     (dict(bf16={'turns': 3}), 'fp32', 'timed in 3 turns: too few'),
-    (dict(bf16={**speeds(1.01, 1.02, 1.03), 'peak memory': 600.}), 'fp32', '40% less memory'),
-    (dict(bf16={'peak memory': 600.}), 'bf16', 'with 40% less memory'),
+    (dict(bf16={'support': 'emulated', 'steps': 9}), 'fp32', 'its time was over after 9 of 50 steps'),
     (dict(bf16={'support': 'unsupported', 'loss difference': float('nan')}), 'fp32', 'does not run here'),
     ({}, 'fp32', 'Nothing else')])
 def test_recommendation(modes, best, text):
@@ -452,12 +425,11 @@ def test_recommendation(modes, best, text):
     if best != 'fp32': assert reason.endswith(f'Next: `{calls[best]}`.')
 
 
-def test_what_was_not_measured_is_not_asserted():
-    noisy, worse = table_of(bf16=speeds(.8, .92, 1.15)), table_of(bf16={'loss difference': .2, 'peak memory': 600.})
-    calls = {'fp32': 'learn.to_fp32()', 'bf16': 'learn.to_bf16()'}
-    assert 'cost what' not in recommend(noisy, SEEDS, calls)[1] and 'less memory' not in recommend(worse, SEEDS, calls)[1]
-    noisy.loc['fp32', 'loss'] = float('inf')
-    assert recommend(noisy, SEEDS, calls)[0] == 'fp32' and 'nothing can be compared' in recommend(noisy, SEEDS, calls)[1]
+def test_nothing_is_compared_to_a_loss_that_is_not_finite():
+    table = table_of(bf16={})
+    table.loc['fp32', 'loss'] = float('inf')
+    found, reason = recommend(table, SEEDS, {'fp32': 'learn.to_fp32()', 'bf16': 'learn.to_bf16()'})
+    assert found == 'fp32' and 'nothing can be compared' in reason
 
 
 def test_without_a_second_training_of_fp32_only_a_wide_margin_refuses():
@@ -469,50 +441,20 @@ def test_without_a_second_training_of_fp32_only_a_wide_margin_refuses():
     assert Tolerance([1.], [1.1]).value > Tolerance([1.], [1.1, 1.05]).value > Tolerance([1.], [1.1, 1.05, .95]).value
 
 
-@pytest.mark.parametrize('opt,call', [('adam', 'fused(torch.optim.AdamW)'), ('adamw', 'fused(torch.optim.AdamW)'),
-                                      ('sgd', 'fused(torch.optim.SGD)'), ('torch sgd', 'fused(torch.optim.SGD)'),
-                                      ('fused adamw', None)])
-def test_a_fused_optimizer_is_named_where_it_would_help(opt, call):
-    learn = seeded(opt_func=OPTIMIZERS[opt])
-    learn.create_opt()
-    def remarks(**changes):
-        row = table_of(bf16=changes).loc['bf16']
-        return ' '.join(remarks_on(row, fused_name(learn.opt), torch.device('cpu')))
-    notes = remarks(forward=.1, backward=.2, optimizer=.6, rest=.1)
-    assert 'The optimizer takes 60% of the bf16 step.' in notes
-    assert (f'`opt_func={call}`' in notes) if call else 'fused' not in notes
-    assert 'fused' not in remarks(forward=.3, backward=.3, optimizer=.3, rest=.1)
-
-
-def test_data_and_memory_that_hold_a_step_back():
-    def remarks(**changes): return ' '.join(remarks_on(table_of(bf16=changes).loc['bf16'], None, torch.device('cpu')))
-    assert 'data' not in remarks(data=.2)
-    assert 'The data take 50% of the time of a bf16 step: the dataloader gives 4 samples/s' in remarks(data=1.)
-    assert 'keep_freed_memory' not in remarks(**{'page faults': 900.})
-    assert 'asks the system for memory 32,771 times (page faults)' in remarks(**{'page faults': 32771.})
-
-
 def test_plot(support):
     import matplotlib.pyplot as plt
     support({'fp16': 'emulated'})
-    r = seeded().compare_precision(n_steps=8, n_seeds=2)         # 4 samples are too few to take a part of
-    axs = plt.subplots(1, 3)[1]
+    r = seeded().compare_precision(n_steps=8, n_seeds=2)
+    axs = plt.subplots(1, 2)[1]
     assert r.plot(axs) is axs
     r.table.loc['bf16', ['speed-up', 'speed-up q1', 'speed-up q3']] = 12.34, 11., 13.
-    axs = curves, bars, times = r.plot()
+    axs = curves, bars = r.plot()
     assert [l.get_label() for l in curves.get_lines()] == ['fp32', 'bf16', 'fp16'] and len(bars.patches) == 3
     assert [t.get_text() for t in bars.get_yticklabels()] == ['fp16\n(emulated)', 'bf16', 'fp32']
-    figure = curves.figure
-    figure.canvas.draw()
-    for ax in axs:
-        inside = ax.get_window_extent()
-        for text in [t for t in ax.texts if t.get_text()]:
-            box = text.get_window_extent()
-            assert inside.x0 <= box.x0 and box.x1 <= inside.x1, text.get_text()
-            assert inside.y0 <= box.y0 and box.y1 <= inside.y1, text.get_text()
-        legend = ax.get_legend()
-        if legend is not None:
-            assert legend.get_window_extent().x1 <= figure.bbox.x1 and legend.get_window_extent().y0 >= 0
+    curves.figure.canvas.draw()
+    inside, boxes = bars.get_window_extent(), [t.get_window_extent() for t in bars.texts]
+    assert len(boxes) == 3 and all(inside.x0 <= b.x0 and b.x1 <= inside.x1 for b in boxes)
+    assert curves.get_legend().get_window_extent().y0 >= 0
     plt.close('all')
 
 
@@ -524,4 +466,4 @@ def test_on_an_nvidia_gpu():
     state, rng = [p.clone() for p in params(learn)], torch.cuda.get_rng_state()
     r = learn.compare_precision(n_steps=16, n_seeds=1)
     assert same(params(learn), state) and torch.equal(torch.cuda.get_rng_state(), rng)
-    assert (r.table['steps'] == 16).all() and (r.table['peak memory'] > 0).all() and 'peak MiB' in repr(r)
+    assert (r.table['steps'] == 16).all()

@@ -1,5 +1,5 @@
 "Every error and warning of the package, met as a user would: each says what, why, and what next."
-import ast, sys, threading, traceback, warnings
+import ast, pickle, sys, threading, traceback, warnings
 from pathlib import Path
 
 import pytest, torch
@@ -81,8 +81,7 @@ def lstm():
     return learner(Net()).to_fp16()
 def applied_to_nobody():
     r = net().compare_precision('bf16', n_steps=1, n_seeds=0)
-    r._learn = None
-    r.apply()
+    pickle.loads(pickle.dumps(r)).apply()
 def on_another_rank(monkeypatch):
     watch = fastxtend_amp.insight.watch
     monkeypatch.setattr(watch, 'several_processes', lambda: True)
@@ -169,6 +168,9 @@ CASES = {
                                   '`to_amp(measure=True, max_seconds=...)`'),
     'measured, with arguments': (lambda: net().to_amp(measure=True, init_scale=8.), VE, 'to_amp(measure=True)',
                                  'init_scale', 'the call that it prints'),
+    'measured in several processes': (faked(fastxtend_amp.insight.choice, 'several_processes', lambda: True,
+                                            lambda: net().to_amp(measure=True)), RE, 'to_amp(measure=True)',
+                                      'each would measure and choose for itself', 'Call it in one process'),
     'removed in a batch': (lambda: net().to_fp16().add_cb(At('after_loss', lambda l: l.remove_cb(l.precision), 40)).fit(1),
                            RE, 'in the middle of a batch', 'take effect at its end', 'learn.to_fp32()'),
     'emulated': (bf16_emulated, UserWarning, "bf16 is emulated on device 'cpu'", 'has no bf16 arithmetic',
