@@ -1,5 +1,5 @@
 "Whatever goes wrong in a fit: autocast's state, the gradients and the learner afterwards."
-import copy, pickle
+
 
 import pytest, torch
 from fastai.callback import core
@@ -77,7 +77,7 @@ def caught(f):
 def test_any_exception_anywhere_in_a_batch(place, tmp_path):
     "Each two of place, exception, order beside the precision callback, and mode together at least once."
     for i, exc in enumerate(EXCEPTIONS, PLACES.index(place)):
-        mode, order, copied = ('fp16', 'bf16')[i % 2], (9, 11)[i // 2 % 2], (copy.deepcopy, lambda l: pickle.loads(pickle.dumps(l)))[i // 3 % 2]
+        mode, order = ('fp16', 'bf16')[i % 2], (9, 11)[i // 2 % 2]
         plain, _ = build(None, place, exc, order)
         learn, bomb = build(mixed(mode), place, exc, order)
         before = autocast_state()
@@ -86,12 +86,9 @@ def test_any_exception_anywhere_in_a_batch(place, tmp_path):
         if mode == 'fp16' and error is not None: assert not any(g.any() for g in plain_grads(learn) if g is not None)
         learn.path = tmp_path
         learn.save('a'); learn.load('a')
-        weights, left = params(learn), any(g is not None and g.any() for g in plain_grads(learn))
-        clone = copied(learn)
-        for l in (learn, clone):
-            l.fit(1)
-            assert autocast_state() == before and finite(l) and not same(params(l), weights)
-        if not left: assert same(params(learn), params(clone))   # they are kept as in fp32; a copy has none
+        weights = params(learn)
+        learn.fit(1)
+        assert autocast_state() == before and finite(learn) and not same(params(learn), weights)
         assert not left_on(learn.to_fp32())
 
 
