@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import inspect
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import accumulate
@@ -19,6 +19,7 @@ from torch import nn
 
 from .callback import MixedPrecision
 from .common import is_dtensor
+from .convert import map_tensors
 from .fp32_modules import covers, qualified_names
 from .learner import refuse_unknown, set_precision
 from .mode import AMPMode
@@ -72,7 +73,7 @@ class HalfWeights(MixedPrecision):
 
     def _reset(self) -> None:
         super()._reset()
-        self._lowered: list[nn.Parameter] = []                   # weights that are bf16 until the fit ends
+        self._bf16_weights: list[nn.Parameter] = []              # weights that are bf16 until the fit ends
 
     def _call(self, arguments: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         mode = AMPMode(arguments.pop('amp_mode'))
@@ -81,13 +82,13 @@ class HalfWeights(MixedPrecision):
 
     def _check_training(self) -> None:
         learn = self.learn
-        if self.flat_master: _check_flat(learn.model, learn.opt)
+        if self.flat_master: _check_flat_master(learn.model, learn.opt)
         if not self.master_weights: _check_no_masters(learn.model, learn.opt)
         super()._check_training()
         if self.master_weights: return
-        allowed = _cast_weights(learn.model, self.fp32_module_names)
-        self._lowered = [p for p in optimizer_params(learn.opt) if p in allowed and p.requires_grad]
-        _bring(self._lowered, learn.opt, self.dtype)
+        allowed = _weights_to_lower(learn.model, self.fp32_module_names)
+        self._bf16_weights = [p for p in optimizer_params(learn.opt) if p in allowed and p.requires_grad]
+        _convert(self._bf16_weights, learn.opt, self.dtype)
 
     def _step(self, step: Callable) -> None:
         run = partial(super()._step, step)
@@ -97,8 +98,8 @@ class HalfWeights(MixedPrecision):
     def _close(self, failed: bool = False) -> None:
         if self.device is None: return
         if self.flat_master and self._training_is_checked: _unjoin(self.learn.opt)
-        _bring(self._lowered, self.learn.opt, torch.float32)
-        self._lowered = []
+        _convert(self._bf16_weights, self.learn.opt, torch.float32)
+        self._bf16_weights = []
         super()._close(failed)
 
 
@@ -114,24 +115,24 @@ def to_half_weights(self: Learner, *args, **kwargs) -> Learner: # The learner
 
 
 def _optimizer_name(opt: Any) -> str:
-    "Return what a user calls `opt`, such as 'AdamW'; fastai's own share a class, and are named by their last step."
-    if type(opt) is not Optimizer: return type(opt.opt if isinstance(opt, OptimWrapper) else opt).__name__
-    return _rule(opt.cbs[-1]).__name__.removesuffix('_step').title()
+    "Return the name of `opt` for a user, such as 'AdamW'; fastai's own share one class, so the last rule gives theirs."
+    if type(opt) is Optimizer: return _rules(opt)[-1].__name__.removesuffix('_step').title()
+    return type(opt.opt if isinstance(opt, OptimWrapper) else opt).__name__
 
 
-def _rule(step: Any) -> Any: return getattr(step, 'func', step)  # of a `partial`
+def _rules(opt: Optimizer) -> list[Callable]:
+    return [getattr(rule, 'func', rule) for rule in opt.cbs]     # some are partial
 
 
 # -- flat masters
 
-ELEMENTWISE = (rules.weight_decay, rules.l2_reg, rules.average_grad, rules.average_sqr_grad, rules.step_stat,
+ELEMENTWISE = {rules.weight_decay, rules.l2_reg, rules.average_grad, rules.average_sqr_grad, rules.step_stat,
                rules.sgd_step, rules.momentum_step, rules.rms_prop_step, rules.adam_step, rules.radam_step,
-               rules.qhadam_step)
-LINE = 16  # fp32 elements of a cache line: a kernel may round differently for weights that begin elsewhere
-BLOCK = 2 ** 17  # elements: the temporary tensors of a step on more do not stay in a CPU's cache
+               rules.qhadam_step}
+LARGE = 2 ** 17  # elements: to join parameters of so many takes memory for the step's temporaries and saves no time
 
 
-def _check_flat(
+def _check_flat_master(
     model: nn.Module, # The learner's model
     opt: Any, # The learner's optimizer
 ) -> None:
@@ -139,92 +140,78 @@ def _check_flat(
     def refuse(what):
         raise ValueError(f"flat_master=True cannot be used with {what}.\nLeave flat_master out. For a faster step "
                          "build the learner with `opt_func=fused('AdamW')`.")
-    if type(opt) is not Optimizer or 'step' in vars(opt) or any(_rule(cb) not in ELEMENTWISE for cb in opt.cbs):
+    if type(opt) is not Optimizer or 'step' in vars(opt) or not {*_rules(opt)} <= ELEMENTWISE:
         refuse(f"{_optimizer_name(opt)}, which is not one of fastai's own element-wise optimizers with a plain step")
     names = {p: f"parameter '{name}'" for name, p in model.named_parameters()}
     sparse = {p for m in model.modules() if getattr(m, 'sparse', False) for p in m.parameters(recurse=False)}
-    params, end = optimizer_params(opt), 0
-    for p in params:
+    places = set()
+    for p in optimizer_params(opt):
         for unfit, why in ((is_dtensor(p), 'is a DTensor'), (p in sparse, 'has sparse gradients'),
                            (p.device.type == 'xla', 'is on an XLA device, where a step is compiled as a whole'),
-                           (not p.is_contiguous(), 'is not contiguous')):
+                           (not p.is_contiguous(), 'is not contiguous'),
+                           (p.data_ptr() in places, 'shares memory with another')):
             if unfit: refuse(f"{names.get(p, 'a parameter')}, which {why}")
-    for p in sorted(params, key=torch.Tensor.data_ptr):
-        if p.data_ptr() < end: refuse(f"{names.get(p, 'a parameter')}, which shares memory with another")
-        end = p.data_ptr() + p.nbytes
+        places.add(p.data_ptr())
 
 
 def _step_flat(
-    opt: Optimizer, # One that `_check_flat` allows
+    opt: Optimizer, # One that `_check_flat_master` allows
     step: Callable[[], Any], # Takes its step
 ) -> None:
-    """Take the step on flat parameters, each for parameters of one group, dtype, device and kind of state.
+    """Take the step on flat parameters, one for those of a group that have one dtype, device and kind of state.
 
-    A flat one begins anew after each `BLOCK` elements, and a parameter of so many remains alone. Parameters, gradients
-    and state remain parts of flat tensors; what no longer is a part, is joined anew. `opt` has an entry for each
-    parameter again when this returns.
+    Parameters, gradients and state become parts of flat tensors; what is no longer one at the next step is joined anew.
+    `opt` has its entry for each parameter again when this returns.
     """
-    lists, states = opt.param_lists, opt.state
-    parts: dict[tuple, list[nn.Parameter]] = {}
-    sizes: Counter = Counter()
+    lists, states, is_tensor = opt.param_lists, opt.state, torch.is_tensor
+    alike: dict[tuple, list[nn.Parameter]] = defaultdict(list)
     for group, params in enumerate(lists):
         for p in (p for p in params if p.grad is not None):
-            state = sorted((k, None if isinstance(v, torch.Tensor) else v) for k, v in states[p].items())
-            kind = (group, p.dtype, p.device, *state)
-            block = id(p) if p.numel() >= BLOCK else sizes[kind] // BLOCK
-            if p.numel() < BLOCK: sizes[kind] += p.numel()
-            parts.setdefault((*kind, block), []).append(p)
-    flats, flat_states, joined = L(L() for _ in lists), {}, []
-    for (group, *_), params in parts.items():
-        flat = nn.Parameter(_join(params, 'data', getattr, setattr))
+            kind = sorted((k, None if is_tensor(v) else v) for k, v in states[p].items())
+            alike[(group, p.dtype, p.device, *kind, id(p) if p.numel() >= LARGE else None)].append(p)
+    flats, flat_lists, flat_states = {}, L(L() for _ in lists), {}
+    for (group, *_), params in alike.items():
+        flat, entries = nn.Parameter(_join(params, 'data', getattr, setattr)), [states[p] for p in params]
         flat.grad = _join(params, 'grad', getattr, setattr)
-        own = [states[p] for p in params]
-        before = {k: _join(own, k, dict.get, dict.__setitem__) if isinstance(v, torch.Tensor) else v
-                  for k, v in own[0].items()}
-        flats[group].append(flat)
-        flat_states[flat] = {**before}
-        joined.append((params, own, before, flat_states[flat]))
+        flat_states[flat] = {k: _join(entries, k, dict.get, dict.__setitem__) if is_tensor(v) else v
+                             for k, v in entries[0].items()}
+        flat_lists[group].append(flat)
+        flats[flat] = params
     try:
-        opt.param_lists, opt.state = flats, flat_states
+        opt.param_lists, opt.state = flat_lists, flat_states
         step()
     finally:
         opt.param_lists, opt.state = lists, states
-        for params, own, before, after in joined:
-            for k, v in after.items():
-                if v is before.get(k): continue
-                values = _split(v, params) if isinstance(v, torch.Tensor) else [v] * len(params)
-                for state, value in zip(own, values): state[k] = value
-
-
-def _room(t: torch.Tensor) -> int: return -(-t.numel() // LINE) * LINE
-
-
-def _split(flat: torch.Tensor, like: list) -> list[torch.Tensor]:
-    "Return the parts of `flat` in the shapes of `like`; not views to autograd, which could not be detached in place."
-    return [part[:t.numel()].view(t.shape).data for part, t in zip(flat.split([*map(_room, like)]), like)]
+        for flat, params in flats.items():
+            for k, v in flat_states[flat].items():
+                if is_tensor(v) and k in states[params[0]]: continue   # changed in place
+                values = _split(v, params) if is_tensor(v) else [v] * len(params)
+                for p, value in zip(params, values): states[p][k] = value
 
 
 def _join(owners: list, name: str, get: Callable, put: Callable) -> torch.Tensor:
     "Return the flat tensor that the owners' tensors are parts of; if they are not, make one and put its parts there."
     tensors = [get(owner, name) for owner in owners]
-    first, rooms = tensors[0], [*map(_room, tensors)]
-    *places, end = accumulate((room * first.element_size() for room in rooms), initial=first.data_ptr())
-    memory = first.untyped_storage()
-    if end <= memory.data_ptr() + memory.nbytes() and all(t.data_ptr() == at for t, at in zip(tensors, places)):
-        return first.as_strided((sum(rooms),), (1,))
-    flat = torch.zeros(sum(rooms), dtype=first.dtype, device=first.device)
-    for owner, t, part in zip(owners, tensors, _split(flat, tensors)): put(owner, name, part.copy_(t.detach()))
+    offsets = accumulate((t.numel() for t in tensors), initial=tensors[0].storage_offset())
+    in_order = all(t.is_contiguous() and t.storage_offset() == offset for t, offset in zip(tensors, offsets))
+    if in_order and len({t.untyped_storage().data_ptr() for t in tensors}) == 1:
+        return tensors[0].as_strided((sum(t.numel() for t in tensors),), (1,))
+    flat = torch.cat([t.detach().flatten() for t in tensors])
+    for owner, part in zip(owners, _split(flat, tensors)): put(owner, name, part)
     return flat
+
+
+def _split(flat: torch.Tensor, like: list) -> list[torch.Tensor]:
+    "Return the parts of `flat` in the shapes of `like`; not views to autograd, which could not be detached in place."
+    return [part.view(t.shape).data for part, t in zip(flat.split([t.numel() for t in like]), like)]
 
 
 def _unjoin(opt: Any) -> None:
     "Give each parameter, its gradient and its state memory of their own."
-    def own(t): return t.clone() if t.untyped_storage().nbytes() > t.nbytes else t
+    def alone(t): return t.clone() if t.untyped_storage().nbytes() > t.nbytes else t
     for p in optimizer_params(opt):
-        p.data = own(p.data)
-        if p.grad is not None: p.grad = own(p.grad)
-        state = opt.state.get(p, {})
-        state.update({k: own(v) for k, v in state.items() if isinstance(v, torch.Tensor)})
+        p.data, p.grad = alone(p.data), map_tensors(alone, p.grad)
+        opt.state[p] = map_tensors(alone, opt.state[p])
 
 
 # -- no masters
@@ -237,14 +224,11 @@ def _check_no_masters(
     opt: Any, # The learner's optimizer
 ) -> None:
     "Raise a `ValueError` that names a model or an optimizer that cannot do without fp32 masters."
-    spread = next((name for name, p in model.named_parameters() if is_dtensor(p)), None)
-    if spread is not None:
-        raise ValueError(f"master_weights=False cannot be used with FSDP2: parameter '{spread}' is a DTensor, spread "
-                         "over processes.\nUse `learn.to_bf16()`, or `fully_shard`'s own "
-                         "`MixedPrecisionPolicy(param_dtype=torch.bfloat16)`.")
-    if any(isinstance(m, nn.parallel.DistributedDataParallel) for m in model.modules()):
-        raise ValueError("master_weights=False cannot be used with DistributedDataParallel, which would not reduce the "
-                         "gradients of weights that change their dtype.\nUse `learn.to_half_weights()`, with masters.")
+    ddp = any(isinstance(m, nn.parallel.DistributedDataParallel) for m in model.modules())
+    if ddp or any(map(is_dtensor, model.parameters())):
+        raise ValueError(f"master_weights=False cannot be used with {'DistributedDataParallel' if ddp else 'FSDP2'}, "
+                         "which reduces gradients in the dtype that the weights had when the model was wrapped.\n"
+                         "Use `learn.to_bf16()`, or with FSDP2 `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`.")
     inner = getattr(opt, 'opt', None)
     package = type(inner).__module__.partition('.')[0]
     groups = getattr(inner, 'param_groups', [])
@@ -255,36 +239,29 @@ def _check_no_masters(
                      "`opt_func=kahan('AdamW')` or with torchao's stochastic rounding, or keep the masters.")
 
 
-def _cast_weights(
+def _weights_to_lower(
     model: nn.Module, # As it is or wrapped
     in_fp32: Iterable[str], # Names of the modules that are kept in fp32
 ) -> set[nn.Parameter]:
-    """Return the fp32 weights and biases that autocast casts, of linear layers and convolutions of exact types.
-
-    Left out are those of several modules, those computed from others, and those in modules kept in fp32.
-    """
+    "Return the fp32 weights and biases that autocast casts in linear layers and convolutions, without shared ones."
     places = list(qualified_names(model))
-    kept = {m for name, m in places if covers(in_fp32, name)}
-    modules = {m for _, m in places}
-    uses = Counter(p for m in modules for p in m.parameters(recurse=False))
-    found: set[nn.Parameter] = set()
-    for m in (m for m in modules - kept if type(m) in CAST):
-        own = dict(m.named_parameters(recurse=False))
-        if own.keys() <= {'weight', 'bias'}: found.update(p for p in own.values() if uses[p] == 1)
-    return {p for p in found if type(p) is nn.Parameter and p.dtype is torch.float32}
+    uses = Counter(p for _, m in places for p in m.parameters(recurse=False))
+    layers = (m for name, m in places if type(m) in CAST and not covers(in_fp32, name))
+    return {p for m in layers for name, p in m.named_parameters(recurse=False)
+            if name in ('weight', 'bias')                        # not what a weight is computed from, as `weight_orig`
+            and uses[p] == 1 and type(p) is nn.Parameter and p.dtype is torch.float32}
 
 
-def _bring(
+def _convert(
     params: list[nn.Parameter],
     opt: Any, # fastai's `OptimWrapper`
     dtype: torch.dtype,
 ) -> None:
-    "Bring parameters, with gradients and the optimizer's state, to `dtype`; may be interrupted and called again."
+    "Convert parameters, their gradients and the optimizer's state to `dtype`; may be interrupted and called again."
     for p in params:
-        grad, p.grad = p.grad, None                              # it must have its parameter's dtype
         p.data = p.data.to(dtype)
-        p.grad = None if grad is None else grad.to(dtype)
-        state = getattr(opt, 'opt', opt).state.get(p, {})
+        if p.grad is not None: p.grad = p.grad.to(dtype)
+        state = opt.opt.state.get(p, {})
         for k, v in state.items():                               # step counts and quantized states stay
             if type(v) is torch.Tensor and v.dim() and v.is_floating_point(): state[k] = v.to(dtype)
         if 'kahan_comp' in state and getattr(state['kahan_comp'], 'shape', None) != p.shape:
