@@ -8,7 +8,7 @@ from textwrap import fill
 import pandas as pd
 from fastai.learner import Learner
 
-from .advice import as_html
+from .verdict import as_html
 from .comparison_plot import plot_comparison
 from .phases import PHASES
 from .precisions import PrecisionChoice, use_choice

@@ -260,7 +260,7 @@ def test_a_mode_that_the_device_does_not_support(monkeypatch):
 def test_a_mode_that_does_not_work_leads_to_the_fastest_that_does(monkeypatch):
     for native, call in ((('bf16',), 'learn.to_bf16()'), ((), 'learn.to_fp32()'), (('fp16',), 'learn.to_fp32()')):
         support = lambda mode, device: Support('native' if mode.value in native else 'emulated', '')
-        monkeypatch.setattr('fastxtend_amp.insight.advice.mode_support', support)
+        monkeypatch.setattr('fastxtend_amp.insight.verdict.mode_support', support)
         assert verdict_on(Products(None)).call == call
 
 
