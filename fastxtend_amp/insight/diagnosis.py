@@ -77,8 +77,7 @@ def diagnose(
     With several processes nothing is run again: loss functions gather and models synchronize, and a process that ran
     alone would leave the others waiting.
     """
-    where, remedy = _cause(learn, alarm)
-    return f'{alarm.happened}\n{where[0].upper()}{where[1:]}.\n{remedy}.'
+    return '\n'.join([alarm.happened, *(f'{line[0].upper()}{line[1:]}.' for line in _cause(learn, alarm))])
 
 
 def _cause(learn: Learner, alarm: Alarm) -> tuple[str, str]:
@@ -124,9 +123,8 @@ def _run_again(learn: Learner, model: nn.Module, alarm: Alarm) -> tuple[str, str
     name, where = _first_failure(low, fp32, alarm)
     if not verdict.call:
         other = precision_call(learn, fastest_mode(judge.device, [mode]))
-        return where, f'{verdict.sentence[:-1]}; or take another precision: `{other}`'
-    types = {n: s.type for n, s in fp32.seen.items()}
-    what = 'it' if verdict.modules == [name] else ', '.join(named(n, types) for n in verdict.modules)
+        return where, f'{verdict.reason}; or take another precision: `{other}`'
+    what = 'it' if verdict.modules == [name] else ', '.join(map(named, verdict.modules))
     if name and name not in verdict.modules: what += ', which comes before,'
     return where, f'Keep {what} in fp32: `{verdict.call}`'
 
@@ -136,12 +134,11 @@ def _first_failure(low: Trace, fp32: Trace, alarm: Alarm) -> tuple[str, str]:
     mode, limit = alarm.mode.value, torch.finfo(alarm.mode.dtype).max
     for name in low.failures():
         seen = fp32.seen[name]
-        story = f'numbers stop being finite in {named(name, {name: seen.type})}'
+        story = f'numbers stop being finite in {named(name)}'
         return name, story + (f': values inside it reach {seen.largest:,.4g} in fp32; {mode} ends at {limit:,.5g}'
                               if seen.largest > limit else '')
     for name in low.failures(backward=True):
-        where = named(name, {name: low.seen[name].type})
-        return name, f'the forward pass is finite; the gradients stop being so in the backward pass of {where}'
+        return name, f'the forward pass is finite; the gradients stop being so in the backward pass of {named(name)}'
     return '', f'the loss or a gradient is not finite in {mode}, and finite in fp32'
 
 

@@ -16,7 +16,7 @@ from ..callback import precision_callback
 from ..checks import check_count, check_seconds, half_parameters_of
 from ..common import first_line, random_state_kept
 from ..convert import map_tensors
-from ..fp32_modules import qualified_names, unwrapped
+from ..fp32_modules import unwrapped
 from ..mode import AMPMode, mode_support, training_device
 from .copies import check_learner, left_out, loader_like
 from .trace import OutOfTime, Seen, Trace, trace
@@ -28,6 +28,7 @@ __all__ = ['PrecisionReport', 'report']
 INIT_SCALE = 65536.   # the loss scale of a learner that has none yet
 EMULATED_WORK = 4e9   # floating-point operations of an emulated training step; a core does about so many in a second
 FEWEST = 4            # samples, as batch normalization makes noise of fewer
+_FORMAT: dict[str, Any] = {'index': False, 'float_format': '{:.3g}'.format}
 
 
 class PrecisionReport:
@@ -47,7 +48,7 @@ class PrecisionReport:
     | `format` | the lowest precision of a result of its operators | 'bf16', 'fp16', 'fp32' |
     | `largest` | largest absolute result of the module's own operators, in fp32 | value |
     | `headroom` | maximum of the format over the largest value that is in that format | ratio |
-    | `error` | of its own arithmetic, from fp32 on the same inputs; inf where it overflows, nan behind | ratio to fp32 |
+    | `error` | of its own arithmetic, from fp32 on the same inputs; inf where it overflows, nan behind | ratio |
     | `grad` | largest absolute gradient of outputs and own parameters, in fp32, unscaled | value |
     | `trouble` | whether the verdict names the module | bool |
 
@@ -65,37 +66,31 @@ class PrecisionReport:
         "The modules to keep in fp32, for any of the modes that work then."
         return [*dict.fromkeys(m for v in self.verdicts.values() if v.verdict != 'do not use' for m in v.modules)]
 
-    def plot(self,
-        axs = None, # Two matplotlib axes to draw on; new ones if None
-    ): # The two matplotlib axes
+    def plot(self): # The two matplotlib axes
         """Plot the modules from first to last: the largest value in each against fp16's range, and the errors.
 
         Modules in trouble are red and named, those that do not run in a mode grey.
         """
         from .report_plot import plot_report
-        return plot_report(self.table, self.verdicts, axs)
+        return plot_report(self.table, self.verdicts)
 
     def _shown(self):
         "Yield a title and rows for each mode: modules in trouble, then those with the least headroom or largest error."
         for mode, table in self.table.groupby('mode', sort=False):
             badness = table['trouble'] * 1e3 + table['error'].fillna(0).clip(upper=1e2) + 1 / table['headroom']
             rows = table.loc[badness.sort_values(ascending=False, kind='stable').index[:10]]
-            rows = rows[['module', 'type', 'format', 'largest', 'headroom', 'error', 'trouble']]
             more = f' of {len(table)}' if len(table) > len(rows) else ''
             title = f'{mode}: the {len(rows)} modules to look at first{more}; all columns and rows: `report.table`'
-            yield title, rows.assign(
-                largest=rows['largest'].map('{:.3g}'.format), error=[f'{x:.2%}' if math.isfinite(x) else f'{x:g}' for x in rows['error']],
-                headroom=[f'{x:.3g}' if x <= 1000 else '>1,000' for x in rows['headroom']],
-                trouble=['<--' if t else '' for t in rows['trouble']])
+            yield title, rows.drop(columns=['mode', 'grad'])
 
     def __repr__(self):
-        tables = [f'{title}\n{rows.to_string(index=False)}' for title, rows in self._shown()]
+        tables = [f'{title}\n{rows.to_string(**_FORMAT)}' for title, rows in self._shown()]
         return '\n\n'.join(['\n'.join([*map(str, self.verdicts.values()), *self.notes]), *tables])
 
     def _repr_html_(self):
-        verdicts = [f'<b>{as_html(v.headline)}</b><br>{as_html(v.sentence)}' for v in self.verdicts.values()]
+        verdicts = [f'<b>{as_html(v.headline)}</b><br>{as_html(v.reason)}' for v in self.verdicts.values()]
         items = ''.join(f'<li>{text}</li>' for text in [*verdicts, *map(as_html, self.notes)])
-        tables = [f'<p>{as_html(title)}</p>{rows.to_html(index=False)}' for title, rows in self._shown()]
+        tables = [f'<p>{as_html(title)}</p>{rows.to_html(**_FORMAT)}' for title, rows in self._shown()]
         return f'<ul>{items}</ul>' + ''.join(tables)
 
 
@@ -148,7 +143,7 @@ class _Report:
             if not v.call or (v.verdict == 'cannot run' and other): v.call = precision_call(self.learn, other)
         rows = [self._row(mode, s, v) for mode, v in verdicts.items() if mode in self.low
                 for s in self.low[mode].seen.values() if self._in_fp32(s).largest or s.name in v.trouble]
-        notes = self._notes(len(batches), n_batches, few, whole)
+        notes = self._notes(len(batches), few, whole)
         return PrecisionReport(pd.DataFrame(rows, columns=_COLUMNS), {m.value: v for m, v in verdicts.items()}, notes)
 
     def _verdict(self, mode: AMPMode, batches: list) -> Verdict:
@@ -180,22 +175,18 @@ class _Report:
     def _in_fp32(self, s: Seen) -> Seen: return self.fp32.seen.get(s.name, s)
 
     def _row(self, mode: AMPMode, s: Seen, verdict: Verdict) -> list:
-        ref, ends = self._in_fp32(s), min((o.failed for o in self.low[mode].seen.values() if o.failed), default=math.inf)
-        error = math.inf if s.failed else math.nan if s.ended > ends else s.error
+        ref, failures = self._in_fp32(s), [o.failed for o in self.low[mode].seen.values() if o.failed]
+        error = math.inf if s.failed else math.nan if failures and s.ended > min(failures) else s.error
         largest, format, limit = s.half, mode.value, torch.finfo(mode.dtype).max
         if not s.half: largest, format, limit = ref.largest, 'fp32', torch.finfo(torch.float32).max
         return [mode.value, s.name, s.type, format, ref.largest, limit / largest if largest else math.inf, error,
                 ref.grads.largest or math.nan, s.name in verdict.trouble]
 
-    def _notes(self, n, n_batches, few, whole) -> list[str]:
+    def _notes(self, n, few, whole) -> list[str]:
         notes = [f"Looked at {n} batch{'es' * (n > 1)} of {few} samples, with the weights as they are now: "
                  'after some training others may be in trouble.']
-        if n < n_batches: notes.append(f'There were only {n} of {n_batches} batches.')
         if few < whole: notes.append(f'These are the first of {whole}, because a precision is emulated here, and slow.')
         if missing := left_out(self.learn): notes.append(f'Callbacks that took no part: {some(missing, 8)}.')
-        never = [n for n, m in qualified_names(self.model) if n not in self.fp32.seen and not [*m.children()]
-                 and not isinstance(m, torch.jit.ScriptModule)]
-        if never and self.fp32.seen: notes.append(f'Never called: {some(never)}.')
         return notes
 
 

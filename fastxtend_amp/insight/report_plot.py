@@ -1,7 +1,7 @@
 "The figure of the precision report: the size of values and the errors, module by module."
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
@@ -21,14 +21,12 @@ FINE, TROUBLE, REFUSED = ((PRECISION_COLORS['fp32'], 'largest value in the modul
 def plot_report(
     table: pd.DataFrame, # As `PrecisionReport.table`
     verdicts: Mapping[str, Verdict], # By the name of the mode
-    axs: Sequence | None = None, # Two matplotlib axes to draw on; new ones if None
 ) -> Any: # The two matplotlib axes
     "Draw the largest value in each module, and below it the errors."
     import matplotlib.pyplot as plt
-    names, own = list(dict.fromkeys(table['module'])), axs is None
-    if axs is None:
-        width = min(max(7.5, 3 + len(names) * .25), 10)          # legible on a page
-        axs = plt.subplots(2, 1, sharex=True, layout='constrained', figsize=(width, 7), height_ratios=(3, 2))[1]
+    names = list(dict.fromkeys(table['module']))
+    width = min(max(7.5, 3 + len(names) * .25), 10)              # legible on a page
+    figure, axs = plt.subplots(2, 1, sharex=True, layout='constrained', figsize=(width, 7), height_ratios=(3, 2))
     marks = {row.module: REFUSED if verdicts[row.mode].verdict == 'cannot run' else TROUBLE
              for row in table.itertuples() if row.trouble}
     table = table.assign(x=table['module'].map(names.index))
@@ -40,12 +38,9 @@ def plot_report(
         ax.set(xlim=(-.7, len(names) - .3), yscale='log')
         ax.grid(alpha=.25)
         ax.spines[['top', 'right']].set_visible(False)
-        if not own: ax.legend(frameon=False, fontsize=9)
     _name(axs[1], names, marks)
-    if own:
-        title = ';  '.join(f'{v.mode}: {v.verdict}' for v in verdicts.values())
-        axs[0].figure.suptitle(title, fontsize=12, fontweight='bold')
-        axs[0].figure.legend(loc='outside lower center', ncols=2, frameon=False, fontsize=9)
+    figure.suptitle(';  '.join(f'{v.mode}: {v.verdict}' for v in verdicts.values()), fontsize=12, fontweight='bold')
+    if names: figure.legend(loc='outside lower center', ncols=2, frameon=False, fontsize=9)
     return axs
 
 

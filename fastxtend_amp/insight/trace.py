@@ -8,7 +8,7 @@ its outputs, or in what it passes to a module inside.
 """
 from __future__ import annotations
 
-import math, sys, time, warnings
+import math, re, sys, time, warnings
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -111,7 +111,7 @@ class Trace(TorchDispatchMode):
         self.loss_is_finite = self.grads_are_finite = True
         self.largest_input = 0.                                  # absolute, of the model's inputs
         self.error = ''                                          # why it ended: the text of an exception
-        self.failed_in: str | None = None                        # the innermost module that raised it; None before a batch
+        self.failed_in: str | None = None                        # the module that raised it; None before a batch
         self.work = 0                                            # floating-point operations of the forward pass
         self._n = 0                                              # operators so far
         self._frames: list[_Frame] = []
@@ -310,7 +310,7 @@ def trace(
             if mode is None: raise
             text = str(e).rpartition(':\n\t')[2]                 # behind what fastai says of the callback
             found.error = text.replace('\n', ' ')
-            if found.began: found.failed_in, found.error = found.failed_in or LOSS, text.partition('\n')[0].partition('. ')[0]
+            if found.began: found.failed_in, found.error = found.failed_in or LOSS, re.split('\n|[.] ', text)[0]
     return found
 
 

@@ -93,5 +93,5 @@ def not_finite_data(batch: Any) -> str: # Such as 'the batch itself is not finit
     t = next(filter(ends, tensors(batch)), None)
     if t is None: return ''
     n = int((t.isnan() | (t == math.inf)).sum())
-    return (f'the batch itself is not finite: {n:,} of {t.numel():,} values of its tensor of shape {tuple(t.shape)} are '
-            'NaN or inf')
+    return (f'the batch itself is not finite: {n:,} of {t.numel():,} values of its tensor of shape '
+            f'{tuple(t.shape)} are NaN or inf')

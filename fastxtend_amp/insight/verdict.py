@@ -1,8 +1,8 @@
 "The verdict on one precision: what has to be kept in fp32, tried before it is said."
 from __future__ import annotations
 
-import math, re, textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math, re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from typing import Literal
@@ -37,7 +37,6 @@ LOWEST_SCALE = 2.**-12 # that is advised
 MARGIN = 16.          # by which a loss scale that is advised is below the highest: later gradients may be larger
 ROUNDS = 12           # traces in which modules are added or the loss scale is lowered
 TRIES = 8             # modules that are tried one by one, where none is known to be at fault
-_NO_KERNEL = 'not implemented', 'not support', 'unsupported', 'primitive', 'no kernel'
 
 
 @dataclass
@@ -56,17 +55,7 @@ class Verdict:
         "The verdict, and the call to make."
         return f'{self.mode}: {self.verdict}. Next: `{self.call}`'
 
-    @property
-    def sentence(self) -> str:
-        "The reason as a sentence, or several."
-        is_mode = self.reason.startswith(tuple(m.value for m in AMPMode))
-        text = self.reason if is_mode else self.reason[:1].upper() + self.reason[1:]
-        return text if text.endswith('.') else f'{text}.'
-
-    def __str__(self):
-        indent = {'initial_indent': ' ' * 4, 'subsequent_indent': ' ' * 4}
-        reason = textwrap.fill(self.sentence, 116, **indent, break_long_words=False, break_on_hyphens=False)
-        return f'{self.headline}\n{reason}'
+    def __str__(self): return f'{self.headline}\n    {self.reason}'
 
 
 @dataclass
@@ -127,15 +116,11 @@ class Judge:
     def _refused(self, low: Trace) -> dict[str, str]:
         "The modules of the type that does not run, and why."
         if (name := low.failed_in) is None: return {}
-        mode, modules = self.mode.value, dict(qualified_names(self.model))
+        modules = dict(qualified_names(self.model))
         kind = type(modules.get(name))
-        where = named(name, {name: kind.__name__})
-        if any(words in low.error.lower() for words in _NO_KERNEL):
-            why = f'{mode} does not run on this {self.device.type.upper()} for {where}: PyTorch says: {low.error}'
-        else:
-            why = (f'the code of {where} does not run in {mode}: {low.error}. It has to be in fp32, or written for half '
-                   f'precision: constants within {self.limit:,.5g}, such as `torch.finfo(x.dtype).min`, and tensors of '
-                   'one dtype')
+        why = (f'{named(name)} does not run in {self.mode.value}: {low.error}. Keep it in fp32, or write it for half '
+               f'precision: constants within {self.limit:,.5g}, such as `torch.finfo(x.dtype).min`, and tensors of one '
+               'dtype')
         alike = [name] if name in (ROOT, LOSS) else [n for n, m in modules.items() if type(m) is kind]
         self.refused.update(alike)
         return dict.fromkeys(alike, why)
@@ -198,9 +183,10 @@ class Judge:
         new = [n for n in failures if self._can_be_kept(n)]
         for n in new or failures:
             self.reasons[n] = f'gradients in the backward pass of {named(n)} are not finite in {self.mode.value}'
-        self.highest = math.inf                                  # what was found with these in half precision is over
-        self.scale = min(self.first_scale, self._scales(low)[1])
-        return new or self._tried(low, backward=True)
+        self.scale, self.highest = self.first_scale, math.inf    # what was found with these in half precision is over
+        if new: return new
+        self.scale = min(self.first_scale, max(self._scales(low)[1], LOWEST_SCALE))
+        return self._tried(low, backward=True)
 
     def _scales(self, low: Trace) -> tuple[float, float]:
         "Return the lowest and the highest loss scale at which gradients neither underflow nor overflow: powers of two."
@@ -264,10 +250,9 @@ def outermost(names: Iterable[str]) -> list[str]:
     return [n for n in names if not covers([o for o in names if o != n], n)]
 
 
-def named(name: str, kinds: Mapping[str, str] | None = None) -> str:
-    "Return how a message calls a module, with its type if `kinds` has it."
-    if name in (ROOT, LOSS): return "the model's own `forward`" if name == ROOT else 'the loss function'
-    return f"module '{name}' ({kinds[name]})" if kinds and name in kinds else f"'{name}'"
+def named(name: str) -> str:
+    "Return how a message calls a module."
+    return {ROOT: "the model's own `forward`", LOSS: 'the loss function'}.get(name, f"'{name}'")
 
 
 def some(words: list[str], n: int = 4, between: str = ', ') -> str:
