@@ -21,7 +21,7 @@ from torch import nn
 from torch.amp import GradScaler
 
 from .checks import check_data_parallel, check_overflow_args, check_training
-from .common import call_text, warn_user
+from .common import warn_user
 from .compat import AutocastState
 from .convert import is_half, to_fp32
 from .fp32_modules import Fp32Modules, covers, unwrapped
@@ -87,7 +87,7 @@ class MixedPrecision(fp16.MixedPrecision):
         on_overflow: str = 'warn', # When training goes wrong: 'warn', 'raise' (`FloatingPointError`) or 'ignore'
         max_skips: int = 16, # Skipped steps in a row after which training counts as going wrong
     ):
-        self._arguments = {k: v for k, v in locals().items() if k not in ('self', '__class__')}
+        self.arguments = {k: v for k, v in locals().items() if k not in ('self', '__class__')}   # by name, as given
         auto = isinstance(amp_mode, str) and amp_mode.lower() == 'auto'
         self.amp_mode: str | AMPMode = 'auto' if auto else AMPMode(amp_mode)
         self.mode = None if auto else AMPMode(amp_mode)          # the resolved one; None for fp32
@@ -194,22 +194,6 @@ class MixedPrecision(fp16.MixedPrecision):
     ) -> None:
         "Raise what adding this callback to a learner of `model` would raise on account of `fp32_modules`."
         self._fp32_modules.check(model)
-
-    def as_call(self,
-        **changes # Arguments to change; `amp_mode` too
-    ) -> str:
-        "Return the call on the learner that sets this precision, with the arguments that differ from the defaults."
-        kept = {'fp32_modules': names} if (names := self.fp32_module_names) else {}
-        method, arguments = self._call({**self._arguments, 'amp_mode': self.amp_mode, **kept, **changes})
-        return call_text(method, arguments, {k: p.default for k, p in inspect.signature(type(self)).parameters.items()})
-
-    def _call(self, arguments: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        "Return the learner's method that makes such a callback, and those of its `arguments` that it takes."
-        mode = arguments.pop('amp_mode')
-        if isinstance(mode, str) and mode.lower() == 'auto': return 'to_amp', arguments
-        mode = AMPMode(mode)
-        if mode is AMPMode.BF16: arguments = {k: v for k, v in arguments.items() if k not in FP16_ARGUMENTS}
-        return f'to_{mode.value}', arguments
 
     # -- what a checkpoint holds
 
@@ -359,7 +343,7 @@ class MixedPrecision(fp16.MixedPrecision):
         learn.scaler = None
         if not self._fp32_modules.depth: self._fp32_modules.take_off()
         message = self._scaling.end(learn.opt, learn.model, failed, keep=not _in_lr_find(learn),
-                                    argument='init_scale' if 'init_scale' in self._arguments else 'loss_scale')
+                                    argument='init_scale' if 'init_scale' in self.arguments else 'loss_scale')
         said = watch is not None and watch.has_warned            # one message for one cause
         if message and not said and self.on_overflow != 'ignore': warn_user(message)
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-__all__ = ['PRECISION_COLORS', 'call_text', 'first_line', 'is_dtensor', 'random_state', 'random_state_kept',
+__all__ = ['PRECISION_COLORS', 'first_line', 'is_dtensor', 'random_state', 'random_state_kept',
            'set_random_state', 'several_processes', 'type_name', 'warn_user']
 
 # One colour for a precision in every plot.
@@ -78,24 +78,3 @@ def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
 def type_name(kind: type) -> str:
     "Return the name of a class as it is written in code: `nn.LayerNorm` for PyTorch's modules."
     return f'nn.{kind.__name__}' if kind.__module__.startswith('torch.nn') else kind.__name__
-
-
-def call_text(
-    method: str, # Name of a method of the learner
-    arguments: dict[str, Any], # All of its arguments, by name
-    defaults: dict[str, Any], # Their defaults
-) -> str: # Such as "learn.to_fp16(init_scale=1024.0)"
-    "Return the call of `method` with those `arguments` that are not the defaults."
-    def differs(name, value):
-        default = defaults.get(name)
-        return value is not default and not (type(value) is type(default) and value == default)
-    given = [f'{name}={_written(value, name)}' for name, value in arguments.items() if differs(name, value)]
-    return f"learn.{method}({', '.join(given)})"
-
-
-def _written(value: Any, name: str = '') -> str:
-    "Return `value` as it would be written in a call; an object that cannot be written as `name`."
-    if isinstance(value, (list, tuple)): return '[' + ', '.join(map(_written, value)) + ']'
-    if isinstance(value, type): return type_name(value)
-    text = getattr(value, '__name__', None) or repr(value)
-    return name or '...' if text.startswith('<') else text

@@ -68,17 +68,12 @@ class HalfWeights(MixedPrecision):
                              "in fp32. Take dtype='bf16', or keep the masters.")
         super().__init__(mode, loss_scale=loss_scale, fp32_modules=fp32_modules, on_overflow=on_overflow,
                          max_skips=max_skips)
-        self._arguments = arguments
+        self.arguments = arguments
         self.dtype, self.flat_master, self.master_weights = mode.dtype, flat_master, master_weights
 
     def _reset(self) -> None:
         super()._reset()
         self._bf16_weights: list[nn.Parameter] = []              # weights that are bf16 until the fit ends
-
-    def _call(self, arguments: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        mode = AMPMode(arguments.pop('amp_mode'))
-        if mode is AMPMode.BF16: arguments['loss_scale'] = None
-        return 'to_half_weights', {**arguments, 'dtype': mode.value}
 
     def _check_training(self) -> None:
         learn = self.learn

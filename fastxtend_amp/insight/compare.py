@@ -22,7 +22,7 @@ from ..convert import map_tensors
 from ..mode import mode_support, training_device
 from .comparison import PrecisionComparison, Tolerance, recommend
 from .copies import check_learner, copied_learner, left_out, loader_like
-from .precisions import PrecisionChoice, choices_from, use_choice
+from .precisions import PrecisionChoice, call_for, choices_from, use_choice
 from .progress import Progress, TimeIsUp
 from .values import tensors
 
@@ -133,7 +133,7 @@ class _Comparison:
         "Copy the learner, ready for its first step; the copy is removed with `copies`."
         copy = copies.enter_context(copied_learner(self.learn, self.cbs, optimizer=True, precision=True))
         if (cb := use_choice(copy, run.choice)) is not None:
-            run.call, run.skipped = cb.as_call(), -cb.n_skipped
+            run.call, run.skipped = str(call_for(copy, run.choice)), -cb.n_skipped
             cb.on_overflow = 'ignore'                            # a diagnosis would disturb the times; the table tells
         set_random_state(self.random_state)
         if seed is not None: set_seed(seed)

@@ -13,8 +13,8 @@ from fastai.learner import Learner
 from fastcore.basics import noop
 
 from ..common import PRECISION_COLORS
-from .advice import as_html
 from .precisions import HALF_WEIGHTS, PrecisionChoice, use_choice
+from .verdict import as_html
 
 __all__ = ['PrecisionComparison', 'Tolerance', 'recommend']
 

@@ -1,10 +1,9 @@
 "A copy of a learner, for whatever is run on the side: report, comparison, choice and diagnosis."
 from __future__ import annotations
 
-import copy, inspect, os, tempfile, threading
-from collections.abc import Callable, Iterable, Iterator
+import copy, inspect, tempfile, threading
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -77,12 +76,13 @@ def copied_learner(
     *,
     optimizer: bool = False, # Whether the optimizer and its state are copied, too; else the copy has none yet
     precision: bool = False, # Whether the copy keeps a copied precision callback; else it is in fp32
-) -> Iterator[Learner]: # A learner of the same class; its files are in a folder that is removed at the end
+) -> Iterator[Learner]: # A learner of the same class; its `path` is a folder that is removed at the end
     """Copy `learn`, to be trained or examined inside and thrown away.
 
     Model, loss function and the callbacks that take part are deep copies; data, metrics and all else are shared. The
     model is the one inside `torch.compile` and DistributedDataParallel, so a copy does not communicate with other
-    processes. Gradients are on inside, autocast is off, and the random states of Python, NumPy and torch are put back.
+    processes. `save`, `load` and `export` of a copy do nothing, whatever file they are given. Gradients are on inside,
+    autocast is off, and the random states of Python, NumPy and torch are put back.
 
     Raises `ValueError` for a learner that cannot be copied, with the name of what cannot.
     """
@@ -91,15 +91,8 @@ def copied_learner(
     with tempfile.TemporaryDirectory() as folder, random_state_kept(), torch.enable_grad(), autocast:
         new = _copy(learn, _taking_part(learn, cbs), optimizer)
         new.path, new.model_dir = Path(folder), 'models'
-        for name in ('save', 'load', 'export'): vars(new)[name] = partial(_by_name_alone, getattr(new, name))
         if not precision: new.to_fp32()
         yield new
-
-
-def _by_name_alone(method: Callable, *args: Any, **kwargs: Any) -> Any:
-    "Call `method` with the name of each file alone: an absolute path, or `..`, leads out of the learner's folder."
-    def name(value): return Path(value).name if isinstance(value, (str, os.PathLike)) else value
-    return method(*map(name, args), **{k: name(v) if k in ('file', 'fname') else v for k, v in kwargs.items()})
 
 
 def loader_like(
@@ -135,14 +128,16 @@ def _copy(learn: Learner, taking_part: list[Callback], optimizer: bool) -> Learn
              'the optimizer': learn.opt if optimizer else None, "the learner's own methods": methods,
              **{f"the callback '{cb.name}'": cb for cb in cbs}}
     for part in parts.values(): _detach_results(part, memo)
-    try: copies = copy.deepcopy(list(parts.values()), dict(memo))
-    except Exception as e:
-        raise ValueError(f'This learner cannot be copied, and only copies are run: {_uncopied(parts, memo)} refuses '
-                         f'({first_line(e)}).\n'
-                         'Take a callback off meanwhile, `with learn.removed_cbs([...])`; give the class of anything '
-                         'else a `__deepcopy__`, or keep it outside the model.') from e
+    copies: list[Any] = []
+    for what, part in parts.items():
+        try: copies.append(copy.deepcopy(part, memo))
+        except Exception as e:
+            raise ValueError(f'This learner cannot be copied, and only copies are run: {what} refuses '
+                             f'({first_line(e)}).\n'
+                             'Take a callback off meanwhile, `with learn.removed_cbs([...])`; give the class of '
+                             'anything else a `__deepcopy__`, or keep it outside the model.') from e
     new.model, new.loss_func, new.opt_func, new.opt, methods, *new_cbs = copies
-    vars(new).update(methods, **{cb.name: cb for cb in new_cbs})
+    vars(new).update(methods, save=noop, load=noop, export=noop, **{cb.name: cb for cb in new_cbs})
     new.cbs += new_cbs
     _keep_flags(getattr(learn.opt, 'opt', None), getattr(new.opt, 'opt', None))
     for m in new.model.modules():                                # a copy that waits for no other process
@@ -163,17 +158,3 @@ def _keep_flags(old: Any, new: Any) -> None:
     "Give a copied torch optimizer the flags that copying leaves out, such as a fused kernel's."
     if new is None: return
     vars(new).update({k: v for k, v in vars(old).items() if k not in vars(new) and isinstance(v, (bool, int, float))})
-
-
-def _uncopied(parts: dict[str, Any], memo: dict[int, Any]) -> str:
-    "Name what cannot be copied."
-    def refuses(o, shared=()):
-        try: copy.deepcopy(o, {**memo, **{id(s): s for _, s in shared}})
-        except Exception: return True
-        return False
-    what, part = next((what, part) for what, part in parts.items() if refuses(part))
-    owners = list(part.named_modules()) if isinstance(part, nn.Module) else [('', part)]
-    for name, owner in owners:
-        for key, value in getattr(owner, '__dict__', {}).items():
-            if refuses(value, owners): return f"'{name}{'.' * bool(name)}{key}' of {what}"
-    return what

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,16 +14,14 @@ from ..callback import precision_callback
 from ..common import RandomState, several_processes
 from ..fp32_modules import unwrapped
 from ..mode import AMPMode, model_device, training_device
-from .advice import fastest_mode, precision_call
 from .trace import Trace, trace
-from .values import not_finite_data, tensors
-from .verdict import Judge, lost_weights, named
+from .values import not_finite_data
+from .precisions import precision_call
+from .verdict import Judge, fastest_mode, lost_weights, named
 
 __all__ = ['Alarm', 'Growth', 'diagnose']
 
-_LOOK_CLOSER = '`learn.precision_report()` looks closer'
-# Times the norm of the weights and the loss at the start, from which on a run counts as diverging.
-_FAR, _BOTH, _MOVED = 100., 10., 1.01   # one of them alone; both; below this the weights hardly grew
+_FAR, _MOVED = 10., 1.01   # times the weights' norm and the loss at the start: a run diverges; the weights moved
 
 
 @dataclass
@@ -35,13 +33,9 @@ class Growth:
 
     @property
     def diverges(self) -> bool:
-        """True if the loss or the weights have grown a hundredfold, or both of them tenfold.
-
-        A loss that grew while the weights hardly changed was small at the start by chance.
-        """
+        "True if the weights have grown tenfold, or the loss a hundredfold; not a loss that was small by chance."
         loss = abs(self.last_loss) / abs(self.first_loss) if self.first_loss else math.nan
-        return (self.weights > _FAR or (loss > _FAR and not self.weights < _MOVED)
-                or (self.weights > _BOTH and loss > _BOTH))
+        return self.weights > _FAR or (loss > _FAR ** 2 and not self.weights < _MOVED)
 
     def __str__(self) -> str:
         def short(x): return f'{x:,.0f}' if 100 <= abs(x) < 1e7 else f'{x:.3g}'
@@ -84,16 +78,15 @@ def diagnose(
     With several processes nothing is run again: loss functions gather and models synchronize, and a process that ran
     alone would leave the others waiting.
     """
-    where, remedy = _cause(learn, alarm)
-    return f'{alarm.happened}\n{where[0].upper()}{where[1:]}.\n{remedy}.'
+    return '\n'.join([alarm.happened, *(f'{line[0].upper()}{line[1:]}.' for line in _cause(learn, alarm))])
 
 
 def _cause(learn: Learner, alarm: Alarm) -> tuple[str, str]:
     model = unwrapped(learn.model)
-    if bad := not_finite_data(alarm.xb, alarm.yb): return bad, 'Look at the data; no precision can train on it'
+    if bad := not_finite_data((alarm.xb, alarm.yb)): return bad, 'Look at the data; no precision can train on it'
     if several_processes(): return _from_one_rank(model, alarm)
     if lost := lost_weights(model): return _lost(learn, lost, alarm)
-    where, remedy = _Rerun(learn, model, alarm).cause()
+    where, remedy = _run_again(learn, model, alarm)
     again = 'That batch, run again with the same random draws' if alarm.random_state is not None else \
             'The batch under way, not the one it began with, run again'
     return f'{again}: {where}', remedy
@@ -107,80 +100,56 @@ def _lost(learn, lost, alarm):
     return f'{lost}, so the batch cannot be run again as it was', again
 
 
-class _Rerun:
-    "The batch under way, forward and backward, in fp32 and in low precision."
-    def __init__(self, learn: Learner, model: nn.Module, alarm: Alarm):
-        self.learn, self.alarm, self.mode = learn, alarm, alarm.mode
-        self.kept = cb.fp32_module_names if (cb := precision_callback(learn)) is not None else []
-        again = partial(trace, learn, [(alarm.xb, alarm.yb)], in_fit=True, random_state=alarm.random_state)
-        self.fp32 = again()
-        self.traces: dict[tuple, Trace] = {}                     # the first is asked for twice
-        def run(keep, scale):
-            key = *keep, scale
-            if key not in self.traces: self.traces[key] = again(self.mode, keep, scale, reference=self.fp32)
-            return self.traces[key]
-        largest = max((float(t.abs().max()) for t in tensors(alarm.xb) if t.numel()), default=0.)
-        self.judge = Judge(self.mode, model, model_device(model, training_device(learn)), run, self.fp32, alarm.scale,
-                         partial(precision_call, learn, self.mode), largest_input=largest, kept=self.kept)
+def _run_again(learn: Learner, model: nn.Module, alarm: Alarm) -> tuple[str, str]:
+    "Run the batch forward and backward, in fp32 and in the mode; return where it began, and what to try."
+    cb, mode, diverges = precision_callback(learn), alarm.mode, f'the run diverges: {alarm.growth}'
+    kept = cb.fp32_module_names if cb is not None else []
+    again = partial(trace, learn, [(alarm.xb, alarm.yb)], in_fit=True, random_state=alarm.random_state)
+    fp32 = again()
+    run = partial(again, mode, reference=fp32)
+    judge = Judge(mode, model, model_device(model, training_device(learn)), run, fp32, alarm.scale,
+                  partial(precision_call, learn, mode), kept)
+    if wrong := judge.wrong_in_fp32():
+        if alarm.diverges: return f'{wrong}, and {diverges}', _lower_rate(learn)
+        return wrong, 'Look at the learning rate, the loss function and the data'
+    low = run(kept, alarm.scale)
+    if alarm.diverges: return diverges, _lower_rate(learn)
+    if low.loss_is_finite and low.grads_are_finite:
+        return f'this batch is finite in {mode.value}, forward and backward', '`learn.precision_report()` looks closer'
+    verdict = judge.verdict()
+    if verdict.call and not verdict.modules and verdict.scales:
+        where = (f'the loss scale of {alarm.scale:,.9g} is too large: gradients overflow in {mode.value}, and at '
+                 f'{verdict.scales[1]:,.9g} they do not')
+        return where, f'Start lower: `{verdict.call}`'
+    name, where = _first_failure(low, fp32, alarm)
+    if not verdict.call:
+        other = precision_call(learn, fastest_mode(judge.device, [mode]))
+        return where, f'{verdict.reason}; or take another precision: `{other}`'
+    what = 'it' if verdict.modules == [name] else ', '.join(map(named, verdict.modules))
+    if name and name not in verdict.modules: what += ', which comes before,'
+    return where, f'Keep {what} in fp32: `{verdict.call}`'
 
-    def cause(self) -> tuple[str, str]:
-        "Return where it began, and what to try."
-        mode, alarm = self.mode.value, self.alarm
-        if wrong := self.judge.wrong_in_fp32():
-            if not alarm.diverges: return wrong, 'Look at the learning rate, the loss function and the data'
-            return f'{wrong}, and the run diverges: {alarm.growth}', _lower_rate(self.learn)
-        low = self.judge.run(self.kept, alarm.scale)
-        names, forward = low.failures(), True
-        if not names: names, forward = low.backward_failures(), False
-        if alarm.diverges:
-            first = f'; numbers first stop being finite in {self._named(names[0])}, a consequence' if names else ''
-            return f'the run diverges: {alarm.growth}{first}', _lower_rate(self.learn)
-        if low.loss_is_finite and low.grads_are_finite:
-            return f'this batch is finite in {mode}, forward and backward', _LOOK_CLOSER
-        verdict = self.judge.verdict()
-        if verdict.call and not verdict.modules and verdict.scales:
-            where = (f'the loss scale of {alarm.scale:,.9g} is too large: gradients overflow in {mode}, and at '
-                     f'{verdict.scales[1]:,.9g} they do not')
-            return where, f'Start lower: `{verdict.call}`'
-        if not names: where = f'the loss or a gradient is not finite in {mode}, and finite in fp32'
-        else: where = self._story(names[0], forward)
-        if not verdict.call:
-            other = precision_call(self.learn, fastest_mode(self.judge.device, [self.mode]))
-            return where, f'{verdict.sentence[:-1]}; or take another precision: `{other}`'
-        what = 'it' if verdict.modules == names[:1] else ', '.join(map(self._named, verdict.modules))
-        if names and names[0] not in verdict.modules: what += ', which comes before,'
-        return where, f'Keep {what} in fp32: `{verdict.call}`'
 
-    def _story(self, name, forward) -> str:
-        seen, limit = self.fp32.seen[name], torch.finfo(self.mode.dtype).max
-        if forward:
-            largest, what = seen.largest, 'values inside it reach'
-            story = f'numbers stop being finite in {self._named(name)}'
-        else:
-            scale = self.alarm.scale
-            largest, what = seen.grads.largest * scale, f'its gradients, times the loss scale {scale:,.9g}, reach'
-            story = ('the forward pass is finite; the gradients stop being so in the backward pass of '
-                     f'{self._named(name)}')
-        if largest > limit: story += f': {what} {largest:,.4g} in fp32; {self.mode.value} ends at {limit:,.5g}'
-        return story
-
-    def _named(self, name): return named(name, {n: s.type for n, s in self.fp32.seen.items()})
+def _first_failure(low: Trace, fp32: Trace, alarm: Alarm) -> tuple[str, str]:
+    "Return the first module where finite numbers end, '' if none is known, and a clause on it."
+    mode, limit = alarm.mode.value, torch.finfo(alarm.mode.dtype).max
+    for name in low.failures():
+        seen = fp32.seen[name]
+        story = f'numbers stop being finite in {named(name)}'
+        return name, story + (f': values inside it reach {seen.largest:,.4g} in fp32; {mode} ends at {limit:,.5g}'
+                              if seen.largest > limit else '')
+    for name in low.failures(backward=True):
+        return name, f'the forward pass is finite; the gradients stop being so in the backward pass of {named(name)}'
+    return '', f'the loss or a gradient is not finite in {mode}, and finite in fp32'
 
 
 def _from_one_rank(model: nn.Module, alarm: Alarm) -> tuple[str, str]:
     "Return what this process knows without the others."
-    params = dict(model.named_parameters())
-    def some(values: Iterable, what: str) -> str:
-        lost = [n for n, t in zip(params, values) if t is not None and not bool(_local(t).isfinite().all())]
-        return f'{len(lost)} of {len(params)} {what}' + (f", such as '{lost[0]}'," if lost else '')
-    found = f"{some(params.values(), 'parameters')} and {some([p.grad for p in params.values()], 'gradients')}"
-    where = f'on rank {torch.distributed.get_rank()} {found} are not finite'
+    lost = lost_weights(model) or 'the weights are finite'
+    where = f'on rank {torch.distributed.get_rank()} {lost}'
     if alarm.diverges: return f'{where}; the run diverges: {alarm.growth}', 'Lower the learning rate first'
     return where, ('With several processes the batch is not run again. Call `learn.precision_report()` in one process, '
                    'before the model is distributed')
-
-
-def _local(t): return t.detach().to_local() if hasattr(t, 'to_local') else t.detach()
 
 
 def _lower_rate(learn) -> str:

@@ -1,18 +1,20 @@
-"The precisions that a comparison tries: names, which of them are worth a try, and how a learner is set to one."
+"Precisions that a learner can be set to: their names, those worth a try, and the call that sets one."
 from __future__ import annotations
 
-import ast
 import inspect
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from fastai.learner import Learner
 
 from ..callback import MixedPrecision, precision_callback
+from ..common import type_name
+from ..half_weights import HalfWeights
 from ..mode import AMPMode, mode_support, training_device
 
-__all__ = ['PrecisionChoice', 'choices_from', 'default_choices', 'use_choice']
+__all__ = ['PrecisionChoice', 'call_for', 'choices_from', 'default_choices', 'precision_call', 'use_choice']
 
 HALF_WEIGHTS = 'half weights'
 _ALLOWED = "'fp32', 'bf16', 'fp16', 'half weights' (bf16), 'half weights fp16', or a list of these"
@@ -61,43 +63,74 @@ def default_choices(learn: Learner) -> list[PrecisionChoice]:
     Half-precision weights, too, if the learner has them: without more arguments they are autocast's casts.
     """
     native = [m for m in (AMPMode.BF16, AMPMode.FP16) if mode_support(m, training_device(learn)).status == 'native']
-    kinds = [False, True] if _call_of(precision_callback(learn))[0] == 'to_half_weights' else [False]
+    kinds = [False, True] if isinstance(precision_callback(learn), HalfWeights) else [False]
     return [PrecisionChoice(), *(PrecisionChoice(m, half) for half in kinds for m in native)]
+
+
+class Call(NamedTuple):
+    "A call that sets a learner's precision, with the arguments that are not the defaults; `str` writes it down."
+    method: str # Of the learner
+    arguments: dict[str, Any]
+
+    def __str__(self) -> str:
+        return f"learn.{self.method}({', '.join(f'{k}={_written(v, k)}' for k, v in self.arguments.items())})"
+
+
+def _written(value: Any, name: str = '') -> str:
+    "Return `value` as it would be written in a call; an object that cannot be written as `name`."
+    if isinstance(value, AMPMode): return repr(value.value)
+    if isinstance(value, (list, tuple)): return '[' + ', '.join(map(_written, value)) + ']'
+    if isinstance(value, type): return type_name(value)
+    text = getattr(value, '__name__', None) or repr(value)
+    return name or '...' if text.startswith('<') else text
+
+
+def call_for(
+    learn: Learner,
+    choice: PrecisionChoice,
+    **changes # Arguments to change
+) -> Call:
+    "Return the call for `choice` that keeps the arguments of the learner's precision callback, as far as it has them."
+    if choice.mode is None: return Call('to_fp32', {})
+    method, cb = 'to_half_weights' if choice.half_weights else f'to_{choice.mode.value}', precision_callback(learn)
+    arguments = {} if cb is None else {**cb.arguments, 'fp32_modules': cb.fp32_module_names}
+    parameters = dict(inspect.signature(getattr(Learner, method)).parameters)
+    if choice.half_weights:                                      # fp16 needs masters, and bf16 has no loss scale
+        del parameters['master_weights' if choice.mode.needs_loss_scaling else 'loss_scale']
+    if 'init_scale' in changes and (choice.half_weights or (cb is not None and cb.static_scale)):
+        changes['loss_scale'] = changes.pop('init_scale')
+    names = list(dict.fromkeys([*arguments.get('fp32_modules', ()), *choice.fp32_modules])) or None
+    arguments.update(changes, dtype=choice.mode, fp32_modules=names)
+    def is_default(name, value):
+        default = parameters[name].default
+        return value is default or (type(value) is type(default) and value == default)
+    return Call(method, {k: v for k, v in arguments.items() if k in parameters and not is_default(k, v)})
+
+
+def precision_call(
+    learn: Learner,
+    mode: AMPMode | None, # None for fp32
+    fp32_modules: Iterable[str] = (), # Modules to keep in fp32 besides those that are
+    **changes, # Other arguments, instead of those that the callback has
+) -> str: # 'learn.to_fp16(init_scale=1024, fp32_modules=['inp', 'head'])'
+    "Return, as text, the call for `mode` that keeps what the learner's precision callback has."
+    half_weights = isinstance(precision_callback(learn), HalfWeights)
+    return str(call_for(learn, PrecisionChoice(mode, half_weights, tuple(fp32_modules)), **changes))
 
 
 def use_choice(
     learn: Learner, # The learner, outside a fit
     choice: PrecisionChoice,
 ) -> MixedPrecision | None: # Its precision callback now
-    """Have `learn` train in this precision, by the call that a user would make.
+    """Have `learn` train in this precision, by the call that a user would make; the loss scale stays.
 
-    The arguments of its precision callback stay, as far as the new one has them, and the loss scale; a `GradScaler` of
-    the user's own only where the callback itself can stay.
+    A precision callback that does all of this already stays, too.
     """
-    if choice.mode is None:
-        learn.to_fp32()
-        return None
-    old = precision_callback(learn)
-    kept, state = ([], {}) if old is None else (old.fp32_module_names, old.state_dict())
-    method = 'to_half_weights' if choice.half_weights else f'to_{choice.mode.value}'
-    old_method, arguments = _call_of(old)
-    if old is not None and (method, choice.mode) == (old_method, old.mode) and {*choice.fp32_modules} <= {*kept}:
-        return old
-    allowed = set(inspect.signature(getattr(Learner, method)).parameters)
-    # of half-precision weights fp16 needs masters, and bf16 has no loss scale
-    if choice.half_weights: allowed -= {'master_weights' if choice.mode.needs_loss_scaling else 'loss_scale'}
-    arguments = {k: v for k, v in arguments.items() if k in allowed}
-    if choice.half_weights: arguments['dtype'] = choice.mode.value
-    if choice.fp32_modules: arguments['fp32_modules'] = list(dict.fromkeys([*kept, *choice.fp32_modules]))
-    getattr(learn, method)(**arguments)
+    old, call = precision_callback(learn), call_for(learn, choice)
+    is_same = old is not None and old.mode is choice.mode and isinstance(old, HalfWeights) == choice.half_weights
+    if is_same and {*choice.fp32_modules} <= {*old.fp32_module_names}: return old
+    state = {} if old is None else old.state_dict()
+    getattr(learn, call.method)(**call.arguments)
     cb = precision_callback(learn)
     if state and cb is not None: cb.load_state_dict(state)       # as fp16 to fp16; nothing in bf16
     return cb
-
-
-def _call_of(cb: MixedPrecision | None) -> tuple[str, dict[str, Any]]:
-    "Return the method of the learner that makes such a callback, and its arguments, but for objects."
-    if cb is None: return '', {}
-    call: Any = ast.parse(cb.as_call(), mode='eval').body
-    arguments = {k.arg: k.value for k in call.keywords if isinstance(k.value, (ast.Constant, ast.List, ast.UnaryOp))}
-    return call.func.attr, {name: ast.literal_eval(value) for name, value in arguments.items()}

@@ -8,15 +8,14 @@ its outputs, or in what it passes to a module inside.
 """
 from __future__ import annotations
 
-import math, sys, traceback, warnings
+import math, re, sys, time, warnings
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from fastai.callback.core import Callback, CancelBatchException
 from fastai.learner import Learner
@@ -25,23 +24,24 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..callback import MixedPrecision
-from ..common import RandomState, first_line, set_random_state
+from ..common import RandomState, set_random_state
 from ..compat import in_function_transform, next_node, operator, running_node, unwatched
 from ..convert import HALF, half_to_float, map_tensors
-from ..fp32_modules import qualified_names
+from ..fp32_modules import ROOT, qualified_names
 from ..mode import AMPMode
 from .copies import copied_learner
-from .values import Histogram, ends, largest_value, relative_error, tensors
+from .values import Histogram, all_finite, ends, largest_value, relative_error, tensors
 
-__all__ = ['LOSS', 'Seen', 'Trace', 'trace']
+__all__ = ['LOSS', 'OutOfTime', 'Seen', 'Trace', 'trace']
 
 LOSS = 'loss function'  # its name among the modules; callbacks after the forward pass count to it
-SAMPLE = 4096           # values of an output that are compared with the fp32 trace, evenly spaced
 _FP32_NOISE = 2.**-23   # relative; where fp32 itself would lose a tenth, an error is that of noise
-# Operators that only move or make tensors: a module that runs no others computes nothing itself.
-_MOVES = frozenset(('clone', '_to_copy', 'copy_', 'cat', 'stack', 'new_zeros', 'zeros', 'zeros_like', 'fill_', 'zero_',
-                    'detach', 'detach_', 'ones', 'full', 'arange', 'lift_fresh', 'scalar_tensor'))
-_EMPTY = frozenset(('empty', 'empty_like', 'empty_strided', 'new_empty', 'new_empty_strided'))
+# Operators that only move values, which count where they were computed.
+_MOVES = frozenset(('clone', '_to_copy', 'copy_', 'cat', 'stack', 'detach', 'lift_fresh'))
+
+
+class OutOfTime(BaseException):
+    "The time limit is over. Not an `Exception`, so that no model catches it."
 
 
 @dataclass
@@ -49,21 +49,12 @@ class Seen:
     "Notes on one module: on its own operators, not on those of modules inside; all calls and batches together."
     name: str
     type: str
-    params: int                                                  # its own and those of modules inside
-    calls: int = 0
     ended: int = 0                                               # operators before its first call ended
-    computes: bool = False                                       # it has operators of its own
-    dtypes: set = field(default_factory=set)                     # of its outputs
-    largest: float = 0.                                          # absolute finite result or output
+    largest: float = 0.                                          # absolute finite result
     half: float = 0.                                             # of those in half precision, as they are in fp32
     failed: int | None = None                                    # the first operator where finite numbers end, counted
     failed_backward: int | None = None
-    masked: int | None = None                                    # the first where only -inf begins, which may be a mask
     error: float = 0.                                            # of its own arithmetic, relative; the largest
-    values: int = 0                                              # in its outputs
-    non_finite: int = 0                                          # of these, where fp32 is finite
-    total: float = math.nan                                      # error of its outputs from those of the fp32 trace
-    samples: list = field(default_factory=list)                  # of its outputs
     grads: Histogram = field(default_factory=Histogram)          # of its outputs and its own parameters
 
 
@@ -88,6 +79,12 @@ class _Frame:
         memory.as_strided(t.shape, t.stride(), t.storage_offset()).copy_(wide)
         self.twins[address] = t, memory
 
+    def keep_before_write(self, t: torch.Tensor) -> None:
+        "Give `t`, into which an operator is to write, a twin, so that the operator writes into that as well."
+        if self.twin(t) is not None or not _address(t): return
+        whole = t.detach().as_strided((t.untyped_storage().nbytes() // t.element_size(),), (1,), 0)
+        self.twins[_address(t)] = t, half_to_float(whole).clone()
+
     def wide(self, t: torch.Tensor) -> torch.Tensor:
         twin = self.twin(t)
         return half_to_float(t) if twin is None else twin
@@ -106,41 +103,32 @@ class Trace(TorchDispatchMode):
     def __init__(self,
         mode: AMPMode | None = None, # fp32 if None
         reference: Trace | None = None,
-        tick: Callable[[], Any] = noop, # Called at each module; may raise
+        until: float = math.inf, # `time.monotonic()` from which on `OutOfTime` is raised, in seconds
     ):
         super().__init__()
-        self.mode, self.reference, self.tick = mode, reference, tick
+        self.mode, self.reference, self.until = mode, reference, until
         self.seen: dict[str, Seen] = {}
         self.loss_is_finite = self.grads_are_finite = True
-        self.error: str | None = None                            # why it ended: the first line of an exception
-        self.failed_in: str | None = None                        # the module that raised it; None outside of any
+        self.largest_input = 0.                                  # absolute, of the model's inputs
+        self.error = ''                                          # why it ended: the text of an exception
+        self.failed_in: str | None = None                        # the module that raised it; None before a batch
         self.work = 0                                            # floating-point operations of the forward pass
         self._n = 0                                              # operators so far
         self._frames: list[_Frame] = []
         self._started: list[tuple[int, Seen]] = []               # the autograd nodes from this number on are its
-        self._backward = False
+        self._backward = self.began = False
 
-    def failures(self) -> list[str]:
-        "The modules where finite numbers end in the forward pass, the first first."
-        found = {n: s.failed for n, s in self.seen.items() if s.failed is not None}
-        if found or not self.loss_is_finite:
-            found = {n: s.masked for n, s in self.seen.items() if s.masked is not None} | found
-        return sorted(found, key=lambda n: found[n] or 0)
-
-    def backward_failures(self) -> list[str]:
-        "The modules in whose backward pass finite numbers end, the first first."
-        found = {n: s.failed_backward for n, s in self.seen.items() if s.failed_backward is not None}
-        return sorted(found, key=lambda n: found[n] or 0)
+    def failures(self, backward: bool = False) -> list[str]:
+        "Return the modules where finite numbers end in the forward or the backward pass, the first first."
+        found = {n: s.failed_backward if backward else s.failed for n, s in self.seen.items()}
+        return sorted((n for n in found if found[n]), key=lambda n: found[n] or 0)
 
     @contextmanager
     def hooked(self, model: nn.Module) -> Iterator[None]:
         "Note what `model` does inside."
-        names: dict[nn.Module, str] = {}
-        self._owners: dict[nn.Parameter, list[Seen]] = {}
         with ExitStack() as stack:
             for name, m in qualified_names(model):
-                if m in names or isinstance(m, torch.jit.ScriptModule): continue  # which takes no hooks from Python
-                names[m] = name
+                if isinstance(m, torch.jit.ScriptModule): continue       # which takes no hooks from Python
                 # First of all hooks, so that what others make of the inputs is the module's own doing.
                 enter = m.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True, prepend=True)
                 leave = m.register_forward_hook(self._leave, with_kwargs=True, always_call=True)
@@ -150,17 +138,16 @@ class Trace(TorchDispatchMode):
 
     def begin(self) -> None:
         "Begin a batch."
-        self._note(LOSS, None)
-        self._frames, self._backward = [], False
+        self._frames, self._backward, self.began = [], False, True
 
     def end_forward(self, loss: torch.Tensor) -> None:
         "Note the loss, which is not scaled yet."
         with unwatched():
-            self.loss_is_finite &= _finite(loss)
-            seen = self._note(LOSS, None)
-            seen.calls += 1
-            seen.dtypes.add(loss.dtype)
-            if self._frames: self._compare(self._frames[0], loss)
+            self.loss_is_finite &= all_finite(loss)
+            if self._frames:
+                self._compare(self._frames[0], loss)
+                seen = self.seen[LOSS] = self.seen.pop(LOSS)     # the last
+                seen.ended = self._n
         self._backward = True
 
     def end_backward(self, model: nn.Module) -> None:
@@ -170,26 +157,24 @@ class Trace(TorchDispatchMode):
                 for p in m.parameters(recurse=False):
                     if p.grad is None: continue
                     g = p.grad.coalesce().values() if p.grad.is_sparse else p.grad
-                    self.grads_are_finite &= _finite(g)
+                    self.grads_are_finite &= all_finite(g)
                     if name in self.seen: self.seen[name].grads.add(g)
 
     # -- modules
 
-    def _note(self, name, module):
-        if name not in self.seen:
-            params = sum(p.numel() for p in module.parameters()) if module is not None else 0
-            self.seen[name] = Seen(name, type(module).__name__ if module is not None else 'function', params)
-        return self.seen[name]
-
     def _enter(self, name, module, args, kwargs):
-        self.tick()
+        if time.monotonic() > self.until: raise OutOfTime
         with unwatched():
-            if not self._frames: self._push(_Frame(self._note(LOSS, None)))
-            if not self._backward and not in_function_transform():              # vmap's tensors cannot be looked at
-                for t in tensors((args, kwargs)): self._compare(self._frames[-1], t)
-            self._push(_Frame(self._note(name, module), module))
+            if not self._frames: self._push(LOSS, None)
+            if not self._backward and not in_function_transform():       # vmap's tensors cannot be looked at
+                for t in tensors((args, kwargs)):
+                    self._compare(self._frames[-1], t)
+                    if name == ROOT: self.largest_input = max(self.largest_input, largest_value(t))
+            self._push(name, module)
 
-    def _push(self, frame):
+    def _push(self, name, module):
+        kind = 'function' if module is None else type(module).__name__
+        frame = _Frame(self.seen.setdefault(name, Seen(name, kind)), module)
         self._frames.append(frame)
         self._started.append((next_node(), frame.seen))
 
@@ -198,40 +183,23 @@ class Trace(TorchDispatchMode):
         with unwatched():
             while (frame := self._frames.pop()).module is not module: pass   # an exception ended those inside
             self._started.append((next_node(), self._frames[-1].seen))
-            if output is None: return                            # an exception, or nothing to look at
-            outputs, seen = [] if in_function_transform() else tensors(output), frame.seen
+            seen = frame.seen
+            if output is None and sys.exc_info()[0] is not None: self.failed_in = self.failed_in or seen.name
+            outputs = [] if in_function_transform() else tensors(output)
             for out in outputs:
                 if self.reference is None and out.requires_grad and out.grad_fn is not None:
                     out.register_hook(partial(self._gradient, seen))
             if self._backward: return                            # a checkpoint, whose first run was looked at
-            if seen.calls == 0: self.seen[seen.name], seen.ended = self.seen.pop(seen.name), self._n
-            seen.calls += 1
-            for out in outputs: self._output(frame, out.detach())
+            if not seen.ended: self.seen[seen.name], seen.ended = self.seen.pop(seen.name), self._n
+            for out in outputs: self._compare(frame, out)
 
-    def _output(self, frame, out):
-        seen = frame.seen
-        seen.dtypes.add(out.dtype)
-        seen.values += out.numel()
-        self._compare(frame, out, is_output=True)
-        seen.largest = max(seen.largest, largest_value(out))
-        flat = out.reshape(-1)
-        n = min(len(flat), SAMPLE)
-        sample = flat[torch.arange(n, device=flat.device) * len(flat) // n].float() if n else flat.float()
-        seen.samples.append(sample)
-        other = self.reference.seen.get(seen.name) if self.reference is not None else None
-        if other is None or len(other.samples) < len(seen.samples): return
-        expected = other.samples[len(seen.samples) - 1]
-        if expected.shape == sample.shape: seen.total = float(np.fmax(seen.total, relative_error(sample, expected)))
-
-    def _compare(self, frame, t, is_output=False):
+    def _compare(self, frame, t):
         "Note the error of a tensor that leaves a module, or enters one inside."
         t = t.detach()
         twin = frame.twin(t)
         if twin is None: return
         error = relative_error(t, twin)
-        eps = torch.finfo(self.mode.dtype).eps if self.mode else 1.
-        if error * _FP32_NOISE < .1 * eps: frame.seen.error = max(frame.seen.error, error)
-        if is_output: frame.seen.non_finite += int((~t.isfinite() & twin.isfinite()).sum())
+        if error * _FP32_NOISE < .1 * torch.finfo(self.mode.dtype).eps: frame.seen.error = max(frame.seen.error, error)
 
     def _gradient(self, seen, g):
         if not self._backward: return                            # the model's own, such as forces from an energy
@@ -241,19 +209,17 @@ class Trace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, op = kwargs or {}, operator(func)
-        if op.draws: return _draw(func, op, args, kwargs)
-        if not self._frames or op.is_view or op.name in _EMPTY: return func(*args, **kwargs)
-        if self._backward: return self._in_backward(func, args, kwargs)
-        return self._in_forward(func, op, args, kwargs)
+        looked_at = self._frames and not (op.draws or op.is_view or op.name.startswith(('empty', 'new_empty')))
+        if not looked_at: return func(*args, **kwargs)
+        self._n += 1
+        return self._in_backward(func, args, kwargs) if self._backward else self._in_forward(func, op, args, kwargs)
 
     def _in_forward(self, func, op, args, kwargs):
         frame = self._frames[-1]
         seen, inputs = frame.seen, tensors((args, kwargs))
         is_cast = op.name == '_to_copy' and kwargs.get('dtype') in HALF
-        seen.computes |= op.name not in _MOVES
-        self._n += 1
         low = self.mode is not None and (is_cast or any(t.dtype in HALF or frame.twin(t) is not None for t in inputs))
-        began_finite = not op.writes or all(map(_finite, inputs))
+        began_finite = not op.writes or all(map(all_finite, inputs))
         wide = self._widely(func, op, args, kwargs, frame) if low else None
         out = func(*args, **kwargs)
         if self.mode is None: self._count(func, args, kwargs, out)
@@ -266,68 +232,40 @@ class Trace(TorchDispatchMode):
                 seen.largest = max(seen.largest, largest)
                 if o.dtype in HALF: seen.half = max(seen.half, largest)
             if w is not None and not op.writes: frame.keep(o, w)
-            if not _finite(o): self._not_finite(seen, o, w, began_finite and all(map(_finite, inputs)))
+            if all_finite(o) or self._fails_in_fp32(seen): continue
+            # -inf alone may be a mask.
+            if w is None: fails = began_finite and all(map(all_finite, inputs)) and ends(o)
+            else: fails = ends(o[w.isfinite()])
+            if fails: seen.failed = seen.failed or self._n
         return out
 
     def _widely(self, func, op, args, kwargs, frame):
         "Return what the operator gives in fp32 on the twins of its inputs; None if it does not run so."
-        if op.writes:
-            for t in tensors(args[:1]):
-                if frame.twin(t) is None and _address(t): _twin_in_place(frame, t)
+        for t in tensors(args[:1]) if op.writes else (): frame.keep_before_write(t)
         device_type = next((t.device.type for t in tensors((args, kwargs))), 'cpu')
+        dtypes = {k: torch.float32 for k, v in kwargs.items() if v in HALF}
         try:
             with torch.no_grad(), torch.autocast(device_type, enabled=False):
-                return func(*map_tensors(frame.wide, args), **map_tensors(frame.wide, _in_fp32(kwargs)))
+                return func(*map_tensors(frame.wide, args), **{**map_tensors(frame.wide, kwargs), **dtypes})
         except RuntimeError: return None                         # such as flash attention, which runs in half alone
 
-    def _not_finite(self, seen, out, wide, began_finite):
-        lost = ~out.isfinite() & wide.isfinite() if wide is not None else None
-        if lost is not None and bool(lost.any()):
-            if not bool((out[lost] == -torch.inf).all()): return self._fail(seen)
-            seen.masked = seen.masked or self._n
-        elif began_finite and ends(out): self._fail(seen)
-
-    def _fail(self, seen):
-        "Note that finite numbers end in this module, unless they do so in fp32."
+    def _fails_in_fp32(self, seen):
         in_fp32 = self.reference.seen.get(seen.name) if self.reference is not None else None
-        if in_fp32 is None or in_fp32.failed is None: seen.failed = seen.failed or max(1, self._n)
+        return in_fp32 is not None and in_fp32.failed
 
     def _in_backward(self, func, args, kwargs):
         out = func(*args, **kwargs)
-        self._n += 1
         node = running_node()
-        if node is None or all(map(_finite, tensors(out))) or not all(map(_finite, tensors((args, kwargs)))): return out
+        began_finite = node is not None and all(map(all_finite, tensors((args, kwargs))))
+        if not began_finite or all(map(all_finite, tensors(out))): return out
         at = bisect_right(self._started, node, key=lambda s: s[0]) - 1
         if at >= 0: self._started[at][1].failed_backward = self._started[at][1].failed_backward or self._n
         return out
 
     def _count(self, func, args, kwargs, out):
-        from torch.utils.flop_counter import flop_registry
-        formula = flop_registry.get(getattr(func, 'overloadpacket', None))
+        from torch.utils.flop_counter import flop_registry       # here: it imports triton
+        formula = flop_registry.get(func.overloadpacket)
         if formula is not None: self.work += formula(*args, **kwargs, out_val=out)
-
-
-def _draw(func, op, args, kwargs):
-    "Draw random numbers in fp32 whatever dtype they are wanted in: the same in every precision."
-    x = args[0] if args else None
-    like = x.dtype if isinstance(x, torch.Tensor) else None
-    wanted = kwargs.get('dtype') or like
-    if wanted not in HALF or op.name.startswith('_'): return func(*args, **kwargs)   # such as attention with dropout
-    out = func(*map_tensors(half_to_float, args), **_in_fp32(kwargs))
-    if op.writes: return x.copy_(out)
-    return map_tensors(lambda t: t.to(wanted) if t.dtype is torch.float32 else t, out)
-
-
-def _finite(t): return bool(t.isfinite().all())
-
-
-def _twin_in_place(frame, t):
-    whole = t.detach().as_strided((t.untyped_storage().nbytes() // t.element_size(),), (1,), 0)
-    frame.twins[_address(t)] = t, half_to_float(whole).clone()
-
-
-def _in_fp32(kwargs):
-    return {k: torch.float32 if isinstance(v, torch.dtype) and v in HALF else v for k, v in kwargs.items()}
 
 
 class _Ends(Callback):
@@ -349,36 +287,31 @@ def trace(
     scale: float = 1., # The loss scale, for fp16
     *,
     reference: Trace | None = None, # In fp32, of the same batches
-    tick: Callable[[], Any] = noop,
+    until: float = math.inf, # `time.monotonic()` from which on `OutOfTime` is raised, in seconds
     in_fit: bool = False, # Whether `learn` is in the middle of a batch
     random_state: RandomState | None = None, # To begin with; the present one if None
 ) -> Trace:
     "Run batches forward and backward in a copy of `learn`, in its own loop with its callbacks; no step is taken."
-    found = Trace(mode, reference, tick)
+    found = Trace(mode, reference, until)
     with copied_learner(learn) as copy, _as_written(), warnings.catch_warnings():
         warnings.simplefilter('ignore')                          # of a fit, such as that the mode is emulated
         if mode is not None: _set_precision(copy, mode, keep, scale)
         copy.add_cb(_Ends(found))
         if random_state is not None: set_random_state(random_state)
-        if not in_fit: _begin_fit(copy)
-        with found.hooked(copy.model):
-            for i, batch in enumerate(batches):
-                found.begin()
-                batch = map_tensors(torch.clone, batch)          # the model may write into it
-                try: _run_again(copy, *batch) if in_fit else copy.one_batch(i, batch)
-                except torch.OutOfMemoryError: raise
-                except (RuntimeError, TypeError, ValueError) as e:
-                    if mode is None: raise
-                    found.error, found.failed_in = first_line(e).partition('. ')[0], _innermost(e, copy.model)
-                    return found
+        try:
+            if not in_fit: _begin_fit(copy)
+            with found.hooked(copy.model):
+                for i, batch in enumerate(batches):
+                    found.begin()
+                    batch = map_tensors(torch.clone, batch)      # the model may write into it
+                    _run_again(copy, *batch) if in_fit else copy.one_batch(i, batch)
+        except torch.OutOfMemoryError: raise
+        except (RuntimeError, TypeError, ValueError) as e:
+            if mode is None: raise
+            text = str(e).rpartition(':\n\t')[2]                 # behind what fastai says of the callback
+            found.error = text.replace('\n', ' ')
+            if found.began: found.failed_in, found.error = found.failed_in or LOSS, re.split('\n|[.] ', text)[0]
     return found
-
-
-def _innermost(error: BaseException, model: nn.Module) -> str | None:
-    "Return the name of the innermost module whose forward was running when `error` was raised; None outside of any."
-    names = {id(m): name for name, m in reversed([*qualified_names(model)])}
-    running = [id(frame.f_locals.get('self')) for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return next((names[i] for i in reversed(running) if i in names), None)
 
 
 def _as_written() -> AbstractContextManager:

@@ -8,7 +8,7 @@ import torch
 
 from ..convert import map_tensors
 
-__all__ = ['Histogram', 'ends', 'largest_value', 'not_finite_data', 'relative_error', 'tensors']
+__all__ = ['Histogram', 'all_finite', 'ends', 'largest_value', 'not_finite_data', 'relative_error', 'tensors']
 
 _EXPONENTS = 256        # of fp32: 0 for zero and subnormal numbers, 255 for inf and NaN
 _BIAS = 127
@@ -29,10 +29,14 @@ def tensors(
     return found
 
 
+def all_finite(t: torch.Tensor) -> bool:
+    "Return whether no value is NaN or inf."
+    return bool(t.isfinite().all())
+
+
 def limits(t: torch.Tensor) -> tuple[float, float]:
     "Return the smallest and the largest value of a tensor that is not empty; both are NaN if one value is."
-    t = t.detach()
-    low, high = torch.aminmax(t.abs() if t.is_complex() else t)
+    low, high = torch.aminmax(t.detach())
     return float(low), float(high)
 
 
@@ -78,25 +82,16 @@ class Histogram:
         self.counts += torch.bincount(t.view(torch.int32) >> 23, minlength=_EXPONENTS).cpu()
         self.largest = max(self.largest, limits(t)[1])
 
-    def share_below(self, threshold: float) -> float: # 0 to 1; nan if there is no value
-        "Return the share of the values that are smaller than `threshold`, a power of two."
-        n = int(self.counts.sum())
-        return float(self.counts[:self._bin(threshold)].sum()) / n if n else math.nan
-
-    def mass_below(self, threshold: float) -> float:
+    def mass_below(self, threshold: float) -> float: # 0 to 1; 0 if there is no value
         "Return the share of the absolute sum that is in values smaller than `threshold`, a power of two; estimated."
         sums = [n * 1.5 * 2. ** (i - _BIAS) for i, n in enumerate(self.counts.tolist())]
-        return sum(sums[:self._bin(threshold)]) / sum(sums) if any(sums) else 0.
-
-    def _bin(self, threshold): return min(max(math.floor(math.log2(threshold)) + _BIAS, 0), _EXPONENTS)
+        return sum(sums[:max(int(math.log2(threshold)) + _BIAS, 0)]) / (sum(sums) or 1.)
 
 
-def not_finite_data(xb: Any, yb: Any) -> str: # Such as 'the batch itself is not finite: 1 of 24 values of ...'
-    "Describe what in a batch is NaN or inf; '' if nothing is. -inf may be a mask."
-    for what, part in (('an input', xb), ('a target', yb)):
-        for t in tensors(part):
-            if not ends(t): continue
-            bad = int((t.isnan() | (t == math.inf)).sum())
-            return (f'the batch itself is not finite: {bad:,} of {t.numel():,} values of {what} of shape '
-                    f'{tuple(t.shape)} are NaN or inf')
-    return ''
+def not_finite_data(batch: Any) -> str: # Such as 'the batch itself is not finite: 1 of 24 values of ...'
+    "Describe which tensor of a batch has NaN or inf; '' if none has. -inf may be a mask."
+    t = next(filter(ends, tensors(batch)), None)
+    if t is None: return ''
+    n = int((t.isnan() | (t == math.inf)).sum())
+    return (f'the batch itself is not finite: {n:,} of {t.numel():,} values of its tensor of shape '
+            f'{tuple(t.shape)} are NaN or inf')

@@ -81,18 +81,19 @@ def test_modules_kept_in_fp32_are_plain_in_the_copy():
 
 class Saves(Callback):
     "Writes files at each step."
+    def __init__(self, folder): self.folder = folder
     def after_step(self):
-        self.learn.save('best')
-        self.learn.export('model.pkl')
+        for file in ('best', '../best', self.folder / 'best'): self.learn.save(file)
+        self.learn.export(self.folder / 'model.pkl')
+        (self.learn.path / 'seen').write_text('')
 
 
 def test_files_go_into_a_folder_that_is_removed(tmp_path):
-    learn = learner(cbs=Saves(), path=tmp_path, model_dir=tmp_path / 'models')
+    learn = learner(cbs=Saves(tmp_path), path=tmp_path / 'learner')
     with copied_learner(learn) as copy:
         train(copy, 1)
-        assert {p.name for p in copy.path.rglob('*.p*')} == {'best.pth', 'model.pkl'}
-        folder = copy.path
-    assert not folder.exists() and not list(tmp_path.rglob('*')) and learn.path == tmp_path
+        assert [p.name for p in copy.path.rglob('*')] == ['seen']
+    assert not copy.path.exists() and not list(tmp_path.rglob('*'))
 
 
 class Counts(Callback):
@@ -138,12 +139,12 @@ class Locked(Callback):
 
 def test_what_cannot_be_copied_is_named():
     learn = learner(cbs=Locked())
-    with pytest.raises(ValueError, match="(?s)'guard' of the callback 'locked' refuses.*lock.*removed_cbs"):
+    with pytest.raises(ValueError, match="(?s)the callback 'locked' refuses.*lock.*removed_cbs"):
         with copied_learner(learn): pass
     with learn.removed_cbs([learn.locked]), copied_learner(learn): pass
     learn.remove_cb(learn.locked)
     learn.model[1].file = open(__file__)
-    with pytest.raises(ValueError, match="'1.file' of the model refuses"):
+    with pytest.raises(ValueError, match='the model refuses'):
         with copied_learner(learn): pass
     learn.model[1].file.close()
 
@@ -164,7 +165,6 @@ def test_refused_inside_a_fit(precision):
     for event in ('before_fit', 'after_loss', 'after_epoch'):
         with pytest.raises(RuntimeError, match='compare_precision cannot run inside a fit'):
             learn.fit(1, cbs=At(event, lambda l: check_learner(l, 'compare_precision'), 99))
-        learn.to_fp32()
     check_learner(learn, 'compare_precision')                    # after one that was broken off
     other = learner()
     learn.fit(1, cbs=At('after_loss', lambda _: check_learner(other, 'compare_precision')))
@@ -193,3 +193,19 @@ def test_wrappers_for_data_parallelism_are_left_out():
         assert type(copy.model) is nn.Sequential
         train(copy, 2)                                           # SyncBatchNorm refuses main memory otherwise
     assert type(learn.model) is nn.DataParallel
+
+
+class PrecisionCallback(Callback):
+    "Anybody's; fastai names it `learn.precision`."
+
+
+@pytest.mark.parametrize('call', [
+    lambda learn: learn.precision_report('bf16').verdicts['bf16'].verdict,
+    lambda learn: list(learn.compare_precision(('fp32', 'bf16'), n_steps=2).table.index),
+    lambda learn: learn.to_amp(measure=True, max_seconds=5) is learn,
+], ids=['report', 'comparison', 'choice'])
+def test_what_looks_at_the_precision_finds_its_own_callback(call):
+    "Beside a callback of anybody's named precision."
+    learn, alone = learner().to_bf16(), learner().to_bf16()
+    learn.add_cb(PrecisionCallback())
+    assert call(learn) == call(alone)

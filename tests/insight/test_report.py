@@ -1,6 +1,5 @@
 "The precision report: where it finds trouble, each verdict with its words, what it shows, and what it leaves alone."
 import math, random, re
-from dataclasses import dataclass
 from typing import get_args
 
 import pytest, torch
@@ -18,7 +17,7 @@ from fastxtend_amp.insight.values import Histogram, largest_value, relative_erro
 from fastxtend_amp.insight.verdict import Judgement
 from fastxtend_amp.mode import Support, refused_layer
 from fastxtend_amp import AMPMode
-from helpers import At, Attentive, Data, autocast_state, dataset, learner, loaders, mlp, params, same
+from helpers import At, Attentive, Data, dataset, learner, loaders, mlp, params, same
 from states import bits, language_model, rich
 
 
@@ -84,7 +83,7 @@ def test_the_module_that_overflows_is_named_and_no_other():
     assert verdict.verdict == 'keep modules in fp32' and verdict.modules == ['attn'] == verdict.trouble
     assert verdict.call == "learn.to_fp16(init_scale=4096, fp32_modules=['attn'])" and '65,504' in verdict.reason
     assert report.verdicts['bf16'].verdict == 'safe so far'
-    assert row['largest'] > 65504 and row['headroom'] == pytest.approx(65504 / row['largest'], rel=.01) and row['non-finite'] == 1
+    assert row['largest'] > 65504 and row['headroom'] == pytest.approx(65504 / row['largest'], rel=.01) and row['error'] == math.inf
 
 
 def test_the_remedy_reaches_the_loss_of_fp32_where_plain_fp16_fails():
@@ -119,10 +118,6 @@ def test_where_no_operator_shows_the_overflow_modules_are_tried():
     verdict = verdict_on(inner(InNumPy.apply))
     assert verdict.modules == ['1'] and "with '1' in fp16 the loss or a gradient is not finite" in verdict.reason, verdict
     assert trained(inner(InNumPy.apply), verdict)[0] == 0
-
-
-def test_an_error_of_the_models_own_forward_is_found_in_bf16_too():
-    assert verdict_on(Own(cancels), 'bf16').call == "learn.to_bf16(fp32_modules=['a'])"
 
 
 class Products(Own):
@@ -205,7 +200,7 @@ def test_data_and_weights_that_are_not_finite_are_named():
     data = dataset()
     data.tensors[0][2, 1] = math.nan
     reason = learner(dls=loaders(train=data)).precision_report('bf16').verdicts['bf16'].reason
-    assert reason == 'the batch itself is not finite: 1 of 24 values of an input of shape (4, 6) are NaN or inf'
+    assert reason == 'the batch itself is not finite: 1 of 24 values of its tensor of shape (4, 6) are NaN or inf'
     model = mlp()
     model[3].weight.data[0, 0] = math.nan
     reason = learner(model).precision_report('bf16').verdicts['bf16'].reason
@@ -227,15 +222,10 @@ def test_a_loss_function_that_overflows():
 
 
 def test_a_mode_that_the_device_has_no_kernel_for():
-    learn = language_model()
-    for mode, verdict in learn.precision_report().verdicts.items():
+    for mode, verdict in language_model().precision_report().verdicts.items():
         if not refused_layer(nn.LSTM, AMPMode(mode)): continue   # this CPU runs LSTMs in that mode
-        assert verdict.verdict == 'cannot run' and verdict.reason.count('PyTorch says') == 1
-        assert verdict.reason.startswith(f"{mode} does not run on this CPU for '0.rnns.0.module' (LSTM): PyTorch says: ")
-        assert verdict.modules == ['0.rnns.0.module', '0.rnns.1.module'] == verdict.trouble
-        assert f'With these in fp32, `learn.to_{mode}(fp32_modules=' in verdict.reason
-        getattr(learn, f'to_{mode}')(fp32_modules=verdict.modules).fit(1)
-        assert math.isfinite(learn.recorder.losses[-1])
+        assert verdict.verdict == 'cannot run' and f"{mode} does not run on this CPU for '0.rnns.0.module' (LSTM)" in verdict.reason
+        assert 'PyTorch says' in verdict.reason and 'fp32_modules=nn.LSTM' in verdict.reason
 
 
 def fills(h): return h.masked_fill(h < 0, -1e9).softmax(-1)
@@ -246,9 +236,10 @@ def scatters(h): return torch.zeros(h.shape).index_put((torch.arange(len(h)),), 
 def test_code_that_half_precision_breaks_is_not_the_devices_fault(f):
     verdict, own = verdict_on(inner(f)), verdict_on(Own(lambda h: f(h.half() if torch.is_autocast_enabled('cpu') else h)))
     assert verdict.verdict == 'cannot run' and verdict.modules == ['1'] and 'this CPU' not in verdict.reason
-    assert verdict.reason.startswith("the code of '1' (Act) does not run in fp16: ") and 'torch.finfo(x.dtype).min' in verdict.reason
-    assert "With these in fp32, `learn.to_fp16(" in verdict.reason and "fp32_modules=['1'])`" in verdict.reason
-    assert own.verdict == 'cannot run' and own.reason.startswith("the code of the model's own `forward` does not run in fp16")
+    assert verdict.reason.startswith("'1' does not run in fp16: ") and 'torch.finfo(x.dtype).min' in verdict.reason
+    assert "fp32_modules=['1'])" in verdict.call and trained(inner(f), verdict)[0] == 0
+    assert own.verdict == 'cannot run' and own.reason.startswith("the model's own `forward` does not run in fp16")
+    assert own.call == 'learn.to_fp32()'
 
 
 def test_a_mode_that_the_device_does_not_support(monkeypatch):
@@ -260,7 +251,7 @@ def test_a_mode_that_the_device_does_not_support(monkeypatch):
 def test_a_mode_that_does_not_work_leads_to_the_fastest_that_does(monkeypatch):
     for native, call in ((('bf16',), 'learn.to_bf16()'), ((), 'learn.to_fp32()'), (('fp16',), 'learn.to_fp32()')):
         support = lambda mode, device: Support('native' if mode.value in native else 'emulated', '')
-        monkeypatch.setattr('fastxtend_amp.insight.advice.mode_support', support)
+        monkeypatch.setattr('fastxtend_amp.insight.verdict.mode_support', support)
         assert verdict_on(Products(None)).call == call
 
 
@@ -280,17 +271,6 @@ def test_the_verdicts_are_documented():
     assert columns == list(learner().precision_report('bf16').table.columns)
 
 
-def test_predictions_far_from_fp32_are_explained():
-    "Batch normalization over two values gives 1 and -1: which of them is a matter of the smallest difference."
-    torch.manual_seed(0)
-    x = torch.randn(1, 6).expand(2, 6) + 1e-4 * torch.randn(2, 6)
-    data = Data(x.clone(), torch.zeros(2, 1))
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8, eps=1e-12), nn.Linear(8, 1, bias=False))
-    verdict = learner(model, loaders(2, 2, data, data)).precision_report('bf16').verdicts['bf16']
-    assert verdict.verdict == 'safe so far' and 'batch normalization' in verdict.reason and 'loses more than' in verdict.reason
-    assert 'batch normalization' not in learner().precision_report('bf16').verdicts['bf16'].reason
-
-
 # -- the figures
 
 @pytest.mark.parametrize('mode,dtype', [('bf16', torch.bfloat16), ('fp16', torch.float16)])
@@ -301,40 +281,27 @@ def test_errors_are_those_of_a_direct_comparison(mode, dtype):
     with torch.no_grad():
         exact = learn.model[0](x)
         with torch.autocast('cpu', dtype=dtype): first = learn.model[0](x); second = learn.model[1](first)
-        own, total = relative(second, learn.model[1](first.float())), relative(second, learn.model[1](exact))
+        errors = relative(first, exact), relative(second, learn.model[1](first.float()))
     table = rows(learn.precision_report(mode), mode)
-    assert table.loc['0', 'own error'] == pytest.approx(relative(first, exact)) == table.loc['0', 'total error']
-    assert table.loc['1', 'own error'] == pytest.approx(own) and table.loc['1', 'total error'] == pytest.approx(total)
+    assert list(table.loc[['0', '1'], 'error']) == pytest.approx(errors)
     largest = max(float(t.abs().max()) for t in (x, learn.model[0].weight, learn.model[0].bias, exact))   # autocast's casts, too
     assert table.loc['0', 'headroom'] == pytest.approx(torch.finfo(dtype).max / largest)
-    assert table.loc['0', 'output'] == str(dtype).removeprefix('torch.') and table.loc['loss function', 'output'] == 'float32'
+    assert list(table['format']) == [mode, mode, 'fp32'] and table.loc['loss function', 'headroom'] > 1e30
 
 
-def test_gradients_and_those_that_underflow():
-    "Gradients of the output are 2 (p - y) / n; the factor puts some below half of fp16's smallest number, 2^-24."
-    factor = 2. ** -22
-    learn = learner(nn.Linear(6, 1, bias=False), loaders(bs=24), loss_func=lambda p, y: F.mse_loss(p, y) * factor)
+def test_gradients():
+    learn = learner(nn.Linear(6, 1, bias=False), loaders(bs=24))
     x, y = next(iter(learn.dls.train))
-    grad = 2 * (learn.model(x).detach() - y) / len(y) * factor
+    grad = 2 * (learn.model(x).detach() - y) / len(y)            # of the output
     values = torch.cat([grad.flatten(), (grad * x).sum(0)]).abs()
-    row = rows(learn.precision_report('fp16'), 'fp16').loc['(model)']
-    assert row['grad'] == pytest.approx(float(values.max()), rel=1e-5)
-    assert 0 < row['grad lost'] < 1 and row['grad lost'] == pytest.approx(float((values < 2. ** -24).float().mean()), abs=1e-6)
-
-
-def test_dropout_draws_the_same_masks_in_every_precision():
-    table = learner(nn.Sequential(nn.Linear(6, 64), nn.Dropout(.5), nn.Linear(64, 1))).precision_report().table
-    assert table['total error'].max() < .05 and len(table) == 8
+    assert rows(learn.precision_report('fp16'), 'fp16').loc['(model)', 'grad'] == pytest.approx(float(values.max()), rel=1e-5)
 
 
 def test_small_figures():
     values = torch.tensor([0., -0., 1., 1.5, -2., 2. ** -24, 2. ** -30, 65504., math.inf, -math.inf, math.nan])
     h = Histogram()
     h.add(values)
-    nonzero = values[values.isfinite() & (values != 0)].abs()
-    for threshold in (2. ** -30, 2. ** -24, 2. ** -23, 1., 2., 4., 2. ** 17):
-        assert h.share_below(threshold) == pytest.approx(float((nonzero < threshold).float().mean()))
-    assert h.largest == 65504. and h.mass_below(2. ** 15) == pytest.approx(4.5 / 65508, rel=1.)          # an estimate
+    assert h.largest == 65504. and h.mass_below(2. ** 15) == pytest.approx(4.5 / 65508, rel=1.) and h.mass_below(2. ** -31) == 0
     for size in (1e-30, 1., 1e30):                               # beyond the squares of fp32
         got, expected = torch.tensor([1.1, 2.]) * size, torch.tensor([1., 2.]) * size
         assert relative_error(got, expected) == pytest.approx(.1 / math.sqrt(5), rel=1e-4)
@@ -352,11 +319,6 @@ class Gives(nn.Module):
     def forward(self, x): return {'logits': self.net(x)}
 class Unpacks(Callback):
     def after_pred(self): self.learn.pred = self.pred['logits']
-@dataclass
-class Output:
-    logits: torch.Tensor
-class GivesDataclass(Gives):
-    def forward(self, x): return Output(self.net(x))
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
@@ -364,8 +326,8 @@ class Tied(nn.Module):
         self.b.weight = self.a.weight
     def forward(self, x): return self.head(self.act(self.b(self.act(self.a(self.a(x))))))
 class Checkpointed(nn.Module):
-    def __init__(self, reentrant): super().__init__(); self.first, self.inner, self.reentrant = nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6), nn.Dropout(.1), nn.Linear(6, 1)), reentrant
-    def forward(self, x): return checkpoint.checkpoint(self.inner, self.first(x), use_reentrant=self.reentrant)
+    def __init__(self): super().__init__(); self.first, self.inner = nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6), nn.Dropout(.1), nn.Linear(6, 1))
+    def forward(self, x): return checkpoint.checkpoint(self.inner, self.first(x), use_reentrant=True)
 class Force(nn.Module):
     "Takes gradients itself."
     def __init__(self): super().__init__(); self.energy = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 1))
@@ -378,11 +340,6 @@ class Named(Data):
 class Splits(Learner):
     def _split(self, b): self.xb, self.yb = (b['x'],), (b['y'],)
 def compiled(): learn = learner(); learn.model = torch.compile(learn.model, backend='eager'); return learn
-def attention():
-    class Net(nn.Module):
-        def __init__(self): super().__init__(); self.emb, self.att, self.head = nn.Linear(1, 8), nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 1)
-        def forward(self, x): x = self.emb(x[..., None]); return self.head(self.att(x, x, x, need_weights=False)[0]).mean(1)
-    return learner(Net())
 def mapped():
     class Mapped(nn.Module):
         def __init__(self): super().__init__(); self.inner = nn.Linear(6, 1)
@@ -394,14 +351,11 @@ def classes(**kwargs):
 
 
 MODELS = {
-    'unpacked by a callback': lambda: learner(Gives(), cbs=Unpacks()),
-    'dataclasses': lambda: learner(GivesDataclass(), loss_func=lambda o, y: F.mse_loss(o.logits, y)),
+    'unpacked by a callback': lambda: learner(Gives(), cbs=Unpacks()), 'MixUp': lambda: classes(cbs=MixUp()),
     'dictionaries as batches': lambda: learner(dls=loaders(24, 4, Named(*dataset().tensors), Named(*dataset().tensors)), cls=Splits),
-    'MixUp': lambda: classes(cbs=MixUp()), 'tied, in place, called twice': lambda: learner(Tied()), 'compiled': compiled,
-    'reentrant checkpoints': lambda: learner(Checkpointed(True)), 'checkpoints': lambda: learner(Checkpointed(False)),
-    'own gradients': lambda: learner(Force()), 'attention': attention, 'vmap': mapped,
+    'tied, in place, called twice': lambda: learner(Tied()), 'compiled': compiled, 'checkpoints': lambda: learner(Checkpointed()),
+    'own gradients': lambda: learner(Force()), 'vmap': mapped,
     'spectral norm': lambda: learner(nn.Sequential(nn.utils.spectral_norm(nn.Linear(6, 8)), nn.Linear(8, 1))),
-    'complex': lambda: learner(nn.Sequential(Act(lambda x: torch.fft.irfft(torch.fft.rfft(x), n=6)), nn.Linear(6, 1))),
 }
 
 
@@ -411,15 +365,13 @@ def test_what_trains_can_be_reported_on(name):
     learn = MODELS[name]()
     report = learn.precision_report()
     assert {v.verdict for v in report.verdicts.values()} == {'safe so far'}, report
-    assert report.table['own error'].max() < .05 and not report.table['total error'].max() >= .1
+    assert report.table['error'].max() < .05
     assert (report.table['grad'].dropna() > 0).all() and report.table['grad'].notna().any()
     learn.fit(1)
 
 
-def test_names_and_modules_that_were_not_called():
-    report = learner(Tied()).precision_report('bf16')
-    assert list(rows(report, 'bf16').index) == ['a', 'act', 'b', 'head', 'loss function'] and report.not_called == ['spare']
-    assert 'Never called: spare.' in repr(report)
+def test_names():
+    assert list(rows(learner(Tied()).precision_report('bf16'), 'bf16').index) == ['a', 'act', 'b', 'head', 'loss function']
     assert rows(compiled().precision_report('bf16'), 'bf16').equals(rows(learner().precision_report('bf16'), 'bf16'))
 
 
@@ -438,40 +390,28 @@ def test_it_says_what_it_looked_at():
     assert report.notes == ['Looked at 2 batches of 4 samples, with the weights as they are now: after some training others may be in trouble.',
                             'Callbacks that took no part: at.']
     assert report.notes[0] in repr(report) and report.notes[0] in report._repr_html_()
-    assert learner().precision_report('bf16', n_batches=9).notes[1] == 'There were only 6 of 9 batches.'
-    assert rows(learner().precision_report('bf16', dl=learn.dls.valid), 'bf16')['total error'].max() < .1
+    seen = []
+    valid = learner(nn.Sequential(Act(lambda x: (seen.append(x), x)[1]), nn.Linear(6, 1))).precision_report('bf16', dl=learn.dls.valid)
+    assert torch.equal(seen[0], learn.dls.valid.one_batch()[0]) and valid.verdicts['bf16'].verdict == 'safe so far'
 
 
-def test_an_emulated_mode_looks_at_fewer_samples_and_leaves_out_what_they_make_large(monkeypatch):
-    monkeypatch.setattr(room, 'mode_support', lambda mode, device: Support('emulated', 'for this test'))
+def test_an_emulated_mode_makes_it_look_at_fewer_samples(monkeypatch):
+    monkeypatch.setattr(room, 'mode_support', lambda mode, device: Support('emulated' if mode.value == 'fp16' else 'native', ''))
     monkeypatch.setattr(room, 'EMULATED_WORK', 1.)
-    sizes = []
-    model = nn.Sequential(nn.Linear(6, 8), Act(lambda x: (sizes.append(len(x)), x)[1]), nn.BatchNorm1d(8), nn.Linear(8, 1))
-    report = learner(model, loaders(24, 24)).precision_report('fp16')
-    assert set(sizes) == {24, 2} and report.table['total error'].isna().all() and 'predictions' not in report.verdicts['fp16'].reason
-    assert any(n.startswith('fp16 is emulated here: the report looked at 2 of 24 samples in it') for n in report.notes)
+    for modes, expected in (('bf16', {24}), (('bf16', 'fp16'), {24, 4})):
+        sizes = []
+        model = nn.Sequential(nn.Linear(6, 8), Act(lambda x: (sizes.append(len(x)), x)[1]), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        report = learner(model, loaders(24, 24)).precision_report(modes)
+        assert set(sizes) == expected and ('These are the first of 24' in repr(report)) == (4 in sizes)
 
 
-@pytest.mark.parametrize('make', [rich, language_model, lambda: learner(Attentive(drop=.3)).to_fp16(fp32_modules='head')])
+@pytest.mark.parametrize('make', [rich, language_model])
 def test_the_learner_stays_as_it_was(make):
     learn = make()
     before = bits(learn)
     learn.precision_report('bf16')
     after = bits(learn)
     for key in before: assert before[key] == after[key], key
-
-
-@pytest.mark.parametrize('error', [KeyError, KeyboardInterrupt])
-def test_also_after_an_exception(error):
-    calls = []
-    def fails(h):
-        calls.append(1)
-        if len(calls) == 2: raise error('in the middle')
-        return h + 1
-    learn = learner(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), Act(fails), nn.Linear(8, 1)))
-    before, state = bits(learn), autocast_state()
-    with pytest.raises(error, match='in the middle'): learn.precision_report()
-    assert bits(learn) == before and autocast_state() == state
 
 
 def test_training_goes_on_as_without_it_and_callbacks_of_the_learner_do_not_fire():
@@ -503,27 +443,15 @@ def test_the_printed_report():
     report = learner(Attentive()).precision_report('fp16')
     first, second, *_ = repr(report).splitlines()
     assert first == "fp16: keep modules in fp32. Next: `learn.to_fp16(init_scale=4096, fp32_modules=['attn'])`"
-    assert second.startswith("    Values in 'attn' reach") and max(map(len, repr(report).splitlines())) <= 120
+    assert second.startswith("    values in 'attn' reach") and 'the 10 modules to look at first of 11' in repr(report)
+    assert re.search(r'trouble\n +attn ', repr(report))
     html = report._repr_html_()
-    assert '<b>fp16: keep modules in fp32. Next: <code>' in html and '</b><br>Values' in html and '`' not in html.replace('`report.table`', '')
-    assert '>1,000' in repr(report) and '<--' in repr(report) and len(report.worst(3)) == 3 and len(report.worst(None)) == len(report.table)
-    assert report.worst(1)['module'].tolist() == ['attn']
+    assert '<b>fp16: keep modules in fp32. Next: <code>' in html and '</b><br>values' in html and '`' not in html.replace('`report.table`', '')
 
 
 @pytest.mark.parametrize('call,kind,words', [
-    (lambda l: l.precision_report(('bf16', 'fp8')), ValueError, r"modes=\('bf16', 'fp8'\) cannot be used: 'fp8' is not a precision"),
-    (lambda l: l.precision_report(()), ValueError, 'at least one of'),
-    (lambda l: l.precision_report(n_batches=0), ValueError, 'n_batches=0'),
-    (lambda l: l.precision_report(max_seconds=0), ValueError, 'max_seconds=0'),
-    (lambda l: l.precision_report(dl=[]), ValueError, 'at least one batch'),
     (lambda l: l.add_cb(At('after_pred', lambda l: l.precision_report())).fit(1), RuntimeError, 'cannot run inside a fit'),
     (lambda l: learner(nn.Linear(3, 1), cbs=At('before_epoch', lambda l: None)).precision_report(), ValueError,
-     '(?s)does not run on its first batch, in fp32: .*mat1 and mat2.*took no part: at.*precision_report.dl='),
-    (lambda l: learner(mlp().half()).precision_report(), ValueError, "6 to be trained are fp16, such as '0.weight'.*learn.model.float"),
-    (lambda l: learner(nn.Sequential(nn.LazyLinear(4))).precision_report(), ValueError, "'0.weight' is not built yet")])
+     '(?s)does not run on its first batch, in fp32: .*mat1 and mat2.*took no part: at.*precision_report.dl=')])
 def test_what_cannot_be_reported_on_is_refused(call, kind, words):
     with pytest.raises(kind, match=words): call(learner())
-
-
-def test_fp32_may_be_among_the_modes():
-    assert list(learner().precision_report(('fp32', torch.bfloat16)).verdicts) == ['bf16']
