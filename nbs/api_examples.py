@@ -69,6 +69,9 @@ EXAMPLES = {
     'PrecisionDecision.plot':
         "learn.to_amp(measure=True)\n"
         "learn.precision_decision.plot()",
+    'PrecisionChoice':
+        "learn.to_amp(measure=True)\n"
+        "learn.precision_decision.choice.fp32_modules",
     'fused': "learn = Learner(dls, model, opt_func=fused('AdamW'))",
     'kahan':
         "learn = Learner(dls, model, opt_func=kahan('AdamW'))\n"
