@@ -66,7 +66,7 @@ class Attentive(nn.Module):
 
 
 def learner(model=None, dls=None, loss_func=None, cls=Learner, cbs=None, progress=False, **kwargs):
-    dls, model = dls or loaders(), model or mlp()
+    dls, model = dls or loaders(), mlp() if model is None else model
     if getattr(dls.device, 'type', 'cpu') == 'xla': model.to(dls.device)  # others' is on the CPU until the first fit, as a user's is
     learn = cls(dls, model, loss_func=loss_func or nn.MSELoss(), cbs=cbs, **kwargs)
     if not progress: learn.remove_cbs([cb for cb in learn.cbs if type(cb).__name__ == 'ProgressCallback'])
