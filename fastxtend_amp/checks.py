@@ -14,7 +14,8 @@ from .convert import is_half
 from .mode import AMPMode, emulation_warning
 from .scaling import is_number, optimizer_params
 
-__all__ = ['ON_OVERFLOW', 'check_count', 'check_data_parallel', 'check_overflow_args', 'check_seconds', 'check_training']
+__all__ = ['ON_OVERFLOW', 'check_count', 'check_data_parallel', 'check_overflow_args', 'check_seconds',
+           'check_training']
 
 ON_OVERFLOW = ('warn', 'raise', 'ignore')
 

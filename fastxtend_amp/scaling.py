@@ -291,7 +291,7 @@ class LossScaling:
 
 
 def _fused(opt: Any, params: list[nn.Parameter]) -> Any:
-    """Return `opt` if it is one of torch's fused Adam, AdamW and SGD, which skip a step with no effect at all; else None.
+    """Return `opt` if it is torch's fused Adam, AdamW or SGD, which skips a step with no effect at all; else None.
 
     They do once their state is there: a skipped first step would create it, and fused SGD would leave its momentum
     uninitialised (PyTorch 2.13). MPS has had kernels that ignore the flag (PyTorch issue 186360).

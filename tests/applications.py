@@ -58,11 +58,11 @@ def lstm_island(mode, device):
 
 # -- vision
 
-def digit_images(bs=64, batch_tfms=None, device=None, size=16):
-    "scikit-learn's 1,797 digits as images of one channel; every fifth is for validation."
+def digit_images(bs=64, batch_tfms=None, device=None, size=16, n=1797):
+    "scikit-learn's digits as images of one channel; every fifth is for validation."
     from sklearn.datasets import load_digits
     data = load_digits()
-    images = np.kron(data.images * 15.9375, np.ones((size // 8, size // 8))).astype(np.uint8)
+    images = np.kron(data.images[:n] * 15.9375, np.ones((size // 8, size // 8))).astype(np.uint8)
     block = DataBlock((ImageBlock(PILImageBW), CategoryBlock), get_x=lambda i: images[i], get_y=lambda i: str(data.target[i]),
                       splitter=IndexSplitter(range(0, len(images), 5)), batch_tfms=batch_tfms)
     return block.dataloaders(range(len(images)), bs=bs, val_bs=180, num_workers=0, device=device)

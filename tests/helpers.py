@@ -2,10 +2,8 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from fastai.callback.core import Callback
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
@@ -66,7 +64,7 @@ class Attentive(nn.Module):
 
 
 def learner(model=None, dls=None, loss_func=None, cls=Learner, cbs=None, progress=False, **kwargs):
-    dls, model = dls or loaders(), model or mlp()
+    dls, model = dls or loaders(), mlp() if model is None else model
     if getattr(dls.device, 'type', 'cpu') == 'xla': model.to(dls.device)  # others' is on the CPU until the first fit, as a user's is
     learn = cls(dls, model, loss_func=loss_func or nn.MSELoss(), cbs=cbs, **kwargs)
     if not progress: learn.remove_cbs([cb for cb in learn.cbs if type(cb).__name__ == 'ProgressCallback'])
@@ -145,14 +143,6 @@ def output_dtypes(learn, *modules):
     return found
 
 
-@contextmanager
-def one_process():
-    "A process group of one."
-    dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
-    try: yield
-    finally: dist.destroy_process_group()
-
-
 def linear():
     torch.manual_seed(0)
     return nn.Linear(6, 1)
@@ -198,15 +188,4 @@ OPTIMIZERS = {
     'adamw': partial(OptimWrapper, opt=torch.optim.AdamW), 'fused adamw': partial(OptimWrapper, opt=partial(torch.optim.AdamW, fused=True)),
     'torch sgd': partial(OptimWrapper, opt=partial(torch.optim.SGD, momentum=.9)),
     'fused sgd': partial(OptimWrapper, opt=partial(torch.optim.SGD, momentum=.9, fused=True)),
-}
-
-
-# Ways to set the precision of a learner.
-PRECISIONS = {
-    'fp32': lambda learn: learn,
-    'bf16': lambda learn: learn.to_bf16(),
-    'fp16': lambda learn: learn.to_fp16(init_scale=256.),
-    'half weights': lambda learn: learn.to_half_weights(),
-    'half fp16': lambda learn: learn.to_half_weights('fp16', loss_scale=512.),
-    'flat masters': lambda learn: learn.to_half_weights(flat_master=True),
 }

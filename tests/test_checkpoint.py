@@ -1,5 +1,5 @@
 "Nothing lost: the loss scale through fits, files, processes, exports and copies."
-import copy, gc, pickle, signal, subprocess, sys, threading, weakref
+import copy, gc, pickle, signal, subprocess, sys, weakref
 from pathlib import Path
 
 import pytest, torch
@@ -252,21 +252,6 @@ def test_exact_resume_in_a_new_process_which_is_killed_while_it_saves(tmp_path):
     assert same_everything(everything(learn), expected['adam'][0])
     learn.save('killed')
     assert len(list((tmp_path / 'models').glob('*killed*'))) == 1     # what the killed process left is gone
-
-
-def test_two_threads_that_save_and_load_at_once(tmp_path):
-    learners, errors = [trained(tmp_path, n=1, init_scale=2.**(6 + i)) for i in range(2)], []
-    def work(i):
-        try:
-            for k in range(15):
-                assert in_file(learners[i].save(f'{i}'))['opt'][KEY]['scale'] == 2.**(6 + i)
-                learners[i].load(f'{i}').save('same')
-        except BaseException as e: errors.append(e)
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
-    for t in threads: t.start()
-    for t in threads: t.join()
-    assert not errors and [l.precision.scale for l in learners] == [64., 128.]
-    assert trained(tmp_path, n=0).load('same').precision.scale in (64., 128.)
 
 
 def contents(folder): return {f.relative_to(folder): f.read_bytes() for f in folder.rglob('*') if f.is_file()}

@@ -6,12 +6,6 @@ from fastxtend_amp import compat
 from helpers import *
 
 
-def one_parameter(cls=torch.optim.AdamW, **kwargs):
-    p = nn.Parameter(torch.ones(1))
-    p.grad = torch.ones(1)
-    return p, cls([p], lr=.5, **kwargs)
-
-
 def test_AutocastState():
     with torch.autocast('cpu', dtype=torch.float16, cache_enabled=False):
         before = autocast_state()
@@ -29,13 +23,11 @@ def test_tree_leaves_and_tree_map():
     assert compat.tree_leaves(({'a': [t]}, 1)) == [t, 1] and compat.tree_map(lambda o: o + 1, [t, 2]) == [torch.tensor([2.]), 3]
 
 
-def test_dtype_of(monkeypatch):
+def test_dtype_of():
     class Loud(torch.Tensor):
         @classmethod
         def __torch_function__(cls, *args, **kwargs): raise AssertionError('asked')
     assert compat.dtype_of(torch.ones(1).half().as_subclass(Loud)) is torch.float16
-    monkeypatch.delattr(torch._C, 'DisableTorchFunctionSubclass')
-    assert compat.dtype_of(torch.ones(1)) is torch.float32
 
 
 def test_compiled_module():
@@ -47,9 +39,8 @@ def test_compiled_module():
 
 @pytest.mark.parametrize('grad, flag', [(1., 0.), (float('inf'), 1.)])
 def test_found_inf_of(grad, flag):
-    scaler, (p, opt) = torch.amp.GradScaler('cpu'), one_parameter()
-    scaler.scale(torch.ones(1))
-    p.grad.fill_(grad)
+    p, scaler = nn.Parameter(torch.ones(1)), torch.amp.GradScaler('cpu')
+    p.grad, opt = scaler.scale(torch.full((1,), grad)), torch.optim.SGD([p])
     scaler.unscale_(opt)
     assert compat.found_inf_of(scaler, opt).item() == flag
 
@@ -70,19 +61,14 @@ def test_operator():
 
 
 def test_next_node_and_running_node():
-    x, seen = torch.ones(2, requires_grad=True), []
-    first = compat.next_node()
-    y = x * 2
-    y.register_hook(lambda g: seen.append(compat.running_node()))
-    assert compat.next_node() == first + 1 and compat.running_node() is None
+    seen, first = [], compat.next_node()
     class Noted(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x): return x.clone()
         @staticmethod
         def backward(ctx, g): seen.append(compat.running_node()); return g
-    second = compat.next_node()
-    Noted.apply(y).sum().backward()
-    assert second in seen and compat.running_node() is None
+    Noted.apply(torch.ones(2, requires_grad=True)).sum().backward()
+    assert seen == [first] and compat.next_node() > first and compat.running_node() is None
 
 
 def test_unwatched():
@@ -91,9 +77,7 @@ def test_unwatched():
     class Notes(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None): seen.append(func); return func(*args, **(kwargs or {}))
     with Notes():
-        torch.ones(2) + 1
-        n = len(seen)
         with compat.unwatched(): torch.ones(2) + 1
-        assert len(seen) == n > 0
+        assert not seen
         torch.ones(2) + 1
-    assert len(seen) == 2 * n
+    assert seen

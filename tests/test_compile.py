@@ -100,15 +100,6 @@ def test_half_precision_weights():
     assert compiled.compiled.frame_count and close(compiled, eager, 1e-6) is None
 
 
-def test_save_and_load(tmp_path):
-    learn, fresh = build('fp16', 'wrapped'), build('fp16', 'wrapped')
-    learn.path = fresh.path = tmp_path
-    learn.fit(1, .01); learn.save('compiled'); fresh.load('compiled')
-    assert same(params(fresh), params(learn)) and fresh.precision.state_dict() == learn.precision.state_dict()
-    for l in (learn, fresh): l.fit(1, .01)
-    assert same(params(fresh), params(learn))
-
-
 @pytest.mark.slow                                                # it compiles C++
 @pytest.mark.skipif(not any(map(shutil.which, ('g++', 'clang++', 'c++'))), reason='inductor needs a C++ compiler, and there is none')
 def test_inductor():

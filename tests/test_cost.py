@@ -115,10 +115,3 @@ def test_a_skip_on_the_device_never_outlives_its_step(exc):
     before = params(learn)
     learn.to_fp32().fit(1, .01)
     assert not same(params(learn), before) and finite(learn)
-
-
-def test_no_callback_of_fastai_depends_on_after_cancel_step():
-    import fastai.callback.all, fastai.vision.all, fastai.text.all, fastai.tabular.all  # noqa: F401
-    def below(c): return {c, *(d for s in c.__subclasses__() for d in below(s))}
-    theirs = {c for c in below(Callback) if c.__module__.startswith('fastai.')}
-    assert len(theirs) > 30 and not [c for c in theirs if hasattr(c, 'after_cancel_step')]

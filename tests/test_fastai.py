@@ -3,22 +3,17 @@ from copy import deepcopy
 
 import numpy as np, pytest, torch
 from fastai.vision.all import *
-from sklearn.datasets import load_digits
 
-from fastxtend_amp import AMPMode
-from helpers import mixed, told
+from applications import digit_images
+from helpers import mixed, output_dtypes, told
 
 for name in [n for n in globals() if n.startswith('test')]: del globals()[name]   # fastai's star import brings some
 
 
 @pytest.fixture(scope='module')
 def dls():
-    data = load_digits()
-    images, targets = (data.images * 15).astype(np.uint8)[:120], data.target[:120]
-    block = DataBlock(blocks=(ImageBlock(PILImageBW), CategoryBlock), get_x=lambda i: PILImageBW.create(images[i]),
-                      get_y=lambda i: str(targets[i]), splitter=IndexSplitter(range(0, 120, 4)), batch_tfms=aug_transforms(size=8, do_flip=False))
     set_seed(0, reproducible=True)
-    return block.dataloaders(range(120), bs=16, num_workers=0, device=torch.device('cpu'))
+    return digit_images(bs=16, batch_tfms=aug_transforms(size=8, do_flip=False), device=torch.device('cpu'), size=8, n=120)
 
 
 def make(dls, mode, tmp_path=None, cbs=None):
@@ -26,20 +21,17 @@ def make(dls, mode, tmp_path=None, cbs=None):
     body = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
     model = nn.Sequential(body, nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 10)))
     learn = Learner(dls, model, metrics=accuracy, splitter=lambda m: [params(m[0]), params(m[1])], cbs=cbs, path=tmp_path)
-    learn.dtypes = set()
-    model[0][0].register_forward_hook(lambda m, i, o: learn.dtypes.add(o.dtype))
     return learn.add_cb(mixed(mode))
 
 
 @pytest.mark.parametrize('mode, cbs', [
-    ('bf16', lambda: CutMix()), ('fp16', lambda: TerminateOnNaNCallback()), ('fp16', lambda: SaveModelCallback(every_epoch=True)),
-    ('bf16', lambda: EarlyStoppingCallback(patience=1, min_delta=100)), ('fp16', lambda: CSVLogger()), ('bf16', lambda: ReduceLROnPlateau(patience=1)),
-    ('fp16', lambda: [MixUp(), GradientClip(), GradientAccumulation(20), SaveModelCallback(with_opt=True)])], ids=range(7))
+    ('bf16', lambda: CutMix()), ('fp16', lambda: [CSVLogger(), SaveModelCallback(every_epoch=True)]),
+    ('bf16', lambda: [EarlyStoppingCallback(patience=1), ReduceLROnPlateau(patience=1)]),
+    ('fp16', lambda: [MixUp(), GradientClip(), GradientAccumulation(20), SaveModelCallback(with_opt=True)])], ids=range(4))
 def test_callbacks(dls, mode, cbs, tmp_path):
     learn = make(dls, mode, tmp_path, cbs())
     assert not [t for t in told(lambda: learn.fit(2, 1e-2)) if 'shadowing' in t or 'optimizer state' in t]
-    assert learn.dtypes == {AMPMode(mode).dtype} and not torch.is_autocast_enabled('cpu')
-    assert len(learn.recorder.values) == 2 and all(np.isfinite(v[0]) and np.isfinite(v[1]) for v in learn.recorder.values)
+    assert len(learn.recorder.values) == 2 and np.isfinite(learn.recorder.values).all() and not torch.is_autocast_enabled('cpu')
 
 
 def test_terminate_on_nan_ends_the_fit_and_the_next_one_runs(dls):
@@ -54,15 +46,13 @@ def test_terminate_on_nan_ends_the_fit_and_the_next_one_runs(dls):
 @pytest.mark.parametrize('mode', ['fp16', 'bf16'])
 def test_the_ways_to_train_and_predict(dls, mode, tmp_path):
     learn = make(dls, mode, tmp_path)
+    dtypes = output_dtypes(learn, learn.model[0][0])
     learn.lr_find(num_it=10, show_plot=False, suggest_funcs=())
-    learn.fine_tune(1)
-    learn.fit_one_cycle(1); learn.fit_flat_cos(1)
+    learn.fine_tune(1); learn.fit_one_cycle(1); learn.fit_flat_cos(1)
     if mode == 'fp16': assert len(learn.precision.scales) == 4 * len(dls.train)
-    assert np.isfinite(learn.validate()[0])
+    assert np.isfinite(learn.validate()[0]) and set(dtypes) == {learn.precision.mode.dtype}
     for preds, _ in (learn.get_preds(), learn.tta(n=2)):
-        assert preds.dtype == torch.float32 and len(preds) == 30 and torch.allclose(preds.sum(1), torch.ones(30), atol=1e-3)
+        assert preds.dtype == torch.float32 and torch.allclose(preds.sum(1), torch.ones(24), atol=1e-3)
     assert learn.predict(dls.valid_ds[0][0])[2].dtype == torch.float32
     learn.show_results(); Interpretation.from_learner(learn).plot_top_losses(2); ClassificationInterpretation.from_learner(learn).confusion_matrix()
     plt.close('all')
-    with learn.no_bar(): learn.fit(1)
-    assert learn.dtypes == {AMPMode(mode).dtype}

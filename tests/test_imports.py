@@ -2,8 +2,6 @@
 import ast, subprocess, sys
 from pathlib import Path
 
-
-import fastxtend_amp
 from fastxtend_amp import checkpoint
 from helpers import *
 

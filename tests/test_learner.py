@@ -6,17 +6,14 @@ from fastai.callback import fp16
 from fastai.callback.channelslast import ChannelsLast
 from fastai.callback.training import GradientAccumulation, GradientClip
 from fastcore.docments import docments
-from torch import nn
 
 from fastxtend_amp import AMPMode
-from fastxtend_amp.callback import PRECISION_CALLBACKS
 from helpers import *
 
 CALLS = {'to_fp16': 'fp16', 'to_bf16': 'bf16', 'to_amp': 'auto', 'to_fp32': None}
-OURS = {'_with_events', 'scaler', 'mixed_precision'}             # on a learner while the callback is
 
 
-def precisions(learn): return [cb for cb in learn.cbs if isinstance(cb, PRECISION_CALLBACKS)]
+def precisions(learn): return [cb for cb in learn.cbs if isinstance(cb, (fp16.MixedPrecision, fp16.ModelToHalf))]
 def modes(learn): return [cb.amp_mode for cb in precisions(learn)]
 def conv(): return nn.Sequential(nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 4, 2), nn.Flatten(), nn.Linear(8, 1))
 
@@ -26,17 +23,15 @@ def test_exactly_one_callback_the_last_one_asked_for():
     for i, call in enumerate(('to_fp16', 'to_bf16', 'to_amp', 'to_fp32', 'to_bf16', 'to_bf16', 'to_fp16', 'to_fp32', 'to_amp', 'to_fp16')):
         assert getattr(learn, call)() is learn
         if i % 2: learn.fit(1)
-        assert modes(learn) == ([CALLS[call]] if CALLS[call] else [])
-        assert ('mixed_precision' in vars(learn)) == bool(CALLS[call]) and learn.precision is (precisions(learn) or [None])[0]
+        assert modes(learn) == ([CALLS[call]] if CALLS[call] else []) and learn.precision is (precisions(learn) or [None])[0]
 
 
-@pytest.mark.parametrize('remove', [lambda l: l.to_fp32(), lambda l: l.remove_cb(fp16.MixedPrecision), lambda l: l.remove_cb(l.mixed_precision)])
+@pytest.mark.parametrize('remove', [lambda l: l.to_fp32(), lambda l: l.remove_cb(fp16.MixedPrecision), lambda l: l.remove_cb(l.precision)])
 def test_removal_leaves_nothing(remove):
-    learn, plain = learner().to_fp16(), learner()
+    learn = learner().to_fp16()
     learn.fit(1)
     remove(learn.to_bf16())
-    for l in (learn, plain): l.fit(1)
-    assert vars(learn).keys() == vars(plain).keys() and [type(c) for c in learn.cbs] == [type(c) for c in plain.cbs]
+    assert not left_on(learn) and not precisions(learn)
 
 
 def test_fastais_callbacks_are_replaced_and_removed():
@@ -46,10 +41,9 @@ def test_fastais_callbacks_are_replaced_and_removed():
 
 # -- arguments
 
-BAD = [dict(init_scale=0), dict(init_scale=-1.), dict(init_scale=float('inf')), dict(init_scale=float('nan')), dict(init_scale=True),
-       dict(init_scale='auto'), dict(init_scale=1e39), dict(init_scale=10 ** 400), dict(growth_factor=1.), dict(growth_factor=None),
-       dict(backoff_factor=0.), dict(backoff_factor=1), dict(growth_interval=0), dict(growth_interval=2.5), dict(growth_interval=True),
-       dict(loss_scale=0.), dict(loss_scale=float('nan')), dict(loss_scale=True), dict(on_overflow='stop'), dict(max_skips=0)]
+BAD = [{name: value} for name, values in dict(
+    init_scale=(0, -1., float('inf'), float('nan'), True, 'auto', 1e39, 10 ** 400), growth_factor=(1., None), backoff_factor=(0., 1),
+    growth_interval=(0, 2.5, True), loss_scale=(0., float('nan'), True), on_overflow=('stop',), max_skips=(0,)).items() for value in values]
 CLASH = [dict(loss_scale=2., enabled=False), dict(loss_scale=2., init_scale=4.), dict(loss_scale=2., scaler=torch.amp.GradScaler('cpu')),
          dict(scaler=torch.amp.GradScaler('cpu'), growth_interval=4), dict(scaler=torch.amp.GradScaler('cpu'), enabled=False)]
 
@@ -60,10 +54,9 @@ def test_bad_arguments_are_refused_by_name_and_value_and_lose_nothing():
     for kwargs in BAD + CLASH:
         name, value = list(kwargs.items())[-1]
         shown = name if name == 'scaler' else f'{name}={value!r}'
-        for mode in ('fp16', 'auto', 'bf16'):
-            with pytest.raises(ValueError) as e: MixedPrecision(mode, **kwargs)
+        for make in (learn.to_fp16, partial(MixedPrecision, 'auto'), partial(MixedPrecision, 'bf16')):
+            with pytest.raises(ValueError) as e: make(**kwargs)
             assert shown in str(e.value) and ('cannot be used' in str(e.value)) is (len(kwargs) == 1), str(e.value)
-        assert not told(lambda: pytest.raises(ValueError, learn.to_fp16, **kwargs))
     with pytest.raises(ValueError, match="scaler=.*amp_mode='bf16'"): MixedPrecision('bf16', scaler=torch.amp.GradScaler('cpu'))
     with pytest.raises(TypeError, match='scaler must be a torch.amp.GradScaler'): MixedPrecision('fp16', scaler=512.)
     MixedPrecision('bf16', init_scale=2, growth_interval=5)      # without effect, and allowed
@@ -87,17 +80,15 @@ def test_max_seconds_and_other_arguments_of_measuring():
         learner().to_amp(measure=True, init_scale=2.)
 
 
-def test_signatures_and_documents():
-    expected = ['amp_mode', 'init_scale', 'growth_factor', 'backoff_factor', 'growth_interval', 'enabled', 'loss_scale', 'scaler',
-                'fp32_modules', 'on_overflow', 'max_skips']
-    for f, names in ((MixedPrecision, expected), (Learner.to_fp16, expected[1:]), (Learner.to_amp, expected[1:]),
-                     (Learner.to_bf16, expected[-3:]), (Learner.to_channelslast, expected)):
-        found = {n: p for n, p in inspect.signature(f).parameters.items() if n not in ('self', 'args', 'measure', 'max_seconds', 'use_amp')}
-        assert list(found) == names, f
-        defaults = ['fp16', 65536.0, 2.0, .5, 2000, True, None, None, None, 'warn', 16]
-        assert [p.default for p in found.values()] == [defaults[expected.index(n)] for n in names]
-    for f in (MixedPrecision.__init__, MixedPrecision.plot_scales, Learner.to_channelslast):
-        assert all(v for k, v in docments(f).items() if k not in ('self', 'return', 'args', 'kwargs')), f
+def test_signatures():
+    "Each method has the arguments of its mode; `help` shows their meanings."
+    fp16_alone = dict(init_scale=65536., growth_factor=2., backoff_factor=.5, growth_interval=2000, enabled=True, loss_scale=None, scaler=None)
+    all_modes = dict(fp32_modules=None, on_overflow='warn', max_skips=16)
+    for f, expected in ((MixedPrecision, dict(amp_mode='fp16', **fp16_alone, **all_modes)), (Learner.to_fp16, {**fp16_alone, **all_modes}),
+                        (Learner.to_amp, {**fp16_alone, **all_modes}), (Learner.to_bf16, all_modes)):
+        found = {n: p.default for n, p in inspect.signature(f).parameters.items() if n not in ('self', 'args', 'measure', 'max_seconds')}
+        assert list(found.items()) == list(expected.items()), f
+    assert all(v for k, v in docments(MixedPrecision.__init__).items() if k not in ('self', 'return'))
 
 
 # -- channels last
@@ -111,14 +102,13 @@ def test_to_channelslast_with_a_precision_replaces_the_one_before(before):
     assert learn.model[1].weight.is_contiguous(memory_format=torch.channels_last)
     assert sum(isinstance(cb, ChannelsLast) for cb in learn.cbs) == 1
     learn.to_contiguous(to_fp32=True)
-    assert not precisions(learn) and not OURS & vars(learn).keys() and not hasattr(learn, 'channels_last')
+    assert not precisions(learn) and not left_on(learn) and not hasattr(learn, 'channels_last')
 
 
 def test_to_channelslast_without_a_precision_keeps_the_one_there_is():
-    for call in (lambda l: l.to_channelslast(), lambda l: l.to_channelslast(True), lambda l: l.to_channelslast(False)):
+    for args in ((), (False,)):
         learn = learner().to_bf16()
-        before = learn.precision
-        assert call(learn).precision is before and modes(learn) == ['bf16']
+        assert learn.precision is learn.to_channelslast(*args).precision
     assert modes(learner().to_channelslast()) == ['fp16'] and modes(learner().to_channelslast(False)) == []
 
 
@@ -135,19 +125,16 @@ def test_to_channelslast_with_bad_arguments_changes_nothing(call, words):
 
 # -- amp_context
 
-@pytest.mark.parametrize('mode', ['fp16', 'bf16', 'fp32'])
+@pytest.mark.parametrize('mode', ['bf16', 'fp32'])
 def test_amp_context_inside_and_outside_a_fit(mode):
-    learn, x, seen = getattr(learner(), f'to_{mode}')(), torch.randn(2, 6), []
+    learn, x, seen, before = getattr(learner(), f'to_{mode}')(), torch.randn(2, 6), [], autocast_state()
     dtype = torch.float32 if mode == 'fp32' else AMPMode(mode).dtype
-    def out():
-        with torch.no_grad(), learn.amp_context(): return learn.model.eval()(x).dtype
-    assert out() == dtype
-    learn.add_cb(At('before_epoch', lambda l: seen.append(out())))
-    learn.fit(1)
-    assert seen == [dtype] and out() == dtype and autocast_state()[0] is False
-    before = autocast_state()
+    def out(l):
+        with torch.no_grad(), learn.amp_context(): seen.append(learn.model.eval()(x).dtype)
+    out(learn)
+    learn.add_cb(At('before_epoch', out)).fit(1)
     with pytest.raises(KeyError), learn.amp_context(): raise KeyError
-    assert autocast_state() == before
+    assert seen == [dtype] * 2 and autocast_state() == before
 
 
 # -- callbacks and names
@@ -156,7 +143,7 @@ def test_a_callback_added_to_a_second_learner_leaves_the_first():
     cb, first, second, alone = mixed('fp16'), learner(), learner(), learner()
     first.add_cb(cb)
     with pytest.warns(UserWarning, match='moved from one learner to another'): second.add_cb(cb)
-    assert first.precision is None and second.precision is cb and not OURS & vars(first).keys()
+    assert first.precision is None and second.precision is cb and not left_on(first)
     for learn in (first, second, alone): learn.fit(1)
     assert same(params(first), params(alone)) and len(cb.scales) == 6
 
@@ -168,7 +155,7 @@ def test_callbacks_given_to_another_learner_all_arrive():
 
 
 def test_the_same_callback_twice_on_one_learner_is_refused():
-    cb = MixedPrecision('fp16', init_scale=128.)
+    cb = mixed('fp16')
     learn = learner(cbs=[cb])
     for add in (lambda: learn.fit(1, cbs=[cb]), lambda: learn.add_cb(cb)):
         with pytest.raises(ValueError, match='is on this learner already.*\n.*Leave it out'): add()
@@ -185,6 +172,7 @@ class PrecisionCallback(Callback):
 
 @pytest.mark.parametrize('mode', ['fp32', 'bf16'])
 def test_a_callback_of_anybodys_named_precision(mode, tmp_path):
+    "It keeps its name, and what needs the precision's callback finds that."
     theirs, learn = PrecisionCallback(), learner(path=tmp_path)
     learn.add_cb(theirs)
     getattr(learn, f'to_{mode}')()
@@ -192,6 +180,7 @@ def test_a_callback_of_anybodys_named_precision(mode, tmp_path):
     assert learn.precision is theirs and theirs.n_batches == 8
     with learn.amp_context(): assert torch.is_autocast_enabled('cpu') is (mode != 'fp32')
     learn.save('a'); learn.load('a')
+    assert list(learn.precision_report('bf16').verdicts) == ['bf16']
     learn.remove_cb(theirs)
     assert modes(learn) == ([] if mode == 'fp32' else ['bf16']) and learn.precision is (precisions(learn) or [None])[0]
     learn.add_cb(PrecisionCallback).remove_cb(PrecisionCallback).to_fp32()      # by its class

@@ -192,7 +192,8 @@ def _place_state(opt: Any) -> None:
     inner = getattr(opt, 'opt', opt)
     if not _is_sync_free(inner): return
     for p, state in inner.state.items():
-        if 'step' in state and _has_flag_state(inner, state): state['step'] = torch.as_tensor(state['step']).to(p.device)
+        if 'step' in state and _has_flag_state(inner, state):
+            state['step'] = torch.as_tensor(state['step']).to(p.device)
 
 
 # -- checkpoints and exports
