@@ -15,7 +15,7 @@ from .mode import AMPMode, emulation_warning
 from .scaling import is_number, optimizer_params
 
 __all__ = ['ON_OVERFLOW', 'check_count', 'check_data_parallel', 'check_overflow_args', 'check_seconds',
-           'check_training']
+           'check_training', 'half_parameters_of']
 
 ON_OVERFLOW = ('warn', 'raise', 'ignore')
 
@@ -73,7 +73,7 @@ def check_training(
         raise ValueError(f"{type(getattr(learn.opt, 'opt', learn.opt)).__name__} needs a closure for its step, which "
                          "GradScaler does not support.\n"
                          "Use `learn.to_bf16()` or `learn.to_fp32()`, or another optimizer.")
-    if half := [name for name, p in trained if is_half(p)]:
+    if half := half_parameters_of(learn.model):
         warn_user(f"{len(half)} parameters to be trained are in half precision themselves, such as '{half[0]}': "
                   "small updates to them are rounded away.\n"
                   "Call `learn.model.float()` first: autocast itself casts what can run in half precision.")
@@ -82,6 +82,13 @@ def check_training(
         warn_user(f"{len(strays)} parameters to be trained are not in `learn.opt`, such as '{strays[0]}': in fp16 "
                   "their gradients stay multiplied by the loss scale.\nAn optimizer of your own for them would "
                   "step far too far. Put them into the learner's, or use `learn.to_bf16()`.")
+
+
+def half_parameters_of(
+    model: nn.Module, # The model to train
+) -> list[str]: # Names
+    "Return the parameters to be trained that are in half precision themselves: small updates to them are rounded away."
+    return [name for name, p in model.named_parameters() if p.requires_grad and is_half(p)]
 
 
 def check_data_parallel(

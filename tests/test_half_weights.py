@@ -13,6 +13,8 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 
 from fastxtend_amp import HalfWeights, kahan
+from fastxtend_amp.insight.precisions import precision_call
+from fastxtend_amp.mode import AMPMode
 from helpers import *
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*emulated.*', 'ignore:.*enable_nested_tensor.*')
@@ -435,10 +437,10 @@ def test_several_processes(one_process):
         trained(model=sharded(), flat_master=True)
 
 
-def test_the_call_that_sets_it():
+def test_what_a_report_advises_and_a_pickled_callback():
     learn = learner().to_half_weights('fp16', 512., flat_master=True, fp32_modules='0')
-    call = learn.precision.as_call()
+    call = precision_call(learn, AMPMode.FP16)
     assert call == "learn.to_half_weights(dtype='fp16', loss_scale=512.0, flat_master=True, fp32_modules=['0'])"
-    assert learn.precision.as_call(amp_mode='bf16') == call.replace('fp16', 'bf16').replace(' loss_scale=512.0,', '')
+    assert precision_call(learn, AMPMode.BF16) == "learn.to_half_weights(flat_master=True, fp32_modules=['0'])"
     cb = pickle.loads(pickle.dumps(HalfWeights(master_weights=False)))
     assert (cb.dtype, cb.flat_master, cb.master_weights, cb.mode) == (torch.bfloat16, False, False, 'bf16')

@@ -104,7 +104,7 @@ def call_for(
     def is_default(name, value):
         default = parameters[name].default
         return value is default or (type(value) is type(default) and value == default)
-    return Call(method, {k: v for k, v in arguments.items() if k in parameters and not is_default(k, v)})
+    return Call(method, {k: arguments[k] for k in parameters if k in arguments and not is_default(k, arguments[k])})
 
 
 def precision_call(

@@ -8,7 +8,7 @@ from torch import nn
 
 from fastxtend_amp import HalfWeights, mode
 from fastxtend_amp.insight import compare, precisions
-from fastxtend_amp.insight.precisions import PrecisionChoice, use_choice
+from fastxtend_amp.insight.precisions import PrecisionChoice, call_for, precision_call, use_choice
 from helpers import Attentive, learner, mlp, params, same
 from states import bits, rich
 
@@ -49,7 +49,7 @@ def test_takes_the_fastest(speeds, chosen, capsys):
     assert list(decision.table.index) == tried       # half weights are autocast's casts, unless the learner has more
     if chosen == 'fp32': assert cb is None
     else:
-        assert cb.decision is decision and decision.choice.mode == cb.amp_mode and decision.call == cb.as_call()
+        assert cb.decision is decision and decision.choice.mode == cb.amp_mode and decision.call == str(call_for(learn, decision.choice))
         assert isinstance(cb, HalfWeights) == chosen.startswith('half')
     said = capsys.readouterr().out
     assert said.startswith(f'{chosen}: ') and said.count('\n') == 1 and f'measuring: `{decision.call}`.' in said
@@ -154,15 +154,22 @@ FP16, BF16 = mode.AMPMode.FP16, mode.AMPMode.BF16
      "learn.to_fp16(init_scale=8.0, fp32_modules=['0'], max_skips=3)"),
     (lambda l: l.to_amp(init_scale=8.), PrecisionChoice(FP16), 'learn.to_fp16(init_scale=8.0)'),
     (lambda l: l.to_fp16(loss_scale=8.), PrecisionChoice(FP16, True), "learn.to_half_weights(dtype='fp16', loss_scale=8.0)"),
-    (lambda l: l.to_half_weights('fp16', loss_scale=8.), PrecisionChoice(BF16, True), "learn.to_half_weights(dtype='bf16')"),
+    (lambda l: l.to_half_weights('fp16', loss_scale=8.), PrecisionChoice(BF16, True), 'learn.to_half_weights()'),
     (lambda l: l.to_half_weights(master_weights=False), PrecisionChoice(FP16, True), "learn.to_half_weights(dtype='fp16')"),
     (lambda l: l.to_half_weights(fp32_modules=nn.BatchNorm1d), PrecisionChoice(BF16), "learn.to_bf16(fp32_modules=['1'])"),
-    (lambda l: l.to_fp16(), PrecisionChoice(), None)])
+    (lambda l: l.to_fp16(), PrecisionChoice(), 'learn.to_fp32()')])
 def test_a_precision_is_set_by_the_call_that_a_user_would_make(own, choice, call):
     learn = learner()
     if own: own(learn)
     cb = use_choice(learn, choice)
-    assert cb is learn.precision and (call is None if cb is None else cb.as_call() == call)
+    assert cb is learn.precision and str(call_for(learn, choice)) == call
+
+
+def test_the_advised_call_has_every_argument_that_is_not_the_default():
+    learn = learner().to_fp16(init_scale=1024., fp32_modules=nn.BatchNorm1d, max_skips=4)
+    assert precision_call(learn, FP16) == "learn.to_fp16(init_scale=1024.0, fp32_modules=['1'], max_skips=4)"
+    assert precision_call(learn, BF16, ['3']) == "learn.to_bf16(fp32_modules=['1', '3'], max_skips=4)"
+    assert precision_call(learn.to_fp16(loss_scale=8.), FP16, init_scale=4.) == 'learn.to_fp16(loss_scale=4.0)'
 
 
 def test_the_loss_scale_stays_and_so_does_a_callback_that_fits():
