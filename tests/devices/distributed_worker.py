@@ -46,7 +46,7 @@ def sharded(model):
     return model
 
 
-def build(kind, mode, opt='adam', cbs=(), model=None, dls=None, path=None, handlers=(), **kwargs):
+def build(kind, mode, opt='adam', cbs=(), model=None, dls=None, path=None, **kwargs):
     "A learner for 'ddp', 'fsdp' or, in one process, 'plain' training that keeps what each batch leaves."
     model, dls = model or net(), dls or loaders(bs=BS, train=dataset(N), valid=dataset(N))
     if kind == 'fsdp':                                           # this rank's part of the data
@@ -54,7 +54,7 @@ def build(kind, mode, opt='adam', cbs=(), model=None, dls=None, path=None, handl
         model, dls = sharded(model), loaders(bs=BS, train=part, valid=dataset(N))
     learn = learner(model, dls, cbs=list(cbs), opt_func=OPTIMIZERS[opt], path=path)
     if mode != 'fp32': getattr(learn, f'to_{mode}')(**({**FP16, **kwargs} if mode == 'fp16' else kwargs))
-    learn.kind, learn.handlers, learn.seen, learn.dtypes, learn.types = kind, list(handlers), [], set(), set()
+    learn.kind, learn.seen, learn.dtypes, learn.types = kind, [], set(), set()
     learn.model[0].register_forward_hook(lambda m, i, o: learn.dtypes.add(o.dtype))
     def look(l):
         l.types.add(type(l.model).__name__)
@@ -65,8 +65,7 @@ def build(kind, mode, opt='adam', cbs=(), model=None, dls=None, path=None, handl
 
 def fit(learn, epochs=1):
     "Train; under DistributedDataParallel by fastai's own context manager."
-    options = dict(sync_bn=False, cpu=True, kwargs_handlers=learn.handlers)
-    with learn.distrib_ctx(**options) if learn.kind == 'ddp' else nullcontext(): learn.fit(epochs, .01)
+    with learn.distrib_ctx(sync_bn=False, cpu=True) if learn.kind == 'ddp' else nullcontext(): learn.fit(epochs, .01)
     return learn
 
 
@@ -91,46 +90,13 @@ def bad_shard(rank, at):
     return At('after_backward', spoil, 5)
 
 
-class NoSync(Callback):
-    "DDP's `no_sync`, or its counterpart in FSDP2, for the first of two batches that make a step."
-    order = 0
-    def before_batch(self):
-        self.ctx = nullcontext()
-        if not self.training: return
-        last = self.train_iter % 2 == 1
-        if hasattr(self.model, 'set_requires_gradient_sync'): self.model.set_requires_gradient_sync(last)
-        elif not last: self.ctx = self.model.no_sync()
-        self.ctx.__enter__()
-    def after_batch(self):
-        if self.training: self.ctx.__exit__(None, None, None)
-
-
-class Branches(nn.Module):
-    "The layer `other` has no gradient in a batch whose first input is negative."
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.other, self.head = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 1)
-    def __getitem__(self, i): return self.a                      # the layer that `build` watches
-    def forward(self, x):
-        h = torch.tanh(self.a(x))
-        return self.head(h + self.other(h) if x.view(-1)[0] > 0 else h)
-
-
 # -- the sections: each trains for 'ddp' or 'fsdp' with one argument, and returns what there is to judge
 
 def steps(kind, mode, path): return result(fit(build(kind, mode, 'torch sgd'), 2))
 def overflow(kind, opt, path): return result(fit(build(kind, 'fp16', opt, [bad_input(1, {0, 2, 4})])))
 def one_shard(kind, opt, path): return result(fit(build(kind, 'fp16', opt, [bad_shard(1, {0, 2, 4})])))
-def accumulating(): return [bad_input(1, {2}), GradientAccumulation(2 * BS), GradientClip(.1)]
-def accumulate(kind, opt, path): return result(fit(build(kind, 'fp16', opt, accumulating())))
-def no_sync(kind, opt, path): return result(fit(build(kind, 'fp16', opt, [*accumulating(), NoSync()])))
-
-
-def unused_parameters(kind, opt, path):
-    from accelerate import DistributedDataParallelKwargs
-    handlers = [DistributedDataParallelKwargs(find_unused_parameters=True)]
-    return result(fit(build(kind, 'fp16', opt, [bad_input(1, {2})], Branches(), handlers=handlers)))
+def accumulate(kind, opt, path):
+    return result(fit(build(kind, 'fp16', opt, [bad_input(1, {2}), GradientAccumulation(2 * BS), GradientClip(.1)])))
 
 
 def to_distributed(kind, mode, path):
@@ -210,10 +176,10 @@ def raises(kind, mode, path):
 TWO, SHARDED_FILES = ('adam', 'fused adamw'), ('adam', 'fused adamw', 'ranger')
 SECTIONS = {
     'ddp': {steps: ('fp32', 'fp16', 'bf16'), to_distributed: ('bf16',), overflow: TWO, accumulate: ('adam',),
-            no_sync: ('adam',), unused_parameters: ('fused adamw',), fp32_modules: ('2',), switch: ('adam',),
+            fp32_modules: ('2',), switch: ('adam',),
             checkpoint: TWO, save_model_callback: ('adam',)},
     'fsdp': {steps: ('fp32', 'fp16', 'bf16'), overflow: TWO, one_shard: TWO, accumulate: ('fused adamw',),
-             no_sync: ('fused adamw',), fp32_modules: ('2',), switch: ('fused adamw',), checkpoint: SHARDED_FILES,
+             fp32_modules: ('2',), switch: ('fused adamw',), checkpoint: SHARDED_FILES,
              save_model_callback: ('adam',), reads_plain_file: SHARDED_FILES, bad_files: ('adam',)}}
 
 

@@ -103,12 +103,6 @@ def test_another_precision_from_fit_to_fit(kind, opt, ranks):
     assert not any(same(x['params'], y['params']) for x, y in zip(a['seen'], a['seen'][1:]))
 
 
-def test_parameters_without_a_gradient_on_one_rank(ranks):
-    a, b = ranks('unused_parameters', 'ddp', 'fused adamw')
-    assert_same(a, b)
-    assert a['skips'] == [False, False, True, False, False, False]
-
-
 # -- one rank alone has a non-finite gradient
 
 @pytest.mark.parametrize('section,kind', [('overflow', 'ddp'), ('overflow', 'fsdp'), ('one_shard', 'fsdp')])
@@ -124,13 +118,11 @@ def test_overflow_on_one_rank_skips_the_step_on_all(section, kind, opt, ranks):
 
 @pytest.mark.parametrize('kind,opt', [('ddp', 'adam'), ('fsdp', 'fused adamw')])
 def test_gradient_accumulation_and_clipping(kind, opt, ranks):
-    every, last = ranks('accumulate', kind, opt), ranks('no_sync', kind, opt)
-    for a, b in (every, last):
-        assert_same(a, b)
-        assert a['scales'] == [256., 256., 128.]
-        moved = [not same(x['params'], y['params']) for x, y in zip(a['seen'], a['seen'][1:])]
-        assert moved == [True, False, False, False, True]        # the overflow is in the first batch of the second step
-    for p, q in zip(every[0]['params'], last[0]['params']): torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+    a, b = ranks('accumulate', kind, opt)
+    assert_same(a, b)
+    assert a['scales'] == [256., 256., 128.]
+    moved = [not same(x['params'], y['params']) for x, y in zip(a['seen'], a['seen'][1:])]
+    assert moved == [True, False, False, False, True]            # the overflow is in the first batch of the second step
 
 
 # -- save and load
