@@ -4,6 +4,7 @@ from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 
 import pytest, torch
+import torch.distributed as dist
 from fastai.callback import fp16
 from fastai.callback.core import CancelBatchException, CancelStepException
 from fastai.callback.schedule import *
@@ -118,6 +119,21 @@ def test_weights_that_are_wrappers_around_tensors():
     learn.loss_func = lambda pred, y: (pred - y).mean() * torch.nan
     with pytest.raises(FloatingPointError, match='the loss is nan'): learn.fit(1)
     assert learn.train_iter == 0
+
+
+@MODES
+def test_a_loss_that_is_a_dtensor(mode):
+    from torch.distributed.tensor import DTensor
+    dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh, kinds = dist.init_device_mesh('cpu', (1,)), set()
+        def squared(pred, target): return (pred - target).pow(2).mean()   # 2.9 has no sharding strategy for mse_loss
+        def distributed(*tensors): return squared(*[DTensor.from_local(t.as_subclass(torch.Tensor), mesh) for t in tensors])
+        plain, learn = (learner(loss_func=f, cbs=mixed(mode)) for f in (squared, distributed))
+        learn.add_cb(At('after_loss', lambda l: kinds.add(type(l.loss)), 50))
+        for l in (plain, learn): l.fit(2, .01)
+    finally: dist.destroy_process_group()
+    assert kinds == {DTensor} and same(params(plain), params(learn))
 
 
 def test_gradients_survive_a_forward_under_no_grad():

@@ -1,4 +1,4 @@
-"""One of two processes, started by `test_distributed.py`; what it sees goes into a file for the tests to judge.
+"""Two processes, started by `test_distributed.py`; what each sees goes into a file for the tests to judge.
 
 Rank r trains on the r-th half of the data, as fastai's DistributedDL has it, so that a single process sees the same
 batches in the order of `in_global_batches`.
@@ -7,8 +7,10 @@ import datetime, os, sys, warnings
 from contextlib import nullcontext
 from pathlib import Path
 
+import accelerate  # noqa: F401  here, so that it is imported once for both
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from fastai.callback.tracker import SaveModelCallback
 from fastai.callback.training import GradientAccumulation, GradientClip
 from fastai.distributed import DistributedDL
@@ -36,36 +38,34 @@ def whole_params(learn): return [whole(p) for p in learn.model.parameters()]
 
 
 def sharded(model):
-    "`model`, sharded by FSDP2, and this rank's part of the data."
+    "`model`, sharded by FSDP2."
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     mesh = init_device_mesh('cpu', (2,))
     for layer in (model[0], model[2], model): fully_shard(layer, mesh=mesh)
-    part = Data(*(t.view(2, -1, t.shape[1])[dist.get_rank()] for t in dataset(N).tensors))
-    return model, loaders(bs=BS, train=part, valid=dataset(N))
+    return model
 
 
-def build(kind, mode, opt='adam', cbs=(), model=None, dls=None, path=None, handlers=(), **kwargs):
+def build(kind, mode, opt='adam', cbs=(), model=None, dls=None, path=None, **kwargs):
     "A learner for 'ddp', 'fsdp' or, in one process, 'plain' training that keeps what each batch leaves."
     model, dls = model or net(), dls or loaders(bs=BS, train=dataset(N), valid=dataset(N))
-    if kind == 'fsdp': model, dls = sharded(model)
+    if kind == 'fsdp':                                           # this rank's part of the data
+        part = Data(*(t.view(2, -1, t.shape[1])[dist.get_rank()] for t in dataset(N).tensors))
+        model, dls = sharded(model), loaders(bs=BS, train=part, valid=dataset(N))
     learn = learner(model, dls, cbs=list(cbs), opt_func=OPTIMIZERS[opt], path=path)
     if mode != 'fp32': getattr(learn, f'to_{mode}')(**({**FP16, **kwargs} if mode == 'fp16' else kwargs))
-    learn.kind, learn.handlers = kind, list(handlers)
-    learn.seen, learn.dtypes, learn.types = [], set(), set()
+    learn.kind, learn.seen, learn.dtypes, learn.types = kind, [], set(), set()
     learn.model[0].register_forward_hook(lambda m, i, o: learn.dtypes.add(o.dtype))
     def look(l):
         l.types.add(type(l.model).__name__)
-        if not l.training: return
         cb = l.precision                                         # another one after a switch
-        l.seen.append(dict(params=whole_params(l), scale=cb and cb.scale, skipped=cb and cb.skipped))
+        if l.training: l.seen.append(dict(params=whole_params(l), scale=cb and cb.scale, skipped=cb and cb.skipped))
     return learn.add_cb(At('after_batch', look, 70))
 
 
 def fit(learn, epochs=1):
     "Train; under DistributedDataParallel by fastai's own context manager."
-    options = dict(sync_bn=False, cpu=True, kwargs_handlers=learn.handlers)
-    with learn.distrib_ctx(**options) if learn.kind == 'ddp' else nullcontext(): learn.fit(epochs, .01)
+    with learn.distrib_ctx(sync_bn=False, cpu=True) if learn.kind == 'ddp' else nullcontext(): learn.fit(epochs, .01)
     return learn
 
 
@@ -90,46 +90,13 @@ def bad_shard(rank, at):
     return At('after_backward', spoil, 5)
 
 
-class NoSync(Callback):
-    "DDP's `no_sync`, or its counterpart in FSDP2, for the first of two batches that make a step."
-    order = 0
-    def before_batch(self):
-        self.ctx = nullcontext()
-        if not self.training: return
-        last = self.train_iter % 2 == 1
-        if hasattr(self.model, 'set_requires_gradient_sync'): self.model.set_requires_gradient_sync(last)
-        elif not last: self.ctx = self.model.no_sync()
-        self.ctx.__enter__()
-    def after_batch(self):
-        if self.training: self.ctx.__exit__(None, None, None)
-
-
-class Branches(nn.Module):
-    "The layer `other` has no gradient in a batch whose first input is negative."
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.other, self.head = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 1)
-    def __getitem__(self, i): return self.a                      # the layer that `build` watches
-    def forward(self, x):
-        h = torch.tanh(self.a(x))
-        return self.head(h + self.other(h) if x.view(-1)[0] > 0 else h)
-
-
 # -- the sections: each trains for 'ddp' or 'fsdp' with one argument, and returns what there is to judge
 
 def steps(kind, mode, path): return result(fit(build(kind, mode, 'torch sgd'), 2))
 def overflow(kind, opt, path): return result(fit(build(kind, 'fp16', opt, [bad_input(1, {0, 2, 4})])))
 def one_shard(kind, opt, path): return result(fit(build(kind, 'fp16', opt, [bad_shard(1, {0, 2, 4})])))
-def accumulating(): return [bad_input(1, {2}), GradientAccumulation(2 * BS), GradientClip(.1)]
-def accumulate(kind, opt, path): return result(fit(build(kind, 'fp16', opt, accumulating())))
-def no_sync(kind, opt, path): return result(fit(build(kind, 'fp16', opt, [*accumulating(), NoSync()])))
-
-
-def unused_parameters(kind, opt, path):
-    from accelerate import DistributedDataParallelKwargs
-    handlers = [DistributedDataParallelKwargs(find_unused_parameters=True)]
-    return result(fit(build(kind, 'fp16', opt, [bad_input(1, {2})], Branches(), handlers=handlers)))
+def accumulate(kind, opt, path):
+    return result(fit(build(kind, 'fp16', opt, [bad_input(1, {2}), GradientAccumulation(2 * BS), GradientClip(.1)])))
 
 
 def to_distributed(kind, mode, path):
@@ -208,26 +175,30 @@ def raises(kind, mode, path):
 
 TWO, SHARDED_FILES = ('adam', 'fused adamw'), ('adam', 'fused adamw', 'ranger')
 SECTIONS = {
-    'ddp': {steps: ('fp32', 'fp16', 'bf16'), to_distributed: ('bf16',), overflow: TWO, accumulate: TWO, no_sync: TWO,
-            unused_parameters: ('fused adamw',), fp32_modules: ('2',), switch: ('adam',), checkpoint: TWO,
-            save_model_callback: ('adam',)},
-    'fsdp': {steps: ('fp32', 'fp16', 'bf16'), overflow: TWO, one_shard: TWO, accumulate: TWO, no_sync: TWO,
-             fp32_modules: ('2',), switch: ('fused adamw',), checkpoint: SHARDED_FILES, save_model_callback: ('adam',),
-             reads_plain_file: SHARDED_FILES, bad_files: ('adam',)}}
+    'ddp': {steps: ('fp32', 'fp16', 'bf16'), to_distributed: ('bf16',), overflow: TWO, accumulate: ('adam',),
+            fp32_modules: ('2',), switch: ('adam',),
+            checkpoint: TWO, save_model_callback: ('adam',)},
+    'fsdp': {steps: ('fp32', 'fp16', 'bf16'), overflow: TWO, one_shard: TWO, accumulate: ('fused adamw',),
+             fp32_modules: ('2',), switch: ('fused adamw',), checkpoint: SHARDED_FILES,
+             save_model_callback: ('adam',), reads_plain_file: SHARDED_FILES, bad_files: ('adam',)}}
 
 
-def main(path):
-    torch.set_num_threads(1)
+def main(rank, path):
+    import distributed_insight as insight
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     warnings.simplefilter('ignore')
-    dist.init_process_group('gloo', timeout=datetime.timedelta(seconds=300))
+    dist.init_process_group('gloo', f'file://{path}/store', datetime.timedelta(seconds=60), rank=rank, world_size=2)
     # fastai sends the indices through CUDA, for the sake of nccl.
     def broadcast(self, t, rank): t = torch.tensor(t); dist.broadcast(t, rank); return t.tolist()
     DistributedDL._broadcast = broadcast
     results = {(f.__name__, kind, arg): f(kind, arg, path)
                for kind, functions in SECTIONS.items() for f, args in functions.items() for arg in args}
+    results.update({f.__name__: f() for f in insight.SECTIONS})
     results['raises', 'ddp', 'fp16'] = raises('ddp', 'fp16', path)   # last: the connection is broken afterwards
-    torch.save(results, path/f'{dist.get_rank()}.pt')
+    torch.save(results, path/f'{rank}.pt')
     os._exit(0)
 
 
-if __name__ == '__main__': main(Path(sys.argv[1]))
+if __name__ == '__main__':
+    torch.set_num_threads(1)
+    mp.start_processes(main, (Path(sys.argv[1]),), nprocs=2, start_method='fork')   # if one fails, the other is ended

@@ -1,21 +1,14 @@
-"One of several processes, started by `test_processes.py`; what it sees goes into a file for the tests to judge."
-import datetime, sys, warnings
-from pathlib import Path
+"The room `insight` in two processes: diagnosis, comparison and choice; run by `distributed_worker.py`."
+import warnings
 
 import torch
 import torch.distributed as dist
-from fastai.distributed import DistributedDL
 from torch import nn
 
+from distributed_worker import net, sharded
 from helpers import *
 
-# the batch in which rank 1 alone sees something not finite
-BAD = 2
-
-
-def net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
+BAD = 2                                                          # in this batch rank 1 alone sees what is not finite
 
 
 def gathering_loss(pred, y):
@@ -30,8 +23,7 @@ def spoil(learn):
 
 
 def build(model=None, loss_func=gathering_loss, cbs=(), **args):
-    n = dist.get_world_size() * 24
-    learn = learner(model or net(), loaders(train=dataset(n), valid=dataset(n)), loss_func,
+    learn = learner(model or net(), loaders(train=dataset(48), valid=dataset(48)), loss_func,
                     cbs=[At('before_batch', spoil, 20), *cbs])
     learn.seen = []
     learn.add_cb(At('before_batch', lambda l: l.seen.append(l.train_iter) if l.training else None, 30))
@@ -40,14 +32,6 @@ def build(model=None, loss_func=gathering_loss, cbs=(), **args):
 
 def fit_ddp(learn):
     with learn.distrib_ctx(sync_bn=False, cpu=True): learn.fit(1, .01)
-
-
-def sharded():
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    mesh, model = init_device_mesh('cpu', (dist.get_world_size(),)), net()
-    for layer in (model[0], model[2], model): fully_shard(layer, mesh=mesh)
-    return model
 
 
 def fit(learn): learn.fit(1, .01)
@@ -65,8 +49,8 @@ def outcome(learn, run):
 
 def ddp_warns(): return outcome(build(), fit_ddp)
 def ddp_raises(): return outcome(build(on_overflow='raise'), fit_ddp)
-def fsdp_warns(): return outcome(build(sharded()), fit)
-def fsdp_raises(): return outcome(build(sharded(), on_overflow='raise'), fit)
+def fsdp_warns(): return outcome(build(sharded(net())), fit)
+def fsdp_raises(): return outcome(build(sharded(net()), on_overflow='raise'), fit)
 
 
 def one_rank_compares():
@@ -87,22 +71,5 @@ def choice_is_refused():
     except RuntimeError as e: return str(e)
 
 
-SCENARIOS = (ddp_warns, ddp_raises, fsdp_warns, fsdp_raises, one_rank_compares, all_compare_wrapped,
-             choice_is_refused)
-
-
-def main(path):
-    torch.set_num_threads(1)
-    dist.init_process_group('gloo', timeout=datetime.timedelta(seconds=40))
-    # fastai sends the indices through CUDA, for the sake of nccl.
-    def broadcast(self, t, rank): t = torch.tensor(t); dist.broadcast(t, rank); return t.tolist()
-    DistributedDL._broadcast = broadcast
-    results = {}
-    for f in SCENARIOS:
-        results[f.__name__] = f()
-        dist.barrier()
-    torch.save(results, Path(path)/f'{dist.get_rank()}.pt')
-    dist.destroy_process_group()
-
-
-if __name__ == '__main__': main(*sys.argv[1:])
+SECTIONS = (ddp_warns, ddp_raises, fsdp_warns, fsdp_raises, one_rank_compares, all_compare_wrapped,
+            choice_is_refused)
