@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import math, random, re, time, warnings, weakref
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch
 from fastai.callback.core import Callback
 from fastai.learner import Learner
 from fastai.torch_core import set_seed, to_device
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..callback import precision_callback
 from ..checks import check_count, check_seconds
@@ -42,9 +41,8 @@ def compare(learn: Learner, modes: Any, n_steps: int, lr: Any, n_seeds: int, max
     check_count('n_seeds', n_seeds, 0, ', such as 3')
     check_seconds(max_seconds)
     if cbs is not None and (strangers := [cb for cb in cbs if cb not in list(learn.cbs)]):
-        are = 'is' if len(strangers) == 1 else 'are'
-        raise ValueError(f"cbs={list(cbs)!r} cannot be used: {strangers} {are} not among the learner's callbacks. "
-                         "Pass some of `learn.cbs`.")
+        raise ValueError(f"cbs={list(cbs)!r} cannot be used: not among the learner's callbacks are {strangers}.\n"
+                         'Pass some of `learn.cbs`.')
     check_learner(learn, 'compare_precision')
     progress = Progress(learn, float(max_seconds))
     try:
@@ -65,11 +63,12 @@ class Run:
     random_state: Any = None # Where the copy's random draws go on
     losses: list[float] = field(default_factory=list) # Of each step
     times: list[float] = field(default_factory=list) # Seconds of a step in each turn
+    seconds: float = 0. # Of all turns
     skipped: int = 0
     scale: float = math.nan # The loss scale at the end
 
     @property
-    def pace(self) -> float: return float(np.mean(self.times))
+    def pace(self) -> float: return float(np.median(self.times[1:] or self.times))   # the first turn warms up
 
 
 class _Comparison:
@@ -99,17 +98,19 @@ class _Comparison:
         """
         for run in self.runs:
             if run.support != 'unsupported': self._try(run, self._start, run, copies)
-        feasible = self.progress.left / sum(r.pace for r in [*self._training, self.base])
-        size = max(1, math.ceil(min(self.n_steps - 1, feasible) / _TURNS))
-        turns = [range(i, min(i + size, self.n_steps)) for i in range(1, self.n_steps, size)]
-        self.progress.expect(len(turns) + self.n_seeds)
-        for steps in turns:
+        size, steps = 1, range(1, min(2, self.n_steps))          # the second step tells how long one takes
+        while steps:
             for run in self._training:
-                if run.support == 'emulated' and steps.stop * run.pace > self.share: self._end(run)
-            seed = steps.stop * self.base.pace * bool(self.n_seeds)
-            if self.progress.left < size * sum(r.pace for r in self._training) + seed: break
+                if run.support == 'emulated' and run.seconds + len(steps) * run.pace > self.share: self._end(run)
+            pace, seed = sum(r.pace for r in self._training), self.base.pace * bool(self.n_seeds)
+            if self.progress.left < len(steps) * pace + steps.stop * seed: break
             for run in self._training[::(-1) ** len(self.base.times)]: self._try(run, self._train, run, steps)
+            if steps == range(1, 2):
+                feasible = self.progress.left / (pace + seed)
+                size = max(1, math.ceil(min(self.n_steps - 2, feasible) / _TURNS))
+                self.progress.expect((self.n_steps - 2) // size + self.n_seeds)
             self.progress.tick()
+            steps = range(steps.stop, min(steps.stop + size, self.n_steps))
         for run in self._training: self._end(run)
 
     @property
@@ -126,7 +127,7 @@ class _Comparison:
     def _start(self, run, copies):
         "Train the first step, which warms up; in an emulated mode it may take more time than there is."
         self._begin(run, copies)
-        with _Limit(time.monotonic() + self.share) if run.support == 'emulated' else nullcontext():
+        with _limited(self.share) if run.support == 'emulated' else nullcontext():
             self._train(run, range(1))
 
     def _begin(self, run, copies, seed=None):
@@ -158,7 +159,9 @@ class _Comparison:
                                  "`learn.dls.n_inp` leave one?")
             losses.append(run.learn.loss.detach())
         wait_for(self.device)
-        run.times.append((time.perf_counter() - start) / len(losses))
+        seconds = time.perf_counter() - start
+        run.seconds += seconds
+        run.times.append(seconds / len(losses))
         run.losses += map(float, losses)
         run.random_state = random_state(everything=True)
 
@@ -216,15 +219,13 @@ class _Comparison:
         return notes
 
 
-class _Limit(TorchDispatchMode):
-    "Raises `TimeIsUp` at the first operator after `end`: one step of an emulated mode may take minutes."
-    def __init__(self, end: float):
-        super().__init__()
-        self.end = end
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if time.monotonic() > self.end: raise TimeIsUp
-        return func(*args, **(kwargs or {}))
+def _limited(seconds: float) -> AbstractContextManager:
+    "Return a context that raises `TimeIsUp` after so many seconds, at the next tensor that autograd saves or takes."
+    end = time.monotonic() + seconds
+    def check(t):
+        if time.monotonic() > end: raise TimeIsUp
+        return t
+    return torch.autograd.graph.saved_tensors_hooks(check, check)
 
 
 def _draw(learn: Learner, n: int, device: torch.device, progress: Progress) -> list[Any]:

@@ -65,32 +65,29 @@ class PrecisionComparison:
         use_choice(learn, self.choices[mode])
         return learn
 
-    def _shown(self) -> pd.DataFrame: # The table for people: fewer columns, rounded
-        t, text = self.table, lambda f, values: ['-' if v != v else f(v) for v in values]
-        shown = t[['support', 'steps']].copy()
-        shown['ms per step'] = text('{:.3g}'.format, t['ms per step'])
-        shown['speed-up'] = ['-' if s != s else f'{s:.2f}' + (f' ({l:.2f} to {h:.2f})' if l < h else '')
-                             for s, l, h in zip(t['speed-up'], t['speed-up q1'], t['speed-up q3'])]
-        shown['loss'] = text('{:.4g}'.format, t['loss'])
-        shown['from fp32'] = text(lambda v: f'{v:+.2g}' if v else '0', t['loss difference'])
-        if t['final scale'].notna().any():
-            shown['skipped'] = t['skipped']
-            shown['final scale'] = text(lambda v: f'{v:,.0f}' if v >= 1 else f'{v:.2g}', t['final scale'])
-        return shown.rename_axis(None)
+    def _shown(self, render: str) -> str: # By the DataFrame's method of that name
+        "Return the table for people: fewer columns, rounded."
+        columns = ['support', 'steps', 'ms per step', 'loss', 'loss difference', 'skipped', 'final scale']
+        shown = self.table[columns].dropna(axis=1, how='all').rename_axis(None)
+        speeds = zip(*(self.table[f'speed-up{q}'] for q in ('', ' q1', ' q3')))
+        shown.insert(3, 'speed-up', [f'{s:.2f}' + f' ({l:.2f} to {h:.2f})' * (l < h) if s == s else '-'
+                                     for s, l, h in speeds])
+        def number(v): return f'{v:,.0f}' if v >= 1e4 else f'{v:.4g}'
+        return getattr(shown, render)(float_format=number, na_rep='-')
 
     def _lines(self) -> list[str]:
         notes = [f'{name}: {note}' for name, note in self.table['note'].items() if note]
-        return [f'Recommended: {self.recommended}. {self.reason}', *notes, *self.notes]
+        return [f'Recommended: {self.recommended}. {self.reason}', f'Precisions on {self.device}:', *notes, *self.notes]
 
     def __repr__(self) -> str:
-        first, *rest = (fill(line, 118, break_long_words=False, break_on_hyphens=False) for line in self._lines())
-        return '\n'.join([first, '', f'Precisions on {self.device}:', self._shown().to_string(), '', *rest])
+        lines = (fill(line, 118, break_long_words=False, break_on_hyphens=False) for line in self._lines())
+        first, title, *rest = lines
+        return '\n'.join([first, '', title, self._shown('to_string'), '', *rest])
 
     def _repr_html_(self) -> str:
-        first, *rest = map(as_html, self._lines())
-        table = self._shown().to_html().replace('<td>', '<td style="white-space: nowrap">')
-        return ''.join([f'<p><b>{first}</b></p><p>Precisions on {as_html(self.device)}:</p>{table}',
-                        *(f'<p>{line}</p>' for line in rest)])
+        first, title, *rest = (f'<p>{as_html(line)}</p>' for line in self._lines())
+        table = self._shown('to_html').replace('<td>', '<td style="white-space: nowrap">')
+        return f"{first}{title}{table}{''.join(rest)}"
 
     def plot(self,
         axs: Sequence | None = None, # Two matplotlib axes to draw on; new ones if None
