@@ -20,7 +20,7 @@ FIRST = ['to_fp16', 'to_bf16', 'to_amp', 'to_fp32', 'precision', 'precision_repo
 ELSEWHERE = {'Verdict': 'insight.verdict', 'PrecisionDecision': 'insight.choice'}   # public, and not in `__all__`
 NOT_LISTED = {'name', 'order', 'learn', 'training', 'device', 'run', 'watch_class', 'in_fit', 'context',
               'check_modules', 'as_call', 'replace', 'skips_in_a_row', 'static_scale', 'needs_loss_scaling',
-              'fp32_module_names', 'takes_init_scale', 'headline', 'sentence'}
+              'fp32_module_names', 'takes_init_scale', 'headline'}
 RETURNED = {'PrecisionReport', 'Verdict', 'PrecisionComparison', 'PrecisionDecision'}  # by methods; users build none
 ATTRIBUTES = {'mode': "The precision, such as 'bf16'", 'verdict': 'What the report says', 'reason': 'Why',
               'comparison': 'What was measured', 'choice': 'What was set'}
