@@ -52,7 +52,6 @@ EXAMPLES = {
     'PrecisionReport':
         "report = learn.precision_report('fp16')\n"
         "report.verdicts['fp16'].call",
-    'PrecisionReport.worst': "learn.precision_report().worst(5)",
     'PrecisionReport.plot': "learn.precision_report().plot()",
     'Verdict':
         "verdict = learn.precision_report('bf16').verdicts['bf16']\n"

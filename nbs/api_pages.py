@@ -21,9 +21,10 @@ ELSEWHERE = {'Verdict': 'insight.verdict', 'PrecisionDecision': 'insight.choice'
              'PrecisionChoice': 'insight.precisions'}            # public, and not in `__all__`
 NOT_LISTED = {'name', 'order', 'learn', 'training', 'device', 'run', 'watch_class', 'in_fit', 'context',
               'check_modules', 'arguments', 'replace', 'skips_in_a_row', 'static_scale', 'needs_loss_scaling',
-              'fp32_module_names', 'takes_init_scale', 'headline', 'sentence'}
+              'fp32_module_names', 'headline'}
 RETURNED = {'PrecisionReport', 'Verdict', 'PrecisionComparison', 'PrecisionDecision', 'PrecisionChoice'}  # by methods
-ATTRIBUTES = {'mode': "The precision, such as 'bf16'", 'verdict': 'What the report says', 'reason': 'Why'}
+ATTRIBUTES = {'mode': "The precision, such as 'bf16'", 'verdict': 'What the report says', 'reason': 'Why',
+              'comparison': 'What was measured', 'choice': 'What was set'}
 EVENT = re.compile(r'(before|after)_\w+')
 
 

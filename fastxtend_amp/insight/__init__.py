@@ -3,10 +3,9 @@ from ..callback import MixedPrecision
 from .choice import measure_and_choose
 from .comparison import PrecisionComparison
 from .report import PrecisionReport
-from .verdict import Verdict
 from .watch import Watch
 from . import learner as _learner
 
-__all__ = ['PrecisionComparison', 'PrecisionReport', 'Verdict']
+__all__ = ['PrecisionComparison', 'PrecisionReport']
 
 MixedPrecision.watch_class = Watch

@@ -44,7 +44,7 @@ def compare_precision(self: Learner,
     What takes part: the precision callback's arguments, of fastai's callbacks those that shape a training step (mixup
     and cutmix, gradient accumulation and clipping, RNN, batch-norm and GAN callbacks, channels last), of others copies
     of those with an event from `before_batch` to `after_step`. Recorder, progress bars, schedulers, and what saves or
-    stops do not; nor do metrics, validation and `after_epoch`. A copy's `path` is a temporary folder.
+    stops do not; nor do metrics, validation and `after_epoch`. A copy saves nothing; its `path` is a temporary folder.
 
     With several processes each compares by itself, without communication. The model is the one inside `torch.compile`
     and DistributedDataParallel, SyncBatchNorm takes this process's statistics. A loss function that communicates must
@@ -69,8 +69,8 @@ def precision_report(self: Learner,
     in each mode, and looks into each module, the model's own `forward` and the loss function. What leaves finite
     numbers, comes close to it, or loses more than a tenth is kept in fp32, and the batches run again, until nothing is
     wrong; where that cannot be kept, the modules before it are tried. The verdict holds for these batches and the
-    weights as they are now: after some training ask again. Modes that the device emulates see fewer samples of a batch
-    where that would take long; the report says so.
+    weights as they are now: after some training ask again. If the device emulates one of the modes, and that would take
+    long, the report looks at the first samples of each batch alone, and says so.
 
     The learner stays as it was; drawing batches runs the dataset, and what that draws from generators outside it moves
     on, as with fastai's `one_batch()`. What takes part is as in `compare_precision`. With several processes each

@@ -170,7 +170,7 @@ class _Report:
 
     def _not_known(self, mode) -> Verdict:
         again = f"learn.precision_report('{mode.value}', max_seconds={10 * self.max_seconds:g})"
-        reason = f'`max_seconds={self.max_seconds:g}` was over before a verdict was found'
+        reason = f'`max_seconds={self.max_seconds:g}` was over; fewer samples are faster: `dl=learn.dls.train.new(bs=4)`'
         return Verdict(mode.value, 'not known', reason, again)
 
     def _in_fp32(self, s: Seen) -> Seen: return self.fp32.seen.get(s.name, s)

@@ -50,10 +50,10 @@ class Seen:
     name: str
     type: str
     ended: int = 0                                               # operators before its first call ended
-    largest: float = 0.                                          # absolute finite result
-    half: float = 0.                                             # of those in half precision, as they are in fp32
-    failed: int | None = None                                    # the first operator where finite numbers end, counted
-    failed_backward: int | None = None
+    largest: float = 0.                                          # absolute finite result, in fp32 if it has a twin
+    half: float = 0.                                             # the same of results in half precision alone
+    failed: int | None = None                                    # the first operator where finite numbers end, from 1
+    failed_backward: int | None = None                           # the same in the backward pass
     error: float = 0.                                            # of its own arithmetic, relative; the largest
     grads: Histogram = field(default_factory=Histogram)          # of its outputs and its own parameters
 
@@ -243,7 +243,7 @@ class Trace(TorchDispatchMode):
         "Return what the operator gives in fp32 on the twins of its inputs; None if it does not run so."
         for t in tensors(args[:1]) if op.writes else (): frame.keep_before_write(t)
         device_type = next((t.device.type for t in tensors((args, kwargs))), 'cpu')
-        dtypes = {k: torch.float32 for k, v in kwargs.items() if v in HALF}
+        dtypes = {k: torch.float32 for k, v in kwargs.items() if isinstance(v, torch.dtype) and v in HALF}
         try:
             with torch.no_grad(), torch.autocast(device_type, enabled=False):
                 return func(*map_tensors(frame.wide, args), **{**map_tensors(frame.wide, kwargs), **dtypes})

@@ -18,15 +18,8 @@ from .values import all_finite
 __all__ = ['IMPRECISE', 'Judge', 'Judgement', 'Verdict', 'as_html', 'fastest_mode', 'lost_weights', 'named',
            'some']
 
-Judgement = Literal[
-    'safe so far',             # nothing is wrong on the batches that were looked at, with the weights as they are now
-    'safe with loss scaling',  # the same, and without loss scaling gradients would underflow
-    'safe, but close',         # values come to a quarter of the format's maximum: the call keeps their modules in fp32
-    'keep modules in fp32',    # some modules overflow or lose more than a tenth; with them in fp32 nothing is wrong
-    'do not use',              # no modules were found that help, or fp32 fails alike
-    'cannot run',              # the device has no kernel for it, or the model's code does not run in it
-    'not known',               # `max_seconds` was over
-]
+Judgement = Literal['safe so far', 'safe with loss scaling', 'safe, but close', 'keep modules in fp32', 'do not use',
+                    'cannot run', 'not known']
 
 IMPRECISE = .1        # error of a module's own arithmetic that is trouble
 LOST = .01            # share of a gradient's absolute sum that may underflow before a loss scale counts as too low
@@ -39,10 +32,21 @@ TRIES = 8             # modules that are tried one by one, where none is known t
 
 @dataclass
 class Verdict:
-    "The effect of one precision on a model, and what to do. `verdict` is one of the seven of `Judgement`."
-    mode: str
-    verdict: Judgement
-    reason: str
+    """The effect of one precision on a model, and what to do.
+
+    | `verdict` | meaning |
+    |---|---|
+    | 'safe so far' | nothing is wrong on the batches that were looked at, with the weights as they are now |
+    | 'safe with loss scaling' | the same, and without loss scaling gradients would underflow |
+    | 'safe, but close' | values come to a quarter of the format's maximum: `call` keeps their modules in fp32 |
+    | 'keep modules in fp32' | some modules overflow or lose more than a tenth; with `modules` in fp32 nothing is wrong |
+    | 'do not use' | no modules were found that help, or fp32 fails alike |
+    | 'cannot run' | the device has no kernel for it, or the model's code does not run in it |
+    | 'not known' | `max_seconds` was over |
+    """
+    mode: str # 'bf16' or 'fp16'
+    verdict: Judgement # One of the seven above
+    reason: str # What was found
     call: str # The next call to make
     modules: list[str] = field(default_factory=list) # To keep in fp32
     scales: tuple[float, float] | None = None # Lowest and highest loss scale without underflow or overflow (fp16)

@@ -175,6 +175,12 @@ def test_lazy_modules_are_refused():
         check_learner(learner(nn.Sequential(nn.LazyLinear(1))), 'precision_report')
 
 
+def test_sharded_parameters_are_refused(monkeypatch):
+    monkeypatch.setattr('fastxtend_amp.insight.copies.is_dtensor', lambda p: True)
+    for call in ('precision_report', 'compare_precision'):
+        with pytest.raises(ValueError, match=f'(?s){call} .*sharded.*before `fully_shard`'): getattr(learner(), call)()
+
+
 def test_batches_are_drawn_beside_the_order_of_the_loader():
     def batches(drawn):
         random.seed(0)

@@ -14,7 +14,7 @@ from torch.utils import checkpoint
 from fastxtend_amp import PrecisionReport
 from fastxtend_amp.insight import report as room
 from fastxtend_amp.insight.values import Histogram, largest_value, relative_error
-from fastxtend_amp.insight.verdict import Judgement
+from fastxtend_amp.insight.verdict import Judgement, Verdict
 from fastxtend_amp.mode import Support, refused_layer
 from fastxtend_amp import AMPMode
 from helpers import At, Attentive, Data, dataset, learner, loaders, mlp, params, same
@@ -266,9 +266,9 @@ def test_time_that_is_over_leaves_what_is_known(clock):
 
 
 def test_the_verdicts_are_documented():
-    assert get_args(Judgement) == ('safe so far', 'safe with loss scaling', 'safe, but close', 'keep modules in fp32', 'do not use', 'cannot run', 'not known')
-    columns = [line.split('`')[1] for line in PrecisionReport.__doc__.splitlines() if line.strip().startswith('| `')]
-    assert columns == list(learner().precision_report('bf16').table.columns)
+    def first_cells(cls): return [line.split('|')[1].strip(" `'") for line in cls.__doc__.splitlines() if line.strip().startswith('|')][2:]
+    assert first_cells(Verdict) == [*get_args(Judgement)]
+    assert first_cells(PrecisionReport) == list(learner().precision_report('bf16').table.columns)
 
 
 # -- the figures
@@ -450,6 +450,12 @@ def test_the_printed_report():
 
 
 @pytest.mark.parametrize('call,kind,words', [
+    (lambda l: l.precision_report(('bf16', 'fp8')), ValueError, r"modes=\('bf16', 'fp8'\) cannot be used: .*'bf16' and 'fp16'"),
+    (lambda l: l.precision_report(()), ValueError, r'modes=\(\) cannot be used'),
+    (lambda l: l.precision_report(n_batches=0), ValueError, 'n_batches=0'),
+    (lambda l: l.precision_report(max_seconds=0), ValueError, 'max_seconds=0'),
+    (lambda l: l.precision_report(dl=[]), ValueError, '(?s)at least one batch.*dl='),
+    (lambda l: learner(mlp().half()).precision_report(), ValueError, "6 to be trained .*'0.weight'.*learn.model.float"),
     (lambda l: l.add_cb(At('after_pred', lambda l: l.precision_report())).fit(1), RuntimeError, 'cannot run inside a fit'),
     (lambda l: learner(nn.Linear(3, 1), cbs=At('before_epoch', lambda l: None)).precision_report(), ValueError,
      '(?s)does not run on its first batch, in fp32: .*mat1 and mat2.*took no part: at.*precision_report.dl=')])

@@ -4,7 +4,6 @@ import pytest, torch
 from torch import nn
 
 from helpers import Attentive, learner
-from states import language_model
 
 RED, GREY = '#c0392b', '#8a929c'
 
@@ -64,7 +63,7 @@ def test_ceiling_floor_and_limit_have_labels_outside_the_data(drawn):
     assert not words(sizes)                                      # bf16 has fp32's range
 
 
-@pytest.mark.parametrize('make', [learner, lambda: learner(Attentive()), language_model, many])
+@pytest.mark.parametrize('make', [learner, lambda: learner(Attentive()), many])
 def test_no_words_lie_over_others_or_leave_the_figure(drawn, make):
     _, axs = drawn(make(), modes='fp16' if make is not many else 'bf16')
     figure, texts = axs[0].figure, []

@@ -1,7 +1,7 @@
 """Time and memory of `precision_report` on models of ordinary size, beside a training step in fp32.
 
-The table of nbs/report_costs.md: `python tests/tools/report_costs.py`. Each model has a process of its own. It needs
-Linux, a quiet machine, and timm for the vision transformer.
+`python tests/tools/report_costs.py` prints a table. Each model has its own process. It needs Linux, a quiet machine,
+and timm for the vision transformer.
 """
 from __future__ import annotations
 
