@@ -171,15 +171,12 @@ class MixedPrecision(fp16.MixedPrecision):
         "Plot the loss scale over the optimizer steps, skipped steps marked."
         import matplotlib.pyplot as plt
         if ax is None: ax = plt.subplots()[1]
-        scales, skips = self.scales, self._scaling.skips
-        if not scales: ax.text(.5, .5, 'no loss scaling so far', ha='center', transform=ax.transAxes)
-        else:
-            ax.plot(scales, drawstyle='steps-post', label='loss scale')
-            at = [i for i, skip in enumerate(skips) if skip]
-            if at: ax.plot(at, [scales[i] for i in at], 'rx', label=f'skipped steps ({len(at)})')
-            ax.set_yscale('log', base=2)
-            ax.legend()
+        scales, skipped = self.scales, [step for step, skip in enumerate(self._scaling.skips) if skip]
+        ax.plot(scales, drawstyle='steps-post', label='loss scale')
+        ax.plot(skipped, [scales[step] for step in skipped], 'rx', label=f'skipped steps ({len(skipped)})')
+        ax.set_yscale('log', base=2)
         ax.set(title='Loss scale in training', xlabel='optimizer step', ylabel='loss scale')
+        ax.legend()
         return ax
 
     @contextmanager
