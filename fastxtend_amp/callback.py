@@ -40,8 +40,8 @@ from .scaling import LossScaling
 __all__ = ['FP16_ARGUMENTS', 'PRECISION_CALLBACKS', 'MixedPrecision', 'precision_callback']
 
 PRECISION_CALLBACKS = (fp16.MixedPrecision, fp16.ModelToHalf, fp16.NonNativeMixedPrecision)
-# With PyTorch 2.9 autocast's cache gives a weight cast under `no_grad` to code that needs its gradient; with 2.13 not.
-_CACHE = ismin_torch('2.13')
+# Until PyTorch 2.13 autocast's cache gives a weight that was cast under `no_grad` to code that needs its gradient.
+_USE_CACHE = ismin_torch('2.13')
 FP16_ARGUMENTS = ('init_scale', 'growth_factor', 'backoff_factor', 'growth_interval', 'enabled', 'loss_scale', 'scaler')
 
 
@@ -49,6 +49,7 @@ class _Loop:
     "The scopes of one learner's loop that are open; a precision callback gives it to the one that replaces it."
     def __init__(self):
         self.depth, self.in_batch = 0, False
+        self.takes_plain_step = False                            # fastai's own `_step` comes in this scope
         self.stack = ExitStack()                                 # of the innermost scope: what its events have entered
 
 
@@ -87,7 +88,7 @@ class MixedPrecision(fp16.MixedPrecision):
         on_overflow: str = 'warn', # When training goes wrong: 'warn', 'raise' (`FloatingPointError`) or 'ignore'
         max_skips: int = 16, # Skipped steps in a row after which training counts as going wrong
     ):
-        self.arguments = {k: v for k, v in locals().items() if k not in ('self', '__class__')}   # by name, as given
+        self.arguments = {k: v for k, v in locals().items() if k != 'self'}   # by name, defaults included
         auto = isinstance(amp_mode, str) and amp_mode.lower() == 'auto'
         self.amp_mode: str | AMPMode = 'auto' if auto else AMPMode(amp_mode)
         self.mode = None if auto else AMPMode(amp_mode)          # the resolved one; None for fp32
@@ -108,7 +109,7 @@ class MixedPrecision(fp16.MixedPrecision):
         self._replacement: tuple | None = None                   # what `replace` is called with when the batch ends
         self._training_is_checked = False                        # in the fit under way
         self._watch: Any = None                                  # notices that the fit under way goes wrong
-        self._has_trained = False                                # it has seen a training batch
+        self._has_trained = False                                # this callback, in any fit
 
     # fastai would look up each name on the learner and its model, and warn if it is there; these names are our own.
     def __setattr__(self, name, value): object.__setattr__(self, name, value)
@@ -143,7 +144,7 @@ class MixedPrecision(fp16.MixedPrecision):
         return sum(self._scaling.skips)
     @property
     def skipped(self) -> bool:
-        """True if the last step was skipped; known from `before_step` of a higher order on.
+        """True if the last step of the fit under way was skipped; known from `before_step` of a higher order on.
 
         Waits for the device if the device decided.
         """
@@ -251,7 +252,7 @@ class MixedPrecision(fp16.MixedPrecision):
                                "remove it at `after_batch`, `before_epoch`, `before_train`, `after_train` or "
                                "`after_epoch`.")
         self._loop.stack.close()
-        self._close()
+        self._end_fit()
         for name in ('_with_events', 'scaler'): self._learn.__dict__.pop(name, None)
         self._learn = None
 
@@ -275,28 +276,29 @@ class MixedPrecision(fp16.MixedPrecision):
         if self._loop.depth: return self._scope(f, event_type, ex, final)
         learn, device_type = self._learn, training_device(self._learn).type
         # An interrupt between two lines of `torch.autocast.__enter__` leaves what no `__exit__` mends.
-        state: Any = AutocastState(device_type) if autocast_available(device_type) else nullcontext()
-        lasting = event_type in ('fit', 'epoch', 'train', 'validate')   # a loop of the user's own goes on after others
-        if lasting: self._close()                                # what such a loop left
-        with state, self._fp32_modules.kept(learn.model):
+        restored: Any = AutocastState(device_type) if autocast_available(device_type) else nullcontext()
+        ends_fit = event_type in ('fit', 'epoch', 'train', 'validate')   # a user's own loop of batches goes on
+        if ends_fit: self._end_fit()                             # one that such a loop left open
+        with restored, self._fp32_modules.kept(learn.model):
             try:
                 self._scope(f, event_type, ex, final)
-                if lasting: (precision_callback(learn) or self)._close()   # another one may have replaced this
+                if ends_fit: (precision_callback(learn) or self)._end_fit()   # another one may have replaced this
             except BaseException:
-                (precision_callback(learn) or self)._close(failed=True)
+                (precision_callback(learn) or self)._end_fit(failed=True)
                 raise
 
     def _scope(self, f: Callable, event_type: str, ex: type[Exception], final: Callable) -> None:
         "Run fastai's `_with_events` with a stack for the contexts that events inside enter."
         learn, loop = self._learn, self._loop
-        outer = loop.stack, loop.depth, loop.in_batch
-        run = partial(self._step, f) if event_type == 'step' else f
+        outer, is_step = vars(loop).copy(), event_type == 'step'
         try:
             loop.stack, loop.depth, loop.in_batch = ExitStack(), loop.depth + 1, loop.in_batch or event_type == 'batch'
+            loop.takes_plain_step = is_step and getattr(f, '__func__', None) is Learner._step
+            run = partial(self._step, f) if is_step else f
             with loop.stack: type(learn)._with_events(learn, run, event_type, ex, final)
-            if event_type == 'step': self._scaling.expect_zero_grad()
+            if is_step: self._scaling.expect_zero_grad()
         finally:
-            loop.stack, loop.depth, loop.in_batch = outer
+            vars(loop).update(outer)
             if self._replacement and not loop.in_batch: self.replace(*self._replacement)
 
     def _step(self, step: Callable[[], Any]) -> None:
@@ -316,7 +318,7 @@ class MixedPrecision(fp16.MixedPrecision):
         check_supported(mode, device)
         return mode
 
-    def _open(self) -> None:
+    def _begin_fit(self) -> None:
         "Begin a fit, unless one is under way: decide the precision, check that the model runs in it, make the scaler."
         if self.device is not None: return
         learn = self._learn
@@ -333,7 +335,7 @@ class MixedPrecision(fp16.MixedPrecision):
         if mode is None or self.on_overflow == 'ignore' or self.watch_class is None or _in_lr_find(learn): return
         self._watch = self.watch_class(self)
 
-    def _close(self, failed: bool = False) -> None:
+    def _end_fit(self, failed: bool = False) -> None:
         "End the fit under way: keep scale and history; unscale the gradients of an unfinished accumulation."
         if self.device is None: return
         learn, self.device, watch, self._watch = self._learn, None, self._watch, None
@@ -352,7 +354,7 @@ class MixedPrecision(fp16.MixedPrecision):
 
     def _autocast(self, device: torch.device, mode: AMPMode | None) -> AbstractContextManager:
         if mode is None: return nullcontext()
-        return torch.autocast(device.type, dtype=mode.dtype, cache_enabled=_CACHE)
+        return torch.autocast(device.type, dtype=mode.dtype, cache_enabled=_USE_CACHE)
 
     # -- the events of fastai's loop
 
@@ -366,18 +368,18 @@ class MixedPrecision(fp16.MixedPrecision):
 
     def before_fit(self):
         "Begin the fit; raise before a batch is drawn if the precision cannot be used."
-        if self._loop.depth: self._open()
-        else: self._close()                                      # `validate()` has no scope yet: its first batch opens
+        if self._loop.depth: self._begin_fit()
+        else: self._end_fit()                                    # `validate()`: its first batch begins anew, in a scope
 
     def before_train(self):
         "Check what only training needs."
-        self._open()                                             # if added during a fit
+        self._begin_fit()                                        # if added during a fit
         self._fp32_modules.put_on(self.learn.model)              # a callback may have exchanged a module
         if not self._training_is_checked: self._check_training()
 
     def before_batch(self):
         "Enter autocast."
-        self._open()
+        self._begin_fit()
         learn = self.learn                                       # a copy that is only looked at has no optimizer
         if learn.training and learn.opt is not None and not self._training_is_checked: self._check_training()
         if not self._loop.depth: self._loop.stack.close()        # a loop of events alone, whose last batch failed
@@ -393,7 +395,7 @@ class MixedPrecision(fp16.MixedPrecision):
         "Exit autocast; record and back-propagate the loss in fp32."
         self._loop.stack.close()
         if self.mode is None: return
-        for name in ('loss_grad', 'loss') if len(self.learn.yb) else ():
+        for name in ('loss_grad', 'loss') if len(self.learn.yb) else ():     # else they are an earlier batch's
             value = self.learn.__dict__.get(name)
             if isinstance(value, torch.Tensor) and is_half(value): setattr(self.learn, name, value.float())
 
@@ -404,13 +406,12 @@ class MixedPrecision(fp16.MixedPrecision):
     def before_step(self):
         "Unscale the gradients; hold the step back if one is not finite, unless the optimizer skips on the device."
         if not self._scaling.on: return
-        own_step = type(self.learn)._step is Learner._step and '_step' not in self.learn.__dict__
-        self._scaling.unscale(self.learn.opt, may_skip_on_device=own_step and self._loop.depth > 0)
-        if self._scaling.found_inf is True: raise CancelStepException()
+        self._scaling.unscale(self.learn.opt, may_skip_on_device=self._loop.takes_plain_step)
+        if self._scaling.held_back: raise CancelStepException()
 
     def after_cancel_step(self):
         "Leave the scale alone if another callback called the step off."
-        if self._scaling.found_inf is not True: self._scaling.cancel()
+        if not self._scaling.held_back: self._scaling.cancel()
 
     def after_step(self):
         "Let the scale grow or back off."
@@ -424,7 +425,7 @@ class MixedPrecision(fp16.MixedPrecision):
     def after_batch(self):
         "Exit autocast if an event was left out; say which modules to keep in fp32 were not used."
         self._loop.stack.close()
-        self._loop.in_batch = False
+        self._loop.in_batch = False                              # from here on a callback can be replaced at once
         if self._has_trained or not self.learn.training: return
         self._has_trained = True
         for name, parent in self._fp32_modules.never_called().items():
@@ -437,8 +438,8 @@ class MixedPrecision(fp16.MixedPrecision):
         self._scaling.read()
 
     def after_fit(self):
-        "End the fit."
-        if self._loop.depth < 2: self._close()
+        "End the fit, unless this is the event of a `validate()` inside it."
+        if self._loop.depth < 2: self._end_fit()
 
 
 def _in_lr_find(learn: Learner) -> bool: return 'lr_finder' in vars(learn)

@@ -90,12 +90,12 @@ class HalfWeights(MixedPrecision):
         if self.flat_master: _step_flat(self.learn.opt, run)
         else: run()
 
-    def _close(self, failed: bool = False) -> None:
+    def _end_fit(self, failed: bool = False) -> None:
         if self.device is None: return
         if self.flat_master and self._training_is_checked: _unjoin(self.learn.opt)
         _convert(self._bf16_weights, self.learn.opt, torch.float32)
         self._bf16_weights = []
-        super()._close(failed)
+        super()._end_fit(failed)
 
 
 HalfWeights.__signature__ = inspect.signature(partial(HalfWeights.__init__, None))  # type: ignore[arg-type]

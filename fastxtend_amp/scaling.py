@@ -24,12 +24,12 @@ FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 READ_EVERY = 512                                                 # steps between two reads of the history
 
 
-class DynamicGradScaler(GradScaler):
+class CopyableGradScaler(GradScaler):
     "PyTorch's `GradScaler`, of which a copy can be made in the middle of a step: it is as before that step."
     def __reduce__(self): return _same_scaler, (type(self), self.state_dict())
 
 
-class StaticGradScaler(DynamicGradScaler):
+class StaticGradScaler(CopyableGradScaler):
     """A `GradScaler` whose scale neither grows nor shrinks, as fastai v1's `loss_scale`.
 
     Steps with non-finite gradients are still skipped.
@@ -84,10 +84,10 @@ class LossScaling:
         "Begin outside a fit."
         self.scaler = GradScaler('cpu', enabled=False)           # of the fit under way
         self.skips_in_a_row = 0                                  # of this fit, as far as the host knows
-        self._one: torch.Tensor | None = None                    # 1, on the loss's device; None before the first loss
-        self.grads_are_scaled = False                            # those in `.grad` now; zeros count as scaled
+        self._one: torch.Tensor | None = None                    # 1 on the loss's device; None before the first loss
+        self.grads_are_scaled = False                            # those in `.grad` now; see `expect_zero_grad`
         self.found_inf: bool | torch.Tensor = False              # of the last step; a tensor if the device skips it
-        self._unscaled: Any = None                               # what `unscale_` was called with, until `update`
+        self._pending: Any = None                                # what `unscale_` was called with, until `update`
         self._unread: list[tuple] = []                           # scale and found_inf of the newest steps
 
     def __getstate__(self) -> dict[str, Any]:
@@ -107,6 +107,11 @@ class LossScaling:
         "True if the fit under way scales its loss."
         return self.scaler.is_enabled()
 
+    @property
+    def held_back(self) -> bool:
+        "True if the last step must not be taken, as the host knows: a gradient was not finite."
+        return self.found_inf is True
+
     def start(self,
         device_type: str, # Type of the device that the loss will be on
         scaled: bool, # Whether the mode needs loss scaling
@@ -120,7 +125,7 @@ class LossScaling:
     def _new_scaler(self, device_type: str) -> GradScaler:
         if self.given is not None: return self.given
         if not self.enabled: return GradScaler(device_type, enabled=False)
-        scaler = (StaticGradScaler if self.is_static else DynamicGradScaler)(device_type, **self.settings)
+        scaler = (StaticGradScaler if self.is_static else CopyableGradScaler)(device_type, **self.settings)
         scaler.load_state_dict(self.state or scaler.state_dict())
         return scaler
 
@@ -157,7 +162,7 @@ class LossScaling:
                            f"they were dropped.\nThe loss scale is {self.scaler.get_scale():g}.")
         if (failed or message) and opt is not None: opt.zero_grad()
         known = {id(p) for p in optimizer_params(opt)}
-        for p in model.parameters():                             # scaled, and no optimizer of ours zeroes them
+        for p in model.parameters():                             # gradients outside the optimizer are still scaled
             if id(p) not in known: p.grad = None
         return message
 
@@ -192,41 +197,42 @@ class LossScaling:
 
         Afterwards `found_inf` is True if the step must not be taken, or a tensor by which `step` skips on the device.
         """
+        self.cancel()                                            # of a step that an exception left unfinished
         params, self.found_inf = optimizer_params(opt), False
         if not self.grads_are_scaled or all(p.grad is None for p in params): return
         inner = opt.opt if may_skip_on_device and type(opt) is OptimWrapper else None
         on_device = next((found for find in SKIPPING if (found := find(inner, params)) is not None), None)
-        self._unscaled = _Probe(params) if on_device is None else on_device
-        self.scaler.unscale_(self._unscaled)
+        self._pending = _Probe(params) if on_device is None else on_device
+        self.scaler.unscale_(self._pending)
         self.grads_are_scaled = False
         if on_device is not None: self.found_inf = found_inf_of(self.scaler, on_device)
         else:
-            self.scaler.step(self._unscaled)                     # waits for the device, once
-            self.found_inf = not self._unscaled.stepped
+            self.scaler.step(self._pending)                     # waits for the device, once
+            self.found_inf = not self._pending.stepped
 
     def step(self,
         step: Callable[[], Any], # Takes the optimizer's step
     ) -> None:
         "Take the step, or the optimizer's own that skips on the device."
-        if isinstance(self.found_inf, bool): step()
-        else: self.scaler.step(self._unscaled)
+        if self._pending is None or isinstance(self.found_inf, bool): step()
+        else: self.scaler.step(self._pending)
 
     def update(self) -> None:
         "After a step, taken or skipped: record it, and let the scale grow or back off."
-        if self._unscaled is None: return
+        if self._pending is None: return
         self._record()
         self.scaler.update()
-        self._unscaled = None
+        self._pending = None
 
     def cancel(self) -> None:
         "After a step that was called off: leave scale and growth tracker as they are."
-        if self._unscaled is None: return
+        if self._pending is None: return
         self.scaler.update(self.scaler.get_scale())
-        self._unscaled = None
+        self._pending = None
 
     def expect_zero_grad(self) -> None:
         "Note that `zero_grad` comes next: zeros count as scaled, so that the next loss need not scale them."
-        self.grads_are_scaled = True
+        self.grads_are_scaled = self._one is not None
 
     def _multiply_grads(self, opt: Any, factor: torch.Tensor | float) -> None:
         for p in optimizer_params(opt):

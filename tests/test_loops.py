@@ -2,6 +2,7 @@
 import threading
 
 import pytest, torch
+from fastai.callback.core import CancelBackwardException, CancelEpochException, CancelStepException
 from fastai.callback.training import GradientAccumulation
 from fastai.optimizer import Lamb
 from fastai.text.learner import LMLearner
@@ -86,6 +87,32 @@ def test_a_loop_that_sets_a_loss_alone():
 
 
 # -- loops without `fit`
+
+class OwnStep(Learner):
+    "Takes the step by a method of its own, which a fused optimizer's step on the device must not replace."
+    taken = 0
+    def take(self): self.taken += 1; self._step()
+    def _do_grad_opt(self):
+        self._with_events(self._backward, 'backward', CancelBackwardException)
+        self._with_events(self.take, 'step', CancelStepException)
+        self.opt.zero_grad()
+
+
+def test_a_step_of_a_learners_own():
+    plain, own = (learner(cls=cls, opt_func=OPTIMIZERS['fused adamw'], cbs=mixed('fp16')) for cls in (Learner, OwnStep))
+    for l in (plain, own): l.fit(2, .01)
+    assert own.taken == 12 and same(params(plain), params(own))
+
+
+@pytest.mark.parametrize('event, order', [('before_step', 11), ('after_step', 9)])
+def test_an_epoch_left_between_unscaling_and_update(event, order):
+    "The step is called off: the scale is as before, and the next epoch trains."
+    def leave(l):
+        if l.epoch == 1 and l.train_iter == 9: raise CancelEpochException
+    learn = learner(opt_func=OPTIMIZERS['fused adamw'], cbs=[mixed('fp16', growth_interval=100), At(event, leave, order)])
+    learn.fit(3, .01)
+    assert len(learn.precision.scales) == 15 and finite(learn) and learn.precision.scale == learn.precision.scales[0]
+
 
 def prepared(mode, model=None, **kwargs):
     "A learner as a loop of the user's own prepares it."
