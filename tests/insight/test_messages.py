@@ -249,7 +249,7 @@ CASES = {
     'half: per tensor': (flat(Lamb), VE, 'flat_master=True cannot be used with Lamb', 'own element-wise optimizers',
                          'Leave flat_master out'),
     'half: DDP without masters': (ddp_without_masters, VE, 'master_weights=False',
-                                  'DistributedDataParallel, which reduces', 'with masters'),
+                                  'DistributedDataParallel, which reduces', '`learn.to_bf16()`'),
     'half: FSDP2': (sharded_half_weights, VE, 'with FSDP2', 'the dtype that the weights had', '`learn.to_bf16()`'),
     'half: nothing compensates': (lambda: fit(learner(opt_func=SGD).to_half_weights(master_weights=False)),
                                   VE, 'master_weights=False cannot be used with Sgd', 'does not compensate for rounding',
