@@ -20,7 +20,8 @@ class Sharded(FileFormat):
     """The format of plain learners' files, with whole tensors, for a model whose parameters are DTensors.
 
     A file written by one number of processes can be read by another, or by a single process without sharding. All
-    processes must call `save`; rank 0 writes.
+    processes must call `save`; rank 0 writes. `torch.distributed.checkpoint.state_dict` is not used, because it takes
+    torch's optimizers only, not fastai's.
 
     Source: https://docs.pytorch.org/docs/stable/distributed.tensor.html.
     """
