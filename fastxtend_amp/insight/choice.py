@@ -81,13 +81,12 @@ def decision_of(learn: Learner) -> PrecisionDecision | None:
 
 def _with_modules_kept(learn, choices, max_seconds) -> tuple[list[PrecisionChoice], list[str]]:
     "Return the choices that may work, with the modules that they need in fp32; and what the report said of the others."
-    modes = list(dict.fromkeys(c.mode for c in choices if c.mode is not None))
-    if not modes: return choices, []
-    verdicts = learn.precision_report(modes, max_seconds=_FOR_REPORT * max_seconds).verdicts
-    found, refused = [], []
-    for c in choices:
-        v = verdicts.get(c.mode.value) if c.mode is not None else None
-        if v is None: found.append(c)
-        elif v.verdict == 'do not use': refused.append(f'{c.name}: {v.reason}')
+    fp32, *low = choices
+    if not low: return choices, []
+    verdicts = learn.precision_report([c.mode for c in low], max_seconds=_FOR_REPORT * max_seconds).verdicts
+    found, refused = [fp32], []
+    for c in low:
+        v = verdicts[c.mode.value]
+        if v.verdict == 'do not use': refused.append(f'{c.name}: {v.reason}')
         else: found.append(replace(c, fp32_modules=tuple(v.modules)))
-    return found, list(dict.fromkeys(refused))
+    return found, refused

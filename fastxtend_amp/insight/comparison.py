@@ -13,7 +13,7 @@ from fastai.learner import Learner
 from fastcore.basics import noop
 
 from ..common import PRECISION_COLORS
-from .precisions import HALF_WEIGHTS, PrecisionChoice, use_choice
+from .precisions import PrecisionChoice, use_choice
 from .verdict import as_html
 
 __all__ = ['PrecisionComparison', 'Tolerance', 'recommend']
@@ -187,7 +187,7 @@ def _speed(row: pd.Series) -> str: return f"{row['speed-up']:.2f}, {row['speed-u
 
 # -- the plot
 
-def _color(name: str) -> str: return PRECISION_COLORS.get(name, PRECISION_COLORS[HALF_WEIGHTS])
+def _color(name: str) -> str: return PRECISION_COLORS[name.removesuffix(' fp16')]
 
 
 def _smooth(values: list[float]) -> pd.Series: # From step 1 on; nan where a loss is not finite
