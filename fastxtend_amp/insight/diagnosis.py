@@ -138,9 +138,8 @@ def _first_failure(low: Trace, fp32: Trace, alarm: Alarm) -> tuple[str, str]:
         story = f'numbers stop being finite in {named(name)}'
         return name, story + (f': values inside it reach {seen.largest:,.4g} in fp32; {mode} ends at {limit:,.5g}'
                               if seen.largest > limit else '')
-    for name in low.failures(backward=True):
-        return name, f'the forward pass is finite; the gradients stop being so in the backward pass of {named(name)}'
-    return '', f'the loss or a gradient is not finite in {mode}, and finite in fp32'
+    what = 'a gradient' if low.loss_is_finite else 'the loss'
+    return '', f'{what} is not finite in {mode}, and finite in fp32'
 
 
 def _from_one_rank(model: nn.Module, alarm: Alarm) -> tuple[str, str]:

@@ -76,8 +76,8 @@ def precision_report(self: Learner,
     on, as with fastai's `one_batch()`. What takes part is as in `compare_precision`. With several processes each
     reports by itself, without communication.
 
-    Raises `ValueError` for an unknown mode, for unusable numbers, for a learner that cannot be copied or does not run
-    on its batch, without batches, for parameters that are in half precision themselves, sharded ones (FSDP) and lazy
-    modules; `RuntimeError` inside a fit.
+    Raises `ValueError` for an unknown mode, for unusable numbers, for a learner that cannot be copied, without batches,
+    for parameters that are in half precision themselves, sharded ones (FSDP) and lazy modules; `RuntimeError` inside a
+    fit; what the model raises in fp32.
     """
     return report(self, modes, n_batches, dl, max_seconds)

@@ -14,7 +14,7 @@ from torch import nn
 
 from ..callback import precision_callback
 from ..checks import check_count, check_seconds, half_parameters_of
-from ..common import first_line, random_state_kept
+from ..common import random_state_kept
 from ..convert import map_tensors
 from ..fp32_modules import unwrapped
 from ..mode import AMPMode, mode_support, training_device
@@ -131,17 +131,17 @@ class _Report:
         verdicts: dict[AMPMode, Verdict] = {}
         few = whole = n_samples(batches[0])
         try:
-            self.fp32 = self._traced(batches)
+            self.fp32 = trace(self.learn, batches, until=self.until)
             if any(mode_support(mode, self.device).status == 'emulated' for mode in modes):
                 few = min(whole, max(FEWEST, int(whole * EMULATED_WORK / max(3 * self.fp32.work, 1))))
             if few < whole:
                 batches = [first_samples(b, few) for b in batches]
-                self.fp32 = self._traced(batches)
+                self.fp32 = trace(self.learn, batches, until=self.until)
             for mode in modes: verdicts[mode] = self._verdict(mode, batches)
         except OutOfTime: verdicts |= {mode: self._not_known(mode) for mode in modes if mode not in verdicts}
         other = fastest_mode(self.device, [m for m, v in verdicts.items() if v.verdict in ('do not use', 'cannot run')])
         for v in verdicts.values():
-            if not v.call or (v.verdict == 'cannot run' and other): v.call = precision_call(self.learn, other)
+            v.call = v.call or precision_call(self.learn, other)
         rows = [self._row(mode, s, v) for mode, v in verdicts.items() if mode in self.low
                 for s in self.low[mode].seen.values() if self._in_fp32(s).largest or s.name in v.trouble]
         notes = self._notes(len(batches), few, whole)
@@ -159,18 +159,10 @@ class _Report:
         return Judge(mode, self.model, self.device, run, self.fp32, (cb and cb.scale) or INIT_SCALE,
                      partial(precision_call, self.learn, mode)).verdict()
 
-    def _traced(self, batches) -> Trace:
-        try: return trace(self.learn, batches, until=self.until)
-        except torch.OutOfMemoryError: raise
-        except Exception as e:
-            missing = left_out(self.learn)
-            hint = f' These callbacks took no part: {", ".join(missing)}.' if missing else ''
-            raise ValueError(f'The model does not run on its first batch, in fp32: {first_line(e)}.{hint}\n'
-                             'Give batches that it trains on: `precision_report(dl=...)`.') from e
-
     def _not_known(self, mode) -> Verdict:
         again = f"learn.precision_report('{mode.value}', max_seconds={10 * self.max_seconds:g})"
-        reason = f'`max_seconds={self.max_seconds:g}` was over; fewer samples are faster: `dl=learn.dls.train.new(bs=4)`'
+        reason = (f'`max_seconds={self.max_seconds:g}` was over; fewer samples are faster, as with '
+                  '`dl=learn.dls.train.new(bs=4)`')
         return Verdict(mode.value, 'not known', reason, again)
 
     def _in_fp32(self, s: Seen) -> Seen: return self.fp32.seen.get(s.name, s)

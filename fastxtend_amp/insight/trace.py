@@ -9,7 +9,6 @@ its outputs, or in what it passes to a module inside.
 from __future__ import annotations
 
 import math, re, sys, time, warnings
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..callback import MixedPrecision
 from ..common import RandomState, set_random_state
-from ..compat import in_function_transform, next_node, operator, running_node, unwatched
+from ..compat import in_function_transform, operator, unwatched
 from ..convert import HALF, half_to_float, map_tensors
 from ..fp32_modules import ROOT, qualified_names
 from ..mode import AMPMode
@@ -53,7 +52,6 @@ class Seen:
     largest: float = 0.                                          # absolute finite result, in fp32 if it has a twin
     half: float = 0.                                             # the same of results in half precision alone
     failed: int | None = None                                    # the first operator where finite numbers end, from 1
-    failed_backward: int | None = None                           # the same in the backward pass
     error: float = 0.                                            # of its own arithmetic, relative; the largest
     grads: Histogram = field(default_factory=Histogram)          # of its outputs and its own parameters
 
@@ -115,13 +113,11 @@ class Trace(TorchDispatchMode):
         self.work = 0                                            # floating-point operations of the forward pass
         self._n = 0                                              # operators so far
         self._frames: list[_Frame] = []
-        self._started: list[tuple[int, Seen]] = []               # the autograd nodes from this number on are its
         self._backward = self.began = False
 
-    def failures(self, backward: bool = False) -> list[str]:
-        "Return the modules where finite numbers end in the forward or the backward pass, the first first."
-        found = {n: s.failed_backward if backward else s.failed for n, s in self.seen.items()}
-        return sorted((n for n in found if found[n]), key=lambda n: found[n] or 0)
+    def failures(self) -> list[str]:
+        "Return the modules where finite numbers end in the forward pass, the first first."
+        return sorted((n for n, s in self.seen.items() if s.failed), key=lambda n: self.seen[n].failed or 0)
 
     @contextmanager
     def hooked(self, model: nn.Module) -> Iterator[None]:
@@ -176,13 +172,11 @@ class Trace(TorchDispatchMode):
         kind = 'function' if module is None else type(module).__name__
         frame = _Frame(self.seen.setdefault(name, Seen(name, kind)), module)
         self._frames.append(frame)
-        self._started.append((next_node(), frame.seen))
 
     def _leave(self, module, args, kwargs, output):
         if not any(f.module is module for f in self._frames): return
         with unwatched():
             while (frame := self._frames.pop()).module is not module: pass   # an exception ended those inside
-            self._started.append((next_node(), self._frames[-1].seen))
             seen = frame.seen
             if output is None and sys.exc_info()[0] is not None: self.failed_in = self.failed_in or seen.name
             outputs = [] if in_function_transform() else tensors(output)
@@ -209,12 +203,9 @@ class Trace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, op = kwargs or {}, operator(func)
-        looked_at = self._frames and not (op.draws or op.is_view or op.name.startswith(('empty', 'new_empty')))
-        if not looked_at: return func(*args, **kwargs)
+        makes_nothing = op.draws or op.is_view or op.name.startswith(('empty', 'new_empty'))
+        if makes_nothing or self._backward or not self._frames: return func(*args, **kwargs)
         self._n += 1
-        return self._in_backward(func, args, kwargs) if self._backward else self._in_forward(func, op, args, kwargs)
-
-    def _in_forward(self, func, op, args, kwargs):
         frame = self._frames[-1]
         seen, inputs = frame.seen, tensors((args, kwargs))
         is_cast = op.name == '_to_copy' and kwargs.get('dtype') in HALF
@@ -252,15 +243,6 @@ class Trace(TorchDispatchMode):
     def _fails_in_fp32(self, seen):
         in_fp32 = self.reference.seen.get(seen.name) if self.reference is not None else None
         return in_fp32 is not None and in_fp32.failed
-
-    def _in_backward(self, func, args, kwargs):
-        out = func(*args, **kwargs)
-        node = running_node()
-        began_finite = node is not None and all(map(all_finite, tensors((args, kwargs))))
-        if not began_finite or all(map(all_finite, tensors(out))): return out
-        at = bisect_right(self._started, node, key=lambda s: s[0]) - 1
-        if at >= 0: self._started[at][1].failed_backward = self._started[at][1].failed_backward or self._n
-        return out
 
     def _count(self, func, args, kwargs, out):
         from torch.utils.flop_counter import flop_registry       # here: it imports triton

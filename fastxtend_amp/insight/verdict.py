@@ -27,7 +27,6 @@ CLOSE = 4.            # headroom below which a module is close to overflow
 LOWEST_SCALE = 2.**-12 # that is advised
 MARGIN = 16.          # by which a loss scale that is advised is below the highest: later gradients may be larger
 ROUNDS = 12           # traces in which modules are added or the loss scale is lowered
-TRIES = 8             # modules that are tried one by one, where none is known to be at fault
 
 
 @dataclass
@@ -39,7 +38,7 @@ class Verdict:
     | 'safe so far' | nothing is wrong on the batches that were looked at, with the weights as they are now |
     | 'safe with loss scaling' | the same, and without loss scaling gradients would underflow |
     | 'safe, but close' | values come to a quarter of the format's maximum: `call` keeps their modules in fp32 |
-    | 'keep modules in fp32' | some modules overflow or lose more than a tenth; with `modules` in fp32 nothing is wrong |
+    | 'keep modules in fp32' | some modules overflow or lose over a tenth; with `modules` in fp32 nothing is wrong |
     | 'do not use' | no modules were found that help, or fp32 fails alike |
     | 'cannot run' | the device has no kernel for it, or the model's code does not run in it |
     | 'not known' | `max_seconds` was over |
@@ -97,8 +96,8 @@ class Judge:
         if lost := lost_weights(self.model): return f'{lost}: build the model anew, or load other weights'
         fp32 = self.fp32
         if fp32.loss_is_finite and fp32.grads_are_finite: return ''
-        name = next(iter(fp32.failures() or fp32.failures(backward=True)), None)
-        what, first = 'gradients are' if fp32.loss_is_finite else 'loss is', f', first in {named(name)}' if name else ''
+        what = 'gradients are' if fp32.loss_is_finite else 'loss is'
+        first = ''.join(f', first in {named(n)}' for n in fp32.failures()[:1])
         return f'the {what} not finite in fp32 either{first}: this is not a matter of precision'
 
     def _say(self, verdict: Judgement, reason, call='', scales=None) -> Verdict:
@@ -110,9 +109,15 @@ class Judge:
     def _mend(self, low: Trace, found: Iterable[str]) -> None:
         "Keep more modules, or lower the loss scale."
         new = [n for n in found if self._can_be_kept(n)]
-        if not new and not low.error:
-            if found or not low.loss_is_finite: new = self._tried(low, next(iter(found), None))
-            else: new = self._mended_backward(low)
+        is_backward = not found and low.loss_is_finite
+        if is_backward and self.mode.needs_loss_scaling:
+            least, most = self._scales(low)
+            lower = most if most < self.scale else self.scale / 16
+            if lower >= max(least, LOWEST_SCALE):
+                self.scale = self.highest = lower
+                return
+            self.scale, self.highest = min(self.first_scale, max(most, LOWEST_SCALE)), math.inf
+        if not new and not low.error: new = self._tried(low, next(iter(found), None), is_backward)
         self.keep = outermost([*self.keep, *new])
 
     def _refused(self, low: Trace) -> dict[str, str]:
@@ -151,44 +156,34 @@ class Judge:
 
     def _can_be_kept(self, name): return name not in (ROOT, LOSS) and not covers(self.keep, name)
 
-    def _tried(self, low: Trace, name: str | None = None, backward: bool = False) -> list[str]:
+    def _tried(self, low: Trace, name: str | None, backward: bool) -> list[str]:
         """Return modules that help when they are in fp32, where the one that shows the trouble cannot be kept.
 
         That is the model's own forward or the loss function, which compute in fp32 what comes to them in fp32, or a
-        module that is in fp32 and gets values that were rounded before: the modules before it are tried.
+        module that is in fp32 and gets values that were rounded before; in a backward pass none is known. All modules
+        before it are tried, then a half of those that help, and so on.
         """
-        shows = low.seen[name] if name else None
-        before = [s for s in low.seen.values() if self._can_be_kept(s.name)]
-        if shows is not None and shows.failed: before = [s for s in before if s.ended <= shows.failed]
-        nearest = [s.name for s in sorted(reversed(before), key=lambda s: (-s.ended, -s.name.count('.')))]
-        for names in [*([n] for n in nearest[:TRIES]), nearest]:
+        def helps(names):
             trace = self.run(outermost([*self.keep, *names]), self.scale)
-            if trace.error or not _computes_in_half(trace): continue
-            found = self._concerned(trace)
-            if not (_is_fine(trace) if backward else trace.loss_is_finite) or name in found: continue
-            if name in self.reasons:
-                self.reasons[name] += f', and not with {some([*map(named, names)])} in fp32, which come before'
-            else:
-                words = f'in {self.mode.value} the loss or a gradient is not finite'
-                self.reasons |= {n: f'with {named(n)} {words}' for n in names}
-            return names
-        return []
-
-    def _mended_backward(self, low: Trace) -> list[str]:
-        "Lower the loss scale; return modules to keep where that does not help."
-        least, most = self._scales(low)
-        lower = most if most < self.scale else self.scale / 16
-        if self.mode.needs_loss_scaling and lower >= max(least, LOWEST_SCALE):
-            self.scale = self.highest = lower
-            return []
-        failures = low.failures(backward=True)
-        new = [n for n in failures if self._can_be_kept(n)]
-        for n in new or failures:
-            self.reasons[n] = f'gradients in the backward pass of {named(n)} are not finite in {self.mode.value}'
-        self.scale, self.highest = self.first_scale, math.inf    # what was found with these in half precision is over
-        if new: return new
-        self.scale = min(self.first_scale, max(self._scales(low)[1], LOWEST_SCALE))
-        return self._tried(low, backward=True)
+            if trace.error or name in self._concerned(trace): return False
+            return trace.loss_is_finite and (trace.grads_are_finite or not backward)
+        shows = low.seen[name] if name else None
+        around = {n.rpartition('.')[0] for n in low.seen}        # modules with others inside, which may compute nothing
+        before = [s for s in low.seen.values() if self._can_be_kept(s.name) and (s.largest or s.name not in around)]
+        if shows is not None and shows.failed: before = [s for s in before if s.ended <= shows.failed]
+        names = [s.name for s in sorted(reversed(before), key=lambda s: -s.ended)]
+        if not names or not helps(names): return []
+        while len(names) > 1:
+            half = len(names) // 2
+            part = next((p for p in (names[:half], names[half:]) if helps(p)), None)
+            if part is None: break
+            names = part
+        if name in self.reasons:
+            self.reasons[name] += f', and not with {some([*map(named, names)])} in fp32, which come before'
+        else:
+            words = f'in {self.mode.value} the loss or a gradient is not finite'
+            self.reasons |= {n: f'with {named(n)} {words}' for n in names}
+        return names
 
     def _scales(self, low: Trace) -> tuple[float, float]:
         "Return the lowest and the highest loss scale at which gradients neither underflow nor overflow: powers of two."
