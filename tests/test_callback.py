@@ -176,14 +176,13 @@ def test_callbacks_of_an_order_above_10_see_true_gradients_in_before_step(opt):
 @pytest.mark.parametrize('opt', OPTIMIZERS)
 def test_a_skipped_step_changes_nothing(opt):
     learn, states = learner(opt_func=OPTIMIZERS[opt]).to_fp16(init_scale=1e30), []
-    def remember(l): states.append((params(l), opt_state(l.opt), l.precision.skipped))
-    learn.add_cbs([At('before_backward', remember, 40), At('after_step', remember, 5),
-                   At('after_batch', lambda l: l.training and remember(l), 70)])
-    learn.fit(1, .01)
+    def remember(l):
+        if l.training: states.append((params(l), opt_state(l.opt), l.precision.skipped))
+    learn.add_cbs([At(event, remember, 70) for event in ('before_backward', 'after_step', 'after_batch')]).fit(1, .01)
     cb = learn.precision
     assert cb.n_skipped == len(cb.scales) == 6 and cb.scales[1] == cb.scales[0] / 2
-    for before, *after in zip(*[iter(states)] * 3):
-        for p, s, skipped in after: assert skipped and same(before[0], p) and same_state(before[1], s)
+    for (p, s, _), *after in zip(*[iter(states)] * 3):
+        for q, t, skipped in after: assert skipped and same(p, q) and same_state(s, t)
 
 
 def unfinished(cb, then=noop):

@@ -37,7 +37,7 @@ def handwritten_counts(mode, opt):
     return both
 
 
-@pytest.mark.parametrize('mode, opt, reads', [('bf16', 'adam', 0), ('fp16', 'adamw', 1)])
+@pytest.mark.parametrize('mode, opt, reads', [('bf16', 'adamw', 0), ('fp16', 'adam', 1)])
 def test_operations_per_step_are_those_of_the_handwritten_loop(mode, opt, reads):
     "In fp16 one multiplication more: the history keeps the scale as a tensor. test_cuda.py counts waits."
     ours, theirs, read = fit_counts(mode, opt), handwritten_counts(mode, opt), ('aten::_local_scalar_dense', 'aten::item')

@@ -143,22 +143,23 @@ class Recurrent(nn.Module):
     def forward(self, x): return self.head(self.rnn(x[:, None])[0][:, 0])
 
 
-def test_recurrent_layers_run_or_are_refused_by_name_when_fit_starts(monkeypatch):
-    for name, kind in (('bf16', nn.GRU), ('fp16', nn.LSTM), ('fp16', nn.RNN)):     # as this CPU is
-        learn = learner(Recurrent(kind), cbs=mixed(name))
-        if mode.refused_layer(kind, AMPMode(name)) is None: learn.fit(1)
-        else:
-            with pytest.raises(ValueError, match=f"'rnn' .{kind.__name__}"): learn.fit(1)
-    # as a CPU without the kernel for LSTMs is
-    monkeypatch.setattr(mode, 'refused_layer', lambda kind, mode: 'no kernel' if kind is nn.LSTM else None)
-    learn, drawn = learner(Recurrent()).to_fp16(), []
+@pytest.mark.parametrize('kind', [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_run_or_are_refused_by_name_when_fit_starts(kind):
+    learn, drawn = learner(Recurrent(kind)).to_fp16(init_scale=256.), []
     learn.add_cb(At('before_batch', drawn.append, -50))
-    with pytest.raises(ValueError, match=r"(?s)'rnn' \(LSTM\).*PyTorch says: no kernel.*fp32_modules=nn.LSTM"): learn.fit(1)
-    assert not drawn and is_outside_a_fit(learn)
-    with pytest.raises(ValueError, match='LSTM'): learn.get_preds()
+    if mode.refused_layer(kind, FP16) is None: learn.fit(1)
+    else:
+        with pytest.raises(ValueError, match=f"'rnn' .{kind.__name__}"): learn.fit(1)
+        assert not drawn and is_outside_a_fit(learn)
+
+
+def test_a_layer_without_a_kernel_is_refused_unless_it_is_kept_in_fp32(monkeypatch):
+    monkeypatch.setattr(mode, 'refused_layer', lambda kind, mode: 'no kernel' if kind is nn.LSTM else None)
+    learn = learner(Recurrent()).to_bf16()
+    for call in (lambda: learn.fit(1), learn.get_preds):
+        with pytest.raises(ValueError, match=r"(?s)'rnn' \(LSTM\).*PyTorch says: no kernel.*fp32_modules=nn.LSTM"): call()
     for spec in (nn.LSTM, 'rnn', '*'):
-        learn = learner(Recurrent()).to_fp16(init_scale=256., fp32_modules=spec)
-        learn.fit(1)
+        learn.to_bf16(fp32_modules=spec).fit(1)
         assert finite(learn)
 
 
