@@ -21,7 +21,7 @@ from .verdict import Judge, fastest_mode, lost_weights, named
 
 __all__ = ['Alarm', 'Growth', 'diagnose']
 
-_FAR, _MOVED = 10., 1.01   # times the weights' norm and the loss at the start: a run diverges; the weights moved
+_FAR, _MOVED = 100., 1.01  # times the weights' norm or the loss at the start: a run diverges; the weights have moved
 
 
 @dataclass
@@ -33,9 +33,9 @@ class Growth:
 
     @property
     def diverges(self) -> bool:
-        "True if the weights have grown tenfold, or the loss a hundredfold; not a loss that was small by chance."
+        "True if weights or loss have grown a hundredfold; a loss that grew without the weights was small by chance."
         loss = abs(self.last_loss) / abs(self.first_loss) if self.first_loss else math.nan
-        return self.weights > _FAR or (loss > _FAR ** 2 and not self.weights < _MOVED)
+        return self.weights > _FAR or (loss > _FAR and not self.weights < _MOVED)
 
     def __str__(self) -> str:
         def short(x): return f'{x:,.0f}' if 100 <= abs(x) < 1e7 else f'{x:.3g}'
@@ -134,7 +134,7 @@ def _first_failure(low: Trace, fp32: Trace, alarm: Alarm) -> tuple[str, str]:
     "Return the first module where finite numbers end, '' if none is known, and a clause on it."
     mode, limit = alarm.mode.value, torch.finfo(alarm.mode.dtype).max
     for name in low.failures():
-        seen = fp32.seen[name]
+        seen = fp32.seen.get(name, low.seen[name])
         story = f'numbers stop being finite in {named(name)}'
         return name, story + (f': values inside it reach {seen.largest:,.4g} in fp32; {mode} ends at {limit:,.5g}'
                               if seen.largest > limit else '')

@@ -109,7 +109,7 @@ class Judge:
     def _mend(self, low: Trace, found: Iterable[str]) -> None:
         "Keep more modules, or lower the loss scale."
         new = [n for n in found if self._can_be_kept(n)]
-        is_backward = not found and low.loss_is_finite
+        is_backward = low.loss_is_finite and not (found or low.error)
         if is_backward and self.mode.needs_loss_scaling:
             least, most = self._scales(low)
             lower = most if most < self.scale else self.scale / 16
@@ -121,7 +121,7 @@ class Judge:
         self.keep = outermost([*self.keep, *new])
 
     def _refused(self, low: Trace) -> dict[str, str]:
-        "The modules of the type that does not run, and why."
+        "Return the modules of the type that does not run, and why."
         if (name := low.failed_in) is None: return {}
         modules = dict(qualified_names(self.model))
         kind = type(modules.get(name))
@@ -133,7 +133,7 @@ class Judge:
         return dict.fromkeys(alike, why)
 
     def _concerned(self, low: Trace) -> dict[str, str]:
-        "The modules whose forward pass is in trouble, and why; the first first."
+        "Return the modules whose forward pass is in trouble, and why; the first first."
         found = {n: self._why_not_finite(n) for n in low.failures()}
         for n, s in low.seen.items():
             if n in found: continue
