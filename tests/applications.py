@@ -49,7 +49,7 @@ def prepare(learn, mode, fp32_modules=None):
 
 # -- vision
 
-def digit_images(bs=64, batch_tfms=None, device=None, size=8, n=1797):
+def digit_images(bs=64, batch_tfms=None, device=None, size=16, n=1797):
     "scikit-learn's digits as images of one channel; every fifth is for validation."
     from sklearn.datasets import load_digits
     data = load_digits()
@@ -105,7 +105,7 @@ def language_model(mode, seed, device=None):
     block = DataBlock(text_block(is_lm=True, seq_len=32), get_x=ColReader('text'), splitter=ColSplitter())
     dls = block.dataloaders(windows(400), bs=8, num_workers=0, device=device)
     learn = language_model_learner(dls, AWD_LSTM, config={**awd_lstm_lm_config, **CONFIG}, drop_mult=.1, pretrained=False, metrics=accuracy)
-    prepare(learn, mode, nn.LSTM).fit_one_cycle(4, 5e-2)
+    prepare(learn, mode, nn.LSTM).fit_one_cycle(8, 5e-2)
     return learn, learn.validate()[1]
 
 
@@ -120,7 +120,7 @@ def classifier(mode, seed, device=None):
         lm.path = learn.path = Path(folder)
         lm.save_encoder('encoder')
         learn.load_encoder('encoder')
-    prepare(learn, mode, nn.LSTM).fit_one_cycle(6, 5e-2)
+    prepare(learn, mode, nn.LSTM).fit_one_cycle(10, 5e-2)
     return learn, learn.validate()[1]
 
 

@@ -29,10 +29,15 @@ def test_settings_are_the_one_home():
 
 
 SMOKE = """
-import sys, warnings; warnings.simplefilter('ignore')
-import torch, fastxtend_amp
-from fastai.basics import *
-assert fastxtend_amp.__file__.startswith(sys.argv[1]), fastxtend_amp.__file__
+from fastxtend_amp import *                                      # before fastai
+names = sorted(n for n in dir() if not n.startswith('__'))
+import sys, torch, fastxtend_amp
+from fastai.vision.all import *
+from fastai.callback.all import *
+assert fastxtend_amp.__file__.startswith(sys.argv[1]) and names == sorted(fastxtend_amp.__all__), (fastxtend_amp.__file__, names)
+for f in (Learner.to_bf16, Learner.to_channelslast, Learner.to_fp16): assert f.__module__ == 'fastxtend_amp.learner'
+from fastxtend_amp import *
+assert MixedPrecision.__module__ == 'fastxtend_amp.callback'
 ds = [(torch.randn(4), torch.randn(1)) for _ in range(8)]
 learn = Learner(DataLoaders.from_dsets(ds, ds, bs=4, device='cpu', num_workers=0), nn.Linear(4, 1), loss_func=MSELossFlat()).to_bf16()
 with learn.no_bar(), learn.no_logging(): learn.fit(1)
@@ -41,7 +46,7 @@ print(fastxtend_amp.__version__, len(learn.recorder.losses))
 
 
 def test_wheel_and_sdist(tmp_path):
-    "The wheel holds the package and nothing else; the sdist builds it again, and what comes out trains."
+    "The wheel holds the package and nothing else; the sdist builds it again, and what comes out trains, imported before fastai, too."
     source, dist, target, empty = (tmp_path / n for n in ('source', 'dist', 'target', 'empty'))
     unwanted = ('.git', '.venv', 'venv', '*.egg-info', '__pycache__', 'models', 'build', 'dist', '.*cache*')
     shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(*unwanted))
@@ -58,7 +63,7 @@ def test_wheel_and_sdist(tmp_path):
     described = zipfile.ZipFile(wheel).read(next(n for n in names if n.endswith('/METADATA'))).decode()
     assert 'Classifier: Typing :: Typed' in described and 'URL: ' not in described
     run('-m', 'pip', 'install', *offline, '--target', target, wheel, cwd=source)
-    assert run('-c', SMOKE, target, cwd=empty, PYTHONPATH=str(target)).split() == [CFG['version'], '2']
+    assert run('-W', 'ignore', '-c', SMOKE, target, cwd=empty, PYTHONPATH=str(target)).split() == [CFG['version'], '2']
     assert {f.name for f in (target / 'bin').iterdir()} == {s.partition('=')[0] for s in CFG['console_scripts'].split()}
 
 
