@@ -84,7 +84,7 @@ class FileFormat:
         learn.opt.load_state_dict(state)
 
 
-FORMATS: list[FileFormat] = []                                   # the rooms of devices add theirs
+FORMATS: list[FileFormat] = []                                   # devices add theirs
 _PLAIN = FileFormat()
 
 

@@ -14,38 +14,18 @@ from .convert import is_half
 from .mode import AMPMode, emulation_warning
 from .scaling import is_number, optimizer_params
 
-__all__ = ['ON_OVERFLOW', 'check_count', 'check_data_parallel', 'check_overflow_args', 'check_seconds',
-           'check_training', 'half_parameters_of']
+__all__ = ['ON_OVERFLOW', 'check_data_parallel', 'check_overflow_args', 'check_training', 'half_parameters_of']
 
 ON_OVERFLOW = ('warn', 'raise', 'ignore')
-
-
-def check_count(
-    name: str, # The argument's name
-    value: Any,
-    at_least: int,
-    meaning: str, # What the message adds
-) -> None:
-    "Raise a `ValueError` unless `value` is an integer of `at_least` or more."
-    if not is_number(value, Integral) or value < at_least:
-        raise ValueError(f'{name}={value!r} cannot be used: {name} must be an integer of at least {at_least}{meaning}.')
-
-
-def check_seconds(
-    max_seconds: Any,
-) -> None:
-    "Raise a `ValueError` unless this is a time."
-    if not is_number(max_seconds) or not max_seconds > 0:
-        raise ValueError(f'max_seconds={max_seconds!r} cannot be used: max_seconds must be a number of seconds above '
-                         '0, such as 60.')
 
 
 def check_overflow_args(on_overflow: str, max_skips: int) -> None:
     "Raise a `ValueError` that names the argument that cannot be used."
     if on_overflow not in ON_OVERFLOW:
         raise ValueError(f"on_overflow={on_overflow!r} cannot be used: it must be 'warn', 'raise' or 'ignore'.")
-    check_count('max_skips', max_skips, 1,
-                ', the number of skipped steps in a row after which training counts as going wrong')
+    if not is_number(max_skips, Integral) or max_skips < 1:
+        raise ValueError(f"max_skips={max_skips!r} cannot be used: max_skips must be an integer of at least 1, the "
+                         "number of skipped steps in a row after which training counts as going wrong.")
 
 
 def check_training(
@@ -101,12 +81,11 @@ def check_data_parallel(
     It tells the threads of its replicas that autocast is on, but not which dtype: they take the device's default, fp16.
     A replica is a shallow copy, whose modules would run the forward of the original.
     """
+    if mode is AMPMode.FP16 and not fp32_modules: return
     if not any(isinstance(m, nn.DataParallel) and len(m.device_ids or ()) > 1 for m in model.modules()): return
-    what = 'bf16' if mode is AMPMode.BF16 else 'fp32_modules' if fp32_modules else None
-    if what is None: return
+    what, without = ('bf16', '') if mode is AMPMode.BF16 else ('fp32_modules', ' without fp32_modules')
     raise ValueError(f"{what} cannot be used with nn.DataParallel, whose replicas would not compute in it.\n"
-                     "Use DistributedDataParallel, or `learn.to_fp16()`" +
-                     (" without fp32_modules." if what == 'fp32_modules' else "."))
+                     f"Use DistributedDataParallel, or `learn.to_fp16()`{without}.")
 
 
 def _needs_closure(opt: Any) -> bool:

@@ -1,61 +1,18 @@
-"Small helpers that several files share: random states, colours of precisions, DTensors, errors and warnings."
+"Small helpers that several files share: colours of precisions, DTensors, errors and warnings."
 from __future__ import annotations
 
-import inspect, random, sys, warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import inspect, sys, warnings
 from typing import Any
 
-import numpy as np
-import torch
-import torch.distributed as dist
-
-__all__ = ['PRECISION_COLORS', 'first_line', 'is_dtensor', 'random_state', 'random_state_kept',
-           'set_random_state', 'several_processes', 'type_name', 'warn_user']
+__all__ = ['PRECISION_COLORS', 'first_line', 'is_dtensor', 'type_name', 'warn_user']
 
 # One colour for a precision in every plot.
 PRECISION_COLORS = {'fp32': '#4c566a', 'bf16': '#2a78b8', 'fp16': '#d1701f', 'half weights': '#17a2a2'}
-
-RandomState = list[tuple[Callable, Any]]
-
-
-def random_state(
-    everything: bool = False, # Whether Python's and NumPy's generators belong to it, besides torch's
-) -> RandomState: # Pairs: the function that sets a generator, and its state
-    "Return the state of the global random number generators, for `set_random_state`; does not wait for a device."
-    states: RandomState = [(torch.set_rng_state, torch.get_rng_state())]
-    if everything: states += [(random.setstate, random.getstate()), (np.random.set_state, np.random.get_state())]
-    if not torch.accelerator.is_available(): return states
-    module: Any = torch.get_device_module(torch.accelerator.current_accelerator())
-    if not getattr(module, 'is_initialized', lambda: True)(): return states    # asking does not start it
-    which = 'rng_state_all' if hasattr(module, 'get_rng_state_all') else 'rng_state'
-    get = getattr(module, f'get_{which}', None)
-    if get is not None: states.append((getattr(module, f'set_{which}'), get()))
-    return states
-
-
-def set_random_state(state: RandomState) -> None:
-    "Put the generators back to what `random_state` gave."
-    for set_state, value in state: set_state(value)
-
-
-@contextmanager
-def random_state_kept() -> Iterator[None]:
-    "Put the random number generators of torch, Python and NumPy back at the end."
-    state = random_state(everything=True)
-    try: yield
-    finally: set_random_state(state)
-
 
 def first_line(error: BaseException, limit: int = 200) -> str:
     "Return what an exception says, in one line; its type's name where it says nothing."
     lines = str(error).strip().splitlines()
     return lines[0][:limit].rstrip('.: ') if lines else type(error).__name__
-
-
-def several_processes() -> bool:
-    "Return whether this process trains together with others."
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def is_dtensor(t: Any) -> bool:

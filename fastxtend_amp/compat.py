@@ -1,18 +1,16 @@
-"""Each name that PyTorch, fastai or torch_xla do not document, used in one place.
+"""Each name that PyTorch or fastai do not document and the core uses, in one place.
 
 The docstring says what is relied on, since which version, and what happens where it is gone. `tests/test_compat.py`
 has a test for each.
 """
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from functools import cache
-from typing import Any, NamedTuple
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import nn
 from torch.amp import GradScaler
-from torch.utils import _python_dispatch
 from torch.utils._pytree import tree_leaves, tree_map  # noqa: F401  since 1.8; torch.compile traces through them
 
 COMPILED_NAME = '_orig_mod'  # of the module inside what `torch.compile(module)` gives; since 2.0
@@ -73,59 +71,3 @@ def found_inf_of(scaler: GradScaler, opt: Any) -> torch.Tensor:
     Relies on `GradScaler._found_inf_per_device` (since 1.6); without it the first step of a fused optimizer fails.
     """
     return next(iter(scaler._found_inf_per_device(opt).values()))
-
-
-# -- insight
-
-def in_function_transform() -> bool:
-    """Return whether a transform of `torch.func` (grad, vmap, ...) is under way, whose tensors must not outlive it.
-
-    Relies on `torch._C._are_functorch_transforms_active` (seen in 2.9 to 2.15); without it False.
-    """
-    return getattr(torch._C, '_are_functorch_transforms_active', lambda: False)()
-
-
-class Traits(NamedTuple):
-    "The traits of one of PyTorch's operators."
-    name: str # Without namespace: 'addmm'
-    draws: bool # It draws random numbers
-    is_view: bool # It gives another view of the same memory
-    writes: bool # It writes into an argument
-
-
-@cache
-def operator(func: Any) -> Traits:
-    """Return the traits of one of PyTorch's operators, as `TorchDispatchMode` gets it.
-
-    Relies on `OpOverload._schema` and `.tags` (1.13).
-    """
-    returned = [r.alias_info for r in func._schema.returns]
-    return Traits(func._schema.name.rpartition('::')[2], torch.Tag.nondeterministic_seeded in func.tags,
-                  any(a is not None and not a.is_write for a in returned), func._schema.is_mutable)
-
-
-def next_node() -> int:
-    """Return the number of the next node that this thread adds to the autograd graph.
-
-    Relies on `torch._C._autograd._get_sequence_nr` (PyTorch 2.0). Without it: `AttributeError` in the first trace.
-    """
-    return torch._C._autograd._get_sequence_nr()
-
-
-def running_node() -> int | None:
-    """Return the number of the autograd node whose backward pass this thread runs; None outside of any.
-
-    Relies on `torch._C._current_autograd_node` (2.0) and a node's `_sequence_nr` (1.13). Without them:
-    `AttributeError` in the first trace.
-    """
-    node = torch._C._current_autograd_node()
-    return None if node is None else node._sequence_nr()
-
-
-def unwatched() -> AbstractContextManager:
-    """Return a context in which no `TorchDispatchMode` sees the operators that run.
-
-    Relies on `torch.utils._python_dispatch._disable_current_modes` (PyTorch 2.0). Without it: `AttributeError` in the
-    first trace.
-    """
-    return _python_dispatch._disable_current_modes()

@@ -97,28 +97,25 @@ def to_amp(self: Learner, *args,
     Looks up what the device can do. It cannot know whether this model gains from it: small layers may train faster in
     fp32 all the same. With `measure=True` fp32, bf16 and fp16 are tried instead, as far as the device does them
     natively, and half-precision weights if the learner has them, on copies of the learner; one line says what was
-    taken and why. What was measured is then `learn.precision_decision`, and, unless fp32 was the fastest, which has no
-    callback, `learn.precision.decision`.
+    taken and why. What was measured is then `learn.precision_decision`. Raises `RuntimeError` in several processes.
     """
     refuse_unknown(Learner.to_amp, kwargs)
+    if args:
+        raise TypeError(f"to_amp({args[0]!r}): to_amp chooses the precision itself.\nFor one of your choice call "
+                        "`learn.to_bf16()` or `learn.to_fp16()`; to have all measured `learn.to_amp(measure=True)`.")
     if not isinstance(measure, bool):
         raise TypeError(f"to_amp(measure={measure!r}): measure is True or False.\nFor a precision of your choice call "
                         "`learn.to_bf16()` or `learn.to_fp16()`.")
     if not measure and max_seconds != 60:
         raise ValueError(f"to_amp(max_seconds={max_seconds!r}) applies with measure=True only.\nCall "
                          "`to_amp(measure=True, max_seconds=...)`, or leave it out.")
-    if measure:
-        if args or kwargs:
-            given = ', '.join([*map(repr, args), *kwargs])
-            raise ValueError(f"to_amp(measure=True) cannot be combined with {given}: it chooses the arguments itself.\n"
-                             "Take the call that it prints, and add to that.")
-        from .insight.choice import measure_and_choose  # here: the core does without the rooms
-        measure_and_choose(self, max_seconds)
-        return self
-    if args and (isinstance(args[0], bool) or not isinstance(args[0], (int, float))):
-        raise TypeError(f"to_amp({args[0]!r}): to_amp chooses the precision itself.\nFor one of your choice call "
-                        "`learn.to_bf16()` or `learn.to_fp16()`; to have all measured `learn.to_amp(measure=True)`.")
-    return set_precision(self, MixedPrecision('auto', *args, **kwargs))
+    if not measure: return set_precision(self, MixedPrecision('auto', **kwargs))
+    if kwargs:
+        raise ValueError(f"to_amp(measure=True) cannot be combined with {', '.join(kwargs)}: it chooses the arguments "
+                         "itself.\nTake the call that it prints, and add to that.")
+    from .insight.choice import measure_and_choose               # here: the core does without insight
+    measure_and_choose(self, max_seconds)
+    return self
 
 
 @patch

@@ -204,16 +204,13 @@ def check_supported(mode: AMPMode, device: torch.device) -> None:
 def refused_layer(kind: type[nn.Module], mode: AMPMode) -> str | None:
     """Return what PyTorch says when the CPU cannot run a recurrent layer of this kind in `mode`; None if it can.
 
-    oneDNN, which runs LSTMs on CPUs, has no kernel for fp16, or on CPUs without AVX512 for bf16. Found by trying; a
-    layer that fails in fp32, too, does not fail for its precision.
+    oneDNN, which runs LSTMs on CPUs, has no kernel for fp16, or on CPUs without AVX512 for bf16. Found by trying.
     """
-    def failure(enabled):
-        autocast = torch.autocast('cpu', dtype=mode.dtype, enabled=enabled)
-        with torch.random.fork_rng(devices=[]), torch.enable_grad(), AutocastState('cpu'), autocast:
-            try: kind(2, 2, device='cpu')(torch.zeros(1, 1, 2, device='cpu'))[0].float().sum().backward()
-            except RuntimeError as e: return first_line(e)
-    why = failure(True)
-    return None if why is None or failure(False) else why
+    autocast = torch.autocast('cpu', dtype=mode.dtype)
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), AutocastState('cpu'), autocast:
+        try: kind(2, 2, device='cpu')(torch.zeros(1, 1, 2, device='cpu'))[0].float().sum().backward()
+        except RuntimeError as e: return first_line(e)
+    return None
 
 
 def check_layers(mode: AMPMode, device: torch.device, model: nn.Module, is_kept: Callable[[str], bool]) -> None:
@@ -225,24 +222,22 @@ def check_layers(mode: AMPMode, device: torch.device, model: nn.Module, is_kept:
         raise ValueError(f"{mode.value} does not run on this CPU for '{name}' ({kind.__name__}).\n"
                          f"PyTorch says: {why}.\n"
                          f"Keep such layers in fp32, `learn.to_{mode.value}(fp32_modules=nn.{kind.__name__})`, or "
-                         f"train with `{_other_choice(mode, device)}`.")
+                         f"train with `{_faster_call(mode, device)}`.")
 
 
-def _other_choice(mode: AMPMode, device: torch.device) -> str:
+def emulation_warning(mode: AMPMode, device: torch.device) -> str | None:
+    "Return a warning for a `device` that only emulates `mode`, with a faster call; None if it is native."
+    support = mode_support(mode, device)
+    if support.status != 'emulated': return None
+    return (f"{mode.value} is emulated on device '{device}' ({support.why}), which is usually slower than fp32, "
+            f"for large layers many times.\nThe faster choice there is `{_faster_call(mode, device)}`; "
+            "`learn.compare_precision()` measures it.")
+
+
+def _faster_call(mode: AMPMode, device: torch.device) -> str:
     "Return the call for the fastest precision that `device` does natively, but for `mode`."
     faster = fastest_native(device)
     return 'learn.to_fp32()' if faster in (None, mode) else f'learn.to_{faster.value}()'
-
-
-def emulation_warning(mode: AMPMode, device: torch.device, call: str = 'learn.to_{mode}()') -> str | None:
-    "Return a warning for a `device` that only emulates `mode`, with the `call` for a faster one; None if it is native."
-    support = mode_support(mode, device)
-    if support.status != 'emulated': return None
-    faster = fastest_native(device)
-    choice = call.format(mode=faster.value) if faster else 'learn.to_fp32()'
-    return (f"{mode.value} is emulated on device '{device}' ({support.why}), which is usually slower than fp32, "
-            f"for large layers many times.\nThe faster choice there is `{choice}`; `learn.compare_precision()` "
-            "measures it.")
 
 
 def model_device(model: nn.Module, default: torch.device | str) -> torch.device:

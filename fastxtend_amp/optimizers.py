@@ -39,7 +39,7 @@ def fused(
     cls: Any = FUSED.get(optimizer) if isinstance(optimizer, str) else optimizer
     if cls not in FUSED.values():
         names = ', '.join(f'torch.optim.{name}' for name in FUSED)
-        raise ValueError(f'fused({_name(optimizer)}) is not possible.\n'
+        raise ValueError(f'fused({optimizer!r:.80}) is not possible.\n'
                          f"Allowed: {names}, or such a name alone, as 'AdamW'; fastai's Adam decays weights as torch's "
                          'AdamW does.\n'
                          'Hand any other optimizer to `Learner(opt_func=...)` itself.')
@@ -54,12 +54,6 @@ def fused(
             raise TypeError(f'fused({cls.__name__}, {name}={hypers[name]!r}): there is no such argument.\n'
                             f"Allowed: {', '.join(known)} (torch's names).")
     return partial(OptimWrapper, opt=partial(cls, fused=True, **hypers))
-
-
-def _name(optimizer: Any) -> str:
-    if hasattr(optimizer, '__qualname__'): return f'{optimizer.__module__}.{optimizer.__qualname__}'
-    if isinstance(optimizer, torch.optim.Optimizer): return f'an instance of {_name(type(optimizer))}'
-    return repr(optimizer)[:80]
 
 
 def place_state(

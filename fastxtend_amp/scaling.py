@@ -14,13 +14,13 @@ from torch import nn
 from torch.amp import GradScaler
 
 from .compat import found_inf_of
+from .optimizers import FUSED
 
 __all__ = ['SKIPPING', 'LossScaling', 'StaticGradScaler', 'check_scaler_state', 'is_number', 'optimizer_params']
 
 DEFAULTS: dict[str, Any] = dict(init_scale=65536.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000)
 LARGEST = float(np.finfo(np.float32).max)
 STATE_KEYS = ('scale', 'growth_factor', 'backoff_factor', 'growth_interval', '_growth_tracker')
-FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 READ_EVERY = 512                                                 # steps between two reads of the history
 
 
@@ -302,7 +302,7 @@ def _fused(opt: Any, params: list[nn.Parameter]) -> Any:
     They do once their state is there: a skipped first step would create it, and fused SGD would leave its momentum
     uninitialised (PyTorch 2.13). MPS has had kernels that ignore the flag (PyTorch issue 186360).
     """
-    if type(opt) not in FUSED or not getattr(opt, '_step_supports_amp_scaling', False): return None
+    if type(opt) not in FUSED.values() or not getattr(opt, '_step_supports_amp_scaling', False): return None
     if len({p.device for p in params}) > 1 or params[0].device.type == 'mps': return None
     has_state = all(opt.state.get(p) for p in params if p.grad is not None)
     return opt if has_state or all(group.get('momentum') == 0 for group in opt.param_groups) else None   # plain SGD
@@ -322,20 +322,17 @@ def is_number(x: Any, kind: type = Real) -> bool:
 
 def _check_arguments(settings: dict[str, Any], enabled: bool, loss_scale: float | None, scaler: Any) -> None:
     "Raise a `ValueError` (`TypeError` for a `scaler` that is none) that names the first argument that cannot be used."
-    def check(ok, name, value, allowed):
-        if not ok: raise ValueError(f"{name}={value!r} cannot be used: {name} must be {allowed}.")
     def finite(x): return is_number(x) and abs(x) <= LARGEST
     def positive(x): return finite(x) and np.float32(x) > 0      # the scale is held in fp32
-    init_scale, growth, backoff, interval = settings.values()
-    check(positive(init_scale), 'init_scale', init_scale,
-          f"a finite number above 0, such as {DEFAULTS['init_scale']}")
-    check(finite(growth) and growth > 1, 'growth_factor', growth, 'a finite number above 1, such as 2.0')
-    check(positive(backoff) and backoff < 1, 'backoff_factor', backoff,
-          'a number between 0 and 1, both excluded, such as 0.5')
-    check(is_number(interval, Integral) and interval > 0, 'growth_interval', interval,
-          'an integer above 0, such as 2000')
-    check(loss_scale is None or positive(loss_scale), 'loss_scale', loss_scale,
-          'a finite number above 0, such as 512.0, or None')
+    given = {**settings, 'loss_scale': loss_scale}
+    for name, can_be_used, allowed in (
+        ('init_scale', positive, 'a finite number above 0, such as 65536.0'),
+        ('growth_factor', lambda x: finite(x) and x > 1, 'a finite number above 1, such as 2.0'),
+        ('backoff_factor', lambda x: positive(x) and x < 1, 'a number between 0 and 1, both excluded, such as 0.5'),
+        ('growth_interval', lambda x: is_number(x, Integral) and x > 0, 'an integer above 0, such as 2000'),
+        ('loss_scale', lambda x: x is None or positive(x), 'a finite number above 0, such as 512.0, or None')):
+        value = given[name]
+        if not can_be_used(value): raise ValueError(f"{name}={value!r} cannot be used: {name} must be {allowed}.")
     if scaler is not None and not isinstance(scaler, GradScaler):
         raise TypeError(f"scaler={scaler!r} cannot be used: scaler must be a torch.amp.GradScaler (or a subclass), or "
                         "None.")

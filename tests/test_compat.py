@@ -3,6 +3,7 @@ import pytest, torch
 from torch import nn
 
 from fastxtend_amp import compat
+from fastxtend_amp.insight import compat as traced
 from helpers import *
 
 
@@ -49,26 +50,15 @@ def test_found_inf_of(grad, flag):
 
 def test_in_function_transform():
     seen = []
-    torch.func.vmap(lambda x: (seen.append(compat.in_function_transform()), x)[1])(torch.ones(2))
-    assert seen == [True] and not compat.in_function_transform()
+    torch.func.vmap(lambda x: (seen.append(traced.in_function_transform()), x)[1])(torch.ones(2))
+    assert seen == [True] and not traced.in_function_transform()
 
 
 def test_operator():
     aten = torch.ops.aten
-    assert compat.operator(aten.mm.default) == ('mm', False, False, False)
-    assert compat.operator(aten.view.default).is_view and compat.operator(aten.add_.Tensor).writes
-    assert compat.operator(aten.bernoulli_.float)[1:] == (True, False, True)
-
-
-def test_next_node_and_running_node():
-    seen, first = [], compat.next_node()
-    class Noted(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x): return x.clone()
-        @staticmethod
-        def backward(ctx, g): seen.append(compat.running_node()); return g
-    Noted.apply(torch.ones(2, requires_grad=True)).sum().backward()
-    assert seen == [first] and compat.next_node() > first and compat.running_node() is None
+    assert traced.operator(aten.mm.default) == ('mm', False, False, False)
+    assert traced.operator(aten.view.default).is_view and traced.operator(aten.add_.Tensor).writes
+    assert traced.operator(aten.bernoulli_.float)[1:] == (True, False, True)
 
 
 def test_unwatched():
@@ -77,7 +67,7 @@ def test_unwatched():
     class Notes(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None): seen.append(func); return func(*args, **(kwargs or {}))
     with Notes():
-        with compat.unwatched(): torch.ones(2) + 1
+        with traced.unwatched(): torch.ones(2) + 1
         assert not seen
         torch.ones(2) + 1
     assert seen

@@ -8,11 +8,10 @@ from weakref import WeakKeyDictionary
 import pandas as pd
 from fastai.learner import Learner
 
-from ..checks import check_seconds
-from ..common import several_processes
 from .comparison import PrecisionComparison
-from .copies import check_learner
+from .copies import check_learner, several_processes
 from .precisions import PrecisionChoice, default_choices, use_choice
+from .progress import check_seconds
 
 __all__ = ['PrecisionDecision', 'decision_of', 'measure_and_choose']
 

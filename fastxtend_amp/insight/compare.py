@@ -15,14 +15,21 @@ from fastai.learner import Learner
 from fastai.torch_core import set_seed, to_device
 
 from ..callback import precision_callback
-from ..checks import check_count, check_seconds
-from ..common import first_line, random_state, random_state_kept, set_random_state
+from ..common import first_line
 from ..convert import map_tensors
 from ..mode import mode_support, training_device
 from .comparison import PrecisionComparison, Tolerance, recommend
-from .copies import check_learner, copied_learner, left_out, loader_like
+from .copies import (
+    check_learner,
+    copied_learner,
+    left_out,
+    loader_like,
+    random_state,
+    random_state_kept,
+    set_random_state,
+)
 from .precisions import PrecisionChoice, call_for, choices_from, use_choice
-from .progress import Progress, TimeIsUp
+from .progress import Progress, TimeIsUp, check_count, check_seconds
 from .values import tensors
 
 __all__ = ['compare']

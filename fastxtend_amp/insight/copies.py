@@ -1,14 +1,16 @@
-"A copy of a learner, for whatever is run on the side: report, comparison, choice and diagnosis."
+"A copy of a learner, for whatever is run on the side, and the random states, which are put back after it."
 from __future__ import annotations
 
-import copy, inspect, tempfile, threading
-from collections.abc import Iterable, Iterator
+import copy, inspect, random, tempfile, threading
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import MethodType
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from fastai.callback.core import Callback, TrainEvalCallback
 from fastai.callback.progress import ProgressCallback
 from fastai.learner import Learner, Recorder
@@ -18,12 +20,13 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..callback import PRECISION_CALLBACKS, MixedPrecision
-from ..common import first_line, is_dtensor, random_state_kept
+from ..common import first_line, is_dtensor
 from ..convert import map_tensors
 from ..fp32_modules import unwrapped
 from ..mode import autocast_available, training_device
 
-__all__ = ['check_learner', 'copied_learner', 'left_out', 'loader_like', 'takes_part']
+__all__ = ['RandomState', 'check_learner', 'copied_learner', 'left_out', 'loader_like', 'random_state',
+           'random_state_kept', 'set_random_state', 'several_processes', 'takes_part']
 
 # Of fastai's own callbacks those that shape a training step, by name, as some are costly to import.
 _OF_FASTAI = set("""TrainEvalCallback CastToTensor MixHandler GradientAccumulation GradientClip BnFreeze ChannelsLast
@@ -158,3 +161,41 @@ def _keep_flags(old: Any, new: Any) -> None:
     "Give a copied torch optimizer the flags that copying leaves out, such as a fused kernel's."
     if new is None: return
     vars(new).update({k: v for k, v in vars(old).items() if k not in vars(new) and isinstance(v, (bool, int, float))})
+
+
+# -- what a run shares with the process
+
+RandomState = list[tuple[Callable, Any]]
+
+
+def random_state(
+    everything: bool = False, # Whether Python's and NumPy's generators belong to it, besides torch's
+) -> RandomState: # Pairs: the function that sets a generator, and its state
+    "Return the state of the global random number generators, for `set_random_state`; does not wait for a device."
+    states: RandomState = [(torch.set_rng_state, torch.get_rng_state())]
+    if everything: states += [(random.setstate, random.getstate()), (np.random.set_state, np.random.get_state())]
+    if not torch.accelerator.is_available(): return states
+    module: Any = torch.get_device_module(torch.accelerator.current_accelerator())
+    if not getattr(module, 'is_initialized', lambda: True)(): return states    # asking does not start it
+    which = 'rng_state_all' if hasattr(module, 'get_rng_state_all') else 'rng_state'
+    get = getattr(module, f'get_{which}', None)
+    if get is not None: states.append((getattr(module, f'set_{which}'), get()))
+    return states
+
+
+def set_random_state(state: RandomState) -> None:
+    "Put the generators back to what `random_state` gave."
+    for set_state, value in state: set_state(value)
+
+
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    "Put the random number generators of torch, Python and NumPy back at the end."
+    state = random_state(everything=True)
+    try: yield
+    finally: set_random_state(state)
+
+
+def several_processes() -> bool:
+    "Return whether this process trains together with others."
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

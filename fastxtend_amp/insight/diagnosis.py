@@ -11,12 +11,12 @@ from fastai.learner import Learner
 from torch import nn
 
 from ..callback import precision_callback
-from ..common import RandomState, several_processes
 from ..fp32_modules import unwrapped
 from ..mode import AMPMode, model_device, training_device
+from .copies import RandomState, several_processes
+from .precisions import precision_call
 from .trace import Trace, trace
 from .values import not_finite_data
-from .precisions import precision_call
 from .verdict import Judge, fastest_mode, lost_weights, named
 
 __all__ = ['Alarm', 'Growth', 'diagnose']

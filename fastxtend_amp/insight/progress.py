@@ -1,12 +1,16 @@
-"A progress bar and a time limit for report and comparison."
+"A progress bar, a time limit and the checks of numbers, for report and comparison."
 from __future__ import annotations
 
 import time
+from numbers import Integral
+from typing import Any
 
 from fastai.learner import Learner
 from fastprogress.fastprogress import progress_bar
 
-__all__ = ['Progress', 'TimeIsUp']
+from ..scaling import is_number
+
+__all__ = ['Progress', 'TimeIsUp', 'check_count', 'check_seconds']
 
 
 class TimeIsUp(BaseException):
@@ -46,3 +50,23 @@ class Progress:
     def close(self) -> None:
         "Take the bar away."
         if self.bar is not None: self.bar.on_iter_end()
+
+
+def check_count(
+    name: str, # The argument's name
+    value: Any,
+    at_least: int,
+    meaning: str, # What the message adds
+) -> None:
+    "Raise a `ValueError` unless `value` is an integer of `at_least` or more."
+    if not is_number(value, Integral) or value < at_least:
+        raise ValueError(f'{name}={value!r} cannot be used: {name} must be an integer of at least {at_least}{meaning}.')
+
+
+def check_seconds(
+    max_seconds: Any,
+) -> None:
+    "Raise a `ValueError` unless this is a time."
+    if not is_number(max_seconds) or not max_seconds > 0:
+        raise ValueError(f'max_seconds={max_seconds!r} cannot be used: max_seconds must be a number of seconds above '
+                         '0, such as 60.')

@@ -13,15 +13,15 @@ from fastai.learner import Learner
 from torch import nn
 
 from ..callback import precision_callback
-from ..checks import check_count, check_seconds, half_parameters_of
-from ..common import random_state_kept
+from ..checks import half_parameters_of
 from ..convert import map_tensors
 from ..fp32_modules import unwrapped
 from ..mode import AMPMode, mode_support, training_device
-from .copies import check_learner, left_out, loader_like
+from .copies import check_learner, left_out, loader_like, random_state_kept
+from .precisions import precision_call
+from .progress import check_count, check_seconds
 from .trace import OutOfTime, Seen, Trace, trace
 from .values import not_finite_data, tensors
-from .precisions import precision_call
 from .verdict import Judge, Verdict, as_html, fastest_mode, some
 
 __all__ = ['PrecisionReport', 'report']

@@ -23,12 +23,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..callback import MixedPrecision
-from ..common import RandomState, set_random_state
-from ..compat import in_function_transform, operator, unwatched
 from ..convert import HALF, half_to_float, map_tensors
 from ..fp32_modules import ROOT, qualified_names
 from ..mode import AMPMode
-from .copies import copied_learner
+from .compat import in_function_transform, operator, unwatched
+from .copies import RandomState, copied_learner, set_random_state
 from .values import Histogram, all_finite, ends, largest_value, relative_error, tensors
 
 __all__ = ['LOSS', 'OutOfTime', 'Seen', 'Trace', 'trace']

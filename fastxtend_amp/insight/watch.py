@@ -5,10 +5,10 @@ import math
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from ..common import RandomState, first_line, random_state, several_processes, warn_user
+from ..common import first_line, warn_user
+from .copies import RandomState, random_state
 from .diagnosis import Alarm, Growth, diagnose
 
 __all__ = ['Watch']
@@ -20,22 +20,19 @@ class Watch:
     The callback calls the methods that are named as events after its own. While all goes well nothing here waits for
     an accelerator: its loss is read where fastai's Recorder has fetched it, its skipped steps as far as they are known.
 
-    With `on_overflow='raise'` and several processes they raise together, at the same batch: that takes one all-reduce
-    of a single number for each training batch, for which the host waits.
+    With several processes each looks at its own loss; an exception in one ends the job, as `torchrun` has it.
     """
     def __init__(self,
         cb: Any, # A `MixedPrecision` whose fit has begun
     ):
         self.cb, self.has_warned = cb, False
         self.in_place = cb.device.type == 'cpu'                  # reading a number waits for nothing
-        self.agrees = cb.on_overflow == 'raise' and several_processes()
         self.weights: torch.Tensor | None = None                 # their norm at the start
         self.first_loss: torch.Tensor | None = None
         self.last_loss = math.nan                                # the last finite one
         self.random_state: RandomState | None = None             # before the batch
         self.before: tuple | None = None                         # on an accelerator: the last batch
         self.n_recorded = 0                                      # losses of the Recorder that were looked at
-        self.pending: str | None = None                          # what this process will raise once all know
 
     def before_batch(self) -> None:
         "Note the random state, and once the size of the weights."
@@ -55,7 +52,6 @@ class Watch:
         else:
             self._check_recorded()
             self.before = learn.xb, learn.yb, self.random_state
-        if self.agrees: self._agree(loss)
 
     def after_step(self) -> None:
         "Count skipped steps in a row, and see whether the loss scale falls below 1."
@@ -69,7 +65,6 @@ class Watch:
         n = self.cb.skips_in_a_row
         if n >= self.cb.max_skips: self._alarm(f'{n} steps in a row were skipped', skipped=True)
         self._check_recorded()
-        if self.agrees: self._agree()
 
     def _check_recorded(self) -> None:
         recorder = vars(self.cb.learn).get('recorder')
@@ -102,8 +97,7 @@ class Watch:
             message = (f'{alarm.happened}\n'
                        f'Looking for the cause failed ({type(e).__name__}: {first_line(e)}).\n'
                        'Try `learn.precision_report()`.')
-        if self.agrees: self.pending = message
-        elif cb.on_overflow == 'raise': raise FloatingPointError(message)
+        if cb.on_overflow == 'raise': raise FloatingPointError(message)
         else: warn_user(message)
 
     def _growth(self) -> Growth | None:
@@ -113,19 +107,6 @@ class Watch:
         if not math.isfinite(now): now = math.nan                # lost, which says nothing of how
         first = math.nan if self.first_loss is None else float(self.first_loss)
         return Growth(now / before if before else math.nan, first, self.last_loss)
-
-    def _agree(self, loss: torch.Tensor | None = None) -> None:
-        "Raise in every process if one of them has something to say."
-        rank = dist.get_rank()
-        found = torch.full((), 0. if self.pending is None else rank + 1., device=self.cb.device)
-        if loss is not None and not self.in_place: found = found.maximum((~loss.isfinite()).any() * (rank + 1.))
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        if not (worst := int(found)): return
-        if self.pending is None and worst == rank + 1: self._alarm('the loss is not finite')
-        self.agrees, mode, other = False, self.cb.mode.value, worst - 1
-        raise FloatingPointError(self.pending or f'{mode} training goes wrong on rank {other}.\n'
-                                 f'Every rank stops at this batch; what happened is in the message of rank {other}.\n'
-                                 'This rank found nothing by itself.')
 
 
 def _norm(model: nn.Module) -> torch.Tensor:
