@@ -38,7 +38,7 @@ def test_modules_themselves_and_names_inside_wrappers():
     with pytest.raises(ValueError, match='matches no module'): kept(model, Attentive().attn)
     for outer in (torch.compile(model, backend='eager'), nn.DataParallel(model)): assert kept(outer, 'attn') == ['attn']
     model.attn = torch.compile(model.attn, backend='eager')
-    assert kept(model, 'attn.q') == ['attn.q'] and kept(model, 'attn') == ['attn']
+    assert kept(model, 'attn.q') == ['attn.q'] and kept(model, 'attn') == kept(model, model.attn) == ['attn']
 
 
 @pytest.mark.parametrize('spec, error, words', [
