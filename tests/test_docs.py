@@ -305,12 +305,3 @@ def test_speeds_are_those_of_the_runs():
     text = ' '.join(README[README.index('## Speed'):README.index('## Install')].split())
     for model in ('wide MLP, batch 1024', 'transformer encoder', 'wide MLP, batch 64'):
         assert f"{shown[model, 'A']} and {shown[model, 'B']}" in text, model
-
-
-def test_bytes_are_those_of_the_run():
-    rows = json.loads((NBS / 'benchmarks' / 'bytes.json').read_text())['rows']
-    total = {r['contestant']: round(sum(r['bytes'].values())) for r in rows}
-    text = (NBS / '05_half_weights.ipynb').read_text()
-    assert '| fp32 | 4 | 4 | 8 | 0 | 16 |' in text and total['fastai loop'] == 16
-    assert '| 18 |' in text and total['fastxtend_amp'] == total['to_half_weights'] == 18
-    assert '| 2 | 2 | 6 | 0 | 10 |' in text and total['to_half_weights, no masters'] == 10

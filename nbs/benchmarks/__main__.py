@@ -9,17 +9,15 @@ import torch
 
 from fastxtend_amp import precision_support
 
-from .contestants import CONTESTANTS, installed
 from .measure import bench
 from .models import MODELS
-from .show import plot, tables
+from .show import by_model, plot, tables
 
 
 def main(
     argv: Sequence[str] | None = None, # Arguments; the command line's if None
 ) -> None:
     "Run the benchmark, or show a stored run."
-    names = {c.name: installed(c) for c in CONTESTANTS}
     parser = argparse.ArgumentParser(prog='python -m nbs.benchmarks', description=(
         'Time training steps in fp32, bf16 and fp16, in one process and in turns. The report goes to standard output.'))
     add = parser.add_argument
@@ -27,41 +25,29 @@ def main(
     add('--models', nargs='+', default=list(MODELS), choices=MODELS, metavar='M', help=f"of {', '.join(MODELS)}")
     add('--modes', nargs='+', choices=('bf16', 'fp16'), metavar='M', help='bf16, fp16 (default: those that the '
         'device does natively); an emulated step can take minutes')
-    add('--contestants', nargs='+', choices=names, metavar='C', help=(
-        f"of {', '.join(map(repr, names))} (default: all but the last three); 'fastai loop' gives fp32's times"))
-    add('--steps', type=int, default=10, metavar='N', help='steps in a block, at most (default %(default)s)')
-    add('--repeats', type=int, default=15, metavar='N', help='blocks of each contestant, at most (default %(default)s)')
     add('--seconds', type=float, default=40, metavar='S', help='for the blocks of a model (default %(default)s)')
-    add('--keep-memory', action='store_true', help='call keep_freed_memory() first, so that page faults cost no time')
     add('--out', type=Path, metavar='STEM', help='write STEM.json, STEM.md and STEM.png')
     add('--show', type=Path, metavar='STEM', help='measure nothing: write STEM.md and STEM.png anew from STEM.json')
     args = parser.parse_args(argv)
-    for name in ('steps', 'repeats', 'seconds'):
-        if not getattr(args, name) > 0: parser.error(f'--{name} {getattr(args, name)}: more than 0 is needed')
+    if not args.seconds > 0: parser.error(f'--seconds {args.seconds}: more than 0 is needed')
     if args.out and not args.out.parent.is_dir(): parser.error(f'--out {args.out}: no folder {args.out.parent}')
-    for name in args.contestants or []:
-        if not names[name]: parser.error(f'--contestants: {name!r} needs a package that is not installed')
     stem = args.show or args.out
     if args.show: figures = json.loads(stem.with_suffix('.json').read_text(encoding='utf-8'))
     else:
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
-        modes, device = args.modes or _native(parser, args.device), torch.device(args.device)
-        figures = bench(args.models, modes, device, args.contestants, args.keep_memory,
-                        steps=args.steps, repeats=args.repeats, seconds=args.seconds)
+        native = [r.mode for r in precision_support(args.device).itertuples() if r.support == 'native']
+        if not (modes := args.modes or native):
+            parser.error(f'{args.device} does neither bf16 nor fp16 natively; --modes bf16 times its emulation')
+        figures = bench(args.models, modes, torch.device(args.device), args.seconds)
         threads = os.environ.get('OMP_NUM_THREADS')
-        command = [*([f'OMP_NUM_THREADS={threads}'] if threads else []), 'python -m nbs.benchmarks']
-        figures['command'] = ' '.join(command + [shlex.quote(a) for a in argv or sys.argv[1:]])
+        figures['command'] = f'OMP_NUM_THREADS={threads} ' * bool(threads) + shlex.join(
+            ['python', '-m', 'nbs.benchmarks', *(argv or sys.argv[1:])])
     print(tables(figures), end='')
     if not stem: return
     if args.out: stem.with_suffix('.json').write_text(json.dumps(figures, indent=1) + '\n', encoding='utf-8')
     stem.with_suffix('.md').write_text(tables(figures), encoding='utf-8')
-    plot(figures, stem.with_suffix('.png'))
-
-
-def _native(parser: argparse.ArgumentParser, device: str) -> list[str]:
-    native = [r.mode for r in precision_support(device).itertuples() if r.support == 'native']
-    if not native: parser.error(f'{device} does neither bf16 nor fp16 natively; --modes bf16 times its emulation')
-    return native
+    plot({f'{mode}, {support}': by_model(figures, mode) for mode, (support, _) in figures['support'].items()},
+         stem.with_suffix('.png'))
 
 
 if __name__ == '__main__': main()

@@ -1,19 +1,21 @@
-"The networks that the benchmark trains, and batches for them."
+"The networks that the benchmark trains, and their batches."
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
+from fastai.vision.models.xresnet import xresnet18
 from torch import nn
 
 
 class Encoder(nn.Module):
     "A transformer encoder over tokens, shape (n, length), with a classifier on the mean."
-    def __init__(self, vocab: int, d: int, heads: int, layers: int):
+    def __init__(self, vocab: int, d: int, layers: int):
         super().__init__()
         self.emb, self.head = nn.Embedding(vocab, d), nn.Linear(d, 10)
-        layer = nn.TransformerEncoderLayer(d, heads, 4 * d, dropout=0., batch_first=True, norm_first=True)
+        layer = nn.TransformerEncoderLayer(d, d // 64, 4 * d, dropout=0., batch_first=True, norm_first=True)
         self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
     def forward(self, x): return self.head(self.layers(self.emb(x)).mean(1))
 
@@ -26,63 +28,62 @@ class LanguageModel(nn.Module):
     def forward(self, x): return self.head(self.rnn(self.emb(x))[0])
 
 
-def mlp(width: int, depth: int) -> nn.Module: # From (n, width) to (n, 10)
-    "Linear layers of one width with ReLU between them, and a classifier for ten classes."
-    return nn.Sequential(*(m for _ in range(depth) for m in (nn.Linear(width, width), nn.ReLU())), nn.Linear(width, 10))
-
-
-class Setup(NamedTuple):
-    "What is trained on one kind of device."
-    net: nn.Module
-    batch_size: int
-    inputs: Callable[[int], torch.Tensor]  # takes n, gives a batch's inputs
-    next_token: bool = False               # the targets are the inputs moved by one, else ten classes
-
-
 class Model(NamedTuple):
-    "An entry of `MODELS`: how to build a network and its batches, and what it is called in the report."
-    build: Callable[[bool], Setup]         # takes whether the device is an accelerator: models are larger there
+    "A network and its data, of the size that one kind of device trains."
     title: str
+    net: Callable[[], nn.Module]
+    inputs: Callable[[], torch.Tensor]     # draws those of a batch
+    next_token: bool = False               # the targets are the inputs moved by one, else ten classes
     channels_last: bool = False
 
+    def build(self, device: torch.device) -> nn.Module:
+        "Return the network, the same each time."
+        torch.manual_seed(0)
+        return self.net().to(device, **self._format)
 
-def _xresnet(big: bool) -> Setup:
-    from fastai.vision.models.xresnet import xresnet18
-    return Setup(xresnet18(n_out=10), 256 if big else 16, lambda n: torch.randn(n, 3, 64, 64))
+    def batch(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]: # Inputs and targets
+        x = self.inputs()
+        y = x.roll(-1, 1) if self.next_token else torch.randint(10, (len(x),))
+        return x.to(device, **self._format), y.to(device)
 
-
-def _transformer(big: bool) -> Setup:
-    vocab, d, layers, length = (8000, 1024, 8, 256) if big else (1000, 256, 3, 64)
-    return Setup(Encoder(vocab, d, d // 64, layers), 64 if big else 16, lambda n: torch.randint(vocab, (n, length)))
-
-
-def _lstm(big: bool) -> Setup:
-    vocab, d, length = (8000, 1024, 70) if big else (1000, 256, 32)
-    inputs = lambda n: torch.randint(vocab, (n, length))
-    return Setup(LanguageModel(vocab, d), 64 if big else 16, inputs, next_token=True)
+    @property
+    def _format(self) -> dict: return {'memory_format': torch.channels_last} if self.channels_last else {}
 
 
-def _mlp(width: int, depth: int, batch_size: int, depth_on_accelerator: int | None = None) -> Callable[[bool], Setup]:
-    def build(big: bool) -> Setup:
-        layers = depth_on_accelerator if big and depth_on_accelerator else depth
-        return Setup(mlp(width, layers), batch_size, lambda n: torch.randn(n, width))
-    return build
+def _xresnet(big: bool, channels_last: bool = False) -> Model:
+    title, n = 'fastai xresnet18 at 64x64' + ', channels last' * channels_last, 256 if big else 16
+    return Model(title, partial(xresnet18, n_out=10), lambda: torch.randn(n, 3, 64, 64), channels_last=channels_last)
 
 
-def _wide(batch_size: int) -> Callable[[bool], Setup]:
+def _transformer(big: bool) -> Model:
+    vocab, d, layers, n, length = (8000, 1024, 8, 64, 256) if big else (1000, 256, 3, 16, 64)
+    return Model('transformer encoder', lambda: Encoder(vocab, d, layers), lambda: torch.randint(vocab, (n, length)))
+
+
+def _lstm(big: bool) -> Model:
+    vocab, d, n, length = (8000, 1024, 64, 70) if big else (1000, 256, 16, 32)
+    return Model('LSTM language model', lambda: LanguageModel(vocab, d), lambda: torch.randint(vocab, (n, length)),
+                 next_token=True)
+
+
+def _mlp(big: bool, title: str, width: int, depth: int, n: int) -> Model:
+    def net():
+        layers = (m for _ in range(depth) for m in (nn.Linear(width, width), nn.ReLU()))
+        return nn.Sequential(*layers, nn.Linear(width, 10))
+    return Model(title, net, lambda: torch.randn(n, width))
+
+
+def _wide(big: bool, n: int) -> Model:
     # One weight of 64 MB: glibc returns freed blocks of over 32 MB to the system in any process, so that the page
     # faults of a step do not depend on what was trained before in this one.
-    return _mlp(4096, 1, batch_size, depth_on_accelerator=4)
+    return _mlp(big, f'wide MLP, batch {n}', 4096, 4 if big else 1, n)
 
 
-MODELS = {
-    'xresnet18': Model(_xresnet, 'fastai xresnet18 at 64x64'),
-    'xresnet18-cl': Model(_xresnet, 'fastai xresnet18 at 64x64, channels last', channels_last=True),
-    'transformer': Model(_transformer, 'transformer encoder'),
-    'lstm': Model(_lstm, 'LSTM language model'),
-    'wide-64': Model(_wide(64), 'wide MLP, batch 64'),
-    'wide-256': Model(_wide(256), 'wide MLP, batch 256'),
-    'wide-1024': Model(_wide(1024), 'wide MLP, batch 1024'),
-    'deep': Model(_mlp(64, 32, 64), 'deep narrow MLP (32 layers of 64)'),
-    'tiny': Model(_mlp(32, 1, 16), 'tiny MLP (the overhead)'),
+# Each takes whether the device is an accelerator: models are larger there.
+MODELS: dict[str, Callable[[bool], Model]] = {
+    'xresnet18': _xresnet, 'xresnet18-cl': partial(_xresnet, channels_last=True),
+    'transformer': _transformer, 'lstm': _lstm,
+    'wide-64': partial(_wide, n=64), 'wide-256': partial(_wide, n=256), 'wide-1024': partial(_wide, n=1024),
+    'deep': partial(_mlp, title='deep narrow MLP (32 layers of 64)', width=64, depth=32, n=64),
+    'tiny': partial(_mlp, title='tiny MLP (the overhead)', width=32, depth=1, n=16),
 }
