@@ -48,8 +48,7 @@ def measure_and_choose(
 
     fp32, bf16 and fp16 are tried as far as the device does them natively, and half-precision weights, too, if the
     learner has them; with the modules kept in fp32 that `precision_report` names. Copies are trained: whatever
-    interrupts this leaves the learner as it was. `learn.precision_decision` holds the outcome, and so does
-    `learn.precision.decision`.
+    interrupts this leaves the learner as it was. `learn.precision_decision` holds the outcome.
 
     Raises `ValueError` for `max_seconds` not above 0, and where `compare_precision` or
     `precision_report` do; `RuntimeError` inside a fit and in several processes.
@@ -67,8 +66,7 @@ def measure_and_choose(
     if refused: reason = f"{reason.rstrip('.')}; {'; '.join(refused)}."
     decision = PrecisionDecision(mode, reason, comparison.calls[mode], time.perf_counter() - start, comparison,
                                  comparison.choices[mode])
-    cb = use_choice(learn, decision.choice)
-    if cb is not None: cb.decision = decision
+    use_choice(learn, decision.choice)
     _decisions[learn] = decision
     print(decision)
 

@@ -182,7 +182,7 @@ def test_an_exception_on_one_rank_ends_both_and_leaves_nothing(ranks):
     for r in both: assert r['after'] == r['before'] and not (r['in_fit'] or r['device'] or r['grads'])
 
 
-# -- the room `insight`
+# -- insight
 
 @KINDS
 def test_a_warning_on_one_rank_runs_nothing_again_and_nobody_waits(kind, ranks):
@@ -194,13 +194,6 @@ def test_a_warning_on_one_rank_runs_nothing_again_and_nobody_waits(kind, ranks):
     assert re.match(rf'fp16 training goes wrong: the loss is (inf|nan) \(batch {BAD + 1}, loss scale 256\)', message)
     assert 'On rank 1 the weights are finite' in message and message.count('\n') == 2
     assert '`learn.precision_report()` in one process' in message and 'run again with' not in message
-
-
-@KINDS
-def test_raise_reaches_every_rank_at_the_same_batch(kind, ranks):
-    zero, one = ranks(f'{kind}_raises')
-    assert zero['batches'] == one['batches'] == list(range(BAD + 1))
-    assert 'fp16 training goes wrong on rank 1' in zero['error'] and 'the loss is ' in one['error']
 
 
 def test_the_comparison_waits_for_nobody(ranks):
