@@ -113,7 +113,6 @@ class MixedPrecision(fp16.MixedPrecision):
 
     # fastai would look up each name on the learner and its model, and warn if it is there; these names are our own.
     def __setattr__(self, name, value): object.__setattr__(self, name, value)
-    def __dir__(self): return object.__dir__(self)
 
     def __getstate__(self) -> dict[str, Any]:                    # a copy made in the middle of a fit is outside one
         return {k: v for k, v in self.__dict__.items() if k not in ('device', '_loop', '_replacement', '_watch')}
@@ -132,16 +131,19 @@ class MixedPrecision(fp16.MixedPrecision):
     @property
     def scale(self) -> float | None:
         "The loss scale now; None without loss scaling. Waits for the device that the scale is on."
-        state = self.state_dict()
-        return float(state['scale']) if 'scale' in state else None
+        return self.state_dict().get('scale')
     @property
     def scales(self) -> list[float]:
         "The loss scale used at each attempted optimizer step since the callback was added, `lr_find`'s steps left out."
         return self._scaling.scales
     @property
+    def skips(self) -> list[bool]:
+        "For each of these steps, True if it was skipped because a gradient was not finite."
+        return self._scaling.skips
+    @property
     def n_skipped(self) -> int:
-        "The number of these steps that were skipped because a gradient was not finite."
-        return sum(self._scaling.skips)
+        "The number of skipped steps."
+        return sum(self.skips)
     @property
     def skipped(self) -> bool:
         """True if the last step of the fit under way was skipped; known from `before_step` of a higher order on.
@@ -156,29 +158,11 @@ class MixedPrecision(fp16.MixedPrecision):
     @property
     def static_scale(self) -> bool:
         "True if the loss scale neither grows nor shrinks."
-        return self._scaling.is_static
-    @property
-    def in_fit(self) -> bool:
-        "True while the learner's loop runs."
-        return self._loop.depth > 0
+        return self._scaling.static is not None
     @property
     def fp32_module_names(self) -> list[str]:
         "Names of the modules that are kept in fp32, as `fp32_modules` matches them in the learner's model."
         return [] if self._learn is None else list(self._fp32_modules.check(self._learn.model))
-
-    def plot_scales(self,
-        ax = None, # The matplotlib axes to draw on; new ones if None
-    ): # The matplotlib axes
-        "Plot the loss scale over the optimizer steps, skipped steps marked."
-        import matplotlib.pyplot as plt
-        if ax is None: ax = plt.subplots()[1]
-        scales, skipped = self.scales, [step for step, skip in enumerate(self._scaling.skips) if skip]
-        ax.plot(scales, drawstyle='steps-post', label='loss scale')
-        ax.plot(skipped, [scales[step] for step in skipped], 'rx', label=f'skipped steps ({len(skipped)})')
-        ax.set_yscale('log', base=2)
-        ax.set(title='Loss scale in training', xlabel='optimizer step', ylabel='loss scale')
-        ax.legend()
-        return ax
 
     @contextmanager
     def context(self) -> Iterator[None]:

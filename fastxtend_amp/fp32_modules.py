@@ -55,10 +55,9 @@ def match_modules(
             raise ValueError(f"fp32_modules={part!r} matches no module of the model.\n{_near(part, places)}\n"
                              "`learn.model.named_modules()` gives all names.")
         found.update(hits)
-    holders = [name for name, m in found.items() if _only_holds(m)]
-    found.update((name, m) for name, m in places if any(_inside(name, holder) for holder in holders))
-    found = {name: m for name, m in places if name in found and not _only_holds(m)}   # in the model's order
-    return {name: m for name, m in found.items() if not any(_inside(name, other) for other in found)}
+    kept = [name for name, m in found.items() if not _only_holds(m)]
+    kept += [name for name, m in places if not _only_holds(m) and any(_inside(name, holder) for holder in found)]
+    return {name: m for name, m in places if name in kept and not any(_inside(name, other) for other in kept)}
 
 
 def _parts(spec: Any) -> list:

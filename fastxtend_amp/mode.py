@@ -68,13 +68,9 @@ def _native(ok: bool, yes: str, no: str) -> Support:
 @lru_cache
 def cpu_features() -> frozenset[str]:
     "Return the lower-case names of this CPU's instruction sets, by PyTorch (2.11) and by the system."
-    features: set[str] = set()
-    capabilities = getattr(torch.cpu, 'get_capabilities', None)
-    if capabilities is not None: features |= {k.lower() for k, v in capabilities().items() if v is True}
+    features = {k.lower() for k, v in getattr(torch.cpu, 'get_capabilities', dict)().items() if v is True}
     cpuinfo = Path('/proc/cpuinfo')
-    if cpuinfo.exists():
-        lines = cpuinfo.read_text(errors='replace').lower().splitlines()
-        features |= {f for l in lines if l.startswith(('flags', 'features')) for f in l.partition(':')[2].split()}
+    if cpuinfo.exists(): features |= {*cpuinfo.read_text(errors='replace').lower().split()}
     if sys.platform == 'darwin' and platform.machine() == 'arm64': features.add('fphp')
     return frozenset(features)
 

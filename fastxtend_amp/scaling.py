@@ -16,7 +16,7 @@ from torch.amp import GradScaler
 from .compat import found_inf_of
 from .optimizers import FUSED
 
-__all__ = ['SKIPPING', 'LossScaling', 'StaticGradScaler', 'check_scaler_state', 'is_number', 'optimizer_params']
+__all__ = ['SKIPPING', 'LossScaling', 'check_scaler_state', 'is_number', 'optimizer_params']
 
 DEFAULTS: dict[str, Any] = dict(init_scale=65536.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000)
 LARGEST = float(np.finfo(np.float32).max)
@@ -26,23 +26,11 @@ READ_EVERY = 512                                                 # steps between
 
 class CopyableGradScaler(GradScaler):
     "PyTorch's `GradScaler`, of which a copy can be made in the middle of a step: it is as before that step."
-    def __reduce__(self): return _same_scaler, (type(self), self.state_dict())
+    def __reduce__(self): return _same_scaler, (self.state_dict(),)
 
 
-class StaticGradScaler(CopyableGradScaler):
-    """A `GradScaler` whose scale neither grows nor shrinks, as fastai v1's `loss_scale`.
-
-    Steps with non-finite gradients are still skipped.
-    """
-    def update(self, new_scale: float | torch.Tensor | None = None) -> None: super().update(self.loss_scale)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self.loss_scale = state_dict['scale']
-
-
-def _same_scaler(kind: type[GradScaler], state: dict[str, Any]) -> GradScaler:
-    scaler = kind('cpu')
+def _same_scaler(state: dict[str, Any]) -> CopyableGradScaler:
+    scaler = CopyableGradScaler('cpu')
     scaler.load_state_dict(state)
     return scaler
 
@@ -74,7 +62,7 @@ class LossScaling:
             growth_interval=growth_interval)
         _check_arguments(self.settings, enabled, loss_scale, scaler)
         if loss_scale is not None: self.settings['init_scale'] = float(loss_scale)
-        self.is_static = loss_scale is not None                  # the scale neither grows nor shrinks
+        self.static = loss_scale and float(loss_scale)           # the scale that neither grows nor shrinks, or None
         self.enabled, self.given = bool(enabled), scaler
         self.state: dict[str, Any] | None = None                 # of the scaler after the last fit, or as loaded
         self._scales, self._skips = array('f'), array('b')       # of each attempted step of all fits
@@ -93,7 +81,7 @@ class LossScaling:
     def __getstate__(self) -> dict[str, Any]:
         "Return the state of a copy, which is outside a fit."
         self.read()
-        kept = ('settings', 'is_static', 'enabled', 'given', '_scales', '_skips')
+        kept = ('settings', 'static', 'enabled', 'given', '_scales', '_skips')
         return {**{k: self.__dict__[k] for k in kept}, 'state': self.state_dict()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -125,7 +113,7 @@ class LossScaling:
     def _new_scaler(self, device_type: str) -> GradScaler:
         if self.given is not None: return self.given
         if not self.enabled: return GradScaler(device_type, enabled=False)
-        scaler = (StaticGradScaler if self.is_static else CopyableGradScaler)(device_type, **self.settings)
+        scaler = CopyableGradScaler(device_type, **self.settings)
         scaler.load_state_dict(self.state or scaler.state_dict())
         return scaler
 
@@ -144,7 +132,7 @@ class LossScaling:
         self.cancel()
         message = self._end_gradients(opt, model, failed) if self._one is not None else None
         self.read()
-        message = message or self._skip_message('loss_scale' if self.is_static else argument)
+        message = message or self._skip_message('loss_scale' if self.static else argument)
         if keep: self.state = self.scaler.state_dict()
         else:
             self.scaler.load_state_dict(self._state_before)      # of the user's own, which serves every fit
@@ -175,7 +163,7 @@ class LossScaling:
             head = (f"No optimizer step was taken in this fit: all {n} were skipped, because gradients were not "
                     "finite. Nothing was learned.")
             if scale > 1: remedy = f'start lower (`{argument}={max(scale / 2 ** 6, 1.):g}`), or {remedy}'
-            if scale >= 1 and not self.is_static: remedy = f'train longer, so that the scale can fall, or {remedy}'
+            if scale >= 1 and not self.static: remedy = f'train longer, so that the scale can fall, or {remedy}'
         else:
             head = f"{skipped} of the {n} optimizer steps of this fit were skipped: gradients were not finite."
             if scale > 1: remedy = f'start a new training with `{argument}={scale:g}`, or {remedy}'
@@ -218,10 +206,10 @@ class LossScaling:
         else: self.scaler.step(self._pending)
 
     def update(self) -> None:
-        "After a step, taken or skipped: record it, and let the scale grow or back off."
+        "After a step, taken or skipped: record it, and let the scale grow or back off unless it is static."
         if self._pending is None: return
         self._record()
-        self.scaler.update()
+        self.scaler.update(self.static)
         self._pending = None
 
     def cancel(self) -> None:
@@ -270,7 +258,7 @@ class LossScaling:
     def skips(self) -> list[bool]:
         "For each attempted step, True if it was skipped."
         self.read()
-        return [bool(skip) for skip in self._skips]
+        return list(map(bool, self._skips))
 
     # -- what is kept
 
@@ -286,7 +274,7 @@ class LossScaling:
 
         A static scale and `enabled=False` stay. Raises `ValueError` for a state that no `GradScaler` could have given.
         """
-        if self.is_static or not self.enabled or (state is None and self.given is not None): return
+        if self.static or not self.enabled or (state is None and self.given is not None): return
         if state is None: state = GradScaler('cpu', **self.settings).state_dict()
         check_scaler_state(state)
         scaler = self.scaler if self.on else self._new_scaler('cpu')

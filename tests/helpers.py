@@ -96,7 +96,7 @@ def left_on(learn):
 
 def is_outside_a_fit(learn):
     "Whether the precision callback of `learn` has closed all that it opened."
-    return not learn.precision.in_fit and vars(learn).get('scaler') is None and not replaced(learn.model)
+    return learn.precision.device is None and vars(learn).get('scaler') is None and not replaced(learn.model)
 
 
 def opt_state(opt):

@@ -358,7 +358,7 @@ def test_copies_made_in_the_middle_of_a_fit_are_outside_one(tmp_path, event, opt
         copies.append((params(l), state(l), copy.deepcopy(l)))
     learn.add_cb(At(event, keep, 40)).fit(1, .01)
     weights, scale, twin = copies[-1]
-    assert same(params(twin), weights) and state(twin) == scale and not twin.precision.in_fit
+    assert same(params(twin), weights) and state(twin) == scale and twin.precision.device is None
     before = autocast_state()
     twin.remove_cb(At).fit(1, .01)
     assert autocast_state() == before and finite(twin) and not same(params(twin), weights)

@@ -1,4 +1,4 @@
-"The methods `Learner.precision_report` and `Learner.compare_precision`, and the property `precision_decision`."
+"`Learner.precision_report`, `compare_precision` and `precision_decision`, and `MixedPrecision.plot_scales`."
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
@@ -8,6 +8,7 @@ from fastai.callback.core import Callback
 from fastai.learner import Learner
 from fastcore.basics import patch
 
+from ..callback import MixedPrecision
 from ..mode import AMPMode
 from .choice import PrecisionDecision, decision_of
 from .compare import compare
@@ -81,3 +82,19 @@ def precision_report(self: Learner,
     fit; what the model raises in fp32.
     """
     return report(self, modes, n_batches, dl, max_seconds)
+
+
+@patch
+def plot_scales(self: MixedPrecision,
+    ax = None, # The matplotlib axes to draw on; new ones if None
+): # The matplotlib axes
+    "Plot the loss scale over the optimizer steps, skipped steps marked."
+    import matplotlib.pyplot as plt
+    if ax is None: ax = plt.subplots()[1]
+    scales, skipped = self.scales, [step for step, skip in enumerate(self.skips) if skip]
+    ax.plot(scales, drawstyle='steps-post', label='loss scale')
+    ax.plot(skipped, [scales[step] for step in skipped], 'rx', label=f'skipped steps ({len(skipped)})')
+    ax.set_yscale('log', base=2)
+    ax.set(title='Loss scale in training', xlabel='optimizer step', ylabel='loss scale')
+    ax.legend()
+    return ax

@@ -170,7 +170,7 @@ def raises(kind, mode, path):
     except Exception as e:
         grads = any(p.grad is not None and bool(p.grad.any()) for p in learn.model.parameters())
         return dict(error=f'{type(e).__name__}: {e}', before=before, after=autocast_state(), grads=grads,
-                    in_fit=learn.precision.in_fit, device=learn.precision.device)
+                    device=learn.precision.device)
 
 
 TWO, SHARDED_FILES = ('adam', 'fused adamw'), ('adam', 'fused adamw', 'ranger')

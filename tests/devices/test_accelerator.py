@@ -118,7 +118,7 @@ def test_after_an_exception_nothing_is_left(event, mode, opt, device):
         if l.train_iter == 1: raise KeyboardInterrupt
     learn, before = build(mode, opt, scaling=dict(init_scale=256.)), autocast_state()
     with pytest.raises(KeyboardInterrupt): learn.fit(1, .01, cbs=At(event, stop, 11))
-    assert autocast_state() == before and not learn.precision.in_fit
+    assert autocast_state() == before and learn.precision.device is None
     weights = params(learn)
     learn.fit(1, .01)
     assert autocast_state() == before and not same(params(learn), weights)

@@ -243,7 +243,7 @@ def test_ignore_says_nothing_and_raise_stops():
         learn = getattr(learner(model), mode)(on_overflow='raise')
         before = params(learn)
         with pytest.raises(FloatingPointError, match='goes wrong'): learn.fit(1)
-        assert same(before, params(learn)) and not learn.precision.in_fit and autocast_state() == state
+        assert same(before, params(learn)) and learn.precision.device is None and autocast_state() == state
 
 
 class OnDevice(Watch):
