@@ -28,7 +28,7 @@ __all__ = ['PrecisionReport', 'report']
 
 INIT_SCALE = 65536.   # the loss scale of a learner that has none yet
 EMULATED_WORK = 4e9   # floating-point operations of an emulated training step; a core does about so many in a second
-FEWEST = 4            # samples, as batch normalization makes noise of fewer
+FEWEST = 2            # samples, for batch normalization
 _FORMAT: dict[str, Any] = {'index': False, 'float_format': '{:.3g}'.format}
 
 

@@ -398,11 +398,11 @@ def test_it_says_what_it_looked_at():
 def test_an_emulated_mode_makes_it_look_at_fewer_samples(monkeypatch):
     monkeypatch.setattr(room, 'mode_support', lambda mode, device: Support('emulated' if mode.value == 'fp16' else 'native', ''))
     monkeypatch.setattr(room, 'EMULATED_WORK', 1.)
-    for modes, expected in (('bf16', {24}), (('bf16', 'fp16'), {24, 4})):
+    for modes, expected in (('bf16', {24}), (('bf16', 'fp16'), {24, 2})):
         sizes = []
         model = nn.Sequential(nn.Linear(6, 8), Act(lambda x: (sizes.append(len(x)), x)[1]), nn.BatchNorm1d(8), nn.Linear(8, 1))
         report = learner(model, loaders(24, 24)).precision_report(modes)
-        assert set(sizes) == expected and ('These are the first of 24' in repr(report)) == (4 in sizes)
+        assert set(sizes) == expected and ('These are the first of 24' in repr(report)) == (2 in sizes)
 
 
 @pytest.mark.parametrize('make', [rich, language_model])
