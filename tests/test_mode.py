@@ -163,16 +163,6 @@ def test_a_layer_without_a_kernel_is_refused_unless_it_is_kept_in_fp32(monkeypat
         assert finite(learn)
 
 
-def test_a_layer_is_refused_if_it_fails_in_low_precision_alone():
-    class Broken(nn.RNN):
-        def forward(self, x):
-            if self.always or torch.is_autocast_enabled('cpu'): raise RuntimeError('no kernel')
-            return super().forward(x)
-    class BrokenAlways(Broken): always = True
-    class BrokenLow(Broken): always = False
-    assert mode.refused_layer(BrokenAlways, BF16) is None and mode.refused_layer(BrokenLow, BF16) == 'no kernel'
-
-
 def test_a_default_device_does_not_change_what_probes_find():
     def found(): return mode.refused_layer(nn.LSTM, FP16), precision_support('cpu').values.tolist()
     expected = found()

@@ -42,11 +42,6 @@ class Progress:
         self.done += 1
         if self.bar is not None: self.bar.update(min(self.done, self.bar.total))
 
-    def tick_in_time(self) -> None:
-        "Show that one more module is done; raise `TimeIsUp` when the limit is over."
-        self.tick()
-        if self.left < 0: raise TimeIsUp
-
     def close(self) -> None:
         "Take the bar away."
         if self.bar is not None: self.bar.on_iter_end()

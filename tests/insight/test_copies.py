@@ -122,6 +122,13 @@ def test_callbacks_that_take_part_are_copies_and_the_others_are_named():
     assert takes_part(At('before_step', print)) and not takes_part(At('after_batch', print))
 
 
+def test_two_callbacks_of_one_name_are_both_copied():
+    seen = []
+    learn = learner(cbs=[At(event, lambda l, event=event: seen.append(event)) for event in ('before_batch', 'after_step')])
+    with copied_learner(learn) as new: new.fit(1)
+    assert seen.count('after_step') == 6 and set(seen) == {'before_batch', 'after_step'}
+
+
 def test_a_gan_before_its_first_fit():
     generator, critic = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 1)), nn.Sequential(nn.Linear(1, 8), nn.Linear(8, 1))
     learn = GANLearner.wgan(loaders(), generator, critic, switcher=FixedGANSwitcher(1, 2), show_img=False)
