@@ -165,7 +165,7 @@ class MixedPrecision(fp16.MixedPrecision):
         return [] if self._learn is None else list(self._fp32_modules.check(self._learn.model))
 
     @contextmanager
-    def context(self) -> Iterator[None]:
+    def amp_context(self) -> Iterator[None]:
         "Run what is inside in this callback's precision, on the device that training uses."
         device = self.device or training_device(self.learn)
         mode = self.mode if self.device else self._decide(device)

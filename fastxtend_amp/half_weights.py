@@ -44,32 +44,30 @@ class HalfWeights(MixedPrecision):
     Source: Micikevicius et al., Mixed Precision Training, https://arxiv.org/abs/1710.03740, section 3.1.
     """
     def __init__(self,
-        dtype: str | AMPMode | torch.dtype = AMPMode.BF16, # The weights' precision: 'bf16' or 'fp16'
+        amp_mode: str | AMPMode | torch.dtype = AMPMode.BF16, # The weights' precision: 'bf16' or 'fp16'
         loss_scale: float | None = None, # A static loss scale; dynamic scaling if None (fp16)
         flat_master: bool = False, # Whether fastai's optimizer steps on few flat parameters
         master_weights: bool = True, # Whether there are fp32 masters; else the optimizer steps on bf16 weights
         fp32_modules: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules, predicates
         *,
         on_overflow: str = 'warn', # When training goes wrong: 'warn', 'raise' (`FloatingPointError`) or 'ignore'
-        max_skips: int = 16, # Skipped steps in a row after which training counts as going wrong (fp16)
+        max_skips: int = 16, # Skipped steps in a row after which training counts as going wrong
     ):
         arguments = {k: v for k, v in locals().items() if k not in ('self', '__class__')}
-        try: mode = AMPMode(dtype)
-        except ValueError: raise ValueError(f"dtype={dtype!r} cannot be used: dtype must be 'bf16' or 'fp16' (or the "
-                                            "torch dtypes). For plain fp32 use `learn.to_fp32()`.") from None
+        mode = AMPMode(amp_mode)
         if mode is AMPMode.BF16 and loss_scale is not None:
-            raise ValueError(f"loss_scale={loss_scale!r} cannot be used with dtype='bf16', which needs no loss "
-                             "scaling. Leave it out, or take dtype='fp16'.")
+            raise ValueError(f"loss_scale={loss_scale!r} cannot be used with amp_mode='bf16', which needs no loss "
+                             "scaling. Leave it out, or take amp_mode='fp16'.")
         if not master_weights and flat_master:
             raise ValueError("flat_master=True cannot be used with master_weights=False: there is no master to make "
                              "flat. Leave one of them out.")
         if not master_weights and mode is AMPMode.FP16:
-            raise ValueError("master_weights=False cannot be used with dtype='fp16', whose gradients must be unscaled "
-                             "in fp32. Take dtype='bf16', or keep the masters.")
+            raise ValueError("master_weights=False cannot be used with amp_mode='fp16', whose gradients must be unscaled "
+                             "in fp32. Take amp_mode='bf16', or keep the masters.")
         super().__init__(mode, loss_scale=loss_scale, fp32_modules=fp32_modules, on_overflow=on_overflow,
                          max_skips=max_skips)
         self.arguments = arguments
-        self.dtype, self.flat_master, self.master_weights = mode.dtype, flat_master, master_weights
+        self.flat_master, self.master_weights = flat_master, master_weights
 
     def _reset(self) -> None:
         super()._reset()
@@ -83,7 +81,7 @@ class HalfWeights(MixedPrecision):
         if self.master_weights: return
         allowed = _weights_to_lower(learn.model, self.fp32_module_names)
         self._bf16_weights = [p for p in optimizer_params(learn.opt) if p in allowed and p.requires_grad]
-        _convert(self._bf16_weights, learn.opt, self.dtype)
+        _convert(self._bf16_weights, learn.opt, torch.bfloat16)
 
     def _step(self, step: Callable) -> None:
         run = partial(super()._step, step)

@@ -20,6 +20,7 @@ __all__ = ['refuse_unknown', 'set_precision']
 
 
 FORMER = {  # arguments of fastai v1 and of fastai's non-native fp16
+    'dtype': "write `amp_mode=`.",
     'dynamic': "leave it out. Scaling is dynamic unless you give a static scale: `learn.to_fp16(loss_scale=512)`.",
     'max_noskip': "write `growth_interval=`, the number of steps without a skip after which the scale grows.",
     'scale_wait': "write `growth_interval=`, the number of steps without a skip after which the scale grows.",
@@ -156,4 +157,4 @@ def amp_context(self: Learner) -> AbstractContextManager: # To enter with `with`
     autocast for the device the model is on; does nothing in fp32. Works inside and outside `fit`.
     """
     cb = precision_callback(self)
-    return nullcontext() if cb is None else cb.context()
+    return nullcontext() if cb is None else cb.amp_context()

@@ -102,7 +102,7 @@ def overflow(l): l.loss_grad = l.loss_grad * (float('inf') if l.training and l.t
 @pytest.mark.parametrize('scale,cbs', [({}, [At('before_backward', overflow)]), ({'loss_scale': 512.}, [GradientAccumulation(8), GradientClip(.05)])])
 def test_fp16_trains_as_under_autocast(flat, scale, cbs):
     "With skipped steps; with a static scale, accumulation and clipping."
-    fp16, ours = trained('to_fp16', cbs=cbs, **scale), trained(dtype='fp16', flat_master=flat, cbs=cbs, **scale)
+    fp16, ours = trained('to_fp16', cbs=cbs, **scale), trained(amp_mode='fp16', flat_master=flat, cbs=cbs, **scale)
     assert equal(fp16, ours) and fp16.precision.scales == ours.precision.scales
     assert ours.precision.state_dict() == fp16.precision.state_dict()
     assert len(ours.precision.scales) == 6 if scale else ours.precision.n_skipped >= 4
@@ -380,11 +380,11 @@ def test_bytes_a_parameter(to, kwargs, opt, expected):
 # -- arguments and refusals
 
 @pytest.mark.parametrize('kwargs,text', [
-    (dict(dtype='fp8'), "dtype='fp8' cannot be used: dtype must be 'bf16' or 'fp16'"),
-    (dict(loss_scale=512.), "loss_scale=512.0 cannot be used with dtype='bf16'"),
-    (dict(dtype='fp16', loss_scale=0.), 'loss_scale=0.0'), (dict(fp32_modules='nowhere'), "fp32_modules='nowhere'"),
+    (dict(amp_mode='fp8'), "amp_mode='fp8' is not a precision"),
+    (dict(loss_scale=512.), "loss_scale=512.0 cannot be used with amp_mode='bf16'"),
+    (dict(amp_mode='fp16', loss_scale=0.), 'loss_scale=0.0'), (dict(fp32_modules='nowhere'), "fp32_modules='nowhere'"),
     (dict(flat_master=True, master_weights=False), 'flat_master=True cannot be used with master_weights=False'),
-    (dict(dtype='fp16', master_weights=False), "master_weights=False cannot be used with dtype='fp16'"),
+    (dict(amp_mode='fp16', master_weights=False), "master_weights=False cannot be used with amp_mode='fp16'"),
 ])
 def test_bad_arguments_are_named(kwargs, text):
     learn = learner().to_fp16()
@@ -440,7 +440,7 @@ def test_several_processes(one_process):
 def test_what_a_report_advises_and_a_pickled_callback():
     learn = learner().to_half_weights('fp16', 512., flat_master=True, fp32_modules='0')
     call = precision_call(learn, AMPMode.FP16)
-    assert call == "learn.to_half_weights(dtype='fp16', loss_scale=512.0, flat_master=True, fp32_modules=['0'])"
+    assert call == "learn.to_half_weights(amp_mode='fp16', loss_scale=512.0, flat_master=True, fp32_modules=['0'])"
     assert precision_call(learn, AMPMode.BF16) == "learn.to_half_weights(flat_master=True, fp32_modules=['0'])"
     cb = pickle.loads(pickle.dumps(HalfWeights(master_weights=False)))
-    assert (cb.dtype, cb.flat_master, cb.master_weights, cb.mode) == (torch.bfloat16, False, False, 'bf16')
+    assert (cb.flat_master, cb.master_weights, cb.mode) == (False, False, 'bf16')

@@ -100,7 +100,7 @@ def call_for(
     if 'init_scale' in changes and (choice.half_weights or (cb is not None and cb.static_scale)):
         changes['loss_scale'] = changes.pop('init_scale')
     names = list(dict.fromkeys([*arguments.get('fp32_modules', ()), *choice.fp32_modules])) or None
-    arguments.update(changes, dtype=choice.mode, fp32_modules=names)
+    arguments.update(changes, amp_mode=choice.mode, fp32_modules=names)
     def is_default(name, value):
         default = parameters[name].default
         return value is default or (type(value) is type(default) and value == default)

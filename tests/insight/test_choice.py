@@ -150,9 +150,9 @@ FP16, BF16 = mode.AMPMode.FP16, mode.AMPMode.BF16
     (lambda l: l.to_fp16(init_scale=8., max_skips=3), PrecisionChoice(FP16, fp32_modules=('0',)),
      "learn.to_fp16(init_scale=8.0, fp32_modules=['0'], max_skips=3)"),
     (lambda l: l.to_amp(init_scale=8.), PrecisionChoice(FP16), 'learn.to_fp16(init_scale=8.0)'),
-    (lambda l: l.to_fp16(loss_scale=8.), PrecisionChoice(FP16, True), "learn.to_half_weights(dtype='fp16', loss_scale=8.0)"),
+    (lambda l: l.to_fp16(loss_scale=8.), PrecisionChoice(FP16, True), "learn.to_half_weights(amp_mode='fp16', loss_scale=8.0)"),
     (lambda l: l.to_half_weights('fp16', loss_scale=8.), PrecisionChoice(BF16, True), 'learn.to_half_weights()'),
-    (lambda l: l.to_half_weights(master_weights=False), PrecisionChoice(FP16, True), "learn.to_half_weights(dtype='fp16')"),
+    (lambda l: l.to_half_weights(master_weights=False), PrecisionChoice(FP16, True), "learn.to_half_weights(amp_mode='fp16')"),
     (lambda l: l.to_half_weights(fp32_modules=nn.BatchNorm1d), PrecisionChoice(BF16), "learn.to_bf16(fp32_modules=['1'])"),
     (lambda l: l.to_fp16(), PrecisionChoice(), 'learn.to_fp32()')])
 def test_a_precision_is_set_by_the_call_that_a_user_would_make(own, choice, call):
