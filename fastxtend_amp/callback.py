@@ -72,7 +72,6 @@ class MixedPrecision(fp16.MixedPrecision):
     order = 10  # after TrainEvalCallback (-10) moves the model; between GradientAccumulation (6) and GradientClip (11)
     watch_class: Callable | None = None  # notices training that goes wrong; set by the package `insight`
     _learn: Any = None
-    run = True
 
     def __init__(self,
         amp_mode: str | AMPMode | torch.dtype = AMPMode.FP16, # 'fp16', 'bf16', or 'auto': the fastest native one
@@ -333,7 +332,7 @@ class MixedPrecision(fp16.MixedPrecision):
     def _check_training(self) -> None:
         "Check what only training needs, once in a fit; put the optimizer's state where the parameters are."
         self._training_is_checked = True
-        check_training(self._learn, self.mode, self.device, self._scaling.on, warn_of_mode=not self._has_trained)
+        check_training(self._learn, self.mode, self._scaling.on, warn_of_mode=not self._has_trained)
         if self._learn.opt is not None: place_state(self._learn.opt)
 
     def _autocast(self, device: torch.device, mode: AMPMode | None) -> AbstractContextManager:

@@ -11,7 +11,7 @@ from torch import nn
 
 from .common import warn_user
 from .convert import is_half
-from .mode import AMPMode, emulation_warning
+from .mode import AMPMode, emulation_warning, training_device
 from .scaling import is_number, optimizer_params
 
 __all__ = ['ON_OVERFLOW', 'check_data_parallel', 'check_overflow_args', 'check_training', 'half_parameters_of']
@@ -31,7 +31,6 @@ def check_overflow_args(on_overflow: str, max_skips: int) -> None:
 def check_training(
     learn: Learner,
     mode: AMPMode | None, # None for fp32
-    device: torch.device,
     scaled: bool, # Whether the loss is scaled
     warn_of_mode: bool, # Whether to warn where the device has no native arithmetic for the mode
 ) -> None:
@@ -40,6 +39,7 @@ def check_training(
     Raises a `ValueError` if the loss cannot be scaled: fp16 parameters, or an optimizer that needs a closure. Warns of
     other parameters in half precision, and of parameters outside the optimizer, whose gradients stay scaled.
     """
+    device = training_device(learn)
     if mode is None:
         warn_user(f"amp_mode='auto': device '{device}' does neither bf16 nor fp16 natively, so training runs in "
                   "fp32.\n`precision_support()` says why; `learn.to_fp32()` is silent.")

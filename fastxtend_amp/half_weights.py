@@ -62,8 +62,8 @@ class HalfWeights(MixedPrecision):
             raise ValueError("flat_master=True cannot be used with master_weights=False: there is no master to make "
                              "flat. Leave one of them out.")
         if not master_weights and mode is AMPMode.FP16:
-            raise ValueError("master_weights=False cannot be used with amp_mode='fp16', whose gradients must be unscaled "
-                             "in fp32. Take amp_mode='bf16', or keep the masters.")
+            raise ValueError("master_weights=False cannot be used with amp_mode='fp16', whose gradients must be "
+                             "unscaled in fp32. Take amp_mode='bf16', or keep the masters.")
         super().__init__(mode, loss_scale=loss_scale, fp32_modules=fp32_modules, on_overflow=on_overflow,
                          max_skips=max_skips)
         self.arguments = arguments

@@ -23,7 +23,6 @@ FORMER = {  # arguments of fastai v1 and of fastai's non-native fp16
     'dtype': "write `amp_mode=`.",
     'dynamic': "leave it out. Scaling is dynamic unless you give a static scale: `learn.to_fp16(loss_scale=512)`.",
     'max_noskip': "write `growth_interval=`, the number of steps without a skip after which the scale grows.",
-    'scale_wait': "write `growth_interval=`, the number of steps without a skip after which the scale grows.",
     'div_factor': "write `growth_factor=` and `backoff_factor=`.",
     'max_scale': "write `init_scale=` for the scale to start from.",
     'max_loss_scale': "write `init_scale=` for the scale to start from.",
@@ -61,9 +60,9 @@ def set_precision(
 
 
 class _Precision:
-    "The learner's precision callback; None in plain fp32."
-    # Not a property: a callback of the user's that fastai gives this name takes its place on the learner.
+    "Not a property: a callback of the user's that fastai gives this name takes its place on the learner."
     def __get__(self, learn: Learner | None, kind: type | None = None) -> Any:
+        "The learner's precision callback; None in plain fp32."
         return self if learn is None else precision_callback(learn)
 
 

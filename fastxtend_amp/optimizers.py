@@ -39,7 +39,8 @@ def fused(
     cls: Any = FUSED.get(optimizer) if isinstance(optimizer, str) else optimizer
     if cls not in FUSED.values():
         names = ', '.join(f'torch.optim.{name}' for name in FUSED)
-        raise ValueError(f'fused({optimizer!r:.80}) is not possible.\n'
+        name = getattr(optimizer, '__qualname__', None) or repr(optimizer).splitlines()[0]
+        raise ValueError(f'fused({name}) is not possible.\n'
                          f"Allowed: {names}, or such a name alone, as 'AdamW'; fastai's Adam decays weights as torch's "
                          'AdamW does.\n'
                          'Hand any other optimizer to `Learner(opt_func=...)` itself.')

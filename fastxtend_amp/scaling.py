@@ -72,7 +72,7 @@ class LossScaling:
         "Begin outside a fit."
         self.scaler = GradScaler('cpu', enabled=False)           # of the fit under way
         self.skips_in_a_row = 0                                  # of this fit, as far as the host knows
-        self._one: torch.Tensor | None = None                    # 1 on the loss's device; None before the first loss
+        self._one: Any = None                                    # 1 on the loss's device; None before the first loss
         self.grads_are_scaled = False                            # those in `.grad` now; see `expect_zero_grad`
         self.found_inf: bool | torch.Tensor = False              # of the last step; a tensor if the device skips it
         self._pending: Any = None                                # what `unscale_` was called with, until `update`
@@ -258,7 +258,7 @@ class LossScaling:
     def skips(self) -> list[bool]:
         "For each attempted step, True if it was skipped."
         self.read()
-        return list(map(bool, self._skips))
+        return [*map(bool, self._skips)]
 
     # -- what is kept
 

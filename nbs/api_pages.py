@@ -35,14 +35,19 @@ def is_ours(obj):
     return (getattr(obj, '__module__', None) or '').partition('.')[0] == 'fastxtend_amp'
 
 
-def function_of(obj): return inspect.unwrap(obj.fget if isinstance(obj, property) else obj)
+def is_property(obj):
+    "Return whether `obj` is read as an attribute: a property, or `Learner.precision`."
+    return isinstance(obj, (property, type(vars(Learner)['precision'])))
+
+
+def function_of(obj): return inspect.unwrap(getattr(obj, 'fget', type(obj).__get__) if is_property(obj) else obj)
 
 
 def learner_methods():
     "Return what the package adds to `Learner`, by name; what most readers look for first."
     found = {}
     for name, member in vars(Learner).items():
-        f = member.fget if isinstance(member, property) else member
+        f = function_of(member)
         is_added = inspect.isfunction(f) and is_ours(f) and not hasattr(f, '__wrapped__')
         if is_added and f.__doc__ and not name.startswith('_'): found[name] = member
     return dict(sorted(found.items(), key=lambda item: FIRST.index(item[0]) if item[0] in FIRST else len(FIRST)))
@@ -60,7 +65,7 @@ def members(cls):
     for base in reversed(cls.__mro__):
         is_listed_itself = base is not cls and base.__name__ in fastxtend_amp.__all__
         if is_ours(base) and not is_listed_itself:
-            found |= {n: m for n, m in vars(base).items() if isinstance(m, property) or inspect.isfunction(m)}
+            found |= {n: m for n, m in vars(base).items() if is_property(m) or inspect.isfunction(m)}
     return {n: m for n, m in found.items()
             if not n.startswith('_') and n not in NOT_LISTED and not EVENT.fullmatch(n) and inspect.getdoc(m)}
 
@@ -147,7 +152,7 @@ def source_link(obj):
 
 def entry(kind, name, obj, fence, inside='', key=''):
     "Return an entry: signature, docstring, example, arguments, a link to the source."
-    is_function = not isinstance(obj, property)
+    is_function = not is_property(obj)
     head = name + signature_text(obj) if is_function and name not in RETURNED else name
     parts = [f'{fence}{{py:{kind}}} {head}', text_of(obj), example(key or name)]
     if is_function: parts += [table(obj), passed_on(obj)]
@@ -167,12 +172,12 @@ def markdown(name):
     if inspect.isfunction(obj): return entry('function', name, obj, '::::')
     if hasattr(obj, '__members__'): return enumeration(name, obj, '::::')
     kind = {True: 'property', False: 'method'}
-    inner = [entry(kind[isinstance(m, property)], n, m, '::::', key=f'{name}.{n}') for n, m in members(obj).items()]
+    inner = [entry(kind[is_property(m)], n, m, '::::', key=f'{name}.{n}') for n, m in members(obj).items()]
     return entry('class', name, obj, ':::::', '\n\n'.join(inner))
 
 
 def learner_entry(name, f):
-    return entry('property' if isinstance(f, property) else 'method', f'Learner.{name}', f, '::::')
+    return entry('property' if is_property(f) else 'method', f'Learner.{name}', f, '::::')
 
 
 class Api(SphinxDirective):

@@ -127,8 +127,9 @@ def _copy(learn: Learner, taking_part: list[Callback], optimizer: bool) -> Learn
     rest = {k: v for k, v in vars(learn).items() if k not in methods and not isinstance(v, Callback)}
     vars(new).update(rest, cbs=L(), logger=noop, lock=threading.Lock())
     cbs = [cb for cb in learn.cbs if cb in taking_part or isinstance(cb, MixedPrecision)]
-    parts = [('the model', unwrapped(learn.model)), ('the loss function', learn.loss_func), ('opt_func', learn.opt_func),
-             ('the optimizer', learn.opt if optimizer else None), ("the learner's own methods", methods),
+    parts = [('the model', unwrapped(learn.model)), ('the loss function', learn.loss_func),
+             ('opt_func', learn.opt_func), ('the optimizer', learn.opt if optimizer else None),
+             ("the learner's own methods", methods),
              *((f"the callback '{cb.name}'", cb) for cb in cbs)]
     for _, part in parts: _detach_results(part, memo)
     copies: list[Any] = []
@@ -140,12 +141,15 @@ def _copy(learn: Learner, taking_part: list[Callback], optimizer: bool) -> Learn
                              'Take a callback off meanwhile, `with learn.removed_cbs([...])`; give the class of '
                              'anything else a `__deepcopy__`, or keep it outside the model.') from e
     new.model, new.loss_func, new.opt_func, new.opt, methods, *new_cbs = copies
-    vars(new).update(methods, save=noop, load=noop, export=noop, **{cb.name: cb for cb in new_cbs})
+    vars(new).update(methods, save=_write_nothing, load=noop, export=noop, **{cb.name: cb for cb in new_cbs})
     new.cbs += new_cbs
     _keep_flags(getattr(learn.opt, 'opt', None), getattr(new.opt, 'opt', None))
     for m in new.model.modules():                                # a copy that waits for no other process
         if isinstance(m, nn.SyncBatchNorm): vars(m)['forward'] = MethodType(nn.BatchNorm1d.forward, m)
     return new
+
+
+def _write_nothing(file: Any, **kwargs: Any) -> Path: return Path(file)
 
 
 def _detach_results(part: Any, memo: dict[int, Any]) -> None:

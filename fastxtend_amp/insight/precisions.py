@@ -127,8 +127,8 @@ def use_choice(
     A precision callback that does all of this already stays, too.
     """
     old, call = precision_callback(learn), call_for(learn, choice)
-    is_same = old is not None and old.mode is choice.mode and isinstance(old, HalfWeights) == choice.half_weights
-    if is_same and {*choice.fp32_modules} <= {*old.fp32_module_names}: return old
+    if (old is not None and (old.mode, isinstance(old, HalfWeights)) == (choice.mode, choice.half_weights)
+            and {*choice.fp32_modules} <= {*old.fp32_module_names}): return old
     state = {} if old is None else old.state_dict()
     getattr(learn, call.method)(**call.arguments)
     cb = precision_callback(learn)
