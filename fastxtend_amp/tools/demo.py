@@ -51,16 +51,16 @@ def speed(row: pd.Series) -> str: # Of the comparison's table
     """Return samples per second, and beside fp32's the ratio with its range and what it is worth.
 
     A ratio is too noisy to tell where its range, half of the turns, is as near to 1 as it is wide, and where there were
-    fewer than four turns.
+    fewer than four turns. An emulated mode has few turns, and no ratio.
     """
     emulated = row['support'] == 'emulated'
     if not row['steps']: return 'emulated here, and too slow for a step' if emulated else 'does not run here'
     said = f"{1000 * BATCH_SIZE / row['ms per step']:,.0f} samples/s"
+    if emulated: return f'{said}, emulated here'
     if row.name == 'fp32': return said
     low, high = row['speed-up q1'], row['speed-up q3']
-    clear = row['turns'] > 3 and max(low - 1, 1 - high) > high - low
-    worth = 'emulated here' if emulated else '' if clear else 'too noisy to tell'
-    return f"{said}, {row['speed-up']:.2f} ({low:.2f} to {high:.2f}) times fp32's{worth and ': ' + worth}"
+    noisy = row['turns'] < 4 or max(low - 1, 1 - high) <= high - low
+    return f"{said}, {row['speed-up']:.2f} ({low:.2f} to {high:.2f}) times fp32's" + ': too noisy to tell' * noisy
 
 
 def plot(
