@@ -39,10 +39,6 @@ def choices_from(
     modes: Any, # Names, modes, dtypes or choices, one or several
 ) -> list[PrecisionChoice]: # fp32, the measure, first; each once
     "Return the precisions that `modes` names. Raises `ValueError` for one that is none."
-    if isinstance(modes, int) and not isinstance(modes, bool):
-        raise ValueError(f'modes={modes!r} cannot be used: modes names the precisions to compare. '
-                         f'Did you mean n_steps={modes}?\n'
-                         f'Allowed: {_ALLOWED}.')
     one = isinstance(modes, (str, torch.dtype, PrecisionChoice)) or not hasattr(modes, '__iter__')
     return list(dict.fromkeys([PrecisionChoice(), *map(_choice, [modes] if one else modes)]))
 
@@ -101,10 +97,8 @@ def call_for(
         changes['loss_scale'] = changes.pop('init_scale')
     names = list(dict.fromkeys([*arguments.get('fp32_modules', ()), *choice.fp32_modules])) or None
     arguments.update(changes, dtype=choice.mode, fp32_modules=names)
-    def is_default(name, value):
-        default = parameters[name].default
-        return value is default or (type(value) is type(default) and value == default)
-    return Call(method, {k: arguments[k] for k in parameters if k in arguments and not is_default(k, arguments[k])})
+    given = [name for name, p in parameters.items() if name in arguments and arguments[name] != p.default]
+    return Call(method, {name: arguments[name] for name in given})
 
 
 def precision_call(
@@ -122,13 +116,8 @@ def use_choice(
     learn: Learner, # The learner, outside a fit
     choice: PrecisionChoice,
 ) -> MixedPrecision | None: # Its precision callback now
-    """Have `learn` train in this precision, by the call that a user would make; the loss scale stays.
-
-    A precision callback that does all of this already stays, too.
-    """
+    "Have `learn` train in this precision, by the call that a user would make; the loss scale stays."
     old, call = precision_callback(learn), call_for(learn, choice)
-    is_same = old is not None and old.mode is choice.mode and isinstance(old, HalfWeights) == choice.half_weights
-    if is_same and {*choice.fp32_modules} <= {*old.fp32_module_names}: return old
     state = {} if old is None else old.state_dict()
     getattr(learn, call.method)(**call.arguments)
     cb = precision_callback(learn)

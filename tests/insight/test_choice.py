@@ -44,15 +44,16 @@ def test_takes_the_fastest(speeds, chosen, capsys):
     if has_half: learn.to_half_weights()
     assert learn.to_amp(measure=True) is learn
     decision, cb = learn.precision_decision, learn.precision
-    assert decision.mode == chosen
+    assert decision.recommended == chosen
     tried = ['fp32', 'bf16', 'fp16'] + ['half weights', 'half weights fp16'] * has_half
     assert list(decision.table.index) == tried       # half weights are autocast's casts, unless the learner has more
     if chosen == 'fp32': assert cb is None
     else:
-        assert decision.choice.mode == cb.amp_mode and decision.call == str(call_for(learn, decision.choice))
+        choice = decision.choices[chosen]
+        assert choice.mode == cb.amp_mode and decision.calls[chosen] == str(call_for(learn, choice))
         assert isinstance(cb, HalfWeights) == chosen.startswith('half')
     said = capsys.readouterr().out
-    assert said.startswith(f'{chosen}: ') and said.count('\n') == 1 and f'measuring: `{decision.call}`.' in said
+    assert said.startswith(f'{chosen}: ') and said.count('\n') == 1 and f'measuring: `{decision.calls[chosen]}`.' in said
     if chosen == 'fp16': assert '3.00, 3.00 to 3.00 times' in said and 'as 2 trainings of fp32 allow' in said
     learn.fit(1)
 
@@ -77,7 +78,7 @@ def test_a_loss_is_refused_for_what_seeds_do_not_show_and_not_for_noise(max_seco
     for _ in range(2):
         learn.to_amp(measure=True, max_seconds=max_seconds)
         decision = learn.precision_decision
-        assert decision.mode == chosen and (decision.table['steps']['fp32'] == 40) == (max_seconds == 60.)
+        assert decision.recommended == chosen and (decision.table['steps']['fp32'] == 40) == (max_seconds == 60.)
         assert 'as 2 trainings of fp32 allow' in decision.reason
         learn.to_fp32()
 
@@ -85,7 +86,8 @@ def test_a_loss_is_refused_for_what_seeds_do_not_show_and_not_for_noise(max_seco
 def test_modules_that_must_stay_in_fp32_do():
     learn = costing({'fp16': 3.}, Attentive()).to_fp16(init_scale=1024., max_skips=7).to_amp(measure=True)
     decision = learn.precision_decision
-    assert decision.mode == 'fp16' and decision.choice.fp32_modules == ('attn',) and 'attn' in decision.call
+    assert decision.recommended == 'fp16' and decision.choices['fp16'].fp32_modules == ('attn',)
+    assert 'attn' in decision.calls['fp16']
     assert learn.precision.fp32_module_names == ['attn'] and learn.precision.max_skips == 7
     assert learn.precision.scale == 1024.
     with warnings.catch_warnings(record=True) as found:
@@ -169,9 +171,8 @@ def test_the_advised_call_has_every_argument_that_is_not_the_default():
     assert precision_call(learn.to_fp16(loss_scale=8.), FP16, init_scale=4.) == 'learn.to_fp16(loss_scale=4.0)'
 
 
-def test_the_loss_scale_stays_and_so_does_a_callback_that_fits():
+def test_the_loss_scale_stays():
     learn = learner().to_fp16(scaler=torch.amp.GradScaler('cpu', init_scale=64., growth_interval=2))
     learn.fit(1)
-    cb, scale = learn.precision, learn.precision.scale
-    assert scale != 64. and use_choice(learn, PrecisionChoice(FP16)) is cb
-    assert use_choice(learn, PrecisionChoice(FP16, fp32_modules=('0',))) is not cb and learn.precision.scale == scale
+    scale = learn.precision.scale
+    assert scale != 64. and use_choice(learn, PrecisionChoice(FP16, fp32_modules=('0',))).scale == scale
