@@ -193,11 +193,12 @@ class _Comparison:
 
     def _notes(self, tolerance):
         n_seeds = len(self.seeds)
+        seeds = f' and {n_seeds} of {self.n_seeds} seeds' * bool(self.n_seeds)
         about = (f'; its standard deviation over {n_seeds + 1} fp32 trainings that differ in the order of batches and '
                  f'in random draws is {tolerance.spread:.2g}') if n_seeds else ''
         notes = [f'Loss: mean of the last {self.n_last} of {self.n} training steps on {self.device}{about}.']
         if self.n < self.n_steps or n_seeds < self.n_seeds:
-            notes.append(f'There was time for {self.n} of {self.n_steps} steps and {n_seeds} of {self.n_seeds} seeds '
+            notes.append(f'There was time for {self.n} of {self.n_steps} steps{seeds} '
                          f'(`max_seconds={self.progress.max_seconds:g}`).')
         if len(self.batches) < self.n: notes.append(f'The steps took {len(self.batches)} batches in turn.')
         if left := left_out(self.learn): notes.append(f"These callbacks took no part: {', '.join(left)}.")

@@ -172,11 +172,11 @@ def _draw_curves(ax: Any, losses: dict[str, list[float]], seed_losses: list[list
         seeds = pd.DataFrame([_smooth(values) for values in [losses['fp32'], *seed_losses]])
         ax.fill_between(seeds.columns, seeds.min(), seeds.max(), color='#d8dee9', lw=0,
                         label=f'fp32, range of {len(seeds)} seeds')
-    for name, values in losses.items():
+    for (name, values), style in zip(losses.items(), ('-', '--', ':', '-.', (0, (1, 3)))):
         if not values: continue
         finite = np.isfinite(values)
         label = name if finite.all() else f'{name} (not finite from step {finite.argmin() + 1})'
-        ax.plot(_smooth(values), '--' if 'fp16' in name else '-', color=_color(name), lw=2, label=label)
+        ax.plot(_smooth(values), linestyle=style, color=_color(name), lw=2, label=label)
     ax.set(title='Training loss (smoothed)', xlabel='step', ylabel='loss')
     ax.xaxis.get_major_locator().set_params(integer=True)
     ax.legend(loc='upper center', bbox_to_anchor=(.5, -.22), ncols=2, frameon=False, fontsize=8)
