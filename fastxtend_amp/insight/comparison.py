@@ -173,10 +173,7 @@ def _draw_curves(ax: Any, losses: dict[str, list[float]], seed_losses: list[list
         ax.fill_between(seeds.columns, seeds.min(), seeds.max(), color='#d8dee9', lw=0,
                         label=f'fp32, range of {len(seeds)} seeds')
     for (name, values), style in zip(losses.items(), ('-', '--', ':', '-.', (0, (1, 3)))):
-        if not values: continue
-        finite = np.isfinite(values)
-        label = name if finite.all() else f'{name} (not finite from step {finite.argmin() + 1})'
-        ax.plot(_smooth(values), linestyle=style, color=_color(name), lw=2, label=label)
+        if values: ax.plot(_smooth(values), linestyle=style, color=_color(name), lw=2, label=name)
     ax.set(title='Training loss (smoothed)', xlabel='step', ylabel='loss')
     ax.xaxis.get_major_locator().set_params(integer=True)
     ax.legend(loc='upper center', bbox_to_anchor=(.5, -.22), ncols=2, frameon=False, fontsize=8)
@@ -184,10 +181,9 @@ def _draw_curves(ax: Any, losses: dict[str, list[float]], seed_losses: list[list
 
 def _draw_speeds(ax: Any, table: pd.DataFrame, recommended: str) -> None:
     speed, low, high = (table[f'speed-up{q}'].fillna(0) for q in ('', ' q1', ' q3'))
-    widest = max(1., high.max())
     names = [f'{name}\n({s})' if s != 'native' else name for name, s in table['support'].items()]
-    ax.barh(names, speed, xerr=[speed - low, high - speed], capsize=3, color=list(map(_color, table.index)), height=.6)
-    for i, (s, end) in enumerate(zip(speed, high)):
-        ax.text(end + .04 * widest, i, f'{s:.2f}x' if s else 'not measured', va='center')
+    bars = ax.barh(names, speed, xerr=[speed - low, high - speed], capsize=3, color=list(map(_color, table.index)))
+    ax.bar_label(bars, [f'{s:.2f}x' if s else 'not measured' for s in speed], padding=6)
     ax.axvline(1, color='black', lw=.8, ls=':', zorder=0)
-    ax.set(title=f'Speed; recommended: {recommended}', xlabel='steps per second, fp32 = 1', xlim=(0, widest * 1.4))
+    ax.set(title=f'Speed; recommended: {recommended}', xlabel='steps per second, fp32 = 1')
+    ax.margins(x=.4)

@@ -10,7 +10,6 @@ import torch
 from fastai.learner import Learner
 
 from ..callback import MixedPrecision, precision_callback
-from ..common import type_name
 from ..half_weights import HalfWeights
 from ..mode import AMPMode, mode_support, training_device
 
@@ -45,10 +44,9 @@ def choices_from(
 
 def _choice(name: Any) -> PrecisionChoice:
     if isinstance(name, PrecisionChoice): return name
-    plain = name.lower().replace('_', ' ').strip() if isinstance(name, str) and not isinstance(name, AMPMode) else name
-    if plain in ('fp32', torch.float32): return PrecisionChoice()
-    half = isinstance(plain, str) and plain.startswith(HALF_WEIGHTS)
-    try: return PrecisionChoice(AMPMode(plain.removeprefix(HALF_WEIGHTS).strip() or 'bf16' if half else plain), half)
+    if name in ('fp32', torch.float32): return PrecisionChoice()
+    half = isinstance(name, str) and name.startswith(HALF_WEIGHTS)
+    try: return PrecisionChoice(AMPMode(name.removeprefix(HALF_WEIGHTS).strip() or 'bf16' if half else name), half)
     except ValueError:
         raise ValueError(f'modes={name!r} cannot be used: it is not a precision.\nAllowed: {_ALLOWED}.') from None
 
@@ -72,13 +70,10 @@ class Call(NamedTuple):
         return f"learn.{self.method}({', '.join(f'{k}={_written(v, k)}' for k, v in self.arguments.items())})"
 
 
-def _written(value: Any, name: str = '') -> str:
+def _written(value: Any, name: str) -> str:
     "Return `value` as it would be written in a call; an object that cannot be written as `name`."
-    if isinstance(value, AMPMode): return repr(value.value)
-    if isinstance(value, (list, tuple)): return '[' + ', '.join(map(_written, value)) + ']'
-    if isinstance(value, type): return type_name(value)
-    text = getattr(value, '__name__', None) or repr(value)
-    return name or '...' if text.startswith('<') else text
+    text = repr(value.value if isinstance(value, AMPMode) else value)
+    return name if text.startswith('<') else text
 
 
 def call_for(
