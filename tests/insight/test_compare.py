@@ -13,10 +13,10 @@ from fastai.data.load import DataLoader
 from fastai.losses import CrossEntropyLossFlat
 from torch import nn
 
-from fastxtend_amp import PrecisionComparison, mode
+from fastxtend_amp import HalfWeights, PrecisionComparison, mode
 from fastxtend_amp.insight import compare, precisions
 from fastxtend_amp.insight.comparison import Tolerance, recommend
-from fastxtend_amp.insight.precisions import call_for, choices_from
+from fastxtend_amp.insight.precisions import choices_from
 from helpers import OPTIMIZERS, At, Attentive, Data, handwritten, learner, loaders, mlp, params, same
 from states import bits, language_model, rich, shuffled
 
@@ -98,23 +98,15 @@ def test_each_row_runs_in_the_precision_it_names(own, monkeypatch):
 
 def test_precision_of_the_learner_is_the_template():
     learn = seeded().to_fp16(loss_scale=32.)
-    cb = learn.precision
-    r = learn.compare_precision(LOW, n_steps=4, n_seeds=0)
-    assert r.table['final scale']['fp16'] == 32 and learn.precision is cb and cb.learn is learn and cb.scales == []
+    assert learn.compare_precision(LOW, n_steps=4, n_seeds=0).table['final scale']['fp16'] == 32
     learn.to_fp16(init_scale=1024., growth_interval=2)
     learn.fit(1)
-    n, scale = len(learn.precision.scales), learn.precision.scale
+    scale = learn.precision.scale                                # which grows twice in four steps
     r = learn.compare_precision('fp16', n_steps=4, n_seeds=0)
     assert r.table['final scale']['fp16'] == scale * 4 and r.table['skipped']['fp16'] == 0
-    assert len(learn.precision.scales) == n and learn.precision.scale == scale
-
-
-def test_modules_kept_in_fp32_are_kept_in_the_comparison():
-    learn = learner(Attentive()).to_fp16(init_scale=1024., fp32_modules='attn')
-    r = learn.compare_precision('fp16', n_steps=4)
-    assert r.table['skipped']['fp16'] == 0 and np.isfinite(r.table['loss']['fp16'])
-    plain = learner(Attentive()).to_fp16().compare_precision('fp16', n_steps=4)
-    assert plain.table['skipped']['fp16'] == 4
+    for kept, skipped in (('attn', 0), (None, 4)):
+        learn = learner(Attentive()).to_fp16(init_scale=1024., fp32_modules=kept)
+        assert learn.compare_precision('fp16', n_steps=4).table['skipped']['fp16'] == skipped
 
 
 class Logs(Callback):
@@ -235,21 +227,17 @@ def test_a_training_that_diverges_is_drawn_and_named():
 
 # -- calls
 
-@pytest.mark.parametrize('own, name, call', [
-    (None, 'fp32', 'learn.to_fp32()'), (None, 'half weights', 'learn.to_half_weights()'),
-    ('fp16', 'fp32', 'learn.to_fp32()'), ('fp16', 'bf16', "learn.to_bf16(fp32_modules=['attn'], on_overflow='raise')"),
-    ('fp16', 'fp16', "learn.to_fp16(init_scale=256.0, fp32_modules=['attn'], on_overflow='raise')"),
-    ('half weights', 'fp16', "learn.to_fp16(fp32_modules=['attn'])")])
-def test_apply_makes_the_call_that_keeps_what_the_learner_has(own, name, call):
-    learn = seeded(Attentive(gain=1.))
-    if own == 'fp16': learn.to_fp16(init_scale=256., fp32_modules='attn', on_overflow='raise')
-    if own == 'half weights': learn.to_half_weights(fp32_modules='attn')
-    r = learn.compare_precision(('bf16', 'fp16', 'half weights'), n_steps=1, n_seeds=0)
-    assert r.calls[name] == call and r.apply(learn, name) is learn
-    assert str(call_for(learn, r.choices[name])) == call
+def test_apply_makes_the_call_that_keeps_what_the_learner_has():
+    learn = seeded(Attentive(gain=1.)).to_fp16(init_scale=256., fp32_modules='attn', on_overflow='raise')
+    r = learn.compare_precision([*LOW, 'half weights'], n_steps=1, n_seeds=0)
+    for name, call in {'fp16': "learn.to_fp16(init_scale=256.0, fp32_modules=['attn'], on_overflow='raise')",
+                       'bf16': "learn.to_bf16(fp32_modules=['attn'], on_overflow='raise')",
+                       'half weights': "learn.to_half_weights(fp32_modules=['attn'], on_overflow='raise')"}.items():
+        assert r.calls[name] == call and r.apply(learn, name) is learn
+    assert isinstance(learn.precision, HalfWeights)
     r.apply(learn)
-    assert getattr(learn.precision, 'amp_mode', 'fp32') == r.recommended
-    learn.fit(1)
+    assert r.recommended == 'fp32' and learn.precision is None
+    with pytest.raises(ValueError, match="mode='fp8' cannot be used: it was not compared"): r.apply(learn, 'fp8')
 
 
 # -- time
@@ -338,8 +326,6 @@ def table_of(**modes):
 
 
 def speeds(low, mid, high): return {'speed-up q1': low, 'speed-up': mid, 'speed-up q3': high}
-
-
 SEEDS = Tolerance([1.], [1.05, .95, 1.02])     # fp32 trained four times: up to .11 above is as fp32
 
 
@@ -349,9 +335,9 @@ SEEDS = Tolerance([1.], [1.05, .95, 1.02])     # fp32 trained four times: up to 
                                                   '0.11, as 4 trainings of fp32 allow'),
     (dict(bf16={}, fp16=speeds(2.9, 3., 3.1)), 'fp16', "3.00, 2.90 to 3.10 times fp32's speed"),
     (dict(bf16={}, fp16={**speeds(2.9, 3., 3.1), 'loss difference': .2}), 'bf16', 'its loss is 0.2 above'),
-    (dict(bf16={}, fp16={**speeds(2.9, 3., 3.1), 'loss difference': float('nan')}), 'bf16', 'its loss is not finite'),
-    (dict(bf16={}, fp16={**speeds(2.9, 3., 3.1), 'final scale': .5}), 'bf16', 'below 1 the model does not fit fp16'),
-    (dict(bf16={}, fp16={**speeds(2.9, 3., 3.1), 'skipped': 26}), 'bf16', 'it skipped 26 of 50 steps'),
+    (dict(fp16={'loss difference': float('nan')}), 'fp32', 'its loss is not finite'),
+    (dict(fp16={'final scale': .5}), 'fp32', 'below 1 the model does not fit fp16'),
+    (dict(fp16={'skipped': 26}), 'fp32', 'it skipped 26 of 50 steps'),
     (dict(bf16=speeds(.68, .7, .72)), 'fp32', 'not reliably faster than fp32 here (0.70, 0.68 to 0.72 times its speed)'),
     (dict(bf16={**speeds(.2, .3, .4), 'support': 'emulated'}), 'fp32', 'the device only emulates it'),
     (dict(bf16=speeds(1.03, 1.04, 1.05)), 'fp32', 'not reliably faster'),
