@@ -16,7 +16,7 @@ from fastai.torch_core import set_seed, to_device
 
 from ..callback import precision_callback
 from ..common import first_line
-from ..convert import map_tensors
+from ..convert import map_tensors, tensors
 from ..mode import mode_support, training_device
 from .comparison import PrecisionComparison, Tolerance, recommend
 from .copies import (
@@ -30,7 +30,6 @@ from .copies import (
 )
 from .precisions import PrecisionChoice, call_for, choices_from, use_choice
 from .progress import Progress, TimeIsUp, check_count, check_seconds
-from .values import tensors
 
 __all__ = ['compare']
 

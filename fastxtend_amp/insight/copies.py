@@ -127,9 +127,9 @@ def _copy(learn: Learner, taking_part: list[Callback], optimizer: bool) -> Learn
     rest = {k: v for k, v in vars(learn).items() if k not in methods and not isinstance(v, Callback)}
     vars(new).update(rest, cbs=L(), logger=noop, lock=threading.Lock())
     cbs = [cb for cb in learn.cbs if cb in taking_part or isinstance(cb, MixedPrecision)]
-    parts = [('the model', unwrapped(learn.model)), ('the loss function', learn.loss_func), ('opt_func', learn.opt_func),
-             ('the optimizer', learn.opt if optimizer else None), ("the learner's own methods", methods),
-             *((f"the callback '{cb.name}'", cb) for cb in cbs)]
+    parts = [('the model', unwrapped(learn.model)), ('the loss function', learn.loss_func),
+             ('opt_func', learn.opt_func), ('the optimizer', learn.opt if optimizer else None),
+             ("the learner's own methods", methods), *((f"the callback '{cb.name}'", cb) for cb in cbs)]
     for _, part in parts: _detach_results(part, memo)
     copies: list[Any] = []
     for what, part in parts:

@@ -13,7 +13,7 @@ from torch.utils import checkpoint
 
 from fastxtend_amp import PrecisionReport
 from fastxtend_amp.insight import report as room
-from fastxtend_amp.insight.values import Histogram, largest_value, relative_error
+from fastxtend_amp.insight.trace import largest_value, relative_error
 from fastxtend_amp.insight.verdict import Judgement, Verdict
 from fastxtend_amp.mode import Support, refused_layer
 from fastxtend_amp import AMPMode
@@ -251,18 +251,18 @@ def test_a_mode_that_the_device_does_not_support(monkeypatch):
 def test_a_mode_that_does_not_work_leads_to_the_fastest_that_does(monkeypatch):
     for native, call in ((('bf16',), 'learn.to_bf16()'), ((), 'learn.to_fp32()'), (('fp16',), 'learn.to_fp32()')):
         support = lambda mode, device: Support('native' if mode.value in native else 'emulated', '')
-        monkeypatch.setattr('fastxtend_amp.insight.verdict.mode_support', support)
+        monkeypatch.setattr('fastxtend_amp.mode.mode_support', support)
         assert verdict_on(Products(None)).call == call
 
 
 def test_time_that_is_over_leaves_what_is_known(clock):
     learn = learner(nn.Sequential(nn.Linear(6, 6), *[Act(lambda h: (clock.sleep(1), h)[1]) for _ in range(10)], nn.Linear(6, 1)))
-    report = learn.precision_report(max_seconds=25.)             # a pass takes 10
+    report = learn.precision_report(max_seconds=15.)             # a pass takes 10, and one that began is ended
     bf16, fp16 = report.verdicts.values()
-    assert bf16.verdict == 'safe so far' and fp16.verdict == 'not known' and '`max_seconds=25` was over' in fp16.reason
-    assert fp16.call == "learn.precision_report('fp16', max_seconds=250)" and set(report.table['mode']) == {'bf16'}
+    assert bf16.verdict == 'safe so far' and fp16.verdict == 'not known' and '`max_seconds=15` was over' in fp16.reason
+    assert fp16.call == "learn.precision_report('fp16', max_seconds=150)" and set(report.table['mode']) == {'bf16'}
     report = learn.precision_report(max_seconds=5.)
-    assert {v.verdict for v in report.verdicts.values()} == {'not known'} and not len(report.table) and len(report.plot()) == 2
+    assert {v.verdict for v in report.verdicts.values()} == {'not known'} and not len(report.table) and report.plot()
 
 
 def test_the_verdicts_are_documented():
@@ -298,10 +298,6 @@ def test_gradients():
 
 
 def test_small_figures():
-    values = torch.tensor([0., -0., 1., 1.5, -2., 2. ** -24, 2. ** -30, 65504., math.inf, -math.inf, math.nan])
-    h = Histogram()
-    h.add(values)
-    assert h.largest == 65504. and h.mass_below(2. ** 15) == pytest.approx(4.5 / 65508, rel=1.) and h.mass_below(2. ** -31) == 0
     for size in (1e-30, 1., 1e30):                               # beyond the squares of fp32
         got, expected = torch.tensor([1.1, 2.]) * size, torch.tensor([1., 2.]) * size
         assert relative_error(got, expected) == pytest.approx(.1 / math.sqrt(5), rel=1e-4)
