@@ -342,9 +342,8 @@ def _as_written() -> AbstractContextManager:
 
 
 def _set_precision(copy, mode, keep, scale):
-    arguments: dict[str, Any] = {'fp32_modules': list(keep)} if keep else {}
-    if mode.needs_loss_scaling: arguments['init_scale'] = scale
-    getattr(copy, f'to_{mode.value}')(on_overflow='ignore', **arguments)
+    arguments = {'init_scale': scale} if mode.needs_loss_scaling else {}
+    getattr(copy, f'to_{mode.value}')(on_overflow='ignore', fp32_modules=list(keep), **arguments)
 
 
 def _begin_fit(copy):
