@@ -14,6 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from fastxtend_amp import MixedPrecision
 from fastxtend_amp.insight.watch import Watch
 from helpers import OPTIMIZERS, At, Attentive, Data, autocast_state, dataset, learner, loaders, mlp, opt_state, params, same, same_state
+from states import Act, Gives, Times, Unpacks, loud_loss
 
 
 def said(learn, n=1, lr=.01):
@@ -35,24 +36,9 @@ class OnceInf(nn.Module):
         return x * (math.inf if self.n == self.when and torch.is_autocast_enabled('cpu') else 1)
 
 
-class Times(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, factor): ctx.factor = factor; return x.clone()
-    @staticmethod
-    def backward(ctx, g): return g * ctx.factor, None
-
-
-class Steep(nn.Module):
-    "Passes its input on, and back its gradient times `factor`."
-    def __init__(self, factor): super().__init__(); self.factor = factor
-    def forward(self, x): return Times.apply(x, self.factor)
-
-
-def steep(factor): torch.manual_seed(0); return nn.Sequential(nn.Linear(6, 8), Steep(factor), nn.Linear(8, 1))
+def steep(factor): torch.manual_seed(0); return nn.Sequential(nn.Linear(6, 8), Act(lambda h: Times.apply(h, factor)), nn.Linear(8, 1))
 def bad_data(): data = dataset(); data.tensors[0][7, 2] = math.nan; return learner(dls=loaders(train=data))
-def log_of_negative(): return learner(nn.Sequential(nn.Linear(6, 2), Log()))
-class Log(nn.Module):
-    def forward(self, x): return x.sum(1, keepdim=True).log()
+def log_of_negative(): return learner(nn.Sequential(nn.Linear(6, 2), Act(lambda h: h.sum(1, keepdim=True).log())))
 
 
 # -- what is found
@@ -67,12 +53,7 @@ def test_the_module_that_overflows_is_named(opt):
 
 
 def test_a_model_whose_output_a_callback_unpacks():
-    class Gives(nn.Module):
-        def __init__(self): super().__init__(); self.net = Attentive()
-        def forward(self, x): return {'logits': self.net(x)}
-    class Unpacks(Callback):
-        def after_pred(self): self.learn.pred = self.pred['logits']
-    assert "fp32_modules=['net.attn']" in told(learner(Gives(), cbs=Unpacks()).to_fp16())[0]
+    assert "fp32_modules=['net.attn']" in told(learner(Gives(Attentive()), cbs=Unpacks()).to_fp16())[0]
 
 
 def test_a_batch_that_callbacks_have_prepared_is_run_as_it_is():
@@ -84,8 +65,7 @@ def test_a_batch_that_callbacks_have_prepared_is_run_as_it_is():
 
 
 def test_the_loss_function_itself():
-    def loss(p, y): return ((p.half() if torch.is_autocast_enabled('cpu') else p) * 6e4 * 6e4).float().mul(1e-9).sub(y).square().mean()
-    message = told(learner(loss_func=loss).to_fp16())[0]
+    message = told(learner(loss_func=loud_loss).to_fp16())[0]
     assert 'in the loss function' in message and "autocast('cpu', enabled=False)" in message and 'fp32_modules' not in message
 
 
@@ -311,3 +291,10 @@ def test_no_hooks_while_training_goes_well():
     def hooks(l): seen.append(sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in l.model.modules()))
     learn.add_cb(At('after_batch', hooks))
     assert told(learn, 2) == [] and set(seen) == {0}
+
+
+def test_with_several_processes_nothing_is_run_again(monkeypatch):
+    monkeypatch.setattr('fastxtend_amp.insight.diagnosis.several_processes', lambda: True)
+    message = told(learner(Attentive()).to_fp16())[0]
+    assert 'the batch is not run again' in message and '`learn.precision_report()` in one process' in message
+    assert 'The batch itself is not finite' in told(bad_data().to_bf16())[0]

@@ -3,7 +3,6 @@ import math, random, re
 from typing import get_args
 
 import pytest, torch
-from fastai.callback.core import Callback
 from fastai.callback.mixup import MixUp
 from fastai.learner import Learner
 from fastai.losses import CrossEntropyLossFlat
@@ -18,7 +17,7 @@ from fastxtend_amp.insight.verdict import Judgement, Verdict
 from fastxtend_amp.mode import Support, refused_layer
 from fastxtend_amp import AMPMode
 from helpers import At, Attentive, Data, dataset, learner, loaders, mlp, params, same
-from states import bits, language_model, rich
+from states import Act, Gives, Times, Unpacks, bits, fills, language_model, loud_loss, rich
 
 
 def rows(report, mode): return report.table[report.table['mode'] == mode].set_index('module')
@@ -43,11 +42,6 @@ class Own(nn.Module):
     def forward(self, x): return self.b(self.f(self.a(x)))
 
 
-class Act(nn.Module):
-    def __init__(self, f): super().__init__(); self.f = f
-    def forward(self, x): return self.f(x)
-
-
 def inner(f, n=32):
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, n), Act(f), nn.Linear(n, 1))
@@ -56,13 +50,6 @@ def inner(f, n=32):
 def rms(h): h = h * 400; return h * torch.rsqrt((h * h).mean(-1, keepdim=True) + 1e-5)
 def cancels(h): return (h + 3000) - 3000
 def unit(h): h = h * 1e-5; return h / (h * h + 1e-12).sum(-1, keepdim=True).sqrt()      # the squares are 0 in fp16
-
-
-class Times(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, factor): ctx.factor = factor; return x.clone()
-    @staticmethod
-    def backward(ctx, g): return g * ctx.factor, None
 
 
 class InNumPy(torch.autograd.Function):
@@ -215,8 +202,7 @@ def test_inputs_above_the_limit_are_named():
 
 
 def test_a_loss_function_that_overflows():
-    def loss(p, y): return ((p.half() if torch.is_autocast_enabled('cpu') else p) * 6e4 * 6e4).float().mul(1e-9).sub(y).square().mean()
-    verdict = verdict_on(mlp(), loss_func=loss)
+    verdict = verdict_on(mlp(), loss_func=loud_loss)
     assert verdict.verdict == 'do not use' and verdict.trouble == ['loss function']
     assert 'in the loss function' in verdict.reason and "torch.autocast('cpu', enabled=False)" in verdict.reason
 
@@ -228,7 +214,6 @@ def test_a_mode_that_the_device_has_no_kernel_for():
         assert 'PyTorch says' in verdict.reason and 'fp32_modules=nn.LSTM' in verdict.reason
 
 
-def fills(h): return h.masked_fill(h < 0, -1e9).softmax(-1)
 def scatters(h): return torch.zeros(h.shape).index_put((torch.arange(len(h)),), h)
 
 
@@ -309,12 +294,6 @@ def test_small_figures():
 
 # -- what trains can be reported on
 
-class Gives(nn.Module):
-    "Gives a dictionary, as Hugging Face's models do; a callback unpacks it."
-    def __init__(self): super().__init__(); self.net = mlp()
-    def forward(self, x): return {'logits': self.net(x)}
-class Unpacks(Callback):
-    def after_pred(self): self.learn.pred = self.pred['logits']
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
@@ -347,7 +326,7 @@ def classes(**kwargs):
 
 
 MODELS = {
-    'unpacked by a callback': lambda: learner(Gives(), cbs=Unpacks()), 'MixUp': lambda: classes(cbs=MixUp()),
+    'unpacked by a callback': lambda: learner(Gives(mlp()), cbs=Unpacks()), 'MixUp': lambda: classes(cbs=MixUp()),
     'dictionaries as batches': lambda: learner(dls=loaders(24, 4, Named(*dataset().tensors), Named(*dataset().tensors)), cls=Splits),
     'tied, in place, called twice': lambda: learner(Tied()), 'compiled': compiled, 'checkpoints': lambda: learner(Checkpointed()),
     'own gradients': lambda: learner(Force()), 'vmap': mapped,

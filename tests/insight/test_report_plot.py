@@ -4,6 +4,7 @@ import pytest, torch
 from torch import nn
 
 from helpers import Attentive, learner
+from states import Act, fills
 
 RED, GREY = '#c0392b', '#8a929c'
 
@@ -38,12 +39,8 @@ def test_modules_in_trouble_are_red_at_the_value_in_the_table(drawn):
     assert label_of(ax, 'attn').get_color() == RED
 
 
-class Fills(nn.Module):
-    def forward(self, h): return h.masked_fill(h < 0, -1e9).softmax(-1)
-
-
 def test_modules_that_do_not_run_are_grey(drawn):
-    _, ax = drawn(learner(nn.Sequential(Attentive(), nn.Linear(1, 8), Fills(), nn.Linear(8, 1))), modes='fp16')
+    _, ax = drawn(learner(nn.Sequential(Attentive(), nn.Linear(1, 8), Act(fills), nn.Linear(8, 1))), modes='fp16')
     grey, red = line(ax, 'module that does not run'), line(ax, 'module in trouble')
     assert grey.get_color() == GREY == label_of(ax, '2').get_color() and len(grey.get_xdata()) == 1
     assert red.get_color() == RED == label_of(ax, '0.attn').get_color() and len(red.get_xdata()) == 1
