@@ -129,8 +129,7 @@ def _copy(learn: Learner, taking_part: list[Callback], optimizer: bool) -> Learn
     cbs = [cb for cb in learn.cbs if cb in taking_part or isinstance(cb, MixedPrecision)]
     parts = [('the model', unwrapped(learn.model)), ('the loss function', learn.loss_func),
              ('opt_func', learn.opt_func), ('the optimizer', learn.opt if optimizer else None),
-             ("the learner's own methods", methods),
-             *((f"the callback '{cb.name}'", cb) for cb in cbs)]
+             ("the learner's own methods", methods), *((f"the callback '{cb.name}'", cb) for cb in cbs)]
     for _, part in parts: _detach_results(part, memo)
     copies: list[Any] = []
     for what, part in parts:

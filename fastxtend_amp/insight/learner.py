@@ -61,7 +61,7 @@ def precision_report(self: Learner,
     modes: Iterable[str | AMPMode] = ('bf16', 'fp16'), # The precisions to ask about
     n_batches: int = 1, # How many batches to look at
     dl: Any = None, # The DataLoader to take them from; the training set's if None
-    max_seconds: float = 60., # Seconds after which it ends with what it knows by then
+    max_seconds: float = 60., # Seconds after which the model is not run again; a verdict may then be 'not known'
 ) -> PrecisionReport: # `verdicts`, `table`, `fp32_modules`, `plot()`; shows itself in a notebook
     """Report whether the model survives low precision, and where it does not; on real batches.
 
