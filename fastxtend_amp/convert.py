@@ -47,19 +47,6 @@ def map_tensors(
     return tree_map(partial(_map_leaf, f), x)
 
 
-def tensors(
-    x: Any, # Nested at will
-    floating: bool = True, # Only those of floating point
-) -> list[torch.Tensor]:
-    "Return the tensors in `x`."
-    found: list[torch.Tensor] = []
-    def note(t):
-        if not floating or t.is_floating_point(): found.append(t)
-        return t
-    map_tensors(note, x)
-    return found
-
-
 def _map_leaf(f: Callable[[torch.Tensor], torch.Tensor], x: Any) -> Any:
     "Return a leaf of a pytree with `f` applied to it, or to the tensors in it."
     if isinstance(x, torch.Tensor): return f(x)

@@ -236,8 +236,8 @@ def emulation_warning(mode: AMPMode, device: torch.device) -> str | None:
 
 def _faster_call(mode: AMPMode, device: torch.device) -> str:
     "Return the call for the fastest precision that `device` does natively, but for `mode`."
-    faster = fastest_native(device)
-    return 'learn.to_fp32()' if faster in (None, mode) else f'learn.to_{faster.value}()'
+    faster = fastest_native(device, [mode])
+    return f'learn.to_{faster.value}()' if faster else 'learn.to_fp32()'
 
 
 def model_device(model: nn.Module, default: torch.device | str) -> torch.device:

@@ -14,7 +14,7 @@ from fastai.torch_core import set_seed, to_device
 
 from ..callback import precision_callback
 from ..common import first_line
-from ..convert import map_tensors, tensors
+from ..convert import map_tensors
 from ..mode import AMPMode, mode_support, training_device
 from .comparison import PrecisionComparison, Tolerance, recommend
 from .copies import (
@@ -25,6 +25,7 @@ from .copies import (
     random_state,
     random_state_kept,
     set_random_state,
+    tensors,
 )
 from .precisions import PrecisionChoice, call_for, choices_from, default_choices, use_choice
 from .progress import Progress, check_count, check_seconds

@@ -10,7 +10,11 @@ from fastprogress.fastprogress import progress_bar
 
 from ..scaling import is_number
 
-__all__ = ['Progress', 'check_count', 'check_seconds']
+__all__ = ['Progress', 'TimeIsUp', 'check_count', 'check_seconds']
+
+
+class TimeIsUp(BaseException):
+    "The time limit is over. Not an `Exception`, so that no model catches it."
 
 
 class Progress:

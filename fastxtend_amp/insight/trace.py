@@ -24,11 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..callback import MixedPrecision
 from ..common import first_line, message_of
-from ..convert import HALF, half_to_float, map_tensors, tensors
+from ..convert import HALF, half_to_float, map_tensors
 from ..fp32_modules import ROOT, qualified_names
 from ..mode import AMPMode
 from .compat import in_function_transform, operator, unwatched
-from .copies import RandomState, copied_learner, set_random_state
+from .copies import RandomState, copied_learner, set_random_state, tensors
 
 __all__ = ['LOSS', 'Seen', 'Trace', 'all_finite', 'ends', 'largest_value', 'relative_error', 'trace']
 

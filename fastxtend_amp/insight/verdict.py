@@ -10,9 +10,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ..convert import tensors
 from ..fp32_modules import ROOT, covers, qualified_names
 from ..mode import AMPMode
+from .copies import tensors
 from .trace import LOSS, Trace, all_finite, ends
 
 __all__ = ['IMPRECISE', 'Judge', 'Judgement', 'Verdict', 'as_html', 'lost_weights', 'named',
