@@ -6,7 +6,7 @@ import pandas as pd
 import pytest, torch
 from fastai.callback.core import Callback
 from fastai.callback.mixup import CutMix, MixUp
-from fastai.callback.tracker import EarlyStoppingCallback, SaveModelCallback
+from fastai.callback.tracker import SaveModelCallback
 from fastai.callback.training import GradientAccumulation, GradientClip
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
@@ -119,13 +119,10 @@ events = []
 
 def test_who_takes_part(tmp_path):
     events.clear()
-    learn = seeded(cbs=[Logs(), Shapes(), GradientClip(1e-3), SaveModelCallback(), EarlyStoppingCallback()],
-                   path=tmp_path)
-    printed = []
-    learn.logger = printed.append
+    learn = seeded(cbs=[Logs(), Shapes(), GradientClip(1e-3), SaveModelCallback()], path=tmp_path)
     r = learn.compare_precision(LOW, n_steps=4, n_seeds=1)
-    assert events == [True] * 16 and not printed and not list(tmp_path.rglob('*'))       # four trainings of four steps
-    assert 'These callbacks took no part: logs, save_model, early_stopping.' in said(r)
+    assert events == [True] * 16 and not list(tmp_path.rglob('*'))       # four trainings of four steps
+    assert 'These callbacks took no part: logs, save_model.' in said(r)
     clipped, seen = seeded(cbs=GradientClip(1e-3)), []
     clipped.fit(1, cbs=At('after_batch', lambda l: seen.append(l.loss.item()) if l.training else None))
     assert r.losses['fp32'] == seen[:4]
@@ -148,22 +145,14 @@ def test_callbacks_that_change_the_batch_or_the_loss(make):
 
 # -- no side effect
 
-def test_learner_is_as_it_was():
-    learn = rich()
-    before = bits(learn)
-    learn.compare_precision(LOW, n_steps=6, n_seeds=1)
-    after = bits(learn)
-    for key in before: assert after[key] == before[key], key
-
-
-def test_an_error_in_low_precision_is_a_result():
+def test_an_error_in_low_precision_is_a_result_and_the_learner_as_it_was():
     class Breaks(Callback):
         def after_loss(self):
             if self.learn.precision and self.learn.iter == 3: raise ZeroDivisionError('now')
     learn = rich()
     learn.add_cb(Breaks())
     before = bits(learn)
-    r = learn.compare_precision(LOW, n_steps=8, n_seeds=0)
+    r = learn.compare_precision(LOW, n_steps=8, n_seeds=1)
     assert list(r.table['support']) == ['native', 'failed', 'failed'] and list(r.table['steps']) == [8, 3, 3]
     assert r.table['note']['bf16'] == 'ZeroDivisionError: now' and 'bf16: does not run here' in r.reason
     assert r.recommended == 'fp32' and r.plot() is not None and bits(learn) == before
@@ -194,19 +183,12 @@ def test_what_fails_in_fp32_and_memory_that_ends_are_the_users_to_see():
 
 
 def test_a_mode_that_does_not_run_gets_a_row_with_the_reason(support, monkeypatch):
-    class Refuses(nn.Linear):
-        def forward(self, x):
-            if torch.get_autocast_dtype('cpu') is torch.float16 and torch.is_autocast_enabled('cpu'):
-                raise RuntimeError('could not create a primitive\nmore')
-            return super().forward(x)
     support({'bf16': 'unsupported'}, 'no such unit')
-    r = seeded(nn.Sequential(Refuses(6, 1))).compare_precision(LOW, n_steps=4, n_seeds=1)
-    assert list(r.table['steps']) == [4, 0, 0] and list(r.table['support']) == ['native', 'unsupported', 'failed']
-    assert list(r.table['note']) == ['', 'no such unit', 'RuntimeError: could not create a primitive']
-    assert 'fp16: does not run here' in r.reason and r.table['note']['fp16'] in said(r)
     monkeypatch.setattr(mode, 'refused_layer', lambda kind, m: 'no kernel' if m == 'fp16' else None)
-    r = language_model().compare_precision('fp16', n_steps=2, n_seeds=0)
-    assert r.table['note']['fp16'].startswith('ValueError: fp16 does not run on this CPU for ') and 'Exception' not in repr(r)
+    r = language_model().compare_precision(LOW, n_steps=2, n_seeds=0)
+    assert list(r.table['steps']) == [2, 0, 0] and list(r.table['support']) == ['native', 'unsupported', 'failed']
+    assert 'bf16: no such unit fp16: ValueError: fp16 does not run on this CPU for ' in said(r)
+    assert r.reason == 'bf16: does not run here; fp16: does not run here.' and 'Exception' not in repr(r)
 
 
 def test_modes_by_other_names():
@@ -215,14 +197,13 @@ def test_modes_by_other_names():
     assert names(['half weights fp16', 'half weights']) == ['fp32', 'half weights fp16', 'half weights']
 
 
-def test_a_training_that_diverges_is_drawn_and_named():
+def test_a_training_that_diverges_is_named():
     class Overflows(nn.Linear):
         def forward(self, x):
-            big = (super().forward(x).abs() + 1) * 1e5           # beyond fp16 in each batch
-            return (big - big.detach()) / 1e5 + super().forward(x)
+            return (super().forward(x).abs() + 1) * 1e5 / 1e5    # beyond fp16 in each batch
     r = seeded(nn.Sequential(Overflows(6, 1))).compare_precision('fp16', n_steps=6, n_seeds=1)
-    assert np.isnan(r.losses['fp16']).all() and np.isfinite(r.losses['fp32']).all() and r.table['skipped']['fp16'] == 6
-    assert r.recommended == 'fp32' and 'fp16: its loss is not finite' in r.reason
+    assert not np.isfinite(r.losses['fp16']).any() and np.isfinite(r.losses['fp32']).all() and r.table['skipped']['fp16'] == 6
+    assert r.recommended == 'fp32' and 'fp16: its loss is not finite' in r.reason and r.plot() is not None
 
 
 # -- calls
@@ -350,16 +331,13 @@ def test_recommendation(modes, best, text):
     assert recommended == best and text in reason
 
 
-def test_nothing_is_compared_to_a_loss_that_is_not_finite():
-    found, reason = recommend(table_of(bf16={}), Tolerance([float('nan')], [1.]))
-    assert found == 'fp32' and 'nothing can be compared' in reason
-
-
 def test_without_a_second_training_of_fp32_only_a_wide_margin_refuses():
     alone = Tolerance([1.02, .99, .99], [])
     for difference, best in ((.02, 'bf16'), (.09, 'bf16'), (.2, 'fp32')):
         found, reason = recommend(table_of(bf16={'loss difference': difference}), alone)
         assert found == best and 'a wide margin, as there was no second training of fp32' in reason
+    recommended, reason = recommend(table_of(bf16={}), Tolerance([float('nan')], [1.]))
+    assert recommended == 'fp32' and 'nothing can be compared' in reason
     assert Tolerance([.1, 3., .1], []).value > 1 and Tolerance([1.], [1.001]).value == pytest.approx(.01)
     assert Tolerance([1.], [1.1]).value > Tolerance([1.], [1.1, 1.05]).value > Tolerance([1.], [1.1, 1.05, .95]).value
 
