@@ -285,14 +285,6 @@ def test_the_rerun_uses_the_same_random_draws():
     assert "in '2'" in told(learn, 10)[0]
 
 
-def test_no_hooks_while_training_goes_well():
-    seen = []
-    learn = learner().to_fp16()
-    def hooks(l): seen.append(sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in l.model.modules()))
-    learn.add_cb(At('after_batch', hooks))
-    assert told(learn, 2) == [] and set(seen) == {0}
-
-
 def test_with_several_processes_nothing_is_run_again(monkeypatch):
     monkeypatch.setattr('fastxtend_amp.insight.diagnosis.several_processes', lambda: True)
     message = told(learner(Attentive()).to_fp16())[0]
