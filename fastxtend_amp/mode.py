@@ -187,7 +187,7 @@ def fastest_native(
     failed: Iterable[AMPMode] = (), # Modes that do not work for a model
 ) -> AMPMode | None:
     "Return the fastest mode that `device` does natively: bf16 (no loss scaling), then fp16; None where fp32 is."
-    left = (m for m in (AMPMode.BF16, AMPMode.FP16) if m not in failed)
+    left = (m for m in reversed(AMPMode) if m not in failed)     # bf16 before fp16
     return next((m for m in left if mode_support(m, device).status == 'native'), None)
 
 

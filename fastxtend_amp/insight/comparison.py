@@ -11,8 +11,7 @@ import numpy as np
 import pandas as pd
 from fastai.learner import Learner
 
-from ..common import PRECISION_COLORS
-from .precisions import PrecisionChoice, use_choice
+from .precisions import PRECISION_COLORS, PrecisionChoice, use_choice
 from .verdict import as_html
 
 __all__ = ['PrecisionComparison', 'Tolerance', 'recommend']

@@ -13,8 +13,11 @@ from ..callback import MixedPrecision, precision_callback
 from ..half_weights import HalfWeights
 from ..mode import AMPMode, mode_support, training_device
 
-__all__ = ['PrecisionChoice', 'call_for', 'choices_from', 'default_choices', 'precision_call', 'use_choice']
+__all__ = ['PRECISION_COLORS', 'PrecisionChoice', 'call_for', 'choices_from', 'default_choices', 'precision_call',
+           'use_choice']
 
+# One colour for a precision in every plot.
+PRECISION_COLORS = {'fp32': '#4c566a', 'bf16': '#2a78b8', 'fp16': '#d1701f', 'half weights': '#17a2a2'}
 HALF_WEIGHTS = 'half weights'
 _ALLOWED = "'fp32', 'bf16', 'fp16', 'half weights' (bf16), 'half weights fp16', or a list of these"
 

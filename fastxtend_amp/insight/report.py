@@ -14,12 +14,11 @@ from torch import nn
 
 from ..callback import precision_callback
 from ..checks import half_parameters_of
-from ..common import PRECISION_COLORS
 from ..convert import map_tensors
 from ..fp32_modules import unwrapped
 from ..mode import AMPMode, fastest_native, mode_support, training_device
 from .copies import check_learner, left_out, loader_like, random_state_kept, tensors
-from .precisions import precision_call
+from .precisions import PRECISION_COLORS, precision_call
 from .progress import TimeIsUp, check_count, check_seconds
 from .trace import Seen, Trace, trace
 from .verdict import Judge, Verdict, as_html, not_finite_data, some

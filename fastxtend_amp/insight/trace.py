@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..callback import MixedPrecision
-from ..common import first_line, message_of
+from ..common import first_line
 from ..convert import HALF, half_to_float, map_tensors
 from ..fp32_modules import ROOT, qualified_names
 from ..mode import AMPMode
@@ -294,7 +294,7 @@ def trace(
         except torch.OutOfMemoryError: raise
         except (RuntimeError, TypeError, ValueError) as e:
             if mode is None: raise
-            found.error = message_of(e).replace('\n', ' ')
+            found.error = first_line(e, 400)
             if found.began: found.failed_in, found.error = found.failed_in or LOSS, first_line(e)
     return found
 

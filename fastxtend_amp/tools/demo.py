@@ -16,8 +16,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import fastxtend_amp  # noqa: F401  patches Learner
-from ..common import PRECISION_COLORS
 from ..insight.comparison import PrecisionComparison
+from ..insight.precisions import PRECISION_COLORS
 from ..mode import precision_support
 from .device import usable_device
 
