@@ -20,7 +20,7 @@ __all__: list[str] = []
 
 @patch(as_prop=True)
 def precision_decision(self: Learner) -> PrecisionDecision | None:
-    "The last outcome of `to_amp(measure=True)` for this learner, fp32 too: table, plot, reason; None if not asked."
+    "The outcome of the last `to_amp(measure=True)` on this learner, also where it took fp32; None before the first."
     return decision_of(self)
 
 
