@@ -59,10 +59,9 @@ def set_precision(
     return learn
 
 
-class _Precision:
-    "Not a property: a callback of the user's that fastai gives this name takes its place on the learner."
+class _Precision:                                                # no property: a user's callback may have this name
+    "The learner's precision callback, a `MixedPrecision`; None in plain fp32."
     def __get__(self, learn: Learner | None, kind: type | None = None) -> Any:
-        "The learner's precision callback; None in plain fp32."
         return self if learn is None else precision_callback(learn)
 
 
@@ -88,7 +87,7 @@ def to_bf16(self: Learner, **kwargs) -> Learner: # The learner
 @patch
 @delegates(MixedPrecision, but=['amp_mode'])
 def to_amp(self: Learner, *args,
-    measure: bool = False, # Try the precisions on the learner's own batches, and take the fastest that trains as fp32
+    measure: bool = False, # Try the precisions on the learner's own batches, and take the fastest that trains as fp32 does
     max_seconds: float = 60., # For measuring
     **kwargs
 ) -> Learner: # The learner

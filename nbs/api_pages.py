@@ -16,7 +16,7 @@ from api_examples import EXAMPLES
 
 PACKAGE = Path(fastxtend_amp.__file__).parent
 FIRST = ['to_fp16', 'to_bf16', 'to_amp', 'to_fp32', 'precision', 'precision_report', 'compare_precision',
-         'to_half_weights']
+         'precision_decision', 'to_half_weights']
 ELSEWHERE = {'Verdict': 'insight.verdict', 'PrecisionChoice': 'insight.precisions'}  # public, and not in `__all__`
 NOT_LISTED = {'name', 'order', 'learn', 'training', 'device', 'run', 'watch_class', 'amp_context',
               'check_modules', 'arguments', 'replace', 'skips_in_a_row', 'static_scale', 'needs_loss_scaling',
@@ -83,7 +83,8 @@ def arguments(f):
         kind = p.annotation if isinstance(p.annotation, str) else inspect.formatannotation(p.annotation)
         kind = '' if p.annotation is p.empty else re.sub(r'(\w+\.)+(?=[A-Z])', '', kind)
         meaning = ' '.join((meanings.get(name) or '').split())
-        found.append((name, '' if kind == 'Any' else kind, default_text(p.default), meaning))
+        stars = '**' if p.kind is p.VAR_KEYWORD else ''
+        found.append((stars + name, '' if kind == 'Any' else kind, default_text(p.default), meaning))
     return found
 
 
@@ -111,7 +112,8 @@ def table(obj):
     "Return the arguments of `obj` as a table; empty without any."
     if getattr(obj, '__name__', '') in RETURNED: return attributes(obj)
     def described(kind, default): return ', '.join(filter(None, [code(kind), default and f'default {code(default)}']))
-    rows = [f'| `{name}` | {cell(meaning)} | {cell(described(kind, default)) or "required"} |'
+    def needed(name): return 'optional' if name.startswith('*') else 'required'
+    rows = [f'| `{name}` | {cell(meaning)} | {cell(described(kind, default)) or needed(name)} |'
             for name, kind, default, meaning in arguments(obj)]
     return '\n'.join(['| argument | meaning | type |', '|---|---|---|', *rows]) if rows else ''
 

@@ -1,16 +1,21 @@
-"Sphinx extension: long names in code, such as those of tests, may break after an underscore."
+"Sphinx extension: long names in code may break after an underscore, a dot, an equals sign or an opening bracket."
+import re
+
 from docutils import nodes
 
-LONG = 24
+IN_TEXT, IN_TABLE = 24, 14                     # shorter code is not broken; a table's columns are narrow on a phone
+PLACE = re.compile(r'''(?<=[_=.])(?=\w)(?!py$)|(?<=[(=])(?=['"\[\w][^)]{3})''')   # no bracket is left alone
 
 
 def allow_breaks(app, doctree, docname):
     if app.builder.format != 'html': return
     for code in list(doctree.findall(nodes.literal)):
-        parts = code.astext().split('_')
-        if len(code.astext()) < LONG or len(parts) == 1 or len(code.children) != 1: continue
+        text, inside = code.astext(), code.parent
+        while inside is not None and not isinstance(inside, nodes.entry): inside = inside.parent
+        parts = PLACE.split(text)
+        if len(text) <= (IN_TEXT if inside is None else IN_TABLE) or len(parts) == 1 or len(code.children) != 1: continue
         code.children = []
-        for part in parts[:-1]: code += [nodes.Text(f'{part}_'), nodes.raw('', '<wbr>', format='html')]
+        for part in parts[:-1]: code += [nodes.Text(part), nodes.raw('', '<wbr>', format='html')]
         code += nodes.Text(parts[-1])
 
 

@@ -27,7 +27,7 @@ def rows() -> list[tuple[str, str, dict]]:
 def table() -> str:
     "Return the figures of both machines as a Markdown table."
     lines = ['| model | machine | fp32, ms | bf16, ms | fastxtend_amp | plain loop | fastai\'s own | blocks |',
-             '|---|---|--:|--:|--:|--:|--:|--:|']
+             '|---|:-:|--:|--:|--:|--:|--:|--:|']
     for what, machine, found in rows():
         ours = found['bf16', 'fastxtend_amp']
         ratios = [marked(found['bf16', c]['vs_fp32'], found['bf16', c]['blocks'])

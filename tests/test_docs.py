@@ -302,6 +302,6 @@ def test_speeds_are_those_of_the_runs():
     assert (NBS / 'speed.md').read_text() == figures.table()
     shown = {(what, machine): figures.marked(m['bf16', 'fastxtend_amp']['vs_fp32'], m['bf16', 'fastxtend_amp']['blocks'])
              for what, machine, m in figures.rows()}
-    text = ' '.join(README[README.index('## Speed'):README.index('## Install')].split())
+    text = ' '.join(README.partition('## Speed')[2].partition('\n## ')[0].split())
     for model in ('wide MLP, batch 1024', 'transformer encoder', 'wide MLP, batch 64'):
         assert f"{shown[model, 'A']} and {shown[model, 'B']}" in text, model
