@@ -72,6 +72,7 @@ class MixedPrecision(fp16.MixedPrecision):
     order = 10  # after TrainEvalCallback (-10) moves the model; between GradientAccumulation (6) and GradientClip (11)
     watch_class: Callable | None = None  # notices training that goes wrong; set by the package `insight`
     _learn: Any = None
+    run = True
 
     def __init__(self,
         amp_mode: str | AMPMode | torch.dtype = AMPMode.FP16, # 'fp16', 'bf16', or 'auto': the fastest native one

@@ -1,17 +1,15 @@
-"Small helpers that several files share: colours of precisions, DTensors, errors and warnings."
+"Small helpers that several files share: DTensors, errors and warnings."
 from __future__ import annotations
 
 import inspect, sys, warnings
 from typing import Any
 
-__all__ = ['PRECISION_COLORS', 'first_line', 'is_dtensor', 'type_name', 'warn_user']
+__all__ = ['first_line', 'is_dtensor', 'type_name', 'warn_user']
 
-# One colour for a precision in every plot.
-PRECISION_COLORS = {'fp32': '#4c566a', 'bf16': '#2a78b8', 'fp16': '#d1701f', 'half weights': '#17a2a2'}
 
 def first_line(error: BaseException, limit: int = 200) -> str:
     "Return what an exception says, in one line; its type's name where it says nothing."
-    lines = str(error).strip().splitlines()
+    lines = str(error).rpartition(':\n\t')[2].strip().splitlines()   # without fastai's line on the callback
     return lines[0][:limit].rstrip('.: ') if lines else type(error).__name__
 
 

@@ -267,7 +267,7 @@ def kahan(
 ) -> Callable[..., OptimWrapper]: # For `Learner(opt_func=...)`
     """An optimizer with Kahan summation for `to_half_weights(master_weights=False)`, with fastai's names.
 
-    Needs the package torch-optimi 0.3. Its Triton kernels are left out where PyTorch finds no GPU for them (`triton`).
+    Needs the package torch-optimi 0.3.
 
     Raises `ValueError` for other optimizers; `ImportError` without torch-optimi.
 
@@ -275,11 +275,9 @@ def kahan(
     """
     try: import optimi
     except ImportError as e: raise ImportError("kahan needs optimi: `pip install torch-optimi`.") from e
-    known = {n: o for n, o in vars(optimi).items() if isinstance(o, type) and issubclass(o, torch.optim.Optimizer)}
-    cls: Any = known.get(opt) if isinstance(opt, str) else opt
-    if cls not in known.values():
-        raise ValueError(f"opt={opt!r} is not one of optimi's optimizers. Take one of {', '.join(sorted(known))}.")
-    # optimi decides by the parameters that have gradients in the first step; where all are frozen, for Triton
-    triton = None if torch.cuda.is_available() or torch.xpu.is_available() else False
+    cls: Any = getattr(optimi, opt, None) if isinstance(opt, str) else opt
+    if not (isinstance(cls, type) and cls.__module__.startswith('optimi.') and issubclass(cls, torch.optim.Optimizer)):
+        raise ValueError(f"opt={opt!r} is not one of optimi's optimizers. Take one of those at "
+                         "https://optimi.benjaminwarner.dev/optimizers, such as 'AdamW'.")
     hp_map = {**pytorch_hp_map, 'beta1': 'mom', 'beta2': 'sqr_mom'}
-    return partial(OptimWrapper, opt=partial(cls, **{'kahan_sum': True, 'triton': triton, **kwargs}), hp_map=hp_map)
+    return partial(OptimWrapper, opt=partial(cls, **{'kahan_sum': True, **kwargs}), hp_map=hp_map)

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import platform, sys, warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from functools import lru_cache
 from itertools import chain
@@ -182,9 +182,13 @@ def precision_support(
     return pd.DataFrame(rows, columns=['device', 'mode', 'support', 'why'])
 
 
-def fastest_native(device: torch.device) -> AMPMode | None:
+def fastest_native(
+    device: torch.device,
+    failed: Iterable[AMPMode] = (), # Modes that do not work for a model
+) -> AMPMode | None:
     "Return the fastest mode that `device` does natively: bf16 (no loss scaling), then fp16; None where fp32 is."
-    return next((m for m in (AMPMode.BF16, AMPMode.FP16) if mode_support(m, device).status == 'native'), None)
+    left = (m for m in reversed(AMPMode) if m not in failed)     # bf16 before fp16
+    return next((m for m in left if mode_support(m, device).status == 'native'), None)
 
 
 def check_supported(mode: AMPMode, device: torch.device) -> None:
@@ -232,8 +236,8 @@ def emulation_warning(mode: AMPMode, device: torch.device) -> str | None:
 
 def _faster_call(mode: AMPMode, device: torch.device) -> str:
     "Return the call for the fastest precision that `device` does natively, but for `mode`."
-    faster = fastest_native(device)
-    return 'learn.to_fp32()' if faster in (None, mode) else f'learn.to_{faster.value}()'
+    faster = fastest_native(device, [mode])
+    return f'learn.to_{faster.value}()' if faster else 'learn.to_fp32()'
 
 
 def model_device(model: nn.Module, default: torch.device | str) -> torch.device:

@@ -14,7 +14,7 @@ from .convert import map_tensors
 
 __all__ = ['fused', 'place_state']
 
-FUSED = {known.__name__: known for known in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)}
+FUSED = {'Adam': torch.optim.Adam, 'AdamW': torch.optim.AdamW, 'SGD': torch.optim.SGD}
 _OURS = ('params', 'lr', 'fused', 'foreach', 'differentiable')   # set by fastai, by `fused`, or at odds with it
 
 

@@ -18,7 +18,7 @@ from .optimizers import FUSED
 
 __all__ = ['SKIPPING', 'LossScaling', 'check_scaler_state', 'is_number', 'optimizer_params']
 
-DEFAULTS: dict[str, Any] = dict(init_scale=65536.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000)
+DEFAULTS = dict(init_scale=65536.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000)
 LARGEST = float(np.finfo(np.float32).max)
 STATE_KEYS = ('scale', 'growth_factor', 'backoff_factor', 'growth_interval', '_growth_tracker')
 READ_EVERY = 512                                                 # steps between two reads of the history
@@ -167,7 +167,7 @@ class LossScaling:
         else:
             head = f"{skipped} of the {n} optimizer steps of this fit were skipped: gradients were not finite."
             if scale > 1: remedy = f'start a new training with `{argument}={scale:g}`, or {remedy}'
-        return f'{head}\nThe loss scale is {scale:g} now.\n{remedy[:1].upper()}{remedy[1:]}'
+        return f'{head}\nThe loss scale is {scale:g} now.\n{remedy[0].upper()}{remedy[1:]}'
 
     # -- a step
 

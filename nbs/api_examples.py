@@ -23,10 +23,10 @@ EXAMPLES = {
     'Learner.compare_precision':
         "comparison = learn.compare_precision(n_steps=20)\n"
         "print(comparison)\n"
-        "comparison.apply()",
+        "comparison.apply(learn)",
     'Learner.precision_decision':
         "learn.to_amp(measure=True)\n"
-        "print(learn.precision_decision.call)",
+        "print(learn.precision_decision)",
     'Learner.to_half_weights':
         "learn.to_half_weights()\n"
         "learn.fit_one_cycle(1)",
@@ -59,18 +59,11 @@ EXAMPLES = {
     'PrecisionComparison':
         "comparison = learn.compare_precision('bf16', n_steps=20)\n"
         "comparison.table[['speed-up', 'loss difference']]",
-    'PrecisionComparison.apply': "learn.compare_precision('bf16', n_steps=20).apply(mode='bf16')",
+    'PrecisionComparison.apply': "learn.compare_precision('bf16', n_steps=20).apply(learn, 'bf16')",
     'PrecisionComparison.plot': "learn.compare_precision('bf16', n_steps=20).plot()",
-    'PrecisionDecision':
-        "learn.to_amp(measure=True)\n"
-        "decision = learn.precision_decision\n"
-        "print(decision.mode, decision.reason)",
-    'PrecisionDecision.plot':
-        "learn.to_amp(measure=True)\n"
-        "learn.precision_decision.plot()",
     'PrecisionChoice':
         "learn.to_amp(measure=True)\n"
-        "learn.precision_decision.choice.fp32_modules",
+        "learn.precision_decision.choices['fp32'].fp32_modules",
     'fused': "learn = Learner(dls, model, opt_func=fused('AdamW'))",
     'kahan':
         "learn = Learner(dls, model, opt_func=kahan('AdamW'))\n"

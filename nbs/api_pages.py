@@ -17,14 +17,12 @@ from api_examples import EXAMPLES
 PACKAGE = Path(fastxtend_amp.__file__).parent
 FIRST = ['to_fp16', 'to_bf16', 'to_amp', 'to_fp32', 'precision', 'precision_report', 'compare_precision',
          'precision_decision', 'to_half_weights']
-ELSEWHERE = {'Verdict': 'insight.verdict', 'PrecisionDecision': 'insight.choice',
-             'PrecisionChoice': 'insight.precisions'}            # public, and not in `__all__`
+ELSEWHERE = {'Verdict': 'insight.verdict', 'PrecisionChoice': 'insight.precisions'}  # public, and not in `__all__`
 NOT_LISTED = {'name', 'order', 'learn', 'training', 'device', 'run', 'watch_class', 'amp_context',
               'check_modules', 'arguments', 'replace', 'skips_in_a_row', 'static_scale', 'needs_loss_scaling',
               'fp32_module_names', 'headline'}
-RETURNED = {'PrecisionReport', 'Verdict', 'PrecisionComparison', 'PrecisionDecision', 'PrecisionChoice'}  # by methods
-ATTRIBUTES = {'mode': "The precision, such as 'bf16'", 'verdict': 'What the report says', 'reason': 'Why',
-              'comparison': 'What was measured', 'choice': 'What was set'}
+RETURNED = {'PrecisionReport', 'Verdict', 'PrecisionComparison', 'PrecisionChoice'}            # by methods
+ATTRIBUTES = {'mode': "The precision, such as 'bf16'", 'verdict': 'What the report says', 'reason': 'Why'}
 EVENT = re.compile(r'(before|after)_\w+')
 
 

@@ -168,7 +168,7 @@ def test_page_can_be_searched(page):
 def test_examples_of_the_api_page_run(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     method = name.removeprefix('Learner.')
-    assert name in fastxtend_amp.__all__ or method in ADDED or name.partition('.')[0] in (*fastxtend_amp.__all__, 'Verdict', 'PrecisionDecision', 'PrecisionChoice')
+    assert name in fastxtend_amp.__all__ or method in ADDED or name.partition('.')[0] in (*fastxtend_amp.__all__, 'Verdict', 'PrecisionChoice')
     import matplotlib
     matplotlib.use('Agg')
     if 'kahan' in EXAMPLES[name]: pytest.importorskip('optimi')

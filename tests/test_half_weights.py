@@ -360,7 +360,7 @@ def test_kahan_takes_optimis_optimizers_and_schedules_their_momentum():
     for learn in (by_class, by_name): learn.fit_one_cycle(1, .01)
     assert same(params(by_class), params(by_name)) and len(set(by_name.recorder.hps['mom'])) > 1
     for opt in (torch.optim.AdamW, Adam, 'SGDW', 'optimi', None):
-        with pytest.raises(ValueError, match="not one of optimi's optimizers. Take one of Adam, AdamW"): kahan(opt)
+        with pytest.raises(ValueError, match="not one of optimi's optimizers. Take one of those"): kahan(opt)
 
 
 @pytest.mark.parametrize('to,kwargs,opt,expected', [

@@ -2,42 +2,22 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from weakref import WeakKeyDictionary
 
-import pandas as pd
 from fastai.learner import Learner
 
 from .comparison import PrecisionComparison
 from .copies import check_learner, several_processes
-from .precisions import PrecisionChoice, default_choices, use_choice
+from .precisions import PrecisionChoice, default_choices
 from .progress import check_seconds
 
-__all__ = ['PrecisionDecision', 'decision_of', 'measure_and_choose']
+__all__ = ['decisions', 'measure_and_choose']
 
 _FOR_REPORT = .3    # of the time
 _STEPS = 40         # training batches for each precision
-_decisions: WeakKeyDictionary = WeakKeyDictionary()              # by learner, whose own attributes go into `export`
-
-
-@dataclass
-class PrecisionDecision:
-    "The outcome of `to_amp(measure=True)`, and the comparison behind it; `print` it for one sentence."
-    mode: str # The precision that was set: a row of the comparison's table
-    reason: str # Why, with the range of its speed and by what its loss was judged
-    call: str # The call that makes the same choice without measuring
-    seconds: float # Time that the choice took
-    comparison: PrecisionComparison # Everything that was measured
-    choice: PrecisionChoice # The precision that was set, with the modules kept in fp32
-
-    @property
-    def table(self) -> pd.DataFrame:
-        "The comparison's table."
-        return self.comparison.table
-
-    def plot(self, axs=None): return self.comparison.plot(axs)
-    def __str__(self) -> str: return (f'{self.mode}: {self.reason} Measured in {self.seconds:.0f} s. The same '
-                                      f'without measuring: `{self.call}`.')
+# By learner, whose own attributes go into `export`.
+decisions: WeakKeyDictionary[Learner, PrecisionComparison] = WeakKeyDictionary()
 
 
 def measure_and_choose(
@@ -48,7 +28,7 @@ def measure_and_choose(
 
     fp32, bf16 and fp16 are tried as far as the device does them natively, and half-precision weights, too, if the
     learner has them; with the modules kept in fp32 that `precision_report` names. Copies are trained: whatever
-    interrupts this leaves the learner as it was. `learn.precision_decision` holds the outcome.
+    interrupts this leaves the learner as it was. `learn.precision_decision` is the comparison.
 
     Raises `ValueError` for `max_seconds` not above 0, and where `compare_precision` or
     `precision_report` do; `RuntimeError` inside a fit and in several processes.
@@ -62,18 +42,11 @@ def measure_and_choose(
     choices, refused = _with_modules_kept(learn, default_choices(learn), max_seconds)
     left = max(max_seconds - (time.perf_counter() - start), .1)
     comparison = learn.compare_precision(choices, _STEPS, n_seeds=1, max_seconds=left)
-    mode, reason = comparison.recommended, comparison.reason.partition(' Next: ')[0]
-    if refused: reason = f"{reason.rstrip('.')}; {'; '.join(refused)}."
-    decision = PrecisionDecision(mode, reason, comparison.calls[mode], time.perf_counter() - start, comparison,
-                                 comparison.choices[mode])
-    use_choice(learn, decision.choice)
-    _decisions[learn] = decision
-    print(decision)
-
-
-def decision_of(learn: Learner) -> PrecisionDecision | None:
-    "Return what was last measured and chosen for `learn`."
-    return _decisions.get(learn)
+    comparison.reason = '; '.join([comparison.reason.rstrip('.'), *refused]) + '.'
+    comparison.apply(learn)
+    decisions[learn] = comparison
+    print(f'{comparison.recommended}: {comparison.reason} Measured in {time.perf_counter() - start:.0f} s. The same '
+          f'without measuring: `{comparison.calls[comparison.recommended]}`.')
 
 
 def _with_modules_kept(learn, choices, max_seconds) -> tuple[list[PrecisionChoice], list[str]]:

@@ -1,23 +1,21 @@
 "The comparison: trains copies of one learner in several precisions, a few steps each in turn, timed."
 from __future__ import annotations
 
-import math, random, re, time, warnings, weakref
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+import math, random, re, time, warnings
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
-from fastai.callback.core import Callback
 from fastai.learner import Learner
 from fastai.torch_core import set_seed, to_device
 
 from ..callback import precision_callback
 from ..common import first_line
 from ..convert import map_tensors
-from ..mode import mode_support, training_device
+from ..mode import AMPMode, mode_support, training_device
 from .comparison import PrecisionComparison, Tolerance, recommend
 from .copies import (
     check_learner,
@@ -27,35 +25,30 @@ from .copies import (
     random_state,
     random_state_kept,
     set_random_state,
+    tensors,
 )
-from .precisions import PrecisionChoice, call_for, choices_from, use_choice
-from .progress import Progress, TimeIsUp, check_count, check_seconds
-from .values import tensors
+from .precisions import PrecisionChoice, call_for, choices_from, default_choices, use_choice
+from .progress import Progress, check_count, check_seconds
 
 __all__ = ['compare']
 
 LIMIT = 2**29           # bytes of batches that are held; further steps take the same ones again
 _TURNS = 7              # that each mode gets after the first step, which warms up
-_EMULATED = .2          # of the time, for an emulated mode
 _OF_COPIES = ('.*emulated', 'No optimizer step was taken', 'The gradients of an accumulation')    # warnings
 
 
-def compare(learn: Learner, modes: Any, n_steps: int, lr: Any, n_seeds: int, max_seconds: float,
-            cbs: Sequence[Callback] | None) -> PrecisionComparison:
+def compare(learn: Learner, modes: Any, n_steps: int, lr: Any, n_seeds: int, max_seconds: float) -> PrecisionComparison:
     "See `Learner.compare_precision`."
-    choices = choices_from(modes)
+    choices = default_choices(learn) if modes is None else choices_from(modes)
     check_count('n_steps', n_steps, 1, ', such as 50')
     check_count('n_seeds', n_seeds, 0, ', such as 3')
     check_seconds(max_seconds)
-    if cbs is not None and (strangers := [cb for cb in cbs if cb not in list(learn.cbs)]):
-        raise ValueError(f"cbs={list(cbs)!r} cannot be used: not among the learner's callbacks are {strangers}.\n"
-                         'Pass some of `learn.cbs`.')
     check_learner(learn, 'compare_precision')
-    progress = Progress(learn, float(max_seconds))
+    progress = Progress(learn, n_steps + n_seeds, max_seconds)
     try:
         with random_state_kept(), warnings.catch_warnings():
             for said in _OF_COPIES: warnings.filterwarnings('ignore', message=said)   # the table says so
-            return _Comparison(learn, n_steps, lr, n_seeds, cbs, progress).run(choices)
+            return _Comparison(learn, n_steps, lr, n_seeds, progress).run(choices)
     finally: progress.close()
 
 
@@ -65,31 +58,30 @@ class Run:
     choice: PrecisionChoice
     support: str = 'native' # 'emulated', 'unsupported' or 'failed'
     note: str = ''
-    call: str = '' # The call that trains in it
     learn: Any = None # The copy, while it trains
     random_state: Any = None # Where the copy's random draws go on
     losses: list[float] = field(default_factory=list) # Of each step
     times: list[float] = field(default_factory=list) # Seconds of a step in each turn
-    seconds: float = 0. # Of all turns
     skipped: int = 0
     scale: float = math.nan # The loss scale at the end
 
     @property
-    def pace(self) -> float: return float(np.median(self.times[1:] or self.times))   # the first turn warms up
+    def timed(self) -> list[float]: return self.times[1:] or self.times or [math.nan]   # the first turn warms up
+    @property
+    def pace(self) -> float: return float(np.median(self.timed))
 
 
 class _Comparison:
     "The work behind `compare`."
-    def __init__(self, learn, n_steps, lr, n_seeds, cbs, progress):
-        self.learn, self.n_steps, self.lr, self.n_seeds, self.cbs = learn, n_steps, lr, n_seeds, cbs
-        self.progress, self.device, self.seeds = progress, training_device(learn), list[Run]()
+    def __init__(self, learn, n_steps, lr, n_seeds, progress):
+        self.learn, self.n_steps, self.lr, self.n_seeds, self.progress = learn, n_steps, lr, n_seeds, progress
+        self.device, self.runs, self.seeds = training_device(learn), list[Run](), list[Run]()
         self.batches, self.random_state = _draw(learn, n_steps, self.device, progress), random_state(everything=True)
-        self.runs, self.share = list[Run](), _EMULATED * progress.max_seconds
 
     def run(self, choices: list[PrecisionChoice]) -> PrecisionComparison:
         for choice in choices:
             status, why = mode_support(choice.mode, self.device) if choice.mode else ('native', '')
-            self.runs.append(Run(choice, status, why if status == 'unsupported' else '', f'learn.to_{choice.name}()'))
+            self.runs.append(Run(choice, status, why if status == 'unsupported' else ''))
         self.base = self.runs[0]
         with ExitStack() as copies: self._train_in_turns(copies)
         self.n = len(self.base.losses)
@@ -99,25 +91,20 @@ class _Comparison:
         return self._result()
 
     def _train_in_turns(self, copies):
-        """Train all, a few steps each in turn, as long as the time left is enough for the next turns and a seed.
-
-        So all train the same number of steps, but for an emulated mode, which ends when its share of the time is over.
-        """
+        "Train all, a few steps each in turn, while the time left is enough for the next turn of all and for a seed."
         for run in self.runs:
-            if run.support != 'unsupported': self._try(run, self._start, run, copies)
-        size, steps = 1, range(1, min(2, self.n_steps))          # the second step tells how long one takes
-        while steps:
-            for run in self._training:
-                if run.support == 'emulated' and run.seconds + len(steps) * run.pace > self.share: self._end(run)
-            pace, seed = sum(r.pace for r in self._training), self.base.pace * bool(self.n_seeds)
-            if self.progress.left < len(steps) * pace + steps.stop * seed: break
+            if run.support != 'unsupported': self._try(run, self._begin, run, copies)
+        done, size = 0, 1                                        # the second step shows how long one takes
+        while done < self.n_steps:
+            steps = range(done, min(done + size, self.n_steps))
             for run in self._training[::(-1) ** len(self.base.times)]: self._try(run, self._train, run, steps)
-            if steps == range(1, 2):
+            done = steps.stop
+            self.progress.update(done)
+            pace, seed = sum(r.pace for r in self._training), self.base.pace * bool(self.n_seeds)
+            if done == 2:
                 feasible = self.progress.left / (pace + seed)
-                size = max(1, math.ceil(min(self.n_steps - 2, feasible) / _TURNS))
-                self.progress.expect((self.n_steps - 2) // size + self.n_seeds)
-            self.progress.tick()
-            steps = range(steps.stop, min(steps.stop + size, self.n_steps))
+                size = max(1, math.ceil(min(self.n_steps - done, feasible) / _TURNS))
+            if self.progress.left < size * pace + (done + size) * seed: break
         for run in self._training: self._end(run)
 
     @property
@@ -126,23 +113,16 @@ class _Comparison:
     def _try(self, run, f, *args):
         "Call `f`. An error in low precision is a result; in fp32, and when memory ends, it is the user's to see."
         try: f(*args)
-        except TimeIsUp: run.learn, run.skipped = None, 0
         except Exception as e:
             if run is self.base or isinstance(e, torch.OutOfMemoryError): raise
-            run.learn, run.support, run.skipped, run.note = None, 'failed', 0, _reason_of(e)
-
-    def _start(self, run, copies):
-        "Train the first step, which warms up; in an emulated mode it may take more time than there is."
-        self._begin(run, copies)
-        with _limited(self.share) if run.support == 'emulated' else nullcontext():
-            self._train(run, range(1))
+            said = re.sub(r'.*when calling event `\w+`:\s*', '', str(e), flags=re.DOTALL)   # fastai's words before it
+            run.learn, run.support, run.note = None, 'failed', f'{type(e).__name__}: {first_line(Exception(said), 400)}'
 
     def _begin(self, run, copies, seed=None):
         "Copy the learner, ready for its first step; the copy is removed with `copies`."
-        copy = copies.enter_context(copied_learner(self.learn, self.cbs, optimizer=True, precision=True))
-        if (cb := use_choice(copy, run.choice)) is not None:
-            run.call, run.skipped = str(call_for(copy, run.choice)), -cb.n_skipped
-            cb.on_overflow = 'ignore'                            # a diagnosis would disturb the times; the table tells
+        copy = copies.enter_context(copied_learner(self.learn, optimizer=True, precision=True))
+        cb = use_choice(copy, run.choice)
+        if cb is not None: cb.on_overflow = 'ignore'             # a diagnosis would disturb the times; the table tells
         set_random_state(self.random_state)
         if seed is not None: set_seed(seed)
         if not copy.opt: copy.create_opt()
@@ -166,16 +146,13 @@ class _Comparison:
                                  "`learn.dls.n_inp` leave one?")
             losses.append(run.learn.loss.detach())
         wait_for(self.device)
-        seconds = time.perf_counter() - start
-        run.seconds += seconds
-        run.times.append(seconds / len(losses))
+        run.times.append((time.perf_counter() - start) / len(losses))
         run.losses += map(float, losses)
         run.random_state = random_state(everything=True)
 
     def _end(self, run):
         for event in ('after_train', 'after_fit'): run.learn(event)
-        if cb := precision_callback(run.learn):
-            run.scale, run.skipped = cb.scale or math.nan, run.skipped + cb.n_skipped
+        if cb := precision_callback(run.learn): run.scale, run.skipped = cb.scale or math.nan, cb.n_skipped
         run.learn = None
 
     def _train_seed(self, seed):
@@ -186,53 +163,46 @@ class _Comparison:
             self._train(run, [*random.Random(seed).sample(range(early), early), *range(early, self.n)])
             self._end(run)
         self.seeds.append(run)
-        self.progress.tick()
+        self.progress.update(self.n_steps + seed)
 
     # -- what came of it
 
     def _result(self):
-        tolerance = Tolerance(self.base.losses[-self.n_last:], [self._loss(r) for r in self.seeds])
         table = pd.DataFrame(map(self._row, self.runs)).set_index('mode')
-        calls = {r.choice.name: r.call for r in self.runs}
-        return PrecisionComparison(
-            table, {r.choice.name: r.losses for r in self.runs}, [r.losses for r in self.seeds],
-            str(self.device), *recommend(table, tolerance, calls), calls, self._notes(tolerance.spread),
-            {r.choice.name: r.choice for r in self.runs}, weakref.ref(self.learn))
+        tolerance = Tolerance(self.base.losses[-self.n_last:], list(map(self._loss, self.seeds)))
+        recommended, reason = recommend(table, tolerance)
+        if len(self.runs) == 1:
+            bf16, fp16 = (mode_support(m, self.device).status for m in (AMPMode.BF16, AMPMode.FP16))
+            reason = (f'Nothing else was compared. On this device bf16 is {bf16} and fp16 is {fp16}: '
+                      "`learn.compare_precision(['bf16', 'fp16'])` compares them all the same.")
+        choices = {r.choice.name: r.choice for r in self.runs}
+        calls = {name: str(call_for(self.learn, choice)) for name, choice in choices.items()}
+        return PrecisionComparison(table, {r.choice.name: r.losses for r in self.runs}, [r.losses for r in self.seeds],
+                                   recommended, reason, calls, self._notes(tolerance), choices)
 
-    def _loss(self, run): # nan for a training that saw fewer batches than fp32's
+    def _loss(self, run): # nan for a mode that failed
         return float(np.mean(run.losses[-self.n_last:])) if len(run.losses) == self.n else math.nan
 
     def _row(self, run):
-        times, measure = (r.times[1:] or r.times or [math.nan] for r in (run, self.base))
-        low, mid, high = np.percentile([b / a for a, b in zip(times, measure)], (25, 50, 75))
-        n, loss = len(run.losses), self._loss(run)
-        if run.support == 'emulated' and n < self.n:
-            run.note = (f'cut short after {n} of {self.n} steps, so its loss is not compared: an emulated mode has '
-                        f'{_EMULATED:.0%} of the time')
-        return {'mode': run.choice.name, 'support': run.support, 'steps': n, 'turns': len(run.times),
-                'ms per step': 1000 * np.median(times), 'speed-up': mid, 'speed-up q1': low, 'speed-up q3': high,
+        low, mid, high = np.percentile([b / a for a, b in zip(run.timed, self.base.timed)], (25, 50, 75))
+        loss = self._loss(run)
+        return {'mode': run.choice.name, 'support': run.support, 'steps': len(run.losses), 'turns': len(run.times),
+                'ms per step': 1000 * run.pace, 'speed-up': mid, 'speed-up q1': low, 'speed-up q3': high,
                 'loss': loss, 'loss difference': loss - self._loss(self.base), 'skipped': run.skipped,
                 'final scale': run.scale, 'note': run.note}
 
-    def _notes(self, spread):
-        n_seeds, limit = len(self.seeds), f'(`max_seconds={self.progress.max_seconds:g}`).'
+    def _notes(self, tolerance):
+        n_seeds = len(self.seeds)
+        seeds = f' and {n_seeds} of {self.n_seeds} seeds' * bool(self.n_seeds)
         about = (f'; its standard deviation over {n_seeds + 1} fp32 trainings that differ in the order of batches and '
-                 f'in random draws is {spread:.2g}') if n_seeds else ''
-        notes = [f'Loss: mean of the last {self.n_last} of {self.n} training steps{about}.']
-        if self.n < self.n_steps: notes.append(f'There was time for {self.n} of {self.n_steps} steps {limit}')
-        if n_seeds < self.n_seeds: notes.append(f'There was time for {n_seeds} of {self.n_seeds} seeds {limit}')
+                 f'in random draws is {tolerance.spread:.2g}') if n_seeds else ''
+        notes = [f'Loss: mean of the last {self.n_last} of {self.n} training steps on {self.device}{about}.']
+        if self.n < self.n_steps or n_seeds < self.n_seeds:
+            notes.append(f'There was time for {self.n} of {self.n_steps} steps{seeds} '
+                         f'(`max_seconds={self.progress.max_seconds:g}`).')
         if len(self.batches) < self.n: notes.append(f'The steps took {len(self.batches)} batches in turn.')
-        if left := left_out(self.learn, self.cbs): notes.append(f"These callbacks took no part: {', '.join(left)}.")
+        if left := left_out(self.learn): notes.append(f"These callbacks took no part: {', '.join(left)}.")
         return notes
-
-
-def _limited(seconds: float) -> AbstractContextManager:
-    "Return a context that raises `TimeIsUp` after so many seconds, at the next tensor that autograd saves or takes."
-    end = time.monotonic() + seconds
-    def check(t):
-        if time.monotonic() > end: raise TimeIsUp
-        return t
-    return torch.autograd.graph.saved_tensors_hooks(check, check)
 
 
 def _draw(learn: Learner, n: int, device: torch.device, progress: Progress) -> list[Any]:
@@ -255,10 +225,3 @@ def wait_for(device: torch.device) -> None:
         xm.mark_step()
         xm.wait_device_ops()
     elif device.type != 'cpu': torch.accelerator.synchronize(device)
-
-
-def _reason_of(error: Exception) -> str:
-    "Return what went wrong, without the event that fastai names before it."
-    text = re.sub(r'(Exception occur+ed in `[^`]*` when calling event `[^`]*`:\s*)+', '', str(error))
-    line = first_line(ValueError(text), 400)
-    return line if isinstance(error, ValueError) else f'{type(error).__name__}: {line}'

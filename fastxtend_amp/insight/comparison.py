@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from textwrap import fill
 from typing import Any
@@ -10,10 +10,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from fastai.learner import Learner
-from fastcore.basics import noop
 
-from ..common import PRECISION_COLORS
-from .precisions import PrecisionChoice, use_choice
+from .precisions import PRECISION_COLORS, PrecisionChoice, use_choice
 from .verdict import as_html
 
 __all__ = ['PrecisionComparison', 'Tolerance', 'recommend']
@@ -21,8 +19,7 @@ __all__ = ['PrecisionComparison', 'Tolerance', 'recommend']
 _WORTH = 1.05           # speed-up below which a mode does not pay
 _TURNS = 4              # the first warms up, and three are needed for a range
 # One-sided 95 % prediction interval of one more training, by the number of trainings: t * sqrt(1 + 1 / n).
-_INTERVAL = {2: 7.7, 3: 3.4, 4: 2.6, 5: 2.3}
-_STYLES = ('-', '--', ':', '-.', (0, (1, 3)), (0, (5, 1)))
+_INTERVAL = {2: 7.7, 3: 3.4}     # 2.6 for four; more are taken for four
 
 
 @dataclass(repr=False, eq=False)
@@ -34,24 +31,20 @@ class PrecisionComparison:
     - `support`: how the device runs it; `steps` trained; `turns` in which
     - `ms per step`, median over the turns; `speed-up` over fp32, median of the ratios within each turn, and their
       quartiles `speed-up q1` and `q3`
-    - `loss`: mean of the last steps; `loss difference` from fp32's; both nan for a mode that was cut short
+    - `loss`: mean of the last steps; `loss difference` from fp32's; both nan for a mode that failed
     - `skipped` steps, the loss scale at the end (`final scale`), a `note`
     """
     table: pd.DataFrame # One row for each mode
     losses: dict[str, list[float]] # The loss of each step, by mode
     seed_losses: list[list[float]] # Those of fp32 with other seeds
-    device: str # Where they trained
     recommended: str # One mode
     reason: str # Why, and how sure that is
     calls: dict[str, str] # The call that trains in each mode
     notes: list[str] # Sentences on how it was measured
     choices: dict[str, PrecisionChoice] # What `apply` sets, by mode
-    learner: Callable[[], Learner | None] # Returns the learner that was compared; None if it is gone
-
-    def __getstate__(self): return {**self.__dict__, 'learner': noop}
 
     def apply(self,
-        learn: Learner | None = None, # The learner; the one that was compared if None
+        learn: Learner, # The learner that was compared, or one like it
         mode: str | None = None, # A row of the table; the recommended one if None
     ) -> Learner: # The learner
         "Have the learner train in the recommended precision, with the modules in fp32 and other arguments that it had."
@@ -59,35 +52,29 @@ class PrecisionComparison:
         if mode not in self.choices:
             raise ValueError(f"mode={mode!r} cannot be used: it was not compared. Take one of "
                              f"{', '.join(map(repr, self.choices))}.")
-        if learn is None: learn = self.learner()
-        if learn is None:
-            raise ValueError("apply() cannot find the learner that was compared: hand it over as learn=...")
         use_choice(learn, self.choices[mode])
         return learn
 
     def _shown(self, render: str) -> str: # By the DataFrame's method of that name
         "Return the table for people: fewer columns, rounded."
-        columns = ['support', 'steps', 'ms per step', 'loss', 'loss difference', 'skipped', 'final scale']
+        columns = ['support', 'steps', 'ms per step', 'speed-up', 'loss', 'loss difference', 'skipped', 'final scale']
         shown = self.table[columns].dropna(axis=1, how='all').rename_axis(None)
-        speeds = zip(*(self.table[f'speed-up{q}'] for q in ('', ' q1', ' q3')))
-        shown.insert(3, 'speed-up', [f'{s:.2f}' + f' ({l:.2f} to {h:.2f})' * (l < h) if s == s else '-'
-                                     for s, l, h in speeds])
-        def number(v): return f'{v:,.0f}' if v >= 1e4 else f'{v:.4g}'
-        return getattr(shown, render)(float_format=number, na_rep='-')
+        shown['speed-up'] = self.table.apply(_speed, axis=1)
+        return getattr(shown, render)(float_format='{:,.5g}'.format, na_rep='-')
 
     def _lines(self) -> list[str]:
         notes = [f'{name}: {note}' for name, note in self.table['note'].items() if note]
-        return [f'Recommended: {self.recommended}. {self.reason}', f'Precisions on {self.device}:', *notes, *self.notes]
+        return [f'Recommended: {self.recommended}. {self.reason} Next: `{self.calls[self.recommended]}`.',
+                *notes, *self.notes]
 
     def __repr__(self) -> str:
-        lines = (fill(line, 118, break_long_words=False, break_on_hyphens=False) for line in self._lines())
-        first, title, *rest = lines
-        return '\n'.join([first, '', title, self._shown('to_string'), '', *rest])
+        first, *rest = (fill(line, 118, break_long_words=False, break_on_hyphens=False) for line in self._lines())
+        return '\n'.join([first, '', self._shown('to_string'), '', *rest])
 
     def _repr_html_(self) -> str:
-        first, title, *rest = (f'<p>{as_html(line)}</p>' for line in self._lines())
+        first, *rest = (f'<p>{as_html(line)}</p>' for line in self._lines())
         table = self._shown('to_html').replace('<td>', '<td style="white-space: nowrap">')
-        return f"{first}{title}{table}{''.join(rest)}"
+        return ''.join([first, table, *rest])
 
     def plot(self,
         axs: Sequence | None = None, # Two matplotlib axes to draw on; new ones if None
@@ -95,7 +82,7 @@ class PrecisionComparison:
         "Draw the loss curves, with the range of fp32's seeds in grey, and the speed of each mode against fp32."
         import matplotlib.pyplot as plt
         if axs is None: _, axs = plt.subplots(1, 2, figsize=(9, 3.6), layout='constrained')
-        _draw_curves(axs[0], {name: values for name, values in self.losses.items() if values}, self.seed_losses)
+        _draw_curves(axs[0], self.losses, self.seed_losses)
         _draw_speeds(axs[1], self.table.iloc[::-1], self.recommended)
         for ax in axs: ax.spines[['top', 'right']].set_visible(False)
         return axs
@@ -115,7 +102,7 @@ class Tolerance:
     ):
         self.loss, self.n = float(np.mean(last)), 1 + len(seeds)
         self.spread = float(np.std([self.loss, *seeds], ddof=1)) if seeds else math.nan
-        if seeds: self.value = max(.01 * abs(self.loss), _INTERVAL.get(self.n, 2.) * self.spread)
+        if seeds: self.value = max(.01 * abs(self.loss), _INTERVAL.get(self.n, 2.6) * self.spread)
         else: self.value = max(.1 * abs(self.loss), 2 * float(np.std(last)))
 
     def __str__(self) -> str:
@@ -126,7 +113,6 @@ class Tolerance:
 def recommend(
     table: pd.DataFrame, # As `PrecisionComparison.table`
     tolerance: Tolerance,
-    calls: dict[str, str], # The call that trains in each mode
 ) -> tuple[str, str]: # The mode, and why
     """Return one mode: the fastest that pays and trains as fp32 does.
 
@@ -135,54 +121,39 @@ def recommend(
     tolerance, no more than half of its steps were skipped, and the loss scale has not fallen below 1. Of two equally
     fast (5 %) bf16 is taken, which needs no loss scaling.
     """
-    base, others = table.loc['fp32'], table.drop('fp32')
-    if others.empty: return 'fp32', 'Nothing else was asked for.'
-    if not math.isfinite(base['loss']):
+    if not math.isfinite(tolerance.loss):
         return 'fp32', 'Its own loss is not finite, so nothing can be compared: look at data, model and rate first.'
-    against = {n: _against(row, base['steps'], tolerance) for n, row in others.iterrows()}
-    good = [n for n in against if not against[n]]
-    bad = '; '.join(f"{n}: {', '.join(v)}" for n, v in against.items() if v)
-    if not good: return 'fp32', f'{bad}.'
-    speed = table['speed-up']
-    fastest = max(good, key=speed.get)
-    equal = [n for n in good if speed[n] * 1.05 >= speed[fastest]]
-    best = 'bf16' if 'bf16' in equal else fastest
+    against = {name: _against(row, tolerance) for name, row in table.drop('fp32').iterrows()}
+    bad = '; '.join(f"{name}: {', '.join(found)}" for name, found in against.items() if found)
+    speed = table['speed-up'][[name for name, found in against.items() if not found]]
+    if speed.empty: return 'fp32', f'{bad}.'
+    best = 'bf16' if speed.get('bf16', 0) * 1.05 >= speed.max() else speed.idxmax()
     why = f"{_speed(table.loc[best])} times fp32's speed, and a loss no further above fp32's than {tolerance}"
-    return best, f"{why}{f' ({bad})' if bad else ''}. Next: `{calls[best]}`."
+    return best, f"{why}{bad and f' ({bad})'}."
 
 
-def _against(row: pd.Series, steps: int, tolerance: Tolerance) -> list[str]:
+def _against(row: pd.Series, tolerance: Tolerance) -> list[str]:
     "Return what speaks against a mode."
     if row['support'] in ('unsupported', 'failed'): return ['does not run here']
-    if row['steps'] < steps:                                     # an emulated one
-        return [f"the device only emulates it, and its time was over after {row['steps']} of {steps} steps"]
     found = []
     if not math.isfinite(row['loss']): found.append('its loss is not finite')
-    elif row['skipped'] > row['steps'] / 2:                        # which takes less time, and leaves the loss alone
+    elif row['skipped'] > row['steps'] / 2:                      # which takes less time, and leaves the loss alone
         found.append(f"it skipped {row['skipped']} of {row['steps']} steps, so neither its loss nor its speed tells "
                      'anything: compare with a larger `n_steps`, or see what `learn.precision_report()` finds')
     elif row['loss difference'] > tolerance.value:
-        skips = f" ({row['skipped']} of {row['steps']} steps skipped; a larger `n_steps` tells whether that is all)"
-        found.append(f"its loss is {row['loss difference']:.2g} above fp32's, more than {tolerance}" +
-                     (skips if row['skipped'] else ''))
+        found.append(f"its loss is {row['loss difference']:.2g} above fp32's, more than {tolerance}")
     if row['final scale'] < 1:
         found.append(f"its loss scale fell to {row['final scale']:.2g}: below 1 the model does not fit fp16")
-    return [*found, *filter(None, [_too_slow(row)])]
+    low, high = row['speed-up q1'], row['speed-up q3']
+    if row['turns'] < _TURNS: found.append(f"it was timed in {row['turns']} turns: too few for a range of its speed")
+    elif low - 1 <= high - low or row['speed-up'] < _WORTH:
+        found.append(f'not reliably faster than fp32 here ({_speed(row)} times its speed)' +
+                     ': the device only emulates it' * (row['support'] == 'emulated'))
+    return found
 
 
-def _too_slow(row: pd.Series) -> str:
-    "Return why the speed is none to recommend; '' if it is."
-    if row['turns'] < _TURNS: return f"it was timed in {row['turns']} turns: too few for a range of its speed"
-    low, high, width = row['speed-up q1'], row['speed-up q3'], row['speed-up q3'] - row['speed-up q1']
-    if low - 1 > width and row['speed-up'] >= _WORTH: return ''
-    if 1 - high > width: how = 'slower than fp32'
-    elif high < _WORTH: how = 'no faster than fp32'
-    else: how = 'not reliably faster than fp32'
-    emulated = ': the device only emulates it' if row['support'] == 'emulated' else ''
-    return f'{how} here ({_speed(row)} times its speed){emulated}'
-
-
-def _speed(row: pd.Series) -> str: return f"{row['speed-up']:.2f}, {row['speed-up q1']:.2f} to {row['speed-up q3']:.2f}"
+def _speed(row: pd.Series) -> str:
+    return '{speed-up:.2f}, {speed-up q1:.2f} to {speed-up q3:.2f}'.format(**row) if row['turns'] else '-'
 
 
 # -- the plot
@@ -196,28 +167,22 @@ def _smooth(values: list[float]) -> pd.Series: # From step 1 on; nan where a los
 
 
 def _draw_curves(ax: Any, losses: dict[str, list[float]], seed_losses: list[list[float]]) -> None:
-    base = losses['fp32']
     if seed_losses:
-        seeds = pd.DataFrame([_smooth(l) for l in [base, *seed_losses]])
+        seeds = pd.DataFrame([_smooth(values) for values in [losses['fp32'], *seed_losses]])
         ax.fill_between(seeds.columns, seeds.min(), seeds.max(), color='#d8dee9', lw=0,
                         label=f'fp32, range of {len(seeds)} seeds')
-    for (name, values), style in zip(losses.items(), _STYLES):
-        finite, label = np.isfinite(values), name
-        if not finite.all(): label += f' (not finite from step {finite.argmin() + 1})'
-        elif len(values) < len(base): label += ' (cut short)'
-        ax.plot(_smooth(values), linestyle=style, color=_color(name), lw=2, label=label)
+    for (name, values), style in zip(losses.items(), ('-', '--', ':', '-.', (0, (1, 3)))):
+        if values: ax.plot(_smooth(values), linestyle=style, color=_color(name), lw=2, label=name)
     ax.set(title='Training loss (smoothed)', xlabel='step', ylabel='loss')
     ax.xaxis.get_major_locator().set_params(integer=True)
     ax.legend(loc='upper center', bbox_to_anchor=(.5, -.22), ncols=2, frameon=False, fontsize=8)
 
 
 def _draw_speeds(ax: Any, table: pd.DataFrame, recommended: str) -> None:
-    speed, low, high = (table[f'speed-up{q}'] for q in ('', ' q1', ' q3'))
-    widest = max(1., high.max())
-    names = [f'{n}\n(emulated)' if s == 'emulated' else n for n, s in table['support'].items()]
-    ax.barh(names, speed.fillna(0), xerr=[(speed - low).fillna(0), (high - speed).fillna(0)], capsize=3,
-            color=[_color(n) for n in table.index], height=.6, error_kw={'lw': 1})
-    for i, (s, end) in enumerate(zip(speed, high.fillna(0))):
-        ax.text(end + .04 * widest, i, f'{s:.2f}x' if s == s else 'not measured', va='center')
+    speed, low, high = (table[f'speed-up{q}'].fillna(0) for q in ('', ' q1', ' q3'))
+    names = [f'{name}\n({s})' if s != 'native' else name for name, s in table['support'].items()]
+    bars = ax.barh(names, speed, xerr=[speed - low, high - speed], capsize=3, color=list(map(_color, table.index)))
+    ax.bar_label(bars, [f'{s:.2f}x' if s else 'not measured' for s in speed], padding=6)
     ax.axvline(1, color='black', lw=.8, ls=':', zorder=0)
-    ax.set(title=f'Speed; recommended: {recommended}', xlabel='steps per second, fp32 = 1', xlim=(0, widest * 1.4))
+    ax.set(title=f'Speed; recommended: {recommended}', xlabel='steps per second, fp32 = 1')
+    ax.margins(x=.4)

@@ -26,7 +26,7 @@ from ..fp32_modules import unwrapped
 from ..mode import autocast_available, training_device
 
 __all__ = ['RandomState', 'check_learner', 'copied_learner', 'left_out', 'loader_like', 'random_state',
-           'random_state_kept', 'set_random_state', 'several_processes', 'takes_part']
+           'random_state_kept', 'set_random_state', 'several_processes', 'takes_part', 'tensors']
 
 # Of fastai's own callbacks those that shape a training step, by name, as some are costly to import.
 _OF_FASTAI = set("""TrainEvalCallback CastToTensor MixHandler GradientAccumulation GradientClip BnFreeze ChannelsLast
@@ -129,8 +129,7 @@ def _copy(learn: Learner, taking_part: list[Callback], optimizer: bool) -> Learn
     cbs = [cb for cb in learn.cbs if cb in taking_part or isinstance(cb, MixedPrecision)]
     parts = [('the model', unwrapped(learn.model)), ('the loss function', learn.loss_func),
              ('opt_func', learn.opt_func), ('the optimizer', learn.opt if optimizer else None),
-             ("the learner's own methods", methods),
-             *((f"the callback '{cb.name}'", cb) for cb in cbs)]
+             ("the learner's own methods", methods), *((f"the callback '{cb.name}'", cb) for cb in cbs)]
     for _, part in parts: _detach_results(part, memo)
     copies: list[Any] = []
     for what, part in parts:
@@ -165,6 +164,19 @@ def _keep_flags(old: Any, new: Any) -> None:
     "Give a copied torch optimizer the flags that copying leaves out, such as a fused kernel's."
     if new is None: return
     vars(new).update({k: v for k, v in vars(old).items() if k not in vars(new) and isinstance(v, (bool, int, float))})
+
+
+def tensors(
+    x: Any, # Nested at will
+    floating: bool = True, # Only those of floating point
+) -> list[torch.Tensor]:
+    "Return the tensors in `x`."
+    found: list[torch.Tensor] = []
+    def note(t):
+        if not floating or t.is_floating_point(): found.append(t)
+        return t
+    map_tensors(note, x)
+    return found
 
 
 # -- what a run shares with the process

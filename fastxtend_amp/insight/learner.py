@@ -1,16 +1,15 @@
 "`Learner.precision_report`, `compare_precision` and `precision_decision`, and `MixedPrecision.plot_scales`."
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
-from fastai.callback.core import Callback
 from fastai.learner import Learner
 from fastcore.basics import patch
 
 from ..callback import MixedPrecision
 from ..mode import AMPMode
-from .choice import PrecisionDecision, decision_of
+from .choice import decisions
 from .compare import compare
 from .comparison import PrecisionComparison
 from .report import PrecisionReport, report
@@ -19,28 +18,28 @@ __all__: list[str] = []
 
 
 @patch(as_prop=True)
-def precision_decision(self: Learner) -> PrecisionDecision | None:
-    "The outcome of the last `to_amp(measure=True)` on this learner, also where it took fp32; None before the first."
-    return decision_of(self)
+def precision_decision(self: Learner) -> PrecisionComparison | None:
+    "The comparison by which `to_amp(measure=True)` last chose: `recommended`, `reason`, `calls`; None if not asked."
+    return decisions.get(self)
 
 
 @patch
 def compare_precision(self: Learner,
-    modes: Any = ('fp32', 'bf16', 'fp16'), # The precisions, 'half weights' too; fp32, the measure, is always among them
+    modes: Any = None, # The precisions beside fp32, the measure; if None, those that the device does natively
     n_steps: int = 50, # Training batches for each mode
     *,
     lr: float | slice | None = None, # Learning rate; the learner's own if None
     n_seeds: int = 3, # How often fp32 is repeated with another order of the batches and other random draws
     max_seconds: float = 60., # Seconds after which it ends, with what it knows by then
-    cbs: Sequence[Callback] | None = None, # Callbacks that take part; those that shape the training step if None
 ) -> PrecisionComparison: # `table`, `plot()`, `recommended`, `reason` and `apply()`; shows itself in a notebook
     """Train copies of the learner for `n_steps` in each precision, from its present state on the same batches.
 
     The learner, its loggers and its recorder stay as they are; drawing batches runs the dataset, and what that draws
     from generators outside it moves on, as with fastai's `one_batch()`. All copies are in memory at once, and batches
     of 512 MB. The modes take turns, a few steps each, so that whatever else the machine does slows all of them; only
-    the training steps are timed. A mode that the device does not run gets a row with the reason; one that it only
-    emulates has a fifth of the time, and if that is too little for all steps, its loss is not compared.
+    the training steps are timed. A mode that the device does not run gets a row with the reason. A step is never broken
+    off: in a mode that the device only emulates one step of a large model may take long. Half-precision weights are
+    compared if they are named ('half weights', 'half weights fp16') or if the learner has them.
 
     What takes part: the precision callback's arguments, of fastai's callbacks those that shape a training step (mixup
     and cutmix, gradient accumulation and clipping, RNN, batch-norm and GAN callbacks, channels last), of others copies
@@ -54,7 +53,7 @@ def compare_precision(self: Learner,
     Raises `ValueError` for an unknown mode, for unusable numbers, for a learner that cannot be copied, for sharded
     parameters (FSDP), lazy modules and without training batches; `RuntimeError` inside a fit.
     """
-    return compare(self, modes, n_steps, lr, n_seeds, max_seconds, cbs)
+    return compare(self, modes, n_steps, lr, n_seeds, max_seconds)
 
 
 @patch
@@ -62,7 +61,7 @@ def precision_report(self: Learner,
     modes: Iterable[str | AMPMode] = ('bf16', 'fp16'), # The precisions to ask about
     n_batches: int = 1, # How many batches to look at
     dl: Any = None, # The DataLoader to take them from; the training set's if None
-    max_seconds: float = 60., # Seconds after which it ends with what it knows by then
+    max_seconds: float = 60., # Seconds after which the model is not run again; a verdict may then be 'not known'
 ) -> PrecisionReport: # `verdicts`, `table`, `fp32_modules`, `plot()`; shows itself in a notebook
     """Report whether the model survives low precision, and where it does not; on real batches.
 

@@ -10,12 +10,14 @@ import torch
 from fastai.learner import Learner
 
 from ..callback import MixedPrecision, precision_callback
-from ..common import type_name
 from ..half_weights import HalfWeights
 from ..mode import AMPMode, mode_support, training_device
 
-__all__ = ['PrecisionChoice', 'call_for', 'choices_from', 'default_choices', 'precision_call', 'use_choice']
+__all__ = ['PRECISION_COLORS', 'PrecisionChoice', 'call_for', 'choices_from', 'default_choices', 'precision_call',
+           'use_choice']
 
+# One colour for a precision in every plot.
+PRECISION_COLORS = {'fp32': '#4c566a', 'bf16': '#2a78b8', 'fp16': '#d1701f', 'half weights': '#17a2a2'}
 HALF_WEIGHTS = 'half weights'
 _ALLOWED = "'fp32', 'bf16', 'fp16', 'half weights' (bf16), 'half weights fp16', or a list of these"
 
@@ -39,20 +41,15 @@ def choices_from(
     modes: Any, # Names, modes, dtypes or choices, one or several
 ) -> list[PrecisionChoice]: # fp32, the measure, first; each once
     "Return the precisions that `modes` names. Raises `ValueError` for one that is none."
-    if isinstance(modes, int) and not isinstance(modes, bool):
-        raise ValueError(f'modes={modes!r} cannot be used: modes names the precisions to compare. '
-                         f'Did you mean n_steps={modes}?\n'
-                         f'Allowed: {_ALLOWED}.')
     one = isinstance(modes, (str, torch.dtype, PrecisionChoice)) or not hasattr(modes, '__iter__')
     return list(dict.fromkeys([PrecisionChoice(), *map(_choice, [modes] if one else modes)]))
 
 
 def _choice(name: Any) -> PrecisionChoice:
     if isinstance(name, PrecisionChoice): return name
-    plain = name.lower().replace('_', ' ').strip() if isinstance(name, str) and not isinstance(name, AMPMode) else name
-    if plain in ('fp32', torch.float32): return PrecisionChoice()
-    half = isinstance(plain, str) and plain.startswith(HALF_WEIGHTS)
-    try: return PrecisionChoice(AMPMode(plain.removeprefix(HALF_WEIGHTS).strip() or 'bf16' if half else plain), half)
+    if name in ('fp32', torch.float32): return PrecisionChoice()
+    half = isinstance(name, str) and name.startswith(HALF_WEIGHTS)
+    try: return PrecisionChoice(AMPMode(name.removeprefix(HALF_WEIGHTS).strip() or 'bf16' if half else name), half)
     except ValueError:
         raise ValueError(f'modes={name!r} cannot be used: it is not a precision.\nAllowed: {_ALLOWED}.') from None
 
@@ -76,13 +73,10 @@ class Call(NamedTuple):
         return f"learn.{self.method}({', '.join(f'{k}={_written(v, k)}' for k, v in self.arguments.items())})"
 
 
-def _written(value: Any, name: str = '') -> str:
+def _written(value: Any, name: str) -> str:
     "Return `value` as it would be written in a call; an object that cannot be written as `name`."
-    if isinstance(value, AMPMode): return repr(value.value)
-    if isinstance(value, (list, tuple)): return '[' + ', '.join(map(_written, value)) + ']'
-    if isinstance(value, type): return type_name(value)
-    text = getattr(value, '__name__', None) or repr(value)
-    return name or '...' if text.startswith('<') else text
+    text = repr(value.value if isinstance(value, AMPMode) else value)
+    return name if text.startswith('<') else text
 
 
 def call_for(
@@ -101,10 +95,8 @@ def call_for(
         changes['loss_scale'] = changes.pop('init_scale')
     names = list(dict.fromkeys([*arguments.get('fp32_modules', ()), *choice.fp32_modules])) or None
     arguments.update(changes, amp_mode=choice.mode, fp32_modules=names)
-    def is_default(name, value):
-        default = parameters[name].default
-        return value is default or (type(value) is type(default) and value == default)
-    return Call(method, {k: arguments[k] for k in parameters if k in arguments and not is_default(k, arguments[k])})
+    given = [name for name, p in parameters.items() if name in arguments and arguments[name] != p.default]
+    return Call(method, {name: arguments[name] for name in given})
 
 
 def precision_call(
@@ -122,13 +114,8 @@ def use_choice(
     learn: Learner, # The learner, outside a fit
     choice: PrecisionChoice,
 ) -> MixedPrecision | None: # Its precision callback now
-    """Have `learn` train in this precision, by the call that a user would make; the loss scale stays.
-
-    A precision callback that does all of this already stays, too.
-    """
+    "Have `learn` train in this precision, by the call that a user would make; the loss scale stays."
     old, call = precision_callback(learn), call_for(learn, choice)
-    if (old is not None and (old.mode, isinstance(old, HalfWeights)) == (choice.mode, choice.half_weights)
-            and {*choice.fp32_modules} <= {*old.fp32_module_names}): return old
     state = {} if old is None else old.state_dict()
     getattr(learn, call.method)(**call.arguments)
     cb = precision_callback(learn)

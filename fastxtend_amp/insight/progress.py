@@ -1,4 +1,4 @@
-"A progress bar, a time limit and the checks of numbers, for report and comparison."
+"A progress bar with a time limit, and the checks of numbers."
 from __future__ import annotations
 
 import time
@@ -22,25 +22,18 @@ class Progress:
 
     Nothing is shown inside `learn.no_bar()` and for learners without fastai's `ProgressCallback`.
     """
-    def __init__(self, learn: Learner, max_seconds: float):
-        self.max_seconds, self.end = max_seconds, time.monotonic() + max_seconds
-        self.done, self.bar = 0, None
+    def __init__(self, learn: Learner, total: int, max_seconds: float):
+        self.max_seconds, self.end, self.bar = max_seconds, time.monotonic() + max_seconds, None
         if not (hasattr(learn, 'progress') and learn.create_mbar): return
-        self.bar = progress_bar(range(1), leave=False)
+        self.bar = progress_bar(range(total), leave=False)
         self.bar.comment = f'at most {max_seconds:.0f} s'
         self.bar.update(0)
 
     @property
     def left(self) -> float: return self.end - time.monotonic()
 
-    def expect(self, ticks: int) -> None:
-        "Set how many more ticks are to come."
-        if self.bar is not None: self.bar.total = max(1, self.done + ticks)
-
-    def tick(self) -> None:
-        "Show that one more step is done."
-        self.done += 1
-        if self.bar is not None: self.bar.update(min(self.done, self.bar.total))
+    def update(self, done: int) -> None:
+        if self.bar is not None: self.bar.update(done)
 
     def close(self) -> None:
         "Take the bar away."

@@ -16,19 +16,20 @@ from ..callback import precision_callback
 from ..checks import half_parameters_of
 from ..convert import map_tensors
 from ..fp32_modules import unwrapped
-from ..mode import AMPMode, mode_support, training_device
-from .copies import check_learner, left_out, loader_like, random_state_kept
-from .precisions import precision_call
-from .progress import check_count, check_seconds
-from .trace import OutOfTime, Seen, Trace, trace
-from .values import not_finite_data, tensors
-from .verdict import Judge, Verdict, as_html, fastest_mode, some
+from ..mode import AMPMode, fastest_native, mode_support, training_device
+from .copies import check_learner, left_out, loader_like, random_state_kept, tensors
+from .precisions import PRECISION_COLORS, precision_call
+from .progress import TimeIsUp, check_count, check_seconds
+from .trace import Seen, Trace, trace
+from .verdict import Judge, Verdict, as_html, not_finite_data, some
 
 __all__ = ['PrecisionReport', 'report']
 
 INIT_SCALE = 65536.   # the loss scale of a learner that has none yet
 EMULATED_WORK = 4e9   # floating-point operations of an emulated training step; a core does about so many in a second
 FEWEST = 2            # samples, for batch normalization
+_FP16, _TICKS = torch.finfo(torch.float16), 30                   # so many modules are named on the axis of the plot
+_KINDS = {'module': PRECISION_COLORS['fp32'], 'module in trouble': '#c0392b', 'module that does not run': '#8a929c'}
 _FORMAT: dict[str, Any] = {'index': False, 'float_format': '{:.3g}'.format}
 
 
@@ -67,13 +68,39 @@ class PrecisionReport:
         "The modules to keep in fp32, for any of the modes that work then."
         return [*dict.fromkeys(m for v in self.verdicts.values() if v.verdict != 'do not use' for m in v.modules)]
 
-    def plot(self): # The two matplotlib axes
-        """Plot the modules from first to last: the largest value in each against fp16's range, and the errors.
+    def plot(self): # The matplotlib axes
+        """Plot the largest value in each module, from first to last, against fp16's range; bf16 has that of fp32.
 
         Modules in trouble are red and named, those that do not run in a mode grey.
         """
-        from .report_plot import plot_report
-        return plot_report(self.table, self.verdicts)
+        import matplotlib.pyplot as plt
+        names = list(dict.fromkeys(self.table['module']))
+        sizes = self.table.drop_duplicates('module')['largest'].replace(0, math.nan).reset_index(drop=True)
+        kinds = {row.module: 'module in trouble' for row in self.table.itertuples() if row.trouble}
+        for row in self.table.itertuples():
+            if row.trouble and row.error != math.inf and self.verdicts[row.mode].verdict == 'cannot run':
+                kinds[row.module] = 'module that does not run'
+        width = min(max(7.5, 3 + len(names) * .25), 10)          # legible on a page
+        figure, ax = plt.subplots(layout='constrained', figsize=(width, 4.5))
+        ax.plot(sizes, color='#9aa4b2', lw=1)
+        for kind, color in _KINDS.items():
+            rows = sizes[[kinds.get(n, 'module') == kind for n in names]]
+            if len(rows): ax.plot(rows, 'o', color=color, label=kind)
+        limits = {"fp16's ceiling\n65,504: inf above": _FP16.max, "fp16's floor\n6e-05: digits lost below": _FP16.tiny}
+        for text, y in limits.items() if 'fp16' in self.verdicts else ():
+            ax.axhline(y, color=PRECISION_COLORS['fp16'], ls='--', lw=1.2)
+            ax.annotate(text, (1, y), xycoords=('axes fraction', 'data'), xytext=(5, 0), textcoords='offset points',
+                        va='center', fontsize=8)
+        ax.set(yscale='log', ylabel='largest absolute value (fp32)')
+        ax.margins(y=.1)
+        shown = list[int]()                                      # modules in trouble first, none too near to another
+        for i in sorted(range(len(names)), key=lambda i: names[i] not in kinds):
+            if all(abs(i - j) * _TICKS >= len(names) for j in shown): shown.append(i)
+        for i, tick in zip(shown, ax.set_xticks(shown, [names[i][-30:] for i in shown], rotation=90, fontsize=8)):
+            tick.label1.set_color(_KINDS[kinds.get(names[i], 'module')])
+        figure.suptitle(';  '.join(f'{v.mode}: {v.verdict}' for v in self.verdicts.values()), fontweight='bold')
+        if names: figure.legend(loc='outside lower center', ncols=3, frameon=False, fontsize=9)
+        return ax
 
     def _shown(self):
         "Yield a title and rows for each mode: modules in trouble, then those with the least headroom or largest error."
@@ -121,49 +148,46 @@ class _Report:
         self.learn, self.model, self.max_seconds = learn, model, max_seconds
         self.until = time.monotonic() + max_seconds
         self.device = training_device(learn)
+        self.batches: list[Any] = []
         self.fp32 = Trace()
         self.low: dict[AMPMode, Trace] = {}                      # with nothing kept in fp32
 
     def on(self, modes: list[AMPMode], n_batches: int, dl: Any) -> PrecisionReport:
-        with random_state_kept(): batches = [*islice(loader_like(dl), n_batches)]
-        if not batches: raise ValueError('precision_report needs at least one batch, but the DataLoader gave none.\n'
-                                         'Give another one as dl=...')
-        verdicts: dict[AMPMode, Verdict] = {}
-        few = whole = n_samples(batches[0])
-        try:
-            self.fp32 = trace(self.learn, batches, until=self.until)
-            if any(mode_support(mode, self.device).status == 'emulated' for mode in modes):
-                few = min(whole, max(FEWEST, int(whole * EMULATED_WORK / max(3 * self.fp32.work, 1))))
-            if few < whole:
-                batches = [first_samples(b, few) for b in batches]
-                self.fp32 = trace(self.learn, batches, until=self.until)
-            for mode in modes: verdicts[mode] = self._verdict(mode, batches)
-        except OutOfTime: verdicts |= {mode: self._not_known(mode) for mode in modes if mode not in verdicts}
-        other = fastest_mode(self.device, [m for m, v in verdicts.items() if v.verdict in ('do not use', 'cannot run')])
+        with random_state_kept(): self.batches = [*islice(loader_like(dl), n_batches)]
+        if not self.batches: raise ValueError('precision_report needs at least one batch, but the DataLoader gave '
+                                              'none.\nGive another one as dl=...')
+        few = whole = n_samples(self.batches[0])
+        self.fp32 = trace(self.learn, self.batches)
+        if any(mode_support(mode, self.device).status == 'emulated' for mode in modes):
+            few = min(whole, max(FEWEST, int(whole * EMULATED_WORK / max(3 * self.fp32.work, 1))))
+        if few < whole:
+            self.batches = [first_samples(b, few) for b in self.batches]
+            self.fp32 = trace(self.learn, self.batches)
+        verdicts = {mode: self._verdict(mode) for mode in modes}
+        bad = [m for m, v in verdicts.items() if v.verdict in ('do not use', 'cannot run')]
         for v in verdicts.values():
-            v.call = v.call or precision_call(self.learn, other)
+            v.call = v.call or precision_call(self.learn, fastest_native(self.device, bad))
         rows = [self._row(mode, s, v) for mode, v in verdicts.items() if mode in self.low
                 for s in self.low[mode].seen.values() if self._in_fp32(s).largest or s.name in v.trouble]
-        notes = self._notes(len(batches), few, whole)
-        return PrecisionReport(pd.DataFrame(rows, columns=_COLUMNS), {m.value: v for m, v in verdicts.items()}, notes)
+        return PrecisionReport(pd.DataFrame(rows, columns=_COLUMNS), {m.value: v for m, v in verdicts.items()},
+                               self._notes(few, whole))
 
-    def _verdict(self, mode: AMPMode, batches: list) -> Verdict:
+    def _verdict(self, mode: AMPMode) -> Verdict:
         support = mode_support(mode, self.device)
         if support.status == 'unsupported': return Verdict(mode.value, 'cannot run', support.why, '')
-        if bad := not_finite_data(batches): return Verdict(mode.value, 'do not use', bad, '')
+        if bad := not_finite_data(self.batches): return Verdict(mode.value, 'do not use', bad, '')
         def run(keep, scale):
-            found = trace(self.learn, batches, mode, keep, scale, reference=self.fp32, until=self.until)
+            if time.monotonic() > self.until: raise TimeIsUp
+            found = trace(self.learn, self.batches, mode, keep, scale, reference=self.fp32)
             if not found.error: self.low.setdefault(mode, found)
             return found
         cb = precision_callback(self.learn)
-        return Judge(mode, self.model, self.device, run, self.fp32, (cb and cb.scale) or INIT_SCALE,
-                     partial(precision_call, self.learn, mode)).verdict()
-
-    def _not_known(self, mode) -> Verdict:
-        again = f"learn.precision_report('{mode.value}', max_seconds={10 * self.max_seconds:g})"
-        reason = (f'`max_seconds={self.max_seconds:g}` was over; fewer samples are faster, as with '
-                  '`dl=learn.dls.train.new(bs=4)`')
-        return Verdict(mode.value, 'not known', reason, again)
+        judge = Judge(mode, self.model, self.device, run, self.fp32, (cb and cb.scale) or INIT_SCALE,
+                      partial(precision_call, self.learn, mode))
+        try: return judge.verdict()
+        except TimeIsUp:
+            return Verdict(mode.value, 'not known', f'`max_seconds={self.max_seconds:g}` was over',
+                           f"learn.precision_report('{mode.value}', max_seconds={10 * self.max_seconds:g})")
 
     def _in_fp32(self, s: Seen) -> Seen: return self.fp32.seen.get(s.name, s)
 
@@ -173,9 +197,10 @@ class _Report:
         largest, format, limit = s.half, mode.value, torch.finfo(mode.dtype).max
         if not s.half: largest, format, limit = ref.largest, 'fp32', torch.finfo(torch.float32).max
         return [mode.value, s.name, s.type, format, ref.largest, limit / largest if largest else math.inf, error,
-                ref.grads.largest or math.nan, s.name in verdict.trouble]
+                ref.grad or math.nan, s.name in verdict.trouble]
 
-    def _notes(self, n, few, whole) -> list[str]:
+    def _notes(self, few, whole) -> list[str]:
+        n = len(self.batches)
         notes = [f"Looked at {n} batch{'es' * (n > 1)} of {few} samples, with the weights as they are now: "
                  'after some training others may be in trouble.']
         if few < whole: notes.append(f'These are the first of {whole}, because a precision is emulated here, and slow.')

@@ -8,10 +8,10 @@ its outputs, or in what it passes to a module inside.
 """
 from __future__ import annotations
 
-import math, re, sys, time, warnings
+import math, sys, warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,23 +23,21 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..callback import MixedPrecision
+from ..common import first_line
 from ..convert import HALF, half_to_float, map_tensors
 from ..fp32_modules import ROOT, qualified_names
 from ..mode import AMPMode
 from .compat import in_function_transform, operator, unwatched
-from .copies import RandomState, copied_learner, set_random_state
-from .values import Histogram, all_finite, ends, largest_value, relative_error, tensors
+from .copies import RandomState, copied_learner, set_random_state, tensors
 
-__all__ = ['LOSS', 'OutOfTime', 'Seen', 'Trace', 'trace']
+__all__ = ['LOSS', 'Seen', 'Trace', 'all_finite', 'ends', 'largest_value', 'relative_error', 'trace']
 
 LOSS = 'loss function'  # its name among the modules; callbacks after the forward pass count to it
 _FP32_NOISE = 2.**-23   # relative; where fp32 itself would lose a tenth, an error is that of noise
 # Operators that only move values, which count where they were computed.
 _MOVES = frozenset(('clone', '_to_copy', 'copy_', 'cat', 'stack', 'detach', 'lift_fresh'))
-
-
-class OutOfTime(BaseException):
-    "The time limit is over. Not an `Exception`, so that no model catches it."
+_MASK_FROM = -1e3       # smaller values may be an attention mask,
+_MASK_GAP = 64          # if all others are smaller than they by this factor
 
 
 @dataclass
@@ -52,7 +50,17 @@ class Seen:
     half: float = 0.                                             # the same of results in half precision alone
     failed: int | None = None                                    # the first operator where finite numbers end, from 1
     error: float = 0.                                            # of its own arithmetic, relative; the largest
-    grads: Histogram = field(default_factory=Histogram)          # of its outputs and its own parameters
+    grad: float = 0.                                             # largest absolute of its outputs and own parameters
+    grad_sum: float = 0.                                         # of the absolute values of all these gradients
+    n_grads: int = 0                                             # that are finite and not 0
+
+    def add_grad(self, g: torch.Tensor) -> None:
+        "Note the gradient of an output or a parameter."
+        g = g.detach().abs().float()
+        g = g[g.isfinite() & (g != 0)]
+        if not g.numel(): return
+        self.grad = max(self.grad, float(g.max()))
+        self.grad_sum, self.n_grads = self.grad_sum + float(g.sum()), self.n_grads + g.numel()
 
 
 class _Frame:
@@ -100,10 +108,9 @@ class Trace(TorchDispatchMode):
     def __init__(self,
         mode: AMPMode | None = None, # fp32 if None
         reference: Trace | None = None,
-        until: float = math.inf, # `time.monotonic()` from which on `OutOfTime` is raised, in seconds
     ):
         super().__init__()
-        self.mode, self.reference, self.until = mode, reference, until
+        self.mode, self.reference = mode, reference
         self.seen: dict[str, Seen] = {}
         self.loss_is_finite = self.grads_are_finite = True
         self.largest_input = 0.                                  # absolute, of the model's inputs
@@ -153,12 +160,11 @@ class Trace(TorchDispatchMode):
                     if p.grad is None: continue
                     g = p.grad.coalesce().values() if p.grad.is_sparse else p.grad
                     self.grads_are_finite &= all_finite(g)
-                    if name in self.seen: self.seen[name].grads.add(g)
+                    if name in self.seen: self.seen[name].add_grad(g)
 
     # -- modules
 
     def _enter(self, name, module, args, kwargs):
-        if time.monotonic() > self.until: raise OutOfTime
         with unwatched():
             if not self._frames: self._push(LOSS, None)
             if not self._backward and not in_function_transform():       # vmap's tensors cannot be looked at
@@ -196,7 +202,7 @@ class Trace(TorchDispatchMode):
 
     def _gradient(self, seen, g):
         if not self._backward: return                            # the model's own, such as forces from an energy
-        with unwatched(): seen.grads.add(g)
+        with unwatched(): seen.add_grad(g)
 
     # -- operators
 
@@ -268,12 +274,11 @@ def trace(
     scale: float = 1., # The loss scale, for fp16
     *,
     reference: Trace | None = None, # In fp32, of the same batches
-    until: float = math.inf, # `time.monotonic()` from which on `OutOfTime` is raised, in seconds
     in_fit: bool = False, # Whether `learn` is in the middle of a batch
     random_state: RandomState | None = None, # To begin with; the present one if None
 ) -> Trace:
     "Run batches forward and backward in a copy of `learn`, in its own loop with its callbacks; no step is taken."
-    found = Trace(mode, reference, until)
+    found = Trace(mode, reference)
     with copied_learner(learn) as copy, _as_written(), warnings.catch_warnings():
         warnings.simplefilter('ignore')                          # of a fit, such as that the mode is emulated
         if mode is not None: _set_precision(copy, mode, keep, scale)
@@ -289,11 +294,47 @@ def trace(
         except torch.OutOfMemoryError: raise
         except (RuntimeError, TypeError, ValueError) as e:
             if mode is None: raise
-            text = str(e).rpartition(':\n\t')[2]                 # behind what fastai says of the callback
-            found.error = text.replace('\n', ' ')
-            if found.began: found.failed_in, found.error = found.failed_in or LOSS, re.split('\n|[.] ', text)[0]
+            found.error = first_line(e, 400)
+            if found.began: found.failed_in, found.error = found.failed_in or LOSS, first_line(e)
     return found
 
+
+# -- figures of tensors, without float64, which MPS lacks
+
+def all_finite(t: torch.Tensor) -> bool:
+    "Return whether no value is NaN or inf."
+    return bool(t.isfinite().all())
+
+
+def ends(t: torch.Tensor) -> bool:
+    "Return whether finite numbers end in `t`: a value is NaN or +inf. -inf alone may be a mask."
+    return bool((t.isnan() | t.isposinf()).any())
+
+
+def largest_value(t: torch.Tensor) -> float:
+    """Return the largest absolute finite value; 0 if there is none.
+
+    Negative values far from all others do not count: they are what attention masks are filled with.
+    """
+    t = t.detach()
+    if not all_finite(t): t = t[t.isfinite()]
+    if not t.numel(): return 0.
+    low, high = map(float, torch.aminmax(t))
+    if low < _MASK_FROM and high * _MASK_GAP < -low:
+        rest = t[t > low / 4]
+        if rest.numel() and float(rest.min()) * _MASK_GAP > low: return float(rest.abs().max())
+    return max(abs(low), abs(high))
+
+
+def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float: # nan without a value other than 0
+    "Return the norm of the difference over that of `expected`, of the values that are finite in both."
+    both = got.isfinite() & expected.isfinite()
+    got, expected = got[both].float(), expected[both].float()
+    if not (unit := largest_value(expected)): return math.nan    # by which squares stay in fp32's range
+    return float(((got - expected) / unit).norm() / (expected / unit).norm())
+
+
+# -- the copy's loop
 
 def _as_written() -> AbstractContextManager:
     "Return a context in which compiled modules run as they were written: hooks would not fire in a compiled graph."
@@ -301,9 +342,8 @@ def _as_written() -> AbstractContextManager:
 
 
 def _set_precision(copy, mode, keep, scale):
-    arguments: dict[str, Any] = {'fp32_modules': list(keep)} if keep else {}
-    if mode.needs_loss_scaling: arguments['init_scale'] = scale
-    getattr(copy, f'to_{mode.value}')(on_overflow='ignore', **arguments)
+    arguments = {'init_scale': scale} if mode.needs_loss_scaling else {}
+    getattr(copy, f'to_{mode.value}')(on_overflow='ignore', fp32_modules=list(keep), **arguments)
 
 
 def _begin_fit(copy):

@@ -5,24 +5,24 @@ import math, re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from ..fp32_modules import ROOT, covers, qualified_names
-from ..mode import AMPMode, mode_support
-from .trace import LOSS, Trace
-from .values import all_finite
+from ..mode import AMPMode
+from .copies import tensors
+from .trace import LOSS, Trace, all_finite, ends
 
-__all__ = ['IMPRECISE', 'Judge', 'Judgement', 'Verdict', 'as_html', 'fastest_mode', 'lost_weights', 'named',
-           'some']
+__all__ = ['IMPRECISE', 'Judge', 'Judgement', 'Verdict', 'as_html', 'lost_weights', 'named',
+           'not_finite_data', 'some']
 
 Judgement = Literal['safe so far', 'safe with loss scaling', 'safe, but close', 'keep modules in fp32', 'do not use',
                     'cannot run', 'not known']
 
 IMPRECISE = .1        # error of a module's own arithmetic that is trouble
-LOST = .01            # share of a gradient's absolute sum that may underflow before a loss scale counts as too low
+LOST = .1             # of the mean absolute gradient: smaller values, at most a tenth of the sum, may underflow
 CLOSE = 4.            # headroom below which a module is close to overflow
 LOWEST_SCALE = 2.**-12 # that is advised
 MARGIN = 16.          # by which a loss scale that is advised is below the highest: later gradients may be larger
@@ -188,12 +188,12 @@ class Judge:
     def _scales(self, low: Trace) -> tuple[float, float]:
         "Return the lowest and the highest loss scale at which gradients neither underflow nor overflow: powers of two."
         info = torch.finfo(self.mode.dtype)
-        half = [self.fp32.seen[n].grads for n, s in low.seen.items() if s.half and n in self.fp32.seen]
-        largest = max((h.largest for h in half), default=0.)
-        most = 2. ** math.floor(math.log2(info.max / largest)) if largest else 2. ** 24
-        smallest, least = info.tiny * info.eps, min(1., most)    # the smallest subnormal; half of it rounds to 0
-        while least < 2. ** 40 and any(h.mass_below(smallest / least) > LOST for h in half): least *= 2
-        return least, min(most, self.highest)
+        half = [s for n, s in self.fp32.seen.items() if s.grad and n in low.seen and low.seen[n].half]
+        if not half: return 1., min(2. ** 24, self.highest)
+        most = 2. ** math.floor(math.log2(info.max / max(s.grad for s in half)))
+        mean = min(s.grad_sum / s.n_grads for s in half)
+        least = 2. ** math.ceil(math.log2(info.smallest_normal * info.eps / (LOST * mean)))
+        return max(least, min(1., most)), min(most, self.highest)
 
     # -- how it is said
 
@@ -208,8 +208,6 @@ class Judge:
 
     def _works(self, low: Trace) -> Verdict:
         reasons = [*dict.fromkeys(self.reasons.values())]
-        if reasons and not _computes_in_half(low):
-            return self._say('do not use', f'{some(reasons)}; with these in fp32 nothing is left in {self.mode.value}')
         scales, changes = None, {}
         if self.mode.needs_loss_scaling:
             least, most = scales = self._scales(low)
@@ -237,8 +235,16 @@ def lost_weights(model: nn.Module) -> str: # Such as "2 of 4 weight tensors are 
     return f"{len(lost)} of {len(weights)} weight tensors are NaN or inf, such as '{lost[0]}'" if lost else ''
 
 
+def not_finite_data(batch: Any) -> str: # Such as 'the batch itself is not finite: 1 of 24 values of ...'
+    "Describe which tensor of a batch has NaN or inf; '' if none has. -inf may be a mask."
+    t = next(filter(ends, tensors(batch)), None)
+    if t is None: return ''
+    n = int((t.isnan() | t.isposinf()).sum())
+    return (f'the batch itself is not finite: {n:,} of {t.numel():,} values of its tensor of shape '
+            f'{tuple(t.shape)} are NaN or inf')
+
+
 def _is_fine(t: Trace) -> bool: return not t.error and t.loss_is_finite and t.grads_are_finite
-def _computes_in_half(low: Trace) -> bool: return any(s.half for n, s in low.seen.items() if n != LOSS)
 
 
 def outermost(names: Iterable[str]) -> list[str]:
@@ -260,12 +266,3 @@ def some(words: list[str], n: int = 4, between: str = ', ') -> str:
 def as_html(text: str) -> str:
     "Return `text` for a notebook: what is between backticks as code, lines as lines."
     return re.sub('`([^`]+)`', r'<code>\1</code>', escape(text)).replace('\n', '<br>')
-
-
-def fastest_mode(
-    device: torch.device,
-    failed: Iterable[AMPMode] = (), # Modes that do not work for a model
-) -> AMPMode | None:
-    "Return the fastest mode left: bf16 or fp16 where the device does it natively; None for fp32."
-    left = [m for m in (AMPMode.BF16, AMPMode.FP16) if m not in failed and mode_support(m, device).status == 'native']
-    return left[0] if left else None

@@ -9,9 +9,11 @@ from torch import nn
 
 from ..common import first_line, warn_user
 from .copies import RandomState, random_state
-from .diagnosis import Alarm, Growth, diagnose
+from .diagnosis import Alarm, diagnose
 
 __all__ = ['Watch']
+
+_FAR, _MOVED = 100., 1.01  # times the weights' norm or the loss at the start: a run diverges; the weights have moved
 
 
 class Watch:
@@ -91,7 +93,7 @@ class Watch:
         step = getattr(cb.learn, 'train_iter', 0) + (batch is None)
         alarm = Alarm(what, cb.mode, scale, step, xb, yb, state if self.in_place or not skipped else None)
         try:
-            alarm.growth = self._growth()
+            alarm.divergence = self._divergence()
             message = diagnose(cb.learn, alarm)
         except Exception as e:
             message = (f'{alarm.happened}\n'
@@ -100,13 +102,18 @@ class Watch:
         if cb.on_overflow == 'raise': raise FloatingPointError(message)
         else: warn_user(message)
 
-    def _growth(self) -> Growth | None:
-        "Return what has become of weights and loss since the start; this waits for the device."
-        if self.weights is None: return None
-        before, now = float(self.weights), float(_norm(self.cb.learn.model))
-        if not math.isfinite(now): now = math.nan                # lost, which says nothing of how
-        first = math.nan if self.first_loss is None else float(self.first_loss)
-        return Growth(now / before if before else math.nan, first, self.last_loss)
+    def _divergence(self) -> str:
+        """Describe how far weights and loss have grown since the start, if either has a hundredfold; '' otherwise.
+
+        A loss that grew without the weights was small by chance. This waits for the device.
+        """
+        if self.weights is None or self.first_loss is None: return ''
+        first, weights = float(self.first_loss), float(_norm(self.cb.learn.model) / self.weights)
+        far = 0 < _FAR * abs(first) < abs(self.last_loss) and not weights < _MOVED
+        if not (far or _FAR < weights < math.inf): return ''
+        words = f'the loss went from {first:.3g} to {self.last_loss:.3g}'
+        if not 1.5 < weights < math.inf: return words
+        return f'the weights are {weights:.3g} times as large as at the start of the fit, and {words}'
 
 
 def _norm(model: nn.Module) -> torch.Tensor:

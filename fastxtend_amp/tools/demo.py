@@ -16,8 +16,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import fastxtend_amp  # noqa: F401  patches Learner
-from ..common import PRECISION_COLORS
 from ..insight.comparison import PrecisionComparison
+from ..insight.precisions import PRECISION_COLORS
 from ..mode import precision_support
 from .device import usable_device
 
@@ -51,16 +51,15 @@ def speed(row: pd.Series) -> str: # Of the comparison's table
     """Return samples per second, and beside fp32's the ratio with its range and what it is worth.
 
     A ratio is too noisy to tell where its range, half of the turns, is as near to 1 as it is wide, and where there were
-    fewer than four turns. An emulated mode has few turns, and no ratio.
+    fewer than four turns.
     """
-    emulated = row['support'] == 'emulated'
-    if not row['steps']: return 'emulated here, and too slow for a step' if emulated else 'does not run here'
+    if not row['steps']: return 'does not run here'
     said = f"{1000 * BATCH_SIZE / row['ms per step']:,.0f} samples/s"
-    if emulated: return f'{said}, emulated here'
     if row.name == 'fp32': return said
     low, high = row['speed-up q1'], row['speed-up q3']
-    noisy = row['turns'] < 4 or max(low - 1, 1 - high) <= high - low
-    return f"{said}, {row['speed-up']:.2f} ({low:.2f} to {high:.2f}) times fp32's" + ': too noisy to tell' * noisy
+    clear = row['turns'] > 3 and max(low - 1, 1 - high) > high - low
+    worth = 'emulated here' if row['support'] == 'emulated' else '' if clear else 'too noisy to tell'
+    return f"{said}, {row['speed-up']:.2f} ({low:.2f} to {high:.2f}) times fp32's{worth and ': ' + worth}"
 
 
 def plot(
@@ -71,13 +70,11 @@ def plot(
     from matplotlib.figure import Figure
     figure = Figure(figsize=(11, 4), layout='constrained')
     curves, speeds = figure.subplots(1, 2)
-    table, n = comparison.table, len(comparison.losses['fp32'])
+    table = comparison.table
     for (name, losses), style in zip(comparison.losses.items(), ('-', '--', ':')):
         if not losses: continue
-        early = f' (stopped after {len(losses)} of {n} steps)' * (len(losses) < n)
         smooth = pd.Series(losses, index=range(1, len(losses) + 1)).ewm(alpha=.1).mean()
-        curves.plot(smooth, style, marker='x' * bool(early), markevery=[-1], color=PRECISION_COLORS[name], lw=2,
-                    label=name + early)
+        curves.plot(smooth, style, color=PRECISION_COLORS[name], lw=2, label=name)
     curves.set(title='Training loss on the same batches', xlabel='step', ylabel='cross entropy (smoothed)')
     curves.legend()
     bars = speeds.barh(table.index, 1000 * BATCH_SIZE / table['ms per step'].fillna(float('inf')), height=.5,
@@ -108,7 +105,7 @@ def main(
     learn = learner(device)
     with nullcontext() if sys.stdout.isatty() else learn.no_bar():
         steps = 2 + EPOCHS * len(learn.dls.train)                # two to warm up, then an epoch in each turn
-        comparison = learn.compare_precision(n_steps=steps, lr=LR, n_seeds=0, max_seconds=SECONDS)
+        comparison = learn.compare_precision(('bf16', 'fp16'), n_steps=steps, lr=LR, n_seeds=0, max_seconds=SECONDS)
     plot(comparison, args.out)
     print(comparison, end='\n\n')
     for name, row in comparison.table.iterrows(): print(f'{name}: {speed(row)}')

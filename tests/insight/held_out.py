@@ -13,14 +13,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from helpers import Data, learner, loaders
+from states import Act
 
 STEPS, BS, N = 60, 16, 64
-
-
-class Act(nn.Module):
-    "A function as a module"
-    def __init__(self, f): super().__init__(); self.f = f
-    def forward(self, x): return self.f(x)
 
 
 class Own(nn.Module):

@@ -1,8 +1,9 @@
-"Learners with something in every corner, and everything that can be named in them, bit for bit."
+"Learners with something in every corner, all that can be named in them, bit for bit, and modules that several tests need."
 import random
 
 import numpy as np
 import torch
+from fastai.callback.core import Callback
 from fastai.callback.rnn import rnn_cbs
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
@@ -13,6 +14,38 @@ from fastai.text.models.core import LinearDecoder, SequentialRNN
 from torch import nn
 
 from helpers import OPTIMIZERS, Data, autocast_state, dataset, learner
+
+
+class Act(nn.Module):
+    "A function as a module."
+    def __init__(self, f): super().__init__(); self.f = f
+    def forward(self, x): return self.f(x)
+
+
+class Gives(nn.Module):
+    "Gives a dictionary, as Hugging Face's models do; `Unpacks` takes the prediction out of it."
+    def __init__(self, net): super().__init__(); self.net = net
+    def forward(self, x): return {'logits': self.net(x)}
+
+
+class Unpacks(Callback):
+    def after_pred(self): self.learn.pred = self.pred['logits']
+
+
+class Times(torch.autograd.Function):
+    "Passes its input on, and back its gradient times `factor`."
+    @staticmethod
+    def forward(ctx, x, factor): ctx.factor = factor; return x.clone()
+    @staticmethod
+    def backward(ctx, g): return g * ctx.factor, None
+
+
+def fills(h): return h.masked_fill(h < 0, -1e9).softmax(-1)      # beyond fp16's range
+
+
+def loud_loss(p, y):
+    p = p.half() if torch.is_autocast_enabled('cpu') else p
+    return (p * 6e4 * 6e4).float().mul(1e-9).sub(y).square().mean()
 
 
 class Memory(nn.Module):

@@ -4,6 +4,7 @@ import pytest, torch
 from torch import nn
 
 from helpers import Attentive, learner
+from states import Act, fills
 
 RED, GREY = '#c0392b', '#8a929c'
 
@@ -19,61 +20,48 @@ def many(n=60):
 def drawn():
     def draw(learn, **kwargs):
         report = learn.precision_report(**kwargs)
-        axs = report.plot()
-        axs[0].figure.canvas.draw()
-        return report, axs
+        ax = report.plot()
+        ax.figure.canvas.draw()
+        return report, ax
     yield draw
     plt.close('all')
 
 
 def line(ax, label): return next(l for l in ax.get_lines() if l.get_label() == label)
-def words(ax): return [t.get_text() for t in ax.texts]
 def label_of(ax, name): return next(t for t in ax.get_xticklabels() if t.get_text() == name)
 
 
 def test_modules_in_trouble_are_red_at_the_value_in_the_table(drawn):
-    report, (sizes, errors) = drawn(learner(Attentive()))
-    red, place = line(sizes, 'module in trouble'), list(dict.fromkeys(report.table['module'])).index('attn')
+    report, ax = drawn(learner(Attentive()))
+    red, place = line(ax, 'module in trouble'), list(dict.fromkeys(report.table['module'])).index('attn')
     row = report.table.query("mode == 'fp16' and module == 'attn'").iloc[0]
     assert list(red.get_xdata()) == [place] and list(red.get_ydata()) == [row['largest']] and red.get_color() == RED
-    assert label_of(errors, 'attn').get_color() == RED
-    end = line(errors, 'fp16: not finite from here')
-    assert list(end.get_xdata()) == [place] and max(line(errors, "fp16: error of the module's arithmetic").get_xdata()) == place
-    bf16 = line(errors, "bf16: error of the module's arithmetic")
-    assert list(bf16.get_ydata()) == pytest.approx(list(report.table.query("mode == 'bf16'")['error'].clip(lower=1e-4)))
-
-
-class Fills(nn.Module):
-    def forward(self, h): return h.masked_fill(h < 0, -1e9).softmax(-1)
+    assert label_of(ax, 'attn').get_color() == RED
 
 
 def test_modules_that_do_not_run_are_grey(drawn):
-    _, (sizes, errors) = drawn(learner(nn.Sequential(nn.Linear(6, 8), Fills(), nn.Linear(8, 1))), modes='fp16')
-    grey = line(sizes, 'module that does not run')
-    assert grey.get_color() == GREY == label_of(errors, '1').get_color() and list(grey.get_xdata()) == [1]
-    assert not [l for l in sizes.get_lines() if l.get_color() == RED]
+    _, ax = drawn(learner(nn.Sequential(Attentive(), nn.Linear(1, 8), Act(fills), nn.Linear(8, 1))), modes='fp16')
+    grey, red = line(ax, 'module that does not run'), line(ax, 'module in trouble')
+    assert grey.get_color() == GREY == label_of(ax, '2').get_color() and len(grey.get_xdata()) == 1
+    assert red.get_color() == RED == label_of(ax, '0.attn').get_color() and len(red.get_xdata()) == 1
 
 
-def test_ceiling_floor_and_limit_have_labels_outside_the_data(drawn):
-    _, (sizes, errors) = drawn(learner())
-    assert {t.split('\n')[0] for t in words(sizes)} == {"fp16's ceiling", "fp16's floor"} and words(errors)[0].startswith('0.1')
-    for ax in (sizes, errors):
-        for text in ax.texts: assert text.get_window_extent().x0 >= ax.get_window_extent().x1
-    _, (sizes, _) = drawn(learner(), modes='bf16')
-    assert not words(sizes)                                      # bf16 has fp32's range
+def test_ceiling_and_floor_have_labels_outside_the_data(drawn):
+    _, ax = drawn(learner())
+    assert {t.get_text().split('\n')[0] for t in ax.texts} == {"fp16's ceiling", "fp16's floor"}
+    for text in ax.texts: assert text.get_window_extent().x0 >= ax.get_window_extent().x1
+    assert not drawn(learner(), modes='bf16')[1].texts           # bf16 has fp32's range
 
 
 @pytest.mark.parametrize('make', [learner, lambda: learner(Attentive()), many])
 def test_no_words_lie_over_others_or_leave_the_figure(drawn, make):
-    _, axs = drawn(make(), modes='fp16' if make is not many else 'bf16')
-    figure, texts = axs[0].figure, []
-    for ax in axs:
-        low, high = ax.get_ylim()
-        texts += [*ax.texts, ax._left_title, *ax.get_xticklabels(), ax.xaxis.label, ax.yaxis.label]
-        texts += [t for y, t in zip(ax.get_yticks(), ax.get_yticklabels()) if low <= y <= high]
+    _, ax = drawn(make(), modes='fp16' if make is not many else 'bf16')
+    figure, (low, high) = ax.figure, ax.get_ylim()
+    texts = [*ax.texts, *ax.get_xticklabels(), ax.yaxis.label]
+    texts += [t for y, t in zip(ax.get_yticks(), ax.get_yticklabels()) if low <= y <= high]
     texts += [figure._suptitle, *figure.legends[0].get_texts()]
     found = [(t, t.get_window_extent()) for t in texts if t.get_text() and t.get_visible()]
-    assert len([t for t in axs[1].get_xticklabels() if t.get_text()]) <= 31
+    assert len([t for t in ax.get_xticklabels() if t.get_text()]) <= 31
     width, height = figure.canvas.get_width_height()
     for i, (text, box) in enumerate(found):
         assert -1 <= box.x0 and box.x1 <= width + 1 and -1 <= box.y0 and box.y1 <= height + 1, text
