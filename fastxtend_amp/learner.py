@@ -62,6 +62,7 @@ def set_precision(
 class _Precision:                                                # no property: a user's callback may have this name
     "The learner's precision callback, a `MixedPrecision`; None in plain fp32."
     def __get__(self, learn: Learner | None, kind: type | None = None) -> Any:
+        "Return it; of the class this descriptor."
         return self if learn is None else precision_callback(learn)
 
 
@@ -87,7 +88,7 @@ def to_bf16(self: Learner, **kwargs) -> Learner: # The learner
 @patch
 @delegates(MixedPrecision, but=['amp_mode'])
 def to_amp(self: Learner, *args,
-    measure: bool = False, # Try the precisions on the learner's own batches, and take the fastest that trains as fp32 does
+    measure: bool = False, # Try the precisions on the learner's batches, and take the fastest that trains as fp32 does
     max_seconds: float = 60., # For measuring
     **kwargs
 ) -> Learner: # The learner

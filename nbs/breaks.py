@@ -12,8 +12,8 @@ def allow_breaks(app, doctree, docname):
     for code in list(doctree.findall(nodes.literal)):
         text, inside = code.astext(), code.parent
         while inside is not None and not isinstance(inside, nodes.entry): inside = inside.parent
-        parts = PLACE.split(text)
-        if len(text) <= (IN_TEXT if inside is None else IN_TABLE) or len(parts) == 1 or len(code.children) != 1: continue
+        parts, shortest = PLACE.split(text), IN_TEXT if inside is None else IN_TABLE
+        if len(text) <= shortest or len(parts) == 1 or len(code.children) != 1: continue
         code.children = []
         for part in parts[:-1]: code += [nodes.Text(part), nodes.raw('', '<wbr>', format='html')]
         code += nodes.Text(parts[-1])
