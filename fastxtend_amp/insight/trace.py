@@ -294,7 +294,7 @@ def trace(
         except torch.OutOfMemoryError: raise
         except (RuntimeError, TypeError, ValueError) as e:
             if mode is None: raise
-            found.error = first_line(e, 400)
+            found.error = str(e).rpartition(':\n\t')[2].replace('\n', ' ')   # without fastai's line on the callback
             if found.began: found.failed_in, found.error = found.failed_in or LOSS, first_line(e)
     return found
 
