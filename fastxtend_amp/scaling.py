@@ -158,16 +158,16 @@ class LossScaling:
         skips = self._skips[self._n_before:]
         n, skipped, scale = len(skips), sum(skips), self.scaler.get_scale()
         if 2 * skipped <= n: return None
-        remedy = 'look where it overflows: `learn.precision_report()`.'
+        remedy = 'Look where it overflows: `learn.precision_report()`.'
         if skipped == n:
             head = (f"No optimizer step was taken in this fit: all {n} were skipped, because gradients were not "
                     "finite. Nothing was learned.")
-            if scale > 1: remedy = f'start lower (`{argument}={max(scale / 2 ** 6, 1.):g}`), or {remedy}'
-            if scale >= 1 and not self.static: remedy = f'train longer, so that the scale can fall, or {remedy}'
+            if scale > 1: remedy += f' If it finds nothing, start lower: `{argument}={max(scale / 2 ** 6, 1.):g}`.'
+            if scale >= 1 and not self.static: remedy += ' Or train longer, so that the scale can fall.'
         else:
             head = f"{skipped} of the {n} optimizer steps of this fit were skipped: gradients were not finite."
-            if scale > 1: remedy = f'start a new training with `{argument}={scale:g}`, or {remedy}'
-        return f'{head}\nThe loss scale is {scale:g} now.\n{remedy[0].upper()}{remedy[1:]}'
+            if scale > 1: remedy += f' If it finds nothing, start a new training with `{argument}={scale:g}`.'
+        return f'{head}\nThe loss scale is {scale:g} now.\n{remedy}'
 
     # -- a step
 

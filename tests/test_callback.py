@@ -248,10 +248,10 @@ def test_a_step_without_gradients_is_no_step():
 # -- the scale
 
 @pytest.mark.parametrize('kwargs, skipped, words', [
-    (dict(init_scale=1e30), 6, 'No optimizer step was taken in this fit: all 6 were skipped.*Train longer, .*learn.precision_report'),
+    (dict(init_scale=1e30), 6, 'No optimizer step was taken in this fit: all 6 were skipped.*learn.precision_report.*start lower.*Or train longer'),
     (dict(init_scale=2.**20), 5, r'5 of the 6 optimizer steps of this fit were skipped.*\n.*loss scale is 32768 now.\n.*`init_scale=32768`'),
     (dict(init_scale=2.**15), 2, None), (dict(loss_scale=512.), 0, None),
-    (dict(loss_scale=2.**30), 6, r'No optimizer step was taken.*\nStart lower \(`loss_scale=1.67772e\+07`')])
+    (dict(loss_scale=2.**30), 6, r'No optimizer step was taken.*start lower: `loss_scale=1.67772e\+07`')])
 def test_a_fit_that_skipped_most_steps_says_so_with_the_scale_to_start_from(kwargs, skipped, words):
     learn = learner().to_fp16(**kwargs)
     texts = told(lambda: learn.fit(1, .01), 'skipped')

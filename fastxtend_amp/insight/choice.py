@@ -58,5 +58,5 @@ def _with_modules_kept(learn, choices, max_seconds) -> tuple[list[PrecisionChoic
     for c in low:
         v = verdicts[c.mode.value]
         if v.verdict == 'do not use': refused.append(f'{c.name}: {v.reason}')
-        else: found.append(replace(c, fp32_modules=tuple(v.modules)))
+        else: found.append(replace(c, fp32_modules=tuple(v.modules), init_scale=v.init_scale))
     return found, refused

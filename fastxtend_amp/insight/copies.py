@@ -95,7 +95,15 @@ def copied_learner(
         new = _copy(learn, _taking_part(learn, cbs), optimizer)
         new.path, new.model_dir = Path(folder), 'models'
         if not precision: new.to_fp32()
-        yield new
+        if any(not p.is_leaf for p in new.model.parameters()):   # TorchScript's
+            raise ValueError("This learner cannot be copied, and only copies are run: the parameters of the model's "
+                             'copy are not leaves.\nCopy the module before `torch.jit.script`, and ask for that.')
+        grads = [(p, p.grad) for p in learn.model.parameters()]  # a loss function may have them in a closure
+        try:
+            for p, _ in grads: p.grad = None
+            yield new
+        finally:
+            for p, grad in grads: p.grad = grad
 
 
 def loader_like(

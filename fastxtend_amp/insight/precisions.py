@@ -28,6 +28,7 @@ class PrecisionChoice:
     mode: AMPMode | None = None # None for fp32
     half_weights: bool = False # Whether the weights are in `mode`'s dtype, as `to_half_weights` has it
     fp32_modules: tuple[str, ...] = () # Modules kept in fp32 besides those that the learner keeps
+    init_scale: float | None = None # Loss scale to start from; the learner's if None (fp16)
 
     @property
     def name(self) -> str:
@@ -91,6 +92,7 @@ def call_for(
     parameters = dict(inspect.signature(getattr(Learner, method)).parameters)
     if choice.half_weights:                                      # fp16 needs masters, and bf16 has no loss scale
         del parameters['master_weights' if choice.mode.needs_loss_scaling else 'loss_scale']
+    if choice.init_scale: changes['init_scale'] = choice.init_scale
     if 'init_scale' in changes and (choice.half_weights or (cb is not None and cb.static_scale)):
         changes['loss_scale'] = changes.pop('init_scale')
     names = list(dict.fromkeys([*arguments.get('fp32_modules', ()), *choice.fp32_modules])) or None

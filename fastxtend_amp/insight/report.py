@@ -161,8 +161,9 @@ class _Report:
         if any(mode_support(mode, self.device).status == 'emulated' for mode in modes):
             few = min(whole, max(FEWEST, int(whole * EMULATED_WORK / max(3 * self.fp32.work, 1))))
         if few < whole:
-            self.batches = [first_samples(b, few) for b in self.batches]
-            self.fp32 = trace(self.learn, self.batches)
+            first = [first_samples(b, few) for b in self.batches]
+            try: self.fp32, self.batches = trace(self.learn, first), first
+            except Exception: few = whole                        # the model needs batches of one size
         verdicts = {mode: self._verdict(mode) for mode in modes}
         bad = [m for m, v in verdicts.items() if v.verdict in ('do not use', 'cannot run')]
         for v in verdicts.values():
@@ -182,9 +183,11 @@ class _Report:
             if not found.error: self.low.setdefault(mode, found)
             return found
         cb = precision_callback(self.learn)
-        judge = Judge(mode, self.model, self.device, run, self.fp32, (cb and cb.scale) or INIT_SCALE,
-                      partial(precision_call, self.learn, mode))
-        try: return judge.verdict()
+        scale, kept = (cb and cb.scale) or INIT_SCALE, cb.fp32_module_names if cb else []
+        try:
+            if kept and not run([], scale).error: kept = []      # only what does not run otherwise stays in fp32
+            return Judge(mode, self.model, self.device, run, self.fp32, scale,
+                         partial(precision_call, self.learn, mode), kept).verdict()
         except TimeIsUp:
             return Verdict(mode.value, 'not known', f'`max_seconds={self.max_seconds:g}` was over',
                            f"learn.precision_report('{mode.value}', max_seconds={10 * self.max_seconds:g})")

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import math, re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html import escape
 from typing import Any, Literal
 
@@ -40,7 +40,7 @@ class Verdict:
     | 'safe, but close' | values come to a quarter of the format's maximum: `call` keeps their modules in fp32 |
     | 'keep modules in fp32' | some modules overflow or lose over a tenth; with `modules` in fp32 nothing is wrong |
     | 'do not use' | no modules were found that help, or fp32 fails alike |
-    | 'cannot run' | the device has no kernel for it, or the model's code does not run in it |
+    | 'cannot run' | the device has no kernel for it, or code of the model does not run in it without `modules` in fp32 |
     | 'not known' | `max_seconds` was over |
     """
     mode: str # 'bf16' or 'fp16'
@@ -50,6 +50,7 @@ class Verdict:
     modules: list[str] = field(default_factory=list) # To keep in fp32
     scales: tuple[float, float] | None = None # Lowest and highest loss scale without underflow or overflow (fp16)
     trouble: list[str] = field(default_factory=list) # Where it shows; '(model)' is the model's own forward
+    init_scale: float | None = None # To start from, where the usual loss scale is too high (fp16)
 
     @property
     def headline(self) -> str:
@@ -117,7 +118,7 @@ class Judge:
                 self.scale = self.highest = lower
                 return
             self.scale, self.highest = min(self.first_scale, max(most, LOWEST_SCALE)), math.inf
-        if not new and not low.error: new = self._tried(low, next(iter(found), None), is_backward)
+        if not new: new = self._tried(low, next(iter(found), None), is_backward)
         self.keep = outermost([*self.keep, *new])
 
     def _refused(self, low: Trace) -> dict[str, str]:
@@ -167,7 +168,7 @@ class Judge:
             trace = self.run(outermost([*self.keep, *names]), self.scale)
             if trace.error or name in self._concerned(trace): return False
             return trace.loss_is_finite and (trace.grads_are_finite or not backward)
-        shows = low.seen[name] if name else None
+        shows = low.seen.get(name)
         around = {n.rpartition('.')[0] for n in low.seen}        # modules with others inside, which may compute nothing
         before = [s for s in low.seen.values() if self._can_be_kept(s.name) and (s.largest or s.name not in around)]
         if shows is not None and shows.failed: before = [s for s in before if s.ended <= shows.failed]
@@ -223,7 +224,8 @@ class Judge:
             reasons = [f'no module loses more than {own:.2%} by itself']
         if scales: reasons = [*reasons[:4], f'a loss scale from {least:,.9g} to {most:,.9g}']
         call = self.call([n for n in self.keep if n not in self.kept], **changes)
-        return self._say(verdict, some(reasons, 5, '; '), call, scales)
+        said = self._say(verdict, some(reasons, 5, '; '), call, scales)
+        return replace(said, init_scale=changes.get('init_scale'))
 
 
 # -- words

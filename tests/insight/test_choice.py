@@ -159,3 +159,9 @@ def test_the_loss_scale_stays_but_where_the_call_has_another():
     scale = learn.precision.scale
     assert scale != 64. and use_choice(learn, PrecisionChoice(FP16, fp32_modules=('0',))).scale == scale
     assert precision_call(learn.to_fp16(loss_scale=8.), FP16, init_scale=4.) == 'learn.to_fp16(loss_scale=4.0)'
+
+
+def test_the_loss_scale_that_the_report_advises_is_compared():
+    learn = learner()
+    use_choice(learn, PrecisionChoice(FP16, init_scale=4.))
+    assert learn.precision.scale == 4. and str(call_for(learn, PrecisionChoice(FP16))) == 'learn.to_fp16(init_scale=4.0)'

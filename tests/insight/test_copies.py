@@ -222,3 +222,20 @@ def test_what_looks_at_the_precision_finds_its_own_callback(call):
     learn, alone = learner().to_bf16(), learner().to_bf16()
     learn.add_cb(PrecisionCallback())
     assert call(learn) == call(alone)
+
+
+def test_a_loss_function_that_reaches_the_learners_own_model():
+    "Weight decay in the loss, by a closure: the gradients of the learner's own weights are as before."
+    model = mlp()
+    learn = learner(model, loss_func=lambda pred, y: nn.functional.mse_loss(pred, y) + sum(p.square().sum() for p in model.parameters()))
+    learn.precision_report('bf16')
+    learn.compare_precision('bf16', n_steps=2, n_seeds=0)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_copies_that_cannot_be_trained_are_refused():
+    with pytest.raises(ValueError, match='cannot be copied(.|\n)*torch.jit.script'):
+        learner(torch.jit.script(mlp())).precision_report()
+    model = mlp()
+    learn = learner(model, splitter=lambda _: list(model.parameters()))
+    with pytest.raises(ValueError, match="none of its model's parameters"): learn.compare_precision('bf16', n_steps=2)

@@ -207,6 +207,11 @@ def test_a_loss_function_that_overflows():
     assert 'in the loss function' in verdict.reason and "torch.autocast('cpu', enabled=False)" in verdict.reason
 
 
+def test_modules_in_fp32_stay_there_where_the_mode_does_not_run_without():
+    learn = language_model().to_bf16(fp32_modules=nn.LSTM)
+    assert learn.precision_report('bf16').verdicts['bf16'].verdict != 'cannot run'
+
+
 def test_a_mode_that_the_device_has_no_kernel_for():
     for mode, verdict in language_model().precision_report().verdicts.items():
         if not refused_layer(nn.LSTM, AMPMode(mode)): continue   # this CPU runs LSTMs in that mode
