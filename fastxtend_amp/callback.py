@@ -237,6 +237,7 @@ class MixedPrecision(fp16.MixedPrecision):
                                "`after_epoch`.")
         self._loop.stack.close()
         self._end_fit()
+        self._fp32_modules.take_off()                            # also in a fit that goes on in another precision
         for name in ('_with_events', 'scaler'): self._learn.__dict__.pop(name, None)
         self._learn = None
 
@@ -280,7 +281,7 @@ class MixedPrecision(fp16.MixedPrecision):
             loop.takes_plain_step = is_step and getattr(f, '__func__', None) is Learner._step
             run = partial(self._step, f) if is_step else f
             with loop.stack: type(learn)._with_events(learn, run, event_type, ex, final)
-            if is_step: self._scaling.expect_zero_grad()
+            if is_step and type(learn)._do_grad_opt is Learner._do_grad_opt: self._scaling.expect_zero_grad()
         finally:
             vars(loop).update(outer)
             if self._replacement and not loop.in_batch: self.replace(*self._replacement)
@@ -322,11 +323,11 @@ class MixedPrecision(fp16.MixedPrecision):
     def _end_fit(self, failed: bool = False) -> None:
         "End the fit under way: keep scale and history; unscale the gradients of an unfinished accumulation."
         if self.device is None: return
-        learn, self.device, watch, self._watch = self._learn, None, self._watch, None
-        learn.scaler = None
+        learn, watch = self._learn, self._watch
         if not self._fp32_modules.depth: self._fp32_modules.take_off()
-        message = self._scaling.end(learn.opt, learn.model, failed, keep=not _in_lr_find(learn),
+        message = self._scaling.end(learn.opt, failed, keep=not _in_lr_find(learn),
                                     argument='init_scale' if 'init_scale' in self.arguments else 'loss_scale')
+        learn.scaler = self._watch = self.device = None          # last: an interrupt before this ends the fit anew
         said = watch is not None and watch.has_warned            # one message for one cause
         if message and not said and self.on_overflow != 'ignore': warn_user(message)
 

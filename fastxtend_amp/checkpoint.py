@@ -25,7 +25,6 @@ from .scaling import check_scaler_state
 __all__ = ['FORMATS', 'FileFormat', 'put_over', 'written_whole']
 
 KEY = 'grad_scaler'  # in the optimizer's state: with another key beside 'model' and 'opt' fastai finds no optimizer
-_writing = threading.RLock()                                     # two threads may save to one name
 _reading = threading.Lock()  # fastai's `load_model` changes torch's list of safe classes meanwhile
 
 
@@ -40,17 +39,16 @@ def written_whole(file: Any) -> Iterator[Any]: # A file to write to
         return
     target = Path(os.path.realpath(file))
     part = target.with_name(f'.{target.name}.part')  # always the same name: a killed process leaves one file, not many
-    with _writing:
-        try:
-            with open(part, 'wb') as f:
-                yield f
-                f.flush()
-                os.fsync(f.fileno())
-            if target.exists(): shutil.copymode(target, part)
-            os.replace(part, target)
-        except BaseException:
-            part.unlink(missing_ok=True)
-            raise
+    try:
+        with open(part, 'wb') as f:
+            yield f
+            f.flush()
+            os.fsync(f.fileno())
+        if target.exists(): shutil.copymode(target, part)
+        os.replace(part, target)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
 
 
 class _StandIn:

@@ -104,9 +104,12 @@ class Fp32Forward:
     An object on the module's `forward`, and not a hook: it can be copied with the module, and `torch.compile` traces
     through it.
     """
-    def __init__(self, module: nn.Module):
-        self.module, self.own = module, None                     # the forward that was on the instance
+    def __init__(self, name: str, module: nn.Module):
+        self.name, self.module, self.own = name, module, None    # the forward that was on the instance
         self.called = False                                      # has the module's forward run since?
+
+    def __reduce__(self):                                        # a copy of the module computes as the model does alone
+        return partial, (self.own,) if self.own else (type(self.module).forward, self.module)
 
     def __call__(self, *args, **kwargs) -> Any:
         self.called = True
@@ -139,7 +142,7 @@ class Fp32Modules:
     "The modules of one model that are kept in fp32 while `kept`."
     def __init__(self, spec: Any): # As in `match_modules`; None for no module
         self.spec = spec
-        self.forwards: dict[str, Fp32Forward] = {}               # kept, so that nothing is compiled anew
+        self.forwards: dict[nn.Module, Fp32Forward] = {}         # kept, so that nothing is compiled anew
         self.depth = 0                                           # how many `kept` contexts are entered
         for part in _parts(spec): _test(part)
 
@@ -169,9 +172,8 @@ class Fp32Modules:
     def put_on(self, model: nn.Module) -> None:
         "Put a forward on each module to keep; those that have theirs stay as they are."
         for name, m in self.check(model).items():
-            f = self.forwards.get(name)
-            if f is None or f.module is not m: f = self.forwards[name] = Fp32Forward(m)
-            f.put_on()
+            if m not in self.forwards: self.forwards[m] = Fp32Forward(name, m)
+            self.forwards[m].put_on()
 
     def take_off(self) -> None:
         "Give the modules back the forwards that they had."
@@ -179,7 +181,7 @@ class Fp32Modules:
 
     def never_called(self) -> dict[str, str]:
         "Return the kept modules whose forward never ran, each with the module around it, which may use its weights."
-        return {name: name.rpartition('.')[0] or ROOT for name, f in self.forwards.items() if not f.called}
+        return {f.name: f.name.rpartition('.')[0] or ROOT for f in self.forwards.values() if not f.called}
 
 
 def covers(

@@ -119,7 +119,6 @@ class LossScaling:
 
     def end(self,
         opt: Any, # fastai's `Optimizer` or `OptimWrapper`
-        model: nn.Module,
         failed: bool = False, # Whether an exception ended the fit
         keep: bool = True, # Whether scale and history go on in the next fit; not after `lr_find`
         argument: str = 'init_scale', # The one that lowers a dynamic scale, for the message
@@ -130,7 +129,7 @@ class LossScaling:
         """
         if not self.on: return None
         self.cancel()
-        message = self._end_gradients(opt, model, failed) if self._one is not None else None
+        message = self._end_gradients(opt, failed) if self._one is not None else None
         self.read()
         message = message or self._skip_message('loss_scale' if self.static else argument)
         if keep: self.state = self.scaler.state_dict()
@@ -140,7 +139,7 @@ class LossScaling:
         self._reset()
         return message if keep and not failed else None
 
-    def _end_gradients(self, opt: Any, model: nn.Module, failed: bool) -> str | None:
+    def _end_gradients(self, opt: Any, failed: bool) -> str | None:
         message = None
         if not failed:
             self.unscale(opt, may_skip_on_device=False)
@@ -149,9 +148,6 @@ class LossScaling:
                 message = ("The gradients of an accumulation that the end of the fit left unfinished are not finite; "
                            f"they were dropped.\nThe loss scale is {self.scaler.get_scale():g}.")
         if (failed or message) and opt is not None: opt.zero_grad()
-        known = {id(p) for p in optimizer_params(opt)}
-        for p in model.parameters():                             # gradients outside the optimizer are still scaled
-            if id(p) not in known: p.grad = None
         return message
 
     def _skip_message(self, argument: str) -> str | None:
@@ -188,7 +184,8 @@ class LossScaling:
         self.cancel()                                            # of a step that an exception left unfinished
         params, self.found_inf = optimizer_params(opt), False
         if not self.grads_are_scaled or all(p.grad is None for p in params): return
-        inner = opt.opt if may_skip_on_device and type(opt) is OptimWrapper else None
+        is_plain = type(opt) is OptimWrapper and 'step' not in vars(opt)
+        inner = opt.opt if may_skip_on_device and is_plain else None
         on_device = next((found for find in SKIPPING if (found := find(inner, params)) is not None), None)
         self._pending = _Probe(params) if on_device is None else on_device
         self.scaler.unscale_(self._pending)

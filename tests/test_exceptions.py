@@ -98,6 +98,14 @@ def test_an_interrupt_before_any_line_of_a_fit(mode):
     assert is_outside_a_fit(learn) and finite(learn) and not left_on(learn.to_fp32())
 
 
+def test_an_interrupt_while_a_fit_ends_leaves_no_scaled_gradient():
+    def make(): return learner(linear(), cbs=[mixed('fp16'), GradientAccumulation(1000)])
+    for line in lines_of(lambda: make().fit(1, .01))[-50:]:
+        learn = make()
+        interrupted_before(line, lambda: learn.fit(1, .01))
+        assert all(g is None or g.abs().max() < 64 for g in plain_grads(learn)) and is_outside_a_fit(learn), line
+
+
 SWITCHES = {'to_fp16': lambda l: l.to_fp16(init_scale=256.), 'to_bf16': lambda l: l.to_bf16(fp32_modules='attn'),
             'to_fp32': lambda l: l.to_fp32()}
 

@@ -195,3 +195,30 @@ def test_exported_with_the_precision_that_is_on():
     learn, x = learner(noting()).to_bf16(fp32_modules='1'), torch.randn(4, 6)
     with torch.no_grad(), learn.amp_context(): captured, expected = torch.export.export(learn.model.eval(), (x,)).module(), learn.model(x)
     with torch.no_grad(), torch.autocast('cpu', dtype=BF16): assert torch.equal(captured(x), expected)
+
+
+class Shared(nn.Module):
+    "One layer in two places of the tree, used twice in a forward pass."
+    def __init__(self):
+        super().__init__()
+        self.a, self.c = nn.Linear(6, 6), nn.Linear(6, 1)
+        self.b = self.a
+    def forward(self, x): return self.c(self.b(self.a(x)))
+
+
+@pytest.mark.parametrize('spec', [nn.Linear, ['a', 'b']])
+def test_a_module_in_two_places(spec):
+    learn = learner(Shared()).to_bf16(fp32_modules=spec)
+    learn.fit(1)
+    assert not replaced(learn.model) and not replaced(learn.to_fp32().model)
+
+
+def test_a_switch_and_a_copy_in_the_middle_of_a_fit_have_their_own_modules():
+    dtypes, copies = [], []
+    learn = learner().to_bf16(fp32_modules='0')
+    learn.model[0].register_forward_hook(lambda m, i, o: dtypes.append(o.dtype) if m.training else None)
+    def switch(l):
+        if l.epoch == 1: copies.append(copy.deepcopy(l.model)); l.to_bf16()
+    learn.fit(2, cbs=At('before_epoch', switch))
+    assert dtypes == [torch.float32] * 6 + [torch.bfloat16] * 6
+    with torch.autocast('cpu', torch.bfloat16): assert copies[0][0](torch.zeros(1, 6)).dtype is torch.bfloat16

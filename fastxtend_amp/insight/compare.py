@@ -128,9 +128,9 @@ class _Comparison:
         if seed is not None: set_seed(seed)
         if not copy.opt: copy.create_opt()
         if {*optimizer_params(copy.opt)}.isdisjoint(copy.model.parameters()):
-            raise ValueError("compare_precision trains copies, and a copy's optimizer has none of its model's parameters: "
-                             '`splitter` or `opt_func` takes them from elsewhere.\nTake them from the model that '
-                             '`splitter` is given.')
+            raise ValueError("compare_precision trains copies, and a copy's optimizer has none of its model's "
+                             'parameters: `splitter` or `opt_func` takes them from elsewhere.\nTake them from the '
+                             'model that `splitter` is given.')
         lr, wd = copy.lr if self.lr is None else self.lr, {} if copy.wd is None else {'wd': copy.wd}
         copy.opt.set_hypers(lr=lr, **wd)
         copy.n_epoch, copy.epoch, copy.n_iter, copy.dl = 1, 0, self.n_steps, copy.dls.train

@@ -40,7 +40,7 @@ class Verdict:
     | 'safe, but close' | values come to a quarter of the format's maximum: `call` keeps their modules in fp32 |
     | 'keep modules in fp32' | some modules overflow or lose over a tenth; with `modules` in fp32 nothing is wrong |
     | 'do not use' | no modules were found that help, or fp32 fails alike |
-    | 'cannot run' | the device has no kernel for it, or code of the model does not run in it without `modules` in fp32 |
+    | 'cannot run' | the device has no kernel for it, or code of the model does not run in it but for `call` |
     | 'not known' | `max_seconds` was over |
     """
     mode: str # 'bf16' or 'fp16'
@@ -168,7 +168,7 @@ class Judge:
             trace = self.run(outermost([*self.keep, *names]), self.scale)
             if trace.error or name in self._concerned(trace): return False
             return trace.loss_is_finite and (trace.grads_are_finite or not backward)
-        shows = low.seen.get(name)
+        shows = low.seen.get(name or '')
         around = {n.rpartition('.')[0] for n in low.seen}        # modules with others inside, which may compute nothing
         before = [s for s in low.seen.values() if self._can_be_kept(s.name) and (s.largest or s.name not in around)]
         if shows is not None and shows.failed: before = [s for s in before if s.ended <= shows.failed]
