@@ -267,7 +267,7 @@ def kahan(
 ) -> Callable[..., OptimWrapper]: # For `Learner(opt_func=...)`
     """An optimizer with Kahan summation for `to_half_weights(master_weights=False)`, with fastai's names.
 
-    Needs the package torch-optimi 0.3.
+    Needs the package torch-optimi 0.3. Its Triton kernels are left out where PyTorch finds no GPU for them (`triton`).
 
     Raises `ValueError` for other optimizers; `ImportError` without torch-optimi.
 
@@ -279,5 +279,7 @@ def kahan(
     if not (isinstance(cls, type) and cls.__module__.startswith('optimi.') and issubclass(cls, torch.optim.Optimizer)):
         raise ValueError(f"opt={opt!r} is not one of optimi's optimizers. Take one of those at "
                          "https://optimi.benjaminwarner.dev/optimizers, such as 'AdamW'.")
+    # optimi looks at the parameters that have gradients in the first step: without any it takes Triton
+    triton = None if torch.cuda.is_available() or torch.xpu.is_available() else False
     hp_map = {**pytorch_hp_map, 'beta1': 'mom', 'beta2': 'sqr_mom'}
-    return partial(OptimWrapper, opt=partial(cls, **{'kahan_sum': True, **kwargs}), hp_map=hp_map)
+    return partial(OptimWrapper, opt=partial(cls, **{'kahan_sum': True, 'triton': triton, **kwargs}), hp_map=hp_map)

@@ -354,6 +354,16 @@ def test_kahan_summation_keeps_small_updates():
     assert torch.allclose(learn.model.weight, torch.full((1, 6), 1 - 120e-4), atol=2e-3)
 
 
+def test_kahan_where_some_layers_train():
+    "A group without gradients in the first step: optimi would take Triton there, which needs a GPU."
+    learn = learner(opt_func=kahan(), splitter=lambda m: [trainable_params(m[0]), trainable_params(m[1:])])
+    learn.freeze()
+    learn.to_half_weights(master_weights=False).fit(1, .01)
+    learn.unfreeze()
+    learn.fit(1, .01)
+    assert finite(learn)
+
+
 def test_kahan_takes_optimis_optimizers_and_schedules_their_momentum():
     import optimi
     by_class, by_name = (without(opt=kahan(opt)) for opt in (optimi.AdamW, 'AdamW'))
