@@ -122,9 +122,11 @@ class MixedPrecision(fp16.MixedPrecision):
         self._reset()
 
     def __repr__(self):
-        auto = f"'auto': {self.mode.value}" if self.amp_mode == 'auto' and self.mode else None
+        took = self.mode.value if self.mode else 'fp32'
+        auto = f"'auto': {took}" if self.mode or self._has_trained else "'auto'"
+        name = auto if self.amp_mode == 'auto' else repr(took)
         scale = '' if self.scale is None else f', scale={self.scale:g}'
-        return f"{type(self).__name__}({auto or repr(getattr(self.amp_mode, 'value', 'auto'))}{scale})"
+        return f"{type(self).__name__}({name}{scale})"
 
     # -- what a user reads
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import os
 import shutil
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +24,6 @@ from .scaling import check_scaler_state
 __all__ = ['FORMATS', 'FileFormat', 'put_over', 'written_whole']
 
 KEY = 'grad_scaler'  # in the optimizer's state: with another key beside 'model' and 'opt' fastai finds no optimizer
-_reading = threading.Lock()  # fastai's `load_model` changes torch's list of safe classes meanwhile
 
 
 @contextmanager
@@ -117,7 +115,7 @@ def load(original: Callable, self: Learner, file: Any, *args: Any, **kwargs: Any
     if self.opt is None: self.create_opt()
     model, opt = _StandIn(), _StandIn()
     if file_format.device is not None: args, kwargs = (), {**kwargs, 'device': file_format.device}
-    with _reading: original(_with_stand_ins(self, model, opt), file, *args, **kwargs)
+    original(_with_stand_ins(self, model, opt), file, *args, **kwargs)
     scale = opt.state.pop(KEY, None) if isinstance(opt.state, dict) else None
     takes_scale = cb is not None and cb.needs_loss_scaling
     if takes_scale and scale is not None:

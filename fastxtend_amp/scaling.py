@@ -219,10 +219,9 @@ class LossScaling:
         "Note that `zero_grad` comes next: zeros count as scaled, so that the next loss need not scale them."
         self.grads_are_scaled = self._one is not None
 
-    def _multiply_grads(self, opt: Any, factor: torch.Tensor | float) -> None:
+    def _multiply_grads(self, opt: Any, factor: torch.Tensor) -> None:
         for p in optimizer_params(opt):
-            if p.grad is None: continue
-            p.grad.mul_(factor.to(p.grad.device) if isinstance(factor, torch.Tensor) else factor)
+            if p.grad is not None: p.grad.mul_(factor.to(p.grad.device))
 
     # -- the history
 
@@ -238,7 +237,7 @@ class LossScaling:
     def read(self) -> None:
         "Bring the entries that are still on the device to the host; this waits for it."
         if not self._unread: return
-        tensors = [t for entry in self._unread for t in entry if isinstance(t, torch.Tensor)]
+        tensors = [t for entry in self._unread for t in entry if torch.is_tensor(t)]
         values, unread, self._unread = iter(torch.stack(tensors).tolist()), self._unread, []    # waits once
         for _, found_inf in unread:
             self._scales.append(next(values))
@@ -278,7 +277,7 @@ class LossScaling:
         before = scaler.get_scale()
         scaler.load_state_dict(dict(state))
         self.state = scaler.state_dict()
-        if self.grads_are_scaled: self._multiply_grads(opt, scaler.get_scale() / before)
+        if self.grads_are_scaled: self._multiply_grads(opt, torch.tensor(scaler.get_scale() / before))
 
 
 def _fused(opt: Any, params: list[nn.Parameter]) -> Any:

@@ -350,3 +350,7 @@ def test_a_callback_for_one_fit():
 def test_it_shows_mode_and_scale():
     cb = learner().to_fp16(init_scale=1024.).precision
     assert repr(cb) == "MixedPrecision('fp16', scale=1024)" and repr(MixedPrecision('bf16')) == "MixedPrecision('bf16')"
+    auto = learner().to_amp().precision
+    assert repr(auto) == "MixedPrecision('auto')"
+    auto.learn.fit(1)
+    assert repr(auto).startswith(f"MixedPrecision('auto': {auto.mode.value if auto.mode else 'fp32'}")
