@@ -104,6 +104,16 @@ def test_a_step_of_a_learners_own():
     assert own.taken == 12 and same(params(plain), params(own))
 
 
+def test_a_wrapper_on_the_optimizers_step_is_called():
+    "As an average of the weights has it; a fused optimizer's step on the device must not go past it."
+    learn, calls = learner(opt_func=OPTIMIZERS['fused adamw'], cbs=mixed('fp16')), []
+    learn.create_opt()
+    step = learn.opt.step
+    learn.opt.step = lambda: (calls.append(1), step())
+    learn.fit(1, .01)
+    assert len(calls) == 6
+
+
 @pytest.mark.parametrize('event, order', [('before_step', 11), ('after_step', 9)])
 def test_an_epoch_left_between_unscaling_and_update(event, order):
     "The step is called off: the scale is as before, and the next epoch trains."

@@ -91,7 +91,7 @@ class PrecisionComparison:
 # -- the recommendation
 
 class Tolerance:
-    """How far above fp32's loss another may be: as far as one more training of fp32 may, and 1 % in any case.
+    """The distance above fp32's loss that another may have: that of one more training of fp32, or 1 % if that is more.
 
     Where fp32 was trained once there is no spread, and only a wide margin counts: a tenth of the loss, or two standard
     deviations between its last steps.
