@@ -90,8 +90,8 @@ class MixedPrecision(fp16.MixedPrecision):
     ):
         self.arguments = {k: v for k, v in locals().items() if k != 'self'}   # by name, defaults included
         auto = isinstance(amp_mode, str) and amp_mode.lower() == 'auto'
-        self.amp_mode: str | AMPMode = 'auto' if auto else AMPMode(amp_mode)
         self.mode = None if auto else AMPMode(amp_mode)          # the resolved one; None for fp32
+        self.amp_mode: str | AMPMode = self.mode or 'auto'
         self._scaling = LossScaling(init_scale, growth_factor, backoff_factor, growth_interval, enabled, loss_scale,
                                     scaler)
         if scaler is not None and self.amp_mode is AMPMode.BF16:
@@ -124,9 +124,8 @@ class MixedPrecision(fp16.MixedPrecision):
     def __repr__(self):
         took = self.mode.value if self.mode else 'fp32'
         auto = f"'auto': {took}" if self.mode or self._has_trained else "'auto'"
-        name = auto if self.amp_mode == 'auto' else repr(took)
         scale = '' if self.scale is None else f', scale={self.scale:g}'
-        return f"{type(self).__name__}({name}{scale})"
+        return f"{type(self).__name__}({auto if self.amp_mode == 'auto' else repr(took)}{scale})"
 
     # -- what a user reads
 
@@ -157,10 +156,6 @@ class MixedPrecision(fp16.MixedPrecision):
     def skips_in_a_row(self) -> int:
         "The number of skipped steps in a row up to now in this fit, as far as the host knows: never waits."
         return self._scaling.skips_in_a_row
-    @property
-    def static_scale(self) -> bool:
-        "True if the loss scale neither grows nor shrinks."
-        return self._scaling.static is not None
     @property
     def fp32_module_names(self) -> list[str]:
         "Names of the modules that are kept in fp32, as `fp32_modules` matches them in the learner's model."
@@ -319,15 +314,15 @@ class MixedPrecision(fp16.MixedPrecision):
         self.device, learn.scaler = device, self._scaling.start(device.type, scaled)
         self._fp32_modules.put_on(learn.model)
         self._training_is_checked = False
-        if mode is None or self.on_overflow == 'ignore' or self.watch_class is None or _in_lr_find(learn): return
-        self._watch = self.watch_class(self)
+        watched = mode is not None and self.on_overflow != 'ignore' and 'lr_finder' not in vars(learn)
+        if watched and self.watch_class is not None: self._watch = self.watch_class(self)
 
     def _end_fit(self, failed: bool = False) -> None:
         "End the fit under way: keep scale and history; unscale the gradients of an unfinished accumulation."
         if self.device is None: return
         learn, watch = self._learn, self._watch
         if not self._fp32_modules.depth: self._fp32_modules.take_off()
-        message = self._scaling.end(learn.opt, failed, keep=not _in_lr_find(learn),
+        message = self._scaling.end(learn.opt, learn.model, failed, keep='lr_finder' not in vars(learn),
                                     argument='init_scale' if 'init_scale' in self.arguments else 'loss_scale')
         learn.scaler = self._watch = self.device = None          # last: an interrupt before this ends the fit anew
         said = watch is not None and watch.has_warned            # one message for one cause
@@ -384,7 +379,7 @@ class MixedPrecision(fp16.MixedPrecision):
         if self.mode is None: return
         for name in ('loss_grad', 'loss') if len(self.learn.yb) else ():     # else they are an earlier batch's
             value = self.learn.__dict__.get(name)
-            if isinstance(value, torch.Tensor) and is_half(value): setattr(self.learn, name, value.float())
+            if torch.is_tensor(value) and is_half(value): setattr(self.learn, name, value.float())
 
     def before_backward(self):
         "Scale the loss."
@@ -427,9 +422,6 @@ class MixedPrecision(fp16.MixedPrecision):
     def after_fit(self):
         "End the fit, unless this is the event of a `validate()` inside it."
         if self._loop.depth < 2: self._end_fit()
-
-
-def _in_lr_find(learn: Learner) -> bool: return 'lr_finder' in vars(learn)
 
 
 def precision_callback(

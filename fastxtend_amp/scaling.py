@@ -119,6 +119,7 @@ class LossScaling:
 
     def end(self,
         opt: Any, # fastai's `Optimizer` or `OptimWrapper`
+        model: nn.Module,
         failed: bool = False, # Whether an exception ended the fit
         keep: bool = True, # Whether scale and history go on in the next fit; not after `lr_find`
         argument: str = 'init_scale', # The one that lowers a dynamic scale, for the message
@@ -129,7 +130,7 @@ class LossScaling:
         """
         if not self.on: return None
         self.cancel()
-        message = self._end_gradients(opt, failed) if self._one is not None else None
+        message = self._end_gradients(opt, model, failed) if self._one is not None else None
         self.read()
         message = message or self._skip_message('loss_scale' if self.static else argument)
         if keep: self.state = self.scaler.state_dict()
@@ -139,7 +140,7 @@ class LossScaling:
         self._reset()
         return message if keep and not failed else None
 
-    def _end_gradients(self, opt: Any, failed: bool) -> str | None:
+    def _end_gradients(self, opt: Any, model: nn.Module, failed: bool) -> str | None:
         message = None
         if not failed:
             self.unscale(opt, may_skip_on_device=False)
@@ -148,6 +149,8 @@ class LossScaling:
                 message = ("The gradients of an accumulation that the end of the fit left unfinished are not finite; "
                            f"they were dropped.\nThe loss scale is {self.scaler.get_scale():g}.")
         if (failed or message) and opt is not None: opt.zero_grad()
+        # Gradients outside the optimizer are still scaled.
+        for p in {*model.parameters()}.difference(optimizer_params(opt)): p.grad = None
         return message
 
     def _skip_message(self, argument: str) -> str | None:

@@ -19,7 +19,7 @@ FIRST = ['to_fp16', 'to_bf16', 'to_amp', 'to_fp32', 'precision', 'precision_repo
          'precision_decision', 'to_half_weights']
 ELSEWHERE = {'Verdict': 'insight.verdict', 'PrecisionChoice': 'insight.precisions'}  # public, and not in `__all__`
 NOT_LISTED = {'name', 'order', 'learn', 'training', 'device', 'run', 'watch_class', 'amp_context',
-              'check_modules', 'arguments', 'replace', 'skips_in_a_row', 'static_scale', 'needs_loss_scaling',
+              'check_modules', 'arguments', 'replace', 'skips_in_a_row', 'needs_loss_scaling',
               'fp32_module_names', 'headline'}
 RETURNED = {'PrecisionReport', 'Verdict', 'PrecisionComparison', 'PrecisionChoice'}            # by methods
 ATTRIBUTES = {'mode': "The precision, such as 'bf16'", 'verdict': 'What the report says', 'reason': 'Why'}

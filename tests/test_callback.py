@@ -231,10 +231,11 @@ def test_cancel_batch_after_unscaling_accumulates_as_in_fp32():
     for a, b in zip(run(None), run(mixed('fp16'))): torch.testing.assert_close(a, b, rtol=.01, atol=.01)
 
 
-def test_parameters_outside_the_optimizer_are_told_in_fp16():
+def test_parameters_outside_the_optimizer_are_told_in_fp16_and_keep_no_scaled_gradients():
     learn = learner(splitter=lambda m: [list(m[0].parameters())]).to_fp16(init_scale=256.)
     with pytest.warns(UserWarning, match="(?s)4 parameters to be trained are not in `learn.opt`, such as '1.weight'.*loss scale"):
         learn.fit(1, .01)
+    assert all(p.grad is None for p in learn.model[1:].parameters())
 
 
 def test_a_step_without_gradients_is_no_step():
@@ -257,7 +258,7 @@ def test_a_fit_that_skipped_most_steps_says_so_with_the_scale_to_start_from(kwar
     cb = learn.precision
     assert cb.n_skipped == skipped and len(texts) == (words is not None)
     if words: assert re.search(words, texts[0], re.S), texts
-    assert cb.static_scale == ('loss_scale' in kwargs) == (set(cb.scales) == {*kwargs.values()})
+    assert ('loss_scale' in kwargs) == (set(cb.scales) == {*kwargs.values()})
 
 
 def test_without_scaling():

@@ -93,7 +93,7 @@ def call_for(
     if choice.half_weights:                                      # fp16 needs masters, and bf16 has no loss scale
         del parameters['master_weights' if choice.mode.needs_loss_scaling else 'loss_scale']
     if choice.init_scale: changes['init_scale'] = choice.init_scale
-    if 'init_scale' in changes and (choice.half_weights or (cb is not None and cb.static_scale)):
+    if 'init_scale' in changes and (choice.half_weights or arguments.get('loss_scale')):
         changes['loss_scale'] = changes.pop('init_scale')
     names = list(dict.fromkeys([*arguments.get('fp32_modules', ()), *choice.fp32_modules])) or None
     arguments.update(changes, amp_mode=choice.mode, fp32_modules=names)

@@ -59,7 +59,7 @@ class Watch:
         "Count skipped steps in a row, and see whether the loss scale falls below 1."
         n, cb = self.cb.skips_in_a_row, self.cb
         if n >= cb.max_skips: self._alarm(f'{n} steps in a row were skipped', skipped=True)
-        elif n and self.in_place and not cb.static_scale and cb.scale < 1:
+        elif n and self.in_place and cb.arguments['loss_scale'] is None and cb.scale < 1:
             self._alarm('the loss scale falls below 1', skipped=True)
 
     def after_train(self) -> None:
@@ -88,7 +88,7 @@ class Watch:
         if self.has_warned: return
         cb, self.has_warned = self.cb, True
         scale = cb.learn.scaler.get_scale()
-        if skipped and not cb.static_scale: scale /= cb.learn.scaler.get_backoff_factor()    # that of the step
+        if skipped and cb.arguments['loss_scale'] is None: scale /= cb.learn.scaler.get_backoff_factor()   # of the step
         xb, yb, state = batch or (cb.learn.xb, cb.learn.yb, self.random_state)
         step = getattr(cb.learn, 'train_iter', 0) + (batch is None)
         alarm = Alarm(what, cb.mode, scale, step, xb, yb, state if self.in_place or not skipped else None)
