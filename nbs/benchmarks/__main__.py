@@ -9,6 +9,7 @@ import torch
 
 from fastxtend_amp import precision_support
 
+from .contestants import ADAM, CONTESTANTS, FUSED
 from .measure import bench
 from .models import MODELS
 from .show import by_model, plot, tables
@@ -25,11 +26,15 @@ def main(
     add('--models', nargs='+', default=list(MODELS), choices=MODELS, metavar='M', help=f"of {', '.join(MODELS)}")
     add('--modes', nargs='+', choices=('bf16', 'fp16'), metavar='M', help='bf16, fp16 (default: those that the '
         'device does natively); an emulated step can take minutes')
-    add('--seconds', type=float, default=40, metavar='S', help='for the blocks of a model (default %(default)s)')
+    names = [c.name for c in CONTESTANTS]
+    add('--contestants', nargs='+', default=names, choices=names, metavar='C', help=f"of {', '.join(names)}")
+    add('--optimizers', nargs='+', default=[ADAM, FUSED], choices=(ADAM, FUSED), metavar='O',
+        help=f"of {ADAM} (fastai's), {FUSED} (torch's)")
+    add('--rounds', type=int, default=15, metavar='N', help='blocks of each contestant (default %(default)s)')
     add('--out', type=Path, metavar='STEM', help='write STEM.json, STEM.md and STEM.png')
     add('--show', type=Path, metavar='STEM', help='measure nothing: write STEM.md and STEM.png anew from STEM.json')
     args = parser.parse_args(argv)
-    if not args.seconds > 0: parser.error(f'--seconds {args.seconds}: more than 0 is needed')
+    if args.rounds < 1: parser.error(f'--rounds {args.rounds}: at least 1 is needed')
     if args.out and not args.out.parent.is_dir(): parser.error(f'--out {args.out}: no folder {args.out.parent}')
     stem = args.show or args.out
     if args.show: figures = json.loads(stem.with_suffix('.json').read_text(encoding='utf-8'))
@@ -38,7 +43,8 @@ def main(
         native = [r.mode for r in precision_support(args.device).itertuples() if r.support == 'native']
         if not (modes := args.modes or native):
             parser.error(f'{args.device} does neither bf16 nor fp16 natively; --modes bf16 times its emulation')
-        figures = bench(args.models, modes, torch.device(args.device), args.seconds)
+        taking_part = [c for c in CONTESTANTS if c.name in args.contestants]
+        figures = bench(args.models, modes, torch.device(args.device), args.rounds, taking_part, args.optimizers)
         threads = os.environ.get('OMP_NUM_THREADS')
         figures['command'] = f'OMP_NUM_THREADS={threads} ' * bool(threads) + shlex.join(
             ['python', '-m', 'nbs.benchmarks', *(argv or sys.argv[1:])])

@@ -16,11 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastxtend_amp import precision_support
 
-from .contestants import CONTESTANTS, Contestant, Task, Train
+from .contestants import ADAM, CONTESTANTS, FUSED, Contestant, Task, Train
 from .models import MODELS
 
 STEPS, BLOCK_SECONDS = 10, .4              # of a block, at most: large models get fewer steps in each
-FEWEST_ROUNDS = 3
 NOISY = .05                                # a ratio whose median is less certain than this part of it is marked
 PACKAGES = ('fastai', 'fastcore', 'fastxtend_amp', 'lightning-fabric', 'accelerate')
 
@@ -109,10 +108,11 @@ def _prepare(entry: Entry, task: Task) -> None:
         train = entry.contestant.build(task, entry.mode, entry.opt)
         entry.runs_in = _runs_in(train)
         train()
-        entry.step, once = batches.ms, _syncs(train)
-        batches.n = 3                                            # what a fit counts beside its steps cancels
-        more, entry.train = _syncs(train), train
-        if task.device.type != 'cpu': entry.syncs = (more - once) / 2
+        entry.step = batches.ms
+        if task.device.type != 'cpu':
+            once, batches.n = _syncs(train), 3                   # what a fit counts beside its steps cancels
+            entry.syncs = (_syncs(train) - once) / 2
+        entry.train = train
     except Exception as e: entry.note = (str(e).strip() or type(e).__name__).splitlines()[0].partition('. ')[0][:110]
 
 
@@ -120,25 +120,26 @@ def _prepare(entry: Entry, task: Task) -> None:
 
 def entries(
     modes: Sequence[str], # Beside fp32
+    contestants: Sequence[Contestant] = CONTESTANTS,
+    optimizers: Sequence[str] = (ADAM, FUSED),
 ) -> list[Entry]:
     "Return who takes part: the fp32 runs first, then those of each mode."
-    return [Entry(c, opt, mode) for mode in ('fp32', *modes) for c in CONTESTANTS if mode in c.modes and c.installed
-            for opt in c.optimizers]
+    return [Entry(c, opt, mode) for mode in ('fp32', *modes) for c in contestants if mode in c.modes and c.installed
+            for opt in c.optimizers if opt in optimizers]
 
 
 def measure(
     task: Task,
     entries: list[Entry],
-    seconds: float, # For all rounds; three are timed however long they take
+    rounds: int, # Blocks of each entry
 ) -> None:
     "Count, then time in rounds: each entry trains a block of steps in each round, and each round begins with another."
     for entry in entries: _prepare(entry, task)
     ready, batches = [e for e in entries if e.train], task.batches
-    n = [min(STEPS, max(1, int(BLOCK_SECONDS * 1000 / e.step))) for e in ready]
-    a_round = sum(e.step * (n + 1) for e, n in zip(ready, n)) / 1000
-    for k in range(max(FEWEST_ROUNDS, int(seconds / a_round)) if ready else 0):
-        turns, first = [*zip(ready, n)], k % len(ready)
-        for entry, batches.n in turns[first:] + turns[:first]:
+    for k in range(rounds if ready else 0):
+        first = k % len(ready)
+        for entry in ready[first:] + ready[:first]:
+            batches.n = min(STEPS, max(1, int(BLOCK_SECONDS * 1000 / entry.step)))
             entry.train()
             entry.ms.append(batches.ms)
             entry.faults.append(batches.faults)
@@ -213,7 +214,8 @@ def bench(
     models: Sequence[str], # Names from `MODELS`
     modes: Sequence[str], # Beside fp32
     device: torch.device,
-    seconds: float, # For the blocks of a model
+    rounds: int, # Blocks of each contestant
+    *who: Sequence, # Contestants and optimizers, as `entries` takes them
 ) -> dict[str, Any]: # Plain values, as `tables` and `plot` take them
     "Measure contestants on each model, in one process, in turns."
     support = {r.mode: [r.support, r.why] for r in precision_support(device).itertuples() if r.mode in modes}
@@ -223,9 +225,9 @@ def bench(
         warnings.simplefilter('ignore')
         for name in models:
             print(name, flush=True)
-            model, measured = MODELS[name](device.type != 'cpu'), entries(modes)
+            model, measured = MODELS[name](device.type != 'cpu'), entries(modes, *who)
             data, size = [model.batch(device) for _ in range(2)], sum(p.numel() for p in model.net().parameters())
-            measure(Task(partial(model.build, device), Batches(device, data), device), measured, seconds)
+            measure(Task(partial(model.build, device), Batches(device, data), device), measured, rounds)
             out['models'].append(dict(name=name, what=model.title, batch_size=len(data[0][0]), parameters=size))
             out['rows'] += records(measured, name)
     return out

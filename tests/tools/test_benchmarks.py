@@ -23,7 +23,7 @@ torch.accelerator.synchronize = lambda device: None
 from nbs.benchmarks import models
 from nbs.benchmarks.__main__ import main
 models.MODELS['tiny'] = partial(models._mlp, title='tiny', width=8, depth=1, n=4)
-main('--device sim --models tiny --modes bf16 fp16 --seconds 1e-9 --out run'.split())
+main('--device sim --models tiny --modes bf16 fp16 --rounds 3 --out run'.split())
 """
 STORED = ROOT / 'nbs' / 'benchmarks'
 
@@ -34,7 +34,7 @@ def run(tmp_path_factory):
     stem = tmp_path_factory.mktemp('bench') / 'run'
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(models.MODELS, 'tiny', partial(models._mlp, title='tiny', width=8, depth=1, n=4))
-        main(['--device', 'cpu', '--models', 'tiny', '--modes', 'bf16', 'fp16', '--seconds', '1e-9', '--out', str(stem)])
+        main(['--device', 'cpu', '--models', 'tiny', '--modes', 'bf16', 'fp16', '--rounds', '3', '--out', str(stem)])
     return json.loads(stem.with_suffix('.json').read_text()), stem
 
 
@@ -128,7 +128,7 @@ def test_nothing_is_drawn_of_a_run_without_ratios(tmp_path):
 
 
 @pytest.mark.parametrize('args,message', [
-    (['--seconds', '0'], '--seconds 0.0: more than 0'), (['--seconds', 'nan'], '--seconds nan'), (['--models', 'resnet'], "'resnet'"),
+    (['--rounds', '0'], '--rounds 0: at least 1'), (['--rounds', 'x'], "'x'"), (['--contestants', 'me'], "'me'"), (['--models', 'resnet'], "'resnet'"),
     (['--modes', 'fp8'], "'fp8'"), (['--out', 'nowhere/x'], 'no folder nowhere')])
 def test_bad_arguments(args, message, capsys):
     with pytest.raises(SystemExit): main(['--device', 'cpu', *args])
