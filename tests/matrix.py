@@ -23,9 +23,8 @@ ROWS: dict[str, tuple[str, list[str], dict[str, str]]] = {       # name: Python,
 
 def interpreter(version: str) -> str | None:
     "The path of this Python, from the system or from pyenv."
-    found = shutil.which(f'python{version}')
-    if found: return found
-    return next((str(p) for p in sorted(Path.home().glob(f'.pyenv/versions/{version}.*/bin/python'))), None)
+    found = sorted(Path.home().glob(f'.pyenv/versions/{version}.*/bin/python'))   # pyenv's own command of that name need not run
+    return str(found[-1]) if found else shutil.which(f'python{version}')
 
 
 def build(folder: Path, version: str, packages: list[str]) -> Path:
