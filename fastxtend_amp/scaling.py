@@ -18,7 +18,7 @@ from .optimizers import FUSED
 
 __all__ = ['SKIPPING', 'LossScaling', 'check_scaler_state', 'is_number', 'optimizer_params']
 
-DEFAULTS = dict(init_scale=65536.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000)
+DEFAULTS = dict(init_scale=65536.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000, enabled=True)
 LARGEST = float(np.finfo(np.float32).max)
 STATE_KEYS = ('scale', 'growth_factor', 'backoff_factor', 'growth_interval', '_growth_tracker')
 READ_EVERY = 512                                                 # steps between two reads of the history
@@ -30,7 +30,7 @@ class CopyableGradScaler(GradScaler):
 
 
 def _same_scaler(state: dict[str, Any]) -> CopyableGradScaler:
-    scaler = CopyableGradScaler('cpu')
+    scaler = CopyableGradScaler('cpu', enabled=bool(state))
     scaler.load_state_dict(state)
     return scaler
 
@@ -59,11 +59,11 @@ class LossScaling:
                  enabled: bool, loss_scale: float | None = None, scaler: GradScaler | None = None):
         self.settings: dict[str, Any] = dict(
             init_scale=init_scale, growth_factor=growth_factor, backoff_factor=backoff_factor,
-            growth_interval=growth_interval)
-        _check_arguments(self.settings, enabled, loss_scale, scaler)
+            growth_interval=growth_interval, enabled=enabled)
+        _check_arguments(self.settings, loss_scale, scaler)
         if loss_scale is not None: self.settings['init_scale'] = float(loss_scale)
         self.static = loss_scale and float(loss_scale)           # the scale that neither grows nor shrinks, or None
-        self.enabled, self.given = bool(enabled), scaler
+        self.given = scaler
         self.state: dict[str, Any] | None = None                 # of the scaler after the last fit, or as loaded
         self._scales, self._skips = array('f'), array('b')       # of each attempted step of all fits
         self._reset()
@@ -81,7 +81,7 @@ class LossScaling:
     def __getstate__(self) -> dict[str, Any]:
         "Return the state of a copy, which is outside a fit."
         self.read()
-        kept = ('settings', 'static', 'enabled', 'given', '_scales', '_skips')
+        kept = ('settings', 'static', 'given', '_scales', '_skips')
         return {**{k: self.__dict__[k] for k in kept}, 'state': self.state_dict()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -112,7 +112,6 @@ class LossScaling:
 
     def _new_scaler(self, device_type: str) -> GradScaler:
         if self.given is not None: return self.given
-        if not self.enabled: return GradScaler(device_type, enabled=False)
         scaler = CopyableGradScaler(device_type, **self.settings)
         scaler.load_state_dict(self.state or scaler.state_dict())
         return scaler
@@ -273,7 +272,7 @@ class LossScaling:
 
         A static scale and `enabled=False` stay. Raises `ValueError` for a state that no `GradScaler` could have given.
         """
-        if self.static or not self.enabled or (state is None and self.given is not None): return
+        if self.static or not self.settings['enabled'] or (state is None and self.given is not None): return
         if state is None: state = GradScaler('cpu', **self.settings).state_dict()
         check_scaler_state(state)
         scaler = self.scaler if self.on else self._new_scaler('cpu')
@@ -307,7 +306,7 @@ def is_number(x: Any, kind: type = Real) -> bool:
     return isinstance(x, kind) and not isinstance(x, (bool, np.bool_))
 
 
-def _check_arguments(settings: dict[str, Any], enabled: bool, loss_scale: float | None, scaler: Any) -> None:
+def _check_arguments(settings: dict[str, Any], loss_scale: float | None, scaler: Any) -> None:
     "Raise a `ValueError` (`TypeError` for a `scaler` that is none) that names the first argument that cannot be used."
     def finite(x): return is_number(x) and abs(x) <= LARGEST
     def positive(x): return finite(x) and np.float32(x) > 0      # the scale is held in fp32
@@ -317,6 +316,7 @@ def _check_arguments(settings: dict[str, Any], enabled: bool, loss_scale: float 
         ('growth_factor', lambda x: finite(x) and x > 1, 'a finite number above 1, such as 2.0'),
         ('backoff_factor', lambda x: positive(x) and x < 1, 'a number between 0 and 1, both excluded, such as 0.5'),
         ('growth_interval', lambda x: is_number(x, Integral) and x > 0, 'an integer above 0, such as 2000'),
+        ('enabled', lambda x: x in (True, False), 'True or False'),
         ('loss_scale', lambda x: x is None or positive(x), 'a finite number above 0, such as 512.0, or None')):
         value = given[name]
         if not can_be_used(value): raise ValueError(f"{name}={value!r} cannot be used: {name} must be {allowed}.")
@@ -324,8 +324,7 @@ def _check_arguments(settings: dict[str, Any], enabled: bool, loss_scale: float 
         raise TypeError(f"scaler={scaler!r} cannot be used: scaler must be a torch.amp.GradScaler (or a subclass), or "
                         "None.")
     chosen = [n for n, v in (('loss_scale', loss_scale), ('scaler', scaler)) if v is not None]
-    clash = chosen[1:] + [f'{k}={v!r}' for k, v in settings.items() if v != DEFAULTS[k]]
-    if not enabled: clash.append('enabled=False')
+    clash = chosen[1:] + [f'{k}={v!r}' for k, v in given.items() if v != DEFAULTS.get(k, v)]
     if chosen and clash:
         raise ValueError(f"{chosen[0]} cannot be combined with {', '.join(clash)}: each decides the loss scale in its "
                          "own way. Keep one of them.")

@@ -41,7 +41,7 @@ def test_fastais_callbacks_are_replaced_and_removed():
 # -- arguments
 
 BAD = [{name: value} for name, values in dict(
-    init_scale=(0, -1., float('inf'), float('nan'), True, 'auto', 1e39, 10 ** 400), growth_factor=(1., None), backoff_factor=(0., 1),
+    init_scale=(0, -1., float('inf'), float('nan'), True, 'auto', 1e39, 10 ** 400), enabled=('no', None), growth_factor=(1., None), backoff_factor=(0., 1),
     growth_interval=(0, 2.5, True), loss_scale=(0., float('nan'), True), on_overflow=('stop',), max_skips=(0,)).items() for value in values]
 CLASH = [dict(loss_scale=2., enabled=False), dict(loss_scale=2., init_scale=4.), dict(loss_scale=2., scaler=torch.amp.GradScaler('cpu')),
          dict(scaler=torch.amp.GradScaler('cpu'), growth_interval=4), dict(scaler=torch.amp.GradScaler('cpu'), enabled=False)]
