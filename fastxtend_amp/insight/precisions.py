@@ -28,7 +28,7 @@ class PrecisionChoice:
     mode: AMPMode | None = None # The mode; None for fp32
     half_weights: bool = False # Whether the weights are in `mode`'s dtype, as `to_half_weights` has it
     fp32_modules: tuple[str, ...] = () # Modules kept in fp32 besides those that the learner keeps
-    init_scale: float | None = None # Loss scale to start from; the learner's if None (fp16)
+    init_scale: float | None = None # First loss scale; the learner's if None (fp16)
 
     @property
     def name(self) -> str:

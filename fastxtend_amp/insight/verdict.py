@@ -50,7 +50,7 @@ class Verdict:
     modules: list[str] = field(default_factory=list) # Modules to keep in fp32
     scale_range: tuple[float, float] | None = None # Loss scales without underflow or overflow (fp16)
     trouble: list[str] = field(default_factory=list) # Modules in trouble; '(model)' is the model's own forward
-    init_scale: float | None = None # Loss scale to start from, where the usual one is too high (fp16)
+    init_scale: float | None = None # First loss scale, where the usual one is too high (fp16)
 
     @property
     def headline(self) -> str:
