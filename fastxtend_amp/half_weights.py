@@ -267,7 +267,7 @@ def kahan(
 ) -> Callable[..., OptimWrapper]: # For `Learner(opt_func=...)`
     """Return an optimizer with Kahan summation for `to_half_weights(master_weights=False)`, with fastai's names.
 
-    Needs the package torch-optimi 0.3. Its Triton kernels are left out where PyTorch finds no GPU for them (`triton`).
+    Needs the package torch-optimi 0.3. Its Triton kernels are used on GPUs only.
 
     Raises `ValueError` for other optimizers; `ImportError` without torch-optimi.
 

@@ -15,13 +15,11 @@ def keep_freed_memory(
     """Tell glibc to keep the memory that this process frees, for its next tensors. For the first cell of a notebook.
 
     By default glibc returns freed blocks of over 32 MB to the system at once and smaller ones often, and asks for them
-    anew, with one page fault for each 4 KB. On a CPU this can take a large part of a training step; the repository's
-    benchmark counts the faults.
+    anew, with one page fault for each 4 KB. On a CPU this can take a large part of a training step.
 
     What the process has freed stays with it until it ends, out of reach of other processes. On a GPU nothing changes,
     as tensors do not come from glibc. Nothing is done where the system is not Linux with glibc, and where another
-    allocator is preloaded, such as tcmalloc, which keeps freed memory by itself:
-    `LD_PRELOAD=/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4`.
+    allocator is preloaded, such as tcmalloc, which keeps freed memory by itself.
 
     Without a call: start Python with `MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=4294967296`.
 
