@@ -213,7 +213,7 @@ class MixedPrecision(fp16.MixedPrecision):
             self._learn.cbs = self._learn.cbs.copy()             # `Learner(cbs=learn.cbs)` goes through the old list
             self._learn.remove_cb(self)
             warn_user("A precision callback moved from one learner to another: the first trains in fp32 from now on.\n"
-                      "Give each learner one of its own: `learn.to_fp16()` or `learn.to_bf16()`.")
+                      "Give each learner another one: `learn.to_fp16()` or `learn.to_bf16()`.")
         self._refuse_others(learn)
         self._fp32_modules.check(learn.model)
         self._learn = learn

@@ -35,7 +35,7 @@ def compare_precision(self: Learner,
     """Train copies of the learner for `n_steps` in each precision, from its present state on the same batches.
 
     The learner, its loggers and its recorder stay as they are. Drawing batches runs the dataset, as fastai's
-    `one_batch()` does, and moves on random generators of its own. All copies are in memory at once, and up to 512 MB of
+    `one_batch()` does, and moves its random generators on. All copies are in memory at once, and up to 512 MB of
     batches. The modes take turns, a few steps each, so that other work on the machine slows all of them; only the
     training steps are timed. A mode that the device does not run gets a row with the reason. A step is never broken
     off: in a mode that the device only emulates one step of a large model may take long. Half-precision weights are

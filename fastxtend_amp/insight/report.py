@@ -51,7 +51,7 @@ class PrecisionReport:
     | `format` | the lowest precision of a result of its operators | 'bf16', 'fp16', 'fp32' |
     | `largest` | largest absolute result of the module's own operators, in fp32 | value |
     | `headroom` | the format's maximum, divided by the largest value in that format | ratio |
-    | `error` | of its own arithmetic, against fp32 on the same inputs; inf where it overflows, nan after that | ratio |
+    | `error` | of its operators, against fp32 on the same inputs; inf where it overflows, nan after that | ratio |
     | `grad` | largest absolute gradient of outputs and own parameters, in fp32, unscaled | value |
     | `trouble` | whether the verdict names the module | bool |
 

@@ -140,7 +140,7 @@ class Judge:
             if n in found: continue
             if s.error > IMPRECISE: found[n] = f'the error of {named(n)} is {min(s.error, 1):.0%} in {self.mode.value}'
             elif s.half * CLOSE > self.limit and not covers(self.keep, n):
-                found[n] = (f"values in {named(n)} come to 1/{self.limit / s.half:.2g} of {self._format}, so that a "
+                found[n] = (f"values in {named(n)} reach 1/{self.limit / s.half:.2g} of {self._format}, so that a "
                             'few larger samples would overflow')
                 if n not in self.reasons: self.close.add(n)
         return found
@@ -221,7 +221,7 @@ class Judge:
         if self.refused: verdict = 'cannot run'
         if not reasons:
             own = max((s.error for s in low.seen.values()), default=0.)
-            reasons = [f'no module has an error of its own above {own:.2%}']
+            reasons = [f"no module's own error is above {own:.2%}"]
         if scales: reasons = [*reasons[:4], f'loss scales from {least:,.9g} to {most:,.9g} fit']
         call = self.call([n for n in self.keep if n not in self.kept], **changes)
         said = self._say(verdict, some(reasons, 5, '; '), call, scales)

@@ -131,7 +131,7 @@ def test_values_that_come_close_to_the_limit(kind, largest, verdict):
     found = verdict_on(kind(f))
     assert found.verdict == verdict, found
     if verdict == 'safe so far': return
-    assert found.modules == (['1'] if kind is inner else ['a']) and (verdict != 'safe, but close' or 'come to 1/' in found.reason)
+    assert found.modules == (['1'] if kind is inner else ['a']) and (verdict != 'safe, but close' or 'reach 1/' in found.reason)
     gain *= 3                                                    # as later batches and weights may be
     assert trained(kind(f), found, lr=0.)[0] == 0
 
