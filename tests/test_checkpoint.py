@@ -187,7 +187,7 @@ def test_a_damaged_state_is_refused_before_anything_is_touched(tmp_path):
     for damage in DAMAGE:
         broken = damage(saved['opt'][KEY])
         torch.save({**saved, 'opt': {**saved['opt'], KEY: broken}}, file)
-        with pytest.raises(ValueError, match='(?s)scaler.*a.pth.*Nothing was loaded.*with_opt=False'): learn.load('a')
+        with pytest.raises(ValueError, match='(?s)loss scale.*a.pth.*Nothing was loaded.*with_opt=False'): learn.load('a')
         if broken != {}:                                         # what bf16's callback gives: nothing to take up
             with pytest.raises(ValueError, match='Nothing was loaded'): learn.precision.load_state_dict(broken)
         assert same_everything(everything(learn), before)

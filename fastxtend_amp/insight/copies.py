@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from fastai.callback.core import Callback, TrainEvalCallback
 from fastai.callback.progress import ProgressCallback
+from fastai.data.load import DataLoader
 from fastai.learner import Learner, Recorder
 from fastcore.basics import noop
 from fastcore.foundation import L
@@ -107,8 +108,8 @@ def copied_learner(
 
 
 def loader_like(
-    dl: Any, # fastai's or PyTorch's DataLoader
-) -> Any: # Another one on the same dataset
+    dl: DataLoader, # fastai's, or PyTorch's
+) -> DataLoader: # Another one on the same dataset
     """Return a loader from which batches can be drawn while the order of `dl` stays as it is.
 
     The one inside a `DistributedDL`, which would wait for all processes. PyTorch's own loaders, and classes that
@@ -156,7 +157,7 @@ def _copy(learn: Learner, taking_part: list[Callback], optimizer: bool) -> Learn
     return new
 
 
-def _write_nothing(file: Any, **kwargs: Any) -> Path: return Path(file)
+def _write_nothing(file: str | Path, **kwargs: object) -> Path: return Path(file)
 
 
 def _detach_results(part: Any, memo: dict[int, Any]) -> None:

@@ -2,8 +2,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
+from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from fastcore.basics import patch
 
@@ -25,7 +25,7 @@ def precision_decision(self: Learner) -> PrecisionComparison | None:
 
 @patch
 def compare_precision(self: Learner,
-    modes: Any = None, # The precisions beside fp32, the measure; if None, those that the device does natively
+    modes: str | AMPMode | Iterable[str | AMPMode] | None = None, # To compare with fp32; the native ones if None
     n_steps: int = 50, # Training batches for each mode
     *,
     lr: float | slice | None = None, # Learning rate; the learner's own if None
@@ -34,21 +34,22 @@ def compare_precision(self: Learner,
 ) -> PrecisionComparison: # `table`, `plot()`, `recommended`, `reason` and `apply()`; shows itself in a notebook
     """Train copies of the learner for `n_steps` in each precision, from its present state on the same batches.
 
-    The learner, its loggers and its recorder stay as they are; drawing batches runs the dataset, and what that draws
-    from generators outside it moves on, as with fastai's `one_batch()`. All copies are in memory at once, and batches
-    of 512 MB. The modes take turns, a few steps each, so that whatever else the machine does slows all of them; only
-    the training steps are timed. A mode that the device does not run gets a row with the reason. A step is never broken
+    The learner, its loggers and its recorder stay as they are. Drawing batches runs the dataset, as fastai's
+    `one_batch()` does, and moves its random generators on. All copies are in memory at once, and up to 512 MB of
+    batches. The modes take turns, a few steps each, so that other work on the machine slows all of them; only the
+    training steps are timed. A mode that the device does not run gets a row with the reason. A step is never broken
     off: in a mode that the device only emulates one step of a large model may take long. Half-precision weights are
     compared if they are named ('half weights', 'half weights fp16') or if the learner has them.
 
-    What takes part: the precision callback's arguments, of fastai's callbacks those that shape a training step (mixup
-    and cutmix, gradient accumulation and clipping, RNN, batch-norm and GAN callbacks, channels last), of others copies
-    of those with an event from `before_batch` to `after_step`. Recorder, progress bars, schedulers, and what saves or
-    stops do not; nor do metrics, validation and `after_epoch`. A copy saves nothing; its `path` is a temporary folder.
+    A copy has the precision callback's arguments, those of fastai's callbacks that shape a training step (mixup and
+    cutmix, gradient accumulation and clipping, RNN, batch-norm and GAN callbacks, channels last), and other callbacks
+    with an event from `before_batch` to `after_step`. Recorder, progress bars, schedulers, and callbacks that save or
+    stop are left out, and so are metrics, validation and `after_epoch`. A copy saves nothing; its `path` is a temporary
+    folder.
 
-    With several processes each compares by itself, without communication. The model is the one inside `torch.compile`
-    and DistributedDataParallel, SyncBatchNorm takes this process's statistics. A loss function that communicates must
-    be called by all.
+    With several processes each compares by itself: the model is the one inside `torch.compile` and
+    DistributedDataParallel, and SyncBatchNorm takes this process's statistics. If the loss function communicates, all
+    processes must call this method.
 
     Raises `ValueError` for an unknown mode, for unusable numbers, for a learner that cannot be copied, for sharded
     parameters (FSDP), lazy modules and without training batches; `RuntimeError` inside a fit.
@@ -58,27 +59,27 @@ def compare_precision(self: Learner,
 
 @patch
 def precision_report(self: Learner,
-    modes: Iterable[str | AMPMode] = ('bf16', 'fp16'), # The precisions to ask about
+    modes: str | AMPMode | Iterable[str | AMPMode] = ('bf16', 'fp16'), # The precisions to report on
     n_batches: int = 1, # How many batches to look at
-    dl: Any = None, # The DataLoader to take them from; the training set's if None
+    dl: DataLoader | None = None, # Gives the batches; fastai's or PyTorch's; the training set's if None
     max_seconds: float = 60., # Seconds after which the model is not run again; a verdict may then be 'not known'
 ) -> PrecisionReport: # `verdicts`, `table`, `fp32_modules`, `plot()`; shows itself in a notebook
-    """Report whether the model survives low precision, and where it does not; on real batches.
+    """Report whether the model survives low precision, and where it does not, on real batches.
 
     Runs batches forward and backward in copies of the learner, in its own training loop with its callbacks, in fp32 and
-    in each mode, and looks into each module, the model's own `forward` and the loss function. What leaves finite
-    numbers, comes close to it, or loses more than a tenth is kept in fp32, and the batches run again, until nothing is
-    wrong; where that cannot be kept, the modules before it are tried. The verdict holds for these batches and the
-    weights as they are now: after some training ask again. If the device emulates one of the modes, and that would take
-    long, the report looks at the first samples of each batch alone, and says so.
+    in each mode, and looks into each module, the model's own `forward` and the loss function. Modules whose values are
+    not finite or reach a quarter of the format's maximum, or whose error is above 10 %, are kept in fp32, and the
+    batches run again, until nothing is wrong. For the model's own `forward` and the loss function, which cannot be kept
+    in fp32, the modules before them are tried. The verdict holds for these batches and the weights as they are now:
+    after some training ask again. If the device emulates a mode, and that would take long, the report looks at the
+    first samples of each batch alone, and says so.
 
-    The learner stays as it was; drawing batches runs the dataset, and what that draws from generators outside it moves
-    on, as with fastai's `one_batch()`. What takes part is as in `compare_precision`. With several processes each
-    reports by itself, without communication.
+    A copy has what it has in `compare_precision`, and the learner stays as it was. With several processes each reports
+    by itself, without communication.
 
     Raises `ValueError` for an unknown mode, for unusable numbers, for a learner that cannot be copied, without batches,
     for parameters that are in half precision themselves, sharded ones (FSDP) and lazy modules; `RuntimeError` inside a
-    fit; what the model raises in fp32.
+    fit; and any error of the model in fp32.
     """
     return report(self, modes, n_batches, dl, max_seconds)
 

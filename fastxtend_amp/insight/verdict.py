@@ -37,20 +37,20 @@ class Verdict:
     |---|---|
     | 'safe so far' | nothing is wrong on the batches that were looked at, with the weights as they are now |
     | 'safe with loss scaling' | the same, and without loss scaling gradients would underflow |
-    | 'safe, but close' | values come to a quarter of the format's maximum: `call` keeps their modules in fp32 |
-    | 'keep modules in fp32' | some modules overflow or lose over a tenth; with `modules` in fp32 nothing is wrong |
-    | 'do not use' | no modules were found that help, or fp32 fails alike |
-    | 'cannot run' | the device has no kernel for it, or code of the model does not run in it but for `call` |
-    | 'not known' | `max_seconds` was over |
+    | 'safe, but close' | values reach a quarter of the format's maximum; `call` keeps their modules in fp32 |
+    | 'keep modules in fp32' | modules overflow, or their error is above 10 %; with `modules` in fp32 nothing is wrong |
+    | 'do not use' | nothing that was tried helps, or fp32 fails, too |
+    | 'cannot run' | the device has no kernel for it, or the model's code does not run in it |
+    | 'not known' | the report ended at its time limit, `max_seconds` |
     """
     mode: str # 'bf16' or 'fp16'
     verdict: Judgement # One of the seven above
     reason: str # What was found
     call: str # The next call to make
-    modules: list[str] = field(default_factory=list) # To keep in fp32
-    scales: tuple[float, float] | None = None # Lowest and highest loss scale without underflow or overflow (fp16)
-    trouble: list[str] = field(default_factory=list) # Where it shows; '(model)' is the model's own forward
-    init_scale: float | None = None # To start from, where the usual loss scale is too high (fp16)
+    modules: list[str] = field(default_factory=list) # Modules to keep in fp32
+    scale_range: tuple[float, float] | None = None # Loss scales without underflow or overflow (fp16)
+    trouble: list[str] = field(default_factory=list) # Modules in trouble; '(model)' is the model's own forward
+    init_scale: float | None = None # First loss scale, where the usual one is too high (fp16)
 
     @property
     def headline(self) -> str:
@@ -138,9 +138,9 @@ class Judge:
         found = {n: self._why_not_finite(n) for n in low.failures()}
         for n, s in low.seen.items():
             if n in found: continue
-            if s.error > IMPRECISE: found[n] = f'{named(n)} loses {min(s.error, 1):.0%} in {self.mode.value}'
+            if s.error > IMPRECISE: found[n] = f'the error of {named(n)} is {min(s.error, 1):.0%} in {self.mode.value}'
             elif s.half * CLOSE > self.limit and not covers(self.keep, n):
-                found[n] = (f"values in {named(n)} come to 1/{self.limit / s.half:.2g} of {self._format}, so that a "
+                found[n] = (f"values in {named(n)} reach 1/{self.limit / s.half:.2g} of {self._format}, so that a "
                             'few larger samples would overflow')
                 if n not in self.reasons: self.close.add(n)
         return found
@@ -221,8 +221,8 @@ class Judge:
         if self.refused: verdict = 'cannot run'
         if not reasons:
             own = max((s.error for s in low.seen.values()), default=0.)
-            reasons = [f'no module loses more than {own:.2%} by itself']
-        if scales: reasons = [*reasons[:4], f'a loss scale from {least:,.9g} to {most:,.9g}']
+            reasons = [f"no module's own error is above {own:.2%}"]
+        if scales: reasons = [*reasons[:4], f'loss scales from {least:,.9g} to {most:,.9g} fit']
         call = self.call([n for n in self.keep if n not in self.kept], **changes)
         said = self._say(verdict, some(reasons, 5, '; '), call, scales)
         return replace(said, init_scale=changes.get('init_scale'))

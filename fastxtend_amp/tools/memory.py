@@ -15,13 +15,11 @@ def keep_freed_memory(
     """Tell glibc to keep the memory that this process frees, for its next tensors. For the first cell of a notebook.
 
     By default glibc returns freed blocks of over 32 MB to the system at once and smaller ones often, and asks for them
-    anew, with one page fault for each 4 KB. On a CPU this can take a large part of a training step; the repository's
-    benchmark counts the faults.
+    anew, with one page fault for each 4 KB. On a CPU this can take a large part of a training step.
 
     What the process has freed stays with it until it ends, out of reach of other processes. On a GPU nothing changes,
     as tensors do not come from glibc. Nothing is done where the system is not Linux with glibc, and where another
-    allocator is preloaded, such as tcmalloc, which keeps freed memory by itself:
-    `LD_PRELOAD=/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4`.
+    allocator is preloaded, such as tcmalloc, which keeps freed memory by itself.
 
     Without a call: start Python with `MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=4294967296`.
 
@@ -29,7 +27,7 @@ def keep_freed_memory(
     https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html
     """
     if not 0 < threshold < 2**31:
-        raise ValueError(f'threshold={threshold!r} is not possible: give a number of bytes, from 1 to {2**31 - 1:,}.')
+        raise ValueError(f'threshold={threshold!r} cannot be used: give a number of bytes, from 1 to {2**31 - 1:,}.')
     why = _nothing_to_do()
     if why is not None: return f'Nothing to do: {why}.'
     mallopt = ctypes.CDLL(None).mallopt
@@ -41,7 +39,7 @@ def keep_freed_memory(
 
 
 def _nothing_to_do() -> str | None:
-    "Why glibc's settings do not matter to this process; None if they do."
+    "Return why glibc's settings do not matter to this process; None if they do."
     try: is_glibc = (os.confstr('CS_GNU_LIBC_VERSION') or '').startswith('glibc')
     except (AttributeError, ValueError, OSError): is_glibc = False   # no confstr on Windows, no such name elsewhere
     if not is_glibc: return 'this system is not Linux with glibc'
