@@ -23,7 +23,8 @@ torch.accelerator.synchronize = lambda device: None
 from nbs.benchmarks import models
 from nbs.benchmarks.__main__ import main
 models.MODELS['tiny'] = partial(models._mlp, title='tiny', width=8, depth=1, n=4)
-main('--device sim --models tiny --modes bf16 fp16 --rounds 3 --out run'.split())
+main(['--device', 'sim', '--models', 'tiny', '--modes', 'bf16', 'fp16', '--contestants', 'fastai loop', 'fastxtend_amp',
+      '--rounds', '1', '--out', 'run'])
 """
 STORED = ROOT / 'nbs' / 'benchmarks'
 
