@@ -19,7 +19,7 @@ FOLDER = Path(__file__).resolve().parent
 def kernel(
     timeout: float = 240., # Seconds that one cell may take
 ): # A function that runs a notebook's file and returns the notebook with its new outputs; the file is not changed
-    "Start a kernel that finds this package. Each notebook runs in an empty folder, without the names of the one before."
+    "Start a kernel that finds this package. Each notebook runs in an empty folder, without names of another."
     search = [str(FOLDER.parent), *os.environ.get('PYTHONPATH', '').split(os.pathsep)]
     env = {**os.environ, 'PYTHONPATH': os.pathsep.join(filter(None, search))}
     env['PYTHONWARNINGS'] = 'ignore:IProgress not found'         # tqdm's, where ipywidgets is not installed
