@@ -71,7 +71,7 @@ def vision(mode, seed, device=None):
     dls = digit_images(32, n=900, batch_tfms=aug_transforms(do_flip=False, max_rotate=8., max_zoom=1.05, max_warp=.1, p_lighting=.5), device=device)
     learn = prepare(vision_learner(dls, tiny_convnet, pretrained=False, n_in=1, cut=-2, lin_ftrs=[32], ps=.1, metrics=accuracy, cbs=MixUp(.2),
                                    splitter=lambda m: [params(m[0]), params(m[1])]), mode)
-    learn.fine_tune(6, base_lr=3e-2, freeze_epochs=1)
+    learn.fine_tune(8, base_lr=3e-2, freeze_epochs=1)
     preds, targs = learn.tta(n=2)
     return learn, accuracy(preds, targs)
 
@@ -105,7 +105,7 @@ def language_model(mode, seed, device=None):
     block = DataBlock(text_block(is_lm=True, seq_len=32), get_x=ColReader('text'), splitter=ColSplitter())
     dls = block.dataloaders(windows(400), bs=8, num_workers=0, device=device)
     learn = language_model_learner(dls, AWD_LSTM, config={**awd_lstm_lm_config, **CONFIG}, drop_mult=.1, pretrained=False, metrics=accuracy)
-    prepare(learn, mode, nn.LSTM).fit_one_cycle(4, 5e-2)
+    prepare(learn, mode, nn.LSTM).fit_one_cycle(8, 5e-2)
     return learn, learn.validate()[1]
 
 
@@ -120,7 +120,7 @@ def classifier(mode, seed, device=None):
         lm.path = learn.path = Path(folder)
         lm.save_encoder('encoder')
         learn.load_encoder('encoder')
-    prepare(learn, mode, nn.LSTM).fit_one_cycle(6, 5e-2)
+    prepare(learn, mode, nn.LSTM).fit_one_cycle(10, 5e-2)
     return learn, learn.validate()[1]
 
 
@@ -171,7 +171,7 @@ class Application:
 
 
 APPLICATIONS = {
-    'vision_learner': Application(vision, 'accuracy of tta', .7),
+    'vision_learner': Application(vision, 'accuracy of tta', .8),
     'language model': Application(language_model, 'accuracy of the next word', .2, by_sample=False, seeds=5),
     'text classifier': Application(classifier, 'accuracy', .7),
     'tabular': Application(tabular, 'accuracy', .93),
