@@ -34,7 +34,9 @@ def kernel(
 
     def execute(file):
         with tempfile.TemporaryDirectory() as folder:
-            run(new_notebook(cells=[new_code_cell(f'__import__("os").chdir({folder!r})\n%reset -f')]))
+            empty = new_code_cell(f'__import__("os").chdir({folder!r})\n%reset -f')
+            client.nb = new_notebook(cells=[empty])
+            client.execute_cell(empty, 0, store_history=False)   # the notebook's cells count from 1
             return run(nbformat.read(file, as_version=4))
 
     with client.setup_kernel(env=env): yield execute
