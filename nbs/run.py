@@ -4,28 +4,42 @@ import os
 import sys
 import tempfile
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
+from nbformat.v4 import new_code_cell, new_notebook
 
 FOLDER = Path(__file__).resolve().parent
 
 
-def execute(
-    file: Path, # The notebook; it is not changed
+@contextmanager
+def kernel(
     timeout: float = 240., # Seconds that one cell may take
-): # The notebook with its new outputs
-    "Run a notebook from top to bottom in a fresh kernel and an empty folder, with this package."
+): # A function that runs a notebook's file and returns the notebook with its new outputs; the file is not changed
+    "Start a kernel that finds this package. Each notebook runs in an empty folder, without names of another."
     search = [str(FOLDER.parent), *os.environ.get('PYTHONPATH', '').split(os.pathsep)]
     env = {**os.environ, 'PYTHONPATH': os.pathsep.join(filter(None, search))}
     env['PYTHONWARNINGS'] = 'ignore:IProgress not found'         # tqdm's, where ipywidgets is not installed
-    notebook = nbformat.read(file, as_version=4)
-    with tempfile.TemporaryDirectory() as folder:
-        resources = {'metadata': {'path': folder}}
-        client = NotebookClient(notebook, timeout=timeout, kernel_name='python3', resources=resources)
-        return client.execute(env=env)
+    client = NotebookClient(new_notebook(), timeout=timeout, kernel_name='python3')
+
+    def run(notebook):
+        client.nb = notebook
+        client.reset_execution_trackers()
+        for i, cell in enumerate(notebook.cells):
+            client.execute_cell(cell, i, execution_count=client.code_cells_executed + 1)
+        return notebook
+
+    def execute(file):
+        with tempfile.TemporaryDirectory() as folder:
+            empty = new_code_cell(f'__import__("os").chdir({folder!r})\n%reset -f')
+            client.nb = new_notebook(cells=[empty])
+            client.execute_cell(empty, 0, store_history=False)   # the notebook's cells count from 1
+            return run(nbformat.read(file, as_version=4))
+
+    with client.setup_kernel(env=env): yield execute
 
 
 def is_left_over(output): # What a progress bar leaves when it is done, and its style sheet
@@ -57,7 +71,8 @@ def main(names):
     for file in sorted(FOLDER.glob('*.ipynb')):
         if names and not file.name.startswith(tuple(names)): continue
         start = time.perf_counter()
-        try: notebook = execute(file)
+        try:
+            with kernel() as execute: notebook = execute(file)
         except CellExecutionError as error:
             failed += 1
             print(f'{file.name}: {error.ename}: {error.evalue}', flush=True)

@@ -68,10 +68,10 @@ def tiny_convnet(pretrained=False):
 def vision(mode, seed, device=None):
     "`vision_learner` on the digits: `fine_tune` with augmentation and MixUp, accuracy of `tta`."
     set_seed(seed, reproducible=True)
-    dls = digit_images(batch_tfms=aug_transforms(do_flip=False, max_rotate=8., max_zoom=1.05, max_warp=.1, p_lighting=.5), device=device)
+    dls = digit_images(32, n=900, batch_tfms=aug_transforms(do_flip=False, max_rotate=8., max_zoom=1.05, max_warp=.1, p_lighting=.5), device=device)
     learn = prepare(vision_learner(dls, tiny_convnet, pretrained=False, n_in=1, cut=-2, lin_ftrs=[32], ps=.1, metrics=accuracy, cbs=MixUp(.2),
                                    splitter=lambda m: [params(m[0]), params(m[1])]), mode)
-    learn.fine_tune(8, base_lr=2e-2, freeze_epochs=1)
+    learn.fine_tune(8, base_lr=3e-2, freeze_epochs=1)
     preds, targs = learn.tta(n=2)
     return learn, accuracy(preds, targs)
 

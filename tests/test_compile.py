@@ -104,7 +104,7 @@ def test_half_precision_weights():
 @pytest.mark.skipif(not any(map(shutil.which, ('g++', 'clang++', 'c++'))), reason='inductor needs a C++ compiler, and there is none')
 def test_inductor():
     # Without its caches: in PyTorch 2.9 their key leaves autocast's dtype out, and a graph for validation is served in the wrong one.
-    with torch._inductor.config.patch(force_disable_caches=True):
+    with torch._inductor.config.patch(force_disable_caches=True, compile_threads=1):   # more would start processes
         learn, eager = build('bf16', 'wrapped', backend='inductor'), build('bf16')
         for l in (learn, eager): l.fit(2, .01)
     assert learn.compiled.frame_count == 2 and set(learn.after_epochs) == {2} and learn.dtypes == {torch.bfloat16}

@@ -2,7 +2,10 @@
 import ast, subprocess, sys
 from pathlib import Path
 
+import pytest
+
 from fastxtend_amp import checkpoint
+from fastxtend_amp.tools import memory
 from helpers import *
 
 PACKAGE = Path(fastxtend_amp.__file__).parent
@@ -69,13 +72,38 @@ learn.to_fp16().load('a')
 assert learn.precision.scale == 512. and Learner.to_channelslast.__module__ == 'fastxtend_amp.learner'
 learn.to_fp32()
 assert plain()
+
+import resource
+def page_faults(): return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+def faults():                                                    # of four tensors of 64 MB, one after the other
+    before = page_faults()
+    for _ in range(4): torch.empty(2**24).fill_(1)
+    return page_faults() - before
+faults()
+before = faults()
+said = fastxtend_amp.keep_freed_memory()
+faults()
+print('MEMORY', before, faults(), said)
 '''
 REPLACED = {'Learner.save', 'Learner.load', 'Learner.export', 'TextLearner.load'}
 ADDED = {f'Learner.{n}' for n in ('amp_context', 'precision', 'to_amp', 'to_bf16', 'to_channelslast', 'to_fp16', 'to_fp32',      # the core's, and the rooms'
                                   'compare_precision', 'precision_decision', 'precision_report', 'to_half_weights')}
 
 
-def test_importing_adds_methods_and_replaces_four():
-    "After fastai; the rest of `LATE` asserts by itself that a learner without precision runs fastai's own code."
-    out = subprocess.run([sys.executable, '-W', 'ignore', '-c', LATE], capture_output=True, text=True, check=True).stdout
-    assert {name for name in out.split() if not name.startswith('Learner._orig_')} == REPLACED | ADDED   # `patch` keeps fastai's there
+@pytest.fixture(scope='module')
+def late():
+    "What `LATE` prints; it asserts by itself that a learner without precision runs fastai's own code."
+    done = subprocess.run([sys.executable, '-W', 'ignore', '-c', LATE], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.partition('MEMORY')
+
+
+def test_importing_adds_methods_and_replaces_four(late):
+    assert {name for name in late[0].split() if not name.startswith('Learner._orig_')} == REPLACED | ADDED   # `patch` keeps fastai's there
+
+
+@pytest.mark.skipif(memory._nothing_to_do() is not None, reason='needs Linux with glibc')
+def test_freed_memory_is_kept_from_the_call_on(late):
+    before, after, said = late[2].split(maxsplit=2)
+    assert float(before) > 4 * 2**26 / 2**21                     # pages of 2 MB at most: importing changes nothing
+    assert float(after) < 10 and 'up to 1,024 MB stay with this process' in said

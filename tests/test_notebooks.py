@@ -1,4 +1,4 @@
-"The notebooks run from top to bottom in a fresh kernel; their hidden cells assert."
+"The notebooks run from top to bottom; their hidden cells assert."
 import importlib.util, tempfile
 from pathlib import Path
 
@@ -16,10 +16,16 @@ spec.loader.exec_module(run_notebooks)
 def tags(cell): return set(cell.metadata.get('tags', []))
 
 
+@pytest.fixture(scope='module')
+def execute():
+    "One kernel for all, because fastai's imports take longer than most notebooks."
+    with run_notebooks.kernel() as execute: yield execute
+
+
 @pytest.mark.slow                                                # in CI alone
 @pytest.mark.parametrize('path', NOTEBOOKS, ids=lambda p: p.stem)
-def test_runs_in_an_empty_folder(path):
-    done = run_notebooks.execute(path)
+def test_runs_in_an_empty_folder(path, execute):
+    done = execute(path)
     assert all(c.execution_count for c in done.cells if c.cell_type == 'code')
 
 

@@ -71,4 +71,5 @@ def test_wheel_and_sdist(tmp_path):
 def test_clean(command):
     "With the tools' caches, which git ignores: a second run takes a second."
     if importlib.util.find_spec(command[0]) is None: pytest.skip(f'needs {command[0]}, of the extra dev')
-    run('-m', *command)
+    done = subprocess.run([sys.executable, '-m', *command], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -48,24 +48,17 @@ def learner(device: torch.device) -> Learner:
 
 
 def speed(row: pd.Series) -> str: # Of the comparison's table
-    """Return samples per second, and beside fp32's the ratio with its range and what it is worth.
-
-    A ratio is too noisy to tell where its range, half of the turns, is as near to 1 as it is wide, and where there were
-    fewer than four turns.
-    """
+    "Return samples per second, their ratio to fp32's, the range of half of the turns, and what the ratio is worth."
     if not row['steps']: return 'does not run here'
     said = f"{1000 * BATCH_SIZE / row['ms per step']:,.0f} samples/s"
     if row.name == 'fp32': return said
     low, high = row['speed-up q1'], row['speed-up q3']
-    clear = row['turns'] > 3 and max(low - 1, 1 - high) > high - low
+    clear = row['turns'] > 3 and max(low - 1, 1 - high) > high - low   # farther from 1 than the range is wide
     worth = 'emulated here' if row['support'] == 'emulated' else '' if clear else 'too noisy to tell'
     return f"{said}, {row['speed-up']:.2f} ({low:.2f} to {high:.2f}) times fp32's{worth and ': ' + worth}"
 
 
-def plot(
-    comparison: PrecisionComparison,
-    file: str | Path, # The PNG to write
-) -> None:
+def plot(comparison: PrecisionComparison, file: str | Path) -> None:
     "Write a PNG with the training losses and the samples per second."
     from matplotlib.figure import Figure
     figure = Figure(figsize=(11, 4), layout='constrained')
@@ -86,9 +79,7 @@ def plot(
     figure.savefig(file, dpi=110)
 
 
-def main(
-    argv: Sequence[str] | None = None, # Arguments; the command line's if None
-) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     "Compare, print the table and write the picture."
     parser = argparse.ArgumentParser(prog='fastxtend_amp_demo', description=(
         'Train a convolutional network on 1,797 real handwritten digits in fp32, bf16 and fp16, and compare. '

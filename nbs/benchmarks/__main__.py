@@ -1,7 +1,7 @@
 "The command `python -m nbs.benchmarks`."
 from __future__ import annotations
 
-import argparse, json, os, shlex, sys
+import argparse, json, shlex, sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -45,9 +45,7 @@ def main(
             parser.error(f'{args.device} does neither bf16 nor fp16 natively; --modes bf16 times its emulation')
         taking_part = [c for c in CONTESTANTS if c.name in args.contestants]
         figures = bench(args.models, modes, torch.device(args.device), args.rounds, taking_part, args.optimizers)
-        threads = os.environ.get('OMP_NUM_THREADS')
-        figures['command'] = f'OMP_NUM_THREADS={threads} ' * bool(threads) + shlex.join(
-            ['python', '-m', 'nbs.benchmarks', *(argv or sys.argv[1:])])
+        figures['command'] = shlex.join(['python', '-m', 'nbs.benchmarks', *(argv or sys.argv[1:])])
     print(tables(figures), end='')
     if not stem: return
     if args.out: stem.with_suffix('.json').write_text(json.dumps(figures, indent=1) + '\n', encoding='utf-8')

@@ -1,7 +1,7 @@
 "Times contestants in turns, counts what they do, and turns both into plain records."
 from __future__ import annotations
 
-import contextlib, math, os, platform, sys, time, warnings
+import math, os, platform, sys, time, warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastxtend_amp import precision_support
 
-from .contestants import ADAM, CONTESTANTS, FUSED, Contestant, Task, Train
+from .contestants import Contestant, Task, Train
 from .models import MODELS
 
 STEPS, BLOCK_SECONDS = 10, .4              # of a block, at most: large models get fewer steps in each
@@ -37,7 +37,6 @@ class Batches:
         self.device, self.data, self.n = device, data, 1
 
     def __len__(self) -> int: return self.n + 1
-    def to(self, device: torch.device) -> Batches: return self
 
     def __iter__(self) -> Iterator[tuple]:
         for i in range(len(self)):
@@ -118,21 +117,7 @@ def _prepare(entry: Entry, task: Task) -> None:
 
 # -- timing
 
-def entries(
-    modes: Sequence[str], # Beside fp32
-    contestants: Sequence[Contestant] = CONTESTANTS,
-    optimizers: Sequence[str] = (ADAM, FUSED),
-) -> list[Entry]:
-    "Return who takes part: the fp32 runs first, then those of each mode."
-    return [Entry(c, opt, mode) for mode in ('fp32', *modes) for c in contestants if mode in c.modes and c.installed
-            for opt in c.optimizers if opt in optimizers]
-
-
-def measure(
-    task: Task,
-    entries: list[Entry],
-    rounds: int, # Blocks of each entry
-) -> None:
+def measure(task: Task, entries: list[Entry], rounds: int) -> None:
     "Count, then time in rounds: each entry trains a block of steps in each round, and each round begins with another."
     for entry in entries: _prepare(entry, task)
     ready, batches = [e for e in entries if e.train], task.batches
@@ -153,16 +138,13 @@ def quartiles(values: Iterable[float]) -> list[float] | None:
     return [round(float(q), 4) for q in np.quantile(values, (.25, .5, .75))] if values else None
 
 
-def noisy(
-    ratio: Sequence[float], # Its quartiles
-    blocks: int, # How many values they come from
-) -> bool:
+def noisy(quartiles: Sequence[float], blocks: int) -> bool:
     """Return whether the median is uncertain by more than `NOISY` either way, or comes from a single block.
 
     Its 95 % interval, as notches of box plots show it: 1.57 (q3 - q1) / sqrt(n). Source: McGill, Tukey and Larsen,
     Variations of Box Plots, The American Statistician 32 (1978).
     """
-    low, median, high = ratio
+    low, median, high = quartiles
     return blocks < 2 or 1.57 * (high - low) / math.sqrt(blocks) > NOISY * median
 
 
@@ -174,11 +156,8 @@ def _speedups(entry: Entry, base: Entry | None) -> list[float]: # By round
     return [b / a for a, b in zip(entry.ms, base.ms)] if base else []
 
 
-def records(
-    entries: list[Entry], # Of one model
-    model: str,
-) -> list[dict[str, Any]]: # A plain record for each; bench's `rows`
-    "Return medians, and quartiles of the ratios of blocks in the same round."
+def records(entries: list[Entry], model: str) -> list[dict[str, Any]]:
+    "Return a plain record for each: medians, and quartiles of the ratios of blocks in the same round."
     plain = {(e.mode, e.opt): e for e in entries if e.contestant.name == 'plain loop'}
     bases = {(e.contestant.framework, e.opt): e for e in entries if e.mode == 'fp32'}
     def record(e):
@@ -215,17 +194,19 @@ def bench(
     modes: Sequence[str], # Beside fp32
     device: torch.device,
     rounds: int, # Blocks of each contestant
-    *who: Sequence, # Contestants and optimizers, as `entries` takes them
+    contestants: Sequence[Contestant],
+    optimizers: Sequence[str],
 ) -> dict[str, Any]: # Plain values, as `tables` and `plot` take them
     "Measure contestants on each model, in one process, in turns."
     support = {r.mode: [r.support, r.why] for r in precision_support(device).itertuples() if r.mode in modes}
     out: dict[str, Any] = dict(machine=machine(device), support=support, models=[], rows=[])
-    # Only the report goes to standard output. It says what is emulated.
-    with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
-        warnings.simplefilter('ignore')
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')                          # the report says what is emulated
         for name in models:
-            print(name, flush=True)
-            model, measured = MODELS[name](device.type != 'cpu'), entries(modes, *who)
+            print(name, file=sys.stderr, flush=True)
+            model, measured = MODELS[name](device.type != 'cpu'), [
+                Entry(c, opt, mode) for mode in ('fp32', *modes) for c in contestants if mode in c.modes
+                for opt in c.optimizers if opt in optimizers]
             data, size = [model.batch(device) for _ in range(2)], sum(p.numel() for p in model.net().parameters())
             measure(Task(partial(model.build, device), Batches(device, data), device), measured, rounds)
             out['models'].append(dict(name=name, what=model.title, batch_size=len(data[0][0]), parameters=size))

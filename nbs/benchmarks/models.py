@@ -3,29 +3,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from operator import itemgetter, methodcaller
 from typing import NamedTuple
 
 import torch
+from fastai.layers import Lambda
 from fastai.vision.models.xresnet import xresnet18
 from torch import nn
-
-
-class Encoder(nn.Module):
-    "A transformer encoder over tokens, shape (n, length), with a classifier on the mean."
-    def __init__(self, vocab: int, d: int, layers: int):
-        super().__init__()
-        self.emb, self.head = nn.Embedding(vocab, d), nn.Linear(d, 10)
-        layer = nn.TransformerEncoderLayer(d, d // 64, 4 * d, dropout=0., batch_first=True, norm_first=True)
-        self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
-    def forward(self, x): return self.head(self.layers(self.emb(x)).mean(1))
-
-
-class LanguageModel(nn.Module):
-    "Two LSTM layers over tokens, shape (n, length), that predict the next one."
-    def __init__(self, vocab: int, d: int):
-        super().__init__()
-        self.emb, self.rnn, self.head = nn.Embedding(vocab, d), nn.LSTM(d, d, 2, batch_first=True), nn.Linear(d, vocab)
-    def forward(self, x): return self.head(self.rnn(self.emb(x))[0])
 
 
 class Model(NamedTuple):
@@ -57,13 +41,19 @@ def _xresnet(big: bool, channels_last: bool = False) -> Model:
 
 def _transformer(big: bool) -> Model:
     vocab, d, layers, n, length = (8000, 1024, 8, 64, 256) if big else (1000, 256, 3, 16, 64)
-    return Model('transformer encoder', lambda: Encoder(vocab, d, layers), lambda: torch.randint(vocab, (n, length)))
+    def net():
+        layer = nn.TransformerEncoderLayer(d, d // 64, 4 * d, dropout=0., batch_first=True, norm_first=True)
+        encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        return nn.Sequential(nn.Embedding(vocab, d), encoder, Lambda(methodcaller('mean', 1)), nn.Linear(d, 10))
+    return Model('transformer encoder', net, lambda: torch.randint(vocab, (n, length)))
 
 
 def _lstm(big: bool) -> Model:
     vocab, d, n, length = (8000, 1024, 64, 70) if big else (1000, 256, 16, 32)
-    return Model('LSTM language model', lambda: LanguageModel(vocab, d), lambda: torch.randint(vocab, (n, length)),
-                 next_token=True)
+    def net():
+        rnn = nn.LSTM(d, d, 2, batch_first=True)
+        return nn.Sequential(nn.Embedding(vocab, d), rnn, Lambda(itemgetter(0)), nn.Linear(d, vocab))
+    return Model('LSTM language model', net, lambda: torch.randint(vocab, (n, length)), next_token=True)
 
 
 def _mlp(big: bool, title: str, width: int, depth: int, n: int) -> Model:

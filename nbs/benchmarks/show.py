@@ -21,10 +21,8 @@ COLUMNS = f"""\
 
 # -- tables
 
-def tables(
-    figures: dict[str, Any], # From `bench`, or from a file that it wrote
-) -> str:
-    "Return the run as text."
+def tables(figures: dict[str, Any]) -> str:
+    "Return the run as text; `figures` are `bench`'s, or a file's that it wrote."
     return '\n\n'.join([_head(figures), COLUMNS, *_models(figures)]) + '\n'
 
 
@@ -58,24 +56,19 @@ def _row(r: dict[str, Any]) -> dict[str, str]:
             'blocks': str(r['blocks']), 'note': r['note']}
 
 
-def marked(
-    ratio: list[float], # Its quartiles
-    blocks: int,
-) -> str:
+def marked(quartiles: list[float], blocks: int) -> str:
     "Return the median as text, with ~ before it where it is too noisy to tell."
-    return f"{'~' if noisy(ratio, blocks) else ''}{ratio[1]:.2f}"
+    return f"{'~' if noisy(quartiles, blocks) else ''}{quartiles[1]:.2f}"
 
 
 # -- chart
 
 DOTS = {"fastai's own": ('s', '#4c566a'), 'plain loop': ('D', '#d1701f'), 'fastxtend_amp': ('o', '#2a78b8')}
 OPTIMIZER = 'fused AdamW'                  # of the contestants that are drawn
+Rows = list[tuple[str, dict[str, dict[str, Any]]]]   # a model's title, and its records by contestant
 
 
-def by_model(
-    figures: dict[str, Any], # From `bench`, or from a file that it wrote
-    mode: str,
-) -> list[tuple[str, dict[str, dict[str, Any]]]]: # The model's title, and its records by contestant
+def by_model(figures: dict[str, Any], mode: str) -> Rows:
     "Return what is drawn of a run: models timed in `mode` with fused AdamW, the one that gains most first."
     found = []
     for model in figures['models']:
@@ -85,10 +78,7 @@ def by_model(
     return sorted(found, key=lambda row: -row[1]['fastxtend_amp']['vs_fp32'][1])
 
 
-def draw(
-    ax: Any, # matplotlib's
-    rows: list[tuple[str, dict[str, dict[str, Any]]]], # As `by_model` returns them
-) -> None:
+def draw(ax: Any, rows: Rows) -> None:
     "Draw times as fast as fp32: for each row a dot for fastai, plain loop and this package; hollow ones are noisy."
     for y, (_, found) in enumerate(rows):
         for shift, (contestant, (shape, color)) in zip((-.2, 0, .2), DOTS.items()):
@@ -107,10 +97,7 @@ def draw(
     ax.spines[['top', 'right', 'left']].set_visible(False)
 
 
-def plot(
-    panels: dict[str, list[tuple[str, dict[str, dict[str, Any]]]]], # Rows as `by_model` returns them, by title
-    file: str | Path, # The PNG to write
-) -> None:
+def plot(panels: dict[str, Rows], file: str | Path) -> None:
     "Write a PNG with a panel for each title that has rows; none if no title has."
     from matplotlib.figure import Figure
     panels = {title: rows for title, rows in panels.items() if rows}

@@ -23,7 +23,8 @@ torch.accelerator.synchronize = lambda device: None
 from nbs.benchmarks import models
 from nbs.benchmarks.__main__ import main
 models.MODELS['tiny'] = partial(models._mlp, title='tiny', width=8, depth=1, n=4)
-main('--device sim --models tiny --modes bf16 fp16 --rounds 3 --out run'.split())
+main(['--device', 'sim', '--models', 'tiny', '--modes', 'bf16', 'fp16', '--contestants', 'fastai loop', 'fastxtend_amp',
+      '--rounds', '1', '--out', 'run'])
 """
 STORED = ROOT / 'nbs' / 'benchmarks'
 
@@ -42,7 +43,7 @@ def rows(run, **which): return [r for r in run[0]['rows'] if all(r[k] == v for k
 
 
 def test_every_contestant_runs_in_its_precision(run):
-    assert {r['contestant'] for r in run[0]['rows']} == {c.name for c in CONTESTANTS if c.installed}
+    assert {r['contestant'] for r in run[0]['rows']} == {c.name for c in CONTESTANTS}
     for mode, dtype in (('fp32', 'float32'), ('bf16', 'bfloat16'), ('fp16', 'float16')):
         for name in ('plain loop', 'fastxtend_amp') if mode != 'fp32' else ('plain loop', 'fastai loop'):
             assert {(r['runs_in'], r['blocks']) for r in rows(run, mode=mode, contestant=name)} == {(dtype, 3)}

@@ -2,14 +2,19 @@
 import pandas as pd
 import pytest, torch
 from fastai.learner import Learner
+from sklearn import datasets
+from sklearn.utils import Bunch
 
 from fastxtend_amp import AMPMode, MixedPrecision
-from fastxtend_amp.tools import check
+from fastxtend_amp.tools import check, demo
 from helpers import *
 
 @pytest.fixture
 def short(monkeypatch):
-    "One epoch, of fp32 and fp16."
+    "One epoch of eleven small batches, of fp32 and fp16."
+    digits = datasets.load_digits()
+    monkeypatch.setattr(datasets, 'load_digits', lambda: Bunch(images=digits.images[:220], target=digits.target[:220]))
+    monkeypatch.setattr(demo, 'BATCH_SIZE', 16)
     monkeypatch.setattr(check, 'EPOCHS', 1)
     monkeypatch.setattr(check, 'PRECISIONS', {'fp32': None, 'fp16': AMPMode.FP16})
 

@@ -10,7 +10,7 @@ from fastxtend_amp.tools import demo
 
 DEMO = """
 from fastxtend_amp.tools import demo
-demo.SECONDS = 1
+demo.SECONDS, demo.BATCH_SIZE = 1, 8
 demo.main(['--device', 'cpu', '--out', 'picture.png'])
 """
 

@@ -1,33 +1,10 @@
-"`keep_freed_memory`, in processes of their own."
-import os, subprocess, sys
+"`keep_freed_memory` where it does nothing and where it refuses; what it does is in test_imports.py, in a new process."
+import os
 
 import pytest
 
 from fastxtend_amp import keep_freed_memory
 from fastxtend_amp.tools import memory
-
-CODE = """
-import resource, torch, fastxtend_amp
-def page_faults(): return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-def faults():                                                    # of four tensors of 64 MB, one after the other
-    before = page_faults()
-    for _ in range(4): torch.empty(2**24).fill_(1)
-    return page_faults() - before
-faults()
-before = faults()
-told = fastxtend_amp.keep_freed_memory()
-faults()
-print(before, faults(), told)
-"""
-
-
-@pytest.mark.skipif(memory._nothing_to_do() is not None, reason='needs Linux with glibc')
-def test_freed_memory_is_kept_from_the_call_on():
-    out = subprocess.run([sys.executable, '-W', 'ignore', '-c', CODE], capture_output=True, text=True, check=True)
-    before, after, told = out.stdout.split(maxsplit=2)
-    assert float(before) > 4 * 2**26 / 2**21                     # pages of 2 MB at most: importing changes nothing
-    assert float(after) < 10 and 'up to 1,024 MB stay with this process' in told
-
 
 def _fails(name): raise ValueError('unrecognized configuration name')
 
