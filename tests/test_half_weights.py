@@ -361,6 +361,13 @@ def test_optimizers_that_do_not_compensate_are_refused(name, opt):
     refused(learner(opt_func=opt), dict(master_weights=False), f'{name}, ', "kahan('AdamW')")
 
 
+def test_an_optimizer_that_is_exchanged_between_two_fits_is_refused():
+    learn = without()
+    learn.fit(1, .01)
+    learn.opt = Adam(learn.model.parameters(), lr=.01)
+    with pytest.raises(ValueError, match='master_weights=False cannot be used with Adam'): learn.fit(1)
+
+
 def refused(learn, kwargs, what, remedy):
     learn.to_half_weights(**kwargs)
     (argument, value), before = [*kwargs.items()][0], params(learn)
