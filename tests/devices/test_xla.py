@@ -275,7 +275,7 @@ def test_sync_free_optimizers_skip_as_the_host_would(name, skips, device, tmp_pa
         learn = build(device, model=smooth(), opt_func=func, path=tmp_path)
         for mode in ('fp16', 'fp32', 'fp16', 'fp16'):
             getattr(learn, f'to_{mode}')(**(dict(init_scale=256.) if mode == 'fp16' else {}))
-            learn.fit(1, .01, cbs=cbs if mode == 'fp16' else None)
+            learn.fit(1, .01, cbs=cbs if mode == 'fp16' else None, reset_opt=mode == 'fp32')
             assert mode == 'fp32' or learn.precision.skips == [i in skips for i in range(8)]
             learn.save('a')
             learn.load('a')
