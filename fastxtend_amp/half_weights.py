@@ -19,7 +19,6 @@ from torch import nn
 
 from .callback import MixedPrecision
 from .common import is_dtensor
-from .convert import map_tensors
 from .fp32_modules import covers, qualified_names
 from .learner import refuse_unknown, set_precision
 from .mode import AMPMode
@@ -43,6 +42,8 @@ class HalfWeights(MixedPrecision):
 
     Source: Micikevicius et al., Mixed Precision Training, https://arxiv.org/abs/1710.03740, section 3.1.
     """
+    _bf16_weights: Iterable[nn.Parameter] = ()                   # until the fit under way ends
+
     def __init__(self,
         amp_mode: str | AMPMode | torch.dtype = AMPMode.BF16, # The weights' precision: 'bf16' or 'fp16'
         loss_scale: float | None = None, # A static loss scale; dynamic scaling if None (fp16)
@@ -69,10 +70,6 @@ class HalfWeights(MixedPrecision):
         self.arguments = arguments
         self.flat_master, self.master_weights = flat_master, master_weights
 
-    def _reset(self) -> None:
-        super()._reset()
-        self._bf16_weights: list[nn.Parameter] = []              # weights that are bf16 until the fit ends
-
     def _check_training(self) -> None:
         learn = self.learn
         if self.flat_master: _check_flat_master(learn.model, learn.opt)
@@ -90,9 +87,10 @@ class HalfWeights(MixedPrecision):
 
     def _end_fit(self, failed: bool = False) -> None:
         if self.device is None: return
-        if self.flat_master and self._training_is_checked: _unjoin(self.learn.opt)
+        if self.flat_master and self._training_is_checked:       # parts of one tensor could not be saved one by one
+            for p in optimizer_params(self.learn.opt): p.data = p.data.clone()
         _convert(self._bf16_weights, self.learn.opt, torch.float32)
-        self._bf16_weights = []
+        self._bf16_weights = ()
         super()._end_fit(failed)
 
 
@@ -122,7 +120,6 @@ def _rules(opt: Optimizer) -> list[Callable]:
 ELEMENTWISE = {rules.weight_decay, rules.l2_reg, rules.average_grad, rules.average_sqr_grad, rules.step_stat,
                rules.sgd_step, rules.momentum_step, rules.rms_prop_step, rules.adam_step, rules.radam_step,
                rules.qhadam_step}
-LARGE = 2 ** 17  # elements: to join parameters of so many takes memory for the step's temporaries and saves no time
 
 
 def _check_flat_master(
@@ -137,12 +134,10 @@ def _check_flat_master(
         refuse(f"{_optimizer_name(opt)}, which is not one of fastai's own element-wise optimizers with a plain step")
     names = {p: f"parameter '{name}'" for name, p in model.named_parameters()}
     sparse = {p for m in model.modules() if getattr(m, 'sparse', False) for p in m.parameters(recurse=False)}
-    places = set()
+    places = {0}                                                 # DTensors and tensors on XLA devices have this one
     for p in optimizer_params(opt):
-        for unfit, why in ((is_dtensor(p), 'is a DTensor'), (p in sparse, 'has sparse gradients'),
-                           (p.device.type == 'xla', 'is on an XLA device, where a step is compiled as a whole'),
-                           (not p.is_contiguous(), 'is not contiguous'),
-                           (p.data_ptr() in places, 'shares memory with another')):
+        for unfit, why in ((p in sparse, 'has sparse gradients'), (not p.is_contiguous(), 'is not contiguous'),
+                           (p.data_ptr() in places, 'is shared, sharded or on an XLA device')):
             if unfit: refuse(f"{names.get(p, 'a parameter')}, which {why}")
         places.add(p.data_ptr())
 
@@ -161,22 +156,21 @@ def _step_flat(
     for group, params in enumerate(lists):
         for p in (p for p in params if p.grad is not None):
             kind = sorted((k, None if is_tensor(v) else v) for k, v in states[p].items())
-            alike[(group, p.dtype, p.device, *kind, id(p) if p.numel() >= LARGE else None)].append(p)
-    flats, flat_lists, flat_states = {}, L(L() for _ in lists), {}
+            alike[(group, p.dtype, p.device, *kind)].append(p)
+    flat_lists, flat_states = L(L() for _ in lists), {}
     for (group, *_), params in alike.items():
         flat, entries = nn.Parameter(_join(params, 'data', getattr, setattr)), [states[p] for p in params]
         flat.grad = _join(params, 'grad', getattr, setattr)
         flat_states[flat] = {k: _join(entries, k, dict.get, dict.__setitem__) if is_tensor(v) else v
                              for k, v in entries[0].items()}
         flat_lists[group].append(flat)
-        flats[flat] = params
     try:
         opt.param_lists, opt.state = flat_lists, flat_states
         step()
     finally:
         opt.param_lists, opt.state = lists, states
-        for flat, params in flats.items():
-            for k, v in flat_states[flat].items():
+        for params, state in zip(alike.values(), flat_states.values()):
+            for k, v in state.items():
                 if is_tensor(v) and k in states[params[0]]: continue   # changed in place
                 values = _split(v, params) if is_tensor(v) else [v] * len(params)
                 for p, value in zip(params, values): states[p][k] = value
@@ -189,7 +183,7 @@ def _join(owners: list, name: str, get: Callable, put: Callable) -> torch.Tensor
     in_order = all(t.is_contiguous() and t.storage_offset() == offset for t, offset in zip(tensors, offsets))
     if in_order and len({t.untyped_storage().data_ptr() for t in tensors}) == 1:
         return tensors[0].as_strided((sum(t.numel() for t in tensors),), (1,))
-    flat = torch.cat([t.detach().flatten() for t in tensors])
+    flat = torch.cat([t.flatten() for t in tensors])
     for owner, part in zip(owners, _split(flat, tensors)): put(owner, name, part)
     return flat
 
@@ -197,14 +191,6 @@ def _join(owners: list, name: str, get: Callable, put: Callable) -> torch.Tensor
 def _split(flat: torch.Tensor, like: list) -> list[torch.Tensor]:
     "Return the parts of `flat` in the shapes of `like`; not views to autograd, which could not be detached in place."
     return [part.view(t.shape).data for part, t in zip(flat.split([t.numel() for t in like]), like)]
-
-
-def _unjoin(opt: Optimizer) -> None:
-    "Give each parameter, its gradient and its state memory of their own."
-    def alone(t): return t.clone() if t.untyped_storage().nbytes() > t.nbytes else t
-    for p in optimizer_params(opt):
-        p.data, p.grad = alone(p.data), map_tensors(alone, p.grad)
-        opt.state[p] = map_tensors(alone, opt.state[p])
 
 
 # -- no masters
@@ -246,7 +232,7 @@ def _weights_to_lower(
 
 
 def _convert(
-    params: list[nn.Parameter],
+    params: Iterable[nn.Parameter],
     opt: OptimWrapper,
     dtype: torch.dtype,
 ) -> None:
@@ -257,8 +243,7 @@ def _convert(
         state = opt.opt.state.get(p, {})
         for k, v in state.items():                               # step counts and quantized states stay
             if type(v) is torch.Tensor and v.dim() and v.is_floating_point(): state[k] = v.to(dtype)
-        if 'kahan_comp' in state and getattr(state['kahan_comp'], 'shape', None) != p.shape:
-            state['kahan_comp'] = torch.zeros_like(p, requires_grad=False)   # optimi has none after steps in fp32
+        if 'kahan_comp' in state: state['kahan_comp'] = torch.zeros_like(p)   # optimi has none after steps in fp32
 
 
 def kahan(
@@ -276,7 +261,7 @@ def kahan(
     try: import optimi
     except ImportError as e: raise ImportError("kahan needs optimi: `pip install torch-optimi`.") from e
     cls: Any = getattr(optimi, opt, None) if isinstance(opt, str) else opt
-    if not (isinstance(cls, type) and cls.__module__.startswith('optimi.') and issubclass(cls, torch.optim.Optimizer)):
+    if not (isinstance(cls, type) and cls.__module__.startswith('optimi.')):
         raise ValueError(f"opt={opt!r} is not one of optimi's optimizers. Take one of those at "
                          "https://optimi.benjaminwarner.dev/optimizers, such as 'AdamW'.")
     # optimi looks at the parameters that have gradients in the first step: without any it takes Triton

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 import fastxtend_amp  # noqa: F401  patches Learner
 from fastxtend_amp import MixedPrecision
 
-DEVICE = torch.device('cpu')  # where learners train; `pytest --sim=cuda` puts a simulated device here (conftest.py)
+DEVICE = torch.device('cpu')  # where learners train; `pytest --sim=sim` puts a simulated device here (conftest.py)
 
 
 class Data(TensorDataset):

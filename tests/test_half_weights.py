@@ -1,18 +1,18 @@
 "Half weights: with masters the numbers of autocast; flat masters that nobody sees; no masters, in a fit alone."
-import copy, pickle
+import copy
 from functools import partial
 
 import pytest, torch
 from fastai.callback.core import CancelBatchException, CancelFitException
 from fastai.callback.schedule import *
 from fastai.callback.training import GradientAccumulation, GradientClip
-from fastai.optimizer import SGD, Adam, Lamb, Larc, Optimizer, OptimWrapper, QHAdam, RAdam, RMSProp, ranger
+from fastai.optimizer import SGD, Adam, Lamb, Optimizer, OptimWrapper, QHAdam, RAdam, RMSProp, ranger
 from fastai.torch_core import trainable_params
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 
-from fastxtend_amp import HalfWeights, kahan
+from fastxtend_amp import kahan
 from fastxtend_amp.insight.precisions import precision_call
 from fastxtend_amp.mode import AMPMode
 from helpers import *
@@ -37,10 +37,9 @@ def equal(a, b):
     return True
 
 
-def in_memory_of_their_own(learn):
-    state = [v for s in learn.opt.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
-    grads = [p.grad for p in learn.model.parameters() if p.grad is not None]
-    return all(t.untyped_storage().nbytes() == t.nbytes for t in [*learn.model.parameters(), *grads, *state])
+def in_memory_of_their_own(learn): return all(p.untyped_storage().nbytes() == p.nbytes for p in learn.model.parameters())
+def is_fp32(learn): return all(p.dtype is torch.float32 and p.isfinite().all() for p in learn.model.parameters())
+def state_tensors(learn): return [v for s in learn.opt.opt.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
 
 
 # -- models
@@ -68,8 +67,9 @@ def computed(change):
     return m
 
 
-def images(kind):
-    return Layers(lambda m, x: m.conv(x.repeat(1, 6)[:, :32].view(-1, 2, 4, 4)).flatten(1)[:, :6], conv=lambda: kind(2, 4, 2))
+def images():
+    return Layers(lambda m, x: m.up(m.conv(x.repeat(1, 6)[:, :32].view(-1, 2, 4, 4))).flatten(1)[:, :6],
+                  conv=lambda: nn.Conv2d(2, 2, 2), up=lambda: nn.ConvTranspose2d(2, 2, 2))
 
 
 def encoder(): return nn.TransformerEncoderLayer(6, 2, 12, 0., batch_first=True)
@@ -79,9 +79,8 @@ MODELS = {                                                       # with the numb
     'mlp': (mlp, 4), 'tied to an embedding': (tied_embedding, 7),
     'pruned': (lambda: computed(lambda a: prune.l1_unstructured(a, 'weight', .5)), 5),
     'parametrized': (lambda: computed(parametrizations.weight_norm), 4),
-    'conv2d': (lambda: images(nn.Conv2d), 8), 'transposed': (lambda: images(nn.ConvTranspose2d), 8),
+    'convolutions': (images, 10),
     'transformer': (lambda: Layers(lambda m, x: m.enc(x[:, None] + m.a(x)[:, None])[:, 0], enc=encoder), 10),
-    'GRU': (lambda: Layers(lambda m, x: m.c(m.a(x)[:, None])[0][:, 0], c=lambda: nn.GRU(6, 6, batch_first=True)), 6),
     'weights used directly': (lambda: Layers(lambda m, x: F.linear(torch.tanh(m.a(x)), m.a.weight * 1.1)), 6),
 }
 
@@ -108,10 +107,6 @@ def test_fp16_trains_as_under_autocast(flat, scale, cbs):
     assert len(ours.precision.scales) == 6 if scale else ours.precision.n_skipped >= 4
 
 
-@pytest.mark.parametrize('opt', ['adamw', 'fused adamw'])
-def test_torchs_optimizers_with_masters(opt): equal(trained('to_bf16', OPTIMIZERS[opt]), trained(opt=OPTIMIZERS[opt]))
-
-
 # -- flat masters
 
 @pytest.mark.parametrize('opt', FASTAI)
@@ -133,19 +128,12 @@ class InStep(Learner):
 
 
 def test_only_the_optimizers_step_has_flat_parameters():
-    "One a group, and a large weight alone, where it was."
-    def model():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(6, 400), nn.BatchNorm1d(400), nn.Linear(400, 400), nn.Linear(400, 1))
     seen, entries = [], set()
     look = At('after_step', lambda l: entries.add((*map(len, l.opt.param_lists), len(l.opt.state))), 11)
-    learn = learner(model(), cls=InStep, opt_func=Adam, splitter=two_groups, cbs=look, wd=.1)
-    learn.look = lambda l: seen.append([sorted(p.numel() for p in pl) for pl in l.opt.param_lists])
-    weight, place = learn.model[2].weight, learn.model[2].weight.data_ptr()
-    learn.add_cb(At('after_step', lambda l: entries.add(weight.data_ptr()), 12))
+    learn = learner(cls=InStep, opt_func=Adam, splitter=two_groups, cbs=look, wd_bn_bias=True)
+    learn.look = lambda l: seen.append([[p.numel() for p in pl] for pl in l.opt.param_lists])
     learn.to_half_weights(flat_master=True).fit(2, .01)
-    assert seen == [[[400, 800, 2400], [400, 401, 160000]]] * 12 and entries == {(4, 4, 8), place}
-    equal(trained('to_bf16', model=model(), splitter=two_groups), learn)
+    assert seen == [[[56, 16], [9]]] * 12 and entries == {(4, 2, 6)}   # batch norm's state differs: it trains when frozen, too
 
 
 def no_gradients(l):
@@ -154,22 +142,14 @@ def new_gradients(l):
     for p in l.model.parameters(): p.grad = p.grad * 2
 def new_weights(l):
     for p in [*l.model.parameters()][:2]: p.data = p.data * .9
-def written(l): l.model.load_state_dict({k: v * .9 if v.is_floating_point() else v for k, v in l.model.state_dict().items()})
-def cleared(l): l.opt.clear_state()
 def partly_cleared(l): l.opt.state[l.model[0].weight].clear()
 def loaded(l): l.opt.load_state_dict(copy.deepcopy(l.opt.state_dict()))
-def another(l): l.create_opt()
 def regrouped(l): l.opt.param_lists[0].append(l.opt.param_lists[1].pop(0))
 def frozen(l): l.model[0].requires_grad_(False); no_gradients(l)
 def no_decay(l): l.opt.state[l.model[0].weight]['do_wd'] = False
-def graph(l): l.loss_func(l.model(*l.xb), *l.yb).backward(create_graph=True)
-
-
-@pytest.mark.filterwarnings('ignore:Using backward')
-@pytest.mark.parametrize('change', [no_gradients, new_gradients, new_weights, written, cleared, partly_cleared, loaded, another,
-                                    regrouped, frozen, no_decay, graph])
+@pytest.mark.parametrize('change', [no_gradients, new_gradients, new_weights, partly_cleared, loaded, regrouped, frozen, no_decay])
 def test_what_a_callback_replaces_is_joined_anew(change):
-    event = 'before_step' if change in (new_gradients, graph) else 'after_batch'
+    event = 'before_step' if change is new_gradients else 'after_batch'
     cbs = At(event, lambda l: change(l) if l.training and l.train_iter == 3 else None, 40)
     a, b = trained('to_bf16', cbs=cbs, splitter=two_groups), trained(cbs=cbs, splitter=two_groups, flat_master=True)
     assert equal(a, b) and in_memory_of_their_own(b)
@@ -190,49 +170,6 @@ def test_an_exception_in_the_step_leaves_weights_and_state_of_whole_steps():
     assert equal(a, b) and same_state(before_a, before_b) and in_memory_of_their_own(b)
 
 
-class Tokens(nn.Module):
-    def __init__(self): super().__init__(); self.emb, self.head = nn.Embedding(16, 6, sparse=True), nn.Linear(6, 1)
-    def forward(self, x): return self.head(self.emb((x[:, 0].abs() * 8).long().clamp(max=15)))
-
-
-def sharing():
-    m = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 1))
-    m[1].weight.data = m[0].weight.data[:1]
-    return m
-
-
-def with_own_step():
-    learn = learner(opt_func=Adam)
-    learn.create_opt()
-    step = learn.opt.step
-    learn.opt.step = lambda: step()
-    return learn
-
-
-def halved_step(p, lr, **kwargs): p.data.add_(p.grad.data, alpha=-lr / 2)
-
-
-REFUSED = {
-    'Lamb': lambda: learner(opt_func=Lamb), 'Larc': lambda: learner(opt_func=Larc), 'Lookahead': lambda: learner(opt_func=ranger),
-    'AdamW': lambda: learner(opt_func=OPTIMIZERS['adamw']), 'Halved': lambda: learner(opt_func=partial(Optimizer, cbs=[halved_step])),
-    'Adam, which is not .* with a plain step': with_own_step,
-    "parameter 'emb.weight', which has sparse gradients": lambda: learner(Tokens(), opt_func=SGD),
-    "parameter '1.weight', which shares memory with another": lambda: learner(sharing()),
-    "parameter '0.bias', which shares memory": lambda: learner(splitter=lambda m: [[*m.parameters()], [m[0].bias]]),
-    "parameter '0.weight', which is not contiguous": lambda: learner(
-        nn.Sequential(nn.Conv2d(2, 2, 2).to(memory_format=torch.channels_last), nn.Linear(1, 1))),
-}
-
-
-@pytest.mark.parametrize('what', REFUSED)
-def test_flat_masters_refuse_the_rest(what):
-    learn = REFUSED[what]().to_half_weights(flat_master=True)
-    before = params(learn)
-    with pytest.raises(ValueError, match=rf"flat_master=True cannot be used with {what}(.|\n)*opt_func=fused\('AdamW'\)"):
-        learn.fit(1, reset_opt=False)
-    assert same(params(learn), before)
-
-
 # -- checkpoints and copies
 
 BOTH = pytest.mark.parametrize('kwargs,opt', [(dict(flat_master=True), Adam), (dict(master_weights=False), kahan())],
@@ -242,18 +179,20 @@ BOTH = pytest.mark.parametrize('kwargs,opt', [(dict(flat_master=True), Adam), (d
 @BOTH
 def test_saved_and_loaded_in_mid_fit(tmp_path, kwargs, opt):
     "The file goes on in plain fp32, too."
-    seen = {}
-    def keep(l, name): seen[name] = params(l), opt_state(l.opt)
-    def save(l):
-        if l.training and l.train_iter == 3: l.save('mid'); keep(l, 'saved')
-        if l.training and l.train_iter == 5: l.load('mid'); keep(l, 'loaded')
-    learn = trained(opt=opt, cbs=At('after_batch', save, 20), n_epoch=1, tmp=tmp_path, **kwargs)
-    assert same(seen['saved'][0], seen['loaded'][0]) and same_state(seen['saved'][1], seen['loaded'][1])
+    seen = []
+    def look(l):
+        if not l.training or l.train_iter not in (3, 5): return
+        if l.train_iter == 3: l.save('mid')
+        else: l.load('mid')
+        seen.append((params(l), opt_state(l.opt)))
+    learn = trained(opt=opt, cbs=At('after_batch', look, 20), n_epoch=1, tmp=tmp_path, **kwargs)
+    (saved, state), (loaded, loaded_state) = seen
+    assert same(saved, loaded) and same_state(state, loaded_state)
     plain = learner(opt_func=opt, path=tmp_path, wd=.1)
     plain.create_opt(); plain.load('mid')
-    assert same(params(plain), [p.float() for p in seen['saved'][0]])
+    assert same(params(plain), [p.float() for p in saved])
     plain.fit(1, .01)
-    assert all(p.dtype is torch.float32 and p.isfinite().all() for p in params(plain) + params(learn))
+    assert is_fp32(plain) and is_fp32(learn)
 
 
 @BOTH
@@ -277,7 +216,7 @@ def without(model=None, opt=None, **kwargs):
 
 
 def halves(learn): return [n for n, p in learn.model.named_parameters() if p.dtype is torch.bfloat16]
-def state_dtypes(learn): return {v.dtype for s in learn.opt.opt.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.dim()}
+def state_dtypes(learn): return {t.dtype for t in state_tensors(learn) if t.dim()}
 
 
 @pytest.mark.parametrize('name', MODELS)
@@ -287,20 +226,21 @@ def test_which_weights_are_bf16_in_a_fit(name):
     def look(l): seen.append((halves(l), state_dtypes(l), all(p.grad.dtype is p.dtype for p in l.model.parameters() if p.grad is not None)))
     model, n_bf16 = MODELS[name]
     learn = without(model(), cbs=[At('after_step', look, 11), At('after_validate', look, 11)])
-    identities, before = [id(p) for p in learn.model.parameters()], params(learn)
+    before, weights = [*learn.model.parameters()], params(learn)
     learn.fit(2, .01)
     assert len(seen) == 14 and all(len(n) == n_bf16 and grads for n, _, grads in seen)
-    assert torch.bfloat16 in seen[0][1] and not halves(learn) and state_dtypes(learn) == {torch.float32}
-    assert [id(p) for p in learn.model.parameters()] == identities and not same(params(learn), before)
-    assert all(p.isfinite().all() and (p.grad is None or p.grad.dtype is torch.float32) for p in learn.model.parameters())
+    assert torch.bfloat16 in seen[0][1] and is_fp32(learn) and state_dtypes(learn) == {torch.float32}
+    assert all(p is q for p, q in zip(learn.model.parameters(), before)) and not same(params(learn), weights)
+    assert all(p.grad is None or p.grad.dtype is torch.float32 for p in learn.model.parameters())
 
 
-@pytest.mark.parametrize('kept,expected', [('0', ['3.weight', '3.bias']), (nn.Linear, []), ('(model)', [])])
+@pytest.mark.parametrize('kept,expected', [('0', ['3.weight', '3.bias']), ('(model)', [])])
 def test_modules_kept_in_fp32_keep_their_weights(kept, expected):
+    "In a compiled model, too, whose modules have other names."
     seen = []
-    learn = learner(opt_func=kahan(), cbs=At('after_step', lambda l: seen.append(halves(l)), 11))
+    learn = learner(torch.compile(mlp(), backend='eager'), opt_func=kahan(), cbs=At('after_step', lambda l: seen.append(halves(l)), 11))
     learn.to_half_weights(master_weights=False, fp32_modules=kept).fit(1, .01)
-    assert seen == [expected] * 6 and not halves(learn)
+    assert seen == [[f'_orig_mod.{name}' for name in expected]] * 6 and not halves(learn)
 
 
 def test_frozen_weights_are_not_rounded():
@@ -308,14 +248,13 @@ def test_frozen_weights_are_not_rounded():
     frozen = learn.model[0].weight.detach().clone()
     learn.freeze(); learn.fit(1, .01)
     assert torch.equal(learn.model[0].weight, frozen) and not torch.equal(frozen, frozen.bfloat16().float())
-    learn.fine_tune(1, .01)
-    assert not torch.equal(learn.model[0].weight, frozen)
+    learn.unfreeze(); learn.fit(1, .01)                          # optimi would take Triton for a group that had no gradients
+    assert not torch.equal(learn.model[0].weight, frozen) and is_fp32(learn)
 
 
 @pytest.mark.parametrize('event,exc', [
-    ('before_train', KeyboardInterrupt), ('after_pred', RuntimeError), ('before_step', CancelFitException),
-    ('before_step', KeyboardInterrupt), ('after_step', CancelBatchException), ('after_step', RuntimeError),
-    ('before_validate', KeyboardInterrupt), ('after_fit', RuntimeError)])
+    ('after_pred', RuntimeError), ('before_step', CancelFitException), ('before_step', KeyboardInterrupt),
+    ('after_step', CancelBatchException), ('before_validate', KeyboardInterrupt), ('after_fit', RuntimeError)])
 @BOTH
 def test_any_exception_leaves_fp32_weights(kwargs, opt, event, exc):
     def strike(l):
@@ -323,11 +262,11 @@ def test_any_exception_leaves_fp32_weights(kwargs, opt, event, exc):
     learn = learner(opt_func=opt, cbs=At(event, strike, 11)).to_half_weights(**kwargs)
     try: learn.fit(2, .01)
     except exc: pass
-    assert not halves(learn) and (opt is not Adam or in_memory_of_their_own(learn))
+    assert is_fp32(learn) and in_memory_of_their_own(learn)
     assert all(p.grad is None or p.grad.dtype is torch.float32 for p in learn.model.parameters())
     learn.remove_cb(learn.at)
     learn.fit(1, .01)
-    assert not halves(learn) and all(p.isfinite().all() for p in params(learn))
+    assert is_fp32(learn)
 
 
 def test_one_optimizer_goes_on_in_every_precision():
@@ -336,13 +275,13 @@ def test_one_optimizer_goes_on_in_every_precision():
                        ('to_half_weights', without_masters), ('to_half_weights', {}), ('to_fp32', {})):
         weights = params(learn)
         getattr(learn, to)(**kwargs).fit(1, .01)
-        assert not halves(learn) and not same(params(learn), weights) and all(p.isfinite().all() for p in params(learn))
+        assert is_fp32(learn) and not same(params(learn), weights)
 
 
 def test_taken_off_in_mid_fit():
     learn = without(cbs=At('after_batch', lambda l: l.to_fp32() if l.training and l.train_iter == 3 else None, 20))
     learn.fit(1, .01)
-    assert not halves(learn) and learn.precision is None and all(p.isfinite().all() for p in params(learn))
+    assert is_fp32(learn) and learn.precision is None
 
 
 def test_kahan_summation_keeps_small_updates():
@@ -351,16 +290,6 @@ def test_kahan_summation_keeps_small_updates():
     learn.add_cb(At('before_step', lambda l: l.model.weight.grad.fill_(1.), order=12))
     learn.fit(20, 1e-4)                                          # 120 steps of 1e-4; half a unit of bf16 below 1 is 2e-3
     assert torch.allclose(learn.model.weight, torch.full((1, 6), 1 - 120e-4), atol=2e-3)
-
-
-def test_kahan_where_some_layers_train():
-    "A group without gradients in the first step: optimi would take Triton there, which needs a GPU."
-    learn = learner(opt_func=kahan(), splitter=lambda m: [trainable_params(m[0]), trainable_params(m[1:])])
-    learn.freeze()
-    learn.to_half_weights(master_weights=False).fit(1, .01)
-    learn.unfreeze()
-    learn.fit(1, .01)
-    assert finite(learn)
 
 
 def test_kahan_takes_optimis_optimizers_and_schedules_their_momentum():
@@ -372,26 +301,24 @@ def test_kahan_takes_optimis_optimizers_and_schedules_their_momentum():
         with pytest.raises(ValueError, match="not one of optimi's optimizers. Take one of those"): kahan(opt)
 
 
-@pytest.mark.parametrize('to,kwargs,opt,expected', [
-    ('to_bf16', {}, 'adamw', 16), ('to_half_weights', {}, 'adamw', 16), ('to_half_weights', dict(master_weights=False), kahan('AdamW'), 10)])
-def test_bytes_a_parameter(to, kwargs, opt, expected):
+@pytest.mark.parametrize('kwargs,opt,expected', [({}, OPTIMIZERS['adamw'], 16), (dict(master_weights=False), kahan(), 10)])
+def test_bytes_a_parameter(kwargs, opt, expected):
     "Of weights, gradients and the optimizer's state, inside a step; autocast's casts are 2 more with masters."
     found = []
     def count(l):
-        state = [v for s in l.opt.opt.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
-        tensors = [*l.model.parameters(), *(p.grad for p in l.model.parameters()), *state]
-        found.append(sum(t.nbytes for t in tensors) / sum(p.numel() for p in l.model.parameters()))
+        weights = [*l.model.parameters()]
+        tensors = [*weights, *(p.grad for p in weights), *state_tensors(l)]
+        found.append(sum(t.nbytes for t in tensors) / sum(p.numel() for p in weights))
     model = nn.Sequential(nn.Linear(6, 512, bias=False), nn.Linear(512, 1, bias=False))
-    getattr(learner(model, opt_func=OPTIMIZERS.get(opt, opt), cbs=At('after_step', count, 11)), to)(**kwargs).fit(1)
+    learner(model, opt_func=opt, cbs=At('after_step', count, 11)).to_half_weights(**kwargs).fit(1)
     assert round(found[-1]) == expected
 
 
 # -- arguments and refusals
 
 @pytest.mark.parametrize('kwargs,text', [
-    (dict(amp_mode='fp8'), "amp_mode='fp8' cannot be used"),
     (dict(loss_scale=512.), "loss_scale=512.0 cannot be used with amp_mode='bf16'"),
-    (dict(amp_mode='fp16', loss_scale=0.), 'loss_scale=0.0'), (dict(fp32_modules='nowhere'), "fp32_modules='nowhere'"),
+    (dict(amp_mode='fp16', loss_scale=0.), 'loss_scale=0.0'),
     (dict(flat_master=True, master_weights=False), 'flat_master=True cannot be used with master_weights=False'),
     (dict(amp_mode='fp16', master_weights=False), "master_weights=False cannot be used with amp_mode='fp16'"),
 ])
@@ -399,16 +326,54 @@ def test_bad_arguments_are_named(kwargs, text):
     learn = learner().to_fp16()
     with pytest.raises(ValueError) as e: learn.to_half_weights(**kwargs)
     assert text in str(e.value) and learn.precision.mode == 'fp16'
-    with pytest.raises(TypeError, match="no argument 'cast_once'"): learn.to_half_weights(cast_once=True)
 
 
-@pytest.mark.parametrize('name,opt', [('Adam', Adam), ('Sgd', SGD), ('AdamW', OPTIMIZERS['adamw']), ('Lookahead', ranger),
+class Tokens(nn.Module):
+    def __init__(self): super().__init__(); self.emb, self.head = nn.Embedding(16, 6, sparse=True), nn.Linear(6, 1)
+    def forward(self, x): return self.head(self.emb((x[:, 0].abs() * 8).long().clamp(max=15)))
+
+
+def with_own_step():
+    learn = learner(opt_func=Adam)
+    learn.create_opt()
+    learn.opt.step = learn.opt.step
+    return learn
+
+
+def channels_last(): return nn.Sequential(nn.Conv2d(2, 2, 2).to(memory_format=torch.channels_last), nn.Linear(1, 1))
+def halved_step(p, lr, **kwargs): p.data.add_(p.grad.data, alpha=-lr / 2)
+
+
+@pytest.mark.parametrize('what,make', [
+    ('Lamb', lambda: learner(opt_func=Lamb)), ('Lookahead', lambda: learner(opt_func=ranger)),
+    ('AdamW', lambda: learner(opt_func=OPTIMIZERS['adamw'])),
+    ('Halved', lambda: learner(opt_func=partial(Optimizer, cbs=[halved_step]))),
+    ('Adam, which is not .* with a plain step', with_own_step),
+    ("parameter 'emb.weight', which has sparse gradients", lambda: learner(Tokens(), opt_func=SGD)),
+    ("parameter '0.bias', which is shared", lambda: learner(splitter=lambda m: [[*m.parameters()], [m[0].bias]])),
+    ("parameter '0.weight', which is not contiguous", lambda: learner(channels_last()))])
+def test_flat_masters_refuse_the_rest(what, make):
+    refused(make(), dict(flat_master=True), what, "fused('AdamW')")
+
+
+@pytest.mark.parametrize('name,opt', [('Adam', Adam), ('AdamW', OPTIMIZERS['adamw']), ('Lookahead', ranger),
                                       ('AdamW', kahan('AdamW', kahan_sum=False))])
 def test_optimizers_that_do_not_compensate_are_refused(name, opt):
-    learn = without(opt=opt)
-    before = params(learn)
-    with pytest.raises(ValueError, match=rf"master_weights=False cannot be used with {name}, (.|\n)*opt_func=kahan\('AdamW'\)"): learn.fit(1)
-    assert same(params(learn), before) and not halves(learn)
+    refused(learner(opt_func=opt), dict(master_weights=False), f'{name}, ', "kahan('AdamW')")
+
+
+def test_an_optimizer_that_is_exchanged_between_two_fits_is_refused():
+    learn = without()
+    learn.fit(1, .01)
+    learn.opt = Adam(learn.model.parameters(), lr=.01)
+    with pytest.raises(ValueError, match='master_weights=False cannot be used with Adam'): learn.fit(1)
+
+
+def refused(learn, kwargs, what, remedy):
+    learn.to_half_weights(**kwargs)
+    (argument, value), before = [*kwargs.items()][0], params(learn)
+    with pytest.raises(ValueError, match=f'{argument}={value} cannot be used with {what}') as e: learn.fit(1, reset_opt=False)
+    assert f'opt_func={remedy}' in str(e.value) and same(params(learn), before) and not halves(learn)
 
 
 def test_stochastic_rounding_is_taken():
@@ -422,7 +387,7 @@ def test_stochastic_rounding_is_taken():
     learn = without(opt=partial(OptimWrapper, opt=build))
     weights = params(learn)
     with torch.compiler.set_stance('force_eager'): learn.fit(1, 1e-3)   # torchao compiles its step, which takes minutes
-    assert not halves(learn) and not same(params(learn), weights) and all(p.isfinite().all() for p in params(learn))
+    assert is_fp32(learn) and not same(params(learn), weights)
 
 
 @pytest.fixture
@@ -442,14 +407,12 @@ def test_several_processes(one_process):
     with pytest.raises(ValueError, match='master_weights=False cannot be used with DistributedDataParallel'): without(ddp()).fit(1)
     def sharded(): return fully_shard(mlp(), mesh=init_device_mesh('cpu', (1,)))
     with pytest.raises(ValueError, match=r"with FSDP2(.|\n)*`learn.to_bf16\(\)`"): without(sharded()).fit(1)
-    with pytest.raises(ValueError, match="flat_master=True cannot be used with parameter '0.weight', which is a DTensor"):
+    with pytest.raises(ValueError, match="flat_master=True cannot be used with parameter '0.weight', which is shared, sharded"):
         trained(model=sharded(), flat_master=True)
 
 
-def test_what_a_report_advises_and_a_pickled_callback():
+def test_what_a_report_advises():
     learn = learner().to_half_weights('fp16', 512., flat_master=True, fp32_modules='0')
     call = precision_call(learn, AMPMode.FP16)
     assert call == "learn.to_half_weights(amp_mode='fp16', loss_scale=512.0, flat_master=True, fp32_modules=['0'])"
     assert precision_call(learn, AMPMode.BF16) == "learn.to_half_weights(flat_master=True, fp32_modules=['0'])"
-    cb = pickle.loads(pickle.dumps(HalfWeights(master_weights=False)))
-    assert (cb.flat_master, cb.master_weights, cb.mode) == (False, False, 'bf16')

@@ -1,7 +1,4 @@
-"""Rooms for sharded parameters (FSDP2) and for XLA devices; the latter is used only where torch_xla is installed.
-
-Installed, and not imported: torch_xla may be imported after this package.
-"""
+"Sharded parameters (FSDP2), and XLA devices where torch_xla is installed; users may import it after this package."
 from importlib.util import find_spec
 
 from . import sharded

@@ -19,9 +19,8 @@ __all__ = ['Sharded']
 class Sharded(FileFormat):
     """The format of plain learners' files, with whole tensors, for a model whose parameters are DTensors.
 
-    A file written by one number of processes can be read by another, or by a single process without sharding. All
-    processes must call `save`; rank 0 writes. `torch.distributed.checkpoint.state_dict` is not used, because it takes
-    torch's optimizers only, not fastai's.
+    All processes must call `save`; rank 0 writes. Any number of processes can read the file, also without sharding.
+    (`torch.distributed.checkpoint.state_dict` takes torch's optimizers only.)
 
     Source: https://docs.pytorch.org/docs/stable/distributed.tensor.html.
     """
@@ -40,9 +39,6 @@ class Sharded(FileFormat):
         params, entries = optimizer_params(learn.opt), state['state']  # a list of fastai's, or torch's dict by number
         for i, entry in entries.items() if isinstance(entries, Mapping) else enumerate(entries):
             entry.update({key: _part(value, params[i]) for key, value in entry.items()})
-        if state.get('slow_weights'):                            # fastai's Lookahead
-            pairs = zip(state['slow_weights'], learn.opt.param_lists)
-            state['slow_weights'] = [[_part(w, p) for w, p in zip(ws, ps)] for ws, ps in pairs]
         super().load_opt(learn, state)
 
 

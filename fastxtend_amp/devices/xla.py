@@ -1,20 +1,15 @@
 """Training, checkpoints and exports on XLA devices (PyTorch/XLA), in every precision, plain fp32 included.
 
-Two methods of fastai are replaced where torch_xla is installed: `TrainEvalCallback.before_fit`, which moves the model,
-and `Learner.export`. For learners on other devices they do what fastai's do. torch_xla itself is imported by its user.
+Where torch_xla is installed, fastai's `TrainEvalCallback.before_fit`, which moves the model, and `Learner.export` are
+replaced; on other devices they do what they did. Users import torch_xla themselves, and create the device before the
+process's first backward pass. For several replicas they start the processes and give them data and equal parameters.
 
-Create the device before the first backward pass of the process, also if that is on the CPU: PyTorch's autograd knows
-only the devices that existed at that time. For several replicas, start the processes and give them their own data and
-equal parameters as PyTorch/XLA describes; their gradients are averaged here.
-
-Source: https://docs.pytorch.org/xla/master/learn/pytorch-on-xla-devices.html; moving parameters in place:
-https://docs.pytorch.org/docs/stable/future_mod.html.
+Source: https://docs.pytorch.org/xla/master/learn/pytorch-on-xla-devices.html.
 """
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -32,19 +27,13 @@ from ..scaling import SKIPPING, optimizer_params
 
 __all__ = ['XLADevice']
 
-_VARIABLES = {                                                   # of the environment, with what they do
-    'XLA_USE_BF16': "It overrides autocast: every operator computes in bf16, in fp32 training as well. Unset it and "
-                    "use `learn.to_bf16()`.",
-    'XLA_USE_F16': "It has no effect. Unset it; for fp16 use `learn.to_fp16()`.",
-}
-_VARIABLES['XLA_DOWNCAST_BF16'] = _VARIABLES['XLA_USE_BF16']
+_OVERRIDES = {'XLA_USE_BF16': 'bf16', 'XLA_DOWNCAST_BF16': 'bf16', 'XLA_USE_F16': 'fp16'}   # environment variables
 
 
 class XLADevice(Callback):
     """Runs one XLA graph for each batch, and averages the gradients over XLA's replicas before they are unscaled.
 
-    It is added when a fit, `validate` or `get_preds` begins on an XLA device. As gradients are averaged first, all
-    replicas find the same non-finite values, skip the same steps and keep the same loss scale.
+    It is added when a fit, `validate` or `get_preds` begins on an XLA device. All replicas skip the same steps.
 
     Source: https://docs.pytorch.org/xla/master/learn/api-guide.html (`xla_model.all_reduce`).
     """
@@ -82,41 +71,29 @@ def move(
     `RuntimeError` if PyTorch cannot move the parameters in place because something else refers to them.
     """
     modules = [m for m in (learn.model, learn.loss_func) if isinstance(m, nn.Module)]
-    tensors = (t for m in modules for t in (*m.parameters(), *m.buffers()))
+    future = torch.__future__                                    # `Module.to` puts new parameters into a module without
+    swaps = future.get_swap_module_params_on_conversion()
     try:
-        if any(t.device != device for t in tensors):
+        future.set_swap_module_params_on_conversion(True)
+        if any(t.device != device for m in modules for t in (*m.parameters(), *m.buffers())):
             _free_graphs(learn, *(m for module in modules for m in module.modules()))
-            with _in_place():
-                for m in modules: m.to(device)
+            for m in modules: m.to(device)
     except RuntimeError as e:
         if 'swap' not in str(e): raise                           # an error of another kind, such as too little memory
         raise RuntimeError(
             f"The parameters cannot be moved to '{device}' in place: {e} ({e.__cause__}).\n"
             "Something else refers to them, such as the graph of a kept loss, or a model that was compiled and used.\n"
             "Delete it, or call `model.to(device)` before that and create the learner afterwards.") from e
-    if learn.opt is not None: _place_state(learn.opt)
+    finally: future.set_swap_module_params_on_conversion(swaps)
+    if learn.opt is not None: place_state(learn.opt)
 
 
 def _free_graphs(*holders: Any) -> None:
-    """Free the graphs that refer to the parameters.
-
-    A learner has that of the last batch; a module those of weights that it computes from others in each forward pass,
-    as with `nn.utils.weight_norm` and fastai's `WeightDropout`.
-    """
+    "Free the graphs that a learner has of its last batch, and modules of weights that they compute (weight norm)."
     for holder in holders:
         for name, value in list(vars(holder).items()):
             if isinstance(value, (torch.Tensor, list)):
                 vars(holder)[name] = map_tensors(lambda t: t if t.is_leaf else t.detach(), value)
-
-
-@contextmanager
-def _in_place() -> Iterator[None]:
-    "Have `Module.to` change the parameters in place, where it would otherwise put new ones into the module."
-    future = torch.__future__
-    before = future.get_swap_module_params_on_conversion()
-    future.set_swap_module_params_on_conversion(True)
-    try: yield
-    finally: future.set_swap_module_params_on_conversion(before)
 
 
 def _before_fit(original: Callable, self: TrainEvalCallback) -> None:
@@ -124,12 +101,14 @@ def _before_fit(original: Callable, self: TrainEvalCallback) -> None:
     learn = self.learn
     if _uses_xla(learn):
         device = training_device(learn)
-        if device.type == 'xla': _check_backward(device)
         move(learn, device)
         if device.type == 'xla':
-            for name, effect in _VARIABLES.items():
-                if os.environ.get(name, '0').lower() not in ('', '0', 'false'):
-                    warn_user(f"The environment variable {name} is set. {effect}")
+            _check_backward(device)
+            for name, mode in _OVERRIDES.items():
+                if os.environ.get(name, '0') != '0':
+                    warn_user(f"The environment variable {name} is set. Where torch_xla knows it, every operator then "
+                              f"computes in {mode}, in fp32 training as well.\n"
+                              f"Unset it and use `learn.to_{mode}()`.")
             _check_optimizer(learn)
             if not any(isinstance(cb, XLADevice) for cb in learn.cbs): learn.add_cb(XLADevice())
     original(self)
@@ -142,8 +121,7 @@ def _check_backward(device: torch.device) -> None:
     except RuntimeError as e:
         if 'device_ready_queues_' not in str(e): raise           # the assertion that PyTorch fails in this case
         raise RuntimeError(
-            f"No backward pass can run on '{device}': the device was created after the process's first backward pass,\n"
-            "and PyTorch's autograd knows only the devices that existed then.\n"
+            f"No backward pass can run on '{device}', which was created after the process's first backward pass.\n"
             "Restart Python, and create the device first: `import torch_xla; torch_xla.device()`.") from e
 
 
@@ -159,41 +137,22 @@ def _check_optimizer(learn: Learner) -> None:
 # -- torch_xla's optimizers that skip a step by a flag
 
 class SyncFree:
-    """Stands in for one of torch_xla's sync-free optimizers in `GradScaler.step`, which sets `found_inf`.
-
-    Source: https://docs.pytorch.org/xla/master/perf/amp.html.
-    """
+    "Stands in for a sync-free optimizer (docs.pytorch.org/xla/master/perf/amp.html) in `GradScaler.step`."
     _step_supports_amp_scaling = True
-    found_inf: torch.Tensor
+    found_inf: torch.Tensor                                      # `GradScaler.step` sets it
     def __init__(self, opt: Any, params: list[nn.Parameter]): self.opt, self.param_groups = opt, [{'params': params}]
-    def step(self) -> None: self.opt.step(found_inf=self.found_inf)
-
-
-def _is_sync_free(opt: Any) -> bool:
-    "Return whether `opt` is one of those optimizers, by the name of their module (torch_xla 1.8 to 2.9)."
-    return type(opt).__module__.startswith('torch_xla.amp.syncfree')
-
-
-def _has_flag_state(opt: Any, state: dict[str, Any]) -> bool:
-    "Return whether a step with a flag made this state: Adam has an empty `max_exp_avg_sq` then, SGD a `step` (2.9)."
-    return ('step' if isinstance(opt, torch.optim.SGD) else 'max_exp_avg_sq') in state
+    def step(self) -> None:
+        "Take the step; the state of steps without a flag, or from a file, gets what those with a flag expect (2.9)."
+        for p, state in self.opt.state.items():
+            if not state: continue
+            state['step'] = torch.as_tensor(state.get('step', 1.)).to(p.device)   # SGD counts with a flag only
+            state.setdefault('max_exp_avg_sq', torch.empty(0, device=p.device))   # Adam's
+        self.opt.step(found_inf=self.found_inf)
 
 
 def _sync_free(opt: Any, params: list[nn.Parameter]) -> SyncFree | None:
-    "Return a stand-in, unless steps without a flag have made the optimizer's state; the host decides then."
-    if not _is_sync_free(opt): return None
-    states = [opt.state[p] for p in params if opt.state.get(p)]
-    return SyncFree(opt, params) if all(_has_flag_state(opt, state) for state in states) else None
-
-
-def _place_state(opt: Any) -> None:
-    "Move the optimizer's state to its parameters; a sync-free optimizer keeps the step count there, too."
-    place_state(opt)
-    inner = getattr(opt, 'opt', opt)
-    if not _is_sync_free(inner): return
-    for p, state in inner.state.items():
-        if 'step' in state and _has_flag_state(inner, state):
-            state['step'] = torch.as_tensor(state['step']).to(p.device)
+    "Return a stand-in for one of those optimizers, by the name of their module (torch_xla 1.8 to 2.9)."
+    return SyncFree(opt, params) if type(opt).__module__.startswith('torch_xla.amp.syncfree') else None
 
 
 # -- checkpoints and exports
@@ -206,20 +165,20 @@ class XLAFormat(FileFormat):
         return map_tensors(torch.Tensor.cpu, super().read(learn, with_opt))
     def load_opt(self, learn: Learner, state: Any) -> None:
         super().load_opt(learn, state)
-        _place_state(learn.opt)
+        place_state(learn.opt)
 
 
 def _export(original: Callable, self: Learner, *args: Any, **kwargs: Any) -> Any:
     "Export the learner from the CPU and without `XLADevice`, for a file that can be read everywhere; move it back."
     if not _uses_xla(self): return original(self, *args, **kwargs)
-    device, of_loaders, cpu = model_device(self.model, 'cpu'), loaders_device(self), torch.device('cpu')
+    device, of_loaders = model_device(self.model, 'cpu'), loaders_device(self)
     with self.removed_cbs([cb for cb in self.cbs if isinstance(cb, XLADevice)]):
         try:
-            if of_loaders is not None: self.dls.to(cpu)
-            move(self, cpu)
+            self.dls.to(torch.device('cpu'))
+            move(self, torch.device('cpu'))
             return original(self, *args, **kwargs)
         finally:
-            if of_loaders is not None: self.dls.to(of_loaders)
+            self.dls.to(of_loaders)
             move(self, device)
 
 

@@ -11,17 +11,14 @@ import accelerate  # noqa: F401  here, so that it is imported once for both
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from fastai.callback.tracker import SaveModelCallback
 from fastai.callback.training import GradientAccumulation, GradientClip
 from fastai.distributed import DistributedDL
-from fastai.optimizer import ranger
 from torch import nn
 
 from helpers import *
 
 N, BS = 48, 4                                                    # 24 samples for each rank, 6 batches an epoch
 FP16 = dict(init_scale=256., growth_interval=3)
-OPTIMIZERS = {**OPTIMIZERS, 'ranger': ranger}                    # Lookahead keeps weights of its own
 
 
 def net(): torch.manual_seed(0); return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
@@ -46,9 +43,9 @@ def sharded(model):
     return model
 
 
-def build(kind, mode, opt='adam', cbs=(), model=None, dls=None, path=None, **kwargs):
+def build(kind, mode, opt='adam', cbs=(), dls=None, path=None, **kwargs):
     "A learner for 'ddp', 'fsdp' or, in one process, 'plain' training that keeps what each batch leaves."
-    model, dls = model or net(), dls or loaders(bs=BS, train=dataset(N), valid=dataset(N))
+    model, dls = net(), dls or loaders(bs=BS, train=dataset(N), valid=dataset(N))
     if kind == 'fsdp':                                           # this rank's part of the data
         part = Data(*(t.view(2, -1, t.shape[1])[dist.get_rank()] for t in dataset(N).tensors))
         model, dls = sharded(model), loaders(bs=BS, train=part, valid=dataset(N))
@@ -58,7 +55,7 @@ def build(kind, mode, opt='adam', cbs=(), model=None, dls=None, path=None, **kwa
     learn.model[0].register_forward_hook(lambda m, i, o: learn.dtypes.add(o.dtype))
     def look(l):
         l.types.add(type(l.model).__name__)
-        cb = l.precision                                         # another one after a switch
+        cb = l.precision
         if l.training: l.seen.append(dict(params=whole_params(l), scale=cb and cb.scale, skipped=cb and cb.skipped))
     return learn.add_cb(At('after_batch', look, 70))
 
@@ -99,26 +96,10 @@ def accumulate(kind, opt, path):
     return result(fit(build(kind, 'fp16', opt, [bad_input(1, {2}), GradientAccumulation(2 * BS), GradientClip(.1)])))
 
 
-def to_distributed(kind, mode, path):
-    learn = build('plain', mode).to_distributed(sync_bn=False, cpu=True)
-    learn.fit(1, .01)
-    return result(learn.detach_distributed())
-
-
 def fp32_modules(kind, name, path):
     learn, dtypes = build(kind, 'bf16', fp32_modules=name), []
     for m in learn.model: m.register_forward_hook(lambda m, i, o: dtypes.append(o.dtype))
     return result(fit(learn), layers=dtypes[:3])
-
-
-def switch(kind, opt, path):
-    "Four fits, each in another precision than the one before."
-    learn, dtypes = build(kind, 'fp32', opt), []
-    for mode in ('bf16', 'fp16', 'fp32', 'fp16'):
-        getattr(learn, f'to_{mode}')(**(FP16 if mode == 'fp16' else {}))
-        learn.dtypes.clear()
-        dtypes.append(set(fit(learn).dtypes))
-    return result(learn, of_fits=dtypes)
 
 
 def checkpoint(kind, opt, path):
@@ -140,25 +121,10 @@ def checkpoint(kind, opt, path):
                 on=[result(fit(l)) for l in (learn, new)])
 
 
-def save_model_callback(kind, opt, path):
-    "The first epoch is found the best."
-    best = SaveModelCallback(comp=lambda value, best: best == -float('inf'), fname=f'{kind} best', with_opt=True)
-    return result(fit(build(kind, 'fp16', opt, [best], path=path), 2))
-
-
 def reads_plain_file(kind, opt, path):
     "The tests' own process has written this file, in fp16 without any sharding."
     learn = build(kind, 'fp16', opt, path=path).load(f'plain {opt}')
     return dict(loaded=whole_params(learn), **result(fit(learn)))
-
-
-def bad_files(kind, opt, path):
-    learn, found = build(kind, 'fp16', opt, path=path), {}
-    before = whole_params(learn)
-    for name in ('damaged', 'other shape'):
-        try: learn.load(name)
-        except Exception as e: found[name] = f'{type(e).__name__}: {e}', same(before, whole_params(learn))
-    return found
 
 
 def raises(kind, mode, path):
@@ -173,18 +139,35 @@ def raises(kind, mode, path):
                     device=learn.precision.device)
 
 
-TWO, SHARDED_FILES = ('adam', 'fused adamw'), ('adam', 'fused adamw', 'ranger')
+def warns(kind, mode, path):
+    "Rank 1 alone sees what is not finite, and each rank's loss waits for the other's predictions."
+    def gathering_loss(pred, y):                                 # as contrastive losses do
+        parts = [torch.zeros_like(pred) for _ in range(2)]
+        dist.all_gather(parts, pred.detach().contiguous())
+        return nn.functional.mse_loss(pred, y) + 0. * sum(p.mean() for p in parts if p.isfinite().all())
+    learn = build(kind, mode, cbs=[bad_input(1, {BAD})])
+    learn.loss_func = gathering_loss
+    return dict(said=told(lambda: fit(learn), 'goes wrong'), n_batches=len(learn.seen))
+
+
+def compares(kind, mode, path):
+    "Rank 1 alone compares, with two models whose training waits for rank 0; the measured choice is refused on both."
+    models = nn.parallel.DistributedDataParallel(net()), nn.Sequential(net(), nn.SyncBatchNorm(1))
+    wrapped, _ = learners = [learner(m) for m in models]
+    steps = [l.compare_precision(mode, n_steps=4, n_seeds=1).table['steps'].to_dict() for l in learners[:2 * dist.get_rank()]]
+    try: wrapped.to_amp(measure=True)
+    except RuntimeError as e: return dict(steps=steps, refusal=str(e), model=type(wrapped.model).__name__)
+
+
+BAD, TWO = 2, ('adam', 'fused adamw')                            # the host skips a step, or the device
 SECTIONS = {
-    'ddp': {steps: ('fp32', 'fp16', 'bf16'), to_distributed: ('bf16',), overflow: TWO, accumulate: ('adam',),
-            fp32_modules: ('2',), switch: ('adam',),
-            checkpoint: TWO, save_model_callback: ('adam',)},
+    'ddp': {steps: ('fp32', 'fp16', 'bf16'), overflow: TWO, accumulate: ('adam',), fp32_modules: ('2',),
+            checkpoint: TWO, warns: ('fp16',), compares: ('bf16',)},
     'fsdp': {steps: ('fp32', 'fp16', 'bf16'), overflow: TWO, one_shard: TWO, accumulate: ('fused adamw',),
-             fp32_modules: ('2',), switch: ('fused adamw',), checkpoint: SHARDED_FILES,
-             save_model_callback: ('adam',), reads_plain_file: SHARDED_FILES, bad_files: ('adam',)}}
+             fp32_modules: ('2',), checkpoint: TWO, reads_plain_file: TWO, warns: ('fp16',)}}
 
 
 def main(rank, path):
-    import distributed_insight as insight
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     warnings.simplefilter('ignore')
     dist.init_process_group('gloo', f'file://{path}/store', datetime.timedelta(seconds=60), rank=rank, world_size=2)
@@ -193,7 +176,6 @@ def main(rank, path):
     DistributedDL._broadcast = broadcast
     results = {(f.__name__, kind, arg): f(kind, arg, path)
                for kind, functions in SECTIONS.items() for f, args in functions.items() for arg in args}
-    results.update({f.__name__: f() for f in insight.SECTIONS})
     results['raises', 'ddp', 'fp16'] = raises('ddp', 'fp16', path)   # last: the connection is broken afterwards
     torch.save(results, path/f'{rank}.pt')
     os._exit(0)

@@ -23,7 +23,7 @@ _FP32 = ('mse_loss', 'cross_entropy_loss', 'layer_norm')
 _WAITS = ('_local_scalar_dense', 'nonzero', 'masked_select', 'equal')
 _libraries: list = []                                            # operators are registered as long as these live
 _recorders: list[list[str]] = []
-_random = torch.Generator()                                      # the device's own
+_random = torch.Generator()                                      # has the device's random state, which nothing uses
 
 
 def missing_reason() -> str | None:
@@ -103,8 +103,7 @@ def _run_on_cpu(op, args, kwargs):
     if name == '_copy_from':                                     # what `copy_` calls for such devices
         low[1].copy_(low[0])
         return args[1]
-    with _own_random_state() if torch.Tag.nondeterministic_seeded in op.tags else contextlib.nullcontext():
-        out = op(*low, **named)
+    out = op(*low, **named)
     for t, h in pairs:                                           # `out=` and changes in place may have resized them
         if h.shape == t.shape: continue
         own = h.untyped_storage().data_ptr() == t.untyped_storage().data_ptr()
@@ -117,16 +116,6 @@ def _run_on_cpu(op, args, kwargs):
         of = [t for t, h in pairs if h.untyped_storage()._cdata == r.untyped_storage()._cdata]
         return _up(r, of[0].untyped_storage() if of else None)   # a view, or a new tensor
     return up(out)
-
-
-@contextlib.contextmanager
-def _own_random_state():
-    default, outer = torch.default_generator, torch.get_rng_state()
-    default.set_state(_random.get_state())
-    try: yield
-    finally:
-        _random.set_state(default.get_state())
-        default.set_state(outer)
 
 
 def _casting(op, dtype_of):

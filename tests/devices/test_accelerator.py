@@ -81,7 +81,10 @@ def spoil_at(*steps):
 
 @pytest.mark.parametrize('mode,opt', [('fp32', 'adam'), ('bf16', 'sgd'), ('bf16', 'fused adamw'), *(('fp16', o) for o in OPTIMIZERS)])
 def test_numbers_are_the_cpus(mode, opt, device):
-    "In fp16 the scale overflows by itself, and a gradient is not finite in the first step, two in a row and the last."
+    """In fp16 the scale overflows by itself, and a gradient is not finite in the first step, two in a row and the last.
+
+    A second fit clips and accumulates.
+    """
     there, here = (build(mode, opt, d, cbs=spoil_at(0, 7, 8, 11) if mode == 'fp16' else None) for d in (device, CPU))
     for learn in (there, here): learn.fit(2, .01)
     assert places(there) == {device.type} and places(here) == {'cpu'}
@@ -91,12 +94,7 @@ def test_numbers_are_the_cpus(mode, opt, device):
     if mode == 'fp16':
         assert there.precision.scales == here.precision.scales and len(there.precision.scales) == 12
         assert there.precision.n_skipped == here.precision.n_skipped >= 4
-
-
-@pytest.mark.parametrize('mode,opt', [('bf16', 'adam'), ('fp16', 'adam'), ('fp16', 'fused adamw')])
-def test_clipping_and_accumulation(mode, opt, device):
-    there, here = (build(mode, opt, d, cbs=[GradientAccumulation(8), GradientClip(.1)]) for d in (device, CPU))
-    for learn in (there, here): learn.fit(2, .01)
+    for learn in (there, here): learn.fit(1, .01, cbs=[GradientAccumulation(8), GradientClip(.1)])
     assert_alike(there, here)
 
 
@@ -140,10 +138,6 @@ def test_exact_resume_in_a_new_process(mode, opt, tmp_path, device):
     second.fit(1, .01)
     assert places(second) == {device.type}
     assert_alike(straight, second)
-    if mode == 'fp16': return
-    late = build('fp32', opt, seed=1, path=tmp_path).load('half way')
-    late.to_bf16().fit(1, .01)                                   # the precision set after the load
-    assert_alike(straight, late)
 
 
 @pytest.mark.parametrize('mode,opt', [('bf16', 'adamw'), ('fp16', 'adam'), ('fp16', 'fused adamw')])

@@ -3,7 +3,7 @@ import warnings
 
 import pytest, torch
 
-from fastxtend_amp import AMPMode, precision_support
+from fastxtend_amp import precision_support
 from helpers import *
 
 pytestmark = pytest.mark.cuda
@@ -16,15 +16,6 @@ def cuda(): return torch.device('cuda', 0)
 def build(mode, opt='adam', model=None, dls=None, **scaling):
     learn = learner(model or mlp(), dls or loaders(n=48, device=cuda()), opt_func=OPTIMIZERS[opt])
     return getattr(learn, f'to_{mode}')(**(scaling if mode == 'fp16' else {}))
-
-
-@HALVES
-def test_forward_runs_in_low_precision(mode):
-    learn, dtypes = build(mode), set()
-    learn.model[0].register_forward_hook(lambda m, i, o: dtypes.add((o.dtype, o.device.type)))
-    learn.fit(2, .01)
-    assert dtypes == {(AMPMode(mode).dtype, 'cuda')} and not torch.is_autocast_enabled('cuda')
-    assert all(p.isfinite().all() for p in learn.model.parameters())
 
 
 def test_support_is_what_the_card_says():
@@ -68,21 +59,6 @@ def test_a_step_needs_less_memory_than_in_fp32(mode):
 
 
 @HALVES
-def test_channels_last(mode):
-    torch.manual_seed(0)
-    conv = nn.Conv2d(3, 8, 3, padding=1)
-    model = nn.Sequential(conv, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 1))
-    x = torch.randn(16, 3, 16, 16)
-    y, seen = x.mean((1, 2, 3))[:, None], set()
-    learn = learner(model, loaders(train=Data(x, y), valid=Data(x[:4], y[:4]), device=cuda()))
-    learn.to_channelslast(amp_mode=mode)
-    def look(m, i, o): seen.add((o.dtype, o.is_contiguous(memory_format=torch.channels_last)))
-    model[0].register_forward_hook(look)
-    learn.fit(2, .01)
-    assert seen == {(AMPMode(mode).dtype, True)} and torch.isfinite(torch.tensor(learn.recorder.losses)).all()
-
-
-@HALVES
 def test_cuda_graphs(mode):
     def model(): torch.manual_seed(0); return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
     eager, graphs = (build(mode, model=model(), init_scale=256.) for _ in range(2))
@@ -102,16 +78,3 @@ def test_data_parallel_computes_in_fp16_by_itself_and_refuses_bf16():
     learn.fit(1, .01)
     assert dtypes == {torch.float16}
     with pytest.raises(ValueError, match='bf16 cannot be used with nn.DataParallel'): build('bf16', model=new()).fit(1)
-
-
-@pytest.mark.parametrize('capability,emulated,said', [((7, 5), True, 'emulated'), ((6, 1), False, 'unsupported')])
-def test_cards_without_bf16(capability, emulated, said, monkeypatch):
-    "A newer card, told to say that it is an older one."
-    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device=None: capability)
-    monkeypatch.setattr(torch.cuda, 'is_bf16_supported', lambda *args, **kwargs: emulated)
-    learn = build('bf16')
-    if said == 'emulated':
-        with pytest.warns(UserWarning, match='(?s)bf16 is emulated.*7.5.*to_fp16'): learn.fit(1, .01)
-    else:
-        with pytest.raises(ValueError, match='(?s)bf16 .*does not run.*needs 8.0.*to_fp16'): learn.fit(1, .01)
-    assert not torch.is_autocast_enabled('cuda')
