@@ -178,8 +178,10 @@ class _Comparison:
         recommended, reason = recommend(table, tolerance)
         if len(self.runs) == 1:
             bf16, fp16 = (mode_support(m, self.device).status for m in (AMPMode.BF16, AMPMode.FP16))
-            reason = (f'Nothing else was compared. On this device bf16 is {bf16} and fp16 is {fp16}: '
-                      "`learn.compare_precision(['bf16', 'fp16'])` compares them all the same.")
+            reason = 'Nothing else was compared.'
+            if not bf16 == fp16 == 'native':
+                reason += (f' On this device bf16 is {bf16} and fp16 is {fp16}: '
+                           "`learn.compare_precision(['bf16', 'fp16'])` compares them all the same.")
         choices = {r.choice.name: r.choice for r in self.runs}
         calls = {name: str(call_for(self.learn, choice)) for name, choice in choices.items()}
         return PrecisionComparison(table, {r.choice.name: r.losses for r in self.runs}, [r.losses for r in self.seeds],
@@ -200,7 +202,7 @@ class _Comparison:
         n_seeds = len(self.seeds)
         seeds = f' and {n_seeds} of {self.n_seeds} seeds' * bool(self.n_seeds)
         about = (f'; its standard deviation over {n_seeds + 1} fp32 trainings that differ in the order of batches and '
-                 f'in random draws is {tolerance.spread:.2g}') if n_seeds else ''
+                 f'in random draws is {tolerance.spread:.2g}') if tolerance.spread >= 0 else ''
         notes = [f'Loss: mean of the last {self.n_last} of {self.n} training steps on {self.device}{about}.']
         if self.n < self.n_steps or n_seeds < self.n_seeds:
             notes.append(f'There was time for {self.n} of {self.n_steps} steps{seeds} '

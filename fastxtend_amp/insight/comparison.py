@@ -122,7 +122,7 @@ def recommend(
     fast (5 %) bf16 is taken, which needs no loss scaling.
     """
     if not math.isfinite(tolerance.loss):
-        return 'fp32', 'Its own loss is not finite, so nothing can be compared: look at data, model and rate first.'
+        return 'fp32', "fp32's own loss is not finite: look at the data, the loss function and the learning rate first."
     against = {name: _against(row, tolerance) for name, row in table.drop('fp32').iterrows()}
     bad = '; '.join(f"{name}: {', '.join(found)}" for name, found in against.items() if found)
     speed = table['speed-up'][[name for name, found in against.items() if not found]]

@@ -53,7 +53,7 @@ def test_takes_the_fastest(speeds, chosen, capsys):
         assert choice.mode == cb.amp_mode and decision.calls[chosen] == str(call_for(learn, choice))
         assert isinstance(cb, HalfWeights) == chosen.startswith('half')
     said = capsys.readouterr().out
-    assert said.startswith(f'{chosen}: ') and said.count('\n') == 1 and f'measuring: `{decision.calls[chosen]}`.' in said
+    assert said.startswith(f'Chosen: {chosen}. ') and said.count('\n') == 1 and f'measuring: `{decision.calls[chosen]}`.' in said
     if chosen == 'fp16': assert '3.00, 3.00 to 3.00 times' in said and 'as 2 trainings of fp32 allow' in said
     learn.fit(1)
 
@@ -64,7 +64,7 @@ def test_a_gain_smaller_than_the_spread_is_not_taken_and_said(capsys):
     for _ in range(2):
         learn.to_amp(measure=True)
         assert learn.precision is None
-        assert 'fp32: bf16: not reliably faster than fp32 here (' in capsys.readouterr().out
+        assert 'Chosen: fp32. bf16: not reliably faster than fp32 here (' in capsys.readouterr().out
 
 
 @pytest.mark.parametrize('max_seconds, factor, chosen', [(60., 1.003, 'bf16'), (6., 1.003, 'bf16'), (60., 3., 'fp32')])

@@ -78,7 +78,7 @@ class Loud(nn.Module):
 
 def test_the_models_own_forward():
     message = told(learner(Loud()).to_fp16())[0]
-    assert "values in the model's own `forward` reach" in message and "and not with 'emb' in fp32, which come before" in message
+    assert "values in the model's own `forward` reach" in message and "(with 'emb' in fp32 this does not happen)" in message
     assert "Keep 'emb' in fp32: `learn.to_fp16(" in message and '(model)' not in message
     assert told(learner(Loud()).to_fp16(fp32_modules=['emb'])) == []
     message = told(learner(Loud(half=True)).to_fp16())[0]
@@ -132,7 +132,7 @@ def test_weights_that_are_lost():
 
 
 def test_a_fault_that_does_not_come_back_is_said_not_to():
-    assert 'this batch is finite in bf16' in told(learner(nn.Sequential(nn.Linear(6, 1), OnceInf(3))).to_bf16())[0]
+    assert 'it is finite in bf16, forward and backward' in told(learner(nn.Sequential(nn.Linear(6, 1), OnceInf(3))).to_bf16())[0]
 
 
 def test_a_loss_of_nan_is_noticed_in_its_batch_with_weights_in_wrappers():
@@ -244,12 +244,13 @@ def test_on_a_device_the_batch_before_is_looked_at(monkeypatch):
     assert '(batch 2)' in message and 'The batch itself is not finite: 1 of 24 values' in message
 
 
-def test_a_cause_that_cannot_be_looked_for(monkeypatch):
+def test_a_cause_that_cannot_be_looked_for():
     class Shut(Callback):
         def __deepcopy__(self, memo): raise RuntimeError('shut')
         def after_step(self): pass
     message = told(learner(Attentive(), cbs=Shut()).to_fp16())[0]
-    assert "Looking for the cause failed (ValueError: This learner cannot be copied" in message and message.count('\n') == 2
+    assert message.count('\n') == 2 and 'precision_report' not in message          # which would fail as well
+    assert "again, ValueError: This learner cannot be copied" in message and '\nTake a callback off meanwhile' in message
 
 
 # -- the rerun changes nothing
