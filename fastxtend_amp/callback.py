@@ -5,7 +5,7 @@ unscales the gradients, `after_step` updates the scale. `_with_events` closes wh
 """
 from __future__ import annotations
 
-import inspect
+import inspect, re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -265,8 +265,11 @@ class MixedPrecision(fp16.MixedPrecision):
             try:
                 self._scope(f, event_type, ex, final)
                 if ends_fit: (precision_callback(learn) or self)._end_fit()   # another one may have replaced this
-            except BaseException:
+            except BaseException as e:
                 (precision_callback(learn) or self)._end_fit(failed=True)
+                if self.mode and hasattr(e, 'add_note') and re.search('Half|BFloat16|dtype', str(e)):    # Python 3.11
+                    e.add_note('`learn.precision_report()` names the module that does not run in half precision, and '
+                               'what to do.')
                 raise
 
     def _scope(self, f: Callable, event_type: str, ex: type[Exception], final: Callable) -> None:

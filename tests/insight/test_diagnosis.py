@@ -1,5 +1,5 @@
 "Training that goes wrong: what is noticed, what the message says, and that looking for the cause changes nothing."
-import math, warnings
+import math, sys, warnings
 
 import pytest, torch
 from fastai.callback.core import Callback
@@ -13,8 +13,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from fastxtend_amp import MixedPrecision
 from fastxtend_amp.insight.watch import Watch
-from helpers import OPTIMIZERS, At, Attentive, Data, autocast_state, dataset, learner, loaders, mlp, opt_state, params, same, same_state
-from states import Act, Gives, Times, Unpacks, loud_loss
+from helpers import OPTIMIZERS, At, Attentive, Data, autocast_state, dataset, learner, linear, loaders, mlp, opt_state, params, same, same_state
+from states import Act, Gives, Times, Unpacks, fills, loud_loss
 
 
 def said(learn, n=1, lr=.01):
@@ -160,6 +160,13 @@ def test_a_learning_rate_far_too_high_is_named_first(opt, lr, mode):
         assert f'Lower the learning rate first, {lr:g} at this step' in message and 'fp32_modules' not in message, message
 
 
+def test_a_loss_that_has_not_grown_is_not_said_to_have():
+    "The step of the first batch leads to a loss of inf in the second."
+    learn = learner(linear(), loss_func=lambda p, y: F.mse_loss(p, y) * 1e6, opt_func=OPTIMIZERS['sgd']).to_bf16()
+    message = told(learn, lr=1e12)[0]
+    assert 'times as large as at the start of the fit.' in message and 'the loss went' not in message, message
+
+
 def test_a_first_loss_that_happens_to_be_small_is_no_divergence():
     data, model = dataset(), Attentive(gain=1.)
     data.tensors[1][:4] = model(data.tensors[0][:4]).detach()   # the first batch is predicted already
@@ -251,6 +258,16 @@ def test_a_cause_that_cannot_be_looked_for():
     message = told(learner(Attentive(), cbs=Shut()).to_fp16())[0]
     assert message.count('\n') == 2 and 'precision_report' not in message          # which would fail as well
     assert "again, ValueError: This learner cannot be copied" in message and '\nTake a callback off meanwhile' in message
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason='exceptions have no notes')
+def test_an_error_of_code_that_half_precision_breaks_leads_to_the_report():
+    def notes(model):
+        with pytest.raises(RuntimeError) as found: learner(model).to_fp16().fit(1)
+        return getattr(found.value, '__notes__', [])
+    assert notes(nn.Linear(5, 1)) == []                          # the data has six columns
+    note, = notes(nn.Sequential(nn.Linear(6, 8), Act(fills), nn.Linear(8, 1)))
+    assert '`learn.precision_report()` names the module' in note
 
 
 # -- the rerun changes nothing

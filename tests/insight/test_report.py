@@ -164,6 +164,16 @@ def test_gradients_that_are_too_large_lower_the_loss_scale_or_keep_modules():
     assert verdict.modules == ['a'] and trained(Own(f), verdict)[0] == 0
 
 
+def test_another_batch_may_have_larger_gradients():
+    data = dataset()
+    data.tensors[1][4:8] *= 1e4                                  # the second
+    for n_batches, skipped in ((1, 1), (2, 0)):
+        learn = learner(dls=loaders(train=data))
+        exec(learn.precision_report('fp16', n_batches=n_batches).verdicts['fp16'].call, {'learn': learn})
+        learn.fit(1, 0.)
+        assert learn.precision.n_skipped == skipped
+
+
 # -- the verdicts and their words
 
 @pytest.mark.parametrize('factor,word,scales', [(1e-7, 'safe with loss scaling', (2 ** 6, 2 ** 40)), (1e4, 'safe so far', (1, 2 ** 4))])
