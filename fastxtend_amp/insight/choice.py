@@ -45,8 +45,8 @@ def measure_and_choose(
     comparison.reason = '; '.join([comparison.reason.rstrip('.'), *refused]) + '.'
     comparison.apply(learn)
     decisions[learn] = comparison
-    print(f'Chosen: {comparison.recommended}. {comparison.reason} Measured in {time.perf_counter() - start:.0f} s. The same '
-          f'without measuring: `{comparison.calls[comparison.recommended]}`.')
+    print(f'Chosen: {comparison.recommended}. {comparison.reason} Measured in {time.perf_counter() - start:.0f} s. The '
+          f'same without measuring: `{comparison.calls[comparison.recommended]}`.')
 
 
 def _with_modules_kept(learn, choices, max_seconds) -> tuple[list[PrecisionChoice], list[str]]:

@@ -19,6 +19,7 @@ from ..mode import AMPMode, mode_support, training_device
 from ..scaling import optimizer_params
 from .comparison import PrecisionComparison, Tolerance, recommend
 from .copies import (
+    begin_fit,
     check_learner,
     copied_learner,
     left_out,
@@ -123,7 +124,7 @@ class _Comparison:
         "Copy the learner, ready for its first step; the copy is removed with `copies`."
         copy = copies.enter_context(copied_learner(self.learn, optimizer=True, precision=True))
         cb = use_choice(copy, run.choice)
-        if cb is not None: cb.on_overflow = 'ignore'             # a diagnosis would disturb the times; the table tells
+        if cb is not None: cb.on_overflow = 'ignore'             # a diagnosis would disturb the times
         set_random_state(self.random_state)
         if seed is not None: set_seed(seed)
         if not copy.opt: copy.create_opt()
@@ -133,8 +134,7 @@ class _Comparison:
                              'model that `splitter` is given.')
         lr, wd = copy.lr if self.lr is None else self.lr, {} if copy.wd is None else {'wd': copy.wd}
         copy.opt.set_hypers(lr=lr, **wd)
-        copy.n_epoch, copy.epoch, copy.n_iter, copy.dl = 1, 0, self.n_steps, copy.dls.train
-        for event in ('before_fit', 'before_epoch', 'before_train'): copy(event)
+        begin_fit(copy, self.n_steps)
         run.learn, run.random_state = copy, random_state(everything=True)
 
     def _train(self, run, steps):
@@ -170,7 +170,7 @@ class _Comparison:
         self.seeds.append(run)
         self.progress.update(self.n_steps + seed)
 
-    # -- what came of it
+    # -- the result
 
     def _result(self):
         table = pd.DataFrame(map(self._row, self.runs)).set_index('mode')

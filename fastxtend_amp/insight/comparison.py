@@ -138,8 +138,8 @@ def _against(row: pd.Series, tolerance: Tolerance) -> list[str]:
     found = []
     if not math.isfinite(row['loss']): found.append('its loss is not finite')
     elif row['skipped'] > row['steps'] / 2:                      # which takes less time, and leaves the loss alone
-        found.append(f"it skipped {row['skipped']} of {row['steps']} steps, so neither its loss nor its speed tells "
-                     'anything: compare with a larger `n_steps`, or see what `learn.precision_report()` finds')
+        found.append(f"it skipped {row['skipped']} of {row['steps']} steps, so its loss and speed say little: "
+                     'compare with a larger `n_steps`, or see what `learn.precision_report()` finds')
     elif row['loss difference'] > tolerance.value:
         found.append(f"its loss is {row['loss difference']:.2g} above fp32's, more than {tolerance}")
     if row['final scale'] < 1:

@@ -25,8 +25,8 @@ from ..convert import map_tensors
 from ..fp32_modules import unwrapped
 from ..mode import autocast_available, training_device
 
-__all__ = ['RandomState', 'check_learner', 'copied_learner', 'left_out', 'loader_like', 'lost_weights', 'random_state',
-           'random_state_kept', 'set_random_state', 'several_processes', 'takes_part', 'tensors']
+__all__ = ['RandomState', 'begin_fit', 'check_learner', 'copied_learner', 'left_out', 'loader_like', 'lost_weights',
+           'random_state', 'random_state_kept', 'set_random_state', 'several_processes', 'takes_part', 'tensors']
 
 # Of fastai's own callbacks those that shape a training step, by name, as some are costly to import.
 _OF_FASTAI = set("""TrainEvalCallback CastToTensor MixHandler GradientAccumulation GradientClip BnFreeze ChannelsLast
@@ -73,7 +73,7 @@ def check_learner(
 
 def lost_weights(model: nn.Module) -> str: # Such as "2 of 4 weight tensors are NaN or inf, such as '0.weight'"
     "Describe which weights are NaN or inf; '' if none is. Of sharded ones this process's shards."
-    weights = {n: p.to_local() if is_dtensor(p) else p for n, p in model.named_parameters()}
+    weights = {n: p.to_local() if hasattr(p, 'to_local') else p for n, p in model.named_parameters()}
     lost = [n for n, p in weights.items() if not p.isfinite().all()]
     return f"{len(lost)} of {len(weights)} weight tensors are NaN or inf, such as '{lost[0]}'" if lost else ''
 
@@ -111,13 +111,22 @@ def copied_learner(
             for p, grad in grads: p.grad = grad
 
 
+def begin_fit(
+    copy: Learner, # With an optimizer
+    n_iter: int, # Batches in its epoch
+) -> None:
+    "Do what a fit does before its first batch."
+    copy.n_epoch, copy.epoch, copy.n_iter, copy.dl = 1, 0, n_iter, copy.dls.train
+    for event in ('before_fit', 'before_epoch', 'before_train'): copy(event)
+
+
 def loader_like(
     dl: Any, # fastai's or PyTorch's DataLoader
 ) -> Any: # Another one on the same dataset
-    """Return a loader from which batches can be drawn while the order of `dl` stays as it is.
+    """Return a loader from which batches can be drawn without a change to the order of `dl`.
 
-    The one inside a `DistributedDL`, which would wait for all processes. PyTorch's own loaders, and classes that
-    `new()` cannot build, are returned themselves: their order moves on, as does what the dataset itself draws.
+    A `DistributedDL` would wait for all processes, so the loader inside is taken. PyTorch's own loaders, and classes
+    that `new()` cannot build, are returned themselves: their order moves on, as does what the dataset itself draws.
     """
     if type(dl).__name__ == 'DistributedDL': dl = dl.dl
     try: return dl.new()
@@ -174,7 +183,7 @@ def _keep_flags(old: Any, new: Any) -> None:
 
 
 def tensors(
-    x: Any, # Nested at will
+    x: Any, # Nested to any depth
     floating: bool = True, # Only those of floating point
 ) -> list[torch.Tensor]:
     "Return the tensors in `x`."

@@ -32,26 +32,26 @@ def compare_precision(self: Learner,
     n_seeds: int = 3, # How often fp32 is repeated with another order of the batches and other random draws
     max_seconds: float = 60., # Seconds after which it ends, with what it knows by then
 ) -> PrecisionComparison: # `table`, `plot()`, `recommended`, `reason` and `apply()`; shows itself in a notebook
-    """Train copies of the learner for `n_steps` in each precision, from its present state on the same batches.
+    """Train a copy of the learner in each precision, for `n_steps` from its present state, on the same batches.
 
-    The learner, its loggers and its recorder stay as they are; drawing batches runs the dataset, and what that draws
-    from generators outside it moves on, as with fastai's `one_batch()`. All copies are in memory at once, and batches
-    of 512 MB. The modes take turns, a few steps each, so that whatever else the machine does slows all of them; only
-    the training steps are timed. A mode that the device does not run gets a row with the reason. A step is never broken
-    off: in a mode that the device only emulates one step of a large model may take long. Half-precision weights are
-    compared if they are named ('half weights', 'half weights fp16') or if the learner has them.
+    The learner, its loggers and its recorder stay as they are. Drawing batches runs the dataset: its random generators
+    and streams move on, as with fastai's `one_batch()`. All copies are in memory at once, and up to 512 MB of
+    batches. The modes take turns of a few steps, so that other work on the machine slows all of them alike; only the
+    training steps are timed. A mode that the device does not run gets a row with the reason. A step is never broken
+    off: where a mode is emulated, one of a large model may take longer than `max_seconds`. Half-precision weights are
+    compared if `modes` names them ('half weights', 'half weights fp16') or the learner has them.
 
-    What takes part: the precision callback's arguments, of fastai's callbacks those that shape a training step (mixup
-    and cutmix, gradient accumulation and clipping, RNN, batch-norm and GAN callbacks, channels last), of others copies
-    of those with an event from `before_batch` to `after_step`. Recorder, progress bars, schedulers, and what saves or
-    stops do not; nor do metrics, validation and `after_epoch`. A copy saves nothing; its `path` is a temporary folder.
+    A copy has the precision callback's arguments; those of fastai's callbacks that shape a training step (mixup and
+    cutmix, gradient accumulation and clipping, RNN, batch-norm and GAN callbacks, channels last); and of other
+    callbacks those with an event from `before_batch` to `after_step`. It has no recorder, progress bar, scheduler,
+    metrics or validation, and no callback that only saves or stops. It saves nothing; its `path` is a temporary folder.
 
-    With several processes each compares by itself, without communication. The model is the one inside `torch.compile`
-    and DistributedDataParallel, SyncBatchNorm takes this process's statistics. A loss function that communicates must
-    be called by all.
+    With several processes each compares by itself, without communication: on the model inside `torch.compile` and
+    DistributedDataParallel, and with this process's statistics for SyncBatchNorm. All of them have to call it if the
+    loss function communicates.
 
-    Raises `ValueError` for an unknown mode, for unusable numbers, for a learner that cannot be copied, for sharded
-    parameters (FSDP), lazy modules and without training batches; `RuntimeError` inside a fit.
+    Raises `ValueError` for an unknown mode, for unusable numbers, for a learner that cannot be copied, for parameters
+    that are sharded (FSDP), lazy, NaN or inf, and without training batches; `RuntimeError` inside a fit.
     """
     return compare(self, modes, n_steps, lr, n_seeds, max_seconds)
 
@@ -66,19 +66,18 @@ def precision_report(self: Learner,
     """Report whether the model survives low precision, and where it does not; on real batches.
 
     Runs batches forward and backward in copies of the learner, in its own training loop with its callbacks, in fp32 and
-    in each mode, and looks into each module, the model's own `forward` and the loss function. What leaves finite
-    numbers, comes close to it, or loses more than a tenth is kept in fp32, and the batches run again, until nothing is
-    wrong; where that cannot be kept, the modules before it are tried. The verdict holds for these batches and the
-    weights as they are now: after some training ask again. If the device emulates one of the modes, and that would take
-    long, the report looks at the first samples of each batch alone, and says so.
+    in each mode, and notes what each module, the model's own `forward` and the loss function compute. Modules that
+    overflow, come close to it, are more than a tenth off fp32 or do not run are kept in fp32, and the batches run again
+    until nothing is wrong. The model's own `forward` and the loss function cannot be kept: modules before them are
+    tried. The verdict holds for these batches and the present weights: ask again after some training. If the device
+    emulates a mode, and whole batches would take long in it, the report takes their first samples, and says so.
 
-    The learner stays as it was; drawing batches runs the dataset, and what that draws from generators outside it moves
-    on, as with fastai's `one_batch()`. What takes part is as in `compare_precision`. With several processes each
-    reports by itself, without communication.
+    The learner stays as it was; its copies and the drawing of batches are as in `compare_precision`. With several
+    processes each reports by itself, without communication.
 
     Raises `ValueError` for an unknown mode, for unusable numbers, for a learner that cannot be copied, without batches,
-    for parameters that are in half precision themselves, sharded ones (FSDP) and lazy modules; `RuntimeError` inside a
-    fit; what the model raises in fp32.
+    and for parameters in half precision, sharded (FSDP), lazy, NaN or inf; `RuntimeError` inside a fit; what the model
+    raises in fp32.
     """
     return report(self, modes, n_batches, dl, max_seconds)
 

@@ -50,7 +50,7 @@ class PrecisionReport:
     | `format` | lowest precision of a result of its operators; 'none': it does not run in the mode | name |
     | `largest` | largest absolute result of the module's own operators, in fp32 | value |
     | `headroom` | maximum of the format over the largest value that is in that format | ratio |
-    | `error` | of its own arithmetic, from fp32 on the same inputs; inf where it overflows, nan behind | ratio |
+    | `error` | of its own arithmetic, from fp32 on the same inputs; inf where it overflows, nan after that | ratio |
     | `grad` | largest absolute gradient of outputs and own parameters, in fp32, unscaled | value |
     | `trouble` | whether the verdict names the module | bool |
 

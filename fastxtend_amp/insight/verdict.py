@@ -115,8 +115,8 @@ class Judge:
         if (name := low.failed_in) is None: return {}
         modules = dict(qualified_names(self.model))
         kind = type(modules.get(name))
-        why = (f'{named(name)} does not run in {self.mode.value}: {low.error}. Its code has to take any dtype: constants '
-               'from `torch.finfo(x.dtype)`, new tensors with `dtype=x.dtype`')
+        why = (f'{named(name)} does not run in {self.mode.value}: {low.error}. Its code has to take any dtype: '
+               'constants from `torch.finfo(x.dtype)`, new tensors with `dtype=x.dtype`')
         alike = [name] if name in (ROOT, LOSS) else [n for n, m in modules.items() if type(m) is kind]
         self.refused.update(alike)
         return dict.fromkeys(alike, why)
@@ -149,9 +149,9 @@ class Judge:
     def _tried(self, low: Trace, name: str | None, backward: bool) -> list[str]:
         """Return modules that help when they are in fp32, where the one that shows the trouble cannot be kept.
 
-        That is the model's own forward or the loss function, which compute in fp32 what comes to them in fp32, or a
-        module that is in fp32 and gets values that were rounded before; in a backward pass none is known. All modules
-        before it are tried, then a half of those that help, and so on.
+        That one is the model's own forward or the loss function, which compute in fp32 on fp32 inputs, or a module that
+        is in fp32 already and gets rounded values; in a backward pass none is known. All modules before it are tried,
+        then half of those that help, and so on.
         """
         def helps(names):
             trace = self.run(outermost([*self.keep, *names]), self.scale)

@@ -20,9 +20,9 @@ class Watch:
     """Notices, in one fit of a precision callback, that training goes wrong, and says once why.
 
     The callback calls the methods that are named as events after its own. While all goes well nothing here waits for
-    an accelerator: its loss is read where fastai's Recorder has fetched it, its skipped steps as far as they are known.
+    an accelerator: losses are read after fastai's Recorder has fetched them, skipped steps as far as they are known.
 
-    With several processes each looks at its own loss; an exception in one ends the job, as `torchrun` has it.
+    With several processes each looks at its own loss; an exception in one ends the job under `torchrun`.
     """
     def __init__(self,
         cb: Any, # A `MixedPrecision` whose fit has begun
