@@ -60,7 +60,7 @@ class MixedPrecision(fp16.MixedPrecision):
     and `get_preds` in fp32, and the loss is fp32. In fp16 a `GradScaler` scales the loss; gradients are unscaled before
     any `before_step` callback of a higher order runs, and a step with non-finite gradients is skipped whole: by a
     `CancelStepException`, or, without waiting for the device, by torch's fused Adam, AdamW and SGD in an
-    `OptimWrapper`. In that case `after_cancel_step` does not fire; `skipped` holds in both.
+    `OptimWrapper`. In that case `after_cancel_step` does not fire; `skipped` is right in both.
 
     Raises `ValueError` at construction for an unknown mode or an unusable scaling argument, and when `fit` starts if
     the device cannot run the mode, if parameters to be trained are fp16 already, or if the optimizer needs a closure.
@@ -139,7 +139,7 @@ class MixedPrecision(fp16.MixedPrecision):
         return self._scaling.scales
     @property
     def skips(self) -> list[bool]:
-        "For each of these steps, True if it was skipped because a gradient was not finite."
+        "For each entry of `scales`, True if that step was skipped because a gradient was not finite."
         return self._scaling.skips
     @property
     def n_skipped(self) -> int:
@@ -147,7 +147,7 @@ class MixedPrecision(fp16.MixedPrecision):
         return sum(self.skips)
     @property
     def skipped(self) -> bool:
-        """True if the last step of the fit under way was skipped; known from `before_step` of a higher order on.
+        """True if the last step of the present fit was skipped; known to `before_step` callbacks of a higher order.
 
         Waits for the device if the device decided.
         """
@@ -183,12 +183,12 @@ class MixedPrecision(fp16.MixedPrecision):
         if mode is None and self._learn is not None: mode = self._decide(training_device(self._learn))
         return mode is not None and mode.needs_loss_scaling
 
-    def state_dict(self) -> dict[str, Any]: # Plain numbers: scale, its rules and its growth tracker
+    def state_dict(self) -> dict[str, float]: # Plain numbers: scale, its rules and its growth tracker
         "Return the state of the loss scaling, as `GradScaler.state_dict`, at any time; empty in bf16 and fp32."
         return self._scaling.state_dict() if self.needs_loss_scaling else {}
 
     def load_state_dict(self,
-        state: dict[str, Any] | None, # What `state_dict` gave; None for the scale that the arguments ask for
+        state: dict[str, float] | None, # What `state_dict` gave; None for the scale that the arguments ask for
     ) -> None:
         """Go on from `state`, before, during or after a fit; a static scale and `enabled=False` stay as they are.
 
@@ -286,7 +286,7 @@ class MixedPrecision(fp16.MixedPrecision):
             vars(loop).update(outer)
             if self._replacement and not loop.in_batch: self.replace(*self._replacement)
 
-    def _step(self, step: Callable[[], Any]) -> None:
+    def _step(self, step: Callable[[], object]) -> None:
         "Take the optimizer's step; a subclass may do something around it."
         self._scaling.step(step)
 
@@ -343,7 +343,7 @@ class MixedPrecision(fp16.MixedPrecision):
 
     # -- the events of fastai's loop
 
-    def __call__(self, event_name: str) -> Any:
+    def __call__(self, event_name: str) -> None:
         "Call the event's method, then the watch's; without `Callback`'s look-ups, which each batch has eight times."
         if self._learn is None: return                           # taken off by a callback before this one
         event = getattr(type(self), event_name, None)

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from fastai.learner import Learner, join_path_file
 from fastai.text.learner import TextLearner
@@ -27,7 +27,7 @@ KEY = 'grad_scaler'  # in the optimizer's state: with another key beside 'model'
 
 
 @contextmanager
-def written_whole(file: Any) -> Iterator[Any]: # A file to write to
+def written_whole(file: str | os.PathLike | BinaryIO) -> Iterator[BinaryIO]: # A file to write to
     """Write to a file beside `file`, which takes its place when it is complete; file objects are written to directly.
 
     After an exception, a full disk or a killed process the old file is whole.
@@ -87,7 +87,7 @@ _PLAIN = FileFormat()
 def _format(learn: Learner) -> FileFormat: return next((f for f in FORMATS if f.applies(learn)), _PLAIN)
 
 
-def save(original: Callable, self: Learner, file: Any, **kwargs: Any) -> Any:
+def save(original: Callable, self: Learner, file: str | os.PathLike | BinaryIO, **kwargs: Any) -> Path:
     """Call fastai's `Learner.save`; with a precision callback the file holds its loss scale, and is written whole.
 
     The state of sharded parameters is put together from all processes, which must all call this.
@@ -105,7 +105,7 @@ def save(original: Callable, self: Learner, file: Any, **kwargs: Any) -> Any:
     return target
 
 
-def load(original: Callable, self: Learner, file: Any, *args: Any, **kwargs: Any) -> Any:
+def load(original: Callable, self: Learner, file: str | os.PathLike | BinaryIO, *args: Any, **kwargs: Any) -> Learner:
     """Call fastai's `load`; the file may hold a loss scale.
 
     Model, optimizer and scale are loaded when all of the file has been read and the scale was found usable, so that a
@@ -122,7 +122,7 @@ def load(original: Callable, self: Learner, file: Any, *args: Any, **kwargs: Any
         where = join_path_file(file, self.path/self.model_dir, ext='.pth')
         check_scaler_state(scale, str(getattr(file, 'name', where)),
                            "`learn.load(..., with_opt=False)` loads the model alone; `learn.to_fp32()` or "
-                           "`learn.to_bf16()` before `load` leaves the scaler out.")
+                           "`learn.to_bf16()` before `load` leaves the scale out.")
     file_format.load_model(self, model.state, **model.options)
     if opt.state is None: return self
     try: file_format.load_opt(self, opt.state)
@@ -134,13 +134,13 @@ def load(original: Callable, self: Learner, file: Any, *args: Any, **kwargs: Any
     return self
 
 
-def export(original: Callable, self: Learner, *args: Any, **kwargs: Any) -> Any:
+def export(original: Callable, self: Learner, *args: Any, **kwargs: Any) -> None:
     "Call fastai's `export`, and warn if the file needs this package."
     if precision_callback(self) is not None:
         warn_user("The exported file needs fastxtend_amp wherever it is loaded, because the learner has a "
                   "precision callback.\n"
                   "Call `learn.to_fp32()` before `export` for a file that loads without it.")
-    return original(self, *args, **kwargs)
+    original(self, *args, **kwargs)
 
 
 def put_over(

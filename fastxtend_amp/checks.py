@@ -3,10 +3,10 @@ from __future__ import annotations
 
 import inspect
 from numbers import Integral
-from typing import Any
 
 import torch
 from fastai.learner import Learner
+from fastai.optimizer import Optimizer, OptimWrapper
 from torch import nn
 
 from .common import warn_user
@@ -88,7 +88,7 @@ def check_data_parallel(
                      f"Use DistributedDataParallel, or `learn.to_fp16()`{without}.")
 
 
-def _needs_closure(opt: Any) -> bool:
+def _needs_closure(opt: Optimizer | OptimWrapper) -> bool:
     step = getattr(opt, 'opt', opt).step
     closure = inspect.signature(step).parameters.get('closure')
     return closure is not None and closure.default is inspect.Parameter.empty

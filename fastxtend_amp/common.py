@@ -13,7 +13,7 @@ def first_line(error: BaseException, limit: int = 200) -> str:
     return lines[0][:limit].rstrip('.: ') if lines else type(error).__name__
 
 
-def is_dtensor(t: Any) -> bool:
+def is_dtensor(t: object) -> bool:
     "Return whether `t` is a DTensor, as FSDP2's `fully_shard` makes of parameters."
     module: Any = sys.modules.get('torch.distributed.tensor')    # imported by whoever made a DTensor, and not before
     return module is not None and isinstance(t, module.DTensor)

@@ -107,7 +107,7 @@ def to_half_weights(self: Learner, *args, **kwargs) -> Learner: # The learner
     return set_precision(self, HalfWeights(*args, **kwargs))
 
 
-def _optimizer_name(opt: Any) -> str:
+def _optimizer_name(opt: Optimizer | OptimWrapper) -> str:
     "Return the name of `opt` for a user, such as 'AdamW'; fastai's own share one class, so the last rule gives theirs."
     if type(opt) is Optimizer: return _rules(opt)[-1].__name__.removesuffix('_step').title()
     return type(opt.opt if isinstance(opt, OptimWrapper) else opt).__name__
@@ -127,7 +127,7 @@ LARGE = 2 ** 17  # elements: to join parameters of so many takes memory for the 
 
 def _check_flat_master(
     model: nn.Module, # The learner's model
-    opt: Any, # The learner's optimizer
+    opt: Optimizer | OptimWrapper, # The learner's
 ) -> None:
     "Raise a `ValueError` that names an optimizer or a parameter that flat masters are not for."
     def refuse(what):
@@ -149,7 +149,7 @@ def _check_flat_master(
 
 def _step_flat(
     opt: Optimizer, # One that `_check_flat_master` allows
-    step: Callable[[], Any], # Takes its step
+    step: Callable[[], object], # Takes its step
 ) -> None:
     """Take the step on flat parameters, one for those of a group that have one dtype, device and kind of state.
 
@@ -199,7 +199,7 @@ def _split(flat: torch.Tensor, like: list) -> list[torch.Tensor]:
     return [part.view(t.shape).data for part, t in zip(flat.split([t.numel() for t in like]), like)]
 
 
-def _unjoin(opt: Any) -> None:
+def _unjoin(opt: Optimizer) -> None:
     "Give each parameter, its gradient and its state memory of their own."
     def alone(t): return t.clone() if t.untyped_storage().nbytes() > t.nbytes else t
     for p in optimizer_params(opt):
@@ -214,7 +214,7 @@ CAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvT
 
 def _check_no_masters(
     model: nn.Module, # The learner's model
-    opt: Any, # The learner's optimizer
+    opt: Optimizer | OptimWrapper, # The learner's
 ) -> None:
     "Raise a `ValueError` that names a model or an optimizer that cannot do without fp32 masters."
     ddp = any(isinstance(m, nn.parallel.DistributedDataParallel) for m in model.modules())
@@ -247,7 +247,7 @@ def _weights_to_lower(
 
 def _convert(
     params: list[nn.Parameter],
-    opt: Any, # fastai's `OptimWrapper`
+    opt: OptimWrapper,
     dtype: torch.dtype,
 ) -> None:
     "Convert parameters, their gradients and the optimizer's state to `dtype`; may be interrupted and called again."
@@ -265,7 +265,7 @@ def kahan(
     opt: str | type[torch.optim.Optimizer] = 'AdamW', # The name of one of optimi's optimizers, or its class
     **kwargs # Its arguments
 ) -> Callable[..., OptimWrapper]: # For `Learner(opt_func=...)`
-    """An optimizer with Kahan summation for `to_half_weights(master_weights=False)`, with fastai's names.
+    """Return an optimizer with Kahan summation for `to_half_weights(master_weights=False)`, with fastai's names.
 
     Needs the package torch-optimi 0.3. Its Triton kernels are left out where PyTorch finds no GPU for them (`triton`).
 

@@ -89,7 +89,7 @@ def to_bf16(self: Learner, **kwargs) -> Learner: # The learner
 @delegates(MixedPrecision, but=['amp_mode'])
 def to_amp(self: Learner, *args,
     measure: bool = False, # Try the precisions on the learner's batches, and take the fastest that trains as fp32 does
-    max_seconds: float = 60., # For measuring
+    max_seconds: float = 60., # Time limit of measuring
     **kwargs
 ) -> Learner: # The learner
     """Train in the fastest precision that the model's device does natively: bf16, then fp16, else fp32.
@@ -151,9 +151,9 @@ def to_channelslast(self: Learner,
 
 @patch
 def amp_context(self: Learner) -> AbstractContextManager: # To enter with `with`; a new one for each use
-    """The learner's precision for code outside the training loop: `with learn.amp_context(): learn.model(x)`.
+    """Run code outside the training loop in the learner's precision: `with learn.amp_context(): learn.model(x)`.
 
-    autocast for the device the model is on; does nothing in fp32. Works inside and outside `fit`.
+    Enters autocast for the device that the model is on; does nothing in fp32. Works inside and outside `fit`.
     """
     cb = precision_callback(self)
     return nullcontext() if cb is None else cb.amp_context()

@@ -7,10 +7,11 @@ from enum import Enum
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pandas as pd
 import torch
+from fastai.learner import Learner
 from torch import nn
 
 from .common import first_line
@@ -39,7 +40,7 @@ class AMPMode(str, Enum):
         if isinstance(name, (str, torch.dtype)): name = _ALIASES.get(name, name)
         for member in cls:
             if member.value == name: return member
-        raise ValueError(f"amp_mode={value!r} is not a precision.\n"
+        raise ValueError(f"amp_mode={value!r} cannot be used.\n"
                          "Allowed: 'fp16' (or 'float16', 'half', '16-mixed', torch.float16) and 'bf16' (or 'bfloat16', "
                          "'bf16-mixed', torch.bfloat16), in any letter case; `MixedPrecision` also takes 'auto'.\n"
                          "For plain fp32 use `learn.to_fp32()`.")
@@ -177,7 +178,7 @@ def precision_support(
     try: devices = _devices() if device is None else [torch.device(device)]
     except (RuntimeError, TypeError) as e:
         raise ValueError(f"device={device!r} is not a torch device, such as 'cpu' or 'cuda:0'.\n"
-                         f"Leave it out to look at all. PyTorch says: {first_line(e)}.") from e
+                         f"Leave it out to see all devices. PyTorch says: {first_line(e)}.") from e
     rows = [(str(d), m.value, *mode_support(m, d)) for d in devices for m in (AMPMode.BF16, AMPMode.FP16)]
     return pd.DataFrame(rows, columns=['device', 'mode', 'support', 'why'])
 
@@ -246,7 +247,7 @@ def model_device(model: nn.Module, default: torch.device | str) -> torch.device:
     return torch.device(default) if tensor is None else tensor.device
 
 
-def training_device(learn: Any) -> torch.device:
+def training_device(learn: Learner) -> torch.device:
     """Return the device that `learn.fit` will use: its DataLoaders', to which fastai moves the model when a fit starts.
 
     The model's own device if the DataLoaders name none.
@@ -255,7 +256,7 @@ def training_device(learn: Any) -> torch.device:
     return model_device(learn.model, 'cpu') if device is None else torch.device(device)
 
 
-def loaders_device(learn: Any) -> Any: # As the user gave it, which need not be a `torch.device`
+def loaders_device(learn: Learner) -> torch.device | str | int | None: # As the user gave it
     "Return the device that the learner's DataLoaders name; None if they name none."
     try: return getattr(learn.dls, 'device', None)
     except IndexError: return None                               # what an empty DataLoaders raises for any name

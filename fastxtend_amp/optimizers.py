@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from fastai.optimizer import OptimWrapper
+from fastai.optimizer import Optimizer, OptimWrapper
 
 from .compat import tree_leaves
 from .convert import map_tensors
@@ -22,7 +22,7 @@ def fused(
     optimizer: str | type[torch.optim.Optimizer], # 'Adam', 'AdamW' or 'SGD', or torch's class of that name
     **hypers: Any # Its arguments by torch's names, such as `betas`, `eps`, `momentum`, `weight_decay`
 ) -> Callable[..., OptimWrapper]: # For `Learner(opt_func=...)`; can be pickled
-    """torch's fused `optimizer` for fastai: `Learner(..., opt_func=fused('AdamW'))`.
+    """Return torch's fused `optimizer` for fastai: `Learner(..., opt_func=fused('AdamW'))`.
 
     One kernel updates all parameters, where fastai's own optimizers launch several for each. In fp16 it also skips
     steps on the device, without a GPU synchronization. fastai's schedules find the hyper-parameters by their names:
@@ -38,12 +38,11 @@ def fused(
     """
     cls: Any = FUSED.get(optimizer) if isinstance(optimizer, str) else optimizer
     if cls not in FUSED.values():
-        names = ', '.join(f'torch.optim.{name}' for name in FUSED)
+        names = ', '.join(map(repr, FUSED))
         name = getattr(optimizer, '__qualname__', None) or repr(optimizer).splitlines()[0]
-        raise ValueError(f'fused({name}) is not possible.\n'
-                         f"Allowed: {names}, or such a name alone, as 'AdamW'; fastai's Adam decays weights as torch's "
-                         'AdamW does.\n'
-                         'Hand any other optimizer to `Learner(opt_func=...)` itself.')
+        raise ValueError(f"optimizer={name} cannot be used: fused takes {names} or torch's class of that name, such as "
+                         "torch.optim.AdamW.\nfastai's Adam decays weights as torch's AdamW does. Give any other "
+                         'optimizer to `Learner(opt_func=...)` itself.')
     for name in _OURS:
         if name in hypers:
             where = 'Give the learning rate to `Learner` or `fit`.' if name == 'lr' else 'Leave it out.'
@@ -58,7 +57,7 @@ def fused(
 
 
 def place_state(
-    opt: Any, # fastai's `Optimizer`, `OptimWrapper` or `Lookahead`
+    opt: Optimizer | OptimWrapper, # `Lookahead` is an `Optimizer`, too
 ) -> None:
     """Move what `opt` remembers to where its parameters are; step counts go where the optimizer wants them.
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from fastai.optimizer import OptimWrapper
+from fastai.optimizer import Optimizer, OptimWrapper
 from torch import nn
 from torch.amp import GradScaler
 
@@ -29,7 +29,7 @@ class CopyableGradScaler(GradScaler):
     def __reduce__(self): return _same_scaler, (self.state_dict(),)
 
 
-def _same_scaler(state: dict[str, Any]) -> CopyableGradScaler:
+def _same_scaler(state: dict[str, float]) -> CopyableGradScaler:
     scaler = CopyableGradScaler('cpu')
     scaler.load_state_dict(state)
     return scaler
@@ -41,8 +41,8 @@ class _Probe:
     def step(self) -> None: self.stepped = True
 
 
-def optimizer_params(opt: Any) -> list[nn.Parameter]:
-    "Return the parameters of `opt` (fastai's `Optimizer` or `OptimWrapper`); none for None."
+def optimizer_params(opt: Optimizer | OptimWrapper | None) -> list[nn.Parameter]:
+    "Return the parameters of `opt`; none for None."
     return [] if opt is None else [p for params in opt.param_lists for p in params]
 
 
@@ -64,7 +64,7 @@ class LossScaling:
         if loss_scale is not None: self.settings['init_scale'] = float(loss_scale)
         self.static = loss_scale and float(loss_scale)           # the scale that neither grows nor shrinks, or None
         self.enabled, self.given = bool(enabled), scaler
-        self.state: dict[str, Any] | None = None                 # of the scaler after the last fit, or as loaded
+        self.state: dict[str, float] | None = None               # of the scaler after the last fit, or as loaded
         self._scales, self._skips = array('f'), array('b')       # of each attempted step of all fits
         self._reset()
 
@@ -118,7 +118,7 @@ class LossScaling:
         return scaler
 
     def end(self,
-        opt: Any, # fastai's `Optimizer` or `OptimWrapper`
+        opt: Optimizer | OptimWrapper | None,
         model: nn.Module,
         failed: bool = False, # Whether an exception ended the fit
         keep: bool = True, # Whether scale and history go on in the next fit; not after `lr_find`
@@ -140,7 +140,7 @@ class LossScaling:
         self._reset()
         return message if keep and not failed else None
 
-    def _end_gradients(self, opt: Any, model: nn.Module, failed: bool) -> str | None:
+    def _end_gradients(self, opt: Optimizer | OptimWrapper | None, model: nn.Module, failed: bool) -> str | None:
         message = None
         if not failed:
             self.unscale(opt, may_skip_on_device=False)
@@ -170,7 +170,7 @@ class LossScaling:
 
     # -- a step
 
-    def scale(self, loss: torch.Tensor, opt: Any) -> torch.Tensor:
+    def scale(self, loss: torch.Tensor, opt: Optimizer | OptimWrapper) -> torch.Tensor:
         "Return the loss (fp32) times the scale; true gradients that `.grad` holds already are scaled, too."
         if not self.on: return loss
         if self._one is None: self._one = torch.ones((), device=loss.device)
@@ -179,8 +179,8 @@ class LossScaling:
         self.grads_are_scaled = True
         return scaled
 
-    def unscale(self, opt: Any, may_skip_on_device: bool = True) -> None:
-        """Divide the gradients of `opt` (fastai's `Optimizer` or `OptimWrapper`) by the scale, in place.
+    def unscale(self, opt: Optimizer | OptimWrapper, may_skip_on_device: bool = True) -> None:
+        """Divide the gradients of `opt` by the scale, in place.
 
         Afterwards `found_inf` is True if the step must not be taken, or a tensor by which `step` skips on the device.
         """
@@ -199,7 +199,7 @@ class LossScaling:
             self.found_inf = not self._pending.stepped
 
     def step(self,
-        step: Callable[[], Any], # Takes the optimizer's step
+        step: Callable[[], object], # Takes the optimizer's step
     ) -> None:
         "Take the step, or the optimizer's own that skips on the device."
         if self._pending is None or isinstance(self.found_inf, bool): step()
@@ -222,7 +222,7 @@ class LossScaling:
         "Note that `zero_grad` comes next: zeros count as scaled, so that the next loss need not scale them."
         self.grads_are_scaled = self._one is not None
 
-    def _multiply_grads(self, opt: Any, factor: torch.Tensor) -> None:
+    def _multiply_grads(self, opt: Optimizer | OptimWrapper | None, factor: torch.Tensor) -> None:
         for p in optimizer_params(opt):
             if p.grad is not None: p.grad.mul_(factor.to(p.grad.device))
 
@@ -261,13 +261,13 @@ class LossScaling:
 
     # -- what is kept
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, float]:
         "Return scale, growth tracker, factors and interval as plain numbers; empty with `enabled=False`."
         return (self.scaler if self.on else self._new_scaler('cpu')).state_dict()
 
     def load_state_dict(self,
-        state: Mapping[str, Any] | None, # What `state_dict` gave; None for the scale that the arguments ask for
-        opt: Any = None, # The optimizer whose gradients may be scaled
+        state: Mapping[str, float] | None, # What `state_dict` gave; None for the scale that the arguments ask for
+        opt: Optimizer | OptimWrapper | None = None, # Whose gradients may be scaled
     ) -> None:
         """Go on from `state`, and bring scaled gradients of `opt` to the new scale.
 
@@ -302,12 +302,12 @@ SKIPPING: list[Callable[[Any, list[nn.Parameter]], Any]] = [_fused]
 
 # -- checks of what a user gives
 
-def is_number(x: Any, kind: type = Real) -> bool:
+def is_number(x: object, kind: type = Real) -> bool:
     "Return whether `x` is a number of this kind, and not a bool."
     return isinstance(x, kind) and not isinstance(x, (bool, np.bool_))
 
 
-def _check_arguments(settings: dict[str, Any], enabled: bool, loss_scale: float | None, scaler: Any) -> None:
+def _check_arguments(settings: dict[str, Any], enabled: bool, loss_scale: float | None, scaler: object) -> None:
     "Raise a `ValueError` (`TypeError` for a `scaler` that is none) that names the first argument that cannot be used."
     def finite(x): return is_number(x) and abs(x) <= LARGEST
     def positive(x): return finite(x) and np.float32(x) > 0      # the scale is held in fp32
@@ -338,7 +338,7 @@ def check_scaler_state(
 ) -> None:
     "Raise a `ValueError` that says what is wrong if `state` is not one that `GradScaler.state_dict` could have given."
     def refuse(what):
-        raise ValueError(f"The loss scaler's state in {where} cannot be used: {what}. Nothing was loaded.\n{then}")
+        raise ValueError(f"The loss scale in {where} cannot be used: {what}. Nothing was loaded.\n{then}")
     if not isinstance(state, Mapping): refuse(f'it is a {type(state).__name__}, not a dict')
     for key in STATE_KEYS:
         if key not in state: refuse(f'{key!r} is missing')

@@ -37,7 +37,9 @@ EXAMPLES = {
         "learn.to_bf16()\n"
         "with learn.amp_context(): pred = learn.model(x)",
     'MixedPrecision': "learn.fit(1, cbs=MixedPrecision('bf16'))    # for one fit",
-    'MixedPrecision.state_dict': "state = learn.to_fp16().precision.state_dict()",
+    'MixedPrecision.state_dict':
+        "learn.to_fp16()\n"
+        "state = learn.precision.state_dict()",
     'MixedPrecision.load_state_dict':
         "state = learn.to_fp16().precision.state_dict()\n"
         "learn.precision.load_state_dict({**state, 'scale': 1024.})",
@@ -52,15 +54,21 @@ EXAMPLES = {
     'PrecisionReport':
         "report = learn.precision_report('fp16')\n"
         "report.verdicts['fp16'].call",
-    'PrecisionReport.plot': "learn.precision_report().plot()",
+    'PrecisionReport.plot':
+        "report = learn.precision_report()\n"
+        "report.plot()",
     'Verdict':
         "verdict = learn.precision_report('bf16').verdicts['bf16']\n"
         "print(verdict.verdict, verdict.call)",
     'PrecisionComparison':
         "comparison = learn.compare_precision('bf16', n_steps=20)\n"
         "comparison.table[['speed-up', 'loss difference']]",
-    'PrecisionComparison.apply': "learn.compare_precision('bf16', n_steps=20).apply(learn, 'bf16')",
-    'PrecisionComparison.plot': "learn.compare_precision('bf16', n_steps=20).plot()",
+    'PrecisionComparison.apply':
+        "comparison = learn.compare_precision('bf16', n_steps=20)\n"
+        "comparison.apply(learn, 'bf16')",
+    'PrecisionComparison.plot':
+        "comparison = learn.compare_precision('bf16', n_steps=20)\n"
+        "comparison.plot()",
     'PrecisionChoice':
         "learn.to_amp(measure=True)\n"
         "learn.precision_decision.choices['fp32'].fp32_modules",

@@ -4,7 +4,8 @@ import re
 from docutils import nodes
 
 IN_TEXT, IN_TABLE = 24, 14                     # shorter code is not broken; a table's columns are narrow on a phone
-PLACE = re.compile(r'''(?<=[_=.])(?=\w)(?!py$)|(?<=[(=])(?=['"\[\w][^)]{3})''')   # no bracket is left alone
+PLACE = re.compile(r'''(?<=[_=])(?=\w)|(?<=\w\.)(?<!learn\.)(?=[^\W\d])(?!py$)    # not in a number, nor after `learn.`
+                       |(?<=[\w=][(=])(?=['"\[\w][^)]{3})''', re.VERBOSE)             # no bracket is left alone
 
 
 def allow_breaks(app, doctree, docname):

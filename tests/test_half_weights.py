@@ -389,7 +389,7 @@ def test_bytes_a_parameter(to, kwargs, opt, expected):
 # -- arguments and refusals
 
 @pytest.mark.parametrize('kwargs,text', [
-    (dict(amp_mode='fp8'), "amp_mode='fp8' is not a precision"),
+    (dict(amp_mode='fp8'), "amp_mode='fp8' cannot be used"),
     (dict(loss_scale=512.), "loss_scale=512.0 cannot be used with amp_mode='bf16'"),
     (dict(amp_mode='fp16', loss_scale=0.), 'loss_scale=0.0'), (dict(fp32_modules='nowhere'), "fp32_modules='nowhere'"),
     (dict(flat_master=True, master_weights=False), 'flat_master=True cannot be used with master_weights=False'),

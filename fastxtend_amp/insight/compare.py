@@ -19,6 +19,7 @@ from ..mode import AMPMode, mode_support, training_device
 from ..scaling import optimizer_params
 from .comparison import PrecisionComparison, Tolerance, recommend
 from .copies import (
+    RandomState,
     begin_fit,
     check_learner,
     copied_learner,
@@ -39,7 +40,8 @@ _TURNS = 7              # that each mode gets after the first step, which warms 
 _OF_COPIES = ('.*emulated', 'No optimizer step was taken', 'The gradients of an accumulation')    # warnings
 
 
-def compare(learn: Learner, modes: Any, n_steps: int, lr: Any, n_seeds: int, max_seconds: float) -> PrecisionComparison:
+def compare(learn: Learner, modes: Any, n_steps: int, lr: float | slice | None, n_seeds: int,
+            max_seconds: float) -> PrecisionComparison:
     "See `Learner.compare_precision`."
     choices = default_choices(learn) if modes is None else choices_from(modes)
     check_count('n_steps', n_steps, 1, ', such as 50')
@@ -60,8 +62,8 @@ class Run:
     choice: PrecisionChoice
     support: str = 'native' # 'emulated', 'unsupported' or 'failed'
     note: str = ''
-    learn: Any = None # The copy, while it trains
-    random_state: Any = None # Where the copy's random draws go on
+    learn: Learner | None = None # The copy, while it trains
+    random_state: RandomState = field(default_factory=list) # Where the copy's random draws go on
     losses: list[float] = field(default_factory=list) # Of each step
     times: list[float] = field(default_factory=list) # Seconds of a step in each turn
     skipped: int = 0

@@ -26,18 +26,20 @@ _INTERVAL = {2: 7.7, 3: 3.4}     # 2.6 for four; more are taken for four
 class PrecisionComparison:
     """Precisions side by side on one learner; the result of `Learner.compare_precision`.
 
-    The table has a row for each mode, with the columns
-
-    - `support`: how the device runs it; `steps` trained; `turns` in which
-    - `ms per step`, median over the turns; `speed-up` over fp32, median of the ratios within each turn, and their
-      quartiles `speed-up q1` and `q3`
-    - `loss`: mean of the last steps; `loss difference` from fp32's; both nan for a mode that failed
-    - `skipped` steps, the loss scale at the end (`final scale`), a `note`
+    | column of `table` | meaning |
+    |---|---|
+    | `support` | how the device runs the mode: 'native', 'emulated', 'unsupported'; 'failed' after an error |
+    | `steps`, `turns` | training steps, and the turns in which they were taken |
+    | `ms per step` | median over the turns |
+    | `speed-up`, `speed-up q1`, `speed-up q3` | times fp32's speed: median and quartiles over the turns |
+    | `loss`, `loss difference` | mean of the last steps, and its distance from fp32's; nan for a mode that failed |
+    | `skipped`, `final scale` | skipped steps, and the loss scale at the end |
+    | `note` | why a mode did not run |
     """
     table: pd.DataFrame # One row for each mode
     losses: dict[str, list[float]] # The loss of each step, by mode
-    seed_losses: list[list[float]] # Those of fp32 with other seeds
-    recommended: str # One mode
+    seed_losses: list[list[float]] # The loss of each step of fp32 with other seeds
+    recommended: str # The mode to take
     reason: str # Why, and how sure that is
     calls: dict[str, str] # The call that trains in each mode
     notes: list[str] # Sentences on how it was measured

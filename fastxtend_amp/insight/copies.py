@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from fastai.callback.core import Callback
 from fastai.callback.progress import ProgressCallback
+from fastai.data.load import DataLoader
 from fastai.learner import Learner, Recorder
 from fastcore.basics import noop
 from fastcore.foundation import L
@@ -121,8 +122,8 @@ def begin_fit(
 
 
 def loader_like(
-    dl: Any, # fastai's or PyTorch's DataLoader
-) -> Any: # Another one on the same dataset
+    dl: DataLoader, # fastai's, or PyTorch's
+) -> DataLoader: # Another one on the same dataset
     """Return a loader from which batches can be drawn without a change to the order of `dl`.
 
     A `DistributedDL` would wait for all processes, so the loader inside is taken. PyTorch's own loaders, and classes
@@ -164,7 +165,7 @@ def _copy(learn: Learner, optimizer: bool) -> Learner:
     return new
 
 
-def _write_nothing(file: Any, **kwargs: Any) -> Path: return Path(file)
+def _write_nothing(file: str | Path, **kwargs: object) -> Path: return Path(file)
 
 
 def _detach_results(part: Any, memo: dict[int, Any]) -> None:

@@ -84,8 +84,8 @@ def _run_again(learn: Learner, alarm: Alarm) -> tuple[str, str]:
         return verdict.reason, f'Take another precision: `{other}`'
     if verdict.modules:
         return verdict.reason, f"Keep {', '.join(map(named, verdict.modules))} in fp32: `{verdict.call}`"
-    if verdict.scales and judge.scale < alarm.scale:
+    if verdict.scale_range and judge.scale < alarm.scale:
         return (f'the loss scale of {alarm.scale:,.9g} is too large: gradients overflow in {mode.value}, and at '
-                f'{verdict.scales[1]:,.9g} they do not'), f'Start lower: `{verdict.call}`'
+                f'{verdict.scale_range[1]:,.9g} they do not'), f'Start lower: `{verdict.call}`'
     return (f'it is finite in {mode.value}, forward and backward',
             'Call `learn.precision_report()`: it also names what is close to overflow')

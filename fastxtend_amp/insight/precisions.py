@@ -25,10 +25,10 @@ _ALLOWED = "'fp32', 'bf16', 'fp16', 'half weights' (bf16), 'half weights fp16', 
 @dataclass(frozen=True)
 class PrecisionChoice:
     "One precision that a learner can be set to: fp32, autocast, or half-precision weights."
-    mode: AMPMode | None = None # None for fp32
+    mode: AMPMode | None = None # The mode; None for fp32
     half_weights: bool = False # Whether the weights are in `mode`'s dtype, as after `to_half_weights`
     fp32_modules: tuple[str, ...] = () # Modules kept in fp32 besides those that the learner keeps
-    init_scale: float | None = None # At the start of the fit; the learner's if None (fp16)
+    init_scale: float | None = None # First loss scale; the learner's if None (fp16)
 
     @property
     def name(self) -> str:
@@ -52,7 +52,7 @@ def _choice(name: Any) -> PrecisionChoice:
     half = isinstance(name, str) and name.startswith(HALF_WEIGHTS)
     try: return PrecisionChoice(AMPMode(name.removeprefix(HALF_WEIGHTS).strip() or 'bf16' if half else name), half)
     except ValueError:
-        raise ValueError(f'modes={name!r} cannot be used: it is not a precision.\nAllowed: {_ALLOWED}.') from None
+        raise ValueError(f'modes={name!r} cannot be used.\nAllowed: {_ALLOWED}.') from None
 
 
 def default_choices(learn: Learner) -> list[PrecisionChoice]:
@@ -74,7 +74,7 @@ class Call(NamedTuple):
         return f"learn.{self.method}({', '.join(f'{k}={_written(v, k)}' for k, v in self.arguments.items())})"
 
 
-def _written(value: Any, name: str) -> str:
+def _written(value: object, name: str) -> str:
     "Return `value` as it would be written in a call; an object that cannot be written as `name`."
     text = repr(value.value if isinstance(value, AMPMode) else value)
     return name if text.startswith('<') else text

@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 import torch
+from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from torch import nn
 
@@ -36,11 +37,11 @@ _FORMAT: dict[str, Any] = {'index': False, 'float_format': '{:.3g}'.format}
 class PrecisionReport:
     """The findings of `Learner.precision_report`.
 
-    `verdicts`: a `Verdict` for each mode. `fp32_modules`: names for `MixedPrecision(fp32_modules=...)`; for one mode
-    alone, `verdicts[mode].modules`. `table`: a row for each mode and module that computes something itself, in order
-    of execution. `plot()`. `notes`: what was looked at, and what was left out.
+    - `verdicts`: a `Verdict` for each mode, by its name
+    - `table`: a row for each mode and module that computes something itself, in order of execution
+    - `notes`: sentences on what was looked at, and what was left out
 
-    The columns of `table` are those of a run with nothing in fp32 but what does not run otherwise:
+    The columns of `table` describe a run with nothing in fp32 but what does not run otherwise:
 
     | column | meaning | unit |
     |---|---|---|
@@ -49,12 +50,12 @@ class PrecisionReport:
     | `type` | class of the module | name |
     | `format` | lowest precision of a result of its operators; 'none': it does not run in the mode | name |
     | `largest` | largest absolute result of the module's own operators, in fp32 | value |
-    | `headroom` | maximum of the format over the largest value that is in that format | ratio |
-    | `error` | of its own arithmetic, from fp32 on the same inputs; inf where it overflows, nan after that | ratio |
+    | `headroom` | the format's maximum, divided by the largest value in that format | ratio |
+    | `error` | of its own arithmetic, against fp32 on the same inputs; inf where it overflows, nan after that | ratio |
     | `grad` | largest absolute gradient of outputs and own parameters, in fp32, unscaled | value |
     | `trouble` | whether the verdict names the module | bool |
 
-    Large negative values that are far from all others, as attention masks are, count nowhere.
+    Large negative values that are far from all others, as in attention masks, are not counted.
     """
     def __init__(self,
         table: pd.DataFrame,
@@ -65,7 +66,7 @@ class PrecisionReport:
 
     @property
     def fp32_modules(self) -> list[str]:
-        "The modules to keep in fp32, for any of the modes that work then."
+        "The modules to keep in fp32 for all modes that work then, as for `MixedPrecision(fp32_modules=...)`."
         return [*dict.fromkeys(m for v in self.verdicts.values() for m in v.modules)]
 
     def plot(self): # The matplotlib axes
@@ -106,8 +107,8 @@ class PrecisionReport:
         for mode, table in self.table.groupby('mode', sort=False):
             badness = table['trouble'] * 1e3 + table['error'].fillna(0).clip(upper=1e2) + 1 / table['headroom']
             rows = table.loc[badness.sort_values(ascending=False, kind='stable').index[:10]]
-            more = f' of {len(table)}' if len(table) > len(rows) else ''
-            title = f'{mode}: the {len(rows)} modules to look at first{more}; all columns and rows: `report.table`'
+            more = f'{len(rows)} of ' if len(table) > len(rows) else ''
+            title = f'{mode}: the {more}{len(table)} modules to look at first; `report.table` has all rows and columns'
             yield title, rows.drop(columns=['mode', 'grad'])
 
     def __repr__(self):
@@ -123,9 +124,9 @@ class PrecisionReport:
 
 def report(
     learn: Learner,
-    modes: Iterable[str | AMPMode] = ('bf16', 'fp16'),
+    modes: str | AMPMode | Iterable[str | AMPMode] = ('bf16', 'fp16'),
     n_batches: int = 1,
-    dl: Any = None,
+    dl: DataLoader | None = None,
     max_seconds: float = 60.,
 ) -> PrecisionReport:
     "Report on a learner; see `Learner.precision_report`."
@@ -152,7 +153,7 @@ class _Report:
         self.low: dict[AMPMode, Trace] = {}                      # the first that ran to its end
         self.refused: dict[AMPMode, set[str]] = {}               # modules that do not run in a mode
 
-    def on(self, modes: list[AMPMode], n_batches: int, dl: Any) -> PrecisionReport:
+    def on(self, modes: list[AMPMode], n_batches: int, dl: DataLoader) -> PrecisionReport:
         with random_state_kept(): self.batches = [*islice(loader_like(dl), n_batches)]
         if not self.batches: raise ValueError('precision_report needs at least one batch, but the DataLoader gave '
                                               'none.\nGive another one as dl=...')
@@ -193,7 +194,8 @@ class _Report:
             self.refused[mode] = judge.refused
             return judge.verdict()
         except TimeIsUp:
-            return Verdict(mode.value, 'not known', f'`max_seconds={self.max_seconds:g}` was over',
+            reason = f'the report ended at its time limit, `max_seconds={self.max_seconds:g}`'
+            return Verdict(mode.value, 'not known', reason,
                            f"learn.precision_report('{mode.value}', max_seconds={10 * self.max_seconds:g})")
 
     def _in_fp32(self, s: Seen) -> Seen: return self.fp32.seen.get(s.name, s)
@@ -209,8 +211,8 @@ class _Report:
 
     def _notes(self, few, whole) -> list[str]:
         n = len(self.batches)
-        notes = [f"Looked at {n} batch{'es' * (n > 1)} of {few} samples, with the weights as they are now. In other "
-                 'batches (`n_batches` takes more) and after more training values may be larger.']
+        notes = [f"Looked at {n} batch{'es' * (n > 1)} of {few} samples, with the weights as they are now: in other "
+                 'batches (`n_batches`) and after some training other modules may be in trouble.']
         if few < whole: notes.append(f'These are the first of {whole}, because a precision is emulated here, and slow.')
         if missing := left_out(self.learn): notes.append(f'Callbacks that took no part: {some(missing, 8)}.')
         return notes
@@ -230,7 +232,7 @@ def first_samples(batch: Any, n: int) -> Any:
     return map_tensors(lambda t: t[:n].clone() if t.ndim and len(t) == whole else t, batch)
 
 
-def check_modes(modes: Any) -> list[AMPMode]:
+def check_modes(modes: str | AMPMode | Iterable[str | AMPMode]) -> list[AMPMode]:
     "Return the modes to examine, each once."
     given = [modes] if isinstance(modes, (str, torch.dtype)) else [*modes]
     try:

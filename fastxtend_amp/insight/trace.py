@@ -65,7 +65,7 @@ class Seen:
 
 class _Frame:
     "One call of a module under way, and the fp32 twins of tensors that its operators have made."
-    def __init__(self, seen: Seen, module: Any = None):
+    def __init__(self, seen: Seen, module: nn.Module | None = None):
         self.seen, self.module = seen, module
         self.twins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}    # by address: a tensor there, the fp32 memory
 

@@ -36,20 +36,20 @@ class Verdict:
     |---|---|
     | 'safe so far' | nothing is wrong on the batches that were looked at, with the weights as they are now |
     | 'safe with loss scaling' | the same, and without loss scaling gradients would underflow |
-    | 'safe, but close' | values are above a quarter of the format's maximum: `call` keeps their modules in fp32 |
-    | 'keep modules in fp32' | some overflow, are over a tenth off, or do not run; with `modules` in fp32 all is well |
-    | 'do not use' | no modules were found that help |
-    | 'cannot run' | the device has no kernel for it, or code of the model does not run in it, and no modules help |
-    | 'not known' | `max_seconds` was over, or fp32 fails, too |
+    | 'safe, but close' | values reach a quarter of the format's maximum; `call` keeps their modules in fp32 |
+    | 'keep modules in fp32' | some overflow, do not run, or have an error above 10 %; `modules` in fp32 mend it |
+    | 'do not use' | nothing that was tried helps |
+    | 'cannot run' | the device has no kernel for it, or the model's code does not run in it, whatever is kept in fp32 |
+    | 'not known' | the report ended at its time limit, `max_seconds`, or fp32 fails, too |
     """
     mode: str # 'bf16' or 'fp16'
     verdict: Judgement # One of the seven above
     reason: str # What was found
     call: str # The next call to make; '' where fp32 fails, too
-    modules: list[str] = field(default_factory=list) # To keep in fp32
-    scales: tuple[float, float] | None = None # Lowest and highest loss scale without underflow or overflow (fp16)
-    trouble: list[str] = field(default_factory=list) # Modules that show it; '(model)' is the model's own forward
-    init_scale: float | None = None # To start from, where the usual loss scale is too high (fp16)
+    modules: list[str] = field(default_factory=list) # Modules to keep in fp32
+    scale_range: tuple[float, float] | None = None # Loss scales without underflow or overflow (fp16)
+    trouble: list[str] = field(default_factory=list) # Modules in trouble; '(model)' is the model's own forward
+    init_scale: float | None = None # First loss scale, where the usual one is too high (fp16)
 
     @property
     def headline(self) -> str:
@@ -126,7 +126,7 @@ class Judge:
         found = {n: self._why_not_finite(low, n) for n in low.failures()}
         for n, s in low.seen.items():
             if n in found: continue
-            if s.error > IMPRECISE: found[n] = f'{named(n)} is {min(s.error, 1):.0%} off fp32 in {self.mode.value}'
+            if s.error > IMPRECISE: found[n] = f'the error of {named(n)} is {min(s.error, 1):.0%} in {self.mode.value}'
             elif s.half * CLOSE > self.limit and not covers(self.keep, n):
                 found[n] = f'values in {named(n)} reach {s.half:,.3g}, close to {self._format}: more would overflow'
                 if n not in self.reasons: self.close.add(n)
@@ -209,7 +209,7 @@ class Judge:
         if reasons: verdict = 'safe, but close' if self.close >= self.reasons.keys() else 'keep modules in fp32'
         if not reasons:
             own = max((s.error for s in low.seen.values()), default=0.)
-            reasons = [f'no module by itself is more than {own:.2%} off fp32' if own else 'nothing wrong was found']
+            reasons = [f'no module has an error of its own above {own:.2%}' if own else 'nothing wrong was found']
         if scales: reasons = [*reasons[:4], f'loss scales from {least:,.9g} to {most:,.9g} fit']
         call = self.call([n for n in self.keep if n not in self.kept], **changes)
         said = self._say(verdict, some(reasons, 5, '; '), call, scales)

@@ -18,7 +18,7 @@ from torch import nn
 import fastxtend_amp  # noqa: F401  patches Learner
 from ..mode import AMPMode, precision_support
 from .demo import digits
-from .device import usable_device
+from .device import default_device, usable_device
 
 __all__ = ['Result', 'check', 'main', 'report']
 
@@ -118,8 +118,9 @@ def _resumes(device, precision, mode, before) -> tuple[bool, str]:
     same = all(torch.equal(p, q) for p, q in zip(learn.model.parameters(), other.model.parameters()))
     seen = 'weights as saved' if same else 'WEIGHTS DIFFER'
     if precision == 'fp16':
-        same &= other.precision.scale == learn.precision.scale
-        seen += f', loss scale {other.precision.scale:,g} of {learn.precision.scale:,g}'
+        loaded, saved = other.precision.scale, learn.precision.scale
+        same &= loaded == saved
+        seen += f', loss scale {loaded:,g} ' + ('as saved' if loaded == saved else f'INSTEAD OF {saved:,g}')
     _fit(other)
     return same, seen + ', training went on'
 
@@ -157,7 +158,7 @@ def check(
     progress: Callable[[Result], object] = lambda result: None, # Called with each result as it comes
 ) -> list[Result]: # Those of all precisions; a precision that the device does not run has one, with `passed` None
     "Train a small network in each precision, and check overflow, save and load, and exceptions."
-    on, results = _device(device), []
+    on, results = default_device() if device is None else torch.device(device), []
     support = {r.mode: r for r in precision_support(on).itertuples()}
     before = {'state': _state(on)}                               # what the checks compare with; fp32 adds its loss
     def add(*args):
@@ -177,12 +178,6 @@ def check(
     return results
 
 
-def _device(device) -> torch.device:
-    if device is not None: return torch.device(device)
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return found or torch.device('cpu')
-
-
 def _versions() -> str:
     def of(package):
         try: return f'{package} {version(package)}'
@@ -193,7 +188,7 @@ def _versions() -> str:
 
 def _name(device) -> str:
     if device.type == 'cpu':
-        return f'cpu ({platform.processor() or platform.machine()}, {torch.get_num_threads()} threads)'
+        return f'cpu ({platform.processor() or platform.machine()}, threads: {torch.get_num_threads()})'
     get_name = getattr(torch.get_device_module(device.type), 'get_device_name', None)
     runtime = f', CUDA {torch.version.cuda}' if device.type == 'cuda' and torch.version.cuda else ''
     return f'{device} ({get_name(device)}{runtime})' if get_name else str(device)
@@ -236,7 +231,7 @@ def main(argv: Sequence[str] | None = None) -> int: # The exit status: 0 if all 
     parser.add_argument('--device', metavar='D',
         help="torch device, such as 'cpu' or 'cuda:0' (default: the accelerator, if there is one)")
     args = parser.parse_args(argv)
-    device = usable_device(parser, args.device, _device(None))
+    device = usable_device(parser, args.device)
     print(head(device), end='\n\n', flush=True)
     results = check(device, lambda result: print(_line(result), flush=True))
     print(f'\n{verdict(results, device)}')

@@ -94,12 +94,12 @@ def main(
         'Train a convolutional network on 1,797 real handwritten digits in fp32, bf16 and fp16, and compare. '
         'Takes at most two minutes.'))
     parser.add_argument('--device', metavar='D',
-                        help="torch device, such as 'cpu' or 'cuda:0' (default: CUDA if there is one)")
+                        help="torch device, such as 'cpu' or 'cuda:0' (default: the accelerator, if there is one)")
     parser.add_argument('--out', type=Path, default=Path('fastxtend_amp_demo.png'), metavar='FILE',
                         help='the PNG to write (default %(default)s)')
     args = parser.parse_args(argv)
     if not args.out.parent.is_dir(): parser.error(f'--out {args.out}: there is no folder {args.out.parent}')
-    device = usable_device(parser, args.device, 'cuda' if torch.cuda.is_available() else 'cpu')
+    device = usable_device(parser, args.device)
     for r in precision_support(device).itertuples(): print(f'{r.mode} is {r.support} on this device ({r.why}).')
     print(f'fp32, bf16 and fp16 train in turns, for at most {SECONDS} seconds.\n', flush=True)
     learn = learner(device)

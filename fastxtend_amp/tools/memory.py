@@ -29,7 +29,7 @@ def keep_freed_memory(
     https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html
     """
     if not 0 < threshold < 2**31:
-        raise ValueError(f'threshold={threshold!r} is not possible: give a number of bytes, from 1 to {2**31 - 1:,}.')
+        raise ValueError(f'threshold={threshold!r} cannot be used: give a number of bytes, from 1 to {2**31 - 1:,}.')
     why = _nothing_to_do()
     if why is not None: return f'Nothing to do: {why}.'
     mallopt = ctypes.CDLL(None).mallopt
@@ -41,7 +41,7 @@ def keep_freed_memory(
 
 
 def _nothing_to_do() -> str | None:
-    "Why glibc's settings do not matter to this process; None if they do."
+    "Return why glibc's settings do not matter to this process; None if they do."
     try: is_glibc = (os.confstr('CS_GNU_LIBC_VERSION') or '').startswith('glibc')
     except (AttributeError, ValueError, OSError): is_glibc = False   # no confstr on Windows, no such name elsewhere
     if not is_glibc: return 'this system is not Linux with glibc'

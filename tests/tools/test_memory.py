@@ -67,4 +67,4 @@ def test_an_older_glibc_turns_mmap_off(monkeypatch):
 
 @pytest.mark.parametrize('threshold', [0, -1, 2**31])
 def test_impossible_thresholds(threshold):
-    with pytest.raises(ValueError, match=f'threshold={threshold} is not possible'): keep_freed_memory(threshold)
+    with pytest.raises(ValueError, match=f'threshold={threshold} cannot be used'): keep_freed_memory(threshold)
