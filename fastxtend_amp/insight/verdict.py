@@ -133,8 +133,9 @@ class Judge:
         return found
 
     def _why_not_finite(self, low, name) -> str:
-        largest, failed = self.fp32.seen[name].largest if name in self.fp32.seen else 0., low.seen[name].failed
-        is_first = not any(s.half for s in low.seen.values() if s.ended < failed)    # that takes half precision
+        here = low.seen[name]
+        largest = self.fp32.seen.get(name, here).largest
+        is_first = not any(s.half for s in low.seen.values() if s.ended < here.failed)   # in half precision
         if is_first and self.fp32.largest_input > self.limit:
             return (f'the inputs reach {self.fp32.largest_input:,.3g}, above {self._format}: scale the data, or keep '
                     'in fp32 what takes them')

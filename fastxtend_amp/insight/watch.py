@@ -99,7 +99,7 @@ class Watch:
             said = '\n'.join(str(e).splitlines()[:2])            # of a refusal: what is wrong, and the way out
             message = f'{alarm.happened}\nThe batch could not be run again, {type(e).__name__}: {said}'
         if cb.on_overflow == 'raise': raise FloatingPointError(message)
-        else: warn_user(message)
+        warn_user(message)
 
     def _divergence(self) -> str:
         """Describe how far weights and loss have grown since the start, if either has a hundredfold; '' otherwise.

@@ -9,8 +9,8 @@ from torch import nn
 from fastxtend_amp import HalfWeights, mode
 from fastxtend_amp.insight import compare, precisions
 from fastxtend_amp.insight.precisions import PrecisionChoice, call_for, precision_call, use_choice
-from helpers import Attentive, learner
-from states import bits, rich
+from helpers import Attentive, learner, mlp
+from states import Act, Gives, Unpacks, bits, rich
 
 
 class Costs(Callback):
@@ -104,6 +104,17 @@ def test_a_mode_that_the_report_refuses_is_not_tried_and_said():
     learn = costing({'bf16': 2., 'fp16': 9.}, Overflows(6, 1)).to_amp(measure=True)
     decision = learn.precision_decision
     assert list(decision.table.index) == ['fp32', 'bf16'] and learn.precision.mode == 'bf16' and '; fp16: ' in decision.reason
+
+
+def test_fp32_that_fails_itself_is_named():
+    learn = learner(nn.Sequential(nn.Linear(6, 1), Act(lambda h: (-h.abs()).log()))).to_amp(measure=True)
+    words = "Nothing else was compared; bf16: the loss is not finite in fp32 either, first in '1'"
+    assert learn.precision is None and learn.precision_decision.reason.startswith(words)
+
+
+def test_a_model_whose_output_a_callback_unpacks():
+    learn = learner(Gives(mlp()), cbs=[Unpacks(), Costs({'bf16': 2.})]).to_amp(measure=True)
+    assert learn.precision.mode == 'bf16'
 
 
 def test_interrupted_it_leaves_the_learner_as_it_was():

@@ -348,7 +348,7 @@ MODELS = {
     'unpacked by a callback': lambda: learner(Gives(mlp()), cbs=Unpacks()), 'MixUp': lambda: classes(cbs=MixUp()),
     'dictionaries as batches': lambda: learner(dls=loaders(24, 4, Named(*dataset().tensors), Named(*dataset().tensors)), cls=Splits),
     'tied, in place, called twice': lambda: learner(Tied()), 'compiled': compiled, 'checkpoints': lambda: learner(Checkpointed()),
-    'own gradients': lambda: learner(Force()), 'vmap': mapped,
+    'own gradients': lambda: learner(Force()), 'vmap': mapped, 'two samples in BatchNorm': lambda: learner(dls=loaders(bs=2)),
     'spectral norm': lambda: learner(nn.Sequential(nn.utils.spectral_norm(nn.Linear(6, 8)), nn.Linear(8, 1))),
 }
 
@@ -388,6 +388,8 @@ def test_it_says_what_it_looked_at():
     seen = []
     valid = learner(nn.Sequential(Act(lambda x: (seen.append(x), x)[1]), nn.Linear(6, 1))).precision_report('bf16', dl=learn.dls.valid)
     assert torch.equal(seen[0], learn.dls.valid.one_batch()[0]) and valid.verdicts['bf16'].verdict == 'safe so far'
+    with torch.no_grad(): learn.model[0].weight *= 1e6           # as training may
+    assert learn.precision_report('fp16').verdicts['fp16'].modules == ['0']
 
 
 def test_an_emulated_mode_makes_it_look_at_fewer_samples(monkeypatch):
