@@ -45,18 +45,19 @@ def measure_and_choose(
     comparison.reason = '; '.join([comparison.reason.rstrip('.'), *refused]) + '.'
     comparison.apply(learn)
     decisions[learn] = comparison
-    print(f'{comparison.recommended}: {comparison.reason} Measured in {time.perf_counter() - start:.0f} s. The same '
-          f'without measuring: `{comparison.calls[comparison.recommended]}`.')
+    print(f'Chosen: {comparison.recommended}. {comparison.reason} Measured in {time.perf_counter() - start:.0f} s. The '
+          f'same without measuring: `{comparison.calls[comparison.recommended]}`.')
 
 
 def _with_modules_kept(learn, choices, max_seconds) -> tuple[list[PrecisionChoice], list[str]]:
-    "Return the choices that may work, with the modules that they need in fp32; and what the report said of the others."
+    "Return the choices that may work, with the modules that they need in fp32; and what the report said of the rest."
     fp32, *low = choices
     if not low: return choices, []
     verdicts = learn.precision_report([c.mode for c in low], max_seconds=_FOR_REPORT * max_seconds).verdicts
     found, refused = [fp32], []
     for c in low:
         v = verdicts[c.mode.value]
-        if v.verdict == 'do not use': refused.append(f'{c.name}: {v.reason}')
-        else: found.append(replace(c, fp32_modules=tuple(v.modules), init_scale=v.init_scale))
+        if v.call and v.verdict != 'do not use':
+            found.append(replace(c, fp32_modules=tuple(v.modules), init_scale=v.init_scale))
+        else: refused.append(f'{c.name}: {v.reason}')
     return found, refused

@@ -20,6 +20,7 @@ from ..scaling import optimizer_params
 from .comparison import PrecisionComparison, Tolerance, recommend
 from .copies import (
     RandomState,
+    begin_fit,
     check_learner,
     copied_learner,
     left_out,
@@ -125,7 +126,7 @@ class _Comparison:
         "Copy the learner, ready for its first step; the copy is removed with `copies`."
         copy = copies.enter_context(copied_learner(self.learn, optimizer=True, precision=True))
         cb = use_choice(copy, run.choice)
-        if cb is not None: cb.on_overflow = 'ignore'             # a diagnosis would disturb the times; the table tells
+        if cb is not None: cb.on_overflow = 'ignore'             # a diagnosis would disturb the times
         set_random_state(self.random_state)
         if seed is not None: set_seed(seed)
         if not copy.opt: copy.create_opt()
@@ -135,8 +136,7 @@ class _Comparison:
                              'model that `splitter` is given.')
         lr, wd = copy.lr if self.lr is None else self.lr, {} if copy.wd is None else {'wd': copy.wd}
         copy.opt.set_hypers(lr=lr, **wd)
-        copy.n_epoch, copy.epoch, copy.n_iter, copy.dl = 1, 0, self.n_steps, copy.dls.train
-        for event in ('before_fit', 'before_epoch', 'before_train'): copy(event)
+        begin_fit(copy, self.n_steps)
         run.learn, run.random_state = copy, random_state(everything=True)
 
     def _train(self, run, steps):
@@ -172,7 +172,7 @@ class _Comparison:
         self.seeds.append(run)
         self.progress.update(self.n_steps + seed)
 
-    # -- what came of it
+    # -- the result
 
     def _result(self):
         table = pd.DataFrame(map(self._row, self.runs)).set_index('mode')
@@ -180,8 +180,10 @@ class _Comparison:
         recommended, reason = recommend(table, tolerance)
         if len(self.runs) == 1:
             bf16, fp16 = (mode_support(m, self.device).status for m in (AMPMode.BF16, AMPMode.FP16))
-            reason = (f'Nothing else was compared. On this device bf16 is {bf16} and fp16 is {fp16}: '
-                      "`learn.compare_precision(['bf16', 'fp16'])` compares them all the same.")
+            reason = 'Nothing else was compared.'
+            if not bf16 == fp16 == 'native':
+                reason += (f' On this device bf16 is {bf16} and fp16 is {fp16}: '
+                           "`learn.compare_precision(['bf16', 'fp16'])` compares them all the same.")
         choices = {r.choice.name: r.choice for r in self.runs}
         calls = {name: str(call_for(self.learn, choice)) for name, choice in choices.items()}
         return PrecisionComparison(table, {r.choice.name: r.losses for r in self.runs}, [r.losses for r in self.seeds],
@@ -202,7 +204,7 @@ class _Comparison:
         n_seeds = len(self.seeds)
         seeds = f' and {n_seeds} of {self.n_seeds} seeds' * bool(self.n_seeds)
         about = (f'; its standard deviation over {n_seeds + 1} fp32 trainings that differ in the order of batches and '
-                 f'in random draws is {tolerance.spread:.2g}') if n_seeds else ''
+                 f'in random draws is {tolerance.spread:.2g}') if tolerance.spread >= 0 else ''
         notes = [f'Loss: mean of the last {self.n_last} of {self.n} training steps on {self.device}{about}.']
         if self.n < self.n_steps or n_seeds < self.n_seeds:
             notes.append(f'There was time for {self.n} of {self.n_steps} steps{seeds} '

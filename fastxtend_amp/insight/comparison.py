@@ -124,7 +124,7 @@ def recommend(
     fast (5 %) bf16 is taken, which needs no loss scaling.
     """
     if not math.isfinite(tolerance.loss):
-        return 'fp32', 'Its own loss is not finite, so nothing can be compared: look at data, model and rate first.'
+        return 'fp32', "fp32's own loss is not finite: look at the data, the loss function and the learning rate first."
     against = {name: _against(row, tolerance) for name, row in table.drop('fp32').iterrows()}
     bad = '; '.join(f"{name}: {', '.join(found)}" for name, found in against.items() if found)
     speed = table['speed-up'][[name for name, found in against.items() if not found]]
@@ -140,8 +140,8 @@ def _against(row: pd.Series, tolerance: Tolerance) -> list[str]:
     found = []
     if not math.isfinite(row['loss']): found.append('its loss is not finite')
     elif row['skipped'] > row['steps'] / 2:                      # which takes less time, and leaves the loss alone
-        found.append(f"it skipped {row['skipped']} of {row['steps']} steps, so neither its loss nor its speed tells "
-                     'anything: compare with a larger `n_steps`, or see what `learn.precision_report()` finds')
+        found.append(f"it skipped {row['skipped']} of {row['steps']} steps, so its loss and speed say little: "
+                     'compare with a larger `n_steps`, or see what `learn.precision_report()` finds')
     elif row['loss difference'] > tolerance.value:
         found.append(f"its loss is {row['loss difference']:.2g} above fp32's, more than {tolerance}")
     if row['final scale'] < 1:

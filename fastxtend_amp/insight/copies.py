@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import copy, inspect, random, tempfile, threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import MethodType
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from fastai.callback.core import Callback, TrainEvalCallback
+from fastai.callback.core import Callback
 from fastai.callback.progress import ProgressCallback
 from fastai.data.load import DataLoader
 from fastai.learner import Learner, Recorder
@@ -26,8 +26,8 @@ from ..convert import map_tensors
 from ..fp32_modules import unwrapped
 from ..mode import autocast_available, training_device
 
-__all__ = ['RandomState', 'check_learner', 'copied_learner', 'left_out', 'loader_like', 'random_state',
-           'random_state_kept', 'set_random_state', 'several_processes', 'takes_part', 'tensors']
+__all__ = ['RandomState', 'begin_fit', 'check_learner', 'copied_learner', 'left_out', 'loader_like', 'lost_weights',
+           'random_state', 'random_state_kept', 'set_random_state', 'several_processes', 'takes_part', 'tensors']
 
 # Of fastai's own callbacks those that shape a training step, by name, as some are costly to import.
 _OF_FASTAI = set("""TrainEvalCallback CastToTensor MixHandler GradientAccumulation GradientClip BnFreeze ChannelsLast
@@ -45,20 +45,17 @@ def takes_part(cb: Callback) -> bool:
     return has_event and not type(cb).__module__.startswith('fastai.')
 
 
-def left_out(
-    learn: Learner,
-    cbs: Iterable[Callback] | None = None, # Those that take part; by `takes_part` if None
-) -> list[str]: # Names, for a note below a table
+def left_out(learn: Learner) -> list[str]:
     "Name the callbacks that a copy of `learn` does not have, but for its Recorder and progress bar."
     known = (*PRECISION_CALLBACKS, Recorder, ProgressCallback)
-    return [cb.name for cb in learn.cbs if cb not in _taking_part(learn, cbs) and not isinstance(cb, known)]
+    return [cb.name for cb in learn.cbs if not takes_part(cb) and not isinstance(cb, known)]
 
 
 def check_learner(
     learn: Learner,
     method: str, # The learner's method that is to run a copy
 ) -> None:
-    "Raise a `RuntimeError` inside a fit, and a `ValueError` for sharded parameters and lazy modules."
+    "Raise a `RuntimeError` inside a fit; a `ValueError` for parameters that are sharded, lazy, NaN or inf."
     frame, fit = inspect.currentframe(), inspect.unwrap(Learner.fit).__code__
     while frame is not None:
         if frame.f_code is fit and frame.f_locals.get('self') is learn:
@@ -71,12 +68,20 @@ def check_learner(
         if is_lazy(p):
             raise ValueError(f"{method} cannot work on a model with lazy modules: '{name}' is not built yet.\n"
                              'Run the model once before, as in `learn.model(*learn.dls.one_batch()[:1])`.')
+    if lost := lost_weights(learn.model):
+        raise ValueError(f'{method} cannot work on this model: {lost}.\nLoad other weights, or build the model anew.')
+
+
+def lost_weights(model: nn.Module) -> str: # Such as "2 of 4 weight tensors are NaN or inf, such as '0.weight'"
+    "Describe which weights are NaN or inf; '' if none is. Of sharded ones this process's shards."
+    weights = {n: p.to_local() if hasattr(p, 'to_local') else p for n, p in model.named_parameters()}
+    lost = [n for n, p in weights.items() if not p.isfinite().all()]
+    return f"{len(lost)} of {len(weights)} weight tensors are NaN or inf, such as '{lost[0]}'" if lost else ''
 
 
 @contextmanager
 def copied_learner(
     learn: Learner, # Nothing in it changes
-    cbs: Iterable[Callback] | None = None, # Those of its callbacks that take part; by `takes_part` if None
     *,
     optimizer: bool = False, # Whether the optimizer and its state are copied, too; else the copy has none yet
     precision: bool = False, # Whether the copy keeps a copied precision callback; else it is in fp32
@@ -93,7 +98,7 @@ def copied_learner(
     device_type = training_device(learn).type
     autocast = torch.autocast(device_type, enabled=False) if autocast_available(device_type) else torch.enable_grad()
     with tempfile.TemporaryDirectory() as folder, random_state_kept(), torch.enable_grad(), autocast:
-        new = _copy(learn, _taking_part(learn, cbs), optimizer)
+        new = _copy(learn, optimizer)
         new.path, new.model_dir = Path(folder), 'models'
         if not precision: new.to_fp32()
         if any(not p.is_leaf for p in new.model.parameters()):   # TorchScript's
@@ -107,26 +112,29 @@ def copied_learner(
             for p, grad in grads: p.grad = grad
 
 
+def begin_fit(
+    copy: Learner, # With an optimizer
+    n_iter: int, # Batches in its epoch
+) -> None:
+    "Do what a fit does before its first batch."
+    copy.n_epoch, copy.epoch, copy.n_iter, copy.dl = 1, 0, n_iter, copy.dls.train
+    for event in ('before_fit', 'before_epoch', 'before_train'): copy(event)
+
+
 def loader_like(
     dl: DataLoader, # fastai's, or PyTorch's
 ) -> DataLoader: # Another one on the same dataset
-    """Return a loader from which batches can be drawn while the order of `dl` stays as it is.
+    """Return a loader from which batches can be drawn without a change to the order of `dl`.
 
-    The one inside a `DistributedDL`, which would wait for all processes. PyTorch's own loaders, and classes that
-    `new()` cannot build, are returned themselves: their order moves on, as does what the dataset itself draws.
+    A `DistributedDL` would wait for all processes, so the loader inside is taken. PyTorch's own loaders, and classes
+    that `new()` cannot build, are returned themselves: their order moves on, as does what the dataset itself draws.
     """
     if type(dl).__name__ == 'DistributedDL': dl = dl.dl
     try: return dl.new()
     except (AttributeError, TypeError): return dl
 
 
-def _taking_part(learn: Learner, cbs: Iterable[Callback] | None) -> list[Callback]:
-    if cbs is None: return [cb for cb in learn.cbs if takes_part(cb)]
-    asked = {id(cb) for cb in cbs}
-    return [cb for cb in learn.cbs if isinstance(cb, TrainEvalCallback) or id(cb) in asked]
-
-
-def _copy(learn: Learner, taking_part: list[Callback], optimizer: bool) -> Learner:
+def _copy(learn: Learner, optimizer: bool) -> Learner:
     new = object.__new__(type(learn))
     loaders = list(getattr(learn.dls, 'loaders', ()))
     shared = [learn.dls, *loaders, *(getattr(dl, 'dataset', None) for dl in loaders), learn.logger, learn.lock]
@@ -135,7 +143,7 @@ def _copy(learn: Learner, taking_part: list[Callback], optimizer: bool) -> Learn
     methods = {k: v for k, v in vars(learn).items() if callable(getattr(type(learn), k, None))}
     rest = {k: v for k, v in vars(learn).items() if k not in methods and not isinstance(v, Callback)}
     vars(new).update(rest, cbs=L(), logger=noop, lock=threading.Lock())
-    cbs = [cb for cb in learn.cbs if cb in taking_part or isinstance(cb, MixedPrecision)]
+    cbs = [cb for cb in learn.cbs if takes_part(cb) or isinstance(cb, MixedPrecision)]
     parts = [('the model', unwrapped(learn.model)), ('the loss function', learn.loss_func),
              ('opt_func', learn.opt_func), ('the optimizer', learn.opt if optimizer else None),
              ("the learner's own methods", methods), *((f"the callback '{cb.name}'", cb) for cb in cbs)]
@@ -176,7 +184,7 @@ def _keep_flags(old: Any, new: Any) -> None:
 
 
 def tensors(
-    x: Any, # Nested at will
+    x: Any, # Nested to any depth
     floating: bool = True, # Only those of floating point
 ) -> list[torch.Tensor]:
     "Return the tensors in `x`."

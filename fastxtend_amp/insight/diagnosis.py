@@ -11,10 +11,10 @@ from fastai.learner import Learner
 from ..callback import precision_callback
 from ..fp32_modules import unwrapped
 from ..mode import AMPMode, fastest_native
-from .copies import RandomState, several_processes
+from .copies import RandomState, lost_weights, several_processes
 from .precisions import precision_call
 from .trace import trace
-from .verdict import Judge, lost_weights, named, not_finite_data
+from .verdict import Judge, named, not_finite_data, wrong_in_fp32
 
 __all__ = ['Alarm', 'diagnose']
 
@@ -75,9 +75,9 @@ def _run_again(learn: Learner, alarm: Alarm) -> tuple[str, str]:
     mode = alarm.mode
     again = partial(trace, learn, [(alarm.xb, alarm.yb)], in_fit=True, random_state=alarm.random_state)
     fp32 = again()
+    if wrong := wrong_in_fp32(fp32): return wrong, 'Look at the learning rate, the loss function and the data'
     judge = Judge(mode, unwrapped(learn.model), cb.device, partial(again, mode, reference=fp32), fp32, alarm.scale,
                   partial(precision_call, learn, mode), cb.fp32_module_names)
-    if wrong := judge.wrong_in_fp32(): return wrong, 'Look at the learning rate, the loss function and the data'
     verdict = judge.verdict()
     if not verdict.call:
         other = precision_call(learn, fastest_native(cb.device, [mode]))
@@ -87,4 +87,5 @@ def _run_again(learn: Learner, alarm: Alarm) -> tuple[str, str]:
     if verdict.scale_range and judge.scale < alarm.scale:
         return (f'the loss scale of {alarm.scale:,.9g} is too large: gradients overflow in {mode.value}, and at '
                 f'{verdict.scale_range[1]:,.9g} they do not'), f'Start lower: `{verdict.call}`'
-    return f'this batch is finite in {mode.value}, forward and backward', '`learn.precision_report()` looks closer'
+    return (f'it is finite in {mode.value}, forward and backward',
+            'Call `learn.precision_report()`: it also names what is close to overflow')

@@ -32,7 +32,7 @@ def compare_precision(self: Learner,
     n_seeds: int = 3, # How often fp32 is repeated with another order of the batches and other random draws
     max_seconds: float = 60., # Seconds after which it ends, with what it knows by then
 ) -> PrecisionComparison: # `table`, `plot()`, `recommended`, `reason` and `apply()`; shows itself in a notebook
-    """Train copies of the learner for `n_steps` in each precision, from its present state on the same batches.
+    """Train a copy of the learner in each precision, for `n_steps` from its present state, on the same batches.
 
     The learner, its loggers and its recorder stay as they are. Drawing batches runs the dataset, as fastai's
     `one_batch()` does, and moves its random generators on. All copies are in memory at once, and up to 512 MB of
@@ -51,8 +51,8 @@ def compare_precision(self: Learner,
     DistributedDataParallel, and SyncBatchNorm takes this process's statistics. If the loss function communicates, all
     processes must call this method.
 
-    Raises `ValueError` for an unknown mode, for unusable numbers, for a learner that cannot be copied, for sharded
-    parameters (FSDP), lazy modules and without training batches; `RuntimeError` inside a fit.
+    Raises `ValueError` for an unknown mode, for unusable numbers, for a learner that cannot be copied, for parameters
+    that are sharded (FSDP), lazy, NaN or inf, and without training batches; `RuntimeError` inside a fit.
     """
     return compare(self, modes, n_steps, lr, n_seeds, max_seconds)
 
@@ -67,19 +67,19 @@ def precision_report(self: Learner,
     """Report whether the model survives low precision, and where it does not, on real batches.
 
     Runs batches forward and backward in copies of the learner, in its own training loop with its callbacks, in fp32 and
-    in each mode, and looks into each module, the model's own `forward` and the loss function. Modules whose values are
-    not finite or reach a quarter of the format's maximum, or whose error is above 10 %, are kept in fp32, and the
-    batches run again, until nothing is wrong. For the model's own `forward` and the loss function, which cannot be kept
-    in fp32, the modules before them are tried. The verdict holds for these batches and the weights as they are now:
-    after some training ask again. If the device emulates a mode, and that would take long, the report looks at the
-    first samples of each batch alone, and says so.
+    in each mode, and looks into each module, the model's own `forward` and the loss function. Modules that do not run,
+    whose values are not finite or reach a quarter of the format's maximum, or whose error is above 10 %, are kept in
+    fp32, and the batches run again, until nothing is wrong. For the model's own `forward` and the loss function, which
+    cannot be kept in fp32, the modules before them are tried. The verdict holds for these batches and weights: after
+    some training ask again. Where a mode is emulated and slow, the report takes the first samples of each batch alone,
+    and says so.
 
     A copy has what it has in `compare_precision`, and the learner stays as it was. With several processes each reports
     by itself, without communication.
 
     Raises `ValueError` for an unknown mode, for unusable numbers, for a learner that cannot be copied, without batches,
-    for parameters that are in half precision themselves, sharded ones (FSDP) and lazy modules; `RuntimeError` inside a
-    fit; and any error of the model in fp32.
+    for parameters in half precision, sharded (FSDP), lazy, NaN or inf; `RuntimeError` inside a fit; and any error of
+    the model in fp32.
     """
     return report(self, modes, n_batches, dl, max_seconds)
 

@@ -26,7 +26,7 @@ _ALLOWED = "'fp32', 'bf16', 'fp16', 'half weights' (bf16), 'half weights fp16', 
 class PrecisionChoice:
     "One precision that a learner can be set to: fp32, autocast, or half-precision weights."
     mode: AMPMode | None = None # The mode; None for fp32
-    half_weights: bool = False # Whether the weights are in `mode`'s dtype, as `to_half_weights` has it
+    half_weights: bool = False # Whether the weights are in `mode`'s dtype, as after `to_half_weights`
     fp32_modules: tuple[str, ...] = () # Modules kept in fp32 besides those that the learner keeps
     init_scale: float | None = None # First loss scale; the learner's if None (fp16)
 

@@ -22,7 +22,7 @@ from .copies import check_learner, left_out, loader_like, random_state_kept, ten
 from .precisions import PRECISION_COLORS, precision_call
 from .progress import TimeIsUp, check_count, check_seconds
 from .trace import Seen, Trace, trace
-from .verdict import Judge, Verdict, as_html, not_finite_data, some
+from .verdict import Judge, Verdict, as_html, not_finite_data, some, wrong_in_fp32
 
 __all__ = ['PrecisionReport', 'report']
 
@@ -41,14 +41,14 @@ class PrecisionReport:
     - `table`: a row for each mode and module that computes something itself, in order of execution
     - `notes`: sentences on what was looked at, and what was left out
 
-    The columns of `table` describe a run with nothing kept in fp32:
+    The columns of `table` describe a run with nothing in fp32 but what does not run otherwise:
 
     | column | meaning | unit |
     |---|---|---|
     | `mode` | the precision | 'bf16', 'fp16' |
     | `module` | '(model)' is the model's own forward | name |
     | `type` | class of the module | name |
-    | `format` | the lowest precision of a result of its operators | 'bf16', 'fp16', 'fp32' |
+    | `format` | lowest precision of a result of its operators; 'none': it does not run in the mode | name |
     | `largest` | largest absolute result of the module's own operators, in fp32 | value |
     | `headroom` | the format's maximum, divided by the largest value in that format | ratio |
     | `error` | of its operators, against fp32 on the same inputs; inf where it overflows, nan after that | ratio |
@@ -67,7 +67,7 @@ class PrecisionReport:
     @property
     def fp32_modules(self) -> list[str]:
         "The modules to keep in fp32 for all modes that work then, as for `MixedPrecision(fp32_modules=...)`."
-        return [*dict.fromkeys(m for v in self.verdicts.values() if v.verdict != 'do not use' for m in v.modules)]
+        return [*dict.fromkeys(m for v in self.verdicts.values() for m in v.modules)]
 
     def plot(self): # The matplotlib axes
         """Plot the largest value in each module, from first to last, against fp16's range; bf16 has that of fp32.
@@ -79,8 +79,7 @@ class PrecisionReport:
         sizes = self.table.drop_duplicates('module')['largest'].replace(0, math.nan).reset_index(drop=True)
         kinds = {row.module: 'module in trouble' for row in self.table.itertuples() if row.trouble}
         for row in self.table.itertuples():
-            if row.trouble and row.error != math.inf and self.verdicts[row.mode].verdict == 'cannot run':
-                kinds[row.module] = 'module that does not run'
+            if row.format == 'none': kinds[row.module] = 'module that does not run'
         width = min(max(7.5, 3 + len(names) * .25), 10)          # legible on a page
         figure, ax = plt.subplots(layout='constrained', figsize=(width, 4.5))
         ax.plot(sizes, color='#9aa4b2', lw=1)
@@ -151,7 +150,8 @@ class _Report:
         self.device = training_device(learn)
         self.batches: list[Any] = []
         self.fp32 = Trace()
-        self.low: dict[AMPMode, Trace] = {}                      # with nothing kept in fp32
+        self.low: dict[AMPMode, Trace] = {}                      # the first that ran to its end
+        self.refused: dict[AMPMode, set[str]] = {}               # modules that do not run in a mode
 
     def on(self, modes: list[AMPMode], n_batches: int, dl: DataLoader) -> PrecisionReport:
         with random_state_kept(): self.batches = [*islice(loader_like(dl), n_batches)]
@@ -165,10 +165,13 @@ class _Report:
             first = [first_samples(b, few) for b in self.batches]
             try: self.fp32, self.batches = trace(self.learn, first), first
             except Exception: few = whole                        # the model needs batches of one size
-        verdicts = {mode: self._verdict(mode) for mode in modes}
-        bad = [m for m, v in verdicts.items() if v.verdict in ('do not use', 'cannot run')]
-        for v in verdicts.values():
-            v.call = v.call or precision_call(self.learn, fastest_native(self.device, bad))
+        if wrong := not_finite_data(self.batches) or wrong_in_fp32(self.fp32):
+            verdicts = {mode: Verdict(mode.value, 'not known', wrong, '') for mode in modes}
+        else:
+            verdicts = {mode: self._verdict(mode) for mode in modes}
+            other = fastest_native(self.device, [m for m, v in verdicts.items() if not v.call])
+            call = verdicts[other].call if other in verdicts else precision_call(self.learn, other)
+            for v in verdicts.values(): v.call = v.call or call
         rows = [self._row(mode, s, v) for mode, v in verdicts.items() if mode in self.low
                 for s in self.low[mode].seen.values() if self._in_fp32(s).largest or s.name in v.trouble]
         return PrecisionReport(pd.DataFrame(rows, columns=_COLUMNS), {m.value: v for m, v in verdicts.items()},
@@ -177,7 +180,6 @@ class _Report:
     def _verdict(self, mode: AMPMode) -> Verdict:
         support = mode_support(mode, self.device)
         if support.status == 'unsupported': return Verdict(mode.value, 'cannot run', support.why, '')
-        if bad := not_finite_data(self.batches): return Verdict(mode.value, 'do not use', bad, '')
         def run(keep, scale):
             if time.monotonic() > self.until: raise TimeIsUp
             found = trace(self.learn, self.batches, mode, keep, scale, reference=self.fp32)
@@ -187,8 +189,10 @@ class _Report:
         scale, kept = (cb and cb.scale) or INIT_SCALE, cb.fp32_module_names if cb else []
         try:
             if kept and not run([], scale).error: kept = []      # only what does not run otherwise stays in fp32
-            return Judge(mode, self.model, self.device, run, self.fp32, scale,
-                         partial(precision_call, self.learn, mode), kept).verdict()
+            judge = Judge(mode, self.model, self.device, run, self.fp32, scale,
+                          partial(precision_call, self.learn, mode), kept)
+            self.refused[mode] = judge.refused
+            return judge.verdict()
         except TimeIsUp:
             reason = f'the report ended at its time limit, `max_seconds={self.max_seconds:g}`'
             return Verdict(mode.value, 'not known', reason,
@@ -201,13 +205,14 @@ class _Report:
         error = math.inf if s.failed else math.nan if failures and s.ended > min(failures) else s.error
         largest, format, limit = s.half, mode.value, torch.finfo(mode.dtype).max
         if not s.half: largest, format, limit = ref.largest, 'fp32', torch.finfo(torch.float32).max
+        if s.name in self.refused[mode]: format = 'none'
         return [mode.value, s.name, s.type, format, ref.largest, limit / largest if largest else math.inf, error,
                 ref.grad or math.nan, s.name in verdict.trouble]
 
     def _notes(self, few, whole) -> list[str]:
         n = len(self.batches)
-        notes = [f"Looked at {n} batch{'es' * (n > 1)} of {few} samples, with the weights as they are now: "
-                 'after some training other modules may be in trouble.']
+        notes = [f"Looked at {n} batch{'es' * (n > 1)} of {few} samples, with the weights as they are now: in other "
+                 'batches (`n_batches`) and after some training other modules may be in trouble.']
         if few < whole: notes.append(f'These are the first of {whole}, because a precision is emulated here, and slow.')
         if missing := left_out(self.learn): notes.append(f'Callbacks that took no part: {some(missing, 8)}.')
         return notes

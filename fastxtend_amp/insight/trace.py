@@ -2,9 +2,9 @@
 
 Module hooks keep a stack of the modules that are running, and a dispatch mode sees each operator: its results belong
 to the innermost module, the model itself included, or to the loss function. In a lower precision an operator is run
-in fp32, too, on fp32 twins of its inputs. The twins of a module are its own: it begins with what it is given, and goes
-on with what modules inside return. So its error is that of its own arithmetic, wherever the error becomes visible: in
-its outputs, or in what it passes to a module inside.
+in fp32, too, on fp32 twins of its inputs. Each module has twins of its operators' results alone: what it is given, and
+what modules inside return, count as exact. So its error is that of its own arithmetic; it is taken of its outputs, and
+of what it passes to modules inside.
 """
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from ..convert import HALF, half_to_float, map_tensors
 from ..fp32_modules import ROOT, qualified_names
 from ..mode import AMPMode
 from .compat import in_function_transform, operator, unwatched
-from .copies import RandomState, copied_learner, set_random_state, tensors
+from .copies import RandomState, begin_fit, copied_learner, set_random_state, tensors
 
-__all__ = ['LOSS', 'Seen', 'Trace', 'all_finite', 'ends', 'largest_value', 'relative_error', 'trace']
+__all__ = ['LOSS', 'Seen', 'Trace', 'ends', 'largest_value', 'relative_error', 'trace']
 
 LOSS = 'loss function'  # its name among the modules; callbacks after the forward pass count to it
 _FP32_NOISE = 2.**-23   # relative; where fp32 itself would lose a tenth, an error is that of noise
@@ -285,7 +285,9 @@ def trace(
         copy.add_cb(_Ends(found))
         if random_state is not None: set_random_state(random_state)
         try:
-            if not in_fit: _begin_fit(copy)
+            if not in_fit:
+                copy.create_opt()
+                begin_fit(copy, 1)
             with found.hooked(copy.model):
                 for i, batch in enumerate(batches):
                     found.begin()
@@ -344,12 +346,6 @@ def _as_written() -> AbstractContextManager:
 def _set_precision(copy, mode, keep, scale):
     arguments = {'init_scale': scale} if mode.needs_loss_scaling else {}
     getattr(copy, f'to_{mode.value}')(on_overflow='ignore', fp32_modules=list(keep), **arguments)
-
-
-def _begin_fit(copy):
-    copy.create_opt()
-    copy.n_epoch, copy.epoch, copy.n_iter, copy.dl = 1, 0, 1, copy.dls.train
-    for event in ('before_fit', 'before_epoch', 'before_train'): copy(event)
 
 
 def _run_again(copy, xb, yb):

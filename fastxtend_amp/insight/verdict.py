@@ -13,10 +13,9 @@ from torch import nn
 from ..fp32_modules import ROOT, covers, qualified_names
 from ..mode import AMPMode
 from .copies import tensors
-from .trace import LOSS, Trace, all_finite, ends
+from .trace import LOSS, Trace, ends
 
-__all__ = ['IMPRECISE', 'Judge', 'Judgement', 'Verdict', 'as_html', 'lost_weights', 'named',
-           'not_finite_data', 'some']
+__all__ = ['Judge', 'Judgement', 'Verdict', 'as_html', 'named', 'not_finite_data', 'some', 'wrong_in_fp32']
 
 Judgement = Literal['safe so far', 'safe with loss scaling', 'safe, but close', 'keep modules in fp32', 'do not use',
                     'cannot run', 'not known']
@@ -38,15 +37,15 @@ class Verdict:
     | 'safe so far' | nothing is wrong on the batches that were looked at, with the weights as they are now |
     | 'safe with loss scaling' | the same, and without loss scaling gradients would underflow |
     | 'safe, but close' | values reach a quarter of the format's maximum; `call` keeps their modules in fp32 |
-    | 'keep modules in fp32' | modules overflow, or their error is above 10 %; with `modules` in fp32 nothing is wrong |
-    | 'do not use' | nothing that was tried helps, or fp32 fails, too |
-    | 'cannot run' | the device has no kernel for it, or the model's code does not run in it |
-    | 'not known' | the report ended at its time limit, `max_seconds` |
+    | 'keep modules in fp32' | some overflow, do not run, or have an error above 10 %; `modules` in fp32 mend it |
+    | 'do not use' | nothing that was tried helps |
+    | 'cannot run' | the device has no kernel for it, or the model's code does not run in it, whatever is kept in fp32 |
+    | 'not known' | the report ended at its time limit, `max_seconds`, or fp32 fails, too |
     """
     mode: str # 'bf16' or 'fp16'
     verdict: Judgement # One of the seven above
     reason: str # What was found
-    call: str # The next call to make
+    call: str # The next call to make; '' where fp32 fails, too
     modules: list[str] = field(default_factory=list) # Modules to keep in fp32
     scale_range: tuple[float, float] | None = None # Loss scales without underflow or overflow (fp16)
     trouble: list[str] = field(default_factory=list) # Modules in trouble; '(model)' is the model's own forward
@@ -55,7 +54,7 @@ class Verdict:
     @property
     def headline(self) -> str:
         "The verdict, and the call to make."
-        return f'{self.mode}: {self.verdict}. Next: `{self.call}`'
+        return f'{self.mode}: {self.verdict}.' + f' Next: `{self.call}`' * bool(self.call)
 
     def __str__(self): return f'{self.headline}\n    {self.reason}'
 
@@ -81,7 +80,6 @@ class Judge:
 
     def verdict(self) -> Verdict:
         "Keep modules in fp32 and lower the loss scale until nothing is wrong; say what it took, or that nothing helps."
-        if reason := self.wrong_in_fp32(): return self._say('do not use', reason)
         for _ in range(ROUNDS):
             low = self.run(self.keep, self.scale)
             found = self._refused(low) if low.error else self._concerned(low)
@@ -92,17 +90,8 @@ class Judge:
             if before == (self.keep, self.scale): break
         return self._nothing_helps(low)
 
-    def wrong_in_fp32(self) -> str:
-        "Describe what is wrong in fp32 as well; '' if nothing is."
-        if lost := lost_weights(self.model): return f'{lost}: build the model anew, or load other weights'
-        fp32 = self.fp32
-        if fp32.loss_is_finite and fp32.grads_are_finite: return ''
-        what = 'gradients are' if fp32.loss_is_finite else 'loss is'
-        first = ''.join(f', first in {named(n)}' for n in fp32.failures()[:1])
-        return f'the {what} not finite in fp32 either{first}: this is not a matter of precision'
-
     def _say(self, verdict: Judgement, reason, call='', scales=None) -> Verdict:
-        modules = [n for n in self.keep if n not in self.kept]
+        modules = [n for n in self.keep if n not in self.kept] if call else []
         return Verdict(self.mode.value, verdict, reason, call, modules, scales, [*self.reasons])
 
     # -- what has to be in fp32
@@ -126,31 +115,33 @@ class Judge:
         if (name := low.failed_in) is None: return {}
         modules = dict(qualified_names(self.model))
         kind = type(modules.get(name))
-        why = (f'{named(name)} does not run in {self.mode.value}: {low.error}. Keep it in fp32, or write it for half '
-               f'precision: constants within {self.limit:,.5g}, such as `torch.finfo(x.dtype).min`, and tensors of one '
-               'dtype')
+        why = (f'{named(name)} does not run in {self.mode.value}: {low.error}. Its code has to take any dtype: '
+               'constants from `torch.finfo(x.dtype)`, new tensors with `dtype=x.dtype`')
         alike = [name] if name in (ROOT, LOSS) else [n for n, m in modules.items() if type(m) is kind]
         self.refused.update(alike)
         return dict.fromkeys(alike, why)
 
     def _concerned(self, low: Trace) -> dict[str, str]:
         "Return the modules whose forward pass is in trouble, and why; the first first."
-        found = {n: self._why_not_finite(n) for n in low.failures()}
+        found = {n: self._why_not_finite(low, n) for n in low.failures()}
         for n, s in low.seen.items():
             if n in found: continue
             if s.error > IMPRECISE: found[n] = f'the error of {named(n)} is {min(s.error, 1):.0%} in {self.mode.value}'
             elif s.half * CLOSE > self.limit and not covers(self.keep, n):
-                found[n] = (f"values in {named(n)} reach 1/{self.limit / s.half:.2g} of {self._format}, so that a "
-                            'few larger samples would overflow')
+                found[n] = (f'values in {named(n)} reach {s.half:,.3g}, close to {self._format}: larger samples would '
+                            'overflow')
                 if n not in self.reasons: self.close.add(n)
         return found
 
-    def _why_not_finite(self, name) -> str:
-        largest = self.fp32.seen[name].largest if name in self.fp32.seen else 0.
-        if self.fp32.largest_input > self.limit:
-            return f'the inputs reach {self.fp32.largest_input:,.3g}, above {self._format}: scale the data'
+    def _why_not_finite(self, low, name) -> str:
+        here = low.seen[name]
+        largest = self.fp32.seen.get(name, here).largest
+        is_first = not any(s.half for s in low.seen.values() if s.ended < here.failed)   # in half precision
+        if is_first and self.fp32.largest_input > self.limit:
+            return (f'the inputs reach {self.fp32.largest_input:,.3g}, above {self._format}: scale the data, or keep '
+                    'in fp32 what takes them')
         if largest > self.limit: return f'values in {named(name)} reach {largest:,.3g}, above {self._format}'
-        return f'in {named(name)} {self.mode.value} is not finite where fp32 is'
+        return f'a value in {named(name)} is NaN or inf in {self.mode.value}, and finite in fp32'
 
     @property
     def _format(self): return f"{self.mode.value}'s {self.limit:,.5g}"
@@ -160,9 +151,9 @@ class Judge:
     def _tried(self, low: Trace, name: str | None, backward: bool) -> list[str]:
         """Return modules that help when they are in fp32, where the one that shows the trouble cannot be kept.
 
-        That is the model's own forward or the loss function, which compute in fp32 what comes to them in fp32, or a
-        module that is in fp32 and gets values that were rounded before; in a backward pass none is known. All modules
-        before it are tried, then a half of those that help, and so on.
+        That one is the model's own forward or the loss function, which compute in fp32 on fp32 inputs, or a module that
+        is in fp32 already and gets rounded values; in a backward pass none is known. All modules before it are tried,
+        then half of those that help, and so on.
         """
         def helps(names):
             trace = self.run(outermost([*self.keep, *names]), self.scale)
@@ -180,7 +171,7 @@ class Judge:
             if part is None: break
             names = part
         if name in self.reasons:
-            self.reasons[name] += f', and not with {some([*map(named, names)])} in fp32, which come before'
+            self.reasons[name] += f' (with {some([*map(named, names)])} in fp32 this does not happen)'
         else:
             words = f'in {self.mode.value} the loss or a gradient is not finite'
             self.reasons |= {n: f'with {named(n)} {words}' for n in names}
@@ -203,7 +194,7 @@ class Judge:
         reason = some([*self.reasons.values()]) or 'the loss or a gradient is not finite'
         reason += ', and no module in fp32 changes that'
         if shows := next((n for n in self.reasons if n in (ROOT, LOSS)), None):
-            reason = (f'{self.reasons[shows]}, and no module in fp32 changes that. Compute it in fp32 there: '
+            reason = (f'{self.reasons[shows]}, and no module in fp32 changes that. Compute it in fp32: inside '
                       f"`with torch.autocast('{self.device.type}', enabled=False)`, on inputs made `.float()`")
         return self._say('do not use', reason)
 
@@ -218,10 +209,9 @@ class Judge:
             if most < CLOSE * self.first_scale: changes['init_scale'] = int(start) if start >= 1 else start
         verdict: Judgement = 'safe with loss scaling' if scales and scales[0] > 1 else 'safe so far'
         if reasons: verdict = 'safe, but close' if self.close >= self.reasons.keys() else 'keep modules in fp32'
-        if self.refused: verdict = 'cannot run'
         if not reasons:
             own = max((s.error for s in low.seen.values()), default=0.)
-            reasons = [f"no module's own error is above {own:.2%}"]
+            reasons = [f"no module's own error is above {own:.2%}" if own else 'nothing wrong was found']
         if scales: reasons = [*reasons[:4], f'loss scales from {least:,.9g} to {most:,.9g} fit']
         call = self.call([n for n in self.keep if n not in self.kept], **changes)
         said = self._say(verdict, some(reasons, 5, '; '), call, scales)
@@ -230,11 +220,12 @@ class Judge:
 
 # -- words
 
-def lost_weights(model: nn.Module) -> str: # Such as "2 of 4 weight tensors are NaN or inf, such as '0.weight'"
-    "Describe which weights are NaN or inf; '' if none is. Of sharded ones this process's shards."
-    weights = {n: p.to_local() if hasattr(p, 'to_local') else p for n, p in model.named_parameters()}
-    lost = [n for n, p in weights.items() if not all_finite(p.detach())]
-    return f"{len(lost)} of {len(weights)} weight tensors are NaN or inf, such as '{lost[0]}'" if lost else ''
+def wrong_in_fp32(fp32: Trace) -> str:
+    "Describe what is wrong in fp32 as well; '' if nothing is."
+    if fp32.loss_is_finite and fp32.grads_are_finite: return ''
+    what = 'gradients are' if fp32.loss_is_finite else 'loss is'
+    first = ''.join(f', first in {named(n)}' for n in fp32.failures()[:1])
+    return f'the {what} not finite in fp32 either{first}: this is not a matter of precision'
 
 
 def not_finite_data(batch: Any) -> str: # Such as 'the batch itself is not finite: 1 of 24 values of ...'

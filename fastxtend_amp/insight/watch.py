@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..common import first_line, warn_user
+from ..common import warn_user
 from .copies import RandomState, random_state
 from .diagnosis import Alarm, diagnose
 
@@ -20,9 +20,9 @@ class Watch:
     """Notices, in one fit of a precision callback, that training goes wrong, and says once why.
 
     The callback calls the methods that are named as events after its own. While all goes well nothing here waits for
-    an accelerator: its loss is read where fastai's Recorder has fetched it, its skipped steps as far as they are known.
+    an accelerator: losses are read after fastai's Recorder has fetched them, skipped steps as far as they are known.
 
-    With several processes each looks at its own loss; an exception in one ends the job, as `torchrun` has it.
+    With several processes each looks at its own loss; an exception in one ends the job under `torchrun`.
     """
     def __init__(self,
         cb: Any, # A `MixedPrecision` whose fit has begun
@@ -96,11 +96,10 @@ class Watch:
             alarm.divergence = self._divergence()
             message = diagnose(cb.learn, alarm)
         except Exception as e:
-            message = (f'{alarm.happened}\n'
-                       f'Looking for the cause failed ({type(e).__name__}: {first_line(e)}).\n'
-                       'Try `learn.precision_report()`.')
+            said = '\n'.join(str(e).splitlines()[:2])            # of a refusal: what is wrong, and the way out
+            message = f'{alarm.happened}\nThe batch could not be run again, {type(e).__name__}: {said}'
         if cb.on_overflow == 'raise': raise FloatingPointError(message)
-        else: warn_user(message)
+        warn_user(message)
 
     def _divergence(self) -> str:
         """Describe how far weights and loss have grown since the start, if either has a hundredfold; '' otherwise.
@@ -111,9 +110,10 @@ class Watch:
         first, weights = float(self.first_loss), float(_norm(self.cb.learn.model) / self.weights)
         far = 0 < _FAR * abs(first) < abs(self.last_loss) and not weights < _MOVED
         if not (far or _FAR < weights < math.inf): return ''
-        words = f'the loss went from {first:.3g} to {self.last_loss:.3g}'
-        if not 1.5 < weights < math.inf: return words
-        return f'the weights are {weights:.3g} times as large as at the start of the fit, and {words}'
+        words = f'the weights are {weights:.3g} times as large as at the start of the fit'
+        if not abs(self.last_loss) > 1.5 * abs(first): return words
+        loss = f'the loss went from {first:.3g} to {self.last_loss:.3g}'
+        return f'{words}, and {loss}' if 1.5 < weights < math.inf else loss
 
 
 def _norm(model: nn.Module) -> torch.Tensor:

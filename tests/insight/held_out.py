@@ -3,6 +3,10 @@
 Run by hand: `PYTHONPATH=.:tests python tests/insight/held_out.py [names]`. A verdict holds if training by its advice
 ends no higher than fp32 does, from the same weights or from weights that differ in the eighth bit, as those of bf16 do:
 some of these models are chaotic. 'do not use' holds if plain mixed precision ends higher. `test_held_out.py` runs some.
+
+71 of 72 hold. For 'powers' in fp16 the modules are right, and not the loss scale to start from, 2048: the last of the
+four batches has gradients 780 times as large as the first, which the report looks at, and is skipped in six epochs of
+15, until the scale is 32. After 120 steps it is where fp32 is; by the advice of `n_batches=4` after 60, too.
 """
 import math, sys, warnings
 

@@ -9,8 +9,8 @@ from torch import nn
 from fastxtend_amp import HalfWeights, mode
 from fastxtend_amp.insight import compare, precisions
 from fastxtend_amp.insight.precisions import PrecisionChoice, call_for, precision_call, use_choice
-from helpers import Attentive, learner
-from states import bits, rich
+from helpers import Attentive, learner, mlp
+from states import Act, Gives, Unpacks, bits, rich
 
 
 class Costs(Callback):
@@ -53,7 +53,7 @@ def test_takes_the_fastest(speeds, chosen, capsys):
         assert choice.mode == cb.amp_mode and decision.calls[chosen] == str(call_for(learn, choice))
         assert isinstance(cb, HalfWeights) == chosen.startswith('half')
     said = capsys.readouterr().out
-    assert said.startswith(f'{chosen}: ') and said.count('\n') == 1 and f'measuring: `{decision.calls[chosen]}`.' in said
+    assert said.startswith(f'Chosen: {chosen}. ') and said.count('\n') == 1 and f'measuring: `{decision.calls[chosen]}`.' in said
     if chosen == 'fp16': assert '3.00, 3.00 to 3.00 times' in said and 'as 2 trainings of fp32 allow' in said
     learn.fit(1)
 
@@ -64,7 +64,7 @@ def test_a_gain_smaller_than_the_spread_is_not_taken_and_said(capsys):
     for _ in range(2):
         learn.to_amp(measure=True)
         assert learn.precision is None
-        assert 'fp32: bf16: not reliably faster than fp32 here (' in capsys.readouterr().out
+        assert 'Chosen: fp32. bf16: not reliably faster than fp32 here (' in capsys.readouterr().out
 
 
 @pytest.mark.parametrize('max_seconds, factor, chosen', [(60., 1.003, 'bf16'), (6., 1.003, 'bf16'), (60., 3., 'fp32')])
@@ -104,6 +104,17 @@ def test_a_mode_that_the_report_refuses_is_not_tried_and_said():
     learn = costing({'bf16': 2., 'fp16': 9.}, Overflows(6, 1)).to_amp(measure=True)
     decision = learn.precision_decision
     assert list(decision.table.index) == ['fp32', 'bf16'] and learn.precision.mode == 'bf16' and '; fp16: ' in decision.reason
+
+
+def test_fp32_that_fails_itself_is_named():
+    learn = learner(nn.Sequential(nn.Linear(6, 1), Act(lambda h: (-h.abs()).log()))).to_amp(measure=True)
+    words = "Nothing else was compared; bf16: the loss is not finite in fp32 either, first in '1'"
+    assert learn.precision is None and learn.precision_decision.reason.startswith(words)
+
+
+def test_a_model_whose_output_a_callback_unpacks():
+    learn = learner(Gives(mlp()), cbs=[Unpacks(), Costs({'bf16': 2.})]).to_amp(measure=True)
+    assert learn.precision.mode == 'bf16'
 
 
 def test_interrupted_it_leaves_the_learner_as_it_was():
