@@ -344,22 +344,25 @@ def channels_last(): return nn.Sequential(nn.Conv2d(2, 2, 2).to(memory_format=to
 def halved_step(p, lr, **kwargs): p.data.add_(p.grad.data, alpha=-lr / 2)
 
 
-@pytest.mark.parametrize('what,make', [
-    ('Lamb', lambda: learner(opt_func=Lamb)), ('Lookahead', lambda: learner(opt_func=ranger)),
-    ('AdamW', lambda: learner(opt_func=OPTIMIZERS['adamw'])),
-    ('Halved', lambda: learner(opt_func=partial(Optimizer, cbs=[halved_step]))),
-    ('Adam, which is not .* with a plain step', with_own_step),
-    ("parameter 'emb.weight', which has sparse gradients", lambda: learner(Tokens(), opt_func=SGD)),
-    ("parameter '0.bias', which is shared", lambda: learner(splitter=lambda m: [[*m.parameters()], [m[0].bias]])),
-    ("parameter '0.weight', which is not contiguous", lambda: learner(channels_last()))])
-def test_flat_masters_refuse_the_rest(what, make):
-    refused(make(), dict(flat_master=True), what, "fused('AdamW')")
+FLAT, NONE = (dict(flat_master=True), "fused('AdamW')"), (dict(master_weights=False), "kahan('AdamW')")   # arguments, remedy
 
 
-@pytest.mark.parametrize('name,opt', [('Adam', Adam), ('AdamW', OPTIMIZERS['adamw']), ('Lookahead', ranger),
-                                      ('AdamW', kahan('AdamW', kahan_sum=False))])
-def test_optimizers_that_do_not_compensate_are_refused(name, opt):
-    refused(learner(opt_func=opt), dict(master_weights=False), f'{name}, ', "kahan('AdamW')")
+@pytest.mark.parametrize('how,what,make', [
+    (FLAT, 'Lamb', lambda: learner(opt_func=Lamb)), (FLAT, 'Lookahead', lambda: learner(opt_func=ranger)),
+    (FLAT, 'AdamW', lambda: learner(opt_func=OPTIMIZERS['adamw'])),
+    (FLAT, 'Halved', lambda: learner(opt_func=partial(Optimizer, cbs=[halved_step]))),
+    (FLAT, 'Adam, which is not .* with a plain step', with_own_step),
+    (FLAT, "parameter 'emb.weight', which has sparse gradients", lambda: learner(Tokens(), opt_func=SGD)),
+    (FLAT, "parameter '0.bias', which is shared", lambda: learner(splitter=lambda m: [[*m.parameters()], [m[0].bias]])),
+    (FLAT, "parameter '0.weight', which is not contiguous", lambda: learner(channels_last())),
+    (NONE, 'Adam, ', lambda: learner(opt_func=Adam)), (NONE, 'AdamW, ', lambda: learner(opt_func=OPTIMIZERS['adamw'])),
+    (NONE, 'Lookahead, ', lambda: learner(opt_func=ranger)), (NONE, 'AdamW, ', lambda: learner(opt_func=kahan('AdamW', kahan_sum=False)))])
+def test_optimizers_and_parameters_that_are_refused(how, what, make):
+    (kwargs, remedy), learn = how, make()
+    (argument, value), before = [*kwargs.items()][0], params(learn)
+    learn.to_half_weights(**kwargs)
+    with pytest.raises(ValueError, match=f'{argument}={value} cannot be used with {what}') as e: learn.fit(1, reset_opt=False)
+    assert f'opt_func={remedy}' in str(e.value) and same(params(learn), before) and not halves(learn)
 
 
 def test_an_optimizer_that_is_exchanged_between_two_fits_is_refused():
@@ -367,13 +370,6 @@ def test_an_optimizer_that_is_exchanged_between_two_fits_is_refused():
     learn.fit(1, .01)
     learn.opt = Adam(learn.model.parameters(), lr=.01)
     with pytest.raises(ValueError, match='master_weights=False cannot be used with Adam'): learn.fit(1)
-
-
-def refused(learn, kwargs, what, remedy):
-    learn.to_half_weights(**kwargs)
-    (argument, value), before = [*kwargs.items()][0], params(learn)
-    with pytest.raises(ValueError, match=f'{argument}={value} cannot be used with {what}') as e: learn.fit(1, reset_opt=False)
-    assert f'opt_func={remedy}' in str(e.value) and same(params(learn), before) and not halves(learn)
 
 
 def test_stochastic_rounding_is_taken():

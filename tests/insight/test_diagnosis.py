@@ -1,5 +1,5 @@
 "Training that goes wrong: what is noticed, what the message says, and that looking for the cause changes nothing."
-import math, sys, warnings
+import math, warnings
 
 import pytest, torch
 from fastai.callback.core import Callback
@@ -14,7 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from fastxtend_amp import MixedPrecision
 from fastxtend_amp.insight.watch import Watch
 from helpers import OPTIMIZERS, At, Attentive, Data, autocast_state, dataset, learner, linear, loaders, mlp, opt_state, params, same, same_state
-from states import Act, Gives, Times, Unpacks, fills, loud_loss
+from states import Act, Gives, Times, Unpacks, loud_loss
 
 
 def said(learn, n=1, lr=.01):
