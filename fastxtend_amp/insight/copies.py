@@ -116,7 +116,7 @@ def begin_fit(
     copy: Learner, # With an optimizer
     n_iter: int, # Batches in its epoch
 ) -> None:
-    "Do what a fit does before its first batch."
+    "Run the events that a fit has before its first batch."
     copy.n_epoch, copy.epoch, copy.n_iter, copy.dl = 1, 0, n_iter, copy.dls.train
     for event in ('before_fit', 'before_epoch', 'before_train'): copy(event)
 
