@@ -13,7 +13,7 @@ def test_bf16_learns(name):
     assert low.dtypes == {DTYPE['bf16']} and reaches(APPLICATIONS[name], low)
 
 
-@pytest.mark.slow                                                # three or five runs in fp32 for each application
+@pytest.mark.slow                                                # three runs in fp32 for each application
 @pytest.mark.parametrize('name', APPLICATIONS)
 def test_within_the_spread_of_fp32(name):
     "The seed-to-seed spread is stated in `applications.spread`. fp16 convolutions are emulated on CPUs: minutes for vision."
