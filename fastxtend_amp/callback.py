@@ -307,9 +307,7 @@ class MixedPrecision(fp16.MixedPrecision):
         self._refuse_others(learn)                               # fastai's own may have been added since
         device = model_device(learn.model, training_device(learn))
         self.mode = mode = self._decide(device)
-        if mode is not None:
-            check_layers(mode, device, unwrapped(learn.model), partial(covers, self.fp32_module_names))
-            check_data_parallel(mode, learn.model, self.fp32_module_names)
+        if mode is not None: self._check_model(mode, device)
         scaled = mode is not None and mode.needs_loss_scaling
         self.device, learn.scaler = device, self._scaling.start(device.type, scaled)
         self._fp32_modules.put_on(learn.model)
@@ -327,6 +325,11 @@ class MixedPrecision(fp16.MixedPrecision):
         learn.scaler = self._watch = self.device = None          # last: an interrupt before this ends the fit anew
         said = watch is not None and watch.has_warned            # one message for one cause
         if message and not said and self.on_overflow != 'ignore': warn_user(message)
+
+    def _check_model(self, mode: AMPMode, device: torch.device) -> None:
+        model, kept = self._learn.model, self.fp32_module_names
+        check_layers(mode, device, unwrapped(model), partial(covers, kept))
+        check_data_parallel(mode, model, kept)
 
     def _check_training(self) -> None:
         "Check what only training needs, once in a fit; put the optimizer's state where the parameters are."

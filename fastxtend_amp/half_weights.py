@@ -33,9 +33,9 @@ class HalfWeights(MixedPrecision):
     It is there for those who know fastai v1's `to_fp16(loss_scale, flat_master)`, and for training without masters. The
     model's parameters are the fp32 masters; their half-precision copies are autocast's casts.
 
-    With `master_weights=False` the weights and biases of `nn.Linear` and of convolutions are bf16 themselves from the
-    first training to the end of the fit, with their gradients and the optimizer's state: about 10 bytes a parameter
-    instead of 18. Call such a model under autocast in a fit (`learn.amp_context()`).
+    With `master_weights=False` the weights and biases of `nn.Linear` and of convolutions are bf16 themselves from a
+    fit's first training to its end, with their gradients and the optimizer's state: about 10 bytes a parameter
+    instead of 18. In a fit, call the model inside `learn.amp_context()`.
 
     When `fit` starts, raises `ValueError` for `master_weights=False` with an optimizer that does not compensate for
     rounding, and for `flat_master=True` with anything but fastai's own element-wise optimizers on plain parameters.
@@ -77,18 +77,20 @@ class HalfWeights(MixedPrecision):
         super()._check_training()
         if self.master_weights: return
         allowed = _weights_to_lower(learn.model, self.fp32_module_names)
-        self._bf16_weights = [p for p in optimizer_params(learn.opt) if p in allowed and p.requires_grad]
+        new = [p for p in optimizer_params(learn.opt) if p in allowed and p.requires_grad]
+        self._bf16_weights = [*dict.fromkeys([*self._bf16_weights, *new])]   # a copy made in a fit has some already
         _convert(self._bf16_weights, learn.opt, torch.bfloat16)
 
     def _step(self, step: Callable) -> None:
         run = partial(super()._step, step)
-        if self.flat_master: _step_flat(self.learn.opt, run)
-        else: run()
+        if not self.flat_master: return run()
+        _check_elementwise(self.learn.opt)                       # which a callback may have exchanged
+        _step_flat(self.learn.opt, run)
 
     def _end_fit(self, failed: bool = False) -> None:
         if self.device is None: return
-        if self.flat_master and self._training_is_checked:       # parts of one tensor could not be saved one by one
-            for p in optimizer_params(self.learn.opt): p.data = p.data.clone()
+        if self.flat_master and self._training_is_checked:       # a part that is saved alone would take the whole along
+            for p in self.learn.model.parameters(): p.data = p.data.clone()
         _convert(self._bf16_weights, self.learn.opt, torch.float32)
         self._bf16_weights = ()
         super()._end_fit(failed)
@@ -122,23 +124,29 @@ ELEMENTWISE = {rules.weight_decay, rules.l2_reg, rules.average_grad, rules.avera
                rules.qhadam_step}
 
 
+def _refuse_flat(what: str) -> None:
+    raise ValueError(f"flat_master=True cannot be used with {what}.\nLeave flat_master out. For a faster step build "
+                     "the learner with `opt_func=fused('AdamW')`.")
+
+
+def _check_elementwise(opt: Optimizer | OptimWrapper) -> None:
+    if type(opt) is Optimizer and 'step' not in vars(opt) and {*_rules(opt)} <= ELEMENTWISE: return
+    _refuse_flat(f"{_optimizer_name(opt)}, which is not one of fastai's own element-wise optimizers with a plain step")
+
+
 def _check_flat_master(
     model: nn.Module, # The learner's model
     opt: Optimizer | OptimWrapper, # The learner's
 ) -> None:
     "Raise a `ValueError` that names an optimizer or a parameter that flat masters are not for."
-    def refuse(what):
-        raise ValueError(f"flat_master=True cannot be used with {what}.\nLeave flat_master out. For a faster step "
-                         "build the learner with `opt_func=fused('AdamW')`.")
-    if type(opt) is not Optimizer or 'step' in vars(opt) or not {*_rules(opt)} <= ELEMENTWISE:
-        refuse(f"{_optimizer_name(opt)}, which is not one of fastai's own element-wise optimizers with a plain step")
+    _check_elementwise(opt)
     names = {p: f"parameter '{name}'" for name, p in model.named_parameters()}
     sparse = {p for m in model.modules() if getattr(m, 'sparse', False) for p in m.parameters(recurse=False)}
     places = {0}                                                 # DTensors and tensors on XLA devices have this one
     for p in optimizer_params(opt):
         for unfit, why in ((p in sparse, 'has sparse gradients'), (not p.is_contiguous(), 'is not contiguous'),
                            (p.data_ptr() in places, 'is shared, sharded or on an XLA device')):
-            if unfit: refuse(f"{names.get(p, 'a parameter')}, which {why}")
+            if unfit: _refuse_flat(f"{names.get(p, 'a parameter')}, which {why}")
         places.add(p.data_ptr())
 
 
@@ -171,7 +179,7 @@ def _step_flat(
         opt.param_lists, opt.state = lists, states
         for params, state in zip(alike.values(), flat_states.values()):
             for k, v in state.items():
-                if is_tensor(v) and k in states[params[0]]: continue   # changed in place
+                if is_tensor(v) and k in states[params[0]]: continue   # changed in place; else it is new, or a number
                 values = _split(v, params) if is_tensor(v) else [v] * len(params)
                 for p, value in zip(params, values): states[p][k] = value
 
@@ -240,7 +248,7 @@ def _convert(
     for p in params:
         p.data = p.data.to(dtype)
         if p.grad is not None: p.grad = p.grad.to(dtype)
-        state = opt.opt.state.get(p, {})
+        state = getattr(getattr(opt, 'opt', None), 'state', {}).get(p, {})   # a callback may have exchanged it
         for k, v in state.items():                               # step counts and quantized states stay
             if type(v) is torch.Tensor and v.dim() and v.is_floating_point(): state[k] = v.to(dtype)
         if 'kahan_comp' in state: state['kahan_comp'] = torch.zeros_like(p)   # optimi has none after steps in fp32

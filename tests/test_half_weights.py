@@ -372,6 +372,29 @@ def test_an_optimizer_that_is_exchanged_between_two_fits_is_refused():
     with pytest.raises(ValueError, match='master_weights=False cannot be used with Adam'): learn.fit(1)
 
 
+@pytest.mark.parametrize('kwargs,before,then', [(dict(flat_master=True), Adam, OPTIMIZERS['fused adamw']),
+                                                (dict(master_weights=False), kahan('AdamW'), Adam)])
+def test_an_optimizer_that_is_exchanged_in_a_fit_leaves_no_half_weights(kwargs, before, then):
+    def exchange(l): l.opt = then(l.splitter(l.model), lr=.01)
+    learn = learner(opt_func=before, cbs=At('after_batch', exchange)).to_half_weights(**kwargs)
+    if 'flat_master' in kwargs:
+        with pytest.raises(ValueError, match='flat_master=True cannot be used with AdamW'): learn.fit(1, .01)
+    else: learn.fit(1, .01)
+    assert is_fp32(learn) and not torch.is_autocast_enabled('cpu')
+    learn.remove_cb(At)
+    learn.to_bf16().fit(1, .01)
+
+
+def test_a_copy_that_is_made_in_a_fit_without_masters_is_fp32_after_its_own():
+    copies = []
+    learn = without(cbs=At('after_validate', lambda l: copies.append(copy.deepcopy(l))))
+    learn.fit(1, .01)
+    other = copies[0]
+    other.remove_cb(At)
+    other.fit(1, .01)
+    assert is_fp32(other) and is_fp32(learn)
+
+
 def test_stochastic_rounding_is_taken():
     optim = pytest.importorskip('torchao.optim')
     def build(params, lr):

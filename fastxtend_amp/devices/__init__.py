@@ -1,4 +1,4 @@
-"Sharded parameters (FSDP2), and XLA devices where torch_xla is installed; users may import it after this package."
+"Sharded parameters (FSDP2), and XLA devices where torch_xla is installed, which may be imported later."
 from importlib.util import find_spec
 
 from . import sharded

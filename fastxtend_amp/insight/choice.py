@@ -41,7 +41,8 @@ def measure_and_choose(
     start = time.perf_counter()
     choices, refused = _with_modules_kept(learn, default_choices(learn), max_seconds)
     left = max(max_seconds - (time.perf_counter() - start), .1)
-    comparison = learn.compare_precision(choices, _STEPS, n_seeds=1, max_seconds=left)
+    n_steps = _STEPS if len(choices) > 1 else 1                  # fp32 alone has nothing to be compared with
+    comparison = learn.compare_precision(choices, n_steps, n_seeds=1, max_seconds=left)
     comparison.reason = '; '.join([comparison.reason.rstrip('.'), *refused]) + '.'
     comparison.apply(learn)
     decisions[learn] = comparison
@@ -57,7 +58,7 @@ def _with_modules_kept(learn, choices, max_seconds) -> tuple[list[PrecisionChoic
     found, refused = [fp32], []
     for c in low:
         v = verdicts[c.mode.value]
-        if v.call and v.verdict != 'do not use':
+        if v.call and v.verdict not in ('do not use', 'cannot run'):
             found.append(replace(c, fp32_modules=tuple(v.modules), init_scale=v.init_scale))
         else: refused.append(f'{c.name}: {v.reason}')
     return found, refused

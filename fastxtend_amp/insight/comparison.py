@@ -144,8 +144,6 @@ def _against(row: pd.Series, tolerance: Tolerance) -> list[str]:
                      'compare with a larger `n_steps`, or see what `learn.precision_report()` finds')
     elif row['loss difference'] > tolerance.value:
         found.append(f"its loss is {row['loss difference']:.2g} above fp32's, more than {tolerance}")
-    if row['final scale'] < 1:
-        found.append(f"its loss scale fell to {row['final scale']:.2g}: below 1 the model does not fit fp16")
     low, high = row['speed-up q1'], row['speed-up q3']
     if row['turns'] < _TURNS: found.append(f"it was timed in {row['turns']} turns: too few for a range of its speed")
     elif low - 1 <= high - low or row['speed-up'] < _WORTH:

@@ -234,9 +234,9 @@ def first_samples(batch: Any, n: int) -> Any:
 
 def check_modes(modes: str | AMPMode | Iterable[str | AMPMode]) -> list[AMPMode]:
     "Return the modes to examine, each once."
-    given = [modes] if isinstance(modes, (str, torch.dtype)) else [*modes]
     try:
+        given = [modes] if isinstance(modes, (str, torch.dtype)) else modes
         if found := [*dict.fromkeys(map(AMPMode, given))]: return found
-    except ValueError: pass
+    except (TypeError, ValueError): pass
     raise ValueError(f"modes={modes!r} cannot be used: give one or both of 'bf16' and 'fp16'; fp32 is what they are "
                      'compared with.')

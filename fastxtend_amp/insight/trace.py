@@ -26,6 +26,7 @@ from ..callback import MixedPrecision
 from ..common import first_line
 from ..convert import HALF, half_to_float, map_tensors
 from ..fp32_modules import ROOT, qualified_names
+from ..learner import set_precision
 from ..mode import AMPMode
 from .compat import in_function_transform, operator, unwatched
 from .copies import RandomState, begin_fit, copied_learner, set_random_state, tensors
@@ -281,7 +282,8 @@ def trace(
     found = Trace(mode, reference)
     with copied_learner(learn) as copy, _as_written(), warnings.catch_warnings():
         warnings.simplefilter('ignore')                          # of a fit, such as that the mode is emulated
-        if mode is not None: _set_precision(copy, mode, keep, scale)
+        if mode is not None:
+            set_precision(copy, _Unchecked(mode, init_scale=scale, fp32_modules=list(keep), on_overflow='ignore'))
         copy.add_cb(_Ends(found))
         if random_state is not None: set_random_state(random_state)
         try:
@@ -296,8 +298,8 @@ def trace(
         except torch.OutOfMemoryError: raise
         except (RuntimeError, TypeError, ValueError) as e:
             if mode is None: raise
-            found.error = str(e).rpartition(':\n\t')[2].replace('\n', ' ')   # without fastai's line on the callback
-            if found.began: found.failed_in, found.error = found.failed_in or LOSS, first_line(e)
+            found.error = first_line(e)
+            if found.began: found.failed_in = found.failed_in or LOSS
     return found
 
 
@@ -343,9 +345,9 @@ def _as_written() -> AbstractContextManager:
     return torch.compiler.set_stance('force_eager') if 'torch._dynamo' in sys.modules else nullcontext()
 
 
-def _set_precision(copy, mode, keep, scale):
-    arguments = {'init_scale': scale} if mode.needs_loss_scaling else {}
-    getattr(copy, f'to_{mode.value}')(on_overflow='ignore', fp32_modules=list(keep), **arguments)
+class _Unchecked(MixedPrecision):
+    "Runs a model that has layers without a kernel for the mode: each fails by itself, and the trace has its name."
+    def _check_model(self, mode: AMPMode, device: torch.device) -> None: pass
 
 
 def _run_again(copy, xb, yb):

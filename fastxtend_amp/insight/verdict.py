@@ -115,8 +115,10 @@ class Judge:
         if (name := low.failed_in) is None: return {}
         modules = dict(qualified_names(self.model))
         kind = type(modules.get(name))
-        why = (f'{named(name)} does not run in {self.mode.value}: {low.error}. Its code has to take any dtype: '
-               'constants from `torch.finfo(x.dtype)`, new tensors with `dtype=x.dtype`')
+        why = f'{named(name)} does not run in {self.mode.value}: {low.error}'
+        if not kind.__module__.startswith('torch.nn'):           # the user's own code
+            why += ('. Or make its code take any dtype: constants from `torch.finfo(x.dtype)`, new tensors with '
+                    '`dtype=x.dtype`')
         alike = [name] if name in (ROOT, LOSS) else [n for n, m in modules.items() if type(m) is kind]
         self.refused.update(alike)
         return dict.fromkeys(alike, why)
@@ -128,9 +130,10 @@ class Judge:
             if n in found: continue
             if s.error > IMPRECISE: found[n] = f'the error of {named(n)} is {min(s.error, 1):.0%} in {self.mode.value}'
             elif s.half * CLOSE > self.limit and not covers(self.keep, n):
-                found[n] = (f'values in {named(n)} reach {s.half:,.3g}, close to {self._format}: larger samples would '
-                            'overflow')
-                if n not in self.reasons: self.close.add(n)
+                above = s.half > self.limit                      # they are -inf, which alone may be a mask
+                found[n] = (f"values in {named(n)} reach {s.half:,.3g}, {'above' if above else 'close to'} "
+                            f'{self._format}')
+                if not above and n not in self.reasons: self.close.add(n)
         return found
 
     def _why_not_finite(self, low, name) -> str:
@@ -185,7 +188,7 @@ class Judge:
         most = 2. ** math.floor(math.log2(info.max / max(s.grad for s in half)))
         mean = min(s.grad_sum / s.n_grads for s in half)
         least = 2. ** math.ceil(math.log2(info.smallest_normal * info.eps / (LOST * mean)))
-        return max(least, min(1., most)), min(most, self.highest)
+        return max(least, min(1., most / MARGIN)), min(most, self.highest)
 
     # -- how it is said
 
@@ -210,7 +213,7 @@ class Judge:
         verdict: Judgement = 'safe with loss scaling' if scales and scales[0] > 1 else 'safe so far'
         if reasons: verdict = 'safe, but close' if self.close >= self.reasons.keys() else 'keep modules in fp32'
         if not reasons:
-            own = max((s.error for s in low.seen.values()), default=0.)
+            own = max(s.error for s in low.seen.values())
             reasons = [f"no module's own error is above {own:.2%}" if own else 'nothing wrong was found']
         if scales: reasons = [*reasons[:4], f'loss scales from {least:,.9g} to {most:,.9g} fit']
         call = self.call([n for n in self.keep if n not in self.kept], **changes)

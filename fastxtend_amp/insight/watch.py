@@ -13,7 +13,8 @@ from .diagnosis import Alarm, diagnose
 
 __all__ = ['Watch']
 
-_FAR, _MOVED = 100., 1.01  # times the weights' norm or the loss at the start: a run diverges; the weights have moved
+_FAR = 100.     # times the loss or the weights' norm at the start, from which a run diverges
+_MOVED = 1.01   # times the weights' norm at the start, from which the weights have moved
 
 
 class Watch:

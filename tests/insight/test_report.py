@@ -176,7 +176,7 @@ def test_another_batch_may_have_larger_gradients():
 
 # -- the verdicts and their words
 
-@pytest.mark.parametrize('factor,word,scales', [(1e-7, 'safe with loss scaling', (2 ** 6, 2 ** 40)), (1e4, 'safe so far', (1, 2 ** 4))])
+@pytest.mark.parametrize('factor,word,scales', [(1e-7, 'safe with loss scaling', (2 ** 6, 2 ** 40)), (1e4, 'safe so far', (2 ** -4, 2 ** 4))])
 def test_the_range_of_loss_scales(factor, word, scales):
     report = learner(loss_func=lambda p, y: F.mse_loss(p, y) * factor).precision_report('fp16')
     verdict = report.verdicts['fp16']
@@ -221,11 +221,14 @@ def test_modules_in_fp32_stay_there_where_the_mode_does_not_run_without():
     assert learn.precision_report('bf16').verdicts['bf16'].verdict != 'cannot run'
 
 
-def test_a_mode_that_the_device_has_no_kernel_for():
+def test_layers_that_the_device_has_no_kernel_for_are_kept_in_fp32():
     for mode, verdict in language_model().precision_report().verdicts.items():
         if not refused_layer(nn.LSTM, AMPMode(mode)): continue   # this CPU runs LSTMs in that mode
-        assert verdict.verdict == 'cannot run' and verdict.reason.startswith(f"{mode} does not run on this CPU for '0.rnns.0.module' (LSTM)")
-        assert 'PyTorch says' in verdict.reason and 'fp32_modules=nn.LSTM' in verdict.reason
+        assert verdict.verdict == 'keep modules in fp32' and verdict.modules == ['0.rnns.0.module', '0.rnns.1.module']
+        assert verdict.reason.startswith(f"'0.rnns.0.module' does not run in {mode}: ") and 'torch.finfo' not in verdict.reason
+        learn = language_model()
+        exec(verdict.call, {'learn': learn})
+        learn.fit(1)
 
 
 def scatters(h): return torch.zeros(h.shape).index_put((torch.arange(len(h)),), h)
