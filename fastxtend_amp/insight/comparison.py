@@ -120,8 +120,8 @@ def recommend(
 
     It pays if the median speed-up is 1.05 or more and its range over the turns (half of them) is further above 1 than
     it is wide. It trains as fp32 does if the mean of the last losses is finite and above fp32's by no more than the
-    tolerance, no more than half of its steps were skipped, and the loss scale has not fallen below 1. Of two equally
-    fast (5 %) bf16 is taken, which needs no loss scaling.
+    tolerance, and no more than half of its steps were skipped. Of two equally fast (5 %) bf16 is taken, which needs no
+    loss scaling.
     """
     if not math.isfinite(tolerance.loss):
         return 'fp32', "fp32's own loss is not finite: look at the data, the loss function and the learning rate first."
