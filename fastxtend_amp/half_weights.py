@@ -164,7 +164,8 @@ def _step_flat(
     for group, params in enumerate(lists):
         for p in (p for p in params if p.grad is not None):
             kind = sorted((k, None if is_tensor(v) else v) for k, v in states[p].items())
-            alike[(group, p.dtype, p.device, *kind)].append(p)
+            key = group, p.dtype, p.device, *kind
+            alike[key].append(p)
     flat_lists, flat_states = L(L() for _ in lists), {}
     for (group, *_), params in alike.items():
         flat, entries = nn.Parameter(_join(params, 'data', getattr, setattr)), [states[p] for p in params]
