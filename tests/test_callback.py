@@ -261,6 +261,14 @@ def test_a_fit_that_skipped_most_steps_says_so_with_the_scale_to_start_from(kwar
     assert ('loss_scale' in kwargs) == (set(cb.scales) == {*kwargs.values()})
 
 
+def test_the_steps_before_an_exception_are_in_the_history():
+    def stop(l):
+        if l.train_iter == 3: raise RuntimeError('stop')
+    learn = learner(cbs=At('after_batch', stop)).to_fp16(init_scale=1024.)
+    with pytest.raises(RuntimeError, match='stop'): learn.fit(1, .01)
+    assert (learn.precision.scales, learn.precision.skips) == ([1024.] * 3, [False] * 3)
+
+
 def test_without_scaling():
     learn, seen = learner().to_fp16(enabled=False), []
     learn.add_cb(At('before_step', lambda l: seen.append(copy.deepcopy(l.scaler).is_enabled()), 40))

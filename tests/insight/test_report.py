@@ -231,6 +231,16 @@ def test_layers_that_the_device_has_no_kernel_for_are_kept_in_fp32():
         learn.fit(1)
 
 
+def test_values_that_become_minus_infinity_are_above_the_format():
+    verdict = verdict_on(inner(lambda h: 1e5 / (-(h * 1e3).abs() * 200 - 1e3)))
+    assert verdict.verdict == 'keep modules in fp32' and verdict.modules == ['1'] and "above fp16's 65,504" in verdict.reason
+
+
+@pytest.mark.parametrize('modes', [None, 3, 'fp8', []])
+def test_modes_that_are_none(modes):
+    with pytest.raises(ValueError, match="cannot be used: give one or both of 'bf16' and 'fp16'"): learner().precision_report(modes)
+
+
 def scatters(h): return torch.zeros(h.shape).index_put((torch.arange(len(h)),), h)
 
 
