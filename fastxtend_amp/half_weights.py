@@ -245,14 +245,19 @@ def _convert(
     opt: OptimWrapper,
     dtype: torch.dtype,
 ) -> None:
-    "Convert parameters, their gradients and the optimizer's state to `dtype`; may be interrupted and called again."
+    """Convert parameters, their gradients and the optimizer's state to `dtype`; may be interrupted and called again.
+
+    A bf16 weight and its Kahan compensation add up to the fp32 weight, so that a fit goes on where the last one ended.
+    """
     for p in params:
-        p.data = p.data.to(dtype)
-        if p.grad is not None: p.grad = p.grad.to(dtype)
         state = getattr(getattr(opt, 'opt', None), 'state', {}).get(p, {})   # a callback may have exchanged it
         for k, v in state.items():                               # step counts and quantized states stay
             if type(v) is torch.Tensor and v.dim() and v.is_floating_point(): state[k] = v.to(dtype)
-        if 'kahan_comp' in state: state['kahan_comp'] = torch.zeros_like(p)   # optimi has none after steps in fp32
+        exact, rest = p.data.float(), state.get('kahan_comp')
+        if p.dtype is torch.bfloat16 and rest is not None: exact = exact + rest
+        p.data = exact.to(dtype)
+        if p.grad is not None: p.grad = p.grad.to(dtype)
+        if 'kahan_comp' in state: state['kahan_comp'] = (exact - p.data).to(dtype)   # None after steps in fp32
 
 
 def kahan(

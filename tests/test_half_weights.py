@@ -292,6 +292,13 @@ def test_kahan_summation_keeps_small_updates():
     assert torch.allclose(learn.model.weight, torch.full((1, 6), 1 - 120e-4), atol=2e-3)
 
 
+def test_small_updates_are_kept_from_fit_to_fit():
+    learn = without(linear(), kahan('SGD', weight_decay=0.), cbs=At('before_step', lambda l: l.model.weight.grad.fill_(1.), order=12))
+    with torch.no_grad(): learn.model.weight.fill_(1.)
+    for _ in range(20): learn.fit(1, 1e-4)                       # 6e-4 a fit, which bf16 alone would lose
+    assert torch.allclose(learn.model.weight, torch.full((1, 6), 1 - 120e-4), atol=1e-4)
+
+
 def test_kahan_takes_optimis_optimizers_and_schedules_their_momentum():
     import optimi
     by_class, by_name = (without(opt=kahan(opt)) for opt in (optimi.AdamW, 'AdamW'))
