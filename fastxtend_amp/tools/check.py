@@ -147,7 +147,9 @@ def _checks(device, mode) -> Iterator[tuple[str, Callable]]:
 
 
 def _has_fused(device):
-    try: torch.optim.AdamW([nn.Parameter(torch.zeros(1, device=device))], fused=True)
+    p = nn.Parameter(torch.zeros(1, device=device))
+    p.grad = torch.zeros_like(p)
+    try: torch.optim.AdamW([p], fused=True).step()               # some devices are refused in the first step only
     except RuntimeError: return False
     return True
 
@@ -188,7 +190,7 @@ def _versions() -> str:
 def _name(device) -> str:
     if device.type == 'cpu':
         return f'cpu ({platform.processor() or platform.machine()}, threads: {torch.get_num_threads()})'
-    get_name = getattr(torch.get_device_module(device.type), 'get_device_name', None)
+    get_name = getattr(getattr(torch, device.type, None), 'get_device_name', None)   # there is no torch.xla
     runtime = f', CUDA {torch.version.cuda}' if device.type == 'cuda' and torch.version.cuda else ''
     return f'{device} ({get_name(device)}{runtime})' if get_name else str(device)
 

@@ -17,9 +17,10 @@ def usable_device(
     "Return the device that `--device` names; a tensor can be made on it, and PyTorch has an autocast for it."
     wanted = name or torch.accelerator.current_accelerator(check_available=True) or 'cpu'
     try:
+        if str(wanted).startswith('xla'): import torch_xla  # noqa: F401  registers the device
         device = torch.device(wanted)
         torch.zeros(1, device=device)
         has_autocast = torch.amp.is_autocast_available(device.type)
-    except (RuntimeError, AssertionError) as e: parser.error(f'--device {wanted}: {first_line(e)}')
+    except (RuntimeError, AssertionError, ImportError) as e: parser.error(f'--device {wanted}: {first_line(e)}')
     if not has_autocast: parser.error(f'--device {device}: PyTorch has no autocast for it; try cpu')
     return device

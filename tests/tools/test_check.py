@@ -1,4 +1,7 @@
 "The console script `fastxtend_amp_check`: what it prints, and that it fails where something is wrong."
+import os
+from importlib.util import find_spec
+
 import pandas as pd
 import pytest, torch
 from fastai.learner import Learner
@@ -82,6 +85,11 @@ def test_a_precision_that_the_device_has_not(monkeypatch, capsys):
     assert [line[:22].split() for line in lines if line.startswith(('ok', 'left'))] == [
         ['ok', 'fp32'], ['ok', 'fp32'], ['left', 'out', 'bf16'], ['left', 'out', 'fp16']]
     assert 'fp32 reference' in lines[5] and lines[-1] == 'All 2 checks passed on cpu.'
+
+
+@pytest.mark.skipif(not (os.environ.get('PJRT_DEVICE') and find_spec('torch_xla')), reason='needs torch_xla, and PJRT_DEVICE')
+def test_on_xla(short, capsys):
+    assert check.main(['--device', 'xla']) == 0, capsys.readouterr().out
 
 
 @pytest.mark.parametrize('device', ['gpu', 'meta'])
