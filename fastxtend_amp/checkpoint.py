@@ -128,7 +128,7 @@ def load(original: Callable, self: Learner, file: str | os.PathLike | BinaryIO, 
     try: file_format.load_opt(self, opt.state)
     except Exception: warn_user('Could not load the optimizer state.')   # as fastai has it
     if cb is not None and takes_scale: cb.load_state_dict(scale)
-    elif scale is not None and (cb is None or cb.mode != 'fp16'):
+    elif scale is not None:
         warn_user("The file holds the loss scale of fp16 training, which this learner does not use.\n"
                   "To go on in fp16, call `learn.to_fp16()` before `learn.load`.")
     return self

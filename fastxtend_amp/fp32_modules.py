@@ -127,8 +127,8 @@ class Fp32Forward:
 
     def take_off(self) -> None:
         if self.module.__dict__.get('forward') is not self: return
-        del self.module.__dict__['forward']
         if self.own is not None: self.module.__dict__['forward'] = self.own
+        else: del self.module.__dict__['forward']
 
 
 def _device_type(args, kwargs, module) -> str:
@@ -161,13 +161,19 @@ class Fp32Modules:
     @contextmanager
     def kept(self, model: nn.Module) -> Iterator[None]:
         "Keep the modules in fp32 inside; nested contexts share the outermost one's forwards."
-        self.depth += 1
+        outer = self.depth
         try:
+            self.depth = outer + 1
             self.put_on(model)
             yield
-        finally:
-            self.depth -= 1
-            if not self.depth: self.take_off()
+            self._leave(outer)
+        except BaseException:                                    # also an interrupt in `_leave`, which begins anew
+            self._leave(outer)
+            raise
+
+    def _leave(self, depth: int) -> None:
+        self.depth = depth
+        if not depth: self.take_off()
 
     def put_on(self, model: nn.Module) -> None:
         "Put a forward on each module to keep; those that have theirs stay as they are."

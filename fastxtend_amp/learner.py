@@ -20,7 +20,6 @@ __all__ = ['refuse_unknown', 'set_precision']
 
 
 FORMER = {  # arguments of fastai v1 and of fastai's non-native fp16
-    'dtype': "write `amp_mode=`.",
     'dynamic': "leave it out. Scaling is dynamic unless you give a static scale: `learn.to_fp16(loss_scale=512)`.",
     'max_noskip': "write `growth_interval=`, the number of steps without a skip after which the scale grows.",
     'div_factor': "write `growth_factor=` and `backoff_factor=`.",
@@ -153,7 +152,7 @@ def to_channelslast(self: Learner,
 def amp_context(self: Learner) -> AbstractContextManager: # To enter with `with`; a new one for each use
     """Run code outside the training loop in the learner's precision: `with learn.amp_context(): learn.model(x)`.
 
-    Enters autocast for the device that the model is on; does nothing in fp32. Works inside and outside `fit`.
+    Enters autocast for the device that `fit` uses; does nothing in fp32. Works inside and outside `fit`.
     """
     cb = precision_callback(self)
     return nullcontext() if cb is None else cb.amp_context()

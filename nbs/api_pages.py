@@ -18,8 +18,7 @@ PACKAGE = Path(fastxtend_amp.__file__).parent
 FIRST = ['to_fp16', 'to_bf16', 'to_amp', 'to_fp32', 'precision', 'precision_report', 'compare_precision',
          'precision_decision', 'to_half_weights']
 ELSEWHERE = {'Verdict': 'insight.verdict', 'PrecisionChoice': 'insight.precisions'}  # public, and not in `__all__`
-NOT_LISTED = {'name', 'order', 'learn', 'training', 'device', 'run', 'watch_class', 'amp_context',
-              'check_modules', 'arguments', 'replace', 'skips_in_a_row', 'needs_loss_scaling',
+NOT_LISTED = {'name', 'learn', 'amp_context', 'check_modules', 'replace', 'skips_in_a_row', 'needs_loss_scaling',
               'fp32_module_names', 'headline'}
 RETURNED = {'PrecisionReport', 'Verdict', 'PrecisionComparison', 'PrecisionChoice'}            # by methods
 ATTRIBUTES = {'mode': "The precision, such as 'bf16'", 'verdict': 'What the report says', 'reason': 'Why'}
@@ -42,7 +41,7 @@ def function_of(obj): return inspect.unwrap(getattr(obj, 'fget', type(obj).__get
 
 
 def learner_methods():
-    "Return what the package adds to `Learner`, by name; what most readers look for first."
+    "Return what the package adds to `Learner`, by name; what most readers look for comes first."
     found = {}
     for name, member in vars(Learner).items():
         f = function_of(member)
@@ -58,7 +57,7 @@ def public(name):
 
 
 def members(cls):
-    "Return methods and properties of `cls` that users call; what a listed base class has stands there."
+    "Return methods and properties of `cls` that users call, without those of a base class that has an entry."
     found = {}
     for base in reversed(cls.__mro__):
         is_listed_itself = base is not cls and base.__name__ in fastxtend_amp.__all__

@@ -12,7 +12,7 @@ MACHINES = {'A': 'native_bf16', 'B': 'native_bf16_another_machine'}
 
 
 def rows() -> list[tuple[str, str, dict]]:
-    "Return model, machine and its measurements in bf16 by contestant; the model that gains most first."
+    "Return model, machine, and what was measured by mode and contestant; the model that gains most first."
     found = []
     for machine, stem in MACHINES.items():
         run = json.loads((HERE / 'benchmarks' / f'{stem}.json').read_text(encoding='utf-8'))

@@ -49,7 +49,7 @@ def is_left_over(output): # What a progress bar leaves when it is done, and its 
 
 
 def stored(notebook):
-    "The notebook as it is kept: without what progress bars leave behind, and without times of each cell."
+    "Return the notebook without what progress bars leave behind, and without the times of each cell."
     for cell in notebook.cells:
         cell.metadata.pop('execution', None)
         if cell.cell_type == 'code': cell.outputs = [o for o in cell.outputs if not is_left_over(o)]
@@ -68,6 +68,8 @@ def save_pictures(notebook):
 def main(names):
     "Run each notebook; one that fails keeps its old outputs. Returns how many failed."
     failed = 0
+    unknown = [name for name in names if not any(FOLDER.glob(f'{name}*.ipynb'))]
+    if unknown: sys.exit(f'No notebook has a name that begins with {", ".join(unknown)}.')
     for file in sorted(FOLDER.glob('*.ipynb')):
         if names and not file.name.startswith(tuple(names)): continue
         start = time.perf_counter()

@@ -95,7 +95,7 @@ def left_on(learn):
 
 
 def is_outside_a_fit(learn):
-    "Whether the precision callback of `learn` has closed all that it opened."
+    "True if the precision callback of `learn` has closed all that it opened."
     return learn.precision.device is None and vars(learn).get('scaler') is None and not replaced(learn.model)
 
 

@@ -52,7 +52,7 @@ def run(python: Path, variables: dict[str, str], tests: list[str]) -> tuple[str,
     out = subprocess.run([python, '-m', 'pytest', *args, *tests], cwd=ROOT, capture_output=True, text=True,
                          env={**variables, **os.environ, 'PYTHONDONTWRITEBYTECODE': '1'}).stdout
     found = re.findall(r'^=* ?(.*(?:passed|failed|error).*) in [\d.]+s', out, re.M)
-    if not found or 'failed' in found[-1]: print(out[-5000:], file=sys.stderr)
+    if not found or re.search('failed|error', found[-1]): print(out[-5000:], file=sys.stderr)
     return (found[-1] if found else 'did not finish'), (time.time() - start) / 60
 
 

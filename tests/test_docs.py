@@ -145,10 +145,10 @@ def test_page_has_every_public_name_with_its_arguments(page):
     text = (page / 'api.html').read_text()
     ids = Page(text).ids
     for name in [*fastxtend_amp.__all__, *(f'Learner.{n}' for n in ADDED)]: assert name in ids, name
-    plain = re.sub(r'\s+', ' ', re.sub(r'<[^>]+>', '', text))
+    codes = {re.sub(r'<[^>]+>', '', code) for code in re.findall(r'<code.*?</code>', text, re.S)}
     for f in [*METHODS.values(), MixedPrecision, HalfWeights]:
-        for name in {*inspect.signature(f).parameters} - {'self', 'args', 'kwargs'}: assert name in plain, name
-    assert plain.count('Loss scale to start from') == 1          # no table of arguments twice
+        for name in {*inspect.signature(f).parameters} - {'self', 'args', 'kwargs'}: assert name in codes, name
+    assert text.count('Loss scale to start from') == 1           # no table of arguments twice
     for link in re.findall(r'href="(source/[^"#]+)', text): assert (page / link).exists()
 
 
@@ -294,7 +294,7 @@ def test_readme_snippet_runs_as_it_stands(tmp_path):
     snippet = next(code for code in re.findall(r'```python\n(.*?)```', README, re.S) if 'vision_learner' in code)
     (tmp_path / 'data').mkdir()
     code = SNIPPET + snippet.replace('from fastxtend_amp', 'untar_data = external.untar_data\nfrom fastxtend_amp', 1)
-    code += "\nassert learn.final_record[-1] >= 0 and (folder / 'model.pkl').stat().st_size"
+    code += "\nassert (folder / 'model.pkl').stat().st_size"
     env = {**os.environ, 'PYTHONPATH': os.pathsep.join(filter(None, [str(ROOT), os.environ.get('PYTHONPATH')]))}
     done = subprocess.run([sys.executable, '-c', code, tmp_path / 'data'], capture_output=True, text=True, cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr[-2000:]

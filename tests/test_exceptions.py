@@ -86,14 +86,14 @@ def test_exceptions_around_the_batches_of_fit_validate_and_get_preds(call, event
 @pytest.mark.parametrize('mode', ['fp16', 'bf16'])
 def test_an_interrupt_before_any_line_of_a_fit(mode):
     "Inside an autocast of the user's own."
-    learn, _ = build(mixed(mode), dls=loaders(n=8, valid=dataset(4, seed=1)))
+    learn, _ = build(mixed(mode, fp32_modules='0'), dls=loaders(n=8, valid=dataset(4, seed=1)))
     learn.fit(1)                                                 # what is asked once in a process
     with torch.autocast('cpu', dtype=torch.float16, enabled=False, cache_enabled=False):
         lines, before = lines_of(lambda: learn.fit(1)), autocast_state()
         assert len(lines) > 80
         for line in lines:
-            interrupted_before(line, lambda: learn.fit(1))
-            assert autocast_state() == before and torch.is_grad_enabled(), line
+            assert interrupted_before(line, lambda: learn.fit(1)), line
+            assert autocast_state() == before and torch.is_grad_enabled() and is_outside_a_fit(learn), line
         learn.fit(1)
     assert is_outside_a_fit(learn) and finite(learn) and not left_on(learn.to_fp32())
 

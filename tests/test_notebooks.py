@@ -29,6 +29,10 @@ def test_runs_in_an_empty_folder(path, execute):
     assert all(c.execution_count for c in done.cells if c.cell_type == 'code')
 
 
+def test_a_name_that_no_notebook_has_is_refused():
+    with pytest.raises(SystemExit, match='begins with 99'): run_notebooks.main(['01', '99'])
+
+
 @pytest.mark.parametrize('path', NOTEBOOKS, ids=lambda p: p.stem)
 def test_outputs_are_stored_without_paths_and_unexplained_warnings(path):
     cells = [c for c in nbformat.read(path, as_version=4).cells if c.cell_type == 'code']

@@ -1,7 +1,7 @@
 "The console script `fastxtend_amp_demo`: compares fp32, bf16 and fp16 on handwritten digits."
 from __future__ import annotations
 
-import argparse, sys
+import argparse, os, sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -76,7 +76,7 @@ def plot(comparison: PrecisionComparison, file: str | Path) -> None:
         speeds.text(0, bar.get_y() - .06, speed(row), va='bottom')
     speeds.set(title='Samples per second', ylim=(len(table) - .5, -.6))
     for ax in (curves, speeds): ax.spines[['top', 'right']].set_visible(False)
-    figure.savefig(file, dpi=110)
+    figure.savefig(file, dpi=110, format='png')
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -89,7 +89,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument('--out', type=Path, default=Path('fastxtend_amp_demo.png'), metavar='FILE',
                         help='the PNG to write (default %(default)s)')
     args = parser.parse_args(argv)
-    if not args.out.parent.is_dir(): parser.error(f'--out {args.out}: there is no folder {args.out.parent}')
+    if not os.access(args.out.parent, os.W_OK):
+        parser.error(f'--out {args.out}: there is no folder {args.out.parent} that can be written to')
     device = usable_device(parser, args.device)
     for r in precision_support(device).itertuples(): print(f'{r.mode} is {r.support} on this device ({r.why}).')
     print(f'fp32, bf16 and fp16 train in turns, for at most {SECONDS} seconds.\n', flush=True)
@@ -97,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with nullcontext() if sys.stdout.isatty() else learn.no_bar():
         steps = 2 + EPOCHS * len(learn.dls.train)                # two to warm up, then an epoch in each turn
         comparison = learn.compare_precision(('bf16', 'fp16'), n_steps=steps, lr=LR, n_seeds=0, max_seconds=SECONDS)
-    plot(comparison, args.out)
     print(comparison, end='\n\n')
     for name, row in comparison.table.iterrows(): print(f'{name}: {speed(row)}')
+    plot(comparison, args.out)
     print(f'\nLosses and speeds: {args.out.resolve()}')

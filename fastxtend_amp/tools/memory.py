@@ -26,8 +26,8 @@ def keep_freed_memory(
     Source: https://man7.org/linux/man-pages/man3/mallopt.3.html and
     https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html
     """
-    if not 0 < threshold < 2**31:
-        raise ValueError(f'threshold={threshold!r} cannot be used: give a number of bytes, from 1 to {2**31 - 1:,}.')
+    if not isinstance(threshold, int) or not 0 < threshold < 2**31:
+        raise ValueError(f'threshold={threshold!r} cannot be used: give whole bytes, from 1 to {2**31 - 1:,}.')
     why = _nothing_to_do()
     if why is not None: return f'Nothing to do: {why}.'
     mallopt = ctypes.CDLL(None).mallopt

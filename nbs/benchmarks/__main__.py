@@ -1,13 +1,14 @@
 "The command `python -m nbs.benchmarks`."
 from __future__ import annotations
 
-import argparse, json, shlex, sys
+import argparse, json, os, shlex, sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from fastxtend_amp import precision_support
+from fastxtend_amp.tools.device import usable_device
 
 from .contestants import ADAM, CONTESTANTS, FUSED
 from .measure import bench
@@ -22,7 +23,7 @@ def main(
     parser = argparse.ArgumentParser(prog='python -m nbs.benchmarks', description=(
         'Time training steps in fp32, bf16 and fp16, in one process and in turns. The report goes to standard output.'))
     add = parser.add_argument
-    add('--device', default='cuda' if torch.cuda.is_available() else 'cpu', help='torch device (default %(default)s)')
+    add('--device', metavar='D', help='torch device (default: the accelerator, if there is one)')
     add('--models', nargs='+', default=list(MODELS), choices=MODELS, metavar='M', help=f"of {', '.join(MODELS)}")
     add('--modes', nargs='+', choices=('bf16', 'fp16'), metavar='M', help='bf16, fp16 (default: those that the '
         'device does natively); an emulated step can take minutes')
@@ -31,20 +32,23 @@ def main(
     add('--optimizers', nargs='+', default=[ADAM, FUSED], choices=(ADAM, FUSED), metavar='O',
         help=f"of {ADAM} (fastai's), {FUSED} (torch's)")
     add('--rounds', type=int, default=15, metavar='N', help='blocks of each contestant (default %(default)s)')
-    add('--out', type=Path, metavar='STEM', help='write STEM.json, STEM.md and STEM.png')
-    add('--show', type=Path, metavar='STEM', help='measure nothing: write STEM.md and STEM.png anew from STEM.json')
+    files = parser.add_mutually_exclusive_group().add_argument
+    files('--out', type=Path, metavar='STEM', help='write STEM.json, STEM.md and STEM.png')
+    files('--show', type=Path, metavar='STEM', help='measure nothing: write STEM.md and STEM.png anew from STEM.json')
     args = parser.parse_args(argv)
     if args.rounds < 1: parser.error(f'--rounds {args.rounds}: at least 1 is needed')
-    if args.out and not args.out.parent.is_dir(): parser.error(f'--out {args.out}: no folder {args.out.parent}')
+    if args.out and not os.access(args.out.parent, os.W_OK):
+        parser.error(f'--out {args.out}: there is no folder {args.out.parent} that can be written to')
     stem = args.show or args.out
     if args.show: figures = json.loads(stem.with_suffix('.json').read_text(encoding='utf-8'))
     else:
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
-        native = [r.mode for r in precision_support(args.device).itertuples() if r.support == 'native']
+        device = usable_device(parser, args.device)
+        native = [r.mode for r in precision_support(device).itertuples() if r.support == 'native']
         if not (modes := args.modes or native):
-            parser.error(f'{args.device} does neither bf16 nor fp16 natively; --modes bf16 times its emulation')
+            parser.error(f'{device} does neither bf16 nor fp16 natively; --modes bf16 times its emulation')
         taking_part = [c for c in CONTESTANTS if c.name in args.contestants]
-        figures = bench(args.models, modes, torch.device(args.device), args.rounds, taking_part, args.optimizers)
+        figures = bench(args.models, modes, device, args.rounds, taking_part, args.optimizers)
         figures['command'] = shlex.join(['python', '-m', 'nbs.benchmarks', *(argv or sys.argv[1:])])
     print(tables(figures), end='')
     if not stem: return

@@ -107,7 +107,8 @@ def test_nothing_is_drawn_of_a_run_without_ratios(tmp_path):
 
 @pytest.mark.parametrize('args,message', [
     (['--rounds', '0'], '--rounds 0: at least 1'), (['--rounds', 'x'], "'x'"), (['--contestants', 'me'], "'me'"), (['--models', 'resnet'], "'resnet'"),
-    (['--modes', 'fp8'], "'fp8'"), (['--out', 'nowhere/x'], 'no folder nowhere')])
+    (['--modes', 'fp8'], "'fp8'"), (['--out', 'nowhere/x'], 'no folder nowhere'),
+    (['--device', 'gpu'], '--device gpu'), (['--show', 'a', '--out', 'b'], 'not allowed with')])
 def test_bad_arguments(args, message, capsys):
     with pytest.raises(SystemExit): main(['--device', 'cpu', *args])
     assert message in capsys.readouterr().err

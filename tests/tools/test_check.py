@@ -1,4 +1,7 @@
 "The console script `fastxtend_amp_check`: what it prints, and that it fails where something is wrong."
+import os
+from importlib.util import find_spec
+
 import pandas as pd
 import pytest, torch
 from fastai.learner import Learner
@@ -56,22 +59,37 @@ def test_autocast_left_on_after_an_exception(monkeypatch, short):
     assert ('fp16', 'after an exception') in found
 
 
-def test_an_error_is_a_failed_check(monkeypatch, short):
+def test_an_error_is_a_failed_check(monkeypatch, short, capsys):
     def broken(self, *args, **kwargs): raise OSError('no space left')
     monkeypatch.setattr(Learner, 'save', broken)
-    results = check.check('cpu')
-    assert {what for _, what in failed(results)} == {'save and load'}
-    assert 'FAILED   fp32         save and load             OSError: no space left' in check.report(results, 'cpu')
+    assert check.main(['--device', 'cpu']) == 1
+    found = [line for line in capsys.readouterr().out.splitlines() if line.startswith('FAILED')]
+    assert found == [f'FAILED   {p}         save and load             OSError: no space left' for p in ('fp32', 'fp16')]
 
 
-def test_a_precision_that_the_device_has_not(monkeypatch):
+def test_nothing_trains_as_fp32_where_fp32_fails(monkeypatch, short):
+    fit = Learner.fit
+    def broken(self, *args, **kwargs):
+        if self.precision is None: raise RuntimeError('no kernel')
+        return fit(self, *args, **kwargs)
+    monkeypatch.setattr(Learner, 'fit', broken)
+    assert failed(check.check('cpu')) == {('fp32', 'fp32 reference'), ('fp32', 'save and load'), ('fp16', 'trains as fp32')}
+
+
+def test_a_precision_that_the_device_has_not(monkeypatch, capsys):
     support = pd.DataFrame({'mode': ['bf16', 'fp16'], 'support': 'unsupported', 'why': 'the test says so'})
     monkeypatch.setattr(check, 'EPOCHS', 1)
     monkeypatch.setattr(check, 'precision_support', lambda device: support)
-    results = check.check('cpu')
-    assert [r.passed for r in results] == [True, True, None, None, None] and not failed(results)
-    assert (results[0].precision, results[0].what) == ('fp32', 'fp32 reference')
-    assert 'left out fp16' in check.report(results, 'cpu') and 'All 2 checks passed' in check.report(results, 'cpu')
+    assert check.main(['--device', 'cpu']) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[:22].split() for line in lines if line.startswith(('ok', 'left'))] == [
+        ['ok', 'fp32'], ['ok', 'fp32'], ['left', 'out', 'bf16'], ['left', 'out', 'fp16']]
+    assert 'fp32 reference' in lines[5] and lines[-1] == 'All 2 checks passed on cpu.'
+
+
+@pytest.mark.skipif(not (os.environ.get('PJRT_DEVICE') and find_spec('torch_xla')), reason='needs torch_xla, and PJRT_DEVICE')
+def test_on_xla(short, capsys):
+    assert check.main(['--device', 'xla']) == 0, capsys.readouterr().out
 
 
 @pytest.mark.parametrize('device', ['gpu', 'meta'])

@@ -32,7 +32,8 @@ def test_the_picture_shows_each_step_and_each_speed(monkeypatch, tmp_path):
     learn = demo.learner(torch.device('cpu'))
     learn.model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(256, 10))
     with learn.no_bar(): comparison = learn.compare_precision(('bf16',), n_steps=8, n_seeds=0)
-    demo.plot(comparison, tmp_path / 'picture.png')
+    demo.plot(comparison, tmp_path / 'picture')
+    assert (tmp_path / 'picture').read_bytes()[:4] == b'\x89PNG'
     curves, speeds = drawn[0].axes
     assert {line.get_label(): len(line.get_xdata()) for line in curves.lines} == {'fp32': 8, 'bf16': 8}
     assert speeds.get_title() == 'Samples per second'

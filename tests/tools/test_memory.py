@@ -42,6 +42,6 @@ def test_an_older_glibc_turns_mmap_off(monkeypatch):
     assert glibc.calls == {memory._MMAP_MAX: 0, memory._TRIM_THRESHOLD: -1}
 
 
-@pytest.mark.parametrize('threshold', [0, -1, 2**31])
+@pytest.mark.parametrize('threshold', [0, -1, 2**31, 1e9])
 def test_impossible_thresholds(threshold):
     with pytest.raises(ValueError, match=f'threshold={threshold} cannot be used'): keep_freed_memory(threshold)
