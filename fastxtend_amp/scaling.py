@@ -286,7 +286,7 @@ def _fused(opt: Any, params: list[nn.Parameter]) -> Any:
     """Return `opt` if it is torch's fused Adam, AdamW or SGD, which skips a step with no effect at all; else None.
 
     They do once their state is there: a skipped first step would create it, and fused SGD would leave its momentum
-    uninitialised (PyTorch 2.13). MPS has had kernels that ignore the flag (PyTorch issue 186360).
+    uninitialised (PyTorch 2.13). MPS has had kernels that ignore the flag (github.com/pytorch/pytorch/pull/186360).
     """
     if type(opt) not in FUSED.values() or not getattr(opt, '_step_supports_amp_scaling', False): return None
     if len({p.device for p in params}) > 1 or params[0].device.type == 'mps': return None
@@ -294,8 +294,8 @@ def _fused(opt: Any, params: list[nn.Parameter]) -> Any:
     return opt if has_state or all(group.get('momentum') == 0 for group in opt.param_groups) else None   # plain SGD
 
 
-# Find, for torch's optimizer and its parameters, what `GradScaler.step` is to be called with where the device skips the
-# step by a flag; None if it is not the device's to skip. A device may add one for its own optimizers.
+# Each takes torch's optimizer and its parameters. Where the device skips a step by a flag, it returns what is given to
+# `GradScaler.step` in the optimizer's place, else None. `devices/` adds one.
 SKIPPING: list[Callable[[Any, list[nn.Parameter]], Any]] = [_fused]
 
 

@@ -205,7 +205,7 @@ def test_the_recipe_for_a_second_forward_pass(mode, kwargs):
 
 
 @pytest.mark.filterwarnings('ignore')
-def test_what_fastai_does_where_it_finds_cuda(monkeypatch):
+def test_what_fastai_does_where_it_finds_cuda(monkeypatch, tmp_path):
     "fastai's own callback, as the README's table has it; PyTorch is made to believe that there is a GPU."
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
     monkeypatch.setattr(torch.cuda, 'is_bf16_supported', lambda *a: True)
@@ -229,9 +229,13 @@ def test_what_fastai_does_where_it_finds_cuda(monkeypatch):
         twice = learner(cbs=[fp16.MixedPrecision(), fp16.MixedPrecision()])
         with pytest.raises(AssertionError, match='No inf checks were recorded'): fitted(twice)
         torch.set_autocast_enabled('cuda', False)
-        once = fitted(learner(cbs=fp16.MixedPrecision(growth_interval=1, init_scale=2.)), cbs=Scales())
-        fitted(once, cbs=Scales())
-        assert scales[0] == scales[len(scales) // 2] < scales[len(scales) // 2 - 1]   # starts anew at each fit
+        once, other = (learner(cbs=fp16.MixedPrecision(growth_interval=1, init_scale=2.)) for _ in range(2))
+        once.path = other.path = tmp_path
+        for learn in (once, once, other):
+            fitted(learn, cbs=Scales())
+            if learn is once: once.save('a'); other.load('a')
+        first, second, third = zip(*[iter(scales)] * (len(scales) // 3))
+        assert first == second == third and first[0] < first[-1]     # starts anew at each fit and load
         monkeypatch.setattr(torch.Tensor, 'item', lambda t: reads.append(t) or item(t))
         fitted(learner())
         in_fp32 = len(reads)

@@ -40,7 +40,7 @@ def main(
     if args.out and not os.access(args.out.parent, os.W_OK):
         parser.error(f'--out {args.out}: there is no folder {args.out.parent} that can be written to')
     stem = args.show or args.out
-    if args.show: figures = json.loads(stem.with_suffix('.json').read_text(encoding='utf-8'))
+    if args.show: figures = json.loads(Path(f'{stem}.json').read_text(encoding='utf-8'))
     else:
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
         device = usable_device(parser, args.device)
@@ -52,10 +52,10 @@ def main(
         figures['command'] = shlex.join(['python', '-m', 'nbs.benchmarks', *(argv or sys.argv[1:])])
     print(tables(figures), end='')
     if not stem: return
-    if args.out: stem.with_suffix('.json').write_text(json.dumps(figures, indent=1) + '\n', encoding='utf-8')
-    stem.with_suffix('.md').write_text(tables(figures), encoding='utf-8')
+    if args.out: Path(f'{stem}.json').write_text(json.dumps(figures, indent=1) + '\n', encoding='utf-8')
+    Path(f'{stem}.md').write_text(tables(figures), encoding='utf-8')
     plot({f'{mode}, {support}': by_model(figures, mode) for mode, (support, _) in figures['support'].items()},
-         stem.with_suffix('.png'))
+         Path(f'{stem}.png'))
 
 
 if __name__ == '__main__': main()
