@@ -58,7 +58,7 @@ def _choice(name: Any) -> PrecisionChoice:
 def default_choices(learn: Learner) -> list[PrecisionChoice]:
     """Return fp32, and autocast in each mode that the learner's device does natively.
 
-    Half-precision weights, too, if the learner has them: without more arguments they are autocast's casts.
+    Half-precision weights only if the learner has them: with the default arguments they compute as autocast does.
     """
     native = [m for m in (AMPMode.BF16, AMPMode.FP16) if mode_support(m, training_device(learn)).status == 'native']
     kinds = [False, True] if isinstance(precision_callback(learn), HalfWeights) else [False]
