@@ -65,8 +65,7 @@ class Watch:
 
     def after_train(self) -> None:
         "Look again at the end of an epoch, when the host knows all."
-        n = self.cb.skips_in_a_row
-        if n >= self.cb.max_skips: self._alarm(f'{n} steps in a row were skipped', skipped=True)
+        self.after_step()
         self._check_recorded()
 
     def _check_recorded(self) -> None:

@@ -84,14 +84,14 @@ def test_a_loss_is_refused_for_what_seeds_do_not_show_and_not_for_noise(max_seco
 
 
 def test_modules_that_must_stay_in_fp32_do_in_a_model_whose_output_a_callback_unpacks():
-    learn = costing({'fp16': 3.}, Gives(Attentive())).to_fp16(init_scale=1024., max_skips=7)
+    learn = costing({'fp16': 3.}, Gives(Attentive())).to_fp16(max_skips=7)
     learn.add_cb(Unpacks())
     learn.to_amp(measure=True)
     decision = learn.precision_decision
     assert decision.recommended == 'fp16' and decision.choices['fp16'].fp32_modules == ('net.attn',)
     assert 'net.attn' in decision.calls['fp16']
     assert learn.precision.fp32_module_names == ['net.attn'] and learn.precision.max_skips == 7
-    assert learn.precision.scale == 1024.
+    assert learn.precision.scale == 4096                         # as the report advises
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter('always')
         learn.fit(2)

@@ -13,7 +13,7 @@ from fastai.vision.gan import FixedGANSwitcher, GANLearner
 from torch import nn
 from torch.utils.data import DataLoader as TorchLoader
 
-from fastxtend_amp.insight.copies import check_learner, copied_learner, left_out, loader_like, takes_part
+from fastxtend_amp.insight.copies import begin_fit, check_learner, copied_learner, left_out, loader_like, takes_part
 from helpers import OPTIMIZERS, At, Attentive, dataset, learner, loaders, mlp, opt_state, params, same, same_state
 from states import bits, language_model, rich, shuffled
 
@@ -21,8 +21,7 @@ from states import bits, language_model, rich, shuffled
 def train(learn, n=4):
     "Some batches of a loader like the learner's, in its own loop."
     if not learn.opt: learn.create_opt()
-    learn.n_epoch, learn.epoch, learn.n_iter, learn.dl = 1, 0, n, learn.dls.train
-    for event in ('before_fit', 'before_epoch', 'before_train'): learn(event)
+    begin_fit(learn, n)
     for i, b in zip(range(n), loader_like(learn.dls.train)): learn.one_batch(i, b)
     for event in ('after_train', 'after_fit'): learn(event)
 
@@ -166,12 +165,9 @@ def test_refused_inside_a_fit(precision):
     learn.fit(1, cbs=At('after_loss', lambda _: check_learner(other, 'compare_precision')))
 
 
-def test_lazy_modules_are_refused():
+def test_lazy_and_sharded_parameters_are_refused(monkeypatch):
     with pytest.raises(ValueError, match="(?s)lazy modules: '0.weight' is not built.*Run the model once"):
         check_learner(learner(nn.Sequential(nn.LazyLinear(1))), 'precision_report')
-
-
-def test_sharded_parameters_are_refused(monkeypatch):
     monkeypatch.setattr('fastxtend_amp.insight.copies.is_dtensor', lambda p: True)
     for call in ('precision_report', 'compare_precision'):
         with pytest.raises(ValueError, match=f'(?s){call} .*sharded.*before `fully_shard`'): getattr(learner(), call)()

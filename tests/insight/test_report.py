@@ -208,7 +208,7 @@ def test_a_loss_function_that_overflows():
 
 def test_layers_that_the_device_has_no_kernel_for_are_kept_in_fp32():
     learn = language_model().to_bf16(fp32_modules=nn.LSTM)       # already
-    assert learn.precision_report('bf16').verdicts['bf16'].verdict != 'cannot run'
+    assert learn.precision_report('bf16').verdicts['bf16'].verdict == 'safe so far'
     for mode, verdict in language_model().precision_report().verdicts.items():
         if not refused_layer(nn.LSTM, AMPMode(mode)): continue   # this CPU runs LSTMs in that mode
         assert verdict.verdict == 'keep modules in fp32' and verdict.modules == ['0.rnns.0.module', '0.rnns.1.module']
