@@ -1,10 +1,12 @@
-"Small helpers that several files share: DTensors, errors and warnings."
+"Small helpers that several files share: DTensors, processes, errors and warnings."
 from __future__ import annotations
 
 import inspect, sys, warnings
 from typing import Any
 
-__all__ = ['first_line', 'is_dtensor', 'type_name', 'warn_user']
+import torch.distributed as dist
+
+__all__ = ['first_line', 'is_dtensor', 'several_processes', 'type_name', 'warn_user']
 
 
 def first_line(error: BaseException, limit: int = 200) -> str:
@@ -17,6 +19,11 @@ def is_dtensor(t: object) -> bool:
     "Return whether `t` is a DTensor, as FSDP2's `fully_shard` makes of parameters."
     module: Any = sys.modules.get('torch.distributed.tensor')    # imported by whoever made a DTensor, and not before
     return module is not None and isinstance(t, module.DTensor)
+
+
+def several_processes() -> bool:
+    "Return whether this process trains together with others."
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 _NOT_THE_USERS = ('fastxtend_amp', 'fastai', 'fastcore', 'torch', 'contextlib')

@@ -67,6 +67,7 @@ def test_bad_arguments_are_refused_by_name_and_value_and_lose_nothing():
     (lambda l: l.to_fp16(dynamic=True), r'Scaling is dynamic unless.*loss_scale=512'), (lambda l: l.to_fp16(clip=1.), 'GradientClip'),
     (lambda l: l.to_fp16(flat_master=True), 'to_half_weights'), (lambda l: l.to_fp16(zzz=1), 'there are init_scale, growth_factor'),
     (lambda l: l.to_bf16(init_scale=2.), "to_bf16\\(\\) has no argument 'init_scale'"), (lambda l: l.to_amp('bf16'), r'learn\.to_bf16\(\)'),
+    (lambda l: l.to_amp(True), r'^to_amp\(True\): (?!.*init_scale)'),
     (lambda l: l.to_amp(measure='yes'), 'measure is True or False'), (lambda l: l.to_channelslast('bf16'), "use_amp, is True or False.*amp_mode='bf16'"),
     (lambda l: l.to_channelslast(amp_mod='bf16'), 'did you mean `amp_mode=`'), (lambda l: MixedPrecision('fp16', dynamic=1), 'dynamic')])
 def test_unknown_and_misplaced_arguments(call, words):

@@ -7,10 +7,11 @@ from weakref import WeakKeyDictionary
 
 from fastai.learner import Learner
 
+from ..common import several_processes
 from .comparison import PrecisionComparison
-from .copies import check_learner, several_processes
+from .copies import check_learner
 from .precisions import PrecisionChoice, default_choices
-from .progress import check_seconds
+from .progress import check_above_0
 
 __all__ = ['decisions', 'measure_and_choose']
 
@@ -33,7 +34,7 @@ def measure_and_choose(
     Raises `ValueError` for `max_seconds` not above 0, and where `compare_precision` or
     `precision_report` do; `RuntimeError` inside a fit and in several processes.
     """
-    check_seconds(max_seconds)
+    check_above_0('max_seconds', max_seconds, '60')
     check_learner(learn, 'to_amp(measure=True)')
     if several_processes():
         raise RuntimeError('to_amp(measure=True) cannot run in several processes, where each would measure and choose '

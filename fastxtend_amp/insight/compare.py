@@ -1,7 +1,7 @@
 "The comparison: trains copies of one learner in several precisions, a few steps each in turn, timed."
 from __future__ import annotations
 
-import math, random, re, time, warnings
+import math, random, time, warnings
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,22 +31,24 @@ from .copies import (
     tensors,
 )
 from .precisions import PrecisionChoice, call_for, choices_from, default_choices, use_choice
-from .progress import Progress, check_count, check_seconds
+from .progress import Progress, check_above_0, check_count
 
 __all__ = ['compare']
 
 LIMIT = 2**29           # bytes of batches that are held; further steps take the same ones again
 _TURNS = 7              # that each mode gets after the first step, which warms up
-_OF_COPIES = ('.*emulated', 'No optimizer step was taken', 'The gradients of an accumulation')    # warnings
+# Warnings of copies; the last is fastai's of a GAN's callbacks.
+_OF_COPIES = ('.*emulated', 'No optimizer step was taken', 'The gradients of an accumulation', 'You are shadowing')
 
 
 def compare(learn: Learner, modes: Any, n_steps: int, lr: float | slice | None, n_seeds: int,
             max_seconds: float) -> PrecisionComparison:
     "See `Learner.compare_precision`."
     choices = default_choices(learn) if modes is None else choices_from(modes)
-    check_count('n_steps', n_steps, 1, ', such as 50')
-    check_count('n_seeds', n_seeds, 0, ', such as 3')
-    check_seconds(max_seconds)
+    check_count('n_steps', n_steps, 1)
+    check_count('n_seeds', n_seeds, 0)
+    check_above_0('max_seconds', max_seconds, '60')
+    if lr is not None and not isinstance(lr, slice): check_above_0('lr', lr, '1e-3, or a slice of two')
     check_learner(learn, 'compare_precision')
     progress = Progress(learn, n_steps + n_seeds, max_seconds)
     try:
@@ -101,6 +103,7 @@ class _Comparison:
         done, size = 0, 1                                        # the second step shows how long one takes
         while done < self.n_steps:
             steps = range(done, min(done + size, self.n_steps))
+            # Forth and back, so that no mode always comes after the same one.
             for run in self._training[::(-1) ** len(self.base.times)]: self._try(run, self._train, run, steps)
             done = steps.stop
             self.progress.update(done)
@@ -119,8 +122,7 @@ class _Comparison:
         try: f(*args)
         except Exception as e:
             if run is self.base or isinstance(e, torch.OutOfMemoryError): raise
-            said = re.sub(r'.*when calling event `\w+`:\s*', '', str(e), flags=re.DOTALL)   # fastai's words before it
-            run.learn, run.support, run.note = None, 'failed', f'{type(e).__name__}: {first_line(Exception(said), 400)}'
+            run.learn, run.support, run.note = None, 'failed', f'{type(e).__name__}: {first_line(e, 400)}'
 
     def _begin(self, run, copies, seed=None):
         "Copy the learner, ready for its first step; the copy is removed with `copies`."
@@ -204,7 +206,7 @@ class _Comparison:
         n_seeds = len(self.seeds)
         seeds = f' and {n_seeds} of {self.n_seeds} seeds' * bool(self.n_seeds)
         about = (f'; its standard deviation over {n_seeds + 1} fp32 trainings that differ in the order of batches and '
-                 f'in random draws is {tolerance.spread:.2g}') if tolerance.spread >= 0 else ''
+                 f'in random draws is {tolerance.spread:.2g}') if tolerance.spread > 0 else ''
         notes = [f'Loss: mean of the last {self.n_last} of {self.n} training steps on {self.device}{about}.']
         if self.n < self.n_steps or n_seeds < self.n_seeds:
             notes.append(f'There was time for {self.n} of {self.n_steps} steps{seeds} '

@@ -118,8 +118,8 @@ def recommend(
 ) -> tuple[str, str]: # The mode, and why
     """Return one mode: the fastest that pays and trains as fp32 does.
 
-    It pays if the median speed-up is 1.05 or more and its range over the turns (half of them) is further above 1 than
-    it is wide. It trains as fp32 does if the mean of the last losses is finite and above fp32's by no more than the
+    It pays if the median speed-up is 1.05 or more, and the lower quartile is further above 1 than it is below the
+    upper one. It trains as fp32 does if the mean of the last losses is finite and above fp32's by no more than the
     tolerance, and no more than half of its steps were skipped. Of two equally fast (5 %) bf16 is taken, which needs no
     loss scaling.
     """
@@ -145,7 +145,7 @@ def _against(row: pd.Series, tolerance: Tolerance) -> list[str]:
     elif row['loss difference'] > tolerance.value:
         found.append(f"its loss is {row['loss difference']:.2g} above fp32's, more than {tolerance}")
     low, high = row['speed-up q1'], row['speed-up q3']
-    if row['turns'] < _TURNS: found.append(f"it was timed in {row['turns']} turns: too few for a range of its speed")
+    if row['turns'] < _TURNS: found.append(f"it was timed in {row['turns']} of the {_TURNS} turns that a range takes")
     elif low - 1 <= high - low or row['speed-up'] < _WORTH:
         found.append(f'not reliably faster than fp32 here ({_speed(row)} times its speed)' +
                      ': the device only emulates it' * (row['support'] == 'emulated'))

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from fastai.callback.core import Callback
 from fastai.callback.progress import ProgressCallback
 from fastai.data.load import DataLoader
@@ -27,7 +26,7 @@ from ..fp32_modules import unwrapped
 from ..mode import autocast_available, training_device
 
 __all__ = ['RandomState', 'begin_fit', 'check_learner', 'copied_learner', 'left_out', 'loader_like', 'lost_weights',
-           'random_state', 'random_state_kept', 'set_random_state', 'several_processes', 'takes_part', 'tensors']
+           'random_state', 'random_state_kept', 'set_random_state', 'takes_part', 'tensors']
 
 # Of fastai's own callbacks those that shape a training step, by name, as some are costly to import.
 _OF_FASTAI = set("""TrainEvalCallback CastToTensor MixHandler GradientAccumulation GradientClip BnFreeze ChannelsLast
@@ -139,7 +138,7 @@ def _copy(learn: Learner, optimizer: bool) -> Learner:
     loaders = list(getattr(learn.dls, 'loaders', ()))
     shared = [learn.dls, *loaders, *(getattr(dl, 'dataset', None) for dl in loaders), learn.logger, learn.lock]
     memo: dict[int, Any] = {id(o): o for o in shared if o is not None} | {id(learn): new}
-    # Methods that are the learner's own, as a precision callback puts over those of its class, are bound to the copy.
+    # Methods set on the learner itself, as a precision callback sets `_with_events`, are bound to the copy.
     methods = {k: v for k, v in vars(learn).items() if callable(getattr(type(learn), k, None))}
     rest = {k: v for k, v in vars(learn).items() if k not in methods and not isinstance(v, Callback)}
     vars(new).update(rest, cbs=L(), logger=noop, lock=threading.Lock())
@@ -169,7 +168,7 @@ def _write_nothing(file: str | Path, **kwargs: object) -> Path: return Path(file
 
 
 def _detach_results(part: Any, memo: dict[int, Any]) -> None:
-    "Have what modules and callbacks have computed and kept copied without its graph, which refuses to be copied."
+    "Note detached clones of tensors that modules and callbacks have computed and kept: with a graph none is copied."
     def note(t):
         if t.grad_fn is not None: memo[id(t)] = t.detach().clone()
         return t
@@ -227,8 +226,3 @@ def random_state_kept() -> Iterator[None]:
     state = random_state(everything=True)
     try: yield
     finally: set_random_state(state)
-
-
-def several_processes() -> bool:
-    "Return whether this process trains together with others."
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

@@ -9,9 +9,10 @@ from typing import Any
 from fastai.learner import Learner
 
 from ..callback import precision_callback
+from ..common import several_processes
 from ..fp32_modules import unwrapped
 from ..mode import AMPMode, fastest_native
-from .copies import RandomState, lost_weights, several_processes
+from .copies import RandomState, lost_weights
 from .precisions import precision_call
 from .trace import trace
 from .verdict import Judge, named, not_finite_data, wrong_in_fp32

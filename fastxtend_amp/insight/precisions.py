@@ -58,7 +58,7 @@ def _choice(name: Any) -> PrecisionChoice:
 def default_choices(learn: Learner) -> list[PrecisionChoice]:
     """Return fp32, and autocast in each mode that the learner's device does natively.
 
-    Half-precision weights, too, if the learner has them: without more arguments they are autocast's casts.
+    Half-precision weights only if the learner has them: with the default arguments they compute as autocast does.
     """
     native = [m for m in (AMPMode.BF16, AMPMode.FP16) if mode_support(m, training_device(learn)).status == 'native']
     kinds = [False, True] if isinstance(precision_callback(learn), HalfWeights) else [False]
@@ -116,9 +116,9 @@ def use_choice(
     learn: Learner, # The learner, outside a fit
     choice: PrecisionChoice,
 ) -> MixedPrecision | None: # Its precision callback now
-    "Have `learn` train in this precision, by the call that a user would make; the loss scale stays."
+    "Have `learn` train in this precision, by a user's call; the loss scale stays unless `choice` has another."
     old, call = precision_callback(learn), call_for(learn, choice)
-    state = {} if old is None else old.state_dict()
+    state = {} if old is None or choice.init_scale else old.state_dict()
     getattr(learn, call.method)(**call.arguments)
     cb = precision_callback(learn)
     if state and cb is not None: cb.load_state_dict(state)       # as fp16 to fp16; nothing in bf16

@@ -10,7 +10,7 @@ from fastprogress.fastprogress import progress_bar
 
 from ..scaling import is_number
 
-__all__ = ['Progress', 'TimeIsUp', 'check_count', 'check_seconds']
+__all__ = ['Progress', 'TimeIsUp', 'check_above_0', 'check_count']
 
 
 class TimeIsUp(BaseException):
@@ -44,17 +44,17 @@ def check_count(
     name: str, # The argument's name
     value: Any,
     at_least: int,
-    meaning: str, # What the message adds
 ) -> None:
     "Raise a `ValueError` unless `value` is an integer of `at_least` or more."
     if not is_number(value, Integral) or value < at_least:
-        raise ValueError(f'{name}={value!r} cannot be used: {name} must be an integer of at least {at_least}{meaning}.')
+        raise ValueError(f'{name}={value!r} cannot be used: {name} must be an integer of at least {at_least}.')
 
 
-def check_seconds(
-    max_seconds: Any,
+def check_above_0(
+    name: str, # The argument's name
+    value: Any,
+    example: str,
 ) -> None:
-    "Raise a `ValueError` unless this is a time."
-    if not is_number(max_seconds) or not max_seconds > 0:
-        raise ValueError(f'max_seconds={max_seconds!r} cannot be used: max_seconds must be a number of seconds above '
-                         '0, such as 60.')
+    "Raise a `ValueError` unless `value` is a number above 0."
+    if not is_number(value) or not value > 0:
+        raise ValueError(f'{name}={value!r} cannot be used: {name} must be a number above 0, such as {example}.')

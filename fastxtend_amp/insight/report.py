@@ -20,7 +20,7 @@ from ..fp32_modules import unwrapped
 from ..mode import AMPMode, fastest_native, mode_support, training_device
 from .copies import check_learner, left_out, loader_like, random_state_kept, tensors
 from .precisions import PRECISION_COLORS, precision_call
-from .progress import TimeIsUp, check_count, check_seconds
+from .progress import TimeIsUp, check_above_0, check_count
 from .trace import Seen, Trace, trace
 from .verdict import Judge, Verdict, as_html, not_finite_data, some, wrong_in_fp32
 
@@ -31,6 +31,7 @@ EMULATED_WORK = 4e9   # floating-point operations of an emulated training step; 
 FEWEST = 2            # samples, for batch normalization
 _FP16, _TICKS = torch.finfo(torch.float16), 30                   # so many modules are named on the axis of the plot
 _KINDS = {'module': PRECISION_COLORS['fp32'], 'module in trouble': '#c0392b', 'module that does not run': '#8a929c'}
+_COLUMNS = ['mode', 'module', 'type', 'format', 'largest', 'headroom', 'error', 'grad', 'trouble']
 _FORMAT: dict[str, Any] = {'index': False, 'float_format': '{:.3g}'.format}
 
 
@@ -41,7 +42,7 @@ class PrecisionReport:
     - `table`: a row for each mode and module that computes something itself, in order of execution
     - `notes`: sentences on what was looked at, and what was left out
 
-    The columns of `table` describe a run with nothing in fp32 but what does not run otherwise:
+    The columns of `table` describe a run in which only modules that do not run otherwise are in fp32:
 
     | column | meaning | unit |
     |---|---|---|
@@ -131,8 +132,10 @@ def report(
 ) -> PrecisionReport:
     "Report on a learner; see `Learner.precision_report`."
     asked = check_modes(modes)
-    check_count('n_batches', n_batches, 1, ', such as 1')
-    check_seconds(max_seconds)
+    check_count('n_batches', n_batches, 1)
+    check_above_0('max_seconds', max_seconds, '60')
+    if dl is not None and not hasattr(dl, '__iter__'):
+        raise ValueError(f'dl={dl!r} cannot be used: dl must be a DataLoader, such as `learn.dls.valid`.')
     check_learner(learn, 'precision_report')
     model = unwrapped(learn.model)
     if half := half_parameters_of(model):
@@ -216,9 +219,6 @@ class _Report:
         if few < whole: notes.append(f'These are the first of {whole}, because a precision is emulated here, and slow.')
         if missing := left_out(self.learn): notes.append(f'Callbacks that took no part: {some(missing, 8)}.')
         return notes
-
-
-_COLUMNS = ['mode', 'module', 'type', 'format', 'largest', 'headroom', 'error', 'grad', 'trouble']
 
 
 def n_samples(batch: Any) -> int:

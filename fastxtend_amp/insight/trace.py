@@ -167,7 +167,7 @@ class Trace(TorchDispatchMode):
 
     def _enter(self, name, module, args, kwargs):
         with unwatched():
-            if not self._frames: self._push(LOSS, None)
+            if not self._frames: self._push(LOSS, None)          # all that runs outside the model
             if not self._backward and not in_function_transform():       # vmap's tensors cannot be looked at
                 for t in tensors((args, kwargs)):
                     self._compare(self._frames[-1], t)

@@ -21,7 +21,7 @@ Judgement = Literal['safe so far', 'safe with loss scaling', 'safe, but close', 
                     'cannot run', 'not known']
 
 IMPRECISE = .1        # error of a module's own arithmetic that is trouble
-LOST = .1             # of the mean absolute gradient: smaller values, at most a tenth of the sum, may underflow
+LOST = .1             # of the mean absolute gradient: smaller ones, a tenth of the sum at most, may underflow
 CLOSE = 4.            # headroom below which a module is close to overflow
 LOWEST_SCALE = 2.**-12 # that is advised
 MARGIN = 16.          # by which a loss scale that is advised is below the highest: later gradients may be larger

@@ -20,8 +20,8 @@ _MOVED = 1.01   # times the weights' norm at the start, from which the weights h
 class Watch:
     """Notices, in one fit of a precision callback, that training goes wrong, and says once why.
 
-    The callback calls the methods that are named as events after its own. While all goes well nothing here waits for
-    an accelerator: losses are read after fastai's Recorder has fetched them, skipped steps as far as they are known.
+    The callback calls the methods that have an event's name, each after its own. While all goes well nothing here
+    waits for an accelerator: it reads the losses that fastai's Recorder has fetched, and the skips the host knows of.
 
     With several processes each looks at its own loss; an exception in one ends the job under `torchrun`.
     """
@@ -60,13 +60,12 @@ class Watch:
         "Count skipped steps in a row, and see whether the loss scale falls below 1."
         n, cb = self.cb.skips_in_a_row, self.cb
         if n >= cb.max_skips: self._alarm(f'{n} steps in a row were skipped', skipped=True)
-        elif n and self.in_place and cb.arguments['loss_scale'] is None and cb.scale < 1:
+        elif n and self.in_place and cb.scale < 1 <= cb.scales[-1]:
             self._alarm('the loss scale falls below 1', skipped=True)
 
     def after_train(self) -> None:
-        "At the end of an epoch the host knows all."
-        n = self.cb.skips_in_a_row
-        if n >= self.cb.max_skips: self._alarm(f'{n} steps in a row were skipped', skipped=True)
+        "Look again at the end of an epoch, when the host knows all."
+        self.after_step()
         self._check_recorded()
 
     def _check_recorded(self) -> None:

@@ -16,7 +16,7 @@ from fastai.optimizer import Adam
 from torch import nn
 from torch.nn import functional as F
 
-from helpers import Data, learner, loaders
+from helpers import Attentive, Data, learner, loaders
 from states import Act
 
 STEPS, BS, N = 60, 16, 64
@@ -33,14 +33,6 @@ class Own(nn.Module):
 def inner(f, n=32, n_in=6, n_mid=None):
     "The same with the arithmetic in a module"
     return nn.Sequential(nn.Linear(n_in, n), Act(f), nn.Linear(n_mid or n, 1))
-
-
-class Attends(nn.Module):
-    def __init__(self, gain): super().__init__(); self.emb, self.q, self.k, self.v, self.head, self.gain = nn.Linear(1, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(48, 1), gain
-    def forward(self, x):
-        x = self.emb(x[..., None])
-        s = (self.q(x) * self.gain) @ (self.k(x) * self.gain).transpose(-1, -2)
-        return self.head((x + (s / self.gain ** 2).softmax(-1) @ self.v(x)).flatten(1))
 
 
 class Residual(nn.Module):
@@ -97,7 +89,7 @@ norm_mlp = lambda norm: nn.Sequential(nn.Linear(6, 32), norm, nn.ReLU(), nn.Line
 # name: model, loss, inputs times, further arguments of the learner
 CASES = {
     'batch norm': (lambda: norm_mlp(nn.BatchNorm1d(32)), mse, 1), 'layer norm': (lambda: norm_mlp(nn.LayerNorm(32)), mse, 1),
-    'attention': (lambda: Attends(800.), mse, 1), 'quiet attention': (lambda: Attends(1.), mse, 1),
+    'attention': (lambda: Attentive(800.), mse, 1), 'quiet attention': (lambda: Attentive(1.), mse, 1),
     'norm, own': (lambda: Own(loud_rms), mse, 1), 'norm, module': (lambda: inner(loud_rms), mse, 1),
     'cancels, own': (lambda: Own(cancels), mse, 1), 'cancels, module': (lambda: inner(cancels), mse, 1),
     'variance, own': (lambda: Own(naive_variance), mse, 1), 'variance, module': (lambda: inner(naive_variance), mse, 1),

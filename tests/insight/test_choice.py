@@ -1,5 +1,5 @@
 "The measured choice: the fastest precision that trains as fp32 does, and a learner as it was but for the callback."
-import time, warnings
+import math, time, warnings
 
 import pytest, torch
 from fastai.callback.core import Callback
@@ -9,8 +9,8 @@ from torch import nn
 from fastxtend_amp import HalfWeights, mode
 from fastxtend_amp.insight import compare, precisions
 from fastxtend_amp.insight.precisions import PrecisionChoice, call_for, precision_call, use_choice
-from helpers import Attentive, learner, mlp
-from states import Act, Gives, Unpacks, bits, rich
+from helpers import At, Attentive, learner
+from states import Act, Gives, Unpacks, bits, fills, rich
 
 
 class Costs(Callback):
@@ -83,55 +83,50 @@ def test_a_loss_is_refused_for_what_seeds_do_not_show_and_not_for_noise(max_seco
         learn.to_fp32()
 
 
-def test_modules_that_must_stay_in_fp32_do():
-    learn = costing({'fp16': 3.}, Attentive()).to_fp16(init_scale=1024., max_skips=7).to_amp(measure=True)
+def test_modules_that_must_stay_in_fp32_do_in_a_model_whose_output_a_callback_unpacks():
+    learn = costing({'fp16': 3.}, Gives(Attentive())).to_fp16(max_skips=7)
+    learn.add_cb(Unpacks())
+    learn.to_amp(measure=True)
     decision = learn.precision_decision
-    assert decision.recommended == 'fp16' and decision.choices['fp16'].fp32_modules == ('attn',)
-    assert 'attn' in decision.calls['fp16']
-    assert learn.precision.fp32_module_names == ['attn'] and learn.precision.max_skips == 7
-    assert learn.precision.scale == 1024.
+    assert decision.recommended == 'fp16' and decision.choices['fp16'].fp32_modules == ('net.attn',)
+    assert 'net.attn' in decision.calls['fp16']
+    assert learn.precision.fp32_module_names == ['net.attn'] and learn.precision.max_skips == 7
+    assert learn.precision.scale == 4096                         # as the report advises
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter('always')
         learn.fit(2)
     assert not [w for w in found if 'goes wrong' in str(w.message)] and learn.precision.n_skipped == 0
 
 
-def test_a_mode_that_the_report_refuses_is_not_tried_and_said():
-    class Overflows(nn.Linear):
+@pytest.mark.parametrize('breaks, words', [(lambda h: h * math.inf, 'the loss or a gradient is not finite'), (fills, "the model's own `forward` does not run")],
+                         ids=['do not use', 'cannot run'])
+def test_a_mode_that_the_report_refuses_is_not_tried_and_said(breaks, words):
+    class Breaks(nn.Linear):
         def forward(self, x):
-            low = torch.is_autocast_enabled('cpu') and torch.get_autocast_dtype('cpu') is torch.float16
-            return super().forward(x) * (float('inf') if low else 1.)
-    learn = costing({'bf16': 2., 'fp16': 9.}, Overflows(6, 1)).to_amp(measure=True)
+            out = super().forward(x)
+            return breaks(out) if out.dtype is torch.float16 else out
+    learn = costing({'bf16': 2., 'fp16': 9.}, Breaks(6, 1)).to_amp(measure=True)
     decision = learn.precision_decision
-    assert list(decision.table.index) == ['fp32', 'bf16'] and learn.precision.mode == 'bf16' and '; fp16: ' in decision.reason
+    assert list(decision.table.index) == ['fp32', 'bf16'] and learn.precision.mode == 'bf16'
+    assert f'; fp16: {words}' in decision.reason
 
 
 def test_fp32_that_fails_itself_is_named():
     learn = learner(nn.Sequential(nn.Linear(6, 1), Act(lambda h: (-h.abs()).log()))).to_amp(measure=True)
     words = "Nothing else was compared; bf16: the loss is not finite in fp32 either, first in '1'"
     assert learn.precision is None and learn.precision_decision.reason.startswith(words)
+    assert list(learn.precision_decision.table['steps']) == [1]  # fp32 has nothing to be compared with
 
 
-def test_a_model_whose_output_a_callback_unpacks():
-    learn = learner(Gives(mlp()), cbs=[Unpacks(), Costs({'bf16': 2.})]).to_amp(measure=True)
-    assert learn.precision.mode == 'bf16'
-
-
-def test_interrupted_it_leaves_the_learner_as_it_was():
-    class Breaks(Callback):
-        def after_step(self):
-            if self.learn.iter == 3: raise KeyboardInterrupt
-    learn = rich()
-    learn.add_cb(Breaks())
+def test_the_learner_is_as_it_was_interrupted_or_but_for_the_callback():
+    def stop(l):
+        if interrupts and l.iter == 3: raise KeyboardInterrupt
+    interrupts, learn = True, rich()
+    learn.add_cbs([Costs({'bf16': 3.}), At('after_step', stop)])
     before = bits(learn)
     with pytest.raises(KeyboardInterrupt): learn.to_amp(measure=True)
     assert bits(learn) == before and learn.precision_decision is None
-
-
-def test_but_for_the_callback_the_learner_is_as_it_was():
-    learn = rich()
-    learn.add_cb(Costs({'bf16': 3.}))
-    before = bits(learn)
+    interrupts = False
     learn.to_amp(measure=True)
     after = bits(learn)
     assert learn.precision.mode == 'bf16'
@@ -170,9 +165,6 @@ def test_the_loss_scale_stays_but_where_the_call_has_another():
     scale = learn.precision.scale
     assert scale != 64. and use_choice(learn, PrecisionChoice(FP16, fp32_modules=('0',))).scale == scale
     assert precision_call(learn.to_fp16(loss_scale=8.), FP16, init_scale=4.) == 'learn.to_fp16(loss_scale=4.0)'
-
-
-def test_the_loss_scale_that_the_report_advises_is_compared():
-    learn = learner()
-    use_choice(learn, PrecisionChoice(FP16, init_scale=4.))
-    assert learn.precision.scale == 4. and str(call_for(learn, PrecisionChoice(FP16))) == 'learn.to_fp16(init_scale=4.0)'
+    advised = learner()                                          # by the report, to the choice
+    use_choice(advised, PrecisionChoice(FP16, init_scale=4.))
+    assert advised.precision.scale == 4. and str(call_for(advised, PrecisionChoice(FP16))) == 'learn.to_fp16(init_scale=4.0)'

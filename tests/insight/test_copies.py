@@ -13,7 +13,7 @@ from fastai.vision.gan import FixedGANSwitcher, GANLearner
 from torch import nn
 from torch.utils.data import DataLoader as TorchLoader
 
-from fastxtend_amp.insight.copies import check_learner, copied_learner, left_out, loader_like, takes_part
+from fastxtend_amp.insight.copies import begin_fit, check_learner, copied_learner, left_out, loader_like, takes_part
 from helpers import OPTIMIZERS, At, Attentive, dataset, learner, loaders, mlp, opt_state, params, same, same_state
 from states import bits, language_model, rich, shuffled
 
@@ -21,8 +21,7 @@ from states import bits, language_model, rich, shuffled
 def train(learn, n=4):
     "Some batches of a loader like the learner's, in its own loop."
     if not learn.opt: learn.create_opt()
-    learn.n_epoch, learn.epoch, learn.n_iter, learn.dl = 1, 0, n, learn.dls.train
-    for event in ('before_fit', 'before_epoch', 'before_train'): learn(event)
+    begin_fit(learn, n)
     for i, b in zip(range(n), loader_like(learn.dls.train)): learn.one_batch(i, b)
     for event in ('after_train', 'after_fit'): learn(event)
 
@@ -101,30 +100,21 @@ class Counts(Callback):
     def after_loss(self): self.n += 1
 
 
-class AtEpoch(Callback):
-    def after_epoch(self): raise AssertionError('takes no part')
-
-
 def test_callbacks_that_take_part_are_copies_and_the_others_are_named():
-    model = mlp()
+    model, seen = mlp(), []
     cb = Counts(model[0])
-    learn = learner(model, cbs=[cb, AtEpoch(), SaveModelCallback(), GradientClip(1.), MixUp()], progress=True).to_bf16()
-    assert left_out(learn) == ['at_epoch', 'save_model']
+    both = [At(event, lambda l, event=event: seen.append(event)) for event in ('before_batch', 'after_step')]   # of one name
+    learn = learner(model, cbs=[cb, *both, At('after_epoch', print), SaveModelCallback(), GradientClip(1.), MixUp()],
+                    progress=True).to_bf16()
+    assert left_out(learn) == ['at', 'save_model']
     with copied_learner(learn) as copy:
-        assert {c.name for c in copy.cbs} == {'train_eval', 'cast_to_tensor', 'counts', 'gradient_clip', 'mix_up'}
+        assert {c.name for c in copy.cbs} == {'train_eval', 'cast_to_tensor', 'counts', 'at', 'gradient_clip', 'mix_up'}
         assert copy.counts.layer is copy.model[0] and copy.counts.learn is copy and not hasattr(copy, 'recorder')
         train(copy, 2)
-        assert copy.counts.n == 2
+        assert copy.counts.n == 2 and seen == ['before_batch', 'after_step'] * 2
     assert cb.n == 0 and cb.layer is model[0] and learn.counts is cb
     assert not takes_part(ParamScheduler({'lr': SchedNo(1, 1)})) and takes_part(ModelResetter())
     assert takes_part(At('before_step', print)) and not takes_part(At('after_batch', print))
-
-
-def test_two_callbacks_of_one_name_are_both_copied():
-    seen = []
-    learn = learner(cbs=[At(event, lambda l, event=event: seen.append(event)) for event in ('before_batch', 'after_step')])
-    with copied_learner(learn) as new: new.fit(1)
-    assert seen.count('after_step') == 6 and set(seen) == {'before_batch', 'after_step'}
 
 
 def test_a_gan_before_its_first_fit():
@@ -175,12 +165,9 @@ def test_refused_inside_a_fit(precision):
     learn.fit(1, cbs=At('after_loss', lambda _: check_learner(other, 'compare_precision')))
 
 
-def test_lazy_modules_are_refused():
+def test_lazy_and_sharded_parameters_are_refused(monkeypatch):
     with pytest.raises(ValueError, match="(?s)lazy modules: '0.weight' is not built.*Run the model once"):
         check_learner(learner(nn.Sequential(nn.LazyLinear(1))), 'precision_report')
-
-
-def test_sharded_parameters_are_refused(monkeypatch):
     monkeypatch.setattr('fastxtend_amp.insight.copies.is_dtensor', lambda p: True)
     for call in ('precision_report', 'compare_precision'):
         with pytest.raises(ValueError, match=f'(?s){call} .*sharded.*before `fully_shard`'): getattr(learner(), call)()
