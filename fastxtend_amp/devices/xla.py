@@ -21,7 +21,7 @@ from torch import nn
 from ..checkpoint import FORMATS, FileFormat, put_over
 from ..common import warn_user
 from ..convert import map_tensors
-from ..mode import loaders_device, model_device, training_device
+from ..mode import model_device, training_device
 from ..optimizers import place_state
 from ..scaling import SKIPPING, optimizer_params
 
@@ -158,14 +158,11 @@ class XLAFormat(FileFormat):
 def _export(original: Callable, self: Learner, *args: Any, **kwargs: Any) -> Any:
     "Export the learner from the CPU, for a file that can be read everywhere; move it back."
     if not _uses_xla(self): return original(self, *args, **kwargs)
-    device, of_loaders = model_device(self.model, 'cpu'), loaders_device(self)
+    device = model_device(self.model, 'cpu')
     try:
-        self.dls.to(torch.device('cpu'))                         # and so the transforms' tensors
-        move(self, torch.device('cpu'))
+        move(self, torch.device('cpu'))                          # `load_learner` moves the loaders itself
         return original(self, *args, **kwargs)
-    finally:
-        self.dls.to(of_loaders)
-        move(self, device)
+    finally: move(self, device)
 
 
 FORMATS.append(XLAFormat())

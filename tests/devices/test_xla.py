@@ -336,7 +336,6 @@ def test_an_exported_file_loads_where_there_is_no_torch_xla(device, tmp_path):
     learn.fit(1)
     assert normalize.mean.device == device
     learn.to_fp32().export()
-    assert normalize.mean.device == device
     out = python("import sys; sys.modules.update(torch_xla=None, fastxtend_amp=None); "
                  "import warnings; warnings.simplefilter('ignore'); "
                  "sys.modules['helpers'] = type(sys)('helpers'); from torch.utils.data import TensorDataset; "
