@@ -125,8 +125,8 @@ ELEMENTWISE = {rules.weight_decay, rules.l2_reg, rules.average_grad, rules.avera
 
 
 def _refuse_flat(what: str) -> None:
-    raise ValueError(f"flat_master=True cannot be used with {what}.\nLeave flat_master out. For a faster step build "
-                     "the learner with `opt_func=fused('AdamW')`.")
+    raise ValueError(f"flat_master=True cannot be used with {what}.\nLeave flat_master out. For a faster step on a "
+                     "CPU or GPU build the learner with `opt_func=fused('AdamW')`.")
 
 
 def _check_elementwise(opt: Optimizer | OptimWrapper) -> None:
@@ -142,22 +142,23 @@ def _check_flat_master(
     _check_elementwise(opt)
     names = {p: f"parameter '{name}'" for name, p in model.named_parameters()}
     sparse = {p for m in model.modules() if getattr(m, 'sparse', False) for p in m.parameters(recurse=False)}
-    places = {0}                                                 # DTensors and tensors on XLA devices have this one
+    addresses = {0}                                              # 0 is that of DTensors and of tensors on XLA devices
     for p in optimizer_params(opt):
         for unfit, why in ((p in sparse, 'has sparse gradients'), (not p.is_contiguous(), 'is not contiguous'),
-                           (p.data_ptr() in places, 'is shared, sharded or on an XLA device')):
+                           (p.data_ptr() in addresses, 'is shared, sharded or on an XLA device')):
             if unfit: _refuse_flat(f"{names.get(p, 'a parameter')}, which {why}")
-        places.add(p.data_ptr())
+        addresses.add(p.data_ptr())
 
 
 def _step_flat(
     opt: Optimizer, # One that `_check_flat_master` allows
     step: Callable[[], object], # Takes its step
 ) -> None:
-    """Take the step on flat parameters, one for those of a group that have one dtype, device and kind of state.
+    """Take the step on flat parameters: one for the parameters of a group that have the same dtype, device and state.
 
-    Parameters, gradients and state become parts of flat tensors; what is no longer one at the next step is joined anew.
-    `opt` has its entry for each parameter again when this returns.
+    "The same state" means tensors of the same names, and the same numbers. Parameters, gradients and state become views
+    of flat tensors, and stay so until something replaces one of them; the next step then joins them anew. When this
+    returns, `opt` has an entry for each parameter again.
     """
     lists, states, is_tensor = opt.param_lists, opt.state, torch.is_tensor
     alike: dict[tuple, list[nn.Parameter]] = defaultdict(list)
@@ -180,13 +181,13 @@ def _step_flat(
         opt.param_lists, opt.state = lists, states
         for params, state in zip(alike.values(), flat_states.values()):
             for k, v in state.items():
-                if is_tensor(v) and k in states[params[0]]: continue   # changed in place; else it is new, or a number
+                if is_tensor(v) and k in states[params[0]]: continue   # the step has changed the views
                 values = _split(v, params) if is_tensor(v) else [v] * len(params)
                 for p, value in zip(params, values): states[p][k] = value
 
 
 def _join(owners: list, name: str, get: Callable, put: Callable) -> torch.Tensor:
-    "Return the flat tensor that the owners' tensors are parts of; if they are not, make one and put its parts there."
+    "Return the flat tensor that the owners' tensors are views of, one after another; if there is none, make it."
     tensors = [get(owner, name) for owner in owners]
     offsets = accumulate((t.numel() for t in tensors), initial=tensors[0].storage_offset())
     in_order = all(t.is_contiguous() and t.storage_offset() == offset for t, offset in zip(tensors, offsets))
@@ -237,7 +238,7 @@ def _weights_to_lower(
     layers = (m for name, m in places if type(m) in CAST and not covers(in_fp32, name))
     return {p for m in layers for name, p in m.named_parameters(recurse=False)
             if name in ('weight', 'bias')                        # not what a weight is computed from, as `weight_orig`
-            and uses[p] == 1 and type(p) is nn.Parameter and p.dtype is torch.float32}
+            and uses[p] == 1 and p.dtype is torch.float32}
 
 
 def _convert(
@@ -268,7 +269,8 @@ def kahan(
 
     Needs the package torch-optimi 0.3. Its Triton kernels are used on GPUs only.
 
-    Raises `ValueError` for other optimizers; `ImportError` without torch-optimi.
+    Raises `ValueError` for other optimizers, `TypeError` for arguments that `opt` does not have, and `ImportError`
+    without torch-optimi.
 
     Source: https://optimi.benjaminwarner.dev/kahan_summation.
     """
@@ -278,6 +280,7 @@ def kahan(
     if not (isinstance(cls, type) and cls.__module__.startswith('optimi.')):
         raise ValueError(f"opt={opt!r} is not one of optimi's optimizers. Take one of those at "
                          "https://optimi.benjaminwarner.dev/optimizers, such as 'AdamW'.")
+    inspect.signature(cls).bind_partial(**kwargs)                # a `TypeError` names an argument that there is not
     # optimi looks at the parameters that have gradients in the first step: without any it takes Triton
     triton = None if torch.cuda.is_available() or torch.xpu.is_available() else False
     hp_map = {**pytorch_hp_map, 'beta1': 'mom', 'beta2': 'sqr_mom'}

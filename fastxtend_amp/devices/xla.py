@@ -21,7 +21,7 @@ from torch import nn
 from ..checkpoint import FORMATS, FileFormat, put_over
 from ..common import warn_user
 from ..convert import map_tensors
-from ..mode import loaders_device, model_device, training_device
+from ..mode import model_device, training_device
 from ..optimizers import place_state
 from ..scaling import SKIPPING, optimizer_params
 
@@ -33,7 +33,7 @@ _OVERRIDES = {'XLA_USE_BF16': 'bf16', 'XLA_DOWNCAST_BF16': 'bf16', 'XLA_USE_F16'
 class XLADevice(Callback):
     """Runs one XLA graph for each batch, and averages the gradients over XLA's replicas before they are unscaled.
 
-    It is added when a fit, `validate` or `get_preds` begins on an XLA device. All replicas skip the same steps.
+    `move` adds it on an XLA device and removes it elsewhere. All replicas skip the same steps.
 
     Source: https://docs.pytorch.org/xla/master/learn/api-guide.html (`xla_model.all_reduce`).
     """
@@ -41,7 +41,6 @@ class XLADevice(Callback):
 
     def before_step(self):
         "Average the gradients."
-        if not _is_on_xla(self.learn): return
         import torch_xla.core.xla_model as xm
         import torch_xla.runtime as xr
         replicas = xr.world_size()
@@ -50,13 +49,12 @@ class XLADevice(Callback):
 
     def after_batch(self):
         "Run the graph of this batch, so that reading the loss later compiles nothing."
-        if not _is_on_xla(self.learn): return
         import torch_xla
         torch_xla.sync()
 
 
-def _is_on_xla(learn: Learner) -> bool: return model_device(learn.model, 'cpu').type == 'xla'
-def _uses_xla(learn: Learner) -> bool: return _is_on_xla(learn) or training_device(learn).type == 'xla'
+def _uses_xla(learn: Learner) -> bool:
+    return 'xla' in (model_device(learn.model, 'cpu').type, training_device(learn).type)
 
 
 # -- moving a learner
@@ -71,47 +69,47 @@ def move(
     `RuntimeError` if PyTorch cannot move the parameters in place because something else refers to them.
     """
     modules = [m for m in (learn.model, learn.loss_func) if isinstance(m, nn.Module)]
-    future = torch.__future__                                    # `Module.to` puts new parameters into a module without
-    swaps = future.get_swap_module_params_on_conversion()
-    try:
+    if any(t.device != device for m in modules for t in (*m.parameters(), *m.buffers())):
+        learn.pred = learn.loss = learn.loss_grad = None         # after an interrupt their graph refers to parameters,
+        for m in (m for root in modules for m in root.modules()):   # and so does that of weights by weight norm
+            vars(m).update({k: t.detach() for k, t in vars(m).items() if torch.is_tensor(t) and not t.is_leaf})
+        future = torch.__future__                                # `Module.to` puts new parameters into a module without
+        swaps = future.get_swap_module_params_on_conversion()
         future.set_swap_module_params_on_conversion(True)
-        if any(t.device != device for m in modules for t in (*m.parameters(), *m.buffers())):
-            _free_graphs(learn, *(m for module in modules for m in module.modules()))
+        try:
             for m in modules: m.to(device)
-    except RuntimeError as e:
-        if 'swap' not in str(e): raise                           # an error of another kind, such as too little memory
-        raise RuntimeError(
-            f"The parameters cannot be moved to '{device}' in place: {e} ({e.__cause__}).\n"
-            "Something else refers to them, such as the graph of a kept loss, or a model that was compiled and used.\n"
-            "Delete it, or call `model.to(device)` before that and create the learner afterwards.") from e
-    finally: future.set_swap_module_params_on_conversion(swaps)
+        except RuntimeError as e:
+            raise RuntimeError(
+                f"The parameters cannot be moved to '{device}' in place: {e} ({e.__cause__}).\n"
+                "If something else refers to them, such as the graph of a kept loss or a compiled model that was used, "
+                "delete it, or call `model.to(device)` before that and create the learner afterwards.") from e
+        finally: future.set_swap_module_params_on_conversion(swaps)
     if learn.opt is not None: place_state(learn.opt)
-
-
-def _free_graphs(*holders: Any) -> None:
-    "Free the graphs that a learner has of its last batch, and modules of weights that they compute (weight norm)."
-    for holder in holders:
-        for name, value in list(vars(holder).items()):
-            if isinstance(value, (torch.Tensor, list)):
-                vars(holder)[name] = map_tensors(lambda t: t if t.is_leaf else t.detach(), value)
+    if device.type != 'xla': learn.remove_cb(XLADevice)
+    elif not any(isinstance(cb, XLADevice) for cb in learn.cbs): learn.add_cb(XLADevice())
 
 
 def _before_fit(original: Callable, self: TrainEvalCallback) -> None:
-    "Move the learner in place, add `XLADevice` and make the checks, before fastai does what it does when a fit begins."
-    learn = self.learn
-    if _uses_xla(learn):
-        device = training_device(learn)
-        move(learn, device)
-        if device.type == 'xla':
-            _check_backward(device)
-            for name, mode in _OVERRIDES.items():
-                if os.environ.get(name, '0') != '0':
-                    warn_user(f"The environment variable {name} is set. Where torch_xla knows it, every operator then "
-                              f"computes in {mode}, in fp32 training as well.\n"
-                              f"Unset it and use `learn.to_{mode}()`.")
-            _check_optimizer(learn)
-            if not any(isinstance(cb, XLADevice) for cb in learn.cbs): learn.add_cb(XLADevice())
+    "Move the learner in place and check it, before fastai does what it does when a fit begins."
+    learn, device = self.learn, training_device(self.learn)
+    if _uses_xla(learn): move(learn, device)
+    if device.type == 'xla': _check(learn, device)
     original(self)
+
+
+def _check(learn: Learner, device: torch.device) -> None:
+    "Raise a `RuntimeError` where nothing would be learned; warn of variables that override the precision."
+    _check_backward(device)
+    held = {*optimizer_params(learn.opt)}
+    if held and held.isdisjoint(learn.model.parameters()):
+        raise RuntimeError("The optimizer holds none of the model's parameters.\n"
+                           "`model.to` put new parameters into the model after the optimizer was created.\n"
+                           "Call `learn.create_opt()`, and move learners with `learn.dls.to(device)`.")
+    for name, mode in _OVERRIDES.items():
+        if os.environ.get(name, '0') != '0':
+            warn_user(f"The environment variable {name} is set. Where torch_xla knows it, every operator then "
+                      f"computes in {mode}, in fp32 training as well.\n"
+                      f"Unset it and use `learn.to_{mode}()`.")
 
 
 @lru_cache
@@ -119,19 +117,8 @@ def _check_backward(device: torch.device) -> None:
     "Raise a `RuntimeError` if no backward pass works on `device`."
     try: torch.ones(1, device=device, requires_grad=True).sum().backward()
     except RuntimeError as e:
-        if 'device_ready_queues_' not in str(e): raise           # the assertion that PyTorch fails in this case
-        raise RuntimeError(
-            f"No backward pass can run on '{device}', which was created after the process's first backward pass.\n"
-            "Restart Python, and create the device first: `import torch_xla; torch_xla.device()`.") from e
-
-
-def _check_optimizer(learn: Learner) -> None:
-    "Raise a `RuntimeError` if the optimizer's parameters are not the model's: nothing would be learnt."
-    held = {id(p) for p in optimizer_params(learn.opt)}
-    if not held or not held.isdisjoint(map(id, learn.model.parameters())): return
-    raise RuntimeError("The optimizer holds none of the model's parameters.\n"
-                       "`model.to` put new parameters into the model after the optimizer was created.\n"
-                       "Call `learn.create_opt()`, and move learners with `learn.dls.to(device)`.")
+        raise RuntimeError(f"No backward pass runs on '{device}': it must be created before the process's first one.\n"
+                           "Restart Python, and create it first: `import torch_xla; torch_xla.device()`.") from e
 
 
 # -- torch_xla's optimizers that skip a step by a flag
@@ -142,11 +129,11 @@ class SyncFree:
     found_inf: torch.Tensor                                      # `GradScaler.step` sets it
     def __init__(self, opt: Any, params: list[nn.Parameter]): self.opt, self.param_groups = opt, [{'params': params}]
     def step(self) -> None:
-        "Take the step; the state of steps without a flag, or from a file, gets what those with a flag expect (2.9)."
+        "Take the step with the flag. It needs two tensors (2.9) that steps without a flag do not put on the device."
         for p, state in self.opt.state.items():
             if not state: continue
-            state['step'] = torch.as_tensor(state.get('step', 1.)).to(p.device)   # SGD counts with a flag only
-            state.setdefault('max_exp_avg_sq', torch.empty(0, device=p.device))   # Adam's
+            state['step'] = torch.as_tensor(state.get('step', 1.)).to(p.device)   # SGD's is not there
+            state.setdefault('max_exp_avg_sq', torch.empty(0, device=p.device))   # Adam's is not there
         self.opt.step(found_inf=self.found_inf)
 
 
@@ -169,17 +156,13 @@ class XLAFormat(FileFormat):
 
 
 def _export(original: Callable, self: Learner, *args: Any, **kwargs: Any) -> Any:
-    "Export the learner from the CPU and without `XLADevice`, for a file that can be read everywhere; move it back."
+    "Export the learner from the CPU, for a file that can be read everywhere; move it back."
     if not _uses_xla(self): return original(self, *args, **kwargs)
-    device, of_loaders = model_device(self.model, 'cpu'), loaders_device(self)
-    with self.removed_cbs([cb for cb in self.cbs if isinstance(cb, XLADevice)]):
-        try:
-            self.dls.to(torch.device('cpu'))
-            move(self, torch.device('cpu'))
-            return original(self, *args, **kwargs)
-        finally:
-            self.dls.to(of_loaders)
-            move(self, device)
+    device = model_device(self.model, 'cpu')
+    try:
+        move(self, torch.device('cpu'))                          # `load_learner` moves the loaders itself
+        return original(self, *args, **kwargs)
+    finally: move(self, device)
 
 
 FORMATS.append(XLAFormat())

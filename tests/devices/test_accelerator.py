@@ -3,7 +3,7 @@
 On a simulated device with `pytest --sim=sim tests/devices/test_accelerator.py`, which test_simulated.py runs; else on
 an NVIDIA GPU, to a few per cent; without both it is skipped.
 """
-import copy, pickle, sys
+import copy, pickle
 from functools import partial
 from pathlib import Path
 
@@ -36,15 +36,9 @@ def device(monkeypatch):
 def sim():
     "The simulated device's options, put back after the test."
     if not is_installed(): pytest.skip('needs a simulated device')
-    def forget():                                                # what the package found out about the device and keeps
-        for name, module in list(sys.modules.items()):
-            for f in list(vars(module).values()) if name.startswith('fastxtend_amp') else ():
-                if hasattr(f, 'cache_parameters'): f.cache_clear()
-    before = dict(vars(options))
-    forget()
+    before = {**vars(options)}
     yield options
     vars(options).update(before)
-    forget()
 
 
 def build(mode, opt='adam', device=None, seed=0, scaling=SCALING, **kwargs):
@@ -130,30 +124,17 @@ def test_after_an_exception_nothing_is_left(event, mode, opt, device):
 @pytest.mark.parametrize('mode,opt', [('bf16', 'adam'), ('bf16', 'fused adamw'), ('fp16', 'sgd'), ('fp16', 'adamw'),
                                       ('fp16', 'fused adamw'), ('fp16', 'lookahead')])
 def test_exact_resume_in_a_new_process(mode, opt, tmp_path, device):
-    "When the file is loaded the model is still on the CPU."
-    straight = build(mode, opt, path=tmp_path)
-    straight.fit(1, .01)
-    straight.save('half way')
-    straight.fit(1, .01)
-    second = build(mode, opt, seed=1, path=tmp_path).load('half way')
-    assert places(second) == {'cpu'}
-    second.fit(1, .01)
-    assert places(second) == {device.type}
-    assert_alike(straight, second)
-
-
-@pytest.mark.parametrize('mode,opt', [('bf16', 'adamw'), ('fp16', 'adam'), ('fp16', 'fused adamw')])
-def test_from_the_cpu_to_the_device_and_back(mode, opt, tmp_path, device):
-    "Trained an epoch on each in turn, through files; the same as on the CPU alone."
-    if not is_installed(): pytest.skip('a real device rounds in other ways')
-    alone = build(mode, opt, CPU)
-    alone.fit(3, .01)
-    for i, d in enumerate((CPU, device, CPU)):
-        learn = build(mode, opt, d, seed=i, path=tmp_path)
-        if i: learn.load('here')
-        learn.fit(1, .01)
-        learn.save('here')
-    assert_alike(alone, learn)
+    "On the device, also from the CPU and back. When the file is loaded the model is still on the CPU."
+    for first, then in [(device, device), *([(CPU, device), (device, CPU)] if is_installed() else [])]:   # a real one rounds in other ways
+        straight = build(mode, opt, first, path=tmp_path)
+        straight.fit(1, .01)
+        straight.save('half way')
+        straight.fit(1, .01)
+        second = build(mode, opt, then, seed=1, path=tmp_path).load('half way')
+        assert places(second) == {'cpu'}
+        second.fit(1, .01)
+        assert places(second) == {then.type}
+        assert_alike(straight, second)
 
 
 def test_state_that_an_optimizer_keeps_elsewhere_stays_there(device):
