@@ -87,7 +87,9 @@ def main():
     head = ['model', 'bf16, ms', *(f'{w}: time' for w in list(WAYS)[2:]), *(f'{w}: bytes' for w in WAYS),
             *(f'{w}: loss' for w in WAYS), 'steps']
     print('| ' + ' | '.join(head) + ' |\n|---' + '|--:' * (len(head) - 1) + '|')
-    for name in args.models: print('| ' + ' | '.join(row(name, args.rounds)) + ' |', flush=True)
+    for name in args.models:
+        try: print('| ' + ' | '.join(row(name, args.rounds)) + ' |', flush=True)
+        except ValueError as e: print(f'{name}: {e}', file=sys.stderr)   # no kernel on this device
 
 
 if __name__ == '__main__': main()
