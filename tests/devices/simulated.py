@@ -23,7 +23,6 @@ _FP32 = ('mse_loss', 'cross_entropy_loss', 'layer_norm')
 _WAITS = ('_local_scalar_dense', 'nonzero', 'masked_select', 'equal')
 _libraries: list = []                                            # operators are registered as long as these live
 _recorders: list[list[str]] = []
-_random = torch.Generator()                                      # has the device's random state, which nothing uses
 
 
 def missing_reason() -> str | None:
@@ -82,10 +81,6 @@ def _up(r, storage=None):
 
 def _run(op, *args, **kwargs):
     "Run `op` by the CPU's kernel."
-    with torch._C.DisableTorchFunction(): return _run_on_cpu(op, args, kwargs)
-
-
-def _run_on_cpu(op, args, kwargs):
     name, pairs, elsewhere = op.overloadpacket.__name__, [], []
     if name == 'set_': return op.redispatch(CPU, *args, **kwargs)   # no look at the memory
     def down(a):
@@ -99,15 +94,13 @@ def _run_on_cpu(op, args, kwargs):
         raise RuntimeError(f'Expected all tensors to be on the same device, but found at least two devices ({name})')
     if name in _WAITS or (name == '_copy_from' and len(pairs) == 1):
         for r in _recorders: r.append(name)
-    named.pop('pin_memory', None)
     if name == '_copy_from':                                     # what `copy_` calls for such devices
         low[1].copy_(low[0])
         return args[1]
     out = op(*low, **named)
     for t, h in pairs:                                           # `out=` and changes in place may have resized them
         if h.shape == t.shape: continue
-        own = h.untyped_storage().data_ptr() == t.untyped_storage().data_ptr()
-        _set(t, t.untyped_storage() if own else _storage_on_device(h.untyped_storage()), h)
+        _set(t, _storage_on_device(h.untyped_storage()), h)
     def up(r):
         if isinstance(r, (list, tuple)): return type(r)(map(up, r))
         if not isinstance(r, torch.Tensor): return r
@@ -141,14 +134,10 @@ def _move_modules_in_place() -> None:
 def install() -> torch.device:
     "Make the device and return it."
     from torch.utils import backend_registration
-    yes, nothing = lambda *args: True, lambda *args: None
     module = types.ModuleType('torch.sim')
-    vars(module).update(
-        is_available=yes, is_initialized=yes, _is_in_bad_fork=lambda: False, device_count=lambda: 1,
-        current_device=lambda: 0, set_device=nothing, synchronize=nothing, manual_seed_all=_random.manual_seed,
-        manual_seed=_random.manual_seed, get_rng_state=lambda *args: _random.get_state(),
-        set_rng_state=lambda state, *args: _random.set_state(state),
-        get_amp_supported_dtype=lambda: options.amp_dtypes)
+    vars(module).update(is_available=lambda: True, device_count=lambda: 1, manual_seed_all=lambda seed: None,
+                        get_rng_state=lambda *args: torch.ByteTensor(), set_rng_state=lambda *args: None,
+                        get_amp_supported_dtype=lambda: options.amp_dtypes)
     backend_registration._setup_privateuseone_for_python_backend('sim', backend_module=module)
     kernels, autocast = (torch.library.Library('_', 'IMPL') for _ in range(2))
     kernels.fallback(_run, 'PrivateUse1')
