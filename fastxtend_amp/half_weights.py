@@ -256,9 +256,11 @@ def _convert(
             if type(v) is torch.Tensor and v.dim() and v.is_floating_point(): state[k] = v.to(dtype)
         exact, rest = p.data.float(), state.get('kahan_comp')
         if p.dtype is torch.bfloat16 and rest is not None: exact = exact + rest
-        p.data = exact.to(dtype)
+        data = exact.to(dtype)
+        if dtype is torch.bfloat16 and 'kahan_comp' in state:    # it is None after steps in fp32
+            state['kahan_comp'] = (exact - data).to(dtype)       # before the weight, which is still whole
+        p.data = data
         if p.grad is not None: p.grad = p.grad.to(dtype)
-        if 'kahan_comp' in state: state['kahan_comp'] = (exact - p.data).to(dtype)   # None after steps in fp32
 
 
 def kahan(

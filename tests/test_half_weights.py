@@ -17,6 +17,7 @@ from fastxtend_amp import HalfWeights, kahan
 from fastxtend_amp.insight.precisions import precision_call
 from fastxtend_amp.mode import AMPMode
 from helpers import *
+from interrupts import interrupted_before, lines_of
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*emulated.*', 'ignore:.*enable_nested_tensor.*')
 FASTAI = {'sgd': SGD, 'momentum': partial(SGD, mom=.9), 'l2': partial(SGD, mom=.9, decouple_wd=False), 'adam': Adam,
@@ -231,6 +232,20 @@ def test_any_exception_leaves_fp32_weights(kwargs, opt, event, exc):
     assert all(p.grad is None or p.grad.dtype is torch.float32 for p in learn.model.parameters())
     learn.remove_cb(learn.at).fit(1, .01)
     assert is_fp32(learn)
+
+
+def test_an_interrupt_at_any_line_leaves_weights_of_whole_steps():
+    "Kahan's compensation is neither lost nor added twice."
+    def fit(l): l.fit(1, .01)
+    learn = without()
+    fit(learn)
+    done = copy.deepcopy(learn)
+    fit(done)
+    for line in lines_of(lambda: fit(copy.deepcopy(learn))):
+        if not line[0].endswith('half_weights.py'): continue
+        other = copy.deepcopy(learn)
+        assert interrupted_before(line, lambda: fit(other)) and is_fp32(other)
+        assert any(same(params(other), params(l)) for l in (learn, done))
 
 
 def test_one_optimizer_goes_on_in_every_precision():
