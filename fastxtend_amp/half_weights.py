@@ -248,18 +248,17 @@ def _convert(
 ) -> None:
     """Convert parameters, their gradients and the optimizer's state to `dtype`; may be interrupted and called again.
 
-    A bf16 weight and its Kahan compensation add up to the fp32 weight, so that a fit goes on where the last one ended.
+    A weight is the sum of the parameter and its Kahan compensation, in files from within a fit as well.
     """
     for p in params:
         state = getattr(getattr(opt, 'opt', None), 'state', {}).get(p, {})   # a callback may have exchanged it
         for k, v in state.items():                               # step counts and quantized states stay
             if type(v) is torch.Tensor and v.dim() and v.is_floating_point(): state[k] = v.to(dtype)
-        exact, rest = p.data.float(), state.get('kahan_comp')
-        if p.dtype is torch.bfloat16 and rest is not None: exact = exact + rest
+        exact, rest = p.data.float(), state.get('kahan_comp')    # None after steps in fp32
+        if rest is not None: exact = exact + rest
         data = exact.to(dtype)
-        if dtype is torch.bfloat16 and 'kahan_comp' in state:    # it is None after steps in fp32
-            state['kahan_comp'] = (exact - data).to(dtype)       # before the weight, which is still whole
-        p.data = data
+        if 'kahan_comp' not in state: p.data = data
+        else: p.data, state['kahan_comp'] = data, (exact - data).to(dtype)   # no interrupt comes in between
         if p.grad is not None: p.grad = p.grad.to(dtype)
 
 

@@ -283,6 +283,13 @@ def test_small_updates_are_kept_from_fit_to_fit():
     assert torch.allclose(learn.model.weight, torch.full((1, 6), 1 - 120e-4), atol=1e-4)
 
 
+def test_a_file_from_within_a_fit_resumes_it_exactly(tmp_path):
+    straight, resumed = without(path=tmp_path, cbs=At('after_epoch', lambda l: l.save(str(l.epoch)), 70)), without(path=tmp_path)
+    straight.fit(3, .01)
+    resumed.load('1').fit(1, .01)
+    assert same(params(straight), params(resumed)) and same_state(opt_state(straight.opt), opt_state(resumed.opt))
+
+
 def test_kahan_takes_optimis_optimizers_and_schedules_their_momentum():
     import optimi
     by_class, by_name = (without(opt=kahan(opt)) for opt in (optimi.AdamW, 'AdamW'))
