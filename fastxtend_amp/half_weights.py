@@ -77,8 +77,7 @@ class HalfWeights(MixedPrecision):
         super()._check_training()
         if self.master_weights: return
         allowed = _weights_to_lower(learn.model, self.fp32_module_names)
-        new = [p for p in optimizer_params(learn.opt) if p in allowed and p.requires_grad]
-        self._bf16_weights = [*dict.fromkeys([*self._bf16_weights, *new])]   # a copy made in a fit has some already
+        self._bf16_weights = [p for p in optimizer_params(learn.opt) if p in allowed and p.requires_grad]
         _convert(self._bf16_weights, learn.opt, torch.bfloat16)
 
     def _step(self, step: Callable) -> None:
@@ -88,7 +87,7 @@ class HalfWeights(MixedPrecision):
         _step_flat(self.learn.opt, run)
 
     def _end_fit(self, failed: bool = False) -> None:
-        if self.device is None: return
+        if self.device is None and not self._bf16_weights: return   # a copy made in a fit has them, and is outside one
         if self.flat_master and self._training_is_checked:       # a part that is saved alone would take the whole along
             for p in self.learn.model.parameters(): p.data = p.data.clone()
         _convert(self._bf16_weights, self.learn.opt, torch.float32)

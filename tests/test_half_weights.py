@@ -259,12 +259,15 @@ def test_one_optimizer_goes_on_in_every_precision():
 
 def test_a_learner_that_leaves_and_a_copy_made_in_a_fit_are_fp32():
     copies = []
-    def leave(l): copies.append(copy.deepcopy(l)); l.to_fp32()
+    def leave(l): copies.extend(copy.deepcopy(l) for _ in range(2)); l.to_fp32()
     learn = without(cbs=At('after_validate', leave))
     learn.fit(2, .01)
-    other = copies[0].remove_cb(At)
-    other.fit(1, .01)
-    assert is_fp32(learn) and learn.precision is None and is_fp32(other)
+    assert is_fp32(learn) and learn.precision is None
+    goes_on, in_fp32 = (l.remove_cb(At) for l in copies[:2])
+    in_fp32.to_fp32()
+    for l in (goes_on, in_fp32):
+        l.fit(1, .01)
+        assert is_fp32(l)
 
 
 def test_kahan_summation_keeps_small_updates():
