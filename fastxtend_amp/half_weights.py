@@ -77,8 +77,7 @@ class HalfWeights(MixedPrecision):
         super()._check_training()
         if self.master_weights: return
         allowed = _weights_to_lower(learn.model, self.fp32_module_names)
-        new = [p for p in optimizer_params(learn.opt) if p in allowed and p.requires_grad]
-        self._bf16_weights = [*dict.fromkeys([*self._bf16_weights, *new])]   # a copy made in a fit has some already
+        self._bf16_weights = [p for p in optimizer_params(learn.opt) if p in allowed and p.requires_grad]
         _convert(self._bf16_weights, learn.opt, torch.bfloat16)
 
     def _step(self, step: Callable) -> None:
@@ -88,7 +87,7 @@ class HalfWeights(MixedPrecision):
         _step_flat(self.learn.opt, run)
 
     def _end_fit(self, failed: bool = False) -> None:
-        if self.device is None: return
+        if self.device is None and not self._bf16_weights: return   # a copy made in a fit has them, and is outside one
         if self.flat_master and self._training_is_checked:       # a part that is saved alone would take the whole along
             for p in self.learn.model.parameters(): p.data = p.data.clone()
         _convert(self._bf16_weights, self.learn.opt, torch.float32)
@@ -248,17 +247,18 @@ def _convert(
 ) -> None:
     """Convert parameters, their gradients and the optimizer's state to `dtype`; may be interrupted and called again.
 
-    A bf16 weight and its Kahan compensation add up to the fp32 weight, so that a fit goes on where the last one ended.
+    A weight is the sum of the parameter and its Kahan compensation, in files from within a fit as well.
     """
     for p in params:
         state = getattr(getattr(opt, 'opt', None), 'state', {}).get(p, {})   # a callback may have exchanged it
         for k, v in state.items():                               # step counts and quantized states stay
             if type(v) is torch.Tensor and v.dim() and v.is_floating_point(): state[k] = v.to(dtype)
-        exact, rest = p.data.float(), state.get('kahan_comp')
-        if p.dtype is torch.bfloat16 and rest is not None: exact = exact + rest
-        p.data = exact.to(dtype)
+        exact, rest = p.data.float(), state.get('kahan_comp')    # None after steps in fp32
+        if rest is not None: exact = exact + rest
+        data = exact.to(dtype)
+        if 'kahan_comp' not in state: p.data = data
+        else: p.data, state['kahan_comp'] = data, (exact - data).to(dtype)   # no interrupt comes in between
         if p.grad is not None: p.grad = p.grad.to(dtype)
-        if 'kahan_comp' in state: state['kahan_comp'] = (exact - p.data).to(dtype)   # None after steps in fp32
 
 
 def kahan(

@@ -17,6 +17,7 @@ from fastxtend_amp import HalfWeights, kahan
 from fastxtend_amp.insight.precisions import precision_call
 from fastxtend_amp.mode import AMPMode
 from helpers import *
+from interrupts import interrupted_before, lines_of
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*emulated.*', 'ignore:.*enable_nested_tensor.*')
 FASTAI = {'sgd': SGD, 'momentum': partial(SGD, mom=.9), 'l2': partial(SGD, mom=.9, decouple_wd=False), 'adam': Adam,
@@ -233,6 +234,20 @@ def test_any_exception_leaves_fp32_weights(kwargs, opt, event, exc):
     assert is_fp32(learn)
 
 
+def test_an_interrupt_at_any_line_leaves_weights_of_whole_steps():
+    "Kahan's compensation is neither lost nor added twice."
+    def fit(l): l.fit(1, .01)
+    learn = without()
+    fit(learn)
+    done = copy.deepcopy(learn)
+    fit(done)
+    for line in lines_of(lambda: fit(copy.deepcopy(learn))):
+        if not line[0].endswith('half_weights.py'): continue
+        other = copy.deepcopy(learn)
+        assert interrupted_before(line, lambda: fit(other)) and is_fp32(other)
+        assert any(same(params(other), params(l)) for l in (learn, done))
+
+
 def test_one_optimizer_goes_on_in_every_precision():
     learn, without_masters = learner(opt_func=kahan()), dict(master_weights=False)
     for to, kwargs in (('to_fp32', {}), ('to_half_weights', without_masters), ('to_bf16', {}),
@@ -244,12 +259,15 @@ def test_one_optimizer_goes_on_in_every_precision():
 
 def test_a_learner_that_leaves_and_a_copy_made_in_a_fit_are_fp32():
     copies = []
-    def leave(l): copies.append(copy.deepcopy(l)); l.to_fp32()
+    def leave(l): copies.extend(copy.deepcopy(l) for _ in range(2)); l.to_fp32()
     learn = without(cbs=At('after_validate', leave))
     learn.fit(2, .01)
-    other = copies[0].remove_cb(At)
-    other.fit(1, .01)
-    assert is_fp32(learn) and learn.precision is None and is_fp32(other)
+    assert is_fp32(learn) and learn.precision is None
+    goes_on, in_fp32 = (l.remove_cb(At) for l in copies[:2])
+    in_fp32.to_fp32()
+    for l in (goes_on, in_fp32):
+        l.fit(1, .01)
+        assert is_fp32(l)
 
 
 def test_kahan_summation_keeps_small_updates_in_a_fit_and_from_fit_to_fit():
@@ -260,6 +278,13 @@ def test_kahan_summation_keeps_small_updates_in_a_fit_and_from_fit_to_fit():
     learn.to_half_weights(master_weights=False).fit(10, 1e-4)
     for _ in range(10): learn.fit(1, 1e-4)                       # 6 steps of 1e-4; half a unit of bf16 below 1 is 2e-3
     assert torch.allclose(learn.model.weight, torch.full((1, 6), 1 - 120e-4), atol=1e-4)
+
+
+def test_a_file_from_within_a_fit_resumes_it_exactly(tmp_path):
+    straight, resumed = without(path=tmp_path, cbs=At('after_epoch', lambda l: l.save(str(l.epoch)), 70)), without(path=tmp_path)
+    straight.fit(3, .01)
+    resumed.load('1').fit(1, .01)
+    assert same(params(straight), params(resumed)) and same_state(opt_state(straight.opt), opt_state(resumed.opt))
 
 
 def test_kahan_takes_optimis_optimizers_and_schedules_their_momentum():

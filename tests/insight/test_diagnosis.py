@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.testing._internal.two_tensor import TwoTensor
 
-from fastxtend_amp import MixedPrecision
+from fastxtend_amp import MixedPrecision, kahan
 from fastxtend_amp.insight.watch import Watch
 from helpers import OPTIMIZERS, At, Attentive, Data, autocast_state, dataset, learner, linear, loaders, mlp, opt_state, params, same, same_state
 from states import Act, Gives, Times, Unpacks
@@ -123,7 +123,9 @@ def test_weights_that_are_lost():
 
 
 def test_a_fault_that_does_not_come_back_is_said_not_to():
-    assert 'it is finite in bf16, forward and backward' in told(learner(nn.Sequential(nn.Linear(6, 1), OnceInf(3))).to_bf16())[0]
+    for to, kwargs in (('to_bf16', {}), ('to_half_weights', dict(master_weights=False))):   # whose weights are bf16 in the fit
+        learn = getattr(learner(nn.Sequential(nn.Linear(6, 1), OnceInf(3)), opt_func=kahan()), to)(**kwargs)
+        assert 'it is finite in bf16, forward and backward' in told(learn)[0]
 
 
 def test_a_loss_of_nan_is_noticed_in_its_batch_with_weights_in_wrappers():
