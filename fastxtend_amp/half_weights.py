@@ -280,7 +280,7 @@ def kahan(
     if not (isinstance(cls, type) and cls.__module__.startswith('optimi.')):
         raise ValueError(f"opt={opt!r} is not one of optimi's optimizers. Take one of those at "
                          "https://optimi.benjaminwarner.dev/optimizers, such as 'AdamW'.")
-    inspect.signature(cls).bind_partial(**kwargs)                # a `TypeError` names an argument that there is not
+    refuse_unknown(cls, kwargs)
     # optimi looks at the parameters that have gradients in the first step: without any it takes Triton
     triton = None if torch.cuda.is_available() or torch.xpu.is_available() else False
     hp_map = {**pytorch_hp_map, 'beta1': 'mom', 'beta2': 'sqr_mom'}
