@@ -20,24 +20,20 @@ class Sharded(FileFormat):
     """The format of plain learners' files, with whole tensors, for a model whose parameters are DTensors.
 
     All processes must call `save`; rank 0 writes. Any number of processes can read the file, also without sharding.
-    The optimizer's state needs DTensor's functions, as those of `state_dict` take torch's optimizers only.
+    (`torch.distributed.checkpoint.state_dict` takes torch's optimizers only.)
 
-    Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html and distributed.tensor.html there.
+    Source: https://docs.pytorch.org/docs/stable/distributed.tensor.html.
     """
     device = 'cpu'
 
     def applies(self, learn: Learner) -> bool: return any(map(is_dtensor, learn.model.parameters()))
 
     def read(self, learn: Learner, with_opt: bool) -> tuple[Any, Any]:
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        model = get_model_state_dict(get_model(learn.model), options=whole)
-        return model, map_tensors(_whole, learn.opt.state_dict()) if with_opt else None
+        return map_tensors(_whole, super().read(learn, with_opt))
 
     def load_model(self, learn: Learner, state: Any, **options: Any) -> None:
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-        whole = StateDictOptions(full_state_dict=True, **options)
-        set_model_state_dict(get_model(learn.model), state, options=whole)
+        own = get_model(learn.model).state_dict()
+        super().load_model(learn, {name: _part(t, own.get(name)) for name, t in state.items()}, **options)
 
     def load_opt(self, learn: Learner, state: Any) -> None:
         params, entries = optimizer_params(learn.opt), state['state']  # a list of fastai's, or torch's dict by number
