@@ -5,8 +5,9 @@ import inspect, sys, warnings
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
-__all__ = ['first_line', 'is_dtensor', 'several_processes', 'type_name', 'warn_user']
+__all__ = ['first_line', 'is_dtensor', 'is_sharded', 'several_processes', 'type_name', 'warn_user']
 
 
 def first_line(error: BaseException, limit: int = 200) -> str:
@@ -19,6 +20,13 @@ def is_dtensor(t: object) -> bool:
     "Return whether `t` is a DTensor, as FSDP2's `fully_shard` makes of parameters."
     module: Any = sys.modules.get('torch.distributed.tensor')    # imported by whoever made a DTensor, and not before
     return module is not None and isinstance(t, module.DTensor)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    "Return whether a model has DTensors; those of FSDP2 may be whole tensors between a validation and the next use."
+    fsdp: Any = sys.modules.get('torch.distributed.fsdp')
+    if fsdp is not None and any(isinstance(m, fsdp.FSDPModule) for m in model.modules()): return True
+    return any(map(is_dtensor, model.parameters()))
 
 
 def several_processes() -> bool:

@@ -18,7 +18,7 @@ from fastcore.meta import delegates
 from torch import nn
 
 from .callback import MixedPrecision
-from .common import is_dtensor
+from .common import is_sharded
 from .fp32_modules import covers, qualified_names
 from .learner import refuse_unknown, set_precision
 from .mode import AMPMode
@@ -213,7 +213,7 @@ def _check_no_masters(
 ) -> None:
     "Raise a `ValueError` that names a model or an optimizer that cannot do without fp32 masters."
     ddp = any(isinstance(m, nn.parallel.DistributedDataParallel) for m in model.modules())
-    if ddp or any(map(is_dtensor, model.parameters())):
+    if ddp or is_sharded(model):
         raise ValueError(f"master_weights=False cannot be used with {'DistributedDataParallel' if ddp else 'FSDP2'}, "
                          "which reduces gradients in the dtype that the weights had when the model was wrapped.\n"
                          "Use `learn.to_bf16()`, or with FSDP2 `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`.")

@@ -9,7 +9,7 @@ from fastai.learner import Learner
 from fastai.torch_core import get_model, rank_distrib
 
 from ..checkpoint import FORMATS, FileFormat
-from ..common import is_dtensor
+from ..common import is_dtensor, is_sharded
 from ..convert import map_tensors
 from ..scaling import optimizer_params
 
@@ -26,7 +26,7 @@ class Sharded(FileFormat):
     """
     device = 'cpu'
 
-    def applies(self, learn: Learner) -> bool: return any(map(is_dtensor, learn.model.parameters()))
+    def applies(self, learn: Learner) -> bool: return is_sharded(learn.model)
 
     def read(self, learn: Learner, with_opt: bool) -> tuple[Any, Any]:
         return map_tensors(_whole, super().read(learn, with_opt))

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..callback import PRECISION_CALLBACKS, MixedPrecision
-from ..common import first_line, is_dtensor
+from ..common import first_line, is_sharded
 from ..convert import map_tensors
 from ..fp32_modules import unwrapped
 from ..mode import autocast_available, training_device
@@ -60,10 +60,10 @@ def check_learner(
         if frame.f_code is fit and frame.f_locals.get('self') is learn:
             raise RuntimeError(f'{method} cannot run inside a fit. Call it before or after.')
         frame = frame.f_back
+    if is_sharded(learn.model):
+        raise ValueError(f'{method} cannot work on a model whose parameters are sharded (FSDP).\n'
+                         'Call it before `fully_shard`.')
     for name, p in learn.model.named_parameters():
-        if is_dtensor(p):
-            raise ValueError(f'{method} cannot work on a model whose parameters are sharded (FSDP).\n'
-                             'Call it before `fully_shard`.')
         if is_lazy(p):
             raise ValueError(f"{method} cannot work on a model with lazy modules: '{name}' is not built yet.\n"
                              'Run the model once before, as in `learn.model(*learn.dls.one_batch()[:1])`.')

@@ -39,12 +39,10 @@ def whole_params(learn): return [whole(p) for p in learn.model.parameters()]
 
 
 def sharded(model):
-    "`model`, sharded by FSDP2."
+    "`model`, sharded by FSDP2 as the manual has it: after a validation its parameters are whole until they are used."
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    mesh = init_device_mesh('cpu', (2,))
-    for layer in (model[0], model[2], model): fully_shard(layer, mesh=mesh)
-    return model
+    return fully_shard(model, mesh=init_device_mesh('cpu', (2,)))
 
 
 def build(kind, mode, opt='adam', cbs=(), dls=None, path=None, **kwargs):
