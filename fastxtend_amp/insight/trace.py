@@ -219,6 +219,8 @@ class Trace(TorchDispatchMode):
         began_finite = not op.writes or all(map(all_finite, inputs))
         wide = self._widely(func, op, args, kwargs, frame) if low else None
         out = func(*args, **kwargs)
+        for t in tensors(args[:1]) if op.writes else ():         # exact to the callers, as what modules inside return
+            for outer in self._frames[:-1]: outer.twins.pop(_address(t), None)
         if self.mode is None: self._count(func, args, kwargs, out)
         outs, wides = tensors(out), tensors(wide)
         if len(outs) != len(wides): wides = [None] * len(outs)

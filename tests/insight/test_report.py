@@ -334,6 +334,13 @@ class Tied(nn.Module):
         self.a, self.b, self.spare, self.act, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(2, 2), nn.ReLU(inplace=True), nn.Linear(6, 1)
         self.b.weight = self.a.weight
     def forward(self, x): return self.head(self.act(self.b(self.act(self.a(self.a(x))))))
+class Residual(nn.Module):
+    "A sum of its own that a module writes over, as in ResNets."
+    def __init__(self): super().__init__(); self.a, self.act = nn.Linear(6, 6), nn.ReLU(inplace=True)
+    def forward(self, x): x = self.a(x); return self.act(self.a(x) + x)[:, :1]
+class Recurrent(nn.Module):
+    def __init__(self): super().__init__(); self.gru, self.head = nn.GRU(3, 4, batch_first=True), nn.Linear(4, 1)
+    def forward(self, x): return self.head(self.gru(x.view(-1, 2, 3))[0][:, -1])
 class Checkpointed(nn.Module):
     def __init__(self): super().__init__(); self.first, self.inner = nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6), nn.Dropout(.1), nn.Linear(6, 1))
     def forward(self, x): return checkpoint.checkpoint(self.inner, self.first(x), use_reentrant=True)
@@ -364,6 +371,7 @@ MODELS = {
     'dictionaries as batches': lambda: learner(dls=loaders(24, 4, Named(*dataset().tensors), Named(*dataset().tensors)), cls=Splits),
     'tied, in place, called twice': lambda: learner(Tied()), 'compiled': compiled, 'checkpoints': lambda: learner(Checkpointed()),
     'own gradients': lambda: learner(Force()), 'vmap': mapped, 'two samples in BatchNorm': lambda: learner(dls=loaders(bs=2)),
+    'a sum that ReLU writes over': lambda: learner(Residual()), 'recurrent': lambda: learner(Recurrent()),
     'spectral norm': lambda: learner(nn.Sequential(nn.utils.spectral_norm(nn.Linear(6, 8)), nn.Linear(8, 1))),
 }
 
