@@ -62,8 +62,9 @@ class MixedPrecision(fp16.MixedPrecision):
     `CancelStepException`, or, without waiting for the device, by torch's fused Adam, AdamW and SGD in an
     `OptimWrapper`. In that case `after_cancel_step` does not fire; `skipped` is right in both.
 
-    Raises `ValueError` at construction for an unknown mode or an unusable scaling argument, and when `fit` starts if
-    the device cannot run the mode, if parameters to be trained are fp16 already, or if the optimizer needs a closure.
+    Raises `TypeError` or `ValueError` at construction for an unknown mode or an unusable argument, and `ValueError` when
+    `fit` starts if the device cannot run the mode, if parameters to be trained are fp16 already, or if the optimizer
+    needs a closure.
 
     Source: https://docs.pytorch.org/docs/stable/amp.html; loss scaling: Micikevicius et al., Mixed Precision Training,
     https://arxiv.org/abs/1710.03740.

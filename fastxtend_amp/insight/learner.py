@@ -75,7 +75,7 @@ def precision_report(self: Learner,
     and says so.
 
     A copy has what it has in `compare_precision`, and the learner stays as it was. With several processes each reports
-    by itself, without communication.
+    by itself.
 
     Raises `ValueError` for an unknown mode, for unusable numbers, for a learner that cannot be copied, without batches,
     for parameters in half precision, sharded (FSDP), lazy, NaN or inf; `RuntimeError` inside a fit; and any error of
