@@ -46,7 +46,7 @@ FP16_ARGUMENTS = ('init_scale', 'growth_factor', 'backoff_factor', 'growth_inter
 
 
 class _Loop:
-    "The scopes of one learner's loop that are open; a precision callback gives it to the one that replaces it."
+    "The open scopes of one learner's loop; a callback that replaces another takes them over."
     def __init__(self):
         self.depth, self.in_batch = 0, False
         self.takes_plain_step = False                            # fastai's own `_step` comes in this scope
@@ -62,9 +62,9 @@ class MixedPrecision(fp16.MixedPrecision):
     `CancelStepException`, or, without waiting for the device, by torch's fused Adam, AdamW and SGD in an
     `OptimWrapper`. In that case `after_cancel_step` does not fire; `skipped` is right in both.
 
-    Raises `TypeError` or `ValueError` at construction for an unknown mode or an unusable argument, and `ValueError` when
-    `fit` starts if the device cannot run the mode, if parameters to be trained are fp16 already, or if the optimizer
-    needs a closure.
+    Raises `TypeError` or `ValueError` at construction for an unknown mode or an unusable argument, and `ValueError`
+    when `fit` starts if the device cannot run the mode, if parameters to be trained are fp16 already, or if the
+    optimizer needs a closure.
 
     Source: https://docs.pytorch.org/docs/stable/amp.html; loss scaling: Micikevicius et al., Mixed Precision Training,
     https://arxiv.org/abs/1710.03740.
@@ -172,7 +172,7 @@ class MixedPrecision(fp16.MixedPrecision):
     def check_modules(self,
         model: nn.Module, # The model that this callback is to train
     ) -> None:
-        "Raise what adding this callback to a learner of `model` would raise on account of `fp32_modules`."
+        "Raise the errors of `fp32_modules` that adding this callback to a learner of `model` would raise."
         self._fp32_modules.check(model)
 
     # -- what a checkpoint holds
@@ -292,12 +292,8 @@ class MixedPrecision(fp16.MixedPrecision):
 
     def _decide(self, device: torch.device) -> AMPMode | None:
         "Return the mode on `device`; None for fp32. Raises a `ValueError` if it does not run there."
-        if self.amp_mode == 'auto': return fastest_native(device) if autocast_available(device.type) else None
+        if self.amp_mode == 'auto': return fastest_native(device)
         mode = AMPMode(self.amp_mode)
-        if not autocast_available(device.type):
-            raise ValueError(f"amp_mode='{mode.value}' cannot be used on device '{device}': PyTorch has no autocast "
-                             f"for {device.type} devices.\n"
-                             "What works there: `to_fp32()`.")
         check_supported(mode, device)
         return mode
 
@@ -355,7 +351,7 @@ class MixedPrecision(fp16.MixedPrecision):
     def before_fit(self):
         "Begin the fit; raise before a batch is drawn if the precision cannot be used."
         if self._loop.depth: self._begin_fit()
-        else: self._end_fit()                                    # `validate()`: its first batch begins anew, in a scope
+        else: self._end_fit()                                    # `validate()` alone: its first batch begins the fit
 
     def before_train(self):
         "Check what only training needs."
@@ -381,7 +377,7 @@ class MixedPrecision(fp16.MixedPrecision):
         "Exit autocast; record and back-propagate the loss in fp32."
         self._loop.stack.close()
         if self.mode is None: return
-        for name in ('loss_grad', 'loss') if len(self.learn.yb) else ():     # else they are an earlier batch's
+        for name in ('loss_grad', 'loss') if len(self.learn.yb) else ():     # else an earlier batch's
             value = self.learn.__dict__.get(name)
             if torch.is_tensor(value) and is_half(value): setattr(self.learn, name, value.float())
 

@@ -50,7 +50,7 @@ def written_whole(file: str | os.PathLike | BinaryIO) -> Iterator[BinaryIO]: # A
 
 
 class _StandIn:
-    "Stands in for a model or an optimizer while fastai asks for its state, or gives it one."
+    "A stand-in for a model or an optimizer while fastai asks for its state, or gives it one."
     def __init__(self, state: Any = None): self.state, self.options = state, dict[str, Any]()
     def state_dict(self) -> Any: return self.state
     def load_state_dict(self, state: Any, **options: Any) -> None: self.state, self.options = state, options

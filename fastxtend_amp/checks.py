@@ -78,7 +78,7 @@ def check_data_parallel(
 ) -> None:
     """Raise a `ValueError` if `nn.DataParallel` could not compute in `mode`, or keep modules in fp32.
 
-    It tells the threads of its replicas that autocast is on, but not which dtype: they take the device's default, fp16.
+    `nn.DataParallel` passes on to its threads that autocast is on, but not its dtype: they take the default, fp16.
     A replica is a shallow copy, whose modules would run the forward of the original.
     """
     if mode is AMPMode.FP16 and not fp32_modules: return

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import inspect, sys, warnings
+from textwrap import shorten
 from typing import Any
 
 import torch.distributed as dist
@@ -13,7 +14,7 @@ __all__ = ['first_line', 'is_dtensor', 'is_sharded', 'several_processes', 'type_
 def first_line(error: BaseException, limit: int = 200) -> str:
     "Return what an exception says, in one line; its type's name where it says nothing."
     lines = str(error).rpartition(':\n\t')[2].strip().splitlines()   # without fastai's line on the callback
-    return lines[0][:limit].rstrip('.: ') if lines else type(error).__name__
+    return shorten(lines[0], limit, placeholder=' …').rstrip('.: ') if lines else type(error).__name__
 
 
 def is_dtensor(t: object) -> bool:

@@ -1,6 +1,6 @@
-"""Each name that PyTorch or fastai do not document and the core uses, in one place.
+"""PyTorch's undocumented names that the core uses.
 
-The docstring says what is relied on, since which version, and what happens where it is gone. `tests/test_compat.py`
+Each docstring says what is relied on, since which version, and what happens where it is gone. `tests/test_compat.py`
 has a test for each.
 """
 from __future__ import annotations

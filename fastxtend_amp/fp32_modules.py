@@ -99,14 +99,14 @@ def _near(part: Any, places: list[tuple[str, nn.Module]]) -> str:
 
 
 class Fp32Forward:
-    """Runs `module`'s forward with autocast off, and with half-precision inputs as fp32.
+    """The forward of `module` with autocast off, and with half-precision inputs as fp32.
 
     An object on the module's `forward`, and not a hook: it can be copied with the module, and `torch.compile` traces
     through it.
     """
     def __init__(self, name: str, module: nn.Module):
         self.name, self.module, self.own = name, module, None    # the forward that was on the instance
-        self.called = False                                      # has the module's forward run since?
+        self.called = False                                      # whether the module's forward has run since
 
     def __reduce__(self):                                        # a copy of the module computes as the model does alone
         return partial, (self.own,) if self.own else (type(self.module).forward, self.module)
@@ -139,7 +139,7 @@ def _device_type(args, kwargs, module) -> str:
 
 
 class Fp32Modules:
-    "The modules of one model that are kept in fp32 while `kept`."
+    "The modules of one model to keep in fp32 inside `kept`."
     def __init__(self, spec: Any): # As in `match_modules`; None for no module
         self.spec = spec
         self.forwards: dict[nn.Module, Fp32Forward] = {}         # kept, so that nothing is compiled anew

@@ -205,14 +205,14 @@ class LossScaling:
         else: self.scaler.step(self._pending)
 
     def update(self) -> None:
-        "After a step, taken or skipped: record it, and let the scale grow or back off unless it is static."
+        "Record a step, taken or skipped, and let the scale grow or back off unless it is static."
         if self._pending is None: return
         self._record()
         self.scaler.update(self.static)
         self._pending = None
 
     def cancel(self) -> None:
-        "After a step that was called off: leave scale and growth tracker as they are."
+        "Leave scale and growth tracker as they are: the step was called off."
         if self._pending is None: return
         self.scaler.update(self.scaler.get_scale())
         self._pending = None
@@ -285,8 +285,9 @@ class LossScaling:
 def _fused(opt: Any, params: list[nn.Parameter]) -> Any:
     """Return `opt` if it is torch's fused Adam, AdamW or SGD, which skips a step with no effect at all; else None.
 
-    They do once their state is there: a skipped first step would create it, and fused SGD would leave its momentum
-    uninitialised (PyTorch 2.13). MPS has had kernels that ignore the flag (github.com/pytorch/pytorch/pull/186360).
+    A skipped step has no effect once the optimizer's state exists: a skipped first step would create it, and fused SGD
+    would leave its momentum uninitialised (PyTorch 2.13). MPS has had kernels that ignore the flag
+    (github.com/pytorch/pytorch/pull/186360).
     """
     if type(opt) not in FUSED.values() or not getattr(opt, '_step_supports_amp_scaling', False): return None
     if len({p.device for p in params}) > 1 or params[0].device.type == 'mps': return None

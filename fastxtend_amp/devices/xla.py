@@ -31,7 +31,7 @@ _OVERRIDES = {'XLA_USE_BF16': 'bf16', 'XLA_DOWNCAST_BF16': 'bf16', 'XLA_USE_F16'
 
 
 class XLADevice(Callback):
-    """Runs one XLA graph for each batch, and averages the gradients over XLA's replicas before they are unscaled.
+    """One XLA graph for each batch, and gradients averaged over XLA's replicas before they are unscaled.
 
     `move` adds it on an XLA device and removes it elsewhere. All replicas skip the same steps.
 
@@ -124,7 +124,7 @@ def _check_backward(device: torch.device) -> None:
 # -- torch_xla's optimizers that skip a step by a flag
 
 class SyncFree:
-    "Stands in for a sync-free optimizer (docs.pytorch.org/xla/master/perf/amp.html) in `GradScaler.step`."
+    "A stand-in for a sync-free optimizer (docs.pytorch.org/xla/master/perf/amp.html) in `GradScaler.step`."
     _step_supports_amp_scaling = True
     found_inf: torch.Tensor                                      # `GradScaler.step` sets it
     def __init__(self, opt: Any, params: list[nn.Parameter]): self.opt, self.param_groups = opt, [{'params': params}]

@@ -17,7 +17,7 @@ from .verdict import as_html
 __all__ = ['PrecisionComparison', 'Tolerance', 'recommend']
 
 _WORTH = 1.05           # speed-up below which a mode does not pay
-_TURNS = 4              # the first warms up, and three are needed for a range
+_FEWEST_TURNS = 4       # the first warms up, and three are needed for a range
 # One-sided 95 % prediction interval of one more training, by the number of trainings: t * sqrt(1 + 1 / n).
 _INTERVAL = {2: 7.7, 3: 3.4}     # 2.6 for four; more are taken for four
 
@@ -145,7 +145,8 @@ def _against(row: pd.Series, tolerance: Tolerance) -> list[str]:
     elif row['loss difference'] > tolerance.value:
         found.append(f"its loss is {row['loss difference']:.2g} above fp32's, more than {tolerance}")
     low, high = row['speed-up q1'], row['speed-up q3']
-    if row['turns'] < _TURNS: found.append(f"it was timed in {row['turns']} of the {_TURNS} turns that a range takes")
+    if row['turns'] < _FEWEST_TURNS:
+        found.append(f"it was timed in {row['turns']} of the {_FEWEST_TURNS} turns that a range takes")
     elif low - 1 <= high - low or row['speed-up'] < _WORTH:
         found.append(f'not reliably faster than fp32 here ({_speed(row)} times its speed)' +
                      ': the device only emulates it' * (row['support'] == 'emulated'))

@@ -1,4 +1,4 @@
-"Each name that PyTorch does not document and the trace uses, in one place, as in the core's `compat`."
+"PyTorch's undocumented names that the trace uses."
 from __future__ import annotations
 
 from contextlib import AbstractContextManager

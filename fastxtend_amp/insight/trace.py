@@ -259,7 +259,7 @@ class Trace(TorchDispatchMode):
 
 
 class _Ends(Callback):
-    "Ends the parts of a batch for a trace, and the batch after its backward pass."
+    "The end of a batch's parts for a trace, and of the batch after its backward pass."
     order = 1000                                                 # after all others
     def __init__(self, trace: Trace): self.trace = trace
     def after_loss(self):
@@ -348,7 +348,7 @@ def _as_written() -> AbstractContextManager:
 
 
 class _Unchecked(MixedPrecision):
-    "Runs a model that has layers without a kernel for the mode: each fails by itself, and the trace has its name."
+    "The run of a model with layers that have no kernel for the mode: each fails by itself, and the trace names it."
     def _check_model(self, mode: AMPMode, device: torch.device) -> None: pass
 
 

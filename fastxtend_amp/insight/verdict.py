@@ -61,7 +61,7 @@ class Verdict:
 
 @dataclass
 class Judge:
-    "Finds the verdict on a precision; `call` of a verdict is empty where another precision has to be taken."
+    "The search for the verdict on a precision; the verdict's `call` is empty where another precision has to be taken."
     mode: AMPMode
     model: nn.Module
     device: torch.device

@@ -1,4 +1,4 @@
-"Notices during a fit that training goes wrong, and warns or raises with the cause."
+"The watch over a fit: it notices that training goes wrong, and warns or raises with the cause."
 from __future__ import annotations
 
 import math
@@ -18,7 +18,7 @@ _MOVED = 1.01   # times the weights' norm at the start, from which the weights h
 
 
 class Watch:
-    """Notices, in one fit of a precision callback, that training goes wrong, and says once why.
+    """The watch over one fit of a precision callback: it notices that training goes wrong, and says once why.
 
     The callback calls the methods that have an event's name, each after its own. While all goes well nothing here
     waits for an accelerator: it reads the losses that fastai's Recorder has fetched, and the skips the host knows of.

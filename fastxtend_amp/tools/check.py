@@ -54,14 +54,14 @@ def _state(device):
 
 
 class _Watch(Callback):
-    "Notes the dtype in which the first linear layer computes."
+    "A note of the dtype in which the first linear layer computes."
     def before_fit(self): self.hook = self.model[1].register_forward_hook(self._note)
     def _note(self, module, args, out): self.dtype = out.dtype
     def after_fit(self): self.hook.remove()
 
 
 class _Overflow(Callback):
-    "Makes one gradient infinite in the tenth step, and notes whether that step changed anything."
+    "An infinite gradient in the tenth step, and a note of whether that step changed anything."
     run_valid, step = False, 9
     def after_backward(self):
         if self.iter != self.step: return
@@ -73,7 +73,7 @@ class _Overflow(Callback):
 
 
 class _Interrupt(Callback):
-    "Raises in the middle of a forward pass, after the model."
+    "An exception in the middle of a forward pass, after the model."
     run_valid = False
     def after_pred(self): raise InterruptedError('a check of fastxtend_amp')
 
