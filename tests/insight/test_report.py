@@ -9,6 +9,7 @@ from fastai.losses import CrossEntropyLossFlat
 from torch import nn
 from torch.nn import functional as F
 from torch.utils import checkpoint
+from torchvision import models
 
 from fastxtend_amp import PrecisionReport
 from fastxtend_amp.insight import report as room
@@ -385,6 +386,16 @@ def test_what_trains_can_be_reported_on(name):
     assert report.table['error'].max() < .05
     assert (report.table['grad'].dropna() > 0).all() and report.table['grad'].notna().any()
     learn.fit(1)
+
+
+@pytest.mark.filterwarnings('ignore')
+@pytest.mark.parametrize('name', ['resnet18', 'mobilenet_v3_small'])
+def test_torchvisions_models_are_safe_in_bf16(name):
+    torch.manual_seed(0)
+    data = Data(torch.randn(8, 3, 32, 32), torch.arange(8) % 3)
+    learn = learner(getattr(models, name)(num_classes=3), loaders(bs=4, train=data, valid=data), loss_func=nn.CrossEntropyLoss())
+    report = learn.precision_report('bf16')
+    assert report.verdicts['bf16'].verdict == 'safe so far' and report.table['error'].max() < .01, report
 
 
 def test_names():
