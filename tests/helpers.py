@@ -133,6 +133,13 @@ def told(f, word=''):
     return [str(w.message) for w in caught if word in str(w.message)]
 
 
+def spoil_at(*steps):
+    "A callback that makes one gradient infinite in these training batches."
+    def spoil(l):
+        if l.train_iter in steps: next(l.model.parameters()).grad.view(-1)[0] = float('inf')
+    return At('after_backward', spoil, 5)
+
+
 def plain_grads(learn): return [None if p.grad is None else p.grad.clone() for p in learn.model.parameters()]
 
 

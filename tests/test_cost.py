@@ -57,13 +57,6 @@ def test_gradients_are_unscaled_in_one_call_for_any_number_of_parameters():
 
 # -- skips that the device decides
 
-def overflow_at(steps):
-    "A callback that makes a gradient infinite in these training batches."
-    def spoil(l):
-        if l.train_iter in steps: next(l.model.parameters()).grad.view(-1)[0] = float('inf')
-    return At('after_backward', spoil, 5)
-
-
 class OnTheHost(Learner):
     "With a step of its own, for which the host decides whether it is skipped."
     def _step(self): self.opt.step()
@@ -73,7 +66,7 @@ class OnTheHost(Learner):
                                               ('fused plain sgd', {3}, .1)], ids=str)
 def test_the_device_decides_as_the_host_would(opt, skips, clip):
     def run(cls):
-        cbs = [mixed('fp16', growth_interval=4), overflow_at(skips)] + ([GradientClip(clip)] if clip else [])
+        cbs = [mixed('fp16', growth_interval=4), spoil_at(*skips)] + ([GradientClip(clip)] if clip else [])
         learn, seen = learner(dls=loaders(n=4 * STEPS), opt_func=FUSED[opt], cbs=cbs, cls=cls), []
         learn.add_cb(At('after_batch', lambda l: l.training and seen.append((params(l), opt_state(l.opt), l.precision.skipped)), 70))
         learn.fit(1, .01)
@@ -94,7 +87,7 @@ class Counting(torch.optim.AdamW): pass
 def test_who_decides(opt, fires):
     """`after_cancel_step` fires where the host does: for all but torch's own fused optimizers, and where the first step
     would create a state; `skipped` holds in both."""
-    learn, fired, skipped, counts = learner(opt_func=opt, cbs=[mixed('fp16'), overflow_at({0, 3})]), [], [], []
+    learn, fired, skipped, counts = learner(opt_func=opt, cbs=[mixed('fp16'), spoil_at(0, 3)]), [], [], []
     learn.add_cbs([At('after_cancel_step', lambda l: fired.append(l.train_iter), 20),
                    At('after_step', lambda l: skipped.append(l.precision.skipped), 20),
                    At('after_batch', lambda l: l.training and counts.append(getattr(l.opt, 'count', None)), 70)])
@@ -108,7 +101,7 @@ def test_a_skip_on_the_device_never_outlives_its_step(exc):
     "Also where the step is called off: a later fit in fp32 trains."
     def stop(l):
         if l.train_iter == 2: raise exc('stop')
-    spoiling = [overflow_at({2, 4}), At('before_step', stop, 20)]
+    spoiling = [spoil_at(2, 4), At('before_step', stop, 20)]
     learn = learner(opt_func=FUSED['fused adamw']).to_fp16(init_scale=256.)
     try: learn.fit(1, .01, cbs=spoiling)
     except RuntimeError: pass

@@ -66,13 +66,6 @@ def assert_alike(a, b):
     if exact: assert same_state(on_cpu(opt_state(a.opt)), on_cpu(opt_state(b.opt)))
 
 
-def spoil_at(*steps):
-    "A callback that makes one gradient infinite in these batches."
-    def spoil(learn):
-        if learn.train_iter in steps: next(learn.model.parameters()).grad.view(-1)[0].fill_(float('inf'))
-    return At('after_backward', spoil, 5)
-
-
 # -- training
 
 @pytest.mark.parametrize('mode,opt', [('fp32', 'adam'), ('bf16', 'sgd'), ('bf16', 'fused adamw'), *(('fp16', o) for o in OPTIMIZERS)])

@@ -71,10 +71,6 @@ def curve(learn): return torch.stack([t.cpu() for t in learn.recorder.losses])
 def close(a, b, tol):
     return all(torch.allclose(x.cpu(), y.cpu(), atol=tol, rtol=tol) for x, y in zip(a, b, strict=True))
 def ours(learn): return [cb for cb in learn.cbs if type(cb).__name__ == 'XLADevice']
-def spoil_at(*steps):
-    def spoil(l):
-        if l.train_iter in steps: next(l.model.parameters()).grad.view(-1)[0] = float('inf')
-    return At('after_backward', spoil, 5)
 def python(code, **env):
     return subprocess.run([sys.executable, '-W', 'default', '-c', code], capture_output=True, text=True,
                           env={**os.environ, 'PYTHONPATH': os.pathsep.join(sys.path), **env})
