@@ -75,7 +75,7 @@ def _inside(name: str, other: str) -> bool: return name != other and (other == R
 
 
 def _test(part: Any) -> Callable[[str, nn.Module], bool]:
-    if isinstance(part, str): return lambda name, m: fnmatch.fnmatchcase(name, part)
+    if isinstance(part, str): return lambda name, m: name == part or fnmatch.fnmatchcase(name, part)
     if isinstance(part, nn.Module):
         part = unwrapped(part)
         return lambda name, m: m is part

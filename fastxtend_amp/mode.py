@@ -232,7 +232,7 @@ def emulation_warning(mode: AMPMode, device: torch.device) -> str | None:
     if support.status != 'emulated': return None
     return (f"{mode.value} is emulated on device '{device}' ({support.why}), which is usually slower than fp32, "
             f"for large layers many times.\nThe faster choice there is `{_faster_call(mode, device)}`; "
-            "`learn.compare_precision()` measures it.")
+            f"`learn.compare_precision('{mode.value}')` measures it.")
 
 
 def _faster_call(mode: AMPMode, device: torch.device) -> str:

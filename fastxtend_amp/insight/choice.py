@@ -42,8 +42,7 @@ def measure_and_choose(
     start = time.perf_counter()
     choices, refused = _with_modules_kept(learn, default_choices(learn), max_seconds)
     left = max(max_seconds - (time.perf_counter() - start), .1)
-    n_steps = _STEPS if len(choices) > 1 else 1                  # fp32 alone has nothing to be compared with
-    comparison = learn.compare_precision(choices, n_steps, n_seeds=1, max_seconds=left)
+    comparison = learn.compare_precision(choices, _STEPS, n_seeds=1, max_seconds=left)
     comparison.reason = '; '.join([comparison.reason.rstrip('.'), *refused]) + '.'
     comparison.apply(learn)
     decisions[learn] = comparison

@@ -4,6 +4,7 @@ from __future__ import annotations
 import math, random, time, warnings
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from textwrap import shorten
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,6 @@ from fastai.learner import Learner
 from fastai.torch_core import set_seed, to_device
 
 from ..callback import precision_callback
-from ..common import first_line
 from ..convert import map_tensors
 from ..mode import AMPMode, mode_support, training_device
 from ..scaling import optimizer_params
@@ -50,6 +50,7 @@ def compare(learn: Learner, modes: Any, n_steps: int, lr: float | slice | None, 
     check_above_0('max_seconds', max_seconds, '60')
     if lr is not None and not isinstance(lr, slice): check_above_0('lr', lr, '1e-3, or a slice of two')
     check_learner(learn, 'compare_precision')
+    if len(choices) == 1: n_steps = 1                            # fp32 alone has nothing to be compared with
     progress = Progress(learn, n_steps + n_seeds, max_seconds)
     try:
         with random_state_kept(), warnings.catch_warnings():
@@ -122,7 +123,8 @@ class _Comparison:
         try: f(*args)
         except Exception as e:
             if run is self.base or isinstance(e, torch.OutOfMemoryError): raise
-            run.learn, run.support, run.note = None, 'failed', f'{type(e).__name__}: {first_line(e, 400)}'
+            said = shorten(str(e).rpartition(':\n\t')[2], 400, placeholder=' …')   # the last line has the way out
+            run.learn, run.support, run.note = None, 'failed', f'{type(e).__name__}: {said}'
 
     def _begin(self, run, copies, seed=None):
         "Copy the learner, ready for its first step; the copy is removed with `copies`."

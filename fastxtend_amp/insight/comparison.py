@@ -109,6 +109,7 @@ class Tolerance:
 
     def __str__(self) -> str:
         if self.n == 1: return f'{self.value:.2g}, a wide margin, as there was no second training of fp32 to measure by'
+        if self.value == .01 * abs(self.loss): return f'{self.value:.2g} (1 % of it)'
         return f'{self.value:.2g}, as {self.n} trainings of fp32 allow'
 
 

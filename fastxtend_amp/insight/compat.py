@@ -21,7 +21,7 @@ class Traits(NamedTuple):
     "The traits of one of PyTorch's operators."
     name: str # Without namespace: 'addmm'
     draws: bool # It draws random numbers
-    is_view: bool # It gives another view of the same memory
+    is_view: bool # It gives another view of the same memory, by its schema
     writes: bool # It writes into an argument
 
 
@@ -31,11 +31,9 @@ def operator(func: Any) -> Traits:
 
     Relies on `OpOverload._schema` and `.tags` (1.13).
     """
-    name, returned = func._schema.name.rpartition('::')[2], [r.alias_info for r in func._schema.returns]
-    is_view = any(a is not None and not a.is_write for a in returned)
-    # The schema does not say it of these, which recurrent layers use.
-    is_view |= name in ('_unsafe_view', 'unsafe_split', 'unsafe_split_with_sizes')
-    return Traits(name, torch.Tag.nondeterministic_seeded in func.tags, is_view, func._schema.is_mutable)
+    returned = [r.alias_info for r in func._schema.returns]
+    return Traits(func._schema.name.rpartition('::')[2], torch.Tag.nondeterministic_seeded in func.tags,
+                  any(a is not None and not a.is_write for a in returned), func._schema.is_mutable)
 
 
 def unwatched() -> AbstractContextManager:

@@ -18,6 +18,7 @@ from fastcore.basics import noop
 from fastcore.foundation import L
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 
 from ..callback import PRECISION_CALLBACKS, MixedPrecision
 from ..common import first_line, is_sharded
@@ -109,6 +110,7 @@ def copied_learner(
             yield new
         finally:
             for p, grad in grads: p.grad = grad
+            vars(new).clear()                                    # callbacks have the copy: it would wait for `gc`
 
 
 def begin_fit(
@@ -125,12 +127,13 @@ def loader_like(
 ) -> DataLoader: # Another one on the same dataset
     """Return a loader from which batches can be drawn without a change to the order of `dl`.
 
-    A `DistributedDL` would wait for all processes, so the loader inside is taken. PyTorch's own loaders, and classes
-    that `new()` cannot build, are returned themselves: their order moves on, as does what the dataset itself draws.
+    A `DistributedDL` would wait for all processes, so the loader inside is taken. One that cannot be copied is returned
+    itself: its order moves on, as does what the dataset itself draws.
     """
     if type(dl).__name__ == 'DistributedDL': dl = dl.dl
-    try: return dl.new()
-    except (AttributeError, TypeError): return dl
+    dataset = getattr(dl, 'dataset', None)
+    try: return copy.deepcopy(dl, {id(dataset): dataset})
+    except Exception: return dl
 
 
 def _copy(learn: Learner, optimizer: bool) -> Learner:
@@ -146,10 +149,10 @@ def _copy(learn: Learner, optimizer: bool) -> Learner:
     parts = [('the model', unwrapped(learn.model)), ('the loss function', learn.loss_func),
              ('opt_func', learn.opt_func), ('the optimizer', learn.opt if optimizer else None),
              ("the learner's own methods", methods), *((f"the callback '{cb.name}'", cb) for cb in cbs)]
-    for _, part in parts: _detach_results(part, memo)
     copies: list[Any] = []
     for what, part in parts:
-        try: copies.append(copy.deepcopy(part, memo))
+        try:
+            with _Detached(): copies.append(copy.deepcopy(part, memo))
         except Exception as e:
             raise ValueError(f'This learner cannot be copied, and only copies are run: {what} refuses '
                              f'({first_line(e)}).\n'
@@ -158,6 +161,9 @@ def _copy(learn: Learner, optimizer: bool) -> Learner:
     new.model, new.loss_func, new.opt_func, new.opt, methods, *new_cbs = copies
     vars(new).update(methods, save=_write_nothing, load=noop, export=noop, **{cb.name: cb for cb in new_cbs})
     new.cbs += new_cbs
+    if hasattr(learn, 'recorder'):                               # which other callbacks read; it takes no part itself
+        new.recorder = copy.copy(learn.recorder)
+        new.recorder.learn = new
     _keep_flags(getattr(learn.opt, 'opt', None), getattr(new.opt, 'opt', None))
     for m in new.model.modules():                                # a copy that waits for no other process
         if isinstance(m, nn.SyncBatchNorm): vars(m)['forward'] = MethodType(nn.BatchNorm1d.forward, m)
@@ -167,13 +173,12 @@ def _copy(learn: Learner, optimizer: bool) -> Learner:
 def _write_nothing(file: str | Path, **kwargs: object) -> Path: return Path(file)
 
 
-def _detach_results(part: Any, memo: dict[int, Any]) -> None:
-    "Note detached clones of tensors that modules and callbacks have computed and kept: with a graph none is copied."
-    def note(t):
-        if t.grad_fn is not None: memo[id(t)] = t.detach().clone()
-        return t
-    for owner in part.modules() if isinstance(part, nn.Module) else [part]:
-        for value in list(getattr(owner, '__dict__', {}).values()): map_tensors(note, value)
+class _Detached(TorchFunctionMode):
+    "Copies tensors that have a graph, as modules and callbacks keep them, without it: with one PyTorch copies none."
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is not torch.Tensor.__deepcopy__ or args[0].grad_fn is None: return func(*args, **(kwargs or {}))
+        t, memo = args
+        return memo.setdefault(id(t), t.detach().clone())
 
 
 def _keep_flags(old: Any, new: Any) -> None:

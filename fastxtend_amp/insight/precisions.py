@@ -95,6 +95,7 @@ def call_for(
     if choice.init_scale: changes['init_scale'] = choice.init_scale
     if 'init_scale' in changes and (choice.half_weights or arguments.get('loss_scale')):
         changes['loss_scale'] = changes.pop('init_scale')
+    if 'init_scale' in changes: arguments.pop('scaler', None)    # it has a scale of its own
     names = list(dict.fromkeys([*arguments.get('fp32_modules', ()), *choice.fp32_modules])) or None
     arguments.update(changes, amp_mode=choice.mode, fp32_modules=names)
     given = [name for name, p in parameters.items() if name in arguments and arguments[name] != p.default]

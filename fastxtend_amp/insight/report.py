@@ -216,7 +216,9 @@ class _Report:
         n = len(self.batches)
         notes = [f"Looked at {n} batch{'es' * (n > 1)} of {few} samples, with the weights as they are now: in other "
                  'batches (`n_batches`) and after some training other modules may be in trouble.']
-        if few < whole: notes.append(f'These are the first of {whole}, because a precision is emulated here, and slow.')
+        if emulated := [m for m in self.low if mode_support(m, self.device).status == 'emulated']:
+            slow = f"{' and '.join(m.value for m in emulated)}: emulated here, which is usually slower than fp32"
+            notes.append(f'{slow}; so these are the first samples of {whole}.' if few < whole else f'{slow}.')
         if missing := left_out(self.learn): notes.append(f'Callbacks that took no part: {some(missing, 8)}.')
         return notes
 

@@ -81,9 +81,9 @@ class _Frame:
         address = _address(t)
         if not address or t.shape != wide.shape: return
         if address not in self.twins and bool((wide == t).all()): return
-        memory = wide.new_empty(t.untyped_storage().nbytes() // t.element_size())
-        memory.as_strided(t.shape, t.stride(), t.storage_offset()).copy_(wide)
-        self.twins[address] = t, memory
+        if self.twin(t) is None:                                 # else another part of that memory has one
+            self.twins[address] = t, wide.new_empty(t.untyped_storage().nbytes() // t.element_size())
+        self.twins[address][1].as_strided(t.shape, t.stride(), t.storage_offset()).copy_(wide)
 
     def keep_before_write(self, t: torch.Tensor) -> None:
         "Give `t`, into which an operator is to write, a twin, so that the operator writes into that as well."
@@ -209,7 +209,7 @@ class Trace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, op = kwargs or {}, operator(func)
-        makes_nothing = op.draws or op.is_view or op.name.startswith(('empty', 'new_empty'))
+        makes_nothing = op.is_view or op.name.startswith(('empty', 'new_empty'))
         if makes_nothing or self._backward or not self._frames: return func(*args, **kwargs)
         self._n += 1
         frame = self._frames[-1]
@@ -217,10 +217,10 @@ class Trace(TorchDispatchMode):
         is_cast = op.name == '_to_copy' and kwargs.get('dtype') in HALF
         low = self.mode is not None and (is_cast or any(t.dtype in HALF or frame.twin(t) is not None for t in inputs))
         began_finite = not op.writes or all(map(all_finite, inputs))
-        wide = self._widely(func, op, args, kwargs, frame) if low else None
+        wide = self._widely(func, op, args, kwargs, frame) if low and not op.draws else None
         out = func(*args, **kwargs)
         for t in tensors(args[:1]) if op.writes else ():         # exact to the callers, as what modules inside return
-            for outer in self._frames[:-1]: outer.twins.pop(_address(t), None)
+            for f in self._frames[:-1] if wide is not None else self._frames: f.twins.pop(_address(t), None)
         if self.mode is None: self._count(func, args, kwargs, out)
         outs, wides = tensors(out), tensors(wide)
         if len(outs) != len(wides): wides = [None] * len(outs)
@@ -298,7 +298,7 @@ def trace(
                     batch = map_tensors(torch.clone, batch)      # the model may write into it
                     _run_again(copy, *batch) if in_fit else copy.one_batch(i, batch)
         except torch.OutOfMemoryError: raise
-        except (RuntimeError, TypeError, ValueError) as e:
+        except Exception as e:
             if mode is None: raise
             found.error = first_line(e)
             if found.began: found.failed_in = found.failed_in or LOSS

@@ -25,7 +25,6 @@ LOST = .1             # of the mean absolute gradient: smaller ones, a tenth of 
 CLOSE = 4.            # headroom below which a module is close to overflow
 LOWEST_SCALE = 2.**-12 # that is advised
 MARGIN = 16.          # by which a loss scale that is advised is below the highest: later gradients may be larger
-ROUNDS = 12           # traces in which modules are added or the loss scale is lowered
 
 
 @dataclass
@@ -80,7 +79,7 @@ class Judge:
 
     def verdict(self) -> Verdict:
         "Keep modules in fp32 and lower the loss scale until nothing is wrong; say what it took, or that nothing helps."
-        for _ in range(ROUNDS):
+        while True:
             low = self.run(self.keep, self.scale)
             found = self._refused(low) if low.error else self._concerned(low)
             for name, reason in found.items(): self.reasons.setdefault(name, reason)
@@ -203,6 +202,9 @@ class Judge:
 
     def _works(self, low: Trace) -> Verdict:
         reasons = [*dict.fromkeys(self.reasons.values())]
+        if not reasons and not any(s.half for s in low.seen.values()):
+            words = f'nothing is computed in {self.mode.value}: it trains as in fp32'
+            return self._say('safe so far', words, self.call([]))
         scales, changes = None, {}
         if self.mode.needs_loss_scaling:
             least, most = scales = self._scales(low)

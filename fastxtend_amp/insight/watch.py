@@ -108,10 +108,10 @@ class Watch:
         """
         if self.weights is None or self.first_loss is None: return ''
         first, weights = float(self.first_loss), float(_norm(self.cb.learn.model) / self.weights)
-        far = 0 < _FAR * abs(first) < abs(self.last_loss) and not weights < _MOVED
+        far = 0 < _FAR * abs(first) < self.last_loss and not weights < _MOVED
         if not (far or _FAR < weights < math.inf): return ''
         words = f'the weights are {weights:.3g} times as large as at the start of the fit'
-        if not abs(self.last_loss) > 1.5 * abs(first): return words
+        if not self.last_loss > 1.5 * abs(first): return words
         loss = f'the loss went from {first:.3g} to {self.last_loss:.3g}'
         return f'{words}, and {loss}' if 1.5 < weights < math.inf else loss
 

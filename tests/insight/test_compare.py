@@ -256,7 +256,7 @@ def test_by_default_what_the_device_does_natively_is_compared(support):
     assert list(half.table.index) == ['fp32', 'bf16', 'half weights']
     support({'bf16': 'emulated', 'fp16': 'unsupported'})
     r = seeded().compare_precision(n_steps=2, n_seeds=0)
-    assert list(r.table.index) == ['fp32'] and r.recommended == 'fp32'
+    assert list(r.table.index) == ['fp32'] and r.recommended == 'fp32' and r.table['steps']['fp32'] == 1
     assert r.reason.startswith('Nothing else was compared. On this device bf16 is emulated and fp16 is unsupported: ')
 
 

@@ -1,9 +1,11 @@
 "A copied learner trains without a trace in the learner, and what cannot be copied is named."
-import math, random, re, threading
+import gc, math, random, re, threading, weakref
 
 import numpy as np
 import pytest, torch
 from fastai.callback.core import Callback
+from fastai.callback.data import WeightedDL
+from fastai.callback.hook import hook_output
 from fastai.callback.mixup import MixUp
 from fastai.callback.rnn import ModelResetter
 from fastai.callback.schedule import ParamScheduler, SchedNo
@@ -11,10 +13,9 @@ from fastai.callback.tracker import SaveModelCallback
 from fastai.callback.training import GradientClip
 from fastai.vision.gan import FixedGANSwitcher, GANLearner
 from torch import nn
-from torch.utils.data import DataLoader as TorchLoader
 
 from fastxtend_amp.insight.copies import begin_fit, check_learner, copied_learner, left_out, loader_like, takes_part
-from helpers import OPTIMIZERS, At, Attentive, dataset, learner, loaders, mlp, opt_state, params, same, same_state
+from helpers import OPTIMIZERS, At, Attentive, learner, loaders, mlp, opt_state, params, same, same_state
 from states import bits, language_model, rich, shuffled
 
 
@@ -92,7 +93,32 @@ def test_files_go_into_a_folder_that_is_removed(tmp_path):
     with copied_learner(learn) as copy:
         train(copy, 1)
         assert [p.name for p in copy.path.rglob('*')] == ['seen']
-    assert not copy.path.exists() and not list(tmp_path.rglob('*'))
+        folder = copy.path
+    assert not folder.exists() and not list(tmp_path.rglob('*'))
+
+
+def test_a_copy_is_freed_at_once():
+    learn = learner(cbs=At('before_step', lambda l: None)).to_bf16()
+    learn.fit(1)
+    gc.disable()
+    try:
+        with copied_learner(learn, optimizer=True, precision=True) as copy:
+            train(copy, 2)
+            model = weakref.ref(copy.model)
+        assert model() is None
+    finally: gc.enable()
+
+
+def test_results_with_a_graph_are_copied_without_it_wherever_they_are_kept():
+    "As fastai's U-Net keeps its encoder's, in hooks."
+    learn = learner()
+    with hook_output(learn.model[0], detach=False) as hook:
+        learn.model.hook = hook
+        learn.fit(1)
+        learn.model(learn.dls.one_batch()[0])
+        with copied_learner(learn) as copy:
+            kept = copy.model.hook.stored
+            assert torch.equal(kept, hook.stored) and kept.grad_fn is None and hook.stored.grad_fn is not None
 
 
 class Counts(Callback):
@@ -109,7 +135,7 @@ def test_callbacks_that_take_part_are_copies_and_the_others_are_named():
     assert left_out(learn) == ['at', 'save_model']
     with copied_learner(learn) as copy:
         assert {c.name for c in copy.cbs} == {'train_eval', 'cast_to_tensor', 'counts', 'at', 'gradient_clip', 'mix_up'}
-        assert copy.counts.layer is copy.model[0] and copy.counts.learn is copy and not hasattr(copy, 'recorder')
+        assert copy.counts.layer is copy.model[0] and copy.counts.learn is copy and copy.recorder.learn is copy
         train(copy, 2)
         assert copy.counts.n == 2 and seen == ['before_batch', 'after_step'] * 2
     assert cb.n == 0 and cb.layer is model[0] and learn.counts is cb
@@ -198,8 +224,8 @@ def test_batches_are_drawn_beside_the_order_of_the_loader():
         if drawn: list(loader_like(dls.train))
         return [b[0].tolist() for b in dls.train]
     assert batches(True) == batches(False)
-    dl = TorchLoader(dataset(), batch_size=4)
-    assert loader_like(dl) is dl
+    weighted = WeightedDL(torch.arange(4.), bs=4, shuffle=True, wgts=[0., 1., 0., 0.])
+    assert {*map(float, next(iter(loader_like(weighted))))} == {1.}
 
 
 def test_wrappers_for_data_parallelism_are_left_out():

@@ -148,6 +148,14 @@ def test_a_loss_that_has_not_grown_is_not_said_to_have():
     assert 'times as large as at the start of the fit.' in message and 'the loss went' not in message, message
 
 
+def test_a_loss_below_0_that_falls_is_no_divergence():
+    def loss(pred, y): mse = F.mse_loss(pred, y); return mse - mse.detach() + (.7 if learn.train_iter else -.004) * -1
+    learn = learner(Attentive(gain=1.), loss_func=loss).to_fp16(init_scale=1024.)
+    learn.add_cb(At('after_batch', lambda l: setattr(l.model.attn, 'gain', 800. if l.train_iter > 2 else 1.)))
+    message = alarms(learn, lr=.1)[0]
+    assert "fp32_modules=['attn']" in message and 'diverges' not in message, message
+
+
 def test_a_first_loss_that_happens_to_be_small_is_no_divergence():
     data, model = dataset(), Attentive(gain=1.)
     data.tensors[1][:4] = model(data.tensors[0][:4]).detach()   # the first batch is predicted already

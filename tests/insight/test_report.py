@@ -15,7 +15,7 @@ from fastxtend_amp import PrecisionReport
 from fastxtend_amp.insight import report as room
 from fastxtend_amp.insight.trace import largest_value, relative_error
 from fastxtend_amp.insight.verdict import Judgement, Verdict
-from fastxtend_amp.mode import Support, refused_layer
+from fastxtend_amp.mode import Support, mode_support, refused_layer
 from fastxtend_amp import AMPMode
 import held_out
 from held_out import cancels, loud_rms
@@ -232,6 +232,35 @@ def test_code_that_half_precision_breaks_is_not_the_devices_fault(f):
     assert own.call == 'learn.to_fp32()' and not own.modules
 
 
+def test_an_error_of_any_type_is_a_modules():
+    def checks(h): assert h.dtype == torch.float32; return h
+    verdict = verdict_on(inner(checks))
+    assert verdict.modules == ['1'] and "'1' does not run in fp16: " in verdict.reason
+
+
+def test_many_modules_in_trouble_one_after_the_other():
+    class Block(nn.Linear):
+        def forward(self, x): return x + super().forward(x) * 1e6 / 1e6
+    verdict = verdict_on(nn.Sequential(*(Block(6, 6) for _ in range(15)), nn.Linear(6, 1)))
+    assert verdict.verdict == 'keep modules in fp32' and verdict.modules == [str(i) for i in range(15)]
+
+
+def test_a_model_that_computes_nothing_in_low_precision():
+    class Dot(nn.Module):
+        def __init__(self): super().__init__(); self.w = nn.Parameter(torch.ones(6))
+        def forward(self, x): return (x * self.w).sum(1, keepdim=True)
+    for mode, verdict in learner(Dot()).precision_report().verdicts.items():
+        assert (verdict.verdict, verdict.scale_range) == ('safe so far', None)
+        assert verdict.reason == f'nothing is computed in {mode}: it trains as in fp32'
+
+
+def test_operators_that_may_draw_random_numbers_are_looked_at():
+    "Such as fused attention, which is not run in fp32 beside."
+    attends = Act(lambda h: (h := h.view(-1, 1, 2, 3), F.scaled_dot_product_attention(h, h, h).flatten(1))[1])
+    report = learner(nn.Sequential(nn.Linear(6, 6), attends, nn.Linear(6, 1))).precision_report('bf16')
+    assert rows(report, 'bf16').loc['1', 'largest'] > 0
+
+
 def test_a_mode_that_the_device_does_not_support(monkeypatch):
     monkeypatch.setattr(room, 'mode_support', lambda mode, device: Support('unsupported', 'it is too old'))
     verdict = learner().precision_report('bf16').verdicts['bf16']
@@ -417,6 +446,7 @@ def test_it_says_what_it_looked_at():
     report = learn.precision_report('bf16', n_batches=2)
     assert report.notes == ['Looked at 2 batches of 4 samples, with the weights as they are now: in other batches '
                             '(`n_batches`) and after some training other modules may be in trouble.',
+                            *['bf16: emulated here, which is usually slower than fp32.'] * (mode_support(AMPMode.BF16, torch.device('cpu')).status == 'emulated'),
                             'Callbacks that took no part: at.']
     assert report.notes[0] in repr(report) and 'Looked at 2 batches of 4 samples' in report._repr_html_()
     seen = []
@@ -433,7 +463,7 @@ def test_an_emulated_mode_makes_it_look_at_fewer_samples(monkeypatch):
         sizes = []
         model = nn.Sequential(nn.Linear(6, 8), Act(lambda x: (sizes.append(len(x)), x)[1]), nn.BatchNorm1d(8), nn.Linear(8, 1))
         report = learner(model, loaders(24, 24)).precision_report(modes)
-        assert set(sizes) == expected and ('These are the first of 24' in repr(report)) == (2 in sizes)
+        assert set(sizes) == expected and ('so these are the first samples of 24' in repr(report)) == (2 in sizes)
 
 
 def test_training_goes_on_as_without_it_and_callbacks_of_the_learner_do_not_fire():
@@ -457,6 +487,9 @@ def test_advice_keeps_what_is_there():
     assert "fp32_modules=['head']" in learn.precision_report('bf16').verdicts['bf16'].call
     exec(call, {'learn': learn})
     assert sorted(learn.precision.fp32_module_names) == ['attn', 'head'] and learn.precision.max_skips == 5
+    scaler = torch.amp.GradScaler('cpu', init_scale=2.**60)      # which an advised `init_scale` replaces
+    exec(learner().to_fp16(scaler=scaler).precision_report('fp16').verdicts['fp16'].call, {'learn': learn, 'scaler': scaler})
+    assert learn.precision.arguments['init_scale'] < 2**60
 
 
 # -- how it is shown, and what it refuses
