@@ -24,7 +24,7 @@ from .checks import check_data_parallel, check_overflow_args, check_training
 from .common import warn_user
 from .compat import AutocastState
 from .convert import is_half, to_fp32
-from .fp32_modules import Fp32Modules, covers, unwrapped
+from .fp32_modules import Fp32Modules, covers, qualified_names
 from .mode import (
     AMPMode,
     autocast_available,
@@ -306,7 +306,7 @@ class MixedPrecision(fp16.MixedPrecision):
         self.mode = mode = self._decide(device)
         if mode is not None: self._check_model(mode, device)
         scaled = mode is not None and mode.needs_loss_scaling
-        self.device, learn.scaler = device, self._scaling.start(device.type, scaled)
+        self.device, learn.scaler = device, self._scaling.start(device.type, scaled, lambda: learn.opt)
         self._fp32_modules.put_on(learn.model)
         self._training_is_checked = False
         watched = mode is not None and self.on_overflow != 'ignore' and 'lr_finder' not in vars(learn)
@@ -325,7 +325,7 @@ class MixedPrecision(fp16.MixedPrecision):
 
     def _check_model(self, mode: AMPMode, device: torch.device) -> None:
         model, kept = self._learn.model, self.fp32_module_names
-        check_layers(mode, device, unwrapped(model), partial(covers, kept))
+        check_layers(mode, device, qualified_names(model), partial(covers, kept))
         check_data_parallel(mode, model, kept)
 
     def _check_training(self) -> None:
@@ -362,7 +362,9 @@ class MixedPrecision(fp16.MixedPrecision):
     def before_batch(self):
         "Enter autocast."
         self._begin_fit()
-        learn = self.learn                                       # a copy that is only looked at has no optimizer
+        learn = self.learn
+        if learn.model is not self._fp32_modules.model: self._fp32_modules.put_on(learn.model)   # exchanged in the fit
+        # A copy that is only looked at has no optimizer.
         if learn.training and learn.opt is not None and not self._training_is_checked: self._check_training()
         if not self._loop.depth: self._loop.stack.close()        # a loop of events alone, whose last batch failed
         if self.mode is None: return

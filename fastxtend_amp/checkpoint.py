@@ -148,12 +148,10 @@ def put_over(
     name: str, # Of one of its methods
     new: Callable, # Called in its place, with the method and then its arguments
 ) -> None:
-    "Put `new(original, ...)` in the place of the method `owner.name`, once."
+    "Put `new(original, ...)` in the place of the method `owner.name`."
     original = getattr(owner, name)
-    if getattr(original, 'put_over', None) is new: return
     @functools.wraps(original)
     def replacement(*args, **kwargs): return new(original, *args, **kwargs)
-    replacement.put_over = new  # type: ignore[attr-defined]
     setattr(owner, name, replacement)
 
 

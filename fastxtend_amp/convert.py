@@ -51,11 +51,15 @@ def _map_leaf(f: Callable[[torch.Tensor], torch.Tensor], x: Any) -> Any:
     "Return a leaf of a pytree with `f` applied to it, or to the tensors in it."
     if isinstance(x, torch.Tensor): return f(x)
     if isinstance(x, Mapping): parts = list(x.items())
-    elif isinstance(x, L): parts = list(enumerate(x))
+    elif isinstance(x, (L, list, tuple)): parts = list(enumerate(x))     # subclasses, which are leaves
     elif is_dataclass(x) and not isinstance(x, type): parts = [(o.name, getattr(x, o.name)) for o in fields(x)]
     else: return x
     changes = [(key, new) for key, value in parts if (new := map_tensors(f, value)) is not value]
     if not changes: return x
+    if isinstance(x, tuple):
+        new = tuple.__new__(type(x), map_tensors(f, list(x)))
+        if hasattr(x, '__dict__'): vars(new).update(vars(x))
+        return new
     result = x.copy() if isinstance(x, L) else copy.copy(x)
     for key, new in changes:
         if is_dataclass(x): object.__setattr__(result, key, new)  # it may be frozen

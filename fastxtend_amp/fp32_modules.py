@@ -144,9 +144,10 @@ class Fp32Modules:
         self.spec = spec
         self.forwards: dict[nn.Module, Fp32Forward] = {}         # kept, so that nothing is compiled anew
         self.depth = 0                                           # how many `kept` contexts are entered
+        self.model: nn.Module | None = None                      # the last that `put_on` got
         for part in _parts(spec): _test(part)
 
-    def __getstate__(self) -> dict[str, Any]: return {'spec': self.spec, 'forwards': {}, 'depth': 0}
+    def __getstate__(self) -> dict[str, Any]: return {'spec': self.spec, 'forwards': {}, 'depth': 0, 'model': None}
 
     def check(self, model: nn.Module) -> dict[str, nn.Module]: # The modules to keep, by name
         "Raise what `match_modules` does, and a `ValueError` for modules whose forward cannot be replaced."
@@ -164,6 +165,9 @@ class Fp32Modules:
         outer = self.depth
         try:
             self.depth = outer + 1
+            if not outer and self.forwards:                      # else models that were exchanged stay in memory
+                modules = {*model.modules()}
+                self.forwards = {m: f for m, f in self.forwards.items() if m in modules}
             self.put_on(model)
             yield
             self._leave(outer)
@@ -177,6 +181,7 @@ class Fp32Modules:
 
     def put_on(self, model: nn.Module) -> None:
         "Put a forward on each module to keep; those that have theirs stay as they are."
+        self.model = model
         for name, m in self.check(model).items():
             if m not in self.forwards: self.forwards[m] = Fp32Forward(name, m)
             self.forwards[m].put_on()

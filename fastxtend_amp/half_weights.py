@@ -144,7 +144,7 @@ def _check_flat_master(
     addresses = {0}                                              # 0 is that of DTensors and of tensors on XLA devices
     for p in optimizer_params(opt):
         for unfit, why in ((p in sparse, 'has sparse gradients'), (not p.is_contiguous(), 'is not contiguous'),
-                           (p.data_ptr() in addresses, 'is shared, sharded or on an XLA device')):
+                           (p.numel() > 0 and p.data_ptr() in addresses, 'is shared, sharded or on an XLA device')):
             if unfit: _refuse_flat(f"{names.get(p, 'a parameter')}, which {why}")
         addresses.add(p.data_ptr())
 

@@ -214,10 +214,15 @@ def refused_layer(kind: type[nn.Module], mode: AMPMode) -> str | None:
     return None
 
 
-def check_layers(mode: AMPMode, device: torch.device, model: nn.Module, is_kept: Callable[[str], bool]) -> None:
-    "Raise a `ValueError` that names layer, reason and ways out if a recurrent layer of `model` cannot run in `mode`."
+def check_layers(
+    mode: AMPMode,
+    device: torch.device,
+    modules: Iterable[tuple[str, nn.Module]], # With their names
+    is_kept: Callable[[str], bool], # Whether the module of this name is kept in fp32
+) -> None:
+    "Raise a `ValueError` that names layer, reason and ways out if a recurrent layer cannot run in `mode`."
     if device.type != 'cpu': return
-    for name, m in model.named_modules():
+    for name, m in modules:
         kind = next((k for k in (nn.LSTM, nn.GRU, nn.RNN) if isinstance(m, k)), None)
         if kind is None or is_kept(name) or (why := refused_layer(kind, mode)) is None: continue
         raise ValueError(f"{mode.value} does not run on this CPU for '{name}' ({kind.__name__}).\n"

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from fastai.optimizer import Optimizer, OptimWrapper
+from fastcore.basics import noop
 from torch import nn
 from torch.amp import GradScaler
 
@@ -25,7 +26,16 @@ READ_EVERY = 512                                                 # steps between
 
 
 class CopyableGradScaler(GradScaler):
-    "PyTorch's `GradScaler`, of which a copy can be made in the middle of a step: it is as before that step."
+    """PyTorch's `GradScaler`, of which a copy can be made in the middle of a step: it is as before that step.
+
+    `before_scale` is called with each loss that is to be scaled, also by a user's code as `learn.scaler`.
+    """
+    before_scale: Callable[[Any], object] = staticmethod(noop)
+
+    def scale(self, outputs: Any) -> Any:
+        self.before_scale(outputs)
+        return super().scale(outputs)
+
     def __reduce__(self): return _same_scaler, (self.state_dict(),)
 
 
@@ -103,10 +113,14 @@ class LossScaling:
     def start(self,
         device_type: str, # Type of the device that the loss will be on
         scaled: bool, # Whether the mode needs loss scaling
+        opt: Callable[[], Any] = noop, # Returns the learner's optimizer
     ) -> GradScaler: # The scaler of this fit
         "Begin a fit with the state of the last one."
         self._reset()
         self.scaler = self._new_scaler(device_type) if scaled else GradScaler(device_type, enabled=False)
+        def before_scale(loss):
+            if self._pending is None: self._scale_true_grads(loss, opt())
+        if isinstance(self.scaler, CopyableGradScaler): self.scaler.before_scale = before_scale
         self._n_before, self._state_before = len(self._scales), self.scaler.state_dict()
         return self.scaler
 
@@ -172,11 +186,15 @@ class LossScaling:
     def scale(self, loss: torch.Tensor, opt: Optimizer | OptimWrapper) -> torch.Tensor:
         "Return the loss (fp32) times the scale; true gradients that `.grad` holds already are scaled, too."
         if not self.on: return loss
-        if self._one is None: self._one = torch.ones((), device=loss.device)
-        scaled = self.scaler.scale(loss)
-        if not self.grads_are_scaled: self._multiply_grads(opt, self.scaler.scale(self._one))
+        self._scale_true_grads(loss, opt)
+        return self.scaler.scale(loss)
+
+    def _scale_true_grads(self, loss: Any, opt: Optimizer | OptimWrapper | None) -> None:
+        "Scale the gradients that `.grad` holds, unless a loss was scaled since they were unscaled."
+        if self.grads_are_scaled: return
+        if self._one is None: self._one = torch.ones((), device=getattr(loss, 'device', None))
         self.grads_are_scaled = True
-        return scaled
+        self._multiply_grads(opt, self.scaler.scale(self._one))
 
     def unscale(self, opt: Optimizer | OptimWrapper, may_skip_on_device: bool = True) -> None:
         """Divide the gradients of `opt` by the scale, in place.

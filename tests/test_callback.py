@@ -82,10 +82,14 @@ class Frozen:
 
 
 Pair = namedtuple('Pair', 'a b')
+class Points(tuple):
+    def __new__(cls, *points): return super().__new__(cls, points)
+class Boxes(list): pass
 NESTED = {                                                       # how a prediction is packed, and the prediction in it
     'mapping with attributes': (lambda y: Output(logits=y), lambda o: o.logits), 'list': (lambda y: [y, None], lambda o: o[0]),
     'named tuple': (lambda y: Pair([y], ('text', 3)), lambda o: o.a[0]), 'frozen dataclass': (Frozen, lambda o: o.logits),
     "fastcore's L": (lambda y: L(y, 2), lambda o: o[0]), "torch's": (lambda y: y.max(1, keepdim=True), lambda o: o.values),
+    'tuple of its own kind': (lambda y: Points(y, y), lambda o: o[1]), 'list of its own kind': (lambda y: Boxes([y]), lambda o: o[0]),
     "fastai's": (TensorImage, lambda o: o), 'packed': (lambda y: nn.utils.rnn.pack_sequence(list(y)), lambda o: o.data),
 }
 

@@ -1,5 +1,5 @@
 "Modules kept in fp32: which ones, what they compute in, and for how long."
-import copy, pickle
+import copy, gc, pickle, weakref
 
 import pytest, torch
 from fastcore.foundation import L
@@ -156,6 +156,31 @@ def test_another_model_and_modules_exchanged_by_a_callback():
     def exchange(l): l.model[1] = nn.Sequential(Notes(8, 8))
     learn.fit(1, cbs=At('before_fit', exchange, 40))
     assert seen(learn.model) == [BF16, F32, BF16] and replaced(learn.model) == []
+
+
+def test_a_model_that_takes_the_other_ones_place_for_a_validation():
+    class Average(Callback):
+        "An exponential moving average of the weights, which is validated."
+        order = 11
+        def before_fit(self): self.average = copy.deepcopy(self.learn.model)
+        def before_validate(self): self.own, self.learn.model = self.learn.model, self.average
+        def after_validate(self): self.learn.model = self.own
+    learn = learner(noting(), cbs=Average()).to_bf16(fp32_modules='1')
+    for _ in range(2):
+        learn.fit(1)
+        assert seen(learn.average.average) == seen(learn.model) == [BF16, F32, BF16]
+        assert replaced(learn.model) == [] and not any(type(m.forward).__name__ == 'Fp32Forward' for m in learn.average.average.modules())
+
+
+def test_models_that_were_exchanged_are_freed():
+    learn, models = learner(noting()).to_bf16(fp32_modules='1'), []
+    for _ in range(3):
+        models.append(weakref.ref(learn.model[1]))
+        learn.fit(1)
+        learn.model, learn.opt = noting(), None
+    learn.fit(1)
+    gc.collect()
+    assert [m() for m in models] == [None] * 3
 
 
 @pytest.mark.parametrize('clone', [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=['deepcopy', 'pickle'])

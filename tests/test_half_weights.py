@@ -115,6 +115,14 @@ def test_only_the_optimizers_step_has_flat_parameters():
     assert seen == [[[56, 16], [9]]] * 12 and entries == {(4, 2, 6)}   # batch norm's state differs: it trains when frozen, too
 
 
+def test_a_parameter_without_elements():
+    "As fastai's tabular models have without continuous columns."
+    class Skips(nn.Module):
+        def __init__(self): super().__init__(); self.net, self.empty = mlp(), nn.ParameterList(torch.empty(0) for _ in range(2))
+        def forward(self, x): return self.net(x) + sum(p.sum() for p in self.empty)
+    assert equal(trained('to_bf16', model=Skips()), trained(model=Skips(), flat_master=True))
+
+
 def new_gradients(l):
     for p in l.model.parameters(): p.grad = (p.grad * 2).t().contiguous().t().data   # of the same values in another order in memory
 def new_weights(l):

@@ -76,6 +76,37 @@ def test_a_second_forward_of_a_batch_with_amp_context(mode):
     assert dtypes == [AMPMode(mode).dtype] * 12 and autocast_state() == before and same(params(twice), params(once))
 
 
+class OwnBackward(Callback):
+    "A backward pass of a callback's own, with `learn.scaler`, before the learner's."
+    def before_backward(self): self.learn.scaler.scale(self.learn.loss_grad).backward(retain_graph=True)
+
+
+class Doubled(Callback):
+    "The same gradients, by a factor."
+    order = 12
+    def before_step(self):
+        for p in self.model.parameters(): p.grad.mul_(2)
+
+
+@pytest.mark.parametrize('acc', [(), (8,)])
+def test_a_backward_pass_with_the_learners_scaler(acc):
+    "From a fit's first batch on."
+    own, doubled = (learner(cbs=[mixed('fp16'), cb(), *map(GradientAccumulation, acc)]) for cb in (OwnBackward, Doubled))
+    for l in (own, doubled): l.fit(2, .01)
+    assert own.precision.scales == doubled.precision.scales and same(params(own), params(doubled))
+
+
+def test_a_learner_that_scales_its_loss_itself():
+    class Scales(Learner):
+        def _do_grad_opt(self):
+            self.scaler.scale(self.loss_grad).backward()
+            self._with_events(self._step, 'step', CancelStepException)
+            self.opt.zero_grad()
+    own, plain = (learner(cls=cls, cbs=mixed('fp16')) for cls in (Scales, Learner))
+    for l in (own, plain): l.fit(2, .01)
+    assert own.precision.scales == plain.precision.scales and same(params(own), params(plain))
+
+
 def test_a_loop_that_sets_a_loss_alone():
     class Own(Learner):
         def _do_one_batch(self):
