@@ -413,9 +413,9 @@ class MixedPrecision(fp16.MixedPrecision):
         if self._has_trained or not self.learn.training: return
         self._has_trained = True
         for name, parent in self._fp32_modules.never_called().items():
-            warn_user(f"fp32_modules: '{name}' was not called in the first batch, so keeping it in fp32 does nothing: "
-                      "the module around it may use its weights directly, as MultiheadAttention does with out_proj.\n"
-                      f"Keep '{parent}' instead.")
+            warn_user(f"fp32_modules: '{name}' was not called in the first batch. If it never is, keeping it does "
+                      "nothing: the module around it may use its weights directly, as MultiheadAttention does with "
+                      f"out_proj.\nKeep '{parent}' instead.")
 
     def after_train(self):
         "Read what the device decided in this epoch: fastai's Recorder waits for it here anyway."

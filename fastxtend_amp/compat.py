@@ -5,7 +5,6 @@ has a test for each.
 """
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -46,14 +45,6 @@ class AutocastState:
         torch.set_autocast_cache_enabled(self.cache)
         torch.clear_autocast_cache()
         torch.set_grad_enabled(self.grad_enabled)
-
-
-def dtype_of(t: torch.Tensor) -> torch.dtype:
-    """Return the dtype of `t` past `__torch_function__`, which takes microseconds for fastai's tensor types.
-
-    Relies on `torch._C.DisableTorchFunctionSubclass` (since 2.0); without it tensors are read as usual.
-    """
-    with getattr(torch._C, 'DisableTorchFunctionSubclass', nullcontext)(): return t.dtype
 
 
 def compiled_module(module: nn.Module) -> nn.Module | None:

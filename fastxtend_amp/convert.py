@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from fastcore.foundation import L
 
-from .compat import dtype_of, tree_map
+from .compat import tree_map
 
 HALF = (torch.float16, torch.bfloat16)
 
 
 def is_half(t: torch.Tensor) -> bool:
     "Return whether `t` is fp16 or bf16."
-    return dtype_of(t) in HALF
+    return t.dtype in HALF
 
 
 def half_to_float(t: torch.Tensor) -> torch.Tensor:
