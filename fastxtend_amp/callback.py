@@ -363,7 +363,11 @@ class MixedPrecision(fp16.MixedPrecision):
         "Enter autocast."
         self._begin_fit()
         learn = self.learn
-        if learn.model is not self._fp32_modules.model: self._fp32_modules.put_on(learn.model)   # exchanged in the fit
+        if learn.model is not self._fp32_modules.model:          # exchanged in the fit
+            try: self._fp32_modules.put_on(learn.model)
+            except ValueError as e:
+                if learn.training: raise
+                warn_user(f'{e}\nThe model that is validated keeps no modules in fp32.')
         # A copy that is only looked at has no optimizer.
         if learn.training and learn.opt is not None and not self._training_is_checked: self._check_training()
         if not self._loop.depth: self._loop.stack.close()        # a loop of events alone, whose last batch failed

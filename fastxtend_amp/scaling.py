@@ -192,7 +192,9 @@ class LossScaling:
     def _scale_true_grads(self, loss: Any, opt: Optimizer | OptimWrapper | None) -> None:
         "Scale the gradients that `.grad` holds, unless a loss was scaled since they were unscaled."
         if self.grads_are_scaled: return
-        if self._one is None: self._one = torch.ones((), device=getattr(loss, 'device', None))
+        if self._one is None:                                    # a user's may be several losses
+            like = loss if isinstance(loss, torch.Tensor) else next(iter(optimizer_params(opt)), torch.empty(0))
+            self._one = torch.ones((), device=like.device)
         self.grads_are_scaled = True
         self._multiply_grads(opt, self.scaler.scale(self._one))
 

@@ -3,6 +3,7 @@ import copy, gc, pickle, weakref
 
 import pytest, torch
 from fastcore.foundation import L
+from torch.optim.swa_utils import AveragedModel
 from torch._dynamo.testing import CompileCounter
 
 from helpers import *
@@ -158,11 +159,12 @@ def test_another_model_and_modules_exchanged_by_a_callback():
     assert seen(learn.model) == [BF16, F32, BF16] and replaced(learn.model) == []
 
 
-def test_a_model_that_takes_the_other_ones_place_for_a_validation():
+@pytest.mark.parametrize('wrap', [lambda m: m, AveragedModel])
+def test_a_model_that_takes_the_other_ones_place_for_a_validation(wrap):
     class Average(Callback):
         "An exponential moving average of the weights, which is validated."
         order = 11
-        def before_fit(self): self.average = copy.deepcopy(self.learn.model)
+        def before_fit(self): self.average = wrap(copy.deepcopy(self.learn.model))
         def before_validate(self): self.own, self.learn.model = self.learn.model, self.average
         def after_validate(self): self.learn.model = self.own
     learn = learner(noting(), cbs=Average()).to_bf16(fp32_modules='1')
@@ -170,6 +172,14 @@ def test_a_model_that_takes_the_other_ones_place_for_a_validation():
         learn.fit(1)
         assert seen(learn.average.average) == seen(learn.model) == [BF16, F32, BF16]
         assert replaced(learn.model) == [] and not any(type(m.forward).__name__ == 'Fp32Forward' for m in learn.average.average.modules())
+
+
+def test_a_model_without_such_modules_is_validated_with_a_warning():
+    learn, own = learner(noting()).to_bf16(fp32_modules='1'), []
+    def exchange(l): own.append(l.model); l.model = nn.Linear(6, 1)
+    cbs = [At('before_validate', exchange), At('after_validate', lambda l: setattr(l, 'model', own[0]))]
+    with pytest.warns(UserWarning, match="(?s)'1' matches no module.*is validated keeps no modules"): learn.fit(1, cbs=cbs)
+    assert seen(learn.model) == [BF16, F32, BF16]
 
 
 def test_models_that_were_exchanged_are_freed():

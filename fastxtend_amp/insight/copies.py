@@ -100,7 +100,9 @@ def copied_learner(
     with tempfile.TemporaryDirectory() as folder, random_state_kept(), torch.enable_grad(), autocast:
         new = _copy(learn, optimizer)
         new.path, new.model_dir = Path(folder), 'models'
-        if not precision: new.to_fp32()
+        if not precision:
+            new.to_fp32()
+            new.scaler = torch.amp.GradScaler(device_type, enabled=False)    # for callbacks that scale a loss
         if any(not p.is_leaf for p in new.model.parameters()):   # TorchScript's
             raise ValueError("This learner cannot be copied, and only copies are run: the parameters of the model's "
                              'copy are not leaves.\nCopy the module before `torch.jit.script`, and ask for that.')
@@ -127,12 +129,12 @@ def loader_like(
 ) -> DataLoader: # Another one on the same dataset
     """Return a loader from which batches can be drawn without a change to the order of `dl`.
 
-    A `DistributedDL` would wait for all processes, so the loader inside is taken. One that cannot be copied is returned
-    itself: its order moves on, as does what the dataset itself draws.
+    A `DistributedDL` would wait for all processes, so the loader inside is taken. PyTorch's own loaders, and one that
+    cannot be copied, are returned themselves: their order moves on, as does what the dataset itself draws.
     """
     if type(dl).__name__ == 'DistributedDL': dl = dl.dl
-    dataset = getattr(dl, 'dataset', None)
-    try: return copy.deepcopy(dl, {id(dataset): dataset})
+    if not isinstance(dl, DataLoader): return dl
+    try: return copy.deepcopy(dl, {id(dl.dataset): dl.dataset})
     except Exception: return dl
 
 
@@ -162,8 +164,9 @@ def _copy(learn: Learner, optimizer: bool) -> Learner:
     vars(new).update(methods, save=_write_nothing, load=noop, export=noop, **{cb.name: cb for cb in new_cbs})
     new.cbs += new_cbs
     if hasattr(learn, 'recorder'):                               # which other callbacks read; it takes no part itself
-        new.recorder = copy.copy(learn.recorder)
-        new.recorder.learn = new
+        new.recorder = object.__new__(type(learn.recorder))      # `copy.copy` leaves out what it has recorded
+        lists = {k: list(v) for k, v in vars(learn.recorder).items() if isinstance(v, list)}
+        vars(new.recorder).update(vars(learn.recorder) | lists, learn=new)
     _keep_flags(getattr(learn.opt, 'opt', None), getattr(new.opt, 'opt', None))
     for m in new.model.modules():                                # a copy that waits for no other process
         if isinstance(m, nn.SyncBatchNorm): vars(m)['forward'] = MethodType(nn.BatchNorm1d.forward, m)

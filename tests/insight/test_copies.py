@@ -13,9 +13,10 @@ from fastai.callback.tracker import SaveModelCallback
 from fastai.callback.training import GradientClip
 from fastai.vision.gan import FixedGANSwitcher, GANLearner
 from torch import nn
+from torch.utils.data import DataLoader as TorchLoader
 
 from fastxtend_amp.insight.copies import begin_fit, check_learner, copied_learner, left_out, loader_like, takes_part
-from helpers import OPTIMIZERS, At, Attentive, learner, loaders, mlp, opt_state, params, same, same_state
+from helpers import OPTIMIZERS, At, Attentive, dataset, learner, loaders, mlp, opt_state, params, same, same_state
 from states import bits, language_model, rich, shuffled
 
 
@@ -103,6 +104,7 @@ def test_a_copy_is_freed_at_once():
     gc.disable()
     try:
         with copied_learner(learn, optimizer=True, precision=True) as copy:
+            assert copy.recorder.losses == learn.recorder.losses and copy.recorder.losses is not learn.recorder.losses
             train(copy, 2)
             model = weakref.ref(copy.model)
         assert model() is None
@@ -224,6 +226,8 @@ def test_batches_are_drawn_beside_the_order_of_the_loader():
         if drawn: list(loader_like(dls.train))
         return [b[0].tolist() for b in dls.train]
     assert batches(True) == batches(False)
+    dl = TorchLoader(dataset(), batch_size=4)
+    assert loader_like(dl) is dl
     weighted = WeightedDL(torch.arange(4.), bs=4, shuffle=True, wgts=[0., 1., 0., 0.])
     assert {*map(float, next(iter(loader_like(weighted))))} == {1.}
 
