@@ -368,8 +368,8 @@ class MixedPrecision(fp16.MixedPrecision):
             except ValueError as e:
                 if learn.training: raise
                 warn_user(f'{e}\nThe model that is validated keeps no modules in fp32.')
-        # A copy that is only looked at has no optimizer.
-        if learn.training and learn.opt is not None and not self._training_is_checked: self._check_training()
+        has_optimizer = learn.opt is not None                    # unlike a copy that is only looked at
+        if learn.training and has_optimizer and not self._training_is_checked: self._check_training()
         if not self._loop.depth: self._loop.stack.close()        # a loop of events alone, whose last batch failed
         if self.mode is None: return
         torch.clear_autocast_cache()                             # an autocast around the fit keeps casts of old weights
