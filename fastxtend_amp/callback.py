@@ -363,7 +363,7 @@ class MixedPrecision(fp16.MixedPrecision):
         "Enter autocast."
         self._begin_fit()
         learn = self.learn
-        if learn.model is not self._fp32_modules.model:          # exchanged in the fit
+        if self.mode is not None and learn.model is not self._fp32_modules.model:    # exchanged in the fit
             try: self._fp32_modules.put_on(learn.model)
             except ValueError as e:
                 if learn.training: raise

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from fastcore.foundation import L
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
 
 from .compat import COMPILED_NAME, compiled_module, tree_leaves
 from .common import type_name
@@ -20,14 +19,13 @@ __all__ = ['ROOT', 'Fp32Modules', 'covers', 'match_modules', 'qualified_names', 
 
 ROOT = '(model)'  # the name of the model itself among its modules
 _LISTS = (list, tuple, set, frozenset, L)
-_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, AveragedModel)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    "Return the model inside `torch.compile`, `DistributedDataParallel`, `DataParallel` and `AveragedModel`."
+    "Return the model inside `torch.compile`, `DistributedDataParallel` and `DataParallel`."
     while True:
         if (inner := compiled_module(model)) is not None: model = inner
-        elif isinstance(model, _WRAPPERS): model = model.module
+        elif isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)): model = model.module
         else: return model
 
 
@@ -146,7 +144,7 @@ class Fp32Modules:
         self.spec = spec
         self.forwards: dict[nn.Module, Fp32Forward] = {}         # kept, so that nothing is compiled anew
         self.depth = 0                                           # how many `kept` contexts are entered
-        self.model: nn.Module | None = None                      # that `put_on` got last, until `take_off`
+        self.model: nn.Module | None = None                      # the one whose modules are kept now
         for part in _parts(spec): _test(part)
 
     def __getstate__(self) -> dict[str, Any]: return {'spec': self.spec, 'forwards': {}, 'depth': 0, 'model': None}

@@ -102,7 +102,8 @@ def copied_learner(
         new.path, new.model_dir = Path(folder), 'models'
         if not precision:
             new.to_fp32()
-            new.scaler = torch.amp.GradScaler(device_type, enabled=False)    # for callbacks that scale a loss
+            if getattr(new, 'scaler', None) is None:             # which callbacks may call to scale a loss
+                new.scaler = torch.amp.GradScaler(device_type, enabled=False)
         if any(not p.is_leaf for p in new.model.parameters()):   # TorchScript's
             raise ValueError("This learner cannot be copied, and only copies are run: the parameters of the model's "
                              'copy are not leaves.\nCopy the module before `torch.jit.script`, and ask for that.')
@@ -129,12 +130,12 @@ def loader_like(
 ) -> DataLoader: # Another one on the same dataset
     """Return a loader from which batches can be drawn without a change to the order of `dl`.
 
-    A `DistributedDL` would wait for all processes, so the loader inside is taken. PyTorch's own loaders, and one that
-    cannot be copied, are returned themselves: their order moves on, as does what the dataset itself draws.
+    A `DistributedDL` would wait for all processes, so the loader inside is taken. One that cannot be copied is returned
+    itself: its order moves on, as does what the dataset itself draws.
     """
     if type(dl).__name__ == 'DistributedDL': dl = dl.dl
-    if not isinstance(dl, DataLoader): return dl
-    try: return copy.deepcopy(dl, {id(dl.dataset): dl.dataset})
+    dataset = getattr(dl, 'dataset', None)
+    try: return copy.deepcopy(dl, {id(dataset): dataset})
     except Exception: return dl
 
 

@@ -127,10 +127,6 @@ class Judge:
         found = {n: self._why_not_finite(low, n) for n in low.failures()}
         for n, s in low.seen.items():
             if n in found: continue
-            largest = self.fp32.seen[n].largest if found and n in self.fp32.seen else 0.
-            if s.half and largest > self.limit and not covers(self.keep, n):     # hidden behind a module that fails
-                found[n] = f'values in {named(n)} reach {largest:,.3g}, above {self._format}'
-                continue
             if s.error > IMPRECISE: found[n] = f'the error of {named(n)} is {min(s.error, 1):.0%} in {self.mode.value}'
             elif s.half * CLOSE > self.limit and not covers(self.keep, n):
                 above = s.half > self.limit                      # they are -inf, which alone may be a mask
