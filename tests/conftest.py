@@ -1,10 +1,13 @@
 import importlib.util, os, sys
+
 os.environ.setdefault('MPLBACKEND', 'Agg')
 import pytest, torch
 
 if os.environ.get('PJRT_DEVICE') and importlib.util.find_spec('torch_xla'):
     import torch_xla
-    torch_xla.device()  # before any backward pass of the process, or none works on XLA: autograd knows the devices there are then
+
+    # Before any backward pass of the process, or none works on XLA: autograd knows the devices there are then.
+    torch_xla.device()
 
 torch.set_num_threads(1)  # tests run side by side; results must not depend on the machine
 
@@ -14,11 +17,14 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    if not config.getoption('--sim'): return
+    if not config.getoption('--sim'):
+        return
     sys.path.insert(0, os.path.dirname(__file__))
     from devices.simulated import install
+
     device = install()  # before anything can use it
     import helpers
+
     helpers.DEVICE = device
 
 

@@ -1,4 +1,5 @@
 "Small real learners, and hand-written loops to compare them with."
+
 from __future__ import annotations
 
 import warnings
@@ -21,13 +22,14 @@ DEVICE = torch.device('cpu')  # where learners train; `pytest --sim=sim` puts a 
 
 
 class Data(TensorDataset):
-    def new_empty(self): return Data(*(t[:0] for t in self.tensors))
+    def new_empty(self):
+        return Data(*(t[:0] for t in self.tensors))
 
 
 def dataset(n=24, seed=0):
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(n, 6, generator=g)
-    return Data(x, x[:, :1] * 2 - x[:, 1:2] + .1 * torch.randn(n, 1, generator=g))
+    return Data(x, x[:, :1] * 2 - x[:, 1:2] + 0.1 * torch.randn(n, 1, generator=g))
 
 
 def loaders(n=24, bs=4, train=None, valid=None, device=None):
@@ -42,22 +44,31 @@ def mlp(seed=0):
 
 
 class Attention(nn.Module):
-    "Attention whose products exceed fp16's 65,504 with a large `gain` and are then made small again, so that fp32 is fine."
-    def __init__(self, d=8, gain=800.):
+    "Attention whose products exceed fp16's 65,504 with a large `gain`, and are made small again: fp32 is fine."
+
+    def __init__(self, d=8, gain=800.0):
         super().__init__()
         self.q, self.k, self.v, self.gain = nn.Linear(d, d), nn.Linear(d, d), nn.Linear(d, d), gain
+
     def forward(self, x):
         scores = (self.q(x) * self.gain) @ (self.k(x) * self.gain).transpose(-1, -2)
-        return (scores / self.gain ** 2).softmax(-1) @ self.v(x)
+        return (scores / self.gain**2).softmax(-1) @ self.v(x)
 
 
 class Attentive(nn.Module):
     "Takes (n, 6), gives (n, 1); its `attn` overflows in fp16 unless `gain` is small."
-    def __init__(self, gain=800., drop=0., seed=0):
+
+    def __init__(self, gain=800.0, drop=0.0, seed=0):
         torch.manual_seed(seed)
         super().__init__()
-        self.emb, self.attn, self.norm, self.drop = nn.Linear(1, 8), Attention(8, gain), nn.LayerNorm(8), nn.Dropout(drop)
+        self.emb, self.attn, self.norm, self.drop = (
+            nn.Linear(1, 8),
+            Attention(8, gain),
+            nn.LayerNorm(8),
+            nn.Dropout(drop),
+        )
         self.head = nn.Sequential(nn.Linear(48, 8), nn.ReLU(inplace=True), nn.Linear(8, 1))
+
     def forward(self, x):
         x = self.emb(x[..., None])
         return self.head(self.norm(x + self.drop(self.attn(x))).flatten(1))
@@ -65,16 +76,25 @@ class Attentive(nn.Module):
 
 def learner(model=None, dls=None, loss_func=None, cls=Learner, cbs=None, progress=False, **kwargs):
     dls, model = dls or loaders(), mlp() if model is None else model
-    if getattr(dls.device, 'type', 'cpu') == 'xla': model.to(dls.device)  # others' is on the CPU until the first fit, as a user's is
+    if getattr(dls.device, 'type', 'cpu') == 'xla':
+        model.to(dls.device)  # others' is on the CPU until the first fit, as a user's is
     learn = cls(dls, model, loss_func=loss_func or nn.MSELoss(), cbs=cbs, **kwargs)
-    if not progress: learn.remove_cbs([cb for cb in learn.cbs if type(cb).__name__ == 'ProgressCallback'])
+    if not progress:
+        learn.remove_cbs([cb for cb in learn.cbs if type(cb).__name__ == 'ProgressCallback'])
     learn.logger = noop
     return learn
 
 
-def params(learn): return [p.detach().clone() for p in learn.model.parameters()]
-def same(a, b): return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b))
-def finite(learn): return all(p.isfinite().all() for p in params(learn))
+def params(learn):
+    return [p.detach().clone() for p in learn.model.parameters()]
+
+
+def same(a, b):
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b))
+
+
+def finite(learn):
+    return all(p.isfinite().all() for p in params(learn))
 
 
 @cache
@@ -104,7 +124,8 @@ def opt_state(opt):
     inner = getattr(opt, 'opt', None)
     if isinstance(inner, torch.optim.Optimizer):
         states = [inner.state[p] for g in inner.param_groups for p in g['params']]
-    else: states = [opt.state[p] for p, *_ in opt.all_params()]
+    else:
+        states = [opt.state[p] for p, *_ in opt.all_params()]
     return [{k: v.detach().clone() if isinstance(v, torch.Tensor) else v for k, v in sorted(s.items())} for s in states]
 
 
@@ -122,7 +143,7 @@ def autocast_state():
 
 def mixed(mode, **kwargs):
     "The precision callback of `mode`, with a loss scale in fp16 at which nothing of these models overflows."
-    return MixedPrecision(mode, **({'init_scale': 256., **kwargs} if mode == 'fp16' else kwargs))
+    return MixedPrecision(mode, **({'init_scale': 256.0, **kwargs} if mode == 'fp16' else kwargs))
 
 
 def told(f, word=''):
@@ -135,18 +156,23 @@ def told(f, word=''):
 
 def spoil_at(*steps):
     "A callback that makes one gradient infinite in these training batches."
+
     def spoil(l):
-        if l.train_iter in steps: next(l.model.parameters()).grad.view(-1)[0] = float('inf')
+        if l.train_iter in steps:
+            next(l.model.parameters()).grad.view(-1)[0] = float('inf')
+
     return At('after_backward', spoil, 5)
 
 
-def plain_grads(learn): return [None if p.grad is None else p.grad.clone() for p in learn.model.parameters()]
+def plain_grads(learn):
+    return [None if p.grad is None else p.grad.clone() for p in learn.model.parameters()]
 
 
 def output_dtypes(learn, *modules):
     "The dtypes that these modules of `learn` give from now on in training; the first one by default."
     found = []
-    for m in modules or [learn.model[0]]: m.register_forward_hook(lambda m, i, o: found.append(o.dtype) if m.training else None)
+    for m in modules or [learn.model[0]]:
+        m.register_forward_hook(lambda m, i, o: found.append(o.dtype) if m.training else None)
     return found
 
 
@@ -157,14 +183,19 @@ def linear():
 
 class At(Callback):
     "Calls `f(learn)` at one event; `order` says on which side of the precision callback. Can be pickled if `f` can."
+
     def __init__(self, event, f, order=0):
         self.order, self.f = order, f
         setattr(self, event, self._run)
-    def _run(self): self.f(self.learn)
+
+    def _run(self):
+        self.f(self.learn)
 
 
-def handwritten(mode, opt_func, n_epoch=2, lr=.01, n_acc=None, clip=None, dls=None, make=torch.amp.GradScaler, **scaling):
-    "Train in a loop as PyTorch's documentation shows, with fastai's optimizer; returns model, optimizer, scaler, losses."
+def handwritten(
+    mode, opt_func, n_epoch=2, lr=0.01, n_acc=None, clip=None, dls=None, make=torch.amp.GradScaler, **scaling
+):
+    "Train in a loop as PyTorch's documentation shows; returns model, optimizer (fastai's), scaler, losses."
     learn, dtype = learner(dls=dls, opt_func=opt_func), {'fp16': torch.float16, 'bf16': torch.bfloat16}.get(mode)
     learn.create_opt()
     learn.opt.set_hypers(lr=lr)
@@ -177,13 +208,16 @@ def handwritten(mode, opt_func, n_epoch=2, lr=.01, n_acc=None, clip=None, dls=No
                 pred = model(xb)
                 loss = nn.functional.mse_loss(pred.float() if dtype else pred, yb)
             losses.append(loss.item())
-            if n_acc: loss = loss / (n_acc / len(yb))
+            if n_acc:
+                loss = loss / (n_acc / len(yb))
             scaler.scale(loss).backward()
             count += len(yb)
-            if n_acc and count < n_acc: continue
+            if n_acc and count < n_acc:
+                continue
             count = 0
             scaler.unscale_(opt)
-            if clip: nn.utils.clip_grad_norm_(model.parameters(), clip)
+            if clip:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
             scaler.step(opt)
             scaler.update()
             opt.zero_grad()
@@ -191,8 +225,10 @@ def handwritten(mode, opt_func, n_epoch=2, lr=.01, n_acc=None, clip=None, dls=No
 
 
 OPTIMIZERS = {
-    'sgd': partial(SGD, mom=.9), 'adam': Adam,
-    'adamw': partial(OptimWrapper, opt=torch.optim.AdamW), 'fused adamw': partial(OptimWrapper, opt=partial(torch.optim.AdamW, fused=True)),
-    'torch sgd': partial(OptimWrapper, opt=partial(torch.optim.SGD, momentum=.9)),
-    'fused sgd': partial(OptimWrapper, opt=partial(torch.optim.SGD, momentum=.9, fused=True)),
+    'sgd': partial(SGD, mom=0.9),
+    'adam': Adam,
+    'adamw': partial(OptimWrapper, opt=torch.optim.AdamW),
+    'fused adamw': partial(OptimWrapper, opt=partial(torch.optim.AdamW, fused=True)),
+    'torch sgd': partial(OptimWrapper, opt=partial(torch.optim.SGD, momentum=0.9)),
+    'fused sgd': partial(OptimWrapper, opt=partial(torch.optim.SGD, momentum=0.9, fused=True)),
 }

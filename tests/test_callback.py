@@ -1,4 +1,5 @@
 "The callback in fastai's loop: the same numbers as a hand-written loop, and what each event promises."
+
 import copy, re
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
@@ -17,24 +18,33 @@ from fastxtend_amp import AMPMode
 from helpers import *
 
 MODES = pytest.mark.parametrize('mode', ['fp16', 'bf16'])
-SCALING = [dict(init_scale=2.**20, growth_interval=3),           # overflows at the start, and each time it has grown
-           dict(init_scale=3e6, growth_factor=1.7, backoff_factor=.3, growth_interval=2),
-           dict(init_scale=2.**18, growth_factor=4., growth_interval=2)]
+SCALING = [
+    dict(init_scale=2.0**20, growth_interval=3),  # overflows at the start, and each time it has grown
+    dict(init_scale=3e6, growth_factor=1.7, backoff_factor=0.3, growth_interval=2),
+    dict(init_scale=2.0**18, growth_factor=4.0, growth_interval=2),
+]
 
 
 def pairs():
     "Each two of mode, optimizer, accumulation and clipping together at least once."
     for i, opt in enumerate(OPTIMIZERS):
         for mode, flip in (('fp16', 0), ('bf16', 1)):
-            yield mode, opt, 8 if i % 2 ^ flip else None, .5 if i // 2 % 2 ^ flip else None, SCALING[i % 3]
+            yield mode, opt, 8 if i % 2 ^ flip else None, 0.5 if i // 2 % 2 ^ flip else None, SCALING[i % 3]
 
 
 # -- the numbers
 
+
 class NotingScaler(torch.amp.GradScaler):
     "Notes the scale of each step."
-    def __init__(self, *args, **kwargs): super().__init__(*args, **kwargs); self.scales = []
-    def update(self, new_scale=None): self.scales.append(self.get_scale()); super().update(new_scale)
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.scales = []
+
+    def update(self, new_scale=None):
+        self.scales.append(self.get_scale())
+        super().update(new_scale)
 
 
 @pytest.mark.parametrize('mode, opt, n_acc, clip, scaling', pairs())
@@ -44,28 +54,41 @@ def test_same_numbers_as_a_handwritten_loop(mode, opt, n_acc, clip, scaling):
     cbs = ([GradientAccumulation(n_acc)] if n_acc else []) + ([GradientClip(clip)] if clip else [])
     learn = learner(opt_func=OPTIMIZERS[opt], cbs=[MixedPrecision(mode, **scaling), *cbs])
     learn.add_cb(At('after_batch', lambda l: l.training and losses.append(l.loss.item()), order=40))
-    learn.fit(3, .01)
-    model, opt, scaler, expected = handwritten(mode, OPTIMIZERS[opt], 3, .01, n_acc, clip, make=NotingScaler, **scaling)
+    learn.fit(3, 0.01)
+    model, opt, scaler, expected = handwritten(
+        mode, OPTIMIZERS[opt], 3, 0.01, n_acc, clip, make=NotingScaler, **scaling
+    )
     assert losses == expected
     assert same(params(learn), list(model.parameters())) and same_state(opt_state(learn.opt), opt_state(opt))
     cb = learn.precision
-    if mode == 'bf16': assert (cb.scales, cb.n_skipped, cb.skipped, cb.state_dict()) == ([], 0, False, {})
+    if mode == 'bf16':
+        assert (cb.scales, cb.n_skipped, cb.skipped, cb.state_dict()) == ([], 0, False, {})
     else:
-        assert cb.scales == scaler.scales and len(cb.scales) == (9 if n_acc else 18) and 0 < cb.n_skipped < len(cb.scales)
+        assert (
+            cb.scales == scaler.scales and len(cb.scales) == (9 if n_acc else 18) and 0 < cb.n_skipped < len(cb.scales)
+        )
         assert cb.state_dict() == scaler.state_dict() and cb.scale == scaler.get_scale()
 
 
 @MODES
 def test_forward_and_loss_run_in_low_precision_and_the_rest_in_fp32(mode):
     dtype, seen = AMPMode(mode).dtype, set()
+
     def loss(pred, targ):
         seen.add(('pred', pred.dtype, torch.is_autocast_enabled('cpu')))
-        return (pred.T @ targ).mean()                            # a loss that multiplies matrices
+        return (pred.T @ targ).mean()  # a loss that multiplies matrices
+
     learn = learner(loss_func=loss, cbs=mixed(mode))
     learn.model[0].register_forward_hook(lambda m, i, o: seen.add(('layer', o.dtype, m.training)))
     for when in ('after_batch', 'before_backward'):
-        learn.add_cb(At(when, lambda l: seen.add(('loss', l.loss.dtype, l.loss_grad.dtype, torch.is_autocast_enabled('cpu'))), 40))
-    learn.fit(1, .01)
+        learn.add_cb(
+            At(
+                when,
+                lambda l: seen.add(('loss', l.loss.dtype, l.loss_grad.dtype, torch.is_autocast_enabled('cpu'))),
+                40,
+            )
+        )
+    learn.fit(1, 0.01)
     fp32 = torch.float32
     assert seen == {('pred', fp32, True), ('layer', dtype, True), ('layer', dtype, False), ('loss', fp32, fp32, False)}
     assert learn.get_preds()[0].dtype == fp32 and len(learn.validate()) == 1
@@ -73,7 +96,10 @@ def test_forward_and_loss_run_in_low_precision_and_the_rest_in_fp32(mode):
 
 class Output(OrderedDict):
     "A model output as Hugging Face's: a mapping whose items are attributes too."
-    def __setitem__(self, k, v): super().__setitem__(k, v); super().__setattr__(k, v)
+
+    def __setitem__(self, k, v):
+        super().__setitem__(k, v)
+        super().__setattr__(k, v)
 
 
 @dataclass(frozen=True)
@@ -82,15 +108,28 @@ class Frozen:
 
 
 Pair = namedtuple('Pair', 'a b')
+
+
 class Points(tuple):
-    def __new__(cls, *points): return super().__new__(cls, points)
-class Boxes(list): pass
-NESTED = {                                                       # how a prediction is packed, and the prediction in it
-    'mapping with attributes': (lambda y: Output(logits=y), lambda o: o.logits), 'list': (lambda y: [y, None], lambda o: o[0]),
-    'named tuple': (lambda y: Pair([y], ('text', 3)), lambda o: o.a[0]), 'frozen dataclass': (Frozen, lambda o: o.logits),
-    "fastcore's L": (lambda y: L(y, 2), lambda o: o[0]), "torch's": (lambda y: y.max(1, keepdim=True), lambda o: o.values),
-    'tuple of its own kind': (lambda y: Points(y, y), lambda o: o[1]), 'list of its own kind': (lambda y: Boxes([y]), lambda o: o[0]),
-    "fastai's": (TensorImage, lambda o: o), 'packed': (lambda y: nn.utils.rnn.pack_sequence(list(y)), lambda o: o.data),
+    def __new__(cls, *points):
+        return super().__new__(cls, points)
+
+
+class Boxes(list):
+    pass
+
+
+NESTED = {  # how a prediction is packed, and the prediction in it
+    'mapping with attributes': (lambda y: Output(logits=y), lambda o: o.logits),
+    'list': (lambda y: [y, None], lambda o: o[0]),
+    'named tuple': (lambda y: Pair([y], ('text', 3)), lambda o: o.a[0]),
+    'frozen dataclass': (Frozen, lambda o: o.logits),
+    "fastcore's L": (lambda y: L(y, 2), lambda o: o[0]),
+    "torch's": (lambda y: y.max(1, keepdim=True), lambda o: o.values),
+    'tuple of its own kind': (lambda y: Points(y, y), lambda o: o[1]),
+    'list of its own kind': (lambda y: Boxes([y]), lambda o: o[0]),
+    "fastai's": (TensorImage, lambda o: o),
+    'packed': (lambda y: nn.utils.rnn.pack_sequence(list(y)), lambda o: o.data),
 }
 
 
@@ -99,55 +138,74 @@ def test_predictions_keep_their_structure(kind):
     "The loss gets half tensors in fp32 and all else unchanged: containers' types, fp64, integers, objects."
     pack, get = NESTED[kind]
     rest = (torch.ones(1).double(), torch.tensor([1]), object(), {1, 2}, None)
+
     class Model(nn.Linear):
-        def forward(self, x): return pack(super().forward(x)), *rest
+        def forward(self, x):
+            return pack(super().forward(x)), *rest
+
     def loss(pred, targ):
         assert type(pred[0]) is type(pack(targ)) and all(a is b for a, b in zip(pred[1:], rest, strict=True))
         assert get(pred[0]).dtype == torch.float32
         return nn.functional.mse_loss(get(pred[0]).as_subclass(torch.Tensor), targ)
+
     learn = learner(Model(6, 1), loss_func=loss).to_bf16()
     before = params(learn)
-    learn.fit(1, .01)
+    learn.fit(1, 0.01)
     assert not same(params(learn), before)
 
 
 def test_weights_that_are_wrappers_around_tensors():
     "They train as plain ones, and a loss of nan is noticed in its batch."
     plain, model = learner().to_bf16(), mlp()
-    for m in model.modules():                                    # all of them: an operator that gets one runs twice
+    for m in model.modules():  # all of them: an operator that gets one runs twice
         for name, p in list(m.named_parameters(recurse=False)):
             setattr(m, name, nn.Parameter(TwoTensor(p.detach().clone(), p.detach().clone())))
     learn = learner(model).to_bf16(on_overflow='raise')
-    for l in (plain, learn): l.fit(2, .01)
+    for l in (plain, learn):
+        l.fit(2, 0.01)
     assert same(params(plain), [p.a for p in learn.model.parameters()])
     learn.loss_func = lambda pred, y: (pred - y).mean() * torch.nan
-    with pytest.raises(FloatingPointError, match='the loss is nan'): learn.fit(1)
+    with pytest.raises(FloatingPointError, match='the loss is nan'):
+        learn.fit(1)
     assert learn.train_iter == 0
 
 
 @MODES
 def test_a_loss_that_is_a_dtensor(mode):
     from torch.distributed.tensor import DTensor
+
     dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
     try:
         mesh, kinds = dist.init_device_mesh('cpu', (1,)), set()
-        def squared(pred, target): return (pred - target).pow(2).mean()   # 2.9 has no sharding strategy for mse_loss
-        def distributed(*tensors): return squared(*[DTensor.from_local(t.as_subclass(torch.Tensor), mesh) for t in tensors])
+
+        def squared(pred, target):
+            return (pred - target).pow(2).mean()  # 2.9 has no sharding strategy for mse_loss
+
+        def distributed(*tensors):
+            return squared(*[DTensor.from_local(t.as_subclass(torch.Tensor), mesh) for t in tensors])
+
         plain, learn = (learner(loss_func=f, cbs=mixed(mode)) for f in (squared, distributed))
         learn.add_cb(At('after_loss', lambda l: kinds.add(type(l.loss)), 50))
-        for l in (plain, learn): l.fit(2, .01)
-    finally: dist.destroy_process_group()
+        for l in (plain, learn):
+            l.fit(2, 0.01)
+    finally:
+        dist.destroy_process_group()
     assert kinds == {DTensor} and same(params(plain), params(learn))
 
 
 def test_gradients_survive_a_forward_under_no_grad():
     class Twice(nn.Sequential):
         def forward(self, x):
-            with torch.no_grad(): target = super().forward(x).mean()
-            with torch.no_grad(), torch.enable_grad(): return super().forward(x) + 0 * target
+            with torch.no_grad():
+                target = super().forward(x).mean()
+            with torch.no_grad(), torch.enable_grad():
+                return super().forward(x) + 0 * target
+
     learn, grads = learner(Twice(nn.Linear(6, 4), nn.Linear(4, 1))).to_bf16(), []
-    learn.add_cb(At('after_backward', lambda l: grads.append(all(g is not None and bool(g.any()) for g in plain_grads(l))), 40))
-    learn.fit(1, .01)
+    learn.add_cb(
+        At('after_backward', lambda l: grads.append(all(g is not None and bool(g.any()) for g in plain_grads(l))), 40)
+    )
+    learn.fit(1, 0.01)
     assert grads == [True] * 6
 
 
@@ -155,15 +213,18 @@ def test_a_fit_inside_the_users_own_autocast_uses_the_weights_of_each_batch():
     def run(dtype, enabled=True, before=False):
         learn = learner(linear()).to_bf16()
         with torch.autocast('cpu', dtype, enabled):
-            if before: learn.model(torch.ones(2, 6))             # autocast keeps casts of these weights
-            learn.fit(2, .05)
+            if before:
+                learn.model(torch.ones(2, 6))  # autocast keeps casts of these weights
+            learn.fit(2, 0.05)
         return params(learn)
+
     assert same(run(torch.bfloat16), run(torch.bfloat16, enabled=False))
     assert same(run(torch.float16, before=True), run(torch.float16))
     assert autocast_state() == (False, torch.bfloat16, True, 0)
 
 
 # -- gradients
+
 
 @pytest.mark.parametrize('opt', ['adamw', 'fused adamw'])
 def test_callbacks_of_an_order_above_10_see_true_gradients_in_before_step(opt):
@@ -172,36 +233,44 @@ def test_callbacks_of_an_order_above_10_see_true_gradients_in_before_step(opt):
         learn.add_cb(At('before_step', lambda l: found.append(nn.utils.get_total_norm(plain_grads(l)).item()), order))
         learn.fit(1, 1e-4)
         return found
+
     fp32 = norms(None, 11)
-    assert norms(mixed('fp16'), 11) == pytest.approx(fp32, rel=.02)
-    assert norms(mixed('fp16'), 9) == pytest.approx([256 * n for n in fp32], rel=.02)      # as with fastai's own
+    assert norms(mixed('fp16'), 11) == pytest.approx(fp32, rel=0.02)
+    assert norms(mixed('fp16'), 9) == pytest.approx([256 * n for n in fp32], rel=0.02)  # as with fastai's own
 
 
 @pytest.mark.parametrize('opt', OPTIMIZERS)
 def test_a_skipped_step_changes_nothing(opt):
     learn, states = learner(opt_func=OPTIMIZERS[opt]).to_fp16(init_scale=1e30), []
+
     def remember(l):
-        if l.training: states.append((params(l), opt_state(l.opt), l.precision.skipped))
-    learn.add_cbs([At(event, remember, 70) for event in ('before_backward', 'after_step', 'after_batch')]).fit(1, .01)
+        if l.training:
+            states.append((params(l), opt_state(l.opt), l.precision.skipped))
+
+    learn.add_cbs([At(event, remember, 70) for event in ('before_backward', 'after_step', 'after_batch')]).fit(1, 0.01)
     cb = learn.precision
     assert cb.n_skipped == len(cb.scales) == 6 and cb.scales[1] == cb.scales[0] / 2
     for (p, s, _), *after in zip(*[iter(states)] * 3):
-        for q, t, skipped in after: assert skipped and same(p, q) and same_state(s, t)
+        for q, t, skipped in after:
+            assert skipped and same(p, q) and same_state(s, t)
 
 
 def unfinished(cb, then=noop):
     "A learner after a fit that ends in the middle of an accumulation."
     learn = learner(linear(), cbs=[*([cb] if cb else []), GradientAccumulation(1000)])
-    learn.fit(1, .01)
+    learn.fit(1, 0.01)
     then(learn)
     return learn
 
 
-@pytest.mark.parametrize('then', [noop, lambda l: l.fit(1, .01), lambda l: l.to_fp32().fit(1, .01), lambda l: l.to_bf16()],
-                         ids=['end', 'fit', 'to_fp32', 'to_bf16'])
+@pytest.mark.parametrize(
+    'then',
+    [noop, lambda l: l.fit(1, 0.01), lambda l: l.to_fp32().fit(1, 0.01), lambda l: l.to_bf16()],
+    ids=['end', 'fit', 'to_fp32', 'to_bf16'],
+)
 def test_an_unfinished_accumulation_is_kept_as_in_fp32(then):
     for a, b in zip(plain_grads(unfinished(None, then)), plain_grads(unfinished(mixed('fp16'), then))):
-        torch.testing.assert_close(b, a, rtol=.05, atol=.05)
+        torch.testing.assert_close(b, a, rtol=0.05, atol=0.05)
 
 
 def test_an_unfinished_accumulation_that_is_not_finite_is_dropped_with_a_warning():
@@ -211,83 +280,115 @@ def test_an_unfinished_accumulation_that_is_not_finite_is_dropped_with_a_warning
 
 
 def test_a_step_called_off_by_another_callback_leaves_scale_and_tracker_alone():
-    learn, trackers, grads = learner().to_fp16(init_scale=1024., growth_interval=4), [], []
+    learn, trackers, grads = learner().to_fp16(init_scale=1024.0, growth_interval=4), [], []
+
     def cancel(l):
-        if l.iter % 2: raise CancelStepException
+        if l.iter % 2:
+            raise CancelStepException
+
     def note(l):
-        if not l.training: return
+        if not l.training:
+            return
         trackers.append(l.precision.state_dict()['_growth_tracker'])
         grads.append(any(g.any() for g in plain_grads(l) if g is not None))
+
     learn.add_cbs([At('before_step', cancel, order=20), At('after_batch', note, 40)])
-    learn.fit(1, .01)
-    assert trackers == [1, 1, 2, 2, 3, 3] and not any(grads) and learn.precision.scales == [1024.] * 3
+    learn.fit(1, 0.01)
+    assert trackers == [1, 1, 2, 2, 3, 3] and not any(grads) and learn.precision.scales == [1024.0] * 3
 
 
 def test_cancel_batch_after_unscaling_accumulates_as_in_fp32():
     def run(cb):
         learn, grads = learner(linear(), cbs=cb), []
+
         def further(l):
             grads.extend(plain_grads(l))
-            if l.iter % 3 != 2: raise CancelBatchException
+            if l.iter % 3 != 2:
+                raise CancelBatchException
+
         learn.add_cb(At('before_step', further, order=20))
-        learn.fit(1, .01)
+        learn.fit(1, 0.01)
         return grads + params(learn)
-    for a, b in zip(run(None), run(mixed('fp16'))): torch.testing.assert_close(a, b, rtol=.01, atol=.01)
+
+    for a, b in zip(run(None), run(mixed('fp16'))):
+        torch.testing.assert_close(a, b, rtol=0.01, atol=0.01)
 
 
 def test_parameters_outside_the_optimizer_are_told_in_fp16_and_keep_no_scaled_gradients():
-    learn = learner(splitter=lambda m: [list(m[0].parameters())]).to_fp16(init_scale=256.)
-    with pytest.warns(UserWarning, match="(?s)4 parameters to be trained are not in `learn.opt`, such as '1.weight'.*loss scale"):
-        learn.fit(1, .01)
+    learn = learner(splitter=lambda m: [list(m[0].parameters())]).to_fp16(init_scale=256.0)
+    with pytest.warns(
+        UserWarning, match="(?s)4 parameters to be trained are not in `learn.opt`, such as '1.weight'.*loss scale"
+    ):
+        learn.fit(1, 0.01)
     assert all(p.grad is None for p in learn.model[1:].parameters())
 
 
 def test_a_step_without_gradients_is_no_step():
     unused = nn.Linear(6, 1)
     learn = learner(splitter=lambda m: [list(unused.parameters())]).to_fp16()
-    learn.fit(1, .01)
-    assert learn.precision.scales == [] and learn.precision.scale == 65536.
+    learn.fit(1, 0.01)
+    assert learn.precision.scales == [] and learn.precision.scale == 65536.0
 
 
 # -- the scale
 
-@pytest.mark.parametrize('kwargs, skipped, words', [
-    (dict(init_scale=1e30), 6, 'No optimizer step was taken in this fit: all 6 were skipped.*learn.precision_report.*start lower.*Or train longer'),
-    (dict(init_scale=2.**20), 5, r'5 of the 6 optimizer steps of this fit were skipped.*\n.*loss scale is 32768 now.\n.*`init_scale=32768`'),
-    (dict(init_scale=2.**15), 2, None), (dict(loss_scale=512.), 0, None),
-    (dict(loss_scale=2.**30), 6, r'No optimizer step was taken.*start lower: `loss_scale=1.67772e\+07`')])
+
+@pytest.mark.parametrize(
+    'kwargs, skipped, words',
+    [
+        (
+            dict(init_scale=1e30),
+            6,
+            'No optimizer step was taken in this fit: all 6 were skipped.*start lower.*Or train longer',
+        ),
+        (
+            dict(init_scale=2.0**20),
+            5,
+            r'5 of the 6 optimizer steps of this fit were skipped.*\n.*loss scale is 32768 now.\n.*`init_scale=32768`',
+        ),
+        (dict(init_scale=2.0**15), 2, None),
+        (dict(loss_scale=512.0), 0, None),
+        (dict(loss_scale=2.0**30), 6, r'No optimizer step was taken.*start lower: `loss_scale=1.67772e\+07`'),
+    ],
+)
 def test_a_fit_that_skipped_most_steps_says_so_with_the_scale_to_start_from(kwargs, skipped, words):
     learn = learner().to_fp16(**kwargs)
-    texts = told(lambda: learn.fit(1, .01), 'skipped')
+    texts = told(lambda: learn.fit(1, 0.01), 'skipped')
     cb = learn.precision
     assert cb.n_skipped == skipped and len(texts) == (words is not None)
-    if words: assert re.search(words, texts[0], re.S), texts
+    if words:
+        assert re.search(words, texts[0], re.S), texts
     assert ('loss_scale' in kwargs) == (set(cb.scales) == {*kwargs.values()})
 
 
 def test_the_steps_before_an_exception_are_in_the_history():
     def stop(l):
-        if l.train_iter == 3: raise RuntimeError('stop')
-    learn = learner(cbs=At('after_batch', stop)).to_fp16(init_scale=1024.)
-    with pytest.raises(RuntimeError, match='stop'): learn.fit(1, .01)
-    assert (learn.precision.scales, learn.precision.skips) == ([1024.] * 3, [False] * 3)
+        if l.train_iter == 3:
+            raise RuntimeError('stop')
+
+    learn = learner(cbs=At('after_batch', stop)).to_fp16(init_scale=1024.0)
+    with pytest.raises(RuntimeError, match='stop'):
+        learn.fit(1, 0.01)
+    assert (learn.precision.scales, learn.precision.skips) == ([1024.0] * 3, [False] * 3)
 
 
 def test_without_scaling():
     learn, seen = learner().to_fp16(enabled=False), []
     learn.add_cb(At('before_step', lambda l: seen.append(copy.deepcopy(l.scaler).is_enabled()), 40))
-    learn.fit(1, .01)
+    learn.fit(1, 0.01)
     assert seen == [False] * 6 and (learn.precision.scales, learn.precision.scale) == ([], None)
 
 
 def test_a_scaler_of_the_users_own():
     class Slow(torch.amp.GradScaler):
-        def update(self, new_scale=None): super().update(self.get_scale() / 4 if new_scale is None else new_scale)
-    scaler, seen = Slow('cpu', init_scale=1024.), []
+        def update(self, new_scale=None):
+            super().update(self.get_scale() / 4 if new_scale is None else new_scale)
+
+    scaler, seen = Slow('cpu', init_scale=1024.0), []
     learn = learner().to_fp16(scaler=scaler)
     learn.add_cb(At('before_step', lambda l: seen.append(l.scaler), 40))
-    learn.fit(1, .01)
-    assert seen == [scaler] * 6 and learn.precision.scales == [1024. / 4**i for i in range(6)]
+    learn.fit(1, 0.01)
+    assert seen == [scaler] * 6 and learn.precision.scales == [1024.0 / 4**i for i in range(6)]
 
 
 @pytest.mark.parametrize('own', [False, True])
@@ -295,27 +396,33 @@ def test_lr_find_leaves_scale_and_history_alone(tmp_path, own):
     "Also if it is interrupted, and with a scaler of the user's own."
     scaling = dict(scaler=torch.amp.GradScaler('cpu', **SCALING[0])) if own else SCALING[0]
     learn = learner(path=tmp_path).to_fp16(**scaling)
-    learn.fit(1, .01)
+    learn.fit(1, 0.01)
     cb = learn.precision
     before = cb.scales, cb.state_dict(), cb.scale
+
     def interrupt(l):
-        if l.train_iter == 7: raise KeyboardInterrupt
+        if l.train_iter == 7:
+            raise KeyboardInterrupt
+
     interrupting = At('after_backward', interrupt, 20)
-    learn.lr_find(show_plot=False, num_it=30, start_lr=1e-2, end_lr=30., stop_div=False)
+    learn.lr_find(show_plot=False, num_it=30, start_lr=1e-2, end_lr=30.0, stop_div=False)
     assert (cb.scales, cb.state_dict(), cb.scale) == before
     learn.add_cb(interrupting)
-    with pytest.raises(KeyboardInterrupt): learn.lr_find(show_plot=False, num_it=30, stop_div=False, suggest_funcs=())
+    with pytest.raises(KeyboardInterrupt):
+        learn.lr_find(show_plot=False, num_it=30, stop_div=False, suggest_funcs=())
     assert (cb.scales, cb.state_dict(), cb.scale) == before and (not own or scaling['scaler'].get_scale() == before[2])
-    learn.remove_cb(interrupting).fit(1, .01)
+    learn.remove_cb(interrupting).fit(1, 0.01)
     assert len(cb.scales) == 12 and cb.scales[6] == before[2]
 
 
 # -- what is refused when a fit starts
 
+
 def test_parameters_in_half_precision():
     learn, drawn = learner(mlp().half()).to_fp16(), []
     learn.add_cb(At('before_batch', drawn.append, -50))
-    with pytest.raises(ValueError, match=r"(?s)but 6 to be trained are fp16, such as '0.weight'.*model\.float\(\)"): learn.fit(1)
+    with pytest.raises(ValueError, match=r"(?s)but 6 to be trained are fp16, such as '0.weight'.*model\.float\(\)"):
+        learn.fit(1)
     assert not drawn and learn.scaler is None
     learn.model.float()
     learn.fit(1)
@@ -325,8 +432,10 @@ def test_parameters_in_half_precision():
 
 def test_an_optimizer_that_needs_a_closure():
     lbfgs = partial(OptimWrapper, opt=torch.optim.LBFGS)
-    with pytest.raises(ValueError, match='(?s)LBFGS needs a closure.*to_bf16'): learner(opt_func=lbfgs).to_fp16().fit(1)
-    with pytest.raises(TypeError, match='closure'): learner(opt_func=lbfgs).to_bf16().fit(1)        # as in fp32
+    with pytest.raises(ValueError, match='(?s)LBFGS needs a closure.*to_bf16'):
+        learner(opt_func=lbfgs).to_fp16().fit(1)
+    with pytest.raises(TypeError, match='closure'):
+        learner(opt_func=lbfgs).to_bf16().fit(1)  # as in fp32
 
 
 def test_two_precision_callbacks():
@@ -337,18 +446,22 @@ def test_two_precision_callbacks():
 @pytest.mark.parametrize('mode, kwargs, what', [('bf16', {}, 'bf16'), ('fp16', dict(fp32_modules='3'), 'fp32_modules')])
 def test_data_parallel_that_would_not_compute_in_it(mode, kwargs, what):
     model = nn.DataParallel(mlp())
-    model.device_ids = [0, 1]                                    # as with two GPUs
+    model.device_ids = [0, 1]  # as with two GPUs
     with pytest.raises(ValueError, match=f'{what} cannot be used with nn.DataParallel.*\nUse DistributedDataParallel'):
         learner(model, cbs=mixed(mode, **kwargs)).fit(1)
 
 
 # -- in fastai
 
+
 def test_it_stands_in_for_fastais_callback():
     cb = MixedPrecision()
     assert isinstance(cb, fp16.MixedPrecision) and (cb.name, cb.order) == ('mixed_precision', 10)
     assert cb.amp_mode is cb.mode is AMPMode.FP16
-    class Model(nn.Sequential): mode, scales, scaler, skipped, autocast = range(5)
+
+    class Model(nn.Sequential):
+        mode, scales, scaler, skipped, autocast = range(5)
+
     assert not told(lambda: learner(Model(nn.Linear(6, 1))).to_bf16().fit(1), 'shadowing')
 
 
@@ -361,7 +474,7 @@ def test_a_callback_for_one_fit():
 
 
 def test_it_shows_mode_and_scale():
-    cb = learner().to_fp16(init_scale=1024.).precision
+    cb = learner().to_fp16(init_scale=1024.0).precision
     assert repr(cb) == "MixedPrecision('fp16', scale=1024)" and repr(MixedPrecision('bf16')) == "MixedPrecision('bf16')"
     auto = learner().to_amp().precision
     assert repr(auto) == "MixedPrecision('auto')"

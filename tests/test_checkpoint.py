@@ -1,4 +1,5 @@
 "Nothing lost: the loss scale through fits, files, processes, exports and copies."
+
 import copy, gc, pickle, signal, subprocess, sys, weakref
 from pathlib import Path
 
@@ -12,64 +13,91 @@ from fastai.text.learner import TextLearner
 from helpers import *
 
 HERE = Path(__file__).parent
-SCALING = dict(init_scale=2.**20, growth_interval=3)             # overflows at the start and whenever it has grown
-KEY = 'grad_scaler'                                              # of the state in the file, among the optimizer's
+SCALING = dict(init_scale=2.0**20, growth_interval=3)  # overflows at the start and whenever it has grown
+KEY = 'grad_scaler'  # of the state in the file, among the optimizer's
 
 
 def python(code, **kwargs):
-    return subprocess.run([sys.executable, '-W', 'ignore', '-c', code], capture_output=True, text=True, cwd=HERE, **kwargs)
+    return subprocess.run(
+        [sys.executable, '-W', 'ignore', '-c', code], capture_output=True, text=True, cwd=HERE, **kwargs
+    )
 
 
 def trained(path, mode='fp16', n=2, opt='adam', **kwargs):
     learn = learner(path=path, opt_func=OPTIMIZERS[opt])
-    if mode != 'fp32': getattr(learn, f'to_{mode}')(**((kwargs or SCALING) if mode == 'fp16' else {}))
-    if n: learn.fit(n, .01)
+    if mode != 'fp32':
+        getattr(learn, f'to_{mode}')(**((kwargs or SCALING) if mode == 'fp16' else {}))
+    if n:
+        learn.fit(n, 0.01)
     return learn
 
 
-def state(learn): return learn.precision.state_dict()
-def in_file(file): return torch.load(file, weights_only=False)
-def everything(learn): return params(learn), [b.clone() for b in learn.model.buffers()], opt_state(learn.opt), state(learn)
-def same_everything(a, b): return same(a[0], b[0]) and same(a[1], b[1]) and same_state(a[2], b[2]) and a[3] == b[3]
+def state(learn):
+    return learn.precision.state_dict()
+
+
+def in_file(file):
+    return torch.load(file, weights_only=False)
+
+
+def everything(learn):
+    return params(learn), [b.clone() for b in learn.model.buffers()], opt_state(learn.opt), state(learn)
+
+
+def same_everything(a, b):
+    return same(a[0], b[0]) and same(a[1], b[1]) and same_state(a[2], b[2]) and a[3] == b[3]
 
 
 def equal(learn, other):
     "Return whether two learners are the same, bit for bit, now and after another epoch."
     now = same_everything(everything(learn), everything(other))
-    for l in (learn, other): l.fit(1, .01)
+    for l in (learn, other):
+        l.fit(1, 0.01)
     return now and same_everything(everything(learn), everything(other))
 
 
 def interrupted(learn, event, error=KeyboardInterrupt):
     "`learn` after a fit that ends at `event`."
-    def stop(l): raise error
+
+    def stop(l):
+        raise error
+
     stopping = At(event, stop, 20)
-    with pytest.raises(error): learn.add_cb(stopping).fit(1)
+    with pytest.raises(error):
+        learn.add_cb(stopping).fit(1)
     return learn.remove_cb(stopping)
 
 
 # -- across fits
 
+
 def test_scale_and_tracker_carry_over_between_fits(tmp_path):
     once, twice = trained(tmp_path, n=4), trained(tmp_path)
     between = state(twice)
-    assert 0 < between['_growth_tracker'] and between['scale'] != 2.**20
-    twice.fit(2, .01)
-    assert state(once) == state(twice) and once.precision.scales == twice.precision.scales and same(params(once), params(twice))
-    assert state(twice.to_fp16(**SCALING))['scale'] == 2.**20 and twice.precision.scales == []
+    assert 0 < between['_growth_tracker'] and between['scale'] != 2.0**20
+    twice.fit(2, 0.01)
+    assert (
+        state(once) == state(twice)
+        and once.precision.scales == twice.precision.scales
+        and same(params(once), params(twice))
+    )
+    assert state(twice.to_fp16(**SCALING))['scale'] == 2.0**20 and twice.precision.scales == []
 
 
 def test_a_state_taken_up_before_and_in_a_fit(tmp_path):
     s, seen, new = state(trained(tmp_path)), [], MixedPrecision('fp16')
     new.load_state_dict(s)
     assert new.state_dict() == s == pickle.loads(pickle.dumps(new)).state_dict()
-    learn, wanted = learner(cbs=new), {**s, 'scale': 32., '_growth_tracker': 2}
+    learn, wanted = learner(cbs=new), {**s, 'scale': 32.0, '_growth_tracker': 2}
+
     def during(l):
-        if l.iter == 3: new.load_state_dict(wanted)
+        if l.iter == 3:
+            new.load_state_dict(wanted)
         seen.append(state(l))
+
     learn.add_cb(At('before_batch', lambda l: l.training and during(l)))
-    learn.fit(1, .01)
-    assert seen[0] == s and seen[3] == wanted and new.scales[3] == 32.
+    learn.fit(1, 0.01)
+    assert seen[0] == s and seen[3] == wanted and new.scales[3] == 32.0
     bf16 = MixedPrecision('bf16')
     bf16.load_state_dict(s)
     assert bf16.state_dict() == {}
@@ -77,16 +105,24 @@ def test_a_state_taken_up_before_and_in_a_fit(tmp_path):
 
 def test_a_state_taken_up_in_the_middle_of_an_accumulation():
     "Gradients that are scaled already are brought to the new scale."
+
     def run(change):
         learn = learner(linear(), cbs=[mixed('fp16'), GradientAccumulation(12)])
-        def load(l): l.precision.load_state_dict({**state(l), 'scale': 1024.})
-        if change: learn.add_cb(At('before_batch', lambda l: l.training and l.iter == 2 and load(l)))
-        learn.fit(1, .01)
+
+        def load(l):
+            l.precision.load_state_dict({**state(l), 'scale': 1024.0})
+
+        if change:
+            learn.add_cb(At('before_batch', lambda l: l.training and l.iter == 2 and load(l)))
+        learn.fit(1, 0.01)
         return params(learn)
-    for a, b in zip(run(False), run(True)): torch.testing.assert_close(a, b, rtol=2e-2, atol=1e-3)
+
+    for a, b in zip(run(False), run(True)):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=1e-3)
 
 
 # -- in files
+
 
 @pytest.mark.parametrize('opt', ['adam', 'sgd', 'fused adamw'])
 def test_saved_and_loaded_in_the_same_file(tmp_path, opt):
@@ -96,27 +132,27 @@ def test_saved_and_loaded_in_the_same_file(tmp_path, opt):
     saved = in_file(file)
     assert set(saved) == {'model', 'opt'} and saved['opt'][KEY] == state(learn)
     assert all(type(v) in (int, float) for v in saved['opt'][KEY].values()) and KEY not in learn.opt.state_dict()
-    assert equal(learn, trained(tmp_path, n=0, opt=opt, init_scale=8., growth_factor=4., growth_interval=7).load('a'))
+    assert equal(learn, trained(tmp_path, n=0, opt=opt, init_scale=8.0, growth_factor=4.0, growth_interval=7).load('a'))
 
 
 def test_a_file_holds_the_scale_of_the_learner_that_saves_it(tmp_path):
     "Learners that share model and optimizer, as a plain one with an fp16 one."
-    first = trained(tmp_path, init_scale=512.)
+    first = trained(tmp_path, init_scale=512.0)
     plain, second = (learner(first.model, path=tmp_path) for _ in range(2))
     plain.opt = second.opt = first.opt
-    second.to_fp16(init_scale=8.)
+    second.to_fp16(init_scale=8.0)
     assert KEY not in in_file(plain.save('a'))['opt']
-    for learn, scale in ((first, 512.), (second, 8.), (first, 512.)):
+    for learn, scale in ((first, 512.0), (second, 8.0), (first, 512.0)):
         assert in_file(learn.save('a'))['opt'][KEY]['scale'] == scale
     first.load('a')
-    assert (first.precision.scale, second.precision.scale, plain.precision) == (512., 8., None)
+    assert (first.precision.scale, second.precision.scale, plain.precision) == (512.0, 8.0, None)
 
 
 def test_static_disabled_and_own_scalers(tmp_path):
     trained(tmp_path).save('a')
-    static = trained(tmp_path, n=0, loss_scale=512.).load('a')
-    static.fit(1, .01)
-    assert set(static.precision.scales) == {512.}
+    static = trained(tmp_path, n=0, loss_scale=512.0).load('a')
+    static.fit(1, 0.01)
+    assert set(static.precision.scales) == {512.0}
     off = trained(tmp_path, n=1, enabled=False).load('a')
     assert off.precision.scales == [] and KEY not in in_file(off.save('off'))['opt']
     own = torch.amp.GradScaler('cpu')
@@ -128,47 +164,61 @@ def test_files_of_other_precisions(tmp_path):
     for mode in ('fp32', 'bf16'):
         assert KEY not in in_file(trained(tmp_path, mode).save(mode))['opt']
         learn = trained(tmp_path)
-        assert not told(lambda: learn.load(mode), 'The file') and state(learn)['scale'] == 2.**20 and state(learn)['_growth_tracker'] == 0
+        assert (
+            not told(lambda: learn.load(mode), 'The file')
+            and state(learn)['scale'] == 2.0**20
+            and state(learn)['_growth_tracker'] == 0
+        )
     fp16 = trained(tmp_path)
     fp16.save('fp16')
     for mode in ('fp32', 'bf16'):
         learn = trained(tmp_path, mode)
         assert len(told(lambda: learn.load('fp16'), '`learn.to_fp16()` before `learn.load`')) == 1
         assert same(params(learn), params(fp16)) and same_state(opt_state(learn.opt), opt_state(fp16.opt))
-        learn.fit(1, .01)
+        learn.fit(1, 0.01)
 
 
 def test_without_the_optimizer(tmp_path):
     learn = trained(tmp_path)
-    learn.save('with'); learn.save('without', with_opt=False)
+    learn.save('with')
+    learn.save('without', with_opt=False)
     assert set(torch.load(tmp_path / 'models/without.pth')) == set(learn.model.state_dict())
     other = trained(tmp_path, n=1)
     before = state(other)
     assert not told(lambda: other.load('with', with_opt=False), 'The file') and state(other) == before != state(learn)
-    with pytest.warns(UserWarning, match="doesn't contain an optimizer state"): other.load('without')
+    with pytest.warns(UserWarning, match="doesn't contain an optimizer state"):
+        other.load('without')
     assert state(other) == before
 
 
 def test_weights_only_and_file_objects(tmp_path):
     learn, other = trained(tmp_path), trained(tmp_path, n=0)
-    with open(learn.save('a'), 'rb') as f: other.load(f, weights_only=True)
+    with open(learn.save('a'), 'rb') as f:
+        other.load(f, weights_only=True)
     assert same_everything(everything(learn), everything(other))
-    with open(tmp_path / 'b.pth', 'wb') as f: learn.save(f)
+    with open(tmp_path / 'b.pth', 'wb') as f:
+        learn.save(f)
     assert equal(learn, trained(tmp_path, n=0).load(tmp_path / 'b'))
 
 
 class Super(Learner):
-    def save(self, file, *args, **kwargs): return super().save(f'sub_{file}', *args, **kwargs)
-    def load(self, file, *args, **kwargs): return super().load(f'sub_{file}', *args, **kwargs)
+    def save(self, file, *args, **kwargs):
+        return super().save(f'sub_{file}', *args, **kwargs)
+
+    def load(self, file, *args, **kwargs):
+        return super().load(f'sub_{file}', *args, **kwargs)
 
 
 @pytest.mark.parametrize('cls', [Super, TextLearner])
 def test_subclasses(tmp_path, cls):
     def make():
         learn = learner(nn.Sequential(mlp()), cls=cls, path=tmp_path).to_fp16(**SCALING)
-        return learn.remove_cbs([cb for cb in learn.cbs if type(cb).__name__ in ('ModelResetter', 'RNNCallback', 'RNNRegularizer')])
+        return learn.remove_cbs(
+            [cb for cb in learn.cbs if type(cb).__name__ in ('ModelResetter', 'RNNCallback', 'RNNRegularizer')]
+        )
+
     learn = make()
-    learn.fit(2, .01)
+    learn.fit(2, 0.01)
     file = learn.save('a')
     assert file.stem == ('sub_a' if cls is Super else 'a')
     assert equal(learn, make().load('a'))
@@ -176,9 +226,11 @@ def test_subclasses(tmp_path, cls):
 
 # -- damaged
 
-DAMAGE = [lambda s: [1], lambda s: {k: v for k, v in s.items() if k != 'scale'}, lambda s: {}] + [
-    lambda s, v=value: {**s, 'scale': v} for value in (-2., float('nan'), 1e39, '8', True, torch.ones(2))] + [
-    lambda s: {**s, 'growth_interval': 2.5}]
+DAMAGE = (
+    [lambda s: [1], lambda s: {k: v for k, v in s.items() if k != 'scale'}, lambda s: {}]
+    + [lambda s, v=value: {**s, 'scale': v} for value in (-2.0, float('nan'), 1e39, '8', True, torch.ones(2))]
+    + [lambda s: {**s, 'growth_interval': 2.5}]
+)
 
 
 def test_a_damaged_state_is_refused_before_anything_is_touched(tmp_path):
@@ -187,9 +239,11 @@ def test_a_damaged_state_is_refused_before_anything_is_touched(tmp_path):
     for damage in DAMAGE:
         broken = damage(saved['opt'][KEY])
         torch.save({**saved, 'opt': {**saved['opt'], KEY: broken}}, file)
-        with pytest.raises(ValueError, match='(?s)loss scale.*a.pth.*Nothing was loaded.*with_opt=False'): learn.load('a')
-        if broken != {}:                                         # what bf16's callback gives: nothing to take up
-            with pytest.raises(ValueError, match='Nothing was loaded'): learn.precision.load_state_dict(broken)
+        with pytest.raises(ValueError, match='(?s)loss scale.*a.pth.*Nothing was loaded.*with_opt=False'):
+            learn.load('a')
+        if broken != {}:  # what bf16's callback gives: nothing to take up
+            with pytest.raises(ValueError, match='Nothing was loaded'):
+                learn.precision.load_state_dict(broken)
         assert same_everything(everything(learn), before)
     learn.load('a', with_opt=False)
     assert state(learn) == before[3]
@@ -200,10 +254,15 @@ def test_a_full_disk_keeps_the_old_file(tmp_path, monkeypatch):
     file = learn.save('a')
     file.chmod(0o600)
     old = file.read_bytes()
-    def full(obj, f, *args, **kwargs): f.write(b'x' * 100); raise OSError(28, 'No space left on device')
+
+    def full(obj, f, *args, **kwargs):
+        f.write(b'x' * 100)
+        raise OSError(28, 'No space left on device')
+
     with monkeypatch.context() as m:
         m.setattr(torch, 'save', full)
-        with pytest.raises(OSError, match='No space'): learn.save('a')
+        with pytest.raises(OSError, match='No space'):
+            learn.save('a')
     assert file.read_bytes() == old and [f.name for f in file.parent.iterdir()] == ['a.pth']
     learn.fit(1)
     learn.save('a')
@@ -214,7 +273,7 @@ PROCESSES = '''
 import io, os, shutil, signal, sys; sys.path.insert(0, {here!r})
 from test_checkpoint import *
 path = Path({path!r})
-torch.set_num_threads(1)                                         # as in the test's process: the order of sums depends on it
+torch.set_num_threads(1)  # as in the test's process: the order of sums depends on it
 for opt in {opts!r}:
     learn, losses = trained(path, n=0, opt=opt).load(opt), []
     learn.add_cb(At('after_batch', lambda l: l.training and losses.append(l.loss.item()), 40))
@@ -240,7 +299,7 @@ def test_exact_resume_in_a_new_process_which_is_killed_while_it_saves(tmp_path):
         learn.save(opt)
         n = learn.precision.n_skipped
         learn.add_cb(At('after_batch', lambda l: l.training and losses.append(l.loss.item()), 40))
-        learn.fit(2, .01)
+        learn.fit(2, 0.01)
         expected[opt] = everything(learn), losses, learn.precision.n_skipped - n
     done = python(PROCESSES.format(here=str(HERE), opts=opts, path=str(tmp_path)))
     assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
@@ -248,24 +307,33 @@ def test_exact_resume_in_a_new_process_which_is_killed_while_it_saves(tmp_path):
         *found, losses, n_skipped = in_file(tmp_path / f'{opt}.result')
         assert same_everything(found, expected[opt][0]) and (losses, n_skipped) == expected[opt][1:] and n_skipped > 0
     assert (tmp_path / 'models' / 'killed.pth').read_bytes() == (tmp_path / 'killed.pth').read_bytes()
-    learn = trained(tmp_path, n=0, init_scale=1.).load('killed')
+    learn = trained(tmp_path, n=0, init_scale=1.0).load('killed')
     assert same_everything(everything(learn), expected['adam'][0])
     learn.save('killed')
-    assert len(list((tmp_path / 'models').glob('*killed*'))) == 1     # what the killed process left is gone
+    assert len(list((tmp_path / 'models').glob('*killed*'))) == 1  # what the killed process left is gone
 
 
-def contents(folder): return {f.relative_to(folder): f.read_bytes() for f in folder.rglob('*') if f.is_file()}
+def contents(folder):
+    return {f.relative_to(folder): f.read_bytes() for f in folder.rglob('*') if f.is_file()}
 
 
 @pytest.mark.parametrize('place', ['best', '../best', 'absolute'])
 def test_a_comparison_overwrites_no_file_that_callbacks_save_and_export(tmp_path, place):
     file, folders = str(tmp_path / 'best') if place == 'absolute' else place, []
-    def keep_and_go_back(l): folders.append(l.save(file).parent); l.load(file)
+
+    def keep_and_go_back(l):
+        folders.append(l.save(file).parent)
+        l.load(file)
+
     class Exports(Callback):
-        def before_fit(self): self.learn.export(fname=tmp_path / 'model.pkl')
-        def before_step(self): "An event in the step, so that it takes part."
+        def before_fit(self):
+            self.learn.export(fname=tmp_path / 'model.pkl')
+
+        def before_step(self):
+            "An event in the step, so that it takes part."
+
     learn = learner(path=tmp_path, cbs=[At('after_step', keep_and_go_back, 20), Exports()])
-    learn.fit(1, .01)
+    learn.fit(1, 0.01)
     before, in_fit = contents(tmp_path), len(folders)
     learn.compare_precision('bf16', n_steps=3, n_seeds=1)
     assert contents(tmp_path) == before and len(before) == 2
@@ -274,14 +342,20 @@ def test_a_comparison_overwrites_no_file_that_callbacks_save_and_export(tmp_path
 
 # -- without the package
 
+
 class Empty(DataLoaders):
     "Stands in for the data in an export; gives a DataLoaders of fastai's own, without any."
-    def __init__(self): super().__init__()
-    def new_empty(self): return DataLoaders()
+
+    def __init__(self):
+        super().__init__()
+
+    def new_empty(self):
+        return DataLoaders()
 
 
 WITHOUT = '''
-import sys; sys.modules['fastxtend_amp'] = sys.modules['helpers'] = sys.modules['test_checkpoint'] = None   # cannot be imported
+import sys
+for name in ('fastxtend_amp', 'helpers', 'test_checkpoint'): sys.modules[name] = None  # cannot be imported
 import torch, warnings
 from functools import partial
 from pathlib import Path
@@ -298,21 +372,26 @@ for name, opt in (('adam', Adam), ('fused adamw', partial(OptimWrapper, opt=part
     assert len(states) == 6 and float(next(iter(states.values()))['step']) > 0, states
 x, expected = torch.load(path / 'expected', weights_only=False)
 for how, y in expected.items():
-    model = torch.load(path / 'model.pt', weights_only=False) if how == 'model' else load_learner(path / (how + '.pkl')).model
+    if how == 'model': model = torch.load(path / 'model.pt', weights_only=False)
+    else: model = load_learner(path / (how + '.pkl')).model
     assert torch.equal(model.eval()(x), y), how
 print('read', len(expected))
 '''
 
 
 def test_files_exports_and_models_are_read_without_the_package(tmp_path):
-    for opt in ('adam', 'fused adamw'): trained(tmp_path, opt=opt).save(opt)
+    for opt in ('adam', 'fused adamw'):
+        trained(tmp_path, opt=opt).save(opt)
     x, expected = torch.randn(3, 6), {}
     for how in ('to_fp32', 'interrupted', 'removed', 'model'):
-        learn = learner(path=tmp_path, opt_func=fastxtend_amp.fused(torch.optim.AdamW)).to_fp16(fp32_modules='0', init_scale=8.)
-        learn.fit(1, .01)
-        if how == 'interrupted': interrupted(learn, 'before_step')
+        learn = learner(path=tmp_path, opt_func=fastxtend_amp.fused(torch.optim.AdamW)).to_fp16(
+            fp32_modules='0', init_scale=8.0
+        )
+        learn.fit(1, 0.01)
+        if how == 'interrupted':
+            interrupted(learn, 'before_step')
         expected[how] = learn.model.eval()(x)
-        if how == 'model':                                       # with its precision, and modules kept in fp32
+        if how == 'model':  # with its precision, and modules kept in fp32
             torch.save(learn.model, tmp_path / 'model.pt')
             continue
         learn.remove_cb(learn.precision) if how == 'removed' else learn.to_fp32()
@@ -327,7 +406,8 @@ def test_files_exports_and_models_are_read_without_the_package(tmp_path):
 def test_export_with_a_precision_warns_and_is_loaded_for_the_cpu_without_it(tmp_path, mode):
     learn = trained(tmp_path, mode, n=1)
     b = next(iter(learn.dls.valid))
-    with pytest.warns(UserWarning, match=r'needs fastxtend_amp.*\n.*to_fp32\(\)'): learn.export()
+    with pytest.warns(UserWarning, match=r'needs fastxtend_amp.*\n.*to_fp32\(\)'):
+        learn.export()
     loaded, kept = load_learner(tmp_path / 'export.pkl'), load_learner(tmp_path / 'export.pkl', cpu=False)
     assert loaded.precision is None and not left_on(loaded)
     assert state(kept) == state(learn) and torch.equal(kept.get_preds(dl=[b])[0], learn.get_preds(dl=[b])[0])
@@ -336,38 +416,53 @@ def test_export_with_a_precision_warns_and_is_loaded_for_the_cpu_without_it(tmp_
 
 # -- copies
 
+
 @pytest.mark.parametrize('how', [copy.deepcopy, lambda l: pickle.loads(pickle.dumps(l))], ids=['deepcopy', 'pickle'])
 def test_copies_keep_the_state_and_share_none(tmp_path, how):
     learn = trained(tmp_path)
     twin, before = how(learn), state(learn)
     assert state(twin) == before and twin.precision.scales == learn.precision.scales and twin.precision.learn is twin
-    twin.fit(2, .01)
+    twin.fit(2, 0.01)
     assert state(learn) == before and len(learn.precision.scales) == 12 and len(twin.precision.scales) == 24
-    learn.fit(2, .01)
+    learn.fit(2, 0.01)
     assert same_everything(everything(learn), everything(twin))
 
 
-@pytest.mark.parametrize('event, opt', [('before_batch', 'adam'), ('after_backward', 'adam'), ('before_step', 'adam'),
-                                        ('before_step', 'fused adamw'), ('after_step', 'fused adamw')])
+@pytest.mark.parametrize(
+    'event, opt',
+    [
+        ('before_batch', 'adam'),
+        ('after_backward', 'adam'),
+        ('before_step', 'adam'),
+        ('before_step', 'fused adamw'),
+        ('after_step', 'fused adamw'),
+    ],
+)
 def test_copies_made_in_the_middle_of_a_fit_are_outside_one(tmp_path, event, opt):
     "`before_step` is between unscaling and update; a fused optimizer takes its step on the device then."
     learn, copies = trained(tmp_path, n=1, opt=opt), []
+
     def keep(l):
-        if not l.training: return
-        vars(l).update({k: t.detach() for k in ('pred', 'loss', 'loss_grad') if isinstance(t := vars(l).get(k), torch.Tensor)})   # no graph
+        if not l.training:
+            return
+        vars(l).update(
+            {k: t.detach() for k in ('pred', 'loss', 'loss_grad') if isinstance(t := vars(l).get(k), torch.Tensor)}
+        )  # no graph
         copies.append((params(l), state(l), copy.deepcopy(l)))
-    learn.add_cb(At(event, keep, 40)).fit(1, .01)
+
+    learn.add_cb(At(event, keep, 40)).fit(1, 0.01)
     weights, scale, twin = copies[-1]
     assert same(params(twin), weights) and state(twin) == scale and twin.precision.device is None
     before = autocast_state()
-    twin.remove_cb(At).fit(1, .01)
+    twin.remove_cb(At).fit(1, 0.01)
     assert autocast_state() == before and finite(twin) and not same(params(twin), weights)
 
 
 def test_toggling_leaves_no_trace():
     "On the learner, its optimizer and its model, after fits and after one that was interrupted."
     learn = learner()
-    for call in ('to_fp16', 'to_bf16', 'to_fp32', 'to_fp16'): getattr(learn, call)().fit(1, .01)
+    for call in ('to_fp16', 'to_bf16', 'to_fp32', 'to_fp16'):
+        getattr(learn, call)().fit(1, 0.01)
     callback = weakref.ref(interrupted(learn.to_bf16(fp32_modules='0'), 'after_backward').precision)
     learn.to_fp32()
     gc.collect()

@@ -1,4 +1,5 @@
-"Each undocumented name that the core uses does what `compat.py` says; the test fails with the function's name when it is gone."
+"Each undocumented name that the core uses does what `compat.py` says; its test fails when it is gone."
+
 import pytest, torch
 from torch import nn
 
@@ -11,17 +12,22 @@ def test_AutocastState():
     with torch.autocast('cpu', dtype=torch.float16, cache_enabled=False):
         before = autocast_state()
         with compat.AutocastState('cpu'):
-            for _ in range(3): torch.autocast('cpu', enabled=False).__enter__()
+            for _ in range(3):
+                torch.autocast('cpu', enabled=False).__enter__()
             torch.set_grad_enabled(False)
             assert autocast_state() != before
         assert autocast_state() == before and torch.is_grad_enabled()
-        with compat.AutocastState('cpu'): torch.autocast_decrement_nesting()
+        with compat.AutocastState('cpu'):
+            torch.autocast_decrement_nesting()
         assert autocast_state() == before
 
 
 def test_tree_leaves_and_tree_map():
     t = torch.ones(1)
-    assert compat.tree_leaves(({'a': [t]}, 1)) == [t, 1] and compat.tree_map(lambda o: o + 1, [t, 2]) == [torch.tensor([2.]), 3]
+    assert compat.tree_leaves(({'a': [t]}, 1)) == [t, 1] and compat.tree_map(lambda o: o + 1, [t, 2]) == [
+        torch.tensor([2.0]),
+        3,
+    ]
 
 
 def test_compiled_module():
@@ -31,7 +37,7 @@ def test_compiled_module():
     assert any(n.endswith(compat.COMPILED_NAME) for n, _ in nn.Sequential(compiled).named_modules())
 
 
-@pytest.mark.parametrize('grad, flag', [(1., 0.), (float('inf'), 1.)])
+@pytest.mark.parametrize('grad, flag', [(1.0, 0.0), (float('inf'), 1.0)])
 def test_found_inf_of(grad, flag):
     p, scaler = nn.Parameter(torch.ones(1)), torch.amp.GradScaler('cpu')
     p.grad, opt = scaler.scale(torch.full((1,), grad)), torch.optim.SGD([p])
@@ -40,6 +46,7 @@ def test_found_inf_of(grad, flag):
 
 
 # -- insight
+
 
 def test_in_function_transform():
     seen = []
@@ -56,11 +63,17 @@ def test_operator():
 
 def test_unwatched():
     from torch.utils._python_dispatch import TorchDispatchMode
+
     seen = []
+
     class Notes(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None): seen.append(func); return func(*args, **(kwargs or {}))
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
     with Notes():
-        with traced.unwatched(): torch.ones(2) + 1
+        with traced.unwatched():
+            torch.ones(2) + 1
         assert not seen
         torch.ones(2) + 1
     assert seen

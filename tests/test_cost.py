@@ -1,4 +1,5 @@
 "What a step costs beyond the arithmetic: host reads and operations, counted; and skips that the device decides."
+
 from collections import Counter
 
 import pytest, torch
@@ -9,30 +10,40 @@ from torch.profiler import ProfilerActivity, profile
 
 from helpers import *
 
-FUSED = {'fused adam': partial(OptimWrapper, opt=partial(torch.optim.Adam, fused=True)), 'fused adamw': OPTIMIZERS['fused adamw'],
-         'fused sgd': OPTIMIZERS['fused sgd'], 'fused plain sgd': partial(OptimWrapper, opt=partial(torch.optim.SGD, fused=True))}
+FUSED = {
+    'fused adam': partial(OptimWrapper, opt=partial(torch.optim.Adam, fused=True)),
+    'fused adamw': OPTIMIZERS['fused adamw'],
+    'fused sgd': OPTIMIZERS['fused sgd'],
+    'fused plain sgd': partial(OptimWrapper, opt=partial(torch.optim.SGD, fused=True)),
+}
 OPTS = {**OPTIMIZERS, **FUSED}
 STEPS = 12
 
 
 def counted(f):
-    with profile(activities=[ProfilerActivity.CPU]) as p: f()
+    with profile(activities=[ProfilerActivity.CPU]) as p:
+        f()
     return Counter(e.name for e in p.events() if e.name.startswith('aten::'))
 
 
 def fit_counts(mode, opt):
     "Of a second fit, without validation and without the watch."
-    def no_validation(l): raise CancelValidException
+
+    def no_validation(l):
+        raise CancelValidException
+
     cbs = [At('before_validate', no_validation)] + ([] if mode == 'fp32' else [mixed(mode, on_overflow='ignore')])
     learn = learner(dls=loaders(n=4 * STEPS), opt_func=OPTS[opt], cbs=cbs)
-    learn.fit(1, .01)
-    return counted(lambda: learn.fit(1, .01))
+    learn.fit(1, 0.01)
+    return counted(lambda: learn.fit(1, 0.01))
 
 
 def handwritten_counts(mode, opt):
     "Of an epoch after the first."
-    scaling = dict(init_scale=256.) if mode == 'fp16' else {}
-    first, both = (counted(lambda: handwritten(mode, OPTS[opt], n, dls=loaders(n=4 * STEPS), **scaling)) for n in (1, 2))
+    scaling = dict(init_scale=256.0) if mode == 'fp16' else {}
+    first, both = (
+        counted(lambda: handwritten(mode, OPTS[opt], n, dls=loaders(n=4 * STEPS), **scaling)) for n in (1, 2)
+    )
     both.subtract(first)
     return both
 
@@ -40,71 +51,119 @@ def handwritten_counts(mode, opt):
 @pytest.mark.parametrize('mode, opt, reads', [('bf16', 'adamw', 0), ('fp16', 'adam', 1)])
 def test_operations_per_step_are_those_of_the_handwritten_loop(mode, opt, reads):
     "In fp16 one multiplication more: the history keeps the scale as a tensor. test_cuda.py counts waits."
-    ours, theirs, read = fit_counts(mode, opt), handwritten_counts(mode, opt), ('aten::_local_scalar_dense', 'aten::item')
-    ours.subtract(fit_counts('fp32', opt)); theirs.subtract(handwritten_counts('fp32', opt))
-    assert theirs[read[0]] == reads * STEPS and 0 <= ours[read[0]] - theirs[read[0]] <= 5         # once a fit
+    ours, theirs, read = (
+        fit_counts(mode, opt),
+        handwritten_counts(mode, opt),
+        ('aten::_local_scalar_dense', 'aten::item'),
+    )
+    ours.subtract(fit_counts('fp32', opt))
+    theirs.subtract(handwritten_counts('fp32', opt))
+    assert theirs[read[0]] == reads * STEPS and 0 <= ours[read[0]] - theirs[read[0]] <= 5  # once a fit
     extra = {k: ours[k] - theirs[k] for k in ours.keys() | theirs.keys() if ours[k] != theirs[k] and k not in read}
-    # The history's: a multiplication a step, with a `to` that moves nothing; two views for each entry when they are read.
-    history = {'aten::mul': STEPS, 'aten::to': STEPS, 'aten::unsqueeze': 2 * STEPS, 'aten::as_strided': 2 * STEPS} if mode == 'fp16' else {}
-    assert all(v - history.get(k, 0) < STEPS for k, v in extra.items()), extra   # once a fit, not once a step
+    # The history's: a multiplication a step, with a `to` that moves nothing; two views for each entry when read.
+    history = (
+        {'aten::mul': STEPS, 'aten::to': STEPS, 'aten::unsqueeze': 2 * STEPS, 'aten::as_strided': 2 * STEPS}
+        if mode == 'fp16'
+        else {}
+    )
+    assert all(v - history.get(k, 0) < STEPS for k, v in extra.items()), extra  # once a fit, not once a step
 
 
 def test_gradients_are_unscaled_in_one_call_for_any_number_of_parameters():
-    learn = learner(nn.Sequential(*[nn.Linear(6, 6) for _ in range(40)], nn.Linear(6, 1)), opt_func=SGD).to_fp16(init_scale=256.)
-    calls = counted(lambda: learn.fit(1, .01))['aten::_amp_foreach_non_finite_check_and_unscale_']
-    assert calls in (6, 7)                                       # each step, and at the end of a fit
+    learn = learner(nn.Sequential(*[nn.Linear(6, 6) for _ in range(40)], nn.Linear(6, 1)), opt_func=SGD).to_fp16(
+        init_scale=256.0
+    )
+    calls = counted(lambda: learn.fit(1, 0.01))['aten::_amp_foreach_non_finite_check_and_unscale_']
+    assert calls in (6, 7)  # each step, and at the end of a fit
 
 
 # -- skips that the device decides
 
+
 class OnTheHost(Learner):
     "With a step of its own, for which the host decides whether it is skipped."
-    def _step(self): self.opt.step()
+
+    def _step(self):
+        self.opt.step()
 
 
-@pytest.mark.parametrize('opt, skips, clip', [('fused adam', {0}, None), ('fused adamw', {0, 1, 2}, .1), ('fused sgd', {1, 5, 6, 11}, None),
-                                              ('fused plain sgd', {3}, .1)], ids=str)
+@pytest.mark.parametrize(
+    'opt, skips, clip',
+    [
+        ('fused adam', {0}, None),
+        ('fused adamw', {0, 1, 2}, 0.1),
+        ('fused sgd', {1, 5, 6, 11}, None),
+        ('fused plain sgd', {3}, 0.1),
+    ],
+    ids=str,
+)
 def test_the_device_decides_as_the_host_would(opt, skips, clip):
     def run(cls):
         cbs = [mixed('fp16', growth_interval=4), spoil_at(*skips)] + ([GradientClip(clip)] if clip else [])
         learn, seen = learner(dls=loaders(n=4 * STEPS), opt_func=FUSED[opt], cbs=cbs, cls=cls), []
-        learn.add_cb(At('after_batch', lambda l: l.training and seen.append((params(l), opt_state(l.opt), l.precision.skipped)), 70))
-        learn.fit(1, .01)
+        learn.add_cb(
+            At(
+                'after_batch',
+                lambda l: l.training and seen.append((params(l), opt_state(l.opt), l.precision.skipped)),
+                70,
+            )
+        )
+        learn.fit(1, 0.01)
         return learn.precision, seen
+
     (device, seen), (host, expected) = run(Learner), run(OnTheHost)
     for i, ((p, s, skipped), (q, t, wanted)) in enumerate(zip(seen, expected, strict=True)):
         assert same(p, q) and same_state(s, t) and skipped is wanted is (i in skips)
-        if i in skips - {0}: assert same(p, seen[i - 1][0]) and same_state(s, seen[i - 1][1])
+        if i in skips - {0}:
+            assert same(p, seen[i - 1][0]) and same_state(s, seen[i - 1][1])
     assert device.scales == host.scales and device.n_skipped == len(skips) and device.state_dict() == host.state_dict()
 
 
-class Counting(torch.optim.AdamW): pass
+class Counting(torch.optim.AdamW):
+    pass
 
 
-@pytest.mark.parametrize('opt, fires', [
-    (OPTS['adam'], [0, 3]), (OPTS['fused adamw'], [0]), (OPTS['fused sgd'], [0]), (OPTS['fused plain sgd'], []),
-    (partial(OptimWrapper, opt=partial(Counting, fused=True)), [0, 3]), (lambda p, lr: Lookahead(SGD(p, lr=lr)), [0, 3])])
+@pytest.mark.parametrize(
+    'opt, fires',
+    [
+        (OPTS['adam'], [0, 3]),
+        (OPTS['fused adamw'], [0]),
+        (OPTS['fused sgd'], [0]),
+        (OPTS['fused plain sgd'], []),
+        (partial(OptimWrapper, opt=partial(Counting, fused=True)), [0, 3]),
+        (lambda p, lr: Lookahead(SGD(p, lr=lr)), [0, 3]),
+    ],
+)
 def test_who_decides(opt, fires):
     """`after_cancel_step` fires where the host does: for all but torch's own fused optimizers, and where the first step
     would create a state; `skipped` holds in both."""
     learn, fired, skipped, counts = learner(opt_func=opt, cbs=[mixed('fp16'), spoil_at(0, 3)]), [], [], []
-    learn.add_cbs([At('after_cancel_step', lambda l: fired.append(l.train_iter), 20),
-                   At('after_step', lambda l: skipped.append(l.precision.skipped), 20),
-                   At('after_batch', lambda l: l.training and counts.append(getattr(l.opt, 'count', None)), 70)])
-    learn.fit(1, .01)
+    learn.add_cbs(
+        [
+            At('after_cancel_step', lambda l: fired.append(l.train_iter), 20),
+            At('after_step', lambda l: skipped.append(l.precision.skipped), 20),
+            At('after_batch', lambda l: l.training and counts.append(getattr(l.opt, 'count', None)), 70),
+        ]
+    )
+    learn.fit(1, 0.01)
     assert fired == fires and skipped == [i in (0, 3) for i in range(6)] and learn.precision.n_skipped == 2
-    assert counts in ([None] * 6, [0, 1, 2, 2, 3, 4])            # Lookahead does not count a skipped step
+    assert counts in ([None] * 6, [0, 1, 2, 2, 3, 4])  # Lookahead does not count a skipped step
 
 
 @pytest.mark.parametrize('exc', [RuntimeError, CancelStepException, CancelBatchException])
 def test_a_skip_on_the_device_never_outlives_its_step(exc):
     "Also where the step is called off: a later fit in fp32 trains."
+
     def stop(l):
-        if l.train_iter == 2: raise exc('stop')
+        if l.train_iter == 2:
+            raise exc('stop')
+
     spoiling = [spoil_at(2, 4), At('before_step', stop, 20)]
-    learn = learner(opt_func=FUSED['fused adamw']).to_fp16(init_scale=256.)
-    try: learn.fit(1, .01, cbs=spoiling)
-    except RuntimeError: pass
+    learn = learner(opt_func=FUSED['fused adamw']).to_fp16(init_scale=256.0)
+    try:
+        learn.fit(1, 0.01, cbs=spoiling)
+    except RuntimeError:
+        pass
     before = params(learn)
-    learn.to_fp32().fit(1, .01)
+    learn.to_fp32().fit(1, 0.01)
     assert not same(params(learn), before) and finite(learn)

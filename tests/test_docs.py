@@ -1,4 +1,5 @@
 "What is documented is there, and what is there is documented."
+
 import ast, configparser, importlib, importlib.util, inspect, io, json, os, re, subprocess, sys, warnings
 from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
@@ -31,21 +32,27 @@ PAGES = 14
 WORDS = 12_000
 
 
-def is_ours(f): return (getattr(f, '__module__', None) or '').startswith('fastxtend_amp')
+def is_ours(f):
+    return (getattr(f, '__module__', None) or '').startswith('fastxtend_amp')
 
 
-ADDED = {n: m for n, m in vars(Learner).items() if not n.startswith('_') and is_ours(getattr(m, 'fget', m))
-         and not hasattr(m, '__wrapped__') and inspect.getdoc(m)}
+ADDED = {
+    n: m
+    for n, m in vars(Learner).items()
+    if not n.startswith('_') and is_ours(getattr(m, 'fget', m)) and not hasattr(m, '__wrapped__') and inspect.getdoc(m)
+}
 METHODS = {n: f for n, f in ADDED.items() if inspect.isfunction(f)}
 
 
 def markdown():
     "Each page that people read, by name."
     yield from ((f.name, f.read_text()) for f in [*sorted(ROOT.glob('*.md')), *sorted(NBS.glob('*.md'))])
-    for f in sorted(NBS.glob('*.ipynb')): yield f.name, '\n'.join(c.source for c in nbformat.read(f, 4).cells if c.cell_type == 'markdown')
+    for f in sorted(NBS.glob('*.ipynb')):
+        yield f.name, '\n'.join(c.source for c in nbformat.read(f, 4).cells if c.cell_type == 'markdown')
 
 
 # -- docstrings
+
 
 @pytest.mark.parametrize('file', MODULES, ids=lambda f: str(f.relative_to(ROOT / 'fastxtend_amp')))
 def test_modules_say_what_they_are_and_public_things_have_docstrings(file):
@@ -53,13 +60,18 @@ def test_modules_say_what_they_are_and_public_things_have_docstrings(file):
     first = (ast.get_docstring(tree) or '').split('\n')[0]
     assert len(first) > 20 and '?' not in first, first
     for node in tree.body:
-        if not isinstance(node, (ast.FunctionDef, ast.ClassDef)) or node.name.startswith('_'): continue
+        if not isinstance(node, (ast.FunctionDef, ast.ClassDef)) or node.name.startswith('_'):
+            continue
         assert ast.get_docstring(node) or len(node.body) == 1, f'{file.name}: {node.name}'
 
 
 def test_every_argument_has_a_meaning():
     public = [getattr(fastxtend_amp, n) for n in fastxtend_amp.__all__]
-    called = [f for f in public if inspect.isfunction(f)] + [MixedPrecision.__init__, HalfWeights.__init__, *METHODS.values()]
+    called = [f for f in public if inspect.isfunction(f)] + [
+        MixedPrecision.__init__,
+        HalfWeights.__init__,
+        *METHODS.values(),
+    ]
     assert len(METHODS) >= 9 and 'precision' in ADDED
     for f in called:
         meanings = docments(f, args_kwargs=True)
@@ -69,30 +81,43 @@ def test_every_argument_has_a_meaning():
 
 # -- pages
 
+
 @pytest.mark.parametrize('name,text', markdown(), ids=lambda x: x if len(x) < 60 else '')
 def test_what_is_named_is_there(name, text):
-    for test in re.findall(r'`(test_\w+)`', text): assert any(f'def {test}(' in code for code in TESTS.values()), test
-    for file in re.findall(r'`(?:[\w/]*/)?(test_\w+\.py|matrix\.py)`', text): assert file in TESTS, file
+    for test in re.findall(r'`(test_\w+)`', text):
+        assert any(f'def {test}(' in code for code in TESTS.values()), test
+    for file in re.findall(r'`(?:[\w/]*/)?(test_\w+\.py|matrix\.py)`', text):
+        assert file in TESTS, file
     folder = ROOT if (ROOT / name).exists() else NBS
-    for target in re.findall(r'\]\(([^)#:]+)(?:#[^)]*)?\)', text): assert (folder / target).exists(), target
-    if name == 'CHANGELOG.md': return                            # what earlier versions had need not be there
+    for target in re.findall(r'\]\(([^)#:]+)(?:#[^)]*)?\)', text):
+        assert (folder / target).exists(), target
+    if name == 'CHANGELOG.md':
+        return  # what earlier versions had need not be there
     for module, attr in re.findall(r'`fastxtend_amp\.(\w+)(?:\.(\w+))?', text):
         found = getattr(fastxtend_amp, module, None) or importlib.import_module(f'fastxtend_amp.{module}')
         assert not attr or hasattr(found, attr), f'{module}.{attr}'
-    for method, given in re.findall(r'(?<!_)(to_(?:fp16|bf16|amp|fp32|half_weights|channelslast)|precision_report|compare_precision)\(([^()]*)\)', text):
+    for method, given in re.findall(
+        r'(?<!_)(to_(?:fp16|bf16|amp|fp32|half_weights|channelslast)|precision_report|compare_precision)\(([^()]*)\)',
+        text,
+    ):
         names = set(inspect.signature(METHODS[method]).parameters)
         assert set(re.findall(r'(\w+)=', given)) <= names, f'{method}({given})'
-    for attr in re.findall(r'`learn\.precision\.(\w+)', text): assert hasattr(MixedPrecision, attr), attr
-    for file in re.findall(r'^\| .* \| `(\w+(?:\.py|/))` \|$', text, re.M): assert (ROOT / 'fastxtend_amp' / file).exists(), file
-    for code in re.findall(r'```python\n(.*?)```', text, re.S): compile(code, name, 'exec')
+    for attr in re.findall(r'`learn\.precision\.(\w+)', text):
+        assert hasattr(MixedPrecision, attr), attr
+    for file in re.findall(r'^\| .* \| `(\w+(?:\.py|/))` \|$', text, re.M):
+        assert (ROOT / 'fastxtend_amp' / file).exists(), file
+    for code in re.findall(r'```python\n(.*?)```', text, re.S):
+        compile(code, name, 'exec')
 
 
 @pytest.fixture(scope='session')
 def page(tmp_path_factory):
     "The web page, built as the README says, strictly."
-    if importlib.util.find_spec('myst_nb') is None: pytest.skip('needs Sphinx, MyST-NB and Furo, of the extra docs')
+    if importlib.util.find_spec('myst_nb') is None:
+        pytest.skip('needs Sphinx, MyST-NB and Furo, of the extra docs')
     out = tmp_path_factory.mktemp('page')
     from sphinx.cmd.build import main
+
     command = re.search(r'^python -m sphinx (-W.*) nbs/_build/html$', README, re.M)[1].split()
     said = io.StringIO()
     with redirect_stdout(said), redirect_stderr(said), pytest.MonkeyPatch.context() as patch:
@@ -103,6 +128,7 @@ def page(tmp_path_factory):
 
 class Page(HTMLParser):
     "Names that can be linked to, links, what is loaded, and the text of the article."
+
     def __init__(self, text):
         super().__init__()
         self.ids, self.links, self.loaded, self.text, self.inside = set(), [], [], [], False
@@ -111,16 +137,24 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag, attrs):
         a = dict(attrs)
-        if tag == 'article': self.inside = True
+        if tag == 'article':
+            self.inside = True
         self.hidden = tag in ('style', 'script')
-        if a.get('id'): self.ids.add(a['id'])
-        if tag == 'a' and a.get('href'): self.links.append(a['href'])
-        if tag in ('script', 'img') and a.get('src'): self.loaded.append(a['src'])
-        if tag == 'link' and a.get('rel') in ('stylesheet', 'preload', 'icon'): self.loaded.append(a['href'])
+        if a.get('id'):
+            self.ids.add(a['id'])
+        if tag == 'a' and a.get('href'):
+            self.links.append(a['href'])
+        if tag in ('script', 'img') and a.get('src'):
+            self.loaded.append(a['src'])
+        if tag == 'link' and a.get('rel') in ('stylesheet', 'preload', 'icon'):
+            self.loaded.append(a['href'])
 
-    def handle_endtag(self, tag): self.inside, self.hidden = self.inside and tag != 'article', False
+    def handle_endtag(self, tag):
+        self.inside, self.hidden = self.inside and tag != 'article', False
+
     def handle_data(self, text):
-        if self.inside and not self.hidden: self.text.append(text)
+        if self.inside and not self.hidden:
+            self.text.append(text)
 
 
 def test_page_is_whole_and_short(page):
@@ -132,24 +166,32 @@ def test_page_is_whole_and_short(page):
     for file, p in pages.items():
         for target in p.links:
             parts = urlsplit(target)
-            if parts.scheme or parts.netloc: continue
+            if parts.scheme or parts.netloc:
+                continue
             other = (file.parent / unquote(parts.path)).resolve() if parts.path else file
             assert other.exists(), f'{file.name}: {target}'
-            if parts.fragment and other in pages: assert unquote(parts.fragment) in pages[other].ids, f'{file.name}: {target}'
+            if parts.fragment and other in pages:
+                assert unquote(parts.fragment) in pages[other].ids, f'{file.name}: {target}'
         for target in p.loaded:
-            assert not urlsplit(target).netloc and (target.startswith('data:') or (file.parent / urlsplit(target).path).exists()), target
-    for sheet in page.rglob('*.css'): assert not re.search(r'url\(\s*[\'"]?(https?:)?//|@import', sheet.read_text()), sheet
+            assert not urlsplit(target).netloc and (
+                target.startswith('data:') or (file.parent / urlsplit(target).path).exists()
+            ), target
+    for sheet in page.rglob('*.css'):
+        assert not re.search(r'url\(\s*[\'"]?(https?:)?//|@import', sheet.read_text()), sheet
 
 
 def test_page_has_every_public_name_with_its_arguments(page):
     text = (page / 'api.html').read_text()
     ids = Page(text).ids
-    for name in [*fastxtend_amp.__all__, *(f'Learner.{n}' for n in ADDED)]: assert name in ids, name
+    for name in [*fastxtend_amp.__all__, *(f'Learner.{n}' for n in ADDED)]:
+        assert name in ids, name
     codes = {re.sub(r'<[^>]+>', '', code) for code in re.findall(r'<code.*?</code>', text, re.S)}
     for f in [*METHODS.values(), MixedPrecision, HalfWeights]:
-        for name in {*inspect.signature(f).parameters} - {'self', 'args', 'kwargs'}: assert name in codes, name
-    assert text.count('Loss scale to start from') == 1           # no table of arguments twice
-    for link in re.findall(r'href="(source/[^"#]+)', text): assert (page / link).exists()
+        for name in {*inspect.signature(f).parameters} - {'self', 'args', 'kwargs'}:
+            assert name in codes, name
+    assert text.count('Loss scale to start from') == 1  # no table of arguments twice
+    for link in re.findall(r'href="(source/[^"#]+)', text):
+        assert (page / link).exists()
 
 
 def test_every_command_is_described():
@@ -162,7 +204,8 @@ def test_every_command_is_described():
 def test_page_can_be_searched(page):
     index = (page / 'searchindex.js').read_text()
     titles = json.loads(index.removeprefix('Search.setIndex(').removesuffix(')'))['titles']
-    for title in ('API', 'First run', 'Questions', 'Which precision?', 'Coming from another library'): assert title in titles
+    for title in ('API', 'First run', 'Questions', 'Which precision?', 'Coming from another library'):
+        assert title in titles
     assert all(name in index for name in fastxtend_amp.__all__)
 
 
@@ -171,25 +214,42 @@ def test_page_can_be_searched(page):
 def test_examples_of_the_api_page_run(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     method = name.removeprefix('Learner.')
-    assert name in fastxtend_amp.__all__ or method in ADDED or name.partition('.')[0] in (*fastxtend_amp.__all__, 'Verdict', 'PrecisionChoice')
+    assert (
+        name in fastxtend_amp.__all__
+        or method in ADDED
+        or name.partition('.')[0] in (*fastxtend_amp.__all__, 'Verdict', 'PrecisionChoice')
+    )
     import matplotlib
+
     matplotlib.use('Agg')
-    if 'kahan' in EXAMPLES[name]: pytest.importorskip('optimi')
+    if 'kahan' in EXAMPLES[name]:
+        pytest.importorskip('optimi')
     learn, dls = learner(), loaders()
     learn.path = tmp_path
     names = {n: getattr(fastxtend_amp, n) for n in fastxtend_amp.__all__}
     with learn.no_bar(), learn.no_logging():
-        exec(EXAMPLES[name], {'learn': learn, 'Learner': partial(Learner, loss_func=nn.MSELoss()), 'dls': dls, 'model': mlp(), 'x': dls.one_batch()[0], **names})
+        exec(
+            EXAMPLES[name],
+            {
+                'learn': learn,
+                'Learner': partial(Learner, loss_func=nn.MSELoss()),
+                'dls': dls,
+                'model': mlp(),
+                'x': dls.one_batch()[0],
+                **names,
+            },
+        )
 
 
 # -- recipes and claims
+
 
 def recipe(word):
     text = (NBS / 'faq.md').read_text()
     return next(code for code in re.findall(r'```python\n(.*?)```', text, re.S) if word in code)
 
 
-@pytest.mark.parametrize('mode,kwargs', [('bf16', {}), ('fp16', {'init_scale': 64.})])
+@pytest.mark.parametrize('mode,kwargs', [('bf16', {}), ('fp16', {'init_scale': 64.0})])
 def test_the_recipe_for_a_second_forward_pass(mode, kwargs):
     names = {'Callback': Callback, 'torch': torch}
     exec(recipe('class SAM'), names)
@@ -198,7 +258,8 @@ def test_the_recipe_for_a_second_forward_pass(mode, kwargs):
     getattr(learn, f'to_{mode}')(**kwargs)
     learn.model[0].register_forward_hook(lambda m, i, o: dtypes.append(o.dtype))
     before = [p.clone() for p in learn.model.parameters()]
-    with learn.no_bar(), learn.no_logging(): learn.fit(1)
+    with learn.no_bar(), learn.no_logging():
+        learn.fit(1)
     n = len(learn.dls.train)
     assert len(dtypes) == 2 * n + len(learn.dls.valid) and len(set(dtypes)) == 1 and dtypes[0] is not torch.float32
     assert not all(map(torch.equal, before, learn.model.parameters()))
@@ -215,35 +276,44 @@ def test_what_fastai_does_where_it_finds_cuda(monkeypatch, tmp_path):
 
     class Scales(Callback):
         order = 11
-        def after_step(self): scales.append(self.learn.scaler.get_scale())
+
+        def after_step(self):
+            scales.append(self.learn.scaler.get_scale())
 
     class Fails(Callback):
-        def after_pred(self): raise RuntimeError('on purpose')
+        def after_pred(self):
+            raise RuntimeError('on purpose')
 
     def fitted(learn, **kwargs):
-        with learn.no_bar(), learn.no_logging(): learn.fit(1, **kwargs)
+        with learn.no_bar(), learn.no_logging():
+            learn.fit(1, **kwargs)
         return learn
 
     before = AutocastState('cuda')
     try:
         twice = learner(cbs=[fp16.MixedPrecision(), fp16.MixedPrecision()])
-        with pytest.raises(AssertionError, match='No inf checks were recorded'): fitted(twice)
+        with pytest.raises(AssertionError, match='No inf checks were recorded'):
+            fitted(twice)
         torch.set_autocast_enabled('cuda', False)
-        once, other = (learner(cbs=fp16.MixedPrecision(growth_interval=1, init_scale=2.)) for _ in range(2))
+        once, other = (learner(cbs=fp16.MixedPrecision(growth_interval=1, init_scale=2.0)) for _ in range(2))
         once.path = other.path = tmp_path
         for learn in (once, once, other):
             fitted(learn, cbs=Scales())
-            if learn is once: once.save('a'); other.load('a')
+            if learn is once:
+                once.save('a')
+                other.load('a')
         first, second, third = zip(*[iter(scales)] * (len(scales) // 3))
-        assert first == second == third and first[0] < first[-1]     # starts anew at each fit and load
+        assert first == second == third and first[0] < first[-1]  # starts anew at each fit and load
         monkeypatch.setattr(torch.Tensor, 'item', lambda t: reads.append(t) or item(t))
         fitted(learner())
         in_fp32 = len(reads)
         low = fitted(learner(cbs=fp16.MixedPrecision()))
         assert len(reads) - 2 * in_fp32 == 2 * len(low.dls.train)
-        with pytest.raises(RuntimeError, match='on purpose'): fitted(learner(cbs=fp16.MixedPrecision('bf16')), cbs=Fails())
-        assert torch.is_autocast_enabled('cuda')                 # stays on
-    finally: before.__exit__()                                   # autocast, with its nesting, for the tests to come
+        with pytest.raises(RuntimeError, match='on purpose'):
+            fitted(learner(cbs=fp16.MixedPrecision('bf16')), cbs=Fails())
+        assert torch.is_autocast_enabled('cuda')  # stays on
+    finally:
+        before.__exit__()  # autocast, with its nesting, for the tests to come
 
 
 def test_outside_cuda_fastai_trains_in_fp32():
@@ -257,6 +327,7 @@ def test_outside_cuda_fastai_trains_in_fp32():
 
 
 # -- the README
+
 
 def test_readme_is_short_and_has_its_commands():
     assert len(README.split()) <= 600
@@ -285,32 +356,39 @@ folder, data = Path(sys.argv[1]), load_digits()
 for kind, samples in (('train', range(64)), ('valid', range(64, 80))):   # a batch, as MNIST_SAMPLE lies on the disk
     for i in samples:
         (folder / kind / str(data.target[i] % 2)).mkdir(parents=True, exist_ok=True)
-        Image.fromarray((data.images[i] * 15).astype('uint8')).convert('RGB').save(folder / kind / str(data.target[i] % 2) / f'{i}.png')
+        image = Image.fromarray((data.images[i] * 15).astype('uint8')).convert('RGB')
+        image.save(folder / kind / str(data.target[i] % 2) / f'{i}.png')
 external.untar_data = lambda url: folder                                           # no network
-make = models.ResNet._make_layer                                                   # an eighth of the channels: emulated convolutions are slow
+make = models.ResNet._make_layer  # an eighth of the channels: emulated convolutions are slow
 models.ResNet._make_layer = lambda self, block, planes, *args, **kwargs: make(self, block, planes // 8, *args, **kwargs)
 models.ResNet18_Weights.get_state_dict = lambda self, *args, **kwargs: models.resnet18().state_dict()
 """
 
 
-@pytest.mark.slow                                                # bf16 convolutions, where they are emulated
+@pytest.mark.slow  # bf16 convolutions, where they are emulated
 def test_readme_snippet_runs_as_it_stands(tmp_path):
     snippet = next(code for code in re.findall(r'```python\n(.*?)```', README, re.S) if 'vision_learner' in code)
     (tmp_path / 'data').mkdir()
     code = SNIPPET + snippet.replace('from fastxtend_amp', 'untar_data = external.untar_data\nfrom fastxtend_amp', 1)
     code += "\nassert (folder / 'model.pkl').stat().st_size"
     env = {**os.environ, 'PYTHONPATH': os.pathsep.join(filter(None, [str(ROOT), os.environ.get('PYTHONPATH')]))}
-    done = subprocess.run([sys.executable, '-c', code, tmp_path / 'data'], capture_output=True, text=True, cwd=tmp_path, env=env)
+    done = subprocess.run(
+        [sys.executable, '-c', code, tmp_path / 'data'], capture_output=True, text=True, cwd=tmp_path, env=env
+    )
     assert done.returncode == 0, done.stderr[-2000:]
 
 
 # -- figures
 
+
 def test_speeds_are_those_of_the_runs():
     import figures
+
     assert (NBS / 'speed.md').read_text() == figures.table()
-    shown = {(what, machine): figures.marked(m['bf16', 'fastxtend_amp']['vs_fp32'], m['bf16', 'fastxtend_amp']['blocks'])
-             for what, machine, m in figures.rows()}
+    shown = {
+        (what, machine): figures.marked(m['bf16', 'fastxtend_amp']['vs_fp32'], m['bf16', 'fastxtend_amp']['blocks'])
+        for what, machine, m in figures.rows()
+    }
     text = ' '.join(README.partition('## Speed')[2].partition('\n## ')[0].split())
     for model in ('wide MLP, batch 1024', 'transformer encoder', 'wide MLP, batch 64'):
         assert f"{shown[model, 'A']} and {shown[model, 'B']}" in text, model

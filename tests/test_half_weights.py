@@ -1,4 +1,5 @@
 "Half weights: with masters the numbers of autocast; flat masters that nobody sees; no masters, in a fit alone."
+
 import copy
 from functools import partial
 from inspect import signature
@@ -20,16 +21,26 @@ from helpers import *
 from interrupts import interrupted_before, lines_of
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*emulated.*', 'ignore:.*enable_nested_tensor.*')
-FASTAI = {'sgd': SGD, 'momentum': partial(SGD, mom=.9), 'l2': partial(SGD, mom=.9, decouple_wd=False), 'adam': Adam,
-          'rms_prop': partial(RMSProp, mom=.9), 'radam': RAdam, 'qhadam': QHAdam}
+FASTAI = {
+    'sgd': SGD,
+    'momentum': partial(SGD, mom=0.9),
+    'l2': partial(SGD, mom=0.9, decouple_wd=False),
+    'adam': Adam,
+    'rms_prop': partial(RMSProp, mom=0.9),
+    'radam': RAdam,
+    'qhadam': QHAdam,
+}
 
 
-def two_groups(m): return [[*m[:2].parameters()], [*m[2:].parameters()]]
+def two_groups(m):
+    return [[*m[:2].parameters()], [*m[2:].parameters()]]
 
 
-def trained(to='to_half_weights', opt=Adam, model=None, cbs=None, n_epoch=2, splitter=trainable_params, tmp=None, **kwargs):
-    learn = learner(model, opt_func=opt, cbs=cbs, wd=.1, splitter=splitter, path=tmp)
-    getattr(learn, to)(**kwargs).fit(n_epoch, .01)
+def trained(
+    to='to_half_weights', opt=Adam, model=None, cbs=None, n_epoch=2, splitter=trainable_params, tmp=None, **kwargs
+):
+    learn = learner(model, opt_func=opt, cbs=cbs, wd=0.1, splitter=splitter, path=tmp)
+    getattr(learn, to)(**kwargs).fit(n_epoch, 0.01)
     return learn
 
 
@@ -39,26 +50,45 @@ def equal(a, b):
     return True
 
 
-def in_memory_of_their_own(learn): return all(p.untyped_storage().nbytes() == p.nbytes for p in learn.model.parameters())
-def is_fp32(learn): return all(p.dtype is torch.float32 and p.isfinite().all() for p in learn.model.parameters())
+def in_memory_of_their_own(learn):
+    return all(p.untyped_storage().nbytes() == p.nbytes for p in learn.model.parameters())
+
+
+def is_fp32(learn):
+    return all(p.dtype is torch.float32 and p.isfinite().all() for p in learn.model.parameters())
 
 
 # -- a model
 
+
 class Zoo(nn.Module):
     "Weights that autocast casts inside their layer's own forward, and others; from (n, 6) to (n, 1)."
-    given = ['own.weight', 'own.bias']                           # bf16 by the user
-    lowered = ['tied.bias', 'pruned.bias', *(f'{layer}.{name}' for layer in ('conv', 'up', 'enc.linear1', 'enc.linear2', 'head')
-                                             for name in ('weight', 'bias'))]
+
+    given = ['own.weight', 'own.bias']  # bf16 by the user
+    lowered = [
+        'tied.bias',
+        'pruned.bias',
+        *(
+            f'{layer}.{name}'
+            for layer in ('conv', 'up', 'enc.linear1', 'enc.linear2', 'head')
+            for name in ('weight', 'bias')
+        ),
+    ]
+
     def __init__(self):
         torch.manual_seed(0)
         super().__init__()
         self.own, self.emb, self.tied = nn.Linear(6, 6).bfloat16(), nn.Embedding(16, 6), nn.Linear(6, 16)
         self.normed, self.pruned = parametrizations.weight_norm(nn.Linear(16, 6)), nn.Linear(6, 6)
         self.conv, self.up = nn.Conv2d(1, 2, 2), nn.ConvTranspose2d(2, 1, 2)
-        self.enc, self.norm, self.head = nn.TransformerEncoderLayer(6, 2, 12, 0., batch_first=True), nn.BatchNorm1d(6), nn.Linear(6, 1)
+        self.enc, self.norm, self.head = (
+            nn.TransformerEncoderLayer(6, 2, 12, 0.0, batch_first=True),
+            nn.BatchNorm1d(6),
+            nn.Linear(6, 1),
+        )
         self.tied.weight = self.emb.weight
-        prune.l1_unstructured(self.pruned, 'weight', .5)
+        prune.l1_unstructured(self.pruned, 'weight', 0.5)
+
     def forward(self, x):
         x = self.own(x) + self.normed(self.tied(self.emb((x.abs() * 8).long().clamp(max=15)).mean(1)))
         x = x + self.up(self.conv(self.pruned(x).view(-1, 1, 2, 3))).flatten(1)
@@ -68,16 +98,21 @@ class Zoo(nn.Module):
 
 # -- with masters
 
+
 def test_bf16_trains_as_under_autocast():
     bf16, plain, flat = trained('to_bf16', model=Zoo()), trained(model=Zoo()), trained(model=Zoo(), flat_master=True)
     assert equal(bf16, plain) and equal(bf16, flat) and in_memory_of_their_own(flat)
 
 
-def overflow(l): l.loss_grad = l.loss_grad * (float('inf') if l.training and l.train_iter % 3 == 1 else 1.)
+def overflow(l):
+    l.loss_grad = l.loss_grad * (float('inf') if l.training and l.train_iter % 3 == 1 else 1.0)
 
 
 @pytest.mark.parametrize('flat', [False, True])
-@pytest.mark.parametrize('scale,cbs', [({}, [At('before_backward', overflow)]), ({'loss_scale': 512.}, [GradientAccumulation(8), GradientClip(.05)])])
+@pytest.mark.parametrize(
+    'scale,cbs',
+    [({}, [At('before_backward', overflow)]), ({'loss_scale': 512.0}, [GradientAccumulation(8), GradientClip(0.05)])],
+)
 def test_fp16_trains_as_under_autocast(flat, scale, cbs):
     "With skipped steps; with a static scale, accumulation and clipping."
     fp16, ours = trained('to_fp16', cbs=cbs, **scale), trained(amp_mode='fp16', flat_master=flat, cbs=cbs, **scale)
@@ -88,22 +123,33 @@ def test_fp16_trains_as_under_autocast(flat, scale, cbs):
 
 # -- flat masters
 
+
 @pytest.mark.parametrize('opt', FASTAI)
 def test_fastais_optimizers_step_the_same_on_flat_masters(opt):
     "Groups, frozen ones, weight decay that spares some parameters, schedules, and fp32 afterwards."
+
     def run(flat):
-        learn = learner(opt_func=FASTAI[opt], splitter=two_groups, wd=.1, cbs=GradientClip(.5)).to_half_weights(flat_master=flat)
-        learn.create_opt(); learn.freeze(); learn.fit(1, .01)
-        learn.unfreeze(); learn.fit_one_cycle(2, slice(1e-3, 1e-2))
+        learn = learner(opt_func=FASTAI[opt], splitter=two_groups, wd=0.1, cbs=GradientClip(0.5)).to_half_weights(
+            flat_master=flat
+        )
+        learn.create_opt()
+        learn.freeze()
+        learn.fit(1, 0.01)
+        learn.unfreeze()
+        learn.fit_one_cycle(2, slice(1e-3, 1e-2))
         assert in_memory_of_their_own(learn)
-        learn.to_fp32().fit(1, .01)
+        learn.to_fp32().fit(1, 0.01)
         return learn
+
     equal(run(False), run(True))
 
 
 class InStep(Learner):
     "Calls `look(learn)` when a step has been taken, still inside it."
-    def _step(self): super()._step(); self.look(self)
+
+    def _step(self):
+        super()._step()
+        self.look(self)
 
 
 def test_only_the_optimizers_step_has_flat_parameters():
@@ -111,26 +157,52 @@ def test_only_the_optimizers_step_has_flat_parameters():
     look = At('after_step', lambda l: entries.add((*map(len, l.opt.param_lists), len(l.opt.state))), 11)
     learn = learner(cls=InStep, opt_func=Adam, splitter=two_groups, cbs=look, wd_bn_bias=True)
     learn.look = lambda l: seen.append([[p.numel() for p in pl] for pl in l.opt.param_lists])
-    learn.to_half_weights(flat_master=True).fit(2, .01)
-    assert seen == [[[56, 16], [9]]] * 12 and entries == {(4, 2, 6)}   # batch norm's state differs: it trains when frozen, too
+    learn.to_half_weights(flat_master=True).fit(2, 0.01)
+    assert seen == [[[56, 16], [9]]] * 12 and entries == {
+        (4, 2, 6)
+    }  # batch norm's state differs: it trains when frozen, too
 
 
 def test_a_parameter_without_elements():
     "As fastai's tabular models have without continuous columns."
+
     class Skips(nn.Module):
-        def __init__(self): super().__init__(); self.net, self.empty = mlp(), nn.ParameterList(torch.empty(0) for _ in range(2))
-        def forward(self, x): return self.net(x) + sum(p.sum() for p in self.empty)
+        def __init__(self):
+            super().__init__()
+            self.net, self.empty = mlp(), nn.ParameterList(torch.empty(0) for _ in range(2))
+
+        def forward(self, x):
+            return self.net(x) + sum(p.sum() for p in self.empty)
+
     assert equal(trained('to_bf16', model=Skips()), trained(model=Skips(), flat_master=True))
 
 
 def new_gradients(l):
-    for p in l.model.parameters(): p.grad = (p.grad * 2).t().contiguous().t().data   # of the same values in another order in memory
+    for p in l.model.parameters():
+        p.grad = (p.grad * 2).t().contiguous().t().data  # of the same values in another order in memory
+
+
 def new_weights(l):
-    for p in [*l.model.parameters()][:3]: p.data = p.data * .9   # of two that were joined the first alone
-def loaded(l): l.opt.load_state_dict(copy.deepcopy(l.opt.state_dict()))
-def reordered(l): l.opt.param_lists[0] = l.opt.param_lists[0][::-1]
-def frozen(l): l.model[0].requires_grad_(False).zero_grad()
-def decaying(l): l.opt.state[l.model[0].weight]['do_wd'] = True   # False for the bias
+    for p in [*l.model.parameters()][:3]:
+        p.data = p.data * 0.9  # of two that were joined the first alone
+
+
+def loaded(l):
+    l.opt.load_state_dict(copy.deepcopy(l.opt.state_dict()))
+
+
+def reordered(l):
+    l.opt.param_lists[0] = l.opt.param_lists[0][::-1]
+
+
+def frozen(l):
+    l.model[0].requires_grad_(False).zero_grad()
+
+
+def decaying(l):
+    l.opt.state[l.model[0].weight]['do_wd'] = True  # False for the bias
+
+
 @pytest.mark.parametrize('change', [new_gradients, new_weights, loaded, reordered, frozen, decaying])
 def test_what_a_callback_replaces_is_joined_anew(change):
     event = 'before_step' if change is new_gradients else 'after_batch'
@@ -143,67 +215,91 @@ def test_an_exception_in_the_step_leaves_weights_and_state_of_whole_steps():
     def run(to, **kwargs):
         learn = getattr(learner(cls=InStep, opt_func=Adam), to)(**kwargs)
         learn.look = lambda l: 1 / (l.train_iter != 3)
-        with pytest.raises(ZeroDivisionError): learn.fit(1, .01)
+        with pytest.raises(ZeroDivisionError):
+            learn.fit(1, 0.01)
         state, learn.look = opt_state(learn.opt), noop
-        learn.fit(1, .01)
+        learn.fit(1, 0.01)
         return learn, state
+
     (a, before_a), (b, before_b) = run('to_bf16'), run('to_half_weights', flat_master=True)
     assert equal(a, b) and same_state(before_a, before_b) and in_memory_of_their_own(b)
 
 
 # -- checkpoints and copies
 
-BOTH = pytest.mark.parametrize('kwargs,opt', [(dict(flat_master=True), Adam), (dict(master_weights=False), kahan())],
-                               ids=['flat', 'without masters'])
+BOTH = pytest.mark.parametrize(
+    'kwargs,opt',
+    [(dict(flat_master=True), Adam), (dict(master_weights=False), kahan())],
+    ids=['flat', 'without masters'],
+)
 
 
 @BOTH
 def test_files_lr_find_and_copies(tmp_path, kwargs, opt):
-    "A file from within a fit is loaded in the same fit, and goes on in plain fp32; after a fit, files and copies go on alike."
+    "A file from within a fit is loaded in the same fit, and goes on in plain fp32; files and copies go on alike."
     seen = []
+
     def look(l):
-        if not l.training or l.train_iter not in (3, 5): return
+        if not l.training or l.train_iter not in (3, 5):
+            return
         l.save('mid') if l.train_iter == 3 else l.load('mid')
         seen.append((params(l), opt_state(l.opt)))
+
     a = trained(opt=opt, cbs=At('after_batch', look, 20), n_epoch=1, tmp=tmp_path, **kwargs)
     a.remove_cb(At).save('end')
     weights, ((saved, state), (loaded, loaded_state)) = params(a), seen
     assert same(saved, loaded) and same_state(state, loaded_state)
-    plain, b = (learner(opt_func=opt, path=tmp_path, wd=.1) for _ in range(2))
+    plain, b = (learner(opt_func=opt, path=tmp_path, wd=0.1) for _ in range(2))
     plain.load('mid'), b.to_half_weights(**kwargs).load('end')
     assert same(params(plain), [p.float() for p in saved])
     twin = copy.deepcopy(a)
     a.lr_find(show_plot=False, num_it=8, suggest_funcs=None)
     assert same(params(a), weights)
-    for l in (plain, a, b, twin): l.fit(1, .01)
-    assert is_fp32(plain) and all(same(params(a), params(l)) and same_state(opt_state(a.opt), opt_state(l.opt)) for l in (b, twin))
+    for l in (plain, a, b, twin):
+        l.fit(1, 0.01)
+    assert is_fp32(plain) and all(
+        same(params(a), params(l)) and same_state(opt_state(a.opt), opt_state(l.opt)) for l in (b, twin)
+    )
 
 
 # -- without masters
+
 
 def without(model=None, opt=None, **kwargs):
     return learner(model, opt_func=opt or kahan(), **kwargs).to_half_weights(master_weights=False)
 
 
-def halves(learn): return [n for n, p in learn.model.named_parameters() if p.dtype is torch.bfloat16]
+def halves(learn):
+    return [n for n, p in learn.model.named_parameters() if p.dtype is torch.bfloat16]
+
+
 def dtypes_agree(learn):
     "Whether gradients and state have the dtype of their parameter."
     state = learn.opt.opt.state
-    return all(t.dtype is p.dtype for p in learn.model.parameters() for t in (p.grad, *state[p].values())
-               if torch.is_tensor(t) and t.dim() and t.is_floating_point())
+    return all(
+        t.dtype is p.dtype
+        for p in learn.model.parameters()
+        for t in (p.grad, *state[p].values())
+        if torch.is_tensor(t) and t.dim() and t.is_floating_point()
+    )
 
 
 def test_which_weights_are_bf16_in_a_fit():
-    "With gradients and state, but for a count, which torchao has; afterwards the same parameters are fp32, but for a user's own."
+    "With gradients and state, but for torchao's count; afterwards they are fp32, but for a user's own."
     seen = []
-    def look(l): seen.append((halves(l), dtypes_agree(l)))
+
+    def look(l):
+        seen.append((halves(l), dtypes_agree(l)))
+
     learn = without(Zoo(), cbs=[At('after_step', look, 11), At('after_validate', look, 11)])
-    before, weights, count = [*learn.model.parameters()], params(learn), torch.tensor(257.)   # 256 in bf16
+    before, weights, count = [*learn.model.parameters()], params(learn), torch.tensor(257.0)  # 256 in bf16
     for _ in range(2):
-        learn.fit(1, .01)
+        learn.fit(1, 0.01)
         assert halves(learn) == Zoo.given and dtypes_agree(learn)
         learn.opt.opt.state[learn.model.head.weight].setdefault('count', count)
-    assert seen == [(Zoo.given + Zoo.lowered, True)] * 14 and learn.opt.opt.state[learn.model.head.weight]['count'] == 257
+    assert (
+        seen == [(Zoo.given + Zoo.lowered, True)] * 14 and learn.opt.opt.state[learn.model.head.weight]['count'] == 257
+    )
     assert all(p is q for p, q in zip(learn.model.parameters(), before)) and not same(params(learn), weights)
 
 
@@ -211,46 +307,69 @@ def test_which_weights_are_bf16_in_a_fit():
 def test_modules_kept_in_fp32_keep_their_weights(kept, expected):
     "In a compiled model, too, whose modules have other names."
     seen = []
-    learn = learner(torch.compile(mlp(), backend='eager'), opt_func=kahan(), cbs=At('after_step', lambda l: seen.append(halves(l)), 11))
-    learn.to_half_weights(master_weights=False, fp32_modules=kept).fit(1, .01)
+    learn = learner(
+        torch.compile(mlp(), backend='eager'),
+        opt_func=kahan(),
+        cbs=At('after_step', lambda l: seen.append(halves(l)), 11),
+    )
+    learn.to_half_weights(master_weights=False, fp32_modules=kept).fit(1, 0.01)
     assert seen == [[f'_orig_mod.{name}' for name in expected]] * 6 and not halves(learn)
 
 
 def test_frozen_weights_are_not_rounded():
     learn = without(splitter=two_groups)
     for _ in range(2):
-        with torch.no_grad(): frozen = learn.model[0].weight.mul_(1.001).clone()   # no bf16 numbers
-        learn.freeze(); learn.fit(1, .01)
+        with torch.no_grad():
+            frozen = learn.model[0].weight.mul_(1.001).clone()  # no bf16 numbers
+        learn.freeze()
+        learn.fit(1, 0.01)
         assert torch.equal(learn.model[0].weight, frozen) and not torch.equal(frozen, frozen.bfloat16().float())
-        learn.unfreeze(); learn.fit(1, .01)                      # optimi would take Triton for a group that had no gradients
+        learn.unfreeze()
+        learn.fit(1, 0.01)  # optimi would take Triton for a group that had no gradients
         assert not torch.equal(learn.model[0].weight, frozen) and is_fp32(learn)
 
 
-@pytest.mark.parametrize('event,exc', [
-    ('after_pred', RuntimeError), ('before_step', CancelFitException), ('before_step', KeyboardInterrupt),
-    ('after_step', CancelBatchException), ('before_validate', KeyboardInterrupt), ('after_fit', RuntimeError)])
+@pytest.mark.parametrize(
+    'event,exc',
+    [
+        ('after_pred', RuntimeError),
+        ('before_step', CancelFitException),
+        ('before_step', KeyboardInterrupt),
+        ('after_step', CancelBatchException),
+        ('before_validate', KeyboardInterrupt),
+        ('after_fit', RuntimeError),
+    ],
+)
 @BOTH
 def test_any_exception_leaves_fp32_weights(kwargs, opt, event, exc):
     def strike(l):
-        if getattr(l, 'train_iter', 0) != 2: raise exc('struck')
+        if getattr(l, 'train_iter', 0) != 2:
+            raise exc('struck')
+
     learn = learner(opt_func=opt, cbs=At(event, strike, 11)).to_half_weights(**kwargs)
-    try: learn.fit(2, .01)
-    except exc: pass
+    try:
+        learn.fit(2, 0.01)
+    except exc:
+        pass
     assert is_fp32(learn) and in_memory_of_their_own(learn)
     assert all(p.grad is None or p.grad.dtype is torch.float32 for p in learn.model.parameters())
-    learn.remove_cb(learn.at).fit(1, .01)
+    learn.remove_cb(learn.at).fit(1, 0.01)
     assert is_fp32(learn)
 
 
 def test_an_interrupt_at_any_line_leaves_weights_of_whole_steps():
     "Kahan's compensation is neither lost nor added twice."
-    def fit(l): l.fit(1, .01)
+
+    def fit(l):
+        l.fit(1, 0.01)
+
     learn = without()
     fit(learn)
     done = copy.deepcopy(learn)
     fit(done)
     for line in lines_of(lambda: fit(copy.deepcopy(learn))):
-        if not line[0].endswith('half_weights.py'): continue
+        if not line[0].endswith('half_weights.py'):
+            continue
         other = copy.deepcopy(learn)
         assert interrupted_before(line, lambda: fit(other)) and is_fp32(other)
         assert any(same(params(other), params(l)) for l in (learn, done))
@@ -258,64 +377,88 @@ def test_an_interrupt_at_any_line_leaves_weights_of_whole_steps():
 
 def test_one_optimizer_goes_on_in_every_precision():
     learn, without_masters = learner(opt_func=kahan()), dict(master_weights=False)
-    for to, kwargs in (('to_fp32', {}), ('to_half_weights', without_masters), ('to_bf16', {}),
-                       ('to_half_weights', without_masters), ('to_half_weights', {}), ('to_fp32', {})):
+    for to, kwargs in (
+        ('to_fp32', {}),
+        ('to_half_weights', without_masters),
+        ('to_bf16', {}),
+        ('to_half_weights', without_masters),
+        ('to_half_weights', {}),
+        ('to_fp32', {}),
+    ):
         weights = params(learn)
-        getattr(learn, to)(**kwargs).fit(1, .01)
+        getattr(learn, to)(**kwargs).fit(1, 0.01)
         assert is_fp32(learn) and not same(params(learn), weights)
 
 
 def test_a_learner_that_leaves_and_a_copy_made_in_a_fit_are_fp32():
     copies = []
-    def leave(l): copies.extend(copy.deepcopy(l) for _ in range(2)); l.to_fp32()
+
+    def leave(l):
+        copies.extend(copy.deepcopy(l) for _ in range(2))
+        l.to_fp32()
+
     learn = without(cbs=At('after_validate', leave))
-    learn.fit(2, .01)
+    learn.fit(2, 0.01)
     assert is_fp32(learn) and learn.precision is None
     goes_on, in_fp32 = (l.remove_cb(At) for l in copies[:2])
     in_fp32.to_fp32()
     for l in (goes_on, in_fp32):
-        l.fit(1, .01)
+        l.fit(1, 0.01)
         assert is_fp32(l)
 
 
 def test_kahan_summation_keeps_small_updates_in_a_fit_and_from_fit_to_fit():
-    learn = learner(linear(), opt_func=kahan('SGD', weight_decay=0.))
-    learn.fit(1, 0.)                                             # in fp32, for which optimi would not make it by itself
-    with torch.no_grad(): learn.model.weight.fill_(1.)
-    learn.add_cb(At('before_step', lambda l: l.model.weight.grad.fill_(1.), order=12))
+    learn = learner(linear(), opt_func=kahan('SGD', weight_decay=0.0))
+    learn.fit(1, 0.0)  # in fp32, for which optimi would not make it by itself
+    with torch.no_grad():
+        learn.model.weight.fill_(1.0)
+    learn.add_cb(At('before_step', lambda l: l.model.weight.grad.fill_(1.0), order=12))
     learn.to_half_weights(master_weights=False).fit(10, 1e-4)
-    for _ in range(10): learn.fit(1, 1e-4)                       # 6 steps of 1e-4; half a unit of bf16 below 1 is 2e-3
+    for _ in range(10):
+        learn.fit(1, 1e-4)  # 6 steps of 1e-4; half a unit of bf16 below 1 is 2e-3
     assert torch.allclose(learn.model.weight, torch.full((1, 6), 1 - 120e-4), atol=1e-4)
 
 
 def test_a_file_from_within_a_fit_resumes_it_exactly(tmp_path):
-    straight, resumed = without(path=tmp_path, cbs=At('after_epoch', lambda l: l.save(str(l.epoch)), 70)), without(path=tmp_path)
-    straight.fit(3, .01)
-    resumed.load('1').fit(1, .01)
+    straight, resumed = (
+        without(path=tmp_path, cbs=At('after_epoch', lambda l: l.save(str(l.epoch)), 70)),
+        without(path=tmp_path),
+    )
+    straight.fit(3, 0.01)
+    resumed.load('1').fit(1, 0.01)
     assert same(params(straight), params(resumed)) and same_state(opt_state(straight.opt), opt_state(resumed.opt))
 
 
 def test_kahan_takes_optimis_optimizers_and_schedules_their_momentum():
     import optimi
+
     by_class, by_name = (without(opt=kahan(opt)) for opt in (optimi.AdamW, 'AdamW'))
-    for learn in (by_class, by_name): learn.fit_one_cycle(1, .01)
+    for learn in (by_class, by_name):
+        learn.fit_one_cycle(1, 0.01)
     assert same(params(by_class), params(by_name)) and len(set(by_name.recorder.hps['mom'])) > 1
     for opt in (torch.optim.AdamW, Adam, 'SGDW', 'optimi', None):
-        with pytest.raises(ValueError, match="not one of optimi's optimizers. Take one of those"): kahan(opt)
-    with pytest.raises(TypeError, match=r"AdamW\(\) has no argument 'bogus'"): kahan('AdamW', weight_decay=.1, bogus=1)
+        with pytest.raises(ValueError, match="not one of optimi's optimizers. Take one of those"):
+            kahan(opt)
+    with pytest.raises(TypeError, match=r"AdamW\(\) has no argument 'bogus'"):
+        kahan('AdamW', weight_decay=0.1, bogus=1)
 
 
 # -- arguments and refusals
 
-@pytest.mark.parametrize('kwargs,text', [
-    (dict(loss_scale=512.), "loss_scale=512.0 cannot be used with amp_mode='bf16'"),
-    (dict(amp_mode='fp16', loss_scale=0.), 'loss_scale=0.0'),
-    (dict(flat_master=True, master_weights=False), 'flat_master=True cannot be used with master_weights=False'),
-    (dict(amp_mode='fp16', master_weights=False), "master_weights=False cannot be used with amp_mode='fp16'"),
-])
+
+@pytest.mark.parametrize(
+    'kwargs,text',
+    [
+        (dict(loss_scale=512.0), "loss_scale=512.0 cannot be used with amp_mode='bf16'"),
+        (dict(amp_mode='fp16', loss_scale=0.0), 'loss_scale=0.0'),
+        (dict(flat_master=True, master_weights=False), 'flat_master=True cannot be used with master_weights=False'),
+        (dict(amp_mode='fp16', master_weights=False), "master_weights=False cannot be used with amp_mode='fp16'"),
+    ],
+)
 def test_bad_arguments_are_named(kwargs, text):
     learn = learner().to_fp16()
-    with pytest.raises(ValueError) as e: learn.to_half_weights(**kwargs)
+    with pytest.raises(ValueError) as e:
+        learn.to_half_weights(**kwargs)
     assert text in str(e.value) and learn.precision.mode == 'fp16'
 
 
@@ -326,52 +469,86 @@ def with_own_step():
     return learn
 
 
-SPARSE, CHANNELS_LAST = nn.Embedding(16, 6, sparse=True), nn.Conv2d(2, 2, 2).to(memory_format=torch.channels_last)   # never run
-FLAT, NONE = (dict(flat_master=True), "fused('AdamW')"), (dict(master_weights=False), "kahan('AdamW')")   # arguments, remedy
+SPARSE, CHANNELS_LAST = (
+    nn.Embedding(16, 6, sparse=True),
+    nn.Conv2d(2, 2, 2).to(memory_format=torch.channels_last),
+)  # never run
+FLAT, NONE = (
+    (dict(flat_master=True), "fused('AdamW')"),
+    (dict(master_weights=False), "kahan('AdamW')"),
+)  # arguments, remedy
 
 
-@pytest.mark.parametrize('how,what,make', [
-    (FLAT, 'Lamb', lambda: learner(opt_func=Lamb)), (FLAT, 'Lookahead', lambda: learner(opt_func=ranger)),
-    (FLAT, 'AdamW', lambda: learner(opt_func=OPTIMIZERS['adamw'])),
-    (FLAT, 'Adam, which is not .* with a plain step', with_own_step),
-    (FLAT, "parameter 'weight', which has sparse gradients", lambda: learner(SPARSE, opt_func=SGD)),
-    (FLAT, "parameter '0.bias', which is shared", lambda: learner(splitter=lambda m: [[*m.parameters()], [m[0].bias]])),
-    (FLAT, "parameter 'weight', which is not contiguous", lambda: learner(CHANNELS_LAST)),
-    (NONE, 'Adam, ', lambda: learner(opt_func=Adam)), (NONE, 'AdamW, ', lambda: learner(opt_func=OPTIMIZERS['adamw'])),
-    (NONE, 'Lookahead, ', lambda: learner(opt_func=ranger)), (NONE, 'AdamW, ', lambda: learner(opt_func=kahan('AdamW', kahan_sum=False)))])
+@pytest.mark.parametrize(
+    'how,what,make',
+    [
+        (FLAT, 'Lamb', lambda: learner(opt_func=Lamb)),
+        (FLAT, 'Lookahead', lambda: learner(opt_func=ranger)),
+        (FLAT, 'AdamW', lambda: learner(opt_func=OPTIMIZERS['adamw'])),
+        (FLAT, 'Adam, which is not .* with a plain step', with_own_step),
+        (FLAT, "parameter 'weight', which has sparse gradients", lambda: learner(SPARSE, opt_func=SGD)),
+        (
+            FLAT,
+            "parameter '0.bias', which is shared",
+            lambda: learner(splitter=lambda m: [[*m.parameters()], [m[0].bias]]),
+        ),
+        (FLAT, "parameter 'weight', which is not contiguous", lambda: learner(CHANNELS_LAST)),
+        (NONE, 'Adam, ', lambda: learner(opt_func=Adam)),
+        (NONE, 'AdamW, ', lambda: learner(opt_func=OPTIMIZERS['adamw'])),
+        (NONE, 'Lookahead, ', lambda: learner(opt_func=ranger)),
+        (NONE, 'AdamW, ', lambda: learner(opt_func=kahan('AdamW', kahan_sum=False))),
+    ],
+)
 def test_optimizers_and_parameters_that_are_refused(how, what, make):
     (kwargs, remedy), learn = how, make()
-    (argument, value), before, places = [*kwargs.items()][0], params(learn), [p.data_ptr() for p in learn.model.parameters()]
+    (argument, value), before, places = (
+        [*kwargs.items()][0],
+        params(learn),
+        [p.data_ptr() for p in learn.model.parameters()],
+    )
     learn.to_half_weights(**kwargs)
-    with pytest.raises(ValueError, match=f'{argument}={value} cannot be used with {what}') as e: learn.fit(1, reset_opt=False)
+    with pytest.raises(ValueError, match=f'{argument}={value} cannot be used with {what}') as e:
+        learn.fit(1, reset_opt=False)
     assert f'opt_func={remedy}' in str(e.value) and same(params(learn), before) and not halves(learn)
     assert [p.data_ptr() for p in learn.model.parameters()] == places
 
 
-@pytest.mark.parametrize('kwargs,before,then', [(dict(flat_master=True), Adam, OPTIMIZERS['fused adamw']),
-                                                (dict(master_weights=False), kahan('AdamW'), Adam)])
+@pytest.mark.parametrize(
+    'kwargs,before,then',
+    [(dict(flat_master=True), Adam, OPTIMIZERS['fused adamw']), (dict(master_weights=False), kahan('AdamW'), Adam)],
+)
 def test_an_optimizer_that_is_exchanged_in_a_fit_leaves_no_half_weights(kwargs, before, then):
-    def exchange(l): l.opt = then(l.splitter(l.model), lr=.01)
+    def exchange(l):
+        l.opt = then(l.splitter(l.model), lr=0.01)
+
     learn = learner(opt_func=before, cbs=At('after_batch', exchange)).to_half_weights(**kwargs)
     if 'flat_master' in kwargs:
-        with pytest.raises(ValueError, match='flat_master=True cannot be used with AdamW'): learn.fit(1, .01)
-    else: learn.fit(1, .01)
+        with pytest.raises(ValueError, match='flat_master=True cannot be used with AdamW'):
+            learn.fit(1, 0.01)
+    else:
+        learn.fit(1, 0.01)
     assert is_fp32(learn) and not torch.is_autocast_enabled('cpu')
     learn.remove_cb(At)
-    learn.to_bf16().fit(1, .01)
+    learn.to_bf16().fit(1, 0.01)
 
 
 def test_stochastic_rounding_is_taken():
     optim = pytest.importorskip('torchao.optim')
+
     def build(params, lr):
         opt = optim._AdamW(params, lr=lr, bf16_stochastic_round=True)
-        def as_tensors(opt, *_):                                 # torchao wants tensors, and fastai sets numbers
-            for g in opt.param_groups: g['lr'] = torch.as_tensor(g['lr'], dtype=torch.float32)
+
+        def as_tensors(opt, *_):  # torchao wants tensors, and fastai sets numbers
+            for g in opt.param_groups:
+                g['lr'] = torch.as_tensor(g['lr'], dtype=torch.float32)
+
         opt.register_step_pre_hook(as_tensors)
         return opt
+
     learn = without(opt=partial(OptimWrapper, opt=build))
     weights = params(learn)
-    with torch.compiler.set_stance('force_eager'): learn.fit(1, 1e-3)   # torchao compiles its step, which takes minutes
+    with torch.compiler.set_stance('force_eager'):
+        learn.fit(1, 1e-3)  # torchao compiles its step, which takes minutes
     assert is_fp32(learn) and not same(params(learn), weights)
 
 
@@ -386,19 +563,29 @@ def test_several_processes(one_process):
     "DDP trains with masters, flat ones too; without masters it is refused, and FSDP2."
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    def ddp(): return nn.parallel.DistributedDataParallel(mlp())
+
+    def ddp():
+        return nn.parallel.DistributedDataParallel(mlp())
+
     bf16, plain, flat = trained('to_bf16', model=ddp()), trained(model=ddp()), trained(model=ddp(), flat_master=True)
     assert equal(bf16, plain) and equal(bf16, flat)
-    with pytest.raises(ValueError, match='master_weights=False cannot be used with DistributedDataParallel'): without(ddp()).fit(1)
-    def sharded(): return fully_shard(mlp(), mesh=init_device_mesh('cpu', (1,)))
-    with pytest.raises(ValueError, match=r"with FSDP2(.|\n)*`learn.to_bf16\(\)`"): without(sharded()).fit(1)
-    with pytest.raises(ValueError, match="flat_master=True cannot be used with parameter '0.weight', which is shared, sharded"):
+    with pytest.raises(ValueError, match='master_weights=False cannot be used with DistributedDataParallel'):
+        without(ddp()).fit(1)
+
+    def sharded():
+        return fully_shard(mlp(), mesh=init_device_mesh('cpu', (1,)))
+
+    with pytest.raises(ValueError, match=r"with FSDP2(.|\n)*`learn.to_bf16\(\)`"):
+        without(sharded()).fit(1)
+    with pytest.raises(
+        ValueError, match="flat_master=True cannot be used with parameter '0.weight', which is shared, sharded"
+    ):
         trained(model=sharded(), flat_master=True)
 
 
 def test_what_help_shows_and_a_report_advises():
     assert {'flat_master', 'master_weights'} < {*signature(HalfWeights).parameters}
-    learn = learner().to_half_weights('fp16', 512., flat_master=True, fp32_modules='0')
+    learn = learner().to_half_weights('fp16', 512.0, flat_master=True, fp32_modules='0')
     call = precision_call(learn, AMPMode.FP16)
     assert call == "learn.to_half_weights(amp_mode='fp16', loss_scale=512.0, flat_master=True, fp32_modules=['0'])"
     assert precision_call(learn, AMPMode.BF16) == "learn.to_half_weights(flat_master=True, fp32_modules=['0'])"

@@ -1,4 +1,5 @@
 "The direction of the imports, and what importing the package does to fastai and torch."
+
 import ast, subprocess, sys
 from pathlib import Path
 
@@ -16,7 +17,8 @@ CORE = sorted(f for f in PACKAGE.glob('*.py') if f.stem != '__init__')
 def imported(file):
     "The package's modules that `file` imports when it is imported itself, by their names below the package."
     for node in ast.parse(file.read_text()).body:
-        if isinstance(node, ast.ImportFrom) and node.level: yield (node.module or node.names[0].name).split('.')[0]
+        if isinstance(node, ast.ImportFrom) and node.level:
+            yield (node.module or node.names[0].name).split('.')[0]
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module]
             assert not any(n.startswith('fastxtend_amp') for n in names), (file, names)
@@ -26,18 +28,23 @@ def test_the_core_imports_no_room_and_has_no_cycles():
     assert ROOMS >= {'insight', 'devices', 'tools'}
     names, done = {f.stem: set(imported(f)) for f in CORE}, set()
     assert not {(file, name) for file, found in names.items() for name in found & ROOMS}
+
     def visit(name, path):
         assert name not in path, path
-        for other in names.get(name, ()) if name not in done else (): visit(other, (*path, name))
+        for other in names.get(name, ()) if name not in done else ():
+            visit(other, (*path, name))
         done.add(name)
-    for name in names: visit(name, ())
+
+    for name in names:
+        visit(name, ())
 
 
 def test_the_core_trains_without_the_rooms(monkeypatch):
     def trained():
-        learn = learner().to_fp16(init_scale=2.**20)
+        learn = learner().to_fp16(init_scale=2.0**20)
         learn.fit(2)
         return params(learn), learn.precision.scales
+
     watched = trained()
     monkeypatch.setattr(MixedPrecision, 'watch_class', None)
     monkeypatch.setattr(checkpoint, 'FORMATS', [])
@@ -52,18 +59,21 @@ from fastai.text.all import *
 # As another library that wraps fastai's functions.
 def wrapped(f): return functools.wraps(f)(lambda *args, **kwargs: f(*args, **kwargs))
 for name in ('save_model', 'load_model'): setattr(fastai.learner, name, wrapped(getattr(fastai.learner, name)))
-classes = [Learner, TextLearner, Callback, DataLoaders, fastai.optimizer.Optimizer, OptimWrapper, torch.autocast, torch.no_grad,
+classes = [Learner, TextLearner, Callback, DataLoaders, fastai.optimizer.Optimizer, OptimWrapper, torch.autocast,
+    torch.no_grad,
            torch.nn.Module, torch.amp.GradScaler, torch.optim.Optimizer]
 spaces = [*classes, torch, torch.serialization, fastai.learner, fastai.text.learner]
 before = [dict(vars(s)) for s in spaces]
-own = {n: getattr(Learner, n).__code__ for n in ('fit', 'one_batch', '_with_events', '__enter__', 'validate', 'get_preds')}
+names = ('fit', 'one_batch', '_with_events', '__enter__', 'validate', 'get_preds')
+own = {n: getattr(Learner, n).__code__ for n in names}
 import fastxtend_amp, sys
 for s, b in zip(spaces, before):
     for name, value in vars(s).items():
         if b.get(name) is not value and not name.startswith('__abc'): print(getattr(s, '__name__', s) + '.' + name)
 ds = [(torch.randn(4), torch.randn(1)) for _ in range(8)]
 path = tempfile.mkdtemp()
-learn = Learner(DataLoaders.from_dsets(ds, ds, bs=4, device='cpu', num_workers=0), nn.Linear(4, 1), loss_func=MSELossFlat(), path=path)
+dls = DataLoaders.from_dsets(ds, ds, bs=4, device='cpu', num_workers=0)
+learn = Learner(dls, nn.Linear(4, 1), loss_func=MSELossFlat(), path=path)
 def plain(): return all(getattr(learn, n).__func__.__code__ is c and n not in learn.__dict__ for n, c in own.items())
 assert plain() and not torch.is_autocast_enabled('cpu') and 'torch_xla' not in sys.modules
 learn.to_fp16(init_scale=512.); learn.create_opt()
@@ -86,8 +96,22 @@ faults()
 print('MEMORY', before, min(faults() for _ in range(3)), said)   # other blocks may be freed in between
 '''
 REPLACED = {'Learner.save', 'Learner.load', 'Learner.export', 'TextLearner.load'}
-ADDED = {f'Learner.{n}' for n in ('amp_context', 'precision', 'to_amp', 'to_bf16', 'to_channelslast', 'to_fp16', 'to_fp32',      # the core's, and the rooms'
-                                  'compare_precision', 'precision_decision', 'precision_report', 'to_half_weights')}
+ADDED = {
+    f'Learner.{n}'
+    for n in (
+        'amp_context',
+        'precision',
+        'to_amp',
+        'to_bf16',
+        'to_channelslast',
+        'to_fp16',
+        'to_fp32',  # the core's, and the rooms'
+        'compare_precision',
+        'precision_decision',
+        'precision_report',
+        'to_half_weights',
+    )
+}
 
 
 @pytest.fixture(scope='module')
@@ -99,11 +123,13 @@ def late():
 
 
 def test_importing_adds_methods_and_replaces_four(late):
-    assert {name for name in late[0].split() if not name.startswith('Learner._orig_')} == REPLACED | ADDED   # `patch` keeps fastai's there
+    assert {
+        name for name in late[0].split() if not name.startswith('Learner._orig_')
+    } == REPLACED | ADDED  # `patch` keeps fastai's there
 
 
 @pytest.mark.skipif(memory._nothing_to_do() is not None, reason='needs Linux with glibc')
 def test_freed_memory_is_kept_from_the_call_on(late):
     before, after, said = late[2].split(maxsplit=2)
-    assert float(before) > 4 * 2**26 / 2**21                     # pages of 2 MB at most: importing changes nothing
+    assert float(before) > 4 * 2**26 / 2**21  # pages of 2 MB at most: importing changes nothing
     assert float(after) < 10 and 'up to 1,024 MB stay with this process' in said

@@ -1,4 +1,5 @@
 "What a user calls on a learner."
+
 import inspect
 
 import pytest, torch
@@ -12,20 +13,35 @@ from helpers import *
 CALLS = {'to_fp16': 'fp16', 'to_bf16': 'bf16', 'to_amp': 'auto', 'to_fp32': None}
 
 
-def precisions(learn): return [cb for cb in learn.cbs if isinstance(cb, (fp16.MixedPrecision, fp16.ModelToHalf))]
-def modes(learn): return [cb.amp_mode for cb in precisions(learn)]
-def conv(): return nn.Sequential(nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 4, 2), nn.Flatten(), nn.Linear(8, 1))
+def precisions(learn):
+    return [cb for cb in learn.cbs if isinstance(cb, (fp16.MixedPrecision, fp16.ModelToHalf))]
+
+
+def modes(learn):
+    return [cb.amp_mode for cb in precisions(learn)]
+
+
+def conv():
+    return nn.Sequential(nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 4, 2), nn.Flatten(), nn.Linear(8, 1))
 
 
 def test_exactly_one_callback_the_last_one_asked_for():
     learn = learner()
-    for i, call in enumerate(('to_fp16', 'to_bf16', 'to_amp', 'to_fp32', 'to_bf16', 'to_bf16', 'to_fp16', 'to_fp32', 'to_amp', 'to_fp16')):
+    for i, call in enumerate(
+        ('to_fp16', 'to_bf16', 'to_amp', 'to_fp32', 'to_bf16', 'to_bf16', 'to_fp16', 'to_fp32', 'to_amp', 'to_fp16')
+    ):
         assert getattr(learn, call)() is learn
-        if i % 2: learn.fit(1)
-        assert modes(learn) == ([CALLS[call]] if CALLS[call] else []) and learn.precision is (precisions(learn) or [None])[0]
+        if i % 2:
+            learn.fit(1)
+        assert (
+            modes(learn) == ([CALLS[call]] if CALLS[call] else [])
+            and learn.precision is (precisions(learn) or [None])[0]
+        )
 
 
-@pytest.mark.parametrize('remove', [lambda l: l.to_fp32(), lambda l: l.remove_cb(fp16.MixedPrecision), lambda l: l.remove_cb(l.precision)])
+@pytest.mark.parametrize(
+    'remove', [lambda l: l.to_fp32(), lambda l: l.remove_cb(fp16.MixedPrecision), lambda l: l.remove_cb(l.precision)]
+)
 def test_removal_leaves_nothing(remove):
     learn = learner().to_fp16()
     learn.fit(1)
@@ -40,11 +56,27 @@ def test_fastais_callbacks_are_replaced_and_removed():
 
 # -- arguments
 
-BAD = [{name: value} for name, values in dict(
-    init_scale=(0, -1., float('inf'), float('nan'), True, 'auto', 1e39, 10 ** 400), enabled=('no', None), growth_factor=(1., None), backoff_factor=(0., 1),
-    growth_interval=(0, 2.5, True), loss_scale=(0., float('nan'), True), on_overflow=('stop',), max_skips=(0,)).items() for value in values]
-CLASH = [dict(loss_scale=2., enabled=False), dict(loss_scale=2., init_scale=4.), dict(loss_scale=2., scaler=torch.amp.GradScaler('cpu')),
-         dict(scaler=torch.amp.GradScaler('cpu'), growth_interval=4), dict(scaler=torch.amp.GradScaler('cpu'), enabled=False)]
+BAD = [
+    {name: value}
+    for name, values in dict(
+        init_scale=(0, -1.0, float('inf'), float('nan'), True, 'auto', 1e39, 10**400),
+        enabled=('no', None),
+        growth_factor=(1.0, None),
+        backoff_factor=(0.0, 1),
+        growth_interval=(0, 2.5, True),
+        loss_scale=(0.0, float('nan'), True),
+        on_overflow=('stop',),
+        max_skips=(0,),
+    ).items()
+    for value in values
+]
+CLASH = [
+    dict(loss_scale=2.0, enabled=False),
+    dict(loss_scale=2.0, init_scale=4.0),
+    dict(loss_scale=2.0, scaler=torch.amp.GradScaler('cpu')),
+    dict(scaler=torch.amp.GradScaler('cpu'), growth_interval=4),
+    dict(scaler=torch.amp.GradScaler('cpu'), enabled=False),
+]
 
 
 def test_bad_arguments_are_refused_by_name_and_value_and_lose_nothing():
@@ -54,49 +86,76 @@ def test_bad_arguments_are_refused_by_name_and_value_and_lose_nothing():
         name, value = list(kwargs.items())[-1]
         shown = name if name == 'scaler' else f'{name}={value!r}'
         for make in (learn.to_fp16, partial(MixedPrecision, 'auto'), partial(MixedPrecision, 'bf16')):
-            with pytest.raises(ValueError) as e: make(**kwargs)
+            with pytest.raises(ValueError) as e:
+                make(**kwargs)
             assert shown in str(e.value) and ('cannot be used' in str(e.value)) is (len(kwargs) == 1), str(e.value)
-    with pytest.raises(ValueError, match="scaler=.*amp_mode='bf16'"): MixedPrecision('bf16', scaler=torch.amp.GradScaler('cpu'))
-    with pytest.raises(TypeError, match='scaler must be a torch.amp.GradScaler'): MixedPrecision('fp16', scaler=512.)
-    MixedPrecision('bf16', init_scale=2, growth_interval=5)      # without effect, and allowed
+    with pytest.raises(ValueError, match="scaler=.*amp_mode='bf16'"):
+        MixedPrecision('bf16', scaler=torch.amp.GradScaler('cpu'))
+    with pytest.raises(TypeError, match='scaler must be a torch.amp.GradScaler'):
+        MixedPrecision('fp16', scaler=512.0)
+    MixedPrecision('bf16', init_scale=2, growth_interval=5)  # without effect, and allowed
     assert list(learn.cbs) == before and before[-1].learn is learn
 
 
-@pytest.mark.parametrize('call, words', [
-    (lambda l: l.to_fp16(initial_scale=2.), r"to_fp16\(\) has no argument 'initial_scale': did you mean `init_scale=`"),
-    (lambda l: l.to_fp16(dynamic=True), r'Scaling is dynamic unless.*loss_scale=512'), (lambda l: l.to_fp16(clip=1.), 'GradientClip'),
-    (lambda l: l.to_fp16(flat_master=True), 'to_half_weights'), (lambda l: l.to_fp16(zzz=1), 'there are init_scale, growth_factor'),
-    (lambda l: l.to_bf16(init_scale=2.), "to_bf16\\(\\) has no argument 'init_scale'"), (lambda l: l.to_amp('bf16'), r'learn\.to_bf16\(\)'),
-    (lambda l: l.to_amp(True), r'^to_amp\(True\): (?!.*init_scale)'),
-    (lambda l: l.to_amp(measure='yes'), 'measure is True or False'), (lambda l: l.to_channelslast('bf16'), "use_amp, is True or False.*amp_mode='bf16'"),
-    (lambda l: l.to_channelslast(amp_mod='bf16'), 'did you mean `amp_mode=`'), (lambda l: MixedPrecision('fp16', dynamic=1), 'dynamic')])
+@pytest.mark.parametrize(
+    'call, words',
+    [
+        (
+            lambda l: l.to_fp16(initial_scale=2.0),
+            r"to_fp16\(\) has no argument 'initial_scale': did you mean `init_scale=`",
+        ),
+        (lambda l: l.to_fp16(dynamic=True), r'Scaling is dynamic unless.*loss_scale=512'),
+        (lambda l: l.to_fp16(clip=1.0), 'GradientClip'),
+        (lambda l: l.to_fp16(flat_master=True), 'to_half_weights'),
+        (lambda l: l.to_fp16(zzz=1), 'there are init_scale, growth_factor'),
+        (lambda l: l.to_bf16(init_scale=2.0), "to_bf16\\(\\) has no argument 'init_scale'"),
+        (lambda l: l.to_amp('bf16'), r'learn\.to_bf16\(\)'),
+        (lambda l: l.to_amp(True), r'^to_amp\(True\): (?!.*init_scale)'),
+        (lambda l: l.to_amp(measure='yes'), 'measure is True or False'),
+        (lambda l: l.to_channelslast('bf16'), "use_amp, is True or False.*amp_mode='bf16'"),
+        (lambda l: l.to_channelslast(amp_mod='bf16'), 'did you mean `amp_mode=`'),
+        (lambda l: MixedPrecision('fp16', dynamic=1), 'dynamic'),
+    ],
+)
 def test_unknown_and_misplaced_arguments(call, words):
-    with pytest.raises(TypeError, match='(?s)' + words): call(learner())
+    with pytest.raises(TypeError, match='(?s)' + words):
+        call(learner())
 
 
 def test_max_seconds_and_other_arguments_of_measuring():
-    with pytest.raises(ValueError, match=r'max_seconds=5.*measure=True only'): learner().to_amp(max_seconds=5)
+    with pytest.raises(ValueError, match=r'max_seconds=5.*measure=True only'):
+        learner().to_amp(max_seconds=5)
     with pytest.raises(ValueError, match=r'(?s)measure=True\) cannot be combined with init_scale.*call that it prints'):
-        learner().to_amp(measure=True, init_scale=2.)
+        learner().to_amp(measure=True, init_scale=2.0)
 
 
 def test_signatures():
     "Each method has the arguments of its mode, with their defaults and meanings."
     all_modes = ['fp32_modules', 'on_overflow', 'max_skips']
     fp16_alone = ['init_scale', 'growth_factor', 'backoff_factor', 'growth_interval', 'enabled', 'loss_scale', 'scaler']
-    for f, names in ((MixedPrecision, ['amp_mode', *fp16_alone, *all_modes]), (Learner.to_fp16, [*fp16_alone, *all_modes]), (Learner.to_bf16, all_modes)):
+    for f, names in (
+        (MixedPrecision, ['amp_mode', *fp16_alone, *all_modes]),
+        (Learner.to_fp16, [*fp16_alone, *all_modes]),
+        (Learner.to_bf16, all_modes),
+    ):
         found = {n: p.default for n, p in inspect.signature(f).parameters.items() if n not in ('self', 'args')}
-        assert list(found) == names and list(found.values()) == ['fp16', 65536., 2., .5, 2000, True, None, None, None, 'warn', 16][-len(names):]
+        assert (
+            list(found) == names
+            and list(found.values())
+            == ['fp16', 65536.0, 2.0, 0.5, 2000, True, None, None, None, 'warn', 16][-len(names) :]
+        )
     assert all(v for k, v in docments(MixedPrecision.__init__).items() if k not in ('self', 'return'))
 
 
 # -- channels last
 
+
 @pytest.mark.parametrize('before', ['fp32', 'fp16'])
 def test_to_channelslast_with_a_precision_replaces_the_one_before(before):
     learn = getattr(learner(conv()), f'to_{before}')()
     assert learn.to_channelslast(amp_mode='bf16', fp32_modules='3') is learn
-    learn.fit(1); learn.fit(1)
+    learn.fit(1)
+    learn.fit(1)
     assert modes(learn) == ['bf16'] and learn.precision.fp32_module_names == ['3'] and len(learn.recorder.losses) == 6
     assert learn.model[1].weight.is_contiguous(memory_format=torch.channels_last)
     assert sum(isinstance(cb, ChannelsLast) for cb in learn.cbs) == 1
@@ -111,44 +170,59 @@ def test_to_channelslast_without_a_precision_keeps_the_one_there_is():
     assert modes(learner().to_channelslast()) == ['fp16'] and modes(learner().to_channelslast(False)) == []
 
 
-@pytest.mark.parametrize('call, words', [
-    (lambda l: l.to_channelslast(False, 'bf16'), r"use_amp=False.*'bf16'.*to_channelslast\(amp_mode='bf16'\)"),
-    (lambda l: l.to_channelslast(use_amp=False, init_scale=512.), 'use_amp=False.*init_scale'),
-    (lambda l: l.to_channelslast(amp_mode='fp8'), 'fp8'), (lambda l: l.to_channelslast(amp_mode='bf16', fp32_modules='nowhere'), 'nowhere')])
+@pytest.mark.parametrize(
+    'call, words',
+    [
+        (lambda l: l.to_channelslast(False, 'bf16'), r"use_amp=False.*'bf16'.*to_channelslast\(amp_mode='bf16'\)"),
+        (lambda l: l.to_channelslast(use_amp=False, init_scale=512.0), 'use_amp=False.*init_scale'),
+        (lambda l: l.to_channelslast(amp_mode='fp8'), 'fp8'),
+        (lambda l: l.to_channelslast(amp_mode='bf16', fp32_modules='nowhere'), 'nowhere'),
+    ],
+)
 def test_to_channelslast_with_bad_arguments_changes_nothing(call, words):
     learn = learner().to_fp16()
     before = list(learn.cbs)
-    with pytest.raises(ValueError, match='(?s)' + words): call(learn)
+    with pytest.raises(ValueError, match='(?s)' + words):
+        call(learn)
     assert list(learn.cbs) == before
 
 
 # -- amp_context
 
+
 @pytest.mark.parametrize('mode, dtype', [('bf16', torch.bfloat16), ('fp32', torch.float32)])
 def test_amp_context_inside_and_outside_a_fit(mode, dtype):
     learn, seen, before = getattr(learner(), f'to_{mode}')(), [], autocast_state()
+
     def out(l):
-        with torch.no_grad(), learn.amp_context(): seen.append(learn.model(torch.randn(2, 6)).dtype)
+        with torch.no_grad(), learn.amp_context():
+            seen.append(learn.model(torch.randn(2, 6)).dtype)
+
     out(learn)
     learn.add_cb(At('before_epoch', out)).fit(1)
-    with pytest.raises(KeyError), learn.amp_context(): raise KeyError
+    with pytest.raises(KeyError), learn.amp_context():
+        raise KeyError
     assert seen == [dtype] * 2 and autocast_state() == before
 
 
 # -- callbacks and names
 
+
 def test_a_callback_added_to_a_second_learner_leaves_the_first():
     cb, first, second, alone = mixed('fp16'), learner(), learner(), learner()
     first.add_cb(cb)
-    with pytest.warns(UserWarning, match='moved from one learner to another'): second.add_cb(cb)
+    with pytest.warns(UserWarning, match='moved from one learner to another'):
+        second.add_cb(cb)
     assert first.precision is None and second.precision is cb and not left_on(first)
-    for learn in (first, second, alone): learn.fit(1)
+    for learn in (first, second, alone):
+        learn.fit(1)
     assert same(params(first), params(alone)) and len(cb.scales) == 6
 
 
 def test_callbacks_given_to_another_learner_all_arrive():
-    first = learner(cbs=[MixedPrecision('bf16'), GradientClip(.1), GradientAccumulation(16)])
-    with pytest.warns(UserWarning, match='moved from one learner'): other = Learner(first.dls, mlp(), loss_func=first.loss_func, cbs=first.cbs)
+    first = learner(cbs=[MixedPrecision('bf16'), GradientClip(0.1), GradientAccumulation(16)])
+    with pytest.warns(UserWarning, match='moved from one learner'):
+        other = Learner(first.dls, mlp(), loss_func=first.loss_func, cbs=first.cbs)
     assert {type(cb).__name__ for cb in other.cbs} >= {'MixedPrecision', 'GradientClip', 'GradientAccumulation'}
 
 
@@ -156,7 +230,8 @@ def test_the_same_callback_twice_on_one_learner_is_refused():
     cb = mixed('fp16')
     learn = learner(cbs=[cb])
     for add in (lambda: learn.fit(1, cbs=[cb]), lambda: learn.add_cb(cb)):
-        with pytest.raises(ValueError, match='is on this learner already.*\n.*Leave it out'): add()
+        with pytest.raises(ValueError, match='is on this learner already.*\n.*Leave it out'):
+            add()
     assert list(learn.cbs).count(cb) == 1
     learn.fit(1)
     assert learn.precision is cb and cb.n_skipped == 0
@@ -164,8 +239,12 @@ def test_the_same_callback_twice_on_one_learner_is_refused():
 
 class PrecisionCallback(Callback):
     "Anybody's; fastai names it `learn.precision`."
-    def __init__(self): self.n_batches = 0
-    def after_batch(self): self.n_batches += 1
+
+    def __init__(self):
+        self.n_batches = 0
+
+    def after_batch(self):
+        self.n_batches += 1
 
 
 @pytest.mark.parametrize('mode', ['fp32', 'bf16'])
@@ -174,12 +253,14 @@ def test_a_callback_of_anybodys_named_precision(mode, tmp_path):
     theirs, learn = PrecisionCallback(), learner(path=tmp_path)
     learn.add_cb(theirs)
     getattr(learn, f'to_{mode}')()
-    learn.fit(1, .01)
+    learn.fit(1, 0.01)
     assert learn.precision is theirs and theirs.n_batches == 8
-    with learn.amp_context(): assert torch.is_autocast_enabled('cpu') is (mode != 'fp32')
-    learn.save('a'); learn.load('a')
+    with learn.amp_context():
+        assert torch.is_autocast_enabled('cpu') is (mode != 'fp32')
+    learn.save('a')
+    learn.load('a')
     assert list(learn.precision_report('bf16').verdicts) == ['bf16']
     learn.remove_cb(theirs)
     assert modes(learn) == ([] if mode == 'fp32' else ['bf16']) and learn.precision is (precisions(learn) or [None])[0]
-    learn.add_cb(PrecisionCallback).remove_cb(PrecisionCallback).to_fp32()      # by its class
+    learn.add_cb(PrecisionCallback).remove_cb(PrecisionCallback).to_fp32()  # by its class
     assert learn.precision is None

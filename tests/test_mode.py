@@ -1,4 +1,5 @@
 "Which precision a device does natively, and what is said where it does not."
+
 import re, warnings
 
 import pytest, torch
@@ -13,31 +14,44 @@ CUDA = torch.device('cuda:0')
 FP16, BF16 = AMPMode.FP16, AMPMode.BF16
 
 
-@pytest.mark.parametrize('expected, names', [
-    (FP16, ['fp16', 'FP16', '16-Mixed', 'float16', 'Half', torch.float16, fp16.AMPMode.FP16]),
-    (BF16, ['bf16', 'Bf16', 'bf16-mixed', 'bfloat16', torch.bfloat16, fp16.AMPMode.BF16, BF16])])
+@pytest.mark.parametrize(
+    'expected, names',
+    [
+        (FP16, ['fp16', 'FP16', '16-Mixed', 'float16', 'Half', torch.float16, fp16.AMPMode.FP16]),
+        (BF16, ['bf16', 'Bf16', 'bf16-mixed', 'bfloat16', torch.bfloat16, fp16.AMPMode.BF16, BF16]),
+    ],
+)
 def test_names_of_a_mode(expected, names):
-    for name in names: assert AMPMode(name) is expected and MixedPrecision(name).mode is expected
-    assert expected.dtype is (torch.float16 if expected is FP16 else torch.bfloat16) and expected.needs_loss_scaling is (expected is FP16)
+    for name in names:
+        assert AMPMode(name) is expected and MixedPrecision(name).mode is expected
+    assert expected.dtype is (
+        torch.float16 if expected is FP16 else torch.bfloat16
+    ) and expected.needs_loss_scaling is (expected is FP16)
 
 
 @pytest.mark.parametrize('value', ['fp8', 'fp32', '', None, 16, torch.float32, ['fp16']], ids=str)
 def test_unknown_mode(value):
-    with pytest.raises(ValueError, match='bf16-mixed') as e: MixedPrecision(value)
+    with pytest.raises(ValueError, match='bf16-mixed') as e:
+        MixedPrecision(value)
     assert repr(value) in str(e.value) and "'16-mixed'" in str(e.value) and 'to_fp32' in str(e.value)
 
 
 # -- devices
 
+
 @pytest.fixture
 def gpu(monkeypatch):
     "A function that replaces the capability queries by those of an imagined NVIDIA card."
+
     def replace(capability, bf16=True):
         monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
         monkeypatch.setattr(torch.cuda, 'device_count', lambda: 1)
         monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device=None: capability)
-        monkeypatch.setattr(torch.cuda, 'is_bf16_supported', lambda including_emulation=True: bf16 or capability >= (8, 0))
+        monkeypatch.setattr(
+            torch.cuda, 'is_bf16_supported', lambda including_emulation=True: bf16 or capability >= (8, 0)
+        )
         monkeypatch.setattr(torch.version, 'hip', None)
+
     return replace
 
 
@@ -46,21 +60,37 @@ def statuses(device):
     return table.support['bf16'], table.support['fp16']
 
 
-@pytest.mark.parametrize('capability, emulates, bf16, fp16, auto', [
-    ((5, 2), True, 'emulated', 'emulated', None), ((6, 0), True, 'emulated', 'native', 'fp16'), ((6, 1), True, 'emulated', 'emulated', None),
-    ((7, 5), False, 'unsupported', 'native', 'fp16'), ((8, 0), True, 'native', 'native', 'bf16'), ((12, 0), True, 'native', 'native', 'bf16')])
+@pytest.mark.parametrize(
+    'capability, emulates, bf16, fp16, auto',
+    [
+        ((5, 2), True, 'emulated', 'emulated', None),
+        ((6, 0), True, 'emulated', 'native', 'fp16'),
+        ((6, 1), True, 'emulated', 'emulated', None),
+        ((7, 5), False, 'unsupported', 'native', 'fp16'),
+        ((8, 0), True, 'native', 'native', 'bf16'),
+        ((12, 0), True, 'native', 'native', 'bf16'),
+    ],
+)
 def test_nvidia_gpus(gpu, capability, emulates, bf16, fp16, auto):
     gpu(capability, emulates)
     assert statuses('cuda:0') == (bf16, fp16) and mode.fastest_native(CUDA) == auto
-    assert '{}.{}'.format(*capability) in precision_support('cuda').why[0] and set(precision_support().device) >= {'cpu', 'cuda:0'}
+    assert '{}.{}'.format(*capability) in precision_support('cuda').why[0] and set(precision_support().device) >= {
+        'cpu',
+        'cuda:0',
+    }
 
 
 def test_messages_for_gpus(gpu):
     gpu((7, 5))
-    assert re.search(r"bf16 is emulated on device 'cuda:0' .*7\.5.*\n.*`learn.to_fp16\(\)`", mode.emulation_warning(BF16, CUDA))
+    assert re.search(
+        r"bf16 is emulated on device 'cuda:0' .*7\.5.*\n.*`learn.to_fp16\(\)`", mode.emulation_warning(BF16, CUDA)
+    )
     gpu((7, 5), False)
-    with pytest.raises(ValueError) as e: mode.check_supported(BF16, CUDA)
-    assert all(s in str(e.value) for s in ('bf16', 'cuda:0', '`to_fp16()`', '`to_fp32()`')) and 'to_bf16' not in str(e.value)
+    with pytest.raises(ValueError) as e:
+        mode.check_supported(BF16, CUDA)
+    assert all(s in str(e.value) for s in ('bf16', 'cuda:0', '`to_fp16()`', '`to_fp32()`')) and 'to_bf16' not in str(
+        e.value
+    )
 
 
 def test_other_gpus(gpu, monkeypatch):
@@ -74,11 +104,19 @@ def test_other_gpus(gpu, monkeypatch):
     assert table.support['fp16'] == 'unsupported' and 'float64' in table.why['fp16']
 
 
-def fake_cpu(monkeypatch, features): monkeypatch.setattr(mode, 'cpu_features', lambda: frozenset(features.split()))
+def fake_cpu(monkeypatch, features):
+    monkeypatch.setattr(mode, 'cpu_features', lambda: frozenset(features.split()))
 
 
-@pytest.mark.parametrize('features, bf16, fp16', [('avx2', 'emulated', 'emulated'), ('avx512_bf16', 'native', 'emulated'),
-                                                  ('amx_bf16 avx512_fp16', 'native', 'native'), ('bf16 fphp', 'native', 'native')])
+@pytest.mark.parametrize(
+    'features, bf16, fp16',
+    [
+        ('avx2', 'emulated', 'emulated'),
+        ('avx512_bf16', 'native', 'emulated'),
+        ('amx_bf16 avx512_fp16', 'native', 'native'),
+        ('bf16 fphp', 'native', 'native'),
+    ],
+)
 def test_cpus(monkeypatch, features, bf16, fp16):
     fake_cpu(monkeypatch, features)
     assert statuses('cpu') == (bf16, fp16)
@@ -86,23 +124,31 @@ def test_cpus(monkeypatch, features, bf16, fp16):
 
 def test_devices_that_cannot_and_those_that_do_not_exist():
     assert statuses('meta') == ('unsupported',) * 2
-    if not torch.cuda.is_available(): assert statuses('cuda') == ('unsupported',) * 2
+    if not torch.cuda.is_available():
+        assert statuses('cuda') == ('unsupported',) * 2
     for wrong in ('gpu', 'cuda:x', '', nn.Linear(2, 2)):
-        with pytest.raises(ValueError, match='device=.* is not a torch device'): precision_support(wrong)
+        with pytest.raises(ValueError, match='device=.* is not a torch device'):
+            precision_support(wrong)
     table = precision_support()
-    assert list(table.columns) == ['device', 'mode', 'support', 'why'] and len(table) % 2 == 0 and table.why.str.len().all()
+    assert (
+        list(table.columns) == ['device', 'mode', 'support', 'why']
+        and len(table) % 2 == 0
+        and table.why.str.len().all()
+    )
 
 
 def test_a_device_without_autocast(monkeypatch):
     learn = learner().to_bf16()
     with monkeypatch.context() as m:
         m.setattr(torch.amp, 'is_autocast_available', lambda d: False)
-        with pytest.raises(ValueError, match="(?s)device 'cpu'.*to_fp32"): learn.fit(1)
+        with pytest.raises(ValueError, match="(?s)device 'cpu'.*to_fp32"):
+            learn.fit(1)
     assert is_outside_a_fit(learn)
     learn.fit(1)
 
 
 # -- the emulation's warning, and 'auto'
+
 
 def test_an_emulated_mode_warns_once_at_the_users_line(monkeypatch):
     fake_cpu(monkeypatch, 'avx512_bf16')
@@ -110,46 +156,63 @@ def test_an_emulated_mode_warns_once_at_the_users_line(monkeypatch):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter('always')
         learn.fit(2)
-    warning, = [w for w in caught if 'emulated' in str(w.message)]
-    assert re.search(r'fp16 is emulated.*slower than fp32.*\n.*learn\.to_bf16\(\)', str(warning.message)) and warning.filename == __file__
+    (warning,) = [w for w in caught if 'emulated' in str(w.message)]
+    assert (
+        re.search(r'fp16 is emulated.*slower than fp32.*\n.*learn\.to_bf16\(\)', str(warning.message))
+        and warning.filename == __file__
+    )
     assert not told(lambda: (learn.fit(1), learn.validate(), learn.to_bf16().fit(1)), 'emulated')
     assert len(told(lambda: learner().to_fp16().fit(1), 'emulated')) == 1
 
 
-@pytest.mark.parametrize('features, expected', [('avx512_bf16 avx512_fp16', 'bf16'), ('avx512_fp16', 'fp16'), ('', None)])
+@pytest.mark.parametrize(
+    'features, expected', [('avx512_bf16 avx512_fp16', 'bf16'), ('avx512_fp16', 'fp16'), ('', None)]
+)
 def test_auto(monkeypatch, features, expected):
     fake_cpu(monkeypatch, features)
-    learn = learner().to_amp(scaler=torch.amp.GradScaler('cpu', init_scale=256.))
+    learn = learner().to_amp(scaler=torch.amp.GradScaler('cpu', init_scale=256.0))
     dtypes, cb = output_dtypes(learn), learn.precision
     assert cb.amp_mode == 'auto' and cb.mode is None
     assert len(told(lambda: learn.fit(2), 'so training runs in fp32')) == (expected is None)
-    assert cb.amp_mode == 'auto' and cb.mode == expected and set(dtypes) == {AMPMode(expected).dtype if expected else torch.float32}
-    assert set(cb.scales) == ({256.} if expected == 'fp16' else set())
-    with learn.amp_context(): assert torch.is_autocast_enabled('cpu') == (expected is not None)
+    assert (
+        cb.amp_mode == 'auto'
+        and cb.mode == expected
+        and set(dtypes) == {AMPMode(expected).dtype if expected else torch.float32}
+    )
+    assert set(cb.scales) == ({256.0} if expected == 'fp16' else set())
+    with learn.amp_context():
+        assert torch.is_autocast_enabled('cpu') == (expected is not None)
 
 
 def test_before_the_first_fit_the_device_of_the_dataloaders_is_asked(gpu):
-    gpu((7, 5))                                                  # bf16 is emulated there, fp16 is not
+    gpu((7, 5))  # bf16 is emulated there, fp16 is not
     learn = learner()
-    learn.dls.device = CUDA                                      # fastai moves the model when the first fit starts
+    learn.dls.device = CUDA  # fastai moves the model when the first fit starts
     learn.to_amp()
-    assert next(learn.model.parameters()).device.type == 'cpu' and learn.precision.state_dict()['scale'] == 65536.
+    assert next(learn.model.parameters()).device.type == 'cpu' and learn.precision.state_dict()['scale'] == 65536.0
 
 
 # -- layers that a CPU cannot run
 
+
 class Recurrent(nn.Module):
-    def __init__(self, kind=nn.LSTM): super().__init__(); self.rnn, self.head = kind(6, 4, batch_first=True), nn.Linear(4, 1)
-    def forward(self, x): return self.head(self.rnn(x[:, None])[0][:, 0])
+    def __init__(self, kind=nn.LSTM):
+        super().__init__()
+        self.rnn, self.head = kind(6, 4, batch_first=True), nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.head(self.rnn(x[:, None])[0][:, 0])
 
 
 @pytest.mark.parametrize('kind', [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_layers_run_or_are_refused_by_name_when_fit_starts(kind):
-    learn, drawn = learner(Recurrent(kind)).to_fp16(init_scale=256.), []
+    learn, drawn = learner(Recurrent(kind)).to_fp16(init_scale=256.0), []
     learn.add_cb(At('before_batch', drawn.append, -50))
-    if mode.refused_layer(kind, FP16) is None: learn.fit(1)
+    if mode.refused_layer(kind, FP16) is None:
+        learn.fit(1)
     else:
-        with pytest.raises(ValueError, match=f"'rnn' .{kind.__name__}"): learn.fit(1)
+        with pytest.raises(ValueError, match=f"'rnn' .{kind.__name__}"):
+            learn.fit(1)
         assert not drawn and is_outside_a_fit(learn)
 
 
@@ -157,17 +220,26 @@ def test_a_layer_without_a_kernel_is_refused_unless_it_is_kept_in_fp32(monkeypat
     monkeypatch.setattr(mode, 'refused_layer', lambda kind, mode: 'no kernel' if kind is nn.LSTM else None)
     learn = learner(Recurrent()).to_bf16()
     for call in (lambda: learn.fit(1), learn.get_preds):
-        with pytest.raises(ValueError, match=r"(?s)'rnn' \(LSTM\).*PyTorch says: no kernel.*fp32_modules=nn.LSTM"): call()
+        with pytest.raises(ValueError, match=r"(?s)'rnn' \(LSTM\).*PyTorch says: no kernel.*fp32_modules=nn.LSTM"):
+            call()
     for spec in (nn.LSTM, 'rnn', '*'):
-        for l in (learn, learner(nn.Sequential(torch.compile(Recurrent(), backend='eager')))) if spec is nn.LSTM else (learn,):
+        for l in (
+            (learn, learner(nn.Sequential(torch.compile(Recurrent(), backend='eager'))))
+            if spec is nn.LSTM
+            else (learn,)
+        ):
             l.to_bf16(fp32_modules=spec).fit(1)
             assert finite(l)
 
 
 def test_a_default_device_does_not_change_what_probes_find():
-    def found(): return mode.refused_layer(nn.LSTM, FP16), precision_support('cpu').values.tolist()
+    def found():
+        return mode.refused_layer(nn.LSTM, FP16), precision_support('cpu').values.tolist()
+
     expected = found()
     mode.refused_layer.cache_clear()
     torch.set_default_device('meta')
-    try: assert found() == expected
-    finally: torch.set_default_device(None)
+    try:
+        assert found() == expected
+    finally:
+        torch.set_default_device(None)

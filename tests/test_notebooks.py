@@ -1,11 +1,12 @@
 "The notebooks run from top to bottom; their hidden cells assert."
+
 import importlib.util, tempfile
 from pathlib import Path
 
 import nbformat, pytest
 
 NBS = Path(__file__).parent.parent / 'nbs'
-FOLDERS = (str(Path.home()), tempfile.gettempdir(), 'site-packages', '/home/')   # of the machine that ran them
+FOLDERS = (str(Path.home()), tempfile.gettempdir(), 'site-packages', '/home/')  # of the machine that ran them
 NOTEBOOKS = sorted(NBS.glob('*.ipynb'))
 HIDDEN = {'remove-cell', 'hide-input', 'remove-input'}
 spec = importlib.util.spec_from_file_location('run_notebooks', NBS / 'run.py')
@@ -13,16 +14,18 @@ run_notebooks = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(run_notebooks)
 
 
-def tags(cell): return set(cell.metadata.get('tags', []))
+def tags(cell):
+    return set(cell.metadata.get('tags', []))
 
 
 @pytest.fixture(scope='module')
 def execute():
     "One kernel for all, because fastai's imports take longer than most notebooks."
-    with run_notebooks.kernel() as execute: yield execute
+    with run_notebooks.kernel() as execute:
+        yield execute
 
 
-@pytest.mark.slow                                                # in CI alone
+@pytest.mark.slow  # in CI alone
 @pytest.mark.parametrize('path', NOTEBOOKS, ids=lambda p: p.stem)
 def test_runs_in_an_empty_folder(path, execute):
     done = execute(path)
@@ -30,7 +33,8 @@ def test_runs_in_an_empty_folder(path, execute):
 
 
 def test_a_name_that_no_notebook_has_is_refused():
-    with pytest.raises(SystemExit, match='begins with 99'): run_notebooks.main(['01', '99'])
+    with pytest.raises(SystemExit, match='begins with 99'):
+        run_notebooks.main(['01', '99'])
 
 
 @pytest.mark.parametrize('path', NOTEBOOKS, ids=lambda p: p.stem)
@@ -53,4 +57,5 @@ def test_reads_as_a_tutorial(path):
     shown = [c for c in cells if c.cell_type == 'code' and not tags(c) & HIDDEN]
     for cell in shown:
         assert 'assert ' not in cell.source and 'test_eq' not in cell.source, cell.source
-    if shown and 'import' in shown[0].source.split('\n')[0]: assert len(shown[0].source.split('\n')) <= 4
+    if shown and 'import' in shown[0].source.split('\n')[0]:
+        assert len(shown[0].source.split('\n')) <= 4

@@ -1,4 +1,5 @@
 "What an installation is; and lint and types, as pyproject.toml asks for them."
+
 import configparser, importlib, importlib.util, os, shutil, subprocess, sys, zipfile
 from importlib import metadata
 from pathlib import Path
@@ -34,29 +35,31 @@ names = sorted(n for n in dir() if not n.startswith('__'))
 import sys, torch, fastxtend_amp
 from fastai.vision.all import *
 from fastai.callback.all import *
-assert fastxtend_amp.__file__.startswith(sys.argv[1]) and names == sorted(fastxtend_amp.__all__), (fastxtend_amp.__file__, names)
+assert fastxtend_amp.__file__.startswith(sys.argv[1]), fastxtend_amp.__file__
+assert names == sorted(fastxtend_amp.__all__), names
 for f in (Learner.to_bf16, Learner.to_channelslast, Learner.to_fp16): assert f.__module__ == 'fastxtend_amp.learner'
 from fastxtend_amp import *
 assert MixedPrecision.__module__ == 'fastxtend_amp.callback'
 ds = [(torch.randn(4), torch.randn(1)) for _ in range(8)]
-learn = Learner(DataLoaders.from_dsets(ds, ds, bs=4, device='cpu', num_workers=0), nn.Linear(4, 1), loss_func=MSELossFlat()).to_bf16()
+dls = DataLoaders.from_dsets(ds, ds, bs=4, device='cpu', num_workers=0)
+learn = Learner(dls, nn.Linear(4, 1), loss_func=MSELossFlat()).to_bf16()
 with learn.no_bar(), learn.no_logging(): learn.fit(1)
 print(fastxtend_amp.__version__, len(learn.recorder.losses))
 """
 
 
 def test_wheel_and_sdist(tmp_path):
-    "The wheel holds the package and nothing else; the sdist builds it again, and what comes out trains, imported before fastai, too."
+    "The wheel holds the package alone; the sdist builds it again, and it trains, imported before fastai, too."
     source, dist, target, empty = (tmp_path / n for n in ('source', 'dist', 'target', 'empty'))
     unwanted = ('.git', '.venv', 'venv', '*.egg-info', '__pycache__', 'models', 'build', 'dist', '.*cache*')
     shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(*unwanted))
     empty.mkdir()
     offline = ('--no-deps', '--no-build-isolation', '--no-index', '--disable-pip-version-check', '-q')
-    assert run(source / 'setup.py', '--version', cwd=empty).split()[-1] == CFG['version']     # from any folder
+    assert run(source / 'setup.py', '--version', cwd=empty).split()[-1] == CFG['version']  # from any folder
     run('setup.py', '-q', 'sdist', '-d', dist, cwd=source)
-    sdist, = dist.glob('*.tar.gz')
-    run('-m', 'pip', 'wheel', *offline, '-w', dist, sdist, cwd=source)   # built from the sdist alone
-    wheel, = dist.glob('*.whl')
+    (sdist,) = dist.glob('*.tar.gz')
+    run('-m', 'pip', 'wheel', *offline, '-w', dist, sdist, cwd=source)  # built from the sdist alone
+    (wheel,) = dist.glob('*.whl')
     names = zipfile.ZipFile(wheel).namelist()
     modules = {str(f.relative_to(ROOT)) for f in (ROOT / 'fastxtend_amp').rglob('*.py')} | {'fastxtend_amp/py.typed'}
     assert {n for n in names if '.dist-info/' not in n} == modules
@@ -70,6 +73,7 @@ def test_wheel_and_sdist(tmp_path):
 @pytest.mark.parametrize('command', [('ruff', 'check'), ('mypy',)], ids=lambda c: c[0])
 def test_clean(command):
     "With the tools' caches, which git ignores: a second run takes a second."
-    if importlib.util.find_spec(command[0]) is None: pytest.skip(f'needs {command[0]}, of the extra dev')
+    if importlib.util.find_spec(command[0]) is None:
+        pytest.skip(f'needs {command[0]}, of the extra dev')
     done = subprocess.run([sys.executable, '-m', *command], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -8,6 +8,7 @@ Each operator runs as the CPU's kernel on the same memory, and raises if tensors
 
 It cannot show speed, the numerics of real kernels, streams, allocators, graphs or `torch.compile`.
 """
+
 from __future__ import annotations
 
 import contextlib, types
@@ -18,20 +19,22 @@ __all__ = ['install', 'is_installed', 'missing_reason', 'options', 'waits']
 
 options = types.SimpleNamespace(amp_dtypes=[torch.bfloat16, torch.float16])
 CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-_LOW = ('linear', 'addmm', 'matmul', 'mm', 'bmm', 'conv2d')      # autocast's lists: what the tests' models need
+_LOW = ('linear', 'addmm', 'matmul', 'mm', 'bmm', 'conv2d')  # autocast's lists: what the tests' models need
 _FP32 = ('mse_loss', 'cross_entropy_loss', 'layer_norm')
 _WAITS = ('_local_scalar_dense', 'nonzero', 'masked_select', 'equal')
-_libraries: list = []                                            # operators are registered as long as these live
+_libraries: list = []  # operators are registered as long as these live
 _recorders: list[list[str]] = []
 
 
 def missing_reason() -> str | None:
     "Return why this PyTorch cannot simulate a device; None if it can."
-    if hasattr(torch._C, '_acc'): return None
+    if hasattr(torch._C, '_acc'):
+        return None
     return f'PyTorch {torch.__version__} registers no device from Python; 2.13 does'
 
 
-def is_installed() -> bool: return bool(_libraries)
+def is_installed() -> bool:
+    return bool(_libraries)
 
 
 @contextlib.contextmanager
@@ -39,13 +42,17 @@ def waits():
     "Give a list that fills with the operators for which the host waits."
     found: list[str] = []
     _recorders.append(found)
-    try: yield found
-    finally: _recorders.remove(found)
+    try:
+        yield found
+    finally:
+        _recorders.remove(found)
 
 
 # -- tensors whose storage says 'sim' and is in the memory of a CPU storage
 
-def _is_here(x) -> bool: return isinstance(x, torch.Tensor) and x.device.type == 'sim'
+
+def _is_here(x) -> bool:
+    return isinstance(x, torch.Tensor) and x.device.type == 'sim'
 
 
 def _storage_on_device(memory):
@@ -55,7 +62,7 @@ def _storage_on_device(memory):
 
 
 def _memory(storage):
-    if '_memory' not in storage.__dict__:                        # made by C++
+    if '_memory' not in storage.__dict__:  # made by C++
         cpu = torch.device('cpu')
         storage._memory = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), cpu, storage.nbytes())
     return storage._memory
@@ -79,65 +86,94 @@ def _up(r, storage=None):
 
 # -- operators
 
+
 def _run(op, *args, **kwargs):
     "Run `op` by the CPU's kernel."
     name, pairs, elsewhere = op.overloadpacket.__name__, [], []
-    if name == 'set_': return op.redispatch(CPU, *args, **kwargs)   # no look at the memory
+    if name == 'set_':
+        return op.redispatch(CPU, *args, **kwargs)  # no look at the memory
+
     def down(a):
-        if isinstance(a, (list, tuple)): return [down(x) for x in a]
-        if isinstance(a, torch.Tensor) and not _is_here(a) and a.dim(): elsewhere.append(a)
-        if not _is_here(a): return torch.device('cpu') if isinstance(a, torch.device) else a
+        if isinstance(a, (list, tuple)):
+            return [down(x) for x in a]
+        if isinstance(a, torch.Tensor) and not _is_here(a) and a.dim():
+            elsewhere.append(a)
+        if not _is_here(a):
+            return torch.device('cpu') if isinstance(a, torch.device) else a
         pairs.append((a, _down(a)))
         return pairs[-1][1]
+
     low, named = down(args), {k: down(v) for k, v in kwargs.items()}
     if pairs and elsewhere and name != '_copy_from':
         raise RuntimeError(f'Expected all tensors to be on the same device, but found at least two devices ({name})')
     if name in _WAITS or (name == '_copy_from' and len(pairs) == 1):
-        for r in _recorders: r.append(name)
-    if name == '_copy_from':                                     # what `copy_` calls for such devices
+        for r in _recorders:
+            r.append(name)
+    if name == '_copy_from':  # what `copy_` calls for such devices
         low[1].copy_(low[0])
         return args[1]
     out = op(*low, **named)
-    for t, h in pairs:                                           # `out=` and changes in place may have resized them
-        if h.shape == t.shape: continue
+    for t, h in pairs:  # `out=` and changes in place may have resized them
+        if h.shape == t.shape:
+            continue
         _set(t, _storage_on_device(h.untyped_storage()), h)
+
     def up(r):
-        if isinstance(r, (list, tuple)): return type(r)(map(up, r))
-        if not isinstance(r, torch.Tensor): return r
+        if isinstance(r, (list, tuple)):
+            return type(r)(map(up, r))
+        if not isinstance(r, torch.Tensor):
+            return r
         for t, h in pairs:
-            if r is h: return t
+            if r is h:
+                return t
         of = [t for t, h in pairs if h.untyped_storage()._cdata == r.untyped_storage()._cdata]
-        return _up(r, of[0].untyped_storage() if of else None)   # a view, or a new tensor
+        return _up(r, of[0].untyped_storage() if of else None)  # a view, or a new tensor
+
     return up(out)
 
 
 def _casting(op, dtype_of):
     "Return the operator for autocast: its tensors are cast first."
     key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
-    def cast(a, dtype): return a.to(dtype) if _is_here(a) and a.is_floating_point() else a
+
+    def cast(a, dtype):
+        return a.to(dtype) if _is_here(a) and a.is_floating_point() else a
+
     def run(*args, **kwargs):
-        with torch._C._ExcludeDispatchKeyGuard(key): return op(*[cast(a, dtype_of()) for a in args], **kwargs)
+        with torch._C._ExcludeDispatchKeyGuard(key):
+            return op(*[cast(a, dtype_of()) for a in args], **kwargs)
+
     return run
 
 
 def _move_modules_in_place() -> None:
     "Have `Module.to` keep its parameters when it moves them, as it does with CUDA; by itself it makes new ones here."
     to, set_swap = torch.nn.Module.to, torch.__future__.set_swap_module_params_on_conversion
+
     def in_place(self, *args, **kwargs):
         device = torch._C._nn._parse_to(*args, **kwargs)[0]
         set_swap(device is not None and any(p.device.type != device.type for p in self.parameters()))
-        try: return to(self, *args, **kwargs)
-        finally: set_swap(False)
+        try:
+            return to(self, *args, **kwargs)
+        finally:
+            set_swap(False)
+
     torch.nn.Module.to = in_place
 
 
 def install() -> torch.device:
     "Make the device and return it."
     from torch.utils import backend_registration
+
     module = types.ModuleType('torch.sim')
-    vars(module).update(is_available=lambda: True, device_count=lambda: 1, manual_seed_all=lambda seed: None,
-                        get_rng_state=lambda *args: torch.ByteTensor(), set_rng_state=lambda *args: None,
-                        get_amp_supported_dtype=lambda: options.amp_dtypes)
+    vars(module).update(
+        is_available=lambda: True,
+        device_count=lambda: 1,
+        manual_seed_all=lambda seed: None,
+        get_rng_state=lambda *args: torch.ByteTensor(),
+        set_rng_state=lambda *args: None,
+        get_amp_supported_dtype=lambda: options.amp_dtypes,
+    )
     backend_registration._setup_privateuseone_for_python_backend('sim', backend_module=module)
     kernels, autocast = (torch.library.Library('_', 'IMPL') for _ in range(2))
     kernels.fallback(_run, 'PrivateUse1')
@@ -145,16 +181,23 @@ def install() -> torch.device:
     of_aten = torch.library.Library('aten', 'IMPL', 'AutocastPrivateUse1')
     low, fp32 = (lambda: torch.get_autocast_dtype('sim')), (lambda: torch.float32)
     for names, dtype in ((_LOW, low), (_FP32, fp32)):
-        for name in names: of_aten.impl(name, _casting(getattr(torch.ops.aten, name).default, dtype))
+        for name in names:
+            of_aten.impl(name, _casting(getattr(torch.ops.aten, name).default, dtype))
     _libraries.extend((kernels, autocast, of_aten))
     _move_modules_in_place()
     clone = torch.storage._StorageBase.clone
-    def cloned(self): return _storage_on_device(_memory(self).clone()) if self.device.type == 'sim' else clone(self)
+
+    def cloned(self):
+        return _storage_on_device(_memory(self).clone()) if self.device.type == 'sim' else clone(self)
+
     torch.storage._StorageBase.clone = cloned
+
     def back(obj, location):
-        if location.partition(':')[0] != 'sim': return None
+        if location.partition(':')[0] != 'sim':
+            return None
         memory = torch.UntypedStorage(obj.nbytes())
         memory.copy_(obj if obj.device.type == 'cpu' else _memory(obj))
         return _storage_on_device(memory)
+
     torch.serialization.register_package(1, lambda obj: 'sim' if obj.device.type == 'sim' else None, back)
     return torch.device('sim', 0)

@@ -3,6 +3,7 @@
 On a simulated device with `pytest --sim=sim tests/devices/test_accelerator.py`, which test_simulated.py runs; else on
 an NVIDIA GPU, to a few per cent; without both it is skipped.
 """
+
 import copy, pickle
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from helpers import *
 
 CPU = torch.device('cpu')
 OPTS = {**OPTIMIZERS, 'lookahead': lambda params, **kwargs: Lookahead(Adam(params, **kwargs), k=3)}
-SCALING = dict(init_scale=2. ** 20, growth_interval=3)           # overflows at the start and whenever it has grown
+SCALING = dict(init_scale=2.0**20, growth_interval=3)  # overflows at the start and whenever it has grown
 MODES = pytest.mark.parametrize('mode', ['fp32', 'bf16', 'fp16'])
 
 
@@ -26,8 +27,10 @@ MODES = pytest.mark.parametrize('mode', ['fp32', 'bf16', 'fp16'])
 def device(monkeypatch):
     "The accelerator; learners of helpers.py train on it."
     import helpers
+
     if not is_installed():
-        if not torch.cuda.is_available(): pytest.skip('needs an accelerator, or --sim=sim')
+        if not torch.cuda.is_available():
+            pytest.skip('needs an accelerator, or --sim=sim')
         monkeypatch.setattr(helpers, 'DEVICE', torch.device('cuda', 0))
     return helpers.DEVICE
 
@@ -35,7 +38,8 @@ def device(monkeypatch):
 @pytest.fixture
 def sim():
     "The simulated device's options, put back after the test."
-    if not is_installed(): pytest.skip('needs a simulated device')
+    if not is_installed():
+        pytest.skip('needs a simulated device')
     before = {**vars(options)}
     yield options
     vars(options).update(before)
@@ -47,35 +51,50 @@ def build(mode, opt='adam', device=None, seed=0, scaling=SCALING, **kwargs):
     return getattr(learn, f'to_{mode}')(**(scaling if mode == 'fp16' else {}))
 
 
-def state(learn): return learn.precision and learn.precision.state_dict()
-def places(learn): return {p.device.type for p in learn.model.parameters()}
+def state(learn):
+    return learn.precision and learn.precision.state_dict()
+
+
+def places(learn):
+    return {p.device.type for p in learn.model.parameters()}
 
 
 def close(a, b, exact=False):
     "The same numbers; to a few per cent where a real device is held against the CPU."
-    if is_installed() or exact: return same(a, b)
-    return all(torch.allclose(x, y, rtol=.05, atol=.05) for x, y in zip(a, b, strict=True))
+    if is_installed() or exact:
+        return same(a, b)
+    return all(torch.allclose(x, y, rtol=0.05, atol=0.05) for x, y in zip(a, b, strict=True))
 
 
 def assert_alike(a, b):
     "Parameters, buffers, the optimizer's memory and the loss scale are the same."
-    def moved(learn): return [t.detach().cpu() for t in (*learn.model.parameters(), *learn.model.buffers())]
-    def on_cpu(x): return [{k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in s.items()} for s in x]
+
+    def moved(learn):
+        return [t.detach().cpu() for t in (*learn.model.parameters(), *learn.model.buffers())]
+
+    def on_cpu(x):
+        return [{k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in s.items()} for s in x]
+
     exact = is_installed() or places(a) == places(b)
     assert close(moved(a), moved(b), exact) and state(a) == state(b)
-    if exact: assert same_state(on_cpu(opt_state(a.opt)), on_cpu(opt_state(b.opt)))
+    if exact:
+        assert same_state(on_cpu(opt_state(a.opt)), on_cpu(opt_state(b.opt)))
 
 
 # -- training
 
-@pytest.mark.parametrize('mode,opt', [('fp32', 'adam'), ('bf16', 'sgd'), ('bf16', 'fused adamw'), *(('fp16', o) for o in OPTIMIZERS)])
+
+@pytest.mark.parametrize(
+    'mode,opt', [('fp32', 'adam'), ('bf16', 'sgd'), ('bf16', 'fused adamw'), *(('fp16', o) for o in OPTIMIZERS)]
+)
 def test_numbers_are_the_cpus(mode, opt, device):
     """In fp16 the scale overflows by itself, and a gradient is not finite in the first step, two in a row and the last.
 
     A second fit clips and accumulates.
     """
     there, here = (build(mode, opt, d, cbs=spoil_at(0, 7, 8, 11) if mode == 'fp16' else None) for d in (device, CPU))
-    for learn in (there, here): learn.fit(2, .01)
+    for learn in (there, here):
+        learn.fit(2, 0.01)
     assert places(there) == {device.type} and places(here) == {'cpu'}
     assert close([torch.stack(there.recorder.losses).cpu()], [torch.stack(here.recorder.losses)])
     assert close([torch.tensor(there.validate())], [torch.tensor(here.validate())])
@@ -83,7 +102,8 @@ def test_numbers_are_the_cpus(mode, opt, device):
     if mode == 'fp16':
         assert there.precision.scales == here.precision.scales and len(there.precision.scales) == 12
         assert there.precision.n_skipped == here.precision.n_skipped >= 4
-    for learn in (there, here): learn.fit(1, .01, cbs=[GradientAccumulation(8), GradientClip(.1)])
+    for learn in (there, here):
+        learn.fit(1, 0.01, cbs=[GradientAccumulation(8), GradientClip(0.1)])
     assert_alike(there, here)
 
 
@@ -91,41 +111,65 @@ def test_fp32_modules_and_predictions(device):
     learn, seen = learner(mlp(), loaders()).to_bf16(fp32_modules='3'), {}
     for name in '03':
         learn.model[int(name)].register_forward_hook(lambda m, i, o, n=name: seen.setdefault(n, set()).add(o.dtype))
-    learn.fit(1, .01)
+    learn.fit(1, 0.01)
     assert seen == {'0': {torch.bfloat16}, '3': {torch.float32}} and learn.get_preds()[0].dtype is torch.float32
-    with learn.amp_context(): assert torch.is_autocast_enabled(device.type)
+    with learn.amp_context():
+        assert torch.is_autocast_enabled(device.type)
     assert not torch.is_autocast_enabled(device.type)
 
 
-@pytest.mark.parametrize('event,mode,opt', [
-    ('after_pred', 'bf16', 'adam'), ('after_loss', 'fp16', 'adam'), ('after_backward', 'fp16', 'fused adamw'),
-    ('before_step', 'fp16', 'fused adamw'), ('after_step', 'fp16', 'adam')])
+@pytest.mark.parametrize(
+    'event,mode,opt',
+    [
+        ('after_pred', 'bf16', 'adam'),
+        ('after_loss', 'fp16', 'adam'),
+        ('after_backward', 'fp16', 'fused adamw'),
+        ('before_step', 'fp16', 'fused adamw'),
+        ('after_step', 'fp16', 'adam'),
+    ],
+)
 def test_after_an_exception_nothing_is_left(event, mode, opt, device):
     def stop(l):
-        if l.train_iter == 1: raise KeyboardInterrupt
-    learn, before = build(mode, opt, scaling=dict(init_scale=256.)), autocast_state()
-    with pytest.raises(KeyboardInterrupt): learn.fit(1, .01, cbs=At(event, stop, 11))
+        if l.train_iter == 1:
+            raise KeyboardInterrupt
+
+    learn, before = build(mode, opt, scaling=dict(init_scale=256.0)), autocast_state()
+    with pytest.raises(KeyboardInterrupt):
+        learn.fit(1, 0.01, cbs=At(event, stop, 11))
     assert autocast_state() == before and learn.precision.device is None
     weights = params(learn)
-    learn.fit(1, .01)
+    learn.fit(1, 0.01)
     assert autocast_state() == before and not same(params(learn), weights)
     assert all(p.isfinite().all() for p in params(learn))
 
 
 # -- files and copies
 
-@pytest.mark.parametrize('mode,opt', [('bf16', 'adam'), ('bf16', 'fused adamw'), ('fp16', 'sgd'), ('fp16', 'adamw'),
-                                      ('fp16', 'fused adamw'), ('fp16', 'lookahead')])
+
+@pytest.mark.parametrize(
+    'mode,opt',
+    [
+        ('bf16', 'adam'),
+        ('bf16', 'fused adamw'),
+        ('fp16', 'sgd'),
+        ('fp16', 'adamw'),
+        ('fp16', 'fused adamw'),
+        ('fp16', 'lookahead'),
+    ],
+)
 def test_exact_resume_in_a_new_process(mode, opt, tmp_path, device):
     "On the device, also from the CPU and back. When the file is loaded the model is still on the CPU."
-    for first, then in [(device, device), *([(CPU, device), (device, CPU)] if is_installed() else [])]:   # a real one rounds in other ways
+    for first, then in [
+        (device, device),
+        *([(CPU, device), (device, CPU)] if is_installed() else []),
+    ]:  # a real one rounds in other ways
         straight = build(mode, opt, first, path=tmp_path)
-        straight.fit(1, .01)
+        straight.fit(1, 0.01)
         straight.save('half way')
-        straight.fit(1, .01)
+        straight.fit(1, 0.01)
         second = build(mode, opt, then, seed=1, path=tmp_path).load('half way')
         assert places(second) == {'cpu'}
-        second.fit(1, .01)
+        second.fit(1, 0.01)
         assert places(second) == {then.type}
         assert_alike(straight, second)
 
@@ -134,7 +178,7 @@ def test_state_that_an_optimizer_keeps_elsewhere_stays_there(device):
     "PyTorch keeps counts and products of NAdam on the CPU; a second fit is no reason to move them."
     learn = learner(dls=loaders(n=48), opt_func=partial(OptimWrapper, opt=torch.optim.NAdam)).to_bf16()
     for _ in range(2):
-        learn.fit(1, .01)
+        learn.fit(1, 0.01)
         kept = opt_state(learn.opt)
         assert {s['mu_product'].device.type for s in kept} == {'cpu'}
         assert {s['exp_avg'].device for s in kept} == {device}
@@ -143,53 +187,67 @@ def test_state_that_an_optimizer_keeps_elsewhere_stays_there(device):
 @MODES
 def test_export_and_copies(mode, tmp_path, device):
     learn = build(mode, path=tmp_path)
-    learn.fit(1, .01)
+    learn.fit(1, 0.01)
     learn.export()
-    assert places(load_learner(tmp_path/'export.pkl', cpu=True)) == {'cpu'} and places(learn) == {device.type}
+    assert places(load_learner(tmp_path / 'export.pkl', cpu=True)) == {'cpu'} and places(learn) == {device.type}
     for twin in (copy.deepcopy(learn), pickle.loads(pickle.dumps(learn))):
         assert places(twin) == {device.type}
         before = params(learn)
-        twin.fit(1, .01)
+        twin.fit(1, 0.01)
         assert same(params(learn), before)
-    learn.fit(1, .01)
+    learn.fit(1, 0.01)
     assert_alike(learn, twin)
 
 
 # -- waits of the host: the documents' numbers of GPU synchronizations come from here
 
-@pytest.mark.parametrize('mode,opt,a_step,an_epoch', [
-    ('bf16', 'adam', 0, 0), ('bf16', 'fused adamw', 0, 0), *(('fp16', o, 1, 1) for o in OPTIMIZERS if 'fused' not in o),
-    ('fp16', 'fused adamw', 0, 1), ('fp16', 'fused sgd', 0, 1)])
+
+@pytest.mark.parametrize(
+    'mode,opt,a_step,an_epoch',
+    [
+        ('bf16', 'adam', 0, 0),
+        ('bf16', 'fused adamw', 0, 0),
+        *(('fp16', o, 1, 1) for o in OPTIMIZERS if 'fused' not in o),
+        ('fp16', 'fused adamw', 0, 1),
+        ('fp16', 'fused sgd', 0, 1),
+    ],
+)
 def test_waits_beyond_fp32(mode, opt, a_step, an_epoch, sim):
     "Skipped steps, too; in the second epoch of a second fit, as the very first step makes the optimizer's state."
+
     def count(mode):
         learn = build(mode, opt, cbs=spoil_at(8, 9) if mode == 'fp16' else None)
-        learn.fit(1, .01)
+        learn.fit(1, 0.01)
         counts = []
         with waits() as found:
             learn.add_cb(At('after_epoch', lambda l: counts.append(len(found)), 100))
-            learn.fit(2, .01)
+            learn.fit(2, 0.01)
         return counts[1] - counts[0]
+
     assert count(mode) - count('fp32') == 6 * a_step + an_epoch
 
 
 # -- devices that lack something
 
+
 @pytest.mark.parametrize('lacks,has,dtype', [('bf16', 'fp16', torch.float16), ('fp16', 'bf16', torch.bfloat16)])
 def test_a_device_with_one_half_precision(lacks, has, dtype, device, sim):
     sim.amp_dtypes = [dtype]
-    with pytest.raises(ValueError, match=f'(?s){lacks} .*does not run.*to_{has}'): build(lacks).fit(1)
+    with pytest.raises(ValueError, match=f'(?s){lacks} .*does not run.*to_{has}'):
+        build(lacks).fit(1)
     table = precision_support(device).set_index('mode').support
     assert dict(table) == {lacks: 'unsupported', has: 'native'}
     learn = build('amp')
-    learn.fit(1, .01)
+    learn.fit(1, 0.01)
     assert learn.precision.mode == has
 
 
 def test_a_device_with_neither(sim):
     sim.amp_dtypes = []
-    with pytest.warns(UserWarning, match='neither bf16 nor fp16'): build('amp').fit(1)
-    with pytest.raises(ValueError, match='to_fp32'): build('fp16').fit(1)
+    with pytest.warns(UserWarning, match='neither bf16 nor fp16'):
+        build('amp').fit(1)
+    with pytest.raises(ValueError, match='to_fp32'):
+        build('fp16').fit(1)
 
 
 def test_tensors_of_two_devices_do_not_come_together(device):
@@ -201,7 +259,9 @@ def test_tensors_of_two_devices_do_not_come_together(device):
 def test_the_benchmark_counts_synchronizations_beyond_fp32(device, monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
     from nbs.benchmarks import contestants, measure, models
-    if is_installed(): monkeypatch.setattr(torch.accelerator, 'synchronize', lambda device: None)
+
+    if is_installed():
+        monkeypatch.setattr(torch.accelerator, 'synchronize', lambda device: None)
     monkeypatch.setitem(models.MODELS, 'tiny', partial(models._mlp, title='tiny', width=8, depth=1, n=4))
     taking_part = [c for c in contestants.CONTESTANTS if c.name in ('fastai loop', 'fastxtend_amp')]
     found = measure.bench(['tiny'], ['bf16', 'fp16'], device, 1, taking_part, ['Adam', 'fused AdamW'])['rows']

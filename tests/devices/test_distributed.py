@@ -1,4 +1,5 @@
 "Two real processes over gloo: DistributedDataParallel through fastai's `distrib_ctx`, FSDP2, and the room `insight`."
+
 import importlib.util, os, re, subprocess, sys
 from pathlib import Path
 
@@ -18,11 +19,20 @@ HERE = Path(__file__).parent
 def launch(path):
     "The results of both ranks."
     folders = [str(HERE.parent.parent), str(HERE.parent), str(HERE), os.environ.get('PYTHONPATH', '')]
-    env = {**os.environ, 'WORLD_SIZE': '2', 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': '29500',   # Accelerate wants them
-           'ACCELERATE_USE_CPU': '1', 'OMP_NUM_THREADS': '1', 'PYTHONPATH': os.pathsep.join(folders)}
-    done = subprocess.run([sys.executable, worker.__file__, str(path)], env=env, capture_output=True, text=True, timeout=900)
+    env = {
+        **os.environ,
+        'WORLD_SIZE': '2',
+        'MASTER_ADDR': '127.0.0.1',
+        'MASTER_PORT': '29500',  # Accelerate wants them
+        'ACCELERATE_USE_CPU': '1',
+        'OMP_NUM_THREADS': '1',
+        'PYTHONPATH': os.pathsep.join(folders),
+    }
+    done = subprocess.run(
+        [sys.executable, worker.__file__, str(path)], env=env, capture_output=True, text=True, timeout=900
+    )
     assert done.returncode == 0, done.stderr[-5000:]
-    return [torch.load(path/f'{r}.pt', weights_only=False) for r in range(2)]
+    return [torch.load(path / f'{r}.pt', weights_only=False) for r in range(2)]
 
 
 @pytest.fixture(scope='module')
@@ -30,14 +40,15 @@ def job(tmp_path_factory):
     "What both ranks saw, the folder of their files, and the learners whose files they read."
     path, plain = tmp_path_factory.mktemp('job'), {}
     for opt in TWO:
-        plain[opt] = build('plain', 'fp16', opt, path=path, init_scale=512., growth_interval=4)
-        plain[opt].fit(1, .01)
+        plain[opt] = build('plain', 'fp16', opt, path=path, init_scale=512.0, growth_interval=4)
+        plain[opt].fit(1, 0.01)
         plain[opt].save(f'plain {opt}')
     return launch(path), path, plain
 
 
 @pytest.fixture
-def ranks(job): return lambda *key: [r[key] for r in job[0]]
+def ranks(job):
+    return lambda *key: [r[key] for r in job[0]]
 
 
 KINDS = pytest.mark.parametrize('kind', ['ddp', 'fsdp'])
@@ -55,6 +66,7 @@ def assert_same(a, b):
 
 # -- every step
 
+
 # A gradient of one batch differs by 1e-7, 4e-4 and 2e-3 (relative); these are the differences after 12 steps.
 @pytest.mark.parametrize('mode,rounding', [('fp32', 1e-6), ('fp16', 1e-3), ('bf16', 8e-3)])
 @KINDS
@@ -62,11 +74,11 @@ def test_n_steps_equal_a_single_process_on_the_same_global_batches(kind, mode, r
     a, b = ranks('steps', kind, mode)
     data = in_global_batches(dataset(N))
     single = build('plain', mode, 'torch sgd', dls=loaders(bs=2 * BS, train=data, valid=data))
-    single.fit(2, .01)
+    single.fit(2, 0.01)
     start = [p.detach() for p in worker.net().parameters()]
     moved = lambda ps: torch.cat([(p - s).flatten() for p, s in zip(ps, start)])
     expected = moved(params(single))
-    assert len(a['seen']) == len(single.seen) == 12 and expected.norm() > .1
+    assert len(a['seen']) == len(single.seen) == 12 and expected.norm() > 0.1
     assert (moved(a['params']) - expected).norm() / expected.norm() < rounding
     assert_same(a, b)
     assert a['scales'] == (None if mode == 'fp32' else single.precision.scales)
@@ -83,12 +95,20 @@ def test_fp32_modules(kind, ranks):
 
 # -- one rank alone has a non-finite gradient
 
+
 @pytest.mark.parametrize('section,kind', [('overflow', 'ddp'), ('overflow', 'fsdp'), ('one_shard', 'fsdp')])
 @OPTS
 def test_overflow_on_one_rank_skips_the_step_on_all(section, kind, opt, ranks):
     a, b = ranks(section, kind, opt)
     assert_same(a, b)
-    assert a['skips'] == [True, False, True, False, True, False] and a['scales'] == [256., 128., 128., 64., 64., 32.]
+    assert a['skips'] == [True, False, True, False, True, False] and a['scales'] == [
+        256.0,
+        128.0,
+        128.0,
+        64.0,
+        64.0,
+        32.0,
+    ]
     start = [p.detach() for p in worker.net().parameters()]
     for before, now in zip([dict(params=start), *a['seen']], a['seen']):
         assert same(before['params'], now['params']) == now['skipped']
@@ -98,19 +118,20 @@ def test_overflow_on_one_rank_skips_the_step_on_all(section, kind, opt, ranks):
 def test_gradient_accumulation_and_clipping(kind, opt, ranks):
     a, b = ranks('accumulate', kind, opt)
     assert_same(a, b)
-    assert a['scales'] == [256., 256., 128.]
+    assert a['scales'] == [256.0, 256.0, 128.0]
     moved = [not same(x['params'], y['params']) for x, y in zip(a['seen'], a['seen'][1:])]
-    assert moved == [True, False, False, False, True]            # the overflow is in the first batch of the second step
+    assert moved == [True, False, False, False, True]  # the overflow is in the first batch of the second step
 
 
 # -- save and load
+
 
 @KINDS
 @OPTS
 def test_all_ranks_save_and_load(kind, opt, ranks):
     both = ranks('checkpoint', kind, opt)
     for r in both:
-        assert r['state']['scale'] == 128. and r['loaded'][0] == r['state']
+        assert r['state']['scale'] == 128.0 and r['loaded'][0] == r['state']
         assert same(r['loaded'][1], r['params']) and same(r['alone'], r['params'])
         straight, resumed = r['on']
         assert same(straight['params'], resumed['params']) and straight['state'] == resumed['state']
@@ -122,11 +143,11 @@ def test_all_ranks_save_and_load(kind, opt, ranks):
 def test_a_single_process_goes_on_from_the_file_of_a_sharded_learner(opt, job):
     results, path, _ = job
     saved = results[0]['checkpoint', 'fsdp', opt]
-    learn = build('plain', 'fp16', opt, path=path, init_scale=2.).load(f'fsdp {opt}')
+    learn = build('plain', 'fp16', opt, path=path, init_scale=2.0).load(f'fsdp {opt}')
     assert same(params(learn), saved['params']) and learn.precision.state_dict() == saved['state']
     for p, state in zip(params(learn), opt_state(learn.opt)):
         assert {v.shape for v in state.values() if isinstance(v, torch.Tensor) and v.ndim} == {p.shape}
-    learn.fit(1, .01)
+    learn.fit(1, 0.01)
     assert all(p.isfinite().all() for p in params(learn)) and not same(params(learn), saved['params'])
     alone = build('plain', 'fp32', path=path).load(f'fsdp {opt} alone', with_opt=False)
     assert same(params(alone), saved['params'])
@@ -138,16 +159,18 @@ def test_a_sharded_learner_goes_on_from_the_file_of_a_single_process(opt, job):
     a, b = (r['reads_plain_file', 'fsdp', opt] for r in results)
     assert same(a['loaded'], params(plain[opt])) and same(b['loaded'], params(plain[opt]))
     assert_same(a, b)
-    assert a['scales'][0] == plain[opt].precision.state_dict()['scale'] == 4096.
+    assert a['scales'][0] == plain[opt].precision.state_dict()['scale'] == 4096.0
 
 
 def test_an_exception_on_one_rank_ends_both_and_leaves_nothing(ranks):
     zero, one = both = ranks('raises', 'ddp', 'fp16')
     assert 'rank 1' in one['error'] and 'RuntimeError' in zero['error'], (zero['error'], one['error'])
-    for r in both: assert r['after'] == r['before'] and not (r['device'] or r['grads'])
+    for r in both:
+        assert r['after'] == r['before'] and not (r['device'] or r['grads'])
 
 
 # -- insight
+
 
 @KINDS
 def test_a_warning_on_one_rank_runs_nothing_again_and_nobody_waits(kind, ranks):

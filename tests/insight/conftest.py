@@ -1,4 +1,5 @@
 "A clock that only moves when a test says so, in the place of the machine's."
+
 import time
 
 import pytest
@@ -6,17 +7,23 @@ import pytest
 
 class Clock:
     "Seconds since the test began."
-    def __init__(self): self.now = 0.
-    def sleep(self, seconds): self.now += seconds
+
+    def __init__(self):
+        self.now = 0.0
+
+    def sleep(self, seconds):
+        self.now += seconds
+
     def read(self):
-        self.now += 1e-6                                         # no two readings are the same
+        self.now += 1e-6  # no two readings are the same
         return self.now
 
 
 @pytest.fixture
 def clock(monkeypatch):
     found = Clock()
-    for name in ('perf_counter', 'monotonic', 'time'): monkeypatch.setattr(time, name, found.read)
+    for name in ('perf_counter', 'monotonic', 'time'):
+        monkeypatch.setattr(time, name, found.read)
     return found
 
 

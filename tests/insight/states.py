@@ -1,4 +1,5 @@
-"Learners with something in every corner, all that can be named in them, bit for bit, and modules that several tests need."
+"Learners with something in every corner, all that can be named in them, and modules that several tests need."
+
 import random
 
 import numpy as np
@@ -18,29 +19,46 @@ from helpers import OPTIMIZERS, Data, autocast_state, dataset, learner
 
 class Act(nn.Module):
     "A function as a module."
-    def __init__(self, f): super().__init__(); self.f = f
-    def forward(self, x): return self.f(x)
+
+    def __init__(self, f):
+        super().__init__()
+        self.f = f
+
+    def forward(self, x):
+        return self.f(x)
 
 
 class Gives(nn.Module):
     "Gives a dictionary, as Hugging Face's models do; `Unpacks` takes the prediction out of it."
-    def __init__(self, net): super().__init__(); self.net = net
-    def forward(self, x): return {'logits': self.net(x)}
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        return {'logits': self.net(x)}
 
 
 class Unpacks(Callback):
-    def after_pred(self): self.learn.pred = self.pred['logits']
+    def after_pred(self):
+        self.learn.pred = self.pred['logits']
 
 
 class Times(torch.autograd.Function):
     "Passes its input on, and back its gradient times `factor`."
+
     @staticmethod
-    def forward(ctx, x, factor): ctx.factor = factor; return x.clone()
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.clone()
+
     @staticmethod
-    def backward(ctx, g): return g * ctx.factor, None
+    def backward(ctx, g):
+        return g * ctx.factor, None
 
 
-def fills(h): return h.masked_fill(h < 0, -1e9).softmax(-1)      # beyond fp16's range
+def fills(h):
+    return h.masked_fill(h < 0, -1e9).softmax(-1)  # beyond fp16's range
 
 
 def loud_loss(p, y):
@@ -50,15 +68,26 @@ def loud_loss(p, y):
 
 class Memory(nn.Module):
     "Holds tensors outside its buffers, in every kind of container."
+
     def __init__(self):
         super().__init__()
         self.register_buffer('seen', torch.zeros(3))
-        self.plain, self.n, self.kept = torch.ones(2), 0, {'a': [torch.zeros(1),
-                                                                 (torch.ones(1), {'b': torch.ones(2)})], 'calls': []}
+        self.plain, self.n, self.kept = (
+            torch.ones(2),
+            0,
+            {'a': [torch.zeros(1), (torch.ones(1), {'b': torch.ones(2)})], 'calls': []},
+        )
         self.wide = torch.zeros(1).expand(4)
+
     def forward(self, x):
-        self.seen += 1; self.plain = self.plain * 2; self.n += 1; self.new = x
-        self.kept['a'][0] += 1; self.kept['a'][1][1]['b'].mul_(3); self.kept['calls'].append(self.n); self.kept['c'] = x
+        self.seen += 1
+        self.plain = self.plain * 2
+        self.n += 1
+        self.new = x
+        self.kept['a'][0] += 1
+        self.kept['a'][1][1]['b'].mul_(3)
+        self.kept['calls'].append(self.n)
+        self.kept['c'] = x
         self.wide[0] += 1
         return x
 
@@ -70,62 +99,86 @@ def shuffled(seed=0):
 
 def rich(opt='fused adamw', fit=True):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), Memory(), nn.Dropout(.5), nn.ReLU(), nn.Linear(8, 1))
-    learn = learner(model, shuffled(), opt_func=OPTIMIZERS[opt],
-                    metrics=AvgMetric(nn.functional.l1_loss)).to_fp16(init_scale=2.**14, growth_interval=3)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), Memory(), nn.Dropout(0.5), nn.ReLU(), nn.Linear(8, 1))
+    learn = learner(model, shuffled(), opt_func=OPTIMIZERS[opt], metrics=AvgMetric(nn.functional.l1_loss)).to_fp16(
+        init_scale=2.0**14, growth_interval=3
+    )
     if fit:
-        learn.fit(1, .01)
-        list(model.parameters())[0].grad = torch.full((8, 6), .25)
+        learn.fit(1, 0.01)
+        list(model.parameters())[0].grad = torch.full((8, 6), 0.25)
         list(model.parameters())[1].grad = None
-        model[1].eval(); list(model.parameters())[-1].requires_grad_(False)
+        model[1].eval()
+        list(model.parameters())[-1].requires_grad_(False)
     return learn
 
 
 def language_model():
     torch.manual_seed(0)
-    rnn = AWD_LSTM(20, 6, 8, 2, hidden_p=.1, input_p=.1, embed_p=.1, weight_p=.2)
-    model = SequentialRNN(rnn, LinearDecoder(20, 6, .1, tie_encoder=rnn.encoder))
-    make = lambda: DataLoader(Data(torch.randint(0, 20, (16, 5)), torch.randint(0, 20, (16, 5))), bs=4, num_workers=0,
-                              device=torch.device('cpu'))
+    rnn = AWD_LSTM(20, 6, 8, 2, hidden_p=0.1, input_p=0.1, embed_p=0.1, weight_p=0.2)
+    model = SequentialRNN(rnn, LinearDecoder(20, 6, 0.1, tie_encoder=rnn.encoder))
+    make = lambda: DataLoader(
+        Data(torch.randint(0, 20, (16, 5)), torch.randint(0, 20, (16, 5))),
+        bs=4,
+        num_workers=0,
+        device=torch.device('cpu'),
+    )
     loss = lambda pred, y: nn.functional.cross_entropy(pred.flatten(0, 1), y.flatten())
     learn = learner(model, DataLoaders(make(), make(), device=torch.device('cpu')), loss, cbs=rnn_cbs(), opt_func=Adam)
-    learn.fit(1, .01)
-    model.train(); model(torch.randint(0, 20, (4, 5)))            # something in `hidden`
+    learn.fit(1, 0.01)
+    model.train()
+    model(torch.randint(0, 20, (4, 5)))  # something in `hidden`
     return learn
 
 
 def bits(learn, optimizer=True):
     "Everything the test can name, as plain comparable values with the identity and memory of each tensor."
+
     def tensor(t):
-        if t is None: return None
+        if t is None:
+            return None
         has_bytes = t.numel() and t.dim()
         values = bytes(t.detach().contiguous().view(torch.uint8).numpy()) if has_bytes else t.detach().tolist()
         return id(t), t.data_ptr(), t.dtype, tuple(t.shape), t.requires_grad, values
+
     def plain(o, depth=0):
-        if isinstance(o, torch.Tensor): return tensor(o)
+        if isinstance(o, torch.Tensor):
+            return tensor(o)
         if isinstance(o, dict):
             return [(k if isinstance(k, (str, int)) else id(k), plain(v, depth + 1)) for k, v in o.items()]
         if isinstance(o, (list, tuple)):
             return [type(o).__name__, id(o) if isinstance(o, list) else 0, *[plain(v, depth + 1) for v in o]]
-        if isinstance(o, random.Random): return id(o), o.getstate()
-        if isinstance(o, (int, float, str, bool, type(None), bytes, bytearray)): return o if o == o else 'nan'
+        if isinstance(o, random.Random):
+            return id(o), o.getstate()
+        if isinstance(o, (int, float, str, bool, type(None), bytes, bytearray)):
+            return o if o == o else 'nan'
         return id(o)
+
     model = learn.model
     state = {
         'modules': [(n, id(m), m.training, plain(m.__dict__)) for n, m in model.named_modules()],
         'grads': [(n, tensor(p), tensor(p.grad)) for n, p in model.named_parameters()],
-        'learn': plain(learn.__dict__), 'cbs': [(id(c), plain(c.__dict__)) for c in learn.cbs],
+        'learn': plain(learn.__dict__),
+        'cbs': [(id(c), plain(c.__dict__)) for c in learn.cbs],
         'metrics': [plain(m.__dict__) for m in learn.metrics],
         'dls': [plain(d.__dict__) for d in learn.dls.loaders],
-        'rng': (random.getstate(), np.random.get_state()[2:], np.random.get_state()[1].tolist(),
-                bytes(torch.get_rng_state().numpy())),
-        'autocast': (autocast_state(), torch.is_grad_enabled())}
+        'rng': (
+            random.getstate(),
+            np.random.get_state()[2:],
+            np.random.get_state()[1].tolist(),
+            bytes(torch.get_rng_state().numpy()),
+        ),
+        'autocast': (autocast_state(), torch.is_grad_enabled()),
+    }
     if hasattr(learn, 'mixed_precision'):
         cb = learn.mixed_precision
         state['scaling'] = [cb.state_dict(), cb.scales, cb.n_skipped, cb.fp32_module_names]
     if optimizer and learn.opt is not None:
         inner = getattr(learn.opt, 'opt', learn.opt)
-        state['opt'] = [plain(learn.opt.__dict__), plain(inner.__dict__), plain(dict(inner.state)),
-                        [dict(h) for h in learn.opt.hypers]]
+        state['opt'] = [
+            plain(learn.opt.__dict__),
+            plain(inner.__dict__),
+            plain(dict(inner.state)),
+            [dict(h) for h in learn.opt.hypers],
+        ]
         state['lists'] = [[id(p) for p in pl] for pl in learn.opt.param_lists]
     return {k: repr(v) for k, v in state.items()}

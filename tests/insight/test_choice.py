@@ -1,4 +1,5 @@
 "The measured choice: the fastest precision that trains as fp32 does, and a learner as it was but for the callback."
+
 import math, time, warnings
 
 import pytest, torch
@@ -15,13 +16,16 @@ from states import Act, Gives, Unpacks, bits, fills, rich
 
 class Costs(Callback):
     "Each step takes .1 seconds of the test's clock, or less by the speed-up of the precision that it runs in."
-    def __init__(self, speeds, swing=0.): self.speeds, self.swing = speeds, swing
+
+    def __init__(self, speeds, swing=0.0):
+        self.speeds, self.swing = speeds, swing
+
     def before_batch(self):
         cb = self.learn.precision
         half = ['half weights'] if isinstance(cb, HalfWeights) else []
         name = ' '.join([*half, *([] if cb is None or half and cb.mode == 'bf16' else [cb.mode])]) or 'fp32'
         swing = 1 + self.swing * (self.learn.iter // 6 % 2) if cb else 1
-        time.sleep(.1 * swing / self.speeds.get(name, 1.))
+        time.sleep(0.1 * swing / self.speeds.get(name, 1.0))
 
 
 @pytest.fixture(autouse=True)
@@ -30,82 +34,109 @@ def native(monkeypatch, sleeps):
         monkeypatch.setattr(module, 'mode_support', lambda m, d: mode.Support('native', 'for this test'))
 
 
-def costing(speeds, model=None, **kwargs): return learner(model, cbs=Costs(speeds), **kwargs)
+def costing(speeds, model=None, **kwargs):
+    return learner(model, cbs=Costs(speeds), **kwargs)
 
 
-@pytest.mark.parametrize('speeds, chosen', [
-    ({'bf16': 2.}, 'bf16'), ({'bf16': 2., 'half weights': 2.08}, 'bf16'),
-    ({'bf16': .7, 'fp16': .7, 'half weights': 1.5, 'half weights fp16': .7}, 'half weights'),
-    ({'bf16': .7, 'fp16': .7, 'half weights': .7}, 'fp32'), ({'fp16': 3.}, 'fp16'), ({}, 'fp32')])
+@pytest.mark.parametrize(
+    'speeds, chosen',
+    [
+        ({'bf16': 2.0}, 'bf16'),
+        ({'bf16': 2.0, 'half weights': 2.08}, 'bf16'),
+        ({'bf16': 0.7, 'fp16': 0.7, 'half weights': 1.5, 'half weights fp16': 0.7}, 'half weights'),
+        ({'bf16': 0.7, 'fp16': 0.7, 'half weights': 0.7}, 'fp32'),
+        ({'fp16': 3.0}, 'fp16'),
+        ({}, 'fp32'),
+    ],
+)
 def test_takes_the_fastest(speeds, chosen, capsys):
     learn = costing(speeds)
     learn.add_cb(GradientAccumulation(8))
     has_half = any('half' in name for name in speeds)
-    if has_half: learn.to_half_weights()
+    if has_half:
+        learn.to_half_weights()
     assert learn.to_amp(measure=True) is learn
     decision, cb = learn.precision_decision, learn.precision
     assert decision.recommended == chosen
     tried = ['fp32', 'bf16', 'fp16'] + ['half weights', 'half weights fp16'] * has_half
-    assert list(decision.table.index) == tried       # half weights are autocast's casts, unless the learner has more
-    if chosen == 'fp32': assert cb is None
+    assert list(decision.table.index) == tried  # half weights are autocast's casts, unless the learner has more
+    if chosen == 'fp32':
+        assert cb is None
     else:
         choice = decision.choices[chosen]
         assert choice.mode == cb.amp_mode and decision.calls[chosen] == str(call_for(learn, choice))
         assert isinstance(cb, HalfWeights) == chosen.startswith('half')
     said = capsys.readouterr().out
-    assert said.startswith(f'Chosen: {chosen}. ') and said.count('\n') == 1 and f'measuring: `{decision.calls[chosen]}`.' in said
-    if chosen == 'fp16': assert '3.00, 3.00 to 3.00 times' in said and ('as 2 trainings of fp32 allow' in said or '(1 % of it)' in said)
+    assert (
+        said.startswith(f'Chosen: {chosen}. ')
+        and said.count('\n') == 1
+        and f'measuring: `{decision.calls[chosen]}`.' in said
+    )
+    if chosen == 'fp16':
+        assert '3.00, 3.00 to 3.00 times' in said and ('as 2 trainings of fp32 allow' in said or '(1 % of it)' in said)
     learn.fit(1)
 
 
 def test_a_gain_smaller_than_the_spread_is_not_taken_and_said(capsys):
     "In about every second turn low precision takes twice as long as in the others."
-    learn = learner(cbs=Costs({'bf16': 1.5, 'fp16': 1.5}, swing=1.))
+    learn = learner(cbs=Costs({'bf16': 1.5, 'fp16': 1.5}, swing=1.0))
     for _ in range(2):
         learn.to_amp(measure=True)
         assert learn.precision is None
         assert 'Chosen: fp32. bf16: not reliably faster than fp32 here (' in capsys.readouterr().out
 
 
-@pytest.mark.parametrize('max_seconds, factor, chosen', [(60., 1.003, 'bf16'), (6., 1.003, 'bf16'), (60., 3., 'fp32')])
+@pytest.mark.parametrize(
+    'max_seconds, factor, chosen', [(60.0, 1.003, 'bf16'), (6.0, 1.003, 'bf16'), (60.0, 3.0, 'fp32')]
+)
 def test_a_loss_is_refused_for_what_seeds_do_not_show_and_not_for_noise(max_seconds, factor, chosen):
     "The learner asked twice gives one answer, also where time ends the comparison."
+
     class Worse(Callback):
         def after_loss(self):
-            if self.learn.precision: self.learn.loss = self.learn.loss * factor
+            if self.learn.precision:
+                self.learn.loss = self.learn.loss * factor
+
     learn = costing({'bf16': 1.6, 'fp16': 1.6})
     learn.add_cb(Worse())
     for _ in range(2):
         learn.to_amp(measure=True, max_seconds=max_seconds)
         decision = learn.precision_decision
-        assert decision.recommended == chosen and (decision.table['steps']['fp32'] == 40) == (max_seconds == 60.)
+        assert decision.recommended == chosen and (decision.table['steps']['fp32'] == 40) == (max_seconds == 60.0)
         assert '(1 % of it)' in decision.reason or 'as 2 trainings of fp32 allow' in decision.reason
         learn.to_fp32()
 
 
 def test_modules_that_must_stay_in_fp32_do_in_a_model_whose_output_a_callback_unpacks():
-    learn = costing({'fp16': 3.}, Gives(Attentive())).to_fp16(max_skips=7)
+    learn = costing({'fp16': 3.0}, Gives(Attentive())).to_fp16(max_skips=7)
     learn.add_cb(Unpacks())
     learn.to_amp(measure=True)
     decision = learn.precision_decision
     assert decision.recommended == 'fp16' and decision.choices['fp16'].fp32_modules == ('net.attn',)
     assert 'net.attn' in decision.calls['fp16']
     assert learn.precision.fp32_module_names == ['net.attn'] and learn.precision.max_skips == 7
-    assert learn.precision.scale == 4096                         # as the report advises
+    assert learn.precision.scale == 4096  # as the report advises
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter('always')
         learn.fit(2)
     assert not [w for w in found if 'goes wrong' in str(w.message)] and learn.precision.n_skipped == 0
 
 
-@pytest.mark.parametrize('breaks, words', [(lambda h: h * math.inf, 'the loss or a gradient is not finite'), (fills, "the model's own `forward` does not run")],
-                         ids=['do not use', 'cannot run'])
+@pytest.mark.parametrize(
+    'breaks, words',
+    [
+        (lambda h: h * math.inf, 'the loss or a gradient is not finite'),
+        (fills, "the model's own `forward` does not run"),
+    ],
+    ids=['do not use', 'cannot run'],
+)
 def test_a_mode_that_the_report_refuses_is_not_tried_and_said(breaks, words):
     class Breaks(nn.Linear):
         def forward(self, x):
             out = super().forward(x)
             return breaks(out) if out.dtype is torch.float16 else out
-    learn = costing({'bf16': 2., 'fp16': 9.}, Breaks(6, 1)).to_amp(measure=True)
+
+    learn = costing({'bf16': 2.0, 'fp16': 9.0}, Breaks(6, 1)).to_amp(measure=True)
     decision = learn.precision_decision
     assert list(decision.table.index) == ['fp32', 'bf16'] and learn.precision.mode == 'bf16'
     assert f'; fp16: {words}' in decision.reason
@@ -120,38 +151,62 @@ def test_fp32_that_fails_itself_is_named():
 
 def test_the_learner_is_as_it_was_interrupted_or_but_for_the_callback():
     def stop(l):
-        if interrupts and l.iter == 3: raise KeyboardInterrupt
+        if interrupts and l.iter == 3:
+            raise KeyboardInterrupt
+
     interrupts, learn = True, rich()
-    learn.add_cbs([Costs({'bf16': 3.}), At('after_step', stop)])
+    learn.add_cbs([Costs({'bf16': 3.0}), At('after_step', stop)])
     before = bits(learn)
-    with pytest.raises(KeyboardInterrupt): learn.to_amp(measure=True)
+    with pytest.raises(KeyboardInterrupt):
+        learn.to_amp(measure=True)
     assert bits(learn) == before and learn.precision_decision is None
     interrupts = False
     learn.to_amp(measure=True)
     after = bits(learn)
     assert learn.precision.mode == 'bf16'
-    for key in ('grads', 'metrics', 'dls', 'rng', 'autocast', 'opt', 'lists'): assert after[key] == before[key], key
+    for key in ('grads', 'metrics', 'dls', 'rng', 'autocast', 'opt', 'lists'):
+        assert after[key] == before[key], key
 
 
 def test_bad_seconds_are_refused_and_lose_nothing():
     learn = learner().to_bf16()
-    with pytest.raises(ValueError, match='max_seconds=-1 cannot be used'): learn.to_amp(measure=True, max_seconds=-1)
+    with pytest.raises(ValueError, match='max_seconds=-1 cannot be used'):
+        learn.to_amp(measure=True, max_seconds=-1)
     assert learn.precision.mode == 'bf16' and learn.to_amp().precision.amp_mode == 'auto'
 
 
 FP16, BF16 = mode.AMPMode.FP16, mode.AMPMode.BF16
 
 
-@pytest.mark.parametrize('own, choice, call', [
-    (lambda l: l.to_fp16(init_scale=8., max_skips=3), PrecisionChoice(BF16), 'learn.to_bf16(max_skips=3)'),
-    (lambda l: l.to_fp16(init_scale=8., max_skips=3), PrecisionChoice(FP16, fp32_modules=('0',)),
-     "learn.to_fp16(init_scale=8.0, fp32_modules=['0'], max_skips=3)"),
-    (lambda l: l.to_amp(init_scale=8.), PrecisionChoice(FP16), 'learn.to_fp16(init_scale=8.0)'),
-    (lambda l: l.to_fp16(loss_scale=8.), PrecisionChoice(FP16, True), "learn.to_half_weights(amp_mode='fp16', loss_scale=8.0)"),
-    (lambda l: l.to_half_weights('fp16', loss_scale=8.), PrecisionChoice(BF16, True), 'learn.to_half_weights()'),
-    (lambda l: l.to_half_weights(master_weights=False), PrecisionChoice(FP16, True), "learn.to_half_weights(amp_mode='fp16')"),
-    (lambda l: l.to_half_weights(fp32_modules=nn.BatchNorm1d), PrecisionChoice(BF16), "learn.to_bf16(fp32_modules=['1'])"),
-    (lambda l: l.to_fp16(), PrecisionChoice(), 'learn.to_fp32()')])
+@pytest.mark.parametrize(
+    'own, choice, call',
+    [
+        (lambda l: l.to_fp16(init_scale=8.0, max_skips=3), PrecisionChoice(BF16), 'learn.to_bf16(max_skips=3)'),
+        (
+            lambda l: l.to_fp16(init_scale=8.0, max_skips=3),
+            PrecisionChoice(FP16, fp32_modules=('0',)),
+            "learn.to_fp16(init_scale=8.0, fp32_modules=['0'], max_skips=3)",
+        ),
+        (lambda l: l.to_amp(init_scale=8.0), PrecisionChoice(FP16), 'learn.to_fp16(init_scale=8.0)'),
+        (
+            lambda l: l.to_fp16(loss_scale=8.0),
+            PrecisionChoice(FP16, True),
+            "learn.to_half_weights(amp_mode='fp16', loss_scale=8.0)",
+        ),
+        (lambda l: l.to_half_weights('fp16', loss_scale=8.0), PrecisionChoice(BF16, True), 'learn.to_half_weights()'),
+        (
+            lambda l: l.to_half_weights(master_weights=False),
+            PrecisionChoice(FP16, True),
+            "learn.to_half_weights(amp_mode='fp16')",
+        ),
+        (
+            lambda l: l.to_half_weights(fp32_modules=nn.BatchNorm1d),
+            PrecisionChoice(BF16),
+            "learn.to_bf16(fp32_modules=['1'])",
+        ),
+        (lambda l: l.to_fp16(), PrecisionChoice(), 'learn.to_fp32()'),
+    ],
+)
 def test_a_precision_is_set_by_the_call_that_a_user_would_make(own, choice, call):
     learn = learner()
     own(learn)
@@ -160,11 +215,14 @@ def test_a_precision_is_set_by_the_call_that_a_user_would_make(own, choice, call
 
 
 def test_the_loss_scale_stays_but_where_the_call_has_another():
-    learn = learner().to_fp16(scaler=torch.amp.GradScaler('cpu', init_scale=64., growth_interval=2))
+    learn = learner().to_fp16(scaler=torch.amp.GradScaler('cpu', init_scale=64.0, growth_interval=2))
     learn.fit(1)
     scale = learn.precision.scale
-    assert scale != 64. and use_choice(learn, PrecisionChoice(FP16, fp32_modules=('0',))).scale == scale
-    assert precision_call(learn.to_fp16(loss_scale=8.), FP16, init_scale=4.) == 'learn.to_fp16(loss_scale=4.0)'
-    advised = learner()                                          # by the report, to the choice
-    use_choice(advised, PrecisionChoice(FP16, init_scale=4.))
-    assert advised.precision.scale == 4. and str(call_for(advised, PrecisionChoice(FP16))) == 'learn.to_fp16(init_scale=4.0)'
+    assert scale != 64.0 and use_choice(learn, PrecisionChoice(FP16, fp32_modules=('0',))).scale == scale
+    assert precision_call(learn.to_fp16(loss_scale=8.0), FP16, init_scale=4.0) == 'learn.to_fp16(loss_scale=4.0)'
+    advised = learner()  # by the report, to the choice
+    use_choice(advised, PrecisionChoice(FP16, init_scale=4.0))
+    assert (
+        advised.precision.scale == 4.0
+        and str(call_for(advised, PrecisionChoice(FP16))) == 'learn.to_fp16(init_scale=4.0)'
+    )

@@ -1,4 +1,5 @@
 "Precisions side by side: each trains as it would in a plain loop, and the recommendation says how sure it is."
+
 import random, time, warnings
 
 import numpy as np
@@ -21,12 +22,14 @@ from helpers import OPTIMIZERS, At, Attentive, Data, handwritten, learner, loade
 from states import Act, bits, language_model, rich, shuffled
 
 
-LOW = ('bf16', 'fp16')     # named, as CPUs may emulate both
-pytestmark = pytest.mark.usefixtures('sleeps')                   # nothing depends on the machine's speed
+LOW = ('bf16', 'fp16')  # named, as CPUs may emulate both
+pytestmark = pytest.mark.usefixtures('sleeps')  # nothing depends on the machine's speed
 
 
 def seeded(*args, **kwargs):
-    random.seed(0); np.random.seed(0); torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
     return learner(*args, **kwargs)
 
 
@@ -38,13 +41,16 @@ def said(r):
 @pytest.fixture
 def support(monkeypatch):
     "Sets how the device runs each mode."
+
     def set_support(status, why='for this test'):
         for module in (compare, precisions):
             monkeypatch.setattr(module, 'mode_support', lambda m, d: mode.Support(status.get(m.value, 'native'), why))
+
     return set_support
 
 
 # -- what is trained
+
 
 def test_table_and_texts(support):
     support({})
@@ -58,21 +64,27 @@ def test_table_and_texts(support):
     assert t['loss'].to_dict() == pytest.approx(tails)
     assert t['loss difference'].to_dict() == pytest.approx({n: v - tails['fp32'] for n, v in tails.items()})
     seeds = [tails['fp32'], *(np.mean(l[-2:]) for l in r.seed_losses)]
-    assert f'3 fp32 trainings that differ in the order of batches and in random draws is {np.std(seeds, ddof=1):.2g}.' in said(r)
+    assert (
+        f'3 fp32 trainings that differ in the order of batches and in random draws is {np.std(seeds, ddof=1):.2g}.'
+        in said(r)
+    )
     assert np.isnan(t['final scale'][['fp32', 'bf16']]).all()
     assert t['final scale']['fp16'] == 65536 / 2 ** t['skipped']['fp16']
-    assert r.recommended in t.index and said(r).startswith(f'Recommended: {r.recommended}. {r.reason} Next: `{r.calls[r.recommended]}`. ')
+    assert r.recommended in t.index and said(r).startswith(
+        f'Recommended: {r.recommended}. {r.reason} Next: `{r.calls[r.recommended]}`. '
+    )
     assert max(map(len, repr(r).splitlines())) <= 120 and '<table' in r._repr_html_()
 
 
 @pytest.mark.parametrize('name, opt', [('bf16', 'adam'), ('fp16', 'adam'), ('fp16', 'fused adamw')])
 def test_each_mode_trains_as_a_loop_of_its_own_would(name, opt):
-    r = seeded(opt_func=OPTIMIZERS[opt]).compare_precision([name], n_steps=12, n_seeds=0, lr=.01)
-    _, _, scaler, losses = handwritten(name, OPTIMIZERS[opt], n_epoch=2, lr=.01)
-    assert r.losses[name] == losses                              # the batches come again when an epoch is over
-    if name == 'fp16': assert r.table['final scale']['fp16'] == scaler.get_scale()
+    r = seeded(opt_func=OPTIMIZERS[opt]).compare_precision([name], n_steps=12, n_seeds=0, lr=0.01)
+    _, _, scaler, losses = handwritten(name, OPTIMIZERS[opt], n_epoch=2, lr=0.01)
+    assert r.losses[name] == losses  # the batches come again when an epoch is over
+    if name == 'fp16':
+        assert r.table['final scale']['fp16'] == scaler.get_scale()
     plain, seen = seeded(opt_func=OPTIMIZERS[opt]), []
-    plain.fit(2, .01, cbs=At('after_batch', lambda l: seen.append(l.loss.item()) if l.training else None))
+    plain.fit(2, 0.01, cbs=At('after_batch', lambda l: seen.append(l.loss.item()) if l.training else None))
     assert r.losses['fp32'] == seen
 
 
@@ -80,16 +92,20 @@ def test_each_mode_trains_as_a_loop_of_its_own_would(name, opt):
 def test_each_row_runs_in_the_precision_it_names(own, monkeypatch):
     "By the dtypes of the weight inside the layer's forward and of its output."
     fp32, bf16, linear, seen = torch.float32, torch.bfloat16, nn.functional.linear, []
+
     def recorded(x, weight, bias=None):
         out = linear(x, weight, bias)
         seen.append((weight.dtype, out.dtype))
         return out
+
     monkeypatch.setattr(nn.functional, 'linear', recorded)
     expected = {'fp32': (fp32, fp32), 'bf16': (fp32, bf16), 'half weights': (fp32, bf16)}
     for name in expected:
         learn = seeded(nn.Sequential(nn.Linear(6, 1)))
-        if own == 'half weights': learn.to_half_weights('bf16')
-        if own == 'bf16': learn.to_bf16()
+        if own == 'half weights':
+            learn.to_half_weights('bf16')
+        if own == 'bf16':
+            learn.to_bf16()
         seen.clear()
         r = learn.compare_precision(name, n_steps=3, n_seeds=0)
         assert list(r.table.index) == list(dict.fromkeys(['fp32', name])) and r.table['note'][name] == ''
@@ -97,15 +113,15 @@ def test_each_row_runs_in_the_precision_it_names(own, monkeypatch):
 
 
 def test_precision_of_the_learner_is_the_template():
-    learn = seeded().to_fp16(loss_scale=32.)
+    learn = seeded().to_fp16(loss_scale=32.0)
     assert learn.compare_precision(LOW, n_steps=4, n_seeds=0).table['final scale']['fp16'] == 32
-    learn.to_fp16(init_scale=1024., growth_interval=2)
+    learn.to_fp16(init_scale=1024.0, growth_interval=2)
     learn.fit(1)
-    scale = learn.precision.scale                                # which grows twice in four steps
+    scale = learn.precision.scale  # which grows twice in four steps
     r = learn.compare_precision('fp16', n_steps=4, n_seeds=0)
     assert r.table['final scale']['fp16'] == scale * 4 and r.table['skipped']['fp16'] == 0
     for kept, skipped in (('attn', 0), (None, 4)):
-        learn = learner(Attentive()).to_fp16(init_scale=1024., fp32_modules=kept)
+        learn = learner(Attentive()).to_fp16(init_scale=1024.0, fp32_modules=kept)
         assert learn.compare_precision('fp16', n_steps=4).table['skipped']['fp16'] == skipped
 
 
@@ -114,34 +130,39 @@ def test_who_takes_part(tmp_path):
     logs, shapes = (At(event, lambda l, event=event: events.append(event)) for event in ('after_batch', 'after_pred'))
     learn = seeded(cbs=[logs, shapes, GradientClip(1e-3), SaveModelCallback()], path=tmp_path)
     r = learn.compare_precision(LOW, n_steps=4, n_seeds=1)
-    assert events == ['after_pred'] * 16 and not list(tmp_path.rglob('*'))       # four trainings of four steps
+    assert events == ['after_pred'] * 16 and not list(tmp_path.rglob('*'))  # four trainings of four steps
     assert 'These callbacks took no part: at, save_model.' in said(r)
     clipped, seen = seeded(cbs=GradientClip(1e-3)), []
     clipped.fit(1, cbs=At('after_batch', lambda l: seen.append(l.loss.item()) if l.training else None))
     assert r.losses['fp32'] == seen[:4]
 
 
-@pytest.mark.parametrize('make', [MixUp, CutMix, lambda: GradientAccumulation(8)],
-                         ids=['mixup', 'cutmix', 'accumulation'])
+@pytest.mark.parametrize(
+    'make', [MixUp, CutMix, lambda: GradientAccumulation(8)], ids=['mixup', 'cutmix', 'accumulation']
+)
 def test_callbacks_that_change_the_batch_or_the_loss(make):
     x = torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-    dl = lambda: DataLoader(Data(x, torch.arange(16) % 3), bs=4, shuffle=True, num_workers=0,
-                            device=torch.device('cpu'))
+    dl = lambda: DataLoader(
+        Data(x, torch.arange(16) % 3), bs=4, shuffle=True, num_workers=0, device=torch.device('cpu')
+    )
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
     data, loss = x.clone(), CrossEntropyLossFlat()
     learn = seeded(model, DataLoaders(dl(), dl(), device=torch.device('cpu')), loss, cbs=make())
     r = learn.compare_precision(LOW, n_steps=8, n_seeds=1)
-    assert r.table['loss difference'].abs().max() < .1 and (r.table['steps'] == 8).all()   # the same mixtures in each
+    assert r.table['loss difference'].abs().max() < 0.1 and (r.table['steps'] == 8).all()  # the same mixtures in each
     assert torch.equal(x, data) and learn.loss_func is loss
     learn.fit(1)
 
 
 # -- no side effect
 
+
 def test_an_error_in_low_precision_is_a_result_and_the_learner_as_it_was():
     class Breaks(Callback):
         def after_loss(self):
-            if self.learn.precision and self.learn.iter == 3: raise ZeroDivisionError('now')
+            if self.learn.precision and self.learn.iter == 3:
+                raise ZeroDivisionError('now')
+
     learn = rich()
     learn.add_cb(Breaks())
     before = bits(learn)
@@ -154,27 +175,42 @@ def test_an_error_in_low_precision_is_a_result_and_the_learner_as_it_was():
 def test_what_becomes_of_the_copies_is_in_the_table_and_no_warning():
     with warnings.catch_warnings():
         warnings.simplefilter('error')
-        shadows = At('before_batch', lambda l: setattr(l.at, 'lr', 0))   # as a GAN's callbacks do
-        seeded(Attentive(), cbs=[GradientAccumulation(64), shadows]).to_fp16().compare_precision(LOW, n_steps=3, n_seeds=0)
+        shadows = At('before_batch', lambda l: setattr(l.at, 'lr', 0))  # as a GAN's callbacks do
+        seeded(Attentive(), cbs=[GradientAccumulation(64), shadows]).to_fp16().compare_precision(
+            LOW, n_steps=3, n_seeds=0
+        )
         r = seeded(Attentive()).compare_precision(LOW, n_steps=3, n_seeds=0)
     assert r.table['skipped']['fp16'] == 3
 
 
 # -- what is refused, and what gets a row
 
-@pytest.mark.parametrize('kwargs, match', [
-    (dict(n_steps=2.5), 'n_steps=2.5'), (dict(n_seeds=-1), 'n_seeds=-1'), (dict(max_seconds=0), 'max_seconds=0'),
-    (dict(lr=-1), 'lr=-1 cannot be used: lr must be a number above 0'), (dict(lr='1e-3'), "lr='1e-3'")])
+
+@pytest.mark.parametrize(
+    'kwargs, match',
+    [
+        (dict(n_steps=2.5), 'n_steps=2.5'),
+        (dict(n_seeds=-1), 'n_seeds=-1'),
+        (dict(max_seconds=0), 'max_seconds=0'),
+        (dict(lr=-1), 'lr=-1 cannot be used: lr must be a number above 0'),
+        (dict(lr='1e-3'), "lr='1e-3'"),
+    ],
+)
 def test_bad_arguments(kwargs, match):
-    with pytest.raises(ValueError, match=match): seeded().compare_precision(**kwargs)
+    with pytest.raises(ValueError, match=match):
+        seeded().compare_precision(**kwargs)
 
 
 def test_what_fails_in_fp32_and_memory_that_ends_are_the_users_to_see():
-    with pytest.raises(RuntimeError, match='mat1 and mat2'):     # the data has six columns
+    with pytest.raises(RuntimeError, match='mat1 and mat2'):  # the data has six columns
         learner(nn.Sequential(nn.Linear(5, 1))).compare_precision(LOW, n_steps=4)
+
     def out_of_memory(learn):
-        if learn.precision: raise torch.OutOfMemoryError('all copies are in memory at once')
-    with pytest.raises(torch.OutOfMemoryError): learner(cbs=At('before_batch', out_of_memory)).compare_precision(LOW, n_steps=4)
+        if learn.precision:
+            raise torch.OutOfMemoryError('all copies are in memory at once')
+
+    with pytest.raises(torch.OutOfMemoryError):
+        learner(cbs=At('before_batch', out_of_memory)).compare_precision(LOW, n_steps=4)
 
 
 def test_a_mode_that_does_not_run_gets_a_row_with_the_reason(support, monkeypatch):
@@ -187,7 +223,9 @@ def test_a_mode_that_does_not_run_gets_a_row_with_the_reason(support, monkeypatc
 
 
 def test_modes_by_other_names():
-    def names(modes): return [choice.name for choice in choices_from(modes)]
+    def names(modes):
+        return [choice.name for choice in choices_from(modes)]
+
     assert names('bf16-mixed') == ['fp32', 'bf16'] and names([torch.float32, 'fp32']) == ['fp32']
     assert names(['half weights fp16', 'half weights']) == ['fp32', 'half weights fp16', 'half weights']
 
@@ -195,39 +233,51 @@ def test_modes_by_other_names():
 def test_a_training_that_diverges_is_named():
     class Overflows(nn.Linear):
         def forward(self, x):
-            return (super().forward(x).abs() + 1) * 1e5 / 1e5    # beyond fp16 in each batch
+            return (super().forward(x).abs() + 1) * 1e5 / 1e5  # beyond fp16 in each batch
+
     r = seeded(nn.Sequential(Overflows(6, 1))).compare_precision('fp16', n_steps=6, n_seeds=1)
-    assert not np.isfinite(r.losses['fp16']).any() and np.isfinite(r.losses['fp32']).all() and r.table['skipped']['fp16'] == 6
+    assert (
+        not np.isfinite(r.losses['fp16']).any()
+        and np.isfinite(r.losses['fp32']).all()
+        and r.table['skipped']['fp16'] == 6
+    )
     assert r.recommended == 'fp32' and 'fp16: its loss is not finite' in r.reason and r.plot() is not None
 
 
 def test_fp32_that_fails_itself_is_named():
     r = seeded(nn.Sequential(nn.Linear(6, 1), Act(torch.log))).compare_precision('bf16', n_steps=2, n_seeds=1)
     assert r.recommended == 'fp32' and r.reason.startswith("fp32's own loss is not finite: look at")
-    assert 'nan' not in r.notes[0]                               # which has no spread
+    assert 'nan' not in r.notes[0]  # which has no spread
 
 
 # -- calls
 
+
 def test_apply_makes_the_call_that_keeps_what_the_learner_has():
-    learn = seeded(Attentive(gain=1.)).to_fp16(init_scale=256., fp32_modules='attn', on_overflow='raise')
+    learn = seeded(Attentive(gain=1.0)).to_fp16(init_scale=256.0, fp32_modules='attn', on_overflow='raise')
     r = learn.compare_precision([*LOW, 'half weights'], n_steps=1, n_seeds=0)
-    for name, call in {'fp16': "learn.to_fp16(init_scale=256.0, fp32_modules=['attn'], on_overflow='raise')",
-                       'bf16': "learn.to_bf16(fp32_modules=['attn'], on_overflow='raise')",
-                       'half weights': "learn.to_half_weights(fp32_modules=['attn'], on_overflow='raise')"}.items():
+    for name, call in {
+        'fp16': "learn.to_fp16(init_scale=256.0, fp32_modules=['attn'], on_overflow='raise')",
+        'bf16': "learn.to_bf16(fp32_modules=['attn'], on_overflow='raise')",
+        'half weights': "learn.to_half_weights(fp32_modules=['attn'], on_overflow='raise')",
+    }.items():
         assert r.calls[name] == call and r.apply(learn, name) is learn
     assert isinstance(learn.precision, HalfWeights)
     r.apply(learn)
     assert r.recommended == 'fp32' and learn.precision is None
-    with pytest.raises(ValueError, match="mode='fp8' cannot be used: it was not compared"): r.apply(learn, 'fp8')
+    with pytest.raises(ValueError, match="mode='fp8' cannot be used: it was not compared"):
+        r.apply(learn, 'fp8')
 
 
 # -- time
 
+
 def test_all_of_it_ends_in_max_seconds_with_a_seed(support, sleeps):
     support({})
     start = sleeps.now
-    r = seeded(cbs=At('before_batch', lambda l: time.sleep(.02))).compare_precision('bf16', n_steps=2000, max_seconds=3)
+    r = seeded(cbs=At('before_batch', lambda l: time.sleep(0.02))).compare_precision(
+        'bf16', n_steps=2000, max_seconds=3
+    )
     assert 2 < sleeps.now - start < 3.1
     n = r.table['steps']['fp32']
     assert 20 < n < 2000 and (r.table['steps'] == n).all() and [len(l) for l in r.seed_losses] == [n]
@@ -240,11 +290,11 @@ def test_one_step_of_each_is_trained_in_no_time(support):
     r = seeded().compare_precision('bf16', n_steps=16, max_seconds=1e-9)
     assert r.table['steps'].to_dict() == {'fp32': 1, 'bf16': 1} and [len(l) for l in r.seed_losses] == [1]
     assert r.recommended == 'fp32' and 'timed in 1 of the 4 turns that a range takes' in r.reason
-    assert 'standard deviation' not in said(r)                   # the one batch has no other order
+    assert 'standard deviation' not in said(r)  # the one batch has no other order
 
 
 def test_few_kept_batches(monkeypatch):
-    monkeypatch.setattr(compare, 'LIMIT', 350)                   # a batch is 4 * 7 * 4 = 112 bytes
+    monkeypatch.setattr(compare, 'LIMIT', 350)  # a batch is 4 * 7 * 4 = 112 bytes
     r = seeded().compare_precision('bf16', n_steps=6, n_seeds=0)
     assert r.table['steps']['fp32'] == 6 and 'The steps took 4 batches in turn' in said(r)
 
@@ -264,7 +314,7 @@ def test_an_emulated_mode_that_is_named_trains_as_every_other(support, sleeps):
     "The turns, steps and time limit are those of all."
     support({'bf16': 'emulated'})
     start = sleeps.now
-    slow = At('before_batch', lambda l: time.sleep(.5 if l.precision else .02))
+    slow = At('before_batch', lambda l: time.sleep(0.5 if l.precision else 0.02))
     r = seeded(cbs=slow).compare_precision('bf16', n_steps=36, n_seeds=1, max_seconds=10)
     assert sleeps.now - start < 10.6 and r.table['support']['bf16'] == 'emulated'
     steps = r.table['steps']
@@ -281,46 +331,76 @@ def test_same_numbers_each_time():
 
 def test_progress_is_shown_unless_switched_off_and_taken_away_after_an_error(capsys):
     learn = seeded(progress=True)
-    with learn.no_bar(): learn.compare_precision(LOW, n_steps=2, n_seeds=0)
+    with learn.no_bar():
+        learn.compare_precision(LOW, n_steps=2, n_seeds=0)
     assert not capsys.readouterr().out
     learn.compare_precision(LOW, n_steps=2, n_seeds=0)
     shown = capsys.readouterr().out
     assert '100' in shown and 'at most 60 s' in shown and '0.00%' in shown
-    learn = seeded(nn.Sequential(nn.Linear(5, 1)), progress=True)          # the data has six columns
-    with pytest.raises(RuntimeError): learn.compare_precision(LOW, n_steps=2, n_seeds=0)
+    learn = seeded(nn.Sequential(nn.Linear(5, 1)), progress=True)  # the data has six columns
+    with pytest.raises(RuntimeError):
+        learn.compare_precision(LOW, n_steps=2, n_seeds=0)
     assert capsys.readouterr().out.endswith('\r')
 
 
 # -- the recommendation
 
+
 def table_of(**modes):
-    base = {'support': 'native', 'steps': 50, 'turns': 8, 'ms per step': 100., 'speed-up': 1., 'speed-up q1': 1.,
-            'speed-up q3': 1., 'loss': 1., 'loss difference': 0., 'skipped': 0, 'final scale': float('nan'), 'note': ''}
+    base = {
+        'support': 'native',
+        'steps': 50,
+        'turns': 8,
+        'ms per step': 100.0,
+        'speed-up': 1.0,
+        'speed-up q1': 1.0,
+        'speed-up q3': 1.0,
+        'loss': 1.0,
+        'loss difference': 0.0,
+        'skipped': 0,
+        'final scale': float('nan'),
+        'note': '',
+    }
     table = {'fp32': base}
     for name, changes in modes.items():
-        table[name] = {**base, 'speed-up': 2., 'speed-up q1': 1.9, 'speed-up q3': 2.1, **changes}
+        table[name] = {**base, 'speed-up': 2.0, 'speed-up q1': 1.9, 'speed-up q3': 2.1, **changes}
         table[name]['loss'] = 1 + table[name]['loss difference']
     return pd.DataFrame(table.values(), index=list(table))
 
 
-def speeds(low, mid, high): return {'speed-up q1': low, 'speed-up': mid, 'speed-up q3': high}
-SEEDS = Tolerance([1.], [1.05, .95, 1.02])     # fp32 trained four times: up to .11 above is as fp32
+def speeds(low, mid, high):
+    return {'speed-up q1': low, 'speed-up': mid, 'speed-up q3': high}
 
 
-@pytest.mark.parametrize('modes, best, text', [
-    (dict(bf16={}, fp16={}), 'bf16', 'as 4 trainings of fp32 allow.'),
-    (dict(bf16=speeds(1.22, 1.3, 1.35)), 'bf16', "1.30, 1.22 to 1.35 times fp32's speed, and a loss no further above fp32's than "
-                                                  '0.11, as 4 trainings of fp32 allow'),
-    (dict(bf16={}, fp16=speeds(2.9, 3., 3.1)), 'fp16', "3.00, 2.90 to 3.10 times fp32's speed"),
-    (dict(bf16={}, fp16={**speeds(2.9, 3., 3.1), 'loss difference': .2}), 'bf16', 'its loss is 0.2 above'),
-    (dict(fp16={'loss difference': float('nan')}), 'fp32', 'its loss is not finite'),
-    (dict(fp16={'skipped': 26}), 'fp32', 'it skipped 26 of 50 steps'),
-    (dict(bf16=speeds(.68, .7, .72)), 'fp32', 'not reliably faster than fp32 here (0.70, 0.68 to 0.72 times its speed)'),
-    (dict(bf16={**speeds(.2, .3, .4), 'support': 'emulated'}), 'fp32', 'the device only emulates it'),
-    (dict(bf16=speeds(1.03, 1.04, 1.05)), 'fp32', 'not reliably faster'),
-    (dict(bf16=speeds(1.05, 1.2, 1.3)), 'fp32', 'not reliably faster'),
-    (dict(bf16={'turns': 3}), 'fp32', 'timed in 3 of the 4 turns that a range takes'),
-    (dict(bf16={'support': 'unsupported', 'loss difference': float('nan')}), 'fp32', 'does not run here')])
+SEEDS = Tolerance([1.0], [1.05, 0.95, 1.02])  # fp32 trained four times: up to .11 above is as fp32
+
+
+@pytest.mark.parametrize(
+    'modes, best, text',
+    [
+        (dict(bf16={}, fp16={}), 'bf16', 'as 4 trainings of fp32 allow.'),
+        (
+            dict(bf16=speeds(1.22, 1.3, 1.35)),
+            'bf16',
+            "1.30, 1.22 to 1.35 times fp32's speed, and a loss no further above fp32's than "
+            '0.11, as 4 trainings of fp32 allow',
+        ),
+        (dict(bf16={}, fp16=speeds(2.9, 3.0, 3.1)), 'fp16', "3.00, 2.90 to 3.10 times fp32's speed"),
+        (dict(bf16={}, fp16={**speeds(2.9, 3.0, 3.1), 'loss difference': 0.2}), 'bf16', 'its loss is 0.2 above'),
+        (dict(fp16={'loss difference': float('nan')}), 'fp32', 'its loss is not finite'),
+        (dict(fp16={'skipped': 26}), 'fp32', 'it skipped 26 of 50 steps'),
+        (
+            dict(bf16=speeds(0.68, 0.7, 0.72)),
+            'fp32',
+            'not reliably faster than fp32 here (0.70, 0.68 to 0.72 times its speed)',
+        ),
+        (dict(bf16={**speeds(0.2, 0.3, 0.4), 'support': 'emulated'}), 'fp32', 'the device only emulates it'),
+        (dict(bf16=speeds(1.03, 1.04, 1.05)), 'fp32', 'not reliably faster'),
+        (dict(bf16=speeds(1.05, 1.2, 1.3)), 'fp32', 'not reliably faster'),
+        (dict(bf16={'turns': 3}), 'fp32', 'timed in 3 of the 4 turns that a range takes'),
+        (dict(bf16={'support': 'unsupported', 'loss difference': float('nan')}), 'fp32', 'does not run here'),
+    ],
+)
 def test_recommendation(modes, best, text):
     table = table_of(**modes)
     recommended, reason = recommend(table, SEEDS)
@@ -328,21 +408,24 @@ def test_recommendation(modes, best, text):
 
 
 def test_without_a_second_training_of_fp32_only_a_wide_margin_refuses():
-    alone = Tolerance([1.02, .99, .99], [])
-    for difference, best in ((.02, 'bf16'), (.09, 'bf16'), (.2, 'fp32')):
+    alone = Tolerance([1.02, 0.99, 0.99], [])
+    for difference, best in ((0.02, 'bf16'), (0.09, 'bf16'), (0.2, 'fp32')):
         found, reason = recommend(table_of(bf16={'loss difference': difference}), alone)
         assert found == best and 'a wide margin, as there was no second training of fp32' in reason
-    assert Tolerance([.1, 3., .1], []).value > 1 and Tolerance([1.], [1.001]).value == pytest.approx(.01)
-    assert Tolerance([1.], [1.1]).value > Tolerance([1.], [1.1, 1.05]).value > Tolerance([1.], [1.1, 1.05, .95]).value
+    assert Tolerance([0.1, 3.0, 0.1], []).value > 1 and Tolerance([1.0], [1.001]).value == pytest.approx(0.01)
+    assert (
+        Tolerance([1.0], [1.1]).value > Tolerance([1.0], [1.1, 1.05]).value > Tolerance([1.0], [1.1, 1.05, 0.95]).value
+    )
 
 
 def test_plot(support):
     import matplotlib.pyplot as plt
+
     support({'fp16': 'emulated'})
     r = seeded().compare_precision(LOW, n_steps=8, n_seeds=2)
     axs = plt.subplots(1, 2)[1]
     assert r.plot(axs) is axs
-    r.table.loc['bf16', ['speed-up', 'speed-up q1', 'speed-up q3']] = 12.34, 11., 13.
+    r.table.loc['bf16', ['speed-up', 'speed-up q1', 'speed-up q3']] = 12.34, 11.0, 13.0
     axs = curves, bars = r.plot()
     assert [l.get_label() for l in curves.get_lines()] == ['fp32', 'bf16', 'fp16'] and len(bars.patches) == 3
     assert [t.get_text() for t in bars.get_yticklabels()] == ['fp16\n(emulated)', 'bf16', 'fp32']

@@ -1,4 +1,5 @@
 "A copied learner trains without a trace in the learner, and what cannot be copied is named."
+
 import gc, math, random, re, threading, weakref
 
 import numpy as np
@@ -22,22 +23,30 @@ from states import bits, language_model, rich, shuffled
 
 def train(learn, n=4):
     "Some batches of a loader like the learner's, in its own loop."
-    if not learn.opt: learn.create_opt()
+    if not learn.opt:
+        learn.create_opt()
     begin_fit(learn, n)
-    for i, b in zip(range(n), loader_like(learn.dls.train)): learn.one_batch(i, b)
-    for event in ('after_train', 'after_fit'): learn(event)
+    for i, b in zip(range(n), loader_like(learn.dls.train)):
+        learn.one_batch(i, b)
+    for event in ('after_train', 'after_fit'):
+        learn(event)
 
 
 def compiled_with_norms():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(6, 8)), nn.utils.spectral_norm(nn.Linear(8, 1)))
+    model = nn.Sequential(
+        nn.utils.parametrizations.weight_norm(nn.Linear(6, 8)), nn.utils.spectral_norm(nn.Linear(8, 1))
+    )
     learn = learner(torch.compile(model, backend='eager'), shuffled())
     learn.fit(1)
     return learn
 
 
-@pytest.mark.parametrize('make', [rich, lambda: rich('adam', fit=False), language_model, compiled_with_norms],
-                         ids=['after a fit', 'before any', 'awd_lstm', 'compiled, weight and spectral norm'])
+@pytest.mark.parametrize(
+    'make',
+    [rich, lambda: rich('adam', fit=False), language_model, compiled_with_norms],
+    ids=['after a fit', 'before any', 'awd_lstm', 'compiled, weight and spectral norm'],
+)
 def test_the_learner_is_as_it_was(make):
     learn = make()
     before = bits(learn)
@@ -46,26 +55,31 @@ def test_the_learner_is_as_it_was(make):
         train(copy)
         assert not same(params(copy), params(learn))
     after = bits(learn)
-    for key in before: assert after[key] == before[key], key
+    for key in before:
+        assert after[key] == before[key], key
 
 
 @pytest.mark.parametrize('opt', ['adam', 'fused adamw', 'sgd'])
 def test_the_copy_trains_as_the_learner_would(opt):
-    learn = learner(opt_func=OPTIMIZERS[opt]).to_fp16(init_scale=256.)
-    learn.fit(1, .01)
+    learn = learner(opt_func=OPTIMIZERS[opt]).to_fp16(init_scale=256.0)
+    learn.fit(1, 0.01)
     with copied_learner(learn, optimizer=True) as copy:
-        copy.to_fp16(init_scale=256.)
+        copy.to_fp16(init_scale=256.0)
         train(copy, 6)
         found, state = params(copy), opt_state(copy.opt)
-    learn.fit(1, .01)
+    learn.fit(1, 0.01)
     assert same(found, params(learn)) and same_state(state, opt_state(learn.opt))
 
 
 def test_random_states_are_put_back_and_gradients_are_on():
     learn, draw = learner(), lambda: (random.random(), np.random.rand(), torch.rand(1).item())
-    random.seed(3); np.random.seed(3); torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+    torch.manual_seed(3)
     expected = draw()
-    random.seed(3); np.random.seed(3); torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+    torch.manual_seed(3)
     with torch.no_grad(), torch.autocast('cpu', dtype=torch.bfloat16), copied_learner(learn):
         draw()
         assert torch.is_grad_enabled() and not torch.is_autocast_enabled('cpu')
@@ -73,7 +87,7 @@ def test_random_states_are_put_back_and_gradients_are_on():
 
 
 def test_modules_kept_in_fp32_are_plain_in_the_copy():
-    learn = learner(Attentive()).to_fp16(init_scale=1024., fp32_modules='attn')
+    learn = learner(Attentive()).to_fp16(init_scale=1024.0, fp32_modules='attn')
     with copied_learner(learn) as copy:
         assert 'forward' not in vars(copy.model.attn) and copy.precision is None
         copy.to_bf16(fp32_modules='head')
@@ -82,9 +96,13 @@ def test_modules_kept_in_fp32_are_plain_in_the_copy():
 
 class Saves(Callback):
     "Writes files at each step."
-    def __init__(self, folder): self.folder = folder
+
+    def __init__(self, folder):
+        self.folder = folder
+
     def after_step(self):
-        for file in ('best', '../best', self.folder / 'best'): self.learn.save(file)
+        for file in ('best', '../best', self.folder / 'best'):
+            self.learn.save(file)
         self.learn.export(self.folder / 'model.pkl')
         (self.learn.path / 'seen').write_text('')
 
@@ -108,7 +126,8 @@ def test_a_copy_is_freed_at_once():
             train(copy, 2)
             model = weakref.ref(copy.model)
         assert model() is None
-    finally: gc.enable()
+    finally:
+        gc.enable()
 
 
 def test_results_with_a_graph_are_copied_without_it_wherever_they_are_kept():
@@ -124,16 +143,22 @@ def test_results_with_a_graph_are_copied_without_it_wherever_they_are_kept():
 
 
 class Counts(Callback):
-    def __init__(self, layer): self.n, self.layer = 0, layer
-    def after_loss(self): self.n += 1
+    def __init__(self, layer):
+        self.n, self.layer = 0, layer
+
+    def after_loss(self):
+        self.n += 1
 
 
 def test_callbacks_that_take_part_are_copies_and_the_others_are_named():
     model, seen = mlp(), []
     cb = Counts(model[0])
-    both = [At(event, lambda l, event=event: seen.append(event)) for event in ('before_batch', 'after_step')]   # of one name
-    learn = learner(model, cbs=[cb, *both, At('after_epoch', print), SaveModelCallback(), GradientClip(1.), MixUp()],
-                    progress=True).to_bf16()
+    both = [
+        At(event, lambda l, event=event: seen.append(event)) for event in ('before_batch', 'after_step')
+    ]  # of one name
+    learn = learner(
+        model, cbs=[cb, *both, At('after_epoch', print), SaveModelCallback(), GradientClip(1.0), MixUp()], progress=True
+    ).to_bf16()
     assert left_out(learn) == ['at', 'save_model']
     with copied_learner(learn) as copy:
         assert {c.name for c in copy.cbs} == {'train_eval', 'cast_to_tensor', 'counts', 'at', 'gradient_clip', 'mix_up'}
@@ -156,29 +181,37 @@ def test_a_gan_before_its_first_fit():
 
 
 class Locked(Callback):
-    def __init__(self): self.guard = threading.Lock()
-    def after_loss(self): pass
+    def __init__(self):
+        self.guard = threading.Lock()
+
+    def after_loss(self):
+        pass
 
 
 def test_what_cannot_be_copied_is_named():
     learn = learner(cbs=Locked())
     with pytest.raises(ValueError, match="(?s)the callback 'locked' refuses.*lock.*removed_cbs"):
-        with copied_learner(learn): pass
-    with learn.removed_cbs([learn.locked]), copied_learner(learn): pass
+        with copied_learner(learn):
+            pass
+    with learn.removed_cbs([learn.locked]), copied_learner(learn):
+        pass
     learn.remove_cb(learn.locked)
     learn.model[1].file = open(__file__)
     with pytest.raises(ValueError, match='the model refuses'):
-        with copied_learner(learn): pass
+        with copied_learner(learn):
+            pass
     learn.model[1].file.close()
 
 
 def test_an_optimizer_in_the_place_of_opt_func_stays_the_learners():
     from fastai.optimizer import OptimWrapper
+
     model = mlp()
     learn = learner(model, opt_func=OptimWrapper(opt=torch.optim.AdamW(model.parameters())))
-    learn.fit(1, .01)
+    learn.fit(1, 0.01)
     state = opt_state(learn.opt)
-    with copied_learner(learn) as copy: train(copy, 2)
+    with copied_learner(learn) as copy:
+        train(copy, 2)
     assert same_state(state, opt_state(learn.opt)) and all(len(s) for s in state)
 
 
@@ -188,7 +221,7 @@ def test_refused_inside_a_fit(precision):
     for event in ('before_fit', 'after_loss', 'after_epoch'):
         with pytest.raises(RuntimeError, match='compare_precision cannot run inside a fit'):
             learn.fit(1, cbs=At(event, lambda l: check_learner(l, 'compare_precision'), 99))
-    check_learner(learn, 'compare_precision')                    # after one that was broken off
+    check_learner(learn, 'compare_precision')  # after one that was broken off
     other = learner()
     learn.fit(1, cbs=At('after_loss', lambda _: check_learner(other, 'compare_precision')))
 
@@ -201,38 +234,49 @@ def test_lazy_parameters_are_refused():
 def test_sharded_parameters_are_refused(tmp_path):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
+
     torch.distributed.init_process_group('gloo', init_method=f'file://{tmp_path}/store', rank=0, world_size=1)
     try:
         learn = learner(fully_shard(mlp(), mesh=init_device_mesh('cpu', (1,))))
-        learn.fit(1)                                             # FSDP2 leaves whole parameters after the validation
+        learn.fit(1)  # FSDP2 leaves whole parameters after the validation
         for call in ('precision_report', 'compare_precision'):
-            with pytest.raises(ValueError, match=f'(?s){call} .*sharded.*before `fully_shard`'): getattr(learn, call)()
-    finally: torch.distributed.destroy_process_group()
+            with pytest.raises(ValueError, match=f'(?s){call} .*sharded.*before `fully_shard`'):
+                getattr(learn, call)()
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_weights_that_are_not_finite_are_refused():
     model = mlp()
     model[3].weight.data[0, 0] = math.nan
     for call in ('precision_report()', 'compare_precision()', 'to_amp(measure=True)'):
-        words = re.escape(f"{call.removesuffix('()')} cannot work on this model: 1 of 6 weight tensors are NaN or inf, "
-                          "such as '3.weight'.\nLoad other weights")
-        with pytest.raises(ValueError, match=words): eval(f'learn.{call}', {'learn': learner(model)})
+        words = re.escape(
+            f"{call.removesuffix('()')} cannot work on this model: 1 of 6 weight tensors are NaN or inf, "
+            "such as '3.weight'.\nLoad other weights"
+        )
+        with pytest.raises(ValueError, match=words):
+            eval(f'learn.{call}', {'learn': learner(model)})
 
 
 def test_batches_are_drawn_beside_the_order_of_the_loader():
     def batches(drawn):
         random.seed(0)
         dls = shuffled()
-        if drawn: list(loader_like(dls.train))
+        if drawn:
+            list(loader_like(dls.train))
         return [b[0].tolist() for b in dls.train]
+
     assert batches(True) == batches(False)
+
     def own_order(drawn):
         dl = TorchLoader(dataset(), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(0))
-        if drawn: list(loader_like(dl))
+        if drawn:
+            list(loader_like(dl))
         return [b[0].tolist() for b in dl]
+
     assert own_order(True) == own_order(False)
-    weighted = WeightedDL(torch.arange(4.), bs=4, shuffle=True, wgts=[0., 1., 0., 0.])
-    assert {*map(float, next(iter(loader_like(weighted))))} == {1.}
+    weighted = WeightedDL(torch.arange(4.0), bs=4, shuffle=True, wgts=[0.0, 1.0, 0.0, 0.0])
+    assert {*map(float, next(iter(loader_like(weighted))))} == {1.0}
 
 
 def test_wrappers_for_data_parallelism_are_left_out():
@@ -240,7 +284,7 @@ def test_wrappers_for_data_parallelism_are_left_out():
     learn = learner(nn.DataParallel(model))
     with copied_learner(learn) as copy:
         assert type(copy.model) is nn.Sequential
-        train(copy, 2)                                           # SyncBatchNorm refuses main memory otherwise
+        train(copy, 2)  # SyncBatchNorm refuses main memory otherwise
     assert type(learn.model) is nn.DataParallel
 
 
@@ -248,11 +292,15 @@ class PrecisionCallback(Callback):
     "Anybody's; fastai names it `learn.precision`."
 
 
-@pytest.mark.parametrize('call', [
-    lambda learn: learn.precision_report('bf16').verdicts['bf16'].verdict,
-    lambda learn: list(learn.compare_precision(('fp32', 'bf16'), n_steps=2).table.index),
-    lambda learn: learn.to_amp(measure=True, max_seconds=5) is learn,
-], ids=['report', 'comparison', 'choice'])
+@pytest.mark.parametrize(
+    'call',
+    [
+        lambda learn: learn.precision_report('bf16').verdicts['bf16'].verdict,
+        lambda learn: list(learn.compare_precision(('fp32', 'bf16'), n_steps=2).table.index),
+        lambda learn: learn.to_amp(measure=True, max_seconds=5) is learn,
+    ],
+    ids=['report', 'comparison', 'choice'],
+)
 def test_what_looks_at_the_precision_finds_its_own_callback(call):
     "Beside a callback of anybody's named precision."
     learn, alone = learner().to_bf16(), learner().to_bf16()
@@ -263,7 +311,10 @@ def test_what_looks_at_the_precision_finds_its_own_callback(call):
 def test_a_loss_function_that_reaches_the_learners_own_model():
     "Weight decay in the loss, by a closure: the gradients of the learner's own weights are as before."
     model = mlp()
-    learn = learner(model, loss_func=lambda pred, y: nn.functional.mse_loss(pred, y) + sum(p.square().sum() for p in model.parameters()))
+    learn = learner(
+        model,
+        loss_func=lambda pred, y: nn.functional.mse_loss(pred, y) + sum(p.square().sum() for p in model.parameters()),
+    )
     learn.precision_report('bf16')
     learn.compare_precision('bf16', n_steps=2, n_seeds=0)
     assert all(p.grad is None for p in model.parameters())
@@ -274,4 +325,5 @@ def test_copies_that_cannot_be_trained_are_refused():
         learner(torch.jit.script(mlp())).precision_report()
     model = mlp()
     learn = learner(model, splitter=lambda _: list(model.parameters()))
-    with pytest.raises(ValueError, match="none of its model's parameters"): learn.compare_precision('bf16', n_steps=2)
+    with pytest.raises(ValueError, match="none of its model's parameters"):
+        learn.compare_precision('bf16', n_steps=2)

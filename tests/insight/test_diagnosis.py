@@ -1,4 +1,5 @@
 "Training that goes wrong: what is noticed, what the message says, and that looking for the cause changes nothing."
+
 import math, warnings
 
 import pytest, torch
@@ -12,11 +13,26 @@ from torch.nn import functional as F
 
 from fastxtend_amp import MixedPrecision, kahan
 from fastxtend_amp.insight.watch import Watch
-from helpers import OPTIMIZERS, At, Attentive, Data, autocast_state, dataset, learner, linear, loaders, mlp, opt_state, params, same, same_state
+from helpers import (
+    OPTIMIZERS,
+    At,
+    Attentive,
+    Data,
+    autocast_state,
+    dataset,
+    learner,
+    linear,
+    loaders,
+    mlp,
+    opt_state,
+    params,
+    same,
+    same_state,
+)
 from states import Act, Gives, Times, Unpacks
 
 
-def said(learn, n=1, lr=.01):
+def said(learn, n=1, lr=0.01):
     "All warnings while `learn` fits `n` epochs."
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter('always')
@@ -24,30 +40,51 @@ def said(learn, n=1, lr=.01):
     return [str(w.message) for w in found if issubclass(w.category, UserWarning) and 'emulated' not in str(w.message)]
 
 
-def alarms(learn, n=1, lr=.01): return [m for m in said(learn, n, lr) if 'goes wrong' in m]
+def alarms(learn, n=1, lr=0.01):
+    return [m for m in said(learn, n, lr) if 'goes wrong' in m]
 
 
 class OnceInf(nn.Module):
     "Infinite in low precision in its n-th call."
-    def __init__(self, when): super().__init__(); self.when, self.n = when, 0
+
+    def __init__(self, when):
+        super().__init__()
+        self.when, self.n = when, 0
+
     def forward(self, x):
         self.n += 1
         return x * (math.inf if self.n == self.when and torch.is_autocast_enabled('cpu') else 1)
 
 
-def steep(factor): torch.manual_seed(0); return nn.Sequential(nn.Linear(6, 8), Act(lambda h: Times.apply(h, factor)), nn.Linear(8, 1))
-def bad_data(): data = dataset(); data.tensors[0][7, 2] = math.nan; return learner(dls=loaders(train=data))
-def log_of_negative(): return learner(nn.Sequential(nn.Linear(6, 2), Act(lambda h: h.sum(1, keepdim=True).log())))
+def steep(factor):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), Act(lambda h: Times.apply(h, factor)), nn.Linear(8, 1))
+
+
+def bad_data():
+    data = dataset()
+    data.tensors[0][7, 2] = math.nan
+    return learner(dls=loaders(train=data))
+
+
+def log_of_negative():
+    return learner(nn.Sequential(nn.Linear(6, 2), Act(lambda h: h.sum(1, keepdim=True).log())))
 
 
 # -- what is found
+
 
 @pytest.mark.parametrize('opt', ['adam', 'fused adamw'])
 def test_the_module_that_overflows_is_named(opt):
     messages = alarms(learner(Attentive(), opt_func=OPTIMIZERS[opt]).to_fp16())
     assert len(messages) == 1 and messages[0].count('\n') == 2
-    for words in ('the loss is nan', 'That batch, run again with the same random draws', "values in 'attn' reach",
-                  "above fp16's 65,504", "Keep 'attn' in fp32: `learn.to_fp16(init_scale=4096, fp32_modules=['attn'])`"):
+    for words in (
+        'the loss is nan',
+        'That batch, run again with the same random draws',
+        "values in 'attn' reach",
+        "above fp16's 65,504",
+        "Keep 'attn' in fp32: `learn.to_fp16(init_scale=4096, fp32_modules=['attn'])`",
+    ):
         assert words in messages[0], messages[0]
 
 
@@ -55,12 +92,18 @@ def test_a_batch_that_callbacks_have_prepared_is_run_as_it_is_and_its_output_unp
     data = Data(dataset().tensors[0], torch.arange(24) % 3)
     torch.manual_seed(0)
     model = Gives(nn.Sequential(Attentive(), nn.Linear(1, 3)))
-    message = alarms(learner(model, loaders(24, 8, data, data), CrossEntropyLossFlat(), cbs=[MixUp(), Unpacks()]).to_fp16())[0]
+    message = alarms(
+        learner(model, loaders(24, 8, data, data), CrossEntropyLossFlat(), cbs=[MixUp(), Unpacks()]).to_fp16()
+    )[0]
     assert "fp32_modules=['net.0.attn']" in message, message
 
 
 class Loud(nn.Module):
-    def __init__(self, half=False): super().__init__(); torch.manual_seed(0); self.emb, self.head, self.half = nn.Linear(6, 8), nn.Linear(8, 1), half
+    def __init__(self, half=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.emb, self.head, self.half = nn.Linear(6, 8), nn.Linear(8, 1), half
+
     def forward(self, x):
         x = self.emb(x)
         return self.head((x.half() if self.half and torch.is_autocast_enabled('cpu') else x) * 1e6 / 1e6)
@@ -68,7 +111,10 @@ class Loud(nn.Module):
 
 def test_the_models_own_forward():
     message = alarms(learner(Loud()).to_fp16())[0]
-    assert "values in the model's own `forward` reach" in message and "(with 'emb' in fp32 this does not happen)" in message
+    assert (
+        "values in the model's own `forward` reach" in message
+        and "(with 'emb' in fp32 this does not happen)" in message
+    )
     assert "Keep 'emb' in fp32: `learn.to_fp16(" in message and '(model)' not in message
     assert alarms(learner(Loud()).to_fp16(fp32_modules=['emb'])) == []
     message = alarms(learner(Loud(half=True)).to_fp16())[0]
@@ -77,7 +123,7 @@ def test_the_models_own_forward():
 
 def test_a_backward_pass_that_overflows():
     "The forward pass is harmless; a gradient times 1e9 on the way back is not, in fp16."
-    message = alarms(learner(steep(1e9)).to_fp16(init_scale=1024.), 2)[0]
+    message = alarms(learner(steep(1e9)).to_fp16(init_scale=1024.0), 2)[0]
     assert 'in fp16 the loss or a gradient is not finite' in message and 'fp32_modules=' in message
     call = message.rpartition('`')[0].rpartition('`')[2]
     learn = learner(steep(1e9))
@@ -85,7 +131,7 @@ def test_a_backward_pass_that_overflows():
     assert alarms(learn, 2) == []
 
 
-@pytest.mark.parametrize('kwargs', [dict(init_scale=2. ** 20, max_skips=3), dict(loss_scale=2. ** 18, max_skips=4)])
+@pytest.mark.parametrize('kwargs', [dict(init_scale=2.0**20, max_skips=3), dict(loss_scale=2.0**18, max_skips=4)])
 def test_a_loss_scale_that_is_too_large(kwargs):
     learn = learner(loss_func=lambda p, y: F.mse_loss(p, y) * 300).to_fp16(**kwargs)
     message = alarms(learn)[0]
@@ -102,7 +148,10 @@ def test_bad_data_is_told_apart(which):
     data = dataset()
     data.tensors[which][7, 0] = math.inf
     messages = said(learner(dls=loaders(train=data)).to_bf16())
-    assert len(messages) == 1 and f'The batch itself is not finite: 1 of {(24, 4)[which]} values of its tensor of' in messages[0]
+    assert (
+        len(messages) == 1
+        and f'The batch itself is not finite: 1 of {(24, 4)[which]} values of its tensor of' in messages[0]
+    )
 
 
 @pytest.mark.parametrize('mode', ['to_fp16', 'to_bf16'])
@@ -110,35 +159,47 @@ def test_what_is_no_matter_of_precision_is_said_once(mode):
     messages = said(getattr(log_of_negative(), mode)())
     assert len(messages) == 1 and messages[0].count('\n') == 2
     assert "not finite in fp32 either, first in '1': this is not a matter of precision" in messages[0]
-    assert 'Look at the learning rate, the loss function and the data' in messages[0] and 'precision_report' not in messages[0]
+    assert (
+        'Look at the learning rate, the loss function and the data' in messages[0]
+        and 'precision_report' not in messages[0]
+    )
 
 
 def test_weights_that_are_lost():
     model = mlp()
     model[0].weight.data.fill_(math.nan)
     message = alarms(learner(model).to_bf16())[0]
-    assert "1 of 6 weight tensors are NaN or inf, such as '0.weight', so the batch cannot be run again as it was" in message
+    assert (
+        "1 of 6 weight tensors are NaN or inf, such as '0.weight', so the batch cannot be run again as it was"
+        in message
+    )
     assert 'checkpoint' not in message and 'Load weights that are finite, or build the model anew' in message
 
 
 def test_a_fault_that_does_not_come_back_is_said_not_to():
-    for to, kwargs in (('to_bf16', {}), ('to_half_weights', dict(master_weights=False))):   # whose weights are bf16 in the fit
+    for to, kwargs in (
+        ('to_bf16', {}),
+        ('to_half_weights', dict(master_weights=False)),
+    ):  # whose weights are bf16 in the fit
         learn = getattr(learner(nn.Sequential(nn.Linear(6, 1), OnceInf(3)), opt_func=kahan()), to)(**kwargs)
         assert 'it is finite in bf16, forward and backward' in alarms(learn)[0]
 
 
 # -- a run that diverges
 
+
 @pytest.mark.parametrize('mode', ['fp16', 'bf16'])
-@pytest.mark.parametrize('opt,lr', [('sgd', 10.), ('sgd', 100.), ('adam', 100.)])
+@pytest.mark.parametrize('opt,lr', [('sgd', 10.0), ('sgd', 100.0), ('adam', 100.0)])
 def test_a_learning_rate_far_too_high_is_named_first(opt, lr, mode):
     learn = learner(opt_func=OPTIMIZERS[opt])
     getattr(learn, f'to_{mode}')(max_skips=4)
     messages = alarms(learn, 4, lr)
-    assert len(messages) == 1 or mode == 'bf16' and opt == 'adam'    # which keeps the loss finite, as in fp32
+    assert len(messages) == 1 or mode == 'bf16' and opt == 'adam'  # which keeps the loss finite, as in fp32
     for message in messages:
         assert 'The run diverges' in message and 'the loss went from 0.92' in message, message
-        assert f'Lower the learning rate first, {lr:g} at this step' in message and 'fp32_modules' not in message, message
+        assert f'Lower the learning rate first, {lr:g} at this step' in message and 'fp32_modules' not in message, (
+            message
+        )
 
 
 def test_a_loss_that_has_not_grown_is_not_said_to_have():
@@ -149,29 +210,33 @@ def test_a_loss_that_has_not_grown_is_not_said_to_have():
 
 
 def test_a_loss_below_0_that_falls_is_no_divergence():
-    def loss(pred, y): mse = F.mse_loss(pred, y); return mse - mse.detach() + (.7 if learn.train_iter else -.004) * -1
-    learn = learner(Attentive(gain=1.), loss_func=loss).to_fp16(init_scale=1024.)
-    learn.add_cb(At('after_batch', lambda l: setattr(l.model.attn, 'gain', 800. if l.train_iter > 2 else 1.)))
-    message = alarms(learn, lr=.1)[0]
+    def loss(pred, y):
+        mse = F.mse_loss(pred, y)
+        return mse - mse.detach() + (0.7 if learn.train_iter else -0.004) * -1
+
+    learn = learner(Attentive(gain=1.0), loss_func=loss).to_fp16(init_scale=1024.0)
+    learn.add_cb(At('after_batch', lambda l: setattr(l.model.attn, 'gain', 800.0 if l.train_iter > 2 else 1.0)))
+    message = alarms(learn, lr=0.1)[0]
     assert "fp32_modules=['attn']" in message and 'diverges' not in message, message
 
 
 def test_a_first_loss_that_happens_to_be_small_is_no_divergence():
-    data, model = dataset(), Attentive(gain=1.)
-    data.tensors[1][:4] = model(data.tensors[0][:4]).detach()   # the first batch is predicted already
-    learn = learner(model, loaders(train=data), opt_func=OPTIMIZERS['sgd']).to_fp16(init_scale=1024.)
-    learn.add_cb(At('after_batch', lambda l: setattr(l.model.attn, 'gain', 800. if l.train_iter > 2 else 1.)))
+    data, model = dataset(), Attentive(gain=1.0)
+    data.tensors[1][:4] = model(data.tensors[0][:4]).detach()  # the first batch is predicted already
+    learn = learner(model, loaders(train=data), opt_func=OPTIMIZERS['sgd']).to_fp16(init_scale=1024.0)
+    learn.add_cb(At('after_batch', lambda l: setattr(l.model.attn, 'gain', 800.0 if l.train_iter > 2 else 1.0)))
     message = alarms(learn)[0]
     assert "fp32_modules=['attn']" in message and 'diverges' not in message, message
 
 
 # -- what it advises holds
 
+
 @pytest.mark.parametrize('kept', ['emb', ['emb'], nn.Embedding], ids=str)
 def test_advice_keeps_what_is_there(kept):
     model = Attentive()
     model.other = nn.Embedding(2, 2)
-    message = alarms(learner(model).to_fp16(fp32_modules=kept, max_skips=7, init_scale=1024.))[0]
+    message = alarms(learner(model).to_fp16(fp32_modules=kept, max_skips=7, init_scale=1024.0))[0]
     first = 'other' if kept is nn.Embedding else 'emb'
     assert f"fp32_modules=['{first}', 'attn']" in message and 'max_skips=7' in message, message
 
@@ -179,19 +244,27 @@ def test_advice_keeps_what_is_there(kept):
 def test_where_no_loss_scale_helps_modules_are_kept():
     class Between(nn.Module):
         "The gradient grows between two modules, in the backward pass of no module."
-        def __init__(self): super().__init__(); torch.manual_seed(0); self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 1)
-        def forward(self, x): return self.b(Times.apply(self.a(x), 1e12))
-    message = alarms(learner(Between()).to_fp16(init_scale=4.))[0]
+
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 1)
+
+        def forward(self, x):
+            return self.b(Times.apply(self.a(x), 1e12))
+
+    message = alarms(learner(Between()).to_fp16(init_scale=4.0))[0]
     assert 'the loss scale falls below 1' in message and "Keep 'a' in fp32" in message
     learn = learner(Between())
     exec(message.rpartition('`')[0].rpartition('`')[2], {'learn': learn})
-    assert alarms(learn) == [] == alarms(learner(Between()).to_fp16(init_scale=.5))  # where it started below 1
+    assert alarms(learn) == [] == alarms(learner(Between()).to_fp16(init_scale=0.5))  # where it started below 1
 
 
 # -- when it looks, and when not
 
+
 def test_ordinary_first_skips_raise_no_alarm():
-    learn = learner(loss_func=lambda p, y: F.mse_loss(p, y) * 30).to_fp16(init_scale=2. ** 18)
+    learn = learner(loss_func=lambda p, y: F.mse_loss(p, y) * 30).to_fp16(init_scale=2.0**18)
     assert alarms(learn, 3) == [] and 3 < learn.mixed_precision.n_skipped < 16
 
 
@@ -214,21 +287,27 @@ def test_ignore_says_nothing_and_raise_stops():
     for mode, model in (('to_fp16', Attentive()), ('to_bf16', nn.Sequential(nn.Linear(6, 1), OnceInf(1)))):
         learn = getattr(learner(model), mode)(on_overflow='raise')
         before = params(learn)
-        with pytest.raises(FloatingPointError, match='goes wrong'): learn.fit(1)
+        with pytest.raises(FloatingPointError, match='goes wrong'):
+            learn.fit(1)
         assert same(before, params(learn)) and learn.precision.device is None and autocast_state() == state
 
 
 class OnDevice(Watch):
     "As on an accelerator: what is on the device is not read."
-    def __init__(self, cb): super().__init__(cb); self.in_place = False
+
+    def __init__(self, cb):
+        super().__init__(cb)
+        self.in_place = False
 
 
 @pytest.mark.parametrize('loss', [True, False])
 def test_on_a_device_the_losses_of_the_recorder_and_the_skips_that_are_known_tell(monkeypatch, loss):
     monkeypatch.setattr(MixedPrecision, 'watch_class', OnDevice)
-    learn = learner(Attentive() if loss else steep(1e12)).to_fp16(init_scale=16., max_skips=4)
+    learn = learner(Attentive() if loss else steep(1e12)).to_fp16(init_scale=16.0, max_skips=4)
     messages = alarms(learn)
-    assert len(messages) == 1 and ('the loss is nan (batch 1' if loss else '4 steps in a row were skipped') in messages[0]
+    assert (
+        len(messages) == 1 and ('the loss is nan (batch 1' if loss else '4 steps in a row were skipped') in messages[0]
+    )
     again = 'That batch, run again' if loss else 'The batch under way, not the one it began with, run again'
     assert again in messages[0]
     assert ("in 'attn'" if loss else 'a gradient is not finite') in messages[0]
@@ -242,26 +321,35 @@ def test_on_a_device_the_batch_before_is_looked_at(monkeypatch):
 
 def test_a_cause_that_cannot_be_looked_for():
     class Shut(Callback):
-        def __deepcopy__(self, memo): raise RuntimeError('shut')
-        def after_step(self): pass
+        def __deepcopy__(self, memo):
+            raise RuntimeError('shut')
+
+        def after_step(self):
+            pass
+
     message = alarms(learner(Attentive(), cbs=Shut()).to_fp16())[0]
-    assert message.count('\n') == 2 and 'precision_report' not in message          # which would fail as well
-    assert "again, ValueError: This learner cannot be copied" in message and '\nTake a callback off meanwhile' in message
+    assert message.count('\n') == 2 and 'precision_report' not in message  # which would fail as well
+    assert (
+        "again, ValueError: This learner cannot be copied" in message and '\nTake a callback off meanwhile' in message
+    )
 
 
 # -- the rerun changes nothing
+
 
 @pytest.mark.parametrize('acc', [None, 8])
 @pytest.mark.parametrize('opt', ['adam', 'fused adamw', 'torch sgd'])
 def test_training_goes_on_as_if_nobody_had_looked(opt, acc):
     "A model with dropout and batch norm whose third call overflows: with and without the diagnosis the same bits."
+
     def train(on_overflow):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(.3), OnceInf(3), nn.Linear(8, 1))
+        model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), OnceInf(3), nn.Linear(8, 1))
         learn = learner(model, opt_func=OPTIMIZERS[opt], cbs=[GradientAccumulation(acc)] if acc else None)
-        learn.to_fp16(init_scale=1024., on_overflow=on_overflow)
+        learn.to_fp16(init_scale=1024.0, on_overflow=on_overflow)
         torch.manual_seed(1)
         return learn, alarms(learn, 2)
+
     (asked, messages), (plain, none) = train('warn'), train('ignore')
     assert len(messages) == 1 and not none
     assert same(params(asked), params(plain)) and same_state(opt_state(asked.opt), opt_state(plain.opt))
@@ -273,11 +361,13 @@ def test_training_goes_on_as_if_nobody_had_looked(opt, acc):
 
 def test_the_rerun_uses_the_same_random_draws():
     "The overflow depends on what dropout kept."
+
     class Picky(nn.Module):
         def forward(self, x):
             return x * (1e30 if torch.is_autocast_enabled('cpu') and bool((x[0, :4] != 0).all()) else 1)
+
     torch.manual_seed(0)
-    learn = learner(nn.Sequential(nn.Linear(6, 8), nn.Dropout(.5), Picky(), nn.Linear(8, 1))).to_fp16()
+    learn = learner(nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), Picky(), nn.Linear(8, 1))).to_fp16()
     torch.manual_seed(5)
     assert "in '2'" in alarms(learn, 10)[0]
 

@@ -1,4 +1,5 @@
 "The precision report: where it finds trouble, each verdict with its words, what it shows, and what it leaves alone."
+
 import math, random, re
 from typing import get_args
 
@@ -23,8 +24,12 @@ from helpers import At, Attentive, Data, dataset, learner, loaders, mlp, params,
 from states import Act, Gives, Times, Unpacks, fills, language_model, loud_loss
 
 
-def rows(report, mode): return report.table[report.table['mode'] == mode].set_index('module')
-def verdict_on(model, mode='fp16', **kwargs): return learner(model, loaders(64, 64), **kwargs).precision_report(mode).verdicts[mode]
+def rows(report, mode):
+    return report.table[report.table['mode'] == mode].set_index('module')
+
+
+def verdict_on(model, mode='fp16', **kwargs):
+    return learner(model, loaders(64, 64), **kwargs).precision_report(mode).verdicts[mode]
 
 
 def trained(model, verdict, lr=1e-4, **kwargs):
@@ -37,22 +42,38 @@ def trained(model, verdict, lr=1e-4, **kwargs):
 
 
 class Own(held_out.Own):
-    def __init__(self, f): torch.manual_seed(0); super().__init__(f)
+    def __init__(self, f):
+        torch.manual_seed(0)
+        super().__init__(f)
 
 
-def inner(f): torch.manual_seed(0); return held_out.inner(f)
-def unit(h): h = h * 1e-5; return h / (h * h + 1e-12).sum(-1, keepdim=True).sqrt()      # the squares are 0 in fp16
-def over_sums(h): return 1e5 / (-(h * 1e3).abs() * 200 - 1e3)    # the sums are -inf, which alone may be a mask
+def inner(f):
+    torch.manual_seed(0)
+    return held_out.inner(f)
+
+
+def unit(h):
+    h = h * 1e-5
+    return h / (h * h + 1e-12).sum(-1, keepdim=True).sqrt()  # the squares are 0 in fp16
+
+
+def over_sums(h):
+    return 1e5 / (-(h * 1e3).abs() * 200 - 1e3)  # the sums are -inf, which alone may be a mask
 
 
 class InNumPy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x): v = x.detach().numpy() * 4; return torch.from_numpy(v * v.dtype.type(6e4) / v.dtype.type(6e4))
+    def forward(ctx, x):
+        v = x.detach().numpy() * 4
+        return torch.from_numpy(v * v.dtype.type(6e4) / v.dtype.type(6e4))
+
     @staticmethod
-    def backward(ctx, g): return g
+    def backward(ctx, g):
+        return g
 
 
 # -- trouble is found where it is, and the remedy works
+
 
 def test_the_module_that_overflows_is_named_and_no_other():
     report = learner(Attentive()).precision_report()
@@ -63,7 +84,11 @@ def test_the_module_that_overflows_is_named_and_no_other():
     assert verdict.verdict == 'keep modules in fp32' and verdict.modules == ['attn'] == verdict.trouble
     assert verdict.call == "learn.to_fp16(init_scale=4096, fp32_modules=['attn'])" and '65,504' in verdict.reason
     assert report.verdicts['bf16'].verdict == 'safe so far'
-    assert row['largest'] > 65504 and row['headroom'] == pytest.approx(65504 / row['largest'], rel=.01) and row['error'] == math.inf
+    assert (
+        row['largest'] > 65504
+        and row['headroom'] == pytest.approx(65504 / row['largest'], rel=0.01)
+        and row['error'] == math.inf
+    )
 
 
 def test_the_remedy_reaches_the_loss_of_fp32_where_plain_fp16_fails():
@@ -71,22 +96,31 @@ def test_the_remedy_reaches_the_loss_of_fp32_where_plain_fp16_fails():
         learn = learner(Attentive())
         exec(call, {'learn': learn})
         start = params(learn)
-        learn.fit(6, .02)
+        learn.fit(6, 0.02)
         return float(learn.recorder.losses[-1]), same(start, params(learn))
+
     call = learner(Attentive()).precision_report('fp16').verdicts['fp16'].call
     (fp32, _), (kept, moved_not) = train(), train(call)
     plain, unmoved = train("learn.to_fp16(on_overflow='ignore')")
-    assert unmoved and math.isnan(plain)                         # every step skipped
-    assert not moved_not and kept == pytest.approx(fp32, rel=.02)
+    assert unmoved and math.isnan(plain)  # every step skipped
+    assert not moved_not and kept == pytest.approx(fp32, rel=0.02)
 
 
-@pytest.mark.parametrize('f,words', [(loud_rms, "reach .*above fp16's 65,504"), (cancels, 'error of .* is .*% in fp16'),
-                                     (unit, 'is NaN or inf in fp16, and finite in fp32'),
-                                     (over_sums, "reach .*above fp16's 65,504")])
+@pytest.mark.parametrize(
+    'f,words',
+    [
+        (loud_rms, "reach .*above fp16's 65,504"),
+        (cancels, 'error of .* is .*% in fp16'),
+        (unit, 'is NaN or inf in fp16, and finite in fp32'),
+        (over_sums, "reach .*above fp16's 65,504"),
+    ],
+)
 def test_arithmetic_is_judged_alike_in_a_module_and_in_the_models_own_forward(f, words):
     "The module itself is kept, or the one before the model's own forward, which then computes in fp32."
     in_module, own = verdict_on(inner(f)), verdict_on(Own(f))
-    assert (in_module.verdict, in_module.modules, in_module.trouble) == ('keep modules in fp32', ['1'], ['1']), in_module
+    assert (in_module.verdict, in_module.modules, in_module.trouble) == ('keep modules in fp32', ['1'], ['1']), (
+        in_module
+    )
     assert (own.verdict, own.modules, own.trouble) == ('keep modules in fp32', ['a'], ['(model)']), own
     for verdict, start in ((in_module, "'1'"), (own, "the model's own `forward`")):
         assert start in verdict.reason and re.search(words, verdict.reason), verdict
@@ -97,13 +131,18 @@ def test_arithmetic_is_judged_alike_in_a_module_and_in_the_models_own_forward(f,
 @pytest.mark.filterwarnings('ignore:overflow encountered')
 def test_where_no_operator_shows_the_overflow_modules_are_tried():
     verdict = verdict_on(inner(InNumPy.apply))
-    assert verdict.modules == ['1'] and "with '1' in fp16 the loss or a gradient is not finite" in verdict.reason, verdict
+    assert verdict.modules == ['1'] and "with '1' in fp16 the loss or a gradient is not finite" in verdict.reason, (
+        verdict
+    )
     assert trained(inner(InNumPy.apply), verdict)[0] == 0
 
 
 class Products(Own):
     "A product of matrices in its own forward, which autocast runs in fp16 whatever comes in."
-    def forward(self, x): h = self.a(x) * 800; return self.b(((h @ h.T) / 800 ** 2).softmax(-1) @ self.a(x))
+
+    def forward(self, x):
+        h = self.a(x) * 800
+        return self.b(((h @ h.T) / 800**2).softmax(-1) @ self.a(x))
 
 
 def test_own_arithmetic_that_no_module_helps_is_not_to_be_used():
@@ -115,44 +154,70 @@ def test_own_arithmetic_that_no_module_helps_is_not_to_be_used():
     assert verdict.call in ('learn.to_bf16()', 'learn.to_fp32()') and rows(report, 'fp16').loc['(model)', 'trouble']
 
 
-@pytest.mark.parametrize('largest,verdict', [(1e4, 'safe so far'), (3e4, 'safe, but close'), (6e4, 'safe, but close'),
-                                             (9e4, 'keep modules in fp32')])
+@pytest.mark.parametrize(
+    'largest,verdict',
+    [(1e4, 'safe so far'), (3e4, 'safe, but close'), (6e4, 'safe, but close'), (9e4, 'keep modules in fp32')],
+)
 @pytest.mark.parametrize('kind', [inner, Own])
 def test_values_that_come_close_to_the_limit(kind, largest, verdict):
-    def f(h): return h * gain / gain
-    gain = 1.
-    gain = largest / max(float(m(dataset(64).tensors[0]).detach().abs().max()) for m in [kind(f)[0] if kind is inner else kind(f).a])
+    def f(h):
+        return h * gain / gain
+
+    gain = 1.0
+    gain = largest / max(
+        float(m(dataset(64).tensors[0]).detach().abs().max()) for m in [kind(f)[0] if kind is inner else kind(f).a]
+    )
     found = verdict_on(kind(f))
     assert found.verdict == verdict, found
-    if verdict == 'safe so far': return
-    assert found.modules == (['1'] if kind is inner else ['a']) and (verdict != 'safe, but close' or 'close to' in found.reason)
-    gain *= 3                                                    # as later batches and weights may be
-    assert trained(kind(f), found, lr=0.)[0] == 0
+    if verdict == 'safe so far':
+        return
+    assert found.modules == (['1'] if kind is inner else ['a']) and (
+        verdict != 'safe, but close' or 'close to' in found.reason
+    )
+    gain *= 3  # as later batches and weights may be
+    assert trained(kind(f), found, lr=0.0)[0] == 0
 
 
 def test_trouble_behind_trouble_is_found_too():
     class Net(nn.Module):
-        def __init__(self): super().__init__(); self.first, self.second = Attentive(), nn.Sequential(nn.Linear(1, 8), Act(lambda h: (h * 500 + 300).square().sqrt() / 500), nn.Linear(8, 1))
-        def forward(self, x): return self.second(self.first(x))
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = (
+                Attentive(),
+                nn.Sequential(nn.Linear(1, 8), Act(lambda h: (h * 500 + 300).square().sqrt() / 500), nn.Linear(8, 1)),
+            )
+
+        def forward(self, x):
+            return self.second(self.first(x))
+
     assert learner(Net()).precision_report('fp16').fp32_modules == ['first.attn', 'second.1']
 
 
 @pytest.mark.parametrize('fill', [-math.inf, -1e4, -6e4, 'min'])
 def test_masks_are_no_trouble_whatever_they_are_filled_with(fill):
     class Masked(nn.Module):
-        def __init__(self): super().__init__(); torch.manual_seed(0); self.q, self.k = nn.Linear(6, 8), nn.Linear(6, 8)
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.q, self.k = nn.Linear(6, 8), nn.Linear(6, 8)
+
         def forward(self, x):
             scores = self.q(x) @ self.k(x).T
             value = torch.finfo(scores.dtype).min if fill == 'min' else fill
             return scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), value).softmax(-1) @ x
+
     verdict = verdict_on(nn.Sequential(Masked(), nn.Linear(6, 1)))
     assert verdict.verdict == 'safe so far' and not verdict.trouble, verdict
 
 
 def test_gradients_that_are_too_large_lower_the_loss_scale_or_keep_modules():
     verdict = verdict_on(inner(lambda h: Times.apply(h, 1e4)))
-    assert verdict.verdict == 'safe so far' and 'init_scale=' in verdict.call and trained(inner(lambda h: Times.apply(h, 1e4)), verdict, 1e-9)[0] == 0
-    f = lambda h: (h.relu() * 1e-6 + 1e-10).sqrt() * 1e3         # its gradient is infinite in fp16 at any scale
+    assert (
+        verdict.verdict == 'safe so far'
+        and 'init_scale=' in verdict.call
+        and trained(inner(lambda h: Times.apply(h, 1e4)), verdict, 1e-9)[0] == 0
+    )
+    f = lambda h: (h.relu() * 1e-6 + 1e-10).sqrt() * 1e3  # its gradient is infinite in fp16 at any scale
     verdict = verdict_on(Own(f))
     assert "with 'a' in fp16 the loss or a gradient is not finite" in verdict.reason
     assert verdict.modules == ['a'] and trained(Own(f), verdict)[0] == 0
@@ -160,17 +225,20 @@ def test_gradients_that_are_too_large_lower_the_loss_scale_or_keep_modules():
 
 def test_another_batch_may_have_larger_gradients():
     data = dataset()
-    data.tensors[1][4:8] *= 1e4                                  # the second
+    data.tensors[1][4:8] *= 1e4  # the second
     for n_batches, skipped in ((1, 1), (2, 0)):
         learn = learner(dls=loaders(train=data))
         exec(learn.precision_report('fp16', n_batches=n_batches).verdicts['fp16'].call, {'learn': learn})
-        learn.fit(1, 0.)
+        learn.fit(1, 0.0)
         assert learn.precision.n_skipped == skipped
 
 
 # -- the verdicts and their words
 
-@pytest.mark.parametrize('factor,word,scales', [(1e-7, 'safe with loss scaling', (2 ** 6, 2 ** 40)), (1e4, 'safe so far', (2 ** -4, 2 ** 4))])
+
+@pytest.mark.parametrize(
+    'factor,word,scales', [(1e-7, 'safe with loss scaling', (2**6, 2**40)), (1e4, 'safe so far', (2**-4, 2**4))]
+)
 def test_the_range_of_loss_scales(factor, word, scales):
     report = learner(loss_func=lambda p, y: F.mse_loss(p, y) * factor).precision_report('fp16')
     verdict = report.verdicts['fp16']
@@ -178,13 +246,21 @@ def test_the_range_of_loss_scales(factor, word, scales):
     assert verdict.verdict == word and low >= scales[0] and high <= scales[1] and math.log2(high).is_integer(), verdict
     grads = rows(report, 'fp16')['grad'].drop('loss function')
     assert grads.max() * high <= 65504 < grads.max() * high * 4
-    assert f'loss scales from {low:,.9g} to {high:,.9g} fit' in verdict.reason and ('init_scale' in verdict.call) == (high < 4 * 65536)
+    assert f'loss scales from {low:,.9g} to {high:,.9g} fit' in verdict.reason and ('init_scale' in verdict.call) == (
+        high < 4 * 65536
+    )
 
 
 def test_what_is_not_finite_in_fp32_either_or_in_the_data():
-    for verdict in learner(nn.Sequential(nn.Linear(6, 1), Act(lambda h: h.sum(1, keepdim=True).log()))).precision_report().verdicts.values():
-        assert str(verdict) == (f"{verdict.mode}: not known.\n    the loss is not finite in fp32 either, first in '1': "
-                                'this is not a matter of precision')
+    for verdict in (
+        learner(nn.Sequential(nn.Linear(6, 1), Act(lambda h: h.sum(1, keepdim=True).log())))
+        .precision_report()
+        .verdicts.values()
+    ):
+        assert str(verdict) == (
+            f"{verdict.mode}: not known.\n    the loss is not finite in fp32 either, first in '1': "
+            'this is not a matter of precision'
+        )
     data = dataset()
     data.tensors[0][2, 1] = math.nan
     reason = learner(dls=loaders(train=data)).precision_report('bf16').verdicts['bf16'].reason
@@ -195,8 +271,11 @@ def test_inputs_above_the_limit_are_named():
     data = Data(dataset().tensors[0] * 1e5, dataset().tensors[1])
     model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 1))
     verdict = learner(model, loaders(train=data)).precision_report('fp16').verdicts['fp16']
-    assert verdict.modules == ['0'] and "the inputs reach 2.12e+05, above fp16's 65,504: scale the data, or keep" in verdict.reason
-    model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 32), Act(loud_rms), nn.Linear(32, 1))       # takes such inputs
+    assert (
+        verdict.modules == ['0']
+        and "the inputs reach 2.12e+05, above fp16's 65,504: scale the data, or keep" in verdict.reason
+    )
+    model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 32), Act(loud_rms), nn.Linear(32, 1))  # takes such inputs
     verdict = learner(model, loaders(train=data)).precision_report('fp16').verdicts['fp16']
     assert verdict.modules == ['2'] and "values in '2' reach" in verdict.reason and 'inputs' not in verdict.reason
 
@@ -208,47 +287,67 @@ def test_a_loss_function_that_overflows():
 
 
 def test_layers_that_the_device_has_no_kernel_for_are_kept_in_fp32():
-    learn = language_model().to_bf16(fp32_modules=nn.LSTM)       # already
+    learn = language_model().to_bf16(fp32_modules=nn.LSTM)  # already
     assert learn.precision_report('bf16').verdicts['bf16'].verdict == 'safe so far'
     for mode, verdict in language_model().precision_report().verdicts.items():
-        if not refused_layer(nn.LSTM, AMPMode(mode)): continue   # this CPU runs LSTMs in that mode
+        if not refused_layer(nn.LSTM, AMPMode(mode)):
+            continue  # this CPU runs LSTMs in that mode
         assert verdict.verdict == 'keep modules in fp32' and verdict.modules == ['0.rnns.0.module', '0.rnns.1.module']
-        assert verdict.reason.startswith(f"'0.rnns.0.module' does not run in {mode}: ") and 'torch.finfo' not in verdict.reason
+        assert (
+            verdict.reason.startswith(f"'0.rnns.0.module' does not run in {mode}: ")
+            and 'torch.finfo' not in verdict.reason
+        )
         learn = language_model()
         exec(verdict.call, {'learn': learn})
         learn.fit(1)
 
 
-def scatters(h): return torch.zeros(h.shape).index_put((torch.arange(len(h)),), h)
+def scatters(h):
+    return torch.zeros(h.shape).index_put((torch.arange(len(h)),), h)
 
 
 @pytest.mark.parametrize('f', [fills, scatters])
 def test_code_that_half_precision_breaks_is_not_the_devices_fault(f):
-    verdict, own = verdict_on(inner(f)), verdict_on(Own(lambda h: f(h.half() if torch.is_autocast_enabled('cpu') else h)))
+    verdict, own = (
+        verdict_on(inner(f)),
+        verdict_on(Own(lambda h: f(h.half() if torch.is_autocast_enabled('cpu') else h))),
+    )
     assert verdict.verdict == 'keep modules in fp32' and verdict.modules == ['1'] and 'this CPU' not in verdict.reason
-    assert verdict.reason.startswith("'1' does not run in fp16: ") and 'new tensors with `dtype=x.dtype`' in verdict.reason
+    assert (
+        verdict.reason.startswith("'1' does not run in fp16: ") and 'new tensors with `dtype=x.dtype`' in verdict.reason
+    )
     assert "fp32_modules=['1'])" in verdict.call and trained(inner(f), verdict)[0] == 0
     assert own.verdict == 'cannot run' and own.reason.startswith("the model's own `forward` does not run in fp16")
     assert own.call == 'learn.to_fp32()' and not own.modules
 
 
 def test_an_error_of_any_type_is_a_modules():
-    def checks(h): assert h.dtype == torch.float32; return h
+    def checks(h):
+        assert h.dtype == torch.float32
+        return h
+
     verdict = verdict_on(inner(checks))
     assert verdict.modules == ['1'] and "'1' does not run in fp16: " in verdict.reason
 
 
 def test_many_modules_in_trouble_one_after_the_other():
     class Block(nn.Linear):
-        def forward(self, x): return x + super().forward(x) * 1e6 / 1e6
+        def forward(self, x):
+            return x + super().forward(x) * 1e6 / 1e6
+
     verdict = verdict_on(nn.Sequential(*(Block(6, 6) for _ in range(15)), nn.Linear(6, 1)))
     assert verdict.verdict == 'keep modules in fp32' and verdict.modules == [str(i) for i in range(15)]
 
 
 def test_a_model_that_computes_nothing_in_low_precision():
     class Dot(nn.Module):
-        def __init__(self): super().__init__(); self.w = nn.Parameter(torch.ones(6))
-        def forward(self, x): return (x * self.w).sum(1, keepdim=True)
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(6))
+
+        def forward(self, x):
+            return (x * self.w).sum(1, keepdim=True)
+
     for mode, verdict in learner(Dot()).precision_report().verdicts.items():
         assert (verdict.verdict, verdict.scale_range) == ('safe so far', None)
         assert verdict.reason == f'nothing is computed in {mode}: it trains as in fp32'
@@ -272,30 +371,40 @@ def test_a_mode_that_does_not_work_leads_to_the_fastest_that_does(monkeypatch):
         support = lambda mode, device: Support('native' if mode.value in native else 'emulated', '')
         monkeypatch.setattr('fastxtend_amp.mode.mode_support', support)
         assert verdict_on(Products(None)).call == call
+
     class Needs(Products):
-        def forward(self, x): return super().forward(self.f(x))
+        def forward(self, x):
+            return super().forward(self.f(x))
+
     learn = learner(Needs(nn.Sequential(nn.Linear(6, 6), Act(cancels))), loaders(64, 64))
     monkeypatch.setattr('fastxtend_amp.mode.mode_support', lambda mode, device: Support('native', ''))
     assert {v.call for v in learn.precision_report().verdicts.values()} == {"learn.to_bf16(fp32_modules=['f.1'])"}
 
 
 def test_time_that_is_over_leaves_what_is_known(clock):
-    learn = learner(nn.Sequential(nn.Linear(6, 6), *[Act(lambda h: (clock.sleep(1), h)[1]) for _ in range(10)], nn.Linear(6, 1)))
-    report = learn.precision_report(max_seconds=15.)             # a pass takes 10, and one that began is ended
+    learn = learner(
+        nn.Sequential(nn.Linear(6, 6), *[Act(lambda h: (clock.sleep(1), h)[1]) for _ in range(10)], nn.Linear(6, 1))
+    )
+    report = learn.precision_report(max_seconds=15.0)  # a pass takes 10, and one that began is ended
     bf16, fp16 = report.verdicts.values()
     assert bf16.verdict == 'safe so far' and fp16.verdict == 'not known' and '`max_seconds=15`' in fp16.reason
     assert fp16.call == "learn.precision_report('fp16', max_seconds=150)" and set(report.table['mode']) == {'bf16'}
-    report = learn.precision_report(max_seconds=5.)
+    report = learn.precision_report(max_seconds=5.0)
     assert {v.verdict for v in report.verdicts.values()} == {'not known'} and not len(report.table) and report.plot()
 
 
 def test_the_verdicts_are_documented():
-    def first_cells(cls): return [line.split('|')[1].strip(" `'") for line in cls.__doc__.splitlines() if line.strip().startswith('|')][2:]
+    def first_cells(cls):
+        return [line.split('|')[1].strip(" `'") for line in cls.__doc__.splitlines() if line.strip().startswith('|')][
+            2:
+        ]
+
     assert first_cells(Verdict) == [*get_args(Judgement)]
     assert first_cells(PrecisionReport) == list(learner().precision_report('bf16').table.columns)
 
 
 # -- the figures
+
 
 @pytest.mark.parametrize('mode,dtype', [('bf16', torch.bfloat16), ('fp16', torch.float16)])
 def test_errors_are_those_of_a_direct_comparison(mode, dtype):
@@ -304,11 +413,15 @@ def test_errors_are_those_of_a_direct_comparison(mode, dtype):
     relative = lambda a, b: float((a.float() - b).norm() / b.norm())
     with torch.no_grad():
         exact = learn.model[0](x)
-        with torch.autocast('cpu', dtype=dtype): first = learn.model[0](x); second = learn.model[1](first)
+        with torch.autocast('cpu', dtype=dtype):
+            first = learn.model[0](x)
+            second = learn.model[1](first)
         errors = relative(first, exact), relative(second, learn.model[1](first.float()))
     table = rows(learn.precision_report(mode), mode)
     assert list(table.loc[['0', '1'], 'error']) == pytest.approx(errors)
-    largest = max(float(t.abs().max()) for t in (x, learn.model[0].weight, learn.model[0].bias, exact))   # autocast's casts, too
+    largest = max(
+        float(t.abs().max()) for t in (x, learn.model[0].weight, learn.model[0].bias, exact)
+    )  # autocast's casts, too
     assert table.loc['0', 'headroom'] == pytest.approx(torch.finfo(dtype).max / largest)
     assert list(table['format']) == [mode, mode, 'fp32'] and table.loc['loss function', 'headroom'] > 1e30
 
@@ -316,28 +429,35 @@ def test_errors_are_those_of_a_direct_comparison(mode, dtype):
 def test_gradients():
     learn = learner(nn.Linear(6, 1, bias=False), loaders(bs=24))
     x, y = next(iter(learn.dls.train))
-    grad = 2 * (learn.model(x).detach() - y) / len(y)            # of the output
+    grad = 2 * (learn.model(x).detach() - y) / len(y)  # of the output
     values = torch.cat([grad.flatten(), (grad * x).sum(0)]).abs()
-    assert rows(learn.precision_report('fp16'), 'fp16').loc['(model)', 'grad'] == pytest.approx(float(values.max()), rel=1e-5)
+    assert rows(learn.precision_report('fp16'), 'fp16').loc['(model)', 'grad'] == pytest.approx(
+        float(values.max()), rel=1e-5
+    )
 
 
 def test_sizes_and_errors_of_values():
-    for size in (1e-30, 1., 1e30):                               # beyond the squares of fp32
-        got, expected = torch.tensor([1.1, 2.]) * size, torch.tensor([1., 2.]) * size
-        assert relative_error(got, expected) == pytest.approx(.1 / math.sqrt(5), rel=1e-4)
+    for size in (1e-30, 1.0, 1e30):  # beyond the squares of fp32
+        got, expected = torch.tensor([1.1, 2.0]) * size, torch.tensor([1.0, 2.0]) * size
+        assert relative_error(got, expected) == pytest.approx(0.1 / math.sqrt(5), rel=1e-4)
     scores = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
     for fill in (-math.inf, -1e4, -3e38):
         assert largest_value(scores.masked_fill(scores > 1, fill)) == float(scores[scores <= 1].abs().max())
-    assert largest_value(torch.tensor([-6e4, -1e3, 2.])) == 6e4 and largest_value(torch.empty(0)) == 0
+    assert largest_value(torch.tensor([-6e4, -1e3, 2.0])) == 6e4 and largest_value(torch.empty(0)) == 0
 
 
 class UNet(nn.Module):
     "The lowest of its three levels is one pixel: two samples are all that the BatchNorm there sees of a channel."
+
     def __init__(self):
         torch.manual_seed(0)
         super().__init__()
-        def block(n_in, n): return nn.Sequential(nn.Conv2d(n_in, n, 3, padding=1), nn.BatchNorm2d(n), nn.ReLU())
+
+        def block(n_in, n):
+            return nn.Sequential(nn.Conv2d(n_in, n, 3, padding=1), nn.BatchNorm2d(n), nn.ReLU())
+
         self.down, self.low, self.up, self.head = block(3, 4), block(4, 8), block(12, 4), nn.Conv2d(4, 1, 1)
+
     def forward(self, x):
         down = self.down(x)
         low = F.interpolate(self.low(F.max_pool2d(down, 4)), scale_factor=4)
@@ -347,61 +467,133 @@ class UNet(nn.Module):
 def test_what_normalization_makes_of_two_samples_is_no_error_of_the_model():
     "The samples are so near to each other that bf16 has few digits of their difference, which BatchNorm makes large."
     g = torch.Generator().manual_seed(0)
-    x = torch.randn(1, 3, 4, 4, generator=g) + .02 * torch.randn(2, 3, 4, 4, generator=g)
+    x = torch.randn(1, 3, 4, 4, generator=g) + 0.02 * torch.randn(2, 3, 4, 4, generator=g)
     learn = learner(UNet(), loaders(2, 2, Data(x, x[:, :1]), Data(x, x[:, :1])))
     inside = F.max_pool2d(learn.model.down(x), 4)
-    with torch.autocast('cpu', dtype=torch.bfloat16): low = learn.model.low(inside)
-    assert relative_error(low, learn.model.low(inside)) > .2
+    with torch.autocast('cpu', dtype=torch.bfloat16):
+        low = learn.model.low(inside)
+    assert relative_error(low, learn.model.low(inside)) > 0.2
     report = learn.precision_report('bf16')
-    assert report.verdicts['bf16'].verdict == 'safe so far' and report.table['error'].max() < .02
+    assert report.verdicts['bf16'].verdict == 'safe so far' and report.table['error'].max() < 0.02
 
 
 # -- what trains can be reported on
 
+
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
-        self.a, self.b, self.spare, self.act, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(2, 2), nn.ReLU(inplace=True), nn.Linear(6, 1)
+        self.a, self.b, self.spare, self.act, self.head = (
+            nn.Linear(6, 6),
+            nn.Linear(6, 6),
+            nn.Linear(2, 2),
+            nn.ReLU(inplace=True),
+            nn.Linear(6, 1),
+        )
         self.b.weight = self.a.weight
-    def forward(self, x): return self.head(self.act(self.b(self.act(self.a(self.a(x))))))
+
+    def forward(self, x):
+        return self.head(self.act(self.b(self.act(self.a(self.a(x))))))
+
+
 class Residual(nn.Module):
     "A sum of its own that a module writes over, as in ResNets."
-    def __init__(self): super().__init__(); self.a, self.act = nn.Linear(6, 6), nn.ReLU(inplace=True)
-    def forward(self, x): x = self.a(x); return self.act(self.a(x) + x)[:, :1]
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.act = nn.Linear(6, 6), nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        x = self.a(x)
+        return self.act(self.a(x) + x)[:, :1]
+
+
 class Recurrent(nn.Module):
-    def __init__(self): super().__init__(); self.gru, self.head = nn.GRU(3, 4, batch_first=True), nn.Linear(4, 1)
-    def forward(self, x): return self.head(self.gru(x.view(-1, 2, 3))[0][:, -1])
+    def __init__(self):
+        super().__init__()
+        self.gru, self.head = nn.GRU(3, 4, batch_first=True), nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.head(self.gru(x.view(-1, 2, 3))[0][:, -1])
+
+
 class Checkpointed(nn.Module):
-    def __init__(self): super().__init__(); self.first, self.inner = nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6), nn.Dropout(.1), nn.Linear(6, 1))
-    def forward(self, x): return checkpoint.checkpoint(self.inner, self.first(x), use_reentrant=True)
+    def __init__(self):
+        super().__init__()
+        self.first, self.inner = nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.1), nn.Linear(6, 1))
+
+    def forward(self, x):
+        return checkpoint.checkpoint(self.inner, self.first(x), use_reentrant=True)
+
+
 class Force(nn.Module):
     "Takes gradients itself."
-    def __init__(self): super().__init__(); self.energy = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    def __init__(self):
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 1))
+
     def forward(self, x):
         x = x.detach().requires_grad_()
-        with torch.enable_grad(): return torch.autograd.grad((self.energy(x).float() * 1e4).sum(), x, create_graph=True)[0][:, :1] / 1e4
+        with torch.enable_grad():
+            return torch.autograd.grad((self.energy(x).float() * 1e4).sum(), x, create_graph=True)[0][:, :1] / 1e4
+
+
 class Named(Data):
-    def __getitem__(self, i): return dict(zip('xy', super().__getitem__(i)))
-    def new_empty(self): return Named(*(t[:0] for t in self.tensors))
+    def __getitem__(self, i):
+        return dict(zip('xy', super().__getitem__(i)))
+
+    def new_empty(self):
+        return Named(*(t[:0] for t in self.tensors))
+
+
 class Splits(Learner):
-    def _split(self, b): self.xb, self.yb = (b['x'],), (b['y'],)
-def compiled(): learn = learner(); learn.model = torch.compile(learn.model, backend='eager'); return learn
+    def _split(self, b):
+        self.xb, self.yb = (b['x'],), (b['y'],)
+
+
+def compiled():
+    learn = learner()
+    learn.model = torch.compile(learn.model, backend='eager')
+    return learn
+
+
 def mapped():
     class Mapped(nn.Module):
-        def __init__(self): super().__init__(); self.inner = nn.Linear(6, 1)
-        def forward(self, x): return torch.func.vmap(self.inner)(x)
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(6, 1)
+
+        def forward(self, x):
+            return torch.func.vmap(self.inner)(x)
+
     return learner(Mapped())
+
+
 def classes(**kwargs):
     data = Data(dataset().tensors[0], torch.arange(24) % 3)
-    return learner(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)), loaders(24, 8, data, data), CrossEntropyLossFlat(), **kwargs)
+    return learner(
+        nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)),
+        loaders(24, 8, data, data),
+        CrossEntropyLossFlat(),
+        **kwargs,
+    )
 
 
 MODELS = {
-    'unpacked by a callback': lambda: learner(Gives(mlp()), cbs=Unpacks()), 'MixUp': lambda: classes(cbs=MixUp()),
-    'dictionaries as batches': lambda: learner(dls=loaders(24, 4, Named(*dataset().tensors), Named(*dataset().tensors)), cls=Splits),
-    'tied, in place, called twice': lambda: learner(Tied()), 'compiled': compiled, 'checkpoints': lambda: learner(Checkpointed()),
-    'own gradients': lambda: learner(Force()), 'vmap': mapped, 'two samples in BatchNorm': lambda: learner(dls=loaders(bs=2)),
-    'a sum that ReLU writes over': lambda: learner(Residual()), 'recurrent': lambda: learner(Recurrent()),
+    'unpacked by a callback': lambda: learner(Gives(mlp()), cbs=Unpacks()),
+    'MixUp': lambda: classes(cbs=MixUp()),
+    'dictionaries as batches': lambda: learner(
+        dls=loaders(24, 4, Named(*dataset().tensors), Named(*dataset().tensors)), cls=Splits
+    ),
+    'tied, in place, called twice': lambda: learner(Tied()),
+    'compiled': compiled,
+    'checkpoints': lambda: learner(Checkpointed()),
+    'own gradients': lambda: learner(Force()),
+    'vmap': mapped,
+    'two samples in BatchNorm': lambda: learner(dls=loaders(bs=2)),
+    'a sum that ReLU writes over': lambda: learner(Residual()),
+    'recurrent': lambda: learner(Recurrent()),
     'spectral norm': lambda: learner(nn.Sequential(nn.utils.spectral_norm(nn.Linear(6, 8)), nn.Linear(8, 1))),
 }
 
@@ -412,7 +604,7 @@ def test_what_trains_can_be_reported_on(name):
     learn = MODELS[name]()
     report = learn.precision_report()
     assert {v.verdict for v in report.verdicts.values()} == {'safe so far'} and '0.00%' not in repr(report), report
-    assert report.table['error'].max() < .05
+    assert report.table['error'].max() < 0.05
     assert (report.table['grad'].dropna() > 0).all() and report.table['grad'].notna().any()
     learn.fit(1)
 
@@ -422,13 +614,21 @@ def test_what_trains_can_be_reported_on(name):
 def test_torchvisions_models_are_safe_in_bf16(name):
     torch.manual_seed(0)
     data = Data(torch.randn(8, 3, 32, 32), torch.arange(8) % 3)
-    learn = learner(getattr(models, name)(num_classes=3), loaders(bs=4, train=data, valid=data), loss_func=nn.CrossEntropyLoss())
+    learn = learner(
+        getattr(models, name)(num_classes=3), loaders(bs=4, train=data, valid=data), loss_func=nn.CrossEntropyLoss()
+    )
     report = learn.precision_report('bf16')
-    assert report.verdicts['bf16'].verdict == 'safe so far' and report.table['error'].max() < .01, report
+    assert report.verdicts['bf16'].verdict == 'safe so far' and report.table['error'].max() < 0.01, report
 
 
 def test_names():
-    assert list(rows(learner(Tied()).precision_report('bf16'), 'bf16').index) == ['a', 'act', 'b', 'head', 'loss function']
+    assert list(rows(learner(Tied()).precision_report('bf16'), 'bf16').index) == [
+        'a',
+        'act',
+        'b',
+        'head',
+        'loss function',
+    ]
     assert rows(compiled().precision_report('bf16'), 'bf16').equals(rows(learner().precision_report('bf16'), 'bf16'))
 
 
@@ -441,41 +641,55 @@ def test_batches_without_targets():
 
 # -- what it looked at, and what it leaves alone
 
+
 def test_it_says_what_it_looked_at():
     learn = learner(cbs=At('after_epoch', lambda l: None))
     report = learn.precision_report('bf16', n_batches=2)
-    assert report.notes == ['Looked at 2 batches of 4 samples, with the weights as they are now: in other batches '
-                            '(`n_batches`) and after some training other modules may be in trouble.',
-                            *['bf16: emulated here, which is usually slower than fp32.'] * (mode_support(AMPMode.BF16, torch.device('cpu')).status == 'emulated'),
-                            'Callbacks that took no part: at.']
+    assert report.notes == [
+        'Looked at 2 batches of 4 samples, with the weights as they are now: in other batches '
+        '(`n_batches`) and after some training other modules may be in trouble.',
+        *['bf16: emulated here, which is usually slower than fp32.']
+        * (mode_support(AMPMode.BF16, torch.device('cpu')).status == 'emulated'),
+        'Callbacks that took no part: at.',
+    ]
     assert report.notes[0] in repr(report) and 'Looked at 2 batches of 4 samples' in report._repr_html_()
     seen = []
-    valid = learner(nn.Sequential(Act(lambda x: (seen.append(x), x)[1]), nn.Linear(6, 1))).precision_report('bf16', dl=learn.dls.valid)
+    valid = learner(nn.Sequential(Act(lambda x: (seen.append(x), x)[1]), nn.Linear(6, 1))).precision_report(
+        'bf16', dl=learn.dls.valid
+    )
     assert torch.equal(seen[0], learn.dls.valid.one_batch()[0]) and valid.verdicts['bf16'].verdict == 'safe so far'
-    with torch.no_grad(): learn.model[0].weight *= 1e6           # as training may
+    with torch.no_grad():
+        learn.model[0].weight *= 1e6  # as training may
     assert learn.precision_report('fp16').verdicts['fp16'].modules == ['0']
 
 
 def test_an_emulated_mode_makes_it_look_at_fewer_samples(monkeypatch):
-    monkeypatch.setattr(room, 'mode_support', lambda mode, device: Support('emulated' if mode.value == 'fp16' else 'native', ''))
-    monkeypatch.setattr(room, 'EMULATED_WORK', 1.)
+    monkeypatch.setattr(
+        room, 'mode_support', lambda mode, device: Support('emulated' if mode.value == 'fp16' else 'native', '')
+    )
+    monkeypatch.setattr(room, 'EMULATED_WORK', 1.0)
     for modes, expected in (('bf16', {24}), (('bf16', 'fp16'), {24, 2})):
         sizes = []
-        model = nn.Sequential(nn.Linear(6, 8), Act(lambda x: (sizes.append(len(x)), x)[1]), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        model = nn.Sequential(
+            nn.Linear(6, 8), Act(lambda x: (sizes.append(len(x)), x)[1]), nn.BatchNorm1d(8), nn.Linear(8, 1)
+        )
         report = learner(model, loaders(24, 24)).precision_report(modes)
         assert set(sizes) == expected and ('so these are the first samples of 24' in repr(report)) == (2 in sizes)
 
 
 def test_training_goes_on_as_without_it_and_callbacks_of_the_learner_do_not_fire():
     def train(ask):
-        torch.manual_seed(1); random.seed(1)
-        learn, fired = learner(Attentive(drop=.3)).to_bf16(), []
+        torch.manual_seed(1)
+        random.seed(1)
+        learn, fired = learner(Attentive(drop=0.3)).to_bf16(), []
         learn.dls.train.shuffle = True
         learn.add_cb(At('before_batch', lambda l: fired.append(l is learn)))
         for _ in range(2):
-            if ask: learn.precision_report('bf16', n_batches=2)
+            if ask:
+                learn.precision_report('bf16', n_batches=2)
             learn.fit(1)
         return params(learn), fired.count(True)
+
     (asked, n), (plain, m) = train(True), train(False)
     assert same(asked, plain) and n == m
 
@@ -487,12 +701,16 @@ def test_advice_keeps_what_is_there():
     assert "fp32_modules=['head']" in learn.precision_report('bf16').verdicts['bf16'].call
     exec(call, {'learn': learn})
     assert sorted(learn.precision.fp32_module_names) == ['attn', 'head'] and learn.precision.max_skips == 5
-    scaler = torch.amp.GradScaler('cpu', init_scale=2.**60)      # which an advised `init_scale` replaces
-    exec(learner().to_fp16(scaler=scaler).precision_report('fp16').verdicts['fp16'].call, {'learn': learn, 'scaler': scaler})
+    scaler = torch.amp.GradScaler('cpu', init_scale=2.0**60)  # which an advised `init_scale` replaces
+    exec(
+        learner().to_fp16(scaler=scaler).precision_report('fp16').verdicts['fp16'].call,
+        {'learn': learn, 'scaler': scaler},
+    )
     assert learn.precision.arguments['init_scale'] < 2**60
 
 
 # -- how it is shown, and what it refuses
+
 
 def test_the_printed_report():
     report = learner(Attentive()).precision_report('fp16')
@@ -501,18 +719,35 @@ def test_the_printed_report():
     assert second.startswith("    values in 'attn' reach") and 'the 10 of 11 modules to look at first' in repr(report)
     assert re.search(r'trouble\n +attn ', repr(report))
     html = report._repr_html_()
-    assert '<b>fp16: keep modules in fp32. Next: <code>' in html and '</b><br>values' in html and '`' not in html.replace('`report.table`', '')
+    assert (
+        '<b>fp16: keep modules in fp32. Next: <code>' in html
+        and '</b><br>values' in html
+        and '`' not in html.replace('`report.table`', '')
+    )
 
 
-@pytest.mark.parametrize('call,kind,words', [
-    (lambda l: l.precision_report(('bf16', 'fp8')), ValueError, r"modes=\('bf16', 'fp8'\) cannot be used: .*'bf16' and 'fp16'"),
-    (lambda l: l.precision_report(()), ValueError, r'modes=\(\) cannot be used'),
-    (lambda l: l.precision_report(None), ValueError, 'modes=None cannot be used'),
-    (lambda l: l.precision_report(n_batches=0), ValueError, 'n_batches=0'),
-    (lambda l: l.precision_report(max_seconds=0), ValueError, 'max_seconds=0'),
-    (lambda l: l.precision_report(dl=[]), ValueError, '(?s)at least one batch.*dl='),
-    (lambda l: l.precision_report(dl=5), ValueError, 'dl=5 cannot be used: dl must be a DataLoader'),
-    (lambda l: learner(mlp().half()).precision_report(), ValueError, "6 to be trained .*'0.weight'.*learn.model.float"),
-    (lambda l: learner(nn.Linear(3, 1)).precision_report(), RuntimeError, 'mat1 and mat2')])
+@pytest.mark.parametrize(
+    'call,kind,words',
+    [
+        (
+            lambda l: l.precision_report(('bf16', 'fp8')),
+            ValueError,
+            r"modes=\('bf16', 'fp8'\) cannot be used: .*'bf16' and 'fp16'",
+        ),
+        (lambda l: l.precision_report(()), ValueError, r'modes=\(\) cannot be used'),
+        (lambda l: l.precision_report(None), ValueError, 'modes=None cannot be used'),
+        (lambda l: l.precision_report(n_batches=0), ValueError, 'n_batches=0'),
+        (lambda l: l.precision_report(max_seconds=0), ValueError, 'max_seconds=0'),
+        (lambda l: l.precision_report(dl=[]), ValueError, '(?s)at least one batch.*dl='),
+        (lambda l: l.precision_report(dl=5), ValueError, 'dl=5 cannot be used: dl must be a DataLoader'),
+        (
+            lambda l: learner(mlp().half()).precision_report(),
+            ValueError,
+            "6 to be trained .*'0.weight'.*learn.model.float",
+        ),
+        (lambda l: learner(nn.Linear(3, 1)).precision_report(), RuntimeError, 'mat1 and mat2'),
+    ],
+)
 def test_what_cannot_be_reported_on_is_refused(call, kind, words):
-    with pytest.raises(kind, match=words): call(learner())
+    with pytest.raises(kind, match=words):
+        call(learner())

@@ -1,4 +1,5 @@
 "The report's figure: markers that agree with the table, and words that do not collide."
+
 import matplotlib.pyplot as plt
 import pytest, torch
 from torch import nn
@@ -12,7 +13,8 @@ RED, GREY = '#c0392b', '#8a929c'
 def many(n=60):
     torch.manual_seed(0)
     layers = [m for _ in range(n) for m in (nn.Linear(6, 6, bias=False), nn.Identity())]
-    for m in layers[::2]: nn.init.eye_(m.weight)
+    for m in layers[::2]:
+        nn.init.eye_(m.weight)
     return learner(nn.Sequential(*layers, nn.Linear(6, 1)))
 
 
@@ -23,12 +25,17 @@ def drawn():
         ax = report.plot()
         ax.figure.canvas.draw()
         return report, ax
+
     yield draw
     plt.close('all')
 
 
-def line(ax, label): return next(l for l in ax.get_lines() if l.get_label() == label)
-def label_of(ax, name): return next(t for t in ax.get_xticklabels() if t.get_text() == name)
+def line(ax, label):
+    return next(l for l in ax.get_lines() if l.get_label() == label)
+
+
+def label_of(ax, name):
+    return next(t for t in ax.get_xticklabels() if t.get_text() == name)
 
 
 def test_modules_in_trouble_are_red_at_the_value_in_the_table(drawn):
@@ -49,8 +56,9 @@ def test_modules_that_do_not_run_are_grey(drawn):
 def test_ceiling_and_floor_have_labels_outside_the_data(drawn):
     _, ax = drawn(learner())
     assert {t.get_text().split('\n')[0] for t in ax.texts} == {"fp16's ceiling", "fp16's floor"}
-    for text in ax.texts: assert text.get_window_extent().x0 >= ax.get_window_extent().x1
-    assert not drawn(learner(), modes='bf16')[1].texts           # bf16 has fp32's range
+    for text in ax.texts:
+        assert text.get_window_extent().x0 >= ax.get_window_extent().x1
+    assert not drawn(learner(), modes='bf16')[1].texts  # bf16 has fp32's range
 
 
 @pytest.mark.parametrize('make', [learner, lambda: learner(Attentive()), many])
@@ -65,4 +73,5 @@ def test_no_words_lie_over_others_or_leave_the_figure(drawn, make):
     width, height = figure.canvas.get_width_height()
     for i, (text, box) in enumerate(found):
         assert -1 <= box.x0 and box.x1 <= width + 1 and -1 <= box.y0 and box.y1 <= height + 1, text
-        for other, other_box in found[:i]: assert not box.padded(-1.5).overlaps(other_box.padded(-1.5)), (text, other)
+        for other, other_box in found[:i]:
+            assert not box.padded(-1.5).overlaps(other_box.padded(-1.5)), (text, other)

@@ -2,6 +2,7 @@
 
 `python tests/tools/half_weights_costs.py` prints a Markdown table. It needs a clone, torch-optimi and a quiet machine.
 """
+
 from __future__ import annotations
 
 import argparse, sys, warnings
@@ -18,26 +19,40 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from fastxtend_amp import kahan  # noqa: E402
 from nbs.benchmarks import contestants, measure, models  # noqa: E402
 
-WAYS = {'fp32': noop, 'bf16': Learner.to_bf16, 'masters': Learner.to_half_weights,
-        'no masters': partial(Learner.to_half_weights, master_weights=False)}
+WAYS = {
+    'fp32': noop,
+    'bf16': Learner.to_bf16,
+    'masters': Learner.to_half_weights,
+    'no masters': partial(Learner.to_half_weights, master_weights=False),
+}
 
 
 class Casts(TorchDispatchMode):
     "Counts the bytes of the copies that autocast makes of parameters."
-    def __init__(self, params): super().__init__(); self.places, self.bytes = {p.data_ptr() for p in params}, 0
+
+    def __init__(self, params):
+        super().__init__()
+        self.places, self.bytes = {p.data_ptr() for p in params}, 0
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and args[0].data_ptr() in self.places: self.bytes += out.nbytes
+        if func is torch.ops.aten._to_copy.default and args[0].data_ptr() in self.places:
+            self.bytes += out.nbytes
         return out
 
 
 class Bytes(Callback):
     "Notes the bytes of weights, gradients, the optimizer's state and casts, for each parameter, in a step."
-    order = 90                                                   # after the step
+
+    order = 90  # after the step
+
     def before_batch(self):
         self.casts = Casts(self.learn.model.parameters())
         self.casts.__enter__()
-    def after_loss(self): self.casts.__exit__(None, None, None)
+
+    def after_loss(self):
+        self.casts.__exit__(None, None, None)
+
     def after_step(self):
         params = [p for p in self.learn.model.parameters() if p.grad is not None]
         state = [v for p in params for v in self.learn.opt.opt.state[p].values() if torch.is_tensor(v) and v.dim()]
@@ -47,7 +62,8 @@ class Bytes(Callback):
 
 def learner(task, way):
     learn = contestants.learner(task, contestants.FUSED)
-    if way == 'no masters': learn.opt_func = kahan('AdamW')
+    if way == 'no masters':
+        learn.opt_func = kahan('AdamW')
     WAYS[way](learn)
     return learn
 
@@ -62,20 +78,29 @@ def row(name, rounds):
     slowest = 0
     for way, learn in learners.items():
         noted = Bytes()
-        with learn.added_cbs(noted): learn.fit(1)
+        with learn.added_cbs(noted):
+            learn.fit(1)
         each[way], slowest = noted.each, max(slowest, batches.ms)
-    batches.n = min(10, max(1, int(400 / slowest)))              # the same for all, so that losses can be compared
+    batches.n = min(10, max(1, int(400 / slowest)))  # the same for all, so that losses can be compared
     for k in range(rounds):
         first = k % len(WAYS)
         for way in [*WAYS][first:] + [*WAYS][:first]:
             learners[way].fit(1)
             ms[way].append(batches.ms)
+
     def ratio(way):
         found = measure.quartiles(b / a for a, b in zip(ms['bf16'], ms[way]))
         return f"{'~' * measure.noisy(found, rounds)}{found[1]:.2f}"
-    return [model.title, f"{measure.quartiles(ms['bf16'])[1]:,.1f}", ratio('masters'), ratio('no masters'),
-            *(f'{each[way]:.1f}' for way in WAYS), *(f'{float(learn.recorder.losses[-1]):.4f}' for learn in learners.values()),
-            str(2 + rounds * (batches.n + 1))]
+
+    return [
+        model.title,
+        f"{measure.quartiles(ms['bf16'])[1]:,.1f}",
+        ratio('masters'),
+        ratio('no masters'),
+        *(f'{each[way]:.1f}' for way in WAYS),
+        *(f'{float(learn.recorder.losses[-1]):.4f}' for learn in learners.values()),
+        str(2 + rounds * (batches.n + 1)),
+    ]
 
 
 def main():
@@ -84,12 +109,21 @@ def main():
     parser.add_argument('--rounds', type=int, default=15)
     args = parser.parse_args()
     warnings.simplefilter('ignore')
-    head = ['model', 'bf16, ms', *(f'{w}: time' for w in list(WAYS)[2:]), *(f'{w}: bytes' for w in WAYS),
-            *(f'{w}: loss' for w in WAYS), 'steps']
+    head = [
+        'model',
+        'bf16, ms',
+        *(f'{w}: time' for w in list(WAYS)[2:]),
+        *(f'{w}: bytes' for w in WAYS),
+        *(f'{w}: loss' for w in WAYS),
+        'steps',
+    ]
     print('| ' + ' | '.join(head) + ' |\n|---' + '|--:' * (len(head) - 1) + '|')
     for name in args.models:
-        try: print('| ' + ' | '.join(row(name, args.rounds)) + ' |', flush=True)
-        except ValueError as e: print(f'{name}: {e}', file=sys.stderr)   # no kernel on this device
+        try:
+            print('| ' + ' | '.join(row(name, args.rounds)) + ' |', flush=True)
+        except ValueError as e:
+            print(f'{name}: {e}', file=sys.stderr)  # no kernel on this device
 
 
-if __name__ == '__main__': main()
+if __name__ == '__main__':
+    main()

@@ -1,4 +1,5 @@
 "The benchmark in nbs/benchmarks: what it counts, its stored runs, its report and chart; never its times."
+
 import json, shutil, sys
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,8 @@ def run(tmp_path_factory):
     return json.loads(stem.with_suffix('.json').read_text()), stem
 
 
-def rows(run, **which): return [r for r in run[0]['rows'] if all(r[k] == v for k, v in which.items())]
+def rows(run, **which):
+    return [r for r in run[0]['rows'] if all(r[k] == v for k, v in which.items())]
 
 
 def test_every_contestant_runs_in_its_precision(run):
@@ -34,7 +36,9 @@ def test_every_contestant_runs_in_its_precision(run):
         for name in ('plain loop', 'fastxtend_amp') if mode != 'fp32' else ('plain loop', 'fastai loop'):
             assert {(r['runs_in'], r['blocks']) for r in rows(run, mode=mode, contestant=name)} == {(dtype, 3)}
     own = rows(run, contestant="fastai's own", mode='bf16')
-    assert torch.cuda.is_available() or {(r['runs_in'], r['note']) for r in own} == {('float32', 'never leaves fp32 here')}
+    assert torch.cuda.is_available() or {(r['runs_in'], r['note']) for r in own} == {
+        ('float32', 'never leaves fp32 here')
+    }
 
 
 def test_page_faults_are_counted_and_a_cpu_has_no_synchronizations(run):
@@ -43,12 +47,18 @@ def test_page_faults_are_counted_and_a_cpu_has_no_synchronizations(run):
 
 def entry(name, mode, ms):
     contestant = next(c for c in CONTESTANTS if c.name == name)
-    return measure.Entry(contestant, 'Adam', mode, ms=ms, faults=[0.] * len(ms), runs_in='float32' if mode == 'fp32' else 'bfloat16')
+    return measure.Entry(
+        contestant, 'Adam', mode, ms=ms, faults=[0.0] * len(ms), runs_in='float32' if mode == 'fp32' else 'bfloat16'
+    )
 
 
 def test_a_ratio_is_to_the_frameworks_own_fp32_in_the_same_round():
-    timed = [entry('plain loop', 'fp32', [4., 4., 4.]), entry('fastai loop', 'fp32', [6., 6., 6.]),
-             entry('plain loop', 'bf16', [2., 2., 4.]), entry('fastxtend_amp', 'bf16', [3., 2., 6.])]
+    timed = [
+        entry('plain loop', 'fp32', [4.0, 4.0, 4.0]),
+        entry('fastai loop', 'fp32', [6.0, 6.0, 6.0]),
+        entry('plain loop', 'bf16', [2.0, 2.0, 4.0]),
+        entry('fastxtend_amp', 'bf16', [3.0, 2.0, 6.0]),
+    ]
     fp32, _, plain, ours = measure.records(timed, 'tiny')
     assert fp32['vs_fp32'] is None and plain['vs_fp32'] == [1.5, 2, 2] and plain['vs_plain_loop'] is None
     assert ours['vs_fp32'] == [1.5, 2, 2.5] and ours['vs_plain_loop'] == [1, 1, 1.25] and ours['ms'] == 3
@@ -57,15 +67,24 @@ def test_a_ratio_is_to_the_frameworks_own_fp32_in_the_same_round():
 def test_the_first_step_of_a_block_is_not_counted():
     batches = measure.Batches(torch.device('cpu'), [(0,), (1,)])
     batches.n = 3
-    assert [x for x, in batches] == [0, 1, 0, 1] and len(batches) == 4 and batches.ms > 0
+    assert [x for (x,) in batches] == [0, 1, 0, 1] and len(batches) == 4 and batches.ms > 0
 
 
-@pytest.mark.parametrize('quartiles,blocks,expected', [
-    ([.98, 1., 1.02], 7, False), ([.9, 1., 1.02], 7, True), ([.9, 1., 1.02], 100, False), ([1., 1., 1.], 1, True)])
-def test_noise_mark(quartiles, blocks, expected): assert measure.noisy(quartiles, blocks) == expected
+@pytest.mark.parametrize(
+    'quartiles,blocks,expected',
+    [
+        ([0.98, 1.0, 1.02], 7, False),
+        ([0.9, 1.0, 1.02], 7, True),
+        ([0.9, 1.0, 1.02], 100, False),
+        ([1.0, 1.0, 1.0], 1, True),
+    ],
+)
+def test_noise_mark(quartiles, blocks, expected):
+    assert measure.noisy(quartiles, blocks) == expected
 
 
 # -- what is shown
+
 
 def test_a_run_leaves_its_report_and_chart(run):
     figures, stem = run
@@ -90,25 +109,53 @@ def test_stored_tables_are_those_of_the_stored_figures(stem):
 
 def test_the_chart_has_the_plain_loop_beside_this_package_and_the_noise_mark():
     from matplotlib.figure import Figure
+
     figures = json.loads((STORED / 'native_bf16.json').read_text())
     ax = Figure().subplots()
     show.draw(ax, show.by_model(figures, 'bf16'))
-    assert [t.get_text() for t in ax.texts] == ['3.24', '2.66', '~1.88', '~1.65', '~1.31', '1.25', '1.23', '0.72', '0.59']
+    assert [t.get_text() for t in ax.texts] == [
+        '3.24',
+        '2.66',
+        '~1.88',
+        '~1.65',
+        '~1.31',
+        '1.25',
+        '1.23',
+        '0.72',
+        '0.59',
+    ]
     assert ax.get_yticklabels()[0].get_text() == 'wide MLP, batch 1024' and '~1.31 (1.28-1.46)' in show.tables(figures)
     assert ax.get_legend_handles_labels()[1] == ["fastai's own", 'plain loop', 'fastxtend_amp']
-    filled = [line.get_markerfacecolor() != 'white' for line in ax.lines if line.get_marker() == 'o' and len(line.get_xdata()) == 1]
+    filled = [
+        line.get_markerfacecolor() != 'white'
+        for line in ax.lines
+        if line.get_marker() == 'o' and len(line.get_xdata()) == 1
+    ]
     assert filled == [True, True, False, False, False, True, True, True, True]
 
 
 def test_nothing_is_drawn_of_a_run_without_ratios(tmp_path):
-    show.plot({'bf16': show.by_model({'models': [{'name': 'tiny', 'what': 'tiny'}], 'rows': []}, 'bf16')}, tmp_path / 'chart.png')
+    show.plot(
+        {'bf16': show.by_model({'models': [{'name': 'tiny', 'what': 'tiny'}], 'rows': []}, 'bf16')},
+        tmp_path / 'chart.png',
+    )
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize('args,message', [
-    (['--rounds', '0'], '--rounds 0: at least 1'), (['--rounds', 'x'], "'x'"), (['--contestants', 'me'], "'me'"), (['--models', 'resnet'], "'resnet'"),
-    (['--modes', 'fp8'], "'fp8'"), (['--out', 'nowhere/x'], 'no folder nowhere'),
-    (['--device', 'gpu'], '--device gpu'), (['--show', 'a', '--out', 'b'], 'not allowed with')])
+@pytest.mark.parametrize(
+    'args,message',
+    [
+        (['--rounds', '0'], '--rounds 0: at least 1'),
+        (['--rounds', 'x'], "'x'"),
+        (['--contestants', 'me'], "'me'"),
+        (['--models', 'resnet'], "'resnet'"),
+        (['--modes', 'fp8'], "'fp8'"),
+        (['--out', 'nowhere/x'], 'no folder nowhere'),
+        (['--device', 'gpu'], '--device gpu'),
+        (['--show', 'a', '--out', 'b'], 'not allowed with'),
+    ],
+)
 def test_bad_arguments(args, message, capsys):
-    with pytest.raises(SystemExit): main(['--device', 'cpu', *args])
+    with pytest.raises(SystemExit):
+        main(['--device', 'cpu', *args])
     assert message in capsys.readouterr().err

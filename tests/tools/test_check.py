@@ -1,4 +1,5 @@
 "The console script `fastxtend_amp_check`: what it prints, and that it fails where something is wrong."
+
 import os
 from importlib.util import find_spec
 
@@ -12,6 +13,7 @@ from fastxtend_amp import AMPMode, MixedPrecision
 from fastxtend_amp.tools import check, demo
 from helpers import *
 
+
 @pytest.fixture
 def short(monkeypatch):
     "One epoch of eleven small batches, of fp32 and fp16."
@@ -22,7 +24,8 @@ def short(monkeypatch):
     monkeypatch.setattr(check, 'PRECISIONS', {'fp32': None, 'fp16': AMPMode.FP16})
 
 
-def failed(results): return {(r.precision, r.what) for r in results if r.passed is False}
+def failed(results):
+    return {(r.precision, r.what) for r in results if r.passed is False}
 
 
 def test_all_is_well_on_the_cpu(capsys):
@@ -48,19 +51,26 @@ def test_a_step_that_is_not_skipped(monkeypatch, short):
 
 def test_autocast_left_on_after_an_exception(monkeypatch, short):
     fit = Learner.fit
+
     def leaks(self, *args, **kwargs):
-        try: fit(self, *args, **kwargs)
+        try:
+            fit(self, *args, **kwargs)
         except InterruptedError:
             torch.set_autocast_enabled('cpu', True)
             raise
+
     monkeypatch.setattr(Learner, 'fit', leaks)
-    try: found = failed(check.check('cpu'))
-    finally: torch.set_autocast_enabled('cpu', False)
+    try:
+        found = failed(check.check('cpu'))
+    finally:
+        torch.set_autocast_enabled('cpu', False)
     assert ('fp16', 'after an exception') in found
 
 
 def test_an_error_is_a_failed_check(monkeypatch, short, capsys):
-    def broken(self, *args, **kwargs): raise OSError('no space left')
+    def broken(self, *args, **kwargs):
+        raise OSError('no space left')
+
     monkeypatch.setattr(Learner, 'save', broken)
     assert check.main(['--device', 'cpu']) == 1
     found = [line for line in capsys.readouterr().out.splitlines() if line.startswith('FAILED')]
@@ -69,11 +79,18 @@ def test_an_error_is_a_failed_check(monkeypatch, short, capsys):
 
 def test_nothing_trains_as_fp32_where_fp32_fails(monkeypatch, short):
     fit = Learner.fit
+
     def broken(self, *args, **kwargs):
-        if self.precision is None: raise RuntimeError('no kernel')
+        if self.precision is None:
+            raise RuntimeError('no kernel')
         return fit(self, *args, **kwargs)
+
     monkeypatch.setattr(Learner, 'fit', broken)
-    assert failed(check.check('cpu')) == {('fp32', 'fp32 reference'), ('fp32', 'save and load'), ('fp16', 'trains as fp32')}
+    assert failed(check.check('cpu')) == {
+        ('fp32', 'fp32 reference'),
+        ('fp32', 'save and load'),
+        ('fp16', 'trains as fp32'),
+    }
 
 
 def test_a_precision_that_the_device_has_not(monkeypatch, capsys):
@@ -83,16 +100,23 @@ def test_a_precision_that_the_device_has_not(monkeypatch, capsys):
     assert check.main(['--device', 'cpu']) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line[:22].split() for line in lines if line.startswith(('ok', 'left'))] == [
-        ['ok', 'fp32'], ['ok', 'fp32'], ['left', 'out', 'bf16'], ['left', 'out', 'fp16']]
+        ['ok', 'fp32'],
+        ['ok', 'fp32'],
+        ['left', 'out', 'bf16'],
+        ['left', 'out', 'fp16'],
+    ]
     assert 'fp32 reference' in lines[5] and lines[-1] == 'All 2 checks passed on cpu.'
 
 
-@pytest.mark.skipif(not (os.environ.get('PJRT_DEVICE') and find_spec('torch_xla')), reason='needs torch_xla, and PJRT_DEVICE')
+@pytest.mark.skipif(
+    not (os.environ.get('PJRT_DEVICE') and find_spec('torch_xla')), reason='needs torch_xla, and PJRT_DEVICE'
+)
 def test_on_xla(short, capsys):
     assert check.main(['--device', 'xla']) == 0, capsys.readouterr().out
 
 
 @pytest.mark.parametrize('device', ['gpu', 'meta'])
 def test_bad_input(device, capsys):
-    with pytest.raises(SystemExit): check.main(['--device', device])
+    with pytest.raises(SystemExit):
+        check.main(['--device', device])
     assert f'--device {device}' in capsys.readouterr().err

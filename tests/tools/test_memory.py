@@ -1,4 +1,5 @@
 "`keep_freed_memory` where it does nothing and where it refuses; what it does is in test_imports.py, in a new process."
+
 import os
 
 import pytest
@@ -6,15 +7,17 @@ import pytest
 from fastxtend_amp import keep_freed_memory
 from fastxtend_amp.tools import memory
 
-def _fails(name): raise ValueError('unrecognized configuration name')
+
+def _fails(name):
+    raise ValueError('unrecognized configuration name')
 
 
 @pytest.mark.parametrize('confstr', [_fails, lambda name: None, lambda name: 'musl 1.2'])
 def test_elsewhere_there_is_nothing_to_do(monkeypatch, confstr):
     monkeypatch.setattr(os, 'confstr', confstr)
-    monkeypatch.setattr(memory, 'ctypes', None)                  # nothing is called
+    monkeypatch.setattr(memory, 'ctypes', None)  # nothing is called
     assert keep_freed_memory() == 'Nothing to do: this system is not Linux with glibc.'
-    monkeypatch.delattr(os, 'confstr')                           # as on Windows
+    monkeypatch.delattr(os, 'confstr')  # as on Windows
     assert keep_freed_memory() == 'Nothing to do: this system is not Linux with glibc.'
 
 
@@ -26,10 +29,16 @@ def test_another_allocator_is_left_alone(monkeypatch):
 
 class _Refuses:
     "glibc before 2.35: no threshold over 32 MB."
-    def __init__(self): self.calls = {}
-    def CDLL(self, name): return self
+
+    def __init__(self):
+        self.calls = {}
+
+    def CDLL(self, name):
+        return self
+
     def mallopt(self, name, value):
-        if name == memory._MMAP_THRESHOLD and value > 2**25: return 0
+        if name == memory._MMAP_THRESHOLD and value > 2**25:
+            return 0
         self.calls[name] = value
         return 1
 
@@ -44,4 +53,5 @@ def test_an_older_glibc_turns_mmap_off(monkeypatch):
 
 @pytest.mark.parametrize('threshold', [0, -1, 2**31, 1e9])
 def test_impossible_thresholds(threshold):
-    with pytest.raises(ValueError, match=f'threshold={threshold} cannot be used'): keep_freed_memory(threshold)
+    with pytest.raises(ValueError, match=f'threshold={threshold} cannot be used'):
+        keep_freed_memory(threshold)
