@@ -5,6 +5,7 @@ has a test for each.
 """
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -55,6 +56,27 @@ def compiled_module(module: nn.Module) -> nn.Module | None:
     inner = getattr(module, COMPILED_NAME, None)
     return inner if isinstance(inner, nn.Module) else None
 
+
+def is_compiled(model: nn.Module) -> bool:
+    """Return whether `torch.compile` compiles `model` or a module in it.
+
+    Relies on `OptimizedModule._orig_mod` (since 2.0) and `Module._compiled_call_impl` (2.2), which `Module.compile`
+    sets. A function that a model compiles for itself is not seen.
+    """
+    modules = [model, *model.modules()]
+    return any(compiled_module(m) is not None or getattr(m, '_compiled_call_impl', None) is not None for m in modules)
+
+
+def backward_without_autocast() -> AbstractContextManager | None:
+    """Return a context in which compiled models get the backward pass that they have uncompiled.
+
+    AOTAutograd traces the backward pass under the autocast of the whole forward pass, so regions with autocast off get
+    half-precision products there. Relies on `torch._functorch.config.backward_pass_autocast` (seen in 2.9 and 2.15).
+    Without it None: then modules cannot be kept in fp32 in compiled models.
+    """
+    from torch._functorch import config                          # here: compiled models have imported it
+    if not hasattr(config, 'backward_pass_autocast'): return None
+    return config.patch(backward_pass_autocast='off')
 
 def found_inf_of(scaler: GradScaler, opt: Any) -> torch.Tensor:
     """Return the flag that `scaler.unscale_(opt)` left, on the device: 0-dim fp32, 1 if a gradient is not finite.
