@@ -20,20 +20,12 @@ from fastcore.basics import noop
 from torch import nn
 from torch.amp import GradScaler
 
-from .checks import check_data_parallel, check_overflow_args, check_training
-from .common import warn_user
+from .checks import check_data_parallel, check_layers, check_overflow_args, check_training
+from .common import model_device, training_device, warn_user
 from .compat import AutocastState
 from .convert import is_half, to_fp32
 from .fp32_modules import Fp32Modules, covers, qualified_names
-from .mode import (
-    AMPMode,
-    autocast_available,
-    check_layers,
-    check_supported,
-    fastest_native,
-    model_device,
-    training_device,
-)
+from .mode import AMPMode, autocast_available, check_supported, fastest_native
 from .optimizers import place_state
 from .scaling import LossScaling
 

@@ -14,7 +14,7 @@ from fastcore.basics import noop
 from torch import nn
 from torch.amp import GradScaler
 
-from .compat import found_inf_of
+from .compat import found_inf_of, skips_by_flag
 from .optimizers import FUSED
 
 __all__ = ['SKIPPING', 'LossScaling', 'check_scaler_state', 'is_number', 'optimizer_params']
@@ -309,7 +309,7 @@ def _fused(opt: Any, params: list[nn.Parameter]) -> Any:
     would leave its momentum uninitialised (PyTorch 2.13). MPS has had kernels that ignore the flag
     (github.com/pytorch/pytorch/pull/186360).
     """
-    if type(opt) not in FUSED.values() or not getattr(opt, '_step_supports_amp_scaling', False): return None
+    if type(opt) not in FUSED.values() or not skips_by_flag(opt): return None
     if len({p.device for p in params}) > 1 or params[0].device.type == 'mps': return None
     has_state = all(opt.state.get(p) for p in params if p.grad is not None)
     return opt if has_state or all(group.get('momentum') == 0 for group in opt.param_groups) else None   # plain SGD
