@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from fastai.callback import fp16
-from fastai.callback.core import CancelStepException
+from fastai.callback.core import Callback, CancelStepException
 from fastai.learner import Learner
 from fastai.torch_core import ismin_torch
 from fastcore.basics import store_attr
@@ -25,13 +25,14 @@ from .common import training_device, warn_user
 from .compat import backward_without_autocast, is_compiled
 from .convert import is_half, to_fp32
 from .fp32_modules import Fp32Context, Fp32Modules, covers, qualified_names
-from .loop import COMPANIONS, PRECISION_CALLBACKS, Fit, Loop, loop_of
+from .loop import PRECISION_CALLBACKS, Fit, Loop, loop_of
 from .mode import AMPMode, check_supported, fastest_native
 from .optimizers import place_state
 from .scaling import LossScaling
 
-__all__ = ['FP16_ARGUMENTS', 'MixedPrecision', 'precision_callback']
+__all__ = ['COMPANIONS', 'FP16_ARGUMENTS', 'MixedPrecision', 'precision_callback']
 
+COMPANIONS: list[type[Callback]] = []                            # come and go with it; `insight` adds one
 # Until PyTorch 2.13 autocast's cache gives a weight that was cast under `no_grad` to code that needs its gradient.
 _CACHE = None if ismin_torch('2.13') else False                  # None: as the user has set it
 FP16_ARGUMENTS = ('init_scale', 'growth_factor', 'backoff_factor', 'growth_interval', 'enabled', 'loss_scale', 'scaler')
@@ -362,8 +363,8 @@ class MixedPrecision(fp16.MixedPrecision):
         self._scaling.fit.read()
 
     def after_fit(self):
-        "End a fit in whose middle the precision was set: it has no scope of it."
-        if not self._loop.scopes: self._loop.close()
+        "End the fit before callbacks of a higher order load weights; not at the event of a `validate()` inside it."
+        if len(self._loop.scopes) < 2: self._loop.close()
 
 
 def precision_callback(

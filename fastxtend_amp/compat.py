@@ -14,6 +14,7 @@ from torch.amp import GradScaler
 from torch.utils._pytree import tree_leaves, tree_map  # noqa: F401  since 1.8; torch.compile traces through them
 
 COMPILED_NAME = '_orig_mod'  # of the module inside what `torch.compile(module)` gives; since 2.0
+_SKIPS = '_step_supports_amp_scaling'
 
 
 _call = type(torch.autocast_increment_nesting).__call__
@@ -77,6 +78,20 @@ def backward_without_autocast() -> AbstractContextManager | None:
     from torch._functorch import config                          # here: compiled models have imported it
     if not hasattr(config, 'backward_pass_autocast'): return None
     return config.patch(backward_pass_autocast='off')
+
+
+def skips_by_flag(opt: Any) -> bool:
+    """Return whether `GradScaler.step` calls `opt.step` with the flag by which the device skips the step.
+
+    Relies on `_step_supports_amp_scaling` of optimizers (since 1.11); without it the host reads the flag at each step.
+    """
+    return getattr(opt, _SKIPS, False)
+
+
+def set_skips_by_flag(opt: Any) -> None:
+    "Make `GradScaler.step` set `opt.found_inf`, and leave the skipping to `opt.step`; see `skips_by_flag`."
+    setattr(opt, _SKIPS, True)
+
 
 def found_inf_of(scaler: GradScaler, opt: Any) -> torch.Tensor:
     """Return the flag that `scaler.unscale_(opt)` left, on the device: 0-dim fp32, 1 if a gradient is not finite.

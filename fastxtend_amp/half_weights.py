@@ -91,9 +91,11 @@ class HalfWeights(MixedPrecision):
 
     def take_step(self, step: Callable[[], object]) -> None:
         run = partial(super().take_step, step)
-        if not self.flat_master: return run()
-        _check_elementwise(self.learn.opt)                       # which a callback may have exchanged
-        _step_flat(self.learn.opt, run)
+        if self.flat_master:
+            _check_elementwise(self.learn.opt)                   # which a callback may have exchanged
+            _step_flat(self.learn.opt, run)
+        else: run()
+        self._lowered.forget()
 
 
 class _OwnMemory:
@@ -151,7 +153,7 @@ def _check_flat_master(
     names = {p: f"parameter '{name}'" for name, p in model.named_parameters()}
     sparse = {p for m in model.modules() if getattr(m, 'sparse', False) for p in m.parameters(recurse=False)}
     addresses = {0}                                              # 0 is that of DTensors and of tensors on XLA devices
-    for p in optimizer_params(opt):
+    for p in (p for params in opt.param_lists for p in params):
         for unfit, why in ((p in sparse, 'has sparse gradients'), (not p.is_contiguous(), 'is not contiguous'),
                            (p.numel() > 0 and p.data_ptr() in addresses, 'is shared, sharded or on an XLA device')):
             if unfit: _refuse_flat(f"{names.get(p, 'a parameter')}, which {why}")
@@ -271,16 +273,24 @@ class _Lowered:
         for p in self.rest: self._convert(p, torch.float32)
         self.rest = {}                                           # last: an interrupt before this converts them anew
 
+    def forget(self) -> None:
+        "Free what is kept of parameters that have taken a step."
+        if any(rest is not None for rest in self.rest.values()):
+            self.rest = {p: None if self._state(p) else rest for p, rest in self.rest.items()}
+
+    def _state(self, p: nn.Parameter) -> dict[str, Any]:
+        return getattr(getattr(self.learn.opt, 'opt', None), 'state', {}).get(p, {})   # a callback may exchange it
+
     def _convert(self, p: nn.Parameter, dtype: torch.dtype) -> None:
-        state = getattr(getattr(self.learn.opt, 'opt', None), 'state', {}).get(p, {})   # a callback may exchange it
+        state = self._state(p)
         for k, v in state.items():                               # step counts and quantized states stay
             if type(v) is torch.Tensor and v.dim() and v.is_floating_point(): state[k] = v.to(dtype)
-        place: Any = (self.rest, p) if not state else (state, 'kahan_comp') if 'kahan_comp' in state else ({}, p)
-        of, name = place
-        exact, rest = p.data.float(), of.get(name)               # None after steps in fp32
+        place: Any = state if 'kahan_comp' in state else {} if state else self.rest
+        name = 'kahan_comp' if place is state else p
+        exact, rest = p.data.float(), place.get(name)            # None after steps in fp32
         if rest is not None: exact = exact + rest
         data = exact.to(dtype)
-        p.data, of[name] = data, (exact - data).to(dtype)        # no interrupt comes in between
+        p.data, place[name] = data, (exact - data).to(dtype)     # no interrupt comes in between
         if p.grad is not None: p.grad = p.grad.to(dtype)
 
 

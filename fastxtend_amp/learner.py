@@ -13,7 +13,8 @@ from fastai.learner import Learner
 from fastcore.basics import patch
 from fastcore.meta import delegates
 
-from .callback import FP16_ARGUMENTS, PRECISION_CALLBACKS, MixedPrecision, precision_callback
+from .callback import FP16_ARGUMENTS, MixedPrecision, precision_callback
+from .loop import PRECISION_CALLBACKS, loop_of
 from .mode import AMPMode
 
 __all__ = ['refuse_unknown', 'set_precision']
@@ -49,12 +50,7 @@ def set_precision(
 ) -> Learner: # The learner
     "Leave `cb` as the learner's only precision callback; called in the middle of a batch, at its end."
     if cb is not None: cb.check_modules(learn.model)
-    ours = precision_callback(learn)
-    for o in [o for o in learn.cbs if isinstance(o, PRECISION_CALLBACKS) and o is not ours]: learn.remove_cb(o)
-    if ours is not None: ours.replace(learn, cb)
-    else:
-        learn.__dict__.pop('_with_events', None)                 # an interrupted call may have left it
-        if cb is not None: learn.add_cb(cb)
+    loop_of(learn).use(cb)
     return learn
 
 

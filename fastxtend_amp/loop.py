@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from fastai.callback import fp16
-from fastai.callback.core import Callback
 from fastai.learner import Learner
 from fastcore.basics import noop
 
@@ -15,10 +14,9 @@ from .common import model_device, training_device
 from .compat import AutocastState
 from .mode import autocast_available
 
-__all__ = ['COMPANIONS', 'PRECISION_CALLBACKS', 'Fit', 'Loop', 'loop_of']
+__all__ = ['PRECISION_CALLBACKS', 'Fit', 'Loop', 'loop_of']
 
 PRECISION_CALLBACKS = (fp16.MixedPrecision, fp16.ModelToHalf, fp16.NonNativeMixedPrecision)
-COMPANIONS: list[type[Callback]] = []  # callbacks added and removed with each precision callback; `insight` adds one
 _WHOLE = ('fit', 'epoch', 'train', 'validate')  # an outermost scope of these kinds ends the fit; a batch does not
 _HALF_WORDS = ('Half', 'BFloat16', 'dtype', 'scalar type')  # in errors of code that takes fp32 alone
 
@@ -135,6 +133,10 @@ class Loop:
 
     def enter(self, context: AbstractContextManager) -> None:
         "Enter `context` in the innermost scope, which leaves it at its end if nothing does before."
+        if not self.scopes:
+            raise RuntimeError("A batch's events were called outside of `Learner.one_batch`, which would leave autocast "
+                               'on.\nCall `learn.one_batch(i, batch)`, or take events by hand without a precision and '
+                               'run the model inside `learn.amp_context()`.')
         self.scopes[-1].stack.enter_context(context)
 
     def leave(self) -> None:

@@ -2,17 +2,14 @@
 from __future__ import annotations
 
 import platform, sys, warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from enum import Enum
 from functools import lru_cache
-from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 import pandas as pd
 import torch
-from fastai.learner import Learner
-from torch import nn
 
 from .common import first_line
 from .compat import AutocastState
@@ -201,67 +198,16 @@ def check_supported(mode: AMPMode, device: torch.device) -> None:
                      f"What works there: {', '.join(works)}.")
 
 
-@lru_cache
-def refused_layer(kind: type[nn.Module], mode: AMPMode) -> str | None:
-    """Return what PyTorch says when the CPU cannot run a recurrent layer of this kind in `mode`; None if it can.
-
-    oneDNN, which runs LSTMs on CPUs, has no kernel for fp16, or on CPUs without AVX512 for bf16. Found by trying.
-    """
-    autocast = torch.autocast('cpu', dtype=mode.dtype)
-    with torch.random.fork_rng(devices=[]), torch.enable_grad(), AutocastState('cpu'), autocast:
-        try: kind(2, 2, device='cpu')(torch.zeros(1, 1, 2, device='cpu'))[0].float().sum().backward()
-        except RuntimeError as e: return first_line(e)
-    return None
-
-
-def check_layers(
-    mode: AMPMode,
-    device: torch.device,
-    modules: Iterable[tuple[str, nn.Module]], # With their names
-    is_kept: Callable[[str], bool], # Whether the module of this name is kept in fp32
-) -> None:
-    "Raise a `ValueError` that names layer, reason and ways out if a recurrent layer cannot run in `mode`."
-    if device.type != 'cpu': return
-    for name, m in modules:
-        kind = next((k for k in (nn.LSTM, nn.GRU, nn.RNN) if isinstance(m, k)), None)
-        if kind is None or is_kept(name) or (why := refused_layer(kind, mode)) is None: continue
-        raise ValueError(f"{mode.value} does not run on this CPU for '{name}' ({kind.__name__}).\n"
-                         f"PyTorch says: {why}.\n"
-                         f"Keep such layers in fp32, `learn.to_{mode.value}(fp32_modules=nn.{kind.__name__})`, or "
-                         f"train with `{_faster_call(mode, device)}`.")
-
-
 def emulation_warning(mode: AMPMode, device: torch.device) -> str | None:
     "Return a warning for a `device` that only emulates `mode`, with a faster call; None if it is native."
     support = mode_support(mode, device)
     if support.status != 'emulated': return None
     return (f"{mode.value} is emulated on device '{device}' ({support.why}), which is usually slower than fp32, "
-            f"for large layers many times.\nThe faster choice there is `{_faster_call(mode, device)}`; "
+            f"for large layers many times.\nThe faster choice there is `{faster_call(mode, device)}`; "
             f"`learn.compare_precision('{mode.value}')` measures it.")
 
 
-def _faster_call(mode: AMPMode, device: torch.device) -> str:
+def faster_call(mode: AMPMode, device: torch.device) -> str:
     "Return the call for the fastest precision that `device` does natively, but for `mode`."
     faster = fastest_native(device, [mode])
     return f'learn.to_{faster.value}()' if faster else 'learn.to_fp32()'
-
-
-def model_device(model: nn.Module, default: torch.device | str) -> torch.device:
-    "Return the device of `model`'s first parameter or buffer, else `default`."
-    tensor = next(chain(model.parameters(), model.buffers()), None)
-    return torch.device(default) if tensor is None else tensor.device
-
-
-def training_device(learn: Learner) -> torch.device:
-    """Return the device that `learn.fit` will use: its DataLoaders', to which fastai moves the model when a fit starts.
-
-    The model's own device if the DataLoaders name none.
-    """
-    device = loaders_device(learn)
-    return model_device(learn.model, 'cpu') if device is None else torch.device(device)
-
-
-def loaders_device(learn: Learner) -> torch.device | str | int | None: # As the user gave it
-    "Return the device that the learner's DataLoaders name; None if they name none."
-    try: return getattr(learn.dls, 'device', None)
-    except IndexError: return None                               # what an empty DataLoaders raises for any name

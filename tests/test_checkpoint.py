@@ -452,7 +452,7 @@ def test_copies_made_in_the_middle_of_a_fit_are_outside_one(tmp_path, event, opt
 
     learn.add_cb(At(event, keep, 40)).fit(1, 0.01)
     weights, scale, twin = copies[-1]
-    assert same(params(twin), weights) and state(twin) == scale and twin.precision.device is None
+    assert same(params(twin), weights) and state(twin) == scale and twin.precision.fit is None
     before = autocast_state()
     twin.remove_cb(At).fit(1, 0.01)
     assert autocast_state() == before and finite(twin) and not same(params(twin), weights)

@@ -6,6 +6,7 @@ import pytest, torch
 from fastai.callback import fp16
 from torch import nn
 
+import fastxtend_amp.checks as checks
 import fastxtend_amp.mode as mode
 from fastxtend_amp import AMPMode, precision_support
 from helpers import *
@@ -208,7 +209,7 @@ class Recurrent(nn.Module):
 def test_recurrent_layers_run_or_are_refused_by_name_when_fit_starts(kind):
     learn, drawn = learner(Recurrent(kind)).to_fp16(init_scale=256.0), []
     learn.add_cb(At('before_batch', drawn.append, -50))
-    if mode.refused_layer(kind, FP16) is None:
+    if checks.refused_layer(kind, FP16) is None:
         learn.fit(1)
     else:
         with pytest.raises(ValueError, match=f"'rnn' .{kind.__name__}"):
@@ -217,7 +218,7 @@ def test_recurrent_layers_run_or_are_refused_by_name_when_fit_starts(kind):
 
 
 def test_a_layer_without_a_kernel_is_refused_unless_it_is_kept_in_fp32(monkeypatch):
-    monkeypatch.setattr(mode, 'refused_layer', lambda kind, mode: 'no kernel' if kind is nn.LSTM else None)
+    monkeypatch.setattr(checks, 'refused_layer', lambda kind, mode: 'no kernel' if kind is nn.LSTM else None)
     learn = learner(Recurrent()).to_bf16()
     for call in (lambda: learn.fit(1), learn.get_preds):
         with pytest.raises(ValueError, match=r"(?s)'rnn' \(LSTM\).*PyTorch says: no kernel.*fp32_modules=nn.LSTM"):
@@ -234,10 +235,10 @@ def test_a_layer_without_a_kernel_is_refused_unless_it_is_kept_in_fp32(monkeypat
 
 def test_a_default_device_does_not_change_what_probes_find():
     def found():
-        return mode.refused_layer(nn.LSTM, FP16), precision_support('cpu').values.tolist()
+        return checks.refused_layer(nn.LSTM, FP16), precision_support('cpu').values.tolist()
 
     expected = found()
-    mode.refused_layer.cache_clear()
+    checks.refused_layer.cache_clear()
     torch.set_default_device('meta')
     try:
         assert found() == expected

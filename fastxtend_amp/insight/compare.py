@@ -14,8 +14,9 @@ from fastai.learner import Learner
 from fastai.torch_core import set_seed, to_device
 
 from ..callback import precision_callback
+from ..common import training_device
 from ..convert import map_tensors
-from ..mode import AMPMode, mode_support, training_device
+from ..mode import AMPMode, mode_support
 from ..scaling import optimizer_params
 from .comparison import PrecisionComparison, Tolerance, recommend
 from .copies import (

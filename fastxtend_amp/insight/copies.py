@@ -20,11 +20,12 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from ..callback import PRECISION_CALLBACKS, MixedPrecision
-from ..common import first_line, is_sharded
+from ..callback import MixedPrecision
+from ..loop import PRECISION_CALLBACKS
+from ..common import first_line, is_sharded, training_device
 from ..convert import map_tensors
 from ..fp32_modules import unwrapped
-from ..mode import autocast_available, training_device
+from ..mode import autocast_available
 
 __all__ = ['RandomState', 'begin_fit', 'check_learner', 'copied_learner', 'left_out', 'loader_like', 'lost_weights',
            'random_state', 'random_state_kept', 'set_random_state', 'takes_part', 'tensors']

@@ -77,11 +77,11 @@ def _run_again(learn: Learner, alarm: Alarm) -> tuple[str, str]:
     again = partial(trace, learn, [(alarm.xb, alarm.yb)], in_fit=True, random_state=alarm.random_state)
     fp32 = again()
     if wrong := wrong_in_fp32(fp32): return wrong, 'Look at the learning rate, the loss function and the data'
-    judge = Judge(mode, unwrapped(learn.model), cb.device, partial(again, mode, reference=fp32), fp32, alarm.scale,
+    judge = Judge(mode, unwrapped(learn.model), cb.fit.device, partial(again, mode, reference=fp32), fp32, alarm.scale,
                   partial(precision_call, learn, mode), cb.fp32_module_names)
     verdict = judge.verdict()
     if not verdict.call:
-        other = precision_call(learn, fastest_native(cb.device, [mode]))
+        other = precision_call(learn, fastest_native(cb.fit.device, [mode]))
         return verdict.reason, f'Take another precision: `{other}`'
     if verdict.modules:
         return verdict.reason, f"Keep {', '.join(map(named, verdict.modules))} in fp32: `{verdict.call}`"

@@ -15,9 +15,10 @@ from torch import nn
 
 from ..callback import precision_callback
 from ..checks import half_parameters_of
+from ..common import training_device
 from ..convert import map_tensors
 from ..fp32_modules import unwrapped
-from ..mode import AMPMode, fastest_native, mode_support, training_device
+from ..mode import AMPMode, fastest_native, mode_support
 from .copies import check_learner, left_out, loader_like, random_state_kept, tensors
 from .precisions import PRECISION_COLORS, precision_call
 from .progress import TimeIsUp, check_above_0, check_count

@@ -349,7 +349,7 @@ def _as_written() -> AbstractContextManager:
 
 class _Unchecked(MixedPrecision):
     "The run of a model with layers that have no kernel for the mode: each fails by itself, and the trace names it."
-    def _check_model(self, mode: AMPMode, device: torch.device) -> None: pass
+    def _check_model(self, fit: Any) -> None: pass
 
 
 def _run_again(copy, xb, yb):

@@ -14,7 +14,7 @@ from fastai.data.load import DataLoader
 from fastai.losses import CrossEntropyLossFlat
 from torch import nn
 
-from fastxtend_amp import HalfWeights, PrecisionComparison, mode
+from fastxtend_amp import HalfWeights, PrecisionComparison, checks, mode
 from fastxtend_amp.insight import compare, precisions
 from fastxtend_amp.insight.comparison import Tolerance, recommend
 from fastxtend_amp.insight.precisions import choices_from
@@ -215,7 +215,7 @@ def test_what_fails_in_fp32_and_memory_that_ends_are_the_users_to_see():
 
 def test_a_mode_that_does_not_run_gets_a_row_with_the_reason(support, monkeypatch):
     support({'bf16': 'unsupported'}, 'no such unit')
-    monkeypatch.setattr(mode, 'refused_layer', lambda kind, m: 'no kernel' if m == 'fp16' else None)
+    monkeypatch.setattr(checks, 'refused_layer', lambda kind, m: 'no kernel' if m == 'fp16' else None)
     r = language_model().compare_precision(LOW, n_steps=2, n_seeds=0)
     assert list(r.table['steps']) == [2, 0, 0] and list(r.table['support']) == ['native', 'unsupported', 'failed']
     assert 'bf16: no such unit fp16: ValueError: fp16 does not run on this CPU for ' in said(r)

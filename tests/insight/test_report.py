@@ -16,7 +16,8 @@ from fastxtend_amp import PrecisionReport
 from fastxtend_amp.insight import report as room
 from fastxtend_amp.insight.trace import largest_value, relative_error
 from fastxtend_amp.insight.verdict import Judgement, Verdict
-from fastxtend_amp.mode import Support, mode_support, refused_layer
+from fastxtend_amp.checks import refused_layer
+from fastxtend_amp.mode import Support, mode_support
 from fastxtend_amp import AMPMode
 import held_out
 from held_out import cancels, loud_rms
