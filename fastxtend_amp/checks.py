@@ -55,8 +55,8 @@ def check_training(
                          f"'{fp16[0]}'.\nCall `learn.model.float()` first: autocast itself casts what can run in fp16.")
     if scaled and _needs_closure(learn.opt):
         raise ValueError(f"{type(getattr(learn.opt, 'opt', learn.opt)).__name__} needs a closure for its step, which "
-                         "GradScaler does not support.\n"
-                         "Use `learn.to_bf16()` or `learn.to_fp32()`, or another optimizer.")
+                         "neither GradScaler nor fastai's training loop gives it, in any precision.\n"
+                         "Use another optimizer.")
     if half := half_parameters_of(learn.model):
         warn_user(f"{len(half)} parameters to be trained are in half precision themselves, such as '{half[0]}': "
                   "small updates to them are rounded away.\n"
@@ -99,7 +99,7 @@ def refused_layer(kind: type[nn.Module], mode: AMPMode) -> str | None:
     oneDNN, which runs LSTMs on CPUs, has no kernel for fp16, or on CPUs without AVX512 for bf16. Found by trying.
     """
     autocast = torch.autocast('cpu', dtype=mode.dtype)
-    with torch.random.fork_rng(devices=[]), torch.enable_grad(), AutocastState('cpu'), autocast:
+    with torch.random.fork_rng(devices=[]), AutocastState('cpu'), torch.inference_mode(False), autocast:
         try: kind(2, 2, device='cpu')(torch.zeros(1, 1, 2, device='cpu'))[0].float().sum().backward()
         except RuntimeError as e: return first_line(e)
     return None

@@ -1,7 +1,7 @@
 "Precision modes (`AMPMode`), and which of them a device runs natively, emulates or does not run."
 from __future__ import annotations
 
-import platform, sys, warnings
+import platform, re, sys, warnings
 from collections.abc import Iterable
 from enum import Enum
 from functools import lru_cache
@@ -84,6 +84,9 @@ def _cpu(mode: AMPMode, device: torch.device) -> Support:
     return _native(bool(found), f'the CPU has {found}', f'the CPU has no {mode.value} arithmetic')
 
 
+_NO_TENSOR_CORES = re.compile(r'GTX 16\d\d|\b(T|MX)\d{3,4}\b')   # of capability 7.5, as Quadro T2000, T600, MX450
+
+
 def _cuda(mode: AMPMode, device: torch.device) -> Support:
     if not torch.cuda.is_available(): return Support('unsupported', 'PyTorch finds no CUDA device')
     if torch.version.hip: return Support('native', 'ROCm')
@@ -93,6 +96,8 @@ def _cuda(mode: AMPMode, device: torch.device) -> Support:
         if (major, minor) < (5, 3): return Support('emulated', f'{capability}: fp16 arithmetic needs 5.3')
         # CUDA C++ Programming Guide, arithmetic instructions: 2 results per clock and multiprocessor, 128 in fp32.
         if (major, minor) == (6, 1): return Support('emulated', f"{capability}: fp16 arithmetic at 1/64 of fp32's rate")
+        if (major, minor) == (7, 5) and _NO_TENSOR_CORES.search(torch.cuda.get_device_name(device)):
+            return Support('emulated', f'{capability} without tensor cores: fp16 gives NaN in many models')
         return Support('native', capability + (', tensor cores' if major >= 7 else ', no tensor cores'))
     # `is_bf16_supported` counts emulation as support, so it cannot tell the two apart below 8.0.
     if major >= 8: return Support('native', capability + ', tensor cores')
@@ -102,7 +107,7 @@ def _cuda(mode: AMPMode, device: torch.device) -> Support:
 
 def _mps(mode: AMPMode, device: torch.device) -> Support:
     if not torch.backends.mps.is_available(): return Support('unsupported', 'PyTorch finds no Metal device')
-    return Support('native', 'Metal')
+    return Support('native', 'Metal' if mode is AMPMode.FP16 else 'Metal; newer chips gain from bf16, an M1 does not')
 
 
 def _xpu(mode: AMPMode, device: torch.device) -> Support:

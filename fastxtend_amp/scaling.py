@@ -409,5 +409,5 @@ def check_scaler_state(
         if not is_number(value): refuse(f'{key!r} is {value!r}, not a number')
         if not abs(value) <= LARGEST: refuse(f'{key!r} is {value!r}, not finite in fp32')
         whole = key in ('_growth_tracker', 'growth_interval')
-        if whole and value != int(value): refuse(f'{key!r} is {value!r}, not a whole number')
+        if whole and not isinstance(value, Integral): refuse(f'{key!r} is {value!r}, not an integer')
         if value < 0 or (value == 0 and key != '_growth_tracker'): refuse(f'{key!r} is {value!r}, not above 0')

@@ -2,6 +2,7 @@
 
 import copy, re
 from collections import OrderedDict, namedtuple
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import pytest, torch
@@ -107,6 +108,25 @@ class Frozen:
     logits: torch.Tensor
 
 
+class Wrapped(Mapping):
+    "Holds its values in a dict, which a shallow copy shares."
+
+    def __init__(self, **values):
+        self.values_by_name = values
+
+    def __getitem__(self, name):
+        return self.values_by_name[name]
+
+    def __setitem__(self, name, value):
+        self.values_by_name[name] = value
+
+    def __iter__(self):
+        return iter(self.values_by_name)
+
+    def __len__(self):
+        return len(self.values_by_name)
+
+
 Pair = namedtuple('Pair', 'a b')
 
 
@@ -121,6 +141,7 @@ class Boxes(list):
 
 NESTED = {  # how a prediction is packed, and the prediction in it
     'mapping with attributes': (lambda y: Output(logits=y), lambda o: o.logits),
+    'mapping around a dict': (lambda y: Wrapped(logits=y, texts=['a']), lambda o: o['logits']),
     'list': (lambda y: [y, None], lambda o: o[0]),
     'named tuple': (lambda y: Pair([y], ('text', 3)), lambda o: o.a[0]),
     'frozen dataclass': (Frozen, lambda o: o.logits),
@@ -135,17 +156,21 @@ NESTED = {  # how a prediction is packed, and the prediction in it
 
 @pytest.mark.parametrize('kind', NESTED)
 def test_predictions_keep_their_structure(kind):
-    "The loss gets half tensors in fp32 and all else unchanged: containers' types, fp64, integers, objects."
+    """The loss gets half tensors in fp32 and all else unchanged: containers' types, fp64, integers, objects.
+
+    What the model gave stays as it was.
+    """
     pack, get = NESTED[kind]
-    rest = (torch.ones(1).double(), torch.tensor([1]), object(), {1, 2}, None)
+    rest, given = (torch.ones(1).double(), torch.tensor([1]), object(), {1, 2}, None), []
 
     class Model(nn.Linear):
         def forward(self, x):
-            return pack(super().forward(x)), *rest
+            given.append(pack(super().forward(x)))
+            return given[-1], *rest
 
     def loss(pred, targ):
         assert type(pred[0]) is type(pack(targ)) and all(a is b for a, b in zip(pred[1:], rest, strict=True))
-        assert get(pred[0]).dtype == torch.float32
+        assert get(pred[0]).dtype == torch.float32 and get(given[-1]).dtype == torch.bfloat16
         return nn.functional.mse_loss(get(pred[0]).as_subclass(torch.Tensor), targ)
 
     learn = learner(Model(6, 1), loss_func=loss).to_bf16()
@@ -432,7 +457,7 @@ def test_parameters_in_half_precision():
 
 def test_an_optimizer_that_needs_a_closure():
     lbfgs = partial(OptimWrapper, opt=torch.optim.LBFGS)
-    with pytest.raises(ValueError, match='(?s)LBFGS needs a closure.*to_bf16'):
+    with pytest.raises(ValueError, match='(?s)LBFGS needs a closure(?!.*to_bf16).*another optimizer'):
         learner(opt_func=lbfgs).to_fp16().fit(1)
     with pytest.raises(TypeError, match='closure'):
         learner(opt_func=lbfgs).to_bf16().fit(1)  # as in fp32

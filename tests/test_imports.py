@@ -15,8 +15,8 @@ CORE = sorted(f for f in PACKAGE.glob('*.py') if f.stem != '__init__')
 
 
 def imported(file):
-    "The package's modules that `file` imports when it is imported itself, by their names below the package."
-    for node in ast.parse(file.read_text()).body:
+    "The package's modules that `file` imports, also inside functions, by their names below the package."
+    for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom) and node.level:
             yield (node.module or node.names[0].name).split('.')[0]
         elif isinstance(node, (ast.Import, ast.ImportFrom)):

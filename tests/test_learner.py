@@ -107,6 +107,12 @@ def test_bad_arguments_are_refused_by_name_and_value_and_lose_nothing():
         (lambda l: l.to_fp16(dynamic=True), r'Scaling is dynamic unless.*loss_scale=512'),
         (lambda l: l.to_fp16(clip=1.0), 'GradientClip'),
         (lambda l: l.to_fp16(flat_master=True), 'to_half_weights'),
+        (lambda l: l.to_fp16(keep_fp32='0'), 'write `fp32_modules=`'),
+        (lambda l: l.to_bf16(patience=3), 'write `max_skips=`'),
+        (lambda l: l.to_bf16(clip_grad=1.0), 'GradientClip'),
+        (lambda l: l.to_half_weights(cast_once=True), 'leave it out'),
+        (lambda l: l.to_half_weights(dtype='fp16'), 'write `amp_mode=`'),
+        (lambda l: l.to_bf16('auto'), r"^to_bf16\('auto'\): .*by name.*learn\.to_amp\(\)"),
         (lambda l: l.to_fp16(zzz=1), 'there are init_scale, growth_factor'),
         (lambda l: l.to_bf16(init_scale=2.0), "to_bf16\\(\\) has no argument 'init_scale'"),
         (lambda l: l.to_amp('bf16'), r'learn\.to_bf16\(\)'),
@@ -145,6 +151,14 @@ def test_signatures():
             == ['fp16', 65536.0, 2.0, 0.5, 2000, True, None, None, None, 'warn', 16][-len(names) :]
         )
     assert all(v for k, v in docments(MixedPrecision.__init__).items() if k not in ('self', 'return'))
+
+
+@pytest.mark.parametrize('value', ['bf16', None, MixedPrecision('bf16')], ids=str)
+def test_a_precision_is_not_assigned(value):
+    learn = learner().to_fp16()
+    with pytest.raises(AttributeError, match=r'(?s)learn\.precision = .*`learn\.to_bf16\(\)`'):
+        learn.precision = value
+    assert modes(learn) == ['fp16'] and learn.precision.mode == 'fp16'
 
 
 # -- channels last

@@ -44,10 +44,11 @@ def test_unknown_mode(value):
 def gpu(monkeypatch):
     "A function that replaces the capability queries by those of an imagined NVIDIA card."
 
-    def replace(capability, bf16=True):
+    def replace(capability, bf16=True, name='Tesla T4'):
         monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
         monkeypatch.setattr(torch.cuda, 'device_count', lambda: 1)
         monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device=None: capability)
+        monkeypatch.setattr(torch.cuda, 'get_device_name', lambda device=None: name)
         monkeypatch.setattr(
             torch.cuda, 'is_bf16_supported', lambda including_emulation=True: bf16 or capability >= (8, 0)
         )
@@ -79,6 +80,24 @@ def test_nvidia_gpus(gpu, capability, emulates, bf16, fp16, auto):
         'cpu',
         'cuda:0',
     }
+
+
+@pytest.mark.parametrize(
+    'name, fp16',
+    [
+        *(
+            (f'NVIDIA {name}', 'emulated')
+            for name in ('GeForce GTX 1650', 'GeForce GTX 1660 Ti', 'GeForce MX450', 'T600')
+        ),
+        *((name, 'emulated') for name in ('Quadro T2000 with Max-Q Design', 'NVIDIA T1000 8GB')),
+        *((name, 'native') for name in ('Tesla T4', 'NVIDIA GeForce RTX 2080 Ti', 'Quadro RTX 5000', 'TITAN RTX')),
+    ],
+)
+def test_cards_of_capability_7_5_without_tensor_cores_train_in_fp32(gpu, name, fp16):
+    gpu((7, 5), name=name)
+    assert statuses('cuda:0') == ('emulated', fp16)
+    assert mode.fastest_native(CUDA) == (None if fp16 == 'emulated' else FP16)
+    assert ('NaN' in precision_support('cuda').why[1]) is (fp16 == 'emulated')
 
 
 def test_messages_for_gpus(gpu):
@@ -231,6 +250,15 @@ def test_a_layer_without_a_kernel_is_refused_unless_it_is_kept_in_fp32(monkeypat
         ):
             l.to_bf16(fp32_modules=spec).fit(1)
             assert finite(l)
+
+
+def test_a_layer_asked_about_first_in_predictions_trains_afterwards():
+    checks.refused_layer.cache_clear()
+    learn = learner(Recurrent(nn.GRU)).to_bf16()
+    with torch.inference_mode():  # nothing runs backward in it
+        learn.get_preds()
+    learn.fit(1)
+    assert finite(learn)
 
 
 def test_a_default_device_does_not_change_what_probes_find():

@@ -1,4 +1,5 @@
 "Report, comparison and diagnosis: which precision a model survives, where training goes wrong, and what pays off."
+from .. import learner as _core
 from ..callback import COMPANIONS
 from .choice import measure_and_choose
 from .comparison import PrecisionComparison
@@ -8,4 +9,5 @@ from . import learner as _learner
 
 __all__ = ['PrecisionComparison', 'PrecisionReport']
 
+_core.measure_and_choose = measure_and_choose
 COMPANIONS.append(Watch)
