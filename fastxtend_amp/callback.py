@@ -54,13 +54,13 @@ class MixedPrecision(fp16.MixedPrecision):
     Source: https://docs.pytorch.org/docs/stable/amp.html; loss scaling: Micikevicius et al., Mixed Precision Training,
     https://arxiv.org/abs/1710.03740.
     """
-    name = 'mixed_precision'  # also of subclasses: by this name fastai's `load_learner` finds what to take off
     order = 10  # after TrainEvalCallback (-10) moves the model; between GradientAccumulation (6) and GradientClip (11)
     run = True
     scale_argument = 'init_scale'                                # lowers the loss scale, for messages
     _learn: Any = None
     _loop: Loop | None = None                                    # of the learner
     _has_trained = False                                         # in any fit
+    _has_left = False                                            # the last learner
 
     def __init__(self,
         amp_mode: str | AMPMode | torch.dtype = AMPMode.FP16, # 'fp16', 'bf16', or 'auto': the fastest native one
@@ -96,6 +96,14 @@ class MixedPrecision(fp16.MixedPrecision):
         auto = f"'auto': {took}" if self.mode or self._has_trained else "'auto'"
         scale = '' if self.scale is None else f', scale={self.scale:g}'
         return f"{type(self).__name__}({auto if self.amp_mode == 'auto' else repr(took)}{scale})"
+
+    @property
+    def name(self) -> str:
+        """The learner's attribute, also of subclasses: fastai's `load_learner` takes off what has it.
+
+        A callback that was exchanged in `fit(cbs=...)` has another one: fastai deletes the attribute after that fit.
+        """
+        return 'former_precision' if self._has_left else 'mixed_precision'
 
     # -- what a user reads
 
@@ -202,7 +210,7 @@ class MixedPrecision(fp16.MixedPrecision):
                       "Give each learner another one: `learn.to_fp16()` or `learn.to_bf16()`.")
         self._refuse_others(learn)
         self._fp32_modules.check(learn.model)
-        self._learn, self._loop = learn, loop_of(learn)
+        self._learn, self._loop, self._has_left = learn, loop_of(learn), False
         learn.add_cbs([kind() for kind in COMPANIONS if not any(isinstance(cb, kind) for cb in learn.cbs)])
 
     def _leave(self) -> None:
@@ -214,7 +222,8 @@ class MixedPrecision(fp16.MixedPrecision):
                                "remove it at `before_epoch`, `before_train`, `after_train` or `after_epoch`.")
         learn, loop = self._learn, self._loop
         loop.close()
-        self._learn = self._loop = None
+        self._learn, self._loop, self._has_left = None, None, True
+        vars(learn).pop('mixed_precision', None)
         learn.remove_cbs([cb for cb in learn.cbs if isinstance(cb, (*COMPANIONS,)) and cb.learn is learn])
         loop.detach()
 

@@ -107,6 +107,7 @@ class Fp32Forward:
     def __init__(self, name: str, module: nn.Module):
         self.name, self.module, self.own = name, module, None    # the forward that was on the instance
         self.on = self.called = False                            # whether it is in use; whether it has run
+        self.is_wrapped = False                                  # somebody else's forward calls it, from now on
         self.users: set[Fp32Context] = set()                     # contexts that have put it on
 
     def __call__(self, *args, **kwargs) -> Any:
@@ -133,7 +134,8 @@ class Fp32Forward:
         if self.users: return
         self.on = False
         attributes = vars(self.module)
-        if attributes.get('forward') is not self: return         # a wrapper of somebody else's is around it
+        self.is_wrapped = attributes.get('forward') is not self
+        if self.is_wrapped: return
         del attributes['forward']
         attributes.pop('__reduce_ex__', None)
         if self.own is not None: attributes['forward'] = self.own
@@ -183,9 +185,10 @@ class Fp32Context:
 
     def __enter__(self) -> Fp32Context:
         forwards = self.modules.forwards
-        if forwards:                                             # else models that were exchanged stay in memory
+        if forwards:                                             # models that were exchanged would stay in memory
             there = {*self.model.modules()}
-            for m in [m for m, f in forwards.items() if m not in there and not f.users]: del forwards[m]
+            unused = [m for m, f in forwards.items() if not f.users and (f.is_wrapped or m not in there)]
+            for m in unused: del forwards[m]
         self.add(self.model)
         return self
 

@@ -286,11 +286,11 @@ class _Lowered:
         for k, v in state.items():                               # step counts and quantized states stay
             if type(v) is torch.Tensor and v.dim() and v.is_floating_point(): state[k] = v.to(dtype)
         place: Any = state if 'kahan_comp' in state else {} if state else self.rest
-        name = 'kahan_comp' if place is state else p
+        name, kind = ('kahan_comp', dtype) if place is state else (p, torch.float32)
         exact, rest = p.data.float(), place.get(name)            # None after steps in fp32
         if rest is not None: exact = exact + rest
         data = exact.to(dtype)
-        p.data, place[name] = data, (exact - data).to(dtype)     # no interrupt comes in between
+        p.data, place[name] = data, (exact - data).to(kind)      # no interrupt comes in between
         if p.grad is not None: p.grad = p.grad.to(dtype)
 
 

@@ -365,6 +365,7 @@ def test_an_interrupt_at_any_line_leaves_weights_of_whole_steps():
 
     learn = without()
     fit(learn)
+
     def stop(l):
         raise CancelFitException
 
