@@ -79,7 +79,7 @@ def test_a_fit_is_gone_when_it_ends_and_a_copy_has_none():
             copies.append(copy.deepcopy(l))
 
     learn.fit(1, cbs=At('after_batch', make, 80))
-    assert learn.precision.fit is None and is_outside_a_fit(copies[0])
+    assert learn.precision.fit is None and copies[0].precision.fit is None and not replaced(copies[0].model)
     assert copies[0].precision.scales == [256.0] * 3
     copies[0].fit(1)
     assert finite(copies[0]) and len(copies[0].precision.scales) == 9
