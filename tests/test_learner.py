@@ -89,6 +89,8 @@ def test_bad_arguments_are_refused_by_name_and_value_and_lose_nothing():
             with pytest.raises(ValueError) as e:
                 make(**kwargs)
             assert shown in str(e.value) and ('cannot be used' in str(e.value)) is (len(kwargs) == 1), str(e.value)
+    with pytest.raises(ValueError, match="init_scale='auto'.* the default"):  # a value of earlier versions
+        learn.to_fp16(init_scale='auto')
     with pytest.raises(ValueError, match="scaler=.*amp_mode='bf16'"):
         MixedPrecision('bf16', scaler=torch.amp.GradScaler('cpu'))
     with pytest.raises(TypeError, match='scaler must be a torch.amp.GradScaler'):
