@@ -376,7 +376,7 @@ def _check_arguments(settings: dict[str, Any], loss_scale: float | None, scaler:
     def positive(x): return finite(x) and np.float32(x) > 0      # the scale is held in fp32
     given = {**settings, 'loss_scale': loss_scale}
     for name, can_be_used, allowed in (
-        ('init_scale', positive, 'a finite number above 0, such as 65536.0'),
+        ('init_scale', positive, 'a finite number above 0, such as the default, 65536.0, which falls to what fits'),
         ('growth_factor', lambda x: finite(x) and x > 1, 'a finite number above 1, such as 2.0'),
         ('backoff_factor', lambda x: positive(x) and x < 1, 'a number between 0 and 1, both excluded, such as 0.5'),
         ('growth_interval', lambda x: is_number(x, Integral) and x > 0, 'an integer above 0, such as 2000'),

@@ -299,7 +299,7 @@ def test_an_unfinished_accumulation_is_kept_as_in_fp32(then):
 
 
 def test_an_unfinished_accumulation_that_is_not_finite_is_dropped_with_a_warning():
-    with pytest.warns(UserWarning, match='unfinished are not finite; they were dropped.\nThe loss scale is'):
+    with pytest.warns(UserWarning, match='(?s)not finite.*dropped.*loss scale'):
         learn = unfinished(mixed('fp16', init_scale=1e30))
     assert not any(g.any() for g in plain_grads(learn) if g is not None)
 
@@ -341,9 +341,7 @@ def test_cancel_batch_after_unscaling_accumulates_as_in_fp32():
 
 def test_parameters_outside_the_optimizer_are_told_in_fp16_and_keep_no_scaled_gradients():
     learn = learner(splitter=lambda m: [list(m[0].parameters())]).to_fp16(init_scale=256.0)
-    with pytest.warns(
-        UserWarning, match="(?s)4 parameters to be trained are not in `learn.opt`, such as '1.weight'.*loss scale"
-    ):
+    with pytest.warns(UserWarning, match="(?s)4 parameters.*'1.weight'.*loss scale"):
         learn.fit(1, 0.01)
     assert all(p.grad is None for p in learn.model[1:].parameters())
 
@@ -446,12 +444,12 @@ def test_lr_find_leaves_scale_and_history_alone(tmp_path, own):
 def test_parameters_in_half_precision():
     learn, drawn = learner(mlp().half()).to_fp16(), []
     learn.add_cb(At('before_batch', drawn.append, -50))
-    with pytest.raises(ValueError, match=r"(?s)but 6 to be trained are fp16, such as '0.weight'.*model\.float\(\)"):
+    with pytest.raises(ValueError, match=r"(?s)6 .*fp16.*'0.weight'.*model\.float\(\)"):
         learn.fit(1)
     assert not drawn and learn.scaler is None
     learn.model.float()
     learn.fit(1)
-    with pytest.warns(UserWarning, match=r"(?s)6 parameters .* such as '0.weight'.*rounded away.*model\.float\(\)"):
+    with pytest.warns(UserWarning, match=r"(?s)6 .*'0.weight'.*rounded.*model\.float\(\)"):
         learner(mlp().bfloat16()).to_bf16().fit(1)
 
 
@@ -464,7 +462,7 @@ def test_an_optimizer_that_needs_a_closure():
 
 
 def test_two_precision_callbacks():
-    with pytest.raises(ValueError, match=r"several precision callbacks: .*MixedPrecision\('fp16', scale=65536\)"):
+    with pytest.raises(ValueError, match=r"several .*MixedPrecision\('fp16'"):
         learner().to_bf16().fit(1, cbs=MixedPrecision('fp16'))
 
 
@@ -472,7 +470,7 @@ def test_two_precision_callbacks():
 def test_data_parallel_that_would_not_compute_in_it(mode, kwargs, what):
     model = nn.DataParallel(mlp())
     model.device_ids = [0, 1]  # as with two GPUs
-    with pytest.raises(ValueError, match=f'{what} cannot be used with nn.DataParallel.*\nUse DistributedDataParallel'):
+    with pytest.raises(ValueError, match=f'(?s){what}.*nn.DataParallel.*DistributedDataParallel'):
         learner(model, cbs=mixed(mode, **kwargs)).fit(1)
 
 

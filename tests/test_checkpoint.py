@@ -186,7 +186,7 @@ def test_without_the_optimizer(tmp_path):
     other = trained(tmp_path, n=1)
     before = state(other)
     assert not told(lambda: other.load('with', with_opt=False), 'The file') and state(other) == before != state(learn)
-    with pytest.warns(UserWarning, match="doesn't contain an optimizer state"):
+    with pytest.warns(UserWarning, match='optimizer state'):
         other.load('without')
     assert state(other) == before
     text = learner(cls=TextLearner, path=tmp_path).to_fp16(init_scale=8.0)
@@ -243,7 +243,7 @@ def test_a_damaged_state_is_refused_before_anything_is_touched(tmp_path):
     for damage in DAMAGE:
         broken = damage(saved['opt'][KEY])
         torch.save({**saved, 'opt': {**saved['opt'], KEY: broken}}, file)
-        with pytest.raises(ValueError, match='(?s)loss scale.*a.pth.*Nothing was loaded.*with_opt=False'):
+        with pytest.raises(ValueError, match='(?s)a.pth.*with_opt=False'):
             learn.load('a')
         if broken != {}:  # what bf16's callback gives: nothing to take up
             with pytest.raises(ValueError, match='Nothing was loaded'):

@@ -102,9 +102,7 @@ def test_cards_of_capability_7_5_without_tensor_cores_train_in_fp32(gpu, name, f
 
 def test_messages_for_gpus(gpu):
     gpu((7, 5))
-    assert re.search(
-        r"bf16 is emulated on device 'cuda:0' .*7\.5.*\n.*`learn.to_fp16\(\)`", mode.emulation_warning(BF16, CUDA)
-    )
+    assert re.search(r"(?s)bf16.*'cuda:0'.*7\.5.*learn.to_fp16\(\)", mode.emulation_warning(BF16, CUDA))
     gpu((7, 5), False)
     with pytest.raises(ValueError) as e:
         mode.check_supported(BF16, CUDA)
@@ -177,10 +175,7 @@ def test_an_emulated_mode_warns_once_at_the_users_line(monkeypatch):
         warnings.simplefilter('always')
         learn.fit(2)
     (warning,) = [w for w in caught if 'emulated' in str(w.message)]
-    assert (
-        re.search(r'fp16 is emulated.*slower than fp32.*\n.*learn\.to_bf16\(\)', str(warning.message))
-        and warning.filename == __file__
-    )
+    assert re.search(r'(?s)fp16 is emulated.*learn\.to_bf16\(\)', str(warning.message)) and warning.filename == __file__
     assert not told(lambda: (learn.fit(1), learn.validate(), learn.to_bf16().fit(1)), 'emulated')
     assert len(told(lambda: learner().to_fp16().fit(1), 'emulated')) == 1
 
@@ -240,7 +235,7 @@ def test_a_layer_without_a_kernel_is_refused_unless_it_is_kept_in_fp32(monkeypat
     monkeypatch.setattr(checks, 'refused_layer', lambda kind, mode: 'no kernel' if kind is nn.LSTM else None)
     learn = learner(Recurrent()).to_bf16()
     for call in (lambda: learn.fit(1), learn.get_preds):
-        with pytest.raises(ValueError, match=r"(?s)'rnn' \(LSTM\).*PyTorch says: no kernel.*fp32_modules=nn.LSTM"):
+        with pytest.raises(ValueError, match=r"(?s)'rnn' .*no kernel.*fp32_modules=nn.LSTM"):
             call()
     for spec in (nn.LSTM, 'rnn', '*'):
         for l in (
