@@ -125,6 +125,7 @@ class _Comparison:
         if not runs: return train()
         run, *others = runs
         def inside():
+            copy.loss = None                                     # `before_fit` sets one
             for event in ('before_epoch', 'before_train'): copy(event)
             run.learn, run.random_state = copy, random_state(everything=True)
             self._in_fits(others, train)
@@ -152,7 +153,7 @@ class _Comparison:
                              'model that `splitter` is given.')
         lr, wd = copy.lr if self.lr is None else self.lr, {} if copy.wd is None else {'wd': copy.wd}
         copy.opt.set_hypers(lr=lr, **wd)
-        copy.n_epoch, copy.epoch, copy.n_iter, copy.dl, copy.loss = 1, 0, self.n_steps, copy.dls.train, None
+        copy.n_epoch, copy.epoch, copy.n_iter, copy.dl = 1, 0, self.n_steps, copy.dls.train
 
     def _failed(self, run, e):
         "Note the error of a low precision, which is a result; in fp32, and when memory ends, it is the user's to see."
@@ -299,7 +300,7 @@ class _Comparison:
 def _on_memory(table: pd.DataFrame) -> list[str]:
     "Say what autocast's modes save."
     share = table['activations MB'] / table['activations MB']['fp32']
-    said = [f"{name} {abs(1 - s):.0%} {'less' if s < 1 else 'more'}" for name, s in share.items()
+    said = [f"{name} {100 * abs(1 - s):.0f} % {'less' if s < 1 else 'more'}" for name, s in share.items()
             if name in ('bf16', 'fp16') and math.isfinite(s)]
     return [f"Memory: for the backward pass of a step {' and '.join(said)} than fp32 is kept; weights, gradients and "
             "the optimizer's state take as much as in fp32."] if said else []

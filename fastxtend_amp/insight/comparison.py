@@ -131,7 +131,8 @@ class Tolerance:
         last, n = losses[-n_last:], 1 + len(seeds)
         self.loss = float(np.mean(last))
         self.spread = float(np.std([self.loss, *seeds], ddof=1)) if seeds else math.nan
-        found = {'1 % of it': abs(self.loss) / 100, 'a thousandth of the way to it from the first step\'s': abs(losses[0] - self.loss) / 1000}
+        found = {"1 % of fp32's": abs(self.loss) / 100,
+                 "a thousandth of the way from fp32's first loss to its last": abs(losses[0] - self.loss) / 1000}
         if seeds: found[f'the spread of {n} fp32 trainings'] = _INTERVAL.get(n, 2.6) * self.spread
         else: found['a wide margin, as fp32 was trained once'] = max(.1 * abs(self.loss), 2 * float(np.std(last)))
         self.why = max(found, key=found.__getitem__)
@@ -176,7 +177,7 @@ def _against(row: pd.Series, tolerance: Tolerance) -> list[str]:
                      'time')
     elif paid is None:
         more = min(99, math.ceil(((row['speed-up high'] - speed) / max(abs(speed - _WORTH), 1e-9)) ** 2))
-        found.append(f"undecided: {_speed(row)} times fp32's speed; about {more} times the time would show whether it is "
+        found.append(f"undecided: {_speed(row)} times fp32's speed; about {more} times the time could show whether it is "
                      f'{_WORTH}')
     elif not paid:
         found.append(f"{_speed(row)} times fp32's speed, not {_WORTH}" +
@@ -185,8 +186,9 @@ def _against(row: pd.Series, tolerance: Tolerance) -> list[str]:
 
 
 def _speed(row: pd.Series) -> str:
-    said = '{speed-up:.2f}' if row['turns'] < _FEWEST_TURNS else '{speed-up:.2f} ({speed-up low:.2f} to {speed-up high:.2f})'
-    return said.format(**row) if row['turns'] else '-'
+    said = '{speed-up:.2f}' if row['turns'] else '-'
+    if row['turns'] >= _FEWEST_TURNS: said += ' ({speed-up low:.2f} to {speed-up high:.2f})'
+    return said.format(**row)
 
 
 # -- the plot
