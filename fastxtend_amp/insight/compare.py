@@ -2,10 +2,8 @@
 from __future__ import annotations
 
 import math, random, time, warnings
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from operator import attrgetter
 from textwrap import shorten
 from typing import Any
 
@@ -14,6 +12,7 @@ import pandas as pd
 import torch
 from fastai.learner import Learner
 from fastai.torch_core import set_seed, to_device
+from fastcore.basics import noop
 
 from ..callback import precision_callback
 from ..common import several_processes
@@ -174,10 +173,9 @@ class _Comparison:
             self.progress.update(min(stop, self.n_steps))
             pace, seeds = sum(r.pace for r in self._training), self.n_seeds * self.base.pace
             if stop == 2:
-                feasible = min(self.n_steps, int(self.progress.left / (pace + seeds)))
-                size = max(1, (feasible - 2) // _TURNS)
+                size = max(1, int(min(self.n_steps, self.progress.left / (pace + seeds)) - 2) // _TURNS)
             reserved = min(seeds * min(stop + size, self.n_steps), _FOR_SEEDS * self.progress.max_seconds)
-            if self.progress.left < (size + 1) * pace + reserved: break    # with a step for the memory
+            if self.progress.left < (size + 1) * pace + reserved: break    # with a batch for the memory
 
     @property
     def _training(self): return [r for r in self.runs if r.learn is not None]
@@ -193,10 +191,12 @@ class _Comparison:
         losses = []
         set_random_state(run.random_state)
         wait_for(self.device)
+        before = allocated(self.device)
         start = time.perf_counter()
         for step in steps: losses.append(self._step(run, len(run.losses) + len(losses), step))
         wait_for(self.device)
         run.times.append((time.perf_counter() - start) / len(losses))
+        run.peak = allocated(self.device, peak=True) - before
         run.losses += map(float, losses)
         run.random_state = random_state(everything=True)
 
@@ -212,23 +212,24 @@ class _Comparison:
         return run.learn.loss.detach()
 
     def _end(self, run):
-        "End the training of a run; of a mode, measure its memory."
+        "Note what only the end of a training shows, and what a mode keeps in memory."
         run.learn('after_train')
         if cb := precision_callback(run.learn): run.scale, run.skipped = cb.scale or math.nan, cb.n_skipped
         if run in self.runs:
-            try: self._measure_memory(run)
-            except Exception: pass                               # the model has run without being watched: nan
+            try: run.activations = self._activations(run)
+            except Exception: pass                               # it trains, but not watched: nan
         run.learn = None
 
-    def _measure_memory(self, run):
-        "Train one step more, watched: what autograd keeps, and on an accelerator the most that is allocated."
-        kept, memory, has_peak = _Kept(run.learn.model), torch.accelerator, self.device.type not in ('cpu', 'xla')
-        if has_peak:
-            before = memory.memory_allocated(self.device)
-            memory.reset_peak_memory_stats(self.device)
-        with kept: self._step(run, len(run.losses), 0)
-        run.activations = kept.most
-        if has_peak: run.peak = memory.max_memory_allocated(self.device) - before
+    def _activations(self, run):
+        "Run a batch without the backward pass, and return the bytes that autograd keeps for it, each storage once."
+        kept = dict[int, int]()
+        def note(t):
+            kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+        run.learn._do_grad_opt = noop
+        with torch.autograd.graph.saved_tensors_hooks(note, noop): self._step(run, len(run.losses), 0)
+        own = {t.untyped_storage().data_ptr() for t in (*run.learn.model.parameters(), *run.learn.model.buffers())}
+        return sum(size for place, size in kept.items() if place not in own)
 
     def _train_seed(self, seed):
         "Train fp32 again, with another order of the batches but for the last ones, and other random draws."
@@ -306,30 +307,6 @@ def _on_memory(table: pd.DataFrame) -> list[str]:
             "the optimizer's state take as much as in fp32."] if said else []
 
 
-class _Kept(torch.autograd.graph.saved_tensors_hooks):
-    "Counts the bytes that autograd keeps at a time: each storage once, without those of the model's own tensors."
-    def __init__(self, model: torch.nn.Module):
-        own = [*model.parameters(), *model.buffers()]
-        self.users = Counter(t.untyped_storage().data_ptr() for t in own)    # by storage
-        self.now = self.most = 0
-        super().__init__(lambda t: _Saved(self, t), attrgetter('tensor'))
-
-
-class _Saved:
-    "A tensor that autograd keeps, until it lets it go."
-    def __init__(self, kept: _Kept, tensor: torch.Tensor):
-        storage = tensor.untyped_storage()
-        self.kept, self.tensor, self.key, self.bytes = kept, tensor, storage.data_ptr(), storage.nbytes()
-        self._count(1, not kept.users[self.key])
-
-    def __del__(self): self._count(-1, self.kept.users[self.key] == 1)
-
-    def _count(self, by: int, alone: bool) -> None:
-        self.kept.users[self.key] += by
-        self.kept.now += by * alone * self.bytes
-        self.kept.most = max(self.kept.most, self.kept.now)
-
-
 def _draw(learn: Learner, n: int, device: torch.device, progress: Progress) -> tuple[list[Any], float]:
     """Draw `n` training batches, as many as come in a quarter of the time and fit into 512 MB.
 
@@ -348,6 +325,14 @@ def _draw(learn: Learner, n: int, device: torch.device, progress: Progress) -> t
                          "to train on.\nWith `drop_last=True` its dataset may be smaller than one batch.")
     end = time.perf_counter()
     return found, (end - first) / (len(found) - 1) if len(found) > 1 else end - start
+
+
+def allocated(device: torch.device, peak: bool = False) -> float: # nan for the CPU and XLA
+    "Return the bytes allocated on an accelerator now, and start anew to look for the peak; or that peak."
+    if device.type in ('cpu', 'xla'): return math.nan
+    if peak: return torch.accelerator.max_memory_allocated(device)
+    torch.accelerator.reset_peak_memory_stats(device)
+    return torch.accelerator.memory_allocated(device)
 
 
 def wait_for(device: torch.device) -> None:

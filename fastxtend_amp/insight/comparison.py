@@ -36,7 +36,7 @@ class PrecisionComparison:
     | `loss`, `loss difference` | mean of some steps, and its distance from fp32's; nan for a mode that failed |
     | `skipped`, `final scale` | skipped steps, and the loss scale at the end |
     | `activations MB` | kept by autograd for a step's backward pass: inputs, activations, autocast's casts of weights |
-    | `peak MB` | most that a step allocates on an accelerator, besides what is allocated before; else nan |
+    | `peak MB` | most that a step allocates on an accelerator, besides what was allocated before; else nan |
     | `note` | why a mode did not run |
     """
     table: pd.DataFrame # One row for each mode
@@ -103,7 +103,7 @@ def speed_up(
 
     The notches of box plots, of 95 %, have 1.57: McGill, Tukey and Larsen, Variations of Box Plots, The American
     Statistician 32 (1978). That is for one look. Looked at after each turn from the sixth on, 2.2 takes a mode as fast
-    as fp32 for one that pays in 8 % at most, by simulation (`nbs/benchmarks/choice.py`).
+    as fp32 for one that pays in 2 to 10 %, by simulation (`nbs/benchmarks/choice.py`).
     """
     if not ratios: return math.nan, math.nan, math.nan
     q1, mid, q3 = map(float, np.quantile(ratios, (.25, .5, .75)))
@@ -117,11 +117,10 @@ def pays(low: float, high: float) -> bool | None:
 
 
 class Tolerance:
-    """The distance above fp32's loss that another may have: that of one more training of fp32, or the least that counts.
+    """The distance above fp32's loss that another may have: that of one more training of fp32, or what is little anyway.
 
-    That is 1 % of the loss, or a thousandth of the way to it from the first step's, if that is more. Where fp32 was
-    trained once there is no spread, and only a wide margin counts: a tenth of the loss, or two standard deviations
-    between its last steps.
+    Little is 1 % of the loss, or a thousandth of the way to it from the first step's. Where fp32 was trained once there
+    is no spread, and only a wide margin counts: a tenth of the loss, or two standard deviations between its last steps.
     """
     def __init__(self,
         losses: Sequence[float], # fp32's, of each step
@@ -173,14 +172,14 @@ def _against(row: pd.Series, tolerance: Tolerance) -> list[str]:
                      f'({tolerance.why})')
     speed, paid = row['speed-up'], pays(row['speed-up low'], row['speed-up high'])
     if row['turns'] < _FEWEST_TURNS:
-        found.append(f"it was timed in {row['turns']} of the {_FEWEST_TURNS} turns that an interval takes: give it more "
-                     'time')
+        found.append(f"it was timed in {row['turns']} of the {_FEWEST_TURNS} turns that an interval takes: more time "
+                     'gives it more')
     elif paid is None:
         more = min(99, math.ceil(((row['speed-up high'] - speed) / max(abs(speed - _WORTH), 1e-9)) ** 2))
-        found.append(f"undecided: {_speed(row)} times fp32's speed; about {more} times the time could show whether it is "
-                     f'{_WORTH}')
+        found.append(f"undecided: {_speed(row)} times fp32's speed; about {more} times the time could show whether it "
+                     f'is above {_WORTH}')
     elif not paid:
-        found.append(f"{_speed(row)} times fp32's speed, not {_WORTH}" +
+        found.append(f"{_speed(row)} times fp32's speed, below {_WORTH}" +
                      ': the device only emulates it' * (row['support'] == 'emulated'))
     return found
 

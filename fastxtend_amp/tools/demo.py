@@ -67,14 +67,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     learn, results = learner(device), []
     with nullcontext() if sys.stdout.isatty() else learn.no_bar():
         def compare(modes, n_seeds, share):
-            print(f"{', '.join(['fp32', *modes])} train in turns, for at most {share * SECONDS:.0f} seconds.\n", flush=True)
+            names = ', '.join(['fp32', *modes])
+            print(f'{names} train in turns, for at most {share * SECONDS:.0f} seconds.\n', flush=True)
             results.append(learn.compare_precision(modes, STEPS, n_seeds=n_seeds, max_seconds=share * SECONDS))
             print(results[-1], end='\n\n')
         if modes['native']: compare(modes['native'], 3, .8)
         if modes['emulated'] and args.emulated: compare(modes['emulated'], 0, .2)
         if not results:
-            print('Nothing can be faster than fp32 here. What other devices would find, by one batch (`--emulated` trains '
-                  'longer):\n', flush=True)
+            print('Nothing can be faster than fp32 here. What other devices would find, by one batch '
+                  '(`--emulated` trains longer):\n', flush=True)
             results.append(learn.precision_report(max_seconds=.2 * SECONDS))
             print(results[-1], end='\n\n')
     import matplotlib
