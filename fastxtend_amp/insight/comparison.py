@@ -117,7 +117,7 @@ def pays(low: float, high: float) -> bool | None:
 
 
 class Tolerance:
-    """The distance above fp32's loss that another may have: that of one more training of fp32, or what is little anyway.
+    """The distance above fp32's loss that another may have: that of one more training of fp32, or what is little.
 
     Little is 1 % of the loss, or a thousandth of the way to it from the first step's. Where fp32 was trained once there
     is no spread, and only a wide margin counts: a tenth of the loss, or two standard deviations between its last steps.

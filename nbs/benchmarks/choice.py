@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add('--models', nargs='+', default=list(MODELS), choices=MODELS, metavar='M', help=f"of {', '.join(MODELS)}")
     add('--times', type=int, default=3, metavar='N', help='choices for each model (default %(default)s)')
     add('--max-seconds', type=float, default=60., metavar='S', help='for each choice (default %(default)s)')
-    add('--stored', type=Path, default=STORED, metavar='JSON', help='the benchmark to show beside (default %(default)s)')
+    add('--stored', type=Path, default=STORED, metavar='JSON', help='a benchmark to show beside (default %(default)s)')
     args = parser.parse_args(argv)
     if args.simulate: return print(simulate())
     device = usable_device(parser, args.device)
