@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not os.access(args.out.parent, os.W_OK):
         parser.error(f'--out {args.out}: there is no folder {args.out.parent} that can be written to')
     device = usable_device(parser, args.device)
-    modes = {'native': [], 'emulated': [], 'unsupported': []}
+    modes = dict[str, list[str]](native=[], emulated=[], unsupported=[])
     for r in precision_support(device).itertuples():
         modes[r.support].append(r.mode)
         print(f'{r.mode} is {r.support} on this device ({r.why}).')
