@@ -327,12 +327,14 @@ def _draw(learn: Learner, n: int, device: torch.device, progress: Progress) -> t
     return found, (end - first) / (len(found) - 1) if len(found) > 1 else end - start
 
 
-def allocated(device: torch.device, peak: bool = False) -> float: # nan for the CPU and XLA
+def allocated(device: torch.device, peak: bool = False) -> float: # nan for the CPU, and where PyTorch does not count
     "Return the bytes allocated on an accelerator now, and start anew to look for the peak; or that peak."
     if device.type in ('cpu', 'xla'): return math.nan
-    if peak: return torch.accelerator.max_memory_allocated(device)
-    torch.accelerator.reset_peak_memory_stats(device)
-    return torch.accelerator.memory_allocated(device)
+    try:
+        if peak: return torch.accelerator.max_memory_allocated(device)
+        torch.accelerator.reset_peak_memory_stats(device)
+        return torch.accelerator.memory_allocated(device)
+    except (RuntimeError, ValueError): return math.nan
 
 
 def wait_for(device: torch.device) -> None:
