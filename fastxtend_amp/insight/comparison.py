@@ -172,8 +172,8 @@ def _against(row: pd.Series, tolerance: Tolerance) -> list[str]:
                      f'({tolerance.why})')
     speed, paid = row['speed-up'], pays(row['speed-up low'], row['speed-up high'])
     if row['turns'] < _FEWEST_TURNS:
-        found.append(f"it was timed in {row['turns']} of the {_FEWEST_TURNS} turns that an interval takes: more time "
-                     'gives it more')
+        found.append(f"it was timed in {row['turns']} of the {_FEWEST_TURNS} turns that an interval takes: raise "
+                     '`max_seconds`')
     elif paid is None:
         more = min(99, math.ceil(((row['speed-up high'] - speed) / max(abs(speed - _WORTH), 1e-9)) ** 2))
         found.append(f"undecided: {_speed(row)} times fp32's speed; about {more} times the time could show whether it "

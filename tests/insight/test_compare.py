@@ -574,7 +574,7 @@ SEEDS = Tolerance([1.0], [1.05, 0.95, 1.02], 1)  # fp32 trained four times: up t
             'fp32',
             "undecided: 1.15 (0.96 to 1.34) times fp32's speed; about 4 times the time could show whether it is above",
         ),
-        (dict(bf16={'turns': 5}), 'fp32', 'timed in 5 of the 6 turns that an interval takes: more time gives it more'),
+        (dict(bf16={'turns': 5}), 'fp32', 'timed in 5 of the 6 turns that an interval takes: raise `max_seconds`'),
         (dict(bf16={'support': 'unsupported', 'loss difference': float('nan')}), 'fp32', 'does not run here'),
     ],
 )

@@ -34,7 +34,7 @@ def test_a_file_gets_lines_and_no_warning(tmp_path):
         ('native', 'emulated', [], ['bf16'], [8]),
         ('native', 'native', [], ['bf16', 'fp16'], [8]),
         ('native', 'emulated', ['--emulated'], ['bf16', 'fp16'], [8, 2]),
-        ('emulated', 'emulated', ['--emulated'], ['bf16', 'fp16'], [2]),
+        ('emulated', 'emulated', ['--emulated'], ['bf16', 'fp16'], [1, 1]),
         ('emulated', 'unsupported', [], [], []),
     ],
 )
