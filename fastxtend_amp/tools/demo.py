@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             results.append(learn.compare_precision(modes, STEPS, n_seeds=n_seeds, max_seconds=share * SECONDS))
             print(results[-1], end='\n\n')
         if modes['native']: compare(modes['native'], 3, .8)
-        for mode in modes['emulated'] if args.emulated else []:  # each by itself: fp16 may take minutes for bf16's second
+        for mode in modes['emulated'] if args.emulated else []:  # apart: fp16's steps may be very slow
             compare([mode], 0, .2 / len(modes['emulated']))
         if not results:
             print('Nothing can be faster than fp32 here. What other devices would find, by one batch '
