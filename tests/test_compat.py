@@ -45,6 +45,16 @@ def test_found_inf_of(grad, flag):
     assert compat.found_inf_of(scaler, opt).item() == flag
 
 
+def test_fp32_settings():
+    assert compat.get_fp32_setting('mkldnn', 'matmul') == torch.backends.mkldnn.matmul.fp32_precision == 'none'
+    compat.set_fp32_setting('mkldnn', 'all', 'bf16')
+    try:
+        assert torch.backends.mkldnn.fp32_precision == torch.backends.mkldnn.conv.fp32_precision == 'bf16'
+        assert torch.backends.fp32_precision == 'none'
+    finally:
+        compat.set_fp32_setting('mkldnn', 'all', 'none')
+
+
 # -- insight
 
 

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..callback import MixedPrecision
 from ..common import first_line
 from ..convert import HALF, half_to_float, map_tensors
+from ..fp32_settings import FULL_PRECISION, fp32_settings
 from ..fp32_modules import ROOT, qualified_names
 from ..learner import set_precision
 from ..mode import AMPMode
@@ -118,6 +119,8 @@ class Trace(TorchDispatchMode):
         self.error = ''                                          # why it ended: the text of an exception
         self.failed_in: str | None = None                        # the module that raised it; None before a batch
         self.work = 0                                            # floating-point operations of the forward pass
+        self.n_moving = 0                                        # parameters' gradients that are not 0
+        self.unseen: dict[str, str] = {}                         # what could not be looked at, and the module it is in
         self._n = 0                                              # operators so far
         self._frames: list[_Frame] = []
         self._backward = self.began = False
@@ -154,14 +157,17 @@ class Trace(TorchDispatchMode):
         self._backward = True
 
     def end_backward(self, model: nn.Module) -> None:
-        "Look at the gradients of the parameters."
+        "Look at the gradients of the parameters, and take them away."
         with unwatched():
             for name, m in qualified_names(model):
                 for p in m.parameters(recurse=False):
                     if p.grad is None: continue
                     g = p.grad.coalesce().values() if p.grad.is_sparse else p.grad
+                    if not is_plain(g): continue
                     self.grads_are_finite &= all_finite(g)
+                    self.n_moving += int(g.count_nonzero())
                     if name in self.seen: self.seen[name].add_grad(g)
+            for p in model.parameters(): p.grad = None           # those of the next batch would add to them
 
     # -- modules
 
@@ -282,7 +288,7 @@ def trace(
 ) -> Trace:
     "Run batches forward and backward in a copy of `learn`, in its own loop with its callbacks; no step is taken."
     found = Trace(mode, reference)
-    with copied_learner(learn) as copy, _as_written(), warnings.catch_warnings():
+    with copied_learner(learn) as copy, _as_written(), fp32_settings(FULL_PRECISION), warnings.catch_warnings():
         warnings.simplefilter('ignore')                          # of a fit, such as that the mode is emulated
         if mode is not None:
             set_precision(copy, _Unchecked(mode, init_scale=scale, fp32_modules=list(keep), on_overflow='ignore'))
