@@ -6,7 +6,10 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.utils import _python_dispatch
+
+from ..compat import compiled_module
 
 
 def in_function_transform() -> bool:
@@ -34,6 +37,14 @@ def operator(func: Any) -> Traits:
     returned = [r.alias_info for r in func._schema.returns]
     return Traits(func._schema.name.rpartition('::')[2], torch.Tag.nondeterministic_seeded in func.tags,
                   any(a is not None and not a.is_write for a in returned), func._schema.is_mutable)
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Return whether `model` or a module inside is compiled, by `torch.compile` or `nn.Module.compile`.
+
+    Relies on `nn.Module._compiled_call_impl` (2.2); without it the second way goes unseen.
+    """
+    return any(compiled_module(m) is not None or getattr(m, '_compiled_call_impl', None) for m in model.modules())
 
 
 def unwatched() -> AbstractContextManager:

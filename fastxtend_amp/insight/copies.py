@@ -26,8 +26,8 @@ from ..convert import map_tensors
 from ..fp32_modules import unwrapped
 from ..mode import autocast_available, training_device
 
-__all__ = ['RandomState', 'begin_fit', 'check_learner', 'copied_learner', 'left_out', 'loader_like', 'lost_weights',
-           'random_state', 'random_state_kept', 'set_random_state', 'takes_part', 'tensors']
+__all__ = ['RandomState', 'begin_fit', 'check_learner', 'copied_learner', 'is_plain', 'left_out', 'loader_like',
+           'lost_weights', 'random_state', 'random_state_kept', 'set_random_state', 'takes_part', 'tensors']
 
 # Of fastai's own callbacks those that shape a training step, by name, as some are costly to import.
 _OF_FASTAI = set("""TrainEvalCallback CastToTensor MixHandler GradientAccumulation GradientClip BnFreeze ChannelsLast
@@ -75,7 +75,7 @@ def check_learner(
 def lost_weights(model: nn.Module) -> str: # Such as "2 of 4 weight tensors are NaN or inf, such as '0.weight'"
     "Describe which weights are NaN or inf; '' if none is. Of sharded ones this process's shards."
     weights = {n: p.to_local() if hasattr(p, 'to_local') else p for n, p in model.named_parameters()}
-    lost = [n for n, p in weights.items() if not p.isfinite().all()]
+    lost = [n for n, p in weights.items() if is_plain(p) and not p.isfinite().all()]
     return f"{len(lost)} of {len(weights)} weight tensors are NaN or inf, such as '{lost[0]}'" if lost else ''
 
 
@@ -193,15 +193,20 @@ def _keep_flags(old: Any, new: Any) -> None:
 
 def tensors(
     x: Any, # Nested to any depth
-    floating: bool = True, # Only those of floating point
+    floating: bool = True, # Only those of floating point that can be looked at
 ) -> list[torch.Tensor]:
     "Return the tensors in `x`."
     found: list[torch.Tensor] = []
     def note(t):
-        if not floating or t.is_floating_point(): found.append(t)
+        if not floating or (t.is_floating_point() and is_plain(t)): found.append(t)
         return t
     map_tensors(note, x)
     return found
+
+
+def is_plain(t: torch.Tensor) -> bool:
+    "Return whether `t` can be looked at: subclasses with operators of their own, and 8-bit formats, may refuse that."
+    return t.element_size() > 1 and type(t).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
 # -- what a run shares with the process

@@ -5,6 +5,7 @@ import math, re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -21,7 +22,8 @@ Judgement = Literal['safe so far', 'safe with loss scaling', 'safe, but close', 
                     'cannot run', 'not known']
 
 IMPRECISE = .1        # error of a module's own arithmetic that is trouble
-LOST = .1             # of the mean absolute gradient: smaller ones, a tenth of the sum at most, may underflow
+LOST = .1             # share of the sum of absolute gradients that may underflow
+VANISHED = .5         # share of the parameters' gradients that are 0, and not in fp32, from which training fails
 CLOSE = 4.            # headroom below which a module is close to overflow
 LOWEST_SCALE = 2.**-12 # that is advised
 MARGIN = 16.          # by which a loss scale that is advised is below the highest: later gradients may be larger
@@ -105,8 +107,8 @@ class Judge:
             if lower >= max(least, LOWEST_SCALE):
                 self.scale = self.highest = lower
                 return
-            self.scale, self.highest = min(self.first_scale, max(most, LOWEST_SCALE)), math.inf
         if not new: new = self._tried(low, next(iter(found), None), is_backward)
+        if new and is_backward: self.scale, self.highest = self.first_scale, math.inf    # it was not the scale
         self.keep = outermost([*self.keep, *new])
 
     def _refused(self, low: Trace) -> dict[str, str]:
@@ -185,9 +187,15 @@ class Judge:
         half = [s for n, s in self.fp32.seen.items() if s.grad and n in low.seen and low.seen[n].half]
         if not half: return 1., min(2. ** 24, self.highest)
         most = 2. ** math.floor(math.log2(info.max / max(s.grad for s in half)))
-        mean = min(s.grad_sum / s.n_grads for s in half)
+        means = sorted((s.grad_sum / s.n_grads, s.grad_sum) for s in half)   # the quietest modules, if their sum is
+        shares = accumulate(grad_sum for _, grad_sum in means)               # small, may have gradients of 0
+        limit = LOST * sum(grad_sum for _, grad_sum in means)
+        mean = next(mean for (mean, _), share in zip(means, shares) if share > limit)
         least = 2. ** math.ceil(math.log2(info.smallest_normal * info.eps / (LOST * mean)))
         return max(least, min(1., most / MARGIN)), min(most, self.highest)
+
+    def _has_vanished(self, low: Trace) -> bool:
+        return low.n_moving < (1 - VANISHED) * self.fp32.n_moving
 
     # -- how it is said
 
@@ -209,8 +217,10 @@ class Judge:
         if self.mode.needs_loss_scaling:
             least, most = scales = self._scales(low)
             words = f'gradients underflow below {least:,.9g} and overflow above {most:,.9g}'
-            if least > most or most < LOWEST_SCALE: return self._say('do not use', f'no loss scale fits: {words}')
-            start = max(least, most / MARGIN)
+            start = min(max(least, most / MARGIN), most)
+            if self._has_vanished(low): low, start = self.run(self.keep, most), most
+            if self._has_vanished(low) or most < LOWEST_SCALE:
+                return self._say('do not use', f'no loss scale fits: {words}')
             if most < CLOSE * self.first_scale: changes['init_scale'] = int(start) if start >= 1 else start
         verdict: Judgement = 'safe with loss scaling' if scales and scales[0] > 1 else 'safe so far'
         if reasons: verdict = 'safe, but close' if self.close >= self.reasons.keys() else 'keep modules in fp32'
@@ -225,9 +235,13 @@ class Judge:
 
 # -- words
 
-def wrong_in_fp32(fp32: Trace) -> str:
-    "Describe what is wrong in fp32 as well; '' if nothing is."
+def wrong_in_fp32(fp32: Trace, batches: Any) -> str:
+    """Describe what is wrong in fp32 as well; '' if nothing is.
+
+    The data is blamed then alone: NaN may stand for a target that is not known, and that the loss leaves out.
+    """
     if fp32.loss_is_finite and fp32.grads_are_finite: return ''
+    if bad := not_finite_data(batches): return bad
     what = 'gradients are' if fp32.loss_is_finite else 'loss is'
     first = ''.join(f', first in {named(n)}' for n in fp32.failures()[:1])
     return f'the {what} not finite in fp32 either{first}: this is not a matter of precision'

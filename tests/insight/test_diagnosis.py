@@ -150,7 +150,8 @@ def test_bad_data_is_told_apart(which):
     messages = said(learner(dls=loaders(train=data)).to_bf16())
     assert (
         len(messages) == 1
-        and f'The batch itself is not finite: 1 of {(24, 4)[which]} values of its tensor of' in messages[0]
+        and f'the batch itself is not finite: 1 of {(24, 4)[which]} values of its tensor of' in messages[0]
+        and 'Look at the data; no precision can train on it.' in messages[0]
     )
 
 
