@@ -275,8 +275,11 @@ class _Ends(Callback):
     "The end of a batch's parts for a trace, and of the batch after its backward pass."
     order = 1000                                                 # after all others
     def __init__(self, trace: Trace): self.trace = trace
+    before = None
+    def before_batch(self): self.before = vars(self.learn).get('loss_grad')
     def after_loss(self):
-        if len(self.learn.yb): self.trace.end_forward(self.learn.loss_grad)
+        loss = vars(self.learn).get('loss_grad')                 # without targets it may come from the model
+        if isinstance(loss, torch.Tensor) and loss is not self.before: self.trace.end_forward(loss)
     def after_backward(self):
         self.trace.end_backward(self.learn.model)
         raise CancelBatchException

@@ -102,7 +102,7 @@ class Judge:
         new = [n for n in found if self._can_be_kept(n)]
         is_backward = low.loss_is_finite and not (found or low.error)
         if is_backward and self.mode.needs_loss_scaling:
-            least, most = self._scales(low)
+            least, most, _ = self._scales(low)
             lower = most if most < self.scale else self.scale / 16
             if lower >= max(least, LOWEST_SCALE):
                 self.scale = self.highest = lower
@@ -181,21 +181,25 @@ class Judge:
             self.reasons |= {n: f'with {named(n)} {words}' for n in names}
         return names
 
-    def _scales(self, low: Trace) -> tuple[float, float]:
-        "Return the lowest and the highest loss scale at which gradients neither underflow nor overflow: powers of two."
+    def _scales(self, low: Trace) -> tuple[float, float, float]:
+        """Return the lowest loss scale without underflow, the highest without overflow, and one to start from.
+
+        At the lowest the quietest modules, such as those behind a layer scale, may lose their gradients: a small share
+        of the sum. The one to start from is above that where it can be.
+        """
         info = torch.finfo(self.mode.dtype)
         half = [s for n, s in self.fp32.seen.items() if s.grad and n in low.seen and low.seen[n].half]
-        if not half: return 1., min(2. ** 24, self.highest)
-        most = 2. ** math.floor(math.log2(info.max / max(s.grad for s in half)))
-        means = sorted((s.grad_sum / s.n_grads, s.grad_sum) for s in half)   # the quietest modules, if their sum is
-        shares = accumulate(grad_sum for _, grad_sum in means)               # small, may have gradients of 0
-        limit = LOST * sum(grad_sum for _, grad_sum in means)
-        mean = next(mean for (mean, _), share in zip(means, shares) if share > limit)
-        least = 2. ** math.ceil(math.log2(info.smallest_normal * info.eps / (LOST * mean)))
-        return max(least, min(1., most / MARGIN)), min(most, self.highest)
+        most = min(2. ** 24, self.highest)
+        if not half: return 1., most, most / MARGIN
+        most = min(2. ** math.floor(math.log2(info.max / max(s.grad for s in half))), self.highest)
+        half.sort(key=lambda s: s.grad_sum / s.n_grads)
+        shares = [*accumulate(s.grad_sum for s in half)]
+        loud = next(s for s, share in zip(half, shares) if share > LOST * shares[-1])
+        least, quiet = (2. ** math.ceil(math.log2(info.smallest_normal * info.eps * s.n_grads / (LOST * s.grad_sum)))
+                        for s in (loud, half[0]))
+        return max(least, min(1., most / MARGIN)), most, min(max(quiet, most / MARGIN), most)
 
-    def _has_vanished(self, low: Trace) -> bool:
-        return low.n_moving < (1 - VANISHED) * self.fp32.n_moving
+    def _vanished(self, low: Trace) -> float: return max(0., 1 - low.n_moving / max(self.fp32.n_moving, 1))
 
     # -- how it is said
 
@@ -215,12 +219,13 @@ class Judge:
             return self._say('safe so far', words, self.call([]))
         scales, changes = None, {}
         if self.mode.needs_loss_scaling:
-            least, most = scales = self._scales(low)
-            words = f'gradients underflow below {least:,.9g} and overflow above {most:,.9g}'
-            start = min(max(least, most / MARGIN), most)
-            if self._has_vanished(low): low, start = self.run(self.keep, most), most
-            if self._has_vanished(low) or most < LOWEST_SCALE:
-                return self._say('do not use', f'no loss scale fits: {words}')
+            least, most, start = self._scales(low)
+            scales = least, most
+            if self._vanished(low) > VANISHED: low, start = self.run(self.keep, most), most
+            share = self._vanished(low)
+            if share > VANISHED or most < LOWEST_SCALE:
+                return self._say('do not use', f'no loss scale fits: gradients overflow above {most:,.9g}, where '
+                                               f'{share:.0%} of them are 0 that are not in fp32')
             if most < CLOSE * self.first_scale: changes['init_scale'] = int(start) if start >= 1 else start
         verdict: Judgement = 'safe with loss scaling' if scales and scales[0] > 1 else 'safe so far'
         if reasons: verdict = 'safe, but close' if self.close >= self.reasons.keys() else 'keep modules in fp32'
