@@ -197,7 +197,8 @@ class Judge:
         loud = next(s for s, share in zip(half, shares) if share > LOST * shares[-1])
         least, quiet = (2. ** math.ceil(math.log2(info.smallest_normal * info.eps * s.n_grads / (LOST * s.grad_sum)))
                         for s in (loud, half[0]))
-        return max(least, min(1., most / MARGIN)), most, min(max(quiet, most / MARGIN), most)
+        least = min(max(least, min(1., most / MARGIN)), most)
+        return least, most, max(least, min(quiet, most / CLOSE), most / MARGIN)
 
     def _vanished(self, low: Trace) -> float: return max(0., 1 - low.n_moving / max(self.fp32.n_moving, 1))
 

@@ -264,12 +264,12 @@ def trained(learn, call=''):  # Mean loss of the last ten steps, and of the firs
         learn.precision.on_overflow = 'ignore'
     losses = Losses()
     with learn.no_logging():
-        learn.fit(EPOCHS, cbs=losses)
+        learn.fit(EPOCHS if learn.dls.train.bs == BS else 5, cbs=losses)
     return sum(losses.all[-10:]) / 10, losses.all[0]
 
 
 def holds(name, mode, seed=0):  # Whether the verdict holds, the verdict, and the losses
-    verdict = make(name, seed).precision_report(mode, n_batches=N // BS).verdicts[mode]
+    verdict = make(name, seed).precision_report(mode, n_batches=N // BS, max_seconds=600).verdicts[mode]
     start = trained(make(name, seed))[1]
     fp32 = max(trained(make(name, seed, nudge))[0] for nudge in range(3))
     fails = verdict.verdict in ('do not use', 'cannot run', 'not known')
