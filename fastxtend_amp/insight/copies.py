@@ -161,7 +161,7 @@ def _copy(learn: Learner, optimizer: bool) -> Learner:
             raise ValueError(f'This learner cannot be copied, and only copies are run: {what} refuses '
                              f'({first_line(e)}).\n'
                              'Take a callback off meanwhile, `with learn.removed_cbs([...])`; give the class of '
-                             'anything else a `__deepcopy__`, or keep it outside the model.') from e
+                             'anything else a `__deepcopy__`, or keep it off model and learner.') from e
     new.model, new.loss_func, new.opt_func, new.opt, *rest = copies
     new_cbs = rest[:len(cbs)]
     vars(new).update(zip(hung, rest[len(cbs):]), dls=learn.dls, cbs=L(new_cbs), logger=noop, lock=threading.Lock(),

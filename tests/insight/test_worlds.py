@@ -268,7 +268,7 @@ def test_with_the_default_settings_there_is_no_word_of_them():
 # -- compiled models
 
 
-def test_the_report_says_that_it_ran_the_model_uncompiled():
+def test_report_and_diagnosis_say_that_they_ran_the_model_uncompiled():
     def compiled():
         learn = learner()
         learn.model = torch.compile(learn.model, backend='eager')
@@ -279,6 +279,10 @@ def test_the_report_says_that_it_ran_the_model_uncompiled():
         learn.model[0].compile(backend='eager')
         return learn
 
+    learn = learner(Attentive())
+    learn.model = torch.compile(learn.model, backend='eager')
+    with pytest.warns(UserWarning, match='(?s)run again with the same random draws, uncompiled: .*attn'):
+        learn.to_fp16(max_skips=2).fit(1)
     for make, expected in ((learner, False), (compiled, True), (compiled_in_place, True)):
         assert ('The compiled model was run uncompiled.' in make().precision_report('bf16').notes) == expected
 
