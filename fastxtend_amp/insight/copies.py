@@ -144,7 +144,7 @@ def _copy(learn: Learner, optimizer: bool) -> Learner:
     loaders = list(getattr(learn.dls, 'loaders', ()))
     loaders += [o for o in vars(learn).values() if isinstance(o, (DataLoader, torch.utils.data.DataLoader))]
     shared = [learn.dls, *loaders, *(getattr(dl, 'dataset', None) for dl in loaders), learn.logger, learn.lock,
-              vars(learn).get('scaler'), vars(learn).get('__stored_args__')]
+              vars(learn).get('scaler')]
     memo: dict[int, Any] = {id(o): o for o in shared if o is not None} | {id(learn): new}
     own = ('model', 'loss_func', 'opt_func', 'opt', 'dls', 'cbs', 'logger', 'lock')
     hung = {k: v for k, v in vars(learn).items() if k not in own and not isinstance(v, Callback)}

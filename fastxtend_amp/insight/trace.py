@@ -222,7 +222,7 @@ class Trace(TorchDispatchMode):
         frame = self._frames[-1]
         seen, inputs = frame.seen, tensors((args, kwargs))
         strange = [t for t in tensors((args, kwargs), floating=False) if t.is_floating_point() and not is_plain(t)]
-        for t in strange: self._leave_alone(type(t).__name__ if t.element_size() > 1 else str(t.dtype), seen)
+        for t in strange: self._leave_alone(f'{type(t).__name__} of {t.dtype}', seen)
         is_cast = op.name == '_to_copy' and kwargs.get('dtype') in HALF
         low = self.mode is not None and (is_cast or any(t.dtype in HALF or frame.twin(t) is not None for t in inputs))
         began_finite = not op.writes or all(map(all_finite, inputs))

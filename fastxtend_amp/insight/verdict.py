@@ -23,7 +23,7 @@ Judgement = Literal['safe so far', 'safe with loss scaling', 'safe, but close', 
 
 IMPRECISE = .1        # error of a module's own arithmetic that is trouble
 LOST = .1             # share of the sum of absolute gradients that may underflow
-VANISHED = .5         # share of the parameters' gradients that are 0, and not in fp32, from which training fails
+VANISHED = .5         # share of the parameters' gradients other than 0 in fp32; with fewer training fails
 CLOSE = 4.            # headroom below which a module is close to overflow
 LOWEST_SCALE = 2.**-12 # that is advised
 MARGIN = 16.          # by which a loss scale that is advised is below the highest: later gradients may be larger
@@ -200,7 +200,7 @@ class Judge:
         least = min(max(least, min(1., most / MARGIN)), most)
         return least, most, max(least, min(quiet, most / CLOSE), most / MARGIN)
 
-    def _vanished(self, low: Trace) -> float: return max(0., 1 - low.n_moving / max(self.fp32.n_moving, 1))
+    def _has_vanished(self, low: Trace) -> bool: return low.n_moving < VANISHED * self.fp32.n_moving
 
     # -- how it is said
 
@@ -222,12 +222,11 @@ class Judge:
         if self.mode.needs_loss_scaling:
             least, most, start = self._scales(low)
             scales = least, most
-            if self._vanished(low) > VANISHED: low, start = self.run(self.keep, most), most
-            share = self._vanished(low)
-            if share > VANISHED or most < LOWEST_SCALE:
-                return self._say('do not use', f'no loss scale fits: gradients overflow above {most:,.9g}, where '
-                                               f'{share:.0%} of them are 0 that are not in fp32')
-            if most < CLOSE * self.first_scale: changes['init_scale'] = int(start) if start >= 1 else start
+            if raised := self._has_vanished(low): low = self.run(self.keep, start)
+            if most < LOWEST_SCALE or self._has_vanished(low) or not _is_fine(low):
+                lost = f', and at {start:,.9g} most are 0 that are not in fp32' * self._has_vanished(low)
+                return self._say('do not use', f'no loss scale fits: gradients overflow above {most:,.9g}{lost}')
+            if raised or most < CLOSE * self.first_scale: changes['init_scale'] = int(start) if start >= 1 else start
         verdict: Judgement = 'safe with loss scaling' if scales and scales[0] > 1 else 'safe so far'
         if reasons: verdict = 'safe, but close' if self.close >= self.reasons.keys() else 'keep modules in fp32'
         if not reasons:

@@ -4,7 +4,8 @@ Run by hand: `PYTHONPATH=.:tests python tests/insight/held_out.py [names]`. A ve
 ends no higher than fp32 does, from the same weights or from weights that differ in the eighth bit, as those of bf16 do:
 some of these models are chaotic. 'do not use' holds if plain mixed precision ends higher. `test_held_out.py` runs some.
 
-The reports look at the four batches of an epoch; 72 of 72 hold. Of those that look at one, as is the default, 71 do:
+The reports look at the four batches of an epoch; all hold, those on the models with layer scale included: on twelve
+small pictures, and trained for 20 steps. Of those that look at one, as is the default, 71 do:
 for 'powers' in fp16 the last batch has gradients 780 times as large as the first. It is skipped in six epochs of 15,
 until the loss scale has fallen from 2048 to 32; after 120 steps the loss is where fp32's is.
 """
