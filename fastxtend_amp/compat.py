@@ -64,8 +64,7 @@ def is_compiled(model: nn.Module) -> bool:
     Relies on `OptimizedModule._orig_mod` (since 2.0) and `Module._compiled_call_impl` (2.2), which `Module.compile`
     sets. A function that a model compiles for itself is not seen.
     """
-    modules = [model, *model.modules()]
-    return any(compiled_module(m) is not None or getattr(m, '_compiled_call_impl', None) is not None for m in modules)
+    return any(compiled_module(m) is not None or getattr(m, '_compiled_call_impl', None) for m in model.modules())
 
 
 def backward_without_autocast() -> AbstractContextManager | None:
@@ -99,3 +98,17 @@ def found_inf_of(scaler: GradScaler, opt: Any) -> torch.Tensor:
     Relies on `GradScaler._found_inf_per_device` (since 1.6); without it the first step of a fused optimizer fails.
     """
     return next(iter(scaler._found_inf_per_device(opt).values()))
+
+
+def get_fp32_setting(backend: str, op: str) -> str: # 'ieee', 'tf32', 'bf16', or 'none'
+    """Return a setting of `fp32_precision`, such as that of 'cuda' and 'matmul'; 'none' if nothing is set.
+
+    Relies on `torch._C._get_fp32_precision_getter` (since 2.9), which the documented attributes call: assigning to that
+    of `torch.backends.mkldnn` sets the generic one. Without it and its setter: `AttributeError`.
+    """
+    return torch._C._get_fp32_precision_getter(backend, op)
+
+
+def set_fp32_setting(backend: str, op: str, value: str) -> None:
+    "Set what `get_fp32_setting` returns."
+    torch._C._set_fp32_precision_setter(backend, op, value)

@@ -22,7 +22,7 @@ _HALF_WORDS = ('Half', 'BFloat16', 'dtype', 'scalar type')  # in errors of code 
 
 
 class Fit:
-    """One fit, or one validation, in a precision: what was decided for it, and the contexts that are open until it ends.
+    """One fit, or one validation, in a precision: what was decided for it, and the contexts that last until it ends.
 
     The contexts are left in reverse order. Each `__exit__` may be called again, and after an `__enter__` that an
     interrupt ended: so a second call of `close` finishes what an interrupt left.
@@ -134,8 +134,8 @@ class Loop:
     def enter(self, context: AbstractContextManager) -> None:
         "Enter `context` in the innermost scope, which leaves it at its end if nothing does before."
         if not self.scopes:
-            raise RuntimeError("A batch's events were called outside of `Learner.one_batch`, which would leave autocast "
-                               'on.\nCall `learn.one_batch(i, batch)`, or take events by hand without a precision and '
+            raise RuntimeError("A batch's events were called outside of `Learner.one_batch`: autocast would stay on.\n"
+                               'Call `learn.one_batch(i, batch)`, or take events by hand without a precision and '
                                'run the model inside `learn.amp_context()`.')
         self.scopes[-1].stack.enter_context(context)
 

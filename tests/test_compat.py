@@ -63,6 +63,16 @@ def test_skips_by_flag():
     assert [compat.skips_by_flag(torch.optim.AdamW([Optimizer.p], fused=f)) for f in (True, False)] == [True, False]
 
 
+def test_fp32_settings():
+    assert compat.get_fp32_setting('mkldnn', 'matmul') == torch.backends.mkldnn.matmul.fp32_precision == 'none'
+    compat.set_fp32_setting('mkldnn', 'all', 'bf16')
+    try:
+        assert torch.backends.mkldnn.fp32_precision == torch.backends.mkldnn.conv.fp32_precision == 'bf16'
+        assert torch.backends.fp32_precision == 'none'
+    finally:
+        compat.set_fp32_setting('mkldnn', 'all', 'none')
+
+
 # -- insight
 
 

@@ -96,8 +96,11 @@ def precision_report(self: Learner,
 def plot_scales(self: MixedPrecision,
     ax = None, # The matplotlib axes to draw on; new ones if None
 ): # The matplotlib axes
-    "Plot the loss scale over the optimizer steps, skipped steps marked."
+    "Plot the loss scale over the optimizer steps, skipped steps marked; raises `ValueError` where there is none."
     import matplotlib.pyplot as plt
+    if not self.scales:
+        raise ValueError('plot_scales has nothing to plot: no optimizer step was made with a loss scale.\n'
+                         'Train in fp16 first; bf16 and fp32 need no loss scaling.')
     if ax is None: ax = plt.subplots()[1]
     scales, skipped = self.scales, [step for step, skip in enumerate(self.skips) if skip]
     ax.plot(scales, drawstyle='steps-post', label='loss scale')

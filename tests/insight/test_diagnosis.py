@@ -11,7 +11,7 @@ from fastai.losses import CrossEntropyLossFlat
 from torch import nn
 from torch.nn import functional as F
 
-from fastxtend_amp import MixedPrecision, callback, kahan
+from fastxtend_amp import callback, kahan
 from fastxtend_amp.insight.watch import Watch
 from helpers import (
     OPTIMIZERS,
@@ -150,7 +150,8 @@ def test_bad_data_is_told_apart(which):
     messages = said(learner(dls=loaders(train=data)).to_bf16())
     assert (
         len(messages) == 1
-        and f'The batch itself is not finite: 1 of {(24, 4)[which]} values of its tensor of' in messages[0]
+        and f'the batch itself is not finite: 1 of {(24, 4)[which]} values of its tensor of' in messages[0]
+        and 'Look at the data; no precision can train on it.' in messages[0]
     )
 
 
