@@ -136,7 +136,7 @@ class LossScaling:
         self.given = scaler
         self.state: dict[str, float] | None = None               # of the scaler after the last fit, or as loaded
         self.history = StepHistory()
-        self.fit: FitScaling | NoScaling = NO_SCALING            # of the open fit
+        self.fit: Any = NO_SCALING                               # `FitScaling` of the open fit
 
     def __getstate__(self) -> dict[str, Any]:
         "Return the state of a copy, which is outside a fit."
@@ -167,18 +167,18 @@ class LossScaling:
     def load_state_dict(self,
         state: Mapping[str, float] | None, # What `state_dict` gave; None for the scale that the arguments ask for
     ) -> None:
-        """Go on from `state`, and bring scaled gradients to the new scale.
+        """Go on from `state`; scaled gradients become true ones.
 
         A static scale and `enabled=False` stay. Raises `ValueError` for a state that no `GradScaler` could have given.
         """
         if self.static is not None or not self.settings['enabled'] or (state is None and self.given is not None): return
         if state is None: state = GradScaler('cpu', **self.settings).state_dict()
         check_scaler_state(state)
+        self.fit.unscale(may_skip_on_device=False)               # gradients of the old scale
+        self.fit.cancel()
         scaler = self.fit.scaler or self.scaler_for('cpu')
-        before = scaler.get_scale()
         scaler.load_state_dict(dict(state))
         self.state = scaler.state_dict()
-        if isinstance(self.fit, FitScaling): self.fit.follow(scaler.get_scale() / before)
 
 
 class FitScaling:
@@ -198,7 +198,7 @@ class FitScaling:
         argument: str = 'init_scale', # The one that lowers a dynamic scale, for the message
     ):
         self.owner, self.learn, self.warn, self.argument = owner, learn, warn, argument
-        self.scaler = owner.scaler_for(device.type)
+        self.scaler: Any = owner.scaler_for(device.type)         # a user's own has no `has_scaled` yet
         self.one = torch.ones((), device=device)
         self.was_used = False                                    # a loss was scaled in this fit
         self.found_inf: bool | torch.Tensor = False              # the last step's flag: a gradient was not finite
@@ -210,11 +210,11 @@ class FitScaling:
     @property
     def held_back(self) -> bool:
         "True if the last step must not be taken, as the host knows: a gradient was not finite."
-        return bool(self.found_inf) and not self.device_skips
+        return not self.device_skips and bool(self.found_inf)   # in this order: the flag may be on the device
 
     def __enter__(self) -> FitScaling:
         self.owner.fit, self.learn.scaler = self, self.scaler
-        self._grads_are_scaled = False                           # a user's scaler may say otherwise
+        self.scaler.has_scaled = False                           # a loss, since the gradients were last true
         return self
 
     def __exit__(self, error: type[BaseException] | None, *args: object) -> None:
@@ -227,7 +227,7 @@ class FitScaling:
     def _end(self, failed: bool, keep: bool) -> str | None:
         "Leave true gradients, scale and history; return what to warn of."
         self.cancel()
-        message = self._end_gradients(failed) if self.was_used or self._grads_are_scaled else None
+        message = self._end_gradients(failed) if self.was_used or self.scaler.has_scaled else None
         message = message or self._skip_message()
         if keep: self.owner.state = self.scaler.state_dict()
         else:
@@ -266,13 +266,6 @@ class FitScaling:
 
     # -- a step
 
-    @property
-    def _grads_are_scaled(self) -> bool:
-        "Whether a loss was scaled since the gradients in `.grad` were last unscaled."
-        return getattr(self.scaler, 'has_scaled', False)
-    @_grads_are_scaled.setter
-    def _grads_are_scaled(self, value: bool) -> None: self.scaler.has_scaled = value   # type: ignore[attr-defined]
-
     def _device_scale(self) -> torch.Tensor:
         "Return the scale as a new tensor on the device, which does not count as scaling a loss."
         return GradScaler.scale(self.scaler, self.one)
@@ -280,8 +273,8 @@ class FitScaling:
     def scale_loss(self, loss: Any) -> Any: # A tensor, or several
         "Return the loss (fp32) times the scale; true gradients that `.grad` holds already are scaled, too."
         self.was_used = True
-        if not self._grads_are_scaled: self._multiply_grads(self._device_scale())
-        self._grads_are_scaled = True
+        if not self.scaler.has_scaled: self._multiply_grads(self._device_scale())
+        self.scaler.has_scaled = True                            # a user's own scaler does not note it
         return self.scaler.scale(loss)
 
     def unscale(self, may_skip_on_device: bool = True) -> None:
@@ -292,13 +285,13 @@ class FitScaling:
         self.cancel()                                            # of a step that an exception left unfinished
         opt = self.learn.opt
         params, self.found_inf, self.device_skips = optimizer_params(opt), False, False
-        if not self._grads_are_scaled or all(p.grad is None for p in params): return
+        if not self.scaler.has_scaled or all(p.grad is None for p in params): return
         is_plain = type(opt) is OptimWrapper and 'step' not in vars(opt)
         inner = opt.opt if may_skip_on_device and is_plain else None
         skipping = next((found for find in SKIPPING if (found := find(inner, params)) is not None), None)
         self._pending = _Probe(params) if skipping is None else skipping
         self.scaler.unscale_(self._pending)
-        self._grads_are_scaled, self.device_skips = False, skipping is not None
+        self.scaler.has_scaled, self.device_skips = False, skipping is not None
         if self.device_skips: self.found_inf = found_inf_of(self.scaler, self._pending)
         else:
             self.scaler.step(self._pending)                     # waits for the device, once
@@ -329,16 +322,12 @@ class FitScaling:
 
     def note_zero_grad(self) -> None:
         "Note that the gradients are zero: the next loss need not scale them first."
-        self._grads_are_scaled = self.was_used
+        self.scaler.has_scaled = self.was_used
 
     def read(self) -> None:
         "Count the skips in a row from the history; this waits for the device."
         skips = self.owner.history.skips(self._n_before)
         self.skips_in_a_row = sum(takewhile(bool, reversed(skips)))
-
-    def follow(self, factor: float) -> None:
-        "Multiply scaled gradients by `factor`, by which the scale was changed."
-        if self._grads_are_scaled: self._multiply_grads(torch.tensor(factor))
 
     def _multiply_grads(self, factor: torch.Tensor) -> None:
         for p in optimizer_params(self.learn.opt):
