@@ -179,8 +179,20 @@ def learner_entry(name, f):
     return entry('property' if is_property(f) else 'method', f'Learner.{name}', f, '::::')
 
 
+def summary():
+    "Return a table with the first sentence about each public name."
+    named = {f'Learner.{n}': f for n, f in learner_methods().items()}
+    named |= {n: public(n) for n in [*fastxtend_amp.__all__, *ELSEWHERE]}
+    def first(obj): return re.split(r'(?<=\w)[.:;](?=\s|$)', inspect.getdoc(obj).split('\n\n')[0])[0]
+    rows = [f'| [`{n.removeprefix("Learner.")}`](#{n}) | {cell(" ".join(first(obj).split()))} |' for n, obj in named.items()]
+    return '\n'.join(['| name | |', '|---|---|', *rows])
+
+
 class Api(SphinxDirective):
-    "Entries for public names; `Learner` means the methods added to it, `others` the names that are left over."
+    """Entries for public names: `Learner` means the methods added to it, `others` the names that are left over.
+
+    `summary` is a table of all.
+    """
     required_arguments, final_argument_whitespace = 1, True
 
     def run(self):
@@ -190,6 +202,9 @@ class Api(SphinxDirective):
         for name in self.arguments[0].split():
             if name == 'Learner':
                 texts += [learner_entry(n, f) for n, f in learner_methods().items()]
+                continue
+            if name == 'summary':
+                texts.append(summary())
                 continue
             names = sorted(set(fastxtend_amp.__all__) - listed) if name == 'others' else [name]
             listed.update(names)
