@@ -184,7 +184,8 @@ def summary():
     named = {f'Learner.{n}': f for n, f in learner_methods().items()}
     named |= {n: public(n) for n in [*fastxtend_amp.__all__, *ELSEWHERE]}
     def first(obj): return re.split(r'(?<=\w)[.:;](?=\s|$)', inspect.getdoc(obj).split('\n\n')[0])[0]
-    rows = [f'| [`{n.removeprefix("Learner.")}`](#{n}) | {cell(" ".join(first(obj).split()))} |' for n, obj in named.items()]
+    rows = [f'| [`{n.removeprefix("Learner.")}`](#{n}) | {cell(" ".join(first(obj).split()))} |'
+            for n, obj in named.items()]
     return '\n'.join(['| name | |', '|---|---|', *rows])
 
 

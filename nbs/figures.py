@@ -6,7 +6,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-from nbs.benchmarks.show import by_model, marked, plot, tables  # noqa: E402
+from nbs.benchmarks.show import OPTIMIZER, by_model, marked, plot, tables  # noqa: E402
 
 RUNS = HERE / 'benchmarks'
 SHOWN, EARLIER = 'native_bf16', ('native_bf16_0.2.0', 'native_bf16_0.2.0_b')
@@ -27,9 +27,10 @@ def rows() -> list[tuple[str, dict]]:
 def speeds() -> str:
     "Return the figures of the shown run as a Markdown table, and what machines measured before."
     run = stored(SHOWN)
-    fp32 = {r['model']: r['ms'] for r in run['rows'] if (r['contestant'], r['optimizer']) == ('fastai loop', 'fused AdamW')}
+    fp32 = {r['model']: r['ms'] for r in run['rows'] if (r['contestant'], r['optimizer']) == ('fastai loop', OPTIMIZER)}
     before = [dict(by_model(stored(stem), 'bf16')) for stem in EARLIER]
-    lines = ['| model | bf16 over fp32 | plain loop | x plain | fp32, ms | bf16, ms | other machines |', '|---|--:|--:|--:|--:|--:|--:|']
+    lines = ['| model | bf16 over fp32 | plain loop | x plain | fp32, ms | bf16, ms | other machines |',
+             '|---|--:|--:|--:|--:|--:|--:|']
     for title, found in rows():
         ours, plain = found['fastxtend_amp'], found['plain loop']
         ratios = [marked(q, ours['blocks']) for q in (ours['vs_fp32'], plain['vs_fp32'], ours['vs_plain_loop'])]
