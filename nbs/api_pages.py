@@ -108,12 +108,9 @@ def attributes(cls):
 
 
 def table(obj):
-    "Return the arguments of `obj` as a table; empty without any."
+    "Return the arguments of `obj` as a table, empty without any; their defaults are in its signature."
     if getattr(obj, '__name__', '') in RETURNED: return attributes(obj)
-    def described(kind, default): return ', '.join(filter(None, [code(kind), default and f'default {code(default)}']))
-    def needed(name): return 'optional' if name.startswith('*') else 'required'
-    rows = [f'| `{name}` | {cell(meaning)} | {cell(described(kind, default)) or needed(name)} |'
-            for name, kind, default, meaning in arguments(obj)]
+    rows = [f'| `{name}` | {cell(meaning)} | {cell(code(kind))} |' for name, kind, _, meaning in arguments(obj)]
     return '\n'.join(['| argument | meaning | type |', '|---|---|---|', *rows]) if rows else ''
 
 
