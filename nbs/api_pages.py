@@ -118,10 +118,8 @@ def passed_on(obj):
     "Return a sentence for arguments that are described elsewhere."
     to = described_elsewhere(obj)
     if to is None: return ''
-    theirs, own = inspect.signature(to).parameters, inspect.signature(obj).parameters
-    taken = [n for n in theirs if n in own and n not in ('self', 'args', 'kwargs')]
     name = to.__qualname__.removesuffix('.__init__')
-    return f'Arguments of [`{name}`](#{name}): {", ".join(map(code, taken))}.'
+    return f'More arguments: those of [`{name}`](#{name}){" but those for fp16" if obj.__name__ == "to_bf16" else ""}.'
 
 
 def signature_text(obj):
