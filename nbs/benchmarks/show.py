@@ -120,7 +120,8 @@ def plot(panels: dict[str, Rows], file: str | Path, narrow: bool = False) -> Non
     for ax, (title, rows) in zip(axs, panels.items()):
         draw(ax, rows, narrow)
         ax.set_title(title, fontweight='bold', fontsize=11, loc='left', pad=14)
-    legend = f'whole training step, {OPTIMIZER}; line: quartiles;' + '\n '[not narrow] + 'hollow dot and ~: too noisy to tell'
-    figure.legend(*axs[0].get_legend_handles_labels(), loc='outside lower center', ncols=3, frameon=False, title=legend,
-                  columnspacing=1, handletextpad=.2)
+    legend = (f'whole training step, {OPTIMIZER}; line: quartiles;' + '\n '[not narrow]
+              + 'hollow dot and ~: too noisy to tell')
+    figure.legend(*axs[0].get_legend_handles_labels(), loc='outside lower center', ncols=3, frameon=False,
+                  title=legend, columnspacing=1, handletextpad=.2)
     figure.savefig(file, dpi=130, bbox_inches='tight')
