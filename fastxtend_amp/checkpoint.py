@@ -10,15 +10,19 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from inspect import signature
 from pathlib import Path
 from typing import Any, BinaryIO
+from uuid import uuid4
 
+import fastai.learner
 from fastai.learner import Learner, join_path_file
-from fastai.text.learner import TextLearner
-from fastai.torch_core import get_model, rank_distrib
+from fastai.text.learner import TextLearner, load_model_text
+from fastai.torch_core import distrib_barrier, get_model, rank_distrib
+from fastcore.basics import ifnone
 
 from .callback import precision_callback
-from .common import warn_user
+from .common import loaders_device, warn_user
 from .scaling import check_scaler_state
 
 __all__ = ['FORMATS', 'FileFormat', 'put_over', 'written_whole']
@@ -36,9 +40,9 @@ def written_whole(file: str | os.PathLike | BinaryIO) -> Iterator[BinaryIO]: # A
         yield file
         return
     target = Path(os.path.realpath(file))
-    part = target.with_name(f'.{target.name}.part')  # always the same name: a killed process leaves one file, not many
+    part = target.with_name(f'.{target.name}.{uuid4().hex[:8]}.part')   # another writer of `file` has another one
     try:
-        with open(part, 'wb') as f:
+        with open(part, 'xb') as f:
             yield f
             f.flush()
             os.fsync(f.fileno())
@@ -54,13 +58,6 @@ class _StandIn:
     def __init__(self, state: Any = None): self.state, self.options = state, dict[str, Any]()
     def state_dict(self) -> Any: return self.state
     def load_state_dict(self, state: Any, **options: Any) -> None: self.state, self.options = state, options
-
-
-def _with_stand_ins(learn: Learner, model: _StandIn, opt: _StandIn | None) -> Learner:
-    "Return a shallow copy of the learner for fastai's `save` and `load`, whose model and optimizer are these."
-    other = object.__new__(type(learn))
-    other.__dict__.update(vars(learn), model=model, opt=opt)
-    return other
 
 
 class FileFormat:
@@ -101,7 +98,7 @@ def save(original: Callable, self: Learner, file: str | os.PathLike | BinaryIO, 
     target = join_path_file(file, self.path/self.model_dir, ext='.pth')
     if rank_distrib(): return target
     opt = _StandIn(opt_state) if with_opt else None
-    with written_whole(target) as f: original(_with_stand_ins(self, _StandIn(model_state), opt), f, **kwargs)
+    with written_whole(target) as f: fastai.learner.save_model(f, _StandIn(model_state), opt, **kwargs)
     return target
 
 
@@ -114,12 +111,15 @@ def load(original: Callable, self: Learner, file: str | os.PathLike | BinaryIO, 
     cb, file_format = precision_callback(self), _format(self)
     if self.opt is None: self.create_opt()
     model, opt = _StandIn(), _StandIn()
-    if file_format.device is not None: args, kwargs = (), {**kwargs, 'device': file_format.device}
-    original(_with_stand_ins(self, model, opt), file, *args, **kwargs)
+    given = {**dict(zip([*signature(original).parameters][2:], args)), **kwargs}
+    given['device'] = file_format.device or ifnone(given.get('device'), loaders_device(self))
+    where = join_path_file(file, self.path/self.model_dir, ext='.pth')
+    read = load_model_text if isinstance(self, TextLearner) else fastai.learner.load_model
+    distrib_barrier()
+    read(where, model, opt, **given)
     scale = opt.state.pop(KEY, None) if isinstance(opt.state, dict) else None
     takes_scale = cb is not None and cb.needs_loss_scaling
     if takes_scale and scale is not None:
-        where = join_path_file(file, self.path/self.model_dir, ext='.pth')
         check_scaler_state(scale, str(getattr(file, 'name', where)),
                            "`learn.load(..., with_opt=False)` loads the model alone; `learn.to_fp32()` or "
                            "`learn.to_bf16()` before `load` leaves the scale out.")

@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Iterable
+from functools import lru_cache
 from numbers import Integral
 
 import torch
@@ -9,12 +11,14 @@ from fastai.learner import Learner
 from fastai.optimizer import Optimizer, OptimWrapper
 from torch import nn
 
-from .common import warn_user
+from .common import first_line, training_device, warn_user
+from .compat import AutocastState, backward_without_autocast, is_compiled
 from .convert import is_half
-from .mode import AMPMode, emulation_warning, training_device
+from .mode import AMPMode, emulation_warning, faster_call
 from .scaling import is_number, optimizer_params
 
-__all__ = ['ON_OVERFLOW', 'check_data_parallel', 'check_overflow_args', 'check_training', 'half_parameters_of']
+__all__ = ['ON_OVERFLOW', 'check_compiled', 'check_data_parallel', 'check_layers', 'check_overflow_args',
+           'check_training', 'half_parameters_of']
 
 ON_OVERFLOW = ('warn', 'raise', 'ignore')
 
@@ -51,8 +55,8 @@ def check_training(
                          f"'{fp16[0]}'.\nCall `learn.model.float()` first: autocast itself casts what can run in fp16.")
     if scaled and _needs_closure(learn.opt):
         raise ValueError(f"{type(getattr(learn.opt, 'opt', learn.opt)).__name__} needs a closure for its step, which "
-                         "GradScaler does not support.\n"
-                         "Use `learn.to_bf16()` or `learn.to_fp32()`, or another optimizer.")
+                         "neither GradScaler nor fastai's training loop gives it, in any precision.\n"
+                         "Use another optimizer.")
     if half := half_parameters_of(learn.model):
         warn_user(f"{len(half)} parameters to be trained are in half precision themselves, such as '{half[0]}': "
                   "small updates to them are rounded away.\n"
@@ -88,7 +92,48 @@ def check_data_parallel(
                      f"Use DistributedDataParallel, or `learn.to_fp16()`{without}.")
 
 
+@lru_cache
+def refused_layer(kind: type[nn.Module], mode: AMPMode) -> str | None:
+    """Return what PyTorch says when the CPU cannot run a recurrent layer of this kind in `mode`; None if it can.
+
+    oneDNN, which runs LSTMs on CPUs, has no kernel for fp16, or on CPUs without AVX512 for bf16. Found by trying.
+    """
+    autocast = torch.autocast('cpu', dtype=mode.dtype)
+    with torch.random.fork_rng(devices=[]), AutocastState('cpu'), torch.inference_mode(False), autocast:
+        try: kind(2, 2, device='cpu')(torch.zeros(1, 1, 2, device='cpu'))[0].float().sum().backward()
+        except RuntimeError as e: return first_line(e)
+    return None
+
+
+def check_layers(
+    mode: AMPMode,
+    device: torch.device,
+    modules: Iterable[tuple[str, nn.Module]], # With their names
+    is_kept: Callable[[str], bool], # Whether the module of this name is kept in fp32
+) -> None:
+    "Raise a `ValueError` that names layer, reason and ways out if a recurrent layer cannot run in `mode`."
+    if device.type != 'cpu': return
+    for name, m in modules:
+        kind = next((k for k in (nn.LSTM, nn.GRU, nn.RNN) if isinstance(m, k)), None)
+        if kind is None or is_kept(name) or (why := refused_layer(kind, mode)) is None: continue
+        raise ValueError(f"{mode.value} does not run on this CPU for '{name}' ({kind.__name__}).\n"
+                         f"PyTorch says: {why}.\n"
+                         f"Keep such layers in fp32, `learn.to_{mode.value}(fp32_modules=nn.{kind.__name__})`, or "
+                         f"train with `{faster_call(mode, device)}`.")
+
+
 def _needs_closure(opt: Optimizer | OptimWrapper) -> bool:
     step = getattr(opt, 'opt', opt).step
     closure = inspect.signature(step).parameters.get('closure')
     return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def check_compiled(
+    model: nn.Module, # The model to train
+    fp32_modules: list[str], # Names of the modules to keep in fp32
+) -> None:
+    "Raise a `ValueError` if modules cannot be kept in fp32 because this PyTorch compiles their backward pass in half."
+    if fp32_modules and is_compiled(model) and backward_without_autocast() is None:
+        raise ValueError(f"fp32_modules={fp32_modules!r} cannot be kept in a compiled model: this PyTorch "
+                         f"({torch.__version__}) compiles their backward pass in half precision.\nTrain it uncompiled, "
+                         "or with another version of PyTorch (2.9 and 2.15 are known to work).")

@@ -1,20 +1,45 @@
-"Small helpers that several files share: DTensors, processes, errors and warnings."
+"Small helpers that several files share: devices, DTensors, processes, errors and warnings."
 from __future__ import annotations
 
 import inspect, sys, warnings
+from itertools import chain
 from textwrap import shorten
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from fastai.learner import Learner
 from torch import nn
 
-__all__ = ['first_line', 'is_dtensor', 'is_sharded', 'several_processes', 'type_name', 'warn_user']
+__all__ = ['first_line', 'is_dtensor', 'is_sharded', 'loaders_device', 'model_device', 'several_processes',
+           'training_device', 'type_name', 'warn_user']
 
 
 def first_line(error: BaseException, limit: int = 200) -> str:
     "Return what an exception says, in one line; its type's name where it says nothing."
     lines = str(error).rpartition(':\n\t')[2].strip().splitlines()   # without fastai's line on the callback
     return shorten(lines[0], limit, placeholder=' …').rstrip('.: ') if lines else type(error).__name__
+
+
+def model_device(model: nn.Module, default: torch.device | str) -> torch.device:
+    "Return the device of `model`'s first parameter or buffer, else `default`."
+    tensor = next(chain(model.parameters(), model.buffers()), None)
+    return torch.device(default) if tensor is None else tensor.device
+
+
+def training_device(learn: Learner) -> torch.device:
+    """Return the device that `learn.fit` will use: its DataLoaders', to which fastai moves the model when a fit starts.
+
+    The model's own device if the DataLoaders name none.
+    """
+    device = loaders_device(learn)
+    return model_device(learn.model, 'cpu') if device is None else torch.device(device)
+
+
+def loaders_device(learn: Learner) -> torch.device | str | int | None: # As the user gave it
+    "Return the device that the learner's DataLoaders name; None if they name none."
+    try: return getattr(learn.dls, 'device', None)
+    except IndexError: return None                               # what an empty DataLoaders raises for any name
 
 
 def is_dtensor(t: object) -> bool:

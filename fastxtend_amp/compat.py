@@ -5,6 +5,7 @@ has a test for each.
 """
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.amp import GradScaler
 from torch.utils._pytree import tree_leaves, tree_map  # noqa: F401  since 1.8; torch.compile traces through them
 
 COMPILED_NAME = '_orig_mod'  # of the module inside what `torch.compile(module)` gives; since 2.0
+_SKIPS = '_step_supports_amp_scaling'
 
 
 _call = type(torch.autocast_increment_nesting).__call__
@@ -56,9 +58,57 @@ def compiled_module(module: nn.Module) -> nn.Module | None:
     return inner if isinstance(inner, nn.Module) else None
 
 
+def is_compiled(model: nn.Module) -> bool:
+    """Return whether `torch.compile` compiles `model` or a module in it.
+
+    Relies on `OptimizedModule._orig_mod` (since 2.0) and `Module._compiled_call_impl` (2.2), which `Module.compile`
+    sets. A function that a model compiles for itself is not seen.
+    """
+    return any(compiled_module(m) is not None or getattr(m, '_compiled_call_impl', None) for m in model.modules())
+
+
+def backward_without_autocast() -> AbstractContextManager | None:
+    """Return a context in which compiled models get the backward pass that they have uncompiled.
+
+    AOTAutograd traces the backward pass under the autocast of the whole forward pass, so regions with autocast off get
+    half-precision products there. Relies on `torch._functorch.config.backward_pass_autocast` (seen in 2.9 and 2.15).
+    Without it None: then modules cannot be kept in fp32 in compiled models.
+    """
+    from torch._functorch import config                          # here: compiled models have imported it
+    if not hasattr(config, 'backward_pass_autocast'): return None
+    return config.patch(backward_pass_autocast='off')
+
+
+def skips_by_flag(opt: Any) -> bool:
+    """Return whether `GradScaler.step` calls `opt.step` with the flag by which the device skips the step.
+
+    Relies on `_step_supports_amp_scaling` of optimizers (since 1.11); without it the host reads the flag at each step.
+    """
+    return getattr(opt, _SKIPS, False)
+
+
+def set_skips_by_flag(opt: Any) -> None:
+    "Make `GradScaler.step` set `opt.found_inf`, and leave the skipping to `opt.step`; see `skips_by_flag`."
+    setattr(opt, _SKIPS, True)
+
+
 def found_inf_of(scaler: GradScaler, opt: Any) -> torch.Tensor:
     """Return the flag that `scaler.unscale_(opt)` left, on the device: 0-dim fp32, 1 if a gradient is not finite.
 
     Relies on `GradScaler._found_inf_per_device` (since 1.6); without it the first step of a fused optimizer fails.
     """
     return next(iter(scaler._found_inf_per_device(opt).values()))
+
+
+def get_fp32_setting(backend: str, op: str) -> str: # 'ieee', 'tf32', 'bf16', or 'none'
+    """Return a setting of `fp32_precision`, such as that of 'cuda' and 'matmul'; 'none' if nothing is set.
+
+    Relies on `torch._C._get_fp32_precision_getter` (since 2.9), which the documented attributes call: assigning to that
+    of `torch.backends.mkldnn` sets the generic one. Without it and its setter: `AttributeError`.
+    """
+    return torch._C._get_fp32_precision_getter(backend, op)
+
+
+def set_fp32_setting(backend: str, op: str, value: str) -> None:
+    "Set what `get_fp32_setting` returns."
+    torch._C._set_fp32_precision_setter(backend, op, value)

@@ -60,7 +60,10 @@ def _map_leaf(f: Callable[[torch.Tensor], torch.Tensor], x: Any) -> Any:
         new = tuple.__new__(type(x), map_tensors(f, list(x)))
         if hasattr(x, '__dict__'): vars(new).update(vars(x))
         return new
-    result = x.copy() if isinstance(x, L) else copy.copy(x)
+    if isinstance(x, L): result = x.copy()
+    elif isinstance(x, Mapping) and not isinstance(x, dict) and not hasattr(x, '__copy__'):
+        result = copy.deepcopy(x, {id(value): value for _, value in parts})   # a shallow copy may share the items
+    else: result = copy.copy(x)
     for key, new in changes:
         if is_dataclass(x): object.__setattr__(result, key, new)  # it may be frozen
         else: result[key] = new

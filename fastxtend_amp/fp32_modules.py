@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import difflib, fnmatch
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from .compat import COMPILED_NAME, compiled_module, tree_leaves
 from .common import type_name
 from .convert import to_fp32
 
-__all__ = ['ROOT', 'Fp32Modules', 'covers', 'match_modules', 'qualified_names', 'unwrapped']
+__all__ = ['ROOT', 'Fp32Context', 'Fp32Modules', 'covers', 'match_modules', 'qualified_names', 'unwrapped']
 
 ROOT = '(model)'  # the name of the model itself among its modules
 _LISTS = (list, tuple, set, frozenset, L)
@@ -101,34 +101,50 @@ def _near(part: Any, places: list[tuple[str, nn.Module]]) -> str:
 class Fp32Forward:
     """The forward of `module` with autocast off, and with half-precision inputs as fp32.
 
-    An object on the module's `forward`, and not a hook: it can be copied with the module, and `torch.compile` traces
-    through it.
+    An object on the module's `forward`, and not a hook: `torch.compile` traces through it. While it is off it runs the
+    forward that was there. A copy of the module that is made meanwhile is a plain one.
     """
     def __init__(self, name: str, module: nn.Module):
         self.name, self.module, self.own = name, module, None    # the forward that was on the instance
-        self.called = False                                      # whether the module's forward has run since
-
-    def __reduce__(self):                                        # a copy of the module computes as the model does alone
-        return partial, (self.own,) if self.own else (type(self.module).forward, self.module)
+        self.on = self.called = False                            # whether it is in use; whether it has run
+        self.is_wrapped = False                                  # somebody else's forward calls it, from now on
+        self.users: set[Fp32Context] = set()                     # contexts that have put it on
 
     def __call__(self, *args, **kwargs) -> Any:
-        self.called = True
         run = self.own or partial(type(self.module).forward, self.module)
+        if not self.on: return run(*args, **kwargs)
+        self.called = True
         args, kwargs = to_fp32(args), to_fp32(kwargs)
         device_type = _device_type(args, kwargs, self.module)
         # An exported program has to switch it off even if it is off now: it may be on where the program runs.
         needless = not torch.is_autocast_enabled(device_type) and not torch.compiler.is_exporting()
         with nullcontext() if needless else torch.autocast(device_type, enabled=False): return run(*args, **kwargs)
 
-    def put_on(self) -> None:
-        forward = self.module.__dict__.get('forward')
-        if forward is self: return
-        self.own, self.module.__dict__['forward'] = forward, self
+    def put_on(self, user: Fp32Context) -> None:
+        self.users.add(user)
+        attributes = vars(self.module)
+        if not self.on and attributes.get('forward') is not self:
+            self.own = attributes.get('forward')
+            attributes.update(forward=self, __reduce_ex__=self._reduce)
+        self.on = True
 
-    def take_off(self) -> None:
-        if self.module.__dict__.get('forward') is not self: return
-        if self.own is not None: self.module.__dict__['forward'] = self.own
-        else: del self.module.__dict__['forward']
+    def take_off(self, user: Fp32Context) -> None:
+        "Give the module back the forward that it had, unless another context keeps this one on."
+        self.users.discard(user)
+        if self.users: return
+        self.on = False
+        attributes = vars(self.module)
+        self.is_wrapped = attributes.get('forward') is not self
+        if self.is_wrapped: return
+        del attributes['forward']
+        attributes.pop('__reduce_ex__', None)
+        if self.own is not None: attributes['forward'] = self.own
+
+    def _reduce(self, protocol: int) -> tuple: # As `copy` and `pickle` ask the module itself for
+        function, arguments, state, *rest = type(self.module).__reduce_ex__(self.module, protocol)
+        state = {k: v for k, v in state.items() if k not in ('forward', '__reduce_ex__')}
+        if self.own is not None: state['forward'] = self.own
+        return function, arguments, state, *rest
 
 
 def _device_type(args, kwargs, module) -> str:
@@ -139,15 +155,13 @@ def _device_type(args, kwargs, module) -> str:
 
 
 class Fp32Modules:
-    "The modules of one model to keep in fp32 inside `kept`."
+    "The modules that `spec` means, to keep in fp32 in whichever model is run."
     def __init__(self, spec: Any): # As in `match_modules`; None for no module
         self.spec = spec
         self.forwards: dict[nn.Module, Fp32Forward] = {}         # kept, so that nothing is compiled anew
-        self.depth = 0                                           # how many `kept` contexts are entered
-        self.model: nn.Module | None = None                      # the one whose modules are kept now
         for part in _parts(spec): _test(part)
 
-    def __getstate__(self) -> dict[str, Any]: return {'spec': self.spec, 'forwards': {}, 'depth': 0, 'model': None}
+    def __getstate__(self) -> dict[str, Any]: return {'spec': self.spec, 'forwards': {}}
 
     def check(self, model: nn.Module) -> dict[str, nn.Module]: # The modules to keep, by name
         "Raise what `match_modules` does, and a `ValueError` for modules whose forward cannot be replaced."
@@ -159,41 +173,34 @@ class Fp32Modules:
                                  "replaced.\nKeep the module around it.")
         return modules
 
-    @contextmanager
-    def kept(self, model: nn.Module) -> Iterator[None]:
-        "Keep the modules in fp32 inside; nested contexts share the outermost one's forwards."
-        outer = self.depth
-        try:
-            self.depth = outer + 1
-            if not outer and self.forwards:                      # else models that were exchanged stay in memory
-                modules = {*model.modules()}
-                self.forwards = {m: f for m, f in self.forwards.items() if m in modules}
-            self.put_on(model)
-            yield
-            self._leave(outer)
-        except BaseException:                                    # also an interrupt in `_leave`, which begins anew
-            self._leave(outer)
-            raise
-
-    def _leave(self, depth: int) -> None:
-        self.depth = depth
-        if not depth: self.take_off()
-
-    def put_on(self, model: nn.Module) -> None:
-        "Put a forward on each module to keep; those that have theirs stay as they are."
-        self.model = model
-        for name, m in self.check(model).items():
-            if m not in self.forwards: self.forwards[m] = Fp32Forward(name, m)
-            self.forwards[m].put_on()
-
-    def take_off(self) -> None:
-        "Give the modules back the forwards that they had."
-        for f in self.forwards.values(): f.take_off()
-        self.model = None
-
     def never_called(self) -> dict[str, str]:
         "Return the kept modules whose forward never ran, each with the module around it, which may use its weights."
         return {f.name: f.name.rpartition('.')[0] or ROOT for f in self.forwards.values() if not f.called}
+
+
+class Fp32Context:
+    "Keeps modules in fp32 inside; several contexts may keep the same modules."
+    def __init__(self, modules: Fp32Modules, model: nn.Module):
+        self.modules, self.model, self.forwards = modules, model, dict[Fp32Forward, None]()
+
+    def __enter__(self) -> Fp32Context:
+        forwards = self.modules.forwards
+        if forwards:                                             # models that were exchanged would stay in memory
+            there = {*self.model.modules()}
+            unused = [m for m, f in forwards.items() if not f.users and (f.is_wrapped or m not in there)]
+            for m in unused: del forwards[m]
+        self.add(self.model)
+        return self
+
+    def add(self, model: nn.Module) -> None:
+        "Keep the modules of `model`, too; those that are kept already stay as they are."
+        for name, m in self.modules.check(model).items():
+            forward = self.modules.forwards.setdefault(m, Fp32Forward(name, m))
+            self.forwards[forward] = None                        # first: an interrupt in `put_on` is undone
+            forward.put_on(self)
+
+    def __exit__(self, *args: object) -> None:
+        for forward in reversed(self.forwards): forward.take_off(self)
 
 
 def covers(

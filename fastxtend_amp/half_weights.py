@@ -21,6 +21,7 @@ from .callback import MixedPrecision
 from .common import is_sharded
 from .fp32_modules import covers, qualified_names
 from .learner import refuse_unknown, set_precision
+from .loop import Fit
 from .mode import AMPMode
 from .scaling import optimizer_params
 
@@ -42,7 +43,7 @@ class HalfWeights(MixedPrecision):
 
     Source: Micikevicius et al., Mixed Precision Training, https://arxiv.org/abs/1710.03740, section 3.1.
     """
-    _bf16_weights: Iterable[nn.Parameter] = ()                   # until the fit under way ends
+    scale_argument = 'loss_scale'
 
     def __init__(self,
         amp_mode: str | AMPMode | torch.dtype = AMPMode.BF16, # The weights' precision: 'bf16' or 'fp16'
@@ -54,7 +55,6 @@ class HalfWeights(MixedPrecision):
         on_overflow: str = 'warn', # When training goes wrong: 'warn', 'raise' (`FloatingPointError`) or 'ignore'
         max_skips: int = 16, # Skipped steps in a row after which training counts as going wrong
     ):
-        arguments = {k: v for k, v in locals().items() if k not in ('self', '__class__')}
         mode = AMPMode(amp_mode)
         if mode is AMPMode.BF16 and loss_scale is not None:
             raise ValueError(f"loss_scale={loss_scale!r} cannot be used with amp_mode='bf16', which needs no loss "
@@ -67,32 +67,43 @@ class HalfWeights(MixedPrecision):
                              "unscaled in fp32. Take amp_mode='bf16', or keep the masters.")
         super().__init__(mode, loss_scale=loss_scale, fp32_modules=fp32_modules, on_overflow=on_overflow,
                          max_skips=max_skips)
-        self.arguments = arguments
         self.flat_master, self.master_weights = flat_master, master_weights
+        self._lowered = _Lowered()
 
-    def _check_training(self) -> None:
+    def _leave(self) -> None:
+        super()._leave()
+        self._lowered.__exit__()                                 # of a copy that was made in a fit, and is outside one
+
+    def open_fit(self, fit: Fit) -> None:
+        self._lowered.__exit__()
+        super().open_fit(fit)
+
+    def _open_training(self, fit: Fit) -> None:
         learn = self.learn
         if self.flat_master: _check_flat_master(learn.model, learn.opt)
         if not self.master_weights: _check_no_masters(learn.model, learn.opt)
-        super()._check_training()
+        super()._open_training(fit)
+        if self.flat_master: fit.enter(_OwnMemory(learn.model))
         if self.master_weights: return
         allowed = _weights_to_lower(learn.model, self.fp32_module_names)
-        self._bf16_weights = [p for p in optimizer_params(learn.opt) if p in allowed and p.requires_grad]
-        _convert(self._bf16_weights, learn.opt, torch.bfloat16)
+        params = [p for p in optimizer_params(learn.opt) if p in allowed and p.requires_grad]
+        fit.enter(self._lowered.of(learn, params))
 
-    def _step(self, step: Callable) -> None:
-        run = partial(super()._step, step)
-        if not self.flat_master: return run()
-        _check_elementwise(self.learn.opt)                       # which a callback may have exchanged
-        _step_flat(self.learn.opt, run)
+    def take_step(self, step: Callable[[], object]) -> None:
+        run = partial(super().take_step, step)
+        if self.flat_master:
+            _check_elementwise(self.learn.opt)                   # which a callback may have exchanged
+            _step_flat(self.learn.opt, run)
+        else: run()
+        self._lowered.forget()
 
-    def _end_fit(self, failed: bool = False) -> None:
-        if self.device is None and not self._bf16_weights: return   # a copy made in a fit has them, and is outside one
-        if self.flat_master and self._training_is_checked:       # a part that is saved alone would take the whole along
-            for p in self.learn.model.parameters(): p.data = p.data.clone()
-        _convert(self._bf16_weights, self.learn.opt, torch.float32)
-        self._bf16_weights = ()
-        super()._end_fit(failed)
+
+class _OwnMemory:
+    "Context at whose end each parameter has memory of its own: a part that is saved alone would take the whole along."
+    def __init__(self, model: nn.Module): self.model = model
+    def __enter__(self) -> None: pass
+    def __exit__(self, *args: object) -> None:
+        for p in self.model.parameters(): p.data = p.data.clone()
 
 
 HalfWeights.__signature__ = inspect.signature(partial(HalfWeights.__init__, None))  # type: ignore[arg-type]
@@ -142,7 +153,7 @@ def _check_flat_master(
     names = {p: f"parameter '{name}'" for name, p in model.named_parameters()}
     sparse = {p for m in model.modules() if getattr(m, 'sparse', False) for p in m.parameters(recurse=False)}
     addresses = {0}                                              # 0 is that of DTensors and of tensors on XLA devices
-    for p in optimizer_params(opt):
+    for p in (p for params in opt.param_lists for p in params):
         for unfit, why in ((p in sparse, 'has sparse gradients'), (not p.is_contiguous(), 'is not contiguous'),
                            (p.numel() > 0 and p.data_ptr() in addresses, 'is shared, sharded or on an XLA device')):
             if unfit: _refuse_flat(f"{names.get(p, 'a parameter')}, which {why}")
@@ -240,24 +251,46 @@ def _weights_to_lower(
             and uses[p] == 1 and p.dtype is torch.float32}
 
 
-def _convert(
-    params: Iterable[nn.Parameter],
-    opt: OptimWrapper,
-    dtype: torch.dtype,
-) -> None:
-    """Convert parameters, their gradients and the optimizer's state to `dtype`; may be interrupted and called again.
+class _Lowered:
+    """Context in which parameters, their gradients and the optimizer's state are bf16; afterwards they are fp32.
 
-    A weight is the sum of the parameter and its Kahan compensation, in files from within a fit as well.
+    A weight is the sum of the parameter and its Kahan compensation, in files from within a fit as well. Until the
+    optimizer has taken a step, and so has a compensation, it is kept here: training that ends before it changes
+    nothing.
     """
-    for p in params:
-        state = getattr(getattr(opt, 'opt', None), 'state', {}).get(p, {})   # a callback may have exchanged it
+    def __init__(self):
+        self.learn: Any = None
+        self.rest: dict[nn.Parameter, torch.Tensor | None] = {}  # what rounding took; empty outside
+
+    def of(self, learn: Learner, params: list[nn.Parameter]) -> _Lowered:
+        self.learn, self.rest = learn, dict.fromkeys(params)
+        return self
+
+    def __enter__(self) -> None:
+        for p in self.rest: self._convert(p, torch.bfloat16)
+
+    def __exit__(self, *args: object) -> None:
+        for p in self.rest: self._convert(p, torch.float32)
+        self.rest = {}                                           # last: an interrupt before this converts them anew
+
+    def forget(self) -> None:
+        "Free what is kept of parameters that have taken a step."
+        if any(rest is not None for rest in self.rest.values()):
+            self.rest = {p: None if self._state(p) else rest for p, rest in self.rest.items()}
+
+    def _state(self, p: nn.Parameter) -> dict[str, Any]:
+        return getattr(getattr(self.learn.opt, 'opt', None), 'state', {}).get(p, {})   # a callback may exchange it
+
+    def _convert(self, p: nn.Parameter, dtype: torch.dtype) -> None:
+        state = self._state(p)
         for k, v in state.items():                               # step counts and quantized states stay
             if type(v) is torch.Tensor and v.dim() and v.is_floating_point(): state[k] = v.to(dtype)
-        exact, rest = p.data.float(), state.get('kahan_comp')    # None after steps in fp32
+        place: Any = state if 'kahan_comp' in state else {} if state else self.rest
+        name, kind = ('kahan_comp', dtype) if place is state else (p, torch.float32)
+        exact, rest = p.data.float(), place.get(name)            # None after steps in fp32
         if rest is not None: exact = exact + rest
         data = exact.to(dtype)
-        if 'kahan_comp' not in state: p.data = data
-        else: p.data, state['kahan_comp'] = data, (exact - data).to(dtype)   # no interrupt comes in between
+        p.data, place[name] = data, (exact - data).to(kind)      # no interrupt comes in between
         if p.grad is not None: p.grad = p.grad.to(dtype)
 
 

@@ -13,21 +13,31 @@ from fastai.learner import Learner
 from fastcore.basics import patch
 from fastcore.meta import delegates
 
-from .callback import FP16_ARGUMENTS, PRECISION_CALLBACKS, MixedPrecision, precision_callback
+from .callback import FP16_ARGUMENTS, MixedPrecision, precision_callback
+from .loop import PRECISION_CALLBACKS, loop_of
 from .mode import AMPMode
 
 __all__ = ['refuse_unknown', 'set_precision']
 
 
-FORMER = {  # arguments of fastai v1 and of fastai's non-native fp16
+FORMER = {  # arguments of fastai v1, of fastai's non-native fp16, and of earlier versions of this package
     'dynamic': "leave it out. Scaling is dynamic unless you give a static scale: `learn.to_fp16(loss_scale=512)`.",
     'max_noskip': "write `growth_interval=`, the number of steps without a skip after which the scale grows.",
     'div_factor': "write `growth_factor=` and `backoff_factor=`.",
     'max_scale': "write `init_scale=` for the scale to start from.",
     'max_loss_scale': "write `init_scale=` for the scale to start from.",
     'clip': "add fastai's callback, which sees unscaled gradients: `learn.add_cb(GradientClip(1.))`.",
+    'clip_grad': "add fastai's callback, which sees unscaled gradients: `learn.add_cb(GradientClip(1.))`.",
+    'keep_fp32': "write `fp32_modules=`.",
+    'patience': "write `max_skips=`.",
+    'budget': "write `max_seconds=`.",
+    'cast_once': "leave it out. autocast casts each weight once in a batch.",
+    'dtype': "write `amp_mode=`, as in `learn.to_half_weights(amp_mode='fp16')`, or call `learn.to_fp16()`.",
     'flat_master': "autocast has no master weights. For those write `learn.to_half_weights('fp16', flat_master=True)`.",
 }
+
+
+measure_and_choose: Any = None  # for `to_amp(measure=True)`; set by the package `insight`
 
 
 def refuse_unknown(
@@ -49,12 +59,7 @@ def set_precision(
 ) -> Learner: # The learner
     "Leave `cb` as the learner's only precision callback; called in the middle of a batch, at its end."
     if cb is not None: cb.check_modules(learn.model)
-    ours = precision_callback(learn)
-    for o in [o for o in learn.cbs if isinstance(o, PRECISION_CALLBACKS) and o is not ours]: learn.remove_cb(o)
-    if ours is not None: ours.replace(learn, cb)
-    else:
-        learn.__dict__.pop('_with_events', None)                 # an interrupted call may have left it
-        if cb is not None: learn.add_cb(cb)
+    loop_of(learn).use(cb)
     return learn
 
 
@@ -62,7 +67,17 @@ class _Precision:                                                # no property: 
     "The learner's precision callback, a `MixedPrecision`; None in plain fp32."
     def __get__(self, learn: Learner | None, kind: type | None = None) -> Any:
         "Return it; of the class this descriptor."
-        return self if learn is None else precision_callback(learn)
+        if learn is None: return self
+        return vars(learn)['precision'] if 'precision' in vars(learn) else precision_callback(learn)
+    def __set__(self, learn: Learner, value: Any) -> None:
+        "Set a user's callback of this name, as fastai's `add_cb` does; refuse anything else."
+        if getattr(value, 'name', None) != 'precision':
+            raise AttributeError(f"learn.precision = {value!r}: a precision is not assigned.\n"
+                                 "Write `learn.to_bf16()`, `to_fp16()`, `to_amp()` or `to_fp32()`.")
+        vars(learn)['precision'] = value
+    def __delete__(self, learn: Learner) -> None:
+        "Delete what `__set__` set."
+        vars(learn).pop('precision', None)
 
 
 Learner.precision = _Precision()
@@ -78,9 +93,12 @@ def to_fp16(self: Learner, *args, **kwargs) -> Learner: # The learner
 
 @patch
 @delegates(MixedPrecision, but=['amp_mode', *FP16_ARGUMENTS])
-def to_bf16(self: Learner, **kwargs) -> Learner: # The learner
+def to_bf16(self: Learner, *args, **kwargs) -> Learner: # The learner
     "Train in bfloat16 mixed precision, which needs no loss scaling; replaces any other precision callback."
     refuse_unknown(Learner.to_bf16, kwargs)
+    if args:
+        raise TypeError(f"to_bf16({args[0]!r}): bf16 has no loss scale, and all arguments are given by name, such as "
+                        "`fp32_modules=`.\nTo have the precision chosen by the device call `learn.to_amp()`.")
     return set_precision(self, MixedPrecision(AMPMode.BF16, **kwargs))
 
 
@@ -112,7 +130,6 @@ def to_amp(self: Learner, *args,
     if kwargs:
         raise ValueError(f"to_amp(measure=True) cannot be combined with {', '.join(kwargs)}: it chooses the arguments "
                          "itself.\nTake the call that it prints, and add to that.")
-    from .insight.choice import measure_and_choose               # here: the core does without insight
     measure_and_choose(self, max_seconds)
     return self
 

@@ -1,18 +1,15 @@
 "Precision modes (`AMPMode`), and which of them a device runs natively, emulates or does not run."
 from __future__ import annotations
 
-import platform, sys, warnings
-from collections.abc import Callable, Iterable
+import platform, re, sys, warnings
+from collections.abc import Iterable
 from enum import Enum
 from functools import lru_cache
-from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 import pandas as pd
 import torch
-from fastai.learner import Learner
-from torch import nn
 
 from .common import first_line
 from .compat import AutocastState
@@ -87,6 +84,9 @@ def _cpu(mode: AMPMode, device: torch.device) -> Support:
     return _native(bool(found), f'the CPU has {found}', f'the CPU has no {mode.value} arithmetic')
 
 
+_NO_TENSOR_CORES = re.compile(r'GTX 16\d\d|\b(T|MX)\d{3,4}\b')   # of capability 7.5, as Quadro T2000, T600, MX450
+
+
 def _cuda(mode: AMPMode, device: torch.device) -> Support:
     if not torch.cuda.is_available(): return Support('unsupported', 'PyTorch finds no CUDA device')
     if torch.version.hip: return Support('native', 'ROCm')
@@ -96,6 +96,8 @@ def _cuda(mode: AMPMode, device: torch.device) -> Support:
         if (major, minor) < (5, 3): return Support('emulated', f'{capability}: fp16 arithmetic needs 5.3')
         # CUDA C++ Programming Guide, arithmetic instructions: 2 results per clock and multiprocessor, 128 in fp32.
         if (major, minor) == (6, 1): return Support('emulated', f"{capability}: fp16 arithmetic at 1/64 of fp32's rate")
+        if (major, minor) == (7, 5) and _NO_TENSOR_CORES.search(torch.cuda.get_device_name(device)):
+            return Support('emulated', f'{capability} without tensor cores: fp16 gives NaN in many models')
         return Support('native', capability + (', tensor cores' if major >= 7 else ', no tensor cores'))
     # `is_bf16_supported` counts emulation as support, so it cannot tell the two apart below 8.0.
     if major >= 8: return Support('native', capability + ', tensor cores')
@@ -105,7 +107,7 @@ def _cuda(mode: AMPMode, device: torch.device) -> Support:
 
 def _mps(mode: AMPMode, device: torch.device) -> Support:
     if not torch.backends.mps.is_available(): return Support('unsupported', 'PyTorch finds no Metal device')
-    return Support('native', 'Metal')
+    return Support('native', 'Metal' if mode is AMPMode.FP16 else 'Metal; newer chips gain from bf16, an M1 does not')
 
 
 def _xpu(mode: AMPMode, device: torch.device) -> Support:
@@ -201,67 +203,16 @@ def check_supported(mode: AMPMode, device: torch.device) -> None:
                      f"What works there: {', '.join(works)}.")
 
 
-@lru_cache
-def refused_layer(kind: type[nn.Module], mode: AMPMode) -> str | None:
-    """Return what PyTorch says when the CPU cannot run a recurrent layer of this kind in `mode`; None if it can.
-
-    oneDNN, which runs LSTMs on CPUs, has no kernel for fp16, or on CPUs without AVX512 for bf16. Found by trying.
-    """
-    autocast = torch.autocast('cpu', dtype=mode.dtype)
-    with torch.random.fork_rng(devices=[]), torch.enable_grad(), AutocastState('cpu'), autocast:
-        try: kind(2, 2, device='cpu')(torch.zeros(1, 1, 2, device='cpu'))[0].float().sum().backward()
-        except RuntimeError as e: return first_line(e)
-    return None
-
-
-def check_layers(
-    mode: AMPMode,
-    device: torch.device,
-    modules: Iterable[tuple[str, nn.Module]], # With their names
-    is_kept: Callable[[str], bool], # Whether the module of this name is kept in fp32
-) -> None:
-    "Raise a `ValueError` that names layer, reason and ways out if a recurrent layer cannot run in `mode`."
-    if device.type != 'cpu': return
-    for name, m in modules:
-        kind = next((k for k in (nn.LSTM, nn.GRU, nn.RNN) if isinstance(m, k)), None)
-        if kind is None or is_kept(name) or (why := refused_layer(kind, mode)) is None: continue
-        raise ValueError(f"{mode.value} does not run on this CPU for '{name}' ({kind.__name__}).\n"
-                         f"PyTorch says: {why}.\n"
-                         f"Keep such layers in fp32, `learn.to_{mode.value}(fp32_modules=nn.{kind.__name__})`, or "
-                         f"train with `{_faster_call(mode, device)}`.")
-
-
 def emulation_warning(mode: AMPMode, device: torch.device) -> str | None:
     "Return a warning for a `device` that only emulates `mode`, with a faster call; None if it is native."
     support = mode_support(mode, device)
     if support.status != 'emulated': return None
     return (f"{mode.value} is emulated on device '{device}' ({support.why}), which is usually slower than fp32, "
-            f"for large layers many times.\nThe faster choice there is `{_faster_call(mode, device)}`; "
+            f"for large layers many times.\nThe faster choice there is `{faster_call(mode, device)}`; "
             f"`learn.compare_precision('{mode.value}')` measures it.")
 
 
-def _faster_call(mode: AMPMode, device: torch.device) -> str:
+def faster_call(mode: AMPMode, device: torch.device) -> str:
     "Return the call for the fastest precision that `device` does natively, but for `mode`."
     faster = fastest_native(device, [mode])
     return f'learn.to_{faster.value}()' if faster else 'learn.to_fp32()'
-
-
-def model_device(model: nn.Module, default: torch.device | str) -> torch.device:
-    "Return the device of `model`'s first parameter or buffer, else `default`."
-    tensor = next(chain(model.parameters(), model.buffers()), None)
-    return torch.device(default) if tensor is None else tensor.device
-
-
-def training_device(learn: Learner) -> torch.device:
-    """Return the device that `learn.fit` will use: its DataLoaders', to which fastai moves the model when a fit starts.
-
-    The model's own device if the DataLoaders name none.
-    """
-    device = loaders_device(learn)
-    return model_device(learn.model, 'cpu') if device is None else torch.device(device)
-
-
-def loaders_device(learn: Learner) -> torch.device | str | int | None: # As the user gave it
-    "Return the device that the learner's DataLoaders name; None if they name none."
-    try: return getattr(learn.dls, 'device', None)
-    except IndexError: return None                               # what an empty DataLoaders raises for any name

@@ -1,4 +1,7 @@
-"Loss scaling: a `GradScaler` for each fit, whether gradients are scaled, and the history of the steps."
+"""Loss scaling: a `GradScaler` for each fit, whether gradients are scaled, and the history of the steps.
+
+`LossScaling` belongs to a callback and lasts over all of its fits; `FitScaling` belongs to one fit.
+"""
 from __future__ import annotations
 
 from array import array
@@ -9,12 +12,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from fastai.learner import Learner
 from fastai.optimizer import Optimizer, OptimWrapper
-from fastcore.basics import noop
 from torch import nn
 from torch.amp import GradScaler
 
-from .compat import found_inf_of
+from .compat import found_inf_of, skips_by_flag
 from .optimizers import FUSED
 
 __all__ = ['SKIPPING', 'LossScaling', 'check_scaler_state', 'is_number', 'optimizer_params']
@@ -25,22 +28,22 @@ STATE_KEYS = ('scale', 'growth_factor', 'backoff_factor', 'growth_interval', '_g
 READ_EVERY = 512                                                 # steps between two reads of the history
 
 
-class CopyableGradScaler(GradScaler):
-    """PyTorch's `GradScaler`, of which a copy can be made in the middle of a step: it is as before that step.
+class NotingGradScaler(GradScaler):
+    """PyTorch's `GradScaler`, which notes that a loss was scaled, also by a user's code as `learn.scaler`.
 
-    `before_scale` is called with each loss that is to be scaled, also by a user's code as `learn.scaler`.
+    A copy can be made in the middle of a step: it is as before that step.
     """
-    before_scale: Callable[[Any], object] = staticmethod(noop)
+    has_scaled = False                                           # since the gradients were last true
 
     def scale(self, outputs: Any) -> Any:
-        self.before_scale(outputs)
+        self.has_scaled = True
         return super().scale(outputs)
 
     def __reduce__(self): return _same_scaler, (self.state_dict(),)
 
 
-def _same_scaler(state: dict[str, float]) -> CopyableGradScaler:
-    scaler = CopyableGradScaler('cpu', enabled=bool(state))
+def _same_scaler(state: dict[str, float]) -> NotingGradScaler:
+    scaler = NotingGradScaler('cpu', enabled=bool(state))
     scaler.load_state_dict(state)
     return scaler
 
@@ -52,18 +55,75 @@ class _Probe:
 
 
 def optimizer_params(opt: Optimizer | OptimWrapper | None) -> list[nn.Parameter]:
-    "Return the parameters of `opt`; none for None."
-    return [] if opt is None else [p for params in opt.param_lists for p in params]
+    "Return the parameters of `opt`, each once; none for None."
+    return [] if opt is None else [*dict.fromkeys(p for params in opt.param_lists for p in params)]
+
+
+class StepHistory:
+    "The loss scale of each attempted optimizer step, and whether it was skipped; new entries may be on the device."
+    def __init__(self):
+        self._scales, self._skips = array('f'), array('b')
+        self._unread: list[tuple] = []                           # scale and flag of the newest steps
+
+    def __len__(self) -> int: return len(self._skips) + len(self._unread)
+
+    def add(self,
+        scale: torch.Tensor, # 0-dim
+        skipped: bool | torch.Tensor, # A flag, 0-dim: 1 if the step was skipped
+    ) -> None:
+        "Note a step; this waits for the device once in 512 steps."
+        self._unread.append((scale, skipped))
+        if len(self._unread) == READ_EVERY: self.read()
+
+    def read(self) -> None:
+        "Bring the entries that are still on the device to the host; this waits for it."
+        if not self._unread: return
+        tensors = [t for entry in self._unread for t in entry if torch.is_tensor(t)]
+        values, unread, self._unread = iter(torch.stack(tensors).tolist()), self._unread, []    # waits once
+        for _, skipped in unread:
+            self._scales.append(next(values))
+            self._skips.append(skipped if isinstance(skipped, bool) else next(values) > 0)
+
+    def forget(self, n: int) -> None:
+        "Keep the first `n` steps alone."
+        self.read()
+        del self._scales[n:], self._skips[n:]
+
+    def skips(self, start: int = 0) -> list[bool]:
+        "Return for each step from `start` on whether it was skipped."
+        self.read()
+        return [*map(bool, self._skips[start:])]
+
+    def scales(self) -> list[float]:
+        "Return the loss scale of each step."
+        self.read()
+        return self._scales.tolist()
+
+
+class NoScaling:
+    "Stands for `FitScaling` outside of a fit, and in a fit without loss scaling, where it is a context: does nothing."
+    found_inf, held_back, skips_in_a_row, scaler = False, False, 0, None
+
+    def __init__(self, learn: Learner | None = None): self.learn = learn
+    def __enter__(self) -> NoScaling:
+        self.learn.scaler = GradScaler('cpu', enabled=False)     # as fastai users expect it
+        return self
+    def __exit__(self, *args: object) -> None: self.learn.scaler = None
+    def scale_loss(self, loss: Any) -> Any: return loss
+    def step(self, step: Callable[[], object]) -> None: step()
+    def unscale(self, may_skip_on_device: bool = True) -> None: pass
+    def nothing(self) -> None: pass
+    update = cancel = note_zero_grad = read = nothing
+
+
+NO_SCALING = NoScaling()
 
 
 class LossScaling:
-    """The loss scaling of one callback: none, dynamic or static, on the public methods of `torch.amp.GradScaler`.
+    """The loss scaling of one callback: its arguments, the scale between two fits, and the history of all steps.
 
     Each fit has a new scaler, which begins with the state that the fit before ended with; a `scaler` that the user gave
-    serves every fit. Without loss scaling the scaler is a disabled `GradScaler`.
-
-    A step: `scale` the loss of each batch; `unscale` the gradients, which finds out whether one is not finite; `step`
-    unless the host held the step back; `update`, or `cancel` if something else called the step off.
+    serves every fit.
     """
     def __init__(self, init_scale: float, growth_factor: float, backoff_factor: float, growth_interval: int,
                  enabled: bool, loss_scale: float | None = None, scaler: GradScaler | None = None):
@@ -71,111 +131,134 @@ class LossScaling:
             init_scale=init_scale, growth_factor=growth_factor, backoff_factor=backoff_factor,
             growth_interval=growth_interval, enabled=enabled)
         _check_arguments(self.settings, loss_scale, scaler)
-        if loss_scale is not None: self.settings['init_scale'] = float(loss_scale)
-        self.static = loss_scale and float(loss_scale)           # the scale that neither grows nor shrinks, or None
+        self.static = None if loss_scale is None else float(loss_scale)   # the scale that neither grows nor shrinks
+        if self.static is not None: self.settings['init_scale'] = self.static
         self.given = scaler
         self.state: dict[str, float] | None = None               # of the scaler after the last fit, or as loaded
-        self._scales, self._skips = array('f'), array('b')       # of each attempted step of all fits
-        self._reset()
-
-    def _reset(self) -> None:
-        "Begin outside a fit."
-        self.scaler = GradScaler('cpu', enabled=False)           # of the fit under way
-        self.skips_in_a_row = 0                                  # of this fit, as far as the host knows
-        self._one: Any = None                                    # 1 on the loss's device; None before the first loss
-        self.grads_are_scaled = False                            # those in `.grad` now; see `expect_zero_grad`
-        self.found_inf: bool | torch.Tensor = False              # of the last step; a tensor if the device skips it
-        self._pending: Any = None                                # what `unscale_` was called with, until `update`
-        self._unread: list[tuple] = []                           # scale and found_inf of the newest steps
+        self.history = StepHistory()
+        self.fit: Any = NO_SCALING                               # `FitScaling` of the open fit
 
     def __getstate__(self) -> dict[str, Any]:
         "Return the state of a copy, which is outside a fit."
-        self.read()
-        kept = ('settings', 'static', 'given', '_scales', '_skips')
-        return {**{k: self.__dict__[k] for k in kept}, 'state': self.state_dict()}
+        self.history.read()
+        return {**vars(self), 'state': self.state_dict(), 'fit': NO_SCALING}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._reset()
+    def scaler_for(self, device_type: str) -> GradScaler:
+        "Return the user's scaler, or a new one in the present state."
+        if self.given is not None: return self.given
+        scaler = NotingGradScaler(device_type, **self.settings)
+        scaler.load_state_dict(self.state or scaler.state_dict())
+        return scaler
 
-    # -- a fit
+    def begin(self,
+        learn: Learner,
+        device: torch.device, # The device of the loss
+        scaled: bool, # Whether the precision needs loss scaling
+        **kwargs # As `FitScaling` has them
+    ) -> FitScaling | NoScaling: # To enter
+        "Return the loss scaling of a fit that begins."
+        if not (scaled and self.settings['enabled']): return NoScaling(learn)
+        return FitScaling(self, learn, device, **kwargs)
 
-    @property
-    def on(self) -> bool:
-        "True if the fit under way scales its loss."
-        return self.scaler.is_enabled()
+    def state_dict(self) -> dict[str, float]:
+        "Return scale, growth tracker, factors and interval as plain numbers; empty with `enabled=False`."
+        return (self.fit.scaler or self.scaler_for('cpu')).state_dict()
+
+    def load_state_dict(self,
+        state: Mapping[str, float] | None, # What `state_dict` gave; None for the scale that the arguments ask for
+    ) -> None:
+        """Go on from `state`; scaled gradients become true ones.
+
+        A static scale and `enabled=False` stay. Raises `ValueError` for a state that no `GradScaler` could have given.
+        """
+        if self.static is not None or not self.settings['enabled'] or (state is None and self.given is not None): return
+        if state is None: state = GradScaler('cpu', **self.settings).state_dict()
+        check_scaler_state(state)
+        self.fit.unscale(may_skip_on_device=False)               # gradients of the old scale
+        self.fit.cancel()
+        scaler = self.fit.scaler or self.scaler_for('cpu')
+        scaler.load_state_dict(dict(state))
+        self.state = scaler.state_dict()
+
+
+class FitScaling:
+    """The loss scaling of one fit, on the public methods of `torch.amp.GradScaler`; a context.
+
+    A step: `scale_loss` for each batch; `unscale` the gradients, which finds out whether one is not finite; `step`
+    unless the host held the step back; `update`, or `cancel` if something else called the step off.
+
+    At the end scale and history are kept, and gradients of an unfinished accumulation are unscaled, as fp32 leaves
+    them. After an exception gradients are zeroed, because part of them may be scaled.
+    """
+    def __init__(self,
+        owner: LossScaling,
+        learn: Learner,
+        device: torch.device, # The device of the loss
+        warn: Callable[[str], object], # Called at the end with what went wrong
+        argument: str = 'init_scale', # The one that lowers a dynamic scale, for the message
+    ):
+        self.owner, self.learn, self.warn, self.argument = owner, learn, warn, argument
+        self.scaler: Any = owner.scaler_for(device.type)         # a user's own has no `has_scaled` yet
+        self.one = torch.ones((), device=device)
+        self.was_used = False                                    # a loss was scaled in this fit
+        self.found_inf: bool | torch.Tensor = False              # the last step's flag: a gradient was not finite
+        self.device_skips = False                                # the optimizer skips that step on the device
+        self.skips_in_a_row = 0                                  # as far as the host knows
+        self._pending: Any = None                                # what `unscale_` was called with, until `update`
+        self._n_before, self._state_before = len(owner.history), self.scaler.state_dict()
 
     @property
     def held_back(self) -> bool:
         "True if the last step must not be taken, as the host knows: a gradient was not finite."
-        return self.found_inf is True
+        return not self.device_skips and bool(self.found_inf)   # in this order: the flag may be on the device
 
-    def start(self,
-        device_type: str, # Type of the device that the loss will be on
-        scaled: bool, # Whether the mode needs loss scaling
-        opt: Callable[[], Any] = noop, # Returns the learner's optimizer
-    ) -> GradScaler: # The scaler of this fit
-        "Begin a fit with the state of the last one."
-        self._reset()
-        self.scaler = self._new_scaler(device_type) if scaled else GradScaler(device_type, enabled=False)
-        def before_scale(loss):
-            if self._pending is None: self._scale_true_grads(loss, opt())
-        if isinstance(self.scaler, CopyableGradScaler): self.scaler.before_scale = before_scale
-        self._n_before, self._state_before = len(self._scales), self.scaler.state_dict()
-        return self.scaler
+    def __enter__(self) -> FitScaling:
+        self.owner.fit, self.learn.scaler = self, self.scaler
+        self.scaler.has_scaled = False                           # a loss, since the gradients were last true
+        return self
 
-    def _new_scaler(self, device_type: str) -> GradScaler:
-        if self.given is not None: return self.given
-        scaler = CopyableGradScaler(device_type, **self.settings)
-        scaler.load_state_dict(self.state or scaler.state_dict())
-        return scaler
+    def __exit__(self, error: type[BaseException] | None, *args: object) -> None:
+        if self.owner.fit is not self: return
+        keep = 'lr_finder' not in vars(self.learn)               # `lr_find` leaves all as it was
+        message = self._end(error is not None, keep)
+        self.learn.scaler, self.owner.fit = None, NO_SCALING     # last: an interrupt before this ends it anew
+        if message and keep and error is None: self.warn(message)
 
-    def end(self,
-        opt: Optimizer | OptimWrapper | None,
-        model: nn.Module,
-        failed: bool = False, # Whether an exception ended the fit
-        keep: bool = True, # Whether scale and history go on in the next fit; not after `lr_find`
-        argument: str = 'init_scale', # The one that lowers a dynamic scale, for the message
-    ) -> str | None: # What to warn of
-        """End the fit: keep scale and history, and leave true gradients of an unfinished accumulation, as in fp32.
-
-        After an exception gradients are zeroed, because part of them may be scaled.
-        """
-        if not self.on: return None
+    def _end(self, failed: bool, keep: bool) -> str | None:
+        "Leave true gradients, scale and history; return what to warn of."
         self.cancel()
-        message = self._end_gradients(opt, model, failed) if self._one is not None else None
-        self.read()
-        message = message or self._skip_message('loss_scale' if self.static else argument)
-        if keep: self.state = self.scaler.state_dict()
+        message = self._end_gradients(failed) if self.was_used or self.scaler.has_scaled else None
+        message = message or self._skip_message()
+        if keep: self.owner.state = self.scaler.state_dict()
         else:
             self.scaler.load_state_dict(self._state_before)      # of the user's own, which serves every fit
-            for history in (self._scales, self._skips): del history[self._n_before:]
-        self._reset()
-        return message if keep and not failed else None
+            self.owner.history.forget(self._n_before)
+        return message
 
-    def _end_gradients(self, opt: Optimizer | OptimWrapper | None, model: nn.Module, failed: bool) -> str | None:
-        message = None
+    def _end_gradients(self, failed: bool) -> str | None:
+        message, opt = None, self.learn.opt
         if not failed:
-            self.unscale(opt, may_skip_on_device=False)
+            self.unscale(may_skip_on_device=False)
             self.cancel()
             if self.found_inf:
                 message = ("The gradients of an accumulation that the end of the fit left unfinished are not finite; "
                            f"they were dropped.\nThe loss scale is {self.scaler.get_scale():g}.")
         if (failed or message) and opt is not None: opt.zero_grad()
         # Gradients outside the optimizer are still scaled.
-        for p in {*model.parameters()}.difference(optimizer_params(opt)): p.grad = None
+        for p in {*self.learn.model.parameters()}.difference(optimizer_params(opt)): p.grad = None
         return message
 
-    def _skip_message(self, argument: str) -> str | None:
-        skips = self._skips[self._n_before:]
+    def _skip_message(self) -> str | None:
+        skips = self.owner.history.skips(self._n_before)
         n, skipped, scale = len(skips), sum(skips), self.scaler.get_scale()
         if 2 * skipped <= n: return None
-        remedy = 'Look where it overflows: `learn.precision_report()`.'
+        remedy, static = 'Look where it overflows: `learn.precision_report()`.', self.owner.static is not None
+        argument = 'loss_scale' if static else self.argument
         if skipped == n:
             head = (f"No optimizer step was taken in this fit: all {n} were skipped, because gradients were not "
                     "finite. Nothing was learned.")
             if scale > 1: remedy += f' If it finds nothing, start lower: `{argument}={max(scale / 2 ** 6, 1.):g}`.'
-            if scale >= 1 and not self.static: remedy += ' Or train longer, so that the scale can fall.'
+            if scale >= 1 and not static: remedy += ' Or train longer, so that the scale can fall.'
         else:
             head = f"{skipped} of the {n} optimizer steps of this fit were skipped: gradients were not finite."
             if scale > 1: remedy += f' If it finds nothing, start a new training with `{argument}={scale:g}`.'
@@ -183,36 +266,33 @@ class LossScaling:
 
     # -- a step
 
-    def scale(self, loss: torch.Tensor, opt: Optimizer | OptimWrapper) -> torch.Tensor:
+    def _device_scale(self) -> torch.Tensor:
+        "Return the scale as a new tensor on the device, which does not count as scaling a loss."
+        return GradScaler.scale(self.scaler, self.one)
+
+    def scale_loss(self, loss: Any) -> Any: # A tensor, or several
         "Return the loss (fp32) times the scale; true gradients that `.grad` holds already are scaled, too."
-        if not self.on: return loss
-        self._scale_true_grads(loss, opt)
+        self.was_used = True
+        if not self.scaler.has_scaled: self._multiply_grads(self._device_scale())
+        self.scaler.has_scaled = True                            # a user's own scaler does not note it
         return self.scaler.scale(loss)
 
-    def _scale_true_grads(self, loss: Any, opt: Optimizer | OptimWrapper | None) -> None:
-        "Scale the gradients that `.grad` holds, unless a loss was scaled since they were unscaled."
-        if self.grads_are_scaled: return
-        if self._one is None:                                    # a user's may be several losses
-            like = loss if isinstance(loss, torch.Tensor) else next(iter(optimizer_params(opt)), torch.empty(0))
-            self._one = torch.ones((), device=like.device)
-        self.grads_are_scaled = True
-        self._multiply_grads(opt, self.scaler.scale(self._one))
+    def unscale(self, may_skip_on_device: bool = True) -> None:
+        """Divide the gradients of the learner's optimizer by the scale, in place, and set `found_inf`.
 
-    def unscale(self, opt: Optimizer | OptimWrapper, may_skip_on_device: bool = True) -> None:
-        """Divide the gradients of `opt` by the scale, in place.
-
-        Afterwards `found_inf` is True if the step must not be taken, or a tensor by which `step` skips on the device.
+        Afterwards `device_skips` says whether `step` skips on the device, or the host has to hold the step back.
         """
         self.cancel()                                            # of a step that an exception left unfinished
-        params, self.found_inf = optimizer_params(opt), False
-        if not self.grads_are_scaled or all(p.grad is None for p in params): return
+        opt = self.learn.opt
+        params, self.found_inf, self.device_skips = optimizer_params(opt), False, False
+        if not self.scaler.has_scaled or all(p.grad is None for p in params): return
         is_plain = type(opt) is OptimWrapper and 'step' not in vars(opt)
         inner = opt.opt if may_skip_on_device and is_plain else None
-        on_device = next((found for find in SKIPPING if (found := find(inner, params)) is not None), None)
-        self._pending = _Probe(params) if on_device is None else on_device
+        skipping = next((found for find in SKIPPING if (found := find(inner, params)) is not None), None)
+        self._pending = _Probe(params) if skipping is None else skipping
         self.scaler.unscale_(self._pending)
-        self.grads_are_scaled = False
-        if on_device is not None: self.found_inf = found_inf_of(self.scaler, on_device)
+        self.scaler.has_scaled, self.device_skips = False, skipping is not None
+        if self.device_skips: self.found_inf = found_inf_of(self.scaler, self._pending)
         else:
             self.scaler.step(self._pending)                     # waits for the device, once
             self.found_inf = not self._pending.stepped
@@ -221,85 +301,37 @@ class LossScaling:
         step: Callable[[], object], # Takes the optimizer's step
     ) -> None:
         "Take the step, or the optimizer's own that skips on the device."
-        if self._pending is None or isinstance(self.found_inf, bool): step()
-        else: self.scaler.step(self._pending)
+        if self.device_skips and self._pending is not None: self.scaler.step(self._pending)
+        else: step()
 
     def update(self) -> None:
         "Record a step, taken or skipped, and let the scale grow or back off unless it is static."
         if self._pending is None: return
-        self._record()
-        self.scaler.update(self.static)
+        if torch.is_tensor(self.found_inf) and self.found_inf.device.type == 'cpu':
+            self.found_inf = bool(self.found_inf)                # which waits for nothing
+        if isinstance(self.found_inf, bool): self.skips_in_a_row = self.skips_in_a_row + 1 if self.found_inf else 0
+        self.owner.history.add(self._device_scale(), self.found_inf)
+        self.scaler.update(self.owner.static)
         self._pending = None
 
     def cancel(self) -> None:
-        "Leave scale and growth tracker as they are: the step was called off."
+        "Leave scale and growth tracker alone: the step was called off."
         if self._pending is None: return
         self.scaler.update(self.scaler.get_scale())
         self._pending = None
 
-    def expect_zero_grad(self) -> None:
-        "Note that `zero_grad` comes next: zeros count as scaled, so that the next loss need not scale them."
-        self.grads_are_scaled = self._one is not None
-
-    def _multiply_grads(self, opt: Optimizer | OptimWrapper | None, factor: torch.Tensor) -> None:
-        for p in optimizer_params(opt):
-            if p.grad is not None: p.grad.mul_(factor.to(p.grad.device))
-
-    # -- the history
-
-    def _record(self) -> None:
-        found_inf = self.found_inf
-        if isinstance(found_inf, bool) or found_inf.device.type == 'cpu':    # reading it waits for nothing
-            found_inf = bool(found_inf)
-            self.skips_in_a_row = self.skips_in_a_row + 1 if found_inf else 0
-        scale = self.scaler.scale(self._one)                     # as another tensor: its own is changed in place
-        self._unread.append((scale, found_inf))
-        if len(self._unread) == READ_EVERY: self.read()
+    def note_zero_grad(self) -> None:
+        "Note that the gradients are zero: the next loss need not scale them first."
+        self.scaler.has_scaled = self.was_used
 
     def read(self) -> None:
-        "Bring the entries that are still on the device to the host; this waits for it."
-        if not self._unread: return
-        tensors = [t for entry in self._unread for t in entry if torch.is_tensor(t)]
-        values, unread, self._unread = iter(torch.stack(tensors).tolist()), self._unread, []    # waits once
-        for _, found_inf in unread:
-            self._scales.append(next(values))
-            self._skips.append(found_inf if isinstance(found_inf, bool) else next(values) > 0)
-        self.skips_in_a_row = sum(takewhile(bool, reversed(self._skips[self._n_before:])))
+        "Count the skips in a row from the history; this waits for the device."
+        skips = self.owner.history.skips(self._n_before)
+        self.skips_in_a_row = sum(takewhile(bool, reversed(skips)))
 
-    @property
-    def scales(self) -> list[float]:
-        "The scale of each attempted step."
-        self.read()
-        return self._scales.tolist()
-
-    @property
-    def skips(self) -> list[bool]:
-        "For each attempted step, True if it was skipped."
-        self.read()
-        return [*map(bool, self._skips)]
-
-    # -- what is kept
-
-    def state_dict(self) -> dict[str, float]:
-        "Return scale, growth tracker, factors and interval as plain numbers; empty with `enabled=False`."
-        return (self.scaler if self.on else self._new_scaler('cpu')).state_dict()
-
-    def load_state_dict(self,
-        state: Mapping[str, float] | None, # What `state_dict` gave; None for the scale that the arguments ask for
-        opt: Optimizer | OptimWrapper | None = None, # Whose gradients may be scaled
-    ) -> None:
-        """Go on from `state`, and bring scaled gradients of `opt` to the new scale.
-
-        A static scale and `enabled=False` stay. Raises `ValueError` for a state that no `GradScaler` could have given.
-        """
-        if self.static or not self.settings['enabled'] or (state is None and self.given is not None): return
-        if state is None: state = GradScaler('cpu', **self.settings).state_dict()
-        check_scaler_state(state)
-        scaler = self.scaler if self.on else self._new_scaler('cpu')
-        before = scaler.get_scale()
-        scaler.load_state_dict(dict(state))
-        self.state = scaler.state_dict()
-        if self.grads_are_scaled: self._multiply_grads(opt, torch.tensor(scaler.get_scale() / before))
+    def _multiply_grads(self, factor: torch.Tensor) -> None:
+        for p in optimizer_params(self.learn.opt):
+            if p.grad is not None: p.grad.mul_(factor.to(p.grad.device))
 
 
 def _fused(opt: Any, params: list[nn.Parameter]) -> Any:
@@ -309,7 +341,7 @@ def _fused(opt: Any, params: list[nn.Parameter]) -> Any:
     would leave its momentum uninitialised (PyTorch 2.13). MPS has had kernels that ignore the flag
     (github.com/pytorch/pytorch/pull/186360).
     """
-    if type(opt) not in FUSED.values() or not getattr(opt, '_step_supports_amp_scaling', False): return None
+    if type(opt) not in FUSED.values() or not skips_by_flag(opt): return None
     if len({p.device for p in params}) > 1 or params[0].device.type == 'mps': return None
     has_state = all(opt.state.get(p) for p in params if p.grad is not None)
     return opt if has_state or all(group.get('momentum') == 0 for group in opt.param_groups) else None   # plain SGD
@@ -333,7 +365,7 @@ def _check_arguments(settings: dict[str, Any], loss_scale: float | None, scaler:
     def positive(x): return finite(x) and np.float32(x) > 0      # the scale is held in fp32
     given = {**settings, 'loss_scale': loss_scale}
     for name, can_be_used, allowed in (
-        ('init_scale', positive, 'a finite number above 0, such as 65536.0'),
+        ('init_scale', positive, 'a finite number above 0, such as the default, 65536.0, which falls to what fits'),
         ('growth_factor', lambda x: finite(x) and x > 1, 'a finite number above 1, such as 2.0'),
         ('backoff_factor', lambda x: positive(x) and x < 1, 'a number between 0 and 1, both excluded, such as 0.5'),
         ('growth_interval', lambda x: is_number(x, Integral) and x > 0, 'an integer above 0, such as 2000'),
@@ -366,5 +398,5 @@ def check_scaler_state(
         if not is_number(value): refuse(f'{key!r} is {value!r}, not a number')
         if not abs(value) <= LARGEST: refuse(f'{key!r} is {value!r}, not finite in fp32')
         whole = key in ('_growth_tracker', 'growth_interval')
-        if whole and value != int(value): refuse(f'{key!r} is {value!r}, not a whole number')
+        if whole and not isinstance(value, Integral): refuse(f'{key!r} is {value!r}, not an integer')
         if value < 0 or (value == 0 and key != '_growth_tracker'): refuse(f'{key!r} is {value!r}, not above 0')

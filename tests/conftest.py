@@ -9,14 +9,21 @@ if os.environ.get('PJRT_DEVICE') and importlib.util.find_spec('torch_xla'):
     # Before any backward pass of the process, or none works on XLA: autograd knows the devices there are then.
     torch_xla.device()
 
+# What the CPU computes natively, as `--cpu` has it: by the names of instruction sets.
+CPUS = {'emulated': '', 'bf16': 'avx512_bf16', 'fp16': 'avx512_bf16 avx512_fp16'}
 torch.set_num_threads(1)  # tests run side by side; results must not depend on the machine
 
 
 def pytest_addoption(parser):
     parser.addoption('--sim', choices=('sim',), help='run on a simulated device: see tests/devices/simulated.py')
+    parser.addoption('--cpu', choices=CPUS, help="what the CPU computes natively, as if; the machine's own by default")
 
 
 def pytest_configure(config):
+    if cpu := config.getoption('--cpu'):
+        from fastxtend_amp import mode
+
+        mode.cpu_features = lambda: frozenset(CPUS[cpu].split())
     if not config.getoption('--sim'):
         return
     sys.path.insert(0, os.path.dirname(__file__))

@@ -116,7 +116,7 @@ def left_on(learn):
 
 def is_outside_a_fit(learn):
     "True if the precision callback of `learn` has closed all that it opened."
-    return learn.precision.device is None and vars(learn).get('scaler') is None and not replaced(learn.model)
+    return learn.precision.fit is None and vars(learn).get('scaler') is None and not replaced(learn.model)
 
 
 def opt_state(opt):

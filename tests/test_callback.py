@@ -2,6 +2,7 @@
 
 import copy, re
 from collections import OrderedDict, namedtuple
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import pytest, torch
@@ -107,6 +108,25 @@ class Frozen:
     logits: torch.Tensor
 
 
+class Wrapped(Mapping):
+    "Holds its values in a dict, which a shallow copy shares."
+
+    def __init__(self, **values):
+        self.values_by_name = values
+
+    def __getitem__(self, name):
+        return self.values_by_name[name]
+
+    def __setitem__(self, name, value):
+        self.values_by_name[name] = value
+
+    def __iter__(self):
+        return iter(self.values_by_name)
+
+    def __len__(self):
+        return len(self.values_by_name)
+
+
 Pair = namedtuple('Pair', 'a b')
 
 
@@ -121,6 +141,7 @@ class Boxes(list):
 
 NESTED = {  # how a prediction is packed, and the prediction in it
     'mapping with attributes': (lambda y: Output(logits=y), lambda o: o.logits),
+    'mapping around a dict': (lambda y: Wrapped(logits=y, texts=['a']), lambda o: o['logits']),
     'list': (lambda y: [y, None], lambda o: o[0]),
     'named tuple': (lambda y: Pair([y], ('text', 3)), lambda o: o.a[0]),
     'frozen dataclass': (Frozen, lambda o: o.logits),
@@ -135,17 +156,21 @@ NESTED = {  # how a prediction is packed, and the prediction in it
 
 @pytest.mark.parametrize('kind', NESTED)
 def test_predictions_keep_their_structure(kind):
-    "The loss gets half tensors in fp32 and all else unchanged: containers' types, fp64, integers, objects."
+    """The loss gets half tensors in fp32 and all else unchanged: containers' types, fp64, integers, objects.
+
+    What the model gave stays as it was.
+    """
     pack, get = NESTED[kind]
-    rest = (torch.ones(1).double(), torch.tensor([1]), object(), {1, 2}, None)
+    rest, given = (torch.ones(1).double(), torch.tensor([1]), object(), {1, 2}, None), []
 
     class Model(nn.Linear):
         def forward(self, x):
-            return pack(super().forward(x)), *rest
+            given.append(pack(super().forward(x)))
+            return given[-1], *rest
 
     def loss(pred, targ):
         assert type(pred[0]) is type(pack(targ)) and all(a is b for a, b in zip(pred[1:], rest, strict=True))
-        assert get(pred[0]).dtype == torch.float32
+        assert get(pred[0]).dtype == torch.float32 and get(given[-1]).dtype == torch.bfloat16
         return nn.functional.mse_loss(get(pred[0]).as_subclass(torch.Tensor), targ)
 
     learn = learner(Model(6, 1), loss_func=loss).to_bf16()
@@ -274,7 +299,7 @@ def test_an_unfinished_accumulation_is_kept_as_in_fp32(then):
 
 
 def test_an_unfinished_accumulation_that_is_not_finite_is_dropped_with_a_warning():
-    with pytest.warns(UserWarning, match='unfinished are not finite; they were dropped.\nThe loss scale is'):
+    with pytest.warns(UserWarning, match='(?s)not finite.*dropped.*loss scale'):
         learn = unfinished(mixed('fp16', init_scale=1e30))
     assert not any(g.any() for g in plain_grads(learn) if g is not None)
 
@@ -316,9 +341,7 @@ def test_cancel_batch_after_unscaling_accumulates_as_in_fp32():
 
 def test_parameters_outside_the_optimizer_are_told_in_fp16_and_keep_no_scaled_gradients():
     learn = learner(splitter=lambda m: [list(m[0].parameters())]).to_fp16(init_scale=256.0)
-    with pytest.warns(
-        UserWarning, match="(?s)4 parameters to be trained are not in `learn.opt`, such as '1.weight'.*loss scale"
-    ):
+    with pytest.warns(UserWarning, match="(?s)4 parameters.*'1.weight'.*loss scale"):
         learn.fit(1, 0.01)
     assert all(p.grad is None for p in learn.model[1:].parameters())
 
@@ -421,25 +444,25 @@ def test_lr_find_leaves_scale_and_history_alone(tmp_path, own):
 def test_parameters_in_half_precision():
     learn, drawn = learner(mlp().half()).to_fp16(), []
     learn.add_cb(At('before_batch', drawn.append, -50))
-    with pytest.raises(ValueError, match=r"(?s)but 6 to be trained are fp16, such as '0.weight'.*model\.float\(\)"):
+    with pytest.raises(ValueError, match=r"(?s)6 .*fp16.*'0.weight'.*model\.float\(\)"):
         learn.fit(1)
     assert not drawn and learn.scaler is None
     learn.model.float()
     learn.fit(1)
-    with pytest.warns(UserWarning, match=r"(?s)6 parameters .* such as '0.weight'.*rounded away.*model\.float\(\)"):
+    with pytest.warns(UserWarning, match=r"(?s)6 .*'0.weight'.*rounded.*model\.float\(\)"):
         learner(mlp().bfloat16()).to_bf16().fit(1)
 
 
 def test_an_optimizer_that_needs_a_closure():
     lbfgs = partial(OptimWrapper, opt=torch.optim.LBFGS)
-    with pytest.raises(ValueError, match='(?s)LBFGS needs a closure.*to_bf16'):
+    with pytest.raises(ValueError, match='(?s)LBFGS needs a closure(?!.*to_bf16).*another optimizer'):
         learner(opt_func=lbfgs).to_fp16().fit(1)
     with pytest.raises(TypeError, match='closure'):
         learner(opt_func=lbfgs).to_bf16().fit(1)  # as in fp32
 
 
 def test_two_precision_callbacks():
-    with pytest.raises(ValueError, match=r"several precision callbacks: .*MixedPrecision\('fp16', scale=65536\)"):
+    with pytest.raises(ValueError, match=r"several .*MixedPrecision\('fp16'"):
         learner().to_bf16().fit(1, cbs=MixedPrecision('fp16'))
 
 
@@ -447,7 +470,7 @@ def test_two_precision_callbacks():
 def test_data_parallel_that_would_not_compute_in_it(mode, kwargs, what):
     model = nn.DataParallel(mlp())
     model.device_ids = [0, 1]  # as with two GPUs
-    with pytest.raises(ValueError, match=f'{what} cannot be used with nn.DataParallel.*\nUse DistributedDataParallel'):
+    with pytest.raises(ValueError, match=f'(?s){what}.*nn.DataParallel.*DistributedDataParallel'):
         learner(model, cbs=mixed(mode, **kwargs)).fit(1)
 
 

@@ -186,9 +186,13 @@ def test_without_the_optimizer(tmp_path):
     other = trained(tmp_path, n=1)
     before = state(other)
     assert not told(lambda: other.load('with', with_opt=False), 'The file') and state(other) == before != state(learn)
-    with pytest.warns(UserWarning, match="doesn't contain an optimizer state"):
+    with pytest.warns(UserWarning, match='optimizer state'):
         other.load('without')
     assert state(other) == before
+    text = learner(cls=TextLearner, path=tmp_path).to_fp16(init_scale=8.0)
+    text.load('with', with_opt=False)
+    assert same(params(text), params(learn)) and state(text)['scale'] == 8.0
+    assert not any('grad_avg' in s for s in text.opt.state.values())
 
 
 def test_weights_only_and_file_objects(tmp_path):
@@ -229,7 +233,7 @@ def test_subclasses(tmp_path, cls):
 DAMAGE = (
     [lambda s: [1], lambda s: {k: v for k, v in s.items() if k != 'scale'}, lambda s: {}]
     + [lambda s, v=value: {**s, 'scale': v} for value in (-2.0, float('nan'), 1e39, '8', True, torch.ones(2))]
-    + [lambda s: {**s, 'growth_interval': 2.5}]
+    + [lambda s, v=value: {**s, 'growth_interval': v} for value in (2.5, 2000.0)]
 )
 
 
@@ -239,7 +243,7 @@ def test_a_damaged_state_is_refused_before_anything_is_touched(tmp_path):
     for damage in DAMAGE:
         broken = damage(saved['opt'][KEY])
         torch.save({**saved, 'opt': {**saved['opt'], KEY: broken}}, file)
-        with pytest.raises(ValueError, match='(?s)loss scale.*a.pth.*Nothing was loaded.*with_opt=False'):
+        with pytest.raises(ValueError, match='(?s)a.pth.*with_opt=False'):
             learn.load('a')
         if broken != {}:  # what bf16's callback gives: nothing to take up
             with pytest.raises(ValueError, match='Nothing was loaded'):
@@ -267,6 +271,24 @@ def test_a_full_disk_keeps_the_old_file(tmp_path, monkeypatch):
     learn.fit(1)
     learn.save('a')
     assert file.read_bytes() != old and file.stat().st_mode & 0o777 == 0o600
+
+
+def test_two_that_save_under_one_name_at_once(tmp_path, monkeypatch):
+    first, second, save = trained(tmp_path), trained(tmp_path, n=3), torch.save
+
+    def meanwhile(obj, f, *args, **kwargs):
+        f.write(b'x')
+        f.seek(0)
+        with monkeypatch.context() as m:
+            m.setattr(torch, 'save', save)
+            second.save('a')
+        save(obj, f, *args, **kwargs)
+
+    with monkeypatch.context() as m:
+        m.setattr(torch, 'save', meanwhile)
+        file = first.save('a')
+    assert [f.name for f in file.parent.iterdir()] == ['a.pth']
+    assert same_everything(everything(trained(tmp_path, n=0).load('a')), everything(first))
 
 
 PROCESSES = '''
@@ -309,8 +331,6 @@ def test_exact_resume_in_a_new_process_which_is_killed_while_it_saves(tmp_path):
     assert (tmp_path / 'models' / 'killed.pth').read_bytes() == (tmp_path / 'killed.pth').read_bytes()
     learn = trained(tmp_path, n=0, init_scale=1.0).load('killed')
     assert same_everything(everything(learn), expected['adam'][0])
-    learn.save('killed')
-    assert len(list((tmp_path / 'models').glob('*killed*'))) == 1  # what the killed process left is gone
 
 
 def contents(folder):
@@ -452,7 +472,7 @@ def test_copies_made_in_the_middle_of_a_fit_are_outside_one(tmp_path, event, opt
 
     learn.add_cb(At(event, keep, 40)).fit(1, 0.01)
     weights, scale, twin = copies[-1]
-    assert same(params(twin), weights) and state(twin) == scale and twin.precision.device is None
+    assert same(params(twin), weights) and state(twin) == scale and twin.precision.fit is None
     before = autocast_state()
     twin.remove_cb(At).fit(1, 0.01)
     assert autocast_state() == before and finite(twin) and not same(params(twin), weights)

@@ -45,6 +45,34 @@ def test_found_inf_of(grad, flag):
     assert compat.found_inf_of(scaler, opt).item() == flag
 
 
+def test_skips_by_flag():
+    class Optimizer:
+        "Takes no step itself: `GradScaler.step` gives it the flag."
+
+        param_groups, found_inf = [{'params': [p := nn.Parameter(torch.ones(1))]}], None
+
+        def step(self):
+            self.flag = self.found_inf.item()
+
+    opt, scaler = Optimizer(), torch.amp.GradScaler('cpu')
+    Optimizer.p.grad = scaler.scale(torch.full((1,), float('inf')))
+    assert not compat.skips_by_flag(opt)
+    compat.set_skips_by_flag(opt)
+    scaler.step(opt)
+    assert opt.flag == 1
+    assert [compat.skips_by_flag(torch.optim.AdamW([Optimizer.p], fused=f)) for f in (True, False)] == [True, False]
+
+
+def test_fp32_settings():
+    assert compat.get_fp32_setting('mkldnn', 'matmul') == torch.backends.mkldnn.matmul.fp32_precision == 'none'
+    compat.set_fp32_setting('mkldnn', 'all', 'bf16')
+    try:
+        assert torch.backends.mkldnn.fp32_precision == torch.backends.mkldnn.conv.fp32_precision == 'bf16'
+        assert torch.backends.fp32_precision == 'none'
+    finally:
+        compat.set_fp32_setting('mkldnn', 'all', 'none')
+
+
 # -- insight
 
 

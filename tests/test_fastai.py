@@ -55,7 +55,7 @@ def test_terminate_on_nan_ends_the_fit_and_the_next_one_runs(dls):
     state = deepcopy(learn.model.state_dict())
     learn.model[1][2].weight.data[:] = float('nan')
     learn.fit(1)
-    assert len(learn.recorder.losses) <= 1 and learn.precision.device is None
+    assert len(learn.recorder.losses) <= 1 and learn.precision.fit is None
     learn.model.load_state_dict(state)
     learn.fit(1, reset_opt=True)
     assert len(learn.recorder.losses) > 1

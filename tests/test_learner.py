@@ -89,6 +89,8 @@ def test_bad_arguments_are_refused_by_name_and_value_and_lose_nothing():
             with pytest.raises(ValueError) as e:
                 make(**kwargs)
             assert shown in str(e.value) and ('cannot be used' in str(e.value)) is (len(kwargs) == 1), str(e.value)
+    with pytest.raises(ValueError, match="init_scale='auto'.* the default"):  # a value of earlier versions
+        learn.to_fp16(init_scale='auto')
     with pytest.raises(ValueError, match="scaler=.*amp_mode='bf16'"):
         MixedPrecision('bf16', scaler=torch.amp.GradScaler('cpu'))
     with pytest.raises(TypeError, match='scaler must be a torch.amp.GradScaler'):
@@ -100,20 +102,23 @@ def test_bad_arguments_are_refused_by_name_and_value_and_lose_nothing():
 @pytest.mark.parametrize(
     'call, words',
     [
-        (
-            lambda l: l.to_fp16(initial_scale=2.0),
-            r"to_fp16\(\) has no argument 'initial_scale': did you mean `init_scale=`",
-        ),
-        (lambda l: l.to_fp16(dynamic=True), r'Scaling is dynamic unless.*loss_scale=512'),
+        (lambda l: l.to_fp16(initial_scale=2.0), "to_fp16.*'initial_scale'.*`init_scale=`"),
+        (lambda l: l.to_fp16(dynamic=True), 'loss_scale=512'),
         (lambda l: l.to_fp16(clip=1.0), 'GradientClip'),
         (lambda l: l.to_fp16(flat_master=True), 'to_half_weights'),
-        (lambda l: l.to_fp16(zzz=1), 'there are init_scale, growth_factor'),
-        (lambda l: l.to_bf16(init_scale=2.0), "to_bf16\\(\\) has no argument 'init_scale'"),
+        (lambda l: l.to_fp16(keep_fp32='0'), 'write `fp32_modules=`'),
+        (lambda l: l.to_bf16(patience=3), 'write `max_skips=`'),
+        (lambda l: l.to_bf16(clip_grad=1.0), 'GradientClip'),
+        (lambda l: l.to_half_weights(cast_once=True), 'leave it out'),
+        (lambda l: l.to_half_weights(dtype='fp16'), 'write `amp_mode=`'),
+        (lambda l: l.to_bf16('auto'), r"^to_bf16\('auto'\): .*by name.*learn\.to_amp\(\)"),
+        (lambda l: l.to_fp16(zzz=1), 'init_scale, growth_factor'),
+        (lambda l: l.to_bf16(init_scale=2.0), "to_bf16.*'init_scale'"),
         (lambda l: l.to_amp('bf16'), r'learn\.to_bf16\(\)'),
         (lambda l: l.to_amp(True), r'^to_amp\(True\): (?!.*init_scale)'),
-        (lambda l: l.to_amp(measure='yes'), 'measure is True or False'),
-        (lambda l: l.to_channelslast('bf16'), "use_amp, is True or False.*amp_mode='bf16'"),
-        (lambda l: l.to_channelslast(amp_mod='bf16'), 'did you mean `amp_mode=`'),
+        (lambda l: l.to_amp(measure='yes'), 'True or False'),
+        (lambda l: l.to_channelslast('bf16'), "use_amp.*amp_mode='bf16'"),
+        (lambda l: l.to_channelslast(amp_mod='bf16'), '`amp_mode=`'),
         (lambda l: MixedPrecision('fp16', dynamic=1), 'dynamic'),
     ],
 )
@@ -123,9 +128,9 @@ def test_unknown_and_misplaced_arguments(call, words):
 
 
 def test_max_seconds_and_other_arguments_of_measuring():
-    with pytest.raises(ValueError, match=r'max_seconds=5.*measure=True only'):
+    with pytest.raises(ValueError, match='max_seconds=5.*measure=True'):
         learner().to_amp(max_seconds=5)
-    with pytest.raises(ValueError, match=r'(?s)measure=True\) cannot be combined with init_scale.*call that it prints'):
+    with pytest.raises(ValueError, match='measure=True.*init_scale'):
         learner().to_amp(measure=True, init_scale=2.0)
 
 
@@ -145,6 +150,14 @@ def test_signatures():
             == ['fp16', 65536.0, 2.0, 0.5, 2000, True, None, None, None, 'warn', 16][-len(names) :]
         )
     assert all(v for k, v in docments(MixedPrecision.__init__).items() if k not in ('self', 'return'))
+
+
+@pytest.mark.parametrize('value', ['bf16', None, MixedPrecision('bf16')], ids=str)
+def test_a_precision_is_not_assigned(value):
+    learn = learner().to_fp16()
+    with pytest.raises(AttributeError, match=r'(?s)learn\.precision = .*`learn\.to_bf16\(\)`'):
+        learn.precision = value
+    assert modes(learn) == ['fp16'] and learn.precision.mode == 'fp16'
 
 
 # -- channels last
@@ -211,7 +224,7 @@ def test_amp_context_inside_and_outside_a_fit(mode, dtype):
 def test_a_callback_added_to_a_second_learner_leaves_the_first():
     cb, first, second, alone = mixed('fp16'), learner(), learner(), learner()
     first.add_cb(cb)
-    with pytest.warns(UserWarning, match='moved from one learner to another'):
+    with pytest.warns(UserWarning, match='moved'):
         second.add_cb(cb)
     assert first.precision is None and second.precision is cb and not left_on(first)
     for learn in (first, second, alone):
@@ -221,7 +234,7 @@ def test_a_callback_added_to_a_second_learner_leaves_the_first():
 
 def test_callbacks_given_to_another_learner_all_arrive():
     first = learner(cbs=[MixedPrecision('bf16'), GradientClip(0.1), GradientAccumulation(16)])
-    with pytest.warns(UserWarning, match='moved from one learner'):
+    with pytest.warns(UserWarning, match='moved'):
         other = Learner(first.dls, mlp(), loss_func=first.loss_func, cbs=first.cbs)
     assert {type(cb).__name__ for cb in other.cbs} >= {'MixedPrecision', 'GradientClip', 'GradientAccumulation'}
 
@@ -230,7 +243,7 @@ def test_the_same_callback_twice_on_one_learner_is_refused():
     cb = mixed('fp16')
     learn = learner(cbs=[cb])
     for add in (lambda: learn.fit(1, cbs=[cb]), lambda: learn.add_cb(cb)):
-        with pytest.raises(ValueError, match='is on this learner already.*\n.*Leave it out'):
+        with pytest.raises(ValueError, match='already'):
             add()
     assert list(learn.cbs).count(cb) == 1
     learn.fit(1)

@@ -251,18 +251,6 @@ def test_an_exception_in_such_a_loop():
     assert not left_on(learn.to_fp32())
 
 
-@MODES
-def test_a_batch_by_hand_from_events_and_do_one_batch(mode):
-    learn, seen = prepared(mode), []
-    learn.add_cb(At('before_backward', lambda l: seen.append(float(l.loss_grad / l.loss)), 20))
-    learn.iter, before = 0, params(learn)
-    learn._split(learn.dls.one_batch())
-    learn('before_batch')
-    learn._do_one_batch()
-    learn('after_batch')
-    assert seen == [256.0 if mode == 'fp16' else 1.0] and not same(params(learn), before)
-
-
 # -- fastai's own loops with two models, and with a state
 
 

@@ -19,9 +19,9 @@ from fastai.learner import Learner
 from torch import nn
 
 from ..checkpoint import FORMATS, FileFormat, put_over
-from ..common import warn_user
+from ..common import model_device, training_device, warn_user
+from ..compat import set_skips_by_flag
 from ..convert import map_tensors
-from ..mode import model_device, training_device
 from ..optimizers import place_state
 from ..scaling import SKIPPING, optimizer_params
 
@@ -125,9 +125,10 @@ def _check_backward(device: torch.device) -> None:
 
 class SyncFree:
     "A stand-in for a sync-free optimizer (docs.pytorch.org/xla/master/perf/amp.html) in `GradScaler.step`."
-    _step_supports_amp_scaling = True
     found_inf: torch.Tensor                                      # `GradScaler.step` sets it
-    def __init__(self, opt: Any, params: list[nn.Parameter]): self.opt, self.param_groups = opt, [{'params': params}]
+    def __init__(self, opt: Any, params: list[nn.Parameter]):
+        self.opt, self.param_groups = opt, [{'params': params}]
+        set_skips_by_flag(self)
     def step(self) -> None:
         "Take the step with the flag. It needs two tensors (2.9) that steps without a flag do not put on the device."
         for p, state in self.opt.state.items():

@@ -1,5 +1,6 @@
 "Report, comparison and diagnosis: which precision a model survives, where training goes wrong, and what pays off."
-from ..callback import MixedPrecision
+from .. import learner as _core
+from ..callback import COMPANIONS
 from .choice import measure_and_choose
 from .comparison import PrecisionComparison
 from .report import PrecisionReport
@@ -8,4 +9,5 @@ from . import learner as _learner
 
 __all__ = ['PrecisionComparison', 'PrecisionReport']
 
-MixedPrecision.watch_class = Watch
+_core.measure_and_choose = measure_and_choose
+COMPANIONS.append(Watch)

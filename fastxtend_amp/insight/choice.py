@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 from fastai.learner import Learner
 
 from ..common import several_processes
+from .compare import compare
 from .comparison import PrecisionComparison
 from .copies import check_learner
 from .precisions import PrecisionChoice, default_choices
@@ -16,7 +17,7 @@ from .progress import check_above_0
 __all__ = ['decisions', 'measure_and_choose']
 
 _FOR_REPORT = .3    # of the time
-_STEPS = 40         # training batches for each precision
+_STEPS = 40         # training batches after which the losses are compared
 # By learner, whose own attributes go into `export`.
 decisions: WeakKeyDictionary[Learner, PrecisionComparison] = WeakKeyDictionary()
 
@@ -42,7 +43,7 @@ def measure_and_choose(
     start = time.perf_counter()
     choices, refused = _with_modules_kept(learn, default_choices(learn), max_seconds)
     left = max(max_seconds - (time.perf_counter() - start), .1)
-    comparison = learn.compare_precision(choices, _STEPS, n_seeds=1, max_seconds=left)
+    comparison = compare(learn, choices, _STEPS, None, 3, left, max_seconds)
     comparison.reason = '; '.join([comparison.reason.rstrip('.'), *refused]) + '.'
     comparison.apply(learn)
     decisions[learn] = comparison

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import math, random, time, warnings
-from contextlib import ExitStack
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from textwrap import shorten
 from typing import Any
@@ -12,15 +12,16 @@ import pandas as pd
 import torch
 from fastai.learner import Learner
 from fastai.torch_core import set_seed, to_device
+from fastcore.basics import noop
 
 from ..callback import precision_callback
+from ..common import several_processes, training_device
 from ..convert import map_tensors
-from ..mode import AMPMode, mode_support, training_device
+from ..mode import AMPMode, mode_support
 from ..scaling import optimizer_params
-from .comparison import PrecisionComparison, Tolerance, recommend
+from .comparison import PrecisionComparison, Tolerance, pays, recommend, speed_up
 from .copies import (
     RandomState,
-    begin_fit,
     check_learner,
     copied_learner,
     left_out,
@@ -36,13 +37,22 @@ from .progress import Progress, check_above_0, check_count
 __all__ = ['compare']
 
 LIMIT = 2**29           # bytes of batches that are held; further steps take the same ones again
-_TURNS = 7              # that each mode gets after the first step, which warms up
+_TURNS = 7              # at least, besides the first two of one step, in which `n_steps` are taken
+_FOR_SEEDS = .4         # of the time, at most
+_CONSIDERABLE = .1      # of fp32's step: drawing a batch that takes as long is worth a word
 # Warnings of copies; the last is fastai's of a GAN's callbacks.
 _OF_COPIES = ('.*emulated', 'No optimizer step was taken', 'The gradients of an accumulation', 'You are shadowing')
 
 
-def compare(learn: Learner, modes: Any, n_steps: int, lr: float | slice | None, n_seeds: int,
-            max_seconds: float) -> PrecisionComparison:
+def compare(
+    learn: Learner,
+    modes: Any,
+    n_steps: int,
+    lr: float | slice | None,
+    n_seeds: int,
+    max_seconds: float,
+    given: float | None = None, # The seconds that the user gave, if some of them are gone
+) -> PrecisionComparison:
     "See `Learner.compare_precision`."
     choices = default_choices(learn) if modes is None else choices_from(modes)
     check_count('n_steps', n_steps, 1)
@@ -55,11 +65,11 @@ def compare(learn: Learner, modes: Any, n_steps: int, lr: float | slice | None, 
     try:
         with random_state_kept(), warnings.catch_warnings():
             for said in _OF_COPIES: warnings.filterwarnings('ignore', message=said)   # the table says so
-            return _Comparison(learn, n_steps, lr, n_seeds, progress).run(choices)
+            return _Comparison(learn, n_steps, lr, n_seeds, progress, given or max_seconds).run(choices)
     finally: progress.close()
 
 
-@dataclass
+@dataclass(eq=False)
 class Run:
     "One training: its precision, the copy that trains in it, and what was measured."
     choice: PrecisionChoice
@@ -68,68 +78,70 @@ class Run:
     learn: Learner | None = None # The copy, while it trains
     random_state: RandomState = field(default_factory=list) # Where the copy's random draws go on
     losses: list[float] = field(default_factory=list) # Of each step
-    times: list[float] = field(default_factory=list) # Seconds of a step in each turn
+    times: list[float] = field(default_factory=list) # Seconds of a step in each turn, the first of which warms up
     skipped: int = 0
     scale: float = math.nan # The loss scale at the end
+    activations: float = math.nan # Bytes that autograd keeps for the backward pass
+    peak: float = math.nan # Bytes on an accelerator that a step takes for itself
 
     @property
-    def timed(self) -> list[float]: return self.times[1:] or self.times or [math.nan]   # the first turn warms up
-    @property
-    def pace(self) -> float: return float(np.median(self.timed))
+    def pace(self) -> float: return float(np.median(self.times[1:] or self.times or [math.nan]))
+
+    def ratios(self, base: Run) -> list[float]:
+        "Return `base`'s time over this run's in each turn that both took, but for the first."
+        found = [b / a for a, b in zip(self.times, base.times)]
+        return found[1:] or found
 
 
 class _Comparison:
     "The work behind `compare`."
-    def __init__(self, learn, n_steps, lr, n_seeds, progress):
+    def __init__(self, learn, n_steps, lr, n_seeds, progress, max_seconds):
         self.learn, self.n_steps, self.lr, self.n_seeds, self.progress = learn, n_steps, lr, n_seeds, progress
-        self.device, self.runs, self.seeds = training_device(learn), list[Run](), list[Run]()
-        self.batches, self.random_state = _draw(learn, n_steps, self.device, progress), random_state(everything=True)
+        self.max_seconds, self.device = max_seconds, training_device(learn)
+        self.runs, self.seeds = list[Run](), list[Run]()
+        self.batches, self.loading = _draw(learn, n_steps, self.device, progress)
+        self.random_state = random_state(everything=True)
 
     def run(self, choices: list[PrecisionChoice]) -> PrecisionComparison:
         for choice in choices:
             status, why = mode_support(choice.mode, self.device) if choice.mode else ('native', '')
             self.runs.append(Run(choice, status, why if status == 'unsupported' else ''))
         self.base = self.runs[0]
-        with ExitStack() as copies: self._train_in_turns(copies)
-        self.n = len(self.base.losses)
+        self._in_fits([r for r in self.runs if r.support != 'unsupported'], self._train_in_turns)
+        # The loss is judged after as many steps as all have taken, and as the seeds have time for.
+        done = [len(r.losses) for r in self.runs if r.support not in ('unsupported', 'failed')]
+        time_for = .9 * self.progress.left / (self.n_seeds * self.base.pace) if self.n_seeds else math.inf
+        self.n = int(max(1, min(*done, self.n_steps, time_for)))
         self.n_last = max(1, min(10, self.n // 5))               # the loss is the mean of so many last steps
         while len(self.seeds) < self.n_seeds and (not self.seeds or self.progress.left > self.n * self.base.pace):
             self._train_seed(1 + len(self.seeds))
         return self._result()
 
-    def _train_in_turns(self, copies):
-        "Train all, a few steps each in turn, while the time left is enough for the next turn of all and for a seed."
-        for run in self.runs:
-            if run.support != 'unsupported': self._try(run, self._begin, run, copies)
-        done, size = 0, 1                                        # the second step shows how long one takes
-        while done < self.n_steps:
-            steps = range(done, min(done + size, self.n_steps))
-            # Forth and back, so that no mode always comes after the same one.
-            for run in self._training[::(-1) ** len(self.base.times)]: self._try(run, self._train, run, steps)
-            done = steps.stop
-            self.progress.update(done)
-            pace, seed = sum(r.pace for r in self._training), self.base.pace * bool(self.n_seeds)
-            if done == 2:
-                feasible = self.progress.left / (pace + seed)
-                size = max(1, math.ceil(min(self.n_steps - done, feasible) / _TURNS))
-            if self.progress.left < size * pace + (done + size) * seed: break
-        for run in self._training: self._end(run)
+    # -- fits and turns
 
-    @property
-    def _training(self): return [r for r in self.runs if r.learn is not None]
-
-    def _try(self, run, f, *args):
-        "Call `f`. An error in low precision is a result; in fp32, and when memory ends, it is the user's to see."
-        try: f(*args)
+    def _in_fits(self, runs: list[Run], train: Callable[[], None], seed: int | None = None) -> None:
+        "Begin a fit of a copy for each run, and call `train` inside all of them: what a fit enters is entered once."
+        if not runs: return train()
+        run, *others = runs
+        def inside():
+            copy.loss = None                                     # `before_fit` sets one
+            for event in ('before_epoch', 'before_train'): copy(event)
+            run.learn, run.random_state = copy, random_state(everything=True)
+            self._in_fits(others, train)
+            if run.learn is not None: self._end(run)
+        try:
+            with copied_learner(self.learn, optimizer=True, precision=True) as copy:
+                self._prepare(copy, run.choice, seed)
+                copy._with_events(inside, 'fit', ())             # a cancelled fit is an error here
+            return
         except Exception as e:
-            if run is self.base or isinstance(e, torch.OutOfMemoryError): raise
-            said = shorten(str(e).rpartition(':\n\t')[2], 400, placeholder=' …')   # the last line has the way out
-            run.learn, run.support, run.note = None, 'failed', f'{type(e).__name__}: {said}'
+            if run.random_state: raise                           # it had begun
+            self._failed(run, e)
+        self._in_fits(others, train)
 
-    def _begin(self, run, copies, seed=None):
-        "Copy the learner, ready for its first step; the copy is removed with `copies`."
-        copy = copies.enter_context(copied_learner(self.learn, optimizer=True, precision=True))
-        cb = use_choice(copy, run.choice)
+    def _prepare(self, copy, choice, seed):
+        "Have the copy train in this precision, from the state that all copies begin with."
+        cb = use_choice(copy, choice)
         if cb is not None: cb.on_overflow = 'ignore'             # a diagnosis would disturb the times
         set_random_state(self.random_state)
         if seed is not None: set_seed(seed)
@@ -140,39 +152,90 @@ class _Comparison:
                              'model that `splitter` is given.')
         lr, wd = copy.lr if self.lr is None else self.lr, {} if copy.wd is None else {'wd': copy.wd}
         copy.opt.set_hypers(lr=lr, **wd)
-        begin_fit(copy, self.n_steps)
-        run.learn, run.random_state = copy, random_state(everything=True)
+        copy.n_epoch, copy.epoch, copy.n_iter, copy.dl = 1, 0, self.n_steps, copy.dls.train
+
+    def _failed(self, run, e):
+        "Note the error of a low precision, which is a result; in fp32, and when memory ends, it is the user's to see."
+        if run.choice.mode is None or isinstance(e, torch.OutOfMemoryError): raise e
+        said = shorten(str(e).rpartition(':\n\t')[2], 400, placeholder=' …')   # the last line has the way out
+        run.learn, run.support, run.note = None, 'failed', f'{type(e).__name__}: {said}'
+
+    def _train_in_turns(self):
+        "Train `n_steps` of each in turns, and go on until each is decided, while there is time besides the seeds'."
+        size = 1                                                 # the second step shows how long one takes
+        while due := self._due():
+            done = len(self.base.losses)
+            stop = done + size if done >= self.n_steps else min(done + size, self.n_steps)
+            # Forth and back, so that no mode always comes after the same one.
+            for run in due[::(-1) ** len(self.base.times)]:
+                try: self._train(run, range(done, stop))
+                except Exception as e: self._failed(run, e)
+            self.progress.update(min(stop, self.n_steps))
+            pace, seeds = sum(r.pace for r in self._training), self.n_seeds * self.base.pace
+            if stop == 2:
+                size = max(1, int(min(self.n_steps, self.progress.left / (pace + seeds)) - 2) // _TURNS)
+            reserved = min(seeds * min(stop + size, self.n_steps), _FOR_SEEDS * self.progress.max_seconds)
+            if self.progress.left < (size + 1) * pace + reserved: break    # with a batch for the memory
+
+    @property
+    def _training(self): return [r for r in self.runs if r.learn is not None]
+
+    def _due(self):
+        "Return the runs that need another turn, fp32 always among them."
+        def undecided(run): return pays(*speed_up(run.ratios(self.base))[1:]) is None and not several_processes()
+        low = [r for r in self._training[1:] if len(r.losses) < self.n_steps or undecided(r)]
+        return [self.base, *low] if low or len(self.base.losses) < self.n_steps else []
 
     def _train(self, run, steps):
         "Train on the batches of these steps, timed."
         losses = []
         set_random_state(run.random_state)
         wait_for(self.device)
+        before = allocated(self.device)
         start = time.perf_counter()
-        for i, step in enumerate(steps, len(run.losses)):
-            # a copy of the batch: callbacks such as CutMix write into it
-            run.learn.one_batch(i, map_tensors(torch.Tensor.clone, self.batches[step % len(self.batches)]))
-            if not len(run.learn.yb):
-                raise ValueError("The learner's training batches have no targets, so there is no loss to compare. Does "
-                                 "`learn.dls.n_inp` leave one?")
-            losses.append(run.learn.loss.detach())
+        for step in steps: losses.append(self._step(run, len(run.losses) + len(losses), step))
         wait_for(self.device)
         run.times.append((time.perf_counter() - start) / len(losses))
+        run.peak = allocated(self.device, peak=True) - before
         run.losses += map(float, losses)
         run.random_state = random_state(everything=True)
 
+    def _step(self, run, i, step):
+        # a copy of the batch: callbacks such as CutMix write into it
+        run.learn.one_batch(i, map_tensors(torch.Tensor.clone, self.batches[step % len(self.batches)]))
+        if run.learn.loss is None:
+            raise ValueError('There is no loss to compare: the training batches have no targets, and without targets '
+                             'fastai computes no loss and takes no step.\nIf `learn.dls.n_inp` counts the targets as '
+                             'inputs, lower it. If the model computes the loss itself, give its inputs as targets, '
+                             'too, by a callback with `self.learn.yb = self.xb` in `before_batch`, and a `loss_func` '
+                             "that takes the loss out of the model's output.")
+        return run.learn.loss.detach()
+
     def _end(self, run):
-        for event in ('after_train', 'after_fit'): run.learn(event)
+        "Note what only the end of a training shows, and what a mode keeps in memory."
+        run.learn('after_train')
         if cb := precision_callback(run.learn): run.scale, run.skipped = cb.scale or math.nan, cb.n_skipped
+        if run in self.runs:
+            try: run.activations = self._activations(run)
+            except Exception: pass                               # it trains, but not watched: nan
         run.learn = None
+
+    def _activations(self, run):
+        "Run a batch without the backward pass, and return the bytes that autograd keeps for it, each storage once."
+        kept = dict[int, int]()
+        def note(t):
+            kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+        run.learn._do_grad_opt = noop
+        with torch.autograd.graph.saved_tensors_hooks(note, noop): self._step(run, len(run.losses), 0)
+        own = {t.untyped_storage().data_ptr() for t in (*run.learn.model.parameters(), *run.learn.model.buffers())}
+        return sum(size for place, size in kept.items() if place not in own)
 
     def _train_seed(self, seed):
         "Train fp32 again, with another order of the batches but for the last ones, and other random draws."
         run, early = Run(PrecisionChoice()), self.n - self.n_last
-        with ExitStack() as copies:
-            self._begin(run, copies, seed)
-            self._train(run, [*random.Random(seed).sample(range(early), early), *range(early, self.n)])
-            self._end(run)
+        steps = [*random.Random(seed).sample(range(early), early), *range(early, self.n)]
+        self._in_fits([run], lambda: self._train(run, steps), seed)
         self.seeds.append(run)
         self.progress.update(self.n_steps + seed)
 
@@ -180,7 +243,7 @@ class _Comparison:
 
     def _result(self):
         table = pd.DataFrame(map(self._row, self.runs)).set_index('mode')
-        tolerance = Tolerance(self.base.losses[-self.n_last:], list(map(self._loss, self.seeds)))
+        tolerance = Tolerance(self.base.losses[:self.n], list(map(self._loss, self.seeds)), self.n_last)
         recommended, reason = recommend(table, tolerance)
         if len(self.runs) == 1:
             bf16, fp16 = (mode_support(m, self.device).status for m in (AMPMode.BF16, AMPMode.FP16))
@@ -190,45 +253,88 @@ class _Comparison:
                            "`learn.compare_precision(['bf16', 'fp16'])` compares them all the same.")
         choices = {r.choice.name: r.choice for r in self.runs}
         calls = {name: str(call_for(self.learn, choice)) for name, choice in choices.items()}
-        return PrecisionComparison(table, {r.choice.name: r.losses for r in self.runs}, [r.losses for r in self.seeds],
-                                   recommended, reason, calls, self._notes(tolerance), choices)
+        losses = {r.choice.name: r.losses[:self.n] for r in self.runs}
+        return PrecisionComparison(table, losses, [r.losses for r in self.seeds], recommended, reason, calls,
+                                   self._notes(table, recommended, tolerance), choices)
 
     def _loss(self, run): # nan for a mode that failed
-        return float(np.mean(run.losses[-self.n_last:])) if len(run.losses) == self.n else math.nan
+        if run.support in ('unsupported', 'failed'): return math.nan
+        return float(np.mean(run.losses[self.n - self.n_last:self.n]))
 
     def _row(self, run):
-        low, mid, high = np.percentile([b / a for a, b in zip(run.timed, self.base.timed)], (25, 50, 75))
+        ratios = run.ratios(self.base)
+        mid, low, high = speed_up(ratios)
         loss = self._loss(run)
-        return {'mode': run.choice.name, 'support': run.support, 'steps': len(run.losses), 'turns': len(run.times),
-                'ms per step': 1000 * run.pace, 'speed-up': mid, 'speed-up q1': low, 'speed-up q3': high,
+        return {'mode': run.choice.name, 'support': run.support, 'steps': len(run.losses), 'turns': len(ratios),
+                'ms per step': 1000 * self.base.pace / mid, 'speed-up': mid, 'speed-up low': low, 'speed-up high': high,
                 'loss': loss, 'loss difference': loss - self._loss(self.base), 'skipped': run.skipped,
-                'final scale': run.scale, 'note': run.note}
+                'final scale': run.scale, 'activations MB': run.activations / 1e6, 'peak MB': run.peak / 1e6,
+                'note': run.note}
 
-    def _notes(self, tolerance):
+    def _notes(self, table, recommended, tolerance):
         n_seeds = len(self.seeds)
         seeds = f' and {n_seeds} of {self.n_seeds} seeds' * bool(self.n_seeds)
         about = (f'; its standard deviation over {n_seeds + 1} fp32 trainings that differ in the order of batches and '
                  f'in random draws is {tolerance.spread:.2g}') if tolerance.spread > 0 else ''
-        notes = [f'Loss: mean of the last {self.n_last} of {self.n} training steps on {self.device}{about}.']
+        last = f'{self.n - self.n_last + 1} to {self.n}'
+        notes = [f'Loss: mean of training steps {last} on {self.device}{about}.', *self._on_a_fit(table, recommended),
+                 *_on_memory(table)]
         if self.n < self.n_steps or n_seeds < self.n_seeds:
             notes.append(f'There was time for {self.n} of {self.n_steps} steps{seeds} '
-                         f'(`max_seconds={self.progress.max_seconds:g}`).')
+                         f'(`max_seconds={self.max_seconds:g}`).')
         if len(self.batches) < self.n: notes.append(f'The steps took {len(self.batches)} batches in turn.')
         if left := left_out(self.learn): notes.append(f"These callbacks took no part: {', '.join(left)}.")
         return notes
 
+    def _on_a_fit(self, table, recommended):
+        "Say what a whole fit gains, where drawing the batches takes a considerable part of a step."
+        step, low = (table['ms per step'][name] / 1000 for name in ('fp32', recommended))
+        if recommended == 'fp32' or self.loading < _CONSIDERABLE * step: return []
+        # Workers draw the next batches while the model trains.
+        dl = self.learn.dls.train
+        together = max if getattr(dl, 'fake_l', dl).num_workers else float.__add__
+        gain = together(self.loading, step) / together(self.loading, low)
+        return [f"Drawing a batch takes {1000 * self.loading:.3g} ms beside fp32's step of {1000 * step:.3g}: a fit in "
+                f'{recommended} is about {gain:.2f} times as fast, not {step / low:.2f}.']
 
-def _draw(learn: Learner, n: int, device: torch.device, progress: Progress) -> list[Any]:
-    "Draw `n` training batches, as many as come in a quarter of the time and fit into 512 MB; `ValueError` for none."
+
+def _on_memory(table: pd.DataFrame) -> list[str]:
+    "Say what autocast's modes save."
+    share = table['activations MB'] / table['activations MB']['fp32']
+    said = [f"{name} {100 * abs(1 - s):.0f} % {'less' if s < 1 else 'more'}" for name, s in share.items()
+            if name in ('bf16', 'fp16') and math.isfinite(s)]
+    return [f"Memory: for the backward pass of a step {' and '.join(said)} than fp32 is kept; weights, gradients and "
+            "the optimizer's state take as much as in fp32."] if said else []
+
+
+def _draw(learn: Learner, n: int, device: torch.device, progress: Progress) -> tuple[list[Any], float]:
+    """Draw `n` training batches, as many as come in a quarter of the time and fit into 512 MB.
+
+    Returns the batches, and the seconds that one took after the first, for which workers start. Raises `ValueError`
+    for none.
+    """
     found, dl, size = list[Any](), loader_like(learn.dls.train), 0
+    start = time.perf_counter()
     for b in (b for _ in range(n) for b in dl):                  # the batches come again when an epoch is over
         found.append(to_device(b, device))
+        if len(found) == 1: first = time.perf_counter()
         size += sum(t.numel() * t.element_size() for t in tensors(b, floating=False))
         if len(found) == n or size > LIMIT or progress.left < .75 * progress.max_seconds: break
     if not found:
         raise ValueError("The learner's training dataloader (`learn.dls.train`) gives no batches, so there is nothing "
                          "to train on.\nWith `drop_last=True` its dataset may be smaller than one batch.")
-    return found
+    end = time.perf_counter()
+    return found, (end - first) / (len(found) - 1) if len(found) > 1 else end - start
+
+
+def allocated(device: torch.device, peak: bool = False) -> float: # nan for the CPU, and where PyTorch does not count
+    "Return the bytes allocated on an accelerator now, and start anew to look for the peak; or that peak."
+    if device.type in ('cpu', 'xla'): return math.nan
+    try:
+        if peak: return torch.accelerator.max_memory_allocated(device)
+        torch.accelerator.reset_peak_memory_stats(device)
+        return torch.accelerator.memory_allocated(device)
+    except (RuntimeError, ValueError): return math.nan
 
 
 def wait_for(device: torch.device) -> None:

@@ -14,10 +14,11 @@ from fastai.learner import Learner
 from .precisions import PRECISION_COLORS, PrecisionChoice, use_choice
 from .verdict import as_html
 
-__all__ = ['PrecisionComparison', 'Tolerance', 'recommend']
+__all__ = ['PrecisionComparison', 'Tolerance', 'pays', 'recommend', 'speed_up']
 
-_WORTH = 1.05           # speed-up below which a mode does not pay
-_FEWEST_TURNS = 4       # the first warms up, and three are needed for a range
+_WORTH = 1.05           # times fp32's speed: a mode above it pays
+_FEWEST_TURNS = 6       # that an interval takes
+_WIDTH = 2.2            # of the interval; one that is looked at once would have 1.57
 # One-sided 95 % prediction interval of one more training, by the number of trainings: t * sqrt(1 + 1 / n).
 _INTERVAL = {2: 7.7, 3: 3.4}     # 2.6 for four; more are taken for four
 
@@ -29,11 +30,13 @@ class PrecisionComparison:
     | column of `table` | meaning |
     |---|---|
     | `support` | how the device runs the mode: 'native', 'emulated', 'unsupported'; 'failed' after an error |
-    | `steps`, `turns` | training steps, and the turns in which they were taken |
-    | `ms per step` | median over the turns |
-    | `speed-up`, `speed-up q1`, `speed-up q3` | times fp32's speed: median and quartiles over the turns |
-    | `loss`, `loss difference` | mean of the last steps, and its distance from fp32's; nan for a mode that failed |
+    | `steps`, `turns` | training steps, and timed turns in which they were taken beside fp32's |
+    | `ms per step` | fp32's median over the turns; of others it over the speed-up |
+    | `speed-up`, `speed-up low`, `speed-up high` | times fp32's speed: median over the turns, and its 95 % interval |
+    | `loss`, `loss difference` | mean of some steps, and its distance from fp32's; nan for a mode that failed |
     | `skipped`, `final scale` | skipped steps, and the loss scale at the end |
+    | `activations MB` | kept by autograd for a step's backward pass: inputs, activations, autocast's casts of weights |
+    | `peak MB` | most that a step allocates on an accelerator, besides what was allocated before; else nan |
     | `note` | why a mode did not run |
     """
     table: pd.DataFrame # One row for each mode
@@ -59,7 +62,8 @@ class PrecisionComparison:
 
     def _shown(self, render: str) -> str: # By the DataFrame's method of that name
         "Return the table for people: fewer columns, rounded."
-        columns = ['support', 'steps', 'ms per step', 'speed-up', 'loss', 'loss difference', 'skipped', 'final scale']
+        columns = ['support', 'steps', 'ms per step', 'speed-up', 'loss', 'loss difference', 'skipped', 'final scale',
+                   'activations MB', 'peak MB']
         shown = self.table[columns].dropna(axis=1, how='all').rename_axis(None)
         shown['speed-up'] = self.table.apply(_speed, axis=1)
         return getattr(shown, render)(float_format='{:,.5g}'.format, na_rep='-')
@@ -92,25 +96,46 @@ class PrecisionComparison:
 
 # -- the recommendation
 
-class Tolerance:
-    """The distance above fp32's loss that another may have: that of one more training of fp32, or 1 % if that is more.
+def speed_up(
+    ratios: Sequence[float], # fp32's time over a mode's, in turns that both took one after the other
+) -> tuple[float, float, float]: # nan at the ends before the sixth turn
+    """Return the median of the ratios, and its interval: 2.2 (q3 - q1) / sqrt(n) to both sides.
 
-    Where fp32 was trained once there is no spread, and only a wide margin counts: a tenth of the loss, or two standard
-    deviations between its last steps.
+    The notches of box plots, of 95 %, have 1.57: McGill, Tukey and Larsen, Variations of Box Plots, The American
+    Statistician 32 (1978). That is for one look. Looked at after each turn from the sixth on, 2.2 takes a mode as fast
+    as fp32 for one that pays in 2 to 10 %, by simulation (`nbs/benchmarks/choice.py`).
+    """
+    if not ratios: return math.nan, math.nan, math.nan
+    q1, mid, q3 = map(float, np.quantile(ratios, (.25, .5, .75)))
+    half = _WIDTH * (q3 - q1) / math.sqrt(len(ratios)) if len(ratios) >= _FEWEST_TURNS else math.nan
+    return mid, mid - half, mid + half
+
+
+def pays(low: float, high: float) -> bool | None:
+    "Return whether a speed-up in this interval is worth while; None if it is not decided."
+    return True if low > _WORTH else False if high <= _WORTH else None
+
+
+class Tolerance:
+    """The distance above fp32's loss that another may have: that of one more training of fp32, or what is little.
+
+    Little is 1 % of the loss, or a thousandth of the way to it from the first step's. Where fp32 was trained once there
+    is no spread, and only a wide margin counts: a tenth of the loss, or two standard deviations between its last steps.
     """
     def __init__(self,
-        last: Sequence[float], # fp32's losses in the last steps
-        seeds: Sequence[float], # The mean of those in trainings with other seeds
+        losses: Sequence[float], # fp32's, of each step
+        seeds: Sequence[float], # The mean of the last ones in trainings with other seeds
+        n_last: int, # How many are the last ones
     ):
-        self.loss, self.n = float(np.mean(last)), 1 + len(seeds)
+        last, n = losses[-n_last:], 1 + len(seeds)
+        self.loss = float(np.mean(last))
         self.spread = float(np.std([self.loss, *seeds], ddof=1)) if seeds else math.nan
-        if seeds: self.value = max(.01 * abs(self.loss), _INTERVAL.get(self.n, 2.6) * self.spread)
-        else: self.value = max(.1 * abs(self.loss), 2 * float(np.std(last)))
-
-    def __str__(self) -> str:
-        if self.n == 1: return f'{self.value:.2g}, a wide margin, as there was no second training of fp32 to measure by'
-        if self.value == .01 * abs(self.loss): return f'{self.value:.2g} (1 % of it)'
-        return f'{self.value:.2g}, as {self.n} trainings of fp32 allow'
+        found = {"1 % of fp32's": abs(self.loss) / 100,
+                 "a thousandth of the way from fp32's first loss to its last": abs(losses[0] - self.loss) / 1000}
+        if seeds: found[f'the spread of {n} fp32 trainings'] = _INTERVAL.get(n, 2.6) * self.spread
+        else: found['a wide margin, as fp32 was trained once'] = max(.1 * abs(self.loss), 2 * float(np.std(last)))
+        self.why = max(found, key=found.__getitem__)
+        self.value = found[self.why]
 
 
 def recommend(
@@ -119,10 +144,9 @@ def recommend(
 ) -> tuple[str, str]: # The mode, and why
     """Return one mode: the fastest that pays and trains as fp32 does.
 
-    It pays if the median speed-up is 1.05 or more, and the lower quartile is further above 1 than it is below the
-    upper one. It trains as fp32 does if the mean of the last losses is finite and above fp32's by no more than the
-    tolerance, and no more than half of its steps were skipped. Of two equally fast (5 %) bf16 is taken, which needs no
-    loss scaling.
+    It pays if the interval of its speed-up is above 1.05. It trains as fp32 does if the mean of the last losses is
+    finite and above fp32's by no more than the tolerance, and no more than half of its steps were skipped. Of two
+    equally fast (5 %) bf16 is taken, which needs no loss scaling.
     """
     if not math.isfinite(tolerance.loss):
         return 'fp32', "fp32's own loss is not finite: look at the data, the loss function and the learning rate first."
@@ -131,7 +155,7 @@ def recommend(
     speed = table['speed-up'][[name for name, found in against.items() if not found]]
     if speed.empty: return 'fp32', f'{bad}.'
     best = 'bf16' if speed.get('bf16', 0) * 1.05 >= speed.max() else speed.idxmax()
-    why = f"{_speed(table.loc[best])} times fp32's speed, and a loss no further above fp32's than {tolerance}"
+    why = f"{_speed(table.loc[best])} times fp32's speed, and its loss is within {tolerance.why}"
     return best, f"{why}{bad and f' ({bad})'}."
 
 
@@ -144,18 +168,26 @@ def _against(row: pd.Series, tolerance: Tolerance) -> list[str]:
         found.append(f"it skipped {row['skipped']} of {row['steps']} steps, so its loss and speed say little: "
                      'compare with a larger `n_steps`, or see what `learn.precision_report()` finds')
     elif row['loss difference'] > tolerance.value:
-        found.append(f"its loss is {row['loss difference']:.2g} above fp32's, more than {tolerance}")
-    low, high = row['speed-up q1'], row['speed-up q3']
+        found.append(f"its loss is {row['loss difference']:.2g} above fp32's, more than {tolerance.value:.2g} "
+                     f'({tolerance.why})')
+    speed, paid = row['speed-up'], pays(row['speed-up low'], row['speed-up high'])
     if row['turns'] < _FEWEST_TURNS:
-        found.append(f"it was timed in {row['turns']} of the {_FEWEST_TURNS} turns that a range takes")
-    elif low - 1 <= high - low or row['speed-up'] < _WORTH:
-        found.append(f'not reliably faster than fp32 here ({_speed(row)} times its speed)' +
+        found.append(f"it was timed in {row['turns']} of the {_FEWEST_TURNS} turns that an interval takes: raise "
+                     '`max_seconds`')
+    elif paid is None:
+        more = min(99, math.ceil(((row['speed-up high'] - speed) / max(abs(speed - _WORTH), 1e-9)) ** 2))
+        found.append(f"undecided: {_speed(row)} times fp32's speed; about {more} times the time could show whether it "
+                     f'is above {_WORTH}')
+    elif not paid:
+        found.append(f"{_speed(row)} times fp32's speed, below {_WORTH}" +
                      ': the device only emulates it' * (row['support'] == 'emulated'))
     return found
 
 
 def _speed(row: pd.Series) -> str:
-    return '{speed-up:.2f}, {speed-up q1:.2f} to {speed-up q3:.2f}'.format(**row) if row['turns'] else '-'
+    said = '{speed-up:.2f}' if row['turns'] else '-'
+    if row['turns'] >= _FEWEST_TURNS: said += ' ({speed-up low:.2f} to {speed-up high:.2f})'
+    return said.format(**row)
 
 
 # -- the plot
@@ -181,7 +213,7 @@ def _draw_curves(ax: Any, losses: dict[str, list[float]], seed_losses: list[list
 
 
 def _draw_speeds(ax: Any, table: pd.DataFrame, recommended: str) -> None:
-    speed, low, high = (table[f'speed-up{q}'].fillna(0) for q in ('', ' q1', ' q3'))
+    speed, low, high = (table[f'speed-up{end}'].fillna(table['speed-up']).fillna(0) for end in ('', ' low', ' high'))
     names = [f'{name}\n({s})' if s != 'native' else name for name, s in table['support'].items()]
     bars = ax.barh(names, speed, xerr=[speed - low, high - speed], capsize=3, color=list(map(_color, table.index)))
     ax.bar_label(bars, [f'{s:.2f}x' if s else 'not measured' for s in speed], padding=6)

@@ -9,6 +9,7 @@ import torch
 from torch.utils import _python_dispatch
 
 
+
 def in_function_transform() -> bool:
     """Return whether a transform of `torch.func` (grad, vmap, ...) is under way, whose tensors must not outlive it.
 

@@ -20,14 +20,15 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from ..callback import PRECISION_CALLBACKS, MixedPrecision
-from ..common import first_line, is_sharded
+from ..callback import MixedPrecision
+from ..loop import PRECISION_CALLBACKS
+from ..common import first_line, is_sharded, training_device
 from ..convert import map_tensors
 from ..fp32_modules import unwrapped
-from ..mode import autocast_available, training_device
+from ..mode import autocast_available
 
-__all__ = ['RandomState', 'begin_fit', 'check_learner', 'copied_learner', 'left_out', 'loader_like', 'lost_weights',
-           'random_state', 'random_state_kept', 'set_random_state', 'takes_part', 'tensors']
+__all__ = ['RandomState', 'begin_fit', 'check_learner', 'copied_learner', 'is_plain', 'left_out', 'loader_like',
+           'lost_weights', 'random_state', 'random_state_kept', 'set_random_state', 'takes_part', 'tensors']
 
 # Of fastai's own callbacks those that shape a training step, by name, as some are costly to import.
 _OF_FASTAI = set("""TrainEvalCallback CastToTensor MixHandler GradientAccumulation GradientClip BnFreeze ChannelsLast
@@ -75,7 +76,7 @@ def check_learner(
 def lost_weights(model: nn.Module) -> str: # Such as "2 of 4 weight tensors are NaN or inf, such as '0.weight'"
     "Describe which weights are NaN or inf; '' if none is. Of sharded ones this process's shards."
     weights = {n: p.to_local() if hasattr(p, 'to_local') else p for n, p in model.named_parameters()}
-    lost = [n for n, p in weights.items() if not p.isfinite().all()]
+    lost = [n for n, p in weights.items() if is_plain(p) and not p.isfinite().all()]
     return f"{len(lost)} of {len(weights)} weight tensors are NaN or inf, such as '{lost[0]}'" if lost else ''
 
 
@@ -88,10 +89,10 @@ def copied_learner(
 ) -> Iterator[Learner]: # A learner of the same class; its `path` is a folder that is removed at the end
     """Copy `learn`, to be trained or examined inside and thrown away.
 
-    Model, loss function and the callbacks that take part are deep copies; data, metrics and all else are shared. The
-    model is the one inside `torch.compile` and DistributedDataParallel, so a copy does not communicate with other
-    processes. `save`, `load` and `export` of a copy do nothing, whatever file they are given. Gradients are on inside,
-    autocast is off, and the random states of Python, NumPy and torch are put back.
+    Model, loss function, the callbacks that take part and what else hangs on the learner are deep copies; data loaders
+    and their datasets are shared. The model is the one inside `torch.compile` and DistributedDataParallel, so a copy
+    does not communicate with other processes. `save`, `load` and `export` of a copy do nothing, whatever file they are
+    given. Gradients are on inside, autocast is off, and the random states of Python, NumPy and torch are put back.
 
     Raises `ValueError` for a learner that cannot be copied, with the name of what cannot.
     """
@@ -142,28 +143,30 @@ def loader_like(
 def _copy(learn: Learner, optimizer: bool) -> Learner:
     new = object.__new__(type(learn))
     loaders = list(getattr(learn.dls, 'loaders', ()))
-    shared = [learn.dls, *loaders, *(getattr(dl, 'dataset', None) for dl in loaders), learn.logger, learn.lock]
+    loaders += [o for o in vars(learn).values() if isinstance(o, (DataLoader, torch.utils.data.DataLoader))]
+    shared = [learn.dls, *loaders, *(getattr(dl, 'dataset', None) for dl in loaders), learn.logger, learn.lock,
+              vars(learn).get('scaler')]
     memo: dict[int, Any] = {id(o): o for o in shared if o is not None} | {id(learn): new}
-    # Methods set on the learner itself, as a precision callback sets `_with_events`, are bound to the copy.
-    methods = {k: v for k, v in vars(learn).items() if callable(getattr(type(learn), k, None))}
-    rest = {k: v for k, v in vars(learn).items() if k not in methods and not isinstance(v, Callback)}
-    vars(new).update(rest, cbs=L(), logger=noop, lock=threading.Lock())
+    own = ('model', 'loss_func', 'opt_func', 'opt', 'dls', 'cbs', 'logger', 'lock')
+    hung = {k: v for k, v in vars(learn).items() if k not in own and not isinstance(v, Callback)}
     cbs = [cb for cb in learn.cbs if takes_part(cb) or isinstance(cb, MixedPrecision)]
     parts = [('the model', unwrapped(learn.model)), ('the loss function', learn.loss_func),
              ('opt_func', learn.opt_func), ('the optimizer', learn.opt if optimizer else None),
-             ("the learner's own methods", methods), *((f"the callback '{cb.name}'", cb) for cb in cbs)]
+             *((f"the callback '{cb.name}'", cb) for cb in cbs), *((f'`learn.{k}`', v) for k, v in hung.items())]
     copies: list[Any] = []
     for what, part in parts:
         try:
             with _Detached(): copies.append(copy.deepcopy(part, memo))
+            memo[id(learn.model)] = copies[0]                    # instead of what wraps it
         except Exception as e:
             raise ValueError(f'This learner cannot be copied, and only copies are run: {what} refuses '
                              f'({first_line(e)}).\n'
                              'Take a callback off meanwhile, `with learn.removed_cbs([...])`; give the class of '
-                             'anything else a `__deepcopy__`, or keep it outside the model.') from e
-    new.model, new.loss_func, new.opt_func, new.opt, methods, *new_cbs = copies
-    vars(new).update(methods, save=_write_nothing, load=noop, export=noop, **{cb.name: cb for cb in new_cbs})
-    new.cbs += new_cbs
+                             'anything else a `__deepcopy__`, or keep it off model and learner.') from e
+    new.model, new.loss_func, new.opt_func, new.opt, *rest = copies
+    new_cbs = rest[:len(cbs)]
+    vars(new).update(zip(hung, rest[len(cbs):]), dls=learn.dls, cbs=L(new_cbs), logger=noop, lock=threading.Lock(),
+                     save=_write_nothing, load=noop, export=noop, **{cb.name: cb for cb in new_cbs})
     if hasattr(learn, 'recorder'):                               # which other callbacks read; it takes no part itself
         new.recorder = object.__new__(type(learn.recorder))      # `copy.copy` leaves out what it has recorded
         lists = {k: list(v) for k, v in vars(learn.recorder).items() if isinstance(v, list)}
@@ -193,15 +196,20 @@ def _keep_flags(old: Any, new: Any) -> None:
 
 def tensors(
     x: Any, # Nested to any depth
-    floating: bool = True, # Only those of floating point
+    floating: bool = True, # Only those of floating point that can be looked at
 ) -> list[torch.Tensor]:
     "Return the tensors in `x`."
     found: list[torch.Tensor] = []
     def note(t):
-        if not floating or t.is_floating_point(): found.append(t)
+        if not floating or (t.is_floating_point() and is_plain(t)): found.append(t)
         return t
     map_tensors(note, x)
     return found
+
+
+def is_plain(t: torch.Tensor) -> bool:
+    "Return whether `t` can be looked at: subclasses with operators of their own, and 8-bit formats, may refuse that."
+    return t.element_size() > 1 and type(t).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
 # -- what a run shares with the process

@@ -10,6 +10,7 @@ from fastai.learner import Learner
 
 from ..callback import precision_callback
 from ..common import several_processes
+from ..compat import is_compiled
 from ..fp32_modules import unwrapped
 from ..mode import AMPMode, fastest_native
 from .copies import RandomState, lost_weights
@@ -18,6 +19,9 @@ from .trace import trace
 from .verdict import Judge, named, not_finite_data, wrong_in_fp32
 
 __all__ = ['Alarm', 'diagnose']
+
+
+_BAD = 'Look at the data; no precision can train on it'
 
 
 @dataclass
@@ -52,13 +56,14 @@ def diagnose(
 
 
 def _cause(learn: Learner, alarm: Alarm) -> tuple[str, str]:
-    if bad := not_finite_data((alarm.xb, alarm.yb)): return bad, 'Look at the data; no precision can train on it'
     if alarm.divergence:
         rate = max(h['lr'] for h in learn.opt.hypers)
         return (f'the run diverges: {alarm.divergence}',
                 f'Lower the learning rate first, {rate:g} at this step: more precision would not help. '
                 '`learn.lr_find()` suggests one; `cbs=GradientClip(1.)` limits what one batch can do')
-    if lost := lost_weights(unwrapped(learn.model)):
+    lost, bad = lost_weights(unwrapped(learn.model)), not_finite_data((alarm.xb, alarm.yb))
+    if bad and (lost or several_processes()): return bad, f'{_BAD}, unless the loss leaves these values out'
+    if lost:
         return (f'{lost}, so the batch cannot be run again as it was',
                 'Load weights that are finite, or build the model anew, then call `learn.precision_report()`')
     if several_processes():
@@ -67,7 +72,8 @@ def _cause(learn: Learner, alarm: Alarm) -> tuple[str, str]:
     where, remedy = _run_again(learn, alarm)
     again = 'That batch, run again with the same random draws' if alarm.random_state is not None else \
             'The batch under way, not the one it began with, run again'
-    return f'{again}: {where}', remedy
+    uncompiled = ', uncompiled' if is_compiled(learn.model) else ''
+    return f'{again}{uncompiled}: {where}', remedy
 
 
 def _run_again(learn: Learner, alarm: Alarm) -> tuple[str, str]:
@@ -76,12 +82,14 @@ def _run_again(learn: Learner, alarm: Alarm) -> tuple[str, str]:
     mode = alarm.mode
     again = partial(trace, learn, [(alarm.xb, alarm.yb)], in_fit=True, random_state=alarm.random_state)
     fp32 = again()
-    if wrong := wrong_in_fp32(fp32): return wrong, 'Look at the learning rate, the loss function and the data'
-    judge = Judge(mode, unwrapped(learn.model), cb.device, partial(again, mode, reference=fp32), fp32, alarm.scale,
+    if wrong := wrong_in_fp32(fp32, (alarm.xb, alarm.yb)):
+        bad = not_finite_data((alarm.xb, alarm.yb))
+        return wrong, _BAD if bad else 'Look at the learning rate, the loss function and the data'
+    judge = Judge(mode, unwrapped(learn.model), cb.fit.device, partial(again, mode, reference=fp32), fp32, alarm.scale,
                   partial(precision_call, learn, mode), cb.fp32_module_names)
     verdict = judge.verdict()
     if not verdict.call:
-        other = precision_call(learn, fastest_native(cb.device, [mode]))
+        other = precision_call(learn, fastest_native(cb.fit.device, [mode]))
         return verdict.reason, f'Take another precision: `{other}`'
     if verdict.modules:
         return verdict.reason, f"Keep {', '.join(map(named, verdict.modules))} in fp32: `{verdict.call}`"

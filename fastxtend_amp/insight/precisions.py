@@ -10,8 +10,9 @@ import torch
 from fastai.learner import Learner
 
 from ..callback import MixedPrecision, precision_callback
+from ..common import training_device
 from ..half_weights import HalfWeights
-from ..mode import AMPMode, mode_support, training_device
+from ..mode import AMPMode, mode_support
 
 __all__ = ['PRECISION_COLORS', 'PrecisionChoice', 'call_for', 'choices_from', 'default_choices', 'precision_call',
            'use_choice']

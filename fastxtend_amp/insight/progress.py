@@ -13,8 +13,8 @@ from ..scaling import is_number
 __all__ = ['Progress', 'TimeIsUp', 'check_above_0', 'check_count']
 
 
-class TimeIsUp(BaseException):
-    "The time limit is over. Not an `Exception`, so that no model catches it."
+class TimeIsUp(Exception):
+    "The time limit is over."
 
 
 class Progress:

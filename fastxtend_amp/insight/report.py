@@ -15,14 +15,17 @@ from torch import nn
 
 from ..callback import precision_callback
 from ..checks import half_parameters_of
+from ..common import training_device
+from ..compat import is_compiled
 from ..convert import map_tensors
 from ..fp32_modules import unwrapped
-from ..mode import AMPMode, fastest_native, mode_support, training_device
+from ..fp32_settings import settings_note
+from ..mode import AMPMode, fastest_native, mode_support
 from .copies import check_learner, left_out, loader_like, random_state_kept, tensors
 from .precisions import PRECISION_COLORS, precision_call
 from .progress import TimeIsUp, check_above_0, check_count
 from .trace import Seen, Trace, trace
-from .verdict import Judge, Verdict, as_html, not_finite_data, some, wrong_in_fp32
+from .verdict import Judge, Verdict, as_html, named, some, wrong_in_fp32
 
 __all__ = ['PrecisionReport', 'report']
 
@@ -168,7 +171,7 @@ class _Report:
             first = [first_samples(b, few) for b in self.batches]
             try: self.fp32, self.batches = trace(self.learn, first), first
             except Exception: few = whole                        # the model needs batches of one size
-        if wrong := not_finite_data(self.batches) or wrong_in_fp32(self.fp32):
+        if wrong := wrong_in_fp32(self.fp32, self.batches):
             verdicts = {mode: Verdict(mode.value, 'not known', wrong, '') for mode in modes}
         else:
             verdicts = {mode: self._verdict(mode) for mode in modes}
@@ -219,6 +222,13 @@ class _Report:
         if emulated := [m for m in self.low if mode_support(m, self.device).status == 'emulated']:
             slow = f"{' and '.join(m.value for m in emulated)}: emulated here, which is usually slower than fp32"
             notes.append(f'{slow}; so these are the first samples of {whole}.' if few < whole else f'{slow}.')
+        if unseen := {k: v for t in (self.fp32, *self.low.values()) for k, v in t.unseen.items()}:
+            words = some([f'{what} in {named(name)}' for what, name in unseen.items()])
+            notes.append(f'Left alone, as it cannot be looked at or compared with fp32: {words}.')
+        if is_compiled(self.learn.model): notes.append('The compiled model was run uncompiled.')
+        if settings := settings_note():
+            notes.append(f'{settings}. So training in fp32, and modules kept in fp32, have errors that the report does '
+                         'not know: it ran in full precision.')
         if missing := left_out(self.learn): notes.append(f'Callbacks that took no part: {some(missing, 8)}.')
         return notes
 

@@ -26,10 +26,11 @@ from ..callback import MixedPrecision
 from ..common import first_line
 from ..convert import HALF, half_to_float, map_tensors
 from ..fp32_modules import ROOT, qualified_names
+from ..fp32_settings import FULL_PRECISION, fp32_settings
 from ..learner import set_precision
 from ..mode import AMPMode
 from .compat import in_function_transform, operator, unwatched
-from .copies import RandomState, begin_fit, copied_learner, set_random_state, tensors
+from .copies import RandomState, begin_fit, copied_learner, is_plain, set_random_state, tensors
 
 __all__ = ['LOSS', 'Seen', 'Trace', 'ends', 'largest_value', 'relative_error', 'trace']
 
@@ -57,6 +58,7 @@ class Seen:
 
     def add_grad(self, g: torch.Tensor) -> None:
         "Note the gradient of an output or a parameter."
+        if not is_plain(g): return
         g = g.detach().abs().float()
         g = g[g.isfinite() & (g != 0)]
         if not g.numel(): return
@@ -97,8 +99,8 @@ class _Frame:
 
 
 def _address(t: torch.Tensor) -> int:
-    plain = t.layout is torch.strided and t.device.type not in ('xla', 'meta')
-    return t.untyped_storage().data_ptr() if plain else 0
+    has_one = t.layout is torch.strided and t.device.type not in ('xla', 'meta')
+    return t.untyped_storage().data_ptr() if has_one else 0
 
 
 class Trace(TorchDispatchMode):
@@ -118,6 +120,8 @@ class Trace(TorchDispatchMode):
         self.error = ''                                          # why it ended: the text of an exception
         self.failed_in: str | None = None                        # the module that raised it; None before a batch
         self.work = 0                                            # floating-point operations of the forward pass
+        self.n_moving = 0                                        # parameters' gradients that are not 0
+        self.unseen: dict[str, str] = {}                         # what cannot be looked at, and its first module
         self._n = 0                                              # operators so far
         self._frames: list[_Frame] = []
         self._backward = self.began = False
@@ -154,14 +158,17 @@ class Trace(TorchDispatchMode):
         self._backward = True
 
     def end_backward(self, model: nn.Module) -> None:
-        "Look at the gradients of the parameters."
+        "Look at the gradients of the parameters, and take them away."
         with unwatched():
             for name, m in qualified_names(model):
                 for p in m.parameters(recurse=False):
                     if p.grad is None: continue
                     g = p.grad.coalesce().values() if p.grad.is_sparse else p.grad
+                    if not is_plain(g): continue
                     self.grads_are_finite &= all_finite(g)
+                    self.n_moving += int(g.count_nonzero())
                     if name in self.seen: self.seen[name].add_grad(g)
+            for p in model.parameters(): p.grad = None           # those of the next batch would add to them
 
     # -- modules
 
@@ -214,14 +221,16 @@ class Trace(TorchDispatchMode):
         self._n += 1
         frame = self._frames[-1]
         seen, inputs = frame.seen, tensors((args, kwargs))
+        strange = [t for t in tensors((args, kwargs), floating=False) if t.is_floating_point() and not is_plain(t)]
+        for t in strange: self._leave_alone(f'{type(t).__name__} of {t.dtype}', seen)
         is_cast = op.name == '_to_copy' and kwargs.get('dtype') in HALF
         low = self.mode is not None and (is_cast or any(t.dtype in HALF or frame.twin(t) is not None for t in inputs))
         began_finite = not op.writes or all(map(all_finite, inputs))
-        wide = self._widely(func, op, args, kwargs, frame) if low and not op.draws else None
+        wide = self._widely(func, op, args, kwargs, frame) if low and not (op.draws or strange) else None
         out = func(*args, **kwargs)
         for t in tensors(args[:1]) if op.writes else ():         # exact to the callers, as what modules inside return
             for f in self._frames[:-1] if wide is not None else self._frames: f.twins.pop(_address(t), None)
-        if self.mode is None: self._count(func, args, kwargs, out)
+        if self.mode is None and not strange: self._count(func, args, kwargs, out)
         outs, wides = tensors(out), tensors(wide)
         if len(outs) != len(wides): wides = [None] * len(outs)
         for o, w in zip(outs, wides):
@@ -246,7 +255,11 @@ class Trace(TorchDispatchMode):
         try:
             with torch.no_grad(), torch.autocast(device_type, enabled=False):
                 return func(*map_tensors(frame.wide, args), **{**map_tensors(frame.wide, kwargs), **dtypes})
-        except RuntimeError: return None                         # such as flash attention, which runs in half alone
+        except Exception:                                        # such as flash attention, which runs in half alone
+            self._leave_alone(f'{func}, which does not run in fp32', frame.seen)
+            return None
+
+    def _leave_alone(self, what, seen): self.unseen.setdefault(what, seen.name)
 
     def _fails_in_fp32(self, seen):
         in_fp32 = self.reference.seen.get(seen.name) if self.reference is not None else None
@@ -262,8 +275,11 @@ class _Ends(Callback):
     "The end of a batch's parts for a trace, and of the batch after its backward pass."
     order = 1000                                                 # after all others
     def __init__(self, trace: Trace): self.trace = trace
+    before = None
+    def before_batch(self): self.before = vars(self.learn).get('loss_grad')
     def after_loss(self):
-        if len(self.learn.yb): self.trace.end_forward(self.learn.loss_grad)
+        loss = vars(self.learn).get('loss_grad')                 # without targets it may come from the model
+        if isinstance(loss, torch.Tensor) and loss is not self.before: self.trace.end_forward(loss)
     def after_backward(self):
         self.trace.end_backward(self.learn.model)
         raise CancelBatchException
@@ -282,7 +298,7 @@ def trace(
 ) -> Trace:
     "Run batches forward and backward in a copy of `learn`, in its own loop with its callbacks; no step is taken."
     found = Trace(mode, reference)
-    with copied_learner(learn) as copy, _as_written(), warnings.catch_warnings():
+    with copied_learner(learn) as copy, _as_written(), fp32_settings(FULL_PRECISION), warnings.catch_warnings():
         warnings.simplefilter('ignore')                          # of a fit, such as that the mode is emulated
         if mode is not None:
             set_precision(copy, _Unchecked(mode, init_scale=scale, fp32_modules=list(keep), on_overflow='ignore'))
@@ -349,7 +365,7 @@ def _as_written() -> AbstractContextManager:
 
 class _Unchecked(MixedPrecision):
     "The run of a model with layers that have no kernel for the mode: each fails by itself, and the trace names it."
-    def _check_model(self, mode: AMPMode, device: torch.device) -> None: pass
+    def _check_model(self, fit: Any) -> None: pass
 
 
 def _run_again(copy, xb, yb):

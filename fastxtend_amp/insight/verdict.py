@@ -5,6 +5,7 @@ import math, re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -21,7 +22,8 @@ Judgement = Literal['safe so far', 'safe with loss scaling', 'safe, but close', 
                     'cannot run', 'not known']
 
 IMPRECISE = .1        # error of a module's own arithmetic that is trouble
-LOST = .1             # of the mean absolute gradient: smaller ones, a tenth of the sum at most, may underflow
+LOST = .1             # share of the sum of absolute gradients that may underflow
+VANISHED = .5         # share of the parameters' gradients other than 0 in fp32; with fewer training fails
 CLOSE = 4.            # headroom below which a module is close to overflow
 LOWEST_SCALE = 2.**-12 # that is advised
 MARGIN = 16.          # by which a loss scale that is advised is below the highest: later gradients may be larger
@@ -100,13 +102,13 @@ class Judge:
         new = [n for n in found if self._can_be_kept(n)]
         is_backward = low.loss_is_finite and not (found or low.error)
         if is_backward and self.mode.needs_loss_scaling:
-            least, most = self._scales(low)
+            least, most, _ = self._scales(low)
             lower = most if most < self.scale else self.scale / 16
             if lower >= max(least, LOWEST_SCALE):
                 self.scale = self.highest = lower
                 return
-            self.scale, self.highest = min(self.first_scale, max(most, LOWEST_SCALE)), math.inf
         if not new: new = self._tried(low, next(iter(found), None), is_backward)
+        if new and is_backward: self.scale, self.highest = self.first_scale, math.inf    # it was not the scale
         self.keep = outermost([*self.keep, *new])
 
     def _refused(self, low: Trace) -> dict[str, str]:
@@ -179,15 +181,26 @@ class Judge:
             self.reasons |= {n: f'with {named(n)} {words}' for n in names}
         return names
 
-    def _scales(self, low: Trace) -> tuple[float, float]:
-        "Return the lowest and the highest loss scale at which gradients neither underflow nor overflow: powers of two."
+    def _scales(self, low: Trace) -> tuple[float, float, float]:
+        """Return the lowest loss scale without underflow, the highest without overflow, and one to start from.
+
+        At the lowest the quietest modules, such as those behind a layer scale, may lose their gradients: a small share
+        of the sum. The one to start from is above that where it can be.
+        """
         info = torch.finfo(self.mode.dtype)
         half = [s for n, s in self.fp32.seen.items() if s.grad and n in low.seen and low.seen[n].half]
-        if not half: return 1., min(2. ** 24, self.highest)
-        most = 2. ** math.floor(math.log2(info.max / max(s.grad for s in half)))
-        mean = min(s.grad_sum / s.n_grads for s in half)
-        least = 2. ** math.ceil(math.log2(info.smallest_normal * info.eps / (LOST * mean)))
-        return max(least, min(1., most / MARGIN)), min(most, self.highest)
+        most = min(2. ** 24, self.highest)
+        if not half: return 1., most, most / MARGIN
+        most = min(2. ** math.floor(math.log2(info.max / max(s.grad for s in half))), self.highest)
+        half.sort(key=lambda s: s.grad_sum / s.n_grads)
+        shares = [*accumulate(s.grad_sum for s in half)]
+        loud = next(s for s, share in zip(half, shares) if share > LOST * shares[-1])
+        least, quiet = (2. ** math.ceil(math.log2(info.smallest_normal * info.eps * s.n_grads / (LOST * s.grad_sum)))
+                        for s in (loud, half[0]))
+        least = min(max(least, min(1., most / MARGIN)), most)
+        return least, most, max(least, min(quiet, most / CLOSE), most / MARGIN)
+
+    def _has_vanished(self, low: Trace) -> bool: return low.n_moving < VANISHED * self.fp32.n_moving
 
     # -- how it is said
 
@@ -207,11 +220,13 @@ class Judge:
             return self._say('safe so far', words, self.call([]))
         scales, changes = None, {}
         if self.mode.needs_loss_scaling:
-            least, most = scales = self._scales(low)
-            words = f'gradients underflow below {least:,.9g} and overflow above {most:,.9g}'
-            if least > most or most < LOWEST_SCALE: return self._say('do not use', f'no loss scale fits: {words}')
-            start = max(least, most / MARGIN)
-            if most < CLOSE * self.first_scale: changes['init_scale'] = int(start) if start >= 1 else start
+            least, most, start = self._scales(low)
+            scales = least, most
+            if raised := self._has_vanished(low): low = self.run(self.keep, start)
+            if most < LOWEST_SCALE or self._has_vanished(low) or not _is_fine(low):
+                lost = f', and at {start:,.9g} most are 0 that are not in fp32' * self._has_vanished(low)
+                return self._say('do not use', f'no loss scale fits: gradients overflow above {most:,.9g}{lost}')
+            if raised or most < CLOSE * self.first_scale: changes['init_scale'] = int(start) if start >= 1 else start
         verdict: Judgement = 'safe with loss scaling' if scales and scales[0] > 1 else 'safe so far'
         if reasons: verdict = 'safe, but close' if self.close >= self.reasons.keys() else 'keep modules in fp32'
         if not reasons:
@@ -225,9 +240,13 @@ class Judge:
 
 # -- words
 
-def wrong_in_fp32(fp32: Trace) -> str:
-    "Describe what is wrong in fp32 as well; '' if nothing is."
+def wrong_in_fp32(fp32: Trace, batches: Any) -> str:
+    """Describe what is wrong in fp32 as well; '' if nothing is.
+
+    The data is blamed then alone: NaN may stand for a target that is not known, and that the loss leaves out.
+    """
     if fp32.loss_is_finite and fp32.grads_are_finite: return ''
+    if bad := not_finite_data(batches): return bad
     what = 'gradients are' if fp32.loss_is_finite else 'loss is'
     first = ''.join(f', first in {named(n)}' for n in fp32.failures()[:1])
     return f'the {what} not finite in fp32 either{first}: this is not a matter of precision'

@@ -2,9 +2,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from fastai.callback.core import Callback
 from torch import nn
 
 from ..common import warn_user
@@ -17,66 +19,100 @@ _FAR = 100.     # times the loss or the weights' norm at the start, from which a
 _MOVED = 1.01   # times the weights' norm at the start, from which the weights have moved
 
 
-class Watch:
-    """The watch over one fit of a precision callback: it notices that training goes wrong, and says once why.
+@dataclass
+class Notes:
+    "Notes of the watch on one fit."
+    in_place: bool                                               # on a CPU: reading a number waits for nothing
+    weights: torch.Tensor | None = None                          # their norm at the start
+    first_loss: torch.Tensor | None = None
+    last_loss: float = math.nan                                  # the last finite one
+    random_state: RandomState | None = None                      # before the batch
+    before: tuple | None = None                                  # on an accelerator: the last batch
+    n_recorded: int = 0                                          # losses of the Recorder that were looked at
+    valid: torch.Tensor | None = None                            # whether the validation's losses are finite
 
-    The callback calls the methods that have an event's name, each after its own. While all goes well nothing here
-    waits for an accelerator: it reads the losses that fastai's Recorder has fetched, and the skips the host knows of.
+
+class Watch(Callback):
+    """The watch over the fits of a precision callback: it notices that training goes wrong, and says once why.
+
+    While all goes well nothing here waits for an accelerator: it reads the losses that fastai's Recorder has fetched,
+    and the skips that the host knows of.
 
     With several processes each looks at its own loss; an exception in one ends the job under `torchrun`.
     """
-    def __init__(self,
-        cb: Any, # A `MixedPrecision` whose fit has begun
-    ):
-        self.cb, self.has_warned = cb, False
-        self.in_place = cb.device.type == 'cpu'                  # reading a number waits for nothing
-        self.weights: torch.Tensor | None = None                 # their norm at the start
-        self.first_loss: torch.Tensor | None = None
-        self.last_loss = math.nan                                # the last finite one
-        self.random_state: RandomState | None = None             # before the batch
-        self.before: tuple | None = None                         # on an accelerator: the last batch
-        self.n_recorded = 0                                      # losses of the Recorder that were looked at
+    name = 'precision_watch'
+    order = 10.5                                                 # right after MixedPrecision
 
-    def before_batch(self) -> None:
+    def __call__(self, event_name: str) -> None:
+        if self.learn is not None: super().__call__(event_name)  # else taken off by a callback before this one
+
+    @property
+    def notes(self) -> Notes | None:
+        "The notes on the open fit; None if it is not watched, or has been warned of."
+        cb: Any = self.learn.mixed_precision
+        fit = cb.fit
+        if fit is None or fit.has_warned: return None
+        if Watch not in fit.notes:
+            is_watched = fit.mode is not None and cb.on_overflow != 'ignore' and 'lr_finder' not in vars(self.learn)
+            fit.notes[Watch] = Notes(fit.device.type == 'cpu') if is_watched else None
+        return fit.notes[Watch]
+
+    def before_batch(self):
         "Note the random state, and once the size of the weights."
-        learn = self.cb.learn
-        if self.has_warned or not learn.training: return
-        self.random_state = random_state()
-        if self.weights is None and self.cb.device.type != 'xla':        # which would compile the first batch twice
-            self.weights = _norm(learn.model)
+        notes, learn = self.notes, self.learn
+        if notes is None or not learn.training: return
+        notes.random_state = random_state()
+        on_xla = learn.mixed_precision.fit.device.type == 'xla'  # which would compile the first batch twice
+        if notes.weights is None and not on_xla: notes.weights = _norm(learn.model)
 
-    def after_loss(self) -> None:
+    def after_loss(self):
         "Look at the loss before anything is made of it; on an accelerator at that of the batch before."
-        learn = self.cb.learn
-        if not learn.training or not len(learn.yb): return
-        loss = learn.loss.detach()
-        if self.first_loss is None: self.first_loss = loss.mean()
-        if self.in_place: self._check_loss(float(loss.mean()))
+        notes, learn = self.notes, self.learn
+        if notes is None or not len(learn.yb): return
+        loss = _plain(learn.loss)
+        if not learn.training:
+            finite = loss.isfinite().all()
+            notes.valid = finite if notes.valid is None else notes.valid & finite
+            return
+        if notes.first_loss is None: notes.first_loss = loss
+        if notes.in_place: self._check_loss(loss.item())
         else:
             self._check_recorded()
-            self.before = learn.xb, learn.yb, self.random_state
+            notes.before = learn.xb, learn.yb, notes.random_state
 
-    def after_step(self) -> None:
+    def after_step(self):
         "Count skipped steps in a row, and see whether the loss scale falls below 1."
-        n, cb = self.cb.skips_in_a_row, self.cb
+        cb: Any = self.learn.mixed_precision
+        n, notes = cb.skips_in_a_row, self.notes if cb.skips_in_a_row else None
+        if notes is None: return
         if n >= cb.max_skips: self._alarm(f'{n} steps in a row were skipped', skipped=True)
-        elif n and self.in_place and cb.scale < 1 <= cb.scales[-1]:
-            self._alarm('the loss scale falls below 1', skipped=True)
+        elif notes.in_place and cb.scale < 1 <= cb.scales[-1]: self._alarm('the loss scale falls below 1', skipped=True)
 
-    def after_train(self) -> None:
+    def after_train(self):
         "Look again at the end of an epoch, when the host knows all."
         self.after_step()
-        self._check_recorded()
+        if self.notes is not None: self._check_recorded()
+
+    def after_validate(self):
+        "Say that the losses of the validation are not finite, where training's are."
+        notes = self.notes
+        if notes is None or notes.valid is None: return
+        valid, notes.valid = bool(notes.valid), None
+        mode = self.learn.mixed_precision.fit.mode.value
+        if not valid:
+            self._say(f'{mode}: the loss of a validation batch is NaN or inf.\nNo training batch before had one.\n'
+                      'If it is finite after `learn.to_fp32()`, `learn.precision_report(dl=learn.dls.valid)` names the '
+                      'modules to keep in fp32.')
 
     def _check_recorded(self) -> None:
-        recorder = vars(self.cb.learn).get('recorder')
+        recorder, notes = vars(self.learn).get('recorder'), self.notes
         losses = getattr(recorder, 'losses', [])
-        if self.in_place or len(losses) <= self.n_recorded: return
-        self.n_recorded = len(losses)
-        self._check_loss(float(losses[-1]), self.before)
+        if notes.in_place or len(losses) <= notes.n_recorded: return
+        notes.n_recorded = len(losses)
+        self._check_loss(float(losses[-1]), notes.before)
 
     def _check_loss(self, loss: float, batch: tuple | None = None) -> None:
-        if math.isfinite(loss): self.last_loss = loss
+        if math.isfinite(loss): self.notes.last_loss = loss
         else: self._alarm(f'the loss is {loss}', batch=batch)
 
     def _alarm(self,
@@ -85,35 +121,47 @@ class Watch:
         batch: tuple | None = None, # That batch: inputs, targets and random state; the one under way if None
     ) -> None:
         "Say what happened, where it began and what to try: once a fit."
-        if self.has_warned: return
-        cb, self.has_warned = self.cb, True
-        scale = cb.learn.scaler.get_scale()
-        if skipped and cb.arguments['loss_scale'] is None: scale /= cb.learn.scaler.get_backoff_factor()   # of the step
-        xb, yb, state = batch or (cb.learn.xb, cb.learn.yb, self.random_state)
-        step = getattr(cb.learn, 'train_iter', 0) + (batch is None)
-        alarm = Alarm(what, cb.mode, scale, step, xb, yb, state if self.in_place or not skipped else None)
+        learn, notes = self.learn, self.notes
+        cb: Any = learn.mixed_precision
+        scale = learn.scaler.get_scale()
+        if skipped and cb.arguments['loss_scale'] is None: scale /= learn.scaler.get_backoff_factor()   # of the step
+        xb, yb, state = batch or (learn.xb, learn.yb, notes.random_state)
+        step = getattr(learn, 'train_iter', 0) + (batch is None)
+        alarm = Alarm(what, cb.fit.mode, scale, step, xb, yb, state if notes.in_place or not skipped else None)
         try:
-            alarm.divergence = self._divergence()
-            message = diagnose(cb.learn, alarm)
+            alarm.divergence = _divergence(notes, learn.model)
+            message = diagnose(learn, alarm)
         except Exception as e:
             said = '\n'.join(str(e).splitlines()[:2])            # of a refusal: what is wrong, and the way out
             message = f'{alarm.happened}\nThe batch could not be run again, {type(e).__name__}: {said}'
+        self._say(message)
+
+    def _say(self, message: str) -> None:
+        cb: Any = self.learn.mixed_precision
+        cb.fit.has_warned = True
         if cb.on_overflow == 'raise': raise FloatingPointError(message)
         warn_user(message)
 
-    def _divergence(self) -> str:
-        """Describe how far weights and loss have grown since the start, if either has a hundredfold; '' otherwise.
 
-        A loss that grew without the weights was small by chance. This waits for the device.
-        """
-        if self.weights is None or self.first_loss is None: return ''
-        first, weights = float(self.first_loss), float(_norm(self.cb.learn.model) / self.weights)
-        far = 0 < _FAR * abs(first) < self.last_loss and not weights < _MOVED
-        if not (far or _FAR < weights < math.inf): return ''
-        words = f'the weights are {weights:.3g} times as large as at the start of the fit'
-        if not self.last_loss > 1.5 * abs(first): return words
-        loss = f'the loss went from {first:.3g} to {self.last_loss:.3g}'
-        return f'{words}, and {loss}' if 1.5 < weights < math.inf else loss
+def _plain(loss: torch.Tensor) -> torch.Tensor:
+    "Return the mean of the loss without its graph; fastai's tensor subclass takes ten times as long for each operator."
+    loss = loss.as_subclass(torch.Tensor) if type(loss).__module__.startswith('fastai') else loss
+    return loss.detach() if loss.ndim == 0 else loss.detach().mean()
+
+
+def _divergence(notes: Notes, model: nn.Module) -> str:
+    """Describe how far weights and loss have grown since the start, if either has a hundredfold; '' otherwise.
+
+    A loss that grew without the weights was small by chance. This waits for the device.
+    """
+    if notes.weights is None or notes.first_loss is None: return ''
+    first, weights = float(notes.first_loss), float(_norm(model) / notes.weights)
+    far = 0 < _FAR * abs(first) < notes.last_loss and not weights < _MOVED
+    if not (far or _FAR < weights < math.inf): return ''
+    words = f'the weights are {weights:.3g} times as large as at the start of the fit'
+    if not notes.last_loss > 1.5 * abs(first): return words
+    loss = f'the loss went from {first:.3g} to {notes.last_loss:.3g}'
+    return f'{words}, and {loss}' if 1.5 < weights < math.inf else loss
 
 
 def _norm(model: nn.Module) -> torch.Tensor:

@@ -16,6 +16,7 @@ from fastai.torch_core import set_seed
 from torch import nn
 
 import fastxtend_amp  # noqa: F401  patches Learner
+from ..fp32_settings import settings_note
 from ..mode import AMPMode, precision_support
 from .demo import digits
 from .device import usable_device
@@ -201,9 +202,10 @@ def _line(result: Result) -> str:
 
 
 def head(device: torch.device) -> str:
-    "Return versions, the device, and how it runs each precision."
+    "Return versions, the device, how it runs each precision, and settings of fp32 that are not the default."
     rows = '\n'.join(f'  {r.mode}: {r.support} ({r.why})' for r in precision_support(device).itertuples())
-    return f'{_versions()}\ndevice: {_name(device)}\n{rows}'
+    lines = [_versions(), f'device: {_name(device)}', rows, *filter(None, [settings_note()])]
+    return '\n'.join(lines)
 
 
 def verdict(results: Sequence[Result], device: torch.device) -> str:

@@ -136,7 +136,7 @@ def test_after_an_exception_nothing_is_left(event, mode, opt, device):
     learn, before = build(mode, opt, scaling=dict(init_scale=256.0)), autocast_state()
     with pytest.raises(KeyboardInterrupt):
         learn.fit(1, 0.01, cbs=At(event, stop, 11))
-    assert autocast_state() == before and learn.precision.device is None
+    assert autocast_state() == before and learn.precision.fit is None
     weights = params(learn)
     learn.fit(1, 0.01)
     assert autocast_state() == before and not same(params(learn), weights)

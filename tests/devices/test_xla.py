@@ -382,7 +382,8 @@ def test_save_and_load(mode, opt, device, tmp_path):
     assert same(params(cpu), saved)
     for l in (learn, fresh, cpu):
         l.fit(1, 0.01)
-    assert same(host(learn), after) and same(host(fresh), after) and close(params(cpu), after, 0.03)
+    for l, tol in ((learn, 1e-6), (fresh, 1e-6), (cpu, 0.03)):  # graphs are compiled anew, and may round otherwise
+        assert close(params(l), after, tol)
     if mode == 'fp16':
         assert fresh.precision.state_dict() == learn.precision.state_dict()
 

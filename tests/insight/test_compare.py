@@ -1,6 +1,7 @@
 "Precisions side by side: each trains as it would in a plain loop, and the recommendation says how sure it is."
 
 import random, time, warnings
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -13,8 +14,9 @@ from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
 from fastai.losses import CrossEntropyLossFlat
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from fastxtend_amp import HalfWeights, PrecisionComparison, mode
+from fastxtend_amp import HalfWeights, PrecisionComparison, checks, mode
 from fastxtend_amp.insight import compare, precisions
 from fastxtend_amp.insight.comparison import Tolerance, recommend
 from fastxtend_amp.insight.precisions import choices_from
@@ -58,7 +60,7 @@ def test_table_and_texts(support):
     assert isinstance(r, PrecisionComparison) and list(r.table.index) == ['fp32', 'bf16', 'fp16']
     t = r.table
     assert list(t['steps']) == [10] * 3 and (t['ms per step'] > 0).all() and t['speed-up']['fp32'] == 1
-    assert (t['speed-up q1'] <= t['speed-up']).all() and (t['speed-up'] <= t['speed-up q3']).all()
+    assert (t['speed-up low'] <= t['speed-up']).all() and (t['speed-up'] <= t['speed-up high']).all()
     assert [len(l) for l in r.losses.values()] == [10] * 3 and [len(l) for l in r.seed_losses] == [10] * 2
     tails = {n: np.mean(l[-2:]) for n, l in r.losses.items()}
     assert t['loss'].to_dict() == pytest.approx(tails)
@@ -114,27 +116,28 @@ def test_each_row_runs_in_the_precision_it_names(own, monkeypatch):
 
 def test_precision_of_the_learner_is_the_template():
     learn = seeded().to_fp16(loss_scale=32.0)
-    assert learn.compare_precision(LOW, n_steps=4, n_seeds=0).table['final scale']['fp16'] == 32
-    learn.to_fp16(init_scale=1024.0, growth_interval=2)
+    assert learn.compare_precision(LOW, n_steps=8, n_seeds=0).table['final scale']['fp16'] == 32
+    learn.to_fp16(init_scale=32.0, growth_interval=2)
     learn.fit(1)
-    scale = learn.precision.scale  # which grows twice in four steps
-    r = learn.compare_precision('fp16', n_steps=4, n_seeds=0)
-    assert r.table['final scale']['fp16'] == scale * 4 and r.table['skipped']['fp16'] == 0
-    for kept, skipped in (('attn', 0), (None, 4)):
+    scale = learn.precision.scale  # which grows four times in eight steps
+    r = learn.compare_precision('fp16', n_steps=8, n_seeds=0)
+    assert r.table['final scale']['fp16'] == scale * 16 and r.table['skipped']['fp16'] == 0
+    for kept, skipped in (('attn', 0), (None, 8)):
         learn = learner(Attentive()).to_fp16(init_scale=1024.0, fp32_modules=kept)
-        assert learn.compare_precision('fp16', n_steps=4).table['skipped']['fp16'] == skipped
+        assert learn.compare_precision('fp16', n_steps=8).table['skipped']['fp16'] == skipped
 
 
 def test_who_takes_part(tmp_path):
     events = []
     logs, shapes = (At(event, lambda l, event=event: events.append(event)) for event in ('after_batch', 'after_pred'))
     learn = seeded(cbs=[logs, shapes, GradientClip(1e-3), SaveModelCallback()], path=tmp_path)
-    r = learn.compare_precision(LOW, n_steps=4, n_seeds=1)
-    assert events == ['after_pred'] * 16 and not list(tmp_path.rglob('*'))  # four trainings of four steps
+    r = learn.compare_precision(LOW, n_steps=8, n_seeds=1)
+    assert not list(tmp_path.rglob('*'))
+    assert events == ['after_pred'] * (4 * 8 + 3)  # four trainings of eight steps, and three steps for the memory
     assert 'These callbacks took no part: at, save_model.' in said(r)
     clipped, seen = seeded(cbs=GradientClip(1e-3)), []
     clipped.fit(1, cbs=At('after_batch', lambda l: seen.append(l.loss.item()) if l.training else None))
-    assert r.losses['fp32'] == seen[:4]
+    assert r.losses['fp32'][:6] == seen
 
 
 @pytest.mark.parametrize(
@@ -179,8 +182,8 @@ def test_what_becomes_of_the_copies_is_in_the_table_and_no_warning():
         seeded(Attentive(), cbs=[GradientAccumulation(64), shadows]).to_fp16().compare_precision(
             LOW, n_steps=3, n_seeds=0
         )
-        r = seeded(Attentive()).compare_precision(LOW, n_steps=3, n_seeds=0)
-    assert r.table['skipped']['fp16'] == 3
+        r = seeded(Attentive()).compare_precision(LOW, n_steps=8, n_seeds=0)
+    assert r.table['skipped']['fp16'] == 8
 
 
 # -- what is refused, and what gets a row
@@ -201,6 +204,17 @@ def test_bad_arguments(kwargs, match):
         seeded().compare_precision(**kwargs)
 
 
+def test_batches_without_targets_need_a_loss_from_elsewhere():
+    dls = loaders(train=Data(*loaders().train_ds.tensors[:1]))
+    with pytest.raises(ValueError, match='the training batches have no targets.*(?s:.)*self.learn.yb = self.xb'):
+        seeded(dls=dls).compare_precision(LOW, n_steps=4)
+    own = At('before_batch', lambda l: setattr(l, 'yb', l.xb))
+    r = seeded(dls=dls, loss_func=lambda p, y: (p - y[:, :1]).square().mean(), cbs=own).compare_precision(
+        LOW, n_steps=20, n_seeds=0
+    )
+    assert all(np.isfinite(l).all() and l[-1] < l[0] for l in r.losses.values())
+
+
 def test_what_fails_in_fp32_and_memory_that_ends_are_the_users_to_see():
     with pytest.raises(RuntimeError, match='mat1 and mat2'):  # the data has six columns
         learner(nn.Sequential(nn.Linear(5, 1))).compare_precision(LOW, n_steps=4)
@@ -215,7 +229,7 @@ def test_what_fails_in_fp32_and_memory_that_ends_are_the_users_to_see():
 
 def test_a_mode_that_does_not_run_gets_a_row_with_the_reason(support, monkeypatch):
     support({'bf16': 'unsupported'}, 'no such unit')
-    monkeypatch.setattr(mode, 'refused_layer', lambda kind, m: 'no kernel' if m == 'fp16' else None)
+    monkeypatch.setattr(checks, 'refused_layer', lambda kind, m: 'no kernel' if m == 'fp16' else None)
     r = language_model().compare_precision(LOW, n_steps=2, n_seeds=0)
     assert list(r.table['steps']) == [2, 0, 0] and list(r.table['support']) == ['native', 'unsupported', 'failed']
     assert 'bf16: no such unit fp16: ValueError: fp16 does not run on this CPU for ' in said(r)
@@ -235,11 +249,11 @@ def test_a_training_that_diverges_is_named():
         def forward(self, x):
             return (super().forward(x).abs() + 1) * 1e5 / 1e5  # beyond fp16 in each batch
 
-    r = seeded(nn.Sequential(Overflows(6, 1))).compare_precision('fp16', n_steps=6, n_seeds=1)
+    r = seeded(nn.Sequential(Overflows(6, 1))).compare_precision('fp16', n_steps=8, n_seeds=1)
     assert (
         not np.isfinite(r.losses['fp16']).any()
         and np.isfinite(r.losses['fp32']).all()
-        and r.table['skipped']['fp16'] == 6
+        and r.table['skipped']['fp16'] == 8
     )
     assert r.recommended == 'fp32' and 'fp16: its loss is not finite' in r.reason and r.plot() is not None
 
@@ -248,6 +262,169 @@ def test_fp32_that_fails_itself_is_named():
     r = seeded(nn.Sequential(nn.Linear(6, 1), Act(torch.log))).compare_precision('bf16', n_steps=2, n_seeds=1)
     assert r.recommended == 'fp32' and r.reason.startswith("fp32's own loss is not finite: look at")
     assert 'nan' not in r.notes[0]  # which has no spread
+
+
+# -- speed
+
+
+class Sleeps(Callback):
+    "Steps of .1 seconds, shorter by the speed-up in low precision, with noise of this standard deviation."
+
+    taken, draws = [], random.Random()  # of all copies
+
+    def __init__(self, speed_up, noise=0.0):
+        self.speed_up, self.noise = speed_up, noise
+        self.draws.seed(0)
+
+    def before_batch(self):
+        low = self.learn.precision is not None
+        self.taken.append(self.learn.precision.mode if low else 'fp32')
+        time.sleep(0.1 / (self.speed_up if low else 1) * np.exp(self.noise * self.draws.gauss(0, 1)))
+
+
+@pytest.mark.parametrize('speed_up, recommended', [(1.15, 'bf16'), (1.0, 'fp32')])
+def test_turns_go_on_until_it_is_decided_whether_it_pays(support, sleeps, speed_up, recommended):
+    support({})
+    learn = seeded(cbs=Sleeps(speed_up, noise=0.4))
+    r = learn.compare_precision('bf16', n_steps=16, n_seeds=0, max_seconds=1000)
+    assert r.recommended == recommended and r.table['turns']['bf16'] > 16 and sleeps.now < 500
+    low, high = r.table.loc['bf16', ['speed-up low', 'speed-up high']]
+    assert low < speed_up < high and (low > 1.05 or high < 1.05)
+
+
+def test_what_is_not_decided_when_time_ends_is_not_taken_and_said(support, sleeps):
+    support({})
+    swings = At('before_batch', lambda l: time.sleep((0.07, 0.12)[l.iter % 2] if l.precision else 0.1))
+    r = seeded(cbs=swings).compare_precision('bf16', n_steps=8, n_seeds=0, max_seconds=6)
+    assert 5 < sleeps.now < 6.3 and r.recommended == 'fp32'
+    assert 'bf16: undecided: ' in r.reason and ' times the time could show whether it is above 1.05.' in r.reason
+
+
+def test_the_table_has_one_estimate(support):
+    support({})
+    r = seeded(cbs=Sleeps(1.5, noise=0.3)).compare_precision(LOW, n_steps=30, n_seeds=0)
+    ms, found = r.table['ms per step'], r.table['speed-up']
+    assert (ms['fp32'] / ms).to_dict() == pytest.approx(found.to_dict()) and found['bf16'] != found['fp16']
+    assert [bar.get_width() for bar in r.plot()[1].patches] == pytest.approx(list(found[::-1]))
+    assert f'{found[r.recommended]:.2f} (' in r.reason
+
+
+def test_the_rule_is_right_as_often_as_it_says(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2])
+    from nbs.benchmarks.choice import turns_until_decided
+
+    rng = np.random.default_rng(0)
+    for true, at_least, at_most in ((1.5, 1.0, 1.0), (2.0, 1.0, 1.0), (1.0, 0.0, 0.1), (0.9, 0.0, 0.05)):
+        found = [turns_until_decided(rng, true, 0.2, 40) for _ in range(100)]
+        assert at_least <= np.mean([decided is True for decided, _ in found]) <= at_most, true
+        assert min(n for _, n in found) == 6
+
+
+def test_turns_alternate_and_none_always_follows_the_same(support):
+    support({})
+    Sleeps.taken.clear()
+    r = seeded(cbs=Sleeps(2.0)).compare_precision(LOW, n_steps=9, n_seeds=0)
+    forth = ['fp32', *LOW]
+    assert (
+        Sleeps.taken[:27] == [name for turn in range(9) for name in forth[:: (-1) ** turn]]
+        and r.table['turns']['bf16'] == 8
+    )
+
+
+def test_modules_kept_in_fp32_are_matched_once_and_not_for_each_step(support, monkeypatch):
+    support({})
+    asked = []
+    learn = seeded(Attentive(gain=1.0)).to_bf16(fp32_modules=lambda m: asked.append(m) or isinstance(m, nn.LayerNorm))
+    counts = []
+    for n_steps in (8, 30):
+        asked.clear()
+        learn.compare_precision('bf16', n_steps=n_steps, n_seeds=0)
+        counts.append(len(asked))
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize('seconds, gain', [(0.05, 1.5), (0.005, None)])
+def test_what_a_whole_fit_gains_is_said_where_loading_takes_long(support, seconds, gain):
+    "Steps of .1 and .05 seconds."
+    support({})
+
+    class Slow(Data):
+        def __getitem__(self, i):
+            time.sleep(seconds / 4)
+            return super().__getitem__(i)
+
+    slow = Slow(*loaders().train_ds.tensors)
+    r = seeded(dls=loaders(train=slow), cbs=Sleeps(2.0)).compare_precision('bf16', n_steps=8, n_seeds=0)
+    line = "Drawing a batch takes 50 ms beside fp32's step of 100: a fit in bf16 is about 1.50 times as fast, not 2.00."
+    assert r.recommended == 'bf16' and (line in said(r)) == (gain is not None) and ('Drawing' in said(r)) == bool(gain)
+
+
+# -- memory
+
+
+def test_activations_are_those_counted_by_hand(support):
+    """Batch 4, Linear(6, 8), ReLU, Linear(8, 1), mean squared error.
+
+    Autograd keeps the input, ReLU's output, which is the second layer's input, and prediction and target. bf16 keeps
+    casts of inputs and weights instead; that of the first weight is not needed, as its input has no gradient.
+    """
+    support({})
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
+    r = seeded(model).compare_precision('bf16', n_steps=8, n_seeds=0)
+    fp32, bf16 = 1e6 * r.table['activations MB']
+    assert fp32 == 4 * (4 * 6 + 4 * 8 + 4 + 4) and bf16 == 2 * (4 * 6 + 4 * 8 + 8) + 4 * (4 + 4)
+    assert np.isnan(r.table['peak MB']).all() and 'peak' not in repr(r)
+    assert 'for the backward pass of a step bf16 38 % less than fp32 is kept' in said(r).replace('37', '38')
+
+
+def test_activations_of_checkpoints_are_those_kept_after_the_forward_pass(support):
+    support({})
+
+    class Deep(nn.Module):
+        def __init__(self, how):
+            super().__init__()
+            self.how, self.first, self.last = how, nn.Linear(6, 8), nn.Linear(8, 1)
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8)) for _ in range(8))
+
+        def forward(self, x):
+            x = self.first(x)
+            for layer in self.layers:
+                x = layer(x) if self.how is None else checkpoint(layer, x, use_reentrant=self.how)
+            return self.last(x)
+
+    plain, new, old = (
+        seeded(Deep(how)).compare_precision('bf16', n_steps=7, n_seeds=0).table['activations MB']['fp32']
+        for how in (None, False, True)
+    )
+    assert new < 0.4 * plain and old < 0.4 * plain
+
+
+def test_the_peak_of_an_accelerator_is_what_a_step_adds(support, monkeypatch):
+    "Stands in for PyTorch's counters, as this test has no accelerator."
+    support({})
+    monkeypatch.setattr(compare, 'allocated', lambda device, peak=False: 7e6 if peak else 5e6)
+    r = seeded().compare_precision('bf16', n_steps=7, n_seeds=0)
+    assert (r.table['peak MB'] == 2).all() and 'peak MB' in repr(r)
+    monkeypatch.undo()
+
+    def refuses(device):
+        raise RuntimeError('Allocator for mps is not a DeviceAllocator.')
+
+    for name in ('reset_peak_memory_stats', 'max_memory_allocated'):
+        monkeypatch.setattr(torch.accelerator, name, refuses)
+    for device in ('mps', 'cpu'):
+        assert all(np.isnan(compare.allocated(torch.device(device), peak)) for peak in (False, True))
+
+
+def test_a_model_that_refuses_to_be_watched_is_compared(support):
+    support({})
+
+    class Gradient(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + torch.func.grad(lambda z: z.square().sum())(x).mean()
+
+    r = seeded(Gradient(6, 1)).compare_precision('bf16', n_steps=7, n_seeds=0)
+    assert np.isnan(r.table['activations MB']).all() and (r.table['steps'] == 7).all() and 'Memory' not in said(r)
 
 
 # -- calls
@@ -272,31 +449,31 @@ def test_apply_makes_the_call_that_keeps_what_the_learner_has():
 # -- time
 
 
-def test_all_of_it_ends_in_max_seconds_with_a_seed(support, sleeps):
+def test_all_of_it_ends_in_max_seconds_and_the_loss_is_judged_where_all_seeds_have_time(support, sleeps):
     support({})
     start = sleeps.now
     r = seeded(cbs=At('before_batch', lambda l: time.sleep(0.02))).compare_precision(
         'bf16', n_steps=2000, max_seconds=3
     )
-    assert 2 < sleeps.now - start < 3.1
-    n = r.table['steps']['fp32']
-    assert 20 < n < 2000 and (r.table['steps'] == n).all() and [len(l) for l in r.seed_losses] == [n]
-    assert f'There was time for {n} of 2000 steps and 1 of 3 seeds (`max_seconds=3`).' in said(r)
-    assert '2 fp32 trainings that differ' in said(r)
+    assert 2.5 < sleeps.now - start < 3.1
+    n = len(r.losses['fp32'])
+    assert 15 < n < 2000 and (r.table['steps'] > n).all() and [len(l) for l in r.seed_losses] == [n] * 3
+    assert f'There was time for {n} of 2000 steps and 3 of 3 seeds (`max_seconds=3`).' in said(r)
+    assert '4 fp32 trainings that differ' in said(r)
 
 
 def test_one_step_of_each_is_trained_in_no_time(support):
     support({})
     r = seeded().compare_precision('bf16', n_steps=16, max_seconds=1e-9)
     assert r.table['steps'].to_dict() == {'fp32': 1, 'bf16': 1} and [len(l) for l in r.seed_losses] == [1]
-    assert r.recommended == 'fp32' and 'timed in 1 of the 4 turns that a range takes' in r.reason
+    assert r.recommended == 'fp32' and 'timed in 1 of the 6 turns that an interval takes' in r.reason
     assert 'standard deviation' not in said(r)  # the one batch has no other order
 
 
 def test_few_kept_batches(monkeypatch):
     monkeypatch.setattr(compare, 'LIMIT', 350)  # a batch is 4 * 7 * 4 = 112 bytes
-    r = seeded().compare_precision('bf16', n_steps=6, n_seeds=0)
-    assert r.table['steps']['fp32'] == 6 and 'The steps took 4 batches in turn' in said(r)
+    r = seeded().compare_precision('bf16', n_steps=8, n_seeds=0)
+    assert r.table['steps']['fp32'] == 8 and 'The steps took 4 batches in turn' in said(r)
 
 
 def test_by_default_what_the_device_does_natively_is_compared(support):
@@ -319,7 +496,7 @@ def test_an_emulated_mode_that_is_named_trains_as_every_other(support, sleeps):
     assert sleeps.now - start < 10.6 and r.table['support']['bf16'] == 'emulated'
     steps = r.table['steps']
     assert 15 < steps['fp32'] == steps['bf16'] < 20 and np.isfinite(r.table['loss']['bf16'])
-    assert r.recommended == 'fp32' and r.reason.endswith('times its speed): the device only emulates it.')
+    assert r.recommended == 'fp32' and r.reason.endswith('below 1.05: the device only emulates it.')
 
 
 def test_same_numbers_each_time():
@@ -353,8 +530,8 @@ def table_of(**modes):
         'turns': 8,
         'ms per step': 100.0,
         'speed-up': 1.0,
-        'speed-up q1': 1.0,
-        'speed-up q3': 1.0,
+        'speed-up low': 1.0,
+        'speed-up high': 1.0,
         'loss': 1.0,
         'loss difference': 0.0,
         'skipped': 0,
@@ -363,41 +540,41 @@ def table_of(**modes):
     }
     table = {'fp32': base}
     for name, changes in modes.items():
-        table[name] = {**base, 'speed-up': 2.0, 'speed-up q1': 1.9, 'speed-up q3': 2.1, **changes}
+        table[name] = {**base, 'speed-up': 2.0, 'speed-up low': 1.9, 'speed-up high': 2.1, **changes}
         table[name]['loss'] = 1 + table[name]['loss difference']
     return pd.DataFrame(table.values(), index=list(table))
 
 
 def speeds(low, mid, high):
-    return {'speed-up q1': low, 'speed-up': mid, 'speed-up q3': high}
+    return {'speed-up low': low, 'speed-up': mid, 'speed-up high': high}
 
 
-SEEDS = Tolerance([1.0], [1.05, 0.95, 1.02])  # fp32 trained four times: up to .11 above is as fp32
+SEEDS = Tolerance([1.0], [1.05, 0.95, 1.02], 1)  # fp32 trained four times: up to .11 above is as fp32
 
 
 @pytest.mark.parametrize(
     'modes, best, text',
     [
-        (dict(bf16={}, fp16={}), 'bf16', 'as 4 trainings of fp32 allow.'),
+        (dict(bf16={}, fp16={}), 'bf16', 'its loss is within the spread of 4 fp32 trainings.'),
+        (dict(bf16=speeds(1.22, 1.3, 1.35)), 'bf16', "1.30 (1.22 to 1.35) times fp32's speed, and its loss"),
+        (dict(bf16={}, fp16=speeds(2.9, 3.0, 3.1)), 'fp16', "3.00 (2.90 to 3.10) times fp32's speed"),
+        (dict(bf16=speeds(1.51, 1.69, 2.7)), 'bf16', '1.69 (1.51 to 2.70)'),  # a wide interval above 1.05
         (
-            dict(bf16=speeds(1.22, 1.3, 1.35)),
+            dict(bf16={}, fp16={**speeds(2.9, 3.0, 3.1), 'loss difference': 0.2}),
             'bf16',
-            "1.30, 1.22 to 1.35 times fp32's speed, and a loss no further above fp32's than "
-            '0.11, as 4 trainings of fp32 allow',
+            "its loss is 0.2 above fp32's, more than 0.11 (the spread of 4 fp32 trainings)",
         ),
-        (dict(bf16={}, fp16=speeds(2.9, 3.0, 3.1)), 'fp16', "3.00, 2.90 to 3.10 times fp32's speed"),
-        (dict(bf16={}, fp16={**speeds(2.9, 3.0, 3.1), 'loss difference': 0.2}), 'bf16', 'its loss is 0.2 above'),
         (dict(fp16={'loss difference': float('nan')}), 'fp32', 'its loss is not finite'),
         (dict(fp16={'skipped': 26}), 'fp32', 'it skipped 26 of 50 steps'),
-        (
-            dict(bf16=speeds(0.68, 0.7, 0.72)),
-            'fp32',
-            'not reliably faster than fp32 here (0.70, 0.68 to 0.72 times its speed)',
-        ),
+        (dict(bf16=speeds(0.68, 0.7, 0.72)), 'fp32', "bf16: 0.70 (0.68 to 0.72) times fp32's speed, below 1.05."),
         (dict(bf16={**speeds(0.2, 0.3, 0.4), 'support': 'emulated'}), 'fp32', 'the device only emulates it'),
-        (dict(bf16=speeds(1.03, 1.04, 1.05)), 'fp32', 'not reliably faster'),
-        (dict(bf16=speeds(1.05, 1.2, 1.3)), 'fp32', 'not reliably faster'),
-        (dict(bf16={'turns': 3}), 'fp32', 'timed in 3 of the 4 turns that a range takes'),
+        (dict(bf16=speeds(1.02, 1.03, 1.04)), 'fp32', 'below 1.05'),
+        (
+            dict(bf16=speeds(0.96, 1.15, 1.34)),
+            'fp32',
+            "undecided: 1.15 (0.96 to 1.34) times fp32's speed; about 4 times the time could show whether it is above",
+        ),
+        (dict(bf16={'turns': 5}), 'fp32', 'timed in 5 of the 6 turns that an interval takes: raise `max_seconds`'),
         (dict(bf16={'support': 'unsupported', 'loss difference': float('nan')}), 'fp32', 'does not run here'),
     ],
 )
@@ -408,14 +585,18 @@ def test_recommendation(modes, best, text):
 
 
 def test_without_a_second_training_of_fp32_only_a_wide_margin_refuses():
-    alone = Tolerance([1.02, 0.99, 0.99], [])
+    alone = Tolerance([1.02, 0.99, 0.99], [], 3)
     for difference, best in ((0.02, 'bf16'), (0.09, 'bf16'), (0.2, 'fp32')):
         found, reason = recommend(table_of(bf16={'loss difference': difference}), alone)
-        assert found == best and 'a wide margin, as there was no second training of fp32' in reason
-    assert Tolerance([0.1, 3.0, 0.1], []).value > 1 and Tolerance([1.0], [1.001]).value == pytest.approx(0.01)
-    assert (
-        Tolerance([1.0], [1.1]).value > Tolerance([1.0], [1.1, 1.05]).value > Tolerance([1.0], [1.1, 1.05, 0.95]).value
-    )
+        assert found == best and 'a wide margin, as fp32 was trained once' in reason
+    assert Tolerance([0.1, 3.0, 0.1], [], 3).value > 1
+
+
+def test_the_more_trainings_of_fp32_the_less_is_tolerated_down_to_what_counts_at_all():
+    two, three, four = (Tolerance([1.0], [1.1, 1.05, 0.95][:n], 1).value for n in (1, 2, 3))
+    assert two > three > four
+    for losses, least in (([1.0], 0.01), ([-0.35], 0.0035), ([16.0, 1e-5], 0.016), ([2.0, -0.01], 0.00201)):
+        assert Tolerance(losses, [losses[-1] + 1e-6, losses[-1] - 1e-6, losses[-1]], 1).value == pytest.approx(least)
 
 
 def test_plot(support):
@@ -425,7 +606,7 @@ def test_plot(support):
     r = seeded().compare_precision(LOW, n_steps=8, n_seeds=2)
     axs = plt.subplots(1, 2)[1]
     assert r.plot(axs) is axs
-    r.table.loc['bf16', ['speed-up', 'speed-up q1', 'speed-up q3']] = 12.34, 11.0, 13.0
+    r.table.loc['bf16', ['speed-up', 'speed-up low', 'speed-up high']] = 12.34, 11.0, 13.0
     axs = curves, bars = r.plot()
     assert [l.get_label() for l in curves.get_lines()] == ['fp32', 'bf16', 'fp16'] and len(bars.patches) == 3
     assert [t.get_text() for t in bars.get_yticklabels()] == ['fp16\n(emulated)', 'bf16', 'fp32']
@@ -444,4 +625,4 @@ def test_on_an_nvidia_gpu():
     state, rng = [p.clone() for p in params(learn)], torch.cuda.get_rng_state()
     r = learn.compare_precision(LOW, n_steps=16, n_seeds=1)
     assert same(params(learn), state) and torch.equal(torch.cuda.get_rng_state(), rng)
-    assert (r.table['steps'] == 16).all()
+    assert (r.table['steps'] >= 16).all() and (r.table['peak MB'] > 0).all()

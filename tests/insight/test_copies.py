@@ -59,6 +59,42 @@ def test_the_learner_is_as_it_was(make):
         assert after[key] == before[key], key
 
 
+class Keeps(Callback):
+    "Writes what it sees onto the learner, as users' callbacks do."
+
+    def after_loss(self):
+        self.learn.history['losses'].append(float(self.learn.loss))
+
+    def after_step(self):
+        self.learn.ema.update_parameters(self.learn.model)
+        self.learn.seen += 1
+
+
+@pytest.mark.parametrize('ask', [lambda l: l.precision_report(), lambda l: l.compare_precision('bf16', 2, n_seeds=1)])
+def test_what_hangs_on_the_learner_is_copied_too(ask):
+    learn = learner(cbs=Keeps())
+    learn.history, learn.seen = {'losses': [], 'rows': learn.dls.train.dataset}, torch.zeros(1)
+    learn.ema, learn.best = torch.optim.swa_utils.AveragedModel(learn.model), learn.model
+    learn.watched, learn.test_dl = [learn.history, learn.model], TorchLoader(dataset(), batch_size=4)
+    learn.fit(1)
+    losses, seen, averaged = [*learn.history['losses']], float(learn.seen), [*learn.ema.state_dict().values()]
+    averaged = [t.clone() for t in averaged]
+    ask(learn)
+    assert learn.history['losses'] == losses and float(learn.seen) == seen
+    assert same([*learn.ema.state_dict().values()], averaged)
+    with copied_learner(learn) as copy:
+        assert copy.watched[0] is copy.history and copy.watched[1] is copy.best is copy.model
+        assert copy.history['rows'] is learn.dls.train.dataset and copy.test_dl is learn.test_dl
+        assert copy.dls is learn.dls and copy.ema is not learn.ema
+
+
+def test_what_hangs_on_the_learner_and_cannot_be_copied_is_named():
+    learn = learner()
+    learn.log = {'lock': threading.Lock()}
+    with pytest.raises(ValueError, match='(?s)`learn.log` refuses.*keep it off'), copied_learner(learn):
+        pass
+
+
 @pytest.mark.parametrize('opt', ['adam', 'fused adamw', 'sgd'])
 def test_the_copy_trains_as_the_learner_would(opt):
     learn = learner(opt_func=OPTIMIZERS[opt]).to_fp16(init_scale=256.0)

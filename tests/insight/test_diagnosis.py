@@ -11,7 +11,7 @@ from fastai.losses import CrossEntropyLossFlat
 from torch import nn
 from torch.nn import functional as F
 
-from fastxtend_amp import MixedPrecision, kahan
+from fastxtend_amp import callback, kahan
 from fastxtend_amp.insight.watch import Watch
 from helpers import (
     OPTIMIZERS,
@@ -150,7 +150,8 @@ def test_bad_data_is_told_apart(which):
     messages = said(learner(dls=loaders(train=data)).to_bf16())
     assert (
         len(messages) == 1
-        and f'The batch itself is not finite: 1 of {(24, 4)[which]} values of its tensor of' in messages[0]
+        and f'the batch itself is not finite: 1 of {(24, 4)[which]} values of its tensor of' in messages[0]
+        and 'Look at the data; no precision can train on it.' in messages[0]
     )
 
 
@@ -289,20 +290,22 @@ def test_ignore_says_nothing_and_raise_stops():
         before = params(learn)
         with pytest.raises(FloatingPointError, match='goes wrong'):
             learn.fit(1)
-        assert same(before, params(learn)) and learn.precision.device is None and autocast_state() == state
+        assert same(before, params(learn)) and learn.precision.fit is None and autocast_state() == state
 
 
 class OnDevice(Watch):
     "As on an accelerator: what is on the device is not read."
 
-    def __init__(self, cb):
-        super().__init__(cb)
-        self.in_place = False
+    @property
+    def notes(self):
+        if (notes := super().notes) is not None:
+            notes.in_place = False
+        return notes
 
 
 @pytest.mark.parametrize('loss', [True, False])
 def test_on_a_device_the_losses_of_the_recorder_and_the_skips_that_are_known_tell(monkeypatch, loss):
-    monkeypatch.setattr(MixedPrecision, 'watch_class', OnDevice)
+    monkeypatch.setattr(callback, 'COMPANIONS', [OnDevice])
     learn = learner(Attentive() if loss else steep(1e12)).to_fp16(init_scale=16.0, max_skips=4)
     messages = alarms(learn)
     assert (
@@ -314,7 +317,7 @@ def test_on_a_device_the_losses_of_the_recorder_and_the_skips_that_are_known_tel
 
 
 def test_on_a_device_the_batch_before_is_looked_at(monkeypatch):
-    monkeypatch.setattr(MixedPrecision, 'watch_class', OnDevice)
+    monkeypatch.setattr(callback, 'COMPANIONS', [OnDevice])
     message = alarms(bad_data().to_bf16())[0]
     assert '(batch 2)' in message and 'The batch itself is not finite: 1 of 24 values' in message
 

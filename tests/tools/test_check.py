@@ -115,6 +115,15 @@ def test_on_xla(short, capsys):
     assert check.main(['--device', 'xla']) == 0, capsys.readouterr().out
 
 
+def test_settings_of_fp32_that_are_not_the_default_are_named():
+    assert 'fp32_precision' not in check.head(torch.device('cpu'))
+    torch.backends.mkldnn.matmul.fp32_precision = 'bf16'
+    try:
+        assert "`torch.backends.mkldnn.matmul.fp32_precision` is 'bf16'" in check.head(torch.device('cpu'))
+    finally:
+        torch.backends.mkldnn.matmul.fp32_precision = 'none'
+
+
 @pytest.mark.parametrize('device', ['gpu', 'meta'])
 def test_bad_input(device, capsys):
     with pytest.raises(SystemExit):

@@ -1,0 +1,62 @@
+"PyTorch's settings for the precision in which fp32 tensors are multiplied: read, set inside a context, and put back."
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from .compat import get_fp32_setting, set_fp32_setting
+
+__all__ = ['FP32_SETTINGS', 'FULL_PRECISION', 'fp32_settings', 'other_fp32_settings', 'settings_note']
+
+# Backend and operation of each attribute `fp32_precision`, and its default. One that is 'none' follows the one above
+# it: an operation its backend, a backend the generic one. So a setting stands behind those that it follows.
+FP32_SETTINGS = {
+    'torch.backends': ('generic', 'all', 'none'),
+    'torch.backends.cudnn': ('cuda', 'all', 'none'),
+    'torch.backends.cuda.matmul': ('cuda', 'matmul', 'none'),
+    'torch.backends.cudnn.conv': ('cuda', 'conv', 'tf32'),
+    'torch.backends.cudnn.rnn': ('cuda', 'rnn', 'tf32'),
+    'torch.backends.mkldnn': ('mkldnn', 'all', 'none'),
+    'torch.backends.mkldnn.matmul': ('mkldnn', 'matmul', 'none'),
+    'torch.backends.mkldnn.conv': ('mkldnn', 'conv', 'none'),
+    'torch.backends.mkldnn.rnn': ('mkldnn', 'rnn', 'none'),
+}
+FULL_PRECISION = dict.fromkeys(FP32_SETTINGS, 'ieee')
+
+
+@contextmanager
+def fp32_settings(
+    wanted: Mapping[str, str], # Precision, 'ieee', 'tf32' or 'bf16', by a name in `FP32_SETTINGS`
+) -> Iterator[None]:
+    """Set these precisions inside; at the end, also after an exception, put back each that was changed.
+
+    The settings act when an operator runs, in all threads. What was set by `torch.set_float32_matmul_precision` or
+    `allow_tf32` is as before at the end; inside, reading by those names may raise a `RuntimeError`.
+    """
+    changed = []
+    try:
+        for name, (backend, op, _) in FP32_SETTINGS.items():
+            # One that follows another, which is set already, stays as it is: what is read else is its own value.
+            if name not in wanted or (old := get_fp32_setting(backend, op)) == wanted[name]: continue
+            changed.append((backend, op, old))
+            set_fp32_setting(backend, op, wanted[name])
+        yield
+    finally:
+        for setting in reversed(changed): set_fp32_setting(*setting)
+
+
+def other_fp32_settings() -> dict[str, str]: # Such as {'torch.backends.cuda.matmul': 'tf32'}
+    "Return the settings below full precision that are not PyTorch's default, without those that follow one of them."
+    values = {(backend, op): get_fp32_setting(backend, op) for backend, op, _ in FP32_SETTINGS.values()}
+    found = {}
+    for name, (backend, op, default) in FP32_SETTINGS.items():
+        value = values[backend, op]
+        above = 'none' if backend == 'generic' else values['generic' if op == 'all' else backend, 'all']
+        if value not in ('none', 'ieee', default, above): found[name] = value
+    return found
+
+
+def settings_note() -> str: # Such as "fp32 has less than full precision here: ... = 'tf32'"; '' with the defaults
+    "Describe the settings that are not PyTorch's default, for a message."
+    found = [f"`{name}.fp32_precision` is '{value}'" for name, value in other_fp32_settings().items()]
+    return f"PyTorch multiplies fp32 tensors with less than full precision: {', '.join(found)}" if found else ''

@@ -1,0 +1,242 @@
+"The loop belongs to the learner: wrappers, switches, callbacks' own switches, and what a fit leaves."
+
+import copy
+
+import pytest, torch
+from fastai.callback.training import GradientAccumulation
+
+from fastxtend_amp import scaling
+from helpers import *
+
+
+def wrapped(learn, calls):
+    "Put a wrapper of the user's own on the learner's `_with_events`."
+    own = learn._with_events
+
+    def with_events(f, event_type, *args):
+        calls.append(event_type)
+        return own(f, event_type, *args)
+
+    learn._with_events = with_events
+    return with_events
+
+
+def test_a_wrapper_on_with_events_is_called_and_given_back():
+    learn, calls = learner(), []
+    own = wrapped(learn, calls)
+    learn.to_fp16(init_scale=256.0).fit(1)
+    assert calls.count('batch') == 8 and calls.count('step') == 6
+    assert learn.to_bf16().to_fp32()._with_events is own
+
+
+@pytest.mark.parametrize('mode', ['fp16', 'bf16'])
+def test_a_wrapper_that_a_callback_puts_around_ours(mode):
+    learn, plain, calls = learner(cbs=mixed(mode)), learner(cbs=mixed(mode)), []
+    learn.fit(2, 0.01, cbs=At('before_train', lambda l: calls or wrapped(l, calls)))
+    plain.fit(2, 0.01)
+    assert 'batch' in calls and same(params(learn), params(plain)) and is_outside_a_fit(learn)
+
+
+def test_a_switch_in_a_fit_of_a_callback_for_one_fit():
+    "The precision that was set in the fit stays; the one that was given to the fit is gone."
+    learn = learner()
+    dtypes = output_dtypes(learn)
+    to_bf16 = At('before_batch', lambda l: l.training and l.iter == 2 and l.to_bf16())
+    learn.fit(1, cbs=[mixed('fp16'), to_bf16])
+    assert dtypes == [torch.float16] * 3 + [torch.bfloat16] * 3
+    assert learn.mixed_precision is learn.precision and repr(learn.precision) == "MixedPrecision('bf16')"
+
+
+@pytest.mark.parametrize('switch, half', [('run_valid', [True, False]), ('run_train', [False, True])])
+def test_what_every_callback_of_fastai_has(switch, half):
+    "`run_valid`, `run_train`, `run`, and events set on an instance."
+    learn, seen, calls = learner().to_bf16(), {}, []
+    learn.add_cb(At('after_pred', lambda l: seen.setdefault(l.training, torch.is_autocast_enabled('cpu')), 20))
+    setattr(learn.precision, switch, False)
+    learn.precision.after_epoch = lambda: calls.append(1)
+    learn.fit(1)
+    assert [seen[True], seen[False]] == half and calls == [1]
+    learn.precision.run = False
+    seen.clear()
+    learn.fit(1)
+    assert not any(seen.values()) and learn.precision.run
+
+
+def test_the_watch_comes_and_goes_with_the_precision():
+    learn = learner()
+    plain = [type(cb) for cb in learn.cbs]
+    learn.to_bf16().to_fp16()
+    assert [cb.order for cb in learn.cbs if type(cb) not in plain] == [10.5, 10]
+    assert [type(cb) for cb in learn.to_fp32().cbs] == plain
+
+
+def test_a_fit_is_gone_when_it_ends_and_a_copy_has_none():
+    learn, copies = learner().to_fp16(init_scale=256.0, fp32_modules='0'), []
+
+    def make(l):
+        if l.training and l.iter == 2:
+            l.loss = l.loss_grad = l.pred = None  # their graphs cannot be copied
+            copies.append(copy.deepcopy(l))
+
+    learn.fit(1, cbs=At('after_batch', make, 80))
+    assert learn.precision.fit is None and copies[0].precision.fit is None and not replaced(copies[0].model)
+    assert copies[0].precision.scales == [256.0] * 3
+    copies[0].fit(1)
+    assert finite(copies[0]) and len(copies[0].precision.scales) == 9
+
+
+class Checkpointed(Callback):
+    "Wraps a module's forward for a fit, as activation checkpointing and loggers do."
+
+    def __init__(self, order):
+        self.order, self.calls = order, 0
+
+    def before_fit(self):
+        self.module = self.learn.model[0]
+        self.own = own = self.module.forward
+
+        def forward(x):
+            self.calls += 1
+            return own(x)
+
+        self.module.forward = forward
+
+    def after_fit(self):
+        self.module.forward = self.own
+
+
+@pytest.mark.parametrize('order', [9, 20])
+def test_a_callback_that_wraps_a_kept_modules_forward(order):
+    learn, plain = (learner(cbs=cb).to_bf16(fp32_modules='0') for cb in (Checkpointed(order), None))
+    for l in (learn, plain):
+        l.fit(2, 0.01)
+        l.validate()
+        l.get_preds()
+        l.fit(1, 0.01)
+    assert learn.checkpointed.calls == 16 + 2 + 2 + 8 and same(params(learn), params(plain))
+
+
+def test_amp_context_after_a_switch_in_a_fit_leaves_kept_modules_on():
+    learn, seen = learner().to_bf16(), []
+    learn.model[0].register_forward_hook(lambda m, i, o: seen.append(o.dtype) if m.training else None)
+
+    def switch(l):
+        if l.iter == 1 and l.training:
+            l.to_fp16(init_scale=256.0, fp32_modules='0')
+
+    def use(l):
+        if l.training:
+            with torch.no_grad(), l.amp_context():
+                l.model(*l.xb)
+
+    learn.fit(1, 1e-3, cbs=[At('after_batch', switch), At('before_batch', use, 5)])
+    assert set(seen[4:]) == {torch.float32} and replaced(learn.model) == []
+
+
+def test_a_copy_made_in_a_fit_is_a_plain_model():
+    "It can be scripted, as an average of the weights is."
+    learn, copies = learner().to_bf16(fp32_modules='0'), []
+    learn.fit(1, cbs=At('after_backward', lambda l: copies or copies.append(copy.deepcopy(l.model)), 20))
+    x = torch.randn(2, 6)
+    assert replaced(copies[0]) == [] and '__reduce_ex__' not in vars(copies[0][0])
+    torch.testing.assert_close(torch.jit.script(copies[0].eval())(x), copies[0](x))
+
+
+def test_a_users_setting_of_autocasts_cache_counts():
+    learn, seen = learner().to_bf16(), set()
+    learn.add_cb(At('after_pred', lambda l: seen.add(torch.is_autocast_cache_enabled()), 20))
+    torch.set_autocast_cache_enabled(False)
+    try:
+        learn.fit(1)
+        assert seen == {False} and not torch.is_autocast_cache_enabled()
+    finally:
+        torch.set_autocast_cache_enabled(True)
+
+
+def test_a_parameter_in_two_groups_is_unscaled_once():
+    def norms(cb):
+        learn, found = learner(linear(), cbs=cb, splitter=lambda m: [[*m.parameters()], [m.bias]]), []
+        learn.add_cb(At('before_step', lambda l: found.append(l.model.bias.grad.item()), 20))
+        learn.fit(1, 0.01)
+        return found
+
+    assert norms(mixed('fp16')) == pytest.approx(norms(None), rel=0.05, abs=0.01)
+
+
+def test_an_error_about_dtypes_says_where_to_look():
+    class Fills(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).masked_fill(x[:, :1] > 0, -1e9).float()
+
+    with pytest.raises(RuntimeError) as e:
+        learner(Fills(6, 1)).to_fp16().fit(1)
+    assert 'precision_report' in ''.join(getattr(e.value, '__notes__', ['precision_report']))
+    with pytest.raises(RuntimeError) as e:
+        learner(nn.Linear(7, 1)).to_fp16().fit(1)
+    assert not hasattr(e.value, '__notes__')
+
+
+def test_the_history_is_read_once_in_many_steps(monkeypatch):
+    "Steps that the device skips are not kept on it without end."
+    monkeypatch.setattr(scaling, 'READ_EVERY', 4)
+    reads, read = [], scaling.StepHistory.read
+    learn = learner(opt_func=OPTIMIZERS['fused adamw'], cbs=mixed('fp16'))
+
+    def counted(self):
+        if self._unread:
+            reads.append(len(self._unread))
+        read(self)
+
+    monkeypatch.setattr(scaling.StepHistory, 'read', counted)
+    learn.fit(2)
+    assert max(reads) == 4 and scaling.READ_EVERY == 4 and len(learn.precision.scales) == 12
+    monkeypatch.undo()
+    assert scaling.READ_EVERY == 512
+
+
+def test_a_backward_pass_of_ones_own_with_an_unfinished_accumulation():
+    "`scale_loss` scales the true gradients that an earlier fit left first."
+
+    def grads(cb, own):
+        learn = learner(linear(), cbs=[*([cb] if cb else []), GradientAccumulation(1000)])
+        learn.fit(1, 0.01)
+        if own:
+            add = (lambda l: l.precision.scale_loss(l.loss_grad)) if cb else (lambda l: l.loss_grad)
+            learn.add_cb(At('before_backward', lambda l: add(l).backward(retain_graph=True), 5))
+        learn.fit(1, 0.01)
+        return plain_grads(learn)
+
+    for a, b in zip(grads(None, True), grads(mixed('fp16'), True)):
+        torch.testing.assert_close(b, a, rtol=0.05, atol=0.05)
+
+
+def test_events_outside_of_one_batch_are_refused():
+    learn = learner().to_bf16()
+    learn.create_opt()
+    learn._split(learn.dls.one_batch())
+    with pytest.raises(RuntimeError, match=r'(?s)outside of `Learner.one_batch`.*amp_context'):
+        learn('before_batch')
+
+
+def test_without_masters_an_exception_before_the_first_step_changes_no_weight():
+    from fastxtend_amp import kahan
+
+    learn = learner(opt_func=kahan('AdamW')).to_half_weights(master_weights=False)
+    before = params(learn)
+
+    def stop(l):
+        raise RuntimeError('stop')
+
+    with pytest.raises(RuntimeError):
+        learn.fit(1, cbs=At('before_step', stop))
+    assert same(before, params(learn))
+
+
+@pytest.mark.parametrize('how', ['warn', 'ignore'])
+def test_a_validation_alone_whose_loss_is_not_finite(how):
+    learn = learner(loss_func=lambda p, y: (p - y).square().mean() / (1 if p.requires_grad else 0))
+    learn.to_bf16(on_overflow=how)
+    words = told(lambda: learn.fit(2, 1e-3), 'validation')
+    assert len(words) == (how == 'warn')
+    if words:
+        assert 'precision_report(dl=learn.dls.valid)' in words[0]
