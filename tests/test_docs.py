@@ -29,7 +29,7 @@ MODULES = sorted((ROOT / 'fastxtend_amp').rglob('*.py'))
 TESTS = {f.name: f.read_text() for f in (ROOT / 'tests').rglob('*.py')}
 README = (ROOT / 'README.md').read_text()
 PAGES = 15
-WORDS = 12_000
+WORDS, API_WORDS = 8_800, 4_300  # written by hand, and made from the code's docstrings
 
 
 def is_ours(f):
@@ -162,7 +162,12 @@ def test_page_is_whole_and_short(page):
     pages = {f: Page(f.read_text()) for f in page.rglob('*.html')}
     written = [f for f in pages if f.parent == page and f.stem not in ('genindex', 'search', 'py-modindex')]
     words = {f.stem: pages[f].words for f in written}
-    assert len(written) == PAGES and sum(words.values()) <= WORDS, (sum(words.values()), words)
+    api = words.pop('api')
+    assert len(written) == PAGES and sum(words.values()) <= WORDS and api <= API_WORDS, (
+        api,
+        sum(words.values()),
+        words,
+    )
     for file, p in pages.items():
         for target in p.links:
             parts = urlsplit(target)
