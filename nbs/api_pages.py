@@ -108,12 +108,9 @@ def attributes(cls):
 
 
 def table(obj):
-    "Return the arguments of `obj` as a table; empty without any."
+    "Return the arguments of `obj` as a table, empty without any; their defaults are in its signature."
     if getattr(obj, '__name__', '') in RETURNED: return attributes(obj)
-    def described(kind, default): return ', '.join(filter(None, [code(kind), default and f'default {code(default)}']))
-    def needed(name): return 'optional' if name.startswith('*') else 'required'
-    rows = [f'| `{name}` | {cell(meaning)} | {cell(described(kind, default)) or needed(name)} |'
-            for name, kind, default, meaning in arguments(obj)]
+    rows = [f'| `{name}` | {cell(meaning)} | {cell(code(kind))} |' for name, kind, _, meaning in arguments(obj)]
     return '\n'.join(['| argument | meaning | type |', '|---|---|---|', *rows]) if rows else ''
 
 
@@ -121,10 +118,8 @@ def passed_on(obj):
     "Return a sentence for arguments that are described elsewhere."
     to = described_elsewhere(obj)
     if to is None: return ''
-    theirs, own = inspect.signature(to).parameters, inspect.signature(obj).parameters
-    taken = [n for n in theirs if n in own and n not in ('self', 'args', 'kwargs')]
     name = to.__qualname__.removesuffix('.__init__')
-    return f'Arguments of [`{name}`](#{name}): {", ".join(map(code, taken))}.'
+    return f'More arguments: those of [`{name}`](#{name}){" but those for fp16" if obj.__name__ == "to_bf16" else ""}.'
 
 
 def signature_text(obj):
@@ -179,8 +174,21 @@ def learner_entry(name, f):
     return entry('property' if is_property(f) else 'method', f'Learner.{name}', f, '::::')
 
 
+def summary():
+    "Return a table with the first sentence about each public name."
+    named = {f'Learner.{n}': f for n, f in learner_methods().items()}
+    named |= {n: public(n) for n in [*fastxtend_amp.__all__, *ELSEWHERE]}
+    def first(obj): return re.split(r'(?<=\w)[.:;](?=\s|$)', inspect.getdoc(obj).split('\n\n')[0])[0]
+    rows = [f'| [`{n.removeprefix("Learner.")}`](#{n}) | {cell(" ".join(first(obj).split()))} |'
+            for n, obj in named.items()]
+    return '\n'.join(['| name | |', '|---|---|', *rows])
+
+
 class Api(SphinxDirective):
-    "Entries for public names; `Learner` means the methods added to it, `others` the names that are left over."
+    """Entries for public names: `Learner` means the methods added to it, `others` the names that are left over.
+
+    `summary` is a table of all.
+    """
     required_arguments, final_argument_whitespace = 1, True
 
     def run(self):
@@ -190,6 +198,9 @@ class Api(SphinxDirective):
         for name in self.arguments[0].split():
             if name == 'Learner':
                 texts += [learner_entry(n, f) for n, f in learner_methods().items()]
+                continue
+            if name == 'summary':
+                texts.append(summary())
                 continue
             names = sorted(set(fastxtend_amp.__all__) - listed) if name == 'others' else [name]
             listed.update(names)

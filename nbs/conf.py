@@ -14,7 +14,8 @@ author = copyright = settings['DEFAULT']['author']
 release = version = settings['DEFAULT']['version']
 
 extensions = ['myst_nb', 'sphinx_copybutton', 'api_pages', 'breaks']
-exclude_patterns = ['_build', '**.ipynb_checkpoints', 'benchmarks', 'speed.md']   # the last is included in another
+exclude_patterns = ['_build', '**.ipynb_checkpoints', 'benchmarks', 'speed.md',
+                    'real_models.md']          # the last two are included in another page
 nb_execution_mode = 'off'                      # outputs are stored in the notebooks; `python nbs/run.py` runs them anew
 nb_merge_streams = True
 myst_enable_extensions = ['colon_fence', 'deflist']

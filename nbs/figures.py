@@ -1,4 +1,4 @@
-"Draws `speed.png` and writes `speed.md` from the stored benchmarks: `python nbs/figures.py`."
+"Makes charts and tables of speeds anew from the stored runs: `python nbs/figures.py`."
 from __future__ import annotations
 
 import json, sys
@@ -6,38 +6,54 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-from nbs.benchmarks.show import DOTS, OPTIMIZER, marked, plot  # noqa: E402
+from nbs.benchmarks.show import OPTIMIZER, by_model, marked, plot, tables  # noqa: E402
 
-MACHINES = {'A': 'native_bf16', 'B': 'native_bf16_another_machine'}
-
-
-def rows() -> list[tuple[str, str, dict]]:
-    "Return model, machine, and what was measured by mode and contestant; the model that gains most first."
-    found = []
-    for machine, stem in MACHINES.items():
-        run = json.loads((HERE / 'benchmarks' / f'{stem}.json').read_text(encoding='utf-8'))
-        for model in run['models']:
-            measured = {(r['mode'], r['contestant']): r for r in run['rows']
-                        if r['model'] == model['name'] and r['optimizer'] == OPTIMIZER}
-            found.append((model['what'], machine, measured))
-    first = {what: m['bf16', 'fastxtend_amp']['vs_fp32'][1] for what, machine, m in found if machine == 'A'}
-    return sorted(found, key=lambda row: (-first[row[0]], row[1]))
+RUNS = HERE / 'benchmarks'
+SHOWN, EARLIER = 'native_bf16', ('native_bf16_0.2.0', 'native_bf16_0.2.0_b')
+STORED = (SHOWN, *EARLIER, 'emulated')
+TITLE = 'Training in bf16, CPU with native bf16'
 
 
-def table() -> str:
-    "Return the figures of both machines as a Markdown table."
-    lines = ['| model | machine | fastxtend_amp | plain loop | fastai\'s own | fp32, ms | bf16, ms | blocks |',
-             '|---|:-:|--:|--:|--:|--:|--:|--:|']
-    for what, machine, found in rows():
-        ours = found['bf16', 'fastxtend_amp']
-        ratios = [marked(found['bf16', c]['vs_fp32'], found['bf16', c]['blocks'])
-                  for c in ('fastxtend_amp', 'plain loop', "fastai's own")]
-        lines.append(f"| {what} | {machine} | {' | '.join(ratios)} | {found['fp32', 'fastai loop']['ms']:.1f} | "
-                     f"{ours['ms']:.1f} | {ours['blocks']} |")
+def stored(stem: str) -> dict:
+    "Return what `nbs.benchmarks` wrote into a file."
+    return json.loads((RUNS / f'{stem}.json').read_text(encoding='utf-8'))
+
+
+def rows() -> list[tuple[str, dict]]:
+    "Return each model's title and its records by contestant; the model that gains most first."
+    return by_model(stored(SHOWN), 'bf16')
+
+
+def speeds() -> str:
+    "Return the figures of the shown run as a Markdown table, and what machines measured before."
+    run = stored(SHOWN)
+    fp32 = {r['model']: r['ms'] for r in run['rows'] if (r['contestant'], r['optimizer']) == ('fastai loop', OPTIMIZER)}
+    before = [dict(by_model(stored(stem), 'bf16')) for stem in EARLIER]
+    lines = ['| model | bf16 over fp32 | plain loop | x plain | fp32, ms | bf16, ms | other machines |',
+             '|---|--:|--:|--:|--:|--:|--:|']
+    for title, found in rows():
+        ours, plain = found['fastxtend_amp'], found['plain loop']
+        ratios = [marked(q, ours['blocks']) for q in (ours['vs_fp32'], plain['vs_fp32'], ours['vs_plain_loop'])]
+        others = sorted(run[title]['fastxtend_amp']['vs_fp32'][1] for run in before if title in run)
+        lines.append(f"| {title} | {' | '.join(ratios)} | {fp32[ours['model']]:.1f} | {ours['ms']:.1f} | "
+                     f"{', '.join(f'{x:.2f}' for x in others)} |")
     return '\n'.join(lines) + '\n'
 
 
+def real_models() -> str:
+    "Return the figures of models that people train as a Markdown table."
+    lines = ['| model | image, batch | fp32, ms | bf16 over fp32 (quartiles) |', '|---|---|--:|--:|']
+    lines += [f'| {name} | {size} px, {batch} | {ms:,} | {median:.2f} ({low:.2f} to {high:.2f}) |'
+              for name, size, batch, ms, (low, median, high) in stored('real_models')['rows']]
+    return '\n'.join(lines) + '\n'
+
+
+def texts() -> dict[str, str]:
+    "Return each stored text by its path under `nbs`."
+    reports = {f'benchmarks/{stem}.md': tables(stored(stem)) for stem in STORED}
+    return {'speed.md': speeds(), 'real_models.md': real_models(), **reports}
+
+
 if __name__ == '__main__':
-    labelled = [(f'{what}, {machine}', {c: found['bf16', c] for c in DOTS}) for what, machine, found in rows()]
-    plot({'Training in bf16 on two CPUs, A and B, with native bf16': labelled}, HERE / 'speed.png')
-    (HERE / 'speed.md').write_text(table(), encoding='utf-8')
+    for name, text in texts().items(): (HERE / name).write_text(text, encoding='utf-8')
+    for file, narrow in (('speed.png', False), ('speed_narrow.png', True)): plot({TITLE: rows()}, HERE / file, narrow)

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from operator import itemgetter, methodcaller
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ import torch
 from fastai.layers import Lambda
 from fastai.vision.models.xresnet import xresnet18
 from torch import nn
+from torchvision.models import resnet50
 
 
 class Model(NamedTuple):
@@ -69,6 +71,15 @@ def _wide(big: bool, n: int) -> Model:
     return _mlp(big, f'wide MLP, batch {n}', 4096, 4 if big else 1, n)
 
 
+def _pictures(big: bool, title: str, net: Callable[..., nn.Module], size: int, n: int) -> Model:
+    return Model(title, partial(net, num_classes=10), lambda: torch.randn(8 * n if big else n, 3, size, size))
+
+
+def _timm(big: bool, title: str, name: str, size: int, n: int) -> Model:
+    import timm                            # only where its models are timed
+    return _pictures(big, title, partial(timm.create_model, name), size, n)
+
+
 # Each takes whether the device is an accelerator: models are larger there.
 MODELS: dict[str, Callable[[bool], Model]] = {
     'xresnet18': _xresnet, 'xresnet18-cl': partial(_xresnet, channels_last=True),
@@ -76,4 +87,9 @@ MODELS: dict[str, Callable[[bool], Model]] = {
     'wide-64': partial(_wide, n=64), 'wide-256': partial(_wide, n=256), 'wide-1024': partial(_wide, n=1024),
     'deep': partial(_mlp, title='deep narrow MLP (32 layers of 64)', width=64, depth=32, n=64),
     'tiny': partial(_mlp, title='tiny MLP (the overhead)', width=32, depth=1, n=16),
+    'resnet50': partial(_pictures, title='ResNet-50 at 128x128', net=resnet50, size=128, n=16),
+}
+if find_spec('timm'): MODELS |= {          # of the extra bench
+    'vit-tiny': partial(_timm, title='ViT-Tiny', name='vit_tiny_patch16_224', size=224, n=8),
+    'convnext-atto': partial(_timm, title='ConvNeXt-Atto at 128x128', name='convnext_atto', size=128, n=16),
 }
