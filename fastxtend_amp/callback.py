@@ -25,7 +25,7 @@ from .common import training_device, warn_user
 from .compat import backward_without_autocast, is_compiled
 from .convert import is_half, to_fp32
 from .fp32_modules import Fp32Context, Fp32Modules, covers, qualified_names
-from .loop import PRECISION_CALLBACKS, Fit, Loop, loop_of
+from .loop import PRECISION_CALLBACKS, Fit, loop_of
 from .mode import AMPMode, check_supported, fastest_native
 from .optimizers import place_state
 from .scaling import LossScaling
@@ -58,7 +58,7 @@ class MixedPrecision(fp16.MixedPrecision):
     run = True
     scale_argument = 'init_scale'                                # lowers the loss scale, for messages
     _learn: Any = None
-    _loop: Loop | None = None                                    # of the learner
+    _loop: Any = None                                            # the learner's `Loop`
     _has_trained = False                                         # in any fit
     _has_left = False                                            # the last learner
 
@@ -79,7 +79,7 @@ class MixedPrecision(fp16.MixedPrecision):
         store_attr()
         auto = isinstance(amp_mode, str) and amp_mode.lower() == 'auto'
         self.mode = None if auto else AMPMode(amp_mode)          # the resolved one; None for fp32
-        self.amp_mode = self.mode or 'auto'
+        self.amp_mode: str | AMPMode = self.mode or 'auto'
         self._scaling = LossScaling(init_scale, growth_factor, backoff_factor, growth_interval, enabled, loss_scale,
                                     scaler)
         if scaler is not None and self.amp_mode is AMPMode.BF16:
@@ -114,7 +114,7 @@ class MixedPrecision(fp16.MixedPrecision):
     @property
     def fit(self) -> Fit | None:
         "The fit or validation that is open: `device`, `mode` and more; None outside."
-        return self._loop and self._loop.fit
+        return None if self._loop is None else self._loop.fit
     @property
     def scale(self) -> float | None:
         "The loss scale now; None without loss scaling. Waits for the device that the scale is on."
@@ -224,7 +224,7 @@ class MixedPrecision(fp16.MixedPrecision):
         loop.close()
         self._learn, self._loop, self._has_left = None, None, True
         vars(learn).pop('mixed_precision', None)
-        learn.remove_cbs([cb for cb in learn.cbs if isinstance(cb, (*COMPANIONS,)) and cb.learn is learn])
+        learn.remove_cbs([cb for cb in learn.cbs if type(cb) in COMPANIONS and cb.learn is learn])
         loop.detach()
 
     def _refuse_others(self, learn: Learner) -> None:
@@ -240,7 +240,7 @@ class MixedPrecision(fp16.MixedPrecision):
         device: torch.device,
     ) -> AMPMode | None: # None for fp32
         "Return the mode on `device`. Raises a `ValueError` if it does not run there."
-        if self.amp_mode == 'auto': return fastest_native(device)
+        if not isinstance(self.amp_mode, AMPMode): return fastest_native(device)
         check_supported(self.amp_mode, device)
         return self.amp_mode
 

@@ -141,7 +141,8 @@ class Fp32Forward:
         if self.own is not None: attributes['forward'] = self.own
 
     def _reduce(self, protocol: int) -> tuple: # As `copy` and `pickle` ask the module itself for
-        function, arguments, state, *rest = type(self.module).__reduce_ex__(self.module, protocol)
+        reduced: Any = type(self.module).__reduce_ex__(self.module, protocol)
+        function, arguments, state, *rest = reduced
         state = {k: v for k, v in state.items() if k not in ('forward', '__reduce_ex__')}
         if self.own is not None: state['forward'] = self.own
         return function, arguments, state, *rest

@@ -104,7 +104,7 @@ class NoScaling:
     "Stands for `FitScaling` outside of a fit, and in a fit without loss scaling, where it is a context: does nothing."
     found_inf, held_back, skips_in_a_row, scaler = False, False, 0, None
 
-    def __init__(self, learn: Learner | None = None): self.learn = learn
+    def __init__(self, learn: Any = None): self.learn = learn    # None outside of a fit
     def __enter__(self) -> NoScaling:
         self.learn.scaler = GradScaler('cpu', enabled=False)     # as fastai users expect it
         return self
