@@ -182,7 +182,7 @@ def raises(kind, mode, path):
             before=before,
             after=autocast_state(),
             grads=grads,
-            device=learn.precision.fit.device,
+            fit=learn.precision.fit,
         )
 
 

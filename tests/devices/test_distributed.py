@@ -166,7 +166,7 @@ def test_an_exception_on_one_rank_ends_both_and_leaves_nothing(ranks):
     zero, one = both = ranks('raises', 'ddp', 'fp16')
     assert 'rank 1' in one['error'] and 'RuntimeError' in zero['error'], (zero['error'], one['error'])
     for r in both:
-        assert r['after'] == r['before'] and not (r['device'] or r['grads'])
+        assert r['after'] == r['before'] and not (r['fit'] or r['grads'])
 
 
 # -- insight
