@@ -25,6 +25,7 @@ from .common import training_device, warn_user
 from .compat import backward_without_autocast, is_compiled
 from .convert import is_half, to_fp32
 from .fp32_modules import Fp32Context, Fp32Modules, covers, qualified_names
+from .fp32_settings import TF32, fp32_settings
 from .loop import PRECISION_CALLBACKS, Fit, loop_of
 from .mode import AMPMode, check_supported, fastest_native
 from .optimizers import place_state
@@ -63,7 +64,7 @@ class MixedPrecision(fp16.MixedPrecision):
     _has_left = False                                            # the last learner
 
     def __init__(self,
-        amp_mode: str | AMPMode | torch.dtype = AMPMode.FP16, # 'fp16', 'bf16', or 'auto': the fastest native one
+        amp_mode: str | AMPMode | torch.dtype = AMPMode.FP16, # 'fp16', 'bf16', 'tf32', or 'auto': bf16 or fp16
         init_scale: float = 65536.0, # Loss scale to start from (fp16)
         growth_factor: float = 2.0, # The scale is multiplied by this after `growth_interval` steps (fp16)
         backoff_factor: float = 0.5, # The scale is multiplied by this after a skipped step (fp16)
@@ -85,6 +86,9 @@ class MixedPrecision(fp16.MixedPrecision):
         if scaler is not None and self.amp_mode is AMPMode.BF16:
             raise ValueError(f"scaler={scaler!r} cannot be used with amp_mode='bf16', which needs no loss scaling.\n"
                              "Leave it out, or take 'fp16' or 'auto'.")
+        if fp32_modules is not None and self.mode is AMPMode.TF32:
+            raise ValueError(f"fp32_modules={fp32_modules!r} cannot be used with amp_mode='tf32', which holds for the "
+                             "whole process.\nLeave it out, or take 'bf16'.")
         check_overflow_args(on_overflow, max_skips)
         self._fp32_modules = Fp32Modules(fp32_modules)
 
@@ -265,11 +269,12 @@ class MixedPrecision(fp16.MixedPrecision):
 
     def _around_fit(self, mode: AMPMode | None, model: nn.Module) -> list[Any]:
         "Return the contexts that computing in `mode` needs around a fit; `add(model)` includes another model."
+        if mode is AMPMode.TF32: return [fp32_settings(TF32)]
         return [] if mode is None else [Fp32Context(self._fp32_modules, model)]
 
     def _around_forward(self, mode: AMPMode | None, device: torch.device, is_compiled: bool) -> list[Any]:
         "Return the contexts around a forward pass and its loss."
-        if mode is None: return []
+        if mode is None or mode.dtype is None: return []
         without = backward_without_autocast() if is_compiled else None
         return [*([without] if without else []), torch.autocast(device.type, dtype=mode.dtype, cache_enabled=_CACHE)]
 

@@ -1,12 +1,15 @@
 "PyTorch's settings for the precision in which fp32 tensors are multiplied: read, set inside a context, and put back."
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from torch.backends import cuda, cudnn
 
 from .compat import get_fp32_setting, set_fp32_setting
 
-__all__ = ['FP32_SETTINGS', 'FULL_PRECISION', 'fp32_settings', 'other_fp32_settings', 'settings_note']
+__all__ = ['FP32_SETTINGS', 'FULL_PRECISION', 'TF32', 'fp32_settings', 'other_fp32_settings', 'settings_note']
 
 # Backend and operation of each attribute `fp32_precision`, and its default. One that is 'none' follows the one above
 # it: an operation its backend, a backend the generic one. So a setting stands behind those that it follows.
@@ -22,27 +25,44 @@ FP32_SETTINGS = {
     'torch.backends.mkldnn.rnn': ('mkldnn', 'rnn', 'none'),
 }
 FULL_PRECISION = dict.fromkeys(FP32_SETTINGS, 'ieee')
+TF32 = dict.fromkeys(('torch.backends.cuda.matmul', 'torch.backends.cudnn.conv', 'torch.backends.cudnn.rnn'), 'tf32')
 
 
-@contextmanager
-def fp32_settings(
-    wanted: Mapping[str, str], # Precision, 'ieee', 'tf32' or 'bf16', by a name in `FP32_SETTINGS`
-) -> Iterator[None]:
-    """Set these precisions inside; at the end, also after an exception, put back each that was changed.
+class fp32_settings:
+    """Context that sets precisions of fp32; its end, also after an exception, puts back each that was changed.
 
     The settings act when an operator runs, in all threads. What was set by `torch.set_float32_matmul_precision` or
-    `allow_tf32` is as before at the end; inside, reading by those names may raise a `RuntimeError`.
+    `allow_tf32` is as before at the end. Inside, reading by those names may raise a `RuntimeError`; `TF32` keeps
+    `allow_tf32` readable, which PyTorch's compiler reads.
     """
-    changed = []
-    try:
+    def __init__(self,
+        wanted: Mapping[str, str], # Precision, 'ieee', 'tf32' or 'bf16', by a name in `FP32_SETTINGS`
+    ):
+        self.wanted, self.undo = wanted, list[Callable]()
+
+    def __enter__(self) -> fp32_settings:
+        old_names: Any = [flags for flags in (cuda.matmul, cudnn) if self.wanted is TF32 and _forbids_tf32(flags)]
         for name, (backend, op, _) in FP32_SETTINGS.items():
             # One that follows another, which is set already, stays as it is: what is read else is its own value.
-            if name not in wanted or (old := get_fp32_setting(backend, op)) == wanted[name]: continue
-            changed.append((backend, op, old))
-            set_fp32_setting(backend, op, wanted[name])
-        yield
-    finally:
-        for setting in reversed(changed): set_fp32_setting(*setting)
+            if name not in self.wanted or (old := get_fp32_setting(backend, op)) == self.wanted[name]: continue
+            self.undo.append(partial(set_fp32_setting, backend, op, old))   # first: an interrupt in between is undone
+            set_fp32_setting(backend, op, self.wanted[name])
+        for flags in old_names:
+            self.undo.append(partial(setattr, flags, 'allow_tf32', False))
+            flags.allow_tf32 = True
+        return self
+
+    def add(self, model: object) -> None: "Do nothing: the settings hold for every model."
+
+    def __exit__(self, *args: object) -> None:
+        while self.undo:
+            self.undo[-1]()
+            del self.undo[-1]
+
+
+def _forbids_tf32(flags: Any) -> bool:
+    try: return not flags.allow_tf32
+    except RuntimeError: return False                            # the user has set both names, to different values
 
 
 def other_fp32_settings() -> dict[str, str]: # Such as {'torch.backends.cuda.matmul': 'tf32'}

@@ -25,8 +25,9 @@ from .loop import Fit
 from .mode import AMPMode
 from .scaling import optimizer_params
 
-__all__ = ['HalfWeights', 'kahan']
+__all__ = ['LOWERED', 'HalfWeights', 'kahan']
 
+LOWERED = AMPMode.BF16, AMPMode.FP16  # the precisions that weights can have
 
 class HalfWeights(MixedPrecision):
     """Half-precision weights with fp32 masters: trains as `to_bf16()` or `to_fp16()` do, bit for bit and as fast.
@@ -56,6 +57,9 @@ class HalfWeights(MixedPrecision):
         max_skips: int = 16, # Skipped steps in a row after which training counts as going wrong
     ):
         mode = AMPMode(amp_mode)
+        if mode not in LOWERED:
+            raise ValueError(f"amp_mode={amp_mode!r} cannot be used: weights are 'bf16' or 'fp16'.\n"
+                             f"Without half-precision weights call `learn.to_{mode.value}()`.")
         if mode is AMPMode.BF16 and loss_scale is not None:
             raise ValueError(f"loss_scale={loss_scale!r} cannot be used with amp_mode='bf16', which needs no loss "
                              "scaling. Leave it out, or take amp_mode='fp16'.")

@@ -1,4 +1,4 @@
-"The core's methods of `Learner`: `to_fp16`, `to_bf16`, `to_amp`, `to_fp32`, `to_channelslast` and two more."
+"The core's methods of `Learner`: `to_fp16`, `to_bf16`, `to_tf32`, `to_amp`, `to_fp32` and others."
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
@@ -103,6 +103,15 @@ def to_bf16(self: Learner, *args, **kwargs) -> Learner: # The learner
 
 
 @patch
+def to_tf32(self: Learner) -> Learner: # The learner
+    """Train in fp32 whose matrix products and convolutions are computed in TF32, on NVIDIA GPUs from 8.0 on.
+
+    TF32 has fp32's range and fp16's precision: for models that do not train in half precision. The tensors are fp32.
+    """
+    return set_precision(self, MixedPrecision(AMPMode.TF32))
+
+
+@patch
 @delegates(MixedPrecision, but=['amp_mode'])
 def to_amp(self: Learner, *args,
     measure: bool = False, # Try the precisions on the learner's batches, and take the fastest that trains as fp32 does
@@ -112,7 +121,7 @@ def to_amp(self: Learner, *args,
     """Train in the fastest precision that the model's device does natively: bf16, then fp16, else fp32.
 
     Looks up what the device can do. It cannot know whether this model gains from it: small layers may train faster in
-    fp32 all the same. With `measure=True` fp32, bf16 and fp16 are tried instead, as far as the device does them
+    fp32 all the same. With `measure=True` fp32, bf16, fp16 and TF32 are tried instead, as far as the device does them
     natively, and half-precision weights if the learner has them, on copies of the learner; one line says what was
     taken and why. What was measured is then `learn.precision_decision`. Raises `RuntimeError` in several processes.
     """

@@ -6,13 +6,14 @@ from collections.abc import Iterable
 from enum import Enum
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
 
 from .common import first_line
-from .compat import AutocastState
+from .compat import AutocastState, get_fp32_setting
+from .fp32_settings import FP32_SETTINGS, TF32
 
 __all__ = ['AMPMode', 'precision_support']
 
@@ -21,7 +22,7 @@ _ALIASES = {'16-mixed': 'fp16', 'float16': 'fp16', 'half': 'fp16', torch.float16
 
 
 class AMPMode(str, Enum):
-    """Automatic mixed precision modes.
+    """Precisions below fp32: autocast's fp16 and bf16; TF32, whose tensors are fp32; FP8 for linear layers in bf16.
 
     `AMPMode(value)` also takes Lightning's names ('16-mixed', 'bf16-mixed'), the torch dtypes and their names
     ('float16', 'half', 'bfloat16'), any letter case, and members of fastai's own `AMPMode`; anything else is a
@@ -29,6 +30,8 @@ class AMPMode(str, Enum):
     """
     FP16 = 'fp16'
     BF16 = 'bf16'
+    TF32 = 'tf32'
+    FP8 = 'fp8'
 
     @classmethod
     def _missing_(cls, value):
@@ -38,19 +41,23 @@ class AMPMode(str, Enum):
         for member in cls:
             if member.value == name: return member
         raise ValueError(f"amp_mode={value!r} cannot be used.\n"
-                         "Allowed: 'fp16' (or 'float16', 'half', '16-mixed', torch.float16) and 'bf16' (or 'bfloat16', "
-                         "'bf16-mixed', torch.bfloat16), in any letter case; `MixedPrecision` also takes 'auto'.\n"
+                         "Allowed: 'fp16' (or 'float16', 'half', '16-mixed', torch.float16), 'bf16' (or 'bfloat16', "
+                         "'bf16-mixed', torch.bfloat16), 'tf32' and 'fp8', in any letter case; `MixedPrecision` also "
+                         "takes 'auto'.\n"
                          "For plain fp32 use `learn.to_fp32()`.")
 
     @property
-    def dtype(self) -> torch.dtype:
-        "The dtype that autocast runs eligible operators in."
-        return torch.float16 if self is AMPMode.FP16 else torch.bfloat16
+    def dtype(self) -> Any:
+        "The dtype that autocast runs eligible operators in; None for TF32, which needs no autocast."
+        return _DTYPES.get(self, torch.bfloat16)
 
     @property
     def needs_loss_scaling(self) -> bool:
         "True if gradients underflow without loss scaling: fp16 has 5 bits of exponent; bf16 has fp32's 8."
         return self is AMPMode.FP16
+
+
+_DTYPES = {AMPMode.FP16: torch.float16, AMPMode.TF32: None}
 
 
 class Support(NamedTuple):
@@ -84,14 +91,20 @@ def _cpu(mode: AMPMode, device: torch.device) -> Support:
     return _native(bool(found), f'the CPU has {found}', f'the CPU has no {mode.value} arithmetic')
 
 
+_NO_TF32 = Support('unsupported', 'only NVIDIA GPUs from compute capability 8.0 on have TF32')
 _NO_TENSOR_CORES = re.compile(r'GTX 16\d\d|\b(T|MX)\d{3,4}\b')   # of capability 7.5, as Quadro T2000, T600, MX450
 
 
 def _cuda(mode: AMPMode, device: torch.device) -> Support:
     if not torch.cuda.is_available(): return Support('unsupported', 'PyTorch finds no CUDA device')
-    if torch.version.hip: return Support('native', 'ROCm')
+    if torch.version.hip: return _NO_TF32 if mode is AMPMode.TF32 else Support('native', 'ROCm')
     major, minor = torch.cuda.get_device_capability(device)
     capability = f'compute capability {major}.{minor}'
+    if mode is AMPMode.TF32:
+        if major < 8: return Support('unsupported', f'{capability}: TF32 needs 8.0')
+        by_default = [name for name in TF32 if get_fp32_setting(*FP32_SETTINGS[name][:2]) == 'tf32']
+        also = f"; training in fp32 has it now in {' and '.join(by_default)}" if by_default else ''
+        return Support('native', f'{capability}, tensor cores{also}')
     if mode is AMPMode.FP16:
         if (major, minor) < (5, 3): return Support('emulated', f'{capability}: fp16 arithmetic needs 5.3')
         # CUDA C++ Programming Guide, arithmetic instructions: 2 results per clock and multiprocessor, 128 in fp32.
@@ -103,6 +116,14 @@ def _cuda(mode: AMPMode, device: torch.device) -> Support:
     if major >= 8: return Support('native', capability + ', tensor cores')
     if torch.cuda.is_bf16_supported(): return Support('emulated', f'{capability}: bf16 arithmetic needs 8.0')
     return Support('unsupported', f'{capability}: bf16 needs 8.0')
+
+
+def _fp8(device: torch.device) -> Support:
+    bf16 = mode_support(AMPMode.BF16, device)
+    if bf16.status == 'unsupported': return bf16
+    nvidia = device.type == 'cuda' and not torch.version.hip
+    has = nvidia and torch.cuda.get_device_capability(device) >= (8, 9)
+    return _native(has, bf16.why, 'NVIDIA GPUs from compute capability 8.9 on have FP8 arithmetic')
 
 
 def _mps(mode: AMPMode, device: torch.device) -> Support:
@@ -142,6 +163,8 @@ def mode_support(mode: AMPMode, device: torch.device) -> Support:
     CUDA by compute capability (NVIDIA's CUDA C++ programming guide), CPUs by their instruction sets; for the rest,
     what PyTorch's autocast says when it is built.
     """
+    if mode is AMPMode.TF32: return _cuda(mode, device) if device.type == 'cuda' else _NO_TF32
+    if mode is AMPMode.FP8: return _fp8(device)
     if not autocast_available(device.type):
         return Support('unsupported', f'PyTorch has no autocast for {device.type} devices')
     rule = _RULES.get(device.type)
@@ -169,6 +192,9 @@ def _devices() -> list[torch.device]:
     return [torch.device(d) for d in ['cpu', *found, *(['xla'] if 'torch_xla' in sys.modules else [])]]
 
 
+_ROWS = AMPMode.BF16, AMPMode.FP16, AMPMode.TF32, AMPMode.FP8
+
+
 def precision_support(
     device: str | torch.device | None = None, # The device to ask about; this machine's devices if None
 ) -> pd.DataFrame: # One row per device and mode; columns device, mode, support, why
@@ -181,7 +207,7 @@ def precision_support(
     except (RuntimeError, TypeError) as e:
         raise ValueError(f"device={device!r} is not a torch device, such as 'cpu' or 'cuda:0'.\n"
                          f"Leave it out to see all devices. PyTorch says: {first_line(e)}.") from e
-    rows = [(str(d), m.value, *mode_support(m, d)) for d in devices for m in (AMPMode.BF16, AMPMode.FP16)]
+    rows = [(str(d), m.value, *mode_support(m, d)) for d in devices for m in _ROWS]
     return pd.DataFrame(rows, columns=['device', 'mode', 'support', 'why'])
 
 
@@ -190,7 +216,7 @@ def fastest_native(
     failed: Iterable[AMPMode] = (), # Modes that do not work for a model
 ) -> AMPMode | None:
     "Return the fastest mode that `device` does natively: bf16 (no loss scaling), then fp16; None where fp32 is."
-    left = (m for m in reversed(AMPMode) if m not in failed)     # bf16 before fp16
+    left = (m for m in (AMPMode.BF16, AMPMode.FP16) if m not in failed)
     return next((m for m in left if mode_support(m, device).status == 'native'), None)
 
 

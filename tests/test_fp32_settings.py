@@ -4,9 +4,14 @@ import pytest, torch
 from torch import backends
 
 from fastxtend_amp.compat import get_fp32_setting, set_fp32_setting
-from fastxtend_amp.fp32_settings import FP32_SETTINGS, FULL_PRECISION, fp32_settings, other_fp32_settings, settings_note
-
-TF32 = dict.fromkeys(('torch.backends.cuda.matmul', 'torch.backends.cudnn.conv', 'torch.backends.cudnn.rnn'), 'tf32')
+from fastxtend_amp.fp32_settings import (
+    FP32_SETTINGS,
+    FULL_PRECISION,
+    TF32,
+    fp32_settings,
+    other_fp32_settings,
+    settings_note,
+)
 
 
 def values():
@@ -118,6 +123,20 @@ def test_the_settings_act_in_the_backward_pass_too():
     with fp32_settings(TF32):
         Notes.apply(torch.ones(1, requires_grad=True)).backward()
     assert seen == ['tf32', 'tf32'] and backends.cuda.matmul.fp32_precision == 'none'
+
+
+@pytest.mark.parametrize('way', WAYS)
+def test_what_pytorchs_compiler_reads_by_its_old_name_is_readable_in_tf32(way):
+    WAYS[way]()
+    before = old_names()
+    with fp32_settings(TF32):
+        assert before.keys() <= old_names().keys()
+    context = fp32_settings(TF32)
+    context.__exit__()  # of a fit that was interrupted before
+    with context:
+        pass
+    context.__exit__()
+    assert old_names() == before
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def test_names_of_a_mode(expected, names):
     ) and expected.needs_loss_scaling is (expected is FP16)
 
 
-@pytest.mark.parametrize('value', ['fp8', 'fp32', '', None, 16, torch.float32, ['fp16']], ids=str)
+@pytest.mark.parametrize('value', ['fp4', 'fp32', '', None, 16, torch.float32, ['fp16']], ids=str)
 def test_unknown_mode(value):
     with pytest.raises(ValueError, match='bf16-mixed') as e:
         MixedPrecision(value)
@@ -63,19 +63,22 @@ def statuses(device):
 
 
 @pytest.mark.parametrize(
-    'capability, emulates, bf16, fp16, auto',
+    'capability, emulates, bf16, fp16, tf32, fp8, auto',
     [
-        ((5, 2), True, 'emulated', 'emulated', None),
-        ((6, 0), True, 'emulated', 'native', 'fp16'),
-        ((6, 1), True, 'emulated', 'emulated', None),
-        ((7, 5), False, 'unsupported', 'native', 'fp16'),
-        ((8, 0), True, 'native', 'native', 'bf16'),
-        ((12, 0), True, 'native', 'native', 'bf16'),
+        ((5, 2), True, 'emulated', 'emulated', 'unsupported', 'emulated', None),
+        ((6, 0), True, 'emulated', 'native', 'unsupported', 'emulated', 'fp16'),
+        ((6, 1), True, 'emulated', 'emulated', 'unsupported', 'emulated', None),
+        ((7, 5), False, 'unsupported', 'native', 'unsupported', 'unsupported', 'fp16'),
+        ((8, 0), True, 'native', 'native', 'native', 'emulated', 'bf16'),
+        ((8, 9), True, 'native', 'native', 'native', 'native', 'bf16'),
+        ((12, 0), True, 'native', 'native', 'native', 'native', 'bf16'),
     ],
 )
-def test_nvidia_gpus(gpu, capability, emulates, bf16, fp16, auto):
+def test_nvidia_gpus(gpu, capability, emulates, bf16, fp16, tf32, fp8, auto):
     gpu(capability, emulates)
     assert statuses('cuda:0') == (bf16, fp16) and mode.fastest_native(CUDA) == auto
+    assert tuple(precision_support('cuda:0').support[2:]) == (tf32, fp8)
+    assert [mode.fastest_native(CUDA, [BF16, FP16])] == [None]
     assert '{}.{}'.format(*capability) in precision_support('cuda').why[0] and set(precision_support().device) >= {
         'cpu',
         'cuda:0',
@@ -150,7 +153,7 @@ def test_devices_that_cannot_and_those_that_do_not_exist():
     table = precision_support()
     assert (
         list(table.columns) == ['device', 'mode', 'support', 'why']
-        and len(table) % 2 == 0
+        and len(table) % 4 == 0
         and table.why.str.len().all()
     )
 

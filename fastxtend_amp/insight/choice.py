@@ -28,7 +28,7 @@ def measure_and_choose(
 ) -> None:
     """Set the fastest precision that trains as fp32 does, measured on the learner's own batches from its present state.
 
-    fp32, bf16 and fp16 are tried as far as the device does them natively, and half-precision weights, too, if the
+    fp32, TF32, bf16 and fp16 are tried as far as the device does them natively, and half-precision weights, too, if the
     learner has them; with the modules kept in fp32 that `precision_report` names. Copies are trained: whatever
     interrupts this leaves the learner as it was. `learn.precision_decision` is the comparison.
 
@@ -53,10 +53,10 @@ def measure_and_choose(
 
 def _with_modules_kept(learn, choices, max_seconds) -> tuple[list[PrecisionChoice], list[str]]:
     "Return the choices that may work, with the modules that they need in fp32; and what the report said of the rest."
-    fp32, *low = choices
+    low = [c for c in choices if c.mode and c.mode.dtype]
     if not low: return choices, []
     verdicts = learn.precision_report([c.mode for c in low], max_seconds=_FOR_REPORT * max_seconds).verdicts
-    found, refused = [fp32], []
+    found, refused = [c for c in choices if c not in low], []
     for c in low:
         v = verdicts[c.mode.value]
         if v.call and v.verdict not in ('do not use', 'cannot run'):

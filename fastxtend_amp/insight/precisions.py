@@ -11,16 +11,17 @@ from fastai.learner import Learner
 
 from ..callback import MixedPrecision, precision_callback
 from ..common import training_device
-from ..half_weights import HalfWeights
+from ..half_weights import LOWERED, HalfWeights
 from ..mode import AMPMode, mode_support
 
 __all__ = ['PRECISION_COLORS', 'PrecisionChoice', 'call_for', 'choices_from', 'default_choices', 'precision_call',
            'use_choice']
 
 # One colour for a precision in every plot.
-PRECISION_COLORS = {'fp32': '#4c566a', 'bf16': '#2a78b8', 'fp16': '#d1701f', 'half weights': '#17a2a2'}
+PRECISION_COLORS = {'fp32': '#4c566a', 'bf16': '#2a78b8', 'fp16': '#d1701f', 'tf32': '#5d8a3c',
+                    'half weights': '#17a2a2'}
 HALF_WEIGHTS = 'half weights'
-_ALLOWED = "'fp32', 'bf16', 'fp16', 'half weights' (bf16), 'half weights fp16', or a list of these"
+_ALLOWED = "'fp32', 'bf16', 'fp16', 'tf32', 'half weights' (bf16), 'half weights fp16', or a list of these"
 
 
 @dataclass(frozen=True)
@@ -51,19 +52,22 @@ def _choice(name: Any) -> PrecisionChoice:
     if isinstance(name, PrecisionChoice): return name
     if name in ('fp32', torch.float32): return PrecisionChoice()
     half = isinstance(name, str) and name.startswith(HALF_WEIGHTS)
-    try: return PrecisionChoice(AMPMode(name.removeprefix(HALF_WEIGHTS).strip() or 'bf16' if half else name), half)
-    except ValueError:
-        raise ValueError(f'modes={name!r} cannot be used.\nAllowed: {_ALLOWED}.') from None
+    try:
+        mode = AMPMode(name.removeprefix(HALF_WEIGHTS).strip() or 'bf16' if half else name)
+        if not half or mode in LOWERED: return PrecisionChoice(mode, half)
+    except ValueError: pass
+    raise ValueError(f'modes={name!r} cannot be used.\nAllowed: {_ALLOWED}.')
 
 
 def default_choices(learn: Learner) -> list[PrecisionChoice]:
-    """Return fp32, and autocast in each mode that the learner's device does natively.
+    """Return fp32, and bf16, fp16 and TF32 as far as the learner's device does them natively.
 
     Half-precision weights only if the learner has them: with the default arguments they compute as autocast does.
     """
-    native = [m for m in (AMPMode.BF16, AMPMode.FP16) if mode_support(m, training_device(learn)).status == 'native']
-    kinds = [False, True] if isinstance(precision_callback(learn), HalfWeights) else [False]
-    return [PrecisionChoice(), *(PrecisionChoice(m, half) for half in kinds for m in native)]
+    modes = (AMPMode.BF16, AMPMode.FP16, AMPMode.TF32)
+    native = [m for m in modes if mode_support(m, training_device(learn)).status == 'native']
+    half = [m for m in native if m in LOWERED] if isinstance(precision_callback(learn), HalfWeights) else []
+    return [PrecisionChoice(), *map(PrecisionChoice, native), *(PrecisionChoice(m, True) for m in half)]
 
 
 class Call(NamedTuple):

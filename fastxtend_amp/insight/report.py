@@ -248,7 +248,7 @@ def check_modes(modes: str | AMPMode | Iterable[str | AMPMode]) -> list[AMPMode]
     "Return the modes to examine, each once."
     try:
         given = [modes] if isinstance(modes, (str, torch.dtype)) else modes
-        if found := [*dict.fromkeys(map(AMPMode, given))]: return found
+        if (found := [*dict.fromkeys(map(AMPMode, given))]) and AMPMode.TF32 not in found: return found
     except (TypeError, ValueError): pass
     raise ValueError(f"modes={modes!r} cannot be used: give one or both of 'bf16' and 'fp16'; fp32 is what they are "
                      'compared with.')

@@ -53,7 +53,8 @@ class Watch(Callback):
         fit = cb.fit
         if fit is None or fit.has_warned: return None
         if Watch not in fit.notes:
-            is_watched = fit.mode is not None and cb.on_overflow != 'ignore' and 'lr_finder' not in vars(self.learn)
+            is_low = fit.mode is not None and fit.mode.dtype is not None
+            is_watched = is_low and cb.on_overflow != 'ignore' and 'lr_finder' not in vars(self.learn)
             fit.notes[Watch] = Notes(fit.device.type == 'cpu') if is_watched else None
         return fit.notes[Watch]
 

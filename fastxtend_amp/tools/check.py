@@ -23,7 +23,7 @@ from .device import usable_device
 
 __all__ = ['Result', 'check', 'main']
 
-PRECISIONS = {'fp32': None, 'bf16': AMPMode.BF16, 'fp16': AMPMode.FP16}
+PRECISIONS = {'fp32': None, 'bf16': AMPMode.BF16, 'fp16': AMPMode.FP16, 'tf32': AMPMode.TF32}
 EPOCHS, LR = 3, 5e-3
 SLACK = .1            # how far the validation loss may be above fp32's, as a share of it; and .02 beyond that
 
@@ -93,7 +93,7 @@ def _trains(device, precision, mode, before) -> tuple[bool, str]:
     if learn.precision is not None and mode is AMPMode.FP16:
         skipped = f'{learn.precision.n_skipped} of {len(learn.precision.scales)} steps skipped'
         seen += f', {skipped}, loss scale {learn.precision.scale:,g}'
-    dtype = mode.dtype if mode else torch.float32
+    dtype = (mode and mode.dtype) or torch.float32
     return watch.dtype is dtype and loss < fp32 * (1 + SLACK) + .02, seen
 
 
@@ -220,8 +220,8 @@ def verdict(results: Sequence[Result], device: torch.device) -> str:
 def main(argv: Sequence[str] | None = None) -> int: # The exit status: 0 if all checks passed, else 1
     "The console script `fastxtend_amp_check`."
     parser = argparse.ArgumentParser(prog='fastxtend_amp_check', description=(
-        'Does mixed precision work on this device? Trains a small network in fp32, bf16 and fp16, compares, and prints '
-        'what to paste into an issue. Takes less than two minutes.'))
+        'Does mixed precision work on this device? Trains a small network in fp32, bf16, fp16 and TF32, compares, and '
+        'prints what to paste into an issue. Takes less than two minutes.'))
     parser.add_argument('--device', metavar='D',
         help="torch device, such as 'cpu' or 'cuda:0' (default: the accelerator, if there is one)")
     args = parser.parse_args(argv)

@@ -94,7 +94,7 @@ def test_nothing_trains_as_fp32_where_fp32_fails(monkeypatch, short):
 
 
 def test_a_precision_that_the_device_has_not(monkeypatch, capsys):
-    support = pd.DataFrame({'mode': ['bf16', 'fp16'], 'support': 'unsupported', 'why': 'the test says so'})
+    support = pd.DataFrame({'mode': ['bf16', 'fp16', 'tf32'], 'support': 'unsupported', 'why': 'the test says so'})
     monkeypatch.setattr(check, 'EPOCHS', 1)
     monkeypatch.setattr(check, 'precision_support', lambda device: support)
     assert check.main(['--device', 'cpu']) == 0
@@ -104,8 +104,9 @@ def test_a_precision_that_the_device_has_not(monkeypatch, capsys):
         ['ok', 'fp32'],
         ['left', 'out', 'bf16'],
         ['left', 'out', 'fp16'],
+        ['left', 'out', 'tf32'],
     ]
-    assert 'fp32 reference' in lines[5] and lines[-1] == 'All 2 checks passed on cpu.'
+    assert 'fp32 reference' in lines[6] and lines[-1] == 'All 2 checks passed on cpu.'
 
 
 @pytest.mark.skipif(

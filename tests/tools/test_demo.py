@@ -41,7 +41,7 @@ def test_a_file_gets_lines_and_no_warning(tmp_path):
 def test_emulated_precisions_train_if_asked_for_and_in_a_fifth_of_the_time(
     bf16, fp16, args, trained, seconds, monkeypatch, tmp_path, capsys
 ):
-    support, given = {'bf16': bf16, 'fp16': fp16}, []
+    support, given = {'bf16': bf16, 'fp16': fp16, 'fp8': 'native'}, []
     rows = [{'mode': name, 'support': status, 'why': 'for this test'} for name, status in support.items()]
     monkeypatch.setattr(demo, 'precision_support', lambda device: pd.DataFrame(rows))
     monkeypatch.setattr(compare, 'mode_support', lambda m, d: mode.Support(support[m.value], 'for this test'))
@@ -52,7 +52,7 @@ def test_emulated_precisions_train_if_asked_for_and_in_a_fifth_of_the_time(
     demo.main(['--device', 'cpu', '--out', str(tmp_path / 'f.png'), *args])
     out = capsys.readouterr().out
     assert out.startswith(f'bf16 is {bf16} on this device (for this test).\nfp16 is {fp16} ')
-    for name in support:
+    for name in ('bf16', 'fp16'):
         assert (f'\n{name}  {support[name]} ' in out) == (name in trained)
     if seconds:
         assert given == seconds and 'Next: `learn.to_' in ' '.join(out.split())
