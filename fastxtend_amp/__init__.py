@@ -9,12 +9,13 @@ from .mode import AMPMode, precision_support
 from .callback import MixedPrecision
 from . import checkpoint as _checkpoint, devices as _devices, learner as _learner
 from .half_weights import HalfWeights, kahan
+from .metrics import loss_scale, skipped_steps
 from .insight import PrecisionComparison, PrecisionReport
 from .optimizers import fused
 from .tools.memory import keep_freed_memory
 
 __all__ = ['AMPMode', 'HalfWeights', 'MixedPrecision', 'PrecisionComparison', 'PrecisionReport', 'fused', 'kahan',
-           'keep_freed_memory', 'precision_support']
+           'keep_freed_memory', 'loss_scale', 'precision_support', 'skipped_steps']
 
 
 def __getattr__(name):

@@ -29,7 +29,7 @@ from .fp32_settings import TF32, fp32_settings
 from .loop import PRECISION_CALLBACKS, Fit, loop_of
 from .mode import AMPMode, check_supported, fastest_native
 from .optimizers import place_state
-from .scaling import LossScaling
+from .scaling import LossScaling, UnitScaler
 
 __all__ = ['COMPANIONS', 'FP16_ARGUMENTS', 'MixedPrecision', 'precision_callback']
 
@@ -60,6 +60,7 @@ class MixedPrecision(fp16.MixedPrecision):
     scale_argument = 'init_scale'                                # lowers the loss scale, for messages
     _learn: Any = None
     _loop: Any = None                                            # the learner's `Loop`
+    epoch_start = 0                                              # steps in the history when the epoch began
     _has_trained = False                                         # in any fit
     _has_left = False                                            # the last learner
 
@@ -76,6 +77,7 @@ class MixedPrecision(fp16.MixedPrecision):
         fp32_modules: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules, predicates
         on_overflow: str = 'warn', # When training goes wrong: 'warn', 'raise' (`FloatingPointError`) or 'ignore'
         max_skips: int = 16, # Skipped steps in a row after which training counts as going wrong
+        skip_nonfinite: bool = False, # Whether bf16 skips steps whose gradients are not finite, as fp16 does
     ):
         store_attr()
         auto = isinstance(amp_mode, str) and amp_mode.lower() == 'auto'
@@ -89,7 +91,7 @@ class MixedPrecision(fp16.MixedPrecision):
         if fp32_modules is not None and self.mode is AMPMode.TF32:
             raise ValueError(f"fp32_modules={fp32_modules!r} cannot be used with amp_mode='tf32', which holds for the "
                              "whole process.\nLeave it out, or take 'bf16'.")
-        check_overflow_args(on_overflow, max_skips)
+        check_overflow_args(on_overflow, max_skips, skip_nonfinite)
         self._fp32_modules = Fp32Modules(fp32_modules)
 
     # fastai would look up each name on the learner and its model, and warn if it is there; these names are our own.
@@ -258,8 +260,10 @@ class MixedPrecision(fp16.MixedPrecision):
         if fit.mode is not None: self._check_model(fit)
         fit.around = [fit.enter(context) for context in self._around_fit(fit.mode, fit.model)]
         def warn(message): return fit.has_warned or self.on_overflow == 'ignore' or warn_user(message)
-        scaled = fit.mode is not None and fit.mode.needs_loss_scaling
-        fit.enter(self._scaling.begin(learn, fit.device, scaled, warn=warn, argument=self.scale_argument))
+        scaler = None
+        if fit.mode is not None and fit.mode.needs_loss_scaling: scaler = self._scaling.scaler_for(fit.device.type)
+        elif fit.mode is not None and self.skip_nonfinite: scaler = UnitScaler(fit.device.type)
+        fit.enter(self._scaling.begin(learn, fit.device, scaler, warn=warn, argument=self.scale_argument))
 
     def _check_model(self, fit: Fit) -> None:
         model, kept = fit.model, self.fp32_module_names
@@ -281,7 +285,8 @@ class MixedPrecision(fp16.MixedPrecision):
     def _open_training(self, fit: Fit) -> None:
         "Check what only training needs, once in a fit; put the optimizer's state where the parameters are."
         fit.is_training = True
-        check_training(self.learn, fit.mode, self._scaling.fit.scaler is not None, warn_of_mode=not self._has_trained)
+        scaled = self._scaling.fit.scaler is not None and fit.mode.needs_loss_scaling
+        check_training(self.learn, fit.mode, scaled, warn_of_mode=not self._has_trained)
         if self.learn.opt is not None: place_state(self.learn.opt)
 
     def take_step(self,
@@ -305,7 +310,7 @@ class MixedPrecision(fp16.MixedPrecision):
 
     def before_train(self):
         "Check what only training needs."
-        fit = self._loop.open(self)                              # if added during a fit
+        fit, self.epoch_start = self._loop.open(self), len(self._scaling.history)   # it may be added during a fit
         self._add_model(fit)                                     # a callback may have exchanged a module
         if not fit.is_training: self._open_training(fit)
 

@@ -1,7 +1,7 @@
 """Checkpoints: the loss scale in the files of `Learner.save` and `load`, which are written whole.
 
 Three methods of fastai are replaced: `Learner.save`, `Learner.load`, which `TextLearner` overrides, and
-`Learner.export`, which warns. Without a precision callback they do what fastai's do.
+`Learner.export`, which writes fp32. Without a precision callback they do what fastai's do.
 """
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import functools
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from inspect import signature
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,6 +23,7 @@ from fastcore.basics import ifnone
 
 from .callback import precision_callback
 from .common import loaders_device, warn_user
+from .metrics import PrecisionMetric
 from .scaling import check_scaler_state
 
 __all__ = ['FORMATS', 'FileFormat', 'put_over', 'written_whole']
@@ -135,12 +136,15 @@ def load(original: Callable, self: Learner, file: str | os.PathLike | BinaryIO, 
 
 
 def export(original: Callable, self: Learner, *args: Any, **kwargs: Any) -> None:
-    "Call fastai's `export`, and warn if the file needs this package."
-    if precision_callback(self) is not None:
-        warn_user("The exported file needs fastxtend_amp wherever it is loaded, because the learner has a "
-                  "precision callback.\n"
-                  "Call `learn.to_fp32()` before `export` for a file that loads without it.")
-    original(self, *args, **kwargs)
+    "Call fastai's `export` on the learner in fp32, without this package's metrics: the file loads without the package."
+    metrics, has_precision = self.metrics, precision_callback(self) is not None
+    try:
+        self.metrics = metrics.filter(lambda metric: not isinstance(metric, PrecisionMetric))
+        with self.precision_as('fp32') if has_precision else nullcontext(): original(self, *args, **kwargs)
+    finally: self.metrics = metrics
+    if not has_precision: return
+    warn_user('Exported in fp32, for a file that loads without fastxtend_amp.\nTo train or predict in low precision '
+              'after `load_learner`, call `to_bf16()` or another on what it returns.')
 
 
 def put_over(

@@ -23,13 +23,15 @@ __all__ = ['ON_OVERFLOW', 'check_compiled', 'check_data_parallel', 'check_layers
 ON_OVERFLOW = ('warn', 'raise', 'ignore')
 
 
-def check_overflow_args(on_overflow: str, max_skips: int) -> None:
+def check_overflow_args(on_overflow: str, max_skips: int, skip_nonfinite: bool) -> None:
     "Raise a `ValueError` that names the argument that cannot be used."
     if on_overflow not in ON_OVERFLOW:
         raise ValueError(f"on_overflow={on_overflow!r} cannot be used: it must be 'warn', 'raise' or 'ignore'.")
     if not is_number(max_skips, Integral) or max_skips < 1:
         raise ValueError(f"max_skips={max_skips!r} cannot be used: max_skips must be an integer of at least 1, the "
                          "number of skipped steps in a row after which training counts as going wrong.")
+    if not isinstance(skip_nonfinite, bool):
+        raise ValueError(f'skip_nonfinite={skip_nonfinite!r} cannot be used: it must be True or False.')
 
 
 def check_training(

@@ -1,12 +1,13 @@
 "The core's methods of `Learner`: `to_fp16`, `to_bf16`, `to_tf32`, `to_amp`, `to_fp32` and others."
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from difflib import get_close_matches
 from inspect import signature
 from typing import Any
 
+import torch
 # channelslast patches `Learner.to_channelslast`: imported here so that it cannot do so after us.
 from fastai.callback.channelslast import ChannelsLast
 from fastai.learner import Learner
@@ -147,6 +148,26 @@ def to_amp(self: Learner, *args,
 def to_fp32(self: Learner) -> Learner: # The learner
     "Train in plain float32: removes every precision callback, fastai's own included."
     return set_precision(self, None)
+
+
+@patch
+@contextmanager
+def precision_as(self: Learner,
+    precision: str | AMPMode | torch.dtype | MixedPrecision, # 'fp32', 'bf16' ..., or a callback
+) -> Iterator[Learner]: # The learner
+    """Run what is inside in another precision: `with learn.precision_as('fp32'): learn.validate()`.
+
+    Loss scale, history and kept modules of the learner's own are afterwards as they were. Raises `RuntimeError` in the
+    middle of a batch.
+    """
+    loop, is_fp32 = loop_of(self), precision in ('fp32', torch.float32)
+    if loop.in_batch:
+        raise RuntimeError('precision_as() cannot be used in the middle of a batch. Call it between batches, as in '
+                           '`after_epoch`.')
+    before = next((cb for cb in self.cbs if isinstance(cb, PRECISION_CALLBACKS)), None)
+    new = None if is_fp32 else precision if isinstance(precision, MixedPrecision) else MixedPrecision(precision)
+    try: yield set_precision(self, new)
+    finally: loop_of(self).use(before)
 
 
 @patch

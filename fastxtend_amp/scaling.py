@@ -20,7 +20,7 @@ from torch.amp import GradScaler
 from .compat import found_inf_of, skips_by_flag
 from .optimizers import FUSED
 
-__all__ = ['SKIPPING', 'LossScaling', 'check_scaler_state', 'is_number', 'optimizer_params']
+__all__ = ['SKIPPING', 'LossScaling', 'UnitScaler', 'check_scaler_state', 'is_number', 'optimizer_params']
 
 DEFAULTS = dict(init_scale=65536.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000, enabled=True)
 LARGEST = float(np.finfo(np.float32).max)
@@ -40,6 +40,12 @@ class NotingGradScaler(GradScaler):
         return super().scale(outputs)
 
     def __reduce__(self): return _same_scaler, (self.state_dict(),)
+
+
+class UnitScaler(NotingGradScaler):
+    "A scaler whose scale is always 1: it skips steps whose gradients are not finite, and changes no finite number."
+    def __init__(self, device_type: str): super().__init__(device_type, init_scale=1.)
+    def update(self, new_scale: Any = None) -> None: super().update(1.)
 
 
 def _same_scaler(state: dict[str, float]) -> NotingGradScaler:
@@ -153,12 +159,12 @@ class LossScaling:
     def begin(self,
         learn: Learner,
         device: torch.device, # The device of the loss
-        scaled: bool, # Whether the precision needs loss scaling
+        scaler: GradScaler | None, # None without loss scaling
         **kwargs # As `FitScaling` has them
     ) -> FitScaling | NoScaling: # To enter
         "Return the loss scaling of a fit that begins."
-        if not (scaled and self.settings['enabled']): return NoScaling(learn)
-        return FitScaling(self, learn, device, **kwargs)
+        if scaler is None or not scaler.is_enabled(): return NoScaling(learn)
+        return FitScaling(self, learn, device, scaler, **kwargs)
 
     def state_dict(self) -> dict[str, float]:
         "Return scale, growth tracker, factors and interval as plain numbers; empty with `enabled=False`."
@@ -194,11 +200,12 @@ class FitScaling:
         owner: LossScaling,
         learn: Learner,
         device: torch.device, # The device of the loss
+        scaler: Any, # A `GradScaler`; a user's own has no `has_scaled` yet
         warn: Callable[[str], object], # Called at the end with what went wrong
         argument: str = 'init_scale', # The one that lowers a dynamic scale, for the message
     ):
-        self.owner, self.learn, self.warn, self.argument = owner, learn, warn, argument
-        self.scaler: Any = owner.scaler_for(device.type)         # a user's own has no `has_scaled` yet
+        self.owner, self.learn, self.scaler, self.warn, self.argument = owner, learn, scaler, warn, argument
+        self.is_unit = isinstance(scaler, UnitScaler)            # its scale is not kept
         self.one = torch.ones((), device=device)
         self.was_used = False                                    # a loss was scaled in this fit
         self.found_inf: bool | torch.Tensor = False              # the last step's flag: a gradient was not finite
@@ -229,10 +236,10 @@ class FitScaling:
         self.cancel()
         message = self._end_gradients(failed) if self.was_used or self.scaler.has_scaled else None
         message = message or self._skip_message()
-        if keep: self.owner.state = self.scaler.state_dict()
-        else:
+        if not keep:
             self.scaler.load_state_dict(self._state_before)      # of the user's own, which serves every fit
             self.owner.history.forget(self._n_before)
+        if not self.is_unit: self.owner.state = self.scaler.state_dict()
         return message
 
     def _end_gradients(self, failed: bool) -> str | None:
@@ -242,11 +249,14 @@ class FitScaling:
             self.cancel()
             if self.found_inf:
                 message = ("The gradients of an accumulation that the end of the fit left unfinished are not finite; "
-                           f"they were dropped.\nThe loss scale is {self.scaler.get_scale():g}.")
+                           f"they were dropped.\n{self._scale_now}")
         if (failed or message) and opt is not None: opt.zero_grad()
         # Gradients outside the optimizer are still scaled.
         for p in {*self.learn.model.parameters()}.difference(optimizer_params(opt)): p.grad = None
         return message
+
+    @property
+    def _scale_now(self) -> str: return '' if self.is_unit else f'The loss scale is {self.scaler.get_scale():g} now.\n'
 
     def _skip_message(self) -> str | None:
         skips = self.owner.history.skips(self._n_before)
@@ -258,11 +268,11 @@ class FitScaling:
             head = (f"No optimizer step was taken in this fit: all {n} were skipped, because gradients were not "
                     "finite. Nothing was learned.")
             if scale > 1: remedy += f' If it finds nothing, start lower: `{argument}={max(scale / 2 ** 6, 1.):g}`.'
-            if scale >= 1 and not static: remedy += ' Or train longer, so that the scale can fall.'
+            if scale >= 1 and not (static or self.is_unit): remedy += ' Or train longer, so that the scale can fall.'
         else:
             head = f"{skipped} of the {n} optimizer steps of this fit were skipped: gradients were not finite."
             if scale > 1: remedy += f' If it finds nothing, start a new training with `{argument}={scale:g}`.'
-        return f'{head}\nThe loss scale is {scale:g} now.\n{remedy}'
+        return f'{head}\n{self._scale_now}{remedy}'
 
     # -- a step
 

@@ -423,15 +423,19 @@ def test_files_exports_and_models_are_read_without_the_package(tmp_path):
 
 
 @pytest.mark.parametrize('mode', ['fp16', 'bf16'])
-def test_export_with_a_precision_warns_and_is_loaded_for_the_cpu_without_it(tmp_path, mode):
+def test_export_with_a_precision_writes_fp32_that_loads_without_the_package(tmp_path, mode):
+    "The learner itself keeps its precision."
     learn = trained(tmp_path, mode, n=1)
-    b = next(iter(learn.dls.valid))
-    with pytest.warns(UserWarning, match=r'needs fastxtend_amp.*\n.*to_fp32\(\)'):
+    b, before, cb = next(iter(learn.dls.valid)), state(learn), learn.precision
+    with pytest.warns(UserWarning, match=r'Exported in fp32.*without fastxtend_amp.*\n.*to_bf16\(\)'):
         learn.export()
-    loaded, kept = load_learner(tmp_path / 'export.pkl'), load_learner(tmp_path / 'export.pkl', cpu=False)
-    assert loaded.precision is None and not left_on(loaded)
-    assert state(kept) == state(learn) and torch.equal(kept.get_preds(dl=[b])[0], learn.get_preds(dl=[b])[0])
-    assert torch.equal(loaded.get_preds(dl=[b])[0], learn.to_fp32().get_preds(dl=[b])[0])
+    assert learn.precision is cb and state(learn) == before
+    assert b'fastxtend_amp' not in (tmp_path / 'export.pkl').read_bytes()
+    for cpu in (True, False):
+        loaded = load_learner(tmp_path / 'export.pkl', cpu=cpu)
+        assert loaded.precision is None and not left_on(loaded)
+        with learn.precision_as('fp32'):
+            assert torch.equal(loaded.get_preds(dl=[b])[0], learn.get_preds(dl=[b])[0])
 
 
 # -- copies

@@ -101,10 +101,12 @@ ADDED = {
     for n in (
         'amp_context',
         'precision',
+        'precision_as',
         'to_amp',
         'to_bf16',
         'to_channelslast',
         'to_fp16',
+        'to_tf32',
         'to_fp32',  # the core's, and the rooms'
         'compare_precision',
         'precision_decision',

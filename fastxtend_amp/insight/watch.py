@@ -29,7 +29,6 @@ class Notes:
     random_state: RandomState | None = None                      # before the batch
     before: tuple | None = None                                  # on an accelerator: the last batch
     n_recorded: int = 0                                          # losses of the Recorder that were looked at
-    valid: torch.Tensor | None = None                            # whether the validation's losses are finite
 
 
 class Watch(Callback):
@@ -69,12 +68,8 @@ class Watch(Callback):
     def after_loss(self):
         "Look at the loss before anything is made of it; on an accelerator at that of the batch before."
         notes, learn = self.notes, self.learn
-        if notes is None or not len(learn.yb): return
+        if notes is None or not learn.training or not len(learn.yb): return
         loss = _plain(learn.loss)
-        if not learn.training:
-            finite = loss.isfinite().all()
-            notes.valid = finite if notes.valid is None else notes.valid & finite
-            return
         if notes.first_loss is None: notes.first_loss = loss
         if notes.in_place: self._check_loss(loss.item())
         else:
@@ -84,31 +79,31 @@ class Watch(Callback):
     def after_step(self):
         "Count skipped steps in a row, and see whether the loss scale falls below 1."
         cb: Any = self.learn.mixed_precision
-        n, notes = cb.skips_in_a_row, self.notes if cb.skips_in_a_row else None
-        if notes is None: return
+        n = cb.skips_in_a_row
+        if not n or (notes := self.notes) is None: return
         if n >= cb.max_skips: self._alarm(f'{n} steps in a row were skipped', skipped=True)
-        elif notes.in_place and cb.scale < 1 <= cb.scales[-1]: self._alarm('the loss scale falls below 1', skipped=True)
+        elif notes.in_place and (cb.scale or 1) < 1 <= cb.scales[-1]:
+            self._alarm('the loss scale falls below 1', skipped=True)
 
     def after_train(self):
         "Look again at the end of an epoch, when the host knows all."
         self.after_step()
-        if self.notes is not None: self._check_recorded()
+        self._check_recorded()
 
-    def after_validate(self):
-        "Say that the losses of the validation are not finite, where training's are."
-        notes = self.notes
-        if notes is None or notes.valid is None: return
-        valid, notes.valid = bool(notes.valid), None
-        mode = self.learn.mixed_precision.fit.mode.value
-        if not valid:
-            self._say(f'{mode}: the loss of a validation batch is NaN or inf.\nNo training batch before had one.\n'
-                      'If it is finite after `learn.to_fp32()`, `learn.precision_report(dl=learn.dls.valid)` names the '
-                      'modules to keep in fp32.')
+    def after_epoch(self):
+        "Say that the loss of the validation is not finite, where training's is; fastai's Recorder has read it."
+        recorder = vars(self.learn).get('recorder')
+        if self.notes is None or recorder is None: return
+        loss = dict(zip(recorder.metric_names, recorder.log)).get('valid_loss')
+        if not isinstance(loss, float) or math.isfinite(loss): return
+        self._say(f"{self.learn.mixed_precision.fit.mode.value}: the loss of the validation is {loss}; training's is "
+                  'finite.\nIf it is finite after `learn.to_fp32()`, `learn.precision_report(dl=learn.dls.valid)` names '
+                  'the modules to keep in fp32.')
 
     def _check_recorded(self) -> None:
         recorder, notes = vars(self.learn).get('recorder'), self.notes
         losses = getattr(recorder, 'losses', [])
-        if notes.in_place or len(losses) <= notes.n_recorded: return
+        if notes is None or notes.in_place or len(losses) <= notes.n_recorded: return
         notes.n_recorded = len(losses)
         self._check_loss(float(losses[-1]), notes.before)
 
