@@ -17,6 +17,6 @@ setup(
     packages=find_packages(include=[cfg['lib_name'], cfg['lib_name'] + '.*']),
     package_data={cfg['lib_name']: ['py.typed']},
     install_requires=cfg['requirements'].split(),
-    extras_require={extra: cfg[f'{extra}_requirements'].split() for extra in ('dev', 'docs', 'kahan', 'bench')},
+    extras_require={extra: cfg[f'{extra}_requirements'].split() for extra in ('dev', 'docs', 'kahan', 'fp8', 'bench')},
     entry_points={'console_scripts': cfg['console_scripts'].split()},
 )

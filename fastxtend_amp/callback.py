@@ -26,6 +26,7 @@ from .compat import backward_without_autocast, is_compiled
 from .convert import is_half, to_fp32
 from .fp32_modules import Fp32Context, Fp32Modules, covers, qualified_names
 from .fp32_settings import TF32, fp32_settings
+from .fp8 import Fp8Modules
 from .loop import PRECISION_CALLBACKS, Fit, loop_of
 from .mode import AMPMode, check_supported, fastest_native
 from .optimizers import place_state
@@ -65,7 +66,7 @@ class MixedPrecision(fp16.MixedPrecision):
     _has_left = False                                            # the last learner
 
     def __init__(self,
-        amp_mode: str | AMPMode | torch.dtype = AMPMode.FP16, # 'fp16', 'bf16', 'tf32', or 'auto': bf16 or fp16
+        amp_mode: str | AMPMode | torch.dtype = AMPMode.FP16, # 'fp16', 'bf16', 'tf32', 'fp8', or 'auto': bf16 or fp16
         init_scale: float = 65536.0, # Loss scale to start from (fp16)
         growth_factor: float = 2.0, # The scale is multiplied by this after `growth_interval` steps (fp16)
         backoff_factor: float = 0.5, # The scale is multiplied by this after a skipped step (fp16)
@@ -75,6 +76,7 @@ class MixedPrecision(fp16.MixedPrecision):
         loss_scale: float | None = None, # A static loss scale, which never grows or shrinks; fastai v1 used 512 (fp16)
         scaler: GradScaler | None = None, # A `torch.amp.GradScaler` of your own to use instead (fp16)
         fp32_modules: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules, predicates
+        modules: Any = None, # Modules whose linear layers compute in FP8, given alike; all if None (fp8)
         on_overflow: str = 'warn', # When training goes wrong: 'warn', 'raise' (`FloatingPointError`) or 'ignore'
         max_skips: int = 16, # Skipped steps in a row after which training counts as going wrong
         skip_nonfinite: bool = False, # Whether bf16 skips steps whose gradients are not finite, as fp16 does
@@ -92,7 +94,10 @@ class MixedPrecision(fp16.MixedPrecision):
             raise ValueError(f"fp32_modules={fp32_modules!r} cannot be used with amp_mode='tf32', which holds for the "
                              "whole process.\nLeave it out, or take 'bf16'.")
         check_overflow_args(on_overflow, max_skips, skip_nonfinite)
-        self._fp32_modules = Fp32Modules(fp32_modules)
+        self._fp32_modules = self._modules = Fp32Modules(fp32_modules)
+        if self.mode is AMPMode.FP8: self._modules = Fp8Modules(modules, self._fp32_modules)
+        elif modules is not None:
+            raise ValueError(f"modules={modules!r} is for fp8 only.\nLeave it out, or call `learn.to_fp8`.")
 
     # fastai would look up each name on the learner and its model, and warn if it is there; these names are our own.
     def __setattr__(self, name, value): object.__setattr__(self, name, value)
@@ -174,8 +179,8 @@ class MixedPrecision(fp16.MixedPrecision):
     def check_modules(self,
         model: nn.Module, # The model that this callback is to train
     ) -> None:
-        "Raise the errors of `fp32_modules` that adding this callback to a learner of `model` would raise."
-        self._fp32_modules.check(model)
+        "Raise the errors of `fp32_modules` and `modules` that adding this callback to a learner would raise."
+        self._modules.check(model)
 
     # -- what a checkpoint holds
 
@@ -215,7 +220,7 @@ class MixedPrecision(fp16.MixedPrecision):
             warn_user("A precision callback moved from one learner to another: the first trains in fp32 from now on.\n"
                       "Give each learner another one: `learn.to_fp16()` or `learn.to_bf16()`.")
         self._refuse_others(learn)
-        self._fp32_modules.check(learn.model)
+        self._modules.check(learn.model)
         self._learn, self._loop, self._has_left = learn, loop_of(learn), False
         learn.add_cbs([kind() for kind in COMPANIONS if not any(isinstance(cb, kind) for cb in learn.cbs)])
 
@@ -274,7 +279,8 @@ class MixedPrecision(fp16.MixedPrecision):
     def _around_fit(self, mode: AMPMode | None, model: nn.Module) -> list[Any]:
         "Return the contexts that computing in `mode` needs around a fit; `add(model)` includes another model."
         if mode is AMPMode.TF32: return [fp32_settings(TF32)]
-        return [] if mode is None else [Fp32Context(self._fp32_modules, model)]
+        if mode is None: return []
+        return [Fp32Context(modules, model) for modules in dict.fromkeys([self._fp32_modules, self._modules])]
 
     def _around_forward(self, mode: AMPMode | None, device: torch.device, is_compiled: bool) -> list[Any]:
         "Return the contexts around a forward pass and its loss."

@@ -87,9 +87,9 @@ def check_data_parallel(
     `nn.DataParallel` passes on to its threads that autocast is on, but not its dtype: they take the default, fp16.
     A replica is a shallow copy, whose modules would run the forward of the original.
     """
-    if mode is AMPMode.FP16 and not fp32_modules: return
+    if mode is AMPMode.TF32 or (mode is AMPMode.FP16 and not fp32_modules): return
     if not any(isinstance(m, nn.DataParallel) and len(m.device_ids or ()) > 1 for m in model.modules()): return
-    what, without = ('bf16', '') if mode is AMPMode.BF16 else ('fp32_modules', ' without fp32_modules')
+    what, without = ('fp32_modules', ' without fp32_modules') if mode is AMPMode.FP16 else (mode.value, '')
     raise ValueError(f"{what} cannot be used with nn.DataParallel, whose replicas would not compute in it.\n"
                      f"Use DistributedDataParallel, or `learn.to_fp16()`{without}.")
 

@@ -39,6 +39,7 @@ def qualified_names(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def match_modules(
     model: nn.Module, # The model, as it is or compiled or wrapped for data parallelism
     spec: Any, # Names with wildcards ('head.*'), module types, modules, predicates on a module, or a list of these
+    argument: str = 'fp32_modules', # The argument that `spec` is, for errors
 ) -> dict[str, nn.Module]: # The matched modules by name, in the model's order; one inside a matched one is left out
     """Return the modules of `model` that `spec` means; `'(model)'` is the name of the whole.
 
@@ -49,10 +50,10 @@ def match_modules(
     """
     places, found = list(qualified_names(model)), {}
     for part in _parts(spec):
-        test = _test(part)
+        test = _test(part, argument)
         hits = {name: m for name, m in places if test(name, m)}
         if not hits:
-            raise ValueError(f"fp32_modules={part!r} matches no module of the model.\n{_near(part, places)}\n"
+            raise ValueError(f"{argument}={part!r} matches no module of the model.\n{_near(part, places)}\n"
                              "`learn.model.named_modules()` gives all names.")
         found.update(hits)
     kept = [name for name, m in found.items() if not _only_holds(m)]
@@ -74,14 +75,14 @@ def _only_holds(m: nn.Module) -> bool:
 def _inside(name: str, other: str) -> bool: return name != other and (other == ROOT or name.startswith(other + '.'))
 
 
-def _test(part: Any) -> Callable[[str, nn.Module], bool]:
+def _test(part: Any, argument: str) -> Callable[[str, nn.Module], bool]:
     if isinstance(part, str): return lambda name, m: name == part or fnmatch.fnmatchcase(name, part)
     if isinstance(part, nn.Module):
         part = unwrapped(part)
         return lambda name, m: m is part
     if isinstance(part, type) and issubclass(part, nn.Module): return lambda name, m: isinstance(m, part)
     if callable(part) and not isinstance(part, type): return lambda name, m: bool(part(m))
-    raise TypeError(f"fp32_modules={part!r} cannot be used.\n"
+    raise TypeError(f"{argument}={part!r} cannot be used.\n"
                     "Give names with wildcards such as 'head.*', module types such as nn.LayerNorm, modules of the "
                     "model, functions that take a module, or a list of these.")
 
@@ -111,14 +112,17 @@ class Fp32Forward:
         self.users: set[Fp32Context] = set()                     # contexts that have put it on
 
     def __call__(self, *args, **kwargs) -> Any:
-        run = self.own or partial(type(self.module).forward, self.module)
-        if not self.on: return run(*args, **kwargs)
+        if not self.on: return self.plain(*args, **kwargs)
         self.called = True
         args, kwargs = to_fp32(args), to_fp32(kwargs)
         device_type = _device_type(args, kwargs, self.module)
         # An exported program has to switch it off even if it is off now: it may be on where the program runs.
         needless = not torch.is_autocast_enabled(device_type) and not torch.compiler.is_exporting()
-        with nullcontext() if needless else torch.autocast(device_type, enabled=False): return run(*args, **kwargs)
+        with nullcontext() if needless else torch.autocast(device_type, enabled=False):
+            return self.plain(*args, **kwargs)
+
+    @property
+    def plain(self) -> Callable: return self.own or partial(type(self.module).forward, self.module)
 
     def put_on(self, user: Fp32Context) -> None:
         self.users.add(user)
@@ -157,10 +161,12 @@ def _device_type(args, kwargs, module) -> str:
 
 class Fp32Modules:
     "The modules that `spec` means, to keep in fp32 in whichever model is run."
-    def __init__(self, spec: Any): # As in `match_modules`; None for no module
+    forward = Fp32Forward
+
+    def __init__(self, spec: Any, argument: str = 'fp32_modules'): # As in `match_modules`; None for no module
         self.spec = spec
         self.forwards: dict[nn.Module, Fp32Forward] = {}         # kept, so that nothing is compiled anew
-        for part in _parts(spec): _test(part)
+        for part in _parts(spec): _test(part, argument)
 
     def __getstate__(self) -> dict[str, Any]: return {'spec': self.spec, 'forwards': {}}
 
@@ -196,7 +202,9 @@ class Fp32Context:
     def add(self, model: nn.Module) -> None:
         "Keep the modules of `model`, too; those that are kept already stay as they are."
         for name, m in self.modules.check(model).items():
-            forward = self.modules.forwards.setdefault(m, Fp32Forward(name, m))
+            forwards = self.modules.forwards
+            if m not in forwards: forwards[m] = self.modules.forward(name, m)
+            forward = forwards[m]
             self.forwards[forward] = None                        # first: an interrupt in `put_on` is undone
             forward.put_on(self)
 

@@ -1,4 +1,4 @@
-"The core's methods of `Learner`: `to_fp16`, `to_bf16`, `to_tf32`, `to_amp`, `to_fp32` and others."
+"The core's methods of `Learner`: `to_fp16`, `to_bf16`, `to_tf32`, `to_fp8`, `to_amp`, `to_fp32` and others."
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
@@ -85,7 +85,7 @@ Learner.precision = _Precision()
 
 
 @patch
-@delegates(MixedPrecision, but=['amp_mode'])
+@delegates(MixedPrecision, but=['amp_mode', 'modules'])
 def to_fp16(self: Learner, *args, **kwargs) -> Learner: # The learner
     "Train in float16 mixed precision; replaces any other precision callback."
     refuse_unknown(Learner.to_fp16, kwargs)
@@ -93,7 +93,7 @@ def to_fp16(self: Learner, *args, **kwargs) -> Learner: # The learner
 
 
 @patch
-@delegates(MixedPrecision, but=['amp_mode', *FP16_ARGUMENTS])
+@delegates(MixedPrecision, but=['amp_mode', 'modules', *FP16_ARGUMENTS])
 def to_bf16(self: Learner, *args, **kwargs) -> Learner: # The learner
     "Train in bfloat16 mixed precision, which needs no loss scaling; replaces any other precision callback."
     refuse_unknown(Learner.to_bf16, kwargs)
@@ -101,6 +101,24 @@ def to_bf16(self: Learner, *args, **kwargs) -> Learner: # The learner
         raise TypeError(f"to_bf16({args[0]!r}): bf16 has no loss scale, and all arguments are given by name, such as "
                         "`fp32_modules=`.\nTo have the precision chosen by the device call `learn.to_amp()`.")
     return set_precision(self, MixedPrecision(AMPMode.BF16, **kwargs))
+
+
+@patch
+@delegates(MixedPrecision, but=['amp_mode', *FP16_ARGUMENTS])
+def to_fp8(self: Learner, **kwargs) -> Learner: # The learner
+    """Train in bf16 mixed precision whose linear layers compute in FP8, by torchao, on NVIDIA GPUs from 8.9 on.
+
+    A layer takes part if both sides of its weight are divisible by 16. It computes in FP8 in fits, validations and
+    `amp_context()`: weights, optimizer and files are those of the plain model, and load without torchao. What is gained
+    depends on large layers, and on `torch.compile`: try `learn.compare_precision(['bf16', 'fp8'])`.
+
+    Raises `ImportError` without torchao 0.18, and `ValueError` for a model without such layers.
+
+    Source: Micikevicius et al., FP8 Formats for Deep Learning, https://arxiv.org/abs/2209.05433;
+    https://github.com/pytorch/ao/tree/main/torchao/float8.
+    """
+    refuse_unknown(Learner.to_fp8, kwargs)
+    return set_precision(self, MixedPrecision(AMPMode.FP8, **kwargs))
 
 
 @patch
@@ -113,7 +131,7 @@ def to_tf32(self: Learner) -> Learner: # The learner
 
 
 @patch
-@delegates(MixedPrecision, but=['amp_mode'])
+@delegates(MixedPrecision, but=['amp_mode', 'modules'])
 def to_amp(self: Learner, *args,
     measure: bool = False, # Try the precisions on the learner's batches, and take the fastest that trains as fp32 does
     max_seconds: float = 60., # Time limit of measuring

@@ -18,10 +18,10 @@ __all__ = ['PRECISION_COLORS', 'PrecisionChoice', 'call_for', 'choices_from', 'd
            'use_choice']
 
 # One colour for a precision in every plot.
-PRECISION_COLORS = {'fp32': '#4c566a', 'bf16': '#2a78b8', 'fp16': '#d1701f', 'tf32': '#5d8a3c',
+PRECISION_COLORS = {'fp32': '#4c566a', 'bf16': '#2a78b8', 'fp16': '#d1701f', 'tf32': '#5d8a3c', 'fp8': '#8f4a9e',
                     'half weights': '#17a2a2'}
 HALF_WEIGHTS = 'half weights'
-_ALLOWED = "'fp32', 'bf16', 'fp16', 'tf32', 'half weights' (bf16), 'half weights fp16', or a list of these"
+_ALLOWED = "'fp32', 'bf16', 'fp16', 'tf32', 'fp8', 'half weights' (bf16), 'half weights fp16', or a list of these"
 
 
 @dataclass(frozen=True)

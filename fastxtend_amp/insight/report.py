@@ -20,6 +20,7 @@ from ..compat import is_compiled
 from ..convert import map_tensors
 from ..fp32_modules import unwrapped
 from ..fp32_settings import settings_note
+from ..fp8 import fp8_layers
 from ..mode import AMPMode, fastest_native, mode_support
 from .copies import check_learner, left_out, loader_like, random_state_kept, tensors
 from .precisions import PRECISION_COLORS, precision_call
@@ -145,7 +146,18 @@ def report(
         raise ValueError(f"precision_report needs fp32 parameters, as mixed precision does, but {len(half)} to be "
                          f"trained are in half precision, such as '{half[0]}'. Call `learn.model.float()` first: "
                          'autocast itself casts what can run in low precision.')
-    return _Report(learn, model, max_seconds).on(asked, n_batches, learn.dls.train if dl is None else dl)
+    looked_at = list(dict.fromkeys(AMPMode.BF16 if mode is AMPMode.FP8 else mode for mode in asked))
+    found = _Report(learn, model, max_seconds).on(looked_at, n_batches, learn.dls.train if dl is None else dl)
+    if AMPMode.FP8 in asked: found.notes.append(_fp8_note(learn))
+    return found
+
+
+def _fp8_note(learn: Learner) -> str:
+    cb = precision_callback(learn)
+    try: layers = fp8_layers(learn.model, *((cb.modules, cb.fp32_module_names) if cb else (None, [])))
+    except ValueError as e: return str(e)
+    return (f'fp8: {some(list(map(named, layers)), 8)} would compute in FP8 ({len(layers)} linear layers), the rest as '
+            'in bf16. How FP8 rounds was not looked at.')
 
 
 class _Report:
@@ -250,5 +262,5 @@ def check_modes(modes: str | AMPMode | Iterable[str | AMPMode]) -> list[AMPMode]
         given = [modes] if isinstance(modes, (str, torch.dtype)) else modes
         if (found := [*dict.fromkeys(map(AMPMode, given))]) and AMPMode.TF32 not in found: return found
     except (TypeError, ValueError): pass
-    raise ValueError(f"modes={modes!r} cannot be used: give one or both of 'bf16' and 'fp16'; fp32 is what they are "
-                     'compared with.')
+    raise ValueError(f"modes={modes!r} cannot be used: give 'bf16', 'fp16' or 'fp8', or several; fp32 is what they "
+                     'are compared with, and TF32 has its range.')

@@ -1,0 +1,299 @@
+"FP8: linear layers as torchao converts them, and a plain model afterwards. On a CPU with PyTorch's own kernels."
+
+import copy, subprocess, sys
+from importlib.util import find_spec
+
+import fastai.callback.schedule  # noqa: F401  patches Learner
+import pytest, torch
+from fastai.learner import load_learner
+
+import fastxtend_amp.fp8 as fp8
+import fastxtend_amp.mode as mode
+from fastxtend_amp import AMPMode, precision_support
+from helpers import *
+
+pytestmark = pytest.mark.skipif(not find_spec('torchao'), reason='needs torchao')
+
+
+class Net(nn.Module):
+    "A layer that has too few inputs, two that can, one twice, one too narrow."
+
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__()
+        self.inp, self.head = nn.Linear(6, 32), nn.Linear(16, 1)
+        self.body = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 16, bias=False)])
+
+    def forward(self, x):
+        x = self.body[0](self.inp(x).relu()).relu()
+        return self.head(self.body[1](self.body[0](x)).relu())
+
+
+def net_learner(**kwargs):
+    return learner(Net(), **kwargs)
+
+
+def in_fp8(learn):
+    return [n for n, m in learn.model.named_modules() if isinstance(vars(m).get('forward'), fp8.Fp8Forward)]
+
+
+def seen_in(learn, **fit):
+    "The layers in FP8 in each batch of a fit."
+    seen = []
+    learn.fit(1, cbs=At('after_pred', lambda l: seen.append(in_fp8(l)), 20), **fit)
+    return seen
+
+
+def is_plain(learn):
+    return is_outside_a_fit(learn) and {type(m).__module__ for m in learn.model.modules()} <= {
+        'torch.nn.modules.linear',
+        'torch.nn.modules.container',
+        __name__,
+    }
+
+
+def with_torchao(n_epoch, opt_func, dls=None):
+    "Train as torchao's documentation shows, under bf16 autocast."
+    from torchao.float8 import convert_to_float8_training
+
+    learn = net_learner(opt_func=opt_func, dls=dls)
+    learn.create_opt()
+    learn.opt.set_hypers(lr=0.01)
+    model = convert_to_float8_training(learn.model, module_filter_fn=lambda m, name: 'body' in name)
+    for _ in range(n_epoch):
+        for xb, yb in learn.dls.train:
+            with torch.autocast('cpu', torch.bfloat16):
+                loss = nn.functional.mse_loss(model(xb).float(), yb)
+            loss.backward()
+            learn.opt.step()
+            learn.opt.zero_grad()
+    return [p.detach() for p in model.parameters()]
+
+
+def profiled(f):
+    with torch.profiler.profile() as found:
+        f()
+    return {e.key for e in found.key_averages()}
+
+
+@pytest.mark.parametrize('opt', ['sgd', 'adam', 'fused adamw'])
+@pytest.mark.parametrize('bs', [16, 5])
+def test_bit_for_bit_as_torchaos_own_conversion(opt, bs):
+    make = lambda: loaders(48, bs)
+    learn, bf16 = (net_learner(opt_func=OPTIMIZERS[opt], dls=make()) for _ in range(2))
+    params_before = list(learn.model.parameters())
+    ran = profiled(lambda: learn.to_fp8().fit(2, 0.01))
+    bf16.to_bf16().fit(2, 0.01)
+    assert 'aten::_scaled_mm' in ran and same(params(learn), with_torchao(2, OPTIMIZERS[opt], make()))
+    assert not same(params(learn), params(bf16)) and is_plain(learn)
+    assert all(p is q and p.dtype is torch.float32 for p, q in zip(learn.model.parameters(), params_before))
+    assert learn.precision.mode is AMPMode.FP8 and repr(learn.precision) == "MixedPrecision('fp8')"
+    assert learn.precision.state_dict() == {}
+
+
+BODY = ['body.0', 'body.1']
+
+
+@pytest.mark.parametrize(
+    'kwargs, expected',
+    [
+        ({}, BODY),
+        ({'modules': 'body'}, BODY),
+        ({'modules': ['body.1', 'head']}, ['body.1']),
+        ({'modules': lambda m: isinstance(m, nn.Linear) and m.bias is not None}, ['body.0']),
+        ({'modules': nn.Linear, 'fp32_modules': 'body.0'}, ['body.1']),
+        ({'fp32_modules': 'body.1'}, ['body.0']),
+    ],
+)
+def test_which_layers_take_part(kwargs, expected):
+    learn = net_learner().to_fp8(**kwargs)
+    assert seen_in(learn) == [expected] * 8 and is_plain(learn)
+    learn = learner(nn.Sequential(nn.Linear(6, 16), nn.Linear(16, 16), nn.Linear(16, 1))).to_fp8()
+    twice = nn.Linear(16, 16)
+    learn.model = nn.Sequential(nn.Linear(6, 16), twice, twice, nn.Linear(16, 1))
+    learn.create_opt()
+    assert seen_in(learn)[0] == ['1'] and is_plain(learn)
+
+
+def test_other_layers_of_the_same_type_stay_as_they_are():
+    class Own(nn.Linear):
+        pass
+
+    weight_norm = nn.utils.parametrizations.weight_norm(nn.Linear(16, 16))
+    attention, plain = nn.MultiheadAttention(16, 2), nn.Linear(16, 16)
+    model = nn.Sequential(Own(16, 16), weight_norm, attention, plain)
+    assert [*fp8.fp8_layers(model, None, [])] == ['3']
+    assert [*fp8.fp8_layers(plain, None, [])] == ['(model)']
+
+
+def test_what_cannot_be_is_refused_at_once(monkeypatch):
+    for call, said in {
+        lambda: net_learner().to_fp8(modules='boby'): "(?s)modules='boby' matches no module.*'body'",
+        lambda: net_learner().to_fp8(modules='head'): "(?s)modules='head' leaves no linear layer.*16.*to_bf16",
+        lambda: learner().to_fp8(): 'leaves no linear layer',
+        lambda: net_learner().to_fp8(fp32_modules='*'): 'leaves no linear layer',
+        lambda: MixedPrecision('bf16', modules='body'): "(?s)modules='body' is for fp8.*to_fp8",
+        lambda: net_learner().to_half_weights('fp8'): '(?s)fp8.*to_fp8',
+    }.items():
+        with pytest.raises(ValueError, match=said):
+            call()
+    with pytest.raises(TypeError, match='modules=3 cannot be used'):
+        net_learner().to_fp8(modules=3)
+    with pytest.raises(TypeError, match="to_fp8.. has no argument 'layers'"):
+        net_learner().to_fp8(layers='body')
+    for method in ('to_bf16', 'to_fp16', 'to_amp'):
+        with pytest.raises(TypeError, match="no argument 'modules'"):
+            getattr(net_learner(), method)(modules='body')
+    monkeypatch.setattr(fp8, 'find_spec', lambda name: None)
+    with pytest.raises(ImportError, match='(?s)pip install torchao.*to_bf16'):
+        net_learner().to_fp8()
+
+
+@pytest.mark.parametrize('event', ['before_train', 'after_pred', 'after_backward', 'after_step', 'before_validate'])
+@pytest.mark.parametrize('error', [InterruptedError, KeyboardInterrupt])
+def test_the_model_is_plain_after_an_exception(event, error):
+    def fail(l):
+        assert in_fp8(l) == BODY
+        raise error('here')
+
+    learn = net_learner().to_fp8()
+    with pytest.raises(error):
+        learn.fit(1, cbs=At(event, fail, 20))
+    assert is_plain(learn)
+    learn.fit(1)
+    assert is_plain(learn) and finite(learn)
+
+
+def test_outside_training():
+    "A validation, predictions, `amp_context`, `lr_find` compute in FP8; the model itself does not."
+    learn, x = net_learner().to_fp8(), torch.ones(16, 6)
+    plain = learn.model(x)
+    assert 'aten::_scaled_mm' in profiled(learn.validate) and 'aten::_scaled_mm' in profiled(learn.get_preds)
+    with learn.amp_context():
+        low = learn.model(x)
+        assert in_fp8(learn) == BODY
+    assert low.dtype is torch.bfloat16 and is_plain(learn) and torch.equal(learn.model(x), plain)
+    before = params(learn)
+    learn.lr_find(num_it=3, show_plot=False, suggest_funcs=None)
+    assert same(params(learn), before) and is_plain(learn)
+
+
+def test_switches_exchanged_models_and_validations_in_a_fit():
+    learn = net_learner().to_bf16()
+    to = lambda i, f: At('before_batch', lambda l: l.training and l.iter == i and f(l))
+    assert seen_in(learn.to_fp8()) == [BODY] * 8
+    seen = []
+    learn.fit(1, cbs=[to(2, lambda l: l.to_bf16()), At('after_pred', lambda l: seen.append(in_fp8(l)), 20)])
+    assert seen == [BODY] * 3 + [[]] * 5 and is_plain(learn)
+    learn.to_fp8()
+    model, other = learn.model, copy.deepcopy(learn.model)
+
+    def exchange(l):
+        l.validate()
+        l.model = other
+
+    seen = seen_in(learn.to_fp8(), wd=0)
+    learn.fit(1, cbs=At('after_train', exchange, 20))
+    assert learn.model is other and is_plain(learn)
+    learn.model = model
+    assert is_plain(learn)
+
+
+def test_copies_and_exports_from_inside_a_fit_are_plain(tmp_path):
+    learn, copies = net_learner(path=tmp_path).to_fp8(), []
+    learn.fit(1, cbs=At('before_epoch', lambda l: (l.validate(), copies.append(copy.deepcopy(l.model))), 20))
+    x = torch.ones(16, 6)
+    assert 'aten::_scaled_mm' not in profiled(lambda: copies[0](x)) and type(copies[0].body[0]) is nn.Linear
+
+
+def test_files_load_without_torchao(tmp_path):
+    learn = net_learner(path=tmp_path).to_fp8(modules='body')
+    learn.fit(1)
+    learn.save('model')
+    learn.export('export.pkl')
+    torch.save(learn.model(torch.ones(2, 6)), tmp_path / 'expected.pt')
+    script = f"""
+import sys; sys.modules['torchao'] = None; sys.path.insert(0, {str(sys.path[0])!r})
+import torch
+from pathlib import Path
+from fastai.learner import load_learner
+from test_fp8 import net_learner
+path = Path({str(tmp_path)!r})
+for learn in (net_learner(path=path).load('model'), load_learner(path/'export.pkl')):
+    assert torch.equal(learn.model(torch.ones(2, 6)), torch.load(path/'expected.pt'))
+    learn.validate() if learn.dls.n_inp and len(learn.dls.train_ds) else None
+try: net_learner().to_fp8()
+except ImportError as e: assert 'pip install torchao' in str(e)
+else: raise AssertionError
+"""
+    done = subprocess.run([sys.executable, '-W', 'ignore', '-c', script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert load_learner(tmp_path / 'export.pkl').precision is None
+
+
+@pytest.mark.parametrize('how', ['model', 'in place'])
+@pytest.mark.parametrize('backend', ['aot_eager', 'inductor'])
+def test_compiled(how, backend):
+    learn, plain = net_learner(dls=loaders(48, 16)), net_learner(dls=loaders(48, 16))
+    if how == 'model':
+        learn.model = torch.compile(learn.model, backend=backend)
+    else:
+        learn.model.compile(backend=backend)
+    ran = profiled(lambda: learn.to_fp8().fit(2, 0.01))
+    plain.to_fp8().fit(2, 0.01)
+    assert not replaced(learn.model) and is_outside_a_fit(learn)
+    assert all(torch.allclose(p, q, atol=1e-3) for p, q in zip(params(learn), params(plain)))
+    if backend == 'aot_eager':
+        assert 'aten::_scaled_mm' in ran and same(params(learn), params(plain))
+    torch._dynamo.utils.counters.clear()
+    learn.fit(1, 0.01)
+    assert not torch._dynamo.utils.counters['stats']  # nothing is compiled anew
+
+
+# -- devices, report, comparison
+
+
+def test_where_it_is_emulated_one_warning_says_so():
+    table = precision_support('cpu').set_index('mode')
+    assert table.support['fp8'] == 'emulated' and '8.9' in table.why['fp8']
+    said = told(lambda: net_learner().to_fp8().fit(2), 'fp8 is emulated')
+    assert len(said) == 1 and '8.9' in said[0] and 'fp8' not in [mode.fastest_native(torch.device('cpu'))]
+
+
+def test_the_report_names_the_layers():
+    found = net_learner().precision_report(['fp8', 'bf16'])
+    (note,) = [n for n in found.notes if 'FP8' in n]
+    assert [*found.verdicts] == ['bf16'] and "'body.0', 'body.1' would compute in FP8 (2 linear layers)" in note
+    found = net_learner().to_fp8(fp32_modules='body.0').precision_report('fp8')
+    assert any("fp8: 'body.1' would compute" in n for n in found.notes)
+    assert any('leaves no linear layer' in n for n in learner().precision_report('fp8').notes)
+    assert not any('FP8' in n for n in net_learner().precision_report('bf16').notes)
+
+
+def test_a_row_of_the_comparison():
+    learn = net_learner()
+    before = params(learn)
+    found = learn.compare_precision(['bf16', 'fp8'], 6, n_seeds=0)
+    assert list(found.table.index) == ['fp32', 'bf16', 'fp8'] and found.table.support['fp8'] == 'emulated'
+    assert found.losses['fp8'] != found.losses['bf16'] and same(params(learn), before) and not in_fp8(learn)
+    assert found.calls['fp8'] == 'learn.to_fp8()'
+    found.plot()
+    found.apply(learn, 'fp8')
+    assert learn.precision.mode is AMPMode.FP8
+    learn.to_fp8(modules='body.1', fp32_modules='head')
+    found = learn.compare_precision(['fp8'], 2, n_seeds=0)
+    assert found.calls['fp8'] == "learn.to_fp8(fp32_modules=['head'], modules='body.1')"
+    failed = learner().compare_precision(['fp8'], 2, n_seeds=0).table
+    assert failed.support['fp8'] == 'failed' and 'linear layer' in failed.note['fp8']
+
+
+def test_training_that_goes_wrong_is_diagnosed_as_in_bf16():
+    class Wrong(nn.Module):
+        def forward(self, x):
+            return x.bfloat16().mul(1e38).mul(1e3).float().mul(0.0) if torch.is_autocast_enabled('cpu') else x
+
+    torch.manual_seed(0)
+    learn = learner(nn.Sequential(nn.Linear(6, 16), nn.Linear(16, 16), Wrong(), nn.Linear(16, 1))).to_fp8()
+    (said,) = told(lambda: learn.fit(1), 'training goes wrong')
+    assert said.startswith('fp8 training goes wrong') and "fp32: `learn.to_fp8(fp32_modules=['2'])`" in said
+    assert is_outside_a_fit(learn)
