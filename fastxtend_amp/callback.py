@@ -76,10 +76,10 @@ class MixedPrecision(fp16.MixedPrecision):
         loss_scale: float | None = None, # A static loss scale, which never grows or shrinks; fastai v1 used 512 (fp16)
         scaler: GradScaler | None = None, # A `torch.amp.GradScaler` of your own to use instead (fp16)
         fp32_modules: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules, predicates
-        modules: Any = None, # Modules whose linear layers compute in FP8, given alike; all if None (fp8)
         on_overflow: str = 'warn', # When training goes wrong: 'warn', 'raise' (`FloatingPointError`) or 'ignore'
         max_skips: int = 16, # Skipped steps in a row after which training counts as going wrong
         skip_nonfinite: bool = False, # Whether bf16 skips steps whose gradients are not finite, as fp16 does
+        modules: Any = None, # Modules whose linear layers compute in FP8, given as `fp32_modules`; all if None (fp8)
     ):
         store_attr()
         auto = isinstance(amp_mode, str) and amp_mode.lower() == 'auto'
