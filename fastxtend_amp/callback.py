@@ -80,6 +80,7 @@ class MixedPrecision(fp16.MixedPrecision):
         on_overflow: str = 'warn', # When training goes wrong: 'warn', 'raise' (`FloatingPointError`) or 'ignore'
         max_skips: int = 16, # Skipped steps in a row after which training counts as going wrong
         skip_nonfinite: bool = False, # Whether bf16 skips steps whose gradients are not finite, as fp16 does
+        modules: Any = None, # Modules whose linear layers compute in FP8, given as `fp32_modules`; all if None (fp8)
     ):
         store_attr()
         auto = isinstance(amp_mode, str) and amp_mode.lower() == 'auto'

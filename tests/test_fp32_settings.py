@@ -75,6 +75,7 @@ def put_back():
     before = values()
     yield
     torch.set_float32_matmul_precision('highest')
+    backends.cudnn.allow_tf32 = True  # also by its old name, which `torch.export` reads
     for name, setting in FP32_SETTINGS.items():
         if get_fp32_setting(*setting[:2]) != before[name]:
             set_fp32_setting(*setting[:2], setting[2])

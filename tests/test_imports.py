@@ -104,6 +104,8 @@ ADDED = {
         'precision_as',
         'to_amp',
         'to_bf16',
+        'to_fp8',
+        'to_tf32',
         'to_channelslast',
         'to_fp16',
         'to_tf32',

@@ -136,19 +136,18 @@ def test_max_seconds_and_other_arguments_of_measuring():
 
 def test_signatures():
     "Each method has the arguments of its mode, with their defaults and meanings."
-    all_modes = ['fp32_modules', 'on_overflow', 'max_skips']
+    all_modes = ['fp32_modules', 'on_overflow', 'max_skips', 'skip_nonfinite']
     fp16_alone = ['init_scale', 'growth_factor', 'backoff_factor', 'growth_interval', 'enabled', 'loss_scale', 'scaler']
-    for f, names in (
-        (MixedPrecision, ['amp_mode', *fp16_alone, *all_modes]),
-        (Learner.to_fp16, [*fp16_alone, *all_modes]),
-        (Learner.to_bf16, all_modes),
-    ):
+    for f, names in ((Learner.to_fp16, [*fp16_alone, *all_modes]), (Learner.to_bf16, all_modes)):
         found = {n: p.default for n, p in inspect.signature(f).parameters.items() if n not in ('self', 'args')}
         assert (
             list(found) == names
             and list(found.values())
-            == ['fp16', 65536.0, 2.0, 0.5, 2000, True, None, None, None, 'warn', 16][-len(names) :]
+            == ['fp16', 65536.0, 2.0, 0.5, 2000, True, None, None, None, 'warn', 16, False][-len(names) :]
         )
+    found = list(inspect.signature(MixedPrecision).parameters)
+    assert found == ['amp_mode', *fp16_alone, *all_modes, 'modules']
+    assert list(inspect.signature(Learner.to_fp8).parameters) == ['self', *all_modes, 'modules']
     assert all(v for k, v in docments(MixedPrecision.__init__).items() if k not in ('self', 'return'))
 
 

@@ -146,7 +146,7 @@ def report(
         raise ValueError(f"precision_report needs fp32 parameters, as mixed precision does, but {len(half)} to be "
                          f"trained are in half precision, such as '{half[0]}'. Call `learn.model.float()` first: "
                          'autocast itself casts what can run in low precision.')
-    looked_at = list(dict.fromkeys(AMPMode.BF16 if mode is AMPMode.FP8 else mode for mode in asked))
+    looked_at: list[AMPMode] = list(dict.fromkeys(AMPMode.BF16 if mode is AMPMode.FP8 else mode for mode in asked))
     found = _Report(learn, model, max_seconds).on(looked_at, n_batches, learn.dls.train if dl is None else dl)
     if AMPMode.FP8 in asked: found.notes.append(_fp8_note(learn))
     return found
