@@ -309,7 +309,13 @@ class MixedPrecision(fp16.MixedPrecision):
     # -- the events of fastai's loop
 
     def __call__(self, event_name: str) -> None:
-        if self._learn is not None: super().__call__(event_name)  # else taken off by a callback before this one
+        # fastai looks an event that is not here up on the learner and its model.
+        if self._learn is not None and hasattr(type(self), event_name): super().__call__(event_name)   # None: taken off
+
+    @property
+    def training(self) -> bool:
+        "True in training, for which fastai asks before each event."
+        return self._learn.training
 
     def before_fit(self):
         "Begin the fit; raise before a batch is drawn if the precision cannot be used."
@@ -346,7 +352,7 @@ class MixedPrecision(fp16.MixedPrecision):
         "Exit autocast; record and back-propagate the loss in fp32."
         self._loop.leave()
         if self.fit is None or self.fit.mode is None: return
-        for name in ('loss_grad', 'loss') if len(self.learn.yb) else ():     # else an earlier batch's
+        for name in ('loss_grad', 'loss'):                       # an earlier batch's, without targets, is fp32 already
             value = self.learn.__dict__.get(name)
             if torch.is_tensor(value) and is_half(value): setattr(self.learn, name, value.float())
 

@@ -17,7 +17,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 def is_half(t: torch.Tensor) -> bool:
     "Return whether `t` is fp16 or bf16."
-    return t.dtype in HALF
+    with torch._C.DisableTorchFunctionSubclass(): return t.dtype in HALF       # fastai's subclass takes 7 us for it
 
 
 def half_to_float(t: torch.Tensor) -> torch.Tensor:

@@ -27,8 +27,9 @@ from ..convert import map_tensors
 from ..fp32_modules import unwrapped
 from ..mode import autocast_available
 
-__all__ = ['RandomState', 'begin_fit', 'check_learner', 'copied_learner', 'is_plain', 'left_out', 'loader_like',
-           'lost_weights', 'random_state', 'random_state_kept', 'set_random_state', 'takes_part', 'tensors']
+__all__ = ['RandomState', 'begin_fit', 'check_learner', 'copied_learner', 'generators', 'is_plain', 'left_out',
+           'loader_like', 'lost_weights', 'random_state', 'random_state_kept', 'set_random_state', 'takes_part',
+           'tensors']
 
 # Of fastai's own callbacks those that shape a training step, by name, as some are costly to import.
 _OF_FASTAI = set("""TrainEvalCallback CastToTensor MixHandler GradientAccumulation GradientClip BnFreeze ChannelsLast
@@ -217,19 +218,26 @@ def is_plain(t: torch.Tensor) -> bool:
 RandomState = list[tuple[Callable, Any]]
 
 
-def random_state(
-    everything: bool = False, # Whether Python's and NumPy's generators belong to it, besides torch's
-) -> RandomState: # Pairs: the function that sets a generator, and its state
-    "Return the state of the global random number generators, for `set_random_state`; does not wait for a device."
-    states: RandomState = [(torch.set_rng_state, torch.get_rng_state())]
-    if everything: states += [(random.setstate, random.getstate()), (np.random.set_state, np.random.get_state())]
-    if not torch.accelerator.is_available(): return states
+def generators(
+    everything: bool = False, # Whether Python's and NumPy's belong to them, besides torch's
+) -> list[tuple[Callable, Callable]]: # Pairs: the functions that set and get a generator's state
+    "Return how to reach the global random number generators; getting a state does not wait for a device."
+    found: list[tuple[Callable, Callable]] = [(torch.set_rng_state, torch.get_rng_state)]
+    if everything: found += [(random.setstate, random.getstate), (np.random.set_state, np.random.get_state)]
+    if not torch.accelerator.is_available(): return found
     module: Any = torch.get_device_module(torch.accelerator.current_accelerator())
-    if not getattr(module, 'is_initialized', lambda: True)(): return states    # asking does not start it
+    if not getattr(module, 'is_initialized', lambda: True)(): return found     # asking does not start it
     which = 'rng_state_all' if hasattr(module, 'get_rng_state_all') else 'rng_state'
     get = getattr(module, f'get_{which}', None)
-    if get is not None: states.append((getattr(module, f'set_{which}'), get()))
-    return states
+    if get is not None: found.append((getattr(module, f'set_{which}'), get))
+    return found
+
+
+def random_state(
+    everything: bool = False, # As `generators` has it
+) -> RandomState: # Pairs: the function that sets a generator, and its state
+    "Return the state of the global random number generators, for `set_random_state`."
+    return [(set_state, get()) for set_state, get in generators(everything)]
 
 
 def set_random_state(state: RandomState) -> None:

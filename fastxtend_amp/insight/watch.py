@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from fastai.callback.core import Callback
+from fastai.learner import Learner
 from torch import nn
 
 from ..common import warn_user
-from .copies import RandomState, random_state
+from .copies import RandomState, generators
 from .diagnosis import Alarm, diagnose
 
 __all__ = ['Watch']
@@ -23,8 +24,10 @@ _MOVED = 1.01   # times the weights' norm at the start, from which the weights h
 class Notes:
     "Notes of the watch on one fit."
     in_place: bool                                               # on a CPU: reading a number waits for nothing
+    generators: list                                             # of random numbers
+    earlier: tuple = ()                                          # the losses of the batch before
     weights: torch.Tensor | None = None                          # their norm at the start
-    first_loss: torch.Tensor | None = None
+    first_loss: torch.Tensor | float | None = None
     last_loss: float = math.nan                                  # the last finite one
     random_state: RandomState | None = None                      # before the batch
     before: tuple | None = None                                  # on an accelerator: the last batch
@@ -41,9 +44,16 @@ class Watch(Callback):
     """
     name = 'precision_watch'
     order = 10.5                                                 # right after MixedPrecision
+    run_valid = False
 
     def __call__(self, event_name: str) -> None:
-        if self.learn is not None: super().__call__(event_name)  # else taken off by a callback before this one
+        # fastai looks an event that is not here up on the learner and its model: longer than all that the watch does.
+        if self.learn is not None and hasattr(type(self), event_name): super().__call__(event_name)   # None: taken off
+
+    @property
+    def training(self) -> bool:
+        "True in training, for which fastai asks before each event."
+        return self.learn.training
 
     @property
     def notes(self) -> Notes | None:
@@ -54,25 +64,31 @@ class Watch(Callback):
         if Watch not in fit.notes:
             is_low = fit.mode is not None and fit.mode.dtype is not None
             is_watched = is_low and cb.on_overflow != 'ignore' and 'lr_finder' not in vars(self.learn)
-            fit.notes[Watch] = Notes(fit.device.type == 'cpu') if is_watched else None
+            fit.notes[Watch] = Notes(fit.device.type == 'cpu', generators()) if is_watched else None
         return fit.notes[Watch]
 
     def before_batch(self):
         "Note the random state, and once the size of the weights."
         notes, learn = self.notes, self.learn
-        if notes is None or not learn.training: return
-        notes.random_state = random_state()
-        on_xla = learn.mixed_precision.fit.device.type == 'xla'  # which would compile the first batch twice
-        if notes.weights is None and not on_xla: notes.weights = _norm(learn.model)
+        if notes is None: return
+        notes.earlier = _losses(learn)
+        notes.random_state = [(set_state, get()) for set_state, get in notes.generators]
+        if notes.weights is not None or learn.mixed_precision.fit.device.type == 'xla': return
+        notes.weights = _norm(learn.model)                       # which XLA would compile into the first batch
 
     def after_loss(self):
         "Look at the loss before anything is made of it; on an accelerator at that of the batch before."
         notes, learn = self.notes, self.learn
-        if notes is None or not learn.training or not len(learn.yb): return
-        loss = _plain(learn.loss)
-        if notes.first_loss is None: notes.first_loss = loss
-        if notes.in_place: self._check_loss(loss.item())
+        if notes is None: return
+        # Without targets fastai leaves the losses of an earlier batch; a learner's own loop may set one all the same.
+        loss = next((new for new, old in zip(_losses(learn), notes.earlier) if new is not old), None)
+        if loss is None: return
+        if notes.in_place:
+            number = _mean(loss).item()
+            if notes.first_loss is None: notes.first_loss = number
+            self._check_loss(notes, number)
         else:
+            if notes.first_loss is None: notes.first_loss = _mean(loss).detach()
             self._check_recorded()
             notes.before = learn.xb, learn.yb, notes.random_state
 
@@ -97,18 +113,18 @@ class Watch(Callback):
         loss = dict(zip(recorder.metric_names, recorder.log)).get('valid_loss')
         if not isinstance(loss, float) or math.isfinite(loss): return
         self._say(f"{self.learn.mixed_precision.fit.mode.value}: the loss of the validation is {loss}; training's is "
-                  'finite.\nIf it is finite after `learn.to_fp32()`, `learn.precision_report(dl=learn.dls.valid)` names '
-                  'the modules to keep in fp32.')
+                  'finite.\nIf it is finite after `learn.to_fp32()`, `learn.precision_report(dl=learn.dls.valid)` '
+                  'names the modules to keep in fp32.')
 
     def _check_recorded(self) -> None:
         recorder, notes = vars(self.learn).get('recorder'), self.notes
         losses = getattr(recorder, 'losses', [])
         if notes is None or notes.in_place or len(losses) <= notes.n_recorded: return
         notes.n_recorded = len(losses)
-        self._check_loss(float(losses[-1]), notes.before)
+        self._check_loss(notes, float(losses[-1]), notes.before)
 
-    def _check_loss(self, loss: float, batch: tuple | None = None) -> None:
-        if math.isfinite(loss): self.notes.last_loss = loss
+    def _check_loss(self, notes: Notes, loss: float, batch: tuple | None = None) -> None:
+        if math.isfinite(loss): notes.last_loss = loss
         else: self._alarm(f'the loss is {loss}', batch=batch)
 
     def _alarm(self,
@@ -139,10 +155,16 @@ class Watch(Callback):
         warn_user(message)
 
 
-def _plain(loss: torch.Tensor) -> torch.Tensor:
-    "Return the mean of the loss without its graph; fastai's tensor subclass takes ten times as long for each operator."
-    loss = loss.as_subclass(torch.Tensor) if type(loss).__module__.startswith('fastai') else loss
-    return loss.detach() if loss.ndim == 0 else loss.detach().mean()
+def _losses(learn: Learner) -> tuple:
+    "Return the loss that is shown and the one that is trained: one number in fastai's own loop."
+    return vars(learn).get('loss'), vars(learn).get('loss_grad')
+
+
+def _mean(loss: torch.Tensor) -> torch.Tensor:
+    "Return the mean of the loss; fastai's tensor subclass would take ten times as long for each operator."
+    if type(loss).__module__.startswith('fastai'):
+        with torch._C.DisableTorchFunctionSubclass(): loss = loss.as_subclass(torch.Tensor)
+    return loss.mean() if loss.ndim else loss
 
 
 def _divergence(notes: Notes, model: nn.Module) -> str:

@@ -7,6 +7,7 @@ from fastai.callback.core import Callback
 from fastai.callback.mixup import MixUp
 from fastai.callback.schedule import *  # noqa: F403  patches lr_find
 from fastai.callback.training import GradientAccumulation
+from fastai.learner import Learner
 from fastai.losses import CrossEntropyLossFlat
 from torch import nn
 from torch.nn import functional as F
@@ -28,6 +29,7 @@ from helpers import (
     params,
     same,
     same_state,
+    told,
 )
 from states import Act, Gives, Times, Unpacks
 
@@ -291,6 +293,36 @@ def test_ignore_says_nothing_and_raise_stops():
         with pytest.raises(FloatingPointError, match='goes wrong'):
             learn.fit(1)
         assert same(before, params(learn)) and learn.precision.fit is None and autocast_state() == state
+
+
+class FromTheModel(Learner):
+    "A learner whose model gives the loss; its batches have no targets."
+
+    def _do_one_batch(self):
+        self.pred = self.model(*self.xb)
+        self('after_pred')
+        self.loss_grad = self.model[0](self.xb[0]).mean() * self.factor  # autocast gives it in bf16
+        if self.sets_both:
+            self.loss = self.loss_grad.clone()
+        self('after_loss')
+        if self.training:
+            self._do_grad_opt()
+
+
+@pytest.mark.parametrize('sets_both', [True, False])
+def test_a_loss_of_the_models_own_is_fp32_and_watched(sets_both):
+    class TakesTwo(nn.Sequential):
+        def forward(self, x, _):
+            return super().forward(x)
+
+    dls, dtypes = loaders(), set()
+    dls.n_inp = dls.train.n_inp = dls.valid.n_inp = 2  # nothing is a target
+    learn = learner(TakesTwo(linear()), dls, cls=FromTheModel).to_bf16()
+    learn.sets_both, learn.factor = sets_both, 1.0
+    learn.add_cb(At('after_loss', lambda l: dtypes.add(l.loss_grad.dtype), 20))
+    assert not told(lambda: learn.fit(1, 1e-3), 'goes wrong') and dtypes == {torch.float32}
+    learn.factor = float('nan')
+    assert len(told(lambda: learn.fit(1, 0.0), 'the loss is nan')) == 1
 
 
 class OnDevice(Watch):
