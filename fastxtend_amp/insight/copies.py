@@ -1,7 +1,7 @@
 "A copy of a learner, for whatever is run on the side, and the random states, which are put back after it."
 from __future__ import annotations
 
-import copy, inspect, random, tempfile, threading
+import copy, inspect, random, tempfile, threading, warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -92,13 +92,16 @@ def copied_learner(
     Model, loss function, the callbacks that take part and what else hangs on the learner are deep copies; data loaders
     and their datasets are shared. The model is the one inside `torch.compile` and DistributedDataParallel, so a copy
     does not communicate with other processes. `save`, `load` and `export` of a copy do nothing, whatever file they are
-    given. Gradients are on inside, autocast is off, and the random states of Python, NumPy and torch are put back.
+    given. Gradients are on inside, autocast and warnings are off, and the random states of Python, NumPy and torch are
+    put back.
 
     Raises `ValueError` for a learner that cannot be copied, with the name of what cannot.
     """
     device_type = training_device(learn).type
     autocast = torch.autocast(device_type, enabled=False) if autocast_available(device_type) else torch.enable_grad()
-    with tempfile.TemporaryDirectory() as folder, random_state_kept(), torch.enable_grad(), autocast:
+    with (tempfile.TemporaryDirectory() as folder, random_state_kept(), torch.enable_grad(), autocast,
+          warnings.catch_warnings()):
+        warnings.simplefilter('ignore')                          # such as that a mode is emulated
         new = _copy(learn, optimizer)
         new.path, new.model_dir = Path(folder), 'models'
         if not precision:

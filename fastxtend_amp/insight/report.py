@@ -23,7 +23,7 @@ from ..fp32_settings import settings_note
 from ..mode import AMPMode, fastest_native, mode_support
 from .copies import check_learner, left_out, loader_like, random_state_kept, tensors
 from .precisions import PRECISION_COLORS, precision_call
-from .progress import TimeIsUp, check_above_0, check_count
+from .arguments import check_above_0, check_count
 from .trace import Seen, Trace, trace
 from .verdict import Judge, Verdict, as_html, named, some, wrong_in_fp32
 

@@ -8,7 +8,7 @@ of what it passes to modules inside.
 """
 from __future__ import annotations
 
-import math, sys, warnings
+import math, sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -298,8 +298,7 @@ def trace(
 ) -> Trace:
     "Run batches forward and backward in a copy of `learn`, in its own loop with its callbacks; no step is taken."
     found = Trace(mode, reference)
-    with copied_learner(learn) as copy, _as_written(), fp32_settings(FULL_PRECISION), warnings.catch_warnings():
-        warnings.simplefilter('ignore')                          # of a fit, such as that the mode is emulated
+    with copied_learner(learn) as copy, _as_written(), fp32_settings(FULL_PRECISION):
         if mode is not None:
             set_precision(copy, _Unchecked(mode, init_scale=scale, fp32_modules=list(keep), on_overflow='ignore'))
         copy.add_cb(_Ends(found))
