@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..callback import MixedPrecision
 from ..common import first_line
 from ..convert import HALF, half_to_float, map_tensors
-from ..fp32_modules import ROOT, qualified_names
+from ..fp32_modules import qualified_names
 from ..fp32_settings import FULL_PRECISION, fp32_settings
 from ..learner import set_precision
 from ..mode import AMPMode
@@ -116,10 +116,8 @@ class Trace(TorchDispatchMode):
         self.mode, self.reference = mode, reference
         self.seen: dict[str, Seen] = {}
         self.loss_is_finite = self.grads_are_finite = True
-        self.largest_input = 0.                                  # absolute, of the model's inputs
         self.error = ''                                          # why it ended: the text of an exception
         self.failed_in: str | None = None                        # the module that raised it; None before a batch
-        self.work = 0                                            # floating-point operations of the forward pass
         self.n_moving = 0                                        # parameters' gradients that are not 0
         self.unseen: dict[str, str] = {}                         # what cannot be looked at, and its first module
         self._n = 0                                              # operators so far
@@ -176,9 +174,7 @@ class Trace(TorchDispatchMode):
         with unwatched():
             if not self._frames: self._push(LOSS, None)          # all that runs outside the model
             if not self._backward and not in_function_transform():       # vmap's tensors cannot be looked at
-                for t in tensors((args, kwargs)):
-                    self._compare(self._frames[-1], t)
-                    if name == ROOT: self.largest_input = max(self.largest_input, largest_value(t))
+                for t in tensors((args, kwargs)): self._compare(self._frames[-1], t)
             self._push(name, module)
 
     def _push(self, name, module):
@@ -230,7 +226,6 @@ class Trace(TorchDispatchMode):
         out = func(*args, **kwargs)
         for t in tensors(args[:1]) if op.writes else ():         # exact to the callers, as what modules inside return
             for f in self._frames[:-1] if wide is not None else self._frames: f.twins.pop(_address(t), None)
-        if self.mode is None and not strange: self._count(func, args, kwargs, out)
         outs, wides = tensors(out), tensors(wide)
         if len(outs) != len(wides): wides = [None] * len(outs)
         for o, w in zip(outs, wides):
@@ -264,11 +259,6 @@ class Trace(TorchDispatchMode):
     def _fails_in_fp32(self, seen):
         in_fp32 = self.reference.seen.get(seen.name) if self.reference is not None else None
         return in_fp32 is not None and in_fp32.failed
-
-    def _count(self, func, args, kwargs, out):
-        from torch.utils.flop_counter import flop_registry       # here: it imports triton
-        formula = flop_registry.get(func.overloadpacket)
-        if formula is not None: self.work += formula(*args, **kwargs, out_val=out)
 
 
 class _Ends(Callback):
@@ -341,10 +331,10 @@ def largest_value(t: torch.Tensor) -> float:
     if not all_finite(t): t = t[t.isfinite()]
     if not t.numel(): return 0.
     low, high = map(float, torch.aminmax(t))
-    if low < _MASK_FROM and high * _MASK_GAP < -low:
-        rest = t[t > low / 4]
-        if rest.numel() and float(rest.min()) * _MASK_GAP > low: return float(rest.abs().max())
-    return max(abs(low), abs(high))
+    if low > _MASK_FROM: return max(-low, high)
+    rest = t[t > low / 4].abs()
+    largest = float(rest.max()) if rest.numel() else math.inf
+    return largest if largest * _MASK_GAP < -low else max(-low, high)
 
 
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float: # nan without a value other than 0
