@@ -4,7 +4,6 @@ from __future__ import annotations
 import math, random, time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from textwrap import shorten
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from fastai.torch_core import set_seed, to_device
 from fastcore.basics import noop
 
 from ..callback import precision_callback
-from ..common import several_processes, training_device
+from ..common import first_line, several_processes, training_device
 from ..convert import map_tensors
 from ..fp32_settings import settings_note
 from ..mode import mode_support
@@ -169,8 +168,7 @@ class _Comparison:
     def _failed(self, run, e):
         "Note the error of a low precision, which is a result; in fp32, and when memory ends, it is the user's to see."
         if run.choice.mode is None or isinstance(e, torch.OutOfMemoryError): raise e
-        said = shorten(str(e).rpartition(':\n\t')[2], 400, placeholder=' …')   # the last line has the way out
-        run.learn, run.support, run.note = None, 'failed', f'{type(e).__name__}: {said}'
+        run.learn, run.support, run.note = None, 'failed', f'{type(e).__name__}: {first_line(e)}'
 
     def _train_in_turns(self):
         "Train `n_steps` of each in turns, and go on until each is decided, while there is time besides the seeds'."
@@ -307,20 +305,17 @@ def _on_memory(table: pd.DataFrame) -> list[str]:
             "the optimizer's state take as much as in fp32."] if said else []
 
 
-def allocated(device: torch.device, peak: bool = False) -> float: # nan for the CPU, and where PyTorch does not count
+def allocated(device: torch.device, peak: bool = False) -> float: # nan where PyTorch does not count
     "Return the bytes allocated on an accelerator now, and start anew to look for the peak; or that peak."
-    if device.type in ('cpu', 'xla'): return math.nan
-    try:
-        if peak: return torch.accelerator.max_memory_allocated(device)
-        torch.accelerator.reset_peak_memory_stats(device)
-        return torch.accelerator.memory_allocated(device)
-    except (RuntimeError, ValueError): return math.nan
+    if device.type not in ('cuda', 'xpu'): return math.nan
+    if peak: return torch.accelerator.max_memory_allocated(device)
+    torch.accelerator.reset_peak_memory_stats(device)
+    return torch.accelerator.memory_allocated(device)
 
 
 def wait_for(device: torch.device) -> None:
     "Let the device finish, so that the clock sees its work."
     if device.type == 'xla':
-        import torch_xla.core.xla_model as xm
-        xm.mark_step()
-        xm.wait_device_ops()
+        import torch_xla
+        torch_xla.sync(wait=True)
     elif device.type != 'cpu': torch.accelerator.synchronize(device)

@@ -63,18 +63,14 @@ class PrecisionComparison(Shown):
         lines = [f'Recommended: {self.recommended}. {self.reason} Next: `{self.calls[self.recommended]}`.',
                  *(f'{name}: {note}' for name, note in self.table['note'].items() if note), *self.notes]
         first, *rest = (fill(line, 118, break_long_words=False, break_on_hyphens=False) for line in lines)
-        columns = ['support', 'steps', 'ms per step', 'speed-up', 'loss', 'loss difference', 'skipped', 'final scale',
-                   'activations MB', 'peak MB']
-        table = self.table.assign(**{'speed-up': self.table.apply(_speed, axis=1)})[columns]
-        return [first, table.dropna(axis=1, how='all').rename_axis(None), '\n'.join(rest)]
+        table = self.table.drop(columns=['turns', 'speed-up low', 'speed-up high', 'note']).rename_axis(None)
+        table['speed-up'] = self.table.apply(_speed, axis=1)
+        return [first, table.dropna(axis=1, how='all'), '\n'.join(rest)]
 
-    def plot(self,
-        axs: Sequence | None = None, # Two matplotlib axes to draw on; new ones if None
-    ): # The matplotlib axes
+    def plot(self): # The two matplotlib axes
         "Draw the loss curves, with the range of fp32's seeds in grey, and the speed of each mode against fp32."
         import matplotlib.pyplot as plt
-        if axs is None: _, axs = plt.subplots(1, 2, figsize=(9, 3.6), layout='constrained')
-        curves, bars = axs
+        _, (curves, bars) = plt.subplots(1, 2, figsize=(9, 3.6), layout='constrained')
         colors = [PRECISION_COLORS[name.removesuffix(' fp16')] for name in self.table.index]
         seeds = _smooth([self.losses['fp32'], *self.seed_losses])
         curves.fill_between(seeds.index, seeds.min(axis=1), seeds.max(axis=1), color='#d8dee9', lw=0,
@@ -82,15 +78,12 @@ class PrecisionComparison(Shown):
         _smooth(self.losses.values()).set_axis([*self.losses], axis=1).plot(
             ax=curves, style=['-', '--', ':', '-.'], color=colors, title='Training loss (smoothed)', xlabel='step',
             ylabel='loss')
-        table = self.table.fillna({'speed-up': 0})
-        speed = table['speed-up']
-        drawn = bars.barh(table.index, speed, capsize=3, color=colors,
-                          xerr=[speed - table['speed-up low'], table['speed-up high'] - speed])
+        drawn = bars.barh(self.table.index, self.table['speed-up'].fillna(0), color=colors)
         bars.bar_label(drawn, self.table.apply(_speed, axis=1), padding=6)
         bars.set(title=f'Speed; recommended: {self.recommended}', xlabel='steps per second, fp32 = 1')
         bars.margins(x=.9)
         bars.invert_yaxis()
-        return axs
+        return curves, bars
 
 
 def _smooth(losses: Iterable[list[float]]) -> pd.DataFrame: # nan where a loss is not finite

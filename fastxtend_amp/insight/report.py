@@ -42,7 +42,7 @@ class PrecisionReport(Shown):
     """The findings of `Learner.precision_report`.
 
     `table` has a row for each mode and module that computes something itself, in order of execution. Its columns
-    describe a run in which only modules that do not run otherwise are in fp32:
+    describe a run in which only modules that the learner keeps, or that do not run otherwise, are in fp32:
 
     | column | meaning | unit |
     |---|---|---|
@@ -51,7 +51,7 @@ class PrecisionReport(Shown):
     | `type` | class of the module | name |
     | `format` | lowest precision of a result of its operators; 'none': it does not run in the mode | name |
     | `largest` | largest absolute result of the module's own operators, in fp32 | value |
-    | `headroom` | the format's maximum, divided by the largest value in that format | ratio |
+    | `headroom` | the format's maximum, divided by the largest value in that format; inf in fp32 | ratio |
     | `error` | of its operators, against fp32 on the same inputs; inf where it overflows | ratio |
     | `grad` | largest absolute gradient of outputs and own parameters, in fp32, unscaled | value |
     | `trouble` | whether the verdict names the module | bool |
@@ -143,11 +143,10 @@ class _Report:
         if any(mode_support(mode, self.device).status == 'emulated' for mode in modes):
             few = min(whole, max(FEWEST, int(whole * EMULATED_TIME / (time.process_time() - start))))
         if few < whole:
-            first = [first_samples(b, few) for b in self.batches]
-            try: self.fp32, self.batches = trace(self.learn, first), first
-            except Exception: few = whole                        # the model needs batches of one size
+            self.batches = [first_samples(b, few) for b in self.batches]
+            self.fp32 = trace(self.learn, self.batches)
         if wrong := wrong_in_fp32(self.fp32, self.batches):
-            verdicts = {mode: Verdict(mode.value, 'not known', wrong, '') for mode in modes}
+            verdicts = {mode: Verdict(mode.value, 'not known', wrong) for mode in modes}
         else:
             verdicts = {mode: self._verdict(mode) for mode in modes}
             other = fastest_native(self.device, [m for m, v in verdicts.items() if not v.call])
@@ -160,7 +159,7 @@ class _Report:
 
     def _verdict(self, mode: AMPMode) -> Verdict:
         support = mode_support(mode, self.device)
-        if support.status == 'unsupported': return Verdict(mode.value, 'cannot run', support.why, '')
+        if support.status == 'unsupported': return Verdict(mode.value, 'cannot run', support.why)
         def run(keep, scale):
             if time.monotonic() > self.until: raise TimeoutError
             found = trace(self.learn, self.batches, mode, keep, scale, reference=self.fp32)
@@ -169,7 +168,6 @@ class _Report:
         cb = precision_callback(self.learn)
         scale, kept = (cb and cb.scale) or INIT_SCALE, cb.fp32_module_names if cb else []
         try:
-            if kept and not run([], scale).error: kept = []      # only what does not run otherwise stays in fp32
             judge = Judge(mode, self.model, self.device, run, self.fp32, scale,
                           partial(precision_call, self.learn, mode), kept)
             self.refused[mode] = judge.refused
@@ -183,11 +181,10 @@ class _Report:
 
     def _row(self, mode: AMPMode, s: Seen, verdict: Verdict) -> list:
         ref, error = self._in_fp32(s), math.inf if s.failed else s.error
-        largest, format, limit = s.half, mode.value, torch.finfo(mode.dtype).max
-        if not s.half: largest, format, limit = ref.largest, 'fp32', torch.finfo(torch.float32).max
-        if s.name in self.refused[mode]: format = 'none'
-        return [mode.value, s.name, s.type, format, ref.largest, limit / largest if largest else math.inf, error,
-                ref.grad or math.nan, s.name in verdict.trouble]
+        format = 'none' if s.name in self.refused[mode] else mode.value if s.half else 'fp32'
+        headroom = torch.finfo(mode.dtype).max / s.half if s.half else math.inf
+        return [mode.value, s.name, s.type, format, ref.largest, headroom, error, ref.grad or math.nan,
+                s.name in verdict.trouble]
 
     def _notes(self, few, whole) -> list[str]:
         n = len(self.batches)

@@ -47,10 +47,10 @@ class Seen:
     "Notes on one module: on its own operators, not on those of modules inside; all calls and batches together."
     name: str
     type: str
-    ended: int = 0                                               # operators before its first call ended
+    ended: bool = False                                          # whether a call of it has ended
     largest: float = 0.                                          # absolute finite result, in fp32 if it has a twin
     half: float = 0.                                             # the same of results in half precision alone
-    failed: int | None = None                                    # the first operator where finite numbers end, from 1
+    failed: bool = False                                         # whether finite numbers end in it
     error: float = 0.                                            # of its own arithmetic, relative; the largest
     grad: float = 0.                                             # largest absolute of its outputs and own parameters
     grad_sum: float = 0.                                         # of the absolute values of all these gradients
@@ -79,10 +79,9 @@ class _Frame:
         return found[1].as_strided(t.shape, t.stride(), t.storage_offset())
 
     def keep(self, t: torch.Tensor, wide: torch.Tensor) -> None:
-        "Note `wide` as the twin of `t`, unless they are equal or `t` has no memory that can be looked up."
+        "Note `wide` as the twin of `t`, unless `t` has no memory that can be looked up."
         address = _address(t)
         if not address or t.shape != wide.shape: return
-        if address not in self.twins and bool((wide == t).all()): return
         if self.twin(t) is None:                                 # else another part of that memory has one
             self.twins[address] = t, wide.new_empty(t.untyped_storage().nbytes() // t.element_size())
         self.twins[address][1].as_strided(t.shape, t.stride(), t.storage_offset()).copy_(wide)
@@ -91,7 +90,7 @@ class _Frame:
         "Give `t`, into which an operator is to write, a twin, so that the operator writes into that as well."
         if self.twin(t) is not None or not _address(t): return
         whole = t.detach().as_strided((t.untyped_storage().nbytes() // t.element_size(),), (1,), 0)
-        self.twins[_address(t)] = t, half_to_float(whole).clone()
+        self.keep(whole, half_to_float(whole))
 
     def wide(self, t: torch.Tensor) -> torch.Tensor:
         twin = self.twin(t)
@@ -120,13 +119,12 @@ class Trace(TorchDispatchMode):
         self.failed_in: str | None = None                        # the module that raised it; None before a batch
         self.n_moving = 0                                        # parameters' gradients that are not 0
         self.unseen: dict[str, str] = {}                         # what cannot be looked at, and its first module
-        self._n = 0                                              # operators so far
         self._frames: list[_Frame] = []
         self._backward = self.began = False
 
     def failures(self) -> list[str]:
         "Return the modules where finite numbers end in the forward pass, the first first."
-        return sorted((n for n, s in self.seen.items() if s.failed), key=lambda n: self.seen[n].failed or 0)
+        return [n for n, s in self.seen.items() if s.failed]
 
     @contextmanager
     def hooked(self, model: nn.Module) -> Iterator[None]:
@@ -151,8 +149,7 @@ class Trace(TorchDispatchMode):
             self.loss_is_finite &= all_finite(loss)
             if self._frames:
                 self._compare(self._frames[0], loss)
-                seen = self.seen[LOSS] = self.seen.pop(LOSS)     # the last
-                seen.ended = self._n
+                self.seen[LOSS] = self.seen.pop(LOSS)            # the last
         self._backward = True
 
     def end_backward(self, model: nn.Module) -> None:
@@ -172,15 +169,14 @@ class Trace(TorchDispatchMode):
 
     def _enter(self, name, module, args, kwargs):
         with unwatched():
-            if not self._frames: self._push(LOSS, None)          # all that runs outside the model
+            if not self._frames: self._push(LOSS)                # all that runs outside the model
             if not self._backward and not in_function_transform():       # vmap's tensors cannot be looked at
                 for t in tensors((args, kwargs)): self._compare(self._frames[-1], t)
             self._push(name, module)
 
-    def _push(self, name, module):
-        kind = 'function' if module is None else type(module).__name__
-        frame = _Frame(self.seen.setdefault(name, Seen(name, kind)), module)
-        self._frames.append(frame)
+    def _push(self, name, module=None):
+        kind = type(module).__name__ if module else 'function'
+        self._frames.append(_Frame(self.seen.setdefault(name, Seen(name, kind)), module))
 
     def _leave(self, module, args, kwargs, output):
         if not any(f.module is module for f in self._frames): return
@@ -193,7 +189,7 @@ class Trace(TorchDispatchMode):
                 if self.reference is None and out.requires_grad and out.grad_fn is not None:
                     out.register_hook(partial(self._gradient, seen))
             if self._backward: return                            # a checkpoint, whose first run was looked at
-            if not seen.ended: self.seen[seen.name], seen.ended = self.seen.pop(seen.name), self._n
+            if not seen.ended: self.seen[seen.name], seen.ended = self.seen.pop(seen.name), True
             for out in outputs: self._compare(frame, out)
 
     def _compare(self, frame, t):
@@ -214,7 +210,6 @@ class Trace(TorchDispatchMode):
         kwargs, op = kwargs or {}, operator(func)
         makes_nothing = op.is_view or op.name.startswith(('empty', 'new_empty'))
         if makes_nothing or self._backward or not self._frames: return func(*args, **kwargs)
-        self._n += 1
         frame = self._frames[-1]
         seen, inputs = frame.seen, tensors((args, kwargs))
         strange = [t for t in tensors((args, kwargs), floating=False) if t.is_floating_point() and not is_plain(t)]
@@ -237,9 +232,8 @@ class Trace(TorchDispatchMode):
             if w is not None and not op.writes: frame.keep(o, w)
             if all_finite(o) or self._fails_in_fp32(seen): continue
             # -inf alone may be a mask.
-            if w is None: fails = began_finite and all(map(all_finite, inputs)) and ends(o)
-            else: fails = ends(o[w.isfinite()])
-            if fails: seen.failed = seen.failed or self._n
+            if w is None: seen.failed |= began_finite and all(map(all_finite, inputs)) and ends(o)
+            else: seen.failed |= ends(o[w.isfinite()])
         return out
 
     def _widely(self, func, op, args, kwargs, frame):

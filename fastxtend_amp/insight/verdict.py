@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -43,7 +43,7 @@ class Verdict:
     mode: str # 'bf16' or 'fp16'
     verdict: Judgement # One of the six above
     reason: str # What was found
-    call: str # The next call to make; '' where fp32 fails, too
+    call: str = '' # The next call to make; '' where fp32 fails, too
     modules: list[str] = field(default_factory=list) # Modules to keep in fp32
     scale_range: tuple[float, float] | None = None # Loss scales without underflow or overflow (fp16)
     trouble: list[str] = field(default_factory=list) # Modules in trouble; '(model)' is the model's own forward
@@ -87,9 +87,8 @@ class Judge:
             if before == (self.keep, self.scale): break
         return self._nothing_helps(low)
 
-    def _say(self, verdict: Judgement, reason, call='', scales=None) -> Verdict:
-        modules = [n for n in self.keep if n not in self.kept] if call else []
-        return Verdict(self.mode.value, verdict, reason, call, modules, scales, [*self.reasons])
+    def _say(self, verdict: Judgement, reason, **found) -> Verdict:
+        return Verdict(self.mode.value, verdict, reason, trouble=[*self.reasons], **found)
 
     # -- what has to be in fp32
 
@@ -146,18 +145,16 @@ class Judge:
         """Return modules that help when they are in fp32, where the one that shows the trouble cannot be kept.
 
         That one is the model's own forward or the loss function, which compute in fp32 on fp32 inputs, or a module that
-        is in fp32 already and gets rounded values; in a backward pass none is known. All modules before it are tried,
-        then half of those that help, and so on.
+        is in fp32 already and gets rounded values; in a backward pass none is known. All modules are tried, then half
+        of those that help, and so on.
         """
         def helps(names):
             trace = self.run(outermost([*self.keep, *names]), self.scale)
             if trace.error or name in self._concerned(trace): return False
             return trace.loss_is_finite and (trace.grads_are_finite or not backward)
-        shows = low.seen.get(name or '')
         around = {n.rpartition('.')[0] for n in low.seen}        # modules with others inside, which may compute nothing
         before = [s for s in low.seen.values() if self._can_be_kept(s.name) and (s.largest or s.name not in around)]
-        if shows is not None and shows.failed: before = [s for s in before if s.ended <= shows.failed]
-        names = [s.name for s in sorted(reversed(before), key=lambda s: -s.ended)]
+        names = [s.name for s in reversed(before)]
         if not names or not helps(names): return []
         while len(names) > 1:
             half = len(names) // 2
@@ -199,6 +196,7 @@ class Judge:
 
     def _works(self, low: Trace) -> Verdict:
         reasons = [*dict.fromkeys(self.reasons.values())]
+        verdict: Judgement = 'safe so far'
         scales, changes = None, {}
         if self.mode.needs_loss_scaling:
             least, most = scales = self._scales(low)
@@ -208,15 +206,15 @@ class Judge:
                 lost = f', and at {start:,.9g} most are 0 that are not in fp32' * self._has_vanished(low)
                 return self._say('do not use', f'no loss scale fits: gradients overflow above {most:,.9g}{lost}')
             if raised or most < CLOSE * self.first_scale: changes['init_scale'] = int(start) if start >= 1 else start
-        verdict: Judgement = 'safe with loss scaling' if scales and scales[0] > 1 else 'safe so far'
+            if least > 1: verdict = 'safe with loss scaling'
         if reasons: verdict = 'keep modules in fp32'
         else:
             own = max(s.error for s in low.seen.values())
             reasons = [f"no module's own error is above {own:.2%}" if own else 'nothing wrong was found']
         if scales: reasons = [*reasons[:4], f'loss scales from {least:,.9g} to {most:,.9g} fit']
-        call = self.call([n for n in self.keep if n not in self.kept], **changes)
-        said = self._say(verdict, some(reasons, 5, '; '), call, scales)
-        return replace(said, init_scale=changes.get('init_scale'))
+        modules = [n for n in self.keep if n not in self.kept]
+        return self._say(verdict, some(reasons, 5, '; '), call=self.call(modules, **changes), modules=modules,
+                         scale_range=scales, **changes)
 
 
 # -- words

@@ -564,6 +564,7 @@ def classes(**kwargs):
 
 
 MODELS = {
+    'a scripted module': lambda: learner(nn.Sequential(nn.Linear(6, 8), torch.jit.script(nn.ReLU()), nn.Linear(8, 1))),
     'unpacked by a callback': lambda: learner(Gives(mlp()), cbs=Unpacks()),
     'MixUp': lambda: classes(cbs=MixUp()),
     'dictionaries as batches': lambda: learner(
