@@ -79,6 +79,9 @@ class Run:
     peak: float = math.nan # Bytes on an accelerator that a step takes for itself
 
     @property
+    def runs(self) -> bool: return self.support not in ('unsupported', 'failed')
+
+    @property
     def pace(self) -> float: return float(np.median(self.times[1:] or self.times or [math.nan]))
 
     def ratios(self, base: Run) -> list[float]:
@@ -116,9 +119,9 @@ class _Comparison:
             status, why = mode_support(choice.mode, self.device) if choice.mode else ('native', '')
             self.runs.append(Run(choice, status, why if status == 'unsupported' else ''))
         self.base = self.runs[0]
-        self._in_fits([r for r in self.runs if r.support != 'unsupported'], self._train_in_turns)
+        self._in_fits([r for r in self.runs if r.runs], self._train_in_turns)
         # The loss is judged after as many steps as all have taken, and as the seeds have time for.
-        done = [len(r.losses) for r in self.runs if r.support not in ('unsupported', 'failed')]
+        done = [len(r.losses) for r in self.runs if r.runs]
         time_for = .9 * self._left / (self.n_seeds * self.base.pace) if self.n_seeds else math.inf
         self.n = int(max(1, min(*done, self.n_steps, time_for)))
         self.n_last = max(1, min(10, self.n // 5))               # the loss is the mean of so many last steps
@@ -261,8 +264,7 @@ class _Comparison:
                                    self._notes(table, recommended), choices)
 
     def _loss(self, run): # nan for a mode that failed
-        if run.support in ('unsupported', 'failed'): return math.nan
-        return float(np.mean(run.losses[self.n - self.n_last:self.n]))
+        return float(np.mean(run.losses[self.n - self.n_last:self.n])) if run.runs else math.nan
 
     def _row(self, run):
         ratios = run.ratios(self.base)

@@ -78,6 +78,7 @@ class PrecisionComparison(Shown):
         _smooth(self.losses.values()).set_axis([*self.losses], axis=1).plot(
             ax=curves, style=['-', '--', ':', '-.'], color=colors, title='Training loss (smoothed)', xlabel='step',
             ylabel='loss')
+        curves.legend()
         drawn = bars.barh(self.table.index, self.table['speed-up'].fillna(0), color=colors)
         bars.bar_label(drawn, self.table.apply(_speed, axis=1), padding=6)
         bars.set(title=f'Speed; recommended: {self.recommended}', xlabel='steps per second, fp32 = 1')

@@ -138,10 +138,9 @@ class _Report:
         if not self.batches: raise ValueError('precision_report needs at least one batch, but the DataLoader gave '
                                               'none.\nGive another one as dl=...')
         few = whole = n_samples(self.batches[0])
-        start = time.process_time()
         self.fp32 = trace(self.learn, self.batches)
         if any(mode_support(mode, self.device).status == 'emulated' for mode in modes):
-            few = min(whole, max(FEWEST, int(whole * EMULATED_TIME / (time.process_time() - start))))
+            few = min(whole, max(FEWEST, int(whole * EMULATED_TIME / max(self.fp32.seconds, 1e-9))))
         if few < whole:
             self.batches = [first_samples(b, few) for b in self.batches]
             self.fp32 = trace(self.learn, self.batches)

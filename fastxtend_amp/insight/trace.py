@@ -8,9 +8,9 @@ of what it passes to modules inside.
 """
 from __future__ import annotations
 
-import math, sys
+import math, sys, time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -120,7 +120,8 @@ class Trace(TorchDispatchMode):
         self.n_moving = 0                                        # parameters' gradients that are not 0
         self.unseen: dict[str, str] = {}                         # what cannot be looked at, and its first module
         self._frames: list[_Frame] = []
-        self._backward = self.began = False
+        self._backward, self.began = False, 0.
+        self.seconds = 0.                                        # of the CPU for the last batch
 
     def failures(self) -> list[str]:
         "Return the modules where finite numbers end in the forward pass, the first first."
@@ -141,7 +142,7 @@ class Trace(TorchDispatchMode):
 
     def begin(self) -> None:
         "Begin a batch."
-        self._frames, self._backward, self.began = [], False, True
+        self._frames, self._backward, self.began = [], False, time.process_time()
 
     def end_forward(self, loss: torch.Tensor) -> None:
         "Note the loss, which is not scaled yet."
@@ -164,6 +165,7 @@ class Trace(TorchDispatchMode):
                     self.n_moving += int(g.count_nonzero())
                     if name in self.seen: self.seen[name].add_grad(g)
             for p in model.parameters(): p.grad = None           # those of the next batch would add to them
+        self.seconds = time.process_time() - self.began
 
     # -- modules
 
@@ -280,9 +282,12 @@ def trace(
     in_fit: bool = False, # Whether `learn` is in the middle of a batch
     random_state: RandomState | None = None, # To begin with; the present one if None
 ) -> Trace:
-    "Run batches forward and backward in a copy of `learn`, in its own loop with its callbacks; no step is taken."
+    """Run batches forward and backward in a copy of `learn`, in its own loop with its callbacks; no step is taken.
+
+    Compiled modules run as they were written: hooks would not fire in a compiled graph.
+    """
     found = Trace(mode, reference)
-    with copied_learner(learn) as copy, _as_written(), fp32_settings(FULL_PRECISION):
+    with copied_learner(learn) as copy, torch.compiler.set_stance('force_eager'), fp32_settings(FULL_PRECISION):
         if mode is not None:
             set_precision(copy, _Unchecked(mode, init_scale=scale, fp32_modules=list(keep), on_overflow='ignore'))
         copy.add_cb(_Ends(found))
@@ -293,8 +298,8 @@ def trace(
                 begin_fit(copy, 1)
             with found.hooked(copy.model):
                 for i, batch in enumerate(batches):
-                    found.begin()
                     batch = map_tensors(torch.clone, batch)      # the model may write into it
+                    found.begin()
                     _run_again(copy, *batch) if in_fit else copy.one_batch(i, batch)
         except torch.OutOfMemoryError: raise
         except Exception as e:
@@ -340,11 +345,6 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float: # nan wi
 
 
 # -- the copy's loop
-
-def _as_written() -> AbstractContextManager:
-    "Return a context in which compiled modules run as they were written: hooks would not fire in a compiled graph."
-    return torch.compiler.set_stance('force_eager') if 'torch._dynamo' in sys.modules else nullcontext()
-
 
 class _Unchecked(MixedPrecision):
     "The run of a model with layers that have no kernel for the mode: each fails by itself, and the trace names it."

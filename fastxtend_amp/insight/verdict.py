@@ -121,23 +121,16 @@ class Judge:
 
     def _concerned(self, low: Trace) -> dict[str, str]:
         "Return the modules whose forward pass is in trouble, and why; the first first."
-        found = {n: self._why_not_finite(low, n) for n in low.failures()}
+        found, mode = {}, self.mode.value
         for n, s in low.seen.items():
-            if n in found: continue
-            if s.error > IMPRECISE: found[n] = f'the error of {named(n)} is {min(s.error, 1):.0%} in {self.mode.value}'
-            elif s.half * CLOSE > self.limit and not covers(self.keep, n):
-                above = s.half > self.limit                      # they are -inf, which alone may be a mask
-                found[n] = (f"values in {named(n)} reach {s.half:,.3g}, {'above' if above else 'close to'} "
-                            f'{self._format}')
+            size = s.largest if s.failed else s.half
+            if s.failed and size <= self.limit:
+                found[n] = f'a value in {named(n)} is NaN or inf in {mode}, and finite in fp32'
+            elif s.failed or s.half * CLOSE > self.limit and not covers(self.keep, n):
+                above = 'above' if size > self.limit else 'close to'
+                found[n] = f"values in {named(n)} reach {size:,.3g}, {above} {mode}'s {self.limit:,.5g}"
+            elif s.error > IMPRECISE: found[n] = f'the error of {named(n)} is {min(s.error, 1):.0%} in {mode}'
         return found
-
-    def _why_not_finite(self, low, name) -> str:
-        largest = low.seen[name].largest                         # what is cast to the mode's dtype among it
-        if largest > self.limit: return f'values in {named(name)} reach {largest:,.3g}, above {self._format}'
-        return f'a value in {named(name)} is NaN or inf in {self.mode.value}, and finite in fp32'
-
-    @property
-    def _format(self): return f"{self.mode.value}'s {self.limit:,.5g}"
 
     def _can_be_kept(self, name): return name not in (ROOT, LOSS) and not covers(self.keep, name)
 
@@ -153,8 +146,7 @@ class Judge:
             if trace.error or name in self._concerned(trace): return False
             return trace.loss_is_finite and (trace.grads_are_finite or not backward)
         around = {n.rpartition('.')[0] for n in low.seen}        # modules with others inside, which may compute nothing
-        before = [s for s in low.seen.values() if self._can_be_kept(s.name) and (s.largest or s.name not in around)]
-        names = [s.name for s in reversed(before)]
+        names = [n for n, s in reversed(low.seen.items()) if self._can_be_kept(n) and (s.largest or n not in around)]
         if not names or not helps(names): return []
         while len(names) > 1:
             half = len(names) // 2
