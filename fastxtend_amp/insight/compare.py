@@ -194,9 +194,9 @@ class _Comparison:
 
     def _due(self):
         "Return the runs that need another turn, fp32 always among them."
-        def undecided(run): return pays(*speed_up(run.ratios(self.base))[1:]) is None and not several_processes()
-        low = [r for r in self._training[1:] if len(r.losses) < self.n_steps or undecided(r)]
-        return [self.base, *low] if low or len(self.base.losses) < self.n_steps else []
+        if len(self.base.losses) < self.n_steps: return self._training
+        low = [r for r in self._training[1:] if pays(*speed_up(r.ratios(self.base))[1:]) is None]
+        return [self.base, *low] if low and not several_processes() else []
 
     def _train(self, run, steps):
         "Train on the batches of these steps, timed."
@@ -278,11 +278,10 @@ class _Comparison:
 
     def _notes(self, table, recommended):
         notes = [f'Loss: mean of training steps {self.n - self.n_last + 1} to {self.n} on {self.device}.',
-                 *self._on_a_fit(table, recommended), *_on_memory(table)]
+                 *self._on_a_fit(table, recommended), *_on_memory(table), *left_out(self.learn)]
         if self.n < self.n_steps or len(self.seeds) < self.n_seeds:
             notes.append(f'There was time for {self.n} of {self.n_steps} steps and {len(self.seeds)} of {self.n_seeds} '
                          f'seeds (`max_seconds={self.given:g}`).')
-        if left := left_out(self.learn): notes.append(f"These callbacks took no part: {', '.join(left)}.")
         if settings := settings_note(): notes.append(f'{settings}; this is what is called fp32 here.')
         return notes
 

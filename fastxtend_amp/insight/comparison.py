@@ -52,7 +52,7 @@ class PrecisionComparison(Shown):
         mode: str | None = None, # A row of the table; the recommended one if None
     ) -> Learner: # The learner
         "Have the learner train in the recommended precision, with the modules in fp32 and other arguments that it had."
-        mode = self.recommended if mode is None else mode
+        mode = mode or self.recommended
         if mode not in self.choices:
             raise ValueError(f"mode={mode!r} cannot be used: it was not compared. Take one of "
                              f"{', '.join(map(repr, self.choices))}.")
@@ -103,8 +103,7 @@ def speed_up(
     Statistician 32 (1978). That is for one look. Looked at after each turn from the sixth on, 2.2 takes a mode as fast
     as fp32 for one that pays in 2 to 10 %, by simulation (`nbs/benchmarks/choice.py`).
     """
-    if not ratios: return math.nan, math.nan, math.nan
-    q1, mid, q3 = map(float, np.quantile(ratios, (.25, .5, .75)))
+    q1, mid, q3 = map(float, np.quantile(ratios or [math.nan], (.25, .5, .75)))
     half = _WIDTH * (q3 - q1) / math.sqrt(len(ratios)) if len(ratios) >= _FEWEST_TURNS else math.nan
     return mid, mid - half, mid + half
 

@@ -40,14 +40,15 @@ def takes_part(cb: Callback) -> bool:
     "Return whether `cb` may change the numbers of a training step: with an event from `before_batch` to `after_step`."
     if isinstance(cb, PRECISION_CALLBACKS): return False
     if any(kind.__name__ in _OF_FASTAI for kind in type(cb).__mro__): return True
-    has_event = any(hasattr(type(cb), e) or e in vars(cb) for e in _STEP_EVENTS)
+    has_event = any(hasattr(cb, e) for e in _STEP_EVENTS)
     return has_event and not type(cb).__module__.startswith('fastai.')
 
 
-def left_out(learn: Learner) -> list[str]:
+def left_out(learn: Learner) -> list[str]: # One sentence or none
     "Name the callbacks that a copy of `learn` does not have, but for those of fastai and this package."
     ours = ('fastai.', 'fastxtend_amp.')
-    return [cb.name for cb in learn.cbs if not (takes_part(cb) or type(cb).__module__.startswith(ours))]
+    names = [cb.name for cb in learn.cbs if not (takes_part(cb) or type(cb).__module__.startswith(ours))]
+    return [f"Callbacks that took no part: {', '.join(names)}."] if names else []
 
 
 def check_learner(

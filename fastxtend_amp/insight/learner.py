@@ -102,7 +102,7 @@ def plot_scales(self: MixedPrecision,
     if not self.scales:
         raise ValueError('plot_scales has nothing to plot: no optimizer step was made with a loss scale.\n'
                          'Train in fp16 first; bf16 and fp32 need no loss scaling.')
-    if ax is None: ax = plt.subplots()[1]
+    ax = ax or plt.subplots()[1]
     scales = pd.Series(self.scales)
     scales.plot(ax=ax, drawstyle='steps-post', legend=True, label='loss scale', title='Loss scale in training',
                 xlabel='optimizer step', ylabel='loss scale')

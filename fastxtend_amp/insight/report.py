@@ -49,7 +49,7 @@ class PrecisionReport(Shown):
     | `mode` | the precision | 'bf16', 'fp16' |
     | `module` | '(model)' is the model's own forward | name |
     | `type` | class of the module | name |
-    | `format` | lowest precision of a result of its operators; 'none': it does not run in the mode | name |
+    | `format` | lowest precision of a result of its operators; 'fp32' also where it does not run in the mode | name |
     | `largest` | largest absolute result of the module's own operators, in fp32 | value |
     | `headroom` | the format's maximum, divided by the largest value in that format; inf in fp32 | ratio |
     | `error` | of its operators, against fp32 on the same inputs; inf where it overflows | ratio |
@@ -96,7 +96,7 @@ class PrecisionReport(Shown):
 
 def _to_look_at(table: pd.DataFrame, n: int) -> pd.DataFrame:
     "Return `n` rows: those in trouble, then those with the least headroom or largest error."
-    badness = table['trouble'] * 1e3 + table['error'].fillna(0).clip(upper=1e2) + 1 / table['headroom']
+    badness = table['trouble'] * 1e3 + table['error'] + 1 / table['headroom']
     return table.loc[badness.sort_values(ascending=False, kind='stable').index[:n]]
 
 
@@ -128,10 +128,7 @@ class _Report:
         self.learn, self.model, self.max_seconds = learn, model, max_seconds
         self.until = time.monotonic() + max_seconds
         self.device = training_device(learn)
-        self.batches: list[Any] = []
-        self.fp32 = Trace()
         self.low: dict[AMPMode, Trace] = {}                      # the first that ran to its end
-        self.refused: dict[AMPMode, set[str]] = {}               # modules that do not run in a mode
 
     def on(self, modes: list[AMPMode], n_batches: int, dl: DataLoader) -> PrecisionReport:
         with random_state_kept(): self.batches = [*islice(loader_like(dl), n_batches)]
@@ -167,10 +164,8 @@ class _Report:
         cb = precision_callback(self.learn)
         scale, kept = (cb and cb.scale) or INIT_SCALE, cb.fp32_module_names if cb else []
         try:
-            judge = Judge(mode, self.model, self.device, run, self.fp32, scale,
-                          partial(precision_call, self.learn, mode), kept)
-            self.refused[mode] = judge.refused
-            return judge.verdict()
+            call = partial(precision_call, self.learn, mode)
+            return Judge(mode, self.model, self.device, run, self.fp32, scale, call, kept).verdict()
         except TimeoutError:
             reason = f'the report ended at its time limit, `max_seconds={self.max_seconds:g}`'
             return Verdict(mode.value, 'not known', reason,
@@ -180,10 +175,9 @@ class _Report:
 
     def _row(self, mode: AMPMode, s: Seen, verdict: Verdict) -> list:
         ref, error = self._in_fp32(s), math.inf if s.failed else s.error
-        format = 'none' if s.name in self.refused[mode] else mode.value if s.half else 'fp32'
         headroom = torch.finfo(mode.dtype).max / s.half if s.half else math.inf
-        return [mode.value, s.name, s.type, format, ref.largest, headroom, error, ref.grad or math.nan,
-                s.name in verdict.trouble]
+        return [mode.value, s.name, s.type, mode.value if s.half else 'fp32', ref.largest, headroom, error,
+                ref.grad or math.nan, s.name in verdict.trouble]
 
     def _notes(self, few, whole) -> list[str]:
         n = len(self.batches)
@@ -199,8 +193,7 @@ class _Report:
         if settings := settings_note():
             notes.append(f'{settings}. So training in fp32, and modules kept in fp32, have errors that the report does '
                          'not know: it ran in full precision.')
-        if missing := left_out(self.learn): notes.append(f'Callbacks that took no part: {some(missing, 8)}.')
-        return notes
+        return notes + left_out(self.learn)
 
 
 def n_samples(batch: Any) -> int:

@@ -177,8 +177,8 @@ class Trace(TorchDispatchMode):
             self._push(name, module)
 
     def _push(self, name, module=None):
-        kind = type(module).__name__ if module else 'function'
-        self._frames.append(_Frame(self.seen.setdefault(name, Seen(name, kind)), module))
+        seen = self.seen.setdefault(name, Seen(name, type(module).__name__ if module is not None else 'function'))
+        self._frames.append(_Frame(seen, module))
 
     def _leave(self, module, args, kwargs, output):
         if not any(f.module is module for f in self._frames): return
@@ -241,7 +241,7 @@ class Trace(TorchDispatchMode):
     def _widely(self, func, op, args, kwargs, frame):
         "Return what the operator gives in fp32 on the twins of its inputs; None if it does not run so."
         for t in tensors(args[:1]) if op.writes else (): frame.keep_before_write(t)
-        device_type = next((t.device.type for t in tensors((args, kwargs))), 'cpu')
+        device_type = tensors((args, kwargs), floating=False)[0].device.type
         dtypes = {k: torch.float32 for k, v in kwargs.items() if isinstance(v, torch.dtype) and v in HALF}
         try:
             with torch.no_grad(), torch.autocast(device_type, enabled=False):

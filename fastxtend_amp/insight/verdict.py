@@ -73,7 +73,6 @@ class Judge:
         self.keep, self.scale, self.highest = list(self.kept), self.first_scale, math.inf
         self.limit = torch.finfo(self.mode.dtype).max
         self.reasons: dict[str, str] = {}                        # by module, in the order in which they were found
-        self.refused: set[str] = set()                           # those of them that do not run
 
     def verdict(self) -> Verdict:
         "Keep modules in fp32 and lower the loss scale until nothing is wrong; say what it took, or that nothing helps."
@@ -116,7 +115,6 @@ class Judge:
             why += ('. Or make its code take any dtype: constants from `torch.finfo(x.dtype)`, new tensors with '
                     '`dtype=x.dtype`')
         alike = [name] if name in (ROOT, LOSS) else [n for n, m in modules.items() if type(m) is kind]
-        self.refused.update(alike)
         return dict.fromkeys(alike, why)
 
     def _concerned(self, low: Trace) -> dict[str, str]:
@@ -126,7 +124,7 @@ class Judge:
             size = s.largest if s.failed else s.half
             if s.failed and size <= self.limit:
                 found[n] = f'a value in {named(n)} is NaN or inf in {mode}, and finite in fp32'
-            elif s.failed or s.half * CLOSE > self.limit and not covers(self.keep, n):
+            elif s.failed or (s.half * CLOSE > self.limit and not covers(self.keep, n)):
                 above = 'above' if size > self.limit else 'close to'
                 found[n] = f"values in {named(n)} reach {size:,.3g}, {above} {mode}'s {self.limit:,.5g}"
             elif s.error > IMPRECISE: found[n] = f'the error of {named(n)} is {min(s.error, 1):.0%} in {mode}'
@@ -143,8 +141,8 @@ class Judge:
         """
         def helps(names):
             trace = self.run(outermost([*self.keep, *names]), self.scale)
-            if trace.error or name in self._concerned(trace): return False
-            return trace.loss_is_finite and (trace.grads_are_finite or not backward)
+            fine = trace.loss_is_finite and (trace.grads_are_finite or not backward)
+            return fine and not trace.error and name not in self._concerned(trace)
         around = {n.rpartition('.')[0] for n in low.seen}        # modules with others inside, which may compute nothing
         names = [n for n, s in reversed(low.seen.items()) if self._can_be_kept(n) and (s.largest or n not in around)]
         if not names or not helps(names): return []

@@ -131,7 +131,7 @@ def test_who_takes_part(tmp_path):
     r = learn.compare_precision(LOW, n_steps=8, n_seeds=1)
     assert not list(tmp_path.rglob('*'))
     assert events == ['after_pred'] * (4 * 8 + 3)  # four trainings of eight steps, and three steps for the memory
-    assert 'These callbacks took no part: at.' in said(r)
+    assert 'Callbacks that took no part: at.' in said(r)
     clipped, seen = seeded(cbs=GradientClip(1e-3)), []
     clipped.fit(1, cbs=At('after_batch', lambda l: seen.append(l.loss.item()) if l.training else None))
     assert r.losses['fp32'][:6] == seen

@@ -195,7 +195,7 @@ def test_callbacks_that_take_part_are_copies_and_the_others_are_named():
     learn = learner(
         model, cbs=[cb, *both, At('after_epoch', print), SaveModelCallback(), GradientClip(1.0), MixUp()], progress=True
     ).to_bf16()
-    assert left_out(learn) == ['at']
+    assert left_out(learn) == ['Callbacks that took no part: at.'] and left_out(learner()) == []
     with copied_learner(learn) as copy:
         assert {c.name for c in copy.cbs} == {'train_eval', 'cast_to_tensor', 'counts', 'at', 'gradient_clip', 'mix_up'}
         assert copy.counts.layer is copy.model[0] and copy.counts.learn is copy and copy.recorder.learn is copy

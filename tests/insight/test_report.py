@@ -271,9 +271,7 @@ def test_inputs_above_the_limit_are_named():
     data = Data(dataset().tensors[0] * 1e5, dataset().tensors[1])
     model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 1))
     verdict = learner(model, loaders(train=data)).precision_report('fp16').verdicts['fp16']
-    assert (
-        verdict.modules == ['0'] and "values in '0' reach 2.12e+05, above fp16's 65,504" in verdict.reason
-    )
+    assert verdict.modules == ['0'] and "values in '0' reach 2.12e+05, above fp16's 65,504" in verdict.reason
 
 
 def test_a_loss_function_that_overflows():
