@@ -12,7 +12,7 @@ from .compare import compare
 from .comparison import PrecisionComparison
 from .copies import check_learner
 from .precisions import PrecisionChoice, default_choices
-from .progress import check_above_0
+from .arguments import check_above_0
 
 __all__ = ['decisions', 'measure_and_choose']
 

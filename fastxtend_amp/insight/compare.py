@@ -1,10 +1,9 @@
 "The comparison: trains copies of one learner in several precisions, a few steps each in turn, timed."
 from __future__ import annotations
 
-import math, random, time, warnings
+import math, random, time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from textwrap import shorten
 from typing import Any
 
 import numpy as np
@@ -15,9 +14,10 @@ from fastai.torch_core import set_seed, to_device
 from fastcore.basics import noop
 
 from ..callback import precision_callback
-from ..common import several_processes, training_device
+from ..common import first_line, several_processes, training_device
 from ..convert import map_tensors
-from ..mode import AMPMode, mode_support
+from ..fp32_settings import settings_note
+from ..mode import mode_support
 from ..scaling import optimizer_params
 from .comparison import PrecisionComparison, Tolerance, pays, recommend, speed_up
 from .copies import (
@@ -32,7 +32,7 @@ from .copies import (
     tensors,
 )
 from .precisions import PrecisionChoice, call_for, choices_from, default_choices, use_choice
-from .progress import Progress, check_above_0, check_count
+from .arguments import check_above_0, check_count
 
 __all__ = ['compare']
 
@@ -40,8 +40,6 @@ LIMIT = 2**29           # bytes of batches that are held; further steps take the
 _TURNS = 7              # at least, besides the first two of one step, in which `n_steps` are taken
 _FOR_SEEDS = .4         # of the time, at most
 _CONSIDERABLE = .1      # of fp32's step: drawing a batch that takes as long is worth a word
-# Warnings of copies; the last is fastai's of a GAN's callbacks.
-_OF_COPIES = ('.*emulated', 'No optimizer step was taken', 'The gradients of an accumulation', 'You are shadowing')
 
 
 def compare(
@@ -61,12 +59,8 @@ def compare(
     if lr is not None and not isinstance(lr, slice): check_above_0('lr', lr, '1e-3, or a slice of two')
     check_learner(learn, 'compare_precision')
     if len(choices) == 1: n_steps = 1                            # fp32 alone has nothing to be compared with
-    progress = Progress(learn, n_steps + n_seeds, max_seconds)
-    try:
-        with random_state_kept(), warnings.catch_warnings():
-            for said in _OF_COPIES: warnings.filterwarnings('ignore', message=said)   # the table says so
-            return _Comparison(learn, n_steps, lr, n_seeds, progress, given or max_seconds).run(choices)
-    finally: progress.close()
+    with random_state_kept():
+        return _Comparison(learn, n_steps, lr, n_seeds, max_seconds, given or max_seconds).run(choices)
 
 
 @dataclass(eq=False)
@@ -85,6 +79,9 @@ class Run:
     peak: float = math.nan # Bytes on an accelerator that a step takes for itself
 
     @property
+    def runs(self) -> bool: return self.support not in ('unsupported', 'failed')
+
+    @property
     def pace(self) -> float: return float(np.median(self.times[1:] or self.times or [math.nan]))
 
     def ratios(self, base: Run) -> list[float]:
@@ -95,27 +92,45 @@ class Run:
 
 class _Comparison:
     "The work behind `compare`."
-    def __init__(self, learn, n_steps, lr, n_seeds, progress, max_seconds):
-        self.learn, self.n_steps, self.lr, self.n_seeds, self.progress = learn, n_steps, lr, n_seeds, progress
-        self.max_seconds, self.device = max_seconds, training_device(learn)
+    def __init__(self, learn, n_steps, lr, n_seeds, max_seconds, given):
+        self.learn, self.n_steps, self.lr, self.n_seeds, self.given = learn, n_steps, lr, n_seeds, given
+        self.max_seconds, self.end, self.device = max_seconds, time.monotonic() + max_seconds, training_device(learn)
         self.runs, self.seeds = list[Run](), list[Run]()
-        self.batches, self.loading = _draw(learn, n_steps, self.device, progress)
+        self._draw()
         self.random_state = random_state(everything=True)
+
+    def _draw(self):
+        "Draw a batch for each step, as many as come in a quarter of the time and fit into 512 MB; time them."
+        self.batches, size, dl = list[Any](), 0, loader_like(self.learn.dls.train)
+        clock = [time.perf_counter()]
+        for b in (b for _ in range(self.n_steps) for b in dl):   # the batches come again when an epoch is over
+            self.batches.append(to_device(b, self.device))
+            clock.append(time.perf_counter())
+            size += sum(t.numel() * t.element_size() for t in tensors(b, floating=False))
+            if len(self.batches) == self.n_steps or size > LIMIT or self._left < .75 * self.max_seconds: break
+        if not self.batches:
+            raise ValueError("The learner's training dataloader (`learn.dls.train`) gives no batches, so there is "
+                             'nothing to train on.\nWith `drop_last=True` its dataset may be smaller than one batch.')
+        # The mean, without the start of workers in the first if there are others: they draw ahead.
+        self.loading = float(np.mean(np.diff(clock)[1:] if len(clock) > 2 else np.diff(clock)))
 
     def run(self, choices: list[PrecisionChoice]) -> PrecisionComparison:
         for choice in choices:
             status, why = mode_support(choice.mode, self.device) if choice.mode else ('native', '')
             self.runs.append(Run(choice, status, why if status == 'unsupported' else ''))
         self.base = self.runs[0]
-        self._in_fits([r for r in self.runs if r.support != 'unsupported'], self._train_in_turns)
+        self._in_fits([r for r in self.runs if r.runs], self._train_in_turns)
         # The loss is judged after as many steps as all have taken, and as the seeds have time for.
-        done = [len(r.losses) for r in self.runs if r.support not in ('unsupported', 'failed')]
-        time_for = .9 * self.progress.left / (self.n_seeds * self.base.pace) if self.n_seeds else math.inf
+        done = [len(r.losses) for r in self.runs if r.runs]
+        time_for = .9 * self._left / (self.n_seeds * self.base.pace) if self.n_seeds else math.inf
         self.n = int(max(1, min(*done, self.n_steps, time_for)))
         self.n_last = max(1, min(10, self.n // 5))               # the loss is the mean of so many last steps
-        while len(self.seeds) < self.n_seeds and (not self.seeds or self.progress.left > self.n * self.base.pace):
+        while len(self.seeds) < self.n_seeds and (not self.seeds or self._left > self.n * self.base.pace):
             self._train_seed(1 + len(self.seeds))
         return self._result()
+
+    @property
+    def _left(self): return self.end - time.monotonic()
 
     # -- fits and turns
 
@@ -124,7 +139,6 @@ class _Comparison:
         if not runs: return train()
         run, *others = runs
         def inside():
-            copy.loss = None                                     # `before_fit` sets one
             for event in ('before_epoch', 'before_train'): copy(event)
             run.learn, run.random_state = copy, random_state(everything=True)
             self._in_fits(others, train)
@@ -157,8 +171,7 @@ class _Comparison:
     def _failed(self, run, e):
         "Note the error of a low precision, which is a result; in fp32, and when memory ends, it is the user's to see."
         if run.choice.mode is None or isinstance(e, torch.OutOfMemoryError): raise e
-        said = shorten(str(e).rpartition(':\n\t')[2], 400, placeholder=' …')   # the last line has the way out
-        run.learn, run.support, run.note = None, 'failed', f'{type(e).__name__}: {said}'
+        run.learn, run.support, run.note = None, 'failed', f'{type(e).__name__}: {first_line(e)}'
 
     def _train_in_turns(self):
         "Train `n_steps` of each in turns, and go on until each is decided, while there is time besides the seeds'."
@@ -170,21 +183,20 @@ class _Comparison:
             for run in due[::(-1) ** len(self.base.times)]:
                 try: self._train(run, range(done, stop))
                 except Exception as e: self._failed(run, e)
-            self.progress.update(min(stop, self.n_steps))
             pace, seeds = sum(r.pace for r in self._training), self.n_seeds * self.base.pace
             if stop == 2:
-                size = max(1, int(min(self.n_steps, self.progress.left / (pace + seeds)) - 2) // _TURNS)
-            reserved = min(seeds * min(stop + size, self.n_steps), _FOR_SEEDS * self.progress.max_seconds)
-            if self.progress.left < (size + 1) * pace + reserved: break    # with a batch for the memory
+                size = max(1, int(min(self.n_steps, self._left / (pace + seeds)) - 2) // _TURNS)
+            reserved = min(seeds * min(stop + size, self.n_steps), _FOR_SEEDS * self.max_seconds)
+            if self._left < (size + 1) * pace + reserved: break    # with a batch for the memory
 
     @property
     def _training(self): return [r for r in self.runs if r.learn is not None]
 
     def _due(self):
         "Return the runs that need another turn, fp32 always among them."
-        def undecided(run): return pays(*speed_up(run.ratios(self.base))[1:]) is None and not several_processes()
-        low = [r for r in self._training[1:] if len(r.losses) < self.n_steps or undecided(r)]
-        return [self.base, *low] if low or len(self.base.losses) < self.n_steps else []
+        if len(self.base.losses) < self.n_steps: return self._training
+        low = [r for r in self._training[1:] if pays(*speed_up(r.ratios(self.base))[1:]) is None]
+        return [self.base, *low] if low and not several_processes() else []
 
     def _train(self, run, steps):
         "Train on the batches of these steps, timed."
@@ -201,9 +213,10 @@ class _Comparison:
         run.random_state = random_state(everything=True)
 
     def _step(self, run, i, step):
+        before = vars(run.learn).get('loss_grad')
         # a copy of the batch: callbacks such as CutMix write into it
         run.learn.one_batch(i, map_tensors(torch.Tensor.clone, self.batches[step % len(self.batches)]))
-        if run.learn.loss is None:
+        if not len(run.learn.yb) and vars(run.learn).get('loss_grad') is before:
             raise ValueError('There is no loss to compare: the training batches have no targets, and without targets '
                              'fastai computes no loss and takes no step.\nIf `learn.dls.n_inp` counts the targets as '
                              'inputs, lower it. If the model computes the loss itself, give its inputs as targets, '
@@ -237,7 +250,6 @@ class _Comparison:
         steps = [*random.Random(seed).sample(range(early), early), *range(early, self.n)]
         self._in_fits([run], lambda: self._train(run, steps), seed)
         self.seeds.append(run)
-        self.progress.update(self.n_steps + seed)
 
     # -- the result
 
@@ -245,21 +257,14 @@ class _Comparison:
         table = pd.DataFrame(map(self._row, self.runs)).set_index('mode')
         tolerance = Tolerance(self.base.losses[:self.n], list(map(self._loss, self.seeds)), self.n_last)
         recommended, reason = recommend(table, tolerance)
-        if len(self.runs) == 1:
-            bf16, fp16 = (mode_support(m, self.device).status for m in (AMPMode.BF16, AMPMode.FP16))
-            reason = 'Nothing else was compared.'
-            if not bf16 == fp16 == 'native':
-                reason += (f' On this device bf16 is {bf16} and fp16 is {fp16}: '
-                           "`learn.compare_precision(['bf16', 'fp16'])` compares them all the same.")
         choices = {r.choice.name: r.choice for r in self.runs}
         calls = {name: str(call_for(self.learn, choice)) for name, choice in choices.items()}
         losses = {r.choice.name: r.losses[:self.n] for r in self.runs}
         return PrecisionComparison(table, losses, [r.losses for r in self.seeds], recommended, reason, calls,
-                                   self._notes(table, recommended, tolerance), choices)
+                                   self._notes(table, recommended), choices)
 
     def _loss(self, run): # nan for a mode that failed
-        if run.support in ('unsupported', 'failed'): return math.nan
-        return float(np.mean(run.losses[self.n - self.n_last:self.n]))
+        return float(np.mean(run.losses[self.n - self.n_last:self.n])) if run.runs else math.nan
 
     def _row(self, run):
         ratios = run.ratios(self.base)
@@ -271,19 +276,13 @@ class _Comparison:
                 'final scale': run.scale, 'activations MB': run.activations / 1e6, 'peak MB': run.peak / 1e6,
                 'note': run.note}
 
-    def _notes(self, table, recommended, tolerance):
-        n_seeds = len(self.seeds)
-        seeds = f' and {n_seeds} of {self.n_seeds} seeds' * bool(self.n_seeds)
-        about = (f'; its standard deviation over {n_seeds + 1} fp32 trainings that differ in the order of batches and '
-                 f'in random draws is {tolerance.spread:.2g}') if tolerance.spread > 0 else ''
-        last = f'{self.n - self.n_last + 1} to {self.n}'
-        notes = [f'Loss: mean of training steps {last} on {self.device}{about}.', *self._on_a_fit(table, recommended),
-                 *_on_memory(table)]
-        if self.n < self.n_steps or n_seeds < self.n_seeds:
-            notes.append(f'There was time for {self.n} of {self.n_steps} steps{seeds} '
-                         f'(`max_seconds={self.max_seconds:g}`).')
-        if len(self.batches) < self.n: notes.append(f'The steps took {len(self.batches)} batches in turn.')
-        if left := left_out(self.learn): notes.append(f"These callbacks took no part: {', '.join(left)}.")
+    def _notes(self, table, recommended):
+        notes = [f'Loss: mean of training steps {self.n - self.n_last + 1} to {self.n} on {self.device}.',
+                 *self._on_a_fit(table, recommended), *_on_memory(table), *left_out(self.learn)]
+        if self.n < self.n_steps or len(self.seeds) < self.n_seeds:
+            notes.append(f'There was time for {self.n} of {self.n_steps} steps and {len(self.seeds)} of {self.n_seeds} '
+                         f'seeds (`max_seconds={self.given:g}`).')
+        if settings := settings_note(): notes.append(f'{settings}; this is what is called fp32 here.')
         return notes
 
     def _on_a_fit(self, table, recommended):
@@ -307,40 +306,17 @@ def _on_memory(table: pd.DataFrame) -> list[str]:
             "the optimizer's state take as much as in fp32."] if said else []
 
 
-def _draw(learn: Learner, n: int, device: torch.device, progress: Progress) -> tuple[list[Any], float]:
-    """Draw `n` training batches, as many as come in a quarter of the time and fit into 512 MB.
-
-    Returns the batches, and the seconds that one took after the first, for which workers start. Raises `ValueError`
-    for none.
-    """
-    found, dl, size = list[Any](), loader_like(learn.dls.train), 0
-    start = time.perf_counter()
-    for b in (b for _ in range(n) for b in dl):                  # the batches come again when an epoch is over
-        found.append(to_device(b, device))
-        if len(found) == 1: first = time.perf_counter()
-        size += sum(t.numel() * t.element_size() for t in tensors(b, floating=False))
-        if len(found) == n or size > LIMIT or progress.left < .75 * progress.max_seconds: break
-    if not found:
-        raise ValueError("The learner's training dataloader (`learn.dls.train`) gives no batches, so there is nothing "
-                         "to train on.\nWith `drop_last=True` its dataset may be smaller than one batch.")
-    end = time.perf_counter()
-    return found, (end - first) / (len(found) - 1) if len(found) > 1 else end - start
-
-
-def allocated(device: torch.device, peak: bool = False) -> float: # nan for the CPU, and where PyTorch does not count
+def allocated(device: torch.device, peak: bool = False) -> float: # nan where PyTorch does not count
     "Return the bytes allocated on an accelerator now, and start anew to look for the peak; or that peak."
-    if device.type in ('cpu', 'xla'): return math.nan
-    try:
-        if peak: return torch.accelerator.max_memory_allocated(device)
-        torch.accelerator.reset_peak_memory_stats(device)
-        return torch.accelerator.memory_allocated(device)
-    except (RuntimeError, ValueError): return math.nan
+    if device.type not in ('cuda', 'xpu'): return math.nan
+    if peak: return torch.accelerator.max_memory_allocated(device)
+    torch.accelerator.reset_peak_memory_stats(device)
+    return torch.accelerator.memory_allocated(device)
 
 
 def wait_for(device: torch.device) -> None:
     "Let the device finish, so that the clock sees its work."
     if device.type == 'xla':
-        import torch_xla.core.xla_model as xm
-        xm.mark_step()
-        xm.wait_device_ops()
+        import torch_xla
+        torch_xla.sync(wait=True)
     elif device.type != 'cpu': torch.accelerator.synchronize(device)

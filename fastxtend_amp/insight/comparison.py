@@ -2,17 +2,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from textwrap import fill
-from typing import Any
 
 import numpy as np
 import pandas as pd
 from fastai.learner import Learner
 
 from .precisions import PRECISION_COLORS, PrecisionChoice, use_choice
-from .verdict import as_html
+from .shown import Shown
 
 __all__ = ['PrecisionComparison', 'Tolerance', 'pays', 'recommend', 'speed_up']
 
@@ -24,7 +23,7 @@ _INTERVAL = {2: 7.7, 3: 3.4}     # 2.6 for four; more are taken for four
 
 
 @dataclass(repr=False, eq=False)
-class PrecisionComparison:
+class PrecisionComparison(Shown):
     """Precisions side by side on one learner; the result of `Learner.compare_precision`.
 
     | column of `table` | meaning |
@@ -53,45 +52,44 @@ class PrecisionComparison:
         mode: str | None = None, # A row of the table; the recommended one if None
     ) -> Learner: # The learner
         "Have the learner train in the recommended precision, with the modules in fp32 and other arguments that it had."
-        mode = self.recommended if mode is None else mode
+        mode = mode or self.recommended
         if mode not in self.choices:
             raise ValueError(f"mode={mode!r} cannot be used: it was not compared. Take one of "
                              f"{', '.join(map(repr, self.choices))}.")
         use_choice(learn, self.choices[mode])
         return learn
 
-    def _shown(self, render: str) -> str: # By the DataFrame's method of that name
-        "Return the table for people: fewer columns, rounded."
-        columns = ['support', 'steps', 'ms per step', 'speed-up', 'loss', 'loss difference', 'skipped', 'final scale',
-                   'activations MB', 'peak MB']
-        shown = self.table[columns].dropna(axis=1, how='all').rename_axis(None)
-        shown['speed-up'] = self.table.apply(_speed, axis=1)
-        return getattr(shown, render)(float_format='{:,.5g}'.format, na_rep='-')
+    def _parts(self):
+        lines = [f'Recommended: {self.recommended}. {self.reason} Next: `{self.calls[self.recommended]}`.',
+                 *(f'{name}: {note}' for name, note in self.table['note'].items() if note), *self.notes]
+        first, *rest = (fill(line, 118, break_long_words=False, break_on_hyphens=False) for line in lines)
+        table = self.table.drop(columns=['turns', 'speed-up low', 'speed-up high', 'note']).rename_axis(None)
+        table['speed-up'] = self.table.apply(_speed, axis=1)
+        return [first, table.dropna(axis=1, how='all'), '\n'.join(rest)]
 
-    def _lines(self) -> list[str]:
-        notes = [f'{name}: {note}' for name, note in self.table['note'].items() if note]
-        return [f'Recommended: {self.recommended}. {self.reason} Next: `{self.calls[self.recommended]}`.',
-                *notes, *self.notes]
-
-    def __repr__(self) -> str:
-        first, *rest = (fill(line, 118, break_long_words=False, break_on_hyphens=False) for line in self._lines())
-        return '\n'.join([first, '', self._shown('to_string'), '', *rest])
-
-    def _repr_html_(self) -> str:
-        first, *rest = (f'<p>{as_html(line)}</p>' for line in self._lines())
-        table = self._shown('to_html').replace('<td>', '<td style="white-space: nowrap">')
-        return ''.join([first, table, *rest])
-
-    def plot(self,
-        axs: Sequence | None = None, # Two matplotlib axes to draw on; new ones if None
-    ): # The matplotlib axes
+    def plot(self): # The two matplotlib axes
         "Draw the loss curves, with the range of fp32's seeds in grey, and the speed of each mode against fp32."
         import matplotlib.pyplot as plt
-        if axs is None: _, axs = plt.subplots(1, 2, figsize=(9, 3.6), layout='constrained')
-        _draw_curves(axs[0], self.losses, self.seed_losses)
-        _draw_speeds(axs[1], self.table.iloc[::-1], self.recommended)
-        for ax in axs: ax.spines[['top', 'right']].set_visible(False)
-        return axs
+        _, (curves, bars) = plt.subplots(1, 2, figsize=(9, 3.6), layout='constrained')
+        colors = [PRECISION_COLORS[name.removesuffix(' fp16')] for name in self.table.index]
+        seeds = _smooth([self.losses['fp32'], *self.seed_losses])
+        curves.fill_between(seeds.index, seeds.min(axis=1), seeds.max(axis=1), color='#d8dee9', lw=0,
+                            label=f'fp32, range of {len(seeds.columns)} seeds')
+        _smooth(self.losses.values()).set_axis([*self.losses], axis=1).plot(
+            ax=curves, style=['-', '--', ':', '-.'], color=colors, title='Training loss (smoothed)', xlabel='step',
+            ylabel='loss')
+        curves.legend()
+        drawn = bars.barh(self.table.index, self.table['speed-up'].fillna(0), color=colors)
+        bars.bar_label(drawn, self.table.apply(_speed, axis=1), padding=6)
+        bars.set(title=f'Speed; recommended: {self.recommended}', xlabel='steps per second, fp32 = 1')
+        bars.margins(x=.9)
+        bars.invert_yaxis()
+        return curves, bars
+
+
+def _smooth(losses: Iterable[list[float]]) -> pd.DataFrame: # nan where a loss is not finite
+    values = pd.DataFrame([*losses], dtype=float).T
+    return values.ewm(alpha=.2).mean().where(np.isfinite(values))
 
 
 # -- the recommendation
@@ -105,8 +103,7 @@ def speed_up(
     Statistician 32 (1978). That is for one look. Looked at after each turn from the sixth on, 2.2 takes a mode as fast
     as fp32 for one that pays in 2 to 10 %, by simulation (`nbs/benchmarks/choice.py`).
     """
-    if not ratios: return math.nan, math.nan, math.nan
-    q1, mid, q3 = map(float, np.quantile(ratios, (.25, .5, .75)))
+    q1, mid, q3 = map(float, np.quantile(ratios or [math.nan], (.25, .5, .75)))
     half = _WIDTH * (q3 - q1) / math.sqrt(len(ratios)) if len(ratios) >= _FEWEST_TURNS else math.nan
     return mid, mid - half, mid + half
 
@@ -129,13 +126,12 @@ class Tolerance:
     ):
         last, n = losses[-n_last:], 1 + len(seeds)
         self.loss = float(np.mean(last))
-        self.spread = float(np.std([self.loss, *seeds], ddof=1)) if seeds else math.nan
         found = {"1 % of fp32's": abs(self.loss) / 100,
                  "a thousandth of the way from fp32's first loss to its last": abs(losses[0] - self.loss) / 1000}
-        if seeds: found[f'the spread of {n} fp32 trainings'] = _INTERVAL.get(n, 2.6) * self.spread
-        else: found['a wide margin, as fp32 was trained once'] = max(.1 * abs(self.loss), 2 * float(np.std(last)))
-        self.why = max(found, key=found.__getitem__)
-        self.value = found[self.why]
+        if seeds:
+            found[f'the spread of {n} fp32 trainings'] = _INTERVAL.get(n, 2.6) * np.std([self.loss, *seeds], ddof=1)
+        else: found['a wide margin, as fp32 was trained once'] = max(.1 * abs(self.loss), 2 * np.std(last))
+        self.value, self.why = max((float(value), why) for why, value in found.items())
 
 
 def recommend(
@@ -153,7 +149,7 @@ def recommend(
     against = {name: _against(row, tolerance) for name, row in table.drop('fp32').iterrows()}
     bad = '; '.join(f"{name}: {', '.join(found)}" for name, found in against.items() if found)
     speed = table['speed-up'][[name for name, found in against.items() if not found]]
-    if speed.empty: return 'fp32', f'{bad}.'
+    if speed.empty: return 'fp32', f"{bad or 'Nothing else was compared'}."
     best = 'bf16' if speed.get('bf16', 0) * 1.05 >= speed.max() else speed.idxmax()
     why = f"{_speed(table.loc[best])} times fp32's speed, and its loss is within {tolerance.why}"
     return best, f"{why}{bad and f' ({bad})'}."
@@ -188,35 +184,3 @@ def _speed(row: pd.Series) -> str:
     said = '{speed-up:.2f}' if row['turns'] else '-'
     if row['turns'] >= _FEWEST_TURNS: said += ' ({speed-up low:.2f} to {speed-up high:.2f})'
     return said.format(**row)
-
-
-# -- the plot
-
-def _color(name: str) -> str: return PRECISION_COLORS[name.removesuffix(' fp16')]
-
-
-def _smooth(values: list[float]) -> pd.Series: # From step 1 on; nan where a loss is not finite
-    losses = pd.Series(values, index=range(1, len(values) + 1), dtype=float)
-    return losses.ewm(alpha=.2).mean().where(np.isfinite(losses))
-
-
-def _draw_curves(ax: Any, losses: dict[str, list[float]], seed_losses: list[list[float]]) -> None:
-    if seed_losses:
-        seeds = pd.DataFrame([_smooth(values) for values in [losses['fp32'], *seed_losses]])
-        ax.fill_between(seeds.columns, seeds.min(), seeds.max(), color='#d8dee9', lw=0,
-                        label=f'fp32, range of {len(seeds)} seeds')
-    for (name, values), style in zip(losses.items(), ('-', '--', ':', '-.', (0, (1, 3)))):
-        if values: ax.plot(_smooth(values), linestyle=style, color=_color(name), lw=2, label=name)
-    ax.set(title='Training loss (smoothed)', xlabel='step', ylabel='loss')
-    ax.xaxis.get_major_locator().set_params(integer=True)
-    ax.legend(loc='upper center', bbox_to_anchor=(.5, -.22), ncols=2, frameon=False, fontsize=8)
-
-
-def _draw_speeds(ax: Any, table: pd.DataFrame, recommended: str) -> None:
-    speed, low, high = (table[f'speed-up{end}'].fillna(table['speed-up']).fillna(0) for end in ('', ' low', ' high'))
-    names = [f'{name}\n({s})' if s != 'native' else name for name, s in table['support'].items()]
-    bars = ax.barh(names, speed, xerr=[speed - low, high - speed], capsize=3, color=list(map(_color, table.index)))
-    ax.bar_label(bars, [f'{s:.2f}x' if s else 'not measured' for s in speed], padding=6)
-    ax.axvline(1, color='black', lw=.8, ls=':', zorder=0)
-    ax.set(title=f'Speed; recommended: {recommended}', xlabel='steps per second, fp32 = 1')
-    ax.margins(x=.4)

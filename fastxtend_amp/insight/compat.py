@@ -30,10 +30,10 @@ class Traits(NamedTuple):
 def operator(func: Any) -> Traits:
     """Return the traits of one of PyTorch's operators, as `TorchDispatchMode` gets it.
 
-    Relies on `OpOverload._schema` and `.tags` (1.13).
+    Relies on `OpOverload._schema`, `.overloadpacket` and `.tags` (1.13).
     """
     returned = [r.alias_info for r in func._schema.returns]
-    return Traits(func._schema.name.rpartition('::')[2], torch.Tag.nondeterministic_seeded in func.tags,
+    return Traits(func.overloadpacket.__name__, torch.Tag.nondeterministic_seeded in func.tags,
                   any(a is not None and not a.is_write for a in returned), func._schema.is_mutable)
 
 

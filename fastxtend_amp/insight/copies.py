@@ -1,7 +1,7 @@
 "A copy of a learner, for whatever is run on the side, and the random states, which are put back after it."
 from __future__ import annotations
 
-import copy, inspect, random, tempfile, threading
+import copy, inspect, random, tempfile, warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,13 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 from fastai.callback.core import Callback
-from fastai.callback.progress import ProgressCallback
 from fastai.data.load import DataLoader
-from fastai.learner import Learner, Recorder
+from fastai.learner import Learner
 from fastcore.basics import noop
 from fastcore.foundation import L
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from ..callback import MixedPrecision
@@ -43,21 +41,22 @@ def takes_part(cb: Callback) -> bool:
     "Return whether `cb` may change the numbers of a training step: with an event from `before_batch` to `after_step`."
     if isinstance(cb, PRECISION_CALLBACKS): return False
     if any(kind.__name__ in _OF_FASTAI for kind in type(cb).__mro__): return True
-    has_event = any(hasattr(type(cb), e) or e in vars(cb) for e in _STEP_EVENTS)
+    has_event = any(hasattr(cb, e) for e in _STEP_EVENTS)
     return has_event and not type(cb).__module__.startswith('fastai.')
 
 
-def left_out(learn: Learner) -> list[str]:
-    "Name the callbacks that a copy of `learn` does not have, but for its Recorder and progress bar."
-    known = (*PRECISION_CALLBACKS, Recorder, ProgressCallback)
-    return [cb.name for cb in learn.cbs if not takes_part(cb) and not isinstance(cb, known)]
+def left_out(learn: Learner) -> list[str]: # One sentence or none
+    "Name the callbacks that a copy of `learn` does not have, but for those of fastai and this package."
+    ours = ('fastai.', 'fastxtend_amp.')
+    names = [cb.name for cb in learn.cbs if not (takes_part(cb) or type(cb).__module__.startswith(ours))]
+    return [f"Callbacks that took no part: {', '.join(names)}."] if names else []
 
 
 def check_learner(
     learn: Learner,
     method: str, # The learner's method that is to run a copy
 ) -> None:
-    "Raise a `RuntimeError` inside a fit; a `ValueError` for parameters that are sharded, lazy, NaN or inf."
+    "Raise a `RuntimeError` inside a fit; a `ValueError` for parameters that are sharded, NaN or inf."
     frame, fit = inspect.currentframe(), inspect.unwrap(Learner.fit).__code__
     while frame is not None:
         if frame.f_code is fit and frame.f_locals.get('self') is learn:
@@ -66,10 +65,6 @@ def check_learner(
     if is_sharded(learn.model):
         raise ValueError(f'{method} cannot work on a model whose parameters are sharded (FSDP).\n'
                          'Call it before `fully_shard`.')
-    for name, p in learn.model.named_parameters():
-        if is_lazy(p):
-            raise ValueError(f"{method} cannot work on a model with lazy modules: '{name}' is not built yet.\n"
-                             'Run the model once before, as in `learn.model(*learn.dls.one_batch()[:1])`.')
     if lost := lost_weights(learn.model):
         raise ValueError(f'{method} cannot work on this model: {lost}.\nLoad other weights, or build the model anew.')
 
@@ -93,13 +88,16 @@ def copied_learner(
     Model, loss function, the callbacks that take part and what else hangs on the learner are deep copies; data loaders
     and their datasets are shared. The model is the one inside `torch.compile` and DistributedDataParallel, so a copy
     does not communicate with other processes. `save`, `load` and `export` of a copy do nothing, whatever file they are
-    given. Gradients are on inside, autocast is off, and the random states of Python, NumPy and torch are put back.
+    given. Gradients are on inside, autocast and warnings are off, and the random states of Python, NumPy and torch are
+    put back.
 
     Raises `ValueError` for a learner that cannot be copied, with the name of what cannot.
     """
     device_type = training_device(learn).type
     autocast = torch.autocast(device_type, enabled=False) if autocast_available(device_type) else torch.enable_grad()
-    with tempfile.TemporaryDirectory() as folder, random_state_kept(), torch.enable_grad(), autocast:
+    with (tempfile.TemporaryDirectory() as folder, random_state_kept(), torch.enable_grad(), autocast,
+          warnings.catch_warnings()):
+        warnings.simplefilter('ignore')                          # such as that a mode is emulated
         new = _copy(learn, optimizer)
         new.path, new.model_dir = Path(folder), 'models'
         if not precision:
@@ -148,37 +146,32 @@ def _copy(learn: Learner, optimizer: bool) -> Learner:
     shared = [learn.dls, *loaders, *(getattr(dl, 'dataset', None) for dl in loaders), learn.logger, learn.lock,
               vars(learn).get('scaler')]
     memo: dict[int, Any] = {id(o): o for o in shared if o is not None} | {id(learn): new}
-    own = ('model', 'loss_func', 'opt_func', 'opt', 'dls', 'cbs', 'logger', 'lock')
-    hung = {k: v for k, v in vars(learn).items() if k not in own and not isinstance(v, Callback)}
+    parts = {'model': unwrapped(learn.model)}
+    parts |= {k: v for k, v in vars(learn).items() if k not in ('model', 'cbs') and not isinstance(v, Callback)}
+    if not optimizer: parts['opt'] = None
     cbs = [cb for cb in learn.cbs if takes_part(cb) or isinstance(cb, MixedPrecision)]
-    parts = [('the model', unwrapped(learn.model)), ('the loss function', learn.loss_func),
-             ('opt_func', learn.opt_func), ('the optimizer', learn.opt if optimizer else None),
-             *((f"the callback '{cb.name}'", cb) for cb in cbs), *((f'`learn.{k}`', v) for k, v in hung.items())]
-    copies: list[Any] = []
-    for what, part in parts:
+    new.cbs = L()
+    for name, part in [*parts.items(), *((cb.name, cb) for cb in cbs)]:
         try:
-            with _Detached(): copies.append(copy.deepcopy(part, memo))
-            memo[id(learn.model)] = copies[0]                    # instead of what wraps it
+            with _Detached(): copied = copy.deepcopy(part, memo)
         except Exception as e:
-            raise ValueError(f'This learner cannot be copied, and only copies are run: {what} refuses '
+            raise ValueError(f'This learner cannot be copied, and only copies are run: `learn.{name}` refuses '
                              f'({first_line(e)}).\n'
                              'Take a callback off meanwhile, `with learn.removed_cbs([...])`; give the class of '
                              'anything else a `__deepcopy__`, or keep it off model and learner.') from e
-    new.model, new.loss_func, new.opt_func, new.opt, *rest = copies
-    new_cbs = rest[:len(cbs)]
-    vars(new).update(zip(hung, rest[len(cbs):]), dls=learn.dls, cbs=L(new_cbs), logger=noop, lock=threading.Lock(),
-                     save=_write_nothing, load=noop, export=noop, **{cb.name: cb for cb in new_cbs})
+        if name == 'model': memo[id(learn.model)] = copied       # instead of what wraps it
+        if isinstance(part, Callback): new.cbs.append(copied)
+        vars(new)[name] = copied
+    vars(new).update(logger=noop, save=noop, load=noop, export=noop)
     if hasattr(learn, 'recorder'):                               # which other callbacks read; it takes no part itself
-        new.recorder = object.__new__(type(learn.recorder))      # `copy.copy` leaves out what it has recorded
-        lists = {k: list(v) for k, v in vars(learn.recorder).items() if isinstance(v, list)}
-        vars(new.recorder).update(vars(learn.recorder) | lists, learn=new)
-    _keep_flags(getattr(learn.opt, 'opt', None), getattr(new.opt, 'opt', None))
+        new.recorder = object.__new__(type(learn.recorder))      # copying it leaves out what it has recorded
+        vars(new.recorder).update(copy.deepcopy(vars(learn.recorder), memo))
+    if inner := getattr(new.opt, 'opt', None):                   # copying leaves out flags, such as a fused kernel's
+        flags = {k: v for k, v in vars(learn.opt.opt).items() if isinstance(v, (int, float))}
+        vars(inner).update(flags | vars(inner))
     for m in new.model.modules():                                # a copy that waits for no other process
         if isinstance(m, nn.SyncBatchNorm): vars(m)['forward'] = MethodType(nn.BatchNorm1d.forward, m)
     return new
-
-
-def _write_nothing(file: str | Path, **kwargs: object) -> Path: return Path(file)
 
 
 class _Detached(TorchFunctionMode):
@@ -187,12 +180,6 @@ class _Detached(TorchFunctionMode):
         if func is not torch.Tensor.__deepcopy__ or args[0].grad_fn is None: return func(*args, **(kwargs or {}))
         t, memo = args
         return memo.setdefault(id(t), t.detach().clone())
-
-
-def _keep_flags(old: Any, new: Any) -> None:
-    "Give a copied torch optimizer the flags that copying leaves out, such as a fused kernel's."
-    if new is None: return
-    vars(new).update({k: v for k, v in vars(old).items() if k not in vars(new) and isinstance(v, (bool, int, float))})
 
 
 def tensors(
@@ -224,12 +211,10 @@ def generators(
     "Return how to reach the global random number generators; getting a state does not wait for a device."
     found: list[tuple[Callable, Callable]] = [(torch.set_rng_state, torch.get_rng_state)]
     if everything: found += [(random.setstate, random.getstate), (np.random.set_state, np.random.get_state)]
-    if not torch.accelerator.is_available(): return found
-    module: Any = torch.get_device_module(torch.accelerator.current_accelerator())
+    module = torch.get_device_module()                           # the accelerator's, if there is one
     if not getattr(module, 'is_initialized', lambda: True)(): return found     # asking does not start it
-    which = 'rng_state_all' if hasattr(module, 'get_rng_state_all') else 'rng_state'
-    get = getattr(module, f'get_{which}', None)
-    if get is not None: found.append((getattr(module, f'set_{which}'), get))
+    for which in 'rng_state_all', 'rng_state':
+        if get := getattr(module, f'get_{which}', None): return [*found, (getattr(module, f'set_{which}'), get)]
     return found
 
 

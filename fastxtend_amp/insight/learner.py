@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import pandas as pd
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from fastcore.basics import patch
@@ -56,7 +57,7 @@ def compare_precision(self: Learner,
     processes must call this method.
 
     Raises `ValueError` for an unknown mode, for unusable numbers, for a learner that cannot be copied, for parameters
-    that are sharded (FSDP), lazy, NaN or inf, without training batches, and for batches that give no loss;
+    that are sharded (FSDP), NaN or inf, without training batches, and for batches that give no loss;
     `RuntimeError` inside a fit.
 
     Source of the interval: McGill, Tukey and Larsen, Variations of Box Plots, The American Statistician 32 (1978), made
@@ -86,7 +87,7 @@ def precision_report(self: Learner,
     by itself.
 
     Raises `ValueError` for an unknown mode, for unusable numbers, for a learner that cannot be copied, without batches,
-    for parameters in half precision, sharded (FSDP), lazy, NaN or inf; `RuntimeError` inside a fit; and any error of
+    for parameters in half precision, sharded (FSDP), NaN or inf; `RuntimeError` inside a fit; and any error of
     the model in fp32.
     """
     return report(self, modes, n_batches, dl, max_seconds)
@@ -101,11 +102,10 @@ def plot_scales(self: MixedPrecision,
     if not self.scales:
         raise ValueError('plot_scales has nothing to plot: no optimizer step was made with a loss scale.\n'
                          'Train in fp16 first; bf16 and fp32 need no loss scaling.')
-    if ax is None: ax = plt.subplots()[1]
-    scales, skipped = self.scales, [step for step, skip in enumerate(self.skips) if skip]
-    ax.plot(scales, drawstyle='steps-post', label='loss scale')
-    ax.plot(skipped, [scales[step] for step in skipped], 'rx', label=f'skipped steps ({len(skipped)})')
+    ax = ax or plt.subplots()[1]
+    scales = pd.Series(self.scales)
+    scales.plot(ax=ax, drawstyle='steps-post', legend=True, label='loss scale', title='Loss scale in training',
+                xlabel='optimizer step', ylabel='loss scale')
+    scales.where(self.skips).plot(ax=ax, style='rx', legend=True, label=f'skipped steps ({sum(self.skips)})')
     ax.set_yscale('log', base=2)
-    ax.set(title='Loss scale in training', xlabel='optimizer step', ylabel='loss scale')
-    ax.legend()
     return ax

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import math, time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -24,50 +25,43 @@ from ..fp8 import fp8_layers
 from ..mode import AMPMode, fastest_native, mode_support
 from .copies import check_learner, left_out, loader_like, random_state_kept, tensors
 from .precisions import PRECISION_COLORS, precision_call
-from .progress import TimeIsUp, check_above_0, check_count
+from .arguments import check_above_0, check_count
+from .shown import Shown
 from .trace import Seen, Trace, trace
-from .verdict import Judge, Verdict, as_html, named, some, wrong_in_fp32
+from .verdict import Judge, Verdict, named, some, wrong_in_fp32
 
 __all__ = ['PrecisionReport', 'report']
 
 INIT_SCALE = 65536.   # the loss scale of a learner that has none yet
-EMULATED_WORK = 4e9   # floating-point operations of an emulated training step; a core does about so many in a second
+EMULATED_TIME = 1.    # seconds of the CPU in fp32 for which an emulated mode may take a minute
 FEWEST = 2            # samples, for batch normalization
-_FP16, _TICKS = torch.finfo(torch.float16), 30                   # so many modules are named on the axis of the plot
-_KINDS = {'module': PRECISION_COLORS['fp32'], 'module in trouble': '#c0392b', 'module that does not run': '#8a929c'}
 _COLUMNS = ['mode', 'module', 'type', 'format', 'largest', 'headroom', 'error', 'grad', 'trouble']
-_FORMAT: dict[str, Any] = {'index': False, 'float_format': '{:.3g}'.format}
 
 
-class PrecisionReport:
+@dataclass(repr=False, eq=False)
+class PrecisionReport(Shown):
     """The findings of `Learner.precision_report`.
 
-    - `verdicts`: a `Verdict` for each mode, by its name
-    - `table`: a row for each mode and module that computes something itself, in order of execution
-    - `notes`: sentences on what was looked at, and what was left out
-
-    The columns of `table` describe a run in which only modules that do not run otherwise are in fp32:
+    `table` has a row for each mode and module that computes something itself, in order of execution. Its columns
+    describe a run in which only modules that the learner keeps, or that do not run otherwise, are in fp32:
 
     | column | meaning | unit |
     |---|---|---|
     | `mode` | the precision | 'bf16', 'fp16' |
     | `module` | '(model)' is the model's own forward | name |
     | `type` | class of the module | name |
-    | `format` | lowest precision of a result of its operators; 'none': it does not run in the mode | name |
+    | `format` | lowest precision of a result of its operators; 'fp32' also where it does not run in the mode | name |
     | `largest` | largest absolute result of the module's own operators, in fp32 | value |
-    | `headroom` | the format's maximum, divided by the largest value in that format | ratio |
-    | `error` | of its operators, against fp32 on the same inputs; inf where it overflows, nan after that | ratio |
+    | `headroom` | the format's maximum, divided by the largest value in that format; inf in fp32 | ratio |
+    | `error` | of its operators, against fp32 on the same inputs; inf where it overflows | ratio |
     | `grad` | largest absolute gradient of outputs and own parameters, in fp32, unscaled | value |
     | `trouble` | whether the verdict names the module | bool |
 
     Large negative values that are far from all others, as in attention masks, are not counted.
     """
-    def __init__(self,
-        table: pd.DataFrame,
-        verdicts: dict[str, Verdict], # By the name of the mode
-        notes: Iterable[str] = (), # On what was looked at, and what was left out
-    ):
-        self.table, self.verdicts, self.notes = table, verdicts, list(notes)
+    table: pd.DataFrame
+    verdicts: dict[str, Verdict] # By the name of the mode
+    notes: list[str] # On what was looked at, and what was left out
 
     @property
     def fp32_modules(self) -> list[str]:
@@ -77,54 +71,34 @@ class PrecisionReport:
     def plot(self): # The matplotlib axes
         """Plot the largest value in each module, from first to last, against fp16's range; bf16 has that of fp32.
 
-        Modules in trouble are red and named, those that do not run in a mode grey.
+        Modules in trouble are red. Of many modules those to look at first are drawn.
         """
         import matplotlib.pyplot as plt
-        names = list(dict.fromkeys(self.table['module']))
-        sizes = self.table.drop_duplicates('module')['largest'].replace(0, math.nan).reset_index(drop=True)
-        kinds = {row.module: 'module in trouble' for row in self.table.itertuples() if row.trouble}
-        for row in self.table.itertuples():
-            if row.format == 'none': kinds[row.module] = 'module that does not run'
-        width = min(max(7.5, 3 + len(names) * .25), 10)          # legible on a page
-        figure, ax = plt.subplots(layout='constrained', figsize=(width, 4.5))
-        ax.plot(sizes, color='#9aa4b2', lw=1)
-        for kind, color in _KINDS.items():
-            rows = sizes[[kinds.get(n, 'module') == kind for n in names]]
-            if len(rows): ax.plot(rows, 'o', color=color, label=kind)
-        limits = {"fp16's ceiling\n65,504: inf above": _FP16.max, "fp16's floor\n6e-05: digits lost below": _FP16.tiny}
-        for text, y in limits.items() if 'fp16' in self.verdicts else ():
-            ax.axhline(y, color=PRECISION_COLORS['fp16'], ls='--', lw=1.2)
-            ax.annotate(text, (1, y), xycoords=('axes fraction', 'data'), xytext=(5, 0), textcoords='offset points',
-                        va='center', fontsize=8)
-        ax.set(yscale='log', ylabel='largest absolute value (fp32)')
-        ax.margins(y=.1)
-        shown = list[int]()                                      # modules in trouble first, none too near to another
-        for i in sorted(range(len(names)), key=lambda i: names[i] not in kinds):
-            if all(abs(i - j) * _TICKS >= len(names) for j in shown): shown.append(i)
-        for i, tick in zip(shown, ax.set_xticks(shown, [names[i][-30:] for i in shown], rotation=90, fontsize=8)):
-            tick.label1.set_color(_KINDS[kinds.get(names[i], 'module')])
-        figure.suptitle(';  '.join(f'{v.mode}: {v.verdict}' for v in self.verdicts.values()), fontweight='bold')
-        if names: figure.legend(loc='outside lower center', ncols=3, frameon=False, fontsize=9)
+        ends = {'largest': 'max', 'headroom': 'min', 'error': 'max', 'trouble': 'max'}
+        rows = _to_look_at(self.table.groupby('module', sort=False).agg(ends).reset_index(), 30).sort_index()
+        _, ax = plt.subplots(layout='constrained', figsize=(8, 2 + len(rows) / 5))
+        ax.scatter(rows['largest'], rows['module'], c=rows['trouble'].map({True: '#c0392b', False: '#4c566a'}))
+        if 'fp16' in self.verdicts:
+            for at, text in (65504, "fp16's ceiling, 65,504: inf above"), (6.1e-5, "fp16's floor: digits lost below"):
+                ax.axvline(at, color=PRECISION_COLORS['fp16'], ls='--', label=text)
+            ax.figure.legend(loc='outside lower center')
+        ax.set(xscale='log', xlabel='largest absolute value (fp32); red: in trouble')
+        ax.invert_yaxis()
+        ax.figure.suptitle('\n'.join(f'{v.mode}: {v.verdict}' for v in self.verdicts.values()))
         return ax
 
-    def _shown(self):
-        "Yield a title and rows for each mode: modules in trouble, then those with the least headroom or largest error."
+    def _parts(self):
+        yield '\n'.join([*map(str, self.verdicts.values()), *self.notes])
         for mode, table in self.table.groupby('mode', sort=False):
-            badness = table['trouble'] * 1e3 + table['error'].fillna(0).clip(upper=1e2) + 1 / table['headroom']
-            rows = table.loc[badness.sort_values(ascending=False, kind='stable').index[:10]]
-            more = f'{len(rows)} of ' if len(table) > len(rows) else ''
-            title = f'{mode}: the {more}{len(table)} modules to look at first; `report.table` has all rows and columns'
-            yield title, rows.drop(columns=['mode', 'grad'])
+            rows = _to_look_at(table, 10)
+            yield f'{mode}: {len(rows)} of {len(table)} modules to look at first; `report.table` has all, and more'
+            yield rows.drop(columns=['mode', 'grad']).set_index('module').rename_axis(None)
 
-    def __repr__(self):
-        tables = [f'{title}\n{rows.to_string(**_FORMAT)}' for title, rows in self._shown()]
-        return '\n\n'.join(['\n'.join([*map(str, self.verdicts.values()), *self.notes]), *tables])
 
-    def _repr_html_(self):
-        verdicts = [f'<b>{as_html(v.headline)}</b><br>{as_html(v.reason)}' for v in self.verdicts.values()]
-        items = ''.join(f'<li>{text}</li>' for text in [*verdicts, *map(as_html, self.notes)])
-        tables = [f'<p>{as_html(title)}</p>{rows.to_html(**_FORMAT)}' for title, rows in self._shown()]
-        return f'<ul>{items}</ul>' + ''.join(tables)
+def _to_look_at(table: pd.DataFrame, n: int) -> pd.DataFrame:
+    "Return `n` rows: those in trouble, then those with the least headroom or largest error."
+    badness = table['trouble'] * 1e3 + table['error'] + 1 / table['headroom']
+    return table.loc[badness.sort_values(ascending=False, kind='stable').index[:n]]
 
 
 def report(
@@ -166,10 +140,7 @@ class _Report:
         self.learn, self.model, self.max_seconds = learn, model, max_seconds
         self.until = time.monotonic() + max_seconds
         self.device = training_device(learn)
-        self.batches: list[Any] = []
-        self.fp32 = Trace()
         self.low: dict[AMPMode, Trace] = {}                      # the first that ran to its end
-        self.refused: dict[AMPMode, set[str]] = {}               # modules that do not run in a mode
 
     def on(self, modes: list[AMPMode], n_batches: int, dl: DataLoader) -> PrecisionReport:
         with random_state_kept(): self.batches = [*islice(loader_like(dl), n_batches)]
@@ -178,13 +149,12 @@ class _Report:
         few = whole = n_samples(self.batches[0])
         self.fp32 = trace(self.learn, self.batches)
         if any(mode_support(mode, self.device).status == 'emulated' for mode in modes):
-            few = min(whole, max(FEWEST, int(whole * EMULATED_WORK / max(3 * self.fp32.work, 1))))
+            few = min(whole, max(FEWEST, int(whole * EMULATED_TIME / max(self.fp32.seconds, 1e-9))))
         if few < whole:
-            first = [first_samples(b, few) for b in self.batches]
-            try: self.fp32, self.batches = trace(self.learn, first), first
-            except Exception: few = whole                        # the model needs batches of one size
+            self.batches = [first_samples(b, few) for b in self.batches]
+            self.fp32 = trace(self.learn, self.batches)
         if wrong := wrong_in_fp32(self.fp32, self.batches):
-            verdicts = {mode: Verdict(mode.value, 'not known', wrong, '') for mode in modes}
+            verdicts = {mode: Verdict(mode.value, 'not known', wrong) for mode in modes}
         else:
             verdicts = {mode: self._verdict(mode) for mode in modes}
             other = fastest_native(self.device, [m for m, v in verdicts.items() if not v.call])
@@ -197,21 +167,18 @@ class _Report:
 
     def _verdict(self, mode: AMPMode) -> Verdict:
         support = mode_support(mode, self.device)
-        if support.status == 'unsupported': return Verdict(mode.value, 'cannot run', support.why, '')
+        if support.status == 'unsupported': return Verdict(mode.value, 'cannot run', support.why)
         def run(keep, scale):
-            if time.monotonic() > self.until: raise TimeIsUp
+            if time.monotonic() > self.until: raise TimeoutError
             found = trace(self.learn, self.batches, mode, keep, scale, reference=self.fp32)
             if not found.error: self.low.setdefault(mode, found)
             return found
         cb = precision_callback(self.learn)
         scale, kept = (cb and cb.scale) or INIT_SCALE, cb.fp32_module_names if cb else []
         try:
-            if kept and not run([], scale).error: kept = []      # only what does not run otherwise stays in fp32
-            judge = Judge(mode, self.model, self.device, run, self.fp32, scale,
-                          partial(precision_call, self.learn, mode), kept)
-            self.refused[mode] = judge.refused
-            return judge.verdict()
-        except TimeIsUp:
+            call = partial(precision_call, self.learn, mode)
+            return Judge(mode, self.model, self.device, run, self.fp32, scale, call, kept).verdict()
+        except TimeoutError:
             reason = f'the report ended at its time limit, `max_seconds={self.max_seconds:g}`'
             return Verdict(mode.value, 'not known', reason,
                            f"learn.precision_report('{mode.value}', max_seconds={10 * self.max_seconds:g})")
@@ -219,12 +186,9 @@ class _Report:
     def _in_fp32(self, s: Seen) -> Seen: return self.fp32.seen.get(s.name, s)
 
     def _row(self, mode: AMPMode, s: Seen, verdict: Verdict) -> list:
-        ref, failures = self._in_fp32(s), [o.failed for o in self.low[mode].seen.values() if o.failed]
-        error = math.inf if s.failed else math.nan if failures and s.ended > min(failures) else s.error
-        largest, format, limit = s.half, mode.value, torch.finfo(mode.dtype).max
-        if not s.half: largest, format, limit = ref.largest, 'fp32', torch.finfo(torch.float32).max
-        if s.name in self.refused[mode]: format = 'none'
-        return [mode.value, s.name, s.type, format, ref.largest, limit / largest if largest else math.inf, error,
+        ref, error = self._in_fp32(s), math.inf if s.failed else s.error
+        headroom = torch.finfo(mode.dtype).max / s.half if s.half else math.inf
+        return [mode.value, s.name, s.type, mode.value if s.half else 'fp32', ref.largest, headroom, error,
                 ref.grad or math.nan, s.name in verdict.trouble]
 
     def _notes(self, few, whole) -> list[str]:
@@ -232,8 +196,8 @@ class _Report:
         notes = [f"Looked at {n} batch{'es' * (n > 1)} of {few} samples, with the weights as they are now: in other "
                  'batches (`n_batches`) and after some training other modules may be in trouble.']
         if emulated := [m for m in self.low if mode_support(m, self.device).status == 'emulated']:
-            slow = f"{' and '.join(m.value for m in emulated)}: emulated here, which is usually slower than fp32"
-            notes.append(f'{slow}; so these are the first samples of {whole}.' if few < whole else f'{slow}.')
+            fewer = f'; so these are the first samples of {whole}' * (few < whole)
+            notes.append(f"{' and '.join(emulated)}: emulated here, which is usually slower than fp32{fewer}.")
         if unseen := {k: v for t in (self.fp32, *self.low.values()) for k, v in t.unseen.items()}:
             words = some([f'{what} in {named(name)}' for what, name in unseen.items()])
             notes.append(f'Left alone, as it cannot be looked at or compared with fp32: {words}.')
@@ -241,8 +205,7 @@ class _Report:
         if settings := settings_note():
             notes.append(f'{settings}. So training in fp32, and modules kept in fp32, have errors that the report does '
                          'not know: it ran in full precision.')
-        if missing := left_out(self.learn): notes.append(f'Callbacks that took no part: {some(missing, 8)}.')
-        return notes
+        return notes + left_out(self.learn)
 
 
 def n_samples(batch: Any) -> int:

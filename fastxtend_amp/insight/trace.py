@@ -8,9 +8,9 @@ of what it passes to modules inside.
 """
 from __future__ import annotations
 
-import math, sys, warnings
+import math, sys, time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..callback import MixedPrecision
 from ..common import first_line
 from ..convert import HALF, half_to_float, map_tensors
-from ..fp32_modules import ROOT, qualified_names
+from ..fp32_modules import qualified_names
 from ..fp32_settings import FULL_PRECISION, fp32_settings
 from ..learner import set_precision
 from ..mode import AMPMode
@@ -47,10 +47,10 @@ class Seen:
     "Notes on one module: on its own operators, not on those of modules inside; all calls and batches together."
     name: str
     type: str
-    ended: int = 0                                               # operators before its first call ended
+    ended: bool = False                                          # whether a call of it has ended
     largest: float = 0.                                          # absolute finite result, in fp32 if it has a twin
     half: float = 0.                                             # the same of results in half precision alone
-    failed: int | None = None                                    # the first operator where finite numbers end, from 1
+    failed: bool = False                                         # whether finite numbers end in it
     error: float = 0.                                            # of its own arithmetic, relative; the largest
     grad: float = 0.                                             # largest absolute of its outputs and own parameters
     grad_sum: float = 0.                                         # of the absolute values of all these gradients
@@ -79,10 +79,9 @@ class _Frame:
         return found[1].as_strided(t.shape, t.stride(), t.storage_offset())
 
     def keep(self, t: torch.Tensor, wide: torch.Tensor) -> None:
-        "Note `wide` as the twin of `t`, unless they are equal or `t` has no memory that can be looked up."
+        "Note `wide` as the twin of `t`, unless `t` has no memory that can be looked up."
         address = _address(t)
         if not address or t.shape != wide.shape: return
-        if address not in self.twins and bool((wide == t).all()): return
         if self.twin(t) is None:                                 # else another part of that memory has one
             self.twins[address] = t, wide.new_empty(t.untyped_storage().nbytes() // t.element_size())
         self.twins[address][1].as_strided(t.shape, t.stride(), t.storage_offset()).copy_(wide)
@@ -91,7 +90,7 @@ class _Frame:
         "Give `t`, into which an operator is to write, a twin, so that the operator writes into that as well."
         if self.twin(t) is not None or not _address(t): return
         whole = t.detach().as_strided((t.untyped_storage().nbytes() // t.element_size(),), (1,), 0)
-        self.twins[_address(t)] = t, half_to_float(whole).clone()
+        self.keep(whole, half_to_float(whole))
 
     def wide(self, t: torch.Tensor) -> torch.Tensor:
         twin = self.twin(t)
@@ -116,19 +115,17 @@ class Trace(TorchDispatchMode):
         self.mode, self.reference = mode, reference
         self.seen: dict[str, Seen] = {}
         self.loss_is_finite = self.grads_are_finite = True
-        self.largest_input = 0.                                  # absolute, of the model's inputs
         self.error = ''                                          # why it ended: the text of an exception
         self.failed_in: str | None = None                        # the module that raised it; None before a batch
-        self.work = 0                                            # floating-point operations of the forward pass
         self.n_moving = 0                                        # parameters' gradients that are not 0
         self.unseen: dict[str, str] = {}                         # what cannot be looked at, and its first module
-        self._n = 0                                              # operators so far
         self._frames: list[_Frame] = []
-        self._backward = self.began = False
+        self._backward, self.began = False, 0.
+        self.seconds = 0.                                        # of the CPU for the last batch
 
     def failures(self) -> list[str]:
         "Return the modules where finite numbers end in the forward pass, the first first."
-        return sorted((n for n, s in self.seen.items() if s.failed), key=lambda n: self.seen[n].failed or 0)
+        return [n for n, s in self.seen.items() if s.failed]
 
     @contextmanager
     def hooked(self, model: nn.Module) -> Iterator[None]:
@@ -145,7 +142,7 @@ class Trace(TorchDispatchMode):
 
     def begin(self) -> None:
         "Begin a batch."
-        self._frames, self._backward, self.began = [], False, True
+        self._frames, self._backward, self.began = [], False, time.process_time()
 
     def end_forward(self, loss: torch.Tensor) -> None:
         "Note the loss, which is not scaled yet."
@@ -153,8 +150,7 @@ class Trace(TorchDispatchMode):
             self.loss_is_finite &= all_finite(loss)
             if self._frames:
                 self._compare(self._frames[0], loss)
-                seen = self.seen[LOSS] = self.seen.pop(LOSS)     # the last
-                seen.ended = self._n
+                self.seen[LOSS] = self.seen.pop(LOSS)            # the last
         self._backward = True
 
     def end_backward(self, model: nn.Module) -> None:
@@ -169,22 +165,20 @@ class Trace(TorchDispatchMode):
                     self.n_moving += int(g.count_nonzero())
                     if name in self.seen: self.seen[name].add_grad(g)
             for p in model.parameters(): p.grad = None           # those of the next batch would add to them
+        self.seconds = time.process_time() - self.began
 
     # -- modules
 
     def _enter(self, name, module, args, kwargs):
         with unwatched():
-            if not self._frames: self._push(LOSS, None)          # all that runs outside the model
+            if not self._frames: self._push(LOSS)                # all that runs outside the model
             if not self._backward and not in_function_transform():       # vmap's tensors cannot be looked at
-                for t in tensors((args, kwargs)):
-                    self._compare(self._frames[-1], t)
-                    if name == ROOT: self.largest_input = max(self.largest_input, largest_value(t))
+                for t in tensors((args, kwargs)): self._compare(self._frames[-1], t)
             self._push(name, module)
 
-    def _push(self, name, module):
-        kind = 'function' if module is None else type(module).__name__
-        frame = _Frame(self.seen.setdefault(name, Seen(name, kind)), module)
-        self._frames.append(frame)
+    def _push(self, name, module=None):
+        seen = self.seen.setdefault(name, Seen(name, type(module).__name__ if module is not None else 'function'))
+        self._frames.append(_Frame(seen, module))
 
     def _leave(self, module, args, kwargs, output):
         if not any(f.module is module for f in self._frames): return
@@ -197,7 +191,7 @@ class Trace(TorchDispatchMode):
                 if self.reference is None and out.requires_grad and out.grad_fn is not None:
                     out.register_hook(partial(self._gradient, seen))
             if self._backward: return                            # a checkpoint, whose first run was looked at
-            if not seen.ended: self.seen[seen.name], seen.ended = self.seen.pop(seen.name), self._n
+            if not seen.ended: self.seen[seen.name], seen.ended = self.seen.pop(seen.name), True
             for out in outputs: self._compare(frame, out)
 
     def _compare(self, frame, t):
@@ -218,7 +212,6 @@ class Trace(TorchDispatchMode):
         kwargs, op = kwargs or {}, operator(func)
         makes_nothing = op.is_view or op.name.startswith(('empty', 'new_empty'))
         if makes_nothing or self._backward or not self._frames: return func(*args, **kwargs)
-        self._n += 1
         frame = self._frames[-1]
         seen, inputs = frame.seen, tensors((args, kwargs))
         strange = [t for t in tensors((args, kwargs), floating=False) if t.is_floating_point() and not is_plain(t)]
@@ -230,7 +223,6 @@ class Trace(TorchDispatchMode):
         out = func(*args, **kwargs)
         for t in tensors(args[:1]) if op.writes else ():         # exact to the callers, as what modules inside return
             for f in self._frames[:-1] if wide is not None else self._frames: f.twins.pop(_address(t), None)
-        if self.mode is None and not strange: self._count(func, args, kwargs, out)
         outs, wides = tensors(out), tensors(wide)
         if len(outs) != len(wides): wides = [None] * len(outs)
         for o, w in zip(outs, wides):
@@ -242,15 +234,14 @@ class Trace(TorchDispatchMode):
             if w is not None and not op.writes: frame.keep(o, w)
             if all_finite(o) or self._fails_in_fp32(seen): continue
             # -inf alone may be a mask.
-            if w is None: fails = began_finite and all(map(all_finite, inputs)) and ends(o)
-            else: fails = ends(o[w.isfinite()])
-            if fails: seen.failed = seen.failed or self._n
+            if w is None: seen.failed |= began_finite and all(map(all_finite, inputs)) and ends(o)
+            else: seen.failed |= ends(o[w.isfinite()])
         return out
 
     def _widely(self, func, op, args, kwargs, frame):
         "Return what the operator gives in fp32 on the twins of its inputs; None if it does not run so."
         for t in tensors(args[:1]) if op.writes else (): frame.keep_before_write(t)
-        device_type = next((t.device.type for t in tensors((args, kwargs))), 'cpu')
+        device_type = tensors((args, kwargs), floating=False)[0].device.type
         dtypes = {k: torch.float32 for k, v in kwargs.items() if isinstance(v, torch.dtype) and v in HALF}
         try:
             with torch.no_grad(), torch.autocast(device_type, enabled=False):
@@ -264,11 +255,6 @@ class Trace(TorchDispatchMode):
     def _fails_in_fp32(self, seen):
         in_fp32 = self.reference.seen.get(seen.name) if self.reference is not None else None
         return in_fp32 is not None and in_fp32.failed
-
-    def _count(self, func, args, kwargs, out):
-        from torch.utils.flop_counter import flop_registry       # here: it imports triton
-        formula = flop_registry.get(func.overloadpacket)
-        if formula is not None: self.work += formula(*args, **kwargs, out_val=out)
 
 
 class _Ends(Callback):
@@ -296,10 +282,12 @@ def trace(
     in_fit: bool = False, # Whether `learn` is in the middle of a batch
     random_state: RandomState | None = None, # To begin with; the present one if None
 ) -> Trace:
-    "Run batches forward and backward in a copy of `learn`, in its own loop with its callbacks; no step is taken."
+    """Run batches forward and backward in a copy of `learn`, in its own loop with its callbacks; no step is taken.
+
+    Compiled modules run as they were written: hooks would not fire in a compiled graph.
+    """
     found = Trace(mode, reference)
-    with copied_learner(learn) as copy, _as_written(), fp32_settings(FULL_PRECISION), warnings.catch_warnings():
-        warnings.simplefilter('ignore')                          # of a fit, such as that the mode is emulated
+    with copied_learner(learn) as copy, torch.compiler.set_stance('force_eager'), fp32_settings(FULL_PRECISION):
         if mode is not None:
             set_precision(copy, _Unchecked(mode, init_scale=scale, fp32_modules=list(keep), on_overflow='ignore'))
         copy.add_cb(_Ends(found))
@@ -310,8 +298,8 @@ def trace(
                 begin_fit(copy, 1)
             with found.hooked(copy.model):
                 for i, batch in enumerate(batches):
-                    found.begin()
                     batch = map_tensors(torch.clone, batch)      # the model may write into it
+                    found.begin()
                     _run_again(copy, *batch) if in_fit else copy.one_batch(i, batch)
         except torch.OutOfMemoryError: raise
         except Exception as e:
@@ -342,10 +330,10 @@ def largest_value(t: torch.Tensor) -> float:
     if not all_finite(t): t = t[t.isfinite()]
     if not t.numel(): return 0.
     low, high = map(float, torch.aminmax(t))
-    if low < _MASK_FROM and high * _MASK_GAP < -low:
-        rest = t[t > low / 4]
-        if rest.numel() and float(rest.min()) * _MASK_GAP > low: return float(rest.abs().max())
-    return max(abs(low), abs(high))
+    if low > _MASK_FROM: return max(-low, high)
+    rest = t[t > low / 4].abs()
+    largest = float(rest.max()) if rest.numel() else math.inf
+    return largest if largest * _MASK_GAP < -low else max(-low, high)
 
 
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float: # nan without a value other than 0
@@ -357,11 +345,6 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float: # nan wi
 
 
 # -- the copy's loop
-
-def _as_written() -> AbstractContextManager:
-    "Return a context in which compiled modules run as they were written: hooks would not fire in a compiled graph."
-    return torch.compiler.set_stance('force_eager') if 'torch._dynamo' in sys.modules else nullcontext()
-
 
 class _Unchecked(MixedPrecision):
     "The run of a model with layers that have no kernel for the mode: each fails by itself, and the trace names it."

@@ -1,11 +1,9 @@
 "The verdict on one precision: what has to be kept in fp32, tried before it is said."
 from __future__ import annotations
 
-import math, re
+import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from html import escape
-from itertools import accumulate
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -16,13 +14,13 @@ from ..mode import AMPMode
 from .copies import tensors
 from .trace import LOSS, Trace, ends
 
-__all__ = ['Judge', 'Judgement', 'Verdict', 'as_html', 'named', 'not_finite_data', 'some', 'wrong_in_fp32']
+__all__ = ['Judge', 'Judgement', 'Verdict', 'named', 'not_finite_data', 'some', 'wrong_in_fp32']
 
-Judgement = Literal['safe so far', 'safe with loss scaling', 'safe, but close', 'keep modules in fp32', 'do not use',
-                    'cannot run', 'not known']
+Judgement = Literal['safe so far', 'safe with loss scaling', 'keep modules in fp32', 'do not use', 'cannot run',
+                    'not known']
 
 IMPRECISE = .1        # error of a module's own arithmetic that is trouble
-LOST = .1             # share of the sum of absolute gradients that may underflow
+LOST = .1             # share of the mean absolute gradient below which others may underflow
 VANISHED = .5         # share of the parameters' gradients other than 0 in fp32; with fewer training fails
 CLOSE = 4.            # headroom below which a module is close to overflow
 LOWEST_SCALE = 2.**-12 # that is advised
@@ -37,16 +35,15 @@ class Verdict:
     |---|---|
     | 'safe so far' | nothing is wrong on the batches that were looked at, with the weights as they are now |
     | 'safe with loss scaling' | the same, and without loss scaling gradients would underflow |
-    | 'safe, but close' | values reach a quarter of the format's maximum; `call` keeps their modules in fp32 |
-    | 'keep modules in fp32' | some overflow, do not run, or have an error above 10 %; `modules` in fp32 mend it |
+    | 'keep modules in fp32' | some reach a quarter of the format's maximum, do not run, or have an error above 10 % |
     | 'do not use' | nothing that was tried helps |
     | 'cannot run' | the device has no kernel for it, or the model's code does not run in it, whatever is kept in fp32 |
     | 'not known' | the report ended at its time limit, `max_seconds`, or fp32 fails, too |
     """
     mode: str # 'bf16' or 'fp16'
-    verdict: Judgement # One of the seven above
+    verdict: Judgement # One of the six above
     reason: str # What was found
-    call: str # The next call to make; '' where fp32 fails, too
+    call: str = '' # The next call to make; '' where fp32 fails, too
     modules: list[str] = field(default_factory=list) # Modules to keep in fp32
     scale_range: tuple[float, float] | None = None # Loss scales without underflow or overflow (fp16)
     trouble: list[str] = field(default_factory=list) # Modules in trouble; '(model)' is the model's own forward
@@ -76,8 +73,6 @@ class Judge:
         self.keep, self.scale, self.highest = list(self.kept), self.first_scale, math.inf
         self.limit = torch.finfo(self.mode.dtype).max
         self.reasons: dict[str, str] = {}                        # by module, in the order in which they were found
-        self.refused: set[str] = set()                           # those of them that do not run
-        self.close: set[str] = set()                             # those of them that are near to overflow, no more
 
     def verdict(self) -> Verdict:
         "Keep modules in fp32 and lower the loss scale until nothing is wrong; say what it took, or that nothing helps."
@@ -91,9 +86,8 @@ class Judge:
             if before == (self.keep, self.scale): break
         return self._nothing_helps(low)
 
-    def _say(self, verdict: Judgement, reason, call='', scales=None) -> Verdict:
-        modules = [n for n in self.keep if n not in self.kept] if call else []
-        return Verdict(self.mode.value, verdict, reason, call, modules, scales, [*self.reasons])
+    def _say(self, verdict: Judgement, reason, **found) -> Verdict:
+        return Verdict(self.mode.value, verdict, reason, trouble=[*self.reasons], **found)
 
     # -- what has to be in fp32
 
@@ -102,7 +96,7 @@ class Judge:
         new = [n for n in found if self._can_be_kept(n)]
         is_backward = low.loss_is_finite and not (found or low.error)
         if is_backward and self.mode.needs_loss_scaling:
-            least, most, _ = self._scales(low)
+            least, most = self._scales(low)
             lower = most if most < self.scale else self.scale / 16
             if lower >= max(least, LOWEST_SCALE):
                 self.scale = self.highest = lower
@@ -121,34 +115,20 @@ class Judge:
             why += ('. Or make its code take any dtype: constants from `torch.finfo(x.dtype)`, new tensors with '
                     '`dtype=x.dtype`')
         alike = [name] if name in (ROOT, LOSS) else [n for n, m in modules.items() if type(m) is kind]
-        self.refused.update(alike)
         return dict.fromkeys(alike, why)
 
     def _concerned(self, low: Trace) -> dict[str, str]:
         "Return the modules whose forward pass is in trouble, and why; the first first."
-        found = {n: self._why_not_finite(low, n) for n in low.failures()}
+        found, mode = {}, self.mode.value
         for n, s in low.seen.items():
-            if n in found: continue
-            if s.error > IMPRECISE: found[n] = f'the error of {named(n)} is {min(s.error, 1):.0%} in {self.mode.value}'
-            elif s.half * CLOSE > self.limit and not covers(self.keep, n):
-                above = s.half > self.limit                      # they are -inf, which alone may be a mask
-                found[n] = (f"values in {named(n)} reach {s.half:,.3g}, {'above' if above else 'close to'} "
-                            f'{self._format}')
-                if not above and n not in self.reasons: self.close.add(n)
+            size = s.largest if s.failed else s.half
+            if s.failed and size <= self.limit:
+                found[n] = f'a value in {named(n)} is NaN or inf in {mode}, and finite in fp32'
+            elif s.failed or (s.half * CLOSE > self.limit and not covers(self.keep, n)):
+                above = 'above' if size > self.limit else 'close to'
+                found[n] = f"values in {named(n)} reach {size:,.3g}, {above} {mode}'s {self.limit:,.5g}"
+            elif s.error > IMPRECISE: found[n] = f'the error of {named(n)} is {min(s.error, 1):.0%} in {mode}'
         return found
-
-    def _why_not_finite(self, low, name) -> str:
-        here = low.seen[name]
-        largest = self.fp32.seen.get(name, here).largest
-        is_first = not any(s.half for s in low.seen.values() if s.ended < here.failed)   # in half precision
-        if is_first and self.fp32.largest_input > self.limit:
-            return (f'the inputs reach {self.fp32.largest_input:,.3g}, above {self._format}: scale the data, or keep '
-                    'in fp32 what takes them')
-        if largest > self.limit: return f'values in {named(name)} reach {largest:,.3g}, above {self._format}'
-        return f'a value in {named(name)} is NaN or inf in {self.mode.value}, and finite in fp32'
-
-    @property
-    def _format(self): return f"{self.mode.value}'s {self.limit:,.5g}"
 
     def _can_be_kept(self, name): return name not in (ROOT, LOSS) and not covers(self.keep, name)
 
@@ -156,18 +136,15 @@ class Judge:
         """Return modules that help when they are in fp32, where the one that shows the trouble cannot be kept.
 
         That one is the model's own forward or the loss function, which compute in fp32 on fp32 inputs, or a module that
-        is in fp32 already and gets rounded values; in a backward pass none is known. All modules before it are tried,
-        then half of those that help, and so on.
+        is in fp32 already and gets rounded values; in a backward pass none is known. All modules are tried, then half
+        of those that help, and so on.
         """
         def helps(names):
             trace = self.run(outermost([*self.keep, *names]), self.scale)
-            if trace.error or name in self._concerned(trace): return False
-            return trace.loss_is_finite and (trace.grads_are_finite or not backward)
-        shows = low.seen.get(name or '')
+            fine = trace.loss_is_finite and (trace.grads_are_finite or not backward)
+            return fine and not trace.error and name not in self._concerned(trace)
         around = {n.rpartition('.')[0] for n in low.seen}        # modules with others inside, which may compute nothing
-        before = [s for s in low.seen.values() if self._can_be_kept(s.name) and (s.largest or s.name not in around)]
-        if shows is not None and shows.failed: before = [s for s in before if s.ended <= shows.failed]
-        names = [s.name for s in sorted(reversed(before), key=lambda s: -s.ended)]
+        names = [n for n, s in reversed(low.seen.items()) if self._can_be_kept(n) and (s.largest or n not in around)]
         if not names or not helps(names): return []
         while len(names) > 1:
             half = len(names) // 2
@@ -181,61 +158,53 @@ class Judge:
             self.reasons |= {n: f'with {named(n)} {words}' for n in names}
         return names
 
-    def _scales(self, low: Trace) -> tuple[float, float, float]:
-        """Return the lowest loss scale without underflow, the highest without overflow, and one to start from.
+    def _scales(self, low: Trace) -> tuple[float, float]:
+        """Return the lowest loss scale without underflow, and the highest without overflow.
 
-        At the lowest the quietest modules, such as those behind a layer scale, may lose their gradients: a small share
-        of the sum. The one to start from is above that where it can be.
+        Underflow is that of the mean gradient: the quietest modules, as behind a layer scale, may lose theirs.
         """
         info = torch.finfo(self.mode.dtype)
         half = [s for n, s in self.fp32.seen.items() if s.grad and n in low.seen and low.seen[n].half]
-        most = min(2. ** 24, self.highest)
-        if not half: return 1., most, most / MARGIN
+        if not half: return 1., min(2. ** 24, self.highest)
         most = min(2. ** math.floor(math.log2(info.max / max(s.grad for s in half))), self.highest)
-        half.sort(key=lambda s: s.grad_sum / s.n_grads)
-        shares = [*accumulate(s.grad_sum for s in half)]
-        loud = next(s for s, share in zip(half, shares) if share > LOST * shares[-1])
-        least, quiet = (2. ** math.ceil(math.log2(info.smallest_normal * info.eps * s.n_grads / (LOST * s.grad_sum)))
-                        for s in (loud, half[0]))
-        least = min(max(least, min(1., most / MARGIN)), most)
-        return least, most, max(least, min(quiet, most / CLOSE), most / MARGIN)
+        mean = sum(s.grad_sum for s in half) / sum(s.n_grads for s in half)
+        least = 2. ** math.ceil(math.log2(info.smallest_normal * info.eps / (LOST * mean)))
+        return min(max(least, min(1., most / MARGIN)), most), most
 
     def _has_vanished(self, low: Trace) -> bool: return low.n_moving < VANISHED * self.fp32.n_moving
 
     # -- how it is said
 
     def _nothing_helps(self, low: Trace) -> Verdict:
-        if low.error: return self._say('cannot run', some([*self.reasons.values()]) or low.error)
-        reason = some([*self.reasons.values()]) or 'the loss or a gradient is not finite'
+        reason = some([*self.reasons.values()]) or low.error or 'the loss or a gradient is not finite'
+        if low.error: return self._say('cannot run', reason)
         reason += ', and no module in fp32 changes that'
-        if shows := next((n for n in self.reasons if n in (ROOT, LOSS)), None):
-            reason = (f'{self.reasons[shows]}, and no module in fp32 changes that. Compute it in fp32: inside '
-                      f"`with torch.autocast('{self.device.type}', enabled=False)`, on inputs made `.float()`")
+        if {ROOT, LOSS} & self.reasons.keys():
+            reason += (f". Compute it in fp32: inside `with torch.autocast('{self.device.type}', enabled=False)`, on "
+                       'inputs made `.float()`')
         return self._say('do not use', reason)
 
     def _works(self, low: Trace) -> Verdict:
         reasons = [*dict.fromkeys(self.reasons.values())]
-        if not reasons and not any(s.half for s in low.seen.values()):
-            words = f'nothing is computed in {self.mode.value}: it trains as in fp32'
-            return self._say('safe so far', words, self.call([]))
+        verdict: Judgement = 'safe so far'
         scales, changes = None, {}
         if self.mode.needs_loss_scaling:
-            least, most, start = self._scales(low)
-            scales = least, most
+            least, most = scales = self._scales(low)
+            start = max(least, most / MARGIN)
             if raised := self._has_vanished(low): low = self.run(self.keep, start)
             if most < LOWEST_SCALE or self._has_vanished(low) or not _is_fine(low):
                 lost = f', and at {start:,.9g} most are 0 that are not in fp32' * self._has_vanished(low)
                 return self._say('do not use', f'no loss scale fits: gradients overflow above {most:,.9g}{lost}')
             if raised or most < CLOSE * self.first_scale: changes['init_scale'] = int(start) if start >= 1 else start
-        verdict: Judgement = 'safe with loss scaling' if scales and scales[0] > 1 else 'safe so far'
-        if reasons: verdict = 'safe, but close' if self.close >= self.reasons.keys() else 'keep modules in fp32'
-        if not reasons:
+            if least > 1: verdict = 'safe with loss scaling'
+        if reasons: verdict = 'keep modules in fp32'
+        else:
             own = max(s.error for s in low.seen.values())
             reasons = [f"no module's own error is above {own:.2%}" if own else 'nothing wrong was found']
         if scales: reasons = [*reasons[:4], f'loss scales from {least:,.9g} to {most:,.9g} fit']
-        call = self.call([n for n in self.keep if n not in self.kept], **changes)
-        said = self._say(verdict, some(reasons, 5, '; '), call, scales)
-        return replace(said, init_scale=changes.get('init_scale'))
+        modules = [n for n in self.keep if n not in self.kept]
+        return self._say(verdict, some(reasons, 5, '; '), call=self.call(modules, **changes), modules=modules,
+                         scale_range=scales, **changes)
 
 
 # -- words
@@ -278,8 +247,3 @@ def named(name: str) -> str:
 def some(words: list[str], n: int = 4, between: str = ', ') -> str:
     "Return the first `n` of some words, and how many more there are."
     return between.join(words[:n]) + (f' and {len(words) - n} more' if len(words) > n else '')
-
-
-def as_html(text: str) -> str:
-    "Return `text` for a notebook: what is between backticks as code, lines as lines."
-    return re.sub('`([^`]+)`', r'<code>\1</code>', escape(text)).replace('\n', '<br>')

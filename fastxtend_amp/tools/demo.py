@@ -1,9 +1,8 @@
 "The console script `fastxtend_amp_demo`: measures on handwritten digits which precision pays on this device."
 from __future__ import annotations
 
-import argparse, os, sys
+import argparse, os
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -65,20 +64,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         if r.mode != 'fp8': modes[r.support].append(r.mode)     # which may need a package
         print(f'{r.mode} is {r.support} on this device ({r.why}).')
     learn, results = learner(device), []
-    with nullcontext() if sys.stdout.isatty() else learn.no_bar():
-        def compare(modes, n_seeds, share):
-            names = ', '.join(['fp32', *modes])
-            print(f'{names} train in turns, for at most {share * SECONDS:.0f} seconds.\n', flush=True)
-            results.append(learn.compare_precision(modes, STEPS, n_seeds=n_seeds, max_seconds=share * SECONDS))
-            print(results[-1], end='\n\n')
-        if modes['native']: compare(modes['native'], 3, .8)
-        for mode in modes['emulated'] if args.emulated else []:  # apart: fp16's steps may be very slow
-            compare([mode], 0, .2 / len(modes['emulated']))
-        if not results:
-            print('Nothing can be faster than fp32 here. What other devices would find, by one batch '
-                  '(`--emulated` trains longer):\n', flush=True)
-            results.append(learn.precision_report(max_seconds=.2 * SECONDS))
-            print(results[-1], end='\n\n')
+    def compare(modes, n_seeds, share):
+        names = ', '.join(['fp32', *modes])
+        print(f'{names} train in turns, for at most {share * SECONDS:.0f} seconds.\n', flush=True)
+        results.append(learn.compare_precision(modes, STEPS, n_seeds=n_seeds, max_seconds=share * SECONDS))
+        print(results[-1], end='\n\n')
+    if modes['native']: compare(modes['native'], 3, .8)
+    for mode in modes['emulated'] if args.emulated else []:  # apart: fp16's steps may be very slow
+        compare([mode], 0, .2 / len(modes['emulated']))
+    if not results:
+        print('Nothing can be faster than fp32 here. What other devices would find, by one batch '
+              '(`--emulated` trains longer):\n', flush=True)
+        results.append(learn.precision_report(max_seconds=.2 * SECONDS))
+        print(results[-1], end='\n\n')
     import matplotlib
     matplotlib.use('agg')                                        # no window, on any machine
     results[0].plot()

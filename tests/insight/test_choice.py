@@ -185,8 +185,9 @@ def test_a_mode_that_the_report_refuses_is_not_tried_and_said(breaks, words):
 
 def test_fp32_that_fails_itself_is_named():
     learn = learner(nn.Sequential(nn.Linear(6, 1), Act(lambda h: (-h.abs()).log()))).to_amp(measure=True)
-    words = "Nothing else was compared; bf16: the loss is not finite in fp32 either, first in '1'"
-    assert learn.precision is None and learn.precision_decision.reason.startswith(words)
+    reason = learn.precision_decision.reason
+    assert learn.precision is None and reason.startswith("fp32's own loss is not finite: look at the data")
+    assert "; bf16: the loss is not finite in fp32 either, first in '1'" in reason
     assert list(learn.precision_decision.table['steps']) == [1]  # fp32 has nothing to be compared with
 
 

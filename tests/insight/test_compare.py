@@ -65,17 +65,14 @@ def test_table_and_texts(support):
     tails = {n: np.mean(l[-2:]) for n, l in r.losses.items()}
     assert t['loss'].to_dict() == pytest.approx(tails)
     assert t['loss difference'].to_dict() == pytest.approx({n: v - tails['fp32'] for n, v in tails.items()})
-    seeds = [tails['fp32'], *(np.mean(l[-2:]) for l in r.seed_losses)]
-    assert (
-        f'3 fp32 trainings that differ in the order of batches and in random draws is {np.std(seeds, ddof=1):.2g}.'
-        in said(r)
-    )
+    assert 'Loss: mean of training steps 9 to 10 on cpu.' in said(r)
     assert np.isnan(t['final scale'][['fp32', 'bf16']]).all()
     assert t['final scale']['fp16'] == 65536 / 2 ** t['skipped']['fp16']
     assert r.recommended in t.index and said(r).startswith(
         f'Recommended: {r.recommended}. {r.reason} Next: `{r.calls[r.recommended]}`. '
     )
     assert max(map(len, repr(r).splitlines())) <= 120 and '<table' in r._repr_html_()
+    assert 'fp32_precision' not in repr(r)  # with PyTorch's default settings
 
 
 @pytest.mark.parametrize('name, opt', [('bf16', 'adam'), ('fp16', 'adam'), ('fp16', 'fused adamw')])
@@ -134,7 +131,7 @@ def test_who_takes_part(tmp_path):
     r = learn.compare_precision(LOW, n_steps=8, n_seeds=1)
     assert not list(tmp_path.rglob('*'))
     assert events == ['after_pred'] * (4 * 8 + 3)  # four trainings of eight steps, and three steps for the memory
-    assert 'These callbacks took no part: at, save_model.' in said(r)
+    assert 'Callbacks that took no part: at.' in said(r)
     clipped, seen = seeded(cbs=GradientClip(1e-3)), []
     clipped.fit(1, cbs=At('after_batch', lambda l: seen.append(l.loss.item()) if l.training else None))
     assert r.losses['fp32'][:6] == seen
@@ -261,7 +258,6 @@ def test_a_training_that_diverges_is_named():
 def test_fp32_that_fails_itself_is_named():
     r = seeded(nn.Sequential(nn.Linear(6, 1), Act(torch.log))).compare_precision('bf16', n_steps=2, n_seeds=1)
     assert r.recommended == 'fp32' and r.reason.startswith("fp32's own loss is not finite: look at")
-    assert 'nan' not in r.notes[0]  # which has no spread
 
 
 # -- speed
@@ -305,7 +301,7 @@ def test_the_table_has_one_estimate(support):
     r = seeded(cbs=Sleeps(1.5, noise=0.3)).compare_precision(LOW, n_steps=30, n_seeds=0)
     ms, found = r.table['ms per step'], r.table['speed-up']
     assert (ms['fp32'] / ms).to_dict() == pytest.approx(found.to_dict()) and found['bf16'] != found['fp16']
-    assert [bar.get_width() for bar in r.plot()[1].patches] == pytest.approx(list(found[::-1]))
+    assert [bar.get_width() for bar in r.plot()[1].patches] == pytest.approx(list(found))
     assert f'{found[r.recommended]:.2f} (' in r.reason
 
 
@@ -406,12 +402,6 @@ def test_the_peak_of_an_accelerator_is_what_a_step_adds(support, monkeypatch):
     r = seeded().compare_precision('bf16', n_steps=7, n_seeds=0)
     assert (r.table['peak MB'] == 2).all() and 'peak MB' in repr(r)
     monkeypatch.undo()
-
-    def refuses(device):
-        raise RuntimeError('Allocator for mps is not a DeviceAllocator.')
-
-    for name in ('reset_peak_memory_stats', 'max_memory_allocated'):
-        monkeypatch.setattr(torch.accelerator, name, refuses)
     for device in ('mps', 'cpu'):
         assert all(np.isnan(compare.allocated(torch.device(device), peak)) for peak in (False, True))
 
@@ -459,7 +449,6 @@ def test_all_of_it_ends_in_max_seconds_and_the_loss_is_judged_where_all_seeds_ha
     n = len(r.losses['fp32'])
     assert 15 < n < 2000 and (r.table['steps'] > n).all() and [len(l) for l in r.seed_losses] == [n] * 3
     assert f'There was time for {n} of 2000 steps and 3 of 3 seeds (`max_seconds=3`).' in said(r)
-    assert '4 fp32 trainings that differ' in said(r)
 
 
 def test_one_step_of_each_is_trained_in_no_time(support):
@@ -467,13 +456,15 @@ def test_one_step_of_each_is_trained_in_no_time(support):
     r = seeded().compare_precision('bf16', n_steps=16, max_seconds=1e-9)
     assert r.table['steps'].to_dict() == {'fp32': 1, 'bf16': 1} and [len(l) for l in r.seed_losses] == [1]
     assert r.recommended == 'fp32' and 'timed in 1 of the 6 turns that an interval takes' in r.reason
-    assert 'standard deviation' not in said(r)  # the one batch has no other order
 
 
 def test_few_kept_batches(monkeypatch):
     monkeypatch.setattr(compare, 'LIMIT', 350)  # a batch is 4 * 7 * 4 = 112 bytes
     r = seeded().compare_precision('bf16', n_steps=8, n_seeds=0)
-    assert r.table['steps']['fp32'] == 8 and 'The steps took 4 batches in turn' in said(r)
+    plain, seen = seeded(), []
+    plain.dls.train.n = 16
+    plain.fit(2, cbs=At('after_batch', lambda l: seen.append(l.loss.item()) if l.training else None))
+    assert r.losses['fp32'] == seen
 
 
 def test_by_default_what_the_device_does_natively_is_compared(support):
@@ -484,7 +475,7 @@ def test_by_default_what_the_device_does_natively_is_compared(support):
     support({'bf16': 'emulated', 'fp16': 'unsupported'})
     r = seeded().compare_precision(n_steps=2, n_seeds=0)
     assert list(r.table.index) == ['fp32'] and r.recommended == 'fp32' and r.table['steps']['fp32'] == 1
-    assert r.reason.startswith('Nothing else was compared. On this device bf16 is emulated and fp16 is unsupported: ')
+    assert r.reason == 'Nothing else was compared.'
 
 
 def test_an_emulated_mode_that_is_named_trains_as_every_other(support, sleeps):
@@ -504,20 +495,6 @@ def test_same_numbers_each_time():
     a, b = (learn.compare_precision(LOW, n_steps=8, n_seeds=2) for _ in range(2))
     assert a.losses == b.losses and a.seed_losses == b.seed_losses
     assert a.losses['fp32'] != a.seed_losses[0] != a.seed_losses[1]
-
-
-def test_progress_is_shown_unless_switched_off_and_taken_away_after_an_error(capsys):
-    learn = seeded(progress=True)
-    with learn.no_bar():
-        learn.compare_precision(LOW, n_steps=2, n_seeds=0)
-    assert not capsys.readouterr().out
-    learn.compare_precision(LOW, n_steps=2, n_seeds=0)
-    shown = capsys.readouterr().out
-    assert '100' in shown and 'at most 60 s' in shown and '0.00%' in shown
-    learn = seeded(nn.Sequential(nn.Linear(5, 1)), progress=True)  # the data has six columns
-    with pytest.raises(RuntimeError):
-        learn.compare_precision(LOW, n_steps=2, n_seeds=0)
-    assert capsys.readouterr().out.endswith('\r')
 
 
 # -- the recommendation
@@ -604,12 +581,11 @@ def test_plot(support):
 
     support({'fp16': 'emulated'})
     r = seeded().compare_precision(LOW, n_steps=8, n_seeds=2)
-    axs = plt.subplots(1, 2)[1]
-    assert r.plot(axs) is axs
     r.table.loc['bf16', ['speed-up', 'speed-up low', 'speed-up high']] = 12.34, 11.0, 13.0
-    axs = curves, bars = r.plot()
+    curves, bars = r.plot()
     assert [l.get_label() for l in curves.get_lines()] == ['fp32', 'bf16', 'fp16'] and len(bars.patches) == 3
-    assert [t.get_text() for t in bars.get_yticklabels()] == ['fp16\n(emulated)', 'bf16', 'fp32']
+    assert [t.get_text() for t in bars.get_yticklabels()] == ['fp32', 'bf16', 'fp16']
+    assert bars.texts[1].get_text() == '12.34 (11.00 to 13.00)'
     curves.figure.canvas.draw()
     inside, boxes = bars.get_window_extent(), [t.get_window_extent() for t in bars.texts]
     assert len(boxes) == 3 and all(inside.x0 <= b.x0 and b.x1 <= inside.x1 for b in boxes)

@@ -157,7 +157,7 @@ def test_own_arithmetic_that_no_module_helps_is_not_to_be_used():
 
 @pytest.mark.parametrize(
     'largest,verdict',
-    [(1e4, 'safe so far'), (3e4, 'safe, but close'), (6e4, 'safe, but close'), (9e4, 'keep modules in fp32')],
+    [(1e4, 'safe so far'), (3e4, 'keep modules in fp32'), (6e4, 'keep modules in fp32'), (9e4, 'keep modules in fp32')],
 )
 @pytest.mark.parametrize('kind', [inner, Own])
 def test_values_that_come_close_to_the_limit(kind, largest, verdict):
@@ -172,9 +172,8 @@ def test_values_that_come_close_to_the_limit(kind, largest, verdict):
     assert found.verdict == verdict, found
     if verdict == 'safe so far':
         return
-    assert found.modules == (['1'] if kind is inner else ['a']) and (
-        verdict != 'safe, but close' or 'close to' in found.reason
-    )
+    assert found.modules == (['1'] if kind is inner else ['a'])
+    assert ('close to' if largest < 65504 else 'above') in found.reason
     gain *= 3  # as later batches and weights may be
     assert trained(kind(f), found, lr=0.0)[0] == 0
 
@@ -272,13 +271,7 @@ def test_inputs_above_the_limit_are_named():
     data = Data(dataset().tensors[0] * 1e5, dataset().tensors[1])
     model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 1))
     verdict = learner(model, loaders(train=data)).precision_report('fp16').verdicts['fp16']
-    assert (
-        verdict.modules == ['0']
-        and "the inputs reach 2.12e+05, above fp16's 65,504: scale the data, or keep" in verdict.reason
-    )
-    model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 32), Act(loud_rms), nn.Linear(32, 1))  # takes such inputs
-    verdict = learner(model, loaders(train=data)).precision_report('fp16').verdicts['fp16']
-    assert verdict.modules == ['2'] and "values in '2' reach" in verdict.reason and 'inputs' not in verdict.reason
+    assert verdict.modules == ['0'] and "values in '0' reach 2.12e+05, above fp16's 65,504" in verdict.reason
 
 
 def test_a_loss_function_that_overflows():
@@ -339,20 +332,6 @@ def test_many_modules_in_trouble_one_after_the_other():
 
     verdict = verdict_on(nn.Sequential(*(Block(6, 6) for _ in range(15)), nn.Linear(6, 1)))
     assert verdict.verdict == 'keep modules in fp32' and verdict.modules == [str(i) for i in range(15)]
-
-
-def test_a_model_that_computes_nothing_in_low_precision():
-    class Dot(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.w = nn.Parameter(torch.ones(6))
-
-        def forward(self, x):
-            return (x * self.w).sum(1, keepdim=True)
-
-    for mode, verdict in learner(Dot()).precision_report().verdicts.items():
-        assert (verdict.verdict, verdict.scale_range) == ('safe so far', None)
-        assert verdict.reason == f'nothing is computed in {mode}: it trains as in fp32'
 
 
 def test_operators_that_may_draw_random_numbers_are_looked_at():
@@ -583,6 +562,7 @@ def classes(**kwargs):
 
 
 MODELS = {
+    'a scripted module': lambda: learner(nn.Sequential(nn.Linear(6, 8), torch.jit.script(nn.ReLU()), nn.Linear(8, 1))),
     'unpacked by a callback': lambda: learner(Gives(mlp()), cbs=Unpacks()),
     'MixUp': lambda: classes(cbs=MixUp()),
     'dictionaries as batches': lambda: learner(
@@ -669,7 +649,7 @@ def test_an_emulated_mode_makes_it_look_at_fewer_samples(monkeypatch):
     monkeypatch.setattr(
         room, 'mode_support', lambda mode, device: Support('emulated' if mode.value == 'fp16' else 'native', '')
     )
-    monkeypatch.setattr(room, 'EMULATED_WORK', 1.0)
+    monkeypatch.setattr(room, 'EMULATED_TIME', 0.0)
     for modes, expected in (('bf16', {24}), (('bf16', 'fp16'), {24, 2})):
         sizes = []
         model = nn.Sequential(
@@ -718,14 +698,10 @@ def test_the_printed_report():
     report = learner(Attentive()).precision_report('fp16')
     first, second, *_ = repr(report).splitlines()
     assert first == "fp16: keep modules in fp32. Next: `learn.to_fp16(init_scale=4096, fp32_modules=['attn'])`"
-    assert second.startswith("    values in 'attn' reach") and 'the 10 of 11 modules to look at first' in repr(report)
-    assert re.search(r'trouble\n +attn ', repr(report))
+    assert second.startswith("    values in 'attn' reach") and '10 of 11 modules to look at first' in repr(report)
+    assert re.search(r'trouble\nattn ', repr(report))
     html = report._repr_html_()
-    assert (
-        '<b>fp16: keep modules in fp32. Next: <code>' in html
-        and '</b><br>values' in html
-        and '`' not in html.replace('`report.table`', '')
-    )
+    assert 'fp16: keep modules in fp32. Next: `learn.' in html and '<table' in html and 'class="dataframe"' in html
 
 
 @pytest.mark.parametrize(

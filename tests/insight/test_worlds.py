@@ -277,6 +277,11 @@ def test_the_report_computes_fp32_in_full_precision(medium):
     assert any("`torch.backends.mkldnn.matmul.fp32_precision` is 'bf16'" in note for note in report.notes), report.notes
 
 
+def test_the_comparison_names_settings_that_are_not_the_default(medium):
+    notes = learner().compare_precision('bf16', n_steps=2, n_seeds=0).notes
+    assert any("`torch.backends.mkldnn.matmul.fp32_precision` is 'bf16'" in note for note in notes), notes
+
+
 def test_with_the_default_settings_there_is_no_word_of_them():
     assert 'fp32_precision' not in repr(learner().precision_report('bf16'))
 
@@ -339,6 +344,10 @@ def test_a_loss_that_the_model_gives():
     exec(report.verdicts['fp16'].call, {'learn': learn})
     learn.fit(1)
     assert finite(learn) and learn.precision.n_skipped == 0
+    dls = loaders(24, 8)
+    dls.n_inp = 2  # no targets
+    losses = learner(WithLoss(), dls, cls=TakesTheModelsLoss).compare_precision('bf16', n_steps=6, n_seeds=0).losses
+    assert all(len(set(l)) == 6 for l in losses.values()), losses
 
 
 # -- plots

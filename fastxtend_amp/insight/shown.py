@@ -1,0 +1,24 @@
+"The base of results that show themselves, as text and in notebooks."
+from __future__ import annotations
+
+from collections.abc import Iterable
+from html import escape
+from typing import Any
+
+import pandas as pd
+
+__all__ = ['Shown']
+
+_FORMAT: dict[str, Any] = {'float_format': '{:,.5g}'.format, 'na_rep': '-'}
+
+
+class Shown:
+    "A result made of sentences and tables."
+    def _parts(self) -> Iterable[str | pd.DataFrame]: raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return '\n\n'.join(p if isinstance(p, str) else p.to_string(**_FORMAT) for p in self._parts())
+
+    def _repr_html_(self) -> str:
+        return ''.join(f'<p style="white-space: pre-wrap">{escape(p)}</p>' if isinstance(p, str) else
+                       p.to_html(**_FORMAT) for p in self._parts())
