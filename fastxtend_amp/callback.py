@@ -76,7 +76,6 @@ class MixedPrecision(fp16.MixedPrecision):
         loss_scale: float | None = None, # A static loss scale, which never grows or shrinks; fastai v1 used 512 (fp16)
         scaler: GradScaler | None = None, # A `torch.amp.GradScaler` of your own to use instead (fp16)
         fp32_modules: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules, predicates
-        modules: Any = None, # Modules whose linear layers compute in FP8, given alike; all if None (fp8)
         on_overflow: str = 'warn', # When training goes wrong: 'warn', 'raise' (`FloatingPointError`) or 'ignore'
         max_skips: int = 16, # Skipped steps in a row after which training counts as going wrong
         skip_nonfinite: bool = False, # Whether bf16 skips steps whose gradients are not finite, as fp16 does
@@ -309,8 +308,9 @@ class MixedPrecision(fp16.MixedPrecision):
     # -- the events of fastai's loop
 
     def __call__(self, event_name: str) -> None:
-        # fastai looks an event that is not here up on the learner and its model.
-        if self._learn is not None and hasattr(type(self), event_name): super().__call__(event_name)   # None: taken off
+        if self._learn is None: return                           # taken off by a callback before this one
+        # fastai would look an event that is not here up on the learner and its model.
+        if event_name in vars(self) or hasattr(type(self), event_name): super().__call__(event_name)
 
     @property
     def training(self) -> bool:

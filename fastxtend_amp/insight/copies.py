@@ -146,7 +146,7 @@ def _copy(learn: Learner, optimizer: bool) -> Learner:
     shared = [learn.dls, *loaders, *(getattr(dl, 'dataset', None) for dl in loaders), learn.logger, learn.lock,
               vars(learn).get('scaler')]
     memo: dict[int, Any] = {id(o): o for o in shared if o is not None} | {id(learn): new}
-    parts = {'model': unwrapped(learn.model)}
+    parts: dict[str, Any] = {'model': unwrapped(learn.model)}
     parts |= {k: v for k, v in vars(learn).items() if k not in ('model', 'cbs') and not isinstance(v, Callback)}
     if not optimizer: parts['opt'] = None
     cbs = [cb for cb in learn.cbs if takes_part(cb) or isinstance(cb, MixedPrecision)]

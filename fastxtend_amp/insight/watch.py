@@ -56,8 +56,8 @@ class Watch(Callback):
         return self.learn.training
 
     @property
-    def notes(self) -> Notes | None:
-        "The notes on the open fit; None if it is not watched, or has been warned of."
+    def notes(self) -> Any:
+        "The `Notes` on the open fit; None if it is not watched, or has been warned of."
         cb: Any = self.learn.mixed_precision
         fit = cb.fit
         if fit is None or fit.has_warned: return None
