@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from textwrap import fill
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -126,8 +127,9 @@ class Tolerance:
     ):
         last, n = losses[-n_last:], 1 + len(seeds)
         self.loss = float(np.mean(last))
-        found: dict[str, Any] = {"1 % of fp32's": abs(self.loss) / 100,
-                                 "a thousandth of the way from fp32's first loss to its last": abs(losses[0] - self.loss) / 1000}
+        found: dict[str, Any] = {
+            "1 % of fp32's": abs(self.loss) / 100,
+            "a thousandth of the way from fp32's first loss to its last": abs(losses[0] - self.loss) / 1000}
         if seeds:
             found[f'the spread of {n} fp32 trainings'] = _INTERVAL.get(n, 2.6) * np.std([self.loss, *seeds], ddof=1)
         else: found['a wide margin, as fp32 was trained once'] = max(.1 * abs(self.loss), 2 * np.std(last))

@@ -29,10 +29,14 @@ class Costs(Callback):
         time.sleep(0.1 * swing / self.speeds.get(name, 1.0))
 
 
+def _support(m):
+    return 'native' if m.value in ('bf16', 'fp16') else 'unsupported'
+
+
 @pytest.fixture(autouse=True)
 def native(monkeypatch, sleeps):
     for module in (precisions, compare):
-        monkeypatch.setattr(module, 'mode_support', lambda m, d: mode.Support('native', 'for this test'))
+        monkeypatch.setattr(module, 'mode_support', lambda m, d: mode.Support(_support(m), 'for this test'))
 
 
 def costing(speeds, model=None, **kwargs):

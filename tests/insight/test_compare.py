@@ -46,7 +46,11 @@ def support(monkeypatch):
 
     def set_support(status, why='for this test'):
         for module in (compare, precisions):
-            monkeypatch.setattr(module, 'mode_support', lambda m, d: mode.Support(status.get(m.value, 'native'), why))
+            monkeypatch.setattr(
+                module,
+                'mode_support',
+                lambda m, d: mode.Support({'tf32': 'unsupported', **status}.get(m.value, 'native'), why),
+            )
 
     return set_support
 

@@ -708,9 +708,9 @@ def test_the_printed_report():
     'call,kind,words',
     [
         (
-            lambda l: l.precision_report(('bf16', 'fp8')),
+            lambda l: l.precision_report(('bf16', 'fp4')),
             ValueError,
-            r"modes=\('bf16', 'fp8'\) cannot be used: .*'bf16' and 'fp16'",
+            r"modes=\('bf16', 'fp4'\) cannot be used: give 'bf16', 'fp16'",
         ),
         (lambda l: l.precision_report(()), ValueError, r'modes=\(\) cannot be used'),
         (lambda l: l.precision_report(None), ValueError, 'modes=None cannot be used'),

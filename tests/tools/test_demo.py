@@ -47,8 +47,10 @@ def test_emulated_precisions_train_if_asked_for_and_in_a_fifth_of_the_time(
     monkeypatch.setattr(compare, 'mode_support', lambda m, d: mode.Support(support[m.value], 'for this test'))
     monkeypatch.setattr(demo, 'learner', lambda device: learner(nn.Linear(6, 1), lr=0.01))
     monkeypatch.setattr(demo, 'SECONDS', 10)
-    kept = compare.Progress.__init__
-    monkeypatch.setattr(compare.Progress, '__init__', lambda s, l, n, t: given.append(t) or kept(s, l, n, t))
+    kept = compare._Comparison.__init__
+    monkeypatch.setattr(
+        compare._Comparison, '__init__', lambda self, *args: given.append(args[-2]) or kept(self, *args)
+    )
     demo.main(['--device', 'cpu', '--out', str(tmp_path / 'f.png'), *args])
     out = capsys.readouterr().out
     assert out.startswith(f'bf16 is {bf16} on this device (for this test).\nfp16 is {fp16} ')
