@@ -6,6 +6,7 @@ EXAMPLES = {
     'Learner.to_bf16':
         "learn.to_bf16()\n"
         "learn.fit_one_cycle(1)",
+    'Learner.to_tf32': "learn.to_tf32()                      # on NVIDIA GPUs from compute capability 8.0 on",
     'Learner.to_amp':
         "learn.to_amp()                       # by device\n"
         "learn.to_amp(measure=True)           # by trying",
@@ -37,6 +38,9 @@ EXAMPLES = {
         "learn.to_bf16()\n"
         "with learn.amp_context(): pred = learn.model(x)",
     'MixedPrecision': "learn.fit(1, cbs=MixedPrecision('bf16'))    # for one fit",
+    'MixedPrecision.scale_loss':
+        "learn.to_fp16()                      # in an event of a callback:\n"
+        "learn.precision.scale_loss(learn.model(x).mean()).backward()",
     'MixedPrecision.state_dict':
         "learn.to_fp16()\n"
         "state = learn.precision.state_dict()",
