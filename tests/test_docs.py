@@ -98,7 +98,7 @@ def test_what_is_named_is_there(name, text):
         found = getattr(fastxtend_amp, module, None) or importlib.import_module(f'fastxtend_amp.{module}')
         assert not attr or hasattr(found, attr), f'{module}.{attr}'
     for method, given in re.findall(
-        r'(?<!_)(to_(?:fp16|bf16|tf32|amp|fp32|half_weights|channelslast)|precision_report|compare_precision)\(([^()]*)\)',
+        r'(?<!_)(to_(?:fp16|bf16|tf32|amp|fp32|half_weights|channelslast)|precision_(?:report|as)|compare_precision)\(([^()]*)\)',
         text,
     ):
         names = set(inspect.signature(METHODS[method]).parameters)
