@@ -15,7 +15,7 @@ import fastxtend_amp
 from api_examples import EXAMPLES
 
 PACKAGE = Path(fastxtend_amp.__file__).parent
-FIRST = ['to_fp16', 'to_bf16', 'to_tf32', 'to_amp', 'to_fp32', 'precision', 'precision_report', 'compare_precision',
+FIRST = ['to_fp16', 'to_bf16', 'to_tf32', 'to_fp8', 'to_amp', 'to_fp32', 'precision', 'precision_report', 'compare_precision',
          'precision_as', 'precision_decision', 'to_half_weights']
 ELSEWHERE = {'Verdict': 'insight.verdict', 'PrecisionChoice': 'insight.precisions'}  # public, and not in `__all__`
 NOT_LISTED = {'name', 'learn', 'amp_context', 'check_modules', 'replace', 'skips_in_a_row', 'needs_loss_scaling',

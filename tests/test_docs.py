@@ -40,7 +40,7 @@ def is_ours(f):
 ADDED = {
     n: m
     for n, m in vars(Learner).items()
-    if not n.startswith('_') and is_ours(getattr(m, 'fget', m)) and not hasattr(m, '__wrapped__') and inspect.getdoc(m)
+    if not n.startswith('_') and is_ours(getattr(m, 'fget', m)) and inspect.getdoc(m)
 }
 METHODS = {n: f for n, f in ADDED.items() if inspect.isfunction(f)}
 
@@ -98,7 +98,7 @@ def test_what_is_named_is_there(name, text):
         found = getattr(fastxtend_amp, module, None) or importlib.import_module(f'fastxtend_amp.{module}')
         assert not attr or hasattr(found, attr), f'{module}.{attr}'
     for method, given in re.findall(
-        r'(?<!_)(to_(?:fp16|bf16|tf32|amp|fp32|half_weights|channelslast)|precision_(?:report|as)|compare_precision)\(([^()]*)\)',
+        r'(?<!_)(to_(?:fp16|bf16|tf32|fp8|amp|fp32|half_weights|channelslast)|precision_(?:report|as)|compare_precision)\(([^()]*)\)',
         text,
     ):
         names = set(inspect.signature(METHODS[method]).parameters)
@@ -435,6 +435,7 @@ def test_the_stored_report_is_that_of_the_code(monkeypatch):
         'wandb': 'recipes',
         'TensorBoard': 'recipes',
         'TF32': 'faq',
+        'FP8': 'faq',
         'binary_cross_entropy': 'recipes',
         'sdpa': 'recipes',
         'multi-GPU': '04_processes_compile_xla',
