@@ -20,8 +20,9 @@ class PrecisionMetric(Metric):
     def __init__(self,
         name: str, # The column's; of the module's variable, too
         read: Callable[[MixedPrecision], Any], # Returns the value; None counts as 0
+        doc: str, # For `help` and the manual
     ):
-        self._name, self.read = name, read
+        self._name, self.read, self.__doc__ = name, read, doc
         self.reset()
 
     def __reduce__(self) -> str: return self._name               # copies and files refer to the module's variable
@@ -38,7 +39,7 @@ class PrecisionMetric(Metric):
     def name(self) -> str: return self._name
 
 
-# The loss scale at the end of the epoch; 0 in bf16 and fp32.
-loss_scale = PrecisionMetric('loss_scale', lambda cb: cb.scale)
-# The number of steps of the epoch that were skipped because a gradient was not finite.
-skipped_steps = PrecisionMetric('skipped_steps', lambda cb: sum(cb.skips[cb.epoch_start:]))
+loss_scale = PrecisionMetric('loss_scale', lambda cb: cb.scale,
+                             "The loss scale at the end of the epoch, as a metric; 0 in bf16 and fp32.")
+skipped_steps = PrecisionMetric('skipped_steps', lambda cb: sum(cb.skips[cb.epoch_start:]),
+                                "The steps of the epoch that were skipped for a non-finite gradient, as a metric.")

@@ -6,12 +6,13 @@ EXAMPLES = {
     'Learner.to_bf16':
         "learn.to_bf16()\n"
         "learn.fit_one_cycle(1)",
+    'Learner.to_tf32': "learn.to_tf32()  # needs an NVIDIA GPU",
     'Learner.to_amp':
-        "learn.to_amp()                       # by device\n"
-        "learn.to_amp(measure=True)           # by trying",
+        "learn.to_amp()              # by device\n"
+        "learn.to_amp(measure=True)  # by trying",
     'Learner.to_fp32':
         "learn.to_bf16().fit(1)\n"
-        "learn.to_fp32().export('model.pkl')",
+        "learn.to_fp32().fit(1)",
     'Learner.precision':
         "learn.to_fp16(init_scale=1024)\n"
         "learn.fit(1)\n"
@@ -36,7 +37,15 @@ EXAMPLES = {
     'Learner.amp_context':
         "learn.to_bf16()\n"
         "with learn.amp_context(): pred = learn.model(x)",
+    'Learner.precision_as':
+        "learn.to_bf16()\n"
+        "with learn.precision_as('fp32'): learn.validate()",
+    'loss_scale': "learn = Learner(dls, model, metrics=[loss_scale, skipped_steps])",
+    'skipped_steps': "learn = Learner(dls, model, metrics=[loss_scale, skipped_steps])",
     'MixedPrecision': "learn.fit(1, cbs=MixedPrecision('bf16'))    # for one fit",
+    'MixedPrecision.scale_loss':
+        "learn.to_fp16()  # in an event of a callback:\n"
+        "learn.precision.scale_loss(learn.model(x).mean()).backward()",
     'MixedPrecision.state_dict':
         "learn.to_fp16()\n"
         "state = learn.precision.state_dict()",

@@ -15,8 +15,8 @@ import fastxtend_amp
 from api_examples import EXAMPLES
 
 PACKAGE = Path(fastxtend_amp.__file__).parent
-FIRST = ['to_fp16', 'to_bf16', 'to_amp', 'to_fp32', 'precision', 'precision_report', 'compare_precision',
-         'precision_decision', 'to_half_weights']
+FIRST = ['to_fp16', 'to_bf16', 'to_tf32', 'to_fp8', 'to_amp', 'to_fp32', 'precision', 'precision_report',
+         'compare_precision', 'precision_as', 'precision_decision', 'to_half_weights']
 ELSEWHERE = {'Verdict': 'insight.verdict', 'PrecisionChoice': 'insight.precisions'}  # public, and not in `__all__`
 NOT_LISTED = {'name', 'learn', 'amp_context', 'check_modules', 'replace', 'skips_in_a_row', 'needs_loss_scaling',
               'fp32_module_names', 'headline'}
@@ -165,6 +165,7 @@ def markdown(name):
     obj = public(name)
     if inspect.isfunction(obj): return entry('function', name, obj, '::::')
     if hasattr(obj, '__members__'): return enumeration(name, obj, '::::')
+    if not inspect.isclass(obj): return '\n\n'.join((f'::::{{py:data}} {name}', text_of(obj), example(name), '::::'))
     kind = {True: 'property', False: 'method'}
     inner = [entry(kind[is_property(m)], n, m, '::::', key=f'{name}.{n}') for n, m in members(obj).items()]
     return entry('class', name, obj, ':::::', '\n\n'.join(inner))

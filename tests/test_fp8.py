@@ -2,6 +2,7 @@
 
 import copy, subprocess, sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import fastai.callback.schedule  # noqa: F401  patches Learner
 import pytest, torch

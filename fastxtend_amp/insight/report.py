@@ -59,7 +59,7 @@ class PrecisionReport(Shown):
 
     Large negative values that are far from all others, as in attention masks, are not counted.
     """
-    table: pd.DataFrame
+    table: pd.DataFrame # One row for each mode and module
     verdicts: dict[str, Verdict] # By the name of the mode
     notes: list[str] # On what was looked at, and what was left out
 
