@@ -234,7 +234,8 @@ class FitScaling:
     def _end(self, failed: bool, keep: bool) -> str | None:
         "Leave true gradients, scale and history; return what to warn of."
         self.cancel()
-        message = self._end_gradients(failed) if self.was_used or self.scaler.has_scaled else None
+        is_scaled = not self.is_unit and (self.was_used or self.scaler.has_scaled)
+        message = self._end_gradients(failed) if is_scaled else None
         message = message or self._skip_message()
         if not keep:
             self.scaler.load_state_dict(self._state_before)      # of the user's own, which serves every fit

@@ -108,6 +108,24 @@ def test_many_skips_in_bf16_are_warned_of():
     assert len(words) == 1 and 'loss scale' not in words[0] and 'Or train longer' not in words[0]
 
 
+def test_gradients_at_the_end_of_a_fit_are_those_of_plain_bf16():
+    "Of parameters outside the optimizer, and after an exception."
+
+    def stop(l):
+        raise KeyboardInterrupt
+
+    def left(skip, cbs):
+        learn = learner(splitter=lambda m: [list(m[0].parameters())], cbs=cbs)
+        try:
+            learn.to_bf16(skip_nonfinite=skip).fit(1, 0.01)
+        except KeyboardInterrupt:
+            pass
+        return plain_grads(learn)
+
+    for cbs in ([], [At('before_step', stop, 20)]):
+        assert same(left(False, cbs), left(True, cbs))
+
+
 def test_the_argument_is_checked():
     for value in (1, 'yes', None):
         with pytest.raises(ValueError, match='skip_nonfinite=.* must be True or False'):
