@@ -1,6 +1,7 @@
 "The base of results that show themselves, as text and in notebooks."
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from html import escape
 from typing import Any
@@ -20,5 +21,6 @@ class Shown:
         return '\n\n'.join(p if isinstance(p, str) else p.to_string(**_FORMAT) for p in self._parts())
 
     def _repr_html_(self) -> str:
-        return ''.join(f'<p style="white-space: pre-wrap">{escape(p)}</p>' if isinstance(p, str) else
+        def html(text): return re.sub('`([^`]+)`', r'<code>\1</code>', escape(text))
+        return ''.join(f'<p style="white-space: pre-wrap">{html(p)}</p>' if isinstance(p, str) else
                        p.to_html(**_FORMAT) for p in self._parts())

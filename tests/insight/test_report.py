@@ -701,7 +701,7 @@ def test_the_printed_report():
     assert second.startswith("    values in 'attn' reach") and '10 of 11 modules to look at first' in repr(report)
     assert re.search(r'trouble\nattn ', repr(report))
     html = report._repr_html_()
-    assert 'fp16: keep modules in fp32. Next: `learn.' in html and '<table' in html and 'class="dataframe"' in html
+    assert 'fp16: keep modules in fp32. Next: <code>learn.' in html and '<table' in html and 'class="dataframe"' in html
 
 
 @pytest.mark.parametrize(
