@@ -53,7 +53,7 @@ class PrecisionReport(Shown):
     | `format` | lowest precision of a result of its operators; 'fp32' also where it does not run in the mode | name |
     | `largest` | largest absolute result of the module's own operators, in fp32 | value |
     | `headroom` | the format's maximum, divided by the largest value in that format; inf in fp32 | ratio |
-    | `error` | of its operators, against fp32 on the same inputs; inf where it overflows | ratio |
+    | `error` | of its operators, against fp32 on the same inputs; inf where it overflows, nan after that | ratio |
     | `grad` | largest absolute gradient of outputs and own parameters, in fp32, unscaled | value |
     | `trouble` | whether the verdict names the module | bool |
 
@@ -97,7 +97,7 @@ class PrecisionReport(Shown):
 
 def _to_look_at(table: pd.DataFrame, n: int) -> pd.DataFrame:
     "Return `n` rows: those in trouble, then those with the least headroom or largest error."
-    badness = table['trouble'] * 1e3 + table['error'] + 1 / table['headroom']
+    badness = table['trouble'] * 1e3 + table['error'].fillna(0) + 1 / table['headroom']
     return table.loc[badness.sort_values(ascending=False, kind='stable').index[:n]]
 
 
@@ -186,7 +186,8 @@ class _Report:
     def _in_fp32(self, s: Seen) -> Seen: return self.fp32.seen.get(s.name, s)
 
     def _row(self, mode: AMPMode, s: Seen, verdict: Verdict) -> list:
-        ref, error = self._in_fp32(s), math.inf if s.failed else s.error
+        ref = self._in_fp32(s)
+        error = math.inf if s.failed else s.error if s.judged else math.nan
         headroom = torch.finfo(mode.dtype).max / s.half if s.half else math.inf
         return [mode.value, s.name, s.type, mode.value if s.half else 'fp32', ref.largest, headroom, error,
                 ref.grad or math.nan, s.name in verdict.trouble]

@@ -52,6 +52,7 @@ class Seen:
     half: float = 0.                                             # the same of results in half precision alone
     failed: bool = False                                         # whether finite numbers end in it
     error: float = 0.                                            # of its own arithmetic, relative; the largest
+    judged: bool = False                                         # whether a value of it was finite
     grad: float = 0.                                             # largest absolute of its outputs and own parameters
     grad_sum: float = 0.                                         # of the absolute values of all these gradients
     n_grads: int = 0                                             # that are finite and not 0
@@ -197,6 +198,7 @@ class Trace(TorchDispatchMode):
     def _compare(self, frame, t):
         "Note the error of a tensor that leaves a module, or enters one inside."
         t = t.detach()
+        frame.seen.judged |= is_plain(t) and bool(t.isfinite().any())
         twin = frame.twin(t)
         if twin is None: return
         error = relative_error(t, twin)

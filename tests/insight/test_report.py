@@ -90,6 +90,8 @@ def test_the_module_that_overflows_is_named_and_no_other():
         and row['headroom'] == pytest.approx(65504 / row['largest'], rel=0.01)
         and row['error'] == math.inf
     )
+    assert rows(report, 'fp16')['error'].isna()['head.2'] and not rows(report, 'bf16')['error'].isna().any()
+    assert ' nan' not in repr(report).lower().replace('nan or inf', '')
 
 
 def test_the_remedy_reaches_the_loss_of_fp32_where_plain_fp16_fails():
