@@ -376,9 +376,8 @@ class MixedPrecision(fp16.MixedPrecision):
         self._scaling.fit.update()
 
     def after_cancel_batch(self):
-        "Exit autocast before callbacks of a higher order run; a step that was open is called off."
+        "Exit autocast before callbacks of a higher order run."
         self._loop.leave()
-        self._scaling.fit.cancel()
 
     def after_batch(self):
         "Exit autocast if an event was left out; say which modules to keep in fp32 were not used."

@@ -185,6 +185,7 @@ def loop_of(
     learn: Learner,
 ) -> Loop: # The one that wraps its `_with_events`; a new one if none does
     "Return the learner's loop."
-    loop = vars(learn).get('_with_events')
+    loops = [vars(cb).get('_loop') for cb in learn.cbs]          # the callback has it where somebody has wrapped it
+    loop = next(filter(None, loops), vars(learn).get('_with_events'))
     if not isinstance(loop, Loop): loop = vars(learn)['_with_events'] = Loop(learn)
     return loop

@@ -118,6 +118,7 @@ class NoScaling:
     def scale_loss(self, loss: Any) -> Any: return loss
     def step(self, step: Callable[[], object]) -> None: step()
     def unscale(self, may_skip_on_device: bool = True) -> None: pass
+    def follow(self, factor: float) -> None: pass
     def nothing(self) -> None: pass
     update = cancel = note_zero_grad = read = nothing
 
@@ -173,18 +174,18 @@ class LossScaling:
     def load_state_dict(self,
         state: Mapping[str, float] | None, # What `state_dict` gave; None for the scale that the arguments ask for
     ) -> None:
-        """Go on from `state`; scaled gradients become true ones.
+        """Go on from `state`, and bring scaled gradients to the new scale.
 
         A static scale and `enabled=False` stay. Raises `ValueError` for a state that no `GradScaler` could have given.
         """
         if self.static is not None or not self.settings['enabled'] or (state is None and self.given is not None): return
         if state is None: state = GradScaler('cpu', **self.settings).state_dict()
         check_scaler_state(state)
-        self.fit.unscale(may_skip_on_device=False)               # gradients of the old scale
-        self.fit.cancel()
         scaler = self.fit.scaler or self.scaler_for('cpu')
+        before = scaler.get_scale()
         scaler.load_state_dict(dict(state))
         self.state = scaler.state_dict()
+        self.fit.follow(scaler.get_scale() / before)
 
 
 class FitScaling:
@@ -339,6 +340,10 @@ class FitScaling:
         "Count the skips in a row from the history; this waits for the device."
         skips = self.owner.history.skips(self._n_before)
         self.skips_in_a_row = sum(takewhile(bool, reversed(skips)))
+
+    def follow(self, factor: float) -> None:
+        "Multiply scaled gradients by `factor`, by which the scale was changed."
+        if self.scaler.has_scaled: self._multiply_grads(torch.tensor(factor))
 
     def _multiply_grads(self, factor: torch.Tensor) -> None:
         for p in optimizer_params(self.learn.opt):

@@ -3,6 +3,7 @@
 import copy
 
 import pytest, torch
+from fastai.callback.core import CancelBatchException
 from fastai.callback.training import GradientAccumulation
 
 from fastxtend_amp import scaling
@@ -240,3 +241,51 @@ def test_a_validation_alone_whose_loss_is_not_finite(how):
     assert len(words) == (how == 'warn')
     if words:
         assert 'precision_report(dl=learn.dls.valid)' in words[0]
+
+
+@pytest.mark.parametrize('event', ['after_pred', 'after_loss', 'before_step', 'after_batch'])
+@pytest.mark.parametrize('to', ['to_fp32', 'to_bf16'])
+def test_a_switch_in_mid_batch_under_a_wrapper_of_the_users(to, event):
+    learn, calls = learner(cbs=mixed('fp16')), []
+    wrapped(learn, calls)
+    dtypes = output_dtypes(learn)
+    learn.fit(1, 0.01, cbs=At(event, lambda l: l.training and l.iter == 2 and getattr(l, to)(), 20))
+    assert set(dtypes[:3]) == {torch.float16} and set(dtypes[3:]) == {
+        torch.bfloat16 if to == 'to_bf16' else torch.float32
+    }
+    learn.fit(1, 0.01)
+    assert finite(learn) and autocast_state()[0] is False
+
+
+@pytest.mark.parametrize('opt', ['adam', 'fused adamw'])
+@pytest.mark.parametrize('event, order', [('after_backward', 5), ('before_step', 5), ('before_step', 20)])
+def test_a_scale_that_is_loaded_in_a_step_that_overflows_lets_no_inf_through(opt, event, order):
+    learn = learner(opt_func=OPTIMIZERS[opt], cbs=[mixed('fp16'), spoil_at(3)])
+    learn.fit(1, 0.01, cbs=[])
+
+    def load(l):
+        if l.train_iter == 3:
+            l.precision.load_state_dict({**l.precision.state_dict(), 'scale': 64.0})
+
+    learn.fit(1, 0.01, cbs=At(event, load, order))
+    assert finite(learn) and learn.precision.skips.count(True) == 2
+
+
+@pytest.mark.parametrize('opt', ['adam', 'fused adamw'])
+def test_a_validation_in_before_step_whose_batch_is_cancelled(opt):
+    def cancel(l):
+        if not l.training:
+            raise CancelBatchException
+
+    def validate(l):
+        if l.training and l.train_iter == 3 and not busy:
+            busy.append(1)
+            mode = l.model.training
+            l.validate()
+            l.model.train(mode)
+            l.training = True
+
+    busy = []
+    learn = learner(opt_func=OPTIMIZERS[opt], cbs=[mixed('fp16'), spoil_at(3)])
+    learn.fit(1, 0.01, cbs=[At('before_step', validate, 20), At('after_pred', cancel, 20)])
+    assert finite(learn)
