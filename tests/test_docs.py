@@ -98,7 +98,8 @@ def test_what_is_named_is_there(name, text):
         found = getattr(fastxtend_amp, module, None) or importlib.import_module(f'fastxtend_amp.{module}')
         assert not attr or hasattr(found, attr), f'{module}.{attr}'
     for method, given in re.findall(
-        r'(?<!_)(to_(?:fp16|bf16|tf32|fp8|amp|fp32|half_weights|channelslast)|precision_(?:report|as)|compare_precision)\(([^()]*)\)',
+        r'(?<!_)(to_(?:fp16|bf16|tf32|fp8|amp|fp32|half_weights|channelslast)|'
+        r'precision_(?:report|as)|compare_precision)\(([^()]*)\)',
         text,
     ):
         names = set(inspect.signature(METHODS[method]).parameters)
