@@ -58,7 +58,6 @@ class MixedPrecision(fp16.MixedPrecision):
     """
     order = 10  # after TrainEvalCallback (-10) moves the model; between GradientAccumulation (6) and GradientClip (11)
     run = True
-    scale_argument = 'init_scale'                                # lowers the loss scale, for messages
     _learn: Any = None
     _loop: Any = None                                            # the learner's `Loop`
     epoch_start = 0                                              # steps in the history when the epoch began
@@ -264,11 +263,10 @@ class MixedPrecision(fp16.MixedPrecision):
         self.mode, fit.model, fit.is_compiled = fit.mode, learn.model, is_compiled(learn.model)
         if fit.mode is not None: self._check_model(fit)
         fit.around = [fit.enter(context) for context in self._around_fit(fit.mode, fit.model)]
-        def warn(message): return fit.has_warned or self.on_overflow == 'ignore' or warn_user(message)
         scaler = None
         if fit.mode is not None and fit.mode.needs_loss_scaling: scaler = self._scaling.scaler_for(fit.device.type)
         elif fit.mode is not None and self.skip_nonfinite: scaler = UnitScaler(fit.device.type)
-        fit.enter(self._scaling.begin(learn, fit.device, scaler, warn=warn, argument=self.scale_argument))
+        fit.enter(self._scaling.begin(learn, fit.device, scaler))
 
     def _check_model(self, fit: Fit) -> None:
         model, kept = fit.model, self.fp32_module_names
@@ -294,16 +292,6 @@ class MixedPrecision(fp16.MixedPrecision):
         scaled = self._scaling.fit.scaler is not None and fit.mode.needs_loss_scaling
         check_training(self.learn, fit.mode, scaled, warn_of_mode=not self._has_trained)
         if self.learn.opt is not None: place_state(self.learn.opt)
-
-    def take_step(self,
-        step: Callable[[], object], # Takes the optimizer's step
-    ) -> None:
-        "Take the step of the learner's loop; a subclass may do something around it."
-        self._scaling.fit.step(step)
-
-    def end_step(self) -> None:
-        "Note after a step that fastai's own loop zeroes the gradients next."
-        if type(self.learn)._do_grad_opt is Learner._do_grad_opt: self._scaling.fit.note_zero_grad()
 
     # -- the events of fastai's loop
 
@@ -362,10 +350,11 @@ class MixedPrecision(fp16.MixedPrecision):
 
     def before_step(self):
         "Unscale the gradients; hold the step back if one is not finite, unless the optimizer skips on the device."
-        # A step that the learner wraps in a method of its own is not replaced.
-        is_plain = getattr(self._loop.scopes[-1].body, '__func__', None) is Learner._step
-        self._scaling.fit.unscale(may_skip_on_device=is_plain)
-        if self._scaling.fit.held_back: raise CancelStepException()
+        learn, scaling = self.learn, self._scaling.fit
+        # A `_step` of the learner's own may not call `opt.step`, by which a step is skipped on the device.
+        scaling.unscale(may_skip_on_device=getattr(learn._step, '__func__', None) is Learner._step)
+        scaling.before_step(self._loop.scopes[-1].stack, zeroes_grads=type(learn)._do_grad_opt is Learner._do_grad_opt)
+        if scaling.held_back: raise CancelStepException()
 
     def after_cancel_step(self):
         "Leave the scale alone if another callback called the step off."
@@ -395,7 +384,10 @@ class MixedPrecision(fp16.MixedPrecision):
 
     def after_fit(self):
         "End the fit before callbacks of a higher order load weights; not at the event of a `validate()` inside it."
-        if len(self._loop.scopes) < 2: self._loop.close()
+        if len(self._loop.scopes) > 1: return
+        is_silent = self.on_overflow == 'ignore' or self.fit is None or self.fit.has_warned
+        if not is_silent and (message := self._scaling.fit.skip_message()): warn_user(message)
+        self._loop.close()
 
 
 def precision_callback(

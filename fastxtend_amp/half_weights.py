@@ -23,6 +23,7 @@ from .fp32_modules import covers, qualified_names
 from .learner import refuse_unknown, set_precision
 from .loop import Fit
 from .mode import AMPMode
+from .optimizers import replace_step
 from .scaling import optimizer_params
 
 __all__ = ['LOWERED', 'HalfWeights', 'kahan']
@@ -44,8 +45,6 @@ class HalfWeights(MixedPrecision):
 
     Source: Micikevicius et al., Mixed Precision Training, https://arxiv.org/abs/1710.03740, section 3.1.
     """
-    scale_argument = 'loss_scale'
-
     def __init__(self,
         amp_mode: str | AMPMode | torch.dtype = AMPMode.BF16, # The weights' precision: 'bf16' or 'fp16'
         loss_scale: float | None = None, # A static loss scale; dynamic scaling if None (fp16)
@@ -93,12 +92,15 @@ class HalfWeights(MixedPrecision):
         params = [p for p in optimizer_params(learn.opt) if p in allowed and p.requires_grad]
         fit.enter(self._lowered.of(learn, params))
 
-    def take_step(self, step: Callable[[], object]) -> None:
-        run = partial(super().take_step, step)
-        if self.flat_master:
-            _check_elementwise(self.learn.opt)                   # which a callback may have exchanged
-            _step_flat(self.learn.opt, run)
-        else: run()
+    def before_step(self):
+        super().before_step()
+        if not self.flat_master: return
+        opt = self.learn.opt
+        _check_elementwise(opt)                                  # which a callback may have exchanged
+        replace_step(opt, partial(_step_flat, opt, opt.step), self._loop.scopes[-1].stack)
+
+    def after_step(self):
+        super().after_step()
         self._lowered.forget()
 
 

@@ -53,7 +53,6 @@ class Fit:
 class Scope(NamedTuple):
     "One run of `_with_events` that has not ended."
     kind: str # 'fit', 'epoch', 'train', 'validate', 'batch', 'backward' or 'step'
-    body: Callable # What runs between the scope's events
     stack: ExitStack # Contexts that events inside have entered
 
 
@@ -97,16 +96,11 @@ class Loop:
         with_events = self.wrapped or partial(type(learn)._with_events, learn)
         try:
             with ExitStack() as stack:
-                self.scopes.append(Scope(event_type, f, stack))
-                with_events(partial(self._step, f) if event_type == 'step' else f, event_type, ex, final)
-            if event_type == 'step' and self.fit is not None: self.fit.cb.end_step()
+                self.scopes.append(Scope(event_type, stack))
+                with_events(f, event_type, ex, final)
         finally:
             del self.scopes[depth:]
             if self.waiting and not self.in_batch: self._exchange()
-
-    def _step(self, step: Callable[[], object]) -> None:
-        if self.fit is None: step()
-        else: self.fit.cb.take_step(step)
 
     def _explain(self, error: BaseException) -> None:
         "Add to an error about dtypes that the report names the module."

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
 from itertools import takewhile
 from numbers import Integral, Real
 from typing import Any
@@ -18,7 +20,7 @@ from torch import nn
 from torch.amp import GradScaler
 
 from .compat import found_inf_of, skips_by_flag
-from .optimizers import FUSED
+from .optimizers import FUSED, replace_step
 
 __all__ = ['SKIPPING', 'LossScaling', 'UnitScaler', 'check_scaler_state', 'is_number', 'optimizer_params']
 
@@ -33,10 +35,10 @@ class NotingGradScaler(GradScaler):
 
     A copy can be made in the middle of a step: it is as before that step.
     """
-    has_scaled = False                                           # since the gradients were last true
+    grads_scaled = False                                         # the next backward pass adds to scaled gradients, or none
 
     def scale(self, outputs: Any) -> Any:
-        self.has_scaled = True
+        self.grads_scaled = True
         return super().scale(outputs)
 
     def __reduce__(self): return _same_scaler, (self.state_dict(),)
@@ -115,12 +117,12 @@ class NoScaling:
         self.learn.scaler = GradScaler('cpu', enabled=False)     # as fastai users expect it
         return self
     def __exit__(self, *args: object) -> None: self.learn.scaler = None
+    def skip_message(self) -> str: return ''
     def scale_loss(self, loss: Any) -> Any: return loss
-    def step(self, step: Callable[[], object]) -> None: step()
     def unscale(self, may_skip_on_device: bool = True) -> None: pass
     def follow(self, factor: float) -> None: pass
-    def nothing(self) -> None: pass
-    update = cancel = note_zero_grad = read = nothing
+    def nothing(self, *args: object, **kwargs: object) -> None: pass
+    update = cancel = before_step = read = nothing
 
 
 NO_SCALING = NoScaling()
@@ -161,11 +163,10 @@ class LossScaling:
         learn: Learner,
         device: torch.device, # The device of the loss
         scaler: GradScaler | None, # None without loss scaling
-        **kwargs # As `FitScaling` has them
     ) -> FitScaling | NoScaling: # To enter
         "Return the loss scaling of a fit that begins."
         if scaler is None or not scaler.is_enabled(): return NoScaling(learn)
-        return FitScaling(self, learn, device, scaler, **kwargs)
+        return FitScaling(self, learn, device, scaler)
 
     def state_dict(self) -> dict[str, float]:
         "Return scale, growth tracker, factors and interval as plain numbers; empty with `enabled=False`."
@@ -191,21 +192,19 @@ class LossScaling:
 class FitScaling:
     """The loss scaling of one fit, on the public methods of `torch.amp.GradScaler`; a context.
 
-    A step: `scale_loss` for each batch; `unscale` the gradients, which finds out whether one is not finite; `step`
-    unless the host held the step back; `update`, or `cancel` if something else called the step off.
+    A step: `scale_loss` for each batch; `unscale` the gradients, which finds out whether one is not finite; the
+    optimizer's step, unless the host held it back; `update`, or `cancel` if something else called the step off.
 
     At the end scale and history are kept, and gradients of an unfinished accumulation are unscaled, as fp32 leaves
-    them. After an exception gradients are zeroed, because part of them may be scaled.
+    them. They are zeroed if one is not finite, and after an exception, because part of them may be scaled.
     """
     def __init__(self,
         owner: LossScaling,
         learn: Learner,
         device: torch.device, # The device of the loss
-        scaler: Any, # A `GradScaler`; a user's own has no `has_scaled` yet
-        warn: Callable[[str], object], # Called at the end with what went wrong
-        argument: str = 'init_scale', # The one that lowers a dynamic scale, for the message
+        scaler: Any, # A `GradScaler`; a user's own has no `grads_scaled` yet
     ):
-        self.owner, self.learn, self.scaler, self.warn, self.argument = owner, learn, scaler, warn, argument
+        self.owner, self.learn, self.scaler = owner, learn, scaler
         self.is_unit = isinstance(scaler, UnitScaler)            # its scale is not kept
         self.one = torch.ones((), device=device)
         self.was_used = False                                    # a loss was scaled in this fit
@@ -213,7 +212,7 @@ class FitScaling:
         self.device_skips = False                                # the optimizer skips that step on the device
         self.skips_in_a_row = 0                                  # as far as the host knows
         self._pending: Any = None                                # what `unscale_` was called with, until `update`
-        self._n_before, self._state_before = len(owner.history), self.scaler.state_dict()
+        self.first_step, self._state_before = len(owner.history), self.scaler.state_dict()
 
     @property
     def held_back(self) -> bool:
@@ -222,59 +221,40 @@ class FitScaling:
 
     def __enter__(self) -> FitScaling:
         self.owner.fit, self.learn.scaler = self, self.scaler
-        self.scaler.has_scaled = False                           # a loss, since the gradients were last true
+        self.scaler.grads_scaled = False
         return self
 
     def __exit__(self, error: type[BaseException] | None, *args: object) -> None:
         if self.owner.fit is not self: return
-        keep = 'lr_finder' not in vars(self.learn)               # `lr_find` leaves all as it was
-        message = self._end(error is not None, keep)
-        self.learn.scaler, self.owner.fit = None, NO_SCALING     # last: an interrupt before this ends it anew
-        if message and keep and error is None: self.warn(message)
-
-    def _end(self, failed: bool, keep: bool) -> str | None:
-        "Leave true gradients, scale and history; return what to warn of."
         self.cancel()
-        is_scaled = not self.is_unit and (self.was_used or self.scaler.has_scaled)
-        message = self._end_gradients(failed) if is_scaled else None
-        message = message or self._skip_message()
-        if not keep:
+        if not self.is_unit and (self.was_used or self.scaler.grads_scaled): self._end_gradients(failed=error is not None)
+        if 'lr_finder' in vars(self.learn):                      # `lr_find` leaves all as it was
             self.scaler.load_state_dict(self._state_before)      # of the user's own, which serves every fit
-            self.owner.history.forget(self._n_before)
+            self.owner.history.forget(self.first_step)
         if not self.is_unit: self.owner.state = self.scaler.state_dict()
-        return message
+        self.learn.scaler, self.owner.fit = None, NO_SCALING     # last: an interrupt before this ends it anew
 
-    def _end_gradients(self, failed: bool) -> str | None:
-        message, opt = None, self.learn.opt
+    def _end_gradients(self, failed: bool) -> None:
+        opt = self.learn.opt
         if not failed:
             self.unscale(may_skip_on_device=False)
             self.cancel()
-            if self.found_inf:
-                message = ("The gradients of an accumulation that the end of the fit left unfinished are not finite; "
-                           f"they were dropped.\n{self._scale_now}")
-        if (failed or message) and opt is not None: opt.zero_grad()
+        if (failed or self.found_inf) and opt is not None: opt.zero_grad()
         # Gradients outside the optimizer are still scaled.
         for p in {*self.learn.model.parameters()}.difference(optimizer_params(opt)): p.grad = None
-        return message
 
-    @property
-    def _scale_now(self) -> str: return '' if self.is_unit else f'The loss scale is {self.scaler.get_scale():g} now.\n'
-
-    def _skip_message(self) -> str | None:
-        skips = self.owner.history.skips(self._n_before)
+    def skip_message(self) -> str:
+        "Return a warning if most of the fit's steps were skipped; '' otherwise."
+        skips = self.owner.history.skips(self.first_step)
         n, skipped, scale = len(skips), sum(skips), self.scaler.get_scale()
-        if 2 * skipped <= n: return None
-        remedy, static = 'Look where it overflows: `learn.precision_report()`.', self.owner.static is not None
-        argument = 'loss_scale' if static else self.argument
-        if skipped == n:
-            head = (f"No optimizer step was taken in this fit: all {n} were skipped, because gradients were not "
-                    "finite. Nothing was learned.")
-            if scale > 1: remedy += f' If it finds nothing, start lower: `{argument}={max(scale / 2 ** 6, 1.):g}`.'
-            if scale >= 1 and not (static or self.is_unit): remedy += ' Or train longer, so that the scale can fall.'
-        else:
-            head = f"{skipped} of the {n} optimizer steps of this fit were skipped: gradients were not finite."
-            if scale > 1: remedy += f' If it finds nothing, start a new training with `{argument}={scale:g}`.'
-        return f'{head}\n{self._scale_now}{remedy}'
+        if 2 * skipped <= n or 'lr_finder' in vars(self.learn): return ''
+        head = f'{skipped} of the {n} optimizer steps of this fit were skipped: gradients were not finite.'
+        if skipped == n: head += ' Nothing was learned.'
+        remedy = '`learn.precision_report()` names the modules that overflow.'
+        if scale > 1:
+            head += f'\nThe loss scale is {scale:g} now.'
+            remedy += f' If it finds none, start with a loss scale of {scale if skipped < n else max(scale / 64, 1):g}.'
+        return f'{head}\n{remedy}'
 
     # -- a step
 
@@ -285,36 +265,40 @@ class FitScaling:
     def scale_loss(self, loss: Any) -> Any: # A tensor, or several
         "Return the loss (fp32) times the scale; true gradients that `.grad` holds already are scaled, too."
         self.was_used = True
-        if not self.scaler.has_scaled: self._multiply_grads(self._device_scale())
-        self.scaler.has_scaled = True                            # a user's own scaler does not note it
+        if not self.scaler.grads_scaled: self._multiply_grads(self._device_scale())
+        self.scaler.grads_scaled = True                          # a user's own scaler does not note it
         return self.scaler.scale(loss)
 
     def unscale(self, may_skip_on_device: bool = True) -> None:
         """Divide the gradients of the learner's optimizer by the scale, in place, and set `found_inf`.
 
-        Afterwards `device_skips` says whether `step` skips on the device, or the host has to hold the step back.
+        Afterwards `device_skips` says whether the optimizer skips on the device, or the host has to hold the step back.
         """
         self.cancel()                                            # of a step that an exception left unfinished
         opt = self.learn.opt
         params, self.found_inf, self.device_skips = optimizer_params(opt), False, False
-        if not self.scaler.has_scaled or all(p.grad is None for p in params): return
+        if not self.scaler.grads_scaled or all(p.grad is None for p in params): return
         is_plain = type(opt) is OptimWrapper and 'step' not in vars(opt)
         inner = opt.opt if may_skip_on_device and is_plain else None
         skipping = next((found for find in SKIPPING if (found := find(inner, params)) is not None), None)
         self._pending = _Probe(params) if skipping is None else skipping
         self.scaler.unscale_(self._pending)
-        self.scaler.has_scaled, self.device_skips = False, skipping is not None
+        self.scaler.grads_scaled, self.device_skips = False, skipping is not None
         if self.device_skips: self.found_inf = found_inf_of(self.scaler, self._pending)
         else:
             self.scaler.step(self._pending)                     # waits for the device, once
             self.found_inf = not self._pending.stepped
 
-    def step(self,
-        step: Callable[[], object], # Takes the optimizer's step
+    def before_step(self,
+        scope: ExitStack, # Closed at the step's end
+        zeroes_grads: bool, # Whether the gradients are zeroed next
     ) -> None:
-        "Take the step, or the optimizer's own that skips on the device."
-        if self.device_skips and self._pending is not None: self.scaler.step(self._pending)
-        else: step()
+        "Have the optimizer skip the step on the device if it can; after it count zero gradients as scaled."
+        if self.device_skips: replace_step(self.learn.opt, partial(self.scaler.step, self._pending), scope)
+        if zeroes_grads: scope.push(self._end_step)
+
+    def _end_step(self, error: type[BaseException] | None, *args: object) -> None:
+        if error is None: self.scaler.grads_scaled = self.was_used
 
     def update(self) -> None:
         "Record a step, taken or skipped, and let the scale grow or back off unless it is static."
@@ -332,18 +316,14 @@ class FitScaling:
         self.scaler.update(self.scaler.get_scale())
         self._pending = None
 
-    def note_zero_grad(self) -> None:
-        "Note that the gradients are zero: the next loss need not scale them first."
-        self.scaler.has_scaled = self.was_used
-
     def read(self) -> None:
         "Count the skips in a row from the history; this waits for the device."
-        skips = self.owner.history.skips(self._n_before)
+        skips = self.owner.history.skips(self.first_step)
         self.skips_in_a_row = sum(takewhile(bool, reversed(skips)))
 
     def follow(self, factor: float) -> None:
         "Multiply scaled gradients by `factor`, by which the scale was changed."
-        if self.scaler.has_scaled: self._multiply_grads(torch.tensor(factor))
+        if self.scaler.grads_scaled: self._multiply_grads(torch.tensor(factor))
 
     def _multiply_grads(self, factor: torch.Tensor) -> None:
         for p in optimizer_params(self.learn.opt):

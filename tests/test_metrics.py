@@ -104,8 +104,8 @@ def test_many_skips_in_bf16_are_warned_of():
     words = told(lambda: learn.fit(1, 0.01), '3 steps in a row were skipped')
     assert len(words) == 1 and 'loss scale' not in words[0].splitlines()[0]
     learn = learner(cbs=spoil_at(*range(6))).to_bf16(skip_nonfinite=True)
-    words = told(lambda: learn.fit(1, 0.01), 'No optimizer step was taken')
-    assert len(words) == 1 and 'loss scale' not in words[0] and 'Or train longer' not in words[0]
+    words = told(lambda: learn.fit(1, 0.01), 'Nothing was learned')
+    assert len(words) == 1 and 'loss scale' not in words[0]
 
 
 def test_gradients_at_the_end_of_a_fit_are_those_of_plain_bf16():
