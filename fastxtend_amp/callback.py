@@ -12,57 +12,50 @@ from functools import partial
 from typing import Any
 
 import torch
-from fastai.callback import fp16
-from fastai.callback.core import Callback, CancelStepException
+from fastai.callback.core import CancelStepException
 from fastai.learner import Learner
 from fastai.torch_core import ismin_torch
 from fastcore.basics import store_attr
 from torch import nn
 from torch.amp import GradScaler
 
-from .checks import check_compiled, check_data_parallel, check_layers, check_overflow_args, check_training
+from .checks import check_arguments, check_model, check_training
 from .common import training_device, warn_user
 from .compat import backward_without_autocast, is_compiled
 from .convert import is_half, to_fp32
-from .fp32_modules import Fp32Context, Fp32Modules, covers, qualified_names
+from .fp32_modules import Fp32Context, Fp32Modules
 from .fp32_settings import TF32, fp32_settings
 from .fp8 import Fp8Modules
-from .loop import PRECISION_CALLBACKS, Fit, loop_of
+from .loop import Fit, PrecisionBase
 from .mode import AMPMode, check_supported, fastest_native
 from .optimizers import place_state
-from .scaling import LossScaling, UnitScaler
+from .scaling import LossScaling
 
-__all__ = ['COMPANIONS', 'FP16_ARGUMENTS', 'MixedPrecision', 'precision_callback']
+__all__ = ['FP16_ARGUMENTS', 'MixedPrecision', 'precision_callback']
 
-COMPANIONS: list[type[Callback]] = []                            # come and go with it; `insight` adds one
 # Until PyTorch 2.13 autocast's cache gives a weight that was cast under `no_grad` to code that needs its gradient.
 _CACHE = None if ismin_torch('2.13') else False                  # None: as the user has set it
 FP16_ARGUMENTS = ('init_scale', 'growth_factor', 'backoff_factor', 'growth_interval', 'enabled', 'loss_scale', 'scaler')
 
 
-class MixedPrecision(fp16.MixedPrecision):
+class MixedPrecision(PrecisionBase):
     """Mixed precision training with PyTorch's automatic mixed precision, on the device the model is on.
 
-    autocast covers the forward pass and the loss, in training and validation. Predictions reach the loss, the metrics
-    and `get_preds` in fp32, and the loss is fp32. In fp16 a `GradScaler` scales the loss; gradients are unscaled before
-    any `before_step` callback of a higher order runs, and a step with non-finite gradients is skipped whole: by a
-    `CancelStepException`, or, without waiting for the device, by torch's fused Adam, AdamW and SGD in an
-    `OptimWrapper`. In that case `after_cancel_step` does not fire; `skipped` is right in both.
+    autocast covers the forward pass and its loss, in training and validation; predictions, loss and metrics are fp32.
+    In fp16 a `GradScaler` scales the loss; gradients are unscaled before any `before_step` callback of a higher order
+    runs, and a step with non-finite gradients is skipped whole: by a `CancelStepException`, or, without waiting for
+    the device, by torch's fused Adam, AdamW and SGD in an `OptimWrapper`. The latter do not fire `after_cancel_step`;
+    `skipped` is right in both cases.
 
-    Raises `TypeError` or `ValueError` at construction for an unknown mode or an unusable argument, and `ValueError`
-    when `fit` starts if the device cannot run the mode, if parameters to be trained are fp16 already, or if the
-    optimizer needs a closure.
+    Raises `TypeError` or `ValueError` at construction for an argument that cannot be used, and `ValueError` when `fit`
+    starts if the device cannot run the mode, or if parameters to be trained are fp16 already.
 
     Source: https://docs.pytorch.org/docs/stable/amp.html; loss scaling: Micikevicius et al., Mixed Precision Training,
     https://arxiv.org/abs/1710.03740.
     """
     order = 10  # after TrainEvalCallback (-10) moves the model; between GradientAccumulation (6) and GradientClip (11)
-    run = True
-    _learn: Any = None
-    _loop: Any = None                                            # the learner's `Loop`
     epoch_start = 0                                              # steps in the history when the epoch began
     _has_trained = False                                         # in any fit
-    _has_left = False                                            # the last learner
 
     def __init__(self,
         amp_mode: str | AMPMode | torch.dtype = AMPMode.FP16, # 'fp16', 'bf16', 'tf32', 'fp8', or 'auto': bf16 or fp16
@@ -86,20 +79,9 @@ class MixedPrecision(fp16.MixedPrecision):
         self.amp_mode: str | AMPMode = self.mode or 'auto'
         self._scaling = LossScaling(init_scale, growth_factor, backoff_factor, growth_interval, enabled, loss_scale,
                                     scaler)
-        if scaler is not None and self.amp_mode is AMPMode.BF16:
-            raise ValueError(f"scaler={scaler!r} cannot be used with amp_mode='bf16', which needs no loss scaling.\n"
-                             "Leave it out, or take 'fp16' or 'auto'.")
-        if fp32_modules is not None and self.mode is AMPMode.TF32:
-            raise ValueError(f"fp32_modules={fp32_modules!r} cannot be used with amp_mode='tf32', which holds for the "
-                             "whole process.\nLeave it out, or take 'bf16'.")
-        check_overflow_args(on_overflow, max_skips, skip_nonfinite)
+        check_arguments(self.mode, scaler, fp32_modules, modules, on_overflow, max_skips, skip_nonfinite)
         self._fp32_modules = self._modules = Fp32Modules(fp32_modules)
         if self.mode is AMPMode.FP8: self._modules = Fp8Modules(modules, self._fp32_modules)
-        elif modules is not None:
-            raise ValueError(f"modules={modules!r} is for fp8 only.\nLeave it out, or call `learn.to_fp8`.")
-
-    # fastai would look up each name on the learner and its model, and warn if it is there; these names are our own.
-    def __setattr__(self, name, value): object.__setattr__(self, name, value)
 
     def __repr__(self):
         took = self.mode.value if self.mode else 'fp32'
@@ -107,24 +89,12 @@ class MixedPrecision(fp16.MixedPrecision):
         scale = '' if self.scale is None else f', scale={self.scale:g}'
         return f"{type(self).__name__}({auto if self.amp_mode == 'auto' else repr(took)}{scale})"
 
-    @property
-    def name(self) -> str:
-        """The learner's attribute, also of subclasses: fastai's `load_learner` takes off what has it.
-
-        A callback that was exchanged in `fit(cbs=...)` has another one: fastai deletes the attribute after that fit.
-        """
-        return 'former_precision' if self._has_left else 'mixed_precision'
-
     # -- what a user reads
 
     @property
     def arguments(self) -> dict[str, Any]:
         "The arguments of the callback by name, defaults included."
         return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
-    @property
-    def fit(self) -> Fit | None:
-        "The fit or validation that is open: `device`, `mode` and more; None outside."
-        return None if self._loop is None else self._loop.fit
     @property
     def scale(self) -> float | None:
         "The loss scale now; None without loss scaling. Waits for the device that the scale is on."
@@ -160,13 +130,12 @@ class MixedPrecision(fp16.MixedPrecision):
     @contextmanager
     def amp_context(self) -> Iterator[None]:
         "Run what is inside in this callback's precision, on the device that training uses."
-        device, mode, model = training_device(self.learn), None, self.learn.model
+        fit, model = self.fit, self.learn.model
+        device = training_device(self.learn) if fit is None else fit.device
+        mode = self.mode_on(device) if fit is None else fit.mode
+        around = self._around_fit(mode, model) if fit is None else []
         with ExitStack() as stack:
-            if self.fit is not None: device, mode = self.fit.device, self.fit.mode
-            else:
-                mode = self.mode_on(device)
-                for context in self._around_fit(mode, model): stack.enter_context(context)
-            for context in self._around_forward(mode, device, is_compiled(model)): stack.enter_context(context)
+            for context in [*around, *_around_forward(mode, device, is_compiled(model))]: stack.enter_context(context)
             yield
 
     def scale_loss(self,
@@ -175,9 +144,7 @@ class MixedPrecision(fp16.MixedPrecision):
         "Return `loss` times the loss scale, in a batch of a fit; without loss scaling `loss` itself."
         return self._scaling.fit.scale_loss(loss)
 
-    def check_modules(self,
-        model: nn.Module, # The model that this callback is to train
-    ) -> None:
+    def check_modules(self, model: nn.Module) -> None:
         "Raise the errors of `fp32_modules` and `modules` that adding this callback to a learner would raise."
         self._modules.check(model)
 
@@ -203,88 +170,28 @@ class MixedPrecision(fp16.MixedPrecision):
         """
         if state != {} and self.needs_loss_scaling: self._scaling.load_state_dict(state)
 
-    # -- on a learner
-
-    @property
-    def learn(self): return self._learn
-    @learn.setter
-    def learn(self, learn):                                      # set by `add_cb`, and to None by `remove_cb`
-        if learn is None: return self._leave()
-        if learn is self._learn and any(cb is self for cb in learn.cbs):
-            raise ValueError(f'{self!r} is on this learner already, and would run twice in each batch.\n'
-                             'Leave it out of `cbs`.')
-        if self._learn is not None and learn is not self._learn:
-            self._learn.cbs = self._learn.cbs.copy()             # `Learner(cbs=learn.cbs)` goes through the old list
-            self._learn.remove_cb(self)
-            warn_user("A precision callback moved from one learner to another: the first trains in fp32 from now on.\n"
-                      "Give each learner another one: `learn.to_fp16()` or `learn.to_bf16()`.")
-        self._refuse_others(learn)
-        self._modules.check(learn.model)
-        self._learn, self._loop, self._has_left = learn, loop_of(learn), False
-        learn.add_cbs([kind() for kind in COMPANIONS if not any(isinstance(cb, kind) for cb in learn.cbs)])
-
-    def _leave(self) -> None:
-        "Leave the learner, which trains in fp32 from now on."
-        if self._learn is None: return
-        if self._loop.in_batch:
-            raise RuntimeError("A precision callback cannot be removed in the middle of a batch.\n"
-                               "Call `learn.to_fp32()`, `to_fp16()` or `to_bf16()`, which take effect at its end, or "
-                               "remove it at `before_epoch`, `before_train`, `after_train` or `after_epoch`.")
-        learn, loop = self._learn, self._loop
-        loop.close()
-        self._learn, self._loop, self._has_left = None, None, True
-        vars(learn).pop('mixed_precision', None)
-        learn.remove_cbs([cb for cb in learn.cbs if type(cb) in COMPANIONS and cb.learn is learn])
-        loop.detach()
-
-    def _refuse_others(self, learn: Learner) -> None:
-        others = [cb for cb in learn.cbs if isinstance(cb, PRECISION_CALLBACKS) and cb is not self]
-        if others:
-            raise ValueError(f"The learner has several precision callbacks: {[self, *others]}.\n"
-                             "Keep one: `learn.to_fp32()` removes them all, and `learn.to_fp16()` or "
-                             "`learn.to_bf16()` replaces them.")
-
     # -- a fit: each context is entered here, and left by `Fit.close`
 
-    def mode_on(self,
-        device: torch.device,
-    ) -> AMPMode | None: # None for fp32
+    def mode_on(self, device: torch.device) -> AMPMode | None: # None for fp32
         "Return the mode on `device`. Raises a `ValueError` if it does not run there."
         if not isinstance(self.amp_mode, AMPMode): return fastest_native(device)
         check_supported(self.amp_mode, device)
         return self.amp_mode
 
-    def open_fit(self,
-        fit: Fit,
-    ) -> None:
+    def open_fit(self, fit: Fit) -> None:
         "Check that the model runs in the precision, and enter what lasts for the fit."
         learn = fit.learn
         self._refuse_others(learn)                               # fastai's own may have been added since
         self.mode, fit.model, fit.is_compiled = fit.mode, learn.model, is_compiled(learn.model)
-        if fit.mode is not None: self._check_model(fit)
+        if fit.mode is not None: check_model(fit.mode, fit.model, self.fp32_module_names)
         fit.around = [fit.enter(context) for context in self._around_fit(fit.mode, fit.model)]
-        scaler = None
-        if fit.mode is not None and fit.mode.needs_loss_scaling: scaler = self._scaling.scaler_for(fit.device.type)
-        elif fit.mode is not None and self.skip_nonfinite: scaler = UnitScaler(fit.device.type)
-        fit.enter(self._scaling.begin(learn, fit.device, scaler))
-
-    def _check_model(self, fit: Fit) -> None:
-        model, kept = fit.model, self.fp32_module_names
-        check_layers(fit.mode, fit.device, qualified_names(model), partial(covers, kept))
-        check_data_parallel(fit.mode, model, kept)
-        check_compiled(model, kept)
+        fit.enter(self._scaling.begin(learn, fit.device, fit.mode, self.skip_nonfinite))
 
     def _around_fit(self, mode: AMPMode | None, model: nn.Module) -> list[Any]:
         "Return the contexts that computing in `mode` needs around a fit; `add(model)` includes another model."
         if mode is AMPMode.TF32: return [fp32_settings(TF32)]
         if mode is None: return []
         return [Fp32Context(modules, model) for modules in dict.fromkeys([self._fp32_modules, self._modules])]
-
-    def _around_forward(self, mode: AMPMode | None, device: torch.device, is_compiled: bool) -> list[Any]:
-        "Return the contexts around a forward pass and its loss."
-        if mode is None or mode.dtype is None: return []
-        without = backward_without_autocast() if is_compiled else None
-        return [*([without] if without else []), torch.autocast(device.type, dtype=mode.dtype, cache_enabled=_CACHE)]
 
     def _open_training(self, fit: Fit) -> None:
         "Check what only training needs, once in a fit; put the optimizer's state where the parameters are."
@@ -294,16 +201,6 @@ class MixedPrecision(fp16.MixedPrecision):
         if self.learn.opt is not None: place_state(self.learn.opt)
 
     # -- the events of fastai's loop
-
-    def __call__(self, event_name: str) -> None:
-        if self._learn is None: return                           # taken off by a callback before this one
-        # fastai would look an event that is not here up on the learner and its model.
-        if event_name in vars(self) or hasattr(type(self), event_name): super().__call__(event_name)
-
-    @property
-    def training(self) -> bool:
-        "True in training, for which fastai asks before each event."
-        return self._learn.training
 
     def before_fit(self):
         "Begin the fit; raise before a batch is drawn if the precision cannot be used."
@@ -319,10 +216,9 @@ class MixedPrecision(fp16.MixedPrecision):
         "Enter autocast."
         fit, learn = self._loop.open(self), self.learn
         if learn.model is not fit.model: self._add_model(fit)    # exchanged in the fit
-        has_optimizer = learn.opt is not None                    # unlike a copy that is only looked at
-        if learn.training and has_optimizer and not fit.is_training: self._open_training(fit)
+        if learn.training and learn.opt is not None and not fit.is_training: self._open_training(fit)
         torch.clear_autocast_cache()                             # an autocast around the fit keeps casts of old weights
-        for context in self._around_forward(fit.mode, fit.device, fit.is_compiled): self._loop.enter(context)
+        for context in _around_forward(fit.mode, fit.device, fit.is_compiled): self._loop.enter(context)
 
     def _add_model(self, fit: Fit) -> None:
         fit.model, fit.is_compiled = self.learn.model, is_compiled(self.learn.model)
@@ -350,11 +246,20 @@ class MixedPrecision(fp16.MixedPrecision):
 
     def before_step(self):
         "Unscale the gradients; hold the step back if one is not finite, unless the optimizer skips on the device."
-        learn, scaling = self.learn, self._scaling.fit
-        # A `_step` of the learner's own may not call `opt.step`, by which a step is skipped on the device.
-        scaling.unscale(may_skip_on_device=getattr(learn._step, '__func__', None) is Learner._step)
-        scaling.before_step(self._loop.scopes[-1].stack, zeroes_grads=type(learn)._do_grad_opt is Learner._do_grad_opt)
-        if scaling.held_back: raise CancelStepException()
+        # A step that the learner wraps in a method of its own is not replaced.
+        is_plain = getattr(self._loop.scopes[-1].body, '__func__', None) is Learner._step
+        self._scaling.fit.unscale(may_skip_on_device=is_plain)
+        if self._scaling.fit.held_back: raise CancelStepException()
+
+    def take_step(self,
+        step: Callable[[], object], # Takes the optimizer's step
+    ) -> None:
+        "Take the step of the learner's loop; a subclass may do something around it."
+        self._scaling.fit.step(step)
+
+    def end_step(self) -> None:
+        "Note after a step that fastai's own loop zeroes the gradients next."
+        if type(self.learn)._do_grad_opt is Learner._do_grad_opt: self._scaling.fit.expect_zeros()
 
     def after_cancel_step(self):
         "Leave the scale alone if another callback called the step off."
@@ -373,10 +278,7 @@ class MixedPrecision(fp16.MixedPrecision):
         self._loop.leave()
         if self._has_trained or not self.learn.training or self.fit is None: return
         self._has_trained = True
-        for name, parent in self._fp32_modules.never_called().items():
-            warn_user(f"fp32_modules: '{name}' was not called in the first batch. If it never is, keeping it does "
-                      "nothing: the module around it may use its weights directly, as MultiheadAttention does with "
-                      f"out_proj.\nKeep '{parent}' instead.")
+        self._fp32_modules.warn_of_unused()
 
     def after_train(self):
         "Read what the device decided in this epoch: fastai's Recorder waits for it here anyway."
@@ -388,6 +290,13 @@ class MixedPrecision(fp16.MixedPrecision):
         is_silent = self.on_overflow == 'ignore' or self.fit is None or self.fit.has_warned
         if not is_silent and (message := self._scaling.fit.skip_message()): warn_user(message)
         self._loop.close()
+
+
+def _around_forward(mode: AMPMode | None, device: torch.device, is_compiled: bool) -> list[Any]:
+    "Return the contexts around a forward pass and its loss."
+    if mode is None or mode.dtype is None: return []
+    without = backward_without_autocast() if is_compiled else None
+    return [*([without] if without else []), torch.autocast(device.type, dtype=mode.dtype, cache_enabled=_CACHE)]
 
 
 def precision_callback(

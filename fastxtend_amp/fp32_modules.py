@@ -12,7 +12,7 @@ from fastcore.foundation import L
 from torch import nn
 
 from .compat import COMPILED_NAME, compiled_module, tree_leaves
-from .common import type_name
+from .common import type_name, warn_user
 from .convert import to_fp32
 
 __all__ = ['ROOT', 'Fp32Context', 'Fp32Modules', 'covers', 'match_modules', 'qualified_names', 'unwrapped']
@@ -180,9 +180,13 @@ class Fp32Modules:
                                  "replaced.\nKeep the module around it.")
         return modules
 
-    def never_called(self) -> dict[str, str]:
-        "Return the kept modules whose forward never ran, each with the module around it, which may use its weights."
-        return {f.name: f.name.rpartition('.')[0] or ROOT for f in self.forwards.values() if not f.called}
+    def warn_of_unused(self) -> None:
+        "Warn of kept modules whose forward never ran: the module around such a one may use its weights."
+        for f in self.forwards.values():
+            if f.called: continue
+            warn_user(f"fp32_modules: '{f.name}' was not called in the first batch. If it never is, keeping it does "
+                      "nothing: the module around it may use its weights directly, as MultiheadAttention does with "
+                      f"out_proj.\nKeep '{f.name.rpartition('.')[0] or ROOT}' instead.")
 
 
 class Fp32Context:

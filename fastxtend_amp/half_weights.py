@@ -23,7 +23,6 @@ from .fp32_modules import covers, qualified_names
 from .learner import refuse_unknown, set_precision
 from .loop import Fit
 from .mode import AMPMode
-from .optimizers import replace_step
 from .scaling import optimizer_params
 
 __all__ = ['LOWERED', 'HalfWeights', 'kahan']
@@ -92,15 +91,12 @@ class HalfWeights(MixedPrecision):
         params = [p for p in optimizer_params(learn.opt) if p in allowed and p.requires_grad]
         fit.enter(self._lowered.of(learn, params))
 
-    def before_step(self):
-        super().before_step()
-        if not self.flat_master: return
-        opt = self.learn.opt
-        _check_elementwise(opt)                                  # which a callback may have exchanged
-        replace_step(opt, partial(_step_flat, opt, opt.step), self._loop.scopes[-1].stack)
-
-    def after_step(self):
-        super().after_step()
+    def take_step(self, step: Callable[[], object]) -> None:
+        run = partial(super().take_step, step)
+        if self.flat_master:
+            _check_elementwise(self.learn.opt)                   # which a callback may have exchanged
+            _step_flat(self.learn.opt, run)
+        else: run()
         self._lowered.forget()
 
 

@@ -7,18 +7,21 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from fastai.callback import fp16
+from fastai.callback.core import Callback
 from fastai.learner import Learner
 from fastcore.basics import noop
+from torch import nn
 
-from .common import model_device, training_device
+from .common import model_device, training_device, warn_user
 from .compat import AutocastState
 from .mode import autocast_available
 
-__all__ = ['PRECISION_CALLBACKS', 'Fit', 'Loop', 'loop_of']
+__all__ = ['COMPANIONS', 'PRECISION_CALLBACKS', 'Fit', 'Loop', 'PrecisionBase', 'loop_of']
 
+COMPANIONS: list[type[Callback]] = []                            # come and go with a precision; `insight` adds one
 PRECISION_CALLBACKS = (fp16.MixedPrecision, fp16.ModelToHalf, fp16.NonNativeMixedPrecision)
 _WHOLE = ('fit', 'epoch', 'train', 'validate')  # an outermost scope of these kinds ends the fit; a batch does not
-_HALF_WORDS = ('Half', 'BFloat16', 'dtype', 'scalar type')  # in errors of code that takes fp32 alone
+_HALF_WORDS = ('Half', 'BFloat16', 'dtype', 'scalar type', 'primitive')   # in errors of what takes fp32 alone
 
 
 class Fit:
@@ -53,6 +56,7 @@ class Fit:
 class Scope(NamedTuple):
     "One run of `_with_events` that has not ended."
     kind: str # 'fit', 'epoch', 'train', 'validate', 'batch', 'backward' or 'step'
+    body: Callable # Runs between the scope's events
     stack: ExitStack # Contexts that events inside have entered
 
 
@@ -96,14 +100,19 @@ class Loop:
         with_events = self.wrapped or partial(type(learn)._with_events, learn)
         try:
             with ExitStack() as stack:
-                self.scopes.append(Scope(event_type, stack))
-                with_events(f, event_type, ex, final)
+                self.scopes.append(Scope(event_type, f, stack))
+                with_events(partial(self._step, f) if event_type == 'step' else f, event_type, ex, final)
+            if event_type == 'step' and self.fit is not None: self.fit.cb.end_step()
         finally:
             del self.scopes[depth:]
             if self.waiting and not self.in_batch: self._exchange()
 
+    def _step(self, step: Callable[[], object]) -> None:
+        if self.fit is None: step()
+        else: self.fit.cb.take_step(step)
+
     def _explain(self, error: BaseException) -> None:
-        "Add to an error about dtypes that the report names the module."
+        "Add to an error about dtypes, or oneDNN's about an LSTM, that the report names the module."
         is_low = self.fit is not None and self.fit.mode is not None
         if is_low and isinstance(error, RuntimeError) and any(word in str(error) for word in _HALF_WORDS):
             if hasattr(error, 'add_note'):                       # Python 3.11
@@ -183,3 +192,81 @@ def loop_of(
     loop = next(filter(None, loops), vars(learn).get('_with_events'))
     if not isinstance(loop, Loop): loop = vars(learn)['_with_events'] = Loop(learn)
     return loop
+
+
+class PrecisionBase(fp16.MixedPrecision):
+    "A callback that belongs to one learner, its only precision, and has that learner's loop while it does."
+    run = True
+    _learn: Any = None
+    _loop: Any = None                                            # the learner's `Loop`
+    _has_left = False                                            # the last learner
+
+    def check_modules(self,
+        model: nn.Module, # The model that this callback is to train
+    ) -> None:
+        "Raise the errors that adding this callback to a learner with this model would raise."
+
+    # fastai would look up each name on the learner and its model, and warn if it is there; these names are our own.
+    def __setattr__(self, name, value): object.__setattr__(self, name, value)
+
+    @property
+    def name(self) -> str:
+        """The learner's attribute, also of subclasses: fastai's `load_learner` takes off what has it.
+
+        A callback that was exchanged in `fit(cbs=...)` has another one: fastai deletes the attribute after that fit.
+        """
+        return 'former_precision' if self._has_left else 'mixed_precision'
+
+    @property
+    def fit(self) -> Fit | None:
+        "The fit or validation that is open: `device`, `mode` and more; None outside."
+        return None if self._loop is None else self._loop.fit
+
+    @property
+    def learn(self): return self._learn
+    @learn.setter
+    def learn(self, learn):                                      # set by `add_cb`, and to None by `remove_cb`
+        if learn is None: return self._leave()
+        if learn is self._learn and any(cb is self for cb in learn.cbs):
+            raise ValueError(f'{self!r} is on this learner already, and would run twice in each batch.\n'
+                             'Leave it out of `cbs`.')
+        if self._learn is not None and learn is not self._learn:
+            self._learn.cbs = self._learn.cbs.copy()             # `Learner(cbs=learn.cbs)` goes through the old list
+            self._learn.remove_cb(self)
+            warn_user("A precision callback moved from one learner to another: the first trains in fp32 from now on.\n"
+                      "Give each learner another one: `learn.to_fp16()` or `learn.to_bf16()`.")
+        self._refuse_others(learn)
+        self.check_modules(learn.model)
+        self._learn, self._loop, self._has_left = learn, loop_of(learn), False
+        learn.add_cbs([kind() for kind in COMPANIONS if not any(isinstance(cb, kind) for cb in learn.cbs)])
+
+    def _leave(self) -> None:
+        "Leave the learner, which trains in fp32 from now on."
+        if self._learn is None: return
+        if self._loop.in_batch:
+            raise RuntimeError("A precision callback cannot be removed in the middle of a batch.\n"
+                               "Call `learn.to_fp32()`, `to_fp16()` or `to_bf16()`, which take effect at its end, or "
+                               "remove it at `before_epoch`, `before_train`, `after_train` or `after_epoch`.")
+        learn, loop = self._learn, self._loop
+        loop.close()
+        self._learn, self._loop, self._has_left = None, None, True
+        vars(learn).pop('mixed_precision', None)
+        learn.remove_cbs([cb for cb in learn.cbs if type(cb) in COMPANIONS and cb.learn is learn])
+        loop.detach()
+
+    def _refuse_others(self, learn: Learner) -> None:
+        others = [cb for cb in learn.cbs if isinstance(cb, PRECISION_CALLBACKS) and cb is not self]
+        if others:
+            raise ValueError(f"The learner has several precision callbacks: {[self, *others]}.\n"
+                             "Keep one: `learn.to_fp32()` removes them all, and `learn.to_fp16()` or "
+                             "`learn.to_bf16()` replaces them.")
+
+    def __call__(self, event_name: str) -> None:
+        if self._learn is None: return                           # taken off by a callback before this one
+        # fastai would look an event that is not here up on the learner and its model.
+        if event_name in vars(self) or hasattr(type(self), event_name): super().__call__(event_name)
+
+    @property
+    def training(self) -> bool:
+        "True in training, for which fastai asks before each event."
+        return self._learn.training

@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,7 @@ from fastai.optimizer import Optimizer, OptimWrapper
 from .compat import tree_leaves
 from .convert import map_tensors
 
-__all__ = ['fused', 'place_state', 'replace_step']
+__all__ = ['fused', 'place_state']
 
 FUSED = {'Adam': torch.optim.Adam, 'AdamW': torch.optim.AdamW, 'SGD': torch.optim.SGD}
 _OURS = ('params', 'lr', 'fused', 'foreach', 'differentiable')   # set by fastai, by `fused`, or at odds with it
@@ -55,16 +54,6 @@ def fused(
             raise TypeError(f'fused({cls.__name__}, {name}={hypers[name]!r}): there is no such argument.\n'
                             f"Allowed: {', '.join(known)} (torch's names).")
     return partial(OptimWrapper, opt=partial(cls, fused=True, **hypers))
-
-
-def replace_step(
-    opt: Any, # The learner's optimizer
-    step: Callable[..., object], # Called in place of its `step`
-    scope: ExitStack, # Until this is closed
-) -> None:
-    "Have `opt.step` call `step`."
-    scope.callback(vars(opt).pop, 'step', None)                  # first: an interrupt between the two lines is undone
-    vars(opt)['step'] = step
 
 
 def place_state(

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from functools import partial
 from itertools import takewhile
 from numbers import Integral, Real
 from typing import Any
@@ -20,7 +18,8 @@ from torch import nn
 from torch.amp import GradScaler
 
 from .compat import found_inf_of, skips_by_flag
-from .optimizers import FUSED, replace_step
+from .mode import AMPMode
+from .optimizers import FUSED
 
 __all__ = ['SKIPPING', 'LossScaling', 'UnitScaler', 'check_scaler_state', 'is_number', 'optimizer_params']
 
@@ -35,7 +34,7 @@ class NotingGradScaler(GradScaler):
 
     A copy can be made in the middle of a step: it is as before that step.
     """
-    grads_scaled = False                                         # the next backward pass adds to scaled gradients, or none
+    grads_scaled = False                                         # a backward pass adds to scaled gradients, or to none
 
     def scale(self, outputs: Any) -> Any:
         self.grads_scaled = True
@@ -119,10 +118,11 @@ class NoScaling:
     def __exit__(self, *args: object) -> None: self.learn.scaler = None
     def skip_message(self) -> str: return ''
     def scale_loss(self, loss: Any) -> Any: return loss
+    def step(self, step: Callable[[], object]) -> None: step()
     def unscale(self, may_skip_on_device: bool = True) -> None: pass
     def follow(self, factor: float) -> None: pass
-    def nothing(self, *args: object, **kwargs: object) -> None: pass
-    update = cancel = before_step = read = nothing
+    def nothing(self) -> None: pass
+    update = cancel = expect_zeros = read = nothing
 
 
 NO_SCALING = NoScaling()
@@ -162,9 +162,13 @@ class LossScaling:
     def begin(self,
         learn: Learner,
         device: torch.device, # The device of the loss
-        scaler: GradScaler | None, # None without loss scaling
+        mode: AMPMode | None, # None for fp32
+        skip_nonfinite: bool, # Whether bf16 skips steps whose gradients are not finite
     ) -> FitScaling | NoScaling: # To enter
         "Return the loss scaling of a fit that begins."
+        scaler = None
+        if mode is not None and mode.needs_loss_scaling: scaler = self.scaler_for(device.type)
+        elif mode is not None and skip_nonfinite: scaler = UnitScaler(device.type)
         if scaler is None or not scaler.is_enabled(): return NoScaling(learn)
         return FitScaling(self, learn, device, scaler)
 
@@ -227,7 +231,7 @@ class FitScaling:
     def __exit__(self, error: type[BaseException] | None, *args: object) -> None:
         if self.owner.fit is not self: return
         self.cancel()
-        if not self.is_unit and (self.was_used or self.scaler.grads_scaled): self._end_gradients(failed=error is not None)
+        if not self.is_unit and (self.was_used or self.scaler.grads_scaled): self._end_gradients(error is not None)
         if 'lr_finder' in vars(self.learn):                      # `lr_find` leaves all as it was
             self.scaler.load_state_dict(self._state_before)      # of the user's own, which serves every fit
             self.owner.history.forget(self.first_step)
@@ -289,16 +293,16 @@ class FitScaling:
             self.scaler.step(self._pending)                     # waits for the device, once
             self.found_inf = not self._pending.stepped
 
-    def before_step(self,
-        scope: ExitStack, # Closed at the step's end
-        zeroes_grads: bool, # Whether the gradients are zeroed next
+    def step(self,
+        step: Callable[[], object], # Takes the optimizer's step
     ) -> None:
-        "Have the optimizer skip the step on the device if it can; after it count zero gradients as scaled."
-        if self.device_skips: replace_step(self.learn.opt, partial(self.scaler.step, self._pending), scope)
-        if zeroes_grads: scope.push(self._end_step)
+        "Take the step, or the optimizer's own that skips on the device."
+        if self.device_skips and self._pending is not None: self.scaler.step(self._pending)
+        else: step()
 
-    def _end_step(self, error: type[BaseException] | None, *args: object) -> None:
-        if error is None: self.scaler.grads_scaled = self.was_used
+    def expect_zeros(self) -> None:
+        "Count the gradients, which are zeroed next, as scaled: the next loss need not scale them first."
+        self.scaler.grads_scaled = self.was_used
 
     def update(self) -> None:
         "Record a step, taken or skipped, and let the scale grow or back off unless it is static."

@@ -366,7 +366,7 @@ def test_a_step_without_gradients_is_no_step():
         (
             dict(init_scale=2.0**20),
             5,
-            r'5 of the 6 optimizer steps of this fit were skipped.*\n.*loss scale is 32768 now.\n.*a loss scale of 32768',
+            r'5 of the 6 optimizer steps.*\n.*loss scale is 32768 now.\n.*a loss scale of 32768',
         ),
         (dict(init_scale=2.0**15), 2, None),
         (dict(loss_scale=512.0), 0, None),
@@ -454,10 +454,9 @@ def test_parameters_in_half_precision():
 
 def test_an_optimizer_that_needs_a_closure():
     lbfgs = partial(OptimWrapper, opt=torch.optim.LBFGS)
-    with pytest.raises(ValueError, match='(?s)LBFGS needs a closure(?!.*to_bf16).*another optimizer'):
-        learner(opt_func=lbfgs).to_fp16().fit(1)
-    with pytest.raises(TypeError, match='closure'):
-        learner(opt_func=lbfgs).to_bf16().fit(1)  # as in fp32
+    for to in ('to_fp16', 'to_bf16', 'to_fp32'):
+        with pytest.raises(TypeError, match='closure'):
+            getattr(learner(opt_func=lbfgs), to)().fit(1)
 
 
 def test_two_precision_callbacks():

@@ -8,7 +8,7 @@ import pytest, torch
 from fastai.callback.core import CancelBatchException, CancelFitException
 from fastai.callback.schedule import *
 from fastai.callback.training import GradientAccumulation, GradientClip
-from fastai.optimizer import SGD, Adam, Lamb, Optimizer, OptimWrapper, QHAdam, RAdam, RMSProp, ranger
+from fastai.optimizer import SGD, Adam, Lamb, OptimWrapper, QHAdam, RAdam, RMSProp, ranger
 from fastai.torch_core import trainable_params
 from torch import nn
 from torch.nn import functional as F
@@ -144,15 +144,19 @@ def test_fastais_optimizers_step_the_same_on_flat_masters(opt):
     equal(run(False), run(True))
 
 
-def test_only_the_optimizers_step_has_flat_parameters(monkeypatch):
-    def step(opt, plain=Optimizer.step):
-        seen.append([[p.numel() for p in pl] for pl in opt.param_lists])
-        plain(opt)
+class InStep(Learner):
+    "Calls `look(learn)` when a step has been taken, still inside it."
 
-    monkeypatch.setattr(Optimizer, 'step', step)
+    def _step(self):
+        super()._step()
+        self.look(self)
+
+
+def test_only_the_optimizers_step_has_flat_parameters():
     seen, entries = [], set()
     look = At('after_step', lambda l: entries.add((*map(len, l.opt.param_lists), len(l.opt.state))), 11)
-    learn = learner(opt_func=Adam, splitter=two_groups, cbs=look, wd_bn_bias=True)
+    learn = learner(cls=InStep, opt_func=Adam, splitter=two_groups, cbs=look, wd_bn_bias=True)
+    learn.look = lambda l: seen.append([[p.numel() for p in pl] for pl in l.opt.param_lists])
     learn.to_half_weights(flat_master=True).fit(2, 0.01)
     assert seen == [[[56, 16], [9]]] * 12 and entries == {
         (4, 2, 6)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fastxtend_amp import callback, checkpoint
+from fastxtend_amp import checkpoint, loop
 from fastxtend_amp.tools import memory
 from helpers import *
 
@@ -46,7 +46,7 @@ def test_the_core_trains_without_the_rooms(monkeypatch):
         return params(learn), learn.precision.scales
 
     watched = trained()
-    monkeypatch.setattr(callback, 'COMPANIONS', [])
+    monkeypatch.setattr(loop, 'COMPANIONS', [])
     monkeypatch.setattr(checkpoint, 'FORMATS', [])
     alone = trained()
     assert same(watched[0], alone[0]) and watched[1] == alone[1]

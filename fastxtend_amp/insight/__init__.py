@@ -1,6 +1,6 @@
 "Report, comparison and diagnosis: which precision a model survives, where training goes wrong, and what pays off."
 from .. import learner as _core
-from ..callback import COMPANIONS
+from ..loop import COMPANIONS
 from .choice import measure_and_choose
 from .comparison import PrecisionComparison
 from .report import PrecisionReport
