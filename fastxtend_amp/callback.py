@@ -218,10 +218,12 @@ class MixedPrecision(PrecisionBase):
         if learn.model is not fit.model: self._add_model(fit)    # exchanged in the fit
         if learn.training and learn.opt is not None and not fit.is_training: self._open_training(fit)
         torch.clear_autocast_cache()                             # an autocast around the fit keeps casts of old weights
-        for context in _around_forward(fit.mode, fit.device, fit.is_compiled): self._loop.enter(context)
+        if fit.around_forward is None or self._loop.has_entered: # contexts that are open cannot be entered again
+            fit.around_forward = _around_forward(fit.mode, fit.device, fit.is_compiled)
+        self._loop.enter(fit.around_forward)
 
     def _add_model(self, fit: Fit) -> None:
-        fit.model, fit.is_compiled = self.learn.model, is_compiled(self.learn.model)
+        fit.model, fit.is_compiled, fit.around_forward = self.learn.model, is_compiled(self.learn.model), None
         try:
             for context in fit.around: context.add(fit.model)
         except ValueError as e:

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -38,6 +38,7 @@ class Fit:
         self.around: list[Any] = []                              # those of them that computing takes, with `add(model)`
         self.model: Any = None                                   # the one that they are for
         self.is_compiled = False                                 # that model, or a part of it
+        self.around_forward: list | None = None                  # contexts, to be entered in each batch
         self.is_training = False                                 # training was checked, and its contexts are entered
         self.has_warned = False                                  # of what goes wrong: one message for one cause
         self.notes: dict[type, Any] = {}                         # of companions, by their class
@@ -57,7 +58,7 @@ class Scope(NamedTuple):
     "One run of `_with_events` that has not ended."
     kind: str # 'fit', 'epoch', 'train', 'validate', 'batch', 'backward' or 'step'
     body: Callable # Runs between the scope's events
-    stack: ExitStack # Contexts that events inside have entered
+    contexts: list # Those that events inside have entered
 
 
 class Loop:
@@ -95,16 +96,17 @@ class Loop:
                 if not self._is_used: self._unwrap()
 
     def _scope(self, f: Callable, event_type: str, ex: type[Exception], final: Callable) -> None:
-        "Run a scope with a stack for the contexts that events inside enter."
+        "Run a scope; leave at its end what events inside have entered."
         depth, learn = len(self.scopes), self.learn
         with_events = self.wrapped or partial(type(learn)._with_events, learn)
         try:
-            with ExitStack() as stack:
-                self.scopes.append(Scope(event_type, f, stack))
-                with_events(partial(self._step, f) if event_type == 'step' else f, event_type, ex, final)
+            self.scopes.append(Scope(event_type, f, []))
+            with_events(partial(self._step, f) if event_type == 'step' else f, event_type, ex, final)
             if event_type == 'step' and self.fit is not None: self.fit.cb.end_step()
         finally:
-            del self.scopes[depth:]
+            while len(self.scopes) > depth:
+                self.leave()
+                del self.scopes[-1:]
             if self.waiting and not self.in_batch: self._exchange()
 
     def _step(self, step: Callable[[], object]) -> None:
@@ -134,19 +136,29 @@ class Loop:
         self.fit.close(error)
         self.fit = None                                          # last: an interrupt before this closes it anew
 
-    def enter(self, context: AbstractContextManager) -> None:
-        "Enter `context` in the innermost scope, which leaves it at its end if nothing does before."
+    def enter(self, contexts: list) -> None:
+        "Enter `contexts` in the innermost scope, which leaves them at its end if nothing does before."
         if not self.scopes:
             raise RuntimeError("A batch's events were called outside of `Learner.one_batch`: autocast would stay on.\n"
                                'Call `learn.one_batch(i, batch)`, or take events by hand without a precision and '
                                'run the model inside `learn.amp_context()`.')
-        self.scopes[-1].stack.enter_context(context)
+        for context in contexts:
+            context.__enter__()
+            self.scopes[-1].contexts.append(context)
 
     def leave(self) -> None:
         "Leave what was entered in the innermost scope."
-        if self.scopes: self.scopes[-1].stack.close()
+        contexts = self.scopes[-1].contexts if self.scopes else []
+        while contexts:
+            contexts[-1].__exit__(None, None, None)
+            del contexts[-1]
 
     # -- the precision callback
+
+    @property
+    def has_entered(self) -> bool:
+        "True where an open scope has contexts."
+        return any(scope.contexts for scope in self.scopes)
 
     @property
     def in_batch(self) -> bool:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from fastai.callback.core import Callback
-from fastai.learner import Learner
 from torch import nn
 
 from ..common import warn_user
@@ -25,7 +24,6 @@ class Notes:
     "Notes of the watch on one fit."
     in_place: bool                                               # on a CPU: reading a number waits for nothing
     generators: list                                             # of random numbers
-    earlier: tuple = ()                                          # the losses of the batch before
     weights: torch.Tensor | None = None                          # their norm at the start
     first_loss: torch.Tensor | float | None = None
     last_loss: float = math.nan                                  # the last finite one
@@ -71,7 +69,6 @@ class Watch(Callback):
         "Note the random state, and once the size of the weights."
         notes, learn = self.notes, self.learn
         if notes is None: return
-        notes.earlier = _losses(learn)
         notes.random_state = [(set_state, get()) for set_state, get in notes.generators]
         if notes.weights is not None or learn.mixed_precision.fit.device.type == 'xla': return
         notes.weights = _norm(learn.model)                       # which XLA would compile into the first batch
@@ -81,14 +78,14 @@ class Watch(Callback):
         notes, learn = self.notes, self.learn
         if notes is None: return
         # Without targets fastai leaves the losses of an earlier batch; a learner's own loop may set one all the same.
-        loss = next((new for new, old in zip(_losses(learn), notes.earlier) if new is not old), None)
-        if loss is None: return
+        loss = vars(learn).get('loss_grad')                      # without targets still that of an earlier batch
+        if not torch.is_tensor(loss): return
         if notes.in_place:
             number = _mean(loss).item()
             if notes.first_loss is None: notes.first_loss = number
             self._check_loss(notes, number)
         else:
-            if notes.first_loss is None: notes.first_loss = _mean(loss).detach()
+            if notes.first_loss is None: notes.first_loss = _mean(loss)
             self._check_recorded()
             notes.before = learn.xb, learn.yb, notes.random_state
 
@@ -155,16 +152,9 @@ class Watch(Callback):
         warn_user(message)
 
 
-def _losses(learn: Learner) -> tuple:
-    "Return the loss that is shown and the one that is trained: one number in fastai's own loop."
-    return vars(learn).get('loss'), vars(learn).get('loss_grad')
-
-
 def _mean(loss: torch.Tensor) -> torch.Tensor:
-    "Return the mean of the loss; fastai's tensor subclass would take ten times as long for each operator."
-    if type(loss).__module__.startswith('fastai'):
-        with torch._C.DisableTorchFunctionSubclass(): loss = loss.as_subclass(torch.Tensor)
-    return loss.mean() if loss.ndim else loss
+    "Return the mean of the loss as a plain tensor; fastai's class would take ten times as long for each operator."
+    with torch._C.DisableTorchFunctionSubclass(): return loss.detach().mean() if loss.ndim else loss.detach()
 
 
 def _divergence(notes: Notes, model: nn.Module) -> str:
