@@ -179,7 +179,7 @@ def test_skipped_steps_and_accumulation(device):
 def test_precision_support_and_warning(device):
     table = precision_support('xla').set_index('mode').support
     if os.environ['PJRT_DEVICE'] == 'CPU':
-        assert dict(table) == {'bf16': 'emulated', 'fp16': 'emulated'}
+        assert dict(table) == {'bf16': 'emulated', 'fp16': 'emulated', 'tf32': 'unsupported', 'fp8': 'emulated'}
     assert 'xla' in set(precision_support().device)
     with pytest.warns(UserWarning, match="bf16 is emulated on device 'xla:0'"):
         build(device, 'bf16').fit(1)
