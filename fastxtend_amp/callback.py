@@ -144,9 +144,7 @@ class MixedPrecision(PrecisionBase):
         "Return `loss` times the loss scale, in a batch of a fit; without loss scaling `loss` itself."
         return self._scaling.fit.scale_loss(loss)
 
-    def check_modules(self, model: nn.Module) -> None:
-        "Raise the errors of `fp32_modules` and `modules` that adding this callback to a learner would raise."
-        self._modules.check(model)
+    def check_modules(self, model: nn.Module) -> None: self._modules.check(model)
 
     # -- what a checkpoint holds
 
@@ -253,10 +251,8 @@ class MixedPrecision(PrecisionBase):
         self._scaling.fit.unscale(may_skip_on_device=is_plain)
         if self._scaling.fit.held_back: raise CancelStepException()
 
-    def take_step(self,
-        step: Callable[[], object], # Takes the optimizer's step
-    ) -> None:
-        "Take the step of the learner's loop; a subclass may do something around it."
+    def take_step(self, step: Callable[[], object]) -> None:
+        "Call `step`, which takes the optimizer's step, unless the optimizer skips it; subclasses may do more."
         self._scaling.fit.step(step)
 
     def end_step(self) -> None:

@@ -216,7 +216,7 @@ class PrecisionBase(fp16.MixedPrecision):
     def check_modules(self,
         model: nn.Module, # The model that this callback is to train
     ) -> None:
-        "Raise the errors that adding this callback to a learner with this model would raise."
+        "Raise the errors of `fp32_modules` and `modules` that adding this callback to a learner would raise."
 
     # fastai would look up each name on the learner and its model, and warn if it is there; these names are our own.
     def __setattr__(self, name, value): object.__setattr__(self, name, value)
