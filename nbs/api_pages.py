@@ -1,6 +1,7 @@
 "Sphinx extension: the directive `api`, which writes reference entries from the code."
 import inspect
 import re
+from ast import literal_eval
 from dataclasses import is_dataclass
 from enum import Enum
 from importlib import import_module
@@ -11,6 +12,7 @@ from fastcore.docments import docments
 from sphinx.util.docutils import SphinxDirective
 
 import fastxtend_amp
+from fastxtend_amp import HalfWeights, MixedPrecision
 
 from api_examples import EXAMPLES
 
@@ -19,7 +21,8 @@ FIRST = ['to_fp16', 'to_bf16', 'to_tf32', 'to_fp8', 'to_amp', 'to_fp32', 'precis
          'compare_precision', 'precision_as', 'precision_decision', 'to_half_weights']
 ELSEWHERE = {'Verdict': 'insight.verdict', 'PrecisionChoice': 'insight.precisions'}  # public, and not in `__all__`
 NOT_LISTED = {'name', 'learn', 'amp_context', 'check_modules', 'replace', 'skips_in_a_row', 'needs_loss_scaling',
-              'fp32_module_names', 'headline'}
+              'fp32_module_names', 'headline',
+              'arguments', 'mode_on', 'open_fit', 'take_step', 'end_step', 'training'}    # for the package itself
 RETURNED = {'PrecisionReport', 'Verdict', 'PrecisionComparison', 'PrecisionChoice'}            # by methods
 ATTRIBUTES = {'mode': "The precision, such as 'bf16'", 'verdict': 'What the report says', 'reason': 'Why'}
 EVENT = re.compile(r'(before|after)_\w+')
@@ -99,19 +102,33 @@ def code(text): return f'`{text}`' if text else ''
 def cell(text): return text.replace('|', '\\|')
 
 
+def typed(meaning, kind, default=''):
+    "Return a meaning with its type, unless the default shows it."
+    is_shown = not kind or default and type(parsed(default)).__name__ == kind
+    return cell(meaning if is_shown else f'{meaning} ({code(kind)})')
+
+
+def parsed(default):
+    try: return literal_eval(default)
+    except ValueError: return default
+
+
 def attributes(cls):
     "Return the fields of a dataclass as a table; empty for another class."
     if not is_dataclass(cls): return ''
-    rows = [f'| `{name}` | {cell(meaning or ATTRIBUTES[name])} | {cell(code(kind))} |'
-            for name, kind, _, meaning in arguments(cls)]
-    return '\n'.join(['| attribute | meaning | type |', '|---|---|---|', *rows])
+    rows = [f'| `{name}` | {typed(meaning or ATTRIBUTES[name], kind)} |' for name, kind, _, meaning in arguments(cls)]
+    return '\n'.join(['| attribute | meaning |', '|---|---|', *rows])
 
 
 def table(obj):
     "Return the arguments of `obj` as a table, empty without any; their defaults are in its signature."
     if getattr(obj, '__name__', '') in RETURNED: return attributes(obj)
-    rows = [f'| `{name}` | {cell(meaning)} | {cell(code(kind))} |' for name, kind, _, meaning in arguments(obj)]
-    return '\n'.join(['| argument | meaning | type |', '|---|---|---|', *rows]) if rows else ''
+    theirs = arguments(MixedPrecision) if obj is HalfWeights else []
+    rows = [f'| `{name}` | {typed(meaning, kind, default)} |' for name, kind, default, meaning in arguments(obj)
+            if (name, kind, default, meaning) not in theirs]
+    same = [f'`{a[0]}`' for a in arguments(obj) if a in theirs]
+    more = f'\n\n{", ".join(same)}: as in [`MixedPrecision`](#MixedPrecision).' if same else ''
+    return '\n'.join(['| argument | meaning |', '|---|---|', *rows]) + more if rows else ''
 
 
 def passed_on(obj):
