@@ -193,13 +193,16 @@ def learner_entry(name, f):
 
 
 def summary():
-    "Return a table with the first sentence about each public name."
+    "Return a table with the first sentence about each public name, or its first clause if that is long."
     named = {f'Learner.{n}': f for n, f in learner_methods().items()}
     named |= {n: public(n) for n in [*fastxtend_amp.__all__, *ELSEWHERE]}
-    def first(obj): return re.split(r'(?<=\w)[.:;](?=\s|$)', inspect.getdoc(obj).split('\n\n')[0])[0]
+    def first(obj):
+        sentence = re.split(r'(?<=\w)[.:;](?=\s|$)', inspect.getdoc(obj).split('\n\n')[0])[0]
+        clause = sentence.partition(', ')[0]
+        return clause if len(clause.split()) > 8 and not sentence.endswith('as a metric') else sentence
     rows = [f'| [`{n.removeprefix("Learner.")}`](#{n}) | {cell(" ".join(first(obj).split()))} |'
             for n, obj in named.items()]
-    return '\n'.join(['| name | |', '|---|---|', *rows])
+    return '\n'.join(['| name | meaning |', '|---|---|', *rows])
 
 
 class Api(SphinxDirective):
