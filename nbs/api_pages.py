@@ -104,7 +104,7 @@ def cell(text): return text.replace('|', '\\|')
 
 def typed(meaning, kind, default=''):
     "Return a meaning with its type, unless the default shows it."
-    is_shown = not kind or default and type(parsed(default)).__name__ == kind
+    is_shown = not kind or (default and type(parsed(default)).__name__ == kind)
     return cell(meaning if is_shown else f'{meaning} ({code(kind)})')
 
 
