@@ -162,18 +162,18 @@ def source_link(obj):
 
 
 def entry(kind, name, obj, fence, inside='', key=''):
-    "Return an entry: signature, docstring, example, arguments, a link to the source."
+    "Return an entry: signature, a link to the source, docstring, example, arguments."
     is_function = not is_property(obj)
     head = name + signature_text(obj) if is_function and name not in RETURNED else name
-    parts = [f'{fence}{{py:{kind}}} {head}', text_of(obj), example(key or name)]
+    parts = [f'{fence}{{py:{kind}}} {head}', f'{source_link(obj)} {text_of(obj)}', example(key or name)]
     if is_function: parts += [table(obj), passed_on(obj)]
-    return '\n\n'.join([*filter(None, [*parts, source_link(obj)]), inside, fence])
+    return '\n\n'.join([*filter(None, parts), inside, fence])
 
 
 def enumeration(name, obj, fence):
     "Return an entry for an enum: its members, no arguments."
     lines = '\n'.join(f'- `{name}.{m.name}`: `{m.value!r}`' for m in obj)
-    parts = [f'{fence}{{py:class}} {name}(value)', text_of(obj), example(name), lines, source_link(obj), fence]
+    parts = [f'{fence}{{py:class}} {name}(value)', f'{source_link(obj)} {text_of(obj)}', example(name), lines, fence]
     return '\n\n'.join(filter(None, parts))
 
 
@@ -198,6 +198,7 @@ def summary():
     named |= {n: public(n) for n in [*fastxtend_amp.__all__, *ELSEWHERE]}
     def first(obj):
         sentence = re.split(r'(?<=\w)[.:;](?=\s|$)', inspect.getdoc(obj).split('\n\n')[0])[0]
+        sentence = sentence.rstrip('.')
         clause = sentence.partition(', ')[0]
         return clause if len(clause.split()) > 8 and not sentence.endswith('as a metric') else sentence
     rows = [f'| [`{n.removeprefix("Learner.")}`](#{n}) | {cell(" ".join(first(obj).split()))} |'
