@@ -61,10 +61,9 @@ def public(name):
 
 def members(cls):
     "Return methods and properties of `cls` that users call, without those of a base class that has an entry."
-    found = {}
+    found, listed = {}, [base for base in cls.__mro__[1:] if base.__name__ in fastxtend_amp.__all__]
     for base in reversed(cls.__mro__):
-        is_listed_itself = base is not cls and base.__name__ in fastxtend_amp.__all__
-        if is_ours(base) and not is_listed_itself:
+        if is_ours(base) and not any(issubclass(other, base) for other in listed):
             found |= {n: m for n, m in vars(base).items() if is_property(m) or inspect.isfunction(m)}
     return {n: m for n, m in found.items()
             if not n.startswith('_') and n not in NOT_LISTED and not EVENT.fullmatch(n) and inspect.getdoc(m)}
