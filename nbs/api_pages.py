@@ -1,6 +1,7 @@
 "Sphinx extension: the directive `api`, which writes reference entries from the code."
 import inspect
 import re
+from ast import literal_eval
 from dataclasses import is_dataclass
 from enum import Enum
 from importlib import import_module
@@ -11,6 +12,7 @@ from fastcore.docments import docments
 from sphinx.util.docutils import SphinxDirective
 
 import fastxtend_amp
+from fastxtend_amp import HalfWeights, MixedPrecision
 
 from api_examples import EXAMPLES
 
@@ -19,7 +21,8 @@ FIRST = ['to_fp16', 'to_bf16', 'to_tf32', 'to_fp8', 'to_amp', 'to_fp32', 'precis
          'compare_precision', 'precision_as', 'precision_decision', 'to_half_weights']
 ELSEWHERE = {'Verdict': 'insight.verdict', 'PrecisionChoice': 'insight.precisions'}  # public, and not in `__all__`
 NOT_LISTED = {'name', 'learn', 'amp_context', 'check_modules', 'replace', 'skips_in_a_row', 'needs_loss_scaling',
-              'fp32_module_names', 'headline'}
+              'fp32_module_names', 'headline',
+              'arguments', 'mode_on', 'open_fit', 'take_step', 'end_step', 'training'}    # for the package itself
 RETURNED = {'PrecisionReport', 'Verdict', 'PrecisionComparison', 'PrecisionChoice'}            # by methods
 ATTRIBUTES = {'mode': "The precision, such as 'bf16'", 'verdict': 'What the report says', 'reason': 'Why'}
 EVENT = re.compile(r'(before|after)_\w+')
@@ -58,10 +61,9 @@ def public(name):
 
 def members(cls):
     "Return methods and properties of `cls` that users call, without those of a base class that has an entry."
-    found = {}
+    found, listed = {}, [base for base in cls.__mro__[1:] if base.__name__ in fastxtend_amp.__all__]
     for base in reversed(cls.__mro__):
-        is_listed_itself = base is not cls and base.__name__ in fastxtend_amp.__all__
-        if is_ours(base) and not is_listed_itself:
+        if is_ours(base) and not any(issubclass(other, base) for other in listed):
             found |= {n: m for n, m in vars(base).items() if is_property(m) or inspect.isfunction(m)}
     return {n: m for n, m in found.items()
             if not n.startswith('_') and n not in NOT_LISTED and not EVENT.fullmatch(n) and inspect.getdoc(m)}
@@ -99,19 +101,33 @@ def code(text): return f'`{text}`' if text else ''
 def cell(text): return text.replace('|', '\\|')
 
 
+def typed(meaning, kind, default=''):
+    "Return a meaning with its type, unless the default shows it."
+    is_shown = not kind or (default and type(parsed(default)).__name__ == kind)
+    return cell(meaning if is_shown else f'{meaning} ({code(kind)})')
+
+
+def parsed(default):
+    try: return literal_eval(default)
+    except ValueError: return default
+
+
 def attributes(cls):
     "Return the fields of a dataclass as a table; empty for another class."
     if not is_dataclass(cls): return ''
-    rows = [f'| `{name}` | {cell(meaning or ATTRIBUTES[name])} | {cell(code(kind))} |'
-            for name, kind, _, meaning in arguments(cls)]
-    return '\n'.join(['| attribute | meaning | type |', '|---|---|---|', *rows])
+    rows = [f'| `{name}` | {typed(meaning or ATTRIBUTES[name], kind)} |' for name, kind, _, meaning in arguments(cls)]
+    return '\n'.join(['| attribute | meaning |', '|---|---|', *rows])
 
 
 def table(obj):
     "Return the arguments of `obj` as a table, empty without any; their defaults are in its signature."
     if getattr(obj, '__name__', '') in RETURNED: return attributes(obj)
-    rows = [f'| `{name}` | {cell(meaning)} | {cell(code(kind))} |' for name, kind, _, meaning in arguments(obj)]
-    return '\n'.join(['| argument | meaning | type |', '|---|---|---|', *rows]) if rows else ''
+    theirs = arguments(MixedPrecision) if obj is HalfWeights else []
+    rows = [f'| `{name}` | {typed(meaning, kind, default)} |' for name, kind, default, meaning in arguments(obj)
+            if (name, kind, default, meaning) not in theirs]
+    same = [f'`{a[0]}`' for a in arguments(obj) if a in theirs]
+    more = f'\n\n{", ".join(same)}: as in [`MixedPrecision`](#MixedPrecision).' if same else ''
+    return '\n'.join(['| argument | meaning |', '|---|---|', *rows]) + more if rows else ''
 
 
 def passed_on(obj):
@@ -145,18 +161,18 @@ def source_link(obj):
 
 
 def entry(kind, name, obj, fence, inside='', key=''):
-    "Return an entry: signature, docstring, example, arguments, a link to the source."
+    "Return an entry: signature, a link to the source, docstring, example, arguments."
     is_function = not is_property(obj)
     head = name + signature_text(obj) if is_function and name not in RETURNED else name
-    parts = [f'{fence}{{py:{kind}}} {head}', text_of(obj), example(key or name)]
+    parts = [f'{fence}{{py:{kind}}} {head}', f'{source_link(obj)} {text_of(obj)}', example(key or name)]
     if is_function: parts += [table(obj), passed_on(obj)]
-    return '\n\n'.join([*filter(None, [*parts, source_link(obj)]), inside, fence])
+    return '\n\n'.join([*filter(None, parts), inside, fence])
 
 
 def enumeration(name, obj, fence):
     "Return an entry for an enum: its members, no arguments."
     lines = '\n'.join(f'- `{name}.{m.name}`: `{m.value!r}`' for m in obj)
-    parts = [f'{fence}{{py:class}} {name}(value)', text_of(obj), example(name), lines, source_link(obj), fence]
+    parts = [f'{fence}{{py:class}} {name}(value)', f'{source_link(obj)} {text_of(obj)}', example(name), lines, fence]
     return '\n\n'.join(filter(None, parts))
 
 
@@ -176,13 +192,17 @@ def learner_entry(name, f):
 
 
 def summary():
-    "Return a table with the first sentence about each public name."
+    "Return a table with the first sentence about each public name, or its first clause if that is long."
     named = {f'Learner.{n}': f for n, f in learner_methods().items()}
     named |= {n: public(n) for n in [*fastxtend_amp.__all__, *ELSEWHERE]}
-    def first(obj): return re.split(r'(?<=\w)[.:;](?=\s|$)', inspect.getdoc(obj).split('\n\n')[0])[0]
+    def first(obj):
+        sentence = re.split(r'(?<=\w)[.:;](?=\s|$)', inspect.getdoc(obj).split('\n\n')[0])[0]
+        sentence = sentence.rstrip('.')
+        clause = sentence.partition(', ')[0]
+        return clause if len(clause.split()) > 8 and not sentence.endswith('as a metric') else sentence
     rows = [f'| [`{n.removeprefix("Learner.")}`](#{n}) | {cell(" ".join(first(obj).split()))} |'
             for n, obj in named.items()]
-    return '\n'.join(['| name | |', '|---|---|', *rows])
+    return '\n'.join(['| name | meaning |', '|---|---|', *rows])
 
 
 class Api(SphinxDirective):

@@ -31,5 +31,5 @@ html_title = f'{project} {release}'
 html_static_path = ['_static']
 html_css_files = ['custom.css']
 html_show_sphinx = html_show_copyright = False
-html_copy_source = False
+html_copy_source = html_use_index = False
 html_theme_options = {'navigation_with_keys': True}

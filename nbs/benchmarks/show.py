@@ -15,7 +15,7 @@ COLUMNS = f"""\
 - x plain: that ratio divided by the plain PyTorch loop's, so that the cost of the framework's loop cancels.
 - syncs: GPU synchronizations per step beyond fp32's; without the column on a CPU.
 - faults: pages of memory that the system gave to the process per step.
-- ~: too noisy to tell: the median's 95 % interval, 1.57 (q3 - q1) / sqrt(blocks), is wider than {NOISY:.0%} either
+- ~: the median's 95 % interval, 1.57 (q3 - q1) / sqrt(blocks), is wider than {NOISY:.0%} either
   way, or there was one block."""
 
 
@@ -121,7 +121,7 @@ def plot(panels: dict[str, Rows], file: str | Path, narrow: bool = False) -> Non
         draw(ax, rows, narrow)
         ax.set_title(title, fontweight='bold', fontsize=11, loc='left', pad=14)
     legend = (f'whole training step, {OPTIMIZER}; line: quartiles;' + '\n '[not narrow]
-              + 'hollow dot and ~: too noisy to tell')
+              + 'hollow dot and ~: 95 % interval over 5 % either way')
     figure.legend(*axs[0].get_legend_handles_labels(), loc='outside lower center', ncols=3, frameon=False,
                   title=legend, columnspacing=1, handletextpad=.2)
     figure.savefig(file, dpi=130, bbox_inches='tight')
