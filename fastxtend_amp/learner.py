@@ -139,10 +139,10 @@ def to_amp(self: Learner, *args,
 ) -> Learner: # The learner
     """Train in the fastest precision that the model's device does natively: bf16, then fp16, else fp32.
 
-    Looks up what the device can do. It cannot know whether this model gains from it: small layers may train faster in
-    fp32 all the same. With `measure=True` fp32, bf16, fp16 and TF32 are tried instead, as far as the device does them
-    natively, and half-precision weights if the learner has them, on copies of the learner; one line says what was
-    taken and why. What was measured is then `learn.precision_decision`. Raises `RuntimeError` in several processes.
+    It cannot know whether this model gains from it: small layers may train faster in fp32 all the same. With
+    `measure=True` all precisions that the device does natively, and half-precision weights if the learner has them, are
+    tried on copies of the learner; one line says what was taken and why, and `learn.precision_decision` is what was
+    measured. Raises `RuntimeError` in several processes.
     """
     refuse_unknown(Learner.to_amp, kwargs)
     if args:
