@@ -162,7 +162,7 @@ def _copy(learn: Learner, optimizer: bool) -> Learner:
         if name == 'model': memo[id(learn.model)] = copied       # instead of what wraps it
         if isinstance(part, Callback): new.cbs.append(copied)
         vars(new)[name] = copied
-    vars(new).update(logger=noop, save=_write_nothing, load=noop, export=noop)
+    vars(new).update(logger=noop, save=noop, load=noop, export=noop)
     if hasattr(learn, 'recorder'):                               # which other callbacks read; it takes no part itself
         new.recorder = object.__new__(type(learn.recorder))      # copying it leaves out what it has recorded
         vars(new.recorder).update(copy.deepcopy(vars(learn.recorder), memo))
@@ -172,9 +172,6 @@ def _copy(learn: Learner, optimizer: bool) -> Learner:
     for m in new.model.modules():                                # a copy that waits for no other process
         if isinstance(m, nn.SyncBatchNorm): vars(m)['forward'] = MethodType(nn.BatchNorm1d.forward, m)
     return new
-
-
-def _write_nothing(file: str | Path, **kwargs: object) -> Path: return Path(file)
 
 
 class _Detached(TorchFunctionMode):
@@ -221,11 +218,9 @@ def generators(
     return found
 
 
-def random_state(
-    everything: bool = False, # As `generators` has it
-) -> RandomState: # Pairs: the function that sets a generator, and its state
+def random_state() -> RandomState: # Pairs: the function that sets a generator, and its state
     "Return the state of the global random number generators, for `set_random_state`."
-    return [(set_state, get()) for set_state, get in generators(everything)]
+    return [(set_state, get()) for set_state, get in generators(everything=True)]
 
 
 def set_random_state(state: RandomState) -> None:
@@ -236,6 +231,6 @@ def set_random_state(state: RandomState) -> None:
 @contextmanager
 def random_state_kept() -> Iterator[None]:
     "Put the random number generators of torch, Python and NumPy back at the end."
-    state = random_state(everything=True)
+    state = random_state()
     try: yield
     finally: set_random_state(state)

@@ -12,6 +12,7 @@ import pandas as pd
 import torch
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
+from fastcore.basics import patch
 from torch import nn
 
 from ..callback import precision_callback
@@ -30,7 +31,7 @@ from .shown import Shown
 from .trace import Seen, Trace, trace
 from .verdict import Judge, Verdict, named, some, wrong_in_fp32
 
-__all__ = ['PrecisionReport', 'report']
+__all__ = ['PrecisionReport']
 
 INIT_SCALE = 65536.   # the loss scale of a learner that has none yet
 EMULATED_TIME = 1.    # seconds of the CPU in fp32 for which an emulated mode may take a minute
@@ -101,28 +102,44 @@ def _to_look_at(table: pd.DataFrame, n: int) -> pd.DataFrame:
     return table.loc[badness.sort_values(ascending=False, kind='stable').index[:n]]
 
 
-def report(
-    learn: Learner,
-    modes: str | AMPMode | Iterable[str | AMPMode] = ('bf16', 'fp16'),
-    n_batches: int = 1,
-    dl: DataLoader | None = None,
-    max_seconds: float = 60.,
-) -> PrecisionReport:
-    "Report on a learner; see `Learner.precision_report`."
+@patch
+def precision_report(self: Learner,
+    modes: str | AMPMode | Iterable[str | AMPMode] = ('bf16', 'fp16'), # The precisions to report on
+    n_batches: int = 1, # How many batches to look at
+    dl: DataLoader | None = None, # Gives the batches; fastai's or PyTorch's; the training set's if None
+    max_seconds: float = 60., # Seconds after which the model is not run again; a verdict may then be 'not known'
+) -> PrecisionReport: # `verdicts`, `table`, `fp32_modules`, `plot()`; shows itself in a notebook
+    """Report whether the model survives low precision, and where it does not, on real batches.
+
+    Runs batches forward and backward in copies of the learner, in its own training loop with its callbacks, in fp32 and
+    in each mode, and looks into each module, the model's own `forward` and the loss function. Modules that do not run,
+    whose values are not finite or reach a quarter of the format's maximum, or whose error is above 10 %, are kept in
+    fp32, and the batches run again, until nothing is wrong. For the model's own `forward` and the loss function, which
+    cannot be kept in fp32, the modules before them are tried. The verdict holds for these batches and weights: after
+    some training ask again. Where a mode is emulated and slow, the report takes the first samples of each batch alone,
+    and says so.
+
+    A copy has what it has in `compare_precision`, and the learner stays as it was. With several processes each reports
+    by itself.
+
+    Raises `ValueError` for an unknown mode, for unusable numbers, for a learner that cannot be copied, without batches,
+    for parameters in half precision, sharded (FSDP), NaN or inf; `RuntimeError` inside a fit; and any error of
+    the model in fp32.
+    """
     asked = check_modes(modes)
     check_count('n_batches', n_batches, 1)
     check_above_0('max_seconds', max_seconds, '60')
     if dl is not None and not hasattr(dl, '__iter__'):
         raise ValueError(f'dl={dl!r} cannot be used: dl must be a DataLoader, such as `learn.dls.valid`.')
-    check_learner(learn, 'precision_report')
-    model = unwrapped(learn.model)
+    check_learner(self, 'precision_report')
+    model = unwrapped(self.model)
     if half := half_parameters_of(model):
         raise ValueError(f"precision_report needs fp32 parameters, as mixed precision does, but {len(half)} to be "
                          f"trained are in half precision, such as '{half[0]}'. Call `learn.model.float()` first: "
                          'autocast itself casts what can run in low precision.')
     looked_at: list[AMPMode] = list(dict.fromkeys(AMPMode.BF16 if mode is AMPMode.FP8 else mode for mode in asked))
-    found = _Report(learn, model, max_seconds).on(looked_at, n_batches, learn.dls.train if dl is None else dl)
-    if AMPMode.FP8 in asked: found.notes.append(_fp8_note(learn))
+    found = _Report(self, model, max_seconds).on(looked_at, n_batches, self.dls.train if dl is None else dl)
+    if AMPMode.FP8 in asked: found.notes.append(_fp8_note(self))
     return found
 
 
@@ -161,7 +178,7 @@ class _Report:
             call = verdicts[other].call if other in verdicts else precision_call(self.learn, other)
             for v in verdicts.values(): v.call = v.call or call
         rows = [self._row(mode, s, v) for mode, v in verdicts.items() if mode in self.low
-                for s in self.low[mode].seen.values() if self._in_fp32(s).largest or s.name in v.trouble]
+                for s in self.low[mode].seen.values() if self.fp32.seen.get(s.name, s).largest or s.name in v.trouble]
         return PrecisionReport(pd.DataFrame(rows, columns=_COLUMNS), {m.value: v for m, v in verdicts.items()},
                                self._notes(few, whole))
 
@@ -183,10 +200,8 @@ class _Report:
             return Verdict(mode.value, 'not known', reason,
                            f"learn.precision_report('{mode.value}', max_seconds={10 * self.max_seconds:g})")
 
-    def _in_fp32(self, s: Seen) -> Seen: return self.fp32.seen.get(s.name, s)
-
     def _row(self, mode: AMPMode, s: Seen, verdict: Verdict) -> list:
-        ref = self._in_fp32(s)
+        ref = self.fp32.seen.get(s.name, s)
         error = math.inf if s.failed else s.error if s.judged else math.nan
         headroom = torch.finfo(mode.dtype).max / s.half if s.half else math.inf
         return [mode.value, s.name, s.type, mode.value if s.half else 'fp32', ref.largest, headroom, error,

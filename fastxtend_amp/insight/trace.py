@@ -83,15 +83,10 @@ class _Frame:
         "Note `wide` as the twin of `t`, unless `t` has no memory that can be looked up."
         address = _address(t)
         if not address or t.shape != wide.shape: return
-        if self.twin(t) is None:                                 # else another part of that memory has one
-            self.twins[address] = t, wide.new_empty(t.untyped_storage().nbytes() // t.element_size())
+        if self.twin(t) is None:                                 # of all that shares this memory
+            whole = t.detach().as_strided((t.untyped_storage().nbytes() // t.element_size(),), (1,), 0)
+            self.twins[address] = t, whole.to(wide.dtype, copy=True)
         self.twins[address][1].as_strided(t.shape, t.stride(), t.storage_offset()).copy_(wide)
-
-    def keep_before_write(self, t: torch.Tensor) -> None:
-        "Give `t`, into which an operator is to write, a twin, so that the operator writes into that as well."
-        if self.twin(t) is not None or not _address(t): return
-        whole = t.detach().as_strided((t.untyped_storage().nbytes() // t.element_size(),), (1,), 0)
-        self.keep(whole, half_to_float(whole))
 
     def wide(self, t: torch.Tensor) -> torch.Tensor:
         twin = self.twin(t)
@@ -124,10 +119,6 @@ class Trace(TorchDispatchMode):
         self._backward, self.began = False, 0.
         self.seconds = 0.                                        # of the CPU for the last batch
 
-    def failures(self) -> list[str]:
-        "Return the modules where finite numbers end in the forward pass, the first first."
-        return [n for n, s in self.seen.items() if s.failed]
-
     @contextmanager
     def hooked(self, model: nn.Module) -> Iterator[None]:
         "Note what `model` does inside."
@@ -135,9 +126,9 @@ class Trace(TorchDispatchMode):
             for name, m in qualified_names(model):
                 if isinstance(m, torch.jit.ScriptModule): continue       # which takes no hooks from Python
                 # First of all hooks, so that what others make of the inputs is the module's own doing.
-                enter = m.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True, prepend=True)
-                leave = m.register_forward_hook(self._leave, with_kwargs=True, always_call=True)
-                for hook in (enter, leave): stack.callback(hook.remove)
+                enter = partial(self._enter, name)
+                stack.enter_context(m.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
+                stack.enter_context(m.register_forward_hook(self._leave, with_kwargs=True, always_call=True))
             stack.enter_context(self)
             yield
 
@@ -217,7 +208,7 @@ class Trace(TorchDispatchMode):
         frame = self._frames[-1]
         seen, inputs = frame.seen, tensors((args, kwargs))
         strange = [t for t in tensors((args, kwargs), floating=False) if t.is_floating_point() and not is_plain(t)]
-        for t in strange: self._leave_alone(f'{type(t).__name__} of {t.dtype}', seen)
+        for t in strange: self.unseen.setdefault(f'{type(t).__name__} of {t.dtype}', seen.name)
         is_cast = op.name == '_to_copy' and kwargs.get('dtype') in HALF
         low = self.mode is not None and (is_cast or any(t.dtype in HALF or frame.twin(t) is not None for t in inputs))
         began_finite = not op.writes or all(map(all_finite, inputs))
@@ -234,7 +225,8 @@ class Trace(TorchDispatchMode):
                 seen.largest = max(seen.largest, largest)
                 if o.dtype in HALF: seen.half = max(seen.half, largest)
             if w is not None and not op.writes: frame.keep(o, w)
-            if all_finite(o) or self._fails_in_fp32(seen): continue
+            fp32 = self.reference and self.reference.seen.get(seen.name)
+            if all_finite(o) or (fp32 and fp32.failed): continue
             # -inf alone may be a mask.
             if w is None: seen.failed |= began_finite and all(map(all_finite, inputs)) and ends(o)
             else: seen.failed |= ends(o[w.isfinite()])
@@ -242,21 +234,15 @@ class Trace(TorchDispatchMode):
 
     def _widely(self, func, op, args, kwargs, frame):
         "Return what the operator gives in fp32 on the twins of its inputs; None if it does not run so."
-        for t in tensors(args[:1]) if op.writes else (): frame.keep_before_write(t)
+        for t in tensors(args[:1]) if op.writes else (): frame.keep(t, frame.wide(t))    # for it to write into
         device_type = tensors((args, kwargs), floating=False)[0].device.type
         dtypes = {k: torch.float32 for k, v in kwargs.items() if isinstance(v, torch.dtype) and v in HALF}
         try:
             with torch.no_grad(), torch.autocast(device_type, enabled=False):
                 return func(*map_tensors(frame.wide, args), **{**map_tensors(frame.wide, kwargs), **dtypes})
         except Exception:                                        # such as flash attention, which runs in half alone
-            self._leave_alone(f'{func}, which does not run in fp32', frame.seen)
+            self.unseen.setdefault(f'{func}, which does not run in fp32', frame.seen.name)
             return None
-
-    def _leave_alone(self, what, seen): self.unseen.setdefault(what, seen.name)
-
-    def _fails_in_fp32(self, seen):
-        in_fp32 = self.reference.seen.get(seen.name) if self.reference is not None else None
-        return in_fp32 is not None and in_fp32.failed
 
 
 class _Ends(Callback):
@@ -328,7 +314,6 @@ def largest_value(t: torch.Tensor) -> float:
 
     Negative values far from all others do not count: they are what attention masks are filled with.
     """
-    t = t.detach()
     if not all_finite(t): t = t[t.isfinite()]
     if not t.numel(): return 0.
     low, high = map(float, torch.aminmax(t))

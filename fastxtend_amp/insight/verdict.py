@@ -49,12 +49,8 @@ class Verdict:
     trouble: list[str] = field(default_factory=list) # Modules in trouble; '(model)' is the model's own forward
     init_scale: float | None = None # First loss scale, where the usual one is too high (fp16)
 
-    @property
-    def headline(self) -> str:
-        "The verdict, and the call to make."
-        return f'{self.mode}: {self.verdict}.' + f' Next: `{self.call}`' * bool(self.call)
-
-    def __str__(self): return f'{self.headline}\n    {self.reason}'
+    def __str__(self):
+        return f'{self.mode}: {self.verdict}.' + f' Next: `{self.call}`' * bool(self.call) + f'\n    {self.reason}'
 
 
 @dataclass
@@ -214,10 +210,10 @@ def wrong_in_fp32(fp32: Trace, batches: Any) -> str:
 
     The data is blamed then alone: NaN may stand for a target that is not known, and that the loss leaves out.
     """
-    if fp32.loss_is_finite and fp32.grads_are_finite: return ''
+    if _is_fine(fp32): return ''
     if bad := not_finite_data(batches): return bad
     what = 'gradients are' if fp32.loss_is_finite else 'loss is'
-    first = ''.join(f', first in {named(n)}' for n in fp32.failures()[:1])
+    first = next((f', first in {named(n)}' for n, s in fp32.seen.items() if s.failed), '')
     return f'the {what} not finite in fp32 either{first}: this is not a matter of precision'
 
 
