@@ -228,7 +228,7 @@ class Trace(TorchDispatchMode):
             fp32 = self.reference and self.reference.seen.get(seen.name)
             if all_finite(o) or (fp32 and fp32.failed): continue
             # -inf alone may be a mask.
-            if w is None: seen.failed |= began_finite and all(map(all_finite, inputs)) and ends(o)
+            if w is None: seen.failed |= began_finite and (op.writes or all(map(all_finite, inputs))) and ends(o)
             else: seen.failed |= ends(o[w.isfinite()])
         return out
 

@@ -253,12 +253,10 @@ def test_the_range_of_loss_scales(factor, word, scales):
     )
 
 
-def test_what_is_not_finite_in_fp32_either_or_in_the_data():
-    for verdict in (
-        learner(nn.Sequential(nn.Linear(6, 1), Act(lambda h: h.sum(1, keepdim=True).log())))
-        .precision_report()
-        .verdicts.values()
-    ):
+@pytest.mark.parametrize('log', [torch.log, torch.log_], ids=['a new tensor', 'in place'])
+def test_what_is_not_finite_in_fp32_either_or_in_the_data(log):
+    model = nn.Sequential(nn.Linear(6, 1), Act(lambda h: log(-h.square())))
+    for verdict in learner(model).precision_report().verdicts.values():
         assert str(verdict) == (
             f"{verdict.mode}: not known.\n    the loss is not finite in fp32 either, first in '1': "
             'this is not a matter of precision'
