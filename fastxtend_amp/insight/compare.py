@@ -34,8 +34,6 @@ from .copies import (
 from .precisions import PrecisionChoice, call_for, choices_from, default_choices, use_choice
 from .arguments import check_above_0, check_count
 
-__all__: list[str] = []
-
 LIMIT = 2**29           # bytes of batches that are held; further steps take the same ones again
 _TURNS = 7              # at least, besides the first two of one step, in which `n_steps` are taken
 _FOR_SEEDS = .4         # of the time, at most
@@ -181,7 +179,7 @@ class _Comparison:
             self._in_fits(others, train)
             if run.learn is not None: self._end(run)
         try:
-            with copied_learner(self.learn, optimizer=True, precision=True) as copy:
+            with copied_learner(self.learn, to_train=True) as copy:
                 self._prepare(copy, run.choice, seed)
                 copy._with_events(inside, 'fit', ())             # a cancelled fit is an error here
             return
@@ -237,12 +235,11 @@ class _Comparison:
 
     def _train(self, run, steps):
         "Train on the batches of these steps, timed."
-        losses = []
         set_random_state(run.random_state)
         wait_for(self.device)
         before = allocated(self.device)
         start = time.perf_counter()
-        for step in steps: losses.append(self._step(run, len(run.losses) + len(losses), step))
+        losses = [self._step(run, i, step) for i, step in enumerate(steps, len(run.losses))]
         wait_for(self.device)
         run.times.append((time.perf_counter() - start) / len(losses))
         run.peak = allocated(self.device, peak=True) - before

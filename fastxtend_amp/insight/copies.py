@@ -80,8 +80,7 @@ def lost_weights(model: nn.Module) -> str: # Such as "2 of 4 weight tensors are 
 def copied_learner(
     learn: Learner, # Nothing in it changes
     *,
-    optimizer: bool = False, # Whether the optimizer and its state are copied, too; else the copy has none yet
-    precision: bool = False, # Whether the copy keeps a copied precision callback; else it is in fp32
+    to_train: bool = False, # Whether the copy has copies of optimizer and precision callback; else it has neither
 ) -> Iterator[Learner]: # A learner of the same class; its `path` is a folder that is removed at the end
     """Copy `learn`, to be trained or examined inside and thrown away.
 
@@ -98,18 +97,15 @@ def copied_learner(
     with (tempfile.TemporaryDirectory() as folder, random_state_kept(), torch.enable_grad(), autocast,
           warnings.catch_warnings()):
         warnings.simplefilter('ignore')                          # such as that a mode is emulated
-        new = _copy(learn, optimizer)
+        new = _copy(learn, to_train)
         new.path, new.model_dir = Path(folder), 'models'
-        if not precision:
-            new.to_fp32()
-            if getattr(new, 'scaler', None) is None:             # which callbacks may call to scale a loss
-                new.scaler = torch.amp.GradScaler(device_type, enabled=False)
+        if not to_train: new.to_fp32()
         if any(not p.is_leaf for p in new.model.parameters()):   # TorchScript's
             raise ValueError("This learner cannot be copied, and only copies are run: the parameters of the model's "
                              'copy are not leaves.\nCopy the module before `torch.jit.script`, and ask for that.')
         grads = [(p, p.grad) for p in learn.model.parameters()]  # a loss function may have them in a closure
         try:
-            for p, _ in grads: p.grad = None
+            learn.model.zero_grad()
             yield new
         finally:
             for p, grad in grads: p.grad = grad
@@ -139,16 +135,16 @@ def loader_like(
     except Exception: return dl
 
 
-def _copy(learn: Learner, optimizer: bool) -> Learner:
+def _copy(learn: Learner, to_train: bool) -> Learner:
     new = object.__new__(type(learn))
     loaders = list(getattr(learn.dls, 'loaders', ()))
     loaders += [o for o in vars(learn).values() if isinstance(o, (DataLoader, torch.utils.data.DataLoader))]
-    shared = [learn.dls, *loaders, *(getattr(dl, 'dataset', None) for dl in loaders), learn.logger, learn.lock,
-              vars(learn).get('scaler')]
+    shared = [learn.dls, *loaders, *(getattr(dl, 'dataset', None) for dl in loaders), learn.logger, learn.lock]
     memo: dict[int, Any] = {id(o): o for o in shared if o is not None} | {id(learn): new}
     parts: dict[str, Any] = {'model': unwrapped(learn.model)}
-    parts |= {k: v for k, v in vars(learn).items() if k not in ('model', 'cbs') and not isinstance(v, Callback)}
-    if not optimizer: parts['opt'] = None
+    parts |= {k: v for k, v in vars(learn).items()
+              if k not in ('model', 'cbs', 'scaler') and not isinstance(v, Callback)}
+    if not to_train: parts['opt'] = None
     cbs = [cb for cb in learn.cbs if takes_part(cb) or isinstance(cb, MixedPrecision)]
     new.cbs = L()
     for name, part in [*parts.items(), *((cb.name, cb) for cb in cbs)]:

@@ -6,8 +6,6 @@ from fastcore.basics import patch
 
 from ..callback import MixedPrecision
 
-__all__: list[str] = []
-
 
 @patch
 def plot_scales(self: MixedPrecision,

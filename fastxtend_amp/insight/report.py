@@ -13,7 +13,6 @@ import torch
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from fastcore.basics import patch
-from torch import nn
 
 from ..callback import precision_callback
 from ..checks import half_parameters_of
@@ -132,13 +131,12 @@ def precision_report(self: Learner,
     if dl is not None and not hasattr(dl, '__iter__'):
         raise ValueError(f'dl={dl!r} cannot be used: dl must be a DataLoader, such as `learn.dls.valid`.')
     check_learner(self, 'precision_report')
-    model = unwrapped(self.model)
-    if half := half_parameters_of(model):
+    if half := half_parameters_of(unwrapped(self.model)):
         raise ValueError(f"precision_report needs fp32 parameters, as mixed precision does, but {len(half)} to be "
                          f"trained are in half precision, such as '{half[0]}'. Call `learn.model.float()` first: "
                          'autocast itself casts what can run in low precision.')
     looked_at: list[AMPMode] = list(dict.fromkeys(AMPMode.BF16 if mode is AMPMode.FP8 else mode for mode in asked))
-    found = _Report(self, model, max_seconds).on(looked_at, n_batches, self.dls.train if dl is None else dl)
+    found = _Report(self, max_seconds).on(looked_at, n_batches, self.dls.train if dl is None else dl)
     if AMPMode.FP8 in asked: found.notes.append(_fp8_note(self))
     return found
 
@@ -151,12 +149,15 @@ def _fp8_note(learn: Learner) -> str:
             'in bf16. How FP8 rounds was not looked at.')
 
 
+@dataclass(eq=False)
 class _Report:
     "The traces of one report."
-    def __init__(self, learn: Learner, model: nn.Module, max_seconds: float):
-        self.learn, self.model, self.max_seconds = learn, model, max_seconds
-        self.until = time.monotonic() + max_seconds
-        self.device = training_device(learn)
+    learn: Learner
+    max_seconds: float
+
+    def __post_init__(self):
+        self.until = time.monotonic() + self.max_seconds
+        self.device = training_device(self.learn)
         self.low: dict[AMPMode, Trace] = {}                      # the first that ran to its end
 
     def on(self, modes: list[AMPMode], n_batches: int, dl: DataLoader) -> PrecisionReport:
@@ -194,7 +195,7 @@ class _Report:
         scale, kept = (cb and cb.scale) or INIT_SCALE, cb.fp32_module_names if cb else []
         try:
             call = partial(precision_call, self.learn, mode)
-            return Judge(mode, self.model, self.device, run, self.fp32, scale, call, kept).verdict()
+            return Judge(mode, unwrapped(self.learn.model), self.device, run, self.fp32, scale, call, kept).verdict()
         except TimeoutError:
             reason = f'the report ended at its time limit, `max_seconds={self.max_seconds:g}`'
             return Verdict(mode.value, 'not known', reason,
@@ -236,10 +237,10 @@ def first_samples(batch: Any, n: int) -> Any:
 
 
 def check_modes(modes: str | AMPMode | Iterable[str | AMPMode]) -> list[AMPMode]:
-    "Return the modes to examine, each once."
+    "Return the modes to examine."
     try:
         given = [modes] if isinstance(modes, (str, torch.dtype)) else modes
-        if (found := [*dict.fromkeys(map(AMPMode, given))]) and AMPMode.TF32 not in found: return found
+        if (found := [*map(AMPMode, given)]) and AMPMode.TF32 not in found: return found
     except (TypeError, ValueError): pass
     raise ValueError(f"modes={modes!r} cannot be used: give 'bf16', 'fp16' or 'fp8', or several; fp32 is what they "
                      'are compared with, and TF32 has its range.')

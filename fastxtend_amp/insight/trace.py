@@ -11,7 +11,7 @@ from __future__ import annotations
 import math, sys, time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -59,7 +59,6 @@ class Seen:
 
     def add_grad(self, g: torch.Tensor) -> None:
         "Note the gradient of an output or a parameter."
-        if not is_plain(g): return
         g = g.detach().abs().float()
         g = g[g.isfinite() & (g != 0)]
         if not g.numel(): return
@@ -67,11 +66,12 @@ class Seen:
         self.grad_sum, self.n_grads = self.grad_sum + float(g.sum()), self.n_grads + g.numel()
 
 
+@dataclass(eq=False)
 class _Frame:
     "One call of a module under way, and the fp32 twins of tensors that its operators have made."
-    def __init__(self, seen: Seen, module: nn.Module | None = None):
-        self.seen, self.module = seen, module
-        self.twins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}    # by address: a tensor there, the fp32 memory
+    seen: Seen
+    # By address: a tensor there, and the fp32 memory beside its own.
+    twins: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def twin(self, t: torch.Tensor) -> torch.Tensor | None:
         "Return the fp32 twin of `t`, which shares memory with the twins of its views; None if it is exact."
@@ -156,7 +156,7 @@ class Trace(TorchDispatchMode):
                     self.grads_are_finite &= all_finite(g)
                     self.n_moving += int(g.count_nonzero())
                     if name in self.seen: self.seen[name].add_grad(g)
-            for p in model.parameters(): p.grad = None           # those of the next batch would add to them
+            model.zero_grad()                                    # the gradients of the next batch would add to them
         self.seconds = time.process_time() - self.began
 
     # -- modules
@@ -170,12 +170,11 @@ class Trace(TorchDispatchMode):
 
     def _push(self, name, module=None):
         seen = self.seen.setdefault(name, Seen(name, type(module).__name__ if module is not None else 'function'))
-        self._frames.append(_Frame(seen, module))
+        self._frames.append(_Frame(seen))
 
     def _leave(self, module, args, kwargs, output):
-        if not any(f.module is module for f in self._frames): return
         with unwatched():
-            while (frame := self._frames.pop()).module is not module: pass   # an exception ended those inside
+            frame = self._frames.pop()
             seen = frame.seen
             if output is None and sys.exc_info()[0] is not None: self.failed_in = self.failed_in or seen.name
             outputs = [] if in_function_transform() else tensors(output)
@@ -189,7 +188,7 @@ class Trace(TorchDispatchMode):
     def _compare(self, frame, t):
         "Note the error of a tensor that leaves a module, or enters one inside."
         t = t.detach()
-        frame.seen.judged |= is_plain(t) and bool(t.isfinite().any())
+        frame.seen.judged |= bool(t.isfinite().any())
         twin = frame.twin(t)
         if twin is None: return
         error = relative_error(t, twin)
@@ -253,7 +252,7 @@ class _Ends(Callback):
     def before_batch(self): self.before = vars(self.learn).get('loss_grad')
     def after_loss(self):
         loss = vars(self.learn).get('loss_grad')                 # without targets it may come from the model
-        if isinstance(loss, torch.Tensor) and loss is not self.before: self.trace.end_forward(loss)
+        if loss is not self.before: self.trace.end_forward(loss)
     def after_backward(self):
         self.trace.end_backward(self.learn.model)
         raise CancelBatchException

@@ -79,8 +79,7 @@ class Judge:
             if not found and _is_fine(low): return self._works(low)
             before = self.keep, self.scale
             self._mend(low, found)
-            if before == (self.keep, self.scale): break
-        return self._nothing_helps(low)
+            if before == (self.keep, self.scale): return self._nothing_helps(low)
 
     def _say(self, verdict: Judgement, reason, **found) -> Verdict:
         return Verdict(self.mode.value, verdict, reason, trouble=[*self.reasons], **found)

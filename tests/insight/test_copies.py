@@ -50,8 +50,9 @@ def compiled_with_norms():
 def test_the_learner_is_as_it_was(make):
     learn = make()
     before = bits(learn)
-    with copied_learner(learn, optimizer=True) as copy:
-        assert copy.precision is None and same(params(copy), params(learn))
+    with copied_learner(learn, to_train=True) as copy:
+        copy.to_fp32()
+        assert same(params(copy), params(learn))
         train(copy)
         assert not same(params(copy), params(learn))
     after = bits(learn)
@@ -99,7 +100,7 @@ def test_what_hangs_on_the_learner_and_cannot_be_copied_is_named():
 def test_the_copy_trains_as_the_learner_would(opt):
     learn = learner(opt_func=OPTIMIZERS[opt]).to_fp16(init_scale=256.0)
     learn.fit(1, 0.01)
-    with copied_learner(learn, optimizer=True) as copy:
+    with copied_learner(learn, to_train=True) as copy:
         copy.to_fp16(init_scale=256.0)
         train(copy, 6)
         found, state = params(copy), opt_state(copy.opt)
@@ -157,7 +158,7 @@ def test_a_copy_is_freed_at_once():
     learn.fit(1)
     gc.disable()
     try:
-        with copied_learner(learn, optimizer=True, precision=True) as copy:
+        with copied_learner(learn, to_train=True) as copy:
             assert copy.recorder.losses == learn.recorder.losses and copy.recorder.losses is not learn.recorder.losses
             train(copy, 2)
             model = weakref.ref(copy.model)
