@@ -179,7 +179,7 @@ class _Comparison:
             self._in_fits(others, train)
             if run.learn is not None: self._end(run)
         try:
-            with copied_learner(self.learn, to_train=True) as copy:
+            with copied_learner(self.learn, optimizer=True) as copy:
                 self._prepare(copy, run.choice, seed)
                 copy._with_events(inside, 'fit', ())             # a cancelled fit is an error here
             return

@@ -80,15 +80,15 @@ def lost_weights(model: nn.Module) -> str: # Such as "2 of 4 weight tensors are 
 def copied_learner(
     learn: Learner, # Nothing in it changes
     *,
-    to_train: bool = False, # Whether the copy has copies of optimizer and precision callback; else it has neither
+    optimizer: bool = False, # Whether the optimizer and its state are copied, too; else the copy has none yet
 ) -> Iterator[Learner]: # A learner of the same class; its `path` is a folder that is removed at the end
     """Copy `learn`, to be trained or examined inside and thrown away.
 
-    Model, loss function, the callbacks that take part and what else hangs on the learner are deep copies; data loaders
-    and their datasets are shared. The model is the one inside `torch.compile` and DistributedDataParallel, so a copy
-    does not communicate with other processes. `save`, `load` and `export` of a copy do nothing, whatever file they are
-    given. Gradients are on inside, autocast and warnings are off, and the random states of Python, NumPy and torch are
-    put back.
+    Model, loss function, precision, the callbacks that take part and what else hangs on the learner are deep copies;
+    data loaders and their datasets are shared. The model is the one inside `torch.compile` and DistributedDataParallel,
+    so a copy does not communicate with other processes. `save`, `load` and `export` of a copy do nothing, whatever file
+    they are given. Gradients are on inside, autocast and warnings are off, and the random states of Python, NumPy and
+    torch are put back.
 
     Raises `ValueError` for a learner that cannot be copied, with the name of what cannot.
     """
@@ -97,9 +97,8 @@ def copied_learner(
     with (tempfile.TemporaryDirectory() as folder, random_state_kept(), torch.enable_grad(), autocast,
           warnings.catch_warnings()):
         warnings.simplefilter('ignore')                          # such as that a mode is emulated
-        new = _copy(learn, to_train)
+        new = _copy(learn, optimizer)
         new.path, new.model_dir = Path(folder), 'models'
-        if not to_train: new.to_fp32()
         if any(not p.is_leaf for p in new.model.parameters()):   # TorchScript's
             raise ValueError("This learner cannot be copied, and only copies are run: the parameters of the model's "
                              'copy are not leaves.\nCopy the module before `torch.jit.script`, and ask for that.')
@@ -135,7 +134,7 @@ def loader_like(
     except Exception: return dl
 
 
-def _copy(learn: Learner, to_train: bool) -> Learner:
+def _copy(learn: Learner, optimizer: bool) -> Learner:
     new = object.__new__(type(learn))
     loaders = list(getattr(learn.dls, 'loaders', ()))
     loaders += [o for o in vars(learn).values() if isinstance(o, (DataLoader, torch.utils.data.DataLoader))]
@@ -144,7 +143,7 @@ def _copy(learn: Learner, to_train: bool) -> Learner:
     parts: dict[str, Any] = {'model': unwrapped(learn.model)}
     parts |= {k: v for k, v in vars(learn).items()
               if k not in ('model', 'cbs', 'scaler') and not isinstance(v, Callback)}
-    if not to_train: parts['opt'] = None
+    if not optimizer: parts['opt'] = None
     cbs = [cb for cb in learn.cbs if takes_part(cb) or isinstance(cb, MixedPrecision)]
     new.cbs = L()
     for name, part in [*parts.items(), *((cb.name, cb) for cb in cbs)]:

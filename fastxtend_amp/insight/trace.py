@@ -275,8 +275,7 @@ def trace(
     """
     found = Trace(mode, reference)
     with copied_learner(learn) as copy, torch.compiler.set_stance('force_eager'), fp32_settings(FULL_PRECISION):
-        if mode is not None:
-            set_precision(copy, _Unchecked(mode, init_scale=scale, fp32_modules=list(keep), on_overflow='ignore'))
+        set_precision(copy, _Traced(mode or 'auto', init_scale=scale, fp32_modules=list(keep), on_overflow='ignore'))
         copy.add_cb(_Ends(found))
         if random_state is not None: set_random_state(random_state)
         try:
@@ -332,8 +331,9 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float: # nan wi
 
 # -- the copy's loop
 
-class _Unchecked(MixedPrecision):
-    "The run of a model with layers that have no kernel for the mode: each fails by itself, and the trace names it."
+class _Traced(MixedPrecision):
+    "The precision of a trace, also in fp32. A layer without a kernel for the mode fails by itself, and is named."
+    def mode_on(self, device: torch.device) -> AMPMode | None: return self.mode
     def _check_model(self, fit: Any) -> None: pass
 
 

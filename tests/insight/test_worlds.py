@@ -7,7 +7,7 @@ from fastai.learner import Learner
 from torch import nn
 from torch.nn import functional as F
 
-from helpers import Attentive, Data, dataset, finite, learner, loaders
+from helpers import At, Attentive, Data, dataset, finite, learner, loaders
 from states import Act, Times
 
 
@@ -360,3 +360,15 @@ def test_a_plot_of_no_loss_scale_is_refused(call):
         learn.fit(1)
     with pytest.raises(ValueError, match='(?s)nothing to plot.*bf16 and fp32 need no loss scaling'):
         learn.precision.plot_scales()
+
+
+@pytest.mark.parametrize(
+    'scaled', [lambda l: l.precision.scale_loss(l.loss_grad), lambda l: l.scaler.scale(l.loss_grad)]
+)
+def test_a_callback_with_a_backward_pass_of_its_own(scaled):
+    "As the FAQ has it, or with `learn.scaler`: it needs a precision in every run."
+    twice = At('before_backward', lambda l: scaled(l).backward(retain_graph=True), 5)
+    learn = learner(cbs=twice).to_fp16(init_scale=1024.0)
+    learn.fit(1)
+    report = learn.precision_report()
+    assert {v.verdict for v in report.verdicts.values()} == {'safe so far'}, report
