@@ -35,7 +35,7 @@ from .precisions import PrecisionChoice, call_for, choices_from, default_choices
 from .arguments import check_above_0, check_count
 
 LIMIT = 2**29           # bytes of batches that are held; further steps take the same ones again
-_TURNS = 7              # at least, besides the first two of one step, in which `n_steps` are taken
+_TURNS = 7              # that `n_steps` are divided into, after the first two of one step
 _FOR_SEEDS = .4         # of the time, at most
 _CONSIDERABLE = .1      # of fp32's step: drawing a batch that takes as long is worth a word
 
@@ -142,7 +142,7 @@ class _Comparison:
         if not self.batches:
             raise ValueError("The learner's training dataloader (`learn.dls.train`) gives no batches, so there is "
                              'nothing to train on.\nWith `drop_last=True` its dataset may be smaller than one batch.')
-        # The mean, without the start of workers in the first if there are others: they draw ahead.
+        # The mean without the first batch, for which workers start, unless there is no other.
         self.loading = float(np.mean(np.diff(clock)[1:] if len(clock) > 2 else np.diff(clock)))
 
     @random_state_kept()
@@ -209,8 +209,8 @@ class _Comparison:
         run.learn, run.support, run.note = None, 'failed', f'{type(e).__name__}: {first_line(e)}'
 
     def _train_in_turns(self):
-        "Train `n_steps` of each in turns, and go on until each is decided, while there is time besides the seeds'."
-        size = 1                                                 # the second step shows how long one takes
+        "Train `n_steps` of each in turns; go on until all are decided, or only the time for the seeds is left."
+        size = 1                                                 # in two turns: the second shows how long a step takes
         while due := self._due():
             done = len(self.base.losses)
             stop = done + size if done >= self.n_steps else min(done + size, self.n_steps)
@@ -222,7 +222,7 @@ class _Comparison:
             if stop == 2:
                 size = max(1, int(min(self.n_steps, self._left / (pace + seeds)) - 2) // _TURNS)
             reserved = min(seeds * min(stop + size, self.n_steps), _FOR_SEEDS * self.seconds)
-            if self._left < (size + 1) * pace + reserved: break    # with a batch for the memory
+            if self._left < (size + 1) * pace + reserved: break    # one step more shows the memory
 
     @property
     def _training(self): return [r for r in self.runs if r.learn is not None]

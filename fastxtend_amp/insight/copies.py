@@ -170,7 +170,7 @@ def _copy(learn: Learner, optimizer: bool) -> Learner:
 
 
 class _Detached(TorchFunctionMode):
-    "Copies tensors that have a graph, as modules and callbacks keep them, without it: with one PyTorch copies none."
+    "Copies tensors without their graph. Modules and callbacks keep some that have one, which PyTorch refuses to copy."
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is not torch.Tensor.__deepcopy__ or args[0].grad_fn is None: return func(*args, **(kwargs or {}))
         t, memo = args

@@ -89,7 +89,7 @@ def call_for(
     learn: Learner,
     choice: PrecisionChoice,
 ) -> Call:
-    "Return the call for `choice` that keeps the arguments of the learner's precision callback, as far as it has them."
+    "Return the call for `choice`, with those arguments of the learner's precision callback that the call takes, too."
     if choice.mode is None: return Call('to_fp32', {})
     method, cb = 'to_half_weights' if choice.half_weights else f'to_{choice.mode.value}', precision_callback(learn)
     arguments = {} if cb is None else {**cb.arguments, 'fp32_modules': cb.fp32_module_names}
@@ -98,7 +98,7 @@ def call_for(
         del parameters['master_weights' if choice.mode.needs_loss_scaling else 'loss_scale']
     if choice.init_scale:
         name = 'loss_scale' if choice.half_weights or arguments.get('loss_scale') else 'init_scale'
-        arguments |= {name: choice.init_scale, 'scaler': None}   # which has a scale itself
+        arguments |= {name: choice.init_scale, 'scaler': None}   # which would bring its own scale
     names = list(dict.fromkeys([*arguments.get('fp32_modules', ()), *choice.fp32_modules])) or None
     arguments |= {'amp_mode': choice.mode, 'fp32_modules': names}
     given = [name for name, p in parameters.items() if name in arguments and arguments[name] != p.default]
@@ -125,5 +125,5 @@ def use_choice(
     state = {} if old is None or choice.init_scale else old.state_dict()
     getattr(learn, call.method)(**call.arguments)
     cb = precision_callback(learn)
-    if state and cb is not None: cb.load_state_dict(state)       # as fp16 to fp16; nothing in bf16
+    if state and cb is not None: cb.load_state_dict(state)       # from fp16 to fp16; bf16 has none
     return cb

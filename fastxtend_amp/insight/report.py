@@ -33,7 +33,7 @@ from .verdict import Judge, Verdict, named, some, wrong_in_fp32
 __all__ = ['PrecisionReport']
 
 INIT_SCALE = 65536.   # the loss scale of a learner that has none yet
-EMULATED_TIME = 1.    # seconds of the CPU in fp32 for which an emulated mode may take a minute
+EMULATED_TIME = 1.    # CPU seconds in fp32: for as much work an emulated mode may take a minute
 FEWEST = 2            # samples, for batch normalization
 _COLUMNS = ['mode', 'module', 'type', 'format', 'largest', 'headroom', 'error', 'grad', 'trouble']
 

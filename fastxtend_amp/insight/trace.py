@@ -99,7 +99,7 @@ def _address(t: torch.Tensor) -> int:
 
 
 class Trace(TorchDispatchMode):
-    """Notes on some batches in one precision; beside those in fp32, `reference`, for a lower one.
+    """Notes on some batches in one precision; those in a lower one beside `reference`, the notes in fp32.
 
     `seen`: the modules, in the order in which their first calls end, and the loss function.
     """
@@ -245,7 +245,7 @@ class Trace(TorchDispatchMode):
 
 
 class _Ends(Callback):
-    "The end of a batch's parts for a trace, and of the batch after its backward pass."
+    "Calls the trace after the forward and the backward pass, and cancels the rest of the batch."
     order = 1000                                                 # after all others
     def __init__(self, trace: Trace): self.trace = trace
     before = None

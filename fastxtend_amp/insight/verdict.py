@@ -20,8 +20,8 @@ Judgement = Literal['safe so far', 'safe with loss scaling', 'keep modules in fp
                     'not known']
 
 IMPRECISE = .1        # error of a module's own arithmetic that is trouble
-LOST = .1             # share of the mean absolute gradient below which others may underflow
-VANISHED = .5         # share of the parameters' gradients other than 0 in fp32; with fewer training fails
+LOST = .1             # of the mean absolute gradient: smaller gradients may underflow
+VANISHED = .5         # of the gradients that are not 0 in fp32: where fewer are not 0, training fails
 CLOSE = 4.            # headroom below which a module is close to overflow
 LOWEST_SCALE = 2.**-12 # that is advised
 MARGIN = 16.          # by which a loss scale that is advised is below the highest: later gradients may be larger
