@@ -118,8 +118,8 @@ def precision_report(self: Learner,
     some training ask again. Where a mode is emulated and slow, the report takes the first samples of each batch alone,
     and says so.
 
-    A copy has what it has in `compare_precision`, and in fp32 a precision callback whose `mode` is None, for callbacks
-    that scale a loss. The learner stays as it was. With several processes each reports by itself.
+    A copy has what it has in `compare_precision`, and the learner stays as it was. With several processes each reports
+    by itself.
 
     Raises `ValueError` for an unknown mode, for unusable numbers, for a learner that cannot be copied, without batches,
     for parameters in half precision, sharded (FSDP), NaN or inf; `RuntimeError` inside a fit; and any error of

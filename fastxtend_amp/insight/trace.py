@@ -275,7 +275,9 @@ def trace(
     """
     found = Trace(mode, reference)
     with copied_learner(learn) as copy, torch.compiler.set_stance('force_eager'), fp32_settings(FULL_PRECISION):
-        set_precision(copy, _Traced(mode or 'auto', init_scale=scale, fp32_modules=list(keep), on_overflow='ignore'))
+        kwargs: Any = dict(init_scale=scale, fp32_modules=list(keep), on_overflow='ignore')
+        set_precision(copy, None if mode is None else MixedPrecision(mode, **kwargs))
+        copy.scaler = torch.amp.GradScaler('cpu', enabled=False)   # in fp32, too: callbacks may scale a loss with it
         copy.add_cb(_Ends(found))
         if random_state is not None: set_random_state(random_state)
         try:
@@ -330,12 +332,6 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float: # nan wi
 
 
 # -- the copy's loop
-
-class _Traced(MixedPrecision):
-    "The precision of a trace, also in fp32. A layer without a kernel for the mode fails by itself, and is named."
-    def mode_on(self, device: torch.device) -> AMPMode | None: return self.mode
-    def _check_model(self, fit: Any) -> None: pass
-
 
 def _run_again(copy, xb, yb):
     "Run a batch whose inputs and targets callbacks have prepared already."
