@@ -5,7 +5,7 @@ from .choice import measure_and_choose
 from .comparison import PrecisionComparison
 from .report import PrecisionReport
 from .watch import Watch
-from . import learner as _learner
+from . import plots as _plots
 
 __all__ = ['PrecisionComparison', 'PrecisionReport']
 

@@ -6,15 +6,16 @@ from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 from fastai.learner import Learner
+from fastcore.basics import patch
 
 from ..common import several_processes
-from .compare import compare
+from .compare import _Comparison
 from .comparison import PrecisionComparison
 from .copies import check_learner
 from .precisions import PrecisionChoice, default_choices
 from .arguments import check_above_0
 
-__all__ = ['decisions', 'measure_and_choose']
+__all__ = ['measure_and_choose']
 
 _FOR_REPORT = .3    # of the time
 _STEPS = 40         # training batches after which the losses are compared
@@ -42,8 +43,7 @@ def measure_and_choose(
                            'for itself.\nCall it in one process, and the call that it prints in all of them.')
     start = time.perf_counter()
     choices, refused = _with_modules_kept(learn, default_choices(learn), max_seconds)
-    left = max(max_seconds - (time.perf_counter() - start), .1)
-    comparison = compare(learn, choices, _STEPS, None, 3, left, max_seconds)
+    comparison = _Comparison(learn, _STEPS, None, 3, max_seconds, time.perf_counter() - start).run(choices)
     comparison.reason = '; '.join([comparison.reason.rstrip('.'), *refused]) + '.'
     comparison.apply(learn)
     decisions[learn] = comparison
@@ -63,3 +63,9 @@ def _with_modules_kept(learn, choices, max_seconds) -> tuple[list[PrecisionChoic
             found.append(replace(c, fp32_modules=tuple(v.modules), init_scale=v.init_scale))
         else: refused.append(f'{c.name}: {v.reason}')
     return found, refused
+
+
+@patch(as_prop=True)
+def precision_decision(self: Learner) -> PrecisionComparison | None:
+    "The comparison by which `to_amp(measure=True)` last chose: `recommended`, `reason`, `calls`; None if not asked."
+    return decisions.get(self)

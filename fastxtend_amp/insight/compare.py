@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import math, random, time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,13 +11,13 @@ import pandas as pd
 import torch
 from fastai.learner import Learner
 from fastai.torch_core import set_seed, to_device
-from fastcore.basics import noop
+from fastcore.basics import noop, patch
 
 from ..callback import precision_callback
 from ..common import first_line, several_processes, training_device
 from ..convert import map_tensors
 from ..fp32_settings import settings_note
-from ..mode import mode_support
+from ..mode import AMPMode, mode_support
 from ..scaling import optimizer_params
 from .comparison import PrecisionComparison, Tolerance, pays, recommend, speed_up
 from .copies import (
@@ -34,33 +34,58 @@ from .copies import (
 from .precisions import PrecisionChoice, call_for, choices_from, default_choices, use_choice
 from .arguments import check_above_0, check_count
 
-__all__ = ['compare']
-
 LIMIT = 2**29           # bytes of batches that are held; further steps take the same ones again
-_TURNS = 7              # at least, besides the first two of one step, in which `n_steps` are taken
+_TURNS = 7              # that `n_steps` are divided into, after the first two of one step
 _FOR_SEEDS = .4         # of the time, at most
 _CONSIDERABLE = .1      # of fp32's step: drawing a batch that takes as long is worth a word
 
 
-def compare(
-    learn: Learner,
-    modes: Any,
-    n_steps: int,
-    lr: float | slice | None,
-    n_seeds: int,
-    max_seconds: float,
-    given: float | None = None, # The seconds that the user gave, if some of them are gone
-) -> PrecisionComparison:
-    "See `Learner.compare_precision`."
-    choices = default_choices(learn) if modes is None else choices_from(modes)
+@patch
+def compare_precision(self: Learner,
+    modes: str | AMPMode | Iterable[str | AMPMode] | None = None, # To compare with fp32; the native ones if None
+    n_steps: int = 50, # Training batches after which the losses are compared; the speed may need more
+    *,
+    lr: float | slice | None = None, # Learning rate; the learner's own if None
+    n_seeds: int = 3, # How often fp32 is repeated with another order of the batches and other random draws
+    max_seconds: float = 60., # Seconds after which it ends, with what it knows by then
+) -> PrecisionComparison: # `table`, `plot()`, `recommended`, `reason` and `apply()`; shows itself in a notebook
+    """Train a copy of the learner in each precision, from its present state, on the same batches, and recommend one.
+
+    The learner, its loggers and its recorder stay as they are. Drawing batches runs the dataset, as fastai's
+    `one_batch()` does, and moves its random generators on. All copies are in memory at once, and up to 512 MB of
+    batches. The modes take turns, a few steps each, so that other work on the machine slows all of them; only the
+    training steps are timed. Turns go on after `n_steps` until the 95 % interval of the median speed-up is above 1.05,
+    or below, or the time ends; with several processes they end with `n_steps`. Time for the seeds is set aside first:
+    where it is short, the losses are compared after fewer steps. One batch more of each shows the memory.
+
+    A mode that the device does not run gets a row with the reason. A step is never broken off: in a mode that the
+    device only emulates one step of a large model may take long. Half-precision weights are compared if they are named
+    ('half weights', 'half weights fp16') or if the learner has them.
+
+    A copy has the precision callback's arguments, those of fastai's callbacks that shape a training step (mixup and
+    cutmix, gradient accumulation and clipping, RNN, batch-norm and GAN callbacks, channels last), and other callbacks
+    with an event from `before_batch` to `after_step`. Recorder, progress bars, schedulers, and callbacks that save or
+    stop are left out, and so are metrics, validation and `after_epoch`. A copy saves nothing; its `path` is a temporary
+    folder.
+
+    With several processes each compares by itself: the model is the one inside `torch.compile` and
+    DistributedDataParallel, and SyncBatchNorm takes this process's statistics. If the loss function communicates, all
+    processes must call this method.
+
+    Raises `ValueError` for an unknown mode, for unusable numbers, for a learner that cannot be copied, for parameters
+    that are sharded (FSDP), NaN or inf, without training batches, and for batches that give no loss;
+    `RuntimeError` inside a fit.
+
+    Source of the interval: McGill, Tukey and Larsen, Variations of Box Plots, The American Statistician 32 (1978), made
+    wider for looking after each turn.
+    """
+    choices = default_choices(self) if modes is None else choices_from(modes)
     check_count('n_steps', n_steps, 1)
     check_count('n_seeds', n_seeds, 0)
     check_above_0('max_seconds', max_seconds, '60')
     if lr is not None and not isinstance(lr, slice): check_above_0('lr', lr, '1e-3, or a slice of two')
-    check_learner(learn, 'compare_precision')
-    if len(choices) == 1: n_steps = 1                            # fp32 alone has nothing to be compared with
-    with random_state_kept():
-        return _Comparison(learn, n_steps, lr, n_seeds, max_seconds, given or max_seconds).run(choices)
+    check_learner(self, 'compare_precision')
+    return _Comparison(self, n_steps, lr, n_seeds, max_seconds, 0.).run(choices)
 
 
 @dataclass(eq=False)
@@ -90,14 +115,20 @@ class Run:
         return found[1:] or found
 
 
+@dataclass(eq=False)
 class _Comparison:
-    "The work behind `compare`."
-    def __init__(self, learn, n_steps, lr, n_seeds, max_seconds, given):
-        self.learn, self.n_steps, self.lr, self.n_seeds, self.given = learn, n_steps, lr, n_seeds, given
-        self.max_seconds, self.end, self.device = max_seconds, time.monotonic() + max_seconds, training_device(learn)
+    "The work behind `compare_precision`."
+    learn: Learner
+    n_steps: int
+    lr: float | slice | None
+    n_seeds: int
+    max_seconds: float # That the user gave
+    spent: float # Seconds of them that are gone
+
+    def __post_init__(self):
+        self.seconds, self.device = self.max_seconds - self.spent, training_device(self.learn)
+        self.end = time.monotonic() + self.seconds
         self.runs, self.seeds = list[Run](), list[Run]()
-        self._draw()
-        self.random_state = random_state(everything=True)
 
     def _draw(self):
         "Draw a batch for each step, as many as come in a quarter of the time and fit into 512 MB; time them."
@@ -107,14 +138,18 @@ class _Comparison:
             self.batches.append(to_device(b, self.device))
             clock.append(time.perf_counter())
             size += sum(t.numel() * t.element_size() for t in tensors(b, floating=False))
-            if len(self.batches) == self.n_steps or size > LIMIT or self._left < .75 * self.max_seconds: break
+            if len(self.batches) == self.n_steps or size > LIMIT or clock[-1] - clock[0] > self.seconds / 4: break
         if not self.batches:
             raise ValueError("The learner's training dataloader (`learn.dls.train`) gives no batches, so there is "
                              'nothing to train on.\nWith `drop_last=True` its dataset may be smaller than one batch.')
-        # The mean, without the start of workers in the first if there are others: they draw ahead.
+        # The mean without the first batch, for which workers start, unless there is no other.
         self.loading = float(np.mean(np.diff(clock)[1:] if len(clock) > 2 else np.diff(clock)))
 
+    @random_state_kept()
     def run(self, choices: list[PrecisionChoice]) -> PrecisionComparison:
+        if len(choices) == 1: self.n_steps = 1                   # fp32 alone has nothing to be compared with
+        self._draw()
+        self.random_state = random_state()
         for choice in choices:
             status, why = mode_support(choice.mode, self.device) if choice.mode else ('native', '')
             self.runs.append(Run(choice, status, why if status == 'unsupported' else ''))
@@ -140,11 +175,11 @@ class _Comparison:
         run, *others = runs
         def inside():
             for event in ('before_epoch', 'before_train'): copy(event)
-            run.learn, run.random_state = copy, random_state(everything=True)
+            run.learn, run.random_state = copy, random_state()
             self._in_fits(others, train)
             if run.learn is not None: self._end(run)
         try:
-            with copied_learner(self.learn, optimizer=True, precision=True) as copy:
+            with copied_learner(self.learn, optimizer=True) as copy:
                 self._prepare(copy, run.choice, seed)
                 copy._with_events(inside, 'fit', ())             # a cancelled fit is an error here
             return
@@ -174,8 +209,8 @@ class _Comparison:
         run.learn, run.support, run.note = None, 'failed', f'{type(e).__name__}: {first_line(e)}'
 
     def _train_in_turns(self):
-        "Train `n_steps` of each in turns, and go on until each is decided, while there is time besides the seeds'."
-        size = 1                                                 # the second step shows how long one takes
+        "Train `n_steps` of each in turns; go on until all are decided, or only the time for the seeds is left."
+        size = 1                                                 # in two turns: the second shows how long a step takes
         while due := self._due():
             done = len(self.base.losses)
             stop = done + size if done >= self.n_steps else min(done + size, self.n_steps)
@@ -186,8 +221,8 @@ class _Comparison:
             pace, seeds = sum(r.pace for r in self._training), self.n_seeds * self.base.pace
             if stop == 2:
                 size = max(1, int(min(self.n_steps, self._left / (pace + seeds)) - 2) // _TURNS)
-            reserved = min(seeds * min(stop + size, self.n_steps), _FOR_SEEDS * self.max_seconds)
-            if self._left < (size + 1) * pace + reserved: break    # with a batch for the memory
+            reserved = min(seeds * min(stop + size, self.n_steps), _FOR_SEEDS * self.seconds)
+            if self._left < (size + 1) * pace + reserved: break    # one step more shows the memory
 
     @property
     def _training(self): return [r for r in self.runs if r.learn is not None]
@@ -200,17 +235,16 @@ class _Comparison:
 
     def _train(self, run, steps):
         "Train on the batches of these steps, timed."
-        losses = []
         set_random_state(run.random_state)
         wait_for(self.device)
         before = allocated(self.device)
         start = time.perf_counter()
-        for step in steps: losses.append(self._step(run, len(run.losses) + len(losses), step))
+        losses = [self._step(run, i, step) for i, step in enumerate(steps, len(run.losses))]
         wait_for(self.device)
         run.times.append((time.perf_counter() - start) / len(losses))
         run.peak = allocated(self.device, peak=True) - before
         run.losses += map(float, losses)
-        run.random_state = random_state(everything=True)
+        run.random_state = random_state()
 
     def _step(self, run, i, step):
         before = vars(run.learn).get('loss_grad')
@@ -281,7 +315,7 @@ class _Comparison:
                  *self._on_a_fit(table, recommended), *_on_memory(table), *left_out(self.learn)]
         if self.n < self.n_steps or len(self.seeds) < self.n_seeds:
             notes.append(f'There was time for {self.n} of {self.n_steps} steps and {len(self.seeds)} of {self.n_seeds} '
-                         f'seeds (`max_seconds={self.given:g}`).')
+                         f'seeds (`max_seconds={self.max_seconds:g}`).')
         if settings := settings_note(): notes.append(f'{settings}; this is what is called fp32 here.')
         return notes
 

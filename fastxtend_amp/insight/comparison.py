@@ -20,7 +20,7 @@ _WORTH = 1.05           # times fp32's speed: a mode above it pays
 _FEWEST_TURNS = 6       # that an interval takes
 _WIDTH = 2.2            # of the interval; one that is looked at once would have 1.57
 # One-sided 95 % prediction interval of one more training, by the number of trainings: t * sqrt(1 + 1 / n).
-_INTERVAL = {2: 7.7, 3: 3.4}     # 2.6 for four; more are taken for four
+_INTERVAL = {2: 7.7, 3: 3.4}     # 2.6 for four or more
 
 
 @dataclass(repr=False, eq=False)
@@ -31,7 +31,7 @@ class PrecisionComparison(Shown):
     |---|---|
     | `support` | how the device runs the mode: 'native', 'emulated', 'unsupported'; 'failed' after an error |
     | `steps`, `turns` | training steps, and timed turns in which they were taken beside fp32's |
-    | `ms per step` | fp32's median over the turns; of others it over the speed-up |
+    | `ms per step` | fp32's median over the turns; for other modes, that divided by the speed-up |
     | `speed-up`, `speed-up low`, `speed-up high` | times fp32's speed: median over the turns, and its 95 % interval |
     | `loss`, `loss difference` | mean of some steps, and its distance from fp32's; nan for a mode that failed |
     | `skipped`, `final scale` | skipped steps, and the loss scale at the end |
@@ -115,10 +115,11 @@ def pays(low: float, high: float) -> bool | None:
 
 
 class Tolerance:
-    """The distance above fp32's loss that another may have: that of one more training of fp32, or what is little.
+    """The distance by which the loss of another mode may be above fp32's.
 
-    Little is 1 % of the loss, or a thousandth of the way to it from the first step's. Where fp32 was trained once there
-    is no spread, and only a wide margin counts: a tenth of the loss, or two standard deviations between its last steps.
+    It is the largest of three: the distance that one more training of fp32 could have, 1 % of the loss, and a
+    thousandth of the way from the first step's loss to it. Where fp32 was trained once, a wide margin stands for the
+    first: a tenth of the loss, or two standard deviations of its last steps.
     """
     def __init__(self,
         losses: Sequence[float], # fp32's, of each step
@@ -162,7 +163,7 @@ def _against(row: pd.Series, tolerance: Tolerance) -> list[str]:
     if row['support'] in ('unsupported', 'failed'): return ['does not run here']
     found = []
     if not math.isfinite(row['loss']): found.append('its loss is not finite')
-    elif row['skipped'] > row['steps'] / 2:                      # which takes less time, and leaves the loss alone
+    elif row['skipped'] > row['steps'] / 2:                      # a skipped step takes less time, and leaves the loss
         found.append(f"it skipped {row['skipped']} of {row['steps']} steps, so its loss and speed say little: "
                      'compare with a larger `n_steps`, or see what `learn.precision_report()` finds')
     elif row['loss difference'] > tolerance.value:

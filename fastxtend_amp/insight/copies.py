@@ -81,15 +81,14 @@ def copied_learner(
     learn: Learner, # Nothing in it changes
     *,
     optimizer: bool = False, # Whether the optimizer and its state are copied, too; else the copy has none yet
-    precision: bool = False, # Whether the copy keeps a copied precision callback; else it is in fp32
 ) -> Iterator[Learner]: # A learner of the same class; its `path` is a folder that is removed at the end
     """Copy `learn`, to be trained or examined inside and thrown away.
 
-    Model, loss function, the callbacks that take part and what else hangs on the learner are deep copies; data loaders
-    and their datasets are shared. The model is the one inside `torch.compile` and DistributedDataParallel, so a copy
-    does not communicate with other processes. `save`, `load` and `export` of a copy do nothing, whatever file they are
-    given. Gradients are on inside, autocast and warnings are off, and the random states of Python, NumPy and torch are
-    put back.
+    Model, loss function, precision, the callbacks that take part and what else hangs on the learner are deep copies;
+    data loaders and their datasets are shared. The model is the one inside `torch.compile` and DistributedDataParallel,
+    so a copy does not communicate with other processes. `save`, `load` and `export` of a copy do nothing, whatever file
+    they are given. Gradients are on inside, autocast and warnings are off, and the random states of Python, NumPy and
+    torch are put back.
 
     Raises `ValueError` for a learner that cannot be copied, with the name of what cannot.
     """
@@ -100,16 +99,12 @@ def copied_learner(
         warnings.simplefilter('ignore')                          # such as that a mode is emulated
         new = _copy(learn, optimizer)
         new.path, new.model_dir = Path(folder), 'models'
-        if not precision:
-            new.to_fp32()
-            if getattr(new, 'scaler', None) is None:             # which callbacks may call to scale a loss
-                new.scaler = torch.amp.GradScaler(device_type, enabled=False)
         if any(not p.is_leaf for p in new.model.parameters()):   # TorchScript's
             raise ValueError("This learner cannot be copied, and only copies are run: the parameters of the model's "
                              'copy are not leaves.\nCopy the module before `torch.jit.script`, and ask for that.')
         grads = [(p, p.grad) for p in learn.model.parameters()]  # a loss function may have them in a closure
         try:
-            for p, _ in grads: p.grad = None
+            learn.model.zero_grad()
             yield new
         finally:
             for p, grad in grads: p.grad = grad
@@ -143,11 +138,11 @@ def _copy(learn: Learner, optimizer: bool) -> Learner:
     new = object.__new__(type(learn))
     loaders = list(getattr(learn.dls, 'loaders', ()))
     loaders += [o for o in vars(learn).values() if isinstance(o, (DataLoader, torch.utils.data.DataLoader))]
-    shared = [learn.dls, *loaders, *(getattr(dl, 'dataset', None) for dl in loaders), learn.logger, learn.lock,
-              vars(learn).get('scaler')]
+    shared = [learn.dls, *loaders, *(getattr(dl, 'dataset', None) for dl in loaders), learn.logger, learn.lock]
     memo: dict[int, Any] = {id(o): o for o in shared if o is not None} | {id(learn): new}
     parts: dict[str, Any] = {'model': unwrapped(learn.model)}
-    parts |= {k: v for k, v in vars(learn).items() if k not in ('model', 'cbs') and not isinstance(v, Callback)}
+    parts |= {k: v for k, v in vars(learn).items()
+              if k not in ('model', 'cbs', 'scaler') and not isinstance(v, Callback)}
     if not optimizer: parts['opt'] = None
     cbs = [cb for cb in learn.cbs if takes_part(cb) or isinstance(cb, MixedPrecision)]
     new.cbs = L()
@@ -162,7 +157,7 @@ def _copy(learn: Learner, optimizer: bool) -> Learner:
         if name == 'model': memo[id(learn.model)] = copied       # instead of what wraps it
         if isinstance(part, Callback): new.cbs.append(copied)
         vars(new)[name] = copied
-    vars(new).update(logger=noop, save=_write_nothing, load=noop, export=noop)
+    vars(new).update(logger=noop, save=noop, load=noop, export=noop)
     if hasattr(learn, 'recorder'):                               # which other callbacks read; it takes no part itself
         new.recorder = object.__new__(type(learn.recorder))      # copying it leaves out what it has recorded
         vars(new.recorder).update(copy.deepcopy(vars(learn.recorder), memo))
@@ -174,11 +169,8 @@ def _copy(learn: Learner, optimizer: bool) -> Learner:
     return new
 
 
-def _write_nothing(file: str | Path, **kwargs: object) -> Path: return Path(file)
-
-
 class _Detached(TorchFunctionMode):
-    "Copies tensors that have a graph, as modules and callbacks keep them, without it: with one PyTorch copies none."
+    "Copies tensors without their graph. Modules and callbacks keep some that have one, which PyTorch refuses to copy."
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is not torch.Tensor.__deepcopy__ or args[0].grad_fn is None: return func(*args, **(kwargs or {}))
         t, memo = args
@@ -221,11 +213,9 @@ def generators(
     return found
 
 
-def random_state(
-    everything: bool = False, # As `generators` has it
-) -> RandomState: # Pairs: the function that sets a generator, and its state
+def random_state() -> RandomState: # Pairs: the function that sets a generator, and its state
     "Return the state of the global random number generators, for `set_random_state`."
-    return [(set_state, get()) for set_state, get in generators(everything)]
+    return [(set_state, get()) for set_state, get in generators(everything=True)]
 
 
 def set_random_state(state: RandomState) -> None:
@@ -236,6 +226,6 @@ def set_random_state(state: RandomState) -> None:
 @contextmanager
 def random_state_kept() -> Iterator[None]:
     "Put the random number generators of torch, Python and NumPy back at the end."
-    state = random_state(everything=True)
+    state = random_state()
     try: yield
     finally: set_random_state(state)

@@ -69,21 +69,24 @@ def _cause(learn: Learner, alarm: Alarm) -> tuple[str, str]:
     if several_processes():
         return ('with several processes the batch is not run again',
                 'Call `learn.precision_report()` in one process, before the model is distributed')
-    where, remedy = _run_again(learn, alarm)
+    where, remedy = _run_again(learn, alarm, bad)
     again = 'That batch, run again with the same random draws' if alarm.random_state is not None else \
             'The batch under way, not the one it began with, run again'
     uncompiled = ', uncompiled' if is_compiled(learn.model) else ''
     return f'{again}{uncompiled}: {where}', remedy
 
 
-def _run_again(learn: Learner, alarm: Alarm) -> tuple[str, str]:
+def _run_again(
+    learn: Learner,
+    alarm: Alarm,
+    bad: str, # What is not finite in the batch itself
+) -> tuple[str, str]:
     "Run the batch forward and backward, in fp32 and in the mode; return where it began, and what to try."
     cb: Any = precision_callback(learn)
     mode = AMPMode.BF16 if alarm.mode is AMPMode.FP8 else alarm.mode   # the copy computes without FP8
     again = partial(trace, learn, [(alarm.xb, alarm.yb)], in_fit=True, random_state=alarm.random_state)
     fp32 = again()
     if wrong := wrong_in_fp32(fp32, (alarm.xb, alarm.yb)):
-        bad = not_finite_data((alarm.xb, alarm.yb))
         return wrong, _BAD if bad else 'Look at the learning rate, the loss function and the data'
     judge = Judge(mode, unwrapped(learn.model), cb.fit.device, partial(again, mode, reference=fp32), fp32, alarm.scale,
                   partial(precision_call, learn, alarm.mode), cb.fp32_module_names)

@@ -88,21 +88,19 @@ def _written(value: object, name: str) -> str:
 def call_for(
     learn: Learner,
     choice: PrecisionChoice,
-    **changes # Arguments to change
 ) -> Call:
-    "Return the call for `choice` that keeps the arguments of the learner's precision callback, as far as it has them."
+    "Return the call for `choice`, with those arguments of the learner's precision callback that the call takes, too."
     if choice.mode is None: return Call('to_fp32', {})
     method, cb = 'to_half_weights' if choice.half_weights else f'to_{choice.mode.value}', precision_callback(learn)
     arguments = {} if cb is None else {**cb.arguments, 'fp32_modules': cb.fp32_module_names}
     parameters = dict(inspect.signature(getattr(Learner, method)).parameters)
     if choice.half_weights:                                      # fp16 needs masters, and bf16 has no loss scale
         del parameters['master_weights' if choice.mode.needs_loss_scaling else 'loss_scale']
-    if choice.init_scale: changes['init_scale'] = choice.init_scale
-    if 'init_scale' in changes and (choice.half_weights or arguments.get('loss_scale')):
-        changes['loss_scale'] = changes.pop('init_scale')
-    if 'init_scale' in changes: arguments.pop('scaler', None)    # it has a scale of its own
+    if choice.init_scale:
+        name = 'loss_scale' if choice.half_weights or arguments.get('loss_scale') else 'init_scale'
+        arguments |= {name: choice.init_scale, 'scaler': None}   # which would bring its own scale
     names = list(dict.fromkeys([*arguments.get('fp32_modules', ()), *choice.fp32_modules])) or None
-    arguments.update(changes, amp_mode=choice.mode, fp32_modules=names)
+    arguments |= {'amp_mode': choice.mode, 'fp32_modules': names}
     given = [name for name, p in parameters.items() if name in arguments and arguments[name] != p.default]
     return Call(method, {name: arguments[name] for name in given})
 
@@ -111,11 +109,11 @@ def precision_call(
     learn: Learner,
     mode: AMPMode | None, # None for fp32
     fp32_modules: Iterable[str] = (), # Modules to keep in fp32 besides those that are
-    **changes, # Other arguments, instead of those that the callback has
+    init_scale: float | None = None, # First loss scale; the callback's if None
 ) -> str: # 'learn.to_fp16(init_scale=1024, fp32_modules=['inp', 'head'])'
     "Return, as text, the call for `mode` that keeps what the learner's precision callback has."
     half_weights = isinstance(precision_callback(learn), HalfWeights)
-    return str(call_for(learn, PrecisionChoice(mode, half_weights, tuple(fp32_modules)), **changes))
+    return str(call_for(learn, PrecisionChoice(mode, half_weights, tuple(fp32_modules), init_scale)))
 
 
 def use_choice(
@@ -127,5 +125,5 @@ def use_choice(
     state = {} if old is None or choice.init_scale else old.state_dict()
     getattr(learn, call.method)(**call.arguments)
     cb = precision_callback(learn)
-    if state and cb is not None: cb.load_state_dict(state)       # as fp16 to fp16; nothing in bf16
+    if state and cb is not None: cb.load_state_dict(state)       # from fp16 to fp16; bf16 has none
     return cb

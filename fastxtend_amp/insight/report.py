@@ -12,7 +12,7 @@ import pandas as pd
 import torch
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
-from torch import nn
+from fastcore.basics import patch
 
 from ..callback import precision_callback
 from ..checks import half_parameters_of
@@ -30,10 +30,10 @@ from .shown import Shown
 from .trace import Seen, Trace, trace
 from .verdict import Judge, Verdict, named, some, wrong_in_fp32
 
-__all__ = ['PrecisionReport', 'report']
+__all__ = ['PrecisionReport']
 
 INIT_SCALE = 65536.   # the loss scale of a learner that has none yet
-EMULATED_TIME = 1.    # seconds of the CPU in fp32 for which an emulated mode may take a minute
+EMULATED_TIME = 1.    # CPU seconds in fp32: for as much work an emulated mode may take a minute
 FEWEST = 2            # samples, for batch normalization
 _COLUMNS = ['mode', 'module', 'type', 'format', 'largest', 'headroom', 'error', 'grad', 'trouble']
 
@@ -101,28 +101,43 @@ def _to_look_at(table: pd.DataFrame, n: int) -> pd.DataFrame:
     return table.loc[badness.sort_values(ascending=False, kind='stable').index[:n]]
 
 
-def report(
-    learn: Learner,
-    modes: str | AMPMode | Iterable[str | AMPMode] = ('bf16', 'fp16'),
-    n_batches: int = 1,
-    dl: DataLoader | None = None,
-    max_seconds: float = 60.,
-) -> PrecisionReport:
-    "Report on a learner; see `Learner.precision_report`."
+@patch
+def precision_report(self: Learner,
+    modes: str | AMPMode | Iterable[str | AMPMode] = ('bf16', 'fp16'), # The precisions to report on
+    n_batches: int = 1, # How many batches to look at
+    dl: DataLoader | None = None, # Gives the batches; fastai's or PyTorch's; the training set's if None
+    max_seconds: float = 60., # Seconds after which the model is not run again; a verdict may then be 'not known'
+) -> PrecisionReport: # `verdicts`, `table`, `fp32_modules`, `plot()`; shows itself in a notebook
+    """Report whether the model survives low precision, and where it does not, on real batches.
+
+    Runs batches forward and backward in copies of the learner, in its own training loop with its callbacks, in fp32 and
+    in each mode, and looks into each module, the model's own `forward` and the loss function. Modules that do not run,
+    whose values are not finite or reach a quarter of the format's maximum, or whose error is above 10 %, are kept in
+    fp32, and the batches run again, until nothing is wrong. For the model's own `forward` and the loss function, which
+    cannot be kept in fp32, the modules before them are tried. The verdict holds for these batches and weights: after
+    some training ask again. Where a mode is emulated and slow, the report takes the first samples of each batch alone,
+    and says so.
+
+    A copy has what it has in `compare_precision`, and the learner stays as it was. With several processes each reports
+    by itself.
+
+    Raises `ValueError` for an unknown mode, for unusable numbers, for a learner that cannot be copied, without batches,
+    for parameters in half precision, sharded (FSDP), NaN or inf; `RuntimeError` inside a fit; and any error of
+    the model in fp32.
+    """
     asked = check_modes(modes)
     check_count('n_batches', n_batches, 1)
     check_above_0('max_seconds', max_seconds, '60')
     if dl is not None and not hasattr(dl, '__iter__'):
         raise ValueError(f'dl={dl!r} cannot be used: dl must be a DataLoader, such as `learn.dls.valid`.')
-    check_learner(learn, 'precision_report')
-    model = unwrapped(learn.model)
-    if half := half_parameters_of(model):
+    check_learner(self, 'precision_report')
+    if half := half_parameters_of(unwrapped(self.model)):
         raise ValueError(f"precision_report needs fp32 parameters, as mixed precision does, but {len(half)} to be "
                          f"trained are in half precision, such as '{half[0]}'. Call `learn.model.float()` first: "
                          'autocast itself casts what can run in low precision.')
     looked_at: list[AMPMode] = list(dict.fromkeys(AMPMode.BF16 if mode is AMPMode.FP8 else mode for mode in asked))
-    found = _Report(learn, model, max_seconds).on(looked_at, n_batches, learn.dls.train if dl is None else dl)
-    if AMPMode.FP8 in asked: found.notes.append(_fp8_note(learn))
+    found = _Report(self, max_seconds).on(looked_at, n_batches, self.dls.train if dl is None else dl)
+    if AMPMode.FP8 in asked: found.notes.append(_fp8_note(self))
     return found
 
 
@@ -134,12 +149,15 @@ def _fp8_note(learn: Learner) -> str:
             'in bf16. How FP8 rounds was not looked at.')
 
 
+@dataclass(eq=False)
 class _Report:
     "The traces of one report."
-    def __init__(self, learn: Learner, model: nn.Module, max_seconds: float):
-        self.learn, self.model, self.max_seconds = learn, model, max_seconds
-        self.until = time.monotonic() + max_seconds
-        self.device = training_device(learn)
+    learn: Learner
+    max_seconds: float
+
+    def __post_init__(self):
+        self.until = time.monotonic() + self.max_seconds
+        self.device = training_device(self.learn)
         self.low: dict[AMPMode, Trace] = {}                      # the first that ran to its end
 
     def on(self, modes: list[AMPMode], n_batches: int, dl: DataLoader) -> PrecisionReport:
@@ -161,7 +179,7 @@ class _Report:
             call = verdicts[other].call if other in verdicts else precision_call(self.learn, other)
             for v in verdicts.values(): v.call = v.call or call
         rows = [self._row(mode, s, v) for mode, v in verdicts.items() if mode in self.low
-                for s in self.low[mode].seen.values() if self._in_fp32(s).largest or s.name in v.trouble]
+                for s in self.low[mode].seen.values() if self.fp32.seen.get(s.name, s).largest or s.name in v.trouble]
         return PrecisionReport(pd.DataFrame(rows, columns=_COLUMNS), {m.value: v for m, v in verdicts.items()},
                                self._notes(few, whole))
 
@@ -177,16 +195,14 @@ class _Report:
         scale, kept = (cb and cb.scale) or INIT_SCALE, cb.fp32_module_names if cb else []
         try:
             call = partial(precision_call, self.learn, mode)
-            return Judge(mode, self.model, self.device, run, self.fp32, scale, call, kept).verdict()
+            return Judge(mode, unwrapped(self.learn.model), self.device, run, self.fp32, scale, call, kept).verdict()
         except TimeoutError:
             reason = f'the report ended at its time limit, `max_seconds={self.max_seconds:g}`'
             return Verdict(mode.value, 'not known', reason,
                            f"learn.precision_report('{mode.value}', max_seconds={10 * self.max_seconds:g})")
 
-    def _in_fp32(self, s: Seen) -> Seen: return self.fp32.seen.get(s.name, s)
-
     def _row(self, mode: AMPMode, s: Seen, verdict: Verdict) -> list:
-        ref = self._in_fp32(s)
+        ref = self.fp32.seen.get(s.name, s)
         error = math.inf if s.failed else s.error if s.judged else math.nan
         headroom = torch.finfo(mode.dtype).max / s.half if s.half else math.inf
         return [mode.value, s.name, s.type, mode.value if s.half else 'fp32', ref.largest, headroom, error,
@@ -221,10 +237,10 @@ def first_samples(batch: Any, n: int) -> Any:
 
 
 def check_modes(modes: str | AMPMode | Iterable[str | AMPMode]) -> list[AMPMode]:
-    "Return the modes to examine, each once."
+    "Return the modes to examine."
     try:
         given = [modes] if isinstance(modes, (str, torch.dtype)) else modes
-        if (found := [*dict.fromkeys(map(AMPMode, given))]) and AMPMode.TF32 not in found: return found
+        if (found := [*map(AMPMode, given)]) and AMPMode.TF32 not in found: return found
     except (TypeError, ValueError): pass
     raise ValueError(f"modes={modes!r} cannot be used: give 'bf16', 'fp16' or 'fp8', or several; fp32 is what they "
                      'are compared with, and TF32 has its range.')

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math, sys, time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -59,7 +59,6 @@ class Seen:
 
     def add_grad(self, g: torch.Tensor) -> None:
         "Note the gradient of an output or a parameter."
-        if not is_plain(g): return
         g = g.detach().abs().float()
         g = g[g.isfinite() & (g != 0)]
         if not g.numel(): return
@@ -67,11 +66,12 @@ class Seen:
         self.grad_sum, self.n_grads = self.grad_sum + float(g.sum()), self.n_grads + g.numel()
 
 
+@dataclass(eq=False)
 class _Frame:
     "One call of a module under way, and the fp32 twins of tensors that its operators have made."
-    def __init__(self, seen: Seen, module: nn.Module | None = None):
-        self.seen, self.module = seen, module
-        self.twins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}    # by address: a tensor there, the fp32 memory
+    seen: Seen
+    # By address: a tensor there, and the fp32 memory beside its own.
+    twins: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def twin(self, t: torch.Tensor) -> torch.Tensor | None:
         "Return the fp32 twin of `t`, which shares memory with the twins of its views; None if it is exact."
@@ -83,15 +83,10 @@ class _Frame:
         "Note `wide` as the twin of `t`, unless `t` has no memory that can be looked up."
         address = _address(t)
         if not address or t.shape != wide.shape: return
-        if self.twin(t) is None:                                 # else another part of that memory has one
-            self.twins[address] = t, wide.new_empty(t.untyped_storage().nbytes() // t.element_size())
+        if self.twin(t) is None:                                 # of all that shares this memory
+            whole = t.detach().as_strided((t.untyped_storage().nbytes() // t.element_size(),), (1,), 0)
+            self.twins[address] = t, whole.to(wide.dtype, copy=True)
         self.twins[address][1].as_strided(t.shape, t.stride(), t.storage_offset()).copy_(wide)
-
-    def keep_before_write(self, t: torch.Tensor) -> None:
-        "Give `t`, into which an operator is to write, a twin, so that the operator writes into that as well."
-        if self.twin(t) is not None or not _address(t): return
-        whole = t.detach().as_strided((t.untyped_storage().nbytes() // t.element_size(),), (1,), 0)
-        self.keep(whole, half_to_float(whole))
 
     def wide(self, t: torch.Tensor) -> torch.Tensor:
         twin = self.twin(t)
@@ -104,7 +99,7 @@ def _address(t: torch.Tensor) -> int:
 
 
 class Trace(TorchDispatchMode):
-    """Notes on some batches in one precision; beside those in fp32, `reference`, for a lower one.
+    """Notes on some batches in one precision; those in a lower one beside `reference`, the notes in fp32.
 
     `seen`: the modules, in the order in which their first calls end, and the loss function.
     """
@@ -124,10 +119,6 @@ class Trace(TorchDispatchMode):
         self._backward, self.began = False, 0.
         self.seconds = 0.                                        # of the CPU for the last batch
 
-    def failures(self) -> list[str]:
-        "Return the modules where finite numbers end in the forward pass, the first first."
-        return [n for n, s in self.seen.items() if s.failed]
-
     @contextmanager
     def hooked(self, model: nn.Module) -> Iterator[None]:
         "Note what `model` does inside."
@@ -135,9 +126,9 @@ class Trace(TorchDispatchMode):
             for name, m in qualified_names(model):
                 if isinstance(m, torch.jit.ScriptModule): continue       # which takes no hooks from Python
                 # First of all hooks, so that what others make of the inputs is the module's own doing.
-                enter = m.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True, prepend=True)
-                leave = m.register_forward_hook(self._leave, with_kwargs=True, always_call=True)
-                for hook in (enter, leave): stack.callback(hook.remove)
+                enter = partial(self._enter, name)
+                stack.enter_context(m.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
+                stack.enter_context(m.register_forward_hook(self._leave, with_kwargs=True, always_call=True))
             stack.enter_context(self)
             yield
 
@@ -165,7 +156,7 @@ class Trace(TorchDispatchMode):
                     self.grads_are_finite &= all_finite(g)
                     self.n_moving += int(g.count_nonzero())
                     if name in self.seen: self.seen[name].add_grad(g)
-            for p in model.parameters(): p.grad = None           # those of the next batch would add to them
+            model.zero_grad()                                    # the gradients of the next batch would add to them
         self.seconds = time.process_time() - self.began
 
     # -- modules
@@ -179,12 +170,11 @@ class Trace(TorchDispatchMode):
 
     def _push(self, name, module=None):
         seen = self.seen.setdefault(name, Seen(name, type(module).__name__ if module is not None else 'function'))
-        self._frames.append(_Frame(seen, module))
+        self._frames.append(_Frame(seen))
 
     def _leave(self, module, args, kwargs, output):
-        if not any(f.module is module for f in self._frames): return
         with unwatched():
-            while (frame := self._frames.pop()).module is not module: pass   # an exception ended those inside
+            frame = self._frames.pop()
             seen = frame.seen
             if output is None and sys.exc_info()[0] is not None: self.failed_in = self.failed_in or seen.name
             outputs = [] if in_function_transform() else tensors(output)
@@ -198,7 +188,7 @@ class Trace(TorchDispatchMode):
     def _compare(self, frame, t):
         "Note the error of a tensor that leaves a module, or enters one inside."
         t = t.detach()
-        frame.seen.judged |= is_plain(t) and bool(t.isfinite().any())
+        frame.seen.judged |= bool(t.isfinite().any())
         twin = frame.twin(t)
         if twin is None: return
         error = relative_error(t, twin)
@@ -217,7 +207,7 @@ class Trace(TorchDispatchMode):
         frame = self._frames[-1]
         seen, inputs = frame.seen, tensors((args, kwargs))
         strange = [t for t in tensors((args, kwargs), floating=False) if t.is_floating_point() and not is_plain(t)]
-        for t in strange: self._leave_alone(f'{type(t).__name__} of {t.dtype}', seen)
+        for t in strange: self.unseen.setdefault(f'{type(t).__name__} of {t.dtype}', seen.name)
         is_cast = op.name == '_to_copy' and kwargs.get('dtype') in HALF
         low = self.mode is not None and (is_cast or any(t.dtype in HALF or frame.twin(t) is not None for t in inputs))
         began_finite = not op.writes or all(map(all_finite, inputs))
@@ -234,40 +224,35 @@ class Trace(TorchDispatchMode):
                 seen.largest = max(seen.largest, largest)
                 if o.dtype in HALF: seen.half = max(seen.half, largest)
             if w is not None and not op.writes: frame.keep(o, w)
-            if all_finite(o) or self._fails_in_fp32(seen): continue
+            fp32 = self.reference and self.reference.seen.get(seen.name)
+            if all_finite(o) or (fp32 and fp32.failed): continue
             # -inf alone may be a mask.
-            if w is None: seen.failed |= began_finite and all(map(all_finite, inputs)) and ends(o)
+            if w is None: seen.failed |= began_finite and (op.writes or all(map(all_finite, inputs))) and ends(o)
             else: seen.failed |= ends(o[w.isfinite()])
         return out
 
     def _widely(self, func, op, args, kwargs, frame):
         "Return what the operator gives in fp32 on the twins of its inputs; None if it does not run so."
-        for t in tensors(args[:1]) if op.writes else (): frame.keep_before_write(t)
+        for t in tensors(args[:1]) if op.writes else (): frame.keep(t, frame.wide(t))    # for it to write into
         device_type = tensors((args, kwargs), floating=False)[0].device.type
         dtypes = {k: torch.float32 for k, v in kwargs.items() if isinstance(v, torch.dtype) and v in HALF}
         try:
             with torch.no_grad(), torch.autocast(device_type, enabled=False):
                 return func(*map_tensors(frame.wide, args), **{**map_tensors(frame.wide, kwargs), **dtypes})
         except Exception:                                        # such as flash attention, which runs in half alone
-            self._leave_alone(f'{func}, which does not run in fp32', frame.seen)
+            self.unseen.setdefault(f'{func}, which does not run in fp32', frame.seen.name)
             return None
-
-    def _leave_alone(self, what, seen): self.unseen.setdefault(what, seen.name)
-
-    def _fails_in_fp32(self, seen):
-        in_fp32 = self.reference.seen.get(seen.name) if self.reference is not None else None
-        return in_fp32 is not None and in_fp32.failed
 
 
 class _Ends(Callback):
-    "The end of a batch's parts for a trace, and of the batch after its backward pass."
+    "Calls the trace after the forward and the backward pass, and cancels the rest of the batch."
     order = 1000                                                 # after all others
     def __init__(self, trace: Trace): self.trace = trace
     before = None
     def before_batch(self): self.before = vars(self.learn).get('loss_grad')
     def after_loss(self):
         loss = vars(self.learn).get('loss_grad')                 # without targets it may come from the model
-        if isinstance(loss, torch.Tensor) and loss is not self.before: self.trace.end_forward(loss)
+        if loss is not self.before: self.trace.end_forward(loss)
     def after_backward(self):
         self.trace.end_backward(self.learn.model)
         raise CancelBatchException
@@ -290,8 +275,9 @@ def trace(
     """
     found = Trace(mode, reference)
     with copied_learner(learn) as copy, torch.compiler.set_stance('force_eager'), fp32_settings(FULL_PRECISION):
-        if mode is not None:
-            set_precision(copy, _Unchecked(mode, init_scale=scale, fp32_modules=list(keep), on_overflow='ignore'))
+        kwargs: Any = dict(init_scale=scale, fp32_modules=list(keep), on_overflow='ignore')
+        set_precision(copy, None if mode is None else MixedPrecision(mode, **kwargs))
+        copy.scaler = torch.amp.GradScaler('cpu', enabled=False)   # in fp32, too: callbacks may scale a loss with it
         copy.add_cb(_Ends(found))
         if random_state is not None: set_random_state(random_state)
         try:
@@ -328,7 +314,6 @@ def largest_value(t: torch.Tensor) -> float:
 
     Negative values far from all others do not count: they are what attention masks are filled with.
     """
-    t = t.detach()
     if not all_finite(t): t = t[t.isfinite()]
     if not t.numel(): return 0.
     low, high = map(float, torch.aminmax(t))
@@ -347,11 +332,6 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float: # nan wi
 
 
 # -- the copy's loop
-
-class _Unchecked(MixedPrecision):
-    "The run of a model with layers that have no kernel for the mode: each fails by itself, and the trace names it."
-    def _check_model(self, fit: Any) -> None: pass
-
 
 def _run_again(copy, xb, yb):
     "Run a batch whose inputs and targets callbacks have prepared already."

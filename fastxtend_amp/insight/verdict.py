@@ -20,8 +20,8 @@ Judgement = Literal['safe so far', 'safe with loss scaling', 'keep modules in fp
                     'not known']
 
 IMPRECISE = .1        # error of a module's own arithmetic that is trouble
-LOST = .1             # share of the mean absolute gradient below which others may underflow
-VANISHED = .5         # share of the parameters' gradients other than 0 in fp32; with fewer training fails
+LOST = .1             # of the mean absolute gradient: smaller gradients may underflow
+VANISHED = .5         # of the gradients that are not 0 in fp32: where fewer are not 0, training fails
 CLOSE = 4.            # headroom below which a module is close to overflow
 LOWEST_SCALE = 2.**-12 # that is advised
 MARGIN = 16.          # by which a loss scale that is advised is below the highest: later gradients may be larger
@@ -49,12 +49,8 @@ class Verdict:
     trouble: list[str] = field(default_factory=list) # Modules in trouble; '(model)' is the model's own forward
     init_scale: float | None = None # First loss scale, where the usual one is too high (fp16)
 
-    @property
-    def headline(self) -> str:
-        "The verdict, and the call to make."
-        return f'{self.mode}: {self.verdict}.' + f' Next: `{self.call}`' * bool(self.call)
-
-    def __str__(self): return f'{self.headline}\n    {self.reason}'
+    def __str__(self):
+        return f'{self.mode}: {self.verdict}.' + f' Next: `{self.call}`' * bool(self.call) + f'\n    {self.reason}'
 
 
 @dataclass
@@ -83,8 +79,7 @@ class Judge:
             if not found and _is_fine(low): return self._works(low)
             before = self.keep, self.scale
             self._mend(low, found)
-            if before == (self.keep, self.scale): break
-        return self._nothing_helps(low)
+            if before == (self.keep, self.scale): return self._nothing_helps(low)
 
     def _say(self, verdict: Judgement, reason, **found) -> Verdict:
         return Verdict(self.mode.value, verdict, reason, trouble=[*self.reasons], **found)
@@ -214,10 +209,10 @@ def wrong_in_fp32(fp32: Trace, batches: Any) -> str:
 
     The data is blamed then alone: NaN may stand for a target that is not known, and that the loss leaves out.
     """
-    if fp32.loss_is_finite and fp32.grads_are_finite: return ''
+    if _is_fine(fp32): return ''
     if bad := not_finite_data(batches): return bad
     what = 'gradients are' if fp32.loss_is_finite else 'loss is'
-    first = ''.join(f', first in {named(n)}' for n in fp32.failures()[:1])
+    first = next((f', first in {named(n)}' for n, s in fp32.seen.items() if s.failed), '')
     return f'the {what} not finite in fp32 either{first}: this is not a matter of precision'
 
 

@@ -288,9 +288,5 @@ if __name__ == '__main__':
         for mode in ('bf16', 'fp16'):
             ok, verdict, fp32, low = holds(name, mode)
             results.append(ok)
-            print(
-                f"{'holds' if ok else 'FAILS':6} {name:24} {mode} {fp32:9.4g} {low:9.4g}  {verdict.headline}\n"
-                f"{'':18}{verdict.reason}",
-                flush=True,
-            )
+            print(f"{'holds' if ok else 'FAILS':6} {name:24} {mode} {fp32:9.4g} {low:9.4g}  {verdict}", flush=True)
     print(f'{sum(results)} of {len(results)} verdicts hold')

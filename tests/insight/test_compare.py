@@ -16,12 +16,12 @@ from fastai.losses import CrossEntropyLossFlat
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fastxtend_amp import HalfWeights, PrecisionComparison, checks, mode
+from fastxtend_amp import HalfWeights, PrecisionComparison, mode
 from fastxtend_amp.insight import compare, precisions
 from fastxtend_amp.insight.comparison import Tolerance, recommend
 from fastxtend_amp.insight.precisions import choices_from
 from helpers import OPTIMIZERS, At, Attentive, Data, handwritten, learner, loaders, mlp, params, same
-from states import Act, bits, language_model, rich, shuffled
+from states import Act, bits, rich, shuffled
 
 
 LOW = ('bf16', 'fp16')  # named, as CPUs may emulate both
@@ -228,12 +228,17 @@ def test_what_fails_in_fp32_and_memory_that_ends_are_the_users_to_see():
         learner(cbs=At('before_batch', out_of_memory)).compare_precision(LOW, n_steps=4)
 
 
-def test_a_mode_that_does_not_run_gets_a_row_with_the_reason(support, monkeypatch):
+def test_a_mode_that_does_not_run_gets_a_row_with_the_reason(support):
     support({'bf16': 'unsupported'}, 'no such unit')
-    monkeypatch.setattr(checks, 'refused_layer', lambda kind, m: 'no kernel' if m == 'fp16' else None)
-    r = language_model().compare_precision(LOW, n_steps=2, n_seeds=0)
+
+    def refuses(h):
+        if h.dtype is torch.float16:
+            raise NotImplementedError('no kernel')
+        return h
+
+    r = learner(nn.Sequential(nn.Linear(6, 1), Act(refuses))).compare_precision(LOW, n_steps=2, n_seeds=0)
     assert list(r.table['steps']) == [2, 0, 0] and list(r.table['support']) == ['native', 'unsupported', 'failed']
-    assert 'bf16: no such unit fp16: ValueError: fp16 does not run on this CPU for ' in said(r)
+    assert 'bf16: no such unit fp16: NotImplementedError: no kernel' in said(r)
     assert r.reason == 'bf16: does not run here; fp16: does not run here.' and 'Exception' not in repr(r)
 
 

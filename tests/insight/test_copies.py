@@ -51,7 +51,8 @@ def test_the_learner_is_as_it_was(make):
     learn = make()
     before = bits(learn)
     with copied_learner(learn, optimizer=True) as copy:
-        assert copy.precision is None and same(params(copy), params(learn))
+        copy.to_fp32()
+        assert same(params(copy), params(learn))
         train(copy)
         assert not same(params(copy), params(learn))
     after = bits(learn)
@@ -125,7 +126,7 @@ def test_random_states_are_put_back_and_gradients_are_on():
 def test_modules_kept_in_fp32_are_plain_in_the_copy():
     learn = learner(Attentive()).to_fp16(init_scale=1024.0, fp32_modules='attn')
     with copied_learner(learn) as copy:
-        assert 'forward' not in vars(copy.model.attn) and copy.precision is None
+        assert 'forward' not in vars(copy.model.attn) and copy.precision is not learn.precision
         copy.to_bf16(fp32_modules='head')
     assert learn.precision.fp32_module_names == ['attn'] and learn.precision.learn is learn
 
@@ -157,7 +158,7 @@ def test_a_copy_is_freed_at_once():
     learn.fit(1)
     gc.disable()
     try:
-        with copied_learner(learn, optimizer=True, precision=True) as copy:
+        with copied_learner(learn, optimizer=True) as copy:
             assert copy.recorder.losses == learn.recorder.losses and copy.recorder.losses is not learn.recorder.losses
             train(copy, 2)
             model = weakref.ref(copy.model)
@@ -197,7 +198,8 @@ def test_callbacks_that_take_part_are_copies_and_the_others_are_named():
     ).to_bf16()
     assert left_out(learn) == ['Callbacks that took no part: at.'] and left_out(learner()) == []
     with copied_learner(learn) as copy:
-        assert {c.name for c in copy.cbs} == {'train_eval', 'cast_to_tensor', 'counts', 'at', 'gradient_clip', 'mix_up'}
+        of_all = {'train_eval', 'cast_to_tensor', 'mixed_precision', 'precision_watch'}
+        assert {c.name for c in copy.cbs} == {*of_all, 'counts', 'at', 'gradient_clip', 'mix_up'}
         assert copy.counts.layer is copy.model[0] and copy.counts.learn is copy and copy.recorder.learn is copy
         train(copy, 2)
         assert copy.counts.n == 2 and seen == ['before_batch', 'after_step'] * 2

@@ -7,7 +7,7 @@ from fastai.learner import Learner
 from torch import nn
 from torch.nn import functional as F
 
-from helpers import Attentive, Data, dataset, finite, learner, loaders
+from helpers import At, Attentive, Data, dataset, finite, learner, loaders
 from states import Act, Times
 
 
@@ -360,3 +360,12 @@ def test_a_plot_of_no_loss_scale_is_refused(call):
         learn.fit(1)
     with pytest.raises(ValueError, match='(?s)nothing to plot.*bf16 and fp32 need no loss scaling'):
         learn.precision.plot_scales()
+
+
+def test_a_callback_with_a_backward_pass_of_its_own():
+    "With `learn.scaler`, which is there in the report's fp32 run, too."
+    own = lambda l: l.scaler.scale(l.loss_grad).backward(retain_graph=True)
+    learn = learner(cbs=At('before_backward', own, 5)).to_fp16(init_scale=1024.0)
+    learn.fit(1)
+    report = learn.precision_report()
+    assert {v.verdict for v in report.verdicts.values()} == {'safe so far'}, report

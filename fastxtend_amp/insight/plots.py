@@ -1,0 +1,25 @@
+"`MixedPrecision.plot_scales`."
+from __future__ import annotations
+
+import pandas as pd
+from fastcore.basics import patch
+
+from ..callback import MixedPrecision
+
+
+@patch
+def plot_scales(self: MixedPrecision,
+    ax = None, # The matplotlib axes to draw on; new ones if None
+): # The matplotlib axes
+    "Plot the loss scale over the optimizer steps, skipped steps marked; raises `ValueError` where there is none."
+    import matplotlib.pyplot as plt
+    if not self.scales:
+        raise ValueError('plot_scales has nothing to plot: no optimizer step was made with a loss scale.\n'
+                         'Train in fp16 first; bf16 and fp32 need no loss scaling.')
+    ax = ax or plt.subplots()[1]
+    scales = pd.Series(self.scales)
+    scales.plot(ax=ax, drawstyle='steps-post', legend=True, label='loss scale', title='Loss scale in training',
+                xlabel='optimizer step', ylabel='loss scale')
+    scales.where(self.skips).plot(ax=ax, style='rx', legend=True, label=f'skipped steps ({sum(self.skips)})')
+    ax.set_yscale('log', base=2)
+    return ax
