@@ -21,7 +21,7 @@ FIRST = ['to_fp16', 'to_bf16', 'to_tf32', 'to_fp8', 'to_amp', 'to_fp32', 'precis
          'compare_precision', 'precision_as', 'precision_decision', 'to_half_weights']
 ELSEWHERE = {'Verdict': 'insight.verdict', 'PrecisionChoice': 'insight.precisions'}  # public, and not in `__all__`
 NOT_LISTED = {'name', 'learn', 'amp_context', 'check_modules', 'replace', 'skips_in_a_row', 'needs_loss_scaling',
-              'fp32_module_names', 'headline',
+              'fp32_module_names',
               'arguments', 'mode_on', 'open_fit', 'take_step', 'end_step', 'training'}    # for the package itself
 RETURNED = {'PrecisionReport', 'Verdict', 'PrecisionComparison', 'PrecisionChoice'}            # by methods
 ATTRIBUTES = {'mode': "The precision, such as 'bf16'", 'verdict': 'What the report says', 'reason': 'Why'}
