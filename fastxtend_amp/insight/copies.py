@@ -157,7 +157,7 @@ def _copy(learn: Learner, optimizer: bool) -> Learner:
         if name == 'model': memo[id(learn.model)] = copied       # instead of what wraps it
         if isinstance(part, Callback): new.cbs.append(copied)
         vars(new)[name] = copied
-    vars(new).update(logger=noop, save=noop, load=noop, export=noop)
+    vars(new).update(logger=noop, save=_write_nothing, load=noop, export=noop)
     if hasattr(learn, 'recorder'):                               # which other callbacks read; it takes no part itself
         new.recorder = object.__new__(type(learn.recorder))      # copying it leaves out what it has recorded
         vars(new.recorder).update(copy.deepcopy(vars(learn.recorder), memo))
@@ -167,6 +167,9 @@ def _copy(learn: Learner, optimizer: bool) -> Learner:
     for m in new.model.modules():                                # a copy that waits for no other process
         if isinstance(m, nn.SyncBatchNorm): vars(m)['forward'] = MethodType(nn.BatchNorm1d.forward, m)
     return new
+
+
+def _write_nothing(file: str | Path, **kwargs: object) -> Path: return Path(file)   # callbacks read the path
 
 
 class _Detached(TorchFunctionMode):
