@@ -21,7 +21,7 @@ from torch.amp import GradScaler
 
 from .checks import check_arguments, check_model, check_training
 from .common import training_device, warn_user
-from .compat import backward_without_autocast, is_compiled
+from .compat import BackwardWithoutAutocast, is_compiled
 from .convert import is_half, to_fp32
 from .fp32_modules import Fp32Context, Fp32Modules
 from .fp32_settings import TF32, fp32_settings
@@ -135,7 +135,7 @@ class MixedPrecision(PrecisionBase):
         mode = self.mode_on(device) if fit is None else fit.mode
         around = self._around_fit(mode, model) if fit is None else []
         with ExitStack() as stack:
-            for context in [*around, *_around_forward(mode, device, is_compiled(model))]: stack.enter_context(context)
+            for context in [*around, *_around_forward(mode, device, model)]: stack.enter_context(context)
             yield
 
     def scale_loss(self,
@@ -180,7 +180,8 @@ class MixedPrecision(PrecisionBase):
         "Check that the model runs in the precision, and enter what lasts for the fit."
         learn = fit.learn
         self._refuse_others(learn)                               # fastai's own may have been added since
-        self.mode, fit.model, fit.is_compiled = fit.mode, learn.model, is_compiled(learn.model)
+        self.mode = fit.mode
+        self._use_model(fit)
         if fit.mode is not None: check_model(fit.mode, fit.model, self.fp32_module_names)
         fit.around = [fit.enter(context) for context in self._around_fit(fit.mode, fit.model)]
         fit.enter(self._scaling.begin(learn, fit.device, fit.mode, self.skip_nonfinite))
@@ -207,21 +208,23 @@ class MixedPrecision(PrecisionBase):
     def before_train(self):
         "Check what only training needs."
         fit, self.epoch_start = self._loop.open(self), len(self._scaling.history)   # it may be added during a fit
-        self._add_model(fit)                                     # a callback may have exchanged a module
+        self._use_model(fit)                                     # a callback may have exchanged a module
         if not fit.is_training: self._open_training(fit)
 
     def before_batch(self):
         "Enter autocast."
         fit, learn = self._loop.open(self), self.learn
-        if learn.model is not fit.model: self._add_model(fit)    # exchanged in the fit
+        if learn.model is not fit.model: self._use_model(fit)    # exchanged in the fit
         if learn.training and learn.opt is not None and not fit.is_training: self._open_training(fit)
         torch.clear_autocast_cache()                             # an autocast around the fit keeps casts of old weights
-        if fit.around_forward is None or self._loop.has_entered: # contexts that are open cannot be entered again
-            fit.around_forward = _around_forward(fit.mode, fit.device, fit.is_compiled)
-        self._loop.enter(fit.around_forward)
+        contexts = fit.around_forward                            # making them would take longer than all else here
+        if contexts and torch.is_autocast_enabled(fit.device.type):   # a batch around this one may have entered these
+            contexts = _around_forward(fit.mode, fit.device, fit.model)
+        for context in contexts: self._loop.enter(context)
 
-    def _add_model(self, fit: Fit) -> None:
-        fit.model, fit.is_compiled, fit.around_forward = self.learn.model, is_compiled(self.learn.model), None
+    def _use_model(self, fit: Fit) -> None:
+        fit.model = self.learn.model
+        fit.around_forward = _around_forward(fit.mode, fit.device, fit.model)
         try:
             for context in fit.around: context.add(fit.model)
         except ValueError as e:
@@ -236,7 +239,7 @@ class MixedPrecision(PrecisionBase):
         "Exit autocast; record and back-propagate the loss in fp32."
         self._loop.leave()
         if self.fit is None or self.fit.mode is None: return
-        for name in ('loss_grad', 'loss'):                       # an earlier batch's, without targets, is fp32 already
+        for name in ('loss_grad', 'loss'):                       # without targets an earlier batch's, fp32 already
             value = self.learn.__dict__.get(name)
             if torch.is_tensor(value) and is_half(value): setattr(self.learn, name, value.float())
 
@@ -256,20 +259,16 @@ class MixedPrecision(PrecisionBase):
         self._scaling.fit.step(step)
 
     def end_step(self) -> None:
-        "Note after a step that fastai's own loop zeroes the gradients next."
+        "Note that fastai's own loop zeroes the gradients next."
         if type(self.learn)._do_grad_opt is Learner._do_grad_opt: self._scaling.fit.expect_zeros()
 
     def after_cancel_step(self):
         "Leave the scale alone if another callback called the step off."
         if not self._scaling.fit.held_back: self._scaling.fit.cancel()
 
-    def after_step(self):
-        "Let the scale grow or back off."
-        self._scaling.fit.update()
+    def after_step(self): self._scaling.fit.update()
 
-    def after_cancel_batch(self):
-        "Exit autocast before callbacks of a higher order run."
-        self._loop.leave()
+    def after_cancel_batch(self): self._loop.leave()             # before callbacks of a higher order run
 
     def after_batch(self):
         "Exit autocast if an event was left out; say which modules to keep in fp32 were not used."
@@ -284,17 +283,17 @@ class MixedPrecision(PrecisionBase):
 
     def after_fit(self):
         "End the fit before callbacks of a higher order load weights; not at the event of a `validate()` inside it."
-        if len(self._loop.scopes) > 1: return
+        if len(self._loop.scopes) > 1 or self._loop.in_batch: return
         is_silent = self.on_overflow == 'ignore' or self.fit is None or self.fit.has_warned
         if not is_silent and (message := self._scaling.fit.skip_message()): warn_user(message)
         self._loop.close()
 
 
-def _around_forward(mode: AMPMode | None, device: torch.device, is_compiled: bool) -> list[Any]:
+def _around_forward(mode: AMPMode | None, device: torch.device, model: nn.Module) -> list[Any]:
     "Return the contexts around a forward pass and its loss."
     if mode is None or mode.dtype is None: return []
-    without = backward_without_autocast() if is_compiled else None
-    return [*([without] if without else []), torch.autocast(device.type, dtype=mode.dtype, cache_enabled=_CACHE)]
+    autocast = torch.autocast(device.type, dtype=mode.dtype, cache_enabled=_CACHE)
+    return [BackwardWithoutAutocast(), autocast] if is_compiled(model) else [autocast]
 
 
 def precision_callback(

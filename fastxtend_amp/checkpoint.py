@@ -23,12 +23,13 @@ from fastcore.basics import ifnone
 
 from .callback import precision_callback
 from .common import loaders_device, warn_user
+from .loop import Loop
 from .metrics import PrecisionMetric
 from .scaling import check_scaler_state
 
 __all__ = ['FORMATS', 'FileFormat', 'put_over', 'written_whole']
 
-KEY = 'grad_scaler'  # in the optimizer's state: with another key beside 'model' and 'opt' fastai finds no optimizer
+KEY = 'grad_scaler'  # in the optimizer's state: fastai takes a file with a third key for one of a model alone
 
 
 @contextmanager
@@ -140,11 +141,24 @@ def export(original: Callable, self: Learner, *args: Any, **kwargs: Any) -> None
     metrics, has_precision = self.metrics, precision_callback(self) is not None
     try:
         self.metrics = metrics.filter(lambda metric: not isinstance(metric, PrecisionMetric))
-        with self.precision_as('fp32') if has_precision else nullcontext(): original(self, *args, **kwargs)
+        with self.precision_as('fp32') if has_precision else nullcontext(), _unwrapped(self):
+            original(self, *args, **kwargs)
     finally: self.metrics = metrics
     if not has_precision: return
     warn_user('Exported in fp32, for a file that loads without fastxtend_amp.\nTo train or predict in low precision '
               'after `load_learner`, call `to_bf16()` or another on what it returns.')
+
+
+@contextmanager
+def _unwrapped(learn: Learner) -> Iterator[None]:
+    "Take the loop, which stays on a learner in a fit, off meanwhile."
+    attributes = vars(learn)
+    loop = attributes.get('_with_events')
+    try:
+        if isinstance(loop, Loop): del attributes['_with_events']
+        yield
+    finally:
+        if isinstance(loop, Loop): attributes['_with_events'] = loop
 
 
 def put_over(

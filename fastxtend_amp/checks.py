@@ -10,7 +10,7 @@ from torch import nn
 from torch.amp import GradScaler
 
 from .common import training_device, warn_user
-from .compat import backward_without_autocast, is_compiled
+from .compat import BackwardWithoutAutocast, is_compiled
 from .convert import is_half
 from .mode import AMPMode, emulation_warning
 from .scaling import is_number, optimizer_params
@@ -102,7 +102,7 @@ def check_model(
         what, without = ('fp32_modules', ' without fp32_modules') if mode is AMPMode.FP16 else (mode.value, '')
         raise ValueError(f"{what} cannot be used with nn.DataParallel, whose replicas would not compute in it.\n"
                          f"Use DistributedDataParallel, or `learn.to_fp16()`{without}.")
-    if fp32_modules and is_compiled(model) and backward_without_autocast() is None:
+    if fp32_modules and is_compiled(model) and not BackwardWithoutAutocast().is_available:
         raise ValueError(f"fp32_modules={fp32_modules!r} cannot be kept in a compiled model: this PyTorch "
                          f"({torch.__version__}) compiles their backward pass in half precision.\nTrain it uncompiled, "
                          "or with another version of PyTorch (2.9 and 2.15 are known to work).")

@@ -5,7 +5,6 @@ has a test for each.
 """
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -67,16 +66,22 @@ def is_compiled(model: nn.Module) -> bool:
     return any(compiled_module(m) is not None or getattr(m, '_compiled_call_impl', None) for m in model.modules())
 
 
-def backward_without_autocast() -> AbstractContextManager | None:
-    """Return a context in which compiled models get the backward pass that they have uncompiled.
+class BackwardWithoutAutocast:
+    """Context in which models are compiled with the backward pass that they have uncompiled; it may exit twice.
 
     AOTAutograd traces the backward pass under the autocast of the whole forward pass, so regions with autocast off get
     half-precision products there. Relies on `torch._functorch.config.backward_pass_autocast` (seen in 2.9 and 2.15).
-    Without it None: then modules cannot be kept in fp32 in compiled models.
+    Without it `is_available` is False, and modules cannot be kept in fp32 in compiled models.
     """
-    from torch._functorch import config                          # here: compiled models have imported it
-    if not hasattr(config, 'backward_pass_autocast'): return None
-    return config.patch(backward_pass_autocast='off')
+    def __init__(self):
+        from torch._functorch import config
+        self.config, self.before = config, getattr(config, 'backward_pass_autocast', None)
+    @property
+    def is_available(self) -> bool: return self.before is not None
+    def __enter__(self) -> None:
+        if self.is_available: self.config.backward_pass_autocast = 'off'
+    def __exit__(self, *args: object) -> None:
+        if self.is_available: self.config.backward_pass_autocast = self.before
 
 
 def skips_by_flag(opt: Any) -> bool:

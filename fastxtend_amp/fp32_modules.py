@@ -108,7 +108,7 @@ class Fp32Forward:
     def __init__(self, name: str, module: nn.Module):
         self.name, self.module, self.own = name, module, None    # the forward that was on the instance
         self.on = self.called = False                            # whether it is in use; whether it has run
-        self.is_wrapped = False                                  # somebody else's forward calls it, from now on
+        self.is_wrapped = False                                  # another object's forward calls this one
         self.users: set[Fp32Context] = set()                     # contexts that have put it on
 
     def __call__(self, *args, **kwargs) -> Any:
@@ -116,7 +116,7 @@ class Fp32Forward:
         self.called = True
         args, kwargs = to_fp32(args), to_fp32(kwargs)
         device_type = _device_type(args, kwargs, self.module)
-        # An exported program has to switch it off even if it is off now: it may be on where the program runs.
+        # An exported program has to turn it off even if it is off during the export: it may be on where it runs.
         needless = not torch.is_autocast_enabled(device_type) and not torch.compiler.is_exporting()
         with nullcontext() if needless else torch.autocast(device_type, enabled=False):
             return self.plain(*args, **kwargs)

@@ -101,7 +101,7 @@ class HalfWeights(MixedPrecision):
 
 
 class _OwnMemory:
-    "Context at whose end each parameter has memory of its own: a part that is saved alone would take the whole along."
+    "Context at whose end each parameter has its own memory: one that is saved alone would be saved with all others."
     def __init__(self, model: nn.Module): self.model = model
     def __enter__(self) -> None: pass
     def __exit__(self, *args: object) -> None:

@@ -1,8 +1,8 @@
-"The scopes of a learner's training loop, and the fit that is open in them: what is entered is left, however it ends."
+"The scopes of a learner's loop, and its open fit: a context that is entered in one is left when it ends, or fails."
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,27 +20,26 @@ __all__ = ['COMPANIONS', 'PRECISION_CALLBACKS', 'Fit', 'Loop', 'PrecisionBase', 
 
 COMPANIONS: list[type[Callback]] = []                            # come and go with a precision; `insight` adds one
 PRECISION_CALLBACKS = (fp16.MixedPrecision, fp16.ModelToHalf, fp16.NonNativeMixedPrecision)
-_WHOLE = ('fit', 'epoch', 'train', 'validate')  # an outermost scope of these kinds ends the fit; a batch does not
-_HALF_WORDS = ('Half', 'BFloat16', 'dtype', 'scalar type', 'primitive')   # in errors of what takes fp32 alone
+_WHOLE = ('fit', 'epoch', 'train', 'validate')  # kinds of scope that end the fit if they are outermost
+_HALF_WORDS = ('Half', 'BFloat16', 'dtype', 'scalar type', 'primitive')   # in PyTorch's errors where fp32 alone runs
 
 
 class Fit:
     """One fit, or one validation, in a precision: what was decided for it, and the contexts that last until it ends.
 
-    The contexts are left in reverse order. Each `__exit__` may be called again, and after an `__enter__` that an
-    interrupt ended: so a second call of `close` finishes what an interrupt left.
+    The contexts are left in reverse order. Each `__exit__` can be called twice, and after an interrupted `__enter__`:
+    so a second call of `close` finishes what an interrupt left.
     """
     def __init__(self, learn: Learner, cb: Any): # `cb`: a `MixedPrecision`
         self.learn, self.cb = learn, cb
         self.device = model_device(learn.model, training_device(learn))
         self.mode = cb.mode_on(self.device)                      # None for fp32
         self.contexts: list[Any] = []
-        self.around: list[Any] = []                              # those of them that computing takes, with `add(model)`
-        self.model: Any = None                                   # the one that they are for
-        self.is_compiled = False                                 # that model, or a part of it
-        self.around_forward: list | None = None                  # contexts, to be entered in each batch
+        self.around: list[Any] = []                              # those of them with `add(model)`
+        self.model: Any = None                                   # was given to these
+        self.around_forward: list[Any] = []                      # contexts, to be entered in each batch
         self.is_training = False                                 # training was checked, and its contexts are entered
-        self.has_warned = False                                  # of what goes wrong: one message for one cause
+        self.has_warned = False                                  # that training goes wrong: no second warning follows
         self.notes: dict[type, Any] = {}                         # of companions, by their class
 
     def enter(self, context: Any) -> Any:
@@ -58,7 +57,7 @@ class Scope(NamedTuple):
     "One run of `_with_events` that has not ended."
     kind: str # 'fit', 'epoch', 'train', 'validate', 'batch', 'backward' or 'step'
     body: Callable # Runs between the scope's events
-    contexts: list # Those that events inside have entered
+    contexts: list # Entered by events inside, and not left yet
 
 
 class Loop:
@@ -70,7 +69,7 @@ class Loop:
     def __init__(self, learn: Learner):
         self.learn, self.scopes = learn, list[Scope]()
         self.fit: Fit | None = None
-        self.waiting: list[Any] = []                             # the callback to use when the batch has ended
+        self.waiting: list[Any] = []                             # [cb], to use when the batch has ended; [None]: fp32
         self.wrapped = vars(learn).get('_with_events')           # a wrapper of somebody else's
 
     def __getstate__(self) -> dict[str, Any]:                    # a copy is outside of every scope
@@ -93,6 +92,7 @@ class Loop:
                 self.close(type(e))
                 raise
             finally:
+                if self.waiting: self._exchange()
                 if not self._is_used: self._unwrap()
 
     def _scope(self, f: Callable, event_type: str, ex: type[Exception], final: Callable) -> None:
@@ -107,7 +107,7 @@ class Loop:
             while len(self.scopes) > depth:
                 self.leave()
                 del self.scopes[-1:]
-            if self.waiting and not self.in_batch: self._exchange()
+        if self.waiting and not self.in_batch: self._exchange()  # after an error the outermost scope does
 
     def _step(self, step: Callable[[], object]) -> None:
         if self.fit is None: step()
@@ -134,17 +134,16 @@ class Loop:
         "End the fit, if one is open."
         if self.fit is None: return
         self.fit.close(error)
-        self.fit = None                                          # last: an interrupt before this closes it anew
+        self.fit = None                                          # last: after an interrupt it is closed again
 
-    def enter(self, contexts: list) -> None:
-        "Enter `contexts` in the innermost scope, which leaves them at its end if nothing does before."
+    def enter(self, context: AbstractContextManager) -> None:
+        "Enter `context` in the innermost scope, which leaves it at its end if nothing does before."
         if not self.scopes:
             raise RuntimeError("A batch's events were called outside of `Learner.one_batch`: autocast would stay on.\n"
                                'Call `learn.one_batch(i, batch)`, or take events by hand without a precision and '
                                'run the model inside `learn.amp_context()`.')
-        for context in contexts:
-            context.__enter__()
-            self.scopes[-1].contexts.append(context)
+        context.__enter__()
+        self.scopes[-1].contexts.append(context)
 
     def leave(self) -> None:
         "Leave what was entered in the innermost scope."
@@ -154,11 +153,6 @@ class Loop:
             del contexts[-1]
 
     # -- the precision callback
-
-    @property
-    def has_entered(self) -> bool:
-        "True where an open scope has contexts."
-        return any(scope.contexts for scope in self.scopes)
 
     @property
     def in_batch(self) -> bool:
@@ -178,7 +172,8 @@ class Loop:
         finally:
             self.waiting = []
             loop = vars(learn).get('_with_events')
-            if isinstance(loop, Loop) and not loop.scopes and not loop._is_used: loop._unwrap()   # interrupted
+            # An interrupt has kept the callback from being added.
+            if isinstance(loop, Loop) and not loop.scopes and not loop._is_used: loop._unwrap()
 
     def detach(self) -> None:
         "End the fit; outside of every scope give the learner its own loop back."
@@ -200,7 +195,7 @@ def loop_of(
     learn: Learner,
 ) -> Loop: # The one that wraps its `_with_events`; a new one if none does
     "Return the learner's loop."
-    loops = [vars(cb).get('_loop') for cb in learn.cbs]          # the callback has it where somebody has wrapped it
+    loops = [vars(cb).get('_loop') for cb in learn.cbs]          # `learn._with_events` may be somebody's wrapper of it
     loop = next(filter(None, loops), vars(learn).get('_with_events'))
     if not isinstance(loop, Loop): loop = vars(learn)['_with_events'] = Loop(learn)
     return loop
@@ -225,7 +220,7 @@ class PrecisionBase(fp16.MixedPrecision):
     def name(self) -> str:
         """The learner's attribute, also of subclasses: fastai's `load_learner` takes off what has it.
 
-        A callback that was exchanged in `fit(cbs=...)` has another one: fastai deletes the attribute after that fit.
+        One that has left its learner has another name, because fastai deletes the attribute after `fit(cbs=...)`.
         """
         return 'former_precision' if self._has_left else 'mixed_precision'
 

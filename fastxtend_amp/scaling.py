@@ -32,9 +32,9 @@ READ_EVERY = 512                                                 # steps between
 class NotingGradScaler(GradScaler):
     """PyTorch's `GradScaler`, which notes that a loss was scaled, also by a user's code as `learn.scaler`.
 
-    A copy can be made in the middle of a step: it is as before that step.
+    A copy that is made in the middle of a step has no trace of that step.
     """
-    grads_scaled = False                                         # a backward pass adds to scaled gradients, or to none
+    grads_scaled = False                                         # each gradient is multiplied by the scale, or zero
 
     def scale(self, outputs: Any) -> Any:
         self.grads_scaled = True
@@ -108,7 +108,7 @@ class StepHistory:
 
 
 class NoScaling:
-    "Stands for `FitScaling` outside of a fit, and in a fit without loss scaling, where it is a context: does nothing."
+    "The loss scaling of a fit that scales nothing, as a context; and of no fit."
     found_inf, held_back, skips_in_a_row, scaler = False, False, 0, None
 
     def __init__(self, learn: Any = None): self.learn = learn    # None outside of a fit
@@ -236,7 +236,7 @@ class FitScaling:
             self.scaler.load_state_dict(self._state_before)      # of the user's own, which serves every fit
             self.owner.history.forget(self.first_step)
         if not self.is_unit: self.owner.state = self.scaler.state_dict()
-        self.learn.scaler, self.owner.fit = None, NO_SCALING     # last: an interrupt before this ends it anew
+        self.learn.scaler, self.owner.fit = None, NO_SCALING     # last: after an interrupt it is ended again
 
     def _end_gradients(self, failed: bool) -> None:
         opt = self.learn.opt
@@ -267,7 +267,7 @@ class FitScaling:
         return GradScaler.scale(self.scaler, self.one)
 
     def scale_loss(self, loss: Any) -> Any: # A tensor, or several
-        "Return the loss (fp32) times the scale; true gradients that `.grad` holds already are scaled, too."
+        "Return the loss (fp32) times the scale; gradients that an accumulation of an earlier fit left are scaled, too."
         self.was_used = True
         if not self.scaler.grads_scaled: self._multiply_grads(self._device_scale())
         self.scaler.grads_scaled = True                          # a user's own scaler does not note it
@@ -301,7 +301,7 @@ class FitScaling:
         else: step()
 
     def expect_zeros(self) -> None:
-        "Count the gradients, which are zeroed next, as scaled: the next loss need not scale them first."
+        "Count the gradients as scaled, since they are zeroed next: the next loss need not scale them first."
         self.scaler.grads_scaled = self.was_used
 
     def update(self) -> None:

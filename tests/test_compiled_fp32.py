@@ -4,7 +4,7 @@ import pytest, torch
 from fastai.callback.core import CancelFitException
 from torch._functorch import config
 
-from fastxtend_amp import checks
+from fastxtend_amp.compat import BackwardWithoutAutocast
 from helpers import *
 
 
@@ -102,7 +102,7 @@ def test_the_setting_is_put_back_and_is_that_of_compiled_models_alone():
 
 
 def test_where_pytorch_lacks_it_kept_modules_of_compiled_models_are_refused(monkeypatch):
-    monkeypatch.setattr(checks, 'backward_without_autocast', lambda: None)
+    monkeypatch.setattr(BackwardWithoutAutocast, 'is_available', False)
     model = Big()
     learner(model).to_bf16(fp32_modules='hot').fit(1)
     model.compile(backend='eager')

@@ -289,3 +289,62 @@ def test_a_validation_in_before_step_whose_batch_is_cancelled(opt):
     learn = learner(opt_func=OPTIMIZERS[opt], cbs=[mixed('fp16'), spoil_at(3)])
     learn.fit(1, 0.01, cbs=[At('before_step', validate, 20), At('after_pred', cancel, 20)])
     assert finite(learn)
+
+
+@pytest.mark.parametrize('event', ['before_batch', 'after_pred', 'after_loss'])
+def test_a_validation_in_a_batch_of_a_loop_of_ones_own_leaves_the_loss_scaled(event):
+    "The batch is the outermost scope there; the validation's `after_fit` does not end its fit."
+    learn, scaled = learner(cbs=mixed('fp16', init_scale=256.0)), []
+    learn.create_opt()
+
+    def validate(l):
+        if not l.training:
+            return
+        kept = {k: vars(l)[k] for k in ('xb', 'yb', 'pred', 'loss', 'loss_grad', 'training') if k in vars(l)}
+        l.validate()
+        vars(l).update(kept)
+
+    learn.add_cb(At(event, validate, 12))
+    learn.add_cb(At('before_backward', lambda l: scaled.append((l.loss_grad / l.loss).item()), 20))
+    for i, b in enumerate(learn.dls.train):
+        learn.model.train()
+        learn.training = True
+        learn.one_batch(i, b)
+    assert scaled == [256.0] * 6 and learn.precision.scales == [256.0] * 6
+
+
+def test_an_export_inside_a_fit_does_without_the_package(tmp_path):
+    learn, plain = learner(path=tmp_path), learner()
+    learn.add_cb(At('after_epoch', lambda l: l.export('in.pkl'), 70))
+    learn.to_bf16().fit(2, 0.01)
+    plain.to_bf16().fit(2, 0.01)
+    assert b'fastxtend_amp' not in (tmp_path / 'in.pkl').read_bytes()
+    assert same(params(learn), params(plain)) and is_outside_a_fit(learn)
+
+
+def test_an_interrupt_while_a_callback_is_added_leaves_plain_fp32(monkeypatch):
+    class Interrupted(type(learner().to_bf16().precision)):
+        @property
+        def name(self):  # fastai asks for it when `learn` is set, before it adds the callback
+            raise KeyboardInterrupt
+
+    learn, plain = learner(), learner()
+    with pytest.raises(KeyboardInterrupt):
+        learn.add_cb(Interrupted('bf16'))
+    learn.fit(1, 0.01)
+    plain.fit(1, 0.01)
+    assert same(params(learn), params(plain))
+    learn.to_bf16().fit(1, 0.01)
+    assert is_outside_a_fit(learn)
+
+
+def test_an_exception_in_a_batch_that_switches_zeroes_the_gradients():
+    def fail(l):
+        l.to_bf16()
+        raise ValueError('boom')
+
+    learn = learner(cbs=At('after_backward', fail, 12)).to_fp16(init_scale=256.0)
+    with pytest.raises(ValueError, match='boom'):
+        learn.fit(1, 0.01)
+    assert not any(g.any() for g in plain_grads(learn) if g is not None)
+    assert learn.precision.amp_mode == 'bf16' and is_outside_a_fit(learn)

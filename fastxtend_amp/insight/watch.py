@@ -56,8 +56,8 @@ class Watch(Callback):
     @property
     def notes(self) -> Any:
         "The `Notes` on the open fit; None if it is not watched, or has been warned of."
-        cb: Any = self.learn.mixed_precision
-        fit = cb.fit
+        cb: Any = vars(self.learn).get('mixed_precision')        # None: it was interrupted while it was added
+        fit = None if cb is None else cb.fit
         if fit is None or fit.has_warned: return None
         if Watch not in fit.notes:
             is_low = fit.mode is not None and fit.mode.dtype is not None
@@ -91,9 +91,10 @@ class Watch(Callback):
 
     def after_step(self):
         "Count skipped steps in a row, and see whether the loss scale falls below 1."
+        if (notes := self.notes) is None: return
         cb: Any = self.learn.mixed_precision
         n = cb.skips_in_a_row
-        if not n or (notes := self.notes) is None: return
+        if not n: return
         if n >= cb.max_skips: self._alarm(f'{n} steps in a row were skipped', skipped=True)
         elif notes.in_place and (cb.scale or 1) < 1 <= cb.scales[-1]:
             self._alarm('the loss scale falls below 1', skipped=True)
