@@ -44,7 +44,7 @@ def map_tensors(
     Looks into what PyTorch's pytree knows (its own outputs, and those that libraries register with it), mappings,
     dataclasses and fastai's `L`; anything else passes as it is.
     """
-    return tree_map(partial(_map_leaf, f), x)
+    return f(x) if isinstance(x, torch.Tensor) else tree_map(partial(_map_leaf, f), x)
 
 
 def _map_leaf(f: Callable[[torch.Tensor], torch.Tensor], x: Any) -> Any:

@@ -207,7 +207,8 @@ def generators(
     everything: bool = False, # Whether Python's and NumPy's belong to them, besides torch's
 ) -> list[tuple[Callable, Callable]]: # Pairs: the functions that set and get a generator's state
     "Return how to reach the global random number generators; getting a state does not wait for a device."
-    found: list[tuple[Callable, Callable]] = [(torch.set_rng_state, torch.get_rng_state)]
+    cpu = torch.default_generator
+    found: list[tuple[Callable, Callable]] = [(cpu.set_state, cpu.get_state)]
     if everything: found += [(random.setstate, random.getstate), (np.random.set_state, np.random.get_state)]
     module = torch.get_device_module()                           # the accelerator's, if there is one
     if not getattr(module, 'is_initialized', lambda: True)(): return found     # asking does not start it

@@ -91,10 +91,9 @@ class Watch(Callback):
 
     def after_step(self):
         "Count skipped steps in a row, and see whether the loss scale falls below 1."
-        if (notes := self.notes) is None: return
-        cb: Any = self.learn.mixed_precision
-        n = cb.skips_in_a_row
-        if not n: return
+        cb: Any = vars(self.learn).get('mixed_precision')
+        n = 0 if cb is None else cb.skips_in_a_row
+        if not n or (notes := self.notes) is None: return
         if n >= cb.max_skips: self._alarm(f'{n} steps in a row were skipped', skipped=True)
         elif notes.in_place and (cb.scale or 1) < 1 <= cb.scales[-1]:
             self._alarm('the loss scale falls below 1', skipped=True)
