@@ -66,8 +66,8 @@ def _mlp(big: bool, title: str, width: int, depth: int, n: int) -> Model:
 
 
 def _wide(big: bool, n: int) -> Model:
-    # One weight of 64 MB: glibc returns freed blocks of over 32 MB to the system in any process, so that the page
-    # faults of a step do not depend on what was trained before in this one.
+    # One weight of 64 MB: glibc returns freed blocks of over 32 MB to the system in any process, so that fp32's page
+    # faults do not depend on what was trained before in this one. The copies in bf16 have 32 MB: theirs do.
     return _mlp(big, f'wide MLP, batch {n}', 4096, 4 if big else 1, n)
 
 
