@@ -137,9 +137,9 @@ def to_amp(self: Learner, *args,
     max_seconds: float = 60., # Time limit of measuring
     **kwargs
 ) -> Learner: # The learner
-    """Train in the fastest precision that the model's device does natively: bf16, then fp16, else fp32.
+    """Train in the precision that the model's device does natively: bf16, then fp16, else fp32.
 
-    It cannot know whether this model gains from it: small layers may train faster in fp32 all the same. With
+    This cannot know whether this model gains from it: small layers may train faster in fp32 all the same. With
     `measure=True` all precisions that the device does natively, and half-precision weights if the learner has them, are
     tried on copies of the learner; one line says what was taken and why, and `learn.precision_decision` is what was
     measured. Raises `RuntimeError` in several processes.
