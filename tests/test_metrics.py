@@ -7,7 +7,7 @@ import pytest, torch
 from fastai.callback.progress import CSVLogger
 from fastai.callback.training import GradientAccumulation
 
-from fastxtend_amp import loss_scale, skipped_steps
+from fastxtend_amp import loss_scale, scaling, skipped_steps
 from helpers import *
 
 METRICS = [nn.functional.l1_loss, loss_scale, skipped_steps]
@@ -27,6 +27,38 @@ def test_the_table_has_the_scale_and_the_skips_of_each_epoch(opt):
     assert logged(learn, 'skipped_steps') == [0] and logged(learn, 'loss_scale') == [32.0]
     learn.validate()
     assert learn.final_record[-2:] == [32.0, 0]
+
+
+def test_after_load_they_are_the_files_scale_and_the_skips_of_the_epoch(tmp_path):
+    def made(*steps):
+        return learner(metrics=METRICS, path=tmp_path, cbs=spoil_at(*steps)).to_fp16(init_scale=256.0)
+
+    first = made(1, 2)
+    first.fit(1, 0.01)
+    first.save('model')
+    second = made(3, 8).load('model')
+    second.add_cb(At('before_epoch', lambda l: l.epoch and l.load('model'), 20))  # at the second epoch again
+    second.fit(2, 0.01)
+    assert logged(first, 'loss_scale') == [64.0] and logged(first, 'skipped_steps') == [2]
+    assert logged(second, 'loss_scale') == [32.0, 32.0] and logged(second, 'skipped_steps') == [1, 1]
+
+
+def test_they_read_from_the_device_at_the_end_of_an_epoch_alone(monkeypatch):
+    learn, in_batch = learner(metrics=METRICS, opt_func=OPTIMIZERS['fused adamw']).to_fp16(init_scale=256.0), []
+
+    def noting(name, owner):
+        plain = getattr(owner, name)
+
+        def read(self):
+            in_batch.append(learn.precision._loop.in_batch)
+            return plain(self)
+
+        monkeypatch.setattr(owner, name, read)
+
+    noting('get_scale', torch.amp.GradScaler)
+    noting('read', scaling.StepHistory)
+    learn.fit(2, 0.01)
+    assert in_batch and not any(in_batch) and logged(learn, 'loss_scale') == [256.0, 256.0]
 
 
 @pytest.mark.parametrize('to', ['to_bf16', 'to_fp32'])
