@@ -52,6 +52,17 @@ def markdown():
         yield f.name, '\n'.join(c.source for c in nbformat.read(f, 4).cells if c.cell_type == 'markdown')
 
 
+def test_each_guarantee_has_its_tests():
+    "Rows of tables and lists are numbered, and the folded list below has tests for each number."
+    *sections, _ = (NBS / 'guarantees.md').read_text().split('</details>')
+    assert len(sections) == 5
+    for section in sections:
+        promises, tests = section.split('<details>')
+        numbers = re.findall(r'^(?:\| )?(\d+)(?:\.| \|) ', promises, re.M)
+        assert numbers == [str(n + 1) for n in range(len(numbers))]
+        assert re.findall(r'^(\d+) +test_', tests, re.M) == numbers
+
+
 # -- docstrings
 
 
@@ -85,7 +96,7 @@ def test_every_argument_has_a_meaning():
 
 @pytest.mark.parametrize('name,text', markdown(), ids=lambda x: x if len(x) < 60 else '')
 def test_what_is_named_is_there(name, text):
-    for test in re.findall(r'`(test_\w+)`', text):
+    for test in re.findall(r'\b(test_\w+)\b(?!\.)', text):
         assert any(f'def {test}(' in code for code in TESTS.values()), test
     for file in re.findall(r'`(?:[\w/]*/)?(test_\w+\.py|matrix\.py)`', text):
         assert file in TESTS, file

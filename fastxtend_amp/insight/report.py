@@ -90,6 +90,7 @@ class PrecisionReport(Shown):
     def _parts(self):
         yield '\n'.join([*map(str, self.verdicts.values()), *self.notes])
         for mode, table in self.table.groupby('mode', sort=False):
+            if self.verdicts[mode].verdict.startswith('safe'): continue              # `table` has them
             rows = _to_look_at(table, 10)
             yield f'{mode}: {len(rows)} of {len(table)} modules to look at first; `report.table` has all, and more'
             yield rows.drop(columns=['mode', 'grad']).set_index('module').rename_axis(None)

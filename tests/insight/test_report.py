@@ -703,8 +703,9 @@ def test_advice_keeps_what_is_there():
 
 
 def test_the_printed_report():
-    report = learner(Attentive()).precision_report('fp16')
+    report = learner(Attentive()).precision_report(['fp16', 'bf16'])
     first, second, *_ = repr(report).splitlines()
+    assert 'bf16: safe so far' in repr(report) and 'bf16: 10 of' not in repr(report)  # its modules are in `table`
     assert first == "fp16: keep modules in fp32. Next: `learn.to_fp16(init_scale=4096, fp32_modules=['attn'])`"
     assert second.startswith("    values in 'attn' reach") and '10 of 11 modules to look at first' in repr(report)
     assert re.search(r'trouble\nattn ', repr(report))
