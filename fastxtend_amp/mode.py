@@ -233,8 +233,8 @@ def emulation_warning(mode: AMPMode, device: torch.device) -> str | None:
     "Return a warning for a `device` that only emulates `mode`, with a faster call; None if it is native."
     support = mode_support(mode, device)
     if support.status != 'emulated': return None
-    return (f"{mode.value} is emulated on device '{device}' ({support.why}), which is usually slower than fp32, "
-            f"for large layers many times.\nThe faster choice there is `{faster_call(mode, device)}`; "
+    return (f"{mode.value} is emulated on device '{device}' ({support.why}): usually slower than fp32, with large "
+            f"layers many times slower.\nThe faster choice there is `{faster_call(mode, device)}`; "
             f"`learn.compare_precision('{mode.value}')` measures it.")
 
 
