@@ -255,28 +255,7 @@ def test_examples_of_the_api_page_run(name, tmp_path, monkeypatch):
         )
 
 
-# -- recipes and claims
-
-
-def recipe(word):
-    text = (NBS / 'recipes.md').read_text()
-    return next(code for code in re.findall(r'```python\n(.*?)```', text, re.S) if word in code)
-
-
-@pytest.mark.parametrize('mode,kwargs', [('bf16', {}), ('fp16', {'init_scale': 64.0})])
-def test_the_recipe_for_a_second_forward_pass(mode, kwargs):
-    names = {'Callback': Callback, 'torch': torch}
-    exec(recipe('class SAM'), names)
-    dtypes = []
-    learn = learner(cbs=names['SAM']())
-    getattr(learn, f'to_{mode}')(**kwargs)
-    learn.model[0].register_forward_hook(lambda m, i, o: dtypes.append(o.dtype))
-    before = [p.clone() for p in learn.model.parameters()]
-    with learn.no_bar(), learn.no_logging():
-        learn.fit(1)
-    n = len(learn.dls.train)
-    assert len(dtypes) == 2 * n + len(learn.dls.valid) and len(set(dtypes)) == 1 and dtypes[0] is not torch.float32
-    assert not all(map(torch.equal, before, learn.model.parameters()))
+# -- claims
 
 
 @pytest.mark.filterwarnings('ignore')

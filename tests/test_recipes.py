@@ -200,3 +200,16 @@ def test_a_scaler_of_ones_own():
     )
     learn.fit(1)
     assert learn.precision.scale == 1024.0 and learn.precision.n_skipped == 0
+
+
+@pytest.mark.parametrize('mode,kwargs', [('bf16', {}), ('fp16', {'init_scale': 64.0})])
+def test_the_recipe_for_a_second_forward_pass(mode, kwargs):
+    dtypes = []
+    learn = learner(cbs=classes('class SAM')['SAM']())
+    getattr(learn, f'to_{mode}')(**kwargs)
+    learn.model[0].register_forward_hook(lambda m, i, o: dtypes.append(o.dtype))
+    before = params(learn)
+    learn.fit(1)
+    n = len(learn.dls.train)
+    assert len(dtypes) == 2 * n + len(learn.dls.valid) and len(set(dtypes)) == 1 and dtypes[0] is not torch.float32
+    assert not same(before, params(learn))

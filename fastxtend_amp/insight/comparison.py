@@ -71,7 +71,8 @@ class PrecisionComparison(Shown):
     def plot(self): # The two matplotlib axes
         "Draw the loss curves, with the range of fp32's seeds in grey, and the speed of each mode against fp32."
         import matplotlib.pyplot as plt
-        _, (curves, bars) = plt.subplots(1, 2, figsize=(9, 3.6), layout='constrained')
+        n = len(self.table)
+        _, (curves, bars) = plt.subplots(2, figsize=(6, 3.4 + .3 * n), height_ratios=[7, n], layout='constrained')
         colors = [PRECISION_COLORS[name.removesuffix(' fp16')] for name in self.table.index]
         seeds = _smooth([self.losses['fp32'], *self.seed_losses])
         curves.fill_between(seeds.index, seeds.min(axis=1), seeds.max(axis=1), color='#d8dee9', lw=0,
