@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from importlib.util import find_spec
 from typing import Any
 
 from torch import nn
@@ -53,8 +52,10 @@ class Fp8Modules(Fp32Modules):
     def __init__(self, spec: Any, in_fp32: Fp32Modules):
         super().__init__(spec, 'modules')
         self.in_fp32 = in_fp32
-        if find_spec('torchao') is None:
-            raise ImportError("fp8 needs torchao: `pip install torchao`.\nWithout it call `learn.to_bf16()`.")
+        try: import torchao.float8                               # noqa: F401  torchao 0.18 fails with torch 2.9
+        except ImportError as e:
+            raise ImportError(f'fp8 needs torch 2.11 and torchao: `pip install torchao`. Importing torchao: {e}.\n'
+                              'Without it call `learn.to_bf16()`.') from e
 
     def __getstate__(self) -> dict[str, Any]: return {**super().__getstate__(), 'in_fp32': self.in_fp32}
 

@@ -36,6 +36,9 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
+    has_torchao = importlib.util.find_spec('torchao') and torch.__version__ >= '2.11'
     for item in items:
+        if 'torchao' in item.keywords and not has_torchao:
+            item.add_marker(pytest.mark.skip(reason='needs torchao, and torch 2.11 to import it'))
         if 'cuda' in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason='needs an NVIDIA GPU, and PyTorch finds none'))

@@ -1,7 +1,6 @@
 "FP8: linear layers as torchao converts them, and a plain model afterwards. On a CPU with PyTorch's own kernels."
 
 import copy, subprocess, sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import fastai.callback.schedule  # noqa: F401  patches Learner
@@ -13,7 +12,7 @@ import fastxtend_amp.mode as mode
 from fastxtend_amp import AMPMode, precision_support
 from helpers import *
 
-pytestmark = pytest.mark.skipif(not find_spec('torchao'), reason='needs torchao')
+pytestmark = pytest.mark.torchao
 
 
 class Net(nn.Module):
@@ -145,7 +144,7 @@ def test_what_cannot_be_is_refused_at_once(monkeypatch):
     for method in ('to_bf16', 'to_fp16', 'to_amp'):
         with pytest.raises(TypeError, match="no argument 'modules'"):
             getattr(net_learner(), method)(modules='body')
-    monkeypatch.setattr(fp8, 'find_spec', lambda name: None)
+    monkeypatch.setitem(sys.modules, 'torchao.float8', None)
     with pytest.raises(ImportError, match='(?s)pip install torchao.*to_bf16'):
         net_learner().to_fp8()
 

@@ -537,8 +537,9 @@ def test_an_optimizer_that_is_exchanged_in_a_fit_leaves_no_half_weights(kwargs, 
     learn.to_bf16().fit(1, 0.01)
 
 
+@pytest.mark.torchao
 def test_stochastic_rounding_is_taken():
-    optim = pytest.importorskip('torchao.optim')
+    from torchao import optim
 
     def build(params, lr):
         opt = optim._AdamW(params, lr=lr, bf16_stochastic_round=True)

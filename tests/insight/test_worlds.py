@@ -226,8 +226,9 @@ def test_what_cannot_be_looked_at_is_left_alone(module, words):
         assert math.isfinite(trained(make, v.call, 1)[0])
 
 
+@pytest.mark.torchao
 def test_linear_layers_in_8_bit_floating_point():
-    float8 = pytest.importorskip('torchao.float8')
+    from torchao import float8
 
     def make():
         torch.manual_seed(0)
