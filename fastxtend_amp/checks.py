@@ -55,8 +55,8 @@ def check_training(
 ) -> None:
     """Check what only training needs.
 
-    Raises a `ValueError` for fp16 parameters, whose gradients cannot be unscaled. Warns of other parameters in half
-    precision, and of parameters outside the optimizer, whose gradients stay scaled.
+    Raises a `ValueError` for fp16 and complex parameters, whose gradients cannot be unscaled. Warns of other parameters
+    in half precision, and of parameters outside the optimizer, whose gradients stay scaled.
     """
     device = training_device(learn)
     if mode is None:
@@ -68,6 +68,9 @@ def check_training(
     if scaled and fp16:
         raise ValueError(f"fp16 mixed precision needs fp32 parameters, but {len(fp16)} to be trained are fp16, such as "
                          f"'{fp16[0]}'.\nCall `learn.model.float()` first: autocast itself casts what can run in fp16.")
+    if scaled and (complex_ := [name for name, p in trained if p.is_complex()]):
+        raise ValueError(f"'{complex_[0]}' is a complex parameter, whose gradients `GradScaler` cannot unscale.\n"
+                         'Use `learn.to_bf16()`, or `learn.to_fp32()`.')
     if half := half_parameters_of(learn.model):
         warn_user(f"{len(half)} parameters to be trained are in half precision themselves, such as '{half[0]}': "
                   "small updates to them are rounded away.\n"

@@ -94,7 +94,7 @@ def _near(part: Any, places: list[tuple[str, nn.Module]]) -> str:
         if kind is not None: return f"'{part}' is a type: give `{type_name(kind)}` itself, not its name."
         names = [name for name, _ in places]
         near = difflib.get_close_matches(part, names, 4, .5) or names[1:5]
-        return f"Near names: {', '.join(map(repr, near))}."
+        return f"Near names: {', '.join(map(repr, near))}." if near else 'The model has no modules inside.'
     kinds = sorted({type(m).__name__ for _, m in places})
     return f"It has modules of these types: {', '.join(kinds[:12])}{', ...' if len(kinds) > 12 else ''}."
 

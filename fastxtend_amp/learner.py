@@ -178,7 +178,7 @@ def precision_as(self: Learner,
     Loss scale, history and kept modules of the learner's own are afterwards as they were. Raises `RuntimeError` in the
     middle of a batch.
     """
-    loop, is_fp32 = loop_of(self), precision in ('fp32', torch.float32)
+    loop, is_fp32 = loop_of(self), precision is torch.float32 or str(precision).lower() == 'fp32'
     if loop.in_batch:
         raise RuntimeError('precision_as() cannot be used in the middle of a batch. Call it between batches, as in '
                            '`after_epoch`.')

@@ -224,9 +224,8 @@ def check_supported(mode: AMPMode, device: torch.device) -> None:
     "Raise a `ValueError` that names device, mode and what would work if `device` cannot run `mode`."
     support = mode_support(mode, device)
     if support.status != 'unsupported': return
-    works = [f'`to_{m.value}()`' for m in AMPMode if mode_support(m, device).status != 'unsupported'] + ['`to_fp32()`']
     raise ValueError(f"{mode.value} mixed precision does not run on device '{device}': {support.why}.\n"
-                     f"What works there: {', '.join(works)}.")
+                     f"What works there: `{faster_call(mode, device)}`.")
 
 
 def emulation_warning(mode: AMPMode, device: torch.device) -> str | None:

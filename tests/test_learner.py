@@ -187,7 +187,7 @@ def test_to_channelslast_without_a_precision_keeps_the_one_there_is():
     [
         (lambda l: l.to_channelslast(False, 'bf16'), r"use_amp=False.*'bf16'.*to_channelslast\(amp_mode='bf16'\)"),
         (lambda l: l.to_channelslast(use_amp=False, init_scale=512.0), 'use_amp=False.*init_scale'),
-        (lambda l: l.to_channelslast(amp_mode='fp8'), 'fp8'),
+        pytest.param(lambda l: l.to_channelslast(amp_mode='fp8'), 'fp8', marks=pytest.mark.torchao),
         (lambda l: l.to_channelslast(amp_mode='bf16', fp32_modules='nowhere'), 'nowhere'),
     ],
 )

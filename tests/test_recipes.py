@@ -5,16 +5,23 @@ from pathlib import Path
 
 import pytest, torch
 from fastai.callback.core import Callback
+from fastai.callback.progress import CSVLogger
 from fastai.callback.schedule import fit_one_cycle, lr_find  # noqa: F401  for the recipes
 from fastai.data.core import DataLoaders
+from fastai.data.block import CategoryBlock, DataBlock
 from fastai.data.load import DataLoader
+from fastai.data.transforms import IndexSplitter
+from fastai.learner import Learner
 from fastai.losses import BCEWithLogitsLossFlat, CrossEntropyLossFlat
+from fastai.metrics import accuracy
 from fastai.optimizer import Adam
+from fastai.vision.core import PILImageBW
+from fastai.vision.data import ImageBlock
 from sklearn.datasets import load_diabetes, load_digits
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from fastxtend_amp import fused
+from fastxtend_amp import fused, loss_scale, skipped_steps
 from helpers import At, learner, loaders, params, same, spoil_at
 
 NBS = Path(__file__).parent.parent / 'nbs'
@@ -82,6 +89,8 @@ def test_an_ema_leaves_out_skipped_steps(opt_func):
     learn.fit(2)
     assert ema.average.n_averaged == 10 and (learn.precision.n_skipped, len(learn.precision.scales)) == (2, 12)
     learn.model.load_state_dict(ema.average.module.state_dict())
+    comparison = learn.compare_precision('bf16', n_steps=4, n_seeds=0)  # which runs it in fp32, too
+    assert 'failed' not in [*comparison.table['support']]
 
 
 def test_swa_averages_epochs_and_has_batch_norm_of_its_own():
@@ -117,6 +126,27 @@ def test_norms_of_gradients_are_true_from_order_11_on(capsys):
     learner(cbs=scaled()).to_fp16(init_scale=1024.0).fit(1)
     first = float(re.search(r'tensor\(([\d.e+-]+)', capsys.readouterr().out)[1])
     assert first == pytest.approx(norms[0] * 1024, rel=0.01)
+
+
+@pytest.mark.parametrize('call', ['learn', 'learn.to_bf16()', 'learn.to_fp16()'])
+def test_logging(call, tmp_path, monkeypatch):
+    pytest.importorskip('tensorboard')
+    from fastai.callback.tensorboard import TensorBoardCallback
+
+    monkeypatch.chdir(tmp_path)
+    digits = load_digits()
+    image = lambda i: digits.images[i].astype('uint8') * 15
+    blocks, split = (ImageBlock(PILImageBW), CategoryBlock), IndexSplitter(range(8))
+    block = DataBlock(blocks, getters=[image, lambda i: digits.target[i]], splitter=split)
+    dls = block.dataloaders(range(40), bs=8, num_workers=0, device='cpu')
+    names = {'dls': dls, 'model': nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), 'accuracy': accuracy}
+    given = {'Learner': Learner, 'CSVLogger': CSVLogger, 'TensorBoardCallback': TensorBoardCallback}
+    names |= given | {"loss_scale": loss_scale, "skipped_steps": skipped_steps}
+    exec(code("skipped_steps"), names)
+    learn = names['learn']
+    eval(call, {'learn': learn}).fit(1)
+    assert (tmp_path / 'history.csv').read_text().count('skipped_steps') == 1
+    assert any((tmp_path / 'runs').rglob('events*'))
 
 
 def test_lr_find_then_a_fit(monkeypatch, tmp_path):

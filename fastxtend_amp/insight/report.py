@@ -112,7 +112,8 @@ def precision_report(self: Learner,
     """Report whether the model survives low precision, and where it does not, on real batches.
 
     Runs batches forward and backward in copies of the learner, in its own training loop with its callbacks, in fp32 and
-    in each mode, and looks into each module, the model's own `forward` and the loss function. Modules that do not run,
+    in each mode, and looks into each module, the model's own `forward` and the loss function. The first batch is run
+    as in validation, too, where other kernels may be called: only errors count there. Modules that do not run,
     whose values are not finite or reach a quarter of the format's maximum, or whose error is above 10 %, are kept in
     fp32, and the batches run again, until nothing is wrong. For the model's own `forward` and the loss function, which
     cannot be kept in fp32, the modules before them are tried. The verdict holds for these batches and weights: after

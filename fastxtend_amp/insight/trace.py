@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..callback import MixedPrecision
 from ..common import first_line
 from ..convert import HALF, half_to_float, map_tensors
-from ..fp32_modules import qualified_names
+from ..fp32_modules import ROOT, qualified_names
 from ..fp32_settings import FULL_PRECISION, fp32_settings
 from ..learner import set_precision
 from ..mode import AMPMode
@@ -113,6 +113,7 @@ class Trace(TorchDispatchMode):
         self.loss_is_finite = self.grads_are_finite = True
         self.error = ''                                          # why it ended: the text of an exception
         self.failed_in: str | None = None                        # the module that raised it; None before a batch
+        self.validates = True                                    # whether a batch runs as in validation, too
         self.n_moving = 0                                        # parameters' gradients that are not 0
         self.unseen: dict[str, str] = {}                         # what cannot be looked at, and its first module
         self._frames: list[_Frame] = []
@@ -158,6 +159,18 @@ class Trace(TorchDispatchMode):
                     if name in self.seen: self.seen[name].add_grad(g)
             model.zero_grad()                                    # the gradients of the next batch would add to them
         self.seconds = time.process_time() - self.began
+
+    def validate(self, learn: Learner, batch: Any) -> None:
+        "Run a batch as validation does, without hooks, with which some modules of PyTorch take other kernels."
+        learn.remove_cbs(_Ends)
+        learn.model.eval()
+        learn.training = False
+        try:
+            with torch.no_grad(): learn.one_batch(0, map_tensors(torch.clone, batch))
+        except torch.OutOfMemoryError: raise
+        except Exception as e:
+            self.validates = False
+            if self.mode is not None: self.error, self.failed_in = f'{first_line(e)} (in validation)', ROOT
 
     # -- modules
 
@@ -271,7 +284,8 @@ def trace(
 ) -> Trace:
     """Run batches forward and backward in a copy of `learn`, in its own loop with its callbacks; no step is taken.
 
-    Compiled modules run as they were written: hooks would not fire in a compiled graph.
+    Then the first batch runs as in validation, unless that fails in fp32, too. Compiled modules run as they were
+    written: hooks would not fire in a compiled graph.
     """
     found = Trace(mode, reference)
     with copied_learner(learn) as copy, torch.compiler.set_stance('force_eager'), fp32_settings(FULL_PRECISION):
@@ -289,6 +303,7 @@ def trace(
                     batch = map_tensors(torch.clone, batch)      # the model may write into it
                     found.begin()
                     _run_again(copy, *batch) if in_fit else copy.one_batch(i, batch)
+            if not in_fit and (reference is None or reference.validates): found.validate(copy, batches[0])
         except torch.OutOfMemoryError: raise
         except Exception as e:
             if mode is None: raise

@@ -106,7 +106,7 @@ class Judge:
         modules = dict(qualified_names(self.model))
         kind = type(modules.get(name))
         why = f'{named(name)} does not run in {self.mode.value}: {low.error}'
-        if not kind.__module__.startswith('torch.nn'):           # the user's own code
+        if low.validates and not kind.__module__.startswith('torch.nn'):       # the user's own code
             why += ('. Or make its code take any dtype: constants from `torch.finfo(x.dtype)`, new tensors with '
                     '`dtype=x.dtype`')
         alike = [name] if name in (ROOT, LOSS) else [n for n, m in modules.items() if type(m) is kind]

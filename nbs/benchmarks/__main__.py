@@ -5,9 +5,8 @@ import argparse, json, os, shlex, sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from fastxtend_amp import precision_support
+from fastxtend_amp.fp32_settings import FULL_PRECISION, fp32_settings
 from fastxtend_amp.tools.device import usable_device
 
 from .contestants import ADAM, CONTESTANTS, FUSED
@@ -42,13 +41,13 @@ def main(
     stem = args.show or args.out
     if args.show: figures = json.loads(Path(f'{stem}.json').read_text(encoding='utf-8'))
     else:
-        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
         device = usable_device(parser, args.device)
         native = [r.mode for r in precision_support(device).itertuples() if r.support == 'native']
         if not (modes := args.modes or native):
             parser.error(f'{device} does neither bf16 nor fp16 natively; --modes bf16 times its emulation')
         taking_part = [c for c in CONTESTANTS if c.name in args.contestants]
-        figures = bench(args.models, modes, device, args.rounds, taking_part, args.optimizers)
+        with fp32_settings(FULL_PRECISION):
+            figures = bench(args.models, modes, device, args.rounds, taking_part, args.optimizers)
         figures['command'] = shlex.join(['python', '-m', 'nbs.benchmarks', *(argv or sys.argv[1:])])
     print(tables(figures), end='')
     if not stem: return

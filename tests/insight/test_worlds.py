@@ -370,3 +370,67 @@ def test_a_callback_with_a_backward_pass_of_its_own():
     learn.fit(1)
     report = learn.precision_report()
     assert {v.verdict for v in report.verdicts.values()} == {'safe so far'}, report
+
+
+# -- validation
+
+
+class Padded(nn.Module):
+    "An encoder with a padding mask: in validation PyTorch takes another kernel, which on CPUs wants fp32."
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        self.emb, self.body, self.head = nn.Linear(1, 16), nn.TransformerEncoder(layer, 1), nn.Linear(16, 1)
+
+    def forward(self, x):
+        mask = torch.zeros(x.shape, dtype=torch.bool)
+        mask[::2, -1] = True
+        return self.head(self.body(self.emb(x[..., None]), src_key_padding_mask=mask).mean(1))
+
+
+@pytest.mark.filterwarnings('ignore:.*nested tensors')
+def test_a_batch_is_run_as_in_validation_too():
+    def make():
+        torch.manual_seed(0)
+        return Padded()
+
+    try:
+        fails = not trained(make, 'learn.to_bf16()', 1)
+    except RuntimeError:
+        fails = True
+    verdict = verdict_on(make, 'bf16')
+    assert ('(in validation)' in verdict.reason) == fails == bool(verdict.modules), verdict
+    assert math.isfinite(trained(make, verdict.call, 1)[0])
+
+
+def test_a_model_that_cannot_validate_in_fp32_either_is_judged_by_its_training():
+    class Trains(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) if self.training else [x]
+
+    assert verdict_on(lambda: Trains(6, 1), 'bf16').verdict == 'safe so far'
+
+
+# -- complex parameters
+
+
+class Spectral(nn.Linear):
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__(6, 1)
+        self.filter = nn.Parameter(torch.randn(4, dtype=torch.cfloat))
+
+    def forward(self, x):
+        return super().forward(torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=6))
+
+
+def test_gradients_that_cannot_be_unscaled_are_refused_before_training():
+    learn = learner(Spectral()).to_fp16()
+    with pytest.raises(ValueError, match="(?s)'filter' is a complex parameter.*to_bf16"):
+        learn.fit(1)
+    report = learn.precision_report()
+    assert [v.verdict for v in report.verdicts.values()] == ['safe so far', 'cannot run']
+    comparison = learn.to_bf16().compare_precision(['bf16', 'fp16'], n_steps=4, n_seeds=0)
+    assert [*comparison.table['support'][['fp32', 'fp16']]] == ['native', 'failed']
+    assert math.isfinite(comparison.table['loss']['bf16'])
