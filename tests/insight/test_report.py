@@ -374,10 +374,10 @@ def test_time_that_is_over_leaves_what_is_known(clock):
     learn = learner(
         nn.Sequential(nn.Linear(6, 6), *[Act(lambda h: (clock.sleep(1), h)[1]) for _ in range(10)], nn.Linear(6, 1))
     )
-    report = learn.precision_report(max_seconds=15.0)  # a pass takes 10, and one that began is ended
+    report = learn.precision_report(max_seconds=35.0)  # training and validation take 20, and what began is ended
     bf16, fp16 = report.verdicts.values()
-    assert bf16.verdict == 'safe so far' and fp16.verdict == 'not known' and '`max_seconds=15`' in fp16.reason
-    assert fp16.call == "learn.precision_report('fp16', max_seconds=150)" and set(report.table['mode']) == {'bf16'}
+    assert bf16.verdict == 'safe so far' and fp16.verdict == 'not known' and '`max_seconds=35`' in fp16.reason
+    assert fp16.call == "learn.precision_report('fp16', max_seconds=350)" and set(report.table['mode']) == {'bf16'}
     report = learn.precision_report(max_seconds=5.0)
     assert {v.verdict for v in report.verdicts.values()} == {'not known'} and not len(report.table) and report.plot()
 
