@@ -24,7 +24,7 @@ class AutocastState:
 
     Relies on the getters and setters that `torch.autocast` calls itself (with a device type since 2.4), and on
     `torch.autocast_increment_nesting` (since 1.10): there is no getter. An interrupt between two lines of
-    `torch.autocast.__enter__` leaves what no `__exit__` mends. Without these names the first fit fails.
+    `torch.autocast.__enter__` leaves what no `__exit__` repairs. Without these names the first fit fails.
     """
     def __init__(self, device_type: str):
         self.device_type, self.grad_enabled = device_type, torch.is_grad_enabled()

@@ -106,7 +106,7 @@ def to_bf16(self: Learner, *args, **kwargs) -> Learner: # The learner
 @patch
 @delegates(MixedPrecision, but=['amp_mode', *FP16_ARGUMENTS])
 def to_fp8(self: Learner, **kwargs) -> Learner: # The learner
-    """Train in bf16 mixed precision whose linear layers compute in FP8, by torchao, on NVIDIA GPUs from 8.9 on.
+    """Train in bf16 mixed precision with linear layers in FP8, by torchao, on NVIDIA GPUs of capability 8.9 or newer.
 
     A layer takes part if both sides of its weight are divisible by 16. It computes in FP8 in fits, validations and
     `amp_context()`: weights, optimizer and files are those of the plain model, and load without torchao. What is gained
@@ -123,7 +123,7 @@ def to_fp8(self: Learner, **kwargs) -> Learner: # The learner
 
 @patch
 def to_tf32(self: Learner) -> Learner: # The learner
-    """Train in fp32 whose matrix products and convolutions are computed in TF32, on NVIDIA GPUs from 8.0 on.
+    """Train in fp32 with matrix products and convolutions in TF32, on NVIDIA GPUs of capability 8.0 or newer.
 
     TF32 has fp32's range and fp16's precision: for models that do not train in half precision. The tensors are fp32.
     """

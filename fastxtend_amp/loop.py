@@ -80,7 +80,7 @@ class Loop:
         if self.scopes: return self._scope(f, event_type, ex, final)
         if event_type in _WHOLE: self.close()                    # a fit that single batches left open
         device_type = training_device(self.learn).type
-        # An interrupt between two lines of `torch.autocast.__enter__` leaves what no `__exit__` mends.
+        # An interrupt between two lines of `torch.autocast.__enter__` leaves what no `__exit__` repairs.
         state: Any = AutocastState(device_type) if autocast_available(device_type) else nullcontext()
         with state:
             try:

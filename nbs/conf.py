@@ -13,7 +13,7 @@ project = settings['DEFAULT']['lib_name']
 author = copyright = settings['DEFAULT']['author']
 release = version = settings['DEFAULT']['version']
 
-extensions = ['myst_nb', 'sphinx_copybutton', 'api_pages', 'breaks']
+extensions = ['myst_nb', 'sphinx_copybutton', 'api_pages', 'breaks', 'search_words']
 exclude_patterns = ['_build', '**.ipynb_checkpoints', 'benchmarks', 'speed.md',
                     'real_models.md']          # the last two are included in another page
 nb_execution_mode = 'off'                      # outputs are stored in the notebooks; `python nbs/run.py` runs them anew

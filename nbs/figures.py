@@ -9,8 +9,8 @@ sys.path.insert(0, str(HERE.parent))
 from nbs.benchmarks.show import OPTIMIZER, by_model, marked, plot, tables  # noqa: E402
 
 RUNS = HERE / 'benchmarks'
-SHOWN, EARLIER = ('native_bf16', 'native_bf16_models'), ('native_bf16_0.2.0', 'native_bf16_0.2.0_b')
-STORED = (*SHOWN, *EARLIER, 'emulated')
+SHOWN, EARLIER = 'native_bf16', ('native_bf16_0.3.0', 'native_bf16_0.2.0', 'native_bf16_0.2.0_b')
+STORED = (SHOWN, *EARLIER, 'emulated')
 TITLE = 'Training in bf16, CPU with native bf16'
 
 
@@ -21,13 +21,12 @@ def stored(stem: str) -> dict:
 
 def rows() -> list[tuple[str, dict]]:
     "Return each model's title and its records by contestant; the model that gains most first."
-    found = [row for stem in SHOWN for row in by_model(stored(stem), 'bf16')]
-    return sorted(found, key=lambda row: -row[1]['fastxtend_amp']['vs_fp32'][1])
+    return by_model(stored(SHOWN), 'bf16')
 
 
 def speeds() -> str:
-    "Return the figures of the shown runs as a Markdown table, and what machines measured before."
-    fp32 = {r['model']: r['ms'] for stem in SHOWN for r in stored(stem)['rows']
+    "Return the figures of the shown run as a Markdown table, and what other machines measured before."
+    fp32 = {r['model']: r['ms'] for r in stored(SHOWN)['rows']
             if (r['contestant'], r['optimizer']) == ('fastai loop', OPTIMIZER)}
     before = [dict(by_model(stored(stem), 'bf16')) for stem in EARLIER]
     lines = ['| model | bf16 over fp32 | plain loop | x plain | fp32, ms | bf16, ms | other machines |',

@@ -413,6 +413,16 @@ def test_the_stored_report_is_that_of_the_code(monkeypatch):
     assert first[0] == first[1]
 
 
+def test_search_leads_to_the_section_that_answers(page):
+    import search_words
+
+    index = json.loads((page / 'searchindex.js').read_text().removeprefix('Search.setIndex(').removesuffix(')'))
+    for file, sections in search_words.WORDS.items():
+        for word in ', '.join(sections.values()).split(', '):
+            found = index['indexentries'][word.lower()]
+            assert [index['docnames'][n] for n, anchor, is_main in found if is_main and anchor] == [file], word
+
+
 @pytest.mark.parametrize(
     'word,file',
     {

@@ -334,10 +334,10 @@ class _Comparison:
 def _on_memory(table: pd.DataFrame) -> list[str]:
     "Say what autocast's modes save."
     share = table['activations MB'] / table['activations MB']['fp32']
-    said = [f"{name} {100 * abs(1 - s):.0f} % {'less' if s < 1 else 'more'}" for name, s in share.items()
+    said = [f"{name} keeps {100 * abs(1 - s):.0f} % {'less' if s < 1 else 'more'}" for name, s in share.items()
             if name in ('bf16', 'fp16') and math.isfinite(s)]
-    return [f"Memory: for the backward pass of a step {' and '.join(said)} than fp32 is kept; weights, gradients and "
-            "the optimizer's state take as much as in fp32."] if said else []
+    return [f"Memory: {' and '.join(said)} than fp32 for a step's backward pass; weights, gradients and the "
+            "optimizer's state take as much as in fp32."] if said else []
 
 
 def allocated(device: torch.device, peak: bool = False) -> float: # nan where PyTorch does not count

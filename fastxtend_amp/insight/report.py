@@ -79,8 +79,9 @@ class PrecisionReport(Shown):
         _, ax = plt.subplots(layout='constrained', figsize=(8, 2 + len(rows) / 5))
         ax.scatter(rows['largest'], rows['module'], c=rows['trouble'].map({True: '#c0392b', False: '#4c566a'}))
         if 'fp16' in self.verdicts:
-            for at, text in (65504, "fp16's ceiling, 65,504: inf above"), (6.1e-5, "fp16's floor: digits lost below"):
-                ax.axvline(at, color=PRECISION_COLORS['fp16'], ls='--', label=text)
+            for at, style, text in ((65504, '-', "fp16's ceiling, 65,504: inf above"),
+                                    (6.1e-5, ':', "fp16's floor: digits lost below")):
+                ax.axvline(at, color=PRECISION_COLORS['fp16'], ls=style, label=text)
             ax.figure.legend(loc='outside lower center')
         ax.set(xscale='log', xlabel='largest absolute value (fp32); red: in trouble')
         ax.invert_yaxis()

@@ -95,7 +95,8 @@ def draw(ax: Any, rows: Rows, narrow: bool = False) -> None:
             right(0, y, marked(ratio, blocks), color=color, va='center')
             plain = found[contestant]['vs_plain_loop']
             if plain: right(1, y, marked(plain, blocks), va='center')
-        if narrow: ax.text(0, y - .42, title, transform=beside, va='center', fontsize=9)
+        if narrow: ax.text(0, y - .42, title, transform=beside, va='center', fontsize=9,
+                        bbox=dict(fc='white', ec='none', pad=1))
     top = -.75 if narrow else -.5
     for column, head in enumerate(('x fp32', 'x plain')): right(column, top, head, va='bottom', fontsize=8)
     for contestant, (shape, color) in DOTS.items(): ax.plot([], [], shape, color=color, label=contestant)
@@ -121,7 +122,7 @@ def plot(panels: dict[str, Rows], file: str | Path, narrow: bool = False) -> Non
         draw(ax, rows, narrow)
         ax.set_title(title, fontweight='bold', fontsize=11, loc='left', pad=14)
     legend = (f'whole training step, {OPTIMIZER}; line: quartiles;' + '\n '[not narrow]
-              + 'hollow dot and ~: 95 % interval over 5 % either way')
+              + 'hollow dot and ~: 95 % interval wider than ±5 %')
     figure.legend(*axs[0].get_legend_handles_labels(), loc='outside lower center', ncols=3, frameon=False,
                   title=legend, columnspacing=1, handletextpad=.2)
     figure.savefig(file, dpi=130, bbox_inches='tight')

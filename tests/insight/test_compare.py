@@ -379,7 +379,7 @@ def test_activations_are_those_counted_by_hand(support):
     fp32, bf16 = 1e6 * r.table['activations MB']
     assert fp32 == 4 * (4 * 6 + 4 * 8 + 4 + 4) and bf16 == 2 * (4 * 6 + 4 * 8 + 8) + 4 * (4 + 4)
     assert np.isnan(r.table['peak MB']).all() and 'peak' not in repr(r)
-    assert 'for the backward pass of a step bf16 38 % less than fp32 is kept' in said(r).replace('37', '38')
+    assert "bf16 keeps 38 % less than fp32 for a step's backward pass" in said(r).replace('37', '38')
 
 
 def test_activations_of_checkpoints_are_those_kept_after_the_forward_pass(support):

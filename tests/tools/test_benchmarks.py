@@ -110,7 +110,7 @@ def test_stored_tables_are_those_of_the_stored_figures(stem):
 def test_the_chart_has_the_plain_loop_beside_this_package_and_the_noise_mark():
     from matplotlib.figure import Figure
 
-    figures = json.loads((STORED / 'native_bf16.json').read_text())
+    figures = json.loads((STORED / 'native_bf16_0.3.0.json').read_text())
     ax = Figure().subplots()
     show.draw(ax, show.by_model(figures, 'bf16'))
     shown = [t.get_text() for t in ax.texts]

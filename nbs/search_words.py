@@ -1,0 +1,51 @@
+"Sphinx extension: what readers search for leads to the section that answers it, whatever the words of its heading."
+from docutils import nodes
+from sphinx import addnodes
+from sphinx.errors import ExtensionError
+
+WORDS = {
+    'install': {'Which call for which GPU or other device?': 'which GPU, device, T4, V100, A100, CPU, Apple'},
+    '04_processes_compile_xla': {
+        'Several GPUs (multi-GPU, DDP)': 'multi GPU, several GPUs, DDP, distributed, notebook_launcher',
+        'FSDP2': 'FSDP, fully_shard',
+        'DeepSpeed': 'DeepSpeed',
+        'torch.compile': 'compile, inductor',
+        'XLA and TPU': 'TPU, XLA'},
+    'faq': {
+        'The loss is NaN': 'my loss is NaN, NaN loss, NaN, inf, overflow',
+        'bf16 or fp16?': 'bf16 on T4, bf16 on V100, fp16 or bf16',
+        'It is slower than fp32': 'slow, speed',
+        'Memory, CUDA out of memory (OOM)': 'out of memory, OOM, memory',
+        'Expected Half but found Float': 'expected scalar type, mat1 and mat2, dtype',
+        'A GradScaler of my own': 'GradScaler, scale_loss'},
+    'recipes': {
+        'Colab and Kaggle': 'Colab, Kaggle',
+        'Inference': 'inference, predict, get_preds',
+        'lr_find': 'lr_find, learning rate finder',
+        'Logging: CSVLogger, TensorBoard, Weights & Biases': 'wandb, TensorBoard, logging',
+        'Saving the best model, and resuming in a new process': 'resume, checkpoint, SaveModelCallback',
+        'Hugging Face (HuggingFace) models': 'HuggingFace, Hugging Face, transformers',
+        'timm models, fused optimizers': 'timm, fused optimizer',
+        'Segmentation: U-Net': 'unet, segmentation',
+        'LSTM, AWD_LSTM': 'LSTM, GRU, RNN',
+        'Gradient clipping, accumulation': 'gradient clipping, GradientClip, accumulation, GradientAccumulation',
+        'Averaged weights: EMA and SWA': 'EMA, SWA',
+        'TF32': 'TF32',
+        'FP8': 'FP8, float8',
+        'ONNX, TorchScript, quantization': 'ONNX, TorchScript, quantization'},
+}
+
+
+def add_entries(app, doctree):
+    "Put index entries before the sections; Sphinx's search shows what they lead to first."
+    words = dict(WORDS.get(app.env.docname, {}))
+    for section in [*doctree.findall(nodes.section)]:
+        entries = [('single', word, section['ids'][0], 'main', None)
+                   for word in words.pop(section.next_node(nodes.title).astext(), '').split(', ') if word]
+        if entries: section.parent.insert(section.parent.index(section), addnodes.index(entries=entries))
+    if words: raise ExtensionError(f'{app.env.docname} has no section {", ".join(words)}')
+
+
+def setup(app):
+    app.connect('doctree-read', add_entries)
+    return {'parallel_read_safe': True, 'parallel_write_safe': True}
