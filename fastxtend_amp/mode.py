@@ -44,7 +44,7 @@ class AMPMode(str, Enum):
                          "Allowed: 'fp16' (or 'float16', 'half', '16-mixed', torch.float16), 'bf16' (or 'bfloat16', "
                          "'bf16-mixed', torch.bfloat16), 'tf32' and 'fp8', in any letter case; `MixedPrecision` also "
                          "takes 'auto'.\n"
-                         "For plain fp32 use `learn.to_fp32()`.")
+                         "For plain fp32 use `learn.to_fp32()`, or 'fp32' in `precision_as`.")
 
     @property
     def dtype(self) -> Any:

@@ -1,7 +1,7 @@
 "Examples of the API page, by public name; the tests run each of them, with a small learner `learn`."
 EXAMPLES = {
     'Learner.to_fp16':
-        "learn.to_fp16()\n"
+        "learn.to_fp16()    # or with arguments: learn.to_fp16(fp32_modules=nn.BatchNorm1d)\n"
         "learn.fit_one_cycle(1)",
     'Learner.to_bf16':
         "learn.to_bf16()\n"

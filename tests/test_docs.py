@@ -380,7 +380,7 @@ def test_stored_speeds_are_those_of_the_runs():
 
     for name, text in figures.texts().items():
         assert (NBS / name).read_text() == text, name
-    shown = dict(re.findall(r'^\| ([\w-]+)[^|]* \| ~?([\d.]+) \|', figures.speeds(), re.M))
+    shown = dict(re.findall(r'^\| ([\w-]+)[^|]* \| (~?[\d.]+) \|', figures.speeds(), re.M))
     text = ' '.join(README.partition('## Speed')[2].partition('\n## ')[0].split())
     for model in ('ResNet-50 trains', 'ViT-Tiny', 'tiny MLP'):
         assert f'{model} {shown[model.partition(" ")[0]]} times' in text, model
