@@ -58,7 +58,7 @@ class MixedPrecision(PrecisionBase):
     _has_trained = False                                         # in any fit
 
     def __init__(self,
-        amp_mode: str | AMPMode | torch.dtype = AMPMode.FP16, # 'fp16', 'bf16', 'tf32', 'fp8', or 'auto': bf16 or fp16
+        amp_mode: str | AMPMode | torch.dtype = AMPMode.FP16, # 'fp16', 'bf16', 'tf32', 'fp8', or 'auto': by device
         init_scale: float = 65536.0, # Loss scale to start from (fp16)
         growth_factor: float = 2.0, # The scale is multiplied by this after `growth_interval` steps (fp16)
         backoff_factor: float = 0.5, # The scale is multiplied by this after a skipped step (fp16)
