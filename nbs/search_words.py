@@ -6,7 +6,8 @@ from sphinx.errors import ExtensionError
 WORDS = {
     'install': {
         'Install': 'requirements, Python version',
-        'Which call for which GPU or other device?': 'which GPU, T4, V100, A100, RTX 3090, AMD, Apple, MPS'},
+        'Which call for which GPU or other device?':
+            'which GPU, T4, V100, A100, RTX 3090, AMD, Apple, MPS, Windows, macOS'},
     '04_processes_compile_xla': {
         'Several GPUs (multi-GPU, DDP)': 'multi GPU, multiple GPUs, DDP, distributed, notebook_launcher',
         'FSDP2': 'FSDP, fully_shard',
@@ -17,7 +18,7 @@ WORDS = {
         'The loss is NaN': 'my loss is NaN, NaN loss, NaN, inf, overflow',
         'The loss scale keeps dropping': 'skipped steps, loss scale too low',
         'bf16 or fp16?': 'bf16 on T4, bf16 on V100, fp16 vs bf16',
-        'It is slower than fp32': 'slow, speed',
+        'It is slower than fp32': 'slow, speed, channels last',
         'Memory, CUDA out of memory (OOM)': 'out of memory, OOM, GPU memory, memory',
         'Expected Half but found Float': 'expected scalar type, mat1 and mat2, dtype mismatch',
         'Your own GradScaler': 'GradScaler, scale_loss'},

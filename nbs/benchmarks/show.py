@@ -12,7 +12,7 @@ from .measure import NOISY, PACKAGES, noisy
 COLUMNS = f"""\
 - ms: milliseconds per step, the median over blocks of steps; the contestants take turns.
 - x fp32: times as fast as fp32 in the same framework with the same optimizer; median over pairs of blocks, quartiles.
-- x plain: that ratio divided by the plain PyTorch loop's, so that the cost of the framework's loop cancels.
+- x plain: that ratio divided by the plain PyTorch loop's; a framework's cost a step draws it towards 1 for tiny models.
 - syncs: GPU synchronizations per step beyond fp32's; without the column on a CPU.
 - faults: pages of memory that the system gave to the process per step.
 - ~: the median's 95 % interval, 1.57 (q3 - q1) / sqrt(blocks), is wider than {NOISY:.0%} either
