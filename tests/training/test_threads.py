@@ -75,12 +75,12 @@ class InOrder(warnings.catch_warnings):
         if self.number:
             InOrder.second_is_in.set()
         else:
-            InOrder.second_is_in.wait(0.5)
+            InOrder.second_is_in.wait(1)
         return result
 
     def __exit__(self, *args):
         if self.number:
-            InOrder.first_is_out.wait(0.5)
+            InOrder.first_is_out.wait(1)
         super().__exit__(*args)
         InOrder.first_is_out.set()
 
@@ -94,7 +94,7 @@ def in_order(monkeypatch):
 @pytest.mark.parametrize('call', ['validate', 'fit'])
 @pytest.mark.parametrize('mode', ['bf16', 'fp16'])
 def test_the_process_keeps_its_warnings(monkeypatch, mode, call):
-    learners = [getattr(learner(), f'to_{mode}')() for _ in range(3)]
+    learners = [getattr(learner(), f'to_{mode}')() for _ in range(2)]
     before, show = list(warnings.filters), warnings.showwarning
     in_order(monkeypatch)
     run = (lambda l: l.validate()) if call == 'validate' else (lambda l: l.fit(1))
