@@ -1,18 +1,22 @@
-"Mixed precision for fastai on every device that can; importing it adds `to_fp16`, `to_bf16` and more to `Learner`."
+"Mixed precision for fastai on every device that has it; importing it adds `to_fp16`, `to_bf16` and more to `Learner`."
 import warnings as _warnings
 
 with _warnings.catch_warnings():           # PyTorch deprecates what fastai's own imports call
     _warnings.filterwarnings('ignore', message='.*torch.jit')
     import fastai.learner as _fastai
 
-from .mode import AMPMode, precision_support
-from .callback import MixedPrecision
-from . import checkpoint as _checkpoint, devices as _devices, learner as _learner
-from .half_weights import HalfWeights, kahan
-from .metrics import loss_scale, skipped_steps
+from importlib.util import find_spec as _find_spec
+
+from .precisions import AMPMode, HalfWeights, kahan, precision_support
+from .training.callback import MixedPrecision
+from .training import checkpoint as _checkpoint, learner as _learner
+from .training.metrics import loss_scale, skipped_steps
+from .training.optimizers import fused
+from .devices import sharded as _sharded
 from .insight import PrecisionComparison, PrecisionReport
-from .optimizers import fused
 from .tools.memory import keep_freed_memory
+
+if _find_spec('torch_xla') is not None: from .devices import xla as _xla   # users may import it later
 
 __all__ = ['AMPMode', 'HalfWeights', 'MixedPrecision', 'PrecisionComparison', 'PrecisionReport', 'fused', 'kahan',
            'keep_freed_memory', 'loss_scale', 'precision_support', 'skipped_steps']

@@ -2,23 +2,33 @@
 from __future__ import annotations
 
 import inspect, sys, warnings
+from collections.abc import Iterable
+from difflib import get_close_matches
 from itertools import chain
+from numbers import Real
 from textwrap import shorten
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from fastai.learner import Learner
+from fastai.optimizer import Optimizer, OptimWrapper
 from torch import nn
 
-__all__ = ['first_line', 'is_dtensor', 'is_sharded', 'loaders_device', 'model_device', 'several_processes',
-           'training_device', 'type_name', 'warn_user']
+__all__ = ['first_line', 'is_dtensor', 'is_number', 'is_sharded', 'loaders_device', 'model_device', 'optimizer_params',
+           'refuse_unknown', 'several_processes', 'training_device', 'type_name', 'warn_user']
 
 
 def first_line(error: BaseException, limit: int = 200) -> str:
     "Return what an exception says, in one line; its type's name where it says nothing."
     lines = str(error).rpartition(':\n\t')[2].strip().splitlines()   # without fastai's line on the callback
     return shorten(lines[0], limit, placeholder=' …').rstrip('.: ') if lines else type(error).__name__
+
+
+def is_number(x: object, kind: type = Real) -> bool:
+    "Return whether `x` is a number of this kind, and not a bool."
+    return isinstance(x, kind) and not isinstance(x, (bool, np.bool_))
 
 
 def model_device(model: nn.Module, default: torch.device | str) -> torch.device:
@@ -40,6 +50,11 @@ def loaders_device(learn: Learner) -> torch.device | str | int | None: # As the 
     "Return the device that the learner's DataLoaders name; None if they name none."
     try: return getattr(learn.dls, 'device', None)
     except IndexError: return None                               # what an empty DataLoaders raises for any name
+
+
+def optimizer_params(opt: Optimizer | OptimWrapper | None) -> list[nn.Parameter]:
+    "Return the parameters of `opt`, each once; none for None."
+    return [] if opt is None else [*dict.fromkeys(p for params in opt.param_lists for p in params)]
 
 
 def is_dtensor(t: object) -> bool:
@@ -74,3 +89,35 @@ def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
 def type_name(kind: type) -> str:
     "Return the name of a class as it is written in code: `nn.LayerNorm` for PyTorch's modules."
     return f'nn.{kind.__name__}' if kind.__module__.startswith('torch.nn') else kind.__name__
+
+
+_CLIP = "add fastai's callback, which sees unscaled gradients: `learn.add_cb(GradientClip(1.))`."
+_CALL = 'call `learn.to_bf16()` or `learn.to_fp16()`.'
+_FORMER = {  # arguments of fastai v1, of fastai's non-native fp16, of other libraries, and of earlier versions
+    'dynamic': "leave it out. Scaling is dynamic unless you give a fixed scale: `learn.to_fp16(loss_scale=512)`.",
+    'max_noskip': "write `growth_interval=`, the number of steps without a skip after which the scale grows.",
+    'div_factor': "write `growth_factor=` and `backoff_factor=`.",
+    'max_scale': "leave it out: the scale has no upper limit, and backs off when it is too high.",
+    'max_loss_scale': "leave it out: the scale has no upper limit, and backs off when it is too high.",
+    'keep_fp32': "write `fp32_modules=`.",
+    'patience': "write `max_skips=`.",
+    'budget': "write `max_seconds=`.",
+    'cast_once': "leave it out. autocast casts each weight once per batch.",
+    'flat_master': "autocast has no master weights. For those write `learn.to_half_weights('fp16', flat_master=True)`.",
+    **dict.fromkeys(('clip', 'clip_grad', 'grad_clip', 'max_grad_norm', 'gradient_clip_val'), _CLIP),
+    **dict.fromkeys(('dtype', 'amp_mode', 'mode', 'precision'), _CALL),
+}
+
+
+def refuse_unknown(
+    function: str, # Its name, such as 'to_fp16'
+    known: Iterable[str], # Names of its arguments
+    names: Iterable[str], # Names of the arguments that it got
+) -> None:
+    "Raise a `TypeError` for an argument that a function does not have, with what to write instead."
+    known = [*known]
+    for name in names:
+        if name in known: continue
+        near = get_close_matches(name, known, 1)
+        instead = _FORMER.get(name) or (f'did you mean `{near[0]}=`?' if near else f"there are {', '.join(known)}.")
+        raise TypeError(f"{function}() has no argument '{name}': {instead}")

@@ -92,11 +92,6 @@ def skips_by_flag(opt: Any) -> bool:
     return getattr(opt, _SKIPS, False)
 
 
-def set_skips_by_flag(opt: Any) -> None:
-    "Make `GradScaler.step` set `opt.found_inf`, and leave the skipping to `opt.step`; see `skips_by_flag`."
-    setattr(opt, _SKIPS, True)
-
-
 def found_inf_of(scaler: GradScaler, opt: Any) -> torch.Tensor:
     """Return the flag that `scaler.unscale_(opt)` left, on the device: 0-dim fp32, 1 if a gradient is not finite.
 

@@ -21,9 +21,9 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     if cpu := config.getoption('--cpu'):
-        from fastxtend_amp import mode
+        from fastxtend_amp.devices import facts
 
-        mode.cpu_features = lambda: frozenset(CPUS[cpu].split())
+        facts.cpu_features = lambda: frozenset(CPUS[cpu].split())
     if not config.getoption('--sim'):
         return
     sys.path.insert(0, os.path.dirname(__file__))

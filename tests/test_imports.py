@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fastxtend_amp import checkpoint, loop
+from fastxtend_amp.training import callback, checkpoint
 from fastxtend_amp.tools import memory
 from helpers import *
 
@@ -46,7 +46,7 @@ def test_the_core_trains_without_the_rooms(monkeypatch):
         return params(learn), learn.precision.scales
 
     watched = trained()
-    monkeypatch.setattr(loop, 'COMPANIONS', [])
+    monkeypatch.setattr(callback, 'WATCHERS', [])
     monkeypatch.setattr(checkpoint, 'FORMATS', [])
     alone = trained()
     assert same(watched[0], alone[0]) and watched[1] == alone[1]
@@ -79,7 +79,7 @@ assert plain() and not torch.is_autocast_enabled('cpu') and 'torch_xla' not in s
 learn.to_fp16(init_scale=512.); learn.create_opt()
 assert not plain() and torch.load(learn.save('a'), weights_only=False)['opt']['grad_scaler']['scale'] == 512.
 learn.to_fp16().load('a')
-assert learn.precision.scale == 512. and Learner.to_channelslast.__module__ == 'fastxtend_amp.learner'
+assert learn.precision.scale == 512. and Learner.to_channelslast.__module__ == 'fastxtend_amp.training.learner'
 learn.to_fp32()
 assert plain()
 

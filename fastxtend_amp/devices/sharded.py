@@ -8,10 +8,9 @@ import torch
 from fastai.learner import Learner
 from fastai.torch_core import get_model, rank_distrib
 
-from ..checkpoint import FORMATS, FileFormat
-from ..common import is_dtensor, is_sharded
+from ..training.checkpoint import FORMATS, FileFormat
+from ..common import is_dtensor, is_sharded, optimizer_params
 from ..convert import map_tensors
-from ..scaling import optimizer_params
 
 __all__ = ['Sharded']
 

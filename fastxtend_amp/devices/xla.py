@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -18,12 +18,11 @@ from fastai.callback.core import Callback, TrainEvalCallback
 from fastai.learner import Learner
 from torch import nn
 
-from ..checkpoint import FORMATS, FileFormat, put_over
-from ..common import model_device, training_device, warn_user
-from ..compat import set_skips_by_flag
+from ..training.checkpoint import FORMATS, FileFormat, put_over
+from ..common import model_device, optimizer_params, training_device, warn_user
 from ..convert import map_tensors
-from ..optimizers import place_state
-from ..scaling import SKIPPING, optimizer_params
+from ..training.optimizers import place_state
+from ..training.scaling import DEVICE_SKIPS
 
 __all__ = ['XLADevice']
 
@@ -123,24 +122,24 @@ def _check_backward(device: torch.device) -> None:
 
 # -- torch_xla's optimizers that skip a step by a flag
 
-class SyncFree:
-    "A stand-in for a sync-free optimizer (docs.pytorch.org/xla/master/perf/amp.html) in `GradScaler.step`."
-    found_inf: torch.Tensor                                      # `GradScaler.step` sets it
-    def __init__(self, opt: Any, params: list[nn.Parameter]):
-        self.opt, self.param_groups = opt, [{'params': params}]
-        set_skips_by_flag(self)
-    def step(self) -> None:
-        "Take the step with the flag. It needs two tensors (2.9) that steps without a flag do not put on the device."
+class SyncFreeStep:
+    "The step of a sync-free optimizer (docs.pytorch.org/xla/master/perf/amp.html), whose `step` is called with the flag."
+    def __init__(self, opt: Any): self.opt = opt
+
+    def mark(self, found_inf: torch.Tensor) -> None:
+        "Have `step` called with the flag. It needs two tensors (2.9) that steps without a flag do not put on the device."
         for p, state in self.opt.state.items():
             if not state: continue
             state['step'] = torch.as_tensor(state.get('step', 1.)).to(p.device)   # SGD's is not there
             state.setdefault('max_exp_avg_sq', torch.empty(0, device=p.device))   # Adam's is not there
-        self.opt.step(found_inf=self.found_inf)
+        self.opt.step = partial(type(self.opt).step, self.opt, found_inf=found_inf)
+
+    def unmark(self) -> None: vars(self.opt).pop('step', None)
 
 
-def _sync_free(opt: Any, params: list[nn.Parameter]) -> SyncFree | None:
-    "Return a stand-in for one of those optimizers, by the name of their module (torch_xla 1.8 to 2.9)."
-    return SyncFree(opt, params) if type(opt).__module__.startswith('torch_xla.amp.syncfree') else None
+def _sync_free(opt: Any, params: list[nn.Parameter]) -> SyncFreeStep | None:
+    "Return the step of one of those optimizers, known by the name of their module (torch_xla 1.8 to 2.9)."
+    return SyncFreeStep(opt) if type(opt).__module__.startswith('torch_xla.amp.syncfree') else None
 
 
 # -- checkpoints and exports
@@ -167,6 +166,6 @@ def _export(original: Callable, self: Learner, *args: Any, **kwargs: Any) -> Any
 
 
 FORMATS.append(XLAFormat())
-SKIPPING.append(_sync_free)
+DEVICE_SKIPS.append(_sync_free)
 put_over(TrainEvalCallback, 'before_fit', _before_fit)
 put_over(Learner, 'export', _export)

@@ -1,6 +1,6 @@
 "Report, comparison and diagnosis: which precision a model survives, where training goes wrong, and what pays off."
-from .. import learner as _core
-from ..loop import COMPANIONS
+from ..training import learner as _core
+from ..training.callback import WATCHERS
 from .choice import measure_and_choose
 from .comparison import PrecisionComparison
 from .report import PrecisionReport
@@ -10,4 +10,4 @@ from . import plots as _plots
 __all__ = ['PrecisionComparison', 'PrecisionReport']
 
 _core.measure_and_choose = measure_and_choose
-COMPANIONS.append(Watch)
+WATCHERS.append(Watch)

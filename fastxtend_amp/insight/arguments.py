@@ -4,7 +4,7 @@ from __future__ import annotations
 from numbers import Integral
 from typing import Any
 
-from ..scaling import is_number
+from ..common import is_number
 
 __all__ = ['check_above_0', 'check_count']
 

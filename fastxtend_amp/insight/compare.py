@@ -13,12 +13,12 @@ from fastai.learner import Learner
 from fastai.torch_core import set_seed, to_device
 from fastcore.basics import noop, patch
 
-from ..callback import precision_callback
+from ..training.callback import precision_callback
 from ..common import first_line, several_processes, training_device
 from ..convert import map_tensors
-from ..fp32_settings import settings_note
-from ..mode import AMPMode, mode_support
-from ..scaling import optimizer_params
+from ..precisions.fp32_settings import settings_note
+from ..precisions import AMPMode
+from ..common import optimizer_params
 from .comparison import PrecisionComparison, Tolerance, pays, recommend, speed_up
 from .copies import (
     RandomState,
@@ -151,7 +151,7 @@ class _Comparison:
         self._draw()
         self.random_state = random_state()
         for choice in choices:
-            status, why = mode_support(choice.mode, self.device) if choice.mode else ('native', '')
+            status, why = choice.mode.support(self.device) if choice.mode else ('native', '')
             self.runs.append(Run(choice, status, why if status == 'unsupported' else ''))
         self.base = self.runs[0]
         self._in_fits([r for r in self.runs if r.runs], self._train_in_turns)

@@ -18,12 +18,12 @@ from fastcore.foundation import L
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ..callback import MixedPrecision
-from ..loop import PRECISION_CALLBACKS
+from ..training.callback import MixedPrecision
+from ..training.loop import PRECISION_CALLBACKS
 from ..common import first_line, is_sharded, training_device
 from ..convert import map_tensors
-from ..fp32_modules import unwrapped
-from ..mode import autocast_available
+from ..precisions.matching import unwrapped
+from ..devices.facts import autocast_available
 
 __all__ = ['RandomState', 'begin_fit', 'check_learner', 'copied_learner', 'generators', 'is_plain', 'left_out',
            'loader_like', 'lost_weights', 'random_state', 'random_state_kept', 'set_random_state', 'takes_part',

@@ -8,11 +8,11 @@ from typing import Any
 
 from fastai.learner import Learner
 
-from ..callback import precision_callback
+from ..training.callback import precision_callback
 from ..common import several_processes
 from ..compat import is_compiled
-from ..fp32_modules import unwrapped
-from ..mode import AMPMode, fastest_native
+from ..precisions.matching import unwrapped
+from ..precisions import AMPMode, fastest_native
 from .copies import RandomState, lost_weights
 from .precisions import precision_call
 from .trace import trace

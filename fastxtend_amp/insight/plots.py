@@ -4,7 +4,7 @@ from __future__ import annotations
 import pandas as pd
 from fastcore.basics import patch
 
-from ..callback import MixedPrecision
+from ..training.callback import MixedPrecision
 
 
 @patch

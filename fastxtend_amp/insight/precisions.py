@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from fastai.learner import Learner
 
-from ..callback import MixedPrecision, precision_callback
+from ..training.callback import MixedPrecision, precision_callback
 from ..common import training_device
-from ..half_weights import LOWERED, HalfWeights
-from ..mode import AMPMode, mode_support
+from ..precisions.half_weights import LOWERED, HalfWeights
+from ..precisions import AMPMode
 
 __all__ = ['PRECISION_COLORS', 'PrecisionChoice', 'call_for', 'choices_from', 'default_choices', 'precision_call',
            'use_choice']
@@ -65,7 +65,7 @@ def default_choices(learn: Learner) -> list[PrecisionChoice]:
     Half-precision weights only if the learner has them: with the default arguments they compute as autocast does.
     """
     modes = (AMPMode.BF16, AMPMode.FP16, AMPMode.TF32)
-    native = [m for m in modes if mode_support(m, training_device(learn)).status == 'native']
+    native = [m for m in modes if m.support(training_device(learn)).status == 'native']
     half = [m for m in native if m in LOWERED] if isinstance(precision_callback(learn), HalfWeights) else []
     return [PrecisionChoice(), *map(PrecisionChoice, native), *(PrecisionChoice(m, True) for m in half)]
 

@@ -14,15 +14,15 @@ from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from fastcore.basics import patch
 
-from ..callback import precision_callback
-from ..checks import half_parameters_of
+from ..training.callback import precision_callback
+from ..training.checks import half_parameters_of
 from ..common import training_device
 from ..compat import is_compiled
 from ..convert import map_tensors
-from ..fp32_modules import unwrapped
-from ..fp32_settings import settings_note
-from ..fp8 import fp8_layers
-from ..mode import AMPMode, fastest_native, mode_support
+from ..precisions.matching import unwrapped
+from ..precisions.fp32_settings import settings_note
+from ..precisions.fp8 import FP8
+from ..precisions import AMPMode, fastest_native
 from .copies import check_learner, left_out, loader_like, random_state_kept, tensors
 from .precisions import PRECISION_COLORS, precision_call
 from .arguments import check_above_0, check_count
@@ -146,7 +146,7 @@ def precision_report(self: Learner,
 
 def _fp8_note(learn: Learner) -> str:
     cb = precision_callback(learn)
-    try: layers = fp8_layers(learn.model, *((cb.modules, cb.fp32_module_names) if cb else (None, [])))
+    try: layers = (cb.precision if cb and cb.mode is AMPMode.FP8 else FP8(fp32_modules=cb and cb.fp32_module_names)).find_layers(learn.model)
     except ValueError as e: return str(e)
     return (f'fp8: {some(list(map(named, layers)), 8)} would compute in FP8 ({len(layers)} linear layers), the rest as '
             'in bf16. How FP8 rounds was not looked at.')
@@ -169,7 +169,7 @@ class _Report:
                                               'none.\nGive another one as dl=...')
         few = whole = n_samples(self.batches[0])
         self.fp32 = trace(self.learn, self.batches)
-        if any(mode_support(mode, self.device).status == 'emulated' for mode in modes):
+        if any(mode.support(self.device).status == 'emulated' for mode in modes):
             few = min(whole, max(FEWEST, int(whole * EMULATED_TIME / max(self.fp32.seconds, 1e-9))))
         if few < whole:
             self.batches = [first_samples(b, few) for b in self.batches]
@@ -187,7 +187,7 @@ class _Report:
                                self._notes(few, whole))
 
     def _verdict(self, mode: AMPMode) -> Verdict:
-        support = mode_support(mode, self.device)
+        support = mode.support(self.device)
         if support.status == 'unsupported': return Verdict(mode.value, 'cannot run', support.why)
         def run(keep, scale):
             if time.monotonic() > self.until: raise TimeoutError
@@ -215,7 +215,7 @@ class _Report:
         n = len(self.batches)
         notes = [f"Looked at {n} batch{'es' * (n > 1)} of {few} samples, with the weights as they are now: in other "
                  'batches (`n_batches`) and after some training other modules may be in trouble.']
-        if emulated := [m for m in self.low if mode_support(m, self.device).status == 'emulated']:
+        if emulated := [m for m in self.low if m.support(self.device).status == 'emulated']:
             fewer = f'; so these are the first samples of {whole}' * (few < whole)
             notes.append(f"{' and '.join(emulated)}: emulated here, which is usually slower than fp32{fewer}.")
         if unseen := {k: v for t in (self.fp32, *self.low.values()) for k, v in t.unseen.items()}:

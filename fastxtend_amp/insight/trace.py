@@ -22,13 +22,13 @@ from fastcore.basics import noop
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..callback import MixedPrecision
+from ..training.callback import MixedPrecision
 from ..common import first_line
 from ..convert import HALF, half_to_float, map_tensors
-from ..fp32_modules import ROOT, qualified_names
-from ..fp32_settings import FULL_PRECISION, fp32_settings
-from ..learner import set_precision
-from ..mode import AMPMode
+from ..precisions.matching import ROOT, qualified_names
+from ..precisions.fp32_settings import FULL_PRECISION, fp32_settings
+from ..training.learner import set_precision
+from ..precisions import AMPMode
 from .compat import in_function_transform, operator, unwatched
 from .copies import RandomState, begin_fit, copied_learner, is_plain, set_random_state, tensors
 

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ..fp32_modules import ROOT, covers, qualified_names
-from ..mode import AMPMode
+from ..precisions.matching import ROOT, covers, qualified_names
+from ..precisions import AMPMode
 from .copies import tensors
 from .trace import LOSS, Trace, ends
 

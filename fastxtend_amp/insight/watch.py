@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from fastai.callback.core import Callback
 from torch import nn
 
 from ..common import warn_user
@@ -32,7 +31,7 @@ class Notes:
     n_recorded: int = 0                                          # losses of the Recorder that were looked at
 
 
-class Watch(Callback):
+class Watch:
     """The watch over the fits of a precision callback: it notices that training goes wrong, and says once why.
 
     While all goes well nothing here waits for an accelerator: it reads the losses that fastai's Recorder has fetched,
@@ -40,43 +39,35 @@ class Watch(Callback):
 
     With several processes each looks at its own loss; an exception in one ends the job under `torchrun`.
     """
-    name = 'precision_watch'
-    order = 10.5                                                 # right after MixedPrecision
-    run_valid = False
-
-    def __call__(self, event_name: str) -> None:
-        # fastai looks an event that is not here up on the learner and its model: longer than all that the watch does.
-        if self.learn is not None and hasattr(type(self), event_name): super().__call__(event_name)   # None: taken off
+    def __init__(self, cb: Any): # The `MixedPrecision` that calls the events, after its own
+        self.cb, self._notes, self._fit = cb, None, None
+    def __getstate__(self) -> dict[str, Any]: return {**vars(self), '_notes': None, '_fit': None}
 
     @property
-    def training(self) -> bool:
-        "True in training, for which fastai asks before each event."
-        return self.learn.training
+    def learn(self) -> Any: return self.cb.learn
 
     @property
     def notes(self) -> Any:
         "The `Notes` on the open fit; None if it is not watched, or has been warned of."
-        cb: Any = vars(self.learn).get('mixed_precision')        # None: it was interrupted while it was added
-        fit = None if cb is None else cb.fit
+        cb, fit = self.cb, self.cb.fit
         if fit is None or fit.has_warned: return None
-        if Watch not in fit.notes:
-            is_low = fit.mode is not None and fit.mode.dtype is not None
-            is_watched = is_low and cb.on_overflow != 'ignore' and 'lr_finder' not in vars(self.learn)
-            fit.notes[Watch] = Notes(fit.device.type == 'cpu', generators()) if is_watched else None
-        return fit.notes[Watch]
+        if fit is not self._fit:
+            is_watched = fit.precision.dtype and cb.on_overflow != 'ignore' and 'lr_finder' not in vars(self.learn)
+            self._fit, self._notes = fit, Notes(fit.device.type == 'cpu', generators()) if is_watched else None
+        return self._notes
 
     def before_batch(self):
         "Note the random state, and once the size of the weights."
         notes, learn = self.notes, self.learn
-        if notes is None: return
+        if notes is None or not learn.training: return
         notes.random_state = [(set_state, get()) for set_state, get in notes.generators]
-        if notes.weights is not None or learn.mixed_precision.fit.device.type == 'xla': return
+        if notes.weights is not None or self.cb.fit.device.type == 'xla': return
         notes.weights = _norm(learn.model)                       # which XLA would compile into the first batch
 
     def after_loss(self):
         "Look at the loss before anything is made of it; on an accelerator at that of the batch before."
         notes, learn = self.notes, self.learn
-        if notes is None: return
+        if notes is None or not learn.training: return
         # Without targets fastai leaves the losses of an earlier batch; a learner's own loop may set one all the same.
         loss = vars(learn).get('loss_grad')                      # without targets still that of an earlier batch
         if not torch.is_tensor(loss): return
@@ -91,8 +82,7 @@ class Watch(Callback):
 
     def after_step(self):
         "Count skipped steps in a row, and see whether the loss scale falls below 1."
-        cb: Any = vars(self.learn).get('mixed_precision')
-        n = 0 if cb is None else cb.skips_in_a_row
+        cb, n = self.cb, self.cb.skips_in_a_row
         if not n or (notes := self.notes) is None: return
         if n >= cb.max_skips: self._alarm(f'{n} steps in a row were skipped', skipped=True)
         elif notes.in_place and (cb.scale or 1) < 1 <= cb.scales[-1]:
@@ -109,7 +99,7 @@ class Watch(Callback):
         if self.notes is None or recorder is None: return
         loss = dict(zip(recorder.metric_names, recorder.log)).get('valid_loss')
         if not isinstance(loss, float) or math.isfinite(loss): return
-        self._say(f"{self.learn.mixed_precision.fit.mode.value}: the loss of the validation is {loss}; training's is "
+        self._say(f"{self.cb.fit.precision.name}: the loss of the validation is {loss}; training's is "
                   'finite.\nIf it is finite after `learn.to_fp32()`, `learn.precision_report(dl=learn.dls.valid)` '
                   'names the modules to keep in fp32.')
 
@@ -131,12 +121,12 @@ class Watch(Callback):
     ) -> None:
         "Say what happened, where it began and what to try: once a fit."
         learn, notes = self.learn, self.notes
-        cb: Any = learn.mixed_precision
+        cb = self.cb
         scale = learn.scaler.get_scale()
-        if skipped and cb.arguments['loss_scale'] is None: scale /= learn.scaler.get_backoff_factor()   # of the step
+        if skipped and cb.arguments.get('loss_scale') is None: scale /= learn.scaler.get_backoff_factor()   # of the step
         xb, yb, state = batch or (learn.xb, learn.yb, notes.random_state)
         step = getattr(learn, 'train_iter', 0) + (batch is None)
-        alarm = Alarm(what, cb.fit.mode, scale, step, xb, yb, state if notes.in_place or not skipped else None)
+        alarm = Alarm(what, cb.mode, scale, step, xb, yb, state if notes.in_place or not skipped else None)
         try:
             alarm.divergence = _divergence(notes, learn.model)
             message = diagnose(learn, alarm)
@@ -146,7 +136,7 @@ class Watch(Callback):
         self._say(message)
 
     def _say(self, message: str) -> None:
-        cb: Any = self.learn.mixed_precision
+        cb = self.cb
         cb.fit.has_warned = True
         if cb.on_overflow == 'raise': raise FloatingPointError(message)
         warn_user(message)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import fastxtend_amp  # noqa: F401  patches Learner
-from ..mode import precision_support
+from ..precisions import precision_support
 from .device import usable_device
 
 __all__ = ['digits', 'learner', 'main']

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest, torch
 from torch import nn
 
-from fastxtend_amp import mode
+from fastxtend_amp.devices import facts
 from fastxtend_amp.insight import compare
 from fastxtend_amp.tools import demo
 from helpers import learner

@@ -7,8 +7,7 @@ import fastai.callback.schedule  # noqa: F401  patches Learner
 import pytest, torch
 from fastai.learner import load_learner
 
-import fastxtend_amp.fp8 as fp8
-import fastxtend_amp.mode as mode
+from fastxtend_amp.precisions import fastest_native, fp8
 from fastxtend_amp import AMPMode, precision_support
 from helpers import *
 
@@ -255,7 +254,7 @@ def test_where_it_is_emulated_one_warning_says_so():
     table = precision_support('cpu').set_index('mode')
     assert table.support['fp8'] == 'emulated' and '8.9' in table.why['fp8']
     said = told(lambda: net_learner().to_fp8().fit(2), 'fp8 is emulated')
-    assert len(said) == 1 and '8.9' in said[0] and 'fp8' not in [mode.fastest_native(torch.device('cpu'))]
+    assert len(said) == 1 and '8.9' in said[0] and 'fp8' not in [fastest_native(torch.device('cpu'))]
 
 
 def test_the_report_names_the_layers():

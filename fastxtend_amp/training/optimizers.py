@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from fastai.optimizer import Optimizer, OptimWrapper
 
-from .compat import tree_leaves
-from .convert import map_tensors
+from ..compat import tree_leaves
+from ..convert import map_tensors
 
 __all__ = ['fused', 'place_state']
 

@@ -4,9 +4,9 @@ import fastai.callback.schedule  # noqa: F401  patches Learner
 import pytest, torch
 from torch import backends
 
-import fastxtend_amp.mode as mode
+from fastxtend_amp.precisions import PRECISIONS, Support, fastest_native, tf32
 from fastxtend_amp import AMPMode, precision_support
-from fastxtend_amp.fp32_settings import TF32
+from fastxtend_amp.precisions.fp32_settings import TF32_SETTINGS as TF32
 from fastxtend_amp.insight.precisions import default_choices
 from helpers import *
 from test_fp32_settings import WAYS, old_names, put_back, values  # noqa: F401
@@ -15,7 +15,7 @@ from test_fp32_settings import WAYS, old_names, put_back, values  # noqa: F401
 @pytest.fixture
 def native(monkeypatch):
     "As if this device had TF32: PyTorch takes the settings on any."
-    monkeypatch.setattr(mode, '_NO_TF32', mode.Support('native', 'as if'))
+    monkeypatch.setattr(tf32, '_NEEDS', Support('native', 'as if'))
 
 
 class Notes(torch.autograd.Function):
@@ -126,7 +126,7 @@ def test_a_row_of_the_comparison_where_it_is_native(native):
     found.plot()
     learn.to_amp(measure=True, max_seconds=3)
     assert 'tf32' in learn.precision_decision.table.index
-    assert mode.fastest_native(torch.device('cpu'), [AMPMode.BF16, AMPMode.FP16]) is None  # 'auto' does not take it
+    assert fastest_native(torch.device('cpu'), [AMPMode.BF16, AMPMode.FP16]) is None  # 'auto' does not take it
 
 
 def test_what_does_not_work_with_it():
@@ -146,7 +146,7 @@ def test_the_table_says_that_fp32_training_has_tf32_in_convolutions(monkeypatch)
     monkeypatch.setattr(torch.version, 'hip', None)
 
     def why():
-        return mode.mode_support(AMPMode.TF32, torch.device('cuda')).why
+        return PRECISIONS['tf32'].support(torch.device('cuda')).why
 
     assert 'fp32 has it now in torch.backends.cudnn.conv and torch.backends.cudnn.rnn' in why()
     backends.cudnn.allow_tf32 = False

@@ -1,9 +1,10 @@
-"Half-precision weights as fastai v1 had them: fp32 masters, flat masters, and training without masters."
+"16-bit weights as fastai v1 had them: fp32 master weights, flat masters, and training without masters."
 from __future__ import annotations
 
-import inspect
+import copy, inspect
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -12,92 +13,89 @@ import torch
 from fastai import optimizer as rules
 from fastai.learner import Learner
 from fastai.optimizer import Optimizer, OptimWrapper, pytorch_hp_map
-from fastcore.basics import patch
 from fastcore.foundation import L
-from fastcore.meta import delegates
 from torch import nn
+from torch.amp import GradScaler
 
-from .callback import MixedPrecision
-from .common import is_sharded
-from .fp32_modules import covers, qualified_names
-from .learner import refuse_unknown, set_precision
-from .loop import Fit
-from .mode import AMPMode
-from .scaling import optimizer_params
+from ..common import is_sharded, optimizer_params, refuse_unknown
+from .base import AMPMode, Precision, Support, find_precision
+from .bf16 import BF16
+from .fp16 import FP16
+from .matching import covers, qualified_names
 
 __all__ = ['LOWERED', 'HalfWeights', 'kahan']
 
-LOWERED = AMPMode.BF16, AMPMode.FP16  # the precisions that weights can have
+LOWERED = ('bf16', 'fp16')  # the precisions that weights can have
 
-class HalfWeights(MixedPrecision):
-    """Half-precision weights with fp32 masters: trains as `to_bf16()` or `to_fp16()` do, bit for bit and as fast.
 
-    It is there for those who know fastai v1's `to_fp16(loss_scale, flat_master)`, and for training without masters. The
-    model's parameters are the fp32 masters; their half-precision copies are autocast's casts.
+class HalfWeights(Precision):
+    """Train with 16-bit weights and fp32 master weights, exactly as `to_bf16` or `to_fp16` train. Replaces the current precision.
+
+    For those who know fastai v1's `to_fp16(loss_scale, flat_master)`, and for training without masters. The model's
+    parameters are the fp32 masters, and autocast's casts are their 16-bit copies.
 
     With `master_weights=False` the weights and biases of `nn.Linear` and of convolutions are bf16 themselves from a
-    fit's first training to its end, with their gradients and the optimizer's state: about 10 bytes a parameter
-    instead of 18. In a fit, call the model inside `learn.amp_context()`.
+    fit's first training batch to its end, with their gradients and the optimizer's state: for linear and convolutional
+    networks about 10 bytes per parameter instead of 18. During a fit, call the model inside `learn.amp_context()`.
 
     When `fit` starts, raises `ValueError` for `master_weights=False` with an optimizer that does not compensate for
     rounding, and for `flat_master=True` with anything but fastai's own element-wise optimizers on plain parameters.
 
     Source: Micikevicius et al., Mixed Precision Training, https://arxiv.org/abs/1710.03740, section 3.1.
     """
+    name, color, in_tables = 'half_weights', '#17a2a2', False
+
     def __init__(self,
-        amp_mode: str | AMPMode | torch.dtype = AMPMode.BF16, # The weights' precision: 'bf16' or 'fp16'
-        loss_scale: float | None = None, # A static loss scale; dynamic scaling if None (fp16)
-        flat_master: bool = False, # Whether fastai's optimizer steps on few flat parameters
-        master_weights: bool = True, # Whether there are fp32 masters; else the optimizer steps on bf16 weights
-        fp32_modules: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules, predicates
-        *,
-        on_overflow: str = 'warn', # When training goes wrong: 'warn', 'raise' (`FloatingPointError`) or 'ignore'
-        max_skips: int = 16, # Skipped steps in a row after which training counts as going wrong
+        amp_mode: str | AMPMode | torch.dtype = 'bf16', # Precision of the weights: 'bf16' or 'fp16'
+        loss_scale: float | None = None, # Fixed loss scale; None for dynamic scaling (fp16)
+        flat_master: bool = False, # Let fastai's optimizer step on a few flat parameters
+        master_weights: bool = True, # Keep fp32 master weights; False lets the optimizer step on bf16 weights
+        fp32_modules: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules or predicates
     ):
-        mode = AMPMode(amp_mode)
+        super().__init__(fp32_modules)
+        mode = find_precision(amp_mode).name
         if mode not in LOWERED:
             raise ValueError(f"amp_mode={amp_mode!r} cannot be used: weights are 'bf16' or 'fp16'.\n"
-                             f"Without half-precision weights call `learn.to_{mode.value}()`.")
-        if mode is AMPMode.BF16 and loss_scale is not None:
+                             f'Without 16-bit weights call `learn.to_{mode}()`.')
+        if mode == 'bf16' and loss_scale is not None:
             raise ValueError(f"loss_scale={loss_scale!r} cannot be used with amp_mode='bf16', which needs no loss "
-                             "scaling. Leave it out, or take amp_mode='fp16'.")
+                             "scaling. Leave it out, or use amp_mode='fp16'.")
         if not master_weights and flat_master:
-            raise ValueError("flat_master=True cannot be used with master_weights=False: there is no master to make "
-                             "flat. Leave one of them out.")
-        if not master_weights and mode is AMPMode.FP16:
+            raise ValueError('flat_master=True cannot be used with master_weights=False: there is no master to make '
+                             'flat. Leave one of them out.')
+        if not master_weights and mode == 'fp16':
             raise ValueError("master_weights=False cannot be used with amp_mode='fp16', whose gradients must be "
-                             "unscaled in fp32. Take amp_mode='bf16', or keep the masters.")
-        super().__init__(mode, loss_scale=loss_scale, fp32_modules=fp32_modules, on_overflow=on_overflow,
-                         max_skips=max_skips)
-        self.flat_master, self.master_weights = flat_master, master_weights
-        self._lowered = _Lowered()
+                             "unscaled in fp32. Use amp_mode='bf16', or keep the masters.")
+        self.autocast: Precision = BF16() if mode == 'bf16' else FP16(loss_scale=loss_scale)
+        self.dtype, self.flat_master, self.master_weights = self.autocast.dtype, flat_master, master_weights
+        self.lowered = _Lowered()
 
-    def _leave(self) -> None:
-        super()._leave()
-        self._lowered.__exit__()                                 # of a copy that was made in a fit, and is outside one
+    # What autocast in the weights' precision does.
+    def on(self, device: torch.device) -> Precision: return self if self.autocast.on(device) else self
+    def emulation_warning(self, device: torch.device) -> str: return self.autocast.emulation_warning(device)
+    def scaler(self, device: torch.device) -> GradScaler | None: return self.autocast.scaler(device)
+    def state_dict(self) -> dict[str, Any]: return self.autocast.state_dict()
+    def load_state_dict(self, state: dict[str, Any] | None) -> None: self.autocast.load_state_dict(state)
+    @classmethod
+    def support(cls, device: torch.device) -> Support: return BF16.support(device)
 
-    def open_fit(self, fit: Fit) -> None:
-        self._lowered.__exit__()
-        super().open_fit(fit)
-
-    def _open_training(self, fit: Fit) -> None:
-        learn = self.learn
+    def check_training(self, learn: Learner) -> None:
+        self.autocast.check_training(learn)
         if self.flat_master: _check_flat_master(learn.model, learn.opt)
         if not self.master_weights: _check_no_masters(learn.model, learn.opt)
-        super()._open_training(fit)
-        if self.flat_master: fit.enter(_OwnMemory(learn.model))
-        if self.master_weights: return
-        allowed = _weights_to_lower(learn.model, self.fp32_module_names)
-        params = [p for p in optimizer_params(learn.opt) if p in allowed and p.requires_grad]
-        fit.enter(self._lowered.of(learn, params))
 
-    def take_step(self, step: Callable[[], object]) -> None:
-        run = partial(super().take_step, step)
+    def around_training(self, learn: Learner) -> list[Any]:
+        if self.flat_master: return [_OwnMemory(learn.model)]
+        if self.master_weights: return []
+        allowed = _weights_to_lower(learn.model, self.kept.check(learn.model))
+        params = [p for p in optimizer_params(learn.opt) if p in allowed and p.requires_grad]
+        return [self.lowered.of(learn.opt, params)]
+
+    def around_step(self, learn: Learner) -> AbstractContextManager:
         if self.flat_master:
-            _check_elementwise(self.learn.opt)                   # which a callback may have exchanged
-            _step_flat(self.learn.opt, run)
-        else: run()
-        self._lowered.forget()
+            _check_elementwise(learn.opt)                        # which a callback may have exchanged
+            return _flat(learn.opt)
+        return nullcontext() if self.master_weights else self.lowered.stepping(learn.opt)
 
 
 class _OwnMemory:
@@ -106,17 +104,6 @@ class _OwnMemory:
     def __enter__(self) -> None: pass
     def __exit__(self, *args: object) -> None:
         for p in self.model.parameters(): p.data = p.data.clone()
-
-
-HalfWeights.__signature__ = inspect.signature(partial(HalfWeights.__init__, None))  # type: ignore[arg-type]
-
-
-@patch
-@delegates(HalfWeights)
-def to_half_weights(self: Learner, *args, **kwargs) -> Learner: # The learner
-    "Train with half-precision weights, as fastai v1's `to_fp16` did; replaces any other precision callback."
-    refuse_unknown(Learner.to_half_weights, kwargs)
-    return set_precision(self, HalfWeights(*args, **kwargs))
 
 
 def _optimizer_name(opt: Optimizer | OptimWrapper) -> str:
@@ -162,15 +149,15 @@ def _check_flat_master(
         addresses.add(p.data_ptr())
 
 
-def _step_flat(
+@contextmanager
+def _flat(
     opt: Optimizer, # One that `_check_flat_master` allows
-    step: Callable[[], object], # Takes its step
-) -> None:
-    """Take the step on flat parameters: one for the parameters of a group that have the same dtype, device and state.
+):
+    """Give `opt` flat parameters: one for the parameters of a group that have the same dtype, device and state.
 
     "The same state" means tensors of the same names, and the same numbers. Parameters, gradients and state become views
-    of flat tensors, and stay so until something replaces one of them; the next step then joins them anew. When this
-    returns, `opt` has an entry for each parameter again.
+    of flat tensors, and stay so until something replaces one of them; the next step then joins them again. At the end
+    `opt` has an entry for each parameter again.
     """
     lists, states, is_tensor = opt.param_lists, opt.state, torch.is_tensor
     alike: dict[tuple, list[nn.Parameter]] = defaultdict(list)
@@ -188,7 +175,7 @@ def _step_flat(
         flat_lists[group].append(flat)
     try:
         opt.param_lists, opt.state = flat_lists, flat_states
-        step()
+        yield
     finally:
         opt.param_lists, opt.state = lists, states
         for params, state in zip(alike.values(), flat_states.values()):
@@ -242,7 +229,7 @@ def _check_no_masters(
 
 def _weights_to_lower(
     model: nn.Module, # As it is or wrapped
-    in_fp32: Iterable[str], # Names of the modules that are kept in fp32
+    in_fp32: Collection[str], # Names of the modules that are kept in fp32
 ) -> set[nn.Parameter]:
     "Return the fp32 weights and biases that autocast casts in linear layers and convolutions, without shared ones."
     places = list(qualified_names(model))
@@ -256,16 +243,22 @@ def _weights_to_lower(
 class _Lowered:
     """Context in which parameters, their gradients and the optimizer's state are bf16; afterwards they are fp32.
 
-    A weight is the sum of the parameter and its Kahan compensation, in files from within a fit as well. Until the
-    optimizer has taken a step, and so has a compensation, it is kept here: training that ends before it changes
-    nothing.
+    A weight is the sum of the parameter and its Kahan compensation, also in files saved during a fit. Until the
+    optimizer has taken a step, and so has a compensation, the rest that rounding took is kept here: training that ends
+    before that changes nothing. A copy that is made meanwhile is in fp32.
     """
     def __init__(self):
-        self.learn: Any = None
+        self.opt: Any = None
         self.rest: dict[nn.Parameter, torch.Tensor | None] = {}  # what rounding took; empty outside
 
-    def of(self, learn: Learner, params: list[nn.Parameter]) -> _Lowered:
-        self.learn, self.rest = learn, dict.fromkeys(params)
+    def __deepcopy__(self, memo: dict) -> _Lowered:
+        new = memo[id(self)] = _Lowered()
+        new.opt, new.rest = copy.deepcopy((self.opt, self.rest), memo)
+        new.__exit__()
+        return new
+
+    def of(self, opt: Any, params: list[nn.Parameter]) -> _Lowered:
+        self.opt, self.rest = opt, dict.fromkeys(params)
         return self
 
     def __enter__(self) -> None:
@@ -273,16 +266,17 @@ class _Lowered:
 
     def __exit__(self, *args: object) -> None:
         for p in self.rest: self._convert(p, torch.float32)
-        self.rest = {}                                           # last: an interrupt before this converts them anew
+        self.opt, self.rest = None, {}                           # last: an interrupt before this converts them again
 
-    def forget(self) -> None:
+    @contextmanager
+    def stepping(self, opt: Any):
         "Free what is kept of parameters that have taken a step."
+        self.opt = opt                                           # which a callback may have exchanged
+        yield
         if any(rest is not None for rest in self.rest.values()):
             self.rest = {p: None if self._state(p) else rest for p, rest in self.rest.items()}
 
-    def _state(self, p: nn.Parameter) -> dict[str, Any]:
-        return getattr(getattr(self.learn.opt, 'opt', None), 'state', {}).get(p, {})   # a callback may exchange it
-
+    def _state(self, p: nn.Parameter) -> dict[str, Any]: return getattr(getattr(self.opt, 'opt', None), 'state', {}).get(p, {})
     def _convert(self, p: nn.Parameter, dtype: torch.dtype) -> None:
         state = self._state(p)
         for k, v in state.items():                               # step counts and quantized states stay
@@ -313,9 +307,9 @@ def kahan(
     except ImportError as e: raise ImportError("kahan needs optimi: `pip install torch-optimi`.") from e
     cls: Any = getattr(optimi, opt, None) if isinstance(opt, str) else opt
     if not (isinstance(cls, type) and cls.__module__.startswith('optimi.')):
-        raise ValueError(f"opt={opt!r} is not one of optimi's optimizers. Take one of those at "
+        raise ValueError(f"opt={opt!r} is not one of optimi's optimizers. Use one of those at "
                          "https://optimi.benjaminwarner.dev/optimizers, such as 'AdamW'.")
-    refuse_unknown(cls, kwargs)
+    refuse_unknown(cls.__name__, inspect.signature(cls).parameters, kwargs)
     # optimi looks at the parameters that have gradients in the first step: without any it takes Triton
     triton = None if torch.cuda.is_available() or torch.xpu.is_available() else False
     hp_map = {**pytorch_hp_map, 'beta1': 'mom', 'beta2': 'sqr_mom'}

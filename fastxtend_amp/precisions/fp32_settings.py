@@ -1,15 +1,16 @@
-"PyTorch's settings for the precision in which fp32 tensors are multiplied: read, set inside a context, and put back."
+"PyTorch's settings for the precision in which fp32 tensors are multiplied: read, and set inside a context."
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from torch.backends import cuda, cudnn
 
-from .compat import get_fp32_setting, set_fp32_setting
+from ..compat import get_fp32_setting, set_fp32_setting
 
-__all__ = ['FP32_SETTINGS', 'FULL_PRECISION', 'TF32', 'fp32_settings', 'other_fp32_settings', 'settings_note']
+__all__ = ['FP32_SETTINGS', 'FULL_PRECISION', 'TF32_SETTINGS', 'fp32_settings', 'other_fp32_settings', 'settings_note']
 
 # Backend and operation of each attribute `fp32_precision`, and its default. One that is 'none' follows the one above
 # it: an operation its backend, a backend the generic one. So a setting stands behind those that it follows.
@@ -25,39 +26,57 @@ FP32_SETTINGS = {
     'torch.backends.mkldnn.rnn': ('mkldnn', 'rnn', 'none'),
 }
 FULL_PRECISION = dict.fromkeys(FP32_SETTINGS, 'ieee')
-TF32 = dict.fromkeys(('torch.backends.cuda.matmul', 'torch.backends.cudnn.conv', 'torch.backends.cudnn.rnn'), 'tf32')
+TF32_SETTINGS = dict.fromkeys(('torch.backends.cuda.matmul', 'torch.backends.cudnn.conv', 'torch.backends.cudnn.rnn'), 'tf32')
+
+
+_lock = threading.RLock()
+_open: list[fp32_settings] = []                                  # in the order in which they were entered
+_undo: list[Callable] = []                                       # brings back what was set before the first
 
 
 class fp32_settings:
-    """Context that sets precisions of fp32; its end, also after an exception, puts back each that was changed.
+    """Context that sets how precisely fp32 tensors are multiplied, in all threads.
 
-    The settings act when an operator runs, in all threads. What was set by `torch.set_float32_matmul_precision` or
-    `allow_tf32` is as before at the end. Inside, reading by those names may raise a `RuntimeError`; `TF32` keeps
-    `allow_tf32` readable, which PyTorch's compiler reads.
+    Several may be open at once, in any threads: the one entered last decides, and what was set before the first is
+    restored when the last one ends, also after an exception. Inside, reading PyTorch's older names,
+    `torch.get_float32_matmul_precision` and `allow_tf32`, may raise a `RuntimeError`; `TF32_SETTINGS` keeps `allow_tf32`
+    readable, which PyTorch's compiler reads.
     """
     def __init__(self,
         wanted: Mapping[str, str], # Precision, 'ieee', 'tf32' or 'bf16', by a name in `FP32_SETTINGS`
     ):
-        self.wanted, self.undo = wanted, list[Callable]()
+        self.wanted = wanted
 
     def __enter__(self) -> fp32_settings:
-        old_names: Any = [flags for flags in (cuda.matmul, cudnn) if self.wanted is TF32 and _forbids_tf32(flags)]
-        for name, (backend, op, _) in FP32_SETTINGS.items():
-            # One that follows another, which is set already, stays as it is: what is read else is its own value.
-            if name not in self.wanted or (old := get_fp32_setting(backend, op)) == self.wanted[name]: continue
-            self.undo.append(partial(set_fp32_setting, backend, op, old))   # first: an interrupt in between is undone
-            set_fp32_setting(backend, op, self.wanted[name])
-        for flags in old_names:
-            self.undo.append(partial(setattr, flags, 'allow_tf32', False))
-            flags.allow_tf32 = True
+        with _lock:
+            _open.append(self)
+            _apply()
         return self
 
     def add(self, model: object) -> None: "Do nothing: the settings hold for every model."
 
     def __exit__(self, *args: object) -> None:
-        while self.undo:
-            self.undo[-1]()
-            del self.undo[-1]
+        with _lock:
+            if self in _open: _open.remove(self)
+            _apply()
+
+
+def _apply() -> None:
+    "Restore the settings, then set what the open contexts want; each change is noted before it is made."
+    while _undo:
+        _undo[-1]()
+        del _undo[-1]
+    wanted = {name: value for settings in _open for name, value in settings.wanted.items()}
+    is_tf32 = bool(_open) and _open[-1].wanted is TF32_SETTINGS
+    old_names: Any = [flags for flags in (cuda.matmul, cudnn) if is_tf32 and _forbids_tf32(flags)]
+    for name, (backend, op, _) in FP32_SETTINGS.items():
+        # One that follows another, which is set already, stays: what is read is either its own value or that one's.
+        if name not in wanted or (old := get_fp32_setting(backend, op)) == wanted[name]: continue
+        _undo.append(partial(set_fp32_setting, backend, op, old))
+        set_fp32_setting(backend, op, wanted[name])
+    for flags in old_names:
+        _undo.append(partial(setattr, flags, 'allow_tf32', False))
+        flags.allow_tf32 = True
 
 
 def _forbids_tf32(flags: Any) -> bool:

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations, prune
 
 from fastxtend_amp import HalfWeights, kahan
 from fastxtend_amp.insight.precisions import precision_call
-from fastxtend_amp.mode import AMPMode
+from fastxtend_amp import AMPMode
 from helpers import *
 from interrupts import interrupted_before, lines_of
 

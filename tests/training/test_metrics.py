@@ -7,7 +7,8 @@ import pytest, torch
 from fastai.callback.progress import CSVLogger
 from fastai.callback.training import GradientAccumulation
 
-from fastxtend_amp import loss_scale, scaling, skipped_steps
+from fastxtend_amp import loss_scale, skipped_steps
+from fastxtend_amp.training import loop, scaling
 from helpers import *
 
 METRICS = [nn.functional.l1_loss, loss_scale, skipped_steps]
@@ -50,7 +51,7 @@ def test_they_read_from_the_device_at_the_end_of_an_epoch_alone(monkeypatch):
         plain = getattr(owner, name)
 
         def read(self):
-            in_batch.append(learn.precision._loop.in_batch)
+            in_batch.append(loop.in_batch(learn))
             return plain(self)
 
         monkeypatch.setattr(owner, name, read)

@@ -6,7 +6,6 @@ import pytest, torch
 from fastai.callback.core import CancelBatchException
 from fastai.callback.training import GradientAccumulation
 
-from fastxtend_amp import scaling
 from helpers import *
 
 
@@ -61,14 +60,6 @@ def test_what_every_callback_of_fastai_has(switch, half):
     seen.clear()
     learn.fit(1)
     assert not any(seen.values()) and learn.precision.run
-
-
-def test_the_watch_comes_and_goes_with_the_precision():
-    learn = learner()
-    plain = [type(cb) for cb in learn.cbs]
-    learn.to_bf16().to_fp16()
-    assert [cb.order for cb in learn.cbs if type(cb) not in plain] == [10.5, 10]
-    assert [type(cb) for cb in learn.to_fp32().cbs] == plain
 
 
 def test_a_fit_is_gone_when_it_ends_and_a_copy_has_none():
@@ -175,24 +166,6 @@ def test_an_error_about_dtypes_says_where_to_look():
     with pytest.raises(RuntimeError) as e:
         learner(nn.Linear(7, 1)).to_fp16().fit(1)
     assert not hasattr(e.value, '__notes__')
-
-
-def test_the_history_is_read_once_in_many_steps(monkeypatch):
-    "Steps that the device skips are not kept on it without end."
-    monkeypatch.setattr(scaling, 'READ_EVERY', 4)
-    reads, read = [], scaling.StepHistory.read
-    learn = learner(opt_func=OPTIMIZERS['fused adamw'], cbs=mixed('fp16'))
-
-    def counted(self):
-        if self._unread:
-            reads.append(len(self._unread))
-        read(self)
-
-    monkeypatch.setattr(scaling.StepHistory, 'read', counted)
-    learn.fit(2)
-    assert max(reads) == 4 and scaling.READ_EVERY == 4 and len(learn.precision.scales) == 12
-    monkeypatch.undo()
-    assert scaling.READ_EVERY == 512
 
 
 def test_a_backward_pass_of_ones_own_with_an_unfinished_accumulation():

@@ -6,8 +6,9 @@ import pytest, torch
 from fastai.callback import fp16
 from torch import nn
 
-import fastxtend_amp.mode as mode
 from fastxtend_amp import AMPMode, precision_support
+from fastxtend_amp.devices import facts
+from fastxtend_amp.precisions import PRECISIONS, fastest_native
 from helpers import *
 
 CUDA = torch.device('cuda:0')
@@ -75,9 +76,9 @@ def statuses(device):
 )
 def test_nvidia_gpus(gpu, capability, emulates, bf16, fp16, tf32, fp8, auto):
     gpu(capability, emulates)
-    assert statuses('cuda:0') == (bf16, fp16) and mode.fastest_native(CUDA) == auto
+    assert statuses('cuda:0') == (bf16, fp16) and fastest_native(CUDA) == auto
     assert tuple(precision_support('cuda:0').support[2:]) == (tf32, fp8)
-    assert [mode.fastest_native(CUDA, [BF16, FP16])] == [None]
+    assert [fastest_native(CUDA, [BF16, FP16])] == [None]
     assert '{}.{}'.format(*capability) in precision_support('cuda').why[0] and set(precision_support().device) >= {
         'cpu',
         'cuda:0',
@@ -98,16 +99,16 @@ def test_nvidia_gpus(gpu, capability, emulates, bf16, fp16, tf32, fp8, auto):
 def test_cards_of_capability_7_5_without_tensor_cores_train_in_fp32(gpu, name, fp16):
     gpu((7, 5), name=name)
     assert statuses('cuda:0') == ('emulated', fp16)
-    assert mode.fastest_native(CUDA) == (None if fp16 == 'emulated' else FP16)
+    assert fastest_native(CUDA) == (None if fp16 == 'emulated' else FP16)
     assert ('NaN' in precision_support('cuda').why[1]) is (fp16 == 'emulated')
 
 
 def test_messages_for_gpus(gpu):
     gpu((7, 5))
-    assert re.search(r"(?s)bf16.*'cuda:0'.*7\.5.*learn.to_fp16\(\)", mode.emulation_warning(BF16, CUDA))
+    assert re.search(r"(?s)bf16.*'cuda:0'.*7\.5.*learn.to_fp16\(\)", PRECISIONS['bf16']().emulation_warning(CUDA))
     gpu((7, 5), False)
     with pytest.raises(ValueError) as e:
-        mode.check_supported(BF16, CUDA)
+        PRECISIONS['bf16']().on(CUDA)
     assert all(s in str(e.value) for s in ('bf16', 'cuda:0', 'works there: `learn.to_fp16()`.'))
 
 
@@ -115,6 +116,7 @@ def test_other_gpus(gpu, monkeypatch):
     "AMD's do both; Intel's without fp64 do not scale the loss."
     gpu((5, 2))
     monkeypatch.setattr(torch.version, 'hip', '7.0')
+    monkeypatch.setattr(facts, 'amd_architecture', lambda device: 'gfx942')
     assert statuses('cuda') == ('native', 'native')
     monkeypatch.setattr(torch.xpu, 'is_available', lambda: True)
     monkeypatch.setattr(torch.xpu, 'get_device_capability', lambda d=None: {'has_fp64': False, 'has_fp16': True})
@@ -123,7 +125,7 @@ def test_other_gpus(gpu, monkeypatch):
 
 
 def fake_cpu(monkeypatch, features):
-    monkeypatch.setattr(mode, 'cpu_features', lambda: frozenset(features.split()))
+    monkeypatch.setattr(facts, 'cpu_features', lambda: frozenset(features.split()))
 
 
 @pytest.mark.parametrize(

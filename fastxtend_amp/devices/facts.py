@@ -1,0 +1,96 @@
+"Facts about devices: what PyTorch, the driver and the operating system say. Each precision's file draws its own conclusions."
+from __future__ import annotations
+
+import platform, subprocess, sys, threading, warnings
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..common import first_line
+from ..compat import AutocastState
+
+__all__ = ['all_devices', 'amd_architecture', 'apple_chip', 'autocast_available', 'autocast_refusal', 'cpu_features',
+           'cuda_capability', 'gpu_name', 'missing', 'xla_hardware', 'xpu_capability']
+
+
+@lru_cache
+def cpu_features() -> frozenset[str]: # Such as 'avx512_bf16' and 'amx_fp16' on x86, 'bf16' and 'fphp' on ARM
+    "Return the lower-case names of this CPU's instruction sets, from PyTorch (2.11) and the operating system."
+    features = {k.lower() for k, v in getattr(torch.cpu, 'get_capabilities', dict)().items() if v is True}
+    cpuinfo = Path('/proc/cpuinfo')
+    if cpuinfo.exists(): features |= {*cpuinfo.read_text(errors='replace').lower().split()}
+    if sys.platform == 'darwin' and platform.machine() == 'arm64': features.add('fphp')
+    return frozenset(features)
+
+
+def cuda_capability(device: torch.device) -> tuple[int, int]: # Such as (8, 0) for an A100
+    "Return the compute capability of an NVIDIA GPU."
+    return torch.cuda.get_device_capability(device)
+
+
+def amd_architecture(device: torch.device) -> str | None: # Such as 'gfx942' for an MI300X; None on NVIDIA
+    "Return the architecture of an AMD GPU, PyTorch's `gcnArchName` without its flags."
+    if not torch.version.hip: return None
+    return getattr(torch.cuda.get_device_properties(device), 'gcnArchName', '').partition(':')[0]
+
+
+def gpu_name(device: torch.device) -> str: # Such as 'NVIDIA GeForce GTX 1650'
+    "Return a GPU's name."
+    return torch.cuda.get_device_name(device)
+
+
+@lru_cache
+def apple_chip() -> str: # Such as 'Apple M1 Pro'; '' if the system does not say
+    "Return the name of a Mac's chip."
+    try: return subprocess.run(['sysctl', '-n', 'machdep.cpu.brand_string'], capture_output=True, text=True).stdout.strip()
+    except OSError: return ''
+
+
+def xpu_capability(device: torch.device) -> dict[str, Any]:
+    "Return what PyTorch knows about an Intel GPU."
+    return torch.xpu.get_device_capability(device)
+
+
+def xla_hardware() -> str: # Such as 'TPU', 'CUDA' or 'CPU'
+    "Return the hardware that torch_xla uses."
+    import torch_xla.runtime as xr
+    return xr.device_type()
+
+
+def missing(device: torch.device) -> str: # Such as 'PyTorch finds no CUDA device'; '' if it is there
+    "Return why this process cannot use devices of this type."
+    if device.type == 'cuda' and not torch.cuda.is_available(): return 'PyTorch finds no CUDA device'
+    if device.type == 'mps' and not torch.backends.mps.is_available(): return 'PyTorch finds no Metal device'
+    if device.type == 'xpu' and not torch.xpu.is_available(): return 'PyTorch finds no Intel GPU'
+    if device.type == 'xla' and 'torch_xla' not in sys.modules: return 'torch_xla is not imported'
+    return ''
+
+
+def all_devices() -> list[torch.device]:
+    "Return this machine's devices, and XLA's if torch_xla is imported."
+    kind = torch.accelerator.current_accelerator()
+    found = [f'{kind.type}:{i}' for i in range(torch.accelerator.device_count())] if kind is not None else []
+    return [torch.device(d) for d in ['cpu', *found, *(['xla'] if 'torch_xla' in sys.modules else [])]]
+
+
+def autocast_available(device_type: str) -> bool:
+    "Return whether PyTorch has an autocast for this type of device; False for types that it does not know."
+    try: return torch.amp.is_autocast_available(device_type)
+    except RuntimeError: return False
+
+
+_lock = threading.Lock()                                         # `catch_warnings` changes the whole process
+
+
+@lru_cache
+def autocast_refusal(device_type: str, dtype: torch.dtype) -> str: # '' if it is supported
+    "Return what PyTorch says if its autocast does not support `dtype` on this type of device."
+    with _lock, warnings.catch_warnings(record=True) as caught:  # it warns and stays off, or raises an error
+        warnings.simplefilter('always')
+        try:
+            with AutocastState(device_type), torch.autocast(device_type, dtype=dtype):
+                if torch.is_autocast_enabled(device_type): return ''
+        except (RuntimeError, AssertionError) as e: return first_line(e)
+    return ' '.join(str(w.message).splitlines()[0] for w in caught)

@@ -1,0 +1,275 @@
+"""`Precision`: an object that says which devices support it, what it opens around a fit and a batch, and how it scales.
+
+A subclass registers itself under its `name`. From the registry come `Learner.to_<name>`, `MixedPrecision('<name>')`, the
+rows of `precision_support`, and the precision's place in reports, comparisons, checks and plots. `bf16.py` is the
+shortest example.
+"""
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from enum import Enum
+from typing import Any, ClassVar, NamedTuple
+
+import pandas as pd
+import torch
+from fastai.learner import Learner
+from fastai.torch_core import ismin_torch
+from torch import nn
+from torch.amp import GradScaler
+
+from ..common import first_line
+from ..devices import facts
+from .fp32_modules import Fp32Modules
+
+__all__ = ['AMPMode', 'PRECISIONS', 'Auto', 'Precision', 'Support', 'each_precision', 'fastest_native', 'find_precision',
+           'parameters_of', 'precision_support']
+
+PRECISIONS: dict[str, type[Precision]] = {}                      # by name, in the order of tables
+_followers: list[Callable[[type[Precision]], object]] = []
+# Before PyTorch 2.13 autocast's cache can hand a weight cast under `no_grad` to code that needs its gradient.
+_CACHE = None if ismin_torch('2.13') else False                  # None: as the user has set it
+
+
+class Support(NamedTuple):
+    "How a device runs a precision: 'native', 'emulated' (it works, without hardware for it) or 'unsupported'; and why."
+    status: str
+    why: str
+
+
+class Precision:
+    """Plain fp32, and the base class of every other precision.
+
+    A precision belongs to one `MixedPrecision` callback and lives as long as that does. Contexts around a fit have a
+    method `add(model)` for a model that replaces the first one, and an `__exit__` that may be called twice, also after
+    an interrupted `__enter__`.
+    """
+    name: ClassVar[str] = 'fp32'
+    dtype: torch.dtype | None = None # Autocast's dtype; None without autocast
+    color: ClassVar[str] = '#4c566a' # In every plot
+    automatic: ClassVar[bool] = False # Whether `to_amp` may select it; the first native one in the registry wins
+    in_tables: ClassVar[bool] = True # Whether tables of precisions have a row for it
+    rules: ClassVar[dict[str, Callable[[torch.device], Support]]] = {} # By device type
+    arguments: dict[str, Any] # Of the constructor, defaults included
+
+    def __init_subclass__(cls) -> None:
+        if 'name' not in vars(cls): return
+        PRECISIONS[cls.name] = cls
+        for follow in _followers: follow(cls)
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Precision:
+        self = super().__new__(cls)
+        bound = inspect.Signature([*parameters_of(cls).values()]).bind(*args, **kwargs)
+        bound.apply_defaults()
+        self.arguments = dict(bound.arguments)
+        return self
+
+    def __init__(self,
+        fp32_modules: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules or predicates
+    ):
+        self.kept = Fp32Modules(fp32_modules)
+
+    def __repr__(self) -> str: return repr(self.name)
+
+    @property
+    def learn(self): return None
+    @learn.setter
+    def learn(self, learn):                                      # fastai sets it on what it takes for a callback
+        kind = type(self).__name__
+        raise TypeError(f'{kind}() is a precision, not a callback: write `cbs=MixedPrecision({kind}())`.')
+
+    # -- devices
+
+    @classmethod
+    def support(cls, device: torch.device) -> Support:
+        "Return how `device` runs this precision, by the rule for its type; without a rule, what PyTorch's autocast says."
+        if why := facts.missing(device): return Support('unsupported', why)
+        rule = cls.rules.get(device.type)
+        if cls.dtype is None: return rule(device) if rule else Support('native', 'as its backend says')
+        if not facts.autocast_available(device.type):
+            return Support('unsupported', f'PyTorch has no autocast for {device.type} devices')
+        support = rule(device) if rule else Support('native', 'as its backend says')
+        if support.status == 'unsupported' or device.type == 'cuda': return support
+        refusal = facts.autocast_refusal(device.type, cls.dtype)
+        return Support('unsupported', refusal) if refusal else support
+
+    def on(self, device: torch.device) -> Precision:
+        "Return the precision to use on `device`. Raises `ValueError` if the device does not support it."
+        support = self.support(device)
+        if support.status != 'unsupported': return self
+        raise ValueError(f"{self.name} mixed precision does not run on device '{device}': {support.why}.\n"
+                         f'What works there: `{_faster_call(self.name, device)}`.')
+
+    def emulation_warning(self, device: torch.device) -> str: # '' if it is native
+        "Return a warning for a device without hardware for this precision, with the call for a faster one."
+        support = self.support(device)
+        if support.status != 'emulated': return ''
+        return (f"{self.name} is emulated on device '{device}' ({support.why}): usually slower than fp32, and much "
+                f'slower for large layers.\nUse `{_faster_call(self.name, device)}` there; '
+                f"`learn.compare_precision('{self.name}')` measures the difference.")
+
+    # -- what training needs; overridden by precisions that need more
+
+    def check(self, model: nn.Module) -> None:
+        "Raise `ValueError` or `TypeError` if the arguments do not fit `model`."
+        self.kept.check(model)
+
+    def check_training(self, learn: Learner) -> None:
+        "Raise `ValueError` if the learner's model or optimizer cannot be trained in this precision."
+
+    def around_fit(self, model: nn.Module) -> list[Any]:
+        "Return contexts for a whole fit or validation, each with `add(model)`."
+        return [self.kept.in_model(model)]
+
+    def around_training(self, learn: Learner) -> list[Any]:
+        "Return contexts from a fit's first training batch to its end."
+        return []
+
+    def around_batch(self, device: torch.device) -> list[AbstractContextManager]:
+        "Return new contexts for a forward pass and its loss."
+        return [torch.autocast(device.type, dtype=self.dtype, cache_enabled=_CACHE)] if self.dtype else []
+
+    def around_step(self, learn: Learner) -> AbstractContextManager:
+        "Return a context for the optimizer's step."
+        return nullcontext()
+
+    def scaler(self, device: torch.device) -> GradScaler | None:
+        "Return what scales the loss in a fit on `device`; None without loss scaling."
+        return None
+
+    # -- what a checkpoint holds
+
+    def state_dict(self) -> dict[str, Any]:
+        "Return what training has to continue from besides weights and optimizer, as plain numbers."
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        "Continue from `state`; None resets to the arguments. Raises `ValueError` for a state that cannot be used."
+
+
+class Auto(Precision):
+    "The first precision that a device supports natively, bf16 before fp16; fp32 if there is none."
+    def __init__(self, **arguments: Any):
+        self.given, self.chosen = arguments, dict[str, Precision]()
+        for cls in _automatic(): self._make(cls)                 # errors appear at the call
+    def _make(self, cls: type[Precision]) -> Precision:
+        known = parameters_of(cls)
+        return cls(**{name: value for name, value in self.given.items() if name in known})
+    def __repr__(self) -> str: return "'auto'"
+    @property
+    def kept(self) -> Fp32Modules: return Fp32Modules(self.given.get('fp32_modules'))
+    def check(self, model: nn.Module) -> None: self.kept.check(model)
+    def on(self, device: torch.device) -> Precision:
+        name = fastest_native(device)
+        if name is None: return Precision()
+        return self.chosen.setdefault(name, self._make(PRECISIONS[name]))
+
+
+def parameters_of(cls: type[Precision]) -> dict[str, inspect.Parameter]:
+    "Return the parameters of a precision's constructor by name."
+    return {name: p for name, p in inspect.signature(cls.__init__).parameters.items() if name != 'self'}
+
+
+def each_precision(follow: Callable[[type[Precision]], object]) -> None:
+    "Call `follow` for each registered precision, and for each one that will be."
+    _followers.append(follow)
+    for cls in [*PRECISIONS.values()]: follow(cls)
+
+
+# -- names
+
+_ALIASES = {'16-mixed': 'fp16', 'float16': 'fp16', 'half': 'fp16', torch.float16: 'fp16',
+            'bf16-mixed': 'bf16', 'bfloat16': 'bf16', torch.bfloat16: 'bf16'}
+
+
+class AMPMode(str, Enum):
+    """The names of the precisions below fp32. Members are strings, and equal to fastai's own `AMPMode` members' values.
+
+    `AMPMode(value)` accepts the name of every registered precision in any letter case, Lightning's names ('16-mixed',
+    'bf16-mixed'), torch dtypes and their names ('float16', 'half', 'bfloat16'), and members of fastai's own `AMPMode`.
+    Raises `ValueError` for anything else.
+    """
+    FP16 = 'fp16'
+    BF16 = 'bf16'
+    TF32 = 'tf32'
+    FP8 = 'fp8'
+
+    @classmethod
+    def _missing_(cls, value):
+        name = value.value if isinstance(value, Enum) else value # a member of fastai's own AMPMode
+        if isinstance(name, str): name = name.lower()
+        if isinstance(name, (str, torch.dtype)): name = _ALIASES.get(name, name)
+        for member in cls:
+            if member.value == name: return member
+        if isinstance(name, str) and name in PRECISIONS:
+            member = str.__new__(cls, name)                      # of a precision that somebody registered
+            member._name_, member._value_ = name.upper(), name
+            return cls._value2member_map_.setdefault(name, member)
+        names = ', '.join(map(repr, PRECISIONS))
+        raise ValueError(f"amp_mode={value!r} is not a precision.\n"
+                         f"Allowed: {names}, in any letter case; also 'float16', 'half', '16-mixed', 'bfloat16', "
+                         "'bf16-mixed', torch.float16 and torch.bfloat16. `MixedPrecision` also accepts 'auto'.\n"
+                         "For plain fp32 use `learn.to_fp32()`, or 'fp32' in `precision_as`.")
+
+    def __eq__(self, other): return super().__eq__(getattr(other, 'value', other))
+    __hash__ = str.__hash__
+
+    def support(self, device: torch.device) -> Support:
+        "Return how `device` runs the precision."
+        return PRECISIONS[self.value].support(device)
+
+    @property
+    def dtype(self) -> Any:
+        "The dtype in which autocast runs eligible operators; None for TF32, which needs no autocast."
+        return PRECISIONS[self.value].dtype
+
+    @property
+    def needs_loss_scaling(self) -> bool:
+        "True if gradients underflow without loss scaling: fp16 has 5 bits of exponent, bf16 has 8 as fp32."
+        return self.dtype is torch.float16
+
+
+def find_precision(name: Any) -> type[Precision]:
+    "Return the precision with this name, in any form that `AMPMode` accepts."
+    return PRECISIONS[AMPMode(name).value]
+
+
+# -- which precision for which device?
+
+def _automatic() -> list[type[Precision]]: return [cls for cls in PRECISIONS.values() if cls.automatic]
+
+
+def fastest_native(
+    device: torch.device,
+    failed: Iterable[str] = (), # Names of precisions that do not work for a model
+) -> AMPMode | None:
+    "Return the fastest precision that `device` runs natively: bf16 (no loss scaling), then fp16; None for fp32."
+    left = (cls for cls in _automatic() if cls.name not in [*failed])
+    return next((AMPMode(cls.name) for cls in left if cls.support(device).status == 'native'), None)
+
+
+def _faster_call(name: str, device: torch.device) -> str:
+    faster = fastest_native(device, [name])
+    return f'learn.to_{faster.value}()' if faster else 'learn.to_fp32()'
+
+
+class _Table(pd.DataFrame):
+    "A table that prints all of its columns, however narrow the terminal is."
+    def __repr__(self) -> str: return self.to_string(index=False)
+
+
+def precision_support(
+    device: str | torch.device | None = None, # The device to ask about; all devices of this machine if None
+) -> pd.DataFrame: # One row per device and precision; columns device, mode, support, why
+    """Return which precisions run natively, emulated, or not at all.
+
+    `support` is 'native', 'emulated' (it works, but usually slower than fp32) or 'unsupported'; `why` is the reason.
+    Raises `ValueError` for a name that PyTorch does not know.
+    """
+    try: devices = facts.all_devices() if device is None else [torch.device(device)]
+    except (RuntimeError, TypeError) as e:
+        raise ValueError(f"device={device!r} is not a torch device, such as 'cpu' or 'cuda:0'.\n"
+                         f'Leave it out to see all devices. PyTorch says: {first_line(e)}.') from e
+    rows = [(str(d), cls.name, *cls.support(d)) for d in devices for cls in PRECISIONS.values() if cls.in_tables]
+    return _Table(rows, columns=['device', 'mode', 'support', 'why'])

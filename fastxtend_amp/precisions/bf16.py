@@ -1,0 +1,77 @@
+"bfloat16: fp32's range in 16 bits, so the loss needs no scaling."
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch.amp import GradScaler
+
+from ..devices import facts
+from .base import Precision, Support
+from .scalers import StaticScaler, check_unscalable
+
+__all__ = ['BF16']
+
+_INSTRUCTIONS = {'avx512_bf16', 'amx_bf16', 'bf16'}
+
+
+def _cpu(device: torch.device) -> Support:
+    found = ', '.join(sorted(_INSTRUCTIONS & facts.cpu_features()))
+    return Support('native', f'the CPU has {found}') if found else \
+           Support('emulated', 'the CPU has no bf16 arithmetic')
+
+
+def _cuda(device: torch.device) -> Support:
+    amd = facts.amd_architecture(device)
+    if amd is not None:
+        if re.match('gfx10', amd): return Support('unsupported', f'{amd} (RDNA 1 and 2) has no bf16 instructions')
+        if re.match('gfx90[0-7c]', amd): return Support('emulated', f'{amd} has no bf16 arithmetic: CDNA is needed')
+        return Support('native', f'ROCm {amd}'.strip())
+    major, minor = facts.cuda_capability(device)
+    capability = f'compute capability {major}.{minor}'
+    if major >= 8: return Support('native', capability + ', tensor cores')
+    # `is_bf16_supported` is also True where bf16 is emulated.
+    if torch.cuda.is_bf16_supported(): return Support('emulated', f'{capability}: bf16 arithmetic needs 8.0')
+    return Support('unsupported', f'{capability}: bf16 needs 8.0')
+
+
+def _mps(device: torch.device) -> Support:
+    chip = facts.apple_chip()
+    if re.search(r'\bM[12]\b', chip): return Support('emulated', f'{chip}: the GPU has bf16 arithmetic from M3 on')
+    return Support('native', f'Metal, {chip}'.rstrip(', '))
+
+
+def _xpu(device: torch.device) -> Support:
+    if facts.xpu_capability(device).get('has_bfloat16_conversions', True): return Support('native', 'Intel GPU')
+    return Support('emulated', 'this Intel GPU has no bf16 arithmetic')
+
+
+def _xla(device: torch.device) -> Support:
+    kind = facts.xla_hardware()
+    return Support('native' if kind in ('TPU', 'CUDA', 'ROCM') else 'emulated', f'XLA on {kind}')
+
+
+class BF16(Precision):
+    """Train with bfloat16 autocast, which needs no loss scaling. Replaces the learner's current precision.
+
+    Source: https://docs.pytorch.org/docs/stable/amp.html. Devices: NVIDIA's CUDA C++ Programming Guide; AMD's
+    https://rocm.docs.amd.com/en/latest/reference/precision-support.html; Apple's Metal feature set tables.
+    """
+    name, dtype, color, automatic = 'bf16', torch.bfloat16, '#2a78b8', True
+    rules = dict(cpu=_cpu, cuda=_cuda, mps=_mps, xpu=_xpu, xla=_xla)
+
+    def __init__(self, *,
+        fp32_modules: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules or predicates
+        skip_nonfinite: bool = False, # Skip steps whose gradients are not finite, as fp16 does
+    ):
+        super().__init__(fp32_modules)
+        if not isinstance(skip_nonfinite, bool):
+            raise ValueError(f'skip_nonfinite={skip_nonfinite!r} cannot be used: it must be True or False.')
+        self.skip_nonfinite = skip_nonfinite
+
+    def check_training(self, learn) -> None:
+        if self.skip_nonfinite: check_unscalable(learn.model, 'skip_nonfinite=True', 'leave skip_nonfinite out')
+
+    def scaler(self, device: torch.device) -> GradScaler | None:
+        return StaticScaler(device.type, init_scale=1.) if self.skip_nonfinite else None

@@ -1,0 +1,126 @@
+"float16: 10 bits of mantissa, but only 5 of exponent, so the loss is scaled to keep gradients from underflowing."
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch.amp import GradScaler
+
+from ..common import warn_user
+from ..devices import facts
+from .base import Precision, Support
+from .scalers import DynamicScaler, StaticScaler, check_scaler_state, check_scaling_arguments, check_unscalable
+
+__all__ = ['FP16', 'SCALING']
+
+SCALING = dict(init_scale=65536.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000, enabled=True)
+_INSTRUCTIONS = {'avx512_fp16', 'amx_fp16', 'asimdhp', 'fphp'}
+_NO_TENSOR_CORES = re.compile(r'GTX 16\d\d|\b(T|MX)\d{3,4}\b')   # of capability 7.5: Quadro T2000, T600, MX450
+
+
+def _cpu(device: torch.device) -> Support:
+    found = ', '.join(sorted(_INSTRUCTIONS & facts.cpu_features()))
+    return Support('native', f'the CPU has {found}') if found else \
+           Support('emulated', 'the CPU has no fp16 arithmetic')
+
+
+def _cuda(device: torch.device) -> Support:
+    amd = facts.amd_architecture(device)
+    if amd is not None: return Support('native', f'ROCm {amd}'.strip())
+    capability = facts.cuda_capability(device)
+    words = 'compute capability {}.{}'.format(*capability)
+    if capability < (5, 3): return Support('emulated', f'{words}: fp16 arithmetic needs 5.3')
+    # 2 results per clock and multiprocessor where fp32 has 128.
+    if capability == (6, 1): return Support('emulated', f'{words}: fp16 arithmetic at 1/64 of the fp32 rate')
+    if capability == (7, 5) and _NO_TENSOR_CORES.search(facts.gpu_name(device)):
+        return Support('emulated', f'{words} without tensor cores: fp16 gives NaN in many models')
+    return Support('native', words + (', tensor cores' if capability >= (7, 0) else ', no tensor cores'))
+
+
+def _xpu(device: torch.device) -> Support:
+    capability = facts.xpu_capability(device)
+    if not capability.get('has_fp64', True):
+        return Support('unsupported', 'GradScaler needs float64, which this Intel GPU does not have')
+    if capability.get('has_fp16', True): return Support('native', 'Intel GPU')
+    return Support('emulated', 'this Intel GPU has no fp16 arithmetic')
+
+
+def _xla(device: torch.device) -> Support:
+    kind = facts.xla_hardware()
+    if kind == 'TPU': return Support('emulated', 'a TPU computes in bf16 and fp32')
+    return Support('native' if kind in ('CUDA', 'ROCM') else 'emulated', f'XLA on {kind}')
+
+
+class FP16(Precision):
+    """Train with float16 autocast and dynamic loss scaling. Replaces the learner's current precision.
+
+    Steps whose gradients are not finite are skipped. The loss scale continues over fits, and over `save` and `load`. A
+    scale that a bad stretch of data drove below 1 is not carried over: the next fit starts from `init_scale` again.
+
+    Source: Micikevicius et al., Mixed Precision Training, https://arxiv.org/abs/1710.03740;
+    https://docs.pytorch.org/docs/stable/amp.html. Devices: NVIDIA's CUDA C++ Programming Guide.
+    """
+    name, dtype, color, automatic = 'fp16', torch.float16, '#d1701f', True
+    rules = dict(cpu=_cpu, cuda=_cuda, mps=lambda device: Support('native', 'Metal'), xpu=_xpu, xla=_xla)
+
+    def __init__(self,
+        init_scale: float = 65536.0, # Loss scale to start from
+        growth_factor: float = 2.0, # Multiplies the scale after `growth_interval` steps without a skip
+        backoff_factor: float = 0.5, # Multiplies the scale after a skipped step
+        growth_interval: int = 2000, # Number of consecutive steps without a skip after which the scale grows
+        enabled: bool = True, # Scale the loss; False trains without loss scaling
+        *,
+        loss_scale: float | None = None, # Fixed loss scale; None for dynamic scaling
+        scaler: GradScaler | None = None, # Your own `torch.amp.GradScaler`, instead of the arguments above
+        fp32_modules: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules or predicates
+    ):
+        super().__init__(fp32_modules)
+        self.settings = {name: self.arguments[name] for name in SCALING}
+        check_scaling_arguments(self.settings, loss_scale, scaler, SCALING)
+        self.static, self.given = loss_scale, scaler
+        self._now: GradScaler | None = None                      # of the newest fit
+        self._state: dict[str, Any] | None = None                # loaded before the first fit
+
+    def __getstate__(self) -> dict[str, Any]:                    # PyTorch copies no `GradScaler` in the middle of a step
+        return {**vars(self), '_now': None, '_state': self.state_dict()}
+
+    def check_training(self, learn) -> None:
+        if self.settings['enabled']: check_unscalable(learn.model, 'fp16 mixed precision', 'pass enabled=False')
+
+    def scaler(self, device: torch.device) -> GradScaler | None:
+        "Return one scaler for all fits on a type of device, in its newest state."
+        if not self.settings['enabled'] or (self.given is not None and not self.given.is_enabled()): return None
+        if self.given is not None: return self.given
+        state, init_scale = self.state_dict(), self.settings['init_scale']
+        if self._now is None or self._now._device != device.type:
+            self._now = self._new(device.type)
+            self._now.load_state_dict(state)
+        if state['scale'] < 1 <= init_scale and self.static is None:
+            warn_user(f"The loss scale had fallen to {state['scale']:.2g}, at which gradients underflow, and starts from "
+                      f'{init_scale:g} again.')
+            self._now.load_state_dict(self._new('cpu').state_dict())
+        return self._now
+
+    def _new(self, device_type: str) -> GradScaler:
+        if self.static is None: return DynamicScaler(device_type, **self.settings)
+        return StaticScaler(device_type, init_scale=float(self.static))
+
+    def state_dict(self) -> dict[str, Any]:
+        "Return the state of the loss scaling, as `GradScaler.state_dict`; empty with `enabled=False`."
+        if not self.settings['enabled']: return {}
+        scaler = self.given or self._now
+        return scaler.state_dict() if scaler is not None else dict(self._state or self._new('cpu').state_dict())
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Continue from `state`; None resets to the arguments. Ignored with a fixed loss scale or `enabled=False`.
+
+        Raises `ValueError` for a state that no `GradScaler` could have returned, and changes nothing then.
+        """
+        if state == {} or self.static is not None or not self.settings['enabled']: return
+        if state is None and self.given is not None: return
+        if state is None: state = self._new('cpu').state_dict()
+        check_scaler_state(state)
+        scaler = self.given or self._now
+        if scaler is not None: scaler.load_state_dict(dict(state))
+        else: self._state = dict(state)

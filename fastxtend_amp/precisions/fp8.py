@@ -1,0 +1,88 @@
+"FP8 (float8): bf16 autocast whose linear layers compute in 8 bits, by torchao; model and files stay plain."
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..devices import facts
+from .base import Precision, Support
+from .bf16 import BF16
+from .fp32_modules import Forward, Replacement
+from .matching import ROOT, covers, match_modules, parts_of, qualified_names, test_of
+
+__all__ = ['FP8']
+
+_SIDES = 16  # FP8 kernels need both sides of a weight to be divisible by this
+
+
+class Fp8Forward(Forward):
+    "The forward of a linear layer in FP8, under autocast: that of torchao's `Float8Linear` on the layer's parameters."
+    def __init__(self, name: str, module: Any):
+        super().__init__(name, module)
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+        device = module.weight.device
+        emulate = device.type != 'cpu' and FP8.support(device).status != 'native'
+        # An epoch's last batch may have any length; padding with zeros changes no number.
+        self.linear: Any = convert_to_float8_training(
+            module, config=Float8LinearConfig(pad_inner_dim=True, emulate=emulate))
+        self.linear._parameters = module._parameters             # a parameter may be exchanged
+
+    def __call__(self, *args, **kwargs) -> Any:
+        in_fp8 = self.on and self.own is None and torch.is_autocast_enabled(self.module.weight.device.type)
+        return (self.linear if in_fp8 else self.plain)(*args, **kwargs)
+
+
+class FP8(BF16):
+    """Train with bf16 autocast and with linear layers in FP8, by torchao, on NVIDIA GPUs of capability 8.9 or newer.
+
+    A layer computes in FP8 if both sides of its weight are divisible by 16. Weights, optimizer and files are those of
+    the plain model, and load without torchao. Expect a speed-up only with large layers and `torch.compile`:
+    `learn.compare_precision(['bf16', 'fp8'])` measures it, and `min_size` leaves small layers in bf16.
+
+    Raises `ImportError` without torchao 0.18, and `ValueError` for a model without such layers.
+
+    Source: Micikevicius et al., FP8 Formats for Deep Learning, https://arxiv.org/abs/2209.05433;
+    https://github.com/pytorch/ao/tree/main/torchao/float8.
+    """
+    name, color, automatic = 'fp8', '#8f4a9e', False
+
+    def __init__(self, *,
+        modules: Any = None, # Modules whose linear layers compute in FP8, given as `fp32_modules`; None for all
+        min_size: int = 0, # Leave layers with a shorter side than this in bf16: FP8 makes small layers slower
+        fp32_modules: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules or predicates
+        skip_nonfinite: bool = False, # Skip steps whose gradients are not finite, as fp16 does
+    ):
+        super().__init__(fp32_modules=fp32_modules, skip_nonfinite=skip_nonfinite)
+        self.spec, self.min_size = modules, min_size
+        self.layers = Replacement(self.find_layers, Fp8Forward)
+        for part in parts_of(modules): test_of(part, 'modules')
+        try: import torchao.float8                               # noqa: F401  torchao 0.18 fails with torch 2.9
+        except ImportError as e:
+            raise ImportError(f'fp8 needs torch 2.11 and torchao: `pip install torchao`. Importing torchao: {e}.\n'
+                              'Without it call `learn.to_bf16()`.') from e
+
+    @classmethod
+    def support(cls, device: torch.device) -> Support:
+        bf16 = BF16.support(device)
+        if bf16.status == 'unsupported': return bf16
+        nvidia = device.type == 'cuda' and facts.amd_architecture(device) is None
+        if nvidia and facts.cuda_capability(device) >= (8, 9): return Support('native', bf16.why)
+        return Support('emulated', 'NVIDIA GPUs from compute capability 8.9 on have FP8 arithmetic')
+
+    def find_layers(self, model: nn.Module) -> dict[str, nn.Module]:
+        "Return the linear layers that compute in FP8, by name. Raises `ValueError` if there is none."
+        in_fp32 = self.kept.check(model)
+        asked = {ROOT: model} if self.spec is None else match_modules(model, self.spec, 'modules')
+        found = {name: m for name, m in qualified_names(model) if covers(asked, name) and not covers(in_fp32, name)
+                 and type(m) is nn.Linear and 'weight' in m._parameters and min(m.weight.shape) >= self.min_size
+                 and not any(n % _SIDES for n in m.weight.shape)}
+        if found: return found
+        raise ValueError(f"fp8 cannot be used: modules={self.spec!r} leaves no linear layer whose weight has two sides "
+                         f"divisible by {_SIDES}{f' and of at least {self.min_size}' if self.min_size else ''}.\n"
+                         "Name other modules, keep fewer in fp32, or use `learn.to_bf16()`.")
+
+    def check(self, model: nn.Module) -> None: self.find_layers(model)
+
+    def around_fit(self, model: nn.Module) -> list[Any]: return [*super().around_fit(model), self.layers.in_model(model)]

@@ -1,0 +1,44 @@
+"TF32: fp32 tensors whose matrix products and convolutions run on tensor cores, with 10 bits of mantissa."
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..compat import get_fp32_setting
+from ..devices import facts
+from .base import Precision, Support
+from .fp32_settings import FP32_SETTINGS, TF32_SETTINGS, fp32_settings
+
+__all__ = ['TF32']
+
+_NEEDS = Support('unsupported', 'TF32 needs an NVIDIA GPU of compute capability 8.0, or an AMD MI300')
+
+
+class TF32(Precision):
+    """Train in fp32 with matrix products and convolutions in TF32, on NVIDIA GPUs of compute capability 8.0 or newer.
+
+    TF32 has fp32's range and the 10 mantissa bits of fp16: use it for models that do not train in 16 bits. Tensors
+    stay fp32. Replaces the learner's current precision.
+
+    Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#tf32-on-ampere.
+    """
+    name, color = 'tf32', '#5d8a3c'
+
+    def __init__(self): super().__init__()
+
+    @classmethod
+    def support(cls, device: torch.device) -> Support:
+        if device.type != 'cuda': return _NEEDS
+        if why := facts.missing(device): return Support('unsupported', why)
+        amd = facts.amd_architecture(device)
+        if amd is not None: return Support('native', f'ROCm {amd}') if amd in ('gfx940', 'gfx941', 'gfx942') else _NEEDS
+        major, minor = facts.cuda_capability(device)
+        capability = f'compute capability {major}.{minor}'
+        if major < 8: return Support('unsupported', f'{capability}: TF32 needs 8.0')
+        by_default = [name for name in TF32_SETTINGS if get_fp32_setting(*FP32_SETTINGS[name][:2]) == 'tf32']
+        also = f"; fp32 training already uses it in {' and '.join(by_default)}" if by_default else ''
+        return Support('native', f'{capability}, tensor cores{also}')
+
+    def around_fit(self, model: nn.Module) -> list[Any]: return [fp32_settings(TF32_SETTINGS)]

@@ -1,0 +1,67 @@
+"Checks of a model and an optimizer that hold for every precision; each raises or warns with what to do."
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from fastai.learner import Learner
+from torch import nn
+
+from ..common import optimizer_params, training_device, warn_user
+from ..compat import BackwardWithoutAutocast, is_compiled
+from ..convert import is_half
+from ..precisions import Precision
+
+__all__ = ['check_model', 'check_training', 'half_parameters_of']
+
+
+def check_training(
+    learn: Learner,
+    fit: Any, # The `Fit` that is open
+    warn_of_emulation: bool, # Warn of a device without hardware for the precision
+) -> None:
+    "Warn of what training in this precision does badly: emulation, 16-bit parameters, parameters outside the optimizer."
+    device, precision = training_device(learn), fit.precision
+    if precision.name == 'fp32':
+        warn_user(f"amp_mode='auto': device '{device}' has neither bf16 nor fp16 arithmetic, so training runs in fp32.\n"
+                  '`precision_support()` says why; `learn.to_fp32()` is silent.')
+    elif warn_of_emulation and (message := precision.emulation_warning(device)): warn_user(message)
+    if half := half_parameters_of(learn.model):
+        warn_user(f"{len(half)} parameters to be trained are 16-bit themselves, such as '{half[0]}': small updates to "
+                  'them are rounded away.\nCall `learn.model.float()` first: autocast itself casts what can run in '
+                  '16 bits.')
+    stepped = {id(p) for p in optimizer_params(learn.opt)}
+    strays = [name for name, p in learn.model.named_parameters() if p.requires_grad and id(p) not in stepped]
+    if strays and fit.scaling is not None and precision.dtype is torch.float16:
+        warn_user(f"{len(strays)} parameters to be trained are not in `learn.opt`, such as '{strays[0]}': in fp16 "
+                  "their gradients stay multiplied by the loss scale.\nAn optimizer of your own would take far too "
+                  "large steps with them. Put them into the learner's optimizer, or use `learn.to_bf16()`.")
+
+
+def half_parameters_of(
+    model: nn.Module, # The model to train
+) -> list[str]: # Names
+    "Return the parameters to be trained that are 16-bit themselves: small updates to them are rounded away."
+    return [name for name, p in model.named_parameters() if p.requires_grad and is_half(p)]
+
+
+def check_model(
+    precision: Precision, # One with autocast
+    model: nn.Module, # The model to train
+) -> None:
+    """Raise a `ValueError` if the model cannot compute in `precision`, or cannot keep modules in fp32.
+
+    `nn.DataParallel` tells its threads that autocast is on, but not its dtype: they use the default, fp16. A replica is
+    a shallow copy, whose modules would run the forward of the original. Compiled models need a setting that not every
+    PyTorch has.
+    """
+    kept, is_fp16 = [*precision.kept.check(model)], precision.dtype is torch.float16
+    is_parallel = any(isinstance(m, nn.DataParallel) and len(m.device_ids or ()) > 1 for m in model.modules())
+    if is_parallel and (kept or not is_fp16):
+        what, without = ('fp32_modules', ' without fp32_modules') if is_fp16 else (precision.name, '')
+        raise ValueError(f"{what} cannot be used with nn.DataParallel, whose replicas would not compute in it.\n"
+                         f"Use DistributedDataParallel, or `learn.to_fp16()`{without}.")
+    if kept and is_compiled(model) and not BackwardWithoutAutocast().is_available:
+        raise ValueError(f"fp32_modules={kept!r} cannot be kept in a compiled model: this PyTorch ({torch.__version__}) "
+                         "compiles their backward pass in 16 bits.\nTrain it uncompiled, or with another version of "
+                         "PyTorch (2.9 and 2.15 are known to work).")

@@ -1,0 +1,220 @@
+"""The scopes of fastai's loop: what a precision opens in one is closed when it ends or fails.
+
+fastai runs every part of its loop through `Learner._with_events`. Importing this file replaces that method. A learner
+without a precision pays one look-up; with one, `learn._scopes` lists the parts that are open, until the outermost ends.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+from fastai.callback import fp16
+from fastai.learner import Learner
+from fastcore.basics import noop
+from fastcore.foundation import L
+from torch import nn
+
+from ..common import training_device, warn_user
+from ..compat import AutocastState
+from ..devices.facts import autocast_available
+
+__all__ = ['PRECISION_CALLBACKS', 'LoopCallback', 'in_batch', 'open_scopes', 'set_callback']
+
+PRECISION_CALLBACKS = (fp16.MixedPrecision, fp16.ModelToHalf, fp16.NonNativeMixedPrecision)
+_WHOLE = ('fit', 'epoch', 'train', 'validate')                   # kinds of scope that end the fit if they are outermost
+_LOW_WORDS = ('Half', 'BFloat16', 'dtype', 'scalar type', 'primitive')   # in PyTorch's errors where only fp32 runs
+
+
+class Scope:
+    "One run of `_with_events`: its kind ('fit', 'batch', 'step' ...) and what was entered in it."
+    def __init__(self, kind: str): self.kind, self.contexts = kind, list[AbstractContextManager]()
+
+    def enter(self, context: AbstractContextManager) -> None:
+        "Enter `context` until the scope ends."
+        context.__enter__()
+        self.contexts.append(context)
+
+    def close(self) -> None:
+        "Leave what was entered."
+        while self.contexts:
+            self.contexts[-1].__exit__(None, None, None)
+            del self.contexts[-1]
+
+
+class Scopes(list):
+    "The open scopes of a learner; a copy of the learner is outside of them."
+    waiting: Any = ()                                            # [cb]: a callback to use when the batch has ended
+    def __reduce_ex__(self, protocol): return list, ()
+
+
+def open_scopes(learn: Learner) -> Scopes | list[Scope]:
+    "Return the learner's open scopes; none without a precision."
+    return vars(learn).get('_scopes') or []
+
+
+def in_batch(learn: Learner) -> bool:
+    "Return whether a batch is open, in which a precision cannot be exchanged."
+    return any(scope.kind == 'batch' for scope in open_scopes(learn))
+
+
+_fastais = Learner._with_events
+
+
+def _with_events(self: Learner, f: Callable, event_type: str, ex: type[Exception], final: Callable = noop) -> None:
+    "Run a part of fastai's loop; what a precision opened is closed when its scope ends, and all of it when the last ends."
+    if scopes := open_scopes(self): return _scope(self, scopes, f, event_type, ex, final)
+    cb: Any = vars(self).get('mixed_precision')
+    if not isinstance(cb, LoopCallback):
+        try: return _fastais(self, f, event_type, ex, final)
+        except BaseException:
+            if event_type == 'fit': _close(self, failed=True)    # a precision was set during the fit
+            raise
+    if event_type in _WHOLE: cb.close()                          # a fit that single batches left open
+    device_type, scopes, failed = training_device(self).type, Scopes(), True
+    # An interrupt between two lines of `torch.autocast.__enter__` leaves what no `__exit__` repairs.
+    with AutocastState(device_type) if autocast_available(device_type) else nullcontext():
+        try:
+            _scope(self, scopes, f, event_type, ex, final)
+            if event_type in _WHOLE: _close(self)
+            failed = False
+        except BaseException as e:
+            _explain(self, e)
+            raise
+        finally:
+            vars(self).pop('_scopes', None)
+            if failed: _close(self, failed)
+            if scopes.waiting: _exchange_waiting(self, scopes)
+
+
+def _close(learn: Learner, failed: bool = False) -> None:
+    cb: Any = vars(learn).get('mixed_precision')                 # it may have been exchanged
+    if isinstance(cb, LoopCallback): cb.close(failed)
+
+
+def _scope(self: Learner, scopes: Scopes, f: Callable, event_type: str, ex: type[Exception], final: Callable) -> None:
+    depth, vars(self)['_scopes'] = len(scopes), scopes
+    try:
+        scopes.append(Scope(event_type))
+        _fastais(self, partial(_step, self, f) if event_type == 'step' else f, event_type, ex, final)
+    finally:
+        while len(scopes) > depth:
+            scopes[-1].close()
+            del scopes[-1:]
+    if scopes.waiting and depth and not in_batch(self): _exchange_waiting(self, scopes)   # after an error the outermost does
+
+
+def _step(self: Learner, step: Callable[[], object]) -> None:
+    cb: Any = vars(self).get('mixed_precision')
+    with cb.around_step() if isinstance(cb, LoopCallback) else nullcontext(): step()
+
+
+Learner._with_events = _with_events
+
+
+def _explain(learn: Learner, error: BaseException) -> None:
+    "Add to an error about dtypes, or oneDNN's about an LSTM, that the report names the module."
+    cb: Any = vars(learn).get('mixed_precision')
+    is_low = isinstance(cb, LoopCallback) and cb.fit is not None and cb.fit.precision.dtype
+    if is_low and isinstance(error, (RuntimeError, TypeError)) and any(word in str(error) for word in _LOW_WORDS):
+        if hasattr(error, 'add_note'):                           # Python 3.11
+            error.add_note('If the model trains in fp32: `learn.precision_report()` names the module that does not '
+                           'run in 16 bits, and prints the call that keeps it in fp32.')
+
+
+# -- one precision callback for a learner
+
+def set_callback(
+    learn: Learner,
+    cb: Any, # A `LoopCallback`; None for fp32
+) -> Learner:
+    "Have `cb` as the learner's only precision callback: now, or when the batch that is open has ended."
+    if in_batch(learn): vars(learn)['_scopes'].waiting = [cb]
+    else: _exchange(learn, cb)
+    return learn
+
+
+def _exchange_waiting(learn: Learner, scopes: Scopes) -> None:
+    try: _exchange(learn, *scopes.waiting)
+    finally: scopes.waiting = ()
+
+
+def _exchange(learn: Learner, cb: Any) -> None:
+    old = [c for c in learn.cbs if isinstance(c, PRECISION_CALLBACKS) and c is not cb]
+    for c in old:
+        if isinstance(c, LoopCallback): c.close()
+    if cb is not None: cb.attach(learn)
+    # One assignment, so that an interrupt leaves either precision whole; first, for callbacks of order 10 see true
+    # gradients only after it.
+    learn.cbs = L([c for c in (cb,) if c is not None] + [c for c in learn.cbs if c not in old and c is not cb])
+    for name in ('mixed_precision', 'non_native_mixed_precision', 'model_to_half', 'scaler'): vars(learn).pop(name, None)
+    if cb is not None: vars(learn)['mixed_precision'] = cb
+    for c in old: c.learn = None
+
+
+class LoopCallback(fp16.MixedPrecision):
+    "The part of a precision callback that knows which learner it belongs to; `fit` is what it has open."
+    run = True
+    fit: Any = None
+    _learn: Any = None
+    _has_left = False                                            # the last learner
+
+    def close(self, failed: bool = False) -> None: "End the fit that is open, if there is one."
+    def around_step(self) -> AbstractContextManager: return nullcontext()
+
+    def attach(self, learn: Learner) -> None:
+        "Belong to `learn`."
+        if self._learn is not None and learn is not self._learn:
+            former = self._learn
+            former.cbs = former.cbs.copy()                       # `Learner(cbs=learn.cbs)` goes through the old list
+            former.remove_cb(self)
+            warn_user('A precision callback moved from one learner to another: the first trains in fp32 from now on.\n'
+                      'Give each learner its own: `learn.to_fp16()` or `learn.to_bf16()`.')
+        self._learn, self._has_left = learn, False
+
+    # fastai would look each name up on the learner and its model, and warn if it is there; these names are our own.
+    def __setattr__(self, name, value): object.__setattr__(self, name, value)
+
+    @property
+    def name(self) -> str:
+        """The learner's attribute, also of subclasses: fastai's `load_learner` removes what has it.
+
+        One that has left its learner has another name, because fastai deletes the attribute after `fit(cbs=...)`.
+        """
+        return 'former_precision' if self._has_left else 'mixed_precision'
+
+    @property
+    def learn(self): return self._learn
+    @learn.setter
+    def learn(self, learn):                                      # set by fastai's `add_cb`, and to None by `remove_cb`
+        if learn is not None: return self.attach(learn)
+        if self._learn is None: return
+        if vars(self._learn).get('mixed_precision') is self:
+            if in_batch(self._learn):
+                raise RuntimeError('A precision callback cannot be removed in the middle of a batch.\n'
+                                   'Call `learn.to_fp32()`, `to_fp16()` or `to_bf16()`, which take effect at its end, '
+                                   'or remove it at `before_epoch`, `before_train`, `after_train` or `after_epoch`.')
+            self.close()
+            others = [cb for cb in self._learn.cbs if isinstance(cb, LoopCallback) and cb is not self]
+            for name in ('mixed_precision', 'scaler'): vars(self._learn).pop(name, None)
+            if others: vars(self._learn)['mixed_precision'] = others[0]
+        self._learn, self._has_left = None, True
+
+    def refuse_others(self, learn: Learner) -> None:
+        "Raise a `ValueError` if the learner has another precision callback, or this one twice."
+        found = [cb for cb in learn.cbs if isinstance(cb, PRECISION_CALLBACKS)]
+        if len(found) > 1:
+            raise ValueError(f'The learner has several precision callbacks: {found}.\n'
+                             'Keep one: `learn.to_fp32()` removes them all, and `learn.to_fp16()` or '
+                             '`learn.to_bf16()` replaces them. In `fit(cbs=...)` leave it out if the learner has one.')
+
+    def __call__(self, event_name: str) -> None:
+        if self._learn is None: return                           # removed by a callback before this one
+        # fastai would look an event that is not here up on the learner and its model.
+        if event_name in vars(self) or hasattr(type(self), event_name): super().__call__(event_name)
+
+    @property
+    def training(self) -> bool:
+        "True in training, for which fastai asks before each event."
+        return self._learn.training

@@ -1,0 +1,46 @@
+"Metrics for fastai's table and loggers: the loss scale, the skipped steps of an epoch, and the norm of the gradients."
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from fastai.learner import Learner, Metric
+
+from .callback import MixedPrecision, precision_callback
+
+__all__ = ['PrecisionMetric', 'loss_scale', 'skipped_steps']
+
+
+class PrecisionMetric(Metric):
+    """A value of the learner's precision callback at the end of an epoch; 0 without one.
+
+    A subclass is a metric: `Learner(metrics=[accuracy, loss_scale])` gives each learner an object of its own. Whatever
+    shows fastai's metrics shows it: the table, `CSVLogger`, `TensorBoardCallback`, `WandbCallback`.
+    """
+    def __init__(self): self.reset()
+    def reset(self) -> None: self.learn: Callable[[], Learner | None] = lambda: None
+    def accumulate(self, learn: Learner) -> None: self.learn = weakref.ref(learn)   # read once, at the end
+    def __reduce__(self): return type(self), ()
+
+    def read(self, cb: MixedPrecision) -> Any:
+        "Return the value; None counts as 0."
+
+    @property
+    def value(self) -> float:
+        learn = self.learn()
+        cb = None if learn is None else precision_callback(learn)
+        return 0 if cb is None else self.read(cb) or 0
+
+    @property
+    def name(self) -> str: return type(self).__name__
+
+
+class loss_scale(PrecisionMetric):
+    "The loss scale at the end of the epoch, as a metric; 0 in bf16 and fp32."
+    def read(self, cb: MixedPrecision) -> float | None: return cb.scale
+
+
+class skipped_steps(PrecisionMetric):
+    "The number of the epoch's steps that were skipped because a gradient was not finite, as a metric."
+    def read(self, cb: MixedPrecision) -> int: return cb.history.n_skipped(cb.epoch_start)

@@ -1,0 +1,290 @@
+"""Loss scaling in a fit, on the public protocol of `torch.amp.GradScaler`, and the history of its steps.
+
+    scale the loss of each batch                        `scale_loss`
+    unscale the gradients; is one of them not finite?   `unscale`
+    take the step, or skip it                           on the host, or in a fused optimizer on the device
+    let the scale grow or back off                      `update`; `cancel` if something else called the step off
+"""
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from functools import partial
+from itertools import islice, takewhile
+from typing import Any
+
+import torch
+from fastai.learner import Learner
+from fastai.optimizer import OptimWrapper
+from torch import nn
+from torch.amp import GradScaler
+
+from ..common import is_dtensor, optimizer_params, warn_user
+from ..compat import found_inf_of, skips_by_flag
+from ..precisions import Precision
+from ..precisions.scalers import DynamicScaler
+from .optimizers import FUSED
+
+__all__ = ['DEVICE_SKIPS', 'FlaggedStep', 'Scaling', 'StepHistory']
+
+_READ_EVERY = 512  # steps between two reads of the history
+
+
+class StepHistory:
+    "The loss scale of each attempted optimizer step, and whether it was skipped; the newest may still be on the device."
+    def __init__(self):
+        self._scales, self._skips = array('f'), array('b')
+        self._unread: list[tuple] = []                           # scale and flag of the newest steps
+
+    def __len__(self) -> int: return len(self._skips) + len(self._unread)
+    def __getstate__(self) -> dict[str, Any]:
+        self.read()
+        return vars(self)
+
+    def add(self,
+        scale: torch.Tensor, # 0-dim
+        skipped: bool | torch.Tensor, # A flag, 0-dim: 1 if the step was skipped
+    ) -> None:
+        "Note a step. Synchronizes with an accelerator once in 512 steps."
+        self._unread.append((scale, skipped))
+        if scale.device.type == 'cpu' or len(self._unread) == _READ_EVERY: self.read()
+
+    def read(self) -> None:
+        "Copy the entries that are still on the device to the host; this synchronizes with it."
+        if not self._unread: return
+        tensors = [t for entry in self._unread for t in entry if torch.is_tensor(t)]
+        device = tensors[-1].device                              # an interrupt can leave entries of another one
+        values, unread, self._unread = iter(torch.stack([t.to(device) for t in tensors]).tolist()), self._unread, []
+        for _, skipped in unread:
+            self._scales.append(next(values))
+            self._skips.append(skipped if isinstance(skipped, bool) else next(values) > 0)
+
+    def forget(self, n: int) -> None:
+        "Keep only the first `n` steps."
+        self.read()
+        del self._scales[n:], self._skips[n:]
+
+    @property
+    def last_scale(self) -> float:
+        "The scale of the newest step that the host knows; inf before the first."
+        return self._scales[-1] if self._scales else float('inf')
+
+    def n_skipped(self, start: int = 0) -> int:
+        "Return how many steps from `start` on were skipped."
+        self.read()
+        return sum(islice(self._skips, start, None)) if start else self._skips.count(1)
+
+    def skips(self, start: int = 0) -> list[bool]:
+        "Return for each step from `start` on whether it was skipped."
+        self.read()
+        return [*map(bool, self._skips[start:])]
+
+    def skips_in_a_row(self, start: int) -> int:
+        "Return how many of the newest steps that the host knows, back to `start`, were skipped in a row."
+        known = reversed(range(start, len(self._skips)))
+        return sum(1 for _ in takewhile(lambda i: self._skips[i], known))
+
+    def scales(self) -> list[float]:
+        "Return the loss scale of each step."
+        self.read()
+        return self._scales.tolist()
+
+
+class _Probe:
+    "Stands in for the optimizer in `GradScaler.step`, which calls `step` only if every gradient is finite."
+    def __init__(self, params: list[nn.Parameter]): self.param_groups, self.stepped = [{'params': params}], False
+    def step(self) -> None: self.stepped = True
+
+
+class Scaling:
+    """The loss scaling of one fit.
+
+    Gradients are scaled from the first batch to `unscale`, and after `update`, when fastai zeroes them. What an earlier
+    fit has accumulated is scaled at the start; what this one leaves is unscaled at its end, as fp32 leaves it. It is
+    zeroed after an exception, and if a gradient is not finite.
+    """
+    def __init__(self, precision: Precision, scaler: GradScaler, learn: Learner, device: torch.device,
+                 history: StepHistory):
+        self.precision, self.scaler, self.learn, self.history = precision, scaler, learn, history
+        self.one, self.first_step = torch.ones((), device=device), len(history)
+        self.found_inf: bool | torch.Tensor = False              # of the newest step: a gradient was not finite
+        self.has_started = self.has_scaled = False               # gradients are multiplied by the scale, or zero
+        self._probe: Any = None                                  # what `unscale_` got; None after `update`
+        self._flagged: Any = None                                # the `FlaggedStep` of a step that the device decides
+        self._vanished = False                                   # all gradients of this step underflowed
+        self._host_skips = 0                                     # in a row, where the host decides and scales are unread
+        self._buffers: list[_Buffers] = []
+        self._before = precision.state_dict()
+
+    @property
+    def params(self) -> list[nn.Parameter]: return optimizer_params(self.learn.opt)
+
+    @property
+    def held_back(self) -> bool:
+        "True if the host must not take the step: a gradient was not finite."
+        return self._flagged is None and bool(self.found_inf)    # in this order: the flag may be on the device
+
+    @property
+    def skips_in_a_row(self) -> int:
+        "Skipped steps in a row up to now, as far as the host knows: never synchronizes."
+        return max(self._host_skips, self.history.skips_in_a_row(self.first_step))
+
+    def watch_buffers(self, model: nn.Module) -> None:
+        "Keep the values of the model's buffers, such as BatchNorm's statistics, for a step that will be skipped."
+        plain = [b.detach() for b in model.buffers() if b.is_floating_point() and not is_dtensor(b)
+                 and not isinstance(b, torch.nn.parameter.UninitializedTensorMixin)]
+        self._buffers = [_Buffers([b for b in plain if b.device == d]) for d in {b.device for b in plain}]
+
+    # -- a step
+
+    def _scale(self) -> torch.Tensor:
+        "Return the scale, as a new tensor on the device."
+        return GradScaler.scale(self.scaler, self.one)
+
+    def start(self) -> None:
+        "Scale what is in the gradients, so that a loss scaled by anybody can be added."
+        if self.has_scaled: return
+        self.multiply_grads(self._scale())
+        self.has_started = self.has_scaled = True
+
+    def scale_loss(self, loss: Any) -> Any: # A tensor, or several
+        "Return the loss (fp32) times the scale."
+        self.start()
+        return self.scaler.scale(loss)
+
+    def unscale(self, may_flag: bool = True) -> None:
+        "Divide the gradients by the scale, in place, and find out whether one is not finite."
+        self.cancel()                                            # of a step that an exception left unfinished
+        params = self.params
+        if not self.has_scaled or all(p.grad is None for p in params): return
+        opt = self.learn.opt
+        inner = opt.opt if may_flag and type(opt) is OptimWrapper else None
+        flagged = next((step for find in DEVICE_SKIPS if (step := find(inner, params)) is not None), None)
+        self._probe = _Probe(params)
+        self.scaler.unscale_(self._probe)
+        self.has_scaled = False
+        if flagged is None:
+            self.scaler.step(self._probe)                        # synchronizes, once
+            self.found_inf = not self._probe.stepped
+        else:
+            self._flagged, self.found_inf = flagged, found_inf_of(self.scaler, self._probe)
+            flagged.mark(self.found_inf)
+        is_low = self.history.last_scale < 1 and isinstance(self.scaler, DynamicScaler)
+        self._vanished = is_low and not self.found_inf and not any(p.grad.abs().sum() for p in params if p.grad is not None)
+
+    def update(self) -> None:
+        "Record a step, taken or skipped, and let the scale grow or back off unless it is static."
+        if self._probe is None: return
+        if isinstance(self.found_inf, bool): self._host_skips = self._host_skips + 1 if self.found_inf else 0
+        for buffers in self._buffers: buffers.after_step(self.found_inf)
+        self.history.add(self._scale(), self.found_inf)
+        self.scaler.update()
+        # fastai's own loop zeroes the gradients next; `start` scales what another loop leaves.
+        self.has_scaled = type(self.learn)._do_grad_opt is Learner._do_grad_opt
+        if self._vanished: self._restart()
+        self._close_step()
+
+    def cancel(self) -> None:
+        "Leave scale and growth tracker alone: the step was called off."
+        if self._probe is None: return
+        self.scaler.update(self.scaler.get_scale())
+        self.found_inf = False
+        self._close_step()
+
+    def _close_step(self) -> None:
+        if self._flagged is not None: self._flagged.unmark()
+        self._probe, self._flagged, self._vanished = None, None, False
+
+    def _restart(self) -> None:
+        "Start from the first scale again: all gradients are 0 at this one."
+        self.precision.load_state_dict(None)
+        warn_user(f'All gradients underflowed at a loss scale of {self.history.last_scale:.2g}, to which skipped steps '
+                  f'had lowered it. It starts from {self.scaler.get_scale():g} again.')
+
+    # -- gradients
+
+    def follow(self, factor: float) -> None:
+        "Multiply scaled gradients by `factor`, by which the scale was changed."
+        if self.has_scaled: self.multiply_grads(torch.tensor(factor))
+
+    def multiply_grads(self, factor: torch.Tensor) -> None:
+        "Multiply the gradients of the learner's optimizer."
+        for p in self.params:
+            if p.grad is not None: p.grad.mul_(factor.to(p.grad.device))
+
+    # -- the end of the fit
+
+    def end(self, failed: bool) -> None:
+        "Unscale or zero the gradients that are left; after `lr_find`, forget its steps."
+        self.cancel()
+        if self.has_started:
+            self.unscale(may_flag=False)
+            found_inf = self.found_inf
+            self.cancel()
+            if self.learn.opt is not None and (failed or found_inf): self.learn.opt.zero_grad()
+            # Gradients outside the optimizer are still scaled.
+            for p in {*self.learn.model.parameters()}.difference(self.params): p.grad = None
+        self.has_scaled = False
+        if 'lr_finder' in vars(self.learn):
+            self.precision.load_state_dict(self._before)
+            self.history.forget(self.first_step)
+        self.history.read()
+
+    def skip_message(self) -> str:
+        "Return a warning if most of the fit's steps were skipped; '' otherwise."
+        n, skipped = len(self.history) - self.first_step, self.history.n_skipped(self.first_step)
+        if 2 * skipped <= n or 'lr_finder' in vars(self.learn): return ''
+        scale = self.scaler.get_scale()
+        head = f'{skipped} of the {n} optimizer steps of this fit were skipped: gradients were not finite.'
+        if skipped == n: head += ' Nothing was learned.'
+        if self._buffers: head += " Values of buffers, such as BatchNorm's statistics, that were no longer finite were restored."
+        advice = '`learn.precision_report()` names the modules that overflow.'
+        if scale > 1:
+            head += f'\nThe loss scale is {scale:g} now.'
+            advice += f' If it finds none, start with a loss scale of {scale if skipped < n else max(scale / 64, 1):g}.'
+        return f'{head}\n{advice}'
+
+
+class _Buffers:
+    """Buffers of a model on one device, and their values after the last good step.
+
+    A batch that overflows makes BatchNorm's running statistics NaN for good, although its step is skipped. After a
+    skipped step, elements that are not finite get their last finite values back; finite ones are never touched.
+    """
+    def __init__(self, buffers: list[torch.Tensor]): self.now, self.good = buffers, [b.clone() for b in buffers]
+
+    def after_step(self, found_inf: bool | torch.Tensor) -> None:
+        "Note the values after a good step; repair them after a skipped one. Never synchronizes."
+        if found_inf is False: return torch._foreach_copy_(self.good, self.now)
+        flat, good = (torch.cat([t.flatten() for t in ts]) for ts in (self.now, self.good))
+        keep = flat.isfinite() if found_inf is True else flat.isfinite() | (found_inf.to(flat.device) == 0)
+        parts = torch.where(keep, flat, good).split([t.numel() for t in self.now])
+        parts = [part.view(t.shape) for part, t in zip(parts, self.now)]
+        for tensors in (self.now, self.good): torch._foreach_copy_(tensors, parts)
+
+
+# -- optimizers that skip a step on the device
+
+class FlaggedStep:
+    "The step of torch's fused Adam, AdamW or SGD, which has no effect if the flag `found_inf` is 1: PyTorch's protocol."
+    def __init__(self, opt: Any): self.opt = opt
+    def mark(self, found_inf: torch.Tensor) -> None: self.opt.grad_scale, self.opt.found_inf = None, found_inf
+    def unmark(self) -> None:
+        for name in ('grad_scale', 'found_inf'): vars(self.opt).pop(name, None)
+
+
+def _fused(opt: Any, params: list[nn.Parameter]) -> FlaggedStep | None:
+    """Return the step of `opt` if it is torch's fused optimizer and a skipped step would leave no trace; else None.
+
+    A skipped first step would create the optimizer's state, and fused SGD would leave its momentum uninitialised
+    (PyTorch 2.13). MPS has had kernels that ignore the flag (github.com/pytorch/pytorch/pull/186360).
+    """
+    if type(opt) not in FUSED.values() or not skips_by_flag(opt): return None
+    if len({p.device for p in params}) > 1 or params[0].device.type == 'mps': return None
+    has_state = all(opt.state.get(p) for p in params if p.grad is not None)
+    is_plain_sgd = all(group.get('momentum') == 0 for group in opt.param_groups)
+    return FlaggedStep(opt) if has_state or is_plain_sgd else None
+
+
+# Each takes torch's optimizer (or None) and its parameters, and returns a `FlaggedStep` or None. `devices/` adds one.
+DEVICE_SKIPS: list[Callable[[Any, list[nn.Parameter]], Any]] = [_fused]
