@@ -100,6 +100,7 @@ _FORMER = {  # arguments of fastai v1, of fastai's non-native fp16, of other lib
     'max_scale': "leave it out: the scale has no upper limit, and backs off when it is too high.",
     'max_loss_scale': "leave it out: the scale has no upper limit, and backs off when it is too high.",
     'keep_fp32': "write `fp32_modules=`.",
+    'skip_nonfinite': 'leave it out: fp16 always skips steps whose gradients are not finite.',
     'patience': "write `max_skips=`.",
     'budget': "write `max_seconds=`.",
     'cast_once': "leave it out. autocast casts each weight once per batch.",
@@ -119,5 +120,6 @@ def refuse_unknown(
     for name in names:
         if name in known: continue
         near = get_close_matches(name, known, 1)
-        instead = _FORMER.get(name) or (f'did you mean `{near[0]}=`?' if near else f"there are {', '.join(known)}.")
+        former = 'write `amp_mode=`.' if name == 'dtype' and 'amp_mode' in known else _FORMER.get(name)
+        instead = former or (f'did you mean `{near[0]}=`?' if near else f"there are {', '.join(known)}.")
         raise TypeError(f"{function}() has no argument '{name}': {instead}")

@@ -54,9 +54,14 @@ def _choice(name: Any) -> PrecisionChoice:
     half = isinstance(name, str) and name.startswith(HALF_WEIGHTS)
     try:
         mode = AMPMode(name.removeprefix(HALF_WEIGHTS).strip() or 'bf16' if half else name)
-        if not half or mode in LOWERED: return PrecisionChoice(mode, half)
+        if not half or mode.value in LOWERED: return PrecisionChoice(mode, half)
     except ValueError: pass
     raise ValueError(f'modes={name!r} cannot be used.\nAllowed: {_ALLOWED}.')
+
+
+def _has_half_weights(learn: Learner) -> bool:
+    cb = precision_callback(learn)
+    return cb is not None and isinstance(cb.precision, HalfWeights)
 
 
 def default_choices(learn: Learner) -> list[PrecisionChoice]:
@@ -66,7 +71,7 @@ def default_choices(learn: Learner) -> list[PrecisionChoice]:
     """
     modes = (AMPMode.BF16, AMPMode.FP16, AMPMode.TF32)
     native = [m for m in modes if m.support(training_device(learn)).status == 'native']
-    half = [m for m in native if m in LOWERED] if isinstance(precision_callback(learn), HalfWeights) else []
+    half = [m for m in native if m.value in LOWERED] if _has_half_weights(learn) else []
     return [PrecisionChoice(), *map(PrecisionChoice, native), *(PrecisionChoice(m, True) for m in half)]
 
 
@@ -112,7 +117,7 @@ def precision_call(
     init_scale: float | None = None, # First loss scale; the callback's if None
 ) -> str: # 'learn.to_fp16(init_scale=1024, fp32_modules=['inp', 'head'])'
     "Return, as text, the call for `mode` that keeps what the learner's precision callback has."
-    half_weights = isinstance(precision_callback(learn), HalfWeights)
+    half_weights = _has_half_weights(learn)
     return str(call_for(learn, PrecisionChoice(mode, half_weights, tuple(fp32_modules), init_scale)))
 
 

@@ -138,6 +138,7 @@ class Watch:
     def _say(self, message: str) -> None:
         cb = self.cb
         cb.fit.has_warned = True
+        if cb.fit.scaling is not None and cb.fit.scaling.buffer_note: message += f'\n{cb.fit.scaling.buffer_note}'
         if cb.on_overflow == 'raise': raise FloatingPointError(message)
         warn_user(message)
 
@@ -167,7 +168,8 @@ def _norm(model: nn.Module) -> torch.Tensor:
 
     Wrapper subclasses, such as quantized weights, are left out: they need not have an operator for it.
     """
-    weights = [p.detach() for p in model.parameters() if p.requires_grad]
+    lazy: Any = torch.nn.parameter.UninitializedParameter
+    weights = [p.detach() for p in model.parameters() if p.requires_grad and not isinstance(p, lazy)]
     weights = [w.to_local() if hasattr(w, 'to_local') else w for w in weights]
     weights = [w for w in weights if type(w).__torch_dispatch__ is torch.Tensor.__torch_dispatch__]
     norms = [torch.linalg.vector_norm((w.abs() if w.is_complex() else w).float()) for w in weights]

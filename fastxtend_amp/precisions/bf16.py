@@ -9,7 +9,7 @@ from torch.amp import GradScaler
 
 from ..devices import facts
 from .base import Precision, Support
-from .scalers import StaticScaler, check_unscalable
+from .scalers import UnitScaler, check_unscalable
 
 __all__ = ['BF16']
 
@@ -74,4 +74,4 @@ class BF16(Precision):
         if self.skip_nonfinite: check_unscalable(learn.model, 'skip_nonfinite=True', 'leave skip_nonfinite out')
 
     def scaler(self, device: torch.device) -> GradScaler | None:
-        return StaticScaler(device.type, init_scale=1.) if self.skip_nonfinite else None
+        return UnitScaler(device.type, init_scale=1.) if self.skip_nonfinite else None

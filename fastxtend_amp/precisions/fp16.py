@@ -79,6 +79,7 @@ class FP16(Precision):
         self.settings = {name: self.arguments[name] for name in SCALING}
         check_scaling_arguments(self.settings, loss_scale, scaler, SCALING)
         self.static, self.given = loss_scale, scaler
+        self.first_scale = loss_scale or (init_scale if scaler is None else scaler.get_scale())
         self._now: GradScaler | None = None                      # of the newest fit
         self._state: dict[str, Any] | None = None                # loaded before the first fit
 
@@ -90,16 +91,15 @@ class FP16(Precision):
 
     def scaler(self, device: torch.device) -> GradScaler | None:
         "Return one scaler for all fits on a type of device, in its newest state."
-        if not self.settings['enabled'] or (self.given is not None and not self.given.is_enabled()): return None
-        if self.given is not None: return self.given
-        state, init_scale = self.state_dict(), self.settings['init_scale']
-        if self._now is None or self._now._device != device.type:
-            self._now = self._new(device.type)
+        if not (self.settings['enabled'] if self.given is None else self.given.is_enabled()): return None
+        if self.given is not None: self._now = self.given
+        elif self._now is None or self._now._device != device.type:
+            state, self._now = self.state_dict(), self._new(device.type)
             self._now.load_state_dict(state)
-        if state['scale'] < 1 <= init_scale and self.static is None:
-            warn_user(f"The loss scale had fallen to {state['scale']:.2g}, at which gradients underflow, and starts from "
-                      f'{init_scale:g} again.')
-            self._now.load_state_dict(self._new('cpu').state_dict())
+        if (scale := self._now.get_scale()) < 1 <= self.first_scale:
+            warn_user(f'The loss scale had fallen to {scale:.2g}, at which gradients underflow. It starts again from '
+                      f'{self.first_scale:g}.')
+            self._now.update(float(self.first_scale))
         return self._now
 
     def _new(self, device_type: str) -> GradScaler:

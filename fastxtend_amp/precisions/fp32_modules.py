@@ -15,7 +15,7 @@ from ..compat import tree_leaves
 from ..convert import to_fp32
 from .matching import ROOT, match_modules, parts_of, test_of
 
-__all__ = ['Forward', 'Fp32Modules', 'Replacement']
+__all__ = ['Forward', 'Fp32Modules', 'Replaced', 'Replacement']
 
 
 class Forward:
@@ -28,7 +28,7 @@ class Forward:
         self.name, self.module, self.own = name, module, None    # the forward that was on the instance
         self.on = self.called = False                            # whether it is in use; whether it has run
         self.is_wrapped = False                                  # another object's forward calls this one
-        self.users: set[Replaced] = set()                     # contexts that have put it on
+        self.users: set[Replaced] = set()                        # contexts that have put it on
 
     @property
     def plain(self) -> Callable: return self.own or partial(type(self.module).forward, self.module)
@@ -44,9 +44,9 @@ class Forward:
     def take_off(self, user: Replaced) -> None:
         "Give the module back the forward that it had, unless another context keeps this one on."
         self.users.discard(user)
-        if self.users or not self.on: return
-        self.is_wrapped = vars(self.module).get('forward') is not self
-        if not self.is_wrapped: vars(self.module).update(self._remove())
+        if self.users: return
+        if vars(self.module).get('forward') is self: vars(self.module).update(self._remove())
+        elif self.on: self.is_wrapped = True
         self.on = False                                          # last: after an interrupt this is called again
 
     def _remove(self) -> dict[str, Any]: # What the instance had

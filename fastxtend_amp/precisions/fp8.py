@@ -49,9 +49,9 @@ class FP8(BF16):
     name, color, automatic = 'fp8', '#8f4a9e', False
 
     def __init__(self, *,
+        fp32_modules: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules or predicates
         modules: Any = None, # Modules whose linear layers compute in FP8, given as `fp32_modules`; None for all
         min_size: int = 0, # Leave layers with a shorter side than this in bf16: FP8 makes small layers slower
-        fp32_modules: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules or predicates
         skip_nonfinite: bool = False, # Skip steps whose gradients are not finite, as fp16 does
     ):
         super().__init__(fp32_modules=fp32_modules, skip_nonfinite=skip_nonfinite)

@@ -12,14 +12,29 @@ from torch.amp import GradScaler
 
 from ..common import is_number
 
-__all__ = ['DynamicScaler', 'LOWEST', 'StaticScaler', 'check_scaler_state', 'check_scaling_arguments', 'check_unscalable']
+__all__ = ['DynamicScaler', 'LOWEST', 'StaticScaler', 'UnitScaler', 'check_scaler_state', 'check_scaling_arguments', 'check_unscalable']
 
 LOWEST = 2.**-24  # fp16's smallest number; a dynamic scale that fell to 0 would let NaN pass as 0 * inf
 _LARGEST = float(np.finfo(np.float32).max)
 _KEYS = ('scale', 'growth_factor', 'backoff_factor', 'growth_interval', '_growth_tracker')
 
 
-class DynamicScaler(GradScaler):
+class _Scaler(GradScaler):
+    "A `GradScaler` that can be copied in the middle of a step; the copy knows nothing of that step."
+    def __init__(self, device: str, **settings: Any):
+        super().__init__(device, **settings)
+        self.first_scale = self._init_scale
+
+    def __reduce__(self): return _copy, (type(self), self._device, self.first_scale, self.state_dict())
+
+
+def _copy(kind: type[GradScaler], device: str, first_scale: float, state: dict[str, Any]) -> GradScaler:
+    new = kind(device, init_scale=first_scale)
+    new.load_state_dict(state)
+    return new
+
+
+class DynamicScaler(_Scaler):
     "PyTorch's `GradScaler` with a smallest scale, 2**-24, below which no step could succeed."
     def update(self, new_scale: Any = None) -> None:
         "Let the scale grow or back off, or set it to `new_scale`."
@@ -27,12 +42,20 @@ class DynamicScaler(GradScaler):
         scale: Any = self._scale                                 # as `update` itself uses it; no public method is in place
         scale.clamp_(min=LOWEST)
 
+    def restart(self) -> None:
+        "Start from the first scale again."
+        self.update(float(self.first_scale))
 
-class StaticScaler(GradScaler):
+
+class StaticScaler(_Scaler):
     "A `GradScaler` whose scale never changes: it skips steps whose gradients are not finite."
     def update(self, new_scale: Any = None) -> None:
         "Keep the scale."
-        super().update(self._init_scale)
+        super().update(float(self.first_scale))
+
+
+class UnitScaler(StaticScaler):
+    "A `GradScaler` whose scale is always 1: it changes no finite number."
 
 
 def check_scaling_arguments(

@@ -21,6 +21,7 @@ from ..compat import BackwardWithoutAutocast, is_compiled
 from ..convert import is_half, to_fp32
 from ..precisions import PRECISIONS, AMPMode, Auto, Precision, each_precision, find_precision, parameters_of
 from ..precisions.fp16 import SCALING
+from ..precisions.fp32_modules import Replaced
 from .checks import check_model, check_training
 from .loop import LoopCallback, in_batch, open_scopes
 from .optimizers import place_state
@@ -95,8 +96,9 @@ class MixedPrecision(LoopCallback):
         self.current = None if isinstance(self.precision, Auto) else self.precision   # the one in use; None: undecided
         self.history = StepHistory()
         self.watchers = [make(self) for make in WATCHERS]
+        self._lasting: list[Replaced] = []                       # forwards that `amp_context` left in place
 
-    def __getstate__(self) -> dict[str, Any]: return {**vars(self), 'fit': None}   # a copy is outside of a fit
+    def __getstate__(self) -> dict[str, Any]: return {**vars(self), 'fit': None, '_lasting': []}   # a copy is outside of a fit
 
     def __repr__(self) -> str:
         name = repr(self.precision)
@@ -150,15 +152,23 @@ class MixedPrecision(LoopCallback):
     @contextmanager
     def amp_context(self) -> Iterator[None]:
         "Run code in this precision, on the device that training uses."
-        opened, fit = self.fit is None, self.open()
-        if fit.model is not self.learn.model: self._use_model(fit)
-        try:
-            with ExitStack() as stack:
-                for context in self._new_batch_contexts(fit): stack.enter_context(context)
-                yield
-        finally:
-            # The backward pass of a loop of one's own may compute activations again: it needs what is open here.
-            if opened and not torch.is_grad_enabled(): self.close()
+        learn, fit = self.learn, self.fit
+        device = training_device(learn) if fit is None else fit.device
+        precision = self._choose(device) if fit is None else fit.precision
+        with ExitStack() as stack:
+            if fit is None:
+                self._release()
+                for context in precision.around_fit(learn.model):
+                    # A backward pass outside may compute activations again, so replaced forwards stay for it.
+                    if torch.is_grad_enabled() and isinstance(context, Replaced): self._lasting.append(context)
+                    else: stack.push(context)
+                    context.__enter__()
+            for context in self._new_batch_contexts(precision, device, learn.model): stack.enter_context(context)
+            yield
+
+    def _release(self) -> None:
+        for context in self._lasting: context.__exit__()
+        self._lasting = []
 
     def scale_loss(self,
         loss: torch.Tensor, # The loss of a backward pass of your own, fp32
@@ -200,22 +210,24 @@ class MixedPrecision(LoopCallback):
         if self.fit is not None: return self.fit
         learn = self.learn
         self.refuse_others(learn)
+        self._release()
         device = model_device(learn.model, training_device(learn))
         self.current = self._choose(device)
         fit = Fit(learn, self.current, device)
-        self.current.check(learn.model)
         if self.current.dtype: check_model(self.current, learn.model)
         self.fit = fit                                           # from here on `close` undoes it
         fit.around = [fit.enter(context) for context in self.current.around_fit(learn.model)]
-        self._use_model(fit)
+        fit.model = learn.model
+        fit.batch_contexts = self._new_batch_contexts(self.current, device, fit.model)
         if (scaler := self.current.scaler(device)) is not None:
-            fit.scaling = Scaling(self.current, scaler, learn, device, self.history)
+            fit.scaling = Scaling(scaler, learn, device, self.history)
         learn.scaler = scaler or GradScaler('cpu', enabled=False)
         return fit
 
     def close(self, failed: bool = False) -> None:
         "End the fit that is open, if there is one; what an interrupt left of it is finished by a second call."
         fit = self.fit
+        self._release()
         if fit is None: return
         try:
             if fit.scaling is not None: fit.scaling.end(failed)
@@ -225,16 +237,18 @@ class MixedPrecision(LoopCallback):
 
     def _use_model(self, fit: Fit) -> None:
         fit.model, learn = self.learn.model, self.learn
-        fit.batch_contexts = self._new_batch_contexts(fit)
+        fit.batch_contexts = self._new_batch_contexts(fit.precision, fit.device, fit.model)
         try:
             for context in fit.around: context.add(fit.model)
         except ValueError as e:
             if learn.training: raise
             warn_user(f'{e}\nThe model that is validated keeps no modules in fp32.')
+        if fit.scaling is not None and learn.training: fit.scaling.watch_buffers(fit.model)
 
-    def _new_batch_contexts(self, fit: Fit) -> list[AbstractContextManager]:
-        contexts = fit.precision.around_batch(fit.device)
-        return [BackwardWithoutAutocast(), *contexts] if contexts and is_compiled(fit.model) else contexts
+    @staticmethod
+    def _new_batch_contexts(precision: Precision, device: torch.device, model: nn.Module) -> list[AbstractContextManager]:
+        contexts = precision.around_batch(device)
+        return [BackwardWithoutAutocast(), *contexts] if contexts and is_compiled(model) else contexts
 
     def _open_training(self, fit: Fit) -> None:
         "Check what only training needs, once in a fit; put the optimizer's state where the parameters are."
@@ -261,7 +275,6 @@ class MixedPrecision(LoopCallback):
         fit, self.epoch_start = self.open(), len(self.history)   # it may be added during a fit
         self._use_model(fit)                                     # a callback may have exchanged a module
         if not fit.is_training: self._open_training(fit)
-        if fit.scaling is not None: fit.scaling.watch_buffers(fit.model)
 
     def before_validate(self):
         "Keep autocast's casts of the weights until the validation ends: nothing changes the weights meanwhile."
@@ -285,7 +298,8 @@ class MixedPrecision(LoopCallback):
         if casts is None or casts != fit.casts: torch.clear_autocast_cache()   # it may hold casts of old weights
         fit.casts = casts
         is_nested = sum(scope.kind == 'batch' for scope in scopes) > 1   # the batch around this one has entered these
-        for context in self._new_batch_contexts(fit) if is_nested else fit.batch_contexts: scopes[-1].enter(context)
+        fresh = self._new_batch_contexts(fit.precision, fit.device, fit.model) if is_nested else fit.batch_contexts
+        for context in fresh: scopes[-1].enter(context)
 
     def after_pred(self):
         "Give the loss and the metrics fp32."
@@ -334,7 +348,7 @@ class MixedPrecision(LoopCallback):
 
     def after_train(self):
         "Read what the device decided in this epoch: fastai's Recorder synchronizes here anyway."
-        self.history.read()
+        if self._scaling is not None: self._scaling.read()
 
     def after_fit(self):
         "End the fit before callbacks of a higher order load weights; not at the event of a `validate()` inside it."
@@ -367,8 +381,10 @@ def precision_from(amp_mode: Any, *args: Any, **kwargs: Any) -> Precision: # Arg
         refuse_unknown('MixedPrecision', _parameters(), kwargs)
         return Auto(**kwargs)
     cls = find_precision(amp_mode)
+    first = {name: value for name, value in kwargs.items() if name in parameters_of(PRECISIONS['fp16'])}
+    PRECISIONS['fp16'](**first)                                  # which checks them
     if wrong := [name for name in kwargs if name in _parameters() and name not in {**parameters_of(cls), **SCALING}]:
-        raise ValueError(f'{wrong[0]}={kwargs[wrong[0]]!r} cannot be used with {cls.name!r}, which has '
+        raise ValueError(f'{wrong[0]}={kwargs[wrong[0]]!r} cannot be used with amp_mode={cls.name!r}, which has '
                          f"{', '.join(parameters_of(cls)) or 'no arguments'}.\nLeave it out, or use another precision.")
     refuse_unknown('MixedPrecision', _parameters(), kwargs)
     if cls.name == 'half_weights': kwargs.pop('amp_mode', None)
@@ -393,7 +409,7 @@ def _sign(cls: type[Precision]) -> None:
     own = _parameters()
     by_name = {name: p for name, p in {**own, **CALLBACK_PARAMETERS}.items() if name not in SCALING}
     keyword = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in by_name.values()]
-    MixedPrecision.__signature__ = inspect.Signature([first, *(own[n] for n in SCALING), *keyword])  # type: ignore
+    MixedPrecision.__signature__ = inspect.Signature([first, *(own[n] for n in SCALING), *keyword])   # type: ignore
 
 
 each_precision(_sign)

@@ -55,13 +55,14 @@ def check_model(
     a shallow copy, whose modules would run the forward of the original. Compiled models need a setting that not every
     PyTorch has.
     """
-    kept, is_fp16 = [*precision.kept.check(model)], precision.dtype is torch.float16
     is_parallel = any(isinstance(m, nn.DataParallel) and len(m.device_ids or ()) > 1 for m in model.modules())
+    if not is_parallel and not is_compiled(model): return
+    kept, is_fp16 = [*precision.kept.check(model)], precision.dtype is torch.float16
     if is_parallel and (kept or not is_fp16):
         what, without = ('fp32_modules', ' without fp32_modules') if is_fp16 else (precision.name, '')
         raise ValueError(f"{what} cannot be used with nn.DataParallel, whose replicas would not compute in it.\n"
                          f"Use DistributedDataParallel, or `learn.to_fp16()`{without}.")
-    if kept and is_compiled(model) and not BackwardWithoutAutocast().is_available:
+    if kept and not is_parallel and not BackwardWithoutAutocast().is_available:
         raise ValueError(f"fp32_modules={kept!r} cannot be kept in a compiled model: this PyTorch ({torch.__version__}) "
                          "compiles their backward pass in 16 bits.\nTrain it uncompiled, or with another version of "
                          "PyTorch (2.9 and 2.15 are known to work).")

@@ -87,8 +87,11 @@ def _documented(cls: type[Precision]) -> str:
 each_precision(_add_method)
 
 
+def _any_precision(**kwargs): "Has the arguments of `MixedPrecision`, for `delegates`, which looks at a class's `__init__`."
+_any_precision.__signature__ = inspect.signature(MixedPrecision)   # type: ignore[attr-defined]
+
 @patch
-@delegates(MixedPrecision, but=['amp_mode', 'modules', 'min_size', 'flat_master', 'master_weights'])
+@delegates(_any_precision, but=['amp_mode', 'modules', 'min_size', 'flat_master', 'master_weights'])
 def to_amp(self: Learner, *args,
     measure: bool = False, # Time each precision on real batches, and pick the fastest one whose loss matches fp32
     max_seconds: float = 60., # Time limit of measuring
@@ -145,7 +148,7 @@ def precision_as(self: Learner,
 
 
 @patch
-@delegates(MixedPrecision)
+@delegates(_any_precision)
 def to_channelslast(self: Learner,
     use_amp: bool = True, # Also train in mixed precision; False leaves the learner's precision alone
     *args, **kwargs
@@ -178,3 +181,4 @@ def amp_context(self: Learner) -> AbstractContextManager: # To enter with `with`
     """
     cb = precision_callback(self)
     return nullcontext() if cb is None else cb.amp_context()
+

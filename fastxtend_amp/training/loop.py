@@ -1,7 +1,7 @@
 """The scopes of fastai's loop: what a precision opens in one is closed when it ends or fails.
 
 fastai runs every part of its loop through `Learner._with_events`. Importing this file replaces that method. A learner
-without a precision pays one look-up; with one, `learn._scopes` lists the parts that are open, until the outermost ends.
+without a precision pays one look-up of its callbacks; with one, `learn._scopes` lists the parts that are open, until the outermost ends.
 """
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..common import training_device, warn_user
 from ..compat import AutocastState
 from ..devices.facts import autocast_available
 
-__all__ = ['PRECISION_CALLBACKS', 'LoopCallback', 'in_batch', 'open_scopes', 'set_callback']
+__all__ = ['PRECISION_CALLBACKS', 'LoopCallback', 'in_batch', 'loop_callback', 'open_scopes', 'set_callback']
 
 PRECISION_CALLBACKS = (fp16.MixedPrecision, fp16.ModelToHalf, fp16.NonNativeMixedPrecision)
 _WHOLE = ('fit', 'epoch', 'train', 'validate')                   # kinds of scope that end the fit if they are outermost
@@ -59,14 +59,19 @@ def in_batch(learn: Learner) -> bool:
     return any(scope.kind == 'batch' for scope in open_scopes(learn))
 
 
+def loop_callback(learn: Learner) -> Any: # A `LoopCallback`; None in fp32
+    "Return the learner's precision callback."
+    return next((cb for cb in learn.cbs if isinstance(cb, LoopCallback) and cb.learn is learn), None)
+
+
 _fastais = Learner._with_events
 
 
 def _with_events(self: Learner, f: Callable, event_type: str, ex: type[Exception], final: Callable = noop) -> None:
     "Run a part of fastai's loop; what a precision opened is closed when its scope ends, and all of it when the last ends."
     if scopes := open_scopes(self): return _scope(self, scopes, f, event_type, ex, final)
-    cb: Any = vars(self).get('mixed_precision')
-    if not isinstance(cb, LoopCallback):
+    cb = loop_callback(self)
+    if cb is None:
         try: return _fastais(self, f, event_type, ex, final)
         except BaseException:
             if event_type == 'fit': _close(self, failed=True)    # a precision was set during the fit
@@ -89,8 +94,7 @@ def _with_events(self: Learner, f: Callable, event_type: str, ex: type[Exception
 
 
 def _close(learn: Learner, failed: bool = False) -> None:
-    cb: Any = vars(learn).get('mixed_precision')                 # it may have been exchanged
-    if isinstance(cb, LoopCallback): cb.close(failed)
+    if cb := loop_callback(learn): cb.close(failed)              # it may have been exchanged
 
 
 def _scope(self: Learner, scopes: Scopes, f: Callable, event_type: str, ex: type[Exception], final: Callable) -> None:
@@ -106,8 +110,8 @@ def _scope(self: Learner, scopes: Scopes, f: Callable, event_type: str, ex: type
 
 
 def _step(self: Learner, step: Callable[[], object]) -> None:
-    cb: Any = vars(self).get('mixed_precision')
-    with cb.around_step() if isinstance(cb, LoopCallback) else nullcontext(): step()
+    cb = loop_callback(self)
+    with cb.around_step() if cb is not None else nullcontext(): step()
 
 
 Learner._with_events = _with_events
@@ -115,8 +119,8 @@ Learner._with_events = _with_events
 
 def _explain(learn: Learner, error: BaseException) -> None:
     "Add to an error about dtypes, or oneDNN's about an LSTM, that the report names the module."
-    cb: Any = vars(learn).get('mixed_precision')
-    is_low = isinstance(cb, LoopCallback) and cb.fit is not None and cb.fit.precision.dtype
+    cb = loop_callback(learn)
+    is_low = cb is not None and cb.fit is not None and cb.fit.precision.dtype
     if is_low and isinstance(error, (RuntimeError, TypeError)) and any(word in str(error) for word in _LOW_WORDS):
         if hasattr(error, 'add_note'):                           # Python 3.11
             error.add_note('If the model trains in fp32: `learn.precision_report()` names the module that does not '
@@ -165,6 +169,9 @@ class LoopCallback(fp16.MixedPrecision):
 
     def attach(self, learn: Learner) -> None:
         "Belong to `learn`."
+        if any(cb is self for cb in learn.cbs):
+            raise ValueError(f'{self!r} is on this learner already, and would run twice in each batch.\n'
+                             'Leave it out of `cbs`.')
         if self._learn is not None and learn is not self._learn:
             former = self._learn
             former.cbs = former.cbs.copy()                       # `Learner(cbs=learn.cbs)` goes through the old list
@@ -190,7 +197,7 @@ class LoopCallback(fp16.MixedPrecision):
     def learn(self, learn):                                      # set by fastai's `add_cb`, and to None by `remove_cb`
         if learn is not None: return self.attach(learn)
         if self._learn is None: return
-        if vars(self._learn).get('mixed_precision') is self:
+        if any(cb is self for cb in self._learn.cbs):
             if in_batch(self._learn):
                 raise RuntimeError('A precision callback cannot be removed in the middle of a batch.\n'
                                    'Call `learn.to_fp32()`, `to_fp16()` or `to_bf16()`, which take effect at its end, '

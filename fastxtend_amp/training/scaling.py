@@ -21,8 +21,7 @@ from torch.amp import GradScaler
 
 from ..common import is_dtensor, optimizer_params, warn_user
 from ..compat import found_inf_of, skips_by_flag
-from ..precisions import Precision
-from ..precisions.scalers import DynamicScaler
+from ..precisions.scalers import DynamicScaler, UnitScaler
 from .optimizers import FUSED
 
 __all__ = ['DEVICE_SKIPS', 'FlaggedStep', 'Scaling', 'StepHistory']
@@ -47,7 +46,7 @@ class StepHistory:
     ) -> None:
         "Note a step. Synchronizes with an accelerator once in 512 steps."
         self._unread.append((scale, skipped))
-        if scale.device.type == 'cpu' or len(self._unread) == _READ_EVERY: self.read()
+        if len(self._unread) == _READ_EVERY: self.read()
 
     def read(self) -> None:
         "Copy the entries that are still on the device to the host; this synchronizes with it."
@@ -66,7 +65,8 @@ class StepHistory:
 
     @property
     def last_scale(self) -> float:
-        "The scale of the newest step that the host knows; inf before the first."
+        "The scale of the newest step that can be read without synchronizing; inf before the first."
+        if self._unread and self._unread[-1][0].device.type == 'cpu': return self._unread[-1][0].item()
         return self._scales[-1] if self._scales else float('inf')
 
     def n_skipped(self, start: int = 0) -> int:
@@ -78,11 +78,6 @@ class StepHistory:
         "Return for each step from `start` on whether it was skipped."
         self.read()
         return [*map(bool, self._skips[start:])]
-
-    def skips_in_a_row(self, start: int) -> int:
-        "Return how many of the newest steps that the host knows, back to `start`, were skipped in a row."
-        known = reversed(range(start, len(self._skips)))
-        return sum(1 for _ in takewhile(lambda i: self._skips[i], known))
 
     def scales(self) -> list[float]:
         "Return the loss scale of each step."
@@ -103,18 +98,17 @@ class Scaling:
     fit has accumulated is scaled at the start; what this one leaves is unscaled at its end, as fp32 leaves it. It is
     zeroed after an exception, and if a gradient is not finite.
     """
-    def __init__(self, precision: Precision, scaler: GradScaler, learn: Learner, device: torch.device,
-                 history: StepHistory):
-        self.precision, self.scaler, self.learn, self.history = precision, scaler, learn, history
+    def __init__(self, scaler: GradScaler, learn: Learner, device: torch.device, history: StepHistory):
+        self.scaler, self.learn, self.history = scaler, learn, history
         self.one, self.first_step = torch.ones((), device=device), len(history)
         self.found_inf: bool | torch.Tensor = False              # of the newest step: a gradient was not finite
         self.has_started = self.has_scaled = False               # gradients are multiplied by the scale, or zero
         self._probe: Any = None                                  # what `unscale_` got; None after `update`
         self._flagged: Any = None                                # the `FlaggedStep` of a step that the device decides
         self._vanished = False                                   # all gradients of this step underflowed
-        self._host_skips = 0                                     # in a row, where the host decides and scales are unread
+        self.skips_in_a_row = 0                                  # up to now, as far as the host knows
         self._buffers: list[_Buffers] = []
-        self._before = precision.state_dict()
+        self._before = scaler.state_dict() if 'lr_finder' in vars(learn) else None
 
     @property
     def params(self) -> list[nn.Parameter]: return optimizer_params(self.learn.opt)
@@ -124,16 +118,17 @@ class Scaling:
         "True if the host must not take the step: a gradient was not finite."
         return self._flagged is None and bool(self.found_inf)    # in this order: the flag may be on the device
 
-    @property
-    def skips_in_a_row(self) -> int:
-        "Skipped steps in a row up to now, as far as the host knows: never synchronizes."
-        return max(self._host_skips, self.history.skips_in_a_row(self.first_step))
-
     def watch_buffers(self, model: nn.Module) -> None:
         "Keep the values of the model's buffers, such as BatchNorm's statistics, for a step that will be skipped."
-        plain = [b.detach() for b in model.buffers() if b.is_floating_point() and not is_dtensor(b)
-                 and not isinstance(b, torch.nn.parameter.UninitializedTensorMixin)]
+        lazy: Any = torch.nn.parameter.UninitializedTensorMixin
+        buffers = [b for b in model.buffers() if not (isinstance(b, lazy) or is_dtensor(b))]
+        plain = [b.detach() for b in buffers if b.is_floating_point()]
         self._buffers = [_Buffers([b for b in plain if b.device == d]) for d in {b.device for b in plain}]
+
+    @property
+    def buffer_note(self) -> str: # '' without buffers
+        "What a skipped step does to buffers, for a warning."
+        return "Buffers such as BatchNorm's statistics got their last finite values back." if self._buffers else ''
 
     # -- a step
 
@@ -174,8 +169,11 @@ class Scaling:
 
     def update(self) -> None:
         "Record a step, taken or skipped, and let the scale grow or back off unless it is static."
-        if self._probe is None: return
-        if isinstance(self.found_inf, bool): self._host_skips = self._host_skips + 1 if self.found_inf else 0
+        if self._probe is None:                                  # something else called the step off
+            self.found_inf = False
+            return
+        if torch.is_tensor(self.found_inf) and self.found_inf.device.type == 'cpu': self.found_inf = bool(self.found_inf)
+        if isinstance(self.found_inf, bool): self.skips_in_a_row = self.skips_in_a_row + 1 if self.found_inf else 0
         for buffers in self._buffers: buffers.after_step(self.found_inf)
         self.history.add(self._scale(), self.found_inf)
         self.scaler.update()
@@ -183,6 +181,10 @@ class Scaling:
         self.has_scaled = type(self.learn)._do_grad_opt is Learner._do_grad_opt
         if self._vanished: self._restart()
         self._close_step()
+
+    def read(self) -> None:
+        "Count the skips in a row from the history; this synchronizes."
+        self.skips_in_a_row = sum(takewhile(bool, reversed(self.history.skips(self.first_step))))
 
     def cancel(self) -> None:
         "Leave scale and growth tracker alone: the step was called off."
@@ -197,9 +199,9 @@ class Scaling:
 
     def _restart(self) -> None:
         "Start from the first scale again: all gradients are 0 at this one."
-        self.precision.load_state_dict(None)
+        self.scaler.restart()
         warn_user(f'All gradients underflowed at a loss scale of {self.history.last_scale:.2g}, to which skipped steps '
-                  f'had lowered it. It starts from {self.scaler.get_scale():g} again.')
+                  f'had lowered it. It starts again from {self.scaler.get_scale():g}.')
 
     # -- gradients
 
@@ -217,7 +219,7 @@ class Scaling:
     def end(self, failed: bool) -> None:
         "Unscale or zero the gradients that are left; after `lr_find`, forget its steps."
         self.cancel()
-        if self.has_started:
+        if self.has_started and not isinstance(self.scaler, UnitScaler):
             self.unscale(may_flag=False)
             found_inf = self.found_inf
             self.cancel()
@@ -225,8 +227,8 @@ class Scaling:
             # Gradients outside the optimizer are still scaled.
             for p in {*self.learn.model.parameters()}.difference(self.params): p.grad = None
         self.has_scaled = False
-        if 'lr_finder' in vars(self.learn):
-            self.precision.load_state_dict(self._before)
+        if self._before is not None:                             # `lr_find` leaves everything as it found it
+            self.scaler.load_state_dict(self._before)
             self.history.forget(self.first_step)
         self.history.read()
 
@@ -237,7 +239,7 @@ class Scaling:
         scale = self.scaler.get_scale()
         head = f'{skipped} of the {n} optimizer steps of this fit were skipped: gradients were not finite.'
         if skipped == n: head += ' Nothing was learned.'
-        if self._buffers: head += " Values of buffers, such as BatchNorm's statistics, that were no longer finite were restored."
+        if self.buffer_note: head += f'\n{self.buffer_note}'
         advice = '`learn.precision_report()` names the modules that overflow.'
         if scale > 1:
             head += f'\nThe loss scale is {scale:g} now.'

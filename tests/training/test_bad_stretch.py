@@ -168,10 +168,10 @@ def test_a_file_whose_scale_is_below_1_loads_and_the_scale_starts_again(tmp_path
     "Such as 0.4.0 wrote it."
     old = learner(net()).to_fp16(init_scale=128.0)
     old.fit(1)
-    file = old.save(tmp_path / 'old')
-    state = torch.load(file, weights_only=False)
+    file = tmp_path / 'old'
+    state = torch.load(written := old.save(file), weights_only=False)
     state['opt']['grad_scaler']['scale'] = scale
-    torch.save(state, file)
+    torch.save(state, written)
     learn = learner(net(), lr=0.05).to_fp16()
     said = told(lambda: (learn.load(file), learn.fit(1)))
     assert [m for m in said if RESTARTS.search(m)]

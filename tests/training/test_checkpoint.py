@@ -12,7 +12,7 @@ from fastai.text.learner import TextLearner
 
 from helpers import *
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 SCALING = dict(init_scale=2.0**20, growth_interval=3)  # overflows at the start and whenever it has grown
 KEY = 'grad_scaler'  # of the state in the file, among the optimizer's
 
