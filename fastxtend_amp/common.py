@@ -1,8 +1,8 @@
 "Small helpers that several files share: devices, DTensors, processes, errors and warnings."
 from __future__ import annotations
 
-import inspect, sys, warnings
-from collections.abc import Iterable
+import inspect, sys, threading, warnings
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from itertools import chain
 from numbers import Real
@@ -16,7 +16,7 @@ from fastai.learner import Learner
 from fastai.optimizer import Optimizer, OptimWrapper
 from torch import nn
 
-__all__ = ['first_line', 'is_dtensor', 'is_number', 'is_sharded', 'loaders_device', 'model_device', 'optimizer_params',
+__all__ = ['Shared', 'first_line', 'is_dtensor', 'is_number', 'is_sharded', 'loaders_device', 'model_device', 'optimizer_params',
            'refuse_unknown', 'several_processes', 'training_device', 'type_name', 'warn_user']
 
 
@@ -108,6 +108,22 @@ _FORMER = {  # arguments of fastai v1, of fastai's non-native fp16, of other lib
     **dict.fromkeys(('clip', 'clip_grad', 'grad_clip', 'max_grad_norm', 'gradient_clip_val'), _CLIP),
     **dict.fromkeys(('dtype', 'amp_mode', 'mode', 'precision'), _CALL),
 }
+
+
+class Shared:
+    "A context of the whole process: the first of its users, in any thread, enters it, and the last one leaves it."
+    def __init__(self, make: Callable[[], Any]): # Returns a new context
+        self.make, self.lock, self.n_users = make, threading.RLock(), 0
+    def __enter__(self) -> None:
+        with self.lock:
+            if not self.n_users:
+                self.context = self.make()
+                self.context.__enter__()
+            self.n_users += 1
+    def __exit__(self, *error: object) -> None:
+        with self.lock:
+            self.n_users -= 1
+            if not self.n_users: self.context.__exit__(*error)
 
 
 def refuse_unknown(

@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..training.callback import MixedPrecision
-from ..common import first_line
+from ..common import Shared, first_line
 from ..convert import HALF, half_to_float, map_tensors
 from ..precisions.matching import ROOT, qualified_names
 from ..precisions.fp32_settings import FULL_PRECISION, fp32_settings
@@ -34,6 +34,7 @@ from .copies import RandomState, begin_fit, copied_learner, is_plain, set_random
 
 __all__ = ['LOSS', 'Seen', 'Trace', 'ends', 'largest_value', 'relative_error', 'trace']
 
+_UNCOMPILED = Shared(partial(torch.compiler.set_stance, 'force_eager'))
 LOSS = 'loss function'  # its name among the modules; callbacks after the forward pass count to it
 _FP32_NOISE = 2.**-23   # relative; where fp32 itself would lose a tenth, an error is that of noise
 # Operators that only move values, which count where they were computed.
@@ -288,7 +289,7 @@ def trace(
     written: hooks would not fire in a compiled graph.
     """
     found = Trace(mode, reference)
-    with copied_learner(learn) as copy, torch.compiler.set_stance('force_eager'), fp32_settings(FULL_PRECISION):
+    with copied_learner(learn) as copy, _UNCOMPILED, fp32_settings(FULL_PRECISION):
         kwargs: Any = dict(init_scale=scale, fp32_modules=list(keep), on_overflow='ignore')
         set_precision(copy, None if mode is None else MixedPrecision(mode, **kwargs))
         copy.scaler = torch.amp.GradScaler('cpu', enabled=False)   # in fp32, too: callbacks may scale a loss with it

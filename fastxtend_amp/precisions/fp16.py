@@ -99,7 +99,7 @@ class FP16(Precision):
         if (scale := self._now.get_scale()) < 1 <= self.first_scale:
             warn_user(f'The loss scale had fallen to {scale:.2g}, at which gradients underflow. It starts again from '
                       f'{self.first_scale:g}.')
-            self._now.update(float(self.first_scale))
+            self._now.load_state_dict({**self._now.state_dict(), 'scale': float(self.first_scale), '_growth_tracker': 0})
         return self._now
 
     def _new(self, device_type: str) -> GradScaler:

@@ -69,10 +69,12 @@ def _apply() -> None:
     wanted = {name: value for settings in _open for name, value in settings.wanted.items()}
     is_tf32 = bool(_open) and _open[-1].wanted is TF32_SETTINGS
     old_names: Any = [flags for flags in (cuda.matmul, cudnn) if is_tf32 and _forbids_tf32(flags)]
+    before = _values()
     for name, (backend, op, _) in FP32_SETTINGS.items():
         # One that follows another, which is set already, stays: what is read is either its own value or that one's.
-        if name not in wanted or (old := get_fp32_setting(backend, op)) == wanted[name]: continue
-        _undo.append(partial(set_fp32_setting, backend, op, old))
+        if name not in wanted or get_fp32_setting(backend, op) == wanted[name]: continue
+        follows = before[backend, op] == _above(before, backend, op)
+        _undo.append(partial(set_fp32_setting, backend, op, 'none' if follows else before[backend, op]))
         set_fp32_setting(backend, op, wanted[name])
     for flags in old_names:
         _undo.append(partial(setattr, flags, 'allow_tf32', False))
@@ -84,14 +86,21 @@ def _forbids_tf32(flags: Any) -> bool:
     except RuntimeError: return False                            # the user has set both names, to different values
 
 
+def _values() -> dict[tuple[str, str], str]:
+    return {(backend, op): get_fp32_setting(backend, op) for backend, op, _ in FP32_SETTINGS.values()}
+
+
+def _above(values: dict[tuple[str, str], str], backend: str, op: str) -> str:
+    "Return the value that a setting follows if it has none of its own."
+    return 'none' if backend == 'generic' else values['generic' if op == 'all' else backend, 'all']
+
+
 def other_fp32_settings() -> dict[str, str]: # Such as {'torch.backends.cuda.matmul': 'tf32'}
     "Return the settings below full precision that are not PyTorch's default, without those that follow one of them."
-    values = {(backend, op): get_fp32_setting(backend, op) for backend, op, _ in FP32_SETTINGS.values()}
-    found = {}
+    values, found = _values(), {}
     for name, (backend, op, default) in FP32_SETTINGS.items():
         value = values[backend, op]
-        above = 'none' if backend == 'generic' else values['generic' if op == 'all' else backend, 'all']
-        if value not in ('none', 'ieee', default, above): found[name] = value
+        if value not in ('none', 'ieee', default, _above(values, backend, op)): found[name] = value
     return found
 
 

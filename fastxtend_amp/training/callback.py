@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -156,15 +157,16 @@ class MixedPrecision(LoopCallback):
         device = training_device(learn) if fit is None else fit.device
         precision = self._choose(device) if fit is None else fit.precision
         with ExitStack() as stack:
-            if fit is None:
-                self._release()
-                for context in precision.around_fit(learn.model):
-                    # A backward pass outside may compute activations again, so replaced forwards stay for it.
-                    if torch.is_grad_enabled() and isinstance(context, Replaced): self._lasting.append(context)
-                    else: stack.push(context)
-                    context.__enter__()
+            for context in precision.around_fit(learn.model) if fit is None else []:
+                stack.push(partial(self._leave_later, context))
+                context.__enter__()
             for context in self._new_batch_contexts(precision, device, learn.model): stack.enter_context(context)
             yield
+
+    def _leave_later(self, context: Any, *error: Any) -> None:
+        # A backward pass outside of `amp_context` may compute activations again: for it, replaced forwards stay.
+        if torch.is_grad_enabled() and isinstance(context, Replaced): self._lasting.append(context)
+        else: context.__exit__(*error)
 
     def _release(self) -> None:
         for context in self._lasting: context.__exit__()

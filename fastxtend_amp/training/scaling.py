@@ -122,7 +122,7 @@ class Scaling:
         "Keep the values of the model's buffers, such as BatchNorm's statistics, for a step that will be skipped."
         lazy: Any = torch.nn.parameter.UninitializedTensorMixin
         buffers = [b for b in model.buffers() if not (isinstance(b, lazy) or is_dtensor(b))]
-        plain = [b.detach() for b in buffers if b.is_floating_point()]
+        plain = [b.data for b in buffers if b.is_floating_point()]   # autograd does not count these writes
         self._buffers = [_Buffers([b for b in plain if b.device == d]) for d in {b.device for b in plain}]
 
     @property

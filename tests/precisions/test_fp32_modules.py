@@ -98,9 +98,8 @@ def test_a_torchscript_module_and_a_callback_that_could_not_be_added():
     with pytest.raises(ValueError, match="'0' is a TorchScript module.*\nKeep the module around it"):
         learner(model).to_bf16(fp32_modules='0')
     cb = MixedPrecision('bf16', fp32_modules='attn')
-    with pytest.raises(ValueError):
-        learner().add_cb(cb)
-    assert cb.learn is None and learner(Attentive(), cbs=cb).precision.fp32_module_names == ['attn']
+    with pytest.raises(ValueError, match="'attn' matches no module"):
+        learner(cbs=cb).fit(1)
 
 
 # -- what they compute in
@@ -188,10 +187,14 @@ def test_only_while_a_fit_a_validation_or_amp_context_runs():
         call()
         assert found and all(names == ['attn', 'norm'] for names in found) and replaced(learn.model) == []
         found.clear()
-    with learn.amp_context():
+    with torch.no_grad(), learn.amp_context():
         learn.validate()
         assert replaced(learn.model) == ['attn', 'norm']
     assert replaced(learn.model) == []
+    with learn.amp_context():
+        pass
+    assert replaced(learn.model) == ['attn', 'norm']  # for a backward pass that computes activations again
+    assert replaced(learn.to_fp32().model) == []
 
 
 def test_the_last_call_counts_and_each_learner_on_a_model_has_its_own():

@@ -148,7 +148,7 @@ def test_the_table_says_that_fp32_training_has_tf32_in_convolutions(monkeypatch)
     def why():
         return PRECISIONS['tf32'].support(torch.device('cuda')).why
 
-    assert 'fp32 has it now in torch.backends.cudnn.conv and torch.backends.cudnn.rnn' in why()
+    assert 'fp32 training already uses it in torch.backends.cudnn.conv and torch.backends.cudnn.rnn' in why()
     backends.cudnn.allow_tf32 = False
     assert 'fp32' not in why()
     monkeypatch.setattr(torch.version, 'hip', '7.0')

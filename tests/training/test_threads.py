@@ -152,7 +152,7 @@ def test_a_tf32_fit_that_fails_inside_another(tf32):
     def failing(middle):
         def fail(l):
             middle()
-            raise InterruptedError
+            raise InterruptedError('stop')
 
         with pytest.raises(InterruptedError):
             learner().to_tf32().fit(1, cbs=At('after_pred', fail, 20))
