@@ -73,6 +73,11 @@ class Precision:
     def __repr__(self) -> str: return repr(self.name)
 
     @property
+    def mode(self) -> AMPMode | None:
+        "What the model computes in; None for fp32."
+        return AMPMode(self.name) if self.name in PRECISIONS else None
+
+    @property
     def learn(self): return None
     @learn.setter
     def learn(self, learn):                                      # fastai sets it on what it takes for a callback

@@ -71,6 +71,8 @@ class HalfWeights(Precision):
         self.lowered = _Lowered()
 
     # What autocast in the weights' precision does.
+    @property
+    def mode(self) -> AMPMode | None: return self.autocast.mode
     def on(self, device: torch.device) -> Precision: return self if self.autocast.on(device) else self
     def emulation_warning(self, device: torch.device) -> str: return self.autocast.emulation_warning(device)
     def scaler(self, device: torch.device) -> GradScaler | None: return self.autocast.scaler(device)

@@ -111,11 +111,11 @@ class MixedPrecision(LoopCallback):
     @property
     def amp_mode(self) -> str: # An `AMPMode`, or 'auto'
         "The precision that was asked for."
-        return 'auto' if isinstance(self.precision, Auto) else AMPMode(self.precision.name)
+        return 'auto' if isinstance(self.precision, Auto) else self.precision.mode
     @property
     def mode(self) -> AMPMode | None:
         "The precision in use; None for fp32, and for 'auto' before the first fit."
-        return None if self.current is None or self.current.name == 'fp32' else AMPMode(self.current.name)
+        return None if self.current is None else self.current.mode
     @property
     def arguments(self) -> dict[str, Any]:
         "The arguments by name: the precision's, defaults included, and the callback's own."

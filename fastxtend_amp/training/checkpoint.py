@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 from uuid import uuid4
 
 import fastai.learner
-from fastai.learner import Learner
+from fastai.learner import Learner, join_path_file
 from fastai.text.learner import TextLearner
 from fastai.torch_core import get_model
 from fastcore.foundation import L
@@ -143,12 +143,13 @@ def load(original: Callable, self: Learner, file: str | os.PathLike | BinaryIO, 
     model, opt = _StandIn(), _StandIn()
     if file_format.device: args, kwargs = (), {**kwargs, 'device': file_format.device}
     with _standing_in(self, model, opt): original(self, file, *args, **kwargs)
+    if not kwargs.get('with_opt', True): opt.state = None        # which fastai's `TextLearner.load` ignores
     state = opt.state.pop(KEY, None) if isinstance(opt.state, dict) else None
     own = cb.state_dict() if cb is not None else {}
     if own and opt.state is not None:
         try: cb.load_state_dict(state)
         except ValueError as e:
-            where = getattr(file, 'name', file)
+            where = getattr(file, 'name', join_path_file(file, self.path/self.model_dir, ext='.pth'))
             raise ValueError(f'{e}\nThis is in {where}. `learn.load(..., with_opt=False)` loads the model alone; '
                              '`learn.to_fp32()` or `learn.to_bf16()` before `load` leaves the scale out.') from e
     try: file_format.load_model(self, model.state, **model.options)

@@ -148,7 +148,7 @@ def _exchange(learn: Learner, cb: Any) -> None:
     old = [c for c in learn.cbs if isinstance(c, PRECISION_CALLBACKS) and c is not cb]
     for c in old:
         if isinstance(c, LoopCallback): c.close()
-    if cb is not None: cb.attach(learn)
+    if cb is not None and not any(c is cb for c in learn.cbs): cb.attach(learn)
     # One assignment, so that an interrupt leaves either precision whole; first, for callbacks of order 10 see true
     # gradients only after it.
     learn.cbs = L([c for c in (cb,) if c is not None] + [c for c in learn.cbs if c not in old and c is not cb])

@@ -65,8 +65,7 @@ class StepHistory:
 
     @property
     def last_scale(self) -> float:
-        "The scale of the newest step that can be read without synchronizing; inf before the first."
-        if self._unread and self._unread[-1][0].device.type == 'cpu': return self._unread[-1][0].item()
+        "The scale of the newest step that the host has read; inf before the first."
         return self._scales[-1] if self._scales else float('inf')
 
     def n_skipped(self, start: int = 0) -> int:
@@ -105,6 +104,7 @@ class Scaling:
         self.has_started = self.has_scaled = False               # gradients are multiplied by the scale, or zero
         self._probe: Any = None                                  # what `unscale_` got; None after `update`
         self._flagged: Any = None                                # the `FlaggedStep` of a step that the device decides
+        self._is_low = False                                     # skipped steps have lowered the scale below 1
         self._vanished = False                                   # all gradients of this step underflowed
         self.skips_in_a_row = 0                                  # up to now, as far as the host knows
         self._buffers: list[_Buffers] = []
@@ -164,8 +164,7 @@ class Scaling:
         else:
             self._flagged, self.found_inf = flagged, found_inf_of(self.scaler, self._probe)
             flagged.mark(self.found_inf)
-        is_low = self.history.last_scale < 1 and isinstance(self.scaler, DynamicScaler)
-        self._vanished = is_low and not self.found_inf and not any(p.grad.abs().sum() for p in params if p.grad is not None)
+        self._vanished = self._is_low and not self.found_inf and not any(p.grad.abs().sum() for p in params if p.grad is not None)
 
     def update(self) -> None:
         "Record a step, taken or skipped, and let the scale grow or back off unless it is static."
@@ -173,9 +172,10 @@ class Scaling:
             self.found_inf = False
             return
         if torch.is_tensor(self.found_inf) and self.found_inf.device.type == 'cpu': self.found_inf = bool(self.found_inf)
-        if isinstance(self.found_inf, bool): self.skips_in_a_row = self.skips_in_a_row + 1 if self.found_inf else 0
+        if self.found_inf is False: self.skips_in_a_row = 0
         for buffers in self._buffers: buffers.after_step(self.found_inf)
         self.history.add(self._scale(), self.found_inf)
+        if self.found_inf is True: self.read()                   # `unscale` has synchronized already
         self.scaler.update()
         # fastai's own loop zeroes the gradients next; `start` scales what another loop leaves.
         self.has_scaled = type(self.learn)._do_grad_opt is Learner._do_grad_opt
@@ -183,7 +183,9 @@ class Scaling:
         self._close_step()
 
     def read(self) -> None:
-        "Count the skips in a row from the history; this synchronizes."
+        "Look at what the device decided; this synchronizes."
+        self.history.read()
+        self._is_low = self.history.last_scale < 1 and isinstance(self.scaler, DynamicScaler)
         self.skips_in_a_row = sum(takewhile(bool, reversed(self.history.skips(self.first_step))))
 
     def cancel(self) -> None:
@@ -200,6 +202,7 @@ class Scaling:
     def _restart(self) -> None:
         "Start from the first scale again: all gradients are 0 at this one."
         self.scaler.restart()
+        self._is_low = False
         warn_user(f'All gradients underflowed at a loss scale of {self.history.last_scale:.2g}, to which skipped steps '
                   f'had lowered it. It starts again from {self.scaler.get_scale():g}.')
 

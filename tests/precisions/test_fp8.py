@@ -9,6 +9,7 @@ from fastai.learner import load_learner
 
 from fastxtend_amp.precisions import fastest_native, fp8
 from fastxtend_amp import AMPMode, precision_support
+import helpers
 from helpers import *
 
 pytestmark = pytest.mark.torchao
@@ -121,8 +122,8 @@ def test_other_layers_of_the_same_type_stay_as_they_are():
     weight_norm = nn.utils.parametrizations.weight_norm(nn.Linear(16, 16))
     attention, plain = nn.MultiheadAttention(16, 2), nn.Linear(16, 16)
     model = nn.Sequential(Own(16, 16), weight_norm, attention, plain)
-    assert [*fp8.fp8_layers(model, None, [])] == ['3']
-    assert [*fp8.fp8_layers(plain, None, [])] == ['(model)']
+    assert [*fp8.FP8().find_layers(model)] == ['3']
+    assert [*fp8.FP8().find_layers(plain)] == ['(model)']
 
 
 def test_what_cannot_be_is_refused_at_once(monkeypatch):
@@ -131,7 +132,7 @@ def test_what_cannot_be_is_refused_at_once(monkeypatch):
         lambda: net_learner().to_fp8(modules='head'): "(?s)modules='head' leaves no linear layer.*16.*to_bf16",
         lambda: learner().to_fp8(): 'leaves no linear layer',
         lambda: net_learner().to_fp8(fp32_modules='*'): 'leaves no linear layer',
-        lambda: MixedPrecision('bf16', modules='body'): "(?s)modules='body' is for fp8.*to_fp8",
+        lambda: MixedPrecision('bf16', modules='body'): "modules='body' cannot be used with amp_mode='bf16'",
         lambda: net_learner().to_half_weights('fp8'): '(?s)fp8.*to_fp8',
     }.items():
         with pytest.raises(ValueError, match=said):

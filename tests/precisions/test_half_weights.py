@@ -372,7 +372,8 @@ def test_an_interrupt_at_any_line_leaves_weights_of_whole_steps():
     done, one_step = copy.deepcopy(learn), copy.deepcopy(learn)
     fit(done)
     one_step.fit(1, 0.01, cbs=At('after_batch', stop))
-    for line in lines_of(lambda: fit(copy.deepcopy(learn))):
+    twin = copy.deepcopy(learn)
+    for line in lines_of(lambda: fit(twin)):
         if not line[0].endswith('half_weights.py'):
             continue
         other = copy.deepcopy(learn)
@@ -442,7 +443,7 @@ def test_kahan_takes_optimis_optimizers_and_schedules_their_momentum():
         learn.fit_one_cycle(1, 0.01)
     assert same(params(by_class), params(by_name)) and len(set(by_name.recorder.hps['mom'])) > 1
     for opt in (torch.optim.AdamW, Adam, 'SGDW', 'optimi', None):
-        with pytest.raises(ValueError, match="not one of optimi's optimizers. Take one of those"):
+        with pytest.raises(ValueError, match="not one of optimi's optimizers. Use one of those"):
             kahan(opt)
     with pytest.raises(TypeError, match=r"AdamW\(\) has no argument 'bogus'"):
         kahan('AdamW', weight_decay=0.1, bogus=1)

@@ -173,7 +173,8 @@ def test_files_of_other_precisions(tmp_path):
     fp16.save('fp16')
     for mode in ('fp32', 'bf16'):
         learn = trained(tmp_path, mode)
-        assert len(told(lambda: learn.load('fp16'), '`learn.to_fp16()` before `learn.load`')) == 1
+        # In fp32 `load` is fastai's own.
+        assert len(told(lambda: learn.load('fp16'), '`learn.to_fp16()` before `learn.load`')) == (mode == 'bf16')
         assert same(params(learn), params(fp16)) and same_state(opt_state(learn.opt), opt_state(fp16.opt))
         learn.fit(1, 0.01)
 
@@ -292,7 +293,7 @@ def test_two_that_save_under_one_name_at_once(tmp_path, monkeypatch):
 
 
 PROCESSES = '''
-import io, os, shutil, signal, sys; sys.path.insert(0, {here!r})
+import io, os, shutil, signal, sys; sys.path[:0] = [{here!r}, {here!r} + '/training']
 from test_checkpoint import *
 path = Path({path!r})
 torch.set_num_threads(1)  # as in the test's process: the order of sums depends on it
@@ -427,8 +428,7 @@ def test_export_with_a_precision_writes_fp32_that_loads_without_the_package(tmp_
     "The learner itself keeps its precision."
     learn = trained(tmp_path, mode, n=1)
     b, before, cb = next(iter(learn.dls.valid)), state(learn), learn.precision
-    with pytest.warns(UserWarning, match=r'Exported in fp32.*without fastxtend_amp.*\n.*to_bf16\(\)'):
-        learn.export()
+    learn.export()
     assert learn.precision is cb and state(learn) == before
     assert b'fastxtend_amp' not in (tmp_path / 'export.pkl').read_bytes()
     for cpu in (True, False):

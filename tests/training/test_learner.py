@@ -135,20 +135,24 @@ def test_max_seconds_and_other_arguments_of_measuring():
 
 
 def test_signatures():
-    "Each method has the arguments of its mode, with their defaults and meanings."
-    all_modes = ['fp32_modules', 'on_overflow', 'max_skips', 'skip_nonfinite']
-    fp16_alone = ['init_scale', 'growth_factor', 'backoff_factor', 'growth_interval', 'enabled', 'loss_scale', 'scaler']
-    for f, names in ((Learner.to_fp16, [*fp16_alone, *all_modes]), (Learner.to_bf16, all_modes)):
-        found = {n: p.default for n, p in inspect.signature(f).parameters.items() if n not in ('self', 'args')}
-        assert (
-            list(found) == names
-            and list(found.values())
-            == ['fp16', 65536.0, 2.0, 0.5, 2000, True, None, None, None, 'warn', 16, False][-len(names) :]
-        )
-    found = list(inspect.signature(MixedPrecision).parameters)
-    assert found == ['amp_mode', *fp16_alone, *all_modes, 'modules']
-    assert list(inspect.signature(Learner.to_fp8).parameters) == ['self', *all_modes, 'modules']
-    assert all(v for k, v in docments(MixedPrecision.__init__).items() if k not in ('self', 'return'))
+    "Each method has the arguments of its precision, with their defaults and meanings."
+    own = ['on_overflow', 'max_skips']
+    scaling = ['init_scale', 'growth_factor', 'backoff_factor', 'growth_interval', 'enabled']
+    fp16 = [*scaling, 'loss_scale', 'scaler', 'fp32_modules']
+    for f, names in (
+        (Learner.to_fp16, [*fp16, *own]),
+        (Learner.to_bf16, ['fp32_modules', 'skip_nonfinite', *own]),
+        (Learner.to_tf32, own),
+        (Learner.to_fp8, ['fp32_modules', 'modules', 'min_size', 'skip_nonfinite', *own]),
+    ):
+        assert [*inspect.signature(f).parameters][1:] == names
+        for name in names:
+            (line,) = [line for line in f.__doc__.splitlines() if line.strip().startswith(f'{name}: ')]
+            assert len(line.split()) > 3, line
+        assert f.__doc__.endswith('Returns the learner.')
+    defaults = [p.default for p in inspect.signature(Learner.to_fp16).parameters.values()][1:]
+    assert defaults == [65536.0, 2.0, 0.5, 2000, True, None, None, None, 'warn', 16]
+    assert [*inspect.signature(MixedPrecision).parameters][:8] == ['amp_mode', *fp16[:7]]
 
 
 @pytest.mark.parametrize('value', ['bf16', None, MixedPrecision('bf16')], ids=str)
