@@ -321,7 +321,7 @@ class OnTwo(nn.Module):
 @pytest.mark.parametrize('spoilt', [0, 2])
 @pytest.mark.parametrize('opt', ['adam', 'fused adamw', 'fused sgd'])
 def test_a_step_is_skipped_whole_in_a_model_on_two_devices(device, opt, spoilt):
-    seen = []
+    seen, known = [], {}
 
     def spoil(l):
         if l.train_iter == 3:
@@ -330,8 +330,12 @@ def test_a_step_is_skipped_whole_in_a_model_on_two_devices(device, opt, spoilt):
     learn = learner(OnTwo(device), loaders(), opt_func=OPTS[opt]).to_fp16(init_scale=256.0)
     learn.add_cb(At('after_backward', spoil, 5))
     learn.add_cb(At('after_batch', lambda l: l.training and seen.append([p.cpu() for p in params(l)]), 20))
+    # Before the step itself, unless the host has held it back.
+    learn.add_cb(At('before_step', lambda l: known.update({l.train_iter: bool(l.precision.skipped)}), 12))
     learn.fit(1, 0.01)
     assert learn.precision.skips == [i == 3 for i in range(6)]
+    assert known.get(3, True) is True
+    assert not any(skipped for i, skipped in known.items() if i != 3)
     assert same(seen[3], seen[2])
     assert not same(seen[4], seen[3])
 
