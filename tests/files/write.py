@@ -1,4 +1,4 @@
-"""Write the small files that a released version is remembered by: one set for each release, which every later one reads.
+"""Write the small files by which a released version is remembered: one set for each release, read by every later one.
 
     PYTHONPATH=<a checkout of that version>:tests python -W ignore tests/files/write.py tests/files/<version>
 
