@@ -161,6 +161,18 @@ def _move_modules_in_place() -> None:
     torch.nn.Module.to = in_place
 
 
+def _move_tensors_at_once() -> None:
+    "Have `Tensor.to` block: the device has no pinned memory, which `non_blocking=True` from it would need."
+    to = torch.Tensor.to
+
+    def blocking(self, *args, **kwargs):
+        if _is_here(self):
+            kwargs.pop('non_blocking', None)
+        return to(self, *args, **kwargs)
+
+    torch.Tensor.to = blocking
+
+
 def install() -> torch.device:
     "Make the device and return it."
     from torch.utils import backend_registration
@@ -185,6 +197,7 @@ def install() -> torch.device:
             of_aten.impl(name, _casting(getattr(torch.ops.aten, name).default, dtype))
     _libraries.extend((kernels, autocast, of_aten))
     _move_modules_in_place()
+    _move_tensors_at_once()
     clone = torch.storage._StorageBase.clone
 
     def cloned(self):

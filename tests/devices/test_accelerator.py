@@ -267,3 +267,109 @@ def test_the_benchmark_counts_synchronizations_beyond_fp32(device, monkeypatch):
     found = measure.bench(['tiny'], ['bf16', 'fp16'], device, 1, taking_part, ['Adam', 'fused AdamW'])['rows']
     counted = {(r['mode'], r['optimizer']): r['syncs'] for r in found if r['contestant'] == 'fastxtend_amp'}
     assert counted == {('bf16', 'Adam'): 0, ('bf16', 'fused AdamW'): 0, ('fp16', 'Adam'): 1, ('fp16', 'fused AdamW'): 0}
+
+
+# -- a fit on the accelerator, then on the CPU
+
+
+def move_to(learn, device):
+    learn.dls = loaders(device=device)
+    learn.model.to(device)
+    learn.create_opt()
+
+
+@pytest.mark.parametrize('opt', ['adam', 'fused adamw'])
+@pytest.mark.parametrize('event', ['after_step', 'after_batch', 'after_epoch'])
+def test_after_an_interrupt_training_goes_on_on_another_device(device, opt, event):
+    "The history of both is read, in each epoch, by `scales`, and by a copy."
+
+    def interrupt(l):
+        if l.train_iter >= 3:
+            raise KeyboardInterrupt
+
+    learn = build('fp16', opt, scaling=dict(init_scale=256.0))
+    with pytest.raises(KeyboardInterrupt):
+        learn.fit(1, cbs=At(event, interrupt, 20))
+    for there in (CPU, device, CPU):
+        n = len(learn.precision.scales) if there is device else None
+        move_to(learn, there)
+        learn.fit(2)
+        assert n is None or len(learn.precision.scales) == n + 12
+    assert set(learn.precision.scales) == {256.0}
+    assert learn.precision.n_skipped == 0
+    assert copy.deepcopy(learn).precision.scales == learn.precision.scales
+
+
+# -- a model on two devices
+
+
+class OnTwo(nn.Module):
+    "Its first layer is on the accelerator, the second on the CPU; `to` leaves them there."
+
+    def __init__(self, there):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(6, 8).to(there), nn.Linear(8, 1)
+
+    def to(self, *args, **kwargs):
+        return self
+
+    def forward(self, x):
+        return self.second(self.first(x).relu().float().cpu()).to(x.device)
+
+
+@pytest.mark.parametrize('spoilt', [0, 2])
+@pytest.mark.parametrize('opt', ['adam', 'fused adamw', 'fused sgd'])
+def test_a_step_is_skipped_whole_in_a_model_on_two_devices(device, opt, spoilt):
+    seen, known = [], {}
+
+    def spoil(l):
+        if l.train_iter == 3:
+            [*l.model.parameters()][spoilt].grad.view(-1)[0] = float('inf')
+
+    learn = learner(OnTwo(device), loaders(), opt_func=OPTS[opt]).to_fp16(init_scale=256.0)
+    learn.add_cb(At('after_backward', spoil, 5))
+    learn.add_cb(At('after_batch', lambda l: l.training and seen.append([p.cpu() for p in params(l)]), 20))
+    # Before the step itself, unless the host has held it back.
+    learn.add_cb(At('before_step', lambda l: known.update({l.train_iter: bool(l.precision.skipped)}), 12))
+    learn.fit(1, 0.01)
+    assert learn.precision.skips == [i == 3 for i in range(6)]
+    assert known.get(3, True) is True
+    assert not any(skipped for i, skipped in known.items() if i != 3)
+    assert same(seen[3], seen[2])
+    assert not same(seen[4], seen[3])
+
+
+# -- what a skipped step leaves in BatchNorm, where the device decides
+
+
+@pytest.mark.parametrize('mode', ['fp16', 'bf16'])
+@pytest.mark.parametrize('opt', ['adam', 'fused adamw'])
+def test_a_skipped_step_leaves_finite_buffers_without_a_synchronization(device, sim, mode, opt):
+    def bad(n):
+        data = dataset(4 * n)
+        x = data.tensors[0].clone()
+        x[12:16, 2] = float('inf')
+        return loaders(train=Data(x, data.tensors[1]))
+
+    def trained(n):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 1))
+        learn = learner(model, bad(n), opt_func=OPTS[opt])
+        scaling = dict(init_scale=256.0) if mode == 'fp16' else dict(skip_nonfinite=True)
+        getattr(learn, f'to_{mode}')(**scaling, on_overflow='ignore')
+        with waits() as w:
+            learn.fit(1, 0.01)
+        return learn, len(w)
+
+    (learn, few), (_, many) = trained(8), trained(16)
+    assert learn.precision.skips == [i == 3 for i in range(8)]
+    assert all(b.isfinite().all() for b in learn.model.buffers())
+    plain, n = learner(nn.Linear(6, 1), loaders(32), opt_func=OPTS[opt]), []
+    for size in (32, 64):
+        plain.dls = loaders(size)
+        with waits() as w:
+            plain.fit(1, 0.01)
+        n.append(len(w))
+    per_step = (many - few - (n[1] - n[0])) / 8
+    assert per_step <= (0 if opt == 'fused adamw' else 1)

@@ -101,10 +101,7 @@ def test_patches_that_were_there_before_are_called(mode):
 
     code = textwrap.dedent(PATCHED.format(mode=mode))
     done = subprocess.run(
-        [sys.executable, '-W', 'ignore', '-c', code],
-        capture_output=True,
-        text=True,
-        cwd=Path(helpers.__file__).parent,
+        [sys.executable, '-W', 'ignore', '-c', code], capture_output=True, text=True, cwd=Path(helpers.__file__).parent
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split() == ['save', 'load', 'export']
