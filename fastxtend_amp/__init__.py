@@ -9,7 +9,7 @@ from importlib.util import find_spec as _find_spec
 
 from .precisions import AMPMode, HalfWeights, kahan, precision_support
 from .training.callback import MixedPrecision
-from .training import checkpoint as _checkpoint, learner as _learner
+from .training import checkpoint as _checkpoint, learner as _learner, old_files as _old_files
 from .training.metrics import loss_scale, skipped_steps
 from .training.optimizers import fused
 from .devices import sharded as _sharded

@@ -69,8 +69,7 @@ def test_a_saved_file(file):
 def test_a_saved_file_in_a_learner_in_plain_fp32(file):
     mode = mode_of(file)
     learn = learner(saved_net(), opt_func=kahan('SGD') if mode == 'half_weights_alone' else SGD)
-    said = told(lambda: learn.load(file.with_suffix('')), 'loss scale')
-    assert bool(said) == (mode in SCALES)
+    learn.load(file.with_suffix(''))  # fastai's own
     learn.fit(1, 0.01)
     assert finite(learn)
 

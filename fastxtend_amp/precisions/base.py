@@ -49,13 +49,15 @@ class Precision:
     dtype: torch.dtype | None = None # Autocast's dtype; None without autocast
     color: ClassVar[str] = '#4c566a' # In every plot
     automatic: ClassVar[bool] = False # Whether `to_amp` may select it; the first native one in the registry wins
+    state_key: str = '' # Of `state_dict` in the optimizer's state in a file; the name if ''
     in_tables: ClassVar[bool] = True # Whether tables of precisions have a row for it
+    package: ClassVar[str] = '' # One that it needs besides torch and fastai
     rules: ClassVar[dict[str, Callable[[torch.device], Support]]] = {} # By device type
     arguments: dict[str, Any] # Of the constructor, defaults included
 
     def __init_subclass__(cls) -> None:
         if 'name' not in vars(cls): return
-        PRECISIONS[cls.name] = cls
+        PRECISIONS[cls.name], cls.state_key = cls, vars(cls).get('state_key', cls.name)
         for follow in _followers: follow(cls)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Precision:
@@ -157,18 +159,20 @@ class Auto(Precision):
     "The first precision that a device supports natively, bf16 before fp16; fp32 if there is none."
     def __init__(self, **arguments: Any):
         self.given, self.chosen = arguments, dict[str, Precision]()
-        for cls in _automatic(): self._make(cls)                 # errors appear at the call
-    def _make(self, cls: type[Precision]) -> Precision:
-        known = parameters_of(cls)
-        return cls(**{name: value for name, value in self.given.items() if name in known})
+        for cls in _automatic(): self.made(cls.name)             # errors appear at the call
+    def made(self, name: str) -> Precision:
+        "Return the precision of this name with those of the arguments that it has; one for all fits."
+        if name not in self.chosen:
+            given = {k: v for k, v in self.given.items() if k in parameters_of(PRECISIONS[name])}
+            self.chosen[name] = PRECISIONS[name](**given)
+        return self.chosen[name]
     def __repr__(self) -> str: return "'auto'"
     @property
     def kept(self) -> Fp32Modules: return Fp32Modules(self.given.get('fp32_modules'))
     def check(self, model: nn.Module) -> None: self.kept.check(model)
     def on(self, device: torch.device) -> Precision:
         name = fastest_native(device)
-        if name is None: return Precision()
-        return self.chosen.setdefault(name, self._make(PRECISIONS[name]))
+        return Precision() if name is None else self.made(name)
 
 
 def parameters_of(cls: type[Precision]) -> dict[str, inspect.Parameter]:

@@ -62,6 +62,7 @@ class FP16(Precision):
     https://docs.pytorch.org/docs/stable/amp.html. Devices: NVIDIA's CUDA C++ Programming Guide.
     """
     name, dtype, color, automatic = 'fp16', torch.float16, '#d1701f', True
+    state_key = 'grad_scaler'                                    # as version 0.1 named it
     rules = dict(cpu=_cpu, cuda=_cuda, mps=lambda device: Support('native', 'Metal'), xpu=_xpu, xla=_xla)
 
     def __init__(self,

@@ -46,7 +46,7 @@ class FP8(BF16):
     Source: Micikevicius et al., FP8 Formats for Deep Learning, https://arxiv.org/abs/2209.05433;
     https://github.com/pytorch/ao/tree/main/torchao/float8.
     """
-    name, color, automatic = 'fp8', '#8f4a9e', False
+    name, color, automatic, package = 'fp8', '#8f4a9e', False, 'torchao'
 
     def __init__(self, *,
         fp32_modules: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules or predicates

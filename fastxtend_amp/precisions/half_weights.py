@@ -67,6 +67,7 @@ class HalfWeights(Precision):
             raise ValueError("master_weights=False cannot be used with amp_mode='fp16', whose gradients must be "
                              "unscaled in fp32. Use amp_mode='bf16', or keep the masters.")
         self.autocast: Precision = BF16() if mode == 'bf16' else FP16(loss_scale=loss_scale)
+        self.state_key = self.autocast.state_key
         self.dtype, self.flat_master, self.master_weights = self.autocast.dtype, flat_master, master_weights
         self.lowered = _Lowered()
 
@@ -285,10 +286,12 @@ class _Lowered:
             if type(v) is torch.Tensor and v.dim() and v.is_floating_point(): state[k] = v.to(dtype)
         place: Any = state if 'kahan_comp' in state else {} if state else self.rest
         name, kind = ('kahan_comp', dtype) if place is state else (p, torch.float32)
-        exact, rest = p.data.float(), place.get(name)            # None after steps in fp32
-        if rest is not None: exact = exact + rest
-        data = exact.to(dtype)
-        p.data, place[name] = data, (exact - data).to(kind)      # no interrupt comes in between
+        before, rest = p.data.float(), place.get(name)           # None after steps in fp32
+        rest = torch.zeros_like(before) if rest is None else rest.float()
+        exact = before + rest
+        data, rest = exact.to(dtype), rest - (exact - before)    # and what the sum has rounded away
+        rest = (exact - data) + rest
+        p.data, place[name] = data, rest.to(kind)      # no interrupt comes in between
         if p.grad is not None: p.grad = p.grad.to(dtype)
 
 

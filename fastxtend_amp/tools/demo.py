@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import fastxtend_amp  # noqa: F401  patches Learner
-from ..precisions import precision_support
+from ..precisions import PRECISIONS, precision_support
 from .device import usable_device
 
 __all__ = ['digits', 'learner', 'main']
@@ -47,8 +47,8 @@ def learner(device: torch.device) -> Learner:
 def main(argv: Sequence[str] | None = None) -> None:
     "Measure, print what was found and the call to write, and draw a picture."
     parser = argparse.ArgumentParser(prog='fastxtend_amp_demo', description=(
-        'Train a convolutional network on 1,797 real handwritten digits in fp32, and in bf16, fp16 and TF32 as far as '
-        'the device does them natively; compare speed, loss and memory. Takes at most a minute and a half.'))
+        'Train a convolutional network on 1,797 real handwritten digits in fp32 and in each precision that the device '
+        'runs natively; compare speed, loss and memory. Takes at most a minute and a half.'))
     parser.add_argument('--device', metavar='D',
                         help="torch device, such as 'cpu' or 'cuda:0' (default: the accelerator, if there is one)")
     parser.add_argument('--emulated', action='store_true',
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     device = usable_device(parser, args.device)
     modes = dict[str, list[str]](native=[], emulated=[], unsupported=[])
     for r in precision_support(device).itertuples():
-        if r.mode != 'fp8': modes[r.support].append(r.mode)     # which may need a package
+        if not PRECISIONS[r.mode].package: modes[r.support].append(r.mode)
         print(f'{r.mode} is {r.support} on this device ({r.why}).')
     learn, results = learner(device), []
     def compare(modes, n_seeds, share):

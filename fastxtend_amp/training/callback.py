@@ -78,6 +78,7 @@ class MixedPrecision(LoopCallback):
     order = 10  # after TrainEvalCallback (-10) moves the model; between GradientAccumulation (6) and GradientClip (11)
     epoch_start = 0                                              # steps in the history when the epoch began
     _has_trained = False                                         # in any fit
+    has_exported = False                                         # `export` has said that it writes fp32
 
     def __init__(self,
         amp_mode: str | AMPMode | torch.dtype | Precision = AMPMode.FP16, # A precision or its name; 'auto': by device
@@ -183,6 +184,11 @@ class MixedPrecision(LoopCallback):
     @property
     def _resolved(self) -> Precision:
         return self.current or (self.precision if self._learn is None else self._choose(training_device(self._learn)))
+
+    @property
+    def state_key(self) -> str:
+        "The key of the precision's state in a file."
+        return self._resolved.state_key
 
     def state_dict(self) -> dict[str, Any]: # In fp16 scale, its rules and its growth tracker
         "Return the precision's state as plain numbers, at any time: the loss scaling's in fp16; empty in bf16 and fp32."

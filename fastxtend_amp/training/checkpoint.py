@@ -19,14 +19,12 @@ from fastai.torch_core import get_model
 from fastcore.foundation import L
 
 from ..common import warn_user
+from ..precisions import PRECISIONS
 from .callback import precision_callback
 from .loop import PRECISION_CALLBACKS, in_batch
 from .metrics import PrecisionMetric
 
 __all__ = ['FORMATS', 'FileFormat', 'put_over', 'written_whole']
-
-KEY = 'grad_scaler'  # in the optimizer's state: fastai takes a file with a third key for one of a model alone
-
 
 # -- files that are whole or not there
 
@@ -119,7 +117,8 @@ def save(original: Callable, self: Learner, file: str | os.PathLike | BinaryIO, 
     with_opt = kwargs.get('with_opt', True) and self.opt is not None
     model_state, opt_state = file_format.read(self, with_opt)
     own = cb.state_dict() if cb is not None else {}
-    if own and isinstance(opt_state, Mapping): opt_state = {**opt_state, KEY: own}
+    # In the optimizer's state: fastai takes a file with a third key for one of a model alone.
+    if own and isinstance(opt_state, Mapping): opt_state = {**opt_state, cb.state_key: own}
     opt = _StandIn(opt_state) if with_opt else None
     with _standing_in(self, _StandIn(model_state), opt): return original(self, file, **kwargs)
 
@@ -138,16 +137,17 @@ def load(original: Callable, self: Learner, file: str | os.PathLike | BinaryIO, 
     """
     cb, file_format = precision_callback(self), _format(self)
     if cb is None and file_format is _PLAIN: return original(self, file, *args, **kwargs)
-    if cb is not None and not in_batch(self): cb.close()         # training without masters has bf16 weights in a fit
+    if cb is not None and (cb.mode != 'fp16' or not in_batch(self)): cb.close()   # which may have weights in bf16
     if self.opt is None: self.create_opt()
     model, opt = _StandIn(), _StandIn()
     if file_format.device: args, kwargs = (), {**kwargs, 'device': file_format.device}
     with _standing_in(self, model, opt): original(self, file, *args, **kwargs)
     if not kwargs.get('with_opt', True): opt.state = None        # which fastai's `TextLearner.load` ignores
-    state = opt.state.pop(KEY, None) if isinstance(opt.state, dict) else None
+    keys = [cls.state_key for cls in PRECISIONS.values() if isinstance(opt.state, dict) and cls.state_key in opt.state]
+    states = {key: opt.state.pop(key) for key in keys}
     own = cb.state_dict() if cb is not None else {}
     if own and opt.state is not None:
-        try: cb.load_state_dict(state)
+        try: cb.load_state_dict(states.get(cb.state_key))
         except ValueError as e:
             where = getattr(file, 'name', join_path_file(file, self.path/self.model_dir, ext='.pth'))
             raise ValueError(f'{e}\nThis is in {where}. `learn.load(..., with_opt=False)` loads the model alone; '
@@ -159,7 +159,7 @@ def load(original: Callable, self: Learner, file: str | os.PathLike | BinaryIO, 
     if opt.state is None: return self
     try: file_format.load_opt(self, opt.state)
     except Exception: warn_user('Could not load the optimizer state.')   # as fastai has it
-    if state and not own:
+    if 'grad_scaler' in states and not own:
         warn_user('The file holds the loss scale of fp16 training, which this learner does not use.\n'
                   'To continue in fp16, call `learn.to_fp16()` before `learn.load`.')
     return self
@@ -179,14 +179,11 @@ def export(original: Callable, self: Learner, *args: Any, **kwargs: Any) -> Any:
     finally:
         self.metrics, self.cbs = metrics, cbs
         attributes.update(kept)
-    if cb is not None: _say_once()
+    if cb is not None and not cb.has_exported:
+        cb.has_exported = True
+        warn_user('Exported in fp32, for a file that loads without fastxtend_amp.\nTo train or predict in 16 bits '
+                  'after `load_learner`, call `to_bf16()` or another method on what it returns.')
     return result
-
-
-@functools.cache
-def _say_once() -> None:
-    warn_user('Exported in fp32, for a file that loads without fastxtend_amp.\nTo train or predict in 16 bits after '
-              '`load_learner`, call `to_bf16()` or another method on what it returns.')
 
 
 def put_over(

@@ -72,6 +72,7 @@ def _add_method(cls: type[Precision]) -> None:
     own = [inspect.Parameter('self', inspect.Parameter.POSITIONAL_OR_KEYWORD), *parameters_of(cls).values()]
     last = [p for p in CALLBACK_PARAMETERS.values()]
     method.__signature__ = inspect.Signature(own + last, return_annotation=Learner)   # type: ignore[attr-defined]
+    method.__delwrap__ = cls.__init__                            # type: ignore[attr-defined]  for fastcore's docments
     method.__name__, method.__qualname__, method.__module__ = name, f'Learner.{name}', __name__
     method.__doc__ = f'{inspect.cleandoc(cls.__doc__ or "")}\n\n{_documented(cls)}'
     setattr(Learner, name, method)

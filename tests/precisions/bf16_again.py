@@ -32,4 +32,4 @@ class BF16Again(Precision):
         return {'fits': self.fits}
 
     def load_state_dict(self, state):
-        self.fits = state['fits']
+        self.fits = 0 if state is None else state['fits']

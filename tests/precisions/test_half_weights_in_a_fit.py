@@ -55,7 +55,7 @@ def test_training_that_goes_on_after_a_load_starts_from_the_file(with_opt, tmp_p
 def test_a_copy_made_in_a_fit_has_fp32_weights():
     learn, copies = without(), []
     learn.fit(2, cbs=At('after_validate', lambda l: copies.append((copy.deepcopy(l), exact(l))), 80))
-    for other, weights in copies:
+    for other, weights in copies[:2]:  # the copies have the callback that makes more
         for p, w in zip(params(other), weights):
             assert p.dtype is torch.float32
             assert torch.equal(p, w)
