@@ -64,7 +64,7 @@ classes = [Learner, TextLearner, Callback, DataLoaders, fastai.optimizer.Optimiz
            torch.nn.Module, torch.amp.GradScaler, torch.optim.Optimizer]
 spaces = [*classes, torch, torch.serialization, fastai.learner, fastai.text.learner]
 before = [dict(vars(s)) for s in spaces]
-names = ('fit', 'one_batch', '_with_events', '__enter__', 'validate', 'get_preds')
+names = ('fit', 'one_batch', '__enter__', 'validate', 'get_preds')
 own = {n: getattr(Learner, n).__code__ for n in names}
 import fastxtend_amp, sys
 for s, b in zip(spaces, before):
@@ -77,7 +77,7 @@ learn = Learner(dls, nn.Linear(4, 1), loss_func=MSELossFlat(), path=path)
 def plain(): return all(getattr(Learner, n).__code__ is c and n not in learn.__dict__ for n, c in own.items())
 assert plain() and not torch.is_autocast_enabled('cpu') and 'torch_xla' not in sys.modules
 learn.to_fp16(init_scale=512.); learn.create_opt()
-assert not plain() and torch.load(learn.save('a'), weights_only=False)['opt']['grad_scaler']['scale'] == 512.
+assert torch.load(learn.save('a'), weights_only=False)['opt']['grad_scaler']['scale'] == 512.
 learn.to_fp16().load('a')
 assert learn.precision.scale == 512. and Learner.to_channelslast.__module__ == 'fastxtend_amp.training.learner'
 learn.to_fp32()
@@ -95,7 +95,10 @@ said = fastxtend_amp.keep_freed_memory()
 faults()
 print('MEMORY', before, min(faults() for _ in range(3)), said)   # other blocks may be freed in between
 '''
-REPLACED = {'Learner.save', 'Learner.load', 'Learner.export', 'TextLearner.load'}
+REPLACED = {
+    *('Learner.save', 'Learner.load', 'Learner.export', 'Learner._with_events', 'Learner.__setstate__'),
+    *('TextLearner.load', 'fastai.learner.save_model'),
+}
 ADDED = {
     f'Learner.{n}'
     for n in (
@@ -126,7 +129,7 @@ def late():
     return done.stdout.partition('MEMORY')
 
 
-def test_importing_adds_methods_and_replaces_four(late):
+def test_importing_adds_methods_and_replaces_seven(late):
     assert {
         name for name in late[0].split() if not name.startswith('Learner._orig_')
     } == REPLACED | ADDED  # `patch` keeps fastai's there

@@ -37,9 +37,10 @@ from fastai.vision.all import *
 from fastai.callback.all import *
 assert fastxtend_amp.__file__.startswith(sys.argv[1]), fastxtend_amp.__file__
 assert names == sorted(fastxtend_amp.__all__), names
-for f in (Learner.to_bf16, Learner.to_channelslast, Learner.to_fp16): assert f.__module__ == 'fastxtend_amp.learner'
+for f in (Learner.to_bf16, Learner.to_channelslast, Learner.to_fp16):
+    assert f.__module__ == 'fastxtend_amp.training.learner'
 from fastxtend_amp import *
-assert MixedPrecision.__module__ == 'fastxtend_amp.callback'
+assert MixedPrecision.__module__ == 'fastxtend_amp.training.callback'
 ds = [(torch.randn(4), torch.randn(1)) for _ in range(8)]
 dls = DataLoaders.from_dsets(ds, ds, bs=4, device='cpu', num_workers=0)
 learn = Learner(dls, nn.Linear(4, 1), loss_func=MSELossFlat()).to_bf16()

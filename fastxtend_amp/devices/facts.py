@@ -1,4 +1,4 @@
-"Facts about devices: what PyTorch, the driver and the operating system say. Each precision's file draws its own conclusions."
+"Facts about devices, from PyTorch, drivers and the operating system; each precision's file has its own rule on them."
 from __future__ import annotations
 
 import platform, subprocess, sys, threading, warnings
@@ -44,7 +44,8 @@ def gpu_name(device: torch.device) -> str: # Such as 'NVIDIA GeForce GTX 1650'
 @lru_cache
 def apple_chip() -> str: # Such as 'Apple M1 Pro'; '' if the system does not say
     "Return the name of a Mac's chip."
-    try: return subprocess.run(['sysctl', '-n', 'machdep.cpu.brand_string'], capture_output=True, text=True).stdout.strip()
+    command = ['sysctl', '-n', 'machdep.cpu.brand_string']
+    try: return subprocess.run(command, capture_output=True, text=True).stdout.strip()
     except OSError: return ''
 
 
@@ -84,7 +85,6 @@ def autocast_available(device_type: str) -> bool:
 _lock = threading.Lock()                                         # `catch_warnings` changes the whole process
 
 
-@lru_cache
 def autocast_refusal(device_type: str, dtype: torch.dtype) -> str: # '' if it is supported
     "Return what PyTorch says if its autocast does not support `dtype` on this type of device."
     with _lock, warnings.catch_warnings(record=True) as caught:  # it warns and stays off, or raises an error

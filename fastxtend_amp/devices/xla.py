@@ -123,11 +123,11 @@ def _check_backward(device: torch.device) -> None:
 # -- torch_xla's optimizers that skip a step by a flag
 
 class SyncFreeStep:
-    "The step of a sync-free optimizer (docs.pytorch.org/xla/master/perf/amp.html), whose `step` is called with the flag."
+    "The step of a sync-free optimizer, which takes the flag (docs.pytorch.org/xla/master/perf/amp.html)."
     def __init__(self, opt: Any): self.opt = opt
 
     def mark(self, found_inf: torch.Tensor) -> None:
-        "Have `step` called with the flag. It needs two tensors (2.9) that steps without a flag do not put on the device."
+        "Pass the flag to `step`, which then needs two tensors (2.9) that other steps do not put on the device."
         for p, state in self.opt.state.items():
             if not state: continue
             state['step'] = torch.as_tensor(state.get('step', 1.)).to(p.device)   # SGD's is not there

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..common import warn_user
+from ..common import is_lazy, warn_user
 from .copies import RandomState, generators
 from .diagnosis import Alarm, diagnose
 
@@ -40,7 +40,9 @@ class Watch:
     With several processes each looks at its own loss; an exception in one ends the job under `torchrun`.
     """
     def __init__(self, cb: Any): # The `MixedPrecision` that calls the events, after its own
-        self.cb, self._notes, self._fit = cb, None, None
+        self.cb = cb
+        self._notes: Any = None
+        self._fit: Any = None
     def __getstate__(self) -> dict[str, Any]: return {**vars(self), '_notes': None, '_fit': None}
 
     @property
@@ -168,8 +170,7 @@ def _norm(model: nn.Module) -> torch.Tensor:
 
     Wrapper subclasses, such as quantized weights, are left out: they need not have an operator for it.
     """
-    lazy: Any = torch.nn.parameter.UninitializedParameter
-    weights = [p.detach() for p in model.parameters() if p.requires_grad and not isinstance(p, lazy)]
+    weights = [p.detach() for p in model.parameters() if p.requires_grad and not is_lazy(p)]
     weights = [w.to_local() if hasattr(w, 'to_local') else w for w in weights]
     weights = [w for w in weights if type(w).__torch_dispatch__ is torch.Tensor.__torch_dispatch__]
     norms = [torch.linalg.vector_norm((w.abs() if w.is_complex() else w).float()) for w in weights]

@@ -1,6 +1,6 @@
 """`Precision`: an object that says which devices support it, what it opens around a fit and a batch, and how it scales.
 
-A subclass registers itself under its `name`. From the registry come `Learner.to_<name>`, `MixedPrecision('<name>')`, the
+A subclass registers itself under its `name`. From the registry come `Learner.to_<name>`, `MixedPrecision('<name>')`,
 rows of `precision_support`, and the precision's place in reports, comparisons, checks and plots. `bf16.py` is the
 shortest example.
 """
@@ -23,8 +23,8 @@ from ..common import first_line
 from ..devices import facts
 from .fp32_modules import Fp32Modules
 
-__all__ = ['AMPMode', 'PRECISIONS', 'Auto', 'Precision', 'Support', 'each_precision', 'fastest_native', 'find_precision',
-           'parameters_of', 'precision_support']
+__all__ = ['PRECISIONS', 'AMPMode', 'Auto', 'Precision', 'Support', 'each_precision', 'fastest_native',
+           'find_precision', 'parameters_of', 'precision_support']
 
 PRECISIONS: dict[str, type[Precision]] = {}                      # by name, in the order of tables
 _followers: list[Callable[[type[Precision]], object]] = []
@@ -90,14 +90,14 @@ class Precision:
 
     @classmethod
     def support(cls, device: torch.device) -> Support:
-        "Return how `device` runs this precision, by the rule for its type; without a rule, what PyTorch's autocast says."
+        "Return how `device` runs this precision: the rule for its type decides, else PyTorch's autocast."
         if why := facts.missing(device): return Support('unsupported', why)
         rule = cls.rules.get(device.type)
         if cls.dtype is None: return rule(device) if rule else Support('native', 'as its backend says')
         if not facts.autocast_available(device.type):
             return Support('unsupported', f'PyTorch has no autocast for {device.type} devices')
         support = rule(device) if rule else Support('native', 'as its backend says')
-        if support.status == 'unsupported' or device.type == 'cuda': return support
+        if support.status == 'unsupported' or device.type in ('cuda', 'cpu'): return support
         refusal = facts.autocast_refusal(device.type, cls.dtype)
         return Support('unsupported', refusal) if refusal else support
 
@@ -158,6 +158,7 @@ class Precision:
 class Auto(Precision):
     "The first precision that a device supports natively, bf16 before fp16; fp32 if there is none."
     def __init__(self, **arguments: Any):
+        super().__init__(arguments.get('fp32_modules'))
         self.given, self.chosen = arguments, dict[str, Precision]()
         for cls in _automatic(): self.made(cls.name)             # errors appear at the call
     def made(self, name: str) -> Precision:
@@ -167,9 +168,6 @@ class Auto(Precision):
             self.chosen[name] = PRECISIONS[name](**given)
         return self.chosen[name]
     def __repr__(self) -> str: return "'auto'"
-    @property
-    def kept(self) -> Fp32Modules: return Fp32Modules(self.given.get('fp32_modules'))
-    def check(self, model: nn.Module) -> None: self.kept.check(model)
     def on(self, device: torch.device) -> Precision:
         name = fastest_native(device)
         return Precision() if name is None else self.made(name)

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.amp import GradScaler
@@ -18,15 +18,15 @@ _INSTRUCTIONS = {'avx512_bf16', 'amx_bf16', 'bf16'}
 
 def _cpu(device: torch.device) -> Support:
     found = ', '.join(sorted(_INSTRUCTIONS & facts.cpu_features()))
-    return Support('native', f'the CPU has {found}') if found else \
-           Support('emulated', 'the CPU has no bf16 arithmetic')
+    if found: return Support('native', f'the CPU has {found}')
+    return Support('emulated', 'the CPU has no bf16 arithmetic')
 
 
 def _cuda(device: torch.device) -> Support:
     amd = facts.amd_architecture(device)
     if amd is not None:
         if re.match('gfx10', amd): return Support('unsupported', f'{amd} (RDNA 1 and 2) has no bf16 instructions')
-        if re.match('gfx9(?!08|0a|4|5)', amd): return Support('emulated', f'{amd} has no bf16 arithmetic: CDNA is needed')
+        if re.match('gfx9(?!08|0a|4|5)', amd): return Support('emulated', f'{amd} has no bf16 arithmetic, CDNA has')
         return Support('native', f'ROCm {amd}'.strip())
     major, minor = facts.cuda_capability(device)
     capability = f'compute capability {major}.{minor}'
@@ -59,7 +59,7 @@ class BF16(Precision):
     https://rocm.docs.amd.com/en/latest/reference/precision-support.html; Apple's Metal feature set tables.
     """
     name, dtype, color, automatic = 'bf16', torch.bfloat16, '#2a78b8', True
-    rules = dict(cpu=_cpu, cuda=_cuda, mps=_mps, xpu=_xpu, xla=_xla)
+    rules: ClassVar = dict(cpu=_cpu, cuda=_cuda, mps=_mps, xpu=_xpu, xla=_xla)
 
     def __init__(self, *,
         fp32_modules: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules or predicates

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.amp import GradScaler
@@ -21,8 +21,8 @@ _NO_TENSOR_CORES = re.compile(r'GTX 16\d\d|\b(T|MX)\d{3,4}\b')   # of capability
 
 def _cpu(device: torch.device) -> Support:
     found = ', '.join(sorted(_INSTRUCTIONS & facts.cpu_features()))
-    return Support('native', f'the CPU has {found}') if found else \
-           Support('emulated', 'the CPU has no fp16 arithmetic')
+    if found: return Support('native', f'the CPU has {found}')
+    return Support('emulated', 'the CPU has no fp16 arithmetic')
 
 
 def _cuda(device: torch.device) -> Support:
@@ -63,7 +63,7 @@ class FP16(Precision):
     """
     name, dtype, color, automatic = 'fp16', torch.float16, '#d1701f', True
     state_key = 'grad_scaler'                                    # as version 0.1 named it
-    rules = dict(cpu=_cpu, cuda=_cuda, mps=lambda device: Support('native', 'Metal'), xpu=_xpu, xla=_xla)
+    rules: ClassVar = dict(cpu=_cpu, cuda=_cuda, mps=lambda device: Support('native', 'Metal'), xpu=_xpu, xla=_xla)
 
     def __init__(self,
         init_scale: float = 65536.0, # Loss scale to start from
@@ -84,7 +84,7 @@ class FP16(Precision):
         self._now: GradScaler | None = None                      # of the newest fit
         self._state: dict[str, Any] | None = None                # loaded before the first fit
 
-    def __getstate__(self) -> dict[str, Any]:                    # PyTorch copies no `GradScaler` in the middle of a step
+    def __getstate__(self) -> dict[str, Any]:                    # a `GradScaler` cannot be copied within a step
         return {**vars(self), '_now': None, '_state': self.state_dict()}
 
     def check_training(self, learn) -> None:
@@ -100,7 +100,8 @@ class FP16(Precision):
         if (scale := self._now.get_scale()) < 1 <= self.first_scale:
             warn_user(f'The loss scale had fallen to {scale:.2g}, at which gradients underflow. It starts again from '
                       f'{self.first_scale:g}.')
-            self._now.load_state_dict({**self._now.state_dict(), 'scale': float(self.first_scale), '_growth_tracker': 0})
+            first = {'scale': float(self.first_scale), '_growth_tracker': 0}
+            self._now.load_state_dict({**self._now.state_dict(), **first})
         return self._now
 
     def _new(self, device_type: str) -> GradScaler:

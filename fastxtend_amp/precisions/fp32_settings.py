@@ -26,7 +26,8 @@ FP32_SETTINGS = {
     'torch.backends.mkldnn.rnn': ('mkldnn', 'rnn', 'none'),
 }
 FULL_PRECISION = dict.fromkeys(FP32_SETTINGS, 'ieee')
-TF32_SETTINGS = dict.fromkeys(('torch.backends.cuda.matmul', 'torch.backends.cudnn.conv', 'torch.backends.cudnn.rnn'), 'tf32')
+TF32_SETTINGS = dict.fromkeys(('torch.backends.cuda.matmul', 'torch.backends.cudnn.conv',
+                               'torch.backends.cudnn.rnn'), 'tf32')
 
 
 _lock = threading.RLock()
@@ -38,9 +39,9 @@ class fp32_settings:
     """Context that sets how precisely fp32 tensors are multiplied, in all threads.
 
     Several may be open at once, in any threads: the one entered last decides, and what was set before the first is
-    restored when the last one ends, also after an exception. Inside, reading PyTorch's older names,
-    `torch.get_float32_matmul_precision` and `allow_tf32`, may raise a `RuntimeError`; `TF32_SETTINGS` keeps `allow_tf32`
-    readable, which PyTorch's compiler reads.
+    restored when the last one ends, also after an exception. Inside, PyTorch's older names,
+    `torch.get_float32_matmul_precision` and `allow_tf32`, may raise a `RuntimeError` when they are read;
+    `TF32_SETTINGS` keeps `allow_tf32` readable, which PyTorch's compiler reads.
     """
     def __init__(self,
         wanted: Mapping[str, str], # Precision, 'ieee', 'tf32' or 'bf16', by a name in `FP32_SETTINGS`

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ..devices import facts
-from .base import Precision, Support
+from .base import Support
 from .bf16 import BF16
 from .fp32_modules import Forward, Replacement
 from .matching import ROOT, covers, match_modules, parts_of, qualified_names, test_of
@@ -30,7 +30,8 @@ class Fp8Forward(Forward):
         self.linear._parameters = module._parameters             # a parameter may be exchanged
 
     def __call__(self, *args, **kwargs) -> Any:
-        in_fp8 = self.on and self.own is None and torch.is_autocast_enabled(self.module.weight.device.type)
+        weight: Any = self.module.weight
+        in_fp8 = self.on and self.own is None and torch.is_autocast_enabled(weight.device.type)
         return (self.linear if in_fp8 else self.plain)(*args, **kwargs)
 
 
@@ -75,7 +76,8 @@ class FP8(BF16):
         "Return the linear layers that compute in FP8, by name. Raises `ValueError` if there is none."
         in_fp32 = self.kept.check(model)
         asked = {ROOT: model} if self.spec is None else match_modules(model, self.spec, 'modules')
-        found = {name: m for name, m in qualified_names(model) if covers(asked, name) and not covers(in_fp32, name)
+        found: dict[str, nn.Module] = {
+            name: m for name, m in qualified_names(model) if covers(asked, name) and not covers(in_fp32, name)
                  and type(m) is nn.Linear and 'weight' in m._parameters and min(m.weight.shape) >= self.min_size
                  and not any(n % _SIDES for n in m.weight.shape)}
         if found: return found
@@ -85,4 +87,5 @@ class FP8(BF16):
 
     def check(self, model: nn.Module) -> None: self.find_layers(model)
 
-    def around_fit(self, model: nn.Module) -> list[Any]: return [*super().around_fit(model), self.layers.in_model(model)]
+    def around_fit(self, model: nn.Module) -> list[Any]:
+        return [*super().around_fit(model), self.layers.in_model(model)]

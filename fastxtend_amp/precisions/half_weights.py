@@ -29,10 +29,10 @@ LOWERED = ('bf16', 'fp16')  # the precisions that weights can have
 
 
 class HalfWeights(Precision):
-    """Train with 16-bit weights and fp32 master weights, exactly as `to_bf16` or `to_fp16` train. Replaces the current precision.
+    """Train with 16-bit weights and fp32 master weights, exactly as `to_bf16` or `to_fp16` train.
 
-    For those who know fastai v1's `to_fp16(loss_scale, flat_master)`, and for training without masters. The model's
-    parameters are the fp32 masters, and autocast's casts are their 16-bit copies.
+    Replaces the learner's current precision. For those who know fastai v1's `to_fp16(loss_scale, flat_master)`, and for
+    training without masters. The model's parameters are the fp32 masters; autocast's casts are their 16-bit copies.
 
     With `master_weights=False` the weights and biases of `nn.Linear` and of convolutions are bf16 themselves from a
     fit's first training batch to its end, with their gradients and the optimizer's state: for linear and convolutional
@@ -74,7 +74,9 @@ class HalfWeights(Precision):
     # What autocast in the weights' precision does.
     @property
     def mode(self) -> AMPMode | None: return self.autocast.mode
-    def on(self, device: torch.device) -> Precision: return self if self.autocast.on(device) else self
+    def on(self, device: torch.device) -> Precision:
+        self.autocast.on(device)
+        return self
     def emulation_warning(self, device: torch.device) -> str: return self.autocast.emulation_warning(device)
     def scaler(self, device: torch.device) -> GradScaler | None: return self.autocast.scaler(device)
     def state_dict(self) -> dict[str, Any]: return self.autocast.state_dict()
@@ -279,7 +281,8 @@ class _Lowered:
         if any(rest is not None for rest in self.rest.values()):
             self.rest = {p: None if self._state(p) else rest for p, rest in self.rest.items()}
 
-    def _state(self, p: nn.Parameter) -> dict[str, Any]: return getattr(getattr(self.opt, 'opt', None), 'state', {}).get(p, {})
+    def _state(self, p: nn.Parameter) -> dict[str, Any]:
+        return getattr(getattr(self.opt, 'opt', None), 'state', {}).get(p, {})
     def _convert(self, p: nn.Parameter, dtype: torch.dtype) -> None:
         state = self._state(p)
         for k, v in state.items():                               # step counts and quantized states stay

@@ -12,7 +12,8 @@ from torch.amp import GradScaler
 
 from ..common import is_number
 
-__all__ = ['DynamicScaler', 'LOWEST', 'StaticScaler', 'UnitScaler', 'check_scaler_state', 'check_scaling_arguments', 'check_unscalable']
+__all__ = ['LOWEST', 'DynamicScaler', 'StaticScaler', 'UnitScaler', 'check_scaler_state', 'check_scaling_arguments',
+           'check_unscalable']
 
 LOWEST = 2.**-24  # fp16's smallest number; a dynamic scale that fell to 0 would let NaN pass as 0 * inf
 _LARGEST = float(np.finfo(np.float32).max)
@@ -39,12 +40,8 @@ class DynamicScaler(_Scaler):
     def update(self, new_scale: Any = None) -> None:
         "Let the scale grow or back off, or set it to `new_scale`."
         super().update(new_scale)
-        scale: Any = self._scale                                 # as `update` itself uses it; no public method is in place
+        scale: Any = self._scale                                 # no public method changes it in place
         scale.clamp_(min=LOWEST)
-
-    def restart(self) -> None:
-        "Start from the first scale again."
-        self.update(float(self.first_scale))
 
 
 class StaticScaler(_Scaler):

@@ -28,7 +28,7 @@ from .loop import LoopCallback, in_batch, open_scopes
 from .optimizers import place_state
 from .scaling import Scaling, StepHistory
 
-__all__ = ['CALLBACK_PARAMETERS', 'Fit', 'MixedPrecision', 'ON_OVERFLOW', 'WATCHERS', 'precision_callback', 'precision_from']
+__all__ = ['CALLBACK_PARAMETERS', 'ON_OVERFLOW', 'WATCHERS', 'Fit', 'MixedPrecision', 'precision_callback']
 
 ON_OVERFLOW = ('warn', 'raise', 'ignore')
 WATCHERS: list[Callable[[MixedPrecision], Any]] = []             # each makes an object with events; `insight` adds one
@@ -90,17 +90,18 @@ class MixedPrecision(LoopCallback):
         self.precision = precision_from(amp_mode, *args, **kwargs)
         self.on_overflow, self.max_skips = on_overflow, max_skips
         if on_overflow not in ON_OVERFLOW:
-            allowed = ', '.join(map(repr, ON_OVERFLOW[:-1]))
-            raise ValueError(f'on_overflow={on_overflow!r} cannot be used: it must be {allowed} or {ON_OVERFLOW[-1]!r}.')
+            allowed = ', '.join(map(repr, ON_OVERFLOW))
+            raise ValueError(f'on_overflow={on_overflow!r} cannot be used: it must be one of {allowed}.')
         if not is_number(max_skips, int) or max_skips < 1:
             raise ValueError(f'max_skips={max_skips!r} cannot be used: it must be an integer of at least 1, the number '
                              'of consecutive skipped steps after which training counts as failed.')
-        self.current = None if isinstance(self.precision, Auto) else self.precision   # the one in use; None: undecided
+        self.current = None if isinstance(self.precision, Auto) else self.precision   # in use; None: undecided
         self.history = StepHistory()
         self.watchers = [make(self) for make in WATCHERS]
         self._lasting: list[Replaced] = []                       # forwards that `amp_context` left in place
 
-    def __getstate__(self) -> dict[str, Any]: return {**vars(self), 'fit': None, '_lasting': []}   # a copy is outside of a fit
+    def __getstate__(self) -> dict[str, Any]:                    # a copy is outside of a fit
+        return {**vars(self), 'fit': None, '_lasting': []}
 
     def __repr__(self) -> str:
         name = repr(self.precision)
@@ -110,7 +111,7 @@ class MixedPrecision(LoopCallback):
     # -- what a user reads
 
     @property
-    def amp_mode(self) -> str: # An `AMPMode`, or 'auto'
+    def amp_mode(self) -> Any: # An `AMPMode`, or 'auto'
         "The precision that was asked for."
         return 'auto' if isinstance(self.precision, Auto) else self.precision.mode
     @property
@@ -191,7 +192,7 @@ class MixedPrecision(LoopCallback):
         return self._resolved.state_key
 
     def state_dict(self) -> dict[str, Any]: # In fp16 scale, its rules and its growth tracker
-        "Return the precision's state as plain numbers, at any time: the loss scaling's in fp16; empty in bf16 and fp32."
+        "Return the precision's state as plain numbers, at any time; empty in bf16 and fp32."
         return self._resolved.state_dict()
 
     def load_state_dict(self,
@@ -204,7 +205,7 @@ class MixedPrecision(LoopCallback):
         precision, before = self._resolved, self.scale
         if isinstance(self.precision, Auto): self.current = precision
         precision.load_state_dict(state)
-        if self._scaling is not None: self._scaling.follow(self.scale / before)
+        if self._scaling is not None and before: self._scaling.follow((self.scale or 0) / before)
 
     # -- a fit
 
@@ -254,7 +255,7 @@ class MixedPrecision(LoopCallback):
         if fit.scaling is not None and learn.training: fit.scaling.watch_buffers(fit.model)
 
     @staticmethod
-    def _new_batch_contexts(precision: Precision, device: torch.device, model: nn.Module) -> list[AbstractContextManager]:
+    def _new_batch_contexts(precision: Precision, device: torch.device, model: nn.Module) -> list[Any]:
         contexts = precision.around_batch(device)
         return [BackwardWithoutAutocast(), *contexts] if contexts and is_compiled(model) else contexts
 
@@ -381,7 +382,7 @@ def precision_from(amp_mode: Any, *args: Any, **kwargs: Any) -> Precision: # Arg
     fastai gives `GradScaler`'s arguments to either precision, so bf16 ignores them. Raises `TypeError` for others.
     """
     if isinstance(amp_mode, Precision):
-        if args or kwargs: raise TypeError(f'MixedPrecision({amp_mode!r}, ...): give the arguments to the precision itself.')
+        if args or kwargs: raise TypeError(f'{amp_mode!r} is built already: give it its arguments itself.')
         return amp_mode
     if len(args) > len(SCALING): raise TypeError(f'MixedPrecision has {len(SCALING) + 1} positional arguments.')
     kwargs |= dict(zip(SCALING, args))

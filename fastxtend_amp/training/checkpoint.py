@@ -112,7 +112,8 @@ def save(original: Callable, self: Learner, file: str | os.PathLike | BinaryIO, 
 
     The state of sharded parameters is put together from all processes, which must all call this.
     """
-    cb, file_format = precision_callback(self), _format(self)
+    cb: Any = precision_callback(self)
+    file_format = _format(self)
     if cb is None and file_format is _PLAIN: return original(self, file, **kwargs)
     with_opt = kwargs.get('with_opt', True) and self.opt is not None
     model_state, opt_state = file_format.read(self, with_opt)
@@ -135,7 +136,8 @@ def load(original: Callable, self: Learner, file: str | os.PathLike | BinaryIO, 
     With a precision, model, optimizer and state are loaded when all of the file has been read and the state was found
     usable, so that a damaged file leaves the learner untouched.
     """
-    cb, file_format = precision_callback(self), _format(self)
+    cb: Any = precision_callback(self)
+    file_format = _format(self)
     if cb is None and file_format is _PLAIN: return original(self, file, *args, **kwargs)
     if cb is not None and (cb.mode != 'fp16' or not in_batch(self)): cb.close()   # which may have weights in bf16
     if self.opt is None: self.create_opt()
@@ -166,7 +168,7 @@ def load(original: Callable, self: Learner, file: str | os.PathLike | BinaryIO, 
 
 
 def export(original: Callable, self: Learner, *args: Any, **kwargs: Any) -> Any:
-    "Call the `export` that this replaces, without precision and metrics of this package, so that the file loads without it."
+    "Call the `export` that this replaces, on a learner without what this package has put on it."
     cb = precision_callback(self)
     if cb is not None and not in_batch(self): cb.close()
     metrics, cbs, attributes = self.metrics, self.cbs, vars(self)

@@ -20,10 +20,11 @@ def check_training(
     fit: Any, # The `Fit` that is open
     warn_of_emulation: bool, # Warn of a device without hardware for the precision
 ) -> None:
-    "Warn of what training in this precision does badly: emulation, 16-bit parameters, parameters outside the optimizer."
+    "Warn of emulation, of 16-bit parameters, and of parameters outside the optimizer."
     device, precision = training_device(learn), fit.precision
     if precision.name == 'fp32':
-        warn_user(f"amp_mode='auto': device '{device}' has neither bf16 nor fp16 arithmetic, so training runs in fp32.\n"
+        warn_user(f"amp_mode='auto': device '{device}' has neither bf16 nor fp16 arithmetic, so training runs in "
+                  'fp32.\n'
                   '`precision_support()` says why; `learn.to_fp32()` is silent.')
     elif warn_of_emulation and (message := precision.emulation_warning(device)): warn_user(message)
     if half := half_parameters_of(learn.model):
@@ -63,6 +64,6 @@ def check_model(
         raise ValueError(f"{what} cannot be used with nn.DataParallel, whose replicas would not compute in it.\n"
                          f"Use DistributedDataParallel, or `learn.to_fp16()`{without}.")
     if kept and not is_parallel and not BackwardWithoutAutocast().is_available:
-        raise ValueError(f"fp32_modules={kept!r} cannot be kept in a compiled model: this PyTorch ({torch.__version__}) "
-                         "compiles their backward pass in 16 bits.\nTrain it uncompiled, or with another version of "
+        raise ValueError(f"fp32_modules={kept!r} cannot be kept in a compiled model: this PyTorch ({torch.__version__})"
+                         " compiles their backward pass in 16 bits.\nTrain it uncompiled, or with another version of "
                          "PyTorch (2.9 and 2.15 are known to work).")

@@ -65,14 +65,14 @@ def _add_method(cls: type[Precision]) -> None:
     def method(self: Learner, *args: Any, on_overflow: str = 'warn', max_skips: int = 16, **kwargs: Any) -> Learner:
         refuse_unknown(name, parameters, kwargs)
         if args and not any(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters_of(cls).values()):
-            raise TypeError(f'{name}({args[0]!r}): {cls.name} has no loss scale, and its arguments are given by name, such '
-                            'as `fp32_modules=`.\nTo let the device decide the precision call `learn.to_amp()`.')
+            raise TypeError(f'{name}({args[0]!r}): {cls.name} has no loss scale, and its arguments are given by name, '
+                            'such as `fp32_modules=`.\nTo let the device decide the precision call `learn.to_amp()`.')
         return set_precision(self, MixedPrecision(cls(*args, **kwargs), on_overflow=on_overflow, max_skips=max_skips))
 
     own = [inspect.Parameter('self', inspect.Parameter.POSITIONAL_OR_KEYWORD), *parameters_of(cls).values()]
     last = [p for p in CALLBACK_PARAMETERS.values()]
     method.__signature__ = inspect.Signature(own + last, return_annotation=Learner)   # type: ignore[attr-defined]
-    method.__delwrap__ = cls.__init__                            # type: ignore[attr-defined]  for fastcore's docments
+    vars(method)['__delwrap__'] = cls.__init__                   # where fastcore's `docments` looks
     method.__name__, method.__qualname__, method.__module__ = name, f'Learner.{name}', __name__
     method.__doc__ = f'{inspect.cleandoc(cls.__doc__ or "")}\n\n{_documented(cls)}'
     setattr(Learner, name, method)
@@ -88,7 +88,7 @@ def _documented(cls: type[Precision]) -> str:
 each_precision(_add_method)
 
 
-def _any_precision(**kwargs): "Has the arguments of `MixedPrecision`, for `delegates`, which looks at a class's `__init__`."
+def _any_precision(**kwargs): "Has the arguments of `MixedPrecision`, for `delegates`."
 _any_precision.__signature__ = inspect.signature(MixedPrecision)   # type: ignore[attr-defined]
 
 @patch
@@ -110,7 +110,8 @@ def to_amp(self: Learner, *args,
     if not isinstance(measure, bool):
         raise TypeError(f"to_amp(measure={measure!r}): measure is True or False.\nFor a precision of your choice call "
                         "`learn.to_bf16()` or `learn.to_fp16()`.")
-    refuse_unknown('to_amp', [n for n in inspect.signature(Learner.to_amp).parameters if n not in ('self', 'args')], kwargs)
+    known = inspect.signature(Learner.to_amp).parameters
+    refuse_unknown('to_amp', [n for n in known if n not in ('self', 'args')], kwargs)
     if not measure and max_seconds != 60:
         raise ValueError(f"to_amp(max_seconds={max_seconds!r}) applies only with measure=True.\nCall "
                          "`to_amp(measure=True, max_seconds=...)`, or leave it out.")

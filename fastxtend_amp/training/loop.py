@@ -1,7 +1,8 @@
 """The scopes of fastai's loop: what a precision opens in one is closed when it ends or fails.
 
 fastai runs every part of its loop through `Learner._with_events`. Importing this file replaces that method. A learner
-without a precision pays one look-up of its callbacks; with one, `learn._scopes` lists the parts that are open, until the outermost ends.
+without a precision pays one look-up of its callbacks; with one, `learn._scopes` lists the parts that are open, until
+the outermost ends.
 """
 from __future__ import annotations
 
@@ -14,7 +15,6 @@ from fastai.callback import fp16
 from fastai.learner import Learner
 from fastcore.basics import noop
 from fastcore.foundation import L
-from torch import nn
 
 from ..common import training_device, warn_user
 from ..compat import AutocastState
@@ -68,8 +68,9 @@ _fastais = Learner._with_events
 
 
 def _with_events(self: Learner, f: Callable, event_type: str, ex: type[Exception], final: Callable = noop) -> None:
-    "Run a part of fastai's loop; what a precision opened is closed when its scope ends, and all of it when the last ends."
-    if scopes := open_scopes(self): return _scope(self, scopes, f, event_type, ex, final)
+    "Run a part of fastai's loop; what a precision opened in it is closed at its end."
+    scopes: Any = open_scopes(self)
+    if scopes: return _scope(self, scopes, f, event_type, ex, final)
     cb = loop_callback(self)
     if cb is None:
         try: return _fastais(self, f, event_type, ex, final)
@@ -106,7 +107,8 @@ def _scope(self: Learner, scopes: Scopes, f: Callable, event_type: str, ex: type
         while len(scopes) > depth:
             scopes[-1].close()
             del scopes[-1:]
-    if scopes.waiting and depth and not in_batch(self): _exchange_waiting(self, scopes)   # after an error the outermost does
+    # After an error the outermost scope does this.
+    if scopes.waiting and depth and not in_batch(self): _exchange_waiting(self, scopes)
 
 
 def _step(self: Learner, step: Callable[[], object]) -> None:
@@ -152,7 +154,8 @@ def _exchange(learn: Learner, cb: Any) -> None:
     # One assignment, so that an interrupt leaves either precision whole; first, for callbacks of order 10 see true
     # gradients only after it.
     learn.cbs = L([c for c in (cb,) if c is not None] + [c for c in learn.cbs if c not in old and c is not cb])
-    for name in ('mixed_precision', 'non_native_mixed_precision', 'model_to_half', 'scaler'): vars(learn).pop(name, None)
+    names = 'mixed_precision', 'non_native_mixed_precision', 'model_to_half', 'scaler'
+    for name in names: vars(learn).pop(name, None)
     if cb is not None: vars(learn)['mixed_precision'] = cb
     for c in old: c.learn = None
 

@@ -1,4 +1,4 @@
-"""Reads learners that versions 0.3 and 0.4 pickled or exported: their classes stood elsewhere, and held their state otherwise.
+"""Reads learners that versions 0.3 and 0.4 pickled or exported, whose classes had other places and attributes.
 
 Importing this file adds modules with the former names to `sys.modules`, and replaces `Learner.__setstate__`, which
 leaves out what those versions put on a learner. `tests/files/` holds such files.
@@ -41,19 +41,20 @@ class _FormerCallback(MixedPrecision):
         known = {**parameters_of(cls), **(parameters_of(BF16) if mode == 'auto' else {})}
         own = {name: given[name] for name in known if given.get(name) is not None}
         if mode == 'half_weights' and AMPMode(own['amp_mode']) is AMPMode.BF16: own.pop('loss_scale', None)
-        vars(self).clear()
+        self.__dict__.clear()
         self.__class__ = MixedPrecision
         MixedPrecision.__init__(self, Auto(**own) if mode == 'auto' else cls(**own),
                                 on_overflow=given['on_overflow'], max_skips=given['max_skips'])
         self._learn = state['_learn']
-        if mode == 'auto' and state['mode']: self.current = self.precision.made(state['mode'].value)
+        if isinstance(self.precision, Auto) and state['mode']: self.current = self.precision.made(state['mode'].value)
         self.history = scaling.get('history') or self.history
         vars(self.history).update({name: scaling[name] for name in ('_scales', '_skips') if name in scaling})
         if self.current is not None and scaling.get('state'): self.current.load_state_dict(scaling['state'])
 
 
 def _module(name: str, **contents: Any) -> None:
-    module = sys.modules[f'{_PACKAGE}.{name}'] = ModuleType(f'{_PACKAGE}.{name}', 'The name of a module of version 0.4.')
+    full = f'{_PACKAGE}.{name}'
+    module = sys.modules[full] = ModuleType(full, 'The name of a module of version 0.4.')
     vars(module).update(contents)
 
 
@@ -69,8 +70,8 @@ _module('metrics', loss_scale=loss_scale(), skipped_steps=skipped_steps())
 
 def _setstate(original: Callable, self: Learner, state: dict[str, Any]) -> None:
     "Leave out the loop and the watch of a former version."
-    former = '_with_events' in state or 'precision_watch' in state
-    original(self, {k: v for k, v in state.items() if not former or k not in ('_with_events', 'precision_watch', 'scaler')})
+    former = {'_with_events', 'precision_watch'} & {*state}
+    original(self, {k: v for k, v in state.items() if not (former and k in (*former, 'scaler'))})
     if former: self.cbs = L([cb for cb in self.cbs if isinstance(cb, Callback)])
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from functools import partial
 from itertools import islice, takewhile
 from typing import Any
 
@@ -19,7 +18,7 @@ from fastai.optimizer import OptimWrapper
 from torch import nn
 from torch.amp import GradScaler
 
-from ..common import is_dtensor, optimizer_params, warn_user
+from ..common import is_dtensor, is_lazy, optimizer_params, warn_user
 from ..compat import found_inf_of, skips_by_flag
 from ..precisions.scalers import DynamicScaler, UnitScaler
 from .optimizers import FUSED
@@ -30,7 +29,7 @@ _READ_EVERY = 512  # steps between two reads of the history
 
 
 class StepHistory:
-    "The loss scale of each attempted optimizer step, and whether it was skipped; the newest may still be on the device."
+    "The loss scale of each attempted optimizer step, and whether it was skipped. The newest may be on the device."
     def __init__(self):
         self._scales, self._skips = array('f'), array('b')
         self._unread: list[tuple] = []                           # scale and flag of the newest steps
@@ -120,8 +119,7 @@ class Scaling:
 
     def watch_buffers(self, model: nn.Module) -> None:
         "Keep the values of the model's buffers, such as BatchNorm's statistics, for a step that will be skipped."
-        lazy: Any = torch.nn.parameter.UninitializedTensorMixin
-        buffers = [b for b in model.buffers() if not (isinstance(b, lazy) or is_dtensor(b))]
+        buffers = [b for b in model.buffers() if not (is_lazy(b) or is_dtensor(b))]
         plain = [b.data for b in buffers if b.is_floating_point()]   # autograd does not count these writes
         self._buffers = [_Buffers([b for b in plain if b.device == d]) for d in {b.device for b in plain}]
 
@@ -164,18 +162,20 @@ class Scaling:
         else:
             self._flagged, self.found_inf = flagged, found_inf_of(self.scaler, self._probe)
             flagged.mark(self.found_inf)
-        self._vanished = self._is_low and not self.found_inf and not any(p.grad.abs().sum() for p in params if p.grad is not None)
+        if self._is_low and not self.found_inf:
+            self._vanished = not any(p.grad.abs().sum() for p in params if p.grad is not None)
 
     def update(self) -> None:
         "Record a step, taken or skipped, and let the scale grow or back off unless it is static."
         if self._probe is None:                                  # something else called the step off
             self.found_inf = False
             return
-        if torch.is_tensor(self.found_inf) and self.found_inf.device.type == 'cpu': self.found_inf = bool(self.found_inf)
-        if self.found_inf is False: self.skips_in_a_row = 0
+        on_host = isinstance(self.found_inf, bool) or self.found_inf.device.type == 'cpu'
+        if on_host: self.found_inf = bool(self.found_inf)        # which waits for nothing
+        if on_host: self.skips_in_a_row = self.skips_in_a_row + 1 if self.found_inf else 0
         for buffers in self._buffers: buffers.after_step(self.found_inf)
         self.history.add(self._scale(), self.found_inf)
-        if self.found_inf is True: self.read()                   # `unscale` has synchronized already
+        if self.found_inf is True and self.one.device.type == 'cpu': self.read()   # which waits for nothing there
         self.scaler.update()
         # fastai's own loop zeroes the gradients next; `start` scales what another loop leaves.
         self.has_scaled = type(self.learn)._do_grad_opt is Learner._do_grad_opt
@@ -201,7 +201,8 @@ class Scaling:
 
     def _restart(self) -> None:
         "Start from the first scale again: all gradients are 0 at this one."
-        self.scaler.restart()
+        scaler: Any = self.scaler                                # a `DynamicScaler`
+        scaler.update(float(scaler.first_scale))
         self._is_low = False
         warn_user(f'All gradients underflowed at a loss scale of {self.history.last_scale:.2g}, to which skipped steps '
                   f'had lowered it. It starts again from {self.scaler.get_scale():g}.')
@@ -271,7 +272,7 @@ class _Buffers:
 # -- optimizers that skip a step on the device
 
 class FlaggedStep:
-    "The step of torch's fused Adam, AdamW or SGD, which has no effect if the flag `found_inf` is 1: PyTorch's protocol."
+    "The step of torch's fused Adam, AdamW or SGD, which has no effect if the flag `found_inf` is 1."
     def __init__(self, opt: Any): self.opt = opt
     def mark(self, found_inf: torch.Tensor) -> None: self.opt.grad_scale, self.opt.found_inf = None, found_inf
     def unmark(self) -> None:

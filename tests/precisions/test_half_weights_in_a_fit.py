@@ -49,7 +49,7 @@ def test_training_that_goes_on_after_a_load_starts_from_the_file(with_opt, tmp_p
     learn.add_cb(At('after_batch', lambda l: l.training and l.train_iter == 3 and l.load(file, with_opt=with_opt), 70))
     learn.fit(1, 1e-6)
     for p, q in zip(params(learn), params(best)):
-        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(p, q, rtol=2**-7, atol=1e-3)  # a first step starts from weights that bf16 rounds
 
 
 def test_a_copy_made_in_a_fit_has_fp32_weights():

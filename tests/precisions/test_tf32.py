@@ -151,5 +151,5 @@ def test_the_table_says_that_fp32_training_has_tf32_in_convolutions(monkeypatch)
     assert 'fp32 training already uses it in torch.backends.cudnn.conv and torch.backends.cudnn.rnn' in why()
     backends.cudnn.allow_tf32 = False
     assert 'fp32' not in why()
-    monkeypatch.setattr(torch.version, 'hip', '7.0')
+    monkeypatch.setattr(tf32.facts, 'amd_architecture', lambda device: 'gfx1100')
     assert 'NVIDIA' in why()

@@ -6,7 +6,6 @@ import pytest, torch
 from fastai.callback import fp16
 from fastai.callback.channelslast import ChannelsLast
 from fastai.callback.training import GradientAccumulation, GradientClip
-from fastcore.docments import docments
 
 from helpers import *
 
