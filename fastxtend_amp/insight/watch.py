@@ -125,7 +125,8 @@ class Watch:
         learn, notes = self.learn, self.notes
         cb = self.cb
         scale = learn.scaler.get_scale()
-        if skipped and cb.arguments.get('loss_scale') is None: scale /= learn.scaler.get_backoff_factor()   # of the step
+        # The scale of the step itself.
+        if skipped and cb.arguments.get('loss_scale') is None: scale /= learn.scaler.get_backoff_factor()
         xb, yb, state = batch or (learn.xb, learn.yb, notes.random_state)
         step = getattr(learn, 'train_iter', 0) + (batch is None)
         alarm = Alarm(what, cb.mode, scale, step, xb, yb, state if notes.in_place or not skipped else None)

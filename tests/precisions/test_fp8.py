@@ -213,7 +213,8 @@ def test_files_load_without_torchao(tmp_path):
     learn.export('export.pkl')
     torch.save(learn.model(torch.ones(2, 6)), tmp_path / 'expected.pt')
     script = f"""
-import sys; sys.modules['torchao'] = None; sys.path[:0] = {[str(Path(helpers.__file__).parent), str(Path(__file__).parent)]!r}
+import sys; sys.modules['torchao'] = None
+sys.path[:0] = {[str(Path(helpers.__file__).parent), str(Path(__file__).parent)]!r}
 import torch
 from pathlib import Path
 from fastai.learner import load_learner
