@@ -65,8 +65,8 @@ def write_llms_txt(app, exception):
     for part, names in PAGES.items():
         lines += [f'## {part}', '']
         for name in names:
-            is_markdown = env.doc2path(name).endswith('.md')
-            address = f'_sources/{name}.md.txt' if is_markdown else f'{name}.html'
+            is_markdown = Path(env.doc2path(name)).suffix == '.md'
+            address = f'_sources/{name}.md.txt' if is_markdown and name != 'changelog' else f'{name}.html'
             lines.append(f'- [{env.titles[name].astext()}]({address}): {first_sentence(env.get_doctree(name))}')
         lines.append('')
     (Path(app.outdir) / 'llms.txt').write_text('\n'.join(lines), encoding='utf-8')
