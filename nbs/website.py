@@ -43,6 +43,15 @@ def link_sources(app, doctree):
         node.replace_self(nodes.reference('', '', *node.children, refuri=page, classes=['source-link']))
 
 
+def add_narrow_charts(app, doctree):
+    "A chart drawn for wide screens is followed by the one for phones; the style sheet shows one of them."
+    for node in [*doctree.findall(nodes.image)]:
+        narrow = node['uri'].replace('.png', '_narrow.png')
+        if not (Path(app.srcdir) / narrow).exists() or narrow == node['uri']: continue
+        node['classes'].append('wide')
+        node.parent.insert(node.parent.index(node) + 1, nodes.image(uri=narrow, alt=node['alt'], classes=['narrow']))
+
+
 def source_pages(app):
     "Yield a page for each module with its source."
     if app.builder.name != 'html': return
@@ -74,7 +83,8 @@ def write_llms_txt(app, exception):
 
 def setup(app):
     app.connect('source-read', source_read)
-    app.connect('doctree-read', link_sources, priority=400)      # before Sphinx copies the files to download
+    app.connect('doctree-read', link_sources, priority=400)      # before Sphinx collects files to copy
+    app.connect('doctree-read', add_narrow_charts, priority=400)
     app.connect('html-collect-pages', source_pages)
     app.connect('build-finished', write_llms_txt)
     app.add_js_file('search_sections.js')

@@ -1,5 +1,6 @@
-// Sphinx finds only pages that have every word of a query. This adds sections whose heading or index entry has the
-// words in any order; where no page has all words, pages and sections with some of them. Each section is shown once.
+// Sphinx finds only pages that have every word of a query. This adds sections whose heading or index entry has the words
+// in any order, or half of them if no section has all; and pages with some words, if no page has all. Each place is
+// shown once.
 document.addEventListener('DOMContentLoaded', () => {
   if (typeof Search === 'undefined') return;
   const everyWord = Search._performSearch;
@@ -25,20 +26,20 @@ document.addEventListener('DOMContentLoaded', () => {
   };
 
   Search._performSearch = (query, terms, excluded, highlighted, objects) => {
-    let hits = everyWord(query, terms, excluded, highlighted, objects);
-    const some = sections(terms);
-    if (some.some((hit) => hit[7] === 1)) hits.push(...some.filter((hit) => hit[7] === 1));
-    else if (!hits.length) {
-      hits = some.filter((hit) => hit[7] >= 0.5);
-      const scores = new Map();
+    const hits = everyWord(query, terms, excluded, highlighted, objects);
+    const near = sections(terms).filter((hit) => hit[7] >= 0.5);
+    const exact = near.filter((hit) => hit[7] === 1);
+    const pages = new Map();
+    if (!hits.length)                              // no page has every word
       for (const term of terms)
         for (const hit of Search.performTermsSearch(new Set([term]), excluded)) {
-          const page = scores.get(hit[0]) ?? hit;
+          const page = pages.get(hit[0]) ?? hit;
           page[4] += 10;
-          scores.set(hit[0], page);
+          pages.set(hit[0], page);
         }
-      hits.push(...[...scores.values()].sort((a, b) => b[4] - a[4]).slice(0, 5));
-    }
+    hits.push(...[...pages.values()].sort((a, b) => b[4] - a[4]).slice(0, 5));
+    if (exact.length) hits.push(...exact);
+    else if (!hits.some((hit) => hit[2])) hits.push(...near);
     const best = new Map();
     for (const hit of hits.sort((a, b) => b[4] - a[4])) {
       const place = hit[0] + hit[2];
