@@ -68,7 +68,7 @@ def arguments(f):
     "Return name, type, default and meaning of each argument of `f`."
     meanings, found = docments(f, args_kwargs=True), []
     for name, p in inspect.signature(f).parameters.items():
-        if name == 'self' or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and not meanings.get(name): continue
+        if name == 'self' or (p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and not meanings.get(name)): continue
         kind = p.annotation if isinstance(p.annotation, str) else inspect.formatannotation(p.annotation)
         kind = '' if p.annotation is p.empty else re.sub(r'(\w+\.)+(?=[A-Z])', '', kind)
         meaning = ' '.join((meanings.get(name) or ATTRIBUTES.get(name, '')).split())

@@ -15,9 +15,8 @@ release = version = settings['DEFAULT']['version']
 
 extensions = ['myst_nb', 'sphinx_copybutton', 'website', 'breaks', 'search_words']
 exclude_patterns = ['_build', '**.ipynb_checkpoints', 'benchmarks/__pycache__']
-nb_execution_mode = 'off'                      # outputs are stored in the notebooks; `python nbs/run.py` runs them again
+nb_execution_mode = 'off'                      # outputs are stored in the notebooks; `nbs/run.py` makes them
 nb_merge_streams = True
-myst_enable_extensions = ['colon_fence', 'deflist']
 myst_heading_anchors = 4
 highlight_language = 'text'                    # what is Python says so; the rest is for a shell
 smartquotes = False                            # 'fp16' is code, also where it stands in a sentence

@@ -37,7 +37,7 @@ def speeds() -> str:
         row = (title, *ratios, f'{fp32[ours["model"]]:,.1f}', f'{ours["ms"]:,.1f}',
                ', '.join(f'{x:.2f}' for x in others) or '-')
         found.append((ours['vs_fp32'][1], row))
-    for name, size, batch, ms, (low, median, high) in stored('real_models')['rows']:
+    for name, size, batch, ms, (_, median, _) in stored('real_models')['rows']:
         row = (f'{name} at {size}x{size}, batch {batch}*', f'{median:.2f}', '-', '-', f'{ms:,.1f}', '-', '-')
         found.append((median, row))
     lines = ['| model | fastxtend_amp | PyTorch loop | ratio | fp32, ms | bf16, ms | other machines |',

@@ -56,8 +56,9 @@ def source_pages(app):
     "Yield a page for each module with its source."
     if app.builder.name != 'html': return
     for file in sorted(PACKAGE.rglob('*.py')):
-        text = app.builder.highlighter.highlight_block(file.read_text(encoding='utf-8'), 'python')
-        yield f'source/{name_of(file)}', {'title': name_of(file), 'body': f'<h1>{name_of(file)}</h1>{text}'}, 'page.html'
+        name, code = name_of(file), file.read_text(encoding='utf-8')
+        body = f'<h1>{name}</h1>{app.builder.highlighter.highlight_block(code, "python")}'
+        yield f'source/{name}', {'title': name, 'body': body}, 'page.html'
 
 
 def first_sentence(doctree):

@@ -392,7 +392,9 @@ def test_pages_are_plain_markdown():
 def anchors(file):
     "The anchors that a code host gives to the headings of a page."
     text = file.read_text() if file.suffix == '.md' else dict(markdown())[file.name]
-    return {generate.anchor(h) for h in re.findall(r'^#+ (.+)$', re.sub(r'^```.*?^```', '', text, flags=re.S | re.M), re.M)}
+    return {
+        generate.anchor(h) for h in re.findall(r'^#+ (.+)$', re.sub(r'^```.*?^```', '', text, flags=re.S | re.M), re.M)
+    }
 
 
 def test_the_website_has_an_overview_for_language_models(page):

@@ -314,7 +314,14 @@ def test_a_custom_loss_in_fp32():
         dtypes.append((pred.dtype, (pred @ pred.T).dtype))
         return (pred - target).square().mean()
 
-    names = {'Learner': learner_of, 'dls': loaders(), 'model': linear_model(), 'nn': nn, 'torch': torch, 'my_loss': loss}
+    names = {
+        'Learner': learner_of,
+        'dls': loaders(),
+        'model': linear_model(),
+        'nn': nn,
+        'torch': torch,
+        'my_loss': loss,
+    }
     exec(code('class InFp32'), names)
     precise(names['learn'], 'bf16')
     assert {*dtypes} == {(torch.float32, torch.float32)}
@@ -382,11 +389,11 @@ def test_a_gan(mode):
 
 @pytest.mark.filterwarnings('ignore')
 def test_tabular_data():
-    from fastai.tabular.all import Categorify, FillMissing, Normalize, TabularDataLoaders, tabular_learner
+    from fastai.tabular import all as tabular
     from pandas import DataFrame
 
     frame = DataFrame({'size': [1.0, 2.0, 3.0, 4.0] * 16, 'kind': ['a', 'b'] * 32, 'target': ['no', 'yes'] * 32})
-    names = {**locals(), 'df': frame, 'cats': ['kind'], 'conts': ['size'], 'accuracy': accuracy}
+    names = {**vars(tabular), 'df': frame, 'cats': ['kind'], 'conts': ['size'], 'accuracy': accuracy}
     exec(code('TabularDataLoaders').replace('1024', '16').replace('measure=True', ''), names)
     with names['learn'].no_bar(), names['learn'].no_logging():
         names['learn'].fit(1)
