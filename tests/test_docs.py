@@ -465,6 +465,16 @@ def test_search_leads_to_the_section_that_answers(page):
         'Hugging': 'recipes',
         'Kaggle': 'recipes',
         'lr_find': 'recipes',
+        'MLflow': 'recipes',
+        'tabular': 'recipes',
+        'bitsandbytes': 'recipes',
+        'increase batch size': 'recipes',
+        'keep batchnorm fp32': 'recipes',
+        'custom loss': 'recipes',
+        'GAN': 'recipes',
+        'expected scalar type Half found Float': 'faq',
+        'inf checks recorded optimizer': 'faq',
+        'Tacotron': 'gpu_gains',
     }.items(),
 )
 def test_what_readers_search_for_is_found(page, word, file):
