@@ -18,7 +18,7 @@ from torch import nn
 import fastxtend_amp
 from fastxtend_amp import HalfWeights, MixedPrecision
 from fastxtend_amp.compat import AutocastState
-from helpers import learner, loaders, mlp
+from helpers import At, finite, learner, loaders, mlp
 
 ROOT = Path(__file__).parent.parent
 NBS = ROOT / 'nbs'
@@ -294,6 +294,9 @@ def test_what_fastai_does_where_it_finds_cuda(monkeypatch, tmp_path):
         in_fp32 = len(reads)
         low = fitted(learner(cbs=fp16.MixedPrecision()))
         assert len(reads) - 2 * in_fp32 == 2 * len(low.dls.train)
+        overflow = At('before_batch', lambda l: l.xb[0].fill_(float('inf')) if l.training and l.iter == 1 else None)
+        skips = fitted(learner(cbs=[fp16.MixedPrecision(init_scale=2.0), overflow]))
+        assert finite(skips) and skips.model[1].running_mean.isnan().all()  # the step was skipped, and NaN stays
         with pytest.raises(RuntimeError, match='on purpose'):
             fitted(learner(cbs=fp16.MixedPrecision('bf16')), cbs=Fails())
         assert torch.is_autocast_enabled('cuda')  # stays on
