@@ -9,7 +9,7 @@ EXAMPLES = {
     'Learner.to_tf32': "learn.to_tf32()  # needs an NVIDIA GPU",
     'Learner.to_amp':
         "learn.to_amp()              # by device\n"
-        "learn.to_amp(measure=True)  # by trying",
+        "learn.to_amp(measure=True)  # by measuring",
     'Learner.to_fp32':
         "learn.to_bf16().fit(1)\n"
         "learn.to_fp32().fit(1)",
