@@ -1,4 +1,4 @@
-"""CUDA's autocast rules for CPU tensors: which operators of a model would run in low precision on a GPU?
+"""CUDA's autocast rules for CPU tensors, to see in which precision a model would compute on a GPU.
 
 PyTorch registers autocast's operators for each type of device, and the lists differ. On CUDA sums, norms, softmax,
 `exp` and `pow` run in fp32, where a CPU stays in low precision; a CPU runs FFTs, linear algebra and 3-d pooling in

@@ -83,7 +83,7 @@ def _run_again(
 ) -> tuple[str, str]:
     "Run the batch forward and backward, in fp32 and in the mode; return where it began, and what to try."
     cb: Any = precision_callback(learn)
-    mode = AMPMode.BF16 if alarm.mode is AMPMode.FP8 else alarm.mode   # the copy computes without FP8
+    mode = alarm.mode
     again = partial(trace, learn, [(alarm.xb, alarm.yb)], in_fit=True, random_state=alarm.random_state)
     fp32 = again()
     if wrong := wrong_in_fp32(fp32, (alarm.xb, alarm.yb)):

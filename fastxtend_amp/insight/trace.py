@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math, sys, time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,17 +22,19 @@ from fastcore.basics import noop
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..callback import MixedPrecision
+from ..callback import MixedPrecision, precision_callback
 from ..common import first_line
 from ..convert import HALF, half_to_float, map_tensors
 from ..fp32_modules import ROOT, qualified_names
 from ..fp32_settings import FULL_PRECISION, fp32_settings
+from ..fp8 import fp8_layers
 from ..learner import set_precision
 from ..mode import AMPMode
 from .compat import in_function_transform, operator, unwatched
 from .copies import RandomState, begin_fit, copied_learner, is_plain, set_random_state, tensors
+from .rounding import round_as_fp8
 
-__all__ = ['LOSS', 'Seen', 'Trace', 'ends', 'largest_value', 'relative_error', 'trace']
+__all__ = ['LOSS', 'Seen', 'Trace', 'ends', 'largest_value', 'relative_error', 'running_copy', 'trace']
 
 LOSS = 'loss function'  # its name among the modules; callbacks after the forward pass count to it
 _FP32_NOISE = 2.**-23   # relative; where fp32 itself would lose a tenth, an error is that of noise
@@ -271,6 +273,31 @@ class _Ends(Callback):
         raise CancelBatchException
 
 
+@contextmanager
+def running_copy(
+    learn: Learner, # Nothing in it changes
+    mode: AMPMode | None, # fp32 if None
+    keep: Sequence[str], # Modules kept in fp32
+    scale: float, # The loss scale, for fp16
+    found: Trace, # Its `end_forward` and `end_backward` are called in each batch of training
+) -> Iterator[Learner]:
+    """Copy `learn` in a precision; a batch of the copy ends with its backward pass, and no step is taken.
+
+    Compiled modules run as they were written: hooks would not fire in a compiled graph.
+    """
+    with copied_learner(learn) as copy, torch.compiler.set_stance('force_eager'), fp32_settings(FULL_PRECISION):
+        kwargs: Any = dict(init_scale=scale, fp32_modules=list(keep), on_overflow='ignore')
+        if mode is AMPMode.FP8:
+            cb = precision_callback(learn)
+            with suppress(ValueError):                           # where no linear layer is left
+                round_as_fp8(fp8_layers(copy.model, cb and cb.modules, keep).values())
+            mode = AMPMode.BF16
+        set_precision(copy, None if mode is None else MixedPrecision(mode, **kwargs))
+        copy.scaler = torch.amp.GradScaler('cpu', enabled=False)   # in fp32, too: callbacks may scale a loss with it
+        copy.add_cb(_Ends(found))
+        yield copy
+
+
 def trace(
     learn: Learner, # Nothing in it changes
     batches: Sequence[Any], # As a DataLoader gives them; inputs and targets of the batch under way if `in_fit`
@@ -284,15 +311,10 @@ def trace(
 ) -> Trace:
     """Run batches forward and backward in a copy of `learn`, in its own loop with its callbacks; no step is taken.
 
-    Then the first batch runs as in validation, unless that fails in fp32, too. Compiled modules run as they were
-    written: hooks would not fire in a compiled graph.
+    Then the first batch runs as in validation, unless that fails in fp32, too.
     """
     found = Trace(mode, reference)
-    with copied_learner(learn) as copy, torch.compiler.set_stance('force_eager'), fp32_settings(FULL_PRECISION):
-        kwargs: Any = dict(init_scale=scale, fp32_modules=list(keep), on_overflow='ignore')
-        set_precision(copy, None if mode is None else MixedPrecision(mode, **kwargs))
-        copy.scaler = torch.amp.GradScaler('cpu', enabled=False)   # in fp32, too: callbacks may scale a loss with it
-        copy.add_cb(_Ends(found))
+    with running_copy(learn, mode, keep, scale, found) as copy:
         if random_state is not None: set_random_state(random_state)
         try:
             if not in_fit:

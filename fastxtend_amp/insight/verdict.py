@@ -16,14 +16,15 @@ from .trace import LOSS, Trace, ends
 
 __all__ = ['Judge', 'Judgement', 'Verdict', 'named', 'not_finite_data', 'some', 'wrong_in_fp32']
 
-Judgement = Literal['safe so far', 'safe with loss scaling', 'keep modules in fp32', 'do not use', 'cannot run',
-                    'not known']
+Judgement = Literal['safe so far', 'safe with loss scaling', 'keep modules in fp32', 'gradient differs', 'do not use',
+                    'cannot run', 'not known']
 
 IMPRECISE = .1        # error of a module's own arithmetic that is trouble
 LOST = .1             # of the mean absolute gradient: smaller gradients may underflow
 VANISHED = .5         # of the gradients that are not 0 in fp32: where fewer are not 0, training fails
 CLOSE = 4.            # headroom below which a module is close to overflow
 LOWEST_SCALE = 2.**-12 # that is advised
+SMALL, LARGE = .5, 1  # distance of the mean gradient: models that train worse than in fp32 were above 1
 MARGIN = 16.          # by which a loss scale that is advised is below the highest: later gradients may be larger
 
 
@@ -36,12 +37,13 @@ class Verdict:
     | 'safe so far' | nothing is wrong on the batches that were looked at, with the weights as they are now |
     | 'safe with loss scaling' | the same, and without loss scaling gradients would underflow |
     | 'keep modules in fp32' | some reach a quarter of the format's maximum, do not run, or have an error above 10 % |
+    | 'gradient differs' | the mean gradient of some batches is far from fp32's: a sign to look, not a proof |
     | 'do not use' | nothing that was tried helps |
     | 'cannot run' | the device has no kernel for it, or the model's code does not run in it, whatever is kept in fp32 |
     | 'not known' | the report ended at its time limit, `max_seconds`, or fp32 fails, too |
     """
     mode: str # 'bf16' or 'fp16'
-    verdict: Judgement # One of the six above
+    verdict: Judgement # One of the seven above
     reason: str # What was found
     call: str = '' # The next call to make; '' where fp32 fails, too
     modules: list[str] = field(default_factory=list) # Modules to keep in fp32
@@ -64,6 +66,8 @@ class Judge:
     first_scale: float # The loss scale to start from
     call: Callable[..., str] # Gives the call for modules to keep and other arguments
     kept: Sequence[str] = () # Modules that are in fp32 to begin with
+    # Gives the distance of the mean gradient from that in fp32, as `gradient_distance` does; nan if it is not known.
+    distance: Callable[[list[str], float], float] = lambda keep, scale: math.nan
 
     def __post_init__(self):
         self.keep, self.scale, self.highest = list(self.kept), self.first_scale, math.inf
@@ -127,25 +131,22 @@ class Judge:
 
     def _can_be_kept(self, name): return name not in (ROOT, LOSS) and not covers(self.keep, name)
 
+    def candidates(self, low: Trace) -> list[str]:
+        "Return the modules that can be kept in fp32 besides those that are, the last first."
+        around = {n.rpartition('.')[0] for n in low.seen}        # modules with others inside, which may compute nothing
+        return [n for n, s in reversed(low.seen.items()) if self._can_be_kept(n) and (s.largest or n not in around)]
+
     def _tried(self, low: Trace, name: str | None, backward: bool) -> list[str]:
         """Return modules that help when they are in fp32, where the one that shows the trouble cannot be kept.
 
         That one is the model's own forward or the loss function, which compute in fp32 on fp32 inputs, or a module that
-        is in fp32 already and gets rounded values; in a backward pass none is known. All modules are tried, then half
-        of those that help, and so on.
+        is in fp32 already and gets rounded values; in a backward pass none is known.
         """
         def helps(names):
             trace = self.run(outermost([*self.keep, *names]), self.scale)
             fine = trace.loss_is_finite and (trace.grads_are_finite or not backward)
             return fine and not trace.error and name not in self._concerned(trace)
-        around = {n.rpartition('.')[0] for n in low.seen}        # modules with others inside, which may compute nothing
-        names = [n for n, s in reversed(low.seen.items()) if self._can_be_kept(n) and (s.largest or n not in around)]
-        if not names or not helps(names): return []
-        while len(names) > 1:
-            half = len(names) // 2
-            part = next((p for p in (names[:half], names[half:]) if helps(p)), None)
-            if part is None: break
-            names = part
+        if not (names := smallest(self.candidates(low), helps)): return []
         if name in self.reasons:
             self.reasons[name] += f' (with {some([*map(named, names)])} in fp32 this does not happen)'
         else:
@@ -182,7 +183,7 @@ class Judge:
     def _works(self, low: Trace) -> Verdict:
         reasons = [*dict.fromkeys(self.reasons.values())]
         verdict: Judgement = 'safe so far'
-        scales, changes = None, {}
+        scales, changes, start = None, {}, 1.
         if self.mode.needs_loss_scaling:
             least, most = scales = self._scales(low)
             start = max(least, most / MARGIN)
@@ -197,9 +198,21 @@ class Judge:
             own = max(s.error for s in low.seen.values())
             reasons = [f"no module's own error is above {own:.2%}" if own else 'nothing wrong was found']
         if scales: reasons = [*reasons[:4], f'loss scales from {least:,.9g} to {most:,.9g} fit']
-        modules = [n for n in self.keep if n not in self.kept]
-        return self._say(verdict, some(reasons, 5, '; '), call=self.call(modules, **changes), modules=modules,
-                         scale_range=scales, **changes)
+        reason, names = some(reasons, 5, '; '), []
+        if (far := self.distance(self.keep, start)) >= 0:        # nan if it is not known
+            reason += (f'; the mean gradient is {far:.2g} standard errors from that in fp32 (one is the noise between '
+                       f'batches in a mean of 24: below {SMALL} it is lost in that noise, above {LARGE} look closer)')
+        if far > LARGE:
+            verdict = 'gradient differs'
+            helps = lambda names: self.distance(outermost([*self.keep, *names]), start) < SMALL
+            names = smallest(self.candidates(low), helps)
+            reason += (f"; {some([*map(named, names)]) or 'no module that was tried'} in fp32 brings it below {SMALL}. "
+                       'This is a sign to look, not a proof: some models train as well')
+            self.reasons |= dict.fromkeys(names, '')
+        modules = [n for n in outermost([*self.keep, *names]) if n not in self.kept]
+        call = self.call(modules, **changes)
+        if far > LARGE and not names: call = f"learn.compare_precision('{self.mode.value}')"
+        return self._say(verdict, reason, call=call, modules=modules, scale_range=scales, **changes)
 
 
 # -- words
@@ -226,6 +239,17 @@ def not_finite_data(batch: Any) -> str: # Such as 'the batch itself is not finit
 
 
 def _is_fine(t: Trace) -> bool: return not t.error and t.loss_is_finite and t.grads_are_finite
+
+
+def smallest(names: list[str], helps: Callable[[list[str]], bool]) -> list[str]:
+    "Return few of some modules that help: all are tried, then half of those that help, and so on; [] if none do."
+    if not names or not helps(names): return []
+    while len(names) > 1:
+        half = len(names) // 2
+        part = next((p for p in (names[:half], names[half:]) if helps(p)), None)
+        if part is None: break
+        names = part
+    return names
 
 
 def outermost(names: Iterable[str]) -> list[str]:

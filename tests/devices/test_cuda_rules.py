@@ -82,7 +82,9 @@ def softmax_dtype():
 
 def kernels():
     "What is registered at the key, with what: also Python kernels."
-    return {name: torch._C._dispatch_dump_table(name) for name in registered('AutocastCPU') | registered('AutocastCUDA')}
+    return {
+        name: torch._C._dispatch_dump_table(name) for name in registered('AutocastCPU') | registered('AutocastCUDA')
+    }
 
 
 def test_the_exit_undoes_it_also_after_an_exception():
@@ -131,3 +133,73 @@ def test_fp64_and_integers_are_left_alone_and_bce_raises_as_on_cuda():
         assert torch.ones(2).double().exp().dtype is torch.float64 and torch.ones(2).long().sum().dtype is torch.int64
         with pytest.raises(RuntimeError, match='binary_cross_entropy_with_logits'):
             F.binary_cross_entropy(torch.rand(2), torch.rand(2))
+
+
+# -- the report on a GPU that is not there
+
+
+class Dice(nn.Module):
+    "The overlap of two maps, in sums over all pixels."
+
+    def forward(self, x):
+        p = torch.sigmoid(x)
+        return (2 * (p * p).sum((1, 2, 3)) / (p.sum((1, 2, 3)) + p.sum((1, 2, 3)) + 1))[:, None]
+
+
+class Spectrum(nn.Module):
+    def forward(self, x):
+        return torch.fft.rfft2(x).abs().mean((2, 3))
+
+
+def pictures(model, side):
+    torch.manual_seed(0)
+    data = Data(torch.randn(4, 1, side, side), torch.rand(4, 1))
+    return learner(nn.Sequential(nn.Conv2d(1, 1, 1), model), loaders(bs=2, train=data, valid=data))
+
+
+@pytest.mark.parametrize('mode', ['bf16', 'fp16'])
+def test_sums_of_a_dice_score_are_safe_on_a_gpu(mode):
+    "262,144 pixels: beyond fp16's 65,504 and bf16's eight bits."
+    learn = pictures(Dice(), 512)
+    verdict = learn.precision_report('fp16').verdicts['fp16']
+    assert verdict.verdict == 'keep modules in fp32' and verdict.modules == ['1']
+    assert learn.precision_report(mode, device='cuda').verdicts[mode].verdict == 'safe so far'
+
+
+@pytest.mark.parametrize('mode', ['bf16', 'fp16'])
+def test_an_fft_is_kept_in_fp32_on_a_gpu(mode):
+    learn = pictures(Spectrum(), 8)
+    assert learn.precision_report(mode).verdicts[mode].verdict == 'safe so far'
+    report = learn.precision_report(mode, device='cuda')
+    verdict = report.verdicts[mode]
+    assert (
+        verdict.verdict == 'keep modules in fp32' and verdict.modules == ['1'] and 'Unsupported dtype' in verdict.reason
+    )
+    assert any("on this CPU under CUDA's autocast rules" in note and 'kernels' in note for note in report.notes)
+    assert softmax_dtype() is torch.bfloat16  # what follows has the CPU's rules again
+
+
+def test_a_kernel_that_only_the_cpu_lacks_leaves_the_verdict_open():
+    class Act(nn.Module):
+        def forward(self, x):
+            return F.rrelu(x, training=True)
+
+    def verdict(**kwargs):
+        return learner(nn.Sequential(nn.Linear(6, 8), Act(), nn.Linear(8, 1))).precision_report('fp16', **kwargs)
+
+    assert verdict().verdicts['fp16'].verdict == 'keep modules in fp32'
+    found = verdict(device='cuda').verdicts['fp16']
+    assert found.verdict == 'not known' and "this CPU has no fp16 kernel for '1', which CUDA may have" in found.reason
+    assert found.call == 'learn.to_bf16()'  # which CUDA has, whatever this CPU computes in
+
+
+@pytest.mark.parametrize('device', ['xpu', 'gpu', 0, 'mps:0'])
+def test_the_report_answers_for_no_other_device(device):
+    with pytest.raises(ValueError, match="device=.* cannot be used.*device='cuda'"):
+        learner().precision_report(device=device)
+
+
+@pytest.mark.parametrize('device', ['cpu', torch.device('cpu')])
+def test_the_learners_own_device_is_what_is_reported_on_anyway(device):
+    own, named = (learner().precision_report('bf16', **kwargs) for kwargs in ({}, {'device': device}))
+    assert repr(own) == repr(named) and not any('CUDA' in note for note in named.notes)
