@@ -46,8 +46,9 @@ _lock, _users, _undo = Lock(), 0, ExitStack()
 
 
 def registered(key: str) -> set[str]: # Such as {'aten::linear', 'aten::softmax.int', ...}
-    "Return the names of the operators that have a kernel at a dispatch key, such as 'AutocastCUDA'."
-    return {*torch._C._dispatch_get_registrations_for_dispatch_key(key)}
+    "Return the names of PyTorch's own operators that have a kernel at a dispatch key, such as 'AutocastCUDA'."
+    names = torch._C._dispatch_get_registrations_for_dispatch_key(key)
+    return {name for name in names if name.startswith('aten::')}     # torchvision registers others, for both devices
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import threading, warnings
 
 import pytest, torch
+import torchvision  # noqa: F401  registers operators of its own at both keys
 from torch import nn
 from torch.nn import functional as F
 
