@@ -10,7 +10,7 @@ from fastai.callback.core import Callback
 from torch import nn
 
 from ..common import warn_user
-from .copies import RandomState, generators
+from .copies import RandomState, generators, tensors
 from .diagnosis import Alarm, diagnose
 
 __all__ = ['Watch']
@@ -30,6 +30,7 @@ class Notes:
     random_state: RandomState | None = None                      # before the batch
     before: tuple | None = None                                  # on an accelerator: the last batch
     n_recorded: int = 0                                          # losses of the Recorder that were looked at
+    lost: torch.Tensor | bool = False                            # whether validation has given NaN or inf
 
 
 class Watch(Callback):
@@ -42,7 +43,6 @@ class Watch(Callback):
     """
     name = 'precision_watch'
     order = 10.5                                                 # right after MixedPrecision
-    run_valid = False
 
     def __call__(self, event_name: str) -> None:
         # fastai looks an event that is not here up on the learner and its model: longer than all that the watch does.
@@ -68,7 +68,7 @@ class Watch(Callback):
     def before_batch(self):
         "Note the random state, and once the size of the weights."
         notes, learn = self.notes, self.learn
-        if notes is None: return
+        if notes is None or not learn.training: return
         notes.random_state = [(set_state, get()) for set_state, get in notes.generators]
         if notes.weights is not None or learn.mixed_precision.fit.device.type == 'xla': return
         notes.weights = _norm(learn.model)                       # which XLA would compile into the first batch
@@ -79,6 +79,9 @@ class Watch(Callback):
         if notes is None: return
         # Without targets fastai leaves the losses of an earlier batch; a learner's own loop may set one all the same.
         loss = vars(learn).get('loss_grad')                      # without targets still that of an earlier batch
+        if not learn.training:                                   # NaN, or inf that is no mask
+            for t in tensors((vars(learn).get('pred'), loss)): notes.lost = notes.lost | ~(t < math.inf).all()
+            return
         if not torch.is_tensor(loss): return
         if notes.in_place:
             number = _mean(loss).item()
@@ -103,15 +106,14 @@ class Watch(Callback):
         self.after_step()
         self._check_recorded()
 
-    def after_epoch(self):
-        "Say that the loss of the validation is not finite, where training's is; fastai's Recorder has read it."
-        recorder = vars(self.learn).get('recorder')
-        if self.notes is None or recorder is None: return
-        loss = dict(zip(recorder.metric_names, recorder.log)).get('valid_loss')
-        if not isinstance(loss, float) or math.isfinite(loss): return
-        self._say(f"{self.learn.mixed_precision.fit.mode.value}: the loss of the validation is {loss}; training's is "
-                  'finite.\nIf it is finite after `learn.to_fp32()`, `learn.precision_report(dl=learn.dls.valid)` '
-                  'names the modules to keep in fp32.')
+    def after_validate(self):
+        "Say that validation alone is not finite; fastai has read its losses already."
+        notes, learn = self.notes, self.learn
+        if notes is None or not notes.lost: return
+        self._say(f'{learn.mixed_precision.fit.mode.value}: a loss or a prediction in validation is NaN or inf.\n' + (
+            f'The run diverges: {far}. Lower the learning rate first.' if (far := _divergence(notes, learn.model)) else
+            'If it is finite after `learn.to_fp32()`, `learn.precision_report(dl=learn.dls.valid)` names the modules '
+            'to keep in fp32.'))
 
     def _check_recorded(self) -> None:
         recorder, notes = vars(self.learn).get('recorder'), self.notes
