@@ -72,10 +72,7 @@ class LoRA(nn.Module):
     def __init__(self, base, dtype):
         super().__init__()
         self.base = base.to(dtype).requires_grad_(False)
-        self.down, self.up = (
-            nn.Linear(base.in_features, 2, bias=False),
-            nn.Linear(2, base.out_features, bias=False),
-        )
+        self.down, self.up = (nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features, bias=False))
 
     def forward(self, x):
         return self.base(x) + self.up(self.down(x))

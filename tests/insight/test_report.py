@@ -712,10 +712,7 @@ def cancel(learn):
 def test_batches_that_give_no_loss():
     dls = loaders()
     dls.n_inp = 2
-    for learn in (
-        learner(nn.Bilinear(6, 1, 1), dls),
-        learner(cbs=At('before_batch', cancel)),
-    ):
+    for learn in (learner(nn.Bilinear(6, 1, 1), dls), learner(cbs=At('before_batch', cancel))):
         for verdict in learn.precision_report().verdicts.values():
             assert verdict.verdict == 'not known' and not verdict.call and not verdict.scale_range, verdict
             assert verdict.reason.startswith('no batch gave a loss')
