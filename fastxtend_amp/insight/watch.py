@@ -30,7 +30,6 @@ class Notes:
     random_state: RandomState | None = None                      # before the batch
     before: tuple | None = None                                  # on an accelerator: the last batch
     n_recorded: int = 0                                          # losses of the Recorder that were looked at
-    lost: torch.Tensor | bool = False                            # whether validation has given NaN or inf
 
 
 class Watch(Callback):
@@ -43,6 +42,7 @@ class Watch(Callback):
     """
     name = 'precision_watch'
     order = 10.5                                                 # right after MixedPrecision
+    run_valid = False
 
     def __call__(self, event_name: str) -> None:
         # fastai looks an event that is not here up on the learner and its model: longer than all that the watch does.
@@ -68,7 +68,7 @@ class Watch(Callback):
     def before_batch(self):
         "Note the random state, and once the size of the weights."
         notes, learn = self.notes, self.learn
-        if notes is None or not learn.training: return
+        if notes is None: return
         notes.random_state = [(set_state, get()) for set_state, get in notes.generators]
         if notes.weights is not None or learn.mixed_precision.fit.device.type == 'xla': return
         notes.weights = _norm(learn.model)                       # which XLA would compile into the first batch
@@ -79,9 +79,6 @@ class Watch(Callback):
         if notes is None: return
         # Without targets fastai leaves the losses of an earlier batch; a learner's own loop may set one all the same.
         loss = vars(learn).get('loss_grad')                      # without targets still that of an earlier batch
-        if not learn.training:                                   # NaN, or inf that is no mask
-            for t in tensors((vars(learn).get('pred'), loss)): notes.lost = notes.lost | ~(t < math.inf).all()
-            return
         if not torch.is_tensor(loss): return
         if notes.in_place:
             number = _mean(loss).item()
@@ -107,9 +104,11 @@ class Watch(Callback):
         self._check_recorded()
 
     def after_validate(self):
-        "Say that validation alone is not finite; fastai has read its losses already."
+        "Say that a loss or predictions of a validation are NaN or inf; fastai has them on the CPU already."
         notes, learn = self.notes, self.learn
-        if notes is None or not notes.lost: return
+        recorder, gather = map(vars(learn).get, ('recorder', 'gather_preds'))
+        seen = tensors((recorder and vars(recorder.loss).get('total'), gather and gather.preds))
+        if notes is None or all((t < math.inf).all() for t in seen): return
         self._say(f'{learn.mixed_precision.fit.mode.value}: a loss or a prediction in validation is NaN or inf.\n' + (
             f'The run diverges: {far}. Lower the learning rate first.' if (far := _divergence(notes, learn.model)) else
             'If it is finite after `learn.to_fp32()`, `learn.precision_report(dl=learn.dls.valid)` names the modules '
