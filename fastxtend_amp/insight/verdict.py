@@ -190,8 +190,8 @@ class Judge:
             start, enough = max(least, most / MARGIN), VANISHED * self.fp32.moving
             if raised := low.moving < enough: low = self.run(self.keep, start)
             if most < LOWEST_SCALE or low.moving < enough or not _is_fine(low):
-                reason = f'no loss scale fits: gradients overflow above {most:,.9g}, and lower ones lose too many'
-                return self._say('do not use', reason)
+                return self._say('do not use', f'no loss scale fits: gradients overflow above {most:,.9g}, and below it '
+                                 'too many are 0')
             if raised or most < CLOSE * self.first_scale: changes['init_scale'] = int(start) if start >= 1 else start
             if least > 1: verdict = 'safe with loss scaling'
         if reasons: verdict = 'keep modules in fp32'
