@@ -62,6 +62,9 @@ def check_learner(
         if frame.f_code is fit and frame.f_locals.get('self') is learn:
             raise RuntimeError(f'{method} cannot run inside a fit. Call it before or after.')
         frame = frame.f_back
+    if not any(p.requires_grad for p in learn.model.parameters()):
+        raise ValueError(f'{method} needs parameters to train, but all of this model are frozen.\n'
+                         'Call `learn.unfreeze()` first.')
     if is_sharded(learn.model):
         raise ValueError(f'{method} cannot work on a model whose parameters are sharded (FSDP).\n'
                          'Call it before `fully_shard`.')

@@ -62,7 +62,8 @@ class PrecisionReport(Shown):
     | `grad` | largest absolute gradient of outputs and own parameters, in fp32, unscaled | value |
     | `trouble` | whether the verdict names the module | bool |
 
-    Large negative values that are far from all others, as in attention masks, are not counted.
+    Attention masks do not count in `largest`: large negative values that are far from all others, and tensors that
+    hold only one large value, or two. The `error` of comparisons and indices is the share that differs.
     """
     table: pd.DataFrame # One row for each mode and module
     verdicts: dict[str, Verdict] # By the name of the mode

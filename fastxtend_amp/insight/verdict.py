@@ -21,7 +21,7 @@ Judgement = Literal['safe so far', 'safe with loss scaling', 'keep modules in fp
 
 IMPRECISE = .1        # error of a module's own arithmetic that is trouble
 LOST = .1             # of the mean absolute gradient: smaller gradients may underflow
-VANISHED = .5         # of the gradients that are not 0 in fp32: where fewer are not 0, training fails
+VANISHED = .5         # of the sum of all absolute gradients: where less is left, training fails
 CLOSE = 4.            # headroom below which a module is close to overflow
 LOWEST_SCALE = 2.**-12 # that is advised
 SMALL, LARGE = .5, 1  # distance of the mean gradient: models that train worse than in fp32 were above 1
@@ -40,7 +40,9 @@ class Verdict:
     | 'gradient differs' | the mean gradient of some batches is far from fp32's: a sign to look, not a proof |
     | 'do not use' | nothing that was tried helps |
     | 'cannot run' | the device has no kernel for it, or the model's code does not run in it, whatever is kept in fp32 |
-    | 'not known' | the report ended at its time limit, `max_seconds`, or fp32 fails, too |
+    | 'not known' | the report ended at its time limit, `max_seconds`, fp32 fails as well, or no batch gave a loss |
+
+    'keep modules in fp32' also names modules that rely on a constant that is 0 in fp16, as `clamp(min=1e-8)` does.
     """
     mode: str # 'bf16' or 'fp16'
     verdict: Judgement # One of the seven above
@@ -126,6 +128,8 @@ class Judge:
             elif s.failed or (s.half * CLOSE > self.limit and not covers(self.keep, n)):
                 above = 'above' if size > self.limit else 'close to'
                 found[n] = f"values in {named(n)} reach {size:,.3g}, {above} {mode}'s {self.limit:,.5g}"
+            elif s.vanished:
+                found[n] = f'{s.vanished:g} is 0 in {mode}, and does not keep small values in {named(n)} from 0'
             elif s.error > IMPRECISE: found[n] = f'the error of {named(n)} is {min(s.error, 1):.0%} in {mode}'
         return found
 
@@ -167,8 +171,6 @@ class Judge:
         least = 2. ** math.ceil(math.log2(info.smallest_normal * info.eps / (LOST * mean)))
         return min(max(least, min(1., most / MARGIN)), most), most
 
-    def _has_vanished(self, low: Trace) -> bool: return low.n_moving < VANISHED * self.fp32.n_moving
-
     # -- how it is said
 
     def _nothing_helps(self, low: Trace) -> Verdict:
@@ -186,11 +188,11 @@ class Judge:
         scales, changes, start = None, {}, 1.
         if self.mode.needs_loss_scaling:
             least, most = scales = self._scales(low)
-            start = max(least, most / MARGIN)
-            if raised := self._has_vanished(low): low = self.run(self.keep, start)
-            if most < LOWEST_SCALE or self._has_vanished(low) or not _is_fine(low):
-                lost = f', and at {start:,.9g} most are 0 that are not in fp32' * self._has_vanished(low)
-                return self._say('do not use', f'no loss scale fits: gradients overflow above {most:,.9g}{lost}')
+            start, enough = max(least, most / MARGIN), VANISHED * self.fp32.moving
+            if raised := low.moving < enough: low = self.run(self.keep, start)
+            if most < LOWEST_SCALE or low.moving < enough or not _is_fine(low):
+                return self._say('do not use', f'no loss scale fits: gradients overflow above {most:,.9g}, and below it '
+                                 'too many are 0')
             if raised or most < CLOSE * self.first_scale: changes['init_scale'] = int(start) if start >= 1 else start
             if least > 1: verdict = 'safe with loss scaling'
         if reasons: verdict = 'keep modules in fp32'
@@ -222,6 +224,7 @@ def wrong_in_fp32(fp32: Trace, batches: Any) -> str:
 
     The data is blamed then alone: NaN may stand for a target that is not known, and that the loss leaves out.
     """
+    if not fp32.seconds: return 'no batch gave a loss: give batches with targets, or a model that returns the loss'
     if _is_fine(fp32): return ''
     if bad := not_finite_data(batches): return bad
     what = 'gradients are' if fp32.loss_is_finite else 'loss is'
