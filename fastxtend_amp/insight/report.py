@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import math, time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -25,7 +25,8 @@ from ..fp8 import fp8_layers
 from ..mode import AMPMode, fastest_native, mode_support
 from .copies import check_learner, left_out, loader_like, random_state_kept, tensors
 from .precisions import PRECISION_COLORS, precision_call
-from .arguments import check_above_0, check_count
+from .arguments import check_above_0, check_count, known_arguments
+from .progress import progress_bar
 from .shown import Shown
 from .trace import Seen, Trace, trace
 from .verdict import Judge, Verdict, named, some, wrong_in_fp32
@@ -104,6 +105,7 @@ def _to_look_at(table: pd.DataFrame, n: int) -> pd.DataFrame:
 
 
 @patch
+@known_arguments
 def precision_report(self: Learner,
     modes: str | AMPMode | Iterable[str | AMPMode] = ('bf16', 'fp16'), # The precisions to report on
     n_batches: int = 1, # How many batches to look at
@@ -133,13 +135,14 @@ def precision_report(self: Learner,
     check_above_0('max_seconds', max_seconds, '60')
     if dl is not None and not hasattr(dl, '__iter__'):
         raise ValueError(f'dl={dl!r} cannot be used: dl must be a DataLoader, such as `learn.dls.valid`.')
-    check_learner(self, 'precision_report')
+    check_learner(self, 'precision_report', dl)
     if half := half_parameters_of(unwrapped(self.model)):
         raise ValueError(f"precision_report needs fp32 parameters, as mixed precision does, but {len(half)} to be "
                          f"trained are in half precision, such as '{half[0]}'. Call `learn.model.float()` first: "
                          'autocast itself casts what can run in low precision.')
     looked_at: list[AMPMode] = list(dict.fromkeys(AMPMode.BF16 if mode is AMPMode.FP8 else mode for mode in asked))
-    found = _Report(self, max_seconds).on(looked_at, n_batches, self.dls.train if dl is None else dl)
+    with progress_bar(self, max_seconds) as tick:
+        found = _Report(self, max_seconds, tick).on(looked_at, n_batches, self.dls.train if dl is None else dl)
     if AMPMode.FP8 in asked: found.notes.append(_fp8_note(self))
     return found
 
@@ -157,6 +160,7 @@ class _Report:
     "The traces of one report."
     learn: Learner
     max_seconds: float
+    tick: Callable[[str], None] # Moves the progress bar
 
     def __post_init__(self):
         self.until = time.monotonic() + self.max_seconds
@@ -191,6 +195,7 @@ class _Report:
         if support.status == 'unsupported': return Verdict(mode.value, 'cannot run', support.why)
         def run(keep, scale):
             if time.monotonic() > self.until: raise TimeoutError
+            self.tick(mode.value)
             found = trace(self.learn, self.batches, mode, keep, scale, reference=self.fp32)
             if not found.error: self.low.setdefault(mode, found)
             return found

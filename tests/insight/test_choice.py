@@ -11,12 +11,14 @@ from torch import nn
 from fastxtend_amp import HalfWeights, mode
 from fastxtend_amp.insight import compare, precisions
 from fastxtend_amp.insight.precisions import PrecisionChoice, call_for, precision_call, use_choice
-from helpers import At, Attentive, Data, learner, loaders
-from states import Act, Gives, Unpacks, bits, fills, rich
+from helpers import Attentive, Data, learner, loaders
+from states import Act, Gives, InStep, Unpacks, bits, fills, rich
 
 
 class Costs(Callback):
     "Each step takes .1 seconds of the test's clock, or less by the speed-up of the precision that it runs in."
+
+    run_on_copy = True
 
     def __init__(self, speeds, swing=0.0):
         self.speeds, self.swing = speeds, swing
@@ -126,6 +128,8 @@ def trained(scale, worse=0.0, loss=nn.functional.mse_loss):
     "The choice for a linear regression without noise, from a loss of about `scale`; low precision trains `worse`."
 
     class Perturbs(Callback):
+        run_on_copy = True
+
         def after_step(self):
             if worse and self.learn.precision:
                 with torch.no_grad():
@@ -201,7 +205,7 @@ def test_the_learner_is_as_it_was_interrupted_or_but_for_the_callback():
             raise KeyboardInterrupt
 
     interrupts, learn = True, rich()
-    learn.add_cbs([Costs({'bf16': 3.0}), At('after_step', stop)])
+    learn.add_cbs([Costs({'bf16': 3.0}), InStep('after_step', stop)])
     before = bits(learn)
     with pytest.raises(KeyboardInterrupt):
         learn.to_amp(measure=True)

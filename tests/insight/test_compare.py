@@ -21,7 +21,7 @@ from fastxtend_amp.insight import compare, precisions
 from fastxtend_amp.insight.comparison import Tolerance, recommend
 from fastxtend_amp.insight.precisions import choices_from
 from helpers import OPTIMIZERS, At, Attentive, Data, handwritten, learner, loaders, mlp, params, same
-from states import Act, bits, rich, shuffled
+from states import Act, InStep, bits, rich, shuffled
 
 
 LOW = ('bf16', 'fp16')  # named, as CPUs may emulate both
@@ -130,12 +130,16 @@ def test_precision_of_the_learner_is_the_template():
 
 def test_who_takes_part(tmp_path):
     events = []
-    logs, shapes = (At(event, lambda l, event=event: events.append(event)) for event in ('after_batch', 'after_pred'))
+    logs, shapes = (
+        kind(event, lambda l, event=event: events.append(event))
+        for kind, event in ((At, 'after_batch'), (InStep, 'after_pred'))
+    )
     learn = seeded(cbs=[logs, shapes, GradientClip(1e-3), SaveModelCallback()], path=tmp_path)
     r = learn.compare_precision(LOW, n_steps=8, n_seeds=1)
     assert not list(tmp_path.rglob('*'))
-    assert events == ['after_pred'] * (4 * 8 + 3)  # four trainings of eight steps, and three steps for the memory
-    assert 'Callbacks that took no part: at.' in said(r)
+    # Four trainings of eight steps; in each precision one batch of validation, and one for the memory.
+    assert events == ['after_pred'] * (4 * 8 + 3 + 3)
+    assert 'Callbacks that took no part: at. If the training step needs one' in said(r)
     clipped, seen = seeded(cbs=GradientClip(1e-3)), []
     clipped.fit(1, cbs=At('after_batch', lambda l: seen.append(l.loss.item()) if l.training else None))
     assert r.losses['fp32'][:6] == seen
@@ -163,6 +167,8 @@ def test_callbacks_that_change_the_batch_or_the_loss(make):
 
 def test_an_error_in_low_precision_is_a_result_and_the_learner_as_it_was():
     class Breaks(Callback):
+        run_on_copy = True
+
         def after_loss(self):
             if self.learn.precision and self.learn.iter == 3:
                 raise ZeroDivisionError('now')
@@ -179,7 +185,7 @@ def test_an_error_in_low_precision_is_a_result_and_the_learner_as_it_was():
 def test_what_becomes_of_the_copies_is_in_the_table_and_no_warning():
     with warnings.catch_warnings():
         warnings.simplefilter('error')
-        shadows = At('before_batch', lambda l: setattr(l.at, 'lr', 0))  # as a GAN's callbacks do
+        shadows = InStep('before_batch', lambda l: setattr(l.in_step, 'lr', 0))  # as a GAN's callbacks do
         seeded(Attentive(), cbs=[GradientAccumulation(64), shadows]).to_fp16().compare_precision(
             LOW, n_steps=3, n_seeds=0
         )
@@ -209,7 +215,7 @@ def test_batches_without_targets_need_a_loss_from_elsewhere():
     dls = loaders(train=Data(*loaders().train_ds.tensors[:1]))
     with pytest.raises(ValueError, match='the training batches have no targets.*(?s:.)*self.learn.yb = self.xb'):
         seeded(dls=dls).compare_precision(LOW, n_steps=4)
-    own = At('before_batch', lambda l: setattr(l, 'yb', l.xb))
+    own = InStep('before_batch', lambda l: setattr(l, 'yb', l.xb))
     r = seeded(dls=dls, loss_func=lambda p, y: (p - y[:, :1]).square().mean(), cbs=own).compare_precision(
         LOW, n_steps=20, n_seeds=0
     )
@@ -225,7 +231,7 @@ def test_what_fails_in_fp32_and_memory_that_ends_are_the_users_to_see():
             raise torch.OutOfMemoryError('all copies are in memory at once')
 
     with pytest.raises(torch.OutOfMemoryError):
-        learner(cbs=At('before_batch', out_of_memory)).compare_precision(LOW, n_steps=4)
+        learner(cbs=InStep('before_batch', out_of_memory)).compare_precision(LOW, n_steps=4)
 
 
 def test_a_mode_that_does_not_run_gets_a_row_with_the_reason(support):
@@ -275,6 +281,8 @@ def test_fp32_that_fails_itself_is_named():
 class Sleeps(Callback):
     "Steps of .1 seconds, shorter by the speed-up in low precision, with noise of this standard deviation."
 
+    run_on_copy = True
+
     taken, draws = [], random.Random()  # of all copies
 
     def __init__(self, speed_up, noise=0.0):
@@ -283,6 +291,8 @@ class Sleeps(Callback):
 
     def before_batch(self):
         low = self.learn.precision is not None
+        if not self.learn.training:
+            return
         self.taken.append(self.learn.precision.mode if low else 'fp32')
         time.sleep(0.1 / (self.speed_up if low else 1) * np.exp(self.noise * self.draws.gauss(0, 1)))
 
@@ -299,10 +309,10 @@ def test_turns_go_on_until_it_is_decided_whether_it_pays(support, sleeps, speed_
 
 def test_what_is_not_decided_when_time_ends_is_not_taken_and_said(support, sleeps):
     support({})
-    swings = At('before_batch', lambda l: time.sleep((0.07, 0.12)[l.iter % 2] if l.precision else 0.1))
+    swings = InStep('before_batch', lambda l: time.sleep((0.07, 0.09, 0.12)[l.iter % 3] if l.precision else 0.1))
     r = seeded(cbs=swings).compare_precision('bf16', n_steps=8, n_seeds=0, max_seconds=6)
     assert 5 < sleeps.now < 6.3 and r.recommended == 'fp32'
-    assert 'bf16: undecided: ' in r.reason and ' times the time could show whether it is above 1.05.' in r.reason
+    assert 'bf16: undecided: ' in r.reason and ' times the time could show whether it is above 1.05: `max_seconds=' in r.reason
 
 
 def test_the_table_has_one_estimate(support):
@@ -451,7 +461,7 @@ def test_apply_makes_the_call_that_keeps_what_the_learner_has():
 def test_all_of_it_ends_in_max_seconds_and_the_loss_is_judged_where_all_seeds_have_time(support, sleeps):
     support({})
     start = sleeps.now
-    r = seeded(cbs=At('before_batch', lambda l: time.sleep(0.02))).compare_precision(
+    r = seeded(cbs=InStep('before_batch', lambda l: time.sleep(0.02))).compare_precision(
         'bf16', n_steps=2000, max_seconds=3
     )
     assert 2.5 < sleeps.now - start < 3.1
@@ -463,7 +473,7 @@ def test_all_of_it_ends_in_max_seconds_and_the_loss_is_judged_where_all_seeds_ha
 def test_one_step_of_each_is_trained_in_no_time(support):
     support({})
     r = seeded().compare_precision('bf16', n_steps=16, max_seconds=1e-9)
-    assert r.table['steps'].to_dict() == {'fp32': 1, 'bf16': 1} and [len(l) for l in r.seed_losses] == [1]
+    assert r.table['steps'].to_dict() == {'fp32': 1, 'bf16': 1} and r.seed_losses == []
     assert r.recommended == 'fp32' and 'timed in 1 of the 6 turns that an interval takes' in r.reason
 
 
@@ -491,7 +501,7 @@ def test_an_emulated_mode_that_is_named_trains_as_every_other(support, sleeps):
     "The turns, steps and time limit are those of all."
     support({'bf16': 'emulated'})
     start = sleeps.now
-    slow = At('before_batch', lambda l: time.sleep(0.5 if l.precision else 0.02))
+    slow = InStep('before_batch', lambda l: time.sleep(0.5 if l.precision else 0.02))
     r = seeded(cbs=slow).compare_precision('bf16', n_steps=36, n_seeds=1, max_seconds=10)
     assert sleeps.now - start < 10.6 and r.table['support']['bf16'] == 'emulated'
     steps = r.table['steps']
@@ -558,9 +568,10 @@ SEEDS = Tolerance([1.0], [1.05, 0.95, 1.02], 1)  # fp32 trained four times: up t
         (
             dict(bf16=speeds(0.96, 1.15, 1.34)),
             'fp32',
-            "undecided: 1.15 (0.96 to 1.34) times fp32's speed; about 4 times the time could show whether it is above",
+            "undecided: 1.15 (0.96 to 1.34) times fp32's speed; about 4 times the time could show whether it is above "
+            '1.05: `max_seconds=240`.',
         ),
-        (dict(bf16={'turns': 5}), 'fp32', 'timed in 5 of the 6 turns that an interval takes: raise `max_seconds`'),
+        (dict(bf16={'turns': 5}), 'fp32', 'timed in 5 of the 6 turns that an interval takes: raise `max_seconds` to 80.'),
         (dict(bf16={'support': 'unsupported', 'loss difference': float('nan')}), 'fp32', 'does not run here'),
     ],
 )
