@@ -113,6 +113,7 @@ class Run:
     activations: float = math.nan # Bytes that autograd keeps for the backward pass
     peak: float = math.nan # Bytes on an accelerator that a step takes for itself
     moved: float = math.nan # Distance that the weights moved
+    compiling: float = math.nan # Seconds of a compiled model's first step
     faults: float = 0. # Page faults in a step, in the last turn
 
     @property
@@ -275,8 +276,10 @@ class Comparison:
         start = time.perf_counter()
         losses = [self._step(run, i, step) for i, step in enumerate(steps, len(run.losses))]
         wait_for(self.device)
-        run.times.append((time.perf_counter() - start) / len(losses))
-        if run.choice.compiled and len(run.times) == 1: self.end += run.times[0]
+        seconds = (time.perf_counter() - start) / len(losses)
+        if run.choice.compiled and not run.times:                # this step has compiled the model
+            run.compiling, self.end, seconds = seconds, self.end + seconds, self.base.pace
+        run.times.append(seconds)
         run.faults = (page_faults() - faults) / len(losses)
         run.peak = allocated(self.device, peak=True) - before
         run.losses += map(float, losses)
@@ -353,8 +356,7 @@ class Comparison:
                 'loss': loss, 'loss difference': loss - self._loss(self.base), 'skipped': run.skipped,
                 'final scale': run.scale, 'activations MB': run.activations / 1e6, 'peak MB': run.peak / 1e6,
                 'weights moved': run.moved / max(1, len(run.losses)),
-                'compile s': run.times[0] - run.pace if run.choice.compiled and run.times else math.nan,
-                'note': run.note}
+                'compile s': run.compiling, 'note': run.note}
 
     def _notes(self, table):
         notes = [f'Loss: mean of training steps {self.n - self.n_last + 1} to {self.n} on {self.device}.',

@@ -22,8 +22,8 @@ def progress_bar(
     start, total = time.monotonic(), math.ceil(seconds)
     bar = progress.progress_bar(range(total), leave=False)
     def show(what):
-        bar.comment = what
-        bar.update(min(int(time.monotonic() - start), total - 1))   # a full bar would end
-    show('')
+        bar.comment, now = what, min(int(time.monotonic() - start), total - 1)   # a full bar would end
+        if now > bar.last_v: bar.update(now)                     # once a second
+    bar.update(0)
     try: yield show
     finally: bar.on_iter_end()

@@ -1,6 +1,8 @@
 "Precisions side by side: each trains as it would in a plain loop, and the recommendation says how sure it is."
 
-import random, time, warnings
+import gc, mmap, random, re, sys, time, warnings
+from functools import partialmethod
+from inspect import signature
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +14,14 @@ from fastai.callback.tracker import SaveModelCallback
 from fastai.callback.training import GradientAccumulation, GradientClip
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
+from fastai.learner import Learner, load_learner
 from fastai.losses import CrossEntropyLossFlat
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fastxtend_amp import HalfWeights, PrecisionComparison, mode
 from fastxtend_amp.insight import compare, precisions
-from fastxtend_amp.insight.comparison import Tolerance, recommend
+from fastxtend_amp.insight.comparison import Tolerance, recommend, speed_up
 from fastxtend_amp.insight.precisions import choices_from
 from helpers import OPTIMIZERS, At, Attentive, Data, handwritten, learner, loaders, mlp, params, same
 from states import Act, InStep, bits, rich, shuffled
@@ -297,14 +300,23 @@ class Sleeps(Callback):
         time.sleep(0.1 / (self.speed_up if low else 1) * np.exp(self.noise * self.draws.gauss(0, 1)))
 
 
-@pytest.mark.parametrize('speed_up, recommended', [(1.15, 'bf16'), (1.0, 'fp32')])
-def test_turns_go_on_until_it_is_decided_whether_it_pays(support, sleeps, speed_up, recommended):
+def test_the_interval_is_one_of_ratios():
+    "Of their logarithms: it is above 0, and that of the inverse ratios is the inverse."
+    ratios = [0.1, 0.2, 0.4, 0.8, 1.6, 3.2]
+    mid, low, high = speed_up(ratios)
+    assert 0 < low < mid < high
+    inverse = speed_up([1 / r for r in ratios])
+    assert inverse == pytest.approx((1 / mid, 1 / high, 1 / low), rel=1e-3)
+
+
+@pytest.mark.parametrize('gain, recommended', [(1.15, 'bf16'), (1.0, 'fp32')])
+def test_turns_go_on_until_it_is_decided_whether_it_pays(support, sleeps, gain, recommended):
     support({})
-    learn = seeded(cbs=Sleeps(speed_up, noise=0.4))
+    learn = seeded(cbs=Sleeps(gain, noise=0.4))
     r = learn.compare_precision('bf16', n_steps=16, n_seeds=0, max_seconds=1000)
     assert r.recommended == recommended and r.table['turns']['bf16'] > 16 and sleeps.now < 500
     low, high = r.table.loc['bf16', ['speed-up low', 'speed-up high']]
-    assert low < speed_up < high and (low > 1.05 or high < 1.05)
+    assert low < gain < high and (low > 1.05 or high < 1.05)
 
 
 def test_what_is_not_decided_when_time_ends_is_not_taken_and_said(support, sleeps):
@@ -320,6 +332,7 @@ def test_the_table_has_one_estimate(support):
     r = seeded(cbs=Sleeps(1.5, noise=0.3)).compare_precision(LOW, n_steps=30, n_seeds=0)
     ms, found = r.table['ms per step'], r.table['speed-up']
     assert (ms['fp32'] / ms).to_dict() == pytest.approx(found.to_dict()) and found['bf16'] != found['fp16']
+    assert (r.table['speed-up low'] > 0).all()
     assert [bar.get_width() for bar in r.plot()[1].patches] == pytest.approx(list(found))
     assert f'{found[r.recommended]:.2f} (' in r.reason
 
@@ -436,7 +449,210 @@ def test_a_model_that_refuses_to_be_watched_is_compared(support):
     assert np.isnan(r.table['activations MB']).all() and (r.table['steps'] == 7).all() and 'Memory' not in said(r)
 
 
+def live_mb():
+    gc.collect()
+    found = {}
+    for o in gc.get_objects():
+        if torch.is_tensor(o):
+            found[o.untyped_storage().data_ptr()] = o.untyped_storage().nbytes()
+    return sum(found.values()) / 1e6
+
+
+def resident_mb():
+    return int(Path('/proc/self/statm').read_text().split()[1]) * 4096 / 1e6
+
+
+def test_no_comparison_keeps_memory():
+    "Some 16 MB are kept for a backward pass. PyTorch's cycle is in C++: no list of Python's has its tensors."
+    layers = (m for _ in range(16) for m in (nn.Linear(64, 64), nn.GELU()))
+    x = torch.randn(2048, 64)
+    dls = loaders(train=Data(x, x[:, :1]), bs=1024)
+    learn, live, resident = seeded(nn.Sequential(*layers, nn.Linear(64, 1)), dls), [], []
+    for _ in range(5):
+        learn.compare_precision('bf16', n_steps=2, n_seeds=0)
+        live.append(live_mb())
+        resident.append(resident_mb() if Path('/proc/self/statm').exists() else 0)
+    assert max(live[1:]) - min(live[1:]) < 0.1 and resident[-1] - resident[1] < 8, (live, resident)
+
+
+# -- page faults
+
+
+@pytest.mark.parametrize('faults, said_so', [(1000, False), (22_496, True)])
+def test_page_faults_are_counted_and_said(support, monkeypatch, faults, said_so):
+    "Each step has as many faults as the test says, on the test's counter."
+    support({})
+    counted = [0]
+    monkeypatch.setattr(compare, 'page_faults', lambda: counted[0])
+
+    class Faults(Sleeps):
+        def before_batch(self):
+            super().before_batch()
+            counted[0] += faults
+
+    r = seeded(cbs=Faults(2.0)).compare_precision('bf16', n_steps=8, n_seeds=0)
+    line = 'Page faults of freshly allocated memory: 22,496 in a step of fp32, which may take up to 31% of it. Call'
+    assert ('Page faults' in said(r)) == said_so == (line in said(r)) and '`keep_freed_memory()`' in said(r) or not said_so
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='looks at the counter of Linux')
+def test_page_faults_are_those_of_this_process():
+    before = compare.page_faults()
+    mmap.mmap(-1, 4096 * 500).write(bytes(4096 * 500))
+    assert 500 <= compare.page_faults() - before < 5000
+
+
+# -- compiled
+
+
+@pytest.fixture
+def eager_backend(monkeypatch):
+    "`Module.compile()` through Dynamo, whose graphs run as they are: no C++ compiler."
+    monkeypatch.setattr(nn.Module, 'compile', partialmethod(nn.Module.compile, backend='eager'))
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def test_each_precision_compiled(support, sleeps, eager_backend):
+    support({})
+    compiling = []
+
+    class Net(nn.Linear):
+        def forward(self, x):
+            compiling.append(torch.compiler.is_compiling())
+            return super().forward(x)
+
+    class Costs(Sleeps):
+        "The first step of a compiled copy takes 40 seconds, all others half of an uncompiled one's."
+
+        def before_batch(self):
+            super().before_batch()
+            if self.learn.training and self.learn.model._compiled_call_impl:
+                time.sleep(40 if self.learn.iter == 0 else -0.5 * 0.1 / (self.speed_up if self.learn.precision else 1))
+
+    learn = seeded(Net(6, 1), cbs=Costs(1.2))
+    r = learn.compare_precision('bf16', n_steps=20, n_seeds=1, max_seconds=30, compile=True)
+    t = r.table
+    assert list(t.index) == ['fp32', 'fp32 compiled', 'bf16', 'bf16 compiled']
+    assert t['speed-up'].to_dict() == pytest.approx(dict(zip(t.index, (1, 2, 1.2, 2.4))), rel=1e-3)
+    assert (t['steps'] == 20).all() and 80 < sleeps.now < 111  # compiling does not count as time
+    assert t['compile s'].dropna().to_dict() == pytest.approx({'fp32 compiled': 40, 'bf16 compiled': 40}, abs=0.2)
+    assert r.losses['fp32 compiled'] == pytest.approx(r.losses['fp32'], rel=1e-4)
+    assert r.recommended == 'bf16 compiled' and r.calls['bf16 compiled'] == 'learn.to_bf16(); learn.model.compile()'
+    assert r.calls['fp32 compiled'] == 'learn.to_fp32(); learn.model.compile()' and True in compiling
+    assert learn.model._compiled_call_impl is None and r.plot() is not None and 'compile s' in repr(r)
+    assert 'compile s' not in repr(seeded().compare_precision('bf16', n_steps=2, n_seeds=0))
+    r.apply(learn)
+    assert learn.model._compiled_call_impl is not None and learn.precision.mode == 'bf16'
+
+
+def test_a_model_that_does_not_compile_gets_rows_with_the_reason(support, monkeypatch):
+    support({})
+
+    def no_compiler(self):
+        raise RuntimeError('no C++ compiler')
+
+    monkeypatch.setattr(nn.Module, 'compile', no_compiler)
+    r = seeded().compare_precision('bf16', n_steps=7, n_seeds=1, compile=True)
+    assert list(r.table['support']) == ['native', 'failed', 'native', 'failed']
+    assert 'fp32 compiled: RuntimeError: no C++ compiler' in said(r)
+
+
+def compiled_in_place():
+    model = mlp()
+    model.compile(backend='eager')
+    return model
+
+
+@pytest.mark.parametrize(
+    'make',
+    [
+        lambda: torch.compile(mlp(), backend='eager'),
+        compiled_in_place,
+        lambda: nn.Sequential(torch.compile(nn.Linear(6, 8), backend='eager'), nn.Linear(8, 1)),
+    ],
+    ids=['wrapped', 'in place', 'a part'],
+)
+def test_compiled_learners_are_compared(support, make):
+    support({})
+    learn = seeded(make())
+    learn.fit(1)
+    r = learn.compare_precision('bf16', n_steps=7, n_seeds=1)
+    assert (r.table['steps'] == 7).all() and np.isfinite(r.table['loss']).all()
+    assert 'The compiled model was compared uncompiled' in said(r)
+
+
+# -- validation
+
+
+class Pads(nn.Linear):
+    "A padding mask of fp32 that evaluation alone uses, in place, on a result in low precision."
+
+    def __init__(self, breaks=torch.bfloat16):
+        super().__init__(6, 1)
+        self.breaks = breaks
+
+    def forward(self, x):
+        out = super().forward(x)
+        if not self.training and out.dtype in (self.breaks, torch.float32 if self.breaks is None else None):
+            raise RuntimeError('expected mask of dtype float')
+        return out
+
+
+def test_a_mode_that_breaks_in_validation_is_not_recommended(support):
+    support({})
+    learn = seeded(Pads(), cbs=Sleeps(2.0))
+    before = bits(learn)
+    r = learn.compare_precision(LOW, n_steps=8, n_seeds=0)
+    assert r.table['note']['bf16'] == 'RuntimeError: expected mask of dtype float (in validation)'
+    assert list(r.table['support']) == ['native', 'failed', 'native'] and r.recommended == 'fp16'
+    assert bits(learn) == before
+    both = seeded(Pads(None), cbs=Sleeps(2.0)).compare_precision('bf16', n_steps=8, n_seeds=0)
+    assert both.recommended == 'bf16'  # which breaks where fp32 does
+
+
 # -- calls
+
+
+def test_what_was_given_is_named():
+    "Briefly: no tensors, no error of Python's own."
+    learn = seeded()
+    for call, kind, words in (
+        (lambda: learn.precision_report(n_batch=3), TypeError, "no argument 'n_batch': did you mean `n_batches=`?"),
+        (lambda: learn.compare_precision(seeds=3), TypeError, "no argument 'seeds'"),
+        (lambda: learn.compare_precision(learn.dls.train), ValueError, 'modes=<fastai.data.load.DataLoader object'),
+        (lambda: learn.compare_precision([torch.rand(9, 9)]), ValueError, r'modes=tensor\(\[\['),
+        (lambda: learn.precision_report(learn.dls.train), ValueError, 'modes=<fastai.data.load.DataLoader object'),
+    ):
+        with pytest.raises(kind, match=words) as error:
+            call()
+        assert len(str(error.value)) < 400, error.value
+    assert 'n_seeds' in signature(type(learn).compare_precision).parameters
+
+
+@pytest.mark.parametrize(
+    'call, name',
+    [
+        (lambda l: l.precision_report(), 'precision_report'),
+        (lambda l: l.compare_precision(), 'compare_precision'),
+        (lambda l: l.to_amp(measure=True), 'to_amp(measure=True)'),
+    ],
+)
+def test_learners_without_data_are_told_so(call, name, tmp_path):
+    seeded().export(tmp_path / 'learner.pkl')
+    words = f'{name} needs at least one batch, but `learn.dls.train` has none.\nA learner from `load_learner` has no'
+    for learn in (load_learner(tmp_path / 'learner.pkl'), Learner(DataLoaders(), mlp(), nn.MSELoss())):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            call(learn)
+
+
+@pytest.mark.parametrize('call', [lambda l: l.compare_precision(), lambda l: l.to_amp(measure=True)])
+def test_a_frozen_base_in_half_precision_is_refused_at_the_call(call):
+    model = nn.Sequential(nn.Linear(6, 8).bfloat16().requires_grad_(False), nn.Linear(8, 1))
+    words = "compares with training in fp32, but 2 parameters are in half precision, such as '0.weight'"
+    with pytest.raises(ValueError, match=words + '.\n.*learn.to_bf16'):
+        call(seeded(model))
 
 
 def test_apply_makes_the_call_that_keeps_what_the_learner_has():

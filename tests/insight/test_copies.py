@@ -1,6 +1,6 @@
 "A copied learner trains without a trace in the learner, and what cannot be copied is named."
 
-import gc, math, random, re, threading, weakref
+import gc, math, random, re, threading, warnings, weakref
 
 import numpy as np
 import pytest, torch
@@ -121,6 +121,45 @@ def test_random_states_are_put_back_and_gradients_are_on():
         draw()
         assert torch.is_grad_enabled() and not torch.is_autocast_enabled('cpu')
     assert draw() == expected
+
+
+def test_overlapping_reports_leave_the_process_as_it_was():
+    filters, errors = [*warnings.filters], []
+    together = threading.Barrier(3, timeout=60)
+
+    def ask():
+        try:
+            together.wait()
+            for _ in range(3):
+                learner().precision_report()
+        except BaseException as e:
+            errors.append(e)
+
+    threads = [threading.Thread(target=ask) for _ in range(3)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not errors and warnings.filters == filters
+
+
+def test_copies_of_two_threads_come_one_after_the_other():
+    "So that random states and warnings, which are the process's, are restored in order."
+    filters, order, begun = [*warnings.filters], [], threading.Event()
+
+    def second():
+        begun.wait(60)
+        with copied_learner(learner()):
+            order.append('second')
+
+    thread = threading.Thread(target=second)
+    thread.start()
+    with copied_learner(learner()):
+        begun.set()
+        thread.join(0.5)  # would end in this time if it did not wait
+        order.append('first')
+    thread.join(60)
+    assert order == ['first', 'second'] and warnings.filters == filters
 
 
 def test_modules_kept_in_fp32_are_plain_in_the_copy():
