@@ -17,6 +17,7 @@ from ..callback import precision_callback
 from ..common import first_line, several_processes, training_device
 from ..compat import is_compiled
 from ..convert import HALF, map_tensors
+from ..devices.cost import allocated, page_faults, wait_for
 from ..fp32_modules import unwrapped
 from ..fp32_settings import settings_note
 from ..mode import AMPMode, mode_support
@@ -75,9 +76,10 @@ def compare_precision(self: Learner,
     A copy has the precision callback's arguments, those of fastai's callbacks that shape a training step (mixup and
     cutmix, gradient accumulation and clipping, RNN, batch-norm and GAN callbacks, channels last), and your callbacks
     that change the step: whose source assigns to a batch, prediction, loss or gradient, calls a function that works in
-    place, or cancels a batch or step. Trackers only read, and are left out, as are recorder, progress bars, schedulers,
-    callbacks that save or stop, metrics and `after_epoch`. A callback decides this itself by an attribute,
-    `run_on_copy = True` or `False`. A copy saves nothing; its `path` is a temporary folder.
+    place, runs a backward pass or an optimizer's step, or cancels a batch or step. Trackers only read, and are left
+    out, as are recorder, progress bars, schedulers, callbacks that save or stop, metrics and `after_epoch`. A callback
+    decides this itself by an attribute, `run_on_copy = True` or `False`. A copy saves nothing; its `path` is a
+    temporary folder.
 
     With several processes each compares by itself: the model is the one inside `torch.compile` and
     DistributedDataParallel, and SyncBatchNorm takes this process's statistics. If the loss function communicates, all
@@ -226,7 +228,7 @@ class Comparison:
                              'model that `splitter` is given.')
         lr, wd = copy.lr if self.lr is None else self.lr, {} if copy.wd is None else {'wd': copy.wd}
         copy.opt.set_hypers(lr=lr, **wd)
-        copy.n_epoch, copy.epoch, copy.n_iter, copy.dl = 1, 0, self.n_steps, copy.dls.train
+        copy.n_epoch, copy.epoch = 1, 0
 
     def _validate(self, copy, run):
         "Run a batch as in validation, where a mode may break that trains; if fp32 breaks, no mode is tried."
@@ -397,26 +399,3 @@ def _on_memory(table: pd.DataFrame) -> list[str]:
             if name in ('bf16', 'fp16') and math.isfinite(s)]
     return [f"Memory: {' and '.join(said)} than fp32 for a step's backward pass; weights, gradients and the "
             "optimizer's state take as much as in fp32."] if said else []
-
-
-def allocated(device: torch.device, peak: bool = False) -> float: # nan where PyTorch does not count
-    "Return the bytes allocated on an accelerator now, and start anew to look for the peak; or that peak."
-    if device.type not in ('cuda', 'xpu'): return math.nan
-    if peak: return torch.accelerator.max_memory_allocated(device)
-    torch.accelerator.reset_peak_memory_stats(device)
-    return torch.accelerator.memory_allocated(device)
-
-
-def page_faults() -> int: # 0 on Windows
-    "Return how many pages of memory the system has given to this process without reading a disk."
-    try: import resource
-    except ImportError: return 0
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-
-
-def wait_for(device: torch.device) -> None:
-    "Let the device finish, so that the clock sees its work."
-    if device.type == 'xla':
-        import torch_xla
-        torch_xla.sync(wait=True)
-    elif device.type != 'cpu': torch.accelerator.synchronize(device)

@@ -34,10 +34,9 @@ __all__ = ['RandomState', 'begin_fit', 'check_learner', 'copied_learner', 'gener
 _OF_FASTAI = set("""TrainEvalCallback CastToTensor MixHandler GradientAccumulation GradientClip BnFreeze ChannelsLast
     ModelResetter RNNCallback RNNRegularizer GANTrainer FixedGANSwitcher AdaptiveGANSwitcher GANDiscriminativeLR
     """.split())                                                 # MixHandler is MixUp and CutMix
-_STEP_EVENTS = ('before_batch', 'after_pred', 'after_loss', 'before_backward', 'after_backward', 'before_step',
-                'after_step')
-# What is assigned to, called or raised where a step is changed; PyTorch's functions that work in place end in one '_'.
-_CHANGES = re.compile(r'(?<!self)\.(xb?|yb?|pred|loss|loss_grad|grad|data)$|\.[xy]b?\[.*]$|[^\W_]_\($|^raise Cancel')
+# Assignments, calls and errors that change a step, in `ast.unparse`'s spelling; functions that work in place end in '_'.
+_CHANGES = re.compile(r'(?<!self)\.(xb?|yb?|pred|loss|loss_grad|grad|data)(, [\w.]+)*\)? [-+*/@]{0,2}= |'
+                      r'\.[xy]b?\[.*\] [-+*/@]{0,2}= |[^\W_]_\(|\.backward\(|opt\.step\(|raise Cancel')
 _one_at_a_time = threading.RLock()                               # random states and warnings are the process's
 
 
@@ -45,24 +44,21 @@ def takes_part(cb: Callback) -> bool:
     """Return whether a copy runs `cb`: only if it changes the training step, which a tracker never does, as it reads.
 
     `cb.run_on_copy` decides, if it is True or False. Without it a copy runs those callbacks of fastai that shape a
-    step, and a user's callback with an event from `before_batch` to `after_step` whose source does one of three things:
-    it assigns to a batch, a prediction, a loss or a gradient (`self.learn.pred = ...`), it calls a function that works
-    in place (`clip_grad_norm_`), or it cancels a batch or a step.
+    step, and those of users whose source does one of four things: it assigns to a batch, a prediction, a loss or a
+    gradient (`self.learn.pred = ...`), calls a function that works in place (`clip_grad_norm_`), runs a backward pass
+    or an optimizer's step of its own, or cancels a batch or a step.
     """
     if isinstance(cb, PRECISION_CALLBACKS): return False
     if (said := getattr(cb, 'run_on_copy', None)) is not None: return said
     kinds = [kind for kind in type(cb).__mro__ if kind not in Callback.__mro__]
     if any(kind.__name__ in _OF_FASTAI for kind in kinds): return True
-    if type(cb).__module__.startswith('fastai.') or not any(hasattr(cb, e) for e in _STEP_EVENTS): return False
-    return any(_changes_a_step(f) for kind in kinds for f in vars(kind).values())
+    return any(_changes_a_step(f) for kind in kinds if not kind.__module__.startswith('fastai.')
+               for f in vars(kind).values())
 
 
-def _changes_a_step(method: Any) -> bool:
-    try: nodes = [*ast.walk(ast.parse(dedent(inspect.getsource(method))))]
-    except (OSError, TypeError, SyntaxError): return False       # no method, or one that was typed at a prompt
-    written = [ast.unparse(n) for n in nodes if isinstance(n, ast.Raise) or isinstance(getattr(n, 'ctx', 0), ast.Store)]
-    called = [f'{ast.unparse(n.func)}(' for n in nodes if isinstance(n, ast.Call)]
-    return any(map(_CHANGES.search, written + called))
+def _changes_a_step(method: Any) -> bool: # False for what is no method, or was typed at a prompt
+    try: return bool(_CHANGES.search(ast.unparse(ast.parse(dedent(inspect.getsource(method))))))
+    except (OSError, TypeError, SyntaxError): return False
 
 
 def left_out(learn: Learner) -> list[str]: # One sentence or none
@@ -89,10 +85,10 @@ def check_learner(
                          'Call it before `fully_shard`.')
     if lost := lost_weights(learn.model):
         raise ValueError(f'{method} cannot work on this model: {lost}.\nLoad other weights, or build the model anew.')
-    try: is_empty = not len(learn.dls.train if dl is None else dl)
-    except TypeError: is_empty = False                           # not known before: an iterable dataset
-    except IndexError: is_empty = True                           # `DataLoaders()`
-    if is_empty:
+    try: n = len(learn.dls.train if dl is None else dl)
+    except TypeError: return                                     # an iterable dataset's is not known
+    except IndexError: n = 0                                     # of `DataLoaders()`
+    if not n:
         raise ValueError(f"{method} needs at least one batch, but {'`learn.dls.train`' if dl is None else repr(dl)} "
                          'has none.\nA learner from `load_learner` has no data: set `learn.dls` to DataLoaders that '
                          'have some; `precision_report(dl=...)` works without. With `drop_last=True` a dataset may be '

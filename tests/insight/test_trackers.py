@@ -179,11 +179,17 @@ class Accumulate(Callback):
             raise CancelBatchException()
 
 
+class Auxiliary(Callback):
+    def after_loss(self):
+        loss = sum(p.square().sum() for p in self.model.parameters())
+        self.learn.precision.scale_loss(loss).backward()
+
+
 class MyClip(GradientClip):
     pass
 
 
-@pytest.mark.parametrize('cb', [Unpack, Mix, CutOut, Penalty, Clip, Noise, Accumulate, lambda: MyClip(1.0)])
+@pytest.mark.parametrize('cb', [Unpack, Mix, CutOut, Penalty, Clip, Noise, Accumulate, Auxiliary, lambda: MyClip(1.0)])
 def test_what_changes_the_step_takes_part(cb):
     assert takes_part(cb())
     with copied_learner(learner(cbs=cb())) as copy:
