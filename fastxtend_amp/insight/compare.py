@@ -66,8 +66,7 @@ def compare_precision(self: Learner,
     training steps are timed. Turns go on after `n_steps` until the 95 % interval of the median speed-up is above 1.05,
     or below, or the time ends; with several processes they end with `n_steps`. After the six turns that an interval
     needs, time is set aside for the seeds. Where it is short, the losses are compared after fewer steps, and with fewer
-    seeds or none. One batch before the training, run as in validation, shows whether a mode breaks there, and one after
-    it shows the memory.
+    seeds or none. Each mode also validates one batch, and one more shows the memory.
 
     A mode that the device does not run gets a row with the reason. A step is never broken off: in a mode that the
     device only emulates one step of a large model may take long. Half-precision weights are compared if they are named
@@ -75,11 +74,10 @@ def compare_precision(self: Learner,
 
     A copy has the precision callback's arguments, those of fastai's callbacks that shape a training step (mixup and
     cutmix, gradient accumulation and clipping, RNN, batch-norm and GAN callbacks, channels last), and your callbacks
-    that change the step: whose source assigns to a batch, prediction, loss or gradient, calls a function that works in
-    place, runs a backward pass or an optimizer's step, or cancels a batch or step. Trackers only read, and are left
-    out, as are recorder, progress bars, schedulers, callbacks that save or stop, metrics and `after_epoch`. A callback
-    decides this itself by an attribute, `run_on_copy = True` or `False`. A copy saves nothing; its `path` is a
-    temporary folder.
+    whose source changes the step: assigns to a batch, prediction, loss or gradient, works in place
+    (`clip_grad_norm_`), runs a backward pass, or cancels a batch. Trackers only read, and are left out, as are
+    recorder, progress bars, schedulers, callbacks that save or stop, metrics and `after_epoch`. A callback's attribute
+    `run_on_copy`, True or False, overrules this. A copy saves nothing; its `path` is a temporary folder.
 
     With several processes each compares by itself: the model is the one inside `torch.compile` and
     DistributedDataParallel, and SyncBatchNorm takes this process's statistics. If the loss function communicates, all
@@ -116,7 +114,7 @@ class Run:
     peak: float = math.nan # Bytes on an accelerator that a step takes for itself
     moved: float = math.nan # Distance that the weights moved
     compiling: float = math.nan # Seconds of a compiled model's first step
-    faults: float = 0. # Page faults in a step, in the last turn
+    faults: list[float] = field(default_factory=list) # Page faults of a step in each turn
 
     @property
     def runs(self) -> bool: return self.support not in ('unsupported', 'failed')
@@ -282,7 +280,7 @@ class Comparison:
         if run.choice.compiled and not run.times:                # this step has compiled the model
             run.compiling, self.end, seconds = seconds, self.end + seconds, self.base.pace
         run.times.append(seconds)
-        run.faults = (page_faults() - faults) / len(losses)
+        run.faults.append((page_faults() - faults) / len(losses))
         run.peak = allocated(self.device, peak=True) - before
         run.losses += map(float, losses)
         run.random_state = random_state()
@@ -309,7 +307,7 @@ class Comparison:
         pairs = zip(unwrapped(self.learn.model).parameters(), run.learn.model.parameters())
         run.moved = math.hypot(*(float((q.data - p.data.to(q)).norm()) for p, q in pairs if is_plain(q)))
         # A compiled model would be compiled again for it.
-        if run in self.runs and not run.choice.compiled and self._left > run.pace:
+        if run in self.runs and not run.choice.compiled and run.pace < self._left + self.max_seconds / 50:
             try: run.activations = self._activations(run)
             except Exception: pass                               # it trains, but not watched: nan
         run.learn = None
@@ -319,7 +317,7 @@ class Comparison:
         kept = dict[int, int]()
         def note(t):
             kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-            return t.detach()                                    # `t` itself would keep its graph, and be kept, for ever
+            return t.detach()                                    # `t` itself would keep its graph, and for ever
         run.learn._do_grad_opt = noop
         with torch.autograd.graph.saved_tensors_hooks(note, noop): self._step(run, len(run.losses), 0)
         own = {t.untyped_storage().data_ptr() for t in (*run.learn.model.parameters(), *run.learn.model.buffers())}
@@ -373,11 +371,11 @@ class Comparison:
                          f'seeds (`max_seconds={self.max_seconds:g}`).')
         if is_compiled(self.learn.model):
             found.append('The compiled model was compared uncompiled; `compare_precision(compile=True)` compares both.')
-        run = max(self.runs, key=lambda r: r.faults)
-        if self.device.type == 'cpu' and run.faults > _MANY_FAULTS:
-            found.append(f"Page faults of freshly allocated memory: {run.faults:,.0f} in a step of {run.choice.name}, "
-                         f'which may take up to {min(.99, run.faults * _FAULT / run.pace):.0%} of it. Call '
-                         '`keep_freed_memory()`, which avoids them, and compare again.')
+        faults, pace, name = max((np.median(r.faults or [0]), r.pace, r.choice.name) for r in self.runs)
+        if self.device.type == 'cpu' and faults > _MANY_FAULTS:
+            found.append(f'Page faults of freshly allocated memory: {faults:,.0f} in a step of {name}, which may take up '
+                         f'to {min(.99, faults * _FAULT / pace):.0%} of it. Call `keep_freed_memory()`, which avoids '
+                         'them, and compare again.')
         return found
 
     def _on_a_fit(self, table, recommended):

@@ -142,7 +142,8 @@ class Tolerance:
             "a thousandth of the way from fp32's first loss to its last": abs(losses[0] - self.loss) / 1000}
         if seeds:
             found[f'the spread of {n} fp32 trainings'] = _INTERVAL.get(n, 2.6) * np.std([self.loss, *seeds], ddof=1)
-        else: found['a wide margin, as fp32 was trained once'] = max(min(.1 * abs(self.loss), half_way), 2 * np.std(last))
+        else: found['a wide margin, as fp32 was trained once'] = max(min(abs(self.loss) / 10, half_way),
+                                                                         2 * np.std(last))
         self.value, self.why = max((float(value), why) for why, value in found.items())
 
 

@@ -34,7 +34,7 @@ __all__ = ['RandomState', 'begin_fit', 'check_learner', 'copied_learner', 'gener
 _OF_FASTAI = set("""TrainEvalCallback CastToTensor MixHandler GradientAccumulation GradientClip BnFreeze ChannelsLast
     ModelResetter RNNCallback RNNRegularizer GANTrainer FixedGANSwitcher AdaptiveGANSwitcher GANDiscriminativeLR
     """.split())                                                 # MixHandler is MixUp and CutMix
-# Assignments, calls and errors that change a step, in `ast.unparse`'s spelling; functions that work in place end in '_'.
+# What changes a step, in `ast.unparse`'s spelling; PyTorch's functions that work in place end in one underscore.
 _CHANGES = re.compile(r'(?<!self)\.(xb?|yb?|pred|loss|loss_grad|grad|data)(, [\w.]+)*\)? [-+*/@]{0,2}= |'
                       r'\.[xy]b?\[.*\] [-+*/@]{0,2}= |[^\W_]_\(|\.backward\(|opt\.step\(|raise Cancel')
 _one_at_a_time = threading.RLock()                               # random states and warnings are the process's

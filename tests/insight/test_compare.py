@@ -324,7 +324,7 @@ def test_what_is_not_decided_when_time_ends_is_not_taken_and_said(support, sleep
     swings = InStep('before_batch', lambda l: time.sleep((0.07, 0.09, 0.12)[l.iter % 3] if l.precision else 0.1))
     r = seeded(cbs=swings).compare_precision('bf16', n_steps=8, n_seeds=0, max_seconds=6)
     assert 5 < sleeps.now < 6.3 and r.recommended == 'fp32'
-    assert 'bf16: undecided: ' in r.reason and ' times the time could show whether it is above 1.05: `max_seconds=' in r.reason
+    assert 'bf16: undecided: ' in r.reason and 'could show whether it is above 1.05: `max_seconds=' in r.reason
 
 
 def test_the_table_has_one_estimate(support):
@@ -458,21 +458,16 @@ def live_mb():
     return sum(found.values()) / 1e6
 
 
-def resident_mb():
-    return int(Path('/proc/self/statm').read_text().split()[1]) * 4096 / 1e6
-
-
 def test_no_comparison_keeps_memory():
     "Sigmoids keep their results for the backward pass: 16 of half a MB."
     layers = (m for _ in range(16) for m in (nn.Linear(64, 64), nn.Sigmoid()))
     x = torch.randn(4096, 64)
     dls = loaders(train=Data(x, x[:, :1]), bs=2048)
-    learn, live, resident = seeded(nn.Sequential(*layers, nn.Linear(64, 1)), dls), [], []
+    learn, live = seeded(nn.Sequential(*layers, nn.Linear(64, 1)), dls), []
     for _ in range(5):
         learn.compare_precision('bf16', n_steps=2, n_seeds=0)
         live.append(live_mb())
-        resident.append(resident_mb() if Path('/proc/self/statm').exists() else 0)
-    assert max(live[1:]) - min(live[1:]) < 0.1 and resident[-1] - resident[1] < 8, (live, resident)
+    assert max(live) - min(live) < 0.1, live
 
 
 # -- page faults
@@ -492,7 +487,7 @@ def test_page_faults_are_counted_and_said(support, monkeypatch, faults, said_so)
 
     r = seeded(cbs=Faults(2.0)).compare_precision('bf16', n_steps=8, n_seeds=0)
     line = 'Page faults of freshly allocated memory: 22,496 in a step of fp32, which may take up to 31% of it. Call'
-    assert ('Page faults' in said(r)) == said_so == (line in said(r)) and '`keep_freed_memory()`' in said(r) or not said_so
+    assert ('Page faults' in said(r)) == (line in said(r)) == ('`keep_freed_memory()`' in said(r)) == said_so
 
 
 @pytest.mark.skipif(sys.platform != 'linux', reason='looks at the counter of Linux')
@@ -787,7 +782,11 @@ SEEDS = Tolerance([1.0], [1.05, 0.95, 1.02], 1)  # fp32 trained four times: up t
             "undecided: 1.15 (0.96 to 1.34) times fp32's speed; about 4 times the time could show whether it is above "
             '1.05: `max_seconds=240`.',
         ),
-        (dict(bf16={'turns': 5}), 'fp32', 'timed in 5 of the 6 turns that an interval takes: raise `max_seconds` to 80.'),
+        (
+            dict(bf16={'turns': 5}),
+            'fp32',
+            'timed in 5 of the 6 turns that an interval takes: raise `max_seconds` to 80.',
+        ),
         (dict(bf16={'support': 'unsupported', 'loss difference': float('nan')}), 'fp32', 'does not run here'),
     ],
 )

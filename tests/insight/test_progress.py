@@ -1,6 +1,6 @@
 "Progress bars: as in fastai's fits, in a terminal and in a notebook; none without them; gone when done."
 
-import pytest, torch
+import pytest
 from fastai.callback import progress as fastai_progress
 from fastprogress import fastprogress
 from torch import nn
