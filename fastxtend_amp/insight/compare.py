@@ -373,9 +373,9 @@ class Comparison:
             found.append('The compiled model was compared uncompiled; `compare_precision(compile=True)` compares both.')
         faults, pace, name = max((np.median(r.faults or [0]), r.pace, r.choice.name) for r in self.runs)
         if self.device.type == 'cpu' and faults > _MANY_FAULTS:
-            found.append(f'Page faults of freshly allocated memory: {faults:,.0f} in a step of {name}, which may take up '
-                         f'to {min(.99, faults * _FAULT / pace):.0%} of it. Call `keep_freed_memory()`, which avoids '
-                         'them, and compare again.')
+            found.append(f'Page faults of freshly allocated memory: {faults:,.0f} in a step of {name}, which may take '
+                         f'up to {min(.99, faults * _FAULT / pace):.0%} of it. Call `keep_freed_memory()`, which '
+                         'avoids them, and compare again.')
         return found
 
     def _on_a_fit(self, table, recommended):

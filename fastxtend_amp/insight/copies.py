@@ -27,7 +27,7 @@ from ..fp32_modules import unwrapped
 from ..mode import autocast_available
 
 __all__ = ['RandomState', 'begin_fit', 'check_learner', 'copied_learner', 'generators', 'is_plain', 'left_out',
-           'loader_like', 'lost_weights', 'random_state', 'random_state_kept', 'set_random_state', 'takes_part',
+           'loader_like', 'lost_weights', 'one_at_a_time', 'random_state', 'random_state_kept', 'set_random_state', 'takes_part',
            'tensors']
 
 # Of fastai's own callbacks those that shape a training step, by name, as some are costly to import.
@@ -37,7 +37,7 @@ _OF_FASTAI = set("""TrainEvalCallback CastToTensor MixHandler GradientAccumulati
 # What changes a step, in `ast.unparse`'s spelling; PyTorch's functions that work in place end in one underscore.
 _CHANGES = re.compile(r'(?<!self)\.(xb?|yb?|pred|loss|loss_grad|grad|data)(, [\w.]+)*\)? [-+*/@]{0,2}= |'
                       r'\.[xy]b?\[.*\] [-+*/@]{0,2}= |[^\W_]_\(|\.backward\(|opt\.step\(|raise Cancel')
-_one_at_a_time = threading.RLock()                               # random states and warnings are the process's
+one_at_a_time = threading.RLock()                               # random states and warnings are the process's
 
 
 def takes_part(cb: Callback) -> bool:
@@ -119,8 +119,8 @@ def copied_learner(
     Raises `ValueError` for a learner that cannot be copied, with the name of what cannot.
     """
     device_type = training_device(learn).type
-    autocast = torch.autocast(device_type, enabled=False) if autocast_available(device_type) else torch.enable_grad()
-    with (_one_at_a_time, tempfile.TemporaryDirectory() as folder, random_state_kept(), torch.enable_grad(), autocast,
+    with (one_at_a_time, tempfile.TemporaryDirectory() as folder, random_state_kept(), torch.enable_grad(),
+          torch.autocast(device_type, enabled=False) if autocast_available(device_type) else torch.enable_grad(),
           warnings.catch_warnings()):
         warnings.simplefilter('ignore')                          # such as that a mode is emulated
         new = _copy(learn, optimizer)
