@@ -27,8 +27,8 @@ from ..fp32_modules import unwrapped
 from ..mode import autocast_available
 
 __all__ = ['RandomState', 'begin_fit', 'check_learner', 'copied_learner', 'generators', 'is_plain', 'left_out',
-           'loader_like', 'lost_weights', 'one_at_a_time', 'random_state', 'random_state_kept', 'set_random_state', 'takes_part',
-           'tensors']
+           'loader_like', 'lost_weights', 'one_at_a_time', 'random_state', 'random_state_kept', 'set_random_state',
+           'takes_part', 'tensors']
 
 # Of fastai's own callbacks those that shape a training step, by name, as some are costly to import.
 _OF_FASTAI = set("""TrainEvalCallback CastToTensor MixHandler GradientAccumulation GradientClip BnFreeze ChannelsLast
