@@ -1,12 +1,28 @@
-"Checks of arguments that are numbers."
+"Checks of arguments: of their names, and of those that are numbers."
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from numbers import Integral
 from typing import Any
 
+from ..learner import refuse_unknown
 from ..scaling import is_number
+from .copies import one_at_a_time
 
-__all__ = ['check_above_0', 'check_count']
+__all__ = ['check_above_0', 'check_count', 'known_arguments']
+
+
+def known_arguments(method: Callable) -> Callable:
+    """Decorate a method of `Learner` that runs copies: other threads wait until it ends.
+
+    An argument that it does not have raises a `TypeError` that says what to write.
+    """
+    @wraps(method)
+    def checked(*args, **kwargs):
+        refuse_unknown(method, kwargs)
+        with one_at_a_time: return method(*args, **kwargs)
+    return checked
 
 
 def check_count(

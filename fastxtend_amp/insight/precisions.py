@@ -4,6 +4,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass
+from textwrap import shorten
 from typing import Any, NamedTuple
 
 import torch
@@ -31,20 +32,22 @@ class PrecisionChoice:
     half_weights: bool = False # Whether the weights are in `mode`'s dtype, as after `to_half_weights`
     fp32_modules: tuple[str, ...] = () # Modules kept in fp32 besides those that the learner keeps
     init_scale: float | None = None # First loss scale; the learner's if None (fp16)
+    compiled: bool = False # Whether the model is compiled, by `Module.compile`
 
     @property
     def name(self) -> str:
-        "The name in the comparison's table: 'fp32', 'bf16', 'fp16', 'half weights', 'half weights fp16'."
-        if self.mode is None: return 'fp32'
-        if not self.half_weights: return self.mode.value
-        return HALF_WEIGHTS if self.mode is AMPMode.BF16 else f'{HALF_WEIGHTS} {self.mode.value}'
+        "The name in the comparison's table: 'fp32', 'bf16', 'half weights', 'half weights fp16', 'bf16 compiled' ..."
+        name = 'fp32' if self.mode is None else self.mode.value
+        if self.half_weights: name = HALF_WEIGHTS if self.mode is AMPMode.BF16 else f'{HALF_WEIGHTS} {name}'
+        return name + ' compiled' * self.compiled
 
 
 def choices_from(
     modes: Any, # Names, modes, dtypes or choices, one or several
 ) -> list[PrecisionChoice]: # fp32, the measure, first; each once
     "Return the precisions that `modes` names. Raises `ValueError` for one that is none."
-    one = isinstance(modes, (str, torch.dtype, PrecisionChoice)) or not hasattr(modes, '__iter__')
+    one = isinstance(modes, (str, torch.dtype, PrecisionChoice)) or not hasattr(modes, '__iter__') or \
+        hasattr(modes, 'dataset')                                # a DataLoader by mistake
     return list(dict.fromkeys([PrecisionChoice(), *map(_choice, [modes] if one else modes)]))
 
 
@@ -56,7 +59,7 @@ def _choice(name: Any) -> PrecisionChoice:
         mode = AMPMode(name.removeprefix(HALF_WEIGHTS).strip() or 'bf16' if half else name)
         if not half or mode in LOWERED: return PrecisionChoice(mode, half)
     except ValueError: pass
-    raise ValueError(f'modes={name!r} cannot be used.\nAllowed: {_ALLOWED}.')
+    raise ValueError(f'modes={shorten(repr(name), 100)} cannot be used.\nAllowed: {_ALLOWED}.')
 
 
 def default_choices(learn: Learner) -> list[PrecisionChoice]:
@@ -124,6 +127,7 @@ def use_choice(
     old, call = precision_callback(learn), call_for(learn, choice)
     state = {} if old is None or choice.init_scale else old.state_dict()
     getattr(learn, call.method)(**call.arguments)
+    if choice.compiled: learn.model.compile()
     cb = precision_callback(learn)
     if state and cb is not None: cb.load_state_dict(state)       # from fp16 to fp16; bf16 has none
     return cb

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import math, time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -27,8 +27,9 @@ from ..fp8 import fp8_layers
 from ..mode import AMPMode, Support, fastest_native, mode_support
 from .copies import check_learner, left_out, loader_like, random_state_kept, tensors
 from .precisions import PRECISION_COLORS, precision_call
-from .arguments import check_above_0, check_count
+from .arguments import check_above_0, check_count, known_arguments
 from .gradient import N_BATCHES, gradient_distance
+from .progress import progress_bar
 from .shown import Shown
 from .trace import Seen, Trace, trace
 from .verdict import Judge, Verdict, named, some, wrong_in_fp32
@@ -110,6 +111,7 @@ def _to_look_at(table: pd.DataFrame, n: int) -> pd.DataFrame:
 
 
 @patch
+@known_arguments
 def precision_report(self: Learner,
     modes: str | AMPMode | Iterable[str | AMPMode] = ('bf16', 'fp16'), # The precisions to report on
     n_batches: int = 1, # How many batches to look at
@@ -149,13 +151,13 @@ def precision_report(self: Learner,
         raise ValueError(f'device={device!r} cannot be used: this learner trains on {own}. Leave it out to report on '
                          "that device; on a CPU device='cuda' reports under CUDA's autocast rules.")
     simulated = own == 'cpu' and kind == 'cuda'
-    check_learner(self, 'precision_report')
+    check_learner(self, 'precision_report', dl)
     if half := half_parameters_of(unwrapped(self.model)):
         raise ValueError(f"precision_report needs fp32 parameters, as mixed precision does, but {len(half)} to be "
                          f"trained are in half precision, such as '{half[0]}'. Call `learn.model.float()` first: "
                          'autocast itself casts what can run in low precision.')
-    with cuda_rules() if simulated else nullcontext():
-        return _Report(self, max_seconds, simulated).on(asked, n_batches, self.dls.train if dl is None else dl)
+    with cuda_rules() if simulated else nullcontext(), progress_bar(self, max_seconds) as tick:
+        return _Report(self, max_seconds, simulated, tick).on(asked, n_batches, self.dls.train if dl is None else dl)
 
 
 @dataclass(eq=False)
@@ -164,6 +166,7 @@ class _Report:
     learn: Learner
     max_seconds: float
     simulated: bool                                              # whether a CPU follows CUDA's autocast rules
+    tick: Callable[[str], None]                                  # moves the progress bar
 
     def __post_init__(self):
         self.until = time.monotonic() + self.max_seconds
@@ -212,6 +215,7 @@ class _Report:
             except ValueError as e: return Verdict(mode.value, 'cannot run', str(e))
         def run(keep, scale):
             if time.monotonic() > self.until: raise TimeoutError
+            self.tick(mode.value)
             found = trace(self.learn, self.batches, mode, keep, scale, reference=self.fp32)
             if self.simulated and NO_KERNEL in found.error:
                 raise NotImplementedError(f'this CPU has no {mode.value} kernel for {named(found.failed_in or ROOT)}, '
@@ -219,6 +223,7 @@ class _Report:
             if not found.error: self.low.setdefault(mode, found)
             return found
         def distance(keep, scale):
+            self.tick(f'{mode.value}, gradients')
             until = min(self.until, time.monotonic() + FOR_GRADIENTS * self.max_seconds)
             try: return gradient_distance(self.learn, self.drawn, mode, keep, scale, until)
             except Exception as e: self.not_compared = f'{mode.value}: {first_line(e)}'

@@ -14,7 +14,13 @@ from fastai.text.models.awdlstm import AWD_LSTM
 from fastai.text.models.core import LinearDecoder, SequentialRNN
 from torch import nn
 
-from helpers import OPTIMIZERS, Data, autocast_state, dataset, learner
+from helpers import OPTIMIZERS, At, Data, autocast_state, dataset, learner
+
+
+class InStep(At):
+    "Runs on copies of the learner as well."
+
+    run_on_copy = True
 
 
 class Act(nn.Module):

@@ -407,6 +407,8 @@ def test_on_a_device_the_batch_before_is_looked_at(monkeypatch):
 
 def test_a_cause_that_cannot_be_looked_for():
     class Shut(Callback):
+        run_on_copy = True
+
         def __deepcopy__(self, memo):
             raise RuntimeError('shut')
 

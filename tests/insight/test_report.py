@@ -747,7 +747,8 @@ def test_it_says_what_it_looked_at():
         * (mode_support(AMPMode.BF16, torch.device('cpu')).status == 'emulated'),
         'The targets are continuous: how close predictions come to them decides how much rounding matters. '
         'Ask again late in training.',
-        'Callbacks that took no part: at.',
+        'Callbacks that took no part: at. If the training step needs one of them, set its attribute '
+        '`run_on_copy = True`.',
     ]
     assert report.notes[0] in repr(report) and 'Looked at 2 batches of 4 samples' in report._repr_html_()
     seen = []
