@@ -109,7 +109,6 @@ class Trace(TorchDispatchMode):
     def __init__(self,
         mode: AMPMode | None = None, # fp32 if None
         reference: Trace | None = None,
-        scale: float = 1., # Of the loss
     ):
         super().__init__()
         self.mode, self.reference = mode, reference
@@ -118,7 +117,6 @@ class Trace(TorchDispatchMode):
         self.error = ''                                          # why it ended: the text of an exception
         self.failed_in: str | None = None                        # the module that raised it; None before a batch
         self.validates = True                                    # whether a batch runs as in validation, too
-        self.scale, self.moving = scale, 0.                      # sum of the parameters' absolute gradients, unscaled
         self.unseen: dict[str, str] = {}                         # what cannot be looked at, and its first module
         self._frames: list[_Frame] = []
         self._backward, self.began = False, 0.
@@ -159,7 +157,6 @@ class Trace(TorchDispatchMode):
                     g = p.grad.coalesce().values() if p.grad.is_sparse else p.grad
                     if not is_plain(g): continue
                     self.grads_are_finite &= all_finite(g)
-                    self.moving += float(g.abs().sum()) / self.scale
                     if name in self.seen: self.seen[name].add_grad(g)
             model.zero_grad()                                    # the gradients of the next batch would add to them
         self.seconds = time.process_time() - self.began
@@ -323,7 +320,7 @@ def trace(
 
     Then the first batch runs as in validation, unless that fails in fp32, too.
     """
-    found = Trace(mode, reference, scale)
+    found = Trace(mode, reference)
     with running_copy(learn, mode, keep, scale, found) as copy:
         if random_state is not None: set_random_state(random_state)
         try:

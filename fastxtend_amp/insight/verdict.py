@@ -21,7 +21,6 @@ Judgement = Literal['safe so far', 'safe with loss scaling', 'keep modules in fp
 
 IMPRECISE = .1        # error of a module's own arithmetic that is trouble
 LOST = .1             # of the mean absolute gradient: smaller gradients may underflow
-VANISHED = .5         # of the sum of all absolute gradients: where less is left, training fails
 CLOSE = 4.            # headroom below which a module is close to overflow
 LOWEST_SCALE = 2.**-12 # that is advised
 SMALL, LARGE = .5, 1  # distance of the mean gradient: models that train worse than in fp32 were above 1
@@ -185,15 +184,14 @@ class Judge:
     def _works(self, low: Trace) -> Verdict:
         reasons = [*dict.fromkeys(self.reasons.values())]
         verdict: Judgement = 'safe so far'
-        scales, changes, start = None, {}, 1.
+        scales, changes, scale = None, {}, 1.
         if self.mode.needs_loss_scaling:
             least, most = scales = self._scales(low)
-            start, enough = max(least, most / MARGIN), VANISHED * self.fp32.moving
-            if raised := low.moving < enough: low = self.run(self.keep, start)
-            if most < LOWEST_SCALE or low.moving < enough or not _is_fine(low):
-                return self._say('do not use', f'no loss scale fits: gradients overflow above {most:,.9g}, and below it '
-                                 'too many are 0')
-            if raised or most < CLOSE * self.first_scale: changes['init_scale'] = int(start) if start >= 1 else start
+            if most < LOWEST_SCALE: return self._say('do not use', f'gradients overflow at loss scales above {most:.2g}')
+            scale = self.first_scale
+            if not least <= scale <= most / CLOSE:
+                scale = max(least, most / MARGIN)
+                changes['init_scale'] = int(scale) if scale >= 1 else scale
             if least > 1: verdict = 'safe with loss scaling'
         if reasons: verdict = 'keep modules in fp32'
         else:
@@ -201,15 +199,15 @@ class Judge:
             reasons = [f"no module's own error is above {own:.2%}" if own else 'nothing wrong was found']
         if scales: reasons = [*reasons[:4], f'loss scales from {least:,.9g} to {most:,.9g} fit']
         reason, names = some(reasons, 5, '; '), []
-        if (far := self.distance(self.keep, start)) >= 0:        # nan if it is not known
-            reason += (f'; the mean gradient is {far:.2g} standard errors from that in fp32 (one is the noise between '
-                       f'batches in a mean of 24: below {SMALL} it is lost in that noise, above {LARGE} look closer)')
+        if (far := self.distance(self.keep, scale)) >= 0:        # nan if it is not known
+            reason += (f'; rounding moves the mean gradient of 24 batches by {far:.2g} times what the choice of batches '
+                       f'does (below {SMALL} it is lost in that noise, above {LARGE} look closer)')
         if far > LARGE:
             verdict = 'gradient differs'
-            helps = lambda names: self.distance(outermost([*self.keep, *names]), start) < SMALL
+            helps = lambda names: self.distance(outermost([*self.keep, *names]), scale) < SMALL
             names = smallest(self.candidates(low), helps)
-            reason += (f"; {some([*map(named, names)]) or 'no module that was tried'} in fp32 brings it below {SMALL}. "
-                       'This is a sign to look, not a proof: some models train as well')
+            reason += (f"; with {some([*map(named, names)]) or 'no module that was tried'} in fp32 this is below "
+                       f'{SMALL}. It is a sign to look, not a proof: some models train as well')
             self.reasons |= dict.fromkeys(names, '')
         modules = [n for n in outermost([*self.keep, *names]) if n not in self.kept]
         call = self.call(modules, **changes)

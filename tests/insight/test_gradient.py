@@ -94,15 +94,15 @@ def test_nothing_of_the_learner_changes():
 
 def test_a_healthy_model_gets_a_line_with_the_figure_explained():
     reason = learner().precision_report('bf16').verdicts['bf16'].reason
-    assert 'the mean gradient is 0.0' in reason and 'standard errors from that in fp32' in reason
-    assert 'one is the noise between batches in a mean of 24' in reason and 'below 0.5 it is lost' in reason
+    assert 'rounding moves the mean gradient of 24 batches by 0.0' in reason
+    assert 'times what the choice of batches does (below 0.5 it is lost in that noise, above 1 look closer)' in reason
 
 
 def test_what_adds_up_behind_modules_that_are_all_right_is_seen_and_the_module_that_helps_is_tried():
     report = learner(far_from_0()).precision_report('bf16')
     verdict = report.verdicts['bf16']
     assert verdict.verdict == 'gradient differs' and verdict.modules == verdict.trouble == ['0'] == report.fp32_modules
-    assert verdict.call == "learn.to_bf16(fp32_modules=['0'])" and "'0' in fp32 brings it below 0.5" in verdict.reason
+    assert verdict.call == "learn.to_bf16(fp32_modules=['0'])" and "with '0' in fp32 this is below 0.5" in verdict.reason
     assert 'a sign to look, not a proof' in verdict.reason and report.table['error'].max() < 0.01  # no module shows it
     learn = learner(far_from_0())
     exec(verdict.call, {'learn': learn})

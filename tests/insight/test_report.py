@@ -4,7 +4,7 @@ import math, random, re
 from typing import get_args
 
 import pytest, torch
-from fastai.callback.core import CancelBatchException
+from fastai.callback.core import Callback, CancelBatchException
 from fastai.callback.mixup import MixUp
 from fastai.learner import Learner
 from fastai.losses import CrossEntropyLossFlat
@@ -705,14 +705,15 @@ def test_names():
     assert rows(compiled().precision_report('bf16'), 'bf16').equals(rows(learner().precision_report('bf16'), 'bf16'))
 
 
-def cancel(learn):
-    raise CancelBatchException
+class Cancels(Callback):
+    def before_batch(self):
+        raise CancelBatchException
 
 
 def test_batches_that_give_no_loss():
     dls = loaders()
     dls.n_inp = 2
-    for learn in (learner(nn.Bilinear(6, 1, 1), dls), learner(cbs=At('before_batch', cancel))):
+    for learn in (learner(nn.Bilinear(6, 1, 1), dls), learner(cbs=Cancels())):
         for verdict in learn.precision_report().verdicts.values():
             assert verdict.verdict == 'not known' and not verdict.call and not verdict.scale_range, verdict
             assert verdict.reason.startswith('no batch gave a loss')
