@@ -30,6 +30,7 @@ from .copies import (
     is_plain,
     left_out,
     loader_like,
+    no_batches,
     random_state,
     random_state_kept,
     set_random_state,
@@ -159,9 +160,7 @@ class Comparison:
             clock.append(time.perf_counter())
             size += sum(t.numel() * t.element_size() for t in tensors(b, floating=False))
             if len(self.batches) == self.n_steps or size > LIMIT or clock[-1] - clock[0] > self.max_seconds / 4: break
-        if not self.batches:
-            raise ValueError("The learner's training dataloader (`learn.dls.train`) gives no batches, so there is "
-                             'nothing to train on.\nWith `drop_last=True` its dataset may be smaller than one batch.')
+        if not self.batches: raise no_batches(self.method)
         # The mean without the first batch, for which workers start, unless there is no other.
         self.loading = float(np.mean(np.diff(clock)[1:] if len(clock) > 2 else np.diff(clock)))
 
@@ -342,7 +341,7 @@ class Comparison:
                  for name, choice in choices.items()}
         losses = {r.choice.name: r.losses[:self.n] for r in self.runs}
         return PrecisionComparison(table, losses, [r.losses for r in self.seeds], recommended, reason, calls,
-                                   self._notes(table), choices, self._caveats(table, recommended))
+                                   self._notes(), choices, self._caveats(table, recommended))
 
     def _loss(self, run): # nan for a mode that failed
         return float(np.mean(run.losses[self.n - self.n_last:self.n])) if run.runs else math.nan
@@ -358,9 +357,9 @@ class Comparison:
                 'weights moved': run.moved / max(1, len(run.losses)),
                 'compile s': run.compiling, 'note': run.note}
 
-    def _notes(self, table):
+    def _notes(self):
         notes = [f'Loss: mean of training steps {self.n - self.n_last + 1} to {self.n} on {self.device}.',
-                 *_on_memory(table), *left_out(self.learn)]
+                 *left_out(self.learn)]
         if settings := settings_note(): notes.append(f'{settings}; this is what is called fp32 here.')
         return notes
 
@@ -389,11 +388,3 @@ class Comparison:
         return [f"Drawing a batch takes {1000 * self.loading:.3g} ms beside fp32's step of {1000 * step:.3g}: a fit in "
                 f'{recommended} is about {gain:.2f} times as fast, not {step / low:.2f}.']
 
-
-def _on_memory(table: pd.DataFrame) -> list[str]:
-    "Say what autocast's modes save."
-    share = table['activations MB'] / table['activations MB']['fp32']
-    said = [f"{name} keeps {100 * abs(1 - s):.0f} % {'less' if s < 1 else 'more'}" for name, s in share.items()
-            if name in ('bf16', 'fp16') and math.isfinite(s)]
-    return [f"Memory: {' and '.join(said)} than fp32 for a step's backward pass; weights, gradients and the "
-            "optimizer's state take as much as in fp32."] if said else []

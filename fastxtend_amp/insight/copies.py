@@ -27,8 +27,8 @@ from ..fp32_modules import unwrapped
 from ..mode import autocast_available
 
 __all__ = ['RandomState', 'begin_fit', 'check_learner', 'copied_learner', 'generators', 'is_plain', 'left_out',
-           'loader_like', 'lost_weights', 'one_at_a_time', 'random_state', 'random_state_kept', 'set_random_state',
-           'takes_part', 'tensors']
+           'loader_like', 'lost_weights', 'no_batches', 'one_at_a_time', 'random_state', 'random_state_kept',
+           'set_random_state', 'takes_part', 'tensors']
 
 # Of fastai's own callbacks those that shape a training step, by name, as some are costly to import.
 _OF_FASTAI = set("""TrainEvalCallback CastToTensor MixHandler GradientAccumulation GradientClip BnFreeze ChannelsLast
@@ -91,11 +91,14 @@ def check_learner(
     try: n = len(learn.dls.train if dl is None else dl)
     except TypeError: return                                     # an iterable dataset's is not known
     except IndexError: n = 0                                     # of `DataLoaders()`
-    if not n:
-        raise ValueError(f"{method} needs at least one batch, but {'`learn.dls.train`' if dl is None else repr(dl)} "
-                         'has none.\nA learner from `load_learner` has no data: set `learn.dls` to DataLoaders that '
-                         'have some; `precision_report(dl=...)` works without. With `drop_last=True` a dataset may be '
-                         'smaller than one batch.')
+    if not n: raise no_batches(method, dl)
+
+
+def no_batches(method: str, dl: Any = None) -> ValueError: # To raise
+    return ValueError(f"{method} needs at least one batch, but {'`learn.dls.train`' if dl is None else repr(dl)} "
+                      'has none.\nA learner from `load_learner` has no data: set `learn.dls` to DataLoaders that '
+                      'have some; `precision_report(dl=...)` works without. With `drop_last=True` a dataset may be '
+                      'smaller than one batch.')
 
 
 def lost_weights(model: nn.Module) -> str: # Such as "2 of 4 weight tensors are NaN or inf, such as '0.weight'"

@@ -88,8 +88,7 @@ def _run_again(
     fp32 = again()
     if wrong := wrong_in_fp32(fp32, (alarm.xb, alarm.yb)):
         return wrong, _BAD if bad else 'Look at the learning rate, the loss function and the data'
-    judge = Judge(mode, unwrapped(learn.model), cb.fit.device, partial(again, mode, reference=fp32), fp32, alarm.scale,
-                  partial(precision_call, learn, alarm.mode), cb.fp32_module_names)
+    judge = Judge(learn, mode, partial(again, mode, reference=fp32), fp32, alarm.scale)
     verdict = judge.verdict()
     if not verdict.call:
         other = precision_call(learn, fastest_native(cb.fit.device, [mode]))

@@ -5,7 +5,6 @@ import math, time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -25,7 +24,7 @@ from ..fp32_modules import ROOT, unwrapped
 from ..fp32_settings import settings_note
 from ..fp8 import fp8_layers
 from ..mode import AMPMode, Support, fastest_native, mode_support
-from .copies import check_learner, left_out, loader_like, random_state_kept, tensors
+from .copies import check_learner, left_out, loader_like, no_batches, random_state_kept, tensors
 from .precisions import PRECISION_COLORS, precision_call
 from .arguments import check_above_0, check_count, known_arguments
 from .gradient import N_BATCHES, gradient_distance
@@ -127,7 +126,8 @@ def precision_report(self: Learner,
     whose values are not finite or reach a quarter of the format's maximum, or whose error is above 10 %, are kept in
     fp32, and the batches run again, until nothing is wrong. For the model's own `forward` and the loss function, which
     cannot be kept in fp32, the modules before them are tried. If a precision works then, its mean gradient over up to 6
-    batches is compared with that in fp32 (`fastxtend_amp.insight.gradient`). The verdict holds for these batches and
+    batches is compared with that in fp32: the reason gives how far rounding moves it, divided by how far the choice of
+    batches does (`fastxtend_amp.insight.gradient`). The verdict holds for these batches and
     weights: after some training ask again. Where a mode is emulated and slow, the report takes the first samples of
     each batch alone, and says so.
 
@@ -177,8 +177,7 @@ class _Report:
     def on(self, modes: list[AMPMode], n_batches: int, dl: DataLoader) -> PrecisionReport:
         with random_state_kept(): drawn = [*islice(loader_like(dl), max(n_batches, N_BATCHES))]
         self.batches = drawn[:n_batches]
-        if not self.batches: raise ValueError('precision_report needs at least one batch, but the DataLoader gave '
-                                              'none.\nGive another one as dl=...')
+        if not self.batches: raise no_batches('precision_report', dl)
         few = whole = n_samples(self.batches[0])
         self.fp32 = trace(self.learn, self.batches)
         if any(self._support(mode).status == 'emulated' for mode in modes):
@@ -209,9 +208,8 @@ class _Report:
         support = self._support(mode)
         if support.status == 'unsupported': return Verdict(mode.value, 'cannot run', support.why)
         cb = precision_callback(self.learn)
-        scale, kept = (cb and cb.scale) or INIT_SCALE, cb.fp32_module_names if cb else []
         if mode is AMPMode.FP8:
-            try: self.fp8 = fp8_layers(self.learn.model, cb and cb.modules, kept)
+            try: self.fp8 = fp8_layers(self.learn.model, *((cb.modules, cb.fp32_module_names) if cb else (None, [])))
             except ValueError as e: return Verdict(mode.value, 'cannot run', str(e))
         def run(keep, scale):
             if time.monotonic() > self.until: raise TimeoutError
@@ -234,10 +232,7 @@ class _Report:
             except Exception as e: self.not_compared = f'{mode.value}: {first_line(e)}'
             return math.nan
         try:
-            call = partial(precision_call, self.learn, mode)
-            device = torch.device('cuda') if self.simulated else self.device
-            return Judge(mode, unwrapped(self.learn.model), device, run, self.fp32, scale, call, kept,
-                         distance).verdict()
+            return Judge(self.learn, mode, run, self.fp32, (cb and cb.scale) or INIT_SCALE, distance).verdict()
         except NotImplementedError as e: return Verdict(mode.value, 'not known', str(e))
         except TimeoutError:
             reason = f'the report ended at its time limit, `max_seconds={self.max_seconds:g}`'

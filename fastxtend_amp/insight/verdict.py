@@ -2,16 +2,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from fastai.learner import Learner
 
-from ..fp32_modules import ROOT, covers, qualified_names
+from ..callback import precision_callback
+from ..fp32_modules import ROOT, covers, qualified_names, unwrapped
 from ..mode import AMPMode
 from .copies import tensors
+from .precisions import precision_call
 from .trace import LOSS, Trace, ends
 
 __all__ = ['Judge', 'Judgement', 'Verdict', 'named', 'not_finite_data', 'some', 'wrong_in_fp32']
@@ -59,19 +61,18 @@ class Verdict:
 @dataclass
 class Judge:
     "The search for the verdict on a precision; the verdict's `call` is empty where another precision has to be taken."
+    learn: Learner
     mode: AMPMode
-    model: nn.Module
-    device: torch.device
     run: Callable[[list[str], float], Trace] # Traces the batches with some modules in fp32, at a loss scale
     fp32: Trace # Of the same batches
     first_scale: float # The loss scale to start from
-    call: Callable[..., str] # Gives the call for modules to keep and other arguments
-    kept: Sequence[str] = () # Modules that are in fp32 to begin with
     # Gives the distance of the mean gradient from that in fp32, as `gradient_distance` does; nan if it is not known.
     distance: Callable[[list[str], float], float] = lambda keep, scale: math.nan
 
     def __post_init__(self):
-        self.keep, self.scale, self.highest = list(self.kept), self.first_scale, math.inf
+        cb = precision_callback(self.learn)
+        self.model, self.kept = unwrapped(self.learn.model), cb.fp32_module_names if cb else []
+        self.keep, self.scale, self.highest = self.kept, self.first_scale, math.inf
         self.limit = torch.finfo(self.mode.dtype).max
         self.reasons: dict[str, str] = {}                        # by module, in the order in which they were found
 
@@ -177,8 +178,8 @@ class Judge:
         if low.error: return self._say('cannot run', reason)
         reason += ', and no module in fp32 changes that'
         if {ROOT, LOSS} & self.reasons.keys():
-            reason += (f". Compute it in fp32: inside `with torch.autocast('{self.device.type}', enabled=False)`, on "
-                       'inputs made `.float()`')
+            reason += ('. Compute it in fp32: inside `with torch.autocast(x.device.type, enabled=False)`, on inputs '
+                       'made `.float()`')
         return self._say('do not use', reason)
 
     def _works(self, low: Trace) -> Verdict:
@@ -187,7 +188,8 @@ class Judge:
         scales, changes, scale = None, {}, 1.
         if self.mode.needs_loss_scaling:
             least, most = scales = self._scales(low)
-            if most < LOWEST_SCALE: return self._say('do not use', f'gradients overflow at loss scales above {most:.2g}')
+            if most < LOWEST_SCALE:
+                return self._say('do not use', f'no loss scale fits: gradients overflow above {most:.2g}')
             scale = self.first_scale
             if not least <= scale <= most / CLOSE:
                 scale = max(least, most / MARGIN)
@@ -200,8 +202,8 @@ class Judge:
         if scales: reasons = [*reasons[:4], f'loss scales from {least:,.9g} to {most:,.9g} fit']
         reason, names = some(reasons, 5, '; '), []
         if (far := self.distance(self.keep, scale)) >= 0:        # nan if it is not known
-            reason += (f'; rounding moves the mean gradient of 24 batches by {far:.2g} times what the choice of batches '
-                       f'does (below {SMALL} it is lost in that noise, above {LARGE} look closer)')
+            reason += (f'; rounding moves the mean gradient of 24 batches by {far:.2g} times what the choice of '
+                       f'batches does (below {SMALL} it is lost in that noise, above {LARGE} look closer)')
         if far > LARGE:
             verdict = 'gradient differs'
             helps = lambda names: self.distance(outermost([*self.keep, *names]), scale) < SMALL
@@ -210,7 +212,7 @@ class Judge:
                        f'{SMALL}. It is a sign to look, not a proof: some models train as well')
             self.reasons |= dict.fromkeys(names, '')
         modules = [n for n in outermost([*self.keep, *names]) if n not in self.kept]
-        call = self.call(modules, **changes)
+        call = precision_call(self.learn, self.mode, modules, **changes)
         if far > LARGE and not names: call = f"learn.compare_precision('{self.mode.value}')"
         return self._say(verdict, reason, call=call, modules=modules, scale_range=scales, **changes)
 

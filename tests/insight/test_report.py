@@ -153,7 +153,7 @@ def test_own_arithmetic_that_no_module_helps_is_not_to_be_used():
     verdict = report.verdicts['fp16']
     assert verdict.verdict == 'do not use' and verdict.modules == [] and verdict.trouble == ['(model)']
     assert "values in the model's own `forward` reach" in verdict.reason
-    assert "with torch.autocast('cpu', enabled=False)" in verdict.reason and '.float()' in verdict.reason
+    assert "with torch.autocast(x.device.type, enabled=False)" in verdict.reason and '.float()' in verdict.reason
     assert verdict.call in ('learn.to_bf16()', 'learn.to_fp32()') and rows(report, 'fp16').loc['(model)', 'trouble']
 
 
@@ -359,7 +359,7 @@ def test_inputs_above_the_limit_are_named():
 def test_a_loss_function_that_overflows():
     verdict = verdict_on(mlp(), loss_func=loud_loss)
     assert verdict.verdict == 'do not use' and verdict.trouble == ['loss function']
-    assert 'in the loss function' in verdict.reason and "torch.autocast('cpu', enabled=False)" in verdict.reason
+    assert 'in the loss function' in verdict.reason and "torch.autocast(x.device.type, enabled=False)" in verdict.reason
 
 
 def runs_lstms(mode):
