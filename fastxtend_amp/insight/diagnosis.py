@@ -83,13 +83,12 @@ def _run_again(
 ) -> tuple[str, str]:
     "Run the batch forward and backward, in fp32 and in the mode; return where it began, and what to try."
     cb: Any = precision_callback(learn)
-    mode = AMPMode.BF16 if alarm.mode is AMPMode.FP8 else alarm.mode   # the copy computes without FP8
+    mode = alarm.mode
     again = partial(trace, learn, [(alarm.xb, alarm.yb)], in_fit=True, random_state=alarm.random_state)
     fp32 = again()
     if wrong := wrong_in_fp32(fp32, (alarm.xb, alarm.yb)):
         return wrong, _BAD if bad else 'Look at the learning rate, the loss function and the data'
-    judge = Judge(mode, unwrapped(learn.model), cb.fit.device, partial(again, mode, reference=fp32), fp32, alarm.scale,
-                  partial(precision_call, learn, alarm.mode), cb.fp32_module_names)
+    judge = Judge(learn, mode, partial(again, mode, reference=fp32), fp32, alarm.scale)
     verdict = judge.verdict()
     if not verdict.call:
         other = precision_call(learn, fastest_native(cb.fit.device, [mode]))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..common import is_lazy, warn_user
-from .copies import RandomState, generators
+from .copies import RandomState, generators, tensors
 from .diagnosis import Alarm, diagnose
 
 __all__ = ['Watch']
@@ -95,15 +95,16 @@ class Watch:
         self.after_step()
         self._check_recorded()
 
-    def after_epoch(self):
-        "Say that the loss of the validation is not finite, where training's is; fastai's Recorder has read it."
-        recorder = vars(self.learn).get('recorder')
-        if self.notes is None or recorder is None: return
-        loss = dict(zip(recorder.metric_names, recorder.log)).get('valid_loss')
-        if not isinstance(loss, float) or math.isfinite(loss): return
-        self._say(f"{self.cb.fit.precision.name}: the loss of the validation is {loss}; training's is "
-                  'finite.\nIf it is finite after `learn.to_fp32()`, `learn.precision_report(dl=learn.dls.valid)` '
-                  'names the modules to keep in fp32.')
+    def after_validate(self):
+        "Say that a loss or predictions of a validation are NaN or inf; fastai has them on the CPU already."
+        notes, learn = self.notes, self.learn
+        recorder, gather = map(vars(learn).get, ('recorder', 'gather_preds'))
+        seen = tensors((recorder and vars(recorder.loss).get('total'), gather and gather.preds))
+        if notes is None or all((t < math.inf).all() for t in seen): return
+        self._say(f'{self.cb.fit.precision.name}: a loss or a prediction in validation is NaN or inf.\n' + (
+            f'The run diverges: {far}. Lower the learning rate first.' if (far := _divergence(notes, learn.model)) else
+            'If it is finite after `learn.to_fp32()`, `learn.precision_report(dl=learn.dls.valid)` names the modules '
+            'to keep in fp32.'))
 
     def _check_recorded(self) -> None:
         recorder, notes = vars(self.learn).get('recorder'), self.notes
