@@ -15,8 +15,8 @@ from ..common import training_device
 from ..precisions.half_weights import LOWERED, HalfWeights
 from ..precisions import PRECISIONS, AMPMode, Precision
 
-__all__ = ['PrecisionChoice', 'call_for', 'choices_from', 'color_of', 'choices_from', 'default_choices', 'precision_call',
-           'use_choice']
+__all__ = ['PrecisionChoice', 'call_for', 'choices_from', 'color_of', 'default_choices',
+           'precision_call', 'use_choice']
 
 HALF_WEIGHTS = 'half weights'
 
