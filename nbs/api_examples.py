@@ -55,7 +55,7 @@ EXAMPLES = {
     'MixedPrecision.plot_scales':
         "learn.to_fp16().fit(1)\n"
         "learn.precision.plot_scales()",
-    'HalfWeights': "learn.fit(1, cbs=HalfWeights('bf16'))",
+    'HalfWeights': "learn.fit(1, cbs=MixedPrecision(HalfWeights('bf16')))",
     'AMPMode': "AMPMode('bfloat16') is AMPMode.BF16",
     'precision_support':
         "precision_support()                  # all devices of this machine\n"

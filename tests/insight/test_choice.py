@@ -9,11 +9,11 @@ from fastai.callback.training import GradientAccumulation
 from fastai.optimizer import SGD
 from torch import nn
 
-from fastxtend_amp import HalfWeights, mode
-from fastxtend_amp.insight import compare, precisions
+from fastxtend_amp import AMPMode
+from fastxtend_amp.precisions import HalfWeights
 from fastxtend_amp.insight.comparison import Tolerance
 from fastxtend_amp.insight.precisions import PrecisionChoice, call_for, precision_call, use_choice
-from helpers import Attentive, Data, learner, loaders
+from helpers import Attentive, Data, learner, loaders, set_support
 from states import Act, Gives, InStep, Times, Unpacks, bits, fills, rich
 
 
@@ -27,20 +27,19 @@ class Costs(Callback):
 
     def before_batch(self):
         cb = self.learn.precision
-        half = ['half weights'] if isinstance(cb, HalfWeights) else []
+        half = ['half weights'] if cb is not None and isinstance(cb.precision, HalfWeights) else []
         name = ' '.join([*half, *([] if cb is None or half and cb.mode == 'bf16' else [cb.mode])]) or 'fp32'
         swing = 1 + self.swing * (self.learn.iter // 6 % 2) if cb else 1
         time.sleep(0.1 * swing / self.speeds.get(name, 1.0))
 
 
-def _support(m):
-    return 'native' if m.value in ('bf16', 'fp16') else 'unsupported'
+def _support(name):
+    return 'native' if name in ('bf16', 'fp16') else 'unsupported'
 
 
 @pytest.fixture(autouse=True)
 def native(monkeypatch, sleeps):
-    for module in (precisions, compare):
-        monkeypatch.setattr(module, 'mode_support', lambda m, d: mode.Support(_support(m), 'for this test'))
+    set_support(monkeypatch, _support)
 
 
 def costing(speeds, model=None, **kwargs):
@@ -74,7 +73,7 @@ def test_takes_the_fastest(speeds, chosen, capsys):
     else:
         choice = decision.choices[chosen]
         assert choice.mode == cb.amp_mode and decision.calls[chosen] == str(call_for(learn, choice))
-        assert isinstance(cb, HalfWeights) == chosen.startswith('half')
+        assert isinstance(cb and cb.precision, HalfWeights) == chosen.startswith('half')
     said = capsys.readouterr().out
     assert (
         said.startswith(f'Chosen: {chosen}. ')
@@ -244,9 +243,7 @@ class Sleeps(nn.Linear):
 
 @pytest.fixture
 def bf16_only(monkeypatch):
-    for module in (precisions, compare):
-        support = lambda m, d: mode.Support('native' if m.value == 'bf16' else 'unsupported', 'for this test')
-        monkeypatch.setattr(module, 'mode_support', support)
+    set_support(monkeypatch, lambda name: 'native' if name == 'bf16' else 'unsupported')
 
 
 @pytest.mark.parametrize('seconds', [0.3, 1, 3])
@@ -324,7 +321,7 @@ def test_a_constant_in_the_loss_does_not_widen_what_is_tolerated():
     assert Tolerance(fp32, [], 8).value < 0.5 * (fp32[0] - fp32[-1]) + 0.1
 
 
-FP16, BF16 = mode.AMPMode.FP16, mode.AMPMode.BF16
+FP16, BF16 = AMPMode.FP16, AMPMode.BF16
 
 
 @pytest.mark.parametrize(

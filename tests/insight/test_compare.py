@@ -19,11 +19,12 @@ from fastai.losses import CrossEntropyLossFlat
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fastxtend_amp import HalfWeights, PrecisionComparison, mode
-from fastxtend_amp.insight import compare, precisions
+from fastxtend_amp import PrecisionComparison
+from fastxtend_amp.precisions import HalfWeights
+from fastxtend_amp.insight import compare
 from fastxtend_amp.insight.comparison import Tolerance, recommend, speed_up
 from fastxtend_amp.insight.precisions import choices_from
-from helpers import OPTIMIZERS, At, Attentive, Data, handwritten, learner, loaders, mlp, params, same
+from helpers import OPTIMIZERS, At, Attentive, Data, handwritten, learner, loaders, mlp, params, same, set_support
 from states import Act, InStep, bits, rich, shuffled
 
 
@@ -47,15 +48,10 @@ def said(r):
 def support(monkeypatch):
     "Sets how the device runs each mode."
 
-    def set_support(status, why='for this test'):
-        for module in (compare, precisions):
-            monkeypatch.setattr(
-                module,
-                'mode_support',
-                lambda m, d: mode.Support({'tf32': 'unsupported', **status}.get(m.value, 'native'), why),
-            )
+    def runs(status, why='for this test'):
+        set_support(monkeypatch, lambda name: {'tf32': 'unsupported', **status}.get(name, 'native'), why)
 
-    return set_support
+    return runs
 
 
 # -- what is trained
@@ -658,7 +654,7 @@ def test_apply_makes_the_call_that_keeps_what_the_learner_has():
         'half weights': "learn.to_half_weights(fp32_modules=['attn'], on_overflow='raise')",
     }.items():
         assert r.calls[name] == call and r.apply(learn, name) is learn
-    assert isinstance(learn.precision, HalfWeights)
+    assert isinstance(learn.precision.precision, HalfWeights)
     r.apply(learn)
     assert r.recommended == 'fp32' and learn.precision is None
     with pytest.raises(ValueError, match="mode='fp8' cannot be used: it was not compared"):

@@ -12,7 +12,8 @@ from fastai.losses import CrossEntropyLossFlat
 from torch import nn
 from torch.nn import functional as F
 
-from fastxtend_amp import kahan, loop
+from fastxtend_amp import kahan
+from fastxtend_amp.training import callback
 from fastxtend_amp.insight.watch import Watch
 from helpers import (
     OPTIMIZERS,
@@ -388,7 +389,7 @@ class OnDevice(Watch):
 
 @pytest.mark.parametrize('loss', [True, False])
 def test_on_a_device_the_losses_of_the_recorder_and_the_skips_that_are_known_tell(monkeypatch, loss):
-    monkeypatch.setattr(loop, 'COMPANIONS', [OnDevice])
+    monkeypatch.setattr(callback, 'WATCHERS', [OnDevice])
     learn = learner(Attentive() if loss else steep(1e12)).to_fp16(init_scale=16.0, max_skips=4)
     messages = alarms(learn)
     assert (
@@ -400,7 +401,7 @@ def test_on_a_device_the_losses_of_the_recorder_and_the_skips_that_are_known_tel
 
 
 def test_on_a_device_the_batch_before_is_looked_at(monkeypatch):
-    monkeypatch.setattr(loop, 'COMPANIONS', [OnDevice])
+    monkeypatch.setattr(callback, 'WATCHERS', [OnDevice])
     message = alarms(bad_data().to_bf16())[0]
     assert '(batch 2)' in message and 'The batch itself is not finite: 1 of 24 values' in message
 

@@ -5,18 +5,14 @@ from fastai.callback import progress as fastai_progress
 from fastprogress import fastprogress
 from torch import nn
 
-from fastxtend_amp import mode
-from fastxtend_amp.insight import compare, precisions
 from fastxtend_amp.insight.progress import progress_bar
-from helpers import learner
+from helpers import learner, set_support
 from states import InStep
 
 
 @pytest.fixture(autouse=True)
 def native(monkeypatch):
-    for module in (precisions, compare):
-        support = lambda m, d: mode.Support('native' if m.value == 'bf16' else 'unsupported', 'for this test')
-        monkeypatch.setattr(module, 'mode_support', support)
+    set_support(monkeypatch, lambda name: 'native' if name == 'bf16' else 'unsupported')
 
 
 CALLS = {

@@ -17,11 +17,10 @@ from fastxtend_amp import PrecisionReport
 from fastxtend_amp.insight import report as room
 from fastxtend_amp.insight.trace import largest_value, relative_error
 from fastxtend_amp.insight.verdict import Judgement, Verdict
-from fastxtend_amp.mode import Support, mode_support
 from fastxtend_amp import AMPMode
 import held_out
 from held_out import cancels, loud_rms
-from helpers import At, Attentive, Data, dataset, learner, loaders, mlp, params, same
+from helpers import At, Attentive, Data, dataset, learner, loaders, mlp, params, same, set_support
 from states import Act, Gives, Times, Unpacks, fills, language_model, lora, loud_loss
 
 
@@ -393,7 +392,7 @@ def scatters(h):
 
 @pytest.mark.parametrize('f', [fills, scatters])
 def test_code_that_half_precision_breaks_is_not_the_devices_fault(f, monkeypatch):
-    monkeypatch.setattr('fastxtend_amp.mode.cpu_features', frozenset)  # a CPU with bf16 gets it as advice
+    monkeypatch.setattr('fastxtend_amp.devices.facts.cpu_features', frozenset)  # a CPU with bf16 gets it as advice
     verdict, own = (
         verdict_on(inner(f)),
         verdict_on(Own(lambda h: f(h.half() if torch.is_autocast_enabled('cpu') else h))),
@@ -433,15 +432,14 @@ def test_operators_that_may_draw_random_numbers_are_looked_at():
 
 
 def test_a_mode_that_the_device_does_not_support(monkeypatch):
-    monkeypatch.setattr(room, 'mode_support', lambda mode, device: Support('unsupported', 'it is too old'))
+    set_support(monkeypatch, lambda name: 'unsupported', 'it is too old')
     verdict = learner().precision_report('bf16').verdicts['bf16']
     assert (verdict.verdict, verdict.reason) == ('cannot run', 'it is too old')
 
 
 def test_a_mode_that_does_not_work_leads_to_the_fastest_that_does(monkeypatch):
     for native, call in ((('bf16',), 'learn.to_bf16()'), ((), 'learn.to_fp32()'), (('fp16',), 'learn.to_fp32()')):
-        support = lambda mode, device: Support('native' if mode.value in native else 'emulated', '')
-        monkeypatch.setattr('fastxtend_amp.mode.mode_support', support)
+        set_support(monkeypatch, lambda name: 'native' if name in native else 'emulated')
         assert verdict_on(Products(None)).call == call
 
     class Needs(Products):
@@ -449,7 +447,7 @@ def test_a_mode_that_does_not_work_leads_to_the_fastest_that_does(monkeypatch):
             return super().forward(self.f(x))
 
     learn = learner(Needs(nn.Sequential(nn.Linear(6, 6), Act(cancels))), loaders(64, 64))
-    monkeypatch.setattr('fastxtend_amp.mode.mode_support', lambda mode, device: Support('native', ''))
+    set_support(monkeypatch, lambda name: 'native')
     assert {v.call for v in learn.precision_report().verdicts.values()} == {"learn.to_bf16(fp32_modules=['f.1'])"}
 
 
@@ -745,7 +743,7 @@ def test_it_says_what_it_looked_at():
         'Looked at 2 batches of 4 samples, with the weights as they are now: in other batches '
         '(`n_batches`) and after some training other modules may be in trouble.',
         *['bf16: emulated here, which is usually slower than fp32.']
-        * (mode_support(AMPMode.BF16, torch.device('cpu')).status == 'emulated'),
+        * (AMPMode.BF16.support(torch.device('cpu')).status == 'emulated'),
         'The targets are continuous: how close predictions come to them decides how much rounding matters. '
         'Ask again late in training.',
         'Callbacks that took no part: at. If the training step needs one of them, set its attribute '
@@ -763,9 +761,7 @@ def test_it_says_what_it_looked_at():
 
 
 def test_an_emulated_mode_makes_it_look_at_fewer_samples(monkeypatch):
-    monkeypatch.setattr(
-        room, 'mode_support', lambda mode, device: Support('emulated' if mode.value == 'fp16' else 'native', '')
-    )
+    set_support(monkeypatch, lambda name: 'emulated' if name == 'fp16' else 'native')
     monkeypatch.setattr(room, 'EMULATED_TIME', 0.0)
     for modes, expected in (('bf16', {24}), (('bf16', 'fp16'), {24, 2})):
         sizes = []
