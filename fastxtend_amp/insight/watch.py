@@ -41,9 +41,6 @@ class Watch:
     """
     def __init__(self, cb: Any): # The `MixedPrecision` that calls the events, after its own
         self.cb = cb
-        self._notes: Any = None
-        self._fit: Any = None
-    def __getstate__(self) -> dict[str, Any]: return {**vars(self), '_notes': None, '_fit': None}
 
     @property
     def learn(self) -> Any: return self.cb.learn
@@ -51,12 +48,12 @@ class Watch:
     @property
     def notes(self) -> Any:
         "The `Notes` on the open fit; None if it is not watched, or has been warned of."
-        cb, fit = self.cb, self.cb.fit
+        fit = self.cb.fit
         if fit is None or fit.has_warned: return None
-        if fit is not self._fit:
-            is_watched = fit.precision.dtype and cb.on_overflow != 'ignore' and 'lr_finder' not in vars(self.learn)
-            self._fit, self._notes = fit, Notes(fit.device.type == 'cpu', generators()) if is_watched else None
-        return self._notes
+        if 'notes' not in vars(fit):
+            is_watched = fit.precision.dtype and self.cb.on_overflow != 'ignore' and 'lr_finder' not in vars(self.learn)
+            fit.notes = Notes(fit.device.type == 'cpu', generators()) if is_watched else None
+        return fit.notes
 
     def before_batch(self):
         "Note the random state, and once the size of the weights."
