@@ -14,7 +14,7 @@ from ..compat import is_compiled
 from ..precisions.matching import unwrapped
 from ..precisions import AMPMode, fastest_native
 from .copies import RandomState, lost_weights
-from .precisions import precision_call
+from .precisions import PrecisionChoice, choice_like, precision_call
 from .trace import trace
 from .verdict import Judge, named, not_finite_data, wrong_in_fp32
 
@@ -35,6 +35,8 @@ class Alarm:
     yb: Sequence
     random_state: RandomState | None         # before that batch; None if it is a later one
     divergence: str = ''                     # how far weights and loss have grown, if it is far
+    remedy: PrecisionChoice | None = None    # what helps, as the diagnosis has tried
+    cause: str = ''                          # where it began
 
     @property
     def happened(self) -> str:
@@ -91,9 +93,14 @@ def _run_again(
     judge = Judge(mode, unwrapped(learn.model), cb.fit.device, partial(again, mode, reference=fp32), fp32, alarm.scale,
                   partial(precision_call, learn, alarm.mode), cb.fp32_module_names)
     verdict = judge.verdict()
+    alarm.cause = verdict.reason
     if not verdict.call:
-        other = precision_call(learn, fastest_native(cb.fit.device, [mode]))
+        failed = [mode, *(fix.precision for fix in cb.fixes)]
+        alarm.remedy = choice_like(learn, fastest_native(cb.fit.device, failed))
+        other = precision_call(learn, alarm.remedy.mode)
         return verdict.reason, f'Take another precision: `{other}`'
+    if verdict.modules or judge.scale < alarm.scale:
+        alarm.remedy = choice_like(learn, alarm.mode, verdict.modules, verdict.init_scale)
     if verdict.modules:
         return verdict.reason, f"Keep {', '.join(map(named, verdict.modules))} in fp32: `{verdict.call}`"
     if verdict.scale_range and judge.scale < alarm.scale:

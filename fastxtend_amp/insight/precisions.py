@@ -14,8 +14,8 @@ from ..common import training_device
 from ..precisions.half_weights import LOWERED, HalfWeights
 from ..precisions import AMPMode
 
-__all__ = ['PRECISION_COLORS', 'PrecisionChoice', 'call_for', 'choices_from', 'default_choices', 'precision_call',
-           'use_choice']
+__all__ = ['PRECISION_COLORS', 'PrecisionChoice', 'call_for', 'choice_like', 'choices_from', 'default_choices',
+           'precision_call', 'use_choice']
 
 # One colour for a precision in every plot.
 PRECISION_COLORS = {'fp32': '#4c566a', 'bf16': '#2a78b8', 'fp16': '#d1701f', 'tf32': '#5d8a3c', 'fp8': '#8f4a9e',
@@ -117,8 +117,17 @@ def precision_call(
     init_scale: float | None = None, # First loss scale; the callback's if None
 ) -> str: # 'learn.to_fp16(init_scale=1024, fp32_modules=['inp', 'head'])'
     "Return, as text, the call for `mode` that keeps what the learner's precision callback has."
-    half_weights = _has_half_weights(learn)
-    return str(call_for(learn, PrecisionChoice(mode, half_weights, tuple(fp32_modules), init_scale)))
+    return str(call_for(learn, choice_like(learn, mode, fp32_modules, init_scale)))
+
+
+def choice_like(
+    learn: Learner,
+    mode: AMPMode | None, # None for fp32
+    fp32_modules: Iterable[str] = (), # Modules to keep in fp32 besides those that are
+    init_scale: float | None = None, # First loss scale; the callback's if None
+) -> PrecisionChoice:
+    "Return the choice of `mode`, with weights in half precision if the learner has them."
+    return PrecisionChoice(mode, _has_half_weights(learn), tuple(fp32_modules), init_scale)
 
 
 def use_choice(

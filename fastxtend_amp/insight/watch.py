@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..common import is_lazy, warn_user
+from ..common import is_lazy, several_processes, warn_user
 from .copies import RandomState, generators
 from .diagnosis import Alarm, diagnose
+from .fix import fix
 
 __all__ = ['Watch']
 
@@ -56,7 +57,13 @@ class Watch:
         if fit is not self._fit:
             is_watched = fit.precision.dtype and cb.on_overflow != 'ignore' and 'lr_finder' not in vars(self.learn)
             self._fit, self._notes = fit, Notes(fit.device.type == 'cpu', generators()) if is_watched else None
+            if is_watched: self._notes.n_recorded = len(self._losses)
         return self._notes
+
+    def before_train(self):
+        "Say at the start of a fit of several processes that nothing is fixed in it."
+        if self.cb.on_overflow == 'fix' and several_processes() and not self.learn.train_iter:
+            warn_user("on_overflow='fix' only warns with several processes: the diagnosis runs in one process.")
 
     def before_batch(self):
         "Note the random state, and once the size of the weights."
@@ -105,9 +112,11 @@ class Watch:
                   'finite.\nIf it is finite after `learn.to_fp32()`, `learn.precision_report(dl=learn.dls.valid)` '
                   'names the modules to keep in fp32.')
 
+    @property
+    def _losses(self) -> list: return getattr(vars(self.learn).get('recorder'), 'losses', [])
+
     def _check_recorded(self) -> None:
-        recorder, notes = vars(self.learn).get('recorder'), self.notes
-        losses = getattr(recorder, 'losses', [])
+        notes, losses = self.notes, self._losses
         if notes is None or notes.in_place or len(losses) <= notes.n_recorded: return
         notes.n_recorded = len(losses)
         self._check_loss(notes, float(losses[-1]), notes.before)
@@ -135,7 +144,9 @@ class Watch:
         except Exception as e:
             said = '\n'.join(str(e).splitlines()[:2])            # of a refusal: what is wrong, and the way out
             message = f'{alarm.happened}\nThe batch could not be run again, {type(e).__name__}: {said}'
-        self._say(message)
+        if cb.on_overflow != 'fix' or not fix(cb, alarm): return self._say(message)
+        cb.fit.has_warned = True
+        if not skipped and batch is None: learn.loss_grad = learn.loss_grad * math.nan   # so that this step is skipped
 
     def _say(self, message: str) -> None:
         cb = self.cb
