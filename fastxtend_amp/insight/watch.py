@@ -144,8 +144,8 @@ class Watch:
         except Exception as e:
             said = '\n'.join(str(e).splitlines()[:2])            # of a refusal: what is wrong, and the way out
             message = f'{alarm.happened}\nThe batch could not be run again, {type(e).__name__}: {said}'
+        cb.fit.has_warned = True                                 # first: between batches `fix` closes the fit
         if cb.on_overflow != 'fix' or not fix(cb, alarm): return self._say(message)
-        cb.fit.has_warned = True
         if not skipped and batch is None: learn.loss_grad = learn.loss_grad * math.nan   # so that this step is skipped
 
     def _say(self, message: str) -> None:
