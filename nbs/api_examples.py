@@ -9,7 +9,7 @@ EXAMPLES = {
     'Learner.to_tf32': "learn.to_tf32()  # needs an NVIDIA GPU",
     'Learner.to_amp':
         "learn.to_amp()              # by device\n"
-        "learn.to_amp(measure=True)  # by trying",
+        "learn.to_amp(measure=True)  # by measuring",
     'Learner.to_fp32':
         "learn.to_bf16().fit(1)\n"
         "learn.to_fp32().fit(1)",
@@ -55,7 +55,7 @@ EXAMPLES = {
     'MixedPrecision.plot_scales':
         "learn.to_fp16().fit(1)\n"
         "learn.precision.plot_scales()",
-    'HalfWeights': "learn.fit(1, cbs=HalfWeights('bf16'))",
+    'HalfWeights': "learn.fit(1, cbs=MixedPrecision(HalfWeights('bf16')))",
     'AMPMode': "AMPMode('bfloat16') is AMPMode.BF16",
     'precision_support':
         "precision_support()                  # all devices of this machine\n"

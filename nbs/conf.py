@@ -13,13 +13,11 @@ project = settings['DEFAULT']['lib_name']
 author = copyright = settings['DEFAULT']['author']
 release = version = settings['DEFAULT']['version']
 
-extensions = ['myst_nb', 'sphinx_copybutton', 'api_pages', 'breaks', 'search_words']
-exclude_patterns = ['_build', '**.ipynb_checkpoints', 'benchmarks', 'speed.md',
-                    'real_models.md']          # the last two are included in another page
-nb_execution_mode = 'off'                      # outputs are stored in the notebooks; `python nbs/run.py` runs them anew
+extensions = ['myst_nb', 'sphinx_copybutton', 'website', 'breaks', 'search_words']
+exclude_patterns = ['_build', '**.ipynb_checkpoints', 'benchmarks/__pycache__']
+nb_execution_mode = 'off'                      # outputs are stored in the notebooks; `nbs/run.py` makes them
 nb_merge_streams = True
-myst_enable_extensions = ['colon_fence', 'deflist']
-myst_heading_anchors = 3
+myst_heading_anchors = 4
 highlight_language = 'text'                    # what is Python says so; the rest is for a shell
 smartquotes = False                            # 'fp16' is code, also where it stands in a sentence
 suppress_warnings = ['mystnb.unknown_mime_type']
@@ -31,5 +29,5 @@ html_title = f'{project} {release}'
 html_static_path = ['_static']
 html_css_files = ['custom.css']
 html_show_sphinx = html_show_copyright = False
-html_copy_source = html_use_index = False
+html_show_sourcelink = html_use_index = False  # `llms.txt` links to the Markdown
 html_theme_options = {'navigation_with_keys': True}

@@ -1,4 +1,4 @@
-"Makes charts and tables of speeds anew from the stored runs: `python nbs/figures.py`."
+"Makes the tables of speeds from the stored runs, and draws their charts: `python nbs/figures.py`."
 from __future__ import annotations
 
 import json, sys
@@ -25,35 +25,31 @@ def rows() -> list[tuple[str, dict]]:
 
 
 def speeds() -> str:
-    "Return the figures of the shown run as a Markdown table, and what other machines measured before."
+    "Return the speed-ups of the shown run as a Markdown table, with earlier runs and single measurements."
     fp32 = {r['model']: r['ms'] for r in stored(SHOWN)['rows']
             if (r['contestant'], r['optimizer']) == ('fastai loop', OPTIMIZER)}
     before = [dict(by_model(stored(stem), 'bf16')) for stem in EARLIER]
-    lines = ['| model | bf16 over fp32 | plain loop | x plain | fp32, ms | bf16, ms | other machines |',
-             '|---|--:|--:|--:|--:|--:|--:|']
-    for title, found in rows():
-        ours, plain = found['fastxtend_amp'], found['plain loop']
+    found = []
+    for title, records in rows():
+        ours, plain = records['fastxtend_amp'], records['plain loop']
         ratios = [marked(q, ours['blocks']) for q in (ours['vs_fp32'], plain['vs_fp32'], ours['vs_plain_loop'])]
         others = sorted(run[title]['fastxtend_amp']['vs_fp32'][1] for run in before if title in run)
-        lines.append(f"| {title} | {' | '.join(ratios)} | {fp32[ours['model']]:.1f} | {ours['ms']:.1f} | "
-                     f"{', '.join(f'{x:.2f}' for x in others) or '-'} |")
-    return '\n'.join(lines) + '\n'
+        row = (title, *ratios, f'{fp32[ours["model"]]:,.1f}', f'{ours["ms"]:,.1f}',
+               ', '.join(f'{x:.2f}' for x in others) or '-')
+        found.append((ours['vs_fp32'][1], row))
+    for name, size, batch, ms, (_, median, _) in stored('real_models')['rows']:
+        row = (f'{name} at {size}x{size}, batch {batch}*', f'{median:.2f}', '-', '-', f'{ms:,.1f}', '-', '-')
+        found.append((median, row))
+    lines = ['| model | fastxtend_amp | PyTorch loop | ratio | fp32, ms | bf16, ms | other machines |',
+             '|---|--:|--:|--:|--:|--:|--:|']
+    lines += [f'| {" | ".join(row)} |' for _, row in sorted(found, reverse=True)]
+    return '\n'.join(lines)
 
 
-def real_models() -> str:
-    "Return the figures of models that people train as a Markdown table."
-    lines = ['| model | image, batch | fp32, ms | bf16 over fp32 (quartiles) |', '|---|---|--:|--:|']
-    lines += [f'| {name} | {size} px, {batch} | {ms:,} | {median:.2f} ({low:.2f} to {high:.2f}) |'
-              for name, size, batch, ms, (low, median, high) in stored('real_models')['rows']]
-    return '\n'.join(lines) + '\n'
-
-
-def texts() -> dict[str, str]:
-    "Return each stored text by its path under `nbs`."
-    reports = {f'benchmarks/{stem}.md': tables(stored(stem)) for stem in STORED}
-    return {'speed.md': speeds(), 'real_models.md': real_models(), **reports}
+def reports() -> dict[str, str]:
+    "Return the report of each stored run by its path under `nbs`."
+    return {f'benchmarks/{stem}.md': tables(stored(stem)) for stem in STORED}
 
 
 if __name__ == '__main__':
-    for name, text in texts().items(): (HERE / name).write_text(text, encoding='utf-8')
     for file, narrow in (('speed.png', False), ('speed_narrow.png', True)): plot({TITLE: rows()}, HERE / file, narrow)

@@ -16,6 +16,7 @@ torch.set_num_threads(1)  # tests run side by side; results must not depend on t
 
 def pytest_addoption(parser):
     parser.addoption('--sim', choices=('sim',), help='run on a simulated device: see tests/devices/simulated.py')
+    parser.addoption('--rules', choices=('cuda',), help="CUDA's autocast rules on a CPU: see devices/cuda_rules.py")
     parser.addoption('--cpu', choices=CPUS, help="what the CPU computes natively, as if; the machine's own by default")
 
 
@@ -24,6 +25,12 @@ def pytest_configure(config):
         from fastxtend_amp.devices import facts
 
         facts.cpu_features = lambda: frozenset(CPUS[cpu].split())
+    if config.getoption('--rules'):
+        from fastxtend_amp.devices.cuda_rules import cuda_rules
+
+        rules = cuda_rules()
+        rules.__enter__()
+        config.add_cleanup(lambda: rules.__exit__(None, None, None))
     if not config.getoption('--sim'):
         return
     sys.path.insert(0, os.path.dirname(__file__))

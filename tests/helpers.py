@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 
 import fastxtend_amp  # noqa: F401  patches Learner
 from fastxtend_amp import MixedPrecision
+from fastxtend_amp.precisions import PRECISIONS, Support
 
 DEVICE = torch.device('cpu')  # where learners train; `pytest --sim=sim` puts a simulated device here (conftest.py)
 
@@ -152,6 +153,13 @@ def told(f, word=''):
         warnings.simplefilter('always')
         f()
     return [str(w.message) for w in caught if word in str(w.message)]
+
+
+def set_support(monkeypatch, status, why='for this test'):
+    "Have the device run each precision as `status(name)` says: 'native', 'emulated' or 'unsupported'."
+    for name, cls in PRECISIONS.items():
+        said = classmethod(lambda cls, device, name=name: Support(status(name), why))
+        monkeypatch.setattr(cls, 'support', said)
 
 
 def spoil_at(*steps):

@@ -18,18 +18,17 @@ from torch import nn
 import fastxtend_amp
 from fastxtend_amp import HalfWeights, MixedPrecision
 from fastxtend_amp.compat import AutocastState
-from helpers import learner, loaders, mlp
+from helpers import At, finite, learner, loaders, mlp
 
 ROOT = Path(__file__).parent.parent
 NBS = ROOT / 'nbs'
 sys.path.append(str(NBS))
+import generate  # noqa: E402
 from api_examples import EXAMPLES  # noqa: E402
 
 MODULES = sorted((ROOT / 'fastxtend_amp').rglob('*.py'))
 TESTS = {f.name: f.read_text() for f in (ROOT / 'tests').rglob('*.py')}
 README = (ROOT / 'README.md').read_text()
-PAGES = 15
-SITE_WORDS = 12_258  # on the built pages, code blocks left out: no longer than the manual of 0.3.0
 
 
 def is_ours(f):
@@ -49,17 +48,6 @@ def markdown():
     yield from ((f.name, f.read_text()) for f in [*sorted(ROOT.glob('*.md')), *sorted(NBS.glob('*.md'))])
     for f in sorted(NBS.glob('*.ipynb')):
         yield f.name, '\n'.join(c.source for c in nbformat.read(f, 4).cells if c.cell_type == 'markdown')
-
-
-def test_each_guarantee_has_its_tests():
-    "Rows of tables and lists are numbered, and the folded list below has tests for each number."
-    *sections, _ = (NBS / 'guarantees.md').read_text().split('</details>')
-    assert len(sections) == 5
-    for section in sections:
-        promises, tests = section.split('<details>')
-        numbers = re.findall(r'^(?:\| )?(\d+)(?:\.| \|) ', promises, re.M)
-        assert numbers == [str(n + 1) for n in range(len(numbers))]
-        assert re.findall(r'^(\d+) +test_', tests, re.M) == numbers
 
 
 # -- docstrings
@@ -145,7 +133,6 @@ class Page(HTMLParser):
         super().__init__()
         self.ids, self.links, self.loaded, self.text, self.inside, self.hidden = set(), [], [], [], False, None
         self.feed(text)
-        self.words = len(' '.join(self.text).split())
 
     def handle_starttag(self, tag, attrs):
         a = dict(attrs)
@@ -174,9 +161,6 @@ class Page(HTMLParser):
 def test_page_is_whole(page):
     "Every internal link leads somewhere, its anchor too, and nothing is loaded from elsewhere."
     pages = {f: Page(f.read_text()) for f in page.rglob('*.html')}
-    written = [f for f in pages if f.parent == page and f.stem not in ('genindex', 'search', 'py-modindex')]
-    words = {f.stem: pages[f].words for f in written}
-    assert len(written) == PAGES and sum(words.values()) <= SITE_WORDS, (sum(words.values()), words)
     for file, p in pages.items():
         for target in p.links:
             parts = urlsplit(target)
@@ -194,18 +178,26 @@ def test_page_is_whole(page):
         assert not re.search(r'url\(\s*[\'"]?(https?:)?//|@import', sheet.read_text()), sheet
 
 
-def test_page_has_every_public_name_with_its_arguments(page):
-    text = (page / 'api.html').read_text()
-    ids = Page(text).ids
-    for name in [*fastxtend_amp.__all__, *(f'Learner.{n}' for n in ADDED)]:
-        assert name in ids, name
-    codes = {re.sub(r'<[^>]+>', '', code) for code in re.findall(r'<code.*?</code>', text, re.S)}
-    for f in [*METHODS.values(), MixedPrecision, HalfWeights]:
-        for name in {*inspect.signature(f).parameters} - {'self', 'args', 'kwargs'}:
-            assert name in codes, name
-    assert text.count('Loss scale to start from') == 1  # no table of arguments twice
-    for link in re.findall(r'href="(source/[^"#]+)', text):
-        assert (page / link).exists()
+def entries():
+    "Each entry of the API page, by its heading."
+    parts = re.split(r'^###+ (.+)$', (NBS / 'api.md').read_text(), flags=re.M)
+    return dict(zip(parts[1::2], parts[2::2]))
+
+
+def test_api_page_has_every_public_name_with_its_arguments_types_and_defaults():
+    found = entries()
+    assert {*fastxtend_amp.__all__, *ADDED} <= found.keys()
+    for name, f in {**METHODS, 'MixedPrecision': MixedPrecision, 'HalfWeights': HalfWeights}.items():
+        for argument, p in inspect.signature(f).parameters.items():
+            if argument not in ('self', 'args', 'kwargs'):
+                assert f'| `{argument}` |' in found[name], f'{name}: {argument}'
+    assert '| `init_scale` | `float = 65536.0` |' in found['to_fp16'] and '`init_scale`' not in found['to_bf16']
+    assert 'Names of the modules' in found['MixedPrecision.fp32_module_names']
+
+
+def test_api_page_links_to_pages_with_the_source(page):
+    links = [link for link in Page((page / 'api.html').read_text()).links if link.startswith('source/')]
+    assert len(links) > 20 and all((page / link).exists() for link in links)
 
 
 def test_every_command_is_described():
@@ -302,6 +294,9 @@ def test_what_fastai_does_where_it_finds_cuda(monkeypatch, tmp_path):
         in_fp32 = len(reads)
         low = fitted(learner(cbs=fp16.MixedPrecision()))
         assert len(reads) - 2 * in_fp32 == 2 * len(low.dls.train)
+        overflow = At('before_batch', lambda l: l.xb[0].fill_(float('inf')) if l.training and l.iter == 1 else None)
+        skips = fitted(learner(cbs=[fp16.MixedPrecision(init_scale=2.0), overflow]))
+        assert finite(skips) and skips.model[1].running_mean.isnan().all()  # the step was skipped, and NaN stays
         with pytest.raises(RuntimeError, match='on purpose'):
             fitted(learner(cbs=fp16.MixedPrecision('bf16')), cbs=Fails())
         assert torch.is_autocast_enabled('cuda')  # stays on
@@ -322,8 +317,7 @@ def test_what_fastai_does_outside_cuda():
 # -- the README
 
 
-def test_readme_is_short_and_has_its_commands():
-    assert len(README.split()) <= 600
+def test_readme_has_its_commands():
     assert re.search(r'^pip install -e .*pytest', README, re.M)
     assert re.search(r'^python -m sphinx -W', README, re.M)
 
@@ -371,19 +365,54 @@ def test_readme_snippet_runs_as_it_stands(tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-# -- figures
+# -- what is generated
 
 
-def test_stored_speeds_are_those_of_the_runs():
-    "What `nbs/figures.py` writes as text; its charts depend on the fonts of a machine."
-    import figures
+def test_generated_parts_are_those_of_the_code_and_of_the_runs():
+    "Tables, API entries and contents; charts depend on the fonts of a machine."
+    for name, text in generate.texts().items():
+        assert (NBS / name).read_text() == text, f'{name}: run `python nbs/generate.py`'
 
-    for name, text in figures.texts().items():
-        assert (NBS / name).read_text() == text, name
-    shown = dict(re.findall(r'^\| ([\w-]+)[^|]* \| (~?[\d.]+) \|', figures.speeds(), re.M))
+
+def test_speeds_in_the_readme_are_those_of_the_runs():
+    shown = dict(re.findall(r'^\| ([\w-]+)[^|]* \| (~?[\d.]+) \|', generate.figures.speeds(), re.M))
     text = ' '.join(README.partition('## Speed')[2].partition('\n## ')[0].split())
-    for model in ('ResNet-50 trains', 'ViT-Tiny', 'tiny MLP'):
-        assert f'{model} {shown[model.partition(" ")[0]]} times' in text, model
+    for model, said in {'ResNet-50': 'a ResNet-50 by', 'ViT-Tiny': 'ViT-Tiny by', 'tiny': 'a tiny MLP to'}.items():
+        assert f'{said} {shown[model]}x' in text, model
+
+
+def test_pages_are_plain_markdown():
+    "They are also read where the repository is hosted: no directives, no roles, and links that lead somewhere there."
+    for name, text in markdown():
+        folder = ROOT if (ROOT / name).exists() else NBS
+        prose = re.sub(r'^```.*?^```', '', text, flags=re.S | re.M)
+        assert not re.search(r'^(```|:::+)\{|\{\w+\}`|^:\w+:', text, re.M), name
+        for path, fragment in re.findall(r'\]\((?!https?:)([^)#]*)#([^)]+)\)', prose):
+            target = folder / path if path else folder / name
+            assert fragment in anchors(target), f'{name}: {path}#{fragment}'
+
+
+def anchors(file):
+    "The anchors that a code host gives to the headings of a page."
+    text = file.read_text() if file.suffix == '.md' else dict(markdown())[file.name]
+    return {
+        generate.anchor(h) for h in re.findall(r'^#+ (.+)$', re.sub(r'^```.*?^```', '', text, flags=re.S | re.M), re.M)
+    }
+
+
+def test_the_website_has_an_overview_for_language_models(page):
+    text = (page / 'llms.txt').read_text()
+    links = re.findall(r'^- \[[^]]+\]\(([^)]+)\): \w', text, re.M)
+    assert text.startswith('# fastxtend_amp\n\n> ') and all((page / link).exists() for link in links)
+    listed = {Path(link.removeprefix('_sources/')).name.partition('.')[0] for link in links}
+    assert listed == {f.stem for f in [*NBS.glob('*.md'), *NBS.glob('*.ipynb')]} - {'index'}
+
+
+def test_pictures_have_a_description(page):
+    for file in page.glob('*.html'):
+        for image in re.findall(r'<img [^>]*>', file.read_text()):
+            alt = re.search(r'alt="([^"]*)"', image)
+            assert alt and ' ' in alt[1] and not alt[1].endswith('.png'), f'{file.name}: {image}'
 
 
 def stored_report():
@@ -399,9 +428,9 @@ def test_the_stored_report_is_that_of_the_code(monkeypatch):
     try:
         with warnings.catch_warnings():
             warnings.simplefilter('ignore')
-            for cell in cells[: next(i for i, c in enumerate(cells) if 'precision_report' in c.source and i > 1)]:
-                if cell.cell_type == 'code':
-                    exec(cell.source, names)
+            code = [c for c in cells if c.cell_type == 'code']
+            for cell in code[: next(i for i, c in enumerate(code) if 'precision_report' in c.source)]:
+                exec(cell.source.replace('%pip', '...  #'), names)
             report = str(names['reader']().precision_report())
     finally:
         torch.set_num_threads(threads)
@@ -439,6 +468,16 @@ def test_search_leads_to_the_section_that_answers(page):
         'Hugging': 'recipes',
         'Kaggle': 'recipes',
         'lr_find': 'recipes',
+        'MLflow': 'recipes',
+        'tabular': 'recipes',
+        'bitsandbytes': 'recipes',
+        'increase batch size': 'recipes',
+        'keep batchnorm fp32': 'recipes',
+        'custom loss': 'recipes',
+        'GAN': 'recipes',
+        'expected scalar type Half found Float': 'faq',
+        'inf checks recorded optimizer': 'faq',
+        'Tacotron': 'gpu_gains',
     }.items(),
 )
 def test_what_readers_search_for_is_found(page, word, file):

@@ -1,11 +1,13 @@
 "The recipes of the manual, run as they are written there."
 
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest, torch
 from fastai.callback.core import Callback
 from fastai.callback.progress import CSVLogger
+from fastai.callback.training import GradientAccumulation, GradientClip
 from fastai.callback.schedule import fit_one_cycle, lr_find  # noqa: F401  for the recipes
 from fastai.data.core import DataLoaders
 from fastai.data.block import CategoryBlock, DataBlock
@@ -14,7 +16,7 @@ from fastai.data.transforms import IndexSplitter
 from fastai.learner import Learner
 from fastai.losses import BCEWithLogitsLossFlat, CrossEntropyLossFlat
 from fastai.metrics import accuracy
-from fastai.optimizer import Adam
+from fastai.optimizer import Adam, OptimWrapper
 from fastai.vision.core import PILImageBW
 from fastai.vision.data import ImageBlock
 from sklearn.datasets import load_diabetes, load_digits
@@ -22,7 +24,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from fastxtend_amp import fused, loss_scale, skipped_steps
-from helpers import At, learner, loaders, params, same, spoil_at
+from helpers import At, learner, loaders, mlp, opt_state, params, same, same_state, spoil_at
 
 NBS = Path(__file__).parent.parent / 'nbs'
 
@@ -35,7 +37,7 @@ def code(word, file='recipes.md'):
 
 def classes(word):
     "What the classes of a recipe need and define; what comes after them is left out."
-    text = re.split(r'\n\n(?!class)', code(word))
+    text = re.split(r'\n\n(?!class)', re.sub(r'^from transformers.*\n+', '', code(word)))
     names = {'Callback': Callback, 'nn': nn, 'torch': torch}
     exec('\n\n'.join(part for part in text if part.startswith(('class', 'from'))), names)
     return names
@@ -74,11 +76,35 @@ def hugging_face():
 @pytest.mark.parametrize('make', [WithLogits, hugging_face])
 def test_a_model_whose_output_has_logits_trains_and_is_reported_on(make):
     torch.manual_seed(0)
-    learn = learner(make(), tokens(), CrossEntropyLossFlat(), cbs=classes('class Logits')['Logits']())
+    dls = tokens()
+    exec(re.search(r'^dls.n_inp = .*', code('class Logits'), re.M)[0], {'dls': dls})
+    learn = learner(make(), dls, CrossEntropyLossFlat(), cbs=classes('class Logits')['Logits']())
     for to_low in (learn.to_bf16, learn.to_fp16):
         to_low().fit(1)
         predictions, _ = learn.get_preds()
         assert predictions.dtype is torch.float32 and predictions.shape == (32, 2)
+    assert learn.precision_report('bf16').verdicts['bf16'].verdict == 'safe so far'
+
+
+class Dicts(torch.utils.data.Dataset):
+    "Samples as tokenizers return them."
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, i):
+        return {'input_ids': torch.full((6,), 10 + i % 2), 'attention_mask': torch.ones(6)}, torch.tensor(i % 2)
+
+
+def test_batches_with_a_dict():
+    make = lambda: DataLoader(Dicts(), bs=8, num_workers=0, device='cpu')
+    names = {'Learner': Learner, 'CrossEntropyLossFlat': CrossEntropyLossFlat, 'nn': nn, 'model': WithLogits()}
+    names['dls'] = DataLoaders(make(), make(), device='cpu')
+    exec(code('class FromDict'), names)
+    learn = names['learn'].to_bf16()
+    with learn.no_bar(), learn.no_logging():
+        learn.fit(1)
+    assert learn.get_preds()[0].shape == (16, 2)
     assert learn.precision_report('bf16').verdicts['bf16'].verdict == 'safe so far'
 
 
@@ -93,6 +119,22 @@ def test_an_ema_leaves_out_skipped_steps(opt_func):
     learn.model.load_state_dict(ema.average.module.state_dict())
     comparison = learn.compare_precision('bf16', n_steps=4, n_seeds=0)  # which runs it in fp32, too
     assert 'failed' not in [*comparison.table['support']]
+
+
+@pytest.mark.parametrize('mode', ['fp32', 'bf16', 'fp16'])
+def test_averages_leave_out_lr_find(mode, tmp_path):
+    "Which trains until the loss diverges, and restores the weights."
+    recipe = classes('class EMA')
+    ema, swa = recipe['EMA'](), recipe['SWA'](0)
+    learn = learner(cbs=[ema, swa])
+    learn.path = tmp_path
+    if mode != 'fp32':
+        getattr(learn, f'to_{mode}')()
+    learn.lr_find(num_it=40, suggest_funcs=(), show_plot=False)
+    assert ema.average is None and swa.average is None
+    learn.fit(1)
+    skipped = learn.precision.n_skipped if learn.precision else 0
+    assert ema.average.n_averaged == len(learn.dls.train) - skipped and swa.average.n_averaged == 1
 
 
 def test_swa_averages_epochs_and_has_batch_norm_of_its_own():
@@ -244,3 +286,180 @@ def test_the_recipe_for_a_second_forward_pass(mode, kwargs):
     n = len(learn.dls.train)
     assert len(dtypes) == 2 * n + len(learn.dls.valid) and len(set(dtypes)) == 1 and dtypes[0] is not torch.float32
     assert not same(before, params(learn))
+
+
+def precise(learn, mode):
+    "Train `learn` for an epoch in `mode`, without a progress bar."
+    getattr(learn, f'to_{mode}')(**({'init_scale': 256.0} if mode == 'fp16' else {}))
+    with learn.no_bar(), learn.no_logging():
+        learn.fit(1)
+    return learn
+
+
+def test_batchnorm_in_fp32():
+    learn, dtypes = learner(), []
+    learn.model[1].register_forward_hook(lambda m, x, y: dtypes.append(y.dtype))
+    learn.to_fp16(init_scale=256.0).fit(1)
+    exec(code('_BatchNorm'), {'learn': learn, 'nn': nn})
+    n = len(dtypes)
+    learn.fit(1)
+    assert {*dtypes[:n]} == {torch.float16} and {*dtypes[n:]} == {torch.float32}
+    assert learn.precision.fp32_module_names == ['1']
+
+
+def test_a_custom_loss_in_fp32():
+    dtypes = []
+
+    def loss(pred, target):
+        dtypes.append((pred.dtype, (pred @ pred.T).dtype))
+        return (pred - target).square().mean()
+
+    names = {
+        'Learner': learner_of,
+        'dls': loaders(),
+        'model': linear_model(),
+        'nn': nn,
+        'torch': torch,
+        'my_loss': loss,
+    }
+    exec(code('class InFp32'), names)
+    precise(names['learn'], 'bf16')
+    assert {*dtypes} == {(torch.float32, torch.float32)}
+    dtypes.clear()
+    precise(learner(loss_func=loss), 'bf16')
+    assert {*dtypes} == {(torch.float32, torch.bfloat16)}
+
+
+def learner_of(dls, model, **kwargs):
+    return learner(model, dls, **kwargs)
+
+
+def linear_model():
+    torch.manual_seed(0)
+    return nn.Linear(6, 1)
+
+
+@pytest.mark.parametrize('mode', ['bf16', 'fp16'])
+def test_torchaos_8_bit_optimizer(mode, tmp_path):
+    pytest.importorskip('torchao')
+    wide = nn.Sequential(nn.Linear(6, 1024), nn.ReLU(), nn.Linear(1024, 1))  # smaller parameters keep fp32 states
+    names = {'Learner': learner_of, 'dls': loaders(), 'model': wide, 'torch': torch}
+    names |= {'partial': partial, 'OptimWrapper': OptimWrapper}
+    exec(code('class AdamW8'), names)
+    learn = names['learn']
+    learn.path = tmp_path
+    assert 'failed' not in [*learn.compare_precision('bf16', n_steps=4, n_seeds=0).table['support']]
+    precise(learn, mode)
+    learn.load(learn.save('small').stem)
+    precise(learn, mode)
+    states = [type(v).__name__ for state in learn.opt.opt.state.values() for v in state.values()]
+    assert 'OptimState8bit' in states and torch.isfinite(learn.recorder.losses[-1])
+
+
+def test_a_frozen_base_in_16_bits():
+    base = nn.Linear(6, 6)
+    names = {'Learner': learner_of, 'dls': loaders(), 'base': base, 'head': linear_model(), 'nn': nn, 'torch': torch}
+    before = base.weight.detach().clone().bfloat16()
+    exec(code('base.to(torch.bfloat16)'), names)
+    precise(names['learn'], 'bf16')
+    assert base.weight.dtype is torch.bfloat16 and torch.equal(base.weight, before)
+
+
+@pytest.mark.parametrize('mode', ['bf16', 'fp16'])
+def test_a_gan(mode):
+    from fastai.vision.gan import GANLearner, basic_critic, basic_generator
+
+    class Images(torch.utils.data.Dataset):
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, i):
+            return torch.randn(4), torch.rand(1, 8, 8)
+
+    make = lambda: DataLoader(Images(), bs=4, num_workers=0, device='cpu')
+    critic, dtypes = basic_critic(8, 1, n_features=4), set()
+    critic.register_forward_hook(lambda m, i, o: dtypes.add(o.dtype))
+    names = {'GANLearner': GANLearner, 'critic': critic, 'dls': DataLoaders(make(), make(), device='cpu')}
+    names['generator'] = basic_generator(8, 1, in_sz=4, n_features=4)
+    exec(code('GANLearner').split('\n')[0], names)
+    learn = precise(names['learn'], mode)
+    low = torch.bfloat16 if mode == 'bf16' else torch.float16
+    assert dtypes == {low} and all(p.isfinite().all() for p in learn.model.parameters())
+
+
+@pytest.mark.filterwarnings('ignore')
+def test_tabular_data():
+    from fastai.tabular import all as tabular
+    from pandas import DataFrame
+
+    frame = DataFrame({'size': [1.0, 2.0, 3.0, 4.0] * 16, 'kind': ['a', 'b'] * 32, 'target': ['no', 'yes'] * 32})
+    names = {**vars(tabular), 'df': frame, 'cats': ['kind'], 'conts': ['size'], 'accuracy': accuracy}
+    exec(code('TabularDataLoaders').replace('1024', '16').replace('measure=True', ''), names)
+    with names['learn'].no_bar(), names['learn'].no_logging():
+        names['learn'].fit(1)
+    assert names['learn'].precision is not None
+
+
+@pytest.mark.filterwarnings('ignore')
+def test_a_text_classifier_with_its_lstm_in_fp32():
+    from fastai.text.all import AWD_LSTM, TextDataLoaders, awd_lstm_clas_config, text_classifier_learner
+    from pandas import DataFrame
+
+    frame = DataFrame({'text': ['good film ' * 5, 'bad film ' * 6] * 8, 'label': ['p', 'n'] * 8})
+    dls = TextDataLoaders.from_df(frame, text_col='text', label_col='label', bs=4, device='cpu')
+    config = {**awd_lstm_clas_config, 'emb_sz': 8, 'n_hid': 8}
+    learn = text_classifier_learner(dls, AWD_LSTM, pretrained=False, config=config)
+    exec(code('text_classifier_learner').split('\n')[2], {'learn': learn, 'nn': nn})
+    with learn.no_bar(), learn.no_logging():
+        learn.fit(1)
+    assert len(learn.precision.fp32_module_names) == 3
+
+
+def test_wandb_gets_the_table():
+    logged = []
+    wandb = type('wandb', (), {'log': staticmethod(logged.append), 'init': staticmethod(lambda project: None)})
+    names = {'Callback': Callback, 'wandb': wandb, 'Learner': learner_of, 'dls': loaders(), 'model': linear_model()}
+    names |= {'accuracy': skipped_steps, 'loss_scale': loss_scale}
+    exec(code('class LogToWandb'), names)
+    precise(names['learn'], 'fp16')
+    assert len(logged) == 1 and logged[0]['loss_scale'] == 256.0 and logged[0]['valid_loss'] > 0
+
+
+# -- the loop on the page `how_it_works`
+
+
+@pytest.mark.parametrize('n_acc,clip', [(None, None), (8, 0.5)])
+@pytest.mark.parametrize('mode,init_scale', [('fp32', 1.0), ('bf16', 1.0), ('fp16', 256.0), ('fp16', 2.0**24)])
+def test_the_loop_of_the_manual_computes_what_the_callback_does(mode, init_scale, n_acc, clip, capsys):
+    "Bit for bit: parameters, buffers, optimizer and loss scale after two fits, with skipped steps in the last case."
+    names = {}
+    exec(code('class Trainer', 'how_it_works.md'), names)
+    learn, model = learner(opt_func=partial(OptimWrapper, opt=torch.optim.AdamW)), mlp()
+    opt = torch.optim.AdamW(model.parameters(), lr=0.01)
+    loop = names['Trainer'](model, opt, nn.MSELoss(), mode, init_scale=init_scale, n_acc=n_acc, clip=clip)
+    if mode != 'fp32':
+        getattr(learn, f'to_{mode}')(**({'init_scale': init_scale} if mode == 'fp16' else {}))
+    cbs = [GradientAccumulation(n_acc), GradientClip(clip)] if n_acc else []
+    for _ in range(2):
+        learn.fit(2, 0.01, cbs=cbs)
+        loop.fit(2, learn.dls.train, learn.dls.valid)
+    assert same([*learn.model.state_dict().values()], [*model.state_dict().values()])
+    assert same_state(opt_state(learn.opt), [{**dict(sorted(opt.state[p].items()))} for p in model.parameters()])
+    if mode == 'fp16':
+        assert learn.precision.scale == loop.scaler.get_scale() and learn.precision.n_skipped == loop.skipped_steps
+    assert (loop.skipped_steps > 2) == (init_scale > 256)
+    assert capsys.readouterr().out.count('validation loss') == 4
+
+
+def test_the_loop_of_the_manual_restores_batchnorm_after_an_overflow():
+    names = {}
+    exec(code('class Trainer', 'how_it_works.md'), names)
+    model = mlp()
+    loop = names['Trainer'](model, torch.optim.SGD(model.parameters(), 0.01), nn.MSELoss(), 'fp16', init_scale=2.0)
+    model.train()
+    loop.samples = 0
+    x, y = torch.randn(4, 6), torch.randn(4, 1)
+    loop.one_batch(x, y)
+    before = model[1].running_var.clone()
+    loop.one_batch(x * 1e6, y)
+    assert loop.skipped_steps == 1 and torch.equal(model[1].running_var, before)

@@ -1,12 +1,28 @@
-"Checks of arguments that are numbers."
+"Checks of arguments: of their names, and of those that are numbers."
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
+from inspect import signature
 from numbers import Integral
 from typing import Any
 
-from ..common import is_number
+from ..common import is_number, refuse_unknown
+from .copies import one_at_a_time
 
-__all__ = ['check_above_0', 'check_count']
+__all__ = ['check_above_0', 'check_count', 'known_arguments']
+
+
+def known_arguments(method: Callable) -> Callable:
+    """Decorate a method of `Learner` that runs copies: other threads wait until it ends.
+
+    An argument that it does not have raises a `TypeError` that says what to write.
+    """
+    @wraps(method)
+    def checked(*args, **kwargs):
+        refuse_unknown(method.__name__, [*signature(method).parameters][1:], kwargs)
+        with one_at_a_time: return method(*args, **kwargs)
+    return checked
 
 
 def check_count(

@@ -9,16 +9,13 @@ from fastai.learner import Learner
 from fastcore.basics import patch
 
 from ..common import several_processes
-from .compare import _Comparison
+from .compare import Comparison
 from .comparison import PrecisionComparison
-from .copies import check_learner
 from .precisions import PrecisionChoice, default_choices
-from .arguments import check_above_0
 
 __all__ = ['measure_and_choose']
 
 _FOR_REPORT = .3    # of the time
-_STEPS = 40         # training batches after which the losses are compared
 # By learner, whose own attributes go into `export`.
 decisions: WeakKeyDictionary[Learner, PrecisionComparison] = WeakKeyDictionary()
 
@@ -36,18 +33,18 @@ def measure_and_choose(
     Raises `ValueError` for `max_seconds` not above 0, and where `compare_precision` or
     `precision_report` do; `RuntimeError` inside a fit and in several processes.
     """
-    check_above_0('max_seconds', max_seconds, '60')
-    check_learner(learn, 'to_amp(measure=True)')
+    comparing = Comparison(learn, 'to_amp(measure=True)', max_seconds)
     if several_processes():
         raise RuntimeError('to_amp(measure=True) cannot run in several processes, where each would measure and choose '
                            'for itself.\nCall it in one process, and the call that it prints in all of them.')
     start = time.perf_counter()
     choices, refused = _with_modules_kept(learn, default_choices(learn), max_seconds)
-    comparison = _Comparison(learn, _STEPS, None, 3, max_seconds, time.perf_counter() - start).run(choices)
+    comparison = comparing.run(choices)
     comparison.reason = '; '.join([comparison.reason.rstrip('.'), *refused]) + '.'
     comparison.apply(learn)
     decisions[learn] = comparison
-    print(f'Chosen: {comparison.recommended}. {comparison.reason} Measured in {time.perf_counter() - start:.0f} s. The '
+    said = ' '.join([comparison.reason, *comparison.caveats])
+    print(f'Chosen: {comparison.recommended}. {said} Measured in {time.perf_counter() - start:.0f} s. The '
           f'same without measuring: `{comparison.calls[comparison.recommended]}`.')
 
 

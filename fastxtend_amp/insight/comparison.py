@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from textwrap import fill
 from typing import Any
 
@@ -11,14 +11,15 @@ import numpy as np
 import pandas as pd
 from fastai.learner import Learner
 
-from .precisions import PRECISION_COLORS, PrecisionChoice, use_choice
+from .precisions import PrecisionChoice, color_of, use_choice
 from .shown import Shown
 
-__all__ = ['PrecisionComparison', 'Tolerance', 'pays', 'recommend', 'speed_up']
+__all__ = ['FEWEST_TURNS', 'PrecisionComparison', 'Tolerance', 'pays', 'recommend', 'speed_up']
 
 _WORTH = 1.05           # times fp32's speed: a mode above it pays
-_FEWEST_TURNS = 6       # that an interval takes
+FEWEST_TURNS = 6       # that an interval takes
 _WIDTH = 2.2            # of the interval; one that is looked at once would have 1.57
+_MOVES = .1             # times as far as fp32's weights: a mode whose weights move less far does not train
 # One-sided 95 % prediction interval of one more training, by the number of trainings: t * sqrt(1 + 1 / n).
 _INTERVAL = {2: 7.7, 3: 3.4}     # 2.6 for four or more
 
@@ -37,6 +38,8 @@ class PrecisionComparison(Shown):
     | `skipped`, `final scale` | skipped steps, and the loss scale at the end |
     | `activations MB` | kept by autograd for a step's backward pass: inputs, activations, autocast's casts of weights |
     | `peak MB` | most that a step allocates on an accelerator, besides what was allocated before; else nan |
+    | `weights moved` | distance from the weights at the start, divided by the number of steps; fp32 is 1 |
+    | `compile s` | seconds of the first step of a compiled model, which compiles it; nan for others |
     | `note` | why a mode did not run |
     """
     table: pd.DataFrame # One row for each mode
@@ -47,6 +50,7 @@ class PrecisionComparison(Shown):
     calls: dict[str, str] # The call that trains in each mode
     notes: list[str] # Sentences on how it was measured
     choices: dict[str, PrecisionChoice] # What `apply` sets, by mode
+    caveats: list[str] = field(default_factory=list) # Sentences on what limits the result
 
     def apply(self,
         learn: Learner, # The learner that was compared, or one like it
@@ -62,9 +66,10 @@ class PrecisionComparison(Shown):
 
     def _parts(self):
         lines = [f'Recommended: {self.recommended}. {self.reason} Next: `{self.calls[self.recommended]}`.',
-                 *(f'{name}: {note}' for name, note in self.table['note'].items() if note), *self.notes]
+                 *(f'{name}: {note}' for name, note in self.table['note'].items() if note), *self.caveats, *self.notes]
         first, *rest = (fill(line, 118, break_long_words=False, break_on_hyphens=False) for line in lines)
-        table = self.table.drop(columns=['turns', 'speed-up low', 'speed-up high', 'note']).rename_axis(None)
+        hidden = ['turns', 'speed-up low', 'speed-up high', 'weights moved', 'note']
+        table = self.table.drop(columns=hidden).rename_axis(None)
         table['speed-up'] = self.table.apply(_speed, axis=1)
         return [first, table.dropna(axis=1, how='all'), '\n'.join(rest)]
 
@@ -73,7 +78,7 @@ class PrecisionComparison(Shown):
         import matplotlib.pyplot as plt
         n = len(self.table)
         _, (curves, bars) = plt.subplots(2, figsize=(6, 3.4 + .3 * n), height_ratios=[7, n], layout='constrained')
-        colors = [PRECISION_COLORS[name.removesuffix(' fp16')] for name in self.table.index]
+        colors = [*map(color_of, self.table.index)]
         seeds = _smooth([self.losses['fp32'], *self.seed_losses])
         curves.fill_between(seeds.index, seeds.min(axis=1), seeds.max(axis=1), color='#d8dee9', lw=0,
                             label=f'fp32, range of {len(seeds.columns)} seeds')
@@ -99,15 +104,16 @@ def _smooth(losses: Iterable[list[float]]) -> pd.DataFrame: # nan where a loss i
 def speed_up(
     ratios: Sequence[float], # fp32's time over a mode's, in turns that both took one after the other
 ) -> tuple[float, float, float]: # nan at the ends before the sixth turn
-    """Return the median of the ratios, and its interval: 2.2 (q3 - q1) / sqrt(n) to both sides.
+    """Return the median of the ratios, and its interval: of the logarithms 2.2 (q3 - q1) / sqrt(n) to both sides.
 
     The notches of box plots, of 95 %, have 1.57: McGill, Tukey and Larsen, Variations of Box Plots, The American
     Statistician 32 (1978). That is for one look. Looked at after each turn from the sixth on, 2.2 takes a mode as fast
     as fp32 for one that pays in 2 to 10 %, by simulation (`nbs/benchmarks/choice.py`).
     """
-    q1, mid, q3 = map(float, np.quantile(ratios or [math.nan], (.25, .5, .75)))
-    half = _WIDTH * (q3 - q1) / math.sqrt(len(ratios)) if len(ratios) >= _FEWEST_TURNS else math.nan
-    return mid, mid - half, mid + half
+    q1, mid, q3 = map(float, np.exp(np.quantile(np.log(ratios or [math.nan]), (.25, .5, .75))))
+    few = len(ratios) < FEWEST_TURNS
+    times = math.nan if few else (q3 / q1) ** (_WIDTH / math.sqrt(len(ratios)))
+    return mid, mid / times, mid * times
 
 
 def pays(low: float, high: float) -> bool | None:
@@ -118,9 +124,10 @@ def pays(low: float, high: float) -> bool | None:
 class Tolerance:
     """The distance by which the loss of another mode may be above fp32's.
 
-    It is the largest of three: the distance that one more training of fp32 could have, 1 % of the loss, and a
-    thousandth of the way from the first step's loss to it. Where fp32 was trained once, a wide margin stands for the
-    first: a tenth of the loss, or two standard deviations of its last steps.
+    It is the largest of three: the distance that one more training of fp32 could have, 1 % of the loss, but no more
+    than half of the range of fp32's losses, and a thousandth of the way from the first step's loss to it. Where fp32
+    was trained once, a wide margin stands for the first: a tenth of the loss, no more than half of that range either,
+    or two standard deviations of its last steps.
     """
     def __init__(self,
         losses: Sequence[float], # fp32's, of each step
@@ -129,28 +136,32 @@ class Tolerance:
     ):
         last, n = losses[-n_last:], 1 + len(seeds)
         self.loss = float(np.mean(last))
+        half_way = np.ptp(losses) / 2 if len(losses) > n_last else math.inf   # a loss may have any constant in it
         found: dict[str, Any] = {
-            "1 % of fp32's": abs(self.loss) / 100,
+            "1 % of fp32's": min(abs(self.loss) / 100, half_way),
             "a thousandth of the way from fp32's first loss to its last": abs(losses[0] - self.loss) / 1000}
         if seeds:
             found[f'the spread of {n} fp32 trainings'] = _INTERVAL.get(n, 2.6) * np.std([self.loss, *seeds], ddof=1)
-        else: found['a wide margin, as fp32 was trained once'] = max(.1 * abs(self.loss), 2 * np.std(last))
+        else: found['a wide margin, as fp32 was trained once'] = max(min(abs(self.loss) / 10, half_way),
+                                                                         2 * np.std(last))
         self.value, self.why = max((float(value), why) for why, value in found.items())
 
 
 def recommend(
     table: pd.DataFrame, # As `PrecisionComparison.table`
     tolerance: Tolerance,
+    seconds: float = 60., # That it took, for the advice to take more
 ) -> tuple[str, str]: # The mode, and why
     """Return one mode: the fastest that pays and trains as fp32 does.
 
     It pays if the interval of its speed-up is above 1.05. It trains as fp32 does if the mean of the last losses is
-    finite and above fp32's by no more than the tolerance, and no more than half of its steps were skipped. Of two
+    finite and above fp32's by no more than the tolerance, no more than half of its steps were skipped, and its weights
+    moved. Of two
     equally fast (5 %) bf16 is taken, which needs no loss scaling.
     """
     if not math.isfinite(tolerance.loss):
         return 'fp32', "fp32's own loss is not finite: look at the data, the loss function and the learning rate first."
-    against = {name: _against(row, tolerance) for name, row in table.drop('fp32').iterrows()}
+    against = {name: _against(row, tolerance, seconds) for name, row in table.drop('fp32').iterrows()}
     bad = '; '.join(f"{name}: {', '.join(found)}" for name, found in against.items() if found)
     speed = table['speed-up'][[name for name, found in against.items() if not found]]
     if speed.empty: return 'fp32', f"{bad or 'Nothing else was compared'}."
@@ -159,7 +170,7 @@ def recommend(
     return best, f"{why}{bad and f' ({bad})'}."
 
 
-def _against(row: pd.Series, tolerance: Tolerance) -> list[str]:
+def _against(row: pd.Series, tolerance: Tolerance, seconds: float) -> list[str]:
     "Return what speaks against a mode."
     if row['support'] in ('unsupported', 'failed'): return ['does not run here']
     found = []
@@ -167,17 +178,19 @@ def _against(row: pd.Series, tolerance: Tolerance) -> list[str]:
     elif row['skipped'] > row['steps'] / 2:                      # a skipped step takes less time, and leaves the loss
         found.append(f"it skipped {row['skipped']} of {row['steps']} steps, so its loss and speed say little: "
                      'compare with a larger `n_steps`, or see what `learn.precision_report()` finds')
+    elif row.get('weights moved', 1) < _MOVES:
+        found.append(f"its weights moved {row['weights moved']:.2g} times as far as in fp32: its gradients vanish")
     elif row['loss difference'] > tolerance.value:
         found.append(f"its loss is {row['loss difference']:.2g} above fp32's, more than {tolerance.value:.2g} "
                      f'({tolerance.why})')
     speed, paid = row['speed-up'], pays(row['speed-up low'], row['speed-up high'])
-    if row['turns'] < _FEWEST_TURNS:
-        found.append(f"it was timed in {row['turns']} of the {_FEWEST_TURNS} turns that an interval takes: raise "
-                     '`max_seconds`')
+    if row['turns'] < FEWEST_TURNS:
+        found.append(f"it was timed in {row['turns']} of the {FEWEST_TURNS} turns that an interval takes: raise "
+                     f"`max_seconds` to {math.ceil(seconds * (FEWEST_TURNS + 2) / (row['turns'] + 1))}")
     elif paid is None:
         more = min(99, math.ceil(((row['speed-up high'] - speed) / max(abs(speed - _WORTH), 1e-9)) ** 2))
         found.append(f"undecided: {_speed(row)} times fp32's speed; about {more} times the time could show whether it "
-                     f'is above {_WORTH}')
+                     f'is above {_WORTH}: `max_seconds={math.ceil(more * seconds)}`')
     elif not paid:
         found.append(f"{_speed(row)} times fp32's speed, below {_WORTH}" +
                      ': the device only emulates it' * (row['support'] == 'emulated'))
@@ -186,5 +199,5 @@ def _against(row: pd.Series, tolerance: Tolerance) -> list[str]:
 
 def _speed(row: pd.Series) -> str:
     said = '{speed-up:.2f}' if row['turns'] else '-'
-    if row['turns'] >= _FEWEST_TURNS: said += ' ({speed-up low:.2f} to {speed-up high:.2f})'
+    if row['turns'] >= FEWEST_TURNS: said += ' ({speed-up low:.2f} to {speed-up high:.2f})'
     return said.format(**row)

@@ -1,10 +1,11 @@
 "A copy of a learner, for whatever is run on the side, and the random states, which are put back after it."
 from __future__ import annotations
 
-import copy, inspect, random, tempfile, warnings
+import ast, copy, inspect, random, re, tempfile, threading, warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import dedent
 from types import MethodType
 from typing import Any
 
@@ -19,54 +20,85 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..training.callback import MixedPrecision
-from ..training.loop import PRECISION_CALLBACKS
+from ..training.loop import PRECISION_CALLBACKS, loop_callback
 from ..common import first_line, is_sharded, training_device
 from ..convert import map_tensors
 from ..precisions.matching import unwrapped
 from ..devices.facts import autocast_available
 
 __all__ = ['RandomState', 'begin_fit', 'check_learner', 'copied_learner', 'generators', 'is_plain', 'left_out',
-           'loader_like', 'lost_weights', 'random_state', 'random_state_kept', 'set_random_state', 'takes_part',
-           'tensors']
+           'loader_like', 'lost_weights', 'no_batches', 'one_at_a_time', 'random_state', 'random_state_kept',
+           'set_random_state', 'takes_part', 'tensors']
 
 # Of fastai's own callbacks those that shape a training step, by name, as some are costly to import.
 _OF_FASTAI = set("""TrainEvalCallback CastToTensor MixHandler GradientAccumulation GradientClip BnFreeze ChannelsLast
     ModelResetter RNNCallback RNNRegularizer GANTrainer FixedGANSwitcher AdaptiveGANSwitcher GANDiscriminativeLR
     """.split())                                                 # MixHandler is MixUp and CutMix
-_STEP_EVENTS = ('before_batch', 'after_pred', 'after_loss', 'before_backward', 'after_backward', 'before_step',
-                'after_step')
+# What changes a step, in `ast.unparse`'s spelling; PyTorch's functions that work in place end in one underscore.
+_CHANGES = re.compile(r'(?<!self)\.(xb?|yb?|pred|loss|loss_grad|grad|data)(, [\w.]+)*\)? [-+*/@]{0,2}= |'
+                      r'\.[xy]b?\[.*\] [-+*/@]{0,2}= |[^\W_]_\(|\.backward\(|opt\.step\(|raise Cancel')
+one_at_a_time = threading.RLock()                               # random states and warnings are the process's
 
 
 def takes_part(cb: Callback) -> bool:
-    "Return whether `cb` may change the numbers of a training step: with an event from `before_batch` to `after_step`."
+    """Return whether a copy runs `cb`: only if it changes the training step, which a tracker never does, as it reads.
+
+    `cb.run_on_copy` decides, if it is True or False. Without it a copy runs those callbacks of fastai that shape a
+    step, and those of users whose source does one of four things: it assigns to a batch, a prediction, a loss or a
+    gradient (`self.learn.pred = ...`), calls a function that works in place (`clip_grad_norm_`), runs a backward pass
+    or an optimizer's step of its own, or cancels a batch or a step.
+    """
     if isinstance(cb, PRECISION_CALLBACKS): return False
-    if any(kind.__name__ in _OF_FASTAI for kind in type(cb).__mro__): return True
-    has_event = any(hasattr(cb, e) for e in _STEP_EVENTS)
-    return has_event and not type(cb).__module__.startswith('fastai.')
+    if (said := getattr(cb, 'run_on_copy', None)) is not None: return said
+    kinds = [kind for kind in type(cb).__mro__ if kind not in Callback.__mro__]
+    if any(kind.__name__ in _OF_FASTAI for kind in kinds): return True
+    return any(_changes_a_step(f) for kind in kinds if not kind.__module__.startswith('fastai.')
+               for f in vars(kind).values())
+
+
+def _changes_a_step(method: Any) -> bool: # False for what is no method, or was typed at a prompt
+    try: return bool(_CHANGES.search(ast.unparse(ast.parse(dedent(inspect.getsource(method))))))
+    except (OSError, TypeError, SyntaxError): return False
 
 
 def left_out(learn: Learner) -> list[str]: # One sentence or none
     "Name the callbacks that a copy of `learn` does not have, but for those of fastai and this package."
     ours = ('fastai.', 'fastxtend_amp.')
     names = [cb.name for cb in learn.cbs if not (takes_part(cb) or type(cb).__module__.startswith(ours))]
-    return [f"Callbacks that took no part: {', '.join(names)}."] if names else []
+    return [f"Callbacks that took no part: {', '.join(names)}. If the training step needs one of them, set its "
+            'attribute `run_on_copy = True`.'] if names else []
 
 
 def check_learner(
     learn: Learner,
     method: str, # The learner's method that is to run a copy
+    dl: Any = None, # Gives the batches; the training set's if None
 ) -> None:
-    "Raise a `RuntimeError` inside a fit; a `ValueError` for parameters that are sharded, NaN or inf."
+    "Raise a `RuntimeError` inside a fit; a `ValueError` without batches, and for parameters sharded, NaN or inf."
     frame, fit = inspect.currentframe(), inspect.unwrap(Learner.fit).__code__
     while frame is not None:
         if frame.f_code is fit and frame.f_locals.get('self') is learn:
             raise RuntimeError(f'{method} cannot run inside a fit. Call it before or after.')
         frame = frame.f_back
+    if not any(p.requires_grad for p in learn.model.parameters()):
+        raise ValueError(f'{method} needs parameters to train, but all of this model are frozen.\n'
+                         'Call `learn.unfreeze()` first.')
     if is_sharded(learn.model):
         raise ValueError(f'{method} cannot work on a model whose parameters are sharded (FSDP).\n'
                          'Call it before `fully_shard`.')
     if lost := lost_weights(learn.model):
         raise ValueError(f'{method} cannot work on this model: {lost}.\nLoad other weights, or build the model anew.')
+    try: n = len(learn.dls.train if dl is None else dl)
+    except TypeError: return                                     # an iterable dataset's is not known
+    except IndexError: n = 0                                     # of `DataLoaders()`
+    if not n: raise no_batches(method, dl)
+
+
+def no_batches(method: str, dl: Any = None) -> ValueError: # To raise
+    return ValueError(f"{method} needs at least one batch, but {'`learn.dls.train`' if dl is None else repr(dl)} "
+                      'has none.\nA learner from `load_learner` has no data: set `learn.dls` to DataLoaders that '
+                      'have some; `precision_report(dl=...)` works without. With `drop_last=True` a dataset may be '
+                      'smaller than one batch.')
 
 
 def lost_weights(model: nn.Module) -> str: # Such as "2 of 4 weight tensors are NaN or inf, such as '0.weight'"
@@ -88,13 +120,13 @@ def copied_learner(
     data loaders and their datasets are shared. The model is the one inside `torch.compile` and DistributedDataParallel,
     so a copy does not communicate with other processes. `save`, `load` and `export` of a copy do nothing, whatever file
     they are given. Gradients are on inside, autocast and warnings are off, and the random states of Python, NumPy and
-    torch are put back.
+    torch are put back. A second thread that asks for a copy waits until this one's is gone.
 
     Raises `ValueError` for a learner that cannot be copied, with the name of what cannot.
     """
     device_type = training_device(learn).type
-    autocast = torch.autocast(device_type, enabled=False) if autocast_available(device_type) else torch.enable_grad()
-    with (tempfile.TemporaryDirectory() as folder, random_state_kept(), torch.enable_grad(), autocast,
+    with (one_at_a_time, tempfile.TemporaryDirectory() as folder, random_state_kept(), torch.enable_grad(),
+          torch.autocast(device_type, enabled=False) if autocast_available(device_type) else torch.enable_grad(),
           warnings.catch_warnings()):
         warnings.simplefilter('ignore')                          # such as that a mode is emulated
         new = _copy(learn, optimizer)
@@ -106,8 +138,12 @@ def copied_learner(
         try:
             learn.model.zero_grad()
             yield new
+        except Exception as e:
+            if (names := left_out(learn)) and hasattr(e, 'add_note'): e.add_note(*names)   # Python 3.11
+            raise
         finally:
             for p, grad in grads: p.grad = grad
+            if cb := loop_callback(new): cb.close()              # a fit that events by hand have begun
             vars(new).clear()                                    # callbacks have the copy: it would wait for `gc`
 
 
@@ -136,15 +172,17 @@ def loader_like(
 
 def _copy(learn: Learner, optimizer: bool) -> Learner:
     new = object.__new__(type(learn))
-    loaders = list(getattr(learn.dls, 'loaders', ()))
-    loaders += [o for o in vars(learn).values() if isinstance(o, (DataLoader, torch.utils.data.DataLoader))]
-    shared = [learn.dls, *loaders, *(getattr(dl, 'dataset', None) for dl in loaders), learn.logger, learn.lock]
+    cbs = [cb for cb in learn.cbs if takes_part(cb) or isinstance(cb, MixedPrecision)]
+    held = [o for holder in (learn, *cbs) for o in vars(holder).values()]   # by a callback may be a teacher
+    all_dls = [learn.dls, *(o.dls for o in held if isinstance(o, Learner))]
+    loaders = [dl for dls in all_dls for dl in getattr(dls, 'loaders', ())]
+    loaders += [o for o in held if isinstance(o, (DataLoader, torch.utils.data.DataLoader))]
+    shared = [*all_dls, *loaders, *(getattr(dl, 'dataset', None) for dl in loaders), learn.logger, learn.lock]
     memo: dict[int, Any] = {id(o): o for o in shared if o is not None} | {id(learn): new}
     parts: dict[str, Any] = {'model': unwrapped(learn.model)}
     parts |= {k: v for k, v in vars(learn).items()
               if k not in ('model', 'cbs', 'scaler') and not isinstance(v, Callback)}
     if not optimizer: parts['opt'] = None
-    cbs = [cb for cb in learn.cbs if takes_part(cb) or isinstance(cb, MixedPrecision)]
     new.cbs = L()
     for name, part in [*parts.items(), *((cb.name, cb) for cb in cbs)]:
         try:

@@ -14,7 +14,7 @@ from ..compat import is_compiled
 from ..precisions.matching import unwrapped
 from ..precisions import AMPMode, fastest_native
 from .copies import RandomState, lost_weights
-from .precisions import PrecisionChoice, choice_like, precision_call
+from .precisions import precision_call
 from .trace import trace
 from .verdict import Judge, named, not_finite_data, wrong_in_fp32
 
@@ -35,7 +35,7 @@ class Alarm:
     yb: Sequence
     random_state: RandomState | None         # before that batch; None if it is a later one
     divergence: str = ''                     # how far weights and loss have grown, if it is far
-    remedy: PrecisionChoice | None = None    # what helps, as the diagnosis has tried
+    remedy: tuple | None = None              # what helps: mode, modules in fp32, first loss scale
     cause: str = ''                          # where it began
 
     @property
@@ -85,22 +85,21 @@ def _run_again(
 ) -> tuple[str, str]:
     "Run the batch forward and backward, in fp32 and in the mode; return where it began, and what to try."
     cb: Any = precision_callback(learn)
-    mode = AMPMode.BF16 if alarm.mode is AMPMode.FP8 else alarm.mode   # the copy computes without FP8
+    mode = alarm.mode
     again = partial(trace, learn, [(alarm.xb, alarm.yb)], in_fit=True, random_state=alarm.random_state)
     fp32 = again()
     if wrong := wrong_in_fp32(fp32, (alarm.xb, alarm.yb)):
         return wrong, _BAD if bad else 'Look at the learning rate, the loss function and the data'
-    judge = Judge(mode, unwrapped(learn.model), cb.fit.device, partial(again, mode, reference=fp32), fp32, alarm.scale,
-                  partial(precision_call, learn, alarm.mode), cb.fp32_module_names)
+    judge = Judge(learn, mode, partial(again, mode, reference=fp32), fp32, alarm.scale)
     verdict = judge.verdict()
     alarm.cause = verdict.reason
     if not verdict.call:
         failed = [mode, *(fix.precision for fix in cb.fixes)]
-        alarm.remedy = choice_like(learn, fastest_native(cb.fit.device, failed))
-        other = precision_call(learn, alarm.remedy.mode)
+        alarm.remedy = fastest_native(cb.fit.device, failed), (), None
+        other = precision_call(learn, *alarm.remedy)
         return verdict.reason, f'Take another precision: `{other}`'
     if verdict.modules or judge.scale < alarm.scale:
-        alarm.remedy = choice_like(learn, alarm.mode, verdict.modules, verdict.init_scale)
+        alarm.remedy = mode, verdict.modules, verdict.init_scale
     if verdict.modules:
         return verdict.reason, f"Keep {', '.join(map(named, verdict.modules))} in fp32: `{verdict.call}`"
     if verdict.scale_range and judge.scale < alarm.scale:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..precisions import PRECISIONS, Precision, parameters_of
 from ..training.loop import at_batch_end, open_scopes
-from .precisions import PrecisionChoice, call_for
+from .precisions import call_like
 from .verdict import named
 
 __all__ = ['Fix', 'fix']
@@ -34,23 +34,20 @@ def fix(
     alarm: Any, # An `Alarm` that was diagnosed
 ) -> bool: # False without a remedy, and after three fixes in this fit
     "Apply the remedy when the batch ends: in the same callback, so that history, optimizer and loss scale continue."
-    choice, scopes = alarm.remedy, open_scopes(cb.learn)
-    if choice is None or scopes.n_fixes == MOST: return False
+    scopes = open_scopes(cb.learn)
+    if alarm.remedy is None or scopes.n_fixes == MOST: return False
     scopes.n_fixes += 1
-    call = call_for(cb.learn, choice)
+    mode, modules, scale = alarm.remedy
+    call = call_like(cb.learn, *alarm.remedy)
     cls = PRECISIONS.get(call.method.removeprefix('to_'), Precision)
     new = cls(**{name: value for name, value in call.arguments.items() if name in parameters_of(cls)})
-    at_batch_end(cb.learn, partial(_switch, cb, new, choice.init_scale))
-    cb.fixes.append(Fix(alarm.step, alarm.mode.value, alarm.cause, _change(choice, alarm), str(call)))
+    at_batch_end(cb.learn, partial(_switch, cb, new, scale))
+    changes = [f"{', '.join(map(named, modules))} in fp32"] if modules else []
+    if scale: changes.append(f'a loss scale of {scale:,.9g}')
+    change = f"with {' and '.join(changes)}" if changes else f"in {mode.value if mode else 'fp32'}"
+    cb.fixes.append(Fix(alarm.step, alarm.mode.value, alarm.cause, change, str(call)))
     print(cb.fixes[-1])
     return True
-
-
-def _change(choice: PrecisionChoice, alarm: Any) -> str:
-    if choice.mode != alarm.mode: return f'in {choice.name}'
-    changes = [f"{', '.join(map(named, choice.fp32_modules))} in fp32"] if choice.fp32_modules else []
-    if choice.init_scale: changes.append(f'a loss scale of {choice.init_scale:,.9g}')
-    return f"with {' and '.join(changes)}"
 
 
 def _switch(cb: Any, new: Precision, scale: float | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass
+from textwrap import shorten
 from typing import Any, NamedTuple
 
 import torch
@@ -12,16 +13,20 @@ from fastai.learner import Learner
 from ..training.callback import MixedPrecision, precision_callback
 from ..common import training_device
 from ..precisions.half_weights import LOWERED, HalfWeights
-from ..precisions import AMPMode
+from ..precisions import PRECISIONS, AMPMode, Precision
 
-__all__ = ['PRECISION_COLORS', 'PrecisionChoice', 'call_for', 'choice_like', 'choices_from', 'default_choices',
+__all__ = ['PrecisionChoice', 'call_for', 'call_like', 'choices_from', 'color_of', 'default_choices',
            'precision_call', 'use_choice']
 
-# One colour for a precision in every plot.
-PRECISION_COLORS = {'fp32': '#4c566a', 'bf16': '#2a78b8', 'fp16': '#d1701f', 'tf32': '#5d8a3c', 'fp8': '#8f4a9e',
-                    'half weights': '#17a2a2'}
 HALF_WEIGHTS = 'half weights'
-_ALLOWED = "'fp32', 'bf16', 'fp16', 'tf32', 'fp8', 'half weights' (bf16), 'half weights fp16', or a list of these"
+
+
+def color_of(
+    name: str, # In a comparison's table
+) -> str:
+    "Return the colour of a precision in every plot."
+    if name.startswith(HALF_WEIGHTS): return HalfWeights.color
+    return PRECISIONS.get(name.removesuffix(' compiled'), Precision).color
 
 
 @dataclass(frozen=True)
@@ -31,20 +36,22 @@ class PrecisionChoice:
     half_weights: bool = False # Whether the weights are in `mode`'s dtype, as after `to_half_weights`
     fp32_modules: tuple[str, ...] = () # Modules kept in fp32 besides those that the learner keeps
     init_scale: float | None = None # First loss scale; the learner's if None (fp16)
+    compiled: bool = False # Whether the model is compiled, by `Module.compile`
 
     @property
     def name(self) -> str:
-        "The name in the comparison's table: 'fp32', 'bf16', 'fp16', 'half weights', 'half weights fp16'."
-        if self.mode is None: return 'fp32'
-        if not self.half_weights: return self.mode.value
-        return HALF_WEIGHTS if self.mode is AMPMode.BF16 else f'{HALF_WEIGHTS} {self.mode.value}'
+        "The name in the comparison's table: 'fp32', 'bf16', 'half weights', 'half weights fp16', 'bf16 compiled' ..."
+        name = 'fp32' if self.mode is None else self.mode.value
+        if self.half_weights: name = HALF_WEIGHTS if self.mode is AMPMode.BF16 else f'{HALF_WEIGHTS} {name}'
+        return name + ' compiled' * self.compiled
 
 
 def choices_from(
     modes: Any, # Names, modes, dtypes or choices, one or several
 ) -> list[PrecisionChoice]: # fp32, the measure, first; each once
     "Return the precisions that `modes` names. Raises `ValueError` for one that is none."
-    one = isinstance(modes, (str, torch.dtype, PrecisionChoice)) or not hasattr(modes, '__iter__')
+    one = isinstance(modes, (str, torch.dtype, PrecisionChoice)) or not hasattr(modes, '__iter__') or \
+        hasattr(modes, 'dataset')                                # a DataLoader by mistake
     return list(dict.fromkeys([PrecisionChoice(), *map(_choice, [modes] if one else modes)]))
 
 
@@ -56,7 +63,9 @@ def _choice(name: Any) -> PrecisionChoice:
         mode = AMPMode(name.removeprefix(HALF_WEIGHTS).strip() or 'bf16' if half else name)
         if not half or mode.value in LOWERED: return PrecisionChoice(mode, half)
     except ValueError: pass
-    raise ValueError(f'modes={name!r} cannot be used.\nAllowed: {_ALLOWED}.')
+    names = ', '.join(repr(n) for n, cls in PRECISIONS.items() if cls is not HalfWeights)
+    raise ValueError(f"modes={shorten(repr(name), 100)} cannot be used.\nAllowed: 'fp32', {names}, 'half weights' "
+                     "(bf16), 'half weights fp16', or a list of these.")
 
 
 def _has_half_weights(learn: Learner) -> bool:
@@ -65,12 +74,12 @@ def _has_half_weights(learn: Learner) -> bool:
 
 
 def default_choices(learn: Learner) -> list[PrecisionChoice]:
-    """Return fp32, and bf16, fp16 and TF32 as far as the learner's device does them natively.
+    """Return fp32, and the precisions that the learner's device runs natively and that need no other package.
 
     Half-precision weights only if the learner has them: with the default arguments they compute as autocast does.
     """
-    modes = (AMPMode.BF16, AMPMode.FP16, AMPMode.TF32)
-    native = [m for m in modes if m.support(training_device(learn)).status == 'native']
+    tried = [AMPMode(name) for name, cls in PRECISIONS.items() if cls.in_tables and not cls.package]
+    native = [m for m in tried if m.support(training_device(learn)).status == 'native']
     half = [m for m in native if m.value in LOWERED] if _has_half_weights(learn) else []
     return [PrecisionChoice(), *map(PrecisionChoice, native), *(PrecisionChoice(m, True) for m in half)]
 
@@ -110,24 +119,22 @@ def call_for(
     return Call(method, {name: arguments[name] for name in given})
 
 
+def call_like(
+    learn: Learner,
+    mode: AMPMode | None, # None for fp32
+    fp32_modules: Iterable[str] = (), # Modules to keep in fp32 besides those that are
+    init_scale: float | None = None, # First loss scale; the callback's if None
+) -> Call:
+    "Return the call for `mode` that keeps what the learner's precision callback has."
+    return call_for(learn, PrecisionChoice(mode, _has_half_weights(learn), tuple(fp32_modules), init_scale))
+
+
 def precision_call(
-    learn: Learner,
-    mode: AMPMode | None, # None for fp32
-    fp32_modules: Iterable[str] = (), # Modules to keep in fp32 besides those that are
-    init_scale: float | None = None, # First loss scale; the callback's if None
+    *args: Any, # Of `call_like`
+    **kwargs: Any
 ) -> str: # 'learn.to_fp16(init_scale=1024, fp32_modules=['inp', 'head'])'
-    "Return, as text, the call for `mode` that keeps what the learner's precision callback has."
-    return str(call_for(learn, choice_like(learn, mode, fp32_modules, init_scale)))
-
-
-def choice_like(
-    learn: Learner,
-    mode: AMPMode | None, # None for fp32
-    fp32_modules: Iterable[str] = (), # Modules to keep in fp32 besides those that are
-    init_scale: float | None = None, # First loss scale; the callback's if None
-) -> PrecisionChoice:
-    "Return the choice of `mode`, with weights in half precision if the learner has them."
-    return PrecisionChoice(mode, _has_half_weights(learn), tuple(fp32_modules), init_scale)
+    "Return what `call_like` does, as text."
+    return str(call_like(*args, **kwargs))
 
 
 def use_choice(
@@ -138,6 +145,7 @@ def use_choice(
     old, call = precision_callback(learn), call_for(learn, choice)
     state = {} if old is None or choice.init_scale else old.state_dict()
     getattr(learn, call.method)(**call.arguments)
+    if choice.compiled: learn.model.compile()
     cb = precision_callback(learn)
     if state and cb is not None: cb.load_state_dict(state)       # from fp16 to fp16; bf16 has none
     return cb

@@ -2,9 +2,9 @@
 from __future__ import annotations
 
 import math, time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -16,16 +16,19 @@ from fastcore.basics import patch
 
 from ..training.callback import precision_callback
 from ..training.checks import half_parameters_of
-from ..common import training_device
+from ..common import first_line, training_device
 from ..compat import is_compiled
 from ..convert import map_tensors
-from ..precisions.matching import unwrapped
+from ..devices.cuda_rules import cuda_rules
+from ..precisions.matching import ROOT, unwrapped
 from ..precisions.fp32_settings import settings_note
-from ..precisions.fp8 import FP8
-from ..precisions import AMPMode, fastest_native
-from .copies import check_learner, left_out, loader_like, random_state_kept, tensors
-from .precisions import PRECISION_COLORS, precision_call
-from .arguments import check_above_0, check_count
+from ..precisions.fp8 import fp8_layers
+from ..precisions import AMPMode, Support, fastest_native
+from .copies import check_learner, left_out, loader_like, no_batches, random_state_kept, tensors
+from .precisions import color_of, precision_call
+from .arguments import check_above_0, check_count, known_arguments
+from .gradient import N_BATCHES, gradient_distance
+from .progress import progress_bar
 from .shown import Shown
 from .trace import Seen, Trace, trace
 from .verdict import Judge, Verdict, named, some, wrong_in_fp32
@@ -35,6 +38,8 @@ __all__ = ['PrecisionReport']
 INIT_SCALE = 65536.   # the loss scale of a learner that has none yet
 EMULATED_TIME = 1.    # CPU seconds in fp32: for as much work an emulated mode may take a minute
 FEWEST = 2            # samples, for batch normalization
+NO_KERNEL = 'not implemented for'                                # in PyTorch's error
+FOR_GRADIENTS = .15   # of the time, each time that gradients are compared with those in fp32
 _COLUMNS = ['mode', 'module', 'type', 'format', 'largest', 'headroom', 'error', 'grad', 'trouble']
 
 
@@ -57,7 +62,8 @@ class PrecisionReport(Shown):
     | `grad` | largest absolute gradient of outputs and own parameters, in fp32, unscaled | value |
     | `trouble` | whether the verdict names the module | bool |
 
-    Large negative values that are far from all others, as in attention masks, are not counted.
+    Attention masks do not count in `largest`: large negative values that are far from all others, and tensors that
+    hold only one large value, or two. The `error` of comparisons and indices is the share that differs.
     """
     table: pd.DataFrame # One row for each mode and module
     verdicts: dict[str, Verdict] # By the name of the mode
@@ -81,7 +87,7 @@ class PrecisionReport(Shown):
         if 'fp16' in self.verdicts:
             for at, style, text in ((65504, '-', "fp16's ceiling, 65,504: inf above"),
                                     (6.1e-5, ':', "fp16's floor: digits lost below")):
-                ax.axvline(at, color=PRECISION_COLORS['fp16'], ls=style, label=text)
+                ax.axvline(at, color=color_of('fp16'), ls=style, label=text)
             ax.figure.legend(loc='outside lower center')
         ax.set(xscale='log', xlabel='largest absolute value (fp32); red: in trouble')
         ax.invert_yaxis()
@@ -104,11 +110,13 @@ def _to_look_at(table: pd.DataFrame, n: int) -> pd.DataFrame:
 
 
 @patch
+@known_arguments
 def precision_report(self: Learner,
     modes: str | AMPMode | Iterable[str | AMPMode] = ('bf16', 'fp16'), # The precisions to report on
     n_batches: int = 1, # How many batches to look at
     dl: DataLoader | None = None, # Gives the batches; fastai's or PyTorch's; the training set's if None
     max_seconds: float = 60., # Seconds after which the model is not run again; a verdict may then be 'not known'
+    device: str | torch.device | None = None, # 'cuda' for CUDA's autocast rules on a CPU; the learner's device if None
 ) -> PrecisionReport: # `verdicts`, `table`, `fp32_modules`, `plot()`; shows itself in a notebook
     """Report whether the model survives low precision, and where it does not, on real batches.
 
@@ -117,39 +125,39 @@ def precision_report(self: Learner,
     as in validation, too, where other kernels may be called: only errors count there. Modules that do not run,
     whose values are not finite or reach a quarter of the format's maximum, or whose error is above 10 %, are kept in
     fp32, and the batches run again, until nothing is wrong. For the model's own `forward` and the loss function, which
-    cannot be kept in fp32, the modules before them are tried. The verdict holds for these batches and weights: after
-    some training ask again. Where a mode is emulated and slow, the report takes the first samples of each batch alone,
-    and says so.
+    cannot be kept in fp32, the modules before them are tried. If a precision works then, its mean gradient over up to 6
+    batches is compared with that in fp32: the reason gives how far rounding moves it, divided by how far the choice of
+    batches does (`fastxtend_amp.insight.gradient`). The verdict holds for these batches and
+    weights: after some training ask again. Where a mode is emulated and slow, the report takes the first samples of
+    each batch alone, and says so.
+
+    `device='cuda'` answers on a CPU for a GPU: autocast chooses the precision of each operator as it does on CUDA. The
+    kernels are still those of the CPU.
 
     A copy has what it has in `compare_precision`, and the learner stays as it was. With several processes each reports
     by itself.
 
-    Raises `ValueError` for an unknown mode, for unusable numbers, for a learner that cannot be copied, without batches,
-    for parameters in half precision, sharded (FSDP), NaN or inf; `RuntimeError` inside a fit; and any error of
-    the model in fp32.
+    Raises `ValueError` for an unknown mode, for another `device`, for unusable numbers, for a learner that cannot be
+    copied, without batches, for parameters in half precision, sharded (FSDP), NaN or inf; `RuntimeError` inside a fit;
+    and any error of the model in fp32.
     """
-    asked = check_modes(modes)
+    asked = list(dict.fromkeys(check_modes(modes)))
     check_count('n_batches', n_batches, 1)
     check_above_0('max_seconds', max_seconds, '60')
     if dl is not None and not hasattr(dl, '__iter__'):
         raise ValueError(f'dl={dl!r} cannot be used: dl must be a DataLoader, such as `learn.dls.valid`.')
-    check_learner(self, 'precision_report')
+    own, kind = training_device(self).type, str(device).partition(':')[0]
+    if device is not None and kind not in (own, 'cuda' if own == 'cpu' else own):
+        raise ValueError(f'device={device!r} cannot be used: this learner trains on {own}. Leave it out to report on '
+                         "that device; on a CPU device='cuda' reports under CUDA's autocast rules.")
+    simulated = own == 'cpu' and kind == 'cuda'
+    check_learner(self, 'precision_report', dl)
     if half := half_parameters_of(unwrapped(self.model)):
         raise ValueError(f"precision_report needs fp32 parameters, as mixed precision does, but {len(half)} to be "
                          f"trained are in half precision, such as '{half[0]}'. Call `learn.model.float()` first: "
                          'autocast itself casts what can run in low precision.')
-    looked_at: list[AMPMode] = list(dict.fromkeys(AMPMode.BF16 if mode is AMPMode.FP8 else mode for mode in asked))
-    found = _Report(self, max_seconds).on(looked_at, n_batches, self.dls.train if dl is None else dl)
-    if AMPMode.FP8 in asked: found.notes.append(_fp8_note(self))
-    return found
-
-
-def _fp8_note(learn: Learner) -> str:
-    cb = precision_callback(learn)
-    try: layers = (cb.precision if cb and cb.mode is AMPMode.FP8 else FP8(fp32_modules=cb and cb.fp32_module_names)).find_layers(learn.model)
-    except ValueError as e: return str(e)
-    return (f'fp8: {some(list(map(named, layers)), 8)} would compute in FP8 ({len(layers)} linear layers), the rest as '
-            'in bf16. How FP8 rounds was not looked at.')
+    with cuda_rules() if simulated else nullcontext(), progress_bar(self, max_seconds) as tick:
+        return _Report(self, max_seconds, simulated, tick).on(asked, n_batches, self.dls.train if dl is None else dl)
 
 
 @dataclass(eq=False)
@@ -157,28 +165,35 @@ class _Report:
     "The traces of one report."
     learn: Learner
     max_seconds: float
+    simulated: bool                                              # whether a CPU follows CUDA's autocast rules
+    tick: Callable[[str], None]                                  # moves the progress bar
 
     def __post_init__(self):
         self.until = time.monotonic() + self.max_seconds
         self.device = training_device(self.learn)
+        self.not_compared = ''                                   # why the gradients were not
         self.low: dict[AMPMode, Trace] = {}                      # the first that ran to its end
 
     def on(self, modes: list[AMPMode], n_batches: int, dl: DataLoader) -> PrecisionReport:
-        with random_state_kept(): self.batches = [*islice(loader_like(dl), n_batches)]
-        if not self.batches: raise ValueError('precision_report needs at least one batch, but the DataLoader gave '
-                                              'none.\nGive another one as dl=...')
+        with random_state_kept(): drawn = [*islice(loader_like(dl), max(n_batches, N_BATCHES))]
+        self.batches = drawn[:n_batches]
+        if not self.batches: raise no_batches('precision_report', dl)
         few = whole = n_samples(self.batches[0])
         self.fp32 = trace(self.learn, self.batches)
-        if any(mode.support(self.device).status == 'emulated' for mode in modes):
+        if any(self._support(mode).status == 'emulated' for mode in modes):
             few = min(whole, max(FEWEST, int(whole * EMULATED_TIME / max(self.fp32.seconds, 1e-9))))
         if few < whole:
-            self.batches = [first_samples(b, few) for b in self.batches]
+            drawn = [first_samples(b, few) for b in drawn]
+            self.batches = drawn[:n_batches]
             self.fp32 = trace(self.learn, self.batches)
+        self.drawn = drawn
         if wrong := wrong_in_fp32(self.fp32, self.batches):
             verdicts = {mode: Verdict(mode.value, 'not known', wrong) for mode in modes}
         else:
             verdicts = {mode: self._verdict(mode) for mode in modes}
-            other = fastest_native(self.device, [m for m, v in verdicts.items() if not v.call])
+            failed = [m for m, v in verdicts.items() if not v.call]
+            other = fastest_native(self.device, failed)
+            if self.simulated: other = next((m for m in (AMPMode.BF16, AMPMode.FP16) if m not in failed), None)
             call = verdicts[other].call if other in verdicts else precision_call(self.learn, other)
             for v in verdicts.values(): v.call = v.call or call
         rows = [self._row(mode, s, v) for mode, v in verdicts.items() if mode in self.low
@@ -186,19 +201,40 @@ class _Report:
         return PrecisionReport(pd.DataFrame(rows, columns=_COLUMNS), {m.value: v for m, v in verdicts.items()},
                                self._notes(few, whole))
 
+    def _support(self, mode: AMPMode) -> Support:
+        return (AMPMode.BF16 if mode is AMPMode.FP8 else mode).support(self.device)   # FP8's rounding costs little
+
     def _verdict(self, mode: AMPMode) -> Verdict:
-        support = mode.support(self.device)
+        support = self._support(mode)
         if support.status == 'unsupported': return Verdict(mode.value, 'cannot run', support.why)
+        cb = precision_callback(self.learn)
+        if mode is AMPMode.FP8:
+            spec, kept = (cb.arguments.get('modules'), cb.fp32_module_names) if cb else (None, [])
+            try: self.fp8 = fp8_layers(self.learn.model, spec, kept)
+            except ValueError as e: return Verdict(mode.value, 'cannot run', str(e))
         def run(keep, scale):
             if time.monotonic() > self.until: raise TimeoutError
+            self.tick(mode.value)
+            start = time.monotonic()
             found = trace(self.learn, self.batches, mode, keep, scale, reference=self.fp32)
+            if self.simulated and NO_KERNEL in found.error:
+                raise NotImplementedError(f'this CPU has no {mode.value} kernel for {named(found.failed_in or ROOT)}, '
+                                          f'which CUDA may have: {found.error}')
             if not found.error: self.low.setdefault(mode, found)
+            self.took = time.monotonic() - start
             return found
-        cb = precision_callback(self.learn)
-        scale, kept = (cb and cb.scale) or INIT_SCALE, cb.fp32_module_names if cb else []
+        def distance(keep, scale):
+            self.tick(f'{mode.value}, gradients')
+            share = FOR_GRADIENTS * self.max_seconds
+            until = min(self.until, time.monotonic() + share)
+            try:
+                if self.took > share: raise TimeoutError(f'there was no time within `max_seconds={self.max_seconds:g}`')
+                return gradient_distance(self.learn, self.drawn, mode, keep, scale, until)
+            except Exception as e: self.not_compared = f'{mode.value}: {first_line(e)}'
+            return math.nan
         try:
-            call = partial(precision_call, self.learn, mode)
-            return Judge(mode, unwrapped(self.learn.model), self.device, run, self.fp32, scale, call, kept).verdict()
+            return Judge(self.learn, mode, run, self.fp32, (cb and cb.scale) or INIT_SCALE, distance).verdict()
+        except NotImplementedError as e: return Verdict(mode.value, 'not known', str(e))
         except TimeoutError:
             reason = f'the report ended at its time limit, `max_seconds={self.max_seconds:g}`'
             return Verdict(mode.value, 'not known', reason,
@@ -215,12 +251,22 @@ class _Report:
         n = len(self.batches)
         notes = [f"Looked at {n} batch{'es' * (n > 1)} of {few} samples, with the weights as they are now: in other "
                  'batches (`n_batches`) and after some training other modules may be in trouble.']
-        if emulated := [m for m in self.low if m.support(self.device).status == 'emulated']:
+        if emulated := [m for m in self.low if self._support(m).status == 'emulated']:
             fewer = f'; so these are the first samples of {whole}' * (few < whole)
             notes.append(f"{' and '.join(emulated)}: emulated here, which is usually slower than fp32{fewer}.")
         if unseen := {k: v for t in (self.fp32, *self.low.values()) for k, v in t.unseen.items()}:
             words = some([f'{what} in {named(name)}' for what, name in unseen.items()])
             notes.append(f'Left alone, as it cannot be looked at or compared with fp32: {words}.')
+        if AMPMode.FP8 in self.low:
+            notes.append(f'fp8: {some([*map(named, self.fp8)], 8)} would compute in FP8 ({len(self.fp8)} linear '
+                         'layers), the rest in bf16. The report rounded as FP8 does, and ran no FP8 kernel.')
+        if self.simulated:
+            notes.append("Computed on this CPU under CUDA's autocast rules, which choose the precision of each "
+                         "operator. A GPU's kernels, which may round differently or be missing, were not run.")
+        if self.not_compared: notes.append(f'Not all gradients were compared with those in fp32: {self.not_compared}.')
+        if any((t.float() % 1).any() for t in tensors(self.batches[0], floating=False)[-1:]):
+            notes.append('The targets are continuous: how close predictions come to them decides how much rounding '
+                         'matters. Ask again late in training.')
         if is_compiled(self.learn.model): notes.append('The compiled model was run uncompiled.')
         if settings := settings_note():
             notes.append(f'{settings}. So training in fp32, and modules kept in fp32, have errors that the report does '

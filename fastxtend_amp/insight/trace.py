@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math, sys, time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,25 +22,27 @@ from fastcore.basics import noop
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..training.callback import MixedPrecision
+from ..training.callback import MixedPrecision, precision_callback
 from ..common import Shared, first_line
 from ..convert import HALF, half_to_float, map_tensors
 from ..precisions.matching import ROOT, qualified_names
 from ..precisions.fp32_settings import FULL_PRECISION, fp32_settings
+from ..precisions.fp8 import fp8_layers
 from ..training.learner import set_precision
 from ..precisions import AMPMode
 from .compat import in_function_transform, operator, unwatched
 from .copies import RandomState, begin_fit, copied_learner, is_plain, set_random_state, tensors
+from .rounding import round_as_fp8
 
-__all__ = ['LOSS', 'Seen', 'Trace', 'ends', 'largest_value', 'relative_error', 'trace']
+__all__ = ['LOSS', 'Seen', 'Trace', 'ends', 'largest_value', 'relative_error', 'running_copy', 'trace']
 
 _UNCOMPILED = Shared(partial(torch.compiler.set_stance, 'force_eager'))
 LOSS = 'loss function'  # its name among the modules; callbacks after the forward pass count to it
 _FP32_NOISE = 2.**-23   # relative; where fp32 itself would lose a tenth, an error is that of noise
 # Operators that only move values, which count where they were computed.
 _MOVES = frozenset(('clone', '_to_copy', 'copy_', 'cat', 'stack', 'detach', 'lift_fresh'))
-_MASK_FROM = -1e3       # smaller values may be an attention mask,
-_MASK_GAP = 64          # if all others are smaller than they by this factor
+_MASK_FROM = 1e3        # larger values may be an attention mask,
+_MASK_GAP = 64          # if they are negative and all others are smaller by this factor
 
 
 @dataclass
@@ -53,6 +55,7 @@ class Seen:
     half: float = 0.                                             # the same of results in half precision alone
     failed: bool = False                                         # whether finite numbers end in it
     error: float = 0.                                            # of its own arithmetic, relative; the largest
+    vanished: float = 0.                                         # a constant beside values near 0 that is 0 in the mode
     judged: bool = False                                         # whether a value of it was finite
     grad: float = 0.                                             # largest absolute of its outputs and own parameters
     grad_sum: float = 0.                                         # of the absolute values of all these gradients
@@ -115,11 +118,10 @@ class Trace(TorchDispatchMode):
         self.error = ''                                          # why it ended: the text of an exception
         self.failed_in: str | None = None                        # the module that raised it; None before a batch
         self.validates = True                                    # whether a batch runs as in validation, too
-        self.n_moving = 0                                        # parameters' gradients that are not 0
         self.unseen: dict[str, str] = {}                         # what cannot be looked at, and its first module
         self._frames: list[_Frame] = []
         self._backward, self.began = False, 0.
-        self.seconds = 0.                                        # of the CPU for the last batch
+        self.seconds = 0.                                        # of the CPU for the last batch; 0 without a loss
 
     @contextmanager
     def hooked(self, model: nn.Module) -> Iterator[None]:
@@ -156,7 +158,6 @@ class Trace(TorchDispatchMode):
                     g = p.grad.coalesce().values() if p.grad.is_sparse else p.grad
                     if not is_plain(g): continue
                     self.grads_are_finite &= all_finite(g)
-                    self.n_moving += int(g.count_nonzero())
                     if name in self.seen: self.seen[name].add_grad(g)
             model.zero_grad()                                    # the gradients of the next batch would add to them
         self.seconds = time.process_time() - self.began
@@ -216,7 +217,7 @@ class Trace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, op = kwargs or {}, operator(func)
-        makes_nothing = op.is_view or op.name.startswith(('empty', 'new_empty'))
+        makes_nothing = op.is_view or op.name.startswith(('empty', 'full', 'new_', 'scalar_tensor'))   # or a constant
         if makes_nothing or self._backward or not self._frames: return func(*args, **kwargs)
         frame = self._frames[-1]
         seen, inputs = frame.seen, tensors((args, kwargs))
@@ -231,18 +232,25 @@ class Trace(TorchDispatchMode):
             for f in self._frames[:-1] if wide is not None else self._frames: f.twins.pop(_address(t), None)
         outs, wides = tensors(out), tensors(wide)
         if len(outs) != len(wides): wides = [None] * len(outs)
+        # Decisions and indices: their error is the share that differs.
+        if torch.is_tensor(wide) and wide.dtype in (torch.bool, torch.int64) and out.shape == wide.shape:
+            seen.error = max(seen.error, float((out != wide).float().mean()))
         for o, w in zip(outs, wides):
             o = o.detach()
+            largest = largest_value(o if w is None else w)
             if op.name not in _MOVES or is_cast:
-                largest = largest_value(o if w is None else w)
                 seen.largest = max(seen.largest, largest)
                 if o.dtype in HALF: seen.half = max(seen.half, largest)
-            if w is not None and not op.writes: frame.keep(o, w)
             fp32 = self.reference and self.reference.seen.get(seen.name)
+            # Rounding errors of what is exactly 0 in fp32 are 100 %, and nothing.
+            if w is not None and not op.writes and (not fp32 or fp32.largest): frame.keep(o, w)
+            if o.dtype is torch.float16 and op.name.startswith(('add', 'clamp')) and isinstance(args[1], float):
+                # fp16 rounds the constant to 0, and loses digits of a value beside it.
+                if 0 < args[1] < 2.9e-8 and w is not None and w.abs().min() < 6.1e-5: seen.vanished = args[1]
             if all_finite(o) or (fp32 and fp32.failed): continue
             # -inf alone may be a mask.
             if w is None: seen.failed |= began_finite and (op.writes or all(map(all_finite, inputs))) and ends(o)
-            else: seen.failed |= ends(o[w.isfinite()])
+            elif largest: seen.failed |= ends(o[w.isfinite()])
         return out
 
     def _widely(self, func, op, args, kwargs, frame):
@@ -272,6 +280,32 @@ class _Ends(Callback):
         raise CancelBatchException
 
 
+@contextmanager
+def running_copy(
+    learn: Learner, # Nothing in it changes
+    mode: AMPMode | None, # fp32 if None
+    keep: Sequence[str], # Modules kept in fp32
+    scale: float, # The loss scale, for fp16
+    found: Trace, # Its `end_forward` and `end_backward` are called in each batch of training
+) -> Iterator[Learner]:
+    """Copy `learn` in a precision; a batch of the copy ends with its backward pass, and no step is taken.
+
+    Compiled modules run as they were written: hooks would not fire in a compiled graph.
+    """
+    with copied_learner(learn) as copy, _UNCOMPILED, fp32_settings(FULL_PRECISION):
+        kwargs: Any = dict(init_scale=scale, fp32_modules=list(keep), on_overflow='ignore')
+        if mode is AMPMode.FP8:
+            cb = precision_callback(learn)
+            with suppress(ValueError):                           # where no linear layer is left
+                round_as_fp8(fp8_layers(copy.model, cb and cb.arguments.get('modules'), keep).values())
+            mode = AMPMode.BF16
+        set_precision(copy, None if mode is None else MixedPrecision(mode, **kwargs))
+        if mode is None: copy.model._apply(half_to_float)        # frozen weights, which autocast casts
+        copy.scaler = torch.amp.GradScaler('cpu', enabled=False)   # in fp32, too: callbacks may scale a loss with it
+        copy.add_cb(_Ends(found))
+        yield copy
+
+
 def trace(
     learn: Learner, # Nothing in it changes
     batches: Sequence[Any], # As a DataLoader gives them; inputs and targets of the batch under way if `in_fit`
@@ -285,15 +319,10 @@ def trace(
 ) -> Trace:
     """Run batches forward and backward in a copy of `learn`, in its own loop with its callbacks; no step is taken.
 
-    Then the first batch runs as in validation, unless that fails in fp32, too. Compiled modules run as they were
-    written: hooks would not fire in a compiled graph.
+    Then the first batch runs as in validation, unless that fails in fp32, too.
     """
     found = Trace(mode, reference)
-    with copied_learner(learn) as copy, _UNCOMPILED, fp32_settings(FULL_PRECISION):
-        kwargs: Any = dict(init_scale=scale, fp32_modules=list(keep), on_overflow='ignore')
-        set_precision(copy, None if mode is None else MixedPrecision(mode, **kwargs))
-        copy.scaler = torch.amp.GradScaler('cpu', enabled=False)   # in fp32, too: callbacks may scale a loss with it
-        copy.add_cb(_Ends(found))
+    with running_copy(learn, mode, keep, scale, found) as copy:
         if random_state is not None: set_random_state(random_state)
         try:
             if not in_fit:
@@ -328,15 +357,16 @@ def ends(t: torch.Tensor) -> bool:
 def largest_value(t: torch.Tensor) -> float:
     """Return the largest absolute finite value; 0 if there is none.
 
-    Negative values far from all others do not count: they are what attention masks are filled with.
+    Attention masks do not count: negative values far from all others, and tensors of one value or two.
     """
     if not all_finite(t): t = t[t.isfinite()]
     if not t.numel(): return 0.
     low, high = map(float, torch.aminmax(t))
-    if low > _MASK_FROM: return max(-low, high)
-    rest = t[t > low / 4].abs()
-    largest = float(rest.max()) if rest.numel() else math.inf
-    return largest if largest * _MASK_GAP < -low else max(-low, high)
+    largest = max(-low, high)
+    if largest < _MASK_FROM: return largest
+    if t.numel() > 2 >= len(t.unique()): return 0.
+    others = float(t[t > low / 4].abs().max()) if high > low / 4 else math.inf
+    return others if others * _MASK_GAP < -low else largest
 
 
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float: # nan without a value other than 0

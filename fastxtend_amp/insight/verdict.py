@@ -2,28 +2,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from fastai.learner import Learner
 
-from ..precisions.matching import ROOT, covers, qualified_names
+from ..training.callback import precision_callback
+from ..precisions.matching import ROOT, covers, qualified_names, unwrapped
 from ..precisions import AMPMode
 from .copies import tensors
+from .precisions import precision_call
 from .trace import LOSS, Trace, ends
 
 __all__ = ['Judge', 'Judgement', 'Verdict', 'named', 'not_finite_data', 'some', 'wrong_in_fp32']
 
-Judgement = Literal['safe so far', 'safe with loss scaling', 'keep modules in fp32', 'do not use', 'cannot run',
-                    'not known']
+Judgement = Literal['safe so far', 'safe with loss scaling', 'keep modules in fp32', 'gradient differs', 'do not use',
+                    'cannot run', 'not known']
 
 IMPRECISE = .1        # error of a module's own arithmetic that is trouble
 LOST = .1             # of the mean absolute gradient: smaller gradients may underflow
-VANISHED = .5         # of the gradients that are not 0 in fp32: where fewer are not 0, training fails
 CLOSE = 4.            # headroom below which a module is close to overflow
 LOWEST_SCALE = 2.**-12 # that is advised
+SMALL, LARGE = .5, 1  # distance of the mean gradient: models that train worse than in fp32 were above 1
 MARGIN = 16.          # by which a loss scale that is advised is below the highest: later gradients may be larger
 
 
@@ -36,12 +38,15 @@ class Verdict:
     | 'safe so far' | nothing is wrong on the batches that were looked at, with the weights as they are now |
     | 'safe with loss scaling' | the same, and without loss scaling gradients would underflow |
     | 'keep modules in fp32' | some reach a quarter of the format's maximum, do not run, or have an error above 10 % |
+    | 'gradient differs' | the mean gradient of some batches is far from fp32's: a sign to look, not a proof |
     | 'do not use' | nothing that was tried helps |
     | 'cannot run' | the device has no kernel for it, or the model's code does not run in it, whatever is kept in fp32 |
-    | 'not known' | the report ended at its time limit, `max_seconds`, or fp32 fails, too |
+    | 'not known' | the report ended at its time limit, `max_seconds`, fp32 fails as well, or no batch gave a loss |
+
+    'keep modules in fp32' also names modules that rely on a constant that is 0 in fp16, as `clamp(min=1e-8)` does.
     """
     mode: str # 'bf16' or 'fp16'
-    verdict: Judgement # One of the six above
+    verdict: Judgement # One of the seven above
     reason: str # What was found
     call: str = '' # The next call to make; '' where fp32 fails, too
     modules: list[str] = field(default_factory=list) # Modules to keep in fp32
@@ -56,17 +61,18 @@ class Verdict:
 @dataclass
 class Judge:
     "The search for the verdict on a precision; the verdict's `call` is empty where another precision has to be taken."
+    learn: Learner
     mode: AMPMode
-    model: nn.Module
-    device: torch.device
     run: Callable[[list[str], float], Trace] # Traces the batches with some modules in fp32, at a loss scale
     fp32: Trace # Of the same batches
     first_scale: float # The loss scale to start from
-    call: Callable[..., str] # Gives the call for modules to keep and other arguments
-    kept: Sequence[str] = () # Modules that are in fp32 to begin with
+    # Gives the distance of the mean gradient from that in fp32, as `gradient_distance` does; nan if it is not known.
+    distance: Callable[[list[str], float], float] = lambda keep, scale: math.nan
 
     def __post_init__(self):
-        self.keep, self.scale, self.highest = list(self.kept), self.first_scale, math.inf
+        cb = precision_callback(self.learn)
+        self.model, self.kept = unwrapped(self.learn.model), cb.fp32_module_names if cb else []
+        self.keep, self.scale, self.highest = self.kept, self.first_scale, math.inf
         self.limit = torch.finfo(self.mode.dtype).max
         self.reasons: dict[str, str] = {}                        # by module, in the order in which they were found
 
@@ -122,30 +128,29 @@ class Judge:
             elif s.failed or (s.half * CLOSE > self.limit and not covers(self.keep, n)):
                 above = 'above' if size > self.limit else 'close to'
                 found[n] = f"values in {named(n)} reach {size:,.3g}, {above} {mode}'s {self.limit:,.5g}"
+            elif s.vanished:
+                found[n] = f'{s.vanished:g} is 0 in {mode}, and does not keep small values in {named(n)} from 0'
             elif s.error > IMPRECISE: found[n] = f'the error of {named(n)} is {min(s.error, 1):.0%} in {mode}'
         return found
 
     def _can_be_kept(self, name): return name not in (ROOT, LOSS) and not covers(self.keep, name)
 
+    def candidates(self, low: Trace) -> list[str]:
+        "Return the modules that can be kept in fp32 besides those that are, the last first."
+        around = {n.rpartition('.')[0] for n in low.seen}        # modules with others inside, which may compute nothing
+        return [n for n, s in reversed(low.seen.items()) if self._can_be_kept(n) and (s.largest or n not in around)]
+
     def _tried(self, low: Trace, name: str | None, backward: bool) -> list[str]:
         """Return modules that help when they are in fp32, where the one that shows the trouble cannot be kept.
 
         That one is the model's own forward or the loss function, which compute in fp32 on fp32 inputs, or a module that
-        is in fp32 already and gets rounded values; in a backward pass none is known. All modules are tried, then half
-        of those that help, and so on.
+        is in fp32 already and gets rounded values; in a backward pass none is known.
         """
         def helps(names):
             trace = self.run(outermost([*self.keep, *names]), self.scale)
             fine = trace.loss_is_finite and (trace.grads_are_finite or not backward)
             return fine and not trace.error and name not in self._concerned(trace)
-        around = {n.rpartition('.')[0] for n in low.seen}        # modules with others inside, which may compute nothing
-        names = [n for n, s in reversed(low.seen.items()) if self._can_be_kept(n) and (s.largest or n not in around)]
-        if not names or not helps(names): return []
-        while len(names) > 1:
-            half = len(names) // 2
-            part = next((p for p in (names[:half], names[half:]) if helps(p)), None)
-            if part is None: break
-            names = part
+        if not (names := smallest(self.candidates(low), helps)): return []
         if name in self.reasons:
             self.reasons[name] += f' (with {some([*map(named, names)])} in fp32 this does not happen)'
         else:
@@ -166,8 +171,6 @@ class Judge:
         least = 2. ** math.ceil(math.log2(info.smallest_normal * info.eps / (LOST * mean)))
         return min(max(least, min(1., most / MARGIN)), most), most
 
-    def _has_vanished(self, low: Trace) -> bool: return low.n_moving < VANISHED * self.fp32.n_moving
-
     # -- how it is said
 
     def _nothing_helps(self, low: Trace) -> Verdict:
@@ -175,31 +178,43 @@ class Judge:
         if low.error: return self._say('cannot run', reason)
         reason += ', and no module in fp32 changes that'
         if {ROOT, LOSS} & self.reasons.keys():
-            reason += (f". Compute it in fp32: inside `with torch.autocast('{self.device.type}', enabled=False)`, on "
-                       'inputs made `.float()`')
+            reason += ('. Compute it in fp32: inside `with torch.autocast(x.device.type, enabled=False)`, on inputs '
+                       'made `.float()`')
         return self._say('do not use', reason)
 
     def _works(self, low: Trace) -> Verdict:
         reasons = [*dict.fromkeys(self.reasons.values())]
         verdict: Judgement = 'safe so far'
-        scales, changes = None, {}
+        scales, changes, scale = None, {}, 1.
         if self.mode.needs_loss_scaling:
             least, most = scales = self._scales(low)
-            start = max(least, most / MARGIN)
-            if raised := self._has_vanished(low): low = self.run(self.keep, start)
-            if most < LOWEST_SCALE or self._has_vanished(low) or not _is_fine(low):
-                lost = f', and at {start:,.9g} most are 0 that are not in fp32' * self._has_vanished(low)
-                return self._say('do not use', f'no loss scale fits: gradients overflow above {most:,.9g}{lost}')
-            if raised or most < CLOSE * self.first_scale: changes['init_scale'] = int(start) if start >= 1 else start
+            if most < LOWEST_SCALE:
+                return self._say('do not use', f'no loss scale fits: gradients overflow above {most:.2g}')
+            scale = self.first_scale
+            if not least <= scale <= most / CLOSE:
+                scale = max(least, most / MARGIN)
+                changes['init_scale'] = int(scale) if scale >= 1 else scale
             if least > 1: verdict = 'safe with loss scaling'
         if reasons: verdict = 'keep modules in fp32'
         else:
             own = max(s.error for s in low.seen.values())
             reasons = [f"no module's own error is above {own:.2%}" if own else 'nothing wrong was found']
         if scales: reasons = [*reasons[:4], f'loss scales from {least:,.9g} to {most:,.9g} fit']
-        modules = [n for n in self.keep if n not in self.kept]
-        return self._say(verdict, some(reasons, 5, '; '), call=self.call(modules, **changes), modules=modules,
-                         scale_range=scales, **changes)
+        reason, names = some(reasons, 5, '; '), []
+        if (far := self.distance(self.keep, scale)) >= 0:        # nan if it is not known
+            reason += (f'; rounding moves the mean gradient of 24 batches by {far:.2g} times what the choice of '
+                       f'batches does (below {SMALL} it is lost in that noise, above {LARGE} look closer)')
+        if far > LARGE:
+            verdict = 'gradient differs'
+            helps = lambda names: self.distance(outermost([*self.keep, *names]), scale) < SMALL
+            names = smallest(self.candidates(low), helps)
+            reason += (f"; with {some([*map(named, names)]) or 'no module that was tried'} in fp32 this is below "
+                       f'{SMALL}. It is a sign to look, not a proof: some models train as well')
+            self.reasons |= dict.fromkeys(names, '')
+        modules = [n for n in outermost([*self.keep, *names]) if n not in self.kept]
+        call = precision_call(self.learn, self.mode, modules, **changes)
+        if far > LARGE and not names: call = f"learn.compare_precision('{self.mode.value}')"
+        return self._say(verdict, reason, call=call, modules=modules, scale_range=scales, **changes)
 
 
 # -- words
@@ -209,6 +224,7 @@ def wrong_in_fp32(fp32: Trace, batches: Any) -> str:
 
     The data is blamed then alone: NaN may stand for a target that is not known, and that the loss leaves out.
     """
+    if not fp32.seconds: return 'no batch gave a loss: give batches with targets, or a model that returns the loss'
     if _is_fine(fp32): return ''
     if bad := not_finite_data(batches): return bad
     what = 'gradients are' if fp32.loss_is_finite else 'loss is'
@@ -226,6 +242,17 @@ def not_finite_data(batch: Any) -> str: # Such as 'the batch itself is not finit
 
 
 def _is_fine(t: Trace) -> bool: return not t.error and t.loss_is_finite and t.grads_are_finite
+
+
+def smallest(names: list[str], helps: Callable[[list[str]], bool]) -> list[str]:
+    "Return few of some modules that help: all are tried, then half of those that help, and so on; [] if none do."
+    if not names or not helps(names): return []
+    while len(names) > 1:
+        half = len(names) // 2
+        part = next((p for p in (names[:half], names[half:]) if helps(p)), None)
+        if part is None: break
+        names = part
+    return names
 
 
 def outermost(names: Iterable[str]) -> list[str]:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..common import is_lazy, several_processes, warn_user
-from .copies import RandomState, generators
+from .copies import RandomState, generators, tensors
 from .diagnosis import Alarm, diagnose
 from .fix import fix
 
@@ -42,9 +42,6 @@ class Watch:
     """
     def __init__(self, cb: Any): # The `MixedPrecision` that calls the events, after its own
         self.cb = cb
-        self._notes: Any = None
-        self._fit: Any = None
-    def __getstate__(self) -> dict[str, Any]: return {**vars(self), '_notes': None, '_fit': None}
 
     @property
     def learn(self) -> Any: return self.cb.learn
@@ -52,13 +49,12 @@ class Watch:
     @property
     def notes(self) -> Any:
         "The `Notes` on the open fit; None if it is not watched, or has been warned of."
-        cb, fit = self.cb, self.cb.fit
+        fit = self.cb.fit
         if fit is None or fit.has_warned: return None
-        if fit is not self._fit:
-            is_watched = fit.precision.dtype and cb.on_overflow != 'ignore' and 'lr_finder' not in vars(self.learn)
-            self._fit, self._notes = fit, Notes(fit.device.type == 'cpu', generators()) if is_watched else None
-            if is_watched: self._notes.n_recorded = len(self._losses)
-        return self._notes
+        if 'notes' not in vars(fit):
+            is_watched = fit.precision.dtype and self.cb.on_overflow != 'ignore' and 'lr_finder' not in vars(self.learn)
+            fit.notes = Notes(fit.device.type == 'cpu', generators()) if is_watched else None
+        return fit.notes
 
     def before_train(self):
         "Say at the start of a fit of several processes that nothing is fixed in it."
@@ -102,22 +98,21 @@ class Watch:
         self.after_step()
         self._check_recorded()
 
-    def after_epoch(self):
-        "Say that the loss of the validation is not finite, where training's is; fastai's Recorder has read it."
-        recorder = vars(self.learn).get('recorder')
-        if self.notes is None or recorder is None: return
-        loss = dict(zip(recorder.metric_names, recorder.log)).get('valid_loss')
-        if not isinstance(loss, float) or math.isfinite(loss): return
-        self._say(f"{self.cb.fit.precision.name}: the loss of the validation is {loss}; training's is "
-                  'finite.\nIf it is finite after `learn.to_fp32()`, `learn.precision_report(dl=learn.dls.valid)` '
-                  'names the modules to keep in fp32.')
-
-    @property
-    def _losses(self) -> list: return getattr(vars(self.learn).get('recorder'), 'losses', [])
+    def after_validate(self):
+        "Say that a loss or predictions of a validation are NaN or inf; fastai has them on the CPU already."
+        notes, learn = self.notes, self.learn
+        recorder, gather = map(vars(learn).get, ('recorder', 'gather_preds'))
+        seen = tensors((recorder and vars(recorder.loss).get('total'), gather and gather.preds))
+        if notes is None or all((t < math.inf).all() for t in seen): return
+        self._say(f'{self.cb.fit.precision.name}: a loss or a prediction in validation is NaN or inf.\n' + (
+            f'The run diverges: {far}. Lower the learning rate first.' if (far := _divergence(notes, learn.model)) else
+            'If it is finite after `learn.to_fp32()`, `learn.precision_report(dl=learn.dls.valid)` names the modules '
+            'to keep in fp32.'))
 
     def _check_recorded(self) -> None:
-        notes, losses = self.notes, self._losses
-        if notes is None or notes.in_place or len(losses) <= notes.n_recorded: return
+        recorder, notes = vars(self.learn).get('recorder'), self.notes
+        losses = getattr(recorder, 'losses', [])
+        if notes is None or notes.before is None or len(losses) <= notes.n_recorded: return
         notes.n_recorded = len(losses)
         self._check_loss(notes, float(losses[-1]), notes.before)
 
@@ -134,7 +129,8 @@ class Watch:
         learn, notes = self.learn, self.notes
         cb = self.cb
         scale = learn.scaler.get_scale()
-        if skipped and cb.arguments.get('loss_scale') is None: scale /= learn.scaler.get_backoff_factor()   # of the step
+        # The scale of the step itself.
+        if skipped and cb.arguments.get('loss_scale') is None: scale /= learn.scaler.get_backoff_factor()
         xb, yb, state = batch or (learn.xb, learn.yb, notes.random_state)
         step = getattr(learn, 'train_iter', 0) + (batch is None)
         alarm = Alarm(what, cb.mode, scale, step, xb, yb, state if notes.in_place or not skipped else None)

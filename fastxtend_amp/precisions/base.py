@@ -159,7 +159,8 @@ class Auto(Precision):
     "The first precision that a device supports natively, bf16 before fp16; fp32 if there is none."
     def __init__(self, **arguments: Any):
         super().__init__(arguments.get('fp32_modules'))
-        self.given, self.chosen = arguments, dict[str, Precision]()
+        self.given = self.arguments = arguments
+        self.chosen = dict[str, Precision]()
         for cls in _automatic(): self.made(cls.name)             # errors appear at the call
     def made(self, name: str) -> Precision:
         "Return the precision of this name with those of the arguments that it has; one for all fits."

@@ -1,6 +1,7 @@
 "FP8 (float8): bf16 autocast whose linear layers compute in 8 bits, by torchao; model and files stay plain."
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -12,9 +13,26 @@ from .bf16 import BF16
 from .fp32_modules import Forward, Replacement
 from .matching import ROOT, covers, match_modules, parts_of, qualified_names, test_of
 
-__all__ = ['FP8']
+__all__ = ['FP8', 'fp8_layers']
 
 _SIDES = 16  # FP8 kernels need both sides of a weight to be divisible by this
+
+
+def fp8_layers(
+    model: nn.Module, # As it is, or compiled or wrapped for data parallelism
+    spec: Any, # The modules whose linear layers compute in FP8, as in `match_modules`; None for all
+    in_fp32: Collection[str], # Names of modules kept in fp32
+    min_size: int = 0, # Shortest side of a weight
+) -> dict[str, nn.Linear]: # By name
+    "Return the linear layers that can compute in FP8. Raises `ValueError` if there is none."
+    asked = {ROOT: model} if spec is None else match_modules(model, spec, 'modules')
+    layers = {name: m for name, m in qualified_names(model) if covers(asked, name) and not covers(in_fp32, name)
+              and type(m) is nn.Linear and 'weight' in m._parameters}
+    found = {n: m for n, m in layers.items() if not any(s % _SIDES or s < min_size for s in m.weight.shape)}
+    if found: return found
+    raise ValueError(f"fp8 cannot be used: modules={spec!r} leaves no linear layer whose weight has two sides "
+                     f"divisible by {_SIDES}{f' and of at least {min_size}' if min_size else ''}.\n"
+                     'Name other modules, keep fewer in fp32, or use `learn.to_bf16()`.')
 
 
 class Fp8Forward(Forward):
@@ -74,16 +92,7 @@ class FP8(BF16):
 
     def find_layers(self, model: nn.Module) -> dict[str, nn.Module]:
         "Return the linear layers that compute in FP8, by name. Raises `ValueError` if there is none."
-        in_fp32 = self.kept.check(model)
-        asked = {ROOT: model} if self.spec is None else match_modules(model, self.spec, 'modules')
-        found: dict[str, nn.Module] = {
-            name: m for name, m in qualified_names(model) if covers(asked, name) and not covers(in_fp32, name)
-                 and type(m) is nn.Linear and 'weight' in m._parameters and min(m.weight.shape) >= self.min_size
-                 and not any(n % _SIDES for n in m.weight.shape)}
-        if found: return found
-        raise ValueError(f"fp8 cannot be used: modules={self.spec!r} leaves no linear layer whose weight has two sides "
-                         f"divisible by {_SIDES}{f' and of at least {self.min_size}' if self.min_size else ''}.\n"
-                         "Name other modules, keep fewer in fp32, or use `learn.to_bf16()`.")
+        return {**fp8_layers(model, self.spec, self.kept.check(model), self.min_size)}
 
     def check(self, model: nn.Module) -> None: self.find_layers(model)
 

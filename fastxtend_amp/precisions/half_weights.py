@@ -275,11 +275,13 @@ class _Lowered:
 
     @contextmanager
     def stepping(self, opt: Any):
-        "Free what is kept of parameters that have taken a step."
+        "Add what is kept of a parameter to the compensation that its first step creates."
         self.opt = opt                                           # which a callback may have exchanged
         yield
-        if any(rest is not None for rest in self.rest.values()):
-            self.rest = {p: None if self._state(p) else rest for p, rest in self.rest.items()}
+        for p, rest in self.rest.items():
+            if rest is None or not (state := self._state(p)): continue
+            if 'kahan_comp' in state: state['kahan_comp'].add_(rest)
+            self.rest[p] = None
 
     def _state(self, p: nn.Parameter) -> dict[str, Any]:
         return getattr(getattr(self.opt, 'opt', None), 'state', {}).get(p, {})

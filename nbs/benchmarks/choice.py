@@ -1,29 +1,70 @@
-"""The measured choice, tried: `python -m nbs.benchmarks.choice` beside a stored benchmark, `--simulate` by simulation.
+"""The measured choice, tried: `python -m nbs.benchmarks.choice` beside whole epochs, `--simulate` by simulation.
+
+Without `--models` it tries eight kinds of model, twice each. The epochs are timed in pairs, fp32 and the precision in
+turn, after the choice and on the same batches.
 
 The simulation calls the package's own rules, with ratios and losses that are drawn: a turn's ratio is the true speed-up
 times noise on both sides; a mode's loss is that of fp32's trainings, worse by some of their standard deviations.
 """
 from __future__ import annotations
 
-import argparse, io, json, warnings
+import argparse, io, time, warnings
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import torch
 from fastai.data.core import DataLoaders
+from fastai.layers import Flatten, SimpleCNN
 from fastai.learner import Learner
+from fastai.tabular.model import TabularModel
+from fastai.vision.learner import create_unet_model
 from torch import nn
+from torchvision.models import resnet18
 
 from fastxtend_amp import fused
 from fastxtend_amp.insight.comparison import Tolerance, pays, speed_up
 from fastxtend_amp.tools.device import usable_device
 
-from .models import MODELS
+from .models import MODELS, Model
 
-STORED = Path(__file__).parent / 'native_bf16.json'
+
+class _Tabular(nn.Module):
+    "fastai's, on one tensor: eight columns of categories, and sixteen of numbers."
+    def __init__(self):
+        super().__init__()
+        self.net = TabularModel([(100, 20)] * 8, 16, 10, [200, 100])
+    def forward(self, x): return self.net(x[:, :8].long(), x[:, 8:])
+
+
+def _cnn(big: bool) -> Model:
+    def net(): return nn.Sequential(SimpleCNN([3, 16, 32, 64]), nn.Linear(64, 10))
+    return Model('small CNN at 32x32', net, lambda: torch.randn(512 if big else 64, 3, 32, 32))
+
+
+def _resnet(big: bool) -> Model:
+    n = 256 if big else 32
+    return Model('ResNet-18 at 64x64', partial(resnet18, num_classes=10), lambda: torch.randn(n, 3, 64, 64))
+
+
+def _tabular(big: bool) -> Model:
+    def rows(): return torch.cat([torch.randint(100, (256, 8)).float(), torch.randn(256, 16)], 1)
+    return Model('tabular model', _Tabular, rows)
+
+
+def _unet(big: bool) -> Model:
+    size = (128, 128) if big else (64, 64)
+    def net():                             # a class of each picture, the mean over its pixels
+        unet = create_unet_model(resnet18, 10, size, pretrained=False)
+        return nn.Sequential(unet, nn.AdaptiveAvgPool2d(1), Flatten())
+    return Model('U-Net on ResNet-18', net, lambda: torch.randn(64 if big else 8, 3, *size))
+
+
+KINDS = {'small-cnn': _cnn, 'resnet18': _resnet, 'lstm': MODELS['lstm'], 'tabular': _tabular,
+         'wide-256': MODELS['wide-256'], 'tiny': MODELS['tiny'], 'unet': _unet}
+if 'vit-tiny' in MODELS: KINDS['vit-tiny'] = MODELS['vit-tiny']
 
 
 def turns_until_decided(
@@ -64,18 +105,33 @@ def simulate(trials: int = 400, most: int = 60) -> str:
     return '\n'.join(lines)
 
 
-def choose(name: str, device: torch.device, max_seconds: float) -> str:
-    "Return the row of one model: what was chosen, how sure, and in what time."
-    model = MODELS[name](device.type != 'cpu')
+def epochs_of(learn: Learner, mode: str, pairs: int) -> str: # '1.42 (1.40 to 1.45)'
+    "Return how much faster whole epochs are than in fp32: the median of the pairs, and their range."
+    def seconds(call):
+        getattr(learn, call)()
+        start = time.perf_counter()
+        learn.fit(1)
+        return time.perf_counter() - start
+    for call in ('to_fp32', f'to_{mode}'): seconds(call)                # warms up
+    ratios = [seconds('to_fp32') / seconds(f'to_{mode}') for _ in range(pairs)]
+    return f'{np.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})'
+
+
+def choose(name: str, device: torch.device, max_seconds: float, pairs: int) -> str:
+    "Return the row of one model: what was chosen, how sure, in what time, and the line that was printed."
+    model = {**MODELS, **KINDS}[name](device.type != 'cpu')
     batches = [model.batch(device) for _ in range(8)]
     def loss(p, y): return nn.functional.cross_entropy(p.flatten(0, -2), y.flatten())
-    dls = DataLoaders(batches, batches, device=device)
+    dls = DataLoaders(batches * 5, batches[:1], device=device)
     learn = Learner(dls, model.build(device), loss, opt_func=fused('AdamW'))
-    with learn.no_bar(), redirect_stdout(io.StringIO()): learn.to_amp(measure=True, max_seconds=max_seconds)
-    decision = learn.precision_decision
-    rows = [f'{m}: {r["speed-up"]:.2f} ({r["speed-up low"]:.2f} to {r["speed-up high"]:.2f}), {r["turns"]} turns'
-            for m, r in decision.table.drop('fp32').iterrows()]
-    return f"{decision.recommended} | {'; '.join(rows)}"
+    line, start = io.StringIO(), time.perf_counter()
+    with learn.no_bar(), learn.no_logging():
+        with redirect_stdout(line): learn.to_amp(measure=True, max_seconds=max_seconds)
+        spent, decision = time.perf_counter() - start, learn.precision_decision
+        rows = [f'{m}: {r["speed-up"]:.2f} ({r["speed-up low"]:.2f} to {r["speed-up high"]:.2f}), {r["turns"]} turns'
+                for m, r in decision.table.drop('fp32').iterrows()]
+        epochs = [f'{m}: {epochs_of(learn, m, pairs)}' for m in decision.table.index if pairs and m != 'fp32']
+    return f"{decision.recommended} | {'; '.join(rows)} | {spent:.0f} | {'; '.join(epochs)} | {line.getvalue().strip()}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -85,21 +141,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     add('--simulate', action='store_true', help='no model: how often the rules decide rightly, by simulation')
     add('--device', metavar='D', help='torch device (default: the accelerator, if there is one)')
-    add('--models', nargs='+', default=list(MODELS), choices=MODELS, metavar='M', help=f"of {', '.join(MODELS)}")
-    add('--times', type=int, default=3, metavar='N', help='choices for each model (default %(default)s)')
+    names = {**KINDS, **MODELS}
+    add('--models', nargs='+', default=list(KINDS), choices=names, metavar='M', help=f"of {', '.join(names)}")
+    add('--times', type=int, default=2, metavar='N', help='choices for each model (default %(default)s)')
+    add('--pairs', type=int, default=3, metavar='N', help='pairs of epochs to time; 0 for none (default %(default)s)')
     add('--max-seconds', type=float, default=60., metavar='S', help='for each choice (default %(default)s)')
-    add('--stored', type=Path, default=STORED, metavar='JSON', help='a benchmark to show beside (default %(default)s)')
     args = parser.parse_args(argv)
     if args.simulate: return print(simulate())
     device = usable_device(parser, args.device)
-    stored = {(r['model'], r['mode']): r['vs_fp32'] for r in json.loads(args.stored.read_text(encoding='utf-8'))['rows']
-              if r['contestant'] == 'fastxtend_amp' and r['optimizer'] == 'fused AdamW'}
     warnings.simplefilter('ignore')
-    print('| model | benchmark, bf16 | chosen | speed-up |\n|---|--:|---|---|', flush=True)
+    print('| model | chosen | speed-up | seconds | whole epochs | line |\n|---|---|---|--:|---|---|', flush=True)
     for name in args.models:
-        beside = stored.get((name, 'bf16'))
         for _ in range(args.times):
-            print(f"| {name} | {beside[1] if beside else '-'} | {choose(name, device, args.max_seconds)} |", flush=True)
+            print(f'| {name} | {choose(name, device, args.max_seconds, args.pairs)} |', flush=True)
 
 
 if __name__ == '__main__': main()

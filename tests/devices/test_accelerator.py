@@ -365,9 +365,9 @@ def test_a_skipped_step_leaves_finite_buffers_without_a_synchronization(device, 
     (learn, few), (_, many) = trained(8), trained(16)
     assert learn.precision.skips == [i == 3 for i in range(8)]
     assert all(b.isfinite().all() for b in learn.model.buffers())
-    plain, n = learner(nn.Linear(6, 1), loaders(32), opt_func=OPTS[opt]), []
+    n = []
     for size in (32, 64):
-        plain.dls = loaders(size)
+        plain = learner(nn.Linear(6, 1), loaders(size), opt_func=OPTS[opt])
         with waits() as w:
             plain.fit(1, 0.01)
         n.append(len(w))

@@ -14,7 +14,13 @@ from fastai.text.models.awdlstm import AWD_LSTM
 from fastai.text.models.core import LinearDecoder, SequentialRNN
 from torch import nn
 
-from helpers import OPTIMIZERS, Data, autocast_state, dataset, learner
+from helpers import OPTIMIZERS, At, Data, autocast_state, dataset, learner
+
+
+class InStep(At):
+    "Runs on copies of the learner as well."
+
+    run_on_copy = True
 
 
 class Act(nn.Module):
@@ -64,6 +70,23 @@ def fills(h):
 def loud_loss(p, y):
     p = p.half() if torch.is_autocast_enabled('cpu') else p
     return (p * 6e4 * 6e4).float().mul(1e-9).sub(y).square().mean()
+
+
+class LoRA(nn.Module):
+    "A frozen layer in half precision, and a trained low-rank one in fp32 beside it."
+
+    def __init__(self, base, dtype):
+        super().__init__()
+        self.base = base.to(dtype).requires_grad_(False)
+        self.down, self.up = (nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features, bias=False))
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+def lora(dtype, f=nn.functional.gelu):
+    torch.manual_seed(0)
+    return nn.Sequential(LoRA(nn.Linear(6, 16), dtype), Act(f), LoRA(nn.Linear(16, 1), dtype))
 
 
 class Memory(nn.Module):

@@ -1,42 +1,45 @@
 "The measured choice: the fastest precision that trains as fp32 does, and a learner as it was but for the callback."
 
-import math, time, warnings
+import math, re, time, warnings
 
+import numpy as np
 import pytest, torch
 from fastai.callback.core import Callback
 from fastai.callback.training import GradientAccumulation
 from fastai.optimizer import SGD
 from torch import nn
 
-from fastxtend_amp import HalfWeights, mode
-from fastxtend_amp.insight import compare, precisions
+from fastxtend_amp import AMPMode
+from fastxtend_amp.precisions import HalfWeights
+from fastxtend_amp.insight.comparison import Tolerance
 from fastxtend_amp.insight.precisions import PrecisionChoice, call_for, precision_call, use_choice
-from helpers import At, Attentive, Data, learner, loaders
-from states import Act, Gives, Unpacks, bits, fills, rich
+from helpers import Attentive, Data, learner, loaders, set_support
+from states import Act, Gives, InStep, Times, Unpacks, bits, fills, rich
 
 
 class Costs(Callback):
     "Each step takes .1 seconds of the test's clock, or less by the speed-up of the precision that it runs in."
+
+    run_on_copy = True
 
     def __init__(self, speeds, swing=0.0):
         self.speeds, self.swing = speeds, swing
 
     def before_batch(self):
         cb = self.learn.precision
-        half = ['half weights'] if isinstance(cb, HalfWeights) else []
+        half = ['half weights'] if cb is not None and isinstance(cb.precision, HalfWeights) else []
         name = ' '.join([*half, *([] if cb is None or half and cb.mode == 'bf16' else [cb.mode])]) or 'fp32'
         swing = 1 + self.swing * (self.learn.iter // 6 % 2) if cb else 1
         time.sleep(0.1 * swing / self.speeds.get(name, 1.0))
 
 
-def _support(m):
-    return 'native' if m.value in ('bf16', 'fp16') else 'unsupported'
+def _support(name):
+    return 'native' if name in ('bf16', 'fp16') else 'unsupported'
 
 
 @pytest.fixture(autouse=True)
 def native(monkeypatch, sleeps):
-    for module in (precisions, compare):
-        monkeypatch.setattr(module, 'mode_support', lambda m, d: mode.Support(_support(m), 'for this test'))
+    set_support(monkeypatch, _support)
 
 
 def costing(speeds, model=None, **kwargs):
@@ -70,7 +73,7 @@ def test_takes_the_fastest(speeds, chosen, capsys):
     else:
         choice = decision.choices[chosen]
         assert choice.mode == cb.amp_mode and decision.calls[chosen] == str(call_for(learn, choice))
-        assert isinstance(cb, HalfWeights) == chosen.startswith('half')
+        assert isinstance(cb and cb.precision, HalfWeights) == chosen.startswith('half')
     said = capsys.readouterr().out
     assert (
         said.startswith(f'Chosen: {chosen}. ')
@@ -92,7 +95,7 @@ def test_a_gain_that_is_sure_is_taken_however_wide_its_spread(max_seconds, capsy
 
 def test_more_time_decides_what_little_did_not_and_the_time_is_the_one_given(capsys, sleeps):
     "In about every second turn low precision takes twice as long as in the others, and pays."
-    for max_seconds, chosen in ((8.0, 'fp32'), (300.0, 'bf16')):
+    for max_seconds, chosen in ((10.0, 'fp32'), (300.0, 'bf16')):
         start = sleeps.now
         learn = learner(cbs=Costs({'bf16': 1.6, 'fp16': 0.5}, swing=0.9)).to_amp(measure=True, max_seconds=max_seconds)
         assert learn.precision_decision.recommended == chosen, learn.precision_decision
@@ -126,6 +129,8 @@ def trained(scale, worse=0.0, loss=nn.functional.mse_loss):
     "The choice for a linear regression without noise, from a loss of about `scale`; low precision trains `worse`."
 
     class Perturbs(Callback):
+        run_on_copy = True
+
         def after_step(self):
             if worse and self.learn.precision:
                 with torch.no_grad():
@@ -201,7 +206,7 @@ def test_the_learner_is_as_it_was_interrupted_or_but_for_the_callback():
             raise KeyboardInterrupt
 
     interrupts, learn = True, rich()
-    learn.add_cbs([Costs({'bf16': 3.0}), At('after_step', stop)])
+    learn.add_cbs([Costs({'bf16': 3.0}), InStep('after_step', stop)])
     before = bits(learn)
     with pytest.raises(KeyboardInterrupt):
         learn.to_amp(measure=True)
@@ -221,7 +226,102 @@ def test_bad_seconds_are_refused_and_lose_nothing():
     assert learn.precision.mode == 'bf16' and learn.to_amp().precision.amp_mode == 'auto'
 
 
-FP16, BF16 = mode.AMPMode.FP16, mode.AMPMode.BF16
+# -- slow steps
+
+
+class Sleeps(nn.Linear):
+    "Takes so many seconds in fp32, and fewer under autocast."
+
+    def __init__(self, seconds, speed_up):
+        super().__init__(6, 1)
+        self.seconds, self.speed_up = seconds, speed_up
+
+    def forward(self, x):
+        time.sleep(self.seconds / (self.speed_up if torch.is_autocast_enabled('cpu') else 1))
+        return super().forward(x)
+
+
+@pytest.fixture
+def bf16_only(monkeypatch):
+    set_support(monkeypatch, lambda name: 'native' if name == 'bf16' else 'unsupported')
+
+
+@pytest.mark.parametrize('seconds', [0.3, 1, 3])
+@pytest.mark.parametrize('speed_up, chosen', [(1.0, 'fp32'), (1.15, 'bf16'), (1.5, 'bf16'), (1.89, 'bf16')])
+def test_slow_models_are_decided_within_the_time(seconds, speed_up, chosen, bf16_only, sleeps, capsys):
+    learn = learner(Sleeps(seconds, speed_up)).to_amp(measure=True)
+    decision = learn.precision_decision
+    assert decision.recommended == chosen and decision.table['turns']['bf16'] >= 6 and sleeps.now < 61
+    assert decision.table['speed-up']['bf16'] == pytest.approx(speed_up, rel=1e-3)
+    n, seeds, line = len(decision.losses['fp32']), len(decision.seed_losses), capsys.readouterr().out
+    assert seeds == (3 if seconds < 3 else 0) and n >= 7
+    if chosen == 'bf16':
+        assert ('a wide margin, as fp32 was trained once' in line) == (seeds == 0)
+    if n < 40 or seeds < 3:
+        assert f'There was time for {n} of 40 steps and {seeds} of 3 seeds (`max_seconds=60`).' in line
+
+
+@pytest.mark.parametrize('speed_up', [1.0, 1.89])
+def test_what_needs_more_time_says_how_many_seconds_and_they_are_enough(speed_up, bf16_only, sleeps):
+    learn = learner(Sleeps(6, speed_up)).to_amp(measure=True)
+    reason = learn.precision_decision.reason
+    assert learn.precision is None and sleeps.now < 61
+    seconds = int(re.search(r'turns that an interval takes: raise `max_seconds` to (\d+)', reason)[1])
+    assert 60 < seconds < 300
+    learn.to_amp(measure=True, max_seconds=seconds)
+    assert learn.precision_decision.table['turns']['bf16'] >= 6
+    assert (learn.precision is not None) == (speed_up > 1) and 'raise' not in learn.precision_decision.reason
+
+
+def test_the_line_tells_what_limits_the_result(bf16_only, sleeps, capsys):
+    "A slow loader, few steps, a compiled model."
+
+    class Slow(Data):
+        def __getitem__(self, i):
+            time.sleep(0.25)  # 1 second a batch
+            return super().__getitem__(i)
+
+    learn = learner(torch.compile(Sleeps(1, 2.0), backend='eager'), loaders(train=Slow(*loaders().train_ds.tensors)))
+    learn.to_amp(measure=True)
+    line = capsys.readouterr().out
+    assert 'a fit in bf16 is about 1.33 times as fast, not 2.00.' in line and line.count('\n') == 1
+    assert re.search(r'There was time for \d+ of 40 steps and \d of 3 seeds', line)
+    assert 'The compiled model was compared uncompiled; `compare_precision(compile=True)` compares both.' in line
+    assert all(caveat in line for caveat in learn.precision_decision.caveats)
+
+
+# -- a loss that does not tell
+
+
+@pytest.mark.parametrize('constant, lr', [(100.0, 0.1), (0.0, 1e-5), (100.0, 1e-5)])
+@pytest.mark.parametrize('vanish', [True, False])
+def test_gradients_that_vanish_are_seen_where_the_loss_hides_it(constant, lr, vanish, bf16_only, sleeps):
+    class Vanishes(nn.Linear):
+        def forward(self, x):
+            low = torch.is_autocast_enabled('cpu')
+            time.sleep(0.05 if low else 0.1)
+            return Times.apply(super().forward(x), 0.0 if low and vanish and self.training else 1.0)
+
+    torch.manual_seed(0)
+    x = torch.randn(160, 6)
+    loss = lambda p, y: nn.functional.cross_entropy(p, y) + constant
+    dls = loaders(train=Data(x, (x[:, 0] > 0).long()), bs=16)
+    learn = learner(nn.Sequential(Vanishes(6, 2)), dls, loss, opt_func=SGD, lr=lr)
+    comparison = learn.compare_precision('bf16')
+    assert comparison.recommended == ('fp32' if vanish else 'bf16'), comparison
+    if vanish:
+        assert 'its weights moved 0 times as far as in fp32: its gradients vanish' in comparison.reason
+
+
+def test_a_constant_in_the_loss_does_not_widen_what_is_tolerated():
+    "Half of the gradient is lost: the loss falls half as far as fp32's."
+    fp32 = [100.7 - 0.01 * i for i in range(40)]
+    seeds = [np.mean(fp32[-8:]) + d for d in (-0.002, 0.002, 0.001)]
+    assert Tolerance(fp32, seeds, 8).value < 0.5 * (fp32[0] - fp32[-1]) + 0.01
+    assert Tolerance(fp32, [], 8).value < 0.5 * (fp32[0] - fp32[-1]) + 0.1
+
+
+FP16, BF16 = AMPMode.FP16, AMPMode.BF16
 
 
 @pytest.mark.parametrize(

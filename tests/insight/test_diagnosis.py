@@ -12,7 +12,8 @@ from fastai.losses import CrossEntropyLossFlat
 from torch import nn
 from torch.nn import functional as F
 
-from fastxtend_amp import kahan, loop
+from fastxtend_amp import kahan
+from fastxtend_amp.training import callback
 from fastxtend_amp.insight.watch import Watch
 from helpers import (
     OPTIMIZERS,
@@ -31,7 +32,7 @@ from helpers import (
     same_state,
     told,
 )
-from states import Act, Gives, Times, Unpacks
+from states import Act, Gives, Times, Unpacks, lora
 
 
 def said(learn, n=1, lr=0.01):
@@ -120,7 +121,7 @@ def test_the_models_own_forward():
     assert "Keep 'emb' in fp32: `learn.to_fp16(" in message and '(model)' not in message
     assert alarms(learner(Loud()).to_fp16(fp32_modules=['emb'])) == []
     message = alarms(learner(Loud(half=True)).to_fp16())[0]
-    assert "with torch.autocast('cpu', enabled=False)" in message and '`learn.to_' in message
+    assert "with torch.autocast(x.device.type, enabled=False)" in message and '`learn.to_' in message
 
 
 def test_a_backward_pass_that_overflows():
@@ -276,12 +277,57 @@ def test_once_a_fit_and_again_in_the_next():
     assert len(said(learn, 2)) == 1 and len(said(learn)) == 1
 
 
-def test_lr_find_and_validation_are_left_alone():
+def test_lr_find_is_left_alone():
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter('always')
         learner(Attentive()).to_fp16().lr_find(num_it=6, show_plot=False, suggest_funcs=())
-        learner(Attentive()).to_fp16().validate()
     assert not [w for w in found if 'goes wrong' in str(w.message)]
+
+
+def predicts(learn):
+    return learn.get_preds()
+
+
+def predicts_without_targets(learn):
+    dl = learn.dls.valid.new(Data(learn.dls.valid_ds.tensors[0]))
+    dl.n_inp = 1
+    return learn.get_preds(dl=dl)
+
+
+def loud_in_half(p, y):
+    return F.mse_loss(p, y) * (math.inf if torch.is_autocast_enabled('cpu') else 1.0)
+
+
+@pytest.mark.parametrize('run', [Learner.validate, predicts, predicts_without_targets])
+@pytest.mark.parametrize('mode', ['to_fp16', 'to_bf16'])
+def test_validation_and_predictions_that_are_not_finite(run, mode):
+    "Each time they are asked for, and also if they are finite in training."
+    learn = getattr(learner(Attentive()), mode)()
+    expected = ['fp16: a loss or a prediction in validation is NaN or inf.'] * (mode == 'to_fp16')
+    for _ in range(2):
+        assert [w.splitlines()[0] for w in told(lambda: run(learn), 'in validation')] == expected
+    if expected:
+        assert 'learn.precision_report(dl=learn.dls.valid)' in told(lambda: run(learn))[0]
+        with pytest.raises(FloatingPointError, match='in validation is NaN or inf'):
+            run(learner(Attentive()).to_fp16(on_overflow='raise'))
+    assert told(lambda: run(learner(Attentive()).to_fp32()), 'validation') == []
+    assert told(lambda: run(learner(Attentive()).to_fp16(on_overflow='ignore')), 'validation') == []
+
+
+def test_a_validation_loss_that_is_not_finite_where_predictions_are():
+    assert len(told(learner(loss_func=loud_in_half).to_bf16().validate, 'in validation is NaN or inf')) == 1
+    masked = nn.Sequential(nn.Linear(6, 1), Act(lambda h: h.masked_fill(h < 0, -math.inf)))
+    assert told(lambda: predicts_without_targets(learner(masked).to_fp16()), 'validation') == []
+
+
+def test_a_run_that_diverges_is_told_of_the_learning_rate_first():
+    "Its training losses are finite to the end; in validation they are not."
+    linear = nn.Linear(6, 1)
+    valid = Data(torch.full((8, 6), 1e36), torch.zeros(8, 1))
+    learn = learner(linear, loaders(valid=valid), loss_func=nn.L1Loss(), lr=1e4, opt_func=OPTIMIZERS['sgd'])
+    said = told(lambda: learn.to_bf16().fit(1), 'in validation')
+    assert len(said) == 1 and 'The run diverges: ' in said[0] and 'Lower the learning rate first' in said[0], said
+    assert 'precision_report' not in said[0]
 
 
 def test_ignore_says_nothing_and_raise_stops():
@@ -293,6 +339,12 @@ def test_ignore_says_nothing_and_raise_stops():
         with pytest.raises(FloatingPointError, match='goes wrong'):
             learn.fit(1)
         assert same(before, params(learn)) and learn.precision.fit is None and autocast_state() == state
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+def test_a_frozen_base_in_half_precision(dtype):
+    loud = lora(dtype, lambda h: (h * 1e38 * 1e38).square() if torch.is_autocast_enabled('cpu') else h)
+    assert "Keep '1' in fp32: `learn.to_bf16(fp32_modules=['1'])`" in said(learner(loud).to_bf16())[0]
 
 
 class FromTheModel(Learner):
@@ -337,7 +389,7 @@ class OnDevice(Watch):
 
 @pytest.mark.parametrize('loss', [True, False])
 def test_on_a_device_the_losses_of_the_recorder_and_the_skips_that_are_known_tell(monkeypatch, loss):
-    monkeypatch.setattr(loop, 'COMPANIONS', [OnDevice])
+    monkeypatch.setattr(callback, 'WATCHERS', [OnDevice])
     learn = learner(Attentive() if loss else steep(1e12)).to_fp16(init_scale=16.0, max_skips=4)
     messages = alarms(learn)
     assert (
@@ -349,13 +401,15 @@ def test_on_a_device_the_losses_of_the_recorder_and_the_skips_that_are_known_tel
 
 
 def test_on_a_device_the_batch_before_is_looked_at(monkeypatch):
-    monkeypatch.setattr(loop, 'COMPANIONS', [OnDevice])
+    monkeypatch.setattr(callback, 'WATCHERS', [OnDevice])
     message = alarms(bad_data().to_bf16())[0]
     assert '(batch 2)' in message and 'The batch itself is not finite: 1 of 24 values' in message
 
 
 def test_a_cause_that_cannot_be_looked_for():
     class Shut(Callback):
+        run_on_copy = True
+
         def __deepcopy__(self, memo):
             raise RuntimeError('shut')
 

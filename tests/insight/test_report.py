@@ -4,6 +4,7 @@ import math, random, re
 from typing import get_args
 
 import pytest, torch
+from fastai.callback.core import Callback, CancelBatchException
 from fastai.callback.mixup import MixUp
 from fastai.learner import Learner
 from fastai.losses import CrossEntropyLossFlat
@@ -16,12 +17,11 @@ from fastxtend_amp import PrecisionReport
 from fastxtend_amp.insight import report as room
 from fastxtend_amp.insight.trace import largest_value, relative_error
 from fastxtend_amp.insight.verdict import Judgement, Verdict
-from fastxtend_amp.mode import Support, mode_support
 from fastxtend_amp import AMPMode
 import held_out
 from held_out import cancels, loud_rms
-from helpers import At, Attentive, Data, dataset, learner, loaders, mlp, params, same
-from states import Act, Gives, Times, Unpacks, fills, language_model, loud_loss
+from helpers import At, Attentive, Data, dataset, learner, loaders, mlp, params, same, set_support
+from states import Act, Gives, Times, Unpacks, fills, language_model, lora, loud_loss
 
 
 def rows(report, mode):
@@ -152,7 +152,7 @@ def test_own_arithmetic_that_no_module_helps_is_not_to_be_used():
     verdict = report.verdicts['fp16']
     assert verdict.verdict == 'do not use' and verdict.modules == [] and verdict.trouble == ['(model)']
     assert "values in the model's own `forward` reach" in verdict.reason
-    assert "with torch.autocast('cpu', enabled=False)" in verdict.reason and '.float()' in verdict.reason
+    assert "with torch.autocast(x.device.type, enabled=False)" in verdict.reason and '.float()' in verdict.reason
     assert verdict.call in ('learn.to_bf16()', 'learn.to_fp32()') and rows(report, 'fp16').loc['(model)', 'trouble']
 
 
@@ -211,6 +211,88 @@ def test_masks_are_no_trouble_whatever_they_are_filled_with(fill):
     assert verdict.verdict == 'safe so far' and not verdict.trouble, verdict
 
 
+MASKS = {
+    'where min': lambda s, m: torch.where(m, s, torch.finfo(s.dtype).min),
+    'where full_like': lambda s, m: torch.where(m, s, torch.full_like(s, torch.finfo(s.dtype).min)),
+    'where -2.38e38': lambda s, m: torch.where(m, s, -2.38e38),
+    'triu of a constant': lambda s, m: s + torch.full(s.shape, -6e4, dtype=s.dtype).triu(1),
+    'minus 1e30': lambda s, m: s - 1e30 * (1 - m.to(s.dtype)),
+    'minus 65,500': lambda s, m: s - 65500 * (1 - m.to(s.dtype)),
+}
+
+
+@pytest.mark.parametrize('name', MASKS)
+def test_masks_are_no_trouble_however_they_are_made(name):
+    def attends(h):
+        scores = h @ h.T
+        return MASKS[name](scores, torch.ones_like(scores, dtype=torch.bool).tril()).softmax(-1) @ h
+
+    for verdict in learner(inner(attends), loaders(16, 16)).precision_report().verdicts.values():
+        assert verdict.verdict == 'safe so far' and not verdict.trouble, verdict
+    assert trained(inner(attends), verdict)[0] == 0
+
+
+def test_a_value_that_is_large_twice_is_no_mask():
+    verdict = verdict_on(inner(lambda h: h.sign() * 7e4 / 7e4))
+    assert verdict.modules == ['1'], verdict
+
+
+def test_what_is_0_in_fp32_has_no_error():
+    "The first layer's input is a constant that LayerNorm makes 0 in fp32; in fp16 it is the smallest number."
+    noise = Act(lambda h: h - h.clone() + 6e-8 * (h.dtype is torch.float16))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), noise, nn.Linear(8, 8, bias=False), nn.Linear(8, 1))
+    report = learner(model).precision_report('fp16')
+    assert report.verdicts['fp16'].verdict == 'safe so far' and not report.table['trouble'].any(), report
+
+
+class Quantizer(nn.Module):
+    "Gives each input the nearest of its entries, which lie close together; the gradient passes it by."
+
+    def __init__(self, far):
+        super().__init__()
+        torch.manual_seed(0)
+        self.entries = nn.Parameter(far + torch.randn(16, 8))
+
+    def forward(self, x):
+        x = x + self.entries.mean(0)
+        distances = x.square().sum(1, keepdim=True) - 2 * x @ self.entries.T + self.entries.square().sum(1)
+        return x + (self.entries[distances.argmin(1)] - x).detach()
+
+
+@pytest.mark.parametrize('far,verdict', [(0.0, 'safe so far'), (30.0, 'keep modules in fp32')])
+def test_decisions_that_change_are_an_error(far, verdict):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), Quantizer(far), nn.LayerNorm(8), nn.Linear(8, 1))
+    found = verdict_on(model, 'bf16')
+    assert found.verdict == verdict and found.modules == ['1'] * (far > 0), found
+
+
+@pytest.mark.parametrize(
+    'f,constant',
+    [
+        (lambda h: ((h - h.roll(1, 0)).square() + 1e-10).sqrt(), '1e-10'),
+        (lambda h: h / h.abs().clamp(min=1e-8), '1e-08'),
+        (lambda h: h.abs().mul(1e-3).clamp_(min=1e-8).sqrt(), '1e-08'),
+    ],
+)
+def test_constants_that_are_0_in_fp16(f, constant):
+    verdict = learner(inner(f), loaders(64, 64)).precision_report('fp16').verdicts['fp16']
+    assert verdict.modules == ['1'] and f"{constant} is 0 in fp16, and does not keep small values in '1' from 0" in (
+        verdict.reason
+    )
+    learn = learner(inner(f), loaders(256, 64, train=dataset(256)))
+    exec(verdict.call, {'learn': learn})
+    learn.fit(4, 1e-3)
+    assert learn.precision.n_skipped == 0
+    assert verdict_on(inner(f), 'bf16').verdict == 'safe so far'
+
+
+@pytest.mark.parametrize('f', [lambda h: F.normalize(h, dim=-1), lambda h: h / (h.abs().sum(-1, keepdim=True) + 1e-8)])
+def test_constants_beside_large_values_do_not_matter(f):
+    assert verdict_on(inner(f)).verdict == 'safe so far'
+
+
 def test_gradients_that_are_too_large_lower_the_loss_scale_or_keep_modules():
     verdict = verdict_on(inner(lambda h: Times.apply(h, 1e4)))
     assert (
@@ -218,7 +300,7 @@ def test_gradients_that_are_too_large_lower_the_loss_scale_or_keep_modules():
         and 'init_scale=' in verdict.call
         and trained(inner(lambda h: Times.apply(h, 1e4)), verdict, 1e-9)[0] == 0
     )
-    f = lambda h: (h.relu() * 1e-6 + 1e-10).sqrt() * 1e3  # its gradient is infinite in fp16 at any scale
+    f = lambda h: (h.relu() * 1e-6 + torch.tensor(1e-10)).sqrt() * 1e3  # its gradient is infinite in fp16 at any scale
     verdict = verdict_on(Own(f))
     assert "with 'a' in fp16 the loss or a gradient is not finite" in verdict.reason
     assert verdict.modules == ['a'] and trained(Own(f), verdict)[0] == 0
@@ -276,7 +358,7 @@ def test_inputs_above_the_limit_are_named():
 def test_a_loss_function_that_overflows():
     verdict = verdict_on(mlp(), loss_func=loud_loss)
     assert verdict.verdict == 'do not use' and verdict.trouble == ['loss function']
-    assert 'in the loss function' in verdict.reason and "torch.autocast('cpu', enabled=False)" in verdict.reason
+    assert 'in the loss function' in verdict.reason and "torch.autocast(x.device.type, enabled=False)" in verdict.reason
 
 
 def runs_lstms(mode):
@@ -310,7 +392,7 @@ def scatters(h):
 
 @pytest.mark.parametrize('f', [fills, scatters])
 def test_code_that_half_precision_breaks_is_not_the_devices_fault(f, monkeypatch):
-    monkeypatch.setattr('fastxtend_amp.mode.cpu_features', frozenset)  # a CPU with bf16 gets it as advice
+    monkeypatch.setattr('fastxtend_amp.devices.facts.cpu_features', frozenset)  # a CPU with bf16 gets it as advice
     verdict, own = (
         verdict_on(inner(f)),
         verdict_on(Own(lambda h: f(h.half() if torch.is_autocast_enabled('cpu') else h))),
@@ -350,15 +432,14 @@ def test_operators_that_may_draw_random_numbers_are_looked_at():
 
 
 def test_a_mode_that_the_device_does_not_support(monkeypatch):
-    monkeypatch.setattr(room, 'mode_support', lambda mode, device: Support('unsupported', 'it is too old'))
+    set_support(monkeypatch, lambda name: 'unsupported', 'it is too old')
     verdict = learner().precision_report('bf16').verdicts['bf16']
     assert (verdict.verdict, verdict.reason) == ('cannot run', 'it is too old')
 
 
 def test_a_mode_that_does_not_work_leads_to_the_fastest_that_does(monkeypatch):
     for native, call in ((('bf16',), 'learn.to_bf16()'), ((), 'learn.to_fp32()'), (('fp16',), 'learn.to_fp32()')):
-        support = lambda mode, device: Support('native' if mode.value in native else 'emulated', '')
-        monkeypatch.setattr('fastxtend_amp.mode.mode_support', support)
+        set_support(monkeypatch, lambda name: 'native' if name in native else 'emulated')
         assert verdict_on(Products(None)).call == call
 
     class Needs(Products):
@@ -366,7 +447,7 @@ def test_a_mode_that_does_not_work_leads_to_the_fastest_that_does(monkeypatch):
             return super().forward(self.f(x))
 
     learn = learner(Needs(nn.Sequential(nn.Linear(6, 6), Act(cancels))), loaders(64, 64))
-    monkeypatch.setattr('fastxtend_amp.mode.mode_support', lambda mode, device: Support('native', ''))
+    set_support(monkeypatch, lambda name: 'native')
     assert {v.call for v in learn.precision_report().verdicts.values()} == {"learn.to_bf16(fp32_modules=['f.1'])"}
 
 
@@ -622,11 +703,34 @@ def test_names():
     assert rows(compiled().precision_report('bf16'), 'bf16').equals(rows(learner().precision_report('bf16'), 'bf16'))
 
 
-def test_batches_without_targets():
+class Cancels(Callback):
+    def before_batch(self):
+        raise CancelBatchException
+
+
+def test_batches_that_give_no_loss():
     dls = loaders()
     dls.n_inp = 2
-    report = learner(nn.Bilinear(6, 1, 1), dls).precision_report()
-    assert {v.verdict for v in report.verdicts.values()} == {'safe so far'} and report.table['grad'].isna().all()
+    for learn in (learner(nn.Bilinear(6, 1, 1), dls), learner(cbs=Cancels())):
+        for verdict in learn.precision_report().verdicts.values():
+            assert verdict.verdict == 'not known' and not verdict.call and not verdict.scale_range, verdict
+            assert verdict.reason.startswith('no batch gave a loss')
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+def test_a_frozen_base_in_half_precision(dtype):
+    "Its weights count as they are: in fp32 the same numbers, as fp32."
+    report = learner(lora(dtype)).precision_report()
+    whole = lora(dtype)
+    for p in whole.parameters():
+        p.data = p.data.float()
+    expected = learner(whole).precision_report()
+    assert [(v.verdict, v.call) for v in report.verdicts.values()] == [
+        (v.verdict, v.call) for v in expected.verdicts.values()
+    ]
+    assert torch.allclose(
+        torch.tensor(report.table['largest'].values), torch.tensor(expected.table['largest'].values), rtol=1e-6
+    )
 
 
 # -- what it looked at, and what it leaves alone
@@ -639,8 +743,11 @@ def test_it_says_what_it_looked_at():
         'Looked at 2 batches of 4 samples, with the weights as they are now: in other batches '
         '(`n_batches`) and after some training other modules may be in trouble.',
         *['bf16: emulated here, which is usually slower than fp32.']
-        * (mode_support(AMPMode.BF16, torch.device('cpu')).status == 'emulated'),
-        'Callbacks that took no part: at.',
+        * (AMPMode.BF16.support(torch.device('cpu')).status == 'emulated'),
+        'The targets are continuous: how close predictions come to them decides how much rounding matters. '
+        'Ask again late in training.',
+        'Callbacks that took no part: at. If the training step needs one of them, set its attribute '
+        '`run_on_copy = True`.',
     ]
     assert report.notes[0] in repr(report) and 'Looked at 2 batches of 4 samples' in report._repr_html_()
     seen = []
@@ -654,9 +761,7 @@ def test_it_says_what_it_looked_at():
 
 
 def test_an_emulated_mode_makes_it_look_at_fewer_samples(monkeypatch):
-    monkeypatch.setattr(
-        room, 'mode_support', lambda mode, device: Support('emulated' if mode.value == 'fp16' else 'native', '')
-    )
+    set_support(monkeypatch, lambda name: 'emulated' if name == 'fp16' else 'native')
     monkeypatch.setattr(room, 'EMULATED_TIME', 0.0)
     for modes, expected in (('bf16', {24}), (('bf16', 'fp16'), {24, 2})):
         sizes = []
@@ -733,6 +838,11 @@ def test_the_printed_report():
             "6 to be trained .*'0.weight'.*learn.model.float",
         ),
         (lambda l: learner(nn.Linear(3, 1)).precision_report(), RuntimeError, 'mat1 and mat2'),
+        (
+            lambda l: learner(mlp().requires_grad_(False)).precision_report(),
+            ValueError,
+            r'(?s)precision_report needs parameters to train.*frozen.*learn\.unfreeze\(\)',
+        ),
     ],
 )
 def test_what_cannot_be_reported_on_is_refused(call, kind, words):

@@ -57,16 +57,28 @@ def test_the_quietest_module_has_no_veto():
     assert skipped == 0 and fp16 == pytest.approx(fp32, rel=0.01)
 
 
-def vanishing():
-    "All but a few of its gradients are 1e-12 times those of its head."
+def vanishing(before):
+    "In its second layer gradients are 1e-12 times those of its head, and in its first one `before` times that."
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 32), nn.Linear(32, 32), Act(lambda h: Times.apply(h, 1e-12)), nn.Linear(32, 1))
+    quiet, loud = Act(lambda h: Times.apply(h, 1e-12)), Act(lambda h: Times.apply(h, before))
+    return nn.Sequential(nn.Linear(6, 32), loud, nn.Linear(32, 32), quiet, nn.Linear(32, 1))
 
 
 def test_gradients_that_vanish_when_it_is_tried():
-    verdict = verdict_on(vanishing)
-    assert verdict.verdict == 'do not use' and 'no loss scale fits' in verdict.reason, verdict
-    assert 'most are 0 that are not in fp32' in verdict.reason, verdict
+    make = lambda: vanishing(1e13)
+    verdict = verdict_on(make)
+    assert verdict.verdict == 'gradient differs', verdict
+    fp32 = trained(make, '')[0]
+    assert trained(make, verdict.call)[0] == pytest.approx(fp32, rel=0.02)
+    assert trained(make, 'learn.to_fp16()')[0] > 1.5 * fp32
+
+
+def test_many_gradients_that_vanish_may_be_a_small_part_of_their_sum():
+    "As behind the layer scale of a CaiT, where nine of ten are 0 in fp16, and training reaches the loss of fp32."
+    make = lambda: vanishing(1.0)
+    verdict = verdict_on(make)
+    assert verdict.verdict == 'safe so far', verdict
+    assert trained(make, verdict.call)[0] == pytest.approx(trained(make, '')[0], rel=0.02)
 
 
 def test_a_loss_scale_that_is_too_small_to_begin_with():
@@ -75,14 +87,6 @@ def test_a_loss_scale_that_is_too_small_to_begin_with():
     learn = learner(make(), loaders(64, 16), loss).to_fp16(init_scale=1.0)
     verdict = learn.precision_report('fp16').verdicts['fp16']
     assert verdict.verdict == 'safe with loss scaling' and verdict.init_scale > 1e6, verdict
-
-
-def test_a_model_that_is_not_trained_here_has_lost_no_gradients():
-    dls = loaders()
-    dls.n_inp = 2
-    model = nn.Bilinear(6, 1, 1)
-    model.forward = lambda x, y: F.linear(x, model.weight[:, :, 0]) + y
-    assert learner(model, dls).precision_report('fp16').verdicts['fp16'].verdict == 'safe so far'
 
 
 def test_many_batches_do_not_add_up_their_gradients():

@@ -9,6 +9,8 @@ from fastai.learner import load_learner
 
 from fastxtend_amp.precisions import fastest_native, fp8
 from fastxtend_amp import AMPMode, precision_support
+from fastxtend_amp.insight.rounding import round_as_fp8
+from fastxtend_amp.insight.trace import relative_error
 import helpers
 from helpers import *
 
@@ -213,7 +215,8 @@ def test_files_load_without_torchao(tmp_path):
     learn.export('export.pkl')
     torch.save(learn.model(torch.ones(2, 6)), tmp_path / 'expected.pt')
     script = f"""
-import sys; sys.modules['torchao'] = None; sys.path[:0] = {[str(Path(helpers.__file__).parent), str(Path(__file__).parent)]!r}
+import sys; sys.modules['torchao'] = None
+sys.path[:0] = {[str(Path(helpers.__file__).parent), str(Path(__file__).parent)]!r}
 import torch
 from pathlib import Path
 from fastai.learner import load_learner
@@ -258,13 +261,58 @@ def test_where_it_is_emulated_one_warning_says_so():
     assert len(said) == 1 and '8.9' in said[0] and 'fp8' not in [fastest_native(torch.device('cpu'))]
 
 
+def test_the_report_rounds_as_torchao_does():
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 48)
+    x = torch.randn(32, 64).bfloat16().float().requires_grad_()  # which torchao casts to bf16 on a GPU alone
+    theirs = convert_to_float8_training(copy.deepcopy(layer), config=Float8LinearConfig(emulate=True))
+    weight = torch.randn(32, 48) * torch.logspace(-4, 0, 48)
+
+    def run(layer):
+        x.grad = None
+        with torch.autocast('cpu', torch.bfloat16):
+            out = layer(x)
+        (out.float() * weight).sum().backward()
+        return out, x.grad, layer.weight.grad, layer.bias.grad
+
+    theirs = run(theirs)
+    plain = [t.detach().clone() for t in run(copy.deepcopy(layer))]
+    round_as_fp8([layer])
+    for ours, expected, bf16 in zip(run(layer), theirs, plain):
+        assert relative_error(ours, expected) < 0.1 * max(relative_error(bf16, expected), 0.05)
+
+
+class Outlier(nn.Module):
+    "One of the features is a million times as large as all others, and has no weight."
+
+    def forward(self, x):
+        return torch.cat([x[:, :1] * 1e6, x[:, 1:]], 1)
+
+
+def test_the_report_finds_what_only_fp8_breaks():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), Outlier(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
+    model[2].weight.data[:, 0] = 0
+    learn = learner(model)
+    verdicts = learn.precision_report(['bf16', 'fp8']).verdicts
+    assert verdicts['bf16'].verdict == 'safe so far'
+    assert verdicts['fp8'].verdict == 'keep modules in fp32' and verdicts['fp8'].modules == ['2']
+    assert verdicts['fp8'].call == "learn.to_fp8(fp32_modules=['2'])" and "error of '2'" in verdicts['fp8'].reason
+    safe = net_learner().precision_report(['bf16', 'fp8'])
+    errors = safe.table.groupby('mode')['error'].max()
+    assert safe.verdicts['fp8'].verdict == 'safe so far' and 0.01 < errors['fp8'] < 0.1 > 5 * errors['bf16']
+
+
 def test_the_report_names_the_layers():
     found = net_learner().precision_report(['fp8', 'bf16'])
     (note,) = [n for n in found.notes if 'FP8' in n]
-    assert [*found.verdicts] == ['bf16'] and "'body.0', 'body.1' would compute in FP8 (2 linear layers)" in note
+    assert [*found.verdicts] == ['fp8', 'bf16'] and "'body.0', 'body.1' would compute in FP8 (2 linear layers)" in note
     found = net_learner().to_fp8(fp32_modules='body.0').precision_report('fp8')
     assert any("fp8: 'body.1' would compute" in n for n in found.notes)
-    assert any('leaves no linear layer' in n for n in learner().precision_report('fp8').notes)
+    none = learner().precision_report('fp8').verdicts['fp8']
+    assert none.verdict == 'cannot run' and 'leaves no linear layer' in none.reason
     assert not any('FP8' in n for n in net_learner().precision_report('bf16').notes)
 
 

@@ -40,7 +40,7 @@ def test_a_file_loaded_at_the_end_of_a_fit_is_loaded_exactly(event, with_opt, tm
 @pytest.mark.parametrize('with_opt', [True, False])
 def test_training_that_goes_on_after_a_load_starts_from_the_file(with_opt, tmp_path):
     "Not from the file plus what rounding took from other weights."
-    best = learner(mlp(1), opt_func=kahan('SGD'))
+    best = learner(mlp(1), opt_func=kahan('SGD'), lr=1e-6)
     best.create_opt()
     file, learn = best.save(tmp_path / 'best').with_suffix(''), without('SGD')
     with torch.no_grad():
@@ -49,7 +49,7 @@ def test_training_that_goes_on_after_a_load_starts_from_the_file(with_opt, tmp_p
     learn.add_cb(At('after_batch', lambda l: l.training and l.train_iter == 3 and l.load(file, with_opt=with_opt), 70))
     learn.fit(1, 1e-6)
     for p, q in zip(params(learn), params(best)):
-        torch.testing.assert_close(p, q, rtol=2**-7, atol=1e-3)  # a first step starts from weights that bf16 rounds
+        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-3)
 
 
 def test_a_copy_made_in_a_fit_has_fp32_weights():

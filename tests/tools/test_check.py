@@ -9,7 +9,8 @@ from fastai.learner import Learner
 from sklearn import datasets
 from sklearn.utils import Bunch
 
-from fastxtend_amp import AMPMode, MixedPrecision
+from fastxtend_amp import MixedPrecision
+from fastxtend_amp.precisions import PRECISIONS
 from fastxtend_amp.tools import check, demo
 from helpers import *
 
@@ -21,7 +22,7 @@ def short(monkeypatch):
     monkeypatch.setattr(datasets, 'load_digits', lambda: Bunch(images=digits.images[:220], target=digits.target[:220]))
     monkeypatch.setattr(demo, 'BATCH_SIZE', 16)
     monkeypatch.setattr(check, 'EPOCHS', 1)
-    monkeypatch.setattr(check, 'PRECISIONS', {'fp32': None, 'fp16': AMPMode.FP16})
+    monkeypatch.setattr(check, 'PRECISIONS', {'fp16': PRECISIONS['fp16']})
 
 
 def failed(results):

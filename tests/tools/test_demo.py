@@ -7,11 +7,9 @@ import pandas as pd
 import pytest, torch
 from torch import nn
 
-from fastxtend_amp import AMPMode
-from fastxtend_amp.precisions import Support
 from fastxtend_amp.insight import compare
 from fastxtend_amp.tools import demo
-from helpers import learner
+from helpers import learner, set_support
 
 DEMO = """
 from fastxtend_amp.tools import demo
@@ -45,12 +43,12 @@ def test_emulated_precisions_train_if_asked_for_and_in_a_fifth_of_the_time(
     support, given = {'bf16': bf16, 'fp16': fp16, 'fp8': 'native'}, []
     rows = [{'mode': name, 'support': status, 'why': 'for this test'} for name, status in support.items()]
     monkeypatch.setattr(demo, 'precision_support', lambda device: pd.DataFrame(rows))
-    monkeypatch.setattr(AMPMode, 'support', lambda m, d: Support(support[m.value], 'for this test'))
+    set_support(monkeypatch, lambda name: support.get(name, 'unsupported'))
     monkeypatch.setattr(demo, 'learner', lambda device: learner(nn.Linear(6, 1), lr=0.01))
     monkeypatch.setattr(demo, 'SECONDS', 10)
-    kept = compare._Comparison.__init__
+    kept = compare.Comparison.__post_init__
     monkeypatch.setattr(
-        compare._Comparison, '__init__', lambda self, *args: given.append(args[-2]) or kept(self, *args)
+        compare.Comparison, '__post_init__', lambda self: given.append(self.max_seconds) or kept(self)
     )
     demo.main(['--device', 'cpu', '--out', str(tmp_path / 'f.png'), *args])
     out = capsys.readouterr().out

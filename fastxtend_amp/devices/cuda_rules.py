@@ -1,0 +1,105 @@
+"""CUDA's autocast rules for CPU tensors, to see in which precision a model would compute on a GPU.
+
+PyTorch registers autocast's operators for each type of device, and the lists differ. On CUDA sums, norms, softmax,
+`exp` and `pow` run in fp32, where a CPU stays in low precision; a CPU runs FFTs, linear algebra and 3-d pooling in
+fp32, where CUDA does not. `cuda_rules` replaces the CPU's autocast kernels by Python functions that cast as CUDA's do.
+It reads the operators from the dispatcher of this build, which lists CUDA's even in a build without CUDA, and their
+groups from the tables below.
+
+Only casts are simulated, not kernels. Weights are cast at each use, as with `cache_enabled=False`.
+
+Source: "CUDA Ops that can autocast to float16", "... to float32" and "... that promote to the widest input type" in
+https://docs.pytorch.org/docs/stable/amp.html, and the same lists in PyTorch's `aten/src/ATen/autocast_mode.h`.
+"""
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from threading import Lock
+from typing import Any
+
+import torch
+
+from ..compat import tree_leaves, tree_map
+
+__all__ = ['BANNED', 'LOW', 'RNNS', 'WIDEST', 'cuda_rules', 'registered']
+
+# What runs in autocast's dtype.
+LOW = frozenset("""
+    _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution
+    cudnn_convolution cudnn_convolution_transpose prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear
+    addbmm baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell
+    rnn_tanh_cell rnn_relu_cell _cudnn_rnn scaled_dot_product_attention _scaled_dot_product_flash_attention
+    """.split())
+# What runs in the widest dtype of its inputs.
+WIDEST = frozenset("""addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put scatter_add tensordot
+    """.split())
+BANNED = 'binary_cross_entropy'
+# On CUDA these call `_cudnn_rnn`, which runs in autocast's dtype; on a CPU they have kernels of their own.
+RNNS = frozenset(f'aten::{rnn}.{overload}' for rnn in ('lstm', 'gru', 'rnn_tanh', 'rnn_relu')
+                 for overload in ('input', 'data'))
+# Everything else that is registered for CUDA runs in fp32; the rest of the CPU's list runs in the dtype of its inputs.
+
+_AUTOCAST_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+_lock, _users, _undo = Lock(), 0, ExitStack()
+
+
+def registered(key: str) -> set[str]: # Such as {'aten::linear', 'aten::softmax.int', ...}
+    "Return the names of PyTorch's own operators that have a kernel at a dispatch key, such as 'AutocastCUDA'."
+    names = torch._C._dispatch_get_registrations_for_dispatch_key(key)
+    return {name for name in names if name.startswith('aten::')}     # torchvision registers others, for both devices
+
+
+@contextmanager
+def cuda_rules() -> Iterator[None]:
+    """Let autocast on a CPU choose dtypes as it does on CUDA.
+
+    The kernels are those of the whole process: autocast in other threads follows CUDA's rules as well, until the last
+    of the threads that entered has left. Entering takes about 30 ms the first time, then 3.
+
+    Relies on `torch.library._scoped_library` and `torch._C._ExcludeDispatchKeyGuard` (seen in 2.9 to 2.15).
+    """
+    global _users
+    with _lock:
+        if not _users: _register()
+        _users += 1
+    try: yield
+    finally:
+        with _lock:
+            _users -= 1
+            if not _users: _undo.close()
+
+
+def _register() -> None:
+    cuda = registered('AutocastCUDA') | RNNS
+    with ExitStack() as stack, warnings.catch_warnings():
+        warnings.simplefilter('ignore')                          # PyTorch's, that kernels are replaced
+        library = stack.enter_context(torch.library._scoped_library('aten', 'IMPL'))
+        for name in sorted(cuda | registered('AutocastCPU')):
+            kernel = _kernel(name) if name in cuda else torch.library.fallthrough_kernel
+            library.impl(name.removeprefix('aten::'), kernel, 'AutocastCPU')
+        _undo.push(stack.pop_all())
+
+
+def _kernel(full_name: str) -> Callable[..., Any]:
+    "Return the function that casts the inputs of an operator as CUDA's autocast does, and calls it without autocast."
+    name, _, overload = full_name.removeprefix('aten::').partition('.')
+    op = getattr(getattr(torch.ops.aten, name), overload or 'default')
+
+    def kernel(*args, **kwargs):
+        if name == BANNED:
+            raise RuntimeError(f"CUDA's autocast does not allow {name} (nn.BCELoss): use "
+                               'binary_cross_entropy_with_logits (nn.BCEWithLogitsLoss)')
+        is_low = name in LOW or full_name in RNNS
+        if name in WIDEST:
+            is_low = not any(_may_cast(x) and x.dtype is torch.float32 for x in tree_leaves((args, kwargs)))
+        dtype = torch.get_autocast_dtype('cpu') if is_low else torch.float32
+        args, kwargs = tree_map(lambda x: x.to(dtype) if _may_cast(x) else x, (args, kwargs))
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_CPU): return op(*args, **kwargs)
+    return kernel
+
+
+def _may_cast(x: Any) -> bool:
+    if not isinstance(x, torch.Tensor) or x.device.type != 'cpu': return False
+    return x.is_floating_point() and x.dtype is not torch.float64

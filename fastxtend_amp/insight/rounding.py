@@ -1,0 +1,39 @@
+"""FP8's rounding on a device without FP8: linear layers compute in bf16 on values that FP8 can hold.
+
+As torchao's `Float8Linear` does by default, inputs and weights are rounded to e4m3 and the gradients of outputs to
+e5m2, each tensor scaled by its largest absolute value (Micikevicius et al., FP8 Formats for Deep Learning,
+https://arxiv.org/abs/2209.05433).
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from .compat import unwatched
+
+__all__ = ['round_as_fp8']
+
+
+def round_as_fp8(layers: Iterable[nn.Linear]) -> None:
+    "Make layers, those of a copy, compute within autocast as FP8 does."
+    for layer in layers: vars(layer)['forward'] = partial(_linear, layer)
+
+
+def _linear(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    x = x.to(torch.get_autocast_dtype(x.device.type))
+    out = F.linear(*(_rounded(t, torch.float8_e4m3fn) for t in (x, layer.weight)))
+    if out.requires_grad: out.register_hook(partial(_rounded, dtype=torch.float8_e5m2))
+    return out if layer.bias is None else out + layer.bias.to(out.dtype)
+
+
+def _rounded(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    "Return `t` as FP8 has it; to autograd, and to a trace that compares with fp32, it is a plain copy."
+    copy = t.clone()
+    with unwatched(), torch.no_grad():
+        scale = torch.finfo(dtype).max / t.abs().max().float().clamp(min=1e-12)
+        copy.copy_((t.float() * scale).to(dtype).float() / scale)
+    return copy

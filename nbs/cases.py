@@ -1,0 +1,458 @@
+"""Public cases of trouble with low precision, and healthy models: what the report says of each, as a table.
+
+`python nbs/cases.py` runs all, and writes the table into `what_the_report_finds.md`; it needs transformers and timm.
+`python nbs/cases.py NAME ...` prints the rows of some. Each model is built small from the description in its thread,
+with random weights of a size at which the thread's values appear.
+"""
+
+import math, re, sys, time, warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from fastai.data.core import DataLoaders
+from fastai.data.load import DataLoader
+from fastai.learner import Learner
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import fastxtend_amp  # noqa: F401  patches Learner
+
+PAGE = Path(__file__).parent / 'what_the_report_finds.md'
+GITHUB = 'https://github.com/'
+SAFE: list[str] = []
+REGISTER = 'huggingface/transformers#20683'  # which introduced the list `_keep_in_fp32_modules`
+D, LENGTH = 16, 32
+
+
+@dataclass
+class Case:
+    "A model, what is known of it, and the modules that have to be in fp32, by mode; wildcards are allowed."
+    thread: str # 'owner/repository#number', or where else it is documented
+    breaks: str
+    remedy: str
+    make: Callable # Gives the model
+    expected: dict[str, list[str]]
+    data: Callable = field(default=lambda: torch.randn(8, LENGTH, D))
+    loss: Callable = field(default=lambda p, y: F.mse_loss(p, y))
+    targets: Callable = field(default=lambda x: x.flatten(1)[:, :1])
+    library: bool = False # Whether it needs transformers or timm
+    n_batches: int = 6 # As many as the report compares gradients of
+
+    def learner(self, n_batches: int | None = None) -> Learner: # The case's own number of batches if None
+        torch.manual_seed(0)
+        xs = [self.data() for _ in range(n_batches or self.n_batches)]
+        data = TensorDataset(torch.cat(xs), torch.cat([*map(self.targets, xs)]))
+        dl = DataLoader(data, bs=len(xs[0]), num_workers=0, device=torch.device('cpu'))
+        torch.manual_seed(1)
+        learn = Learner(DataLoaders(dl, dl, device=torch.device('cpu')), self.make(), self.loss, lr=1e-4)
+        learn.remove_cbs([cb for cb in learn.cbs if type(cb).__name__ == 'ProgressCallback'])
+        return learn
+
+    def is_right(self, verdict) -> bool:
+        "Return whether a verdict names the modules that are expected, and no other."
+        expected = self.expected[verdict.mode]
+        named = [any(re.fullmatch(e, m) for e in expected) for m in verdict.modules]
+        found = [any(re.fullmatch(e, m) for m in verdict.modules) for e in expected]
+        return all(named) and all(found) and (bool(expected) or verdict.verdict.startswith('safe'))
+
+
+class Model(nn.Module):
+    "An embedding, the module in question under its name, and a head."
+    def __init__(self, name, module, n_in=D, n_out=D):
+        super().__init__()
+        self.embed, self.name = nn.Linear(n_in, D), name
+        self.add_module(name, module)
+        self.head = nn.Linear(n_out, 1)
+
+    def forward(self, x):
+        x = self.get_submodule(self.name)(self.embed(x))
+        return self.head(x.mean(1) if x.ndim == 3 else x)
+
+
+# -- values above 65,504
+
+
+class FeedForward(nn.Module):
+    "T5's: the last linear layer, `wo`, gives values of 1e5 and more, which the next norm makes small again."
+    def __init__(self, size=3e5):
+        super().__init__()
+        self.wi, self.wo, self.norm = nn.Linear(D, 4 * D), nn.Linear(4 * D, D), nn.LayerNorm(D)
+        with torch.no_grad(): self.wo.weight *= size
+
+    def forward(self, x): return self.norm(self.wo(self.wi(x).relu()))
+
+
+class RelativeAttention(nn.Module):
+    "Scores are the sum of two products, of contents and of positions, and are divided by the width only then."
+    def __init__(self, gain=140.):
+        super().__init__()
+        self.q, self.k, self.v, self.p = (nn.Linear(D, D) for _ in range(4))
+        self.place, self.gain = nn.Parameter(torch.randn(LENGTH, D)), gain
+
+    def forward(self, x):
+        q, k, p = self.q(x) * self.gain, self.k(x) * self.gain, self.p(self.place) * self.gain
+        scores = (q @ k.transpose(-1, -2) + q @ p.T) / math.sqrt(D) / self.gain
+        return (scores / self.gain).softmax(-1) @ self.v(x)
+
+
+class SumOfKeys(nn.Module):
+    "Linear attention: keys, which are positive, are summed over the sequence before the division."
+    def __init__(self, gain=60.):
+        super().__init__()
+        self.q, self.k, self.v, self.gain = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, D), gain
+
+    def forward(self, x):
+        q, k = (F.elu(f(x) * self.gain) + 1 for f in (self.q, self.k))
+        z = 1 / ((q * k.sum(1, keepdim=True)).sum(-1, keepdim=True) + 1e-6)
+        return q @ (k.transpose(1, 2) @ self.v(x)) * z
+
+
+class PlainRMSNorm(nn.Module):
+    "RMSNorm without a cast to fp32: squares of values above 256 are inf in fp16."
+    def __init__(self, gain=1.):
+        super().__init__()
+        self.weight, self.gain = nn.Parameter(torch.ones(D)), gain
+
+    def forward(self, x):
+        x = x * self.gain
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
+
+
+class Quantize(nn.Module):
+    "A codebook's nearest entries, by squared distances; the gradient passes them by."
+    def __init__(self, size):
+        super().__init__()
+        self.size, self.entries = size, nn.Parameter(torch.randn(D, 64))
+
+    def forward(self, x):
+        flat, entries = x * self.size, self.entries * self.size
+        distances = flat.pow(2).sum(-1, keepdim=True) - 2 * flat @ entries + entries.pow(2).sum(0)
+        chosen = self.entries.T[distances.argmin(-1)]
+        return x + (chosen - x).detach() + ((chosen - x.detach()) ** 2).mean()
+
+
+# -- constants and masks that fp16 does not have
+
+
+class Performer(nn.Module):
+    "A kernel of exponentials, each far below 1; 1e-8 keeps their sum from 0, but not in fp16."
+    def __init__(self, n=8):
+        super().__init__()
+        self.k, self.q, self.v = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, D)
+        self.register_buffer('w', torch.linalg.qr(torch.randn(D, n))[0].T * math.sqrt(n))
+
+    def features(self, x):
+        half = (x * x).sum(-1, keepdim=True) / 2
+        return torch.exp(x @ self.w.T - half) / math.sqrt(len(self.w))
+
+    def forward(self, x):
+        k, q = self.features(self.k(x) * 4), self.features(self.q(x) * 4)
+        total = (q * k.sum(1, keepdim=True)).sum(-1, keepdim=True)
+        return q @ (k.transpose(1, 2) @ self.v(x)) / (total + 1e-8)
+
+
+class MinMax(nn.Module):
+    "Scores are put between 0 and 1; where all are equal 1e-8 keeps the division from 0 / 0, but not in fp16."
+    def forward(self, x):
+        scores = (x @ x.transpose(1, 2)).diagonal(dim1=1, dim2=2)
+        low, high = scores.amin(-1, keepdim=True), scores.amax(-1, keepdim=True)
+        return ((scores - low) / (high - low + 1e-8))[..., :D]
+
+
+class FilledAttention(nn.Module):
+    "Attention whose mask is filled with a number."
+    def __init__(self, fill):
+        super().__init__()
+        self.q, self.k, self.v, self.fill = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, D), fill
+
+    def forward(self, x):
+        scores = self.q(x) @ self.k(x).transpose(1, 2) / math.sqrt(D)
+        return self.fill(scores, torch.ones_like(scores, dtype=torch.bool).triu(1)).softmax(-1) @ self.v(x)
+
+
+def dice(p, y):
+    p, y = p.sigmoid(), y.expand_as(p)
+    return 1 - 2 * (p * y).sum() / (p.sum() + y.sum())
+
+
+class ReluAttention(nn.Module):
+    "EfficientViT's attention: 1e-15 keeps the sum of the positive keys from 0, but not in fp16."
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(D, 2), nn.Linear(D, 2), nn.Linear(D, D)
+
+    def forward(self, x):
+        q, k = self.q(x).relu(), self.k(x).relu()
+        total = (q * k.sum(1, keepdim=True)).sum(-1, keepdim=True)
+        return q @ (k.transpose(1, 2) @ self.v(x)) / (total + 1e-15)
+
+
+# -- digits that bf16 does not have
+
+
+class FiniteScalars(nn.Module):
+    "FSQ: each value is rounded to one of many levels; the gradient passes the rounding by."
+    def __init__(self, levels=2000):
+        super().__init__()
+        self.levels = levels
+
+    def forward(self, x):
+        x = x.tanh() * self.levels
+        return (x + (x.round() - x).detach()) / self.levels
+
+
+class Keypoints(nn.Module):
+    "The expected place, in pixels, of a peak in a row of 512; the target is a pixel."
+    def __init__(self, n=512):
+        super().__init__()
+        self.scores = nn.Linear(D, n)
+
+    def forward(self, x):
+        p = self.scores(x.mean(1)).softmax(-1)
+        return (p * torch.arange(p.shape[1], dtype=p.dtype)).sum(-1, keepdim=True)
+
+
+class Rotary(nn.Module):
+    "Angles are positions times frequencies, by a matrix product, which autocast runs in low precision."
+    def __init__(self, length=LENGTH, first=0):
+        super().__init__()
+        self.register_buffer('frequencies', 10000. ** (-torch.arange(0, D, 2) / D))
+        self.first = first
+
+    def forward(self, x):
+        at = torch.arange(x.shape[1], dtype=torch.float32)[:, None] + self.first
+        angles = at @ self.frequencies[None]
+        a, b = x.chunk(2, -1)
+        return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1)
+
+
+class FourierFeatures(nn.Module):
+    "Coordinates in [-1, 1], as sines and cosines of high frequencies."
+    def __init__(self, size=60.):
+        super().__init__()
+        self.register_buffer('b', torch.randn(2, D // 2) * size)
+
+    def forward(self, x): return torch.cat([(x @ self.b).sin(), (x @ self.b).cos()], -1)
+
+
+class Coordinates(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encode, self.body, self.head = FourierFeatures(), nn.Linear(D, D), nn.Linear(D, 1)
+
+    def forward(self, x): return self.head(self.body(self.encode(x)).relu())
+
+
+class Distances(nn.Module):
+    "Distances to centres that are close together and far from 0, as x2 + c2 - 2xc, then a square root."
+    def __init__(self, far):
+        super().__init__()
+        self.centres = nn.Parameter(far + torch.randn(D, D))
+        self.far = far
+
+    def forward(self, x):
+        x = x + self.far
+        squares = x.pow(2).sum(-1, keepdim=True) + self.centres.pow(2).sum(-1) - 2 * x @ self.centres.T
+        return squares.clamp(min=1e-6).sqrt()
+
+
+# -- models of libraries, from their configurations
+
+
+def pictures(): return torch.randn(8, 3, 64, 64)             # of 2, batch normalization amplifies any rounding
+
+
+def of_timm(name, **kwargs):
+    def make(): return __import__('timm').create_model(name, num_classes=1, **kwargs)
+    return Case('timm', '', '', make, {'bf16': SAFE, 'fp16': SAFE}, pictures, library=True)
+
+
+class Logits(nn.Module):
+    "The logits of a model of transformers, which gets its decoder's input as well if it has one."
+    def __init__(self, model, **given):
+        super().__init__()
+        self.model, self.given = model, given
+
+    def forward(self, ids):
+        given = {'decoder_input_ids': ids} if self.model.config.is_encoder_decoder else {}
+        return self.model(ids, **given, **self.given).logits
+
+
+def of_transformers(config, model, thread='transformers', breaks='', remedy='', fp16=SAFE, change=None, **kwargs):
+    def make():
+        import transformers
+        made = getattr(transformers, model)(getattr(transformers, config)(**kwargs))
+        if change is not None: change(made)
+        return Logits(made)
+    return Case(thread, breaks, remedy, make, {'bf16': SAFE, 'fp16': fp16}, lambda: torch.randint(1, 60, (2, 24)),
+                lambda p, y: F.cross_entropy(p.flatten(0, 1), y.flatten()), lambda x: x, library=True)
+
+
+def loud_wo(model):
+    "Give the layers `wo` outputs of the size that is documented for trained weights."
+    with torch.no_grad():
+        for name, m in model.named_modules():
+            if name.endswith('.wo'): m.weight *= 1e6
+
+
+SMALL_T5 = dict(vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, dropout_rate=0.,
+                decoder_start_token_id=0)
+WO = [r'model\..*\.wo']
+
+
+def t5(config, model, **kwargs):
+    return of_transformers(config, model, REGISTER, '`wo` gives values above 65,504', '`wo` in fp32', WO, loud_wo,
+                           **SMALL_T5, **kwargs)
+
+
+EXPERTS = dict(moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2, num_key_value_heads=4)
+SMALL = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64)
+
+CASES = {
+    'T5, feed-forward': Case(
+        'huggingface/transformers#9295', '`wo` gives values above 65,504', '`wo` in fp32 (#20683)',
+        lambda: Model('ff', FeedForward()), {'bf16': SAFE, 'fp16': ['ff.wo']}),
+    'wenet, relative positions': Case(
+        'wenet-e2e/wenet#891', 'the sum of two products of scores overflows', 'smaller scores, by two methods',
+        lambda: Model('attention', RelativeAttention()), {'bf16': SAFE, 'fp16': ['attention']}),
+    'linear attention': Case(
+        'idiap/fast-transformers#32', 'the sum of the keys over the sequence overflows', 'attention in fp32',
+        lambda: Model('attention', SumOfKeys()), {'bf16': SAFE, 'fp16': ['attention']}),
+    'RMSNorm without a cast': Case(
+        'pytorch/pytorch#134106', 'squares of values above 256 overflow', 'compute the norm in fp32',
+        lambda: Model('norm', PlainRMSNorm(600.)), {'bf16': SAFE, 'fp16': ['norm']}),
+    'VQ-VAE, large latents': Case(
+        'rosinality/vq-vae-2-pytorch#65', 'squared distances overflow', 'the whole quantizer in fp32',
+        lambda: Model('quantize', Quantize(300.)), {'bf16': SAFE, 'fp16': ['quantize']}),
+    'T2T-ViT, performer': Case(
+        'yitu-opensource/T2T-ViT#65', '1e-8 is 0: a division by 0', 'the attention in fp32, or a larger constant',
+        lambda: Model('attention', Performer()), {'bf16': SAFE, 'fp16': ['attention']}),
+    'EfficientViT': Case(
+        'mit-han-lab/efficientvit#110', '1e-15 is 0: 0 / 0 where no key is positive', 'q, k and v in fp32, or bf16',
+        lambda: Model('attention', ReluAttention()), {'bf16': SAFE, 'fp16': ['attention']}),
+    'PyLate, distillation': Case(
+        'lightonai/pylate#239', '1e-8 is 0: 0 / 0 where all scores are equal', 'a constant that fp16 has',
+        lambda: Model('normalize', MinMax(), n_in=D), {'bf16': SAFE, 'fp16': ['normalize']},
+        lambda: torch.randn(8, 1, D).expand(8, LENGTH, D).contiguous(),
+        n_batches=1),                                            # its gradients in fp32 are nothing but rounding errors
+    'darts, TFT': Case(
+        'unit8co/darts#3081', '`masked_fill` with -1e9 raises an error', '`torch.finfo(x.dtype).min`',
+        lambda: Model('attention', FilledAttention(lambda s, m: s.masked_fill(m, -1e9))),
+        {'bf16': SAFE, 'fp16': ['attention']}),
+    'Dice loss': Case(
+        'qubvel-org/segmentation_models.pytorch#463', 'a sum over 512 x 512 pixels overflows', 'the loss in fp32, as '
+        'fastxtend_amp computes it',
+        lambda: nn.Conv2d(1, 1, 3, padding=1), {'bf16': SAFE, 'fp16': SAFE},
+        lambda: torch.randn(2, 1, 512, 512) * torch.rand(2, 1, 1, 1), dice, lambda x: torch.ones(2, 1, 1, 1)),
+    'rotary embedding': Case(
+        'huggingface/transformers#29285', 'positions are rounded, and with them the angles', 'angles in fp32',
+        lambda: Model('rotary', Rotary(first=4000)), {'bf16': ['rotary'], 'fp16': ['rotary']}),
+    'coordinates': Case(
+        'electronmicroscopy/quantem#280', 'coordinates are rounded before their sines', 'coordinates in fp32',
+        Coordinates, {'bf16': ['encode'], 'fp16': SAFE}, lambda: torch.rand(64, 2) * 2 - 1),
+    'distances': Case(
+        'lucidrains/vector-quantize-pytorch#106', 'x2 + y2 - 2xy cancels, and is negative', 'distances in fp32',
+        lambda: Model('distances', Distances(30.)), {'bf16': ['distances'], 'fp16': ['distances']}),
+    'FSQ': Case(
+        'lucidrains/vector-quantize-pytorch#144', 'levels are closer than the numbers of bf16', 'quantizer in fp32',
+        lambda: Model('quantize', FiniteScalars()), {'bf16': ['quantize'], 'fp16': SAFE}),
+    'key points': Case(
+        'kornia/kornia#2947', 'places are rounded to whole pixels and more', 'coordinates in fp32',
+        lambda: Keypoints(), {'bf16': ['scores'], 'fp16': SAFE}, targets=lambda x: torch.full((len(x), 1), 255.)),
+    'T5': t5('T5Config', 'T5ForConditionalGeneration'),
+    'mT5': t5('MT5Config', 'MT5ForConditionalGeneration', feed_forward_proj='gated-gelu'),
+    'UMT5': t5('UMT5Config', 'UMT5ForConditionalGeneration', feed_forward_proj='gated-gelu'),
+    'LongT5': of_transformers(
+        'LongT5Config', 'LongT5ForConditionalGeneration', 'huggingface/transformers#17978', 'masks of -1e10 are -inf: '
+        'NaN where a whole row is masked', 'clamp hidden states (#19229)', [r'.*LocalSelfAttention'], **SMALL_T5),
+    # healthy
+    'mask: finfo.min': Case(
+        'huggingface/transformers#17306', '', '', lambda: Model('attention', FilledAttention(
+            lambda s, m: torch.where(m, torch.finfo(s.dtype).min, s))), {'bf16': SAFE, 'fp16': SAFE}),
+    'mask: minus 1e30': Case(
+        'NVIDIA/apex#93', '', '', lambda: Model('attention', FilledAttention(lambda s, m: s - 1e30 * m.to(s.dtype))),
+        {'bf16': SAFE, 'fp16': SAFE}),
+    'RMSNorm, small values': Case(
+        'pytorch/pytorch#134106', '', '', lambda: Model('norm', PlainRMSNorm(1.)), {'bf16': SAFE, 'fp16': SAFE}),
+    'rotary embedding, 32 positions': Case(
+        'huggingface/transformers#29285', '', '', lambda: Model('rotary', Rotary()), {'bf16': SAFE, 'fp16': SAFE}),
+    'BERT': of_transformers('BertConfig', 'BertForMaskedLM', **SMALL),
+    'GPT-2': of_transformers('GPT2Config', 'GPT2LMHeadModel', vocab_size=64, n_embd=32, n_layer=2, n_head=4),
+    'Llama': of_transformers('LlamaConfig', 'LlamaForCausalLM', **SMALL),
+    'T5, random weights': of_transformers('T5Config', 'T5ForConditionalGeneration', **SMALL_T5),
+    'XLNet': of_transformers('XLNetConfig', 'XLNetLMHeadModel', vocab_size=64, d_model=32, n_layer=2, n_head=4,
+                             d_inner=64),
+    'DeepSeek-V3': of_transformers('DeepseekV3Config', 'DeepseekV3ForCausalLM', REGISTER, **SMALL, **EXPERTS,
+                                   q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8,
+                                   v_head_dim=8, n_group=2, topk_group=1, first_k_dense_replace=1),
+    'GPT-OSS': of_transformers('GptOssConfig', 'GptOssForCausalLM', REGISTER, **SMALL, head_dim=8,
+                               num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2),
+    'RWKV': of_transformers('RwkvConfig', 'RwkvForCausalLM', REGISTER, vocab_size=64, hidden_size=32,
+                            num_hidden_layers=2, context_length=32, use_cache=False),
+    **{name: of_timm(name, **kwargs) for name, kwargs in {
+        'resnet18': {}, 'vit_tiny_patch16_224': {'img_size': 64}, 'convnext_atto': {}, 'mobilenetv3_small_100': {},
+        'cait_xxs24_224': {'img_size': 64}, 'swinv2_cr_tiny_224': {'img_size': 64}, 'efficientvit_b0': {},
+        'csatv2': {}}.items()},
+}
+
+
+def lost(case: Case, call: str, n: int = 8) -> int: # Of `n` steps
+    "Train for some steps after a call; return how many were skipped, or had a loss that was not finite."
+    learn = case.learner(1)
+    exec(call, {'learn': learn})
+    learn.precision.on_overflow = 'ignore'
+    try:
+        with learn.no_logging(): learn.fit(n)
+    except RuntimeError: return n                                # it does not run in this precision
+    return max(learn.precision.n_skipped, sum(not math.isfinite(l) for l in map(float, learn.recorder.losses)))
+
+
+def row(name: str, case: Case) -> tuple[str, int, int]: # The row, verdicts that are right, and false alarms
+    "Report on a case in bf16 and fp16."
+    start = time.time()
+    verdicts = [*case.learner().precision_report(max_seconds=600).verdicts.values()]
+    took = time.time() - start
+    said, right, alarms = [], 0, 0
+    for v in verdicts:
+        ok = case.is_right(v)
+        right, alarms = right + ok, alarms + (not ok and not case.expected[v.mode])
+        last = sorted({m.rpartition('.')[2] for m in v.modules})
+        names = ', '.join(f'`{m}`' for m in last) + f' ({len(v.modules)})' * (len(v.modules) > 1)
+        said.append(f'{v.verdict}: {names}'.removesuffix(': ') + ' (**wrong**)' * (not ok))
+    steps = ''
+    if case.expected['fp16']:
+        call = next(v.call for v in verdicts if v.mode == 'fp16')
+        steps = f'{lost(case, "learn.to_fp16()")}, {lost(case, call)}'
+    where, _, number = case.thread.partition('#')
+    link = f'[{where.rpartition("/")[2]} #{number}]({GITHUB}{where}/issues/{number})' if number else case.thread
+    cells = [name, link, case.breaks, case.remedy] if case.breaks else [name, link]
+    return ' | '.join(['', *cells, *said, *[steps] * bool(case.breaks), f'{took:.1f}', '']).strip(), right, alarms
+
+
+def tables(names: list[str]) -> str:
+    "Return the two tables, of cases that break and of healthy ones, and a line that sums them up."
+    warnings.simplefilter('ignore')
+    rows: dict[bool, list[str]] = {True: [], False: []}
+    right = alarms = 0
+    for name in names:
+        text, r, a = row(name, CASES[name])
+        print(text, flush=True)
+        rows[bool(CASES[name].breaks)].append(text)
+        right, alarms = right + r, alarms + a
+    broken = ['| case | thread | what breaks in fp16 or bf16 | known remedy | bf16 | fp16 | lost | s |',
+              '|---|---|---|---|---|---|---|--:|', *rows[True]]
+    healthy = ['| healthy model | from | bf16 | fp16 | s |', '|---|---|---|---|--:|', *rows[False]]
+    total = f'{right} of {2 * len(names)} verdicts are right, {alarms} are false alarms (PyTorch {torch.__version__}).'
+    return '\n'.join([total, '', *broken, '', *healthy])
+
+
+if __name__ == '__main__':
+    torch.set_num_threads(1)
+    names = sys.argv[1:]
+    text = tables(names or [*CASES])
+    if names: sys.exit()
+    before, _, rest = PAGE.read_text().partition('<!-- cases -->')
+    PAGE.write_text(f'{before}<!-- cases -->\n{text}\n<!-- end -->{rest.partition("<!-- end -->")[2]}')

@@ -1,0 +1,92 @@
+"""Sphinx extension: what the website has and the plain Markdown files do not.
+
+The list of pages, the changelog, pages with the source, and `llms.txt`, an overview for language models.
+"""
+import re
+from pathlib import Path
+
+from docutils import nodes
+from sphinx import addnodes
+
+import fastxtend_amp
+
+PACKAGE = Path(fastxtend_amp.__file__).parent
+PAGES = {
+    'Start': ['install', '01_first_run', '02_which_precision', 'faq', 'coming_from'],
+    'Guides': ['recipes', '03_resume_and_export', '04_processes_compile_xla', '05_half_weights'],
+    'Background': ['how_it_works', 'limits', 'guarantees', '06_benchmarks', 'gpu_gains'],
+    'Reference': ['api', 'changelog']}
+NAMED_ELSEWHERE = {'06_benchmarks': 'Benchmarks', 'gpu_gains': 'What a GPU gains'}   # short, for the list of pages
+TOCTREE = '\n```{{toctree}}\n:caption: {}\n:hidden:\n{}\n```\n'
+
+
+def source_read(app, docname, content):
+    "Add the list of pages to the first one; show the changelog; keep the runs' figures out of the search."
+    if docname == 'index':
+        entries = {part: '\n'.join(f'{NAMED_ELSEWHERE[n]} <{n}>' if n in NAMED_ELSEWHERE else n for n in names)
+                   for part, names in PAGES.items()}
+        content[0] += ''.join(TOCTREE.format(*item) for item in entries.items())
+    if docname == 'changelog': content[0] = (Path(app.srcdir).parent / 'CHANGELOG.md').read_text(encoding='utf-8')
+    if docname.startswith('benchmarks/'): content[0] = f'---\norphan: true\nnosearch: true\n---\n{content[0]}'
+
+
+def name_of(file):
+    "Return the module that `file` holds."
+    return '.'.join(file.relative_to(PACKAGE.parent).with_suffix('').parts).removesuffix('.__init__')
+
+
+def link_sources(app, doctree):
+    "Links to files of the package lead to pages with their source."
+    for node in [*doctree.findall(addnodes.download_reference)]:
+        if not node['reftarget'].startswith('../fastxtend_amp/'): continue
+        page = f'source/{name_of(PACKAGE.parent / node["reftarget"].removeprefix("../"))}.html'
+        node.replace_self(nodes.reference('', '', *node.children, refuri=page, classes=['source-link']))
+
+
+def add_narrow_charts(app, doctree):
+    "A chart drawn for wide screens is followed by the one for phones; the style sheet shows one of them."
+    for node in [*doctree.findall(nodes.image)]:
+        narrow = node['uri'].replace('.png', '_narrow.png')
+        if not (Path(app.srcdir) / narrow).exists() or narrow == node['uri']: continue
+        node['classes'].append('wide')
+        node.parent.insert(node.parent.index(node) + 1, nodes.image(uri=narrow, alt=node['alt'], classes=['narrow']))
+
+
+def source_pages(app):
+    "Yield a page for each module with its source."
+    if app.builder.name != 'html': return
+    for file in sorted(PACKAGE.rglob('*.py')):
+        name, code = name_of(file), file.read_text(encoding='utf-8')
+        body = f'<h1>{name}</h1>{app.builder.highlighter.highlight_block(code, "python")}'
+        yield f'source/{name}', {'title': name, 'body': body}, 'page.html'
+
+
+def first_sentence(doctree):
+    "Return the first sentence of a page's text."
+    text = next((p.astext() for p in doctree.findall(nodes.paragraph)), '')
+    return re.split(r'(?<=[.:])\s', ' '.join(text.split()))[0].rstrip(':')
+
+
+def write_llms_txt(app, exception):
+    "Write `llms.txt` (https://llmstxt.org): each page with its first sentence, as Markdown where it is not a notebook."
+    if exception or app.builder.name != 'html': return
+    env, lines = app.env, [f'# {app.config.project}', '']
+    lines += [f'> {first_sentence(env.get_doctree("index"))}', '']
+    for part, names in PAGES.items():
+        lines += [f'## {part}', '']
+        for name in names:
+            is_markdown = Path(env.doc2path(name)).suffix == '.md'
+            address = f'_sources/{name}.md.txt' if is_markdown and name != 'changelog' else f'{name}.html'
+            lines.append(f'- [{env.titles[name].astext()}]({address}): {first_sentence(env.get_doctree(name))}')
+        lines.append('')
+    (Path(app.outdir) / 'llms.txt').write_text('\n'.join(lines), encoding='utf-8')
+
+
+def setup(app):
+    app.connect('source-read', source_read)
+    app.connect('doctree-read', link_sources, priority=400)      # before Sphinx collects files to copy
+    app.connect('doctree-read', add_narrow_charts, priority=400)
+    app.connect('html-collect-pages', source_pages)
+    app.connect('build-finished', write_llms_txt)
+    app.add_js_file('search_sections.js')
+    return {'parallel_read_safe': True, 'parallel_write_safe': True}

@@ -1,0 +1,145 @@
+"The mean gradient in low precision beside the noise between batches: its figure, and what the report makes of it."
+
+import math, time
+
+import pytest, torch
+from torch import nn
+from torch.nn import functional as F
+
+from fastxtend_amp import AMPMode
+from fastxtend_amp.insight.gradient import gradient_distance
+from helpers import *
+from states import Act
+
+
+class KeyPoint(nn.Module):
+    "The expected position in a heat map."
+
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__()
+        self.a, self.b = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 1, 3, padding=1)
+
+    def forward(self, x):
+        p, n = self.b(self.a(x).relu()).flatten(1).softmax(-1), x.shape[-1]
+        at = torch.arange(n * n, dtype=torch.float32)
+        return torch.stack([p @ (at // n), p @ (at % n)], 1) / n
+
+
+def spots(n=32):
+    "Six batches of pictures with a spot, and where it is."
+    xy = torch.rand(48, 2, generator=torch.Generator().manual_seed(0)) * 0.6 + 0.2
+    at = torch.stack(torch.meshgrid(torch.arange(n) / n, torch.arange(n) / n, indexing='ij'))
+    data = Data(torch.exp(-((at - xy[:, :, None, None]) ** 2).sum(1, keepdim=True) * 300), xy)
+    return loaders(bs=8, train=data, valid=data)
+
+
+def far_from_0(offset=1000.0):
+    "A layer's values around 1,000, from which the next one subtracts 1,000: bf16 rounds them to multiples of 4."
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 32), Act(lambda h: (h - offset).tanh()), nn.Linear(32, 1))
+    nn.init.constant_(model[0].bias, offset)
+    return model
+
+
+def by_hand(model, dls, dtype, n=6):
+    "The ratio, from all gradients at once and in fp64."
+    grads = []
+    for xb, yb in list(dls.train)[:n]:
+        for low in False, True:
+            model.zero_grad()
+            with torch.autocast('cpu', dtype, enabled=low):
+                pred = model(xb)
+            F.mse_loss(pred.float(), yb).backward()
+            grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]).double())
+    g, d = torch.stack(grads[::2]), torch.stack(grads[1::2]) - torch.stack(grads[::2])
+    bias = d.mean(0).norm() ** 2 - d.var(0).sum() / n
+    return math.sqrt((max(bias, 0.0) + d.var(0).sum() / 24) / (g.var(0).sum() / 24))
+
+
+def distance(learn, mode='bf16', keep=(), scale=1.0, n=6, until=math.inf):
+    return gradient_distance(learn, [*learn.dls.train][:n], AMPMode(mode), keep, scale, until)
+
+
+@pytest.mark.parametrize('make', [mlp, far_from_0, lambda: nn.Sequential(mlp(), nn.Dropout(0.0))])
+@pytest.mark.parametrize('mode, dtype, scale', [('bf16', torch.bfloat16, 1.0), ('fp16', torch.float16, 256.0)])
+def test_the_figure_is_that_of_all_gradients_at_once(make, mode, dtype, scale):
+    learn = learner(make())
+    expected = by_hand(make(), learn.dls, dtype)
+    assert distance(learn, mode, scale=scale) == pytest.approx(expected, rel=0.05, abs=0.005)
+
+
+def test_random_draws_are_the_same_in_both_precisions():
+    "Dropout, with a mask of its own for each batch; in fp32 and the same model on the other side nothing differs."
+    model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.5), nn.Linear(16, 1))
+    assert distance(learner(model)) < 0.05
+    assert distance(learner(model), keep=['(model)']) == 0
+
+
+def test_noise_that_is_not_known_is_an_error():
+    one = [(torch.ones(4, 6), torch.ones(4, 1))]
+    for batches, until in (one, math.inf), (one * 6, math.inf), ([*loaders().train], time.monotonic()):
+        with pytest.raises(ValueError, match='noise between batches is not known'):
+            gradient_distance(learner(), batches, AMPMode.BF16, [], 1.0, until)
+
+
+def test_nothing_of_the_learner_changes():
+    learn = learner(cbs=At('before_batch', lambda l: torch.rand(1)))
+    before, batches = params(learn), [*learn.dls.train]
+    state = torch.get_rng_state()
+    gradient_distance(learn, batches, AMPMode.BF16, [], 1.0, math.inf)
+    assert same(params(learn), before) and torch.equal(torch.get_rng_state(), state)
+    assert all(p.grad is None for p in learn.model.parameters()) and not left_on(learn)
+
+
+def test_a_healthy_model_gets_a_line_with_the_figure_explained():
+    reason = learner().precision_report('bf16').verdicts['bf16'].reason
+    assert 'rounding moves the mean gradient of 24 batches by 0.0' in reason
+    assert 'times what the choice of batches does (below 0.5 it is lost in that noise, above 1 look closer)' in reason
+
+
+def test_what_adds_up_behind_modules_that_are_all_right_is_seen_and_the_module_that_helps_is_tried():
+    report = learner(far_from_0()).precision_report('bf16')
+    verdict = report.verdicts['bf16']
+    assert verdict.verdict == 'gradient differs' and verdict.modules == verdict.trouble == ['0'] == report.fp32_modules
+    assert verdict.call == "learn.to_bf16(fp32_modules=['0'])"
+    assert "with '0' in fp32 this is below 0.5" in verdict.reason
+    assert 'a sign to look, not a proof' in verdict.reason and report.table['error'].max() < 0.01  # no module shows it
+    learn = learner(far_from_0())
+    exec(verdict.call, {'learn': learn})
+    kept = learn.precision_report('bf16').verdicts['bf16']
+    assert kept.verdict == 'safe so far' and kept.call == verdict.call
+
+
+def test_a_key_point_head_is_safe_at_first_and_not_late_in_training():
+    learn = learner(KeyPoint(), spots())
+    assert learn.precision_report('bf16').verdicts['bf16'].verdict == 'safe so far'
+    learn.fit(20, 0.02)
+    report = learn.precision_report('bf16')
+    assert report.verdicts['bf16'].verdict == 'gradient differs'
+    assert report.verdicts['bf16'].call == "learn.compare_precision('bf16')"  # no module in fp32 helps
+    assert any('targets are continuous' in note and 'late in training' in note for note in report.notes)
+
+
+def test_only_continuous_targets_are_asked_to_come_back():
+    data = Data(torch.randn(24, 6), torch.arange(24) % 3)
+    learn = learner(nn.Linear(6, 3), loaders(train=data, valid=data), loss_func=nn.CrossEntropyLoss())
+    assert not any('continuous' in note for note in learn.precision_report('bf16').notes)
+
+
+def test_one_batch_leaves_the_noise_unknown_and_the_verdict_as_it_is():
+    report = learner(dls=loaders(64, 64)).precision_report('bf16')
+    assert report.verdicts['bf16'].verdict == 'safe so far' and 'gradient' not in report.verdicts['bf16'].reason
+    assert any('noise between batches is not known' in note for note in report.notes)
+
+
+def test_a_batch_that_fails_is_no_error_of_the_report():
+    "The last batch has one sample, which BatchNorm does not take in training."
+    data = dataset(9)
+    report = learner(dls=loaders(bs=4, train=data, valid=data)).precision_report('bf16', dl=loaders(9).valid)
+    assert report.verdicts['bf16'].verdict == 'safe so far'
+    learn = learner(dls=loaders(bs=4))
+    dl = torch.utils.data.DataLoader(data, batch_size=4)
+    report = learn.precision_report('bf16', dl=dl)
+    assert report.verdicts['bf16'].verdict == 'safe so far'
+    assert any('more than 1 value per channel' in note for note in report.notes)
