@@ -35,6 +35,8 @@ class Alarm:
     yb: Sequence
     random_state: RandomState | None         # before that batch; None if it is a later one
     divergence: str = ''                     # how far weights and loss have grown, if it is far
+    remedy: tuple | None = None              # what helps: mode, modules in fp32, first loss scale
+    cause: str = ''                          # where it began
 
     @property
     def happened(self) -> str:
@@ -90,9 +92,14 @@ def _run_again(
         return wrong, _BAD if bad else 'Look at the learning rate, the loss function and the data'
     judge = Judge(learn, mode, partial(again, mode, reference=fp32), fp32, alarm.scale)
     verdict = judge.verdict()
+    alarm.cause = verdict.reason
     if not verdict.call:
-        other = precision_call(learn, fastest_native(cb.fit.device, [mode]))
+        failed = [mode, *(fix.precision for fix in cb.fixes)]
+        alarm.remedy = fastest_native(cb.fit.device, failed), (), None
+        other = precision_call(learn, *alarm.remedy)
         return verdict.reason, f'Take another precision: `{other}`'
+    if verdict.modules or judge.scale < alarm.scale:
+        alarm.remedy = mode, verdict.modules, verdict.init_scale
     if verdict.modules:
         return verdict.reason, f"Keep {', '.join(map(named, verdict.modules))} in fp32: `{verdict.call}`"
     if verdict.scale_range and judge.scale < alarm.scale:

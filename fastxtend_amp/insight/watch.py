@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..common import is_lazy, warn_user
+from ..common import is_lazy, several_processes, warn_user
 from .copies import RandomState, generators, tensors
 from .diagnosis import Alarm, diagnose
+from .fix import fix
 
 __all__ = ['Watch']
 
@@ -54,6 +55,11 @@ class Watch:
             is_watched = fit.precision.dtype and self.cb.on_overflow != 'ignore' and 'lr_finder' not in vars(self.learn)
             fit.notes = Notes(fit.device.type == 'cpu', generators()) if is_watched else None
         return fit.notes
+
+    def before_train(self):
+        "Say at the start of a fit of several processes that nothing is fixed in it."
+        if self.cb.on_overflow == 'fix' and several_processes() and not self.learn.train_iter:
+            warn_user("on_overflow='fix' only warns with several processes: the diagnosis runs in one process.")
 
     def before_batch(self):
         "Note the random state, and once the size of the weights."
@@ -106,7 +112,7 @@ class Watch:
     def _check_recorded(self) -> None:
         recorder, notes = vars(self.learn).get('recorder'), self.notes
         losses = getattr(recorder, 'losses', [])
-        if notes is None or notes.in_place or len(losses) <= notes.n_recorded: return
+        if notes is None or notes.before is None or len(losses) <= notes.n_recorded: return
         notes.n_recorded = len(losses)
         self._check_loss(notes, float(losses[-1]), notes.before)
 
@@ -134,7 +140,9 @@ class Watch:
         except Exception as e:
             said = '\n'.join(str(e).splitlines()[:2])            # of a refusal: what is wrong, and the way out
             message = f'{alarm.happened}\nThe batch could not be run again, {type(e).__name__}: {said}'
-        self._say(message)
+        cb.fit.has_warned = True                                 # first: between batches `fix` closes the fit
+        if cb.on_overflow != 'fix' or not fix(cb, alarm): return self._say(message)
+        if not skipped and batch is None: learn.loss_grad = learn.loss_grad * math.nan   # so that this step is skipped
 
     def _say(self, message: str) -> None:
         cb = self.cb

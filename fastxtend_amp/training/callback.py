@@ -23,6 +23,7 @@ from ..convert import is_half, to_fp32
 from ..precisions import PRECISIONS, AMPMode, Auto, Precision, each_precision, find_precision, parameters_of
 from ..precisions.fp16 import SCALING
 from ..precisions.fp32_modules import Replaced
+from ..precisions.scalers import UnitScaler
 from .checks import check_model, check_training
 from .loop import LoopCallback, in_batch, open_scopes
 from .optimizers import place_state
@@ -30,7 +31,7 @@ from .scaling import Scaling, StepHistory
 
 __all__ = ['CALLBACK_PARAMETERS', 'ON_OVERFLOW', 'WATCHERS', 'Fit', 'MixedPrecision', 'precision_callback']
 
-ON_OVERFLOW = ('warn', 'raise', 'ignore')
+ON_OVERFLOW = ('warn', 'fix', 'raise', 'ignore')
 WATCHERS: list[Callable[[MixedPrecision], Any]] = []             # each makes an object with events; `insight` adds one
 
 
@@ -83,7 +84,7 @@ class MixedPrecision(LoopCallback):
     def __init__(self,
         amp_mode: str | AMPMode | torch.dtype | Precision = AMPMode.FP16, # A precision or its name; 'auto': by device
         *args: Any, # The first arguments of `to_fp16`, as in fastai: `init_scale`, `growth_factor` ...
-        on_overflow: str = 'warn', # When training fails: 'warn', 'raise' (`FloatingPointError`) or 'ignore'
+        on_overflow: str = 'warn', # When training fails: 'warn', 'fix', 'raise' (`FloatingPointError`) or 'ignore'
         max_skips: int = 16, # Number of consecutive skipped steps after which training counts as failed
         **kwargs: Any # Arguments of the precision, as in `to_fp16` and the others
     ):
@@ -98,6 +99,7 @@ class MixedPrecision(LoopCallback):
         self.current = None if isinstance(self.precision, Auto) else self.precision   # in use; None: undecided
         self.history = StepHistory()
         self.watchers = [make(self) for make in WATCHERS]
+        self.fixes: list[Any] = []                               # what `on_overflow='fix'` has changed, in all fits
         self._lasting: list[Replaced] = []                       # forwards that `amp_context` left in place
 
     def __getstate__(self) -> dict[str, Any]:                    # a copy is outside of a fit
@@ -228,7 +230,10 @@ class MixedPrecision(LoopCallback):
         fit.around = [fit.enter(context) for context in self.current.around_fit(learn.model)]
         fit.model = learn.model
         fit.batch_contexts = self._new_batch_contexts(self.current, device, fit.model)
-        if (scaler := self.current.scaler(device)) is not None:
+        scaler = self.current.scaler(device)
+        if scaler is None and self.current.dtype and self.on_overflow == 'fix':
+            scaler = UnitScaler(device.type, init_scale=1.)      # skips steps that are not finite
+        if scaler is not None:
             fit.scaling = Scaling(scaler, learn, device, self.history)
         learn.scaler = scaler or GradScaler('cpu', enabled=False)
         return fit

@@ -22,7 +22,7 @@ def check_training(
 ) -> None:
     "Warn of emulation, of 16-bit parameters, and of parameters outside the optimizer."
     device, precision = training_device(learn), fit.precision
-    if precision.name == 'fp32':
+    if precision.name == 'fp32' and warn_of_emulation:
         warn_user(f"amp_mode='auto': device '{device}' has neither bf16 nor fp16 arithmetic, so training runs in "
                   'fp32.\n'
                   '`precision_support()` says why; `learn.to_fp32()` is silent.')

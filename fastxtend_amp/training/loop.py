@@ -20,7 +20,8 @@ from ..common import training_device, warn_user
 from ..compat import AutocastState
 from ..devices.facts import autocast_available
 
-__all__ = ['PRECISION_CALLBACKS', 'LoopCallback', 'in_batch', 'loop_callback', 'open_scopes', 'set_callback']
+__all__ = ['PRECISION_CALLBACKS', 'LoopCallback', 'at_batch_end', 'in_batch', 'loop_callback', 'open_scopes',
+           'set_callback']
 
 PRECISION_CALLBACKS = (fp16.MixedPrecision, fp16.ModelToHalf, fp16.NonNativeMixedPrecision)
 _WHOLE = ('fit', 'epoch', 'train', 'validate')                   # kinds of scope that end the fit if they are outermost
@@ -45,7 +46,8 @@ class Scope:
 
 class Scopes(list):
     "The open scopes of a learner; a copy of the learner is outside of them."
-    waiting: Any = ()                                            # [cb]: a callback to use when the batch has ended
+    waiting: Callable[[], Any] | None = None                     # what to do when the batch has ended
+    n_fixes = 0                                                  # of this fit, with on_overflow='fix'
     def __reduce_ex__(self, protocol): return list, ()
 
 
@@ -91,7 +93,7 @@ def _with_events(self: Learner, f: Callable, event_type: str, ex: type[Exception
         finally:
             vars(self).pop('_scopes', None)
             if failed: _close(self, failed)
-            if scopes.waiting: _exchange_waiting(self, scopes)
+            if scopes.waiting: _do_waiting(scopes)
 
 
 def _close(learn: Learner, failed: bool = False) -> None:
@@ -108,7 +110,7 @@ def _scope(self: Learner, scopes: Scopes, f: Callable, event_type: str, ex: type
             scopes[-1].close()
             del scopes[-1:]
     # After an error the outermost scope does this.
-    if scopes.waiting and depth and not in_batch(self): _exchange_waiting(self, scopes)
+    if scopes.waiting and depth and not in_batch(self): _do_waiting(scopes)
 
 
 def _step(self: Learner, step: Callable[[], object]) -> None:
@@ -136,14 +138,22 @@ def set_callback(
     cb: Any, # A `LoopCallback`; None for fp32
 ) -> Learner:
     "Have `cb` as the learner's only precision callback: now, or when the batch that is open has ended."
-    if in_batch(learn): vars(learn)['_scopes'].waiting = [cb]
-    else: _exchange(learn, cb)
+    at_batch_end(learn, partial(_exchange, learn, cb))
     return learn
 
 
-def _exchange_waiting(learn: Learner, scopes: Scopes) -> None:
-    try: _exchange(learn, *scopes.waiting)
-    finally: scopes.waiting = ()
+def at_batch_end(
+    learn: Learner,
+    change: Callable[[], Any], # What changes the learner's precision; replaces an earlier change of the same batch
+) -> None:
+    "Call `change` now, or when the batch that is open has ended."
+    if in_batch(learn): vars(learn)['_scopes'].waiting = change
+    else: change()
+
+
+def _do_waiting(scopes: Scopes) -> None:
+    try: scopes.waiting()                                        # type: ignore[misc]
+    finally: scopes.waiting = None
 
 
 def _exchange(learn: Learner, cb: Any) -> None:

@@ -1,15 +1,17 @@
 "Metrics for fastai's table and loggers: the loss scale, the skipped steps of an epoch, and the norm of the gradients."
 from __future__ import annotations
 
-import weakref
+import math, weakref
 from collections.abc import Callable
 from typing import Any
 
 from fastai.learner import Learner, Metric
+from torch.nn.utils import get_total_norm
 
-from .callback import MixedPrecision, precision_callback
+from ..common import is_dtensor, optimizer_params
+from .callback import WATCHERS, MixedPrecision, precision_callback
 
-__all__ = ['PrecisionMetric', 'loss_scale', 'skipped_steps']
+__all__ = ['PrecisionMetric', 'gradient_norm', 'loss_scale', 'skipped_steps']
 
 
 class PrecisionMetric(Metric):
@@ -44,3 +46,27 @@ class loss_scale(PrecisionMetric):
 class skipped_steps(PrecisionMetric):
     "The number of the epoch's steps that were skipped because a gradient was not finite, as a metric."
     def read(self, cb: MixedPrecision) -> int: return cb.history.n_skipped(cb.epoch_start)
+
+
+class gradient_norm(PrecisionMetric):
+    """The norm of the gradients of the epoch's last step, unscaled and before clipping, as a metric; 0 in plain fp32.
+
+    A step that the host skips does not count; of one that a fused optimizer skips on the device the norm is NaN or inf.
+    """
+    def read(self, cb: MixedPrecision) -> float:
+        return next(float(watcher.norm) for watcher in cb.watchers if isinstance(watcher, _GradientNorm))
+
+
+class _GradientNorm:
+    "Computes what `gradient_norm` shows, on the device, in each step of a learner with that metric."
+    def __init__(self, cb: MixedPrecision): self.cb, self.norm = cb, math.nan
+
+    def before_train(self):
+        if any(isinstance(metric, gradient_norm) for metric in self.cb.learn.metrics): self.before_step = self._note
+
+    def _note(self):
+        norm = get_total_norm(p.grad for p in optimizer_params(self.cb.learn.opt) if p.grad is not None)
+        self.norm = norm.full_tensor() if is_dtensor(norm) else norm
+
+
+WATCHERS.append(_GradientNorm)

@@ -223,6 +223,8 @@ class Scaling:
     def end(self, failed: bool) -> None:
         "Unscale or zero the gradients that are left; after `lr_find`, forget its steps."
         self.cancel()
+        if failed:                                               # in a batch that may have overflowed
+            for buffers in self._buffers: buffers.after_step(True)
         if self.has_started and not isinstance(self.scaler, UnitScaler):
             self.unscale(may_flag=False)
             found_inf = self.found_inf

@@ -5,9 +5,10 @@ from contextlib import nullcontext
 
 import pytest, torch
 from fastai.callback.progress import CSVLogger
-from fastai.callback.training import GradientAccumulation
+from fastai.callback.training import GradientAccumulation, GradientClip
+from torch.profiler import ProfilerActivity, profile
 
-from fastxtend_amp import loss_scale, skipped_steps
+from fastxtend_amp import gradient_norm, loss_scale, skipped_steps
 from fastxtend_amp.training import loop, scaling
 from helpers import *
 
@@ -99,6 +100,53 @@ def test_copies_and_files_keep_the_metrics_and_exports_do_without(tmp_path):
     learn.export('model.pkl')
     assert b'fastxtend_amp' not in (tmp_path / 'model.pkl').read_bytes() and len(learn.metrics) == 3
     assert learn.precision.scale == 256.0
+
+
+# -- the norm of the gradients
+
+
+@pytest.mark.parametrize('mode', ['bf16', 'fp16'])
+@pytest.mark.parametrize('opt', ['adam', 'fused adamw'])
+def test_the_norm_of_the_true_gradients_of_the_epochs_last_step(mode, opt):
+    "Before clipping; with an accumulation whose last step is not in the last batch."
+    seen = []
+
+    def note(l):
+        grads = [p.grad.flatten() for p in l.model.parameters()]
+        seen.append((l.epoch, torch.cat(grads).norm().item()))
+
+    learn = learner(metrics=[gradient_norm], opt_func=OPTIMIZERS[opt], cbs=[mixed(mode), At('before_step', note, 10.5)])
+    learn.add_cbs([GradientAccumulation(8), GradientClip(0.1)])
+    learn.fit(2, 0.01)
+    last = dict(seen)
+    assert logged(learn, 'gradient_norm') == pytest.approx([last[0], last[1]], rel=1e-5) and last[1] > 0.1
+    assert learn.validate()[-1] == pytest.approx(last[1], rel=1e-5)
+    learn.remove_cb(learn.at)
+    for twin in (copy.deepcopy(learn), pickle.loads(pickle.dumps(learn))):
+        twin.fit(1, 0.01)
+        assert logged(twin, 'gradient_norm')[0] > 0
+
+
+def test_the_norm_leaves_out_steps_that_the_host_skips_and_is_nothing_without_a_precision():
+    learn = learner(metrics=[gradient_norm], cbs=[mixed('fp16'), spoil_at(4, 5)])
+    learn.fit(1, 0.01)
+    assert 0 < logged(learn, 'gradient_norm')[0] < 100 and learn.precision.skips[-2:] == [True, True]
+    learn.to_fp32().fit(1)
+    assert logged(learn, 'gradient_norm') == [0]
+
+
+def test_the_norm_reads_nothing_in_a_batch_and_without_the_metric_computes_nothing():
+    def operators(metrics):
+        learn = learner(metrics=metrics, opt_func=OPTIMIZERS['fused adamw']).to_bf16(on_overflow='ignore')
+        learn.fit(1, 0.01)
+        with profile(activities=[ProfilerActivity.CPU]) as p:
+            learn.fit(1, 0.01)
+        return [e.name for e in p.events()]
+
+    without, with_norm = operators([]), operators([gradient_norm])
+    reads = lambda names: names.count('aten::_local_scalar_dense')
+    assert 'aten::_foreach_norm' not in without and with_norm.count('aten::_foreach_norm') == 6
+    assert 1 <= reads(with_norm) - reads(without) <= 2  # at the end of the epoch
 
 
 # -- skipping in bf16

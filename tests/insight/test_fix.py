@@ -1,0 +1,238 @@
+"`on_overflow='fix'`: what is applied, that training continues, and that it ends where fp32 does."
+
+import copy, pickle
+
+import numpy as np
+import pytest, torch
+from fastai.callback.training import GradientAccumulation
+from torch.nn import functional as F
+
+from fastxtend_amp.devices import facts
+from fastxtend_amp.insight import diagnosis, watch
+from helpers import *
+
+SEEDS = range(3)
+LATE = 1 if DEVICE.type == 'cpu' else 2  # batches after which the loss of a batch is known
+
+
+@pytest.fixture(autouse=True)
+def bf16_is_native(monkeypatch):
+    "As on a newer CPU, so that the next precision after fp16 is the same on each machine."
+    monkeypatch.setattr(facts, 'cpu_features', lambda: frozenset({'avx512_bf16'}))
+
+
+class Growing(nn.Module):
+    "A residual stream whose branch grows past fp16's range in the middle of a fit."
+
+    def __init__(self, seed):
+        torch.manual_seed(seed)
+        super().__init__()
+        self.inp, self.g, self.out = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 1)
+        self.register_buffer('step', torch.zeros(()))
+
+    def forward(self, x):
+        h = self.inp(x).relu()
+        if self.training:
+            self.step += 1
+        gain = 100 * 1.3 ** self.step.clamp(max=50)
+        return self.out(h + self.g(h * gain) / gain)
+
+
+class Narrow(nn.Module):
+    "The logarithm of a difference that 16 bits round to 0; `module` says whether a module of its own computes it."
+
+    def __init__(self, seed, module=False):
+        torch.manual_seed(seed)
+        super().__init__()
+        self.near = nn.Linear(1, 1)
+        self.module, self.norm, self.out = module, nn.BatchNorm1d(6), nn.Linear(7, 1)
+        nn.init.ones_(self.near.weight).requires_grad_(False)
+        nn.init.ones_(self.near.bias).requires_grad_(False)
+
+    def forward(self, x):
+        gap = x[:, :1].abs()
+        near = self.near(gap) if self.module else F.linear(gap, self.near.weight, self.near.bias)
+        return self.out(torch.cat([(near - 1).log(), self.norm(x)], 1))
+
+
+def narrow_from(batch, n=96):
+    "Data whose first column is too small for 16 bits from this batch of 4 on."
+    data = dataset(n)
+    data.tensors[0][:, 0] = data.tensors[0][:, 0].abs() + 0.5
+    data.tensors[0][4 * batch :, 0] = 2.0**-12
+    return loaders(bs=4, train=data, valid=data)
+
+
+def far():
+    "Data whose targets are in the hundreds."
+    x, y = dataset(96).tensors
+    return loaders(bs=4, train=Data(x, 400 + y), valid=Data(x, 400 + y))
+
+
+def steep(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 1))
+
+
+# name: model by seed, data, precision, epochs, learning rate
+RUNS = {
+    'grows': (Growing, lambda: loaders(96), {}, 4, 0.02),
+    'loss scale too high': (steep, far, {'loss_scale': 2.0**16}, 10, 0.1),
+    'fp32 only': (Narrow, lambda: narrow_from(0), {}, 4, 0.02),
+}
+
+
+def trained(make, dls, kwargs, n_epoch, lr, seed, on_overflow):
+    learn = learner(make(seed), dls(), lr=lr, wd=0.0)
+    if on_overflow:
+        learn.to_fp16(on_overflow=on_overflow, **kwargs)
+    told(lambda: learn.fit(n_epoch))
+    return learn
+
+
+@pytest.mark.parametrize('what', RUNS)
+def test_training_ends_where_fp32_does(what):
+    "Within the spread of fp32's own seeds, where 'warn' skips most steps."
+    fp32 = [trained(*RUNS[what], seed, None).validate()[0] for seed in SEEDS]
+    for seed in SEEDS:
+        warned, fixed = (trained(*RUNS[what], seed, how) for how in ('warn', 'fix'))
+        n = len(warned.precision.skips)
+        assert warned.precision.n_skipped > n / 2
+        assert fixed.validate()[0] < 2 * max(fp32) - min(fp32)
+        # A loss scale is lowered after 16 skipped steps, and before that the first one finds what fits.
+        assert 1 <= len(fixed.precision.fixes) <= 3 and fixed.precision.n_skipped <= 17
+        assert fixed.precision.fit is None and not left_on(fixed.to_fp32())
+
+
+def test_what_was_done_is_printed_and_kept_and_the_call_starts_with_it(capsys):
+    learn = trained(*RUNS['grows'], 0, 'fix')
+    (fix,) = learn.precision.fixes
+    assert capsys.readouterr().out.splitlines() == [str(fix)]
+    text = str(fix)
+    for words in (
+        f'fp16 failed in batch {fix.step}: values in ',
+        "Training continues with '",
+        "' in fp32",
+        f'Next time start with `{fix.call}`.',
+    ):
+        assert words in text, text
+    assert "fp32_modules=['" in fix.call and "on_overflow='fix'" in fix.call
+    again = learner(Growing(0), loaders(96))
+    eval(fix.call, {'learn': again})
+    again.fit(4, 0.02)
+    assert not again.precision.fixes and again.precision.n_skipped < learn.precision.n_skipped
+    assert learn.precision.fp32_module_names == again.precision.fp32_module_names != []
+
+
+def test_history_optimizer_scale_and_the_loss_of_the_epoch_continue():
+    learn, seen = learner(Growing(0), loaders(96)).to_fp16(on_overflow='fix', init_scale=64.0, growth_interval=7), []
+    cb = learn.precision
+    note = lambda l: l.training and seen.append((l.opt, l.opt.state[next(iter(l.model.parameters()))], cb.scale, len(cb.skips)))
+    learn.add_cb(At('after_batch', note, 70))
+    learn.fit(2, 0.02)
+    (fix,) = cb.fixes
+    assert learn.precision is cb and [n for *_, n in seen] == [*range(1, 49)] and cb.skips.index(True) == fix.step - 1
+    assert len({id(opt) for opt, *_ in seen}) == 1 and seen[-1][1]['step'] == 48 - cb.n_skipped
+    before, after = seen[fix.step - 1][2], seen[fix.step][2]
+    assert after == before / LATE
+    assert cb.state_dict()['growth_interval'] == 7 and cb.arguments['growth_interval'] == 7
+    assert np.isfinite(learn.recorder.values).all() and np.isnan(learn.recorder.losses).sum() == LATE
+
+
+@pytest.mark.parametrize('mode', ['bf16', 'fp16'])
+@pytest.mark.parametrize('opt', ['adam', 'fused adamw', 'torch sgd'])
+@pytest.mark.parametrize('n_acc', [4, 8])
+def test_the_batch_that_failed_is_not_trained_on_and_the_next_one_is(mode, opt, n_acc):
+    learn, seen = learner(Narrow(0, module=True), narrow_from(4), opt_func=OPTIMIZERS[opt]), []
+    getattr(learn, f'to_{mode}')(on_overflow='fix')
+    learn.add_cbs([GradientAccumulation(n_acc)] if n_acc > 4 else [])
+    note = lambda l: l.training and seen.append((params(l), opt_state(l.opt), l.model.norm.running_mean.clone()))
+    learn.add_cb(At('after_batch', note, 70))
+    learn.fit(1, 0.01)
+    (fix,) = learn.precision.fixes
+    assert fix.step == 5 and fix.change.startswith("with 'near' in fp32") and fix.precision == mode
+    assert same(seen[4][0], seen[3][0]) and same_state(seen[4][1], seen[3][1])
+    assert not same(seen[-1][0], seen[4][0]) and finite(learn) and all(mean.isfinite().all() for *_, mean in seen)
+    assert not learn.precision.skips[5 * 4 // n_acc + 1 :].count(True)
+
+
+def test_the_next_precisions_that_the_device_has_and_fp32_at_last(capsys):
+    learn = learner(Narrow(0), narrow_from(4)).to_fp16(on_overflow='fix')
+    learn.fit(1, 0.01)
+    assert [(f.step, f.precision, f.change, f.call) for f in learn.precision.fixes] == [
+        (5, 'fp16', 'in bf16', "learn.to_bf16(on_overflow='fix')"),
+        (5 + LATE, 'bf16', 'in fp32', 'learn.to_fp32()'),
+    ]
+    assert capsys.readouterr().out.count('\n') == 2 and learn.precision.mode is None and finite(learn)
+    assert not told(lambda: learn.fit(1, 0.01), 'fp32') and len(learn.precision.fixes) == 2
+
+
+class Layers(nn.Module):
+    "One layer after the other gets too large for fp16."
+
+    def __init__(self, n=4):
+        torch.manual_seed(0)
+        super().__init__()
+        self.layers, self.out, self.step = nn.ModuleList(nn.Linear(6, 6) for _ in range(n)), nn.Linear(6, 1), 0
+
+    def forward(self, x):
+        self.step += self.training
+        for i, layer in enumerate(self.layers):
+            gain = 1e6 if self.step > 3 * (i + 1) else 1.0
+            x = x + layer(x * gain).float() / gain
+        return self.out(x)
+
+
+def test_at_most_three_in_a_fit_then_it_warns():
+    learn = learner(Layers(), loaders(72)).to_fp16(on_overflow='fix', init_scale=16.0)
+    warned = told(lambda: learn.fit(1, 0.001), 'goes wrong')
+    assert [f.step for f in learn.precision.fixes] == [4, 7, 10] and len(warned) == 1 and 'batch 13' in warned[0]
+    learn.fit(1, 0.001)
+    assert [f.step for f in learn.precision.fixes][3:] == [1] and learn.precision.n_skipped == (3 + 1) * LATE + 6
+
+
+def test_what_has_no_remedy_is_warned_of():
+    data = dataset()
+    data.tensors[0][7, 2] = float('nan')
+    learn = learner(dls=loaders(train=data)).to_bf16(on_overflow='fix')
+    assert len(told(lambda: learn.fit(1, 0.01), 'the batch itself is not finite')) == 1
+    assert not learn.precision.fixes and finite(learn) and learn.precision.skips == [False, True, *[False] * 4]
+
+
+def test_with_several_processes_it_says_so_and_warns(monkeypatch):
+    for module in (watch, diagnosis):
+        monkeypatch.setattr(module, 'several_processes', lambda: True)
+    learn = learner(Narrow(0), narrow_from(4)).to_bf16(on_overflow='fix')
+    words = told(lambda: learn.fit(2, 0.01))
+    assert sum('only warns with several processes' in w for w in words) == 1 and 'only warns' in words[0]
+    assert sum('goes wrong' in w for w in words) == 1 and not learn.precision.fixes
+
+
+def test_a_users_own_switch_in_the_same_batch_counts():
+    learn = learner(Narrow(0), narrow_from(4)).to_bf16(on_overflow='fix')
+    learn.add_cb(At('after_batch', lambda l: l.training and l.train_iter == 5 and l.to_fp32(), 70))
+    learn.fit(1, 0.01)
+    assert learn.precision is None and not left_on(learn) and finite(learn)
+
+
+def test_copies_and_files_keep_the_fixes(tmp_path):
+    learn = learner(Narrow(0, module=True), narrow_from(4), path=tmp_path).to_amp(on_overflow='fix')
+    learn.fit(1, 0.01)
+    for twin in (copy.deepcopy(learn), pickle.loads(pickle.dumps(learn))):
+        assert twin.precision.fixes == learn.precision.fixes and twin.precision.fp32_module_names == ['near']
+    learn.save('model')
+    learn.load('model').export('model.pkl')
+    assert b'fastxtend_amp' not in (tmp_path / 'model.pkl').read_bytes()
+
+
+def test_in_a_loop_of_ones_own():
+    learn = learner(Narrow(0, module=True), narrow_from(4)).to_bf16(on_overflow='fix')
+    learn.create_opt()
+    learn.n_epoch, learn.n_iter, learn.dl, before = 1, 24, learn.dls.train, autocast_state()
+    learn('before_fit')
+    learn('before_epoch')
+    learn('before_train')
+    for i, b in enumerate(learn.dls.train):
+        learn.one_batch(i, b)
+    assert len(learn.precision.fixes) == 1 and finite(learn) and autocast_state() == before
+    assert not left_on(learn.to_fp32())
