@@ -36,7 +36,6 @@ class Alarm:
     random_state: RandomState | None         # before that batch; None if it is a later one
     divergence: str = ''                     # how far weights and loss have grown, if it is far
     remedy: tuple | None = None              # what helps: mode, modules in fp32, first loss scale
-    cause: str = ''                          # where it began
 
     @property
     def happened(self) -> str:
@@ -92,7 +91,6 @@ def _run_again(
         return wrong, _BAD if bad else 'Look at the learning rate, the loss function and the data'
     judge = Judge(learn, mode, partial(again, mode, reference=fp32), fp32, alarm.scale)
     verdict = judge.verdict()
-    alarm.cause = verdict.reason
     if not verdict.call:
         failed = [mode, *(fix.precision for fix in cb.fixes)]
         alarm.remedy = fastest_native(cb.fit.device, failed), (), None

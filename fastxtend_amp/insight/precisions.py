@@ -15,7 +15,7 @@ from ..common import training_device
 from ..precisions.half_weights import LOWERED, HalfWeights
 from ..precisions import PRECISIONS, AMPMode, Precision
 
-__all__ = ['PrecisionChoice', 'call_for', 'call_like', 'choices_from', 'color_of', 'default_choices',
+__all__ = ['PrecisionChoice', 'call_for', 'choices_from', 'color_of', 'default_choices',
            'precision_call', 'use_choice']
 
 HALF_WEIGHTS = 'half weights'
@@ -119,22 +119,14 @@ def call_for(
     return Call(method, {name: arguments[name] for name in given})
 
 
-def call_like(
+def precision_call(
     learn: Learner,
     mode: AMPMode | None, # None for fp32
     fp32_modules: Iterable[str] = (), # Modules to keep in fp32 besides those that are
     init_scale: float | None = None, # First loss scale; the callback's if None
-) -> Call:
+) -> Call: # As text: learn.to_fp16(init_scale=1024, fp32_modules=['inp', 'head'])
     "Return the call for `mode` that keeps what the learner's precision callback has."
     return call_for(learn, PrecisionChoice(mode, _has_half_weights(learn), tuple(fp32_modules), init_scale))
-
-
-def precision_call(
-    *args: Any, # Of `call_like`
-    **kwargs: Any
-) -> str: # 'learn.to_fp16(init_scale=1024, fp32_modules=['inp', 'head'])'
-    "Return what `call_like` does, as text."
-    return str(call_like(*args, **kwargs))
 
 
 def use_choice(

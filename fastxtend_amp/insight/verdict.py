@@ -212,7 +212,7 @@ class Judge:
                        f'{SMALL}. It is a sign to look, not a proof: some models train as well')
             self.reasons |= dict.fromkeys(names, '')
         modules = [n for n in outermost([*self.keep, *names]) if n not in self.kept]
-        call = precision_call(self.learn, self.mode, modules, **changes)
+        call = str(precision_call(self.learn, self.mode, modules, **changes))
         if far > LARGE and not names: call = f"learn.compare_precision('{self.mode.value}')"
         return self._say(verdict, reason, call=call, modules=modules, scale_range=scales, **changes)
 

@@ -80,6 +80,7 @@ class MixedPrecision(LoopCallback):
     epoch_start = 0                                              # steps in the history when the epoch began
     _has_trained = False                                         # in any fit
     has_exported = False                                         # `export` has said that it writes fp32
+    gradient_norm: Any = 0.                                      # of the newest step, for the metric of this name
 
     def __init__(self,
         amp_mode: str | AMPMode | torch.dtype | Precision = AMPMode.FP16, # A precision or its name; 'auto': by device

@@ -1,7 +1,7 @@
 "Metrics for fastai's table and loggers: the loss scale, the skipped steps of an epoch, and the norm of the gradients."
 from __future__ import annotations
 
-import math, weakref
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -53,20 +53,19 @@ class gradient_norm(PrecisionMetric):
 
     A step that the host skips does not count; of one that a fused optimizer skips on the device the norm is NaN or inf.
     """
-    def read(self, cb: MixedPrecision) -> float:
-        return next(float(watcher.norm) for watcher in cb.watchers if isinstance(watcher, _GradientNorm))
+    def read(self, cb: MixedPrecision) -> float: return float(cb.gradient_norm)
 
 
 class _GradientNorm:
     "Computes what `gradient_norm` shows, on the device, in each step of a learner with that metric."
-    def __init__(self, cb: MixedPrecision): self.cb, self.norm = cb, math.nan
+    def __init__(self, cb: MixedPrecision): self.cb = cb
 
     def before_train(self):
         if any(isinstance(metric, gradient_norm) for metric in self.cb.learn.metrics): self.before_step = self._note
 
     def _note(self):
         norm = get_total_norm(p.grad for p in optimizer_params(self.cb.learn.opt) if p.grad is not None)
-        self.norm = norm.full_tensor() if is_dtensor(norm) else norm
+        self.cb.gradient_norm = norm.full_tensor() if is_dtensor(norm) else norm
 
 
 WATCHERS.append(_GradientNorm)

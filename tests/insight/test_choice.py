@@ -365,7 +365,7 @@ def test_the_loss_scale_stays_but_where_the_call_has_another():
     learn.fit(1)
     scale = learn.precision.scale
     assert scale != 64.0 and use_choice(learn, PrecisionChoice(FP16, fp32_modules=('0',))).scale == scale
-    assert precision_call(learn.to_fp16(loss_scale=8.0), FP16, init_scale=4.0) == 'learn.to_fp16(loss_scale=4.0)'
+    assert str(precision_call(learn.to_fp16(loss_scale=8.0), FP16, init_scale=4.0)) == 'learn.to_fp16(loss_scale=4.0)'
     advised = learner()  # by the report, to the choice
     use_choice(advised, PrecisionChoice(FP16, init_scale=4.0))
     assert (

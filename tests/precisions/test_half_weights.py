@@ -593,6 +593,6 @@ def test_several_processes(one_process):
 def test_what_help_shows_and_a_report_advises():
     assert {'flat_master', 'master_weights'} < {*signature(HalfWeights).parameters}
     learn = learner().to_half_weights('fp16', 512.0, flat_master=True, fp32_modules='0')
-    call = precision_call(learn, AMPMode.FP16)
+    call = str(precision_call(learn, AMPMode.FP16))
     assert call == "learn.to_half_weights(amp_mode='fp16', loss_scale=512.0, flat_master=True, fp32_modules=['0'])"
-    assert precision_call(learn, AMPMode.BF16) == "learn.to_half_weights(flat_master=True, fp32_modules=['0'])"
+    assert str(precision_call(learn, AMPMode.BF16)) == "learn.to_half_weights(flat_master=True, fp32_modules=['0'])"
