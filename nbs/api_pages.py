@@ -16,8 +16,8 @@ from api_examples import EXAMPLES
 PACKAGE = Path(fastxtend_amp.__file__).parent
 FIRST = ['to_amp', 'to_bf16', 'to_fp16', 'to_fp32', 'to_tf32', 'to_fp8', 'to_half_weights', 'to_channelslast',
          'precision', 'precision_as', 'amp_context', 'precision_report', 'compare_precision', 'precision_decision']
-ELSEWHERE = {'Verdict': 'insight.verdict', 'PrecisionChoice': 'insight.precisions',
-             'Precision': 'precisions'}                          # public, and not in `__all__`
+ELSEWHERE = {'Verdict': 'insight.verdict', 'PrecisionChoice': 'insight.precisions'}  # public, and not in `__all__`
+BASE = 'precisions.Precision'                                    # as well; `Learner.precision` has the anchor `precision`
 INSIGHT = ['PrecisionReport', 'Verdict', 'PrecisionComparison', 'PrecisionChoice']   # returned by methods
 NOT_LISTED = {'name', 'learn', 'amp_context', 'check_modules', 'replace', 'skips_in_a_row', 'needs_loss_scaling',
               'arguments', 'open', 'close', 'attach', 'refuse_others', 'training', 'state_key'}   # for the package itself
@@ -52,6 +52,7 @@ def learner_methods():
 
 def public(name):
     "Return a public object by its name."
+    if name == BASE: return Precision
     if name in ELSEWHERE: return getattr(import_module(f'fastxtend_amp.{ELSEWHERE[name]}'), name)
     return getattr(fastxtend_amp, name)
 
@@ -151,7 +152,7 @@ def learner_part():
 
 def training_part():
     "Return the entries of the public names that `insight_part` does not have."
-    first = ['MixedPrecision', 'HalfWeights', 'Precision', 'AMPMode', 'precision_support']
+    first = ['MixedPrecision', 'HalfWeights', BASE, 'AMPMode', 'precision_support']
     names = [*first, *sorted({*fastxtend_amp.__all__} - {*first, *INSIGHT}, key=str.lower)]
     return '\n\n'.join(entry(name, public(name)) for name in names)
 
