@@ -14,7 +14,7 @@ PACKAGE = Path(fastxtend_amp.__file__).parent
 PAGES = {
     'Start': ['install', '01_first_run', '02_which_precision', 'faq', 'coming_from'],
     'Guides': ['recipes', '03_resume_and_export', '04_processes_compile_xla', '05_half_weights'],
-    'Background': ['how_it_works', 'limits', 'guarantees', '06_benchmarks', 'gpu_gains'],
+    'Background': ['how_it_works', 'limits', 'guarantees', 'what_the_report_finds', '06_benchmarks', 'gpu_gains'],
     'Reference': ['api', 'changelog']}
 NAMED_ELSEWHERE = {'06_benchmarks': 'Benchmarks', 'gpu_gains': 'What a GPU gains'}   # short, for the list of pages
 TOCTREE = '\n```{{toctree}}\n:caption: {}\n:hidden:\n{}\n```\n'

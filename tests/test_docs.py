@@ -12,18 +12,18 @@ from fastai.callback import core, fp16
 from fastai.callback.core import Callback
 from fastai.callback.schedule import fit_one_cycle  # noqa: F401  for the examples
 from fastai.learner import Learner
-from fastcore.docments import docments
 from torch import nn
 
 import fastxtend_amp
 from fastxtend_amp import HalfWeights, MixedPrecision
 from fastxtend_amp.compat import AutocastState
+from fastxtend_amp.precisions import PRECISIONS
 from helpers import At, finite, learner, loaders, mlp
 
 ROOT = Path(__file__).parent.parent
 NBS = ROOT / 'nbs'
 sys.path.append(str(NBS))
-import generate  # noqa: E402
+import api_pages, generate  # noqa: E402
 from api_examples import EXAMPLES  # noqa: E402
 
 MODULES = sorted((ROOT / 'fastxtend_amp').rglob('*.py'))
@@ -73,9 +73,17 @@ def test_every_argument_has_a_meaning():
     ]
     assert len(METHODS) >= 9 and 'precision' in ADDED
     for f in called:
-        meanings = docments(f, args_kwargs=True)
+        meanings = {name.strip('*'): text for name, _, _, text in api_pages.arguments(f)}
         for name in inspect.signature(f).parameters:
             assert name in ('self', 'args', 'kwargs') or meanings[name], f'{f.__qualname__}: {name}'
+
+
+@pytest.mark.parametrize('name', PRECISIONS)
+def test_help_explains_every_argument_of_a_precision(name):
+    method = METHODS[f'to_{name}']
+    explained = dict(re.findall(r'^  (\w+): (\S.*)$', method.__doc__, re.M))
+    assert [*explained] == [n for n in inspect.signature(method).parameters if n != 'self']
+    assert method.__doc__.endswith('Returns the learner.')
 
 
 # -- pages
