@@ -194,7 +194,7 @@ class _Report:
             failed = [m for m, v in verdicts.items() if not v.call]
             other = fastest_native(self.device, failed)
             if self.simulated: other = next((m for m in (AMPMode.BF16, AMPMode.FP16) if m not in failed), None)
-            call = str(verdicts[other].call) if other in verdicts else precision_call(self.learn, other)
+            call = verdicts[other].call if other in verdicts else str(precision_call(self.learn, other))
             for v in verdicts.values(): v.call = v.call or call
         rows = [self._row(mode, s, v) for mode, v in verdicts.items() if mode in self.low
                 for s in self.low[mode].seen.values() if self.fp32.seen.get(s.name, s).largest or s.name in v.trouble]
