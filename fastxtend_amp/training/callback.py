@@ -295,6 +295,7 @@ class MixedPrecision(LoopCallback):
     def before_validate(self):
         "Keep autocast's casts of the weights until the validation ends: nothing changes the weights meanwhile."
         fit = self.open()
+        fit.casts = None                                         # of an earlier validation
         if not fit.batch_contexts: return
         kind = fit.device.type                                   # the cache lives as long as any autocast is open
         same = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
