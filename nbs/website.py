@@ -46,8 +46,9 @@ def link_sources(app, doctree):
 def add_narrow_charts(app, doctree):
     "A chart drawn for wide screens is followed by the one for phones; the style sheet shows one of them."
     for node in [*doctree.findall(nodes.image)]:
-        narrow = node['uri'].replace('.png', '_narrow.png')
+        wide, narrow = (node['uri'].replace('.png', f'{kind}_2x.png') for kind in ('', '_narrow'))   # scaled by the page
         if not (Path(app.srcdir) / narrow).exists() or narrow == node['uri']: continue
+        node['uri'] = wide
         node['classes'].append('wide')
         node.parent.insert(node.parent.index(node) + 1, nodes.image(uri=narrow, alt=node['alt'], classes=['narrow']))
 
