@@ -138,7 +138,7 @@ def test_who_takes_part(tmp_path):
     assert not list(tmp_path.rglob('*'))
     # Four trainings of eight steps; in each precision one batch of validation, and one for the memory.
     assert events == ['after_pred'] * (4 * 8 + 3 + 3)
-    assert 'Callbacks that took no part: at. If the training step needs one' in said(r)
+    assert 'Callbacks left out: at. If the training step needs one' in said(r)
     clipped, seen = seeded(cbs=GradientClip(1e-3)), []
     clipped.fit(1, cbs=At('after_batch', lambda l: seen.append(l.loss.item()) if l.training else None))
     assert r.losses['fp32'][:6] == seen
