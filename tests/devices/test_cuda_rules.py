@@ -176,7 +176,7 @@ def test_an_fft_is_kept_in_fp32_on_a_gpu(mode):
     assert (
         verdict.verdict == 'keep modules in fp32' and verdict.modules == ['1'] and 'Unsupported dtype' in verdict.reason
     )
-    assert any("on this CPU under CUDA's autocast rules" in note and 'kernels' in note for note in report.notes)
+    assert any("on this CPU with CUDA's autocast rules" in note and 'kernels' in note for note in report.notes)
     assert softmax_dtype() is torch.bfloat16  # what follows has the CPU's rules again
 
 
