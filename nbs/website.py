@@ -13,7 +13,8 @@ import fastxtend_amp
 PACKAGE = Path(fastxtend_amp.__file__).parent
 PAGES = {
     'Start': ['install', '01_first_run', '02_which_precision', 'faq', 'coming_from'],
-    'Guides': ['recipes', '03_resume_and_export', '04_processes_compile_xla', '05_half_weights'],
+    'Guides': ['recipes', '03_resume_and_export', '04_processes_compile_xla', '05_half_weights',
+               '07_training_that_mends_itself'],
     'Background': ['how_it_works', 'limits', 'guarantees', 'what_the_report_finds', '06_benchmarks', 'gpu_gains'],
     'Reference': ['api', 'changelog']}
 NAMED_ELSEWHERE = {'06_benchmarks': 'Benchmarks', 'gpu_gains': 'What a GPU gains'}   # short, for the list of pages

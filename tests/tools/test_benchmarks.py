@@ -164,3 +164,34 @@ def test_bad_arguments(args, message, capsys):
     with pytest.raises(SystemExit):
         main(['--device', 'cpu', *args])
     assert message in capsys.readouterr().err
+
+
+# -- predictions
+
+
+def test_the_table_of_predictions_has_a_row_for_each_model_and_batch_size(tmp_path, capsys, monkeypatch):
+    from nbs.benchmarks import predictions
+
+    monkeypatch.setattr(predictions, 'BLOCK_SECONDS', 0.0)
+    monkeypatch.setitem(models.MODELS, 'small', partial(models._mlp, title='small', width=8, depth=1, n=4))
+    out = tmp_path / 'table.md'
+    predictions.main(['--device', 'cpu', '--models', 'small', '--sizes', '1', '6', '--rounds', '2', '--out', str(out)])
+    text = capsys.readouterr().out
+    assert text == out.read_text() and '| fastxtend_amp | PyTorch loop | Accelerate |' in text
+    rows = [line.split('|')[1:3] for line in text.splitlines() if line.startswith('| small')]
+    assert [(name.strip(), int(n)) for name, n in rows] == [('small', 1), ('small', 6)]
+
+
+def test_all_loops_predict_the_same(monkeypatch):
+    from nbs.benchmarks import predictions
+    from nbs.benchmarks.contestants import Task
+
+    model, device = models._mlp(False, 'small', 8, 1, 4), torch.device('cpu')
+    task = Task(partial(model.build, device), predictions.batches_of(model, 6, device), device)
+    assert [len(x) for x, _ in task.batches] == [6] * predictions.BATCHES
+    found = {}
+    for mode in ('fp32', 'bf16'):
+        ours, plain, accelerate = (build(task, mode)() for build in predictions.LOOPS.values())
+        found[mode] = ours[0]
+        assert torch.equal(ours[0], torch.cat(plain)) and torch.equal(ours[0], torch.cat(accelerate))
+    assert not torch.equal(found['fp32'], found['bf16'])
