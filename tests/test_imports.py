@@ -139,4 +139,4 @@ def test_importing_adds_methods_and_replaces_seven(late):
 def test_freed_memory_is_kept_from_the_call_on(late):
     before, after, said = late[2].split(maxsplit=2)
     assert float(before) > 4 * 2**26 / 2**21  # pages of 2 MB at most: importing changes nothing
-    assert float(after) < 10 and 'up to 1,024 MB stay with this process' in said
+    assert float(after) < 10 and 'up to 1,024 MB are reused' in said

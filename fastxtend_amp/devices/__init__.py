@@ -1,1 +1,1 @@
-"Devices: facts about each, and what sharded parameters (FSDP2) and XLA devices need besides."
+"Devices: facts about each, and support for sharded parameters (FSDP2) and XLA."

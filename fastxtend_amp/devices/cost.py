@@ -1,4 +1,4 @@
-"What work costs on a device: how to time it, the memory that it allocates, and the page faults of a CPU."
+"Costs of work on a device: time, memory, and page faults on a CPU."
 from __future__ import annotations
 
 import torch
@@ -7,14 +7,14 @@ __all__ = ['allocated', 'page_faults', 'wait_for']
 
 
 def wait_for(device: torch.device) -> None:
-    "Synchronize with the device, so that the clock sees its work."
+    "Synchronize with the device, before reading the clock."
     if device.type == 'xla':
         import torch_xla
         torch_xla.sync(wait=True)
     elif device.type != 'cpu': torch.accelerator.synchronize(device)
 
 
-def allocated(device: torch.device, peak: bool = False) -> float: # nan where PyTorch does not count
+def allocated(device: torch.device, peak: bool = False) -> float: # nan if PyTorch does not count
     "Return the bytes allocated on an accelerator now, and reset the peak; or return that peak."
     if device.type not in ('cuda', 'xpu'): return float('nan')
     if peak: return torch.accelerator.max_memory_allocated(device)
@@ -23,7 +23,7 @@ def allocated(device: torch.device, peak: bool = False) -> float: # nan where Py
 
 
 def page_faults() -> int: # 0 on Windows
-    "Return how many pages of memory the system has given to this process without reading a disk."
+    "Return the number of minor page faults of this process."
     try: import resource
     except ImportError: return 0
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

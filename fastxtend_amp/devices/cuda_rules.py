@@ -1,10 +1,9 @@
-"""CUDA's autocast rules for CPU tensors, to see in which precision a model would compute on a GPU.
+"""CUDA's autocast rules for CPU tensors, which show in which precision a model would compute on a GPU.
 
-PyTorch registers autocast's operators for each type of device, and the lists differ. On CUDA sums, norms, softmax,
-`exp` and `pow` run in fp32, where a CPU stays in low precision; a CPU runs FFTs, linear algebra and 3-d pooling in
-fp32, where CUDA does not. `cuda_rules` replaces the CPU's autocast kernels by Python functions that cast as CUDA's do.
-It reads the operators from the dispatcher of this build, which lists CUDA's even in a build without CUDA, and their
-groups from the tables below.
+PyTorch's lists of autocast operators differ by device. On CUDA sums, norms, softmax, `exp` and `pow` run in fp32; on a
+CPU they stay in low precision. A CPU runs FFTs, linear algebra and 3-d pooling in fp32; CUDA does not. `cuda_rules`
+replaces the CPU's autocast kernels by Python functions that cast as CUDA's do. It reads the operators from the
+dispatcher, which lists those of CUDA even in a build without CUDA, and their groups from the tables below.
 
 Only casts are simulated, not kernels. Weights are cast at each use, as with `cache_enabled=False`.
 
@@ -25,18 +24,18 @@ from ..compat import tree_leaves, tree_map
 
 __all__ = ['BANNED', 'LOW', 'RNNS', 'WIDEST', 'cuda_rules', 'registered']
 
-# What runs in autocast's dtype.
+# Operators that run in autocast's dtype.
 LOW = frozenset("""
     _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution
     cudnn_convolution cudnn_convolution_transpose prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear
     addbmm baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell
     rnn_tanh_cell rnn_relu_cell _cudnn_rnn scaled_dot_product_attention _scaled_dot_product_flash_attention
     """.split())
-# What runs in the widest dtype of its inputs.
+# Operators that run in the widest dtype of their inputs.
 WIDEST = frozenset("""addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put scatter_add tensordot
     """.split())
 BANNED = 'binary_cross_entropy'
-# On CUDA these call `_cudnn_rnn`, which runs in autocast's dtype; on a CPU they have kernels of their own.
+# On CUDA these call `_cudnn_rnn`, which runs in autocast's dtype; on a CPU they have their own kernels.
 RNNS = frozenset(f'aten::{rnn}.{overload}' for rnn in ('lstm', 'gru', 'rnn_tanh', 'rnn_relu')
                  for overload in ('input', 'data'))
 # Everything else that is registered for CUDA runs in fp32; the rest of the CPU's list runs in the dtype of its inputs.
@@ -45,8 +44,8 @@ _AUTOCAST_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 _lock, _users, _undo = Lock(), 0, ExitStack()
 
 
-def registered(key: str) -> set[str]: # Such as {'aten::linear', 'aten::softmax.int', ...}
-    "Return the names of PyTorch's own operators that have a kernel at a dispatch key, such as 'AutocastCUDA'."
+def registered(key: str) -> set[str]: # {'aten::linear', 'aten::softmax.int', ...}
+    "Return the names of PyTorch's own operators that have a kernel at a dispatch key, for example 'AutocastCUDA'."
     names = torch._C._dispatch_get_registrations_for_dispatch_key(key)
     return {name for name in names if name.startswith('aten::')}     # torchvision registers others, for both devices
 
@@ -55,8 +54,8 @@ def registered(key: str) -> set[str]: # Such as {'aten::linear', 'aten::softmax.
 def cuda_rules() -> Iterator[None]:
     """Let autocast on a CPU choose dtypes as it does on CUDA.
 
-    The kernels are those of the whole process: autocast in other threads follows CUDA's rules as well, until the last
-    of the threads that entered has left. Entering takes about 30 ms the first time, then 3.
+    Kernels belong to the process: autocast in other threads follows CUDA's rules as well, until the last thread that
+    entered has left. Entering takes about 30 ms the first time, then 3 ms.
 
     Relies on `torch.library._scoped_library` and `torch._C._ExcludeDispatchKeyGuard` (seen in 2.9 to 2.15).
     """

@@ -1,4 +1,4 @@
-"Checkpoints of models sharded by FSDP2 (`fully_shard`): whole tensors in the file, each process's part in memory."
+"Checkpoints of models sharded by FSDP2 (`fully_shard`): whole tensors in the file, shards in memory."
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ class Sharded(FileFormat):
     """The format of plain learners' files, with whole tensors, for a model whose parameters are DTensors.
 
     All processes must call `save`; rank 0 writes. Any number of processes can read the file, also without sharding.
-    (`torch.distributed.checkpoint.state_dict` takes torch's optimizers only.)
+    (`torch.distributed.checkpoint.state_dict` supports only torch's optimizers.)
 
     Source: https://docs.pytorch.org/docs/stable/distributed.tensor.html.
     """
@@ -42,14 +42,14 @@ class Sharded(FileFormat):
 
 
 def _whole(t: torch.Tensor) -> torch.Tensor:
-    "Gather a DTensor, which all processes must call; rank 0, which writes, gets it on the CPU."
+    "Gather a DTensor; all processes must call this. On rank 0, which writes, it is on the CPU."
     if not is_dtensor(t): return t
     whole = t.full_tensor()                                      # type: ignore[attr-defined]
     return t if rank_distrib() else whole.cpu()
 
 
 def _part(t: Any, like: Any) -> Any:
-    "Return this process's part of `t`, sharded as the DTensor `like` is; `t` itself where that does not fit."
+    "Return this process's part of `t`, sharded as the DTensor `like` is; `t` itself if that does not fit."
     if not isinstance(t, torch.Tensor) or not is_dtensor(like) or t.shape != like.shape: return t
     from torch.distributed.tensor import distribute_tensor
     # None: every process has read the whole tensor from the file, so none has to send it.

@@ -1,8 +1,8 @@
-"""Training, checkpoints and exports on XLA devices (PyTorch/XLA), in every precision, plain fp32 included.
+"""Training, checkpoints and exports on XLA devices (PyTorch/XLA), in every precision and in plain fp32.
 
-Where torch_xla is installed, fastai's `TrainEvalCallback.before_fit`, which moves the model, and `Learner.export` are
-replaced; on other devices they do what they did. Users import torch_xla themselves, and create the device before the
-process's first backward pass. For several replicas they start the processes and give them data and equal parameters.
+Where torch_xla is installed, `TrainEvalCallback.before_fit` of fastai, which moves the model, and `Learner.export` are
+replaced; on other devices they behave as before. Users import torch_xla themselves, and create the device before the
+first backward pass of the process. For several replicas, users start the processes with data and equal parameters.
 
 Source: https://docs.pytorch.org/xla/master/learn/pytorch-on-xla-devices.html.
 """
@@ -30,7 +30,7 @@ _OVERRIDES = {'XLA_USE_BF16': 'bf16', 'XLA_DOWNCAST_BF16': 'bf16', 'XLA_USE_F16'
 
 
 class XLADevice(Callback):
-    """One XLA graph for each batch, and gradients averaged over XLA's replicas before they are unscaled.
+    """Runs one XLA graph per batch, and averages gradients over the replicas before they are unscaled.
 
     `move` adds it on an XLA device and removes it elsewhere. All replicas skip the same steps.
 
@@ -59,17 +59,17 @@ def _uses_xla(learn: Learner) -> bool:
 # -- moving a learner
 
 def move(
-    learn: Learner, # Its optimizer may exist already, and have taken steps
+    learn: Learner, # Its optimizer may exist already
     device: torch.device, # The device to move to
 ) -> None:
     """Move model, loss function and the optimizer's state to `device`; the parameters stay the same objects.
 
-    fastai's `model.to` would put new parameters into the model, and the optimizer would step on the old ones. Raises
-    `RuntimeError` if PyTorch cannot move the parameters in place because something else refers to them.
+    `model.to` would create new parameters, while the optimizer keeps the old ones. Raises `RuntimeError` if PyTorch
+    cannot move the parameters in place because something else refers to them.
     """
     modules = [m for m in (learn.model, learn.loss_func) if isinstance(m, nn.Module)]
     if any(t.device != device for m in modules for t in (*m.parameters(), *m.buffers())):
-        learn.pred = learn.loss = learn.loss_grad = None         # after an interrupt their graph refers to parameters,
+        learn.pred = learn.loss = learn.loss_grad = None         # after Ctrl-C their graph refers to parameters,
         for m in (m for root in modules for m in root.modules()):   # and so does that of weights by weight norm
             vars(m).update({k: t.detach() for k, t in vars(m).items() if torch.is_tensor(t) and not t.is_leaf})
         future = torch.__future__                                # `Module.to` puts new parameters into a module without
@@ -80,8 +80,8 @@ def move(
         except RuntimeError as e:
             raise RuntimeError(
                 f"The parameters cannot be moved to '{device}' in place: {e} ({e.__cause__}).\n"
-                "If something else refers to them, such as the graph of a kept loss or a compiled model that was used, "
-                "delete it, or call `model.to(device)` before that and create the learner afterwards.") from e
+                'Something else refers to them, such as the graph of a kept loss or a compiled model: delete it, or '
+                'call `model.to(device)` first and then create the learner.') from e
         finally: future.set_swap_module_params_on_conversion(swaps)
     if learn.opt is not None: place_state(learn.opt)
     if device.type != 'xla': learn.remove_cb(XLADevice)
@@ -89,7 +89,7 @@ def move(
 
 
 def _before_fit(original: Callable, self: TrainEvalCallback) -> None:
-    "Move the learner in place and check it, before fastai does what it does when a fit begins."
+    "Move the learner in place and check it, then call the original `before_fit` of fastai."
     learn, device = self.learn, training_device(self.learn)
     if _uses_xla(learn): move(learn, device)
     if device.type == 'xla': _check(learn, device)
@@ -102,7 +102,7 @@ def _check(learn: Learner, device: torch.device) -> None:
     held = {*optimizer_params(learn.opt)}
     if held and held.isdisjoint(learn.model.parameters()):
         raise RuntimeError("The optimizer holds none of the model's parameters.\n"
-                           "`model.to` put new parameters into the model after the optimizer was created.\n"
+                           "`model.to` created new parameters after the optimizer was created.\n"
                            "Call `learn.create_opt()`, and move learners with `learn.dls.to(device)`.")
     for name, mode in _OVERRIDES.items():
         if os.environ.get(name, '0') != '0':
@@ -123,7 +123,7 @@ def _check_backward(device: torch.device) -> None:
 # -- torch_xla's optimizers that skip a step by a flag
 
 class SyncFreeStep:
-    "The step of a sync-free optimizer, which takes the flag (docs.pytorch.org/xla/master/perf/amp.html)."
+    "The step of a sync-free optimizer, which accepts the flag (docs.pytorch.org/xla/master/perf/amp.html)."
     def __init__(self, opt: Any): self.opt = opt
 
     def mark(self, found_inf: torch.Tensor) -> None:
@@ -156,7 +156,7 @@ class XLAFormat(FileFormat):
 
 
 def _export(original: Callable, self: Learner, *args: Any, **kwargs: Any) -> Any:
-    "Export the learner from the CPU, for a file that can be read everywhere; move it back."
+    "Export the learner from the CPU, so that the file can be read on every device; then move it back."
     if not _uses_xla(self): return original(self, *args, **kwargs)
     device = model_device(self.model, 'cpu')
     try:

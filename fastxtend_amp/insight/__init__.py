@@ -1,4 +1,4 @@
-"Report, comparison and diagnosis: which precision a model survives, where training goes wrong, and what pays off."
+"Report, comparison and diagnosis: which precision a model trains in, which one pays, and why training failed."
 from ..training import learner as _core
 from ..training.callback import WATCHERS
 from .choice import measure_and_choose

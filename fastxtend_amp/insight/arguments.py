@@ -1,4 +1,4 @@
-"Checks of arguments: of their names, and of those that are numbers."
+"Checks of argument names and numbers."
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -14,9 +14,9 @@ __all__ = ['check_above_0', 'check_count', 'known_arguments']
 
 
 def known_arguments(method: Callable) -> Callable:
-    """Decorate a method of `Learner` that runs copies: other threads wait until it ends.
+    """Decorate a method of `Learner` that runs copies, so that only one thread runs it at a time.
 
-    An argument that it does not have raises a `TypeError` that says what to write.
+    Unknown arguments raise a `TypeError` that suggests what to write.
     """
     @wraps(method)
     def checked(*args, **kwargs):
@@ -30,7 +30,7 @@ def check_count(
     value: Any,
     at_least: int,
 ) -> None:
-    "Raise a `ValueError` unless `value` is an integer of `at_least` or more."
+    "Raise a `ValueError` unless `value` is an integer and at least `at_least`."
     if not is_number(value, Integral) or value < at_least:
         raise ValueError(f'{name}={value!r} cannot be used: {name} must be an integer of at least {at_least}.')
 
@@ -42,4 +42,4 @@ def check_above_0(
 ) -> None:
     "Raise a `ValueError` unless `value` is a number above 0."
     if not is_number(value) or not value > 0:
-        raise ValueError(f'{name}={value!r} cannot be used: {name} must be a number above 0, such as {example}.')
+        raise ValueError(f'{name}={value!r} cannot be used: {name} must be a number above 0, for example {example}.')

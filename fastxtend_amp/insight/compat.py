@@ -9,9 +9,8 @@ import torch
 from torch.utils import _python_dispatch
 
 
-
 def in_function_transform() -> bool:
-    """Return whether a transform of `torch.func` (grad, vmap, ...) is under way, whose tensors must not outlive it.
+    """Return whether a transform of `torch.func` (grad, vmap, ...) is running, whose tensors must not outlive it.
 
     Relies on `torch._C._are_functorch_transforms_active` (seen in 2.9 to 2.15); without it False.
     """

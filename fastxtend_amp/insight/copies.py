@@ -1,4 +1,4 @@
-"A copy of a learner, for whatever is run on the side, and the random states, which are put back after it."
+"Copies of a learner to run on the side, and the random states, which are restored afterwards."
 from __future__ import annotations
 
 import ast, copy, inspect, random, re, tempfile, threading, warnings
@@ -30,23 +30,22 @@ __all__ = ['RandomState', 'begin_fit', 'check_learner', 'copied_learner', 'gener
            'loader_like', 'lost_weights', 'no_batches', 'one_at_a_time', 'random_state', 'random_state_kept',
            'set_random_state', 'takes_part', 'tensors']
 
-# Of fastai's own callbacks those that shape a training step, by name, as some are costly to import.
+# Callbacks of fastai that affect a training step, by name, as some are slow to import.
 _OF_FASTAI = set("""TrainEvalCallback CastToTensor MixHandler GradientAccumulation GradientClip BnFreeze ChannelsLast
     ModelResetter RNNCallback RNNRegularizer GANTrainer FixedGANSwitcher AdaptiveGANSwitcher GANDiscriminativeLR
     """.split())                                                 # MixHandler is MixUp and CutMix
-# What changes a step, in `ast.unparse`'s spelling; PyTorch's functions that work in place end in one underscore.
+# What changes a step, as `ast.unparse` spells it; in-place functions of PyTorch end in one underscore.
 _CHANGES = re.compile(r'(?<!self)\.(xb?|yb?|pred|loss|loss_grad|grad|data)(, [\w.]+)*\)? [-+*/@]{0,2}= |'
                       r'\.[xy]b?\[.*\] [-+*/@]{0,2}= |[^\W_]_\(|\.backward\(|opt\.step\(|raise Cancel')
-one_at_a_time = threading.RLock()                               # random states and warnings are the process's
+one_at_a_time = threading.RLock()                               # random states and warnings belong to the process
 
 
 def takes_part(cb: Callback) -> bool:
-    """Return whether a copy runs `cb`: only if it changes the training step, which a tracker never does, as it reads.
+    """Return whether a copy runs `cb`: only if it changes the training step. A tracker only reads.
 
-    `cb.run_on_copy` decides, if it is True or False. Without it a copy runs those callbacks of fastai that shape a
-    step, and those of users whose source does one of four things: it assigns to a batch, a prediction, a loss or a
-    gradient (`self.learn.pred = ...`), calls a function that works in place (`clip_grad_norm_`), runs a backward pass
-    or an optimizer's step of its own, or cancels a batch or a step.
+    `cb.run_on_copy` decides if it is True or False. Otherwise a copy runs the callbacks of fastai that affect a step,
+    and your own if their source assigns to a batch, prediction, loss or gradient (`self.learn.pred = ...`), calls an
+    in-place function (`clip_grad_norm_`), runs a backward pass or an optimizer step, or cancels a batch or step.
     """
     if isinstance(cb, PRECISION_CALLBACKS): return False
     if (said := getattr(cb, 'run_on_copy', None)) is not None: return said
@@ -56,13 +55,13 @@ def takes_part(cb: Callback) -> bool:
                for f in vars(kind).values())
 
 
-def _changes_a_step(method: Any) -> bool: # False for what is no method, or was typed at a prompt
+def _changes_a_step(method: Any) -> bool: # False if it is not a method, or has no source
     try: return bool(_CHANGES.search(ast.unparse(ast.parse(dedent(inspect.getsource(method))))))
     except (OSError, TypeError, SyntaxError): return False
 
 
 def left_out(learn: Learner) -> list[str]: # One sentence or none
-    "Name the callbacks that a copy of `learn` does not have, but for those of fastai and this package."
+    "Name the callbacks that a copy of `learn` does not run, except those of fastai and fastxtend_amp."
     ours = ('fastai.', 'fastxtend_amp.')
     names = [cb.name for cb in learn.cbs if not (takes_part(cb) or type(cb).__module__.startswith(ours))]
     return [f"Callbacks left out: {', '.join(names)}. If the training step needs one of them, set its "
@@ -71,69 +70,67 @@ def left_out(learn: Learner) -> list[str]: # One sentence or none
 
 def check_learner(
     learn: Learner,
-    method: str, # The learner's method that is to run a copy
-    dl: Any = None, # Gives the batches; the training set's if None
+    method: str, # The method that was called, for messages
+    dl: Any = None, # Source of the batches; `learn.dls.train` if None
 ) -> None:
-    "Raise a `RuntimeError` inside a fit; a `ValueError` without batches, and for parameters sharded, NaN or inf."
+    "Raise a `RuntimeError` inside a fit; a `ValueError` without batches, or if parameters are sharded, NaN or inf."
     frame, fit = inspect.currentframe(), inspect.unwrap(Learner.fit).__code__
     while frame is not None:
         if frame.f_code is fit and frame.f_locals.get('self') is learn:
-            raise RuntimeError(f'{method} cannot run inside a fit. Call it before or after.')
+            raise RuntimeError(f'{method} cannot run inside a fit. Call it before or afterwards.')
         frame = frame.f_back
     if not any(p.requires_grad for p in learn.model.parameters()):
-        raise ValueError(f'{method} needs parameters to train, but all of this model are frozen.\n'
+        raise ValueError(f'{method} needs trainable parameters, but all parameters of this model are frozen.\n'
                          'Call `learn.unfreeze()` first.')
     if is_sharded(learn.model):
-        raise ValueError(f'{method} cannot work on a model whose parameters are sharded (FSDP).\n'
+        raise ValueError(f'{method} does not support models with sharded parameters (FSDP).\n'
                          'Call it before `fully_shard`.')
     if lost := lost_weights(learn.model):
-        raise ValueError(f'{method} cannot work on this model: {lost}.\nLoad other weights, or build the model anew.')
+        raise ValueError(f'{method} cannot run this model: {lost}.\nLoad other weights, or create the model again.')
     try: n = len(learn.dls.train if dl is None else dl)
-    except TypeError: return                                     # an iterable dataset's is not known
+    except TypeError: return                                     # unknown for an iterable dataset
     except IndexError: n = 0                                     # of `DataLoaders()`
     if not n: raise no_batches(method, dl)
 
 
 def no_batches(method: str, dl: Any = None) -> ValueError: # To raise
     return ValueError(f"{method} needs at least one batch, but {'`learn.dls.train`' if dl is None else repr(dl)} "
-                      'has none.\nA learner from `load_learner` has no data: set `learn.dls` to DataLoaders that '
-                      'have some; `precision_report(dl=...)` works without. With `drop_last=True` a dataset may be '
-                      'smaller than one batch.')
+                      'has none.\nA learner from `load_learner` has no data: set `learn.dls`, or call '
+                      '`precision_report(dl=...)`. With `drop_last=True` the dataset may be smaller than a batch.')
 
 
-def lost_weights(model: nn.Module) -> str: # Such as "2 of 4 weight tensors are NaN or inf, such as '0.weight'"
-    "Describe which weights are NaN or inf; '' if none is. Of sharded ones this process's shards."
+def lost_weights(model: nn.Module) -> str: # "2 of 4 weight tensors are NaN or inf; the first is '0.weight'"
+    "Describe which weights are NaN or inf, among the shards of this process; '' if none is."
     weights = {n: p.to_local() if hasattr(p, 'to_local') else p for n, p in model.named_parameters()}
     lost = [n for n, p in weights.items() if is_plain(p) and not p.isfinite().all()]
-    return f"{len(lost)} of {len(weights)} weight tensors are NaN or inf, such as '{lost[0]}'" if lost else ''
+    return f"{len(lost)} of {len(weights)} weight tensors are NaN or inf; the first is '{lost[0]}'" if lost else ''
 
 
 @contextmanager
 def copied_learner(
     learn: Learner, # Nothing in it changes
     *,
-    optimizer: bool = False, # Whether the optimizer and its state are copied, too; else the copy has none yet
+    optimizer: bool = False, # Whether to copy the optimizer with its state; otherwise the copy has none
 ) -> Iterator[Learner]: # A learner of the same class; its `path` is a folder that is removed at the end
-    """Copy `learn`, to be trained or examined inside and thrown away.
+    """Context manager: a copy of `learn`, to train or examine and throw away.
 
-    Model, loss function, precision, the callbacks that take part and what else hangs on the learner are deep copies;
-    data loaders and their datasets are shared. The model is the one inside `torch.compile` and DistributedDataParallel,
-    so a copy does not communicate with other processes. `save`, `load` and `export` of a copy do nothing, whatever file
-    they are given. Gradients are on inside, autocast and warnings are off, and the random states of Python, NumPy and
-    torch are put back. A second thread that asks for a copy waits until this one's is gone.
+    Data loaders and their datasets are shared; everything else is a deep copy. The model is the one inside
+    `torch.compile` and DistributedDataParallel, so a copy does not communicate with other processes. `save`, `load`
+    and `export` of a copy do nothing. Gradients are enabled, autocast and warnings are disabled, and the random states
+    of Python, NumPy and torch are restored on exit. Only one thread at a time can have a copy.
 
-    Raises `ValueError` for a learner that cannot be copied, with the name of what cannot.
+    Raises `ValueError` if the learner cannot be copied, with the name of the part.
     """
     device_type = training_device(learn).type
     with (one_at_a_time, tempfile.TemporaryDirectory() as folder, random_state_kept(), torch.enable_grad(),
           torch.autocast(device_type, enabled=False) if autocast_available(device_type) else torch.enable_grad(),
           warnings.catch_warnings()):
-        warnings.simplefilter('ignore')                          # such as that a mode is emulated
+        warnings.simplefilter('ignore')                          # for example, that a precision is emulated
         new = _copy(learn, optimizer)
         new.path, new.model_dir = Path(folder), 'models'
         if any(not p.is_leaf for p in new.model.parameters()):   # TorchScript's
-            raise ValueError("This learner cannot be copied, and only copies are run: the parameters of the model's "
-                             'copy are not leaves.\nCopy the module before `torch.jit.script`, and ask for that.')
+            raise ValueError("This learner cannot be copied, and only copies are run: the parameters of the copy are "
+                             'not leaves.\nUse the model as it was before `torch.jit.script`.')
         grads = [(p, p.grad) for p in learn.model.parameters()]  # a loss function may have them in a closure
         try:
             learn.model.zero_grad()
@@ -143,15 +140,15 @@ def copied_learner(
             raise
         finally:
             for p, grad in grads: p.grad = grad
-            if cb := loop_callback(new): cb.close()              # a fit that events by hand have begun
-            vars(new).clear()                                    # callbacks have the copy: it would wait for `gc`
+            if cb := loop_callback(new): cb.close()              # a fit that was opened by single events
+            vars(new).clear()                                    # callbacks refer to the copy: free it without `gc`
 
 
 def begin_fit(
     copy: Learner, # With an optimizer
     n_iter: int, # Batches in its epoch
 ) -> None:
-    "Run the events that a fit has before its first batch."
+    "Run the events of a fit before its first batch."
     copy.n_epoch, copy.epoch, copy.n_iter, copy.dl = 1, 0, n_iter, copy.dls.train
     for event in ('before_fit', 'before_epoch', 'before_train'): copy(event)
 
@@ -159,10 +156,10 @@ def begin_fit(
 def loader_like(
     dl: DataLoader, # fastai's, or PyTorch's
 ) -> DataLoader: # Another one on the same dataset
-    """Return a loader from which batches can be drawn without a change to the order of `dl`.
+    """Return a copy of `dl` with the same dataset, so that drawing batches does not change the order of `dl`.
 
-    A `DistributedDL` would wait for all processes, so the loader inside is taken. One that cannot be copied is returned
-    itself: its order moves on, as does what the dataset itself draws.
+    A `DistributedDL` would wait for all processes, so the loader inside is used. A loader that cannot be copied is
+    returned itself.
     """
     if type(dl).__name__ == 'DistributedDL': dl = dl.dl
     dataset = getattr(dl, 'dataset', None)
@@ -173,7 +170,7 @@ def loader_like(
 def _copy(learn: Learner, optimizer: bool) -> Learner:
     new = object.__new__(type(learn))
     cbs = [cb for cb in learn.cbs if takes_part(cb) or isinstance(cb, MixedPrecision)]
-    held = [o for holder in (learn, *cbs) for o in vars(holder).values()]   # by a callback may be a teacher
+    held = [o for holder in (learn, *cbs) for o in vars(holder).values()]   # a callback may hold a teacher
     all_dls = [learn.dls, *(o.dls for o in held if isinstance(o, Learner))]
     loaders = [dl for dls in all_dls for dl in getattr(dls, 'loaders', ())]
     loaders += [o for o in held if isinstance(o, (DataLoader, torch.utils.data.DataLoader))]
@@ -188,21 +185,21 @@ def _copy(learn: Learner, optimizer: bool) -> Learner:
         try:
             with _Detached(): copied = copy.deepcopy(part, memo)
         except Exception as e:
-            raise ValueError(f'This learner cannot be copied, and only copies are run: `learn.{name}` refuses '
-                             f'({first_line(e)}).\n'
-                             'Take a callback off meanwhile, `with learn.removed_cbs([...])`; give the class of '
-                             'anything else a `__deepcopy__`, or keep it off model and learner.') from e
+            raise ValueError(f'This learner cannot be copied, and only copies are run: copying `learn.{name}` '
+                             f'failed ({first_line(e)}).\n'
+                             'Remove a callback meanwhile: `with learn.removed_cbs([...])`. Anything else needs a '
+                             '`__deepcopy__`, or a place outside of model and learner.') from e
         if name == 'model': memo[id(learn.model)] = copied       # instead of what wraps it
         if isinstance(part, Callback): new.cbs.append(copied)
         vars(new)[name] = copied
     vars(new).update(logger=noop, save=_write_nothing, load=noop, export=noop)
-    if hasattr(learn, 'recorder'):                               # which other callbacks read; it takes no part itself
+    if hasattr(learn, 'recorder'):                               # other callbacks read it
         new.recorder = object.__new__(type(learn.recorder))      # copying it leaves out what it has recorded
         vars(new.recorder).update(copy.deepcopy(vars(learn.recorder), memo))
-    if inner := getattr(new.opt, 'opt', None):                   # copying leaves out flags, such as a fused kernel's
+    if inner := getattr(new.opt, 'opt', None):                   # copying leaves out flags, such as `fused`
         flags = {k: v for k, v in vars(learn.opt.opt).items() if isinstance(v, (int, float))}
         vars(inner).update(flags | vars(inner))
-    for m in new.model.modules():                                # a copy that waits for no other process
+    for m in new.model.modules():                                # that waits for no other process
         if isinstance(m, nn.SyncBatchNorm): vars(m)['forward'] = MethodType(nn.BatchNorm1d.forward, m)
     return new
 
@@ -211,7 +208,7 @@ def _write_nothing(file: str | Path, **kwargs: object) -> Path: return Path(file
 
 
 class _Detached(TorchFunctionMode):
-    "Copies tensors without their graph. Modules and callbacks keep some that have one, which PyTorch refuses to copy."
+    "Copies tensors without their graph. PyTorch cannot copy those with a graph, which modules and callbacks may keep."
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is not torch.Tensor.__deepcopy__ or args[0].grad_fn is None: return func(*args, **(kwargs or {}))
         t, memo = args
@@ -220,7 +217,7 @@ class _Detached(TorchFunctionMode):
 
 def tensors(
     x: Any, # Nested to any depth
-    floating: bool = True, # Only those of floating point that can be looked at
+    floating: bool = True, # Only those of floating point that can be read
 ) -> list[torch.Tensor]:
     "Return the tensors in `x`."
     found: list[torch.Tensor] = []
@@ -232,19 +229,19 @@ def tensors(
 
 
 def is_plain(t: torch.Tensor) -> bool:
-    "Return whether `t` can be looked at: subclasses with operators of their own, and 8-bit formats, may refuse that."
+    "Return whether `t` can be read: subclasses with their own operators, and 8-bit formats, may not support it."
     return t.element_size() > 1 and type(t).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
-# -- what a run shares with the process
+# -- random states of the process
 
 RandomState = list[tuple[Callable, Any]]
 
 
 def generators(
-    everything: bool = False, # Whether Python's and NumPy's belong to them, besides torch's
+    everything: bool = False, # Include those of Python and NumPy
 ) -> list[tuple[Callable, Callable]]: # Pairs: the functions that set and get a generator's state
-    "Return how to reach the global random number generators; getting a state does not wait for a device."
+    "Return functions for the state of each global random number generator; getting one does not synchronize."
     cpu = torch.default_generator
     found: list[tuple[Callable, Callable]] = [(cpu.set_state, cpu.get_state)]
     if everything: found += [(random.setstate, random.getstate), (np.random.set_state, np.random.get_state)]
@@ -261,13 +258,13 @@ def random_state() -> RandomState: # Pairs: the function that sets a generator, 
 
 
 def set_random_state(state: RandomState) -> None:
-    "Put the generators back to what `random_state` gave."
+    "Restore a state from `random_state`."
     for set_state, value in state: set_state(value)
 
 
 @contextmanager
 def random_state_kept() -> Iterator[None]:
-    "Put the random number generators of torch, Python and NumPy back at the end."
+    "Restore the random number generators of torch, Python and NumPy on exit."
     state = random_state()
     try: yield
     finally: set_random_state(state)

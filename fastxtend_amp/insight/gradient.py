@@ -1,13 +1,13 @@
-"""How far a precision moves a model's mean gradient, in standard errors of that gradient.
+"""How far a precision moves the mean gradient of a model, in standard errors of that gradient.
 
 At fixed weights K = 6 batches are run forward and backward in fp32 and in the precision, with the same random draws.
-The figures are then those of a mean over N = 24 batches, as training follows the mean of many:
+The results are for a mean over N = 24 batches, as training follows the mean of many:
 
     g_k    gradient of batch k in fp32
     d_k    what the precision adds to it
     bias   |mean(d)|^2 - var(d) / K, not below 0: what it adds in every batch
     error  bias + var(d) / N: what it adds to the mean; errors that differ from batch to batch average out
-    noise  var(g) / N: what differences between batches leave in the mean
+    noise  var(g) / N: how much the mean varies with the batches
     ratio  sqrt(error / noise)
 
 A ratio far below 1 is lost in the noise between batches; one far above 1 is the gradient of another loss.
@@ -33,7 +33,7 @@ N_BATCHES, N_MEAN = 6, 24  # K and N
 
 
 class _Gradient(Trace):
-    "The gradient of the last batch, as one vector; a trace that looks at nothing else."
+    "A trace of nothing but the gradient of the last batch, as one vector."
     def end_backward(self, model: nn.Module) -> None:
         grads = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in model.parameters()]
         self.vector = torch.cat([g.flatten() for g in grads])
@@ -46,11 +46,11 @@ def gradient_distance(
     mode: AMPMode,
     keep: Sequence[str], # Modules kept in fp32
     scale: float, # The loss scale, for fp16
-    until: float, # `time.monotonic()` from which on no batch is begun
+    until: float, # Time of `time.monotonic()` after which no batch starts
 ) -> float: # The ratio; nan if a gradient is not finite
     """Run batches forward and backward in two copies of `learn`, with its callbacks, in fp32 and in `mode`.
 
-    Raises `ValueError` where fewer than two batches were run, or all are equal, and any error of the model.
+    Raises `ValueError` if fewer than two batches were run or all are equal, and any error of the model.
     """
     g, h, n = _Gradient(), _Gradient(), 0
     mean: Any = 0.                                               # of g_k and d_k, by Welford's algorithm
@@ -69,7 +69,7 @@ def gradient_distance(
             change = torch.stack([g.vector, h.vector / scale - g.vector]) - mean
             mean = mean + change / k
             squares = squares + change.norm(dim=1) ** 2 * (1 - 1 / k)
-    if n < 2 or not squares[0]: raise ValueError('the noise between batches is not known')
+    if n < 2 or not squares[0]: raise ValueError('the noise between batches is unknown')
     noise, error = (squares / (n - 1)).tolist()                  # variances of g and d
     bias = max(float(mean[1].norm()) ** 2 - error / n, 0.)
     return math.sqrt((bias * N_MEAN + error) / noise)

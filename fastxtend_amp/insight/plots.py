@@ -11,7 +11,7 @@ from ..training.callback import MixedPrecision
 def plot_scales(self: MixedPrecision,
     ax = None, # The matplotlib axes to draw on; new ones if None
 ): # The matplotlib axes
-    "Plot the loss scale over the optimizer steps, skipped steps marked; raises `ValueError` where there is none."
+    "Plot the loss scale by optimizer step, with skipped steps marked. Raises `ValueError` if there was none."
     import matplotlib.pyplot as plt
     if not self.scales:
         raise ValueError('plot_scales has nothing to plot: no optimizer step was made with a loss scale.\n'

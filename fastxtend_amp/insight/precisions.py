@@ -1,4 +1,4 @@
-"Precisions that a learner can be set to: their names, those worth a try, and the call that sets one."
+"The precisions of a learner: their names, which of them to compare, and the call that selects one."
 from __future__ import annotations
 
 import inspect
@@ -34,8 +34,8 @@ class PrecisionChoice:
     "One precision that a learner can be set to: fp32, autocast, or half-precision weights."
     mode: AMPMode | None = None # The mode; None for fp32
     half_weights: bool = False # Whether the weights are in `mode`'s dtype, as after `to_half_weights`
-    fp32_modules: tuple[str, ...] = () # Modules kept in fp32 besides those that the learner keeps
-    init_scale: float | None = None # First loss scale; the learner's if None (fp16)
+    fp32_modules: tuple[str, ...] = () # Modules to keep in fp32, besides those of the learner
+    init_scale: float | None = None # Initial loss scale; that of the learner if None (fp16)
     compiled: bool = False # Whether the model is compiled, by `Module.compile`
 
     @property
@@ -48,8 +48,8 @@ class PrecisionChoice:
 
 def choices_from(
     modes: Any, # Names, modes, dtypes or choices, one or several
-) -> list[PrecisionChoice]: # fp32, the measure, first; each once
-    "Return the precisions that `modes` names. Raises `ValueError` for one that is none."
+) -> list[PrecisionChoice]: # fp32 first, each once
+    "Return the precisions that `modes` names. Raises `ValueError` for an unknown one."
     one = isinstance(modes, (str, torch.dtype, PrecisionChoice)) or not hasattr(modes, '__iter__') or \
         hasattr(modes, 'dataset')                                # a DataLoader by mistake
     return list(dict.fromkeys([PrecisionChoice(), *map(_choice, [modes] if one else modes)]))
@@ -74,9 +74,9 @@ def _has_half_weights(learn: Learner) -> bool:
 
 
 def default_choices(learn: Learner) -> list[PrecisionChoice]:
-    """Return fp32, and the precisions that the learner's device runs natively and that need no other package.
+    """Return fp32, and the precisions that the device runs natively without another package.
 
-    Half-precision weights only if the learner has them: with the default arguments they compute as autocast does.
+    Half-precision weights are included only if the learner has them: by default they compute as autocast does.
     """
     tried = [AMPMode(name) for name, cls in PRECISIONS.items() if cls.in_tables and not cls.package]
     native = [m for m in tried if m.support(training_device(learn)).status == 'native']
@@ -85,7 +85,7 @@ def default_choices(learn: Learner) -> list[PrecisionChoice]:
 
 
 class Call(NamedTuple):
-    "A call that sets a learner's precision, with the arguments that are not the defaults; `str` writes it down."
+    "A call that selects a precision, with all arguments that differ from the defaults; `str` formats it."
     method: str # Of the learner
     arguments: dict[str, Any]
 
@@ -94,7 +94,7 @@ class Call(NamedTuple):
 
 
 def _written(value: object, name: str) -> str:
-    "Return `value` as it would be written in a call; an object that cannot be written as `name`."
+    "Return `value` as code; an object without such a form as `name`."
     text = repr(value.value if isinstance(value, AMPMode) else value)
     return name if text.startswith('<') else text
 
@@ -103,16 +103,16 @@ def call_for(
     learn: Learner,
     choice: PrecisionChoice,
 ) -> Call:
-    "Return the call for `choice`, with those arguments of the learner's precision callback that the call takes, too."
+    "Return the call for `choice`, with the arguments of the learner's precision callback that it accepts."
     if choice.mode is None: return Call('to_fp32', {})
     method, cb = 'to_half_weights' if choice.half_weights else f'to_{choice.mode.value}', precision_callback(learn)
     arguments = {} if cb is None else {**cb.arguments, 'fp32_modules': cb.fp32_module_names}
     parameters = dict(inspect.signature(getattr(Learner, method)).parameters)
-    if choice.half_weights:                                      # fp16 needs masters, and bf16 has no loss scale
+    if choice.half_weights:                                      # fp16 needs master weights, bf16 no loss scale
         del parameters['master_weights' if choice.mode.needs_loss_scaling else 'loss_scale']
     if choice.init_scale:
         name = 'loss_scale' if choice.half_weights or arguments.get('loss_scale') else 'init_scale'
-        arguments |= {name: choice.init_scale, 'scaler': None}   # which would bring its own scale
+        arguments |= {name: choice.init_scale, 'scaler': None}   # which has its own scale
     names = list(dict.fromkeys([*arguments.get('fp32_modules', ()), *choice.fp32_modules])) or None
     arguments |= {'amp_mode': choice.mode, 'fp32_modules': names}
     given = [name for name, p in parameters.items() if name in arguments and arguments[name] != p.default]
@@ -133,7 +133,7 @@ def use_choice(
     learn: Learner, # The learner, outside a fit
     choice: PrecisionChoice,
 ) -> MixedPrecision | None: # Its precision callback now
-    "Have `learn` train in this precision, by a user's call; the loss scale stays unless `choice` has another."
+    "Switch `learn` to this precision, as a user would; its loss scale is kept unless `choice` has another."
     old, call = precision_callback(learn), call_for(learn, choice)
     state = {} if old is None or choice.init_scale else old.state_dict()
     getattr(learn, call.method)(**call.arguments)

@@ -1,4 +1,4 @@
-"A progress bar for what takes up to a number of seconds."
+"A progress bar for work with a time limit."
 from __future__ import annotations
 
 import math, time
@@ -14,10 +14,10 @@ __all__ = ['progress_bar']
 
 @contextmanager
 def progress_bar(
-    learn: Learner, # Shows none without fastai's `ProgressCallback`, as under `learn.no_bar()`
-    seconds: float, # Length of the bar
-) -> Iterator[Callable[[str], None]]: # To call now and then, with what is under way
-    "Show a bar as a fit does, in a terminal or a notebook, until the end of the context."
+    learn: Learner, # No bar without fastai's `ProgressCallback`, as in `learn.no_bar()`
+    seconds: float, # The time limit, which is the length of the bar
+) -> Iterator[Callable[[str], None]]: # To be called with what is running
+    "Show a progress bar as in a fit, in a terminal or notebook, until the context ends."
     if 'progress' not in vars(learn): return (yield noop)
     start, total = time.monotonic(), math.ceil(seconds)
     bar = progress.progress_bar(range(total), leave=False)

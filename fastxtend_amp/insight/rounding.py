@@ -1,4 +1,4 @@
-"""FP8's rounding on a device without FP8: linear layers compute in bf16 on values that FP8 can hold.
+"""The rounding of FP8 on a device without FP8: linear layers compute in bf16 on values that FP8 can represent.
 
 As torchao's `Float8Linear` does by default, inputs and weights are rounded to e4m3 and the gradients of outputs to
 e5m2, each tensor scaled by its largest absolute value (Micikevicius et al., FP8 Formats for Deep Learning,
@@ -19,7 +19,7 @@ __all__ = ['round_as_fp8']
 
 
 def round_as_fp8(layers: Iterable[nn.Linear]) -> None:
-    "Make layers, those of a copy, compute within autocast as FP8 does."
+    "Make the layers of a copy round as FP8 does, in autocast."
     for layer in layers: vars(layer)['forward'] = partial(_linear, layer)
 
 
@@ -31,7 +31,7 @@ def _linear(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
 
 
 def _rounded(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    "Return `t` as FP8 has it; to autograd, and to a trace that compares with fp32, it is a plain copy."
+    "Return `t` rounded as in FP8. To autograd, and to a trace, it is a plain copy."
     copy = t.clone()
     with unwatched(), torch.no_grad():
         scale = torch.finfo(dtype).max / t.abs().max().float().clamp(min=1e-12)

@@ -1,4 +1,4 @@
-"The base of results that show themselves, as text and in notebooks."
+"Base class of results that display themselves, as text and in notebooks."
 from __future__ import annotations
 
 import re

@@ -1,10 +1,10 @@
-"""One batch of a copied learner's training loop, in fp32 or in a lower precision, with notes on each module.
+"""Runs batches in the training loop of a copied learner, in fp32 or a lower precision, and records each module.
 
-Module hooks keep a stack of the modules that are running, and a dispatch mode sees each operator: its results belong
-to the innermost module, the model itself included, or to the loss function. In a lower precision an operator is run
-in fp32, too, on fp32 twins of its inputs. Each module has twins of its operators' results alone: what it is given, and
-what modules inside return, count as exact. So its error is that of its own arithmetic; it is taken of its outputs, and
-of what it passes to modules inside.
+Module hooks keep a stack of the running modules, and a dispatch mode sees each operator. Its results belong to the
+innermost module (or the model itself) or to the loss function. In a lower precision each operator also runs in fp32, on
+fp32 twins of its inputs. A module has twins only for the results of its own operators; its inputs, and the outputs of
+modules inside, count as exact. So the error of a module is that of its own arithmetic, measured on its outputs and on
+what it passes to modules inside.
 """
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from .rounding import round_as_fp8
 __all__ = ['LOSS', 'Seen', 'Trace', 'ends', 'largest_value', 'relative_error', 'running_copy', 'trace']
 
 _UNCOMPILED = Shared(partial(torch.compiler.set_stance, 'force_eager'))
-LOSS = 'loss function'  # its name among the modules; callbacks after the forward pass count to it
-_FP32_NOISE = 2.**-23   # relative; where fp32 itself would lose a tenth, an error is that of noise
-# Operators that only move values, which count where they were computed.
+LOSS = 'loss function'  # its name among the modules; includes callbacks after the forward pass
+_FP32_NOISE = 2.**-23   # relative; where fp32 itself would lose a tenth, an error is noise
+# Operators that only move values, which are recorded where they were computed.
 _MOVES = frozenset(('clone', '_to_copy', 'copy_', 'cat', 'stack', 'detach', 'lift_fresh'))
 _MASK_FROM = 1e3        # larger values may be an attention mask,
 _MASK_GAP = 64          # if they are negative and all others are smaller by this factor
@@ -47,22 +47,22 @@ _MASK_GAP = 64          # if they are negative and all others are smaller by thi
 
 @dataclass
 class Seen:
-    "Notes on one module: on its own operators, not on those of modules inside; all calls and batches together."
+    "Records of one module: of its own operators, not those of modules inside; over all calls and batches."
     name: str
     type: str
-    ended: bool = False                                          # whether a call of it has ended
-    largest: float = 0.                                          # absolute finite result, in fp32 if it has a twin
-    half: float = 0.                                             # the same of results in half precision alone
-    failed: bool = False                                         # whether finite numbers end in it
+    ended: bool = False                                          # whether a call has finished
+    largest: float = 0.                                          # absolute finite result; of the twin, if there is one
+    half: float = 0.                                             # the same, of 16-bit results only
+    failed: bool = False                                         # whether NaN or inf first appears in it
     error: float = 0.                                            # of its own arithmetic, relative; the largest
-    vanished: float = 0.                                         # a constant beside values near 0 that is 0 in the mode
+    vanished: float = 0.                                         # a constant that rounds to 0, next to values near 0
     judged: bool = False                                         # whether a value of it was finite
-    grad: float = 0.                                             # largest absolute of its outputs and own parameters
+    grad: float = 0.                                             # largest absolute, of its outputs and own parameters
     grad_sum: float = 0.                                         # of the absolute values of all these gradients
     n_grads: int = 0                                             # that are finite and not 0
 
     def add_grad(self, g: torch.Tensor) -> None:
-        "Note the gradient of an output or a parameter."
+        "Record the gradient of an output or a parameter."
         g = g.detach().abs().float()
         g = g[g.isfinite() & (g != 0)]
         if not g.numel(): return
@@ -72,9 +72,9 @@ class Seen:
 
 @dataclass(eq=False)
 class _Frame:
-    "One call of a module under way, and the fp32 twins of tensors that its operators have made."
+    "A running call of a module, and the fp32 twins of the results of its operators."
     seen: Seen
-    # By address: a tensor there, and the fp32 memory beside its own.
+    # By address: a tensor there, and the fp32 copy of its memory.
     twins: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def twin(self, t: torch.Tensor) -> torch.Tensor | None:
@@ -84,7 +84,7 @@ class _Frame:
         return found[1].as_strided(t.shape, t.stride(), t.storage_offset())
 
     def keep(self, t: torch.Tensor, wide: torch.Tensor) -> None:
-        "Note `wide` as the twin of `t`, unless `t` has no memory that can be looked up."
+        "Keep `wide` as the twin of `t`, unless `t` has no address."
         address = _address(t)
         if not address or t.shape != wide.shape: return
         if self.twin(t) is None:                                 # of all that shares this memory
@@ -103,9 +103,9 @@ def _address(t: torch.Tensor) -> int:
 
 
 class Trace(TorchDispatchMode):
-    """Notes on some batches in one precision; those in a lower one beside `reference`, the notes in fp32.
+    """Records of some batches in one precision; in a lower one with `reference`, the records in fp32.
 
-    `seen`: the modules, in the order in which their first calls end, and the loss function.
+    `seen`: the modules, in the order in which their first calls finish, and the loss function.
     """
     def __init__(self,
         mode: AMPMode | None = None, # fp32 if None
@@ -117,19 +117,19 @@ class Trace(TorchDispatchMode):
         self.loss_is_finite = self.grads_are_finite = True
         self.error = ''                                          # why it ended: the text of an exception
         self.failed_in: str | None = None                        # the module that raised it; None before a batch
-        self.validates = True                                    # whether a batch runs as in validation, too
-        self.unseen: dict[str, str] = {}                         # what cannot be looked at, and its first module
+        self.validates = True                                    # whether a batch also runs as in validation
+        self.unseen: dict[str, str] = {}                         # what cannot be read, and its first module
         self._frames: list[_Frame] = []
         self._backward, self.began = False, 0.
         self.seconds = 0.                                        # of the CPU for the last batch; 0 without a loss
 
     @contextmanager
     def hooked(self, model: nn.Module) -> Iterator[None]:
-        "Note what `model` does inside."
+        "Record what `model` does in this context."
         with ExitStack() as stack:
             for name, m in qualified_names(model):
-                if isinstance(m, torch.jit.ScriptModule): continue       # which takes no hooks from Python
-                # First of all hooks, so that what others make of the inputs is the module's own doing.
+                if isinstance(m, torch.jit.ScriptModule): continue       # without hooks from Python
+                # Before all other hooks, so that what those do to the inputs is recorded for the module.
                 enter = partial(self._enter, name)
                 stack.enter_context(m.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
                 stack.enter_context(m.register_forward_hook(self._leave, with_kwargs=True, always_call=True))
@@ -141,7 +141,7 @@ class Trace(TorchDispatchMode):
         self._frames, self._backward, self.began = [], False, time.process_time()
 
     def end_forward(self, loss: torch.Tensor) -> None:
-        "Note the loss, which is not scaled yet."
+        "Record the loss, which is not scaled yet."
         with unwatched():
             self.loss_is_finite &= all_finite(loss)
             if self._frames:
@@ -150,7 +150,7 @@ class Trace(TorchDispatchMode):
         self._backward = True
 
     def end_backward(self, model: nn.Module) -> None:
-        "Look at the gradients of the parameters, and take them away."
+        "Record the gradients of the parameters, and clear them."
         with unwatched():
             for name, m in qualified_names(model):
                 for p in m.parameters(recurse=False):
@@ -159,11 +159,11 @@ class Trace(TorchDispatchMode):
                     if not is_plain(g): continue
                     self.grads_are_finite &= all_finite(g)
                     if name in self.seen: self.seen[name].add_grad(g)
-            model.zero_grad()                                    # the gradients of the next batch would add to them
+            model.zero_grad()                                    # before the next batch adds to them
         self.seconds = time.process_time() - self.began
 
     def validate(self, learn: Learner, batch: Any) -> None:
-        "Run a batch as validation does, without hooks, with which some modules of PyTorch take other kernels."
+        "Run a batch as in validation, without hooks, as some modules of PyTorch then use other kernels."
         learn.remove_cbs(_Ends)
         learn.model.eval()
         learn.training = False
@@ -178,8 +178,8 @@ class Trace(TorchDispatchMode):
 
     def _enter(self, name, module, args, kwargs):
         with unwatched():
-            if not self._frames: self._push(LOSS)                # all that runs outside the model
-            if not self._backward and not in_function_transform():       # vmap's tensors cannot be looked at
+            if not self._frames: self._push(LOSS)                # everything outside of the model
+            if not self._backward and not in_function_transform():       # tensors of vmap cannot be read
                 for t in tensors((args, kwargs)): self._compare(self._frames[-1], t)
             self._push(name, module)
 
@@ -196,12 +196,12 @@ class Trace(TorchDispatchMode):
             for out in outputs:
                 if self.reference is None and out.requires_grad and out.grad_fn is not None:
                     out.register_hook(partial(self._gradient, seen))
-            if self._backward: return                            # a checkpoint, whose first run was looked at
+            if self._backward: return                            # a checkpoint, whose first run was recorded
             if not seen.ended: self.seen[seen.name], seen.ended = self.seen.pop(seen.name), True
             for out in outputs: self._compare(frame, out)
 
     def _compare(self, frame, t):
-        "Note the error of a tensor that leaves a module, or enters one inside."
+        "Record the error of a tensor that leaves a module, or enters one inside."
         t = t.detach()
         frame.seen.judged |= bool(t.isfinite().any())
         twin = frame.twin(t)
@@ -210,7 +210,7 @@ class Trace(TorchDispatchMode):
         if error * _FP32_NOISE < .1 * torch.finfo(self.mode.dtype).eps: frame.seen.error = max(frame.seen.error, error)
 
     def _gradient(self, seen, g):
-        if not self._backward: return                            # the model's own, such as forces from an energy
+        if not self._backward: return                            # of the model itself, such as forces from an energy
         with unwatched(): seen.add_grad(g)
 
     # -- operators
@@ -228,7 +228,7 @@ class Trace(TorchDispatchMode):
         began_finite = not op.writes or all(map(all_finite, inputs))
         wide = self._widely(func, op, args, kwargs, frame) if low and not (op.draws or strange) else None
         out = func(*args, **kwargs)
-        for t in tensors(args[:1]) if op.writes else ():         # exact to the callers, as what modules inside return
+        for t in tensors(args[:1]) if op.writes else ():         # exact for the callers, as outputs of modules inside
             for f in self._frames[:-1] if wide is not None else self._frames: f.twins.pop(_address(t), None)
         outs, wides = tensors(out), tensors(wide)
         if len(outs) != len(wides): wides = [None] * len(outs)
@@ -242,26 +242,26 @@ class Trace(TorchDispatchMode):
                 seen.largest = max(seen.largest, largest)
                 if o.dtype in HALF: seen.half = max(seen.half, largest)
             fp32 = self.reference and self.reference.seen.get(seen.name)
-            # Rounding errors of what is exactly 0 in fp32 are 100 %, and nothing.
+            # Rounding errors of what is exactly 0 in fp32 would be 100 %.
             if w is not None and not op.writes and (not fp32 or fp32.largest): frame.keep(o, w)
             if o.dtype is torch.float16 and op.name.startswith(('add', 'clamp')) and isinstance(args[1], float):
-                # fp16 rounds the constant to 0, and loses digits of a value beside it.
+                # fp16 rounds the constant to 0, and loses digits of the value next to it.
                 if 0 < args[1] < 2.9e-8 and w is not None and w.abs().min() < 6.1e-5: seen.vanished = args[1]
             if all_finite(o) or (fp32 and fp32.failed): continue
-            # -inf alone may be a mask.
+            # -inf may be a mask.
             if w is None: seen.failed |= began_finite and (op.writes or all(map(all_finite, inputs))) and ends(o)
             elif largest: seen.failed |= ends(o[w.isfinite()])
         return out
 
     def _widely(self, func, op, args, kwargs, frame):
-        "Return what the operator gives in fp32 on the twins of its inputs; None if it does not run so."
-        for t in tensors(args[:1]) if op.writes else (): frame.keep(t, frame.wide(t))    # for it to write into
+        "Return the result of the operator in fp32 on the twins of its inputs; None if it does not run in fp32."
+        for t in tensors(args[:1]) if op.writes else (): frame.keep(t, frame.wide(t))    # which it writes into
         device_type = tensors((args, kwargs), floating=False)[0].device.type
         dtypes = {k: torch.float32 for k, v in kwargs.items() if isinstance(v, torch.dtype) and v in HALF}
         try:
             with torch.no_grad(), torch.autocast(device_type, enabled=False):
                 return func(*map_tensors(frame.wide, args), **{**map_tensors(frame.wide, kwargs), **dtypes})
-        except Exception:                                        # such as flash attention, which runs in half alone
+        except Exception:                                        # such as flash attention, which is 16-bit only
             self.unseen.setdefault(f'{func}, which does not run in fp32', frame.seen.name)
             return None
 
@@ -273,7 +273,7 @@ class _Ends(Callback):
     before = None
     def before_batch(self): self.before = vars(self.learn).get('loss_grad')
     def after_loss(self):
-        loss = vars(self.learn).get('loss_grad')                 # without targets it may come from the model
+        loss = vars(self.learn).get('loss_grad')                 # without targets a callback may set it
         if loss is not self.before: self.trace.end_forward(loss)
     def after_backward(self):
         self.trace.end_backward(self.learn.model)
@@ -290,18 +290,18 @@ def running_copy(
 ) -> Iterator[Learner]:
     """Copy `learn` in a precision; a batch of the copy ends with its backward pass, and no step is taken.
 
-    Compiled modules run as they were written: hooks would not fire in a compiled graph.
+    Compiled modules run uncompiled, as hooks do not fire in a compiled graph.
     """
     with copied_learner(learn) as copy, _UNCOMPILED, fp32_settings(FULL_PRECISION):
         kwargs: Any = dict(init_scale=scale, fp32_modules=list(keep), on_overflow='ignore')
         if mode is AMPMode.FP8:
             cb = precision_callback(learn)
-            with suppress(ValueError):                           # where no linear layer is left
+            with suppress(ValueError):                           # no linear layer is left
                 round_as_fp8(fp8_layers(copy.model, cb and cb.arguments.get('modules'), keep).values())
             mode = AMPMode.BF16
         set_precision(copy, None if mode is None else MixedPrecision(mode, **kwargs))
         if mode is None: copy.model._apply(half_to_float)        # frozen weights, which autocast casts
-        copy.scaler = torch.amp.GradScaler('cpu', enabled=False)   # in fp32, too: callbacks may scale a loss with it
+        copy.scaler = torch.amp.GradScaler('cpu', enabled=False)   # callbacks may use it, in fp32 as well
         copy.add_cb(_Ends(found))
         yield copy
 
@@ -319,7 +319,7 @@ def trace(
 ) -> Trace:
     """Run batches forward and backward in a copy of `learn`, in its own loop with its callbacks; no step is taken.
 
-    Then the first batch runs as in validation, unless that fails in fp32, too.
+    Then the first batch runs as in validation, unless that fails in fp32 as well.
     """
     found = Trace(mode, reference)
     with running_copy(learn, mode, keep, scale, found) as copy:
@@ -330,7 +330,7 @@ def trace(
                 begin_fit(copy, 1)
             with found.hooked(copy.model):
                 for i, batch in enumerate(batches):
-                    batch = map_tensors(torch.clone, batch)      # the model may write into it
+                    batch = map_tensors(torch.clone, batch)      # which the model may write into
                     found.begin()
                     _run_again(copy, *batch) if in_fit else copy.one_batch(i, batch)
             if not in_fit and (reference is None or reference.validates): found.validate(copy, batches[0])
@@ -342,7 +342,7 @@ def trace(
     return found
 
 
-# -- figures of tensors, without float64, which MPS lacks
+# -- numbers about tensors, without float64, which MPS lacks
 
 def all_finite(t: torch.Tensor) -> bool:
     "Return whether no value is NaN or inf."
@@ -350,14 +350,14 @@ def all_finite(t: torch.Tensor) -> bool:
 
 
 def ends(t: torch.Tensor) -> bool:
-    "Return whether finite numbers end in `t`: a value is NaN or +inf. -inf alone may be a mask."
+    "Return whether a value is NaN or +inf; -inf may be a mask."
     return bool((t.isnan() | t.isposinf()).any())
 
 
 def largest_value(t: torch.Tensor) -> float:
     """Return the largest absolute finite value; 0 if there is none.
 
-    Attention masks do not count: negative values far from all others, and tensors of one value or two.
+    Attention masks are ignored: negative values far from all others, and tensors of one or two distinct values.
     """
     if not all_finite(t): t = t[t.isfinite()]
     if not t.numel(): return 0.
@@ -373,14 +373,14 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float: # nan wi
     "Return the norm of the difference over that of `expected`, of the values that are finite in both."
     both = got.isfinite() & expected.isfinite()
     got, expected = got[both].float(), expected[both].float()
-    if not (unit := largest_value(expected)): return math.nan    # by which squares stay in fp32's range
+    if not (unit := largest_value(expected)): return math.nan    # so that squares stay in the range of fp32
     return float(((got - expected) / unit).norm() / (expected / unit).norm())
 
 
-# -- the copy's loop
+# -- the loop of the copy
 
 def _run_again(copy, xb, yb):
-    "Run a batch whose inputs and targets callbacks have prepared already."
+    "Run a batch that callbacks have already prepared."
     copy.xb, copy.yb = xb, yb
     for cb in copy.cbs:
         if not isinstance(cb, MixedPrecision): cb.before_batch = noop

@@ -1,1 +1,1 @@
-"Commands: the check and the demo; and `keep_freed_memory`."
+"The commands `fastxtend_amp_check` and `fastxtend_amp_demo`, and `keep_freed_memory`."

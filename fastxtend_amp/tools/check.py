@@ -1,4 +1,4 @@
-"The console script `fastxtend_amp_check`: tries mixed precision on a device, and reports for an issue."
+"The console script `fastxtend_amp_check`: tests mixed precision on a device; the output can go into an issue."
 from __future__ import annotations
 
 import argparse, math, platform, tempfile, time, warnings
@@ -24,11 +24,11 @@ from .device import usable_device
 __all__ = ['Result', 'check', 'main']
 
 EPOCHS, LR = 3, 5e-3
-SLACK = .1            # how far the validation loss may be above fp32's, as a share of it; and .02 beyond that
+SLACK = .1            # how far the validation loss may lie above that of fp32: this share of it, plus .02
 
 
 class Result(NamedTuple):
-    "One check: its precision, what it checks, whether it passed (None: it was not run), and what was seen."
+    "One check: its precision, what it checks, whether it passed (None if it was not run), and what was seen."
     precision: str
     what: str
     passed: bool | None
@@ -36,7 +36,7 @@ class Result(NamedTuple):
 
 
 def _learner(device, precision, opt_func=Adam, path=None, **kwargs) -> Learner:
-    "Return the same small network from the same seed, in one of the precisions."
+    "Return a small network, always from the same seed, in one of the precisions."
     set_seed(0, reproducible=False)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 1024), nn.BatchNorm1d(1024), nn.ReLU(), nn.Linear(1024, 10))
     model.to(device)
@@ -54,14 +54,14 @@ def _state(device):
 
 
 class _Watch(Callback):
-    "A note of the dtype in which the first linear layer computes."
+    "Records the dtype in which the first linear layer computes."
     def before_fit(self): self.hook = self.model[1].register_forward_hook(self._note)
     def _note(self, module, args, out): self.dtype = out.dtype
     def after_fit(self): self.hook.remove()
 
 
 class _Overflow(Callback):
-    "An infinite gradient in the tenth step, and a note of whether that step changed anything."
+    "Makes a gradient infinite in the tenth step, and records whether that step changed the weights."
     run_valid, step = False, 9
     def after_backward(self):
         if self.iter != self.step: return
@@ -73,12 +73,12 @@ class _Overflow(Callback):
 
 
 class _Interrupt(Callback):
-    "An exception in the middle of a forward pass, after the model."
+    "Raises an exception in a batch, after the model."
     run_valid = False
     def after_pred(self): raise InterruptedError('a check of fastxtend_amp')
 
 
-# -- the checks: each says whether it passed, and what was seen
+# -- the checks: each returns whether it passed, and what was seen
 
 def _trains(device, precision, mode, before) -> tuple[bool, str]:
     learn, watch, start = _learner(device, precision), _Watch(), time.perf_counter()
@@ -121,7 +121,7 @@ def _resumes(device, precision, mode, before) -> tuple[bool, str]:
         same &= loaded == saved
         seen += f', loss scale {loaded:,g} ' + ('as saved' if loaded == saved else f'INSTEAD OF {saved:,g}')
     _fit(other)
-    return same, seen + ', training went on'
+    return same, seen + ', training continued'
 
 
 def _recovers(device, precision, mode, before) -> tuple[bool, str]:
@@ -130,10 +130,10 @@ def _recovers(device, precision, mode, before) -> tuple[bool, str]:
     except InterruptedError: pass
     whole = {p.dtype for p in learn.model.parameters()} == {torch.float32}
     now, expected = _state(device), before['state']
-    seen = 'as before' if now == expected else f'{now} INSTEAD OF {expected}'
+    seen = 'restored' if now == expected else f'{now} INSTEAD OF {expected}'
     if not whole: seen += ', WEIGHTS ARE NOT fp32'
     _fit(learn)
-    return now == expected and whole, f'autocast and gradient mode {seen}, training went on'
+    return now == expected and whole, f'autocast and gradient mode {seen}, training continued'
 
 
 def _checks(device, mode) -> Iterator[tuple[str, Callable]]:
@@ -149,19 +149,19 @@ def _checks(device, mode) -> Iterator[tuple[str, Callable]]:
 def _has_fused(device):
     p = nn.Parameter(torch.zeros(1, device=device))
     p.grad = torch.zeros_like(p)
-    try: torch.optim.AdamW([p], fused=True).step()               # some devices are refused in the first step only
+    try: torch.optim.AdamW([p], fused=True).step()               # some devices raise an error only here
     except RuntimeError: return False
     return True
 
 
 def check(
     device: str | torch.device,
-    progress: Callable[[Result], object] = lambda result: None, # Called with each result as it comes
-) -> list[Result]: # Those of all precisions; a precision that the device does not run has one, with `passed` None
-    "Train a small network in each precision, and check overflow, save and load, and exceptions."
+    progress: Callable[[Result], object] = lambda result: None, # Called with each result
+) -> list[Result]: # An unsupported precision has one result, with `passed` None
+    "Train a small network in each precision; check overflow, save and load, and exceptions."
     on, results = torch.device(device), []
     support = {r.mode: r for r in precision_support(on).itertuples()}
-    before = {'state': _state(on)}                               # what the checks compare with; fp32 adds its loss
+    before = {'state': _state(on)}                               # for comparison; fp32 adds its loss
     def add(*args):
         results.append(Result(*args))
         progress(results[-1])
@@ -176,7 +176,7 @@ def check(
                 warnings.simplefilter('always')
                 try: passed, seen = run(on, precision, mode, before)
                 except Exception as e: passed, seen = False, f'{type(e).__name__}: {" ".join(str(e).split())[:300]}'
-            said = [' '.join(str(w.message).split()) for w in caught if 'training failed' in str(w.message)]
+            said = [' '.join(str(w.message).split()) for w in caught if 'goes wrong' in str(w.message)]
             add(precision, what, bool(passed), ' '.join([seen, *said]))
     return results
 
@@ -203,14 +203,14 @@ def _line(result: Result) -> str:
 
 
 def head(device: torch.device) -> str:
-    "Return versions, the device, how it runs each precision, and settings of fp32 that are not the default."
+    "Return versions, the device, its support for each precision, and fp32 settings that are not the default."
     rows = '\n'.join(f'  {r.mode}: {r.support} ({r.why})' for r in precision_support(device).itertuples())
     lines = [_versions(), f'device: {_name(device)}', rows, *filter(None, [settings_note()])]
     return '\n'.join(lines)
 
 
 def verdict(results: Sequence[Result], device: torch.device) -> str:
-    "Return one sentence on all of them."
+    "Summarize the results in a sentence."
     failed, run = [r for r in results if r.passed is False], [r for r in results if r.passed is not None]
     if not failed: return f'All {len(run)} checks passed on {device}.'
     names = ', '.join(f'{r.precision}: {r.what}' for r in failed)
@@ -221,10 +221,10 @@ def verdict(results: Sequence[Result], device: torch.device) -> str:
 def main(argv: Sequence[str] | None = None) -> int: # The exit status: 0 if all checks passed, else 1
     "The console script `fastxtend_amp_check`."
     parser = argparse.ArgumentParser(prog='fastxtend_amp_check', description=(
-        'Does mixed precision work on this device? Trains a small network in fp32 and in each precision, compares, and '
-        'prints what to paste into an issue. Takes less than two minutes.'))
+        'Test mixed precision on this device: train a small network in fp32 and in each precision, and compare. Takes '
+        'less than two minutes. The output can be pasted into an issue.'))
     parser.add_argument('--device', metavar='D',
-        help="torch device, such as 'cpu' or 'cuda:0' (default: the accelerator, if there is one)")
+        help="torch device, for example 'cpu' or 'cuda:0' (default: the accelerator, if any)")
     args = parser.parse_args(argv)
     device = usable_device(parser, args.device)
     print(head(device), end='\n\n', flush=True)

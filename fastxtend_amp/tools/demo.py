@@ -1,4 +1,4 @@
-"The console script `fastxtend_amp_demo`: measures on handwritten digits which precision pays on this device."
+"The console script `fastxtend_amp_demo`: compares the precisions of this device on handwritten digits."
 from __future__ import annotations
 
 import argparse, os
@@ -19,12 +19,12 @@ from .device import usable_device
 
 __all__ = ['digits', 'learner', 'main']
 
-SECONDS = 75                               # for all that is trained; starting Python and drawing come on top
+SECONDS = 75                               # for training, without starting Python and plotting
 STEPS, BATCH_SIZE, LR = 44, 64, 1e-3       # two epochs; the loss falls from 2.3 to about 0.1
 
 
 def digits(device: torch.device, size: int = 16) -> DataLoaders:
-    "Return scikit-learn's 1,797 handwritten digits as float images (n, 1, size, size); every fifth is for validation."
+    "Return scikit-learn's 1,797 handwritten digits as float images (n, 1, size, size); every fifth validates."
     from sklearn.datasets import load_digits
     data = load_digits()
     images = torch.tensor(data.images, dtype=torch.float32)[:, None]
@@ -35,7 +35,7 @@ def digits(device: torch.device, size: int = 16) -> DataLoaders:
 
 
 def learner(device: torch.device) -> Learner:
-    "Return a convolutional network, wide enough that most of a step is convolution, on the digits."
+    "Return a learner on the digits, with a network in which convolutions take most of a step."
     def block(i, o, stride):
         return [nn.Conv2d(i, o, 3, stride=stride, padding=1, bias=False), nn.BatchNorm2d(o), nn.ReLU()]
     set_seed(42)
@@ -45,19 +45,19 @@ def learner(device: torch.device) -> Learner:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    "Measure, print what was found and the call to write, and draw a picture."
+    "Compare the precisions, print the result and the call to use, and save a plot."
     parser = argparse.ArgumentParser(prog='fastxtend_amp_demo', description=(
         'Train a convolutional network on 1,797 real handwritten digits in fp32 and in each precision that the device '
         'runs natively; compare speed, loss and memory. Takes at most a minute and a half.'))
     parser.add_argument('--device', metavar='D',
-                        help="torch device, such as 'cpu' or 'cuda:0' (default: the accelerator, if there is one)")
+                        help="torch device, for example 'cpu' or 'cuda:0' (default: the accelerator, if any)")
     parser.add_argument('--emulated', action='store_true',
-                        help='train in emulated precisions, too, in a fifth of the time: slow, but with true losses')
+                        help='also train in emulated precisions, in a fifth of the time: slow, but with real losses')
     parser.add_argument('--out', type=Path, default=Path('fastxtend_amp_demo.png'), metavar='FILE',
                         help='the PNG to write (default %(default)s)')
     args = parser.parse_args(argv)
     if not os.access(args.out.parent, os.W_OK):
-        parser.error(f'--out {args.out}: there is no folder {args.out.parent} that can be written to')
+        parser.error(f'--out {args.out}: {args.out.parent} is not a folder, or not writable')
     device = usable_device(parser, args.device)
     modes = dict[str, list[str]](native=[], emulated=[], unsupported=[])
     for r in precision_support(device).itertuples():
@@ -66,15 +66,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     learn, results = learner(device), []
     def compare(modes, n_seeds, share):
         names = ', '.join(['fp32', *modes])
-        print(f'{names} train in turns, for at most {share * SECONDS:.0f} seconds.\n', flush=True)
+        print(f'Training in {names}, in alternating rounds, for at most {share * SECONDS:.0f} seconds.\n', flush=True)
         results.append(learn.compare_precision(modes, STEPS, n_seeds=n_seeds, max_seconds=share * SECONDS))
         print(results[-1], end='\n\n')
     if modes['native']: compare(modes['native'], 3, .8)
-    for mode in modes['emulated'] if args.emulated else []:  # apart: fp16's steps may be very slow
+    for mode in modes['emulated'] if args.emulated else []:  # separately, as fp16 may be very slow
         compare([mode], 0, .2 / len(modes['emulated']))
     if not results:
-        print('Nothing can be faster than fp32 here. What other devices would find, by one batch '
-              '(`--emulated` trains longer):\n', flush=True)
+        print('No precision can be faster than fp32 on this device. A report on one batch, for other devices '
+              '(`--emulated` trains):\n', flush=True)
         results.append(learn.precision_report(max_seconds=.2 * SECONDS))
         print(results[-1], end='\n\n')
     import matplotlib

@@ -11,10 +11,10 @@ __all__ = ['usable_device']
 
 
 def usable_device(
-    parser: argparse.ArgumentParser, # Ends the process with a message if the device cannot be used
-    name: str | None, # What the user gave; the accelerator that PyTorch finds, else the CPU, if None
+    parser: argparse.ArgumentParser, # Exits with a message if the device cannot be used
+    name: str | None, # As given; the accelerator that PyTorch finds, or the CPU, if None
 ) -> torch.device:
-    "Return the device that `--device` names; a tensor can be made on it, and PyTorch has an autocast for it."
+    "Return the device that `--device` names, after checking that it works and that PyTorch has an autocast for it."
     wanted = name or torch.accelerator.current_accelerator(check_available=True) or 'cpu'
     try:
         if str(wanted).startswith('xla'): import torch_xla  # noqa: F401  registers the device

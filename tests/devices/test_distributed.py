@@ -186,5 +186,5 @@ def test_a_comparison_waits_for_nobody_and_the_measured_choice_is_refused(ranks)
     both = ranks('compares', 'ddp', 'bf16')
     assert [r['steps'] for r in both] == [[], 2 * [{'fp32': 4, 'bf16': 4}]]
     for r in both:
-        assert r['refusal'].startswith('to_amp(measure=True) cannot run in several processes')
+        assert r['refusal'].startswith('to_amp(measure=True) is not available in distributed runs')
         assert r['model'] == 'DistributedDataParallel'

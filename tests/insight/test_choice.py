@@ -76,9 +76,9 @@ def test_takes_the_fastest(speeds, chosen, capsys):
         assert isinstance(cb and cb.precision, HalfWeights) == chosen.startswith('half')
     said = capsys.readouterr().out
     assert (
-        said.startswith(f'Chosen: {chosen}. ')
+        said.startswith(f'Selected: {chosen}. ')
         and said.count('\n') == 1
-        and f'measuring: `{decision.calls[chosen]}`.' in said
+        and f'Without measuring: `{decision.calls[chosen]}`.' in said
     )
     if chosen == 'fp16':
         assert 'Speed-up 3.00 (3.00 to 3.00); its loss is within' in said

@@ -350,8 +350,7 @@ def test_rounds_alternate_and_none_always_follows_the_same(support):
     r = seeded(cbs=Sleeps(2.0)).compare_precision(LOW, n_steps=9, n_seeds=0)
     forth = ['fp32', *LOW]
     assert (
-        Sleeps.taken[:27] == [name for i in range(9) for name in forth[:: (-1) ** i]]
-        and r.table['rounds']['bf16'] == 8
+        Sleeps.taken[:27] == [name for i in range(9) for name in forth[:: (-1) ** i]] and r.table['rounds']['bf16'] == 8
     )
 
 

@@ -80,7 +80,7 @@ def test_random_draws_are_the_same_in_both_precisions():
 def test_noise_that_is_not_known_is_an_error():
     one = [(torch.ones(4, 6), torch.ones(4, 1))]
     for batches, until in (one, math.inf), (one * 6, math.inf), ([*loaders().train], time.monotonic()):
-        with pytest.raises(ValueError, match='noise between batches is not known'):
+        with pytest.raises(ValueError, match='noise between batches is unknown'):
             gradient_distance(learner(), batches, AMPMode.BF16, [], 1.0, until)
 
 
@@ -142,7 +142,7 @@ def test_only_continuous_targets_are_asked_to_come_back():
 def test_one_batch_leaves_the_noise_unknown_and_the_verdict_as_it_is():
     report = learner(dls=loaders(64, 64)).precision_report('bf16')
     assert report.verdicts['bf16'].verdict == 'safe so far' and 'gradient' not in report.verdicts['bf16'].reason
-    assert any('noise between batches is not known' in note for note in report.notes)
+    assert any('noise between batches is unknown' in note for note in report.notes)
 
 
 def test_a_batch_that_fails_is_no_error_of_the_report():

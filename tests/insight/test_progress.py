@@ -35,7 +35,7 @@ def test_a_terminal_shows_a_bar_that_is_gone_in_the_end(name, sleeps, capsys):
     assert len(bars) > 1 and bars[0].lstrip().startswith('|-') and ('fp32]' in out or 'bf16]' in out)
     last = next(part for part in reversed(out.split('\r')) if part.strip('\n'))
     rest = out[out.rindex(bars[-1]) + len(bars[-1]) :]
-    assert rest.startswith('\r' + ' ' * (len(bars[-1]) - 1)) and 'Chosen' in last or last.isspace()
+    assert rest.startswith('\r' + ' ' * (len(bars[-1]) - 1)) and 'Selected' in last or last.isspace()
 
 
 @pytest.mark.parametrize('name', CALLS)

@@ -409,7 +409,8 @@ def test_code_that_half_precision_breaks_is_not_the_devices_fault(f, monkeypatch
     )
     assert verdict.verdict == 'keep modules in fp32' and verdict.modules == ['1'] and 'this CPU' not in verdict.reason
     assert (
-        verdict.reason.startswith("'1' does not run in fp16: ") and 'create tensors with `dtype=x.dtype`' in verdict.reason
+        verdict.reason.startswith("'1' does not run in fp16: ")
+        and 'create tensors with `dtype=x.dtype`' in verdict.reason
     )
     assert "fp32_modules=['1'])" in verdict.call and trained(inner(f), verdict)[0] == 0
     assert own.verdict == 'cannot run' and own.reason.startswith("the model's own `forward` does not run in fp16")
@@ -756,8 +757,7 @@ def test_it_says_what_it_looked_at():
         * (AMPMode.BF16.support(torch.device('cpu')).status == 'emulated'),
         'The targets are continuous: the closer the predictions come to them, the more rounding matters. '
         'Ask again late in training.',
-        'Callbacks left out: at. If the training step needs one of them, set its attribute '
-        '`run_on_copy = True`.',
+        'Callbacks left out: at. If the training step needs one of them, set its attribute `run_on_copy = True`.',
     ]
     assert report.notes[0] in repr(report) and 'Looked at 2 batches of 4 samples' in report._repr_html_()
     seen = []
@@ -851,7 +851,7 @@ def test_the_printed_report():
         (
             lambda l: learner(mlp().requires_grad_(False)).precision_report(),
             ValueError,
-            r'(?s)precision_report needs parameters to train.*frozen.*learn\.unfreeze\(\)',
+            r'(?s)precision_report needs trainable parameters.*frozen.*learn\.unfreeze\(\)',
         ),
     ],
 )

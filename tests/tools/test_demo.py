@@ -47,9 +47,7 @@ def test_emulated_precisions_train_if_asked_for_and_in_a_fifth_of_the_time(
     monkeypatch.setattr(demo, 'learner', lambda device: learner(nn.Linear(6, 1), lr=0.01))
     monkeypatch.setattr(demo, 'SECONDS', 10)
     kept = compare.Comparison.__post_init__
-    monkeypatch.setattr(
-        compare.Comparison, '__post_init__', lambda self: given.append(self.max_seconds) or kept(self)
-    )
+    monkeypatch.setattr(compare.Comparison, '__post_init__', lambda self: given.append(self.max_seconds) or kept(self))
     demo.main(['--device', 'cpu', '--out', str(tmp_path / 'f.png'), *args])
     out = capsys.readouterr().out
     assert out.startswith(f'bf16 is {bf16} on this device (for this test).\nfp16 is {fp16} ')
@@ -58,7 +56,7 @@ def test_emulated_precisions_train_if_asked_for_and_in_a_fifth_of_the_time(
     if seconds:
         assert given == seconds and 'Next: `learn.to_' in ' '.join(out.split())
     else:
-        assert 'Nothing can be faster than fp32 here.' in out and 'of modules' not in out
+        assert 'No precision can be faster than fp32 on this device.' in out and 'of modules' not in out
     assert (tmp_path / 'f.png').read_bytes()[:4] == b'\x89PNG'
 
 
@@ -73,7 +71,7 @@ def test_the_data_and_the_model_are_the_same_each_time():
     'args,message',
     [
         (['--device', 'gpu'], '--device gpu'),
-        (['--out', 'no/such/f.png'], 'no folder'),
+        (['--out', 'no/such/f.png'], 'no/such is not a folder, or not writable'),
         (['--device', 'meta'], 'no autocast'),
     ],
 )
