@@ -17,10 +17,10 @@ PACKAGE = Path(fastxtend_amp.__file__).parent
 FIRST = ['to_amp', 'to_bf16', 'to_fp16', 'to_fp32', 'to_tf32', 'to_fp8', 'to_half_weights', 'to_channelslast',
          'precision', 'precision_as', 'amp_context', 'precision_report', 'compare_precision', 'precision_decision']
 ELSEWHERE = {'Verdict': 'insight.verdict', 'PrecisionChoice': 'insight.precisions'}  # public, and not in `__all__`
-BASE = 'precisions.Precision'                                    # as well; `Learner.precision` has the anchor `precision`
+BASE = 'precisions.Precision'                                    # also public; `precision` is a method's anchor
 INSIGHT = ['PrecisionReport', 'Verdict', 'PrecisionComparison', 'PrecisionChoice']   # returned by methods
 NOT_LISTED = {'name', 'learn', 'amp_context', 'check_modules', 'replace', 'skips_in_a_row', 'needs_loss_scaling',
-              'arguments', 'open', 'close', 'attach', 'refuse_others', 'training', 'state_key'}   # for the package itself
+              'arguments', 'open', 'close', 'attach', 'refuse_others', 'training', 'state_key'}  # of the package only
 ATTRIBUTES = {'mode': "The precision, such as 'bf16'", 'verdict': 'What the report says', 'reason': 'Why'}
 EVENT = re.compile(r'(before|after)_\w+')
 

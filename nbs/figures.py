@@ -67,7 +67,8 @@ def save_dark(file: Path) -> None:
     for light in (file, large(file)):
         if not light.exists(): continue
         image = np.array(Image.open(light).convert('RGB'))
-        Image.fromarray(dark(image)).save(light.with_stem(file.stem + '_dark' + light.stem[len(file.stem):]), optimize=True)
+        night = light.with_stem(f'{file.stem}_dark{light.stem[len(file.stem):]}')
+        Image.fromarray(dark(image)).save(night, optimize=True)
 
 
 def large(file: Path) -> Path:

@@ -47,7 +47,7 @@ def link_sources(app, doctree):
 def add_narrow_charts(app, doctree):
     "A chart drawn for wide screens is followed by the one for phones; the style sheet shows one of them."
     for node in [*doctree.findall(nodes.image)]:
-        wide, narrow = (node['uri'].replace('.png', f'{kind}_2x.png') for kind in ('', '_narrow'))   # scaled by the page
+        wide, narrow = (node['uri'].replace('.png', f'{kind}_2x.png') for kind in ('', '_narrow'))   # the page scales
         if not (Path(app.srcdir) / narrow).exists() or narrow == node['uri']: continue
         node['uri'] = wide
         node['classes'].append('wide')

@@ -1,7 +1,6 @@
 "The recipes of the manual, run as they are written there."
 
-import linecache
-import re
+import linecache, re
 from functools import partial
 from pathlib import Path
 
@@ -40,10 +39,15 @@ def classes(word):
     "What the classes of a recipe need and define; what comes after them is left out."
     text = re.split(r'\n\n(?!class)', re.sub(r'^from transformers.*\n+', '', code(word)))
     names = {'Callback': Callback, 'nn': nn, 'torch': torch}
-    source, file = '\n\n'.join(part for part in text if part.startswith(('class', 'from'))), f'<{word}>'
-    linecache.cache[file] = len(source), None, source.splitlines(True), file  # a copy looks at a callback's source
-    exec(compile(source, file, 'exec'), names)
+    run('\n\n'.join(part for part in text if part.startswith(('class', 'from'))), names)
     return names
+
+
+def run(text, names):
+    "Run a recipe as a notebook does, where `inspect` finds the source of what a cell defines."
+    file = f'/recipe/{len(linecache.cache)}.py'
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    exec(compile(text, file, 'exec'), names)
 
 
 def tokens(n=32):

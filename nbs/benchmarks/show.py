@@ -104,10 +104,10 @@ def draw(ax: Any, rows: Rows, narrow: bool = False) -> None:
             ax.plot(ratio[1], y, 'o', color=COLOR, mfc='white' if noisy(ratio, blocks) else COLOR, ms=6)
         if narrow: ax.text(0, y - .42, title, transform=beside, va='center', fontsize=9)
     first, last = rows[0][1]['fastxtend_amp']['vs_fp32'], rows[-1][1]['fastxtend_amp']['vs_fp32']
-    legend: dict[str, Any] = dict(fontsize=8, color=GREY, textcoords='offset points')
-    if first[1] - 1 > last[1]: legend |= dict(xytext=(-8, -4 if narrow else 0), ha='right', va='center', xy=(first[0], 0))
-    else: legend |= dict(xytext=(8, 0), ha='left', va='center', xy=(first[2], 0))
-    ax.annotate('median and quartiles\nhollow, ~: uncertain', **legend)
+    is_left = first[1] - 1 > last[1]       # there is room to the left of the first row's mark
+    ax.annotate('median and quartiles\nhollow, ~: uncertain', (first[0 if is_left else 2], 0), fontsize=8, color=GREY,
+                xytext=(-8 if is_left else 8, -4 if narrow else 0), textcoords='offset points',
+                ha='right' if is_left else 'left', va='center')
     top = -.75 if narrow else -.5
     for column, head in enumerate(('fastxtend\n_amp', 'PyTorch\nloop')):
         right(column, top, head, va='bottom', fontsize=8, color=GREY if column else COLOR)
@@ -131,7 +131,8 @@ def plot(panels: dict[str, Rows], file: str | Path, narrow: bool = False, dpi: i
     axs = figure.subplots(len(panels), squeeze=False, height_ratios=[1 + len(rows) for rows in panels.values()])[:, 0]
     for ax, (title, rows) in zip(axs, panels.items()):
         draw(ax, rows, narrow)
-        ax.set_title('\n'.join(wrap(title, 38)) if narrow else title, fontweight='bold', fontsize=11, loc='left', pad=26)
+        lines = '\n'.join(wrap(title, 38)) if narrow else title
+        ax.set_title(lines, fontweight='bold', fontsize=11, loc='left', pad=26)
     text = f'whole training step, {OPTIMIZER}{below}'
     figure.supxlabel('\n'.join(wrap(text, 52)) if narrow else text, fontsize=8, color=GREY)
     figure.savefig(file, dpi=dpi, bbox_inches='tight')
