@@ -9,6 +9,7 @@ from fastai.learner import Learner
 from fastcore.docments import docments
 
 import fastxtend_amp
+from fastxtend_amp.precisions import PRECISIONS, Precision
 
 from api_examples import EXAMPLES
 
@@ -16,9 +17,10 @@ PACKAGE = Path(fastxtend_amp.__file__).parent
 FIRST = ['to_amp', 'to_bf16', 'to_fp16', 'to_fp32', 'to_tf32', 'to_fp8', 'to_half_weights', 'to_channelslast',
          'precision', 'precision_as', 'amp_context', 'precision_report', 'compare_precision', 'precision_decision']
 ELSEWHERE = {'Verdict': 'insight.verdict', 'PrecisionChoice': 'insight.precisions'}  # public, and not in `__all__`
+BASE = 'precisions.Precision'                                    # as well; `Learner.precision` has the anchor `precision`
 INSIGHT = ['PrecisionReport', 'Verdict', 'PrecisionComparison', 'PrecisionChoice']   # returned by methods
 NOT_LISTED = {'name', 'learn', 'amp_context', 'check_modules', 'replace', 'skips_in_a_row', 'needs_loss_scaling',
-              'arguments', 'mode_on', 'open_fit', 'take_step', 'end_step', 'training'}    # for the package itself
+              'arguments', 'open', 'close', 'attach', 'refuse_others', 'training', 'state_key'}   # for the package itself
 ATTRIBUTES = {'mode': "The precision, such as 'bf16'", 'verdict': 'What the report says', 'reason': 'Why'}
 EVENT = re.compile(r'(before|after)_\w+')
 
@@ -50,12 +52,14 @@ def learner_methods():
 
 def public(name):
     "Return a public object by its name."
+    if name == BASE: return Precision
     if name in ELSEWHERE: return getattr(import_module(f'fastxtend_amp.{ELSEWHERE[name]}'), name)
     return getattr(fastxtend_amp, name)
 
 
 def members(cls):
     "Return methods and properties of `cls` that users call, without those of a base class that has an entry."
+    if issubclass(cls, Precision) and cls is not Precision: return {}     # it overrides what `Precision` describes
     found, listed = {}, [base for base in cls.__mro__[1:] if base.__name__ in fastxtend_amp.__all__]
     for base in reversed(cls.__mro__):
         if is_ours(base) and not any(issubclass(other, base) for other in listed):
@@ -64,16 +68,24 @@ def members(cls):
             if not n.startswith('_') and n not in NOT_LISTED and not EVENT.fullmatch(n) and inspect.getdoc(m)}
 
 
+def meaning(name):
+    "Return what an argument of several calls means; what few precisions have, with their names."
+    if text := docments(fastxtend_amp.MixedPrecision.__init__).get(name): return text
+    texts = {cls.name: text for cls in PRECISIONS.values() if (text := docments(cls.__init__).get(name))}
+    text = next(iter(texts.values()), '')
+    return f'{text} ({", ".join(texts)})' if texts and len(texts) < 3 and '(' not in text else text
+
+
 def arguments(f):
-    "Return name, type, default and meaning of each argument of `f`."
+    "Return name, type, default and meaning of each argument of `f`; what other calls share is described where it is."
     meanings, found = docments(f, args_kwargs=True), []
     for name, p in inspect.signature(f).parameters.items():
         if name == 'self' or (p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and not meanings.get(name)): continue
         kind = p.annotation if isinstance(p.annotation, str) else inspect.formatannotation(p.annotation)
         kind = '' if p.annotation is p.empty else re.sub(r'(\w+\.)+(?=[A-Z])', '', kind)
-        meaning = ' '.join((meanings.get(name) or ATTRIBUTES.get(name, '')).split())
+        text = ' '.join((meanings.get(name) or ATTRIBUTES.get(name) or meaning(name)).split())
         stars = '**' if p.kind is p.VAR_KEYWORD else ''
-        found.append((stars + name, '' if kind == 'Any' else kind, default_text(p.default), meaning))
+        found.append((stars + name, '' if kind == 'Any' else kind, default_text(p.default), text))
     return found
 
 
@@ -92,16 +104,18 @@ def table(obj):
     "Return the arguments of `obj`, or the attributes of what a method returns, as a table; empty without any."
     is_returned = getattr(obj, '__name__', '') in INSIGHT
     rows = []
-    for name, kind, default, meaning in arguments(obj):
+    for name, kind, default, text in arguments(obj):
         typed = ' = '.join(filter(None, (kind, '' if is_returned else default)))
-        rows.append(f'| `{name}` | {cell(f"`{typed}`") if typed else ""} | {cell(meaning)} |')
+        rows.append(f'| `{name}` | {cell(f"`{typed}`") if typed else ""} | {cell(text)} |')
     head = '| attribute | type | meaning |' if is_returned else '| argument | type = default | meaning |'
-    return '\n'.join([head, '|---|---|---|', *rows]) if rows else ''
+    has_meanings = any(text for *_, text in arguments(obj))
+    return '\n'.join([head, '|---|---|---|', *rows]) if has_meanings else ''
 
 
 def text_of(obj):
-    "Return the docstring as Markdown, with addresses as links."
-    return re.sub(r'(?<![<(])(https?://[^\s,;>]*[^\s,;>.:])', r'<\1>', inspect.getdoc(obj) or '')
+    "Return the docstring as Markdown, with addresses as links, without the arguments that a table has."
+    doc = (inspect.getdoc(obj) or '').partition('\n\nArguments:\n')[0]
+    return re.sub(r'(?<![<(])(https?://[^\s,;>]*[^\s,;>.:])', r'<\1>', doc)
 
 
 def example(name): return f'```python\n{EXAMPLES[name].strip()}\n```' if name in EXAMPLES else ''
@@ -111,6 +125,7 @@ def source_link(obj):
     "Return a link to the file that `obj` is written in."
     f = function_of(obj)
     if not is_ours(f): return ''
+    f = vars(f).get('__delwrap__', f)                            # `to_fp16` and others are made from a class
     file = Path(import_module(f.__module__).__file__)
     return f'[source](../fastxtend_amp/{file.relative_to(PACKAGE).as_posix()})'
 
@@ -122,7 +137,10 @@ def entry(name, obj, level=3, key=''):
     if hasattr(obj, '__members__'): parts.append('\n'.join(f'- `{name}.{m.name}`: `{m.value!r}`' for m in obj))
     elif has_arguments: parts.append(table(obj))
     parts.append(source_link(obj))
-    if inspect.isclass(obj) and not hasattr(obj, '__members__'):
+    if obj is Precision:
+        rows = [f'| `{n}` | {cell(" ".join(text_of(m).split()))} |' for n, m in members(obj).items()]
+        parts.insert(-1, '\n'.join(['| to override | what it does |', '|---|---|', *rows]))
+    elif inspect.isclass(obj) and not hasattr(obj, '__members__'):
         parts += [entry(f'{name}.{n}', m, level + 1) for n, m in members(obj).items()]
     return '\n\n'.join(filter(None, parts))
 
@@ -134,7 +152,7 @@ def learner_part():
 
 def training_part():
     "Return the entries of the public names that `insight_part` does not have."
-    first = ['MixedPrecision', 'HalfWeights', 'AMPMode', 'precision_support']
+    first = ['MixedPrecision', 'HalfWeights', BASE, 'AMPMode', 'precision_support']
     names = [*first, *sorted({*fastxtend_amp.__all__} - {*first, *INSIGHT}, key=str.lower)]
     return '\n\n'.join(entry(name, public(name)) for name in names)
 

@@ -421,14 +421,15 @@ def row(name: str, case: Case) -> tuple[str, int, int]: # The row, verdicts that
         right, alarms = right + ok, alarms + (not ok and not case.expected[v.mode])
         last = sorted({m.rpartition('.')[2] for m in v.modules})
         names = ', '.join(f'`{m}`' for m in last) + f' ({len(v.modules)})' * (len(v.modules) > 1)
-        said.append(f'{v.verdict}: {names}'.removesuffix(': ') + ' (**wrong**)' * (not ok))
+        verdict = f'{names} in fp32' if v.verdict == 'keep modules in fp32' else f'{v.verdict}: {names}'
+        said.append(verdict.removesuffix(': ') + ' (**wrong**)' * (not ok))
     steps = ''
     if case.expected['fp16']:
         call = next(v.call for v in verdicts if v.mode == 'fp16')
         steps = f'{lost(case, "learn.to_fp16()")}, {lost(case, call)}'
     where, _, number = case.thread.partition('#')
-    link = f'[{where.rpartition("/")[2]} #{number}]({GITHUB}{where}/issues/{number})' if number else case.thread
-    cells = [name, link, case.breaks, case.remedy] if case.breaks else [name, link]
+    link = f'[{name}]({GITHUB}{where}/issues/{number})' if number else f'{name} ({case.thread})'
+    cells = [link, case.breaks, case.remedy] if case.breaks else [link]
     return ' | '.join(['', *cells, *said, *[steps] * bool(case.breaks), f'{took:.1f}', '']).strip(), right, alarms
 
 
@@ -442,9 +443,9 @@ def tables(names: list[str]) -> str:
         print(text, flush=True)
         rows[bool(CASES[name].breaks)].append(text)
         right, alarms = right + r, alarms + a
-    broken = ['| case | thread | what breaks in fp16 or bf16 | known remedy | bf16 | fp16 | lost | s |',
-              '|---|---|---|---|---|---|---|--:|', *rows[True]]
-    healthy = ['| healthy model | from | bf16 | fp16 | s |', '|---|---|---|---|--:|', *rows[False]]
+    broken = ['| case and thread | what breaks in fp16 or bf16 | known fix | bf16 | fp16 | lost | s |',
+              '|---|---|---|---|---|---|--:|', *rows[True]]
+    healthy = ['| healthy model | bf16 | fp16 | s |', '|---|---|---|--:|', *rows[False]]
     total = f'{right} of {2 * len(names)} verdicts are right, {alarms} are false alarms (PyTorch {torch.__version__}).'
     return '\n'.join([total, '', *broken, '', *healthy])
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 import json, sys
 from pathlib import Path
 
+import numpy as np
+from PIL import Image
+
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-from nbs.benchmarks.show import OPTIMIZER, by_model, marked, plot, tables  # noqa: E402
+from nbs.benchmarks.show import OPTIMIZER, by_model, finding, marked, plot, tables  # noqa: E402
 
 RUNS = HERE / 'benchmarks'
 SHOWN, EARLIER = 'native_bf16', ('native_bf16_0.3.0', 'native_bf16_0.2.0', 'native_bf16_0.2.0_b')
 STORED = (SHOWN, *EARLIER, 'emulated')
-TITLE = 'Training in bf16, CPU with native bf16'
+PICTURES = 'speed', 'speed_narrow', 'report', 'demo'             # of the README, each with a dark variant
+NIGHT = (13, 17, 23)                                             # what white becomes
 
 
 def stored(stem: str) -> dict:
@@ -51,5 +55,35 @@ def reports() -> dict[str, str]:
     return {f'benchmarks/{stem}.md': tables(stored(stem)) for stem in STORED}
 
 
-if __name__ == '__main__':
-    for file, narrow in (('speed.png', False), ('speed_narrow.png', True)): plot({TITLE: rows()}, HERE / file, narrow)
+def dark(image: np.ndarray) -> np.ndarray: # RGB, 8 bits
+    "Return a picture for dark pages: its lightness inverted, with the same hues."
+    image, night = image.astype(float), np.array(NIGHT)
+    inverted = image + 255 - image.max(-1, keepdims=True) - image.min(-1, keepdims=True)
+    return (night + inverted / 255 * (255 - night)).round().astype('uint8')
+
+
+def save_dark(file: Path) -> None:
+    "Write the dark variant of a picture beside it, and of its larger one."
+    for light in (file, large(file)):
+        if not light.exists(): continue
+        image = np.array(Image.open(light).convert('RGB'))
+        Image.fromarray(dark(image)).save(light.with_stem(file.stem + '_dark' + light.stem[len(file.stem):]), optimize=True)
+
+
+def large(file: Path) -> Path:
+    "Return the path of a picture's variant with twice as many pixels each way."
+    return file.with_stem(file.stem + '_2x')
+
+
+def main() -> None:
+    version = stored(SHOWN)['machine']['fastxtend_amp']
+    title = finding('bf16', rows())
+    below = f'; CPU with native bf16; fastxtend_amp {version}'
+    for name, narrow in (('speed', False), ('speed_narrow', True)):
+        for file, dpi in ((HERE / f'{name}.png', 100), (large(HERE / f'{name}.png'), 200)):
+            plot({title: rows()}, file, narrow, dpi, below)
+            Image.open(file).convert('RGB').quantize(256, dither=Image.Dither.NONE).save(file, optimize=True)
+    for name in PICTURES: save_dark(HERE / f'{name}.png')
+
+
+if __name__ == '__main__': main()

@@ -13,6 +13,8 @@ from nbclient.exceptions import CellExecutionError
 from nbformat.v4 import new_code_cell, new_notebook
 
 FOLDER = Path(__file__).resolve().parent
+sys.path.append(str(FOLDER))
+from figures import save_dark  # noqa: E402
 
 
 @contextmanager
@@ -62,7 +64,9 @@ def save_pictures(notebook):
         for tag in cell.metadata.get('tags', []):
             if not tag.startswith('save-'): continue
             picture = next(o.data['image/png'] for o in cell.outputs if 'image/png' in o.get('data', {}))
-            (FOLDER / tag.removeprefix('save-')).write_bytes(base64.b64decode(picture))
+            file = FOLDER / tag.removeprefix('save-')
+            file.write_bytes(base64.b64decode(picture))
+            save_dark(file)
 
 
 def main(names):

@@ -15,7 +15,7 @@ PAGES = {
     'Start': ['install', '01_first_run', '02_which_precision', 'faq', 'coming_from'],
     'Guides': ['recipes', '03_resume_and_export', '04_processes_compile_xla', '05_half_weights',
                '07_training_that_mends_itself'],
-    'Background': ['how_it_works', 'limits', 'guarantees', '06_benchmarks', 'gpu_gains'],
+    'Background': ['how_it_works', 'limits', 'guarantees', 'what_the_report_finds', '06_benchmarks', 'gpu_gains'],
     'Reference': ['api', 'changelog']}
 NAMED_ELSEWHERE = {'06_benchmarks': 'Benchmarks', 'gpu_gains': 'What a GPU gains'}   # short, for the list of pages
 TOCTREE = '\n```{{toctree}}\n:caption: {}\n:hidden:\n{}\n```\n'
@@ -47,8 +47,9 @@ def link_sources(app, doctree):
 def add_narrow_charts(app, doctree):
     "A chart drawn for wide screens is followed by the one for phones; the style sheet shows one of them."
     for node in [*doctree.findall(nodes.image)]:
-        narrow = node['uri'].replace('.png', '_narrow.png')
+        wide, narrow = (node['uri'].replace('.png', f'{kind}_2x.png') for kind in ('', '_narrow'))   # scaled by the page
         if not (Path(app.srcdir) / narrow).exists() or narrow == node['uri']: continue
+        node['uri'] = wide
         node['classes'].append('wide')
         node.parent.insert(node.parent.index(node) + 1, nodes.image(uri=narrow, alt=node['alt'], classes=['narrow']))
 

@@ -7,23 +7,23 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-import nbformat, pytest, torch
+import nbformat, numpy as np, pytest, torch
 from fastai.callback import core, fp16
 from fastai.callback.core import Callback
 from fastai.callback.schedule import fit_one_cycle  # noqa: F401  for the examples
 from fastai.learner import Learner
-from fastcore.docments import docments
 from torch import nn
 
 import fastxtend_amp
 from fastxtend_amp import HalfWeights, MixedPrecision
 from fastxtend_amp.compat import AutocastState
+from fastxtend_amp.precisions import PRECISIONS
 from helpers import At, finite, learner, loaders, mlp
 
 ROOT = Path(__file__).parent.parent
 NBS = ROOT / 'nbs'
 sys.path.append(str(NBS))
-import generate  # noqa: E402
+import api_pages, generate  # noqa: E402
 from api_examples import EXAMPLES  # noqa: E402
 
 MODULES = sorted((ROOT / 'fastxtend_amp').rglob('*.py'))
@@ -73,9 +73,17 @@ def test_every_argument_has_a_meaning():
     ]
     assert len(METHODS) >= 9 and 'precision' in ADDED
     for f in called:
-        meanings = docments(f, args_kwargs=True)
+        meanings = {name.strip('*'): text for name, _, _, text in api_pages.arguments(f)}
         for name in inspect.signature(f).parameters:
             assert name in ('self', 'args', 'kwargs') or meanings[name], f'{f.__qualname__}: {name}'
+
+
+@pytest.mark.parametrize('name', PRECISIONS)
+def test_help_explains_every_argument_of_a_precision(name):
+    method = METHODS[f'to_{name}']
+    explained = dict(re.findall(r'^  (\w+): (\S.*)$', method.__doc__, re.M))
+    assert [*explained] == [n for n in inspect.signature(method).parameters if n != 'self']
+    assert method.__doc__.endswith('Returns the learner.')
 
 
 # -- pages
@@ -372,6 +380,26 @@ def test_generated_parts_are_those_of_the_code_and_of_the_runs():
     "Tables, API entries and contents; charts depend on the fonts of a machine."
     for name, text in generate.texts().items():
         assert (NBS / name).read_text() == text, f'{name}: run `python nbs/generate.py`'
+
+
+@pytest.mark.parametrize('light', [f for f in sorted(NBS.glob('*.png')) if '_dark' not in f.stem], ids=lambda f: f.stem)
+def test_a_picture_has_its_dark_variant(light):
+    "It was made from this picture, with white turned into the darkest colour."
+    from PIL import Image
+
+    name = light.stem.removesuffix('_2x')
+    file = light.with_stem(light.stem.replace(name, f'{name}_dark'))
+    made = generate.figures.dark(np.array(Image.open(light).convert('RGB')))
+    assert np.array_equal(np.array(Image.open(file)), made), 'run `python nbs/figures.py`'
+    assert tuple(made.reshape(-1, 3).min(0)) == generate.figures.NIGHT
+
+
+def test_pictures_of_the_readme_are_there():
+    shown = re.findall(r'(?:src|srcset)="([^"]+)"', README)
+    files = [part.split()[0] for text in shown for part in text.split(',')]
+    assert len(files) > 10 and all((ROOT / f).exists() for f in files)
+    assert {Path(f).name for f in files} == {f.name for f in NBS.glob('*.png')}
+    assert all(' ' in alt for alt in re.findall(r'<img [^>]*alt="([^"]*)"', README))
 
 
 def test_speeds_in_the_readme_are_those_of_the_runs():

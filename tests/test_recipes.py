@@ -1,5 +1,6 @@
 "The recipes of the manual, run as they are written there."
 
+import linecache
 import re
 from functools import partial
 from pathlib import Path
@@ -39,7 +40,9 @@ def classes(word):
     "What the classes of a recipe need and define; what comes after them is left out."
     text = re.split(r'\n\n(?!class)', re.sub(r'^from transformers.*\n+', '', code(word)))
     names = {'Callback': Callback, 'nn': nn, 'torch': torch}
-    exec('\n\n'.join(part for part in text if part.startswith(('class', 'from'))), names)
+    source, file = '\n\n'.join(part for part in text if part.startswith(('class', 'from'))), f'<{word}>'
+    linecache.cache[file] = len(source), None, source.splitlines(True), file  # a copy looks at a callback's source
+    exec(compile(source, file, 'exec'), names)
     return names
 
 

@@ -1,4 +1,4 @@
-"The result of a comparison: its table, the recommendation and how sure it is, and the plot."
+"The result of a comparison: table, recommendation and plot."
 from __future__ import annotations
 
 import math
@@ -14,52 +14,52 @@ from fastai.learner import Learner
 from .precisions import PrecisionChoice, color_of, use_choice
 from .shown import Shown
 
-__all__ = ['FEWEST_TURNS', 'PrecisionComparison', 'Tolerance', 'pays', 'recommend', 'speed_up']
+__all__ = ['FEWEST_ROUNDS', 'PrecisionComparison', 'Tolerance', 'pays', 'recommend', 'speed_up']
 
-_WORTH = 1.05           # times fp32's speed: a mode above it pays
-FEWEST_TURNS = 6       # that an interval takes
-_WIDTH = 2.2            # of the interval; one that is looked at once would have 1.57
-_MOVES = .1             # times as far as fp32's weights: a mode whose weights move less far does not train
-# One-sided 95 % prediction interval of one more training, by the number of trainings: t * sqrt(1 + 1 / n).
+_WORTH = 1.05           # smallest speed-up that is recommended
+FEWEST_ROUNDS = 6      # for an interval
+_WIDTH = 2.2            # of the interval; 1.57 for a single look
+_MOVES = .1             # of the distance in fp32: a precision whose weights move less does not train
+# One-sided 95 % prediction interval for one more training, by the number n of trainings: t * sqrt(1 + 1 / n).
 _INTERVAL = {2: 7.7, 3: 3.4}     # 2.6 for four or more
 
 
 @dataclass(repr=False, eq=False)
 class PrecisionComparison(Shown):
-    """Precisions side by side on one learner; the result of `Learner.compare_precision`.
+    """The result of `Learner.compare_precision`.
 
     | column of `table` | meaning |
     |---|---|
-    | `support` | how the device runs the mode: 'native', 'emulated', 'unsupported'; 'failed' after an error |
-    | `steps`, `turns` | training steps, and timed turns in which they were taken beside fp32's |
-    | `ms per step` | fp32's median over the turns; for other modes, that divided by the speed-up |
-    | `speed-up`, `speed-up low`, `speed-up high` | times fp32's speed: median over the turns, and its 95 % interval |
-    | `loss`, `loss difference` | mean of some steps, and its distance from fp32's; nan for a mode that failed |
-    | `skipped`, `final scale` | skipped steps, and the loss scale at the end |
-    | `activations MB` | kept by autograd for a step's backward pass: inputs, activations, autocast's casts of weights |
-    | `peak MB` | most that a step allocates on an accelerator, besides what was allocated before; else nan |
-    | `weights moved` | distance from the weights at the start, divided by the number of steps; fp32 is 1 |
+    | `support` | how the device runs the precision: 'native', 'emulated', 'unsupported'; 'failed' after an error |
+    | `steps`, `rounds` | number of training steps, and of the rounds in which they were timed alongside fp32 |
+    | `ms per step` | median time in fp32; for other precisions, that time divided by the speed-up |
+    | `speed-up`, `speed-up low`, `speed-up high` | speed relative to fp32: median of the rounds, 95 % interval |
+    | `loss`, `loss difference` | mean of the last steps, and its difference from fp32; nan if the precision failed |
+    | `skipped`, `final scale` | number of skipped steps, and the loss scale at the end |
+    | `activations MB` | what autograd keeps for the backward pass: inputs, activations, casts of weights |
+    | `peak MB` | the most that a step allocates on an accelerator; nan on a CPU |
+    | `weights moved` | mean distance per step from the initial weights, relative to fp32 |
     | `compile s` | seconds of the first step of a compiled model, which compiles it; nan for others |
-    | `note` | why a mode did not run |
+    | `note` | why a precision did not run |
     """
-    table: pd.DataFrame # One row for each mode
-    losses: dict[str, list[float]] # The loss of each step, by mode
-    seed_losses: list[list[float]] # The loss of each step of fp32 with other seeds
-    recommended: str # The mode to take
-    reason: str # Why, and how sure that is
-    calls: dict[str, str] # The call that trains in each mode
-    notes: list[str] # Sentences on how it was measured
-    choices: dict[str, PrecisionChoice] # What `apply` sets, by mode
-    caveats: list[str] = field(default_factory=list) # Sentences on what limits the result
+    table: pd.DataFrame # One row per precision
+    losses: dict[str, list[float]] # The loss of each step, by precision
+    seed_losses: list[list[float]] # The loss of each step, by additional fp32 training
+    recommended: str # The precision to use
+    reason: str # Why, and how certain that is
+    calls: dict[str, str] # The call that selects each precision
+    notes: list[str] # How the comparison was made
+    choices: dict[str, PrecisionChoice] # What `apply` sets, by precision
+    caveats: list[str] = field(default_factory=list) # What limits the result
 
     def apply(self,
         learn: Learner, # The learner that was compared, or one like it
         mode: str | None = None, # A row of the table; the recommended one if None
     ) -> Learner: # The learner
-        "Have the learner train in the recommended precision, with the modules in fp32 and other arguments that it had."
+        "Switch the learner to the recommended precision. `fp32_modules` and its other arguments are kept."
         mode = mode or self.recommended
         if mode not in self.choices:
-            raise ValueError(f"mode={mode!r} cannot be used: it was not compared. Take one of "
+            raise ValueError(f"mode={mode!r} cannot be used: it was not compared. Choose one of "
                              f"{', '.join(map(repr, self.choices))}.")
         use_choice(learn, self.choices[mode])
         return learn
@@ -68,13 +68,13 @@ class PrecisionComparison(Shown):
         lines = [f'Recommended: {self.recommended}. {self.reason} Next: `{self.calls[self.recommended]}`.',
                  *(f'{name}: {note}' for name, note in self.table['note'].items() if note), *self.caveats, *self.notes]
         first, *rest = (fill(line, 118, break_long_words=False, break_on_hyphens=False) for line in lines)
-        hidden = ['turns', 'speed-up low', 'speed-up high', 'weights moved', 'note']
+        hidden = ['rounds', 'speed-up low', 'speed-up high', 'weights moved', 'note']
         table = self.table.drop(columns=hidden).rename_axis(None)
         table['speed-up'] = self.table.apply(_speed, axis=1)
         return [first, table.dropna(axis=1, how='all'), '\n'.join(rest)]
 
     def plot(self): # The two matplotlib axes
-        "Draw the loss curves, with the range of fp32's seeds in grey, and the speed of each mode against fp32."
+        "Plot the loss curves, with the range of the fp32 trainings in grey, and the speed of each precision."
         import matplotlib.pyplot as plt
         n = len(self.table)
         _, (curves, bars) = plt.subplots(2, figsize=(6, 3.4 + .3 * n), height_ratios=[7, n], layout='constrained')
@@ -85,6 +85,7 @@ class PrecisionComparison(Shown):
         _smooth(self.losses.values()).set_axis([*self.losses], axis=1).plot(
             ax=curves, style=['-', '--', ':', '-.'], color=colors, title='Training loss (smoothed)', xlabel='step',
             ylabel='loss')
+        curves.lines[0].set(linewidth=5, alpha=.4)               # fp32, on which bf16 lies
         curves.legend()
         drawn = bars.barh(self.table.index, self.table['speed-up'].fillna(0), color=colors)
         bars.bar_label(drawn, self.table.apply(_speed, axis=1), padding=6)
@@ -102,47 +103,47 @@ def _smooth(losses: Iterable[list[float]]) -> pd.DataFrame: # nan where a loss i
 # -- the recommendation
 
 def speed_up(
-    ratios: Sequence[float], # fp32's time over a mode's, in turns that both took one after the other
-) -> tuple[float, float, float]: # nan at the ends before the sixth turn
-    """Return the median of the ratios, and its interval: of the logarithms 2.2 (q3 - q1) / sqrt(n) to both sides.
+    ratios: Sequence[float], # Time in fp32 divided by that in the other precision, by round
+) -> tuple[float, float, float]: # The ends are nan before the sixth round
+    """Return the median of the ratios and its interval, 2.2 (q3 - q1) / sqrt(n) to both sides of the logarithms.
 
-    The notches of box plots, of 95 %, have 1.57: McGill, Tukey and Larsen, Variations of Box Plots, The American
-    Statistician 32 (1978). That is for one look. Looked at after each turn from the sixth on, 2.2 takes a mode as fast
-    as fp32 for one that pays in 2 to 10 %, by simulation (`nbs/benchmarks/choice.py`).
+    The 95 % notches of box plots have 1.57, for a single look: McGill, Tukey and Larsen, Variations of Box Plots, The
+    American Statistician 32 (1978). With a look after each round from the sixth on, 2.2 accepts a precision that is as
+    fast as fp32 in 2 to 10 % of simulated comparisons (`nbs/benchmarks/choice.py`).
     """
     q1, mid, q3 = map(float, np.exp(np.quantile(np.log(ratios or [math.nan]), (.25, .5, .75))))
-    few = len(ratios) < FEWEST_TURNS
+    few = len(ratios) < FEWEST_ROUNDS
     times = math.nan if few else (q3 / q1) ** (_WIDTH / math.sqrt(len(ratios)))
     return mid, mid / times, mid * times
 
 
 def pays(low: float, high: float) -> bool | None:
-    "Return whether a speed-up in this interval is worth while; None if it is not decided."
+    "Return whether a speed-up in this interval pays; None if that is undecided."
     return True if low > _WORTH else False if high <= _WORTH else None
 
 
 class Tolerance:
-    """The distance by which the loss of another mode may be above fp32's.
+    """How far the loss of another precision may lie above the fp32 loss.
 
-    It is the largest of three: the distance that one more training of fp32 could have, 1 % of the loss, but no more
-    than half of the range of fp32's losses, and a thousandth of the way from the first step's loss to it. Where fp32
-    was trained once, a wide margin stands for the first: a tenth of the loss, no more than half of that range either,
-    or two standard deviations of its last steps.
+    It is the largest of three: what one more fp32 training could differ by; 1 % of the loss, but at most half of the
+    range of the fp32 losses; and a thousandth of the distance from the first loss to the last. If fp32 was trained only
+    once, the first is a tenth of the loss, at most half of that range, or two standard deviations of the last steps.
     """
     def __init__(self,
-        losses: Sequence[float], # fp32's, of each step
-        seeds: Sequence[float], # The mean of the last ones in trainings with other seeds
-        n_last: int, # How many are the last ones
+        losses: Sequence[float], # Of each step in fp32
+        seeds: Sequence[float], # Mean of the last steps in trainings with other seeds
+        n_last: int, # Number of last steps
     ):
         last, n = losses[-n_last:], 1 + len(seeds)
         self.loss = float(np.mean(last))
         half_way = np.ptp(losses) / 2 if len(losses) > n_last else math.inf   # a loss may have any constant in it
         found: dict[str, Any] = {
-            "1 % of fp32's": min(abs(self.loss) / 100, half_way),
-            "a thousandth of the way from fp32's first loss to its last": abs(losses[0] - self.loss) / 1000}
+            "1 % of the fp32 loss": min(abs(self.loss) / 100, half_way),
+            "a thousandth of the distance from the first fp32 loss to the last": abs(losses[0] - self.loss) / 1000}
         if seeds:
             found[f'the spread of {n} fp32 trainings'] = _INTERVAL.get(n, 2.6) * np.std([self.loss, *seeds], ddof=1)
-        else: found['a wide margin, as fp32 was trained once'] = max(min(abs(self.loss) / 10, half_way),
+        else:
+            found['a wide tolerance (fp32 was trained only once)'] = max(min(abs(self.loss) / 10, half_way),
                                                                          2 * np.std(last))
         self.value, self.why = max((float(value), why) for why, value in found.items())
 
@@ -150,54 +151,53 @@ class Tolerance:
 def recommend(
     table: pd.DataFrame, # As `PrecisionComparison.table`
     tolerance: Tolerance,
-    seconds: float = 60., # That it took, for the advice to take more
-) -> tuple[str, str]: # The mode, and why
-    """Return one mode: the fastest that pays and trains as fp32 does.
+    seconds: float = 60., # Time that was spent, for advice on more
+) -> tuple[str, str]: # The precision, and why
+    """Return the fastest precision that pays and whose loss matches fp32.
 
-    It pays if the interval of its speed-up is above 1.05. It trains as fp32 does if the mean of the last losses is
-    finite and above fp32's by no more than the tolerance, no more than half of its steps were skipped, and its weights
-    moved. Of two
-    equally fast (5 %) bf16 is taken, which needs no loss scaling.
+    It pays if the interval of its speed-up lies above 1.05. Its loss matches fp32 if the mean of the last steps is
+    finite and within the tolerance, at most half of the steps were skipped, and the weights moved. If bf16 is within
+    5 % of the fastest it wins, as it needs no loss scaling.
     """
     if not math.isfinite(tolerance.loss):
-        return 'fp32', "fp32's own loss is not finite: look at the data, the loss function and the learning rate first."
+        return 'fp32', "The fp32 loss is not finite: check the data, the loss function and the learning rate."
     against = {name: _against(row, tolerance, seconds) for name, row in table.drop('fp32').iterrows()}
     bad = '; '.join(f"{name}: {', '.join(found)}" for name, found in against.items() if found)
     speed = table['speed-up'][[name for name, found in against.items() if not found]]
     if speed.empty: return 'fp32', f"{bad or 'Nothing else was compared'}."
     best = 'bf16' if speed.get('bf16', 0) * 1.05 >= speed.max() else speed.idxmax()
-    why = f"{_speed(table.loc[best])} times fp32's speed, and its loss is within {tolerance.why}"
+    why = f'Speed-up {_speed(table.loc[best])}; its loss is within {tolerance.why}'
     return best, f"{why}{bad and f' ({bad})'}."
 
 
 def _against(row: pd.Series, tolerance: Tolerance, seconds: float) -> list[str]:
-    "Return what speaks against a mode."
-    if row['support'] in ('unsupported', 'failed'): return ['does not run here']
+    "Return what speaks against a precision."
+    if row['support'] in ('unsupported', 'failed'): return ['does not run']
     found = []
     if not math.isfinite(row['loss']): found.append('its loss is not finite')
-    elif row['skipped'] > row['steps'] / 2:                      # a skipped step takes less time, and leaves the loss
-        found.append(f"it skipped {row['skipped']} of {row['steps']} steps, so its loss and speed say little: "
-                     'compare with a larger `n_steps`, or see what `learn.precision_report()` finds')
+    elif row['skipped'] > row['steps'] / 2:                      # a skipped step is faster, and keeps the loss
+        found.append(f"it skipped {row['skipped']} of {row['steps']} steps, so its loss and speed mean little: "
+                     'use a larger `n_steps`, or call `learn.precision_report()`')
     elif row.get('weights moved', 1) < _MOVES:
-        found.append(f"its weights moved {row['weights moved']:.2g} times as far as in fp32: its gradients vanish")
+        found.append(f"its weights moved only {row['weights moved']:.0%} of the distance in fp32: its gradients vanish")
     elif row['loss difference'] > tolerance.value:
-        found.append(f"its loss is {row['loss difference']:.2g} above fp32's, more than {tolerance.value:.2g} "
-                     f'({tolerance.why})')
+        found.append(f"its loss is {row['loss difference']:.2g} above that of fp32, more than {tolerance.value:.2g}, "
+                     f'{tolerance.why}')
     speed, paid = row['speed-up'], pays(row['speed-up low'], row['speed-up high'])
-    if row['turns'] < FEWEST_TURNS:
-        found.append(f"it was timed in {row['turns']} of the {FEWEST_TURNS} turns that an interval takes: raise "
-                     f"`max_seconds` to {math.ceil(seconds * (FEWEST_TURNS + 2) / (row['turns'] + 1))}")
+    if row['rounds'] < FEWEST_ROUNDS:
+        found.append(f"it was timed in {row['rounds']} of the {FEWEST_ROUNDS} rounds that an interval needs: raise "
+                     f"`max_seconds` to {math.ceil(seconds * (FEWEST_ROUNDS + 2) / (row['rounds'] + 1))}")
     elif paid is None:
         more = min(99, math.ceil(((row['speed-up high'] - speed) / max(abs(speed - _WORTH), 1e-9)) ** 2))
-        found.append(f"undecided: {_speed(row)} times fp32's speed; about {more} times the time could show whether it "
-                     f'is above {_WORTH}: `max_seconds={math.ceil(more * seconds)}`')
+        found.append(f'undecided: speed-up {_speed(row)}; `max_seconds={math.ceil(more * seconds)}` could show whether '
+                     f'it is above {_WORTH}')
     elif not paid:
-        found.append(f"{_speed(row)} times fp32's speed, below {_WORTH}" +
-                     ': the device only emulates it' * (row['support'] == 'emulated'))
+        found.append(f'speed-up {_speed(row)}, below {_WORTH}' +
+                     ' (emulated on this device)' * (row['support'] == 'emulated'))
     return found
 
 
 def _speed(row: pd.Series) -> str:
-    said = '{speed-up:.2f}' if row['turns'] else '-'
-    if row['turns'] >= FEWEST_TURNS: said += ' ({speed-up low:.2f} to {speed-up high:.2f})'
+    said = '{speed-up:.2f}' if row['rounds'] else '-'
+    if row['rounds'] >= FEWEST_ROUNDS: said += ' ({speed-up low:.2f} to {speed-up high:.2f})'
     return said.format(**row)

@@ -65,7 +65,7 @@ def left_out(learn: Learner) -> list[str]: # One sentence or none
     "Name the callbacks that a copy of `learn` does not have, but for those of fastai and this package."
     ours = ('fastai.', 'fastxtend_amp.')
     names = [cb.name for cb in learn.cbs if not (takes_part(cb) or type(cb).__module__.startswith(ours))]
-    return [f"Callbacks that took no part: {', '.join(names)}. If the training step needs one of them, set its "
+    return [f"Callbacks left out: {', '.join(names)}. If the training step needs one of them, set its "
             'attribute `run_on_copy = True`.'] if names else []
 
 

@@ -25,7 +25,7 @@ def fix(
     alarm: Any, # An `Alarm` that was diagnosed
 ) -> bool: # False without a remedy, and after three fixes in this fit
     "Apply the remedy when the batch ends, in the same callback: history, optimizer and loss scale continue."
-    scopes = open_scopes(cb.learn)
+    scopes: Any = open_scopes(cb.learn)
     if alarm.remedy is None or scopes.n_fixes == MOST: return False
     scopes.n_fixes += 1
     call = precision_call(cb.learn, *alarm.remedy)

@@ -1,4 +1,4 @@
-"`Learner.precision_report`: which precision a model survives, where it does not, and what to do about it."
+"`Learner.precision_report`: whether a model trains in low precision, which modules do not, and what to do."
 from __future__ import annotations
 
 import math, time
@@ -35,49 +35,49 @@ from .verdict import Judge, Verdict, named, some, wrong_in_fp32
 
 __all__ = ['PrecisionReport']
 
-INIT_SCALE = 65536.   # the loss scale of a learner that has none yet
-EMULATED_TIME = 1.    # CPU seconds in fp32: for as much work an emulated mode may take a minute
+INIT_SCALE = 65536.   # of a learner without a loss scale
+EMULATED_TIME = 1.    # CPU seconds in fp32; the same work may take a minute in an emulated precision
 FEWEST = 2            # samples, for batch normalization
 NO_KERNEL = 'not implemented for'                                # in PyTorch's error
-FOR_GRADIENTS = .15   # of the time, each time that gradients are compared with those in fp32
+FOR_GRADIENTS = .15   # of the time, for each comparison of gradients
 _COLUMNS = ['mode', 'module', 'type', 'format', 'largest', 'headroom', 'error', 'grad', 'trouble']
 
 
 @dataclass(repr=False, eq=False)
 class PrecisionReport(Shown):
-    """The findings of `Learner.precision_report`.
+    """The result of `Learner.precision_report`.
 
-    `table` has a row for each mode and module that computes something itself, in order of execution. Its columns
-    describe a run in which only modules that the learner keeps, or that do not run otherwise, are in fp32:
+    `table` has one row per precision and module, in execution order, measured with only the learner's own
+    `fp32_modules` in fp32, and modules that do not run otherwise:
 
     | column | meaning | unit |
     |---|---|---|
     | `mode` | the precision | 'bf16', 'fp16' |
-    | `module` | '(model)' is the model's own forward | name |
+    | `module` | '(model)' is the model's own `forward` | name |
     | `type` | class of the module | name |
-    | `format` | lowest precision of a result of its operators; 'fp32' also where it does not run in the mode | name |
-    | `largest` | largest absolute result of the module's own operators, in fp32 | value |
-    | `headroom` | the format's maximum, divided by the largest value in that format; inf in fp32 | ratio |
-    | `error` | of its operators, against fp32 on the same inputs; inf where it overflows, nan after that | ratio |
-    | `grad` | largest absolute gradient of outputs and own parameters, in fp32, unscaled | value |
-    | `trouble` | whether the verdict names the module | bool |
+    | `format` | lowest precision of its results; 'fp32' if it does not run in the precision | name |
+    | `largest` | largest absolute value that the module computes, in fp32 | value |
+    | `headroom` | maximum of the format divided by the largest value in it; inf in fp32 | ratio |
+    | `error` | relative error of its output against fp32 on the same inputs; inf on overflow, nan downstream | ratio |
+    | `grad` | largest absolute gradient of its outputs and parameters, in fp32 without loss scaling | value |
+    | `trouble` | whether the module is flagged | bool |
 
-    Attention masks do not count in `largest`: large negative values that are far from all others, and tensors that
-    hold only one large value, or two. The `error` of comparisons and indices is the share that differs.
+    `largest` ignores attention masks: large negative values far from all others, and tensors of one or two distinct
+    values. The `error` of comparisons and indices is the share that differs.
     """
-    table: pd.DataFrame # One row for each mode and module
-    verdicts: dict[str, Verdict] # By the name of the mode
-    notes: list[str] # On what was looked at, and what was left out
+    table: pd.DataFrame # One row per precision and module
+    verdicts: dict[str, Verdict] # By precision
+    notes: list[str] # What was looked at, and what was left out
 
     @property
     def fp32_modules(self) -> list[str]:
-        "The modules to keep in fp32 for all modes that work then, as for `MixedPrecision(fp32_modules=...)`."
+        "All modules that the verdicts keep in fp32, for `learn.to_amp(fp32_modules=...)`."
         return [*dict.fromkeys(m for v in self.verdicts.values() for m in v.modules)]
 
     def plot(self): # The matplotlib axes
-        """Plot the largest value in each module, from first to last, against fp16's range; bf16 has that of fp32.
+        """Plot the largest value in each module against the range of fp16; bf16 has the range of fp32.
 
-        Modules in trouble are red. Of many modules those to look at first are drawn.
+        Flagged modules are red. Only the 30 modules to look at first are drawn, in execution order.
         """
         import matplotlib.pyplot as plt
         ends = {'largest': 'max', 'headroom': 'min', 'error': 'max', 'trouble': 'max'}
@@ -85,11 +85,11 @@ class PrecisionReport(Shown):
         _, ax = plt.subplots(layout='constrained', figsize=(8, 2 + len(rows) / 5))
         ax.scatter(rows['largest'], rows['module'], c=rows['trouble'].map({True: '#c0392b', False: '#4c566a'}))
         if 'fp16' in self.verdicts:
-            for at, style, text in ((65504, '-', "fp16's ceiling, 65,504: inf above"),
-                                    (6.1e-5, ':', "fp16's floor: digits lost below")):
+            for at, style, text in ((65504, '-', 'largest fp16 number, 65,504: inf above'),
+                                    (6.1e-5, ':', 'smallest normal fp16 number: digits lost below')):
                 ax.axvline(at, color=color_of('fp16'), ls=style, label=text)
             ax.figure.legend(loc='outside lower center')
-        ax.set(xscale='log', xlabel='largest absolute value (fp32); red: in trouble')
+        ax.set(xscale='log', xlabel='largest absolute value in fp32; red: flagged')
         ax.invert_yaxis()
         ax.figure.suptitle('\n'.join(f'{v.mode}: {v.verdict}' for v in self.verdicts.values()))
         return ax
@@ -97,14 +97,14 @@ class PrecisionReport(Shown):
     def _parts(self):
         yield '\n'.join([*map(str, self.verdicts.values()), *self.notes])
         for mode, table in self.table.groupby('mode', sort=False):
-            if self.verdicts[mode].verdict.startswith('safe'): continue              # `table` has them
+            if self.verdicts[mode].verdict.startswith('safe'): continue              # see `table`
             rows = _to_look_at(table, 10)
-            yield f'{mode}: {len(rows)} of {len(table)} modules to look at first; `report.table` has all, and more'
+            yield f'{mode}: {len(rows)} of {len(table)} modules to look at first; `report.table` has all'
             yield rows.drop(columns=['mode', 'grad']).set_index('module').rename_axis(None)
 
 
 def _to_look_at(table: pd.DataFrame, n: int) -> pd.DataFrame:
-    "Return `n` rows: those in trouble, then those with the least headroom or largest error."
+    "Return `n` rows: flagged modules, then those with the least headroom or the largest error."
     badness = table['trouble'] * 1e3 + table['error'].fillna(0) + 1 / table['headroom']
     return table.loc[badness.sort_values(ascending=False, kind='stable').index[:n]]
 
@@ -112,67 +112,64 @@ def _to_look_at(table: pd.DataFrame, n: int) -> pd.DataFrame:
 @patch
 @known_arguments
 def precision_report(self: Learner,
-    modes: str | AMPMode | Iterable[str | AMPMode] = ('bf16', 'fp16'), # The precisions to report on
-    n_batches: int = 1, # How many batches to look at
-    dl: DataLoader | None = None, # Gives the batches; fastai's or PyTorch's; the training set's if None
-    max_seconds: float = 60., # Seconds after which the model is not run again; a verdict may then be 'not known'
+    modes: str | AMPMode | Iterable[str | AMPMode] = ('bf16', 'fp16'), # Precisions to report on: 'bf16', 'fp16', 'fp8'
+    n_batches: int = 1, # Number of batches to look at
+    dl: DataLoader | None = None, # Source of the batches, fastai's or PyTorch's; `learn.dls.train` if None
+    max_seconds: float = 60., # Time limit; a verdict that was not reached is 'not known'
     device: str | torch.device | None = None, # 'cuda' for CUDA's autocast rules on a CPU; the learner's device if None
-) -> PrecisionReport: # `verdicts`, `table`, `fp32_modules`, `plot()`; shows itself in a notebook
-    """Report whether the model survives low precision, and where it does not, on real batches.
+) -> PrecisionReport: # `verdicts`, `table`, `fp32_modules`, `plot()`; displays itself in a notebook
+    """Report whether the model trains in low precision, and which modules have to stay in fp32.
 
-    Runs batches forward and backward in copies of the learner, in its own training loop with its callbacks, in fp32 and
-    in each mode, and looks into each module, the model's own `forward` and the loss function. The first batch is run
-    as in validation, too, where other kernels may be called: only errors count there. Modules that do not run,
-    whose values are not finite or reach a quarter of the format's maximum, or whose error is above 10 %, are kept in
-    fp32, and the batches run again, until nothing is wrong. For the model's own `forward` and the loss function, which
-    cannot be kept in fp32, the modules before them are tried. If a precision works then, its mean gradient over up to 6
-    batches is compared with that in fp32: the reason gives how far rounding moves it, divided by how far the choice of
-    batches does (`fastxtend_amp.insight.gradient`). The verdict holds for these batches and
-    weights: after some training ask again. Where a mode is emulated and slow, the report takes the first samples of
-    each batch alone, and says so.
+    Runs a few batches through copies of the learner, in fp32 and in each precision, and compares every module. A module
+    is flagged if it fails, overflows, comes within a factor of 4 of the maximum, or has an error above 10 %. Flagged
+    modules are kept in fp32 and the batches are re-run until nothing is flagged; then the mean gradient is compared
+    with fp32.
 
-    `device='cuda'` answers on a CPU for a GPU: autocast chooses the precision of each operator as it does on CUDA. The
-    kernels are still those of the CPU.
+    The verdict holds for these batches and weights: ask again after some training. `device='cuda'` applies CUDA's
+    autocast rules on a CPU; the kernels are those of the CPU. The learner is not modified. In distributed runs each
+    process makes its own report.
 
-    A copy has what it has in `compare_precision`, and the learner stays as it was. With several processes each reports
-    by itself.
+    Raises:
 
-    Raises `ValueError` for an unknown mode, for another `device`, for unusable numbers, for a learner that cannot be
-    copied, without batches, for parameters in half precision, sharded (FSDP), NaN or inf; `RuntimeError` inside a fit;
-    and any error of the model in fp32.
+    - `ValueError` if `modes` has an unknown precision
+    - `ValueError` if another argument is out of range
+    - `ValueError` if a trainable parameter is 16-bit, sharded (FSDP), NaN or inf, or if all are frozen
+    - `ValueError` if the learner cannot be copied
+    - `ValueError` if there is no batch
+    - `RuntimeError` if it is called inside a fit
+    - any error of the model in fp32
     """
     asked = list(dict.fromkeys(check_modes(modes)))
     check_count('n_batches', n_batches, 1)
     check_above_0('max_seconds', max_seconds, '60')
     if dl is not None and not hasattr(dl, '__iter__'):
-        raise ValueError(f'dl={dl!r} cannot be used: dl must be a DataLoader, such as `learn.dls.valid`.')
+        raise ValueError(f'dl={dl!r} cannot be used: dl must be a DataLoader, for example `learn.dls.valid`.')
     own, kind = training_device(self).type, str(device).partition(':')[0]
     if device is not None and kind not in (own, 'cuda' if own == 'cpu' else own):
-        raise ValueError(f'device={device!r} cannot be used: this learner trains on {own}. Leave it out to report on '
-                         "that device; on a CPU device='cuda' reports under CUDA's autocast rules.")
+        raise ValueError(f'device={device!r} cannot be used: this learner trains on {own}.\nLeave it out to report on '
+                         "that device. On a CPU, device='cuda' applies CUDA's autocast rules.")
     simulated = own == 'cpu' and kind == 'cuda'
     check_learner(self, 'precision_report', dl)
     if half := half_parameters_of(unwrapped(self.model)):
-        raise ValueError(f"precision_report needs fp32 parameters, as mixed precision does, but {len(half)} to be "
-                         f"trained are in half precision, such as '{half[0]}'. Call `learn.model.float()` first: "
-                         'autocast itself casts what can run in low precision.')
+        raise ValueError(f"precision_report needs fp32 parameters, but {len(half)} trainable ones are 16-bit; the "
+                         f"first is '{half[0]}'.\nCall `learn.model.float()` first. Autocast casts where it can.")
     with cuda_rules() if simulated else nullcontext(), progress_bar(self, max_seconds) as tick:
         return _Report(self, max_seconds, simulated, tick).on(asked, n_batches, self.dls.train if dl is None else dl)
 
 
 @dataclass(eq=False)
 class _Report:
-    "The traces of one report."
+    "The work behind one report."
     learn: Learner
     max_seconds: float
     simulated: bool                                              # whether a CPU follows CUDA's autocast rules
-    tick: Callable[[str], None]                                  # moves the progress bar
+    tick: Callable[[str], None]                                  # updates the progress bar
 
     def __post_init__(self):
         self.until = time.monotonic() + self.max_seconds
         self.device = training_device(self.learn)
-        self.not_compared = ''                                   # why the gradients were not
-        self.low: dict[AMPMode, Trace] = {}                      # the first that ran to its end
+        self.not_compared = ''                                   # why not all gradients were
+        self.low: dict[AMPMode, Trace] = {}                      # the first that completed
 
     def on(self, modes: list[AMPMode], n_batches: int, dl: DataLoader) -> PrecisionReport:
         with random_state_kept(): drawn = [*islice(loader_like(dl), max(n_batches, N_BATCHES))]
@@ -183,10 +180,9 @@ class _Report:
         if any(self._support(mode).status == 'emulated' for mode in modes):
             few = min(whole, max(FEWEST, int(whole * EMULATED_TIME / max(self.fp32.seconds, 1e-9))))
         if few < whole:
-            drawn = [first_samples(b, few) for b in drawn]
-            self.batches = drawn[:n_batches]
+            self.batches = [first_samples(b, few) for b in self.batches]
             self.fp32 = trace(self.learn, self.batches)
-        self.drawn = drawn
+        self.drawn, self.is_short = drawn, few < whole
         if wrong := wrong_in_fp32(self.fp32, self.batches):
             verdicts = {mode: Verdict(mode.value, 'not known', wrong) for mode in modes}
         else:
@@ -194,7 +190,7 @@ class _Report:
             failed = [m for m, v in verdicts.items() if not v.call]
             other = fastest_native(self.device, failed)
             if self.simulated: other = next((m for m in (AMPMode.BF16, AMPMode.FP16) if m not in failed), None)
-            call = verdicts[other].call if other in verdicts else precision_call(self.learn, other)
+            call = verdicts[other].call if other in verdicts else str(precision_call(self.learn, other))
             for v in verdicts.values(): v.call = v.call or call
         rows = [self._row(mode, s, v) for mode, v in verdicts.items() if mode in self.low
                 for s in self.low[mode].seen.values() if self.fp32.seen.get(s.name, s).largest or s.name in v.trouble]
@@ -224,11 +220,12 @@ class _Report:
             self.took = time.monotonic() - start
             return found
         def distance(keep, scale):
+            if self.is_short and support.status == 'emulated': return math.nan   # of few samples it says little
             self.tick(f'{mode.value}, gradients')
             share = FOR_GRADIENTS * self.max_seconds
             until = min(self.until, time.monotonic() + share)
             try:
-                if self.took > share: raise TimeoutError(f'there was no time within `max_seconds={self.max_seconds:g}`')
+                if self.took > share: raise TimeoutError(f'no time was left within `max_seconds={self.max_seconds:g}`')
                 return gradient_distance(self.learn, self.drawn, mode, keep, scale, until)
             except Exception as e: self.not_compared = f'{mode.value}: {first_line(e)}'
             return math.nan
@@ -236,7 +233,7 @@ class _Report:
             return Judge(self.learn, mode, run, self.fp32, (cb and cb.scale) or INIT_SCALE, distance).verdict()
         except NotImplementedError as e: return Verdict(mode.value, 'not known', str(e))
         except TimeoutError:
-            reason = f'the report ended at its time limit, `max_seconds={self.max_seconds:g}`'
+            reason = f'the time limit was reached, `max_seconds={self.max_seconds:g}`'
             return Verdict(mode.value, 'not known', reason,
                            f"learn.precision_report('{mode.value}', max_seconds={10 * self.max_seconds:g})")
 
@@ -249,38 +246,38 @@ class _Report:
 
     def _notes(self, few, whole) -> list[str]:
         n = len(self.batches)
-        notes = [f"Looked at {n} batch{'es' * (n > 1)} of {few} samples, with the weights as they are now: in other "
-                 'batches (`n_batches`) and after some training other modules may be in trouble.']
+        notes = [f"Looked at {n} batch{'es' * (n > 1)} of {few} samples with the current weights. Other batches "
+                 '(`n_batches`) and later weights may flag other modules.']
         if emulated := [m for m in self.low if self._support(m).status == 'emulated']:
-            fewer = f'; so these are the first samples of {whole}' * (few < whole)
-            notes.append(f"{' and '.join(emulated)}: emulated here, which is usually slower than fp32{fewer}.")
+            fewer = f'. Of {whole} samples only the first {few} were run, and no gradients compared' * self.is_short
+            notes.append(f"{' and '.join(emulated)}: emulated on this device, usually slower than fp32{fewer}.")
         if unseen := {k: v for t in (self.fp32, *self.low.values()) for k, v in t.unseen.items()}:
             words = some([f'{what} in {named(name)}' for what, name in unseen.items()])
-            notes.append(f'Left alone, as it cannot be looked at or compared with fp32: {words}.')
+            notes.append(f'Not checked, as it cannot be read or compared with fp32: {words}.')
         if AMPMode.FP8 in self.low:
             notes.append(f'fp8: {some([*map(named, self.fp8)], 8)} would compute in FP8 ({len(self.fp8)} linear '
-                         'layers), the rest in bf16. The report rounded as FP8 does, and ran no FP8 kernel.')
+                         'layers), the rest in bf16. The rounding was simulated; no FP8 kernel was run.')
         if self.simulated:
-            notes.append("Computed on this CPU under CUDA's autocast rules, which choose the precision of each "
-                         "operator. A GPU's kernels, which may round differently or be missing, were not run.")
-        if self.not_compared: notes.append(f'Not all gradients were compared with those in fp32: {self.not_compared}.')
+            notes.append("Computed on this CPU with CUDA's autocast rules. GPU kernels were not run; they may round "
+                         'differently or be missing.')
+        if self.not_compared: notes.append(f'Not all gradients were compared with fp32: {self.not_compared}.')
         if any((t.float() % 1).any() for t in tensors(self.batches[0], floating=False)[-1:]):
-            notes.append('The targets are continuous: how close predictions come to them decides how much rounding '
+            notes.append('The targets are continuous: the closer the predictions come to them, the more rounding '
                          'matters. Ask again late in training.')
         if is_compiled(self.learn.model): notes.append('The compiled model was run uncompiled.')
         if settings := settings_note():
-            notes.append(f'{settings}. So training in fp32, and modules kept in fp32, have errors that the report does '
-                         'not know: it ran in full precision.')
+            notes.append(f'{settings}. The report ran in full fp32 precision, so it does not see the errors of these '
+                         'settings.')
         return notes + left_out(self.learn)
 
 
 def n_samples(batch: Any) -> int:
-    "Return the length of the first tensor that has one; 1 if there is none."
+    "Return the length of the first tensor with dimensions; 1 if there is none."
     return next((len(t) for t in tensors(batch, floating=False) if t.ndim), 1)
 
 
 def first_samples(batch: Any, n: int) -> Any:
-    "Return the first `n` samples of a batch; what is not as long as the batch stays whole."
+    "Return the first `n` samples of a batch; tensors of another length stay whole."
     whole = n_samples(batch)
     return map_tensors(lambda t: t[:n].clone() if t.ndim and len(t) == whole else t, batch)
 
@@ -291,5 +288,5 @@ def check_modes(modes: str | AMPMode | Iterable[str | AMPMode]) -> list[AMPMode]
         given = [modes] if isinstance(modes, (str, torch.dtype)) else modes
         if (found := [*map(AMPMode, given)]) and AMPMode.TF32 not in found: return found
     except (TypeError, ValueError): pass
-    raise ValueError(f"modes={modes!r} cannot be used: give 'bf16', 'fp16' or 'fp8', or several; fp32 is what they "
-                     'are compared with, and TF32 has its range.')
+    raise ValueError(f"modes={modes!r} cannot be used: give 'bf16', 'fp16' or 'fp8', or a list of these; they are "
+                     'compared with fp32, and TF32 has the range of fp32.')

@@ -1,4 +1,4 @@
-"The verdict on one precision: what has to be kept in fp32, tried before it is said."
+"The verdict on one precision: what to keep in fp32, tried before it is recommended."
 from __future__ import annotations
 
 import math
@@ -21,12 +21,13 @@ __all__ = ['Judge', 'Judgement', 'Verdict', 'named', 'not_finite_data', 'some', 
 Judgement = Literal['safe so far', 'safe with loss scaling', 'keep modules in fp32', 'gradient differs', 'do not use',
                     'cannot run', 'not known']
 
-IMPRECISE = .1        # error of a module's own arithmetic that is trouble
+IMPRECISE = .1        # relative error from which a module is flagged
 LOST = .1             # of the mean absolute gradient: smaller gradients may underflow
-CLOSE = 4.            # headroom below which a module is close to overflow
-LOWEST_SCALE = 2.**-12 # that is advised
-SMALL, LARGE = .5, 1  # distance of the mean gradient: models that train worse than in fp32 were above 1
-MARGIN = 16.          # by which a loss scale that is advised is below the highest: later gradients may be larger
+CLOSE = 4.            # headroom below which a module is flagged
+LOWEST_SCALE = 2.**-12 # to recommend
+SMALL, LARGE = .5, 1  # distance of the mean gradient; models that trained worse than in fp32 were above 1
+MANY = 4              # modules, which a verdict names by their parents
+MARGIN = 16.          # between a recommended loss scale and the highest, as later gradients may be larger
 
 
 @dataclass
@@ -35,24 +36,24 @@ class Verdict:
 
     | `verdict` | meaning |
     |---|---|
-    | 'safe so far' | nothing is wrong on the batches that were looked at, with the weights as they are now |
-    | 'safe with loss scaling' | the same, and without loss scaling gradients would underflow |
-    | 'keep modules in fp32' | some reach a quarter of the format's maximum, do not run, or have an error above 10 % |
-    | 'gradient differs' | the mean gradient of some batches is far from fp32's: a sign to look, not a proof |
+    | 'safe so far' | nothing was flagged on these batches with the current weights |
+    | 'safe with loss scaling' | the same, but gradients would underflow without loss scaling |
+    | 'keep modules in fp32' | some modules fail, overflow, come close to it, or have an error above 10 % |
+    | 'gradient differs' | the mean gradient of some batches is far from that in fp32: a warning sign, not a proof |
     | 'do not use' | nothing that was tried helps |
-    | 'cannot run' | the device has no kernel for it, or the model's code does not run in it, whatever is kept in fp32 |
-    | 'not known' | the report ended at its time limit, `max_seconds`, fp32 fails as well, or no batch gave a loss |
+    | 'cannot run' | the device has no kernel for it, or the model's code does not run in it |
+    | 'not known' | the time limit was reached, fp32 fails as well, or no batch gave a loss |
 
-    'keep modules in fp32' also names modules that rely on a constant that is 0 in fp16, as `clamp(min=1e-8)` does.
+    'keep modules in fp32' includes modules whose constants round to 0 in fp16, as in `clamp(min=1e-8)`.
     """
     mode: str # 'bf16' or 'fp16'
-    verdict: Judgement # One of the seven above
+    verdict: Judgement # One of the above
     reason: str # What was found
-    call: str = '' # The next call to make; '' where fp32 fails, too
+    call: str = '' # The next call to make; empty if fp32 fails as well
     modules: list[str] = field(default_factory=list) # Modules to keep in fp32
     scale_range: tuple[float, float] | None = None # Loss scales without underflow or overflow (fp16)
-    trouble: list[str] = field(default_factory=list) # Modules in trouble; '(model)' is the model's own forward
-    init_scale: float | None = None # First loss scale, where the usual one is too high (fp16)
+    trouble: list[str] = field(default_factory=list) # Flagged modules; '(model)' is the model's own `forward`
+    init_scale: float | None = None # Initial loss scale, if the usual one does not fit (fp16)
 
     def __str__(self):
         return f'{self.mode}: {self.verdict}.' + f' Next: `{self.call}`' * bool(self.call) + f'\n    {self.reason}'
@@ -60,13 +61,13 @@ class Verdict:
 
 @dataclass
 class Judge:
-    "The search for the verdict on a precision; the verdict's `call` is empty where another precision has to be taken."
+    "The search for the verdict on a precision; its `call` is empty if another precision has to be used."
     learn: Learner
     mode: AMPMode
-    run: Callable[[list[str], float], Trace] # Traces the batches with some modules in fp32, at a loss scale
+    run: Callable[[list[str], float], Trace] # Traces the batches with these modules in fp32, at a loss scale
     fp32: Trace # Of the same batches
     first_scale: float # The loss scale to start from
-    # Gives the distance of the mean gradient from that in fp32, as `gradient_distance` does; nan if it is not known.
+    # Returns the distance of the mean gradient from that in fp32, as `gradient_distance` does; nan if unknown.
     distance: Callable[[list[str], float], float] = lambda keep, scale: math.nan
 
     def __post_init__(self):
@@ -74,10 +75,10 @@ class Judge:
         self.model, self.kept = unwrapped(self.learn.model), cb.fp32_module_names if cb else []
         self.keep, self.scale, self.highest = self.kept, self.first_scale, math.inf
         self.limit = torch.finfo(self.mode.dtype).max
-        self.reasons: dict[str, str] = {}                        # by module, in the order in which they were found
+        self.reasons: dict[str, str] = {}                        # by module, in the order found
 
     def verdict(self) -> Verdict:
-        "Keep modules in fp32 and lower the loss scale until nothing is wrong; say what it took, or that nothing helps."
+        "Keep modules in fp32 and lower the loss scale until nothing is flagged; return what it took."
         while True:
             low = self.run(self.keep, self.scale)
             found = self._refused(low) if low.error else self._concerned(low)
@@ -107,44 +108,44 @@ class Judge:
         self.keep = outermost([*self.keep, *new])
 
     def _refused(self, low: Trace) -> dict[str, str]:
-        "Return the modules of the type that does not run, and why."
+        "Return the modules of the type that fails, and why."
         if (name := low.failed_in) is None: return {}
         modules = dict(qualified_names(self.model))
         kind = type(modules.get(name))
         why = f'{named(name)} does not run in {self.mode.value}: {low.error}'
         if low.validates and not kind.__module__.startswith('torch.nn'):       # the user's own code
-            why += ('. Or make its code take any dtype: constants from `torch.finfo(x.dtype)`, new tensors with '
-                    '`dtype=x.dtype`')
+            why += ('. Or make its code work with any dtype: use `torch.finfo(x.dtype)` for constants, and create '
+                    'tensors with `dtype=x.dtype`')
         alike = [name] if name in (ROOT, LOSS) else [n for n, m in modules.items() if type(m) is kind]
         return dict.fromkeys(alike, why)
 
     def _concerned(self, low: Trace) -> dict[str, str]:
-        "Return the modules whose forward pass is in trouble, and why; the first first."
+        "Return the modules to flag for their forward pass, and why, in execution order."
         found, mode = {}, self.mode.value
         for n, s in low.seen.items():
             size = s.largest if s.failed else s.half
             if s.failed and size <= self.limit:
-                found[n] = f'a value in {named(n)} is NaN or inf in {mode}, and finite in fp32'
+                found[n] = f'a value in {named(n)} is NaN or inf in {mode}, but finite in fp32'
             elif s.failed or (s.half * CLOSE > self.limit and not covers(self.keep, n)):
                 above = 'above' if size > self.limit else 'close to'
                 found[n] = f"values in {named(n)} reach {size:,.3g}, {above} {mode}'s {self.limit:,.5g}"
             elif s.vanished:
-                found[n] = f'{s.vanished:g} is 0 in {mode}, and does not keep small values in {named(n)} from 0'
+                found[n] = f'{s.vanished:g} rounds to 0 in {mode}, so it does not keep values in {named(n)} away from 0'
             elif s.error > IMPRECISE: found[n] = f'the error of {named(n)} is {min(s.error, 1):.0%} in {mode}'
         return found
 
     def _can_be_kept(self, name): return name not in (ROOT, LOSS) and not covers(self.keep, name)
 
     def candidates(self, low: Trace) -> list[str]:
-        "Return the modules that can be kept in fp32 besides those that are, the last first."
-        around = {n.rpartition('.')[0] for n in low.seen}        # modules with others inside, which may compute nothing
+        "Return the modules that can be kept in fp32 in addition, from last to first."
+        around = {n.rpartition('.')[0] for n in low.seen}        # parents of others, which may compute nothing
         return [n for n, s in reversed(low.seen.items()) if self._can_be_kept(n) and (s.largest or n not in around)]
 
     def _tried(self, low: Trace, name: str | None, backward: bool) -> list[str]:
-        """Return modules that help when they are in fp32, where the one that shows the trouble cannot be kept.
+        """Return modules that help in fp32, where the flagged one cannot be kept there.
 
-        That one is the model's own forward or the loss function, which compute in fp32 on fp32 inputs, or a module that
-        is in fp32 already and gets rounded values; in a backward pass none is known.
+        That is the model's own `forward` or the loss function, which compute in fp32 on fp32 inputs, or a module in
+        fp32 that gets rounded values. In a backward pass none is flagged.
         """
         def helps(names):
             trace = self.run(outermost([*self.keep, *names]), self.scale)
@@ -161,7 +162,7 @@ class Judge:
     def _scales(self, low: Trace) -> tuple[float, float]:
         """Return the lowest loss scale without underflow, and the highest without overflow.
 
-        Underflow is that of the mean gradient: the quietest modules, as behind a layer scale, may lose theirs.
+        Underflow means that of the mean gradient; modules with the smallest gradients may still lose theirs.
         """
         info = torch.finfo(self.mode.dtype)
         half = [s for n, s in self.fp32.seen.items() if s.grad and n in low.seen and low.seen[n].half]
@@ -171,15 +172,15 @@ class Judge:
         least = 2. ** math.ceil(math.log2(info.smallest_normal * info.eps / (LOST * mean)))
         return min(max(least, min(1., most / MARGIN)), most), most
 
-    # -- how it is said
+    # -- what is reported
 
     def _nothing_helps(self, low: Trace) -> Verdict:
         reason = some([*self.reasons.values()]) or low.error or 'the loss or a gradient is not finite'
         if low.error: return self._say('cannot run', reason)
         reason += ', and no module in fp32 changes that'
         if {ROOT, LOSS} & self.reasons.keys():
-            reason += ('. Compute it in fp32: inside `with torch.autocast(x.device.type, enabled=False)`, on inputs '
-                       'made `.float()`')
+            reason += ('. Compute it in fp32: inside `with torch.autocast(x.device.type, enabled=False)`, on '
+                       '`.float()` inputs')
         return self._say('do not use', reason)
 
     def _works(self, low: Trace) -> Verdict:
@@ -198,18 +199,18 @@ class Judge:
         if reasons: verdict = 'keep modules in fp32'
         else:
             own = max(s.error for s in low.seen.values())
-            reasons = [f"no module's own error is above {own:.2%}" if own else 'nothing wrong was found']
+            reasons = [f'no module has an error above {own:.2%}' if own else 'nothing was flagged']
         if scales: reasons = [*reasons[:4], f'loss scales from {least:,.9g} to {most:,.9g} fit']
         reason, names = some(reasons, 5, '; '), []
-        if (far := self.distance(self.keep, scale)) >= 0:        # nan if it is not known
-            reason += (f'; rounding moves the mean gradient of 24 batches by {far:.2g} times what the choice of '
-                       f'batches does (below {SMALL} it is lost in that noise, above {LARGE} look closer)')
+        if (far := self.distance(self.keep, scale)) >= 0:        # nan if unknown
+            reason += (f'; rounding moves the mean gradient of 24 batches by {far:.2g}x the noise between batches '
+                       f'(below {SMALL}x it is lost in the noise, above {LARGE}x look closer)')
         if far > LARGE:
             verdict = 'gradient differs'
             helps = lambda names: self.distance(outermost([*self.keep, *names]), scale) < SMALL
             names = smallest(self.candidates(low), helps)
             reason += (f"; with {some([*map(named, names)]) or 'no module that was tried'} in fp32 this is below "
-                       f'{SMALL}. It is a sign to look, not a proof: some models train as well')
+                       f'{SMALL}x. It is a warning sign, not a proof: some models train as well as in fp32')
             self.reasons |= dict.fromkeys(names, '')
         modules = [n for n in outermost([*self.keep, *names]) if n not in self.kept]
         call = str(precision_call(self.learn, self.mode, modules, **changes))
@@ -222,17 +223,17 @@ class Judge:
 def wrong_in_fp32(fp32: Trace, batches: Any) -> str:
     """Describe what is wrong in fp32 as well; '' if nothing is.
 
-    The data is blamed then alone: NaN may stand for a target that is not known, and that the loss leaves out.
+    NaN in the data matters only then: it may mark unknown targets, which the loss ignores.
     """
-    if not fp32.seconds: return 'no batch gave a loss: give batches with targets, or a model that returns the loss'
+    if not fp32.seconds: return 'no batch gave a loss: use batches with targets, or a model that returns the loss'
     if _is_fine(fp32): return ''
     if bad := not_finite_data(batches): return bad
     what = 'gradients are' if fp32.loss_is_finite else 'loss is'
     first = next((f', first in {named(n)}' for n, s in fp32.seen.items() if s.failed), '')
-    return f'the {what} not finite in fp32 either{first}: this is not a matter of precision'
+    return f'the {what} not finite in fp32 either{first}, so precision is not the cause'
 
 
-def not_finite_data(batch: Any) -> str: # Such as 'the batch itself is not finite: 1 of 24 values of ...'
+def not_finite_data(batch: Any) -> str: # 'the batch itself is not finite: 1 of 24 values of ...'
     "Describe which tensor of a batch has NaN or inf; '' if none has. -inf may be a mask."
     t = next(filter(ends, tensors(batch)), None)
     if t is None: return ''
@@ -245,13 +246,17 @@ def _is_fine(t: Trace) -> bool: return not t.error and t.loss_is_finite and t.gr
 
 
 def smallest(names: list[str], helps: Callable[[list[str]], bool]) -> list[str]:
-    "Return few of some modules that help: all are tried, then half of those that help, and so on; [] if none do."
+    "Return a few modules that help: half of them, half of those, and so on; parents instead of many; [] if none help."
     if not names or not helps(names): return []
     while len(names) > 1:
         half = len(names) // 2
         part = next((p for p in (names[:half], names[half:]) if helps(p)), None)
         if part is None: break
         names = part
+    while len(names) > MANY:
+        parents = [*dict.fromkeys(n.rpartition('.')[0] or n for n in names)]
+        if parents == names or not helps(parents): break
+        names = parents
     return names
 
 
@@ -262,10 +267,10 @@ def outermost(names: Iterable[str]) -> list[str]:
 
 
 def named(name: str) -> str:
-    "Return how a message calls a module."
+    "Return the name of a module for a message."
     return {ROOT: "the model's own `forward`", LOSS: 'the loss function'}.get(name, f"'{name}'")
 
 
 def some(words: list[str], n: int = 4, between: str = ', ') -> str:
-    "Return the first `n` of some words, and how many more there are."
+    "Return the first `n` words, and how many more there are."
     return between.join(words[:n]) + (f' and {len(words) - n} more' if len(words) > n else '')

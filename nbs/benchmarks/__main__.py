@@ -12,7 +12,7 @@ from fastxtend_amp.tools.device import usable_device
 from .contestants import ADAM, CONTESTANTS, FUSED
 from .measure import bench
 from .models import MODELS
-from .show import by_model, plot, tables
+from .show import by_model, finding, plot, tables
 
 
 def main(
@@ -53,8 +53,8 @@ def main(
     if not stem: return
     if args.out: Path(f'{stem}.json').write_text(json.dumps(figures, indent=1) + '\n', encoding='utf-8')
     Path(f'{stem}.md').write_text(tables(figures), encoding='utf-8')
-    plot({f'{mode}, {support}': by_model(figures, mode) for mode, (support, _) in figures['support'].items()},
-         Path(f'{stem}.png'))
+    rows = {f'{mode} ({support})': by_model(figures, mode) for mode, (support, _) in figures['support'].items()}
+    plot({finding(title, found): found for title, found in rows.items()}, Path(f'{stem}.png'))
 
 
 if __name__ == '__main__': main()

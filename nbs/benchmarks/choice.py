@@ -128,7 +128,7 @@ def choose(name: str, device: torch.device, max_seconds: float, pairs: int) -> s
     with learn.no_bar(), learn.no_logging():
         with redirect_stdout(line): learn.to_amp(measure=True, max_seconds=max_seconds)
         spent, decision = time.perf_counter() - start, learn.precision_decision
-        rows = [f'{m}: {r["speed-up"]:.2f} ({r["speed-up low"]:.2f} to {r["speed-up high"]:.2f}), {r["turns"]} turns'
+        rows = [f'{m}: {r["speed-up"]:.2f} ({r["speed-up low"]:.2f} to {r["speed-up high"]:.2f}), {r["rounds"]} rounds'
                 for m, r in decision.table.drop('fp32').iterrows()]
         epochs = [f'{m}: {epochs_of(learn, m, pairs)}' for m in decision.table.index if pairs and m != 'fp32']
     return f"{decision.recommended} | {'; '.join(rows)} | {spent:.0f} | {'; '.join(epochs)} | {line.getvalue().strip()}"

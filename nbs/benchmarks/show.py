@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import pandas as pd
@@ -63,7 +64,7 @@ def marked(quartiles: list[float], blocks: int) -> str:
 
 # -- chart
 
-DOTS = {"fastai's own": ('s', '#4c566a'), 'plain loop': ('D', '#d1701f'), 'fastxtend_amp': ('o', '#2a78b8')}
+COLOR, GREY = '#2a78b8', '#667'
 OPTIMIZER = 'fused AdamW'                  # of the contestants that are drawn
 Rows = list[tuple[str, dict[str, dict[str, Any]]]]   # a model's title, and its records by contestant
 
@@ -78,51 +79,59 @@ def by_model(figures: dict[str, Any], mode: str) -> Rows:
     return sorted(found, key=lambda row: -row[1]['fastxtend_amp']['vs_fp32'][1])
 
 
-def draw(ax: Any, rows: Rows, narrow: bool = False) -> None:
-    """Draw times as fast as fp32: for each row a dot for fastai, plain loop and this package; hollow ones are noisy.
+def finding(mode: str, rows: Rows) -> str:
+    "Return the title of a chart: how many models gain, that is with both quartiles above 1, and how much at most."
+    gains = [record['vs_fp32'] for _, found in rows if (record := found['fastxtend_amp'])['vs_fp32'][0] > 1]
+    most = f', by up to {gains[0][1]:.1f}x' if gains else ''
+    return f'{mode} is faster than fp32 for {len(gains)} of {len(rows)} models{most}'
 
-    At the right stand this package's figure and that ratio over the plain loop's; a narrow chart has titles over rows.
+
+def draw(ax: Any, rows: Rows, narrow: bool = False) -> None:
+    """Draw speed-ups over fp32: for each row a dot at the median and a line between the quartiles.
+
+    A hollow dot is noisy. At the right stand the medians with fastxtend_amp and with a PyTorch loop; a narrow chart has
+    titles over rows. What the marks mean stands beside those of the first row.
     """
-    beside, columns = ax.get_yaxis_transform(), ((1.16, 1.32) if narrow else (1.11, 1.22))
+    beside, columns = ax.get_yaxis_transform(), ((1.17, 1.36) if narrow else (1.1, 1.24))
     def right(column, y, text, **kwargs): ax.text(columns[column], y, text, transform=beside, ha='right', **kwargs)
     for y, (title, found) in enumerate(rows):
-        for shift, (contestant, (shape, color)) in zip((-.2, 0, .2), DOTS.items()):
+        for column, contestant in enumerate(('fastxtend_amp', 'plain loop')):
             if contestant not in found: continue
             ratio, blocks = found[contestant]['vs_fp32'], found[contestant]['blocks']
-            ax.plot(ratio[::2], [y + shift] * 2, color=color, lw=1.2)
-            ax.plot(ratio[1], y + shift, shape, color=color, mfc='white' if noisy(ratio, blocks) else color, ms=5.5)
-            if contestant != 'fastxtend_amp': continue
-            right(0, y, marked(ratio, blocks), color=color, va='center')
-            plain = found[contestant]['vs_plain_loop']
-            if plain: right(1, y, marked(plain, blocks), va='center')
-        if narrow: ax.text(0, y - .42, title, transform=beside, va='center', fontsize=9,
-                        bbox=dict(fc='white', ec='none', pad=1))
+            right(column, y, marked(ratio, blocks), color=GREY if column else COLOR, va='center')
+            if column: continue
+            ax.plot(ratio[::2], [y] * 2, color=COLOR, lw=1.6)
+            ax.plot(ratio[1], y, 'o', color=COLOR, mfc='white' if noisy(ratio, blocks) else COLOR, ms=6)
+        if narrow: ax.text(0, y - .42, title, transform=beside, va='center', fontsize=9)
+    first, last = rows[0][1]['fastxtend_amp']['vs_fp32'], rows[-1][1]['fastxtend_amp']['vs_fp32']
+    legend: dict[str, Any] = dict(fontsize=8, color=GREY, textcoords='offset points')
+    if first[1] - 1 > last[1]: legend |= dict(xytext=(-8, -4 if narrow else 0), ha='right', va='center', xy=(first[0], 0))
+    else: legend |= dict(xytext=(8, 0), ha='left', va='center', xy=(first[2], 0))
+    ax.annotate('median and quartiles\nhollow, ~: uncertain', **legend)
     top = -.75 if narrow else -.5
-    for column, head in enumerate(('x fp32', 'x plain')): right(column, top, head, va='bottom', fontsize=8)
-    for contestant, (shape, color) in DOTS.items(): ax.plot([], [], shape, color=color, label=contestant)
+    for column, head in enumerate(('fastxtend\n_amp', 'PyTorch\nloop')):
+        right(column, top, head, va='bottom', fontsize=8, color=GREY if column else COLOR)
     ax.axvline(1, color='#888', lw=1, zorder=0)
     ax.set_yticks(range(len(rows)), [''] * len(rows) if narrow else [title for title, _ in rows])
     ax.tick_params(axis='y', length=0)
     ax.set_ylim(len(rows) - .5, top)
-    ax.set_xlabel('times as fast as fp32 in the same loop')
+    ax.set_xlabel('speed-up over fp32 (1: as fast)')
     ax.grid(axis='x', color='#ddd', lw=.6)
     ax.spines[['top', 'right', 'left']].set_visible(False)
 
 
-def plot(panels: dict[str, Rows], file: str | Path, narrow: bool = False) -> None:
+def plot(panels: dict[str, Rows], file: str | Path, narrow: bool = False, dpi: int = 130, below: str = '') -> None:
     "Write a PNG with a panel for each title that has rows; none if no title has. A narrow one suits a phone."
     from matplotlib.figure import Figure
     panels = {title: rows for title, rows in panels.items() if rows}
     if not panels: return
     n = sum(map(len, panels.values()))
-    size = (4.2, .55 * n + len(panels) + 1.4) if narrow else (8, .4 * n + len(panels) + 1)
+    size = (4.2, .5 * n + len(panels) + .8) if narrow else (8, .33 * n + len(panels) + .7)
     figure = Figure(figsize=size, layout='constrained')
     axs = figure.subplots(len(panels), squeeze=False, height_ratios=[1 + len(rows) for rows in panels.values()])[:, 0]
     for ax, (title, rows) in zip(axs, panels.items()):
         draw(ax, rows, narrow)
-        ax.set_title(title, fontweight='bold', fontsize=11, loc='left', pad=14)
-    legend = (f'whole training step, {OPTIMIZER}; line: quartiles;' + '\n '[not narrow]
-              + 'hollow dot and ~: 95 % interval wider than ±5 %')
-    figure.legend(*axs[0].get_legend_handles_labels(), loc='outside lower center', ncols=3, frameon=False,
-                  title=legend, columnspacing=1, handletextpad=.2)
-    figure.savefig(file, dpi=130, bbox_inches='tight')
+        ax.set_title('\n'.join(wrap(title, 38)) if narrow else title, fontweight='bold', fontsize=11, loc='left', pad=26)
+    text = f'whole training step, {OPTIMIZER}{below}'
+    figure.supxlabel('\n'.join(wrap(text, 52)) if narrow else text, fontsize=8, color=GREY)
+    figure.savefig(file, dpi=dpi, bbox_inches='tight')

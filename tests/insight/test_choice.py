@@ -81,7 +81,7 @@ def test_takes_the_fastest(speeds, chosen, capsys):
         and f'measuring: `{decision.calls[chosen]}`.' in said
     )
     if chosen == 'fp16':
-        assert "3.00 (3.00 to 3.00) times fp32's speed, and its loss is within" in said
+        assert 'Speed-up 3.00 (3.00 to 3.00); its loss is within' in said
     learn.fit(1)
 
 
@@ -94,7 +94,7 @@ def test_a_gain_that_is_sure_is_taken_however_wide_its_spread(max_seconds, capsy
 
 
 def test_more_time_decides_what_little_did_not_and_the_time_is_the_one_given(capsys, sleeps):
-    "In about every second turn low precision takes twice as long as in the others, and pays."
+    "In about every second round low precision takes twice as long as in the others, and pays."
     for max_seconds, chosen in ((10.0, 'fp32'), (300.0, 'bf16')):
         start = sleeps.now
         learn = learner(cbs=Costs({'bf16': 1.6, 'fp16': 0.5}, swing=0.9)).to_amp(measure=True, max_seconds=max_seconds)
@@ -121,7 +121,7 @@ def test_a_loss_is_refused_for_what_seeds_do_not_show_and_not_for_noise(max_seco
         assert decision.recommended == chosen and (len(decision.losses['fp32']) == 40) == (max_seconds == 60.0)
         assert len(decision.seed_losses) == 3
         assert ('`max_seconds=9`' in repr(decision)) == (max_seconds == 9.0)
-        assert "1 % of fp32's" in decision.reason or 'the spread of 4 fp32 trainings' in decision.reason
+        assert "1 % of the fp32 loss" in decision.reason or 'the spread of 4 fp32 trainings' in decision.reason
         learn.to_fp32()
 
 
@@ -154,7 +154,7 @@ def test_losses_near_zero_and_below_are_judged_as_others(loss, level):
     good, bad = trained(1.0, loss=shifted), trained(1.0, worse=0.05, loss=shifted)
     last = good.table['loss']['fp32']
     assert abs(last - loss) < 0.05 and good.recommended == 'bf16', good
-    assert bad.recommended == 'fp32' and "above fp32's, more than" in bad.reason, bad
+    assert bad.recommended == 'fp32' and "above that of fp32, more than" in bad.reason, bad
 
 
 def test_modules_that_must_stay_in_fp32_do_in_a_model_whose_output_a_callback_unpacks():
@@ -195,7 +195,7 @@ def test_a_mode_that_the_report_refuses_is_not_tried_and_said(breaks, words):
 def test_fp32_that_fails_itself_is_named():
     learn = learner(nn.Sequential(nn.Linear(6, 1), Act(lambda h: (-h.abs()).log()))).to_amp(measure=True)
     reason = learn.precision_decision.reason
-    assert learn.precision is None and reason.startswith("fp32's own loss is not finite: look at the data")
+    assert learn.precision is None and reason.startswith("The fp32 loss is not finite: check the data")
     assert "; bf16: the loss is not finite in fp32 either, first in '1'" in reason
     assert list(learn.precision_decision.table['steps']) == [1]  # fp32 has nothing to be compared with
 
@@ -251,12 +251,12 @@ def bf16_only(monkeypatch):
 def test_slow_models_are_decided_within_the_time(seconds, speed_up, chosen, bf16_only, sleeps, capsys):
     learn = learner(Sleeps(seconds, speed_up)).to_amp(measure=True)
     decision = learn.precision_decision
-    assert decision.recommended == chosen and decision.table['turns']['bf16'] >= 6 and sleeps.now < 61
+    assert decision.recommended == chosen and decision.table['rounds']['bf16'] >= 6 and sleeps.now < 61
     assert decision.table['speed-up']['bf16'] == pytest.approx(speed_up, rel=1e-3)
     n, seeds, line = len(decision.losses['fp32']), len(decision.seed_losses), capsys.readouterr().out
     assert seeds == (3 if seconds < 3 else 0) and n >= 7
     if chosen == 'bf16':
-        assert ('a wide margin, as fp32 was trained once' in line) == (seeds == 0)
+        assert ('a wide tolerance (fp32 was trained only once)' in line) == (seeds == 0)
     if n < 40 or seeds < 3:
         assert f'There was time for {n} of 40 steps and {seeds} of 3 seeds (`max_seconds=60`).' in line
 
@@ -266,10 +266,10 @@ def test_what_needs_more_time_says_how_many_seconds_and_they_are_enough(speed_up
     learn = learner(Sleeps(6, speed_up)).to_amp(measure=True)
     reason = learn.precision_decision.reason
     assert learn.precision is None and sleeps.now < 61
-    seconds = int(re.search(r'turns that an interval takes: raise `max_seconds` to (\d+)', reason)[1])
+    seconds = int(re.search(r'rounds that an interval needs: raise `max_seconds` to (\d+)', reason)[1])
     assert 60 < seconds < 300
     learn.to_amp(measure=True, max_seconds=seconds)
-    assert learn.precision_decision.table['turns']['bf16'] >= 6
+    assert learn.precision_decision.table['rounds']['bf16'] >= 6
     assert (learn.precision is not None) == (speed_up > 1) and 'raise' not in learn.precision_decision.reason
 
 
@@ -284,7 +284,7 @@ def test_the_line_tells_what_limits_the_result(bf16_only, sleeps, capsys):
     learn = learner(torch.compile(Sleeps(1, 2.0), backend='eager'), loaders(train=Slow(*loaders().train_ds.tensors)))
     learn.to_amp(measure=True)
     line = capsys.readouterr().out
-    assert 'a fit in bf16 is about 1.33 times as fast, not 2.00.' in line and line.count('\n') == 1
+    assert 'a whole fit in bf16 is about 1.33x faster, not 2.00x.' in line and line.count('\n') == 1
     assert re.search(r'There was time for \d+ of 40 steps and \d of 3 seeds', line)
     assert 'The compiled model was compared uncompiled; `compare_precision(compile=True)` compares both.' in line
     assert all(caveat in line for caveat in learn.precision_decision.caveats)
@@ -310,7 +310,7 @@ def test_gradients_that_vanish_are_seen_where_the_loss_hides_it(constant, lr, va
     comparison = learn.compare_precision('bf16')
     assert comparison.recommended == ('fp32' if vanish else 'bf16'), comparison
     if vanish:
-        assert 'its weights moved 0 times as far as in fp32: its gradients vanish' in comparison.reason
+        assert 'its weights moved only 0% of the distance in fp32: its gradients vanish' in comparison.reason
 
 
 def test_a_constant_in_the_loss_does_not_widen_what_is_tolerated():

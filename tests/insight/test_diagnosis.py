@@ -162,7 +162,7 @@ def test_bad_data_is_told_apart(which):
 def test_what_is_no_matter_of_precision_is_said_once(mode):
     messages = said(getattr(log_of_negative(), mode)())
     assert len(messages) == 1 and messages[0].count('\n') == 2
-    assert "not finite in fp32 either, first in '1': this is not a matter of precision" in messages[0]
+    assert "not finite in fp32 either, first in '1', so precision is not the cause" in messages[0]
     assert (
         'Look at the learning rate, the loss function and the data' in messages[0]
         and 'precision_report' not in messages[0]

@@ -113,7 +113,7 @@ def test_the_remedy_reaches_the_loss_of_fp32_where_plain_fp16_fails():
     [
         (loud_rms, "reach .*above fp16's 65,504"),
         (cancels, 'error of .* is .*% in fp16'),
-        (unit, 'is NaN or inf in fp16, and finite in fp32'),
+        (unit, 'is NaN or inf in fp16, but finite in fp32'),
         (over_sums, "reach .*above fp16's 65,504"),
     ],
 )
@@ -137,6 +137,17 @@ def test_where_no_operator_shows_the_overflow_modules_are_tried():
         verdict
     )
     assert trained(inner(InNumPy.apply), verdict)[0] == 0
+
+
+@pytest.mark.filterwarnings('ignore:overflow encountered')
+def test_of_many_modules_that_help_only_together_the_parents_are_named():
+    torch.manual_seed(0)
+    casts = lambda h: InNumPy.apply(h.half() if torch.is_autocast_enabled('cpu') else h)
+    many = lambda: nn.Sequential(*(Act(casts) for _ in range(6)))
+    make = lambda: nn.Sequential(nn.Linear(6, 8), many(), nn.Linear(8, 1))
+    verdict = verdict_on(make())
+    assert verdict.verdict == 'keep modules in fp32' and set(verdict.modules) == {'0', '1', '2'}, verdict
+    assert trained(make(), verdict)[0] == 0
 
 
 class Products(Own):
@@ -278,9 +289,8 @@ def test_decisions_that_change_are_an_error(far, verdict):
 )
 def test_constants_that_are_0_in_fp16(f, constant):
     verdict = learner(inner(f), loaders(64, 64)).precision_report('fp16').verdicts['fp16']
-    assert verdict.modules == ['1'] and f"{constant} is 0 in fp16, and does not keep small values in '1' from 0" in (
-        verdict.reason
-    )
+    words = f"{constant} rounds to 0 in fp16, so it does not keep values in '1' away from 0"
+    assert verdict.modules == ['1'] and words in verdict.reason
     learn = learner(inner(f), loaders(256, 64, train=dataset(256)))
     exec(verdict.call, {'learn': learn})
     learn.fit(4, 1e-3)
@@ -339,8 +349,8 @@ def test_what_is_not_finite_in_fp32_either_or_in_the_data(log):
     model = nn.Sequential(nn.Linear(6, 1), Act(lambda h: log(-h.square())))
     for verdict in learner(model).precision_report().verdicts.values():
         assert str(verdict) == (
-            f"{verdict.mode}: not known.\n    the loss is not finite in fp32 either, first in '1': "
-            'this is not a matter of precision'
+            f"{verdict.mode}: not known.\n    the loss is not finite in fp32 either, first in '1', "
+            'so precision is not the cause'
         )
     data = dataset()
     data.tensors[0][2, 1] = math.nan
@@ -399,7 +409,7 @@ def test_code_that_half_precision_breaks_is_not_the_devices_fault(f, monkeypatch
     )
     assert verdict.verdict == 'keep modules in fp32' and verdict.modules == ['1'] and 'this CPU' not in verdict.reason
     assert (
-        verdict.reason.startswith("'1' does not run in fp16: ") and 'new tensors with `dtype=x.dtype`' in verdict.reason
+        verdict.reason.startswith("'1' does not run in fp16: ") and 'create tensors with `dtype=x.dtype`' in verdict.reason
     )
     assert "fp32_modules=['1'])" in verdict.call and trained(inner(f), verdict)[0] == 0
     assert own.verdict == 'cannot run' and own.reason.startswith("the model's own `forward` does not run in fp16")
@@ -740,13 +750,13 @@ def test_it_says_what_it_looked_at():
     learn = learner(cbs=At('after_epoch', lambda l: None))
     report = learn.precision_report('bf16', n_batches=2)
     assert report.notes == [
-        'Looked at 2 batches of 4 samples, with the weights as they are now: in other batches '
-        '(`n_batches`) and after some training other modules may be in trouble.',
-        *['bf16: emulated here, which is usually slower than fp32.']
+        'Looked at 2 batches of 4 samples with the current weights. Other batches (`n_batches`) and later weights may '
+        'flag other modules.',
+        *['bf16: emulated on this device, usually slower than fp32.']
         * (AMPMode.BF16.support(torch.device('cpu')).status == 'emulated'),
-        'The targets are continuous: how close predictions come to them decides how much rounding matters. '
+        'The targets are continuous: the closer the predictions come to them, the more rounding matters. '
         'Ask again late in training.',
-        'Callbacks that took no part: at. If the training step needs one of them, set its attribute '
+        'Callbacks left out: at. If the training step needs one of them, set its attribute '
         '`run_on_copy = True`.',
     ]
     assert report.notes[0] in repr(report) and 'Looked at 2 batches of 4 samples' in report._repr_html_()
@@ -769,7 +779,7 @@ def test_an_emulated_mode_makes_it_look_at_fewer_samples(monkeypatch):
             nn.Linear(6, 8), Act(lambda x: (sizes.append(len(x)), x)[1]), nn.BatchNorm1d(8), nn.Linear(8, 1)
         )
         report = learner(model, loaders(24, 24)).precision_report(modes)
-        assert set(sizes) == expected and ('so these are the first samples of 24' in repr(report)) == (2 in sizes)
+        assert set(sizes) == expected and ('Of 24 samples only the first 2 were run' in repr(report)) == (2 in sizes)
 
 
 def test_training_goes_on_as_without_it_and_callbacks_of_the_learner_do_not_fire():
@@ -835,7 +845,7 @@ def test_the_printed_report():
         (
             lambda l: learner(mlp().half()).precision_report(),
             ValueError,
-            "6 to be trained .*'0.weight'.*learn.model.float",
+            r"(?s)6 trainable ones .*'0.weight'.*learn\.model\.float",
         ),
         (lambda l: learner(nn.Linear(3, 1)).precision_report(), RuntimeError, 'mat1 and mat2'),
         (

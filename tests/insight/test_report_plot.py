@@ -41,10 +41,11 @@ def test_each_module_is_drawn_in_its_order_and_in_trouble_it_is_red(drawn):
     assert red == ['attn'] == list(rows['module'][rows['trouble']])
 
 
-def test_fp16_has_a_ceiling_and_a_floor(drawn):
+def test_the_range_of_fp16_is_drawn(drawn):
     _, ax = drawn(learner())
     lines = {l.get_label().split(',')[0].split(':')[0]: l.get_xdata()[0] for l in ax.get_lines()}
-    assert lines == {"fp16's ceiling": 65504, "fp16's floor": pytest.approx(torch.finfo(torch.float16).tiny, rel=0.01)}
+    tiny = pytest.approx(torch.finfo(torch.float16).tiny, rel=0.01)
+    assert lines == {'largest fp16 number': 65504, 'smallest normal fp16 number': tiny}
     assert not drawn(learner(), modes='bf16')[1].get_lines()  # bf16 has fp32's range
 
 

@@ -107,23 +107,36 @@ def test_stored_tables_are_those_of_the_stored_figures(stem):
     assert show.tables(json.loads((STORED / f'{stem}.json').read_text())) == (STORED / f'{stem}.md').read_text()
 
 
-def test_the_chart_has_the_plain_loop_beside_this_package_and_the_noise_mark():
+def test_the_chart_has_one_mark_a_row_and_the_medians_of_both_loops():
     from matplotlib.figure import Figure
 
     figures = json.loads((STORED / 'native_bf16_0.3.0.json').read_text())
     ax = Figure().subplots()
     show.draw(ax, show.by_model(figures, 'bf16'))
     shown = [t.get_text() for t in ax.texts]
-    assert shown[-2:] == ['x fp32', 'x plain'] and shown[:4] == ['~2.17', '~1.00', '~1.86', '~1.00']
-    assert shown[-6:-2] == ['0.72', '1.03', '~0.50', '~1.00']
+    assert shown[-2:] == ['fastxtend\n_amp', 'PyTorch\nloop'] and 'hollow, ~: uncertain' in shown[-3]
+    medians = {
+        (r['model'], r['contestant']): show.marked(r['vs_fp32'], r['blocks'])
+        for r in figures['rows']
+        if r['mode'] == 'bf16' and r['optimizer'] == show.OPTIMIZER and r['vs_fp32']
+    }
+    models = [found['fastxtend_amp']['model'] for _, found in show.by_model(figures, 'bf16')]
+    assert shown[:-3] == [medians[m, c] for m in models for c in ('fastxtend_amp', 'plain loop')] and len(models) == 9
     assert ax.get_yticklabels()[0].get_text() == 'wide MLP, batch 1024' and '~0.96 (0.88-1.13)' in show.tables(figures)
-    assert ax.get_legend_handles_labels()[1] == ["fastai's own", 'plain loop', 'fastxtend_amp']
     filled = [
         line.get_markerfacecolor() != 'white'
         for line in ax.lines
         if line.get_marker() == 'o' and len(line.get_xdata()) == 1
     ]
     assert filled == [False] * 7 + [True, False]
+
+
+def test_the_title_is_the_finding():
+    figures = json.loads((STORED / 'native_bf16_0.3.0.json').read_text())
+    rows = show.by_model(figures, 'bf16')
+    gain = [found for _, found in rows if found['fastxtend_amp']['vs_fp32'][0] > 1]
+    assert show.finding('bf16', rows) == f'bf16 is faster than fp32 for {len(gain)} of 9 models, by up to 2.2x'
+    assert show.finding('bf16', rows[-2:]) == 'bf16 is faster than fp32 for 0 of 2 models'
 
 
 def test_nothing_is_drawn_of_a_run_without_ratios(tmp_path):

@@ -346,13 +346,14 @@ def test_a_comparison_overwrites_no_file_that_callbacks_save_and_export(tmp_path
         l.load(file)
 
     class Exports(Callback):
+        run_on_copy = True
+
         def before_fit(self):
             self.learn.export(fname=tmp_path / 'model.pkl')
 
-        def before_step(self):
-            "An event in the step, so that it takes part."
-
-    learn = learner(path=tmp_path, cbs=[At('after_step', keep_and_go_back, 20), Exports()])
+    saves = At('after_step', keep_and_go_back, 20)
+    saves.run_on_copy = True
+    learn = learner(path=tmp_path, cbs=[saves, Exports()])
     learn.fit(1, 0.01)
     before, in_fit = contents(tmp_path), len(folders)
     learn.compare_precision('bf16', n_steps=3, n_seeds=1)
