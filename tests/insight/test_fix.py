@@ -121,7 +121,11 @@ def test_what_was_done_is_printed_and_kept_and_the_call_starts_with_it(capsys):
 def test_history_optimizer_scale_and_the_loss_of_the_epoch_continue():
     learn, seen = learner(Growing(0), loaders(96)).to_fp16(on_overflow='fix', init_scale=64.0, growth_interval=7), []
     cb = learn.precision
-    note = lambda l: l.training and seen.append((l.opt, l.opt.state[next(iter(l.model.parameters()))], cb.scale, len(cb.skips)))
+
+    def note(l):
+        if l.training:
+            seen.append((l.opt, l.opt.state[next(iter(l.model.parameters()))], cb.scale, len(cb.skips)))
+
     learn.add_cb(At('after_batch', note, 70))
     learn.fit(2, 0.02)
     (fix,) = cb.fixes

@@ -53,7 +53,6 @@ def preds(learn):
     return learn.get_preds()[0]
 
 
-
 def validated(learn):
     return torch.tensor(learn.validate())
 
