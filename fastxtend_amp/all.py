@@ -1,3 +1,3 @@
-"Everything that fastxtend_amp exports, as fastai's own libraries have it: `from fastxtend_amp.all import *`."
+"Exports everything: `from fastxtend_amp.all import *`, in the manner of fastai's libraries."
 from . import *  # noqa: F403
 from . import __all__  # noqa: F401

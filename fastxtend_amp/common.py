@@ -16,7 +16,7 @@ from fastai.learner import Learner
 from fastai.optimizer import Optimizer, OptimWrapper
 from torch import nn
 
-__all__ = ['Shared', 'first_line', 'is_dtensor', 'is_lazy', 'is_number', 'is_sharded', 'loaders_device', 'model_device',
+__all__ = ['Shared', 'first_line', 'is_dtensor', 'is_number', 'is_sharded', 'loaders_device', 'model_device',
            'optimizer_params', 'refuse_unknown', 'several_processes', 'training_device', 'type_name', 'warn_user']
 
 
@@ -61,11 +61,6 @@ def is_dtensor(t: object) -> bool:
     "Return whether `t` is a DTensor, as FSDP2's `fully_shard` makes of parameters."
     module: Any = sys.modules.get('torch.distributed.tensor')    # imported by whoever made a DTensor, and not before
     return module is not None and isinstance(t, module.DTensor)
-
-
-def is_lazy(t: torch.Tensor) -> bool:
-    "Return whether `t` belongs to a lazy module that has not run yet, and so has no shape."
-    return torch.nn.parameter.is_lazy(t)
 
 
 def is_sharded(model: nn.Module) -> bool:

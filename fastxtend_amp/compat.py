@@ -20,11 +20,12 @@ _call = type(torch.autocast_increment_nesting).__call__
 
 
 class AutocastState:
-    """Context that puts autocast's state in this thread, for one type of device, and grad mode back at its end.
+    """Context that restores this thread's autocast state, for one type of device, and grad mode at its end.
 
     Relies on the getters and setters that `torch.autocast` calls itself (with a device type since 2.4), and on
-    `torch.autocast_increment_nesting` (since 1.10): there is no getter. An interrupt between two lines of
-    `torch.autocast.__enter__` leaves what no `__exit__` repairs. Without these names the first fit fails.
+    `torch.autocast_increment_nesting` (since 1.10): there is no getter. A `KeyboardInterrupt`
+    between two lines of `torch.autocast.__enter__` leaves state that no `__exit__` restores. Without these names the
+    first fit fails.
     """
     def __init__(self, device_type: str):
         self.device_type, self.grad_enabled = device_type, torch.is_grad_enabled()
@@ -101,7 +102,7 @@ def found_inf_of(scaler: GradScaler, opt: Any) -> torch.Tensor:
 
 
 def get_fp32_setting(backend: str, op: str) -> str: # 'ieee', 'tf32', 'bf16', or 'none'
-    """Return a setting of `fp32_precision`, such as that of 'cuda' and 'matmul'; 'none' if nothing is set.
+    """Return the setting `fp32_precision` of a backend and an operation ('cuda', 'matmul'); 'none' if it is not set.
 
     Relies on `torch._C._get_fp32_precision_getter` (since 2.9), which the documented attributes call: assigning to that
     of `torch.backends.mkldnn` sets the generic one. Without it and its setter: `AttributeError`.

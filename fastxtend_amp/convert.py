@@ -17,7 +17,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 def is_half(t: torch.Tensor) -> bool:
     "Return whether `t` is fp16 or bf16."
-    with torch._C.DisableTorchFunctionSubclass(): return t.dtype in HALF       # fastai's subclass takes 7 us for it
+    with torch._C.DisableTorchFunctionSubclass(): return t.dtype in HALF       # 7 us for fastai's subclass
 
 
 def half_to_float(t: torch.Tensor) -> torch.Tensor:
@@ -42,7 +42,7 @@ def map_tensors(
     """Return `x` with `f` applied to every tensor in it.
 
     Looks into what PyTorch's pytree knows (its own outputs, and those that libraries register with it), mappings,
-    dataclasses and fastai's `L`; anything else passes as it is.
+    dataclasses and fastai's `L`; returns anything else unchanged.
     """
     return f(x) if isinstance(x, torch.Tensor) else tree_map(partial(_map_leaf, f), x)
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..training.callback import MixedPrecision
-from ..training.loop import PRECISION_CALLBACKS, loop_callback
+from ..training.loop import PRECISION_CALLBACKS, precision_callback
 from ..common import first_line, is_sharded, training_device
 from ..convert import map_tensors
 from ..precisions.matching import unwrapped
@@ -140,7 +140,7 @@ def copied_learner(
             raise
         finally:
             for p, grad in grads: p.grad = grad
-            if cb := loop_callback(new): cb.close()              # a fit that was opened by single events
+            if cb := precision_callback(new): cb.close()         # a fit that was opened by single events
             vars(new).clear()                                    # callbacks refer to the copy: free it without `gc`
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from ..common import is_lazy, several_processes, warn_user
+from ..common import several_processes, warn_user
 from .copies import RandomState, generators, tensors
 from .diagnosis import Alarm, diagnose
 from .fix import fix

@@ -62,7 +62,8 @@ class Precision:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Precision:
         self = super().__new__(cls)
-        bound = inspect.Signature([*parameters_of(cls).values()]).bind(*args, **kwargs)
+        # Partial: a copy is made without arguments, and then gets its attributes.
+        bound = inspect.Signature([*parameters_of(cls).values()]).bind_partial(*args, **kwargs)
         bound.apply_defaults()
         self.arguments = dict(bound.arguments)
         return self
@@ -71,6 +72,11 @@ class Precision:
         fp32_modules: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules or predicates
     ):
         self.kept = Fp32Modules(fp32_modules)
+
+    @classmethod
+    def from_arguments(cls, arguments: dict[str, Any]) -> Precision:
+        "Return the precision with those of the arguments that it has."
+        return cls(**{name: value for name, value in arguments.items() if name in parameters_of(cls)})
 
     def __repr__(self) -> str: return repr(self.name)
 
@@ -82,7 +88,7 @@ class Precision:
     @property
     def learn(self): return None
     @learn.setter
-    def learn(self, learn):                                      # fastai sets it on what it takes for a callback
+    def learn(self, learn):                                      # fastai sets it on each callback that it adds
         kind = type(self).__name__
         raise TypeError(f'{kind}() is a precision, not a callback: write `cbs=MixedPrecision({kind}())`.')
 
@@ -93,11 +99,10 @@ class Precision:
         "Return how `device` runs this precision: the rule for its type decides, else PyTorch's autocast."
         if why := facts.missing(device): return Support('unsupported', why)
         rule = cls.rules.get(device.type)
-        if cls.dtype is None: return rule(device) if rule else Support('native', 'as its backend says')
-        if not facts.autocast_available(device.type):
+        if cls.dtype and not facts.autocast_available(device.type):
             return Support('unsupported', f'PyTorch has no autocast for {device.type} devices')
         support = rule(device) if rule else Support('native', 'as its backend says')
-        if support.status == 'unsupported' or device.type in ('cuda', 'cpu'): return support
+        if not cls.dtype or support.status == 'unsupported' or device.type in ('cuda', 'cpu'): return support
         refusal = facts.autocast_refusal(device.type, cls.dtype)
         return Support('unsupported', refusal) if refusal else support
 
@@ -159,19 +164,20 @@ class Auto(Precision):
     "The first precision that a device supports natively, bf16 before fp16; fp32 if there is none."
     def __init__(self, **arguments: Any):
         super().__init__(arguments.get('fp32_modules'))
-        self.given = self.arguments = arguments
+        self.arguments = arguments
         self.chosen = dict[str, Precision]()
         for cls in _automatic(): self.made(cls.name)             # errors appear at the call
     def made(self, name: str) -> Precision:
         "Return the precision of this name with those of the arguments that it has; one for all fits."
         if name not in self.chosen:
-            given = {k: v for k, v in self.given.items() if k in parameters_of(PRECISIONS[name])}
-            self.chosen[name] = PRECISIONS[name](**given)
+            self.chosen[name] = PRECISIONS[name].from_arguments(self.arguments)
         return self.chosen[name]
     def __repr__(self) -> str: return "'auto'"
     def on(self, device: torch.device) -> Precision:
         name = fastest_native(device)
         return Precision() if name is None else self.made(name)
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        for precision in self.chosen.values(): precision.load_state_dict(state)
 
 
 def parameters_of(cls: type[Precision]) -> dict[str, inspect.Parameter]:

@@ -74,4 +74,4 @@ class BF16(Precision):
         if self.skip_nonfinite: check_unscalable(learn.model, 'skip_nonfinite=True', 'leave skip_nonfinite out')
 
     def scaler(self, device: torch.device) -> GradScaler | None:
-        return UnitScaler(device.type, init_scale=1.) if self.skip_nonfinite else None
+        return UnitScaler(device.type, 1.) if self.skip_nonfinite else None

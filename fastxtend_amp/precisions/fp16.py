@@ -9,12 +9,11 @@ from torch.amp import GradScaler
 
 from ..common import warn_user
 from ..devices import facts
-from .base import Precision, Support
+from .base import Precision, Support, parameters_of
 from .scalers import DynamicScaler, StaticScaler, check_scaler_state, check_scaling_arguments, check_unscalable
 
 __all__ = ['FP16', 'SCALING']
 
-SCALING = dict(init_scale=65536.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000, enabled=True)
 _INSTRUCTIONS = {'avx512_fp16', 'amx_fp16', 'asimdhp', 'fphp'}
 _NO_TENSOR_CORES = re.compile(r'GTX 16\d\d|\b(T|MX)\d{3,4}\b')   # of capability 7.5: Quadro T2000, T600, MX450
 
@@ -80,49 +79,45 @@ class FP16(Precision):
         self.settings = {name: self.arguments[name] for name in SCALING}
         check_scaling_arguments(self.settings, loss_scale, scaler, SCALING)
         self.static, self.given = loss_scale, scaler
-        self.first_scale = loss_scale or (init_scale if scaler is None else scaler.get_scale())
-        self._now: GradScaler | None = None                      # of the newest fit
-        self._state: dict[str, Any] | None = None                # loaded before the first fit
-
-    def __getstate__(self) -> dict[str, Any]:                    # a `GradScaler` cannot be copied within a step
-        return {**vars(self), '_now': None, '_state': self.state_dict()}
+        self._scaler = self._new('cpu') if scaler is None else scaler   # in its newest state
+        self.first_scale = self._scaler.get_scale()
 
     def check_training(self, learn) -> None:
-        if self.settings['enabled']: check_unscalable(learn.model, 'fp16 mixed precision', 'pass enabled=False')
+        if self._scaler.is_enabled(): check_unscalable(learn.model, 'fp16 mixed precision', 'pass enabled=False')
 
     def scaler(self, device: torch.device) -> GradScaler | None:
         "Return one scaler for all fits on a type of device, in its newest state."
-        if not (self.settings['enabled'] if self.given is None else self.given.is_enabled()): return None
-        if self.given is not None: self._now = self.given
-        elif self._now is None or self._now._device != device.type:
-            state, self._now = self.state_dict(), self._new(device.type)
-            self._now.load_state_dict(state)
-        if (scale := self._now.get_scale()) < 1 <= self.first_scale:
+        if not self._scaler.is_enabled(): return None
+        if self.given is None and self._scaler._device != device.type:
+            new = self._new(device.type)
+            new.load_state_dict(self._scaler.state_dict())
+            self._scaler = new
+        if (scale := self._scaler.get_scale()) < 1 <= self.first_scale:
             warn_user(f'The loss scale had fallen to {scale:.2g}, at which gradients underflow. It starts again from '
                       f'{self.first_scale:g}.')
-            first = {'scale': float(self.first_scale), '_growth_tracker': 0}
-            self._now.load_state_dict({**self._now.state_dict(), **first})
-        return self._now
+            first = {'scale': self.first_scale, '_growth_tracker': 0}
+            self._scaler.load_state_dict({**self._scaler.state_dict(), **first})
+        return self._scaler
 
     def _new(self, device_type: str) -> GradScaler:
         if self.static is None: return DynamicScaler(device_type, **self.settings)
-        return StaticScaler(device_type, init_scale=float(self.static))
+        return StaticScaler(device_type, self.static)
 
     def state_dict(self) -> dict[str, Any]:
         "Return the state of the loss scaling, as `GradScaler.state_dict`; empty with `enabled=False`."
-        if not self.settings['enabled']: return {}
-        scaler = self.given or self._now
-        return scaler.state_dict() if scaler is not None else dict(self._state or self._new('cpu').state_dict())
+        return self._scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Continue from `state`; None resets to the arguments. Ignored with a fixed loss scale or `enabled=False`.
 
-        Raises `ValueError` for a state that no `GradScaler` could have returned, and changes nothing then.
+        Raises `ValueError` for a state that no `GradScaler` could have returned, and then changes nothing.
         """
-        if state == {} or self.static is not None or not self.settings['enabled']: return
+        if state == {} or self.static is not None or not self._scaler.is_enabled(): return
         if state is None and self.given is not None: return
         if state is None: state = self._new('cpu').state_dict()
         check_scaler_state(state)
-        scaler = self.given or self._now
-        if scaler is not None: scaler.load_state_dict(dict(state))
-        else: self._state = dict(state)
+        self._scaler.load_state_dict(dict(state))
+
+
+# The defaults of `GradScaler`'s arguments.
+SCALING = {name: p.default for name, p in parameters_of(FP16).items() if p.kind is p.POSITIONAL_OR_KEYWORD}

@@ -1,4 +1,4 @@
-"Forwards that take the place of modules' own: those of modules kept in fp32, which turn autocast off."
+"Replaces the forwards of modules: those of modules kept in fp32 turn autocast off."
 from __future__ import annotations
 
 import copy, threading
@@ -19,10 +19,10 @@ __all__ = ['Forward', 'Fp32Modules', 'Replaced', 'Replacement']
 
 
 class Forward:
-    """A forward that takes the place of a module's own while a context is open.
+    """A forward that replaces a module's own while a context is open.
 
     An object on the module's `forward`, not a hook, so that `torch.compile` traces through it. All learners that use
-    the module share it. While it is off it runs the forward that was there. Copies of the module are plain ones.
+    the module share it. While it is off it runs the forward that it replaced. Copies of the module have their own.
     """
     def __init__(self, name: str, module: nn.Module):
         self.name, self.module, self.own = name, module, None    # the forward that was on the instance
@@ -42,7 +42,7 @@ class Forward:
         self.on = True
 
     def take_off(self, user: Replaced) -> None:
-        "Give the module back the forward that it had, unless another context keeps this one on."
+        "Restore the module's forward, unless another context still uses this one."
         self.users.discard(user)
         if self.users: return
         if vars(self.module).get('forward') is self: vars(self.module).update(self._remove())
@@ -73,7 +73,7 @@ _ATTRIBUTES = ('forward', '__reduce_ex__', '__deepcopy__')
 
 
 class Replacement:
-    "The modules of a model that `find` returns by name, and the forwards that take the place of theirs."
+    "The modules of a model that `find` returns by name, and the forwards that replace theirs."
     def __init__(self, find: Callable[[nn.Module], dict[str, nn.Module]], kind: type[Forward]):
         self.find, self.kind = find, kind
         self.forwards: dict[nn.Module, Forward] = {}             # kept, so that nothing is compiled again
@@ -133,7 +133,7 @@ class Fp32Forward(Forward):
 
 
 def _device_type(args, kwargs, module) -> str:
-    p = next(module.parameters(), None)                          # first: lengths and the like may stay on the CPU
+    p = next(module.parameters(), None)                          # first: inputs may stay on the CPU, as lengths do
     if p is not None: return p.device.type
     types = [t.device.type for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
     return next((t for t in types if t != 'cpu'), 'cpu')

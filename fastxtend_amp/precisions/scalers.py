@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -17,20 +17,19 @@ __all__ = ['LOWEST', 'DynamicScaler', 'StaticScaler', 'UnitScaler', 'check_scale
 
 LOWEST = 2.**-24  # fp16's smallest number; a dynamic scale that fell to 0 would let NaN pass as 0 * inf
 _LARGEST = float(np.finfo(np.float32).max)
-_KEYS = ('scale', 'growth_factor', 'backoff_factor', 'growth_interval', '_growth_tracker')
 
 
 class _Scaler(GradScaler):
-    "A `GradScaler` that can be copied in the middle of a step; the copy knows nothing of that step."
-    def __init__(self, device: str, **settings: Any):
-        super().__init__(device, **settings)
-        self.first_scale = self._init_scale
+    "A `GradScaler` that can be copied in the middle of a step; the copy is on the CPU and knows nothing of that step."
+    def __init__(self, device: str, init_scale: float, **settings: Any):
+        super().__init__(device, init_scale, **settings)
+        self.first_scale = float(init_scale)                     # `load_state_dict` changes `_init_scale`
 
-    def __reduce__(self): return _copy, (type(self), self._device, self.first_scale, self.state_dict())
+    def __reduce__(self): return _copy, (type(self), self.first_scale, self.state_dict())
 
 
-def _copy(kind: type[GradScaler], device: str, first_scale: float, state: dict[str, Any]) -> GradScaler:
-    new = kind(device, init_scale=first_scale)
+def _copy(kind: type[GradScaler], first_scale: float, state: dict[str, Any]) -> GradScaler:
+    new = kind('cpu', first_scale, enabled=bool(state))
     new.load_state_dict(state)
     return new
 
@@ -48,7 +47,7 @@ class StaticScaler(_Scaler):
     "A `GradScaler` whose scale never changes: it skips steps whose gradients are not finite."
     def update(self, new_scale: Any = None) -> None:
         "Keep the scale."
-        super().update(float(self.first_scale))
+        super().update(self.first_scale)
 
 
 class UnitScaler(StaticScaler):
@@ -89,15 +88,13 @@ def check_scaler_state(state: Any) -> None:
     def fail(what): raise ValueError(f'The loss scale cannot be loaded: {what}. Nothing was loaded.\n'
                                      'Use what `state_dict()` returned.')
     if not isinstance(state, Mapping): fail(f'the state is a {type(state).__name__}, not a dict')
-    for key in _KEYS:
-        if key not in state: fail(f'{key!r} is missing')
-        value = state[key]
-        if not is_number(value): fail(f'{key!r} is {value!r}, not a number')
-        if not abs(value) <= _LARGEST: fail(f'{key!r} is {value!r}, not finite in fp32')
-        whole = key in ('_growth_tracker', 'growth_interval')
-        if whole and not isinstance(value, Integral): fail(f'{key!r} is {value!r}, not an integer')
-        may_be_0 = key in ('scale', '_growth_tracker')           # version 0.4 let the scale fall to 0
-        if value < 0 or (value == 0 and not may_be_0): fail(f'{key!r} is {value!r}, not above 0')
+    for key, kind, allowed in (                                  # version 0.4 let the scale fall to 0
+        ('scale', Real, 'a number from 0'), ('growth_factor', Real, 'a number above 0'),
+        ('backoff_factor', Real, 'a number above 0'), ('growth_interval', Integral, 'an integer above 0'),
+        ('_growth_tracker', Integral, 'an integer from 0')):
+        value = state.get(key)
+        in_range = is_number(value, kind) and 0 <= value <= _LARGEST and (value or 'from' in allowed)
+        if not in_range: fail(f'{key!r} is {value!r}, not {allowed}')
 
 
 def check_unscalable(

@@ -20,8 +20,7 @@ from fastcore.foundation import L
 
 from ..common import warn_user
 from ..precisions import PRECISIONS
-from .callback import precision_callback
-from .loop import PRECISION_CALLBACKS, in_batch
+from .loop import PRECISION_CALLBACKS, in_batch, precision_callback
 from .metrics import PrecisionMetric
 
 __all__ = ['FORMATS', 'FileFormat', 'put_over', 'written_whole']
@@ -30,10 +29,10 @@ __all__ = ['FORMATS', 'FileFormat', 'put_over', 'written_whole']
 
 @contextmanager
 def written_whole(file: str | os.PathLike | BinaryIO) -> Iterator[BinaryIO]: # A file to write to
-    """Write to a file beside `file`, which takes its place when it is complete; file objects are written to directly.
+    """Write to a file beside `file`, which replaces it when it is complete; file objects are written to directly.
 
-    After an exception, a full disk or a killed process the old file is whole. What a killed process has left beside it
-    is removed.
+    An exception, a full disk or a killed process leaves the old file whole. The next call removes what a killed
+    process has left.
     """
     if not isinstance(file, (str, os.PathLike)):
         yield file
@@ -41,7 +40,7 @@ def written_whole(file: str | os.PathLike | BinaryIO) -> Iterator[BinaryIO]: # A
     target = Path(os.path.realpath(file))
     for left in target.parent.glob(f'.{target.name}.*.part'):
         if not _is_running(left.name.split('.')[-3]): left.unlink(missing_ok=True)
-    part = target.with_name(f'.{target.name}.{os.getpid()}.{uuid4().hex[:8]}.part')   # another writer has another one
+    part = target.with_name(f'.{target.name}.{os.getpid()}.{uuid4().hex[:8]}.part')   # each writer has its own
     try:
         with open(part, 'xb') as f:
             yield f
@@ -100,8 +99,9 @@ def _format(learn: Learner) -> FileFormat: return next((f for f in FORMATS if f.
 def _standing_in(learn: Learner, model: _StandIn, opt: _StandIn | None) -> Iterator[None]:
     "Give fastai's `save` and `load`, and patches of them, stand-ins for the learner's model and optimizer."
     own = learn.model, learn.opt
-    learn.model, learn.opt = model, opt
-    try: yield
+    try:
+        learn.model, learn.opt = model, opt
+        yield
     finally: learn.model, learn.opt = own
 
 
@@ -112,20 +112,20 @@ def save(original: Callable, self: Learner, file: str | os.PathLike | BinaryIO, 
 
     The state of sharded parameters is put together from all processes, which must all call this.
     """
-    cb: Any = precision_callback(self)
+    cb = precision_callback(self)
     file_format = _format(self)
     if cb is None and file_format is _PLAIN: return original(self, file, **kwargs)
     with_opt = kwargs.get('with_opt', True) and self.opt is not None
     model_state, opt_state = file_format.read(self, with_opt)
     own = cb.state_dict() if cb is not None else {}
-    # In the optimizer's state: fastai takes a file with a third key for one of a model alone.
+    # In the optimizer's state: fastai reads a file with a third key as that of a model without an optimizer.
     if own and isinstance(opt_state, Mapping): opt_state = {**opt_state, cb.state_key: own}
     opt = _StandIn(opt_state) if with_opt else None
     with _standing_in(self, _StandIn(model_state), opt): return original(self, file, **kwargs)
 
 
 def save_model(original: Callable, file: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-    "Call fastai's `save_model`; for a learner with a precision, with a file that is written whole."
+    "Call fastai's `save_model`; the file of a learner with a precision is written whole."
     if not isinstance(model, _StandIn) or fastai.learner.rank_distrib(): return original(file, model, *args, **kwargs)
     with written_whole(file) as f: original(f, model, *args, **kwargs)
 
@@ -133,10 +133,10 @@ def save_model(original: Callable, file: Any, model: Any, *args: Any, **kwargs: 
 def load(original: Callable, self: Learner, file: str | os.PathLike | BinaryIO, *args: Any, **kwargs: Any) -> Learner:
     """Call the `load` that this replaces; the file may hold a precision's state.
 
-    With a precision, model, optimizer and state are loaded when all of the file has been read and the state was found
-    usable, so that a damaged file leaves the learner untouched.
+    With a precision, the whole file is read and the state is checked before anything is loaded, so a damaged file
+    leaves the learner unchanged.
     """
-    cb: Any = precision_callback(self)
+    cb = precision_callback(self)
     file_format = _format(self)
     if cb is None and file_format is _PLAIN: return original(self, file, *args, **kwargs)
     if cb is not None and (cb.mode != 'fp16' or not in_batch(self)): cb.close()   # which may have weights in bf16
@@ -152,7 +152,7 @@ def load(original: Callable, self: Learner, file: str | os.PathLike | BinaryIO, 
         try: cb.load_state_dict(states.get(cb.state_key))
         except ValueError as e:
             where = getattr(file, 'name', join_path_file(file, self.path/self.model_dir, ext='.pth'))
-            raise ValueError(f'{e}\nThis is in {where}. `learn.load(..., with_opt=False)` loads the model alone; '
+            raise ValueError(f'{e}\nThis is in {where}. `learn.load(..., with_opt=False)` loads only the model; '
                              '`learn.to_fp32()` or `learn.to_bf16()` before `load` leaves the scale out.') from e
     try: file_format.load_model(self, model.state, **model.options)
     except BaseException:
@@ -168,13 +168,14 @@ def load(original: Callable, self: Learner, file: str | os.PathLike | BinaryIO, 
 
 
 def export(original: Callable, self: Learner, *args: Any, **kwargs: Any) -> Any:
-    "Call the `export` that this replaces, on a learner without what this package has put on it."
+    "Call the `export` that this replaces, while what fastxtend_amp has put on the learner is off it."
     cb = precision_callback(self)
     if cb is not None and not in_batch(self): cb.close()
     metrics, cbs, attributes = self.metrics, self.cbs, vars(self)
     ours = ('mixed_precision', '_scopes', 'scaler', 'precision_decision')
-    kept = {name: attributes.pop(name) for name in ours if name in attributes}
+    kept = {name: attributes[name] for name in ours if name in attributes}
     try:
+        for name in kept: del attributes[name]
         self.metrics = metrics.filter(lambda metric: not isinstance(metric, PrecisionMetric))
         self.cbs = L([c for c in cbs if not isinstance(c, PRECISION_CALLBACKS)])
         result = original(self, *args, **kwargs)

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import inspect, sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -28,7 +28,7 @@ def set_precision(
     learn: Learner,
     cb: MixedPrecision | None, # Built, and so checked, before anything is removed; None for fp32
 ) -> Learner: # The learner
-    "Have `cb` as the learner's only precision callback; when called in the middle of a batch, from its end on."
+    "Make `cb` the learner's only precision callback; in the middle of a batch, from its end on."
     if cb is not None: cb.precision.check(learn.model)
     return set_callback(learn, cb)
 
@@ -62,26 +62,26 @@ def _add_method(cls: type[Precision]) -> None:
     "Give `Learner` the method `to_<name>`, with the signature and the documented arguments of `cls`."
     name, parameters = f'to_{cls.name}', {**parameters_of(cls), **CALLBACK_PARAMETERS}
 
-    def method(self: Learner, *args: Any, on_overflow: str = 'warn', max_skips: int = 16, **kwargs: Any) -> Learner:
+    def method(self: Learner, *args: Any, **kwargs: Any) -> Learner:
         refuse_unknown(name, parameters, kwargs)
         if args and not any(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters_of(cls).values()):
             raise TypeError(f'{name}({args[0]!r}): {cls.name} has no loss scale, and its arguments are given by name, '
                             'such as `fp32_modules=`.\nTo let the device decide the precision call `learn.to_amp()`.')
-        return set_precision(self, MixedPrecision(cls(*args, **kwargs), on_overflow=on_overflow, max_skips=max_skips))
+        options = {option: kwargs.pop(option) for option in CALLBACK_PARAMETERS if option in kwargs}
+        return set_precision(self, MixedPrecision(cls(*args, **kwargs), **options))
 
-    own = [inspect.Parameter('self', inspect.Parameter.POSITIONAL_OR_KEYWORD), *parameters_of(cls).values()]
-    last = [p for p in CALLBACK_PARAMETERS.values()]
-    method.__signature__ = inspect.Signature(own + last, return_annotation=Learner)   # type: ignore[attr-defined]
+    own = [inspect.Parameter('self', inspect.Parameter.POSITIONAL_OR_KEYWORD), *parameters.values()]
+    method.__signature__ = inspect.Signature(own, return_annotation=Learner)   # type: ignore[attr-defined]
     vars(method)['__delwrap__'] = cls.__init__                   # where fastcore's `docments` looks
     method.__name__, method.__qualname__, method.__module__ = name, f'Learner.{name}', __name__
-    method.__doc__ = f'{inspect.cleandoc(cls.__doc__ or "")}\n\n{_documented(cls)}'
+    method.__doc__ = f'{inspect.cleandoc(cls.__doc__ or "")}\n\n{_documented(cls, parameters)}'
     setattr(Learner, name, method)
 
 
-def _documented(cls: type[Precision]) -> str:
+def _documented(cls: type[Precision], parameters: Iterable[str]) -> str:
     "Return the arguments of a precision's method with their meaning, for `help`."
     texts = {**docments(cls.__init__), **{n: docments(MixedPrecision.__init__)[n] for n in CALLBACK_PARAMETERS}}
-    lines = [f'  {name}: {texts.get(name) or ""}' for name in {**parameters_of(cls), **CALLBACK_PARAMETERS}]
+    lines = [f'  {name}: {texts.get(name) or ""}' for name in parameters]
     return '\n'.join(['Arguments:', *lines, 'Returns the learner.'])
 
 
@@ -152,7 +152,7 @@ def precision_as(self: Learner,
 @patch
 @delegates(_any_precision)
 def to_channelslast(self: Learner,
-    use_amp: bool = True, # Also train in mixed precision; False leaves the learner's precision alone
+    use_amp: bool = True, # Also train in mixed precision; False keeps the learner's precision
     *args, **kwargs
 ) -> Learner: # The learner
     """Train in the channels last memory format, and in mixed precision.

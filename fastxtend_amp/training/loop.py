@@ -1,8 +1,8 @@
 """The scopes of fastai's loop: what a precision opens in one is closed when it ends or fails.
 
 fastai runs every part of its loop through `Learner._with_events`. Importing this file replaces that method. A learner
-without a precision pays one look-up of its callbacks; with one, `learn._scopes` lists the parts that are open, until
-the outermost ends.
+without a precision costs one look-up of its callbacks; with one, `learn._scopes` lists the open parts until the
+outermost ends.
 """
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..common import training_device, warn_user
 from ..compat import AutocastState
 from ..devices.facts import autocast_available
 
-__all__ = ['PRECISION_CALLBACKS', 'LoopCallback', 'at_batch_end', 'in_batch', 'loop_callback', 'open_scopes',
+__all__ = ['PRECISION_CALLBACKS', 'LoopCallback', 'at_batch_end', 'in_batch', 'open_scopes', 'precision_callback',
            'set_callback']
 
 PRECISION_CALLBACKS = (fp16.MixedPrecision, fp16.ModelToHalf, fp16.NonNativeMixedPrecision)
@@ -61,8 +61,8 @@ def in_batch(learn: Learner) -> bool:
     return any(scope.kind == 'batch' for scope in open_scopes(learn))
 
 
-def loop_callback(learn: Learner) -> Any: # A `LoopCallback`; None in fp32
-    "Return the learner's precision callback."
+def precision_callback(learn: Learner) -> Any: # A `MixedPrecision`
+    "Return the learner's precision callback; None in plain fp32."
     return next((cb for cb in learn.cbs if isinstance(cb, LoopCallback) and cb.learn is learn), None)
 
 
@@ -73,7 +73,7 @@ def _with_events(self: Learner, f: Callable, event_type: str, ex: type[Exception
     "Run a part of fastai's loop; what a precision opened in it is closed at its end."
     scopes: Any = open_scopes(self)
     if scopes: return _scope(self, scopes, f, event_type, ex, final)
-    cb = loop_callback(self)
+    cb = precision_callback(self)
     if cb is None:
         try: return _fastais(self, f, event_type, ex, final)
         except BaseException:
@@ -81,7 +81,7 @@ def _with_events(self: Learner, f: Callable, event_type: str, ex: type[Exception
             raise
     if event_type in _WHOLE: cb.close()                          # a fit that single batches left open
     device_type, scopes, failed = training_device(self).type, Scopes(), True
-    # An interrupt between two lines of `torch.autocast.__enter__` leaves what no `__exit__` repairs.
+    # A KeyboardInterrupt between two lines of `torch.autocast.__enter__` leaves state that no `__exit__` restores.
     with AutocastState(device_type) if autocast_available(device_type) else nullcontext():
         try:
             _scope(self, scopes, f, event_type, ex, final)
@@ -97,7 +97,7 @@ def _with_events(self: Learner, f: Callable, event_type: str, ex: type[Exception
 
 
 def _close(learn: Learner, failed: bool = False) -> None:
-    if cb := loop_callback(learn): cb.close(failed)              # it may have been exchanged
+    if cb := precision_callback(learn): cb.close(failed)              # it may have been exchanged
 
 
 def _scope(self: Learner, scopes: Scopes, f: Callable, event_type: str, ex: type[Exception], final: Callable) -> None:
@@ -114,7 +114,7 @@ def _scope(self: Learner, scopes: Scopes, f: Callable, event_type: str, ex: type
 
 
 def _step(self: Learner, step: Callable[[], object]) -> None:
-    cb = loop_callback(self)
+    cb = precision_callback(self)
     with cb.around_step() if cb is not None else nullcontext(): step()
 
 
@@ -123,7 +123,7 @@ Learner._with_events = _with_events
 
 def _explain(learn: Learner, error: BaseException) -> None:
     "Add to an error about dtypes, or oneDNN's about an LSTM, that the report names the module."
-    cb = loop_callback(learn)
+    cb = precision_callback(learn)
     is_low = cb is not None and cb.fit is not None and cb.fit.precision.dtype
     if is_low and isinstance(error, (RuntimeError, TypeError)) and any(word in str(error) for word in _LOW_WORDS):
         if hasattr(error, 'add_note'):                           # Python 3.11
@@ -137,7 +137,7 @@ def set_callback(
     learn: Learner,
     cb: Any, # A `LoopCallback`; None for fp32
 ) -> Learner:
-    "Have `cb` as the learner's only precision callback: now, or when the batch that is open has ended."
+    "Make `cb` the learner's only precision callback: now, or when the open batch has ended."
     at_batch_end(learn, partial(_exchange, learn, cb))
     return learn
 

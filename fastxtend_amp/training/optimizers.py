@@ -40,9 +40,9 @@ def fused(
     if cls not in FUSED.values():
         names = ', '.join(map(repr, FUSED))
         name = getattr(optimizer, '__qualname__', None) or repr(optimizer).splitlines()[0]
-        raise ValueError(f"optimizer={name} cannot be used: fused takes {names} or torch's class of that name, such as "
-                         "torch.optim.AdamW.\nfastai's Adam decays weights as torch's AdamW does. Give any other "
-                         'optimizer to `Learner(opt_func=...)` itself.')
+        raise ValueError(f"optimizer={name} cannot be used: fused supports {names} or torch's class of that name, "
+                         "such as torch.optim.AdamW.\nfastai's Adam decays weights as torch's AdamW does. Give other "
+                         'optimizers to `Learner(opt_func=...)` itself.')
     for name in _OURS:
         if name in hypers:
             where = 'Give the learning rate to `Learner` or `fit`.' if name == 'lr' else 'Leave it out.'
@@ -57,11 +57,11 @@ def fused(
 
 
 def place_state(
-    opt: Optimizer | OptimWrapper, # `Lookahead` is an `Optimizer`, too
+    opt: Optimizer | OptimWrapper, # `Lookahead` is an `Optimizer`
 ) -> None:
-    """Move what `opt` remembers to where its parameters are; step counts go where the optimizer wants them.
+    """Move the optimizer's state to the device of its parameters, and step counts to where the optimizer needs them.
 
-    A loaded state is where the file was read to, and fastai moves the model to its device when a fit starts.
+    A loaded state is on the device that the file was read to; fastai moves the model when a fit starts.
     """
     inner = opt
     while hasattr(inner, 'opt'): inner = inner.opt

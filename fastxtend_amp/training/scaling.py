@@ -2,8 +2,8 @@
 
     scale the loss of each batch                        `scale_loss`
     unscale the gradients; is one of them not finite?   `unscale`
-    take the step, or skip it                           on the host, or in a fused optimizer on the device
-    let the scale grow or back off                      `update`; `cancel` if something else called the step off
+    step, or skip the step                              on the host, or in a fused optimizer on the device
+    let the scale grow or back off                      `update`; `cancel` if another callback cancelled the step
 """
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from fastai.learner import Learner
 from fastai.optimizer import OptimWrapper
 from torch import nn
 from torch.amp import GradScaler
+from torch.nn.parameter import is_lazy
 
-from ..common import is_dtensor, is_lazy, optimizer_params, warn_user
+from ..common import is_dtensor, optimizer_params, warn_user
 from ..compat import found_inf_of, skips_by_flag
 from ..precisions.scalers import DynamicScaler, UnitScaler
 from .optimizers import FUSED
@@ -50,17 +51,18 @@ class StepHistory:
     def read(self) -> None:
         "Copy the entries that are still on the device to the host; this synchronizes with it."
         if not self._unread: return
-        tensors = [t for entry in self._unread for t in entry if torch.is_tensor(t)]
+        tensors = [t for step in self._unread for t in step if torch.is_tensor(t)]
         device = tensors[-1].device                              # an interrupt can leave entries of another one
-        values, unread, self._unread = iter(torch.stack([t.to(device) for t in tensors]).tolist()), self._unread, []
-        for _, skipped in unread:
-            self._scales.append(next(values))
-            self._skips.append(skipped if isinstance(skipped, bool) else next(values) > 0)
+        values = iter(torch.stack([t.to(device) for t in tensors]).tolist())
+        steps = [(next(values), skip if isinstance(skip, bool) else next(values) > 0) for _, skip in self._unread]
+        scales, skips = zip(*steps)
+        # One statement, so that an interrupt leaves both lists equally long.
+        self._scales, self._skips, self._unread = self._scales + array('f', scales), self._skips + array('b', skips), []
 
     def forget(self, n: int) -> None:
         "Keep only the first `n` steps."
         self.read()
-        del self._scales[n:], self._skips[n:]
+        self._scales, self._skips = self._scales[:n], self._skips[:n]
 
     @property
     def last_scale(self) -> float:
@@ -70,7 +72,7 @@ class StepHistory:
     def n_skipped(self, start: int = 0) -> int:
         "Return how many steps from `start` on were skipped."
         self.read()
-        return sum(islice(self._skips, start, None)) if start else self._skips.count(1)
+        return sum(islice(self._skips, start, None))
 
     def skips(self, start: int = 0) -> list[bool]:
         "Return for each step from `start` on whether it was skipped."
@@ -131,7 +133,7 @@ class Scaling:
     # -- a step
 
     def _scale(self) -> torch.Tensor:
-        "Return the scale, as a new tensor on the device."
+        "Return the scale as a new tensor on the device."
         return GradScaler.scale(self.scaler, self.one)
 
     def start(self) -> None:
@@ -167,15 +169,15 @@ class Scaling:
 
     def update(self) -> None:
         "Record a step, taken or skipped, and let the scale grow or back off unless it is static."
-        if self._probe is None:                                  # something else called the step off
+        if self._probe is None:                                  # another callback cancelled the step
             self.found_inf = False
             return
-        on_host = isinstance(self.found_inf, bool) or self.found_inf.device.type == 'cpu'
-        if on_host: self.found_inf = bool(self.found_inf)        # which waits for nothing
-        if on_host: self.skips_in_a_row = self.skips_in_a_row + 1 if self.found_inf else 0
+        if isinstance(self.found_inf, bool) or self.found_inf.device.type == 'cpu':   # which does not synchronize
+            self.found_inf = bool(self.found_inf)
+            self.skips_in_a_row = self.skips_in_a_row + 1 if self.found_inf else 0
         for buffers in self._buffers: buffers.after_step(self.found_inf)
         self.history.add(self._scale(), self.found_inf)
-        if self.found_inf is True and self.one.device.type == 'cpu': self.read()   # which waits for nothing there
+        if self.found_inf is True and self.one.device.type == 'cpu': self.read()   # does not synchronize there
         self.scaler.update()
         # fastai's own loop zeroes the gradients next; `start` scales what another loop leaves.
         self.has_scaled = type(self.learn)._do_grad_opt is Learner._do_grad_opt
@@ -189,7 +191,7 @@ class Scaling:
         self.skips_in_a_row = sum(takewhile(bool, reversed(self.history.skips(self.first_step))))
 
     def cancel(self) -> None:
-        "Leave scale and growth tracker alone: the step was called off."
+        "Keep scale and growth tracker: the step was cancelled."
         if self._probe is None: return
         self.scaler.update(self.scaler.get_scale())
         self.found_inf = False
@@ -202,7 +204,7 @@ class Scaling:
     def _restart(self) -> None:
         "Start from the first scale again: all gradients are 0 at this one."
         scaler: Any = self.scaler                                # a `DynamicScaler`
-        scaler.update(float(scaler.first_scale))
+        scaler.update(scaler.first_scale)
         self._is_low = False
         warn_user(f'All gradients underflowed at a loss scale of {self.history.last_scale:.2g}, to which skipped steps '
                   f'had lowered it. It starts again from {self.scaler.get_scale():g}.')
@@ -227,13 +229,12 @@ class Scaling:
             for buffers in self._buffers: buffers.after_step(True)
         if self.has_started and not isinstance(self.scaler, UnitScaler):
             self.unscale(may_flag=False)
-            found_inf = self.found_inf
+            if self.learn.opt is not None and (failed or self.found_inf): self.learn.opt.zero_grad()
             self.cancel()
-            if self.learn.opt is not None and (failed or found_inf): self.learn.opt.zero_grad()
             # Gradients outside the optimizer are still scaled.
             for p in {*self.learn.model.parameters()}.difference(self.params): p.grad = None
         self.has_scaled = False
-        if self._before is not None:                             # `lr_find` leaves everything as it found it
+        if self._before is not None:                             # `lr_find` restores the scale
             self.scaler.load_state_dict(self._before)
             self.history.forget(self.first_step)
         self.history.read()
@@ -256,8 +257,8 @@ class Scaling:
 class _Buffers:
     """Buffers of a model on one device, and their values after the last good step.
 
-    A batch that overflows makes BatchNorm's running statistics NaN for good, although its step is skipped. After a
-    skipped step, elements that are not finite get their last finite values back; finite ones are never touched.
+    A batch that overflows would leave NaN in BatchNorm's running statistics, although its step is skipped. After a
+    skipped step, elements that are not finite are restored to their last finite values; others are never changed.
     """
     def __init__(self, buffers: list[torch.Tensor]): self.now, self.good = buffers, [b.clone() for b in buffers]
 
@@ -294,5 +295,5 @@ def _fused(opt: Any, params: list[nn.Parameter]) -> FlaggedStep | None:
     return FlaggedStep(opt) if has_state or is_plain_sgd else None
 
 
-# Each takes torch's optimizer (or None) and its parameters, and returns a `FlaggedStep` or None. `devices/` adds one.
+# Each gets torch's optimizer (or None) and its parameters, and returns a `FlaggedStep` or None; `devices/` adds one.
 DEVICE_SKIPS: list[Callable[[Any, list[nn.Parameter]], Any]] = [_fused]

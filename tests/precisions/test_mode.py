@@ -1,6 +1,6 @@
 "Which precision a device does natively, and what is said where it does not."
 
-import re, warnings
+import copy, re, warnings
 
 import pytest, torch
 from fastai.callback import fp16
@@ -240,3 +240,20 @@ def test_a_default_device_does_not_change_what_is_found():
         assert precision_support('cpu').values.tolist() == expected
     finally:
         torch.set_default_device(None)
+
+
+def test_a_precision_with_an_argument_that_must_be_given_can_be_copied(monkeypatch):
+    monkeypatch.setattr('fastxtend_amp.precisions.base._followers', [])
+    monkeypatch.setattr('fastxtend_amp.precisions.base.PRECISIONS', {})
+
+    class Needs(fastxtend_amp.precisions.Precision):
+        name = 'needs'
+
+        def __init__(self, what):
+            super().__init__()
+            self.what = what
+
+    twin = copy.deepcopy(Needs('x'))
+    assert twin.what == 'x' and twin.arguments == {'what': 'x'}
+    with pytest.raises(TypeError, match='what'):
+        Needs()

@@ -491,3 +491,17 @@ def test_toggling_leaves_no_trace():
     learn.to_fp32()
     gc.collect()
     assert callback() is None and not left_on(learn) and b'fastxtend_amp' not in pickle.dumps(learn)
+
+
+def test_a_state_loaded_before_the_device_is_known_counts():
+    s = MixedPrecision('fp16', init_scale=8.0).state_dict()
+    cb = MixedPrecision('auto')
+    cb.load_state_dict(s)
+    assert cb.precision.made('fp16').state_dict() == s and cb.precision.made('bf16').state_dict() == {}
+
+
+def test_a_scaler_is_copied_with_its_state_and_first_scale_in_the_middle_of_a_step():
+    learn, copies = learner().to_fp16(init_scale=8.0, growth_interval=2), []
+    learn.fit(1, cbs=At('before_step', lambda l: copies.append(copy.deepcopy(l.precision.precision)), 20))
+    assert [c.state_dict()['scale'] for c in copies] == learn.precision.scales and learn.precision.scale > 8.0
+    assert all(c.first_scale == 8.0 for c in copies)

@@ -1,8 +1,9 @@
 "Ctrl-C in the middle of a switch, and a process that is killed while it saves."
 
-import os
+import linecache, os
 
 import pytest, torch
+from fastai.metrics import mse
 
 from helpers import *
 from interrupts import interrupted_before, lines_of
@@ -78,6 +79,41 @@ def test_an_interrupted_precision_as():
         if not interrupted_before(line, lambda: use(learn)):
             continue
         assert len(trained(learn)) == 1, line
+
+
+CLEAN_UP = ('finally:', 'self.metrics, self.cbs =', 'attributes.update(kept)')  # which an interrupt may end itself
+
+
+@pytest.mark.parametrize('mode', ['fp16', 'bf16'])
+def test_an_interrupted_save_load_or_export_leaves_the_learner_whole(mode, tmp_path):
+    learn = getattr(learner(path=tmp_path, metrics=[mse, fastxtend_amp.loss_scale]), f'to_{mode}')()
+    learn.fit(1)
+    learn.save('a')
+
+    def held():
+        return (learn.model, learn.precision, learn.mixed_precision, *learn.metrics, *learn.cbs)
+
+    before, opt = held(), learn.opt
+    for i, f in enumerate([lambda: learn.save('a'), lambda: learn.load('a'), lambda: learn.export('a.pkl')]):
+        for line in lines_of(f):
+            if linecache.getline(*line).strip().startswith(CLEAN_UP):
+                continue
+            interrupted_before(line, f)
+            assert len(held()) == len(before) and all(a is b for a, b in zip(held(), before)), line
+            assert i == 2 or learn.opt is opt, line  # fastai's export makes a new one
+
+
+def test_an_interrupt_while_the_history_is_read_leaves_its_lists_equally_long():
+    def run(learn):
+        learn.fit(1)
+        return learn.precision.scales
+
+    for line in lines_of(lambda: run(learner().to_fp16(init_scale=256.0))):
+        if 'scaling.py' not in line[0]:
+            continue
+        learn = learner().to_fp16(init_scale=256.0)
+        interrupted_before(line, lambda: run(learn))
+        assert len(learn.precision.scales) == len(learn.precision.skips) == len(learn.precision.history), line
 
 
 # -- a killed process

@@ -432,3 +432,14 @@ def test_a_fit_matches_once_and_not_at_each_event():
     without, Counting.n = Counting.n, 0
     learn.fit(1)
     assert Counting.n - without <= 2
+
+
+def test_many_amp_contexts_of_a_loop_of_ones_own_keep_one_forward_each():
+    "A user's loop enters `amp_context` thousands of times before the next fit."
+    learn = learner().to_bf16(fp32_modules='0')
+    for _ in range(5):
+        with learn.amp_context():
+            learn.model(torch.ones(2, 6)).sum().backward()
+    assert len(learn.model[0].forward.users) == 1
+    learn.fit(1)
+    assert not left_on(learn.to_fp32())
