@@ -37,6 +37,12 @@ assert all(map(torch.equal, straight.model.state_dict().values(), resumed.model.
 assert straight.precision.state_dict() == resumed.precision.state_dict()""",
         'resumed.export': "assert b'fastxtend_amp' not in (path/'model.pkl').read_bytes()",
     },
+    '07_training_that_mends_itself': {
+        'learn.fit(4': '''
+fp32, warn, fix = runs.values()
+assert warn.precision.n_skipped > 30 and fix.precision.n_skipped < 10 and len(fix.precision.fixes) == 1
+assert abs(fix.final_record[0] - fp32.final_record[0]) < .05'''
+    },
     '04_processes_compile_xla': {
         'done = subprocess': """
 assert not done.returncode, done.stderr[-2000:]
