@@ -41,7 +41,7 @@ assert straight.precision.state_dict() == resumed.precision.state_dict()""",
         'learn.fit(4': '''
 fp32, warn, fix = runs.values()
 assert warn.precision.n_skipped > 30 and fix.precision.n_skipped < 10 and len(fix.precision.fixes) == 1
-assert abs(fix.final_record[0] - fp32.final_record[0]) < .05'''
+assert abs(fix.final_record[1] - fp32.final_record[1]) < .05'''
     },
     '04_processes_compile_xla': {
         'done = subprocess': """
