@@ -1,4 +1,4 @@
-"Diagnosis of training that goes wrong in low precision: the batch under way is run again on a copy to find the cause."
+"Diagnosis of training that fails in 16 bits: the current batch is run again on a copy to find the cause."
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ _BAD = 'Look at the data; no precision can train on it'
 
 @dataclass
 class Alarm:
-    "A sign that training goes wrong, and the step it was seen in."
+    "A sign that training failed, and the step it was seen in."
     what: str
     mode: AMPMode
     scale: float                             # the loss scale
@@ -41,7 +41,7 @@ class Alarm:
     def happened(self) -> str:
         "The first line of the message."
         scale = f', loss scale {self.scale:,.9g}' if self.mode.needs_loss_scaling else ''
-        return f'{self.mode.value} training goes wrong: {self.what} (batch {self.step:,}{scale}).'
+        return f'{self.mode.value} training failed: {self.what} (batch {self.step:,}{scale}).'
 
 
 def diagnose(
@@ -66,13 +66,13 @@ def _cause(learn: Learner, alarm: Alarm) -> tuple[str, str]:
     if bad and (lost or several_processes()): return bad, f'{_BAD}, unless the loss leaves these values out'
     if lost:
         return (f'{lost}, so the batch cannot be run again as it was',
-                'Load weights that are finite, or build the model anew, then call `learn.precision_report()`')
+                'Load weights that are finite, or build the model again, then call `learn.precision_report()`')
     if several_processes():
         return ('with several processes the batch is not run again',
                 'Call `learn.precision_report()` in one process, before the model is distributed')
     where, remedy = _run_again(learn, alarm, bad)
-    again = 'That batch, run again with the same random draws' if alarm.random_state is not None else \
-            'The batch under way, not the one it began with, run again'
+    again = 'Re-running that batch with the same random numbers' if alarm.random_state is not None else \
+            'Re-running the current batch, not the one in which it began'
     uncompiled = ', uncompiled' if is_compiled(learn.model) else ''
     return f'{again}{uncompiled}: {where}', remedy
 
@@ -95,7 +95,7 @@ def _run_again(
         failed = [mode, *(fix.precision for fix in cb.fixes)]
         alarm.remedy = fastest_native(cb.fit.device, failed), (), None
         other = precision_call(learn, *alarm.remedy)
-        return verdict.reason, f'Take another precision: `{other}`'
+        return verdict.reason, f'Use another precision: `{other}`'
     if verdict.modules or judge.scale < alarm.scale:
         alarm.remedy = mode, verdict.modules, verdict.init_scale
     if verdict.modules:

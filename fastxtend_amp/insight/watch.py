@@ -1,4 +1,4 @@
-"The watch over a fit: it notices that training goes wrong, and warns or raises with the cause."
+"The watch over a fit: it notices that training failed, and warns or raises with the cause."
 from __future__ import annotations
 
 import math
@@ -34,7 +34,7 @@ class Notes:
 
 
 class Watch:
-    """The watch over the fits of a precision callback: it notices that training goes wrong, and says once why.
+    """The watch over the fits of a precision callback: it notices that training failed, and says once why.
 
     While all goes well nothing here waits for an accelerator: it reads the losses that fastai's Recorder has fetched,
     and the skips that the host knows of.

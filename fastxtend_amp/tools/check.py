@@ -176,7 +176,7 @@ def check(
                 warnings.simplefilter('always')
                 try: passed, seen = run(on, precision, mode, before)
                 except Exception as e: passed, seen = False, f'{type(e).__name__}: {" ".join(str(e).split())[:300]}'
-            said = [' '.join(str(w.message).split()) for w in caught if 'goes wrong' in str(w.message)]
+            said = [' '.join(str(w.message).split()) for w in caught if 'failed' in str(w.message)]
             add(precision, what, bool(passed), ' '.join([seen, *said]))
     return results
 

@@ -196,7 +196,7 @@ def warns(kind, mode, path):
 
     learn = build(kind, mode, cbs=[bad_input(1, {BAD})])
     learn.loss_func = gathering_loss
-    return dict(said=told(lambda: fit(learn), 'goes wrong'), n_batches=len(learn.seen))
+    return dict(said=told(lambda: fit(learn), 'failed'), n_batches=len(learn.seen))
 
 
 def compares(kind, mode, path):

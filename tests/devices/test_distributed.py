@@ -177,9 +177,9 @@ def test_a_warning_on_one_rank_runs_nothing_again_and_nobody_waits(kind, ranks):
     zero, one = ranks('warns', kind, 'fp16')
     assert zero == dict(said=[], n_batches=6) and one['n_batches'] == 6 and len(one['said']) == 1
     message = one['said'][0]
-    assert re.match(rf'fp16 training goes wrong: the loss is (inf|nan) \(batch {BAD + 1}, loss scale 256\)', message)
+    assert re.match(rf'fp16 training failed: the loss is (inf|nan) \(batch {BAD + 1}, loss scale 256\)', message)
     assert 'With several processes the batch is not run again' in message and message.count('\n') == 3
-    assert '`learn.precision_report()` in one process' in message and 'run again with' not in message
+    assert '`learn.precision_report()` in one process' in message and 'Re-running' not in message
 
 
 def test_a_comparison_waits_for_nobody_and_the_measured_choice_is_refused(ranks):

@@ -44,7 +44,7 @@ def said(learn, n=1, lr=0.01):
 
 
 def alarms(learn, n=1, lr=0.01):
-    return [m for m in said(learn, n, lr) if 'goes wrong' in m]
+    return [m for m in said(learn, n, lr) if 'failed' in m]
 
 
 class OnceInf(nn.Module):
@@ -83,7 +83,7 @@ def test_the_module_that_overflows_is_named(opt):
     assert len(messages) == 1 and messages[0].count('\n') == 2
     for words in (
         'the loss is nan',
-        'That batch, run again with the same random draws',
+        'Re-running that batch with the same random numbers',
         "values in 'attn' reach",
         "above fp16's 65,504",
         "Keep 'attn' in fp32: `learn.to_fp16(init_scale=4096, fp32_modules=['attn'])`",
@@ -177,7 +177,7 @@ def test_weights_that_are_lost():
         "1 of 6 weight tensors are NaN or inf; the first is '0.weight', so the batch cannot be run again as it was"
         in message
     )
-    assert 'checkpoint' not in message and 'Load weights that are finite, or build the model anew' in message
+    assert 'checkpoint' not in message and 'Load weights that are finite, or build the model again' in message
 
 
 def test_a_fault_that_does_not_come_back_is_said_not_to():
@@ -281,7 +281,7 @@ def test_lr_find_is_left_alone():
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter('always')
         learner(Attentive()).to_fp16().lr_find(num_it=6, show_plot=False, suggest_funcs=())
-    assert not [w for w in found if 'goes wrong' in str(w.message)]
+    assert not [w for w in found if 'failed' in str(w.message)]
 
 
 def predicts(learn):
@@ -336,7 +336,7 @@ def test_ignore_says_nothing_and_raise_stops():
     for mode, model in (('to_fp16', Attentive()), ('to_bf16', nn.Sequential(nn.Linear(6, 1), OnceInf(1)))):
         learn = getattr(learner(model), mode)(on_overflow='raise')
         before = params(learn)
-        with pytest.raises(FloatingPointError, match='goes wrong'):
+        with pytest.raises(FloatingPointError, match='failed'):
             learn.fit(1)
         assert same(before, params(learn)) and learn.precision.fit is None and autocast_state() == state
 
@@ -372,7 +372,7 @@ def test_a_loss_of_the_models_own_is_fp32_and_watched(sets_both):
     learn = learner(TakesTwo(linear()), dls, cls=FromTheModel).to_bf16()
     learn.sets_both, learn.factor = sets_both, 1.0
     learn.add_cb(At('after_loss', lambda l: dtypes.add(l.loss_grad.dtype), 20))
-    assert not told(lambda: learn.fit(1, 1e-3), 'goes wrong') and dtypes == {torch.float32}
+    assert not told(lambda: learn.fit(1, 1e-3), 'failed') and dtypes == {torch.float32}
     learn.factor = float('nan')
     assert len(told(lambda: learn.fit(1, 0.0), 'the loss is nan')) == 1
 
@@ -395,7 +395,7 @@ def test_on_a_device_the_losses_of_the_recorder_and_the_skips_that_are_known_tel
     assert (
         len(messages) == 1 and ('the loss is nan (batch 1' if loss else '4 steps in a row were skipped') in messages[0]
     )
-    again = 'That batch, run again' if loss else 'The batch under way, not the one it began with, run again'
+    again = 'Re-running that batch' if loss else 'Re-running the current batch, not the one in which it began'
     assert again in messages[0]
     assert ("in 'attn'" if loss else 'a gradient is not finite') in messages[0]
 

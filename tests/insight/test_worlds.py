@@ -153,7 +153,7 @@ def test_targets_that_the_loss_masks_are_not_to_blame():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter('always')
         learner(Attentive(), partly_labelled(), masked_loss).to_fp16(max_skips=2).fit(1)
-    messages = [str(w.message) for w in caught if 'training goes wrong' in str(w.message)]
+    messages = [str(w.message) for w in caught if 'training failed' in str(w.message)]
     assert len(messages) == 1 and "Keep 'attn' in fp32" in messages[0] and 'Look at the data' not in messages[0]
 
 
@@ -307,7 +307,7 @@ def test_report_and_diagnosis_say_that_they_ran_the_model_uncompiled():
 
     learn = learner(Attentive())
     learn.model = torch.compile(learn.model, backend='eager')
-    with pytest.warns(UserWarning, match='(?s)run again with the same random draws, uncompiled: .*attn'):
+    with pytest.warns(UserWarning, match='(?s)Re-running that batch with the same random numbers, uncompiled: .*attn'):
         learn.to_fp16(max_skips=2).fit(1)
     for make, expected in ((learner, False), (compiled, True), (compiled_in_place, True)):
         assert ('The compiled model was run uncompiled.' in make().precision_report('bf16').notes) == expected
