@@ -77,7 +77,7 @@ class MixedPrecision(PrecisionState):
     @contextmanager
     def amp_context(self) -> Iterator[None]:
         "Run code in this precision, on the device that training uses."
-        fit = self.fit or self._new_fit(training_device(self.learn))
+        fit = self.fit or self._new_fit(training_device(self._learn))
         with ExitStack() as stack:
             for context in fit.precision.around_fit(fit.model) if self.fit is None else []:
                 stack.push(partial(self._leave_later, context))
@@ -104,12 +104,12 @@ class MixedPrecision(PrecisionState):
 
     # -- a fit
 
-    def _new_fit(self, device: torch.device) -> Fit: return Fit(self.learn, self.precision.on(device), device)
+    def _new_fit(self, device: torch.device) -> Fit: return Fit(self._learn, self.precision.on(device), device)
 
     def open(self) -> Fit:
         "Begin a fit, unless one is open: check that the model runs in the precision, and enter what lasts for the fit."
         if self.fit is not None: return self.fit
-        learn = self.learn
+        learn = self._learn
         self.refuse_others(learn)
         self._release()
         fit = self._new_fit(model_device(learn.model, training_device(learn)))
@@ -136,7 +136,7 @@ class MixedPrecision(PrecisionState):
 
     def before_fit(self):
         "Begin the fit; raise before the first batch is loaded if the precision cannot be used."
-        if open_scopes(self.learn): self.open()                  # `validate()` alone begins with its first batch
+        if open_scopes(self._learn): self.open()                  # `validate()` alone begins with its first batch
 
     def before_train(self):
         "Check what only training needs."
@@ -151,11 +151,11 @@ class MixedPrecision(PrecisionState):
         if not fit.precision.dtype: return
         kind = fit.device.type                                   # the cache lives as long as any autocast is open
         same = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-        open_scopes(self.learn)[-1].enter(same)
+        open_scopes(self._learn)[-1].enter(same)
 
     def before_batch(self):
         "Enter autocast."
-        fit, learn, scopes = self.open(), self.learn, open_scopes(self.learn)
+        fit, learn, scopes = self.open(), self._learn, open_scopes(self._learn)
         if not scopes:
             raise RuntimeError("A batch's events were called outside of `Learner.one_batch`: autocast would stay on.\n"
                                'Call `learn.one_batch(i, batch)`, or call events yourself without a precision and run '
@@ -170,22 +170,22 @@ class MixedPrecision(PrecisionState):
 
     def after_pred(self):
         "Give the loss and the metrics fp32."
-        if self.fit is not None and self.fit.precision.dtype: self.learn.pred = to_fp32(self.learn.pred)
+        if self.fit is not None and self.fit.precision.dtype: self._learn.pred = to_fp32(self._learn.pred)
 
     def after_loss(self):
         "Exit autocast; record and back-propagate the loss in fp32."
         self._exit_autocast()
         if self.fit is None or not self.fit.precision.dtype: return
         for name in ('loss_grad', 'loss'):                       # without targets an earlier batch's, already fp32
-            value = vars(self.learn).get(name)
-            if torch.is_tensor(value) and is_half(value): setattr(self.learn, name, value.float())
+            value = vars(self._learn).get(name)
+            if torch.is_tensor(value) and is_half(value): setattr(self._learn, name, value.float())
 
     def _exit_autocast(self) -> None:
-        if scopes := open_scopes(self.learn): scopes[-1].close()
+        if scopes := open_scopes(self._learn): scopes[-1].close()
 
     def before_backward(self):
         "Scale the loss."
-        if self._scaling is not None: self.learn.loss_grad = self._scaling.scale_loss(self.learn.loss_grad)
+        if self._scaling is not None: self._learn.loss_grad = self._scaling.scale_loss(self._learn.loss_grad)
 
     def before_step(self):
         "Unscale the gradients; cancel the step if one is not finite, unless the optimizer skips it on the device."
@@ -195,7 +195,7 @@ class MixedPrecision(PrecisionState):
 
     def around_step(self) -> AbstractContextManager:
         "Return a context for the optimizer's step."
-        return ExitStack() if self.fit is None else self.fit.precision.around_step(self.learn)
+        return ExitStack() if self.fit is None else self.fit.precision.around_step(self._learn)
 
     def after_cancel_step(self):
         "Keep the scale if another callback cancelled the step."
@@ -209,7 +209,7 @@ class MixedPrecision(PrecisionState):
     def after_batch(self):
         "Exit autocast if an event was left out; warn of modules kept in fp32 that were not called."
         self._exit_autocast()
-        if self._has_trained or not self.learn.training or self.fit is None: return
+        if self._has_trained or not self._learn.training or self.fit is None: return
         self._has_trained = True
         self.fit.precision.kept.warn_of_unused()
 
@@ -219,7 +219,7 @@ class MixedPrecision(PrecisionState):
 
     def after_fit(self):
         "End the fit before callbacks of a higher order load weights; not at the event of a `validate()` inside it."
-        if len(open_scopes(self.learn)) > 1 or in_batch(self.learn): return
+        if len(open_scopes(self._learn)) > 1 or in_batch(self._learn): return
         is_silent = self.on_overflow == 'ignore' or self._scaling is None or self.fit.has_warned
         if not is_silent and (message := self._scaling.skip_message()): warn_user(message)
         self.close()
