@@ -147,7 +147,8 @@ def test_frozen_parameters_are_cast_as_often_as_without():
 
 def change_by_copy(l):
     with torch.no_grad():
-        l.model[0].weight.copy_(l.model[0].weight * 2)
+        weight = next(l.model.parameters())
+        weight.copy_(weight * 2)
 
 
 def change_by_a_step(l):
