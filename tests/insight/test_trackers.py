@@ -132,7 +132,7 @@ def test_a_diagnosis_in_mid_training_calls_no_tracker(tracker):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter('always')
             learn.fit(1)
-        assert any('That batch, run again' in str(w.message) for w in caught) == (on_overflow == 'warn')
+        assert any('Re-running that batch' in str(w.message) for w in caught) == (on_overflow == 'warn')
         sent.append([*service.calls])
     assert sent[0] == sent[1] and len(sent[0]) > 6
 
