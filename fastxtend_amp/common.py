@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import inspect, sys, threading, warnings
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from difflib import get_close_matches
 from itertools import chain
 from numbers import Real
@@ -54,7 +55,7 @@ def loaders_device(learn: Learner) -> torch.device | str | int | None: # As the 
 
 def optimizer_params(opt: Optimizer | OptimWrapper | None) -> list[nn.Parameter]:
     "Return the parameters of `opt`, each once; none for None."
-    return [] if opt is None else [*dict.fromkeys(p for params in opt.param_lists for p in params)]
+    return [] if opt is None else [*dict.fromkeys(chain.from_iterable(opt.param_lists))]
 
 
 def is_dtensor(t: object) -> bool:
@@ -103,6 +104,8 @@ _FORMER = {  # arguments of fastai v1, of fastai's non-native fp16, of other lib
     'skip_nonfinite': 'leave it out: fp16 always skips steps whose gradients are not finite.',
     'patience': "write `max_skips=`.",
     'budget': "write `max_seconds=`.",
+    'lr': "give the learning rate to `Learner` or `fit`.",
+    'wd': "write `weight_decay=`, or give `wd=` to `Learner` or `fit`.",
     'cast_once': "leave it out. autocast casts each weight once per batch.",
     'flat_master': "autocast has no master weights. For those write `learn.to_half_weights('fp16', flat_master=True)`.",
     **dict.fromkeys(('clip', 'clip_grad', 'grad_clip', 'max_grad_norm', 'gradient_clip_val'), _CLIP),
@@ -114,16 +117,22 @@ class Shared:
     "A context of the whole process: the first of its users, in any thread, enters it, and the last one leaves it."
     def __init__(self, make: Callable[[], Any]): # Returns a new context
         self.make, self.lock, self.n_users = make, threading.RLock(), 0
+
     def __enter__(self) -> None:
         with self.lock:
-            if not self.n_users:
+            self.n_users += 1
+            try:
+                if self.n_users > 1: return
                 self.context = self.make()
                 self.context.__enter__()
-            self.n_users += 1
+            except BaseException:                                # an interrupt, after which `with` calls no `__exit__`
+                with suppress(Exception): self.__exit__()
+                raise
+
     def __exit__(self, *error: object) -> None:
         with self.lock:
             self.n_users -= 1
-            if not self.n_users: self.context.__exit__(*error)
+            if not self.n_users: self.context.__exit__(None, None, None)
 
 
 def refuse_unknown(

@@ -15,11 +15,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from threading import Lock
 from typing import Any
 
 import torch
+from torch.backends import mha
 
+from ..common import Shared
 from ..compat import tree_leaves, tree_map
 
 __all__ = ['BANNED', 'LOW', 'RNNS', 'WIDEST', 'cuda_rules', 'registered']
@@ -41,7 +42,6 @@ RNNS = frozenset(f'aten::{rnn}.{overload}' for rnn in ('lstm', 'gru', 'rnn_tanh'
 # Everything else that is registered for CUDA runs in fp32; the rest of the CPU's list runs in the dtype of its inputs.
 
 _AUTOCAST_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
-_lock, _users, _undo = Lock(), 0, ExitStack()
 
 
 def registered(key: str) -> set[str]: # {'aten::linear', 'aten::softmax.int', ...}
@@ -51,34 +51,34 @@ def registered(key: str) -> set[str]: # {'aten::linear', 'aten::softmax.int', ..
 
 
 @contextmanager
-def cuda_rules() -> Iterator[None]:
-    """Let autocast on a CPU choose dtypes as it does on CUDA.
+def _registered_kernels() -> Iterator[None]:
+    "Replace the CPU's autocast kernels by ones that cast as CUDA's do."
+    cuda, has_fastpath = registered('AutocastCUDA') | RNNS, mha.get_fastpath_enabled()
+    with ExitStack() as stack, warnings.catch_warnings():
+        warnings.simplefilter('ignore')                          # PyTorch's, that kernels are replaced
+        # In evaluation a transformer's layer is one operator, unless CUDA's autocast is on.
+        stack.callback(mha.set_fastpath_enabled, has_fastpath)
+        mha.set_fastpath_enabled(False)
+        library = stack.enter_context(torch.library._scoped_library('aten', 'IMPL'))
+        for name in sorted(cuda | registered('AutocastCPU')):
+            kernel = _kernel(name) if name in cuda else torch.library.fallthrough_kernel
+            library.impl(name.removeprefix('aten::'), kernel, 'AutocastCPU')
+        opened = stack.pop_all()
+    with opened: yield
+
+
+_rules = Shared(_registered_kernels)
+
+
+def cuda_rules() -> Shared: # A context
+    """Return a context in which autocast on a CPU chooses dtypes as it does on CUDA.
 
     Kernels belong to the process: autocast in other threads follows CUDA's rules as well, until the last thread that
     entered has left. Entering takes about 30 ms the first time, then 3 ms.
 
     Relies on `torch.library._scoped_library` and `torch._C._ExcludeDispatchKeyGuard` (seen in 2.9 to 2.15).
     """
-    global _users
-    with _lock:
-        if not _users: _register()
-        _users += 1
-    try: yield
-    finally:
-        with _lock:
-            _users -= 1
-            if not _users: _undo.close()
-
-
-def _register() -> None:
-    cuda = registered('AutocastCUDA') | RNNS
-    with ExitStack() as stack, warnings.catch_warnings():
-        warnings.simplefilter('ignore')                          # PyTorch's, that kernels are replaced
-        library = stack.enter_context(torch.library._scoped_library('aten', 'IMPL'))
-        for name in sorted(cuda | registered('AutocastCPU')):
-            kernel = _kernel(name) if name in cuda else torch.library.fallthrough_kernel
-            library.impl(name.removeprefix('aten::'), kernel, 'AutocastCPU')
-        _undo.push(stack.pop_all())
+    return _rules
 
 
 def _kernel(full_name: str) -> Callable[..., Any]:

@@ -23,8 +23,8 @@ from ..common import first_line
 from ..devices import facts
 from .fp32_modules import Fp32Modules
 
-__all__ = ['PRECISIONS', 'AMPMode', 'Auto', 'Precision', 'Support', 'each_precision', 'fastest_native',
-           'find_precision', 'parameters_of', 'precision_support']
+__all__ = ['PRECISIONS', 'AMPMode', 'Auto', 'Precision', 'Support', 'cpu_rule', 'each_precision',
+           'fastest_native', 'find_precision', 'parameters_of', 'precision_support']
 
 PRECISIONS: dict[str, type[Precision]] = {}                      # by name, in the order of tables
 _followers: list[Callable[[type[Precision]], object]] = []
@@ -189,6 +189,18 @@ def each_precision(follow: Callable[[type[Precision]], object]) -> None:
     "Call `follow` for each registered precision, and for each one that will be."
     _followers.append(follow)
     for cls in [*PRECISIONS.values()]: follow(cls)
+
+
+def cpu_rule(
+    name: str, # Of the precision
+    *instructions: str, # Names of instruction sets, in lower case
+) -> Callable[[torch.device], Support]:
+    "Return the rule of a precision that a CPU runs natively if it has one of the instruction sets."
+    def rule(device: torch.device) -> Support:
+        found = ', '.join(sorted({*instructions} & facts.cpu_features()))
+        if found: return Support('native', f'the CPU has {found}')
+        return Support('emulated', f'the CPU has no {name} arithmetic')
+    return rule
 
 
 # -- names

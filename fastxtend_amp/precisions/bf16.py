@@ -8,19 +8,10 @@ import torch
 from torch.amp import GradScaler
 
 from ..devices import facts
-from .base import Precision, Support
+from .base import Precision, Support, cpu_rule
 from .scalers import UnitScaler, check_unscalable
 
 __all__ = ['BF16']
-
-_INSTRUCTIONS = {'avx512_bf16', 'amx_bf16', 'bf16'}
-
-
-def _cpu(device: torch.device) -> Support:
-    found = ', '.join(sorted(_INSTRUCTIONS & facts.cpu_features()))
-    if found: return Support('native', f'the CPU has {found}')
-    return Support('emulated', 'the CPU has no bf16 arithmetic')
-
 
 def _cuda(device: torch.device) -> Support:
     amd = facts.amd_architecture(device)
@@ -59,7 +50,7 @@ class BF16(Precision):
     https://rocm.docs.amd.com/en/latest/reference/precision-support.html; Apple's Metal feature set tables.
     """
     name, dtype, color, automatic = 'bf16', torch.bfloat16, '#2a78b8', True
-    rules: ClassVar = dict(cpu=_cpu, cuda=_cuda, mps=_mps, xpu=_xpu, xla=_xla)
+    rules: ClassVar = dict(cpu=cpu_rule('bf16', 'avx512_bf16', 'amx_bf16', 'bf16'), cuda=_cuda, mps=_mps, xpu=_xpu, xla=_xla)
 
     def __init__(self, *,
         fp32_modules: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules or predicates

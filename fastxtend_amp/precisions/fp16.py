@@ -9,19 +9,12 @@ from torch.amp import GradScaler
 
 from ..common import warn_user
 from ..devices import facts
-from .base import Precision, Support, parameters_of
+from .base import Precision, Support, cpu_rule, parameters_of
 from .scalers import DynamicScaler, StaticScaler, check_scaler_state, check_scaling_arguments, check_unscalable
 
 __all__ = ['FP16', 'SCALING']
 
-_INSTRUCTIONS = {'avx512_fp16', 'amx_fp16', 'asimdhp', 'fphp'}
 _NO_TENSOR_CORES = re.compile(r'GTX 16\d\d|\b(T|MX)\d{3,4}\b')   # of capability 7.5: Quadro T2000, T600, MX450
-
-
-def _cpu(device: torch.device) -> Support:
-    found = ', '.join(sorted(_INSTRUCTIONS & facts.cpu_features()))
-    if found: return Support('native', f'the CPU has {found}')
-    return Support('emulated', 'the CPU has no fp16 arithmetic')
 
 
 def _cuda(device: torch.device) -> Support:
@@ -62,7 +55,8 @@ class FP16(Precision):
     """
     name, dtype, color, automatic = 'fp16', torch.float16, '#d1701f', True
     state_key = 'grad_scaler'                                    # as version 0.1 named it
-    rules: ClassVar = dict(cpu=_cpu, cuda=_cuda, mps=lambda device: Support('native', 'Metal'), xpu=_xpu, xla=_xla)
+    rules: ClassVar = dict(cpu=cpu_rule('fp16', 'avx512_fp16', 'amx_fp16', 'asimdhp', 'fphp'), cuda=_cuda,
+                           mps=lambda device: Support('native', 'Metal'), xpu=_xpu, xla=_xla)
 
     def __init__(self,
         init_scale: float = 65536.0, # Loss scale to start from

@@ -51,7 +51,10 @@ class fp32_settings:
     def __enter__(self) -> fp32_settings:
         with _lock:
             _open.append(self)
-            _apply()
+            try: _apply()
+            except BaseException:                                # an interrupt: `with` would not leave it
+                self.__exit__()
+                raise
         return self
 
     def add(self, model: object) -> None: "Do nothing: the settings hold for every model."

@@ -128,12 +128,6 @@ class MixedPrecision(PrecisionState):
 
     # -- the events of fastai's loop
 
-    def __call__(self, event_name: str) -> None:
-        super().__call__(event_name)
-        if self._learn is None: return
-        for watcher in self.watchers:
-            if event := getattr(watcher, event_name, None): event()
-
     def before_fit(self):
         "Begin the fit; raise before the first batch is loaded if the precision cannot be used."
         if open_scopes(self._learn): self.open()                  # `validate()` alone begins with its first batch
@@ -185,13 +179,14 @@ class MixedPrecision(PrecisionState):
 
     def before_backward(self):
         "Scale the loss."
-        if self._scaling is not None: self._learn.loss_grad = self._scaling.scale_loss(self._learn.loss_grad)
+        if scaling := self._scaling: self._learn.loss_grad = scaling.scale_loss(self._learn.loss_grad)
 
     def before_step(self):
         "Unscale the gradients; cancel the step if one is not finite, unless the optimizer skips it on the device."
-        if self._scaling is None: return
-        self._scaling.unscale()
-        if self._scaling.held_back: raise CancelStepException()
+        scaling = self._scaling
+        if scaling is None: return
+        scaling.unscale()
+        if scaling.held_back: raise CancelStepException()
 
     def around_step(self) -> AbstractContextManager:
         "Return a context for the optimizer's step."
@@ -199,10 +194,11 @@ class MixedPrecision(PrecisionState):
 
     def after_cancel_step(self):
         "Keep the scale if another callback cancelled the step."
-        if self._scaling is not None and not self._scaling.held_back: self._scaling.cancel()
+        if (scaling := self._scaling) and not scaling.held_back: scaling.cancel()
 
     def after_step(self):
-        if self._scaling is not None: self._scaling.update()
+        "Record the step, and update the scale."
+        if scaling := self._scaling: scaling.update()
 
     def after_cancel_batch(self): self._exit_autocast()          # before callbacks of a higher order run
 
@@ -215,7 +211,7 @@ class MixedPrecision(PrecisionState):
 
     def after_train(self):
         "Read what the device decided in this epoch: fastai's Recorder synchronizes here anyway."
-        if self._scaling is not None: self._scaling.read()
+        if scaling := self._scaling: scaling.read()
 
     def after_fit(self):
         "End the fit before callbacks of a higher order load weights; not at the event of a `validate()` inside it."

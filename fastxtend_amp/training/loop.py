@@ -172,8 +172,8 @@ def _exchange(learn: Learner, cb: Any) -> None:
 
 class LoopCallback(fp16.MixedPrecision):
     "The part of a precision callback that knows which learner it belongs to; `fit` is what it has open."
-    run = True
     fit: Any = None
+    watchers: list[Any] = []                                     # with events of their own, after this callback's
     _learn: Any = None
     _has_left = False                                            # the last learner
 
@@ -230,11 +230,7 @@ class LoopCallback(fp16.MixedPrecision):
                              '`learn.to_bf16()` replaces them. In `fit(cbs=...)` leave it out if the learner has one.')
 
     def __call__(self, event_name: str) -> None:
-        if self._learn is None: return                           # removed by a callback before this one
-        # fastai would look an event that is not here up on the learner and its model.
-        if event_name in vars(self) or hasattr(type(self), event_name): super().__call__(event_name)
-
-    @property
-    def training(self) -> bool:
-        "True in training, for which fastai asks before each event."
-        return self._learn.training
+        "Run an event here, then in the watchers; errors pass as they are. (fastai would look it up on the model.)"
+        for listener in (self, *self.watchers):
+            if self._learn is None: return                       # a callback has removed this one
+            if event := getattr(type(listener), event_name, None): event(listener)

@@ -58,12 +58,13 @@ class gradient_norm(PrecisionMetric):
 
 class _GradientNorm:
     "Computes what `gradient_norm` shows, on the device, in each step of a learner with that metric."
-    def __init__(self, cb: MixedPrecision): self.cb = cb
+    def __init__(self, cb: MixedPrecision): self.cb, self.is_shown = cb, False
 
     def before_train(self):
-        if any(isinstance(metric, gradient_norm) for metric in self.cb.learn.metrics): self.before_step = self._note
+        self.is_shown = any(isinstance(metric, gradient_norm) for metric in self.cb.learn.metrics)
 
-    def _note(self):
+    def before_step(self):
+        if not self.is_shown: return
         norm = get_total_norm(p.grad for p in optimizer_params(self.cb.learn.opt) if p.grad is not None)
         self.cb.gradient_norm = norm.full_tensor() if is_dtensor(norm) else norm
 

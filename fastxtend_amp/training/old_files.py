@@ -10,6 +10,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import torch
 from fastai.callback.core import Callback
 from fastai.learner import Learner
 from fastcore.foundation import L
@@ -18,7 +19,6 @@ from ..precisions import BF16, FP16, AMPMode, Auto, find_precision, parameters_o
 from .callback import MixedPrecision
 from .checkpoint import put_over
 from .metrics import loss_scale, skipped_steps
-from .scaling import StepHistory
 
 __all__ = []
 
@@ -47,8 +47,9 @@ class _FormerCallback(MixedPrecision):
                                 on_overflow=given['on_overflow'], max_skips=given['max_skips'])
         self._learn = state['_learn']
         if isinstance(self.precision, Auto) and state['mode']: self.current = self.precision.made(state['mode'].value)
-        self.history = scaling.get('history') or self.history
-        vars(self.history).update({name: scaling[name] for name in ('_scales', '_skips') if name in scaling})
+        history = vars(scaling['history']) if 'history' in scaling else scaling
+        for scale, skipped in zip(history.get('_scales', ()), history.get('_skips', ())):
+            self.history.add(torch.tensor(scale), bool(skipped))
         if self.current is not None and scaling.get('state'): self.current.load_state_dict(scaling['state'])
 
 
@@ -61,7 +62,7 @@ def _module(name: str, **contents: Any) -> None:
 _module('callback', MixedPrecision=_FormerCallback)
 _module('half_weights', HalfWeights=_FormerCallback, _Lowered=_Former)
 _module('mode', AMPMode=AMPMode)
-_module('scaling', LossScaling=_Former, NoScaling=_Former, StepHistory=StepHistory)
+_module('scaling', LossScaling=_Former, NoScaling=_Former, StepHistory=_Former)
 _module('fp32_modules', Fp32Modules=_Former)
 _module('fp8', Fp8Modules=_Former)
 _module('loop', Loop=_Former)

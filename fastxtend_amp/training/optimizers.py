@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from fastai.optimizer import Optimizer, OptimWrapper
 
+from ..common import refuse_unknown
 from ..compat import tree_leaves
 from ..convert import map_tensors
 
@@ -31,8 +32,8 @@ def fused(
     It differs from fastai's `Adam` in two ways. The defaults are torch's: `fused('AdamW', betas=(.9, .99), eps=1e-5)`
     has fastai's. Weight decay applies to all parameters, normalization layers and biases included.
 
-    Raises `ValueError` for other optimizers and for arguments that fastai sets; `TypeError` for arguments that
-    `optimizer` does not have. On a device without the fused kernel PyTorch raises `RuntimeError` in the first step.
+    Raises `ValueError` for other optimizers, and `TypeError` for arguments that `optimizer` does not have or that
+    fastai sets, such as `lr`. On a device without the fused kernel PyTorch raises `RuntimeError` in the first step.
 
     Source: https://docs.pytorch.org/docs/stable/optim.html
     """
@@ -43,16 +44,7 @@ def fused(
         raise ValueError(f"optimizer={name} cannot be used: fused supports {names} or torch's class of that name, "
                          "such as torch.optim.AdamW.\nfastai's Adam decays weights as torch's AdamW does. Give other "
                          'optimizers to `Learner(opt_func=...)` itself.')
-    for name in _OURS:
-        if name in hypers:
-            where = 'Give the learning rate to `Learner` or `fit`.' if name == 'lr' else 'Leave it out.'
-            raise ValueError(f'fused({cls.__name__}, {name}={hypers[name]!r}): '
-                             f'this argument cannot be set here. {where}')
-    known = [name for name in inspect.signature(cls).parameters if name not in _OURS]
-    for name in hypers:
-        if name not in known:
-            raise TypeError(f'fused({cls.__name__}, {name}={hypers[name]!r}): there is no such argument.\n'
-                            f"Allowed: {', '.join(known)} (torch's names).")
+    refuse_unknown('fused', [name for name in inspect.signature(cls).parameters if name not in _OURS], hypers)
     return partial(OptimWrapper, opt=partial(cls, fused=True, **hypers))
 
 

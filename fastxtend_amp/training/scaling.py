@@ -7,6 +7,7 @@
 """
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Callable
 from itertools import islice, takewhile
@@ -30,12 +31,10 @@ _READ_EVERY = 512  # steps between two reads of the history
 
 
 class StepHistory:
-    "The loss scale of each attempted optimizer step, and whether it was skipped. The newest may be on the device."
-    def __init__(self):
-        self._scales, self._skips = array('f'), array('b')
-        self._unread: list[tuple] = []                           # scale and flag of the newest steps
+    "The loss scale of each attempted optimizer step, negative if it was skipped. The newest may be on the device."
+    def __init__(self): self._steps, self._unread = array('f'), list[torch.Tensor]()
 
-    def __len__(self) -> int: return len(self._skips) + len(self._unread)
+    def __len__(self) -> int: return len(self._steps) + len(self._unread)
     def __getstate__(self) -> dict[str, Any]:
         self.read()
         return vars(self)
@@ -45,50 +44,46 @@ class StepHistory:
         skipped: bool | torch.Tensor, # A flag, 0-dim: 1 if the step was skipped
     ) -> None:
         "Note a step. Synchronizes with an accelerator once in 512 steps."
-        self._unread.append((scale, skipped))
+        if torch.is_tensor(skipped): scale = torch.where(skipped.to(scale.device) > 0, -scale, scale)
+        self._unread.append(-scale if skipped is True else scale)
         if len(self._unread) == _READ_EVERY: self.read()
 
     def read(self) -> None:
         "Copy the entries that are still on the device to the host; this synchronizes with it."
         if not self._unread: return
-        tensors = [t for step in self._unread for t in step if torch.is_tensor(t)]
-        device = tensors[-1].device                              # an interrupt can leave entries of another one
-        values = iter(torch.stack([t.to(device) for t in tensors]).tolist())
-        steps = [(next(values), skip if isinstance(skip, bool) else next(values) > 0) for _, skip in self._unread]
-        scales, skips = zip(*steps)
-        # One statement, so that an interrupt leaves both lists equally long.
-        self._scales, self._skips, self._unread = self._scales + array('f', scales), self._skips + array('b', skips), []
+        device = self._unread[-1].device                         # an interrupt can leave entries of another one
+        new = torch.stack([t.to(device) for t in self._unread]).tolist()
+        self._steps, self._unread = self._steps + array('f', new), []   # at once, whatever interrupts
 
     def forget(self, n: int) -> None:
         "Keep only the first `n` steps."
         self.read()
-        self._scales, self._skips = self._scales[:n], self._skips[:n]
+        del self._steps[n:]
 
     @property
     def last_scale(self) -> float:
         "The scale of the newest step that the host has read; inf before the first."
-        return self._scales[-1] if self._scales else float('inf')
+        return abs(self._steps[-1]) if self._steps else math.inf
 
     def n_skipped(self, start: int = 0) -> int:
         "Return how many steps from `start` on were skipped."
         self.read()
-        return sum(islice(self._skips, start, None))
+        return sum(step < 0 for step in islice(self._steps, start, None))
 
     def skips(self, start: int = 0) -> list[bool]:
         "Return for each step from `start` on whether it was skipped."
         self.read()
-        return [*map(bool, self._skips[start:])]
+        return [step < 0 for step in self._steps[start:]]
 
     def scales(self) -> list[float]:
         "Return the loss scale of each step."
         self.read()
-        return self._scales.tolist()
+        return [*map(abs, self._steps)]
 
 
 class _Probe:
-    "Stands in for the optimizer in `GradScaler.step`, which calls `step` only if every gradient is finite."
-    def __init__(self, params: list[nn.Parameter]): self.param_groups, self.stepped = [{'params': params}], False
-    def step(self) -> None: self.stepped = True
+    "What `GradScaler.unscale_` gets in place of the optimizer, which may be fastai's own."
+    def __init__(self, params: list[nn.Parameter]): self.param_groups = [{'params': params}]
 
 
 class Scaling:
@@ -158,11 +153,10 @@ class Scaling:
         self._probe = _Probe(params)
         self.scaler.unscale_(self._probe)
         self.has_scaled = False
-        if flagged is None:
-            self.scaler.step(self._probe)                        # synchronizes, once
-            self.found_inf = not self._probe.stepped
+        flags = found_inf_of(self.scaler, self._probe)
+        if flagged is None: self.found_inf = any(map(bool, flags))   # synchronizes, once
         else:
-            self._flagged, self.found_inf = flagged, found_inf_of(self.scaler, self._probe)
+            self._flagged, self.found_inf = flagged, flags[0]
             flagged.mark(self.found_inf)
         if self._is_low and not self.found_inf:
             self._vanished = not any(p.grad.abs().sum() for p in params if p.grad is not None)

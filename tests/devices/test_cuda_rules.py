@@ -109,6 +109,18 @@ def test_nothing_stays_if_it_cannot_be_entered(monkeypatch):
     assert kernels() == before and softmax_dtype() is torch.bfloat16
 
 
+def test_a_transformers_layer_is_not_one_operator_in_evaluation():
+    "On CUDA it is not while autocast is on, so its parts follow the rules."
+    torch.manual_seed(0)
+    layer, x = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval(), torch.randn(2, 3, 8)
+    with torch.no_grad(), cuda_rules(), torch.autocast('cpu', torch.bfloat16):
+        found = layer(x)
+    with cuda_rules(), torch.autocast('cpu', torch.bfloat16):  # with gradients it never is
+        parts = layer(x)
+    assert torch.equal(found, parts) and found.dtype == torch.float32  # a LayerNorm is its last part
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
 def test_the_last_of_several_users_undoes_it():
     "A thread that enters while another is inside, and leaves after it."
     entered, left, seen = threading.Event(), threading.Event(), []
