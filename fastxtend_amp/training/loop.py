@@ -24,7 +24,8 @@ __all__ = ['PRECISION_CALLBACKS', 'LoopCallback', 'at_batch_end', 'in_batch', 'o
            'set_callback']
 
 PRECISION_CALLBACKS = (fp16.MixedPrecision, fp16.ModelToHalf, fp16.NonNativeMixedPrecision)
-_WHOLE = ('fit', 'epoch', 'train', 'validate')                   # kinds of scope that end the fit if they are outermost
+_WHOLE = ('fit', 'epoch', 'train', 'validate')                   # parts that end the fit if they are outermost
+_HOLDING = (*_WHOLE, 'batch')                                    # parts in which a context may be entered
 _LOW_WORDS = ('Half', 'BFloat16', 'dtype', 'scalar type', 'primitive')   # in PyTorch's errors where only fp32 runs
 
 
@@ -72,8 +73,10 @@ _fastais = Learner._with_events
 def _with_events(self: Learner, f: Callable, event_type: str, ex: type[Exception], final: Callable = noop) -> None:
     "Run a part of fastai's loop; what a precision opened in it is closed at its end."
     scopes: Any = open_scopes(self)
-    if scopes: return _scope(self, scopes, f, event_type, ex, final)
+    if scopes and event_type in _HOLDING: return _scope(self, scopes, f, event_type, ex, final)
     cb = precision_callback(self)
+    if cb is not None and event_type == 'step': f = partial(_step, cb, f)
+    if scopes: return _fastais(self, f, event_type, ex, final)
     if cb is None:
         try: return _fastais(self, f, event_type, ex, final)
         except BaseException:
@@ -104,7 +107,7 @@ def _scope(self: Learner, scopes: Scopes, f: Callable, event_type: str, ex: type
     depth, vars(self)['_scopes'] = len(scopes), scopes
     try:
         scopes.append(Scope(event_type))
-        _fastais(self, partial(_step, self, f) if event_type == 'step' else f, event_type, ex, final)
+        _fastais(self, f, event_type, ex, final)
     finally:
         while len(scopes) > depth:
             scopes[-1].close()
@@ -113,9 +116,8 @@ def _scope(self: Learner, scopes: Scopes, f: Callable, event_type: str, ex: type
     if scopes.waiting and depth and not in_batch(self): _do_waiting(scopes)
 
 
-def _step(self: Learner, step: Callable[[], object]) -> None:
-    cb = precision_callback(self)
-    with cb.around_step() if cb is not None else nullcontext(): step()
+def _step(cb: Any, step: Callable[[], object]) -> None:
+    with cb.around_step(): step()
 
 
 Learner._with_events = _with_events
