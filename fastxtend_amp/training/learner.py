@@ -15,7 +15,7 @@ from fastcore.docments import docments
 from fastcore.meta import delegates
 
 from ..common import refuse_unknown
-from ..precisions import AMPMode, Precision, each_precision, parameters_of
+from ..precisions import PRECISIONS, AMPMode, Precision, each_precision, parameters_of
 from .callback import CALLBACK_PARAMETERS, MixedPrecision, precision_callback
 from .loop import PRECISION_CALLBACKS, in_batch, set_callback
 
@@ -74,15 +74,20 @@ def _add_method(cls: type[Precision]) -> None:
     method.__signature__ = inspect.Signature(own, return_annotation=Learner)   # type: ignore[attr-defined]
     vars(method)['__delwrap__'] = cls.__init__                   # where fastcore's `docments` looks
     method.__name__, method.__qualname__, method.__module__ = name, f'Learner.{name}', __name__
-    method.__doc__ = f'{inspect.cleandoc(cls.__doc__ or "")}\n\n{_documented(cls, parameters)}'
+    method.__doc__ = cls.__doc__
     setattr(Learner, name, method)
+    _document(method, parameters, MixedPrecision.__init__, cls.__init__)
 
 
-def _documented(cls: type[Precision], parameters: Iterable[str]) -> str:
-    "Return the arguments of a precision's method with their meaning, for `help`."
-    texts = {**docments(cls.__init__), **{n: docments(MixedPrecision.__init__)[n] for n in CALLBACK_PARAMETERS}}
-    lines = [f'  {name}: {texts.get(name) or ""}' for name in parameters]
-    return '\n'.join(['Arguments:', *lines, 'Returns the learner.'])
+def _document(
+    function: Any, # A method of the learner or a class, whose docstring gets a list of its arguments, for `help`
+    parameters: Iterable[str], # Their names
+    *sources: Callable, # Functions with the meaning of the arguments in comments; a later one overrides
+) -> None:
+    texts = {name: text for source in sources for name, text in docments(source).items() if text}
+    lines = [f'  {name}: {texts[name]}' for name in parameters if name in texts]
+    if not inspect.isclass(function): lines.append('Returns the learner.')
+    function.__doc__ = '\n'.join([inspect.cleandoc(function.__doc__ or ''), '', 'Arguments:', *lines])
 
 
 each_precision(_add_method)
@@ -184,3 +189,8 @@ def amp_context(self: Learner) -> AbstractContextManager: # To enter with `with`
     cb = precision_callback(self)
     return nullcontext() if cb is None else cb.amp_context()
 
+
+_sources = [*(cls.__init__ for cls in reversed(PRECISIONS.values())), MixedPrecision.__init__]
+for _function in MixedPrecision, Learner.to_amp, Learner.to_channelslast:
+    _names = [name for name in inspect.signature(_function).parameters if name != 'args']
+    _document(_function, _names, *_sources, _function)

@@ -174,6 +174,7 @@ def _exchange(learn: Learner, cb: Any) -> None:
 
 class LoopCallback(fp16.MixedPrecision):
     "The part of a precision callback that knows which learner it belongs to; `fit` is what it has open."
+    run = True
     fit: Any = None
     watchers: list[Any] = []                                     # with events of their own, after this callback's
     _learn: Any = None
@@ -232,7 +233,14 @@ class LoopCallback(fp16.MixedPrecision):
                              '`learn.to_bf16()` replaces them. In `fit(cbs=...)` leave it out if the learner has one.')
 
     def __call__(self, event_name: str) -> None:
-        "Run an event here, then in the watchers; errors pass as they are. (fastai would look it up on the model.)"
-        for listener in (self, *self.watchers):
-            if self._learn is None: return                       # a callback has removed this one
-            if event := getattr(type(listener), event_name, None): event(listener)
+        "Run an event here, then in the watchers, until a callback removes this one."
+        # fastai would look an event that is not here up on the learner and its model.
+        has_event = event_name in vars(self) or hasattr(type(self), event_name)
+        if has_event and self._learn is not None: super().__call__(event_name)
+        for watcher in self.watchers:
+            if self._learn is not None and (event := getattr(watcher, event_name, None)): event()
+
+    @property
+    def training(self) -> bool:
+        "True in training, for which fastai asks before each event."
+        return self._learn.training

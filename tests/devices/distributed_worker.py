@@ -199,6 +199,14 @@ def warns(kind, mode, path):
     return dict(said=told(lambda: fit(learn), 'failed'), n_batches=len(learn.seen))
 
 
+def fixes(kind, mode, path):
+    "Asked to fix what rank 1 alone sees: nothing is fixed, and each rank says so when the fit starts."
+    learn, batches = build(kind, mode, cbs=[bad_input(1, {BAD})], on_overflow='fix'), []
+    learn.add_cb(At('after_batch', lambda l: batches.append(l.training), 71))
+    said = told(lambda: fit(learn), '')
+    return dict(said=said, n_batches=sum(batches), fixes=learn.precision.fixes, mode=learn.precision.mode.value)
+
+
 def compares(kind, mode, path):
     "Rank 1 alone compares, with two models whose training waits for rank 0; the measured choice is refused on both."
     models = nn.parallel.DistributedDataParallel(net()), nn.Sequential(net(), nn.SyncBatchNorm(1))
@@ -222,6 +230,7 @@ SECTIONS = {
         fp32_modules: ('2',),
         checkpoint: TWO,
         warns: ('fp16',),
+        fixes: ('fp16',),
         compares: ('bf16',),
     },
     'fsdp': {

@@ -182,6 +182,15 @@ def test_a_warning_on_one_rank_runs_nothing_again_and_nobody_waits(kind, ranks):
     assert '`learn.precision_report()` in one process' in message and 'Re-running' not in message
 
 
+def test_nothing_is_fixed_with_several_processes_which_the_start_of_the_fit_says(ranks):
+    both = ranks('fixes', 'ddp', 'fp16')
+    said = [[message for message in r['said'] if 'is emulated' not in message] for r in both]
+    assert all(messages[0].startswith("on_overflow='fix' only warns with several processes") for messages in said)
+    assert [len(messages) for messages in said] == [1, 2] and 'fp16 training failed' in said[1][1]
+    for r in both:
+        assert (r['n_batches'], r['fixes'], r['mode']) == (6, [], 'fp16')
+
+
 def test_a_comparison_waits_for_nobody_and_the_measured_choice_is_refused(ranks):
     both = ranks('compares', 'ddp', 'bf16')
     assert [r['steps'] for r in both] == [[], 2 * [{'fp32': 4, 'bf16': 4}]]
