@@ -1,4 +1,4 @@
-"One file per precision. The order of these imports is the order of tables, and of `to_amp`'s choice."
+"One file per precision. The order in the first import is the order of tables, and of `to_amp`'s choice."
 from . import bf16, fp16, tf32, fp8, half_weights
 from .base import PRECISIONS, AMPMode, Auto, Precision, Support, each_precision, fastest_native, find_precision, \
     parameters_of, precision_support

@@ -48,8 +48,8 @@ class Precision:
     name: ClassVar[str] = 'fp32'
     dtype: torch.dtype | None = None # Autocast's dtype; None without autocast
     color: ClassVar[str] = '#4c566a' # In every plot
-    automatic: ClassVar[bool] = False # Whether `to_amp` may select it; the first native one in the registry wins
-    state_key: str = '' # Of `state_dict` in the optimizer's state in a file; the name if ''
+    automatic: ClassVar[bool] = False # Whether `to_amp()` may select it without measuring: the first native one
+    state_key: str = '' # Of `state_dict` in the optimizer's state in a file; by default the name
     in_tables: ClassVar[bool] = True # Whether tables of precisions have a row for it
     package: ClassVar[str] = '' # One that it needs besides torch and fastai
     rules: ClassVar[dict[str, Callable[[torch.device], Support]]] = {} # By device type
@@ -57,7 +57,8 @@ class Precision:
 
     def __init_subclass__(cls) -> None:
         if 'name' not in vars(cls): return
-        PRECISIONS[cls.name], cls.state_key = cls, vars(cls).get('state_key', cls.name)
+        PRECISIONS[cls.name] = cls
+        if 'state_key' not in vars(cls): cls.state_key = cls.name
         for follow in _followers: follow(cls)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Precision:
@@ -102,6 +103,7 @@ class Precision:
         if cls.dtype and not facts.autocast_available(device.type):
             return Support('unsupported', f'PyTorch has no autocast for {device.type} devices')
         support = rule(device) if rule else Support('native', 'as its backend says')
+        # autocast on CUDA and CPUs accepts both 16-bit dtypes; another backend may refuse one.
         if not cls.dtype or support.status == 'unsupported' or device.type in ('cuda', 'cpu'): return support
         refusal = facts.autocast_refusal(device.type, cls.dtype)
         return Support('unsupported', refusal) if refusal else support
@@ -161,7 +163,7 @@ class Precision:
 
 
 class Auto(Precision):
-    "The first precision that a device supports natively, bf16 before fp16; fp32 if there is none."
+    "The first automatic precision that a device supports natively, bf16 before fp16; fp32 if there is none."
     def __init__(self, **arguments: Any):
         super().__init__(arguments.get('fp32_modules'))
         self.arguments = arguments

@@ -50,7 +50,8 @@ class BF16(Precision):
     https://rocm.docs.amd.com/en/latest/reference/precision-support.html; Apple's Metal feature set tables.
     """
     name, dtype, color, automatic = 'bf16', torch.bfloat16, '#2a78b8', True
-    rules: ClassVar = dict(cpu=cpu_rule('bf16', 'avx512_bf16', 'amx_bf16', 'bf16'), cuda=_cuda, mps=_mps, xpu=_xpu, xla=_xla)
+    rules: ClassVar = dict(cpu=cpu_rule('bf16', 'avx512_bf16', 'amx_bf16', 'bf16'), cuda=_cuda, mps=_mps, xpu=_xpu,
+                           xla=_xla)
 
     def __init__(self, *,
         fp32_modules: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules or predicates

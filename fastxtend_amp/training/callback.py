@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,8 @@ from .loop import in_batch, open_scopes, precision_callback
 from .scaling import StepHistory
 from .state import PrecisionState
 
-__all__ = ['CALLBACK_PARAMETERS', 'ON_OVERFLOW', 'WATCHERS', 'MixedPrecision', 'precision_callback']
+__all__ = ['CALLBACK_PARAMETERS', 'ON_OVERFLOW', 'WATCHERS', 'MixedPrecision', 'automatic_parameters',
+           'precision_callback']
 
 ON_OVERFLOW = ('warn', 'fix', 'raise', 'ignore')
 WATCHERS: list[Callable[[MixedPrecision], Any]] = []             # each makes an object with events; `insight` adds one
@@ -190,7 +191,7 @@ class MixedPrecision(PrecisionState):
 
     def around_step(self) -> AbstractContextManager:
         "Return a context for the optimizer's step."
-        return ExitStack() if self.fit is None else self.fit.precision.around_step(self._learn)
+        return nullcontext() if self.fit is None else self.fit.precision.around_step(self._learn)
 
     def after_cancel_step(self):
         "Keep the scale if another callback cancelled the step."
@@ -233,24 +234,27 @@ def precision_from(amp_mode: Any, *args: Any, **kwargs: Any) -> Precision: # Arg
         return amp_mode
     if len(args) > len(SCALING): raise TypeError(f'MixedPrecision has {len(SCALING) + 1} positional arguments.')
     kwargs |= dict(zip(SCALING, args))
-    if isinstance(amp_mode, str) and amp_mode.lower() == 'auto':
-        refuse_unknown('MixedPrecision', _parameters(), kwargs)
-        return Auto(**kwargs)
-    cls = find_precision(amp_mode)
-    FP16.from_arguments(kwargs)                                  # which checks them
-    if wrong := [name for name in kwargs if name in _parameters() and name not in {**parameters_of(cls), **SCALING}]:
-        raise ValueError(f'{wrong[0]}={kwargs[wrong[0]]!r} cannot be used with amp_mode={cls.name!r}, which has '
-                         f"{', '.join(parameters_of(cls)) or 'no arguments'}.\nLeave it out, or use another precision.")
+    is_auto = isinstance(amp_mode, str) and amp_mode.lower() == 'auto'
+    cls = Auto if is_auto else find_precision(amp_mode)
+    name, own = ('auto', automatic_parameters()) if is_auto else (cls.name, parameters_of(cls))
+    FP16.from_arguments(kwargs)                                  # checks the arguments of GradScaler
+    if wrong := [arg for arg in kwargs if arg in _parameters() and arg not in {**own, **SCALING}]:
+        raise ValueError(f'{wrong[0]}={kwargs[wrong[0]]!r} cannot be used with amp_mode={name!r}, which has '
+                         f"{', '.join(own) or 'no arguments'}.\nLeave it out, or use another precision.")
     refuse_unknown('MixedPrecision', _parameters(), kwargs)
-    return cls.from_arguments(kwargs)
+    return Auto(**kwargs) if is_auto else cls.from_arguments(kwargs)
 
 
-def _parameters() -> dict[str, inspect.Parameter]:
-    "Return the parameters of all precisions by name."
+def _parameters(only_automatic: bool = False) -> dict[str, inspect.Parameter]:
+    "Return the parameters of all precisions by name, or of those that `to_amp()` may select; fp16's come first."
     found: dict[str, inspect.Parameter] = {}
     for cls in PRECISIONS['fp16'], *PRECISIONS.values():
+        if only_automatic and not cls.automatic: continue
         for name, p in parameters_of(cls).items(): found.setdefault(name, p)
     return {name: p for name, p in found.items() if name != 'amp_mode'}
+
+
+automatic_parameters = partial(_parameters, True)
 
 
 CALLBACK_PARAMETERS = {name: p for name, p in inspect.signature(MixedPrecision.__init__).parameters.items()

@@ -139,7 +139,8 @@ def load(original: Callable, self: Learner, file: str | os.PathLike | BinaryIO, 
     cb = precision_callback(self)
     file_format = _format(self)
     if cb is None and file_format is _PLAIN: return original(self, file, *args, **kwargs)
-    if cb is not None and (cb.mode != 'fp16' or not in_batch(self)): cb.close()   # which may have weights in bf16
+    # Weights that are bf16 in a fit become fp32. In a batch fp16 goes on: its scale continues from the file.
+    if cb is not None and (cb.mode != 'fp16' or not in_batch(self)): cb.close()
     if self.opt is None: self.create_opt()
     model, opt = _StandIn(), _StandIn()
     if file_format.device: args, kwargs = (), {**kwargs, 'device': file_format.device}

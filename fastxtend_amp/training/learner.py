@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import inspect, sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -16,7 +16,7 @@ from fastcore.meta import delegates
 
 from ..common import refuse_unknown
 from ..precisions import PRECISIONS, AMPMode, Precision, each_precision, parameters_of
-from .callback import CALLBACK_PARAMETERS, MixedPrecision, precision_callback
+from .callback import CALLBACK_PARAMETERS, MixedPrecision, automatic_parameters, precision_callback
 from .loop import PRECISION_CALLBACKS, in_batch, set_callback
 
 __all__ = ['set_precision']
@@ -65,8 +65,8 @@ def _add_method(cls: type[Precision]) -> None:
     def method(self: Learner, *args: Any, **kwargs: Any) -> Learner:
         refuse_unknown(name, parameters, kwargs)
         if args and not any(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters_of(cls).values()):
-            raise TypeError(f'{name}({args[0]!r}): {cls.name} has no loss scale, and its arguments are given by name, '
-                            'such as `fp32_modules=`.\nTo let the device decide the precision call `learn.to_amp()`.')
+            raise TypeError(f'{name}({args[0]!r}): its arguments are given by name, such as `fp32_modules=`.\n'
+                            'To let the device decide the precision call `learn.to_amp()`.')
         options = {option: kwargs.pop(option) for option in CALLBACK_PARAMETERS if option in kwargs}
         return set_precision(self, MixedPrecision(cls(*args, **kwargs), **options))
 
@@ -97,7 +97,8 @@ def _any_precision(**kwargs): "Has the arguments of `MixedPrecision`, for `deleg
 _any_precision.__signature__ = inspect.signature(MixedPrecision)   # type: ignore[attr-defined]
 
 @patch
-@delegates(_any_precision, but=['amp_mode', 'modules', 'min_size', 'flat_master', 'master_weights'])
+@delegates(_any_precision, but=[name for name in inspect.signature(MixedPrecision).parameters
+                                if name not in {**automatic_parameters(), **CALLBACK_PARAMETERS}])
 def to_amp(self: Learner, *args,
     measure: bool = False, # Time each precision on real batches, and pick the fastest one whose loss matches fp32
     max_seconds: float = 60., # Time limit of measuring
@@ -190,7 +191,7 @@ def amp_context(self: Learner) -> AbstractContextManager: # To enter with `with`
     return nullcontext() if cb is None else cb.amp_context()
 
 
-_sources = [*(cls.__init__ for cls in reversed(PRECISIONS.values())), MixedPrecision.__init__]
+_sources: Any = [*(cls.__init__ for cls in reversed(PRECISIONS.values())), MixedPrecision.__init__]
 for _function in MixedPrecision, Learner.to_amp, Learner.to_channelslast:
     _names = [name for name in inspect.signature(_function).parameters if name != 'args']
     _document(_function, _names, *_sources, _function)

@@ -6,7 +6,7 @@ outermost ends.
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ __all__ = ['PRECISION_CALLBACKS', 'LoopCallback', 'at_batch_end', 'in_batch', 'o
 
 PRECISION_CALLBACKS = (fp16.MixedPrecision, fp16.ModelToHalf, fp16.NonNativeMixedPrecision)
 _WHOLE = ('fit', 'epoch', 'train', 'validate')                   # parts that end the fit if they are outermost
-_HOLDING = (*_WHOLE, 'batch')                                    # parts in which a context may be entered
+_HOLDING = (*_WHOLE, 'batch')                                    # parts in which contexts are entered
 _LOW_WORDS = ('Half', 'BFloat16', 'dtype', 'scalar type', 'primitive')   # in PyTorch's errors where only fp32 runs
 
 
@@ -34,7 +34,7 @@ class Scope:
     def __init__(self, kind: str): self.kind, self.contexts = kind, list[AbstractContextManager]()
 
     def enter(self, context: AbstractContextManager) -> None:
-        "Enter `context` until the scope ends."
+        "Enter `context` until the scope ends. (What an interrupt leaves of autocast `AutocastState` restores.)"
         context.__enter__()
         self.contexts.append(context)
 
@@ -176,7 +176,7 @@ class LoopCallback(fp16.MixedPrecision):
     "The part of a precision callback that knows which learner it belongs to; `fit` is what it has open."
     run = True
     fit: Any = None
-    watchers: list[Any] = []                                     # with events of their own, after this callback's
+    watchers: Sequence[Any] = ()                                 # with events of their own, after this callback's
     _learn: Any = None
     _has_left = False                                            # the last learner
 

@@ -82,8 +82,9 @@ class StepHistory:
 
 
 class _Probe:
-    "What `GradScaler.unscale_` gets in place of the optimizer, which may be fastai's own."
-    def __init__(self, params: list[nn.Parameter]): self.param_groups = [{'params': params}]
+    "Stands in for the optimizer in `GradScaler.step`, which calls `step` only if every gradient is finite."
+    def __init__(self, params: list[nn.Parameter]): self.param_groups, self.stepped = [{'params': params}], False
+    def step(self) -> None: self.stepped = True
 
 
 class Scaling:
@@ -153,10 +154,11 @@ class Scaling:
         self._probe = _Probe(params)
         self.scaler.unscale_(self._probe)
         self.has_scaled = False
-        flags = found_inf_of(self.scaler, self._probe)
-        if flagged is None: self.found_inf = any(map(bool, flags))   # synchronizes, once
+        if flagged is None:
+            self.scaler.step(self._probe)                        # synchronizes, once
+            self.found_inf = not self._probe.stepped
         else:
-            self._flagged, self.found_inf = flagged, flags[0]
+            self._flagged, self.found_inf = flagged, found_inf_of(self.scaler, self._probe)
             flagged.mark(self.found_inf)
         if self._is_low and not self.found_inf:
             self._vanished = not any(p.grad.abs().sum() for p in params if p.grad is not None)

@@ -126,6 +126,12 @@ def test_unknown_and_misplaced_arguments(call, words):
         call(learner())
 
 
+def test_auto_has_only_arguments_of_precisions_that_it_may_select():
+    assert 'min_size' not in inspect.signature(Learner.to_amp).parameters
+    with pytest.raises(ValueError, match="min_size=16 cannot be used with amp_mode='auto', which has init_scale"):
+        MixedPrecision('auto', min_size=16)
+
+
 def test_max_seconds_and_other_arguments_of_measuring():
     with pytest.raises(ValueError, match='max_seconds=5.*measure=True'):
         learner().to_amp(max_seconds=5)
