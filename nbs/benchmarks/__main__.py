@@ -20,7 +20,7 @@ def main(
 ) -> None:
     "Run the benchmark, or show a stored run."
     parser = argparse.ArgumentParser(prog='python -m nbs.benchmarks', description=(
-        'Time training steps in fp32, bf16 and fp16, in one process and in alternating rounds. The report goes to standard output.'))
+        'Time training steps in fp32, bf16 and fp16, in one process and in alternating rounds, and print a report.'))
     add = parser.add_argument
     add('--device', metavar='D', help='torch device (default: the accelerator, if there is one)')
     add('--models', nargs='+', default=list(MODELS), choices=MODELS, metavar='M', help=f"of {', '.join(MODELS)}")
