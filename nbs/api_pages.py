@@ -86,7 +86,7 @@ def arguments(f):
         kind = '' if p.annotation is p.empty else re.sub(r'(\w+\.)+(?=[A-Z])', '', kind)
         text = ' '.join((meanings.get(name) or ATTRIBUTES.get(name) or meaning(name)).split())
         stars = '**' if p.kind is p.VAR_KEYWORD else ''
-        found.append((stars + name, '' if kind == 'Any' else kind, default_text(p.default), text))
+        found.append((stars + name, kind, default_text(p.default), text))
     return found
 
 

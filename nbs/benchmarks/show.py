@@ -13,8 +13,8 @@ from .measure import NOISY, PACKAGES, noisy
 COLUMNS = f"""\
 - ms: milliseconds per step, median over blocks of steps; the contestants are timed in alternating rounds.
 - x fp32: speed-up over fp32 in the same framework with the same optimizer; median over pairs of blocks, quartiles.
-- x plain: this speed-up divided by that of the PyTorch loop ('plain loop'). For tiny models a framework's fixed cost per
-  step pulls it towards 1.
+- x plain: this speed-up divided by that of the PyTorch loop ('plain loop'). The fixed cost of a framework
+  per step pulls it towards 1 for tiny models.
 - syncs: GPU synchronizations per step in addition to those in fp32; there is no such column on a CPU.
 - faults: page faults per step, pages of memory that the system gave to the process.
 - ~: the median's 95 % interval, 1.57 (q3 - q1) / sqrt(blocks), is wider than {NOISY:.0%} either
