@@ -20,7 +20,8 @@ ELSEWHERE = {'Verdict': 'insight.verdict', 'PrecisionChoice': 'insight.precision
 BASE = 'precisions.Precision'                                    # also public; `precision` is a method's anchor
 INSIGHT = ['PrecisionReport', 'Verdict', 'PrecisionComparison', 'PrecisionChoice']   # returned by methods
 NOT_LISTED = {'name', 'learn', 'amp_context', 'check_modules', 'replace', 'skips_in_a_row', 'needs_loss_scaling',
-              'arguments', 'open', 'close', 'attach', 'refuse_others', 'training', 'state_key'}  # of the package only
+              'arguments', 'open', 'close', 'attach', 'refuse_others', 'training', 'state_key',  # of the package only
+              'reset', 'accumulate', 'read', 'value'}            # of metrics, for fastai
 ATTRIBUTES = {'mode': "The precision, such as 'bf16'", 'verdict': 'What the report says', 'reason': 'Why'}
 EVENT = re.compile(r'(before|after)_\w+')
 
@@ -85,7 +86,7 @@ def arguments(f):
         kind = '' if p.annotation is p.empty else re.sub(r'(\w+\.)+(?=[A-Z])', '', kind)
         text = ' '.join((meanings.get(name) or ATTRIBUTES.get(name) or meaning(name)).split())
         stars = '**' if p.kind is p.VAR_KEYWORD else ''
-        found.append((stars + name, '' if kind == 'Any' else kind, default_text(p.default), text))
+        found.append((stars + name, kind, default_text(p.default), text))
     return found
 
 

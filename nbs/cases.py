@@ -1,4 +1,4 @@
-"""Public cases of trouble with low precision, and healthy models: what the report says of each, as a table.
+"""Public cases in which low precision broke training, and healthy models: the verdicts of the report, as a table.
 
 `python nbs/cases.py` runs all, and writes the table into `what_the_report_finds.md`; it needs transformers and timm.
 `python nbs/cases.py NAME ...` prints the rows of some. Each model is built small from the description in its thread,

@@ -11,10 +11,11 @@ import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from nbformat.v4 import new_code_cell, new_notebook
+from PIL import Image
 
 FOLDER = Path(__file__).resolve().parent
 sys.path.append(str(FOLDER))
-from figures import save_dark  # noqa: E402
+from figures import large, save_dark  # noqa: E402
 
 
 @contextmanager
@@ -36,7 +37,8 @@ def kernel(
 
     def execute(file):
         with tempfile.TemporaryDirectory() as folder:
-            empty = new_code_cell(f'__import__("os").chdir({folder!r})\n%reset -f')
+            begin = f'__import__("os").chdir({folder!r})\n%reset -f\n%config InlineBackend.figure_formats = ["retina"]'
+            empty = new_code_cell(begin)
             client.nb = new_notebook(cells=[empty])
             client.execute_cell(empty, 0, store_history=False)   # the notebook's cells count from 1
             return run(nbformat.read(file, as_version=4))
@@ -59,13 +61,14 @@ def stored(notebook):
 
 
 def save_pictures(notebook):
-    "Write the picture of each cell with a tag such as `save-report.png` to that file, for README and first page."
+    "Write the picture of each cell with a tag such as `save-report.png` to that file and to its larger variant."
     for cell in notebook.cells:
         for tag in cell.metadata.get('tags', []):
             if not tag.startswith('save-'): continue
             picture = next(o.data['image/png'] for o in cell.outputs if 'image/png' in o.get('data', {}))
             file = FOLDER / tag.removeprefix('save-')
-            file.write_bytes(base64.b64decode(picture))
+            large(file).write_bytes(base64.b64decode(picture))       # for screens with two pixels per point
+            Image.open(large(file)).reduce(2).save(file, optimize=True)
             save_dark(file)
 
 

@@ -20,7 +20,7 @@ def main(
 ) -> None:
     "Run the benchmark, or show a stored run."
     parser = argparse.ArgumentParser(prog='python -m nbs.benchmarks', description=(
-        'Time training steps in fp32, bf16 and fp16, in one process and in turns. The report goes to standard output.'))
+        'Time training steps in fp32, bf16 and fp16, in one process and in alternating rounds, and print a report.'))
     add = parser.add_argument
     add('--device', metavar='D', help='torch device (default: the accelerator, if there is one)')
     add('--models', nargs='+', default=list(MODELS), choices=MODELS, metavar='M', help=f"of {', '.join(MODELS)}")
@@ -33,7 +33,7 @@ def main(
     add('--rounds', type=int, default=15, metavar='N', help='blocks of each contestant (default %(default)s)')
     files = parser.add_mutually_exclusive_group().add_argument
     files('--out', type=Path, metavar='STEM', help='write STEM.json, STEM.md and STEM.png')
-    files('--show', type=Path, metavar='STEM', help='measure nothing: write STEM.md and STEM.png anew from STEM.json')
+    files('--show', type=Path, metavar='STEM', help='measure nothing: write STEM.md and STEM.png again from STEM.json')
     args = parser.parse_args(argv)
     if args.rounds < 1: parser.error(f'--rounds {args.rounds}: at least 1 is needed')
     if args.out and not os.access(args.out.parent, os.W_OK):

@@ -11,11 +11,12 @@ import pandas as pd
 from .measure import NOISY, PACKAGES, noisy
 
 COLUMNS = f"""\
-- ms: milliseconds per step, the median over blocks of steps; the contestants take turns.
-- x fp32: times as fast as fp32 in the same framework with the same optimizer; median over pairs of blocks, quartiles.
-- x plain: that ratio divided by the plain PyTorch loop's; a framework's cost a step draws it towards 1 for tiny models.
-- syncs: GPU synchronizations per step beyond fp32's; without the column on a CPU.
-- faults: pages of memory that the system gave to the process per step.
+- ms: milliseconds per step, median over blocks of steps; the contestants are timed in alternating rounds.
+- x fp32: speed-up over fp32 in the same framework with the same optimizer; median over pairs of blocks, quartiles.
+- x plain: this speed-up divided by that of the PyTorch loop ('plain loop'). The fixed cost of a framework
+  per step pulls it towards 1 for tiny models.
+- syncs: GPU synchronizations per step in addition to those in fp32; there is no such column on a CPU.
+- faults: page faults per step, pages of memory that the system gave to the process.
 - ~: the median's 95 % interval, 1.57 (q3 - q1) / sqrt(blocks), is wider than {NOISY:.0%} either
   way, or there was one block."""
 
