@@ -211,17 +211,22 @@ class _Report:
         def run(keep, scale):
             if time.monotonic() > self.until: raise TimeoutError
             self.tick(mode.value)
+            start = time.monotonic()
             found = trace(self.learn, self.batches, mode, keep, scale, reference=self.fp32)
             if self.simulated and NO_KERNEL in found.error:
                 raise NotImplementedError(f'this CPU has no {mode.value} kernel for {named(found.failed_in or ROOT)}, '
                                           f'which CUDA may have: {found.error}')
             if not found.error: self.low.setdefault(mode, found)
+            self.took = time.monotonic() - start
             return found
         def distance(keep, scale):
             if self.is_short and support.status == 'emulated': return math.nan   # of few samples it says little
             self.tick(f'{mode.value}, gradients')
-            until = min(self.until, time.monotonic() + FOR_GRADIENTS * self.max_seconds)
-            try: return gradient_distance(self.learn, self.drawn, mode, keep, scale, until)
+            share = FOR_GRADIENTS * self.max_seconds
+            until = min(self.until, time.monotonic() + share)
+            try:
+                if self.took > share: raise TimeoutError(f'no time was left within `max_seconds={self.max_seconds:g}`')
+                return gradient_distance(self.learn, self.drawn, mode, keep, scale, until)
             except Exception as e: self.not_compared = f'{mode.value}: {first_line(e)}'
             return math.nan
         try:
