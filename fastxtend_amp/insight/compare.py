@@ -2,8 +2,10 @@
 from __future__ import annotations
 
 import math, random, time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,16 +14,16 @@ import torch
 from fastai.learner import Learner
 from fastai.torch_core import set_seed, to_device
 from fastcore.basics import noop, patch
+from torch import nn
 
 from ..training.callback import precision_callback
-from ..common import first_line, several_processes, training_device
+from ..common import first_line, optimizer_params, several_processes, training_device
 from ..compat import is_compiled
 from ..convert import HALF, map_tensors
 from ..devices.cost import allocated, page_faults, wait_for
 from ..precisions.matching import unwrapped
 from ..precisions.fp32_settings import settings_note
 from ..precisions import AMPMode
-from ..common import optimizer_params
 from .comparison import FEWEST_ROUNDS, PrecisionComparison, Tolerance, pays, recommend, speed_up
 from .copies import (
     RandomState,
@@ -31,6 +33,7 @@ from .copies import (
     left_out,
     loader_like,
     no_batches,
+    one_at_a_time,
     random_state,
     random_state_kept,
     set_random_state,
@@ -45,7 +48,9 @@ _ROUNDS = 7             # into which `n_steps` are divided, after two rounds of 
 _FOR_SEEDS = .4         # of the time, at most
 _CONSIDERABLE = .1      # share of an fp32 step from which the time for loading a batch is mentioned
 _MANY_FAULTS = 1000     # page faults per step that are mentioned
-_FAULT = 1.4e-6         # seconds per page fault, measured on an AMD EPYC
+# Seconds per page fault: a step of an MLP (width 2048, batch size 256, bf16) with 22,496 faults took 115 ms, and 84 ms
+# without them, by `keep_freed_memory`.
+_FAULT = 1.4e-6
 
 
 @patch
@@ -95,8 +100,8 @@ class Run:
     "One training: its precision, the copy that trains in it, and the measurements."
     choice: PrecisionChoice
     support: str = 'native' # 'emulated', 'unsupported' or 'failed'
-    note: str = ''
-    learn: Learner | None = None # The copy, while it trains
+    note: str = '' # Why it does not run; '' if it does
+    learn: Any = None # The copy, while it trains
     random_state: RandomState = field(default_factory=list) # Of the copy, between its rounds
     losses: list[float] = field(default_factory=list) # Of each step
     times: list[float] = field(default_factory=list) # Seconds per step in each round; the first is a warm-up
@@ -109,15 +114,64 @@ class Run:
     faults: list[float] = field(default_factory=list) # Page faults per step in each round
 
     @property
-    def runs(self) -> bool: return self.support not in ('unsupported', 'failed')
-
-    @property
     def pace(self) -> float: return float(np.median(self.times[1:] or self.times or [math.nan]))
 
     def ratios(self, base: Run) -> list[float]:
         "Return the time of `base` divided by that of this run, for each round of both except the first."
         found = [b / a for a, b in zip(self.times, base.times)]
         return found[1:] or found
+
+    def train(self, batches: Iterable[Any], device: torch.device) -> None:
+        "Train on these batches, and time it."
+        set_random_state(self.random_state)
+        self._in_training(partial(self._train_and_time, batches, device))
+        self.random_state = random_state()
+
+    def _in_training(self, f):
+        """Call `f` as fastai calls the training part of an epoch; to cancel it is an error.
+
+        At its end all is closed that the precision has opened: the settings of TF32 hold for every model.
+        """
+        self.learn._with_events(f, 'train', ())
+
+    def _train_and_time(self, batches, device):
+        wait_for(device)
+        before, faults = allocated(device), page_faults()
+        start = time.perf_counter()
+        losses = [self._step(i, b) for i, b in enumerate(batches, len(self.losses))]
+        wait_for(device)
+        self.times.append((time.perf_counter() - start) / len(losses))
+        self.faults.append((page_faults() - faults) / len(losses))
+        self.peak = allocated(device, peak=True) - before
+        self.losses += map(float, losses)
+
+    def _step(self, i, batch):
+        before = vars(self.learn).get('loss_grad')
+        self.learn.one_batch(i, batch)
+        if not len(self.learn.yb) and vars(self.learn).get('loss_grad') is before:
+            raise ValueError('There is no loss to compare: the training batches have no targets, so fastai computes '
+                             'no loss and takes no step.\nIf `learn.dls.n_inp` counts the targets as inputs, lower '
+                             'it. If the model returns the loss, add a callback that sets `self.learn.yb = self.xb` '
+                             "in `before_batch`, and a `loss_func` that reads the loss from the model's output.")
+        return self.learn.loss.detach()
+
+    def finish(self, model: nn.Module) -> None:
+        "Record what only the end of a training shows; `model` has the weights from its start."
+        if cb := precision_callback(self.learn): self.scale, self.skipped = cb.scale or math.nan, cb.n_skipped
+        pairs = zip(unwrapped(model).parameters(), self.learn.model.parameters())
+        self.moved = math.hypot(*(float((q.data - p.data.to(q)).norm()) for p, q in pairs if is_plain(q)))
+
+    def count_activations(self, batch: Any) -> None:
+        "Run a batch without its backward pass; count the bytes that autograd keeps for it, each storage once."
+        kept = dict[int, int]()
+        def note(t):
+            kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t.detach()                                    # keeping `t` itself would leak its graph
+        self.learn._do_grad_opt = noop
+        with torch.autograd.graph.saved_tensors_hooks(note, noop):
+            self._in_training(partial(self._step, len(self.losses), batch))
+        own = {t.untyped_storage().data_ptr() for t in (*self.learn.model.parameters(), *self.learn.model.buffers())}
+        self.activations = sum(size for place, size in kept.items() if place not in own)
 
 
 @dataclass(eq=False)
@@ -156,56 +210,43 @@ class Comparison:
         self.loading = float(np.mean(np.diff(clock)[1:] if len(clock) > 2 else np.diff(clock)))
 
     def run(self, choices: list[PrecisionChoice]) -> PrecisionComparison:
-        with random_state_kept(), progress_bar(self.learn, self._left) as self.tick: return self._run(choices)
-
-    def _run(self, choices):
-        if len(choices) == 1: self.n_steps = 1                   # there is nothing to compare fp32 with
-        self._draw()
-        self.random_state = random_state()
-        for choice in choices:
-            status, why = choice.mode.support(self.device) if choice.mode else ('native', '')
-            self.runs.append(Run(choice, status, why if status == 'unsupported' else ''))
-        self.base = self.runs[0]
-        self._in_fits([r for r in self.runs if r.runs], self._train_in_rounds)
-        # Compare losses after the steps that all runs have taken; after fewer if the seeds need it, unless too few.
-        done = [len(r.losses) for r in self.runs if r.runs]
-        time_for = .9 * self._left / (self.n_seeds * self.base.pace) if self.n_seeds else math.inf
-        self.n = int(min(*done, self.n_steps, time_for if time_for > FEWEST_ROUNDS else math.inf))
-        self.n_last = max(1, min(10, self.n // 5))               # steps at the end whose mean is the loss
-        while len(self.seeds) < self.n_seeds and self._left > self.n * self.base.pace:
-            self._train_seed(1 + len(self.seeds))
-        return self._result()
+        with one_at_a_time, random_state_kept(), progress_bar(self.learn, self._left) as self.tick:
+            if len(choices) == 1: self.n_steps = 1               # there is nothing to compare fp32 with
+            self._draw()
+            self.random_state = random_state()
+            for choice in choices:
+                status, why = choice.mode.support(self.device) if choice.mode else ('native', '')
+                self.runs.append(Run(choice, status, why if status == 'unsupported' else ''))
+            self.base = self.runs[0]
+            with self._copies([r for r in self.runs if not r.note]):
+                self._train_in_rounds()
+                for run in reversed(self._training): self._end(run)   # fp32 last: it is slow where time is short
+            # Compare losses after the steps that all runs have taken; after fewer if the seeds need it, unless too few.
+            done = [len(r.losses) for r in self.runs if not r.note]
+            time_for = .9 * self._left / (self.n_seeds * self.base.pace) if self.n_seeds else math.inf
+            self.n = int(min(*done, self.n_steps, time_for if time_for > FEWEST_ROUNDS else math.inf))
+            self.n_last = max(1, min(10, self.n // 5))           # steps at the end whose mean is the loss
+            while len(self.seeds) < self.n_seeds and self._left > self.n * self.base.pace:
+                self._train_seed(1 + len(self.seeds))
+            return self._result()
 
     @property
     def _left(self): return self.end - time.monotonic()
 
-    # -- fits and rounds
+    # -- copies and rounds
 
-    def _in_fits(self, runs: list[Run], train: Callable[[], None], seed: int | None = None) -> None:
-        "Open a fit of a copy for each run, and call `train` inside all of them, so that each fit is opened only once."
-        if not runs: return train()
-        run, *others = runs
-        def inside():
-            copy('before_epoch')
-            if self.validates and run in self.runs: self._validate(copy, run)
-            copy.n_iter, copy.dl = self.n_steps, copy.dls.train
-            copy('before_train')
-            run.learn, run.random_state = copy, random_state()
-            self._in_fits(others, train)
-            if run.learn is not None: self._end(run)
-        try:
-            with copied_learner(self.learn, optimizer=True) as copy:
-                self._prepare(copy, run.choice, seed)
-                copy._with_events(inside, 'fit', ())             # so that cancelling the fit is an error
-            return
-        except Exception as e:
-            if run.random_state: raise                           # it was training
-            self._failed(run, e)
-        self._in_fits(others, train)
+    @contextmanager
+    def _copies(self, runs: list[Run], seed: int | None = None) -> Iterator[None]:
+        "Have a copy for each run that works in its precision."
+        with ExitStack() as stack:
+            for run in runs:
+                try: self._begin(stack.enter_context(copied_learner(self.learn, optimizer=True)), run, seed)
+                except Exception as e: self._failed(run, e)
+            yield
 
-    def _prepare(self, copy, choice, seed):
-        "Put the copy into this precision and into the state that all copies start from."
-        cb = use_choice(copy, choice)
+    def _begin(self, copy, run, seed):
+        "Put the copy into its precision and into the state that all copies start from."
+        cb = use_choice(copy, run.choice)
         if cb is not None: cb.on_overflow = 'ignore'             # a diagnosis would disturb the times
         set_random_state(self.random_state)
         if seed is not None: set_seed(seed)
@@ -217,6 +258,10 @@ class Comparison:
         lr, wd = copy.lr if self.lr is None else self.lr, {} if copy.wd is None else {'wd': copy.wd}
         copy.opt.set_hypers(lr=lr, **wd)
         copy.n_epoch, copy.epoch = 1, 0
+        for event in ('before_fit', 'before_epoch'): copy(event)
+        if self.validates and seed is None: self._validate(copy, run)
+        copy.n_iter, copy.dl = self.n_steps, copy.dls.train
+        run.learn, run.random_state = copy, random_state()
 
     def _validate(self, copy, run):
         "Run a batch as in validation, where a precision that trains may fail; not after fp32 has failed there."
@@ -259,64 +304,27 @@ class Comparison:
         return [self.base, *low] if low and not several_processes() else []
 
     def _train(self, run, steps):
-        "Train on the batches of these steps, and time them."
-        set_random_state(run.random_state)
-        wait_for(self.device)
-        before, faults = allocated(self.device), page_faults()
-        start = time.perf_counter()
-        losses = [self._step(run, i, step) for i, step in enumerate(steps, len(run.losses))]
-        wait_for(self.device)
-        seconds = (time.perf_counter() - start) / len(losses)
-        if run.choice.compiled and not run.times:                # this step compiled the model
-            run.compiling, self.end, seconds = seconds, self.end + seconds, self.base.pace
-        run.times.append(seconds)
-        run.faults.append((page_faults() - faults) / len(losses))
-        run.peak = allocated(self.device, peak=True) - before
-        run.losses += map(float, losses)
-        run.random_state = random_state()
+        run.train(map(self._batch, steps), self.device)
+        if run.choice.compiled and len(run.times) == 1:          # this step compiled the model
+            run.compiling, run.times[0] = run.times[0], self.base.pace
+            self.end += run.compiling
         self.tick(run.choice.name)
 
     def _batch(self, step): # A copy, as CutMix writes into it
         return map_tensors(torch.Tensor.clone, self.batches[step % len(self.batches)])
 
-    def _step(self, run, i, step):
-        before = vars(run.learn).get('loss_grad')
-        run.learn.one_batch(i, self._batch(step))
-        if not len(run.learn.yb) and vars(run.learn).get('loss_grad') is before:
-            raise ValueError('There is no loss to compare: the training batches have no targets, so fastai computes '
-                             'no loss and takes no step.\nIf `learn.dls.n_inp` counts the targets as inputs, lower '
-                             'it. If the model returns the loss, add a callback that sets `self.learn.yb = self.xb` '
-                             "in `before_batch`, and a `loss_func` that reads the loss from the model's output.")
-        return run.learn.loss.detach()
-
     def _end(self, run):
-        "Record what only the end of a training shows, and the memory that a step needs."
-        run.learn('after_train')
-        if cb := precision_callback(run.learn): run.scale, run.skipped = cb.scale or math.nan, cb.n_skipped
-        pairs = zip(unwrapped(self.learn.model).parameters(), run.learn.model.parameters())
-        run.moved = math.hypot(*(float((q.data - p.data.to(q)).norm()) for p, q in pairs if is_plain(q)))
+        run.finish(self.learn.model)
         # A compiled model would be compiled again.
-        if run in self.runs and not run.choice.compiled and run.pace < self._left + self.max_seconds / 50:
-            try: run.activations = self._activations(run)
-            except Exception: pass                               # it trains, but not with these hooks: nan
-        run.learn = None
-
-    def _activations(self, run):
-        "Run a batch without its backward pass; return the bytes that autograd keeps for it, each storage counted once."
-        kept = dict[int, int]()
-        def note(t):
-            kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-            return t.detach()                                    # keeping `t` itself would leak its graph
-        run.learn._do_grad_opt = noop
-        with torch.autograd.graph.saved_tensors_hooks(note, noop): self._step(run, len(run.losses), 0)
-        own = {t.untyped_storage().data_ptr() for t in (*run.learn.model.parameters(), *run.learn.model.buffers())}
-        return sum(size for place, size in kept.items() if place not in own)
+        if run.choice.compiled or run.pace > self._left + self.max_seconds / 50: return
+        try: run.count_activations(self._batch(0))
+        except Exception: pass                                   # it trains, but not with these hooks: nan
 
     def _train_seed(self, seed):
         "Train fp32 again with another seed and another order of the batches, except for the last ones."
         run, early = Run(PrecisionChoice()), self.n - self.n_last
         steps = [*random.Random(seed).sample(range(early), early), *range(early, self.n)]
-        self._in_fits([run], lambda: self._train(run, steps), seed)
+        with self._copies([run], seed): self._train(run, steps)
         self.seeds.append(run)
 
     # -- the result
@@ -334,7 +342,7 @@ class Comparison:
                                    self._notes(), choices, self._caveats(table, recommended))
 
     def _loss(self, run): # nan for a mode that failed
-        return float(np.mean(run.losses[self.n - self.n_last:self.n])) if run.runs else math.nan
+        return float(np.mean(run.losses[self.n - self.n_last:self.n])) if not run.note else math.nan
 
     def _row(self, run):
         ratios = run.ratios(self.base)

@@ -4,7 +4,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, NamedTuple
 
-from ..precisions import PRECISIONS, Precision, parameters_of
+from ..precisions import PRECISIONS, Precision
 from ..training.loop import at_batch_end, open_scopes
 from .precisions import precision_call
 
@@ -30,8 +30,7 @@ def fix(
     scopes.n_fixes += 1
     call = precision_call(cb.learn, *alarm.remedy)
     cls = PRECISIONS.get(call.method.removeprefix('to_'), Precision)
-    new = cls(**{name: value for name, value in call.arguments.items() if name in parameters_of(cls)})
-    at_batch_end(cb.learn, partial(_switch, cb, new, alarm.remedy[-1]))
+    at_batch_end(cb.learn, partial(_switch, cb, cls.from_arguments(call.arguments), alarm.remedy[-1]))
     cb.fixes.append(Fix(alarm.step, alarm.mode.value, str(call)))
     print(f'{alarm.happened} Training continues as after `{call}`.')
     return True

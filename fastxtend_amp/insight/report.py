@@ -22,10 +22,11 @@ from ..convert import map_tensors
 from ..devices.cuda_rules import cuda_rules
 from ..precisions.matching import ROOT, unwrapped
 from ..precisions.fp32_settings import settings_note
+from ..precisions.fp16 import FP16
 from ..precisions.fp8 import fp8_layers
 from ..precisions import AMPMode, Support, fastest_native
-from .copies import check_learner, left_out, loader_like, no_batches, random_state_kept, tensors
-from .precisions import color_of, precision_call
+from .copies import check_learner, left_out, loader_like, no_batches, one_at_a_time, random_state_kept, tensors
+from .precisions import precision_call
 from .arguments import check_above_0, check_count, known_arguments
 from .gradient import N_BATCHES, gradient_distance
 from .progress import progress_bar
@@ -87,7 +88,7 @@ class PrecisionReport(Shown):
         if 'fp16' in self.verdicts:
             for at, style, text in ((65504, '-', 'largest fp16 number, 65,504: inf above'),
                                     (6.1e-5, ':', 'smallest normal fp16 number: digits lost below')):
-                ax.axvline(at, color=color_of('fp16'), ls=style, label=text)
+                ax.axvline(at, color=FP16.color, ls=style, label=text)
             ax.figure.legend(loc='outside lower center')
         ax.set(xscale='log', xlabel='largest absolute value in fp32; red: flagged')
         ax.invert_yaxis()
@@ -153,7 +154,7 @@ def precision_report(self: Learner,
     if half := half_parameters_of(unwrapped(self.model)):
         raise ValueError(f"precision_report needs fp32 parameters, but {len(half)} trainable ones are 16-bit; the "
                          f"first is '{half[0]}'.\nCall `learn.model.float()` first. Autocast casts where it can.")
-    with cuda_rules() if simulated else nullcontext(), progress_bar(self, max_seconds) as tick:
+    with one_at_a_time, cuda_rules() if simulated else nullcontext(), progress_bar(self, max_seconds) as tick:
         return _Report(self, max_seconds, simulated, tick).on(asked, n_batches, self.dls.train if dl is None else dl)
 
 

@@ -73,7 +73,7 @@ class Judge:
     def __post_init__(self):
         cb = precision_callback(self.learn)
         self.model, self.kept = unwrapped(self.learn.model), cb.fp32_module_names if cb else []
-        self.keep, self.scale, self.highest = self.kept, self.first_scale, math.inf
+        self.keep, self.scale = self.kept, self.first_scale
         self.limit = torch.finfo(self.mode.dtype).max
         self.reasons: dict[str, str] = {}                        # by module, in the order found
 
@@ -99,12 +99,12 @@ class Judge:
         is_backward = low.loss_is_finite and not (found or low.error)
         if is_backward and self.mode.needs_loss_scaling:
             least, most = self._scales(low)
-            lower = most if most < self.scale else self.scale / 16
+            lower = most if LOWEST_SCALE <= most < self.scale else self.scale / 16
             if lower >= max(least, LOWEST_SCALE):
-                self.scale = self.highest = lower
+                self.scale = lower
                 return
         if not new: new = self._tried(low, next(iter(found), None), is_backward)
-        if new and is_backward: self.scale, self.highest = self.first_scale, math.inf    # it was not the scale
+        if new and is_backward: self.scale = self.first_scale    # it was not the scale that failed
         self.keep = outermost([*self.keep, *new])
 
     def _refused(self, low: Trace) -> dict[str, str]:
@@ -166,8 +166,8 @@ class Judge:
         """
         info = torch.finfo(self.mode.dtype)
         half = [s for n, s in self.fp32.seen.items() if s.grad and n in low.seen and low.seen[n].half]
-        if not half: return 1., min(2. ** 24, self.highest)
-        most = min(2. ** math.floor(math.log2(info.max / max(s.grad for s in half))), self.highest)
+        if not half: return 1., 2. ** 24
+        most = 2. ** math.floor(math.log2(info.max / max(s.grad for s in half)))
         mean = sum(s.grad_sum for s in half) / sum(s.n_grads for s in half)
         least = 2. ** math.ceil(math.log2(info.smallest_normal * info.eps / (LOST * mean)))
         return min(max(least, min(1., most / MARGIN)), most), most
@@ -188,9 +188,11 @@ class Judge:
         verdict: Judgement = 'safe so far'
         scales, changes, scale = None, {}, 1.
         if self.mode.needs_loss_scaling:
-            least, most = scales = self._scales(low)
-            if most < LOWEST_SCALE:
-                return self._say('do not use', f'no loss scale fits: gradients overflow above {most:.2g}')
+            least, most = self._scales(low)
+            # What was tried counts: this scale works, and if it was lowered, larger ones did not.
+            most = self.scale if self.scale < self.first_scale else max(most, self.scale)
+            least = min(least, most)
+            scales = least, most
             scale = self.first_scale
             if not least <= scale <= most / CLOSE:
                 scale = max(least, most / MARGIN)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..common import several_processes, warn_user
-from .copies import RandomState, generators, tensors
+from .copies import RandomState, generators, is_plain, tensors
 from .diagnosis import Alarm, diagnose
 from .fix import fix
 
@@ -26,10 +26,10 @@ class Notes:
     in_place: bool                                               # on a CPU: reading a number waits for nothing
     generators: list                                             # of random numbers
     weights: torch.Tensor | None = None                          # their norm at the start
-    first_loss: torch.Tensor | float | None = None
+    first_loss: torch.Tensor | None = None
     last_loss: float = math.nan                                  # the last finite one
     random_state: RandomState | None = None                      # before the batch
-    before: tuple | None = None                                  # on an accelerator: the last batch
+    before: tuple | None = None                                  # on an accelerator: the last batch, and its state
     n_recorded: int = 0                                          # losses of the Recorder that were looked at
 
 
@@ -74,17 +74,14 @@ class Watch:
         "Look at the loss before anything is made of it; on an accelerator at that of the batch before."
         notes, learn = self.notes, self.learn
         if notes is None or not learn.training: return
-        # Without targets fastai leaves the losses of an earlier batch; a learner's own loop may set one all the same.
-        loss = vars(learn).get('loss_grad')                      # without targets still that of an earlier batch
+        # Without targets fastai leaves the loss of an earlier batch; a learner's own loop may set one all the same.
+        loss = vars(learn).get('loss_grad')
         if not torch.is_tensor(loss): return
-        if notes.in_place:
-            number = _mean(loss).item()
-            if notes.first_loss is None: notes.first_loss = number
-            self._check_loss(notes, number)
+        if notes.first_loss is None: notes.first_loss = _mean(loss).clone()   # accumulation writes into it
+        if notes.in_place: self._check_loss(notes, _mean(loss).item())
         else:
-            if notes.first_loss is None: notes.first_loss = _mean(loss)
             self._check_recorded()
-            notes.before = learn.xb, learn.yb, notes.random_state
+            notes.before = (learn.xb, learn.yb), notes.random_state
 
     def after_step(self):
         "Count skipped steps in a row, and see whether the loss scale falls below 1."
@@ -117,14 +114,14 @@ class Watch:
         notes.n_recorded = len(losses)
         self._check_loss(notes, float(losses[-1]), notes.before)
 
-    def _check_loss(self, notes: Notes, loss: float, batch: tuple | None = None) -> None:
+    def _check_loss(self, notes: Notes, loss: float, before: tuple | None = None) -> None:
         if math.isfinite(loss): notes.last_loss = loss
-        else: self._alarm(f'the loss is {loss}', batch=batch)
+        else: self._alarm(f'the loss is {loss}', before=before)
 
     def _alarm(self,
         what: str,
         skipped: bool = False, # Whether it is about skipped steps, which an accelerator may have known for long
-        batch: tuple | None = None, # That batch: inputs, targets and random state; the one under way if None
+        before: tuple | None = None, # That batch and its random state; the one under way if None
     ) -> None:
         "Say what happened, where it began and what to try: once a fit."
         learn, notes = self.learn, self.notes
@@ -132,9 +129,9 @@ class Watch:
         scale = learn.scaler.get_scale()
         # The scale of the step itself.
         if skipped and cb.arguments.get('loss_scale') is None: scale /= learn.scaler.get_backoff_factor()
-        xb, yb, state = batch or (learn.xb, learn.yb, notes.random_state)
-        step = getattr(learn, 'train_iter', 0) + (batch is None)
-        alarm = Alarm(what, cb.mode, scale, step, xb, yb, state if notes.in_place or not skipped else None)
+        batch, state = before or ((learn.xb, learn.yb), notes.random_state)
+        step = getattr(learn, 'train_iter', 0) + (before is None)
+        alarm = Alarm(what, cb.mode, scale, step, batch, state if notes.in_place or not skipped else None)
         try:
             alarm.divergence = _divergence(notes, learn.model)
             message = diagnose(learn, alarm)
@@ -143,7 +140,7 @@ class Watch:
             message = f'{alarm.happened}\nThe batch could not be run again, {type(e).__name__}: {said}'
         cb.fit.has_warned = True                                 # first: between batches `fix` closes the fit
         if cb.on_overflow != 'fix' or not fix(cb, alarm): return self._say(message)
-        if not skipped and batch is None: learn.loss_grad = learn.loss_grad * math.nan   # so that this step is skipped
+        if not skipped and before is None: learn.loss_grad = learn.loss_grad * math.nan   # so that this step is skipped
 
     def _say(self, message: str) -> None:
         cb = self.cb
@@ -180,6 +177,5 @@ def _norm(model: nn.Module) -> torch.Tensor:
     """
     weights = [p.detach() for p in model.parameters() if p.requires_grad and not is_lazy(p)]
     weights = [w.to_local() if hasattr(w, 'to_local') else w for w in weights]
-    weights = [w for w in weights if type(w).__torch_dispatch__ is torch.Tensor.__torch_dispatch__]
-    norms = [torch.linalg.vector_norm((w.abs() if w.is_complex() else w).float()) for w in weights]
+    norms = [torch.linalg.vector_norm(w.abs().float()) for w in weights if is_plain(w)]
     return torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms])) if norms else torch.zeros(())

@@ -114,6 +114,20 @@ def test_each_row_runs_in_the_precision_it_names(own, monkeypatch):
         assert set(seen) == {expected['fp32'], expected[name]} and not r.table['loss'].isna().any()
 
 
+def test_settings_of_the_process_hold_for_the_row_that_sets_them(support):
+    support({'tf32': 'native'})
+    seen = set()
+
+    def note(learn):
+        name = learn.precision.mode.value if learn.precision else 'fp32'
+        seen.add((name, torch.backends.cuda.matmul.fp32_precision))
+
+    learn = seeded(cbs=[InStep('after_pred', note), InStep('after_backward', note)])
+    before = torch.backends.cuda.matmul.fp32_precision
+    learn.compare_precision(['bf16', 'tf32'], n_steps=8, n_seeds=1)
+    assert seen == {('fp32', before), ('bf16', before), ('tf32', 'tf32')}
+
+
 def test_precision_of_the_learner_is_the_template():
     learn = seeded().to_fp16(loss_scale=32.0)
     assert learn.compare_precision(LOW, n_steps=8, n_seeds=0).table['final scale']['fp16'] == 32
@@ -354,14 +368,17 @@ def test_rounds_alternate_and_none_always_follows_the_same(support):
     )
 
 
-def test_modules_kept_in_fp32_are_matched_once_and_not_for_each_step(support, monkeypatch):
+def test_modules_kept_in_fp32_are_matched_in_each_round_and_not_for_each_step(support, sleeps):
     support({})
     asked = []
-    learn = seeded(Attentive(gain=1.0)).to_bf16(fp32_modules=lambda m: asked.append(m) or isinstance(m, nn.LayerNorm))
+    learn = seeded(Attentive(gain=1.0), cbs=Sleeps(2.0)).to_bf16(
+        fp32_modules=lambda m: asked.append(m) or isinstance(m, nn.LayerNorm)
+    )
     counts = []
-    for n_steps in (8, 30):
+    for n_steps in (9, 93):
         asked.clear()
-        learn.compare_precision('bf16', n_steps=n_steps, n_seeds=0)
+        r = learn.compare_precision('bf16', n_steps=n_steps, n_seeds=0, max_seconds=1000)
+        assert r.table['rounds']['bf16'] == 8 and r.table['steps']['bf16'] == n_steps
         counts.append(len(asked))
     assert counts[0] == counts[1]
 

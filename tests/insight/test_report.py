@@ -316,6 +316,23 @@ def test_gradients_that_are_too_large_lower_the_loss_scale_or_keep_modules():
     assert verdict.modules == ['a'] and trained(Own(f), verdict)[0] == 0
 
 
+def test_a_large_gradient_of_an_fp32_parameter_does_not_limit_the_loss_scale():
+    "It is computed in fp32, in a module whose other results are fp16."
+
+    class Gain(nn.Linear):
+        def __init__(self):
+            torch.manual_seed(0)
+            super().__init__(6, 1)
+            self.gain = nn.Parameter(torch.ones(1))
+
+        def forward(self, x):
+            return super().forward(x).float() * Times.apply(self.gain, 1e12)
+
+    verdict = verdict_on(Gain())
+    assert verdict.verdict == 'safe so far' and verdict.scale_range[1] == 4096, verdict  # 65,536 is too much
+    assert trained(Gain(), verdict)[0] == 0
+
+
 def test_another_batch_may_have_larger_gradients():
     data = dataset()
     data.tensors[1][4:8] *= 1e4  # the second
