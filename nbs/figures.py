@@ -50,6 +50,22 @@ def speeds() -> str:
     return '\n'.join(lines)
 
 
+def predictions() -> str:
+    "Return the stored run of `nbs.benchmarks.predictions` as a Markdown table: one row per model, by batch size."
+    lines = (RUNS / 'predictions.md').read_text(encoding='utf-8').splitlines()
+    cells = [[cell.strip() for cell in line.strip('|').split('|')] for line in lines if line.startswith('| ')][1:]
+    found: dict[str, dict[int, str]] = {}
+    for model, size, _, ours, plain, *_ in cells:
+        if model in ('wide-64', 'wide-1024'): continue           # the network of wide-256, as only training has batches
+        found.setdefault(model, {})[int(size)] = f'{ours.split()[0]} ({plain.split()[0]})'
+    sizes = sorted({size for row in found.values() for size in row})
+    titles = {m['name']: m['what'] for m in stored(SHOWN)['models']} | {'wide-256': 'wide MLP'}
+    head = [f'| model | {" | ".join(f"batch {size}" for size in sizes)} |', f'|---|{"--:|" * len(sizes)}']
+    rows = [f'| {titles.get(model, model)} | {" | ".join(row.get(size, "-") for size in sizes)} |'
+            for model, row in found.items()]
+    return '\n'.join(head + rows)
+
+
 def reports() -> dict[str, str]:
     "Return the report of each stored run by its path under `nbs`."
     return {f'benchmarks/{stem}.md': tables(stored(stem)) for stem in STORED}

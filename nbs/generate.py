@@ -36,6 +36,7 @@ def contents(page: str) -> str:
 PARTS: dict[str, Callable[[str], str]] = {       # by the name in the mark; each gets the text of its page
     'contents': contents,
     'speeds': lambda page: figures.speeds(),
+    'predictions': lambda page: figures.predictions(),
     'api learner': lambda page: api_pages.learner_part(),
     'api training': lambda page: api_pages.training_part(),
     'api insight': lambda page: api_pages.insight_part(),
