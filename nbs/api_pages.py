@@ -139,7 +139,10 @@ def entry(name, obj, level=3, key=''):
     elif has_arguments: parts.append(table(obj))
     parts.append(source_link(obj))
     if obj is Precision:
-        rows = [f'| `{n}` | {cell(" ".join(text_of(m).split()))} |' for n, m in members(obj).items()]
+        fields = re.findall(r'^    (\w+): [^#]* # (.+)$', inspect.getsource(obj), re.M)
+        methods = {'support': obj.support.__func__, **members(obj)}
+        rows = [f'| `{n}` | {cell(text)} |' for n, text in fields]
+        rows += [f'| `{n}` | {cell(" ".join(text_of(m).split()))} |' for n, m in methods.items()]
         parts.insert(-1, '\n'.join(['| to override | what it does |', '|---|---|', *rows]))
     elif inspect.isclass(obj) and not hasattr(obj, '__members__'):
         parts += [entry(f'{name}.{n}', m, level + 1) for n, m in members(obj).items()]

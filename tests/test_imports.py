@@ -99,24 +99,11 @@ REPLACED = {
     *('Learner.save', 'Learner.load', 'Learner.export', 'Learner._with_events', 'Learner.__setstate__'),
     *('TextLearner.load', 'fastai.learner.save_model'),
 }
-ADDED = {
+ADDED = {f'Learner.to_{name}' for name in PRECISIONS} | {
     f'Learner.{n}'
     for n in (
-        'amp_context',
-        'precision',
-        'precision_as',
-        'to_amp',
-        'to_bf16',
-        'to_fp8',
-        'to_tf32',
-        'to_channelslast',
-        'to_fp16',
-        'to_tf32',
-        'to_fp32',  # the core's, and the rooms'
-        'compare_precision',
-        'precision_decision',
-        'precision_report',
-        'to_half_weights',
+        *('amp_context', 'precision', 'precision_as', 'to_amp', 'to_channelslast', 'to_fp32'),  # the core's
+        *('compare_precision', 'precision_decision', 'precision_report'),  # and those of `insight/`
     )
 }
 

@@ -45,14 +45,14 @@ class Precision:
     method `add(model)` for a model that replaces the first one, and an `__exit__` that may be called twice, also after
     an interrupted `__enter__`.
     """
-    name: ClassVar[str] = 'fp32'
+    name: ClassVar[str] = 'fp32' # In calls, tables and files
     dtype: torch.dtype | None = None # Autocast's dtype; None without autocast
-    color: ClassVar[str] = '#4c566a' # In every plot
+    color: ClassVar[str] = '#4c566a' # In plots
     automatic: ClassVar[bool] = False # Whether `to_amp()` may select it without measuring: the first native one
-    state_key: str = '' # Of `state_dict` in the optimizer's state in a file; by default the name
+    state_key: str = '' # Of `state_dict` among the optimizer's state in a file; by default the name
     in_tables: ClassVar[bool] = True # Whether tables of precisions have a row for it
-    package: ClassVar[str] = '' # One that it needs besides torch and fastai
-    rules: ClassVar[dict[str, Callable[[torch.device], Support]]] = {} # By device type
+    package: ClassVar[str] = '' # A package that it needs besides torch and fastai
+    rules: ClassVar[dict[str, Callable[[torch.device], Support]]] = {} # By device type: how it runs this precision
     arguments: dict[str, Any] # Of the constructor, defaults included
 
     def __init_subclass__(cls) -> None:

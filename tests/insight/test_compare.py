@@ -49,7 +49,7 @@ def support(monkeypatch):
     "Sets how the device runs each mode."
 
     def runs(status, why='for this test'):
-        set_support(monkeypatch, lambda name: {'tf32': 'unsupported', **status}.get(name, 'native'), why)
+        set_support(monkeypatch, lambda name: status.get(name, 'native' if name in ('fp32', 'bf16', 'fp16') else 'unsupported'), why)
 
     return runs
 
