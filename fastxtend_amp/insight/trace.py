@@ -165,10 +165,7 @@ class Trace(TorchDispatchMode):
     def validate(self, learn: Learner, batch: Any) -> None:
         "Run a batch as in validation, without hooks, as some modules of PyTorch then use other kernels."
         learn.remove_cbs(_Ends)
-        learn.model.eval()
-        learn.training = False
-        try:
-            with torch.no_grad(): learn.one_batch(0, map_tensors(torch.clone, batch))
+        try: learn._do_epoch_validate(dl=[map_tensors(torch.clone, batch)])
         except torch.OutOfMemoryError: raise
         except Exception as e:
             self.validates = False
