@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..common import several_processes, warn_user
-from .copies import RandomState, generators, tensors
+from .copies import RandomState, generators, is_plain, tensors
 from .diagnosis import Alarm, diagnose
 from .fix import fix
 
@@ -26,7 +26,7 @@ class Notes:
     in_place: bool                                               # on a CPU: reading a number waits for nothing
     generators: list                                             # of random numbers
     weights: torch.Tensor | None = None                          # their norm at the start
-    first_loss: torch.Tensor | float | None = None
+    first_loss: torch.Tensor | None = None
     last_loss: float = math.nan                                  # the last finite one
     random_state: RandomState | None = None                      # before the batch
     before: tuple | None = None                                  # on an accelerator: the last batch
@@ -74,15 +74,12 @@ class Watch:
         "Look at the loss before anything is made of it; on an accelerator at that of the batch before."
         notes, learn = self.notes, self.learn
         if notes is None or not learn.training: return
-        # Without targets fastai leaves the losses of an earlier batch; a learner's own loop may set one all the same.
-        loss = vars(learn).get('loss_grad')                      # without targets still that of an earlier batch
+        # Without targets fastai leaves the loss of an earlier batch; a learner's own loop may set one all the same.
+        loss = vars(learn).get('loss_grad')
         if not torch.is_tensor(loss): return
-        if notes.in_place:
-            number = _mean(loss).item()
-            if notes.first_loss is None: notes.first_loss = number
-            self._check_loss(notes, number)
+        if notes.first_loss is None: notes.first_loss = _mean(loss).clone()   # accumulation writes into it
+        if notes.in_place: self._check_loss(notes, _mean(loss).item())
         else:
-            if notes.first_loss is None: notes.first_loss = _mean(loss)
             self._check_recorded()
             notes.before = learn.xb, learn.yb, notes.random_state
 
@@ -180,6 +177,5 @@ def _norm(model: nn.Module) -> torch.Tensor:
     """
     weights = [p.detach() for p in model.parameters() if p.requires_grad and not is_lazy(p)]
     weights = [w.to_local() if hasattr(w, 'to_local') else w for w in weights]
-    weights = [w for w in weights if type(w).__torch_dispatch__ is torch.Tensor.__torch_dispatch__]
-    norms = [torch.linalg.vector_norm((w.abs() if w.is_complex() else w).float()) for w in weights]
+    norms = [torch.linalg.vector_norm(w.abs().float()) for w in weights if is_plain(w)]
     return torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms])) if norms else torch.zeros(())
