@@ -123,7 +123,7 @@ def pays(low: float, high: float) -> bool | None:
 
 
 class Tolerance:
-    """How far the loss of another precision may lie above the fp32 loss.
+    """The amount by which the loss of another precision may lie above the fp32 loss.
 
     It is the largest of three: what one more fp32 training could differ by; 1 % of the loss, but at most half of the
     range of the fp32 losses; and a thousandth of the distance from the first loss to the last. If fp32 was trained only

@@ -93,7 +93,11 @@ def check_learner(
     if not n: raise no_batches(method, dl)
 
 
-def no_batches(method: str, dl: Any = None) -> ValueError: # To raise
+def no_batches(
+    method: str, # The method that was called
+    dl: Any = None, # The source of the batches; `learn.dls.train` if None
+) -> ValueError: # To raise
+    "Return the error for a source without batches, with where to get some."
     return ValueError(f"{method} needs at least one batch, but {'`learn.dls.train`' if dl is None else repr(dl)} "
                       'has none.\nA learner from `load_learner` has no data: set `learn.dls`, or call '
                       '`precision_report(dl=...)`. With `drop_last=True` the dataset may be smaller than a batch.')

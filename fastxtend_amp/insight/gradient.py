@@ -1,4 +1,4 @@
-"""How far a precision moves the mean gradient of a model, in standard errors of that gradient.
+"""The distance by which a precision moves the mean gradient of a model, in standard errors of that gradient.
 
 At fixed weights K = 6 batches are run forward and backward in fp32 and in the precision, with the same random draws.
 The results are for a mean over N = 24 batches, as training follows the mean of many:
