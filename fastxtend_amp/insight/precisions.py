@@ -115,8 +115,8 @@ def call_for(
         arguments |= {name: choice.init_scale, 'scaler': None}   # which has its own scale
     names = list(dict.fromkeys([*arguments.get('fp32_modules', ()), *choice.fp32_modules])) or None
     arguments |= {'amp_mode': choice.mode, 'fp32_modules': names}
-    given = [name for name, p in parameters.items() if name in arguments and arguments[name] != p.default]
-    return Call(method, {name: arguments[name] for name in given})
+    return Call(method, {name: arguments[name] for name, p in parameters.items()
+                         if name in arguments and arguments[name] != p.default})
 
 
 def precision_call(
