@@ -14,6 +14,7 @@ import torch
 from fastai.learner import Learner
 from fastai.torch_core import set_seed, to_device
 from fastcore.basics import noop, patch
+from torch import nn
 
 from ..training.callback import precision_callback
 from ..common import first_line, optimizer_params, several_processes, training_device
@@ -118,6 +119,54 @@ class Run:
         "Return the time of `base` divided by that of this run, for each round of both except the first."
         found = [b / a for a, b in zip(self.times, base.times)]
         return found[1:] or found
+
+    def train(self, batches: Iterable[Any], device: torch.device) -> None:
+        """Train on these batches, as in an epoch, and time it.
+
+        At its end all is closed that the precision has opened: the settings of TF32 hold for every model.
+        """
+        set_random_state(self.random_state)
+        # (): to cancel the training is an error.
+        self.learn._with_events(partial(self._train_and_time, batches, device), 'train', ())
+        self.random_state = random_state()
+
+    def _train_and_time(self, batches, device):
+        wait_for(device)
+        before, faults = allocated(device), page_faults()
+        start = time.perf_counter()
+        losses = [self._step(i, b) for i, b in enumerate(batches, len(self.losses))]
+        wait_for(device)
+        self.times.append((time.perf_counter() - start) / len(losses))
+        self.faults.append((page_faults() - faults) / len(losses))
+        self.peak = allocated(device, peak=True) - before
+        self.losses += map(float, losses)
+
+    def _step(self, i, batch):
+        before = vars(self.learn).get('loss_grad')
+        self.learn.one_batch(i, batch)
+        if not len(self.learn.yb) and vars(self.learn).get('loss_grad') is before:
+            raise ValueError('There is no loss to compare: the training batches have no targets, so fastai computes '
+                             'no loss and takes no step.\nIf `learn.dls.n_inp` counts the targets as inputs, lower '
+                             'it. If the model returns the loss, add a callback that sets `self.learn.yb = self.xb` '
+                             "in `before_batch`, and a `loss_func` that reads the loss from the model's output.")
+        return self.learn.loss.detach()
+
+    def finish(self, model: nn.Module) -> None:
+        "Record what only the end of a training shows; `model` has the weights from its start."
+        if cb := precision_callback(self.learn): self.scale, self.skipped = cb.scale or math.nan, cb.n_skipped
+        pairs = zip(unwrapped(model).parameters(), self.learn.model.parameters())
+        self.moved = math.hypot(*(float((q.data - p.data.to(q)).norm()) for p, q in pairs if is_plain(q)))
+
+    def count_activations(self, batch: Any) -> None:
+        "Run a batch without its backward pass; count the bytes that autograd keeps for it, each storage once."
+        kept = dict[int, int]()
+        def note(t):
+            kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t.detach()                                    # keeping `t` itself would leak its graph
+        self.learn._do_grad_opt = noop
+        with torch.autograd.graph.saved_tensors_hooks(note, noop): self._step(len(self.losses), batch)
+        own = {t.untyped_storage().data_ptr() for t in (*self.learn.model.parameters(), *self.learn.model.buffers())}
+        self.activations = sum(size for place, size in kept.items() if place not in own)
 
 
 @dataclass(eq=False)
@@ -250,63 +299,21 @@ class Comparison:
         return [self.base, *low] if low and not several_processes() else []
 
     def _train(self, run, steps):
-        """Train on the batches of these steps, as in an epoch.
-
-        At its end all is closed that the precision has opened: the settings of TF32 hold for every model.
-        """
-        set_random_state(run.random_state)
-        # (): to cancel the training is an error.
-        run.learn._with_events(partial(self._train_and_time, run, steps), 'train', ())
-        run.random_state = random_state()
+        run.train(map(self._batch, steps), self.device)
+        if run.choice.compiled and len(run.times) == 1:          # this step compiled the model
+            run.compiling, run.times[0] = run.times[0], self.base.pace
+            self.end += run.compiling
         self.tick(run.choice.name)
-
-    def _train_and_time(self, run, steps):
-        wait_for(self.device)
-        before, faults = allocated(self.device), page_faults()
-        start = time.perf_counter()
-        losses = [self._step(run, i, step) for i, step in enumerate(steps, len(run.losses))]
-        wait_for(self.device)
-        seconds = (time.perf_counter() - start) / len(losses)
-        if run.choice.compiled and not run.times:                # this step compiled the model
-            run.compiling, self.end, seconds = seconds, self.end + seconds, self.base.pace
-        run.times.append(seconds)
-        run.faults.append((page_faults() - faults) / len(losses))
-        run.peak = allocated(self.device, peak=True) - before
-        run.losses += map(float, losses)
 
     def _batch(self, step): # A copy, as CutMix writes into it
         return map_tensors(torch.Tensor.clone, self.batches[step % len(self.batches)])
 
-    def _step(self, run, i, step):
-        before = vars(run.learn).get('loss_grad')
-        run.learn.one_batch(i, self._batch(step))
-        if not len(run.learn.yb) and vars(run.learn).get('loss_grad') is before:
-            raise ValueError('There is no loss to compare: the training batches have no targets, so fastai computes '
-                             'no loss and takes no step.\nIf `learn.dls.n_inp` counts the targets as inputs, lower '
-                             'it. If the model returns the loss, add a callback that sets `self.learn.yb = self.xb` '
-                             "in `before_batch`, and a `loss_func` that reads the loss from the model's output.")
-        return run.learn.loss.detach()
-
     def _end(self, run):
-        "Record what only the end of a training shows, and the memory that a step needs."
-        if cb := precision_callback(run.learn): run.scale, run.skipped = cb.scale or math.nan, cb.n_skipped
-        pairs = zip(unwrapped(self.learn.model).parameters(), run.learn.model.parameters())
-        run.moved = math.hypot(*(float((q.data - p.data.to(q)).norm()) for p, q in pairs if is_plain(q)))
+        run.finish(self.learn.model)
         # A compiled model would be compiled again.
-        if not run.choice.compiled and run.pace < self._left + self.max_seconds / 50:
-            try: run.activations = self._activations(run)
-            except Exception: pass                               # it trains, but not with these hooks: nan
-
-    def _activations(self, run):
-        "Run a batch without its backward pass; return the bytes that autograd keeps for it, each storage counted once."
-        kept = dict[int, int]()
-        def note(t):
-            kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-            return t.detach()                                    # keeping `t` itself would leak its graph
-        run.learn._do_grad_opt = noop
-        with torch.autograd.graph.saved_tensors_hooks(note, noop): self._step(run, len(run.losses), 0)
-        own = {t.untyped_storage().data_ptr() for t in (*run.learn.model.parameters(), *run.learn.model.buffers())}
-        return sum(size for place, size in kept.items() if place not in own)
+        if run.choice.compiled or run.pace > self._left + self.max_seconds / 50: return
+        try: run.count_activations(self._batch(0))
+        except Exception: pass                                   # it trains, but not with these hooks: nan
 
     def _train_seed(self, seed):
         "Train fp32 again with another seed and another order of the batches, except for the last ones."
