@@ -99,7 +99,7 @@ class Judge:
         is_backward = low.loss_is_finite and not (found or low.error)
         if is_backward and self.mode.needs_loss_scaling:
             least, most = self._scales(low)
-            lower = most if most < self.scale else self.scale / 16
+            lower = most if LOWEST_SCALE <= most < self.scale else self.scale / 16
             if lower >= max(least, LOWEST_SCALE):
                 self.scale = lower
                 return
