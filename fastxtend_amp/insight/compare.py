@@ -121,14 +121,17 @@ class Run:
         return found[1:] or found
 
     def train(self, batches: Iterable[Any], device: torch.device) -> None:
-        """Train on these batches, as in an epoch, and time it.
+        "Train on these batches, and time it."
+        set_random_state(self.random_state)
+        self._in_training(partial(self._train_and_time, batches, device))
+        self.random_state = random_state()
+
+    def _in_training(self, f):
+        """Call `f` as fastai calls the training part of an epoch; to cancel it is an error.
 
         At its end all is closed that the precision has opened: the settings of TF32 hold for every model.
         """
-        set_random_state(self.random_state)
-        # (): to cancel the training is an error.
-        self.learn._with_events(partial(self._train_and_time, batches, device), 'train', ())
-        self.random_state = random_state()
+        self.learn._with_events(f, 'train', ())
 
     def _train_and_time(self, batches, device):
         wait_for(device)
@@ -164,7 +167,8 @@ class Run:
             kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
             return t.detach()                                    # keeping `t` itself would leak its graph
         self.learn._do_grad_opt = noop
-        with torch.autograd.graph.saved_tensors_hooks(note, noop): self._step(len(self.losses), batch)
+        with torch.autograd.graph.saved_tensors_hooks(note, noop):
+            self._in_training(partial(self._step, len(self.losses), batch))
         own = {t.untyped_storage().data_ptr() for t in (*self.learn.model.parameters(), *self.learn.model.buffers())}
         self.activations = sum(size for place, size in kept.items() if place not in own)
 
@@ -215,7 +219,7 @@ class Comparison:
             self.base = self.runs[0]
             with self._copies([r for r in self.runs if not r.note]):
                 self._train_in_rounds()
-                for run in self._training: self._end(run)
+                for run in reversed(self._training): self._end(run)   # fp32 last: it is slow where time is short
             # Compare losses after the steps that all runs have taken; after fewer if the seeds need it, unless too few.
             done = [len(r.losses) for r in self.runs if not r.note]
             time_for = .9 * self._left / (self.n_seeds * self.base.pace) if self.n_seeds else math.inf
