@@ -85,6 +85,16 @@ class FeedForward(nn.Module):
     def forward(self, x): return self.norm(self.wo(self.wi(x).relu()))
 
 
+class ResidualLayer(nn.Module):
+    "A layer that adds to one channel of the hidden states, before which only its own input is normalized."
+    def __init__(self, size=1.2e4):
+        super().__init__()
+        self.norm, self.wi, self.wo = nn.LayerNorm(D), nn.Linear(D, 4 * D), nn.Linear(4 * D, D)
+        with torch.no_grad(): self.wo.bias[0] = size
+
+    def forward(self, x): return x + self.wo(self.wi(self.norm(x)).relu())
+
+
 class RelativeAttention(nn.Module):
     "Scores are the sum of two products, of contents and of positions, and are divided by the width only then."
     def __init__(self, gain=140.):
@@ -315,6 +325,13 @@ CASES = {
     'T5, feed-forward': Case(
         'huggingface/transformers#9295', '`wo` gives values above 65,504', '`wo` in fp32 (#20683)',
         lambda: Model('ff', FeedForward()), {'bf16': SAFE, 'fp16': ['ff.wo']}),
+    'T5, one value': Case(
+        'huggingface/transformers#5651', 'one output of `wo` is just above 65,504', '`wo` in fp32 (#20683)',
+        lambda: Model('ff', FeedForward(117_972.)), {'bf16': SAFE, 'fp16': ['ff.wo']}),
+    'LongT5, hidden states': Case(
+        'huggingface/transformers#19229', 'the sums of hidden states and feed-forward outputs overflow',
+        'clamp the sums', lambda: Model('layers', nn.Sequential(*(ResidualLayer() for _ in range(6)), nn.LayerNorm(D))),
+        {'bf16': SAFE, 'fp16': [r'layers\.[1-5]']}),
     'wenet, relative positions': Case(
         'wenet-e2e/wenet#891', 'the sum of two products of scores overflows', 'smaller scores, by two methods',
         lambda: Model('attention', RelativeAttention()), {'bf16': SAFE, 'fp16': ['attention']}),
