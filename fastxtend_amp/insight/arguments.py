@@ -8,20 +8,16 @@ from numbers import Integral
 from typing import Any
 
 from ..common import is_number, refuse_unknown
-from .copies import one_at_a_time
 
 __all__ = ['check_above_0', 'check_count', 'known_arguments']
 
 
 def known_arguments(method: Callable) -> Callable:
-    """Decorate a method of `Learner` that runs copies, so that only one thread runs it at a time.
-
-    Unknown arguments raise a `TypeError` that suggests what to write.
-    """
+    "Decorate a method, so that an unknown argument raises a `TypeError` that suggests what to write."
     @wraps(method)
     def checked(*args, **kwargs):
         refuse_unknown(method.__name__, [*signature(method).parameters][1:], kwargs)
-        with one_at_a_time: return method(*args, **kwargs)
+        return method(*args, **kwargs)
     return checked
 
 

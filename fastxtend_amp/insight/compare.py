@@ -33,6 +33,7 @@ from .copies import (
     left_out,
     loader_like,
     no_batches,
+    one_at_a_time,
     random_state,
     random_state_kept,
     set_random_state,
@@ -100,7 +101,7 @@ class Run:
     choice: PrecisionChoice
     support: str = 'native' # 'emulated', 'unsupported' or 'failed'
     note: str = '' # Why it does not run; '' if it does
-    learn: Learner | None = None # The copy, while it trains
+    learn: Any = None # The copy, while it trains
     random_state: RandomState = field(default_factory=list) # Of the copy, between its rounds
     losses: list[float] = field(default_factory=list) # Of each step
     times: list[float] = field(default_factory=list) # Seconds per step in each round; the first is a warm-up
@@ -209,7 +210,7 @@ class Comparison:
         self.loading = float(np.mean(np.diff(clock)[1:] if len(clock) > 2 else np.diff(clock)))
 
     def run(self, choices: list[PrecisionChoice]) -> PrecisionComparison:
-        with random_state_kept(), progress_bar(self.learn, self._left) as self.tick:
+        with one_at_a_time, random_state_kept(), progress_bar(self.learn, self._left) as self.tick:
             if len(choices) == 1: self.n_steps = 1               # there is nothing to compare fp32 with
             self._draw()
             self.random_state = random_state()

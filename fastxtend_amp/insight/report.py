@@ -24,7 +24,7 @@ from ..precisions.matching import ROOT, unwrapped
 from ..precisions.fp32_settings import settings_note
 from ..precisions.fp8 import fp8_layers
 from ..precisions import AMPMode, Support, fastest_native
-from .copies import check_learner, left_out, loader_like, no_batches, random_state_kept, tensors
+from .copies import check_learner, left_out, loader_like, no_batches, one_at_a_time, random_state_kept, tensors
 from .precisions import color_of, precision_call
 from .arguments import check_above_0, check_count, known_arguments
 from .gradient import N_BATCHES, gradient_distance
@@ -153,7 +153,7 @@ def precision_report(self: Learner,
     if half := half_parameters_of(unwrapped(self.model)):
         raise ValueError(f"precision_report needs fp32 parameters, but {len(half)} trainable ones are 16-bit; the "
                          f"first is '{half[0]}'.\nCall `learn.model.float()` first. Autocast casts where it can.")
-    with cuda_rules() if simulated else nullcontext(), progress_bar(self, max_seconds) as tick:
+    with one_at_a_time, cuda_rules() if simulated else nullcontext(), progress_bar(self, max_seconds) as tick:
         return _Report(self, max_seconds, simulated, tick).on(asked, n_batches, self.dls.train if dl is None else dl)
 
 

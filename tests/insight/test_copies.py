@@ -17,7 +17,20 @@ from torch import nn
 from torch.utils.data import DataLoader as TorchLoader
 
 from fastxtend_amp.insight.copies import begin_fit, check_learner, copied_learner, left_out, loader_like, takes_part
-from helpers import OPTIMIZERS, At, Attentive, dataset, learner, loaders, mlp, opt_state, params, same, same_state
+from helpers import (
+    OPTIMIZERS,
+    At,
+    Attentive,
+    dataset,
+    learner,
+    loaders,
+    mlp,
+    opt_state,
+    params,
+    same,
+    same_state,
+    set_support,
+)
 from states import InStep, bits, language_model, rich, shuffled
 
 
@@ -142,6 +155,24 @@ def test_overlapping_reports_leave_the_process_as_it_was():
     for t in threads:
         t.join()
     assert not errors and warnings.filters == filters
+
+
+def test_overlapping_choices_leave_the_random_state_as_it_was(monkeypatch):
+    "The second begins while the first trains."
+    set_support(monkeypatch, lambda name: 'unsupported')  # fp32 alone is trained, for one step
+
+    def overlap(_):
+        torch.rand(1)
+        if thread.ident is None:
+            thread.start()
+            thread.join(0.3)  # it waits for the first
+
+    first, second = learner(cbs=InStep('after_pred', overlap)), learner()
+    thread = threading.Thread(target=lambda: second.to_amp(measure=True))
+    before = torch.get_rng_state()
+    first.to_amp(measure=True)
+    thread.join(60)
+    assert second.precision_decision is not None and torch.equal(torch.get_rng_state(), before)
 
 
 def test_copies_of_two_threads_come_one_after_the_other():
