@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 from fastai.learner import Learner
 
-from .precisions import PrecisionChoice, color_of, use_choice
+from .precisions import PrecisionChoice, use_choice
 from .shown import Shown
 
 __all__ = ['FEWEST_ROUNDS', 'PrecisionComparison', 'Tolerance', 'pays', 'recommend', 'speed_up']
@@ -78,7 +78,7 @@ class PrecisionComparison(Shown):
         import matplotlib.pyplot as plt
         n = len(self.table)
         _, (curves, bars) = plt.subplots(2, figsize=(6, 3.4 + .3 * n), height_ratios=[7, n], layout='constrained')
-        colors = [*map(color_of, self.table.index)]
+        colors = [choice.color for choice in self.choices.values()]
         seeds = _smooth([self.losses['fp32'], *self.seed_losses])
         curves.fill_between(seeds.index, seeds.min(axis=1), seeds.max(axis=1), color='#d8dee9', lw=0,
                             label=f'fp32, range of {len(seeds.columns)} seeds')

@@ -15,18 +15,9 @@ from ..common import training_device
 from ..precisions.half_weights import LOWERED, HalfWeights
 from ..precisions import PRECISIONS, AMPMode, Precision
 
-__all__ = ['PrecisionChoice', 'call_for', 'choices_from', 'color_of', 'default_choices',
-           'precision_call', 'use_choice']
+__all__ = ['PrecisionChoice', 'call_for', 'choices_from', 'default_choices', 'precision_call', 'use_choice']
 
 HALF_WEIGHTS = 'half weights'
-
-
-def color_of(
-    name: str, # In a comparison's table
-) -> str:
-    "Return the colour of a precision in every plot."
-    if name.startswith(HALF_WEIGHTS): return HalfWeights.color
-    return PRECISIONS.get(name.removesuffix(' compiled'), Precision).color
 
 
 @dataclass(frozen=True)
@@ -44,6 +35,11 @@ class PrecisionChoice:
         name = 'fp32' if self.mode is None else self.mode.value
         if self.half_weights: name = HALF_WEIGHTS if self.mode is AMPMode.BF16 else f'{HALF_WEIGHTS} {name}'
         return name + ' compiled' * self.compiled
+
+    @property
+    def color(self) -> str:
+        "The colour in every plot."
+        return HalfWeights.color if self.half_weights else PRECISIONS.get(self.mode or '', Precision).color
 
 
 def choices_from(

@@ -22,10 +22,11 @@ from ..convert import map_tensors
 from ..devices.cuda_rules import cuda_rules
 from ..precisions.matching import ROOT, unwrapped
 from ..precisions.fp32_settings import settings_note
+from ..precisions.fp16 import FP16
 from ..precisions.fp8 import fp8_layers
 from ..precisions import AMPMode, Support, fastest_native
 from .copies import check_learner, left_out, loader_like, no_batches, one_at_a_time, random_state_kept, tensors
-from .precisions import color_of, precision_call
+from .precisions import precision_call
 from .arguments import check_above_0, check_count, known_arguments
 from .gradient import N_BATCHES, gradient_distance
 from .progress import progress_bar
@@ -87,7 +88,7 @@ class PrecisionReport(Shown):
         if 'fp16' in self.verdicts:
             for at, style, text in ((65504, '-', 'largest fp16 number, 65,504: inf above'),
                                     (6.1e-5, ':', 'smallest normal fp16 number: digits lost below')):
-                ax.axvline(at, color=color_of('fp16'), ls=style, label=text)
+                ax.axvline(at, color=FP16.color, ls=style, label=text)
             ax.figure.legend(loc='outside lower center')
         ax.set(xscale='log', xlabel='largest absolute value in fp32; red: flagged')
         ax.invert_yaxis()
