@@ -31,8 +31,7 @@ class Alarm:
     mode: AMPMode
     scale: float                             # the loss scale
     step: int                                # training batch of the fit, from 1
-    xb: Sequence                             # inputs and targets of that batch, or of a later one
-    yb: Sequence
+    batch: tuple[Sequence, Sequence]         # inputs and targets of that batch, or of a later one
     random_state: RandomState | None         # before that batch; None if it is a later one
     divergence: str = ''                     # how far weights and loss have grown, if it is far
     remedy: tuple | None = None              # what helps: mode, modules in fp32, first loss scale
@@ -62,7 +61,7 @@ def _cause(learn: Learner, alarm: Alarm) -> tuple[str, str]:
         return (f'the run diverges: {alarm.divergence}',
                 f'Lower the learning rate first, {rate:g} at this step: more precision would not help. '
                 '`learn.lr_find()` suggests one; `cbs=GradientClip(1.)` limits what one batch can do')
-    lost, bad = lost_weights(unwrapped(learn.model)), not_finite_data((alarm.xb, alarm.yb))
+    lost, bad = lost_weights(unwrapped(learn.model)), not_finite_data(alarm.batch)
     if bad and (lost or several_processes()): return bad, f'{_BAD}, unless the loss leaves these values out'
     if lost:
         return (f'{lost}, so the batch cannot be run again as it was',
@@ -85,9 +84,9 @@ def _run_again(
     "Run the batch forward and backward, in fp32 and in the mode; return where it began, and what to try."
     cb: Any = precision_callback(learn)
     mode = alarm.mode
-    again = partial(trace, learn, [(alarm.xb, alarm.yb)], in_fit=True, random_state=alarm.random_state)
+    again = partial(trace, learn, [alarm.batch], in_fit=True, random_state=alarm.random_state)
     fp32 = again()
-    if wrong := wrong_in_fp32(fp32, (alarm.xb, alarm.yb)):
+    if wrong := wrong_in_fp32(fp32, alarm.batch):
         return wrong, _BAD if bad else 'Look at the learning rate, the loss function and the data'
     judge = Judge(learn, mode, partial(again, mode, reference=fp32), fp32, alarm.scale)
     verdict = judge.verdict()

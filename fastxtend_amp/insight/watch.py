@@ -29,7 +29,7 @@ class Notes:
     first_loss: torch.Tensor | None = None
     last_loss: float = math.nan                                  # the last finite one
     random_state: RandomState | None = None                      # before the batch
-    before: tuple | None = None                                  # on an accelerator: the last batch
+    before: tuple | None = None                                  # on an accelerator: the last batch, and its state
     n_recorded: int = 0                                          # losses of the Recorder that were looked at
 
 
@@ -81,7 +81,7 @@ class Watch:
         if notes.in_place: self._check_loss(notes, _mean(loss).item())
         else:
             self._check_recorded()
-            notes.before = learn.xb, learn.yb, notes.random_state
+            notes.before = (learn.xb, learn.yb), notes.random_state
 
     def after_step(self):
         "Count skipped steps in a row, and see whether the loss scale falls below 1."
@@ -114,14 +114,14 @@ class Watch:
         notes.n_recorded = len(losses)
         self._check_loss(notes, float(losses[-1]), notes.before)
 
-    def _check_loss(self, notes: Notes, loss: float, batch: tuple | None = None) -> None:
+    def _check_loss(self, notes: Notes, loss: float, before: tuple | None = None) -> None:
         if math.isfinite(loss): notes.last_loss = loss
-        else: self._alarm(f'the loss is {loss}', batch=batch)
+        else: self._alarm(f'the loss is {loss}', before=before)
 
     def _alarm(self,
         what: str,
         skipped: bool = False, # Whether it is about skipped steps, which an accelerator may have known for long
-        batch: tuple | None = None, # That batch: inputs, targets and random state; the one under way if None
+        before: tuple | None = None, # That batch and its random state; the one under way if None
     ) -> None:
         "Say what happened, where it began and what to try: once a fit."
         learn, notes = self.learn, self.notes
@@ -129,9 +129,9 @@ class Watch:
         scale = learn.scaler.get_scale()
         # The scale of the step itself.
         if skipped and cb.arguments.get('loss_scale') is None: scale /= learn.scaler.get_backoff_factor()
-        xb, yb, state = batch or (learn.xb, learn.yb, notes.random_state)
-        step = getattr(learn, 'train_iter', 0) + (batch is None)
-        alarm = Alarm(what, cb.mode, scale, step, xb, yb, state if notes.in_place or not skipped else None)
+        batch, state = before or ((learn.xb, learn.yb), notes.random_state)
+        step = getattr(learn, 'train_iter', 0) + (before is None)
+        alarm = Alarm(what, cb.mode, scale, step, batch, state if notes.in_place or not skipped else None)
         try:
             alarm.divergence = _divergence(notes, learn.model)
             message = diagnose(learn, alarm)
@@ -140,7 +140,7 @@ class Watch:
             message = f'{alarm.happened}\nThe batch could not be run again, {type(e).__name__}: {said}'
         cb.fit.has_warned = True                                 # first: between batches `fix` closes the fit
         if cb.on_overflow != 'fix' or not fix(cb, alarm): return self._say(message)
-        if not skipped and batch is None: learn.loss_grad = learn.loss_grad * math.nan   # so that this step is skipped
+        if not skipped and before is None: learn.loss_grad = learn.loss_grad * math.nan   # so that this step is skipped
 
     def _say(self, message: str) -> None:
         cb = self.cb
