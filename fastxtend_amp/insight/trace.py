@@ -290,14 +290,15 @@ def running_copy(
     Compiled modules run uncompiled, as hooks do not fire in a compiled graph.
     """
     with copied_learner(learn) as copy, _UNCOMPILED, fp32_settings(FULL_PRECISION):
-        kwargs: Any = dict(init_scale=scale, fp32_modules=list(keep), on_overflow='ignore')
         if mode is AMPMode.FP8:
             cb = precision_callback(learn)
             with suppress(ValueError):                           # no linear layer is left
                 round_as_fp8(fp8_layers(copy.model, cb and cb.arguments.get('modules'), keep).values())
             mode = AMPMode.BF16
-        set_precision(copy, None if mode is None else MixedPrecision(mode, **kwargs))
-        if mode is None: copy.model._apply(half_to_float)        # frozen weights, which autocast casts
+        if mode is None:
+            set_precision(copy, None)
+            copy.model._apply(half_to_float)                     # frozen weights, which autocast casts
+        else: set_precision(copy, MixedPrecision(mode, init_scale=scale, fp32_modules=keep, on_overflow='ignore'))
         copy.scaler = torch.amp.GradScaler('cpu', enabled=False)   # callbacks may use it, in fp32 as well
         copy.add_cb(_Ends(found))
         yield copy
