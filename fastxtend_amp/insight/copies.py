@@ -179,7 +179,7 @@ def _copy(learn: Learner, optimizer: bool) -> Learner:
     loaders = [dl for dls in all_dls for dl in getattr(dls, 'loaders', ())]
     loaders += [o for o in held if isinstance(o, (DataLoader, torch.utils.data.DataLoader))]
     shared = [*all_dls, *loaders, *(getattr(dl, 'dataset', None) for dl in loaders), learn.logger, learn.lock]
-    memo: dict[int, Any] = {id(o): o for o in shared if o is not None} | {id(learn): new}
+    memo: dict[int, Any] = {id(o): o for o in shared} | {id(learn): new}
     parts: dict[str, Any] = {'model': unwrapped(learn.model)}
     parts |= {k: v for k, v in vars(learn).items()
               if k not in ('model', 'cbs', 'scaler') and not isinstance(v, Callback)}
