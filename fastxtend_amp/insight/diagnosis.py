@@ -47,7 +47,7 @@ def diagnose(
     learn: Learner, # With a precision callback, in the middle of a batch
     alarm: Alarm,
 ) -> str: # Three lines: what happened, where it began, what to try
-    """Find where finite numbers end, and what helps; the learner stays as it was.
+    """Find where finite numbers end, and what helps. The learner is not changed.
 
     With several processes nothing is run again: loss functions gather and models synchronize, and a process that ran
     alone would leave the others waiting.

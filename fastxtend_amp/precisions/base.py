@@ -33,7 +33,7 @@ _CACHE = None if ismin_torch('2.13') else False                  # None: as the 
 
 
 class Support(NamedTuple):
-    "How a device runs a precision: 'native', 'emulated' (it works, without hardware for it) or 'unsupported'; and why."
+    "Support of a precision by a device: 'native', 'emulated' (it works, without hardware for it) or 'unsupported'."
     status: str
     why: str
 
@@ -83,7 +83,7 @@ class Precision:
 
     @property
     def mode(self) -> AMPMode | None:
-        "What the model computes in; None for fp32."
+        "The member of `AMPMode` that the model computes in; None for fp32."
         return AMPMode(self.name) if self.name in PRECISIONS else None
 
     @property

@@ -1,4 +1,4 @@
-"`Fit`: what a precision has open on a learner, from the first batch of a fit or validation to its end."
+"`Fit`: the contexts that a precision has open on a learner, from the first batch of a fit or validation to its end."
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, ExitStack
@@ -19,7 +19,7 @@ __all__ = ['Fit']
 
 
 class Fit:
-    """What is open in one fit or validation: the contexts that last until its end, and facts about it.
+    """One fit or validation: the contexts that are open until its end, and facts about it.
 
     Contexts are left in reverse order. Each `__exit__` can be called twice, and after an interrupted `__enter__`, so a
     second `close` finishes what an interrupt left.

@@ -93,7 +93,7 @@ def _document(
 each_precision(_add_method)
 
 
-def _any_precision(**kwargs): "Has the arguments of `MixedPrecision`, for `delegates`."
+def _any_precision(**kwargs): "A function with the arguments of `MixedPrecision`, for `delegates`."
 _any_precision.__signature__ = inspect.signature(MixedPrecision)   # type: ignore[attr-defined]
 
 @patch

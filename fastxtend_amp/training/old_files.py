@@ -32,7 +32,7 @@ class _Former:
 
 class _FormerCallback(MixedPrecision):
     "A precision callback of a former version, which becomes one of this version."
-    def _with_events(self, *args: Any) -> None: "What 0.3 put on the learner."
+    def _with_events(self, *args: Any) -> None: "Stands for the method that 0.3 put on the learner."
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         given, scaling = {**state, **state.get('arguments', {})}, vars(state['_scaling'])

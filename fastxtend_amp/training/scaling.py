@@ -123,7 +123,7 @@ class Scaling:
 
     @property
     def buffer_note(self) -> str: # '' without buffers
-        "What a skipped step does to buffers, for a warning."
+        "A sentence for warnings: buffers that a skipped step restored."
         return "Buffers such as BatchNorm's statistics got their last finite values back." if self._buffers else ''
 
     # -- a step

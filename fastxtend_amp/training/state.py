@@ -57,7 +57,7 @@ class PrecisionState(LoopCallback):
         return self.history.n_skipped()
     @property
     def skipped(self) -> bool:
-        "Whether the most recent step was skipped. Available from `before_step` (order > 10). May synchronize."
+        "True if the most recent step was skipped. Available from `before_step` (order > 10). May synchronize."
         return self._scaling is not None and bool(self._scaling.found_inf)
     @property
     def skips_in_a_row(self) -> int:

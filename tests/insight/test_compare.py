@@ -49,7 +49,8 @@ def support(monkeypatch):
     "Sets how the device runs each mode."
 
     def runs(status, why='for this test'):
-        set_support(monkeypatch, lambda name: status.get(name, 'native' if name in ('fp32', 'bf16', 'fp16') else 'unsupported'), why)
+        native = dict.fromkeys(('fp32', 'bf16', 'fp16'), 'native')
+        set_support(monkeypatch, lambda name: {**native, **status}.get(name, 'unsupported'), why)
 
     return runs
 
