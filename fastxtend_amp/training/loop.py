@@ -89,6 +89,7 @@ def _with_events(self: Learner, f: Callable, event_type: str, ex: type[Exception
         try:
             _scope(self, scopes, f, event_type, ex, final)
             if event_type in _WHOLE: _close(self)
+            vars(self).pop('_scopes', None)                      # also here: an interrupt may cut `finally` short
             failed = False
         except BaseException as e:
             _explain(self, e)
