@@ -26,7 +26,7 @@ def measure_and_choose(
 ) -> None:
     """Time each precision on real batches, and switch the learner to the fastest one whose loss matches fp32.
 
-    Compares the precisions that the device runs natively, and half-precision weights if the learner has them, with the
+    Compares the precisions that the device runs natively, and 16-bit weights if the learner has them, with the
     modules in fp32 that `precision_report` names. Only copies are trained. Prints the decision; details are in
     `learn.precision_decision`.
 
@@ -35,7 +35,8 @@ def measure_and_choose(
     comparing = Comparison(learn, 'to_amp(measure=True)', max_seconds)
     if several_processes():
         raise RuntimeError('to_amp(measure=True) is not available in distributed runs, as each process could choose '
-                           'another precision.\nRun it in one process, and use the call that it prints in all.')
+                           'another precision.\nRun it in one process, then use the call that it prints in every '
+                           'process.')
     start = time.perf_counter()
     choices, left_out = _with_modules_kept(learn, default_choices(learn), max_seconds)
     comparison = comparing.run(choices)

@@ -65,13 +65,13 @@ class PrecisionComparison(Shown):
         return learn
 
     def _parts(self):
-        lines = [f'Recommended: {self.recommended}. {self.reason} Next: `{self.calls[self.recommended]}`.',
+        lines = [f'Recommended: {self.recommended}. {self.reason}',
                  *(f'{name}: {note}' for name, note in self.table['note'].items() if note), *self.caveats, *self.notes]
         first, *rest = (fill(line, 118, break_long_words=False, break_on_hyphens=False) for line in lines)
         hidden = ['rounds', 'speed-up low', 'speed-up high', 'weights moved', 'note']
         table = self.table.drop(columns=hidden).rename_axis(None)
         table['speed-up'] = self.table.apply(_speed, axis=1)
-        return [first, table.dropna(axis=1, how='all'), '\n'.join(rest)]
+        return [f'{first}\nNext: `{self.calls[self.recommended]}`', table.dropna(axis=1, how='all'), '\n'.join(rest)]
 
     def plot(self): # The two matplotlib axes
         "Plot the loss curves, with the range of the fp32 trainings in grey, and the speed of each precision."
@@ -181,8 +181,8 @@ def _against(row: pd.Series, tolerance: Tolerance, seconds: float) -> list[str]:
     elif row.get('weights moved', 1) < _MOVES:
         found.append(f"its weights moved only {row['weights moved']:.0%} of the distance in fp32: its gradients vanish")
     elif row['loss difference'] > tolerance.value:
-        found.append(f"its loss is {row['loss difference']:.2g} above that of fp32, more than {tolerance.value:.2g}, "
-                     f'{tolerance.why}')
+        found.append(f"its loss is {row['loss difference']:.2g} above that of fp32; the limit is "
+                     f'{tolerance.value:.2g}, {tolerance.why}')
     speed, paid = row['speed-up'], pays(row['speed-up low'], row['speed-up high'])
     if row['rounds'] < FEWEST_ROUNDS:
         found.append(f"it was timed in {row['rounds']} of the {FEWEST_ROUNDS} rounds that an interval needs: raise "

@@ -191,8 +191,8 @@ def _copy(learn: Learner, optimizer: bool) -> Learner:
         except Exception as e:
             raise ValueError(f'This learner cannot be copied, and only copies are run: copying `learn.{name}` '
                              f'failed ({first_line(e)}).\n'
-                             'Remove a callback meanwhile: `with learn.removed_cbs([...])`. Anything else needs a '
-                             '`__deepcopy__`, or a place outside of model and learner.') from e
+                             'If it is a callback, remove it for this call: `with learn.removed_cbs([...])`. '
+                             'Anything else needs a `__deepcopy__`, or a place outside of model and learner.') from e
         if name == 'model': memo[id(learn.model)] = copied       # instead of what wraps it
         if isinstance(part, Callback): new.cbs.append(copied)
         vars(new)[name] = copied

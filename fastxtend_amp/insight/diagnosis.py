@@ -64,10 +64,10 @@ def _cause(learn: Learner, alarm: Alarm) -> tuple[str, str]:
     lost, bad = lost_weights(unwrapped(learn.model)), not_finite_data(alarm.batch)
     if bad and (lost or several_processes()): return bad, f'{_BAD}, unless the loss leaves these values out'
     if lost:
-        return (f'{lost}, so the batch cannot be run again as it was',
+        return (f'{lost}, so the batch cannot be run again',
                 'Load weights that are finite, or build the model again, then call `learn.precision_report()`')
     if several_processes():
-        return ('with several processes the batch is not run again',
+        return ('in distributed runs the batch is not run again',
                 'Call `learn.precision_report()` in one process, before the model is distributed')
     where, remedy = _run_again(learn, alarm, bad)
     again = 'Re-running that batch with the same random numbers' if alarm.random_state is not None else \
@@ -102,5 +102,5 @@ def _run_again(
     if verdict.scale_range and judge.scale < alarm.scale:
         return (f'the loss scale of {alarm.scale:,.9g} is too large: gradients overflow in {mode.value}, and at '
                 f'{verdict.scale_range[1]:,.9g} they do not'), f'Start lower: `{verdict.call}`'
-    return (f'it is finite in {mode.value}, forward and backward',
-            'Call `learn.precision_report()`: it also names what is close to overflow')
+    return (f'this time loss and gradients are finite in {mode.value}',
+            'Call `learn.precision_report()`: it also names modules close to overflow')

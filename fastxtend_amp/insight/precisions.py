@@ -22,9 +22,9 @@ HALF_WEIGHTS = 'half weights'
 
 @dataclass(frozen=True)
 class PrecisionChoice:
-    "One precision that a learner can be set to: fp32, autocast, or half-precision weights."
+    "One precision that a learner can be set to: fp32, autocast, or 16-bit weights."
     mode: AMPMode | None = None # The mode; None for fp32
-    half_weights: bool = False # Whether the weights are in `mode`'s dtype, as after `to_half_weights`
+    half_weights: bool = False # Whether the weights are 16-bit, as after `to_half_weights`
     fp32_modules: tuple[str, ...] = () # Modules to keep in fp32, besides those of the learner
     init_scale: float | None = None # Initial loss scale; that of the learner if None (fp16)
     compiled: bool = False # Whether the model is compiled, by `Module.compile`

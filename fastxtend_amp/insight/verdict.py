@@ -212,7 +212,7 @@ class Judge:
             helps = lambda names: self.distance(outermost([*self.keep, *names]), scale) < SMALL
             names = smallest(self.candidates(low), helps)
             reason += (f"; with {some([*map(named, names)]) or 'no module that was tried'} in fp32 this is below "
-                       f'{SMALL}x. It is a warning sign, not a proof: some models train as well as in fp32')
+                       f'{SMALL}x. It is a warning sign, not a proof: some such models train as well as in fp32')
             self.reasons |= dict.fromkeys(names, '')
         modules = [n for n in outermost([*self.keep, *names]) if n not in self.kept]
         call = str(precision_call(self.learn, self.mode, modules, **changes))

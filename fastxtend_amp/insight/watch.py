@@ -60,7 +60,7 @@ class Watch:
     def before_train(self):
         "Say at the start of a fit of several processes that nothing is fixed in it."
         if self.cb.on_overflow == 'fix' and several_processes() and not self.learn.train_iter:
-            warn_user("on_overflow='fix' only warns with several processes: the diagnosis runs in one process.")
+            warn_user("on_overflow='fix' only warns in distributed runs: it looks for the cause in a single process.")
 
     def before_batch(self):
         "Note the random state, and once the size of the weights."
@@ -164,7 +164,7 @@ def _divergence(notes: Notes, model: nn.Module) -> str:
     first, weights = float(notes.first_loss), float(_norm(model) / notes.weights)
     far = 0 < _FAR * abs(first) < notes.last_loss and not weights < _MOVED
     if not (far or _FAR < weights < math.inf): return ''
-    words = f'the weights are {weights:.3g} times as large as at the start of the fit'
+    words = f'the weights have grown {weights:.3g}-fold since the start of the fit'
     if not notes.last_loss > 1.5 * abs(first): return words
     loss = f'the loss went from {first:.3g} to {notes.last_loss:.3g}'
     return f'{words}, and {loss}' if 1.5 < weights < math.inf else loss

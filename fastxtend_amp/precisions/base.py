@@ -113,7 +113,7 @@ class Precision:
         support = self.support(device)
         if support.status != 'unsupported': return self
         raise ValueError(f"{self.name} mixed precision does not run on device '{device}': {support.why}.\n"
-                         f'What works there: `{_faster_call(self.name, device)}`.')
+                         f'On this device, use `{_faster_call(self.name, device)}`.')
 
     def emulation_warning(self, device: torch.device) -> str: # '' if it is native
         "Return a warning for a device without hardware for this precision, with the call for a faster one."

@@ -47,8 +47,8 @@ def _xla(device: torch.device) -> Support:
 class FP16(Precision):
     """Train with float16 autocast and dynamic loss scaling. Replaces the learner's current precision.
 
-    Steps whose gradients are not finite are skipped. The loss scale continues over fits, and over `save` and `load`. A
-    scale that a bad stretch of data drove below 1 is not carried over: the next fit starts from `init_scale` again.
+    Steps whose gradients are not finite are skipped. The loss scale continues over fits, and over `save` and `load`. If
+    bad data drove it below 1, the next fit starts from `init_scale` again.
 
     Source: Micikevicius et al., Mixed Precision Training, https://arxiv.org/abs/1710.03740;
     https://docs.pytorch.org/docs/stable/amp.html. Devices: NVIDIA's CUDA C++ Programming Guide.
@@ -87,7 +87,7 @@ class FP16(Precision):
             new.load_state_dict(self._scaler.state_dict())
             self._scaler = new
         if (scale := self._scaler.get_scale()) < 1 <= self.first_scale:
-            warn_user(f'The loss scale had fallen to {scale:.2g}, at which gradients underflow. It starts again from '
+            warn_user(f'The loss scale had fallen to {scale:.2g}, where gradients underflow. It was reset to '
                       f'{self.first_scale:g}.')
             first = {'scale': self.first_scale, '_growth_tracker': 0}
             self._scaler.load_state_dict({**self._scaler.state_dict(), **first})

@@ -88,7 +88,7 @@ class FP8(BF16):
         if bf16.status == 'unsupported': return bf16
         nvidia = device.type == 'cuda' and facts.amd_architecture(device) is None
         if nvidia and facts.cuda_capability(device) >= (8, 9): return Support('native', bf16.why)
-        return Support('emulated', 'NVIDIA GPUs from compute capability 8.9 on have FP8 arithmetic')
+        return Support('emulated', 'FP8 arithmetic needs an NVIDIA GPU of compute capability 8.9')
 
     def find_layers(self, model: nn.Module) -> dict[str, nn.Module]:
         "Return the linear layers that compute in FP8, by name. Raises `ValueError` if there is none."

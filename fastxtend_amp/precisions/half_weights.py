@@ -1,4 +1,4 @@
-"16-bit weights as fastai v1 had them: fp32 master weights, flat masters, and training without masters."
+"16-bit weights as fastai v1 had them: fp32 master weights, flat ones, and training without them."
 from __future__ import annotations
 
 import copy, inspect
@@ -48,7 +48,7 @@ class HalfWeights(Precision):
     def __init__(self,
         amp_mode: str | AMPMode | torch.dtype = 'bf16', # Precision of the weights: 'bf16' or 'fp16'
         loss_scale: float | None = None, # Fixed loss scale; None for dynamic scaling (fp16)
-        flat_master: bool = False, # Let fastai's optimizer step on a few flat parameters
+        flat_master: bool = False, # Join the master weights into a few large tensors, for a faster step
         master_weights: bool = True, # Keep fp32 master weights; False lets the optimizer step on bf16 weights
         fp32_modules: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules or predicates
     ):
@@ -61,11 +61,11 @@ class HalfWeights(Precision):
             raise ValueError(f"loss_scale={loss_scale!r} cannot be used with amp_mode='bf16', which needs no loss "
                              "scaling. Leave it out, or use amp_mode='fp16'.")
         if not master_weights and flat_master:
-            raise ValueError('flat_master=True cannot be used with master_weights=False: there is no master to make '
-                             'flat. Leave one of them out.')
+            raise ValueError('flat_master=True cannot be used with master_weights=False: there are no master weights '
+                             'to join. Leave one of them out.')
         if not master_weights and mode == 'fp16':
             raise ValueError("master_weights=False cannot be used with amp_mode='fp16', whose gradients must be "
-                             "unscaled in fp32. Use amp_mode='bf16', or keep the masters.")
+                             "unscaled in fp32. Use amp_mode='bf16', or leave out `master_weights=False`.")
         self.autocast: Precision = BF16() if mode == 'bf16' else FP16(loss_scale=loss_scale)
         self.state_key = self.autocast.state_key
         self.dtype, self.flat_master, self.master_weights = self.autocast.dtype, flat_master, master_weights
@@ -229,7 +229,8 @@ def _check_no_masters(
     if package == 'torchao' and getattr(inner, 'bf16_stochastic_round', False): return
     raise ValueError(f"master_weights=False cannot be used with {_optimizer_name(opt)}, which does not compensate for "
                      "rounding: small updates of bf16 weights are lost.\nBuild the learner with "
-                     "`opt_func=kahan('AdamW')` or with torchao's stochastic rounding, or keep the masters.")
+                     "`opt_func=kahan('AdamW')` or with torchao's stochastic rounding, or leave out "
+                     "`master_weights=False`.")
 
 
 def _weights_to_lower(

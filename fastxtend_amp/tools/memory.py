@@ -21,7 +21,8 @@ def keep_freed_memory(
     The process keeps its freed memory until it ends, so other processes cannot use it. GPU memory is not affected.
     Does nothing without glibc, or if another allocator (tcmalloc, jemalloc) is preloaded.
 
-    Without a call, the same: start Python with `MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=4294967296`.
+    To get the same without a call, start Python with
+    `MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=4294967296`.
 
     Source: https://man7.org/linux/man-pages/man3/mallopt.3.html and
     https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html

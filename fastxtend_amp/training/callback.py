@@ -33,7 +33,7 @@ WATCHERS: list[Callable[[MixedPrecision], Any]] = []             # each makes an
 
 
 class MixedPrecision(PrecisionState):
-    """Trains in a precision, on the device of the learner's data.
+    """Callback that trains in a precision, with autocast and loss scaling.
 
     autocast covers the forward pass and its loss, in training and validation; predictions, loss and metrics are fp32.
     In fp16 a `GradScaler` scales the loss, and gradients are unscaled before `before_step` of callbacks of a higher
@@ -230,7 +230,7 @@ def precision_from(amp_mode: Any, *args: Any, **kwargs: Any) -> Precision: # Arg
     fastai gives `GradScaler`'s arguments to either precision, so bf16 ignores them. Raises `TypeError` for others.
     """
     if isinstance(amp_mode, Precision):
-        if args or kwargs: raise TypeError(f'{amp_mode!r} is built already: give it its arguments itself.')
+        if args or kwargs: raise TypeError(f'{amp_mode!r} is already constructed: pass these arguments to its class.')
         return amp_mode
     if len(args) > len(SCALING): raise TypeError(f'MixedPrecision has {len(SCALING) + 1} positional arguments.')
     kwargs |= dict(zip(SCALING, args))

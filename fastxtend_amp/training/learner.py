@@ -45,7 +45,7 @@ class _CurrentPrecision:
     def __set__(self, learn: Learner, value: Any) -> None:
         "Set a user's callback of this name, as fastai's `add_cb` does. Raises `AttributeError` for anything else."
         if getattr(value, 'name', None) != 'precision':
-            raise AttributeError(f"learn.precision = {value!r}: a precision is not assigned.\n"
+            raise AttributeError(f"learn.precision = {value!r}: it cannot be assigned.\n"
                                  "Write `learn.to_bf16()`, `to_fp16()`, `to_amp()` or `to_fp32()`.")
         vars(learn)['precision'] = value
     def __delete__(self, learn: Learner) -> None:
@@ -104,14 +104,14 @@ def to_amp(self: Learner, *args,
     max_seconds: float = 60., # Time limit of measuring
     **kwargs
 ) -> Learner: # The learner
-    """Train in the precision that the model's device runs natively: bf16, then fp16, else fp32.
+    """Train in the precision that the model's device runs natively: bf16, otherwise fp16, otherwise fp32.
 
     The choice depends only on the device. Small models may still be faster in fp32: `measure=True` finds out. It tries
     the precisions on copies of the learner, prints the decision, and keeps the details in `learn.precision_decision`.
     Other arguments are those of `to_bf16` and `to_fp16`. Raises `RuntimeError` for `measure=True` in distributed runs.
     """
     if args:
-        raise TypeError(f"to_amp({args[0]!r}): to_amp chooses the precision itself.\nFor one of your choice call "
+        raise TypeError(f"to_amp({args[0]!r}): to_amp chooses the precision itself.\nTo choose one yourself, call "
                         "`learn.to_bf16()` or `learn.to_fp16()`; to measure all of them `learn.to_amp(measure=True)`.")
     if not isinstance(measure, bool):
         raise TypeError(f"to_amp(measure={measure!r}): measure is True or False.\nFor a precision of your choice call "

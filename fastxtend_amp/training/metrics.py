@@ -51,7 +51,7 @@ class skipped_steps(PrecisionMetric):
 class gradient_norm(PrecisionMetric):
     """The norm of the gradients of the epoch's last step, unscaled and before clipping, as a metric; 0 in plain fp32.
 
-    A step that the host skips does not count; of one that a fused optimizer skips on the device the norm is NaN or inf.
+    Skipped steps do not count; if a fused optimizer skips a step on the GPU, the norm is NaN or inf.
     """
     def read(self, cb: MixedPrecision) -> float: return float(cb.gradient_norm)
 

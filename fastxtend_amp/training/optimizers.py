@@ -30,7 +30,7 @@ def fused(
     `lr`, `mom`, `sqr_mom`, `wd`.
 
     It differs from fastai's `Adam` in two ways. The defaults are torch's: `fused('AdamW', betas=(.9, .99), eps=1e-5)`
-    has fastai's. Weight decay applies to all parameters, normalization layers and biases included.
+    uses fastai's. Weight decay applies to all parameters, normalization layers and biases included.
 
     Raises `ValueError` for other optimizers, and `TypeError` for arguments that `optimizer` does not have or that
     fastai sets, such as `lr`. On a device without the fused kernel PyTorch raises `RuntimeError` in the first step.

@@ -124,7 +124,8 @@ class Scaling:
     @property
     def buffer_note(self) -> str: # '' without buffers
         "A sentence for warnings: buffers that a skipped step restored."
-        return "Buffers such as BatchNorm's statistics got their last finite values back." if self._buffers else ''
+        if not self._buffers: return ''
+        return "BatchNorm's statistics and other buffers were restored to their last finite values."
 
     # -- a step
 
@@ -202,8 +203,8 @@ class Scaling:
         scaler: Any = self.scaler                                # a `DynamicScaler`
         scaler.update(scaler.first_scale)
         self._is_low = False
-        warn_user(f'All gradients underflowed at a loss scale of {self.history.last_scale:.2g}, to which skipped steps '
-                  f'had lowered it. It starts again from {self.scaler.get_scale():g}.')
+        warn_user(f'Skipped steps had lowered the loss scale to {self.history.last_scale:.2g}, where all gradients '
+                  f'underflow. It was reset to {self.scaler.get_scale():g}.')
 
     # -- gradients
 

@@ -28,7 +28,7 @@ class PrecisionState(LoopCallback):
 
     @property
     def amp_mode(self) -> Any: # An `AMPMode`, or 'auto'
-        "The precision that was asked for."
+        "The selected precision, which may be 'auto'."
         return 'auto' if isinstance(self.precision, Auto) else self.precision.mode
     @property
     def mode(self) -> AMPMode | None:
@@ -41,7 +41,7 @@ class PrecisionState(LoopCallback):
                 'max_skips': self.max_skips}
     @property
     def scale(self) -> float | None:
-        "The loss scale now; None without loss scaling. Synchronizes with the device that the scale is on."
+        "The current loss scale; None without loss scaling. Reading it may synchronize with the GPU."
         return self.state_dict().get('scale')
     @property
     def scales(self) -> list[float]:

@@ -178,14 +178,14 @@ def test_a_warning_on_one_rank_runs_nothing_again_and_nobody_waits(kind, ranks):
     assert zero == dict(said=[], n_batches=6) and one['n_batches'] == 6 and len(one['said']) == 1
     message = one['said'][0]
     assert re.match(rf'fp16 training failed: the loss is (inf|nan) \(batch {BAD + 1}, loss scale 256\)', message)
-    assert 'With several processes the batch is not run again' in message and message.count('\n') == 3
+    assert 'In distributed runs the batch is not run again' in message and message.count('\n') == 3
     assert '`learn.precision_report()` in one process' in message and 'Re-running' not in message
 
 
 def test_nothing_is_fixed_with_several_processes_which_the_start_of_the_fit_says(ranks):
     both = ranks('fixes', 'ddp', 'fp16')
     said = [[message for message in r['said'] if 'is emulated' not in message] for r in both]
-    assert all(messages[0].startswith("on_overflow='fix' only warns with several processes") for messages in said)
+    assert all(messages[0].startswith("on_overflow='fix' only warns in distributed runs") for messages in said)
     assert [len(messages) for messages in said] == [1, 2] and 'fp16 training failed' in said[1][1]
     for r in both:
         assert (r['n_batches'], r['fixes'], r['mode']) == (6, [], 'fp16')

@@ -73,7 +73,7 @@ def test_table_and_texts(support):
     assert np.isnan(t['final scale'][['fp32', 'bf16']]).all()
     assert t['final scale']['fp16'] == 65536 / 2 ** t['skipped']['fp16']
     assert r.recommended in t.index and said(r).startswith(
-        f'Recommended: {r.recommended}. {r.reason} Next: `{r.calls[r.recommended]}`. '
+        f'Recommended: {r.recommended}. {r.reason} Next: `{r.calls[r.recommended]}` '
     )
     assert max(map(len, repr(r).splitlines())) <= 120 and '<table' in r._repr_html_()
     assert 'fp32_precision' not in repr(r)  # with PyTorch's default settings
@@ -787,7 +787,7 @@ SEEDS = Tolerance([1.0], [1.05, 0.95, 1.02], 1)  # fp32 trained four times: up t
         (
             dict(bf16={}, fp16={**speeds(2.9, 3.0, 3.1), 'loss difference': 0.2}),
             'bf16',
-            'its loss is 0.2 above that of fp32, more than 0.11, the spread of 4 fp32 trainings',
+            'its loss is 0.2 above that of fp32; the limit is 0.11, the spread of 4 fp32 trainings',
         ),
         (dict(fp16={'loss difference': float('nan')}), 'fp32', 'its loss is not finite'),
         (dict(fp16={'skipped': 26}), 'fp32', 'it skipped 26 of 50 steps'),

@@ -174,7 +174,7 @@ def test_weights_that_are_lost():
     model[0].weight.data.fill_(math.nan)
     message = alarms(learner(model).to_bf16())[0]
     assert (
-        "1 of 6 weight tensors are NaN or inf; the first is '0.weight', so the batch cannot be run again as it was"
+        "1 of 6 weight tensors are NaN or inf; the first is '0.weight', so the batch cannot be run again"
         in message
     )
     assert 'checkpoint' not in message and 'Load weights that are finite, or build the model again' in message
@@ -210,7 +210,7 @@ def test_a_loss_that_has_not_grown_is_not_said_to_have():
     "The step of the first batch leads to a loss of inf in the second."
     learn = learner(linear(), loss_func=lambda p, y: F.mse_loss(p, y) * 1e6, opt_func=OPTIMIZERS['sgd']).to_bf16()
     message = alarms(learn, lr=1e12)[0]
-    assert 'times as large as at the start of the fit.' in message and 'the loss went' not in message, message
+    assert '-fold since the start of the fit.' in message and 'the loss went' not in message, message
 
 
 def test_a_loss_below_0_that_falls_is_no_divergence():
@@ -418,7 +418,8 @@ def test_a_cause_that_cannot_be_looked_for():
 
     message = alarms(learner(Attentive(), cbs=Shut()).to_fp16())[0]
     assert message.count('\n') == 2 and 'precision_report' not in message  # which would fail as well
-    assert "again, ValueError: This learner cannot be copied" in message and '\nRemove a callback meanwhile' in message
+    assert 'again, ValueError: This learner cannot be copied' in message
+    assert '\nIf it is a callback, remove it for this call' in message
 
 
 # -- the rerun changes nothing
