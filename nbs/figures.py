@@ -12,7 +12,7 @@ sys.path.insert(0, str(HERE.parent))
 from nbs.benchmarks.show import OPTIMIZER, by_model, finding, marked, plot, tables  # noqa: E402
 
 RUNS = HERE / 'benchmarks'
-SHOWN, EARLIER = 'native_bf16', ('native_bf16_0.3.0', 'native_bf16_0.2.0', 'native_bf16_0.2.0_b')
+SHOWN, EARLIER = 'native_bf16', ('native_bf16_0.4.0', 'native_bf16_0.3.0', 'native_bf16_0.2.0', 'native_bf16_0.2.0_b')
 STORED = (SHOWN, *EARLIER, 'emulated')
 PICTURES = 'speed', 'speed_narrow', 'report', 'demo'             # of the README, each with a dark variant
 NIGHT = (13, 17, 23)                                             # what white becomes

@@ -68,7 +68,7 @@ def compare_precision(self: Learner,
     """Train copies of the learner side by side, and recommend the fastest precision whose loss matches fp32.
 
     Precisions are timed in alternating rounds on the same batches, so that background load affects all alike. After
-    `n_steps`, rounds continue until each 95 % interval is clearly above or below 1.05, or `max_seconds` is over.
+    `n_steps`, rounds continue until each 95% interval is clearly above or below 1.05, or `max_seconds` is over.
     The learner is not modified. All copies are in memory at once.
 
     Copies include callbacks that affect a training step (mixup, gradient accumulation, gradient clipping) and leave out

@@ -20,7 +20,7 @@ _WORTH = 1.05           # smallest speed-up that is recommended
 FEWEST_ROUNDS = 6      # for an interval
 _WIDTH = 2.2            # of the interval; 1.57 for a single look
 _MOVES = .1             # of the distance in fp32: a precision whose weights move less does not train
-# One-sided 95 % prediction interval for one more training, by the number n of trainings: t * sqrt(1 + 1 / n).
+# One-sided 95% prediction interval for one more training, by the number n of trainings: t * sqrt(1 + 1 / n).
 _INTERVAL = {2: 7.7, 3: 3.4}     # 2.6 for four or more
 
 
@@ -33,7 +33,7 @@ class PrecisionComparison(Shown):
     | `support` | how the device runs the precision: 'native', 'emulated', 'unsupported'; 'failed' after an error |
     | `steps`, `rounds` | number of training steps, and of the rounds in which they were timed alongside fp32 |
     | `ms per step` | median time in fp32; for other precisions, that time divided by the speed-up |
-    | `speed-up`, `speed-up low`, `speed-up high` | speed relative to fp32: median of the rounds, 95 % interval |
+    | `speed-up`, `speed-up low`, `speed-up high` | speed relative to fp32: median of the rounds, 95% interval |
     | `loss`, `loss difference` | mean of the last steps, and its difference from fp32; nan if the precision failed |
     | `skipped`, `final scale` | number of skipped steps, and the loss scale at the end |
     | `activations MB` | what autograd keeps for the backward pass: inputs, activations, casts of weights |
@@ -107,9 +107,9 @@ def speed_up(
 ) -> tuple[float, float, float]: # The ends are nan before the sixth round
     """Return the median of the ratios and its interval, 2.2 (q3 - q1) / sqrt(n) to both sides of the logarithms.
 
-    The 95 % notches of box plots have 1.57, for a single look: McGill, Tukey and Larsen, Variations of Box Plots, The
+    The 95% notches of box plots have 1.57, for a single look: McGill, Tukey and Larsen, Variations of Box Plots, The
     American Statistician 32 (1978). With a look after each round from the sixth on, 2.2 accepts a precision that is as
-    fast as fp32 in 2 to 10 % of simulated comparisons (`nbs/benchmarks/choice.py`).
+    fast as fp32 in 2 to 10% of simulated comparisons (`nbs/benchmarks/choice.py`).
     """
     q1, mid, q3 = map(float, np.exp(np.quantile(np.log(ratios or [math.nan]), (.25, .5, .75))))
     few = len(ratios) < FEWEST_ROUNDS
@@ -125,7 +125,7 @@ def pays(low: float, high: float) -> bool | None:
 class Tolerance:
     """The amount by which the loss of another precision may lie above the fp32 loss.
 
-    It is the largest of three: what one more fp32 training could differ by; 1 % of the loss, but at most half of the
+    It is the largest of three: what one more fp32 training could differ by; 1% of the loss, but at most half of the
     range of the fp32 losses; and a thousandth of the distance from the first loss to the last. If fp32 was trained only
     once, the first is a tenth of the loss, at most half of that range, or two standard deviations of the last steps.
     """
@@ -138,7 +138,7 @@ class Tolerance:
         self.loss = float(np.mean(last))
         half_way = np.ptp(losses) / 2 if len(losses) > n_last else math.inf   # a loss may have any constant in it
         found: dict[str, Any] = {
-            "1 % of the fp32 loss": min(abs(self.loss) / 100, half_way),
+            "1% of the fp32 loss": min(abs(self.loss) / 100, half_way),
             "a thousandth of the distance from the first fp32 loss to the last": abs(losses[0] - self.loss) / 1000}
         if seeds:
             found[f'the spread of {n} fp32 trainings'] = _INTERVAL.get(n, 2.6) * np.std([self.loss, *seeds], ddof=1)
@@ -157,7 +157,7 @@ def recommend(
 
     It pays if the interval of its speed-up lies above 1.05. Its loss matches fp32 if the mean of the last steps is
     finite and within the tolerance, at most half of the steps were skipped, and the weights moved. If bf16 is within
-    5 % of the fastest it wins, as it needs no loss scaling.
+    5% of the fastest it wins, as it needs no loss scaling.
     """
     if not math.isfinite(tolerance.loss):
         return 'fp32', "The fp32 loss is not finite: check the data, the loss function and the learning rate."

@@ -78,7 +78,7 @@ class PrecisionReport(Shown):
     def plot(self): # The matplotlib axes
         """Plot the largest value in each module against the range of fp16; bf16 has the range of fp32.
 
-        Flagged modules are red. Only the 30 modules to look at first are drawn, in execution order.
+        Flagged modules are red. Only the 30 most critical modules are drawn, in execution order.
         """
         import matplotlib.pyplot as plt
         ends = {'largest': 'max', 'headroom': 'min', 'error': 'max', 'trouble': 'max'}
@@ -100,7 +100,7 @@ class PrecisionReport(Shown):
         for mode, table in self.table.groupby('mode', sort=False):
             if self.verdicts[mode].verdict.startswith('safe'): continue              # see `table`
             rows = _to_look_at(table, 10)
-            yield f'{mode}: {len(rows)} of {len(table)} modules to look at first; `report.table` has all'
+            yield f'{mode}: the {len(rows)} most critical of {len(table)} modules; `report.table` has all'
             yield rows.drop(columns=['mode', 'grad']).set_index('module').rename_axis(None)
 
 
@@ -122,7 +122,7 @@ def precision_report(self: Learner,
     """Report whether the model trains in low precision, and which modules have to stay in fp32.
 
     Runs a few batches through copies of the learner, in fp32 and in each precision, and compares every module. A module
-    is flagged if it fails, overflows, comes within a factor of 4 of the maximum, or has an error above 10 %. Flagged
+    is flagged if it fails, overflows, comes within a factor of 4 of the maximum, or has an error above 10%. Flagged
     modules are kept in fp32 and the batches are re-run until nothing is flagged; then the mean gradient is compared
     with fp32.
 

@@ -239,7 +239,7 @@ class Trace(TorchDispatchMode):
                 seen.largest = max(seen.largest, largest)
                 if o.dtype in HALF: seen.half = max(seen.half, largest)
             fp32 = self.reference and self.reference.seen.get(seen.name)
-            # Rounding errors of what is exactly 0 in fp32 would be 100 %.
+            # Rounding errors of what is exactly 0 in fp32 would be 100%.
             if w is not None and not op.writes and (not fp32 or fp32.largest): frame.keep(o, w)
             if o.dtype is torch.float16 and op.name.startswith(('add', 'clamp')) and isinstance(args[1], float):
                 # fp16 rounds the constant to 0, and loses digits of the value next to it.

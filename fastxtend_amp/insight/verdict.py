@@ -38,7 +38,7 @@ class Verdict:
     |---|---|
     | 'safe so far' | nothing was flagged on these batches with the current weights |
     | 'safe with loss scaling' | the same, but gradients would underflow without loss scaling |
-    | 'keep modules in fp32' | some modules fail, overflow, come close to it, or have an error above 10 % |
+    | 'keep modules in fp32' | some modules fail, overflow, come close to it, or have an error above 10% |
     | 'gradient differs' | the mean gradient of some batches is far from that in fp32: a warning sign, not a proof |
     | 'do not use' | nothing that was tried helps |
     | 'cannot run' | the device has no kernel for it, or the model's code does not run in it |
@@ -205,8 +205,8 @@ class Judge:
         if scales: reasons = [*reasons[:4], f'loss scales from {least:,.9g} to {most:,.9g} fit']
         reason, names = some(reasons, 5, '; '), []
         if (far := self.distance(self.keep, scale)) >= 0:        # nan if unknown
-            reason += (f'; rounding moves the mean gradient of 24 batches by {far:.2g}x the noise between batches '
-                       f'(below {SMALL}x it is lost in the noise, above {LARGE}x look closer)')
+            reason += (f'; rounding changes the mean gradient, estimated for 24 batches, by {far:.2g}x the noise '
+                       f'between batches (below {SMALL}x is negligible, above {LARGE}x may matter)')
         if far > LARGE:
             verdict = 'gradient differs'
             helps = lambda names: self.distance(outermost([*self.keep, *names]), scale) < SMALL

@@ -141,7 +141,7 @@ def quartiles(values: Iterable[float]) -> list[float] | None:
 def noisy(quartiles: Sequence[float], blocks: int) -> bool:
     """Return whether the median is uncertain by more than `NOISY` either way, or comes from a single block.
 
-    Its 95 % interval, as notches of box plots show it: 1.57 (q3 - q1) / sqrt(n). Source: McGill, Tukey and Larsen,
+    Its 95% interval, as notches of box plots show it: 1.57 (q3 - q1) / sqrt(n). Source: McGill, Tukey and Larsen,
     Variations of Box Plots, The American Statistician 32 (1978).
     """
     low, median, high = quartiles

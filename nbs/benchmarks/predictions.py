@@ -121,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     say(f"- Machine: {m['cpu']}, {m['cores']} cores ({m['capability']}), {m['threads']} threads, load average "
         f"{m['load_average']}; {m.get('gpu', m['system'])}")
     say(f"- Versions: torch {m['torch']}, fastai {m['fastai']}, accelerate {m['accelerate']}")
-    say(f'- {args.rounds} blocks in turns; median and quartiles; ~: the 95 % interval is wider than 5 % either way')
+    say(f'- {args.rounds} blocks in turns; median and quartiles; ~: the 95% interval is wider than 5% either way')
     say()
     say(f"| model | batch | fp32, ms a batch | {' | '.join(args.loops)} |")
     say(f"|---|--:|--:|{'--:|' * len(args.loops)}")

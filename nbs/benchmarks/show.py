@@ -17,7 +17,7 @@ COLUMNS = f"""\
   per step pulls it towards 1 for tiny models.
 - syncs: GPU synchronizations per step in addition to those in fp32; there is no such column on a CPU.
 - faults: page faults per step, pages of memory that the system gave to the process.
-- ~: the median's 95 % interval, 1.57 (q3 - q1) / sqrt(blocks), is wider than {NOISY:.0%} either
+- ~: the median's 95% interval, 1.57 (q3 - q1) / sqrt(blocks), is wider than {NOISY:.0%} either
   way, or there was one block."""
 
 

@@ -121,7 +121,7 @@ def test_a_loss_is_refused_for_what_seeds_do_not_show_and_not_for_noise(max_seco
         assert decision.recommended == chosen and (len(decision.losses['fp32']) == 40) == (max_seconds == 60.0)
         assert len(decision.seed_losses) == 3
         assert ('`max_seconds=9`' in repr(decision)) == (max_seconds == 9.0)
-        assert "1 % of the fp32 loss" in decision.reason or 'the spread of 4 fp32 trainings' in decision.reason
+        assert "1% of the fp32 loss" in decision.reason or 'the spread of 4 fp32 trainings' in decision.reason
         learn.to_fp32()
 
 

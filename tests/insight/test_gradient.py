@@ -95,8 +95,9 @@ def test_nothing_of_the_learner_changes():
 
 def test_a_healthy_model_gets_a_line_with_the_figure_explained():
     reason = learner().precision_report('bf16').verdicts['bf16'].reason
-    assert re.search(r'rounding moves the mean gradient of 24 batches by 0\.0\d*x the noise between batches', reason)
-    assert '(below 0.5x it is lost in the noise, above 1x look closer)' in reason
+    pattern = r'rounding changes the mean gradient, estimated for 24 batches, by 0\.0\d*x the noise between batches'
+    assert re.search(pattern, reason)
+    assert '(below 0.5x is negligible, above 1x may matter)' in reason
 
 
 def test_what_adds_up_behind_modules_that_are_all_right_is_seen_and_the_module_that_helps_is_tried():

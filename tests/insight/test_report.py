@@ -839,7 +839,7 @@ def test_the_printed_report():
     first, second, *_ = repr(report).splitlines()
     assert 'bf16: safe so far' in repr(report) and 'bf16: 10 of' not in repr(report)  # its modules are in `table`
     assert first == "fp16: keep modules in fp32. Next: `learn.to_fp16(init_scale=4096, fp32_modules=['attn'])`"
-    assert second.startswith("    values in 'attn' reach") and '10 of 11 modules to look at first' in repr(report)
+    assert second.startswith("    values in 'attn' reach") and 'the 10 most critical of 11 modules' in repr(report)
     assert re.search(r'trouble\nattn ', repr(report))
     html = report._repr_html_()
     assert 'fp16: keep modules in fp32. Next: <code>learn.' in html and '<table' in html and 'class="dataframe"' in html
