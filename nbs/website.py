@@ -14,10 +14,10 @@ PACKAGE = Path(fastxtend_amp.__file__).parent
 PAGES = {
     'Start': ['install', '01_first_run', '02_which_precision', 'faq', 'coming_from'],
     'Guides': ['recipes', '03_resume_and_export', '04_processes_compile_xla', '05_half_weights',
-               '07_training_that_mends_itself'],
+               '07_fixing_overflows'],
     'Background': ['how_it_works', 'limits', 'guarantees', 'what_the_report_finds', '06_benchmarks', 'gpu_gains'],
     'Reference': ['api', 'changelog']}
-NAMED_ELSEWHERE = {'06_benchmarks': 'Benchmarks', 'gpu_gains': 'What a GPU gains'}   # short, for the list of pages
+NAMED_ELSEWHERE = {'06_benchmarks': 'Benchmarks', 'gpu_gains': 'GPU speed-ups'}   # short, for the list of pages
 TOCTREE = '\n```{{toctree}}\n:caption: {}\n:hidden:\n{}\n```\n'
 
 

@@ -37,7 +37,7 @@ assert all(map(torch.equal, straight.model.state_dict().values(), resumed.model.
 assert straight.precision.state_dict() == resumed.precision.state_dict()""",
         'resumed.export': "assert b'fastxtend_amp' not in (path/'model.pkl').read_bytes()",
     },
-    '07_training_that_mends_itself': {
+    '07_fixing_overflows': {
         'learn.fit(4': '''
 fp32, warn, fix = runs.values()
 assert warn.precision.n_skipped > 30 and fix.precision.n_skipped < 10 and len(fix.precision.fixes) == 1

@@ -32,7 +32,7 @@ def fix(
     cls = PRECISIONS.get(call.method.removeprefix('to_'), Precision)
     at_batch_end(cb.learn, partial(_switch, cb, cls.from_arguments(call.arguments), alarm.remedy[-1]))
     cb.fixes.append(Fix(alarm.step, alarm.mode.value, str(call)))
-    print(f'{alarm.happened} Training continues as after `{call}`.')
+    print(f'{alarm.happened} Training continues with `{call}`.')
     return True
 
 

@@ -109,7 +109,7 @@ def test_what_was_done_is_printed_and_kept_and_the_call_starts_with_it(capsys):
     (fix,) = learn.precision.fixes
     (line,) = capsys.readouterr().out.splitlines()
     assert 'the loss is nan' in line and f'batch {fix.step}, ' in line, line
-    assert line.endswith(f'Training continues as after `{fix.call}`.') and fix.precision == 'fp16'
+    assert line.endswith(f'Training continues with `{fix.call}`.') and fix.precision == 'fp16'
     assert "fp32_modules=['" in fix.call and "on_overflow='fix'" in fix.call
     again = learner(Growing(0), loaders(96))
     eval(fix.call, {'learn': again})
