@@ -29,7 +29,7 @@ WORDS = {
                            'Which module breaks?': 'which layer overflows, debug overflow'},
     '03_resume_and_export': {'Save and resume': 'load checkpoint, save', 'Export': 'export'},
     'guarantees': {'The same numbers': 'reproducible, deterministic'},
-    'gpu_gains': {"What a GPU gains, by others' measurements": 'GPU speed-up, tensor cores speed'},
+    'gpu_gains': {'GPU speed-ups measured by others': 'GPU speed-up, tensor cores speed'},
     'how_it_works': {'The loss scale': 'loss scale, underflow',
                      'When a step is skipped': 'running_mean NaN, BatchNorm NaN',
                      'The same in a PyTorch loop': 'training loop, PyTorch loop'},
