@@ -87,7 +87,7 @@ class FP16(Precision):
             new.load_state_dict(self._scaler.state_dict())
             self._scaler = new
         if (scale := self._scaler.get_scale()) < 1 <= self.first_scale:
-            warn_user(f'The loss scale had fallen to {scale:.2g}, where gradients underflow. It was reset to '
+            warn_user(f'The loss scale had fallen to {scale:.2g}, where gradients underflow. It restarts from '
                       f'{self.first_scale:g}.')
             first = {'scale': self.first_scale, '_growth_tracker': 0}
             self._scaler.load_state_dict({**self._scaler.state_dict(), **first})

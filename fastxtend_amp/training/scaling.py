@@ -204,7 +204,7 @@ class Scaling:
         scaler.update(scaler.first_scale)
         self._is_low = False
         warn_user(f'Skipped steps had lowered the loss scale to {self.history.last_scale:.2g}, where all gradients '
-                  f'underflow. It was reset to {self.scaler.get_scale():g}.')
+                  f'underflow. It restarts from {self.scaler.get_scale():g}.')
 
     # -- gradients
 

@@ -109,7 +109,7 @@ def test_messages_for_gpus(gpu):
     gpu((7, 5), False)
     with pytest.raises(ValueError) as e:
         PRECISIONS['bf16']().on(CUDA)
-    assert all(s in str(e.value) for s in ('bf16', 'cuda:0', 'works there: `learn.to_fp16()`.'))
+    assert all(s in str(e.value) for s in ('bf16', 'cuda:0', 'On this device, use `learn.to_fp16()`.'))
 
 
 def test_other_gpus(gpu, monkeypatch):

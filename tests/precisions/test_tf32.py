@@ -108,7 +108,7 @@ def test_where_there_is_none_the_reason_is_given():
     table = precision_support('cpu').set_index('mode')
     assert table.support['tf32'] == 'unsupported' and 'NVIDIA' in table.why['tf32']
     learn, before = learner().to_tf32(), values()
-    with pytest.raises(ValueError, match=r'(?s)tf32.*NVIDIA.*works there: `learn\.to_\w+\(\)`'):
+    with pytest.raises(ValueError, match=r'(?s)tf32.*NVIDIA.*use `learn\.to_\w+\(\)`'):
         learn.fit(1)
     assert values() == before and is_outside_a_fit(learn)
     found = learner().compare_precision('tf32', 2, n_seeds=0)
