@@ -427,6 +427,20 @@ def lost(case: Case, call: str, n: int = 8) -> int: # Of `n` steps
     return max(learn.precision.n_skipped, sum(not math.isfinite(l) for l in map(float, learn.recorder.losses)))
 
 
+def words(v) -> str:
+    "Return a verdict in a few words, with the names of its modules."
+    last = sorted({m.rpartition('.')[2] for m in v.modules})
+    names = ', '.join(f'`{m}`' for m in last) + f' ({len(v.modules)})' * (len(v.modules) > 1)
+    text = f'{names} in fp32' if v.verdict == 'keep modules in fp32' else f'{v.verdict}: {names}'
+    return text.removesuffix(': ')
+
+
+def link(name: str, case: Case) -> str:
+    "Return the name as a link to the thread."
+    where, _, number = case.thread.partition('#')
+    return f'[{name}]({GITHUB}{where}/issues/{number})' if number else f'{name} ({case.thread})'
+
+
 def row(name: str, case: Case) -> tuple[str, int, int]: # The row, verdicts that are right, and false alarms
     "Report on a case in bf16 and fp16."
     start = time.time()
@@ -436,17 +450,12 @@ def row(name: str, case: Case) -> tuple[str, int, int]: # The row, verdicts that
     for v in verdicts:
         ok = case.is_right(v)
         right, alarms = right + ok, alarms + (not ok and not case.expected[v.mode])
-        last = sorted({m.rpartition('.')[2] for m in v.modules})
-        names = ', '.join(f'`{m}`' for m in last) + f' ({len(v.modules)})' * (len(v.modules) > 1)
-        verdict = f'{names} in fp32' if v.verdict == 'keep modules in fp32' else f'{v.verdict}: {names}'
-        said.append(verdict.removesuffix(': ') + ' (**wrong**)' * (not ok))
+        said.append(words(v) + ' (**wrong**)' * (not ok))
     steps = ''
     if case.expected['fp16']:
         call = next(v.call for v in verdicts if v.mode == 'fp16')
         steps = f'{lost(case, "learn.to_fp16()")}, {lost(case, call)}'
-    where, _, number = case.thread.partition('#')
-    link = f'[{name}]({GITHUB}{where}/issues/{number})' if number else f'{name} ({case.thread})'
-    cells = [link, case.breaks, case.remedy] if case.breaks else [link]
+    cells = [link(name, case), case.breaks, case.remedy] if case.breaks else [link(name, case)]
     return ' | '.join(['', *cells, *said, *[steps] * bool(case.breaks), f'{took:.1f}', '']).strip(), right, alarms
 
 
@@ -467,10 +476,33 @@ def tables(names: list[str]) -> str:
     return '\n'.join([total, '', *broken, '', *healthy])
 
 
+def under_cuda_rules(names: list[str]) -> str:
+    "Return a table of the verdicts that are others with CUDA's autocast rules, and a line that sums them up."
+    rows, healthy = list[str](), 0
+    for name in names:
+        case = CASES[name]
+        cpu, cuda = (case.learner().precision_report(max_seconds=600, device=d).verdicts for d in (None, 'cuda'))
+        for mode, v in cuda.items():
+            own = cpu[mode]
+            if words(v) == words(own): continue
+            rows.append(f'| {link(name, case)} | {mode} | {words(own)} | {words(v)} |')
+            print(rows[-1], flush=True)
+            healthy += not case.breaks
+    total = f'{len(rows)} of {2 * len(names)} verdicts differ, {healthy} of them on healthy models.'
+    head = ["| case and thread | precision | CPU's rules | CUDA's rules |", '|---|---|---|---|']
+    return '\n'.join([total, '', *head, *rows])
+
+
+def write(mark: str, text: str) -> None:
+    "Write generated text into the page, between the marks."
+    before, _, rest = PAGE.read_text().partition(f'<!-- {mark} -->')
+    PAGE.write_text(f'{before}<!-- {mark} -->\n{text}\n<!-- end -->{rest.partition("<!-- end -->")[2]}')
+
+
 if __name__ == '__main__':
     torch.set_num_threads(1)
     names = sys.argv[1:]
     text = tables(names or [*CASES])
     if names: sys.exit()
-    before, _, rest = PAGE.read_text().partition('<!-- cases -->')
-    PAGE.write_text(f'{before}<!-- cases -->\n{text}\n<!-- end -->{rest.partition("<!-- end -->")[2]}')
+    write('cases', text)
+    write('cuda', under_cuda_rules([*CASES]))
