@@ -47,8 +47,7 @@ LIMIT = 2**29           # bytes of batches to hold; further steps reuse them
 _ROUNDS = 7             # into which `n_steps` are divided, after two rounds of one step
 _FOR_SEEDS = .4         # of the time, at most
 _CONSIDERABLE = .1      # share of an fp32 step from which the time for loading a batch is mentioned
-_MANY_FAULTS = 1000     # page faults per step that are mentioned, if they may take
-_MUCH = .05             # this share of its time
+_MANY_FAULTS = 1000     # page faults per step that are mentioned
 # Seconds per page fault: a step of an MLP (width 2048, batch size 256, bf16) with 22,496 faults took 115 ms, and 84 ms
 # without them, by `keep_freed_memory`.
 _FAULT = 1.4e-6
@@ -371,10 +370,10 @@ class Comparison:
         if is_compiled(self.learn.model):
             found.append('The compiled model was compared uncompiled; `compare_precision(compile=True)` compares both.')
         faults, pace, name = max((np.median(r.faults or [0]), r.pace, r.choice.name) for r in self.runs)
-        share = faults * _FAULT / pace
-        if self.device.type == 'cpu' and faults > _MANY_FAULTS and share >= _MUCH:
+        if self.device.type == 'cpu' and faults > _MANY_FAULTS:
+            share = min(.99, max(.01, faults * _FAULT / pace))
             found.append(f'A step in {name} has {faults:,.0f} page faults from freshly allocated memory, which may '
-                         f'take up to {min(.99, share):.0%} of its time. Call `keep_freed_memory()` '
+                         f'take up to {share:.0%} of its time. Call `keep_freed_memory()` '
                          'to avoid them, and compare again.')
         return found
 
