@@ -103,7 +103,7 @@ class Precision:
         if cls.dtype and not facts.autocast_available(device.type):
             return Support('unsupported', f'PyTorch has no autocast for {device.type} devices')
         support = rule(device) if rule else Support('native', 'as its backend says')
-        # autocast on CUDA and CPUs accepts both 16-bit dtypes; another backend may refuse one.
+        # autocast on CUDA and CPUs accepts both 16-bit dtypes; another backend may lack one.
         if not cls.dtype or support.status == 'unsupported' or device.type in ('cuda', 'cpu'): return support
         refusal = facts.autocast_refusal(device.type, cls.dtype)
         return Support('unsupported', refusal) if refusal else support

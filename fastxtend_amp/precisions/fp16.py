@@ -47,8 +47,8 @@ def _xla(device: torch.device) -> Support:
 class FP16(Precision):
     """Train with float16 autocast and dynamic loss scaling. Replaces the learner's current precision.
 
-    Steps whose gradients are not finite are skipped. The loss scale is kept from fit to fit, and
-    through `save` and `load`. If bad data has driven it below 1, the next fit restarts from `init_scale`.
+    Steps whose gradients are not finite are skipped. The loss scale is kept from fit to fit, and through `save` and
+    `load`. If bad data has driven it below 1, the next fit restarts from `init_scale`.
 
     Source: Micikevicius et al., Mixed Precision Training, https://arxiv.org/abs/1710.03740;
     https://docs.pytorch.org/docs/stable/amp.html. Devices: NVIDIA's CUDA C++ Programming Guide.
