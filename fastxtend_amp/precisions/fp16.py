@@ -9,10 +9,10 @@ from torch.amp import GradScaler
 
 from ..common import warn_user
 from ..devices import facts
-from .base import Precision, Support, cpu_rule, parameters_of
+from .base import Precision, Support, cpu_rule
 from .scalers import DynamicScaler, StaticScaler, check_scaler_state, check_scaling_arguments, check_unscalable
 
-__all__ = ['FP16', 'SCALING']
+__all__ = ['FP16']
 
 _NO_TENSOR_CORES = re.compile(r'GTX 16\d\d|\b(T|MX)\d{3,4}\b')   # of capability 7.5: Quadro T2000, T600, MX450
 
@@ -70,10 +70,11 @@ class FP16(Precision):
         fp32_modules: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules or predicates
     ):
         super().__init__(fp32_modules)
-        self.settings = {name: self.arguments[name] for name in SCALING}
-        check_scaling_arguments(self.settings, loss_scale, scaler, SCALING)
+        self.settings = dict(init_scale=init_scale, growth_factor=growth_factor, backoff_factor=backoff_factor,
+                             growth_interval=growth_interval, enabled=enabled)
+        check_scaling_arguments(self.settings, loss_scale, scaler)
         self.static, self.given = loss_scale, scaler
-        self._scaler = self._new('cpu') if scaler is None else scaler   # in its newest state
+        self._scaler = scaler or self._new('cpu')                # in its newest state
         self.first_scale = self._scaler.get_scale()
 
     def check_training(self, learn) -> None:
@@ -111,7 +112,3 @@ class FP16(Precision):
         if state is None: state = self._new('cpu').state_dict()
         check_scaler_state(state)
         self._scaler.load_state_dict(dict(state))
-
-
-# The defaults of `GradScaler`'s arguments.
-SCALING = {name: p.default for name, p in parameters_of(FP16).items() if p.kind is p.POSITIONAL_OR_KEYWORD}

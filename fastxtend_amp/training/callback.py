@@ -18,8 +18,9 @@ from torch.amp import GradScaler
 from ..common import is_number, model_device, refuse_unknown, training_device, warn_user
 from ..convert import is_half, to_fp32
 from ..precisions import PRECISIONS, AMPMode, Auto, Precision, each_precision, find_precision, parameters_of
-from ..precisions.fp16 import FP16, SCALING
+from ..precisions.fp16 import FP16
 from ..precisions.fp32_modules import Forward, Replaced
+from ..precisions.scalers import SCALING
 from .fit import Fit
 from .loop import in_batch, open_scopes, precision_callback
 from .scaling import StepHistory
