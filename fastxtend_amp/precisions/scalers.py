@@ -26,6 +26,12 @@ class _Scaler(GradScaler):
         super().__init__(device, init_scale, **settings)
         self.first_scale = float(init_scale)                     # `load_state_dict` changes `_init_scale`
 
+    def on(self, device: str) -> _Scaler:
+        "Return a scaler for this type of device, in the same state."
+        new = type(self)(device, self.first_scale)
+        new.load_state_dict(self.state_dict())
+        return new
+
     def __reduce__(self):
         return partial(type(self), 'cpu', self.first_scale, enabled=self.is_enabled()), (), self.state_dict()
     def __setstate__(self, state: dict[str, Any]) -> None: self.load_state_dict(state)
