@@ -24,9 +24,9 @@ _ATTRIBUTES = ('forward', '__reduce_ex__', '__deepcopy__')       # what a replac
 class Forward:
     """A forward that replaces a module's own while a context is open; subclasses define `run`.
 
-    `run` becomes the module's `forward`. It is no hook, so that `torch.compile` traces through it, and a method, so that
-    nothing is compiled again for the next fit. All learners that use the module share it. A callback that has wrapped it
-    may call it after the end, when `on` is False. Copies of the module have the forward that it replaced.
+    `run` becomes the module's `forward`: not a hook, so that `torch.compile` traces through it, and a method, so that it
+    compiles nothing again in the next fit. All learners that use the module share it. A callback that has wrapped it may
+    call it after the end, when `on` is False. Copies of the module have the forward that it replaced.
     """
     run: Callable
 

@@ -10,8 +10,8 @@ from ..compat import get_fp32_setting, set_fp32_setting
 
 __all__ = ['FP32_SETTINGS', 'FULL_PRECISION', 'TF32_SETTINGS', 'fp32_settings', 'settings_note']
 
-# The attribute `fp32_precision` of each backend and operation, and its default. One that is 'none' follows the one above
-# it: an operation its backend, a backend the generic one. So a setting stands behind those that it follows.
+# Where the attribute `fp32_precision` of each backend and operation is, and its default. One that is 'none' follows the
+# one above it: an operation its backend, a backend the generic one. So a setting stands behind those that it follows.
 FP32_SETTINGS = {
     ('generic', 'all'): ('torch.backends', 'none'),
     ('cuda', 'all'): ('torch.backends.cudnn', 'none'),
@@ -23,7 +23,7 @@ FP32_SETTINGS = {
     ('mkldnn', 'conv'): ('torch.backends.mkldnn.conv', 'none'),
     ('mkldnn', 'rnn'): ('torch.backends.mkldnn.rnn', 'none'),
 }
-Settings = dict[tuple[str, str], str]                            # 'ieee', 'tf32', 'bf16' or 'none' by backend, operation
+Settings = dict[tuple[str, str], str]                            # 'ieee', 'tf32', 'bf16' or 'none'
 FULL_PRECISION: Settings = dict.fromkeys(FP32_SETTINGS, 'ieee')
 TF32_SETTINGS: Settings = dict.fromkeys([('cuda', 'matmul'), ('cuda', 'conv'), ('cuda', 'rnn')], 'tf32')
 

@@ -67,7 +67,7 @@ def covers(
 
 
 def tests_of(spec: Any, argument: str) -> list[tuple[Any, Callable[[str, nn.Module], bool]]]:
-    "Return the parts of `spec`, each with a test of a module and its name. Raises `TypeError` for other kinds of parts."
+    "Return the parts of `spec`, each with a test of a name and its module. Raises `TypeError` for another kind."
     if spec is None: return []
     parts = list(spec) if isinstance(spec, (list, tuple, set, frozenset, L)) else [spec]
     return [(part, _test_of(part, argument)) for part in parts]

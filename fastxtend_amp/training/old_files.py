@@ -46,7 +46,7 @@ class _FormerCallback(MixedPrecision):
         MixedPrecision.__init__(self, Auto(**own) if mode == 'auto' else cls(**own),
                                 on_overflow=given['on_overflow'], max_skips=given['max_skips'])
         self._learn = state['_learn']
-        if isinstance(self.precision, Auto) and state['mode']: self.current = self.precision.made(state['mode'].value)
+        if isinstance(self.precision, Auto) and state['mode']: self.current = self.precision.made[state['mode'].value]
         history = vars(scaling['history']) if 'history' in scaling else scaling
         for scale, skipped in zip(history.get('_scales', ()), history.get('_skips', ())):
             self.history.add(torch.tensor(scale), bool(skipped))
