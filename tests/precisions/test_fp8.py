@@ -8,6 +8,7 @@ import pytest, torch
 from fastai.learner import load_learner
 
 from fastxtend_amp.precisions import fastest_native, fp8
+from fastxtend_amp.precisions.fp32_modules import forward_of
 from fastxtend_amp import AMPMode, precision_support
 from fastxtend_amp.insight.rounding import round_as_fp8
 from fastxtend_amp.insight.trace import relative_error
@@ -36,7 +37,7 @@ def net_learner(**kwargs):
 
 
 def in_fp8(learn):
-    return [n for n, m in learn.model.named_modules() if isinstance(vars(m).get('forward'), fp8.Fp8Forward)]
+    return [n for n, m in learn.model.named_modules() if isinstance(forward_of(m), fp8.Fp8Forward)]
 
 
 def seen_in(learn, **fit):

@@ -508,11 +508,11 @@ def test_a_state_loaded_before_the_device_is_known_counts():
     s = MixedPrecision('fp16', init_scale=8.0).state_dict()
     cb = MixedPrecision('auto')
     cb.load_state_dict(s)
-    assert cb.precision.made('fp16').state_dict() == s and cb.precision.made('bf16').state_dict() == {}
+    assert cb.precision.made['fp16'].state_dict() == s and cb.precision.made['bf16'].state_dict() == {}
 
 
 def test_a_scaler_is_copied_with_its_state_and_first_scale_in_the_middle_of_a_step():
     learn, copies = learner().to_fp16(init_scale=8.0, growth_interval=2), []
     learn.fit(1, cbs=At('before_step', lambda l: copies.append(copy.deepcopy(l.precision.precision)), 20))
     assert [c.state_dict()['scale'] for c in copies] == learn.precision.scales and learn.precision.scale > 8.0
-    assert all(c.first_scale == 8.0 for c in copies)
+    assert all(c.first_state['scale'] == 8.0 for c in copies)
