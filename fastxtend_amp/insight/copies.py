@@ -151,10 +151,11 @@ def copied_learner(
 def begin_fit(
     copy: Learner, # With an optimizer
     n_iter: int, # Batches in its epoch
+    train: bool = True, # Also begin the training part of the epoch
 ) -> None:
     "Run the events of a fit before its first batch."
     copy.n_epoch, copy.epoch, copy.n_iter, copy.dl = 1, 0, n_iter, copy.dls.train
-    for event in ('before_fit', 'before_epoch', 'before_train'): copy(event)
+    for event in ('before_fit', 'before_epoch', *['before_train'] * train): copy(event)
 
 
 def loader_like(
