@@ -18,14 +18,14 @@ from fastcore.basics import noop, patch
 from torch import nn
 
 from ..training.callback import precision_callback
-from ..common import first_line, optimizer_params, several_processes, training_device
+from ..common import first_line, several_processes, training_device
 from ..compat import is_compiled
 from ..convert import HALF, map_tensors
 from ..devices.cost import allocated, page_faults, wait_for
 from ..precisions.matching import unwrapped
 from ..precisions.fp32_settings import settings_note
 from ..precisions import AMPMode
-from .comparison import FEWEST_ROUNDS, PrecisionComparison, Tolerance, pays, recommend, speed_up
+from .comparison import FEWEST_ROUNDS, PrecisionComparison, pays, recommend, speed_up, tolerance
 from .copies import (
     RandomState,
     begin_fit,
@@ -99,7 +99,7 @@ def compare_precision(self: Learner,
     return Comparison(self, 'compare_precision', max_seconds, n_steps, n_seeds, lr).run(choices)
 
 
-@dataclass(eq=False)
+@dataclass
 class Run:
     "One training: its precision, the copy that trains in it, and the measurements."
     choice: PrecisionChoice
@@ -108,17 +108,16 @@ class Run:
     learn: Any = None # The copy, while it trains
     random_state: RandomState = field(default_factory=random_state) # Of the copy, between its rounds
     losses: list[float] = field(default_factory=list) # Of each step
-    times: list[float] = field(default_factory=list) # Seconds per step in each round; the first is a warm-up
+    times: list[float] = field(default_factory=list) # Seconds per step in each round but the first, a warm-up
     faults: float = 0. # Page faults per step in the last round
     measured: dict[str, float] = field(default_factory=lambda: dict(_MEASURED)) # By column of the table
 
     @property
-    def pace(self) -> float: return float(np.median(self.times[1:] or self.times or [math.nan]))
+    def pace(self) -> float: return float(np.median(self.times or [math.nan]))
 
     def ratios(self, base: Run) -> list[float]:
-        "Return the time of `base` divided by that of this run, for each round of both except the first."
-        found = [b / a for a, b in zip(self.times, base.times)]
-        return found[1:] or found
+        "Return the time of `base` divided by that of this run, for each round of both."
+        return [b / a for a, b in zip(self.times, base.times)]
 
     def train(self, batches: Iterable[Any], device: torch.device) -> None:
         "Train on these batches, and time it."
@@ -134,7 +133,9 @@ class Run:
         start = time.perf_counter()
         losses = [self._step(i, b) for i, b in enumerate(batches, len(self.losses))]
         wait_for(device)
-        self.times.append((time.perf_counter() - start) / len(losses))
+        seconds = (time.perf_counter() - start) / len(losses)
+        if self.losses: self.times.append(seconds)
+        elif self.choice.compiled: self.measured['compile s'] = seconds
         self.faults = (page_faults() - faults) / len(losses)
         self.measured['peak MB'] = (allocated(device, peak=True) - before) / 1e6
         self.losses += map(float, losses)
@@ -170,7 +171,7 @@ class Run:
         self.measured['activations MB'] = sum(kept.values()) / 1e6
 
 
-@dataclass(eq=False)
+@dataclass
 class Comparison:
     "The work behind `compare_precision` and `to_amp(measure=True)`; the time starts when it is created."
     learn: Learner
@@ -194,7 +195,7 @@ class Comparison:
     def run(self, choices: list[PrecisionChoice]) -> PrecisionComparison:
         with one_at_a_time, random_state_kept(), progress_bar(self.learn, self._left) as self.tick:
             if len(choices) == 1: self.n_steps = 1               # there is nothing to compare fp32 with
-            self.n = self.n_steps                                # after which losses are compared; the time may be short
+            self.n = self.n_steps                                # of which losses are compared; fewer in little time
             self._draw()
             for choice in choices:
                 status, why = choice.mode.support(self.device) if choice.mode else ('native', '')
@@ -205,9 +206,12 @@ class Comparison:
                     try: self._begin(run, copies)
                     except Exception as e: self._failed(run, e)
                 self._train_in_rounds()
-                for run in reversed(self._training): self._end(run)   # fp32 last: it is slow where time is short
+                for run in reversed(self._training):             # fp32 last: it is slow where time is short
+                    run.finish(self.learn.model)
+                    if run.choice.compiled or run.pace > self._left: continue   # it would be compiled again
+                    with suppress(Exception): run.count_activations(self._batch(0))   # nan if hooks break the model
             self.n = min(self.n, *(len(r.losses) for r in self._training))
-            self.n_last = max(1, min(10, self.n // 5))           # steps at the end whose mean is the loss
+            self.n_last = max(1, self.n // 5)                    # steps at the end whose mean is the loss
             while len(self.seeds) < self.n_seeds and self._left > self.n * self.base.pace: self._train_seed()
             return self._result()
 
@@ -243,10 +247,6 @@ class Comparison:
         if cb is not None: cb.on_overflow = 'ignore'             # a diagnosis would disturb the times
         set_random_state(run.random_state)
         copy.fit(0, self.lr)                                     # creates the optimizer, or sets its hyper-parameters
-        if {*optimizer_params(copy.opt)}.isdisjoint(copy.model.parameters()):
-            raise ValueError("compare_precision trains copies, but a copy's optimizer has none of its model's "
-                             'parameters: `splitter` or `opt_func` gets them from elsewhere.\nUse the parameters of '
-                             'the model that `splitter` is called with.')
         if self.validates and not self.base.losses: self._validate(run)
         begin_fit(copy, self.n_steps, train=False)
 
@@ -264,11 +264,12 @@ class Comparison:
 
     def _train_in_rounds(self):
         "Train `n` steps in rounds; continue until all is decided, or only the time for the seeds is left."
-        size = 1                                                 # two rounds of one step show how long a step takes
+        size = 1                                                 # after the warm-up a step shows how long it takes
         while due := self._due():
-            n_rounds, done = len(self.base.times), len(self.base.losses)
+            done = len(self.base.losses)
             # Back and forth, so that no precision always follows the same one.
-            for run in due[::(-1) ** n_rounds]: self._train(run, range(done, done + size))
+            for run in due[::(-1) ** len(self.base.times)]: self._train(run, range(done, done + size))
+            n_rounds = len(self.base.times)
             pace, seeds = sum(r.pace for r in self._training), self.n_seeds * self.base.pace
             if n_rounds == 1:
                 fitting = int(.9 * self._left / (pace + seeds))
@@ -285,17 +286,11 @@ class Comparison:
         return [self.base, *low] if low and not several_processes() else []
 
     def _train(self, run, steps):
-        try: run.train(map(self._batch, steps), self.device)
+        try:
+            run.train(map(self._batch, steps), self.device)
+            if run.choice.compiled and not run.times: self.end += run.measured['compile s']
         except Exception as e: self._failed(run, e)
-        if run.choice.compiled and len(run.times) == 1:          # this step compiled the model
-            self.end += run.times[0]
-            run.measured['compile s'], run.times[0] = run.times[0], self.base.pace
         self.tick(run.choice.name)
-
-    def _end(self, run):
-        run.finish(self.learn.model)
-        if run.choice.compiled or run.pace > self._left: return  # a compiled model would be compiled again
-        with suppress(Exception): run.count_activations(self._batch(0))   # it trains, but maybe not with these hooks
 
     def _train_seed(self):
         "Train fp32 again with another seed and another order of the batches, except for the last ones."
@@ -313,16 +308,14 @@ class Comparison:
         choices = {r.choice.name: r.choice for r in self.runs}
         table = pd.DataFrame(map(self._row, self.runs), index=[*choices])
         table['weights moved'] /= table['weights moved']['fp32']
-        tolerance = Tolerance(self.base.losses[:self.n], list(map(self._loss, self.seeds)), self.n_last)
-        recommended, reason = recommend(table, tolerance, self.max_seconds - min(0, self._left))
+        tolerated = tolerance(self.base.losses[:self.n], list(map(self._loss, self.seeds)), self.n_last)
+        recommended, reason = recommend(table, tolerated, self.max_seconds - min(0, self._left))
         calls = {name: f"{call_for(self.learn, choice)}{'; learn.model.compile()' * choice.compiled}"
                  for name, choice in choices.items()}
         losses = {r.choice.name: r.losses[:self.n] for r in self.runs}
-        notes = [f'Loss: mean of the last {self.n_last} of {self.n} training steps on {self.device}.',
-                 *left_out(self.learn)]
-        if settings := settings_note(): notes.append(f'{settings}. fp32 was measured with this setting.')
+        notes = self._notes(*table['ms per step'][['fp32', recommended]] / 1000, recommended)
         return PrecisionComparison(table, losses, [r.losses for r in self.seeds], recommended, reason, calls, notes,
-                                   choices, self._caveats(table, recommended))
+                                   choices)
 
     def _loss(self, run): # nan for a mode that failed
         return float(np.mean(run.losses[self.n - self.n_last:self.n])) if not run.note else math.nan
@@ -334,8 +327,14 @@ class Comparison:
                 'ms per step': 1000 * self.base.pace / mid, 'speed-up': mid, 'speed-up low': low, 'speed-up high': high,
                 'loss': loss, 'loss difference': loss - self._loss(self.base), **run.measured, 'note': run.note}
 
-    def _caveats(self, table, recommended):
-        found = self._on_a_fit(*table['ms per step'][['fp32', recommended]] / 1000, recommended)
+    def _notes(self, step, low, recommended):
+        found = []
+        if recommended != 'fp32' and self.loading > _CONSIDERABLE * step:
+            dl = self.learn.dls.train                            # its workers draw batches while the model trains
+            together = max if getattr(dl, 'fake_l', dl).num_workers else float.__add__
+            gain = together(self.loading, step) / together(self.loading, low)
+            found.append(f'Loading a batch takes {1000 * self.loading:.3g} ms, and a step in fp32 {1000 * step:.3g} '
+                         f'ms, so a whole fit in {recommended} is about {gain:.2f}x faster, not {step / low:.2f}x.')
         if self.n < self.n_steps or len(self.seeds) < self.n_seeds:
             found.append(f'There was time for {self.n} of {self.n_steps} steps and {len(self.seeds)} of {self.n_seeds} '
                          f'seeds (`max_seconds={self.max_seconds:g}`).')
@@ -346,14 +345,7 @@ class Comparison:
             found.append(f'A step in {name} has {faults:,.0f} page faults from freshly allocated memory, which may '
                          f'take up to {min(99, 100 * faults * _FAULT / pace):.2g}% of its time. Call '
                          '`keep_freed_memory()` to avoid them, and compare again.')
+        found += [f'Loss: mean of the last {self.n_last} of {self.n} training steps on {self.device}.',
+                  *left_out(self.learn)]
+        if settings := settings_note(): found.append(f'{settings}. fp32 was measured with this setting.')
         return found
-
-    def _on_a_fit(self, step, low, recommended):
-        "Give the speed-up of a whole fit, where loading the batches takes a considerable part of a step."
-        if recommended == 'fp32' or self.loading < _CONSIDERABLE * step: return []
-        # Workers draw the next batches while the model trains.
-        dl = self.learn.dls.train
-        together = max if getattr(dl, 'fake_l', dl).num_workers else float.__add__
-        gain = together(self.loading, step) / together(self.loading, low)
-        return [f'Loading a batch takes {1000 * self.loading:.3g} ms, and a step in fp32 {1000 * step:.3g} ms, so a '
-                f'whole fit in {recommended} is about {gain:.2f}x faster, not {step / low:.2f}x.']
