@@ -113,7 +113,7 @@ class Judge:
         modules = dict(qualified_names(self.model))
         kind = type(modules.get(name))
         why = f'{named(name)} does not run in {self.mode.value}: {low.error}'
-        if low.validates and not kind.__module__.startswith('torch.nn'):       # the user's own code
+        if not kind.__module__.startswith('torch.nn'):       # the user's own code
             why += ('. Or make its code work with any dtype: use `torch.finfo(x.dtype)` for constants, and create '
                     'tensors with `dtype=x.dtype`')
         alike = [name] if name in (ROOT, LOSS) else [n for n, m in modules.items() if type(m) is kind]
@@ -200,7 +200,7 @@ class Judge:
             if least > 1: verdict = 'safe with loss scaling'
         if reasons: verdict = 'keep modules in fp32'
         else:
-            own = max(s.error for s in low.seen.values())
+            own = max((s.error for s in low.seen.values() if s.error > 0), default=0.)
             reasons = [f'no module has an error above {own:.2%}' if own else 'nothing was flagged']
         if scales: reasons = [*reasons[:4], f'loss scales from {least:,.9g} to {most:,.9g} fit']
         reason, names = some(reasons, 5, '; '), []
@@ -228,7 +228,7 @@ def wrong_in_fp32(fp32: Trace, batches: Any) -> str:
     NaN in the data matters only then: it may mark unknown targets, which the loss ignores.
     """
     if not fp32.seconds: return 'no batch gave a loss: use batches with targets, or a model that returns the loss'
-    if _is_fine(fp32): return ''
+    if fp32.loss_is_finite and fp32.grads_are_finite: return ''
     if bad := not_finite_data(batches): return bad
     what = 'gradients are' if fp32.loss_is_finite else 'loss is'
     first = next((f', first in {named(n)}' for n, s in fp32.seen.items() if s.failed), '')
