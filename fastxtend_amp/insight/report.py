@@ -134,8 +134,8 @@ def precision_report(self: Learner,
     - `RuntimeError` if it is called inside a fit
     - any error of the model in fp32
     """
-    asked = choices_from(modes)[1:]                              # without fp32
-    if not asked or any(c.half_weights or not c.mode.dtype for c in asked):
+    asked = [c.mode for c in choices_from(modes) if c.mode and not c.half_weights]
+    if not asked or not all(m.dtype for m in asked):
         raise ValueError(f"modes={modes!r} cannot be used: give 'bf16', 'fp16' or 'fp8', or a list of these; they are "
                          'compared with fp32, and TF32 has the range of fp32.')
     check_count('n_batches', n_batches, 1)
@@ -154,7 +154,7 @@ def precision_report(self: Learner,
                          f"first is '{half[0]}'.\nCall `learn.model.float()` first. Autocast casts where it can.")
     with one_at_a_time, cuda_rules() if simulated else nullcontext(), progress_bar(self, max_seconds) as tick:
         report = _Report(self, max_seconds, simulated, tick)
-        return report.on([c.mode for c in asked], n_batches, self.dls.train if dl is None else dl)
+        return report.on(asked, n_batches, self.dls.train if dl is None else dl)
 
 
 @dataclass(eq=False)
@@ -238,7 +238,7 @@ class _Report:
         n = len(self.batches)
         notes = [f"Looked at {n} batch{'es' * (n > 1)} of {self.few} samples with the current weights. Other batches "
                  '(`n_batches`) and later weights may flag other modules.']
-        if emulated := ' and '.join(filter(self._is_emulated, self.low)):
+        if emulated := ' and '.join(m for m in self.low if self._is_emulated(m)):
             fewer = (f'. Of {self.whole} samples only the first {self.few} were run, and no gradients compared'
                      * (self.few < self.whole))
             notes.append(f'{emulated}: emulated on this device, usually slower than fp32{fewer}.')

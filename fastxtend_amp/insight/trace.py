@@ -68,7 +68,7 @@ class _Frame:
     # By address: a tensor there, and the fp32 copy of its memory.
     twins: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
-    def twin(self, t: torch.Tensor) -> torch.Tensor | None:
+    def twin(self, t: torch.Tensor) -> Any:
         "Return the fp32 twin of `t`, which shares memory with the twins of its views; None if it is exact."
         found = self.twins.get(_address(t))
         return None if found is None else found[1].as_strided(t.shape, t.stride(), t.storage_offset())
@@ -78,9 +78,8 @@ class _Frame:
         address = _address(t)
         if not address or t.shape != wide.shape: return
         if self.twin(t) is None:                                 # of all that shares this memory
-            whole = t.detach().as_strided((t.untyped_storage().nbytes() // t.element_size(),), (1,), 0)
-            self.twins[address] = t, whole.to(wide.dtype, copy=True)
-        self.twins[address][1].as_strided(t.shape, t.stride(), t.storage_offset()).copy_(wide)
+            self.twins[address] = t, t.new_empty(0).set_(t.untyped_storage()).to(wide.dtype, copy=True)
+        self.twin(t).copy_(wide)
 
     def wide(self, t: torch.Tensor) -> torch.Tensor:
         twin = self.twin(t)
@@ -106,11 +105,11 @@ class Trace(TorchDispatchMode):
         self.seen: dict[str, Seen] = {}
         self.loss_is_finite = self.grads_are_finite = True
         self.error = ''                                          # why it ended: the text of an exception
-        self.failed_in: str | None = None                        # the module that raised it; None before a batch
+        self.failed_in = ''                                      # the module that raised it; '' before a batch
         self.in_fp8: dict[str, nn.Linear] = {}                   # the layers that round as FP8 does
         self.unseen: dict[str, str] = {}                         # what cannot be read, and its first module
         self._frames: list[_Frame] = []
-        self._backward, self.began = False, 0.
+        self._backward = False
         self.seconds = 0.                                        # of the CPU for the last batch; 0 without a loss
 
     @contextmanager
@@ -128,7 +127,7 @@ class Trace(TorchDispatchMode):
 
     def begin(self) -> None:
         "Begin a batch."
-        self._frames, self._backward, self.began = [], False, time.process_time()
+        self.failed_in, self._frames, self._backward, self.began = LOSS, [], False, time.process_time()
 
     def end_forward(self, loss: torch.Tensor) -> None:
         "Record the loss, which is not scaled yet."
@@ -144,9 +143,8 @@ class Trace(TorchDispatchMode):
         with unwatched():
             for name, m in qualified_names(model):
                 for p in m.parameters(recurse=False):
-                    if p.grad is None: continue
-                    g = p.grad.coalesce().values() if p.grad.is_sparse else p.grad
-                    if not is_plain(g): continue
+                    if p.grad is None or not is_plain(p.grad): continue
+                    g = p.grad.to_dense()
                     self.grads_are_finite &= all_finite(g)
                     if name in self.seen: self._gradient(self.seen[name], g)
             model.zero_grad()                                    # before the next batch adds to them
@@ -167,7 +165,8 @@ class Trace(TorchDispatchMode):
         with unwatched():
             frame = self._frames.pop()
             seen = frame.seen
-            if output is None and sys.exc_info()[0] is not None: self.failed_in = self.failed_in or seen.name
+            is_innermost = self.failed_in == LOSS
+            if is_innermost and output is None and sys.exc_info()[0] is not None: self.failed_in = seen.name
             outputs = [] if in_function_transform() else tensors(output)
             for out in outputs:
                 if self.reference is None and out.requires_grad: out.register_hook(partial(self._gradient, seen))
@@ -200,6 +199,7 @@ class Trace(TorchDispatchMode):
         if makes_nothing or self._backward or not self._frames: return func(*args, **kwargs)
         frame = self._frames[-1]
         seen, inputs = frame.seen, tensors((args, kwargs))
+        fp32 = self.reference and self.reference.seen.get(seen.name)
         strange = [t for t in tensors((args, kwargs), floating=False) if t.is_floating_point() and not is_plain(t)]
         for t in strange: self.unseen.setdefault(f'{type(t).__name__} of {t.dtype}', seen.name)
         is_cast = op.name == '_to_copy' and kwargs.get('dtype') in HALF
@@ -220,7 +220,6 @@ class Trace(TorchDispatchMode):
             if op.name not in _MOVES or is_cast:
                 seen.largest = max(seen.largest, largest)
                 if o.dtype in HALF: seen.half = max(seen.half, largest)
-            fp32 = self.reference and self.reference.seen.get(seen.name)
             # Rounding errors of what is exactly 0 in fp32 would be 100%.
             if w is not None and (not fp32 or fp32.largest): frame.keep(o, w)
             if o.dtype is torch.float16 and op.name.startswith(('add', 'clamp')) and isinstance(args[1], float):
@@ -294,7 +293,7 @@ def trace(
     *,
     reference: Trace | None = None, # In fp32, of the same batches
     in_fit: bool = False, # Whether `learn` is in the middle of a batch
-    random_state: RandomState | None = None, # To begin with; the present one if None
+    random_state: RandomState | tuple = (), # To begin with; the present one if empty
 ) -> Trace:
     """Run batches forward and backward in a copy of `learn`, in its own loop with its callbacks; no step is taken.
 
@@ -303,7 +302,7 @@ def trace(
     found, where = Trace(mode, reference), ''
     try:
         with running_copy(learn, mode, keep, scale, found) as copy:
-            if random_state is not None: set_random_state(random_state)
+            set_random_state(random_state)
             if not in_fit:
                 copy.create_opt()
                 begin_fit(copy, 1)
@@ -321,7 +320,6 @@ def trace(
     except Exception as e:
         if mode is None and not where: raise
         found.error = first_line(e) + where
-        if found.began: found.failed_in = found.failed_in or LOSS
     return found
 
 
