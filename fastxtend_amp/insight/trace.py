@@ -103,7 +103,7 @@ class Trace(TorchDispatchMode):
         super().__init__()
         self.mode, self.reference = mode, reference
         self.seen: dict[str, Seen] = {}
-        self.loss_is_finite = self.grads_are_finite = True
+        self.not_finite = ''                                     # 'loss', or 'gradient' if no loss was
         self.error = ''                                          # why it ended: the text of an exception
         self.failed_in = ''                                      # the module that raised it; '' before a batch
         self.in_fp8: dict[str, nn.Linear] = {}                   # the layers that round as FP8 does
@@ -132,7 +132,7 @@ class Trace(TorchDispatchMode):
     def end_forward(self, loss: torch.Tensor) -> None:
         "Record the loss, which is not scaled yet."
         with unwatched():
-            self.loss_is_finite &= all_finite(loss)
+            if not all_finite(loss): self.not_finite = 'loss'
             if self._frames:
                 self._compare(self._frames[0], loss)
                 self.seen[LOSS] = self.seen.pop(LOSS)            # the last
@@ -145,7 +145,7 @@ class Trace(TorchDispatchMode):
                 for p in m.parameters(recurse=False):
                     if p.grad is None or not is_plain(p.grad): continue
                     g = p.grad.to_dense()
-                    self.grads_are_finite &= all_finite(g)
+                    if not all_finite(g): self.not_finite = self.not_finite or 'gradient'
                     if name in self.seen: self._gradient(self.seen[name], g)
             model.zero_grad()                                    # before the next batch adds to them
         self.seconds = time.process_time() - self.began
