@@ -1,6 +1,6 @@
-"""Files that released versions wrote are read by this one; `tests/files/write.py` wrote them, one set for each release.
+"""Files of released versions load; `tests/files/write.py` wrote them, one set for each release.
 
-A file loads, and training goes on with the loss scale that it holds.
+A file loads, and training continues with the loss scale that it contains.
 """
 
 from pathlib import Path
@@ -25,7 +25,7 @@ def mode_of(file):
 
 
 def read(f):
-    "What `f()` returns, with warnings about other versions left out."
+    "Return `f()`, without warnings about other versions."
     result = []
     told(lambda: result.append(f()))
     return result[0]
@@ -94,7 +94,7 @@ def test_an_exported_file(file):
 
 @files('learner')
 def test_a_pickled_learner(file):
-    "It goes on in the precision that it had, with its scale."
+    "It continues in the precision that it had, with its scale."
     mode = mode_of(file)
     learn = read(lambda: torch.load(file, weights_only=False))
     cb = learn.precision

@@ -1,4 +1,4 @@
-"PyTorch's settings for the precision of fp32: as they were after the context, whichever way they were set."
+"PyTorch's settings for fp32 precision are restored after the context, whichever way they were set."
 
 import pytest, torch
 from torch import backends
@@ -19,7 +19,7 @@ def values():
 
 
 def old_names():
-    "What the old names give, those that raise left out."
+    "Return the values of the old names, without those that raise an error."
     found = {}
     for name, read in {
         'precision': torch.get_float32_matmul_precision,
@@ -75,7 +75,7 @@ def put_back():
     before = values()
     yield
     torch.set_float32_matmul_precision('highest')
-    backends.cudnn.allow_tf32 = True  # also by its old name, which `torch.export` reads
+    backends.cudnn.allow_tf32 = True  # also under its old name, which `torch.export` reads
     for name, setting in FP32_SETTINGS.items():
         if get_fp32_setting(*setting[:2]) != before[name]:
             set_fp32_setting(*setting[:2], setting[2])

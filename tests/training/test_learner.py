@@ -1,4 +1,4 @@
-"What a user calls on a learner."
+"The methods that a user calls on a learner."
 
 import inspect
 
@@ -259,7 +259,7 @@ def test_the_same_callback_twice_on_one_learner_is_refused():
 
 
 class PrecisionCallback(Callback):
-    "Anybody's; fastai names it `learn.precision`."
+    "Another library's callback; fastai names it `learn.precision`."
 
     def __init__(self):
         self.n_batches = 0
@@ -270,7 +270,7 @@ class PrecisionCallback(Callback):
 
 @pytest.mark.parametrize('mode', ['fp32', 'bf16'])
 def test_a_callback_of_anybodys_named_precision(mode, tmp_path):
-    "It keeps its name, and what needs the precision's callback finds that."
+    "It keeps its name, and code that needs the precision callback still finds it."
     theirs, learn = PrecisionCallback(), learner(path=tmp_path)
     learn.add_cb(theirs)
     getattr(learn, f'to_{mode}')()
