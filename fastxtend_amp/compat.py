@@ -93,12 +93,12 @@ def skips_by_flag(opt: Any) -> bool:
     return getattr(opt, _SKIPS, False)
 
 
-def found_inf_of(scaler: GradScaler, opt: Any) -> torch.Tensor:
-    """Return the flag that `scaler.unscale_(opt)` left, on the device: 0-dim fp32, 1 if a gradient is not finite.
+def found_infs_of(scaler: GradScaler, opt: Any) -> list[torch.Tensor]:
+    """Return the flags that `scaler.unscale_(opt)` left, one for each device: 0-dim fp32, 1 if a gradient is not finite.
 
-    Relies on `GradScaler._found_inf_per_device` (since 1.6); without it the first step of a fused optimizer fails.
+    Relies on `GradScaler._found_inf_per_device` (since 1.6); without it the first step with loss scaling fails.
     """
-    return next(iter(scaler._found_inf_per_device(opt).values()))
+    return [*scaler._found_inf_per_device(opt).values()]
 
 
 def get_fp32_setting(backend: str, op: str) -> str: # 'ieee', 'tf32', 'bf16', or 'none'

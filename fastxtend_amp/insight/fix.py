@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ..precisions import PRECISIONS, Precision
-from ..training.loop import at_batch_end, open_scopes
+from ..training.loop import at_batch_end
 from .precisions import precision_call
 
 __all__ = ['Fix', 'fix']
@@ -25,7 +25,7 @@ def fix(
     alarm: Any, # An `Alarm` that was diagnosed
 ) -> bool: # False without a remedy, and after three fixes in this fit
     "Apply the remedy when the batch ends, in the same callback: history, optimizer and loss scale continue."
-    scopes: Any = open_scopes(cb.learn)
+    scopes: Any = cb.learn._scopes
     if alarm.remedy is None or scopes.n_fixes == MOST: return False
     scopes.n_fixes += 1
     call = precision_call(cb.learn, *alarm.remedy)

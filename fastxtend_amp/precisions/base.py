@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple
 
@@ -54,6 +54,7 @@ class Precision:
     package: ClassVar[str] = '' # A package that it needs besides torch and fastai
     rules: ClassVar[dict[str, Callable[[torch.device], Support]]] = {} # By device type: how it runs this precision
     arguments: dict[str, Any] # Of the constructor, defaults included
+    around_step: Callable[[Learner], AbstractContextManager] | None = None # Makes a context for the optimizer's step
 
     def __init_subclass__(cls) -> None:
         if 'name' not in vars(cls): return
@@ -143,10 +144,6 @@ class Precision:
     def around_batch(self, device: torch.device) -> list[AbstractContextManager]:
         "Return new contexts for a forward pass and its loss."
         return [torch.autocast(device.type, dtype=self.dtype, cache_enabled=_CACHE)] if self.dtype else []
-
-    def around_step(self, learn: Learner) -> AbstractContextManager:
-        "Return a context for the optimizer's step."
-        return nullcontext()
 
     def scaler(self, device: torch.device) -> GradScaler | None:
         "Return what scales the loss in a fit on `device`; None without loss scaling."

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from ..precisions import PRECISIONS, AMPMode, Auto, Precision, each_precision, f
 from ..precisions.fp16 import FP16, SCALING
 from ..precisions.fp32_modules import Replaced, Replacement
 from .fit import Fit
-from .loop import in_batch, open_scopes, precision_callback
+from .loop import in_batch, precision_callback
 from .scaling import StepHistory
 from .state import PrecisionState
 
@@ -78,7 +78,7 @@ class MixedPrecision(PrecisionState):
     @contextmanager
     def amp_context(self) -> Iterator[None]:
         "Run code in this precision, on the device that training uses."
-        fit = self.fit or self._new_fit(training_device(self._learn))
+        fit = self.fit or self._new_fit(training_device(self.learn))
         with ExitStack() as stack:
             for context in fit.precision.around_fit(fit.model) if self.fit is None else []:
                 stack.push(partial(self._leave_later, context))
@@ -105,12 +105,11 @@ class MixedPrecision(PrecisionState):
 
     # -- a fit
 
-    def _new_fit(self, device: torch.device) -> Fit: return Fit(self._learn, self.precision.on(device), device)
+    def _new_fit(self, device: torch.device) -> Fit: return Fit(self.learn, self.precision.on(device), device)
 
     def open(self) -> Fit:
-        "Begin a fit, unless one is open: check that the model runs in the precision, and enter what lasts for the fit."
-        if self.fit is not None: return self.fit
-        learn = self._learn
+        "Begin a fit: check that the model runs in the precision, and enter what lasts for the fit."
+        learn = self.learn
         self.refuse_others(learn)
         self._release()
         fit = self._new_fit(model_device(learn.model, training_device(learn)))
@@ -127,86 +126,81 @@ class MixedPrecision(PrecisionState):
         fit.close(failed)
         fit.learn.scaler = self.fit = None
 
-    # -- the events of fastai's loop
+    # -- the events of fastai's loop; those of a batch run only while a fit is open
 
     def before_fit(self):
         "Begin the fit; raise before the first batch is loaded if the precision cannot be used."
-        if open_scopes(self._learn): self.open()                  # `validate()` alone begins with its first batch
+        if self.learn._scopes and self.fit is None: self.open()   # `validate()` alone begins with its first batch
 
     def before_train(self):
         "Check what only training needs."
-        fit, self.epoch_start = self.open(), len(self.history)   # it may be added during a fit
+        fit, self.epoch_start = self.fit or self.open(), len(self.history)   # it may be added during a fit
         fit.use_model()
         fit.open_training(warn_of_emulation=not self._has_trained)
 
     def before_validate(self):
         "Keep autocast's casts of the weights until the validation ends: nothing changes the weights meanwhile."
-        fit = self.open()
+        fit = self.fit or self.open()
         fit.casts = None                                         # of an earlier validation
         if not fit.precision.dtype: return
         kind = fit.device.type                                   # the cache lives as long as any autocast is open
         same = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-        open_scopes(self._learn)[-1].enter(same)
+        self.learn._scopes[-1].enter_context(same)
 
     def before_batch(self):
         "Enter autocast."
-        fit, learn, scopes = self.open(), self._learn, open_scopes(self._learn)
-        if not scopes:
+        fit, learn = self.fit or self.open(), self.learn
+        if not learn._scopes:
             raise RuntimeError("A batch's events were called outside of `Learner.one_batch`: autocast would stay on.\n"
                                'Call `learn.one_batch(i, batch)`, or call events yourself without a precision and run '
                                'the model inside `learn.amp_context()`.')
         if learn.model is not fit.model: fit.use_model()
-        if learn.training and learn.opt is not None: fit.open_training(warn_of_emulation=not self._has_trained)
-        if learn.training and fit.scaling is not None: fit.scaling.start()
+        if learn.training and learn.opt is not None:
+            if not fit.is_training: fit.open_training(warn_of_emulation=not self._has_trained)
+            if fit.scaling is not None: fit.scaling.start()
         casts = None if torch.is_grad_enabled() else (fit.model, sum(p._version for p in fit.model.parameters()))
         if casts is None or casts != fit.casts: torch.clear_autocast_cache()   # it may hold casts of old weights
-        fit.casts = casts
-        for context in fit.batch_contexts(): scopes[-1].enter(context)
+        fit.casts, scope = casts, learn._scopes[-1]
+        scope.around_step = fit.precision.around_step
+        for context in fit.batch_contexts(): scope.enter_context(context)
 
     def after_pred(self):
         "Give the loss and the metrics fp32."
-        if self.fit is not None and self.fit.precision.dtype: self._learn.pred = to_fp32(self._learn.pred)
+        if self.fit.precision.dtype: self.learn.pred = to_fp32(self.learn.pred)
 
     def after_loss(self):
         "Exit autocast; record and back-propagate the loss in fp32."
-        self._exit_autocast()
-        if self.fit is None or not self.fit.precision.dtype: return
-        for name in ('loss_grad', 'loss'):                       # without targets an earlier batch's, already fp32
-            value = vars(self._learn).get(name)
-            if torch.is_tensor(value) and is_half(value): setattr(self._learn, name, value.float())
-
-    def _exit_autocast(self) -> None:
-        if scopes := open_scopes(self._learn): scopes[-1].close()
+        learn = self.learn
+        learn._scopes[-1].close()
+        loss = vars(learn).get('loss')                           # without targets an earlier batch's, already fp32
+        if self.fit.precision.dtype and torch.is_tensor(loss) and is_half(loss):
+            learn.loss, learn.loss_grad = loss.float(), to_fp32(vars(learn).get('loss_grad'))
 
     def before_backward(self):
         "Scale the loss."
-        if scaling := self._scaling: self._learn.loss_grad = scaling.scale_loss(self._learn.loss_grad)
+        if scaling := self.fit.scaling: self.learn.loss_grad = scaling.scale_loss(self.learn.loss_grad)
 
     def before_step(self):
         "Unscale the gradients; cancel the step if one is not finite, unless the optimizer skips it on the device."
-        scaling = self._scaling
+        scaling = self.fit.scaling
         if scaling is None: return
         scaling.unscale()
-        if scaling.held_back: raise CancelStepException()
-
-    def around_step(self) -> AbstractContextManager:
-        "Return a context for the optimizer's step."
-        return nullcontext() if self.fit is None else self.fit.precision.around_step(self._learn)
+        if scaling.found_inf is True: raise CancelStepException()
 
     def after_cancel_step(self):
         "Keep the scale if another callback cancelled the step."
-        if (scaling := self._scaling) and not scaling.held_back: scaling.cancel()
+        if (scaling := self.fit.scaling) and scaling.found_inf is not True: scaling.cancel()
 
     def after_step(self):
         "Record the step, and update the scale."
-        if scaling := self._scaling: scaling.update()
+        if scaling := self.fit.scaling: scaling.update()
 
-    def after_cancel_batch(self): self._exit_autocast()          # before callbacks of a higher order run
+    def after_cancel_batch(self): self.learn._scopes[-1].close()   # before callbacks of a higher order run
 
     def after_batch(self):
         "Exit autocast if an event was left out; warn of modules kept in fp32 that were not called."
-        self._exit_autocast()
-        if self._has_trained or not self._learn.training or self.fit is None: return
+        self.learn._scopes[-1].close()
+        if self._has_trained or not self.learn.training: return
         self._has_trained = True
         self.fit.precision.kept.warn_of_unused()
 
@@ -216,7 +210,7 @@ class MixedPrecision(PrecisionState):
 
     def after_fit(self):
         "End the fit before callbacks of a higher order load weights; not at the event of a `validate()` inside it."
-        if len(open_scopes(self._learn)) > 1 or in_batch(self._learn): return
+        if len(self.learn._scopes) > 1 or in_batch(self.learn): return
         is_silent = self.on_overflow == 'ignore' or self._scaling is None or self.fit.has_warned
         if not is_silent and (message := self._scaling.skip_message()): warn_user(message)
         self.close()

@@ -1,17 +1,18 @@
 """The scopes of fastai's loop: what a precision opens in one is closed when it ends or fails.
 
-fastai runs every part of its loop through `Learner._with_events`. Importing this file replaces that method. A learner
-without a precision costs one look-up of its callbacks; with one, `learn._scopes` lists the open parts until the
-outermost ends.
+fastai runs every part of its loop through `Learner._with_events`. Importing this file replaces that method, and adds
+the attributes `_scopes` and `mixed_precision` to `Learner`. A learner without a precision costs one look-up of its
+callbacks; with one, `learn._scopes` lists the open parts until the outermost ends.
 """
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
 from fastai.callback import fp16
+from fastai.callback.core import _inner_loop
 from fastai.learner import Learner
 from fastcore.basics import noop
 from fastcore.foundation import L
@@ -20,8 +21,7 @@ from ..common import training_device, warn_user
 from ..compat import AutocastState
 from ..devices.facts import autocast_available
 
-__all__ = ['PRECISION_CALLBACKS', 'LoopCallback', 'at_batch_end', 'in_batch', 'open_scopes', 'precision_callback',
-           'set_callback']
+__all__ = ['PRECISION_CALLBACKS', 'LoopCallback', 'at_batch_end', 'in_batch', 'precision_callback', 'set_callback']
 
 PRECISION_CALLBACKS = (fp16.MixedPrecision, fp16.ModelToHalf, fp16.NonNativeMixedPrecision)
 _WHOLE = ('fit', 'epoch', 'train', 'validate')                   # parts that end the fit if they are outermost
@@ -29,37 +29,22 @@ _HOLDING = (*_WHOLE, 'batch')                                    # parts in whic
 _LOW_WORDS = ('Half', 'BFloat16', 'dtype', 'scalar type', 'primitive')   # in PyTorch's errors where only fp32 runs
 
 
-class Scope:
-    "One run of `_with_events`: its kind ('fit', 'batch', 'step' ...) and what was entered in it."
-    def __init__(self, kind: str): self.kind, self.contexts = kind, list[AbstractContextManager]()
-
-    def enter(self, context: AbstractContextManager) -> None:
-        "Enter `context` until the scope ends. (What an interrupt leaves of autocast `AutocastState` restores.)"
-        context.__enter__()
-        self.contexts.append(context)
-
-    def close(self) -> None:
-        "Leave what was entered."
-        while self.contexts:
-            self.contexts[-1].__exit__(None, None, None)
-            del self.contexts[-1]
+class Scope(ExitStack):
+    "One run of `_with_events` ('fit', 'epoch', 'batch' ...), with the contexts that were entered in it."
+    around_step: Callable[[Learner], AbstractContextManager] | None = None   # in a batch: makes a context for its step
+    kind = ''
 
 
 class Scopes(list):
     "The open scopes of a learner; a copy of the learner is outside of them."
     waiting: Callable[[], Any] | None = None                     # what to do when the batch has ended
     n_fixes = 0                                                  # of this fit, with on_overflow='fix'
-    def __reduce_ex__(self, protocol): return list, ()
-
-
-def open_scopes(learn: Learner) -> Scopes | list[Scope]:
-    "Return the learner's open scopes; none without a precision."
-    return vars(learn).get('_scopes') or []
+    def __reduce_ex__(self, protocol): return tuple, ()
 
 
 def in_batch(learn: Learner) -> bool:
     "Return whether a batch is open, in which a precision cannot be exchanged."
-    return any(scope.kind == 'batch' for scope in open_scopes(learn))
+    return any(scope.kind == 'batch' for scope in learn._scopes)
 
 
 def precision_callback(learn: Learner) -> Any: # A `MixedPrecision`
@@ -72,11 +57,12 @@ _fastais = Learner._with_events
 
 def _with_events(self: Learner, f: Callable, event_type: str, ex: type[Exception], final: Callable = noop) -> None:
     "Run a part of fastai's loop; what a precision opened in it is closed at its end."
-    scopes: Any = open_scopes(self)
+    scopes: Any = self._scopes
     if scopes and event_type in _HOLDING: return _scope(self, scopes, f, event_type, ex, final)
+    if scopes:
+        if event_type == 'step' and scopes[-1].around_step: f = partial(_step, scopes[-1].around_step, self, f)
+        return _fastais(self, f, event_type, ex, final)
     cb = precision_callback(self)
-    if cb is not None and event_type == 'step': f = partial(_step, cb, f)
-    if scopes: return _fastais(self, f, event_type, ex, final)
     if cb is None:
         try: return _fastais(self, f, event_type, ex, final)
         except BaseException:
@@ -101,13 +87,14 @@ def _with_events(self: Learner, f: Callable, event_type: str, ex: type[Exception
 
 
 def _close(learn: Learner, failed: bool = False) -> None:
-    if cb := precision_callback(learn): cb.close(failed)              # it may have been exchanged
+    if cb := precision_callback(learn): cb.close(failed)         # it may have been exchanged
 
 
 def _scope(self: Learner, scopes: Scopes, f: Callable, event_type: str, ex: type[Exception], final: Callable) -> None:
     depth, vars(self)['_scopes'] = len(scopes), scopes
     try:
-        scopes.append(Scope(event_type))
+        scopes.append(Scope())
+        scopes[-1].kind = event_type
         _fastais(self, f, event_type, ex, final)
     finally:
         while len(scopes) > depth:
@@ -117,11 +104,8 @@ def _scope(self: Learner, scopes: Scopes, f: Callable, event_type: str, ex: type
     if scopes.waiting and depth and not in_batch(self): _do_waiting(scopes)
 
 
-def _step(cb: Any, step: Callable[[], object]) -> None:
-    with cb.around_step(): step()
-
-
-Learner._with_events = _with_events
+def _step(around: Callable, learn: Learner, step: Callable[[], object]) -> None:
+    with around(learn): step()
 
 
 def _explain(learn: Learner, error: BaseException) -> None:
@@ -132,6 +116,20 @@ def _explain(learn: Learner, error: BaseException) -> None:
         if hasattr(error, 'add_note'):                           # Python 3.11
             error.add_note('If the model trains in fp32: `learn.precision_report()` names the module that does not '
                            'run in 16 bits, and prints the call that keeps it in fp32.')
+
+
+class _MixedPrecision:
+    "The learner's callback of this name, ours or fastai's own; no attribute in plain fp32."
+    def __get__(self, learn: Learner | None, kind: type | None = None) -> Any:
+        if learn is None: return self
+        found = [cb for cb in learn.cbs if isinstance(cb, fp16.MixedPrecision)]
+        if not found: raise AttributeError('mixed_precision')
+        return found[0]
+    def __set__(self, learn: Learner, cb: Any) -> None: "Called by fastai's `add_cb`."
+    def __delete__(self, learn: Learner) -> None: "Called by fastai's `remove_cb`."
+
+
+Learner._with_events, Learner._scopes, Learner.mixed_precision = _with_events, (), _MixedPrecision()
 
 
 # -- one precision callback for a learner
@@ -150,7 +148,7 @@ def at_batch_end(
     change: Callable[[], Any], # What changes the learner's precision; replaces an earlier change of the same batch
 ) -> None:
     "Call `change` now, or when the batch that is open has ended."
-    if in_batch(learn): vars(learn)['_scopes'].waiting = change
+    if in_batch(learn): learn._scopes.waiting = change
     else: change()
 
 
@@ -163,67 +161,43 @@ def _exchange(learn: Learner, cb: Any) -> None:
     old = [c for c in learn.cbs if isinstance(c, PRECISION_CALLBACKS) and c is not cb]
     for c in old:
         if isinstance(c, LoopCallback): c.close()
-    if cb is not None and not any(c is cb for c in learn.cbs): cb.attach(learn)
+    if cb is not None and cb not in learn.cbs: cb.learn = learn
     # One assignment, so that an interrupt leaves either precision whole; first, for callbacks of order 10 see true
     # gradients only after it.
     learn.cbs = L([c for c in (cb,) if c is not None] + [c for c in learn.cbs if c not in old and c is not cb])
-    names = 'mixed_precision', 'non_native_mixed_precision', 'model_to_half', 'scaler'
-    for name in names: vars(learn).pop(name, None)
-    if cb is not None: vars(learn)['mixed_precision'] = cb
+    for name in ('non_native_mixed_precision', 'model_to_half', 'scaler'): vars(learn).pop(name, None)
     for c in old: c.learn = None
 
 
 class LoopCallback(fp16.MixedPrecision):
     "The part of a precision callback that knows which learner it belongs to; `fit` is what it has open."
+    name = 'mixed_precision'                                     # also of subclasses
     run = True
     fit: Any = None
     watchers: Sequence[Any] = ()                                 # with events of their own, after this callback's
-    _learn: Any = None
-    _has_left = False                                            # the last learner
 
     def close(self, failed: bool = False) -> None: "End the fit that is open, if there is one."
-    def around_step(self) -> AbstractContextManager: return nullcontext()
 
-    def attach(self, learn: Learner) -> None:
-        "Belong to `learn`."
-        if any(cb is self for cb in learn.cbs):
+    def __setattr__(self, name, value):
+        if name == 'learn' and self.learn is not None: self._leave(value)
+        object.__setattr__(self, name, value)                    # fastai would look the name up on learner and model
+
+    def _leave(self, new: Learner | None) -> None:
+        "Leave the learner, for `new` or for none."
+        former, others = self.learn, [cb for cb in self.learn.cbs if cb is not self]
+        if new is former and len(others) < len(former.cbs):
             raise ValueError(f'{self!r} is on this learner already, and would run twice in each batch.\n'
                              'Leave it out of `cbs`.')
-        if self._learn is not None and learn is not self._learn:
-            former = self._learn
-            former.cbs = former.cbs.copy()                       # `Learner(cbs=learn.cbs)` goes through the old list
-            former.remove_cb(self)
-            warn_user('A precision callback moved from one learner to another: the first trains in fp32 from now on.\n'
-                      'Give each learner its own: `learn.to_fp16()` or `learn.to_bf16()`.')
-        self._learn, self._has_left = learn, False
-
-    # fastai would look each name up on the learner and its model, and warn if it is there; these names are our own.
-    def __setattr__(self, name, value): object.__setattr__(self, name, value)
-
-    @property
-    def name(self) -> str:
-        """The learner's attribute, also of subclasses: fastai's `load_learner` removes what has it.
-
-        One that has left its learner has another name, because fastai deletes the attribute after `fit(cbs=...)`.
-        """
-        return 'former_precision' if self._has_left else 'mixed_precision'
-
-    @property
-    def learn(self): return self._learn
-    @learn.setter
-    def learn(self, learn):                                      # set by fastai's `add_cb`, and to None by `remove_cb`
-        if learn is not None: return self.attach(learn)
-        if self._learn is None: return
-        if any(cb is self for cb in self._learn.cbs):
-            if in_batch(self._learn):
-                raise RuntimeError('A precision callback cannot be removed in the middle of a batch.\n'
-                                   'Call `learn.to_fp32()`, `to_fp16()` or `to_bf16()`, which take effect at its end, '
-                                   'or remove it at `before_epoch`, `before_train`, `after_train` or `after_epoch`.')
-            self.close()
-            others = [cb for cb in self._learn.cbs if isinstance(cb, LoopCallback) and cb is not self]
-            for name in ('mixed_precision', 'scaler'): vars(self._learn).pop(name, None)
-            if others: vars(self._learn)['mixed_precision'] = others[0]
-        self._learn, self._has_left = None, True
+        if in_batch(former) and len(others) < len(former.cbs):
+            raise RuntimeError('A precision callback cannot be removed in the middle of a batch.\n'
+                               'Call `learn.to_fp32()`, `to_fp16()` or `to_bf16()`, which take effect at its end, '
+                               'or remove it at `before_epoch`, `before_train`, `after_train` or `after_epoch`.')
+        self.close()
+        vars(former).pop('scaler', None)
+        former.cbs = L(others)                                   # a new list: `Learner(cbs=learn.cbs)` reads the old one
+        if new is None: return
+        warn_user('A precision callback moved from one learner to another: the first trains in fp32 from now on.\n'
+                  'Give each learner its own: `learn.to_fp16()` or `learn.to_bf16()`.')
 
     def refuse_others(self, learn: Learner) -> None:
         "Raise a `ValueError` if the learner has another precision callback, or this one twice."
@@ -235,13 +209,11 @@ class LoopCallback(fp16.MixedPrecision):
 
     def __call__(self, event_name: str) -> None:
         "Run an event here, then in the watchers, until a callback removes this one."
-        # fastai would look an event that is not here up on the learner and its model.
-        has_event = event_name in vars(self) or hasattr(type(self), event_name)
-        if has_event and self._learn is not None: super().__call__(event_name)
-        for watcher in self.watchers:
-            if self._learn is not None and (event := getattr(watcher, event_name, None)): event()
-
-    @property
-    def training(self) -> bool:
-        "True in training, for which fastai asks before each event."
-        return self._learn.training
+        is_inner, is_training = event_name in _inner_loop, getattr(self.learn, 'training', False)
+        is_open = self.fit is not None or event_name == 'before_batch'   # not if it was added within a batch
+        runs = self.run and (not is_inner or is_open and (self.run_train if is_training else self.run_valid))
+        for part in (self, *self.watchers) if runs else ():
+            # fastai would look an event that is not here up on the learner and its model.
+            has_event = event_name in vars(part) or hasattr(type(part), event_name)
+            if has_event and self.learn is not None: getattr(part, event_name)()
+        if event_name == 'after_fit': self.run = True

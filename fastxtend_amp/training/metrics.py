@@ -45,7 +45,7 @@ class loss_scale(PrecisionMetric):
 
 class skipped_steps(PrecisionMetric):
     "The number of the epoch's steps that were skipped because a gradient was not finite, as a metric."
-    def read(self, cb: MixedPrecision) -> int: return cb.history.n_skipped(cb.epoch_start)
+    def read(self, cb: MixedPrecision) -> int: return sum(cb.history.skips(cb.epoch_start))
 
 
 class gradient_norm(PrecisionMetric):

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import islice, takewhile
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch.amp import GradScaler
 from torch.nn.parameter import is_lazy
 
 from ..common import is_dtensor, optimizer_params, warn_user
-from ..compat import found_inf_of, skips_by_flag
+from ..compat import found_infs_of, skips_by_flag
 from ..precisions.scalers import DynamicScaler, UnitScaler
 from .optimizers import FUSED
 
@@ -65,26 +66,15 @@ class StepHistory:
         "The scale of the newest step that the host has read; inf before the first."
         return abs(self._steps[-1]) if self._steps else math.inf
 
-    def n_skipped(self, start: int = 0) -> int:
-        "Return how many steps from `start` on were skipped."
+    def skips(self, start: int = 0) -> Iterator[bool]:
+        "Iterate over the steps from `start` on: whether each was skipped."
         self.read()
-        return sum(step < 0 for step in islice(self._steps, start, None))
-
-    def skips(self, start: int = 0) -> list[bool]:
-        "Return for each step from `start` on whether it was skipped."
-        self.read()
-        return [step < 0 for step in self._steps[start:]]
+        return (step < 0 for step in islice(self._steps, start, None))
 
     def scales(self) -> list[float]:
         "Return the loss scale of each step."
         self.read()
         return [*map(abs, self._steps)]
-
-
-class _Probe:
-    "Stands in for the optimizer in `GradScaler.step`, which calls `step` only if every gradient is finite."
-    def __init__(self, params: list[nn.Parameter]): self.param_groups, self.stepped = [{'params': params}], False
-    def step(self) -> None: self.stepped = True
 
 
 class Scaling:
@@ -99,21 +89,13 @@ class Scaling:
         self.one, self.first_step = torch.ones((), device=device), len(history)
         self.found_inf: bool | torch.Tensor = False              # of the newest step: a gradient was not finite
         self.has_started = self.has_scaled = False               # gradients are multiplied by the scale, or zero
-        self._probe: Any = None                                  # what `unscale_` got; None after `update`
+        self._probe: Any = None                                  # the optimizer for `unscale_`; None after `update`
         self._flagged: Any = None                                # the `FlaggedStep` of a step that the device decides
         self._is_low = False                                     # skipped steps have lowered the scale below 1
         self._vanished = False                                   # all gradients of this step underflowed
         self.skips_in_a_row = 0                                  # up to now, as far as the host knows
         self._buffers: list[_Buffers] = []
         self._before = scaler.state_dict() if 'lr_finder' in vars(learn) else None
-
-    @property
-    def params(self) -> list[nn.Parameter]: return optimizer_params(self.learn.opt)
-
-    @property
-    def held_back(self) -> bool:
-        "True if the host must not take the step: a gradient was not finite."
-        return self._flagged is None and bool(self.found_inf)    # in this order: the flag may be on the device
 
     def watch_buffers(self, model: nn.Module) -> None:
         "Keep the values of the model's buffers, such as BatchNorm's statistics, for a step that will be skipped."
@@ -146,23 +128,21 @@ class Scaling:
 
     def unscale(self, may_flag: bool = True) -> None:
         "Divide the gradients by the scale, in place, and find out whether one is not finite."
-        self.cancel()                                            # of a step that an exception left unfinished
-        params = self.params
-        if not self.has_scaled or all(p.grad is None for p in params): return
+        if self._probe is not None: self.cancel()                # a step that an exception left unfinished
         opt = self.learn.opt
-        inner = opt.opt if may_flag and type(opt) is OptimWrapper else None
-        flagged = next((step for find in DEVICE_SKIPS if (step := find(inner, params)) is not None), None)
-        self._probe = _Probe(params)
+        params = [p for p in optimizer_params(opt) if p.grad is not None]
+        if not self.has_scaled or not params: return
+        finds = DEVICE_SKIPS if may_flag and type(opt) is OptimWrapper else ()
+        flagged = next((step for find in finds if (step := find(opt.opt, params)) is not None), None)
+        self._probe = SimpleNamespace(param_groups=[{'params': params}])
         self.scaler.unscale_(self._probe)
         self.has_scaled = False
-        if flagged is None:
-            self.scaler.step(self._probe)                        # synchronizes, once
-            self.found_inf = not self._probe.stepped
+        found_infs = found_infs_of(self.scaler, self._probe)
+        if flagged is None: self.found_inf = any(map(bool, found_infs))   # synchronizes, once for each device
         else:
-            self._flagged, self.found_inf = flagged, found_inf_of(self.scaler, self._probe)
+            self._flagged, self.found_inf = flagged, found_infs[0]
             flagged.mark(self.found_inf)
-        if self._is_low and not self.found_inf:
-            self._vanished = not any(p.grad.abs().sum() for p in params if p.grad is not None)
+        if self._is_low and not self.found_inf: self._vanished = not any(p.grad.abs().sum() for p in params)
 
     def update(self) -> None:
         "Record a step, taken or skipped, and let the scale grow or back off unless it is static."
@@ -185,7 +165,7 @@ class Scaling:
         "Look at what the device decided; this synchronizes."
         self.history.read()
         self._is_low = self.history.last_scale < 1 and isinstance(self.scaler, DynamicScaler)
-        self.skips_in_a_row = sum(takewhile(bool, reversed(self.history.skips(self.first_step))))
+        self.skips_in_a_row = sum(takewhile(bool, reversed([*self.history.skips(self.first_step)])))
 
     def cancel(self) -> None:
         "Keep scale and growth tracker: the step was cancelled."
@@ -214,7 +194,7 @@ class Scaling:
 
     def multiply_grads(self, factor: torch.Tensor) -> None:
         "Multiply the gradients of the learner's optimizer."
-        for p in self.params:
+        for p in optimizer_params(self.learn.opt):
             if p.grad is not None: p.grad.mul_(factor.to(p.grad.device))
 
     # -- the end of the fit
@@ -229,7 +209,7 @@ class Scaling:
             if self.learn.opt is not None and (failed or self.found_inf): self.learn.opt.zero_grad()
             self.cancel()
             # Gradients outside the optimizer are still scaled.
-            for p in {*self.learn.model.parameters()}.difference(self.params): p.grad = None
+            for p in {*self.learn.model.parameters()}.difference(optimizer_params(self.learn.opt)): p.grad = None
         self.has_scaled = False
         if self._before is not None:                             # `lr_find` restores the scale
             self.scaler.load_state_dict(self._before)
@@ -238,7 +218,7 @@ class Scaling:
 
     def skip_message(self) -> str:
         "Return a warning if most of the fit's steps were skipped; '' otherwise."
-        n, skipped = len(self.history) - self.first_step, self.history.n_skipped(self.first_step)
+        n, skipped = len(self.history) - self.first_step, sum(self.history.skips(self.first_step))
         if 2 * skipped <= n or 'lr_finder' in vars(self.learn): return ''
         scale = self.scaler.get_scale()
         head = f'{skipped} of the {n} optimizer steps of this fit were skipped: gradients were not finite.'
@@ -287,10 +267,10 @@ def _fused(opt: Any, params: list[nn.Parameter]) -> FlaggedStep | None:
     """
     if type(opt) not in FUSED.values() or not skips_by_flag(opt): return None
     if len({p.device for p in params}) > 1 or params[0].device.type == 'mps': return None
-    has_state = all(opt.state.get(p) for p in params if p.grad is not None)
+    has_state = all(map(opt.state.get, params))
     is_plain_sgd = all(group.get('momentum') == 0 for group in opt.param_groups)
     return FlaggedStep(opt) if has_state or is_plain_sgd else None
 
 
-# Each gets torch's optimizer (or None) and its parameters, and returns a `FlaggedStep` or None; `devices/` adds one.
+# Each gets torch's optimizer and its parameters with gradients, and returns a `FlaggedStep` or None; `devices/` adds one.
 DEVICE_SKIPS: list[Callable[[Any, list[nn.Parameter]], Any]] = [_fused]

@@ -50,11 +50,11 @@ class PrecisionState(LoopCallback):
     @property
     def skips(self) -> list[bool]:
         "For each entry of `scales`, True if that step was skipped because a gradient was not finite."
-        return self.history.skips()
+        return [*self.history.skips()]
     @property
     def n_skipped(self) -> int:
         "The number of skipped steps."
-        return self.history.n_skipped()
+        return sum(self.history.skips())
     @property
     def skipped(self) -> bool:
         "True if the most recent step was skipped. Available from `before_step` (order > 10). May synchronize."
@@ -66,7 +66,7 @@ class PrecisionState(LoopCallback):
     @property
     def fp32_module_names(self) -> list[str]:
         "Names of the modules kept in fp32, as `fp32_modules` matches them in the learner's model."
-        return [] if self._learn is None else list(self.precision.kept.check(self._learn.model))
+        return [] if self.learn is None else list(self.precision.kept.check(self.learn.model))
 
     @property
     def _scaling(self) -> Scaling | None: return None if self.fit is None else self.fit.scaling
@@ -75,8 +75,8 @@ class PrecisionState(LoopCallback):
 
     @property
     def _resolved(self) -> Precision:
-        if self.current is not None or self._learn is None: return self.current or self.precision
-        return self.precision.on(training_device(self._learn))
+        if self.current is not None or self.learn is None: return self.current or self.precision
+        return self.precision.on(training_device(self.learn))
 
     @property
     def state_key(self) -> str:

@@ -7,10 +7,11 @@ import pytest, torch
 from fastai.torch_core import ismin_torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fastxtend_amp.precisions import base
 from helpers import *
 
-pytestmark = pytest.mark.skipif(not ismin_torch('2.13'), reason='before PyTorch 2.13 each batch casts the weights')
 N_BATCHES = 4
+AT_ONCE = 1 if ismin_torch('2.13') else N_BATCHES  # casts of a weight in a validation: older versions cast in each batch
 on_a_cpu = pytest.mark.skipif(DEVICE.type != 'cpu', reason="the simulated device's autocast keeps no casts")
 
 
@@ -119,21 +120,32 @@ def test_predict_and_tta():
     with cast_in_each_batch(learn):
         expected = found()
     assert torch.equal(found(), expected)
-    assert len(dls.valid) == 4 and counted(learn, learn.tta)['0.weight'] == 5  # each pass over the data casts once
+    passes = 5  # over the data
+    assert len(dls.valid) == N_BATCHES and counted(learn, learn.tta)['0.weight'] == passes * AT_ONCE
     assert counted(learn, lambda: learn.predict(0))['0.weight'] == 1
 
 
 @on_a_cpu
 def test_each_weight_is_cast_once():
     learn = made()
-    once = dict.fromkeys(['0.weight', '0.bias', '3.weight', '3.bias'], 1)
+    once = dict.fromkeys(['0.weight', '0.bias', '3.weight', '3.bias'], AT_ONCE)
     for f in (learn.get_preds, learn.validate):
         assert counted(learn, f) == once
     with cast_in_each_batch(learn):
         assert counted(learn, learn.get_preds) == dict.fromkeys(once, N_BATCHES)
     assert counted(made(fp32_modules='3'), lambda: None) == {}
     kept = made(fp32_modules='3')
-    assert counted(kept, kept.get_preds) == dict.fromkeys(['0.weight', '0.bias'], 1)
+    assert counted(kept, kept.get_preds) == dict.fromkeys(['0.weight', '0.bias'], AT_ONCE)
+
+
+@on_a_cpu
+def test_without_autocasts_cache_each_batch_casts_and_predictions_are_equal(monkeypatch):
+    "As before PyTorch 2.13, where the cache stays off."
+    learn = made()
+    expected = preds(learn)
+    monkeypatch.setattr(base, '_CACHE', False)
+    assert set(counted(learn, learn.get_preds).values()) == {N_BATCHES}
+    assert torch.equal(preds(learn), expected)
 
 
 @on_a_cpu
@@ -141,7 +153,7 @@ def test_frozen_parameters_are_cast_as_often_as_without():
     "autocast's cache holds only weights that need a gradient."
     learn = made()
     learn.model[0].requires_grad_(False)
-    expected = {'0.weight': N_BATCHES, '0.bias': N_BATCHES, '3.weight': 1, '3.bias': 1}
+    expected = {'0.weight': N_BATCHES, '0.bias': N_BATCHES, '3.weight': AT_ONCE, '3.bias': AT_ONCE}
     assert counted(learn, learn.get_preds) == expected
 
 
