@@ -6,7 +6,6 @@ EXAMPLES = {
     'Learner.to_bf16':
         "learn.to_bf16()\n"
         "learn.fit_one_cycle(1)",
-    'Learner.to_tf32': "learn.to_tf32()  # needs an NVIDIA GPU",
     'Learner.to_amp':
         "learn.to_amp()              # chosen by device\n"
         "learn.to_amp(measure=True)  # chosen by measuring",
@@ -34,12 +33,6 @@ EXAMPLES = {
     'Learner.to_channelslast':
         "learn.to_channelslast(amp_mode='bf16')\n"
         "learn.fit(1)",
-    'Learner.amp_context':
-        "learn.to_bf16()\n"
-        "with learn.amp_context(): pred = learn.model(x)",
-    'Learner.precision_as':
-        "learn.to_bf16()\n"
-        "with learn.precision_as('fp32'): learn.validate()",
     'loss_scale': "learn = Learner(dls, model, metrics=[loss_scale, skipped_steps])",
     'skipped_steps': "learn = Learner(dls, model, metrics=[loss_scale, skipped_steps])",
     'MixedPrecision': "learn.fit(1, cbs=MixedPrecision('bf16'))    # for one fit",

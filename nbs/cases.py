@@ -5,7 +5,7 @@
 with random weights of a size at which the thread's values appear.
 """
 
-import math, re, sys, time, warnings
+import math, re, sys, warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -443,9 +443,7 @@ def link(name: str, case: Case) -> str:
 
 def row(name: str, case: Case) -> tuple[str, int, int]: # The row, verdicts that are right, and false alarms
     "Report on a case in bf16 and fp16."
-    start = time.time()
     verdicts = [*case.learner().precision_report(max_seconds=600).verdicts.values()]
-    took = time.time() - start
     said, right, alarms = [], 0, 0
     for v in verdicts:
         ok = case.is_right(v)
@@ -456,7 +454,7 @@ def row(name: str, case: Case) -> tuple[str, int, int]: # The row, verdicts that
         call = next(v.call for v in verdicts if v.mode == 'fp16')
         steps = f'{lost(case, "learn.to_fp16()")}, {lost(case, call)}'
     cells = [link(name, case), case.breaks, case.remedy] if case.breaks else [link(name, case)]
-    return ' | '.join(['', *cells, *said, *[steps] * bool(case.breaks), f'{took:.1f}', '']).strip(), right, alarms
+    return ' | '.join(['', *cells, *said, *[steps] * bool(case.breaks), '']).strip(), right, alarms
 
 
 def tables(names: list[str]) -> str:
@@ -469,9 +467,9 @@ def tables(names: list[str]) -> str:
         print(text, flush=True)
         rows[bool(CASES[name].breaks)].append(text)
         right, alarms = right + r, alarms + a
-    broken = ['| case and thread | what breaks in fp16 or bf16 | known fix | bf16 | fp16 | lost | s |',
-              '|---|---|---|---|---|---|--:|', *rows[True]]
-    healthy = ['| healthy model | bf16 | fp16 | s |', '|---|---|---|--:|', *rows[False]]
+    broken = ['| case and thread | what breaks in fp16 or bf16 | known fix | bf16 | fp16 | lost |',
+              '|---|---|---|---|---|---|', *rows[True]]
+    healthy = ['| healthy model | bf16 | fp16 |', '|---|---|---|', *rows[False]]
     total = f'{right} of {2 * len(names)} verdicts are right, {alarms} are false alarms (PyTorch {torch.__version__}).'
     return '\n'.join([total, '', *broken, '', *healthy])
 

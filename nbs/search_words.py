@@ -5,9 +5,10 @@ from sphinx.errors import ExtensionError
 
 WORDS = {
     'install': {
-        'Install': 'requirements, Python version',
+        'Install': 'requirements, Python version, conda, pip install',
+        'Does it work on my device?': 'supported platforms, Windows, macOS, fastxtend_amp_check',
         'Which call for which GPU or other device?':
-            'which GPU, T4, V100, A100, RTX 3090, AMD, Apple, MPS, Windows, macOS'},
+            'which GPU, T4, V100, P100, GTX 1080, A100, H100, RTX 3090, RTX 4090, RTX 5090, AMD, ROCm, Apple, MPS'},
     '04_processes_compile_xla': {
         'Several GPUs (multi-GPU, DDP)': 'multi GPU, multiple GPUs, DDP, distributed, notebook_launcher',
         'FSDP2': 'FSDP, fully_shard',
@@ -32,7 +33,9 @@ WORDS = {
     'gpu_gains': {'GPU speed-ups measured by others': 'GPU speed-up, tensor cores speed'},
     'how_it_works': {'The loss scale': 'loss scale, underflow',
                      'When a step is skipped': 'running_mean NaN, BatchNorm NaN',
-                     'The same in a PyTorch loop': 'training loop, PyTorch loop'},
+                     'One training step': 'callback order',
+                     'The same in a PyTorch loop': 'training loop, PyTorch loop',
+                     'What importing changes': 'monkey patch, uninstall, go back to fastai'},
     'recipes': {
         'Keep modules in fp32': 'fp32_modules, exclude layers, keep layer in fp32, LayerNorm',
         'Keep BatchNorm in fp32': 'batchnorm, keep batchnorm fp32',
@@ -59,7 +62,8 @@ WORDS = {
         'A frozen base in 16 bits (LoRA)': 'LoRA, frozen model, fine-tune',
         'TF32': 'TF32',
         'FP8': 'FP8, float8',
-        'ONNX, TorchScript, quantization': 'ONNX, TorchScript, quantization'},
+        'Operators: BCE (binary_cross_entropy), sdpa': 'flash attention, custom autograd function',
+        'ONNX, TorchScript, quantization': 'ONNX, export ONNX, TorchScript, quantization'},
 }
 
 

@@ -1,4 +1,4 @@
-"fastai's applications in each precision: real learners on data that comes with Python and scikit-learn."
+"Train fastai's applications in each precision: real learners, on data that comes with Python and scikit-learn."
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ DTYPE = {'fp32': torch.float32, 'bf16': torch.bfloat16, 'fp16': torch.float16}
 
 @dataclass
 class Run:
-    "One training run: the metric on the validation set, and what shows that it was the mode asked for."
+    "One training run: the metric on the validation set, and evidence that it ran in the requested mode."
 
     metric: float
     n_valid: int
-    dtypes: set  # of what the Linear and Conv layers gave
+    dtypes: set  # of the outputs of the Linear and Conv layers
 
 
 def prepare(learn, mode, fp32_modules=None):
-    "`learn` in `mode`, silent, noting the dtypes that its Linear and Conv layers give."
+    "Set `learn` to `mode`, without output, and record the output dtypes of its Linear and Conv layers."
     learn.remove_cbs([cb for cb in learn.cbs if type(cb).__name__ == 'ProgressCallback'])
     learn.logger, learn.dtypes = (lambda *_: None), set()
 
@@ -79,7 +79,7 @@ def digit_images(bs=64, batch_tfms=None, device=None, size=16, n=1797):
 
 
 def tiny_convnet(pretrained=False):
-    "An architecture as `vision_learner` takes it: body, pooling and head; `cut=-2` leaves the body."
+    "An architecture in the form that `vision_learner` expects: body, pooling and head; `cut=-2` leaves the body."
 
     def block(i, o):
         return nn.Sequential(nn.Conv2d(i, o, 3, 2, 1, bias=False), nn.BatchNorm2d(o), nn.ReLU())
@@ -115,7 +115,7 @@ def vision(mode, seed):
 
 # -- text
 
-TOPICS = ('specialnames', 'formatstrings')  # two long ones of `pydoc_data.topics`, of different matter
+TOPICS = ('specialnames', 'formatstrings')  # two long chapters of `pydoc_data.topics` on different subjects
 
 
 @cache
@@ -232,14 +232,14 @@ def collaborative(mode, seed):
 
 # -- runs and the table
 
-SEEDS = 3  # of fp32, whose spread the other modes are held against
+SEEDS = 3  # of fp32, whose spread the other modes are compared with
 
 
 @dataclass(frozen=True)
 class Application:
     f: Callable
     metric: str
-    reach: float  # what every run has to reach
+    reach: float  # what every run must reach
     higher: bool = True  # is a higher metric better?
     by_sample: bool = True  # is it a share of the validation set's samples?
 
@@ -263,7 +263,7 @@ def run(name: str, mode: str, seed: int = 0) -> Run:
 
 
 def spread(name: str) -> tuple[float, float]:
-    """Mean of fp32's runs, and how far another mode may be from it.
+    """Return the mean of the fp32 runs, and how far another mode may be from it.
 
     Three standard deviations, and for an accuracy over samples one sample.
     """
@@ -274,7 +274,7 @@ def spread(name: str) -> tuple[float, float]:
 
 
 def table(names: Sequence[str] = tuple(APPLICATIONS)) -> str:
-    "All runs as the table of nbs/guarantees.md."
+    "Return all runs as the table in nbs/guarantees.md."
     lines = ['| application, metric | fp32, by seed | may differ by | bf16 | fp16 |', '|---|---|---|---|---|']
     for name in names:
         app = APPLICATIONS[name]

@@ -6,10 +6,10 @@ import pytest, torch
 if os.environ.get('PJRT_DEVICE') and importlib.util.find_spec('torch_xla'):
     import torch_xla
 
-    # Before any backward pass of the process, or none works on XLA: autograd knows the devices there are then.
+    # Before the first backward pass of the process: autograd only knows the devices that exist at that time.
     torch_xla.device()
 
-# What the CPU computes natively, as `--cpu` has it: by the names of instruction sets.
+# The instruction sets of the CPUs that `--cpu` poses as.
 CPUS = {'emulated': '', 'bf16': 'avx512_bf16', 'fp16': 'avx512_bf16 avx512_fp16'}
 torch.set_num_threads(1)  # tests run side by side; results must not depend on the machine
 

@@ -45,7 +45,7 @@ def mlp(seed=0):
 
 
 class Attention(nn.Module):
-    "Attention whose products exceed fp16's 65,504 with a large `gain`, and are made small again: fp32 is fine."
+    "Attention whose products exceed 65,504 with a large `gain` before they are scaled down: fine in fp32 only."
 
     def __init__(self, d=8, gain=800.0):
         super().__init__()
@@ -57,7 +57,7 @@ class Attention(nn.Module):
 
 
 class Attentive(nn.Module):
-    "Takes (n, 6), gives (n, 1); its `attn` overflows in fp16 unless `gain` is small."
+    "From (n, 6) to (n, 1); its `attn` overflows in fp16 unless `gain` is small."
 
     def __init__(self, gain=800.0, drop=0.0, seed=0):
         torch.manual_seed(seed)
@@ -78,7 +78,7 @@ class Attentive(nn.Module):
 def learner(model=None, dls=None, loss_func=None, cls=Learner, cbs=None, progress=False, **kwargs):
     dls, model = dls or loaders(), mlp() if model is None else model
     if getattr(dls.device, 'type', 'cpu') == 'xla':
-        model.to(dls.device)  # others' is on the CPU until the first fit, as a user's is
+        model.to(dls.device)  # other devices' models are on the CPU until the first fit, as a user's model is
     learn = cls(dls, model, loss_func=loss_func or nn.MSELoss(), cbs=cbs, **kwargs)
     if not progress:
         learn.remove_cbs([cb for cb in learn.cbs if type(cb).__name__ == 'ProgressCallback'])
@@ -106,22 +106,22 @@ def plain_names():
 
 
 def replaced(model):
-    "The names of modules with a forward that is not their class's."
+    "Return the names of modules whose forward is not that of their class."
     return [n for n, m in model.named_modules() if 'forward' in vars(m)]
 
 
 def left_on(learn):
-    "The names that no plain learner has, callbacks left out, and those of `replaced`."
+    "Return the attributes that no plain learner has, without callbacks, and those in `replaced`."
     return [*vars(learn).keys() - plain_names() - {cb.name for cb in learn.cbs}, *replaced(learn.model)]
 
 
 def is_outside_a_fit(learn):
-    "True if the precision callback of `learn` has closed all that it opened."
+    "Return whether the precision callback of `learn` has closed everything that it opened."
     return learn.precision.fit is None and vars(learn).get('scaler') is None and not replaced(learn.model)
 
 
 def opt_state(opt):
-    "Everything an optimizer remembers, as a list of plain values and tensors, in a fixed order."
+    "Return the whole state of an optimizer, as a list of plain values and tensors, in a fixed order."
     inner = getattr(opt, 'opt', None)
     if isinstance(inner, torch.optim.Optimizer):
         states = [inner.state[p] for g in inner.param_groups for p in g['params']]
@@ -143,12 +143,12 @@ def autocast_state():
 
 
 def mixed(mode, **kwargs):
-    "The precision callback of `mode`, with a loss scale in fp16 at which nothing of these models overflows."
+    "Return the precision callback of `mode`, in fp16 with a loss scale at which these models do not overflow."
     return MixedPrecision(mode, **({'init_scale': 256.0, **kwargs} if mode == 'fp16' else kwargs))
 
 
 def told(f, word=''):
-    "The texts of the warnings with this word that `f()` gives."
+    "Return the texts of the warnings from `f()` that contain this word."
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter('always')
         f()
@@ -156,7 +156,7 @@ def told(f, word=''):
 
 
 def set_support(monkeypatch, status, why='for this test'):
-    "Have the device run each precision as `status(name)` says: 'native', 'emulated' or 'unsupported'."
+    "Make the device support each precision as `status(name)` says: 'native', 'emulated' or 'unsupported'."
     for name, cls in PRECISIONS.items():
         said = classmethod(lambda cls, device, name=name: Support(status(name), why))
         monkeypatch.setattr(cls, 'support', said)
@@ -177,7 +177,7 @@ def plain_grads(learn):
 
 
 def output_dtypes(learn, *modules):
-    "The dtypes that these modules of `learn` give from now on in training; the first one by default."
+    "Record the output dtypes of these modules of `learn` in training from now on; of the first one by default."
     found = []
     for m in modules or [learn.model[0]]:
         m.register_forward_hook(lambda m, i, o: found.append(o.dtype) if m.training else None)
@@ -190,7 +190,7 @@ def linear():
 
 
 class At(Callback):
-    "Calls `f(learn)` at one event; `order` says on which side of the precision callback. Can be pickled if `f` can."
+    "Call `f(learn)` at one event, before or after the precision callback by `order`. Can be pickled if `f` can."
 
     def __init__(self, event, f, order=0):
         self.order, self.f = order, f

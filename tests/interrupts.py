@@ -1,4 +1,4 @@
-"Interrupts at chosen lines of the package, each once: what a timer would find by chance, and the same in every run."
+"Interrupts at chosen lines of the package, each once: what a timer would hit by chance, but reproducible."
 
 import sys
 from pathlib import Path

@@ -3,8 +3,8 @@
     python tests/matrix.py FOLDER [ROW ...] [--tests FILE ...]
 
 All rows if none is given, and all tests. Needs pyenv's or the system's pythonX.Y, and 6 to 8 GB for each environment;
-one that is in FOLDER already is used as it is. The row 'xla' runs on XLA's CPU device unless PJRT_DEVICE in the
-environment says otherwise; torch_xla has wheels for Linux alone, each for one version of torch.
+one that already exists in FOLDER is reused. The row 'xla' runs on XLA's CPU device unless PJRT_DEVICE in the
+environment says otherwise; torch_xla has wheels only for Linux, each for one version of torch.
 """
 
 import argparse, configparser, os, re, shutil, subprocess, sys, time
@@ -31,7 +31,7 @@ def interpreter(version: str) -> str | None:
     "The path of this Python, from the system or from pyenv."
     found = sorted(
         Path.home().glob(f'.pyenv/versions/{version}.*/bin/python')
-    )  # pyenv's own command of that name need not run
+    )  # pyenv's own command of that name may not run
     return str(found[-1]) if found else shutil.which(f'python{version}')
 
 
@@ -57,7 +57,7 @@ def versions(python: Path) -> list[str]:
 
 
 def run(python: Path, variables: dict[str, str], tests: list[str]) -> tuple[str, float]:
-    "What pytest says in its last line, and the minutes it took."
+    "Return the last line of pytest's output, and the minutes that it needed."
     start = time.time()
     args = ['-n', '2', '--dist', 'loadfile', '-W', 'ignore', '--tb=short', '-p', 'no:cacheprovider', '-o', 'addopts=']
     out = subprocess.run(

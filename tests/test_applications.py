@@ -1,4 +1,4 @@
-"Low precision does in fastai's applications what fp32 does."
+"In fastai's applications, low precision reaches what fp32 reaches."
 
 import pytest
 

@@ -1,4 +1,4 @@
-"Each undocumented name that the core uses does what `compat.py` says; its test fails when it is gone."
+"Each undocumented name that the core uses does what `compat.py` says; a test fails when the name is gone."
 
 import pytest, torch
 from torch import nn
@@ -47,7 +47,7 @@ def test_found_infs_of(grad, flag):
 
 def test_skips_by_flag():
     class Optimizer:
-        "Takes no step itself: `GradScaler.step` gives it the flag."
+        "Does not step; records the flag that `GradScaler.step` passes to it."
 
         param_groups, found_inf = [{'params': [p := nn.Parameter(torch.ones(1))]}], None
 

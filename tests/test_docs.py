@@ -1,4 +1,4 @@
-"What is documented is there, and what is there is documented."
+"What is documented exists, and what exists is documented."
 
 import ast, configparser, importlib, importlib.util, inspect, io, json, os, re, subprocess, sys, warnings
 from contextlib import redirect_stderr, redirect_stdout
@@ -99,7 +99,7 @@ def test_what_is_named_is_there(name, text):
     for target in re.findall(r'\]\(([^)#:]+)(?:#[^)]*)?\)', text):
         assert (folder / target).exists(), target
     if name == 'CHANGELOG.md':
-        return  # what earlier versions had need not be there
+        return  # what earlier versions had need not exist
     for module, attr in re.findall(r'`fastxtend_amp\.(\w+)(?:\.(\w+))?', text):
         found = getattr(fastxtend_amp, module, None) or importlib.import_module(f'fastxtend_amp.{module}')
         assert not attr or hasattr(found, attr), f'{module}.{attr}'
@@ -260,7 +260,7 @@ def test_examples_of_the_api_page_run(name, tmp_path, monkeypatch):
 
 @pytest.mark.filterwarnings('ignore')
 def test_what_fastai_does_where_it_finds_cuda(monkeypatch, tmp_path):
-    "fastai's own callback, as the README's table has it; PyTorch is made to believe that there is a GPU."
+    "Verify the fastai column of README's table; PyTorch is made to believe that there is a GPU."
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
     monkeypatch.setattr(torch.cuda, 'is_bf16_supported', lambda *a: True)
     monkeypatch.setattr(torch.cuda, 'current_device', lambda: 'cpu')
@@ -296,7 +296,7 @@ def test_what_fastai_does_where_it_finds_cuda(monkeypatch, tmp_path):
                 once.save('a')
                 other.load('a')
         first, second, third = zip(*[iter(scales)] * (len(scales) // 3))
-        assert first == second == third and first[0] < first[-1]  # starts anew at each fit and load
+        assert first == second == third and first[0] < first[-1]  # starts again at each fit and load
         monkeypatch.setattr(torch.Tensor, 'item', lambda t: reads.append(t) or item(t))
         fitted(learner())
         in_fp32 = len(reads)

@@ -1,4 +1,4 @@
-"With the rest of fastai: its callbacks, fine_tune, tta, predict and show_results on real images."
+"The rest of fastai: its callbacks, fine_tune, tta, predict and show_results on real images."
 
 from copy import deepcopy
 

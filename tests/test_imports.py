@@ -1,4 +1,4 @@
-"The direction of the imports, and what importing the package does to fastai and torch."
+"The direction of imports, and the effects of importing the package on fastai and torch."
 
 import ast, subprocess, sys
 from pathlib import Path
@@ -15,7 +15,7 @@ CORE = sorted(f for f in PACKAGE.glob('*.py') if f.stem != '__init__')
 
 
 def imported(file):
-    "The package's modules that `file` imports, also inside functions, by their names below the package."
+    "Return the package's modules that `file` imports, also inside functions, by their names within the package."
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom) and node.level:
             yield (node.module or node.names[0].name).split('.')[0]
@@ -107,7 +107,7 @@ ADDED = {f'Learner.to_{name}' for name in PRECISIONS} | {
 
 @pytest.fixture(scope='module')
 def late():
-    "What `LATE` prints; it asserts by itself that a learner without precision runs fastai's own code."
+    "Return what `LATE` prints; `LATE` itself asserts that a learner without precision runs fastai's own code."
     done = subprocess.run([sys.executable, '-W', 'ignore', '-c', LATE], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.partition('MEMORY')

@@ -19,7 +19,7 @@ def test_arguments_of_others_for_clipping(method, name):
 
 @pytest.mark.parametrize('argument', [{'dtype': torch.bfloat16}, {'dtype': 'bf16'}, {'amp_mode': 'bf16'}])
 def test_to_amp_sends_nobody_in_a_circle(argument):
-    "What the error says to write is not refused in turn."
+    "What the error suggests does not raise another error."
     with pytest.raises(TypeError) as e:
         learner().to_amp(**argument)
     assert 'to_bf16()' in str(e.value)
@@ -29,7 +29,7 @@ def test_to_amp_sends_nobody_in_a_circle(argument):
 
 
 class AsArray(nn.Module):
-    "Goes by way of NumPy, which has no bf16."
+    "Converts to NumPy, which has no bf16."
 
     def __init__(self):
         super().__init__()

@@ -28,7 +28,7 @@ def mode_of(file):
 
 
 def read(f):
-    "What `f()` returns, with warnings about other versions left out."
+    "Return `f()`, without warnings about other versions."
     result = []
     told(lambda: result.append(f()))
     return result[0]

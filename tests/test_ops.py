@@ -9,7 +9,7 @@ LOW, WIDE = {'fp16': torch.float16, 'bf16': torch.bfloat16}, torch.float32
 
 
 class Ops(nn.Linear):
-    "A model that calls operators in its forward and notes the dtypes that they give."
+    "A model that calls operators in its forward and records their output dtypes."
 
     low = None
 

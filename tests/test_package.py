@@ -1,4 +1,4 @@
-"What an installation is; and lint and types, as pyproject.toml asks for them."
+"The installed package; lint and types, as configured in pyproject.toml."
 
 import configparser, importlib, importlib.util, os, shutil, subprocess, sys, zipfile
 from importlib import metadata
@@ -50,7 +50,7 @@ print(fastxtend_amp.__version__, len(learn.recorder.losses))
 
 
 def test_wheel_and_sdist(tmp_path):
-    "The wheel holds the package alone; the sdist builds it again, and it trains, imported before fastai, too."
+    "The wheel contains only the package; the sdist builds it again; it trains, also if imported before fastai."
     source, dist, target, empty = (tmp_path / n for n in ('source', 'dist', 'target', 'empty'))
     unwanted = ('.git', '.venv', 'venv', '*.egg-info', '__pycache__', 'models', 'build', 'dist', '.*cache*')
     shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(*unwanted))
@@ -59,7 +59,7 @@ def test_wheel_and_sdist(tmp_path):
     assert run(source / 'setup.py', '--version', cwd=empty).split()[-1] == CFG['version']  # from any folder
     run('setup.py', '-q', 'sdist', '-d', dist, cwd=source)
     (sdist,) = dist.glob('*.tar.gz')
-    run('-m', 'pip', 'wheel', *offline, '-w', dist, sdist, cwd=source)  # built from the sdist alone
+    run('-m', 'pip', 'wheel', *offline, '-w', dist, sdist, cwd=source)  # built from the sdist only
     (wheel,) = dist.glob('*.whl')
     names = zipfile.ZipFile(wheel).namelist()
     modules = {str(f.relative_to(ROOT)) for f in (ROOT / 'fastxtend_amp').rglob('*.py')} | {'fastxtend_amp/py.typed'}

@@ -1,4 +1,4 @@
-"The recipes of the manual, run as they are written there."
+"The recipes of the manual, run as written."
 
 import linecache, re
 from functools import partial
@@ -30,13 +30,13 @@ NBS = Path(__file__).parent.parent / 'nbs'
 
 
 def code(word, file='recipes.md'):
-    "The block of code with this word."
+    "Return the block of code that contains this word."
     blocks = re.findall(r'```python\n(.*?)```', (NBS / file).read_text(), re.S)
     return next(block for block in blocks if word in block)
 
 
 def classes(word):
-    "What the classes of a recipe need and define; what comes after them is left out."
+    "Return the imports and classes of a recipe, without the code after them."
     text = re.split(r'\n\n(?!class)', re.sub(r'^from transformers.*\n+', '', code(word)))
     names = {'Callback': Callback, 'nn': nn, 'torch': torch}
     run('\n\n'.join(part for part in text if part.startswith(('class', 'from'))), names)
@@ -63,7 +63,7 @@ class Output(dict):
 
 
 class WithLogits(nn.Module):
-    "Gives its logits in a mapping with attributes, as Hugging Face's models do."
+    "Returns its logits in a mapping with attributes, as Hugging Face's models do."
 
     def __init__(self):
         super().__init__()
@@ -124,7 +124,7 @@ def test_an_ema_leaves_out_skipped_steps(opt_func):
     learn.validate()
     assert ema.average.n_averaged == 10
     learn.model.load_state_dict(ema.average.module.state_dict())
-    comparison = learn.compare_precision('bf16', n_steps=4, n_seeds=0)  # which runs it in fp32, too
+    comparison = learn.compare_precision('bf16', n_steps=4, n_seeds=0)  # which also runs it in fp32
     assert 'failed' not in [*comparison.table['support']]
 
 
@@ -211,7 +211,7 @@ def test_lr_find_then_a_fit(monkeypatch, tmp_path):
     model = nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
     learn = learner(model, loaders(bs=64, train=digits, valid=digits), CrossEntropyLossFlat())
     exec(code('lr_find()'), {'learn': learn})
-    assert len(learn.precision.scales) == 5 * 8  # those of `lr_find` are left out
+    assert len(learn.precision.scales) == 5 * 8  # the steps of `lr_find` are left out
 
 
 def test_large_targets_in_fp16():

@@ -119,7 +119,7 @@ class Contestant(NamedTuple):
     "A way to train. Its ratios are to the fp32 run of the same framework and optimizer."
     name: str
     framework: str
-    build: Callable[..., Train]            # takes task, mode, optimizer; raises where it cannot run or is not installed
+    build: Callable[..., Train]            # of task, mode, optimizer; raises if it cannot run or is not installed
     modes: tuple[str, ...] = ('fp32', 'bf16', 'fp16')
     optimizers: tuple[str, ...] = (ADAM, FUSED)
 

@@ -196,7 +196,7 @@ def bench(
     rounds: int, # Blocks of each contestant
     contestants: Sequence[Contestant],
     optimizers: Sequence[str],
-) -> dict[str, Any]: # Plain values, as `tables` and `plot` take them
+) -> dict[str, Any]: # Plain values, the input of `tables` and `plot`
     "Measure contestants on each model, in one process, in turns."
     support = {r.mode: [r.support, r.why] for r in precision_support(device).itertuples() if r.mode in modes}
     out: dict[str, Any] = dict(machine=machine(device), support=support, models=[], rows=[])

@@ -80,7 +80,7 @@ def _timm(big: bool, title: str, name: str, size: int, n: int) -> Model:
     return _pictures(big, title, partial(timm.create_model, name), size, n)
 
 
-# Each takes whether the device is an accelerator: models are larger there.
+# The argument says whether the device is an accelerator: models are larger there.
 MODELS: dict[str, Callable[[bool], Model]] = {
     'xresnet18': _xresnet, 'xresnet18-cl': partial(_xresnet, channels_last=True),
     'transformer': _transformer, 'lstm': _lstm,

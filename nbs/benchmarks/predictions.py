@@ -1,7 +1,7 @@
 """Predictions in bf16 over fp32: `python -m nbs.benchmarks.predictions`, by model and batch size.
 
 Each loop is compared with itself in fp32: fastai's `get_preds` with fastxtend_amp, a PyTorch loop under autocast, and
-one with Accelerate. They take turns, one block each in a round; a ratio is to the fp32 block of the same round.
+one with Accelerate. They alternate, one block each per round; a ratio is to the fp32 block of the same round.
 """
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def measure(
 def main(argv: Sequence[str] | None = None) -> None:
     "Print a table in Markdown, a row as soon as it is measured."
     parser = argparse.ArgumentParser(prog='python -m nbs.benchmarks.predictions', description=(
-        f'Time predictions on {BATCHES} batches in bf16 over fp32, as the median over blocks that take turns.'))
+        f'Time predictions on {BATCHES} batches in bf16 over fp32, as the median over alternating blocks.'))
     add = parser.add_argument
     add('--device', metavar='D', help='torch device (default: the accelerator, if there is one)')
     add('--models', nargs='+', default=list(MODELS), choices=MODELS, metavar='M', help=f"of {', '.join(MODELS)}")

@@ -1,6 +1,6 @@
-"""Two processes, started by `test_distributed.py`; what each sees goes into a file for the tests to judge.
+"""Two processes, started by `test_distributed.py`. Each writes what it sees to a file, which the tests check.
 
-Rank r trains on the r-th half of the data, as fastai's DistributedDL has it, so that a single process sees the same
+Rank r trains on the r-th half of the data, as with fastai's DistributedDL, so that a single process sees the same
 batches in the order of `in_global_batches`.
 """
 
@@ -44,7 +44,7 @@ def whole_params(learn):
 
 
 def sharded(model):
-    "`model`, sharded by FSDP2 as the manual has it: after a validation its parameters are whole until they are used."
+    "Shard `model` by FSDP2 as the manual does: after a validation its parameters are whole until they are used."
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -52,7 +52,7 @@ def sharded(model):
 
 
 def build(kind, mode, opt='adam', cbs=(), dls=None, path=None, **kwargs):
-    "A learner for 'ddp', 'fsdp' or, in one process, 'plain' training that keeps what each batch leaves."
+    "A learner for 'ddp', 'fsdp' or, in one process, 'plain' training, which records the state after each batch."
     model, dls = net(), dls or loaders(bs=BS, train=dataset(N), valid=dataset(N))
     if kind == 'fsdp':  # this rank's part of the data
         part = Data(*(t.view(2, -1, t.shape[1])[dist.get_rank()] for t in dataset(N).tensors))
@@ -94,7 +94,7 @@ def result(learn, **more):
 
 
 def bad_input(rank, at):  # The rank, and in which batches
-    "On `rank` alone these batches are too large for fp16: an overflow of the real kind, which DDP's averaging spreads."
+    "Make these batches too large for fp16 on `rank` only: a real overflow, which DDP's averaging spreads."
 
     def spoil(l):
         if l.training and dist.get_rank() == rank and l.train_iter in at:
@@ -104,7 +104,7 @@ def bad_input(rank, at):  # The rank, and in which batches
 
 
 def bad_shard(rank, at):
-    "On `rank` alone the gradient of the part that it holds is not finite, as no averaging could spread it."
+    "Make the gradient of the part on `rank` non-finite only there, so that averaging does not spread it."
 
     def spoil(l):
         if dist.get_rank() != rank or l.train_iter not in at:
@@ -114,7 +114,7 @@ def bad_shard(rank, at):
     return At('after_backward', spoil, 5)
 
 
-# -- the sections: each trains for 'ddp' or 'fsdp' with one argument, and returns what there is to judge
+# -- the sections: each trains for 'ddp' or 'fsdp' with one argument, and returns what the tests check
 
 
 def steps(kind, mode, path):
@@ -141,7 +141,7 @@ def fp32_modules(kind, name, path):
 
 
 def checkpoint(kind, opt, path):
-    "Train, save, train on; and the same from the file in a new learner. The file of the model alone, too."
+    "Train, save, continue; then the same from the file in a new learner. Also with a file of only the model."
     spoil = bad_input(1, {1, 2})
     learn = fit(build(kind, 'fp16', opt, [spoil], path=path))
     state, params = learn.precision.state_dict(), whole_params(learn)
@@ -160,7 +160,7 @@ def checkpoint(kind, opt, path):
 
 
 def reads_plain_file(kind, opt, path):
-    "The tests' own process has written this file, in fp16 without any sharding."
+    "The file was written by the process of the tests, in fp16 and without sharding."
     learn = build(kind, 'fp16', opt, path=path).load(f'plain {opt}')
     return dict(loaded=whole_params(learn), **result(fit(learn)))
 
@@ -187,7 +187,7 @@ def raises(kind, mode, path):
 
 
 def warns(kind, mode, path):
-    "Rank 1 alone sees what is not finite, and each rank's loss waits for the other's predictions."
+    "Only rank 1 sees non-finite values, and the loss of each rank waits for the predictions of the other."
 
     def gathering_loss(pred, y):  # as contrastive losses do
         parts = [torch.zeros_like(pred) for _ in range(2)]
@@ -200,7 +200,7 @@ def warns(kind, mode, path):
 
 
 def fixes(kind, mode, path):
-    "Asked to fix what rank 1 alone sees: nothing is fixed, and each rank says so when the fit starts."
+    "With on_overflow='fix', an overflow that only rank 1 sees is not fixed; each rank warns when the fit starts."
     learn, batches = build(kind, mode, cbs=[bad_input(1, {BAD})], on_overflow='fix'), []
     learn.add_cb(At('after_batch', lambda l: batches.append(l.training), 71))
     said = told(lambda: fit(learn), '')
@@ -208,7 +208,7 @@ def fixes(kind, mode, path):
 
 
 def compares(kind, mode, path):
-    "Rank 1 alone compares, with two models whose training waits for rank 0; the measured choice is refused on both."
+    "Only rank 1 compares, with two models whose training waits for rank 0; `measure=True` raises an error on both."
     models = nn.parallel.DistributedDataParallel(net()), nn.Sequential(net(), nn.SyncBatchNorm(1))
     wrapped, _ = learners = [learner(m) for m in models]
     steps = [
@@ -221,7 +221,7 @@ def compares(kind, mode, path):
         return dict(steps=steps, refusal=str(e), model=type(wrapped.model).__name__)
 
 
-BAD, TWO = 2, ('adam', 'fused adamw')  # the host skips a step, or the device
+BAD, TWO = 2, ('adam', 'fused adamw')  # the CPU skips a step, or the device does
 SECTIONS = {
     'ddp': {
         steps: ('fp32', 'fp16', 'bf16'),

@@ -2,9 +2,9 @@
 
     device = install()               # once a process, before its first backward pass
 
-It is registered by PyTorch's way for backends written in Python (`torch.utils.backend_registration`, 2.13 and newer).
+It is registered as a backend written in Python (`torch.utils.backend_registration`, 2.13 and newer).
 Each operator runs as the CPU's kernel on the same memory, and raises if tensors of several devices come together.
-`with waits() as w` lists the operators for which the host waits for the device. `options` says what it can do.
+`with waits() as w` lists the operators that synchronize with the device. `options` says what it can do.
 
 It cannot show speed, the numerics of real kernels, streams, allocators, graphs or `torch.compile`.
 """
@@ -39,7 +39,7 @@ def is_installed() -> bool:
 
 @contextlib.contextmanager
 def waits():
-    "Give a list that fills with the operators for which the host waits."
+    "Yield a list that fills with the operators that synchronize."
     found: list[str] = []
     _recorders.append(found)
     try:
@@ -133,7 +133,7 @@ def _run(op, *args, **kwargs):
 
 
 def _casting(op, dtype_of):
-    "Return the operator for autocast: its tensors are cast first."
+    "Return the operator for autocast, which casts its tensors first."
     key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
 
     def cast(a, dtype):
@@ -147,7 +147,7 @@ def _casting(op, dtype_of):
 
 
 def _move_modules_in_place() -> None:
-    "Have `Module.to` keep its parameters when it moves them, as it does with CUDA; by itself it makes new ones here."
+    "Make `Module.to` keep its parameters when it moves them, as it does with CUDA; by default it creates new ones."
     to, set_swap = torch.nn.Module.to, torch.__future__.set_swap_module_params_on_conversion
 
     def in_place(self, *args, **kwargs):
@@ -162,7 +162,7 @@ def _move_modules_in_place() -> None:
 
 
 def _move_tensors_at_once() -> None:
-    "Have `Tensor.to` block: the device has no pinned memory, which `non_blocking=True` from it would need."
+    "Make `Tensor.to` block: the device has no pinned memory, which `non_blocking=True` needs."
     to = torch.Tensor.to
 
     def blocking(self, *args, **kwargs):

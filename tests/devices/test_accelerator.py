@@ -1,7 +1,7 @@
-"""Training on an accelerator: the CPU's numbers, files resumed bit for bit, refusals of what a device lacks.
+"""Training on an accelerator: the numbers of the CPU, files resumed bit for bit, errors for what a device lacks.
 
-On a simulated device with `pytest --sim=sim tests/devices/test_accelerator.py`, which test_simulated.py runs; else on
-an NVIDIA GPU, to a few per cent; without both it is skipped.
+Runs on a simulated device with `pytest --sim=sim tests/devices/test_accelerator.py`, as test_simulated.py does, and
+otherwise on an NVIDIA GPU, with a tolerance of a few per cent; skipped without either.
 """
 
 import copy, pickle
@@ -37,7 +37,7 @@ def device(monkeypatch):
 
 @pytest.fixture
 def sim():
-    "The simulated device's options, put back after the test."
+    "The options of the simulated device, restored after the test."
     if not is_installed():
         pytest.skip('needs a simulated device')
     before = {**vars(options)}
@@ -60,7 +60,7 @@ def places(learn):
 
 
 def close(a, b, exact=False):
-    "The same numbers; to a few per cent where a real device is held against the CPU."
+    "The same numbers, within a few per cent where a real device is compared with the CPU."
     if is_installed() or exact:
         return same(a, b)
     return all(torch.allclose(x, y, rtol=0.05, atol=0.05) for x, y in zip(a, b, strict=True))
@@ -199,7 +199,7 @@ def test_export_and_copies(mode, tmp_path, device):
     assert_alike(learn, twin)
 
 
-# -- waits of the host: the documents' numbers of GPU synchronizations come from here
+# -- synchronizations: the numbers in the documentation come from here
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_export_and_copies(mode, tmp_path, device):
     ],
 )
 def test_waits_beyond_fp32(mode, opt, a_step, an_epoch, sim):
-    "Skipped steps, too; in the second epoch of a second fit, as the very first step makes the optimizer's state."
+    "Also with skipped steps; in the second epoch of a second fit, because the first step creates the optimizer state."
 
     def count(mode):
         learn = build(mode, opt, cbs=spoil_at(8, 9) if mode == 'fp16' else None)
@@ -251,7 +251,7 @@ def test_a_device_with_neither(sim):
 
 
 def test_tensors_of_two_devices_do_not_come_together(device):
-    "What a device must do for the tests above to mean something."
+    "What a device must do for the tests above to be meaningful."
     with pytest.raises(RuntimeError, match='Expected all tensors to be on the same device'):
         torch.ones(2, device=device) + torch.ones(2, device='cpu')
 
@@ -330,7 +330,7 @@ def test_a_step_is_skipped_whole_in_a_model_on_two_devices(device, opt, spoilt):
     learn = learner(OnTwo(device), loaders(), opt_func=OPTS[opt]).to_fp16(init_scale=256.0)
     learn.add_cb(At('after_backward', spoil, 5))
     learn.add_cb(At('after_batch', lambda l: l.training and seen.append([p.cpu() for p in params(l)]), 20))
-    # Before the step itself, unless the host has held it back.
+    # Before the step itself, unless the CPU has skipped it.
     learn.add_cb(At('before_step', lambda l: known.update({l.train_iter: bool(l.precision.skipped)}), 12))
     learn.fit(1, 0.01)
     assert learn.precision.skips == [i == 3 for i in range(6)]

@@ -1,4 +1,4 @@
-"What an NVIDIA GPU alone can show: synchronizations, memory, CUDA graphs. test_accelerator.py runs there, too."
+"What only an NVIDIA GPU can show: synchronizations, memory, CUDA graphs. test_accelerator.py runs there as well."
 
 import warnings
 

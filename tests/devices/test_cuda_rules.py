@@ -1,4 +1,4 @@
-"CUDA's autocast rules on a CPU: the groups of operators, what they change, and that nothing of them is left."
+"CUDA's autocast rules on a CPU: the groups of operators, their effect, and that nothing remains afterwards."
 
 import threading, warnings
 
@@ -82,7 +82,7 @@ def softmax_dtype():
 
 
 def kernels():
-    "What is registered at the key, with what: also Python kernels."
+    "What is registered at the key, Python kernels included."
     return {
         name: torch._C._dispatch_dump_table(name) for name in registered('AutocastCPU') | registered('AutocastCUDA')
     }
@@ -110,7 +110,7 @@ def test_nothing_stays_if_it_cannot_be_entered(monkeypatch):
 
 
 def test_a_transformers_layer_is_not_one_operator_in_evaluation():
-    "On CUDA it is not while autocast is on, so its parts follow the rules."
+    "On CUDA it is not fused while autocast is on, so its parts follow the rules."
     torch.manual_seed(0)
     layer, x = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval(), torch.randn(2, 3, 8)
     with torch.no_grad(), cuda_rules(), torch.autocast('cpu', torch.bfloat16):
@@ -152,7 +152,7 @@ def test_fp64_and_integers_are_left_alone_and_bce_raises_as_on_cuda():
 
 
 class Dice(nn.Module):
-    "The overlap of two maps, in sums over all pixels."
+    "The overlap of two maps, as sums over all pixels."
 
     def forward(self, x):
         p = torch.sigmoid(x)
@@ -172,7 +172,7 @@ def pictures(model, side):
 
 @pytest.mark.parametrize('mode', ['bf16', 'fp16'])
 def test_sums_of_a_dice_score_are_safe_on_a_gpu(mode):
-    "262,144 pixels: beyond fp16's 65,504 and bf16's eight bits."
+    "262,144 pixels: more than 65,504 (fp16), and than 8 bits of mantissa can count (bf16)."
     learn = pictures(Dice(), 512)
     verdict = learn.precision_report('fp16').verdicts['fp16']
     assert verdict.verdict == 'keep modules in fp32' and verdict.modules == ['1']
@@ -189,7 +189,7 @@ def test_an_fft_is_kept_in_fp32_on_a_gpu(mode):
         verdict.verdict == 'keep modules in fp32' and verdict.modules == ['1'] and 'Unsupported dtype' in verdict.reason
     )
     assert any("on this CPU with CUDA's autocast rules" in note and 'kernels' in note for note in report.notes)
-    assert softmax_dtype() is torch.bfloat16  # what follows has the CPU's rules again
+    assert softmax_dtype() is torch.bfloat16  # from here on, the CPU's rules apply again
 
 
 def test_a_kernel_that_only_the_cpu_lacks_leaves_the_verdict_open():

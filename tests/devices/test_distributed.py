@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 
 
 def launch(path):
-    "The results of both ranks."
+    "Return the results of both ranks."
     folders = [str(HERE.parent.parent), str(HERE.parent), str(HERE), os.environ.get('PYTHONPATH', '')]
     env = {
         **os.environ,
@@ -93,7 +93,7 @@ def test_fp32_modules(kind, ranks):
     assert a['layers'] == b['layers'] == [torch.bfloat16, torch.bfloat16, torch.float32]
 
 
-# -- one rank alone has a non-finite gradient
+# -- only one rank has a non-finite gradient
 
 
 @pytest.mark.parametrize('section,kind', [('overflow', 'ddp'), ('overflow', 'fsdp'), ('one_shard', 'fsdp')])

@@ -1,4 +1,4 @@
-"What is known of a device, and what each precision makes of it: AMD's and Apple's chips, CPUs, and unknown devices."
+"Facts about a device, and how each precision judges them: AMD's and Apple's chips, CPUs, and unknown devices."
 
 import pytest, torch
 
@@ -41,7 +41,7 @@ def as_gpu(monkeypatch, capability, name, arch=None):
     monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device=None: capability)
     monkeypatch.setattr(torch.cuda, 'get_device_name', lambda device=None: name)
     monkeypatch.setattr(torch.cuda, 'get_device_properties', lambda device=None: Properties(name, arch or ''))
-    monkeypatch.setattr(torch.cuda, 'is_bf16_supported', lambda including_emulation=True: True)  # as ROCm always says
+    monkeypatch.setattr(torch.cuda, 'is_bf16_supported', lambda including_emulation=True: True)  # as on ROCm
     monkeypatch.setattr(torch.version, 'hip', None if arch is None else '7.0')
 
 
@@ -158,7 +158,7 @@ def test_apple_chips(monkeypatch, chip, bf16):
     assert automatic_scales_the_loss('mps') is (bf16 == 'emulated')
 
 
-# -- CPUs: flags of /proc/cpuinfo, as far as they matter here
+# -- CPUs: the relevant flags of /proc/cpuinfo
 
 CPUS = {
     'Intel Skylake-SP': ('avx2 avx512f avx512bw avx512vl', 'emulated', 'emulated'),
@@ -180,11 +180,11 @@ def test_cpus_by_their_flags(monkeypatch, name):
     assert automatic_scales_the_loss('cpu') is (bf16 == 'emulated' and fp16 == 'native')
 
 
-# -- a device type that nobody knows
+# -- an unknown device type
 
 
 def test_an_unknown_device_is_taken_at_its_backends_word():
-    "Here PyTorch has autocast for it, and no rule names it."
+    "PyTorch has autocast for it, but no rule names it."
     found = precision_support('hpu').set_index('mode')
     assert found.support['bf16'] == 'native'
     assert 'backend' in found.why['bf16']

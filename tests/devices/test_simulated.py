@@ -1,4 +1,4 @@
-"The tests of test_accelerator.py on a simulated device, which has to be there before torch looks for one."
+"The tests of test_accelerator.py on a simulated device, which must exist before torch looks for one."
 
 import os, re, subprocess, sys
 from pathlib import Path

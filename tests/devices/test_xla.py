@@ -35,7 +35,7 @@ def device():
 
 @pytest.fixture
 def counted(device):
-    "Counts what a function makes torch_xla do: compilations, scalar reads, transfers to the host, graphs run."
+    "Count what a function makes torch_xla do: compilations, scalar reads, transfers to the CPU, graphs run."
     import torch_xla.debug.metrics as met
 
     names = dict(compiled='UncachedCompile', read='aten::_local_scalar_dense', synced='MarkStep')
@@ -69,7 +69,7 @@ def build(device, mode='fp32', **kwargs):
 
 
 def smooth(seed=0):
-    "A model on which rounding stays small: no bias has a gradient of zero, as before batch norm, for Adam to blow up."
+    "A model with small rounding errors: Adam would amplify those of a bias before batch norm, so it has none."
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
 
@@ -196,7 +196,7 @@ def test_one_callback_in_every_mode_and_for_validation_alone(device):
         assert len(ours(learn)) == 1 and not same(host(learn), start)
 
 
-# -- moving with what the optimizer knows
+# -- moving with the state of the optimizer
 
 
 @pytest.mark.parametrize('mode,opt', [('fp32', 'sgd'), ('fp16', 'adam'), ('fp32', 'adamw'), ('fp32', 'ranger')])
@@ -382,7 +382,7 @@ def test_save_and_load(mode, opt, device, tmp_path):
     assert same(params(cpu), saved)
     for l in (learn, fresh, cpu):
         l.fit(1, 0.01)
-    for l, tol in ((learn, 1e-6), (fresh, 1e-6), (cpu, 0.03)):  # graphs are compiled anew, and may round otherwise
+    for l, tol in ((learn, 1e-6), (fresh, 1e-6), (cpu, 0.03)):  # graphs are compiled again, and may round differently
         assert close(params(l), after, tol)
     if mode == 'fp16':
         assert fresh.precision.state_dict() == learn.precision.state_dict()
@@ -423,7 +423,7 @@ def test_an_exported_file_loads_where_there_is_no_torch_xla(device, tmp_path):
     assert out.stdout.strip() == 'cpu', out.stderr[-2000:]
 
 
-# -- several replicas, as far as one device can tell: the order of calls
+# -- several replicas, as far as one device can show them: the order of calls
 
 
 @pytest.mark.parametrize('mode,n_acc', [('fp32', None), ('bf16', None), ('fp16', None), ('fp16', 8)])

@@ -1,4 +1,4 @@
-"""Write the small files by which a released version is remembered: one set for each release, read by every later one.
+"""Write the small files of a release, which every later version must read: one set for each release.
 
     PYTHONPATH=<a checkout of that version>:tests python -W ignore tests/files/write.py tests/files/<version>
 

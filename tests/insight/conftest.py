@@ -1,4 +1,4 @@
-"A clock that only moves when a test says so, in the place of the machine's."
+"A clock that only moves when a test moves it, in place of the machine's clock."
 
 import time
 
@@ -15,7 +15,7 @@ class Clock:
         self.now += seconds
 
     def read(self):
-        self.now += 1e-6  # no two readings are the same
+        self.now += 1e-6  # no two readings are equal
         return self.now
 
 

@@ -1,13 +1,14 @@
-"""Verdicts against the truth: small models, each trained in fp32 and by the report's advice for 60 steps.
+"""Verdicts compared with training: small models, each trained for 60 steps in fp32 and as the report advises.
 
-Run by hand: `PYTHONPATH=.:tests python tests/insight/held_out.py [names]`. A verdict holds if training by its advice
-ends no higher than fp32 does, from the same weights or from weights that differ in the eighth bit, as those of bf16 do:
-some of these models are chaotic. 'do not use' holds if plain mixed precision ends higher. `test_held_out.py` runs some.
+Run all with `PYTHONPATH=.:tests python tests/insight/held_out.py [names]`; `test_held_out.py` runs some. A verdict is
+right if training by its advice ends with no higher loss than fp32, from the same weights or from weights that differ in
+the eighth bit, as bf16 weights do: some of these models are chaotic. 'do not use' is right if plain mixed precision
+ends with a higher loss.
 
-The reports look at the four batches of an epoch; all hold, those on the models with layer scale included: on twelve
-small pictures, and trained for 20 steps. Of the 72 of the others that look at one batch, as is the default, 71 do: for
-'powers' in fp16 the last batch has gradients 780 times as large as the first. It is skipped in six epochs of 15, until
-the loss scale has fallen from 2048 to 32; after 120 steps the loss is where fp32's is.
+With reports on the four batches of an epoch, all verdicts are right. (The models with layer scale train on twelve small
+pictures for 20 steps.) With reports on one batch, the default, 71 of 72 verdicts on the other models are right. The
+exception is 'powers' in fp16: the gradients of its last batch are 780x as large as those of the first. That batch is
+skipped in six epochs of 15, until the loss scale has fallen from 2048 to 32; after 120 steps the loss is that of fp32.
 """
 
 import math, sys, warnings
@@ -25,7 +26,7 @@ BS, N, EPOCHS = 16, 64, 15  # four batches an epoch
 
 
 class Own(nn.Module):
-    "Two layers, and arithmetic of the model's own between them"
+    "Two layers with arithmetic between them in the model's own forward"
 
     def __init__(self, f, n=32, n_in=6, n_mid=None):
         super().__init__()
@@ -36,7 +37,7 @@ class Own(nn.Module):
 
 
 def inner(f, n=32, n_in=6, n_mid=None):
-    "The same with the arithmetic in a module"
+    "The same, with the arithmetic in a module"
     return nn.Sequential(nn.Linear(n_in, n), Act(f), nn.Linear(n_mid or n, 1))
 
 

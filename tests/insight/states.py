@@ -1,4 +1,4 @@
-"Learners with something in every corner, all that can be named in them, and modules that several tests need."
+"Learners with state in every place, a snapshot of that state, and modules that several tests need."
 
 import random
 
@@ -35,7 +35,7 @@ class Act(nn.Module):
 
 
 class Gives(nn.Module):
-    "Gives a dictionary, as Hugging Face's models do; `Unpacks` takes the prediction out of it."
+    "Return a dictionary, as Hugging Face's models do; `Unpacks` extracts the prediction."
 
     def __init__(self, net):
         super().__init__()
@@ -51,7 +51,7 @@ class Unpacks(Callback):
 
 
 class Times(torch.autograd.Function):
-    "Passes its input on, and back its gradient times `factor`."
+    "Return the input; multiply its gradient by `factor` in the backward pass."
 
     @staticmethod
     def forward(ctx, x, factor):
@@ -64,7 +64,7 @@ class Times(torch.autograd.Function):
 
 
 def fills(h):
-    return h.masked_fill(h < 0, -1e9).softmax(-1)  # beyond fp16's range
+    return h.masked_fill(h < 0, -1e9).softmax(-1)  # above the largest fp16 number
 
 
 def loud_loss(p, y):
@@ -73,7 +73,7 @@ def loud_loss(p, y):
 
 
 class LoRA(nn.Module):
-    "A frozen layer in half precision, and a trained low-rank one in fp32 beside it."
+    "A frozen 16-bit layer beside a trainable low-rank layer in fp32."
 
     def __init__(self, base, dtype):
         super().__init__()
@@ -90,7 +90,7 @@ def lora(dtype, f=nn.functional.gelu):
 
 
 class Memory(nn.Module):
-    "Holds tensors outside its buffers, in every kind of container."
+    "Keeps tensors outside its buffers, in every kind of container."
 
     def __init__(self):
         super().__init__()
@@ -154,7 +154,7 @@ def language_model():
 
 
 def bits(learn, optimizer=True):
-    "Everything the test can name, as plain comparable values with the identity and memory of each tensor."
+    "Return the whole state as plain comparable values, with the identity and memory of each tensor."
 
     def tensor(t):
         if t is None:

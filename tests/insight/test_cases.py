@@ -1,4 +1,4 @@
-"Cases of the page 'What the report finds', as far as they need neither transformers nor timm."
+"The cases of the page 'What the report finds' that need neither transformers nor timm."
 
 import re, sys
 from pathlib import Path
@@ -11,7 +11,7 @@ from cases import CASES, PAGE, lost  # noqa: E402
 
 OWN = {name: case for name, case in CASES.items() if not case.library}
 BREAKS = {n: case for n, case in OWN.items() if case.expected['fp16'] and n != 'rotary embedding'}  # it is rounded
-# Its module has a small error, as has the gradient, and a target that is closer: the page says what to do.
+# Its module and its gradient have small errors, but the target is closer than these: see the page.
 MISSED = {('FSQ', 'bf16')}
 
 

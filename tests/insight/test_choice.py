@@ -1,4 +1,4 @@
-"The measured choice: the fastest precision that trains as fp32 does, and a learner as it was but for the callback."
+"`to_amp(measure=True)`: the fastest precision whose loss matches fp32; only the learner's precision changes."
 
 import math, re, time, warnings
 
@@ -18,7 +18,7 @@ from states import Act, Gives, InStep, Times, Unpacks, bits, fills, rich
 
 
 class Costs(Callback):
-    "Each step takes .1 seconds of the test's clock, or less by the speed-up of the precision that it runs in."
+    "Each step lasts .1 seconds of the test's clock, divided by the speed-up of its precision."
 
     run_on_copy = True
 
@@ -67,7 +67,7 @@ def test_takes_the_fastest(speeds, chosen, capsys):
     decision, cb = learn.precision_decision, learn.precision
     assert decision.recommended == chosen
     tried = ['fp32', 'bf16', 'fp16'] + ['half weights', 'half weights fp16'] * has_half
-    assert list(decision.table.index) == tried  # half weights are autocast's casts, unless the learner has more
+    assert list(decision.table.index) == tried  # half weights only if the learner has them
     if chosen == 'fp32':
         assert cb is None
     else:
@@ -87,14 +87,14 @@ def test_takes_the_fastest(speeds, chosen, capsys):
 
 @pytest.mark.parametrize('max_seconds', [60.0, 300.0])
 def test_a_gain_that_is_sure_is_taken_however_wide_its_spread(max_seconds, capsys):
-    "In every second step low precision takes half as long again as in the others: 1.5, 1.0 and between."
+    "In every second step, low precision needs 1.5x the time of the other steps: speed-ups of 1.5, 1.0 and between."
     learn = learner(cbs=Costs({'bf16': 1.5, 'fp16': 1.5}, swing=0.5))
     learn.to_amp(measure=True, max_seconds=max_seconds)
     assert learn.precision.mode == 'bf16'
 
 
 def test_more_time_decides_what_little_did_not_and_the_time_is_the_one_given(capsys, sleeps):
-    "In about every second round low precision takes twice as long as in the others, and pays."
+    "In about every second round, low precision needs twice the time of the other rounds, and is still faster."
     for max_seconds, chosen in ((10.0, 'fp32'), (300.0, 'bf16')):
         start = sleeps.now
         learn = learner(cbs=Costs({'bf16': 1.6, 'fp16': 0.5}, swing=0.9)).to_amp(measure=True, max_seconds=max_seconds)
@@ -106,7 +106,7 @@ def test_more_time_decides_what_little_did_not_and_the_time_is_the_one_given(cap
     'max_seconds, factor, chosen', [(60.0, 1.003, 'bf16'), (9.0, 1.003, 'bf16'), (60.0, 3.0, 'fp32')]
 )
 def test_a_loss_is_refused_for_what_seeds_do_not_show_and_not_for_noise(max_seconds, factor, chosen):
-    "The learner asked twice gives one answer, also where time ends the comparison."
+    "Two calls on one learner give the same answer, also where the time limit ends the comparison."
 
     class Worse(Callback):
         def after_loss(self):
@@ -126,7 +126,7 @@ def test_a_loss_is_refused_for_what_seeds_do_not_show_and_not_for_noise(max_seco
 
 
 def trained(scale, worse=0.0, loss=nn.functional.mse_loss):
-    "The choice for a linear regression without noise, from a loss of about `scale`; low precision trains `worse`."
+    "The decision for a linear regression without noise, from a loss of about `scale`; low precision trains `worse`."
 
     class Perturbs(Callback):
         run_on_copy = True
@@ -149,7 +149,7 @@ def trained(scale, worse=0.0, loss=nn.functional.mse_loss):
     'loss, level', [(0.0, 0), (-0.35, 0.35), (0.004, 0.01)], ids=['to nothing', 'below zero', 'near zero']
 )
 def test_losses_near_zero_and_below_are_judged_as_others(loss, level):
-    "A regression without noise; the loss minus a constant; a training that is made worse is refused in each."
+    "A regression without noise, and the same loss minus a constant: a precision that trains worse is not selected."
     shifted = lambda p, y: nn.functional.mse_loss(p, y) + loss
     good, bad = trained(1.0, loss=shifted), trained(1.0, worse=0.05, loss=shifted)
     last = good.table['loss']['fp32']
@@ -197,7 +197,7 @@ def test_fp32_that_fails_itself_is_named():
     reason = learn.precision_decision.reason
     assert learn.precision is None and reason.startswith("The fp32 loss is not finite: check the data")
     assert "; bf16: the loss is not finite in fp32 either, first in '1'" in reason
-    assert list(learn.precision_decision.table['steps']) == [1]  # fp32 has nothing to be compared with
+    assert list(learn.precision_decision.table['steps']) == [1]  # there is nothing to compare fp32 with
 
 
 def test_the_learner_is_as_it_was_interrupted_or_but_for_the_callback():
@@ -290,7 +290,7 @@ def test_the_line_tells_what_limits_the_result(bf16_only, sleeps, capsys):
     assert all(note in line for note in learn.precision_decision.notes)
 
 
-# -- a loss that does not tell
+# -- a loss that shows no difference
 
 
 @pytest.mark.parametrize('constant, lr', [(100.0, 0.1), (0.0, 1e-5), (100.0, 1e-5)])
@@ -314,7 +314,7 @@ def test_gradients_that_vanish_are_seen_where_the_loss_hides_it(constant, lr, va
 
 
 def test_a_constant_in_the_loss_does_not_widen_what_is_tolerated():
-    "Half of the gradient is lost: the loss falls half as far as fp32's."
+    "Half of the gradient is lost: the loss falls half as far as in fp32."
     fp32 = [100.7 - 0.01 * i for i in range(40)]
     seeds = [np.mean(fp32[-8:]) + d for d in (-0.002, 0.002, 0.001)]
     assert tolerance(fp32, seeds, 8)[0] < 0.5 * (fp32[0] - fp32[-1]) + 0.01
@@ -366,7 +366,7 @@ def test_the_loss_scale_stays_but_where_the_call_has_another():
     scale = learn.precision.scale
     assert scale != 64.0 and use_choice(learn, PrecisionChoice(FP16, fp32_modules=('0',))).scale == scale
     assert str(precision_call(learn.to_fp16(loss_scale=8.0), FP16, init_scale=4.0)) == 'learn.to_fp16(loss_scale=4.0)'
-    advised = learner()  # by the report, to the choice
+    advised = learner()  # from the report, for the decision
     use_choice(advised, PrecisionChoice(FP16, init_scale=4.0))
     assert (
         advised.precision.scale == 4.0

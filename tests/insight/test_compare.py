@@ -1,4 +1,4 @@
-"Precisions side by side: each trains as it would in a plain loop, and the recommendation says how sure it is."
+"Comparisons: each precision trains as in a PyTorch loop, and the recommendation states its uncertainty."
 
 import gc, math, mmap, random, re, sys, time, warnings
 from functools import partialmethod
@@ -40,13 +40,13 @@ def seeded(*args, **kwargs):
 
 
 def said(r):
-    "What it prints, in one line."
+    "Return what it prints, in one line."
     return ' '.join(repr(r).split())
 
 
 @pytest.fixture
 def support(monkeypatch):
-    "Sets how the device runs each mode."
+    "Set how the device supports each mode."
 
     def runs(status, why='for this test'):
         native = dict.fromkeys(('fp32', 'bf16', 'fp16'), 'native')
@@ -83,7 +83,7 @@ def test_table_and_texts(support):
 def test_each_mode_trains_as_a_loop_of_its_own_would(name, opt):
     r = seeded(opt_func=OPTIMIZERS[opt]).compare_precision([name], n_steps=12, n_seeds=0, lr=0.01)
     _, _, scaler, losses = handwritten(name, OPTIMIZERS[opt], n_epoch=2, lr=0.01)
-    assert r.losses[name] == losses  # the batches come again when an epoch is over
+    assert r.losses[name] == losses  # the batches repeat when an epoch is over
     if name == 'fp16':
         assert r.table['final scale']['fp16'] == scaler.get_scale()
     plain, seen = seeded(opt_func=OPTIMIZERS[opt]), []
@@ -93,7 +93,7 @@ def test_each_mode_trains_as_a_loop_of_its_own_would(name, opt):
 
 @pytest.mark.parametrize('own', ['half weights', 'bf16', None])
 def test_each_row_runs_in_the_precision_it_names(own, monkeypatch):
-    "By the dtypes of the weight inside the layer's forward and of its output."
+    "Shown by the dtypes of the weight inside the layer's forward and of its output."
     fp32, bf16, linear, seen = torch.float32, torch.bfloat16, nn.functional.linear, []
 
     def recorded(x, weight, bias=None):
@@ -176,7 +176,7 @@ def test_callbacks_that_change_the_batch_or_the_loss(make):
     learn.fit(1)
 
 
-# -- no side effect
+# -- no side effects
 
 
 def test_an_error_in_low_precision_is_a_result_and_the_learner_as_it_was():
@@ -207,7 +207,7 @@ def test_what_becomes_of_the_copies_is_in_the_table_and_no_warning():
     assert r.table['skipped']['fp16'] == 8
 
 
-# -- what is refused, and what gets a row
+# -- what raises an error, and what gets a row
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ def test_modes_by_other_names():
 def test_a_training_that_diverges_is_named():
     class Overflows(nn.Linear):
         def forward(self, x):
-            return (super().forward(x).abs() + 1) * 1e5 / 1e5  # beyond fp16 in each batch
+            return (super().forward(x).abs() + 1) * 1e5 / 1e5  # above the largest fp16 number in each batch
 
     r = seeded(nn.Sequential(Overflows(6, 1))).compare_precision('fp16', n_steps=8, n_seeds=1)
     assert (
@@ -312,7 +312,7 @@ class Sleeps(Callback):
 
 
 def test_the_interval_is_one_of_ratios():
-    "Of their logarithms: it is above 0, and that of the inverse ratios is the inverse."
+    "The interval is of the logarithms: it is above 0, and that of the inverse ratios is the inverse."
     ratios = [0.1, 0.2, 0.4, 0.8, 1.6, 3.2]
     mid, low, high = speed_up(ratios)
     assert 0 < low < mid < high
@@ -444,7 +444,7 @@ def test_activations_of_checkpoints_are_those_kept_after_the_forward_pass(suppor
 
 
 def test_the_peak_of_an_accelerator_is_what_a_step_adds(support, monkeypatch):
-    "Stands in for PyTorch's counters, as this test has no accelerator."
+    "Replaces PyTorch's counters, as this test has no accelerator."
     support({})
     monkeypatch.setattr(compare, 'allocated', lambda device, peak=False: 7e6 if peak else 5e6)
     r = seeded().compare_precision('bf16', n_steps=7, n_seeds=0)
@@ -521,7 +521,7 @@ def test_page_faults_are_those_of_this_process():
 
 @pytest.fixture
 def eager_backend(monkeypatch):
-    "`Module.compile()` through Dynamo, whose graphs run as they are: no C++ compiler."
+    "`Module.compile()` with Dynamo only, whose graphs run eagerly: no C++ compiler is needed."
     monkeypatch.setattr(nn.Module, 'compile', partialmethod(nn.Module.compile, backend='eager'))
     torch._dynamo.reset()
     yield
@@ -538,7 +538,7 @@ def test_each_precision_compiled(support, sleeps, eager_backend):
             return super().forward(x)
 
     class Costs(Sleeps):
-        "The first step of a compiled copy takes 40 seconds, all others half of an uncompiled one's."
+        "The first step of a compiled copy needs 40 seconds, all others half the time of an uncompiled one."
 
         def before_batch(self):
             super().before_batch()
@@ -601,7 +601,7 @@ def test_compiled_learners_are_compared(support, make):
 
 
 class Pads(nn.Linear):
-    "A padding mask of fp32 that evaluation alone uses, in place, on a result in low precision."
+    "An fp32 padding mask that only evaluation uses, in place, on a result in low precision."
 
     def __init__(self, breaks=torch.bfloat16):
         super().__init__(6, 1)
@@ -623,14 +623,14 @@ def test_a_mode_that_breaks_in_validation_is_not_recommended(support):
     assert list(r.table['support']) == ['native', 'failed', 'native'] and r.recommended == 'fp16'
     assert bits(learn) == before
     both = seeded(Pads(None), cbs=Sleeps(2.0)).compare_precision('bf16', n_steps=8, n_seeds=0)
-    assert both.recommended == 'bf16'  # which breaks where fp32 does
+    assert both.recommended == 'bf16'  # which fails where fp32 fails
 
 
 # -- calls
 
 
 def test_what_was_given_is_named():
-    "Briefly: no tensors, no error of Python's own."
+    "The messages are short: no tensors, and no internal Python error."
     learn = seeded()
     for call, kind, words in (
         (lambda: learn.precision_report(n_batch=3), TypeError, "no argument 'n_batch': did you mean `n_batches=`?"),
@@ -776,7 +776,7 @@ def speeds(low, mid, high):
     return {'speed-up low': low, 'speed-up': mid, 'speed-up high': high}
 
 
-SEEDS = tolerance([1.0], [1.05, 0.95, 1.02], 1)  # fp32 trained four times: up to .11 above is as fp32
+SEEDS = tolerance([1.0], [1.05, 0.95, 1.02], 1)  # fp32 trained four times: a loss up to .11 higher matches fp32
 
 
 @pytest.mark.parametrize(

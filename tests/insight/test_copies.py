@@ -1,4 +1,4 @@
-"A copied learner trains without a trace in the learner, and what cannot be copied is named."
+"A copied learner trains without a trace in the learner, and errors name what cannot be copied."
 
 import gc, math, random, re, threading, warnings, weakref
 
@@ -35,7 +35,7 @@ from states import InStep, bits, language_model, rich, shuffled
 
 
 def train(learn, n=4):
-    "Some batches of a loader like the learner's, in its own loop."
+    "Train some batches of a loader like the learner's, in a custom loop."
     if not learn.opt:
         learn.create_opt()
     begin_fit(learn, n)
@@ -74,7 +74,7 @@ def test_the_learner_is_as_it_was(make):
 
 
 class Keeps(Callback):
-    "Writes what it sees onto the learner, as users' callbacks do."
+    "Store what it sees on the learner, as users' callbacks do."
 
     def after_loss(self):
         self.learn.history['losses'].append(float(self.learn.loss))
@@ -137,7 +137,7 @@ def test_random_states_are_put_back_and_gradients_are_on():
 
 
 def test_overlapping_reports_leave_the_process_as_it_was():
-    learner().precision_report()  # what the core asks PyTorch once in a process
+    learner().precision_report()  # what the core looks up once per process
     filters, errors = [*warnings.filters], []
     together = threading.Barrier(3, timeout=60)
 
@@ -158,8 +158,8 @@ def test_overlapping_reports_leave_the_process_as_it_was():
 
 
 def test_overlapping_choices_leave_the_random_state_as_it_was(monkeypatch):
-    "The second begins while the first trains."
-    set_support(monkeypatch, lambda name: 'unsupported')  # fp32 alone is trained, for one step
+    "The second comparison begins while the first one trains."
+    set_support(monkeypatch, lambda name: 'unsupported')  # only fp32 is trained, for one step
 
     def overlap(_):
         torch.rand(1)
@@ -176,7 +176,7 @@ def test_overlapping_choices_leave_the_random_state_as_it_was(monkeypatch):
 
 
 def test_copies_of_two_threads_come_one_after_the_other():
-    "So that random states and warnings, which are the process's, are restored in order."
+    "Random states and warnings belong to the process, and must be restored in order."
     filters, order, begun = [*warnings.filters], [], threading.Event()
 
     def second():
@@ -241,7 +241,7 @@ def test_a_copy_is_freed_at_once():
 
 
 def test_results_with_a_graph_are_copied_without_it_wherever_they_are_kept():
-    "As fastai's U-Net keeps its encoder's, in hooks."
+    "As fastai's U-Net keeps those of its encoder, in hooks."
     learn = learner()
     with hook_output(learn.model[0], detach=False) as hook:
         learn.model.hook = hook
@@ -267,7 +267,7 @@ def test_callbacks_that_take_part_are_copies_and_the_others_are_named():
     cb = Counts(model[0])
     both = [
         InStep(event, lambda l, event=event: seen.append(event)) for event in ('before_batch', 'after_step')
-    ]  # of one name
+    ]  # with the same name
     learn = learner(
         model, cbs=[cb, *both, At('after_epoch', print), SaveModelCallback(), GradientClip(1.0), MixUp()], progress=True
     ).to_bf16()
@@ -335,7 +335,7 @@ def test_refused_inside_a_fit(precision):
     for event in ('before_fit', 'after_loss', 'after_epoch'):
         with pytest.raises(RuntimeError, match='compare_precision cannot run inside a fit'):
             learn.fit(1, cbs=At(event, lambda l: check_learner(l, 'compare_precision'), 99))
-    check_learner(learn, 'compare_precision')  # after one that was broken off
+    check_learner(learn, 'compare_precision')  # after one that was interrupted
     other = learner()
     learn.fit(1, cbs=At('after_loss', lambda _: check_learner(other, 'compare_precision')))
 
@@ -398,12 +398,12 @@ def test_wrappers_for_data_parallelism_are_left_out():
     learn = learner(nn.DataParallel(model))
     with copied_learner(learn) as copy:
         assert type(copy.model) is nn.Sequential
-        train(copy, 2)  # SyncBatchNorm refuses main memory otherwise
+        train(copy, 2)  # otherwise SyncBatchNorm raises an error for main memory
     assert type(learn.model) is nn.DataParallel
 
 
 class PrecisionCallback(Callback):
-    "Anybody's; fastai names it `learn.precision`."
+    "Another library's callback; fastai names it `learn.precision`."
 
 
 @pytest.mark.parametrize(
@@ -416,14 +416,14 @@ class PrecisionCallback(Callback):
     ids=['report', 'comparison', 'choice'],
 )
 def test_what_looks_at_the_precision_finds_its_own_callback(call):
-    "Beside a callback of anybody's named precision."
+    "Beside another library's callback named precision."
     learn, alone = learner().to_bf16(), learner().to_bf16()
     learn.add_cb(PrecisionCallback())
     assert call(learn) == call(alone)
 
 
 def test_a_loss_function_that_reaches_the_learners_own_model():
-    "Weight decay in the loss, by a closure: the gradients of the learner's own weights are as before."
+    "Weight decay in the loss, by a closure: the gradients of the learner's own weights do not change."
     model = mlp()
     learn = learner(
         model,

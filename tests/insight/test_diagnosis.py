@@ -1,4 +1,4 @@
-"Training that goes wrong: what is noticed, what the message says, and that looking for the cause changes nothing."
+"Failed training: what is noticed, what the message says, and that the search for the cause changes nothing."
 
 import math, warnings
 
@@ -36,7 +36,7 @@ from states import Act, Gives, Times, Unpacks, lora
 
 
 def said(learn, n=1, lr=0.01):
-    "All warnings while `learn` fits `n` epochs."
+    "Return all warnings while `learn` fits `n` epochs."
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter('always')
         learn.fit(n, lr)
@@ -48,7 +48,7 @@ def alarms(learn, n=1, lr=0.01):
 
 
 class OnceInf(nn.Module):
-    "Infinite in low precision in its n-th call."
+    "Return infinity in low precision in the n-th call."
 
     def __init__(self, when):
         super().__init__()
@@ -125,7 +125,7 @@ def test_the_models_own_forward():
 
 
 def test_a_backward_pass_that_overflows():
-    "The forward pass is harmless; a gradient times 1e9 on the way back is not, in fp16."
+    "The forward pass is harmless, but in fp16 a gradient multiplied by 1e9 in the backward pass overflows."
     message = alarms(learner(steep(1e9)).to_fp16(init_scale=1024.0), 2)[0]
     assert 'in fp16 the loss or a gradient is not finite' in message and 'fp32_modules=' in message
     call = message.rpartition('`')[0].rpartition('`')[2]
@@ -230,7 +230,7 @@ def test_a_first_loss_that_happens_to_be_small_is_no_divergence():
     assert "fp32_modules=['attn']" in message and 'diverges' not in message, message
 
 
-# -- what it advises holds
+# -- the advice is right
 
 
 @pytest.mark.parametrize('kept', ['emb', ['emb'], nn.Embedding], ids=str)
@@ -261,7 +261,7 @@ def test_where_no_loss_scale_helps_modules_are_kept():
     assert alarms(learn) == [] == alarms(learner(Between()).to_fp16(init_scale=0.5))  # where it started below 1
 
 
-# -- when it looks, and when not
+# -- when it searches for the cause, and when not
 
 
 def test_ordinary_first_skips_raise_no_alarm():
@@ -298,7 +298,7 @@ def loud_in_half(p, y):
 @pytest.mark.parametrize('run', [Learner.validate, predicts, predicts_without_targets])
 @pytest.mark.parametrize('mode', ['to_fp16', 'to_bf16'])
 def test_validation_and_predictions_that_are_not_finite(run, mode):
-    "Each time they are asked for, and also if they are finite in training."
+    "Each time they are computed, and also if they are finite in training."
     learn = getattr(learner(Attentive()), mode)()
     expected = ['fp16: a loss or a prediction in validation is NaN or inf.'] * (mode == 'to_fp16')
     for _ in range(2):
@@ -318,7 +318,7 @@ def test_a_validation_loss_that_is_not_finite_where_predictions_are():
 
 
 def test_a_run_that_diverges_is_told_of_the_learning_rate_first():
-    "Its training losses are finite to the end; in validation they are not."
+    "Its losses are finite in training, but not in validation."
     linear = nn.Linear(6, 1)
     valid = Data(torch.full((8, 6), 1e36), torch.zeros(8, 1))
     learn = learner(linear, loaders(valid=valid), loss_func=nn.L1Loss(), lr=1e4, opt_func=OPTIMIZERS['sgd'])
@@ -350,7 +350,7 @@ class FromTheModel(Learner):
     def _do_one_batch(self):
         self.pred = self.model(*self.xb)
         self('after_pred')
-        self.loss_grad = self.model[0](self.xb[0]).mean() * self.factor  # autocast gives it in bf16
+        self.loss_grad = self.model[0](self.xb[0]).mean() * self.factor  # autocast returns it in bf16
         if self.sets_both:
             self.loss = self.loss_grad.clone()
         self('after_loss')
@@ -365,7 +365,7 @@ def test_a_loss_of_the_models_own_is_fp32_and_watched(sets_both):
             return super().forward(x)
 
     dls, dtypes = loaders(), set()
-    dls.n_inp = dls.train.n_inp = dls.valid.n_inp = 2  # nothing is a target
+    dls.n_inp = dls.train.n_inp = dls.valid.n_inp = 2  # there are no targets
     learn = learner(TakesTwo(linear()), dls, cls=FromTheModel).to_bf16()
     learn.sets_both, learn.factor = sets_both, 1.0
     learn.add_cb(At('after_loss', lambda l: dtypes.add(l.loss_grad.dtype), 20))
@@ -375,7 +375,7 @@ def test_a_loss_of_the_models_own_is_fp32_and_watched(sets_both):
 
 
 class OnDevice(Watch):
-    "As on an accelerator: what is on the device is not read."
+    "As on an accelerator: values on the device are not read."
 
     @property
     def notes(self):

@@ -17,12 +17,12 @@ LATE = 1 if DEVICE.type == 'cpu' else 2  # batches after which the loss of a bat
 
 @pytest.fixture(autouse=True)
 def bf16_is_native(monkeypatch):
-    "As on a newer CPU, so that the next precision after fp16 is the same on each machine."
+    "Pose as a newer CPU, so that the next precision after fp16 is the same on each machine."
     monkeypatch.setattr(facts, 'cpu_features', lambda: frozenset({'avx512_bf16'}))
 
 
 class Growing(nn.Module):
-    "A residual stream whose branch grows past fp16's range in the middle of a fit."
+    "A residual stream whose branch outgrows the range of fp16 in the middle of a fit."
 
     def __init__(self, seed):
         torch.manual_seed(seed)
@@ -92,14 +92,14 @@ def trained(make, dls, kwargs, n_epoch, lr, seed, on_overflow):
 
 @pytest.mark.parametrize('what', RUNS)
 def test_training_ends_where_fp32_does(what):
-    "Within the spread of fp32's own seeds, where 'warn' skips most steps."
+    "Within the spread of fp32 over its seeds, in runs where 'warn' skips most steps."
     fp32 = [trained(*RUNS[what], seed, None).validate()[0] for seed in SEEDS]
     for seed in SEEDS:
         warned, fixed = (trained(*RUNS[what], seed, how) for how in ('warn', 'fix'))
         n = len(warned.precision.skips)
         assert warned.precision.n_skipped > n / 2
         assert fixed.validate()[0] < 2 * max(fp32) - min(fp32)
-        # A loss scale is lowered after 16 skipped steps, and before that the first one finds what fits.
+        # The loss scale is lowered after 16 skipped steps; before that, the first one searches for a scale that fits.
         assert 1 <= len(fixed.precision.fixes) <= 3 and fixed.precision.n_skipped <= 17
         assert fixed.precision.fit is None and not left_on(fixed.to_fp32())
 
@@ -166,7 +166,7 @@ def test_the_next_precisions_that_the_device_has_and_fp32_at_last(capsys):
 
 
 class Layers(nn.Module):
-    "One layer after the other gets too large for fp16."
+    "One layer after the other outgrows fp16."
 
     def __init__(self, n=4):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"The mean gradient in low precision beside the noise between batches: its figure, and what the report makes of it."
+"The mean gradient in low precision compared with the noise between batches: the figure, and the verdict."
 
 import math, re, time
 
@@ -129,7 +129,7 @@ def test_few_samples_of_an_emulated_precision_say_nothing_of_its_gradient(monkey
     sizes = []
     model = nn.Sequential(Act(lambda h: (sizes.append(len(h)), h)[1]), far_from_0())
     report = learner(model).precision_report()
-    assert report.verdicts['bf16'].verdict == 'gradient differs' and set(sizes) == {2, 4}  # bf16's on whole batches
+    assert report.verdicts['bf16'].verdict == 'gradient differs' and set(sizes) == {2, 4}  # bf16 on whole batches
     assert 'gradient' not in report.verdicts['fp16'].reason
     assert any('no gradients compared' in note for note in report.notes)
 
@@ -147,7 +147,7 @@ def test_one_batch_leaves_the_noise_unknown_and_the_verdict_as_it_is():
 
 
 def test_a_batch_that_fails_is_no_error_of_the_report():
-    "The last batch has one sample, which BatchNorm does not take in training."
+    "The last batch has one sample, with which BatchNorm raises an error in training."
     data = dataset(9)
     report = learner(dls=loaders(bs=4, train=data, valid=data)).precision_report('bf16', dl=loaders(9).valid)
     assert report.verdicts['bf16'].verdict == 'safe so far'

@@ -1,4 +1,4 @@
-"Verdicts of the report against training by its advice, on some of the models of `held_out.py`."
+"Verdicts of the report compared with training by its advice, on some of the models of `held_out.py`."
 
 import pytest
 

@@ -1,4 +1,4 @@
-"Progress bars: as in fastai's fits, in a terminal and in a notebook; none without them; gone when done."
+"Progress bars in a terminal and in a notebook, as in fastai's fits: hidden with `no_bar`, removed at the end."
 
 import pytest
 from fastai.callback import progress as fastai_progress
@@ -23,7 +23,7 @@ CALLS = {
 
 
 def slept(clock, **kwargs):
-    "A learner whose steps take .7 seconds."
+    "A learner whose steps last .7 seconds."
     return learner(nn.Linear(6, 1), cbs=InStep('before_batch', lambda l: clock.sleep(0.7)), **kwargs)
 
 
@@ -52,7 +52,7 @@ def test_no_bar(name, how, sleeps, capsys):
 
 
 class Shown:
-    "Stands in for IPython's display handles."
+    "Replaces IPython's display handles."
 
     handles = []
 
@@ -72,7 +72,7 @@ def test_a_notebook_shows_a_bar_that_is_gone_in_the_end(name, sleeps, monkeypatc
     monkeypatch.setattr(fastprogress, 'show_styles', lambda: None)
     Shown.handles.clear()
     CALLS[name](slept(sleeps, progress=True))
-    assert len(Shown.handles) == (2 if name == 'choice' else 1)  # the choice's report has one of its own
+    assert len(Shown.handles) == (2 if name == 'choice' else 1)  # the report of `to_amp(measure=True)` has its own
     for handle in Shown.handles:
         assert len(handle.contents) > 2 and handle.contents[-1].data == ''
 

@@ -1,4 +1,4 @@
-"The precision report: where it finds trouble, each verdict with its words, what it shows, and what it leaves alone."
+"The precision report: the modules it flags, each verdict and its text, what it shows, and what it does not change."
 
 import math, random, re
 from typing import get_args
@@ -33,7 +33,7 @@ def verdict_on(model, mode='fp16', **kwargs):
 
 
 def trained(model, verdict, lr=1e-4, **kwargs):
-    "Skipped steps and the last loss of 4 steps with what a verdict advises."
+    "Return skipped steps and the last loss of 4 steps with the call that a verdict advises."
     learn = learner(model, loaders(64, 64), **kwargs)
     exec(verdict.call, {'learn': learn})
     learn.precision.on_overflow = 'ignore'
@@ -58,7 +58,7 @@ def unit(h):
 
 
 def over_sums(h):
-    return 1e5 / (-(h * 1e3).abs() * 200 - 1e3)  # the sums are -inf, which alone may be a mask
+    return 1e5 / (-(h * 1e3).abs() * 200 - 1e3)  # the sums are -inf, which by itself may be a mask
 
 
 class InNumPy(torch.autograd.Function):
@@ -72,7 +72,7 @@ class InNumPy(torch.autograd.Function):
         return g
 
 
-# -- trouble is found where it is, and the remedy works
+# -- the right modules are flagged, and the printed call works
 
 
 def test_the_module_that_overflows_is_named_and_no_other():
@@ -151,7 +151,7 @@ def test_of_many_modules_that_help_only_together_the_parents_are_named():
 
 
 class Products(Own):
-    "A product of matrices in its own forward, which autocast runs in fp16 whatever comes in."
+    "A matrix product in the model's own forward, which autocast runs in fp16 for any input dtype."
 
     def forward(self, x):
         h = self.a(x) * 800
@@ -186,7 +186,7 @@ def test_values_that_come_close_to_the_limit(kind, largest, verdict):
         return
     assert found.modules == (['1'] if kind is inner else ['a'])
     assert ('close to' if largest < 65504 else 'above') in found.reason
-    gain *= 3  # as later batches and weights may be
+    gain *= 3  # as may happen with later batches and weights
     assert trained(kind(f), found, lr=0.0)[0] == 0
 
 
@@ -258,7 +258,7 @@ def test_what_is_0_in_fp32_has_no_error():
 
 
 class Quantizer(nn.Module):
-    "Gives each input the nearest of its entries, which lie close together; the gradient passes it by."
+    "Replace each input by the nearest entry; entries are close together, and the gradient passes straight through."
 
     def __init__(self, far):
         super().__init__()
@@ -343,7 +343,7 @@ def test_another_batch_may_have_larger_gradients():
         assert learn.precision.n_skipped == skipped
 
 
-# -- the verdicts and their words
+# -- the verdicts and their texts
 
 
 @pytest.mark.parametrize(
@@ -419,7 +419,7 @@ def scatters(h):
 
 @pytest.mark.parametrize('f', [fills, scatters])
 def test_code_that_half_precision_breaks_is_not_the_devices_fault(f, monkeypatch):
-    monkeypatch.setattr('fastxtend_amp.devices.facts.cpu_features', frozenset)  # a CPU with bf16 gets it as advice
+    monkeypatch.setattr('fastxtend_amp.devices.facts.cpu_features', frozenset)  # else the advice may be bf16
     verdict, own = (
         verdict_on(inner(f)),
         verdict_on(Own(lambda h: f(h.half() if torch.is_autocast_enabled('cpu') else h))),
@@ -453,7 +453,7 @@ def test_many_modules_in_trouble_one_after_the_other():
 
 
 def test_operators_that_may_draw_random_numbers_are_looked_at():
-    "Such as fused attention, which is not run in fp32 beside."
+    "For example fused attention, which is not also run in fp32 for comparison."
     attends = Act(lambda h: (h := h.view(-1, 1, 2, 3), F.scaled_dot_product_attention(h, h, h).flatten(1))[1])
     report = learner(nn.Sequential(nn.Linear(6, 6), attends, nn.Linear(6, 1))).precision_report('bf16')
     assert rows(report, 'bf16').loc['1', 'largest'] > 0
@@ -483,7 +483,7 @@ def test_time_that_is_over_leaves_what_is_known(clock):
     learn = learner(
         nn.Sequential(nn.Linear(6, 6), *[Act(lambda h: (clock.sleep(1), h)[1]) for _ in range(10)], nn.Linear(6, 1))
     )
-    report = learn.precision_report(max_seconds=35.0)  # training and validation take 20, and what began is ended
+    report = learn.precision_report(max_seconds=35.0)  # training and validation need 20
     bf16, fp16 = report.verdicts.values()
     assert bf16.verdict == 'safe so far' and fp16.verdict == 'not known' and '`max_seconds=35`' in fp16.reason
     assert fp16.call == "learn.precision_report('fp16', max_seconds=350)" and set(report.table['mode']) == {'bf16'}
@@ -519,7 +519,7 @@ def test_errors_are_those_of_a_direct_comparison(mode, dtype):
     assert list(table.loc[['0', '1'], 'error']) == pytest.approx(errors)
     largest = max(
         float(t.abs().max()) for t in (x, learn.model[0].weight, learn.model[0].bias, exact)
-    )  # autocast's casts, too
+    )  # autocast's casts included
     assert table.loc['0', 'headroom'] == pytest.approx(torch.finfo(dtype).max / largest)
     assert list(table['format']) == [mode, mode, 'fp32'] and table.loc['loss function', 'headroom'] > 1e30
 
@@ -535,7 +535,7 @@ def test_gradients():
 
 
 def test_sizes_and_errors_of_values():
-    for size in (1e-30, 1.0, 1e30):  # beyond the squares of fp32
+    for size in (1e-30, 1.0, 1e30):  # whose squares exceed the range of fp32
         got, expected = torch.tensor([1.1, 2.0]) * size, torch.tensor([1.0, 2.0]) * size
         assert relative_error(got, expected) == pytest.approx(0.1 / math.sqrt(5), rel=1e-4)
     scores = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
@@ -563,7 +563,7 @@ class UNet(nn.Module):
 
 
 def test_what_normalization_makes_of_two_samples_is_no_error_of_the_model():
-    "The samples are so near to each other that bf16 has few digits of their difference, which BatchNorm makes large."
+    "The samples are so close that bf16 has few digits of their difference, which BatchNorm amplifies."
     g = torch.Generator().manual_seed(0)
     x = torch.randn(1, 3, 4, 4, generator=g) + 0.02 * torch.randn(2, 3, 4, 4, generator=g)
     learn = learner(UNet(), loaders(2, 2, Data(x, x[:, :1]), Data(x, x[:, :1])))
@@ -575,7 +575,7 @@ def test_what_normalization_makes_of_two_samples_is_no_error_of_the_model():
     assert report.verdicts['bf16'].verdict == 'safe so far' and report.table['error'].max() < 0.02
 
 
-# -- what trains can be reported on
+# -- every model that trains can be reported on
 
 
 class Tied(nn.Module):
@@ -595,7 +595,7 @@ class Tied(nn.Module):
 
 
 class Residual(nn.Module):
-    "A sum of its own that a module writes over, as in ResNets."
+    "A sum in the model's own forward that a module overwrites in place, as in ResNets."
 
     def __init__(self):
         super().__init__()
@@ -625,7 +625,7 @@ class Checkpointed(nn.Module):
 
 
 class Force(nn.Module):
-    "Takes gradients itself."
+    "Computes gradients itself."
 
     def __init__(self):
         super().__init__()
@@ -747,7 +747,7 @@ def test_batches_that_give_no_loss():
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
 def test_a_frozen_base_in_half_precision(dtype):
-    "Its weights count as they are: in fp32 the same numbers, as fp32."
+    "The report equals that of the same weights in fp32."
     report = learner(lora(dtype)).precision_report()
     whole = lora(dtype)
     for p in whole.parameters():
@@ -761,7 +761,7 @@ def test_a_frozen_base_in_half_precision(dtype):
     )
 
 
-# -- what it looked at, and what it leaves alone
+# -- what it looked at, and what it does not change
 
 
 def test_it_says_what_it_looked_at():
@@ -831,7 +831,7 @@ def test_advice_keeps_what_is_there():
     assert learn.precision.arguments['init_scale'] < 2**60
 
 
-# -- how it is shown, and what it refuses
+# -- how it is shown, and which arguments raise an error
 
 
 def test_the_printed_report():

@@ -1,4 +1,4 @@
-"The report's figure: markers that agree with the table, and words that do not collide."
+"The report's figure: markers that agree with the table, and labels that do not overlap."
 
 import matplotlib.pyplot as plt
 import pytest, torch

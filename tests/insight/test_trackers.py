@@ -1,4 +1,4 @@
-"Who takes part in a copy: what changes a training step does, and whatever tracks the training does not."
+"Which callbacks run on a copy: those that change a training step do, and those that track the training do not."
 
 import linecache, time, warnings
 
@@ -13,7 +13,7 @@ from states import Gives
 
 
 class Service:
-    "Stands in for a tracking service: keeps what is sent to it."
+    "Replaces a tracking service: keeps what is sent to it."
 
     def __init__(self):
         self.calls = []
@@ -124,7 +124,7 @@ def test_a_tracker_is_not_called(tracker, ask):
 
 @pytest.mark.parametrize('tracker', TRACKERS)
 def test_a_diagnosis_in_mid_training_calls_no_tracker(tracker):
-    "What a tracker sends in a fit that is diagnosed is what it sends in one that is not."
+    "A tracker sends the same in a fit with a diagnosis as in a fit without one."
     sent = []
     for on_overflow in ('ignore', 'warn'):
         learn = learner(Attentive(), cbs=tracker()).to_fp16(on_overflow=on_overflow)
@@ -202,7 +202,7 @@ def test_what_only_reads_does_not(cb):
 
 
 def test_a_callback_says_it_for_itself():
-    "By an attribute of the class, or of one callback."
+    "Set by an attribute of the class, or of one callback."
     quiet, asked = Unpack(), LikeMlflow()
     quiet.run_on_copy, asked.run_on_copy = False, True
     assert takes_part(asked) and not takes_part(quiet) and takes_part(Unpack()) and not takes_part(LikeMlflow())

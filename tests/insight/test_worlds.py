@@ -1,4 +1,4 @@
-"Reports and diagnoses outside the plain world: layer scale, masked targets, tensor subclasses, settings of PyTorch."
+"Reports and diagnoses in unusual conditions: layer scale, masked targets, tensor subclasses, settings of PyTorch."
 
 import math, warnings
 
@@ -16,7 +16,7 @@ def verdict_on(make, mode='fp16', **kwargs):
 
 
 def trained(make, call, epochs=8, **kwargs):
-    "The last losses of a fit by this call, and the steps skipped."
+    "Return the last losses of a fit with this call, and the number of skipped steps."
     learn = learner(make(), loaders(64, 16), **kwargs)
     exec(call, {'learn': learn})
     if learn.precision:
@@ -74,7 +74,7 @@ def test_gradients_that_vanish_when_it_is_tried():
 
 
 def test_many_gradients_that_vanish_may_be_a_small_part_of_their_sum():
-    "As behind the layer scale of a CaiT, where nine of ten are 0 in fp16, and training reaches the loss of fp32."
+    "As with the layer scale of a CaiT: 9 of 10 gradients are 0 in fp16, yet training reaches the loss of fp32."
     make = lambda: vanishing(1.0)
     verdict = verdict_on(make)
     assert verdict.verdict == 'safe so far', verdict
@@ -117,7 +117,7 @@ def test_after_modules_are_kept_the_loss_scale_is_looked_for_anew():
     assert verdict.verdict == 'keep modules in fp32' and '1' in verdict.modules, verdict
     loss, skipped = trained(make, verdict.call, epochs=2)
     assert skipped == 0 and math.isfinite(loss), verdict
-    plain = verdict_on(lambda: make()[:3])  # at the scale at the end of that search gradients would vanish
+    plain = verdict_on(lambda: make()[:3])  # at the scale that this search ends with, gradients would vanish
     assert plain.modules == ['1'] and plain.scale_range[1] >= 2**10, plain
 
 
@@ -125,13 +125,13 @@ def test_after_modules_are_kept_the_loss_scale_is_looked_for_anew():
 
 
 def test_where_fp32_itself_has_lost_all_digits_an_error_is_no_finding():
-    "A difference of equal numbers is rounding noise in fp32, too, from which that of any precision is far."
+    "A difference of equal numbers is rounding noise, in fp32 as well: a comparison with it shows nothing."
     noise = lambda h: h * math.pi / math.pi - h
     make = lambda: nn.Sequential(nn.Linear(6, 8), Act(noise), nn.Linear(8, 1))
     assert verdict_on(make, 'bf16').verdict == 'safe so far'
 
 
-# -- targets that are not known
+# -- masked targets
 
 
 def masked_loss(p, y):
@@ -161,7 +161,7 @@ def test_targets_that_the_loss_masks_are_not_to_blame():
 
 
 class Opaque(torch.Tensor):
-    "A tensor that can be multiplied, and nothing else."
+    "A tensor that supports only multiplication."
 
     @staticmethod
     def __new__(cls, inner):
@@ -313,7 +313,7 @@ def test_report_and_diagnosis_say_that_they_ran_the_model_uncompiled():
         assert ('The compiled model was run uncompiled.' in make().precision_report('bf16').notes) == expected
 
 
-# -- losses that the model gives
+# -- losses that the model returns
 
 
 class WithLoss(nn.Module):
@@ -368,7 +368,7 @@ def test_a_plot_of_no_loss_scale_is_refused(call):
 
 
 def test_a_callback_with_a_backward_pass_of_its_own():
-    "With `learn.scaler`, which is there in the report's fp32 run, too."
+    "With `learn.scaler`, which also exists in the fp32 run of the report."
     own = lambda l: l.scaler.scale(l.loss_grad).backward(retain_graph=True)
     learn = learner(cbs=At('before_backward', own, 5)).to_fp16(init_scale=1024.0)
     learn.fit(1)
@@ -380,7 +380,7 @@ def test_a_callback_with_a_backward_pass_of_its_own():
 
 
 class Padded(nn.Module):
-    "An encoder with a padding mask: in validation PyTorch takes another kernel, which on CPUs wants fp32."
+    "An encoder with a padding mask: in validation PyTorch uses another kernel, which on CPUs needs fp32."
 
     def __init__(self):
         super().__init__()

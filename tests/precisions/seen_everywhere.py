@@ -1,6 +1,6 @@
-"""The precision of bf16_again.py in each place where a precision is seen.
+"""The precision of bf16_again.py in each place that lists or uses precisions.
 
-Run by test_a_new_precision.py in a process of its own: what is registered there stays.
+Run by test_a_new_precision.py in its own process, because a registered precision stays.
 """
 
 import inspect
@@ -25,7 +25,7 @@ def all_precisions(cls=Precision):
 
 @pytest.fixture
 def alone(monkeypatch):
-    "As if this device ran nothing else: tools measure only this precision, and fp32."
+    "Pose as a device that supports nothing else: tools measure only this precision, and fp32."
     for cls in all_precisions():
         if cls is not BF16Again:
             monkeypatch.setattr(cls, 'support', classmethod(lambda cls, device: Support('unsupported', 'left out')))
@@ -148,7 +148,7 @@ def test_a_report_has_the_numbers_of_bf16():
 
 
 def colours(figure):
-    "The colours of all bars and lines in a figure, as '#rrggbb'."
+    "Return the colours of all bars and lines in a figure, as '#rrggbb'."
     faces = [a.get_facecolor() for ax in figure.axes for a in (*ax.patches, *ax.collections)]
     lines = [line.get_color() for ax in figure.axes for line in ax.lines]
     rows = [row for c in (*faces, *lines) for row in matplotlib.colors.to_rgba_array(c)]

@@ -1,4 +1,4 @@
-"A precision that is added by one file, bf16_again.py, is seen everywhere: the tests are in seen_everywhere.py."
+"A precision added by one file, bf16_again.py, appears everywhere; the tests are in seen_everywhere.py."
 
 import os, re, subprocess, sys
 from pathlib import Path
@@ -16,7 +16,7 @@ def test_a_precision_in_one_file_is_seen_everywhere():
 
 
 def test_the_file_names_no_place_but_its_own():
-    "It imports the base and nothing else of the package, and nothing else of the package knows of it."
+    "It imports only the base, and no other module of the package mentions it."
     text = (HERE / 'bf16_again.py').read_text()
     assert re.findall(r'from (fastxtend_amp\S*) import', text) == ['fastxtend_amp.precisions.base']
     package = HERE.parents[1] / 'fastxtend_amp'

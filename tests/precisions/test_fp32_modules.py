@@ -11,7 +11,7 @@ from helpers import *
 
 
 class Notes(nn.Linear):
-    "A linear layer that notes the dtype of its product."
+    "A linear layer that records the dtype of its product."
 
     seen = None
 

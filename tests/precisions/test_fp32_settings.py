@@ -1,4 +1,4 @@
-"PyTorch's settings for the precision of fp32: as they were after the context, whichever way they were set."
+"PyTorch's settings for fp32 precision are restored after the context, whichever way they were set."
 
 import re
 
@@ -20,7 +20,7 @@ def values():
 
 
 def old_names():
-    "What the old names give, those that raise left out."
+    "Return the values of the old names, without those that raise an error."
     found = {}
     for name, read in {
         'precision': torch.get_float32_matmul_precision,

@@ -1,4 +1,4 @@
-"FP8: linear layers as torchao converts them, and a plain model afterwards. On a CPU with PyTorch's own kernels."
+"FP8: linear layers converted as torchao does, and a plain model afterwards; on a CPU, with PyTorch's own kernels."
 
 import copy, subprocess, sys
 from pathlib import Path
@@ -249,7 +249,7 @@ def test_compiled(how, backend):
     assert same(params(learn), with_torchao(2, SGD, loaders(48, 16), compiled))
     torch._dynamo.utils.counters.clear()
     learn.fit(1, 0.01)
-    assert not torch._dynamo.utils.counters['stats']  # nothing is compiled anew
+    assert not torch._dynamo.utils.counters['stats']  # nothing is compiled again
 
 
 # -- devices, report, comparison
@@ -267,7 +267,7 @@ def test_the_report_rounds_as_torchao_does():
 
     torch.manual_seed(0)
     layer = nn.Linear(64, 48)
-    x = torch.randn(32, 64).bfloat16().float().requires_grad_()  # which torchao casts to bf16 on a GPU alone
+    x = torch.randn(32, 64).bfloat16().float().requires_grad_()  # which torchao casts to bf16 only on a GPU
     theirs = convert_to_float8_training(copy.deepcopy(layer), config=Float8LinearConfig(emulate=True))
     weight = torch.randn(32, 48) * torch.logspace(-4, 0, 48)
 
@@ -286,7 +286,7 @@ def test_the_report_rounds_as_torchao_does():
 
 
 class Outlier(nn.Module):
-    "One of the features is a million times as large as all others, and has no weight."
+    "One feature is a million times larger than all others, and has no weight."
 
     def forward(self, x):
         return torch.cat([x[:, :1] * 1e6, x[:, 1:]], 1)

@@ -1,4 +1,4 @@
-"FP8 outside of a fit: a loop of one's own over `one_batch` leaves the model plain."
+"FP8 outside of a fit: a custom loop over `one_batch` leaves the model plain."
 
 import pytest, torch
 

@@ -1,4 +1,4 @@
-"Half weights: with masters the numbers of autocast; flat masters that nobody sees; no masters, in a fit alone."
+"16-bit weights: with master weights the numbers of autocast; flat master weights; no master weights in a fit."
 
 import copy
 from functools import partial
@@ -96,7 +96,7 @@ class Zoo(nn.Module):
         return self.head(x) + F.linear(x, self.head.weight * 1.1)
 
 
-# -- with masters
+# -- with master weights
 
 
 def test_bf16_trains_as_under_autocast():
@@ -114,14 +114,14 @@ def overflow(l):
     [({}, [At('before_backward', overflow)]), ({'loss_scale': 512.0}, [GradientAccumulation(8), GradientClip(0.05)])],
 )
 def test_fp16_trains_as_under_autocast(flat, scale, cbs):
-    "With skipped steps; with a static scale, accumulation and clipping."
+    "With skipped steps; with a fixed loss scale, accumulation and clipping."
     fp16, ours = trained('to_fp16', cbs=cbs, **scale), trained(amp_mode='fp16', flat_master=flat, cbs=cbs, **scale)
     assert equal(fp16, ours) and fp16.precision.scales == ours.precision.scales
     assert ours.precision.state_dict() == fp16.precision.state_dict()
     assert len(ours.precision.scales) == 6 if scale else ours.precision.n_skipped >= 4
 
 
-# -- flat masters
+# -- flat master weights
 
 
 @pytest.mark.parametrize('opt', FASTAI)
@@ -160,7 +160,7 @@ def test_only_the_optimizers_step_has_flat_parameters():
     learn.to_half_weights(flat_master=True).fit(2, 0.01)
     assert seen == [[[56, 16], [9]]] * 12 and entries == {
         (4, 2, 6)
-    }  # batch norm's state differs: it trains when frozen, too
+    }  # the state of batch norm differs: it also trains when frozen
 
 
 def test_a_parameter_without_elements():
@@ -184,7 +184,7 @@ def new_gradients(l):
 
 def new_weights(l):
     for p in [*l.model.parameters()][:3]:
-        p.data = p.data * 0.9  # of two that were joined the first alone
+        p.data = p.data * 0.9  # only the first of two that were joined
 
 
 def loaded(l):
@@ -236,7 +236,7 @@ BOTH = pytest.mark.parametrize(
 
 @BOTH
 def test_files_lr_find_and_copies(tmp_path, kwargs, opt):
-    "A file from within a fit is loaded in the same fit, and goes on in plain fp32; files and copies go on alike."
+    "A file saved within a fit can be loaded in the same fit, and in plain fp32; files and copies continue alike."
     seen = []
 
     def look(l):
@@ -262,7 +262,7 @@ def test_files_lr_find_and_copies(tmp_path, kwargs, opt):
     )
 
 
-# -- without masters
+# -- without master weights
 
 
 def without(model=None, opt=None, **kwargs):
@@ -285,7 +285,7 @@ def dtypes_agree(learn):
 
 
 def test_which_weights_are_bf16_in_a_fit():
-    "With gradients and state, but for torchao's count; afterwards they are fp32, but for a user's own."
+    "Gradients and state included, except torchao's count; afterwards all are fp32, except the user's own 16-bit ones."
     seen = []
 
     def look(l):
@@ -305,7 +305,7 @@ def test_which_weights_are_bf16_in_a_fit():
 
 @pytest.mark.parametrize('kept,expected', [('0', ['3.weight', '3.bias']), ('(model)', [])])
 def test_modules_kept_in_fp32_keep_their_weights(kept, expected):
-    "In a compiled model, too, whose modules have other names."
+    "Also in a compiled model, whose modules have other names."
     seen = []
     learn = learner(
         torch.compile(mlp(), backend='eager'),
@@ -325,7 +325,7 @@ def test_frozen_weights_are_not_rounded():
         learn.fit(1, 0.01)
         assert torch.equal(learn.model[0].weight, frozen) and not torch.equal(frozen, frozen.bfloat16().float())
         learn.unfreeze()
-        learn.fit(1, 0.01)  # optimi would take Triton for a group that had no gradients
+        learn.fit(1, 0.01)  # optimi would use Triton for a group without gradients
         assert not torch.equal(learn.model[0].weight, frozen) and is_fp32(learn)
 
 
@@ -449,7 +449,7 @@ def test_kahan_takes_optimis_optimizers_and_schedules_their_momentum():
         kahan('AdamW', weight_decay=0.1, bogus=1)
 
 
-# -- arguments and refusals
+# -- arguments and errors
 
 
 @pytest.mark.parametrize(
@@ -545,7 +545,7 @@ def test_stochastic_rounding_is_taken():
     def build(params, lr):
         opt = optim._AdamW(params, lr=lr, bf16_stochastic_round=True)
 
-        def as_tensors(opt, *_):  # torchao wants tensors, and fastai sets numbers
+        def as_tensors(opt, *_):  # torchao needs tensors, but fastai sets numbers
             for g in opt.param_groups:
                 g['lr'] = torch.as_tensor(g['lr'], dtype=torch.float32)
 
@@ -555,7 +555,7 @@ def test_stochastic_rounding_is_taken():
     learn = without(opt=partial(OptimWrapper, opt=build))
     weights = params(learn)
     with torch.compiler.set_stance('force_eager'):
-        learn.fit(1, 1e-3)  # torchao compiles its step, which takes minutes
+        learn.fit(1, 1e-3)  # torchao compiles its step, which needs minutes
     assert is_fp32(learn) and not same(params(learn), weights)
 
 
@@ -567,7 +567,7 @@ def one_process(tmp_path):
 
 
 def test_several_processes(one_process):
-    "DDP trains with masters, flat ones too; without masters it is refused, and FSDP2."
+    "DDP trains with master weights, also flat ones; without them DDP and FSDP2 raise an error."
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 

@@ -1,4 +1,4 @@
-"Weights in bf16 without fp32 master weights: what happens to files, copies and other precisions within a fit."
+"bf16 weights without fp32 master weights: files, copies and other precisions within a fit."
 
 import copy
 
@@ -13,7 +13,7 @@ def without(opt='AdamW', **kwargs):
 
 
 def exact(learn):
-    "The weights as the learner means them: the parameter and its compensation."
+    "Return the weights at full precision: the parameter plus its compensation."
     state = learn.opt.opt.state
     comps = [state.get(p, {}).get('kahan_comp') for p in learn.model.parameters()]
     return [p.detach().float() + (0 if c is None else c.float()) for p, c in zip(learn.model.parameters(), comps)]
@@ -39,7 +39,7 @@ def test_a_file_loaded_at_the_end_of_a_fit_is_loaded_exactly(event, with_opt, tm
 
 @pytest.mark.parametrize('with_opt', [True, False])
 def test_training_that_goes_on_after_a_load_starts_from_the_file(with_opt, tmp_path):
-    "Not from the file plus what rounding took from other weights."
+    "Not from the file plus the rounding errors of other weights."
     best = learner(mlp(1), opt_func=kahan('SGD'), lr=1e-6)
     best.create_opt()
     file, learn = best.save(tmp_path / 'best').with_suffix(''), without('SGD')

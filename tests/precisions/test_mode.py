@@ -1,4 +1,4 @@
-"Which precision a device does natively, and what is said where it does not."
+"Which precisions a device supports natively, and the messages where it does not."
 
 import copy, re, warnings
 
@@ -42,7 +42,7 @@ def test_unknown_mode(value):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    "A function that replaces the capability queries by those of an imagined NVIDIA card."
+    "Return a function that replaces the capability queries by those of an imagined NVIDIA GPU."
 
     def replace(capability, bf16=True, name='Tesla T4'):
         monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
@@ -113,7 +113,7 @@ def test_messages_for_gpus(gpu):
 
 
 def test_other_gpus(gpu, monkeypatch):
-    "AMD's do both; Intel's without fp64 do not scale the loss."
+    "AMD's GPUs support both; Intel's GPUs without fp64 do not scale the loss."
     gpu((5, 2))
     monkeypatch.setattr(torch.version, 'hip', '7.0')
     monkeypatch.setattr(facts, 'amd_architecture', lambda device: 'gfx942')
@@ -167,7 +167,7 @@ def test_a_device_without_autocast(monkeypatch):
     learn.fit(1)
 
 
-# -- the emulation's warning, and 'auto'
+# -- the warning about emulation, and 'auto'
 
 
 def test_an_emulated_mode_warns_once_at_the_users_line(monkeypatch):
@@ -226,7 +226,7 @@ def test_recurrent_layers_run_or_the_error_says_how_to_keep_them_in_fp32(kind):
     learn = learner(Recurrent(kind)).to_fp16(init_scale=256.0)
     try:
         learn.fit(1)
-    except RuntimeError as e:  # oneDNN has no kernel of an LSTM in fp16 on most CPUs
+    except RuntimeError as e:  # on most CPUs oneDNN has no fp16 LSTM kernel
         assert 'precision_report()' in ''.join(getattr(e, '__notes__', ['precision_report()']))
         assert kind is nn.LSTM and is_outside_a_fit(learn)
         learn.to_fp16(init_scale=256.0, fp32_modules=kind).fit(1)

@@ -1,4 +1,4 @@
-"TF32: the settings that operators run under, and what they are afterwards."
+"TF32: the settings under which operators run, and that they are restored."
 
 import fastai.callback.schedule  # noqa: F401  patches Learner
 import pytest, torch
@@ -13,7 +13,7 @@ from test_fp32_settings import WAYS, old_names, put_back, values  # noqa: F401
 
 @pytest.fixture
 def native(monkeypatch):
-    "As if this device had TF32: PyTorch takes the settings on any."
+    "Pose as a device with TF32: PyTorch accepts the settings on any device."
     monkeypatch.setattr(tf32, '_NEEDS', Support('native', 'as if'))
 
 
@@ -125,7 +125,7 @@ def test_a_row_of_the_comparison_where_it_is_native(native):
     found.plot()
     learn.to_amp(measure=True, max_seconds=3)
     assert 'tf32' in learn.precision_decision.table.index
-    assert fastest_native(torch.device('cpu'), [AMPMode.BF16, AMPMode.FP16]) is None  # 'auto' does not take it
+    assert fastest_native(torch.device('cpu'), [AMPMode.BF16, AMPMode.FP16]) is None  # 'auto' does not choose it
 
 
 def test_what_does_not_work_with_it():

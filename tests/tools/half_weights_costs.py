@@ -1,4 +1,4 @@
-"""Half-precision weights beside autocast, on the benchmark's models: time of a step, bytes for each parameter, loss.
+"""16-bit weights compared with autocast on the benchmark's models: time per step, bytes per parameter, loss.
 
 `python tests/tools/half_weights_costs.py` prints a Markdown table. It needs a clone, torch-optimi and a quiet machine.
 """
@@ -42,7 +42,7 @@ class Casts(TorchDispatchMode):
 
 
 class Bytes(Callback):
-    "Notes the bytes of weights, gradients, the optimizer's state and casts, for each parameter, in a step."
+    "Record the bytes per parameter of weights, gradients, optimizer state and casts in a step."
 
     order = 90  # after the step
 

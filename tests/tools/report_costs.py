@@ -1,4 +1,4 @@
-"""Times of `precision_report` and `compare_precision` on models of ordinary size, beside a step in fp32.
+"""Times of `precision_report` and `compare_precision` on models of ordinary size, compared with a step in fp32.
 
 `python tests/tools/report_costs.py` prints a Markdown table. It needs a quiet machine, and timm for the vision
 transformer.

@@ -1,4 +1,4 @@
-"The benchmark in nbs/benchmarks: what it counts, its stored runs, its report and chart; never its times."
+"The benchmark in nbs/benchmarks: what it counts, its stored runs, its report and chart, but not its times."
 
 import json, shutil, sys
 from functools import partial

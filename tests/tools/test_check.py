@@ -1,4 +1,4 @@
-"The console script `fastxtend_amp_check`: what it prints, and that it fails where something is wrong."
+"The console script `fastxtend_amp_check`: what it prints, and that it fails if a check fails."
 
 import os
 from importlib.util import find_spec

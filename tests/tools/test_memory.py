@@ -1,4 +1,4 @@
-"`keep_freed_memory` where it does nothing and where it refuses; what it does is in test_imports.py, in a new process."
+"`keep_freed_memory` where it does nothing or raises an error; test_imports.py tests its effect, in a new process."
 
 import os
 

@@ -1,4 +1,4 @@
-"A bad stretch of data: the loss scale that it leaves must not end the training that follows, in this fit or the next."
+"A stretch of bad data must not leave a loss scale that ends later training, in this fit or the next."
 
 import re
 
@@ -13,7 +13,7 @@ RESTARTS = re.compile(r'(?is)loss scale.*(restart|starts? again|started again)')
 
 
 def net():
-    "Without BatchNorm, which test_batchnorm.py is about."
+    "A model without BatchNorm, which test_batchnorm.py tests."
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
 
@@ -33,7 +33,7 @@ def fp16(n_bad, n_good=0, **kwargs):
 
 
 def after_bad_data(n_bad=60, **kwargs):
-    "A learner that has seen `n_bad` batches of NaN in one fit, and then gets good data."
+    "A learner after a fit on `n_bad` batches of NaN, with good data from now on."
     learn = fp16(n_bad, **kwargs)
     learn.fit(1)
     learn.dls = loaders()
@@ -165,7 +165,7 @@ def test_a_file_saved_after_a_long_stretch_loads(tmp_path):
 
 @pytest.mark.parametrize('scale', [0.0, 2.0**-44])
 def test_a_file_whose_scale_is_below_1_loads_and_the_scale_starts_again(tmp_path, scale):
-    "Such as 0.4.0 wrote it."
+    "As 0.4.0 wrote it."
     old = learner(net()).to_fp16(init_scale=128.0)
     old.fit(1)
     file = tmp_path / 'old'
@@ -211,7 +211,7 @@ def test_underflow_is_noticed_with_a_fused_optimizer():
     x[4:240] = float('nan')
     learn = learner(net(), loaders(train=Data(x, data.tensors[1])), opt_func=OPTIMIZERS['fused adamw'], lr=0.05)
     learn.to_fp16(on_overflow='ignore')
-    assert restarts(lambda: learn.fit(2))  # at the end of an epoch at the latest: the host does not wait for each step
+    assert restarts(lambda: learn.fit(2))  # at the end of an epoch at the latest: steps do not synchronize
     assert max(learn.precision.scales[60:]) == INIT
 
 
@@ -242,7 +242,7 @@ def test_underflow_is_noticed_with_a_parameter_that_is_not_used():
 
 
 class Raises(Callback):
-    "Ends the fit in the middle of its bad stretch."
+    "End the fit in the middle of the bad data."
 
     def after_batch(self):
         if self.training and self.train_iter == 59:

@@ -1,4 +1,4 @@
-"What a skipped step leaves in BatchNorm's buffers: no value that is not finite."
+"A skipped step leaves only finite values in BatchNorm's buffers."
 
 import copy, math
 
@@ -15,7 +15,7 @@ INF = float('inf')
 
 
 def normed(seed=0):
-    "BatchNorm on the inputs themselves: it shows which elements a batch reaches."
+    "BatchNorm on the inputs themselves, which shows the elements that a batch affects."
     torch.manual_seed(seed)
     return nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 1))
 
@@ -39,7 +39,7 @@ def buffers(model):
 
 
 def buffers_of_each_batch(learn):
-    "The buffers before each training batch and after it, from now on."
+    "Record the buffers before and after each training batch from now on."
     before, after = [], []
     learn.add_cb(At('before_batch', lambda l: l.training and before.append(buffers(l.model)), -5))
     learn.add_cb(At('after_batch', lambda l: l.training and after.append(buffers(l.model)), 70))
@@ -54,7 +54,7 @@ def test_after_a_skipped_step_all_buffers_are_finite(mode, opt):
     learn.fit(1)
     assert learn.precision.skips[3] is True
     for name in ('0.running_mean', '0.running_var'):
-        assert torch.equal(after[3][name], before[3][name])  # all elements were spoilt
+        assert torch.equal(after[3][name], before[3][name])  # all elements were non-finite
     assert math.isfinite(learn.validate()[0])
 
 
@@ -65,7 +65,7 @@ def test_elements_that_stay_finite_are_not_touched(mode, opt):
     before, after = buffers_of_each_batch(learn)
     expected = []
 
-    def by_itself(l):  # what PyTorch makes of this batch's inputs
+    def by_itself(l):  # what PyTorch computes from this batch
         if l.training and l.train_iter == 3:
             bn = copy.deepcopy(l.model[0])
             bn(l.xb[0])
@@ -143,11 +143,11 @@ def test_a_model_exchanged_in_the_fit(mode):
     learn.fit(1)
     assert learn.model is other
     assert all(b.isfinite().all() for b in other.buffers())
-    assert other[0].running_mean.min() > 1  # and not those of the model before
+    assert other[0].running_mean.min() > 1  # and not those of the previous model
 
 
 def test_a_model_that_overflows_by_itself_in_fp16():
-    "Its inputs are finite; its products are beyond 65,504."
+    "Its inputs are finite, but its products exceed 65,504."
     learn = build('fp16', overflowing([3], value=3e4), mlp())
     with torch.no_grad():
         learn.model[0].weight.fill_(1.0)
@@ -168,7 +168,7 @@ def test_an_exported_model_has_no_nan(mode, tmp_path):
 
 @PRECISIONS
 def test_buffers_that_hold_inf_on_purpose_stay(mode):
-    "Such as an attention mask: it was never finite."
+    "For example an attention mask, which was never finite."
     model = normed()
     model.register_buffer('mask', torch.tensor([0.0, -INF]))
     learn = build(mode, overflowing([3]), model)

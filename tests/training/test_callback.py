@@ -1,4 +1,4 @@
-"The callback in fastai's loop: the same numbers as a hand-written loop, and what each event promises."
+"The callback in fastai's loop: the same numbers as a PyTorch loop, and the state at each event."
 
 import copy, re
 from collections import OrderedDict, UserDict, namedtuple
@@ -26,7 +26,7 @@ SCALING = [
 
 
 def pairs():
-    "Each two of mode, optimizer, accumulation and clipping together at least once."
+    "Each pair of mode, optimizer, accumulation and clipping at least once."
     for i, opt in enumerate(OPTIMIZERS):
         for mode, flip in (('fp16', 0), ('bf16', 1)):
             yield mode, opt, 8 if i % 2 ^ flip else None, 0.5 if i // 2 % 2 ^ flip else None, SCALING[i % 3]
@@ -36,7 +36,7 @@ def pairs():
 
 
 class NotingScaler(torch.amp.GradScaler):
-    "Notes the scale of each step."
+    "Record the scale of each step."
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -95,7 +95,7 @@ def test_forward_and_loss_run_in_low_precision_and_the_rest_in_fp32(mode):
 
 
 class Output(OrderedDict):
-    "A model output as Hugging Face's: a mapping whose items are attributes too."
+    "A model output like Hugging Face's: a mapping whose items are also attributes."
 
     def __setitem__(self, k, v):
         super().__setitem__(k, v)
@@ -136,9 +136,9 @@ NESTED = {  # how a prediction is packed, and the prediction in it
 
 @pytest.mark.parametrize('kind', NESTED)
 def test_predictions_keep_their_structure(kind):
-    """The loss gets half tensors in fp32 and all else unchanged: containers' types, fp64, integers, objects.
+    """The loss gets 16-bit tensors in fp32 and everything else unchanged: types of containers, fp64, integers, objects.
 
-    What the model gave stays as it was.
+    The output of the model is not modified.
     """
     pack, get = NESTED[kind]
     rest, given = (torch.ones(1).double(), torch.tensor([1]), object(), {1, 2}, None), []
@@ -160,7 +160,7 @@ def test_predictions_keep_their_structure(kind):
 
 
 def test_weights_that_are_wrappers_around_tensors():
-    "They train as plain ones, and a loss of nan is noticed in its batch."
+    "They train like plain tensors, and a NaN loss is noticed in its batch."
     plain, model = learner().to_bf16(), mlp()
     for m in model.modules():  # all of them: an operator that gets one runs twice
         for name, p in list(m.named_parameters(recurse=False)):
@@ -395,7 +395,7 @@ def test_a_scaler_of_the_users_own():
 
 @pytest.mark.parametrize('own', [False, True])
 def test_lr_find_leaves_scale_and_history_alone(tmp_path, own):
-    "Also if it is interrupted, and with a scaler of the user's own."
+    "Also if it is interrupted, and with the user's own scaler."
     scaling = dict(scaler=torch.amp.GradScaler('cpu', **SCALING[0])) if own else SCALING[0]
     learn = learner(path=tmp_path).to_fp16(**scaling)
     learn.fit(1, 0.01)
@@ -417,7 +417,7 @@ def test_lr_find_leaves_scale_and_history_alone(tmp_path, own):
     assert len(cb.scales) == 12 and cb.scales[6] == before[2]
 
 
-# -- what is refused when a fit starts
+# -- errors when a fit starts
 
 
 def test_parameters_in_half_precision():

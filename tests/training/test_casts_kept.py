@@ -1,4 +1,4 @@
-"Casts of weights that a validation keeps: predictions are equal bit for bit, and each weight is cast once."
+"Casts kept during a validation: predictions are equal bit for bit, and each weight is cast once."
 
 import copy
 from contextlib import contextmanager
@@ -66,7 +66,7 @@ def inside_a_fit(learn):
 
 
 def from_an_event(learn):
-    "Predictions in the middle of a training batch, whose casts must not be used after its step."
+    "Predictions in the middle of a training batch: their casts must not be used after its step."
     twin, found = copy.deepcopy(learn), []
     twin.add_cb(At('after_step', lambda l: found.append(preds(l)), 70))
     twin.fit(1, 0.01)
@@ -164,7 +164,7 @@ def change_by_copy(l):
 
 
 def change_by_a_step(l):
-    "By torch's optimizer: fastai's own ones write into `.data`, which nothing can notice."
+    "With torch's optimizer: fastai's own optimizers write into `.data`, which cannot be noticed."
     for p in l.model.parameters():
         p.grad = torch.ones_like(p)
     l.opt.step()
@@ -199,7 +199,7 @@ def test_weights_that_change_between_two_batches_are_cast_again(change):
 
 
 def test_an_averaged_model_for_the_validation_only():
-    "Exchanged before the validation and back after it, in each epoch of a fit."
+    "Swapped before the validation and back after it, in each epoch of a fit."
 
     def run(clear):
         learn = made()

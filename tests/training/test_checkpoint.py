@@ -1,4 +1,4 @@
-"Nothing lost: the loss scale through fits, files, processes, exports and copies."
+"The loss scale is kept through fits, files, processes, exports and copies."
 
 import copy, gc, os, pickle, signal, subprocess, sys, time, weakref
 from pathlib import Path
@@ -104,7 +104,7 @@ def test_a_state_taken_up_before_and_in_a_fit(tmp_path):
 
 
 def test_a_state_taken_up_in_the_middle_of_an_accumulation():
-    "Gradients that are scaled already are brought to the new scale."
+    "Gradients that are already scaled are converted to the new scale."
 
     def run(change):
         learn = learner(linear(), cbs=[mixed('fp16'), GradientAccumulation(12)])
@@ -136,7 +136,7 @@ def test_saved_and_loaded_in_the_same_file(tmp_path, opt):
 
 
 def test_a_file_holds_the_scale_of_the_learner_that_saves_it(tmp_path):
-    "Learners that share model and optimizer, as a plain one with an fp16 one."
+    "Learners that share model and optimizer, for example a plain one and an fp16 one."
     first = trained(tmp_path, init_scale=512.0)
     plain, second = (learner(first.model, path=tmp_path) for _ in range(2))
     plain.opt = second.opt = first.opt
@@ -376,7 +376,7 @@ def test_a_comparison_overwrites_no_file_that_callbacks_save_and_export(tmp_path
 
 
 class Empty(DataLoaders):
-    "Stands in for the data in an export; gives a DataLoaders of fastai's own, without any."
+    "Replaces the data in an export; returns one of fastai's DataLoaders without data."
 
     def __init__(self):
         super().__init__()
@@ -474,7 +474,7 @@ def test_copies_keep_the_state_and_share_none(tmp_path, how):
     ],
 )
 def test_copies_made_in_the_middle_of_a_fit_are_outside_one(tmp_path, event, opt):
-    "`before_step` is between unscaling and update; a fused optimizer takes its step on the device then."
+    "`before_step` is between unscaling and update; with a fused optimizer, the device then decides about the step."
     learn, copies = trained(tmp_path, n=1, opt=opt), []
 
     def keep(l):

@@ -1,4 +1,4 @@
-"Models under `torch.compile`: how often they are compiled, and what comes out."
+"Models under `torch.compile`: how often they are compiled, and their results."
 
 import shutil
 
@@ -22,7 +22,7 @@ class Net(nn.Module):
 
 
 class GradModes(Net):
-    "Switches gradients off and on inside, which is where the callback has something to watch in PyTorch 2.9."
+    "Switches gradients off and on in its forward pass, which the callback must notice in PyTorch 2.9."
 
     def forward(self, x):
         with torch.no_grad():
@@ -156,7 +156,7 @@ def test_half_precision_weights():
     not any(map(shutil.which, ('g++', 'clang++', 'c++'))), reason='inductor needs a C++ compiler, and there is none'
 )
 def test_inductor():
-    # Without its caches: in PyTorch 2.9 their key leaves autocast's dtype out, and a graph for validation is served
+    # Without its caches: in PyTorch 2.9 their key ignores autocast's dtype, and a graph for validation is used
     # in the wrong one.
     with torch._inductor.config.patch(force_disable_caches=True, compile_threads=1):  # more would start processes
         learn, eager = build('bf16', 'wrapped', backend='inductor'), build('bf16')

@@ -1,4 +1,4 @@
-"Modules kept in fp32 and regions without autocast in compiled models: their backward pass is the one of eager."
+"Modules kept in fp32 and regions without autocast in compiled models: the backward pass is that of eager mode."
 
 import pytest, torch
 from fastai.callback.core import CancelFitException
@@ -9,7 +9,7 @@ from helpers import *
 
 
 class Hot(nn.Linear):
-    "Values of 9e5, also backward."
+    "Values of 9e5, in the backward pass as well."
 
     def forward(self, x):
         return super().forward(x * 3e5) / 3e5

@@ -1,4 +1,4 @@
-"What a step costs beyond the arithmetic: reads on the host, counted; and skips that the device decides."
+"What a step costs beyond the arithmetic: counted reads on the CPU; and skips that the device decides."
 
 import pytest, torch
 from fastai.callback.core import CancelBatchException, CancelStepException, CancelValidException
@@ -19,14 +19,14 @@ STEPS = 12
 
 
 def reads(f):
-    "How often `f()` reads a tensor's value on the host, which waits for a device."
+    "Count how often `f()` reads a tensor's value on the CPU, which synchronizes with a device."
     with profile(activities=[ProfilerActivity.CPU]) as p:
         f()
     return sum(e.name == 'aten::_local_scalar_dense' for e in p.events())
 
 
 def fit_reads(mode, opt):
-    "Of a second fit, without validation and without the watch."
+    "Reads of a second fit, without validation and without `on_overflow`."
 
     def no_validation(l):
         raise CancelValidException
@@ -38,7 +38,7 @@ def fit_reads(mode, opt):
 
 
 def handwritten_reads(mode, opt):
-    "Of an epoch after the first."
+    "Reads of an epoch after the first."
     scaling = dict(init_scale=256.0) if mode == 'fp16' else {}
     first, both = (reads(lambda: handwritten(mode, OPTS[opt], n, dls=loaders(n=4 * STEPS), **scaling)) for n in (1, 2))
     return both - first
@@ -46,7 +46,7 @@ def handwritten_reads(mode, opt):
 
 @pytest.mark.parametrize('mode, opt, per_step', [('bf16', 'adamw', 0), ('fp16', 'adam', 1)])
 def test_reads_per_step_are_those_of_the_handwritten_loop(mode, opt, per_step):
-    "Beyond fp32's. test_cuda.py counts waits."
+    "Reads beyond those of fp32. test_cuda.py counts synchronizations."
     theirs = handwritten_reads(mode, opt) - handwritten_reads('fp32', opt)
     ours = fit_reads(mode, opt) - fit_reads('fp32', opt)
     assert theirs == per_step * STEPS and 0 <= ours - theirs <= 5  # once a fit
@@ -56,7 +56,7 @@ def test_reads_per_step_are_those_of_the_handwritten_loop(mode, opt, per_step):
 
 
 class OnTheHost(Learner):
-    "With a step of its own, for which the host decides whether it is skipped."
+    "An optimizer with its own step, for which the CPU decides whether it is skipped."
 
     def _step(self):
         self.opt.step()
@@ -110,7 +110,7 @@ class Counting(torch.optim.AdamW):
     ],
 )
 def test_who_decides(opt, fires):
-    """`after_cancel_step` fires where the host does: for all but torch's own fused optimizers, and where the first step
+    """`after_cancel_step` fires where the CPU decides: for all but torch's fused optimizers, and where the first step
     would create a state; `skipped` holds in both."""
     learn, fired, skipped, counts = learner(opt_func=opt, cbs=[mixed('fp16'), spoil_at(0, 3)]), [], [], []
     learn.add_cbs(
@@ -127,7 +127,7 @@ def test_who_decides(opt, fires):
 
 @pytest.mark.parametrize('exc', [RuntimeError, CancelStepException, CancelBatchException])
 def test_a_skip_on_the_device_never_outlives_its_step(exc):
-    "Also where the step is called off: a later fit in fp32 trains."
+    "Also where the step is cancelled: a later fit in fp32 trains."
 
     def stop(l):
         if l.train_iter == 2:

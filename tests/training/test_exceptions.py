@@ -1,4 +1,4 @@
-"Whatever goes wrong in a fit: autocast's state, the gradients and the learner afterwards."
+"Exceptions in a fit: the state of autocast, the gradients and the learner afterwards."
 
 import pytest, torch
 from fastai.callback import core
@@ -29,7 +29,7 @@ EVENTS = [
 
 
 class Bomb:
-    "Raises `exc` at the second time it is called while armed."
+    "Raise `exc` in the second call while armed."
 
     def __init__(self, exc):
         self.exc, self.calls, self.armed = exc.__name__, 0, True  # fastai's cannot be pickled by class
@@ -46,7 +46,7 @@ class OnlyTraining(At):
 
 
 class SeesAutocast(Callback):
-    "Records autocast's state in the events that end a batch, after the precision callback."
+    "Record autocast's state in the events that end a batch, after the precision callback."
 
     order = 11
 
@@ -75,7 +75,7 @@ def caught(f):
 
 @pytest.mark.parametrize('event', EVENTS)
 def test_any_exception_anywhere_in_a_batch(event, tmp_path):
-    "Each two of event, exception, order beside the precision callback, and mode together at least once."
+    "Each pair of event, exception, order relative to the precision callback, and mode at least once."
     for i, exc in enumerate(EXCEPTIONS, EVENTS.index(event)):
         mode, order = ('fp16', 'bf16')[i % 2], (9, 11)[i // 2 % 2]
         plain, _ = build(None, event, exc, order)
@@ -128,9 +128,9 @@ def test_exceptions_around_the_batches_of_fit_validate_and_get_preds(call, event
 
 @pytest.mark.parametrize('mode', ['fp16', 'bf16'])
 def test_an_interrupt_before_any_line_of_a_fit(mode):
-    "Inside an autocast of the user's own."
+    "Inside the user's own autocast context."
     learn, _ = build(mixed(mode, fp32_modules='0'), dls=loaders(n=8, valid=dataset(4, seed=1)))
-    learn.fit(1)  # what is asked once in a process
+    learn.fit(1)  # what is looked up once per process
     with torch.autocast('cpu', dtype=torch.float16, enabled=False, cache_enabled=False):
         lines, before = lines_of(lambda: learn.fit(1)), autocast_state()
         assert len(lines) > 80

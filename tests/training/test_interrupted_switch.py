@@ -19,13 +19,13 @@ SWITCHES = {
 
 
 def said_precision(learn):
-    "The dtype in which `learn.precision` says that the model computes."
+    "Return the dtype in which the model computes according to `learn.precision`."
     cb = learn.precision
     return torch.float32 if cb is None else cb.mode.dtype
 
 
 def trained(learn):
-    "The dtypes in which a fit computes; the learner names the same one, all along."
+    "Return the dtypes in which a fit computes; the learner reports the same dtype throughout."
     found = []
     hook = learn.model[3].register_forward_hook(lambda m, i, o: found.append((o.dtype, said_precision(learn))))
     learn.fit(1)
@@ -37,7 +37,7 @@ def trained(learn):
 
 @pytest.mark.parametrize('name', SWITCHES)
 def test_an_interrupted_switch(name):
-    "The learner trains in the precision that it names, and a later switch works as on a new learner."
+    "The learner trains in the precision that it reports, and a later switch works as on a new learner."
     before, switch = SWITCHES[name]
     lines = lines_of(lambda: switch(before(learner())))
     assert len(lines) > 20
@@ -68,7 +68,7 @@ def test_an_interrupted_switch_in_a_fit(event):
 
 
 def test_an_interrupted_precision_as():
-    "Its own precision, or the one inside, but never one that is named and not used."
+    "Its own precision or the temporary one, but never one that is reported and not used."
 
     def use(learn):
         with learn.precision_as('fp16'):
@@ -81,7 +81,7 @@ def test_an_interrupted_precision_as():
         assert len(trained(learn)) == 1, line
 
 
-CLEAN_UP = ('finally:', 'self.metrics, self.cbs =', 'attributes.update(kept)')  # which an interrupt may end itself
+CLEAN_UP = ('finally:', 'self.metrics, self.cbs =', 'attributes.update(kept)')  # which an interrupt may end by itself
 
 
 @pytest.mark.parametrize('mode', ['fp16', 'bf16'])

@@ -1,4 +1,4 @@
-"What a user calls on a learner."
+"The methods that a user calls on a learner."
 
 import inspect
 

@@ -1,4 +1,4 @@
-"The loop belongs to the learner: wrappers, switches, callbacks' own switches, and what a fit leaves."
+"The loop of the learner: wrappers, switches of precision, also by callbacks, and what a fit leaves behind."
 
 import copy
 
@@ -10,7 +10,7 @@ from helpers import *
 
 
 def wrapped(learn, calls):
-    "Put a wrapper of the user's own on the learner's `_with_events`."
+    "Put a user's wrapper around the learner's `_with_events`."
     own = learn._with_events
 
     def with_events(f, event_type, *args):
@@ -38,7 +38,7 @@ def test_a_wrapper_that_a_callback_puts_around_ours(mode):
 
 
 def test_a_switch_in_a_fit_of_a_callback_for_one_fit():
-    "The precision that was set in the fit stays; the one that was given to the fit is gone."
+    "A precision set during the fit stays; one passed to `fit` is removed."
     learn = learner()
     dtypes = output_dtypes(learn)
     to_bf16 = At('before_batch', lambda l: l.training and l.iter == 2 and l.to_bf16())
@@ -169,7 +169,7 @@ def test_an_error_about_dtypes_says_where_to_look():
 
 
 def test_a_backward_pass_of_ones_own_with_an_unfinished_accumulation():
-    "`scale_loss` scales the true gradients that an earlier fit left first."
+    "`scale_loss` first scales the true gradients that an earlier fit left."
 
     def grads(cb, own):
         learn = learner(linear(), cbs=[*([cb] if cb else []), GradientAccumulation(1000)])
@@ -266,7 +266,7 @@ def test_a_validation_in_before_step_whose_batch_is_cancelled(opt):
 
 @pytest.mark.parametrize('event', ['before_batch', 'after_pred', 'after_loss'])
 def test_a_validation_in_a_batch_of_a_loop_of_ones_own_leaves_the_loss_scaled(event):
-    "The batch is the outermost scope there; the validation's `after_fit` does not end its fit."
+    "The batch is the outermost scope; `after_fit` of the validation does not end its fit."
     learn, scaled = learner(cbs=mixed('fp16', init_scale=256.0)), []
     learn.create_opt()
 

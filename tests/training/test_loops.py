@@ -1,4 +1,4 @@
-"Loops that are not fastai's own: validation inside a fit, two forwards, custom loops, switches in mid-batch, threads."
+"Loops other than fastai's: validation inside a fit, two forward passes, custom loops, switches in a batch, threads."
 
 import threading
 
@@ -31,7 +31,7 @@ BATCH = [
 
 
 class Once:
-    "Calls `f(learn)`, and not again while that runs."
+    "Call `f(learn)`, but not again while it runs."
 
     def __init__(self, f):
         self.f, self.busy = f, False
@@ -90,7 +90,7 @@ def test_a_validation_in_after_fit_keeps_an_unfinished_accumulation():
 
 
 class Twice(Learner):
-    "A batch with a second forward and backward pass, as sharpness-aware minimization; the first one's are dropped."
+    "A second forward and backward pass, as in sharpness-aware minimization; the first gradients are dropped."
 
     def _backward(self):
         super()._backward()
@@ -112,14 +112,14 @@ def test_a_second_forward_of_a_batch_with_amp_context(mode):
 
 
 class OwnBackward(Callback):
-    "A backward pass of a callback's own, with `learn.scaler`, before the learner's."
+    "A backward pass in a callback, with `learn.scaler`, before that of the learner."
 
     def before_backward(self):
         self.learn.scaler.scale(self.learn.loss_grad).backward(retain_graph=True)
 
 
 class Doubled(Callback):
-    "The same gradients, by a factor."
+    "The same gradients, times a factor."
 
     order = 12
 
@@ -130,7 +130,7 @@ class Doubled(Callback):
 
 @pytest.mark.parametrize('acc', [(), (8,)])
 def test_a_backward_pass_with_the_learners_scaler(acc):
-    "From a fit's first batch on."
+    "From the first batch of a fit."
     own, doubled = (
         learner(cbs=[mixed('fp16'), cb(), *map(GradientAccumulation, acc)]) for cb in (OwnBackward, Doubled)
     )
@@ -169,7 +169,7 @@ def test_a_loop_that_sets_a_loss_alone():
 
 
 class OwnStep(Learner):
-    "Takes the step by a method of its own, which a fused optimizer's step on the device must not replace."
+    "Steps with its own method, which a fused optimizer's step on the device must not replace."
 
     taken = 0
 
@@ -191,7 +191,7 @@ def test_a_step_of_a_learners_own():
 
 
 def test_a_wrapper_on_the_optimizers_step_is_called():
-    "As an average of the weights has it; a fused optimizer's step on the device must not go past it."
+    "As an average of the weights does; a fused optimizer's step on the device must not bypass it."
     learn, calls = learner(opt_func=OPTIMIZERS['fused adamw'], cbs=mixed('fp16')), []
     learn.create_opt()
     step = learn.opt.step
@@ -202,7 +202,7 @@ def test_a_wrapper_on_the_optimizers_step_is_called():
 
 @pytest.mark.parametrize('event, order', [('before_step', 11), ('after_step', 9)])
 def test_an_epoch_left_between_unscaling_and_update(event, order):
-    "The step is called off: the scale is as before, and the next epoch trains."
+    "The step is cancelled: the scale does not change, and the next epoch trains."
 
     def leave(l):
         if l.epoch == 1 and l.train_iter == 9:
@@ -216,7 +216,7 @@ def test_an_epoch_left_between_unscaling_and_update(event, order):
 
 
 def prepared(mode, model=None, **kwargs):
-    "A learner as a loop of the user's own prepares it."
+    "A learner as a user's own loop prepares it."
     learn = learner(model, cbs=mixed(mode, **kwargs))
     learn.create_opt()
     learn.opt.set_hypers(lr=0.01, **({} if learn.wd is None else {'wd': learn.wd}))
@@ -273,7 +273,7 @@ def text(n=8):
 
 @pytest.mark.parametrize('make', [gan, text])
 def test_learners_of_fastai_with_loops_of_their_own(make):
-    "They train in bf16, also after an exception, which leaves autocast as it was."
+    "They train in bf16, also after an exception, after which autocast is restored."
     learn, modules = make()
     learn.remove_cbs([cb for cb in learn.cbs if type(cb).__name__ == 'ProgressCallback'])
     dtypes, before, fits = output_dtypes(learn, *modules), autocast_state(), [params(learn)]
@@ -304,7 +304,7 @@ def set_to(learn, call):
 
 
 def switches():
-    "Each event on both sides of the callback's order, and each switch of precision two or three times."
+    "Each event before and after the callback's order, and each switch of precision two or three times."
     changes = [(start, to) for start in TO for to in TO if start != to]
     for i, (event, order) in enumerate((e, o) for e in BATCH for o in (9, 40)):
         yield *changes[i % len(changes)], event, order
@@ -342,7 +342,7 @@ def test_remove_cb_in_mid_batch_is_refused_with_what_to_do():
 
 
 def test_a_precision_set_during_a_fit_belongs_to_that_fit():
-    "Its checks are made, and it is one fit for it, also where an exception ends it outside a batch."
+    "Its checks run, and it counts as one fit, also where an exception ends it outside a batch."
     learn = learner(cbs=GradientAccumulation(100)).to_fp16(init_scale=256.0)
 
     def fail(l):

@@ -1,4 +1,4 @@
-"The loss scale and skipped steps in the table and in loggers; steps skipped in bf16; another precision for a while."
+"The loss scale and skipped steps in the table and in loggers; steps skipped in bf16; a temporary precision."
 
 import copy, csv, pickle
 from contextlib import nullcontext
@@ -108,7 +108,7 @@ def test_copies_and_files_keep_the_metrics_and_exports_do_without(tmp_path):
 @pytest.mark.parametrize('mode', ['bf16', 'fp16'])
 @pytest.mark.parametrize('opt', ['adam', 'fused adamw'])
 def test_the_norm_of_the_true_gradients_of_the_epochs_last_step(mode, opt):
-    "Before clipping; with an accumulation whose last step is not in the last batch."
+    "Before clipping, and with an accumulation whose last step is not in the last batch."
     seen = []
 
     def note(l):
@@ -213,7 +213,7 @@ def test_the_argument_is_checked():
             learner().to_bf16(skip_nonfinite=value)
 
 
-# -- another precision for a while
+# -- a temporary precision
 
 
 @pytest.mark.parametrize('to', ['fp32', 'bf16', torch.float32, MixedPrecision('bf16', fp32_modules='0')])
@@ -233,7 +233,7 @@ def test_precision_as_leaves_the_training_as_it_was(to):
 
 
 def test_precision_as_inside_a_fit_goes_on_bit_for_bit():
-    "With an unfinished accumulation, which fastai itself counts anew after a validation inside a fit."
+    "With an unfinished accumulation, whose count fastai itself restarts after a validation inside a fit."
 
     def run(context):
         busy = []

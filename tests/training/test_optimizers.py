@@ -1,4 +1,4 @@
-"`fused`: torch's fused optimizers under fastai's schedules, and what it refuses."
+"`fused`: torch's fused optimizers under fastai's schedules, and its errors."
 
 import copy, pickle
 

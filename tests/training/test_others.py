@@ -1,4 +1,4 @@
-"With others at the learner: their callbacks, their patches of `Learner`, their modules, their metrics."
+"Third-party code: callbacks, patches of `Learner`, modules, metrics."
 
 import copy, subprocess, sys, textwrap, tracemalloc
 from pathlib import Path
@@ -17,7 +17,7 @@ from helpers import *
 
 
 class Norms(Callback):
-    "Notes the gradients' norm in each step, as a callback that clips them sees it."
+    "Record the norm of the gradients in each step, as a callback that clips them sees it."
 
     order = 10
 
@@ -96,7 +96,7 @@ PATCHED = """
 
 @pytest.mark.parametrize('mode', ['fp32', 'bf16', 'fp16'])
 def test_patches_that_were_there_before_are_called(mode):
-    "Once each, in every precision: what is replaced is called."
+    "Each patch is called once, in every precision."
     import helpers
 
     code = textwrap.dedent(PATCHED.format(mode=mode))
@@ -151,7 +151,7 @@ def test_a_step_of_a_class_of_ones_own_is_called_in_each_batch(opt):
     learn = learner(opt_func=STEPS[opt], cbs=[mixed('fp16'), spoil_at(3)], cls=Own)
     for l in (plain, learn):
         l.fit(1)
-    assert len(calls) in (5, 6)  # the host may hold the skipped step back
+    assert len(calls) in (5, 6)  # the CPU may skip the step
     assert same(params(plain), params(learn))
 
 
@@ -163,7 +163,7 @@ def test_a_callback_of_the_users_named_precision_is_not_warned_of():
     assert not told(lambda: learner(cbs=Mine()).fit(1), 'shadowing')
 
 
-# -- modules of others
+# -- third-party modules
 
 
 def lazy():
@@ -198,7 +198,7 @@ def test_lazy_modules_are_kept_in_fp32():
 
 
 class Checkpointed(nn.Module):
-    "Its first part is computed again in the backward pass."
+    "Computes its first part again in the backward pass."
 
     def __init__(self):
         super().__init__()
@@ -349,7 +349,7 @@ def test_metrics_of_a_learner_and_its_copy():
     assert validated_inside(b, a) == [32.0, 0]
 
 
-# -- what a look costs
+# -- the cost of reading attributes
 
 
 @pytest.fixture(scope='module')
@@ -361,7 +361,7 @@ def long_run():
 
 
 def peak(f):
-    "The bytes that `f` takes at most, beyond what it finds."
+    "Return the peak memory of `f` in bytes, beyond what was in use before."
     f()
     tracemalloc.start()
     try:
@@ -381,7 +381,7 @@ def test_the_metric_of_skipped_steps_copies_no_history(long_run):
 
 
 def n_calls(f):
-    "How many Python functions `f` calls: a measure of work that no other process changes."
+    "Count the Python functions that `f` calls: a measure of work that other processes cannot affect."
     count = 0
 
     def profile(frame, event, arg):

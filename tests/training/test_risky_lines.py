@@ -1,4 +1,4 @@
-"Lines that a mutation had changed without any test failing: one behaviour each."
+"Lines that mutation testing could change without a failing test: one behaviour each."
 
 import pytest, torch
 from fastai.callback.core import CancelBackwardException, CancelStepException
@@ -7,7 +7,7 @@ from helpers import *
 
 
 def largest_gradients(learn):
-    "The largest gradient in each step from now on, as a callback that clips sees it."
+    "Record the largest gradient in each step from now on, as a callback that clips sees it."
     found = []
 
     def look(l):
@@ -21,7 +21,7 @@ def largest_gradients(learn):
 
 
 def with_unused():
-    "The model of `mlp`, and parameters that no batch uses."
+    "The model of `mlp`, with parameters that no batch uses."
     model = mlp()
     model[0].unused = nn.Linear(3, 3)
     return model
@@ -56,11 +56,11 @@ def test_a_step_without_any_gradient_is_no_attempt():
     assert finite(learn)
 
 
-# -- a loop of one's own, and a batch inside a batch
+# -- custom loops, and a batch inside a batch
 
 
 def own_loop(learn, n=6):
-    "Train `n` batches by `one_batch`, as a user's loop does; fastai's callbacks for `fit` are off meanwhile."
+    "Train `n` batches with `one_batch`, as a user's loop does, without fastai's callbacks for `fit`."
     of_fit = [cb for cb in learn.cbs if type(cb).__name__ in ('TrainEvalCallback', 'Recorder')]
     learn.create_opt()
     learn.opt.set_hypers(lr=0.01)
@@ -75,7 +75,7 @@ def own_loop(learn, n=6):
 @pytest.mark.parametrize('mode', ['bf16', 'fp16'])
 @pytest.mark.parametrize('event', ['before_batch', 'after_pred'])
 def test_a_batch_inside_a_batch(mode, event):
-    "It enters and leaves autocast inside the batch's own autocast, which goes on, and ends with the loss."
+    "It enters and leaves autocast inside the autocast of the outer batch, which continues until the loss."
     learn, before, inside, outside = learner(cbs=mixed(mode)), autocast_state(), [], []
     dtype = learn.precision.mode.dtype
 
@@ -136,7 +136,7 @@ def test_a_learner_of_ones_own_that_zeroes_as_fastai_does():
     assert same(params(a), params(b))
 
 
-# -- a fit after a loop of one's own
+# -- a fit after a custom loop
 
 
 def test_lr_find_after_a_loop_of_ones_own_forgets_nothing_of_it():

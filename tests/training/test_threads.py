@@ -1,4 +1,4 @@
-"Several fits at once, in threads: settings of the whole process are as before when the last of them has ended."
+"Several fits at once, in threads: process-wide settings are restored when the last fit has ended."
 
 import itertools, threading, warnings
 
@@ -8,7 +8,7 @@ from torch import backends
 from fastxtend_amp.precisions.base import Precision, Support
 from helpers import *
 
-SECONDS = 20  # for a thread that waits for another, which has failed then
+SECONDS = 20  # for a thread that waits for another; when it passes, that one has failed
 
 
 def overlap(first, second):
@@ -51,7 +51,7 @@ def overlap(first, second):
 
 
 def fit(learn):
-    "A function for `overlap` that trains one epoch."
+    "Return a function for `overlap` that trains one epoch."
 
     def run(middle):
         def at_third(l):
@@ -67,7 +67,7 @@ def fit(learn):
 
 
 class InOrder(warnings.catch_warnings):
-    "Where two threads are inside at once, the first one leaves first: an order in which the filters are lost."
+    "Two threads overlap and the first one leaves first, an order in which the filters would be lost."
 
     def __enter__(self):
         self.number = next(InOrder.numbers)
@@ -114,13 +114,13 @@ def test_the_process_keeps_its_warnings(monkeypatch, mode, call):
 
 
 def settings():
-    "What PyTorch multiplies fp32 tensors in."
+    "Return the precision in which PyTorch multiplies fp32 tensors."
     return backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision, backends.cudnn.rnn.fp32_precision
 
 
 @pytest.fixture
 def tf32(monkeypatch):
-    "As if this device had TF32: PyTorch accepts the settings on any."
+    "Pose as a device with TF32: PyTorch accepts the settings on any device."
     (precision,) = [cls for cls in Precision.__subclasses__() if cls.name == 'tf32']
     monkeypatch.setattr(precision, 'support', classmethod(lambda cls, device: Support('native', 'as if')))
     before = settings()
@@ -174,7 +174,7 @@ def at_once(f):
 
 
 class Meeting(nn.Module):
-    "A model that meets another thread in its forward pass; copies of it do, too."
+    "A model that waits for another thread in its forward pass; its copies do so as well."
 
     middle = staticmethod(lambda: None)  # by thread: see `report`
     here = threading.local()
@@ -190,7 +190,7 @@ class Meeting(nn.Module):
 
 
 def report(learn):
-    "A function for `overlap` that asks `learn` for a report."
+    "Return a function for `overlap` that makes a report on `learn`."
 
     def run(middle):
         Meeting.here.middle = middle
@@ -200,7 +200,7 @@ def report(learn):
 
 
 def compiles():
-    "True if `torch.compile` compiles in this process."
+    "Return whether `torch.compile` compiles in this process."
     seen = []
 
     def backend(graph, inputs):
