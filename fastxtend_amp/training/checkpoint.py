@@ -133,7 +133,7 @@ def export(original: Callable, self: Learner, *args: Any, **kwargs: Any) -> None
     cb, kept = precision_callback(self), {**vars(self)}
     if cb and not in_batch(self): cb.close()
     try:
-        for name in 'mixed_precision', '_scopes', 'scaler', 'precision_decision': vars(self).pop(name, None)
+        for name in '_scopes', 'scaler', 'precision_decision': vars(self).pop(name, None)
         self.metrics = self.metrics.filter(risinstance(PrecisionMetric), negate=True)
         self.cbs = self.cbs.filter(risinstance(PRECISION_CALLBACKS), negate=True)
         original(self, *args, **kwargs)

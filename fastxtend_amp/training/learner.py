@@ -120,7 +120,7 @@ def precision_as(self: Learner,
     if in_batch(self):
         raise RuntimeError('precision_as() cannot be used in the middle of a batch. Call it between batches, as in '
                            '`after_epoch`.')
-    before = vars(self).get('mixed_precision')
+    before = getattr(self, 'mixed_precision', None)
     if precision in ('fp32', torch.float32): new = None
     else: new = precision if isinstance(precision, MixedPrecision) else MixedPrecision(precision)
     try: yield set_precision(self, new)
