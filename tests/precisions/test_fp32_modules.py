@@ -76,7 +76,7 @@ def test_modules_themselves_and_names_inside_wrappers():
         ('atn', ValueError, ["'atn'", "'attn'"]),
         ('head.7', ValueError, ["'head.7'", "'head.0'"]),
         (nn.Conv2d, ValueError, ['Conv2d', 'LayerNorm']),
-        ('LayerNorm', ValueError, ['give `nn.LayerNorm` itself']),
+        ('LayerNorm', ValueError, ["'LayerNorm' is a type: give the class itself"]),
         (lambda m: False, ValueError, ['matches no module']),
         (['attn', 'nope'], ValueError, ["'nope'"]),
         (3, TypeError, ['fp32_modules=3', 'head.*']),
