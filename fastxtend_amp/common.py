@@ -22,8 +22,8 @@ __all__ = ['Shared', 'first_line', 'is_dtensor', 'is_number', 'is_sharded', 'mod
 
 def first_line(error: BaseException) -> str:
     "Return what an exception says, in one line; its type's name where it says nothing."
-    lines = str(error).rpartition(':\n\t')[2].strip().splitlines()   # without fastai's line on the callback
-    return shorten(lines[0], 200, placeholder=' …').rstrip('.: ') if lines else type(error).__name__
+    text = str(error).rpartition(':\n\t')[2].strip()             # without fastai's line on the callback
+    return shorten(text.partition('\n')[0], 200, placeholder=' …').rstrip('.: ') or type(error).__name__
 
 
 def is_number(x: object, kind: type = Real) -> bool:
