@@ -135,7 +135,7 @@ class MixedPrecision(PrecisionState):
 
     def before_train(self):
         "Check what only training needs."
-        fit, self.epoch_start = self.fit or self.open(), len(self.history)   # it may be added during a fit
+        fit, self.epoch_start = self.fit or self.open(), len(self.history.read())   # it may be added during a fit
         fit.use_model()
         fit.open_training(warn_of_emulation=not self._has_trained)
 

@@ -7,8 +7,6 @@
 """
 from __future__ import annotations
 
-import math
-from array import array
 from collections.abc import Callable, Iterator
 from itertools import islice, takewhile
 from types import SimpleNamespace
@@ -31,14 +29,11 @@ __all__ = ['DEVICE_SKIPS', 'FlaggedStep', 'Scaling', 'StepHistory']
 _READ_EVERY = 512  # steps between two reads of the history
 
 
-class StepHistory:
-    "The loss scale of each attempted optimizer step, negative if it was skipped. The newest may be on the device."
-    def __init__(self): self._steps, self._unread = array('f'), list[torch.Tensor]()
+class StepHistory(list):
+    "The loss scale of each attempted optimizer step, negative if it was skipped. `read` adds the newest."
+    def __init__(self): self.unread = list[torch.Tensor]()       # may be on the device
 
-    def __len__(self) -> int: return len(self._steps) + len(self._unread)
-    def __getstate__(self) -> dict[str, Any]:
-        self.read()
-        return vars(self)
+    def __getstate__(self) -> dict[str, Any]: return vars(self.read())
 
     def add(self,
         scale: torch.Tensor, # 0-dim
@@ -46,35 +41,20 @@ class StepHistory:
     ) -> None:
         "Note a step. Synchronizes with an accelerator once in 512 steps."
         if torch.is_tensor(skipped): scale = torch.where(skipped.to(scale.device) > 0, -scale, scale)
-        self._unread.append(-scale if skipped is True else scale)
-        if len(self._unread) == _READ_EVERY: self.read()
+        self.unread.append(-scale if skipped is True else scale)
+        if len(self.unread) == _READ_EVERY: self.read()
 
-    def read(self) -> None:
-        "Copy the entries that are still on the device to the host; this synchronizes with it."
-        if not self._unread: return
-        device = self._unread[-1].device                         # an interrupt can leave entries of another one
-        new = torch.stack([t.to(device) for t in self._unread]).tolist()
-        self._steps, self._unread = self._steps + array('f', new), []   # at once, whatever interrupts
-
-    def forget(self, n: int) -> None:
-        "Keep only the first `n` steps."
-        self.read()
-        del self._steps[n:]
-
-    @property
-    def last_scale(self) -> float:
-        "The scale of the newest step that the host has read; inf before the first."
-        return abs(self._steps[-1]) if self._steps else math.inf
+    def read(self) -> StepHistory: # Itself
+        "Copy the steps that are still on the device to the host; this synchronizes with it."
+        if not self.unread: return self
+        device = self.unread[-1].device                          # an interrupt can leave entries of another one
+        new = torch.stack([t.to(device) for t in self.unread]).tolist()
+        self[len(self):], self.unread = new, []                  # at once, whatever interrupts
+        return self
 
     def skips(self, start: int = 0) -> Iterator[bool]:
         "Iterate over the steps from `start` on: whether each was skipped."
-        self.read()
-        return (step < 0 for step in islice(self._steps, start, None))
-
-    def scales(self) -> list[float]:
-        "Return the loss scale of each step."
-        self.read()
-        return [*map(abs, self._steps)]
+        return (step < 0 for step in islice(self.read(), start, None))
 
 
 class Scaling:
@@ -86,7 +66,7 @@ class Scaling:
     """
     def __init__(self, scaler: GradScaler, learn: Learner, device: torch.device, history: StepHistory):
         self.scaler, self.learn, self.history = scaler, learn, history
-        self.one, self.first_step = torch.ones((), device=device), len(history)
+        self.one, self.first_step = torch.ones((), device=device), len(history.read())
         self.found_inf: bool | torch.Tensor = False              # of the newest step: a gradient was not finite
         self.has_started = self.has_scaled = False               # gradients are multiplied by the scale, or zero
         self._probe: Any = None                                  # the optimizer for `unscale_`; None after `update`
@@ -94,20 +74,20 @@ class Scaling:
         self._is_low = False                                     # skipped steps have lowered the scale below 1
         self._vanished = False                                   # all gradients of this step underflowed
         self.skips_in_a_row = 0                                  # up to now, as far as the host knows
-        self._buffers: list[_Buffers] = []
+        self._buffers: _Buffers | None = None
         self._before = scaler.state_dict() if 'lr_finder' in vars(learn) else None
 
     def watch_buffers(self, model: nn.Module) -> None:
         "Keep the values of the model's buffers, such as BatchNorm's statistics, for a step that will be skipped."
-        buffers = [b for b in model.buffers() if not (is_lazy(b) or is_dtensor(b))]
-        plain = [b.data for b in buffers if b.is_floating_point()]   # autograd does not count these writes
-        self._buffers = [_Buffers([b for b in plain if b.device == d]) for d in {b.device for b in plain}]
+        plain = (b for b in model.buffers() if not (is_lazy(b) or is_dtensor(b)))
+        floating = [b.data for b in plain if b.is_floating_point()]   # autograd does not count these writes
+        self._buffers = _Buffers(floating) if floating else None
 
     @property
     def buffer_note(self) -> str: # '' without buffers
         "A sentence for warnings: buffers that a skipped step restored."
-        if not self._buffers: return ''
-        return "BatchNorm's statistics and other buffers were restored to their last finite values."
+        restored = "BatchNorm's statistics and other buffers were restored to their last finite values."
+        return restored if self._buffers else ''
 
     # -- a step
 
@@ -152,7 +132,7 @@ class Scaling:
         if isinstance(self.found_inf, bool) or self.found_inf.device.type == 'cpu':   # which does not synchronize
             self.found_inf = bool(self.found_inf)
             self.skips_in_a_row = self.skips_in_a_row + 1 if self.found_inf else 0
-        for buffers in self._buffers: buffers.after_step(self.found_inf)
+        if self._buffers: self._buffers.after_step(self.found_inf)
         self.history.add(self._scale(), self.found_inf)
         if self.found_inf is True and self.one.device.type == 'cpu': self.read()   # does not synchronize there
         self.scaler.update()
@@ -163,8 +143,8 @@ class Scaling:
 
     def read(self) -> None:
         "Look at what the device decided; this synchronizes."
-        self.history.read()
-        self._is_low = self.history.last_scale < 1 and isinstance(self.scaler, DynamicScaler)
+        last = self.history.read()[-1:]
+        self._is_low = isinstance(self.scaler, DynamicScaler) and any(abs(step) < 1 for step in last)
         self.skips_in_a_row = sum(takewhile(bool, reversed([*self.history.skips(self.first_step)])))
 
     def cancel(self) -> None:
@@ -183,7 +163,7 @@ class Scaling:
         scaler: Any = self.scaler                                # a `DynamicScaler`
         scaler.update(scaler.first_scale)
         self._is_low = False
-        warn_user(f'Skipped steps had lowered the loss scale to {self.history.last_scale:.2g}, where all gradients '
+        warn_user(f'Skipped steps had lowered the loss scale to {abs(self.history.read()[-1]):.2g}, where all gradients '
                   f'underflow. It restarts from {self.scaler.get_scale():g}.')
 
     # -- gradients
@@ -202,8 +182,7 @@ class Scaling:
     def end(self, failed: bool) -> None:
         "Unscale or zero the gradients that are left; after `lr_find`, forget its steps."
         self.cancel()
-        if failed:                                               # in a batch that may have overflowed
-            for buffers in self._buffers: buffers.after_step(True)
+        if failed and self._buffers: self._buffers.after_step(True)   # in a batch that may have overflowed
         if self.has_started and not isinstance(self.scaler, UnitScaler):
             self.unscale(may_flag=False)
             if self.learn.opt is not None and (failed or self.found_inf): self.learn.opt.zero_grad()
@@ -213,12 +192,12 @@ class Scaling:
         self.has_scaled = False
         if self._before is not None:                             # `lr_find` restores the scale
             self.scaler.load_state_dict(self._before)
-            self.history.forget(self.first_step)
+            del self.history.read()[self.first_step:]
         self.history.read()
 
     def skip_message(self) -> str:
         "Return a warning if most of the fit's steps were skipped; '' otherwise."
-        n, skipped = len(self.history) - self.first_step, sum(self.history.skips(self.first_step))
+        n, skipped = len(self.history.read()) - self.first_step, sum(self.history.skips(self.first_step))
         if 2 * skipped <= n or 'lr_finder' in vars(self.learn): return ''
         scale = self.scaler.get_scale()
         head = f'{skipped} of the {n} optimizer steps of this fit were skipped: gradients were not finite.'
@@ -232,7 +211,7 @@ class Scaling:
 
 
 class _Buffers:
-    """Buffers of a model on one device, and their values after the last good step.
+    """Buffers of a model, and their values after the last good step.
 
     A batch that overflows would leave NaN in BatchNorm's running statistics, although its step is skipped. After a
     skipped step, elements that are not finite are restored to their last finite values; others are never changed.
@@ -242,8 +221,9 @@ class _Buffers:
     def after_step(self, found_inf: bool | torch.Tensor) -> None:
         "Note the values after a good step; repair them after a skipped one. Never synchronizes."
         if found_inf is False: return torch._foreach_copy_(self.good, self.now)
-        flat, good = (torch.cat([t.flatten() for t in ts]) for ts in (self.now, self.good))
-        keep = flat.isfinite() if found_inf is True else flat.isfinite() | (found_inf.to(flat.device) == 0)
+        device = self.now[0].device
+        flat, good = (torch.cat([t.flatten().to(device) for t in ts]) for ts in (self.now, self.good))
+        keep = flat.isfinite() if found_inf is True else flat.isfinite() | (found_inf.to(device) == 0)
         parts = torch.where(keep, flat, good).split([t.numel() for t in self.now])
         parts = [part.view(t.shape) for part, t in zip(parts, self.now)]
         for tensors in (self.now, self.good): torch._foreach_copy_(tensors, parts)

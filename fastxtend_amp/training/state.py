@@ -46,7 +46,7 @@ class PrecisionState(LoopCallback):
     @property
     def scales(self) -> list[float]:
         "The loss scale at each attempted optimizer step since the callback was added, without those of `lr_find`."
-        return self.history.scales()
+        return [*map(abs, self.history.read())]
     @property
     def skips(self) -> list[bool]:
         "For each entry of `scales`, True if that step was skipped because a gradient was not finite."
