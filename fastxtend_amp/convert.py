@@ -2,7 +2,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections import UserDict
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
@@ -37,12 +38,12 @@ def to_fp32(
 
 def map_tensors(
     f: Callable[[torch.Tensor], torch.Tensor],
-    x: Any, # A tensor, or tensors in lists, tuples, mappings and dataclasses, nested
+    x: Any, # A tensor, or tensors in lists, tuples, dicts and dataclasses, nested
 ) -> Any: # `x` itself, or a copy of the same type
     """Return `x` with `f` applied to every tensor in it.
 
-    Looks into what PyTorch's pytree knows (its own outputs, and those that libraries register with it), mappings,
-    dataclasses and fastai's `L`; returns anything else unchanged.
+    Looks into what PyTorch's pytree knows (its own outputs, and those that libraries register with it), subclasses of
+    lists, tuples and dicts, dataclasses and fastai's `L`; returns anything else unchanged.
     """
     return f(x) if isinstance(x, torch.Tensor) else tree_map(partial(_map_leaf, f), x)
 
@@ -50,21 +51,13 @@ def map_tensors(
 def _map_leaf(f: Callable[[torch.Tensor], torch.Tensor], x: Any) -> Any:
     "Return a leaf of a pytree with `f` applied to it, or to the tensors in it."
     if isinstance(x, torch.Tensor): return f(x)
-    if isinstance(x, Mapping): parts = list(x.items())
-    elif isinstance(x, (L, list, tuple)): parts = list(enumerate(x))     # subclasses, which are leaves
-    elif is_dataclass(x) and not isinstance(x, type): parts = [(o.name, getattr(x, o.name)) for o in fields(x)]
-    else: return x
-    changes = [(key, new) for key, value in parts if (new := map_tensors(f, value)) is not value]
-    if not changes: return x
-    if isinstance(x, tuple):
-        new = tuple.__new__(type(x), map_tensors(f, list(x)))
-        if hasattr(x, '__dict__'): vars(new).update(vars(x))
-        return new
-    if isinstance(x, L): result = x.copy()
-    elif isinstance(x, Mapping) and not isinstance(x, dict) and not hasattr(x, '__copy__'):
-        result = copy.deepcopy(x, {id(value): value for _, value in parts})   # a shallow copy may share the items
-    else: result = copy.copy(x)
-    for key, new in changes:
-        if is_dataclass(x): object.__setattr__(result, key, new)  # it may be frozen
-        else: result[key] = new
-    return result
+    if isinstance(x, L): return L(map_tensors(f, list(x)))
+    if isinstance(x, tuple): return tuple.__new__(type(x), map_tensors(f, list(x)))
+    if not isinstance(x, (list, dict, UserDict)) and not is_dataclass(type(x)): return x
+    new = copy.copy(x)
+    if isinstance(x, list): new[:] = map_tensors(f, list(x))
+    elif isinstance(x, (dict, UserDict)): new.update(map_tensors(f, dict(x)))
+    else:
+        for field in fields(x):                                  # a dataclass may be frozen
+            object.__setattr__(new, field.name, map_tensors(f, getattr(x, field.name)))
+    return new

@@ -1,8 +1,10 @@
-"""Files of released versions load; `tests/files/write.py` wrote them, one set for each release.
+"""Files that released versions wrote; `tests/files/write.py` wrote them, one set for each release.
 
-A file loads, and training continues with the loss scale that it contains.
+A file of `save` loads, and training goes on with the loss scale that it holds. A learner that holds a precision does
+not load: an error says how to convert it.
 """
 
+import importlib
 from pathlib import Path
 
 import pytest, torch
@@ -12,6 +14,7 @@ from fastxtend_amp import kahan
 from helpers import *
 
 FILES = Path(__file__).parent / 'files'
+CONVERT = r'(?s)fastxtend_amp 0\.3 and 0\.4.*`learn\.to_fp32\(\)`.*`learn\.export'
 SCALES = {'fp16': 128.0, 'fp16_static': 64.0, 'fp16_scaler': 32.0, 'half_weights': 128.0}
 
 
@@ -74,9 +77,24 @@ def test_a_saved_file_in_a_learner_in_plain_fp32(file):
     assert finite(learn)
 
 
+def holds_a_precision(file):
+    "Return whether a class of fastxtend_amp is in the file; its strings are not compressed."
+    return b'fastxtend_amp' in file.read_bytes()
+
+
+def test_0_4_exported_in_plain_fp32():
+    found = {folder.name: [holds_a_precision(f) for f in folder.glob('export_*')] for folder in FILES.glob('0.*')}
+    assert sum(found['0.3.0']) == 8
+    assert not any(found['0.4.0'])
+
+
 @files('export')
 def test_an_exported_file(file):
-    "It predicts in fp32, and trains in any precision."
+    "It predicts in fp32, and trains in any precision; one that holds a precision raises an error."
+    if holds_a_precision(file):
+        with pytest.raises(RuntimeError, match=CONVERT):
+            read(lambda: load_learner(file))
+        return
     learn = read(lambda: load_learner(file))
     learn.remove_cbs([cb for cb in learn.cbs if type(cb).__name__ == 'ProgressCallback'])
     assert {p.dtype for p in params(learn)} == {torch.float32}
@@ -94,20 +112,14 @@ def test_an_exported_file(file):
 
 @files('learner')
 def test_a_pickled_learner(file):
-    "It continues in the precision that it had, with its scale."
-    mode = mode_of(file)
-    learn = read(lambda: torch.load(file, weights_only=False))
-    cb = learn.precision
-    assert cb is not None
-    assert cb.scale == SCALES.get(mode)
-    assert len(cb.scales) == (2 if mode in SCALES else 0)
-    assert cb.fp32_module_names == (['1'] if mode in ('fp16', 'bf16') else [])
-    assert {p.dtype for p in params(learn)} == {torch.float32}
-    dtypes, before = output_dtypes(learn), params(learn)
-    learn.logger = noop
-    read(lambda: learn.fit(1, 0.01))
-    assert set(dtypes) == {torch.float16 if mode.startswith('fp16') else torch.bfloat16}
-    assert finite(learn)
-    assert not same(before, params(learn))
-    assert len(cb.scales) == (4 if mode in SCALES else 0)
-    learn.to_fp32().fit(1)
+    "An error says how to convert it."
+    with pytest.raises(RuntimeError, match=CONVERT):
+        torch.load(file, weights_only=False)
+
+
+def test_a_module_of_an_earlier_version():
+    "In code that was written for it; another module that does not exist is Python's to report."
+    with pytest.raises(RuntimeError, match='fastxtend_amp.callback is a module of fastxtend_amp 0.3 and 0.4'):
+        importlib.import_module('fastxtend_amp.callback')
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module('fastxtend_amp.calback')

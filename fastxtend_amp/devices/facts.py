@@ -86,7 +86,9 @@ _lock = threading.Lock()                                         # `catch_warnin
 
 
 def autocast_refusal(device_type: str, dtype: torch.dtype) -> str: # '' if it is supported
-    "Return what PyTorch says if its autocast does not support `dtype` on this type of device."
+    "Return why PyTorch's autocast does not support `dtype` on this type of device."
+    if not autocast_available(device_type): return f'PyTorch has no autocast for {device_type} devices'
+    if device_type in ('cuda', 'cpu'): return ''                 # autocast accepts both 16-bit dtypes there
     with _lock, warnings.catch_warnings(record=True) as caught:  # it warns and stays off, or raises an error
         warnings.simplefilter('always')
         try:

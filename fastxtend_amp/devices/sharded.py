@@ -1,4 +1,10 @@
-"Checkpoints of models sharded by FSDP2 (`fully_shard`): whole tensors in the file, shards in memory."
+"""Checkpoints of models sharded by FSDP2 (`fully_shard`): whole tensors in the file, shards in memory.
+
+All processes must call `save`; rank 0 writes. Any number of processes can read the file, also without sharding.
+(`torch.distributed.checkpoint.state_dict` supports only torch's optimizers.)
+
+Source: https://docs.pytorch.org/docs/stable/distributed.tensor.html.
+"""
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -10,35 +16,11 @@ from fastai.torch_core import get_model, rank_distrib
 
 from ..training.checkpoint import FORMATS, FileFormat
 from ..common import is_dtensor, is_sharded, optimizer_params
-from ..convert import map_tensors
 
-__all__ = ['Sharded']
+__all__ = []
 
 
-class Sharded(FileFormat):
-    """The format of plain learners' files, with whole tensors, for a model whose parameters are DTensors.
-
-    All processes must call `save`; rank 0 writes. Any number of processes can read the file, also without sharding.
-    (`torch.distributed.checkpoint.state_dict` supports only torch's optimizers.)
-
-    Source: https://docs.pytorch.org/docs/stable/distributed.tensor.html.
-    """
-    device = 'cpu'
-
-    def applies(self, learn: Learner) -> bool: return is_sharded(learn.model)
-
-    def read(self, learn: Learner, with_opt: bool) -> tuple[Any, Any]:
-        return map_tensors(_whole, super().read(learn, with_opt))
-
-    def load_model(self, learn: Learner, state: Any, **options: Any) -> None:
-        own = get_model(learn.model).state_dict()
-        super().load_model(learn, {name: _part(t, own.get(name)) for name, t in state.items()}, **options)
-
-    def load_opt(self, learn: Learner, state: Any) -> None:
-        params, entries = optimizer_params(learn.opt), state['state']  # a list of fastai's, or torch's dict by number
-        for i, entry in entries.items() if isinstance(entries, Mapping) else enumerate(entries):
-            entry.update({key: _part(value, params[i]) for key, value in entry.items()})
-        super().load_opt(learn, state)
+def _needs_it(learn: Learner) -> bool: return is_sharded(learn.model)
 
 
 def _whole(t: torch.Tensor) -> torch.Tensor:
@@ -56,4 +38,13 @@ def _part(t: Any, like: Any) -> Any:
     return distribute_tensor(t.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
-FORMATS.append(Sharded())
+def _from_file(learn: Learner, model_state: Any, opt_state: Any) -> tuple[Any, Any]:
+    "Return this process's shards of the states in a file."
+    own, params = get_model(learn.model).state_dict(), optimizer_params(learn.opt)
+    entries = opt_state['state'] if opt_state else []            # a list of fastai's, or torch's dict by number
+    for i, entry in entries.items() if isinstance(entries, Mapping) else enumerate(entries):
+        entry.update({key: _part(value, params[i]) for key, value in entry.items()})
+    return {name: _part(t, own.get(name)) for name, t in model_state.items()}, opt_state
+
+
+FORMATS.append(FileFormat(_needs_it, _whole, _from_file))

@@ -20,7 +20,6 @@ from torch import nn
 
 from ..training.checkpoint import FORMATS, FileFormat, put_over
 from ..common import model_device, optimizer_params, training_device, warn_user
-from ..convert import map_tensors
 from ..training.optimizers import place_state
 from ..training.scaling import DEVICE_SKIPS
 
@@ -144,17 +143,6 @@ def _sync_free(opt: Any, params: list[nn.Parameter]) -> SyncFreeStep | None:
 
 # -- checkpoints and exports
 
-class XLAFormat(FileFormat):
-    "CPU tensors, which every machine and `weights_only` loading can read."
-    device = 'cpu'
-    def applies(self, learn: Learner) -> bool: return _uses_xla(learn)
-    def read(self, learn: Learner, with_opt: bool) -> tuple[Any, Any]:
-        return map_tensors(torch.Tensor.cpu, super().read(learn, with_opt))
-    def load_opt(self, learn: Learner, state: Any) -> None:
-        super().load_opt(learn, state)
-        place_state(learn.opt)
-
-
 def _export(original: Callable, self: Learner, *args: Any, **kwargs: Any) -> Any:
     "Export the learner from the CPU, so that the file can be read on every device; then move it back."
     if not _uses_xla(self): return original(self, *args, **kwargs)
@@ -165,7 +153,8 @@ def _export(original: Callable, self: Learner, *args: Any, **kwargs: Any) -> Any
     finally: move(self, device)
 
 
-FORMATS.append(XLAFormat())
+# CPU tensors, which every machine and `weights_only` loading can read.
+FORMATS.append(FileFormat(_uses_xla, torch.Tensor.cpu, lambda learn, *states: states))
 DEVICE_SKIPS.append(_sync_free)
 put_over(TrainEvalCallback, 'before_fit', _before_fit)
 put_over(Learner, 'export', _export)

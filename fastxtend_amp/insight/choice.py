@@ -11,7 +11,7 @@ from fastcore.basics import patch
 from ..common import several_processes
 from .compare import Comparison
 from .comparison import PrecisionComparison
-from .precisions import PrecisionChoice, default_choices
+from .precisions import default_choices
 
 __all__ = ['measure_and_choose']
 
@@ -32,34 +32,28 @@ def measure_and_choose(
 
     Raises what `compare_precision` raises, and `RuntimeError` in distributed runs.
     """
+    start = time.perf_counter()
     comparing = Comparison(learn, 'to_amp(measure=True)', max_seconds)
     if several_processes():
         raise RuntimeError('to_amp(measure=True) is not available in distributed runs, as each process could choose '
                            'another precision.\nRun it in one process, then use the call that it prints in every '
                            'process.')
-    start = time.perf_counter()
-    choices, left_out = _with_modules_kept(learn, default_choices(learn), max_seconds)
-    comparison = comparing.run(choices)
-    comparison.reason = '; '.join([comparison.reason.rstrip('.'), *left_out]) + '.'
+    choices = default_choices(learn)
+    low = [c.mode for c in choices if c.mode and c.mode.dtype]
+    verdicts = learn.precision_report(low, max_seconds=_FOR_REPORT * max_seconds).verdicts if low else {}
+    compared, refused = [], []
+    for c in choices:
+        if c.mode not in low: compared.append(c)
+        elif (v := verdicts[c.mode.value]).call and v.verdict not in ('do not use', 'cannot run'):
+            compared.append(replace(c, fp32_modules=tuple(v.modules), init_scale=v.init_scale))
+        else: refused.append(f'{c.name}: {v.reason}')
+    comparison = comparing.run(compared)
+    comparison.reason = '; '.join([comparison.reason.rstrip('.'), *refused]) + '.'
     comparison.apply(learn)
     decisions[learn] = comparison
-    said = ' '.join([comparison.reason, *comparison.caveats])
+    said = ' '.join([comparison.reason, *comparison.notes])
     print(f'Selected: {comparison.recommended}. {said} Measured in {time.perf_counter() - start:.0f} s. '
           f'Without measuring: `{comparison.calls[comparison.recommended]}`.')
-
-
-def _with_modules_kept(learn, choices, max_seconds) -> tuple[list[PrecisionChoice], list[str]]:
-    "Return the choices that may work, with their modules in fp32, and the report's reasons against the others."
-    low = [c for c in choices if c.mode and c.mode.dtype]
-    if not low: return choices, []
-    verdicts = learn.precision_report([c.mode for c in low], max_seconds=_FOR_REPORT * max_seconds).verdicts
-    found, left_out = [c for c in choices if c not in low], []
-    for c in low:
-        v = verdicts[c.mode.value]
-        if v.call and v.verdict not in ('do not use', 'cannot run'):
-            found.append(replace(c, fp32_modules=tuple(v.modules), init_scale=v.init_scale))
-        else: left_out.append(f'{c.name}: {v.reason}')
-    return found, left_out
 
 
 @patch(as_prop=True)

@@ -2,8 +2,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from textwrap import fill
 from typing import Any
 
@@ -14,7 +14,7 @@ from fastai.learner import Learner
 from .precisions import PrecisionChoice, use_choice
 from .shown import Shown
 
-__all__ = ['FEWEST_ROUNDS', 'PrecisionComparison', 'Tolerance', 'pays', 'recommend', 'speed_up']
+__all__ = ['FEWEST_ROUNDS', 'PrecisionComparison', 'pays', 'recommend', 'speed_up', 'tolerance']
 
 _WORTH = 1.05           # smallest speed-up that is recommended
 FEWEST_ROUNDS = 6      # for an interval
@@ -48,9 +48,8 @@ class PrecisionComparison(Shown):
     recommended: str # The precision to use
     reason: str # Why, and how certain that is
     calls: dict[str, str] # The call that selects each precision
-    notes: list[str] # How the comparison was made
+    notes: list[str] # How the comparison was made, and what limits it
     choices: dict[str, PrecisionChoice] # What `apply` sets, by precision
-    caveats: list[str] = field(default_factory=list) # What limits the result
 
     def apply(self,
         learn: Learner, # The learner that was compared, or one like it
@@ -66,37 +65,35 @@ class PrecisionComparison(Shown):
 
     def _parts(self):
         lines = [f'Recommended: {self.recommended}. {self.reason}',
-                 *(f'{name}: {note}' for name, note in self.table['note'].items() if note), *self.caveats, *self.notes]
-        first, *rest = (fill(line, 118, break_long_words=False, break_on_hyphens=False) for line in lines)
+                 *(f'{name}: {note}' for name, note in self.table['note'].items() if note), *self.notes]
+        first, *rest = (fill(line, 118, break_on_hyphens=False) for line in lines)
         hidden = ['rounds', 'speed-up low', 'speed-up high', 'weights moved', 'note']
-        table = self.table.drop(columns=hidden).rename_axis(None)
-        table['speed-up'] = self.table.apply(_speed, axis=1)
+        table = self.table.assign(**{'speed-up': self._speeds}).drop(columns=hidden)
         return [f'{first}\nNext: `{self.calls[self.recommended]}`', table.dropna(axis=1, how='all'), '\n'.join(rest)]
 
+    @property
+    def _speeds(self): return self.table.apply(_speed, axis=1)
+
     def plot(self): # The two matplotlib axes
-        "Plot the loss curves, with the range of the fp32 trainings in grey, and the speed of each precision."
+        "Plot the loss curves, with fp32 trained with other seeds in grey, and the speed of each precision."
         import matplotlib.pyplot as plt
         n = len(self.table)
         _, (curves, bars) = plt.subplots(2, figsize=(6, 3.4 + .3 * n), height_ratios=[7, n], layout='constrained')
         colors = [choice.color for choice in self.choices.values()]
-        seeds = _smooth([self.losses['fp32'], *self.seed_losses])
-        curves.fill_between(seeds.index, seeds.min(axis=1), seeds.max(axis=1), color='#d8dee9', lw=0,
-                            label=f'fp32, range of {len(seeds.columns)} seeds')
-        _smooth(self.losses.values()).set_axis([*self.losses], axis=1).plot(
-            ax=curves, style=['-', '--', ':', '-.'], color=colors, title='Training loss (smoothed)', xlabel='step',
-            ylabel='loss')
-        curves.lines[0].set(linewidth=5, alpha=.4)               # fp32, on which bf16 lies
-        curves.legend()
-        drawn = bars.barh(self.table.index, self.table['speed-up'].fillna(0), color=colors)
-        bars.bar_label(drawn, self.table.apply(_speed, axis=1), padding=6)
-        bars.set(title=f'Speed; recommended: {self.recommended}', xlabel='steps per second, fp32 = 1')
+        _smooth(self.losses).plot(ax=curves, style=['-', '--', ':', '-.'], color=colors, xlabel='step', ylabel='loss',
+                                  title='Training loss (smoothed; fp32 with other seeds in grey)')
+        seeds = _smooth(dict(enumerate([self.losses['fp32'], *self.seed_losses])))
+        seeds.plot(ax=curves, color='#d8dee9', legend=False, zorder=0)
+        self.table['speed-up'].plot.barh(ax=bars, color=colors, xlabel='steps per second, fp32 = 1', ylabel='',
+                                         title=f'Speed; recommended: {self.recommended}')
+        bars.bar_label(bars.containers[0], self._speeds, padding=6)
         bars.margins(x=.9)
         bars.invert_yaxis()
         return curves, bars
 
 
-def _smooth(losses: Iterable[list[float]]) -> pd.DataFrame: # nan where a loss is not finite
-    values = pd.DataFrame([*losses], dtype=float).T
+def _smooth(losses: dict[Any, list[float]]) -> pd.DataFrame: # nan where a loss is not finite
+    values = pd.DataFrame.from_dict(losses, 'index', dtype=float).T
     return values.ewm(alpha=.2).mean().where(np.isfinite(values))
 
 
@@ -111,7 +108,7 @@ def speed_up(
     American Statistician 32 (1978). With a look after each round from the sixth on, 2.2 accepts a precision that is as
     fast as fp32 in 2 to 10% of simulated comparisons (`nbs/benchmarks/choice.py`).
     """
-    q1, mid, q3 = map(float, np.exp(np.quantile(np.log(ratios or [math.nan]), (.25, .5, .75))))
+    q1, mid, q3 = np.exp(np.quantile(np.log(ratios or [math.nan]), (.25, .5, .75)))
     few = len(ratios) < FEWEST_ROUNDS
     times = math.nan if few else (q3 / q1) ** (_WIDTH / math.sqrt(len(ratios)))
     return mid, mid / times, mid * times
@@ -122,35 +119,32 @@ def pays(low: float, high: float) -> bool | None:
     return True if low > _WORTH else False if high <= _WORTH else None
 
 
-class Tolerance:
-    """The amount by which the loss of another precision may lie above the fp32 loss.
+def tolerance(
+    losses: Sequence[float], # Of each step in fp32
+    seeds: Sequence[float], # Mean of the last steps in trainings with other seeds
+    n_last: int, # Number of last steps
+) -> tuple[float, str]: # It, and what it is
+    """Return the amount by which the loss of another precision may lie above the fp32 loss.
 
     It is the largest of three: what one more fp32 training could differ by; 1% of the loss, but at most half of the
     range of the fp32 losses; and a thousandth of the distance from the first loss to the last. If fp32 was trained only
     once, the first is a tenth of the loss, at most half of that range, or two standard deviations of the last steps.
     """
-    def __init__(self,
-        losses: Sequence[float], # Of each step in fp32
-        seeds: Sequence[float], # Mean of the last steps in trainings with other seeds
-        n_last: int, # Number of last steps
-    ):
-        last, n = losses[-n_last:], 1 + len(seeds)
-        self.loss = float(np.mean(last))
-        half_way = np.ptp(losses) / 2 if len(losses) > n_last else math.inf   # a loss may have any constant in it
-        found: dict[str, Any] = {
-            "1% of the fp32 loss": min(abs(self.loss) / 100, half_way),
-            "a thousandth of the distance from the first fp32 loss to the last": abs(losses[0] - self.loss) / 1000}
-        if seeds:
-            found[f'the spread of {n} fp32 trainings'] = _INTERVAL.get(n, 2.6) * np.std([self.loss, *seeds], ddof=1)
-        else:
-            found['a wide tolerance (fp32 was trained only once)'] = max(min(abs(self.loss) / 10, half_way),
-                                                                         2 * np.std(last))
-        self.value, self.why = max((float(value), why) for why, value in found.items())
+    last, n = losses[-n_last:], 1 + len(seeds)
+    loss = float(np.mean(last))
+    half_way = float(np.ptp(losses)) / 2 if len(losses) > n_last else math.inf   # a loss may have any constant in it
+    if seeds:
+        spread, why = _INTERVAL.get(n, 2.6) * float(np.std([loss, *seeds], ddof=1)), f'the spread of {n} fp32 trainings'
+    else:
+        spread = max(min(abs(loss) / 10, half_way), 2 * float(np.std(last)))
+        why = 'a wide tolerance (fp32 was trained only once)'
+    return max((spread, why), (min(abs(loss) / 100, half_way), '1% of the fp32 loss'),
+               (abs(losses[0] - loss) / 1000, 'a thousandth of the distance from the first fp32 loss to the last'))
 
 
 def recommend(
     table: pd.DataFrame, # As `PrecisionComparison.table`
-    tolerance: Tolerance,
+    tolerated: tuple[float, str], # What `tolerance` returns
     seconds: float = 60., # Time that was spent, for advice on more
 ) -> tuple[str, str]: # The precision, and why
     """Return the fastest precision that pays and whose loss matches fp32.
@@ -159,18 +153,22 @@ def recommend(
     finite and within the tolerance, at most half of the steps were skipped, and the weights moved. If bf16 is within
     5% of the fastest it wins, as it needs no loss scaling.
     """
-    if not math.isfinite(tolerance.loss):
-        return 'fp32', "The fp32 loss is not finite: check the data, the loss function and the learning rate."
-    against = {name: _against(row, tolerance, seconds) for name, row in table.drop('fp32').iterrows()}
+    base = table.loc['fp32']
+    if not math.isfinite(base['loss']):
+        return 'fp32', 'The fp32 loss is not finite: check the data, the loss function and the learning rate.'
+    if math.isnan(base['weights moved']):
+        return 'fp32', ('The weights did not move in fp32: use a larger `n_steps`, or check the learning rate and '
+                        'whether `splitter` returns parameters of the model that it is called with.')
+    against = {name: _against(row, tolerated, seconds) for name, row in table.drop('fp32').iterrows()}
     bad = '; '.join(f"{name}: {', '.join(found)}" for name, found in against.items() if found)
     speed = table['speed-up'][[name for name, found in against.items() if not found]]
     if speed.empty: return 'fp32', f"{bad or 'Nothing else was compared'}."
     best = 'bf16' if speed.get('bf16', 0) * 1.05 >= speed.max() else speed.idxmax()
-    why = f'Speed-up {_speed(table.loc[best])}; its loss is within {tolerance.why}'
+    why = f'Speed-up {_speed(table.loc[best])}; its loss is within {tolerated[1]}'
     return best, f"{why}{bad and f' ({bad})'}."
 
 
-def _against(row: pd.Series, tolerance: Tolerance, seconds: float) -> list[str]:
+def _against(row: pd.Series, tolerated: tuple[float, str], seconds: float) -> list[str]:
     "Return what speaks against a precision."
     if row['support'] in ('unsupported', 'failed'): return ['does not run']
     found = []
@@ -178,22 +176,18 @@ def _against(row: pd.Series, tolerance: Tolerance, seconds: float) -> list[str]:
     elif row['skipped'] > row['steps'] / 2:                      # a skipped step is faster, and keeps the loss
         found.append(f"it skipped {row['skipped']} of {row['steps']} steps, so its loss and speed mean little: "
                      'use a larger `n_steps`, or call `learn.precision_report()`')
-    elif row.get('weights moved', 1) < _MOVES:
+    elif row['weights moved'] < _MOVES:
         found.append(f"its weights moved only {row['weights moved']:.0%} of the distance in fp32: its gradients vanish")
-    elif row['loss difference'] > tolerance.value:
+    elif row['loss difference'] > tolerated[0]:
         found.append(f"its loss is {row['loss difference']:.2g} above that of fp32; the limit is "
-                     f'{tolerance.value:.2g}, {tolerance.why}')
-    speed, paid = row['speed-up'], pays(row['speed-up low'], row['speed-up high'])
-    if row['rounds'] < FEWEST_ROUNDS:
-        found.append(f"it was timed in {row['rounds']} of the {FEWEST_ROUNDS} rounds that an interval needs: raise "
-                     f"`max_seconds` to {math.ceil(seconds * (FEWEST_ROUNDS + 2) / (row['rounds'] + 1))}")
-    elif paid is None:
-        more = min(99, math.ceil(((row['speed-up high'] - speed) / max(abs(speed - _WORTH), 1e-9)) ** 2))
-        found.append(f'undecided: speed-up {_speed(row)}; `max_seconds={math.ceil(more * seconds)}` could show whether '
-                     f'it is above {_WORTH}')
-    elif not paid:
-        found.append(f'speed-up {_speed(row)}, below {_WORTH}' +
-                     ' (emulated on this device)' * (row['support'] == 'emulated'))
+                     '{:.2g}, {}'.format(*tolerated))
+    low, speed, high = row[['speed-up low', 'speed-up', 'speed-up high']]
+    if row['rounds'] < FEWEST_ROUNDS: more = (FEWEST_ROUNDS + 2) / (row['rounds'] + 1)
+    else: more = min(99, ((high - speed) / max(abs(speed - _WORTH), 1e-9)) ** 2)
+    if (paid := pays(low, high)) is None:
+        found.append(f'undecided after {row["rounds"]} rounds: speed-up {_speed(row)}; '
+                     f'`max_seconds={math.ceil(more * seconds)}` could show whether it is above {_WORTH}')
+    elif not paid: found.append(f'speed-up {_speed(row)}, below {_WORTH}')
     return found
 
 

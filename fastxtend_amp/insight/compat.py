@@ -12,9 +12,9 @@ from torch.utils import _python_dispatch
 def in_function_transform() -> bool:
     """Return whether a transform of `torch.func` (grad, vmap, ...) is running, whose tensors must not outlive it.
 
-    Relies on `torch._C._are_functorch_transforms_active` (seen in 2.9 to 2.15); without it False.
+    Relies on `torch._C._are_functorch_transforms_active` (seen in 2.9 to 2.15).
     """
-    return getattr(torch._C, '_are_functorch_transforms_active', lambda: False)()
+    return torch._C._are_functorch_transforms_active()
 
 
 class Traits(NamedTuple):

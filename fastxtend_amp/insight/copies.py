@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from textwrap import dedent
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -74,11 +74,9 @@ def check_learner(
     dl: Any = None, # Source of the batches; `learn.dls.train` if None
 ) -> None:
     "Raise a `RuntimeError` inside a fit; a `ValueError` without batches, or if parameters are sharded, NaN or inf."
-    frame, fit = inspect.currentframe(), inspect.unwrap(Learner.fit).__code__
-    while frame is not None:
-        if frame.f_code is fit and frame.f_locals.get('self') is learn:
-            raise RuntimeError(f'{method} cannot run inside a fit. Call it before or afterwards.')
-        frame = frame.f_back
+    fit = inspect.unwrap(Learner.fit).__code__
+    if any(f.frame.f_code is fit and f.frame.f_locals.get('self') is learn for f in inspect.stack(0)):
+        raise RuntimeError(f'{method} cannot run inside a fit. Call it before or afterwards.')
     if not any(p.requires_grad for p in learn.model.parameters()):
         raise ValueError(f'{method} needs trainable parameters, but all parameters of this model are frozen.\n'
                          'Call `learn.unfreeze()` first.')
@@ -131,7 +129,7 @@ def copied_learner(
           warnings.catch_warnings()):
         warnings.simplefilter('ignore')                          # for example, that a precision is emulated
         new = _copy(learn, optimizer)
-        new.path, new.model_dir = Path(folder), 'models'
+        new.path = Path(folder)
         if any(not p.is_leaf for p in new.model.parameters()):   # TorchScript's
             raise ValueError("This learner cannot be copied, and only copies are run: the parameters of the copy are "
                              'not leaves.\nUse the model as it was before `torch.jit.script`.')
@@ -151,10 +149,11 @@ def copied_learner(
 def begin_fit(
     copy: Learner, # With an optimizer
     n_iter: int, # Batches in its epoch
+    train: bool = True, # Also begin the training part of the epoch
 ) -> None:
     "Run the events of a fit before its first batch."
     copy.n_epoch, copy.epoch, copy.n_iter, copy.dl = 1, 0, n_iter, copy.dls.train
-    for event in ('before_fit', 'before_epoch', 'before_train'): copy(event)
+    for event in ('before_fit', 'before_epoch', *['before_train'] * train): copy(event)
 
 
 def loader_like(
@@ -175,17 +174,15 @@ def _copy(learn: Learner, optimizer: bool) -> Learner:
     new = object.__new__(type(learn))
     cbs = [cb for cb in learn.cbs if takes_part(cb) or isinstance(cb, MixedPrecision)]
     held = [o for holder in (learn, *cbs) for o in vars(holder).values()]   # a callback may hold a teacher
-    all_dls = [learn.dls, *(o.dls for o in held if isinstance(o, Learner))]
+    all_dls = [o.dls for o in (learn, *held) if isinstance(o, Learner)]
     loaders = [dl for dls in all_dls for dl in getattr(dls, 'loaders', ())]
     loaders += [o for o in held if isinstance(o, (DataLoader, torch.utils.data.DataLoader))]
     shared = [*all_dls, *loaders, *(getattr(dl, 'dataset', None) for dl in loaders), learn.logger, learn.lock]
     memo: dict[int, Any] = {id(o): o for o in shared} | {id(learn): new}
-    parts: dict[str, Any] = {'model': unwrapped(learn.model)}
-    parts |= {k: v for k, v in vars(learn).items()
-              if k not in ('model', 'cbs', 'scaler') and not isinstance(v, Callback)}
-    if not optimizer: parts['opt'] = None
-    new.cbs = L()
-    for name, part in [*parts.items(), *((cb.name, cb) for cb in cbs)]:
+    left = ['model', 'cbs', 'scaler'] + ['opt'] * (not optimizer)
+    own = [(name, part) for name, part in vars(learn).items() if name not in left and not isinstance(part, Callback)]
+    new.opt, new.cbs = None, L()
+    for name, part in [('model', unwrapped(learn.model)), *own, *((cb.name, cb) for cb in cbs)]:
         try:
             with _Detached(): copied = copy.deepcopy(part, memo)
         except Exception as e:
@@ -196,10 +193,9 @@ def _copy(learn: Learner, optimizer: bool) -> Learner:
         if name == 'model': memo[id(learn.model)] = copied       # instead of what wraps it
         if isinstance(part, Callback): new.cbs.append(copied)
         vars(new)[name] = copied
-    vars(new).update(logger=noop, save=_write_nothing, load=noop, export=noop)
-    if hasattr(learn, 'recorder'):                               # other callbacks read it
-        new.recorder = object.__new__(type(learn.recorder))      # copying it leaves out what it has recorded
-        vars(new.recorder).update(copy.deepcopy(vars(learn.recorder), memo))
+    vars(new).update(logger=noop, save=noop, load=noop, export=noop)
+    if hasattr(learn, 'recorder'):                               # other callbacks read what it has recorded
+        new.recorder = SimpleNamespace(**copy.deepcopy(vars(learn.recorder), memo))
     if inner := getattr(new.opt, 'opt', None):                   # copying leaves out flags, such as `fused`
         flags = {k: v for k, v in vars(learn.opt.opt).items() if isinstance(v, (int, float))}
         vars(inner).update(flags | vars(inner))
@@ -208,15 +204,11 @@ def _copy(learn: Learner, optimizer: bool) -> Learner:
     return new
 
 
-def _write_nothing(file: str | Path, **kwargs: object) -> Path: return Path(file)   # callbacks read the path
-
-
 class _Detached(TorchFunctionMode):
     "Copies tensors without their graph. PyTorch cannot copy those with a graph, which modules and callbacks may keep."
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is not torch.Tensor.__deepcopy__ or args[0].grad_fn is None: return func(*args, **(kwargs or {}))
-        t, memo = args
-        return memo.setdefault(id(t), t.detach().clone())
+        if func is torch.Tensor.__deepcopy__ and not args[0].is_leaf: return args[0].detach().clone()
+        return func(*args, **(kwargs or {}))
 
 
 def tensors(
@@ -246,13 +238,12 @@ def generators(
     everything: bool = False, # Include those of Python and NumPy
 ) -> list[tuple[Callable, Callable]]: # Pairs: the functions that set and get a generator's state
     "Return functions for the state of each global random number generator; getting one does not synchronize."
-    cpu = torch.default_generator
+    cpu, module = torch.default_generator, torch.get_device_module()   # the accelerator's, if there is one
     found: list[tuple[Callable, Callable]] = [(cpu.set_state, cpu.get_state)]
     if everything: found += [(random.setstate, random.getstate), (np.random.set_state, np.random.get_state)]
-    module = torch.get_device_module()                           # the accelerator's, if there is one
     if not getattr(module, 'is_initialized', lambda: True)(): return found     # asking does not start it
-    for which in 'rng_state_all', 'rng_state':
-        if get := getattr(module, f'get_{which}', None): return [*found, (getattr(module, f'set_{which}'), get)]
+    which = 'rng_state_all' if hasattr(module, 'get_rng_state_all') else 'rng_state'
+    if get := getattr(module, f'get_{which}', None): found.append((getattr(module, f'set_{which}'), get))
     return found
 
 

@@ -32,8 +32,7 @@ class Alarm:
     scale: float                             # the loss scale
     step: int                                # training batch of the fit, from 1
     batch: tuple[Sequence, Sequence]         # inputs and targets of that batch, or of a later one
-    random_state: RandomState | None         # before that batch; None if it is a later one
-    divergence: str = ''                     # how far weights and loss have grown, if it is far
+    random_state: RandomState                # before that batch; empty if it is a later one
     remedy: tuple | None = None              # what helps: mode, modules in fp32, first loss scale
 
     @property
@@ -46,19 +45,21 @@ class Alarm:
 def diagnose(
     learn: Learner, # With a precision callback, in the middle of a batch
     alarm: Alarm,
+    divergence: str, # How far weights and loss have grown, if it is far
 ) -> str: # Three lines: what happened, where it began, what to try
     """Find where finite numbers end, and what helps. The learner is not changed.
 
     With several processes nothing is run again: loss functions gather and models synchronize, and a process that ran
     alone would leave the others waiting.
     """
-    return '\n'.join([alarm.happened, *(f'{line[0].upper()}{line[1:]}.' for line in _cause(learn, alarm))])
+    cause = _cause(learn, alarm, divergence)
+    return '\n'.join([alarm.happened, *(f'{line[0].upper()}{line[1:]}.' for line in cause)])
 
 
-def _cause(learn: Learner, alarm: Alarm) -> tuple[str, str]:
-    if alarm.divergence:
+def _cause(learn: Learner, alarm: Alarm, divergence: str) -> tuple[str, str]:
+    if divergence:
         rate = max(h['lr'] for h in learn.opt.hypers)
-        return (f'the run diverges: {alarm.divergence}',
+        return (f'the run diverges: {divergence}',
                 f'Lower the learning rate first, {rate:g} at this step: more precision would not help. '
                 '`learn.lr_find()` suggests one; `cbs=GradientClip(1.)` limits what one batch can do')
     lost, bad = lost_weights(unwrapped(learn.model)), not_finite_data(alarm.batch)
@@ -70,7 +71,7 @@ def _cause(learn: Learner, alarm: Alarm) -> tuple[str, str]:
         return ('in distributed runs the batch is not run again',
                 'Call `learn.precision_report()` in one process, before the model is distributed')
     where, remedy = _run_again(learn, alarm, bad)
-    again = 'Re-running that batch with the same random numbers' if alarm.random_state is not None else \
+    again = 'Re-running that batch with the same random numbers' if alarm.random_state else \
             'Re-running the current batch, not the one in which it began'
     uncompiled = ', uncompiled' if is_compiled(learn.model) else ''
     return f'{again}{uncompiled}: {where}', remedy
@@ -99,8 +100,8 @@ def _run_again(
         alarm.remedy = mode, verdict.modules, verdict.init_scale
     if verdict.modules:
         return verdict.reason, f"Keep {', '.join(map(named, verdict.modules))} in fp32: `{verdict.call}`"
-    if verdict.scale_range and judge.scale < alarm.scale:
+    if judge.scale < alarm.scale:
         return (f'the loss scale of {alarm.scale:,.9g} is too large: gradients overflow in {mode.value}, and at '
-                f'{verdict.scale_range[1]:,.9g} they do not'), f'Start lower: `{verdict.call}`'
+                f'{judge.scale:,.9g} they do not'), f'Start lower: `{verdict.call}`'
     return (f'this time loss and gradients are finite in {mode.value}',
             'Call `learn.precision_report()`: it also names modules close to overflow')

@@ -29,8 +29,8 @@ def fix(
     if alarm.remedy is None or scopes.n_fixes == MOST: return False
     scopes.n_fixes += 1
     call = precision_call(cb.learn, *alarm.remedy)
-    cls = PRECISIONS.get(call.method.removeprefix('to_'), Precision)
-    at_batch_end(cb.learn, partial(_switch, cb, cls.from_arguments(call.arguments), alarm.remedy[-1]))
+    new = PRECISIONS.get(call.method.removeprefix('to_'), Precision).from_arguments(call.arguments)
+    at_batch_end(cb.learn, partial(_switch, cb, new, alarm.remedy[-1]))
     cb.fixes.append(Fix(alarm.step, alarm.mode.value, str(call)))
     print(f'{alarm.happened} Training continues with `{call}`.')
     return True
@@ -38,9 +38,8 @@ def fix(
 
 def _switch(cb: Any, new: Precision, scale: float | None) -> None:
     "Close the fit, which the next batch opens in `new`; drop the gradients and the mean loss, which may be NaN."
-    old, recorder = cb.current, vars(cb.learn).get('recorder')
     cb.close(failed=True)
     cb.learn.opt.zero_grad()
-    if recorder is not None: recorder.smooth_loss.reset()
-    if old.mode == new.mode: new.load_state_dict(old.state_dict() | ({'scale': float(scale)} if scale else {}))
+    if recorder := vars(cb.learn).get('recorder'): recorder.smooth_loss.reset()
+    if new.mode == cb.mode and not scale: new.load_state_dict(cb.state_dict())
     cb.precision = cb.current = new

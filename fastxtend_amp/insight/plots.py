@@ -12,14 +12,12 @@ def plot_scales(self: MixedPrecision,
     ax = None, # The matplotlib axes to draw on; new ones if None
 ): # The matplotlib axes
     "Plot the loss scale by optimizer step, with skipped steps marked. Raises `ValueError` if there was none."
-    import matplotlib.pyplot as plt
     if not self.scales:
         raise ValueError('plot_scales has nothing to plot: no optimizer step was made with a loss scale.\n'
                          'Train in fp16 first; bf16 and fp32 need no loss scaling.')
-    ax = ax or plt.subplots()[1]
     scales = pd.Series(self.scales)
-    scales.plot(ax=ax, drawstyle='steps-post', legend=True, label='loss scale', title='Loss scale in training',
-                xlabel='optimizer step', ylabel='loss scale')
-    scales.where(self.skips).plot(ax=ax, style='rx', legend=True, label=f'skipped steps ({sum(self.skips)})')
+    columns = {'loss scale': scales, f'skipped steps ({sum(self.skips)})': scales.where(self.skips)}
+    ax = pd.DataFrame(columns).plot(ax=ax, style=['-', 'rx'], drawstyle='steps-post', title='Loss scale in training',
+                                    xlabel='optimizer step', ylabel='loss scale')
     ax.set_yscale('log', base=2)
     return ax

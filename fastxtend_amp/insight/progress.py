@@ -19,10 +19,9 @@ def progress_bar(
 ) -> Iterator[Callable[[str], None]]: # To be called with what is running
     "Show a progress bar as in a fit, in a terminal or notebook, until the context ends."
     if 'progress' not in vars(learn): return (yield noop)
-    start, total = time.monotonic(), math.ceil(seconds)
-    bar = progress.progress_bar(range(total), leave=False)
+    bar = progress.progress_bar(range(math.ceil(seconds)), leave=False)
     def show(what):
-        bar.comment, now = what, min(int(time.monotonic() - start), total - 1)   # a full bar would end
+        bar.comment, now = what, min(int(time.time() - bar.start_t), bar.total - 1)   # a full bar would end
         if now > bar.last_v: bar.update(now)                     # once a second
     bar.update(0)
     try: yield show

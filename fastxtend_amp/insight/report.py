@@ -2,9 +2,10 @@
 from __future__ import annotations
 
 import math, time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -23,15 +24,14 @@ from ..devices.cuda_rules import cuda_rules
 from ..precisions.matching import ROOT, unwrapped
 from ..precisions.fp32_settings import settings_note
 from ..precisions.fp16 import FP16
-from ..precisions.fp8 import fp8_layers
-from ..precisions import AMPMode, Support, fastest_native
+from ..precisions import AMPMode, fastest_native
 from .copies import check_learner, left_out, loader_like, no_batches, one_at_a_time, random_state_kept, tensors
-from .precisions import precision_call
+from .precisions import choices_from, precision_call
 from .arguments import check_above_0, check_count, known_arguments
 from .gradient import N_BATCHES, gradient_distance
 from .progress import progress_bar
 from .shown import Shown
-from .trace import Seen, Trace, trace
+from .trace import Trace, trace
 from .verdict import Judge, Verdict, named, some, wrong_in_fp32
 
 __all__ = ['PrecisionReport']
@@ -59,7 +59,7 @@ class PrecisionReport(Shown):
     | `format` | lowest precision of its results; 'fp32' if it does not run in the precision | name |
     | `largest` | largest absolute value that the module computes, in fp32 | value |
     | `headroom` | maximum of the format divided by the largest value in it; inf in fp32 | ratio |
-    | `error` | relative error of its output against fp32 on the same inputs; inf on overflow, nan downstream | ratio |
+    | `error` | relative error of its output against fp32 on the same inputs; inf on overflow, nan if unknown | ratio |
     | `grad` | largest absolute gradient of its outputs and parameters, in fp32 without loss scaling | value |
     | `trouble` | whether the module is flagged | bool |
 
@@ -78,17 +78,17 @@ class PrecisionReport(Shown):
     def plot(self): # The matplotlib axes
         """Plot the largest value in each module against the range of fp16; bf16 has the range of fp32.
 
-        Flagged modules are red. Only the 30 most critical modules are drawn, in execution order.
+        Flagged modules are red. Only they and the modules with the largest values are drawn, 30 at most, in execution
+        order.
         """
         import matplotlib.pyplot as plt
-        ends = {'largest': 'max', 'headroom': 'min', 'error': 'max', 'trouble': 'max'}
-        rows = _to_look_at(self.table.groupby('module', sort=False).agg(ends).reset_index(), 30).sort_index()
+        modules = self.table.groupby('module', sort=False)[['largest', 'trouble']].max().reset_index()
+        rows = modules.sort_values(['trouble', 'largest'])[-30:].sort_index()
         _, ax = plt.subplots(layout='constrained', figsize=(8, 2 + len(rows) / 5))
         ax.scatter(rows['largest'], rows['module'], c=rows['trouble'].map({True: '#c0392b', False: '#4c566a'}))
         if 'fp16' in self.verdicts:
-            for at, style, text in ((65504, '-', 'largest fp16 number, 65,504: inf above'),
-                                    (6.1e-5, ':', 'smallest normal fp16 number: digits lost below')):
-                ax.axvline(at, color=FP16.color, ls=style, label=text)
+            ax.axvline(65504, color=FP16.color, label='largest fp16 number, 65,504: inf above')
+            ax.axvline(6.1e-5, color=FP16.color, ls=':', label='smallest normal fp16 number: digits lost below')
             ax.figure.legend(loc='outside lower center')
         ax.set(xscale='log', xlabel='largest absolute value in fp32; red: flagged')
         ax.invert_yaxis()
@@ -99,15 +99,9 @@ class PrecisionReport(Shown):
         yield '\n'.join([*map(str, self.verdicts.values()), *self.notes])
         for mode, table in self.table.groupby('mode', sort=False):
             if self.verdicts[mode].verdict.startswith('safe'): continue              # see `table`
-            rows = _to_look_at(table, 10)
+            rows = table.sort_values(['trouble', 'error'], ascending=False)[:10]
             yield f'{mode}: the {len(rows)} most critical of {len(table)} modules; `report.table` has all'
             yield rows.drop(columns=['mode', 'grad']).set_index('module').rename_axis(None)
-
-
-def _to_look_at(table: pd.DataFrame, n: int) -> pd.DataFrame:
-    "Return `n` rows: flagged modules, then those with the least headroom or the largest error."
-    badness = table['trouble'] * 1e3 + table['error'].fillna(0) + 1 / table['headroom']
-    return table.loc[badness.sort_values(ascending=False, kind='stable').index[:n]]
 
 
 @patch
@@ -140,22 +134,27 @@ def precision_report(self: Learner,
     - `RuntimeError` if it is called inside a fit
     - any error of the model in fp32
     """
-    asked = list(dict.fromkeys(check_modes(modes)))
+    asked = [c.mode for c in choices_from(modes) if c.mode and not c.half_weights]
+    if not asked or not all(m.dtype for m in asked):
+        raise ValueError(f"modes={modes!r} cannot be used: give 'bf16', 'fp16' or 'fp8', or a list of these; they are "
+                         'compared with fp32, and TF32 has the range of fp32.')
     check_count('n_batches', n_batches, 1)
     check_above_0('max_seconds', max_seconds, '60')
     if dl is not None and not hasattr(dl, '__iter__'):
         raise ValueError(f'dl={dl!r} cannot be used: dl must be a DataLoader, for example `learn.dls.valid`.')
-    own, kind = training_device(self).type, str(device).partition(':')[0]
-    if device is not None and kind not in (own, 'cuda' if own == 'cpu' else own):
+    own = training_device(self).type
+    kind = own if device is None else str(device).partition(':')[0]
+    simulated = (own, kind) == ('cpu', 'cuda')
+    if kind != own and not simulated:
         raise ValueError(f'device={device!r} cannot be used: this learner trains on {own}.\nLeave it out to report on '
                          "that device. On a CPU, device='cuda' applies CUDA's autocast rules.")
-    simulated = own == 'cpu' and kind == 'cuda'
     check_learner(self, 'precision_report', dl)
     if half := half_parameters_of(unwrapped(self.model)):
         raise ValueError(f"precision_report needs fp32 parameters, but {len(half)} trainable ones are 16-bit; the "
                          f"first is '{half[0]}'.\nCall `learn.model.float()` first. Autocast casts where it can.")
     with one_at_a_time, cuda_rules() if simulated else nullcontext(), progress_bar(self, max_seconds) as tick:
-        return _Report(self, max_seconds, simulated, tick).on(asked, n_batches, self.dls.train if dl is None else dl)
+        report = _Report(self, max_seconds, simulated, tick)
+        return report.on(asked, n_batches, self.dls.train if dl is None else dl)
 
 
 @dataclass(eq=False)
@@ -173,91 +172,81 @@ class _Report:
         self.low: dict[AMPMode, Trace] = {}                      # the first that completed
 
     def on(self, modes: list[AMPMode], n_batches: int, dl: DataLoader) -> PrecisionReport:
-        with random_state_kept(): drawn = [*islice(loader_like(dl), max(n_batches, N_BATCHES))]
-        self.batches = drawn[:n_batches]
+        with random_state_kept(): self.drawn = [*islice(loader_like(dl), max(n_batches, N_BATCHES))]
+        self.batches = self.drawn[:n_batches]
         if not self.batches: raise no_batches('precision_report', dl)
-        few = whole = n_samples(self.batches[0])
         self.fp32 = trace(self.learn, self.batches)
-        if any(self._support(mode).status == 'emulated' for mode in modes):
-            few = min(whole, max(FEWEST, int(whole * EMULATED_TIME / max(self.fp32.seconds, 1e-9))))
-        if few < whole:
-            self.batches = [first_samples(b, few) for b in self.batches]
+        self.few = self.whole = n_samples(self.batches[0])
+        if any(self._is_emulated(mode) for mode in modes):
+            self.few = min(self.whole, max(FEWEST, int(self.whole * EMULATED_TIME / (self.fp32.seconds or 1))))
+        if self.few < self.whole:
+            self.batches = [first_samples(b, self.few) for b in self.batches]
             self.fp32 = trace(self.learn, self.batches)
-        self.drawn, self.is_short = drawn, few < whole
         if wrong := wrong_in_fp32(self.fp32, self.batches):
             verdicts = {mode: Verdict(mode.value, 'not known', wrong) for mode in modes}
         else:
             verdicts = {mode: self._verdict(mode) for mode in modes}
             failed = [m for m, v in verdicts.items() if not v.call]
-            other = fastest_native(self.device, failed)
-            if self.simulated: other = next((m for m in (AMPMode.BF16, AMPMode.FP16) if m not in failed), None)
+            left = (m for m in (AMPMode.BF16, AMPMode.FP16) if m not in failed)
+            other = next(left, None) if self.simulated else fastest_native(self.device, failed)
             call = verdicts[other].call if other in verdicts else str(precision_call(self.learn, other))
             for v in verdicts.values(): v.call = v.call or call
-        rows = [self._row(mode, s, v) for mode, v in verdicts.items() if mode in self.low
-                for s in self.low[mode].seen.values() if self.fp32.seen.get(s.name, s).largest or s.name in v.trouble]
-        return PrecisionReport(pd.DataFrame(rows, columns=_COLUMNS), {m.value: v for m, v in verdicts.items()},
-                               self._notes(few, whole))
+        return PrecisionReport(pd.DataFrame(self._rows(verdicts), columns=_COLUMNS),
+                               {m.value: v for m, v in verdicts.items()}, self._notes())
 
-    def _support(self, mode: AMPMode) -> Support:
-        return (AMPMode.BF16 if mode is AMPMode.FP8 else mode).support(self.device)   # FP8's rounding costs little
+    def _is_emulated(self, mode: AMPMode) -> bool: return mode.support(self.device).status == 'emulated'
 
     def _verdict(self, mode: AMPMode) -> Verdict:
-        support = self._support(mode)
+        support = mode.support(self.device)
         if support.status == 'unsupported': return Verdict(mode.value, 'cannot run', support.why)
         cb = precision_callback(self.learn)
-        if mode is AMPMode.FP8:
-            spec, kept = (cb.arguments.get('modules'), cb.fp32_module_names) if cb else (None, [])
-            try: self.fp8 = fp8_layers(self.learn.model, spec, kept)
-            except ValueError as e: return Verdict(mode.value, 'cannot run', str(e))
-        def run(keep, scale):
-            if time.monotonic() > self.until: raise TimeoutError
-            self.tick(mode.value)
-            start = time.monotonic()
-            found = trace(self.learn, self.batches, mode, keep, scale, reference=self.fp32)
-            if self.simulated and NO_KERNEL in found.error:
-                raise NotImplementedError(f'this CPU has no {mode.value} kernel for {named(found.failed_in or ROOT)}, '
-                                          f'which CUDA may have: {found.error}')
-            if not found.error: self.low.setdefault(mode, found)
-            self.took = time.monotonic() - start
-            return found
-        def distance(keep, scale):
-            if self.is_short and support.status == 'emulated': return math.nan   # of few samples it says little
-            self.tick(f'{mode.value}, gradients')
-            share = FOR_GRADIENTS * self.max_seconds
-            until = min(self.until, time.monotonic() + share)
-            try:
-                if self.took > share: raise TimeoutError(f'no time was left within `max_seconds={self.max_seconds:g}`')
-                return gradient_distance(self.learn, self.drawn, mode, keep, scale, until)
-            except Exception as e: self.not_compared = f'{mode.value}: {first_line(e)}'
-            return math.nan
-        try:
-            return Judge(self.learn, mode, run, self.fp32, (cb and cb.scale) or INIT_SCALE, distance).verdict()
-        except NotImplementedError as e: return Verdict(mode.value, 'not known', str(e))
-        except TimeoutError:
-            reason = f'the time limit was reached, `max_seconds={self.max_seconds:g}`'
-            return Verdict(mode.value, 'not known', reason,
-                           f"learn.precision_report('{mode.value}', max_seconds={10 * self.max_seconds:g})")
+        judge = Judge(self.learn, mode, partial(self._run, mode), self.fp32, (cb and cb.scale) or INIT_SCALE,
+                      partial(self._distance, mode))
+        try: return judge.verdict()
+        except (NotImplementedError, TimeoutError) as e: return Verdict(mode.value, 'not known', *e.args)
 
-    def _row(self, mode: AMPMode, s: Seen, verdict: Verdict) -> list:
-        ref = self.fp32.seen.get(s.name, s)
-        error = math.inf if s.failed else s.error if s.judged else math.nan
-        headroom = torch.finfo(mode.dtype).max / s.half if s.half else math.inf
-        return [mode.value, s.name, s.type, mode.value if s.half else 'fp32', ref.largest, headroom, error,
-                ref.grad or math.nan, s.name in verdict.trouble]
+    def _run(self, mode, keep, scale):
+        if time.monotonic() > self.until:
+            raise TimeoutError(f'the time limit was reached, `max_seconds={self.max_seconds:g}`',
+                               f"learn.precision_report('{mode.value}', max_seconds={10 * self.max_seconds:g})")
+        self.tick(mode.value)
+        found = trace(self.learn, self.batches, mode, keep, scale, reference=self.fp32)
+        if self.simulated and NO_KERNEL in found.error:
+            raise NotImplementedError(f'this CPU has no {mode.value} kernel for {named(found.failed_in or ROOT)}, '
+                                      f'which CUDA may have: {found.error}')
+        if not found.error: self.low.setdefault(mode, found)
+        return found
 
-    def _notes(self, few, whole) -> list[str]:
+    def _distance(self, mode, keep, scale):
+        if self.few < self.whole and self._is_emulated(mode): return math.nan      # of few samples it says little
+        self.tick(f'{mode.value}, gradients')
+        until = min(self.until, time.monotonic() + FOR_GRADIENTS * self.max_seconds)
+        try: return gradient_distance(self.learn, self.drawn, mode, keep, scale, until)
+        except Exception as e: self.not_compared = f'{mode.value}: {first_line(e)}'
+        return math.nan
+
+    def _rows(self, verdicts: dict[AMPMode, Verdict]) -> Iterator[list]:
+        for mode, low in self.low.items():
+            for s in low.seen.values():
+                fp32, is_flagged = self.fp32.seen.get(s.name, s), s.name in verdicts[mode].trouble
+                if not (fp32.largest or is_flagged): continue    # it computes nothing
+                headroom = torch.finfo(mode.dtype).max / s.half if s.half else math.inf
+                yield [mode.value, s.name, s.type, mode.value if s.half else 'fp32', fp32.largest, headroom,
+                       math.inf if s.failed else s.error, fp32.grad or math.nan, is_flagged]
+
+    def _notes(self) -> list[str]:
         n = len(self.batches)
-        notes = [f"Looked at {n} batch{'es' * (n > 1)} of {few} samples with the current weights. Other batches "
+        notes = [f"Looked at {n} batch{'es' * (n > 1)} of {self.few} samples with the current weights. Other batches "
                  '(`n_batches`) and later weights may flag other modules.']
-        if emulated := [m for m in self.low if self._support(m).status == 'emulated']:
-            fewer = f'. Of {whole} samples only the first {few} were run, and no gradients compared' * self.is_short
-            notes.append(f"{' and '.join(emulated)}: emulated on this device, usually slower than fp32{fewer}.")
-        if unseen := {k: v for t in (self.fp32, *self.low.values()) for k, v in t.unseen.items()}:
-            words = some([f'{what} in {named(name)}' for what, name in unseen.items()])
-            notes.append(f'Not checked, as it cannot be read or compared with fp32: {words}.')
-        if AMPMode.FP8 in self.low:
-            notes.append(f'fp8: {some([*map(named, self.fp8)], 8)} would compute in FP8 ({len(self.fp8)} linear '
-                         'layers), the rest in bf16. The rounding was simulated; no FP8 kernel was run.')
+        if emulated := ' and '.join(m for m in self.low if self._is_emulated(m)):
+            fewer = (f'. Of {self.whole} samples only the first {self.few} were run, and no gradients compared'
+                     * (self.few < self.whole))
+            notes.append(f'{emulated}: emulated on this device, usually slower than fp32{fewer}.')
+        if unseen := {f'{what} in {named(name)}' for t in self.low.values() for what, name in t.unseen.items()}:
+            notes.append(f'Not checked, as it cannot be read or compared with fp32: {some(sorted(unseen))}.')
+        if fp8 := self.low.get(AMPMode.FP8):
+            notes.append(f'fp8: {some([*map(named, fp8.in_fp8)], 8)} would compute in FP8, the rest in bf16. The '
+                         'rounding was simulated; no FP8 kernel was run.')
         if self.simulated:
             notes.append("Computed on this CPU with CUDA's autocast rules. GPU kernels were not run; they may round "
                          'differently or be missing.')
@@ -281,13 +270,3 @@ def first_samples(batch: Any, n: int) -> Any:
     "Return the first `n` samples of a batch; tensors of another length stay whole."
     whole = n_samples(batch)
     return map_tensors(lambda t: t[:n].clone() if t.ndim and len(t) == whole else t, batch)
-
-
-def check_modes(modes: str | AMPMode | Iterable[str | AMPMode]) -> list[AMPMode]:
-    "Return the modes to examine."
-    try:
-        given = [modes] if isinstance(modes, (str, torch.dtype)) else modes
-        if (found := [*map(AMPMode, given)]) and AMPMode.TF32 not in found: return found
-    except (TypeError, ValueError): pass
-    raise ValueError(f"modes={modes!r} cannot be used: give 'bf16', 'fp16' or 'fp8', or a list of these; they are "
-                     'compared with fp32, and TF32 has the range of fp32.')

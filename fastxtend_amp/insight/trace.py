@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math, sys, time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -54,20 +54,11 @@ class Seen:
     largest: float = 0.                                          # absolute finite result; of the twin, if there is one
     half: float = 0.                                             # the same, of 16-bit results only
     failed: bool = False                                         # whether NaN or inf first appears in it
-    error: float = 0.                                            # of its own arithmetic, relative; the largest
+    error: float = math.nan                                      # of its own arithmetic, relative; the largest
     vanished: float = 0.                                         # a constant that rounds to 0, next to values near 0
-    judged: bool = False                                         # whether a value of it was finite
     grad: float = 0.                                             # largest absolute, of its outputs and own parameters
     grad_sum: float = 0.                                         # of the absolute values of all these gradients
     n_grads: int = 0                                             # that are finite and not 0
-
-    def add_grad(self, g: torch.Tensor) -> None:
-        "Record the gradient of an output or a parameter."
-        g = g.detach().abs().float()
-        g = g[g.isfinite() & (g != 0)]
-        if not g.numel(): return
-        self.grad = max(self.grad, float(g.max()))
-        self.grad_sum, self.n_grads = self.grad_sum + float(g.sum()), self.n_grads + g.numel()
 
 
 @dataclass(eq=False)
@@ -77,20 +68,18 @@ class _Frame:
     # By address: a tensor there, and the fp32 copy of its memory.
     twins: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
-    def twin(self, t: torch.Tensor) -> torch.Tensor | None:
+    def twin(self, t: torch.Tensor) -> Any:
         "Return the fp32 twin of `t`, which shares memory with the twins of its views; None if it is exact."
         found = self.twins.get(_address(t))
-        if found is None or found[0].element_size() != t.element_size(): return None
-        return found[1].as_strided(t.shape, t.stride(), t.storage_offset())
+        return None if found is None else found[1].as_strided(t.shape, t.stride(), t.storage_offset())
 
     def keep(self, t: torch.Tensor, wide: torch.Tensor) -> None:
         "Keep `wide` as the twin of `t`, unless `t` has no address."
         address = _address(t)
         if not address or t.shape != wide.shape: return
         if self.twin(t) is None:                                 # of all that shares this memory
-            whole = t.detach().as_strided((t.untyped_storage().nbytes() // t.element_size(),), (1,), 0)
-            self.twins[address] = t, whole.to(wide.dtype, copy=True)
-        self.twins[address][1].as_strided(t.shape, t.stride(), t.storage_offset()).copy_(wide)
+            self.twins[address] = t, t.new_empty(0).set_(t.untyped_storage()).to(wide.dtype, copy=True)
+        self.twin(t).copy_(wide)
 
     def wide(self, t: torch.Tensor) -> torch.Tensor:
         twin = self.twin(t)
@@ -114,13 +103,13 @@ class Trace(TorchDispatchMode):
         super().__init__()
         self.mode, self.reference = mode, reference
         self.seen: dict[str, Seen] = {}
-        self.loss_is_finite = self.grads_are_finite = True
+        self.not_finite = ''                                     # 'loss', or 'gradient' if no loss was
         self.error = ''                                          # why it ended: the text of an exception
-        self.failed_in: str | None = None                        # the module that raised it; None before a batch
-        self.validates = True                                    # whether a batch also runs as in validation
+        self.failed_in = ''                                      # the module that raised it; '' before a batch
+        self.in_fp8: dict[str, nn.Linear] = {}                   # the layers that round as FP8 does
         self.unseen: dict[str, str] = {}                         # what cannot be read, and its first module
         self._frames: list[_Frame] = []
-        self._backward, self.began = False, 0.
+        self._backward = False
         self.seconds = 0.                                        # of the CPU for the last batch; 0 without a loss
 
     @contextmanager
@@ -138,12 +127,12 @@ class Trace(TorchDispatchMode):
 
     def begin(self) -> None:
         "Begin a batch."
-        self._frames, self._backward, self.began = [], False, time.process_time()
+        self.failed_in, self._frames, self._backward, self.began = LOSS, [], False, time.process_time()
 
     def end_forward(self, loss: torch.Tensor) -> None:
         "Record the loss, which is not scaled yet."
         with unwatched():
-            self.loss_is_finite &= all_finite(loss)
+            if not all_finite(loss): self.not_finite = 'loss'
             if self._frames:
                 self._compare(self._frames[0], loss)
                 self.seen[LOSS] = self.seen.pop(LOSS)            # the last
@@ -154,61 +143,53 @@ class Trace(TorchDispatchMode):
         with unwatched():
             for name, m in qualified_names(model):
                 for p in m.parameters(recurse=False):
-                    if p.grad is None: continue
-                    g = p.grad.coalesce().values() if p.grad.is_sparse else p.grad
-                    if not is_plain(g): continue
-                    self.grads_are_finite &= all_finite(g)
-                    if name in self.seen: self.seen[name].add_grad(g)
+                    if p.grad is None or not is_plain(p.grad): continue
+                    g = p.grad.to_dense()
+                    if not all_finite(g): self.not_finite = self.not_finite or 'gradient'
+                    if name in self.seen: self._gradient(self.seen[name], g)
             model.zero_grad()                                    # before the next batch adds to them
         self.seconds = time.process_time() - self.began
-
-    def validate(self, learn: Learner, batch: Any) -> None:
-        "Run a batch as in validation, without hooks, as some modules of PyTorch then use other kernels."
-        learn.remove_cbs(_Ends)
-        try: learn._do_epoch_validate(dl=[map_tensors(torch.clone, batch)])
-        except torch.OutOfMemoryError: raise
-        except Exception as e:
-            self.validates = False
-            if self.mode is not None: self.error, self.failed_in = f'{first_line(e)} (in validation)', ROOT
 
     # -- modules
 
     def _enter(self, name, module, args, kwargs):
         with unwatched():
-            if not self._frames: self._push(LOSS)                # everything outside of the model
+            if not self._frames: self._push(LOSS, 'function')    # everything outside of the model
             if not self._backward and not in_function_transform():       # tensors of vmap cannot be read
                 for t in tensors((args, kwargs)): self._compare(self._frames[-1], t)
-            self._push(name, module)
+            self._push(name, type(module).__name__)
 
-    def _push(self, name, module=None):
-        seen = self.seen.setdefault(name, Seen(name, type(module).__name__ if module is not None else 'function'))
-        self._frames.append(_Frame(seen))
+    def _push(self, name, kind): self._frames.append(_Frame(self.seen.setdefault(name, Seen(name, kind))))
 
     def _leave(self, module, args, kwargs, output):
         with unwatched():
             frame = self._frames.pop()
             seen = frame.seen
-            if output is None and sys.exc_info()[0] is not None: self.failed_in = self.failed_in or seen.name
+            is_innermost = self.failed_in == LOSS
+            if is_innermost and output is None and sys.exc_info()[0] is not None: self.failed_in = seen.name
             outputs = [] if in_function_transform() else tensors(output)
             for out in outputs:
-                if self.reference is None and out.requires_grad and out.grad_fn is not None:
-                    out.register_hook(partial(self._gradient, seen))
+                if self.reference is None and out.requires_grad: out.register_hook(partial(self._gradient, seen))
             if self._backward: return                            # a checkpoint, whose first run was recorded
             if not seen.ended: self.seen[seen.name], seen.ended = self.seen.pop(seen.name), True
             for out in outputs: self._compare(frame, out)
 
     def _compare(self, frame, t):
         "Record the error of a tensor that leaves a module, or enters one inside."
-        t = t.detach()
-        frame.seen.judged |= bool(t.isfinite().any())
-        twin = frame.twin(t)
-        if twin is None: return
-        error = relative_error(t, twin)
-        if error * _FP32_NOISE < .1 * torch.finfo(self.mode.dtype).eps: frame.seen.error = max(frame.seen.error, error)
+        if self.mode is None: return
+        error = relative_error(t.detach(), frame.wide(t.detach()))
+        is_known = error * _FP32_NOISE < .1 * torch.finfo(self.mode.dtype).eps
+        if is_known: frame.seen.error = max(error, frame.seen.error)         # in this order, as that may be nan
 
     def _gradient(self, seen, g):
+        "Record the gradient of an output or a parameter."
         if not self._backward: return                            # of the model itself, such as forces from an energy
-        with unwatched(): seen.add_grad(g)
+        with unwatched():
+            g = g.detach().abs().float()
+            g = g[g.isfinite() & (g != 0)]
+            if not g.numel(): return
+            seen.grad = max(seen.grad, float(g.max()))
+            seen.grad_sum, seen.n_grads = seen.grad_sum + float(g.sum()), seen.n_grads + g.numel()
 
     # -- operators
 
@@ -218,6 +199,7 @@ class Trace(TorchDispatchMode):
         if makes_nothing or self._backward or not self._frames: return func(*args, **kwargs)
         frame = self._frames[-1]
         seen, inputs = frame.seen, tensors((args, kwargs))
+        fp32 = self.reference and self.reference.seen.get(seen.name)
         strange = [t for t in tensors((args, kwargs), floating=False) if t.is_floating_point() and not is_plain(t)]
         for t in strange: self.unseen.setdefault(f'{type(t).__name__} of {t.dtype}', seen.name)
         is_cast = op.name == '_to_copy' and kwargs.get('dtype') in HALF
@@ -231,16 +213,15 @@ class Trace(TorchDispatchMode):
         if len(outs) != len(wides): wides = [None] * len(outs)
         # Decisions and indices: their error is the share that differs.
         if torch.is_tensor(wide) and wide.dtype in (torch.bool, torch.int64) and out.shape == wide.shape:
-            seen.error = max(seen.error, float((out != wide).float().mean()))
+            seen.error = max(float((out != wide).float().mean()), seen.error)
         for o, w in zip(outs, wides):
             o = o.detach()
             largest = largest_value(o if w is None else w)
             if op.name not in _MOVES or is_cast:
                 seen.largest = max(seen.largest, largest)
                 if o.dtype in HALF: seen.half = max(seen.half, largest)
-            fp32 = self.reference and self.reference.seen.get(seen.name)
             # Rounding errors of what is exactly 0 in fp32 would be 100%.
-            if w is not None and not op.writes and (not fp32 or fp32.largest): frame.keep(o, w)
+            if w is not None and (not fp32 or fp32.largest): frame.keep(o, w)
             if o.dtype is torch.float16 and op.name.startswith(('add', 'clamp')) and isinstance(args[1], float):
                 # fp16 rounds the constant to 0, and loses digits of the value next to it.
                 if 0 < args[1] < 2.9e-8 and w is not None and w.abs().min() < 6.1e-5: seen.vanished = args[1]
@@ -252,12 +233,12 @@ class Trace(TorchDispatchMode):
 
     def _widely(self, func, op, args, kwargs, frame):
         "Return the result of the operator in fp32 on the twins of its inputs; None if it does not run in fp32."
-        for t in tensors(args[:1]) if op.writes else (): frame.keep(t, frame.wide(t))    # which it writes into
+        def wide(t): return frame.wide(t).clone() if op.writes else frame.wide(t)
         device_type = tensors((args, kwargs), floating=False)[0].device.type
         dtypes = {k: torch.float32 for k, v in kwargs.items() if isinstance(v, torch.dtype) and v in HALF}
         try:
             with torch.no_grad(), torch.autocast(device_type, enabled=False):
-                return func(*map_tensors(frame.wide, args), **{**map_tensors(frame.wide, kwargs), **dtypes})
+                return func(*map_tensors(wide, args), **{**map_tensors(wide, kwargs), **dtypes})
         except Exception:                                        # such as flash attention, which is 16-bit only
             self.unseen.setdefault(f'{func}, which does not run in fp32', frame.seen.name)
             return None
@@ -267,11 +248,10 @@ class _Ends(Callback):
     "Calls the trace after the forward and the backward pass, and cancels the rest of the batch."
     order = 1000                                                 # after all others
     def __init__(self, trace: Trace): self.trace = trace
-    before = None
-    def before_batch(self): self.before = vars(self.learn).get('loss_grad')
+    def before_batch(self): vars(self.learn).pop('loss_grad', None)          # of the batch before
     def after_loss(self):
         loss = vars(self.learn).get('loss_grad')                 # without targets a callback may set it
-        if loss is not self.before: self.trace.end_forward(loss)
+        if loss is not None: self.trace.end_forward(loss)
     def after_backward(self):
         self.trace.end_backward(self.learn.model)
         raise CancelBatchException
@@ -292,8 +272,8 @@ def running_copy(
     with copied_learner(learn) as copy, _UNCOMPILED, fp32_settings(FULL_PRECISION):
         if mode is AMPMode.FP8:
             cb = precision_callback(learn)
-            with suppress(ValueError):                           # no linear layer is left
-                round_as_fp8(fp8_layers(copy.model, cb and cb.arguments.get('modules'), keep).values())
+            found.in_fp8 = fp8_layers(copy.model, cb and cb.arguments.get('modules'), keep)
+            round_as_fp8(found.in_fp8.values())
             mode = AMPMode.BF16
         if mode is None:
             set_precision(copy, None)
@@ -313,16 +293,16 @@ def trace(
     *,
     reference: Trace | None = None, # In fp32, of the same batches
     in_fit: bool = False, # Whether `learn` is in the middle of a batch
-    random_state: RandomState | None = None, # To begin with; the present one if None
+    random_state: RandomState | tuple = (), # To begin with; the present one if empty
 ) -> Trace:
     """Run batches forward and backward in a copy of `learn`, in its own loop with its callbacks; no step is taken.
 
     Then the first batch runs as in validation, unless that fails in fp32 as well.
     """
-    found = Trace(mode, reference)
-    with running_copy(learn, mode, keep, scale, found) as copy:
-        if random_state is not None: set_random_state(random_state)
-        try:
+    found, where = Trace(mode, reference), ''
+    try:
+        with running_copy(learn, mode, keep, scale, found) as copy:
+            set_random_state(random_state)
             if not in_fit:
                 copy.create_opt()
                 begin_fit(copy, 1)
@@ -331,12 +311,15 @@ def trace(
                     batch = map_tensors(torch.clone, batch)      # which the model may write into
                     found.begin()
                     _run_again(copy, *batch) if in_fit else copy.one_batch(i, batch)
-            if not in_fit and (reference is None or reference.validates): found.validate(copy, batches[0])
-        except torch.OutOfMemoryError: raise
-        except Exception as e:
-            if mode is None: raise
-            found.error = first_line(e)
-            if found.began: found.failed_in = found.failed_in or LOSS
+            if in_fit or (reference is not None and reference.error): return found
+            # Without hooks, as some modules of PyTorch then use other kernels.
+            where, found.failed_in = ' (in validation)', ROOT
+            copy.remove_cbs(_Ends)
+            copy._do_epoch_validate(dl=[map_tensors(torch.clone, batches[0])])
+    except torch.OutOfMemoryError: raise
+    except Exception as e:
+        if mode is None and not where: raise
+        found.error = first_line(e) + where
     return found
 
 

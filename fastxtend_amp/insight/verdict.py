@@ -82,38 +82,37 @@ class Judge:
         while True:
             low = self.run(self.keep, self.scale)
             found = self._refused(low) if low.error else self._concerned(low)
-            for name, reason in found.items(): self.reasons.setdefault(name, reason)
-            if not found and _is_fine(low): return self._works(low)
-            before = self.keep, self.scale
-            self._mend(low, found)
-            if before == (self.keep, self.scale): return self._nothing_helps(low)
+            self.reasons = self.reasons | found | self.reasons   # the first of each module
+            if not (found or low.error or low.not_finite): return self._works(low)
+            if not self._mend(low, found): return self._nothing_helps(low)
 
     def _say(self, verdict: Judgement, reason, **found) -> Verdict:
         return Verdict(self.mode.value, verdict, reason, trouble=[*self.reasons], **found)
 
     # -- what has to be in fp32
 
-    def _mend(self, low: Trace, found: Iterable[str]) -> None:
-        "Keep more modules, or lower the loss scale."
+    def _mend(self, low: Trace, found: Iterable[str]) -> bool:
+        "Keep more modules, or lower the loss scale; return False if there is nothing left to try."
         new = [n for n in found if self._can_be_kept(n)]
-        is_backward = low.loss_is_finite and not (found or low.error)
+        is_backward = low.not_finite == 'gradient' and not (found or low.error)
         if is_backward and self.mode.needs_loss_scaling:
             least, most = self._scales(low)
             lower = most if LOWEST_SCALE <= most < self.scale else self.scale / 16
             if lower >= max(least, LOWEST_SCALE):
                 self.scale = lower
-                return
+                return True
         if not new: new = self._tried(low, next(iter(found), None), is_backward)
         if new and is_backward: self.scale = self.first_scale    # it was not the scale that failed
-        self.keep = outermost([*self.keep, *new])
+        self.keep = [*self.keep, *new]
+        return bool(new)
 
     def _refused(self, low: Trace) -> dict[str, str]:
         "Return the modules of the type that fails, and why."
-        if (name := low.failed_in) is None: return {}
+        if not (name := low.failed_in): return {}
         modules = dict(qualified_names(self.model))
         kind = type(modules.get(name))
         why = f'{named(name)} does not run in {self.mode.value}: {low.error}'
-        if low.validates and not kind.__module__.startswith('torch.nn'):       # the user's own code
+        if not kind.__module__.startswith('torch.nn'):       # the user's own code
             why += ('. Or make its code work with any dtype: use `torch.finfo(x.dtype)` for constants, and create '
                     'tensors with `dtype=x.dtype`')
         alike = [name] if name in (ROOT, LOSS) else [n for n, m in modules.items() if type(m) is kind]
@@ -148,9 +147,9 @@ class Judge:
         fp32 that gets rounded values. In a backward pass none is flagged.
         """
         def helps(names):
-            trace = self.run(outermost([*self.keep, *names]), self.scale)
-            fine = trace.loss_is_finite and (trace.grads_are_finite or not backward)
-            return fine and not trace.error and name not in self._concerned(trace)
+            trace = self.run([*self.keep, *names], self.scale)
+            is_fine = not trace.not_finite or (trace.not_finite == 'gradient' and not backward)
+            return is_fine and not trace.error and name not in self._concerned(trace)
         if not (names := smallest(self.candidates(low), helps)): return []
         if name in self.reasons:
             self.reasons[name] += f' (with {some([*map(named, names)])} in fp32 this does not happen)'
@@ -186,7 +185,7 @@ class Judge:
     def _works(self, low: Trace) -> Verdict:
         reasons = [*dict.fromkeys(self.reasons.values())]
         verdict: Judgement = 'safe so far'
-        scales, changes, scale = None, {}, 1.
+        scales, init_scale, scale = None, None, 1.
         if self.mode.needs_loss_scaling:
             least, most = self._scales(low)
             # What was tried counts: this scale works, and if it was lowered, larger ones did not.
@@ -196,28 +195,29 @@ class Judge:
             scale = self.first_scale
             if not least <= scale <= most / CLOSE:
                 scale = max(least, most / MARGIN)
-                changes['init_scale'] = int(scale) if scale >= 1 else scale
+                init_scale = int(scale) if scale >= 1 else scale
             if least > 1: verdict = 'safe with loss scaling'
         if reasons: verdict = 'keep modules in fp32'
         else:
-            own = max(s.error for s in low.seen.values())
+            own = max((s.error for s in low.seen.values() if s.error > 0), default=0.)
             reasons = [f'no module has an error above {own:.2%}' if own else 'nothing was flagged']
-        if scales: reasons = [*reasons[:4], f'loss scales from {least:,.9g} to {most:,.9g} fit']
-        reason, names = some(reasons, 5, '; '), []
+        reason, names = some(reasons, 4, '; '), []
+        if scales: reason += f'; loss scales from {least:,.9g} to {most:,.9g} fit'
         if (far := self.distance(self.keep, scale)) >= 0:        # nan if unknown
             reason += (f'; rounding changes the mean gradient, estimated for 24 batches, by {far:.2g}x the noise '
                        f'between batches (below {SMALL}x is negligible, above {LARGE}x may matter)')
         if far > LARGE:
             verdict = 'gradient differs'
-            helps = lambda names: self.distance(outermost([*self.keep, *names]), scale) < SMALL
+            helps = lambda names: self.distance([*self.keep, *names], scale) < SMALL
             names = smallest(self.candidates(low), helps)
             reason += (f"; with {some([*map(named, names)]) or 'no module that was tried'} in fp32 this is below "
                        f'{SMALL}x. It is a warning sign, not a proof: some such models train as well as in fp32')
             self.reasons |= dict.fromkeys(names, '')
-        modules = [n for n in outermost([*self.keep, *names]) if n not in self.kept]
-        call = str(precision_call(self.learn, self.mode, modules, **changes))
+        keep = dict.fromkeys([*self.keep, *names])
+        modules = [n for n in keep if n not in self.kept and not covers(keep.keys() - {n}, n)]
+        call = str(precision_call(self.learn, self.mode, modules, init_scale))
         if far > LARGE and not names: call = f"learn.compare_precision('{self.mode.value}')"
-        return self._say(verdict, reason, call=call, modules=modules, scale_range=scales, **changes)
+        return self._say(verdict, reason, call=call, modules=modules, scale_range=scales, init_scale=init_scale)
 
 
 # -- words
@@ -228,11 +228,10 @@ def wrong_in_fp32(fp32: Trace, batches: Any) -> str:
     NaN in the data matters only then: it may mark unknown targets, which the loss ignores.
     """
     if not fp32.seconds: return 'no batch gave a loss: use batches with targets, or a model that returns the loss'
-    if _is_fine(fp32): return ''
+    if not fp32.not_finite: return ''
     if bad := not_finite_data(batches): return bad
-    what = 'gradients are' if fp32.loss_is_finite else 'loss is'
     first = next((f', first in {named(n)}' for n, s in fp32.seen.items() if s.failed), '')
-    return f'the {what} not finite in fp32 either{first}, so precision is not the cause'
+    return f'the {fp32.not_finite} is not finite in fp32 either{first}, so precision is not the cause'
 
 
 def not_finite_data(batch: Any) -> str: # 'the batch itself is not finite: 1 of 24 values of ...'
@@ -242,9 +241,6 @@ def not_finite_data(batch: Any) -> str: # 'the batch itself is not finite: 1 of 
     n = int((t.isnan() | t.isposinf()).sum())
     return (f'the batch itself is not finite: {n:,} of {t.numel():,} values of its tensor of shape '
             f'{tuple(t.shape)} are NaN or inf')
-
-
-def _is_fine(t: Trace) -> bool: return not t.error and t.loss_is_finite and t.grads_are_finite
 
 
 def smallest(names: list[str], helps: Callable[[list[str]], bool]) -> list[str]:
@@ -260,12 +256,6 @@ def smallest(names: list[str], helps: Callable[[list[str]], bool]) -> list[str]:
         if parents == names or not helps(parents): break
         names = parents
     return names
-
-
-def outermost(names: Iterable[str]) -> list[str]:
-    "Return the names without those of modules inside others."
-    names = [*dict.fromkeys(names)]
-    return [n for n in names if not covers([o for o in names if o != n], n)]
 
 
 def named(name: str) -> str:

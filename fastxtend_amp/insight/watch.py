@@ -77,7 +77,7 @@ class Watch:
         # Without targets fastai leaves the loss of an earlier batch; a learner's own loop may set one all the same.
         loss = vars(learn).get('loss_grad')
         if not torch.is_tensor(loss): return
-        if notes.first_loss is None: notes.first_loss = _mean(loss).clone()   # accumulation writes into it
+        if notes.first_loss is None: notes.first_loss = _mean(loss)
         if notes.in_place: self._check_loss(notes, _mean(loss).item())
         else:
             self._check_recorded()
@@ -124,20 +124,13 @@ class Watch:
         before: tuple | None = None, # That batch and its random state; the one under way if None
     ) -> None:
         "Say what happened, where it began and what to try: once a fit."
-        learn, notes = self.learn, self.notes
-        cb = self.cb
-        scale = learn.scaler.get_scale()
-        # The scale of the step itself.
-        if skipped and cb.arguments.get('loss_scale') is None: scale /= learn.scaler.get_backoff_factor()
+        learn, notes, cb = self.learn, self.notes, self.cb
+        scale = cb.scales[-1] if skipped else learn.scaler.get_scale()      # of the step itself
         batch, state = before or ((learn.xb, learn.yb), notes.random_state)
         step = getattr(learn, 'train_iter', 0) + (before is None)
-        alarm = Alarm(what, cb.mode, scale, step, batch, state if notes.in_place or not skipped else None)
-        try:
-            alarm.divergence = _divergence(notes, learn.model)
-            message = diagnose(learn, alarm)
-        except Exception as e:
-            said = '\n'.join(str(e).splitlines()[:2])            # of a refusal: what is wrong, and the way out
-            message = f'{alarm.happened}\nThe batch could not be run again, {type(e).__name__}: {said}'
+        alarm = Alarm(what, cb.mode, scale, step, batch, state if notes.in_place or not skipped else [])
+        try: message = diagnose(learn, alarm, _divergence(notes, learn.model))
+        except Exception as e: message = f'{alarm.happened}\nThe batch could not be run again, {type(e).__name__}: {e}'
         cb.fit.has_warned = True                                 # first: between batches `fix` closes the fit
         if cb.on_overflow != 'fix' or not fix(cb, alarm): return self._say(message)
         if not skipped and before is None: learn.loss_grad = learn.loss_grad * math.nan   # so that this step is skipped
@@ -152,7 +145,7 @@ class Watch:
 
 def _mean(loss: torch.Tensor) -> torch.Tensor:
     "Return the mean of the loss as a plain tensor; fastai's class would take ten times as long for each operator."
-    with torch._C.DisableTorchFunctionSubclass(): return loss.detach().mean() if loss.ndim else loss.detach()
+    with torch._C.DisableTorchFunctionSubclass(): return loss.detach().mean()
 
 
 def _divergence(notes: Notes, model: nn.Module) -> str:
@@ -164,10 +157,10 @@ def _divergence(notes: Notes, model: nn.Module) -> str:
     first, weights = float(notes.first_loss), float(_norm(model) / notes.weights)
     far = 0 < _FAR * abs(first) < notes.last_loss and not weights < _MOVED
     if not (far or _FAR < weights < math.inf): return ''
-    words = f'the weights have grown {weights:.3g}-fold since the start of the fit'
-    if not notes.last_loss > 1.5 * abs(first): return words
-    loss = f'the loss went from {first:.3g} to {notes.last_loss:.3g}'
-    return f'{words}, and {loss}' if 1.5 < weights < math.inf else loss
+    words = []
+    if notes.last_loss > 1.5 * abs(first): words.append(f'the loss went from {first:.3g} to {notes.last_loss:.3g}')
+    if 1.5 < weights < math.inf: words.append(f'the weights have grown {weights:.3g}-fold since the start of the fit')
+    return ', and '.join(words)
 
 
 def _norm(model: nn.Module) -> torch.Tensor:
@@ -175,7 +168,6 @@ def _norm(model: nn.Module) -> torch.Tensor:
 
     Wrapper subclasses, such as quantized weights, are left out: they need not have an operator for it.
     """
-    weights = [p.detach() for p in model.parameters() if p.requires_grad and not is_lazy(p)]
-    weights = [w.to_local() if hasattr(w, 'to_local') else w for w in weights]
-    norms = [torch.linalg.vector_norm(w.abs().float()) for w in weights if is_plain(w)]
-    return torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms])) if norms else torch.zeros(())
+    weights = [p for p in model.parameters() if p.requires_grad and not is_lazy(p)]
+    weights = [p.to_local() if hasattr(p, 'to_local') else p for p in weights]
+    return nn.utils.get_total_norm(filter(is_plain, weights))

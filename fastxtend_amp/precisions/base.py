@@ -19,7 +19,6 @@ from fastai.torch_core import ismin_torch
 from torch import nn
 from torch.amp import GradScaler
 
-from ..common import first_line
 from ..devices import facts
 from .fp32_modules import Fp32Modules
 
@@ -59,7 +58,7 @@ class Precision:
     def __init_subclass__(cls) -> None:
         if 'name' not in vars(cls): return
         PRECISIONS[cls.name] = cls
-        if 'state_key' not in vars(cls): cls.state_key = cls.name
+        cls.state_key = vars(cls).get('state_key', cls.name)
         for follow in _followers: follow(cls)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Precision:
@@ -87,27 +86,20 @@ class Precision:
         "The member of `AMPMode` that the model computes in; None for fp32."
         return AMPMode(self.name) if self.name in PRECISIONS else None
 
-    @property
-    def learn(self): return None
-    @learn.setter
-    def learn(self, learn):                                      # fastai sets it on each callback that it adds
+    def _set_learn(self, learn): # As fastai does on each callback that it adds
         kind = type(self).__name__
         raise TypeError(f'{kind}() is a precision, not a callback: write `cbs=MixedPrecision({kind}())`.')
+    learn = property(None, _set_learn)
 
     # -- devices
 
     @classmethod
     def support(cls, device: torch.device) -> Support:
-        "Return how `device` runs this precision: the rule for its type decides, else PyTorch's autocast."
-        if why := facts.missing(device): return Support('unsupported', why)
+        "Return how `device` runs this precision: the rule for its type decides, if PyTorch's autocast supports it."
+        why = facts.missing(device) or (cls.dtype and facts.autocast_refusal(device.type, cls.dtype))
+        if why: return Support('unsupported', why)
         rule = cls.rules.get(device.type)
-        if cls.dtype and not facts.autocast_available(device.type):
-            return Support('unsupported', f'PyTorch has no autocast for {device.type} devices')
-        support = rule(device) if rule else Support('native', 'as its backend says')
-        # autocast on CUDA and CPUs accepts both 16-bit dtypes; another backend may lack one.
-        if not cls.dtype or support.status == 'unsupported' or device.type in ('cuda', 'cpu'): return support
-        refusal = facts.autocast_refusal(device.type, cls.dtype)
-        return Support('unsupported', refusal) if refusal else support
+        return rule(device) if rule else Support('native', 'as its backend says')
 
     def on(self, device: torch.device) -> Precision:
         "Return the precision to use on `device`. Raises `ValueError` if the device does not support it."
@@ -164,19 +156,13 @@ class Auto(Precision):
     def __init__(self, **arguments: Any):
         super().__init__(arguments.get('fp32_modules'))
         self.arguments = arguments
-        self.chosen = dict[str, Precision]()
-        for cls in _automatic(): self.made(cls.name)             # errors appear at the call
-    def made(self, name: str) -> Precision:
-        "Return the precision of this name with those of the arguments that it has; one for all fits."
-        if name not in self.chosen:
-            self.chosen[name] = PRECISIONS[name].from_arguments(self.arguments)
-        return self.chosen[name]
+        # One each for all fits; arguments that cannot be used raise here.
+        self.made = {cls.name: cls.from_arguments(arguments) for cls in PRECISIONS.values() if cls.automatic}
     def __repr__(self) -> str: return "'auto'"
     def on(self, device: torch.device) -> Precision:
-        name = fastest_native(device)
-        return Precision() if name is None else self.made(name)
+        return next((p for p in self.made.values() if p.support(device).status == 'native'), Precision())
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        for precision in self.chosen.values(): precision.load_state_dict(state)
+        for precision in self.made.values(): precision.load_state_dict(state)
 
 
 def parameters_of(cls: type[Precision]) -> dict[str, inspect.Parameter]:
@@ -204,8 +190,7 @@ def cpu_rule(
 
 # -- names
 
-_ALIASES = {'16-mixed': 'fp16', 'float16': 'fp16', 'half': 'fp16', torch.float16: 'fp16',
-            'bf16-mixed': 'bf16', 'bfloat16': 'bf16', torch.bfloat16: 'bf16'}
+_ALIASES = {'float16': 'fp16', 'half': 'fp16', '16-mixed': 'fp16', 'bfloat16': 'bf16', 'bf16-mixed': 'bf16'}
 
 
 class AMPMode(str, Enum):
@@ -222,15 +207,12 @@ class AMPMode(str, Enum):
 
     @classmethod
     def _missing_(cls, value):
-        name = value.value if isinstance(value, Enum) else value # a member of fastai's own AMPMode
-        if isinstance(name, str): name = name.lower()
-        if isinstance(name, (str, torch.dtype)): name = _ALIASES.get(name, name)
-        for member in cls:
-            if member.value == name: return member
-        if isinstance(name, str) and name in PRECISIONS:
-            member = str.__new__(cls, name)                      # of a precision that somebody registered
+        name = str(getattr(value, 'value', value)).lower().removeprefix('torch.')   # a dtype, fastai's AMPMode
+        name = _ALIASES.get(name, name)
+        if name in PRECISIONS and name not in cls._value2member_map_:   # a precision that somebody registered
+            member = cls._value2member_map_[name] = str.__new__(cls, name)
             member._name_, member._value_ = name.upper(), name
-            return cls._value2member_map_.setdefault(name, member)
+        if name in cls._value2member_map_: return cls._value2member_map_[name]
         names = ', '.join(map(repr, PRECISIONS))
         raise ValueError(f"amp_mode={value!r} is not a precision.\n"
                          f"Allowed: {names}, in any letter case; also 'float16', 'half', '16-mixed', 'bfloat16', "
@@ -262,15 +244,12 @@ def find_precision(name: Any) -> type[Precision]:
 
 # -- which precision for which device?
 
-def _automatic() -> list[type[Precision]]: return [cls for cls in PRECISIONS.values() if cls.automatic]
-
-
 def fastest_native(
     device: torch.device,
     failed: Iterable[str] = (), # Names of precisions that do not work for a model
 ) -> AMPMode | None:
     "Return the fastest precision that `device` runs natively: bf16 (no loss scaling), then fp16; None for fp32."
-    left = (cls for cls in _automatic() if cls.name not in [*failed])
+    left = (cls for name, cls in PRECISIONS.items() if cls.automatic and name not in [*failed])
     return next((AMPMode(cls.name) for cls in left if cls.support(device).status == 'native'), None)
 
 
@@ -290,11 +269,8 @@ def precision_support(
     """Return which precisions run natively, emulated, or not at all.
 
     `support` is 'native', 'emulated' (it works, but usually slower than fp32) or 'unsupported'; `why` is the reason.
-    Raises `ValueError` for a name that PyTorch does not know.
+    Raises `torch.device`'s own error for a name that PyTorch does not know.
     """
-    try: devices = facts.all_devices() if device is None else [torch.device(device)]
-    except (RuntimeError, TypeError) as e:
-        raise ValueError(f"device={device!r} is not a torch device, such as 'cpu' or 'cuda:0'.\n"
-                         f'Leave it out to see all devices. PyTorch says: {first_line(e)}.') from e
+    devices = facts.all_devices() if device is None else [torch.device(device)]
     rows = [(str(d), cls.name, *cls.support(d)) for d in devices for cls in PRECISIONS.values() if cls.in_tables]
     return _Table(rows, columns=['device', 'mode', 'support', 'why'])

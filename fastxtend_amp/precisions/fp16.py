@@ -9,10 +9,10 @@ from torch.amp import GradScaler
 
 from ..common import warn_user
 from ..devices import facts
-from .base import Precision, Support, cpu_rule, parameters_of
+from .base import Precision, Support, cpu_rule
 from .scalers import DynamicScaler, StaticScaler, check_scaler_state, check_scaling_arguments, check_unscalable
 
-__all__ = ['FP16', 'SCALING']
+__all__ = ['FP16']
 
 _NO_TENSOR_CORES = re.compile(r'GTX 16\d\d|\b(T|MX)\d{3,4}\b')   # of capability 7.5: Quadro T2000, T600, MX450
 
@@ -70,32 +70,26 @@ class FP16(Precision):
         fp32_modules: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules or predicates
     ):
         super().__init__(fp32_modules)
-        self.settings = {name: self.arguments[name] for name in SCALING}
-        check_scaling_arguments(self.settings, loss_scale, scaler, SCALING)
-        self.static, self.given = loss_scale, scaler
-        self._scaler = self._new('cpu') if scaler is None else scaler   # in its newest state
-        self.first_scale = self._scaler.get_scale()
+        settings = dict(init_scale=init_scale, growth_factor=growth_factor, backoff_factor=backoff_factor,
+                        growth_interval=growth_interval, enabled=enabled)
+        check_scaling_arguments(settings, loss_scale, scaler)
+        own = DynamicScaler('cpu', **settings) if loss_scale is None else StaticScaler('cpu', loss_scale)
+        self._scaler = scaler or own                             # in its newest state
+        self.first_state = self._scaler.state_dict()             # empty if it is not enabled
 
     def check_training(self, learn) -> None:
-        if self._scaler.is_enabled(): check_unscalable(learn.model, 'fp16 mixed precision', 'pass enabled=False')
+        if self.first_state: check_unscalable(learn.model, 'fp16 mixed precision', 'pass enabled=False')
 
     def scaler(self, device: torch.device) -> GradScaler | None:
-        "Return one scaler for all fits on a type of device, in its newest state."
-        if not self._scaler.is_enabled(): return None
-        if self.given is None and self._scaler._device != device.type:
-            new = self._new(device.type)
-            new.load_state_dict(self._scaler.state_dict())
-            self._scaler = new
-        if (scale := self._scaler.get_scale()) < 1 <= self.first_scale:
-            warn_user(f'The loss scale had fallen to {scale:.2g}, where gradients underflow. It restarts from '
-                      f'{self.first_scale:g}.')
-            first = {'scale': self.first_scale, '_growth_tracker': 0}
-            self._scaler.load_state_dict({**self._scaler.state_dict(), **first})
+        "Return a scaler on `device` that continues from the newest state; the user's own as it is."
+        if not self.first_state: return None
+        if isinstance(self._scaler, (DynamicScaler, StaticScaler)): self._scaler = self._scaler.on(device.type)
+        first, now = self.first_state['scale'], self._scaler.state_dict()
+        if now['scale'] < 1 <= first:
+            warn_user(f"The loss scale had fallen to {now['scale']:.2g}, where gradients underflow. It restarts from "
+                      f'{first:g}.')
+            self._scaler.load_state_dict({**now, 'scale': first, '_growth_tracker': 0})
         return self._scaler
-
-    def _new(self, device_type: str) -> GradScaler:
-        if self.static is None: return DynamicScaler(device_type, **self.settings)
-        return StaticScaler(device_type, self.static)
 
     def state_dict(self) -> dict[str, Any]:
         "Return the state of the loss scaling, as `GradScaler.state_dict`; empty with `enabled=False`."
@@ -106,12 +100,7 @@ class FP16(Precision):
 
         Raises `ValueError` for a state that no `GradScaler` could have returned, and then changes nothing.
         """
-        if state == {} or self.static is not None or not self._scaler.is_enabled(): return
-        if state is None and self.given is not None: return
-        if state is None: state = self._new('cpu').state_dict()
+        if state == {} or not self.first_state or isinstance(self._scaler, StaticScaler): return
+        if state is None: state = self.first_state
         check_scaler_state(state)
         self._scaler.load_state_dict(dict(state))
-
-
-# The defaults of `GradScaler`'s arguments.
-SCALING = {name: p.default for name, p in parameters_of(FP16).items() if p.kind is p.POSITIONAL_OR_KEYWORD}

@@ -5,6 +5,7 @@ import copy, threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,115 +14,102 @@ from torch import nn
 from ..common import warn_user
 from ..compat import tree_leaves
 from ..convert import to_fp32
-from .matching import ROOT, match_modules, parts_of, test_of
+from .matching import ROOT, match_modules, tests_of
 
-__all__ = ['Forward', 'Fp32Modules', 'Replaced', 'Replacement']
+__all__ = ['Forward', 'Fp32Modules', 'Replaced', 'forward_of']
+
+_ATTRIBUTES = ('forward', '__reduce_ex__', '__deepcopy__')       # what a replaced module has of its own
 
 
 class Forward:
-    """A forward that replaces a module's own while a context is open.
+    """A forward that replaces a module's own while a context is open; subclasses define `run`.
 
-    An object on the module's `forward`, not a hook, so that `torch.compile` traces through it. All learners that use
-    the module share it. While it is off it runs the forward that it replaced. Copies of the module have their own.
+    `run` becomes the module's `forward`: not a hook, so that `torch.compile` traces through it, and a method, so that it
+    compiles nothing again in the next fit. All learners that use the module share it. A callback that has wrapped it may
+    call it after the end, when `on` is False. Copies of the module have the forward that it replaced.
     """
-    def __init__(self, name: str, module: nn.Module):
-        self.name, self.module, self.own = name, module, None    # the forward that was on the instance
-        self.on = self.called = False                            # whether it is in use; whether it has run
-        self.is_wrapped = False                                  # another object's forward calls this one
-        self.users: set[Replaced] = set()                        # contexts that have put it on
+    run: Callable
+
+    def __init__(self, module: nn.Module):
+        self.module, self.on, self.users = module, False, set[Replaced]()
+        self.before = {k: v for k, v in vars(module).items() if k == 'forward'}   # a forward on the instance
 
     @property
-    def plain(self) -> Callable: return self.own or partial(type(self.module).forward, self.module)
+    def plain(self) -> Callable: return self.before.get('forward') or partial(type(self.module).forward, self.module)
 
     def put_on(self, user: Replaced) -> None:
         self.users.add(user)
-        attributes = vars(self.module)
-        if not self.on and attributes.get('forward') is not self:
-            self.own = attributes.get('forward')
-            attributes.update(forward=self, __reduce_ex__=self._reduce, __deepcopy__=self._deepcopy)
+        if not self.on:
+            vars(self.module).update(forward=self.run, __reduce_ex__=self._reduce, __deepcopy__=self._deepcopy)
         self.on = True
 
     def take_off(self, user: Replaced) -> None:
         "Restore the module's forward, unless another context still uses this one."
         self.users.discard(user)
         if self.users: return
-        if vars(self.module).get('forward') is self: vars(self.module).update(self._remove())
-        elif self.on: self.is_wrapped = True
+        if forward_of(self.module) is self: self._remove()
         self.on = False                                          # last: after an interrupt this is called again
 
-    def _remove(self) -> dict[str, Any]: # What the instance had
+    def _remove(self) -> None:
         for name in _ATTRIBUTES: vars(self.module).pop(name, None)
-        return {} if self.own is None else {'forward': self.own}
+        vars(self.module).update(self.before)
 
     def _reduce(self, protocol: int) -> tuple: # As `copy.copy` and `pickle` ask the module itself
         reduced: Any = type(self.module).__reduce_ex__(self.module, protocol)
         function, arguments, state, *rest = reduced
         state = {k: v for k, v in state.items() if k not in _ATTRIBUTES}
-        if self.own is not None: state['forward'] = self.own
-        return function, arguments, state, *rest
+        return function, arguments, {**state, **self.before}, *rest
 
     def _deepcopy(self, memo: dict) -> nn.Module: # As `copy.deepcopy` asks; parametrized modules copy their attributes
-        attributes = vars(self.module)
-        ours = {name: attributes[name] for name in _ATTRIBUTES if name in attributes}
+        attributes = {**vars(self.module)}
         try:
-            attributes.update(self._remove())
+            self._remove()
             return copy.deepcopy(self.module, memo)
-        finally: attributes.update(ours)
+        finally: vars(self.module).update(attributes)
 
 
-_ATTRIBUTES = ('forward', '__reduce_ex__', '__deepcopy__')
-
-
-class Replacement:
-    "The modules of a model that `find` returns by name, and the forwards that replace theirs."
-    def __init__(self, find: Callable[[nn.Module], dict[str, nn.Module]], kind: type[Forward]):
-        self.find, self.kind = find, kind
-        self.forwards: dict[nn.Module, Forward] = {}             # kept, so that nothing is compiled again
-
-    def __getstate__(self) -> dict[str, Any]: return {**vars(self), 'forwards': {}}
-
-    def in_model(self, model: nn.Module) -> Replaced:
-        "Return a context that replaces the forwards in `model`."
-        return Replaced(self, model)
+def forward_of(module: nn.Module) -> Any:
+    "Return the `Forward` that has replaced the module's own; another object or None if there is none."
+    return getattr(vars(module).get('forward'), '__self__', None)
 
 
 _lock = threading.RLock()                                        # learners in several threads may share a model
 
 
 class Replaced:
-    "Context in which forwards are replaced; several contexts may replace the same ones."
-    def __init__(self, replacement: Replacement, model: nn.Module):
-        self.replacement, self.model, self.forwards = replacement, model, dict[Forward, None]()
+    "Context in which forwards of a model are replaced; several contexts may replace the same ones."
+    def __init__(self,
+        find: Callable[[nn.Module], dict[str, nn.Module]], # Returns the modules of a model by name
+        kind: type[Forward], # What replaces their forwards
+        model: nn.Module,
+    ):
+        self.find, self.kind, self.model, self.forwards = find, kind, model, dict[nn.Module, Forward]()
 
     def __enter__(self) -> Replaced:
-        forwards = self.replacement.forwards
-        if forwards:                                             # models that were exchanged would stay in memory
-            there = {*self.model.modules()}
-            unused = [m for m, f in forwards.items() if not f.users and (f.is_wrapped or m not in there)]
-            for m in unused: del forwards[m]
         self.add(self.model)
         return self
 
     def add(self, model: nn.Module) -> None:
         "Also replace the forwards in `model`; those that are replaced already stay."
-        forwards, kind = self.replacement.forwards, self.replacement.kind
         with _lock:
-            for name, m in self.replacement.find(model).items():
-                if type(there := vars(m).get('forward')) is kind: forwards[m] = there   # another learner's
-                if m not in forwards: forwards[m] = kind(name, m)
-                self.forwards[forwards[m]] = None                # first: an interrupt in `put_on` is undone
-                forwards[m].put_on(self)
+            for m in self.find(model).values():
+                if m in self.forwards: continue
+                there = forward_of(m)                            # another learner's
+                self.forwards[m] = there if type(there) is self.kind else self.kind(m)
+                self.forwards[m].put_on(self)                    # after it is noted: an interrupt here is undone
 
     def __exit__(self, *args: object) -> None:
         with _lock:
-            for forward in reversed(self.forwards): forward.take_off(self)
+            for forward in reversed(self.forwards.values()): forward.take_off(self)
 
 
 # -- modules kept in fp32
 
 class Fp32Forward(Forward):
     "The forward of `module` with autocast off, and with 16-bit inputs as fp32."
-    def __call__(self, *args, **kwargs) -> Any:
+    called = False
+
+    def run(self, *args, **kwargs) -> Any:
         if not self.on: return self.plain(*args, **kwargs)
         self.called = True
         args, kwargs = to_fp32(args), to_fp32(kwargs)
@@ -133,22 +121,19 @@ class Fp32Forward(Forward):
 
 
 def _device_type(args, kwargs, module) -> str:
-    p = next(module.parameters(), None)                          # first: inputs may stay on the CPU, as lengths do
-    if p is not None: return p.device.type
-    types = [t.device.type for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-    return next((t for t in types if t != 'cpu'), 'cpu')
+    inputs = (t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
+    tensor = next(chain(module.parameters(), inputs), None)      # inputs last: some stay on the CPU, as lengths do
+    return 'cpu' if tensor is None else tensor.device.type
 
 
-class Fp32Modules(Replacement):
+class Fp32Modules:
     "The modules that `spec` means, to keep in fp32 in whichever model is run."
     def __init__(self, spec: Any): # As in `match_modules`; None for no module
-        super().__init__(self.check, Fp32Forward)
         self.spec = spec
-        for part in parts_of(spec): test_of(part, 'fp32_modules')
+        tests_of(spec, 'fp32_modules')                           # raises `TypeError`
 
     def check(self, model: nn.Module) -> dict[str, nn.Module]: # The modules to keep, by name
         "Raise what `match_modules` does, and `ValueError` for modules whose forward cannot be replaced."
-        if not parts_of(self.spec): return {}
         modules = match_modules(model, self.spec)
         for name, m in modules.items():
             if isinstance(m, torch.jit.ScriptModule):
@@ -156,10 +141,14 @@ class Fp32Modules(Replacement):
                                  "replaced.\nKeep the module around it.")
         return modules
 
-    def warn_of_unused(self) -> None:
+    def in_model(self, model: nn.Module) -> Replaced:
+        "Return a context that keeps them in fp32 in `model`."
+        return Replaced(self.check, Fp32Forward, model)
+
+    def warn_of_unused(self, model: nn.Module) -> None:
         "Warn of modules whose forward never ran: the module around them may use their weights directly."
-        for f in self.forwards.values():
-            if f.called: continue
-            warn_user(f"fp32_modules: '{f.name}' was not called in the first batch. If it never is, keeping it does "
+        for name, m in self.check(model).items():
+            if getattr(forward_of(m), 'called', True): continue
+            warn_user(f"fp32_modules: '{name}' was not called in the first batch. If it never is, keeping it does "
                       "nothing: the module around it may use its weights directly, as MultiheadAttention does with "
-                      f"out_proj.\nKeep '{f.name.rpartition('.')[0] or ROOT}' instead.")
+                      f"out_proj.\nKeep '{name.rpartition('.')[0] or ROOT}' instead.")

@@ -10,8 +10,8 @@ from torch import nn
 from ..devices import facts
 from .base import Support
 from .bf16 import BF16
-from .fp32_modules import Forward, Replacement
-from .matching import ROOT, covers, match_modules, parts_of, qualified_names, test_of
+from .fp32_modules import Forward, Replaced
+from .matching import ROOT, covers, match_modules, qualified_names, tests_of
 
 __all__ = ['FP8', 'fp8_layers']
 
@@ -37,8 +37,8 @@ def fp8_layers(
 
 class Fp8Forward(Forward):
     "The forward of a linear layer in FP8, under autocast: that of torchao's `Float8Linear` on the layer's parameters."
-    def __init__(self, name: str, module: Any):
-        super().__init__(name, module)
+    def __init__(self, module: Any):
+        super().__init__(module)
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
         device = module.weight.device
         emulate = device.type != 'cpu' and FP8.support(device).status != 'native'
@@ -47,9 +47,9 @@ class Fp8Forward(Forward):
             module, config=Float8LinearConfig(pad_inner_dim=True, emulate=emulate))
         self.linear._parameters = module._parameters             # a parameter may be exchanged
 
-    def __call__(self, *args, **kwargs) -> Any:
+    def run(self, *args, **kwargs) -> Any:
         weight: Any = self.module.weight
-        in_fp8 = self.on and self.own is None and torch.is_autocast_enabled(weight.device.type)
+        in_fp8 = self.on and not self.before and torch.is_autocast_enabled(weight.device.type)
         return (self.linear if in_fp8 else self.plain)(*args, **kwargs)
 
 
@@ -75,8 +75,7 @@ class FP8(BF16):
     ):
         super().__init__(fp32_modules=fp32_modules, skip_nonfinite=skip_nonfinite)
         self.spec, self.min_size = modules, min_size
-        self.layers = Replacement(self.find_layers, Fp8Forward)
-        for part in parts_of(modules): test_of(part, 'modules')
+        tests_of(modules, 'modules')                             # raises `TypeError`
         try: import torchao.float8                               # noqa: F401  torchao 0.18 fails with torch 2.9
         except ImportError as e:
             raise ImportError(f'fp8 needs torch 2.11 and torchao: `pip install torchao`. Importing torchao: {e}.\n'
@@ -97,4 +96,4 @@ class FP8(BF16):
     def check(self, model: nn.Module) -> None: self.find_layers(model)
 
     def around_fit(self, model: nn.Module) -> list[Any]:
-        return [*super().around_fit(model), self.layers.in_model(model)]
+        return [*super().around_fit(model), Replaced(self.find_layers, Fp8Forward, model)]

@@ -1,22 +1,23 @@
 "The `GradScaler`s of this package, dynamic and static, and the checks of their arguments, states and models."
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
+from functools import partial
 from numbers import Integral, Real
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.amp import GradScaler
 
 from ..common import is_number
 
-__all__ = ['LOWEST', 'DynamicScaler', 'StaticScaler', 'UnitScaler', 'check_scaler_state', 'check_scaling_arguments',
+__all__ = ['SCALING', 'DynamicScaler', 'StaticScaler', 'UnitScaler', 'check_scaler_state', 'check_scaling_arguments',
            'check_unscalable']
 
 LOWEST = 2.**-24  # fp16's smallest number; a dynamic scale that fell to 0 would let NaN pass as 0 * inf
-_LARGEST = float(np.finfo(np.float32).max)
+_LARGEST = torch.finfo(torch.float32).max
 
 
 class _Scaler(GradScaler):
@@ -25,13 +26,15 @@ class _Scaler(GradScaler):
         super().__init__(device, init_scale, **settings)
         self.first_scale = float(init_scale)                     # `load_state_dict` changes `_init_scale`
 
-    def __reduce__(self): return _copy, (type(self), self.first_scale, self.state_dict())
+    def on(self, device: str) -> _Scaler:
+        "Return a scaler for this type of device, in the same state."
+        new = type(self)(device, self.first_scale)
+        new.load_state_dict(self.state_dict())
+        return new
 
-
-def _copy(kind: type[GradScaler], first_scale: float, state: dict[str, Any]) -> GradScaler:
-    new = kind('cpu', first_scale, enabled=bool(state))
-    new.load_state_dict(state)
-    return new
+    def __reduce__(self):
+        return partial(type(self), 'cpu', self.first_scale, enabled=self.is_enabled()), (), self.state_dict()
+    def __setstate__(self, state: dict[str, Any]) -> None: self.load_state_dict(state)
 
 
 class DynamicScaler(_Scaler):
@@ -54,47 +57,49 @@ class UnitScaler(StaticScaler):
     "A `GradScaler` whose scale is always 1: it changes no finite number."
 
 
+# Arguments of `GradScaler` by name, with their defaults.
+SCALING = {name: p.default for name, p in inspect.signature(GradScaler).parameters.items() if name != 'device'}
+_BOUNDS = {  # both excluded; a scale is an fp32 number
+    'init_scale': (Real, 0, _LARGEST),
+    'growth_factor': (Real, 1, _LARGEST),
+    'backoff_factor': (Real, 0, 1),
+    'growth_interval': (Integral, 0, _LARGEST),
+    'loss_scale': (Real, 0, _LARGEST),
+}
+_KINDS = {Real: 'a number', Integral: 'an integer'}
+
+
 def check_scaling_arguments(
     settings: Mapping[str, Any], # Arguments of `GradScaler` by name
     loss_scale: float | None, # A static scale
     scaler: object, # A user's own `GradScaler`
-    defaults: Mapping[str, Any], # Of `settings`
 ) -> None:
     "Raise a `ValueError` (`TypeError` for `scaler`) that names the first argument that cannot be used."
-    def finite(x): return is_number(x) and abs(x) <= _LARGEST
-    def positive(x): return finite(x) and np.float32(x) > 0      # the scale is an fp32 number
-    given = {**settings, 'loss_scale': loss_scale}
-    for name, can_be_used, allowed in (
-        ('init_scale', positive, 'a finite number above 0, such as the default, 65536.0, which falls to what fits'),
-        ('growth_factor', lambda x: finite(x) and x > 1, 'a finite number above 1, such as 2.0'),
-        ('backoff_factor', lambda x: positive(x) and x < 1, 'a number between 0 and 1, both excluded, such as 0.5'),
-        ('growth_interval', lambda x: is_number(x, Integral) and x > 0, 'an integer above 0, such as 2000'),
-        ('enabled', lambda x: x in (True, False), 'True or False'),
-        ('loss_scale', lambda x: x is None or positive(x), 'a finite number above 0, such as 512.0, or None')):
-        value = given[name]
-        if not can_be_used(value): raise ValueError(f"{name}={value!r} cannot be used: {name} must be {allowed}.")
-    if scaler is not None and not isinstance(scaler, GradScaler):
-        raise TypeError(f"scaler={scaler!r} cannot be used: scaler must be a torch.amp.GradScaler (or a subclass), or "
-                        "None.")
-    chosen = [n for n, v in (('loss_scale', loss_scale), ('scaler', scaler)) if v is not None]
-    clash = chosen[1:] + [f'{k}={v!r}' for k, v in given.items() if v != defaults.get(k, v)]
-    if chosen and clash:
-        raise ValueError(f"{chosen[0]} cannot be combined with {', '.join(clash)}: each of them sets the loss scale. "
-                         "Keep one.")
+    defaults = {**SCALING, 'loss_scale': None, 'scaler': None}
+    given = {**settings, 'loss_scale': loss_scale, 'scaler': scaler}
+    changed = {name: value for name, value in given.items() if value != defaults[name]}
+    for name, (kind, low, high) in _BOUNDS.items():
+        if name not in changed or is_number(given[name], kind) and low < given[name] < high: continue
+        raise ValueError(f'{name}={given[name]!r} cannot be used: it must be {_KINDS[kind]} above {low} and below '
+                         f'{high:g}, or the default, {defaults[name]}.')
+    if not isinstance(given['enabled'], bool):
+        raise ValueError(f"enabled={given['enabled']!r} cannot be used: it must be True or False.")
+    if not isinstance(scaler, (GradScaler, type(None))):
+        raise TypeError(f'scaler={scaler!r} cannot be used: scaler must be a torch.amp.GradScaler, or None.')
+    if len(changed) > 1 and {'loss_scale', 'scaler'} & {*changed}:
+        raise ValueError(f"{', '.join(f'{k}={v!r}' for k, v in changed.items())} cannot be combined: each of them sets "
+                         'the loss scale. Keep one.')
 
 
 def check_scaler_state(state: Any) -> None:
     "Raise a `ValueError` that says what is wrong if no `GradScaler.state_dict` could have returned `state`."
-    def fail(what): raise ValueError(f'The loss scale cannot be loaded: {what}. Nothing was loaded.\n'
-                                     'Use what `state_dict()` returned.')
-    if not isinstance(state, Mapping): fail(f'the state is a {type(state).__name__}, not a dict')
-    for key, kind, allowed in (                                  # version 0.4 let the scale fall to 0
-        ('scale', Real, 'a number from 0'), ('growth_factor', Real, 'a number above 0'),
-        ('backoff_factor', Real, 'a number above 0'), ('growth_interval', Integral, 'an integer above 0'),
-        ('_growth_tracker', Integral, 'an integer from 0')):
-        value = state.get(key)
-        in_range = is_number(value, kind) and 0 <= value <= _LARGEST and (value or 'from' in allowed)
-        if not in_range: fail(f'{key!r} is {value!r}, not {allowed}')
+    kinds = {'scale': Real, 'growth_factor': Real, 'backoff_factor': Real, 'growth_interval': Integral,
+             '_growth_tracker': Integral}
+    for key, kind in kinds.items():
+        value = state.get(key) if isinstance(state, Mapping) else None
+        if is_number(value, kind) and 0 <= value <= _LARGEST: continue   # version 0.4 let the scale fall to 0
+        raise ValueError(f'The loss scale cannot be loaded: {key!r} is {value!r}, not {_KINDS[kind]} from 0. Nothing '
+                         'was loaded.\nUse what `state_dict()` returned.')
 
 
 def check_unscalable(
@@ -103,10 +108,9 @@ def check_unscalable(
     instead: str, # What to do instead, for the message
 ) -> None:
     "Raise a `ValueError` for fp16 and complex parameters, whose gradients `GradScaler` cannot unscale."
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    if fp16 := [name for name, p in trained if p.dtype is torch.float16]:
-        raise ValueError(f"{what} needs fp32 parameters, but {len(fp16)} to be trained are fp16, such as '{fp16[0]}'.\n"
-                         "Call `learn.model.float()` first: autocast itself casts what can run in 16 bits.")
-    if complex_ := [name for name, p in trained if p.is_complex()]:
-        raise ValueError(f"{what}: '{complex_[0]}' is a complex parameter, whose gradients `GradScaler` cannot unscale."
-                         f'\nUse `learn.to_bf16()` or `learn.to_fp32()`, or {instead}.')
+    for name, p in model.named_parameters():
+        if not p.requires_grad or p.dtype is not torch.float16 and not p.is_complex(): continue
+        raise ValueError(f"{what} cannot be used: '{name}' is a parameter of {p.dtype}, whose gradients `GradScaler` "
+                         'cannot unscale.\nIf it is fp16, call `learn.model.float()` first: autocast itself casts what '
+                         'can run in 16 bits. If it is complex, use `learn.to_bf16()` or `learn.to_fp32()`, or '
+                         f'{instead}.')

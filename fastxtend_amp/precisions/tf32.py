@@ -6,10 +6,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..compat import get_fp32_setting
 from ..devices import facts
 from .base import Precision, Support
-from .fp32_settings import FP32_SETTINGS, TF32_SETTINGS, fp32_settings
+from .fp32_settings import TF32_SETTINGS, fp32_settings
 
 __all__ = ['TF32']
 
@@ -20,7 +19,8 @@ class TF32(Precision):
     """Train in fp32 with matrix products and convolutions in TF32. Replaces the learner's current precision.
 
     It runs on NVIDIA GPUs of compute capability 8.0 or newer, and on AMD's MI300. TF32 has fp32's range and the 10
-    mantissa bits of fp16: use it for models that do not train in 16 bits. Tensors stay fp32.
+    mantissa bits of fp16: use it for models that do not train in 16 bits. Tensors stay fp32. By default PyTorch already
+    uses TF32 in cuDNN's convolutions and recurrent layers, so only matrix products change.
 
     Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#tf32-on-ampere.
     """
@@ -35,10 +35,7 @@ class TF32(Precision):
         amd = facts.amd_architecture(device)
         if amd is not None: return Support('native', f'ROCm {amd}') if amd in ('gfx940', 'gfx941', 'gfx942') else _NEEDS
         major, minor = facts.cuda_capability(device)
-        capability = f'compute capability {major}.{minor}'
-        if major < 8: return Support('unsupported', f'{capability}: TF32 needs 8.0')
-        by_default = [name for name in TF32_SETTINGS if get_fp32_setting(*FP32_SETTINGS[name][:2]) == 'tf32']
-        also = f"; fp32 training already uses it in {' and '.join(by_default)}" if by_default else ''
-        return Support('native', f'{capability}, tensor cores{also}')
+        if major < 8: return Support('unsupported', f'compute capability {major}.{minor}: TF32 needs 8.0')
+        return Support('native', f'compute capability {major}.{minor}, tensor cores')
 
     def around_fit(self, model: nn.Module) -> list[Any]: return [fp32_settings(TF32_SETTINGS)]

@@ -18,8 +18,9 @@ from torch.amp import GradScaler
 from ..common import is_number, model_device, refuse_unknown, training_device, warn_user
 from ..convert import is_half, to_fp32
 from ..precisions import PRECISIONS, AMPMode, Auto, Precision, each_precision, find_precision, parameters_of
-from ..precisions.fp16 import FP16, SCALING
-from ..precisions.fp32_modules import Replaced, Replacement
+from ..precisions.fp16 import FP16
+from ..precisions.fp32_modules import Forward, Replaced
+from ..precisions.scalers import SCALING
 from .fit import Fit
 from .loop import in_batch, precision_callback
 from .scaling import StepHistory
@@ -70,7 +71,7 @@ class MixedPrecision(PrecisionState):
         self.history = StepHistory()
         self.watchers = [make(self) for make in WATCHERS]
         self.fixes = []
-        self._lasting: dict[Replacement, Replaced] = {}          # forwards that `amp_context` left in place
+        self._lasting: dict[type[Forward], Replaced] = {}        # forwards that `amp_context` left in place
 
     def __getstate__(self) -> dict[str, Any]:                    # a copy is outside of a fit
         return {**vars(self), 'fit': None, '_lasting': {}}
@@ -89,8 +90,8 @@ class MixedPrecision(PrecisionState):
     def _leave_later(self, context: Any, *error: Any) -> None:
         # A backward pass outside of `amp_context` may compute activations again: for it, replaced forwards stay.
         if not (torch.is_grad_enabled() and isinstance(context, Replaced)): return context.__exit__(*error)
-        former = self._lasting.get(context.replacement)
-        self._lasting[context.replacement] = context
+        former = self._lasting.get(context.kind)
+        self._lasting[context.kind] = context
         if former is not None: former.__exit__()
 
     def _release(self) -> None:
@@ -202,7 +203,7 @@ class MixedPrecision(PrecisionState):
         self.learn._scopes[-1].close()
         if self._has_trained or not self.learn.training: return
         self._has_trained = True
-        self.fit.precision.kept.warn_of_unused()
+        self.fit.precision.kept.warn_of_unused(self._learn.model)
 
     def after_train(self):
         "Read what the device decided in this epoch: fastai's Recorder synchronizes here anyway."

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import inspect, sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -15,9 +15,9 @@ from fastcore.docments import docments
 from fastcore.meta import delegates
 
 from ..common import refuse_unknown
-from ..precisions import PRECISIONS, AMPMode, Precision, each_precision, parameters_of
+from ..precisions import AMPMode, Precision, each_precision, parameters_of
 from .callback import CALLBACK_PARAMETERS, MixedPrecision, automatic_parameters, precision_callback
-from .loop import PRECISION_CALLBACKS, in_batch, set_callback
+from .loop import in_batch, set_callback
 
 __all__ = ['set_precision']
 
@@ -33,30 +33,31 @@ def set_precision(
     return set_callback(learn, cb)
 
 
-class _CurrentPrecision:
+@patch(as_prop=True)
+def precision(self: Learner) -> Any:
     "The learner's precision callback, a `MixedPrecision`; None in plain fp32."
-    def __get__(self, learn: Learner | None, kind: type | None = None) -> Any:
-        "Return it; of the class this descriptor."
-        if learn is None: return self
-        if 'precision' in vars(learn): return vars(learn)['precision']
-        # fastai looks up each name that a user's callback sets on itself, and warns if the learner has it.
-        if sys._getframe(1).f_globals.get('__name__') == 'fastai.callback.core': raise AttributeError('precision')
-        return precision_callback(learn)
-    def __set__(self, learn: Learner, value: Any) -> None:
-        "Set a user's callback of this name, as fastai's `add_cb` does. Raises `AttributeError` for anything else."
-        if getattr(value, 'name', None) != 'precision':
-            raise AttributeError(f"learn.precision = {value!r}: it cannot be assigned.\n"
-                                 "Write `learn.to_bf16()`, `to_fp16()`, `to_amp()` or `to_fp32()`.")
-        vars(learn)['precision'] = value
-    def __delete__(self, learn: Learner) -> None:
-        "Delete what `__set__` set."
-        vars(learn).pop('precision', None)
+    # fastai looks up each name that a user's callback sets on itself, and warns if the learner has it.
+    if sys._getframe(1).f_globals.get('__name__') == 'fastai.callback.core': raise AttributeError('precision')
+    return precision_callback(self)
 
 
-Learner.precision = _CurrentPrecision()
+@patch(set_prop=True, nm='precision')
+def _refuse_assignment(self: Learner, value: Any) -> None:
+    "Raise an `AttributeError`: also for a callback that fastai would name `precision` after its class."
+    raise AttributeError(f'learn.precision = {value!r}: it cannot be assigned.\nCall `learn.to_bf16()`, `to_fp16()`, '
+                         '`to_amp()` or `to_fp32()`; give a callback of your own another name.')
 
 
 # -- one method for each precision
+
+def _documented(method: Any) -> Any: # The method
+    "Add a list of the arguments to a method's docstring, for `help`, from the comments beside them."
+    own, shared = docments(method), docments(MixedPrecision.__init__)
+    names = [*inspect.signature(method).parameters][1:]          # without `self`
+    lines = [f"  {name}: {own[name] or shared.get(name, '')}" for name in names]
+    method.__doc__ = '\n'.join([inspect.cleandoc(method.__doc__), '', 'Arguments:', *lines, 'Returns the learner.'])
+    return method
+
 
 def _add_method(cls: type[Precision]) -> None:
     "Give `Learner` the method `to_<name>`, with the signature and the documented arguments of `cls`."
@@ -64,42 +65,24 @@ def _add_method(cls: type[Precision]) -> None:
 
     def method(self: Learner, *args: Any, **kwargs: Any) -> Learner:
         refuse_unknown(name, parameters, kwargs)
-        if args and not any(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters_of(cls).values()):
-            raise TypeError(f'{name}({args[0]!r}): its arguments are given by name, such as `fp32_modules=`.\n'
-                            'To let the device decide the precision call `learn.to_amp()`.')
         options = {option: kwargs.pop(option) for option in CALLBACK_PARAMETERS if option in kwargs}
         return set_precision(self, MixedPrecision(cls(*args, **kwargs), **options))
 
-    own = [inspect.Parameter('self', inspect.Parameter.POSITIONAL_OR_KEYWORD), *parameters.values()]
-    method.__signature__ = inspect.Signature(own, return_annotation=Learner)   # type: ignore[attr-defined]
-    vars(method)['__delwrap__'] = cls.__init__                   # where fastcore's `docments` looks
-    method.__name__, method.__qualname__, method.__module__ = name, f'Learner.{name}', __name__
-    method.__doc__ = cls.__doc__
-    setattr(Learner, name, method)
-    _document(method, parameters, MixedPrecision.__init__, cls.__init__)
-
-
-def _document(
-    function: Any, # A method of the learner or a class, whose docstring gets a list of its arguments, for `help`
-    parameters: Iterable[str], # Their names
-    *sources: Callable, # Functions with the meaning of the arguments in comments; a later one overrides
-) -> None:
-    texts = {name: text for source in sources for name, text in docments(source).items() if text}
-    lines = [f'  {name}: {texts[name]}' for name in parameters if name in texts]
-    if not inspect.isclass(function): lines.append('Returns the learner.')
-    function.__doc__ = '\n'.join([inspect.cleandoc(function.__doc__ or ''), '', 'Arguments:', *lines])
+    signature = inspect.signature(method)
+    vars(method).update(
+        __signature__=signature.replace(parameters=[signature.parameters['self'], *parameters.values()]),
+        __delwrap__=cls.__init__)                                # where fastcore's `docments` looks
+    method.__name__, method.__qualname__, method.__doc__ = name, f'Learner.{name}', cls.__doc__
+    setattr(Learner, name, _documented(method))
 
 
 each_precision(_add_method)
 
 
-def _any_precision(**kwargs): "A function with the arguments of `MixedPrecision`, for `delegates`."
-_any_precision.__signature__ = inspect.signature(MixedPrecision)   # type: ignore[attr-defined]
-
 @patch
-@delegates(_any_precision, but=[name for name in inspect.signature(MixedPrecision).parameters
-                                if name not in {**automatic_parameters(), **CALLBACK_PARAMETERS}])
-def to_amp(self: Learner, *args,
+@_documented
+@delegates(Learner.to_fp16)
+def to_amp(self: Learner, *,
     measure: bool = False, # Time each precision on real batches, and pick the fastest one whose loss matches fp32
     max_seconds: float = 60., # Time limit of measuring
     **kwargs
@@ -108,24 +91,13 @@ def to_amp(self: Learner, *args,
 
     The choice depends only on the device. Small models may still be faster in fp32: `measure=True` finds out. It tries
     the precisions on copies of the learner, prints the decision, and keeps the details in `learn.precision_decision`.
-    Other arguments are those of `to_bf16` and `to_fp16`. Raises `RuntimeError` for `measure=True` in distributed runs.
+    It chooses the arguments itself; without it they are those of `to_fp16`, and `skip_nonfinite` of `to_bf16`. Raises
+    `RuntimeError` for `measure=True` in distributed runs.
     """
-    if args:
-        raise TypeError(f"to_amp({args[0]!r}): to_amp chooses the precision itself.\nTo choose one yourself, call "
-                        "`learn.to_bf16()` or `learn.to_fp16()`; to measure all of them `learn.to_amp(measure=True)`.")
-    if not isinstance(measure, bool):
-        raise TypeError(f"to_amp(measure={measure!r}): measure is True or False.\nFor a precision of your choice call "
-                        "`learn.to_bf16()` or `learn.to_fp16()`.")
-    known = inspect.signature(Learner.to_amp).parameters
-    refuse_unknown('to_amp', [n for n in known if n not in ('self', 'args')], kwargs)
-    if not measure and max_seconds != 60:
-        raise ValueError(f"to_amp(max_seconds={max_seconds!r}) applies only with measure=True.\nCall "
-                         "`to_amp(measure=True, max_seconds=...)`, or leave it out.")
-    if not measure: return set_precision(self, MixedPrecision('auto', **kwargs))
-    if kwargs:
-        raise ValueError(f"to_amp(measure=True) cannot be combined with {', '.join(kwargs)}: it chooses the arguments "
-                         "itself.\nUse the call that it prints, and add to that.")
-    measure_and_choose(self, max_seconds)
+    if measure: measure_and_choose(self, max_seconds, **kwargs)
+    else:
+        refuse_unknown('to_amp', {**automatic_parameters(), **CALLBACK_PARAMETERS}, kwargs)
+        set_precision(self, MixedPrecision('auto', **kwargs))
     return self
 
 
@@ -148,36 +120,36 @@ def precision_as(self: Learner,
     if in_batch(self):
         raise RuntimeError('precision_as() cannot be used in the middle of a batch. Call it between batches, as in '
                            '`after_epoch`.')
-    is_fp32 = precision is torch.float32 or str(precision).lower() == 'fp32'
-    before = next((cb for cb in self.cbs if isinstance(cb, PRECISION_CALLBACKS)), None)
-    new = None if is_fp32 else precision if isinstance(precision, MixedPrecision) else MixedPrecision(precision)
+    before = vars(self).get('mixed_precision')
+    if precision in ('fp32', torch.float32): new = None
+    else: new = precision if isinstance(precision, MixedPrecision) else MixedPrecision(precision)
     try: yield set_precision(self, new)
     finally: set_callback(self, before)
 
 
 @patch
-@delegates(_any_precision)
+@_documented
+@delegates(Learner.to_fp16)
 def to_channelslast(self: Learner,
     use_amp: bool = True, # Also train in mixed precision; False keeps the learner's precision
-    *args, **kwargs
+    amp_mode: str | AMPMode | torch.dtype | Precision | None = None, # The precision; None keeps one that is not fp32
+    **kwargs
 ) -> Learner: # The learner
     """Train in the channels last memory format, and in mixed precision.
 
     Precision arguments (such as `amp_mode='bf16'`) replace the current precision. Without any, an fp32 learner switches
-    to fp16. Raises `ValueError` for precision arguments with `use_amp=False`.
+    to fp16. The other arguments are those of the precision; fp16's are listed. Raises `ValueError` for precision
+    arguments with `use_amp=False`.
     """
-    known = inspect.signature(Learner.to_channelslast).parameters
-    refuse_unknown('to_channelslast', [n for n in known if n not in ('self', 'args')], kwargs)
     if not isinstance(use_amp, bool):
         raise TypeError(f"to_channelslast({use_amp!r}): the first argument, use_amp, is True or False.\n"
                         "Write `to_channelslast(amp_mode='bf16')` for a precision.")
-    if (args or kwargs) and not use_amp:
-        given = ', '.join([*map(repr, args), *(f'{k}={v!r}' for k, v in kwargs.items())])
-        raise ValueError(f"to_channelslast(use_amp=False) cannot be combined with {given}, which sets a precision.\n"
+    if amp_mode is not None: kwargs['amp_mode'] = amp_mode
+    if kwargs and not use_amp:
+        raise ValueError(f"to_channelslast(use_amp=False) cannot be combined with {kwargs}, which sets a precision.\n"
                          "Write `to_channelslast(amp_mode='bf16')` for both, or `to_channelslast(False)`.")
-    has_precision = any(isinstance(o, PRECISION_CALLBACKS) for o in self.cbs)
-    if args or kwargs or (use_amp and not has_precision): set_precision(self, MixedPrecision(*args, **kwargs))
-    if not any(isinstance(o, ChannelsLast) for o in self.cbs): self.add_cb(ChannelsLast())
+    if kwargs or (use_amp and not hasattr(self, 'mixed_precision')): set_precision(self, MixedPrecision(**kwargs))
+    if not hasattr(self, 'channels_last'): self.add_cb(ChannelsLast())
     return self
 
 
@@ -189,9 +161,3 @@ def amp_context(self: Learner) -> AbstractContextManager: # To enter with `with`
     """
     cb = precision_callback(self)
     return nullcontext() if cb is None else cb.amp_context()
-
-
-_sources: Any = [*(cls.__init__ for cls in reversed(PRECISIONS.values())), MixedPrecision.__init__]
-for _function in MixedPrecision, Learner.to_amp, Learner.to_channelslast:
-    _names = [name for name in inspect.signature(_function).parameters if name != 'args']
-    _document(_function, _names, *_sources, _function)

@@ -10,12 +10,11 @@ import torch
 from fastai.optimizer import Optimizer, OptimWrapper
 
 from ..common import refuse_unknown
-from ..compat import tree_leaves
 from ..convert import map_tensors
 
 __all__ = ['fused', 'place_state']
 
-FUSED = {'Adam': torch.optim.Adam, 'AdamW': torch.optim.AdamW, 'SGD': torch.optim.SGD}
+FUSED: dict[Any, Any] = {'Adam': torch.optim.Adam, 'AdamW': torch.optim.AdamW, 'SGD': torch.optim.SGD}
 _OURS = ('params', 'lr', 'fused', 'foreach', 'differentiable')   # set by fastai, by `fused`, or at odds with it
 
 
@@ -37,13 +36,11 @@ def fused(
 
     Source: https://docs.pytorch.org/docs/stable/optim.html
     """
-    cls: Any = FUSED.get(optimizer) if isinstance(optimizer, str) else optimizer
+    cls = FUSED.get(optimizer, optimizer)
     if cls not in FUSED.values():
-        names = ', '.join(map(repr, FUSED))
-        name = getattr(optimizer, '__qualname__', None) or repr(optimizer).splitlines()[0]
-        raise ValueError(f"optimizer={name} cannot be used: fused supports {names} or torch's class of that name, "
-                         "such as torch.optim.AdamW.\nfastai's Adam decays weights as torch's AdamW does. Give other "
-                         'optimizers to `Learner(opt_func=...)` itself.')
+        raise ValueError(f"optimizer={optimizer!r} cannot be used: fused supports {', '.join(FUSED)} or torch's class "
+                         "of that name, such as torch.optim.AdamW.\nfastai's Adam decays weights as torch's AdamW "
+                         'does. Give other optimizers to `Learner(opt_func=...)` itself.')
     refuse_unknown('fused', [name for name in inspect.signature(cls).parameters if name not in _OURS], hypers)
     return partial(OptimWrapper, opt=partial(cls, fused=True, **hypers))
 
@@ -51,20 +48,14 @@ def fused(
 def place_state(
     opt: Optimizer | OptimWrapper, # `Lookahead` is an `Optimizer`
 ) -> None:
-    """Move the optimizer's state to the device of its parameters, and step counts to where the optimizer needs them.
+    """Move the optimizer's state to the device of its parameters.
 
     A loaded state is on the device that the file was read to; fastai moves the model when a fit starts.
     """
-    inner = opt
+    inner: Any = opt
     while hasattr(inner, 'opt'): inner = inner.opt
-    groups = inner.param_groups if isinstance(inner, torch.optim.Optimizer) else []
-    on_host = {p for g in groups if not (g.get('capturable') or g.get('fused')) for p in g['params']}
-    for p, state in getattr(inner, 'state', {}).items():
-        if not isinstance(p, torch.Tensor): continue
-        others = tree_leaves([value for key, value in state.items() if key != 'step'])
-        tensors = [t for t in others if isinstance(t, torch.Tensor)]
-        # Single numbers stay: NAdam keeps one on the CPU.
-        if all(t.device == p.device or (p.dim() and not t.dim()) for t in tensors): continue
-        for key, value in state.items():
-            host = key == 'step' and p in on_host
-            state[key] = map_tensors(partial(torch.Tensor.to, device='cpu' if host else p.device), value)
+    tensors = [(p, t) for p, state in inner.state.items() for t in state.values() if isinstance(t, torch.Tensor)]
+    # Single numbers may stay on the CPU: the number of steps, and what NAdam keeps.
+    if all(t.device == p.device for p, t in tensors if t.dim()): return
+    if isinstance(inner, torch.optim.Optimizer): return inner.load_state_dict(inner.state_dict())   # places it itself
+    for p, state in inner.state.items(): inner.state[p] = map_tensors(partial(torch.Tensor.to, device=p.device), state)

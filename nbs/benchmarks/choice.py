@@ -25,7 +25,7 @@ from torch import nn
 from torchvision.models import resnet18
 
 from fastxtend_amp import fused
-from fastxtend_amp.insight.comparison import Tolerance, pays, speed_up
+from fastxtend_amp.insight.comparison import pays, speed_up, tolerance
 from fastxtend_amp.tools.device import usable_device
 
 from .models import MODELS, Model
@@ -99,8 +99,7 @@ def simulate(trials: int = 400, most: int = 60) -> str:
             taken = 0
             for _ in range(10 * trials):
                 first, other, *seeds = 1 + .05 * rng.standard_normal(2 + n_seeds)
-                tolerance = Tolerance([2., first], seeds, 1)
-                taken += other + .05 * worse - first <= tolerance.value
+                taken += other + .05 * worse - first <= tolerance([2., first], seeds, 1)[0]
             lines.append(f'| {n_seeds} | {worse} | {10 * taken / trials:.0f} % |')
     return '\n'.join(lines)
 

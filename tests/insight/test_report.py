@@ -851,9 +851,11 @@ def test_the_printed_report():
         (
             lambda l: l.precision_report(('bf16', 'fp4')),
             ValueError,
-            r"modes=\('bf16', 'fp4'\) cannot be used: give 'bf16', 'fp16'",
+            r"(?s)modes='fp4' cannot be used.*'bf16', 'fp16'",
         ),
-        (lambda l: l.precision_report(()), ValueError, r'modes=\(\) cannot be used'),
+        (lambda l: l.precision_report(()), ValueError, r"modes=\(\) cannot be used: give 'bf16', 'fp16'"),
+        (lambda l: l.precision_report('half weights'), ValueError, "cannot be used: give 'bf16', 'fp16'"),
+        (lambda l: l.precision_report(['bf16', 'tf32']), ValueError, "cannot be used: give 'bf16', 'fp16'"),
         (lambda l: l.precision_report(None), ValueError, 'modes=None cannot be used'),
         (lambda l: l.precision_report(n_batches=0), ValueError, 'n_batches=0'),
         (lambda l: l.precision_report(max_seconds=0), ValueError, 'max_seconds=0'),

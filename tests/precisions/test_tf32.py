@@ -2,7 +2,6 @@
 
 import fastai.callback.schedule  # noqa: F401  patches Learner
 import pytest, torch
-from torch import backends
 
 from fastxtend_amp.precisions import PRECISIONS, Support, fastest_native, tf32
 from fastxtend_amp import AMPMode, precision_support
@@ -138,18 +137,3 @@ def test_what_does_not_work_with_it():
         learner().compare_precision('half weights tf32')
     with pytest.raises(ValueError, match="modes='tf32'"):
         learner().precision_report('tf32')
-
-
-def test_the_table_says_that_fp32_training_has_tf32_in_convolutions(monkeypatch):
-    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
-    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device=None: (8, 0))
-    monkeypatch.setattr(torch.version, 'hip', None)
-
-    def why():
-        return PRECISIONS['tf32'].support(torch.device('cuda')).why
-
-    assert 'fp32 training already uses it in torch.backends.cudnn.conv and torch.backends.cudnn.rnn' in why()
-    backends.cudnn.allow_tf32 = False
-    assert 'fp32' not in why()
-    monkeypatch.setattr(tf32.facts, 'amd_architecture', lambda device: 'gfx1100')
-    assert 'NVIDIA' in why()

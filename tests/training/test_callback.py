@@ -1,8 +1,7 @@
 "The callback in fastai's loop: the same numbers as a PyTorch loop, and the state at each event."
 
 import copy, re
-from collections import OrderedDict, namedtuple
-from collections.abc import Mapping
+from collections import OrderedDict, UserDict, namedtuple
 from dataclasses import dataclass
 
 import pytest, torch
@@ -108,25 +107,6 @@ class Frozen:
     logits: torch.Tensor
 
 
-class Wrapped(Mapping):
-    "Keeps its values in a dict, which a shallow copy shares."
-
-    def __init__(self, **values):
-        self.values_by_name = values
-
-    def __getitem__(self, name):
-        return self.values_by_name[name]
-
-    def __setitem__(self, name, value):
-        self.values_by_name[name] = value
-
-    def __iter__(self):
-        return iter(self.values_by_name)
-
-    def __len__(self):
-        return len(self.values_by_name)
-
-
 Pair = namedtuple('Pair', 'a b')
 
 
@@ -141,7 +121,7 @@ class Boxes(list):
 
 NESTED = {  # how a prediction is packed, and the prediction in it
     'mapping with attributes': (lambda y: Output(logits=y), lambda o: o.logits),
-    'mapping around a dict': (lambda y: Wrapped(logits=y, texts=['a']), lambda o: o['logits']),
+    'mapping around a dict': (lambda y: UserDict(logits=y, texts=['a']), lambda o: o['logits']),
     'list': (lambda y: [y, None], lambda o: o[0]),
     'named tuple': (lambda y: Pair([y], ('text', 3)), lambda o: o.a[0]),
     'frozen dataclass': (Frozen, lambda o: o.logits),

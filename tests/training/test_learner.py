@@ -110,14 +110,13 @@ def test_bad_arguments_are_refused_by_name_and_value_and_lose_nothing():
         (lambda l: l.to_bf16(clip_grad=1.0), 'GradientClip'),
         (lambda l: l.to_half_weights(cast_once=True), 'leave it out'),
         (lambda l: l.to_half_weights(dtype='fp16'), 'write `amp_mode=`'),
-        (lambda l: l.to_bf16('auto'), r"^to_bf16\('auto'\): .*by name.*learn\.to_amp\(\)"),
+        (lambda l: l.to_bf16('auto'), 'too many positional arguments'),
         (lambda l: l.to_fp16(zzz=1), 'init_scale, growth_factor'),
         (lambda l: l.to_bf16(init_scale=2.0), "to_bf16.*'init_scale'"),
-        (lambda l: l.to_amp('bf16'), r'learn\.to_bf16\(\)'),
-        (lambda l: l.to_amp(True), r'^to_amp\(True\): (?!.*init_scale)'),
-        (lambda l: l.to_amp(measure='yes'), 'True or False'),
+        (lambda l: l.to_amp('bf16'), r'to_amp\(\) takes 1 positional argument'),
+        (lambda l: l.to_amp(measure=True, init_scale=2.0), "measure.*'init_scale'"),
         (lambda l: l.to_channelslast('bf16'), "use_amp.*amp_mode='bf16'"),
-        (lambda l: l.to_channelslast(amp_mod='bf16'), '`amp_mode=`'),
+        (lambda l: l.to_channelslast(amp_mod='bf16'), "no argument 'amp_mod'"),
         (lambda l: MixedPrecision('fp16', dynamic=1), 'dynamic'),
     ],
 )
@@ -130,13 +129,6 @@ def test_auto_has_only_arguments_of_precisions_that_it_may_select():
     assert 'min_size' not in inspect.signature(Learner.to_amp).parameters
     with pytest.raises(ValueError, match="min_size=16 cannot be used with amp_mode='auto', which has init_scale"):
         MixedPrecision('auto', min_size=16)
-
-
-def test_max_seconds_and_other_arguments_of_measuring():
-    with pytest.raises(ValueError, match='max_seconds=5.*measure=True'):
-        learner().to_amp(max_seconds=5)
-    with pytest.raises(ValueError, match='measure=True.*init_scale'):
-        learner().to_amp(measure=True, init_scale=2.0)
 
 
 def test_signatures():
@@ -259,29 +251,11 @@ def test_the_same_callback_twice_on_one_learner_is_refused():
 
 
 class PrecisionCallback(Callback):
-    "Another library's callback; fastai names it `learn.precision`."
-
-    def __init__(self):
-        self.n_batches = 0
-
-    def after_batch(self):
-        self.n_batches += 1
+    "fastai would name it `learn.precision`."
 
 
-@pytest.mark.parametrize('mode', ['fp32', 'bf16'])
-def test_a_callback_of_anybodys_named_precision(mode, tmp_path):
-    "It keeps its name, and code that needs the precision callback still finds it."
-    theirs, learn = PrecisionCallback(), learner(path=tmp_path)
-    learn.add_cb(theirs)
-    getattr(learn, f'to_{mode}')()
-    learn.fit(1, 0.01)
-    assert learn.precision is theirs and theirs.n_batches == 8
-    with learn.amp_context():
-        assert torch.is_autocast_enabled('cpu') is (mode != 'fp32')
-    learn.save('a')
-    learn.load('a')
-    assert list(learn.precision_report('bf16').verdicts) == ['bf16']
-    learn.remove_cb(theirs)
-    assert modes(learn) == ([] if mode == 'fp32' else ['bf16']) and learn.precision is (precisions(learn) or [None])[0]
-    learn.add_cb(PrecisionCallback).remove_cb(PrecisionCallback).to_fp32()  # by its class
-    assert learn.precision is None
+def test_a_callback_of_the_users_cannot_be_named_precision():
+    learn = learner()
+    with pytest.raises(AttributeError, match='(?s)learn.precision = PrecisionCallback.*another name'):
+        learn.add_cb(PrecisionCallback())
+    assert learn.precision is None and not any(isinstance(cb, PrecisionCallback) for cb in learn.cbs)

@@ -82,7 +82,7 @@ def test_can_be_pickled_copied_and_exported(tmp_path):
     [
         (torch.optim.RMSprop, {}, ValueError, 'RMSprop.*torch.optim.AdamW'),
         ('Adamw', {}, ValueError, "'Adamw'.*torch.optim.AdamW"),
-        (Adam, {}, ValueError, "optimizer=Adam .*fastai's Adam decays weights as torch's AdamW does"),
+        (Adam, {}, ValueError, "optimizer=<function Adam .*fastai's Adam decays weights as torch's AdamW does"),
         (torch.optim.SGD([torch.zeros(1)]), {}, ValueError, 'optimizer=SGD .*cannot be used'),
         ('AdamW', dict(lr=0.1), TypeError, "no argument 'lr': give .*Learner"),
         ('AdamW', dict(foreach=True), TypeError, "no argument 'foreach': there are betas, "),

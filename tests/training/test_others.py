@@ -440,6 +440,6 @@ def test_many_amp_contexts_of_a_loop_of_ones_own_keep_one_forward_each():
     for _ in range(5):
         with learn.amp_context():
             learn.model(torch.ones(2, 6)).sum().backward()
-    assert len(learn.model[0].forward.users) == 1
+    assert len(learn.model[0].forward.__self__.users) == 1
     learn.fit(1)
     assert not left_on(learn.to_fp32())
