@@ -31,8 +31,9 @@ LOWERED = ('bf16', 'fp16')  # the precisions that weights can have
 class HalfWeights(Precision):
     """Train with 16-bit weights and fp32 master weights, exactly as `to_bf16` or `to_fp16` train.
 
-    Replaces the learner's current precision. Use it for the arguments of fastai v1's `to_fp16(loss_scale, flat_master)`,
-    or to train without master weights. The model's parameters are the master weights; autocast makes their 16-bit copies.
+    Replaces the learner's current precision. Use it for the arguments of fastai v1's `to_fp16(loss_scale,
+    flat_master)`, or to train without master weights. The model's parameters are the master weights, and autocast
+    makes their 16-bit copies.
 
     With `master_weights=False`, the weights and biases of `nn.Linear` and of convolutions are bf16 during a fit, and so
     are their gradients and optimizer state: about 10 bytes per parameter instead of 18 in linear and convolutional
