@@ -1,7 +1,7 @@
 "Small helpers that several files share: devices, DTensors, processes, errors and warnings."
 from __future__ import annotations
 
-import inspect, sys, threading, warnings
+import inspect, threading, warnings
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from difflib import get_close_matches
@@ -10,26 +10,25 @@ from numbers import Real
 from textwrap import shorten
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from fastai.learner import Learner
 from fastai.optimizer import Optimizer, OptimWrapper
 from torch import nn
 
-__all__ = ['Shared', 'first_line', 'is_dtensor', 'is_number', 'is_sharded', 'loaders_device', 'model_device',
-           'optimizer_params', 'refuse_unknown', 'several_processes', 'training_device', 'type_name', 'warn_user']
+__all__ = ['Shared', 'first_line', 'is_dtensor', 'is_number', 'is_sharded', 'model_device', 'optimizer_params',
+           'refuse_unknown', 'several_processes', 'training_device', 'warn_user']
 
 
-def first_line(error: BaseException, limit: int = 200) -> str:
+def first_line(error: BaseException) -> str:
     "Return what an exception says, in one line; its type's name where it says nothing."
-    lines = str(error).rpartition(':\n\t')[2].strip().splitlines()   # without fastai's line on the callback
-    return shorten(lines[0], limit, placeholder=' …').rstrip('.: ') if lines else type(error).__name__
+    text = str(error).rpartition(':\n\t')[2].strip()             # without fastai's line on the callback
+    return shorten(text.partition('\n')[0], 200, placeholder=' …').rstrip('.: ') or type(error).__name__
 
 
 def is_number(x: object, kind: type = Real) -> bool:
     "Return whether `x` is a number of this kind, and not a bool."
-    return isinstance(x, kind) and not isinstance(x, (bool, np.bool_))
+    return isinstance(x, kind) and not isinstance(x, bool)
 
 
 def model_device(model: nn.Module, default: torch.device | str) -> torch.device:
@@ -43,14 +42,9 @@ def training_device(learn: Learner) -> torch.device:
 
     The model's own device if the DataLoaders name none.
     """
-    device = loaders_device(learn)
+    try: device = getattr(learn.dls, 'device', None)
+    except IndexError: device = None                             # what an empty DataLoaders raises for any name
     return model_device(learn.model, 'cpu') if device is None else torch.device(device)
-
-
-def loaders_device(learn: Learner) -> torch.device | str | int | None: # As the user gave it
-    "Return the device that the learner's DataLoaders name; None if they name none."
-    try: return getattr(learn.dls, 'device', None)
-    except IndexError: return None                               # what an empty DataLoaders raises for any name
 
 
 def optimizer_params(opt: Optimizer | OptimWrapper | None) -> list[nn.Parameter]:
@@ -60,15 +54,12 @@ def optimizer_params(opt: Optimizer | OptimWrapper | None) -> list[nn.Parameter]
 
 def is_dtensor(t: object) -> bool:
     "Return whether `t` is a DTensor, as FSDP2's `fully_shard` makes of parameters."
-    module: Any = sys.modules.get('torch.distributed.tensor')    # imported by whoever made a DTensor, and not before
-    return module is not None and isinstance(t, module.DTensor)
+    return hasattr(t, 'full_tensor')
 
 
 def is_sharded(model: nn.Module) -> bool:
     "Return whether a model has DTensors; those of FSDP2 may be whole tensors between a validation and the next use."
-    fsdp: Any = sys.modules.get('torch.distributed.fsdp')
-    if fsdp is not None and any(isinstance(m, fsdp.FSDPModule) for m in model.modules()): return True
-    return any(map(is_dtensor, model.parameters()))
+    return any(hasattr(m, 'unshard') for m in model.modules()) or any(map(is_dtensor, model.parameters()))
 
 
 def several_processes() -> bool:
@@ -82,14 +73,9 @@ _NOT_THE_USERS = ('fastxtend_amp', 'fastai', 'fastcore', 'torch', 'contextlib')
 def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
     "Warn at the user's own line: the innermost one that is not in this package, fastai, fastcore or PyTorch."
     frame, level = inspect.currentframe(), 1
-    while frame is not None and frame.f_globals.get('__name__', '').partition('.')[0] in _NOT_THE_USERS:
+    while frame and frame.f_globals.get('__name__', '').partition('.')[0] in _NOT_THE_USERS:
         frame, level = frame.f_back, level + 1
-    warnings.warn(message, category, stacklevel=max(level, 1))
-
-
-def type_name(kind: type) -> str:
-    "Return the name of a class as it is written in code: `nn.LayerNorm` for PyTorch's modules."
-    return f'nn.{kind.__name__}' if kind.__module__.startswith('torch.nn') else kind.__name__
+    warnings.warn(message, category, stacklevel=level)
 
 
 _CLIP = "add fastai's callback, which sees unscaled gradients: `learn.add_cb(GradientClip(1.))`."

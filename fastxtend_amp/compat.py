@@ -13,9 +13,6 @@ from torch.amp import GradScaler
 from torch.utils._pytree import tree_leaves, tree_map  # noqa: F401  since 1.8; torch.compile traces through them
 
 COMPILED_NAME = '_orig_mod'  # of the module inside what `torch.compile(module)` gives; since 2.0
-_SKIPS = '_step_supports_amp_scaling'
-
-
 _call = type(torch.autocast_increment_nesting).__call__
 
 
@@ -28,25 +25,24 @@ class AutocastState:
     first fit fails.
     """
     def __init__(self, device_type: str):
-        self.device_type, self.grad_enabled = device_type, torch.is_grad_enabled()
-        self.enabled, self.dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
-        self.cache, self.nesting = torch.is_autocast_cache_enabled(), self._nesting()
+        self.nesting, self.settings = self._nesting(), (
+            (torch.set_autocast_enabled, device_type, torch.is_autocast_enabled(device_type)),
+            (torch.set_autocast_dtype, device_type, torch.get_autocast_dtype(device_type)),
+            (torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled()),
+            (torch.set_grad_enabled, torch.is_grad_enabled()))
 
     @staticmethod
     def _nesting() -> int:
         # Both are called from C, by `map`, so that no signal handler runs between them.
         return [*map(_call, (torch.autocast_increment_nesting, torch.autocast_decrement_nesting))][1]
 
-    def __enter__(self) -> AutocastState: return self
+    def __enter__(self) -> None: pass
     def __exit__(self, *args) -> None:
         extra = self._nesting() - self.nesting
         for _ in range(extra): torch.autocast_decrement_nesting()
         for _ in range(-extra): torch.autocast_increment_nesting()
-        torch.set_autocast_enabled(self.device_type, self.enabled)
-        torch.set_autocast_dtype(self.device_type, self.dtype)
-        torch.set_autocast_cache_enabled(self.cache)
         torch.clear_autocast_cache()
-        torch.set_grad_enabled(self.grad_enabled)
+        for setter, *values in self.settings: setter(*values)
 
 
 def compiled_module(module: nn.Module) -> nn.Module | None:
@@ -90,7 +86,7 @@ def skips_by_flag(opt: Any) -> bool:
 
     Relies on `_step_supports_amp_scaling` of optimizers (since 1.11); without it the host reads the flag at each step.
     """
-    return getattr(opt, _SKIPS, False)
+    return getattr(opt, '_step_supports_amp_scaling', False)
 
 
 def found_infs_of(scaler: GradScaler, opt: Any) -> list[torch.Tensor]:

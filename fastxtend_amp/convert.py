@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import copy
-from collections import UserDict
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -43,7 +42,7 @@ def map_tensors(
     """Return `x` with `f` applied to every tensor in it.
 
     Looks into what PyTorch's pytree knows (its own outputs, and those that libraries register with it), subclasses of
-    lists, tuples and dicts, dataclasses and fastai's `L`; returns anything else unchanged.
+    tuples and dicts, dataclasses and fastai's `L`; returns anything else unchanged.
     """
     return f(x) if isinstance(x, torch.Tensor) else tree_map(partial(_map_leaf, f), x)
 
@@ -53,10 +52,9 @@ def _map_leaf(f: Callable[[torch.Tensor], torch.Tensor], x: Any) -> Any:
     if isinstance(x, torch.Tensor): return f(x)
     if isinstance(x, L): return L(map_tensors(f, list(x)))
     if isinstance(x, tuple): return tuple.__new__(type(x), map_tensors(f, list(x)))
-    if not isinstance(x, (list, dict, UserDict)) and not is_dataclass(type(x)): return x
+    if not isinstance(x, dict) and not is_dataclass(type(x)): return x
     new = copy.copy(x)
-    if isinstance(x, list): new[:] = map_tensors(f, list(x))
-    elif isinstance(x, (dict, UserDict)): new.update(map_tensors(f, dict(x)))
+    if isinstance(x, dict): new.update(map_tensors(f, dict(x)))
     else:
         for field in fields(x):                                  # a dataclass may be frozen
             object.__setattr__(new, field.name, map_tensors(f, getattr(x, field.name)))

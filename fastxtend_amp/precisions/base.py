@@ -23,7 +23,7 @@ from ..devices import facts
 from .fp32_modules import Fp32Modules
 
 __all__ = ['PRECISIONS', 'AMPMode', 'Auto', 'Precision', 'Support', 'cpu_rule', 'each_precision',
-           'fastest_native', 'find_precision', 'parameters_of', 'precision_support']
+           'fastest_native', 'find_precision', 'parameters_of', 'precision_support', 'xla_rule']
 
 PRECISIONS: dict[str, type[Precision]] = {}                      # by name, in the order of tables
 _followers: list[Callable[[type[Precision]], object]] = []
@@ -185,6 +185,16 @@ def cpu_rule(
         found = ', '.join(sorted({*instructions} & facts.cpu_features()))
         if found: return Support('native', f'the CPU has {found}')
         return Support('emulated', f'the CPU has no {name} arithmetic')
+    return rule
+
+
+def xla_rule(
+    *native: str, # Hardware that has the precision, of 'TPU', 'CUDA' and 'ROCM'
+) -> Callable[[torch.device], Support]:
+    "Return the rule of a precision on XLA devices."
+    def rule(device: torch.device) -> Support:
+        kind = facts.xla_hardware()
+        return Support('native' if kind in native else 'emulated', f'XLA on {kind}')
     return rule
 
 

@@ -8,10 +8,11 @@ import torch
 from torch.amp import GradScaler
 
 from ..devices import facts
-from .base import Precision, Support, cpu_rule
+from .base import Precision, Support, cpu_rule, xla_rule
 from .scalers import UnitScaler, check_unscalable
 
 __all__ = ['BF16']
+
 
 def _cuda(device: torch.device) -> Support:
     amd = facts.amd_architecture(device)
@@ -38,11 +39,6 @@ def _xpu(device: torch.device) -> Support:
     return Support('emulated', 'this Intel GPU has no bf16 arithmetic')
 
 
-def _xla(device: torch.device) -> Support:
-    kind = facts.xla_hardware()
-    return Support('native' if kind in ('TPU', 'CUDA', 'ROCM') else 'emulated', f'XLA on {kind}')
-
-
 class BF16(Precision):
     """Train with bfloat16 autocast, which needs no loss scaling. Replaces the learner's current precision.
 
@@ -51,7 +47,7 @@ class BF16(Precision):
     """
     name, dtype, color, automatic = 'bf16', torch.bfloat16, '#2a78b8', True
     rules: ClassVar = dict(cpu=cpu_rule('bf16', 'avx512_bf16', 'amx_bf16', 'bf16'), cuda=_cuda, mps=_mps, xpu=_xpu,
-                           xla=_xla)
+                           xla=xla_rule('TPU', 'CUDA', 'ROCM'))
 
     def __init__(self, *,
         fp32_modules: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules or predicates

@@ -9,7 +9,7 @@ from torch.amp import GradScaler
 
 from ..common import warn_user
 from ..devices import facts
-from .base import Precision, Support, cpu_rule
+from .base import Precision, Support, cpu_rule, xla_rule
 from .scalers import DynamicScaler, StaticScaler, check_scaler_state, check_scaling_arguments, check_unscalable
 
 __all__ = ['FP16']
@@ -38,12 +38,6 @@ def _xpu(device: torch.device) -> Support:
     return Support('emulated', 'this Intel GPU has no fp16 arithmetic')
 
 
-def _xla(device: torch.device) -> Support:
-    kind = facts.xla_hardware()
-    if kind == 'TPU': return Support('emulated', 'a TPU computes in bf16 and fp32')
-    return Support('native' if kind in ('CUDA', 'ROCM') else 'emulated', f'XLA on {kind}')
-
-
 class FP16(Precision):
     """Train with float16 autocast and dynamic loss scaling. Replaces the learner's current precision.
 
@@ -56,7 +50,7 @@ class FP16(Precision):
     name, dtype, color, automatic = 'fp16', torch.float16, '#d1701f', True
     state_key = 'grad_scaler'                                    # as version 0.1 named it
     rules: ClassVar = dict(cpu=cpu_rule('fp16', 'avx512_fp16', 'amx_fp16', 'asimdhp', 'fphp'), cuda=_cuda,
-                           mps=lambda device: Support('native', 'Metal'), xpu=_xpu, xla=_xla)
+                           mps=lambda device: Support('native', 'Metal'), xpu=_xpu, xla=xla_rule('CUDA', 'ROCM'))
 
     def __init__(self,
         init_scale: float = 65536.0, # Loss scale to start from

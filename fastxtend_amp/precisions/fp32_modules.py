@@ -5,37 +5,30 @@ import copy, threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..common import warn_user
+from ..common import model_device, warn_user
 from ..compat import tree_leaves
 from ..convert import to_fp32
 from .matching import ROOT, match_modules, tests_of
 
 __all__ = ['Forward', 'Fp32Modules', 'Replaced', 'forward_of']
 
-_ATTRIBUTES = ('forward', '__reduce_ex__', '__deepcopy__')       # what a replaced module has of its own
-
-
 class Forward:
     """A forward that replaces a module's own while a context is open; subclasses define `run`.
 
-    `run` becomes the module's `forward`: not a hook, so that `torch.compile` traces through it, and a method, so that it
-    compiles nothing again in the next fit. All learners that use the module share it. A callback that has wrapped it may
+    `run` becomes the module's `forward`. It is not a hook, so `torch.compile` traces through it, and it is a method, so
+    the next fit compiles nothing again. All learners that use the module share it. A callback that has wrapped it may
     call it after the end, when `on` is False. Copies of the module have the forward that it replaced.
     """
     run: Callable
 
     def __init__(self, module: nn.Module):
-        self.module, self.on, self.users = module, False, set[Replaced]()
+        self.module, self.plain, self.on, self.users = module, module.forward, False, set[Replaced]()
         self.before = {k: v for k, v in vars(module).items() if k == 'forward'}   # a forward on the instance
-
-    @property
-    def plain(self) -> Callable: return self.before.get('forward') or partial(type(self.module).forward, self.module)
 
     def put_on(self, user: Replaced) -> None:
         self.users.add(user)
@@ -51,21 +44,26 @@ class Forward:
         self.on = False                                          # last: after an interrupt this is called again
 
     def _remove(self) -> None:
-        for name in _ATTRIBUTES: vars(self.module).pop(name, None)
+        for name in ('forward', '__reduce_ex__', '__deepcopy__'): vars(self.module).pop(name, None)
         vars(self.module).update(self.before)
 
-    def _reduce(self, protocol: int) -> tuple: # As `copy.copy` and `pickle` ask the module itself
-        reduced: Any = type(self.module).__reduce_ex__(self.module, protocol)
-        function, arguments, state, *rest = reduced
-        state = {k: v for k, v in state.items() if k not in _ATTRIBUTES}
-        return function, arguments, {**state, **self.before}, *rest
-
-    def _deepcopy(self, memo: dict) -> nn.Module: # As `copy.deepcopy` asks; parametrized modules copy their attributes
+    def _without(self, copy_module: Callable[[], Any]) -> Any:
+        "Return what a function returns while the module is as it was before."
         attributes = {**vars(self.module)}
         try:
             self._remove()
-            return copy.deepcopy(self.module, memo)
+            return copy_module()
         finally: vars(self.module).update(attributes)
+
+    def _reduce(self, protocol: int) -> tuple: # As `copy.copy` and `pickle` ask the module itself
+        return self._without(partial(_reduced, self.module, protocol))
+    def _deepcopy(self, memo: dict) -> nn.Module: # As `copy.deepcopy` asks
+        return self._without(partial(copy.deepcopy, self.module, memo))
+
+
+def _reduced(module: nn.Module, protocol: int) -> tuple:
+    function, arguments, state, *rest = module.__reduce_ex__(protocol)
+    return function, arguments, {**state}, *rest                 # the state is the module's own dict
 
 
 def forward_of(module: nn.Module) -> Any:
@@ -113,17 +111,12 @@ class Fp32Forward(Forward):
         if not self.on: return self.plain(*args, **kwargs)
         self.called = True
         args, kwargs = to_fp32(args), to_fp32(kwargs)
-        device_type = _device_type(args, kwargs, self.module)
+        inputs = (t.device for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
+        device_type = model_device(self.module, next(inputs, 'cpu')).type
         # An exported program has to turn it off even if it is off during the export: it may be on where it runs.
         needless = not torch.is_autocast_enabled(device_type) and not torch.compiler.is_exporting()
         with nullcontext() if needless else torch.autocast(device_type, enabled=False):
             return self.plain(*args, **kwargs)
-
-
-def _device_type(args, kwargs, module) -> str:
-    inputs = (t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
-    tensor = next(chain(module.parameters(), inputs), None)      # inputs last: some stay on the CPU, as lengths do
-    return 'cpu' if tensor is None else tensor.device.type
 
 
 class Fp32Modules:
@@ -133,13 +126,8 @@ class Fp32Modules:
         tests_of(spec, 'fp32_modules')                           # raises `TypeError`
 
     def check(self, model: nn.Module) -> dict[str, nn.Module]: # The modules to keep, by name
-        "Raise what `match_modules` does, and `ValueError` for modules whose forward cannot be replaced."
-        modules = match_modules(model, self.spec)
-        for name, m in modules.items():
-            if isinstance(m, torch.jit.ScriptModule):
-                raise ValueError(f"fp32_modules: module '{name}' is a TorchScript module, whose forward cannot be "
-                                 "replaced.\nKeep the module around it.")
-        return modules
+        "Raise what `match_modules` does."
+        return match_modules(model, self.spec)
 
     def in_model(self, model: nn.Module) -> Replaced:
         "Return a context that keeps them in fp32 in `model`."

@@ -9,7 +9,6 @@ from typing import Any
 from fastcore.foundation import L
 from torch import nn
 
-from ..common import type_name
 from ..compat import COMPILED_NAME, compiled_module
 
 __all__ = ['ROOT', 'covers', 'match_modules', 'qualified_names', 'tests_of', 'unwrapped']
@@ -85,9 +84,8 @@ def _test_of(part: Any, argument: str) -> Callable[[str, nn.Module], bool]:
 
 def _near(part: Any, places: list[tuple[str, nn.Module]]) -> str:
     "Return what the model has that is near to `part`, for an error."
-    types = sorted({type_name(type(m)) for _, m in places})
+    types = sorted({type(m).__name__ for _, m in places})
     if not isinstance(part, str): return f"It has modules of these types: {', '.join(types[:12])}."
-    named = [kind for kind in types if kind.removeprefix('nn.') == part]
-    if named: return f"'{part}' is a type: give `{named[0]}` itself, not its name."
+    if part in types: return f"'{part}' is a type: give the class itself, such as `nn.Linear`, not its name."
     names = [name for name, _ in places]
     return f"Near names: {', '.join(map(repr, difflib.get_close_matches(part, names, 4, .5) or names[:4]))}."

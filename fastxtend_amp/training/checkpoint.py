@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 from uuid import uuid4
 
-import torch
 from fastai.learner import Learner, join_path_file, replacing_yield
 from fastai.text.learner import TextLearner
 from fastai.torch_core import get_model, rank_distrib
@@ -41,10 +40,7 @@ def written_whole(path: Path) -> Iterator[BinaryIO]: # A file to write to
             if time.time() - left.stat().st_mtime > 3600: left.unlink()
     part = path.with_name(f'.{path.name}.{uuid4().hex}.part')    # each writer has its own
     try:
-        with open(part, 'xb') as f:
-            yield f
-            f.flush()
-            os.fsync(f.fileno())
+        with open(part, 'xb') as f: yield f
         if path.exists(): shutil.copymode(path, part)
         os.replace(part, path)
     finally: part.unlink(missing_ok=True)
@@ -52,9 +48,9 @@ def written_whole(path: Path) -> Iterator[BinaryIO]: # A file to write to
 
 class FileFormat(NamedTuple):
     "What the files of some learners need, so that they are those of a plain learner on a CPU."
-    applies: Callable[[Learner], bool]
-    to_file: Callable[[torch.Tensor], torch.Tensor]              # called in every process
-    from_file: Callable[[Learner, Any, Any], tuple[Any, Any]]    # states of model and optimizer
+    applies: Callable # Returns whether a learner needs this format
+    to_file: Callable # Returns the tensor to write for one of a state; called in every process
+    from_file: Callable # Returns what to load, from a learner and the states of model and optimizer in a file
 
 
 FORMATS: list[FileFormat] = []                                   # devices add theirs
@@ -76,7 +72,7 @@ _replaced = contextmanager(replacing_yield)
 
 # -- the methods
 
-def save(original: Callable, self: Learner, file: str | os.PathLike | BinaryIO, **kwargs: Any) -> Any: # The path
+def save(original: Callable, self: Learner, file: Any, **kwargs: Any) -> Any: # The path
     """Call the `save` that this replaces; with a precision the file holds its state, and is written whole.
 
     The state of sharded parameters is put together from all processes, which must all call this.
@@ -95,7 +91,7 @@ def save(original: Callable, self: Learner, file: str | os.PathLike | BinaryIO, 
     return path
 
 
-def load(original: Callable, self: Learner, file: str | os.PathLike | BinaryIO, *args: Any, **kwargs: Any) -> Learner:
+def load(original: Callable, self: Learner, file: Any, *args: Any, **kwargs: Any) -> Learner:
     """Call the `load` that this replaces; the file may hold a precision's state.
 
     With a precision, the whole file is read and the state is checked before anything is loaded, so a damaged file
@@ -109,15 +105,11 @@ def load(original: Callable, self: Learner, file: str | os.PathLike | BinaryIO, 
     model, opt = _StandIn(), _StandIn()
     if file_format: kwargs['device'] = 'cpu'
     with _replaced(self, 'model', model), _replaced(self, 'opt', opt): original(self, file, *args, **kwargs)
-    if not kwargs.get('with_opt', True): opt.state = None        # which fastai's `TextLearner.load` ignores
     if file_format: model.state, opt.state = file_format.from_file(self, model.state, opt.state)
     own = cb and cb.state_dict()
-    if own and opt.state:
-        try: cb.load_state_dict(opt.state.get(cb.state_key))
-        except ValueError as e:
-            raise ValueError(f'load({file!r}): {e}\n`learn.load(..., with_opt=False)` loads only the model; '
-                             '`learn.to_fp32()` or `learn.to_bf16()` before `load` leaves the scale out.') from e
-    try: get_model(self.model).load_state_dict(model.state, strict=kwargs.get('strict', True))
+    try:
+        if own and opt.state: cb.load_state_dict(opt.state.get(cb.state_key))
+        get_model(self.model).load_state_dict(model.state, strict=kwargs.get('strict', True))
     except BaseException:
         if own: cb.load_state_dict(own)
         raise
@@ -130,10 +122,11 @@ def load(original: Callable, self: Learner, file: str | os.PathLike | BinaryIO, 
 
 def export(original: Callable, self: Learner, *args: Any, **kwargs: Any) -> None:
     "Call the `export` that this replaces, while what fastxtend_amp has put on the learner is off it."
-    cb, kept = precision_callback(self), {**vars(self)}
+    cb = precision_callback(self)
     if cb and not in_batch(self): cb.close()
+    kept = {**vars(self)}
     try:
-        for name in 'mixed_precision', '_scopes', 'scaler', 'precision_decision': vars(self).pop(name, None)
+        for name in '_scopes', 'scaler', 'precision_decision': vars(self).pop(name, None)
         self.metrics = self.metrics.filter(risinstance(PrecisionMetric), negate=True)
         self.cbs = self.cbs.filter(risinstance(PRECISION_CALLBACKS), negate=True)
         original(self, *args, **kwargs)

@@ -7,7 +7,7 @@ import torch
 from fastai.learner import Learner
 from torch import nn
 
-from ..common import optimizer_params, training_device, warn_user
+from ..common import training_device, warn_user
 from ..compat import BackwardWithoutAutocast, is_compiled
 from ..convert import is_half
 from ..precisions import Precision
@@ -20,23 +20,12 @@ def check_training(
     fit: Any, # The `Fit` that is open
     warn_of_emulation: bool, # Warn of a device without hardware for the precision
 ) -> None:
-    "Warn of emulation, of 16-bit parameters, and of parameters outside the optimizer."
-    device, precision = training_device(learn), fit.precision
-    if precision.name == 'fp32' and warn_of_emulation:
-        warn_user(f"amp_mode='auto': device '{device}' has neither bf16 nor fp16 arithmetic, so training runs in "
-                  'fp32.\n'
-                  '`precision_support()` says why; `learn.to_fp32()` is silent.')
-    elif warn_of_emulation and (message := precision.emulation_warning(device)): warn_user(message)
+    "Warn of emulation, and of 16-bit parameters."
+    if warn_of_emulation and (message := fit.precision.emulation_warning(training_device(learn))): warn_user(message)
     if half := half_parameters_of(learn.model):
         warn_user(f"{len(half)} trainable parameters are 16-bit themselves, such as '{half[0]}': small updates to "
                   'them are rounded away.\nCall `learn.model.float()` first: autocast itself casts what can run in '
                   '16 bits.')
-    stepped = {id(p) for p in optimizer_params(learn.opt)}
-    strays = [name for name, p in learn.model.named_parameters() if p.requires_grad and id(p) not in stepped]
-    if strays and fit.scaling is not None and precision.dtype is torch.float16:
-        warn_user(f"{len(strays)} trainable parameters are not in `learn.opt`, such as '{strays[0]}': in fp16 "
-                  "their gradients stay multiplied by the loss scale.\nAn optimizer of your own would take far too "
-                  "large steps with them. Put them into the learner's optimizer, or use `learn.to_bf16()`.")
 
 
 def half_parameters_of(
@@ -58,12 +47,12 @@ def check_model(
     """
     is_parallel = any(isinstance(m, nn.DataParallel) and len(m.device_ids or ()) > 1 for m in model.modules())
     if not is_parallel and not is_compiled(model): return
-    kept, is_fp16 = [*precision.kept.check(model)], precision.dtype is torch.float16
-    if is_parallel and (kept or not is_fp16):
-        what, without = ('fp32_modules', ' without fp32_modules') if is_fp16 else (precision.name, '')
-        raise ValueError(f"{what} cannot be used with nn.DataParallel, whose replicas would not compute in it.\n"
-                         f"Use DistributedDataParallel, or `learn.to_fp16()`{without}.")
-    if kept and not is_parallel and not BackwardWithoutAutocast().is_available:
+    kept = [*precision.kept.check(model)]
+    if is_parallel and (kept or precision.dtype is not torch.float16):
+        raise ValueError(f'nn.DataParallel supports only fp16 without fp32_modules, not {precision.name} with '
+                         f'fp32_modules={kept!r}: its replicas would not compute in it.\n'
+                         'Use DistributedDataParallel, or `learn.to_fp16()`.')
+    if kept and not BackwardWithoutAutocast().is_available:
         raise ValueError(f"fp32_modules={kept!r} cannot be kept in a compiled model: this PyTorch ({torch.__version__})"
                          " compiles their backward pass in 16 bits.\nTrain it uncompiled, or with another version of "
                          "PyTorch (2.9 and 2.15 are known to work).")

@@ -15,7 +15,7 @@ from fastcore.docments import docments
 from fastcore.meta import delegates
 
 from ..common import refuse_unknown
-from ..precisions import AMPMode, Precision, each_precision, parameters_of
+from ..precisions import Precision, each_precision, parameters_of
 from .callback import CALLBACK_PARAMETERS, MixedPrecision, automatic_parameters, precision_callback
 from .loop import in_batch, set_callback
 
@@ -29,7 +29,7 @@ def set_precision(
     cb: MixedPrecision | None, # Built, and so checked, before anything is removed; None for fp32
 ) -> Learner: # The learner
     "Make `cb` the learner's only precision callback; in the middle of a batch, from its end on."
-    if cb is not None: cb.precision.check(learn.model)
+    if cb: cb.precision.check(learn.model)
     return set_callback(learn, cb)
 
 
@@ -110,7 +110,7 @@ def to_fp32(self: Learner) -> Learner: # The learner
 @patch
 @contextmanager
 def precision_as(self: Learner,
-    precision: str | AMPMode | torch.dtype | Precision | MixedPrecision, # 'fp32', 'bf16' ..., or a callback
+    precision: str | torch.dtype | Precision | MixedPrecision, # 'fp32', 'bf16' ..., or a callback
 ) -> Iterator[Learner]: # The learner
     """Temporarily use another precision: `with learn.precision_as('fp32'): learn.validate()`.
 
@@ -120,8 +120,8 @@ def precision_as(self: Learner,
     if in_batch(self):
         raise RuntimeError('precision_as() cannot be used in the middle of a batch. Call it between batches, as in '
                            '`after_epoch`.')
-    before = vars(self).get('mixed_precision')
-    if precision in ('fp32', torch.float32): new = None
+    before = getattr(self, 'mixed_precision', None)
+    if str(precision).lower() in ('fp32', 'torch.float32'): new = None
     else: new = precision if isinstance(precision, MixedPrecision) else MixedPrecision(precision)
     try: yield set_precision(self, new)
     finally: set_callback(self, before)
@@ -132,7 +132,7 @@ def precision_as(self: Learner,
 @delegates(Learner.to_fp16)
 def to_channelslast(self: Learner,
     use_amp: bool = True, # Also train in mixed precision; False keeps the learner's precision
-    amp_mode: str | AMPMode | torch.dtype | Precision | None = None, # The precision; None keeps one that is not fp32
+    amp_mode: str | torch.dtype | Precision | None = None, # The precision; None keeps one that is not fp32
     **kwargs
 ) -> Learner: # The learner
     """Train in the channels last memory format, and in mixed precision.
@@ -141,13 +141,10 @@ def to_channelslast(self: Learner,
     to fp16. The other arguments are those of the precision; fp16's are listed. Raises `ValueError` for precision
     arguments with `use_amp=False`.
     """
-    if not isinstance(use_amp, bool):
-        raise TypeError(f"to_channelslast({use_amp!r}): the first argument, use_amp, is True or False.\n"
-                        "Write `to_channelslast(amp_mode='bf16')` for a precision.")
-    if amp_mode is not None: kwargs['amp_mode'] = amp_mode
-    if kwargs and not use_amp:
-        raise ValueError(f"to_channelslast(use_amp=False) cannot be combined with {kwargs}, which sets a precision.\n"
-                         "Write `to_channelslast(amp_mode='bf16')` for both, or `to_channelslast(False)`.")
+    if amp_mode: kwargs['amp_mode'] = amp_mode
+    if use_amp not in (True, False) or (kwargs and not use_amp):
+        raise ValueError(f"to_channelslast(use_amp={use_amp!r}, **{kwargs}): use_amp is True or False, and with False "
+                         "there are no arguments for a precision.\nWrite `to_channelslast(amp_mode='bf16')`.")
     if kwargs or (use_amp and not hasattr(self, 'mixed_precision')): set_precision(self, MixedPrecision(**kwargs))
     if not hasattr(self, 'channels_last'): self.add_cb(ChannelsLast())
     return self
@@ -160,4 +157,4 @@ def amp_context(self: Learner) -> AbstractContextManager: # To enter with `with`
     `with learn.amp_context(): learn.model(x)` works inside and outside of `fit`.
     """
     cb = precision_callback(self)
-    return nullcontext() if cb is None else cb.amp_context()
+    return cb.amp_context() if cb else nullcontext()

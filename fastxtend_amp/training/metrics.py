@@ -1,8 +1,6 @@
 "Metrics for fastai's table and loggers: the loss scale, the skipped steps of an epoch, and the norm of the gradients."
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
 from typing import Any
 
 from fastai.learner import Learner, Metric
@@ -20,22 +18,14 @@ class PrecisionMetric(Metric):
     A subclass is a metric: `Learner(metrics=[accuracy, loss_scale])` gives each learner an object of its own. Whatever
     shows fastai's metrics shows it: the table, `CSVLogger`, `TensorBoardCallback`, `WandbCallback`.
     """
-    def __init__(self): self.reset()
-    def reset(self) -> None: self.learn: Callable[[], Learner | None] = lambda: None
-    def accumulate(self, learn: Learner) -> None: self.learn = weakref.ref(learn)   # read once, at the end
-    def __reduce__(self): return type(self), ()
+    cb: MixedPrecision | None = None
+    def accumulate(self, learn: Learner) -> None: self.cb = precision_callback(learn)   # read once, at the end
 
     def read(self, cb: MixedPrecision) -> Any:
         "Return the value; None counts as 0."
 
     @property
-    def value(self) -> float:
-        learn = self.learn()
-        cb = None if learn is None else precision_callback(learn)
-        return 0 if cb is None else self.read(cb) or 0
-
-    @property
-    def name(self) -> str: return type(self).__name__
+    def value(self) -> float: return 0 if self.cb is None else self.read(self.cb) or 0
 
 
 class loss_scale(PrecisionMetric):
@@ -58,14 +48,12 @@ class gradient_norm(PrecisionMetric):
 
 class _GradientNorm:
     "Computes what `gradient_norm` shows, on the device, in each step of a learner with that metric."
-    def __init__(self, cb: MixedPrecision): self.cb, self.is_shown = cb, False
-
-    def before_train(self):
-        self.is_shown = any(isinstance(metric, gradient_norm) for metric in self.cb.learn.metrics)
+    def __init__(self, cb: MixedPrecision): self.cb = cb
 
     def before_step(self):
-        if not self.is_shown: return
-        norm = get_total_norm(p.grad for p in optimizer_params(self.cb.learn.opt) if p.grad is not None)
+        learn = self.cb.learn
+        if not any(isinstance(metric, gradient_norm) for metric in learn.metrics): return
+        norm = get_total_norm(p.grad for p in optimizer_params(learn.opt) if p.grad is not None)
         self.cb.gradient_norm = norm.full_tensor() if is_dtensor(norm) else norm
 
 

@@ -9,14 +9,14 @@ import sys
 
 __all__ = []
 
-_FORMER = [f'fastxtend_amp.{name}' for name in ('callback', 'fp32_modules', 'fp8', 'half_weights', 'loop', 'metrics',
-                                                'mode', 'scaling')]
+# Unpickling imports one of these before any other.
+_FORMER = ['fastxtend_amp.callback', 'fastxtend_amp.half_weights', 'fastxtend_amp.metrics']
 
 
 class _FormerModules:
     "A finder that finds nothing."
     @staticmethod
-    def find_spec(name: str, path: object = None, target: object = None) -> None:
+    def find_spec(name: str, *args: object) -> None:
         "Raise a `RuntimeError` for a module of version 0.4."
         if name in _FORMER:
             raise RuntimeError(f'{name} is a module of fastxtend_amp 0.3 and 0.4. A learner that they pickled with a '

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from fastai.optimizer import Optimizer, OptimWrapper
+from fastai.optimizer import OptimWrapper
 
 from ..common import refuse_unknown
 from ..convert import map_tensors
@@ -46,16 +46,15 @@ def fused(
 
 
 def place_state(
-    opt: Optimizer | OptimWrapper, # `Lookahead` is an `Optimizer`
+    opt: Any, # An optimizer of fastai or torch, or one around it: `OptimWrapper`, `Lookahead`
 ) -> None:
     """Move the optimizer's state to the device of its parameters.
 
     A loaded state is on the device that the file was read to; fastai moves the model when a fit starts.
     """
-    inner: Any = opt
-    while hasattr(inner, 'opt'): inner = inner.opt
-    tensors = [(p, t) for p, state in inner.state.items() for t in state.values() if isinstance(t, torch.Tensor)]
+    while hasattr(opt, 'opt'): opt = opt.opt
+    tensors = [(p, t) for p, state in opt.state.items() for t in state.values() if isinstance(t, torch.Tensor)]
     # Single numbers may stay on the CPU: the number of steps, and what NAdam keeps.
     if all(t.device == p.device for p, t in tensors if t.dim()): return
-    if isinstance(inner, torch.optim.Optimizer): return inner.load_state_dict(inner.state_dict())   # places it itself
-    for p, state in inner.state.items(): inner.state[p] = map_tensors(partial(torch.Tensor.to, device=p.device), state)
+    if isinstance(opt, torch.optim.Optimizer): return opt.load_state_dict(opt.state_dict())   # places it itself
+    for p, state in opt.state.items(): opt.state[p] = map_tensors(partial(torch.Tensor.to, device=p.device), state)

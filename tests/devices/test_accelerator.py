@@ -244,8 +244,9 @@ def test_a_device_with_one_half_precision(lacks, has, dtype, device, sim):
 
 def test_a_device_with_neither(sim):
     sim.amp_dtypes = []
-    with pytest.warns(UserWarning, match='neither bf16 nor fp16'):
-        build('amp').fit(1)
+    learn = build('amp')
+    learn.fit(1)
+    assert learn.precision.mode is None  # fp32
     with pytest.raises(ValueError, match='to_fp32'):
         build('fp16').fit(1)
 

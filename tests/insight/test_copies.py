@@ -402,26 +402,6 @@ def test_wrappers_for_data_parallelism_are_left_out():
     assert type(learn.model) is nn.DataParallel
 
 
-class PrecisionCallback(Callback):
-    "Another library's callback; fastai names it `learn.precision`."
-
-
-@pytest.mark.parametrize(
-    'call',
-    [
-        lambda learn: learn.precision_report('bf16').verdicts['bf16'].verdict,
-        lambda learn: list(learn.compare_precision(('fp32', 'bf16'), n_steps=2).table.index),
-        lambda learn: learn.to_amp(measure=True, max_seconds=5) is learn,
-    ],
-    ids=['report', 'comparison', 'choice'],
-)
-def test_what_looks_at_the_precision_finds_its_own_callback(call):
-    "Beside another library's callback named precision."
-    learn, alone = learner().to_bf16(), learner().to_bf16()
-    learn.add_cb(PrecisionCallback())
-    assert call(learn) == call(alone)
-
-
 def test_a_loss_function_that_reaches_the_learners_own_model():
     "Weight decay in the loss, by a closure: the gradients of the learner's own weights do not change."
     model = mlp()

@@ -76,7 +76,7 @@ def test_modules_themselves_and_names_inside_wrappers():
         ('atn', ValueError, ["'atn'", "'attn'"]),
         ('head.7', ValueError, ["'head.7'", "'head.0'"]),
         (nn.Conv2d, ValueError, ['Conv2d', 'LayerNorm']),
-        ('LayerNorm', ValueError, ['give `nn.LayerNorm` itself']),
+        ('LayerNorm', ValueError, ["'LayerNorm' is a type: give the class itself"]),
         (lambda m: False, ValueError, ['matches no module']),
         (['attn', 'nope'], ValueError, ["'nope'"]),
         (3, TypeError, ['fp32_modules=3', 'head.*']),
@@ -93,10 +93,18 @@ def test_what_matches_nothing_is_refused_where_it_is_said(spec, error, words):
     assert list(learn.cbs) == before
 
 
-def test_a_torchscript_module_and_a_callback_that_could_not_be_added():
+def test_a_torchscript_module_is_kept_in_fp32():
     model = nn.Sequential(torch.jit.script(nn.Linear(6, 6)), nn.Linear(6, 1))
-    with pytest.raises(ValueError, match="'0' is a TorchScript module.*\nKeep the module around it"):
-        learner(model).to_bf16(fp32_modules='0')
+    learn, dtypes, own = learner(model).to_bf16(fp32_modules='0'), [], model[0].forward
+    learn.add_cb(At('after_pred', lambda l: dtypes.append(l.model[0](l.x).dtype), 0))
+    learn.fit(1)
+    assert set(dtypes) == {F32} and model[0].forward is own
+    dtypes.clear()
+    learn.to_bf16().fit(1)
+    assert set(dtypes) == {BF16}
+
+
+def test_a_callback_that_could_not_be_added():
     cb = MixedPrecision('bf16', fp32_modules='attn')
     with pytest.raises(ValueError, match="'attn' matches no module"):
         learner(cbs=cb).fit(1)

@@ -216,7 +216,7 @@ def test_the_argument_is_checked():
 # -- a temporary precision
 
 
-@pytest.mark.parametrize('to', ['fp32', 'bf16', torch.float32, MixedPrecision('bf16', fp32_modules='0')])
+@pytest.mark.parametrize('to', ['fp32', 'bf16', torch.bfloat16, MixedPrecision('bf16', fp32_modules='0')])
 def test_precision_as_leaves_the_training_as_it_was(to):
     learn, plain = (learner(cbs=mixed('fp16', fp32_modules='3', init_scale=2.0**18)) for _ in range(2))
     cb, dtypes = learn.precision, output_dtypes(learn, learn.model[3])

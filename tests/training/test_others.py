@@ -304,7 +304,10 @@ def test_an_export_in_the_middle_of_a_fit(mode, event, tmp_path):
 
     def export(l):
         if l.training and l.train_iter == 3 or event == 'after_epoch':
+            opt = l.opt
             told(lambda: l.export('model.pkl'))
+            assert l.opt is opt
+            assert event == 'after_batch' or vars(l).get('scaler') is None  # the fit was closed
 
     learn.fit(1, cbs=At(event, export, 60))  # after the Recorder: fastai's export forgets the batch
     plain.fit(1)
