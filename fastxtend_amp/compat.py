@@ -90,7 +90,7 @@ def skips_by_flag(opt: Any) -> bool:
 
 
 def found_infs_of(scaler: GradScaler, opt: Any) -> list[torch.Tensor]:
-    """Return the flags that `scaler.unscale_(opt)` left, one for each device: 0-dim fp32, 1 if a gradient is not finite.
+    """Return the flags that `scaler.unscale_(opt)` left, one per device: 0-dim fp32, 1 if a gradient is not finite.
 
     Relies on `GradScaler._found_inf_per_device` (since 1.6); without it the first step with loss scaling fails.
     """

@@ -48,7 +48,7 @@ class Precision:
     dtype: torch.dtype | None = None # Autocast's dtype; None without autocast
     color: ClassVar[str] = '#4c566a' # In plots
     automatic: ClassVar[bool] = False # Whether `to_amp()` may select it without measuring: the first native one
-    state_key: str = '' # Of `state_dict` among the optimizer's state in a file; by default the name
+    state_key: str = '' # Where a file's optimizer state keeps `state_dict`; the name if empty
     in_tables: ClassVar[bool] = True # Whether tables of precisions have a row for it
     package: ClassVar[str] = '' # A package that it needs besides torch and fastai
     rules: ClassVar[dict[str, Callable[[torch.device], Support]]] = {} # By device type: how it runs this precision
@@ -204,7 +204,7 @@ _ALIASES = {'float16': 'fp16', 'half': 'fp16', '16-mixed': 'fp16', 'bfloat16': '
 
 
 class AMPMode(str, Enum):
-    """The names of the precisions below fp32. Members are strings, and equal to fastai's own `AMPMode` members' values.
+    """Names of the precisions below fp32: strings, with the same values as in fastai's own `AMPMode`.
 
     `AMPMode(value)` accepts the name of every registered precision in any letter case, Lightning's names ('16-mixed',
     'bf16-mixed'), torch dtypes and their names ('float16', 'half', 'bfloat16'), and members of fastai's own `AMPMode`.

@@ -31,12 +31,13 @@ LOWERED = ('bf16', 'fp16')  # the precisions that weights can have
 class HalfWeights(Precision):
     """Train with 16-bit weights and fp32 master weights, exactly as `to_bf16` or `to_fp16` train.
 
-    Replaces the learner's current precision. For those who know fastai v1's `to_fp16(loss_scale, flat_master)`, and for
-    training without masters. The model's parameters are the fp32 masters; autocast's casts are their 16-bit copies.
+    Replaces the learner's current precision. Use it for the arguments of fastai v1's `to_fp16(loss_scale,
+    flat_master)`, or to train without master weights. The model's parameters are the master weights, and autocast
+    makes their 16-bit copies.
 
-    With `master_weights=False` the weights and biases of `nn.Linear` and of convolutions are bf16 themselves from a
-    fit's first training batch to its end, with their gradients and the optimizer's state: for linear and convolutional
-    networks about 10 bytes per parameter instead of 18. During a fit, call the model inside `learn.amp_context()`.
+    With `master_weights=False`, the weights and biases of `nn.Linear` and of convolutions are bf16 during a fit, and so
+    are their gradients and optimizer state: about 10 bytes per parameter instead of 18 in linear and convolutional
+    networks. During a fit, call the model inside `learn.amp_context()`.
 
     When `fit` starts, raises `ValueError` for `master_weights=False` with an optimizer that does not compensate for
     rounding, and for `flat_master=True` with anything but fastai's own element-wise optimizers on plain parameters.
@@ -305,7 +306,7 @@ def kahan(
     opt: str | type[torch.optim.Optimizer] = 'AdamW', # The name of one of optimi's optimizers, or its class
     **kwargs # Its arguments
 ) -> Callable[..., OptimWrapper]: # For `Learner(opt_func=...)`
-    """Return an optimizer with Kahan summation for `to_half_weights(master_weights=False)`, with fastai's names.
+    """Return an optimizer with Kahan summation for `to_half_weights(master_weights=False)`, under fastai's schedules.
 
     Needs the package torch-optimi 0.3. Its Triton kernels are used on GPUs only.
 

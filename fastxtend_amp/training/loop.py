@@ -118,8 +118,7 @@ def _explain(learn: Learner, error: BaseException) -> None:
                            'run in 16 bits, and prints the call that keeps it in fp32.')
 
 
-class _MixedPrecision:
-    "The learner's callback of this name, ours or fastai's own; no attribute in plain fp32."
+class _MixedPrecision:    # The learner's callback of this name, ours or fastai's own; no attribute in plain fp32
     def __get__(self, learn: Learner | None, kind: type | None = None) -> Any:
         if learn is None: return self
         found = [cb for cb in learn.cbs if isinstance(cb, fp16.MixedPrecision)]
