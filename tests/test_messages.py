@@ -80,8 +80,12 @@ def test_the_table_of_devices_is_a_data_frame():
     assert pickle.loads(pickle.dumps(table)).equals(table)
 
 
-@pytest.mark.parametrize('mode', ['fp32', 'bf16'])
-def test_an_export_says_nothing(mode, tmp_path):
-    "That the file is in fp32 is documented; `load_learner` removes mixed precision in fastai as well."
-    learn = getattr(learner(path=tmp_path), f'to_{mode}')()
-    assert not told(lambda: learn.export('model.pkl'))
+def test_an_export_says_once_that_it_is_in_fp32(tmp_path):
+    learn = learner(path=tmp_path).to_bf16()
+    said = told(lambda: [learn.export(f'{i}.pkl') for i in range(3)], 'fp32')
+    assert len(said) == 1
+    assert 'to_bf16' in said[0]
+
+
+def test_an_export_in_plain_fp32_says_nothing(tmp_path):
+    assert not told(lambda: learner(path=tmp_path).export('model.pkl'), 'fp32')

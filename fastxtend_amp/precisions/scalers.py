@@ -99,7 +99,7 @@ def check_scaler_state(state: Any) -> None:
         value = state.get(key) if isinstance(state, Mapping) else None
         if is_number(value, kind) and 0 <= value <= _LARGEST: continue   # version 0.4 let the scale fall to 0
         raise ValueError(f'The loss scale cannot be loaded: {key!r} is {value!r}, not {_KINDS[kind]} from 0. Nothing '
-                         'was loaded.\nUse what `state_dict()` returned.')
+                         'was loaded.\n`learn.load(..., with_opt=False)` loads only the model.')
 
 
 def check_unscalable(

@@ -5,9 +5,9 @@ writes fp32. Each calls what it replaces, and without a precision callback does 
 """
 from __future__ import annotations
 
-import functools, os, shutil, time
+import functools, os, platform, shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -32,18 +32,25 @@ def written_whole(path: Path) -> Iterator[BinaryIO]: # A file to write to
     """Write to a file beside `path`, which replaces it when it is complete.
 
     An exception, a full disk or a killed process leaves the old file whole. What a killed process has left is removed
-    by a later call, an hour after the last byte.
+    by the next call on the same machine.
     """
     path = path.resolve()
-    with suppress(FileNotFoundError):                            # another process may remove it meanwhile
-        for left in path.parent.glob(f'.{path.name}.*.part'):
-            if time.time() - left.stat().st_mtime > 3600: left.unlink()
-    part = path.with_name(f'.{path.name}.{uuid4().hex}.part')    # each writer has its own
+    start = f'.{path.name}.{platform.node()}-'
+    for left in path.parent.glob(f'{start}*.part'):
+        if not _is_running(left.name.removeprefix(start).partition('.')[0]): left.unlink(missing_ok=True)
+    part = path.with_name(f'{start}{os.getpid()}.{uuid4().hex}.part')   # each writer has its own
     try:
         with open(part, 'xb') as f: yield f
         if path.exists(): shutil.copymode(path, part)
         os.replace(part, path)
     finally: part.unlink(missing_ok=True)
+
+
+def _is_running(pid: str) -> bool:
+    "Return whether a process may still be running; on Windows, where asking would end it, always True."
+    try: return os.name != 'posix' or os.kill(int(pid), 0) is None
+    except ProcessLookupError: return False
+    except PermissionError: return True
 
 
 class FileFormat(NamedTuple):
@@ -105,6 +112,7 @@ def load(original: Callable, self: Learner, file: Any, *args: Any, **kwargs: Any
     model, opt = _StandIn(), _StandIn()
     if file_format: kwargs['device'] = 'cpu'
     with _replaced(self, 'model', model), _replaced(self, 'opt', opt): original(self, file, *args, **kwargs)
+    if not kwargs.get('with_opt', True): opt.state = None        # which fastai's `TextLearner.load` ignores
     if file_format: model.state, opt.state = file_format.from_file(self, model.state, opt.state)
     own = cb and cb.state_dict()
     try:
@@ -131,6 +139,10 @@ def export(original: Callable, self: Learner, *args: Any, **kwargs: Any) -> None
         self.cbs = self.cbs.filter(risinstance(PRECISION_CALLBACKS), negate=True)
         original(self, *args, **kwargs)
     finally: vars(self).update(kept)
+    if cb and not cb.has_exported:
+        cb.has_exported = True
+        warn_user('Exported in fp32, for a file that loads without fastxtend_amp.\nTo train or predict in 16 bits '
+                  'after `load_learner`, call `to_bf16()` or another method on what it returns.')
 
 
 def put_over(

@@ -7,7 +7,7 @@ import torch
 from fastai.learner import Learner
 from torch import nn
 
-from ..common import training_device, warn_user
+from ..common import optimizer_params, training_device, warn_user
 from ..compat import BackwardWithoutAutocast, is_compiled
 from ..convert import is_half
 from ..precisions import Precision
@@ -20,12 +20,22 @@ def check_training(
     fit: Any, # The `Fit` that is open
     warn_of_emulation: bool, # Warn of a device without hardware for the precision
 ) -> None:
-    "Warn of emulation, and of 16-bit parameters."
-    if warn_of_emulation and (message := fit.precision.emulation_warning(training_device(learn))): warn_user(message)
+    "Warn of emulation, of 16-bit parameters, and of parameters outside the optimizer."
+    device = training_device(learn)
+    if warn_of_emulation and fit.precision.name == 'fp32':
+        warn_user(f"amp_mode='auto': device '{device}' has neither bf16 nor fp16 arithmetic, so training runs in "
+                  'fp32.\n`precision_support()` says why; `learn.to_fp32()` is silent.')
+    elif warn_of_emulation and (message := fit.precision.emulation_warning(device)): warn_user(message)
     if half := half_parameters_of(learn.model):
         warn_user(f"{len(half)} trainable parameters are 16-bit themselves, such as '{half[0]}': small updates to "
                   'them are rounded away.\nCall `learn.model.float()` first: autocast itself casts what can run in '
                   '16 bits.')
+    stepped = {*optimizer_params(learn.opt)}
+    strays = [name for name, p in learn.model.named_parameters() if p.requires_grad and p not in stepped]
+    if strays and fit.precision.dtype is torch.float16 and fit.scaling is not None:
+        warn_user(f"{len(strays)} trainable parameters are not in `learn.opt`, such as '{strays[0]}': in fp16 "
+                  "their gradients stay multiplied by the loss scale.\nAn optimizer of your own would take far too "
+                  "large steps with them. Put them into the learner's optimizer, or use `learn.to_bf16()`.")
 
 
 def half_parameters_of(

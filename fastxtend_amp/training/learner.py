@@ -65,6 +65,9 @@ def _add_method(cls: type[Precision]) -> None:
 
     def method(self: Learner, *args: Any, **kwargs: Any) -> Learner:
         refuse_unknown(name, parameters, kwargs)
+        if args and not any(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters_of(cls).values()):
+            raise TypeError(f'{name}({args[0]!r}): its arguments are given by name, such as `fp32_modules=`.\n'
+                            'To let the device decide the precision call `learn.to_amp()`.')
         options = {option: kwargs.pop(option) for option in CALLBACK_PARAMETERS if option in kwargs}
         return set_precision(self, MixedPrecision(cls(*args, **kwargs), **options))
 

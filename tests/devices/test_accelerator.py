@@ -245,7 +245,8 @@ def test_a_device_with_one_half_precision(lacks, has, dtype, device, sim):
 def test_a_device_with_neither(sim):
     sim.amp_dtypes = []
     learn = build('amp')
-    learn.fit(1)
+    with pytest.warns(UserWarning, match='neither bf16 nor fp16'):
+        learn.fit(1)
     assert learn.precision.mode is None  # fp32
     with pytest.raises(ValueError, match='to_fp32'):
         build('fp16').fit(1)

@@ -312,9 +312,10 @@ def test_cancel_batch_after_unscaling_accumulates_as_in_fp32():
         torch.testing.assert_close(a, b, rtol=0.01, atol=0.01)
 
 
-def test_parameters_outside_the_optimizer_keep_no_scaled_gradients():
+def test_parameters_outside_the_optimizer_are_told_in_fp16_and_keep_no_scaled_gradients():
     learn = learner(splitter=lambda m: [list(m[0].parameters())]).to_fp16(init_scale=256.0)
-    learn.fit(1, 0.01)
+    with pytest.warns(UserWarning, match="(?s)4 trainable parameters.*'1.weight'.*loss scale"):
+        learn.fit(1, 0.01)
     assert all(p.grad is None for p in learn.model[1:].parameters())
 
 
