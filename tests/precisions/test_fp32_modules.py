@@ -73,10 +73,10 @@ def test_modules_themselves_and_names_inside_wrappers():
 @pytest.mark.parametrize(
     'spec, error, words',
     [
-        ('atn', ValueError, ["'atn'", "'attn'"]),
-        ('head.7', ValueError, ["'head.7'", "'head.0'"]),
-        (nn.Conv2d, ValueError, ['Conv2d', 'LayerNorm']),
-        ('LayerNorm', ValueError, ["'LayerNorm' is a type: give the class itself"]),
+        ('atn', ValueError, ["'atn'", 'modules: attn']),
+        ('head.7', ValueError, ["'head.7'", ' head.0']),
+        (nn.Conv2d, ValueError, ['Conv2d', 'named_modules()']),
+        ('LayerNorm', ValueError, ["'LayerNorm'", 'Give a type itself, such as `nn.LayerNorm`']),
         (lambda m: False, ValueError, ['matches no module']),
         (['attn', 'nope'], ValueError, ["'nope'"]),
         (3, TypeError, ['fp32_modules=3', 'head.*']),
