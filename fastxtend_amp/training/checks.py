@@ -8,7 +8,6 @@ from fastai.learner import Learner
 from torch import nn
 
 from ..common import optimizer_params, training_device, warn_user
-from ..compat import BackwardWithoutAutocast, is_compiled
 from ..convert import is_half
 from ..precisions import Precision
 
@@ -53,17 +52,12 @@ def check_model(
     """Raise a `ValueError` if the model cannot compute in `precision`, or cannot keep modules in fp32.
 
     `nn.DataParallel` tells its threads that autocast is on, but not its dtype: they use the default, fp16. A replica is
-    a shallow copy, whose modules would run the forward of the original. Compiled models need a setting that not every
-    PyTorch has.
+    a shallow copy, whose modules would run the forward of the original.
     """
     is_parallel = any(isinstance(m, nn.DataParallel) and len(m.device_ids or ()) > 1 for m in model.modules())
-    if not is_parallel and not is_compiled(model): return
-    kept, is_fp16 = [*precision.kept.check(model)], precision.dtype is torch.float16
-    if is_parallel and (kept or not is_fp16):
+    if not is_parallel: return
+    kept, is_fp16 = precision.kept.check(model), precision.dtype is torch.float16
+    if kept or not is_fp16:
         what, without = ('fp32_modules', ' without fp32_modules') if is_fp16 else (precision.name, '')
         raise ValueError(f"{what} cannot be used with nn.DataParallel, whose replicas would not compute in it.\n"
                          f"Use DistributedDataParallel, or `learn.to_fp16()`{without}.")
-    if kept and not is_parallel and not BackwardWithoutAutocast().is_available:
-        raise ValueError(f"fp32_modules={kept!r} cannot be kept in a compiled model: this PyTorch ({torch.__version__})"
-                         " compiles their backward pass in 16 bits.\nTrain it uncompiled, or with another version of "
-                         "PyTorch (2.9 and 2.15 are known to work).")
