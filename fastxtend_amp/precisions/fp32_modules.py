@@ -41,11 +41,12 @@ class Forward:
         self.users.discard(user)
         if self.users: return
         if forward_of(self.module) is self: self._remove()
-        self.on = False                                          # last: after an interrupt this is called again
+        self.on = False
 
     def _remove(self) -> None:
-        for name in ('forward', '__reduce_ex__', '__deepcopy__'): vars(self.module).pop(name, None)
-        vars(self.module).update(self.before)
+        for name in ('__reduce_ex__', '__deepcopy__'): vars(self.module).pop(name, None)
+        vars(self.module).update(self.before)                    # `forward` last, for a second call after an interrupt
+        if not self.before: vars(self.module).pop('forward', None)
 
     def _without(self, copy_module: Callable[[], Any]) -> Any:
         "Return what a function returns while the module is as it was before."

@@ -49,7 +49,7 @@ def match_modules(
         if not hits:
             names = [name for name, _ in places]
             near = difflib.get_close_matches(str(part), names, 4, .5) or names[:4]
-            raise ValueError(f"{argument}={part!r} matches no module of the model.\nIts modules: {', '.join(near)} ...\n"
+            raise ValueError(f"{argument}={part!r} matches no module of the model.\nModules: {', '.join(near)} ...\n"
                              "`learn.model.named_modules()` gives all names. Give a type itself, such as "
                              "`nn.LayerNorm`, not its name.")
         found.update(hits)
