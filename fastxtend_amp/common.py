@@ -70,12 +70,12 @@ def several_processes() -> bool:
 _NOT_THE_USERS = ('fastxtend_amp', 'fastai', 'fastcore', 'torch', 'contextlib')
 
 
-def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
+def warn_user(message: str) -> None:
     "Warn at the user's own line: the innermost one that is not in this package, fastai, fastcore or PyTorch."
     frame, level = inspect.currentframe(), 1
     while frame and frame.f_globals.get('__name__', '').partition('.')[0] in _NOT_THE_USERS:
         frame, level = frame.f_back, level + 1
-    warnings.warn(message, category, stacklevel=level)
+    warnings.warn(message, stacklevel=level)
 
 
 _CLIP = "add fastai's callback, which sees unscaled gradients: `learn.add_cb(GradientClip(1.))`."

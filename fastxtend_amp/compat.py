@@ -68,17 +68,13 @@ class BackwardWithoutAutocast:
 
     AOTAutograd traces the backward pass under the autocast of the whole forward pass, so regions with autocast off get
     half-precision products there. Relies on `torch._functorch.config.backward_pass_autocast` (seen in 2.9 and 2.15).
-    Without it `is_available` is False, and modules cannot be kept in fp32 in compiled models.
+    Without it the first batch of a compiled model fails.
     """
     def __init__(self):
         from torch._functorch import config
-        self.config, self.before = config, getattr(config, 'backward_pass_autocast', None)
-    @property
-    def is_available(self) -> bool: return self.before is not None
-    def __enter__(self) -> None:
-        if self.is_available: self.config.backward_pass_autocast = 'off'
-    def __exit__(self, *args: object) -> None:
-        if self.is_available: self.config.backward_pass_autocast = self.before
+        self.config, self.before = config, config.backward_pass_autocast
+    def __enter__(self) -> None: self.config.backward_pass_autocast = 'off'
+    def __exit__(self, *args: object) -> None: self.config.backward_pass_autocast = self.before
 
 
 def skips_by_flag(opt: Any) -> bool:

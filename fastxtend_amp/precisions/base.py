@@ -20,7 +20,7 @@ from torch import nn
 from torch.amp import GradScaler
 
 from ..devices import facts
-from .fp32_modules import Fp32Modules
+from .fp32_modules import Fp32Forward, Fp32Modules, Replaced
 
 __all__ = ['PRECISIONS', 'AMPMode', 'Auto', 'Precision', 'Support', 'cpu_rule', 'each_precision',
            'fastest_native', 'find_precision', 'parameters_of', 'precision_support', 'xla_rule']
@@ -127,7 +127,7 @@ class Precision:
 
     def around_fit(self, model: nn.Module) -> list[Any]:
         "Return contexts for a whole fit or validation, each with `add(model)`."
-        return [self.kept.in_model(model)]
+        return [Replaced(self.kept.check, Fp32Forward, model)]
 
     def around_training(self, learn: Learner) -> list[Any]:
         "Return contexts from a fit's first training batch to its end."

@@ -31,11 +31,8 @@ def _cuda(device: torch.device) -> Support:
 
 
 def _xpu(device: torch.device) -> Support:
-    capability = facts.xpu_capability(device)
-    if not capability.get('has_fp64', True):
-        return Support('unsupported', 'GradScaler needs float64, which this Intel GPU does not have')
-    if capability.get('has_fp16', True): return Support('native', 'Intel GPU')
-    return Support('emulated', 'this Intel GPU has no fp16 arithmetic')
+    if facts.xpu_capability(device).get('has_fp64', True): return Support('native', 'Intel GPU')
+    return Support('unsupported', 'GradScaler needs float64, which this Intel GPU does not have')
 
 
 class FP16(Precision):

@@ -15,7 +15,7 @@ from ..compat import tree_leaves
 from ..convert import to_fp32
 from .matching import ROOT, match_modules, tests_of
 
-__all__ = ['Forward', 'Fp32Modules', 'Replaced', 'forward_of']
+__all__ = ['Forward', 'Fp32Forward', 'Fp32Modules', 'Replaced', 'forward_of']
 
 class Forward:
     """A forward that replaces a module's own while a context is open; subclasses define `run`.
@@ -41,11 +41,12 @@ class Forward:
         self.users.discard(user)
         if self.users: return
         if forward_of(self.module) is self: self._remove()
-        self.on = False                                          # last: after an interrupt this is called again
+        self.on = False
 
     def _remove(self) -> None:
-        for name in ('forward', '__reduce_ex__', '__deepcopy__'): vars(self.module).pop(name, None)
-        vars(self.module).update(self.before)
+        for name in ('__reduce_ex__', '__deepcopy__'): vars(self.module).pop(name, None)
+        vars(self.module).update(self.before)                    # `forward` last, for a second call after an interrupt
+        if not self.before: vars(self.module).pop('forward', None)
 
     def _without(self, copy_module: Callable[[], Any]) -> Any:
         "Return what a function returns while the module is as it was before."
@@ -67,7 +68,7 @@ def _reduced(module: nn.Module, protocol: int) -> tuple:
 
 
 def forward_of(module: nn.Module) -> Any:
-    "Return the `Forward` that has replaced the module's own; another object or None if there is none."
+    "Return the `Forward` that has replaced the module's own; None, or the object of another method, without one."
     return getattr(vars(module).get('forward'), '__self__', None)
 
 
@@ -83,9 +84,7 @@ class Replaced:
     ):
         self.find, self.kind, self.model, self.forwards = find, kind, model, dict[nn.Module, Forward]()
 
-    def __enter__(self) -> Replaced:
-        self.add(self.model)
-        return self
+    def __enter__(self) -> None: self.add(self.model)
 
     def add(self, model: nn.Module) -> None:
         "Also replace the forwards in `model`; those that are replaced already stay."
@@ -128,10 +127,6 @@ class Fp32Modules:
     def check(self, model: nn.Module) -> dict[str, nn.Module]: # The modules to keep, by name
         "Raise what `match_modules` does."
         return match_modules(model, self.spec)
-
-    def in_model(self, model: nn.Module) -> Replaced:
-        "Return a context that keeps them in fp32 in `model`."
-        return Replaced(self.check, Fp32Forward, model)
 
     def warn_of_unused(self, model: nn.Module) -> None:
         "Warn of modules whose forward never ran: the module around them may use their weights directly."

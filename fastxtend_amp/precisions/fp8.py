@@ -23,9 +23,9 @@ def fp8_layers(
     spec: Any, # The modules whose linear layers compute in FP8, as in `match_modules`; None for all
     in_fp32: Collection[str], # Names of modules kept in fp32
     min_size: int = 0, # Shortest side of a weight
-) -> dict[str, nn.Linear]: # By name
+) -> dict[str, nn.Module]: # By name
     "Return the linear layers that can compute in FP8. Raises `ValueError` if there is none."
-    asked = {ROOT: model} if spec is None else match_modules(model, spec, 'modules')
+    asked = [ROOT] if spec is None else match_modules(model, spec, 'modules')
     layers = {name: m for name, m in qualified_names(model) if covers(asked, name) and not covers(in_fp32, name)
               and type(m) is nn.Linear and 'weight' in m._parameters}
     found = {n: m for n, m in layers.items() if not any(s % _SIDES or s < min_size for s in m.weight.shape)}
@@ -91,7 +91,7 @@ class FP8(BF16):
 
     def find_layers(self, model: nn.Module) -> dict[str, nn.Module]:
         "Return the linear layers that compute in FP8, by name. Raises `ValueError` if there is none."
-        return {**fp8_layers(model, self.spec, self.kept.check(model), self.min_size)}
+        return fp8_layers(model, self.spec, self.kept.check(model), self.min_size)
 
     def check(self, model: nn.Module) -> None: self.find_layers(model)
 

@@ -47,8 +47,11 @@ def match_modules(
     for part, test in tests_of(spec, argument):
         hits = [name for name, m in places if test(name, m)]
         if not hits:
-            raise ValueError(f"{argument}={part!r} matches no module of the model.\n{_near(part, places)}\n"
-                             "`learn.model.named_modules()` gives all names.")
+            names = [name for name, _ in places]
+            near = difflib.get_close_matches(str(part), names, 4, .5) or names[:4]
+            raise ValueError(f"{argument}={part!r} matches no module of the model.\nModules: {', '.join(near)} ...\n"
+                             "`learn.model.named_modules()` gives all names. Give a type itself, such as "
+                             "`nn.LayerNorm`, not its name.")
         found.update(hits)
     for name, m in places:                                       # a module comes before those in it
         has_forward = getattr(type(m), 'forward', None) is not nn.Module.forward
@@ -73,19 +76,10 @@ def tests_of(spec: Any, argument: str) -> list[tuple[Any, Callable[[str, nn.Modu
 
 
 def _test_of(part: Any, argument: str) -> Callable[[str, nn.Module], bool]:
-    if isinstance(part, str): return lambda name, m: name == part or fnmatch.fnmatchcase(name, part)
+    if isinstance(part, str): return lambda name, m: fnmatch.fnmatchcase(name, part)
     if isinstance(part, nn.Module): return lambda name, m: m is unwrapped(part)
     if isinstance(part, type) and issubclass(part, nn.Module): return lambda name, m: isinstance(m, part)
     if callable(part) and not isinstance(part, type): return lambda name, m: bool(part(m))
     raise TypeError(f"{argument}={part!r} cannot be used.\n"
                     "Give names with wildcards such as 'head.*', module types such as nn.LayerNorm, modules of the "
                     "model, functions that take a module, or a list of these.")
-
-
-def _near(part: Any, places: list[tuple[str, nn.Module]]) -> str:
-    "Return what the model has that is near to `part`, for an error."
-    types = sorted({type(m).__name__ for _, m in places})
-    if not isinstance(part, str): return f"It has modules of these types: {', '.join(types[:12])}."
-    if part in types: return f"'{part}' is a type: give the class itself, such as `nn.Linear`, not its name."
-    names = [name for name, _ in places]
-    return f"Near names: {', '.join(map(repr, difflib.get_close_matches(part, names, 4, .5) or names[:4]))}."

@@ -8,7 +8,6 @@ from fastai.learner import Learner
 from torch import nn
 
 from ..common import optimizer_params, training_device, warn_user
-from ..compat import BackwardWithoutAutocast, is_compiled
 from ..convert import is_half
 from ..precisions import Precision
 
@@ -49,20 +48,14 @@ def check_model(
     precision: Precision, # One with autocast
     model: nn.Module, # The model to train
 ) -> None:
-    """Raise a `ValueError` if the model cannot compute in `precision`, or cannot keep modules in fp32.
+    """Raise a `ValueError` if the model cannot compute in `precision`.
 
     `nn.DataParallel` tells its threads that autocast is on, but not its dtype: they use the default, fp16. A replica is
-    a shallow copy, whose modules would run the forward of the original. Compiled models need a setting that not every
-    PyTorch has.
+    a shallow copy, whose modules would run the forward of the original.
     """
     is_parallel = any(isinstance(m, nn.DataParallel) and len(m.device_ids or ()) > 1 for m in model.modules())
-    if not is_parallel and not is_compiled(model): return
-    kept = [*precision.kept.check(model)]
+    kept = precision.kept.check(model)
     if is_parallel and (kept or precision.dtype is not torch.float16):
-        raise ValueError(f'nn.DataParallel supports only fp16 without fp32_modules, not {precision.name} with '
-                         f'fp32_modules={kept!r}: its replicas would not compute in it.\n'
-                         'Use DistributedDataParallel, or `learn.to_fp16()`.')
-    if kept and not BackwardWithoutAutocast().is_available:
-        raise ValueError(f"fp32_modules={kept!r} cannot be kept in a compiled model: this PyTorch ({torch.__version__})"
-                         " compiles their backward pass in 16 bits.\nTrain it uncompiled, or with another version of "
-                         "PyTorch (2.9 and 2.15 are known to work).")
+        what = f'{precision.name} with fp32_modules' if kept else precision.name
+        raise ValueError(f'nn.DataParallel supports only fp16 without fp32_modules, not {what}: its replicas would not '
+                         'compute in it.\nUse DistributedDataParallel, or `learn.to_fp16()`.')

@@ -7,7 +7,9 @@ from fastcore.foundation import L
 from torch.optim.swa_utils import AveragedModel
 from torch._dynamo.testing import CompileCounter
 
+from fastxtend_amp.precisions.fp32_modules import Fp32Forward, Fp32Modules, Replaced
 from helpers import *
+from interrupts import interrupted_before, lines_of
 
 
 class Notes(nn.Linear):
@@ -73,10 +75,10 @@ def test_modules_themselves_and_names_inside_wrappers():
 @pytest.mark.parametrize(
     'spec, error, words',
     [
-        ('atn', ValueError, ["'atn'", "'attn'"]),
-        ('head.7', ValueError, ["'head.7'", "'head.0'"]),
-        (nn.Conv2d, ValueError, ['Conv2d', 'LayerNorm']),
-        ('LayerNorm', ValueError, ["'LayerNorm' is a type: give the class itself"]),
+        ('atn', ValueError, ["'atn'", 'Modules: attn']),
+        ('head.7', ValueError, ["'head.7'", ' head.0']),
+        (nn.Conv2d, ValueError, ['Conv2d', 'named_modules()']),
+        ('LayerNorm', ValueError, ["'LayerNorm'", 'Give a type itself, such as `nn.LayerNorm`']),
         (lambda m: False, ValueError, ['matches no module']),
         (['attn', 'nope'], ValueError, ["'nope'"]),
         (3, TypeError, ['fp32_modules=3', 'head.*']),
@@ -225,6 +227,27 @@ def test_a_forward_of_ones_own_on_the_instance_is_used_and_given_back():
     own = learn.model.attn.forward = lambda x: (calls.append(x.dtype), x)[1]
     learn.to_bf16(fp32_modules='attn').fit(1)
     assert set(calls) == {F32} and learn.model.attn.forward is own
+
+
+def test_an_interrupt_between_two_lines_leaves_no_forward_and_gives_back_ones_own():
+    model = mlp()
+    own = model[3].forward = lambda x: x
+    before = [{**vars(m)} for m in model.modules()]
+
+    def context():
+        return Replaced(Fp32Modules(['0', '3']).check, Fp32Forward, model)
+
+    def run(opened):
+        opened.__enter__()
+        opened.__exit__()
+
+    interrupted = 0
+    for line in lines_of(lambda: run(context())):
+        opened = context()
+        interrupted += interrupted_before(line, lambda: run(opened))
+        opened.__exit__()  # as the end of a fit does
+        assert [{**vars(m)} for m in model.modules()] == before, line
+    assert interrupted > 20 and model[3].forward is own
 
 
 def test_another_model_and_modules_exchanged_by_a_callback():

@@ -131,7 +131,7 @@ def test_other_layers_of_the_same_type_stay_as_they_are():
 
 def test_what_cannot_be_is_refused_at_once(monkeypatch):
     for call, said in {
-        lambda: net_learner().to_fp8(modules='boby'): "(?s)modules='boby' matches no module.*'body'",
+        lambda: net_learner().to_fp8(modules='boby'): "(?s)modules='boby' matches no module.*: body,",
         lambda: net_learner().to_fp8(modules='head'): "(?s)modules='head' leaves no linear layer.*16.*to_bf16",
         lambda: learner().to_fp8(): 'leaves no linear layer',
         lambda: net_learner().to_fp8(fp32_modules='*'): 'leaves no linear layer',

@@ -4,7 +4,6 @@ import pytest, torch
 from fastai.callback.core import CancelFitException
 from torch._functorch import config
 
-from fastxtend_amp.compat import BackwardWithoutAutocast
 from helpers import *
 
 
@@ -99,13 +98,3 @@ def test_the_setting_is_put_back_and_is_that_of_compiled_models_alone():
 
     assert run(True, None) == run(True, KeyboardInterrupt()) == run(True, CancelFitException()) == {'off'}
     assert run(False, None) == {'same_as_forward'}
-
-
-def test_where_pytorch_lacks_it_kept_modules_of_compiled_models_are_refused(monkeypatch):
-    monkeypatch.setattr(BackwardWithoutAutocast, 'is_available', False)
-    model = Big()
-    learner(model).to_bf16(fp32_modules='hot').fit(1)
-    model.compile(backend='eager')
-    with pytest.raises(ValueError, match=r"(?s)fp32_modules=\['hot'\] cannot be kept in a compiled model.*uncompiled"):
-        learner(model).to_bf16(fp32_modules='hot').fit(1)
-    learner(model).to_bf16().fit(1)
