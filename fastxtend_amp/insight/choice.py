@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from weakref import WeakKeyDictionary
 
 from fastai.learner import Learner
 from fastcore.basics import patch
@@ -16,8 +15,6 @@ from .precisions import default_choices
 __all__ = ['measure_and_choose']
 
 _FOR_REPORT = .3    # share of the time
-# By learner; an attribute of the learner would be exported with it.
-decisions: WeakKeyDictionary[Learner, PrecisionComparison] = WeakKeyDictionary()
 
 
 def measure_and_choose(
@@ -50,7 +47,7 @@ def measure_and_choose(
     comparison = comparing.run(compared)
     comparison.reason = '; '.join([comparison.reason.rstrip('.'), *refused]) + '.'
     comparison.apply(learn)
-    decisions[learn] = comparison
+    vars(learn)['precision_decision'] = comparison               # which `export` leaves out
     said = ' '.join([comparison.reason, *comparison.notes])
     print(f'Selected: {comparison.recommended}. {said} Measured in {time.perf_counter() - start:.0f} s. '
           f'Without measuring: `{comparison.calls[comparison.recommended]}`.')
@@ -59,4 +56,4 @@ def measure_and_choose(
 @patch(as_prop=True)
 def precision_decision(self: Learner) -> PrecisionComparison | None:
     "The comparison of the last `to_amp(measure=True)`: `recommended`, `reason`, `calls`; None without one."
-    return decisions.get(self)
+    return vars(self).get('precision_decision')

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, islice, repeat
 from typing import Any
 
 import numpy as np
@@ -103,7 +102,7 @@ def compare_precision(self: Learner,
 class Run:
     "One training: its precision, the copy that trains in it, and the measurements."
     choice: PrecisionChoice
-    support: str = 'native' # 'emulated', 'unsupported' or 'failed'
+    support: str = 'native' # 'emulated', or 'failed' after an error
     note: str = '' # Why it does not run; '' if it does
     learn: Any = None # The copy, while it trains
     random_state: RandomState = field(default_factory=random_state) # Of the copy, between its rounds
@@ -155,7 +154,7 @@ class Run:
         if cb := precision_callback(self.learn):
             self.measured |= {'skipped': cb.n_skipped, 'final scale': cb.scale or math.nan}
         pairs = zip(unwrapped(model).parameters(), self.learn.model.parameters())
-        moved = math.hypot(*(float((q.data - p.data.to(q)).norm()) for p, q in pairs if is_plain(q)))
+        moved = math.hypot(*(float(torch.dist(q.data, p.data.to(q))) for p, q in pairs if is_plain(q)))
         self.measured['weights moved'] = moved / len(self.losses)
 
     def count_activations(self, batch: Any) -> None:
@@ -184,12 +183,11 @@ class Comparison:
     def __post_init__(self):
         check_above_0('max_seconds', self.max_seconds, '60')
         check_learner(self.learn, self.method)
-        if half := [n for n, p in self.learn.model.named_parameters() if p.dtype in HALF]:
-            raise ValueError(f"{self.method} compares with fp32 training, but {len(half)} parameters are 16-bit; the "
-                             f"first is '{half[0]}'.\nCall `learn.model.float()` to compare, or `learn.to_bf16()` to "
-                             'train the model without comparing.')
+        if any(p.dtype in HALF for p in self.learn.model.parameters()):
+            raise ValueError(f'{self.method} compares with fp32 training, but this model has 16-bit parameters.\nCall '
+                             '`learn.model.float()` to compare, or `learn.to_bf16()` to train it without comparing.')
         self.end, self.device = time.monotonic() + self.max_seconds, training_device(self.learn)
-        self.runs, self.seeds = list[Run](), list[Run]()
+        self.seeds = list[Run]()
         self.validates = self.method == 'compare_precision'      # `to_amp` calls the report, which validates
 
     def run(self, choices: list[PrecisionChoice]) -> PrecisionComparison:
@@ -197,9 +195,7 @@ class Comparison:
             if len(choices) == 1: self.n_steps = 1               # there is nothing to compare fp32 with
             self.n = self.n_steps                                # of which losses are compared; fewer in little time
             self._draw()
-            for choice in choices:
-                status, why = choice.mode.support(self.device) if choice.mode else ('native', '')
-                self.runs.append(Run(choice, status, why if status == 'unsupported' else ''))
+            self.runs = [Run(c, c.mode.support(self.device).status if c.mode else 'native') for c in choices]
             self.base = self.runs[0]
             with ExitStack() as copies:
                 for run in self._training:
@@ -225,12 +221,12 @@ class Comparison:
         "Draw and time one batch per step, as many as fit into a quarter of the time and into 512 MB."
         self.batches, size, dl = list[Any](), 0, loader_like(self.learn.dls.train)
         clock = [time.perf_counter()]
-        for b in islice(chain.from_iterable(repeat(dl, self.n_steps)), self.n_steps):   # one epoch after the other
+        for b in (b for _ in range(self.n_steps) for b in dl):   # from the first again when an epoch is over
             self.batches.append(to_device(b, self.device))
             self.tick('batches')
             clock.append(time.perf_counter())
             size += sum(t.nbytes for t in tensors(b, floating=False))
-            if size > LIMIT or clock[-1] - clock[0] > self.max_seconds / 4: break
+            if len(self.batches) == self.n_steps or size > LIMIT or clock[-1] - clock[0] > self.max_seconds / 4: break
         if not self.batches: raise no_batches(self.method)
         # The mean without the first batch, which starts the workers, unless it is the only one.
         self.loading = float(np.diff(clock[1:] if len(clock) > 2 else clock).mean())
@@ -247,15 +243,12 @@ class Comparison:
         if cb is not None: cb.on_overflow = 'ignore'             # a diagnosis would disturb the times
         set_random_state(run.random_state)
         copy.fit(0, self.lr)                                     # creates the optimizer, or sets its hyper-parameters
-        if self.validates and not self.base.losses: self._validate(run)
+        if self.validates and not self.base.losses:              # where a precision that trains may fail
+            try: copy.validate(dl=[self._batch(0)])
+            except Exception as e:
+                if run is not self.base: raise type(e)(f'{first_line(e)} (in validation)') from e
+                self.validates = False                           # fp32 fails there as well
         begin_fit(copy, self.n_steps, train=False)
-
-    def _validate(self, run):
-        "Run a batch as in validation, where a precision that trains may fail; not after fp32 has failed there."
-        try: run.learn.validate(dl=[self._batch(0)])
-        except Exception as e:
-            if run is not self.base: raise type(e)(f'{first_line(e)} (in validation)') from e
-            self.validates = False
 
     def _failed(self, run, e):
         "Record the error of a low precision, which is a result; raise an error in fp32, and when memory runs out."
@@ -335,9 +328,6 @@ class Comparison:
             gain = together(self.loading, step) / together(self.loading, low)
             found.append(f'Loading a batch takes {1000 * self.loading:.3g} ms, and a step in fp32 {1000 * step:.3g} '
                          f'ms, so a whole fit in {recommended} is about {gain:.2f}x faster, not {step / low:.2f}x.')
-        if self.n < self.n_steps or len(self.seeds) < self.n_seeds:
-            found.append(f'There was time for {self.n} of {self.n_steps} steps and {len(self.seeds)} of {self.n_seeds} '
-                         f'seeds (`max_seconds={self.max_seconds:g}`).')
         if is_compiled(self.learn.model):
             found.append('The compiled model was compared uncompiled; `compare_precision(compile=True)` compares both.')
         faults, pace, name = max((r.faults, r.pace, r.choice.name) for r in self.runs)
@@ -345,7 +335,8 @@ class Comparison:
             found.append(f'A step in {name} has {faults:,.0f} page faults from freshly allocated memory, which may '
                          f'take up to {min(99, 100 * faults * _FAULT / pace):.2g}% of its time. Call '
                          '`keep_freed_memory()` to avoid them, and compare again.')
-        found += [f'Loss: mean of the last {self.n_last} of {self.n} training steps on {self.device}.',
+        found += [f'`max_seconds={self.max_seconds:g}` was enough for {self.n} of {self.n_steps} steps and '
+                  f'{len(self.seeds)} of {self.n_seeds} seeds. Loss: mean of the last fifth of the steps.',
                   *left_out(self.learn)]
         if settings := settings_note(): found.append(f'{settings}. fp32 was measured with this setting.')
         return found

@@ -30,7 +30,7 @@ class PrecisionComparison(Shown):
 
     | column of `table` | meaning |
     |---|---|
-    | `support` | how the device runs the precision: 'native', 'emulated', 'unsupported'; 'failed' after an error |
+    | `support` | how the device runs the precision: 'native' or 'emulated'; 'failed' after an error |
     | `steps`, `rounds` | number of training steps, and of the rounds in which they were timed alongside fp32 |
     | `ms per step` | median time in fp32; for other precisions, that time divided by the speed-up |
     | `speed-up`, `speed-up low`, `speed-up high` | speed relative to fp32: median of the rounds, 95% interval |
@@ -170,7 +170,7 @@ def recommend(
 
 def _against(row: pd.Series, tolerated: tuple[float, str], seconds: float) -> list[str]:
     "Return what speaks against a precision."
-    if row['support'] in ('unsupported', 'failed'): return ['does not run']
+    if row['support'] == 'failed': return ['does not run']
     found = []
     if not math.isfinite(row['loss']): found.append('its loss is not finite')
     elif row['skipped'] > row['steps'] / 2:                      # a skipped step is faster, and keeps the loss
@@ -191,7 +191,5 @@ def _against(row: pd.Series, tolerated: tuple[float, str], seconds: float) -> li
     return found
 
 
-def _speed(row: pd.Series) -> str:
-    said = '{speed-up:.2f}' if row['rounds'] else '-'
-    if row['rounds'] >= FEWEST_ROUNDS: said += ' ({speed-up low:.2f} to {speed-up high:.2f})'
-    return said.format(**row)
+def _speed(row: pd.Series) -> str: # '-' for what is not known
+    return '{speed-up:.2f} ({speed-up low:.2f} to {speed-up high:.2f})'.format(**row).replace('nan', '-')
