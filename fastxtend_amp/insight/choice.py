@@ -12,8 +12,6 @@ from .compare import Comparison
 from .comparison import PrecisionComparison
 from .precisions import default_choices
 
-__all__ = ['measure_and_choose']
-
 _FOR_REPORT = .3    # share of the time
 
 
@@ -43,9 +41,9 @@ def measure_and_choose(
         if c.mode not in low: compared.append(c)
         elif (v := verdicts[c.mode.value]).call and v.verdict not in ('do not use', 'cannot run'):
             compared.append(replace(c, fp32_modules=tuple(v.modules), init_scale=v.init_scale))
-        else: refused.append(f'{c.name}: {v.reason}')
+        else: refused.append(f'{c.name}: {v.reason}.')
     comparison = comparing.run(compared)
-    comparison.reason = '; '.join([comparison.reason.rstrip('.'), *refused]) + '.'
+    comparison.notes = [*refused, *comparison.notes]
     comparison.apply(learn)
     vars(learn)['precision_decision'] = comparison               # which `export` leaves out
     said = ' '.join([comparison.reason, *comparison.notes])

@@ -51,9 +51,8 @@ _MANY_FAULTS = 1000     # page faults per step that are mentioned
 # Seconds per page fault: a step of an MLP (width 2048, batch size 256, bf16) with 22,496 faults took 115 ms, and 84 ms
 # without them, by `keep_freed_memory`.
 _FAULT = 1.4e-6
-# Columns of the table that are measured on the way.
-_MEASURED = {'skipped': 0, **dict.fromkeys(('final scale', 'activations MB', 'peak MB', 'weights moved', 'compile s'),
-                                           math.nan)}
+# Columns of the table that are measured on the way
+_MEASURED = 'skipped', 'final scale', 'activations MB', 'peak MB', 'weights moved', 'compile s'
 
 
 @patch
@@ -109,7 +108,7 @@ class Run:
     losses: list[float] = field(default_factory=list) # Of each step
     times: list[float] = field(default_factory=list) # Seconds per step in each round but the first, a warm-up
     faults: float = 0. # Page faults per step in the last round
-    measured: dict[str, float] = field(default_factory=lambda: dict(_MEASURED)) # By column of the table
+    measured: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_MEASURED, math.nan))
 
     @property
     def pace(self) -> float: return float(np.median(self.times or [math.nan]))
@@ -154,7 +153,7 @@ class Run:
         if cb := precision_callback(self.learn):
             self.measured |= {'skipped': cb.n_skipped, 'final scale': cb.scale or math.nan}
         pairs = zip(unwrapped(model).parameters(), self.learn.model.parameters())
-        moved = math.hypot(*(float(torch.dist(q.data, p.data.to(q))) for p, q in pairs if is_plain(q)))
+        moved = math.hypot(*(torch.dist(q.data, p.data.to(q)) for p, q in pairs if is_plain(q)))
         self.measured['weights moved'] = moved / len(self.losses)
 
     def count_activations(self, batch: Any) -> None:
@@ -229,7 +228,7 @@ class Comparison:
             if len(self.batches) == self.n_steps or size > LIMIT or clock[-1] - clock[0] > self.max_seconds / 4: break
         if not self.batches: raise no_batches(self.method)
         # The mean without the first batch, which starts the workers, unless it is the only one.
-        self.loading = float(np.diff(clock[1:] if len(clock) > 2 else clock).mean())
+        self.loading = np.diff(clock[1:] if len(clock) > 2 else clock).mean()
 
     def _batch(self, step): # A copy, as CutMix writes into it
         return map_tensors(torch.Tensor.clone, self.batches[step % len(self.batches)])
@@ -268,9 +267,8 @@ class Comparison:
                 fitting = int(.9 * self._left / (pace + seeds))
                 self.n = min(self.n_steps, max(FEWEST_ROUNDS + 1, fitting))
                 size = max(1, (self.n - 2) // _ROUNDS)
-            needed = size * pace
-            if n_rounds >= FEWEST_ROUNDS: needed += pace + seeds * self.n   # one more step: the memory
-            if self._left < needed: break
+            afterwards = pace + seeds * self.n                   # one step shows the memory
+            if self._left < size * pace + afterwards * (n_rounds >= FEWEST_ROUNDS): break
 
     def _due(self):
         "Return the runs that need another round, fp32 always included."
@@ -311,7 +309,7 @@ class Comparison:
                                    choices)
 
     def _loss(self, run): # nan for a mode that failed
-        return float(np.mean(run.losses[self.n - self.n_last:self.n])) if not run.note else math.nan
+        return np.mean(run.losses[self.n - self.n_last:self.n]) if not run.note else math.nan
 
     def _row(self, run):
         ratios, loss = run.ratios(self.base), self._loss(run)

@@ -24,10 +24,6 @@ from ..common import first_line, is_sharded, training_device
 from ..convert import map_tensors
 from ..precisions.matching import unwrapped
 
-__all__ = ['RandomState', 'begin_fit', 'check_learner', 'copied_learner', 'generators', 'is_plain', 'left_out',
-           'loader_like', 'lost_weights', 'no_batches', 'one_at_a_time', 'random_state', 'random_state_kept',
-           'set_random_state', 'takes_part', 'tensors']
-
 # Callbacks of fastai that affect a training step, by name, as some are slow to import. MixHandler is MixUp and CutMix;
 # MixedPrecision also ours.
 _OF_FASTAI = set("""TrainEvalCallback CastToTensor MixedPrecision MixHandler GradientAccumulation GradientClip BnFreeze
@@ -60,8 +56,8 @@ def _changes_a_step(method: Any) -> bool: # False if it is not a method, or has 
 
 def left_out(learn: Learner) -> list[str]: # One sentence or none
     "Name the callbacks that a copy of `learn` does not run, except those of fastai and fastxtend_amp."
-    ours = ('fastai.', 'fastxtend_amp.')
-    names = [cb.name for cb in learn.cbs if not (takes_part(cb) or type(cb).__module__.startswith(ours))]
+    names = [cb.name for cb in learn.cbs
+             if not (takes_part(cb) or type(cb).__module__.startswith(('fastai.', 'fastxtend_amp.')))]
     return [f"Callbacks left out: {', '.join(names)}. If the training step needs one of them, set its "
             'attribute `run_on_copy = True`.'] if names else []
 

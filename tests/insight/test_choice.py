@@ -189,14 +189,14 @@ def test_a_mode_that_the_report_refuses_is_not_tried_and_said(breaks, words):
     learn = costing({'bf16': 2.0, 'fp16': 9.0}, Breaks(6, 1)).to_amp(measure=True)
     decision = learn.precision_decision
     assert list(decision.table.index) == ['fp32', 'bf16'] and learn.precision.mode == 'bf16'
-    assert f'; fp16: {words}' in decision.reason
+    assert decision.notes[0].startswith(f'fp16: {words}')
 
 
 def test_fp32_that_fails_itself_is_named():
     learn = learner(nn.Sequential(nn.Linear(6, 1), Act(lambda h: (-h.abs()).log()))).to_amp(measure=True)
     reason = learn.precision_decision.reason
     assert learn.precision is None and reason.startswith("The fp32 loss is not finite: check the data")
-    assert "; bf16: the loss is not finite in fp32 either, first in '1'" in reason
+    assert learn.precision_decision.notes[0].startswith("bf16: the loss is not finite in fp32 either, first in '1'")
     assert list(learn.precision_decision.table['steps']) == [1]  # fp32 has nothing to be compared with
 
 
