@@ -111,7 +111,7 @@ class Run:
     measured: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_MEASURED, math.nan))
 
     @property
-    def pace(self) -> float: return float(np.median(self.times or [math.nan]))
+    def pace(self) -> float: return np.median(self.times or [math.nan])
 
     def ratios(self, base: Run) -> list[float]:
         "Return the time of `base` divided by that of this run, for each round of both."
@@ -139,7 +139,7 @@ class Run:
         self.losses += map(float, losses)
 
     def _step(self, i, batch):
-        before = vars(self.learn).get('loss')
+        before = self.learn.loss
         self.learn.one_batch(i, batch)
         if self.learn.loss is before:
             raise ValueError('There is no loss to compare: the training batches have no targets, so fastai computes '

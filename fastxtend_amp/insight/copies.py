@@ -121,7 +121,7 @@ def copied_learner(
           torch.autocast(training_device(learn).type, enabled=False), warnings.catch_warnings()):
         warnings.simplefilter('ignore')                          # for example, that a precision is emulated
         new = _copy(learn, optimizer)
-        new.path = Path(folder)
+        new.path, new.model_dir = Path(folder), 'models'
         if any(not p.is_leaf for p in new.model.parameters()):   # TorchScript's
             raise ValueError("This learner cannot be copied, and only copies are run: the parameters of the copy are "
                              'not leaves.\nUse the model as it was before `torch.jit.script`.')
