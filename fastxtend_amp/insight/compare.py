@@ -185,7 +185,8 @@ class Comparison:
         if any(p.dtype in HALF for p in self.learn.model.parameters()):
             raise ValueError(f'{self.method} compares with fp32 training, but this model has 16-bit parameters.\nCall '
                              '`learn.model.float()` to compare, or `learn.to_bf16()` to train it without comparing.')
-        self.end, self.device = time.monotonic() + self.max_seconds, training_device(self.learn)
+        self.end = time.monotonic() + self.max_seconds
+        self.device = training_device(self.learn)
         self.seeds = list[Run]()
         self.validates = self.method == 'compare_precision'      # `to_amp` calls the report, which validates
 
@@ -218,7 +219,8 @@ class Comparison:
 
     def _draw(self):
         "Draw and time one batch per step, as many as fit into a quarter of the time and into 512 MB."
-        self.batches, size, dl = list[Any](), 0, loader_like(self.learn.dls.train)
+        dl = loader_like(self.learn.dls.train)
+        self.batches, size = list[Any](), 0
         clock = [time.perf_counter()]
         for b in (b for _ in range(self.n_steps) for b in dl):   # from the first again when an epoch is over
             self.batches.append(to_device(b, self.device))
@@ -238,8 +240,7 @@ class Comparison:
     def _begin(self, run, copies):
         "Have a copy of the learner begin a fit, in its precision and in the state that all copies start from."
         run.learn = copy = copies.enter_context(copied_learner(self.learn, optimizer=True))
-        cb = use_choice(copy, run.choice)
-        if cb is not None: cb.on_overflow = 'ignore'             # a diagnosis would disturb the times
+        if cb := use_choice(copy, run.choice): cb.on_overflow = 'ignore'   # a diagnosis would disturb the times
         set_random_state(run.random_state)
         copy.fit(0, self.lr)                                     # creates the optimizer, or sets its hyper-parameters
         if self.validates and not self.base.losses:              # where a precision that trains may fail
@@ -262,7 +263,8 @@ class Comparison:
             # Back and forth, so that no precision always follows the same one.
             for run in due[::(-1) ** len(self.base.times)]: self._train(run, range(done, done + size))
             n_rounds = len(self.base.times)
-            pace, seeds = sum(r.pace for r in self._training), self.n_seeds * self.base.pace
+            pace = sum(r.pace for r in self._training)
+            seeds = self.n_seeds * self.base.pace
             if n_rounds == 1:
                 fitting = int(.9 * self._left / (pace + seeds))
                 self.n = min(self.n_steps, max(FEWEST_ROUNDS + 1, fitting))
@@ -309,10 +311,11 @@ class Comparison:
                                    choices)
 
     def _loss(self, run): # nan for a mode that failed
-        return np.mean(run.losses[self.n - self.n_last:self.n]) if not run.note else math.nan
+        return math.nan if run.note else np.mean(run.losses[self.n - self.n_last:self.n])
 
     def _row(self, run):
-        ratios, loss = run.ratios(self.base), self._loss(run)
+        ratios = run.ratios(self.base)
+        loss = self._loss(run)
         mid, low, high = speed_up(ratios)
         return {'support': run.support, 'steps': len(run.losses), 'rounds': len(ratios),
                 'ms per step': 1000 * self.base.pace / mid, 'speed-up': mid, 'speed-up low': low, 'speed-up high': high,

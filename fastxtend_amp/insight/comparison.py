@@ -147,10 +147,9 @@ def recommend(
     finite and within the tolerance, at most half of the steps were skipped, and the weights moved. If bf16 is within
     5% of the fastest it wins, as it needs no loss scaling.
     """
-    base = table.loc['fp32']
-    if not math.isfinite(base['loss']):
+    if not math.isfinite(table['loss']['fp32']):
         return 'fp32', 'The fp32 loss is not finite: check the data, the loss function and the learning rate.'
-    if math.isnan(base['weights moved']):
+    if len(table) > 1 and math.isnan(table['weights moved']['fp32']):
         return 'fp32', ('The weights did not move in fp32: use a larger `n_steps`, or check the learning rate and '
                         'whether `splitter` returns parameters of the model that it is called with.')
     against = {name: _against(row, tolerated, seconds) for name, row in table.drop('fp32').iterrows()}

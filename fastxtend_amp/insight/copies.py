@@ -185,7 +185,7 @@ def _copy(learn: Learner, optimizer: bool) -> Learner:
         if name == 'model': memo[id(learn.model)] = copied       # instead of what wraps it
         if isinstance(part, Callback): new.cbs.append(copied)
         vars(new)[name] = copied
-    vars(new).update(logger=noop, save=noop, load=noop, export=noop)
+    vars(new).update(logger=noop, save=lambda file, **kwargs: Path(file), load=noop, export=noop)   # they write nothing
     if hasattr(learn, 'recorder'):                               # other callbacks read what it has recorded
         new.recorder = SimpleNamespace(**copy.deepcopy(vars(learn.recorder), memo))
     if inner := getattr(new.opt, 'opt', None):                   # copying leaves out flags, such as `fused`

@@ -728,6 +728,8 @@ def test_by_default_what_the_device_does_natively_is_compared(support):
     r = seeded().compare_precision(n_steps=2, n_seeds=0)
     assert list(r.table.index) == ['fp32'] and r.recommended == 'fp32' and r.table['steps']['fp32'] == 1
     assert r.reason == 'Nothing else was compared.'
+    r = seeded(cbs=GradientAccumulation(64)).compare_precision(n_steps=2, n_seeds=0)  # whose weights do not move
+    assert r.reason == 'Nothing else was compared.'
 
 
 def test_an_emulated_mode_that_is_named_trains_as_every_other(support, sleeps):
