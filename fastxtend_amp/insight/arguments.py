@@ -9,8 +9,6 @@ from typing import Any
 
 from ..common import is_number, refuse_unknown
 
-__all__ = ['check_above_0', 'check_count', 'known_arguments']
-
 
 def known_arguments(method: Callable) -> Callable:
     "Decorate a method, so that an unknown argument raises a `TypeError` that suggests what to write."

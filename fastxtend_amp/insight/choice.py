@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from weakref import WeakKeyDictionary
 
 from fastai.learner import Learner
 from fastcore.basics import patch
@@ -13,11 +12,7 @@ from .compare import Comparison
 from .comparison import PrecisionComparison
 from .precisions import default_choices
 
-__all__ = ['measure_and_choose']
-
 _FOR_REPORT = .3    # share of the time
-# By learner; an attribute of the learner would be exported with it.
-decisions: WeakKeyDictionary[Learner, PrecisionComparison] = WeakKeyDictionary()
 
 
 def measure_and_choose(
@@ -46,11 +41,11 @@ def measure_and_choose(
         if c.mode not in low: compared.append(c)
         elif (v := verdicts[c.mode.value]).call and v.verdict not in ('do not use', 'cannot run'):
             compared.append(replace(c, fp32_modules=tuple(v.modules), init_scale=v.init_scale))
-        else: refused.append(f'{c.name}: {v.reason}')
+        else: refused.append(f'{c.name}: {v.reason}.')
     comparison = comparing.run(compared)
-    comparison.reason = '; '.join([comparison.reason.rstrip('.'), *refused]) + '.'
+    comparison.notes = [*refused, *comparison.notes]
     comparison.apply(learn)
-    decisions[learn] = comparison
+    vars(learn)['precision_decision'] = comparison               # which `export` leaves out
     said = ' '.join([comparison.reason, *comparison.notes])
     print(f'Selected: {comparison.recommended}. {said} Measured in {time.perf_counter() - start:.0f} s. '
           f'Without measuring: `{comparison.calls[comparison.recommended]}`.')
@@ -59,4 +54,4 @@ def measure_and_choose(
 @patch(as_prop=True)
 def precision_decision(self: Learner) -> PrecisionComparison | None:
     "The comparison of the last `to_amp(measure=True)`: `recommended`, `reason`, `calls`; None without one."
-    return decisions.get(self)
+    return vars(self).get('precision_decision')

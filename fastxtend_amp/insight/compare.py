@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, islice, repeat
 from typing import Any
 
 import numpy as np
@@ -52,9 +51,8 @@ _MANY_FAULTS = 1000     # page faults per step that are mentioned
 # Seconds per page fault: a step of an MLP (width 2048, batch size 256, bf16) with 22,496 faults took 115 ms, and 84 ms
 # without them, by `keep_freed_memory`.
 _FAULT = 1.4e-6
-# Columns of the table that are measured on the way.
-_MEASURED = {'skipped': 0, **dict.fromkeys(('final scale', 'activations MB', 'peak MB', 'weights moved', 'compile s'),
-                                           math.nan)}
+# Columns of the table that are measured on the way
+_MEASURED = 'skipped', 'final scale', 'activations MB', 'peak MB', 'weights moved', 'compile s'
 
 
 @patch
@@ -103,17 +101,17 @@ def compare_precision(self: Learner,
 class Run:
     "One training: its precision, the copy that trains in it, and the measurements."
     choice: PrecisionChoice
-    support: str = 'native' # 'emulated', 'unsupported' or 'failed'
+    support: str = 'native' # 'emulated', or 'failed' after an error
     note: str = '' # Why it does not run; '' if it does
     learn: Any = None # The copy, while it trains
     random_state: RandomState = field(default_factory=random_state) # Of the copy, between its rounds
     losses: list[float] = field(default_factory=list) # Of each step
     times: list[float] = field(default_factory=list) # Seconds per step in each round but the first, a warm-up
     faults: float = 0. # Page faults per step in the last round
-    measured: dict[str, float] = field(default_factory=lambda: dict(_MEASURED)) # By column of the table
+    measured: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_MEASURED, math.nan))
 
     @property
-    def pace(self) -> float: return float(np.median(self.times or [math.nan]))
+    def pace(self) -> float: return np.median(self.times or [math.nan])
 
     def ratios(self, base: Run) -> list[float]:
         "Return the time of `base` divided by that of this run, for each round of both."
@@ -141,7 +139,7 @@ class Run:
         self.losses += map(float, losses)
 
     def _step(self, i, batch):
-        before = vars(self.learn).get('loss')
+        before = self.learn.loss
         self.learn.one_batch(i, batch)
         if self.learn.loss is before:
             raise ValueError('There is no loss to compare: the training batches have no targets, so fastai computes '
@@ -155,7 +153,7 @@ class Run:
         if cb := precision_callback(self.learn):
             self.measured |= {'skipped': cb.n_skipped, 'final scale': cb.scale or math.nan}
         pairs = zip(unwrapped(model).parameters(), self.learn.model.parameters())
-        moved = math.hypot(*(float((q.data - p.data.to(q)).norm()) for p, q in pairs if is_plain(q)))
+        moved = math.hypot(*(torch.dist(q.data, p.data.to(q)) for p, q in pairs if is_plain(q)))
         self.measured['weights moved'] = moved / len(self.losses)
 
     def count_activations(self, batch: Any) -> None:
@@ -184,12 +182,12 @@ class Comparison:
     def __post_init__(self):
         check_above_0('max_seconds', self.max_seconds, '60')
         check_learner(self.learn, self.method)
-        if half := [n for n, p in self.learn.model.named_parameters() if p.dtype in HALF]:
-            raise ValueError(f"{self.method} compares with fp32 training, but {len(half)} parameters are 16-bit; the "
-                             f"first is '{half[0]}'.\nCall `learn.model.float()` to compare, or `learn.to_bf16()` to "
-                             'train the model without comparing.')
-        self.end, self.device = time.monotonic() + self.max_seconds, training_device(self.learn)
-        self.runs, self.seeds = list[Run](), list[Run]()
+        if any(p.dtype in HALF for p in self.learn.model.parameters()):
+            raise ValueError(f'{self.method} compares with fp32 training, but this model has 16-bit parameters.\nCall '
+                             '`learn.model.float()` to compare, or `learn.to_bf16()` to train it without comparing.')
+        self.end = time.monotonic() + self.max_seconds
+        self.device = training_device(self.learn)
+        self.seeds = list[Run]()
         self.validates = self.method == 'compare_precision'      # `to_amp` calls the report, which validates
 
     def run(self, choices: list[PrecisionChoice]) -> PrecisionComparison:
@@ -197,9 +195,7 @@ class Comparison:
             if len(choices) == 1: self.n_steps = 1               # there is nothing to compare fp32 with
             self.n = self.n_steps                                # of which losses are compared; fewer in little time
             self._draw()
-            for choice in choices:
-                status, why = choice.mode.support(self.device) if choice.mode else ('native', '')
-                self.runs.append(Run(choice, status, why if status == 'unsupported' else ''))
+            self.runs = [Run(c, c.mode.support(self.device).status if c.mode else 'native') for c in choices]
             self.base = self.runs[0]
             with ExitStack() as copies:
                 for run in self._training:
@@ -223,17 +219,18 @@ class Comparison:
 
     def _draw(self):
         "Draw and time one batch per step, as many as fit into a quarter of the time and into 512 MB."
-        self.batches, size, dl = list[Any](), 0, loader_like(self.learn.dls.train)
+        dl = loader_like(self.learn.dls.train)
+        self.batches, size = list[Any](), 0
         clock = [time.perf_counter()]
-        for b in islice(chain.from_iterable(repeat(dl, self.n_steps)), self.n_steps):   # one epoch after the other
+        for b in (b for _ in range(self.n_steps) for b in dl):   # from the first again when an epoch is over
             self.batches.append(to_device(b, self.device))
             self.tick('batches')
             clock.append(time.perf_counter())
             size += sum(t.nbytes for t in tensors(b, floating=False))
-            if size > LIMIT or clock[-1] - clock[0] > self.max_seconds / 4: break
+            if len(self.batches) == self.n_steps or size > LIMIT or clock[-1] - clock[0] > self.max_seconds / 4: break
         if not self.batches: raise no_batches(self.method)
         # The mean without the first batch, which starts the workers, unless it is the only one.
-        self.loading = float(np.diff(clock[1:] if len(clock) > 2 else clock).mean())
+        self.loading = np.diff(clock[1:] if len(clock) > 2 else clock).mean()
 
     def _batch(self, step): # A copy, as CutMix writes into it
         return map_tensors(torch.Tensor.clone, self.batches[step % len(self.batches)])
@@ -243,19 +240,15 @@ class Comparison:
     def _begin(self, run, copies):
         "Have a copy of the learner begin a fit, in its precision and in the state that all copies start from."
         run.learn = copy = copies.enter_context(copied_learner(self.learn, optimizer=True))
-        cb = use_choice(copy, run.choice)
-        if cb is not None: cb.on_overflow = 'ignore'             # a diagnosis would disturb the times
+        if cb := use_choice(copy, run.choice): cb.on_overflow = 'ignore'   # a diagnosis would disturb the times
         set_random_state(run.random_state)
         copy.fit(0, self.lr)                                     # creates the optimizer, or sets its hyper-parameters
-        if self.validates and not self.base.losses: self._validate(run)
+        if self.validates and not self.base.losses:              # where a precision that trains may fail
+            try: copy.validate(dl=[self._batch(0)])
+            except Exception as e:
+                if run is not self.base: raise type(e)(f'{first_line(e)} (in validation)') from e
+                self.validates = False                           # fp32 fails there as well
         begin_fit(copy, self.n_steps, train=False)
-
-    def _validate(self, run):
-        "Run a batch as in validation, where a precision that trains may fail; not after fp32 has failed there."
-        try: run.learn.validate(dl=[self._batch(0)])
-        except Exception as e:
-            if run is not self.base: raise type(e)(f'{first_line(e)} (in validation)') from e
-            self.validates = False
 
     def _failed(self, run, e):
         "Record the error of a low precision, which is a result; raise an error in fp32, and when memory runs out."
@@ -270,14 +263,14 @@ class Comparison:
             # Back and forth, so that no precision always follows the same one.
             for run in due[::(-1) ** len(self.base.times)]: self._train(run, range(done, done + size))
             n_rounds = len(self.base.times)
-            pace, seeds = sum(r.pace for r in self._training), self.n_seeds * self.base.pace
+            pace = sum(r.pace for r in self._training)
+            seeds = self.n_seeds * self.base.pace
             if n_rounds == 1:
                 fitting = int(.9 * self._left / (pace + seeds))
                 self.n = min(self.n_steps, max(FEWEST_ROUNDS + 1, fitting))
                 size = max(1, (self.n - 2) // _ROUNDS)
-            needed = size * pace
-            if n_rounds >= FEWEST_ROUNDS: needed += pace + seeds * self.n   # one more step: the memory
-            if self._left < needed: break
+            afterwards = pace + seeds * self.n                   # one step shows the memory
+            if self._left < size * pace + afterwards * (n_rounds >= FEWEST_ROUNDS): break
 
     def _due(self):
         "Return the runs that need another round, fp32 always included."
@@ -318,10 +311,11 @@ class Comparison:
                                    choices)
 
     def _loss(self, run): # nan for a mode that failed
-        return float(np.mean(run.losses[self.n - self.n_last:self.n])) if not run.note else math.nan
+        return math.nan if run.note else np.mean(run.losses[self.n - self.n_last:self.n])
 
     def _row(self, run):
-        ratios, loss = run.ratios(self.base), self._loss(run)
+        ratios = run.ratios(self.base)
+        loss = self._loss(run)
         mid, low, high = speed_up(ratios)
         return {'support': run.support, 'steps': len(run.losses), 'rounds': len(ratios),
                 'ms per step': 1000 * self.base.pace / mid, 'speed-up': mid, 'speed-up low': low, 'speed-up high': high,
@@ -335,9 +329,6 @@ class Comparison:
             gain = together(self.loading, step) / together(self.loading, low)
             found.append(f'Loading a batch takes {1000 * self.loading:.3g} ms, and a step in fp32 {1000 * step:.3g} '
                          f'ms, so a whole fit in {recommended} is about {gain:.2f}x faster, not {step / low:.2f}x.')
-        if self.n < self.n_steps or len(self.seeds) < self.n_seeds:
-            found.append(f'There was time for {self.n} of {self.n_steps} steps and {len(self.seeds)} of {self.n_seeds} '
-                         f'seeds (`max_seconds={self.max_seconds:g}`).')
         if is_compiled(self.learn.model):
             found.append('The compiled model was compared uncompiled; `compare_precision(compile=True)` compares both.')
         faults, pace, name = max((r.faults, r.pace, r.choice.name) for r in self.runs)
@@ -345,7 +336,8 @@ class Comparison:
             found.append(f'A step in {name} has {faults:,.0f} page faults from freshly allocated memory, which may '
                          f'take up to {min(99, 100 * faults * _FAULT / pace):.2g}% of its time. Call '
                          '`keep_freed_memory()` to avoid them, and compare again.')
-        found += [f'Loss: mean of the last {self.n_last} of {self.n} training steps on {self.device}.',
+        found += [f'`max_seconds={self.max_seconds:g}` was enough for {self.n} of {self.n_steps} steps and '
+                  f'{len(self.seeds)} of {self.n_seeds} seeds. Loss: mean of the last fifth of the steps.',
                   *left_out(self.learn)]
         if settings := settings_note(): found.append(f'{settings}. fp32 was measured with this setting.')
         return found

@@ -14,8 +14,6 @@ from fastai.learner import Learner
 from .precisions import PrecisionChoice, use_choice
 from .shown import Shown
 
-__all__ = ['FEWEST_ROUNDS', 'PrecisionComparison', 'pays', 'recommend', 'speed_up', 'tolerance']
-
 _WORTH = 1.05           # smallest speed-up that is recommended
 FEWEST_ROUNDS = 6      # for an interval
 _WIDTH = 2.2            # of the interval; 1.57 for a single look
@@ -30,12 +28,12 @@ class PrecisionComparison(Shown):
 
     | column of `table` | meaning |
     |---|---|
-    | `support` | how the device runs the precision: 'native', 'emulated', 'unsupported'; 'failed' after an error |
+    | `support` | how the device runs the precision: 'native' or 'emulated'; 'failed' after an error |
     | `steps`, `rounds` | number of training steps, and of the rounds in which they were timed alongside fp32 |
     | `ms per step` | median time in fp32; for other precisions, that time divided by the speed-up |
     | `speed-up`, `speed-up low`, `speed-up high` | speed relative to fp32: median of the rounds, 95% interval |
     | `loss`, `loss difference` | mean of the last steps, and its difference from fp32; nan if the precision failed |
-    | `skipped`, `final scale` | number of skipped steps, and the loss scale at the end |
+    | `skipped`, `final scale` | number of skipped steps, and the loss scale at the end; nan in fp32 |
     | `activations MB` | what autograd keeps for the backward pass: inputs, activations, casts of weights |
     | `peak MB` | the most that a step allocates on an accelerator; nan on a CPU |
     | `weights moved` | mean distance per step from the initial weights, relative to fp32 |
@@ -67,12 +65,9 @@ class PrecisionComparison(Shown):
         lines = [f'Recommended: {self.recommended}. {self.reason}',
                  *(f'{name}: {note}' for name, note in self.table['note'].items() if note), *self.notes]
         first, *rest = (fill(line, 118, break_on_hyphens=False) for line in lines)
-        hidden = ['rounds', 'speed-up low', 'speed-up high', 'weights moved', 'note']
-        table = self.table.assign(**{'speed-up': self._speeds}).drop(columns=hidden)
+        table = self.table.drop(columns=['rounds', 'speed-up low', 'speed-up high', 'weights moved', 'note'])
+        table['speed-up'] = self.table.apply(_speed, axis=1)
         return [f'{first}\nNext: `{self.calls[self.recommended]}`', table.dropna(axis=1, how='all'), '\n'.join(rest)]
-
-    @property
-    def _speeds(self): return self.table.apply(_speed, axis=1)
 
     def plot(self): # The two matplotlib axes
         "Plot the loss curves, with fp32 trained with other seeds in grey, and the speed of each precision."
@@ -86,7 +81,7 @@ class PrecisionComparison(Shown):
         seeds.plot(ax=curves, color='#d8dee9', legend=False, zorder=0)
         self.table['speed-up'].plot.barh(ax=bars, color=colors, xlabel='steps per second, fp32 = 1', ylabel='',
                                          title=f'Speed; recommended: {self.recommended}')
-        bars.bar_label(bars.containers[0], self._speeds, padding=6)
+        bars.bar_label(bars.containers[0], self.table.apply(_speed, axis=1), padding=6)
         bars.margins(x=.9)
         bars.invert_yaxis()
         return curves, bars
@@ -109,8 +104,7 @@ def speed_up(
     fast as fp32 in 2 to 10% of simulated comparisons (`nbs/benchmarks/choice.py`).
     """
     q1, mid, q3 = np.exp(np.quantile(np.log(ratios or [math.nan]), (.25, .5, .75)))
-    few = len(ratios) < FEWEST_ROUNDS
-    times = math.nan if few else (q3 / q1) ** (_WIDTH / math.sqrt(len(ratios)))
+    times = (q3 / q1) ** (_WIDTH / math.sqrt(len(ratios))) if len(ratios) >= FEWEST_ROUNDS else math.nan
     return mid, mid / times, mid * times
 
 
@@ -153,10 +147,9 @@ def recommend(
     finite and within the tolerance, at most half of the steps were skipped, and the weights moved. If bf16 is within
     5% of the fastest it wins, as it needs no loss scaling.
     """
-    base = table.loc['fp32']
-    if not math.isfinite(base['loss']):
+    if not math.isfinite(table['loss']['fp32']):
         return 'fp32', 'The fp32 loss is not finite: check the data, the loss function and the learning rate.'
-    if math.isnan(base['weights moved']):
+    if len(table) > 1 and math.isnan(table['weights moved']['fp32']):
         return 'fp32', ('The weights did not move in fp32: use a larger `n_steps`, or check the learning rate and '
                         'whether `splitter` returns parameters of the model that it is called with.')
     against = {name: _against(row, tolerated, seconds) for name, row in table.drop('fp32').iterrows()}
@@ -170,11 +163,11 @@ def recommend(
 
 def _against(row: pd.Series, tolerated: tuple[float, str], seconds: float) -> list[str]:
     "Return what speaks against a precision."
-    if row['support'] in ('unsupported', 'failed'): return ['does not run']
+    if row['support'] == 'failed': return ['does not run']
     found = []
     if not math.isfinite(row['loss']): found.append('its loss is not finite')
     elif row['skipped'] > row['steps'] / 2:                      # a skipped step is faster, and keeps the loss
-        found.append(f"it skipped {row['skipped']} of {row['steps']} steps, so its loss and speed mean little: "
+        found.append(f"it skipped {row['skipped']:.0f} of {row['steps']} steps, so its loss and speed mean little: "
                      'use a larger `n_steps`, or call `learn.precision_report()`')
     elif row['weights moved'] < _MOVES:
         found.append(f"its weights moved only {row['weights moved']:.0%} of the distance in fp32: its gradients vanish")
@@ -191,7 +184,5 @@ def _against(row: pd.Series, tolerated: tuple[float, str], seconds: float) -> li
     return found
 
 
-def _speed(row: pd.Series) -> str:
-    said = '{speed-up:.2f}' if row['rounds'] else '-'
-    if row['rounds'] >= FEWEST_ROUNDS: said += ' ({speed-up low:.2f} to {speed-up high:.2f})'
-    return said.format(**row)
+def _speed(row: pd.Series) -> str: # '-' for what is not known
+    return '{speed-up:.2f} ({speed-up low:.2f} to {speed-up high:.2f})'.format(**row).replace('nan', '-')

@@ -19,21 +19,16 @@ from fastcore.foundation import L
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ..training.callback import MixedPrecision
-from ..training.loop import PRECISION_CALLBACKS, precision_callback
+from ..training.loop import precision_callback
 from ..common import first_line, is_sharded, training_device
 from ..convert import map_tensors
 from ..precisions.matching import unwrapped
-from ..devices.facts import autocast_available
 
-__all__ = ['RandomState', 'begin_fit', 'check_learner', 'copied_learner', 'generators', 'is_plain', 'left_out',
-           'loader_like', 'lost_weights', 'no_batches', 'one_at_a_time', 'random_state', 'random_state_kept',
-           'set_random_state', 'takes_part', 'tensors']
-
-# Callbacks of fastai that affect a training step, by name, as some are slow to import.
-_OF_FASTAI = set("""TrainEvalCallback CastToTensor MixHandler GradientAccumulation GradientClip BnFreeze ChannelsLast
-    ModelResetter RNNCallback RNNRegularizer GANTrainer FixedGANSwitcher AdaptiveGANSwitcher GANDiscriminativeLR
-    """.split())                                                 # MixHandler is MixUp and CutMix
+# Callbacks of fastai that affect a training step, by name, as some are slow to import. MixHandler is MixUp and CutMix;
+# MixedPrecision also ours.
+_OF_FASTAI = set("""TrainEvalCallback CastToTensor MixedPrecision MixHandler GradientAccumulation GradientClip BnFreeze
+    ChannelsLast ModelResetter RNNCallback RNNRegularizer GANTrainer FixedGANSwitcher AdaptiveGANSwitcher
+    GANDiscriminativeLR""".split())
 # What changes a step, as `ast.unparse` spells it; in-place functions of PyTorch end in one underscore.
 _CHANGES = re.compile(r'(?<!self)\.(xb?|yb?|pred|loss|loss_grad|grad|data)(, [\w.]+)*\)? [-+*/@]{0,2}= |'
                       r'\.[xy]b?\[.*\] [-+*/@]{0,2}= |[^\W_]_\(|\.backward\(|opt\.step\(|raise Cancel')
@@ -47,7 +42,6 @@ def takes_part(cb: Callback) -> bool:
     and your own if their source assigns to a batch, prediction, loss or gradient (`self.learn.pred = ...`), calls an
     in-place function (`clip_grad_norm_`), runs a backward pass or an optimizer step, or cancels a batch or step.
     """
-    if isinstance(cb, PRECISION_CALLBACKS): return False
     if (said := getattr(cb, 'run_on_copy', None)) is not None: return said
     kinds = [kind for kind in type(cb).__mro__ if kind not in Callback.__mro__]
     if any(kind.__name__ in _OF_FASTAI for kind in kinds): return True
@@ -62,8 +56,8 @@ def _changes_a_step(method: Any) -> bool: # False if it is not a method, or has 
 
 def left_out(learn: Learner) -> list[str]: # One sentence or none
     "Name the callbacks that a copy of `learn` does not run, except those of fastai and fastxtend_amp."
-    ours = ('fastai.', 'fastxtend_amp.')
-    names = [cb.name for cb in learn.cbs if not (takes_part(cb) or type(cb).__module__.startswith(ours))]
+    names = [cb.name for cb in learn.cbs
+             if not (takes_part(cb) or type(cb).__module__.startswith(('fastai.', 'fastxtend_amp.')))]
     return [f"Callbacks left out: {', '.join(names)}. If the training step needs one of them, set its "
             'attribute `run_on_copy = True`.'] if names else []
 
@@ -123,13 +117,11 @@ def copied_learner(
 
     Raises `ValueError` if the learner cannot be copied, with the name of the part.
     """
-    device_type = training_device(learn).type
     with (one_at_a_time, tempfile.TemporaryDirectory() as folder, random_state_kept(), torch.enable_grad(),
-          torch.autocast(device_type, enabled=False) if autocast_available(device_type) else torch.enable_grad(),
-          warnings.catch_warnings()):
+          torch.autocast(training_device(learn).type, enabled=False), warnings.catch_warnings()):
         warnings.simplefilter('ignore')                          # for example, that a precision is emulated
         new = _copy(learn, optimizer)
-        new.path = Path(folder)
+        new.path, new.model_dir = Path(folder), 'models'
         if any(not p.is_leaf for p in new.model.parameters()):   # TorchScript's
             raise ValueError("This learner cannot be copied, and only copies are run: the parameters of the copy are "
                              'not leaves.\nUse the model as it was before `torch.jit.script`.')
@@ -172,7 +164,7 @@ def loader_like(
 
 def _copy(learn: Learner, optimizer: bool) -> Learner:
     new = object.__new__(type(learn))
-    cbs = [cb for cb in learn.cbs if takes_part(cb) or isinstance(cb, MixedPrecision)]
+    cbs = [cb for cb in learn.cbs if takes_part(cb)]
     held = [o for holder in (learn, *cbs) for o in vars(holder).values()]   # a callback may hold a teacher
     all_dls = [o.dls for o in (learn, *held) if isinstance(o, Learner)]
     loaders = [dl for dls in all_dls for dl in getattr(dls, 'loaders', ())]
@@ -193,7 +185,7 @@ def _copy(learn: Learner, optimizer: bool) -> Learner:
         if name == 'model': memo[id(learn.model)] = copied       # instead of what wraps it
         if isinstance(part, Callback): new.cbs.append(copied)
         vars(new)[name] = copied
-    vars(new).update(logger=noop, save=noop, load=noop, export=noop)
+    vars(new).update(logger=noop, save=lambda file, **kwargs: Path(file), load=noop, export=noop)   # they write nothing
     if hasattr(learn, 'recorder'):                               # other callbacks read what it has recorded
         new.recorder = SimpleNamespace(**copy.deepcopy(vars(learn.recorder), memo))
     if inner := getattr(new.opt, 'opt', None):                   # copying leaves out flags, such as `fused`
@@ -234,13 +226,10 @@ def is_plain(t: torch.Tensor) -> bool:
 RandomState = list[tuple[Callable, Any]]
 
 
-def generators(
-    everything: bool = False, # Include those of Python and NumPy
-) -> list[tuple[Callable, Callable]]: # Pairs: the functions that set and get a generator's state
-    "Return functions for the state of each global random number generator; getting one does not synchronize."
+def generators() -> list[tuple[Callable, Callable]]: # Pairs: the functions that set and get a generator's state
+    "Return functions for the state of each global generator of PyTorch; getting one does not synchronize."
     cpu, module = torch.default_generator, torch.get_device_module()   # the accelerator's, if there is one
     found: list[tuple[Callable, Callable]] = [(cpu.set_state, cpu.get_state)]
-    if everything: found += [(random.setstate, random.getstate), (np.random.set_state, np.random.get_state)]
     if not getattr(module, 'is_initialized', lambda: True)(): return found     # asking does not start it
     which = 'rng_state_all' if hasattr(module, 'get_rng_state_all') else 'rng_state'
     if get := getattr(module, f'get_{which}', None): found.append((getattr(module, f'set_{which}'), get))
@@ -248,8 +237,9 @@ def generators(
 
 
 def random_state() -> RandomState: # Pairs: the function that sets a generator, and its state
-    "Return the state of the global random number generators, for `set_random_state`."
-    return [(set_state, get()) for set_state, get in generators(everything=True)]
+    "Return the state of the global generators of Python, NumPy and PyTorch, for `set_random_state`."
+    python_and_numpy = [(random.setstate, random.getstate()), (np.random.set_state, np.random.get_state())]
+    return [*python_and_numpy, *((set_state, get()) for set_state, get in generators())]
 
 
 def set_random_state(state: RandomState) -> None:

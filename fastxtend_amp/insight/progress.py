@@ -9,8 +9,6 @@ from fastai.callback import progress
 from fastai.learner import Learner
 from fastcore.basics import noop
 
-__all__ = ['progress_bar']
-
 
 @contextmanager
 def progress_bar(

@@ -8,8 +8,6 @@ from typing import Any
 
 import pandas as pd
 
-__all__ = ['Shown']
-
 _FORMAT: dict[str, Any] = {'float_format': '{:,.5g}'.format, 'na_rep': '-'}
 
 

@@ -111,7 +111,7 @@ def test_where_there_is_none_the_reason_is_given():
         learn.fit(1)
     assert values() == before and is_outside_a_fit(learn)
     found = learner().compare_precision('tf32', 2, n_seeds=0)
-    assert found.table.support['tf32'] == 'unsupported' and 'NVIDIA' in found.table.note['tf32']
+    assert found.table.support['tf32'] == 'failed' and 'NVIDIA' in found.table.note['tf32']
 
 
 def test_a_row_of_the_comparison_where_it_is_native(native):
