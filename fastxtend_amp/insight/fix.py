@@ -4,7 +4,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, NamedTuple
 
-from ..precisions import PRECISIONS, Precision
+from ..precisions import Precision
 from ..training.loop import at_batch_end, open_scopes
 from .precisions import precision_call
 
@@ -29,7 +29,7 @@ def fix(
     if alarm.remedy is None or scopes.n_fixes == MOST: return False
     scopes.n_fixes += 1
     call = precision_call(cb.learn, *alarm.remedy)
-    new = PRECISIONS.get(call.method.removeprefix('to_'), Precision).from_arguments(call.arguments)
+    new = call.precision.from_arguments(call.arguments)
     at_batch_end(cb.learn, partial(_switch, cb, new, alarm.remedy[-1]))
     cb.fixes.append(Fix(alarm.step, alarm.mode.value, str(call)))
     print(f'{alarm.happened} Training continues with `{call}`.')

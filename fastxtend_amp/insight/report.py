@@ -210,18 +210,23 @@ class _Report:
             raise TimeoutError(f'the time limit was reached, `max_seconds={self.max_seconds:g}`',
                                f"learn.precision_report('{mode.value}', max_seconds={10 * self.max_seconds:g})")
         self.tick(mode.value)
+        start = time.monotonic()
         found = trace(self.learn, self.batches, mode, keep, scale, reference=self.fp32)
         if self.simulated and NO_KERNEL in found.error:
             raise NotImplementedError(f'this CPU has no {mode.value} kernel for {named(found.failed_in or ROOT)}, '
                                       f'which CUDA may have: {found.error}')
         if not found.error: self.low.setdefault(mode, found)
+        self.took = time.monotonic() - start
         return found
 
     def _distance(self, mode, keep, scale):
         if self.few < self.whole and self._is_emulated(mode): return math.nan      # of few samples it says little
         self.tick(f'{mode.value}, gradients')
-        until = min(self.until, time.monotonic() + FOR_GRADIENTS * self.max_seconds)
-        try: return gradient_distance(self.learn, self.drawn, mode, keep, scale, until)
+        share = FOR_GRADIENTS * self.max_seconds
+        until = min(self.until, time.monotonic() + share)
+        try:
+            if self.took > share: raise TimeoutError(f'no time was left within `max_seconds={self.max_seconds:g}`')
+            return gradient_distance(self.learn, self.drawn, mode, keep, scale, until)
         except Exception as e: self.not_compared = f'{mode.value}: {first_line(e)}'
         return math.nan
 
