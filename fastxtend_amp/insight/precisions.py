@@ -97,7 +97,7 @@ class Call(NamedTuple):
 
 def _written(value: object, name: str) -> str:
     "Return `value` as code; an object without such a form as `name`."
-    text = repr(value.value if isinstance(value, AMPMode) else value)
+    text = repr(value)
     return name if text.startswith('<') else text
 
 
@@ -115,7 +115,7 @@ def call_for(
         name = 'loss_scale' if choice.half_weights or arguments.get('loss_scale') else 'init_scale'
         arguments |= {name: choice.init_scale, 'scaler': None}   # which has its own scale
     names = [*dict.fromkeys([*kept, *choice.fp32_modules])]
-    arguments |= {'amp_mode': choice.mode, 'fp32_modules': names or None}
+    arguments |= {'amp_mode': choice.mode and choice.mode.value, 'fp32_modules': names or None}
     return Call(choice.precision, {name: arguments[name] for name, p in parameters.items()
                                    if arguments.get(name, p.default) != p.default})
 

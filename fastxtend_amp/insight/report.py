@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any
 
 import pandas as pd
 import torch
@@ -18,7 +17,6 @@ from fastcore.basics import patch
 from ..training.callback import precision_callback
 from ..training.checks import half_parameters_of
 from ..common import first_line, training_device
-from ..compat import is_compiled
 from ..convert import map_tensors
 from ..devices.cuda_rules import cuda_rules
 from ..precisions.matching import ROOT, unwrapped
@@ -121,8 +119,8 @@ def precision_report(self: Learner,
     with fp32.
 
     The verdict holds for these batches and weights: ask again after some training. `device='cuda'` applies CUDA's
-    autocast rules on a CPU; the kernels are those of the CPU. The learner is not modified. In distributed runs each
-    process makes its own report.
+    autocast rules on a CPU; the kernels are those of the CPU. A compiled model runs uncompiled. The learner is not
+    modified. In distributed runs each process makes its own report.
 
     Raises:
 
@@ -176,11 +174,11 @@ class _Report:
         self.batches = self.drawn[:n_batches]
         if not self.batches: raise no_batches('precision_report', dl)
         self.fp32 = trace(self.learn, self.batches)
-        self.few = self.whole = n_samples(self.batches[0])
+        self.few = self.whole = next((len(t) for t in tensors(self.batches[0], floating=False) if t.ndim), 1)
         if any(self._is_emulated(mode) for mode in modes):
             self.few = min(self.whole, max(FEWEST, int(self.whole * EMULATED_TIME / (self.fp32.seconds or 1))))
         if self.few < self.whole:
-            self.batches = [first_samples(b, self.few) for b in self.batches]
+            self.batches = map_tensors(lambda t: t[:self.few] if t.shape[:1] == (self.whole,) else t, self.batches)
             self.fp32 = trace(self.learn, self.batches)
         if wrong := wrong_in_fp32(self.fp32, self.batches):
             verdicts = {mode: Verdict(mode.value, 'not known', wrong) for mode in modes}
@@ -250,7 +248,7 @@ class _Report:
         if unseen := {f'{what} in {named(name)}' for t in self.low.values() for what, name in t.unseen.items()}:
             notes.append(f'Not checked, as it cannot be read or compared with fp32: {some(sorted(unseen))}.')
         if fp8 := self.low.get(AMPMode.FP8):
-            notes.append(f'fp8: {some([*map(named, fp8.in_fp8)], 8)} would compute in FP8, the rest in bf16. The '
+            notes.append(f'fp8: {some([*map(named, fp8.in_fp8)])} would compute in FP8, the rest in bf16. The '
                          'rounding was simulated; no FP8 kernel was run.')
         if self.simulated:
             notes.append("Computed on this CPU with CUDA's autocast rules. GPU kernels were not run; they may round "
@@ -259,19 +257,7 @@ class _Report:
         if any((t.float() % 1).any() for t in tensors(self.batches[0], floating=False)[-1:]):
             notes.append('The targets are continuous: the closer the predictions come to them, the more rounding '
                          'matters. Ask again late in training.')
-        if is_compiled(self.learn.model): notes.append('The compiled model was run uncompiled.')
         if settings := settings_note():
             notes.append(f'{settings}. The report ran in full fp32 precision, so it does not see the errors of these '
                          'settings.')
         return notes + left_out(self.learn)
-
-
-def n_samples(batch: Any) -> int:
-    "Return the length of the first tensor with dimensions; 1 if there is none."
-    return next((len(t) for t in tensors(batch, floating=False) if t.ndim), 1)
-
-
-def first_samples(batch: Any, n: int) -> Any:
-    "Return the first `n` samples of a batch; tensors of another length stay whole."
-    whole = n_samples(batch)
-    return map_tensors(lambda t: t[:n].clone() if t.ndim and len(t) == whole else t, batch)

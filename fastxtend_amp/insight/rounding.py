@@ -25,12 +25,12 @@ def round_as_fp8(layers: Iterable[nn.Linear]) -> None:
 
 def _linear(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     x = x.to(torch.get_autocast_dtype(x.device.type))
-    out = F.linear(*(_rounded(t, torch.float8_e4m3fn) for t in (x, layer.weight)))
+    out = F.linear(_rounded(x), _rounded(layer.weight))
     if out.requires_grad: out.register_hook(partial(_rounded, dtype=torch.float8_e5m2))
     return out if layer.bias is None else out + layer.bias.to(out.dtype)
 
 
-def _rounded(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _rounded(t: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> torch.Tensor:
     "Return `t` rounded as in FP8. To autograd, and to a trace, it is a plain copy."
     copy = t.clone()
     with unwatched(), torch.no_grad():

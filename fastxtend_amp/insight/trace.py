@@ -50,7 +50,6 @@ class Seen:
     "Records of one module: of its own operators, not those of modules inside; over all calls and batches."
     name: str
     type: str
-    ended: bool = False                                          # whether a call has finished
     largest: float = 0.                                          # absolute finite result; of the twin, if there is one
     half: float = 0.                                             # the same, of 16-bit results only
     failed: bool = False                                         # whether NaN or inf first appears in it
@@ -94,7 +93,7 @@ def _address(t: torch.Tensor) -> int:
 class Trace(TorchDispatchMode):
     """Records of some batches in one precision; in a lower one with `reference`, the records in fp32.
 
-    `seen`: the modules, in the order in which their first calls finish, and the loss function.
+    `seen`: the modules, in the order in which their last calls finish, and the loss function.
     """
     def __init__(self,
         mode: AMPMode | None = None, # fp32 if None
@@ -171,13 +170,14 @@ class Trace(TorchDispatchMode):
             for out in outputs:
                 if self.reference is None and out.requires_grad: out.register_hook(partial(self._gradient, seen))
             if self._backward: return                            # a checkpoint, whose first run was recorded
-            if not seen.ended: self.seen[seen.name], seen.ended = self.seen.pop(seen.name), True
+            self.seen[seen.name] = self.seen.pop(seen.name)      # after the modules inside
             for out in outputs: self._compare(frame, out)
 
     def _compare(self, frame, t):
         "Record the error of a tensor that leaves a module, or enters one inside."
         if self.mode is None: return
-        error = relative_error(t.detach(), frame.wide(t.detach()))
+        t = t.detach()
+        error = relative_error(t, frame.wide(t))
         is_known = error * _FP32_NOISE < .1 * torch.finfo(self.mode.dtype).eps
         if is_known: frame.seen.error = max(error, frame.seen.error)         # in this order, as that may be nan
 
@@ -209,13 +209,11 @@ class Trace(TorchDispatchMode):
         out = func(*args, **kwargs)
         for t in tensors(args[:1]) if op.writes else ():         # exact for the callers, as outputs of modules inside
             for f in self._frames[:-1] if wide is not None else self._frames: f.twins.pop(_address(t), None)
-        outs, wides = tensors(out), tensors(wide)
-        if len(outs) != len(wides): wides = [None] * len(outs)
         # Decisions and indices: their error is the share that differs.
         if torch.is_tensor(wide) and wide.dtype in (torch.bool, torch.int64) and out.shape == wide.shape:
             seen.error = max(float((out != wide).float().mean()), seen.error)
-        for o, w in zip(outs, wides):
-            o = o.detach()
+        outs = tensors(out)
+        for o, w in zip(outs, [*tensors(wide), *[None] * len(outs)]):
             largest = largest_value(o if w is None else w)
             if op.name not in _MOVES or is_cast:
                 seen.largest = max(seen.largest, largest)
