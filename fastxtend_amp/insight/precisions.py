@@ -58,9 +58,9 @@ def choices_from(
 
 
 def _choice(name: Any) -> PrecisionChoice:
-    for choice in _OTHERS:
-        if name in (choice, choice.name): return choice
     if isinstance(name, PrecisionChoice): return name
+    for choice in _OTHERS:
+        if name == choice.name: return choice
     if name is torch.float32: return PrecisionChoice()
     try: return PrecisionChoice(AMPMode(name))
     except ValueError: pass

@@ -173,10 +173,12 @@ class _Report:
         with random_state_kept(): self.drawn = [*islice(loader_like(dl), max(n_batches, N_BATCHES))]
         self.batches = self.drawn[:n_batches]
         if not self.batches: raise no_batches('precision_report', dl)
+        start = time.process_time()
         self.fp32 = trace(self.learn, self.batches)
+        seconds = time.process_time() - start
         self.few = self.whole = next((len(t) for t in tensors(self.batches[0], floating=False) if t.ndim), 1)
         if any(self._is_emulated(mode) for mode in modes):
-            self.few = min(self.whole, max(FEWEST, int(self.whole * EMULATED_TIME / (self.fp32.seconds or 1))))
+            self.few = min(self.whole, max(FEWEST, int(self.whole * EMULATED_TIME / seconds)))
         if self.few < self.whole:
             self.batches = map_tensors(lambda t: t[:self.few] if t.shape[:1] == (self.whole,) else t, self.batches)
             self.fp32 = trace(self.learn, self.batches)

@@ -6,7 +6,6 @@ https://arxiv.org/abs/2209.05433).
 """
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -18,9 +17,9 @@ from .compat import unwatched
 __all__ = ['round_as_fp8']
 
 
-def round_as_fp8(layers: Iterable[nn.Linear]) -> None:
-    "Make the layers of a copy round as FP8 does, in autocast."
-    for layer in layers: vars(layer)['forward'] = partial(_linear, layer)
+def round_as_fp8(layer: nn.Linear) -> None:
+    "Make a layer of a copy round as FP8 does, in autocast."
+    vars(layer)['forward'] = partial(_linear, layer)
 
 
 def _linear(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:

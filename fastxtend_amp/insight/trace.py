@@ -8,7 +8,7 @@ what it passes to modules inside.
 """
 from __future__ import annotations
 
-import math, sys, time
+import math, sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ from ..precisions.fp8 import fp8_layers
 from ..training.learner import set_precision
 from ..precisions import AMPMode
 from .compat import in_function_transform, operator, unwatched
-from .copies import RandomState, begin_fit, copied_learner, is_plain, set_random_state, tensors
+from .copies import begin_fit, copied_learner, is_plain, set_random_state, tensors
 from .rounding import round_as_fp8
 
 __all__ = ['LOSS', 'Seen', 'Trace', 'ends', 'largest_value', 'relative_error', 'running_copy', 'trace']
@@ -86,7 +86,7 @@ class _Frame:
 
 
 def _address(t: torch.Tensor) -> int:
-    has_one = t.layout is torch.strided and t.device.type not in ('xla', 'meta')
+    has_one = t.layout is torch.strided and t.device.type != 'xla'
     return t.untyped_storage().data_ptr() if has_one else 0
 
 
@@ -108,8 +108,7 @@ class Trace(TorchDispatchMode):
         self.in_fp8: dict[str, nn.Linear] = {}                   # the layers that round as FP8 does
         self.unseen: dict[str, str] = {}                         # what cannot be read, and its first module
         self._frames: list[_Frame] = []
-        self._backward = False
-        self.seconds = 0.                                        # of the CPU for the last batch; 0 without a loss
+        self.in_backward = False                                 # whether the last batch has given a loss
 
     @contextmanager
     def hooked(self, model: nn.Module) -> Iterator[None]:
@@ -118,43 +117,40 @@ class Trace(TorchDispatchMode):
             for name, m in qualified_names(model):
                 if isinstance(m, torch.jit.ScriptModule): continue       # without hooks from Python
                 # Before all other hooks, so that what those do to the inputs is recorded for the module.
-                enter = partial(self._enter, name)
-                stack.enter_context(m.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
+                enter = m.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True, prepend=True)
+                stack.enter_context(enter)
                 stack.enter_context(m.register_forward_hook(self._leave, with_kwargs=True, always_call=True))
             stack.enter_context(self)
             yield
 
     def begin(self) -> None:
         "Begin a batch."
-        self.failed_in, self._frames, self._backward, self.began = LOSS, [], False, time.process_time()
+        self.failed_in, self._frames, self.in_backward = LOSS, [], False
 
     def end_forward(self, loss: torch.Tensor) -> None:
         "Record the loss, which is not scaled yet."
-        with unwatched():
-            if not all_finite(loss): self.not_finite = 'loss'
-            if self._frames:
-                self._compare(self._frames[0], loss)
-                self.seen[LOSS] = self.seen.pop(LOSS)            # the last
-        self._backward = True
+        self.in_backward = True                                  # from here on no operator is recorded
+        if not all_finite(loss): self.not_finite = 'loss'
+        if self._frames:
+            self._compare(self._frames[0], loss)
+            self.seen[LOSS] = self.seen.pop(LOSS)                # the last
 
     def end_backward(self, model: nn.Module) -> None:
         "Record the gradients of the parameters, and clear them."
-        with unwatched():
-            for name, m in qualified_names(model):
-                for p in m.parameters(recurse=False):
-                    if p.grad is None or not is_plain(p.grad): continue
-                    g = p.grad.to_dense()
-                    if not all_finite(g): self.not_finite = self.not_finite or 'gradient'
-                    if name in self.seen: self._gradient(self.seen[name], g)
-            model.zero_grad()                                    # before the next batch adds to them
-        self.seconds = time.process_time() - self.began
+        for name, m in qualified_names(model):
+            for p in m.parameters(recurse=False):
+                if p.grad is None or not is_plain(p.grad): continue
+                g = p.grad.to_dense()
+                if not all_finite(g): self.not_finite = self.not_finite or 'gradient'
+                if name in self.seen: self._gradient(self.seen[name], g)
+        model.zero_grad()                                        # before the next batch adds to them
 
     # -- modules
 
     def _enter(self, name, module, args, kwargs):
         with unwatched():
             if not self._frames: self._push(LOSS, 'function')    # everything outside of the model
-            if not self._backward and not in_function_transform():       # tensors of vmap cannot be read
+            if not self.in_backward and not in_function_transform():       # tensors of vmap cannot be read
                 for t in tensors((args, kwargs)): self._compare(self._frames[-1], t)
             self._push(name, type(module).__name__)
 
@@ -169,7 +165,7 @@ class Trace(TorchDispatchMode):
             outputs = [] if in_function_transform() else tensors(output)
             for out in outputs:
                 if self.reference is None and out.requires_grad: out.register_hook(partial(self._gradient, seen))
-            if self._backward: return                            # a checkpoint, whose first run was recorded
+            if self.in_backward: return                            # a checkpoint, whose first run was recorded
             self.seen[seen.name] = self.seen.pop(seen.name)      # after the modules inside
             for out in outputs: self._compare(frame, out)
 
@@ -183,20 +179,19 @@ class Trace(TorchDispatchMode):
 
     def _gradient(self, seen, g):
         "Record the gradient of an output or a parameter."
-        if not self._backward: return                            # of the model itself, such as forces from an energy
-        with unwatched():
-            g = g.detach().abs().float()
-            g = g[g.isfinite() & (g != 0)]
-            if not g.numel(): return
-            seen.grad = max(seen.grad, float(g.max()))
-            seen.grad_sum, seen.n_grads = seen.grad_sum + float(g.sum()), seen.n_grads + g.numel()
+        if not self.in_backward: return                          # of the model itself, such as forces from an energy
+        g = g.detach().abs().float()
+        g = g[g.isfinite() & (g != 0)]
+        if not g.numel(): return
+        seen.grad = max(seen.grad, float(g.max()))
+        seen.grad_sum, seen.n_grads = seen.grad_sum + float(g.sum()), seen.n_grads + g.numel()
 
     # -- operators
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, op = kwargs or {}, operator(func)
         makes_nothing = op.is_view or op.name.startswith(('empty', 'full', 'new_', 'scalar_tensor'))   # or a constant
-        if makes_nothing or self._backward or not self._frames: return func(*args, **kwargs)
+        if makes_nothing or self.in_backward or not self._frames: return func(*args, **kwargs)
         frame = self._frames[-1]
         seen, inputs = frame.seen, tensors((args, kwargs))
         fp32 = self.reference and self.reference.seen.get(seen.name)
@@ -271,7 +266,7 @@ def running_copy(
         if mode is AMPMode.FP8:
             cb = precision_callback(learn)
             found.in_fp8 = fp8_layers(copy.model, cb and cb.arguments.get('modules'), keep)
-            round_as_fp8(found.in_fp8.values())
+            for layer in found.in_fp8.values(): round_as_fp8(layer)
             mode = AMPMode.BF16
         if mode is None:
             set_precision(copy, None)
@@ -291,7 +286,7 @@ def trace(
     *,
     reference: Trace | None = None, # In fp32, of the same batches
     in_fit: bool = False, # Whether `learn` is in the middle of a batch
-    random_state: RandomState | tuple = (), # To begin with; the present one if empty
+    random_state: Sequence = (), # To begin with; the present one if empty
 ) -> Trace:
     """Run batches forward and backward in a copy of `learn`, in its own loop with its callbacks; no step is taken.
 

@@ -227,7 +227,7 @@ def wrong_in_fp32(fp32: Trace, batches: Any) -> str:
 
     NaN in the data matters only then: it may mark unknown targets, which the loss ignores.
     """
-    if not fp32.seconds: return 'no batch gave a loss: use batches with targets, or a model that returns the loss'
+    if not fp32.in_backward: return 'no batch gave a loss: use batches with targets, or a model that returns the loss'
     if not fp32.not_finite: return ''
     if bad := not_finite_data(batches): return bad
     first = next((f', first in {named(n)}' for n, s in fp32.seen.items() if s.failed), '')
