@@ -24,7 +24,7 @@ from torch import nn
 
 from ..convert import map_tensors
 from ..precisions import AMPMode
-from .copies import begin_fit, random_state, set_random_state
+from .copies import random_state, set_random_state
 from .trace import Trace, running_copy
 
 __all__ = ['N_BATCHES', 'gradient_distance']
@@ -56,9 +56,6 @@ def gradient_distance(
     mean: Any = 0.                                               # of g_k and d_k, by Welford's algorithm
     squares: Any = 0.                                            # of their distances from it
     with running_copy(learn, None, [], 1., g) as fp32, running_copy(learn, mode, keep, scale, h) as low:
-        for copy in fp32, low:
-            copy.create_opt()
-            begin_fit(copy, len(batches))
         for n, batch in enumerate(batches[:N_BATCHES], 1):
             state = random_state()
             for copy in fp32, low:

@@ -19,7 +19,6 @@ from ..training.checks import half_parameters_of
 from ..common import first_line, training_device
 from ..convert import map_tensors
 from ..devices.cuda_rules import cuda_rules
-from ..precisions.matching import ROOT, unwrapped
 from ..precisions.fp32_settings import settings_note
 from ..precisions.fp16 import FP16
 from ..precisions import AMPMode, fastest_native
@@ -147,7 +146,7 @@ def precision_report(self: Learner,
         raise ValueError(f'device={device!r} cannot be used: this learner trains on {own}.\nLeave it out to report on '
                          "that device. On a CPU, device='cuda' applies CUDA's autocast rules.")
     check_learner(self, 'precision_report', dl)
-    if half := half_parameters_of(unwrapped(self.model)):
+    if half := half_parameters_of(self.model):
         raise ValueError(f"precision_report needs fp32 parameters, but {len(half)} trainable ones are 16-bit; the "
                          f"first is '{half[0]}'.\nCall `learn.model.float()` first. Autocast casts where it can.")
     with one_at_a_time, cuda_rules() if simulated else nullcontext(), progress_bar(self, max_seconds) as tick:
@@ -177,7 +176,8 @@ class _Report:
         self.fp32 = trace(self.learn, self.batches)
         seconds = time.process_time() - start
         self.few = self.whole = next((len(t) for t in tensors(self.batches[0], floating=False) if t.ndim), 1)
-        if any(self._is_emulated(mode) for mode in modes):
+        self.emulated = [m for m in modes if m.support(self.device).status == 'emulated']
+        if self.emulated:
             self.few = min(self.whole, max(FEWEST, int(self.whole * EMULATED_TIME / seconds)))
         if self.few < self.whole:
             self.batches = map_tensors(lambda t: t[:self.few] if t.shape[:1] == (self.whole,) else t, self.batches)
@@ -193,8 +193,6 @@ class _Report:
             for v in verdicts.values(): v.call = v.call or call
         return PrecisionReport(pd.DataFrame(self._rows(verdicts), columns=_COLUMNS),
                                {m.value: v for m, v in verdicts.items()}, self._notes())
-
-    def _is_emulated(self, mode: AMPMode) -> bool: return mode.support(self.device).status == 'emulated'
 
     def _verdict(self, mode: AMPMode) -> Verdict:
         support = mode.support(self.device)
@@ -213,14 +211,14 @@ class _Report:
         start = time.monotonic()
         found = trace(self.learn, self.batches, mode, keep, scale, reference=self.fp32)
         if self.simulated and NO_KERNEL in found.error:
-            raise NotImplementedError(f'this CPU has no {mode.value} kernel for {named(found.failed_in or ROOT)}, '
+            raise NotImplementedError(f'this CPU has no {mode.value} kernel for {named(found.failed_in)}, '
                                       f'which CUDA may have: {found.error}')
         if not found.error: self.low.setdefault(mode, found)
         self.took = time.monotonic() - start
         return found
 
     def _distance(self, mode, keep, scale):
-        if self.few < self.whole and self._is_emulated(mode): return math.nan      # of few samples it says little
+        if self.few < self.whole and mode in self.emulated: return math.nan      # of few samples it says little
         self.tick(f'{mode.value}, gradients')
         share = FOR_GRADIENTS * self.max_seconds
         until = min(self.until, time.monotonic() + share)
@@ -243,7 +241,7 @@ class _Report:
         n = len(self.batches)
         notes = [f"Looked at {n} batch{'es' * (n > 1)} of {self.few} samples with the current weights. Other batches "
                  '(`n_batches`) and later weights may flag other modules.']
-        if emulated := ' and '.join(m for m in self.low if self._is_emulated(m)):
+        if emulated := ' and '.join(m for m in self.low if m in self.emulated):
             fewer = (f'. Of {self.whole} samples only the first {self.few} were run, and no gradients compared'
                      * (self.few < self.whole))
             notes.append(f'{emulated}: emulated on this device, usually slower than fp32{fewer}.')

@@ -174,8 +174,8 @@ class Trace(TorchDispatchMode):
         if self.mode is None: return
         t = t.detach()
         error = relative_error(t, frame.wide(t))
-        is_known = error * _FP32_NOISE < .1 * torch.finfo(self.mode.dtype).eps
-        if is_known: frame.seen.error = max(error, frame.seen.error)         # in this order, as that may be nan
+        if error * _FP32_NOISE < .1 * torch.finfo(self.mode.dtype).eps:
+            frame.seen.error = max(error, frame.seen.error)      # in this order, as that may be nan
 
     def _gradient(self, seen, g):
         "Record the gradient of an output or a parameter."
@@ -257,6 +257,7 @@ def running_copy(
     keep: Sequence[str], # Modules kept in fp32
     scale: float, # The loss scale, for fp16
     found: Trace, # Its `end_forward` and `end_backward` are called in each batch of training
+    in_fit: bool = False, # Whether `learn` is in the middle of a batch; otherwise a fit of the copy begins
 ) -> Iterator[Learner]:
     """Copy `learn` in a precision; a batch of the copy ends with its backward pass, and no step is taken.
 
@@ -274,6 +275,9 @@ def running_copy(
         else: set_precision(copy, MixedPrecision(mode, init_scale=scale, fp32_modules=keep, on_overflow='ignore'))
         copy.scaler = torch.amp.GradScaler('cpu', enabled=False)   # callbacks may use it, in fp32 as well
         copy.add_cb(_Ends(found))
+        if not in_fit:
+            copy.create_opt()
+            begin_fit(copy, 1)
         yield copy
 
 
@@ -286,7 +290,7 @@ def trace(
     *,
     reference: Trace | None = None, # In fp32, of the same batches
     in_fit: bool = False, # Whether `learn` is in the middle of a batch
-    random_state: Sequence = (), # To begin with; the present one if empty
+    random_state: Any = (), # To begin with; the present one if empty
 ) -> Trace:
     """Run batches forward and backward in a copy of `learn`, in its own loop with its callbacks; no step is taken.
 
@@ -294,11 +298,8 @@ def trace(
     """
     found, where = Trace(mode, reference), ''
     try:
-        with running_copy(learn, mode, keep, scale, found) as copy:
+        with running_copy(learn, mode, keep, scale, found, in_fit) as copy:
             set_random_state(random_state)
-            if not in_fit:
-                copy.create_opt()
-                begin_fit(copy, 1)
             with found.hooked(copy.model):
                 for i, batch in enumerate(batches):
                     batch = map_tensors(torch.clone, batch)      # which the model may write into
