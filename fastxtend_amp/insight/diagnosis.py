@@ -10,8 +10,6 @@ from fastai.learner import Learner
 
 from ..training.callback import precision_callback
 from ..common import several_processes
-from ..compat import is_compiled
-from ..precisions.matching import unwrapped
 from ..precisions import AMPMode, fastest_native
 from .copies import RandomState, lost_weights
 from .precisions import precision_call
@@ -49,8 +47,8 @@ def diagnose(
 ) -> str: # Three lines: what happened, where it began, what to try
     """Find where finite numbers end, and what helps. The learner is not changed.
 
-    With several processes nothing is run again: loss functions gather and models synchronize, and a process that ran
-    alone would leave the others waiting.
+    A compiled model is run uncompiled. With several processes nothing is run again: loss functions gather and models
+    synchronize, and a process that ran alone would leave the others waiting.
     """
     cause = _cause(learn, alarm, divergence)
     return '\n'.join([alarm.happened, *(f'{line[0].upper()}{line[1:]}.' for line in cause)])
@@ -62,19 +60,17 @@ def _cause(learn: Learner, alarm: Alarm, divergence: str) -> tuple[str, str]:
         return (f'the run diverges: {divergence}',
                 f'Lower the learning rate first, {rate:g} at this step: more precision would not help. '
                 '`learn.lr_find()` suggests one; `cbs=GradientClip(1.)` limits what one batch can do')
-    lost, bad = lost_weights(unwrapped(learn.model)), not_finite_data(alarm.batch)
-    if bad and (lost or several_processes()): return bad, f'{_BAD}, unless the loss leaves these values out'
-    if lost:
-        return (f'{lost}, so the batch cannot be run again',
-                'Load weights that are finite, or build the model again, then call `learn.precision_report()`')
-    if several_processes():
+    lost, bad = lost_weights(learn.model), not_finite_data(alarm.batch)
+    if lost or several_processes():
+        if bad: return bad, f'{_BAD}, unless the loss leaves these values out'
+        if lost: return (f'{lost}, so the batch cannot be run again',
+                         'Load weights that are finite, or build the model again, then call `learn.precision_report()`')
         return ('in distributed runs the batch is not run again',
                 'Call `learn.precision_report()` in one process, before the model is distributed')
     where, remedy = _run_again(learn, alarm, bad)
     again = 'Re-running that batch with the same random numbers' if alarm.random_state else \
             'Re-running the current batch, not the one in which it began'
-    uncompiled = ', uncompiled' if is_compiled(learn.model) else ''
-    return f'{again}{uncompiled}: {where}', remedy
+    return f'{again}: {where}', remedy
 
 
 def _run_again(
@@ -96,12 +92,11 @@ def _run_again(
         alarm.remedy = fastest_native(cb.fit.device, failed), (), None
         other = precision_call(learn, *alarm.remedy)
         return verdict.reason, f'Use another precision: `{other}`'
-    if verdict.modules or judge.scale < alarm.scale:
-        alarm.remedy = mode, verdict.modules, verdict.init_scale
+    if not verdict.modules and judge.scale == alarm.scale:
+        return (f'this time loss and gradients are finite in {mode.value}',
+                'Call `learn.precision_report()`: it also names modules close to overflow')
+    alarm.remedy = mode, verdict.modules, verdict.init_scale
     if verdict.modules:
         return verdict.reason, f"Keep {', '.join(map(named, verdict.modules))} in fp32: `{verdict.call}`"
-    if judge.scale < alarm.scale:
-        return (f'the loss scale of {alarm.scale:,.9g} is too large: gradients overflow in {mode.value}, and at '
-                f'{judge.scale:,.9g} they do not'), f'Start lower: `{verdict.call}`'
-    return (f'this time loss and gradients are finite in {mode.value}',
-            'Call `learn.precision_report()`: it also names modules close to overflow')
+    return (f'the loss scale of {alarm.scale:,.9g} is too large: gradients overflow in {mode.value}, and at '
+            f'{judge.scale:,.9g} they do not'), f'Start lower: `{verdict.call}`'

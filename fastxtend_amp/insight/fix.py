@@ -1,10 +1,8 @@
 "`on_overflow='fix'`: the remedy that the diagnosis has tried is applied, and training continues."
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
-from ..precisions import PRECISIONS, Precision
 from ..training.loop import at_batch_end
 from .precisions import precision_call
 
@@ -25,21 +23,23 @@ def fix(
     alarm: Any, # An `Alarm` that was diagnosed
 ) -> bool: # False without a remedy, and after three fixes in this fit
     "Apply the remedy when the batch ends, in the same callback: history, optimizer and loss scale continue."
-    scopes: Any = cb.learn._scopes
+    learn = cb.learn
+    scopes: Any = learn._scopes
     if alarm.remedy is None or scopes.n_fixes == MOST: return False
     scopes.n_fixes += 1
-    call = precision_call(cb.learn, *alarm.remedy)
-    new = PRECISIONS.get(call.method.removeprefix('to_'), Precision).from_arguments(call.arguments)
-    at_batch_end(cb.learn, partial(_switch, cb, new, alarm.remedy[-1]))
+    call = precision_call(learn, *alarm.remedy)
+
+    def switch():
+        "Close the fit, which the next batch opens again; drop the gradients and the mean loss, which may be NaN."
+        cb.close(failed=True)
+        learn.opt.zero_grad()
+        if recorder := vars(learn).get('recorder'): recorder.smooth_loss.reset()
+        new = call.precision.from_arguments(call.arguments)
+        mode, _, init_scale = alarm.remedy
+        if mode == cb.mode and not init_scale: new.load_state_dict(cb.state_dict())
+        cb.precision = cb.current = new
+
+    at_batch_end(learn, switch)
     cb.fixes.append(Fix(alarm.step, alarm.mode.value, str(call)))
     print(f'{alarm.happened} Training continues with `{call}`.')
     return True
-
-
-def _switch(cb: Any, new: Precision, scale: float | None) -> None:
-    "Close the fit, which the next batch opens in `new`; drop the gradients and the mean loss, which may be NaN."
-    cb.close(failed=True)
-    cb.learn.opt.zero_grad()
-    if recorder := vars(cb.learn).get('recorder'): recorder.smooth_loss.reset()
-    if new.mode == cb.mode and not scale: new.load_state_dict(cb.state_dict())
-    cb.precision = cb.current = new

@@ -24,7 +24,7 @@ from torch import nn
 
 from ..convert import map_tensors
 from ..precisions import AMPMode
-from .copies import begin_fit, random_state, set_random_state
+from .copies import random_state, set_random_state
 from .trace import Trace, running_copy
 
 __all__ = ['N_BATCHES', 'gradient_distance']
@@ -35,7 +35,7 @@ N_BATCHES, N_MEAN = 6, 24  # K and N
 class _Gradient(Trace):
     "A trace of nothing but the gradient of the last batch, as one vector."
     def end_backward(self, model: nn.Module) -> None:
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in model.parameters()]
+        grads = (torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in model.parameters())
         self.vector = torch.cat([g.flatten() for g in grads])
         model.zero_grad()
 
@@ -46,29 +46,25 @@ def gradient_distance(
     mode: AMPMode,
     keep: Sequence[str], # Modules kept in fp32
     scale: float, # The loss scale, for fp16
-    until: float, # Time of `time.monotonic()` after which no batch starts
+    until: float, # Time of `time.monotonic()` after which no further batch starts
 ) -> float: # The ratio; nan if a gradient is not finite
     """Run batches forward and backward in two copies of `learn`, with its callbacks, in fp32 and in `mode`.
 
     Raises `ValueError` if fewer than two batches were run or all are equal, and any error of the model.
     """
-    g, h, n = _Gradient(), _Gradient(), 0
+    g, h = _Gradient(), _Gradient()
     mean: Any = 0.                                               # of g_k and d_k, by Welford's algorithm
     squares: Any = 0.                                            # of their distances from it
     with running_copy(learn, None, [], 1., g) as fp32, running_copy(learn, mode, keep, scale, h) as low:
-        for copy in fp32, low:
-            copy.create_opt()
-            begin_fit(copy, len(batches))
-        for k, batch in enumerate(batches[:N_BATCHES], 1):
-            if time.monotonic() > until: break
-            n = k
+        for n, batch in enumerate(batches[:N_BATCHES], 1):
             state = random_state()
-            fp32.one_batch(k - 1, map_tensors(torch.clone, batch))
-            set_random_state(state)
-            low.one_batch(k - 1, map_tensors(torch.clone, batch))
+            for copy in fp32, low:
+                set_random_state(state)
+                copy.one_batch(n - 1, map_tensors(torch.clone, batch))
             change = torch.stack([g.vector, h.vector / scale - g.vector]) - mean
-            mean = mean + change / k
-            squares = squares + change.norm(dim=1) ** 2 * (1 - 1 / k)
+            mean += change / n
+            squares += change.norm(dim=1) ** 2 * (1 - 1 / n)
+            if time.monotonic() > until: break
     if n < 2 or not squares[0]: raise ValueError('the noise between batches is unknown')
     noise, error = (squares / (n - 1)).tolist()                  # variances of g and d
     bias = max(float(mean[1].norm()) ** 2 - error / n, 0.)

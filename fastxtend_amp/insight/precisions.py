@@ -17,8 +17,6 @@ from ..precisions import PRECISIONS, AMPMode, Precision
 
 __all__ = ['PrecisionChoice', 'call_for', 'choices_from', 'default_choices', 'precision_call', 'use_choice']
 
-HALF_WEIGHTS = 'half weights'
-
 
 @dataclass(frozen=True)
 class PrecisionChoice:
@@ -33,31 +31,38 @@ class PrecisionChoice:
     def name(self) -> str:
         "The name in the comparison's table: 'fp32', 'bf16', 'half weights', 'half weights fp16', 'bf16 compiled' ..."
         name = 'fp32' if self.mode is None else self.mode.value
-        if self.half_weights: name = HALF_WEIGHTS if self.mode is AMPMode.BF16 else f'{HALF_WEIGHTS} {name}'
+        if self.half_weights: name = 'half weights' if self.mode is AMPMode.BF16 else f'half weights {name}'
         return name + ' compiled' * self.compiled
+
+    @property
+    def precision(self) -> type[Precision]:
+        "The class of the precision that the learner gets."
+        return HalfWeights if self.half_weights else PRECISIONS.get(self.mode or '', Precision)
 
     @property
     def color(self) -> str:
         "The colour in every plot."
-        return HalfWeights.color if self.half_weights else PRECISIONS.get(self.mode or '', Precision).color
+        return self.precision.color
+
+
+# Those whose names no mode has.
+_OTHERS = [PrecisionChoice(), *(PrecisionChoice(AMPMode(name), True) for name in LOWERED)]
 
 
 def choices_from(
     modes: Any, # Names, modes, dtypes or choices, one or several
 ) -> list[PrecisionChoice]: # fp32 first, each once
     "Return the precisions that `modes` names. Raises `ValueError` for an unknown one."
-    one = isinstance(modes, (str, torch.dtype, PrecisionChoice)) or not hasattr(modes, '__iter__') or \
-        hasattr(modes, 'dataset')                                # a DataLoader by mistake
-    return list(dict.fromkeys([PrecisionChoice(), *map(_choice, [modes] if one else modes)]))
+    several = isinstance(modes, Iterable) and not isinstance(modes, str) and not hasattr(modes, 'dataset')
+    return list(dict.fromkeys([PrecisionChoice(), *map(_choice, modes if several else [modes])]))
 
 
 def _choice(name: Any) -> PrecisionChoice:
     if isinstance(name, PrecisionChoice): return name
-    if name in ('fp32', torch.float32): return PrecisionChoice()
-    half = isinstance(name, str) and name.startswith(HALF_WEIGHTS)
-    try:
-        mode = AMPMode(name.removeprefix(HALF_WEIGHTS).strip() or 'bf16' if half else name)
-        if not half or mode.value in LOWERED: return PrecisionChoice(mode, half)
+    for choice in _OTHERS:
+        if name == choice.name: return choice
+    if name is torch.float32: return PrecisionChoice()
+    try: return PrecisionChoice(AMPMode(name))
     except ValueError: pass
     names = ', '.join(repr(n) for n, cls in PRECISIONS.items() if cls is not HalfWeights)
     raise ValueError(f"modes={shorten(repr(name), 100)} cannot be used.\nAllowed: 'fp32', {names}, 'half weights' "
@@ -65,8 +70,7 @@ def _choice(name: Any) -> PrecisionChoice:
 
 
 def _has_half_weights(learn: Learner) -> bool:
-    cb = precision_callback(learn)
-    return cb is not None and isinstance(cb.precision, HalfWeights)
+    return isinstance(getattr(precision_callback(learn), 'precision', None), HalfWeights)
 
 
 def default_choices(learn: Learner) -> list[PrecisionChoice]:
@@ -74,24 +78,26 @@ def default_choices(learn: Learner) -> list[PrecisionChoice]:
 
     Half-precision weights are included only if the learner has them: by default they compute as autocast does.
     """
-    tried = [AMPMode(name) for name, cls in PRECISIONS.items() if cls.in_tables and not cls.package]
-    native = [m for m in tried if m.support(training_device(learn)).status == 'native']
-    half = [m for m in native if m.value in LOWERED] if _has_half_weights(learn) else []
-    return [PrecisionChoice(), *map(PrecisionChoice, native), *(PrecisionChoice(m, True) for m in half)]
+    device = training_device(learn)
+    native = [AMPMode(cls.name) for cls in PRECISIONS.values()
+              if cls.in_tables and not cls.package and cls.support(device).status == 'native']
+    half = [PrecisionChoice(m, True) for m in native if m.value in LOWERED and _has_half_weights(learn)]
+    return [PrecisionChoice(), *map(PrecisionChoice, native), *half]
 
 
 class Call(NamedTuple):
     "A call that selects a precision, with all arguments that differ from the defaults; `str` formats it."
-    method: str # Of the learner
+    precision: type[Precision] # What the learner trains in
     arguments: dict[str, Any]
 
     def __str__(self) -> str:
-        return f"learn.{self.method}({', '.join(f'{k}={_written(v, k)}' for k, v in self.arguments.items())})"
+        arguments = ', '.join(f'{name}={_written(value, name)}' for name, value in self.arguments.items())
+        return f'learn.to_{self.precision.name}({arguments})'
 
 
 def _written(value: object, name: str) -> str:
     "Return `value` as code; an object without such a form as `name`."
-    text = repr(value.value if isinstance(value, AMPMode) else value)
+    text = repr(value)
     return name if text.startswith('<') else text
 
 
@@ -100,19 +106,18 @@ def call_for(
     choice: PrecisionChoice,
 ) -> Call:
     "Return the call for `choice`, with the arguments of the learner's precision callback that it accepts."
-    if choice.mode is None: return Call('to_fp32', {})
-    method, cb = 'to_half_weights' if choice.half_weights else f'to_{choice.mode.value}', precision_callback(learn)
-    arguments = {} if cb is None else {**cb.arguments, 'fp32_modules': cb.fp32_module_names}
-    parameters = dict(inspect.signature(getattr(Learner, method)).parameters)
+    cb = precision_callback(learn)
+    arguments, kept = (cb.arguments, cb.fp32_module_names) if cb else ({}, [])
+    parameters = dict(inspect.signature(getattr(Learner, f'to_{choice.precision.name}')).parameters)
     if choice.half_weights:                                      # fp16 needs master weights, bf16 no loss scale
-        del parameters['master_weights' if choice.mode.needs_loss_scaling else 'loss_scale']
+        del parameters['loss_scale' if choice.mode is AMPMode.BF16 else 'master_weights']
     if choice.init_scale:
         name = 'loss_scale' if choice.half_weights or arguments.get('loss_scale') else 'init_scale'
         arguments |= {name: choice.init_scale, 'scaler': None}   # which has its own scale
-    names = list(dict.fromkeys([*arguments.get('fp32_modules', ()), *choice.fp32_modules])) or None
-    arguments |= {'amp_mode': choice.mode, 'fp32_modules': names}
-    return Call(method, {name: arguments[name] for name, p in parameters.items()
-                         if name in arguments and arguments[name] != p.default})
+    names = [*dict.fromkeys([*kept, *choice.fp32_modules])]
+    arguments |= {'amp_mode': choice.mode and choice.mode.value, 'fp32_modules': names or None}
+    return Call(choice.precision, {name: arguments[name] for name, p in parameters.items()
+                                   if arguments.get(name, p.default) != p.default})
 
 
 def precision_call(
@@ -132,7 +137,7 @@ def use_choice(
     "Switch `learn` to this precision, as a user would; its loss scale is kept unless `choice` has another."
     old, call = precision_callback(learn), call_for(learn, choice)
     state = {} if old is None or choice.init_scale else old.state_dict()
-    getattr(learn, call.method)(**call.arguments)
+    getattr(learn, f'to_{call.precision.name}')(**call.arguments)
     if choice.compiled: learn.model.compile()
     cb = precision_callback(learn)
     if state and cb is not None: cb.load_state_dict(state)       # from fp16 to fp16; bf16 has none

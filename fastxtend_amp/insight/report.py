@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any
 
 import pandas as pd
 import torch
@@ -18,10 +17,8 @@ from fastcore.basics import patch
 from ..training.callback import precision_callback
 from ..training.checks import half_parameters_of
 from ..common import first_line, training_device
-from ..compat import is_compiled
 from ..convert import map_tensors
 from ..devices.cuda_rules import cuda_rules
-from ..precisions.matching import ROOT, unwrapped
 from ..precisions.fp32_settings import settings_note
 from ..precisions.fp16 import FP16
 from ..precisions import AMPMode, fastest_native
@@ -121,8 +118,8 @@ def precision_report(self: Learner,
     with fp32.
 
     The verdict holds for these batches and weights: ask again after some training. `device='cuda'` applies CUDA's
-    autocast rules on a CPU; the kernels are those of the CPU. The learner is not modified. In distributed runs each
-    process makes its own report.
+    autocast rules on a CPU; the kernels are those of the CPU. A compiled model runs uncompiled. The learner is not
+    modified. In distributed runs each process makes its own report.
 
     Raises:
 
@@ -149,7 +146,7 @@ def precision_report(self: Learner,
         raise ValueError(f'device={device!r} cannot be used: this learner trains on {own}.\nLeave it out to report on '
                          "that device. On a CPU, device='cuda' applies CUDA's autocast rules.")
     check_learner(self, 'precision_report', dl)
-    if half := half_parameters_of(unwrapped(self.model)):
+    if half := half_parameters_of(self.model):
         raise ValueError(f"precision_report needs fp32 parameters, but {len(half)} trainable ones are 16-bit; the "
                          f"first is '{half[0]}'.\nCall `learn.model.float()` first. Autocast casts where it can.")
     with one_at_a_time, cuda_rules() if simulated else nullcontext(), progress_bar(self, max_seconds) as tick:
@@ -175,12 +172,15 @@ class _Report:
         with random_state_kept(): self.drawn = [*islice(loader_like(dl), max(n_batches, N_BATCHES))]
         self.batches = self.drawn[:n_batches]
         if not self.batches: raise no_batches('precision_report', dl)
+        start = time.process_time()
         self.fp32 = trace(self.learn, self.batches)
-        self.few = self.whole = n_samples(self.batches[0])
-        if any(self._is_emulated(mode) for mode in modes):
-            self.few = min(self.whole, max(FEWEST, int(self.whole * EMULATED_TIME / (self.fp32.seconds or 1))))
+        seconds = time.process_time() - start
+        self.few = self.whole = next((len(t) for t in tensors(self.batches[0], floating=False) if t.ndim), 1)
+        self.emulated = [m for m in modes if m.support(self.device).status == 'emulated']
+        if self.emulated:
+            self.few = min(self.whole, max(FEWEST, int(self.whole * EMULATED_TIME / seconds)))
         if self.few < self.whole:
-            self.batches = [first_samples(b, self.few) for b in self.batches]
+            self.batches = map_tensors(lambda t: t[:self.few] if t.shape[:1] == (self.whole,) else t, self.batches)
             self.fp32 = trace(self.learn, self.batches)
         if wrong := wrong_in_fp32(self.fp32, self.batches):
             verdicts = {mode: Verdict(mode.value, 'not known', wrong) for mode in modes}
@@ -193,8 +193,6 @@ class _Report:
             for v in verdicts.values(): v.call = v.call or call
         return PrecisionReport(pd.DataFrame(self._rows(verdicts), columns=_COLUMNS),
                                {m.value: v for m, v in verdicts.items()}, self._notes())
-
-    def _is_emulated(self, mode: AMPMode) -> bool: return mode.support(self.device).status == 'emulated'
 
     def _verdict(self, mode: AMPMode) -> Verdict:
         support = mode.support(self.device)
@@ -210,18 +208,23 @@ class _Report:
             raise TimeoutError(f'the time limit was reached, `max_seconds={self.max_seconds:g}`',
                                f"learn.precision_report('{mode.value}', max_seconds={10 * self.max_seconds:g})")
         self.tick(mode.value)
+        start = time.monotonic()
         found = trace(self.learn, self.batches, mode, keep, scale, reference=self.fp32)
         if self.simulated and NO_KERNEL in found.error:
-            raise NotImplementedError(f'this CPU has no {mode.value} kernel for {named(found.failed_in or ROOT)}, '
+            raise NotImplementedError(f'this CPU has no {mode.value} kernel for {named(found.failed_in)}, '
                                       f'which CUDA may have: {found.error}')
         if not found.error: self.low.setdefault(mode, found)
+        self.took = time.monotonic() - start
         return found
 
     def _distance(self, mode, keep, scale):
-        if self.few < self.whole and self._is_emulated(mode): return math.nan      # of few samples it says little
+        if self.few < self.whole and mode in self.emulated: return math.nan      # of few samples it says little
         self.tick(f'{mode.value}, gradients')
-        until = min(self.until, time.monotonic() + FOR_GRADIENTS * self.max_seconds)
-        try: return gradient_distance(self.learn, self.drawn, mode, keep, scale, until)
+        share = FOR_GRADIENTS * self.max_seconds
+        until = min(self.until, time.monotonic() + share)
+        try:
+            if self.took > share: raise TimeoutError(f'no time was left within `max_seconds={self.max_seconds:g}`')
+            return gradient_distance(self.learn, self.drawn, mode, keep, scale, until)
         except Exception as e: self.not_compared = f'{mode.value}: {first_line(e)}'
         return math.nan
 
@@ -238,14 +241,14 @@ class _Report:
         n = len(self.batches)
         notes = [f"Looked at {n} batch{'es' * (n > 1)} of {self.few} samples with the current weights. Other batches "
                  '(`n_batches`) and later weights may flag other modules.']
-        if emulated := ' and '.join(m for m in self.low if self._is_emulated(m)):
+        if emulated := ' and '.join(m for m in self.low if m in self.emulated):
             fewer = (f'. Of {self.whole} samples only the first {self.few} were run, and no gradients compared'
                      * (self.few < self.whole))
             notes.append(f'{emulated}: emulated on this device, usually slower than fp32{fewer}.')
         if unseen := {f'{what} in {named(name)}' for t in self.low.values() for what, name in t.unseen.items()}:
             notes.append(f'Not checked, as it cannot be read or compared with fp32: {some(sorted(unseen))}.')
         if fp8 := self.low.get(AMPMode.FP8):
-            notes.append(f'fp8: {some([*map(named, fp8.in_fp8)], 8)} would compute in FP8, the rest in bf16. The '
+            notes.append(f'fp8: {some([*map(named, fp8.in_fp8)])} would compute in FP8, the rest in bf16. The '
                          'rounding was simulated; no FP8 kernel was run.')
         if self.simulated:
             notes.append("Computed on this CPU with CUDA's autocast rules. GPU kernels were not run; they may round "
@@ -254,19 +257,7 @@ class _Report:
         if any((t.float() % 1).any() for t in tensors(self.batches[0], floating=False)[-1:]):
             notes.append('The targets are continuous: the closer the predictions come to them, the more rounding '
                          'matters. Ask again late in training.')
-        if is_compiled(self.learn.model): notes.append('The compiled model was run uncompiled.')
         if settings := settings_note():
             notes.append(f'{settings}. The report ran in full fp32 precision, so it does not see the errors of these '
                          'settings.')
         return notes + left_out(self.learn)
-
-
-def n_samples(batch: Any) -> int:
-    "Return the length of the first tensor with dimensions; 1 if there is none."
-    return next((len(t) for t in tensors(batch, floating=False) if t.ndim), 1)
-
-
-def first_samples(batch: Any, n: int) -> Any:
-    "Return the first `n` samples of a batch; tensors of another length stay whole."
-    whole = n_samples(batch)
-    return map_tensors(lambda t: t[:n].clone() if t.ndim and len(t) == whole else t, batch)

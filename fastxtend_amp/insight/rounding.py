@@ -6,7 +6,6 @@ https://arxiv.org/abs/2209.05433).
 """
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -18,19 +17,19 @@ from .compat import unwatched
 __all__ = ['round_as_fp8']
 
 
-def round_as_fp8(layers: Iterable[nn.Linear]) -> None:
-    "Make the layers of a copy round as FP8 does, in autocast."
-    for layer in layers: vars(layer)['forward'] = partial(_linear, layer)
+def round_as_fp8(layer: nn.Linear) -> None:
+    "Make a layer of a copy round as FP8 does, in autocast."
+    vars(layer)['forward'] = partial(_linear, layer)
 
 
 def _linear(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     x = x.to(torch.get_autocast_dtype(x.device.type))
-    out = F.linear(*(_rounded(t, torch.float8_e4m3fn) for t in (x, layer.weight)))
+    out = F.linear(_rounded(x), _rounded(layer.weight))
     if out.requires_grad: out.register_hook(partial(_rounded, dtype=torch.float8_e5m2))
     return out if layer.bias is None else out + layer.bias.to(out.dtype)
 
 
-def _rounded(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _rounded(t: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> torch.Tensor:
     "Return `t` rounded as in FP8. To autograd, and to a trace, it is a plain copy."
     copy = t.clone()
     with unwatched(), torch.no_grad():

@@ -8,7 +8,7 @@ what it passes to modules inside.
 """
 from __future__ import annotations
 
-import math, sys, time
+import math, sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ from ..precisions.fp8 import fp8_layers
 from ..training.learner import set_precision
 from ..precisions import AMPMode
 from .compat import in_function_transform, operator, unwatched
-from .copies import RandomState, begin_fit, copied_learner, is_plain, set_random_state, tensors
+from .copies import begin_fit, copied_learner, is_plain, set_random_state, tensors
 from .rounding import round_as_fp8
 
 __all__ = ['LOSS', 'Seen', 'Trace', 'ends', 'largest_value', 'relative_error', 'running_copy', 'trace']
@@ -50,7 +50,6 @@ class Seen:
     "Records of one module: of its own operators, not those of modules inside; over all calls and batches."
     name: str
     type: str
-    ended: bool = False                                          # whether a call has finished
     largest: float = 0.                                          # absolute finite result; of the twin, if there is one
     half: float = 0.                                             # the same, of 16-bit results only
     failed: bool = False                                         # whether NaN or inf first appears in it
@@ -87,14 +86,14 @@ class _Frame:
 
 
 def _address(t: torch.Tensor) -> int:
-    has_one = t.layout is torch.strided and t.device.type not in ('xla', 'meta')
+    has_one = t.layout is torch.strided and t.device.type != 'xla'
     return t.untyped_storage().data_ptr() if has_one else 0
 
 
 class Trace(TorchDispatchMode):
     """Records of some batches in one precision; in a lower one with `reference`, the records in fp32.
 
-    `seen`: the modules, in the order in which their first calls finish, and the loss function.
+    `seen`: the modules, in the order in which their last calls finish, and the loss function.
     """
     def __init__(self,
         mode: AMPMode | None = None, # fp32 if None
@@ -109,8 +108,7 @@ class Trace(TorchDispatchMode):
         self.in_fp8: dict[str, nn.Linear] = {}                   # the layers that round as FP8 does
         self.unseen: dict[str, str] = {}                         # what cannot be read, and its first module
         self._frames: list[_Frame] = []
-        self._backward = False
-        self.seconds = 0.                                        # of the CPU for the last batch; 0 without a loss
+        self.in_backward = False                                 # whether the last batch has given a loss
 
     @contextmanager
     def hooked(self, model: nn.Module) -> Iterator[None]:
@@ -119,43 +117,40 @@ class Trace(TorchDispatchMode):
             for name, m in qualified_names(model):
                 if isinstance(m, torch.jit.ScriptModule): continue       # without hooks from Python
                 # Before all other hooks, so that what those do to the inputs is recorded for the module.
-                enter = partial(self._enter, name)
-                stack.enter_context(m.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
+                enter = m.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True, prepend=True)
+                stack.enter_context(enter)
                 stack.enter_context(m.register_forward_hook(self._leave, with_kwargs=True, always_call=True))
             stack.enter_context(self)
             yield
 
     def begin(self) -> None:
         "Begin a batch."
-        self.failed_in, self._frames, self._backward, self.began = LOSS, [], False, time.process_time()
+        self.failed_in, self._frames, self.in_backward = LOSS, [], False
 
     def end_forward(self, loss: torch.Tensor) -> None:
         "Record the loss, which is not scaled yet."
-        with unwatched():
-            if not all_finite(loss): self.not_finite = 'loss'
-            if self._frames:
-                self._compare(self._frames[0], loss)
-                self.seen[LOSS] = self.seen.pop(LOSS)            # the last
-        self._backward = True
+        self.in_backward = True                                  # from here on no operator is recorded
+        if not all_finite(loss): self.not_finite = 'loss'
+        if self._frames:
+            self._compare(self._frames[0], loss)
+            self.seen[LOSS] = self.seen.pop(LOSS)                # the last
 
     def end_backward(self, model: nn.Module) -> None:
         "Record the gradients of the parameters, and clear them."
-        with unwatched():
-            for name, m in qualified_names(model):
-                for p in m.parameters(recurse=False):
-                    if p.grad is None or not is_plain(p.grad): continue
-                    g = p.grad.to_dense()
-                    if not all_finite(g): self.not_finite = self.not_finite or 'gradient'
-                    if name in self.seen: self._gradient(self.seen[name], g)
-            model.zero_grad()                                    # before the next batch adds to them
-        self.seconds = time.process_time() - self.began
+        for name, m in qualified_names(model):
+            for p in m.parameters(recurse=False):
+                if p.grad is None or not is_plain(p.grad): continue
+                g = p.grad.to_dense()
+                if not all_finite(g): self.not_finite = self.not_finite or 'gradient'
+                if name in self.seen: self._gradient(self.seen[name], g)
+        model.zero_grad()                                        # before the next batch adds to them
 
     # -- modules
 
     def _enter(self, name, module, args, kwargs):
         with unwatched():
             if not self._frames: self._push(LOSS, 'function')    # everything outside of the model
-            if not self._backward and not in_function_transform():       # tensors of vmap cannot be read
+            if not self.in_backward and not in_function_transform():       # tensors of vmap cannot be read
                 for t in tensors((args, kwargs)): self._compare(self._frames[-1], t)
             self._push(name, type(module).__name__)
 
@@ -170,33 +165,33 @@ class Trace(TorchDispatchMode):
             outputs = [] if in_function_transform() else tensors(output)
             for out in outputs:
                 if self.reference is None and out.requires_grad: out.register_hook(partial(self._gradient, seen))
-            if self._backward: return                            # a checkpoint, whose first run was recorded
-            if not seen.ended: self.seen[seen.name], seen.ended = self.seen.pop(seen.name), True
+            if self.in_backward: return                            # a checkpoint, whose first run was recorded
+            self.seen[seen.name] = self.seen.pop(seen.name)      # after the modules inside
             for out in outputs: self._compare(frame, out)
 
     def _compare(self, frame, t):
         "Record the error of a tensor that leaves a module, or enters one inside."
         if self.mode is None: return
-        error = relative_error(t.detach(), frame.wide(t.detach()))
-        is_known = error * _FP32_NOISE < .1 * torch.finfo(self.mode.dtype).eps
-        if is_known: frame.seen.error = max(error, frame.seen.error)         # in this order, as that may be nan
+        t = t.detach()
+        error = relative_error(t, frame.wide(t))
+        if error * _FP32_NOISE < .1 * torch.finfo(self.mode.dtype).eps:
+            frame.seen.error = max(error, frame.seen.error)      # in this order, as that may be nan
 
     def _gradient(self, seen, g):
         "Record the gradient of an output or a parameter."
-        if not self._backward: return                            # of the model itself, such as forces from an energy
-        with unwatched():
-            g = g.detach().abs().float()
-            g = g[g.isfinite() & (g != 0)]
-            if not g.numel(): return
-            seen.grad = max(seen.grad, float(g.max()))
-            seen.grad_sum, seen.n_grads = seen.grad_sum + float(g.sum()), seen.n_grads + g.numel()
+        if not self.in_backward: return                          # of the model itself, such as forces from an energy
+        g = g.detach().abs().float()
+        g = g[g.isfinite() & (g != 0)]
+        if not g.numel(): return
+        seen.grad = max(seen.grad, float(g.max()))
+        seen.grad_sum, seen.n_grads = seen.grad_sum + float(g.sum()), seen.n_grads + g.numel()
 
     # -- operators
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, op = kwargs or {}, operator(func)
         makes_nothing = op.is_view or op.name.startswith(('empty', 'full', 'new_', 'scalar_tensor'))   # or a constant
-        if makes_nothing or self._backward or not self._frames: return func(*args, **kwargs)
+        if makes_nothing or self.in_backward or not self._frames: return func(*args, **kwargs)
         frame = self._frames[-1]
         seen, inputs = frame.seen, tensors((args, kwargs))
         fp32 = self.reference and self.reference.seen.get(seen.name)
@@ -209,13 +204,11 @@ class Trace(TorchDispatchMode):
         out = func(*args, **kwargs)
         for t in tensors(args[:1]) if op.writes else ():         # exact for the callers, as outputs of modules inside
             for f in self._frames[:-1] if wide is not None else self._frames: f.twins.pop(_address(t), None)
-        outs, wides = tensors(out), tensors(wide)
-        if len(outs) != len(wides): wides = [None] * len(outs)
         # Decisions and indices: their error is the share that differs.
         if torch.is_tensor(wide) and wide.dtype in (torch.bool, torch.int64) and out.shape == wide.shape:
             seen.error = max(float((out != wide).float().mean()), seen.error)
-        for o, w in zip(outs, wides):
-            o = o.detach()
+        outs = tensors(out)
+        for o, w in zip(outs, [*tensors(wide), *[None] * len(outs)]):
             largest = largest_value(o if w is None else w)
             if op.name not in _MOVES or is_cast:
                 seen.largest = max(seen.largest, largest)
@@ -264,6 +257,7 @@ def running_copy(
     keep: Sequence[str], # Modules kept in fp32
     scale: float, # The loss scale, for fp16
     found: Trace, # Its `end_forward` and `end_backward` are called in each batch of training
+    in_fit: bool = False, # Whether `learn` is in the middle of a batch; otherwise a fit of the copy begins
 ) -> Iterator[Learner]:
     """Copy `learn` in a precision; a batch of the copy ends with its backward pass, and no step is taken.
 
@@ -273,7 +267,7 @@ def running_copy(
         if mode is AMPMode.FP8:
             cb = precision_callback(learn)
             found.in_fp8 = fp8_layers(copy.model, cb and cb.arguments.get('modules'), keep)
-            round_as_fp8(found.in_fp8.values())
+            for layer in found.in_fp8.values(): round_as_fp8(layer)
             mode = AMPMode.BF16
         if mode is None:
             set_precision(copy, None)
@@ -281,6 +275,9 @@ def running_copy(
         else: set_precision(copy, MixedPrecision(mode, init_scale=scale, fp32_modules=keep, on_overflow='ignore'))
         copy.scaler = torch.amp.GradScaler('cpu', enabled=False)   # callbacks may use it, in fp32 as well
         copy.add_cb(_Ends(found))
+        if not in_fit:
+            copy.create_opt()
+            begin_fit(copy, 1)
         yield copy
 
 
@@ -293,7 +290,7 @@ def trace(
     *,
     reference: Trace | None = None, # In fp32, of the same batches
     in_fit: bool = False, # Whether `learn` is in the middle of a batch
-    random_state: RandomState | tuple = (), # To begin with; the present one if empty
+    random_state: Any = (), # To begin with; the present one if empty
 ) -> Trace:
     """Run batches forward and backward in a copy of `learn`, in its own loop with its callbacks; no step is taken.
 
@@ -301,11 +298,8 @@ def trace(
     """
     found, where = Trace(mode, reference), ''
     try:
-        with running_copy(learn, mode, keep, scale, found) as copy:
+        with running_copy(learn, mode, keep, scale, found, in_fit) as copy:
             set_random_state(random_state)
-            if not in_fit:
-                copy.create_opt()
-                begin_fit(copy, 1)
             with found.hooked(copy.model):
                 for i, batch in enumerate(batches):
                     batch = map_tensors(torch.clone, batch)      # which the model may write into

@@ -10,7 +10,7 @@ import torch
 from fastai.learner import Learner
 
 from ..training.callback import precision_callback
-from ..precisions.matching import ROOT, covers, qualified_names, unwrapped
+from ..precisions.matching import ROOT, covers, qualified_names
 from ..precisions import AMPMode
 from .copies import tensors
 from .precisions import precision_call
@@ -26,7 +26,7 @@ LOST = .1             # of the mean absolute gradient: smaller gradients may und
 CLOSE = 4.            # headroom below which a module is flagged
 LOWEST_SCALE = 2.**-12 # to recommend
 SMALL, LARGE = .5, 1  # distance of the mean gradient; models that trained worse than in fp32 were above 1
-MANY = 4              # modules, which a verdict names by their parents
+MANY = 4              # modules or reasons; of more, a verdict keeps their parents and names the first
 MARGIN = 16.          # between a recommended loss scale and the highest, as later gradients may be larger
 
 
@@ -72,8 +72,8 @@ class Judge:
 
     def __post_init__(self):
         cb = precision_callback(self.learn)
-        self.model, self.kept = unwrapped(self.learn.model), cb.fp32_module_names if cb else []
-        self.keep, self.scale = self.kept, self.first_scale
+        self.kept = self.keep = cb.fp32_module_names if cb else []
+        self.scale = self.first_scale
         self.limit = torch.finfo(self.mode.dtype).max
         self.reasons: dict[str, str] = {}                        # by module, in the order found
 
@@ -109,7 +109,7 @@ class Judge:
     def _refused(self, low: Trace) -> dict[str, str]:
         "Return the modules of the type that fails, and why."
         if not (name := low.failed_in): return {}
-        modules = dict(qualified_names(self.model))
+        modules = dict(qualified_names(self.learn.model))
         kind = type(modules.get(name))
         why = f'{named(name)} does not run in {self.mode.value}: {low.error}'
         if not kind.__module__.startswith('torch.nn'):       # the user's own code
@@ -201,7 +201,7 @@ class Judge:
         else:
             own = max((s.error for s in low.seen.values() if s.error > 0), default=0.)
             reasons = [f'no module has an error above {own:.2%}' if own else 'nothing was flagged']
-        reason, names = some(reasons, 4, '; '), []
+        reason, names = some(reasons, '; '), []
         if scales: reason += f'; loss scales from {least:,.9g} to {most:,.9g} fit'
         if (far := self.distance(self.keep, scale)) >= 0:        # nan if unknown
             reason += (f'; rounding changes the mean gradient, estimated for 24 batches, by {far:.2g}x the noise '
@@ -227,7 +227,7 @@ def wrong_in_fp32(fp32: Trace, batches: Any) -> str:
 
     NaN in the data matters only then: it may mark unknown targets, which the loss ignores.
     """
-    if not fp32.seconds: return 'no batch gave a loss: use batches with targets, or a model that returns the loss'
+    if not fp32.in_backward: return 'no batch gave a loss: use batches with targets, or a model that returns the loss'
     if not fp32.not_finite: return ''
     if bad := not_finite_data(batches): return bad
     first = next((f', first in {named(n)}' for n, s in fp32.seen.items() if s.failed), '')
@@ -263,6 +263,6 @@ def named(name: str) -> str:
     return {ROOT: "the model's own `forward`", LOSS: 'the loss function'}.get(name, f"'{name}'")
 
 
-def some(words: list[str], n: int = 4, between: str = ', ') -> str:
-    "Return the first `n` words, and how many more there are."
-    return between.join(words[:n]) + (f' and {len(words) - n} more' if len(words) > n else '')
+def some(words: list[str], between: str = ', ') -> str:
+    "Return the first words, and how many more there are."
+    return between.join(words[:MANY]) + (f' and {len(words) - MANY} more' if len(words) > MANY else '')

@@ -30,7 +30,6 @@ class Notes:
     last_loss: float = math.nan                                  # the last finite one
     random_state: RandomState | None = None                      # before the batch
     before: tuple | None = None                                  # on an accelerator: the last batch, and its state
-    n_recorded: int = 0                                          # losses of the Recorder that were looked at
 
 
 class Watch:
@@ -84,12 +83,9 @@ class Watch:
             notes.before = (learn.xb, learn.yb), notes.random_state
 
     def after_step(self):
-        "Count skipped steps in a row, and see whether the loss scale falls below 1."
-        cb, n = self.cb, self.cb.skips_in_a_row
-        if not n or (notes := self.notes) is None: return
-        if n >= cb.max_skips: self._alarm(f'{n} steps in a row were skipped', skipped=True)
-        elif notes.in_place and (cb.scale or 1) < 1 <= cb.scales[-1]:
-            self._alarm('the loss scale falls below 1', skipped=True)
+        "Count skipped steps in a row."
+        n = self.cb.skips_in_a_row
+        if n >= self.cb.max_skips and self.notes: self._alarm(f'{n} steps in a row were skipped', skipped=True)
 
     def after_train(self):
         "Look again at the end of an epoch, when the host knows all."
@@ -110,9 +106,7 @@ class Watch:
     def _check_recorded(self) -> None:
         recorder, notes = vars(self.learn).get('recorder'), self.notes
         losses = getattr(recorder, 'losses', [])
-        if notes is None or notes.before is None or len(losses) <= notes.n_recorded: return
-        notes.n_recorded = len(losses)
-        self._check_loss(notes, float(losses[-1]), notes.before)
+        if losses and notes and notes.before: self._check_loss(notes, float(losses[-1]), notes.before)
 
     def _check_loss(self, notes: Notes, loss: float, before: tuple | None = None) -> None:
         if math.isfinite(loss): notes.last_loss = loss
@@ -136,10 +130,10 @@ class Watch:
         if not skipped and before is None: learn.loss_grad = learn.loss_grad * math.nan   # so that this step is skipped
 
     def _say(self, message: str) -> None:
-        cb = self.cb
-        cb.fit.has_warned = True
-        if cb.fit.scaling is not None and cb.fit.scaling.buffer_note: message += f'\n{cb.fit.scaling.buffer_note}'
-        if cb.on_overflow == 'raise': raise FloatingPointError(message)
+        fit = self.cb.fit
+        fit.has_warned = True
+        if note := getattr(fit.scaling, 'buffer_note', ''): message += f'\n{note}'
+        if self.cb.on_overflow == 'raise': raise FloatingPointError(message)
         warn_user(message)
 
 

@@ -723,8 +723,8 @@ def test_torchvisions_models_are_safe_in_bf16(name):
 def test_names():
     assert list(rows(learner(Tied()).precision_report('bf16'), 'bf16').index) == [
         'a',
-        'act',
         'b',
+        'act',
         'head',
         'loss function',
     ]

@@ -294,23 +294,20 @@ def test_with_the_default_settings_there_is_no_word_of_them():
 # -- compiled models
 
 
-def test_report_and_diagnosis_say_that_they_ran_the_model_uncompiled():
-    def compiled():
-        learn = learner()
-        learn.model = torch.compile(learn.model, backend='eager')
-        return learn
+def test_report_and_diagnosis_name_the_module_of_a_compiled_model():
+    def whole(model):
+        return torch.compile(model, backend='eager')
 
-    def compiled_in_place():
-        learn = learner()
-        learn.model[0].compile(backend='eager')
-        return learn
+    def in_place(model):
+        model.attn.compile(backend='eager')
+        return model
 
-    learn = learner(Attentive())
-    learn.model = torch.compile(learn.model, backend='eager')
-    with pytest.warns(UserWarning, match='(?s)Re-running that batch with the same random numbers, uncompiled: .*attn'):
-        learn.to_fp16(max_skips=2).fit(1)
-    for make, expected in ((learner, False), (compiled, True), (compiled_in_place, True)):
-        assert ('The compiled model was run uncompiled.' in make().precision_report('bf16').notes) == expected
+    for compiles in (whole, in_place):
+        learn = learner(Attentive())
+        learn.model = compiles(learn.model)
+        assert learn.precision_report('fp16').fp32_modules == ['attn']
+        with pytest.warns(UserWarning, match='(?s)Re-running that batch with the same random numbers: .*attn'):
+            learn.to_fp16(max_skips=2).fit(1)
 
 
 # -- losses that the model returns

@@ -280,7 +280,7 @@ def test_the_report_rounds_as_torchao_does():
 
     theirs = run(theirs)
     plain = [t.detach().clone() for t in run(copy.deepcopy(layer))]
-    round_as_fp8([layer])
+    round_as_fp8(layer)
     for ours, expected, bf16 in zip(run(layer), theirs, plain):
         assert relative_error(ours, expected) < 0.1 * max(relative_error(bf16, expected), 0.05)
 

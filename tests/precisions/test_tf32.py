@@ -3,7 +3,7 @@
 import fastai.callback.schedule  # noqa: F401  patches Learner
 import pytest, torch
 
-from fastxtend_amp.precisions import PRECISIONS, Support, fastest_native, tf32
+from fastxtend_amp.precisions import Support, fastest_native, tf32
 from fastxtend_amp import AMPMode, precision_support
 from fastxtend_amp.precisions.fp32_settings import TF32_SETTINGS as TF32
 from fastxtend_amp.insight.precisions import default_choices

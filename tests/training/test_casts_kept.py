@@ -11,7 +11,7 @@ from fastxtend_amp.precisions import base
 from helpers import *
 
 N_BATCHES = 4
-AT_ONCE = 1 if ismin_torch('2.13') else N_BATCHES  # casts of a weight in a validation: older versions cast in each batch
+AT_ONCE = 1 if ismin_torch('2.13') else N_BATCHES  # casts of a weight in a validation; older ones cast in each batch
 on_a_cpu = pytest.mark.skipif(DEVICE.type != 'cpu', reason="the simulated device's autocast keeps no casts")
 
 
