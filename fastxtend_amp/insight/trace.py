@@ -105,7 +105,7 @@ class Trace(TorchDispatchMode):
         self.not_finite = ''                                     # 'loss', or 'gradient' if no loss was
         self.error = ''                                          # why it ended: the text of an exception
         self.failed_in = ''                                      # the module that raised it; '' before a batch
-        self.in_fp8: dict[str, nn.Linear] = {}                   # the layers that round as FP8 does
+        self.in_fp8: dict[str, nn.Module] = {}                   # the layers that round as FP8 does
         self.unseen: dict[str, str] = {}                         # what cannot be read, and its first module
         self._frames: list[_Frame] = []
         self.in_backward = False                                 # whether the last batch has given a loss

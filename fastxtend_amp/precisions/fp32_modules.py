@@ -63,7 +63,8 @@ class Forward:
 
 
 def _reduced(module: nn.Module, protocol: int) -> tuple:
-    function, arguments, state, *rest = module.__reduce_ex__(protocol)
+    reduced: Any = module.__reduce_ex__(protocol)
+    function, arguments, state, *rest = reduced
     return function, arguments, {**state}, *rest                 # the state is the module's own dict
 
 

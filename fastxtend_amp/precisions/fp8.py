@@ -28,7 +28,7 @@ def fp8_layers(
     asked = [ROOT] if spec is None else match_modules(model, spec, 'modules')
     layers = {name: m for name, m in qualified_names(model) if covers(asked, name) and not covers(in_fp32, name)
               and type(m) is nn.Linear and 'weight' in m._parameters}
-    found = {n: m for n, m in layers.items() if not any(s % _SIDES or s < min_size for s in m.weight.shape)}
+    found: Any = {n: m for n, m in layers.items() if not any(s % _SIDES or s < min_size for s in m.weight.shape)}
     if found: return found
     raise ValueError(f"fp8 cannot be used: modules={spec!r} leaves no linear layer whose weight has two sides "
                      f"divisible by {_SIDES}{f' and of at least {min_size}' if min_size else ''}.\n"

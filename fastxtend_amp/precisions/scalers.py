@@ -79,7 +79,7 @@ def check_scaling_arguments(
     given = {**settings, 'loss_scale': loss_scale, 'scaler': scaler}
     changed = {name: value for name, value in given.items() if value != defaults[name]}
     for name, (kind, low, high) in _BOUNDS.items():
-        if name not in changed or is_number(given[name], kind) and low < given[name] < high: continue
+        if name not in changed or (is_number(given[name], kind) and low < given[name] < high): continue
         raise ValueError(f'{name}={given[name]!r} cannot be used: it must be {_KINDS[kind]} above {low} and below '
                          f'{high:g}, or the default, {defaults[name]}.')
     if not isinstance(given['enabled'], bool):
@@ -96,7 +96,7 @@ def check_scaler_state(state: Any) -> None:
     kinds = {'scale': Real, 'growth_factor': Real, 'backoff_factor': Real, 'growth_interval': Integral,
              '_growth_tracker': Integral}
     for key, kind in kinds.items():
-        value = state.get(key) if isinstance(state, Mapping) else None
+        value: Any = state.get(key) if isinstance(state, Mapping) else None
         if is_number(value, kind) and 0 <= value <= _LARGEST: continue   # version 0.4 let the scale fall to 0
         raise ValueError(f'The loss scale cannot be loaded: {key!r} is {value!r}, not {_KINDS[kind]} from 0. Nothing '
                          'was loaded.\n`learn.load(..., with_opt=False)` loads only the model.')
@@ -109,7 +109,7 @@ def check_unscalable(
 ) -> None:
     "Raise a `ValueError` for fp16 and complex parameters, whose gradients `GradScaler` cannot unscale."
     for name, p in model.named_parameters():
-        if not p.requires_grad or p.dtype is not torch.float16 and not p.is_complex(): continue
+        if not p.requires_grad or (p.dtype is not torch.float16 and not p.is_complex()): continue
         raise ValueError(f"{what} cannot be used: '{name}' is a parameter of {p.dtype}, whose gradients `GradScaler` "
                          'cannot unscale.\nIf it is fp16, call `learn.model.float()` first: autocast itself casts what '
                          'can run in 16 bits. If it is complex, use `learn.to_bf16()` or `learn.to_fp32()`, or '

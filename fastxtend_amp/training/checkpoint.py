@@ -48,9 +48,11 @@ def written_whole(path: Path) -> Iterator[BinaryIO]: # A file to write to
 
 def _is_running(pid: str) -> bool:
     "Return whether a process may still be running; on Windows, where asking would end it, always True."
-    try: return os.name != 'posix' or os.kill(int(pid), 0) is None
+    if os.name != 'posix': return True
+    try: os.kill(int(pid), 0)
     except ProcessLookupError: return False
-    except PermissionError: return True
+    except PermissionError: pass
+    return True
 
 
 class FileFormat(NamedTuple):

@@ -183,17 +183,20 @@ class LoopCallback(fp16.MixedPrecision):
 
     def _leave(self, new: Learner | None) -> None:
         "Leave the learner, for `new` or for none."
-        former, others = self.learn, [cb for cb in self.learn.cbs if cb is not self]
-        if new is former and len(others) < len(former.cbs):
+        former: Any = self.learn
+        others = [cb for cb in former.cbs if cb is not self]
+        is_there = len(others) < len(former.cbs)
+        if new is former and is_there:
             raise ValueError(f'{self!r} is on this learner already, and would run twice in each batch.\n'
                              'Leave it out of `cbs`.')
-        if in_batch(former) and len(others) < len(former.cbs):
+        if new is former: return
+        if is_there and in_batch(former):
             raise RuntimeError('A precision callback cannot be removed in the middle of a batch.\n'
                                'Call `learn.to_fp32()`, `to_fp16()` or `to_bf16()`, which take effect at its end, '
                                'or remove it at `before_epoch`, `before_train`, `after_train` or `after_epoch`.')
         self.close()
         vars(former).pop('scaler', None)
-        former.cbs = L(others)                                   # a new list: `Learner(cbs=learn.cbs)` reads the old one
+        former.cbs = L(others)                                   # anew: `Learner(cbs=learn.cbs)` iterates over the old
         if new is None: return
         warn_user('A precision callback moved from one learner to another: the first trains in fp32 from now on.\n'
                   'Give each learner its own: `learn.to_fp16()` or `learn.to_bf16()`.')
@@ -210,7 +213,7 @@ class LoopCallback(fp16.MixedPrecision):
         "Run an event here, then in the watchers, until a callback removes this one."
         is_inner, is_training = event_name in _inner_loop, getattr(self.learn, 'training', False)
         is_open = self.fit is not None or event_name == 'before_batch'   # not if it was added within a batch
-        runs = self.run and (not is_inner or is_open and (self.run_train if is_training else self.run_valid))
+        runs = self.run and (not is_inner or (is_open and (self.run_train if is_training else self.run_valid)))
         for part in (self, *self.watchers) if runs else ():
             # fastai would look an event that is not here up on the learner and its model.
             has_event = event_name in vars(part) or hasattr(type(part), event_name)

@@ -110,7 +110,7 @@ class Scaling:
         "Divide the gradients by the scale, in place, and find out whether one is not finite."
         if self._probe is not None: self.cancel()                # a step that an exception left unfinished
         opt = self.learn.opt
-        params = [p for p in optimizer_params(opt) if p.grad is not None]
+        params: list[Any] = [p for p in optimizer_params(opt) if p.grad is not None]
         if not self.has_scaled or not params: return
         finds = DEVICE_SKIPS if may_flag and type(opt) is OptimWrapper else ()
         flagged = next((step for find in finds if (step := find(opt.opt, params)) is not None), None)
@@ -163,8 +163,9 @@ class Scaling:
         scaler: Any = self.scaler                                # a `DynamicScaler`
         scaler.update(scaler.first_scale)
         self._is_low = False
-        warn_user(f'Skipped steps had lowered the loss scale to {abs(self.history.read()[-1]):.2g}, where all gradients '
-                  f'underflow. It restarts from {self.scaler.get_scale():g}.')
+        low = abs(self.history.read()[-1])
+        warn_user(f'Skipped steps had lowered the loss scale to {low:.2g}, where all gradients underflow. It restarts '
+                  f'from {self.scaler.get_scale():g}.')
 
     # -- gradients
 
@@ -252,5 +253,5 @@ def _fused(opt: Any, params: list[nn.Parameter]) -> FlaggedStep | None:
     return FlaggedStep(opt) if has_state or is_plain_sgd else None
 
 
-# Each gets torch's optimizer and its parameters with gradients, and returns a `FlaggedStep` or None; `devices/` adds one.
+# Each gets torch's optimizer and the parameters with gradients, and returns a `FlaggedStep` or None.
 DEVICE_SKIPS: list[Callable[[Any, list[nn.Parameter]], Any]] = [_fused]
