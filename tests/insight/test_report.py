@@ -848,11 +848,7 @@ def test_the_printed_report():
 @pytest.mark.parametrize(
     'call,kind,words',
     [
-        (
-            lambda l: l.precision_report(('bf16', 'fp4')),
-            ValueError,
-            r"(?s)modes='fp4' cannot be used.*'bf16', 'fp16'",
-        ),
+        (lambda l: l.precision_report(('bf16', 'fp4')), ValueError, r"(?s)modes='fp4' cannot be used.*'bf16', 'fp16'"),
         (lambda l: l.precision_report(()), ValueError, r"modes=\(\) cannot be used: give 'bf16', 'fp16'"),
         (lambda l: l.precision_report('half weights'), ValueError, "cannot be used: give 'bf16', 'fp16'"),
         (lambda l: l.precision_report(['bf16', 'tf32']), ValueError, "cannot be used: give 'bf16', 'fp16'"),
