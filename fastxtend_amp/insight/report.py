@@ -150,8 +150,7 @@ def precision_report(self: Learner,
         raise ValueError(f"precision_report needs fp32 parameters, but {len(half)} trainable ones are 16-bit; the "
                          f"first is '{half[0]}'.\nCall `learn.model.float()` first. Autocast casts where it can.")
     with one_at_a_time, cuda_rules() if simulated else nullcontext(), progress_bar(self, max_seconds) as tick:
-        report = _Report(self, max_seconds, simulated, tick)
-        return report.on(asked, n_batches, self.dls.train if dl is None else dl)
+        return _Report(self, max_seconds, simulated, tick).on(asked, n_batches, self.dls.train if dl is None else dl)
 
 
 @dataclass(eq=False)
@@ -174,12 +173,12 @@ class _Report:
         if not self.batches: raise no_batches('precision_report', dl)
         start = time.process_time()
         self.fp32 = trace(self.learn, self.batches)
-        seconds = time.process_time() - start
         self.few = self.whole = next((len(t) for t in tensors(self.batches[0], floating=False) if t.ndim), 1)
         self.emulated = [m for m in modes if m.support(self.device).status == 'emulated']
         if self.emulated:
-            self.few = min(self.whole, max(FEWEST, int(self.whole * EMULATED_TIME / seconds)))
-        if self.few < self.whole:
+            self.few = min(self.whole, max(FEWEST, int(self.whole * EMULATED_TIME / (time.process_time() - start))))
+        self.is_short = self.few < self.whole
+        if self.is_short:
             self.batches = map_tensors(lambda t: t[:self.few] if t.shape[:1] == (self.whole,) else t, self.batches)
             self.fp32 = trace(self.learn, self.batches)
         if wrong := wrong_in_fp32(self.fp32, self.batches):
@@ -198,9 +197,9 @@ class _Report:
         support = mode.support(self.device)
         if support.status == 'unsupported': return Verdict(mode.value, 'cannot run', support.why)
         cb = precision_callback(self.learn)
-        judge = Judge(self.learn, mode, partial(self._run, mode), self.fp32, (cb and cb.scale) or INIT_SCALE,
-                      partial(self._distance, mode))
-        try: return judge.verdict()
+        try:
+            return Judge(self.learn, mode, partial(self._run, mode), self.fp32, (cb and cb.scale) or INIT_SCALE,
+                         partial(self._distance, mode)).verdict()
         except (NotImplementedError, TimeoutError) as e: return Verdict(mode.value, 'not known', *e.args)
 
     def _run(self, mode, keep, scale):
@@ -218,7 +217,7 @@ class _Report:
         return found
 
     def _distance(self, mode, keep, scale):
-        if self.few < self.whole and mode in self.emulated: return math.nan      # of few samples it says little
+        if self.is_short and mode in self.emulated: return math.nan      # of few samples it says little
         self.tick(f'{mode.value}, gradients')
         share = FOR_GRADIENTS * self.max_seconds
         until = min(self.until, time.monotonic() + share)
@@ -242,10 +241,9 @@ class _Report:
         notes = [f"Looked at {n} batch{'es' * (n > 1)} of {self.few} samples with the current weights. Other batches "
                  '(`n_batches`) and later weights may flag other modules.']
         if emulated := ' and '.join(m for m in self.low if m in self.emulated):
-            fewer = (f'. Of {self.whole} samples only the first {self.few} were run, and no gradients compared'
-                     * (self.few < self.whole))
-            notes.append(f'{emulated}: emulated on this device, usually slower than fp32{fewer}.')
-        if unseen := {f'{what} in {named(name)}' for t in self.low.values() for what, name in t.unseen.items()}:
+            fewer = f'. Of {self.whole} samples only the first {self.few} were run, and no gradients compared'
+            notes.append(f'{emulated}: emulated on this device, usually slower than fp32{fewer * self.is_short}.')
+        if unseen := set().union(*(t.unseen for t in self.low.values())):
             notes.append(f'Not checked, as it cannot be read or compared with fp32: {some(sorted(unseen))}.')
         if fp8 := self.low.get(AMPMode.FP8):
             notes.append(f'fp8: {some([*map(named, fp8.in_fp8)])} would compute in FP8, the rest in bf16. The '

@@ -17,7 +17,7 @@ from .compat import unwatched
 __all__ = ['round_as_fp8']
 
 
-def round_as_fp8(layer: nn.Linear) -> None:
+def round_as_fp8(layer: nn.Module) -> None:
     "Make a layer of a copy round as FP8 does, in autocast."
     vars(layer)['forward'] = partial(_linear, layer)
 

@@ -86,8 +86,8 @@ class _Frame:
 
 
 def _address(t: torch.Tensor) -> int:
-    has_one = t.layout is torch.strided and t.device.type != 'xla'
-    return t.untyped_storage().data_ptr() if has_one else 0
+    if t.layout is not torch.strided or t.device.type == 'xla': return 0         # it has none
+    return t.untyped_storage().data_ptr()
 
 
 class Trace(TorchDispatchMode):
@@ -106,7 +106,7 @@ class Trace(TorchDispatchMode):
         self.error = ''                                          # why it ended: the text of an exception
         self.failed_in = ''                                      # the module that raised it; '' before a batch
         self.in_fp8: dict[str, nn.Module] = {}                   # the layers that round as FP8 does
-        self.unseen: dict[str, str] = {}                         # what cannot be read, and its first module
+        self.unseen: set[str] = set()                            # what cannot be read, and in which module
         self._frames: list[_Frame] = []
         self.in_backward = False                                 # whether the last batch has given a loss
 
@@ -196,7 +196,7 @@ class Trace(TorchDispatchMode):
         seen, inputs = frame.seen, tensors((args, kwargs))
         fp32 = self.reference and self.reference.seen.get(seen.name)
         strange = [t for t in tensors((args, kwargs), floating=False) if t.is_floating_point() and not is_plain(t)]
-        for t in strange: self.unseen.setdefault(f'{type(t).__name__} of {t.dtype}', seen.name)
+        for t in strange: self.unseen.add(f"{type(t).__name__} of {t.dtype} in '{seen.name}'")
         is_cast = op.name == '_to_copy' and kwargs.get('dtype') in HALF
         low = self.mode is not None and (is_cast or any(t.dtype in HALF or frame.twin(t) is not None for t in inputs))
         began_finite = not op.writes or all(map(all_finite, inputs))
@@ -209,7 +209,8 @@ class Trace(TorchDispatchMode):
             seen.error = max(float((out != wide).float().mean()), seen.error)
         outs = tensors(out)
         for o, w in zip(outs, [*tensors(wide), *[None] * len(outs)]):
-            largest = largest_value(o if w is None else w)
+            value = o if w is None else w
+            largest = largest_value(value)
             if op.name not in _MOVES or is_cast:
                 seen.largest = max(seen.largest, largest)
                 if o.dtype in HALF: seen.half = max(seen.half, largest)
@@ -217,7 +218,7 @@ class Trace(TorchDispatchMode):
             if w is not None and (not fp32 or fp32.largest): frame.keep(o, w)
             if o.dtype is torch.float16 and op.name.startswith(('add', 'clamp')) and isinstance(args[1], float):
                 # fp16 rounds the constant to 0, and loses digits of the value next to it.
-                if 0 < args[1] < 2.9e-8 and w is not None and w.abs().min() < 6.1e-5: seen.vanished = args[1]
+                if 0 < args[1] < 2.9e-8 and value.abs().min() < 6.1e-5: seen.vanished = args[1]
             if all_finite(o) or (fp32 and fp32.failed): continue
             # -inf may be a mask.
             if w is None: seen.failed |= began_finite and (op.writes or all(map(all_finite, inputs))) and ends(o)
@@ -233,7 +234,7 @@ class Trace(TorchDispatchMode):
             with torch.no_grad(), torch.autocast(device_type, enabled=False):
                 return func(*map_tensors(wide, args), **{**map_tensors(wide, kwargs), **dtypes})
         except Exception:                                        # such as flash attention, which is 16-bit only
-            self.unseen.setdefault(f'{func}, which does not run in fp32', frame.seen.name)
+            self.unseen.add(f"{func}, which does not run in fp32 in '{frame.seen.name}'")
             return None
 
 
@@ -305,7 +306,7 @@ def trace(
                     batch = map_tensors(torch.clone, batch)      # which the model may write into
                     found.begin()
                     _run_again(copy, *batch) if in_fit else copy.one_batch(i, batch)
-            if in_fit or (reference is not None and reference.error): return found
+            if in_fit or (reference and reference.error): return found
             # Without hooks, as some modules of PyTorch then use other kernels.
             where, found.failed_in = ' (in validation)', ROOT
             copy.remove_cbs(_Ends)

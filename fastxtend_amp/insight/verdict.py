@@ -208,8 +208,7 @@ class Judge:
                        f'between batches (below {SMALL}x is negligible, above {LARGE}x may matter)')
         if far > LARGE:
             verdict = 'gradient differs'
-            helps = lambda names: self.distance([*self.keep, *names], scale) < SMALL
-            names = smallest(self.candidates(low), helps)
+            names = smallest(self.candidates(low), lambda names: self.distance([*self.keep, *names], scale) < SMALL)
             reason += (f"; with {some([*map(named, names)]) or 'no module that was tried'} in fp32 this is below "
                        f'{SMALL}x. It is a warning sign, not a proof: some such models train as well as in fp32')
             self.reasons |= dict.fromkeys(names, '')

@@ -162,6 +162,6 @@ def _norm(model: nn.Module) -> torch.Tensor:
 
     Wrapper subclasses, such as quantized weights, are left out: they need not have an operator for it.
     """
-    weights = [p for p in model.parameters() if p.requires_grad and not is_lazy(p)]
-    weights = [p.to_local() if hasattr(p, 'to_local') else p for p in weights]
+    weights = (p.to_local() if hasattr(p, 'to_local') else p
+               for p in model.parameters() if p.requires_grad and not is_lazy(p))
     return nn.utils.get_total_norm(filter(is_plain, weights))
