@@ -19,7 +19,7 @@ FIRST = ['to_amp', 'to_bf16', 'to_fp16', 'to_fp32', 'to_tf32', 'to_fp8', 'to_hal
 ELSEWHERE = {'Verdict': 'insight.verdict', 'PrecisionChoice': 'insight.precisions'}  # public, and not in `__all__`
 BASE = 'precisions.Precision'                                    # also public; `precision` is a method's anchor
 INSIGHT = ['PrecisionReport', 'Verdict', 'PrecisionComparison', 'PrecisionChoice']   # returned by methods
-NOT_LISTED = {'name', 'learn', 'amp_context', 'check_modules', 'replace', 'skips_in_a_row', 'needs_loss_scaling',
+NOT_LISTED = {'name', 'learn', 'amp_context', 'check_modules', 'replace', 'needs_loss_scaling',
               'arguments', 'open', 'close', 'attach', 'refuse_others', 'training', 'state_key',  # of the package only
               'reset', 'accumulate', 'read', 'value'}            # of metrics, for fastai
 ATTRIBUTES = {'mode': "The precision, such as 'bf16'", 'verdict': 'What the report says', 'reason': 'Why'}

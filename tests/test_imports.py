@@ -99,7 +99,8 @@ REPLACED = {'Learner.save', 'Learner.load', 'TextLearner.load', 'Learner.export'
 ADDED = {f'Learner.to_{name}' for name in PRECISIONS} | {
     f'Learner.{n}'
     for n in (
-        *('amp_context', 'precision', 'precision_as', 'to_amp', 'to_channelslast', 'to_fp32'),  # the core's
+        *('_scopes', 'amp_context', 'mixed_precision', 'precision', 'precision_as'),  # the core's
+        *('to_amp', 'to_channelslast', 'to_fp32'),
         *('compare_precision', 'precision_decision', 'precision_report'),  # and those of `insight/`
     )
 }

@@ -7,6 +7,7 @@ https://arxiv.org/abs/2209.05433).
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ def round_as_fp8(layer: nn.Module) -> None:
     vars(layer)['forward'] = partial(_linear, layer)
 
 
-def _linear(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+def _linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
     x = x.to(torch.get_autocast_dtype(x.device.type))
     out = F.linear(_rounded(x), _rounded(layer.weight))
     if out.requires_grad: out.register_hook(partial(_rounded, dtype=torch.float8_e5m2))

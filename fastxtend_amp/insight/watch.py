@@ -44,26 +44,23 @@ class Watch:
         self.cb = cb
 
     @property
-    def learn(self) -> Any: return self.cb.learn
-
-    @property
     def notes(self) -> Any:
         "The `Notes` on the open fit; None if it is not watched, or has been warned of."
-        fit = self.cb.fit
+        cb, fit = self.cb, self.cb.fit
         if fit is None or fit.has_warned: return None
         if 'notes' not in vars(fit):
-            is_watched = fit.precision.dtype and self.cb.on_overflow != 'ignore' and 'lr_finder' not in vars(self.learn)
+            is_watched = fit.precision.dtype and cb.on_overflow != 'ignore' and 'lr_finder' not in vars(cb.learn)
             fit.notes = Notes(fit.device.type == 'cpu', generators()) if is_watched else None
         return fit.notes
 
     def before_train(self):
         "Say at the start of a fit of several processes that nothing is fixed in it."
-        if self.cb.on_overflow == 'fix' and several_processes() and not self.learn.train_iter:
+        if self.cb.on_overflow == 'fix' and several_processes() and not self.cb.learn.train_iter:
             warn_user("on_overflow='fix' only warns in distributed runs: it looks for the cause in a single process.")
 
     def before_batch(self):
         "Note the random state, and once the size of the weights."
-        notes, learn = self.notes, self.learn
+        notes, learn = self.notes, self.cb.learn
         if notes is None or not learn.training: return
         notes.random_state = [(set_state, get()) for set_state, get in notes.generators]
         if notes.weights is not None or self.cb.fit.device.type == 'xla': return
@@ -71,7 +68,7 @@ class Watch:
 
     def after_loss(self):
         "Look at the loss before anything is made of it; on an accelerator at that of the batch before."
-        notes, learn = self.notes, self.learn
+        notes, learn = self.notes, self.cb.learn
         if notes is None or not learn.training: return
         # Without targets fastai leaves the loss of an earlier batch; a learner's own loop may set one all the same.
         loss = vars(learn).get('loss_grad')
@@ -84,8 +81,9 @@ class Watch:
 
     def after_step(self):
         "Count skipped steps in a row."
-        n = self.cb.skips_in_a_row
-        if n >= self.cb.max_skips and self.notes: self._alarm(f'{n} steps in a row were skipped', skipped=True)
+        scaling = self.cb.fit and self.cb.fit.scaling
+        if scaling and scaling.skips_in_a_row >= self.cb.max_skips and self.notes:
+            self._alarm(f'{scaling.skips_in_a_row} steps in a row were skipped', skipped=True)
 
     def after_train(self):
         "Look again at the end of an epoch, when the host knows all."
@@ -94,7 +92,7 @@ class Watch:
 
     def after_validate(self):
         "Say that a loss or predictions of a validation are NaN or inf; fastai has them on the CPU already."
-        notes, learn = self.notes, self.learn
+        notes, learn = self.notes, self.cb.learn
         recorder, gather = map(vars(learn).get, ('recorder', 'gather_preds'))
         seen = tensors((recorder and vars(recorder.loss).get('total'), gather and gather.preds))
         if notes is None or all((t < math.inf).all() for t in seen): return
@@ -104,7 +102,7 @@ class Watch:
             'to keep in fp32.'))
 
     def _check_recorded(self) -> None:
-        recorder, notes = vars(self.learn).get('recorder'), self.notes
+        recorder, notes = vars(self.cb.learn).get('recorder'), self.notes
         losses = getattr(recorder, 'losses', [])
         if losses and notes and notes.before: self._check_loss(notes, float(losses[-1]), notes.before)
 
@@ -118,7 +116,7 @@ class Watch:
         before: tuple | None = None, # That batch and its random state; the one under way if None
     ) -> None:
         "Say what happened, where it began and what to try: once a fit."
-        learn, notes, cb = self.learn, self.notes, self.cb
+        learn, notes, cb = self.cb.learn, self.notes, self.cb
         scale = cb.scales[-1] if skipped else learn.scaler.get_scale()      # of the step itself
         batch, state = before or ((learn.xb, learn.yb), notes.random_state)
         step = getattr(learn, 'train_iter', 0) + (before is None)

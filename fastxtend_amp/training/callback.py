@@ -16,7 +16,7 @@ from fastai.callback.core import CancelStepException
 from torch.amp import GradScaler
 
 from ..common import is_number, model_device, refuse_unknown, training_device, warn_user
-from ..convert import is_half, to_fp32
+from ..convert import half_to_float, is_half, map_tensors
 from ..precisions import PRECISIONS, AMPMode, Auto, Precision, each_precision, find_precision, parameters_of
 from ..precisions.fp16 import FP16
 from ..precisions.fp32_modules import Forward, Replaced
@@ -167,15 +167,15 @@ class MixedPrecision(PrecisionState):
 
     def after_pred(self):
         "Give the loss and the metrics fp32."
-        if self.fit.precision.dtype: self.learn.pred = to_fp32(self.learn.pred)
+        if self.fit.precision.dtype: self.learn.pred = map_tensors(half_to_float, self.learn.pred)
 
     def after_loss(self):
         "Exit autocast; record and back-propagate the loss in fp32."
         learn = self.learn
         learn._scopes[-1].close()
-        loss = vars(learn).get('loss')                           # without targets an earlier batch's, already fp32
-        if self.fit.precision.dtype and torch.is_tensor(loss) and is_half(loss):
-            learn.loss, learn.loss_grad = loss.float(), to_fp32(vars(learn).get('loss_grad'))
+        for name in ('loss', 'loss_grad') if self.fit.precision.dtype else ():
+            loss = vars(learn).get(name)                         # without targets an earlier batch's, already fp32
+            if torch.is_tensor(loss) and is_half(loss): setattr(learn, name, loss.float())
 
     def before_backward(self):
         "Scale the loss."

@@ -52,7 +52,7 @@ class _GradientNorm:
 
     def before_step(self):
         learn = self.cb.learn
-        if not any(isinstance(metric, gradient_norm) for metric in learn.metrics): return
+        if gradient_norm not in map(type, learn.metrics): return
         norm = get_total_norm(p.grad for p in optimizer_params(learn.opt) if p.grad is not None)
         self.cb.gradient_norm = norm.full_tensor() if is_dtensor(norm) else norm
 

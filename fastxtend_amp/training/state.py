@@ -60,10 +60,6 @@ class PrecisionState(LoopCallback):
         "True if the most recent step was skipped. Available from `before_step` (order > 10). May synchronize."
         return self._scaling is not None and bool(self._scaling.found_inf)
     @property
-    def skips_in_a_row(self) -> int:
-        "The number of skipped steps in a row up to now in this fit, as far as the host knows: never synchronizes."
-        return 0 if self._scaling is None else self._scaling.skips_in_a_row
-    @property
     def fp32_module_names(self) -> list[str]:
         "Names of the modules kept in fp32, as `fp32_modules` matches them in the learner's model."
         return [] if self.learn is None else list(self.precision.kept.check(self.learn.model))
