@@ -16,9 +16,6 @@ from fastai.learner import Learner
 from fastai.optimizer import Optimizer, OptimWrapper
 from torch import nn
 
-__all__ = ['Shared', 'first_line', 'is_dtensor', 'is_number', 'is_sharded', 'model_device', 'optimizer_params',
-           'refuse_unknown', 'several_processes', 'training_device', 'warn_user']
-
 
 def first_line(error: BaseException) -> str:
     "Return what an exception says, in one line; its type's name where it says nothing."

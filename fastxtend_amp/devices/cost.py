@@ -3,8 +3,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ['allocated', 'page_faults', 'wait_for']
-
 
 def wait_for(device: torch.device) -> None:
     "Synchronize with the device, before reading the clock."

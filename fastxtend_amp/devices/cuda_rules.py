@@ -23,8 +23,6 @@ from torch.backends import mha
 from ..common import Shared
 from ..compat import tree_leaves, tree_map
 
-__all__ = ['BANNED', 'LOW', 'RNNS', 'WIDEST', 'cuda_rules', 'registered']
-
 # Operators that run in autocast's dtype.
 LOW = frozenset("""
     _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution

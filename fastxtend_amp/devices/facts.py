@@ -11,9 +11,6 @@ import torch
 from ..common import first_line
 from ..compat import AutocastState
 
-__all__ = ['all_devices', 'amd_architecture', 'apple_chip', 'autocast_available', 'autocast_refusal', 'cpu_features',
-           'cuda_capability', 'gpu_name', 'missing', 'xla_hardware', 'xpu_capability']
-
 
 @lru_cache
 def cpu_features() -> frozenset[str]: # Such as 'avx512_bf16' and 'amx_fp16' on x86, 'bf16' and 'fphp' on ARM

@@ -17,8 +17,6 @@ from fastai.torch_core import get_model, rank_distrib
 from ..training.checkpoint import FORMATS, FileFormat
 from ..common import is_dtensor, is_sharded, optimizer_params
 
-__all__ = []
-
 
 def _needs_it(learn: Learner) -> bool: return is_sharded(learn.model)
 

@@ -23,8 +23,6 @@ from ..common import model_device, optimizer_params, training_device, warn_user
 from ..training.optimizers import place_state
 from ..training.scaling import DEVICE_SKIPS
 
-__all__ = ['XLADevice']
-
 _OVERRIDES = {'XLA_USE_BF16': 'bf16', 'XLA_DOWNCAST_BF16': 'bf16', 'XLA_USE_F16': 'fp16'}   # environment variables
 
 

@@ -7,7 +7,5 @@ from .report import PrecisionReport
 from .watch import Watch
 from . import plots as _plots
 
-__all__ = ['PrecisionComparison', 'PrecisionReport']
-
 _core.measure_and_choose = measure_and_choose
 WATCHERS.append(Watch)

@@ -16,7 +16,7 @@ from fastai.torch_core import set_seed, to_device
 from fastcore.basics import noop, patch
 from torch import nn
 
-from ..training.callback import precision_callback
+from ..training.loop import precision_callback
 from ..common import first_line, several_processes, training_device
 from ..compat import is_compiled
 from ..convert import HALF, map_tensors

@@ -8,16 +8,13 @@ from typing import Any
 
 from fastai.learner import Learner
 
-from ..training.callback import precision_callback
+from ..training.loop import precision_callback
 from ..common import several_processes
 from ..precisions import AMPMode, fastest_native
 from .copies import RandomState, lost_weights
 from .precisions import precision_call
 from .trace import trace
 from .verdict import Judge, named, not_finite_data, wrong_in_fp32
-
-__all__ = ['Alarm', 'diagnose']
-
 
 _BAD = 'Look at the data; no precision can train on it'
 

@@ -6,8 +6,6 @@ from typing import Any, NamedTuple
 from ..training.loop import at_batch_end
 from .precisions import precision_call
 
-__all__ = ['Fix', 'fix']
-
 MOST = 3  # fixes in one fit
 
 
@@ -24,8 +22,8 @@ def fix(
 ) -> bool: # False without a remedy, and after three fixes in this fit
     "Apply the remedy when the batch ends, in the same callback: history, optimizer and loss scale continue."
     learn = cb.learn
-    scopes: Any = learn._scopes
-    if alarm.remedy is None or scopes.n_fixes == MOST: return False
+    scopes = learn._scopes
+    if not alarm.remedy or scopes.n_fixes == MOST: return False
     scopes.n_fixes += 1
     call = precision_call(learn, *alarm.remedy)
 

@@ -27,8 +27,6 @@ from ..precisions import AMPMode
 from .copies import random_state, set_random_state
 from .trace import Trace, running_copy
 
-__all__ = ['N_BATCHES', 'gradient_distance']
-
 N_BATCHES, N_MEAN = 6, 24  # K and N
 
 

@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from fastai.learner import Learner
 
-from ..training.callback import MixedPrecision, precision_callback
+from ..training.callback import MixedPrecision
+from ..training.loop import precision_callback
 from ..common import training_device
 from ..precisions.half_weights import LOWERED, HalfWeights
 from ..precisions import PRECISIONS, AMPMode, Precision
-
-__all__ = ['PrecisionChoice', 'call_for', 'choices_from', 'default_choices', 'precision_call', 'use_choice']
 
 
 @dataclass(frozen=True)

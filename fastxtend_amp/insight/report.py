@@ -14,7 +14,7 @@ from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from fastcore.basics import patch
 
-from ..training.callback import precision_callback
+from ..training.loop import precision_callback
 from ..training.checks import half_parameters_of
 from ..common import first_line, training_device
 from ..convert import map_tensors
@@ -30,8 +30,6 @@ from .progress import progress_bar
 from .shown import Shown
 from .trace import Trace, trace
 from .verdict import Judge, Verdict, named, some, wrong_in_fp32
-
-__all__ = ['PrecisionReport']
 
 INIT_SCALE = 65536.   # of a learner without a loss scale
 EMULATED_TIME = 1.    # CPU seconds in fp32; the same work may take a minute in an emulated precision

@@ -15,8 +15,6 @@ from torch.nn import functional as F
 
 from .compat import unwatched
 
-__all__ = ['round_as_fp8']
-
 
 def round_as_fp8(layer: nn.Module) -> None:
     "Make a layer of a copy round as FP8 does, in autocast."

@@ -22,7 +22,8 @@ from fastcore.basics import noop
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..training.callback import MixedPrecision, precision_callback
+from ..training.callback import MixedPrecision
+from ..training.loop import precision_callback
 from ..common import Shared, first_line
 from ..convert import HALF, half_to_float, map_tensors
 from ..precisions.matching import ROOT, qualified_names
@@ -33,8 +34,6 @@ from ..precisions import AMPMode
 from .compat import in_function_transform, operator, unwatched
 from .copies import begin_fit, copied_learner, is_plain, set_random_state, tensors
 from .rounding import round_as_fp8
-
-__all__ = ['LOSS', 'Seen', 'Trace', 'ends', 'largest_value', 'relative_error', 'running_copy', 'trace']
 
 _UNCOMPILED = Shared(partial(torch.compiler.set_stance, 'force_eager'))
 LOSS = 'loss function'  # its name among the modules; includes callbacks after the forward pass

@@ -9,14 +9,12 @@ from typing import Any, Literal
 import torch
 from fastai.learner import Learner
 
-from ..training.callback import precision_callback
+from ..training.loop import precision_callback
 from ..precisions.matching import ROOT, covers, qualified_names
 from ..precisions import AMPMode
 from .copies import tensors
 from .precisions import precision_call
 from .trace import LOSS, Trace, ends
-
-__all__ = ['Judge', 'Judgement', 'Verdict', 'named', 'not_finite_data', 'some', 'wrong_in_fp32']
 
 Judgement = Literal['safe so far', 'safe with loss scaling', 'keep modules in fp32', 'gradient differs', 'do not use',
                     'cannot run', 'not known']

@@ -14,8 +14,6 @@ from .copies import RandomState, generators, is_plain, tensors
 from .diagnosis import Alarm, diagnose
 from .fix import fix
 
-__all__ = ['Watch']
-
 _FAR = 100.     # times the loss or the weights' norm at the start, from which a run diverges
 _MOVED = 1.01   # times the weights' norm at the start, from which the weights have moved
 

@@ -22,9 +22,6 @@ from torch.amp import GradScaler
 from ..devices import facts
 from .fp32_modules import Fp32Forward, Fp32Modules, Replaced
 
-__all__ = ['PRECISIONS', 'AMPMode', 'Auto', 'Precision', 'Support', 'cpu_rule', 'each_precision',
-           'fastest_native', 'find_precision', 'parameters_of', 'precision_support', 'xla_rule']
-
 PRECISIONS: dict[str, type[Precision]] = {}                      # by name, in the order of tables
 _followers: list[Callable[[type[Precision]], object]] = []
 # Before PyTorch 2.13 autocast's cache can hand a weight cast under `no_grad` to code that needs its gradient.

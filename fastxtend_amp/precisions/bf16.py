@@ -11,8 +11,6 @@ from ..devices import facts
 from .base import Precision, Support, cpu_rule, xla_rule
 from .scalers import UnitScaler, check_unscalable
 
-__all__ = ['BF16']
-
 
 def _cuda(device: torch.device) -> Support:
     amd = facts.amd_architecture(device)

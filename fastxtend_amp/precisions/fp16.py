@@ -12,8 +12,6 @@ from ..devices import facts
 from .base import Precision, Support, cpu_rule, xla_rule
 from .scalers import DynamicScaler, StaticScaler, check_scaler_state, check_scaling_arguments, check_unscalable
 
-__all__ = ['FP16']
-
 _NO_TENSOR_CORES = re.compile(r'GTX 16\d\d|\b(T|MX)\d{3,4}\b')   # of capability 7.5: Quadro T2000, T600, MX450
 
 

@@ -15,7 +15,6 @@ from ..compat import tree_leaves
 from ..convert import to_fp32
 from .matching import ROOT, match_modules, tests_of
 
-__all__ = ['Forward', 'Fp32Forward', 'Fp32Modules', 'Replaced', 'forward_of']
 
 class Forward:
     """A forward that replaces a module's own while a context is open; subclasses define `run`.

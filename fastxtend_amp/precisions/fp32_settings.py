@@ -8,8 +8,6 @@ from torch.backends import cuda, cudnn
 
 from ..compat import get_fp32_setting, set_fp32_setting
 
-__all__ = ['FP32_SETTINGS', 'FULL_PRECISION', 'TF32_SETTINGS', 'fp32_settings', 'settings_note']
-
 # Where the attribute `fp32_precision` of each backend and operation is, and its default. One that is 'none' follows the
 # one above it: an operation its backend, a backend the generic one. So a setting stands behind those that it follows.
 FP32_SETTINGS = {

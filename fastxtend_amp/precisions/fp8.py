@@ -13,8 +13,6 @@ from .bf16 import BF16
 from .fp32_modules import Forward, Replaced
 from .matching import ROOT, covers, match_modules, qualified_names, tests_of
 
-__all__ = ['FP8', 'fp8_layers']
-
 _SIDES = 16  # FP8 kernels need both sides of a weight to be divisible by this
 
 

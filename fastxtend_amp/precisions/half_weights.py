@@ -23,8 +23,6 @@ from .bf16 import BF16
 from .fp16 import FP16
 from .matching import covers, qualified_names
 
-__all__ = ['LOWERED', 'HalfWeights', 'kahan']
-
 LOWERED = ('bf16', 'fp16')  # the precisions that weights can have
 
 

@@ -11,8 +11,6 @@ from torch import nn
 
 from ..compat import COMPILED_NAME, compiled_module
 
-__all__ = ['ROOT', 'covers', 'match_modules', 'qualified_names', 'tests_of', 'unwrapped']
-
 ROOT = '(model)'  # the name of the model itself among its modules
 
 

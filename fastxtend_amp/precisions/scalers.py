@@ -13,9 +13,6 @@ from torch.amp import GradScaler
 
 from ..common import is_number
 
-__all__ = ['SCALING', 'DynamicScaler', 'StaticScaler', 'UnitScaler', 'check_scaler_state', 'check_scaling_arguments',
-           'check_unscalable']
-
 LOWEST = 2.**-24  # fp16's smallest number; a dynamic scale that fell to 0 would let NaN pass as 0 * inf
 _LARGEST = torch.finfo(torch.float32).max
 

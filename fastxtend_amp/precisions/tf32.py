@@ -10,8 +10,6 @@ from ..devices import facts
 from .base import Precision, Support
 from .fp32_settings import TF32_SETTINGS, fp32_settings
 
-__all__ = ['TF32']
-
 _NEEDS = Support('unsupported', 'TF32 needs an NVIDIA GPU of compute capability 8.0, or an AMD MI300')
 
 

@@ -21,8 +21,6 @@ from ..precisions import PRECISIONS, AMPMode, precision_support
 from .demo import digits
 from .device import usable_device
 
-__all__ = ['Result', 'check', 'main']
-
 EPOCHS, LR = 3, 5e-3
 SLACK = .1            # how far the validation loss may lie above that of fp32: this share of it, plus .02
 

@@ -17,8 +17,6 @@ import fastxtend_amp  # noqa: F401  patches Learner
 from ..precisions import PRECISIONS, precision_support
 from .device import usable_device
 
-__all__ = ['digits', 'learner', 'main']
-
 SECONDS = 75                               # for training, without starting Python and plotting
 STEPS, BATCH_SIZE, LR = 44, 64, 1e-3       # two epochs; the loss falls from 2.3 to about 0.1
 

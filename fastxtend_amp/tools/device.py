@@ -7,8 +7,6 @@ import torch
 
 from ..common import first_line
 
-__all__ = ['usable_device']
-
 
 def usable_device(
     parser: argparse.ArgumentParser, # Exits with a message if the device cannot be used

@@ -3,8 +3,6 @@ from __future__ import annotations
 
 import ctypes, os
 
-__all__ = ['keep_freed_memory']
-
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4         # parameters of mallopt, from <malloc.h>
 _NEVER = -1
 

@@ -22,12 +22,9 @@ from ..precisions.fp16 import FP16
 from ..precisions.fp32_modules import Forward, Replaced
 from ..precisions.scalers import SCALING
 from .fit import Fit
-from .loop import in_batch, precision_callback
+from .loop import in_batch
 from .scaling import StepHistory
 from .state import PrecisionState
-
-__all__ = ['CALLBACK_PARAMETERS', 'ON_OVERFLOW', 'WATCHERS', 'MixedPrecision', 'automatic_parameters',
-           'precision_callback']
 
 ON_OVERFLOW = ('warn', 'fix', 'raise', 'ignore')
 WATCHERS: list[Callable[[MixedPrecision], Any]] = []             # each makes an object with events; `insight` adds one
@@ -145,7 +142,7 @@ class MixedPrecision(PrecisionState):
         fit.casts = None                                         # of an earlier validation
         if not fit.precision.dtype: return
         kind = fit.device.type                                   # the cache lives as long as any autocast is open
-        same = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+        same = torch.autocast(kind, enabled=torch.is_autocast_enabled(kind))
         self.learn._scopes[-1].enter_context(same)
 
     def before_batch(self):

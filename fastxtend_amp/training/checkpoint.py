@@ -24,8 +24,6 @@ from .loop import PRECISION_CALLBACKS, in_batch, precision_callback
 from .metrics import PrecisionMetric
 from .optimizers import place_state
 
-__all__ = ['FORMATS', 'FileFormat', 'put_over', 'written_whole']
-
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[BinaryIO]: # A file to write to

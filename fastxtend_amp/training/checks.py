@@ -11,8 +11,6 @@ from ..common import optimizer_params, training_device, warn_user
 from ..convert import is_half
 from ..precisions import Precision
 
-__all__ = ['check_model', 'check_training', 'half_parameters_of']
-
 
 def check_training(
     learn: Learner,

@@ -15,8 +15,6 @@ from .checks import check_model, check_training
 from .optimizers import place_state
 from .scaling import Scaling, StepHistory
 
-__all__ = ['Fit']
-
 
 class Fit:
     """One fit or validation: the contexts that are open until its end, and facts about it.

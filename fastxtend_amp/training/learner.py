@@ -16,10 +16,8 @@ from fastcore.meta import delegates
 
 from ..common import refuse_unknown
 from ..precisions import Precision, each_precision, parameters_of
-from .callback import CALLBACK_PARAMETERS, MixedPrecision, automatic_parameters, precision_callback
-from .loop import in_batch, set_callback
-
-__all__ = ['set_precision']
+from .callback import CALLBACK_PARAMETERS, MixedPrecision, automatic_parameters
+from .loop import in_batch, precision_callback, set_callback
 
 measure_and_choose: Any = None  # for `to_amp(measure=True)`; set by the package `insight`
 

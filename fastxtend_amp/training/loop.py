@@ -21,8 +21,6 @@ from ..common import training_device, warn_user
 from ..compat import AutocastState
 from ..devices.facts import autocast_available
 
-__all__ = ['PRECISION_CALLBACKS', 'LoopCallback', 'at_batch_end', 'in_batch', 'precision_callback', 'set_callback']
-
 PRECISION_CALLBACKS = (fp16.MixedPrecision, fp16.ModelToHalf, fp16.NonNativeMixedPrecision)
 _WHOLE = ('fit', 'epoch', 'train', 'validate')                   # parts that end the fit if they are outermost
 _HOLDING = (*_WHOLE, 'batch')                                    # parts in which contexts are entered

@@ -7,9 +7,8 @@ from fastai.learner import Learner, Metric
 from torch.nn.utils import get_total_norm
 
 from ..common import is_dtensor, optimizer_params
-from .callback import WATCHERS, MixedPrecision, precision_callback
-
-__all__ = ['PrecisionMetric', 'gradient_norm', 'loss_scale', 'skipped_steps']
+from .callback import WATCHERS, MixedPrecision
+from .loop import precision_callback
 
 
 class PrecisionMetric(Metric):

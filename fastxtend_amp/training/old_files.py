@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import sys
 
-__all__ = []
-
 # Unpickling imports one of these before any other.
 _FORMER = ['fastxtend_amp.callback', 'fastxtend_amp.half_weights', 'fastxtend_amp.metrics']
 

@@ -12,8 +12,6 @@ from fastai.optimizer import OptimWrapper
 from ..common import refuse_unknown
 from ..convert import map_tensors
 
-__all__ = ['fused', 'place_state']
-
 FUSED: dict[Any, Any] = {'Adam': torch.optim.Adam, 'AdamW': torch.optim.AdamW, 'SGD': torch.optim.SGD}
 _OURS = ('params', 'lr', 'fused', 'foreach', 'differentiable')   # set by fastai, by `fused`, or at odds with it
 

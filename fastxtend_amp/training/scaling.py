@@ -26,8 +26,6 @@ from ..compat import found_infs_of, skips_by_flag
 from ..precisions.scalers import DynamicScaler, UnitScaler
 from .optimizers import FUSED
 
-__all__ = ['DEVICE_SKIPS', 'FlaggedStep', 'Scaling', 'StepHistory']
-
 _READ_EVERY = 512  # steps between two reads of the history
 
 

@@ -9,8 +9,6 @@ from .fit import Fit
 from .loop import LoopCallback
 from .scaling import Scaling, StepHistory
 
-__all__ = ['PrecisionState']
-
 
 class PrecisionState(LoopCallback):
     "The part of a precision callback that users and files read: its precision, loss scale and history."
