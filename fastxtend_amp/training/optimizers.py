@@ -55,4 +55,5 @@ def place_state(
     # Single numbers may stay on the CPU: the number of steps, and what NAdam keeps.
     if all(t.device == p.device for p, t in tensors if t.dim()): return
     if isinstance(opt, torch.optim.Optimizer): return opt.load_state_dict(opt.state_dict())   # places it itself
-    for p, state in opt.state.items(): opt.state[p] = map_tensors(partial(torch.Tensor.to, device=p.device), state)
+    for p, state in opt.state.items():                           # fastai also keeps an entry for `nn.LSTM.bias`, a bool
+        if torch.is_tensor(p): opt.state[p] = map_tensors(partial(torch.Tensor.to, device=p.device), state)

@@ -9,6 +9,7 @@ from fastai.torch_core import params as params_of
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fastxtend_amp import fused
+from fastxtend_amp.training.optimizers import place_state
 from helpers import *
 
 
@@ -99,3 +100,16 @@ def test_a_device_without_the_kernel_is_pytorchs_to_name():
     meta.grad = torch.zeros(1, device='meta')
     with pytest.raises(RuntimeError, match='(?s)`fused=True` requires.*meta'):
         fused('SGD')([meta], lr=0.1).step()
+
+
+def test_the_state_moves_to_the_parameters_of_a_model_with_an_lstm():
+    "fastai keeps an entry for `nn.LSTM.bias`, a bool, beside those of the parameters."
+    model = nn.LSTM(6, 2)
+    learn = learner(nn.Sequential(model, Act(lambda y: y[0][:, :1])))
+    learn.fit(1, 0.01)
+    state = learn.opt.state
+    assert any(isinstance(p, bool) for p in state)
+    for p in model.parameters():
+        p.data = p.data.to('meta')
+    place_state(learn.opt)
+    assert {state[p]['grad_avg'].device.type for p in model.parameters()} == {'meta'}
