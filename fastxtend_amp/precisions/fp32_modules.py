@@ -26,8 +26,13 @@ class Forward:
     run: Callable
 
     def __init__(self, module: nn.Module):
-        self.module, self.plain, self.on, self.users = module, module.forward, False, set[Replaced]()
+        self.module, self.on, self.users = module, False, set[Replaced]()
+        assert callable(module.forward)                          # TorchScript puts it on the instance when it is read
         self.before = {k: v for k, v in vars(module).items() if k == 'forward'}   # a forward on the instance
+
+    @property
+    def plain(self) -> Callable: # Not kept: before PyTorch 2.14 Dynamo guards a kept method by its id
+        return self.before.get('forward') or partial(type(self.module).forward, self.module)
 
     def put_on(self, user: Replaced) -> None:
         self.users.add(user)
