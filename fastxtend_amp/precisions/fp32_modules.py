@@ -27,7 +27,7 @@ class Forward:
 
     def __init__(self, module: nn.Module):
         self.module, self.on, self.users = module, False, set[Replaced]()
-        assert callable(module.forward)                          # TorchScript puts it on the instance when it is read
+        _ = module.forward                                       # TorchScript puts it on the instance when it is read
         self.before = {k: v for k, v in vars(module).items() if k == 'forward'}   # a forward on the instance
 
     @property
