@@ -18,8 +18,8 @@ from fastai.callback.core import Callback, TrainEvalCallback
 from fastai.learner import Learner
 from torch import nn
 
-from ..training.checkpoint import FORMATS, FileFormat, put_over
 from ..common import model_device, optimizer_params, training_device, warn_user
+from ..training.checkpoint import FORMATS, FileFormat, put_over
 from ..training.optimizers import place_state
 from ..training.scaling import DEVICE_SKIPS
 

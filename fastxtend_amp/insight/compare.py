@@ -16,33 +16,20 @@ from fastai.torch_core import set_seed, to_device
 from fastcore.basics import noop, patch
 from torch import nn
 
-from ..training.loop import precision_callback
 from ..common import first_line, several_processes, training_device
 from ..compat import is_compiled
 from ..convert import HALF, map_tensors
 from ..devices.cost import allocated, page_faults, wait_for
-from ..precisions.matching import unwrapped
-from ..precisions.fp32_settings import settings_note
 from ..precisions import AMPMode
+from ..precisions.fp32_settings import settings_note
+from ..precisions.matching import unwrapped
+from ..training.loop import precision_callback
+from .arguments import check_above_0, check_count, known_arguments
 from .comparison import FEWEST_ROUNDS, PrecisionComparison, pays, recommend, speed_up, tolerance
-from .copies import (
-    RandomState,
-    begin_fit,
-    check_learner,
-    copied_learner,
-    is_plain,
-    left_out,
-    loader_like,
-    no_batches,
-    one_at_a_time,
-    random_state,
-    random_state_kept,
-    set_random_state,
-    tensors,
-)
+from .copies import (RandomState, begin_fit, check_learner, copied_learner, is_plain, left_out, loader_like, no_batches,
+                     one_at_a_time, random_state, random_state_kept, set_random_state, tensors)
 from .precisions import PrecisionChoice, call_for, choices_from, default_choices, use_choice
 from .progress import progress_bar
-from .arguments import check_above_0, check_count, known_arguments
 
 LIMIT = 2**29           # bytes of batches to hold; further steps reuse them
 _ROUNDS = 7             # into which `n_steps` are divided, after two rounds of one step

@@ -19,10 +19,10 @@ from fastcore.foundation import L
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ..training.loop import precision_callback
 from ..common import first_line, is_sharded, training_device
 from ..convert import map_tensors
 from ..precisions.matching import unwrapped
+from ..training.loop import precision_callback
 
 # Callbacks of fastai that affect a training step, by name, as some are slow to import. MixHandler is MixUp and CutMix;
 # MixedPrecision also ours.

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from fastai.learner import Learner
 
+from ..common import training_device
+from ..precisions import PRECISIONS, AMPMode, Precision
+from ..precisions.half_weights import LOWERED, HalfWeights
 from ..training.callback import MixedPrecision
 from ..training.loop import precision_callback
-from ..common import training_device
-from ..precisions.half_weights import LOWERED, HalfWeights
-from ..precisions import PRECISIONS, AMPMode, Precision
 
 
 @dataclass(frozen=True)

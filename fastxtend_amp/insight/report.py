@@ -14,18 +14,18 @@ from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from fastcore.basics import patch
 
-from ..training.loop import precision_callback
-from ..training.checks import half_parameters_of
 from ..common import first_line, training_device
 from ..convert import map_tensors
 from ..devices.cuda_rules import cuda_rules
-from ..precisions.fp32_settings import settings_note
-from ..precisions.fp16 import FP16
 from ..precisions import AMPMode, fastest_native
-from .copies import check_learner, left_out, loader_like, no_batches, one_at_a_time, random_state_kept, tensors
-from .precisions import choices_from, precision_call
+from ..precisions.fp16 import FP16
+from ..precisions.fp32_settings import settings_note
+from ..training.checks import half_parameters_of
+from ..training.loop import precision_callback
 from .arguments import check_above_0, check_count, known_arguments
+from .copies import check_learner, left_out, loader_like, no_batches, one_at_a_time, random_state_kept, tensors
 from .gradient import N_BATCHES, gradient_distance
+from .precisions import choices_from, precision_call
 from .progress import progress_bar
 from .shown import Shown
 from .trace import Trace, trace

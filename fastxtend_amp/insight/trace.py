@@ -22,15 +22,15 @@ from fastcore.basics import noop
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..training.callback import MixedPrecision
-from ..training.loop import precision_callback
 from ..common import Shared, first_line
 from ..convert import HALF, half_to_float, map_tensors
-from ..precisions.matching import ROOT, qualified_names
+from ..precisions import AMPMode
 from ..precisions.fp32_settings import FULL_PRECISION, fp32_settings
 from ..precisions.fp8 import fp8_layers
+from ..precisions.matching import ROOT, qualified_names
+from ..training.callback import MixedPrecision
 from ..training.learner import set_precision
-from ..precisions import AMPMode
+from ..training.loop import precision_callback
 from .compat import in_function_transform, operator, unwatched
 from .copies import begin_fit, copied_learner, is_plain, set_random_state, tensors
 from .rounding import round_as_fp8

@@ -9,9 +9,9 @@ from typing import Any, Literal
 import torch
 from fastai.learner import Learner
 
-from ..training.loop import precision_callback
-from ..precisions.matching import ROOT, covers, qualified_names
 from ..precisions import AMPMode
+from ..precisions.matching import ROOT, covers, qualified_names
+from ..training.loop import precision_callback
 from .copies import tensors
 from .precisions import precision_call
 from .trace import LOSS, Trace, ends
