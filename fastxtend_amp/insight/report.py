@@ -31,11 +31,11 @@ from .shown import Shown
 from .trace import Trace, trace
 from .verdict import Judge, Verdict, named, some, wrong_in_fp32
 
-INIT_SCALE = 65536.   # of a learner without a loss scale
-EMULATED_TIME = 1.    # CPU seconds in fp32; the same work may take a minute in an emulated precision
-FEWEST = 2            # samples, for batch normalization
-NO_KERNEL = 'not implemented for'                                # in PyTorch's error
-FOR_GRADIENTS = .15   # of the time, for each comparison of gradients
+_INIT_SCALE = 65536.   # of a learner without a loss scale
+EMULATED_TIME = 1.     # CPU seconds in fp32; the same work may take a minute in an emulated precision
+_FEWEST = 2            # samples, for batch normalization
+_NO_KERNEL = 'not implemented for'                               # in PyTorch's error
+_FOR_GRADIENTS = .15   # of the time, for each comparison of gradients
 _COLUMNS = ['mode', 'module', 'type', 'format', 'largest', 'headroom', 'error', 'grad', 'trouble']
 
 
@@ -174,7 +174,7 @@ class _Report:
         self.few = self.whole = next((len(t) for t in tensors(self.batches[0], floating=False) if t.ndim), 1)
         self.emulated = [m for m in modes if m.support(self.device).status == 'emulated']
         if self.emulated:
-            self.few = min(self.whole, max(FEWEST, int(self.whole * EMULATED_TIME / (time.process_time() - start))))
+            self.few = min(self.whole, max(_FEWEST, int(self.whole * EMULATED_TIME / (time.process_time() - start))))
         self.is_short = self.few < self.whole
         if self.is_short:
             self.batches = map_tensors(lambda t: t[:self.few] if t.shape[:1] == (self.whole,) else t, self.batches)
@@ -196,7 +196,7 @@ class _Report:
         if support.status == 'unsupported': return Verdict(mode.value, 'cannot run', support.why)
         cb = precision_callback(self.learn)
         try:
-            return Judge(self.learn, mode, partial(self._run, mode), self.fp32, (cb and cb.scale) or INIT_SCALE,
+            return Judge(self.learn, mode, partial(self._run, mode), self.fp32, (cb and cb.scale) or _INIT_SCALE,
                          partial(self._distance, mode)).verdict()
         except (NotImplementedError, TimeoutError) as e: return Verdict(mode.value, 'not known', *e.args)
 
@@ -207,7 +207,7 @@ class _Report:
         self.tick(mode.value)
         start = time.monotonic()
         found = trace(self.learn, self.batches, mode, keep, scale, reference=self.fp32)
-        if self.simulated and NO_KERNEL in found.error:
+        if self.simulated and _NO_KERNEL in found.error:
             raise NotImplementedError(f'this CPU has no {mode.value} kernel for {named(found.failed_in)}, '
                                       f'which CUDA may have: {found.error}')
         if not found.error: self.low.setdefault(mode, found)
@@ -217,7 +217,7 @@ class _Report:
     def _distance(self, mode, keep, scale):
         if self.is_short and mode in self.emulated: return math.nan      # of few samples it says little
         self.tick(f'{mode.value}, gradients')
-        share = FOR_GRADIENTS * self.max_seconds
+        share = _FOR_GRADIENTS * self.max_seconds
         until = min(self.until, time.monotonic() + share)
         try:
             if self.took > share: raise TimeoutError(f'no time was left within `max_seconds={self.max_seconds:g}`')

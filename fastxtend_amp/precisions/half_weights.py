@@ -122,9 +122,9 @@ def _rules(opt: Optimizer) -> list[Callable]:
 
 # -- flat masters
 
-ELEMENTWISE = {rules.weight_decay, rules.l2_reg, rules.average_grad, rules.average_sqr_grad, rules.step_stat,
-               rules.sgd_step, rules.momentum_step, rules.rms_prop_step, rules.adam_step, rules.radam_step,
-               rules.qhadam_step}
+_ELEMENTWISE = {rules.weight_decay, rules.l2_reg, rules.average_grad, rules.average_sqr_grad, rules.step_stat,
+                rules.sgd_step, rules.momentum_step, rules.rms_prop_step, rules.adam_step, rules.radam_step,
+                rules.qhadam_step}
 
 
 def _refuse_flat(what: str) -> None:
@@ -133,7 +133,7 @@ def _refuse_flat(what: str) -> None:
 
 
 def _check_elementwise(opt: Optimizer | OptimWrapper) -> None:
-    if type(opt) is Optimizer and 'step' not in vars(opt) and {*_rules(opt)} <= ELEMENTWISE: return
+    if type(opt) is Optimizer and 'step' not in vars(opt) and {*_rules(opt)} <= _ELEMENTWISE: return
     _refuse_flat(f"{_optimizer_name(opt)}, which is not one of fastai's own element-wise optimizers with a plain step")
 
 
@@ -208,7 +208,7 @@ def _split(flat: torch.Tensor, like: list) -> list[torch.Tensor]:
 
 # -- no masters
 
-CAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_CAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 def _check_no_masters(
@@ -239,7 +239,7 @@ def _weights_to_lower(
     "Return the fp32 weights and biases that autocast casts in linear layers and convolutions, without shared ones."
     places = list(qualified_names(model))
     uses = Counter(p for _, m in places for p in m.parameters(recurse=False))
-    layers = (m for name, m in places if type(m) in CAST and not covers(in_fp32, name))
+    layers = (m for name, m in places if type(m) in _CAST and not covers(in_fp32, name))
     return {p for m in layers for name, p in m.named_parameters(recurse=False)
             if name in ('weight', 'bias')                        # not what a weight is computed from, as `weight_orig`
             and uses[p] == 1 and p.dtype is torch.float32}

@@ -26,7 +26,7 @@ from .loop import in_batch
 from .scaling import StepHistory
 from .state import PrecisionState
 
-ON_OVERFLOW = ('warn', 'fix', 'raise', 'ignore')
+_ON_OVERFLOW = ('warn', 'fix', 'raise', 'ignore')
 WATCHERS: list[Callable[[MixedPrecision], Any]] = []             # each makes an object with events; `insight` adds one
 
 
@@ -57,10 +57,10 @@ class MixedPrecision(PrecisionState):
         max_skips: int = 16, # Number of consecutive skipped steps after which training counts as failed
         **kwargs: Any # Arguments of the precision, as in `to_fp16` and the others
     ):
-        self.precision = precision_from(amp_mode, *args, **kwargs)
+        self.precision = _precision_from(amp_mode, *args, **kwargs)
         self.on_overflow, self.max_skips = on_overflow, max_skips
-        if on_overflow not in ON_OVERFLOW:
-            raise ValueError(f'on_overflow={on_overflow!r} cannot be used: it must be one of {ON_OVERFLOW}.')
+        if on_overflow not in _ON_OVERFLOW:
+            raise ValueError(f'on_overflow={on_overflow!r} cannot be used: it must be one of {_ON_OVERFLOW}.')
         if not is_number(max_skips, int) or max_skips < 1:
             raise ValueError(f'max_skips={max_skips!r} cannot be used: it must be an integer of at least 1, the number '
                              'of consecutive skipped steps after which training counts as failed.')
@@ -216,7 +216,7 @@ class MixedPrecision(PrecisionState):
 
 # -- from names and arguments to a precision
 
-def precision_from(amp_mode: Any, *args: Any, **kwargs: Any) -> Precision: # Arguments as `MixedPrecision` gets them
+def _precision_from(amp_mode: Any, *args: Any, **kwargs: Any) -> Precision: # Arguments as `MixedPrecision` gets them
     """Return the precision that `amp_mode` names, with those of the arguments that it has.
 
     fastai gives `GradScaler`'s arguments to either precision, so bf16 ignores them. Raises `TypeError` for others.

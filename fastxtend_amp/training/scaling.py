@@ -98,7 +98,7 @@ class Scaling:
     def start(self) -> None:
         "Scale what is in the gradients, so that a loss scaled by anybody can be added."
         if self.has_scaled: return
-        self.multiply_grads(self._scale())
+        self._multiply_grads(self._scale())
         self.has_started = self.has_scaled = True
 
     def scale_loss(self, loss: Any) -> Any: # A tensor, or several
@@ -171,9 +171,9 @@ class Scaling:
 
     def follow(self, factor: float) -> None:
         "Multiply scaled gradients by `factor`, by which the scale was changed."
-        if self.has_scaled: self.multiply_grads(torch.tensor(factor))
+        if self.has_scaled: self._multiply_grads(torch.tensor(factor))
 
-    def multiply_grads(self, factor: torch.Tensor) -> None:
+    def _multiply_grads(self, factor: torch.Tensor) -> None:
         "Multiply the gradients of the learner's optimizer."
         for p in optimizer_params(self.learn.opt):
             if p.grad is not None: p.grad.mul_(factor.to(p.grad.device))
