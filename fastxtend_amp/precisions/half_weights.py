@@ -120,7 +120,7 @@ def _rules(opt: Optimizer) -> list[Callable]:
     return [getattr(rule, 'func', rule) for rule in opt.cbs]     # some are partial
 
 
-# -- flat masters
+# -- flat master weights
 
 _ELEMENTWISE = {rules.weight_decay, rules.l2_reg, rules.average_grad, rules.average_sqr_grad, rules.step_stat,
                 rules.sgd_step, rules.momentum_step, rules.rms_prop_step, rules.adam_step, rules.radam_step,
@@ -141,7 +141,7 @@ def _check_flat_master(
     model: nn.Module, # The learner's model
     opt: Optimizer | OptimWrapper, # The learner's
 ) -> None:
-    "Raise a `ValueError` that names an optimizer or a parameter that flat masters are not for."
+    "Raise a `ValueError` that names an optimizer or a parameter that `flat_master` does not support."
     _check_elementwise(opt)
     names = {p: f"parameter '{name}'" for name, p in model.named_parameters()}
     sparse = {p for m in model.modules() if getattr(m, 'sparse', False) for p in m.parameters(recurse=False)}
@@ -206,7 +206,7 @@ def _split(flat: torch.Tensor, like: list) -> list[torch.Tensor]:
     return [part.view(t.shape).data for part, t in zip(flat.split([t.numel() for t in like]), like)]
 
 
-# -- no masters
+# -- without fp32 master weights
 
 _CAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
@@ -215,7 +215,7 @@ def _check_no_masters(
     model: nn.Module, # The learner's model
     opt: Optimizer | OptimWrapper, # The learner's
 ) -> None:
-    "Raise a `ValueError` that names a model or an optimizer that cannot do without fp32 masters."
+    "Raise a `ValueError` that names a model or an optimizer that needs fp32 master weights."
     ddp = any(isinstance(m, nn.parallel.DistributedDataParallel) for m in model.modules())
     if ddp or is_sharded(model):
         raise ValueError(f"master_weights=False cannot be used with {'DistributedDataParallel' if ddp else 'FSDP2'}, "
@@ -296,7 +296,7 @@ class _Lowered:
         exact = before + rest
         data, rest = exact.to(dtype), rest - (exact - before)    # and what the sum has rounded away
         rest = (exact - data) + rest
-        p.data, place[name] = data, rest.to(kind)      # no interrupt comes in between
+        p.data, place[name] = data, rest.to(kind)                # at once, whatever interrupts
         if p.grad is not None: p.grad = p.grad.to(dtype)
 
 

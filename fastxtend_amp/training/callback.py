@@ -27,7 +27,7 @@ from .scaling import StepHistory
 from .state import PrecisionState
 
 _ON_OVERFLOW = ('warn', 'fix', 'raise', 'ignore')
-WATCHERS: list[Callable[[MixedPrecision], Any]] = []             # each makes an object with events; `insight` adds one
+WATCHERS: list[Callable[[MixedPrecision], Any]] = []             # each makes an object with events of its own
 
 
 class MixedPrecision(PrecisionState):
@@ -44,7 +44,6 @@ class MixedPrecision(PrecisionState):
     Source: https://docs.pytorch.org/docs/stable/amp.html.
     """
     order = 10  # after TrainEvalCallback (-10) moves the model; between GradientAccumulation (6) and GradientClip (11)
-    fixes: Any = ()                                              # what `on_overflow='fix'` changed, in all fits
     epoch_start = 0                                              # steps in the history when the epoch began
     _has_trained = False                                         # in any fit
     has_exported = False                                         # `export` has said that it writes fp32
@@ -67,7 +66,7 @@ class MixedPrecision(PrecisionState):
         self.current = None if isinstance(self.precision, Auto) else self.precision   # in use; None: undecided
         self.history = StepHistory()
         self.watchers = [make(self) for make in WATCHERS]
-        self.fixes = []
+        self.fixes: list[Any] = []                               # what `on_overflow='fix'` changed, in all fits
         self._lasting: dict[type[Forward], Replaced] = {}        # forwards that `amp_context` left in place
 
     def __getstate__(self) -> dict[str, Any]:                    # a copy is outside of a fit
@@ -127,7 +126,7 @@ class MixedPrecision(PrecisionState):
     # -- the events of fastai's loop; those of a batch run only while a fit is open
 
     def before_fit(self):
-        "Begin the fit; raise before the first batch is loaded if the precision cannot be used."
+        "Begin the fit before the first batch is loaded, so that a precision that cannot be used raises here."
         if self.learn._scopes and self.fit is None: self.open()   # `validate()` alone begins with its first batch
 
     def before_train(self):
@@ -228,25 +227,22 @@ def _precision_from(amp_mode: Any, *args: Any, **kwargs: Any) -> Precision: # Ar
     kwargs |= dict(zip(SCALING, args))
     is_auto = isinstance(amp_mode, str) and amp_mode.lower() == 'auto'
     cls = Auto if is_auto else find_precision(amp_mode)
-    name, own = ('auto', automatic_parameters()) if is_auto else (cls.name, parameters_of(cls))
+    name, own = ('auto', parameters_of_all(only_automatic=True)) if is_auto else (cls.name, parameters_of(cls))
     FP16.from_arguments(kwargs)                                  # checks the arguments of GradScaler
-    if wrong := [arg for arg in kwargs if arg in _parameters() and arg not in {**own, **SCALING}]:
+    if wrong := [arg for arg in kwargs if arg in parameters_of_all() and arg not in {**own, **SCALING}]:
         raise ValueError(f'{wrong[0]}={kwargs[wrong[0]]!r} cannot be used with amp_mode={name!r}, which has '
                          f"{', '.join(own) or 'no arguments'}.\nLeave it out, or use another precision.")
-    refuse_unknown('MixedPrecision', _parameters(), kwargs)
+    refuse_unknown('MixedPrecision', parameters_of_all(), kwargs)
     return Auto(**kwargs) if is_auto else cls.from_arguments(kwargs)
 
 
-def _parameters(only_automatic: bool = False) -> dict[str, inspect.Parameter]:
+def parameters_of_all(only_automatic: bool = False) -> dict[str, inspect.Parameter]:
     "Return the parameters of all precisions by name, or of those that `to_amp()` may select; fp16's come first."
     found: dict[str, inspect.Parameter] = {}
     for cls in PRECISIONS['fp16'], *PRECISIONS.values():
         if only_automatic and not cls.automatic: continue
         for name, p in parameters_of(cls).items(): found.setdefault(name, p)
     return {name: p for name, p in found.items() if name != 'amp_mode'}
-
-
-automatic_parameters = partial(_parameters, True)
 
 
 CALLBACK_PARAMETERS = {name: p for name, p in inspect.signature(MixedPrecision.__init__).parameters.items()
@@ -257,7 +253,7 @@ def _sign(cls: type[Precision]) -> None:
     "Give `MixedPrecision` the parameters of all precisions. (fastai's `delegates` put its own on the base class.)"
     first = inspect.signature(MixedPrecision.__init__).parameters['amp_mode']
     rest = [p if name in SCALING else p.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-            for name, p in {**_parameters(), **CALLBACK_PARAMETERS}.items()]
+            for name, p in {**parameters_of_all(), **CALLBACK_PARAMETERS}.items()]
     MixedPrecision.__signature__ = inspect.Signature([first, *rest])   # type: ignore[attr-defined]
 
 

@@ -16,7 +16,7 @@ from fastcore.meta import delegates
 
 from ..common import refuse_unknown
 from ..precisions import Precision, each_precision, parameters_of
-from .callback import CALLBACK_PARAMETERS, MixedPrecision, automatic_parameters
+from .callback import CALLBACK_PARAMETERS, MixedPrecision, parameters_of_all
 from .loop import in_batch, precision_callback, set_callback
 
 measure_and_choose: Any = None  # for `to_amp(measure=True)`; set by the package `insight`
@@ -97,7 +97,7 @@ def to_amp(self: Learner, *,
     """
     if measure: measure_and_choose(self, max_seconds, **kwargs)
     else:
-        refuse_unknown('to_amp', {**automatic_parameters(), **CALLBACK_PARAMETERS}, kwargs)
+        refuse_unknown('to_amp', {**parameters_of_all(only_automatic=True), **CALLBACK_PARAMETERS}, kwargs)
         set_precision(self, MixedPrecision('auto', **kwargs))
     return self
 

@@ -8,9 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import islice, takewhile
-from operator import gt
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,7 +52,7 @@ class StepHistory(list):
 
     def skips(self, start: int = 0) -> Iterator[bool]:
         "Iterate over the steps from `start` on: whether each was skipped."
-        return map(partial(gt, 0), islice(self.read(), start, None))   # lazy: it may be long
+        return (step < 0 for step in islice(self.read(), start, None))
 
 
 class Scaling:
