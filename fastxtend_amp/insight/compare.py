@@ -180,7 +180,7 @@ class Comparison:
     def run(self, choices: list[PrecisionChoice]) -> PrecisionComparison:
         with one_at_a_time, random_state_kept(), progress_bar(self.learn, self._left) as self.tick:
             if len(choices) == 1: self.n_steps = 1               # there is nothing to compare fp32 with
-            self.n = self.n_steps                                # of which losses are compared; fewer in little time
+            self.n = self.n_steps                                # whose losses are compared; fewer if time is short
             self._draw()
             self.runs = [Run(c, c.mode.support(self.device).status if c.mode else 'native') for c in choices]
             self.base = self.runs[0]
@@ -248,7 +248,8 @@ class Comparison:
         while due := self._due():
             done = len(self.base.losses)
             # Back and forth, so that no precision always follows the same one.
-            for run in due[::(-1) ** len(self.base.times)]: self._train(run, range(done, done + size))
+            if len(self.base.times) % 2: due.reverse()
+            for run in due: self._train(run, range(done, done + size))
             n_rounds = len(self.base.times)
             pace = sum(r.pace for r in self._training)
             seeds = self.n_seeds * self.base.pace
@@ -290,7 +291,7 @@ class Comparison:
         table['weights moved'] /= table['weights moved']['fp32']
         tolerated = tolerance(self.base.losses[:self.n], list(map(self._loss, self.seeds)), self.n_last)
         recommended, reason = recommend(table, tolerated, self.max_seconds - min(0, self._left))
-        calls = {name: f"{call_for(self.learn, choice)}{'; learn.model.compile()' * choice.compiled}"
+        calls = {name: f"{call_for(self.learn, choice)}{'; learn.model.compile()' if choice.compiled else ''}"
                  for name, choice in choices.items()}
         losses = {r.choice.name: r.losses[:self.n] for r in self.runs}
         notes = self._notes(*table['ms per step'][['fp32', recommended]] / 1000, recommended)

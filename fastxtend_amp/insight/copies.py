@@ -145,7 +145,8 @@ def begin_fit(
 ) -> None:
     "Run the events of a fit before its first batch."
     copy.n_epoch, copy.epoch, copy.n_iter, copy.dl = 1, 0, n_iter, copy.dls.train
-    for event in ('before_fit', 'before_epoch', *['before_train'] * train): copy(event)
+    for event in ('before_fit', 'before_epoch'): copy(event)
+    if train: copy('before_train')
 
 
 def loader_like(
@@ -171,7 +172,7 @@ def _copy(learn: Learner, optimizer: bool) -> Learner:
     loaders += [o for o in held if isinstance(o, (DataLoader, torch.utils.data.DataLoader))]
     shared = [*all_dls, *loaders, *(getattr(dl, 'dataset', None) for dl in loaders), learn.logger, learn.lock]
     memo: dict[int, Any] = {id(o): o for o in shared} | {id(learn): new}
-    left = ['model', 'cbs', 'scaler'] + ['opt'] * (not optimizer)
+    left = ('model', 'cbs', 'scaler') if optimizer else ('model', 'cbs', 'scaler', 'opt')
     own = [(name, part) for name, part in vars(learn).items() if name not in left and not isinstance(part, Callback)]
     new.opt, new.cbs = None, L()
     for name, part in [('model', unwrapped(learn.model)), *own, *((cb.name, cb) for cb in cbs)]:

@@ -31,17 +31,12 @@ class PrecisionChoice:
         "The name in the comparison's table: 'fp32', 'bf16', 'half weights', 'half weights fp16', 'bf16 compiled' ..."
         name = 'fp32' if self.mode is None else self.mode.value
         if self.half_weights: name = 'half weights' if self.mode is AMPMode.BF16 else f'half weights {name}'
-        return name + ' compiled' * self.compiled
+        return f'{name} compiled' if self.compiled else name
 
     @property
     def precision(self) -> type[Precision]:
         "The class of the precision that the learner gets."
         return HalfWeights if self.half_weights else PRECISIONS.get(self.mode or '', Precision)
-
-    @property
-    def color(self) -> str:
-        "The colour in every plot."
-        return self.precision.color
 
 
 # Those whose names no mode has.

@@ -163,7 +163,7 @@ class _Report:
         self.until = time.monotonic() + self.max_seconds
         self.device = training_device(self.learn)
         self.not_compared = ''                                   # why not all gradients were
-        self.low: dict[AMPMode, Trace] = {}                      # the first that completed
+        self.low: dict[AMPMode, Trace] = {}                      # the first that completed in each mode
 
     def on(self, modes: list[AMPMode], n_batches: int, dl: DataLoader) -> PrecisionReport:
         with random_state_kept(): self.drawn = [*islice(loader_like(dl), max(n_batches, N_BATCHES))]
@@ -239,8 +239,9 @@ class _Report:
         notes = [f"Looked at {n} batch{'es' * (n > 1)} of {self.few} samples with the current weights. Other batches "
                  '(`n_batches`) and later weights may flag other modules.']
         if emulated := ' and '.join(m for m in self.low if m in self.emulated):
-            fewer = f'. Of {self.whole} samples only the first {self.few} were run, and no gradients compared'
-            notes.append(f'{emulated}: emulated on this device, usually slower than fp32{fewer * self.is_short}.')
+            notes.append(f'{emulated}: emulated on this device, usually slower than fp32.')
+            if self.is_short:
+                notes[-1] += f' Of {self.whole} samples only the first {self.few} were run, and no gradients compared.'
         if unseen := set().union(*(t.unseen for t in self.low.values())):
             notes.append(f'Not checked, as it cannot be read or compared with fp32: {some(sorted(unseen))}.')
         if fp8 := self.low.get(AMPMode.FP8):

@@ -159,8 +159,8 @@ class Trace(TorchDispatchMode):
         with unwatched():
             frame = self._frames.pop()
             seen = frame.seen
-            is_innermost = self.failed_in == LOSS
-            if is_innermost and output is None and sys.exc_info()[0] is not None: self.failed_in = seen.name
+            # The innermost module that an exception leaves has raised it.
+            if self.failed_in == LOSS and output is None and sys.exc_info()[0] is not None: self.failed_in = seen.name
             outputs = [] if in_function_transform() else tensors(output)
             for out in outputs:
                 if self.reference is None and out.requires_grad: out.register_hook(partial(self._gradient, seen))
@@ -201,8 +201,10 @@ class Trace(TorchDispatchMode):
         began_finite = not op.writes or all(map(all_finite, inputs))
         wide = self._widely(func, op, args, kwargs, frame) if low and not (op.draws or strange) else None
         out = func(*args, **kwargs)
-        for t in tensors(args[:1]) if op.writes else ():         # exact for the callers, as outputs of modules inside
-            for f in self._frames[:-1] if wide is not None else self._frames: f.twins.pop(_address(t), None)
+        if op.writes:                                            # exact for the callers, as outputs of modules inside
+            frames = self._frames if wide is None else self._frames[:-1]
+            for t in tensors(args[:1]):
+                for f in frames: f.twins.pop(_address(t), None)
         # Decisions and indices: their error is the share that differs.
         if torch.is_tensor(wide) and wide.dtype in (torch.bool, torch.int64) and out.shape == wide.shape:
             seen.error = max(float((out != wide).float().mean()), seen.error)

@@ -54,12 +54,13 @@ class Verdict:
     init_scale: float | None = None # Initial loss scale, if the usual one does not fit (fp16)
 
     def __str__(self):
-        return f'{self.mode}: {self.verdict}.' + f' Next: `{self.call}`' * bool(self.call) + f'\n    {self.reason}'
+        following = f' Next: `{self.call}`' if self.call else ''
+        return f'{self.mode}: {self.verdict}.{following}\n    {self.reason}'
 
 
 @dataclass
 class Judge:
-    "The search for the verdict on a precision; its `call` is empty if another precision has to be used."
+    "The search for the verdict on a precision, whose `call` is empty if another precision has to be used."
     learn: Learner
     mode: AMPMode
     run: Callable[[list[str], float], Trace] # Traces the batches with these modules in fp32, at a loss scale
@@ -80,7 +81,7 @@ class Judge:
         while True:
             low = self.run(self.keep, self.scale)
             found = self._refused(low) if low.error else self._concerned(low)
-            self.reasons = self.reasons | found | self.reasons   # the first of each module
+            for name, why in found.items(): self.reasons.setdefault(name, why)
             if not (found or low.error or low.not_finite): return self._works(low)
             if not self._mend(low, found): return self._nothing_helps(low)
 

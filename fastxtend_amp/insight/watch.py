@@ -94,10 +94,10 @@ class Watch:
         recorder, gather = map(vars(learn).get, ('recorder', 'gather_preds'))
         seen = tensors((recorder and vars(recorder.loss).get('total'), gather and gather.preds))
         if notes is None or all((t < math.inf).all() for t in seen): return
-        self._say(f'{self.cb.fit.precision.name}: a loss or a prediction in validation is NaN or inf.\n' + (
-            f'The run diverges: {far}. Lower the learning rate first.' if (far := _divergence(notes, learn.model)) else
-            'If it is finite after `learn.to_fp32()`, `learn.precision_report(dl=learn.dls.valid)` names the modules '
-            'to keep in fp32.'))
+        advice = ('If it is finite after `learn.to_fp32()`, `learn.precision_report(dl=learn.dls.valid)` names the '
+                  'modules to keep in fp32.')
+        if far := _divergence(notes, learn.model): advice = f'The run diverges: {far}. Lower the learning rate first.'
+        self._say(f'{self.cb.fit.precision.name}: a loss or a prediction in validation is NaN or inf.\n{advice}')
 
     def _check_recorded(self) -> None:
         recorder, notes = vars(self.cb.learn).get('recorder'), self.notes
