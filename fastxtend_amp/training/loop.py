@@ -116,8 +116,9 @@ def _explain(learn: Learner, error: BaseException) -> None:
                            'run in 16 bits, and prints the call that keeps it in fp32.')
 
 
+# The attribute `learn.mixed_precision`: the precision callback, ours or fastai's own; missing in plain fp32. (With a
+# docstring it would count as a documented method of `Learner`.)
 class _MixedPrecision:
-    "The attribute `learn.mixed_precision`: the precision callback, ours or fastai's own; missing in plain fp32."
     def __get__(self, learn: Learner | None, kind: type | None = None) -> Any:
         if learn is None: return self
         found = [cb for cb in learn.cbs if isinstance(cb, fp16.MixedPrecision)]
