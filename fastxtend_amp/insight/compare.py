@@ -98,7 +98,9 @@ class Run:
     measured: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_MEASURED, math.nan))
 
     @property
-    def pace(self) -> float: return np.median(self.times or [math.nan])
+    def pace(self) -> float: # nan before the second round
+        "The median of the seconds per step."
+        return np.median(self.times or [math.nan])
 
     def ratios(self, base: Run) -> list[float]:
         "Return the time of `base` divided by that of this run, for each round of both."
@@ -220,7 +222,7 @@ class Comparison:
         self.loading = np.diff(clock[1:] if len(clock) > 2 else clock).mean()
 
     def _batch(self, step): # A copy, as CutMix writes into it
-        return map_tensors(torch.Tensor.clone, self.batches[step % len(self.batches)])
+        return map_tensors(torch.clone, self.batches[step % len(self.batches)])
 
     # -- copies and rounds
 
@@ -294,7 +296,8 @@ class Comparison:
         calls = {name: f"{call_for(self.learn, choice)}{'; learn.model.compile()' if choice.compiled else ''}"
                  for name, choice in choices.items()}
         losses = {r.choice.name: r.losses[:self.n] for r in self.runs}
-        notes = self._notes(*table['ms per step'][['fp32', recommended]] / 1000, recommended)
+        step, low = table['ms per step'][['fp32', recommended]] / 1000
+        notes = self._notes(step, low, recommended)
         return PrecisionComparison(table, losses, [r.losses for r in self.seeds], recommended, reason, calls, notes,
                                    choices)
 

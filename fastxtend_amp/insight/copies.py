@@ -239,8 +239,8 @@ def generators() -> list[tuple[Callable, Callable]]: # Pairs: the functions that
 
 def random_state() -> RandomState: # Pairs: the function that sets a generator, and its state
     "Return the state of the global generators of Python, NumPy and PyTorch, for `set_random_state`."
-    python_and_numpy = [(random.setstate, random.getstate()), (np.random.set_state, np.random.get_state())]
-    return [*python_and_numpy, *((set_state, get()) for set_state, get in generators())]
+    return [(random.setstate, random.getstate()), (np.random.set_state, np.random.get_state()),
+            *((set_state, get()) for set_state, get in generators())]
 
 
 def set_random_state(state: RandomState) -> None:

@@ -47,6 +47,7 @@ def choices_from(
     modes: Any, # Names, modes, dtypes or choices, one or several
 ) -> list[PrecisionChoice]: # fp32 first, each once
     "Return the precisions that `modes` names. Raises `ValueError` for an unknown one."
+    # A DataLoader is not a list of modes: it is named in the error.
     several = isinstance(modes, Iterable) and not isinstance(modes, str) and not hasattr(modes, 'dataset')
     return list(dict.fromkeys([PrecisionChoice(), *map(_choice, modes if several else [modes])]))
 

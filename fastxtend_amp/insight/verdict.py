@@ -24,7 +24,7 @@ _LOST = .1              # of the mean absolute gradient: smaller gradients may u
 _CLOSE = 4.             # headroom below which a module is flagged
 _LOWEST_SCALE = 2.**-12 # to recommend
 SMALL, LARGE = .5, 1    # distance of the mean gradient; models that trained worse than in fp32 were above 1
-_MANY = 4               # modules or reasons; of more, a verdict keeps their parents and names the first
+_MANY = 4               # modules or reasons; if there are more, a verdict keeps their parents and names the first
 _MARGIN = 16.           # between a recommended loss scale and the highest, as later gradients may be larger
 
 

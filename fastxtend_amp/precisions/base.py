@@ -1,8 +1,8 @@
 """`Precision`: an object that says which devices support it, what it opens around a fit and a batch, and how it scales.
 
 A subclass registers itself under its `name`. From the registry come `Learner.to_<name>`, `MixedPrecision('<name>')`,
-rows of `precision_support`, and the precision's place in reports, comparisons, checks and plots. `bf16.py` is the
-shortest example.
+rows of `precision_support`, and the precision's place in reports, comparisons, checks and plots. `bf16.py` is a
+short example.
 """
 from __future__ import annotations
 
