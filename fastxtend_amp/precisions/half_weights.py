@@ -320,7 +320,7 @@ def kahan(
         raise ValueError(f"opt={opt!r} is not one of optimi's optimizers. Use one of those at "
                          "https://optimi.benjaminwarner.dev/optimizers, such as 'AdamW'.")
     refuse_unknown(cls.__name__, inspect.signature(cls).parameters, kwargs)
-    # optimi looks at the parameters that have gradients in the first step: without any it takes Triton
+    # optimi looks at the parameters that have gradients in the first step: without any it uses Triton
     triton = None if torch.cuda.is_available() or torch.xpu.is_available() else False
     hp_map = {**pytorch_hp_map, 'beta1': 'mom', 'beta2': 'sqr_mom'}
     return partial(OptimWrapper, opt=partial(cls, **{'kahan_sum': True, 'triton': triton, **kwargs}), hp_map=hp_map)
