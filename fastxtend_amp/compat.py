@@ -24,7 +24,8 @@ class AutocastState:
     `torch.autocast.__enter__` leaves state that no `__exit__` restores. Without these names the first fit fails.
     """
     def __init__(self, device_type: str):
-        self.nesting, self.settings = self._nesting(), (
+        self.nesting = self._nesting()
+        self.settings = (
             (torch.set_autocast_enabled, device_type, torch.is_autocast_enabled(device_type)),
             (torch.set_autocast_dtype, device_type, torch.get_autocast_dtype(device_type)),
             (torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled()),

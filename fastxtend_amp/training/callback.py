@@ -132,7 +132,8 @@ class MixedPrecision(PrecisionState):
 
     def before_train(self):
         "Check what only training needs."
-        fit, self.epoch_start = self.fit or self.open(), len(self.history.read())   # it may be added during a fit
+        fit = self.fit or self.open()                            # it may be added during a fit
+        self.epoch_start = len(self.history.read())
         fit.use_model()
         fit.open_training(warn_of_emulation=not self._has_trained)
 
@@ -158,7 +159,8 @@ class MixedPrecision(PrecisionState):
             if fit.scaling is not None: fit.scaling.start()
         casts = None if torch.is_grad_enabled() else (fit.model, sum(p._version for p in fit.model.parameters()))
         if casts is None or casts != fit.casts: torch.clear_autocast_cache()   # it may hold casts of old weights
-        fit.casts, scope = casts, learn._scopes[-1]
+        fit.casts = casts
+        scope = learn._scopes[-1]
         scope.around_step = fit.precision.around_step
         for context in fit.batch_contexts(): scope.enter_context(context)
 

@@ -67,7 +67,8 @@ def _with_events(self: Learner, f: Callable, event_type: str, ex: type[Exception
             if event_type == 'fit': _close(self, failed=True)    # a precision was set during the fit
             raise
     if event_type in _WHOLE: cb.close()                          # a fit that single batches left open
-    device_type, scopes, failed = training_device(self).type, Scopes(), True
+    device_type = training_device(self).type
+    scopes, failed = Scopes(), True
     # A KeyboardInterrupt between two lines of `torch.autocast.__enter__` leaves state that no `__exit__` restores.
     with AutocastState(device_type) if autocast_available(device_type) else nullcontext():
         try:
@@ -89,7 +90,8 @@ def _close(learn: Learner, failed: bool = False) -> None:
 
 
 def _scope(self: Learner, scopes: Scopes, f: Callable, event_type: str, ex: type[Exception], final: Callable) -> None:
-    depth, vars(self)['_scopes'] = len(scopes), scopes
+    depth = len(scopes)
+    vars(self)['_scopes'] = scopes
     try:
         scopes.append(Scope())
         scopes[-1].kind = event_type

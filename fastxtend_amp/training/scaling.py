@@ -64,7 +64,8 @@ class Scaling:
     """
     def __init__(self, scaler: GradScaler, learn: Learner, device: torch.device, history: StepHistory):
         self.scaler, self.learn, self.history = scaler, learn, history
-        self.one, self.first_step = torch.ones((), device=device), len(history.read())
+        self.one = torch.ones((), device=device)
+        self.first_step = len(history.read())                    # in the history
         self.found_inf: bool | torch.Tensor = False              # of the newest step: a gradient was not finite
         self.has_started = self.has_scaled = False               # gradients are multiplied by the scale, or zero
         self._probe: Any = None                                  # the optimizer for `unscale_`; None after `update`
@@ -73,7 +74,7 @@ class Scaling:
         self._vanished = False                                   # all gradients of this step underflowed
         self.skips_in_a_row = 0                                  # up to now, as far as the host knows
         self._buffers: _Buffers | None = None
-        self._before = scaler.state_dict() if 'lr_finder' in vars(learn) else None
+        self._before = scaler.state_dict() if 'lr_finder' in vars(learn) else None   # to restore
 
     def watch_buffers(self, model: nn.Module) -> None:
         "Keep the values of the model's buffers, such as BatchNorm's statistics, for a step that will be skipped."
