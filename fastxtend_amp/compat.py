@@ -20,12 +20,12 @@ class AutocastState:
     """Context that restores this thread's autocast state, for one type of device, and grad mode at its end.
 
     Relies on the getters and setters that `torch.autocast` calls itself (with a device type since 2.4), and on
-    `torch.autocast_increment_nesting` (since 1.10): there is no getter. A `KeyboardInterrupt`
-    between two lines of `torch.autocast.__enter__` leaves state that no `__exit__` restores. Without these names the
-    first fit fails.
+    `torch.autocast_increment_nesting` (since 1.10), as there is no getter. A `KeyboardInterrupt` between two lines of
+    `torch.autocast.__enter__` leaves state that no `__exit__` restores. Without these names the first fit fails.
     """
     def __init__(self, device_type: str):
-        self.nesting, self.settings = self._nesting(), (
+        self.nesting = self._nesting()
+        self.settings = (
             (torch.set_autocast_enabled, device_type, torch.is_autocast_enabled(device_type)),
             (torch.set_autocast_dtype, device_type, torch.get_autocast_dtype(device_type)),
             (torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled()),

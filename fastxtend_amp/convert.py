@@ -17,7 +17,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 def is_half(t: torch.Tensor) -> bool:
     "Return whether `t` is fp16 or bf16."
-    with torch._C.DisableTorchFunctionSubclass(): return t.dtype in HALF       # 7 us for fastai's subclass
+    with torch._C.DisableTorchFunctionSubclass(): return t.dtype in HALF       # else 7 us for fastai's class
 
 
 def half_to_float(t: torch.Tensor) -> torch.Tensor:

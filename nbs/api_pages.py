@@ -19,10 +19,9 @@ FIRST = ['to_amp', 'to_bf16', 'to_fp16', 'to_fp32', 'to_tf32', 'to_fp8', 'to_hal
 ELSEWHERE = {'Verdict': 'insight.verdict', 'PrecisionChoice': 'insight.precisions'}  # public, and not in `__all__`
 BASE = 'precisions.Precision'                                    # also public; `precision` is a method's anchor
 INSIGHT = ['PrecisionReport', 'Verdict', 'PrecisionComparison', 'PrecisionChoice']   # returned by methods
-NOT_LISTED = {'name', 'learn', 'amp_context', 'check_modules', 'replace', 'needs_loss_scaling',
-              'arguments', 'open', 'close', 'attach', 'refuse_others', 'training', 'state_key',  # of the package only
-              'reset', 'accumulate', 'read', 'value'}            # of metrics, for fastai
-ATTRIBUTES = {'mode': "The precision, such as 'bf16'", 'verdict': 'What the report says', 'reason': 'Why'}
+NOT_LISTED = {'learn', 'amp_context', 'needs_loss_scaling', 'arguments', 'open', 'close', 'refuse_others',
+              'state_key',                                       # of the package only
+              'accumulate', 'read', 'value'}                     # of metrics, for fastai
 EVENT = re.compile(r'(before|after)_\w+')
 
 
@@ -33,12 +32,10 @@ def is_ours(obj):
     return (getattr(obj, '__module__', None) or '').partition('.')[0] == 'fastxtend_amp'
 
 
-def is_property(obj):
-    "Return whether `obj` is read as an attribute: a property, or `Learner.precision`."
-    return isinstance(obj, (property, type(vars(Learner)['precision'])))
+def is_property(obj): return isinstance(obj, property)
 
 
-def function_of(obj): return inspect.unwrap(getattr(obj, 'fget', type(obj).__get__) if is_property(obj) else obj)
+def function_of(obj): return inspect.unwrap(obj.fget if is_property(obj) else obj)
 
 
 def learner_methods():
@@ -84,7 +81,7 @@ def arguments(f):
         if name == 'self' or (p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and not meanings.get(name)): continue
         kind = p.annotation if isinstance(p.annotation, str) else inspect.formatannotation(p.annotation)
         kind = '' if p.annotation is p.empty else re.sub(r'(\w+\.)+(?=[A-Z])', '', kind)
-        text = ' '.join((meanings.get(name) or ATTRIBUTES.get(name) or meaning(name)).split())
+        text = ' '.join((meanings.get(name) or meaning(name)).split())
         stars = '**' if p.kind is p.VAR_KEYWORD else ''
         found.append((stars + name, kind, default_text(p.default), text))
     return found

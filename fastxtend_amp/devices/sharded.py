@@ -14,8 +14,8 @@ import torch
 from fastai.learner import Learner
 from fastai.torch_core import get_model, rank_distrib
 
-from ..training.checkpoint import FORMATS, FileFormat
 from ..common import is_dtensor, is_sharded, optimizer_params
+from ..training.checkpoint import FORMATS, FileFormat
 
 
 def _needs_it(learn: Learner) -> bool: return is_sharded(learn.model)

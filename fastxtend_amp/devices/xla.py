@@ -1,8 +1,9 @@
 """Training, checkpoints and exports on XLA devices (PyTorch/XLA), in every precision and in plain fp32.
 
-Where torch_xla is installed, `TrainEvalCallback.before_fit` of fastai, which moves the model, and `Learner.export` are
-replaced; on other devices they call what they replace. Users import torch_xla themselves, and create the device before
-the first backward pass of the process. For several replicas, users start the processes with data and equal parameters.
+Where torch_xla is installed, importing this file wraps `TrainEvalCallback.before_fit` of fastai, which moves the model,
+and `Learner.export`; on other devices the wrappers only call what they wrap. Users import torch_xla themselves, and
+create the device before the first backward pass of the process. With several replicas, users start the processes, and
+give each its own data and all of them the same parameters.
 
 Source: https://docs.pytorch.org/xla/master/learn/pytorch-on-xla-devices.html.
 """
@@ -18,8 +19,8 @@ from fastai.callback.core import Callback, TrainEvalCallback
 from fastai.learner import Learner
 from torch import nn
 
-from ..training.checkpoint import FORMATS, FileFormat, put_over
 from ..common import model_device, optimizer_params, training_device, warn_user
+from ..training.checkpoint import FORMATS, FileFormat, put_over
 from ..training.optimizers import place_state
 from ..training.scaling import DEVICE_SKIPS
 

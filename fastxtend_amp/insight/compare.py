@@ -16,33 +16,20 @@ from fastai.torch_core import set_seed, to_device
 from fastcore.basics import noop, patch
 from torch import nn
 
-from ..training.loop import precision_callback
 from ..common import first_line, several_processes, training_device
 from ..compat import is_compiled
 from ..convert import HALF, map_tensors
 from ..devices.cost import allocated, page_faults, wait_for
-from ..precisions.matching import unwrapped
-from ..precisions.fp32_settings import settings_note
 from ..precisions import AMPMode
+from ..precisions.fp32_settings import settings_note
+from ..precisions.matching import unwrapped
+from ..training.loop import precision_callback
+from .arguments import check_above_0, check_count, known_arguments
 from .comparison import FEWEST_ROUNDS, PrecisionComparison, pays, recommend, speed_up, tolerance
-from .copies import (
-    RandomState,
-    begin_fit,
-    check_learner,
-    copied_learner,
-    is_plain,
-    left_out,
-    loader_like,
-    no_batches,
-    one_at_a_time,
-    random_state,
-    random_state_kept,
-    set_random_state,
-    tensors,
-)
+from .copies import (RandomState, begin_fit, check_learner, copied_learner, is_plain, left_out, loader_like, no_batches,
+                     one_at_a_time, random_state, random_state_kept, set_random_state, tensors)
 from .precisions import PrecisionChoice, call_for, choices_from, default_choices, use_choice
 from .progress import progress_bar
-from .arguments import check_above_0, check_count, known_arguments
 
 LIMIT = 2**29           # bytes of batches to hold; further steps reuse them
 _ROUNDS = 7             # into which `n_steps` are divided, after two rounds of one step
@@ -111,7 +98,9 @@ class Run:
     measured: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_MEASURED, math.nan))
 
     @property
-    def pace(self) -> float: return np.median(self.times or [math.nan])
+    def pace(self) -> float: # nan before the second round
+        "The median of the seconds per step."
+        return np.median(self.times or [math.nan])
 
     def ratios(self, base: Run) -> list[float]:
         "Return the time of `base` divided by that of this run, for each round of both."
@@ -193,7 +182,7 @@ class Comparison:
     def run(self, choices: list[PrecisionChoice]) -> PrecisionComparison:
         with one_at_a_time, random_state_kept(), progress_bar(self.learn, self._left) as self.tick:
             if len(choices) == 1: self.n_steps = 1               # there is nothing to compare fp32 with
-            self.n = self.n_steps                                # of which losses are compared; fewer in little time
+            self.n = self.n_steps                                # whose losses are compared; fewer if time is short
             self._draw()
             self.runs = [Run(c, c.mode.support(self.device).status if c.mode else 'native') for c in choices]
             self.base = self.runs[0]
@@ -233,7 +222,7 @@ class Comparison:
         self.loading = np.diff(clock[1:] if len(clock) > 2 else clock).mean()
 
     def _batch(self, step): # A copy, as CutMix writes into it
-        return map_tensors(torch.Tensor.clone, self.batches[step % len(self.batches)])
+        return map_tensors(torch.clone, self.batches[step % len(self.batches)])
 
     # -- copies and rounds
 
@@ -261,7 +250,8 @@ class Comparison:
         while due := self._due():
             done = len(self.base.losses)
             # Back and forth, so that no precision always follows the same one.
-            for run in due[::(-1) ** len(self.base.times)]: self._train(run, range(done, done + size))
+            if len(self.base.times) % 2: due.reverse()
+            for run in due: self._train(run, range(done, done + size))
             n_rounds = len(self.base.times)
             pace = sum(r.pace for r in self._training)
             seeds = self.n_seeds * self.base.pace
@@ -303,10 +293,11 @@ class Comparison:
         table['weights moved'] /= table['weights moved']['fp32']
         tolerated = tolerance(self.base.losses[:self.n], list(map(self._loss, self.seeds)), self.n_last)
         recommended, reason = recommend(table, tolerated, self.max_seconds - min(0, self._left))
-        calls = {name: f"{call_for(self.learn, choice)}{'; learn.model.compile()' * choice.compiled}"
+        calls = {name: f"{call_for(self.learn, choice)}{'; learn.model.compile()' if choice.compiled else ''}"
                  for name, choice in choices.items()}
         losses = {r.choice.name: r.losses[:self.n] for r in self.runs}
-        notes = self._notes(*table['ms per step'][['fp32', recommended]] / 1000, recommended)
+        step, low = table['ms per step'][['fp32', recommended]] / 1000
+        notes = self._notes(step, low, recommended)
         return PrecisionComparison(table, losses, [r.losses for r in self.seeds], recommended, reason, calls, notes,
                                    choices)
 

@@ -74,7 +74,7 @@ class PrecisionComparison(Shown):
         import matplotlib.pyplot as plt
         n = len(self.table)
         _, (curves, bars) = plt.subplots(2, figsize=(6, 3.4 + .3 * n), height_ratios=[7, n], layout='constrained')
-        colors = [choice.color for choice in self.choices.values()]
+        colors = [choice.precision.color for choice in self.choices.values()]
         _smooth(self.losses).plot(ax=curves, style=['-', '--', ':', '-.'], color=colors, xlabel='step', ylabel='loss',
                                   title='Training loss (smoothed; fp32 with other seeds in grey)')
         seeds = _smooth(dict(enumerate([self.losses['fp32'], *self.seed_losses])))

@@ -19,10 +19,10 @@ from fastcore.foundation import L
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ..training.loop import precision_callback
 from ..common import first_line, is_sharded, training_device
 from ..convert import map_tensors
 from ..precisions.matching import unwrapped
+from ..training.loop import precision_callback
 
 # Callbacks of fastai that affect a training step, by name, as some are slow to import. MixHandler is MixUp and CutMix;
 # MixedPrecision also ours.
@@ -145,7 +145,8 @@ def begin_fit(
 ) -> None:
     "Run the events of a fit before its first batch."
     copy.n_epoch, copy.epoch, copy.n_iter, copy.dl = 1, 0, n_iter, copy.dls.train
-    for event in ('before_fit', 'before_epoch', *['before_train'] * train): copy(event)
+    for event in ('before_fit', 'before_epoch'): copy(event)
+    if train: copy('before_train')
 
 
 def loader_like(
@@ -171,7 +172,7 @@ def _copy(learn: Learner, optimizer: bool) -> Learner:
     loaders += [o for o in held if isinstance(o, (DataLoader, torch.utils.data.DataLoader))]
     shared = [*all_dls, *loaders, *(getattr(dl, 'dataset', None) for dl in loaders), learn.logger, learn.lock]
     memo: dict[int, Any] = {id(o): o for o in shared} | {id(learn): new}
-    left = ['model', 'cbs', 'scaler'] + ['opt'] * (not optimizer)
+    left = ('model', 'cbs', 'scaler') if optimizer else ('model', 'cbs', 'scaler', 'opt')
     own = [(name, part) for name, part in vars(learn).items() if name not in left and not isinstance(part, Callback)]
     new.opt, new.cbs = None, L()
     for name, part in [('model', unwrapped(learn.model)), *own, *((cb.name, cb) for cb in cbs)]:
@@ -238,8 +239,8 @@ def generators() -> list[tuple[Callable, Callable]]: # Pairs: the functions that
 
 def random_state() -> RandomState: # Pairs: the function that sets a generator, and its state
     "Return the state of the global generators of Python, NumPy and PyTorch, for `set_random_state`."
-    python_and_numpy = [(random.setstate, random.getstate()), (np.random.set_state, np.random.get_state())]
-    return [*python_and_numpy, *((set_state, get()) for set_state, get in generators())]
+    return [(random.setstate, random.getstate()), (np.random.set_state, np.random.get_state()),
+            *((set_state, get()) for set_state, get in generators())]
 
 
 def set_random_state(state: RandomState) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 from fastai.learner import Learner
 
-from ..training.loop import precision_callback
 from ..common import several_processes
 from ..precisions import AMPMode, fastest_native
+from ..training.loop import precision_callback
 from .copies import RandomState, lost_weights
 from .precisions import precision_call
 from .trace import trace

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from ..training.loop import at_batch_end
 from .precisions import precision_call
 
-MOST = 3  # fixes in one fit
+_MOST = 3  # fixes in one fit
 
 
 class Fix(NamedTuple):
@@ -23,7 +23,7 @@ def fix(
     "Apply the remedy when the batch ends, in the same callback: history, optimizer and loss scale continue."
     learn = cb.learn
     scopes = learn._scopes
-    if not alarm.remedy or scopes.n_fixes == MOST: return False
+    if not alarm.remedy or scopes.n_fixes == _MOST: return False
     scopes.n_fixes += 1
     call = precision_call(learn, *alarm.remedy)
 

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from fastai.learner import Learner
 
+from ..common import training_device
+from ..precisions import PRECISIONS, AMPMode, Precision
+from ..precisions.half_weights import LOWERED, HalfWeights
 from ..training.callback import MixedPrecision
 from ..training.loop import precision_callback
-from ..common import training_device
-from ..precisions.half_weights import LOWERED, HalfWeights
-from ..precisions import PRECISIONS, AMPMode, Precision
 
 
 @dataclass(frozen=True)
@@ -31,17 +31,12 @@ class PrecisionChoice:
         "The name in the comparison's table: 'fp32', 'bf16', 'half weights', 'half weights fp16', 'bf16 compiled' ..."
         name = 'fp32' if self.mode is None else self.mode.value
         if self.half_weights: name = 'half weights' if self.mode is AMPMode.BF16 else f'half weights {name}'
-        return name + ' compiled' * self.compiled
+        return f'{name} compiled' if self.compiled else name
 
     @property
     def precision(self) -> type[Precision]:
         "The class of the precision that the learner gets."
         return HalfWeights if self.half_weights else PRECISIONS.get(self.mode or '', Precision)
-
-    @property
-    def color(self) -> str:
-        "The colour in every plot."
-        return self.precision.color
 
 
 # Those whose names no mode has.
@@ -52,6 +47,7 @@ def choices_from(
     modes: Any, # Names, modes, dtypes or choices, one or several
 ) -> list[PrecisionChoice]: # fp32 first, each once
     "Return the precisions that `modes` names. Raises `ValueError` for an unknown one."
+    # A DataLoader is not a list of modes: it is named in the error.
     several = isinstance(modes, Iterable) and not isinstance(modes, str) and not hasattr(modes, 'dataset')
     return list(dict.fromkeys([PrecisionChoice(), *map(_choice, modes if several else [modes])]))
 

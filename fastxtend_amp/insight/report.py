@@ -14,28 +14,28 @@ from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from fastcore.basics import patch
 
-from ..training.loop import precision_callback
-from ..training.checks import half_parameters_of
 from ..common import first_line, training_device
 from ..convert import map_tensors
 from ..devices.cuda_rules import cuda_rules
-from ..precisions.fp32_settings import settings_note
-from ..precisions.fp16 import FP16
 from ..precisions import AMPMode, fastest_native
-from .copies import check_learner, left_out, loader_like, no_batches, one_at_a_time, random_state_kept, tensors
-from .precisions import choices_from, precision_call
+from ..precisions.fp16 import FP16
+from ..precisions.fp32_settings import settings_note
+from ..training.checks import half_parameters_of
+from ..training.loop import precision_callback
 from .arguments import check_above_0, check_count, known_arguments
+from .copies import check_learner, left_out, loader_like, no_batches, one_at_a_time, random_state_kept, tensors
 from .gradient import N_BATCHES, gradient_distance
+from .precisions import choices_from, precision_call
 from .progress import progress_bar
 from .shown import Shown
 from .trace import Trace, trace
 from .verdict import Judge, Verdict, named, some, wrong_in_fp32
 
-INIT_SCALE = 65536.   # of a learner without a loss scale
-EMULATED_TIME = 1.    # CPU seconds in fp32; the same work may take a minute in an emulated precision
-FEWEST = 2            # samples, for batch normalization
-NO_KERNEL = 'not implemented for'                                # in PyTorch's error
-FOR_GRADIENTS = .15   # of the time, for each comparison of gradients
+_INIT_SCALE = 65536.   # of a learner without a loss scale
+EMULATED_TIME = 1.     # CPU seconds in fp32; the same work may take a minute in an emulated precision
+_FEWEST = 2            # samples, for batch normalization
+_NO_KERNEL = 'not implemented for'                               # in PyTorch's error
+_FOR_GRADIENTS = .15   # of the time, for each comparison of gradients
 _COLUMNS = ['mode', 'module', 'type', 'format', 'largest', 'headroom', 'error', 'grad', 'trouble']
 
 
@@ -163,7 +163,7 @@ class _Report:
         self.until = time.monotonic() + self.max_seconds
         self.device = training_device(self.learn)
         self.not_compared = ''                                   # why not all gradients were
-        self.low: dict[AMPMode, Trace] = {}                      # the first that completed
+        self.low: dict[AMPMode, Trace] = {}                      # the first that completed in each mode
 
     def on(self, modes: list[AMPMode], n_batches: int, dl: DataLoader) -> PrecisionReport:
         with random_state_kept(): self.drawn = [*islice(loader_like(dl), max(n_batches, N_BATCHES))]
@@ -174,7 +174,7 @@ class _Report:
         self.few = self.whole = next((len(t) for t in tensors(self.batches[0], floating=False) if t.ndim), 1)
         self.emulated = [m for m in modes if m.support(self.device).status == 'emulated']
         if self.emulated:
-            self.few = min(self.whole, max(FEWEST, int(self.whole * EMULATED_TIME / (time.process_time() - start))))
+            self.few = min(self.whole, max(_FEWEST, int(self.whole * EMULATED_TIME / (time.process_time() - start))))
         self.is_short = self.few < self.whole
         if self.is_short:
             self.batches = map_tensors(lambda t: t[:self.few] if t.shape[:1] == (self.whole,) else t, self.batches)
@@ -196,7 +196,7 @@ class _Report:
         if support.status == 'unsupported': return Verdict(mode.value, 'cannot run', support.why)
         cb = precision_callback(self.learn)
         try:
-            return Judge(self.learn, mode, partial(self._run, mode), self.fp32, (cb and cb.scale) or INIT_SCALE,
+            return Judge(self.learn, mode, partial(self._run, mode), self.fp32, (cb and cb.scale) or _INIT_SCALE,
                          partial(self._distance, mode)).verdict()
         except (NotImplementedError, TimeoutError) as e: return Verdict(mode.value, 'not known', *e.args)
 
@@ -207,7 +207,7 @@ class _Report:
         self.tick(mode.value)
         start = time.monotonic()
         found = trace(self.learn, self.batches, mode, keep, scale, reference=self.fp32)
-        if self.simulated and NO_KERNEL in found.error:
+        if self.simulated and _NO_KERNEL in found.error:
             raise NotImplementedError(f'this CPU has no {mode.value} kernel for {named(found.failed_in)}, '
                                       f'which CUDA may have: {found.error}')
         if not found.error: self.low.setdefault(mode, found)
@@ -217,7 +217,7 @@ class _Report:
     def _distance(self, mode, keep, scale):
         if self.is_short and mode in self.emulated: return math.nan      # of few samples it says little
         self.tick(f'{mode.value}, gradients')
-        share = FOR_GRADIENTS * self.max_seconds
+        share = _FOR_GRADIENTS * self.max_seconds
         until = min(self.until, time.monotonic() + share)
         try:
             if self.took > share: raise TimeoutError(f'no time was left within `max_seconds={self.max_seconds:g}`')
@@ -239,8 +239,9 @@ class _Report:
         notes = [f"Looked at {n} batch{'es' * (n > 1)} of {self.few} samples with the current weights. Other batches "
                  '(`n_batches`) and later weights may flag other modules.']
         if emulated := ' and '.join(m for m in self.low if m in self.emulated):
-            fewer = f'. Of {self.whole} samples only the first {self.few} were run, and no gradients compared'
-            notes.append(f'{emulated}: emulated on this device, usually slower than fp32{fewer * self.is_short}.')
+            notes.append(f'{emulated}: emulated on this device, usually slower than fp32.')
+            if self.is_short:
+                notes[-1] += f' Of {self.whole} samples only the first {self.few} were run, and no gradients compared.'
         if unseen := set().union(*(t.unseen for t in self.low.values())):
             notes.append(f'Not checked, as it cannot be read or compared with fp32: {some(sorted(unseen))}.')
         if fp8 := self.low.get(AMPMode.FP8):

@@ -22,15 +22,15 @@ from fastcore.basics import noop
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..training.callback import MixedPrecision
-from ..training.loop import precision_callback
 from ..common import Shared, first_line
 from ..convert import HALF, half_to_float, map_tensors
-from ..precisions.matching import ROOT, qualified_names
+from ..precisions import AMPMode
 from ..precisions.fp32_settings import FULL_PRECISION, fp32_settings
 from ..precisions.fp8 import fp8_layers
+from ..precisions.matching import ROOT, qualified_names
+from ..training.callback import MixedPrecision
 from ..training.learner import set_precision
-from ..precisions import AMPMode
+from ..training.loop import precision_callback
 from .compat import in_function_transform, operator, unwatched
 from .copies import begin_fit, copied_learner, is_plain, set_random_state, tensors
 from .rounding import round_as_fp8
@@ -159,8 +159,8 @@ class Trace(TorchDispatchMode):
         with unwatched():
             frame = self._frames.pop()
             seen = frame.seen
-            is_innermost = self.failed_in == LOSS
-            if is_innermost and output is None and sys.exc_info()[0] is not None: self.failed_in = seen.name
+            # The innermost module that an exception leaves has raised it.
+            if self.failed_in == LOSS and output is None and sys.exc_info()[0] is not None: self.failed_in = seen.name
             outputs = [] if in_function_transform() else tensors(output)
             for out in outputs:
                 if self.reference is None and out.requires_grad: out.register_hook(partial(self._gradient, seen))
@@ -201,8 +201,10 @@ class Trace(TorchDispatchMode):
         began_finite = not op.writes or all(map(all_finite, inputs))
         wide = self._widely(func, op, args, kwargs, frame) if low and not (op.draws or strange) else None
         out = func(*args, **kwargs)
-        for t in tensors(args[:1]) if op.writes else ():         # exact for the callers, as outputs of modules inside
-            for f in self._frames[:-1] if wide is not None else self._frames: f.twins.pop(_address(t), None)
+        if op.writes:                                            # exact for the callers, as outputs of modules inside
+            frames = self._frames if wide is None else self._frames[:-1]
+            for t in tensors(args[:1]):
+                for f in frames: f.twins.pop(_address(t), None)
         # Decisions and indices: their error is the share that differs.
         if torch.is_tensor(wide) and wide.dtype in (torch.bool, torch.int64) and out.shape == wide.shape:
             seen.error = max(float((out != wide).float().mean()), seen.error)

@@ -9,9 +9,9 @@ from typing import Any, Literal
 import torch
 from fastai.learner import Learner
 
-from ..training.loop import precision_callback
-from ..precisions.matching import ROOT, covers, qualified_names
 from ..precisions import AMPMode
+from ..precisions.matching import ROOT, covers, qualified_names
+from ..training.loop import precision_callback
 from .copies import tensors
 from .precisions import precision_call
 from .trace import LOSS, Trace, ends
@@ -19,13 +19,13 @@ from .trace import LOSS, Trace, ends
 Judgement = Literal['safe so far', 'safe with loss scaling', 'keep modules in fp32', 'gradient differs', 'do not use',
                     'cannot run', 'not known']
 
-IMPRECISE = .1        # relative error from which a module is flagged
-LOST = .1             # of the mean absolute gradient: smaller gradients may underflow
-CLOSE = 4.            # headroom below which a module is flagged
-LOWEST_SCALE = 2.**-12 # to recommend
-SMALL, LARGE = .5, 1  # distance of the mean gradient; models that trained worse than in fp32 were above 1
-MANY = 4              # modules or reasons; of more, a verdict keeps their parents and names the first
-MARGIN = 16.          # between a recommended loss scale and the highest, as later gradients may be larger
+_IMPRECISE = .1         # relative error from which a module is flagged
+_LOST = .1              # of the mean absolute gradient: smaller gradients may underflow
+_CLOSE = 4.             # headroom below which a module is flagged
+_LOWEST_SCALE = 2.**-12 # to recommend
+SMALL, LARGE = .5, 1    # distance of the mean gradient; models that trained worse than in fp32 were above 1
+_MANY = 4               # modules or reasons; if there are more, a verdict keeps their parents and names the first
+_MARGIN = 16.           # between a recommended loss scale and the highest, as later gradients may be larger
 
 
 @dataclass
@@ -54,12 +54,13 @@ class Verdict:
     init_scale: float | None = None # Initial loss scale, if the usual one does not fit (fp16)
 
     def __str__(self):
-        return f'{self.mode}: {self.verdict}.' + f' Next: `{self.call}`' * bool(self.call) + f'\n    {self.reason}'
+        following = f' Next: `{self.call}`' if self.call else ''
+        return f'{self.mode}: {self.verdict}.{following}\n    {self.reason}'
 
 
 @dataclass
 class Judge:
-    "The search for the verdict on a precision; its `call` is empty if another precision has to be used."
+    "The search for the verdict on a precision, whose `call` is empty if another precision has to be used."
     learn: Learner
     mode: AMPMode
     run: Callable[[list[str], float], Trace] # Traces the batches with these modules in fp32, at a loss scale
@@ -80,7 +81,7 @@ class Judge:
         while True:
             low = self.run(self.keep, self.scale)
             found = self._refused(low) if low.error else self._concerned(low)
-            self.reasons = self.reasons | found | self.reasons   # the first of each module
+            for name, why in found.items(): self.reasons.setdefault(name, why)
             if not (found or low.error or low.not_finite): return self._works(low)
             if not self._mend(low, found): return self._nothing_helps(low)
 
@@ -95,8 +96,8 @@ class Judge:
         is_backward = low.not_finite == 'gradient' and not (found or low.error)
         if is_backward and self.mode.needs_loss_scaling:
             least, most = self._scales(low)
-            lower = most if LOWEST_SCALE <= most < self.scale else self.scale / 16
-            if lower >= max(least, LOWEST_SCALE):
+            lower = most if _LOWEST_SCALE <= most < self.scale else self.scale / 16
+            if lower >= max(least, _LOWEST_SCALE):
                 self.scale = lower
                 return True
         if not new: new = self._tried(low, next(iter(found), None), is_backward)
@@ -123,12 +124,12 @@ class Judge:
             size = s.largest if s.failed else s.half
             if s.failed and size <= self.limit:
                 found[n] = f'a value in {named(n)} is NaN or inf in {mode}, but finite in fp32'
-            elif s.failed or (s.half * CLOSE > self.limit and not covers(self.keep, n)):
+            elif s.failed or (s.half * _CLOSE > self.limit and not covers(self.keep, n)):
                 above = 'above' if size > self.limit else 'close to'
                 found[n] = f"values in {named(n)} reach {size:,.3g}, {above} {mode}'s {self.limit:,.5g}"
             elif s.vanished:
                 found[n] = f'{s.vanished:g} rounds to 0 in {mode}, so it does not keep values in {named(n)} away from 0'
-            elif s.error > IMPRECISE: found[n] = f'the error of {named(n)} is {min(s.error, 1):.0%} in {mode}'
+            elif s.error > _IMPRECISE: found[n] = f'the error of {named(n)} is {min(s.error, 1):.0%} in {mode}'
         return found
 
     def _can_be_kept(self, name): return name not in (ROOT, LOSS) and not covers(self.keep, name)
@@ -166,8 +167,8 @@ class Judge:
         if not half: return 1., 2. ** 24
         most = 2. ** math.floor(math.log2(info.max / max(s.grad for s in half)))
         mean = sum(s.grad_sum for s in half) / sum(s.n_grads for s in half)
-        least = 2. ** math.ceil(math.log2(info.smallest_normal * info.eps / (LOST * mean)))
-        return min(max(least, min(1., most / MARGIN)), most), most
+        least = 2. ** math.ceil(math.log2(info.smallest_normal * info.eps / (_LOST * mean)))
+        return min(max(least, min(1., most / _MARGIN)), most), most
 
     # -- what is reported
 
@@ -191,8 +192,8 @@ class Judge:
             least = min(least, most)
             scales = least, most
             scale = self.first_scale
-            if not least <= scale <= most / CLOSE:
-                scale = max(least, most / MARGIN)
+            if not least <= scale <= most / _CLOSE:
+                scale = max(least, most / _MARGIN)
                 init_scale = int(scale) if scale >= 1 else scale
             if least > 1: verdict = 'safe with loss scaling'
         if reasons: verdict = 'keep modules in fp32'
@@ -248,7 +249,7 @@ def smallest(names: list[str], helps: Callable[[list[str]], bool]) -> list[str]:
         part = next((p for p in (names[:half], names[half:]) if helps(p)), None)
         if part is None: break
         names = part
-    while len(names) > MANY:
+    while len(names) > _MANY:
         parents = [*dict.fromkeys(n.rpartition('.')[0] or n for n in names)]
         if parents == names or not helps(parents): break
         names = parents
@@ -262,4 +263,4 @@ def named(name: str) -> str:
 
 def some(words: list[str], between: str = ', ') -> str:
     "Return the first words, and how many more there are."
-    return between.join(words[:MANY]) + (f' and {len(words) - MANY} more' if len(words) > MANY else '')
+    return between.join(words[:_MANY]) + (f' and {len(words) - _MANY} more' if len(words) > _MANY else '')

@@ -21,7 +21,7 @@ _MOVED = 1.01   # times the weights' norm at the start, from which the weights h
 @dataclass
 class Notes:
     "Notes of the watch on one fit."
-    in_place: bool                                               # on a CPU: reading a number waits for nothing
+    on_cpu: bool                                                 # where reading a number waits for nothing
     generators: list                                             # of random numbers
     weights: torch.Tensor | None = None                          # their norm at the start
     first_loss: torch.Tensor | None = None
@@ -72,7 +72,7 @@ class Watch:
         loss = vars(learn).get('loss_grad')
         if not torch.is_tensor(loss): return
         if notes.first_loss is None: notes.first_loss = _mean(loss)
-        if notes.in_place: self._check_loss(notes, _mean(loss).item())
+        if notes.on_cpu: self._check_loss(notes, _mean(loss).item())
         else:
             self._check_recorded()
             notes.before = (learn.xb, learn.yb), notes.random_state
@@ -94,10 +94,10 @@ class Watch:
         recorder, gather = map(vars(learn).get, ('recorder', 'gather_preds'))
         seen = tensors((recorder and vars(recorder.loss).get('total'), gather and gather.preds))
         if notes is None or all((t < math.inf).all() for t in seen): return
-        self._say(f'{self.cb.fit.precision.name}: a loss or a prediction in validation is NaN or inf.\n' + (
-            f'The run diverges: {far}. Lower the learning rate first.' if (far := _divergence(notes, learn.model)) else
-            'If it is finite after `learn.to_fp32()`, `learn.precision_report(dl=learn.dls.valid)` names the modules '
-            'to keep in fp32.'))
+        advice = ('If it is finite after `learn.to_fp32()`, `learn.precision_report(dl=learn.dls.valid)` names the '
+                  'modules to keep in fp32.')
+        if far := _divergence(notes, learn.model): advice = f'The run diverges: {far}. Lower the learning rate first.'
+        self._say(f'{self.cb.fit.precision.name}: a loss or a prediction in validation is NaN or inf.\n{advice}')
 
     def _check_recorded(self) -> None:
         recorder, notes = vars(self.cb.learn).get('recorder'), self.notes
@@ -118,7 +118,7 @@ class Watch:
         scale = cb.scales[-1] if skipped else learn.scaler.get_scale()      # of the step itself
         batch, state = before or ((learn.xb, learn.yb), notes.random_state)
         step = getattr(learn, 'train_iter', 0) + (before is None)
-        alarm = Alarm(what, cb.mode, scale, step, batch, state if notes.in_place or not skipped else [])
+        alarm = Alarm(what, cb.mode, scale, step, batch, state if notes.on_cpu or not skipped else [])
         try: message = diagnose(learn, alarm, _divergence(notes, learn.model))
         except Exception as e: message = f'{alarm.happened}\nThe batch could not be run again, {type(e).__name__}: {e}'
         cb.fit.has_warned = True                                 # first: between batches `fix` closes the fit

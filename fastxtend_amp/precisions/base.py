@@ -1,8 +1,8 @@
 """`Precision`: an object that says which devices support it, what it opens around a fit and a batch, and how it scales.
 
 A subclass registers itself under its `name`. From the registry come `Learner.to_<name>`, `MixedPrecision('<name>')`,
-rows of `precision_support`, and the precision's place in reports, comparisons, checks and plots. `bf16.py` is the
-shortest example.
+rows of `precision_support`, and the precision's place in reports, comparisons, checks and plots. `bf16.py` is a
+short example.
 """
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Precision:
     dtype: torch.dtype | None = None # Autocast's dtype; None without autocast
     color: ClassVar[str] = '#4c566a' # In plots
     automatic: ClassVar[bool] = False # Whether `to_amp()` may select it without measuring: the first native one
-    state_key: str = '' # Where a file's optimizer state keeps `state_dict`; the name if empty
+    state_key: str = '' # Where a file's optimizer state keeps `state_dict`; by default the name
     in_tables: ClassVar[bool] = True # Whether tables of precisions have a row for it
     package: ClassVar[str] = '' # A package that it needs besides torch and fastai
     rules: ClassVar[dict[str, Callable[[torch.device], Support]]] = {} # By device type: how it runs this precision

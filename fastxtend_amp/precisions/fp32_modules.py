@@ -53,7 +53,7 @@ class Forward:
         if not self.before: vars(self.module).pop('forward', None)
 
     def _without(self, copy_module: Callable[[], Any]) -> Any:
-        "Return what a function returns while the module is as it was before."
+        "Return what a function returns while the module has the forward that it had before."
         attributes = {**vars(self.module)}
         try:
             self._remove()

@@ -47,6 +47,7 @@ class Fp8Forward(Forward):
 
     def run(self, *args, **kwargs) -> Any:
         weight: Any = self.module.weight
+        # A forward that was set on the layer itself, by a user, is called as it is.
         in_fp8 = self.on and not self.before and torch.is_autocast_enabled(weight.device.type)
         return (self.linear if in_fp8 else self.plain)(*args, **kwargs)
 

@@ -120,11 +120,11 @@ def _rules(opt: Optimizer) -> list[Callable]:
     return [getattr(rule, 'func', rule) for rule in opt.cbs]     # some are partial
 
 
-# -- flat masters
+# -- flat master weights
 
-ELEMENTWISE = {rules.weight_decay, rules.l2_reg, rules.average_grad, rules.average_sqr_grad, rules.step_stat,
-               rules.sgd_step, rules.momentum_step, rules.rms_prop_step, rules.adam_step, rules.radam_step,
-               rules.qhadam_step}
+_ELEMENTWISE = {rules.weight_decay, rules.l2_reg, rules.average_grad, rules.average_sqr_grad, rules.step_stat,
+                rules.sgd_step, rules.momentum_step, rules.rms_prop_step, rules.adam_step, rules.radam_step,
+                rules.qhadam_step}
 
 
 def _refuse_flat(what: str) -> None:
@@ -133,7 +133,7 @@ def _refuse_flat(what: str) -> None:
 
 
 def _check_elementwise(opt: Optimizer | OptimWrapper) -> None:
-    if type(opt) is Optimizer and 'step' not in vars(opt) and {*_rules(opt)} <= ELEMENTWISE: return
+    if type(opt) is Optimizer and 'step' not in vars(opt) and {*_rules(opt)} <= _ELEMENTWISE: return
     _refuse_flat(f"{_optimizer_name(opt)}, which is not one of fastai's own element-wise optimizers with a plain step")
 
 
@@ -141,7 +141,7 @@ def _check_flat_master(
     model: nn.Module, # The learner's model
     opt: Optimizer | OptimWrapper, # The learner's
 ) -> None:
-    "Raise a `ValueError` that names an optimizer or a parameter that flat masters are not for."
+    "Raise a `ValueError` that names an optimizer or a parameter that `flat_master` does not support."
     _check_elementwise(opt)
     names = {p: f"parameter '{name}'" for name, p in model.named_parameters()}
     sparse = {p for m in model.modules() if getattr(m, 'sparse', False) for p in m.parameters(recurse=False)}
@@ -206,16 +206,16 @@ def _split(flat: torch.Tensor, like: list) -> list[torch.Tensor]:
     return [part.view(t.shape).data for part, t in zip(flat.split([t.numel() for t in like]), like)]
 
 
-# -- no masters
+# -- without fp32 master weights
 
-CAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_CAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 def _check_no_masters(
     model: nn.Module, # The learner's model
     opt: Optimizer | OptimWrapper, # The learner's
 ) -> None:
-    "Raise a `ValueError` that names a model or an optimizer that cannot do without fp32 masters."
+    "Raise a `ValueError` that names a model or an optimizer that needs fp32 master weights."
     ddp = any(isinstance(m, nn.parallel.DistributedDataParallel) for m in model.modules())
     if ddp or is_sharded(model):
         raise ValueError(f"master_weights=False cannot be used with {'DistributedDataParallel' if ddp else 'FSDP2'}, "
@@ -239,7 +239,7 @@ def _weights_to_lower(
     "Return the fp32 weights and biases that autocast casts in linear layers and convolutions, without shared ones."
     places = list(qualified_names(model))
     uses = Counter(p for _, m in places for p in m.parameters(recurse=False))
-    layers = (m for name, m in places if type(m) in CAST and not covers(in_fp32, name))
+    layers = (m for name, m in places if type(m) in _CAST and not covers(in_fp32, name))
     return {p for m in layers for name, p in m.named_parameters(recurse=False)
             if name in ('weight', 'bias')                        # not what a weight is computed from, as `weight_orig`
             and uses[p] == 1 and p.dtype is torch.float32}
@@ -296,7 +296,7 @@ class _Lowered:
         exact = before + rest
         data, rest = exact.to(dtype), rest - (exact - before)    # and what the sum has rounded away
         rest = (exact - data) + rest
-        p.data, place[name] = data, rest.to(kind)      # no interrupt comes in between
+        p.data, place[name] = data, rest.to(kind)                # at once, whatever interrupts
         if p.grad is not None: p.grad = p.grad.to(dtype)
 
 
@@ -320,7 +320,7 @@ def kahan(
         raise ValueError(f"opt={opt!r} is not one of optimi's optimizers. Use one of those at "
                          "https://optimi.benjaminwarner.dev/optimizers, such as 'AdamW'.")
     refuse_unknown(cls.__name__, inspect.signature(cls).parameters, kwargs)
-    # optimi looks at the parameters that have gradients in the first step: without any it takes Triton
+    # optimi looks at the parameters that have gradients in the first step: without any it uses Triton
     triton = None if torch.cuda.is_available() or torch.xpu.is_available() else False
     hp_map = {**pytorch_hp_map, 'beta1': 'mom', 'beta2': 'sqr_mom'}
     return partial(OptimWrapper, opt=partial(cls, **{'kahan_sum': True, 'triton': triton, **kwargs}), hp_map=hp_map)

@@ -13,7 +13,7 @@ from torch.amp import GradScaler
 
 from ..common import is_number
 
-LOWEST = 2.**-24  # fp16's smallest number; a dynamic scale that fell to 0 would let NaN pass as 0 * inf
+_LOWEST = 2.**-24  # fp16's smallest number; a dynamic scale that fell to 0 would let NaN pass as 0 * inf
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -40,7 +40,7 @@ class DynamicScaler(_Scaler):
         "Let the scale grow or back off, or set it to `new_scale`."
         super().update(new_scale)
         scale: Any = self._scale                                 # no public method changes it in place
-        scale.clamp_(min=LOWEST)
+        scale.clamp_(min=_LOWEST)
 
 
 class StaticScaler(_Scaler):

@@ -16,8 +16,8 @@ from fastai.torch_core import set_seed
 from torch import nn
 
 import fastxtend_amp  # noqa: F401  patches Learner
-from ..precisions.fp32_settings import settings_note
 from ..precisions import PRECISIONS, AMPMode, precision_support
+from ..precisions.fp32_settings import settings_note
 from .demo import digits
 from .device import usable_device
 

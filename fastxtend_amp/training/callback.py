@@ -26,8 +26,8 @@ from .loop import in_batch
 from .scaling import StepHistory
 from .state import PrecisionState
 
-ON_OVERFLOW = ('warn', 'fix', 'raise', 'ignore')
-WATCHERS: list[Callable[[MixedPrecision], Any]] = []             # each makes an object with events; `insight` adds one
+_ON_OVERFLOW = ('warn', 'fix', 'raise', 'ignore')
+WATCHERS: list[Callable[[MixedPrecision], Any]] = []             # each makes an object with events of its own
 
 
 class MixedPrecision(PrecisionState):
@@ -57,10 +57,10 @@ class MixedPrecision(PrecisionState):
         max_skips: int = 16, # Number of consecutive skipped steps after which training counts as failed
         **kwargs: Any # Arguments of the precision, as in `to_fp16` and the others
     ):
-        self.precision = precision_from(amp_mode, *args, **kwargs)
+        self.precision = _precision_from(amp_mode, *args, **kwargs)
         self.on_overflow, self.max_skips = on_overflow, max_skips
-        if on_overflow not in ON_OVERFLOW:
-            raise ValueError(f'on_overflow={on_overflow!r} cannot be used: it must be one of {ON_OVERFLOW}.')
+        if on_overflow not in _ON_OVERFLOW:
+            raise ValueError(f'on_overflow={on_overflow!r} cannot be used: it must be one of {_ON_OVERFLOW}.')
         if not is_number(max_skips, int) or max_skips < 1:
             raise ValueError(f'max_skips={max_skips!r} cannot be used: it must be an integer of at least 1, the number '
                              'of consecutive skipped steps after which training counts as failed.')
@@ -127,12 +127,13 @@ class MixedPrecision(PrecisionState):
     # -- the events of fastai's loop; those of a batch run only while a fit is open
 
     def before_fit(self):
-        "Begin the fit; raise before the first batch is loaded if the precision cannot be used."
+        "Begin the fit before the first batch is loaded, so that a precision that cannot be used raises here."
         if self.learn._scopes and self.fit is None: self.open()   # `validate()` alone begins with its first batch
 
     def before_train(self):
         "Check what only training needs."
-        fit, self.epoch_start = self.fit or self.open(), len(self.history.read())   # it may be added during a fit
+        fit = self.fit or self.open()                            # it may be added during a fit
+        self.epoch_start = len(self.history.read())
         fit.use_model()
         fit.open_training(warn_of_emulation=not self._has_trained)
 
@@ -158,7 +159,8 @@ class MixedPrecision(PrecisionState):
             if fit.scaling is not None: fit.scaling.start()
         casts = None if torch.is_grad_enabled() else (fit.model, sum(p._version for p in fit.model.parameters()))
         if casts is None or casts != fit.casts: torch.clear_autocast_cache()   # it may hold casts of old weights
-        fit.casts, scope = casts, learn._scopes[-1]
+        fit.casts = casts
+        scope = learn._scopes[-1]
         scope.around_step = fit.precision.around_step
         for context in fit.batch_contexts(): scope.enter_context(context)
 
@@ -216,7 +218,7 @@ class MixedPrecision(PrecisionState):
 
 # -- from names and arguments to a precision
 
-def precision_from(amp_mode: Any, *args: Any, **kwargs: Any) -> Precision: # Arguments as `MixedPrecision` gets them
+def _precision_from(amp_mode: Any, *args: Any, **kwargs: Any) -> Precision: # Arguments as `MixedPrecision` gets them
     """Return the precision that `amp_mode` names, with those of the arguments that it has.
 
     fastai gives `GradScaler`'s arguments to either precision, so bf16 ignores them. Raises `TypeError` for others.
@@ -228,25 +230,22 @@ def precision_from(amp_mode: Any, *args: Any, **kwargs: Any) -> Precision: # Arg
     kwargs |= dict(zip(SCALING, args))
     is_auto = isinstance(amp_mode, str) and amp_mode.lower() == 'auto'
     cls = Auto if is_auto else find_precision(amp_mode)
-    name, own = ('auto', automatic_parameters()) if is_auto else (cls.name, parameters_of(cls))
+    name, own = ('auto', parameters_of_all(only_automatic=True)) if is_auto else (cls.name, parameters_of(cls))
     FP16.from_arguments(kwargs)                                  # checks the arguments of GradScaler
-    if wrong := [arg for arg in kwargs if arg in _parameters() and arg not in {**own, **SCALING}]:
+    if wrong := [arg for arg in kwargs if arg in parameters_of_all() and arg not in {**own, **SCALING}]:
         raise ValueError(f'{wrong[0]}={kwargs[wrong[0]]!r} cannot be used with amp_mode={name!r}, which has '
                          f"{', '.join(own) or 'no arguments'}.\nLeave it out, or use another precision.")
-    refuse_unknown('MixedPrecision', _parameters(), kwargs)
+    refuse_unknown('MixedPrecision', parameters_of_all(), kwargs)
     return Auto(**kwargs) if is_auto else cls.from_arguments(kwargs)
 
 
-def _parameters(only_automatic: bool = False) -> dict[str, inspect.Parameter]:
+def parameters_of_all(only_automatic: bool = False) -> dict[str, inspect.Parameter]:
     "Return the parameters of all precisions by name, or of those that `to_amp()` may select; fp16's come first."
     found: dict[str, inspect.Parameter] = {}
     for cls in PRECISIONS['fp16'], *PRECISIONS.values():
         if only_automatic and not cls.automatic: continue
         for name, p in parameters_of(cls).items(): found.setdefault(name, p)
     return {name: p for name, p in found.items() if name != 'amp_mode'}
-
-
-automatic_parameters = partial(_parameters, True)
 
 
 CALLBACK_PARAMETERS = {name: p for name, p in inspect.signature(MixedPrecision.__init__).parameters.items()
@@ -257,7 +256,7 @@ def _sign(cls: type[Precision]) -> None:
     "Give `MixedPrecision` the parameters of all precisions. (fastai's `delegates` put its own on the base class.)"
     first = inspect.signature(MixedPrecision.__init__).parameters['amp_mode']
     rest = [p if name in SCALING else p.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-            for name, p in {**_parameters(), **CALLBACK_PARAMETERS}.items()]
+            for name, p in {**parameters_of_all(), **CALLBACK_PARAMETERS}.items()]
     MixedPrecision.__signature__ = inspect.Signature([first, *rest])   # type: ignore[attr-defined]
 
 

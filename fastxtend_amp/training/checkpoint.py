@@ -1,7 +1,7 @@
 """Checkpoints: the precision's state, such as the loss scale, in the files of `Learner.save`, which are written whole.
 
-Importing this file replaces `Learner.save`, `Learner.load`, which `TextLearner` overrides, and `Learner.export`, which
-writes fp32. Each calls what it replaces, and without a precision callback does nothing else.
+Importing this file wraps `Learner.save`, `Learner.load`, `TextLearner.load`, and `Learner.export`, which then writes
+fp32. Without a precision callback they run fastai's own code, except on devices that need a `FileFormat`.
 """
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _is_running(pid: str) -> bool:
 class FileFormat(NamedTuple):
     "What the files of some learners need, so that they are those of a plain learner on a CPU."
     applies: Callable # Returns whether a learner needs this format
-    to_file: Callable # Returns the tensor to write for one of a state; called in every process
+    to_file: Callable # Returns what to write for a tensor of a state; called in every process
     from_file: Callable # Returns what to load, from a learner and the states of model and optimizer in a file
 
 
@@ -106,7 +106,7 @@ def load(original: Callable, self: Learner, file: Any, *args: Any, **kwargs: Any
     """
     cb, file_format = precision_callback(self), _format(self)
     if not (cb or file_format): return original(self, file, *args, **kwargs)
-    # Weights that are bf16 in a fit become fp32. In a batch fp16 goes on: its scale continues from the file.
+    # Ending the fit makes weights fp32 that are bf16 in it. In a batch fp16 goes on, with the scale from the file.
     if cb and (cb.mode != 'fp16' or not in_batch(self)): cb.close()
     if self.opt is None: self.create_opt()
     model, opt = _StandIn(), _StandIn()

@@ -13,11 +13,11 @@ from ..precisions import Precision
 
 
 def check_training(
-    learn: Learner,
     fit: Any, # The `Fit` that is open
     warn_of_emulation: bool, # Warn of a device without hardware for the precision
 ) -> None:
     "Warn of emulation, of 16-bit parameters, and of parameters outside the optimizer."
+    learn: Learner = fit.learn
     device = training_device(learn)
     if warn_of_emulation and fit.precision.name == 'fp32':
         warn_user(f"amp_mode='auto': device '{device}' has neither bf16 nor fp16 arithmetic, so training runs in "

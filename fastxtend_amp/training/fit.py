@@ -64,7 +64,7 @@ class Fit:
         if self.is_training: return
         self.is_training = True
         self.precision.check_training(self.learn)
-        check_training(self.learn, self, warn_of_emulation)
+        check_training(self, warn_of_emulation)
         if self.learn.opt is not None: place_state(self.learn.opt)
         for context in self.precision.around_training(self.learn): self.enter(context)
 

@@ -16,7 +16,7 @@ from fastcore.meta import delegates
 
 from ..common import refuse_unknown
 from ..precisions import Precision, each_precision, parameters_of
-from .callback import CALLBACK_PARAMETERS, MixedPrecision, automatic_parameters
+from .callback import CALLBACK_PARAMETERS, MixedPrecision, parameters_of_all
 from .loop import in_batch, precision_callback, set_callback
 
 measure_and_choose: Any = None  # for `to_amp(measure=True)`; set by the package `insight`
@@ -92,12 +92,15 @@ def to_amp(self: Learner, *,
 
     The choice depends only on the device. Small models may still be faster in fp32: `measure=True` finds out. It tries
     the precisions on copies of the learner, prints the decision, and keeps the details in `learn.precision_decision`.
-    It chooses the arguments itself; without it they are those of `to_fp16`, and `skip_nonfinite` of `to_bf16`. Raises
-    `RuntimeError` for `measure=True` in distributed runs.
+    It chooses all other arguments itself, and raises `RuntimeError` in distributed runs. Without it the arguments are
+    those of `to_fp16`, and `skip_nonfinite` of `to_bf16`.
     """
-    if measure: measure_and_choose(self, max_seconds, **kwargs)
+    if measure and kwargs:
+        raise TypeError(f"to_amp(measure=True) has only the argument 'max_seconds', not {', '.join(map(repr, kwargs))}."
+                        '\nLeave it out, or leave out `measure=True`.')
+    if measure: measure_and_choose(self, max_seconds)
     else:
-        refuse_unknown('to_amp', {**automatic_parameters(), **CALLBACK_PARAMETERS}, kwargs)
+        refuse_unknown('to_amp', {**parameters_of_all(only_automatic=True), **CALLBACK_PARAMETERS}, kwargs)
         set_precision(self, MixedPrecision('auto', **kwargs))
     return self
 

@@ -67,7 +67,8 @@ def _with_events(self: Learner, f: Callable, event_type: str, ex: type[Exception
             if event_type == 'fit': _close(self, failed=True)    # a precision was set during the fit
             raise
     if event_type in _WHOLE: cb.close()                          # a fit that single batches left open
-    device_type, scopes, failed = training_device(self).type, Scopes(), True
+    device_type = training_device(self).type
+    scopes, failed = Scopes(), True
     # A KeyboardInterrupt between two lines of `torch.autocast.__enter__` leaves state that no `__exit__` restores.
     with AutocastState(device_type) if autocast_available(device_type) else nullcontext():
         try:
@@ -80,7 +81,7 @@ def _with_events(self: Learner, f: Callable, event_type: str, ex: type[Exception
             raise
         finally:
             vars(self).pop('_scopes', None)
-            if failed: _close(self, failed)
+            if failed: _close(self, failed=True)
             if scopes.waiting: _do_waiting(scopes)
 
 
@@ -89,7 +90,8 @@ def _close(learn: Learner, failed: bool = False) -> None:
 
 
 def _scope(self: Learner, scopes: Scopes, f: Callable, event_type: str, ex: type[Exception], final: Callable) -> None:
-    depth, vars(self)['_scopes'] = len(scopes), scopes
+    depth = len(scopes)
+    vars(self)['_scopes'] = scopes
     try:
         scopes.append(Scope())
         scopes[-1].kind = event_type
@@ -116,7 +118,9 @@ def _explain(learn: Learner, error: BaseException) -> None:
                            'run in 16 bits, and prints the call that keeps it in fp32.')
 
 
-class _MixedPrecision:    # The learner's callback of this name, ours or fastai's own; no attribute in plain fp32
+# The attribute `learn.mixed_precision`: the precision callback, ours or fastai's own; missing in plain fp32. (With a
+# docstring it would count as a documented method of `Learner`.)
+class _MixedPrecision:
     def __get__(self, learn: Learner | None, kind: type | None = None) -> Any:
         if learn is None: return self
         found = [cb for cb in learn.cbs if isinstance(cb, fp16.MixedPrecision)]
@@ -159,9 +163,10 @@ def _exchange(learn: Learner, cb: Any) -> None:
     for c in old:
         if isinstance(c, LoopCallback): c.close()
     if cb is not None and cb not in learn.cbs: cb.learn = learn
-    # One assignment, so that an interrupt leaves either precision whole; first, for callbacks of order 10 see true
-    # gradients only after it.
-    learn.cbs = L([c for c in (cb,) if c is not None] + [c for c in learn.cbs if c not in old and c is not cb])
+    others = [c for c in learn.cbs if c not in old and c is not cb]
+    # One assignment, so that an interrupt leaves one precision or the other. `cb` goes first, so that other callbacks
+    # of order 10 see true gradients.
+    learn.cbs = L(others if cb is None else [cb, *others])
     for name in ('non_native_mixed_precision', 'model_to_half', 'scaler'): vars(learn).pop(name, None)
     for c in old: c.learn = None
 
@@ -194,7 +199,7 @@ class LoopCallback(fp16.MixedPrecision):
                                'or remove it at `before_epoch`, `before_train`, `after_train` or `after_epoch`.')
         self.close()
         vars(former).pop('scaler', None)
-        former.cbs = L(others)                                   # anew: `Learner(cbs=learn.cbs)` iterates over the old
+        former.cbs = L(others)                                   # a new list, as `Learner(cbs=learn.cbs)` iterates it
         if new is None: return
         warn_user('A precision callback moved from one learner to another: the first trains in fp32 from now on.\n'
                   'Give each learner its own: `learn.to_fp16()` or `learn.to_bf16()`.')
@@ -213,7 +218,7 @@ class LoopCallback(fp16.MixedPrecision):
         is_open = self.fit is not None or event_name == 'before_batch'   # not if it was added within a batch
         runs = self.run and (not is_inner or (is_open and (self.run_train if is_training else self.run_valid)))
         for part in (self, *self.watchers) if runs else ():
-            # fastai would look an event that is not here up on the learner and its model.
+            # fastai would look up a missing event on the learner and its model.
             has_event = event_name in vars(part) or hasattr(type(part), event_name)
             if has_event and self.learn is not None: getattr(part, event_name)()
         if event_name == 'after_fit': self.run = True

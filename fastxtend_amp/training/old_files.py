@@ -15,7 +15,7 @@ class _FormerModules:
     "A finder that finds nothing."
     @staticmethod
     def find_spec(name: str, *args: object) -> None:
-        "Raise a `RuntimeError` for a module of version 0.4."
+        "Raise a `RuntimeError` for a module of these versions."
         if name in _FORMER:
             raise RuntimeError(f'{name} is a module of fastxtend_amp 0.3 and 0.4. A learner that they pickled with a '
                                'precision cannot be loaded.\nLoad it with the version that wrote it, call '

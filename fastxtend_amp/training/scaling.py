@@ -8,9 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import islice, takewhile
-from operator import gt
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,7 +52,7 @@ class StepHistory(list):
 
     def skips(self, start: int = 0) -> Iterator[bool]:
         "Iterate over the steps from `start` on: whether each was skipped."
-        return map(partial(gt, 0), islice(self.read(), start, None))   # lazy: it may be long
+        return (step < 0 for step in islice(self.read(), start, None))
 
 
 class Scaling:
@@ -66,7 +64,8 @@ class Scaling:
     """
     def __init__(self, scaler: GradScaler, learn: Learner, device: torch.device, history: StepHistory):
         self.scaler, self.learn, self.history = scaler, learn, history
-        self.one, self.first_step = torch.ones((), device=device), len(history.read())
+        self.one = torch.ones((), device=device)
+        self.first_step = len(history.read())                    # in the history
         self.found_inf: bool | torch.Tensor = False              # of the newest step: a gradient was not finite
         self.has_started = self.has_scaled = False               # gradients are multiplied by the scale, or zero
         self._probe: Any = None                                  # the optimizer for `unscale_`; None after `update`
@@ -75,7 +74,7 @@ class Scaling:
         self._vanished = False                                   # all gradients of this step underflowed
         self.skips_in_a_row = 0                                  # up to now, as far as the host knows
         self._buffers: _Buffers | None = None
-        self._before = scaler.state_dict() if 'lr_finder' in vars(learn) else None
+        self._before = scaler.state_dict() if 'lr_finder' in vars(learn) else None   # to restore
 
     def watch_buffers(self, model: nn.Module) -> None:
         "Keep the values of the model's buffers, such as BatchNorm's statistics, for a step that will be skipped."
@@ -98,7 +97,7 @@ class Scaling:
     def start(self) -> None:
         "Scale what is in the gradients, so that a loss scaled by anybody can be added."
         if self.has_scaled: return
-        self.multiply_grads(self._scale())
+        self._multiply_grads(self._scale())
         self.has_started = self.has_scaled = True
 
     def scale_loss(self, loss: Any) -> Any: # A tensor, or several
@@ -171,9 +170,9 @@ class Scaling:
 
     def follow(self, factor: float) -> None:
         "Multiply scaled gradients by `factor`, by which the scale was changed."
-        if self.has_scaled: self.multiply_grads(torch.tensor(factor))
+        if self.has_scaled: self._multiply_grads(torch.tensor(factor))
 
-    def multiply_grads(self, factor: torch.Tensor) -> None:
+    def _multiply_grads(self, factor: torch.Tensor) -> None:
         "Multiply the gradients of the learner's optimizer."
         for p in optimizer_params(self.learn.opt):
             if p.grad is not None: p.grad.mul_(factor.to(p.grad.device))

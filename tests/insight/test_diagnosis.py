@@ -380,7 +380,7 @@ class OnDevice(Watch):
     @property
     def notes(self):
         if (notes := super().notes) is not None:
-            notes.in_place = False
+            notes.on_cpu = False
         return notes
 
 

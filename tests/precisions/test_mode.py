@@ -100,7 +100,7 @@ def test_cards_of_capability_7_5_without_tensor_cores_train_in_fp32(gpu, name, f
     gpu((7, 5), name=name)
     assert statuses('cuda:0') == ('emulated', fp16)
     assert fastest_native(CUDA) == (None if fp16 == 'emulated' else FP16)
-    assert ('NaN' in precision_support('cuda').why[1]) is (fp16 == 'emulated')
+    assert ('NaN' in PRECISIONS['fp16'].support(CUDA).why) is (fp16 == 'emulated')
 
 
 def test_messages_for_gpus(gpu):
