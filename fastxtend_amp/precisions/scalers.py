@@ -57,11 +57,11 @@ class UnitScaler(StaticScaler):
 # Arguments of `GradScaler` by name, with their defaults.
 SCALING = {name: p.default for name, p in inspect.signature(GradScaler).parameters.items() if name != 'device'}
 _BOUNDS = {  # both excluded; a scale is an fp32 number
-    'init_scale': (Real, 0, _LARGEST),
+    'init_scale': (Real, LOWEST, _LARGEST),
     'growth_factor': (Real, 1, _LARGEST),
     'backoff_factor': (Real, 0, 1),
     'growth_interval': (Integral, 0, _LARGEST),
-    'loss_scale': (Real, 0, _LARGEST),
+    'loss_scale': (Real, LOWEST, _LARGEST),
 }
 _KINDS = {Real: 'a number', Integral: 'an integer'}
 
@@ -74,15 +74,15 @@ def check_scaling_arguments(
     "Raise a `ValueError` (`TypeError` for `scaler`) that names the first argument that cannot be used."
     defaults = {**SCALING, 'loss_scale': None, 'scaler': None}
     given = {**settings, 'loss_scale': loss_scale, 'scaler': scaler}
-    changed = {name: value for name, value in given.items() if value != defaults[name]}
     for name, (kind, low, high) in _BOUNDS.items():
-        if name not in changed or (is_number(given[name], kind) and low < given[name] < high): continue
-        raise ValueError(f'{name}={given[name]!r} cannot be used: it must be {_KINDS[kind]} above {low} and below '
+        if given[name] is defaults[name] or (is_number(given[name], kind) and low < given[name] < high): continue
+        raise ValueError(f'{name}={given[name]!r} cannot be used: it must be {_KINDS[kind]} above {low:g} and below '
                          f'{high:g}, or the default, {defaults[name]}.')
     if not isinstance(given['enabled'], bool):
         raise ValueError(f"enabled={given['enabled']!r} cannot be used: it must be True or False.")
     if not isinstance(scaler, (GradScaler, type(None))):
         raise TypeError(f'scaler={scaler!r} cannot be used: scaler must be a torch.amp.GradScaler, or None.')
+    changed = {name: value for name, value in given.items() if value != defaults[name]}
     if len(changed) > 1 and {'loss_scale', 'scaler'} & {*changed}:
         raise ValueError(f"{', '.join(f'{k}={v!r}' for k, v in changed.items())} cannot be combined: each of them sets "
                          'the loss scale. Keep one.')

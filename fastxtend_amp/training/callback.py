@@ -189,7 +189,7 @@ class MixedPrecision(PrecisionState):
 
     def after_cancel_step(self):
         "Keep the scale if another callback cancelled the step."
-        if (scaling := self.fit.scaling) and scaling.found_inf is not True: scaling.cancel()
+        if (scaling := self._scaling) and scaling.found_inf is not True: scaling.cancel()
 
     def after_step(self):
         "Record the step, and update the scale."

@@ -49,7 +49,7 @@ def _is_running(pid: str) -> bool:
     if os.name != 'posix': return True
     try: os.kill(int(pid), 0)
     except ProcessLookupError: return False
-    except PermissionError: pass
+    except (PermissionError, ValueError): pass                   # another user's; a file of another name or machine
     return True
 
 
@@ -110,7 +110,7 @@ def load(original: Callable, self: Learner, file: Any, *args: Any, **kwargs: Any
     if cb and (cb.mode != 'fp16' or not in_batch(self)): cb.close()
     if self.opt is None: self.create_opt()
     model, opt = _StandIn(), _StandIn()
-    if file_format: kwargs['device'] = 'cpu'
+    if file_format: args, kwargs = (), {**kwargs, 'device': 'cpu'}
     with _replaced(self, 'model', model), _replaced(self, 'opt', opt): original(self, file, *args, **kwargs)
     if not kwargs.get('with_opt', True): opt.state = None        # which fastai's `TextLearner.load` ignores
     if file_format: model.state, opt.state = file_format.from_file(self, model.state, opt.state)

@@ -25,7 +25,8 @@ class Fit:
     def __init__(self, learn: Learner, precision: Precision, device: torch.device):
         self.learn, self.precision, self.device = learn, precision, device
         self.model, self.is_compiled = learn.model, is_compiled(learn.model)
-        self.contexts: list[Any] = []
+        # Not entered: at the end it restores what an interrupted batch has left.
+        self.contexts: list[Any] = [BackwardWithoutAutocast()] if self.is_compiled else []
         self.around: list[Any] = []                              # those of them with `add(model)`
         self.scaling: Scaling | None = None
         self.is_training = self.has_warned = False               # training was checked; training was reported to fail

@@ -17,7 +17,7 @@ from fastcore.meta import delegates
 from ..common import refuse_unknown
 from ..precisions import Precision, each_precision, parameters_of
 from .callback import CALLBACK_PARAMETERS, MixedPrecision, parameters_of_all
-from .loop import in_batch, precision_callback, set_callback
+from .loop import in_batch, precision_callback, precision_callbacks, set_callback
 
 measure_and_choose: Any = None  # for `to_amp(measure=True)`; set by the package `insight`
 
@@ -124,7 +124,7 @@ def precision_as(self: Learner,
     if in_batch(self):
         raise RuntimeError('precision_as() cannot be used in the middle of a batch. Call it between batches, as in '
                            '`after_epoch`.')
-    before = getattr(self, 'mixed_precision', None)
+    before = next(iter(precision_callbacks(self)), None)        # `learn.mixed_precision` may be the model's attribute
     if str(precision).lower() in ('fp32', 'torch.float32'): new = None
     else: new = precision if isinstance(precision, MixedPrecision) else MixedPrecision(precision)
     try: yield set_precision(self, new)
@@ -149,8 +149,8 @@ def to_channelslast(self: Learner,
     if use_amp not in (True, False) or (kwargs and not use_amp):
         raise ValueError(f"to_channelslast(use_amp={use_amp!r}, **{kwargs}): use_amp is True or False, and with False "
                          "there are no arguments for a precision.\nWrite `to_channelslast(amp_mode='bf16')`.")
-    if kwargs or (use_amp and not hasattr(self, 'mixed_precision')): set_precision(self, MixedPrecision(**kwargs))
-    if not hasattr(self, 'channels_last'): self.add_cb(ChannelsLast())
+    if kwargs or (use_amp and not precision_callbacks(self)): set_precision(self, MixedPrecision(**kwargs))
+    if 'channels_last' not in vars(self): self.add_cb(ChannelsLast())
     return self
 
 

@@ -50,6 +50,11 @@ def precision_callback(learn: Learner) -> Any: # A `MixedPrecision`
     return next((cb for cb in learn.cbs if isinstance(cb, LoopCallback) and cb.learn is learn), None)
 
 
+def precision_callbacks(learn: Learner) -> list[Any]:
+    "Return the learner's precision callbacks, ours and fastai's own."
+    return [cb for cb in learn.cbs if isinstance(cb, PRECISION_CALLBACKS)]
+
+
 _fastais = Learner._with_events
 
 
@@ -159,7 +164,7 @@ def _do_waiting(scopes: Scopes) -> None:
 
 
 def _exchange(learn: Learner, cb: Any) -> None:
-    old = [c for c in learn.cbs if isinstance(c, PRECISION_CALLBACKS) and c is not cb]
+    old = [c for c in precision_callbacks(learn) if c is not cb]
     for c in old:
         if isinstance(c, LoopCallback): c.close()
     if cb is not None and cb not in learn.cbs: cb.learn = learn
@@ -206,7 +211,7 @@ class LoopCallback(fp16.MixedPrecision):
 
     def refuse_others(self, learn: Learner) -> None:
         "Raise a `ValueError` if the learner has another precision callback, or this one twice."
-        found = [cb for cb in learn.cbs if isinstance(cb, PRECISION_CALLBACKS)]
+        found = precision_callbacks(learn)
         if len(found) > 1:
             raise ValueError(f'The learner has several precision callbacks: {found}.\n'
                              'Keep one: `learn.to_fp32()` removes them all, and `learn.to_fp16()` or '

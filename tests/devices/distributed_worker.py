@@ -152,7 +152,7 @@ def checkpoint(kind, opt, path):
         with torch.no_grad():
             for p in l.model.parameters():
                 p.mul_(0.0).add_(7 + dist.get_rank())
-    new.load(f'{kind} {opt}')
+    new.load(f'{kind} {opt}', 'cpu')
     loaded = new.precision.state_dict(), whole_params(new)
     alone = whole_params(alone.load(f'{kind} {opt} alone', with_opt=False))
     learn.remove_cb(spoil)

@@ -301,7 +301,8 @@ def test_two_that_save_under_one_name_at_once(tmp_path, monkeypatch):
 def test_only_what_a_dead_process_of_this_machine_left_is_removed(tmp_path):
     learn = trained(tmp_path, n=0)
     folder, here, dead = learn.save('a').parent, platform.node(), 2**22 + 1
-    stay = [f'.a.pth.{here}-{os.getppid()}.1.part', f'.a.pth.elsewhere-{dead}.1.part', f'.b.pth.{here}-{dead}.1.part']
+    stay = [f'.a.pth.{machine}-{n}.1.part' for machine, n in [(here, os.getppid()), ('elsewhere', dead)]]
+    stay += [f'.a.pth.{here}-2-{dead}.1.part', f'.b.pth.{here}-{dead}.1.part']  # a machine whose name begins alike
     for name in (f'.a.pth.{here}-{dead}.1.part', *stay):  # no process has this number: Linux counts to 2**22
         (folder / name).write_bytes(b'x')
     learn.save('a')

@@ -8,6 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 from fastxtend_amp import AMPMode, MixedPrecision
+from fastxtend_amp.compat import BackwardWithoutAutocast
 from helpers import *
 
 
@@ -164,3 +165,23 @@ def test_inductor():
             l.fit(2, 0.01)
     assert learn.compiled.frame_count == 2 and set(learn.after_epochs) == {2} and learn.dtypes == {torch.bfloat16}
     close(learn, eager, 1e-2)
+
+
+def test_an_interrupt_leaves_no_setting_of_the_compiler(monkeypatch):
+    "Ctrl-C before the end of a batch's contexts, which `ExitStack` then calls no more."
+    from torch._functorch import config
+
+    before, leave, calls = config.backward_pass_autocast, BackwardWithoutAutocast.__exit__, []
+
+    def interrupted(self, *args):
+        calls.append(1)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        leave(self, *args)
+
+    monkeypatch.setattr(BackwardWithoutAutocast, '__exit__', interrupted)
+    learn = learner(cbs=mixed('bf16'))
+    learn.model.compile(backend='eager')
+    with pytest.raises(KeyboardInterrupt):
+        learn.fit(1)
+    assert config.backward_pass_autocast == before

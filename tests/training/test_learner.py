@@ -58,12 +58,12 @@ def test_fastais_callbacks_are_replaced_and_removed():
 BAD = [
     {name: value}
     for name, values in dict(
-        init_scale=(0, -1.0, float('inf'), float('nan'), True, 'auto', 1e39, 10**400),
+        init_scale=(0, -1.0, float('inf'), float('nan'), True, 'auto', 1e39, 10**400, 1e-50, torch.ones(2)),
         enabled=('no', None),
         growth_factor=(1.0, None),
         backoff_factor=(0.0, 1),
-        growth_interval=(0, 2.5, True),
-        loss_scale=(0.0, float('nan'), True),
+        growth_interval=(0, 2.5, True, 2000.0),
+        loss_scale=(0.0, float('nan'), True, 1e-50),  # 1e-50 is 0 in fp32
         on_overflow=('stop',),
         max_skips=(0,),
     ).items()
@@ -180,6 +180,18 @@ def test_to_channelslast_without_a_precision_keeps_the_one_there_is():
         learn = learner().to_bf16()
         assert learn.precision is learn.to_channelslast(*args).precision
     assert modes(learner().to_channelslast()) == ['fp16'] and modes(learner().to_channelslast(False)) == []
+
+
+def test_attributes_of_the_model_are_no_callbacks():
+    "fastai looks up on the model what a learner does not have; `DistributedDataParallel` has `mixed_precision`."
+    model = mlp()
+    model.mixed_precision = model.channels_last = True
+    learn = learner(model)
+    with learn.precision_as('bf16'):
+        assert modes(learn) == ['bf16']
+    assert modes(learn) == []
+    learn.to_channelslast()
+    assert modes(learn) == ['fp16'] and any(isinstance(cb, ChannelsLast) for cb in learn.cbs)
 
 
 @pytest.mark.parametrize(

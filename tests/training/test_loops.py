@@ -333,6 +333,18 @@ def test_several_switches_in_a_fit_and_the_last_of_a_batch_counts():
     assert dtypes == [f32, f32, bf16, bf16, f16, f32] and autocast_state()[0] is False and not left_on(learn)
 
 
+@pytest.mark.parametrize('event', BATCH[:6])
+def test_a_callback_added_in_a_batch_whose_step_is_cancelled_begins_with_the_next(event):
+    def cancel(l):
+        if l.train_iter == 0:
+            raise CancelStepException
+
+    learn = learner()
+    add = At(event, lambda l: l.precision or l.add_cb(mixed('fp16')))
+    learn.fit(1, 0.01, cbs=[add, At('before_step', cancel, 5)])
+    assert learn.precision.scales == [256.0] * 5
+
+
 def test_remove_cb_in_mid_batch_is_refused_with_what_to_do():
     learn = learner().to_fp16()
     learn.add_cb(At('before_backward', lambda l: l.remove_cb(l.precision), 40))
