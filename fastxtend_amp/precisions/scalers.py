@@ -57,11 +57,11 @@ class UnitScaler(StaticScaler):
 # Arguments of `GradScaler` by name, with their defaults.
 SCALING = {name: p.default for name, p in inspect.signature(GradScaler).parameters.items() if name != 'device'}
 _BOUNDS = {  # both excluded; a scale is an fp32 number
-    'init_scale': (Real, LOWEST, _LARGEST),
+    'init_scale': (Real, _LOWEST, _LARGEST),
     'growth_factor': (Real, 1, _LARGEST),
     'backoff_factor': (Real, 0, 1),
     'growth_interval': (Integral, 0, _LARGEST),
-    'loss_scale': (Real, LOWEST, _LARGEST),
+    'loss_scale': (Real, _LOWEST, _LARGEST),
 }
 _KINDS = {Real: 'a number', Integral: 'an integer'}
 

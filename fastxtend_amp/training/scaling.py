@@ -8,7 +8,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import islice, takewhile
+from itertools import islice, repeat, takewhile
+from operator import lt
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,7 +53,7 @@ class StepHistory(list):
 
     def skips(self, start: int = 0) -> Iterator[bool]:
         "Iterate over the steps from `start` on: whether each was skipped."
-        return (step < 0 for step in islice(self.read(), start, None))
+        return map(lt, islice(self.read(), start, None), repeat(0))   # negative steps
 
 
 class Scaling:
