@@ -54,7 +54,8 @@ def _map_leaf(f: Callable[[torch.Tensor], torch.Tensor], x: Any) -> Any:
     if isinstance(x, tuple): return tuple.__new__(type(x), map_tensors(f, list(x)))
     if not isinstance(x, dict) and not is_dataclass(type(x)): return x
     new = copy.copy(x)
-    if isinstance(x, dict): new.update(map_tensors(f, dict(x)))
+    if isinstance(x, dict):
+        for key, value in map_tensors(f, dict(x)).items(): new[key] = value   # by its own `__setitem__`
     else:
         for field in fields(x):                                  # a dataclass may be frozen
             object.__setattr__(new, field.name, map_tensors(f, getattr(x, field.name)))

@@ -52,7 +52,7 @@ def match_modules(
                              "`nn.LayerNorm`, not its name.")
         found.update(hits)
     for name, m in places:                                       # a module comes before those in it
-        has_forward = getattr(type(m), 'forward', None) is not nn.Module.forward
+        has_forward = 'forward' in vars(m) or getattr(type(m), 'forward', None) is not nn.Module.forward
         if has_forward and covers(found, name) and not covers(matched, name): matched[name] = m
     return matched
 

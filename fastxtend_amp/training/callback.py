@@ -202,7 +202,7 @@ class MixedPrecision(PrecisionState):
         self.learn._scopes[-1].close()
         if self._has_trained or not self.learn.training: return
         self._has_trained = True
-        self.fit.precision.kept.warn_of_unused(self.learn.model)
+        self.fit.precision.kept.warn_of_unused(self.fit.model)   # a callback may have exchanged it since
 
     def after_train(self):
         "Read what the device decided in this epoch: fastai's Recorder synchronizes here anyway."

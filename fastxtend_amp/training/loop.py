@@ -50,7 +50,7 @@ def precision_callback(learn: Learner) -> Any: # A `MixedPrecision`
     return next((cb for cb in learn.cbs if isinstance(cb, LoopCallback) and cb.learn is learn), None)
 
 
-def precision_callbacks(learn: Learner) -> list[Any]:
+def precision_callbacks(learn: Learner) -> list:
     "Return the learner's precision callbacks, ours and fastai's own."
     return [cb for cb in learn.cbs if isinstance(cb, PRECISION_CALLBACKS)]
 

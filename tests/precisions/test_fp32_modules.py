@@ -133,6 +133,13 @@ def test_a_list_of_modules_means_the_modules_in_it():
         assert kept(Net(), spec) == ['layers.0', 'layers.1.0']
 
 
+def test_a_module_with_a_forward_of_its_own_means_itself():
+    model = nn.Sequential(nn.Module())
+    model[0].layer = nn.Linear(6, 1)
+    model[0].forward = lambda x: model[0].layer(x)
+    assert kept(model, '0') == ['0']
+
+
 def test_with_all_modules_kept_training_is_fp32_bit_for_bit():
     plain, low = learner(), learner().to_fp16(fp32_modules='*', enabled=False)
     for learn in (plain, low):
@@ -296,6 +303,18 @@ def test_a_model_without_such_modules_is_validated_with_a_warning():
     cbs = [At('before_validate', exchange), At('after_validate', lambda l: setattr(l, 'model', own[0]))]
     with pytest.warns(UserWarning, match="(?s)'1' matches no module.*is validated keeps no modules"):
         learn.fit(1, cbs=cbs)
+    assert seen(learn.model) == [BF16, F32, BF16]
+
+
+def test_a_model_exchanged_in_a_training_batch_needs_no_such_modules():
+    learn, own = learner(noting()).to_bf16(fp32_modules='1'), []
+
+    def exchange(l):
+        own.append(l.model)
+        l.model = AveragedModel(l.model)
+
+    after = At('after_batch', lambda l: l.training and setattr(l, 'model', own[-1]), 90)
+    learn.fit(1, cbs=[At('after_step', exchange), after])
     assert seen(learn.model) == [BF16, F32, BF16]
 
 

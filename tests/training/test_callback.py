@@ -102,6 +102,18 @@ class Output(OrderedDict):
         super().__setattr__(k, v)
 
 
+class Items(dict):
+    "The same as a `dict`, whose `update` does not call `__setitem__`."
+
+    def __init__(self, **items):
+        for k, v in items.items():
+            self[k] = v
+
+    def __setitem__(self, k, v):
+        super().__setitem__(k, v)
+        setattr(self, k, v)
+
+
 @dataclass(frozen=True)
 class Frozen:
     logits: torch.Tensor
@@ -117,6 +129,7 @@ class Points(tuple):
 
 NESTED = {  # how a prediction is packed, and the prediction in it
     'mapping with attributes': (lambda y: Output(logits=y), lambda o: o.logits),
+    'dict with attributes': (lambda y: Items(logits=y), lambda o: o.logits),
     'list': (lambda y: [y, None], lambda o: o[0]),
     'named tuple': (lambda y: Pair([y], ('text', 3)), lambda o: o.a[0]),
     'frozen dataclass': (Frozen, lambda o: o.logits),
