@@ -95,7 +95,9 @@ said = fastxtend_amp.keep_freed_memory()
 faults()
 print('MEMORY', before, min(faults() for _ in range(3)), said)   # other blocks may be freed in between
 '''
-REPLACED = {'Learner.save', 'Learner.load', 'TextLearner.load', 'Learner.export', 'Learner._with_events'}
+REPLACED = {'Learner.save', 'Learner.load', 'TextLearner.load', 'Learner.export', 'Learner._with_events'} | {
+    'fastai.learner.save_model'
+}
 ADDED = {f'Learner.to_{name}' for name in PRECISIONS} | {
     f'Learner.{n}'
     for n in (

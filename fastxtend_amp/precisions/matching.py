@@ -53,7 +53,8 @@ def match_modules(
         found.update(hits)
     for name, m in places:                                       # a module comes before those in it
         has_forward = 'forward' in vars(m) or getattr(type(m), 'forward', None) is not nn.Module.forward
-        if has_forward and covers(found, name) and not covers(matched, name): matched[name] = m
+        means_itself = has_forward or not [*m.children()]
+        if means_itself and covers(found, name) and not covers(matched, name): matched[name] = m
     return matched
 
 

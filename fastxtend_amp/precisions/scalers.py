@@ -94,9 +94,11 @@ def check_scaler_state(state: Any) -> None:
              '_growth_tracker': Integral}
     for key, kind in kinds.items():
         value: Any = state.get(key) if isinstance(state, Mapping) else None
-        if is_number(value, kind) and 0 <= value <= _LARGEST: continue   # version 0.4 let the scale fall to 0
-        raise ValueError(f'The loss scale cannot be loaded: {key!r} is {value!r}, not {_KINDS[kind]} from 0. Nothing '
-                         'was loaded.\n`learn.load(..., with_opt=False)` loads only the model.')
+        may_be_0 = key in ('scale', '_growth_tracker')           # version 0.4 let the scale fall to 0
+        if is_number(value, kind) and 0 <= value <= _LARGEST and (value or may_be_0): continue
+        raise ValueError(f'The loss scale cannot be loaded: {key!r} is {value!r}, not {_KINDS[kind]} '
+                         f"{'from' if may_be_0 else 'above'} 0. Nothing was loaded.\n"
+                         '`learn.load(..., with_opt=False)` loads only the model.')
 
 
 def check_unscalable(

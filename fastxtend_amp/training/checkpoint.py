@@ -1,19 +1,21 @@
 """Checkpoints: the precision's state, such as the loss scale, in the files of `Learner.save`, which are written whole.
 
-Importing this file wraps `Learner.save`, `Learner.load`, `TextLearner.load`, and `Learner.export`, which then writes
-fp32. Without a precision callback they run fastai's own code, except on devices that need a `FileFormat`.
+Importing this file wraps `Learner.save`, fastai's `save_model`, `Learner.load`, `TextLearner.load`, and
+`Learner.export`, which then writes fp32. Without a precision callback they run fastai's own code, except on devices
+that need a `FileFormat`.
 """
 from __future__ import annotations
 
 import functools, os, platform, shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 from uuid import uuid4
 
-from fastai.learner import Learner, join_path_file, replacing_yield
+import fastai.learner
+from fastai.learner import Learner, replacing_yield
 from fastai.text.learner import TextLearner
 from fastai.torch_core import get_model, rank_distrib
 from fastcore.basics import risinstance
@@ -91,11 +93,14 @@ def save(original: Callable, self: Learner, file: Any, **kwargs: Any) -> Any: # 
     model_state, opt_state = map_tensors(file_format.to_file, states) if file_format else states
     # In the optimizer's state: fastai reads a file with a third key as that of a model without an optimizer.
     if opt and cb and (own := cb.state_dict()): opt_state = {**opt_state, cb.state_key: own}
-    path = join_path_file(file, self.path/self.model_dir, ext='.pth')
     with _replaced(self, 'model', _StandIn(model_state)), _replaced(self, 'opt', opt and _StandIn(opt_state)):
-        if not isinstance(path, Path) or rank_distrib(): return original(self, file, **kwargs)
-        with written_whole(path) as f: original(self, f, **kwargs)
-    return path
+        return original(self, file, **kwargs)
+
+
+def save_model(original: Callable, file: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+    "Call fastai's `save_model`; a file of `save` above is written whole."
+    is_ours = isinstance(model, _StandIn) and isinstance(file, Path) and not rank_distrib()
+    with written_whole(file) if is_ours else nullcontext(file) as f: original(f, model, *args, **kwargs)
 
 
 def load(original: Callable, self: Learner, file: Any, *args: Any, **kwargs: Any) -> Learner:
@@ -138,6 +143,7 @@ def export(original: Callable, self: Learner, *args: Any, **kwargs: Any) -> None
         self.metrics = self.metrics.filter(risinstance(PrecisionMetric), negate=True)
         self.cbs = self.cbs.filter(risinstance(PRECISION_CALLBACKS), negate=True)
         original(self, *args, **kwargs)
+        if not kept.get('_scopes'): kept['opt'] = self.opt       # fastai makes a new one; a fit keeps its own
     finally: vars(self).update(kept)
     if cb and not cb.has_exported:
         cb.has_exported = True
@@ -155,6 +161,7 @@ def put_over(
     setattr(owner, name, functools.wraps(original)(lambda *args, **kwargs: new(original, *args, **kwargs)))
 
 
+put_over(fastai.learner, 'save_model', save_model)
 put_over(Learner, 'save', save)
 put_over(Learner, 'load', load)
 put_over(TextLearner, 'load', load)

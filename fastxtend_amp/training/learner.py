@@ -98,6 +98,8 @@ def to_amp(self: Learner, *,
     if measure and kwargs:
         raise TypeError(f"to_amp(measure=True) has only the argument 'max_seconds', not {', '.join(map(repr, kwargs))}."
                         '\nLeave it out, or leave out `measure=True`.')
+    if not measure and max_seconds != 60:
+        raise ValueError(f'to_amp(max_seconds={max_seconds!r}) applies only with measure=True.')
     if measure: measure_and_choose(self, max_seconds)
     else:
         refuse_unknown('to_amp', {**parameters_of_all(only_automatic=True), **CALLBACK_PARAMETERS}, kwargs)

@@ -418,6 +418,18 @@ print('read', len(expected))
 '''
 
 
+@pytest.mark.parametrize('mode', ['fp32', 'bf16'])
+def test_after_an_export_the_optimizer_is_that_of_the_current_model(tmp_path, mode):
+    "fastai's export creates it again, also for a model that a callback has exchanged."
+    learn = getattr(learner(path=tmp_path), f'to_{mode}')()
+    learn.fit(1, 0.01)
+    learn.model = copy.deepcopy(learn.model)
+    told(lambda: learn.export('model.pkl'))
+    before = params(learn)
+    learn.fit(1, 0.01)
+    assert not same(before, params(learn))
+
+
 def test_files_exports_and_models_are_read_without_the_package(tmp_path):
     for opt in ('adam', 'fused adamw'):
         trained(tmp_path, opt=opt).save(opt)

