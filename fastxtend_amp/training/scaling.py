@@ -86,7 +86,7 @@ class Scaling:
     @property
     def buffer_note(self) -> str: # '' without buffers
         "A sentence for warnings: buffers that a skipped step restored."
-        restored = "BatchNorm's statistics and other buffers were restored to their last finite values."
+        restored = "Any NaN or inf in buffers, such as BatchNorm's statistics, was replaced by the last finite value."
         return restored if self._buffers else ''
 
     # -- a step
