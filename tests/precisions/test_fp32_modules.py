@@ -425,3 +425,18 @@ def test_a_switch_and_a_copy_in_the_middle_of_a_fit_have_their_own_modules():
     assert dtypes == [torch.float32] * 6 + [torch.bfloat16] * 6
     with torch.autocast('cpu', torch.bfloat16):
         assert copies[0][0](torch.zeros(1, 6)).dtype is torch.bfloat16
+
+
+class Listed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.ParameterList([torch.ones(6, 1)])
+
+    def forward(self, x):
+        return x @ self.weights[0]
+
+
+def test_a_list_of_parameters_has_no_forward_and_a_warning_says_so():
+    learn = learner(Listed()).to_bf16(fp32_modules='weights')
+    with pytest.warns(UserWarning, match="'weights' was not called"):
+        learn.fit(1)
