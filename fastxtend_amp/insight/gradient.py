@@ -1,14 +1,12 @@
 """The distance by which a precision moves the mean gradient of a model, in standard errors of that gradient.
 
-At fixed weights K = 6 batches are run forward and backward in fp32 and in the precision, with the same random draws.
-The results are for a mean over N = 24 batches, as training follows the mean of many:
+At fixed weights K = 6 batches are run forward and backward in fp32 and in the precision, with the same random draws:
 
     g_k    gradient of batch k in fp32
-    d_k    what the precision adds to it
-    bias   |mean(d)|^2 - var(d) / K, not below 0: what it adds in every batch
-    error  bias + var(d) / N: what it adds to the mean; errors that differ from batch to batch average out
-    noise  var(g) / N: how much the mean varies with the batches
-    ratio  sqrt(error / noise)
+    h_k    gradient of batch k in the precision
+    bias   |mean(h - g)|: what the precision adds to the mean gradient
+    noise  rms(g - mean(g)) / sqrt(K): how uncertain the mean gradient is anyway, with K - 1 in the rms
+    ratio  bias / noise
 
 A ratio far below 1 is lost in the noise between batches; one far above 1 is the gradient of another loss.
 """
@@ -27,7 +25,7 @@ from ..precisions import AMPMode
 from .copies import random_state, set_random_state
 from .trace import Trace, running_copy
 
-N_BATCHES, N_MEAN = 6, 24  # K and N
+N_BATCHES = 6  # K
 
 
 class _Gradient(Trace):
@@ -51,8 +49,8 @@ def gradient_distance(
     Raises `ValueError` if fewer than two batches were run or all are equal, and any error of the model.
     """
     g, h = _Gradient(), _Gradient()
-    mean: Any = 0.                                               # of g_k and d_k, by Welford's algorithm
-    squares: Any = 0.                                            # of their distances from it
+    mean: Any = 0.                                               # of g_k and h_k - g_k, by Welford's algorithm
+    squares = 0.                                                 # of the distances of g_k from their mean
     with running_copy(learn, None, [], 1., g) as fp32, running_copy(learn, mode, keep, scale, h) as low:
         for n, batch in enumerate(batches[:N_BATCHES], 1):
             state = random_state()
@@ -61,9 +59,7 @@ def gradient_distance(
                 copy.one_batch(n - 1, map_tensors(torch.clone, batch))
             change = torch.stack([g.vector, h.vector / scale - g.vector]) - mean
             mean += change / n
-            squares += change.norm(dim=1) ** 2 * (1 - 1 / n)
+            squares += float(change[0].norm()) ** 2 * (1 - 1 / n)
             if time.monotonic() > until: break
-    if n < 2 or not squares[0]: raise ValueError('the noise between batches is unknown')
-    noise, error = (squares / (n - 1)).tolist()                  # variances of g and d
-    bias = max(float(mean[1].norm()) ** 2 - error / n, 0.)
-    return math.sqrt((bias * N_MEAN + error) / noise)
+    if n < 2 or not squares: raise ValueError('the noise between batches is unknown')
+    return float(mean[1].norm()) / math.sqrt(squares / (n - 1) / n)

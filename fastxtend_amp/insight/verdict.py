@@ -23,7 +23,7 @@ _IMPRECISE = .1         # relative error from which a module is flagged
 _LOST = .1              # of the mean absolute gradient: smaller gradients may underflow
 _CLOSE = 4.             # headroom below which a module is flagged
 _LOWEST_SCALE = 2.**-12 # to recommend
-SMALL, LARGE = .5, 1    # distance of the mean gradient; models that trained worse than in fp32 were above 1
+SMALL, LARGE = .25, .5  # distance of the mean gradient; models that trained worse than in fp32 were above .5
 _MANY = 4               # modules or reasons; if there are more, a verdict keeps their parents and names the first
 _MARGIN = 16.           # between a recommended loss scale and the highest, as later gradients may be larger
 
@@ -203,7 +203,7 @@ class Judge:
         reason, names = some(reasons, '; '), []
         if scales: reason += f'; loss scales from {least:,.9g} to {most:,.9g} fit'
         if (far := self.distance(self.keep, scale)) >= 0:        # nan if unknown
-            reason += (f'; rounding changes the mean gradient, estimated for 24 batches, by {far:.2g}x the noise '
+            reason += (f'; rounding changes the mean gradient by {far:.2g}x the noise '
                        f'between batches (below {SMALL}x is negligible, above {LARGE}x may matter)')
         if far > LARGE:
             verdict = 'gradient differs'

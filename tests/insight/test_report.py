@@ -711,10 +711,11 @@ def test_what_trains_can_be_reported_on(name):
 @pytest.mark.filterwarnings('ignore')
 @pytest.mark.parametrize('name', ['resnet18', 'mobilenet_v3_small'])
 def test_torchvisions_models_are_safe_in_bf16(name):
+    "With 8 images: batch normalization of 4 values amplifies any rounding, and the gradient differs."
     torch.manual_seed(0)
-    data = Data(torch.randn(8, 3, 32, 32), torch.arange(8) % 3)
+    data = Data(torch.randn(16, 3, 64, 64), torch.arange(16) % 3)
     learn = learner(
-        getattr(models, name)(num_classes=3), loaders(bs=4, train=data, valid=data), loss_func=nn.CrossEntropyLoss()
+        getattr(models, name)(num_classes=3), loaders(bs=8, train=data, valid=data), loss_func=nn.CrossEntropyLoss()
     )
     report = learn.precision_report('bf16')
     assert report.verdicts['bf16'].verdict == 'safe so far' and report.table['error'].max() < 0.01, report
