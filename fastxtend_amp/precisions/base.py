@@ -20,7 +20,8 @@ from torch import nn
 from torch.amp import GradScaler
 
 from ..devices import facts
-from .fp32_modules import Fp32Forward, Fp32Modules, Replaced
+from .fp32_modules import Fp32Forward, Replaced
+from .matching import match_modules, tests_of
 
 PRECISIONS: dict[str, type[Precision]] = {}                      # by name, in the order of tables
 _followers: list[Callable[[type[Precision]], object]] = []
@@ -69,7 +70,8 @@ class Precision:
     def __init__(self,
         fp32_modules: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules or predicates
     ):
-        self.kept = Fp32Modules(fp32_modules)
+        self.fp32_modules = fp32_modules
+        tests_of(fp32_modules, 'fp32_modules')                   # raises `TypeError`
 
     @classmethod
     def from_arguments(cls, arguments: dict[str, Any]) -> Precision:
@@ -117,14 +119,18 @@ class Precision:
 
     def check(self, model: nn.Module) -> None:
         "Raise `ValueError` or `TypeError` if the arguments do not fit `model`."
-        self.kept.check(model)
+        self.kept_in_fp32(model)
 
     def check_training(self, learn: Learner) -> None:
         "Raise `ValueError` if the learner's model or optimizer cannot be trained in this precision."
 
+    def kept_in_fp32(self, model: nn.Module) -> dict[str, nn.Module]:
+        "Return the modules to keep in fp32, by name. Raises `ValueError` if `fp32_modules` matches nothing in `model`."
+        return match_modules(model, self.fp32_modules)
+
     def around_fit(self, model: nn.Module) -> list[Any]:
         "Return contexts for a whole fit or validation, each with `add(model)`."
-        return [Replaced(self.kept.check, Fp32Forward, model)]
+        return [Replaced(self.kept_in_fp32, Fp32Forward, model)]
 
     def around_training(self, learn: Learner) -> list[Any]:
         "Return contexts from a fit's first training batch to its end."
@@ -157,7 +163,8 @@ class Auto(Precision):
         self.made = {cls.name: cls.from_arguments(arguments) for cls in PRECISIONS.values() if cls.automatic}
     def __repr__(self) -> str: return "'auto'"
     def on(self, device: torch.device) -> Precision:
-        return next((p for p in self.made.values() if p.support(device).status == 'native'), Precision())
+        mode = fastest_native(device)
+        return self.made[mode] if mode else Precision()
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         for precision in self.made.values(): precision.load_state_dict(state)
 
@@ -228,10 +235,6 @@ class AMPMode(str, Enum):
 
     def __eq__(self, other): return super().__eq__(getattr(other, 'value', other))
     __hash__ = str.__hash__
-
-    def support(self, device: torch.device) -> Support:
-        "Return how `device` runs the precision."
-        return PRECISIONS[self.value].support(device)
 
     @property
     def dtype(self) -> Any:

@@ -9,7 +9,7 @@ from torch.amp import GradScaler
 
 from ..devices import facts
 from .base import Precision, Support, cpu_rule, xla_rule
-from .scalers import UnitScaler, check_unscalable
+from .scalers import UnitScaler
 
 
 def _cuda(device: torch.device) -> Support:
@@ -52,12 +52,7 @@ class BF16(Precision):
         skip_nonfinite: bool = False, # Skip steps whose gradients are not finite, as fp16 does
     ):
         super().__init__(fp32_modules)
-        if not isinstance(skip_nonfinite, bool):
-            raise ValueError(f'skip_nonfinite={skip_nonfinite!r} cannot be used: it must be True or False.')
         self.skip_nonfinite = skip_nonfinite
-
-    def check_training(self, learn) -> None:
-        if self.skip_nonfinite: check_unscalable(learn.model, 'skip_nonfinite=True', 'leave skip_nonfinite out')
 
     def scaler(self, device: torch.device) -> GradScaler | None:
         return UnitScaler(device.type, 1.) if self.skip_nonfinite else None

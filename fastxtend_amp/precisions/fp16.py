@@ -10,7 +10,7 @@ from torch.amp import GradScaler
 from ..common import warn_user
 from ..devices import facts
 from .base import Precision, Support, cpu_rule, xla_rule
-from .scalers import DynamicScaler, StaticScaler, check_scaler_state, check_scaling_arguments, check_unscalable
+from .scalers import DynamicScaler, StaticScaler, check_scaler_state, check_scaling_arguments
 
 _NO_TENSOR_CORES = re.compile(r'GTX 16\d\d|\b(T|MX)\d{3,4}\b')   # of capability 7.5: Quadro T2000, T600, MX450
 
@@ -65,9 +65,6 @@ class FP16(Precision):
         own = DynamicScaler('cpu', **settings) if loss_scale is None else StaticScaler('cpu', loss_scale)
         self._scaler = scaler or own                             # in its newest state
         self.first_state = self._scaler.state_dict()             # empty if it is not enabled
-
-    def check_training(self, learn) -> None:
-        if self.first_state: check_unscalable(learn.model, 'fp16 mixed precision', 'pass enabled=False')
 
     def scaler(self, device: torch.device) -> GradScaler | None:
         "Return a scaler on `device` that continues from the newest state; the user's own as it is."

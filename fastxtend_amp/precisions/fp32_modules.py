@@ -13,7 +13,7 @@ from torch import nn
 from ..common import model_device, warn_user
 from ..compat import tree_leaves
 from ..convert import to_fp32
-from .matching import ROOT, match_modules, tests_of
+from .matching import ROOT
 
 
 class Forward:
@@ -123,20 +123,12 @@ class Fp32Forward(Forward):
             return self.plain(*args, **kwargs)
 
 
-class Fp32Modules:
-    "The modules that `spec` means, to keep in fp32 in whichever model is run."
-    def __init__(self, spec: Any): # As in `match_modules`; None for no module
-        self.spec = spec
-        tests_of(spec, 'fp32_modules')                           # raises `TypeError`
-
-    def check(self, model: nn.Module) -> dict[str, nn.Module]: # The modules to keep, by name
-        "Raise what `match_modules` does."
-        return match_modules(model, self.spec)
-
-    def warn_of_unused(self, model: nn.Module) -> None:
-        "Warn of modules whose forward never ran: the module around them may use their weights directly."
-        for name, m in self.check(model).items():
-            if getattr(forward_of(m), 'called', True): continue
-            warn_user(f"fp32_modules: '{name}' was not called in the first batch. If it never is, keeping it does "
-                      "nothing: the module around it may use its weights directly, as MultiheadAttention does with "
-                      f"out_proj.\nKeep '{name.rpartition('.')[0] or ROOT}' instead.")
+def warn_of_unused(
+    kept: dict[str, nn.Module], # Modules kept in fp32, by name
+) -> None:
+    "Warn of modules whose forward never ran: the module around them may use their weights directly."
+    for name, m in kept.items():
+        if getattr(forward_of(m), 'called', True): continue
+        warn_user(f"fp32_modules: '{name}' was not called in the first batch. If it never is, keeping it does nothing: "
+                  'the module around it may use its weights directly, as MultiheadAttention does with out_proj.\n'
+                  f"Keep '{name.rpartition('.')[0] or ROOT}' instead.")

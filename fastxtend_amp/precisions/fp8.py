@@ -90,7 +90,7 @@ class FP8(BF16):
 
     def find_layers(self, model: nn.Module) -> dict[str, nn.Module]:
         "Return the linear layers that compute in FP8, by name. Raises `ValueError` if there is none."
-        return fp8_layers(model, self.spec, self.kept.check(model), self.min_size)
+        return fp8_layers(model, self.spec, self.kept_in_fp32(model), self.min_size)
 
     def check(self, model: nn.Module) -> None: self.find_layers(model)
 

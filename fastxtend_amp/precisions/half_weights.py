@@ -84,14 +84,13 @@ class HalfWeights(Precision):
     def support(cls, device: torch.device) -> Support: return BF16.support(device)
 
     def check_training(self, learn: Learner) -> None:
-        self.autocast.check_training(learn)
         if self.flat_master: _check_flat_master(learn.model, learn.opt)
         if not self.master_weights: _check_no_masters(learn.model, learn.opt)
 
     def around_training(self, learn: Learner) -> list[Any]:
         if self.flat_master: return [_OwnMemory(learn.model)]
         if self.master_weights: return []
-        allowed = _weights_to_lower(learn.model, self.kept.check(learn.model))
+        allowed = _weights_to_lower(learn.model, self.kept_in_fp32(learn.model))
         params = [p for p in optimizer_params(learn.opt) if p in allowed and p.requires_grad]
         return [self.lowered.of(learn.opt, params)]
 

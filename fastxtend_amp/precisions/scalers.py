@@ -1,4 +1,4 @@
-"The `GradScaler`s of this package, dynamic and static, and the checks of their arguments, states and models."
+"The `GradScaler`s of this package, dynamic and static, and the checks of their arguments and states."
 from __future__ import annotations
 
 import inspect
@@ -8,7 +8,6 @@ from numbers import Integral, Real
 from typing import Any
 
 import torch
-from torch import nn
 from torch.amp import GradScaler
 
 from ..common import is_number
@@ -78,8 +77,6 @@ def check_scaling_arguments(
         if given[name] is defaults[name] or (is_number(given[name], kind) and low < given[name] < high): continue
         raise ValueError(f'{name}={given[name]!r} cannot be used: it must be {_KINDS[kind]} above {low:g} and below '
                          f'{high:g}, or the default, {defaults[name]}.')
-    if not isinstance(given['enabled'], bool):
-        raise ValueError(f"enabled={given['enabled']!r} cannot be used: it must be True or False.")
     if not isinstance(scaler, (GradScaler, type(None))):
         raise TypeError(f'scaler={scaler!r} cannot be used: scaler must be a torch.amp.GradScaler, or None.')
     changed = {name: value for name, value in given.items() if value != defaults[name]}
@@ -89,27 +86,11 @@ def check_scaling_arguments(
 
 
 def check_scaler_state(state: Any) -> None:
-    "Raise a `ValueError` that says what is wrong if no `GradScaler.state_dict` could have returned `state`."
+    "Raise a `ValueError` that names the first number of a `GradScaler.state_dict` that is missing or cannot be used."
     kinds = {'scale': Real, 'growth_factor': Real, 'backoff_factor': Real, 'growth_interval': Integral,
              '_growth_tracker': Integral}
     for key, kind in kinds.items():
         value: Any = state.get(key) if isinstance(state, Mapping) else None
-        may_be_0 = key in ('scale', '_growth_tracker')           # version 0.4 let the scale fall to 0
-        if is_number(value, kind) and 0 <= value <= _LARGEST and (value or may_be_0): continue
-        raise ValueError(f'The loss scale cannot be loaded: {key!r} is {value!r}, not {_KINDS[kind]} '
-                         f"{'from' if may_be_0 else 'above'} 0. Nothing was loaded.\n"
-                         '`learn.load(..., with_opt=False)` loads only the model.')
-
-
-def check_unscalable(
-    model: nn.Module, # The model to train
-    what: str, # What needs gradients that can be unscaled, for the message
-    instead: str, # What to do instead, for the message
-) -> None:
-    "Raise a `ValueError` for fp16 and complex parameters, whose gradients `GradScaler` cannot unscale."
-    for name, p in model.named_parameters():
-        if not p.requires_grad or (p.dtype is not torch.float16 and not p.is_complex()): continue
-        raise ValueError(f"{what} cannot be used: '{name}' is a parameter of {p.dtype}, whose gradients `GradScaler` "
-                         'cannot unscale.\nIf it is fp16, call `learn.model.float()` first: autocast itself casts what '
-                         'can run in 16 bits. If it is complex, use `learn.to_bf16()` or `learn.to_fp32()`, or '
-                         f'{instead}.')
+        if is_number(value, kind) and 0 <= value <= _LARGEST: continue   # version 0.4 let the scale fall to 0
+        raise ValueError(f'The loss scale cannot be loaded: {key!r} is {value!r}, not {_KINDS[kind]} from 0 to '
+                         f'{_LARGEST:g}. Nothing was loaded.\n`learn.load(..., with_opt=False)` loads only the model.')

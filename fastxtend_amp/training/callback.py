@@ -19,7 +19,7 @@ from ..common import is_number, model_device, refuse_unknown, training_device, w
 from ..convert import half_to_float, is_half, map_tensors
 from ..precisions import PRECISIONS, AMPMode, Auto, Precision, each_precision, find_precision, parameters_of
 from ..precisions.fp16 import FP16
-from ..precisions.fp32_modules import Forward, Replaced
+from ..precisions.fp32_modules import Forward, Replaced, warn_of_unused
 from ..precisions.scalers import SCALING
 from .fit import Fit
 from .loop import in_batch
@@ -202,7 +202,7 @@ class MixedPrecision(PrecisionState):
         self.learn._scopes[-1].close()
         if self._has_trained or not self.learn.training: return
         self._has_trained = True
-        self.fit.precision.kept.warn_of_unused(self.fit.model)   # a callback may have exchanged it since
+        warn_of_unused(self.fit.precision.kept_in_fp32(self.fit.model))   # a callback may have exchanged it since
 
     def after_train(self):
         "Read what the device decided in this epoch: fastai's Recorder synchronizes here anyway."

@@ -16,9 +16,20 @@ def check_training(
     fit: Any, # The `Fit` that is open
     warn_of_emulation: bool, # Warn of a device without hardware for the precision
 ) -> None:
-    "Warn of emulation, of 16-bit parameters, and of parameters outside the optimizer."
+    """Raise a `ValueError` for parameters whose gradients cannot be unscaled.
+
+    Warn of emulation, of 16-bit parameters, and of scaled gradients outside the optimizer.
+    """
     learn: Learner = fit.learn
     device = training_device(learn)
+    trainable = {name: p for name, p in learn.model.named_parameters() if p.requires_grad}
+    unscalable = [name for name, p in trainable.items() if p.dtype is torch.float16 or p.is_complex()]
+    if unscalable and fit.scaling is not None:
+        name = unscalable[0]
+        raise ValueError(f"'{name}' is a parameter of {trainable[name].dtype}, whose gradients `GradScaler` cannot "
+                         'unscale.\nIf it is fp16, call `learn.model.float()` first: autocast itself casts what can '
+                         'run in 16 bits. If it is complex, use `learn.to_fp32()`, or `learn.to_bf16()` without '
+                         '`skip_nonfinite`.')
     if warn_of_emulation and fit.precision.name == 'fp32':
         warn_user(f"amp_mode='auto': device '{device}' has neither bf16 nor fp16 arithmetic, so training runs in "
                   'fp32.\n`precision_support()` says why; `learn.to_fp32()` is silent.')
@@ -28,7 +39,7 @@ def check_training(
                   'them are rounded away.\nCall `learn.model.float()` first: autocast itself casts what can run in '
                   '16 bits.')
     stepped = {*optimizer_params(learn.opt)}
-    strays = [name for name, p in learn.model.named_parameters() if p.requires_grad and p not in stepped]
+    strays = [name for name, p in trainable.items() if p not in stepped]
     if strays and fit.precision.dtype is torch.float16 and fit.scaling is not None:
         warn_user(f"{len(strays)} trainable parameters are not in `learn.opt`, such as '{strays[0]}': in fp16 "
                   "their gradients stay multiplied by the loss scale.\nAn optimizer of your own would take far too "
@@ -52,7 +63,7 @@ def check_model(
     a shallow copy, whose modules would run the forward of the original.
     """
     is_parallel = any(isinstance(m, nn.DataParallel) and len(m.device_ids or ()) > 1 for m in model.modules())
-    kept = precision.kept.check(model)
+    kept = precision.kept_in_fp32(model)
     if is_parallel and (kept or precision.dtype is not torch.float16):
         what = f'{precision.name} with fp32_modules' if kept else precision.name
         raise ValueError(f'nn.DataParallel supports only fp16 without fp32_modules, not {what}: its replicas would not '

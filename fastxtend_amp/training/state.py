@@ -60,7 +60,7 @@ class PrecisionState(LoopCallback):
     @property
     def fp32_module_names(self) -> list[str]:
         "Names of the modules kept in fp32, as `fp32_modules` matches them in the learner's model."
-        return [] if self.learn is None else list(self.precision.kept.check(self.learn.model))
+        return [] if self.learn is None else list(self.precision.kept_in_fp32(self.learn.model))
 
     @property
     def _scaling(self) -> Scaling | None: return None if self.fit is None else self.fit.scaling

@@ -7,7 +7,8 @@ from fastcore.foundation import L
 from torch.optim.swa_utils import AveragedModel
 from torch._dynamo.testing import CompileCounter
 
-from fastxtend_amp.precisions.fp32_modules import Fp32Forward, Fp32Modules, Replaced
+from fastxtend_amp.precisions.fp32_modules import Fp32Forward, Replaced
+from fastxtend_amp.precisions.matching import match_modules
 from helpers import *
 from interrupts import interrupted_before, lines_of
 
@@ -242,7 +243,7 @@ def test_an_interrupt_between_two_lines_leaves_no_forward_and_gives_back_ones_ow
     before = [{**vars(m)} for m in model.modules()]
 
     def context():
-        return Replaced(Fp32Modules(['0', '3']).check, Fp32Forward, model)
+        return Replaced(lambda model: match_modules(model, ['0', '3']), Fp32Forward, model)
 
     def run(opened):
         opened.__enter__()

@@ -59,7 +59,6 @@ BAD = [
     {name: value}
     for name, values in dict(
         init_scale=(0, -1.0, float('inf'), float('nan'), True, 'auto', 1e39, 10**400, 1e-50, torch.ones(2)),
-        enabled=('no', None),
         growth_factor=(1.0, None),
         backoff_factor=(0.0, 1),
         growth_interval=(0, 2.5, True, 2000.0),

@@ -207,12 +207,6 @@ def test_gradients_at_the_end_of_a_fit_are_those_of_plain_bf16():
         assert same(left(False, cbs), left(True, cbs))
 
 
-def test_the_argument_is_checked():
-    for value in (1, 'yes', None):
-        with pytest.raises(ValueError, match='skip_nonfinite=.* must be True or False'):
-            learner().to_bf16(skip_nonfinite=value)
-
-
 # -- a temporary precision
 
 
