@@ -26,7 +26,7 @@ def set_precision(
     learn: Learner,
     cb: MixedPrecision | None, # Built, and so checked, before anything is removed; None for fp32
 ) -> Learner: # The learner
-    "Make `cb` the learner's only precision callback; in the middle of a batch, from its end on."
+    "Make `cb` the learner's only precision callback; in the middle of a batch, when that ends."
     if cb: cb.precision.check(learn.model)
     return set_callback(learn, cb)
 
@@ -63,9 +63,6 @@ def _add_method(cls: type[Precision]) -> None:
 
     def method(self: Learner, *args: Any, **kwargs: Any) -> Learner:
         refuse_unknown(name, parameters, kwargs)
-        if args and not any(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters_of(cls).values()):
-            raise TypeError(f'{name}({args[0]!r}): its arguments are given by name, such as `fp32_modules=`.\n'
-                            'To let the device decide the precision call `learn.to_amp()`.')
         options = {option: kwargs.pop(option) for option in CALLBACK_PARAMETERS if option in kwargs}
         return set_precision(self, MixedPrecision(cls(*args, **kwargs), **options))
 
@@ -100,11 +97,11 @@ def to_amp(self: Learner, *,
                         '\nLeave it out, or leave out `measure=True`.')
     if not measure and max_seconds != 60:
         raise ValueError(f'to_amp(max_seconds={max_seconds!r}) applies only with measure=True.')
-    if measure: measure_and_choose(self, max_seconds)
-    else:
-        refuse_unknown('to_amp', {**parameters_of_all(only_automatic=True), **CALLBACK_PARAMETERS}, kwargs)
-        set_precision(self, MixedPrecision('auto', **kwargs))
-    return self
+    if measure:
+        measure_and_choose(self, max_seconds)
+        return self
+    refuse_unknown('to_amp', {**parameters_of_all(only_automatic=True), **CALLBACK_PARAMETERS}, kwargs)
+    return set_precision(self, MixedPrecision('auto', **kwargs))
 
 
 @patch
