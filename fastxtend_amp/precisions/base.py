@@ -180,26 +180,22 @@ def each_precision(follow: Callable[[type[Precision]], object]) -> None:
     for cls in [*PRECISIONS.values()]: follow(cls)
 
 
-def cpu_rule(
+def cpu_support(
     name: str, # Of the precision
-    *instructions: str, # Names of instruction sets, in lower case
-) -> Callable[[torch.device], Support]:
-    "Return the rule of a precision that a CPU runs natively if it has one of the instruction sets."
-    def rule(device: torch.device) -> Support:
-        found = ', '.join(sorted({*instructions} & facts.cpu_features()))
-        if found: return Support('native', f'the CPU has {found}')
-        return Support('emulated', f'the CPU has no {name} arithmetic')
-    return rule
+    *instructions: str, # Names of instruction sets for it, in lower case
+) -> Support:
+    "Return how this CPU runs a precision: natively if it has one of the instruction sets."
+    found = ', '.join(sorted({*instructions} & facts.cpu_features()))
+    if found: return Support('native', f'the CPU has {found}')
+    return Support('emulated', f'the CPU has no {name} arithmetic')
 
 
-def xla_rule(
-    *native: str, # Hardware that has the precision, of 'TPU', 'CUDA' and 'ROCM'
-) -> Callable[[torch.device], Support]:
-    "Return the rule of a precision on XLA devices."
-    def rule(device: torch.device) -> Support:
-        kind = facts.xla_hardware()
-        return Support('native' if kind in native else 'emulated', f'XLA on {kind}')
-    return rule
+def xla_support(
+    *hardware: str, # What has the precision, of 'TPU', 'CUDA' and 'ROCM'
+) -> Support:
+    "Return how the hardware behind XLA runs a precision."
+    kind = facts.xla_hardware()
+    return Support('native' if kind in hardware else 'emulated', f'XLA on {kind}')
 
 
 # -- names

@@ -8,7 +8,7 @@ import torch
 from torch.amp import GradScaler
 
 from ..devices import facts
-from .base import Precision, Support, cpu_rule, xla_rule
+from .base import Precision, Support, cpu_support, xla_support
 from .scalers import UnitScaler
 
 
@@ -44,8 +44,9 @@ class BF16(Precision):
     https://rocm.docs.amd.com/en/latest/reference/precision-support.html; Apple's Metal feature set tables.
     """
     name, dtype, color, automatic = 'bf16', torch.bfloat16, '#2a78b8', True
-    rules: ClassVar = dict(cpu=cpu_rule('bf16', 'avx512_bf16', 'amx_bf16', 'bf16'), cuda=_cuda, mps=_mps, xpu=_xpu,
-                           xla=xla_rule('TPU', 'CUDA', 'ROCM'))
+    rules: ClassVar = dict(
+        cpu=lambda device: cpu_support('bf16', 'avx512_bf16', 'amx_bf16', 'bf16'), cuda=_cuda, mps=_mps, xpu=_xpu,
+        xla=lambda device: xla_support('TPU', 'CUDA', 'ROCM'))
 
     def __init__(self, *,
         fp32_modules: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules or predicates

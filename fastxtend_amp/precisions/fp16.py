@@ -9,7 +9,7 @@ from torch.amp import GradScaler
 
 from ..common import warn_user
 from ..devices import facts
-from .base import Precision, Support, cpu_rule, xla_rule
+from .base import Precision, Support, cpu_support, xla_support
 from .scalers import DynamicScaler, StaticScaler, check_scaler_state, check_scaling_arguments
 
 _NO_TENSOR_CORES = re.compile(r'GTX 16\d\d|\b(T|MX)\d{3,4}\b')   # of capability 7.5: Quadro T2000, T600, MX450
@@ -44,8 +44,9 @@ class FP16(Precision):
     """
     name, dtype, color, automatic = 'fp16', torch.float16, '#d1701f', True
     state_key = 'grad_scaler'                                    # as version 0.1 named it
-    rules: ClassVar = dict(cpu=cpu_rule('fp16', 'avx512_fp16', 'amx_fp16', 'asimdhp', 'fphp'), cuda=_cuda,
-                           mps=lambda device: Support('native', 'Metal'), xpu=_xpu, xla=xla_rule('CUDA', 'ROCM'))
+    rules: ClassVar = dict(
+        cpu=lambda device: cpu_support('fp16', 'avx512_fp16', 'amx_fp16', 'asimdhp', 'fphp'), cuda=_cuda,
+        mps=lambda device: Support('native', 'Metal'), xpu=_xpu, xla=lambda device: xla_support('CUDA', 'ROCM'))
 
     def __init__(self,
         init_scale: float = 65536.0, # Loss scale to start from

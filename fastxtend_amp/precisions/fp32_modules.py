@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import copy, threading
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -117,10 +116,7 @@ class Fp32Forward(Forward):
         args, kwargs = to_fp32(args), to_fp32(kwargs)
         inputs = (t.device for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
         device_type = model_device(self.module, next(inputs, 'cpu')).type
-        # An exported program has to turn it off even if it is off during the export: it may be on where it runs.
-        needless = not torch.is_autocast_enabled(device_type) and not torch.compiler.is_exporting()
-        with nullcontext() if needless else torch.autocast(device_type, enabled=False):
-            return self.plain(*args, **kwargs)
+        with torch.autocast(device_type, enabled=False): return self.plain(*args, **kwargs)
 
 
 def warn_of_unused(
