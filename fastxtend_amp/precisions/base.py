@@ -171,7 +171,8 @@ class Auto(Precision):
 
 def parameters_of(cls: type[Precision]) -> dict[str, inspect.Parameter]:
     "Return the parameters of a precision's constructor by name."
-    return {name: p for name, p in inspect.signature(cls.__init__).parameters.items() if name != 'self'}
+    _, *own = inspect.signature(cls.__init__).parameters.items()   # the first is `self`
+    return dict(own)
 
 
 def each_precision(follow: Callable[[type[Precision]], object]) -> None:

@@ -56,7 +56,7 @@ class fp32_settings:
                 raise
         return self
 
-    def add(self, model: object) -> None: "Do nothing: the settings hold for every model."
+    def add(self, model: object) -> None: "Accept another model in the fit: the settings hold for every model."
 
     def __exit__(self, *args: object) -> None: # It may be called without `__enter__`, or again after an interrupt
         with _lock:

@@ -36,7 +36,7 @@ def match_modules(
 ) -> dict[str, nn.Module]: # The matched modules by name, in the model's order; one inside a matched one is left out
     """Return the modules of `model` that `spec` means; `'(model)'` is the name of the whole.
 
-    A module without a forward (`nn.ModuleList`, `nn.ModuleDict`) means the modules in it.
+    `nn.ModuleList` and `nn.ModuleDict`, which have no forward, mean the modules in them.
 
     Raises `ValueError`, with near names, for a part of `spec` that matches nothing, and `TypeError` for one of another
     kind.
@@ -52,8 +52,7 @@ def match_modules(
                              "`nn.LayerNorm`, not its name.")
         found.update(hits)
     for name, m in places:                                       # a module comes before those in it
-        has_forward = 'forward' in vars(m) or getattr(type(m), 'forward', None) is not nn.Module.forward
-        means_itself = has_forward or not [*m.children()]
+        means_itself = not isinstance(m, (nn.ModuleList, nn.ModuleDict))
         if means_itself and covers(found, name) and not covers(matched, name): matched[name] = m
     return matched
 

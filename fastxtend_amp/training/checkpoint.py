@@ -56,7 +56,7 @@ def _is_running(pid: str) -> bool:
 
 
 class FileFormat(NamedTuple):
-    "What the files of some learners need, so that they are those of a plain learner on a CPU."
+    "Two conversions for learners on special devices, so that their files are those of a plain learner on a CPU."
     applies: Callable # Returns whether a learner needs this format
     to_file: Callable # Returns what to write for a tensor of a state; called in every process
     from_file: Callable # Returns what to load, from a learner and the states of model and optimizer in a file
