@@ -246,7 +246,7 @@ class AMPMode(str, Enum):
 
 def find_precision(name: Any) -> type[Precision]:
     "Return the precision with this name, in any form that `AMPMode` accepts."
-    return PRECISIONS[AMPMode(name).value]
+    return PRECISIONS[AMPMode(name)]
 
 
 # -- which precision for which device?

@@ -10,7 +10,7 @@ from torch.amp import GradScaler
 from ..common import warn_user
 from ..devices import facts
 from .base import Precision, Support, cpu_support, xla_support
-from .scalers import DynamicScaler, StaticScaler, check_scaler_state, check_scaling_arguments
+from .scalers import CopyableScaler, DynamicScaler, StaticScaler, check_scaler_state, check_scaling_arguments
 
 _NO_TENSOR_CORES = re.compile(r'GTX 16\d\d|\b(T|MX)\d{3,4}\b')   # of capability 7.5: Quadro T2000, T600, MX450
 
@@ -62,7 +62,7 @@ class FP16(Precision):
         super().__init__(fp32_modules)
         settings = dict(init_scale=init_scale, growth_factor=growth_factor, backoff_factor=backoff_factor,
                         growth_interval=growth_interval, enabled=enabled)
-        check_scaling_arguments(settings, loss_scale, scaler)
+        check_scaling_arguments(**settings, loss_scale=loss_scale, scaler=scaler)
         own = DynamicScaler('cpu', **settings) if loss_scale is None else StaticScaler('cpu', loss_scale)
         self._scaler = scaler or own                             # in its newest state
         self.first_state = self._scaler.state_dict()             # empty if it is not enabled
@@ -70,7 +70,7 @@ class FP16(Precision):
     def scaler(self, device: torch.device) -> GradScaler | None:
         "Return a scaler on `device` that continues from the newest state; the user's own as it is."
         if not self.first_state: return None
-        if isinstance(self._scaler, (DynamicScaler, StaticScaler)): self._scaler = self._scaler.on(device.type)
+        if isinstance(self._scaler, CopyableScaler): self._scaler = self._scaler.on(device.type)
         first, now = self.first_state['scale'], self._scaler.state_dict()
         if now['scale'] < 1 <= first:
             warn_user(f"The loss scale had fallen to {now['scale']:.2g}, where gradients underflow. It restarts from "

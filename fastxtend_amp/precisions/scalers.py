@@ -16,13 +16,13 @@ _LOWEST = 2.**-24  # fp16's smallest number; a dynamic scale that fell to 0 woul
 _LARGEST = torch.finfo(torch.float32).max
 
 
-class _Scaler(GradScaler):
+class CopyableScaler(GradScaler):
     "A `GradScaler` that can be copied in the middle of a step; the copy is on the CPU and knows nothing of that step."
     def __init__(self, device: str, init_scale: float, **settings: Any):
         super().__init__(device, init_scale, **settings)
         self.first_scale = float(init_scale)                     # `load_state_dict` changes `_init_scale`
 
-    def on(self, device: str) -> _Scaler:
+    def on(self, device: str) -> CopyableScaler:
         "Return a scaler for this type of device, in the same state."
         new = type(self)(device, self.first_scale)
         new.load_state_dict(self.state_dict())
@@ -33,7 +33,7 @@ class _Scaler(GradScaler):
     def __setstate__(self, state: dict[str, Any]) -> None: self.load_state_dict(state)
 
 
-class DynamicScaler(_Scaler):
+class DynamicScaler(CopyableScaler):
     "PyTorch's `GradScaler` with a smallest scale, 2**-24, below which no step could succeed."
     def update(self, new_scale: Any = None) -> None:
         "Let the scale grow or back off, or set it to `new_scale`."
@@ -42,7 +42,7 @@ class DynamicScaler(_Scaler):
         scale.clamp_(min=_LOWEST)
 
 
-class StaticScaler(_Scaler):
+class StaticScaler(CopyableScaler):
     "A `GradScaler` whose scale never changes: it skips steps whose gradients are not finite."
     def update(self, new_scale: Any = None) -> None:
         "Keep the scale."
@@ -66,20 +66,17 @@ _KINDS = {Real: 'a number', Integral: 'an integer'}
 
 
 def check_scaling_arguments(
-    settings: Mapping[str, Any], # Arguments of `GradScaler` by name
-    loss_scale: float | None, # A static scale
-    scaler: object, # A user's own `GradScaler`
+    **given: Any # The arguments of `GradScaler`, `loss_scale` and `scaler`
 ) -> None:
     "Raise a `ValueError` (`TypeError` for `scaler`) that names the first argument that cannot be used."
-    defaults = {**SCALING, 'loss_scale': None, 'scaler': None}
-    given = {**settings, 'loss_scale': loss_scale, 'scaler': scaler}
     for name, (kind, low, high) in _BOUNDS.items():
-        if given[name] is defaults[name] or (is_number(given[name], kind) and low < given[name] < high): continue
-        raise ValueError(f'{name}={given[name]!r} cannot be used: it must be {_KINDS[kind]} above {low:g} and below '
-                         f'{high:g}, or the default, {defaults[name]}.')
-    if not isinstance(scaler, (GradScaler, type(None))):
+        value, default = given[name], SCALING.get(name)          # None for a loss scale
+        if value is default or (is_number(value, kind) and low < value < high): continue
+        raise ValueError(f'{name}={value!r} cannot be used: it must be {_KINDS[kind]} above {low:g} and below '
+                         f'{high:g}, or the default, {default}.')
+    if not isinstance(scaler := given['scaler'], (GradScaler, type(None))):
         raise TypeError(f'scaler={scaler!r} cannot be used: scaler must be a torch.amp.GradScaler, or None.')
-    changed = {name: value for name, value in given.items() if value != defaults[name]}
+    changed = {name: value for name, value in given.items() if value != SCALING.get(name)}
     if len(changed) > 1 and {'loss_scale', 'scaler'} & {*changed}:
         raise ValueError(f"{', '.join(f'{k}={v!r}' for k, v in changed.items())} cannot be combined: each of them sets "
                          'the loss scale. Keep one.')
