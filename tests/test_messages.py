@@ -89,3 +89,9 @@ def test_an_export_says_once_that_it_is_in_fp32(tmp_path):
 
 def test_an_export_in_plain_fp32_says_nothing(tmp_path):
     assert not told(lambda: learner(path=tmp_path).export('model.pkl'), 'fp32')
+
+
+def test_a_precision_that_is_given_as_a_callback():
+    "In 0.4.0 `HalfWeights` was a callback."
+    with pytest.raises(TypeError, match=r'(?s)HalfWeights\(\) is a precision, not a callback.*MixedPrecision\(Half'):
+        learner(cbs=fastxtend_amp.HalfWeights())
