@@ -1,4 +1,4 @@
-"Conversion of the tensors in nested predictions and inputs: half precision to fp32."
+"Conversion of the tensors in nested predictions and inputs, such as 16-bit ones to fp32."
 from __future__ import annotations
 
 import copy
@@ -25,16 +25,6 @@ def half_to_float(t: torch.Tensor) -> torch.Tensor:
     return t.float() if is_half(t) else t
 
 
-def to_fp32(
-    x: Any, # A tensor, or tensors in containers; see `map_tensors`
-) -> Any: # The same in fp32, of the same type
-    """Turn every fp16 or bf16 tensor in `x` into fp32; other tensors, and the containers' types, stay.
-
-    fastai's `to_float` also turns fp64 into fp32 and dict subclasses into dicts, and fails on None and strings.
-    """
-    return map_tensors(half_to_float, x)
-
-
 def map_tensors(
     f: Callable[[torch.Tensor], torch.Tensor],
     x: Any, # A tensor, or tensors in lists, tuples, dicts and dataclasses, nested
@@ -42,7 +32,8 @@ def map_tensors(
     """Return `x` with `f` applied to every tensor in it.
 
     Looks into what PyTorch's pytree knows (its own outputs, and those that libraries register with it), subclasses of
-    tuples and dicts, dataclasses and fastai's `L`; returns anything else unchanged.
+    tuples and dicts, dataclasses and fastai's `L`; returns anything else unchanged. (fastai's `apply` turns subclasses
+    of dict into dicts, and calls `f` on everything.)
     """
     return f(x) if isinstance(x, torch.Tensor) else tree_map(partial(_map_leaf, f), x)
 

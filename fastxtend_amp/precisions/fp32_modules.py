@@ -11,7 +11,7 @@ from torch import nn
 
 from ..common import model_device, warn_user
 from ..compat import tree_leaves
-from ..convert import to_fp32
+from ..convert import half_to_float, map_tensors
 from .matching import ROOT
 
 
@@ -113,7 +113,7 @@ class Fp32Forward(Forward):
     def run(self, *args, **kwargs) -> Any:
         if not self.on: return self.plain(*args, **kwargs)
         self.called = True
-        args, kwargs = to_fp32(args), to_fp32(kwargs)
+        args, kwargs = map_tensors(half_to_float, (args, kwargs))
         inputs = (t.device for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
         device_type = model_device(self.module, next(inputs, 'cpu')).type
         with torch.autocast(device_type, enabled=False): return self.plain(*args, **kwargs)
