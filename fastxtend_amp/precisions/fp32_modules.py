@@ -53,22 +53,18 @@ class Forward:
 
     def _without(self, copy_module: Callable[[], Any]) -> Any:
         "Return what a function returns while the module has the forward that it had before."
-        attributes = {**vars(self.module)}
+        attributes = vars(self.module)
         try:
+            # Another dict, because the state that `__reduce_ex__` returns is the dict itself.
+            object.__setattr__(self.module, '__dict__', {**attributes})
             self._remove()
             return copy_module()
-        finally: vars(self.module).update(attributes)
+        finally: object.__setattr__(self.module, '__dict__', attributes)
 
-    def _reduce(self, protocol: int) -> tuple: # As `copy.copy` and `pickle` ask the module itself
-        return self._without(partial(_reduced, self.module, protocol))
+    def _reduce(self, protocol: Any) -> Any: # As `copy.copy` and `pickle` ask the module itself
+        return self._without(lambda: self.module.__reduce_ex__(protocol))
     def _deepcopy(self, memo: dict) -> nn.Module: # As `copy.deepcopy` asks
-        return self._without(partial(copy.deepcopy, self.module, memo))
-
-
-def _reduced(module: nn.Module, protocol: int) -> tuple:
-    reduced: Any = module.__reduce_ex__(protocol)
-    function, arguments, state, *rest = reduced
-    return function, arguments, {**state}, *rest                 # the state is the module's own dict
+        return self._without(lambda: copy.deepcopy(self.module, memo))
 
 
 def forward_of(module: nn.Module) -> Any:
