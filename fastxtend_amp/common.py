@@ -75,8 +75,6 @@ def warn_user(message: str) -> None:
     warnings.warn(message, stacklevel=level)
 
 
-_CLIP = "add fastai's callback, which sees unscaled gradients: `learn.add_cb(GradientClip(1.))`."
-_CALL = 'call `learn.to_bf16()` or `learn.to_fp16()`.'
 _FORMER = {  # arguments of fastai v1, of fastai's non-native fp16, and of other libraries
     'dynamic': "leave it out. Scaling is dynamic unless you give a fixed scale: `learn.to_fp16(loss_scale=512)`.",
     'max_noskip': "write `growth_interval=`, the number of steps without a skip after which the scale grows.",
@@ -86,8 +84,9 @@ _FORMER = {  # arguments of fastai v1, of fastai's non-native fp16, and of other
     'wd': "write `weight_decay=`, or give `wd=` to `Learner` or `fit`.",
     'flat_master': "autocast has no master weights. For those write `learn.to_half_weights('fp16', flat_master=True)`.",
     **dict.fromkeys(('max_scale', 'max_loss_scale'), 'leave it out: the scale has no upper limit.'),
-    **dict.fromkeys(('clip', 'clip_grad', 'grad_clip', 'max_grad_norm', 'gradient_clip_val'), _CLIP),
-    **dict.fromkeys(('dtype', 'amp_mode', 'mode', 'precision'), _CALL),
+    **dict.fromkeys(('clip', 'clip_grad', 'grad_clip', 'max_grad_norm', 'gradient_clip_val'),
+                    "add fastai's callback, which sees unscaled gradients: `learn.add_cb(GradientClip(1.))`."),
+    **dict.fromkeys(('dtype', 'amp_mode', 'mode', 'precision'), 'call `learn.to_bf16()` or `learn.to_fp16()`.'),
 }
 
 
