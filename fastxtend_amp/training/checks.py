@@ -29,7 +29,7 @@ def check_training(
         raise ValueError(f"'{name}' is a parameter of {trainable[name].dtype}, whose gradients `GradScaler` cannot "
                          'unscale.\nIf it is fp16, call `learn.model.float()` first: autocast itself casts what can '
                          'run in 16 bits. If it is complex, use `learn.to_fp32()`, or `learn.to_bf16()` without '
-                         '`skip_nonfinite`.')
+                         "`skip_nonfinite` and `on_overflow='fix'`.")
     if warn_of_emulation and fit.precision.name == 'fp32':
         warn_user(f"amp_mode='auto': device '{device}' has neither bf16 nor fp16 arithmetic, so training runs in "
                   'fp32.\n`precision_support()` says why; `learn.to_fp32()` is silent.')

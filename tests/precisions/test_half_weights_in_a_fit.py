@@ -111,11 +111,12 @@ class WithHalf(nn.Module):
         return self.lin(x) * self.gain
 
 
+@pytest.mark.parametrize('argument', [{'skip_nonfinite': True}, {'on_overflow': 'fix'}], ids=str)
 @pytest.mark.parametrize('model, name', [(WithComplex, 'phase'), (WithHalf, 'gain')])
-def test_skip_nonfinite_is_refused_at_fit_for_parameters_that_cannot_be_unscaled(model, name):
-    learn, batches = learner(model()).to_bf16(skip_nonfinite=True), []
+def test_skipping_is_refused_at_fit_for_parameters_that_cannot_be_unscaled(model, name, argument):
+    learn, batches = learner(model()).to_bf16(**argument), []
     learn.add_cb(At('before_batch', lambda l: batches.append(l.iter), 20))
-    with pytest.raises(ValueError, match=f"'{name}'"):
+    with pytest.raises(ValueError, match=f"(?s)'{name}'.*`{[*argument][0]}"):
         learn.fit(1)
     assert batches == []
     assert is_outside_a_fit(learn)
