@@ -452,7 +452,7 @@ def row(name: str, case: Case) -> tuple[str, int, int, float]: # The row, right 
         right, alarms = right + ok, alarms + (not ok and not case.expected[v.mode])
         said.append(words(v) + ' (**wrong**)' * (not ok))
         found = re.search(r'by ([\d.e-]+)x the noise', v.reason)
-        moved.append(found[1] if found else '–')
+        moved.append(found[1] if found else '-')
     steps = ''
     if case.expected['fp16']:
         call = next(v.call for v in verdicts if v.mode == 'fp16')
@@ -476,7 +476,8 @@ def tables(names: list[str]) -> str:
               '|---|---|---|---|---|---|---|', *rows[True]]
     healthy = ['| healthy model | bf16 | fp16 | moved |', '|---|---|---|---|', *rows[False]]
     total = f'{right} of {2 * len(names)} verdicts are right, {alarms} are false alarms (PyTorch {torch.__version__}).'
-    total += f' A report took {min(times):.1g} to {max(times):.0f} s on one CPU core, {statistics.median(times):.1g} s in the median.'
+    total += (f' A report took {min(times):.1g} to {max(times):.0f} s on one CPU core, {statistics.median(times):.1g} s '
+              'in the median.')
     return '\n'.join([total, '', *broken, '', *healthy])
 
 
