@@ -476,8 +476,8 @@ def tables(names: list[str]) -> str:
               '|---|---|---|---|---|---|---|', *rows[True]]
     healthy = ['| healthy model | bf16 | fp16 | moved |', '|---|---|---|---|', *rows[False]]
     total = f'{right} of {2 * len(names)} verdicts are right, {alarms} are false alarms (PyTorch {torch.__version__}).'
-    total += (f' A report took {min(times):.1g} to {max(times):.0f} s on one CPU core, {statistics.median(times):.1g} s '
-              'in the median.')
+    total += (f' A report took {min(times):.1g} to {max(times):.0f} s on one CPU core, in the median '
+              f'{statistics.median(times):.1g} s.')
     return '\n'.join([total, '', *broken, '', *healthy])
 
 
