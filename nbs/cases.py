@@ -430,7 +430,7 @@ def lost(case: Case, call: str, n: int = 8) -> int: # Of `n` steps
 def words(v) -> str:
     "Return a verdict in a few words, with the names of its modules."
     last = sorted({m.rpartition('.')[2] for m in v.modules})
-    names = ', '.join(f'`{m}`' for m in last) + f' ({len(v.modules)})' * (len(v.modules) > 1)
+    names = ', '.join(f'`{m}`' for m in last) + f' ({len(v.modules)})' * (len(v.modules) > len(last))
     text = f'{names} in fp32' if v.verdict == 'keep modules in fp32' else f'{v.verdict}: {names}'
     return text.removesuffix(': ')
 
@@ -472,9 +472,9 @@ def tables(names: list[str]) -> str:
         print(text, flush=True)
         rows[bool(CASES[name].breaks)].append(text)
         right, alarms, times = right + r, alarms + a, [*times, took]
-    broken = ['| case and thread | what breaks in fp16 or bf16 | known fix | bf16 | fp16 | moved | lost |',
-              '|---|---|---|---|---|---|---|', *rows[True]]
-    healthy = ['| healthy model | bf16 | fp16 | moved |', '|---|---|---|---|', *rows[False]]
+    broken = ['| case and thread | what breaks in fp16 or bf16 | known fix | bf16 | fp16 | moved (bf16, fp16) | '
+              'lost (plain, with the call) |', '|---|---|---|---|---|---|---|', *rows[True]]
+    healthy = ['| healthy model | bf16 | fp16 | moved (bf16, fp16) |', '|---|---|---|---|', *rows[False]]
     total = f'{right} of {2 * len(names)} verdicts are right, {alarms} are false alarms (PyTorch {torch.__version__}).'
     total += (f' A report took {min(times):.1g} to {max(times):.0f} s on one CPU core, in the median '
               f'{statistics.median(times):.1g} s.')
