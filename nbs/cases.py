@@ -5,7 +5,7 @@
 with random weights of a size at which the thread's values appear.
 """
 
-import math, re, sys, warnings
+import math, re, statistics, sys, time, warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -430,7 +430,7 @@ def lost(case: Case, call: str, n: int = 8) -> int: # Of `n` steps
 def words(v) -> str:
     "Return a verdict in a few words, with the names of its modules."
     last = sorted({m.rpartition('.')[2] for m in v.modules})
-    names = ', '.join(f'`{m}`' for m in last) + f' ({len(v.modules)})' * (len(v.modules) > 1)
+    names = ', '.join(f'`{m}`' for m in last) + f' ({len(v.modules)})' * (len(v.modules) > len(last))
     text = f'{names} in fp32' if v.verdict == 'keep modules in fp32' else f'{v.verdict}: {names}'
     return text.removesuffix(': ')
 
@@ -441,36 +441,43 @@ def link(name: str, case: Case) -> str:
     return f'[{name}]({GITHUB}{where}/issues/{number})' if number else f'{name} ({case.thread})'
 
 
-def row(name: str, case: Case) -> tuple[str, int, int]: # The row, verdicts that are right, and false alarms
+def row(name: str, case: Case) -> tuple[str, int, int, float]: # The row, right verdicts, false alarms, and seconds
     "Report on a case in bf16 and fp16."
-    verdicts = [*case.learner().precision_report(max_seconds=600).verdicts.values()]
-    said, right, alarms = [], 0, 0
+    learn, start = case.learner(), time.perf_counter()
+    verdicts = [*learn.precision_report(max_seconds=600).verdicts.values()]
+    took = time.perf_counter() - start
+    said, moved, right, alarms = [], [], 0, 0
     for v in verdicts:
         ok = case.is_right(v)
         right, alarms = right + ok, alarms + (not ok and not case.expected[v.mode])
         said.append(words(v) + ' (**wrong**)' * (not ok))
+        found = re.search(r'by ([\d.e-]+)x the noise', v.reason)
+        moved.append(found[1] if found else '-')
     steps = ''
     if case.expected['fp16']:
         call = next(v.call for v in verdicts if v.mode == 'fp16')
         steps = f'{lost(case, "learn.to_fp16()")}, {lost(case, call)}'
     cells = [link(name, case), case.breaks, case.remedy] if case.breaks else [link(name, case)]
-    return ' | '.join(['', *cells, *said, *[steps] * bool(case.breaks), '']).strip(), right, alarms
+    last = [', '.join(moved), *[steps] * bool(case.breaks)]
+    return ' | '.join(['', *cells, *said, *last, '']).strip(), right, alarms, took
 
 
 def tables(names: list[str]) -> str:
     "Return the two tables, of cases that break and of healthy ones, and a line that sums them up."
     warnings.simplefilter('ignore')
     rows: dict[bool, list[str]] = {True: [], False: []}
-    right = alarms = 0
+    right, alarms, times = 0, 0, []
     for name in names:
-        text, r, a = row(name, CASES[name])
+        text, r, a, took = row(name, CASES[name])
         print(text, flush=True)
         rows[bool(CASES[name].breaks)].append(text)
-        right, alarms = right + r, alarms + a
-    broken = ['| case and thread | what breaks in fp16 or bf16 | known fix | bf16 | fp16 | lost |',
-              '|---|---|---|---|---|---|', *rows[True]]
-    healthy = ['| healthy model | bf16 | fp16 |', '|---|---|---|', *rows[False]]
+        right, alarms, times = right + r, alarms + a, [*times, took]
+    broken = ['| case and thread | what breaks in fp16 or bf16 | known fix | bf16 | fp16 | moved (bf16, fp16) | '
+              'lost (plain, with the call) |', '|---|---|---|---|---|---|---|', *rows[True]]
+    healthy = ['| healthy model | bf16 | fp16 | moved (bf16, fp16) |', '|---|---|---|---|', *rows[False]]
     total = f'{right} of {2 * len(names)} verdicts are right, {alarms} are false alarms (PyTorch {torch.__version__}).'
+    total += (f' A report took {min(times):.1g} to {max(times):.0f} s on one CPU core, in the median '
+              f'{statistics.median(times):.1g} s.')
     return '\n'.join([total, '', *broken, '', *healthy])
 
 

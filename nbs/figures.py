@@ -29,24 +29,19 @@ def rows() -> list[tuple[str, dict]]:
 
 
 def speeds() -> str:
-    "Return the speed-ups of the shown run as a Markdown table, with earlier runs and single measurements."
+    "Return the speed-ups of the shown run as a Markdown table, with those of earlier runs."
     fp32 = {r['model']: r['ms'] for r in stored(SHOWN)['rows']
             if (r['contestant'], r['optimizer']) == ('fastai loop', OPTIMIZER)}
     before = [dict(by_model(stored(stem), 'bf16')) for stem in EARLIER]
-    found = []
+    lines = ['| model | fastxtend_amp | PyTorch loop | fp32, ms | bf16, ms | other machines |',
+             '|---|--:|--:|--:|--:|--:|']
     for title, records in rows():
         ours, plain = records['fastxtend_amp'], records['plain loop']
         ratios = [marked(q, ours['blocks']) for q in (ours['vs_fp32'], plain['vs_fp32'])]
         others = sorted(run[title]['fastxtend_amp']['vs_fp32'][1] for run in before if title in run)
         row = (title, *ratios, f'{fp32[ours["model"]]:,.1f}', f'{ours["ms"]:,.1f}',
                ', '.join(f'{x:.2f}' for x in others) or '-')
-        found.append((ours['vs_fp32'][1], row))
-    for name, size, batch, ms, (_, median, _) in stored('real_models')['rows']:
-        row = (f'{name} at {size}x{size}, batch {batch}*', f'{median:.2f}', '-', f'{ms:,.1f}', '-', '-')
-        found.append((median, row))
-    lines = ['| model | fastxtend_amp | PyTorch loop | fp32, ms | bf16, ms | other machines |',
-             '|---|--:|--:|--:|--:|--:|']
-    lines += [f'| {" | ".join(row)} |' for _, row in sorted(found, reverse=True)]
+        lines.append(f'| {" | ".join(row)} |')
     return '\n'.join(lines)
 
 

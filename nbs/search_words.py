@@ -8,7 +8,7 @@ WORDS = {
         'Install': 'requirements, Python version, conda, pip install',
         'Does it work on my device?': 'supported platforms, Windows, macOS, fastxtend_amp_check',
         'Which call for which GPU or other device?':
-            'which GPU, T4, V100, P100, GTX 1080, A100, H100, RTX 3090, RTX 4090, RTX 5090, AMD, ROCm, Apple, MPS'},
+            'which GPU, GPU, T4, V100, P100, GTX, A100, H100, RTX 3090, RTX 4090, RTX 5090, AMD, ROCm, Apple, MPS'},
     '04_processes_compile_xla': {
         'Several GPUs (multi-GPU, DDP)': 'multi GPU, multiple GPUs, DDP, distributed, notebook_launcher',
         'FSDP2': 'FSDP, fully_shard',
@@ -25,6 +25,7 @@ WORDS = {
             'expected scalar type, mat1 and mat2, dtype mismatch',
         'RuntimeError: value cannot be converted to type c10::Half without overflow': 'masked_fill, padding mask',
         'TypeError: Got unsupported ScalarType BFloat16': 'numpy bf16',
+        'Which callbacks run in a report, comparison or diagnosis?': 'MixUp, CutMix, trackers',
         'Your own GradScaler': 'GradScaler, scale_loss'},
     '02_which_precision': {'Which is the fastest?': 'which precision, fastest precision, measure',
                            'Which module breaks?': 'which layer overflows, debug overflow'},
@@ -49,7 +50,8 @@ WORDS = {
         'Gradient norms': 'gradient norm, grad norm',
         'Saving the best model, and resuming in a new process': 'resume, resume training, SaveModelCallback',
         'Hugging Face (HuggingFace) models': 'HuggingFace, Hugging Face, transformers, dict batch',
-        'timm models, fused optimizers': 'timm, vision transformer, fused optimizer',
+        'timm models, fused optimizers': 'timm, vision transformer, ResNet, CNN, fused optimizer',
+        'Freeze, unfreeze, progressive resizing': 'freeze layers, fine_tune, unfreeze, progressive resizing',
         'Segmentation: U-Net': 'unet, segmentation',
         'Text: AWD_LSTM, LSTM, GRU': 'LSTM, GRU, RNN, text, text classification, language model, NLP',
         'Tabular data and collaborative filtering': 'tabular, collab, embeddings',

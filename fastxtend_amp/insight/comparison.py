@@ -70,19 +70,21 @@ class PrecisionComparison(Shown):
         return [f'{first}\nNext: `{self.calls[self.recommended]}`', table.dropna(axis=1, how='all'), '\n'.join(rest)]
 
     def plot(self): # The two matplotlib axes
-        "Plot the loss curves, with fp32 trained with other seeds in grey, and the speed of each precision."
+        "Plot the loss curves, fp32 trained with other seeds among them, and the speed of each precision."
         import matplotlib.pyplot as plt
         n = len(self.table)
         _, (curves, bars) = plt.subplots(2, figsize=(6, 3.4 + .3 * n), height_ratios=[7, n], layout='constrained')
         colors = [choice.precision.color for choice in self.choices.values()]
+        seeds = _smooth({f"{'_' * n}fp32, other seeds": losses for n, losses in enumerate(self.seed_losses)})
+        if len(seeds.columns): seeds.plot(ax=curves, color='#b4bdcc', lw=1)   # '_' hides all but one from the legend
         _smooth(self.losses).plot(ax=curves, style=['-', '--', ':', '-.'], color=colors, xlabel='step', ylabel='loss',
-                                  title='Training loss (smoothed; fp32 with other seeds in grey)')
-        seeds = _smooth(dict(enumerate([self.losses['fp32'], *self.seed_losses])))
-        seeds.plot(ax=curves, color='#d8dee9', legend=False, zorder=0)
+                                  title='Training loss (smoothed)')
+        curves.lines[len(self.seed_losses)].set(lw=5, alpha=.4)  # of fp32: the others lie on it
+        curves.legend()
         self.table['speed-up'].plot.barh(ax=bars, color=colors, xlabel='steps per second, fp32 = 1', ylabel='',
                                          title=f'Speed; recommended: {self.recommended}')
         bars.bar_label(bars.containers[0], self.table.apply(_speed, axis=1), padding=6)
-        bars.margins(x=.9)
+        bars.margins(x=.6)
         bars.invert_yaxis()
         return curves, bars
 
@@ -185,4 +187,5 @@ def _against(row: pd.Series, tolerated: tuple[float, str], seconds: float) -> li
 
 
 def _speed(row: pd.Series) -> str: # '-' for what is not known
+    if row.name == 'fp32': return '1.00'                         # what the others are compared with
     return '{speed-up:.2f} ({speed-up low:.2f} to {speed-up high:.2f})'.format(**row).replace('nan', '-')

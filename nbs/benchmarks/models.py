@@ -11,7 +11,7 @@ import torch
 from fastai.layers import Lambda
 from fastai.vision.models.xresnet import xresnet18
 from torch import nn
-from torchvision.models import resnet50
+from torchvision.models import efficientnet_b0, mobilenet_v3_large, resnet34, resnet50
 
 
 class Model(NamedTuple):
@@ -87,7 +87,10 @@ MODELS: dict[str, Callable[[bool], Model]] = {
     'wide-64': partial(_wide, n=64), 'wide-256': partial(_wide, n=256), 'wide-1024': partial(_wide, n=1024),
     'deep': partial(_mlp, title='deep narrow MLP (32 layers of 64)', width=64, depth=32, n=64),
     'tiny': partial(_mlp, title='tiny MLP (the overhead)', width=32, depth=1, n=16),
+    'resnet34': partial(_pictures, title='ResNet-34 at 128x128', net=resnet34, size=128, n=16),
     'resnet50': partial(_pictures, title='ResNet-50 at 128x128', net=resnet50, size=128, n=16),
+    'efficientnet-b0': partial(_pictures, title='EfficientNet-B0 at 128x128', net=efficientnet_b0, size=128, n=16),
+    'mobilenet-v3': partial(_pictures, title='MobileNetV3-Large at 128x128', net=mobilenet_v3_large, size=128, n=16),
 }
 if find_spec('timm'): MODELS |= {          # of the extra bench
     'vit-tiny': partial(_timm, title='ViT-Tiny', name='vit_tiny_patch16_224', size=224, n=8),

@@ -65,7 +65,8 @@ def marked(quartiles: list[float], blocks: int) -> str:
 
 # -- chart
 
-COLOR, GREY = '#2a78b8', '#667'
+COLOR, GREY = '#2a78b8', '#555'
+MARKS = 'dot: median; line: quartiles; hollow dot and ~: 95% interval wider than ±5%'
 OPTIMIZER = 'fused AdamW'                  # of the contestants that are drawn
 Rows = list[tuple[str, dict[str, dict[str, Any]]]]   # a model's title, and its records by contestant
 
@@ -91,9 +92,9 @@ def draw(ax: Any, rows: Rows, narrow: bool = False) -> None:
     """Draw speed-ups over fp32: for each row a dot at the median and a line between the quartiles.
 
     A hollow dot is noisy. At the right stand the medians with fastxtend_amp and with a PyTorch loop; a narrow chart has
-    titles over rows. What the marks mean stands beside those of the first row.
+    titles over rows.
     """
-    beside, columns = ax.get_yaxis_transform(), ((1.17, 1.36) if narrow else (1.1, 1.24))
+    beside, columns = ax.get_yaxis_transform(), ((1.25, 1.46) if narrow else (1.21, 1.42))
     def right(column, y, text, **kwargs): ax.text(columns[column], y, text, transform=beside, ha='right', **kwargs)
     for y, (title, found) in enumerate(rows):
         for column, contestant in enumerate(('fastxtend_amp', 'plain loop')):
@@ -104,19 +105,15 @@ def draw(ax: Any, rows: Rows, narrow: bool = False) -> None:
             ax.plot(ratio[::2], [y] * 2, color=COLOR, lw=1.6)
             ax.plot(ratio[1], y, 'o', color=COLOR, mfc='white' if noisy(ratio, blocks) else COLOR, ms=6)
         if narrow: ax.text(0, y - .42, title, transform=beside, va='center', fontsize=9)
-    first, last = rows[0][1]['fastxtend_amp']['vs_fp32'], rows[-1][1]['fastxtend_amp']['vs_fp32']
-    is_left = first[1] - 1 > last[1]       # there is room to the left of the first row's mark
-    ax.annotate('median and quartiles\nhollow, ~: uncertain', (first[0 if is_left else 2], 0), fontsize=8, color=GREY,
-                xytext=(-8 if is_left else 8, -4 if narrow else 0), textcoords='offset points',
-                ha='right' if is_left else 'left', va='center')
     top = -.75 if narrow else -.5
-    for column, head in enumerate(('fastxtend\n_amp', 'PyTorch\nloop')):
-        right(column, top, head, va='bottom', fontsize=8, color=GREY if column else COLOR)
+    for column, head in enumerate(('fastxtend_amp', 'PyTorch loop')):
+        right(column, top, head.replace(' ', '\n') if narrow else head, va='bottom', fontsize=9,
+              color=GREY if column else COLOR)
     ax.axvline(1, color='#888', lw=1, zorder=0)
     ax.set_yticks(range(len(rows)), [''] * len(rows) if narrow else [title for title, _ in rows])
     ax.tick_params(axis='y', length=0)
     ax.set_ylim(len(rows) - .5, top)
-    ax.set_xlabel('speed-up over fp32 (1: as fast)')
+    ax.set_xlabel('speed-up over fp32 (1: equally fast)')
     ax.grid(axis='x', color='#ddd', lw=.6)
     ax.spines[['top', 'right', 'left']].set_visible(False)
 
@@ -127,13 +124,14 @@ def plot(panels: dict[str, Rows], file: str | Path, narrow: bool = False, dpi: i
     panels = {title: rows for title, rows in panels.items() if rows}
     if not panels: return
     n = sum(map(len, panels.values()))
-    size = (4.2, .5 * n + len(panels) + .8) if narrow else (8, .33 * n + len(panels) + .7)
+    size = (4.2, .5 * n + len(panels) + .9) if narrow else (9, .33 * n + len(panels) + .8)
     figure = Figure(figsize=size, layout='constrained')
     axs = figure.subplots(len(panels), squeeze=False, height_ratios=[1 + len(rows) for rows in panels.values()])[:, 0]
     for ax, (title, rows) in zip(axs, panels.items()):
         draw(ax, rows, narrow)
         lines = '\n'.join(wrap(title, 38)) if narrow else title
-        ax.set_title(lines, fontweight='bold', fontsize=11, loc='left', pad=26)
-    text = f'whole training step, {OPTIMIZER}{below}'
-    figure.supxlabel('\n'.join(wrap(text, 52)) if narrow else text, fontsize=8, color=GREY)
+        ax.set_title(lines, fontweight='bold', fontsize=11, loc='left', pad=28 if narrow else 22)
+    width = 48 if narrow else 110
+    text = '\n'.join(line for part in (MARKS, f'whole training step, {OPTIMIZER}{below}') for line in wrap(part, width))
+    figure.supxlabel(text, fontsize=9, color=GREY)
     figure.savefig(file, dpi=dpi, bbox_inches='tight')

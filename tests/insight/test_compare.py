@@ -844,10 +844,10 @@ def test_plot(support):
     r = seeded().compare_precision(LOW, n_steps=8, n_seeds=2)
     r.table.loc['bf16', ['speed-up', 'speed-up low', 'speed-up high']] = 12.34, 11.0, 13.0
     curves, bars = r.plot()
-    assert [t.get_text() for t in curves.get_legend().get_texts()] == ['fp32', 'bf16', 'fp16']
-    assert len(curves.get_lines()) == 3 + 3 and len(bars.patches) == 3  # in grey fp32 and its two seeds
+    assert [t.get_text() for t in curves.get_legend().get_texts()] == ['fp32, other seeds', 'fp32', 'bf16', 'fp16']
+    assert len(curves.get_lines()) == 2 + 3 and len(bars.patches) == 3  # two other seeds
     assert [t.get_text() for t in bars.get_yticklabels()] == ['fp32', 'bf16', 'fp16']
-    assert bars.texts[1].get_text() == '12.34 (11.00 to 13.00)'
+    assert [t.get_text() for t in bars.texts][:2] == ['1.00', '12.34 (11.00 to 13.00)']
     curves.figure.canvas.draw()
     inside, boxes = bars.get_window_extent(), [t.get_window_extent() for t in bars.texts]
     assert len(boxes) == 3 and all(inside.x0 <= b.x0 and b.x1 <= inside.x1 for b in boxes)
