@@ -20,7 +20,7 @@ from ..common import first_line, several_processes, training_device
 from ..compat import is_compiled
 from ..convert import HALF, map_tensors
 from ..devices.cost import allocated, page_faults, wait_for
-from ..precisions import PRECISIONS, AMPMode
+from ..precisions import AMPMode
 from ..precisions.fp32_settings import settings_note
 from ..precisions.matching import unwrapped
 from ..training.loop import precision_callback
@@ -184,8 +184,7 @@ class Comparison:
             if len(choices) == 1: self.n_steps = 1               # there is nothing to compare fp32 with
             self.n = self.n_steps                                # whose losses are compared; fewer if time is short
             self._draw()
-            statuses = (PRECISIONS[c.mode].support(self.device).status if c.mode else 'native' for c in choices)
-            self.runs = [*map(Run, choices, statuses)]
+            self.runs = [Run(c, c.mode.support(self.device).status if c.mode else 'native') for c in choices]
             self.base = self.runs[0]
             with ExitStack() as copies:
                 for run in self._training:

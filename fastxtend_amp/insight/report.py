@@ -17,7 +17,7 @@ from fastcore.basics import patch
 from ..common import first_line, training_device
 from ..convert import map_tensors
 from ..devices.cuda_rules import cuda_rules
-from ..precisions import PRECISIONS, AMPMode, fastest_native
+from ..precisions import AMPMode, fastest_native
 from ..precisions.fp16 import FP16
 from ..precisions.fp32_settings import settings_note
 from ..training.checks import half_parameters_of
@@ -172,7 +172,7 @@ class _Report:
         start = time.process_time()
         self.fp32 = trace(self.learn, self.batches)
         self.few = self.whole = next((len(t) for t in tensors(self.batches[0], floating=False) if t.ndim), 1)
-        self.emulated = [m for m in modes if PRECISIONS[m].support(self.device).status == 'emulated']
+        self.emulated = [m for m in modes if m.support(self.device).status == 'emulated']
         if self.emulated:
             self.few = min(self.whole, max(_FEWEST, int(self.whole * EMULATED_TIME / (time.process_time() - start))))
         self.is_short = self.few < self.whole
@@ -192,7 +192,7 @@ class _Report:
                                {m.value: v for m, v in verdicts.items()}, self._notes())
 
     def _verdict(self, mode: AMPMode) -> Verdict:
-        support = PRECISIONS[mode].support(self.device)
+        support = mode.support(self.device)
         if support.status == 'unsupported': return Verdict(mode.value, 'cannot run', support.why)
         cb = precision_callback(self.learn)
         try:

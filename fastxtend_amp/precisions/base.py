@@ -233,10 +233,14 @@ class AMPMode(str, Enum):
     def __eq__(self, other): return super().__eq__(getattr(other, 'value', other))
     __hash__ = str.__hash__
 
+    def support(self, device: torch.device) -> Support:
+        "Return how `device` runs the precision."
+        return PRECISIONS[self].support(device)
+
     @property
     def dtype(self) -> Any:
         "The dtype in which autocast runs eligible operators; None for TF32, which needs no autocast."
-        return PRECISIONS[self.value].dtype
+        return PRECISIONS[self].dtype
 
     @property
     def needs_loss_scaling(self) -> bool:

@@ -18,7 +18,6 @@ from fastxtend_amp.insight import report as room
 from fastxtend_amp.insight.trace import largest_value, relative_error
 from fastxtend_amp.insight.verdict import Judgement, Verdict
 from fastxtend_amp import AMPMode
-from fastxtend_amp.precisions import PRECISIONS
 import held_out
 from held_out import cancels, loud_rms
 from helpers import At, Attentive, Data, dataset, learner, loaders, mlp, params, same, set_support
@@ -773,7 +772,7 @@ def test_it_says_what_it_looked_at():
         'Looked at 2 batches of 4 samples with the current weights. Other batches (`n_batches`) and later weights may '
         'flag other modules.',
         *['bf16: emulated on this device, usually slower than fp32.']
-        * (PRECISIONS['bf16'].support(torch.device('cpu')).status == 'emulated'),
+        * (AMPMode.BF16.support(torch.device('cpu')).status == 'emulated'),
         'The targets are continuous: the closer the predictions come to them, the more rounding matters. '
         'Ask again late in training.',
         'Callbacks left out: at. If the training step needs one of them, set its attribute `run_on_copy = True`.',
