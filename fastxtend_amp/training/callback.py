@@ -1,7 +1,15 @@
 """`MixedPrecision`: the callback that enters what a precision names, in fastai's loop.
 
-In a batch: `before_batch` enters autocast, `after_loss` exits it, `before_backward` scales the loss, `before_step`
-unscales the gradients, `after_step` updates the scale. `loop.py` closes what an exception leaves open.
+    before_fit           opens a `Fit`: what the precision names around a fit
+    before_train         checks what only training needs
+      before_batch       enters autocast in the batch's scope
+      after_loss         closes that scope
+      before_backward    scales the loss
+      before_step        unscales the gradients, and cancels the step if one is not finite
+      after_step         updates the scale
+    after_fit            closes the `Fit`
+
+After an exception the scopes in `loop.py` close what is open.
 """
 from __future__ import annotations
 

@@ -32,10 +32,10 @@ _READ_EVERY = 512  # steps between two reads of the history
 
 @dataclass(eq=False)
 class Step:
-    "An optimizer step whose gradients are unscaled. `GradScaler` unscales those of `param_groups`, as an optimizer's."
+    "An optimizer step from `unscale` to `update` or `cancel`. To `GradScaler` it is the optimizer."
     param_groups: list[dict[str, Any]]
     flagged: FlaggedStep | None                                  # what skips it on the device; None if the host does
-    new_scale: float | None = None                               # for `update`; None lets the scale grow or back off
+    has_underflowed = False                                      # all gradients are 0 because the scale is low
 
 
 class Scaling:
@@ -53,8 +53,8 @@ class Scaling:
         self.step: Any = None                                    # the `Step` that is open
         # Whether the newest step has a gradient that is not finite; a 0-dim tensor if it is skipped on the device.
         self.found_inf: bool | torch.Tensor = False
-        # As far as the host knows:
-        self.skips_in_a_row = 0
+        # What `read` has found:
+        self.skips_in_a_row = 0                                  # up to the newest step; a good one sets it to 0
         self.is_low = False                                      # skipped steps have lowered the scale below 1
         self.buffers: Buffers | None = None
 
@@ -93,56 +93,53 @@ class Scaling:
         else:
             self.found_inf = found_infs[0]
             step.flagged.mark(self.found_inf)
-        if self.is_low and not self.found_inf: step.new_scale = self._scale_if_underflowed(params)
+        if self.is_low and not self.found_inf: step.has_underflowed = not any(p.grad.abs().sum() for p in params)
 
     def update(self) -> None:
         "Record the step, taken or skipped, and let the scale grow or back off unless it is static."
-        if self.step is None:                                    # another callback cancelled it
+        step = self.step
+        if step is None:                                         # another callback cancelled it
             self.found_inf = False
             return
         if self.one.device.type == 'cpu': self.found_inf = bool(self.found_inf)   # which does not synchronize
         if self.buffers: self.buffers.after_step(self.found_inf)
         self.history.add(self.scaler.scale(self.one), self.found_inf)
-        self._close(self.step.new_scale)
+        self._close(self._first_scale() if step.has_underflowed else None)
         # fastai's own loop zeroes the gradients next; `start` scales what another loop leaves.
         self.is_scaled = type(self.learn)._do_grad_opt is Learner._do_grad_opt
-        if self.found_inf is True: self.read()
-        elif self.found_inf is False: self.skips_in_a_row = 0
+        if self.found_inf is False: self.skips_in_a_row = 0
+        if self.found_inf is True or step.has_underflowed: self.read()
 
     def cancel(self) -> None:
         "Keep scale and growth tracker: the step was cancelled."
         if self.step is not None: self._close(self.scaler.get_scale())
 
-    def _close(self, new_scale: float | None) -> None:
+    def _close(self, new_scale: float | None) -> None: # None lets the scale grow or back off
         self.scaler.update(new_scale)
         if self.step.flagged is not None: self.step.flagged.unmark()
         self.step = None
 
-    # -- a scale that skipped steps have lowered
-
     def read(self) -> None:
         "Look at what the device decided; this synchronizes."
         self.skips_in_a_row = sum(takewhile(bool, reversed([*self.history.skips(self.first_step)])))
-        self.is_low = isinstance(self.scaler, DynamicScaler) and self.scaler.get_scale() < 1
+        lowest = min(1, self.scaler.first_scale) if isinstance(self.scaler, DynamicScaler) else 0
+        self.is_low = self.scaler.get_scale() < lowest
 
-    def _scale_if_underflowed(self, params: list[Any]) -> float | None:
-        "Return the first scale if all gradients are 0 at this one; else None."
-        if any(p.grad.abs().sum() for p in params): return None
+    def _first_scale(self) -> float:
+        "Return the scale to restart from, with a warning."
         scaler: Any = self.scaler                                # a `DynamicScaler`
-        first, self.is_low = scaler.first_scale, False
-        warn_user(f'Skipped steps had lowered the loss scale to {self.scaler.get_scale():.2g}, where all gradients '
-                  f'underflow. It restarts from {first:g}.')
-        return first
+        warn_user(f'Skipped steps had lowered the loss scale to {scaler.get_scale():.2g}, where all gradients '
+                  f'underflow. It restarts from {scaler.first_scale:g}.')
+        return scaler.first_scale
 
     # -- the end of the fit
 
     def end(self, failed: bool) -> None:
         "Unscale or zero the gradients that are left; after `lr_find`, forget its steps."
         if failed and self.buffers: self.buffers.after_step(True)   # in a batch that may have overflowed
-        self.is_low = False                                      # gradients may be 0 here
         if (self.is_scaled or self.step) and not isinstance(self.scaler, UnitScaler):
             self.unscale()
-            if failed or self.found_inf: self.learn.opt.zero_grad()
+            if self.learn.opt and (failed or self.found_inf): self.learn.opt.zero_grad()
             # Gradients outside the optimizer are still scaled.
             for p in {*self.learn.model.parameters()}.difference(optimizer_params(self.learn.opt)): p.grad = None
         self.cancel()
