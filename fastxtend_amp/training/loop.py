@@ -62,48 +62,48 @@ _fastais = Learner._with_events
 def _with_events(self: Learner, f: Callable, event_type: str, ex: type[Exception], final: Callable = noop) -> None:
     "Run a part of fastai's loop; what a precision opened in it is closed at its end."
     scopes: Any = self._scopes
-    if scopes:
-        if event_type in _KINDS: return _run_scope(self, scopes, f, event_type, ex, final)
-        if event_type == 'step' and scopes[-1].around_step: f = partial(_step, scopes[-1].around_step, self, f)
-        return _fastais(self, f, event_type, ex, final)
-    if cb := precision_callback(self): return _run_outermost(self, cb, f, event_type, ex, final)
-    try: _fastais(self, f, event_type, ex, final)
+    if event_type == 'step' and scopes and scopes[-1].around_step: f = partial(_step, scopes[-1].around_step, self, f)
+    run = partial(_fastais, self, f, event_type, ex, final)
+    if scopes: return _run_scope(self, scopes, event_type, run) if event_type in _KINDS else run()
+    if cb := precision_callback(self): return _run_outermost(self, cb, event_type, run)
+    try: run()
     except BaseException:
         _close(self, failed=True)                                # a precision was set in this part
         raise
 
 
-def _run_outermost(self: Learner, cb: LoopCallback, f: Callable, event_type: str, *args: Any) -> None:
-    is_single_batch = event_type == 'batch'                      # of the user's own loop, which has one fit for all
+def _run_outermost(learn: Learner, cb: LoopCallback, kind: str, run: Callable[[], None]) -> None:
+    "Run a part as the outermost scope, at whose end nothing of the callback `cb` stays open."
+    is_single_batch = kind == 'batch'                            # of the user's own loop, which has one fit for all
     if not is_single_batch: cb.close()                           # what such a loop left open
-    scopes, device_type = Scopes(), training_device(self).type
+    scopes, device_type = Scopes(), training_device(learn).type
     # A KeyboardInterrupt between two lines of `torch.autocast.__enter__` leaves state that no `__exit__` restores.
     with AutocastState(device_type) if autocast_available(device_type) else nullcontext():
         try:
-            _run_scope(self, scopes, f, event_type, *args)
-            if not is_single_batch: _close(self)
-            vars(self).pop('_scopes', None)
+            vars(learn)['_scopes'] = scopes
+            _run_scope(learn, scopes, kind, run)
+            if not is_single_batch: _close(learn)
+            vars(learn).pop('_scopes', None)
         except BaseException as e:
-            vars(self).pop('_scopes', None)
-            _explain(self, e)
-            _close(self, failed=True)
+            vars(learn).pop('_scopes', None)
+            _explain(learn, e)
+            _close(learn, failed=True)
             scopes.do_waiting()
             raise
 
 
-def _run_scope(self: Learner, scopes: Scopes, f: Callable, event_type: str, *args: Any) -> None:
-    depth = len(scopes)
-    vars(self)['_scopes'] = scopes
-    scope = Scope()
-    scope.kind = event_type
+def _run_scope(learn: Learner, scopes: Scopes, kind: str, run: Callable[[], None]) -> None:
+    "Run a part as the innermost scope; when a batch has ended, do what was waiting for that."
+    depth, scope = len(scopes), Scope()
+    scope.kind = kind
     try:
         scopes.append(scope)
-        _fastais(self, f, event_type, *args)
+        run()
     finally:
         while len(scopes) > depth:
             scopes[-1].close()
             del scopes[-1:]
-    if scopes.waiting and not in_batch(self): scopes.do_waiting()
+    if scopes.waiting and not in_batch(learn): scopes.do_waiting()
 
 
 def _step(around: Callable, learn: Learner, step: Callable[[], object]) -> None:
@@ -195,10 +195,10 @@ class LoopCallback(fp16.MixedPrecision):
     def _leave(self, former: Learner, new: Learner | None) -> None:
         "Leave the learner `former`, for `new` or for none."
         is_there = self in former.cbs
-        if new is former and is_there:
+        if new is former:
+            if not is_there: return
             raise ValueError(f'{self!r} is on this learner already, and would run twice in each batch.\n'
                              'Leave it out of `cbs`.')
-        if new is former: return
         if is_there and in_batch(former):
             raise RuntimeError('A precision callback cannot be removed in the middle of a batch.\n'
                                'Call `learn.to_fp32()`, `to_fp16()` or `to_bf16()`, which take effect at its end, '
