@@ -63,8 +63,9 @@ def _with_events(self: Learner, f: Callable, event_type: str, ex: type[Exception
     "Run a part of fastai's loop; what a precision opened in it is closed at its end."
     scopes: Any = self._scopes
     if event_type == 'step' and scopes and scopes[-1].around_step: f = partial(_step, scopes[-1].around_step, self, f)
-    run = partial(_fastais, self, f, event_type, ex, final)
-    if scopes: return _run_scope(self, scopes, event_type, run) if event_type in _KINDS else run()
+    run: Any = partial(_fastais, self, f, event_type, ex, final)
+    if scopes and event_type in _KINDS: return _run_scope(self, scopes, event_type, run)
+    if scopes: return run()
     if cb := precision_callback(self): return _run_outermost(self, cb, event_type, run)
     try: run()
     except BaseException:

@@ -104,11 +104,11 @@ class Scaling:
         if self.one.device.type == 'cpu': self.found_inf = bool(self.found_inf)   # which does not synchronize
         if self.buffers: self.buffers.after_step(self.found_inf)
         self.history.add(self.scaler.scale(self.one), self.found_inf)
-        self._close(self._first_scale() if step.has_underflowed else None)
+        self._close(self._restart() if step.has_underflowed else None)
         # fastai's own loop zeroes the gradients next; `start` scales what another loop leaves.
         self.is_scaled = type(self.learn)._do_grad_opt is Learner._do_grad_opt
-        if self.found_inf is False: self.skips_in_a_row = 0
-        if self.found_inf is True or step.has_underflowed: self.read()
+        if self.found_inf is True: self.read()
+        elif self.found_inf is False: self.skips_in_a_row = 0
 
     def cancel(self) -> None:
         "Keep scale and growth tracker: the step was cancelled."
@@ -123,11 +123,12 @@ class Scaling:
         "Look at what the device decided; this synchronizes."
         self.skips_in_a_row = sum(takewhile(bool, reversed([*self.history.skips(self.first_step)])))
         lowest = min(1, self.scaler.first_scale) if isinstance(self.scaler, DynamicScaler) else 0
-        self.is_low = self.scaler.get_scale() < lowest
+        self.is_low = any(abs(scale) < lowest for scale in self.history[-1:])
 
-    def _first_scale(self) -> float:
+    def _restart(self) -> float:
         "Return the scale to restart from, with a warning."
         scaler: Any = self.scaler                                # a `DynamicScaler`
+        self.is_low = False
         warn_user(f'Skipped steps had lowered the loss scale to {scaler.get_scale():.2g}, where all gradients '
                   f'underflow. It restarts from {scaler.first_scale:g}.')
         return scaler.first_scale
