@@ -53,8 +53,8 @@ class Scaling:
         self.step: Any = None                                    # the `Step` that is open
         # Whether the newest step has a gradient that is not finite; a 0-dim tensor if it is skipped on the device.
         self.found_inf: bool | torch.Tensor = False
-        # What `read` has found:
-        self.skips_in_a_row = 0                                  # up to the newest step; a good one sets it to 0
+        # As far as the host knows:
+        self.skips_in_a_row = 0                                  # up to the newest step
         self.is_low = False                                      # skipped steps have lowered the scale below 1
         self.buffers: Buffers | None = None
 
@@ -101,14 +101,15 @@ class Scaling:
         if step is None:                                         # another callback cancelled it
             self.found_inf = False
             return
-        if self.one.device.type == 'cpu': self.found_inf = bool(self.found_inf)   # which does not synchronize
+        on_cpu = self.one.device.type == 'cpu'                   # where reading a tensor does not synchronize
+        if on_cpu: self.found_inf = bool(self.found_inf)
+        if isinstance(self.found_inf, bool): self.skips_in_a_row = self.skips_in_a_row + 1 if self.found_inf else 0
         if self.buffers: self.buffers.after_step(self.found_inf)
         self.history.add(self.scaler.scale(self.one), self.found_inf)
         self._close(self._restart() if step.has_underflowed else None)
         # fastai's own loop zeroes the gradients next; `start` scales what another loop leaves.
         self.is_scaled = type(self.learn)._do_grad_opt is Learner._do_grad_opt
-        if self.found_inf is True: self.read()
-        elif self.found_inf is False: self.skips_in_a_row = 0
+        if on_cpu and self.found_inf: self.read()
 
     def cancel(self) -> None:
         "Keep scale and growth tracker: the step was cancelled."
@@ -221,7 +222,8 @@ class Buffers:
         if found_inf is False: return torch._foreach_copy_(self.good, self.now)
         device = self.now[0].device
         flat, good = (torch.cat([t.flatten().to(device) for t in ts]) for ts in (self.now, self.good))
-        keep = flat.isfinite() | (torch.as_tensor(found_inf, device=device) == 0)
+        keep = flat.isfinite()
+        if torch.is_tensor(found_inf): keep |= found_inf.to(device) == 0
         parts = torch.where(keep, flat, good).split([t.numel() for t in self.now])
         parts = [part.view(t.shape) for part, t in zip(parts, self.now)]
         for tensors in (self.now, self.good): torch._foreach_copy_(tensors, parts)
