@@ -21,8 +21,7 @@ from torch import nn
 
 from ..common import model_device, optimizer_params, training_device, warn_user
 from ..training.checkpoint import FORMATS, FileFormat, put_over
-from ..training.optimizers import place_state
-from ..training.scaling import DEVICE_SKIPS
+from ..training.optimizers import DEVICE_SKIPS, place_state
 
 _OVERRIDES = {'XLA_USE_BF16': 'bf16', 'XLA_DOWNCAST_BF16': 'bf16', 'XLA_USE_F16': 'fp16'}   # environment variables
 

@@ -1,7 +1,15 @@
 """`MixedPrecision`: the callback that enters what a precision names, in fastai's loop.
 
-In a batch: `before_batch` enters autocast, `after_loss` exits it, `before_backward` scales the loss, `before_step`
-unscales the gradients, `after_step` updates the scale. `loop.py` closes what an exception leaves open.
+    before_fit           opens a `Fit`: what the precision names around a fit
+    before_train         checks what only training needs
+      before_batch       enters autocast in the batch's scope
+      after_loss         closes that scope
+      before_backward    scales the loss
+      before_step        unscales the gradients, and cancels the step if one is not finite
+      after_step         updates the scale
+    after_fit            closes the `Fit`
+
+After an exception the scopes in `loop.py` close what is open.
 """
 from __future__ import annotations
 
@@ -76,7 +84,7 @@ class MixedPrecision(PrecisionState):
     @contextmanager
     def amp_context(self) -> Iterator[None]:
         "Run code in this precision, on the device that training uses."
-        fit = self.fit or self._new_fit(training_device(self.learn))
+        fit = self.fit or Fit(self.learn, self.precision, training_device(self.learn))
         with ExitStack() as stack:
             for context in fit.precision.around_fit(fit.model) if self.fit is None else []:
                 stack.push(partial(self._leave_later, context))
@@ -85,13 +93,14 @@ class MixedPrecision(PrecisionState):
             yield
 
     def _leave_later(self, context: Any, *error: Any) -> None:
-        # A backward pass outside of `amp_context` may compute activations again: for it, replaced forwards stay.
+        # A backward pass outside of `amp_context` may compute activations again. For it, replaced forwards stay until
+        # the next `amp_context` or fit.
         if not (torch.is_grad_enabled() and isinstance(context, Replaced)): return context.__exit__(*error)
         former = self._lasting.get(context.kind)
         self._lasting[context.kind] = context
         if former is not None: former.__exit__()
 
-    def _release(self) -> None:
+    def _leave_now(self) -> None:
         for context in self._lasting.values(): context.__exit__()
         self._lasting = {}
 
@@ -103,14 +112,12 @@ class MixedPrecision(PrecisionState):
 
     # -- a fit
 
-    def _new_fit(self, device: torch.device) -> Fit: return Fit(self.learn, self.precision.on(device), device)
-
     def open(self) -> Fit:
         "Begin a fit: check that the model runs in the precision, and enter what lasts for the fit."
         learn = self.learn
         self.refuse_others(learn)
-        self._release()
-        fit = self._new_fit(model_device(learn.model, training_device(learn)))
+        self._leave_now()
+        fit = Fit(learn, self.precision, model_device(learn.model, training_device(learn)))
         self.current, self.fit = fit.precision, fit              # from here on `close` undoes it
         fit.open(self.history, self.on_overflow == 'fix')
         learn.scaler = GradScaler('cpu', enabled=False) if fit.scaling is None else fit.scaling.scaler
@@ -119,7 +126,7 @@ class MixedPrecision(PrecisionState):
     def close(self, failed: bool = False) -> None:
         "End the fit that is open, if there is one; a second call finishes what an interrupt left of it."
         fit = self.fit
-        self._release()
+        self._leave_now()
         if fit is None: return
         fit.close(failed)
         fit.learn.scaler = self.fit = None

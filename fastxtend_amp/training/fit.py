@@ -23,7 +23,7 @@ class Fit:
     second `close` finishes what an interrupt left.
     """
     def __init__(self, learn: Learner, precision: Precision, device: torch.device):
-        self.learn, self.precision, self.device = learn, precision, device
+        self.learn, self.precision, self.device = learn, precision.on(device), device
         self.model, self.is_compiled = learn.model, is_compiled(learn.model)
         # Not entered: at the end it restores what an interrupted batch has left.
         self.contexts: list[Any] = [BackwardWithoutAutocast()] if self.is_compiled else []

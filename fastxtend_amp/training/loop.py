@@ -1,8 +1,15 @@
 """The scopes of fastai's loop: what a precision opens in one is closed when it ends or fails.
 
-fastai runs every part of its loop through `Learner._with_events`. Importing this file replaces that method, and adds
-the attributes `_scopes` and `mixed_precision` to `Learner`. A learner without a precision costs one look-up of its
-callbacks; with one, `learn._scopes` lists the open parts until the outermost ends.
+fastai runs each part of its loop through `Learner._with_events`, which importing this file replaces. With a precision
+callback `learn._scopes` lists the parts that are open, from the outermost to the innermost.
+
+    _with_events    opens and closes a scope for each fit, epoch, train, validate and batch
+    the callback    enters autocast and other contexts in `learn._scopes[-1]`, which leaves them when it is closed
+    at the end      the outermost scope closes the callback's fit, unless it is a single batch, and restores autocast
+    to_bf16() ...   exchange the callback: now, or when the open batch has ended
+
+A learner without a precision runs fastai's own loop, after one look-up of its callbacks. This file also adds the
+attributes `_scopes` and `mixed_precision` to `Learner`.
 """
 from __future__ import annotations
 
@@ -22,21 +29,25 @@ from ..compat import AutocastState
 from ..devices.facts import autocast_available
 
 PRECISION_CALLBACKS = (fp16.MixedPrecision, fp16.ModelToHalf, fp16.NonNativeMixedPrecision)
-_WHOLE = ('fit', 'epoch', 'train', 'validate')                   # parts that end the fit if they are outermost
-_HOLDING = (*_WHOLE, 'batch')                                    # parts in which contexts are entered
+_KINDS = ('fit', 'epoch', 'train', 'validate', 'batch')          # of scopes; 'backward' and 'step' have none
 _LOW_WORDS = ('Half', 'BFloat16', 'dtype', 'scalar type', 'primitive')   # in PyTorch's errors where only fp32 runs
 
 
 class Scope(ExitStack):
-    "One run of `_with_events` ('fit', 'epoch', 'batch' ...), with the contexts that were entered in it."
+    "A part of the loop that is open, and the contexts that were entered in it."
+    kind: str                                                    # 'fit', 'epoch', 'batch' ...
     around_step: Callable[[Learner], AbstractContextManager] | None = None   # in a batch: makes a context for its step
-    kind = ''
 
 
 class Scopes(list):
     "The open scopes of a learner; a copy of the learner is outside of them."
     waiting: Callable[[], Any] | None = None                     # what to do when the batch has ended
     n_fixes = 0                                                  # of this fit, with on_overflow='fix'
+
+    def do_waiting(self) -> None:
+        change, self.waiting = self.waiting, None
+        if change is not None: change()
+
     def __reduce_ex__(self, protocol): return tuple, ()
 
 
@@ -45,72 +56,63 @@ def in_batch(learn: Learner) -> bool:
     return any(scope.kind == 'batch' for scope in learn._scopes)
 
 
-def precision_callback(learn: Learner) -> Any: # A `MixedPrecision`
-    "Return the learner's precision callback; None in plain fp32."
-    return next((cb for cb in learn.cbs if isinstance(cb, LoopCallback) and cb.learn is learn), None)
-
-
-def precision_callbacks(learn: Learner) -> list:
-    "Return the learner's precision callbacks, ours and fastai's own."
-    return [cb for cb in learn.cbs if isinstance(cb, PRECISION_CALLBACKS)]
-
-
 _fastais = Learner._with_events
 
 
 def _with_events(self: Learner, f: Callable, event_type: str, ex: type[Exception], final: Callable = noop) -> None:
     "Run a part of fastai's loop; what a precision opened in it is closed at its end."
     scopes: Any = self._scopes
-    if scopes and event_type in _HOLDING: return _scope(self, scopes, f, event_type, ex, final)
-    if scopes:
-        if event_type == 'step' and scopes[-1].around_step: f = partial(_step, scopes[-1].around_step, self, f)
-        return _fastais(self, f, event_type, ex, final)
-    cb = precision_callback(self)
-    if cb is None:
-        try: return _fastais(self, f, event_type, ex, final)
-        except BaseException:
-            if event_type == 'fit': _close(self, failed=True)    # a precision was set during the fit
-            raise
-    if event_type in _WHOLE: cb.close()                          # a fit that single batches left open
-    device_type = training_device(self).type
-    scopes, failed = Scopes(), True
+    if event_type == 'step' and scopes and scopes[-1].around_step: f = partial(_step, scopes[-1].around_step, self, f)
+    run: Any = partial(_fastais, self, f, event_type, ex, final)
+    if scopes and event_type in _KINDS: return _run_scope(self, scopes, event_type, run)
+    if scopes: return run()
+    if cb := precision_callback(self): return _run_outermost(self, cb, event_type, run)
+    try: run()
+    except BaseException:
+        _close(self, failed=True)                                # a precision was set in this part
+        raise
+
+
+def _run_outermost(learn: Learner, cb: LoopCallback, kind: str, run: Callable[[], None]) -> None:
+    "Run a part as the outermost scope, at whose end nothing of the callback `cb` stays open."
+    is_single_batch = kind == 'batch'                            # of the user's own loop, which has one fit for all
+    if not is_single_batch: cb.close()                           # what such a loop left open
+    scopes, device_type = Scopes(), training_device(learn).type
     # A KeyboardInterrupt between two lines of `torch.autocast.__enter__` leaves state that no `__exit__` restores.
     with AutocastState(device_type) if autocast_available(device_type) else nullcontext():
         try:
-            _scope(self, scopes, f, event_type, ex, final)
-            if event_type in _WHOLE: _close(self)
-            vars(self).pop('_scopes', None)                      # also here: an interrupt may cut `finally` short
-            failed = False
+            vars(learn)['_scopes'] = scopes
+            _run_scope(learn, scopes, kind, run)
+            if not is_single_batch: _close(learn)
+            vars(learn).pop('_scopes', None)
         except BaseException as e:
-            _explain(self, e)
+            vars(learn).pop('_scopes', None)
+            _explain(learn, e)
+            _close(learn, failed=True)
+            scopes.do_waiting()
             raise
-        finally:
-            vars(self).pop('_scopes', None)
-            if failed: _close(self, failed=True)
-            if scopes.waiting: _do_waiting(scopes)
 
 
-def _close(learn: Learner, failed: bool = False) -> None:
-    if cb := precision_callback(learn): cb.close(failed)         # it may have been exchanged
-
-
-def _scope(self: Learner, scopes: Scopes, f: Callable, event_type: str, ex: type[Exception], final: Callable) -> None:
-    depth = len(scopes)
-    vars(self)['_scopes'] = scopes
+def _run_scope(learn: Learner, scopes: Scopes, kind: str, run: Callable[[], None]) -> None:
+    "Run a part as the innermost scope; when a batch has ended, do what was waiting for that."
+    depth, scope = len(scopes), Scope()
+    scope.kind = kind
     try:
-        scopes.append(Scope())
-        scopes[-1].kind = event_type
-        _fastais(self, f, event_type, ex, final)
+        scopes.append(scope)
+        run()
     finally:
         while len(scopes) > depth:
             scopes[-1].close()
             del scopes[-1:]
-    # After an error the outermost scope does this.
-    if scopes.waiting and depth and not in_batch(self): _do_waiting(scopes)
+    if scopes.waiting and not in_batch(learn): scopes.do_waiting()
 
 
 def _step(around: Callable, learn: Learner, step: Callable[[], object]) -> None:
     with around(learn): step()
+
+
+def _close(learn: Learner, failed: bool = False) -> None:
+    if cb := precision_callback(learn): cb.close(failed)         # it may have been exchanged
 
 
 def _explain(learn: Learner, error: BaseException) -> None:
@@ -123,22 +125,17 @@ def _explain(learn: Learner, error: BaseException) -> None:
                            'run in 16 bits, and prints the call that keeps it in fp32.')
 
 
-# The attribute `learn.mixed_precision`: the precision callback, ours or fastai's own; missing in plain fp32. (With a
-# docstring it would count as a documented method of `Learner`.)
-class _MixedPrecision:
-    def __get__(self, learn: Learner | None, kind: type | None = None) -> Any:
-        if learn is None: return self
-        found = [cb for cb in learn.cbs if isinstance(cb, fp16.MixedPrecision)]
-        if not found: raise AttributeError('mixed_precision')
-        return found[0]
-    def __set__(self, learn: Learner, cb: Any) -> None: "Called by fastai's `add_cb`."
-    def __delete__(self, learn: Learner) -> None: "Called by fastai's `remove_cb`."
-
-
-Learner._with_events, Learner._scopes, Learner.mixed_precision = _with_events, (), _MixedPrecision()
-
-
 # -- one precision callback for a learner
+
+def precision_callback(learn: Learner) -> Any: # A `MixedPrecision`
+    "Return the learner's precision callback; None in plain fp32."
+    return next((cb for cb in learn.cbs if isinstance(cb, LoopCallback) and cb.learn is learn), None)
+
+
+def precision_callbacks(learn: Learner) -> list:
+    "Return the learner's precision callbacks, ours and fastai's own."
+    return [cb for cb in learn.cbs if isinstance(cb, PRECISION_CALLBACKS)]
+
 
 def set_callback(
     learn: Learner,
@@ -158,11 +155,6 @@ def at_batch_end(
     else: change()
 
 
-def _do_waiting(scopes: Scopes) -> None:
-    try: scopes.waiting()                                        # type: ignore[misc]
-    finally: scopes.waiting = None
-
-
 def _exchange(learn: Learner, cb: Any) -> None:
     old = [c for c in precision_callbacks(learn) if c is not cb]
     for c in old:
@@ -176,6 +168,18 @@ def _exchange(learn: Learner, cb: Any) -> None:
     for c in old: c.learn = None
 
 
+# The attribute `learn.mixed_precision`. Without a docstring, which would make it a documented method of `Learner`.
+def _mixed_precision(learn: Learner) -> Any:
+    for cb in learn.cbs:
+        if isinstance(cb, fp16.MixedPrecision): return cb        # ours, or fastai's own
+    raise AttributeError('mixed_precision')                      # plain fp32
+
+
+# fastai's `add_cb` and `remove_cb` set and delete `mixed_precision`: both do nothing.
+Learner._with_events, Learner._scopes = _with_events, ()
+Learner.mixed_precision = property(_mixed_precision, noop, noop)
+
+
 class LoopCallback(fp16.MixedPrecision):
     "The part of a precision callback that knows which learner it belongs to; `fit` is what it has open."
     name = 'mixed_precision'                                     # also of subclasses
@@ -186,25 +190,23 @@ class LoopCallback(fp16.MixedPrecision):
     def close(self, failed: bool = False) -> None: "End the fit that is open, if there is one."
 
     def __setattr__(self, name, value):
-        if name == 'learn' and self.learn is not None: self._leave(value)
+        if name == 'learn' and self.learn is not None: self._leave(self.learn, value)
         object.__setattr__(self, name, value)                    # fastai would look the name up on learner and model
 
-    def _leave(self, new: Learner | None) -> None:
-        "Leave the learner, for `new` or for none."
-        former: Any = self.learn
-        others = [cb for cb in former.cbs if cb is not self]
-        is_there = len(others) < len(former.cbs)
-        if new is former and is_there:
+    def _leave(self, former: Learner, new: Learner | None) -> None:
+        "Leave the learner `former`, for `new` or for none."
+        is_there = self in former.cbs
+        if new is former:
+            if not is_there: return
             raise ValueError(f'{self!r} is on this learner already, and would run twice in each batch.\n'
                              'Leave it out of `cbs`.')
-        if new is former: return
         if is_there and in_batch(former):
             raise RuntimeError('A precision callback cannot be removed in the middle of a batch.\n'
                                'Call `learn.to_fp32()`, `to_fp16()` or `to_bf16()`, which take effect at its end, '
                                'or remove it at `before_epoch`, `before_train`, `after_train` or `after_epoch`.')
         self.close()
         vars(former).pop('scaler', None)
-        former.cbs = L(others)                                   # a new list, as `Learner(cbs=learn.cbs)` iterates it
+        former.cbs = L(cb for cb in former.cbs if cb is not self)   # a new list: `Learner(cbs=learn.cbs)` iterates it
         if new is None: return
         warn_user('A precision callback moved from one learner to another: the first trains in fp32 from now on.\n'
                   'Give each learner its own: `learn.to_fp16()` or `learn.to_bf16()`.')
@@ -219,9 +221,10 @@ class LoopCallback(fp16.MixedPrecision):
 
     def __call__(self, event_name: str) -> None:
         "Run an event here, then in the watchers, until a callback removes this one."
-        is_inner, is_training = event_name in _inner_loop, getattr(self.learn, 'training', False)
-        is_open = self.fit is not None or event_name == 'before_batch'   # not if it was added within a batch
-        runs = self.run and (not is_inner or (is_open and (self.run_train if is_training else self.run_valid)))
+        runs = self.run
+        if event_name in _inner_loop:
+            is_open = self.fit is not None or event_name == 'before_batch'   # not if it was added within a batch
+            runs = runs and is_open and (self.run_train if self.learn.training else self.run_valid)
         for part in (self, *self.watchers) if runs else ():
             # fastai would look up a missing event on the learner and its model.
             has_event = event_name in vars(part) or hasattr(type(part), event_name)

@@ -3,6 +3,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from ..common import training_device
 from ..precisions import AMPMode, Auto, Precision
 from .fit import Fit
@@ -88,6 +90,6 @@ class PrecisionState(LoopCallback):
 
         Raises `ValueError` for a state that cannot be used, and then changes nothing.
         """
-        before = self.scale
+        before, scaling = self.scale, self._scaling
         self.precision.load_state_dict(state)
-        if self._scaling is not None and before: self._scaling.follow((self.scale or 0) / before)
+        if scaling and scaling.is_scaled and before: scaling.multiply_grads(torch.tensor((self.scale or 0) / before))
