@@ -18,22 +18,20 @@ from typing import Any
 
 import torch
 from fastai.learner import Learner
-from torch import nn
 
 from ..convert import map_tensors
 from ..precisions import AMPMode
 from .copies import random_state, set_random_state
-from .trace import Trace, running_copy
+from .trace import BackwardOnly, running_copy
 
 N_BATCHES = 6  # K
 
 
-class _Gradient(Trace):
-    "A trace of nothing but the gradient of the last batch, as one vector."
-    def end_backward(self, model: nn.Module) -> None:
+class _Gradient(BackwardOnly):
+    "Keeps the gradient of the last batch, as one vector."
+    def read_gradients(self, model):
         grads = (torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in model.parameters())
         self.vector = torch.cat([g.flatten() for g in grads])
-        model.zero_grad()
 
 
 def gradient_distance(
@@ -51,7 +49,9 @@ def gradient_distance(
     g, h = _Gradient(), _Gradient()
     mean: Any = 0.                                               # of g_k and h_k - g_k, by Welford's algorithm
     squares = 0.                                                 # of the distances of g_k from their mean
-    with running_copy(learn, None, [], 1., g) as fp32, running_copy(learn, mode, keep, scale, h) as low:
+    with running_copy(learn, None, [], 1.) as fp32, running_copy(learn, mode, keep, scale) as low:
+        fp32.add_cb(g)
+        low.add_cb(h)
         for n, batch in enumerate(batches[:N_BATCHES], 1):
             state = random_state()
             for copy in fp32, low:

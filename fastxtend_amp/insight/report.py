@@ -27,8 +27,9 @@ from .copies import check_learner, left_out, loader_like, no_batches, one_at_a_t
 from .gradient import N_BATCHES, gradient_distance
 from .precisions import choices_from, precision_call
 from .progress import progress_bar
+from .records import Trace
 from .shown import Shown
-from .trace import Trace, trace
+from .trace import trace
 from .verdict import Judge, Verdict, named, some, wrong_in_fp32
 
 _INIT_SCALE = 65536.   # of a learner without a loss scale
@@ -242,7 +243,7 @@ class _Report:
             notes.append(f'{emulated}: emulated on this device, usually slower than fp32.')
             if self.is_short:
                 notes[-1] += f' Of {self.whole} samples only the first {self.few} were run, and no gradients compared.'
-        if unseen := set().union(*(t.unseen for t in self.low.values())):
+        if unseen := {f"{what} in '{s.name}'" for t in self.low.values() for s in t.seen.values() for what in s.unseen}:
             notes.append(f'Not checked, as it cannot be read or compared with fp32: {some(sorted(unseen))}.')
         if fp8 := self.low.get(AMPMode.FP8):
             notes.append(f'fp8: {some([*map(named, fp8.in_fp8)])} would compute in FP8, the rest in bf16. The '

@@ -14,7 +14,8 @@ from ..precisions.matching import ROOT, covers, qualified_names
 from ..training.loop import precision_callback
 from .copies import tensors
 from .precisions import precision_call
-from .trace import LOSS, Trace, ends
+from .records import LOSS, Trace
+from .values import has_nan_or_inf
 
 Judgement = Literal['safe so far', 'safe with loss scaling', 'keep modules in fp32', 'gradient differs', 'do not use',
                     'cannot run', 'not known']
@@ -225,7 +226,7 @@ def wrong_in_fp32(fp32: Trace, batches: Any) -> str:
 
     NaN in the data matters only then: it may mark unknown targets, which the loss ignores.
     """
-    if not fp32.in_backward: return 'no batch gave a loss: use batches with targets, or a model that returns the loss'
+    if not fp32.has_loss: return 'no batch gave a loss: use batches with targets, or a model that returns the loss'
     if not fp32.not_finite: return ''
     if bad := not_finite_data(batches): return bad
     first = next((f', first in {named(n)}' for n, s in fp32.seen.items() if s.failed), '')
@@ -234,7 +235,7 @@ def wrong_in_fp32(fp32: Trace, batches: Any) -> str:
 
 def not_finite_data(batch: Any) -> str: # 'the batch itself is not finite: 1 of 24 values of ...'
     "Describe which tensor of a batch has NaN or inf; '' if none has. -inf may be a mask."
-    t = next(filter(ends, tensors(batch)), None)
+    t = next(filter(has_nan_or_inf, tensors(batch)), None)
     if t is None: return ''
     n = int((t.isnan() | t.isposinf()).sum())
     return (f'the batch itself is not finite: {n:,} of {t.numel():,} values of its tensor of shape '
