@@ -8,7 +8,7 @@ from fastai.learner import Learner
 from fastcore.basics import patch
 
 from ..common import several_processes
-from .compare import Comparison
+from .compare import check_comparable, compare
 from .comparison import PrecisionComparison
 from .precisions import default_choices
 
@@ -28,7 +28,7 @@ def measure_and_choose(
     Raises what `compare_precision` raises, and `RuntimeError` in distributed runs.
     """
     start = time.perf_counter()
-    comparing = Comparison(learn, 'to_amp(measure=True)', max_seconds)
+    limit = check_comparable(learn, 'to_amp(measure=True)', max_seconds)
     if several_processes():
         raise RuntimeError('to_amp(measure=True) is not available in distributed runs, as each process could choose '
                            'another precision.\nRun it in one process, then use the call that it prints in every '
@@ -42,7 +42,7 @@ def measure_and_choose(
         elif (v := verdicts[c.mode.value]).call and v.verdict not in ('do not use', 'cannot run'):
             compared.append(replace(c, fp32_modules=tuple(v.modules), init_scale=v.init_scale))
         else: refused.append(f'{c.name}: {v.reason}.')
-    comparison = comparing.run(compared)
+    comparison = compare(learn, 'to_amp(measure=True)', compared, limit)
     comparison.notes = [*refused, *comparison.notes]
     comparison.apply(learn)
     vars(learn)['precision_decision'] = comparison               # which `export` leaves out

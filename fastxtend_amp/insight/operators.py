@@ -27,7 +27,7 @@ _NEAR_0 = 6.1e-5        # and matter beside values below its smallest normal num
 
 class Call:
     "A call of an operator."
-    def __init__(self, func: Any, op: Traits, args: tuple, kwargs: dict[str, Any]):
+    def __init__(self, func, op: Traits, args, kwargs):
         self.func, self.op, self.args, self.kwargs = func, op, args, kwargs
         self.inputs = tensors((args, kwargs))                    # of floating point that can be read
         self.is_cast = self.op.name == '_to_copy' and kwargs.get('dtype') in HALF

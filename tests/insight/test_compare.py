@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fastxtend_amp import PrecisionComparison
 from fastxtend_amp.precisions import HalfWeights
-from fastxtend_amp.insight import compare
+from fastxtend_amp.insight import measuring
 from fastxtend_amp.insight.comparison import recommend, speed_up, tolerance
 from fastxtend_amp.insight.precisions import choices_from
 from helpers import OPTIMIZERS, At, Attentive, Data, handwritten, learner, loaders, mlp, params, same, set_support
@@ -450,12 +450,12 @@ def test_activations_of_checkpoints_are_those_kept_after_the_forward_pass(suppor
 def test_the_peak_of_an_accelerator_is_what_a_step_adds(support, monkeypatch):
     "Replaces PyTorch's counters, as this test has no accelerator."
     support({})
-    monkeypatch.setattr(compare, 'allocated', lambda device, peak=False: 7e6 if peak else 5e6)
+    monkeypatch.setattr(measuring, 'allocated', lambda device, peak=False: 7e6 if peak else 5e6)
     r = seeded().compare_precision('bf16', n_steps=7, n_seeds=0)
     assert (r.table['peak MB'] == 2).all() and 'peak MB' in repr(r)
     monkeypatch.undo()
     for device in ('mps', 'cpu'):
-        assert all(np.isnan(compare.allocated(torch.device(device), peak)) for peak in (False, True))
+        assert all(np.isnan(measuring.allocated(torch.device(device), peak)) for peak in (False, True))
 
 
 def test_a_model_that_refuses_to_be_watched_is_compared(support):
@@ -499,7 +499,7 @@ def test_page_faults_are_counted_and_said(support, monkeypatch, faults, said_so)
     "Each step has as many faults as the test says, on the test's counter."
     support({})
     counted = [0]
-    monkeypatch.setattr(compare, 'page_faults', lambda: counted[0])
+    monkeypatch.setattr(measuring, 'page_faults', lambda: counted[0])
 
     class Faults(Sleeps):
         def before_batch(self):
@@ -516,9 +516,9 @@ def test_page_faults_are_counted_and_said(support, monkeypatch, faults, said_so)
 
 @pytest.mark.skipif(sys.platform != 'linux', reason='looks at the counter of Linux')
 def test_page_faults_are_those_of_this_process():
-    before = compare.page_faults()
+    before = measuring.page_faults()
     mmap.mmap(-1, 4096 * 500).write(bytes(4096 * 500))
-    assert 500 <= compare.page_faults() - before < 5000
+    assert 500 <= measuring.page_faults() - before < 5000
 
 
 # -- compiled
@@ -713,7 +713,7 @@ def test_a_warm_up_and_one_step_of_each_are_trained_in_no_time(support):
 
 
 def test_few_kept_batches(monkeypatch):
-    monkeypatch.setattr(compare, 'LIMIT', 350)  # a batch is 4 * 7 * 4 = 112 bytes
+    monkeypatch.setattr(measuring, 'LIMIT', 350)  # a batch is 4 * 7 * 4 = 112 bytes
     r = seeded().compare_precision('bf16', n_steps=8, n_seeds=0)
     plain, seen = seeded(), []
     plain.dls.train.n = 16
