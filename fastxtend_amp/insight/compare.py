@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import math, random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 
@@ -12,15 +12,14 @@ from fastai.learner import Learner
 from fastai.torch_core import set_seed
 from fastcore.basics import patch
 
-from ..common import first_line, several_processes, training_device
+from ..common import first_line, several_processes
 from ..compat import is_compiled
-from ..convert import HALF
 from ..precisions import AMPMode
 from ..precisions.fp32_settings import settings_note
 from .arguments import check_above_0, check_count, known_arguments
 from .comparison import FEWEST_ROUNDS, PrecisionComparison, pays, recommend, speed_up, tolerance
-from .copies import check_learner, left_out, one_at_a_time, random_state_kept
-from .measuring import Batches, Run, Setting, TimeLimit
+from .copies import left_out, one_at_a_time, random_state_kept
+from .measuring import Batches, Run, Setting
 from .precisions import PrecisionChoice, call_for, choices_from, default_choices
 from .progress import progress_bar
 
@@ -71,55 +70,30 @@ def compare_precision(self: Learner,
     check_count('n_seeds', n_seeds, 0)
     if lr is not None and not isinstance(lr, slice): check_above_0('lr', lr, '1e-3, or a slice of two')
     if compile: choices = [c for choice in choices for c in (choice, replace(choice, compiled=True))]
-    limit = check_comparable(self, 'compare_precision', max_seconds)
-    return compare(self, 'compare_precision', choices, limit, n_steps, n_seeds, lr)
+    return compare(Setting(self, 'compare_precision', max_seconds, n_steps, n_seeds, lr), choices)
 
 
-def check_comparable(
-    learn: Learner,
-    method: str, # The method that was called, for messages
-    max_seconds: float, # Its argument
-) -> TimeLimit: # It starts before the checks
-    "Raise an error if `learn` cannot be compared in several precisions."
-    check_above_0('max_seconds', max_seconds, '60')
-    limit = TimeLimit(max_seconds)
-    check_learner(learn, method)
-    if any(p.dtype in HALF for p in learn.model.parameters()):
-        raise ValueError(f'{method} compares with fp32 training, but this model has 16-bit parameters.\nCall '
-                         '`learn.model.float()` to compare, or `learn.to_bf16()` to train it without comparing.')
-    return limit
-
-
-def compare(
-    learn: Learner, # Only copies of it are trained
-    method: str, # The method that was called
-    choices: list[PrecisionChoice], # fp32 first
-    limit: TimeLimit,
-    n_steps: int = 40,
-    n_seeds: int = 3,
-    lr: float | slice | None = None,
-) -> PrecisionComparison:
-    "Train side by side in all precisions, then in fp32 with other seeds, and return what that shows."
-    if len(choices) == 1: n_steps = 1                            # there is nothing to compare fp32 with
-    device = training_device(learn)
-    with one_at_a_time, random_state_kept(), progress_bar(learn, limit.left) as tick:
-        batches = Batches(learn, method, n_steps, limit.seconds / 4, tick)
-        setting = Setting(learn, lr, n_steps, n_seeds, limit, batches, device, tick)
-        runs = [Run(setting, c, c.mode.support(device).status if c.mode else 'native') for c in choices]
+def compare(setting: Setting, choices: list[PrecisionChoice]) -> PrecisionComparison:
+    "Train side by side in all precisions, fp32 first, then in fp32 with other seeds; return what that shows."
+    if len(choices) == 1: setting.n_steps = 1                    # there is nothing to compare fp32 with
+    with one_at_a_time, random_state_kept(), progress_bar(setting.learn, setting.left) as tick:
+        batches = Batches(setting, tick)
+        runs = [Run(setting, batches, c, c.mode.support(setting.device).status if c.mode else 'native')
+                for c in choices]
         with ExitStack() as copies:
             for run in runs:
                 with run.failures_noted(): run.copy(copies)
-            if method == 'compare_precision': _validate(runs)    # `to_amp` calls the report, which validates
-            n = _train_in_rounds(setting, runs)
+            if setting.method == 'compare_precision': _validate(runs)    # `to_amp` calls the report, which validates
+            n = _train_in_rounds(setting, runs, tick)
             for run in reversed(_running(runs)):                 # fp32 last: it is slow where time is short
                 run.finish()
-                if run.choice.compiled or run.pace > limit.left: continue        # it would be compiled again
+                if run.choice.compiled or run.pace > setting.left: continue      # it would be compiled again
                 with suppress(Exception): run.count_activations()                # nan if hooks break the model
-        n_last = max(1, n // 5)
-        seeds = []
-        while len(seeds) < n_seeds and limit.left > n * runs[0].pace:
-            seeds.append(_train_with_seed(setting, 1 + len(seeds), n, n_last))
-    return _Trained(setting, runs, seeds, n, n_last).comparison()
+        n_last, seeds = max(1, n // 5), list[Run]()
+        while len(seeds) < setting.n_seeds and setting.left > n * runs[0].pace:
+            tick('fp32')
+            seeds.append(_train_with_seed(setting, batches, 1 + len(seeds), n, n_last))
+    return _Trained(setting, batches, runs, seeds, n, n_last).comparison()
 
 
 # -- the trainings
@@ -130,34 +104,35 @@ def _running(runs): return [r for r in runs if not r.note]
 def _validate(runs):
     "Validate in each precision: one that trains may fail there. If fp32 fails there as well, it says nothing."
     for run in _running(runs):
-        try: run.learn.validate(dl=[run.setting.batches[0]])
+        try: run.learn.validate(dl=[run.batches[0]])
         except Exception as e:
             if run is runs[0]: return
             with run.failures_noted(): raise type(e)(f'{first_line(e)} (in validation)') from e
 
 
-def _train_in_rounds(setting: Setting, runs: list[Run]) -> int: # The steps whose losses are compared
+def _train_in_rounds(setting: Setting, runs: list[Run], tick: Callable[[str], None]) -> int: # Steps to compare
     """Train all precisions for a few steps, round by round, until all is decided or only the time for seeds is left.
 
     The first two rounds have one step each: a warm-up, and one that shows how long a step takes. From that follows how
     many steps fit into the time.
     """
-    base, limit, n, size = runs[0], setting.limit, setting.n_steps, 1
+    base, n, size = runs[0], setting.n_steps, 1
     while due := _due(runs, n):
         done = len(base.losses)
         # Back and forth, so that no precision always follows the same one.
         if len(base.times) % 2: due.reverse()
         for run in due:
+            tick(run.choice.name)
             with run.failures_noted(): run.train(range(done, done + size))
         n_rounds = len(base.times)
         pace = sum(r.pace for r in _running(runs))
         seeds = setting.n_seeds * base.pace
         if n_rounds == 1:
-            fitting = int(.9 * limit.left / (pace + seeds))
+            fitting = int(.9 * setting.left / (pace + seeds))
             n = min(setting.n_steps, max(FEWEST_ROUNDS + 1, fitting))
             size = max(1, (n - 2) // _ROUNDS)
         afterwards = pace + seeds * n                            # one step shows the memory
-        if limit.left < size * pace + afterwards * (n_rounds >= FEWEST_ROUNDS): break
+        if setting.left < size * pace + afterwards * (n_rounds >= FEWEST_ROUNDS): break
     return min(n, *(len(r.losses) for r in _running(runs)))
 
 
@@ -169,10 +144,10 @@ def _due(runs, n):
     return [base, *undecided] if undecided and not several_processes() else []
 
 
-def _train_with_seed(setting: Setting, seed: int, n: int, n_last: int) -> Run:
+def _train_with_seed(setting: Setting, batches: Batches, seed: int, n: int, n_last: int) -> Run:
     "Train in fp32 with another seed and another order of the batches, except for the last ones."
     set_seed(seed)
-    run = Run(setting, PrecisionChoice())
+    run = Run(setting, batches, PrecisionChoice())
     with ExitStack() as copies:
         run.copy(copies)
         run.train([*random.Random(seed).sample(range(n - n_last), n - n_last), *range(n - n_last, n)])
@@ -185,19 +160,20 @@ def _train_with_seed(setting: Setting, seed: int, n: int, n_last: int) -> Run:
 class _Trained:
     "What was trained, and the comparison that it gives."
     setting: Setting
+    batches: Batches
     runs: list[Run] # One per precision, fp32 first
     seeds: list[Run] # In fp32, with other seeds
     n: int # Steps that are compared
     n_last: int # Steps at the end whose mean is the loss
 
     def comparison(self) -> PrecisionComparison:
-        learn, limit, base = self.setting.learn, self.setting.limit, self.runs[0]
+        setting, base = self.setting, self.runs[0]
         choices = {r.choice.name: r.choice for r in self.runs}
         table = pd.DataFrame(map(self._row, self.runs), index=[*choices])
         table['weights moved'] /= table['weights moved']['fp32']
         tolerated = tolerance(base.losses[:self.n], list(map(self._loss, self.seeds)), self.n_last)
-        recommended, reason = recommend(table, tolerated, limit.seconds - min(0, limit.left))
-        calls = {name: f"{call_for(learn, choice)}{'; learn.model.compile()' if choice.compiled else ''}"
+        recommended, reason = recommend(table, tolerated, setting.max_seconds - min(0, setting.left))
+        calls = {name: f"{call_for(setting.learn, choice)}{'; learn.model.compile()' if choice.compiled else ''}"
                  for name, choice in choices.items()}
         losses = {r.choice.name: r.losses[:self.n] for r in self.runs}
         step, low = table['ms per step'][['fp32', recommended]] / 1000
@@ -218,7 +194,7 @@ class _Trained:
                 'loss': loss, 'loss difference': loss - self._loss(base), **run.measured, 'note': run.note}
 
     def _notes(self, step, low, recommended):
-        found, setting, loading = [], self.setting, self.setting.batches.loading
+        found, setting, loading = [], self.setting, self.batches.loading
         if recommended != 'fp32' and loading > _CONSIDERABLE * step:
             dl = setting.learn.dls.train                            # its workers draw batches while the model trains
             together = max if getattr(dl, 'fake_l', dl).num_workers else float.__add__
@@ -232,8 +208,9 @@ class _Trained:
             found.append(f'A step in {name} has {faults:,.0f} page faults from freshly allocated memory, which may '
                          f'take up to {min(99, 100 * faults * _FAULT / pace):.2g}% of its time. Call '
                          '`keep_freed_memory()` to avoid them, and compare again.')
-        found += [f'`max_seconds={setting.limit.seconds:g}` was enough for {self.n} of {setting.n_steps} steps and '
-                  f'{len(self.seeds)} of {setting.n_seeds} seeds. Loss: mean of the last fifth of the steps.',
+        found += [f'`max_seconds={setting.max_seconds:g}` was enough for {self.n:,} of {setting.n_steps:,} steps, and '
+                  f'for fp32 with {len(self.seeds)} of {setting.n_seeds} other seeds. Loss: mean of the last '
+                  'fifth of the steps.',
                   *left_out(setting.learn)]
         if settings := settings_note(): found.append(f'{settings}. fp32 was measured with this setting.')
         return found

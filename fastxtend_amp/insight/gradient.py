@@ -41,7 +41,7 @@ def gradient_distance(
     keep: Sequence[str], # Modules kept in fp32
     scale: float, # The loss scale, for fp16
     until: float, # Time of `time.monotonic()` after which no further batch starts
-) -> float: # The ratio; nan if a gradient is not finite
+) -> tuple[float, int]: # The ratio, nan if a gradient is not finite, and the number of batches
     """Run batches forward and backward in two copies of `learn`, with its callbacks, in fp32 and in `mode`.
 
     Raises `ValueError` if fewer than two batches were run or all are equal, and any error of the model.
@@ -62,4 +62,4 @@ def gradient_distance(
             squares += float(change[0].norm()) ** 2 * (1 - 1 / n)
             if time.monotonic() > until: break
     if n < 2 or not squares: raise ValueError('the noise between batches is unknown')
-    return float(mean[1].norm()) / math.sqrt(squares / (n - 1) / n)
+    return float(mean[1].norm()) / math.sqrt(squares / (n - 1) / n), n

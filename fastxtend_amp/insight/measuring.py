@@ -15,12 +15,13 @@ from fastai.torch_core import to_device
 from fastcore.basics import noop
 
 from ..common import first_line, training_device
-from ..convert import map_tensors
+from ..convert import HALF, map_tensors
 from ..devices.cost import allocated, page_faults, wait_for
 from ..precisions.matching import unwrapped
 from ..training.loop import precision_callback
-from .copies import (RandomState, begin_fit, copied_learner, is_plain, loader_like, no_batches, random_state,
-                     set_random_state, tensors)
+from .arguments import check_above_0
+from .copies import (RandomState, begin_fit, check_learner, copied_learner, is_plain, loader_like, no_batches,
+                     random_state, set_random_state, tensors)
 from .precisions import PrecisionChoice, use_choice
 
 LIMIT = 2**29           # bytes of batches to hold; further steps reuse them
@@ -28,26 +29,43 @@ LIMIT = 2**29           # bytes of batches to hold; further steps reuse them
 _MEASURED = 'skipped', 'final scale', 'activations MB', 'peak MB', 'weights moved', 'compile s'
 
 
-class TimeLimit:
-    "The time that a comparison has; it starts when this is created."
-    def __init__(self, seconds: float): self.seconds, self.end = seconds, time.monotonic() + seconds
+@dataclass
+class Setting:
+    "What a comparison was asked for; its time starts when this is created."
+    learn: Learner # Only copies of it are trained
+    method: str # The method that was called, for messages
+    max_seconds: float
+    n_steps: int = 40
+    n_seeds: int = 3
+    lr: float | slice | None = None # The learner's own if None
+
+    def __post_init__(self):
+        check_above_0('max_seconds', self.max_seconds, '60')
+        self.end = time.monotonic() + self.max_seconds
+        check_learner(self.learn, self.method)
+        if any(p.dtype in HALF for p in self.learn.model.parameters()):
+            raise ValueError(f'{self.method} compares with fp32 training, but this model has 16-bit parameters.\nCall '
+                             '`learn.model.float()` to compare, or `learn.to_bf16()` to train it without comparing.')
+        self.device = training_device(self.learn)
 
     @property
-    def left(self) -> float: return self.end - time.monotonic()
+    def left(self) -> float:
+        "The seconds that are left."
+        return self.end - time.monotonic()
 
 
 class Batches:
-    "One training batch per step, as many as fit into the time and into 512 MB; further steps reuse them."
-    def __init__(self, learn: Learner, method: str, n_steps: int, seconds: float, tick: Callable[[str], None]):
-        dl, device = loader_like(learn.dls.train), training_device(learn)
+    "One training batch per step, as many as fit into a quarter of the time and into 512 MB; further steps reuse them."
+    def __init__(self, setting: Setting, tick: Callable[[str], None]):
+        dl, seconds = loader_like(setting.learn.dls.train), setting.max_seconds / 4
         self.kept, size, clock = list[Any](), 0, [time.perf_counter()]
-        for b in (b for _ in range(n_steps) for b in dl):        # from the first again when an epoch is over
-            self.kept.append(to_device(b, device))
+        for b in (b for _ in range(setting.n_steps) for b in dl):        # from the first again when an epoch is over
+            self.kept.append(to_device(b, setting.device))
             tick('batches')
             clock.append(time.perf_counter())
             size += sum(t.nbytes for t in tensors(b, floating=False))
-            if len(self.kept) == n_steps or size > LIMIT or clock[-1] - clock[0] > seconds: break
-        if not self.kept: raise no_batches(method)
+            if len(self.kept) == setting.n_steps or size > LIMIT or clock[-1] - clock[0] > seconds: break
+        if not self.kept: raise no_batches(setting.method)
         # The mean time of a batch without the first one, which starts the workers, unless it is the only one.
         self.loading = np.diff(clock[1:] if len(clock) > 2 else clock).mean()
 
@@ -56,22 +74,10 @@ class Batches:
 
 
 @dataclass
-class Setting:
-    "What all trainings of a comparison share."
-    learn: Learner # Only copies of it are trained
-    lr: float | slice | None # The learner's own if None
-    n_steps: int # As asked; fewer are trained if time is short
-    n_seeds: int
-    limit: TimeLimit
-    batches: Batches
-    device: torch.device
-    tick: Callable[[str], None] # Called with what is running
-
-
-@dataclass
 class Run:
     "One training: its precision, the copy that trains in it, and the measurements."
     setting: Setting
+    batches: Batches
     choice: PrecisionChoice
     support: str = 'native' # 'emulated', or 'failed' after an error
     note: str = '' # Why it does not run; '' if it does
@@ -108,7 +114,6 @@ class Run:
 
     def train(self, steps: Iterable[int]) -> None:
         "Train on the batches of these steps, and time it."
-        self.setting.tick(self.choice.name)
         set_random_state(self.random_state)
         if not self.losses: begin_fit(self.learn, self.setting.n_steps, train=False)
         # As fastai calls the training part of an epoch, but cancelling it is an error. At its end all is closed that
@@ -117,17 +122,17 @@ class Run:
         self.random_state = random_state()
 
     def _train_and_time(self, steps):
-        batches, device = self.setting.batches, self.setting.device
+        device = self.setting.device
         wait_for(device)
         before, faults = allocated(device), page_faults()
         start = time.perf_counter()
-        losses = [self._step(i, batches[step]) for i, step in enumerate(steps, len(self.losses))]
+        losses = [self._step(i, self.batches[step]) for i, step in enumerate(steps, len(self.losses))]
         wait_for(device)
         seconds = (time.perf_counter() - start) / len(losses)
         if self.losses: self.times.append(seconds)
         elif self.choice.compiled:
             self.measured['compile s'] = seconds
-            self.setting.limit.end += seconds                    # which does not count
+            self.setting.end += seconds                    # which does not count
         self.faults = (page_faults() - faults) / len(losses)
         self.measured['peak MB'] = (allocated(device, peak=True) - before) / 1e6
         self.losses += map(float, losses)
@@ -159,5 +164,5 @@ class Run:
             return t.detach()                                    # keeping `t` itself would leak its graph
         self.learn._do_grad_opt = noop
         with torch.autograd.graph.saved_tensors_hooks(note, noop):
-            self.learn._with_events(partial(self._step, len(self.losses), self.setting.batches[0]), 'train', ())
+            self.learn._with_events(partial(self._step, len(self.losses), self.batches[0]), 'train', ())
         self.measured['activations MB'] = sum(kept.values()) / 1e6

@@ -51,7 +51,7 @@ class Verdict:
     call: str = '' # The next call to make; empty if fp32 fails as well
     modules: list[str] = field(default_factory=list) # Modules to keep in fp32
     scale_range: tuple[float, float] | None = None # Loss scales without underflow or overflow (fp16)
-    trouble: list[str] = field(default_factory=list) # Flagged modules; '(model)' is the model's own `forward`
+    flagged: list[str] = field(default_factory=list) # Flagged modules; '(model)' is the model's own `forward`
     init_scale: float | None = None # Initial loss scale, if the usual one does not fit (fp16)
 
     def __str__(self):
@@ -87,7 +87,7 @@ class Judge:
             if not self._mend(low, found): return self._nothing_helps(low)
 
     def _say(self, verdict: Judgement, reason, **found) -> Verdict:
-        return Verdict(self.mode.value, verdict, reason, trouble=[*self.reasons], **found)
+        return Verdict(self.mode.value, verdict, reason, flagged=[*self.reasons], **found)
 
     # -- what has to be in fp32
 
@@ -202,7 +202,7 @@ class Judge:
             own = max((s.error for s in low.seen.values() if s.error > 0), default=0.)
             reasons = [f'no module has an error above {own:.2%}' if own else 'nothing was flagged']
         reason, names = some(reasons, '; '), []
-        if scales: reason += f'; loss scales from {least:,.9g} to {most:,.9g} fit'
+        if scales: reason += f'; loss scales from {least:,.9g} to {most:,.9g} work'
         if (far := self.distance(self.keep, scale)) >= 0:        # nan if unknown
             reason += (f'; rounding changes the mean gradient by {far:.2g}x the noise '
                        f'between batches (below {SMALL}x is negligible, above {LARGE}x may matter)')

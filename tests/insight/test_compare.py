@@ -71,7 +71,8 @@ def test_table_and_texts(support):
     assert t['loss'].to_dict() == pytest.approx(tails)
     assert t['loss difference'].to_dict() == pytest.approx({n: v - tails['fp32'] for n, v in tails.items()})
     assert (
-        '`max_seconds=60` was enough for 10 of 10 steps and 2 of 2 seeds. Loss: mean of the last fifth of the steps.'
+        '`max_seconds=60` was enough for 10 of 10 steps, and for fp32 with 2 of 2 other seeds. Loss: mean of the '
+        'last fifth of the steps.'
         in said(r)
     )
     assert np.isnan(t['final scale'][['fp32', 'bf16']]).all()
@@ -702,7 +703,7 @@ def test_all_of_it_ends_in_max_seconds_and_the_loss_is_judged_where_all_seeds_ha
     assert 2.5 < sleeps.now - start < 3.1
     n = len(r.losses['fp32'])
     assert 15 < n < 2000 and (r.table['steps'] > n).all() and [len(l) for l in r.seed_losses] == [n] * 3
-    assert f'`max_seconds=3` was enough for {n} of 2000 steps and 3 of 3 seeds.' in said(r)
+    assert f'`max_seconds=3` was enough for {n:,} of 2,000 steps, and for fp32 with 3 of 3 other seeds.' in said(r)
 
 
 def test_a_warm_up_and_one_step_of_each_are_trained_in_no_time(support):

@@ -38,7 +38,7 @@ def test_each_module_is_drawn_in_its_order_and_in_trouble_it_is_red(drawn):
     assert found == list(rows['module']) and ax.yaxis_inverted()
     assert list(dots.get_offsets()[:, 0]) == list(rows['largest'])
     red = [name for name, color in zip(found, dots.get_facecolors()) if to_hex(color) == RED]
-    assert red == ['attn'] == list(rows['module'][rows['trouble']])
+    assert red == ['attn'] == list(rows['module'][rows['flagged']])
 
 
 def test_the_range_of_fp16_is_drawn(drawn):
