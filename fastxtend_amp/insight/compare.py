@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import math, random
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 
@@ -110,7 +110,7 @@ def _validate(runs):
             with run.failures_noted(): raise type(e)(f'{first_line(e)} (in validation)') from e
 
 
-def _train_in_rounds(setting: Setting, runs: list[Run], tick: Callable[[str], None]) -> int: # Steps to compare
+def _train_in_rounds(setting, runs, tick): # Returns how many steps are compared
     """Train all precisions for a few steps, round by round, until all is decided or only the time for seeds is left.
 
     The first two rounds have one step each: a warm-up, and one that shows how long a step takes. From that follows how
@@ -144,7 +144,7 @@ def _due(runs, n):
     return [base, *undecided] if undecided and not several_processes() else []
 
 
-def _train_with_seed(setting: Setting, batches: Batches, seed: int, n: int, n_last: int) -> Run:
+def _train_with_seed(setting, batches, seed, n, n_last):
     "Train in fp32 with another seed and another order of the batches, except for the last ones."
     set_seed(seed)
     run = Run(setting, batches, PrecisionChoice())

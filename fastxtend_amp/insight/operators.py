@@ -34,16 +34,17 @@ class Call:
         self.unreadable = {f'{type(t).__name__} of {t.dtype}' for t in tensors((args, kwargs), floating=False)
                            if t.is_floating_point() and not is_plain(t)}
 
-    def inputs_are_finite(self) -> bool: return all(map(all_finite, self.inputs))
+    def inputs_are_finite(self): return all(map(all_finite, self.inputs))
 
-    def run_in_fp32(self, twins: Twins) -> Any:
+    def run_in_fp32(self, twins):
         "Return the result in fp32 on the twins of the inputs, which an operator in place leaves as they are."
         def wide(t): return twins.wide(t).clone() if self.op.writes else twins.wide(t)
         dtypes = {k: torch.float32 for k, v in self.kwargs.items() if isinstance(v, torch.dtype) and v in HALF}
-        with torch.no_grad(), torch.autocast(self.inputs[0].device.type, enabled=False):
+        device = tensors((self.args, self.kwargs), floating=False)[0].device
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
             return self.func(*map_tensors(wide, self.args), **{**map_tensors(wide, self.kwargs), **dtypes})
 
-    def loses_constant(self, out: torch.Tensor, value: torch.Tensor) -> bool: # `value`: `out`, in fp32 if known
+    def loses_constant(self, out, value): # `value`: `out`, in fp32 if known
         "Return whether a constant is 0 in fp16, where it is added to values near 0, or keeps them away from 0."
         if out.dtype is not torch.float16 or not self.op.name.startswith(('add', 'clamp')): return False
         constant = self.args[1]
@@ -95,13 +96,13 @@ class Frame:
     def run(self, call: Call) -> Any:
         "Run an operator of the module, and record what it shows."
         wide = self._in_fp32(call)
-        began_finite = call.op.writes and call.inputs_are_finite()       # which it overwrites
+        began_finite = call.op.writes and call.inputs_are_finite()       # it overwrites them
         out = call.func(*call.args, **call.kwargs)
         # Decisions and indices: their error is the share that differs.
         if torch.is_tensor(wide) and wide.dtype in (torch.bool, torch.int64) and out.shape == wide.shape:
             self.seen.error = max(float((out != wide).float().mean()), self.seen.error)
         outs = tensors(out)
-        for o, w in zip(outs, tensors(wide) or [None] * len(outs)):
+        for o, w in zip(outs, [*tensors(wide), *[None] * len(outs)]):
             self._record(call, o, w)
             if not has_nan_or_inf(o) or (self.fp32 and self.fp32.failed): continue
             # It is new where the fp32 result is finite, and more than a mask; without one, if the inputs are finite.
@@ -110,7 +111,7 @@ class Frame:
             self.seen.failed |= is_new
         return out
 
-    def _in_fp32(self, call: Call) -> Any:
+    def _in_fp32(self, call):
         "Return the result in fp32; None if nothing has been rounded yet, or if it cannot be compared."
         rounds = call.is_cast or any(t.dtype in HALF or self.twins.of(t) is not None for t in call.inputs)
         if self.mode is None or not rounds or call.op.draws: return None
@@ -120,7 +121,7 @@ class Frame:
             self.seen.unseen.add(f'{call.func}, which does not run in fp32')
             return None
 
-    def _record(self, call: Call, out: torch.Tensor, wide: torch.Tensor | None) -> None:
+    def _record(self, call, out, wide):
         "Record the size of a result, and keep its twin."
         seen, value = self.seen, out if wide is None else wide
         if call.is_cast or call.op.name not in _MOVES:

@@ -72,8 +72,7 @@ def test_table_and_texts(support):
     assert t['loss difference'].to_dict() == pytest.approx({n: v - tails['fp32'] for n, v in tails.items()})
     assert (
         '`max_seconds=60` was enough for 10 of 10 steps, and for fp32 with 2 of 2 other seeds. Loss: mean of the '
-        'last fifth of the steps.'
-        in said(r)
+        'last fifth of the steps.' in said(r)
     )
     assert np.isnan(t['final scale'][['fp32', 'bf16']]).all()
     assert t['final scale']['fp16'] == 65536 / 2 ** t['skipped']['fp16']
@@ -81,6 +80,7 @@ def test_table_and_texts(support):
         f'Recommended: {r.recommended}. {r.reason} Next: `{r.calls[r.recommended]}` '
     )
     assert max(map(len, repr(r).splitlines())) <= 120 and '<table' in r._repr_html_()
+    assert re.search(r'\nfp32 .* 1 \(reference\)', repr(r))
     assert 'fp32_precision' not in repr(r)  # with PyTorch's default settings
 
 

@@ -788,6 +788,12 @@ def test_it_says_what_it_looked_at():
     assert learn.precision_report('fp16').verdicts['fp16'].modules == ['0']
 
 
+def test_integers_that_are_cast_to_16_bits_can_be_compared():
+    layer = Act(lambda x: x + (x > 0).long().to(torch.bfloat16))
+    report = learner(nn.Sequential(layer, nn.Linear(6, 1))).precision_report('bf16')
+    assert not [note for note in report.notes if note.startswith('Not checked')], report.notes
+
+
 def test_an_emulated_mode_makes_it_look_at_fewer_samples(monkeypatch):
     set_support(monkeypatch, lambda name: 'emulated' if name == 'fp16' else 'native')
     monkeypatch.setattr(room, 'EMULATED_TIME', 0.0)
