@@ -249,7 +249,7 @@ class _Report:
             notes.append(f'{emulated}: emulated on this device, usually slower than fp32.')
             if self.is_short:
                 notes[-1] += (f' Of {self.whole:,} samples only the first {self.few:,} were run, and no gradients '
-                              'compared.')
+                              f'compared in {emulated}.')
         if unseen := {f"{what} in '{s.name}'" for t in self.low.values() for s in t.seen.values() for what in s.unseen}:
             notes.append(f'Not checked, as it cannot be read or compared with fp32: {some(sorted(unseen))}.')
         if fp8 := self.low.get(AMPMode.FP8):
