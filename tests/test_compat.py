@@ -85,7 +85,7 @@ def test_in_function_transform():
 def test_operator():
     aten = torch.ops.aten
     assert traced.operator(aten.mm.default) == ('mm', False, False, False)
-    assert traced.operator(aten.view.default).is_view and traced.operator(aten.add_.Tensor).writes
+    assert traced.operator(aten.view.default).makes_nothing and traced.operator(aten.add_.Tensor).writes
     assert traced.operator(aten.bernoulli_.float)[1:] == (True, False, True)
 
 

@@ -8,8 +8,9 @@ from fastai.learner import Learner
 from fastcore.basics import patch
 
 from ..common import several_processes
-from .compare import Comparison
+from .compare import compare
 from .comparison import PrecisionComparison
+from .measuring import Setting
 from .precisions import default_choices
 
 _FOR_REPORT = .3    # share of the time
@@ -28,7 +29,7 @@ def measure_and_choose(
     Raises what `compare_precision` raises, and `RuntimeError` in distributed runs.
     """
     start = time.perf_counter()
-    comparing = Comparison(learn, 'to_amp(measure=True)', max_seconds)
+    setting = Setting(learn, 'to_amp(measure=True)', max_seconds)
     if several_processes():
         raise RuntimeError('to_amp(measure=True) is not available in distributed runs, as each process could choose '
                            'another precision.\nRun it in one process, then use the call that it prints in every '
@@ -42,7 +43,7 @@ def measure_and_choose(
         elif (v := verdicts[c.mode.value]).call and v.verdict not in ('do not use', 'cannot run'):
             compared.append(replace(c, fp32_modules=tuple(v.modules), init_scale=v.init_scale))
         else: refused.append(f'{c.name}: {v.reason}.')
-    comparison = comparing.run(compared)
+    comparison = compare(setting, compared)
     comparison.notes = [*refused, *comparison.notes]
     comparison.apply(learn)
     vars(learn)['precision_decision'] = comparison               # which `export` leaves out

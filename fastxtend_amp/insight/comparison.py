@@ -169,7 +169,7 @@ def _against(row: pd.Series, tolerated: tuple[float, str], seconds: float) -> li
     found = []
     if not math.isfinite(row['loss']): found.append('its loss is not finite')
     elif row['skipped'] > row['steps'] / 2:                      # a skipped step is faster, and keeps the loss
-        found.append(f"it skipped {row['skipped']:.0f} of {row['steps']} steps, so its loss and speed mean little: "
+        found.append(f"it skipped {row['skipped']:,.0f} of {row['steps']:,} steps, so its loss and speed mean little: "
                      'use a larger `n_steps`, or call `learn.precision_report()`')
     elif row['weights moved'] < _MOVES:
         found.append(f"its weights moved only {row['weights moved']:.0%} of the distance in fp32: its gradients vanish")
@@ -187,5 +187,5 @@ def _against(row: pd.Series, tolerated: tuple[float, str], seconds: float) -> li
 
 
 def _speed(row: pd.Series) -> str: # '-' for what is not known
-    if row.name == 'fp32': return '1.00'                         # what the others are compared with
+    if row.name == 'fp32': return '1 (reference)'
     return '{speed-up:.2f} ({speed-up low:.2f} to {speed-up high:.2f})'.format(**row).replace('nan', '-')

@@ -21,7 +21,7 @@ class Traits(NamedTuple):
     "The traits of one of PyTorch's operators."
     name: str # Without namespace: 'addmm'
     draws: bool # It draws random numbers
-    is_view: bool # It gives another view of the same memory, by its schema
+    makes_nothing: bool # It gives a view of the same memory, a constant, or uninitialized memory
     writes: bool # It writes into an argument
 
 
@@ -31,9 +31,10 @@ def operator(func: Any) -> Traits:
 
     Relies on `OpOverload._schema`, `.overloadpacket` and `.tags` (1.13).
     """
-    returned = [r.alias_info for r in func._schema.returns]
-    return Traits(func.overloadpacket.__name__, torch.Tag.nondeterministic_seeded in func.tags,
-                  any(a is not None and not a.is_write for a in returned), func._schema.is_mutable)
+    name, aliases = func.overloadpacket.__name__, [r.alias_info for r in func._schema.returns]
+    is_view = any(a is not None and not a.is_write for a in aliases)
+    makes_nothing = is_view or name.startswith(('empty', 'full', 'new_', 'scalar_tensor'))
+    return Traits(name, torch.Tag.nondeterministic_seeded in func.tags, makes_nothing, func._schema.is_mutable)
 
 
 def unwatched() -> AbstractContextManager:

@@ -99,7 +99,7 @@ def lost_weights(model: nn.Module) -> str: # "2 of 4 weight tensors are NaN or i
     "Describe which weights are NaN or inf, among the shards of this process; '' if none is."
     weights = {n: p.to_local() if hasattr(p, 'to_local') else p for n, p in model.named_parameters()}
     lost = [n for n, p in weights.items() if is_plain(p) and not p.isfinite().all()]
-    return f"{len(lost)} of {len(weights)} weight tensors are NaN or inf; the first is '{lost[0]}'" if lost else ''
+    return f"{len(lost):,} of {len(weights):,} weight tensors are NaN or inf; the first is '{lost[0]}'" if lost else ''
 
 
 @contextmanager

@@ -41,14 +41,14 @@ def diagnose(
     learn: Learner, # With a precision callback, in the middle of a batch
     alarm: Alarm,
     divergence: str, # How far weights and loss have grown, if it is far
-) -> str: # Three lines: what happened, where it began, what to try
+) -> str: # Three lines: what happened, what to try, where it began
     """Find where finite numbers end, and what helps. The learner is not changed.
 
     A compiled model is run uncompiled. With several processes nothing is run again: loss functions gather and models
     synchronize, and a process that ran alone would leave the others waiting.
     """
-    cause = _cause(learn, alarm, divergence)
-    return '\n'.join([alarm.happened, *(f'{line[0].upper()}{line[1:]}.' for line in cause)])
+    cause, remedy = (f'{line[0].upper()}{line[1:]}.' for line in _cause(learn, alarm, divergence))
+    return f'{alarm.happened}\n{remedy}\n{cause}'
 
 
 def _cause(learn: Learner, alarm: Alarm, divergence: str) -> tuple[str, str]:

@@ -18,22 +18,20 @@ from typing import Any
 
 import torch
 from fastai.learner import Learner
-from torch import nn
 
 from ..convert import map_tensors
 from ..precisions import AMPMode
 from .copies import random_state, set_random_state
-from .trace import Trace, running_copy
+from .trace import BackwardOnly, running_copy
 
 N_BATCHES = 6  # K
 
 
-class _Gradient(Trace):
-    "A trace of nothing but the gradient of the last batch, as one vector."
-    def end_backward(self, model: nn.Module) -> None:
+class _Gradient(BackwardOnly):
+    "Keeps the gradient of the last batch, as one vector."
+    def read_gradients(self, model):
         grads = (torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in model.parameters())
         self.vector = torch.cat([g.flatten() for g in grads])
-        model.zero_grad()
 
 
 def gradient_distance(
@@ -43,7 +41,7 @@ def gradient_distance(
     keep: Sequence[str], # Modules kept in fp32
     scale: float, # The loss scale, for fp16
     until: float, # Time of `time.monotonic()` after which no further batch starts
-) -> float: # The ratio; nan if a gradient is not finite
+) -> tuple[float, int]: # The ratio, nan if a gradient is not finite, and the number of batches
     """Run batches forward and backward in two copies of `learn`, with its callbacks, in fp32 and in `mode`.
 
     Raises `ValueError` if fewer than two batches were run or all are equal, and any error of the model.
@@ -51,7 +49,9 @@ def gradient_distance(
     g, h = _Gradient(), _Gradient()
     mean: Any = 0.                                               # of g_k and h_k - g_k, by Welford's algorithm
     squares = 0.                                                 # of the distances of g_k from their mean
-    with running_copy(learn, None, [], 1., g) as fp32, running_copy(learn, mode, keep, scale, h) as low:
+    with running_copy(learn, None, [], 1.) as fp32, running_copy(learn, mode, keep, scale) as low:
+        fp32.add_cb(g)
+        low.add_cb(h)
         for n, batch in enumerate(batches[:N_BATCHES], 1):
             state = random_state()
             for copy in fp32, low:
@@ -62,4 +62,4 @@ def gradient_distance(
             squares += float(change[0].norm()) ** 2 * (1 - 1 / n)
             if time.monotonic() > until: break
     if n < 2 or not squares: raise ValueError('the noise between batches is unknown')
-    return float(mean[1].norm()) / math.sqrt(squares / (n - 1) / n)
+    return float(mean[1].norm()) / math.sqrt(squares / (n - 1) / n), n

@@ -16,7 +16,7 @@ def plot_scales(self: MixedPrecision,
         raise ValueError('plot_scales has nothing to plot: no optimizer step was made with a loss scale.\n'
                          'Train in fp16 first; bf16 and fp32 need no loss scaling.')
     scales = pd.Series(self.scales)
-    columns = {'loss scale': scales, f'skipped steps ({sum(self.skips)})': scales.where(self.skips)}
+    columns = {'loss scale': scales, f'skipped steps ({sum(self.skips):,})': scales.where(self.skips)}
     ax = pd.DataFrame(columns).plot(ax=ax, style=['-', 'rx'], drawstyle='steps-post', title='Loss scale in training',
                                     xlabel='optimizer step', ylabel='loss scale')
     ax.set_yscale('log', base=2)

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from textwrap import fill
 
 import pandas as pd
 import torch
@@ -27,8 +28,9 @@ from .copies import check_learner, left_out, loader_like, no_batches, one_at_a_t
 from .gradient import N_BATCHES, gradient_distance
 from .precisions import choices_from, precision_call
 from .progress import progress_bar
+from .records import Trace
 from .shown import Shown
-from .trace import Trace, trace
+from .trace import trace
 from .verdict import Judge, Verdict, named, some, wrong_in_fp32
 
 _INIT_SCALE = 65536.   # of a learner without a loss scale
@@ -36,7 +38,7 @@ EMULATED_TIME = 1.     # CPU seconds in fp32; the same work may take a minute in
 _FEWEST = 2            # samples, for batch normalization
 _NO_KERNEL = 'not implemented for'                               # in PyTorch's error
 _FOR_GRADIENTS = .15   # of the time, for each comparison of gradients
-_COLUMNS = ['mode', 'module', 'type', 'format', 'largest', 'headroom', 'error', 'grad', 'trouble']
+_COLUMNS = ['mode', 'module', 'type', 'format', 'largest', 'headroom', 'error', 'grad', 'flagged']
 
 
 @dataclass(repr=False, eq=False)
@@ -56,7 +58,7 @@ class PrecisionReport(Shown):
     | `headroom` | maximum of the format divided by the largest value in it; inf in fp32 | ratio |
     | `error` | relative error of its output against fp32 on the same inputs; inf on overflow, nan if unknown | ratio |
     | `grad` | largest absolute gradient of its outputs and parameters, in fp32 without loss scaling | value |
-    | `trouble` | whether the module is flagged | bool |
+    | `flagged` | whether the module is flagged | bool |
 
     `largest` ignores attention masks: large negative values far from all others, and tensors of one or two distinct
     values. The `error` of comparisons and indices is the share that differs.
@@ -77,24 +79,26 @@ class PrecisionReport(Shown):
         order.
         """
         import matplotlib.pyplot as plt
-        modules = self.table.groupby('module', sort=False)[['largest', 'trouble']].max().reset_index()
-        rows = modules.sort_values(['trouble', 'largest'])[-30:].sort_index()
+        modules = self.table.groupby('module', sort=False)[['largest', 'flagged']].max().reset_index()
+        rows = modules.sort_values(['flagged', 'largest'])[-30:].sort_index()
         _, ax = plt.subplots(layout='constrained', figsize=(8, 2 + len(rows) / 5))
-        ax.scatter(rows['largest'], rows['module'], c=rows['trouble'].map({True: '#c0392b', False: '#4c566a'}))
+        ax.scatter(rows['largest'], rows['module'], c=rows['flagged'].map({True: '#c0392b', False: '#4c566a'}))
         if 'fp16' in self.verdicts:
             ax.axvline(65504, color=FP16.color, label='largest fp16 number, 65,504: inf above')
             ax.axvline(6.1e-5, color=FP16.color, ls=':', label='smallest normal fp16 number: digits lost below')
             ax.figure.legend(loc='outside lower center')
         ax.set(xscale='log', xlabel='largest absolute value in fp32; red: flagged')
         ax.invert_yaxis()
-        ax.figure.suptitle('\n'.join(f'{v.mode}: {v.verdict}' for v in self.verdicts.values()))
+        titles = [f'{v.mode}: {v.verdict}' + (f' ({some([*map(named, v.flagged)])})' if v.flagged else '')
+                  for v in self.verdicts.values()]
+        ax.figure.suptitle('\n'.join(fill(title, 80) for title in titles))
         return ax
 
     def _parts(self):
         yield '\n'.join([*map(str, self.verdicts.values()), *self.notes])
         for mode, table in self.table.groupby('mode', sort=False):
             if self.verdicts[mode].verdict.startswith('safe'): continue              # see `table`
-            rows = table.sort_values(['trouble', 'error'], ascending=False)[:10]
+            rows = table.sort_values(['flagged', 'error'], ascending=False)[:10]
             yield f'{mode}: the {len(rows)} most critical of {len(table)} modules; `report.table` has all'
             yield rows.drop(columns=['mode', 'grad']).set_index('module').rename_axis(None)
 
@@ -162,7 +166,8 @@ class _Report:
     def __post_init__(self):
         self.until = time.monotonic() + self.max_seconds
         self.device = training_device(self.learn)
-        self.not_compared = ''                                   # why not all gradients were
+        self.n_gradients = 0                                     # batches whose gradients were compared
+        self.not_compared = ''                                   # why not all were
         self.low: dict[AMPMode, Trace] = {}                      # the first that completed in each mode
 
     def on(self, modes: list[AMPMode], n_batches: int, dl: DataLoader) -> PrecisionReport:
@@ -221,14 +226,15 @@ class _Report:
         until = min(self.until, time.monotonic() + share)
         try:
             if self.took > share: raise TimeoutError(f'no time was left within `max_seconds={self.max_seconds:g}`')
-            return gradient_distance(self.learn, self.drawn, mode, keep, scale, until)
+            distance, self.n_gradients = gradient_distance(self.learn, self.drawn, mode, keep, scale, until)
+            return distance
         except Exception as e: self.not_compared = f'{mode.value}: {first_line(e)}'
         return math.nan
 
     def _rows(self, verdicts: dict[AMPMode, Verdict]) -> Iterator[list]:
         for mode, low in self.low.items():
             for s in low.seen.values():
-                fp32, is_flagged = self.fp32.seen.get(s.name, s), s.name in verdicts[mode].trouble
+                fp32, is_flagged = self.fp32.seen.get(s.name, s), s.name in verdicts[mode].flagged
                 if not (fp32.largest or is_flagged): continue    # it computes nothing
                 headroom = torch.finfo(mode.dtype).max / s.half if s.half else math.inf
                 yield [mode.value, s.name, s.type, mode.value if s.half else 'fp32', fp32.largest, headroom,
@@ -236,13 +242,15 @@ class _Report:
 
     def _notes(self) -> list[str]:
         n = len(self.batches)
-        notes = [f"Looked at {n} batch{'es' * (n > 1)} of {self.few} samples with the current weights. Other batches "
-                 '(`n_batches`) and later weights may flag other modules.']
+        gradients = f', and at the gradients of {self.n_gradients},' if self.n_gradients else ''
+        notes = [f"Looked at {n:,} batch{'es' * (n > 1)} of {self.few:,} samples{gradients} with the current weights. "
+                 'Other batches (`n_batches`) and later weights may flag other modules.']
         if emulated := ' and '.join(m for m in self.low if m in self.emulated):
             notes.append(f'{emulated}: emulated on this device, usually slower than fp32.')
             if self.is_short:
-                notes[-1] += f' Of {self.whole} samples only the first {self.few} were run, and no gradients compared.'
-        if unseen := set().union(*(t.unseen for t in self.low.values())):
+                notes[-1] += (f' Of {self.whole:,} samples only the first {self.few:,} were run, and no gradients '
+                              f'compared in {emulated}.')
+        if unseen := {f"{what} in '{s.name}'" for t in self.low.values() for s in t.seen.values() for what in s.unseen}:
             notes.append(f'Not checked, as it cannot be read or compared with fp32: {some(sorted(unseen))}.')
         if fp8 := self.low.get(AMPMode.FP8):
             notes.append(f'fp8: {some([*map(named, fp8.in_fp8)])} would compute in FP8, the rest in bf16. The '

@@ -14,7 +14,8 @@ from ..precisions.matching import ROOT, covers, qualified_names
 from ..training.loop import precision_callback
 from .copies import tensors
 from .precisions import precision_call
-from .trace import LOSS, Trace, ends
+from .records import LOSS, Trace
+from .values import has_nan_or_inf
 
 Judgement = Literal['safe so far', 'safe with loss scaling', 'keep modules in fp32', 'gradient differs', 'do not use',
                     'cannot run', 'not known']
@@ -50,7 +51,7 @@ class Verdict:
     call: str = '' # The next call to make; empty if fp32 fails as well
     modules: list[str] = field(default_factory=list) # Modules to keep in fp32
     scale_range: tuple[float, float] | None = None # Loss scales without underflow or overflow (fp16)
-    trouble: list[str] = field(default_factory=list) # Flagged modules; '(model)' is the model's own `forward`
+    flagged: list[str] = field(default_factory=list) # Flagged modules; '(model)' is the model's own `forward`
     init_scale: float | None = None # Initial loss scale, if the usual one does not fit (fp16)
 
     def __str__(self):
@@ -86,7 +87,7 @@ class Judge:
             if not self._mend(low, found): return self._nothing_helps(low)
 
     def _say(self, verdict: Judgement, reason, **found) -> Verdict:
-        return Verdict(self.mode.value, verdict, reason, trouble=[*self.reasons], **found)
+        return Verdict(self.mode.value, verdict, reason, flagged=[*self.reasons], **found)
 
     # -- what has to be in fp32
 
@@ -201,7 +202,7 @@ class Judge:
             own = max((s.error for s in low.seen.values() if s.error > 0), default=0.)
             reasons = [f'no module has an error above {own:.2%}' if own else 'nothing was flagged']
         reason, names = some(reasons, '; '), []
-        if scales: reason += f'; loss scales from {least:,.9g} to {most:,.9g} fit'
+        if scales: reason += f'; loss scales from {least:,.9g} to {most:,.9g} work'
         if (far := self.distance(self.keep, scale)) >= 0:        # nan if unknown
             reason += (f'; rounding changes the mean gradient by {far:.2g}x the noise '
                        f'between batches (below {SMALL}x is negligible, above {LARGE}x may matter)')
@@ -225,7 +226,7 @@ def wrong_in_fp32(fp32: Trace, batches: Any) -> str:
 
     NaN in the data matters only then: it may mark unknown targets, which the loss ignores.
     """
-    if not fp32.in_backward: return 'no batch gave a loss: use batches with targets, or a model that returns the loss'
+    if not fp32.has_loss: return 'no batch gave a loss: use batches with targets, or a model that returns the loss'
     if not fp32.not_finite: return ''
     if bad := not_finite_data(batches): return bad
     first = next((f', first in {named(n)}' for n, s in fp32.seen.items() if s.failed), '')
@@ -234,7 +235,7 @@ def wrong_in_fp32(fp32: Trace, batches: Any) -> str:
 
 def not_finite_data(batch: Any) -> str: # 'the batch itself is not finite: 1 of 24 values of ...'
     "Describe which tensor of a batch has NaN or inf; '' if none has. -inf may be a mask."
-    t = next(filter(ends, tensors(batch)), None)
+    t = next(filter(has_nan_or_inf, tensors(batch)), None)
     if t is None: return ''
     n = int((t.isnan() | t.isposinf()).sum())
     return (f'the batch itself is not finite: {n:,} of {t.numel():,} values of its tensor of shape '

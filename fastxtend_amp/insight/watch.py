@@ -81,7 +81,7 @@ class Watch:
         "Count skipped steps in a row."
         scaling = self.cb.fit and self.cb.fit.scaling
         if scaling and scaling.skips_in_a_row >= self.cb.max_skips and self.notes:
-            self._alarm(f'{scaling.skips_in_a_row} steps in a row were skipped', skipped=True)
+            self._alarm(f'{scaling.skips_in_a_row:,} steps in a row were skipped', skipped=True)
 
     def after_train(self):
         "Look again at the end of an epoch, when the host knows all."
@@ -113,7 +113,7 @@ class Watch:
         skipped: bool = False, # Whether it is about skipped steps, which an accelerator may have known for long
         before: tuple | None = None, # That batch and its random state; the one under way if None
     ) -> None:
-        "Say what happened, where it began and what to try: once a fit."
+        "Say what happened, what to try and where it began: once a fit."
         learn, notes, cb = self.cb.learn, self.notes, self.cb
         scale = cb.scales[-1] if skipped else learn.scaler.get_scale()      # of the step itself
         batch, state = before or ((learn.xb, learn.yb), notes.random_state)

@@ -74,7 +74,7 @@ class FP16(Precision):
         first, now = self.first_state['scale'], self._scaler.state_dict()
         if now['scale'] < 1 <= first:
             warn_user(f"The loss scale had fallen to {now['scale']:.2g}, where gradients underflow. It restarts from "
-                      f'{first:g}.')
+                      f'{first:,.9g}.')
             self._scaler.load_state_dict({**now, 'scale': first, '_growth_tracker': 0})
         return self._scaler
 

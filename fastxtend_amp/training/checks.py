@@ -35,13 +35,13 @@ def check_training(
                   'fp32.\n`precision_support()` says why; `learn.to_fp32()` is silent.')
     elif warn_of_emulation and (message := fit.precision.emulation_warning(device)): warn_user(message)
     if half := half_parameters_of(learn.model):
-        warn_user(f"{len(half)} trainable parameters are 16-bit themselves, such as '{half[0]}': small updates to "
+        warn_user(f"{len(half):,} trainable parameters are 16-bit themselves, such as '{half[0]}': small updates to "
                   'them are rounded away.\nCall `learn.model.float()` first: autocast itself casts what can run in '
                   '16 bits.')
     stepped = {*optimizer_params(learn.opt)}
     strays = [name for name, p in trainable.items() if p not in stepped]
     if strays and fit.precision.dtype is torch.float16 and fit.scaling is not None:
-        warn_user(f"{len(strays)} trainable parameters are not in `learn.opt`, such as '{strays[0]}': in fp16 "
+        warn_user(f"{len(strays):,} trainable parameters are not in `learn.opt`, such as '{strays[0]}': in fp16 "
                   "their gradients stay multiplied by the loss scale.\nAn optimizer of your own would take far too "
                   "large steps with them. Put them into the learner's optimizer, or use `learn.to_bf16()`.")
 

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fastxtend_amp import PrecisionComparison
 from fastxtend_amp.precisions import HalfWeights
-from fastxtend_amp.insight import compare
+from fastxtend_amp.insight import measuring
 from fastxtend_amp.insight.comparison import recommend, speed_up, tolerance
 from fastxtend_amp.insight.precisions import choices_from
 from helpers import OPTIMIZERS, At, Attentive, Data, handwritten, learner, loaders, mlp, params, same, set_support
@@ -71,8 +71,8 @@ def test_table_and_texts(support):
     assert t['loss'].to_dict() == pytest.approx(tails)
     assert t['loss difference'].to_dict() == pytest.approx({n: v - tails['fp32'] for n, v in tails.items()})
     assert (
-        '`max_seconds=60` was enough for 10 of 10 steps and 2 of 2 seeds. Loss: mean of the last fifth of the steps.'
-        in said(r)
+        '`max_seconds=60` was enough for 10 of 10 steps, and for fp32 with 2 of 2 other seeds. Loss: mean of the '
+        'last fifth of the steps.' in said(r)
     )
     assert np.isnan(t['final scale'][['fp32', 'bf16']]).all()
     assert t['final scale']['fp16'] == 65536 / 2 ** t['skipped']['fp16']
@@ -80,6 +80,7 @@ def test_table_and_texts(support):
         f'Recommended: {r.recommended}. {r.reason} Next: `{r.calls[r.recommended]}` '
     )
     assert max(map(len, repr(r).splitlines())) <= 120 and '<table' in r._repr_html_()
+    assert re.search(r'\nfp32 .* 1 \(reference\)', repr(r))
     assert 'fp32_precision' not in repr(r)  # with PyTorch's default settings
 
 
@@ -450,12 +451,12 @@ def test_activations_of_checkpoints_are_those_kept_after_the_forward_pass(suppor
 def test_the_peak_of_an_accelerator_is_what_a_step_adds(support, monkeypatch):
     "Replaces PyTorch's counters, as this test has no accelerator."
     support({})
-    monkeypatch.setattr(compare, 'allocated', lambda device, peak=False: 7e6 if peak else 5e6)
+    monkeypatch.setattr(measuring, 'allocated', lambda device, peak=False: 7e6 if peak else 5e6)
     r = seeded().compare_precision('bf16', n_steps=7, n_seeds=0)
     assert (r.table['peak MB'] == 2).all() and 'peak MB' in repr(r)
     monkeypatch.undo()
     for device in ('mps', 'cpu'):
-        assert all(np.isnan(compare.allocated(torch.device(device), peak)) for peak in (False, True))
+        assert all(np.isnan(measuring.allocated(torch.device(device), peak)) for peak in (False, True))
 
 
 def test_a_model_that_refuses_to_be_watched_is_compared(support):
@@ -499,7 +500,7 @@ def test_page_faults_are_counted_and_said(support, monkeypatch, faults, said_so)
     "Each step has as many faults as the test says, on the test's counter."
     support({})
     counted = [0]
-    monkeypatch.setattr(compare, 'page_faults', lambda: counted[0])
+    monkeypatch.setattr(measuring, 'page_faults', lambda: counted[0])
 
     class Faults(Sleeps):
         def before_batch(self):
@@ -516,9 +517,9 @@ def test_page_faults_are_counted_and_said(support, monkeypatch, faults, said_so)
 
 @pytest.mark.skipif(sys.platform != 'linux', reason='looks at the counter of Linux')
 def test_page_faults_are_those_of_this_process():
-    before = compare.page_faults()
+    before = measuring.page_faults()
     mmap.mmap(-1, 4096 * 500).write(bytes(4096 * 500))
-    assert 500 <= compare.page_faults() - before < 5000
+    assert 500 <= measuring.page_faults() - before < 5000
 
 
 # -- compiled
@@ -702,7 +703,7 @@ def test_all_of_it_ends_in_max_seconds_and_the_loss_is_judged_where_all_seeds_ha
     assert 2.5 < sleeps.now - start < 3.1
     n = len(r.losses['fp32'])
     assert 15 < n < 2000 and (r.table['steps'] > n).all() and [len(l) for l in r.seed_losses] == [n] * 3
-    assert f'`max_seconds=3` was enough for {n} of 2000 steps and 3 of 3 seeds.' in said(r)
+    assert f'`max_seconds=3` was enough for {n:,} of 2,000 steps, and for fp32 with 3 of 3 other seeds.' in said(r)
 
 
 def test_a_warm_up_and_one_step_of_each_are_trained_in_no_time(support):
@@ -713,7 +714,7 @@ def test_a_warm_up_and_one_step_of_each_are_trained_in_no_time(support):
 
 
 def test_few_kept_batches(monkeypatch):
-    monkeypatch.setattr(compare, 'LIMIT', 350)  # a batch is 4 * 7 * 4 = 112 bytes
+    monkeypatch.setattr(measuring, 'LIMIT', 350)  # a batch is 4 * 7 * 4 = 112 bytes
     r = seeded().compare_precision('bf16', n_steps=8, n_seeds=0)
     plain, seen = seeded(), []
     plain.dls.train.n = 16
@@ -847,7 +848,7 @@ def test_plot(support):
     assert [t.get_text() for t in curves.get_legend().get_texts()] == ['fp32, other seeds', 'fp32', 'bf16', 'fp16']
     assert len(curves.get_lines()) == 2 + 3 and len(bars.patches) == 3  # two other seeds
     assert [t.get_text() for t in bars.get_yticklabels()] == ['fp32', 'bf16', 'fp16']
-    assert [t.get_text() for t in bars.texts][:2] == ['1.00', '12.34 (11.00 to 13.00)']
+    assert [t.get_text() for t in bars.texts][:2] == ['1 (reference)', '12.34 (11.00 to 13.00)']
     curves.figure.canvas.draw()
     inside, boxes = bars.get_window_extent(), [t.get_window_extent() for t in bars.texts]
     assert len(boxes) == 3 and all(inside.x0 <= b.x0 and b.x1 <= inside.x1 for b in boxes)

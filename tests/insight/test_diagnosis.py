@@ -81,6 +81,7 @@ def log_of_negative():
 def test_the_module_that_overflows_is_named(opt):
     messages = alarms(learner(Attentive(), opt_func=OPTIMIZERS[opt]).to_fp16())
     assert len(messages) == 1 and messages[0].count('\n') == 2
+    assert [line.partition(' ')[0] for line in messages[0].splitlines()] == ['fp16', 'Keep', 'Re-running']
     for words in (
         'the loss is nan',
         'Re-running that batch with the same random numbers',

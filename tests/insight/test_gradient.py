@@ -58,7 +58,7 @@ def by_hand(model, dls, dtype, n=6):
 
 
 def distance(learn, mode='bf16', keep=(), scale=1.0, n=6, until=math.inf):
-    return gradient_distance(learn, [*learn.dls.train][:n], AMPMode(mode), keep, scale, until)
+    return gradient_distance(learn, [*learn.dls.train][:n], AMPMode(mode), keep, scale, until)[0]
 
 
 @pytest.mark.parametrize('make', [mlp, far_from_0, lambda: nn.Sequential(mlp(), nn.Dropout(0.0))])
@@ -102,7 +102,7 @@ def test_a_healthy_model_gets_a_line_with_the_figure_explained():
 def test_what_adds_up_behind_modules_that_are_all_right_is_seen_and_the_module_that_helps_is_tried():
     report = learner(far_from_0()).precision_report('bf16')
     verdict = report.verdicts['bf16']
-    assert verdict.verdict == 'gradient differs' and verdict.modules == verdict.trouble == ['0'] == report.fp32_modules
+    assert verdict.verdict == 'gradient differs' and verdict.modules == verdict.flagged == ['0'] == report.fp32_modules
     assert verdict.call == "learn.to_bf16(fp32_modules=['0'])"
     assert "with '0' in fp32 this is below 0.25x" in verdict.reason
     assert 'a warning sign, not a proof' in verdict.reason and report.table['error'].max() < 0.01  # no module shows it

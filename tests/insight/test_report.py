@@ -15,7 +15,7 @@ from torchvision import models
 
 from fastxtend_amp import PrecisionReport
 from fastxtend_amp.insight import report as room
-from fastxtend_amp.insight.trace import largest_value, relative_error
+from fastxtend_amp.insight.values import largest_value, relative_error
 from fastxtend_amp.insight.verdict import Judgement, Verdict
 from fastxtend_amp import AMPMode
 import held_out
@@ -78,10 +78,10 @@ class InNumPy(torch.autograd.Function):
 def test_the_module_that_overflows_is_named_and_no_other():
     report = learner(Attentive()).precision_report()
     assert isinstance(report, PrecisionReport) and report.fp32_modules == ['attn']
-    trouble = report.table.query('trouble')
+    trouble = report.table.query('flagged')
     assert list(zip(trouble['mode'], trouble['module'])) == [('fp16', 'attn')]
     verdict, row = report.verdicts['fp16'], rows(report, 'fp16').loc['attn']
-    assert verdict.verdict == 'keep modules in fp32' and verdict.modules == ['attn'] == verdict.trouble
+    assert verdict.verdict == 'keep modules in fp32' and verdict.modules == ['attn'] == verdict.flagged
     assert verdict.call == "learn.to_fp16(init_scale=4096, fp32_modules=['attn'])" and '65,504' in verdict.reason
     assert report.verdicts['bf16'].verdict == 'safe so far'
     assert (
@@ -120,10 +120,10 @@ def test_the_remedy_reaches_the_loss_of_fp32_where_plain_fp16_fails():
 def test_arithmetic_is_judged_alike_in_a_module_and_in_the_models_own_forward(f, words):
     "The module itself is kept, or the one before the model's own forward, which then computes in fp32."
     in_module, own = verdict_on(inner(f)), verdict_on(Own(f))
-    assert (in_module.verdict, in_module.modules, in_module.trouble) == ('keep modules in fp32', ['1'], ['1']), (
+    assert (in_module.verdict, in_module.modules, in_module.flagged) == ('keep modules in fp32', ['1'], ['1']), (
         in_module
     )
-    assert (own.verdict, own.modules, own.trouble) == ('keep modules in fp32', ['a'], ['(model)']), own
+    assert (own.verdict, own.modules, own.flagged) == ('keep modules in fp32', ['a'], ['(model)']), own
     for verdict, start in ((in_module, "'1'"), (own, "the model's own `forward`")):
         assert start in verdict.reason and re.search(words, verdict.reason), verdict
     assert "(with 'a' in fp32 this does not happen)" in own.reason and '(model)' not in own.call
@@ -161,10 +161,10 @@ class Products(Own):
 def test_own_arithmetic_that_no_module_helps_is_not_to_be_used():
     report = learner(Products(None), loaders(64, 64)).precision_report('fp16')
     verdict = report.verdicts['fp16']
-    assert verdict.verdict == 'do not use' and verdict.modules == [] and verdict.trouble == ['(model)']
+    assert verdict.verdict == 'do not use' and verdict.modules == [] and verdict.flagged == ['(model)']
     assert "values in the model's own `forward` reach" in verdict.reason
     assert "with torch.autocast(x.device.type, enabled=False)" in verdict.reason and '.float()' in verdict.reason
-    assert verdict.call in ('learn.to_bf16()', 'learn.to_fp32()') and rows(report, 'fp16').loc['(model)', 'trouble']
+    assert verdict.call in ('learn.to_bf16()', 'learn.to_fp32()') and rows(report, 'fp16').loc['(model)', 'flagged']
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_masks_are_no_trouble_whatever_they_are_filled_with(fill):
             return scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), value).softmax(-1) @ x
 
     verdict = verdict_on(nn.Sequential(Masked(), nn.Linear(6, 1)))
-    assert verdict.verdict == 'safe so far' and not verdict.trouble, verdict
+    assert verdict.verdict == 'safe so far' and not verdict.flagged, verdict
 
 
 MASKS = {
@@ -239,7 +239,7 @@ def test_masks_are_no_trouble_however_they_are_made(name):
         return MASKS[name](scores, torch.ones_like(scores, dtype=torch.bool).tril()).softmax(-1) @ h
 
     for verdict in learner(inner(attends), loaders(16, 16)).precision_report().verdicts.values():
-        assert verdict.verdict == 'safe so far' and not verdict.trouble, verdict
+        assert verdict.verdict == 'safe so far' and not verdict.flagged, verdict
     assert trained(inner(attends), verdict)[0] == 0
 
 
@@ -254,7 +254,7 @@ def test_what_is_0_in_fp32_has_no_error():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), noise, nn.Linear(8, 8, bias=False), nn.Linear(8, 1))
     report = learner(model).precision_report('fp16')
-    assert report.verdicts['fp16'].verdict == 'safe so far' and not report.table['trouble'].any(), report
+    assert report.verdicts['fp16'].verdict == 'safe so far' and not report.table['flagged'].any(), report
 
 
 class Quantizer(nn.Module):
@@ -356,7 +356,7 @@ def test_the_range_of_loss_scales(factor, word, scales):
     assert verdict.verdict == word and low >= scales[0] and high <= scales[1] and math.log2(high).is_integer(), verdict
     grads = rows(report, 'fp16')['grad'].drop('loss function')
     assert grads.max() * high <= 65504 < grads.max() * high * 4
-    assert f'loss scales from {low:,.9g} to {high:,.9g} fit' in verdict.reason and ('init_scale' in verdict.call) == (
+    assert f'loss scales from {low:,.9g} to {high:,.9g} work' in verdict.reason and ('init_scale' in verdict.call) == (
         high < 4 * 65536
     )
 
@@ -384,7 +384,7 @@ def test_inputs_above_the_limit_are_named():
 
 def test_a_loss_function_that_overflows():
     verdict = verdict_on(mlp(), loss_func=loud_loss)
-    assert verdict.verdict == 'do not use' and verdict.trouble == ['loss function']
+    assert verdict.verdict == 'do not use' and verdict.flagged == ['loss function']
     assert 'in the loss function' in verdict.reason and "torch.autocast(x.device.type, enabled=False)" in verdict.reason
 
 
@@ -769,8 +769,8 @@ def test_it_says_what_it_looked_at():
     learn = learner(cbs=At('after_epoch', lambda l: None))
     report = learn.precision_report('bf16', n_batches=2)
     assert report.notes == [
-        'Looked at 2 batches of 4 samples with the current weights. Other batches (`n_batches`) and later weights may '
-        'flag other modules.',
+        'Looked at 2 batches of 4 samples, and at the gradients of 6, with the current weights. Other batches '
+        '(`n_batches`) and later weights may flag other modules.',
         *['bf16: emulated on this device, usually slower than fp32.']
         * (AMPMode.BF16.support(torch.device('cpu')).status == 'emulated'),
         'The targets are continuous: the closer the predictions come to them, the more rounding matters. '
@@ -786,6 +786,12 @@ def test_it_says_what_it_looked_at():
     with torch.no_grad():
         learn.model[0].weight *= 1e6  # as training may
     assert learn.precision_report('fp16').verdicts['fp16'].modules == ['0']
+
+
+def test_integers_that_are_cast_to_16_bits_can_be_compared():
+    layer = Act(lambda x: x + (x > 0).long().to(torch.bfloat16))
+    report = learner(nn.Sequential(layer, nn.Linear(6, 1))).precision_report('bf16')
+    assert not [note for note in report.notes if note.startswith('Not checked')], report.notes
 
 
 def test_an_emulated_mode_makes_it_look_at_fewer_samples(monkeypatch):
@@ -841,7 +847,7 @@ def test_the_printed_report():
     assert 'bf16: safe so far' in repr(report) and 'bf16: 10 of' not in repr(report)  # its modules are in `table`
     assert first == "fp16: keep modules in fp32. Next: `learn.to_fp16(init_scale=4096, fp32_modules=['attn'])`"
     assert second.startswith("    values in 'attn' reach") and 'the 10 most critical of 11 modules' in repr(report)
-    assert re.search(r'trouble\nattn ', repr(report))
+    assert re.search(r'flagged\nattn ', repr(report))
     html = report._repr_html_()
     assert 'fp16: keep modules in fp32. Next: <code>learn.' in html and '<table' in html and 'class="dataframe"' in html
 

@@ -30,7 +30,7 @@ def drawn():
     plt.close('all')
 
 
-def test_each_module_is_drawn_in_its_order_and_in_trouble_it_is_red(drawn):
+def test_each_module_is_drawn_in_its_order_and_is_red_and_in_the_title_if_flagged(drawn):
     report, ax = drawn(learner(Attentive()))
     rows = report.table[report.table['mode'] == 'fp16']
     dots = ax.collections[0]
@@ -38,7 +38,8 @@ def test_each_module_is_drawn_in_its_order_and_in_trouble_it_is_red(drawn):
     assert found == list(rows['module']) and ax.yaxis_inverted()
     assert list(dots.get_offsets()[:, 0]) == list(rows['largest'])
     red = [name for name, color in zip(found, dots.get_facecolors()) if to_hex(color) == RED]
-    assert red == ['attn'] == list(rows['module'][rows['trouble']])
+    assert red == ['attn'] == list(rows['module'][rows['flagged']])
+    assert ax.figure._suptitle.get_text() == "bf16: safe so far\nfp16: keep modules in fp32 ('attn')"
 
 
 def test_the_range_of_fp16_is_drawn(drawn):

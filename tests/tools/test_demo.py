@@ -7,7 +7,7 @@ import pandas as pd
 import pytest, torch
 from torch import nn
 
-from fastxtend_amp.insight import compare
+from fastxtend_amp.insight import measuring
 from fastxtend_amp.tools import demo
 from helpers import learner, set_support
 
@@ -46,8 +46,8 @@ def test_emulated_precisions_train_if_asked_for_and_in_a_fifth_of_the_time(
     set_support(monkeypatch, lambda name: support.get(name, 'unsupported'))
     monkeypatch.setattr(demo, 'learner', lambda device: learner(nn.Linear(6, 1), lr=0.01))
     monkeypatch.setattr(demo, 'SECONDS', 10)
-    kept = compare.Comparison.__post_init__
-    monkeypatch.setattr(compare.Comparison, '__post_init__', lambda self: given.append(self.max_seconds) or kept(self))
+    kept = measuring.Setting.__post_init__
+    monkeypatch.setattr(measuring.Setting, '__post_init__', lambda self: given.append(self.max_seconds) or kept(self))
     demo.main(['--device', 'cpu', '--out', str(tmp_path / 'f.png'), *args])
     out = capsys.readouterr().out
     assert out.startswith(f'bf16 is {bf16} on this device (for this test).\nfp16 is {fp16} ')

@@ -1,0 +1,142 @@
+"""How rounding and failures are observed: an operator runs in 16 bits, and beside it in fp32.
+
+The fp32 result is the twin of the 16-bit one, and the next operator in fp32 reads the twins of its inputs. A module has
+twins only for the results of its own operators; its inputs, and the outputs of modules inside, count as exact. So the
+error of a module is that of its own arithmetic, measured on its outputs and on what it passes to modules inside.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..convert import HALF, half_to_float, map_tensors
+from ..precisions import AMPMode
+from .compat import Traits
+from .copies import is_plain, tensors
+from .records import Seen
+from .values import all_finite, has_nan_or_inf, largest_value, relative_error
+
+_FP32_NOISE = 2.**-23   # relative; where fp32 itself would lose a tenth, an error is noise
+# Operators that only move values, which are recorded where they were computed.
+_MOVES = frozenset(('clone', '_to_copy', 'copy_', 'cat', 'stack', 'detach', 'lift_fresh'))
+_VANISHES = 2.9e-8      # smaller constants are 0 in fp16,
+_NEAR_0 = 6.1e-5        # and matter beside values below its smallest normal number
+
+
+class Call:
+    "A call of an operator."
+    def __init__(self, func, op: Traits, args, kwargs):
+        self.func, self.op, self.args, self.kwargs = func, op, args, kwargs
+        self.inputs = tensors((args, kwargs))                    # of floating point that can be read
+        self.is_cast = self.op.name == '_to_copy' and kwargs.get('dtype') in HALF
+        self.unreadable = {f'{type(t).__name__} of {t.dtype}' for t in tensors((args, kwargs), floating=False)
+                           if t.is_floating_point() and not is_plain(t)}
+
+    def inputs_are_finite(self): return all(map(all_finite, self.inputs))
+
+    def run_in_fp32(self, twins):
+        "Return the result in fp32 on the twins of the inputs, which an operator in place leaves as they are."
+        def wide(t): return twins.wide(t).clone() if self.op.writes else twins.wide(t)
+        dtypes = {k: torch.float32 for k, v in self.kwargs.items() if isinstance(v, torch.dtype) and v in HALF}
+        device = tensors((self.args, self.kwargs), floating=False)[0].device
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            return self.func(*map_tensors(wide, self.args), **{**map_tensors(wide, self.kwargs), **dtypes})
+
+    def loses_constant(self, out, value): # `value`: `out`, in fp32 if known
+        "Return whether a constant is 0 in fp16, where it is added to values near 0, or keeps them away from 0."
+        if out.dtype is not torch.float16 or not self.op.name.startswith(('add', 'clamp')): return False
+        constant = self.args[1]
+        return isinstance(constant, float) and 0 < constant < _VANISHES and bool(value.abs().min() < _NEAR_0)
+
+
+class Twins:
+    "fp32 twins of tensors; that of a view shares memory with that of its base."
+    def __init__(self):
+        # By address: a tensor there, and the fp32 copy of its memory.
+        self.memory: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def of(self, t: torch.Tensor) -> Any:
+        "Return the twin of `t`; None if `t` is exact."
+        found = self.memory.get(_address(t))
+        return None if found is None else found[1].as_strided(t.shape, t.stride(), t.storage_offset())
+
+    def wide(self, t: torch.Tensor) -> torch.Tensor:
+        "Return the twin of `t`, or an exact `t` in fp32."
+        twin = self.of(t)
+        return half_to_float(t) if twin is None else twin
+
+    def keep(self, t: torch.Tensor, wide: torch.Tensor) -> None:
+        "Keep `wide` as the twin of `t`, unless `t` has no address."
+        address = _address(t)
+        if not address or t.shape != wide.shape: return
+        if self.of(t) is None:                                   # of all that shares this memory
+            self.memory[address] = t, t.new_empty(0).set_(t.untyped_storage()).to(wide.dtype, copy=True)
+        self.of(t).copy_(wide)
+
+    def forget(self, x: Any) -> None:
+        "Drop the twins of all tensors in `x`, which was overwritten."
+        for t in tensors(x): self.memory.pop(_address(t), None)
+
+
+def _address(t: torch.Tensor) -> int:
+    if t.layout is not torch.strided or t.device.type == 'xla': return 0         # it has none
+    return t.untyped_storage().data_ptr()
+
+
+@dataclass(eq=False)
+class Frame:
+    "A running call of a module."
+    seen: Seen
+    mode: AMPMode | None                                         # fp32 if None
+    fp32: Seen | None                                            # the module in fp32; None if it did not run there
+    twins: Twins = field(default_factory=Twins)
+
+    def run(self, call: Call) -> Any:
+        "Run an operator of the module, and record what it shows."
+        wide = self._in_fp32(call)
+        began_finite = call.op.writes and call.inputs_are_finite()       # it overwrites them
+        out = call.func(*call.args, **call.kwargs)
+        # Decisions and indices: their error is the share that differs.
+        if torch.is_tensor(wide) and wide.dtype in (torch.bool, torch.int64) and out.shape == wide.shape:
+            self.seen.error = max(float((out != wide).float().mean()), self.seen.error)
+        outs = tensors(out)
+        for o, w in zip(outs, [*tensors(wide), *[None] * len(outs)]):
+            self._record(call, o, w)
+            if not has_nan_or_inf(o) or (self.fp32 and self.fp32.failed): continue
+            # It is new where the fp32 result is finite, and more than a mask; without one, if the inputs are finite.
+            if w is not None: is_new = largest_value(w) > 0 and has_nan_or_inf(o[w.isfinite()])
+            else: is_new = began_finite if call.op.writes else call.inputs_are_finite()
+            self.seen.failed |= is_new
+        return out
+
+    def _in_fp32(self, call):
+        "Return the result in fp32; None if nothing has been rounded yet, or if it cannot be compared."
+        rounds = call.is_cast or any(t.dtype in HALF or self.twins.of(t) is not None for t in call.inputs)
+        if self.mode is None or not rounds or call.op.draws: return None
+        self.seen.unseen |= call.unreadable
+        try: return None if call.unreadable else call.run_in_fp32(self.twins)
+        except Exception:                                        # such as flash attention, which is 16-bit only
+            self.seen.unseen.add(f'{call.func}, which does not run in fp32')
+            return None
+
+    def _record(self, call, out, wide):
+        "Record the size of a result, and keep its twin."
+        seen, value = self.seen, out if wide is None else wide
+        if call.is_cast or call.op.name not in _MOVES:
+            largest = largest_value(value)
+            seen.largest = max(seen.largest, largest)
+            if out.dtype in HALF: seen.half = max(seen.half, largest)
+        if call.loses_constant(out, value): seen.vanished = call.args[1]
+        # Rounding errors of what is exactly 0 in fp32 would be 100%.
+        if wide is not None and (not self.fp32 or self.fp32.largest): self.twins.keep(out, wide)
+        else: self.twins.forget(out)                             # it may be overwritten
+
+    def compare(self, t: torch.Tensor) -> None:
+        "Record the error of a tensor that leaves the module, or enters one inside."
+        if self.mode is None: return
+        t = t.detach()
+        error = relative_error(t, self.twins.wide(t))
+        if error * _FP32_NOISE < .1 * torch.finfo(self.mode.dtype).eps:
+            self.seen.error = max(error, self.seen.error)        # in this order, as that may be nan

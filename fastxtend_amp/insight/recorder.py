@@ -1,0 +1,108 @@
+"""Records one batch: hooks keep a stack of the running modules, and a dispatch mode sees each operator in them.
+
+What an operator shows belongs to the innermost module (or the model itself), or to the loss function.
+"""
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..precisions.matching import qualified_names
+from .compat import in_function_transform, operator, unwatched
+from .copies import is_plain, tensors
+from .operators import Call, Frame
+from .records import LOSS, Seen, Trace
+from .values import all_finite
+
+
+class Recorder(TorchDispatchMode):
+    "Records a batch in `found`, from its forward pass to its gradients."
+    def __init__(self, found: Trace):
+        super().__init__()
+        self.found = found
+        self.frames: list[Frame] = []                            # of the running modules, inside the loss function
+        self.in_backward = False
+        found.failed_in = LOSS                                   # until a module raises
+
+    @contextmanager
+    def hooked(self, model: nn.Module) -> Iterator[None]:
+        "Record what `model` does in this context."
+        with ExitStack() as stack:
+            for name, m in qualified_names(model):
+                if isinstance(m, torch.jit.ScriptModule): continue       # without hooks from Python
+                # Before all other hooks, so that what those do to the inputs is recorded for the module.
+                enter = m.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True, prepend=True)
+                stack.enter_context(enter)
+                stack.enter_context(m.register_forward_hook(self._leave, with_kwargs=True, always_call=True))
+            stack.enter_context(self)
+            yield
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs, op = kwargs or {}, operator(func)
+        if op.makes_nothing or self.in_backward or not self.frames: return func(*args, **kwargs)
+        out = self.frames[-1].run(Call(func, op, args, kwargs))
+        if op.writes:                                            # exact for the callers, as outputs of modules inside
+            for caller in self.frames[:-1]: caller.twins.forget(out)
+        return out
+
+    # -- the forward pass
+
+    def _enter(self, name, module, args, kwargs):
+        with unwatched():
+            if not self.frames: self._push(LOSS, 'function')     # everything outside of the model
+            if not self.in_backward and not in_function_transform():       # tensors of vmap cannot be read
+                for t in tensors((args, kwargs)): self.frames[-1].compare(t)
+            self._push(name, type(module).__name__)
+
+    def _push(self, name, kind):
+        found = self.found
+        seen = found.seen.setdefault(name, Seen(name, kind))
+        self.frames.append(Frame(seen, found.mode, found.reference and found.reference.seen.get(name)))
+
+    def _leave(self, module, args, kwargs, output):
+        with unwatched():
+            frame, found = self.frames.pop(), self.found
+            seen = frame.seen
+            # The innermost module that an exception leaves has raised it.
+            if found.failed_in == LOSS and output is None and sys.exc_info()[0] is not None: found.failed_in = seen.name
+            outputs = [] if in_function_transform() else tensors(output)
+            for out in outputs:
+                if found.mode is None and out.requires_grad: out.register_hook(partial(self._gradient, seen))
+            if self.in_backward: return                          # a checkpoint, whose first run was recorded
+            found.seen[seen.name] = found.seen.pop(seen.name)    # after the modules inside
+            for out in outputs: frame.compare(out)
+
+    def record_loss(self, loss: torch.Tensor) -> None: # Not scaled yet
+        "Record the loss. From here on no operator is recorded."
+        found, self.in_backward = self.found, True
+        found.has_loss = True
+        if not all_finite(loss): found.not_finite = 'loss'
+        if self.frames:
+            self.frames[0].compare(loss)
+            found.seen[LOSS] = found.seen.pop(LOSS)              # the last
+
+    # -- the backward pass
+
+    def record_gradients(self, model: nn.Module) -> None:
+        "Record the gradients of the parameters."
+        for name, m in qualified_names(model):
+            for p in m.parameters(recurse=False):
+                if p.grad is None or not is_plain(p.grad): continue
+                g = p.grad.to_dense()
+                if not all_finite(g): self.found.not_finite = self.found.not_finite or 'gradient'
+                if name in self.found.seen: self._gradient(self.found.seen[name], g)
+
+    def _gradient(self, seen, g):
+        "Record the gradient of an output or a parameter."
+        if not self.in_backward: return                          # of the model itself, such as forces from an energy
+        g = g.detach().abs().float()
+        g = g[g.isfinite() & (g != 0)]
+        if not g.numel(): return
+        seen.grad = max(seen.grad, float(g.max()))
+        seen.grad_sum, seen.n_grads = seen.grad_sum + float(g.sum()), seen.n_grads + g.numel()
