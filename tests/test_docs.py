@@ -78,12 +78,12 @@ def test_every_argument_has_a_meaning():
             assert name in ('self', 'args', 'kwargs') or meanings[name], f'{f.__qualname__}: {name}'
 
 
-@pytest.mark.parametrize('name', PRECISIONS)
-def test_help_explains_every_argument_of_a_precision(name):
-    method = METHODS[f'to_{name}']
+@pytest.mark.parametrize('name', [*(f'to_{name}' for name in PRECISIONS), 'precision_report', 'compare_precision'])
+def test_help_explains_every_argument(name):
+    method = METHODS[name]
     explained = dict(re.findall(r'^  (\w+): (\S.*)$', method.__doc__, re.M))
     assert [*explained] == [n for n in inspect.signature(method).parameters if n != 'self']
-    assert method.__doc__.endswith('Returns the learner.')
+    assert method.__doc__.endswith('Returns: The learner.') == name.startswith('to_')
 
 
 # -- pages

@@ -16,6 +16,7 @@ from ..common import first_line, several_processes
 from ..compat import is_compiled
 from ..precisions import AMPMode
 from ..precisions.fp32_settings import settings_note
+from ..training.learner import documented
 from .arguments import check_above_0, check_count, known_arguments
 from .comparison import FEWEST_ROUNDS, PrecisionComparison, pays, recommend, speed_up, tolerance
 from .copies import left_out, one_at_a_time, random_state_kept
@@ -32,6 +33,7 @@ _FAULT = 1.4e-6
 
 
 @patch
+@documented
 @known_arguments
 def compare_precision(self: Learner,
     modes: str | AMPMode | Iterable[str | AMPMode] | None = None, # To compare with fp32; None for all native ones
@@ -41,7 +43,7 @@ def compare_precision(self: Learner,
     n_seeds: int = 3, # How often to repeat fp32 with other seeds, to see how much its loss varies
     max_seconds: float = 60., # Time limit; compiling does not count
     compile: bool = False, # Also compare each precision compiled, by `Module.compile`
-) -> PrecisionComparison: # `table`, `plot()`, `recommended`, `reason` and `apply()`; displays itself in a notebook
+) -> PrecisionComparison: # A `PrecisionComparison`: `table`, `plot()`, `recommended`, `reason`, `apply()`
     """Train copies of the learner side by side, and recommend the fastest precision whose loss matches fp32.
 
     Precisions are timed in alternating rounds on the same batches, so that background load affects all alike. After

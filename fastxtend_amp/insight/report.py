@@ -22,6 +22,7 @@ from ..precisions import AMPMode, fastest_native
 from ..precisions.fp16 import FP16
 from ..precisions.fp32_settings import settings_note
 from ..training.checks import half_parameters_of
+from ..training.learner import documented
 from ..training.loop import precision_callback
 from .arguments import check_above_0, check_count, known_arguments
 from .copies import check_learner, left_out, loader_like, no_batches, one_at_a_time, random_state_kept, tensors
@@ -104,6 +105,7 @@ class PrecisionReport(Shown):
 
 
 @patch
+@documented
 @known_arguments
 def precision_report(self: Learner,
     modes: str | AMPMode | Iterable[str | AMPMode] = ('bf16', 'fp16'), # Precisions to report on: 'bf16', 'fp16', 'fp8'
@@ -111,7 +113,7 @@ def precision_report(self: Learner,
     dl: DataLoader | None = None, # Source of the batches, fastai's or PyTorch's; `learn.dls.train` if None
     max_seconds: float = 60., # Time limit; a verdict that was not reached is 'not known'
     device: str | torch.device | None = None, # 'cuda' for CUDA's autocast rules on a CPU; the learner's device if None
-) -> PrecisionReport: # `verdicts`, `table`, `fp32_modules`, `plot()`; displays itself in a notebook
+) -> PrecisionReport: # A `PrecisionReport`: `verdicts`, `table`, `fp32_modules`, `plot()`
     """Report whether the model trains in low precision, and which modules have to stay in fp32.
 
     Runs a few batches through copies of the learner, in fp32 and in each precision, and compares every module. A module
@@ -133,10 +135,12 @@ def precision_report(self: Learner,
     - `RuntimeError` if it is called inside a fit
     - any error of the model in fp32
     """
-    asked = [c.mode for c in choices_from(modes) if c.mode and not c.half_weights]
+    allowed = "give 'bf16', 'fp16' or 'fp8', or a list of these"
+    try: asked = [c.mode for c in choices_from(modes) if c.mode and not c.half_weights]
+    except ValueError as e: raise ValueError(f'{first_line(e)}: {allowed}.') from None
     if not asked or not all(m.dtype for m in asked):
-        raise ValueError(f"modes={modes!r} cannot be used: give 'bf16', 'fp16' or 'fp8', or a list of these; they are "
-                         'compared with fp32, and TF32 has the range of fp32.')
+        raise ValueError(f'modes={modes!r} cannot be used: {allowed}; they are compared with fp32, and TF32 has the '
+                         'range of fp32.')
     check_count('n_batches', n_batches, 1)
     check_above_0('max_seconds', max_seconds, '60')
     if dl is not None and not hasattr(dl, '__iter__'):
@@ -246,7 +250,8 @@ class _Report:
         notes = [f"Looked at {n:,} batch{'es' * (n > 1)} of {self.few:,} samples{gradients} with the current weights. "
                  'Other batches (`n_batches`) and later weights may flag other modules.']
         if emulated := ' and '.join(m for m in self.low if m in self.emulated):
-            notes.append(f'{emulated}: emulated on this device, usually slower than fp32.')
+            meaning = 'which says nothing of a GPU' if self.simulated else 'usually slower than fp32'
+            notes.append(f'{emulated}: emulated on this device, {meaning}.')
             if self.is_short:
                 notes[-1] += (f' Of {self.whole:,} samples only the first {self.few:,} were run, and no gradients '
                               f'compared in {emulated}.')

@@ -52,7 +52,7 @@ class Verdict:
     modules: list[str] = field(default_factory=list) # Modules to keep in fp32
     scale_range: tuple[float, float] | None = None # Loss scales without underflow or overflow (fp16)
     flagged: list[str] = field(default_factory=list) # Flagged modules; '(model)' is the model's own `forward`
-    init_scale: float | None = None # Initial loss scale, if the usual one does not fit (fp16)
+    init_scale: float | None = None # Loss scale to start from, if the default is not far enough within `scale_range` (fp16)
 
     def __str__(self):
         following = f' Next: `{self.call}`' if self.call else ''
@@ -112,7 +112,7 @@ class Judge:
         modules = dict(qualified_names(self.learn.model))
         kind = type(modules.get(name))
         why = f'{named(name)} does not run in {self.mode.value}: {low.error}'
-        if not kind.__module__.startswith('torch.nn'):       # the user's own code
+        if not kind.__module__.startswith('torch.nn') and 'autocast' not in low.error:   # the user's own code
             why += ('. Or make its code work with any dtype: use `torch.finfo(x.dtype)` for constants, and create '
                     'tensors with `dtype=x.dtype`')
         alike = [name] if name in (ROOT, LOSS) else [n for n, m in modules.items() if type(m) is kind]
@@ -203,6 +203,7 @@ class Judge:
             reasons = [f'no module has an error above {own:.2%}' if own else 'nothing was flagged']
         reason, names = some(reasons, '; '), []
         if scales: reason += f'; loss scales from {least:,.9g} to {most:,.9g} work'
+        if init_scale: reason += f', and {init_scale:,.9g} leaves a margin'
         if (far := self.distance(self.keep, scale)) >= 0:        # nan if unknown
             reason += (f'; rounding changes the mean gradient by {far:.2g}x the noise '
                        f'between batches (below {SMALL}x is negligible, above {LARGE}x may matter)')

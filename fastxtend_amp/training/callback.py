@@ -52,7 +52,6 @@ class MixedPrecision(PrecisionState):
     Source: https://docs.pytorch.org/docs/stable/amp.html.
     """
     order = 10  # after TrainEvalCallback (-10) moves the model; between GradientAccumulation (6) and GradientClip (11)
-    fixes: Any = ()                                              # what `on_overflow='fix'` changed, in all fits
     epoch_start = 0                                              # steps in the history when the epoch began
     _has_trained = False                                         # in any fit
     has_exported = False                                         # `export` has said that it writes fp32
@@ -75,7 +74,7 @@ class MixedPrecision(PrecisionState):
         self.current = None if isinstance(self.precision, Auto) else self.precision   # in use; None: undecided
         self.history = StepHistory()
         self.watchers = [make(self) for make in WATCHERS]
-        self.fixes = []
+        self.all_fixes = []
         self._lasting: dict[type[Forward], Replaced] = {}        # forwards that `amp_context` left in place
 
     def __getstate__(self) -> dict[str, Any]:                    # a copy is outside of a fit

@@ -48,12 +48,13 @@ def _refuse_assignment(self: Learner, value: Any) -> None:
 
 # -- one method for each precision
 
-def _documented(method: Any) -> Any: # The method
+def documented(method: Any) -> Any: # The method
     "Add a list of the arguments to a method's docstring, for `help`, from the comments beside them."
     own, shared = docments(method), docments(MixedPrecision.__init__)
     names = [*inspect.signature(method).parameters][1:]          # without `self`
     lines = [f"  {name}: {own[name] or shared.get(name, '')}" for name in names]
-    method.__doc__ = '\n'.join([inspect.cleandoc(method.__doc__), '', 'Arguments:', *lines, 'Returns the learner.'])
+    result = f"Returns: {own.get('return') or 'The learner'}."
+    method.__doc__ = '\n'.join([inspect.cleandoc(method.__doc__), '', 'Arguments:', *lines, result])
     return method
 
 
@@ -71,14 +72,14 @@ def _add_method(cls: type[Precision]) -> None:
         __signature__=signature.replace(parameters=[signature.parameters['self'], *parameters.values()]),
         __delwrap__=cls.__init__)                                # where fastcore's `docments` looks
     method.__name__, method.__qualname__, method.__doc__ = name, f'Learner.{name}', cls.__doc__
-    setattr(Learner, name, _documented(method))
+    setattr(Learner, name, documented(method))
 
 
 each_precision(_add_method)
 
 
 @patch
-@_documented
+@documented
 @delegates(Learner.to_fp16)
 def to_amp(self: Learner, *,
     measure: bool = False, # Time each precision on real batches, and pick the fastest one whose loss matches fp32
@@ -87,10 +88,10 @@ def to_amp(self: Learner, *,
 ) -> Learner: # The learner
     """Train in the precision that the model's device runs natively: bf16, otherwise fp16, otherwise fp32.
 
-    The choice depends only on the device. Small models may still be faster in fp32: `measure=True` finds out. It tries
-    the precisions on copies of the learner, prints the decision, and keeps the details in `learn.precision_decision`.
-    It chooses all other arguments itself, and raises `RuntimeError` in distributed runs. Without it the arguments are
-    those of `to_fp16`, and `skip_nonfinite` of `to_bf16`.
+    The choice depends only on the device; small models may still be faster in fp32. With `measure=True`, it times the
+    precisions on copies of the learner, prints the decision, and stores the details in `learn.precision_decision`;
+    `max_seconds` is then the only other argument, and distributed runs raise `RuntimeError`. Without `measure=True`, it
+    accepts the arguments of `to_fp16`, and `skip_nonfinite` of `to_bf16`.
     """
     if measure and kwargs:
         raise TypeError(f"to_amp(measure=True) has only the argument 'max_seconds', not {', '.join(map(repr, kwargs))}."
@@ -131,18 +132,18 @@ def precision_as(self: Learner,
 
 
 @patch
-@_documented
+@documented
 @delegates(Learner.to_fp16)
 def to_channelslast(self: Learner,
     use_amp: bool = True, # Also train in mixed precision; False keeps the learner's precision
-    amp_mode: str | torch.dtype | Precision | None = None, # The precision; None keeps one that is not fp32
+    amp_mode: str | torch.dtype | Precision | None = None, # None keeps the learner's precision; if it is fp32: fp16
     **kwargs
 ) -> Learner: # The learner
     """Train in the channels last memory format, and in mixed precision.
 
-    Precision arguments (such as `amp_mode='bf16'`) replace the current precision. Without any, an fp32 learner switches
-    to fp16. The other arguments are those of the precision; fp16's are listed. Raises `ValueError` for precision
-    arguments with `use_amp=False`.
+    Arguments for a precision (such as `amp_mode='bf16'`) replace the current one. Without any, the learner keeps its
+    precision, or switches from fp32 to fp16, as in fastai. The list has the arguments of fp16; other precisions have
+    their own. Raises `ValueError` for arguments of a precision with `use_amp=False`.
     """
     if amp_mode: kwargs['amp_mode'] = amp_mode
     if use_amp not in (True, False) or (kwargs and not use_amp):

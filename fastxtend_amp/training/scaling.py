@@ -131,7 +131,7 @@ class Scaling:
         scaler: Any = self.scaler                                # a `DynamicScaler`
         self.is_low = False
         warn_user(f'Skipped steps had lowered the loss scale to {scaler.get_scale():.2g}, where all gradients '
-                  f'underflow. It restarts from {scaler.first_scale:g}.')
+                  f'underflow. It restarts from {scaler.first_scale:,.9g}.')
         return scaler.first_scale
 
     # -- the end of the fit
@@ -170,14 +170,13 @@ class Scaling:
         n, skipped = len(skips), sum(skips)
         if 2 * skipped <= n or self.before_lr_find is not None: return ''
         scale = self.scaler.get_scale()
-        head = f'{skipped} of the {n} optimizer steps of this fit were skipped: gradients were not finite.'
-        if skipped == n: head += ' Nothing was learned.'
-        if self.buffer_note: head += f'\n{self.buffer_note}'
-        advice = '`learn.precision_report()` names the modules that overflow.'
+        text = f'{skipped:,} of the {n:,} optimizer steps of this fit were skipped: gradients were not finite.'
+        if skipped == n: text += ' Nothing was learned.'
+        text += '\n`learn.precision_report()` names the modules that overflow.'
         if scale > 1:
-            head += f'\nThe loss scale is {scale:g} now.'
-            advice += f' If it finds none, start with a loss scale of {scale if skipped < n else max(scale / 64, 1):g}.'
-        return f'{head}\n{advice}'
+            start = scale if skipped < n else max(scale / 64, 1)
+            text += f' If it finds none, start with a loss scale of {start:,.9g}; it is {scale:,.9g} now.'
+        return f'{text}\n{self.buffer_note}'.rstrip()
 
 
 class StepHistory(list):

@@ -18,6 +18,7 @@ class PrecisionState(LoopCallback):
     current: Precision | None                                    # in use; None for 'auto' before the first fit
     history: StepHistory
     fit: Fit | None = None                                       # what is open
+    all_fixes: list[Any]
     on_overflow: str
     max_skips: int
 
@@ -59,6 +60,10 @@ class PrecisionState(LoopCallback):
     def skipped(self) -> bool:
         "True if the most recent step was skipped. Available from `before_step` (order > 10). May synchronize."
         return self._scaling is not None and bool(self._scaling.found_inf)
+    @property
+    def fixes(self) -> list[Any]: # `Fix(step, precision, call)`
+        "What `on_overflow='fix'` changed, in all fits; `call` starts a training with the change."
+        return self.all_fixes
     @property
     def fp32_module_names(self) -> list[str]:
         "Names of the modules kept in fp32, as `fp32_modules` matches them in the learner's model."

@@ -142,7 +142,7 @@ def test_signatures():
         for name in names:
             (line,) = [line for line in f.__doc__.splitlines() if line.strip().startswith(f'{name}: ')]
             assert len(line.split()) > 3, line
-        assert f.__doc__.endswith('Returns the learner.')
+        assert f.__doc__.endswith('Returns: The learner.')
     defaults = [p.default for p in inspect.signature(Learner.to_fp16).parameters.values()][1:]
     assert defaults == [65536.0, 2.0, 0.5, 2000, True, None, None, None, 'warn', 16]
     assert [*inspect.signature(MixedPrecision).parameters][:8] == ['amp_mode', *fp16[:7]]
