@@ -52,7 +52,7 @@ class Verdict:
     modules: list[str] = field(default_factory=list) # Modules to keep in fp32
     scale_range: tuple[float, float] | None = None # Loss scales without underflow or overflow (fp16)
     flagged: list[str] = field(default_factory=list) # Flagged modules; '(model)' is the model's own `forward`
-    init_scale: float | None = None # Loss scale to start from, if the default is not far enough within `scale_range` (fp16)
+    init_scale: float | None = None # Loss scale to start from, if the default is outside `scale_range` or near its top
 
     def __str__(self):
         following = f' Next: `{self.call}`' if self.call else ''
