@@ -141,12 +141,10 @@ def copied_learner(
 def begin_fit(
     copy: Learner, # With an optimizer
     n_iter: int, # Batches in its epoch
-    train: bool = True, # Also begin the training part of the epoch
 ) -> None:
-    "Run the events of a fit before its first batch."
+    "Run the events of a fit before the training part of its first epoch."
     copy.n_epoch, copy.epoch, copy.n_iter, copy.dl = 1, 0, n_iter, copy.dls.train
     for event in ('before_fit', 'before_epoch'): copy(event)
-    if train: copy('before_train')
 
 
 def loader_like(

@@ -90,6 +90,7 @@ def running_copy(
         if not in_fit:
             copy.create_opt()
             begin_fit(copy, 1)
+            copy('before_train')
         yield copy
 
 
