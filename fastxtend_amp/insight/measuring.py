@@ -103,7 +103,7 @@ class Run:
 
     def loss(self, n: int) -> float: # nan if it failed
         "Return the mean loss of the last fifth of the first `n` steps."
-        return math.nan if self.note else np.mean(self.losses[:n][-last_fifth(n):])
+        return math.nan if self.note else float(np.mean(self.losses[:n][-last_fifth(n):]))
 
     @contextmanager
     def failures_noted(self, where: str = '') -> Iterator[None]:

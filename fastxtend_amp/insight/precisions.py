@@ -45,14 +45,13 @@ _OTHERS = [PrecisionChoice(), *(PrecisionChoice(AMPMode(name), True) for name in
 
 
 def choices_from(
-    modes: Any, # Names, modes, dtypes or choices, one or several
+    modes: Any, # Names, modes or dtypes, one or several
 ) -> list[PrecisionChoice]: # fp32 first, each once
     "Return the precisions that `modes` names. Raises `ValueError` for an unknown one."
     return list(dict.fromkeys([PrecisionChoice(), *map(_choice, modes if is_listy(modes) else [modes])]))
 
 
 def _choice(name: Any) -> PrecisionChoice:
-    if isinstance(name, PrecisionChoice): return name
     for choice in _OTHERS:
         if name == choice.name: return choice
     if name is torch.float32: return PrecisionChoice()
