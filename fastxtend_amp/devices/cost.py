@@ -20,8 +20,9 @@ def allocated(device: torch.device, peak: bool = False) -> float: # nan if PyTor
     return torch.accelerator.memory_allocated(device)
 
 
-def page_faults() -> int: # 0 on Windows
+def page_faults(device: torch.device) -> int: # 0 on Windows, and if `device` is not a CPU
     "Return the number of minor page faults of this process."
+    if device.type != 'cpu': return 0
     try: import resource
     except ImportError: return 0
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

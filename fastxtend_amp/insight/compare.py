@@ -1,18 +1,17 @@
 "`Learner.compare_precision`: trains copies of a learner in several precisions, in alternating rounds, and times them."
 from __future__ import annotations
 
-import math, random
+import random
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import numpy as np
 import pandas as pd
 from fastai.learner import Learner
 from fastai.torch_core import set_seed
 from fastcore.basics import patch
 
-from ..common import first_line, several_processes
+from ..common import several_processes
 from ..compat import is_compiled
 from ..precisions import AMPMode
 from ..precisions.fp32_settings import settings_note
@@ -20,17 +19,13 @@ from ..training.learner import documented
 from .arguments import check_above_0, check_count, known_arguments
 from .comparison import FEWEST_ROUNDS, PrecisionComparison, pays, recommend, speed_up, tolerance
 from .copies import left_out, one_at_a_time, random_state_kept
-from .measuring import Batches, Run, Setting
+from .measuring import Batches, Run, Setting, last_fifth
 from .precisions import PrecisionChoice, call_for, choices_from, default_choices
 from .progress import progress_bar
 
 _ROUNDS = 7             # into which `n_steps` are divided, after two rounds of one step
 _CONSIDERABLE = .1      # share of an fp32 step from which the time for loading a batch is mentioned
 _MANY_FAULTS = 1000     # page faults per step that are mentioned
-# Seconds per page fault: a step of an MLP (width 2048, batch size 256, bf16) with 22,496 faults took 115 ms, and 84 ms
-# without them, by `keep_freed_memory`.
-_FAULT = 1.4e-6
-
 
 @patch
 @documented
@@ -80,22 +75,21 @@ def compare(setting: Setting, choices: list[PrecisionChoice]) -> PrecisionCompar
     if len(choices) == 1: setting.n_steps = 1                    # there is nothing to compare fp32 with
     with one_at_a_time, random_state_kept(), progress_bar(setting.learn, setting.left) as tick:
         batches = Batches(setting, tick)
-        runs = [Run(setting, batches, c, c.mode.support(setting.device).status if c.mode else 'native')
-                for c in choices]
+        runs = [Run(setting, batches, c) for c in choices]
         with ExitStack() as copies:
             for run in runs:
                 with run.failures_noted(): run.copy(copies)
-            if setting.method == 'compare_precision': _validate(runs)    # `to_amp` calls the report, which validates
+            if setting.method == 'compare_precision': _validate(_running(runs))  # the report of `to_amp` does
             n = _train_in_rounds(setting, runs, tick)
             for run in reversed(_running(runs)):                 # fp32 last: it is slow where time is short
                 run.finish()
                 if run.choice.compiled or run.pace > setting.left: continue      # it would be compiled again
                 with suppress(Exception): run.count_activations()                # nan if hooks break the model
-        n_last, seeds = max(1, n // 5), list[Run]()
+        seeds = list[Run]()
         while len(seeds) < setting.n_seeds and setting.left > n * runs[0].pace:
             tick('fp32')
-            seeds.append(_train_with_seed(setting, batches, 1 + len(seeds), n, n_last))
-    return _Trained(setting, batches, runs, seeds, n, n_last).comparison()
+            seeds.append(_train_with_seed(setting, batches, 1 + len(seeds), n))
+    return _result(setting, runs, seeds, n, batches.loading)
 
 
 # -- the trainings
@@ -105,11 +99,12 @@ def _running(runs): return [r for r in runs if not r.note]
 
 def _validate(runs):
     "Validate in each precision: one that trains may fail there. If fp32 fails there as well, it says nothing."
-    for run in _running(runs):
-        try: run.learn.validate(dl=[run.batches[0]])
-        except Exception as e:
-            if run is runs[0]: return
-            with run.failures_noted(): raise type(e)(f'{first_line(e)} (in validation)') from e
+    base, *low = runs
+    batch = base.batches[0]
+    try: base.learn.validate(dl=[batch])
+    except Exception: return
+    for run in low:
+        with run.failures_noted(' (in validation)'): run.learn.validate(dl=[batch])
 
 
 def _train_in_rounds(setting, runs, tick): # Returns how many steps are compared
@@ -146,73 +141,57 @@ def _due(runs, n):
     return [base, *undecided] if undecided and not several_processes() else []
 
 
-def _train_with_seed(setting, batches, seed, n, n_last):
+def _train_with_seed(setting, batches, seed, n):
     "Train in fp32 with another seed and another order of the batches, except for the last ones."
     set_seed(seed)
-    run = Run(setting, batches, PrecisionChoice())
+    run, n_first = Run(setting, batches, PrecisionChoice()), n - last_fifth(n)
     with ExitStack() as copies:
         run.copy(copies)
-        run.train([*random.Random(seed).sample(range(n - n_last), n - n_last), *range(n - n_last, n)])
+        run.train([*random.Random(seed).sample(range(n_first), n_first), *range(n_first, n)])
     return run
 
 
 # -- the result
 
-@dataclass
-class _Trained:
-    "What was trained, and the comparison that it gives."
-    setting: Setting
-    batches: Batches
-    runs: list[Run] # One per precision, fp32 first
-    seeds: list[Run] # In fp32, with other seeds
-    n: int # Steps that are compared
-    n_last: int # Steps at the end whose mean is the loss
+def _result(setting, runs, seeds, n, loading): # `n`: steps that are compared; `loading`: seconds for a batch
+    choices = {r.choice.name: r.choice for r in runs}
+    table = pd.DataFrame([_row(r, runs[0], n) for r in runs], index=[*choices])
+    table['weights moved'] /= table['weights moved']['fp32']
+    losses = {r.choice.name: r.losses[:n] for r in runs}
+    tolerated = tolerance(losses['fp32'], [r.loss(n) for r in seeds], last_fifth(n))
+    recommended, reason = recommend(table, tolerated, setting.max_seconds - min(0, setting.left))
+    calls = {name: f"{call_for(setting.learn, choice)}{'; learn.model.compile()' if choice.compiled else ''}"
+             for name, choice in choices.items()}
+    notes = _notes(setting, runs, table['ms per step'] / 1000, recommended, loading)
+    notes += [f'`max_seconds={setting.max_seconds:g}` was enough for {n:,} of {setting.n_steps:,} steps, and '
+              f'for fp32 with {len(seeds)} of {setting.n_seeds} other seeds. Loss: mean of the last '
+              'fifth of the steps.',
+              *left_out(setting.learn)]
+    if settings := settings_note(): notes.append(f'{settings}. fp32 was measured with this setting.')
+    return PrecisionComparison(table, losses, [r.losses for r in seeds], recommended, reason, calls, notes, choices)
 
-    def comparison(self) -> PrecisionComparison:
-        setting, base = self.setting, self.runs[0]
-        choices = {r.choice.name: r.choice for r in self.runs}
-        table = pd.DataFrame(map(self._row, self.runs), index=[*choices])
-        table['weights moved'] /= table['weights moved']['fp32']
-        tolerated = tolerance(base.losses[:self.n], list(map(self._loss, self.seeds)), self.n_last)
-        recommended, reason = recommend(table, tolerated, setting.max_seconds - min(0, setting.left))
-        calls = {name: f"{call_for(setting.learn, choice)}{'; learn.model.compile()' if choice.compiled else ''}"
-                 for name, choice in choices.items()}
-        losses = {r.choice.name: r.losses[:self.n] for r in self.runs}
-        step, low = table['ms per step'][['fp32', recommended]] / 1000
-        notes = self._notes(step, low, recommended)
-        return PrecisionComparison(table, losses, [r.losses for r in self.seeds], recommended, reason, calls, notes,
-                                   choices)
 
-    def _loss(self, run): # nan for a mode that failed
-        return math.nan if run.note else np.mean(run.losses[self.n - self.n_last:self.n])
+def _row(run, base, n):
+    mode, ratios = run.choice.mode, run.ratios(base)
+    mid, low, high = speed_up(ratios)
+    support = 'failed' if run.note else mode.support(run.setting.device).status if mode else 'native'
+    return {'support': support, 'steps': len(run.losses), 'rounds': len(ratios),
+            'ms per step': 1000 * base.pace / mid, 'speed-up': mid, 'speed-up low': low, 'speed-up high': high,
+            'loss': run.loss(n), 'loss difference': run.loss(n) - base.loss(n), **run.measured, 'note': run.note}
 
-    def _row(self, run):
-        base = self.runs[0]
-        ratios = run.ratios(base)
-        loss = self._loss(run)
-        mid, low, high = speed_up(ratios)
-        return {'support': run.support, 'steps': len(run.losses), 'rounds': len(ratios),
-                'ms per step': 1000 * base.pace / mid, 'speed-up': mid, 'speed-up low': low, 'speed-up high': high,
-                'loss': loss, 'loss difference': loss - self._loss(base), **run.measured, 'note': run.note}
 
-    def _notes(self, step, low, recommended):
-        found, setting, loading = [], self.setting, self.batches.loading
-        if recommended != 'fp32' and loading > _CONSIDERABLE * step:
-            dl = setting.learn.dls.train                            # its workers draw batches while the model trains
-            together = max if getattr(dl, 'fake_l', dl).num_workers else float.__add__
-            gain = together(loading, step) / together(loading, low)
-            found.append(f'Loading a batch takes {1000 * loading:.3g} ms, and a step in fp32 {1000 * step:.3g} '
-                         f'ms, so a whole fit in {recommended} is about {gain:.2f}x faster, not {step / low:.2f}x.')
-        if is_compiled(setting.learn.model):
-            found.append('The compiled model was compared uncompiled; `compare_precision(compile=True)` compares both.')
-        faults, pace, name = max((r.faults, r.pace, r.choice.name) for r in self.runs)
-        if setting.device.type == 'cpu' and faults > _MANY_FAULTS:
-            found.append(f'A step in {name} has {faults:,.0f} page faults from freshly allocated memory, which may '
-                         f'take up to {min(99, 100 * faults * _FAULT / pace):.2g}% of its time. Call '
-                         '`keep_freed_memory()` to avoid them, and compare again.')
-        found += [f'`max_seconds={setting.max_seconds:g}` was enough for {self.n:,} of {setting.n_steps:,} steps, and '
-                  f'for fp32 with {len(self.seeds)} of {setting.n_seeds} other seeds. Loss: mean of the last '
-                  'fifth of the steps.',
-                  *left_out(setting.learn)]
-        if settings := settings_note(): found.append(f'{settings}. fp32 was measured with this setting.')
-        return found
+def _notes(setting, runs, seconds, recommended, loading): # `seconds`: of a step, by precision
+    found, step, low = [], seconds['fp32'], seconds[recommended]
+    if recommended != 'fp32' and loading > _CONSIDERABLE * step:
+        dl = setting.learn.dls.train                             # its workers draw batches while the model trains
+        together = max if getattr(dl, 'fake_l', dl).num_workers else float.__add__
+        gain = together(loading, step) / together(loading, low)
+        found.append(f'Loading a batch takes {1000 * loading:.3g} ms, and a step in fp32 {1000 * step:.3g} '
+                     f'ms, so a whole fit in {recommended} is about {gain:.2f}x faster, not {step / low:.2f}x.')
+    if is_compiled(setting.learn.model):
+        found.append('The compiled model was compared uncompiled; `compare_precision(compile=True)` compares both.')
+    faults, name = max((r.faults, r.choice.name) for r in runs)
+    if faults > _MANY_FAULTS:
+        found.append(f'A step in {name} has {faults:,.0f} page faults from freshly allocated memory. Call '
+                     '`keep_freed_memory()` to avoid them, and compare again.')
+    return found

@@ -141,12 +141,10 @@ def copied_learner(
 def begin_fit(
     copy: Learner, # With an optimizer
     n_iter: int, # Batches in its epoch
-    train: bool = True, # Also begin the training part of the epoch
 ) -> None:
-    "Run the events of a fit before its first batch."
+    "Run the events of a fit before the training part of its first epoch."
     copy.n_epoch, copy.epoch, copy.n_iter, copy.dl = 1, 0, n_iter, copy.dls.train
     for event in ('before_fit', 'before_epoch'): copy(event)
-    if train: copy('before_train')
 
 
 def loader_like(
@@ -171,7 +169,7 @@ def _copy(learn: Learner, optimizer: bool) -> Learner:
     loaders = [dl for dls in all_dls for dl in getattr(dls, 'loaders', ())]
     loaders += [o for o in held if isinstance(o, (DataLoader, torch.utils.data.DataLoader))]
     shared = [*all_dls, *loaders, *(getattr(dl, 'dataset', None) for dl in loaders), learn.logger, learn.lock]
-    memo: dict[int, Any] = {id(o): o for o in shared} | {id(learn): new}
+    memo = {id(o): o for o in shared} | {id(learn): new}
     left = ('model', 'cbs', 'scaler') if optimizer else ('model', 'cbs', 'scaler', 'opt')
     own = [(name, part) for name, part in vars(learn).items() if name not in left and not isinstance(part, Callback)]
     new.opt, new.cbs = None, L()
@@ -230,7 +228,7 @@ RandomState = list[tuple[Callable, Any]]
 def generators() -> list[tuple[Callable, Callable]]: # Pairs: the functions that set and get a generator's state
     "Return functions for the state of each global generator of PyTorch; getting one does not synchronize."
     cpu, module = torch.default_generator, torch.get_device_module()   # the accelerator's, if there is one
-    found: list[tuple[Callable, Callable]] = [(cpu.set_state, cpu.get_state)]
+    found: list = [(cpu.set_state, cpu.get_state)]
     if not getattr(module, 'is_initialized', lambda: True)(): return found     # asking does not start it
     which = 'rng_state_all' if hasattr(module, 'get_rng_state_all') else 'rng_state'
     if get := getattr(module, f'get_{which}', None): found.append((getattr(module, f'set_{which}'), get))

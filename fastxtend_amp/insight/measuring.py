@@ -73,13 +73,17 @@ class Batches:
         return map_tensors(torch.clone, self.kept[step % len(self.kept)])
 
 
+def last_fifth(n: int) -> int:
+    "Return how many of `n` steps count for the loss."
+    return max(1, n // 5)
+
+
 @dataclass
 class Run:
     "One training: its precision, the copy that trains in it, and the measurements."
     setting: Setting
     batches: Batches
     choice: PrecisionChoice
-    support: str = 'native' # 'emulated', or 'failed' after an error
     note: str = '' # Why it does not run; '' if it does
     learn: Any = None # The copy, while it trains
     random_state: RandomState = field(default_factory=random_state) # Of the copy, between its rounds
@@ -97,13 +101,17 @@ class Run:
         "Return the time of `base` divided by that of this run, for each round of both."
         return [b / a for a, b in zip(self.times, base.times)]
 
+    def loss(self, n: int) -> float: # nan if it failed
+        "Return the mean loss of the last fifth of the first `n` steps."
+        return math.nan if self.note else float(np.mean(self.losses[:n][-last_fifth(n):]))
+
     @contextmanager
-    def failures_noted(self) -> Iterator[None]:
+    def failures_noted(self, where: str = '') -> Iterator[None]:
         "Note the error of a low precision, which is a result; raise an error in fp32, and when memory runs out."
         try: yield
         except Exception as e:
             if self.choice == PrecisionChoice() or isinstance(e, torch.OutOfMemoryError): raise
-            self.support, self.note = 'failed', f'{type(e).__name__}: {first_line(e)}'
+            self.note = f'{type(e).__name__}: {first_line(e)}{where}'
 
     def copy(self, copies: ExitStack) -> None:
         "Make a copy of the learner in its precision, in the state that all copies start from."
@@ -115,7 +123,7 @@ class Run:
     def train(self, steps: Iterable[int]) -> None:
         "Train on the batches of these steps, and time it."
         set_random_state(self.random_state)
-        if not self.losses: begin_fit(self.learn, self.setting.n_steps, train=False)
+        if not self.losses: begin_fit(self.learn, self.setting.n_steps)
         # As fastai calls the training part of an epoch, but cancelling it is an error. At its end all is closed that
         # the precision has opened: the settings of TF32 hold for every model.
         self.learn._with_events(partial(self._train_and_time, steps), 'train', ())
@@ -124,7 +132,7 @@ class Run:
     def _train_and_time(self, steps):
         device = self.setting.device
         wait_for(device)
-        before, faults = allocated(device), page_faults()
+        before, faults = allocated(device), page_faults(device)
         start = time.perf_counter()
         losses = [self._step(i, self.batches[step]) for i, step in enumerate(steps, len(self.losses))]
         wait_for(device)
@@ -133,7 +141,7 @@ class Run:
         elif self.choice.compiled:
             self.measured['compile s'] = seconds
             self.setting.end += seconds                    # which does not count
-        self.faults = (page_faults() - faults) / len(losses)
+        self.faults = (page_faults(device) - faults) / len(losses)
         self.measured['peak MB'] = (allocated(device, peak=True) - before) / 1e6
         self.losses += map(float, losses)
 

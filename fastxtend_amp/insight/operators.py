@@ -6,6 +6,7 @@ error of a module is that of its own arithmetic, measured on its outputs and on 
 """
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,14 +16,30 @@ from ..convert import HALF, half_to_float, map_tensors
 from ..precisions import AMPMode
 from .compat import Traits
 from .copies import is_plain, tensors
-from .records import Seen
-from .values import all_finite, has_nan_or_inf, largest_value, relative_error
 
 _FP32_NOISE = 2.**-23   # relative; where fp32 itself would lose a tenth, an error is noise
 # Operators that only move values, which are recorded where they were computed.
 _MOVES = frozenset(('clone', '_to_copy', 'copy_', 'cat', 'stack', 'detach', 'lift_fresh'))
 _VANISHES = 2.9e-8      # smaller constants are 0 in fp16,
 _NEAR_0 = 6.1e-5        # and matter beside values below its smallest normal number
+_MASK_FROM = 1e3        # larger values may be an attention mask,
+_MASK_GAP = 64          # if they are negative and all others are smaller by this factor
+
+
+@dataclass
+class Seen:
+    "Records of one module: of its own operators, not those of modules inside; over all calls and batches."
+    name: str
+    type: str
+    largest: float = 0.                                          # absolute finite result; of the twin, if there is one
+    half: float = 0.                                             # the same, of 16-bit results only
+    failed: bool = False                                         # whether NaN or inf first appears in it
+    error: float = math.nan                                      # of its own arithmetic, relative; the largest
+    vanished: float = 0.                                         # a constant that rounds to 0, next to values near 0
+    grad: float = 0.                                             # largest absolute, of its outputs and own parameters
+    grad_sum: float = 0.                                         # of the absolute values of all these gradients
+    n_grads: int = 0                                             # that are finite and not 0
+    unseen: set[str] = field(default_factory=set)                # what cannot be read or compared in it
 
 
 class Call:
@@ -140,3 +157,38 @@ class Frame:
         error = relative_error(t, self.twins.wide(t))
         if error * _FP32_NOISE < .1 * torch.finfo(self.mode.dtype).eps:
             self.seen.error = max(error, self.seen.error)        # in this order, as that may be nan
+
+
+# -- the values of a tensor, without float64, which MPS lacks
+
+def all_finite(t: torch.Tensor) -> bool:
+    "Return whether no value is NaN or inf."
+    return bool(t.isfinite().all())
+
+
+def has_nan_or_inf(t: torch.Tensor) -> bool:
+    "Return whether a value is NaN or +inf; -inf may be a mask."
+    return bool((t.isnan() | t.isposinf()).any())
+
+
+def largest_value(t: torch.Tensor) -> float:
+    """Return the largest absolute finite value; 0 if there is none.
+
+    Attention masks are ignored: negative values far from all others, and tensors of one or two distinct values.
+    """
+    if not all_finite(t): t = t[t.isfinite()]
+    if not t.numel(): return 0.
+    low, high = map(float, torch.aminmax(t))
+    largest = max(-low, high)
+    if largest < _MASK_FROM: return largest
+    if t.numel() > 2 >= len(t.unique()): return 0.
+    others = float(t[t > low / 4].abs().max()) if high > low / 4 else math.inf
+    return others if others * _MASK_GAP < -low else largest
+
+
+def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float: # nan without a value other than 0
+    "Return the norm of the difference over that of `expected`, of the values that are finite in both."
+    both = got.isfinite() & expected.isfinite()
+    got, expected = got[both].float(), expected[both].float()
+    if not (unit := largest_value(expected)): return math.nan    # so that squares stay in the range of fp32
+    return float(((got - expected) / unit).norm() / (expected / unit).norm())

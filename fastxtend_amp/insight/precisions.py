@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from fastai.learner import Learner
+from fastcore.xtras import is_listy
 
 from ..common import training_device
 from ..precisions import PRECISIONS, AMPMode, Precision
@@ -44,16 +45,13 @@ _OTHERS = [PrecisionChoice(), *(PrecisionChoice(AMPMode(name), True) for name in
 
 
 def choices_from(
-    modes: Any, # Names, modes, dtypes or choices, one or several
+    modes: Any, # Names, modes or dtypes, one or several
 ) -> list[PrecisionChoice]: # fp32 first, each once
     "Return the precisions that `modes` names. Raises `ValueError` for an unknown one."
-    # A DataLoader is not a list of modes: it is named in the error.
-    several = isinstance(modes, Iterable) and not isinstance(modes, str) and not hasattr(modes, 'dataset')
-    return list(dict.fromkeys([PrecisionChoice(), *map(_choice, modes if several else [modes])]))
+    return list(dict.fromkeys([PrecisionChoice(), *map(_choice, modes if is_listy(modes) else [modes])]))
 
 
 def _choice(name: Any) -> PrecisionChoice:
-    if isinstance(name, PrecisionChoice): return name
     for choice in _OTHERS:
         if name == choice.name: return choice
     if name is torch.float32: return PrecisionChoice()
@@ -86,14 +84,10 @@ class Call(NamedTuple):
     arguments: dict[str, Any]
 
     def __str__(self) -> str:
-        arguments = ', '.join(f'{name}={_written(value, name)}' for name, value in self.arguments.items())
-        return f'learn.to_{self.precision.name}({arguments})'
-
-
-def _written(value: object, name: str) -> str:
-    "Return `value` as code; an object without such a form as `name`."
-    text = repr(value)
-    return name if text.startswith('<') else text
+        written = {name: repr(value) for name, value in self.arguments.items()}
+        # An object that has no form as code gets the argument's name.
+        arguments = (f"{name}={name if code.startswith('<') else code}" for name, code in written.items())
+        return f"learn.to_{self.precision.name}({', '.join(arguments)})"
 
 
 def call_for(

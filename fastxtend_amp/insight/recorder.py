@@ -7,18 +7,34 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..precisions import AMPMode
 from ..precisions.matching import qualified_names
 from .compat import in_function_transform, operator, unwatched
 from .copies import is_plain, tensors
-from .operators import Call, Frame
-from .records import LOSS, Seen, Trace
-from .values import all_finite
+from .operators import Call, Frame, Seen, all_finite
+
+LOSS = 'loss function'  # its name among the modules; includes callbacks after the forward pass
+
+
+@dataclass
+class Trace:
+    "Records of some batches in one precision."
+    mode: AMPMode | None = None                                  # fp32 if None
+    reference: Trace | None = None                               # in a lower precision: the records in fp32
+    # The modules, in the order in which their last calls finish, and the loss function.
+    seen: dict[str, Seen] = field(default_factory=dict)
+    has_loss: bool = False                                       # whether a batch gave one
+    not_finite: str = ''                                         # 'loss', or 'gradient' if no loss was
+    error: str = ''                                              # why it ended: the text of an exception
+    failed_in: str = ''                                          # the module that raised it; '' before a batch
+    in_fp8: list[str] = field(default_factory=list)              # the layers that round as FP8 does
 
 
 class Recorder(TorchDispatchMode):

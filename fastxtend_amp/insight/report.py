@@ -29,7 +29,7 @@ from .copies import check_learner, left_out, loader_like, no_batches, one_at_a_t
 from .gradient import N_BATCHES, gradient_distance
 from .precisions import choices_from, precision_call
 from .progress import progress_bar
-from .records import Trace
+from .recorder import Trace
 from .shown import Shown
 from .trace import trace
 from .verdict import Judge, Verdict, named, some, wrong_in_fp32

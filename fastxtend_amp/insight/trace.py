@@ -1,6 +1,6 @@
 """Runs batches in the training loop of a copied learner, in fp32 or a lower precision, and records each module.
 
-`records.py` says what is recorded, `recorder.py` follows the modules, and `operators.py` observes their operators.
+`recorder.py` follows the modules, and `operators.py` observes their operators.
 """
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ from ..training.callback import MixedPrecision
 from ..training.learner import set_precision
 from ..training.loop import precision_callback
 from .copies import begin_fit, copied_learner, set_random_state
-from .recorder import Recorder
-from .records import Trace
+from .recorder import Recorder, Trace
 from .rounding import round_as_fp8
 
 _UNCOMPILED = Shared(partial(torch.compiler.set_stance, 'force_eager'))
@@ -55,7 +54,10 @@ def trace(
                 batch = map_tensors(torch.clone, batch)          # which the model may write into
                 recorder = Recorder(found)
                 with recorder.hooked(copy.model), copy.added_cbs(_Recorded(recorder)):
-                    _run_again(copy, *batch) if in_fit else copy.one_batch(i, batch)
+                    if in_fit:
+                        copy.xb, copy.yb = batch
+                        copy._with_events(copy._do_one_batch, 'batch', CancelBatchException)
+                    else: copy.one_batch(i, batch)
             if in_fit or (reference and reference.error): return found
             # Without hooks, as some modules of PyTorch then use other kernels.
             where, found.failed_in = ' (in validation)', ROOT
@@ -87,18 +89,14 @@ def running_copy(
                 for layer in copy.in_fp8.values(): round_as_fp8(layer)
             set_precision(copy, MixedPrecision(mode, init_scale=scale, fp32_modules=keep, on_overflow='ignore'))
         copy.scaler = torch.amp.GradScaler('cpu', enabled=False)   # callbacks may use it, in fp32 as well
-        if not in_fit:
+        if in_fit:                                               # callbacks have already prepared its batch
+            for cb in copy.cbs:
+                if not isinstance(cb, MixedPrecision): cb.before_batch = noop
+        else:
             copy.create_opt()
             begin_fit(copy, 1)
+            copy('before_train')
         yield copy
-
-
-def _run_again(copy, xb, yb):
-    "Run a batch that callbacks have already prepared."
-    copy.xb, copy.yb = xb, yb
-    for cb in copy.cbs:
-        if not isinstance(cb, MixedPrecision): cb.before_batch = noop
-    copy._with_events(copy._do_one_batch, 'batch', CancelBatchException)
 
 
 class BackwardOnly(Callback):

@@ -13,9 +13,9 @@ from ..precisions import AMPMode
 from ..precisions.matching import ROOT, covers, qualified_names
 from ..training.loop import precision_callback
 from .copies import tensors
+from .operators import has_nan_or_inf
 from .precisions import precision_call
-from .records import LOSS, Trace
-from .values import has_nan_or_inf
+from .recorder import LOSS, Trace
 
 Judgement = Literal['safe so far', 'safe with loss scaling', 'keep modules in fp32', 'gradient differs', 'do not use',
                     'cannot run', 'not known']

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,8 +26,8 @@ class Notes:
     weights: torch.Tensor | None = None                          # their norm at the start
     first_loss: torch.Tensor | None = None
     last_loss: float = math.nan                                  # the last finite one
-    random_state: RandomState | None = None                      # before the batch
-    before: tuple | None = None                                  # on an accelerator: the last batch, and its state
+    random_state: RandomState = field(default_factory=list)      # before the batch under way
+    batch: tuple | None = None                                   # whose loss is looked at, and its random state
 
 
 class Watch:
@@ -68,19 +68,18 @@ class Watch:
         "Look at the loss before anything is made of it; on an accelerator at that of the batch before."
         notes, learn = self.notes, self.cb.learn
         if notes is None or not learn.training: return
+        if not notes.on_cpu: self._check_recorded()
+        notes.batch = (learn.xb, learn.yb), notes.random_state
         # Without targets fastai leaves the loss of an earlier batch; a learner's own loop may set one all the same.
         loss = vars(learn).get('loss_grad')
         if not torch.is_tensor(loss): return
         if notes.first_loss is None: notes.first_loss = _mean(loss)
         if notes.on_cpu: self._check_loss(notes, _mean(loss).item())
-        else:
-            self._check_recorded()
-            notes.before = (learn.xb, learn.yb), notes.random_state
 
     def after_step(self):
         "Count skipped steps in a row."
-        scaling = self.cb.fit and self.cb.fit.scaling
-        if scaling and scaling.skips_in_a_row >= self.cb.max_skips and self.notes:
+        notes, scaling = self.notes, self.cb.fit and self.cb.fit.scaling
+        if notes and notes.batch and scaling and scaling.skips_in_a_row >= self.cb.max_skips:
             self._alarm(f'{scaling.skips_in_a_row:,} steps in a row were skipped', skipped=True)
 
     def after_train(self):
@@ -102,28 +101,27 @@ class Watch:
     def _check_recorded(self) -> None:
         recorder, notes = vars(self.cb.learn).get('recorder'), self.notes
         losses = getattr(recorder, 'losses', [])
-        if losses and notes and notes.before: self._check_loss(notes, float(losses[-1]), notes.before)
+        if losses and notes and notes.batch: self._check_loss(notes, float(losses[-1]))
 
-    def _check_loss(self, notes: Notes, loss: float, before: tuple | None = None) -> None:
+    def _check_loss(self, notes: Notes, loss: float) -> None:
         if math.isfinite(loss): notes.last_loss = loss
-        else: self._alarm(f'the loss is {loss}', before=before)
+        else: self._alarm(f'the loss is {loss}')
 
     def _alarm(self,
         what: str,
         skipped: bool = False, # Whether it is about skipped steps, which an accelerator may have known for long
-        before: tuple | None = None, # That batch and its random state; the one under way if None
     ) -> None:
         "Say what happened, what to try and where it began: once a fit."
         learn, notes, cb = self.cb.learn, self.notes, self.cb
         scale = cb.scales[-1] if skipped else learn.scaler.get_scale()      # of the step itself
-        batch, state = before or ((learn.xb, learn.yb), notes.random_state)
-        step = getattr(learn, 'train_iter', 0) + (before is None)
+        batch, state = notes.batch
+        step = getattr(learn, 'train_iter', 0) + (notes.on_cpu or skipped)   # an accelerator's loss is that before
         alarm = Alarm(what, cb.mode, scale, step, batch, state if notes.on_cpu or not skipped else [])
         try: message = diagnose(learn, alarm, _divergence(notes, learn.model))
         except Exception as e: message = f'{alarm.happened}\nThe batch could not be run again, {type(e).__name__}: {e}'
         cb.fit.has_warned = True                                 # first: between batches `fix` closes the fit
         if cb.on_overflow != 'fix' or not fix(cb, alarm): return self._say(message)
-        if not skipped and before is None: learn.loss_grad = learn.loss_grad * math.nan   # so that this step is skipped
+        if notes.on_cpu and not skipped: learn.loss_grad = learn.loss_grad * math.nan     # so that this step is skipped
 
     def _say(self, message: str) -> None:
         fit = self.cb.fit

@@ -39,6 +39,7 @@ def train(learn, n=4):
     if not learn.opt:
         learn.create_opt()
     begin_fit(learn, n)
+    learn('before_train')
     for i, b in zip(range(n), loader_like(learn.dls.train)):
         learn.one_batch(i, b)
     for event in ('after_train', 'after_fit'):

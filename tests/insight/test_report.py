@@ -15,7 +15,7 @@ from torchvision import models
 
 from fastxtend_amp import PrecisionReport
 from fastxtend_amp.insight import report as room
-from fastxtend_amp.insight.values import largest_value, relative_error
+from fastxtend_amp.insight.operators import largest_value, relative_error
 from fastxtend_amp.insight.verdict import Judgement, Verdict
 from fastxtend_amp import AMPMode
 import held_out

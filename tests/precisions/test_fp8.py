@@ -11,7 +11,7 @@ from fastxtend_amp.precisions import fastest_native, fp8
 from fastxtend_amp.precisions.fp32_modules import forward_of
 from fastxtend_amp import AMPMode, precision_support
 from fastxtend_amp.insight.rounding import round_as_fp8
-from fastxtend_amp.insight.values import relative_error
+from fastxtend_amp.insight.operators import relative_error
 import helpers
 from helpers import *
 
