@@ -1,4 +1,4 @@
-"Mixed precision for fastai on every device that has it; importing it adds `to_fp16`, `to_bf16` and more to `Learner`."
+"Mixed precision for fastai. Importing it adds `to_amp`, `to_fp16`, `to_bf16` and other methods to `Learner`."
 import warnings as _warnings
 
 with _warnings.catch_warnings():           # PyTorch deprecates what fastai's own imports call

@@ -140,7 +140,7 @@ def entry(name, obj, level=3, key=''):
         methods = {'support': obj.support.__func__, **members(obj)}
         rows = [f'| `{n}` | {cell(text)} |' for n, text in fields]
         rows += [f'| `{n}` | {cell(" ".join(text_of(m).split()))} |' for n, m in methods.items()]
-        parts.insert(-1, '\n'.join(['| to override | what it does |', '|---|---|', *rows]))
+        parts.insert(-1, '\n'.join(['| attribute or method | what it does |', '|---|---|', *rows]))
     elif inspect.isclass(obj) and not hasattr(obj, '__members__'):
         parts += [entry(f'{name}.{n}', m, level + 1) for n, m in members(obj).items()]
     return '\n\n'.join(filter(None, parts))

@@ -3,6 +3,7 @@
 The list of pages, the changelog, pages with the source, and `llms.txt`, an overview for language models.
 """
 import re
+from importlib import metadata
 from pathlib import Path
 
 from docutils import nodes
@@ -22,8 +23,10 @@ TOCTREE = '\n```{{toctree}}\n:caption: {}\n:hidden:\n{}\n```\n'
 
 
 def source_read(app, docname, content):
-    "Add the list of pages to the first one; show the changelog; keep the runs' figures out of the search."
+    "Add list of pages and description to the first one; show the changelog; keep the runs' figures out of the search."
     if docname == 'index':
+        description = metadata.metadata('fastxtend_amp')['Summary']
+        content[0] = f'---\nmyst:\n  html_meta:\n    description: {description}\n---\n{content[0]}'
         entries = {part: '\n'.join(f'{NAMED_ELSEWHERE[n]} <{n}>' if n in NAMED_ELSEWHERE else n for n in names)
                    for part, names in PAGES.items()}
         content[0] += ''.join(TOCTREE.format(*item) for item in entries.items())

@@ -1,22 +1,10 @@
-"Checks of argument names and numbers."
+"Checks of arguments that are numbers."
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
-from inspect import signature
 from numbers import Integral
 from typing import Any
 
-from ..common import is_number, refuse_unknown
-
-
-def known_arguments(method: Callable) -> Callable:
-    "Decorate a method, so that an unknown argument raises a `TypeError` that suggests what to write."
-    @wraps(method)
-    def checked(*args, **kwargs):
-        refuse_unknown(method.__name__, [*signature(method).parameters][1:], kwargs)
-        return method(*args, **kwargs)
-    return checked
+from ..common import is_number
 
 
 def check_count(

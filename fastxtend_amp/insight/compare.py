@@ -2,9 +2,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from typing import Any
 
 import pandas as pd
 from fastai.learner import Learner
@@ -13,10 +13,9 @@ from fastcore.basics import patch
 
 from ..common import several_processes
 from ..compat import is_compiled
-from ..precisions import AMPMode
 from ..precisions.fp32_settings import settings_note
 from ..training.learner import documented
-from .arguments import check_above_0, check_count, known_arguments
+from .arguments import check_above_0, check_count
 from .comparison import FEWEST_ROUNDS, PrecisionComparison, pays, recommend, speed_up, tolerance
 from .copies import left_out, one_at_a_time, random_state_kept
 from .measuring import Batches, Run, Setting, last_fifth
@@ -29,9 +28,8 @@ _MANY_FAULTS = 1000     # page faults per step that are mentioned
 
 @patch
 @documented
-@known_arguments
 def compare_precision(self: Learner,
-    modes: str | AMPMode | Iterable[str | AMPMode] | None = None, # To compare with fp32; None for all native ones
+    modes: Any = None, # 'bf16', 'fp16', 'tf32', 'fp8', 'half weights', or a list; None for all native ones except FP8
     n_steps: int = 50, # Training steps after which the losses are compared; timing may need more
     *,
     lr: float | slice | None = None, # Learning rate; the learner's own if None
@@ -190,8 +188,7 @@ def _notes(setting, runs, seconds, recommended, loading): # `seconds`: of a step
                      f'ms, so a whole fit in {recommended} is about {gain:.2f}x faster, not {step / low:.2f}x.')
     if is_compiled(setting.learn.model):
         found.append('The compiled model was compared uncompiled; `compare_precision(compile=True)` compares both.')
-    faults, name = max((r.faults, r.choice.name) for r in runs)
-    if faults > _MANY_FAULTS:
-        found.append(f'A step in {name} has {faults:,.0f} page faults from freshly allocated memory. Call '
+    if (faults := max(r.faults for r in runs)) > _MANY_FAULTS:
+        found.append(f'A step has up to {faults:,.0f} page faults from freshly allocated memory. Call '
                      '`keep_freed_memory()` to avoid them, and compare again.')
     return found

@@ -5,7 +5,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from textwrap import fill
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -81,15 +80,16 @@ class PrecisionComparison(Shown):
                                   title='Training loss (smoothed)')
         curves.lines[len(self.seed_losses)].set(lw=5, alpha=.4)  # of fp32: the others lie on it
         curves.legend()
+        speeds = self.table.apply(_speed, axis=1)
         self.table['speed-up'].plot.barh(ax=bars, color=colors, xlabel='steps per second, fp32 = 1', ylabel='',
-                                         title=f'Speed; recommended: {self.recommended}')
-        bars.bar_label(bars.containers[0], self.table.apply(_speed, axis=1), padding=6)
-        bars.margins(x=.6)
+                                         title=f'Recommended: {self.recommended}, speed-up {speeds[self.recommended]}')
+        bars.bar_label(bars.containers[0], speeds, padding=6)
+        bars.margins(x=.45)
         bars.invert_yaxis()
         return curves, bars
 
 
-def _smooth(losses: dict[Any, list[float]]) -> pd.DataFrame: # nan where a loss is not finite
+def _smooth(losses): # nan where a loss is not finite
     values = pd.DataFrame.from_dict(losses, 'index', dtype=float).T
     return values.ewm(alpha=.2).mean().where(np.isfinite(values))
 
@@ -163,7 +163,7 @@ def recommend(
     return best, f"{why}{bad and f' ({bad})'}."
 
 
-def _against(row: pd.Series, tolerated: tuple[float, str], seconds: float) -> list[str]:
+def _against(row, tolerated, seconds):
     "Return what speaks against a precision."
     if row['support'] == 'failed': return ['does not run']
     found = []
@@ -186,6 +186,6 @@ def _against(row: pd.Series, tolerated: tuple[float, str], seconds: float) -> li
     return found
 
 
-def _speed(row: pd.Series) -> str: # '-' for what is not known
+def _speed(row): # '-' for what is not known
     if row.name == 'fp32': return '1 (reference)'
     return '{speed-up:.2f} ({speed-up low:.2f} to {speed-up high:.2f})'.format(**row).replace('nan', '-')

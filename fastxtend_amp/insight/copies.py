@@ -49,7 +49,7 @@ def takes_part(cb: Callback) -> bool:
                for f in vars(kind).values())
 
 
-def _changes_a_step(method: Any) -> bool: # False if it is not a method, or has no source
+def _changes_a_step(method): # False if it is not a method, or has no source
     try: return bool(_CHANGES.search(ast.unparse(ast.parse(dedent(inspect.getsource(method))))))
     except (OSError, TypeError, SyntaxError): return False
 
@@ -161,7 +161,7 @@ def loader_like(
     except Exception: return dl
 
 
-def _copy(learn: Learner, optimizer: bool) -> Learner:
+def _copy(learn, optimizer):
     new = object.__new__(type(learn))
     cbs = [cb for cb in learn.cbs if takes_part(cb)]
     held = [o for holder in (learn, *cbs) for o in vars(holder).values()]   # a callback may hold a teacher

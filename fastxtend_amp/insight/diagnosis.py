@@ -51,7 +51,7 @@ def diagnose(
     return f'{alarm.happened}\n{remedy}\n{cause}'
 
 
-def _cause(learn: Learner, alarm: Alarm, divergence: str) -> tuple[str, str]:
+def _cause(learn, alarm, divergence):
     if divergence:
         rate = max(h['lr'] for h in learn.opt.hypers)
         return (f'the run diverges: {divergence}',
@@ -71,10 +71,10 @@ def _cause(learn: Learner, alarm: Alarm, divergence: str) -> tuple[str, str]:
 
 
 def _run_again(
-    learn: Learner,
-    alarm: Alarm,
-    bad: str, # What is not finite in the batch itself
-) -> tuple[str, str]:
+    learn,
+    alarm,
+    bad, # What is not finite in the batch itself
+):
     "Run the batch forward and backward, in fp32 and in the mode; return where it began, and what to try."
     cb: Any = precision_callback(learn)
     mode = alarm.mode

@@ -74,17 +74,17 @@ class Twins:
         # By address: a tensor there, and the fp32 copy of its memory.
         self.memory: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def of(self, t: torch.Tensor) -> Any:
+    def of(self, t):
         "Return the twin of `t`; None if `t` is exact."
         found = self.memory.get(_address(t))
         return None if found is None else found[1].as_strided(t.shape, t.stride(), t.storage_offset())
 
-    def wide(self, t: torch.Tensor) -> torch.Tensor:
+    def wide(self, t):
         "Return the twin of `t`, or an exact `t` in fp32."
         twin = self.of(t)
         return half_to_float(t) if twin is None else twin
 
-    def keep(self, t: torch.Tensor, wide: torch.Tensor) -> None:
+    def keep(self, t, wide):
         "Keep `wide` as the twin of `t`, unless `t` has no address."
         address = _address(t)
         if not address or t.shape != wide.shape: return
@@ -92,12 +92,12 @@ class Twins:
             self.memory[address] = t, t.new_empty(0).set_(t.untyped_storage()).to(wide.dtype, copy=True)
         self.of(t).copy_(wide)
 
-    def forget(self, x: Any) -> None:
+    def forget(self, x):
         "Drop the twins of all tensors in `x`, which was overwritten."
         for t in tensors(x): self.memory.pop(_address(t), None)
 
 
-def _address(t: torch.Tensor) -> int:
+def _address(t):
     if t.layout is not torch.strided or t.device.type == 'xla': return 0         # it has none
     return t.untyped_storage().data_ptr()
 

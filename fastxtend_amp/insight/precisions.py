@@ -51,7 +51,7 @@ def choices_from(
     return list(dict.fromkeys([PrecisionChoice(), *map(_choice, modes if is_listy(modes) else [modes])]))
 
 
-def _choice(name: Any) -> PrecisionChoice:
+def _choice(name):
     for choice in _OTHERS:
         if name == choice.name: return choice
     if name is torch.float32: return PrecisionChoice()
@@ -62,7 +62,7 @@ def _choice(name: Any) -> PrecisionChoice:
                      "(bf16), 'half weights fp16', or a list of these.")
 
 
-def _has_half_weights(learn: Learner) -> bool:
+def _has_half_weights(learn):
     return isinstance(getattr(precision_callback(learn), 'precision', None), HalfWeights)
 
 

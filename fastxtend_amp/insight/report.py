@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import math, time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,7 @@ from ..precisions.fp32_settings import settings_note
 from ..training.checks import half_parameters_of
 from ..training.learner import documented
 from ..training.loop import precision_callback
-from .arguments import check_above_0, check_count, known_arguments
+from .arguments import check_above_0, check_count
 from .copies import check_learner, left_out, loader_like, no_batches, one_at_a_time, random_state_kept, tensors
 from .gradient import N_BATCHES, gradient_distance
 from .precisions import choices_from, precision_call
@@ -51,7 +51,7 @@ class PrecisionReport(Shown):
 
     | column | meaning | unit |
     |---|---|---|
-    | `mode` | the precision | 'bf16', 'fp16' |
+    | `mode` | the precision | 'bf16', 'fp16' or 'fp8' |
     | `module` | '(model)' is the model's own `forward` | name |
     | `type` | class of the module | name |
     | `format` | lowest precision of its results; 'fp32' if it does not run in the precision | name |
@@ -106,7 +106,6 @@ class PrecisionReport(Shown):
 
 @patch
 @documented
-@known_arguments
 def precision_report(self: Learner,
     modes: str | AMPMode | Iterable[str | AMPMode] = ('bf16', 'fp16'), # Precisions to report on: 'bf16', 'fp16', 'fp8'
     n_batches: int = 1, # Number of batches to look at
@@ -200,7 +199,7 @@ class _Report:
         return PrecisionReport(pd.DataFrame(self._rows(verdicts), columns=_COLUMNS),
                                {m.value: v for m, v in verdicts.items()}, self._notes())
 
-    def _verdict(self, mode: AMPMode) -> Verdict:
+    def _verdict(self, mode):
         support = mode.support(self.device)
         if support.status == 'unsupported': return Verdict(mode.value, 'cannot run', support.why)
         cb = precision_callback(self.learn)
@@ -235,7 +234,7 @@ class _Report:
         except Exception as e: self.not_compared = f'{mode.value}: {first_line(e)}'
         return math.nan
 
-    def _rows(self, verdicts: dict[AMPMode, Verdict]) -> Iterator[list]:
+    def _rows(self, verdicts):
         for mode, low in self.low.items():
             for s in low.seen.values():
                 fp32, is_flagged = self.fp32.seen.get(s.name, s), s.name in verdicts[mode].flagged
@@ -244,13 +243,13 @@ class _Report:
                 yield [mode.value, s.name, s.type, mode.value if s.half else 'fp32', fp32.largest, headroom,
                        math.inf if s.failed else s.error, fp32.grad or math.nan, is_flagged]
 
-    def _notes(self) -> list[str]:
+    def _notes(self):
         n = len(self.batches)
         gradients = f', and at the gradients of {self.n_gradients},' if self.n_gradients else ''
         notes = [f"Looked at {n:,} batch{'es' * (n > 1)} of {self.few:,} samples{gradients} with the current weights. "
                  'Other batches (`n_batches`) and later weights may flag other modules.']
         if emulated := ' and '.join(m for m in self.low if m in self.emulated):
-            meaning = 'which says nothing of a GPU' if self.simulated else 'usually slower than fp32'
+            meaning = 'which says nothing about a GPU' if self.simulated else 'usually slower than fp32'
             notes.append(f'{emulated}: emulated on this device, {meaning}.')
             if self.is_short:
                 notes[-1] += (f' Of {self.whole:,} samples only the first {self.few:,} were run, and no gradients '

@@ -7,7 +7,6 @@ https://arxiv.org/abs/2209.05433).
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,14 +20,14 @@ def round_as_fp8(layer: nn.Module) -> None:
     vars(layer)['forward'] = partial(_linear, layer)
 
 
-def _linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
+def _linear(layer, x):
     x = x.to(torch.get_autocast_dtype(x.device.type))
     out = F.linear(_rounded(x), _rounded(layer.weight))
     if out.requires_grad: out.register_hook(partial(_rounded, dtype=torch.float8_e5m2))
     return out if layer.bias is None else out + layer.bias.to(out.dtype)
 
 
-def _rounded(t: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> torch.Tensor:
+def _rounded(t, dtype=torch.float8_e4m3fn):
     "Return `t` rounded as in FP8. To autograd, and to a trace, it is a plain copy."
     copy = t.clone()
     with unwatched(), torch.no_grad():

@@ -2,23 +2,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from html import escape
 from typing import Any
 
-import pandas as pd
 
 _FORMAT: dict[str, Any] = {'float_format': '{:,.5g}'.format, 'na_rep': '-'}
 
 
 class Shown:
-    "A result made of sentences and tables."
-    def _parts(self) -> Iterable[str | pd.DataFrame]: raise NotImplementedError
+    "A result made of sentences and tables; a subclass gives them by `_parts`."
+    _parts: Any
 
     def __repr__(self) -> str:
         return '\n\n'.join(p if isinstance(p, str) else p.to_string(**_FORMAT) for p in self._parts())
 
-    def _repr_html_(self) -> str:
+    def _repr_html_(self):
         def html(text): return re.sub('`([^`]+)`', r'<code>\1</code>', escape(text))
         return ''.join(f'<p style="white-space: pre-wrap">{html(p)}</p>' if isinstance(p, str) else
                        p.to_html(**_FORMAT) for p in self._parts())

@@ -2,9 +2,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from fastai.learner import Learner
@@ -16,9 +16,6 @@ from .copies import tensors
 from .operators import has_nan_or_inf
 from .precisions import precision_call
 from .recorder import LOSS, Trace
-
-Judgement = Literal['safe so far', 'safe with loss scaling', 'keep modules in fp32', 'gradient differs', 'do not use',
-                    'cannot run', 'not known']
 
 _IMPRECISE = .1         # relative error from which a module is flagged
 _LOST = .1              # of the mean absolute gradient: smaller gradients may underflow
@@ -45,8 +42,8 @@ class Verdict:
 
     'keep modules in fp32' includes modules whose constants round to 0 in fp16, as in `clamp(min=1e-8)`.
     """
-    mode: str # 'bf16' or 'fp16'
-    verdict: Judgement # One of the above
+    mode: str # 'bf16', 'fp16' or 'fp8'
+    verdict: str # One of the above
     reason: str # What was found
     call: str = '' # The next call to make; empty if fp32 fails as well
     modules: list[str] = field(default_factory=list) # Modules to keep in fp32
@@ -86,12 +83,12 @@ class Judge:
             if not (found or low.error or low.not_finite): return self._works(low)
             if not self._mend(low, found): return self._nothing_helps(low)
 
-    def _say(self, verdict: Judgement, reason, **found) -> Verdict:
+    def _say(self, verdict, reason, **found):
         return Verdict(self.mode.value, verdict, reason, flagged=[*self.reasons], **found)
 
     # -- what has to be in fp32
 
-    def _mend(self, low: Trace, found: Iterable[str]) -> bool:
+    def _mend(self, low, found):
         "Keep more modules, or lower the loss scale; return False if there is nothing left to try."
         new = [n for n in found if self._can_be_kept(n)]
         is_backward = low.not_finite == 'gradient' and not (found or low.error)
@@ -106,7 +103,7 @@ class Judge:
         self.keep = [*self.keep, *new]
         return bool(new)
 
-    def _refused(self, low: Trace) -> dict[str, str]:
+    def _refused(self, low):
         "Return the modules of the type that fails, and why."
         if not (name := low.failed_in): return {}
         modules = dict(qualified_names(self.learn.model))
@@ -118,7 +115,7 @@ class Judge:
         alike = [name] if name in (ROOT, LOSS) else [n for n, m in modules.items() if type(m) is kind]
         return dict.fromkeys(alike, why)
 
-    def _concerned(self, low: Trace) -> dict[str, str]:
+    def _concerned(self, low):
         "Return the modules to flag for their forward pass, and why, in execution order."
         found, mode = {}, self.mode.value
         for n, s in low.seen.items():
@@ -140,7 +137,7 @@ class Judge:
         around = {n.rpartition('.')[0] for n in low.seen}        # parents of others, which may compute nothing
         return [n for n, s in reversed(low.seen.items()) if self._can_be_kept(n) and (s.largest or n not in around)]
 
-    def _tried(self, low: Trace, name: str | None, backward: bool) -> list[str]:
+    def _tried(self, low, name, backward):
         """Return modules that help in fp32, where the flagged one cannot be kept there.
 
         That is the model's own `forward` or the loss function, which compute in fp32 on fp32 inputs, or a module in
@@ -158,7 +155,7 @@ class Judge:
             self.reasons |= {n: f'with {named(n)} {words}' for n in names}
         return names
 
-    def _scales(self, low: Trace) -> tuple[float, float]:
+    def _scales(self, low):
         """Return the lowest loss scale without underflow, and the highest without overflow.
 
         Underflow means that of the mean gradient; modules with the smallest gradients may still lose theirs.
@@ -173,7 +170,7 @@ class Judge:
 
     # -- what is reported
 
-    def _nothing_helps(self, low: Trace) -> Verdict:
+    def _nothing_helps(self, low):
         reason = some([*self.reasons.values()]) or low.error or 'the loss or a gradient is not finite'
         if low.error: return self._say('cannot run', reason)
         reason += ', and no module in fp32 changes that'
@@ -182,9 +179,9 @@ class Judge:
                        '`.float()` inputs')
         return self._say('do not use', reason)
 
-    def _works(self, low: Trace) -> Verdict:
+    def _works(self, low):
         reasons = [*dict.fromkeys(self.reasons.values())]
-        verdict: Judgement = 'safe so far'
+        verdict = 'safe so far'
         scales, init_scale, scale = None, None, 1.
         if self.mode.needs_loss_scaling:
             least, most = self._scales(low)

@@ -98,19 +98,19 @@ class Watch:
         if far := _divergence(notes, learn.model): advice = f'The run diverges: {far}. Lower the learning rate first.'
         self._say(f'{self.cb.fit.precision.name}: a loss or a prediction in validation is NaN or inf.\n{advice}')
 
-    def _check_recorded(self) -> None:
+    def _check_recorded(self):
         recorder, notes = vars(self.cb.learn).get('recorder'), self.notes
         losses = getattr(recorder, 'losses', [])
         if losses and notes and notes.batch: self._check_loss(notes, float(losses[-1]))
 
-    def _check_loss(self, notes: Notes, loss: float) -> None:
+    def _check_loss(self, notes, loss):
         if math.isfinite(loss): notes.last_loss = loss
         else: self._alarm(f'the loss is {loss}')
 
     def _alarm(self,
-        what: str,
-        skipped: bool = False, # Whether it is about skipped steps, which an accelerator may have known for long
-    ) -> None:
+        what,
+        skipped=False, # Whether it is about skipped steps, which an accelerator may have known for long
+    ):
         "Say what happened, what to try and where it began: once a fit."
         learn, notes, cb = self.cb.learn, self.notes, self.cb
         scale = cb.scales[-1] if skipped else learn.scaler.get_scale()      # of the step itself
@@ -123,7 +123,7 @@ class Watch:
         if cb.on_overflow != 'fix' or not fix(cb, alarm): return self._say(message)
         if notes.on_cpu and not skipped: learn.loss_grad = learn.loss_grad * math.nan     # so that this step is skipped
 
-    def _say(self, message: str) -> None:
+    def _say(self, message):
         fit = self.cb.fit
         fit.has_warned = True
         if note := getattr(fit.scaling, 'buffer_note', ''): message += f'\n{note}'
@@ -131,12 +131,12 @@ class Watch:
         warn_user(message)
 
 
-def _mean(loss: torch.Tensor) -> torch.Tensor:
+def _mean(loss):
     "Return the mean of the loss as a plain tensor; fastai's class would take ten times as long for each operator."
     with torch._C.DisableTorchFunctionSubclass(): return loss.detach().mean()
 
 
-def _divergence(notes: Notes, model: nn.Module) -> str:
+def _divergence(notes, model):
     """Describe how far weights and loss have grown since the start, if either has a hundredfold; '' otherwise.
 
     A loss that grew without the weights was small by chance. This waits for the device.
@@ -151,7 +151,7 @@ def _divergence(notes: Notes, model: nn.Module) -> str:
     return ', and '.join(words)
 
 
-def _norm(model: nn.Module) -> torch.Tensor:
+def _norm(model):
     """Return the norm of this process's trainable weights, on their device.
 
     Wrapper subclasses, such as quantized weights, are left out: they need not have an operator for it.

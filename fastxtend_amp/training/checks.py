@@ -31,7 +31,7 @@ def check_training(
                          'run in 16 bits. If it is complex, use `learn.to_fp32()`, or `learn.to_bf16()` without '
                          "`skip_nonfinite` and `on_overflow='fix'`.")
     if warn_of_emulation and fit.precision.name == 'fp32':
-        warn_user(f"amp_mode='auto': device '{device}' has neither bf16 nor fp16 arithmetic, so training runs in "
+        warn_user(f"amp_mode='auto': device '{device}' runs neither bf16 nor fp16 natively, so training runs in "
                   'fp32.\n`precision_support()` says why; `learn.to_fp32()` is silent.')
     elif warn_of_emulation and (message := fit.precision.emulation_warning(device)): warn_user(message)
     if half := half_parameters_of(learn.model):

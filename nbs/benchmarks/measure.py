@@ -138,14 +138,17 @@ def quartiles(values: Iterable[float]) -> list[float] | None:
     return [round(float(q), 4) for q in np.quantile(values, (.25, .5, .75))] if values else None
 
 
-def noisy(quartiles: Sequence[float], blocks: int) -> bool:
-    """Return whether the median is uncertain by more than `NOISY` either way, or comes from a single block.
+def notch(quartiles: Sequence[float], blocks: int) -> float:
+    """Return half of the median's 95% interval, as notches of box plots show it: 1.57 (q3 - q1) / sqrt(n).
 
-    Its 95% interval, as notches of box plots show it: 1.57 (q3 - q1) / sqrt(n). Source: McGill, Tukey and Larsen,
-    Variations of Box Plots, The American Statistician 32 (1978).
+    Source: McGill, Tukey and Larsen, Variations of Box Plots, The American Statistician 32 (1978).
     """
-    low, median, high = quartiles
-    return blocks < 2 or 1.57 * (high - low) / math.sqrt(blocks) > NOISY * median
+    return 1.57 * (quartiles[2] - quartiles[0]) / math.sqrt(blocks)
+
+
+def noisy(quartiles: Sequence[float], blocks: int) -> bool:
+    "Return whether the median is uncertain by more than `NOISY` either way, or comes from a single block."
+    return blocks < 2 or notch(quartiles, blocks) > NOISY * quartiles[1]
 
 
 def _median(values: list[float]) -> float | None:

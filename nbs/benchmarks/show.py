@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from .measure import NOISY, PACKAGES, noisy
+from .measure import NOISY, PACKAGES, noisy, notch
 
 COLUMNS = f"""\
 - ms: milliseconds per step, median over blocks of steps; the contestants are timed in alternating rounds.
@@ -66,7 +66,7 @@ def marked(quartiles: list[float], blocks: int) -> str:
 # -- chart
 
 COLOR, GREY = '#2a78b8', '#555'
-MARKS = 'dot: median; line: quartiles; hollow dot and ~: 95% interval wider than ±5%'
+MARKS = 'dot: median; line: its 95% interval; hollow dot and ~: wider than ±5%'
 OPTIMIZER = 'fused AdamW'                  # of the contestants that are drawn
 Rows = list[tuple[str, dict[str, dict[str, Any]]]]   # a model's title, and its records by contestant
 
@@ -89,7 +89,7 @@ def finding(mode: str, rows: Rows) -> str:
 
 
 def draw(ax: Any, rows: Rows, narrow: bool = False) -> None:
-    """Draw speed-ups over fp32: for each row a dot at the median and a line between the quartiles.
+    """Draw speed-ups over fp32: for each row a dot at the median and a line for its 95% interval.
 
     A hollow dot is noisy. At the right stand the medians with fastxtend_amp and with a PyTorch loop; a narrow chart has
     titles over rows.
@@ -102,9 +102,12 @@ def draw(ax: Any, rows: Rows, narrow: bool = False) -> None:
             ratio, blocks = found[contestant]['vs_fp32'], found[contestant]['blocks']
             right(column, y, marked(ratio, blocks), color=GREY if column else COLOR, va='center')
             if column: continue
-            ax.plot(ratio[::2], [y] * 2, color=COLOR, lw=1.6)
+            half = notch(ratio, blocks)
+            ax.plot([ratio[1] - half, ratio[1] + half], [y] * 2, color=COLOR, lw=1.6)
             ax.plot(ratio[1], y, 'o', color=COLOR, mfc='white' if noisy(ratio, blocks) else COLOR, ms=6)
-        if narrow: ax.text(0, y - .42, title, transform=beside, va='center', fontsize=9)
+        if narrow:                                               # over the lines of the grid
+            ax.text(0, y - .42, title, transform=beside, va='center', fontsize=9, zorder=3,
+                    bbox=dict(fc='white', ec='none', pad=1))
     top = -.75 if narrow else -.5
     for column, head in enumerate(('fastxtend_amp', 'PyTorch loop')):
         right(column, top, head.replace(' ', '\n') if narrow else head, va='bottom', fontsize=9,
