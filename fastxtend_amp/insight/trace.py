@@ -85,7 +85,8 @@ def running_copy(
         else:
             if mode is AMPMode.FP8:
                 mode, cb = AMPMode.BF16, precision_callback(learn)
-                copy.in_fp8 = fp8_layers(copy.model, cb and cb.arguments.get('modules'), keep)
+                own = cb.arguments if cb else {}
+                copy.in_fp8 = fp8_layers(copy.model, own.get('modules'), keep, own.get('min_size', 0))
                 for layer in copy.in_fp8.values(): round_as_fp8(layer)
             set_precision(copy, MixedPrecision(mode, init_scale=scale, fp32_modules=keep, on_overflow='ignore'))
         copy.scaler = torch.amp.GradScaler('cpu', enabled=False)   # callbacks may use it, in fp32 as well

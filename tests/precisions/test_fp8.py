@@ -319,6 +319,9 @@ def test_the_report_names_the_layers():
     assert [*found.verdicts] == ['fp8', 'bf16'] and "'body.0', 'body.1' would compute in FP8" in note
     found = net_learner().to_fp8(fp32_modules='body.0').precision_report('fp8')
     assert any("fp8: 'body.1' would compute" in n for n in found.notes)
+    small = nn.Sequential(nn.Linear(6, 16), nn.Linear(16, 64), nn.Linear(64, 64), nn.Linear(64, 1))
+    found = learner(small).to_fp8(min_size=64).precision_report('fp8')
+    assert any("fp8: '2' would compute" in n for n in found.notes)
     none = learner().precision_report('fp8').verdicts['fp8']
     assert none.verdict == 'cannot run' and 'leaves no linear layer' in none.reason
     assert not any('FP8' in n for n in net_learner().precision_report('bf16').notes)
