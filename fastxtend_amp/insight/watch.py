@@ -68,7 +68,7 @@ class Watch:
         "Look at the loss before anything is made of it; on an accelerator at that of the batch before."
         notes, learn = self.notes, self.cb.learn
         if notes is None or not learn.training: return
-        if not notes.on_cpu: self._check_recorded()
+        self._check_recorded()
         notes.batch = (learn.xb, learn.yb), notes.random_state
         # Without targets fastai leaves the loss of an earlier batch; a learner's own loop may set one all the same.
         loss = vars(learn).get('loss_grad')
@@ -99,9 +99,10 @@ class Watch:
         self._say(f'{self.cb.fit.precision.name}: a loss or a prediction in validation is NaN or inf.\n{advice}')
 
     def _check_recorded(self):
+        "Look at the loss that the Recorder has read, off the CPU; in distributed runs it is the mean of all processes."
         recorder, notes = vars(self.cb.learn).get('recorder'), self.notes
         losses = getattr(recorder, 'losses', [])
-        if losses and notes and notes.batch: self._check_loss(notes, float(losses[-1]))
+        if losses and notes and notes.batch and not notes.on_cpu: self._check_loss(notes, float(losses[-1]))
 
     def _check_loss(self, notes, loss):
         if math.isfinite(loss): notes.last_loss = loss
