@@ -31,7 +31,7 @@ _MEASURED = 'skipped', 'final scale', 'activations MB', 'peak MB', 'weights move
 
 @dataclass
 class Setting:
-    "What a comparison was asked for; its time starts when this is created."
+    "The arguments of a comparison; its time starts when this is created."
     learn: Learner # Only copies of it are trained
     method: str # The method that was called, for messages
     max_seconds: float

@@ -62,7 +62,7 @@ class PrecisionState(LoopCallback):
         return self._scaling is not None and bool(self._scaling.found_inf)
     @property
     def fixes(self) -> list[Any]: # `Fix(step, precision, call)`
-        "What `on_overflow='fix'` changed, in all fits; `call` starts a training with the change."
+        "The changes that `on_overflow='fix'` has made, in all fits; `call` starts a training with the change."
         return self.all_fixes
     @property
     def fp32_module_names(self) -> list[str]:
