@@ -1,4 +1,4 @@
-"""How rounding and failures are observed: an operator runs in 16 bits, and beside it in fp32.
+"""Observes rounding and failures: an operator runs in 16 bits, and beside it in fp32.
 
 The fp32 result is the twin of the 16-bit one, and the next operator in fp32 reads the twins of its inputs. A module has
 twins only for the results of its own operators; its inputs, and the outputs of modules inside, count as exact. So the
