@@ -53,6 +53,8 @@ class BF16(Precision):
         skip_nonfinite: bool = False, # Skip steps whose gradients are not finite, as fp16 does
     ):
         super().__init__(fp32_modules)
+        if not isinstance(skip_nonfinite, bool):
+            raise ValueError(f'skip_nonfinite={skip_nonfinite!r} cannot be used: it must be True or False.')
         self.skip_nonfinite = skip_nonfinite
 
     def scaler(self, device: torch.device) -> GradScaler | None:

@@ -63,6 +63,7 @@ BAD = [
         backoff_factor=(0.0, 1),
         growth_interval=(0, 2.5, True, 2000.0),
         loss_scale=(0.0, float('nan'), True, 1e-50),  # 1e-50 is 0 in fp32
+        enabled=('no', None),
         on_overflow=('stop',),
         max_skips=(0,),
     ).items()
@@ -268,3 +269,9 @@ def test_a_callback_of_the_users_cannot_be_named_precision():
     with pytest.raises(AttributeError, match='(?s)learn.precision = PrecisionCallback.*another name'):
         learn.add_cb(PrecisionCallback())
     assert learn.precision is None and not any(isinstance(cb, PrecisionCallback) for cb in learn.cbs)
+
+
+@pytest.mark.parametrize('value', ['no', None, 0])
+def test_skip_nonfinite_is_true_or_false(value):
+    with pytest.raises(ValueError, match=f'skip_nonfinite={value!r} cannot be used: it must be True or False'):
+        learner().to_bf16(skip_nonfinite=value)
