@@ -6,9 +6,10 @@ from sphinx.errors import ExtensionError
 WORDS = {
     'install': {
         'Install': 'requirements, Python version, conda, pip install',
-        'Does it work on my device?': 'supported platforms, Windows, macOS, fastxtend_amp_check',
+        'Does it work on my device?': 'supported platforms, Windows, macOS, fastxtend_amp_check, report a bug, issue',
         'Which call for which GPU or other device?':
-            'which GPU, GPU, T4, V100, P100, GTX, A100, H100, RTX 3090, RTX 4090, RTX 5090, AMD, ROCm, Apple, MPS'},
+            'which GPU, GPU, T4, V100, P100, GTX, A100, H100, RTX 3090, RTX 4090, RTX 5090, AMD, '
+            'ROCm, Apple Silicon, Mac, M1, M2, M3, MPS, GTX 1080, AMX'},
     '04_processes_compile_xla': {
         'Several GPUs (multi-GPU, DDP)': 'multi GPU, multiple GPUs, DDP, distributed, notebook_launcher',
         'FSDP2': 'FSDP, fully_shard',
@@ -16,17 +17,20 @@ WORDS = {
         'torch.compile': 'compile, inductor',
         'XLA and TPU': 'TPU, XLA'},
     'faq': {
-        'The loss is NaN': 'my loss is NaN, NaN loss, NaN, inf, overflow',
+        'The loss is NaN': 'my loss is NaN, NaN loss, NaN, inf, overflow, IndexError, lr_find NaN',
         'The loss scale keeps dropping': 'skipped steps, loss scale too low',
         'bf16 or fp16?': 'bf16 on T4, bf16 on V100, fp16 vs bf16',
-        'It is slower than fp32': 'slow, speed, channels last',
+        'It is slower than fp32': 'slow, not faster, speed up training, channels last',
         'Memory, CUDA out of memory (OOM)': 'out of memory, OOM, GPU memory, memory',
         'RuntimeError: expected scalar type Half but found Float':
-            'expected scalar type, mat1 and mat2, dtype mismatch',
+            'expected scalar type, mat1 and mat2, dtype mismatch, model.half',
         'RuntimeError: value cannot be converted to type c10::Half without overflow': 'masked_fill, padding mask',
         'TypeError: Got unsupported ScalarType BFloat16': 'numpy bf16',
-        'Which callbacks run in a report, comparison or diagnosis?': 'MixUp, CutMix, trackers',
-        'Your own GradScaler': 'GradScaler, scale_loss'},
+        'Warning: a loss or a prediction in validation is NaN or inf': 'validation loss NaN',
+        'Which callbacks run in a report, comparison or diagnosis?': 'MixUp, CutMix, trackers'},
+    'coming_from': {'fastai 2': 'difference to fastai, fastai to_fp16',
+                    'Side by side': 'compare with Accelerate, Fabric, Lightning, Composer'},
+    'changelog': {'Changelog': 'what changed, what is new, release notes'},
     '02_which_precision': {'Which is the fastest?': 'which precision, fastest precision, measure',
                            'Which module breaks?': 'which layer overflows, debug overflow'},
     '03_resume_and_export': {'Save and resume': 'load checkpoint, save', 'Export': 'export'},
@@ -42,10 +46,13 @@ WORDS = {
         'Keep BatchNorm in fp32': 'batchnorm, keep batchnorm fp32',
         'Fix overflows while training': 'on_overflow, recover from NaN',
         'Colab and Kaggle': 'Colab, Kaggle',
+        'Your own GradScaler, a fixed loss scale, no loss scaling':
+            'GradScaler, scale_loss, init_scale, disable loss scaling, turn off loss scaling',
         'Skip non-finite steps in bf16': 'NaN gradients, skip_nonfinite',
-        'Inference': 'inference, predict, get_preds, disable mixed precision, turn off',
+        'Inference': 'inference, predict, get_preds, disable mixed precision, turn off, '
+                     'tta, test time augmentation, go back to fp32, export for inference',
         'lr_find': 'lr_find, learning rate finder',
-        'Logging: CSVLogger and TensorBoard': 'TensorBoard, logging',
+        'Logging: CSVLogger and TensorBoard': 'TensorBoard, logging, log the loss scale',
         'Weights & Biases (wandb), MLflow': 'W&B, wandb, weights and biases, MLflow',
         'Gradient norms': 'gradient norm, grad norm',
         'Saving the best model, and resuming in a new process': 'resume, resume training, SaveModelCallback',
@@ -56,7 +63,8 @@ WORDS = {
         'Text: AWD_LSTM, LSTM, GRU': 'LSTM, GRU, RNN, text, text classification, language model, NLP',
         'Tabular data and collaborative filtering': 'tabular, collab, embeddings',
         'GAN': 'GAN, GANLearner',
-        'Gradient clipping, accumulation': 'gradient clipping, gradient accumulation',
+        'Gradient clipping, accumulation': 'gradient clipping, gradient accumulation, '
+                                           'early stopping, MixUp callback',
         'Increase the batch size': 'batch size, increase batch size, larger batch',
         'A custom loss function': 'custom loss, loss function',
         'Averaged weights: EMA and SWA': 'EMA, SWA',
@@ -64,7 +72,8 @@ WORDS = {
         'A frozen base in 16 bits (LoRA)': 'LoRA, frozen model, fine-tune',
         'TF32': 'TF32',
         'FP8': 'FP8, float8',
-        'Operators: BCE (binary_cross_entropy), sdpa': 'flash attention, custom autograd function',
+        'Operators: BCE (binary_cross_entropy), sdpa': 'flash attention, custom autograd function, '
+            'BCELoss, unsafe to autocast, multi-label',
         'ONNX, TorchScript, quantization': 'ONNX, export ONNX, TorchScript, quantization'},
 }
 

@@ -69,7 +69,7 @@ def source_pages(app):
 def first_sentence(doctree):
     "Return the first sentence of a page's text."
     text = next((p.astext() for p in doctree.findall(nodes.paragraph)), '')
-    return re.split(r'(?<=[.:])\s', ' '.join(text.split()))[0].rstrip(':')
+    return re.split(r'(?<=\.)\s', ' '.join(text.split()))[0].rstrip(':')
 
 
 def write_llms_txt(app, exception):

@@ -276,10 +276,11 @@ def test_fast_norm_of_timm():
 
 def test_a_scaler_of_ones_own():
     learn = learner()
-    call = re.search(r'`(learn\.to_fp16\(scaler=.*?)`', (NBS / 'faq.md').read_text())[1]
-    exec(call.replace('cuda', 'cpu'), {'learn': learn, 'torch': torch})
-    learn.fit(1)
-    assert learn.precision.scale == 1024.0 and learn.precision.n_skipped == 0
+    fixed, unscaled, own = code('learn.to_fp16(scaler=').splitlines()
+    for call, scale in ((fixed, 512.0), (unscaled, None), (own, 1024.0)):
+        exec(call.replace('cuda', 'cpu'), {'learn': learn, 'torch': torch})
+        learn.fit(1)
+        assert learn.precision.scale == scale and learn.precision.n_skipped == 0
 
 
 @pytest.mark.parametrize('mode,kwargs', [('bf16', {}), ('fp16', {'init_scale': 64.0})])

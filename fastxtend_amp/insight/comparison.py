@@ -4,7 +4,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from textwrap import fill
 
 import numpy as np
 import pandas as pd
@@ -63,10 +62,10 @@ class PrecisionComparison(Shown):
     def _parts(self):
         lines = [f'Recommended: {self.recommended}. {self.reason}',
                  *(f'{name}: {note}' for name, note in self.table['note'].items() if note), *self.notes]
-        first, *rest = (fill(line, 118, break_on_hyphens=False) for line in lines)
         table = self.table.drop(columns=['rounds', 'speed-up low', 'speed-up high', 'weights moved', 'note'])
         table['speed-up'] = self.table.apply(_speed, axis=1)
-        return [f'{first}\nNext: `{self.calls[self.recommended]}`', table.dropna(axis=1, how='all'), '\n'.join(rest)]
+        return [f'{lines[0]}\nNext: `{self.calls[self.recommended]}`', table.dropna(axis=1, how='all'),
+                '\n'.join(lines[1:])]
 
     def plot(self): # The two matplotlib axes
         "Plot the loss curves, fp32 trained with other seeds among them, and the speed of each precision."

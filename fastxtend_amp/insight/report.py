@@ -62,7 +62,8 @@ class PrecisionReport(Shown):
     | `flagged` | whether the module is flagged | bool |
 
     `largest` ignores attention masks: large negative values far from all others, and tensors of one or two distinct
-    values. The `error` of comparisons and indices is the share that differs.
+    values. The `error` of comparisons and indices is the share that differs. `format` and `headroom` mean nothing where
+    `error` is nan because an earlier module overflowed.
     """
     table: pd.DataFrame # One row per precision and module
     verdicts: dict[str, Verdict] # By precision

@@ -71,8 +71,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for mode in modes['emulated'] if args.emulated else []:  # separately, as fp16 may be very slow
         compare([mode], 0, .2 / len(modes['emulated']))
     if not results:
-        print('This device runs no 16-bit precision natively, so none can be faster than fp32. Here is a report on one '
-              'batch instead; `--emulated` also trains:\n', flush=True)
+        print('This device runs no 16-bit precision natively, so none can be faster than fp32.\n'
+              'Here is a report on one batch instead; `--emulated` also trains:\n', flush=True)
         results.append(learn.precision_report(max_seconds=.2 * SECONDS))
         print(results[-1], end='\n\n')
     import matplotlib

@@ -88,11 +88,12 @@ def to_amp(self: Learner, *,
 ) -> Learner: # The learner
     """Train in the precision that the model's device runs natively: bf16, otherwise fp16, otherwise fp32.
 
-    The choice depends only on the device; small models may still be faster in fp32. With `measure=True`, it times bf16,
-    fp16 and TF32, as far as they are native, on copies of the learner, and may select any of them, or fp32. It prints
-    the decision, and stores the details in `learn.precision_decision`; `max_seconds` is then the only other argument,
-    and distributed runs raise `RuntimeError`. Without `measure=True`, it
-    accepts the arguments of `to_fp16`, and `skip_nonfinite` of `to_bf16`.
+    The choice depends only on the device; small models may still be faster in fp32. It accepts the arguments of
+    `to_fp16`, and `skip_nonfinite` of `to_bf16`.
+
+    With `measure=True`, it times bf16, fp16 and TF32, where they are native, on copies of the learner, and selects the
+    fastest of them, or fp32. It prints the decision, and stores the details in `learn.precision_decision`.
+    `max_seconds` is then the only other argument, and distributed runs raise `RuntimeError`.
     """
     if measure and kwargs:
         raise TypeError(f"to_amp(measure=True) has only the argument 'max_seconds', not {', '.join(map(repr, kwargs))}."

@@ -218,7 +218,9 @@ class Buffers:
 
     def after_step(self, found_inf: bool | torch.Tensor) -> None:
         "Note the values after a good step; repair them after a skipped one. Never synchronizes."
-        if found_inf is False: return torch._foreach_copy_(self.good, self.now)
+        if found_inf is False:
+            torch._foreach_copy_(self.good, self.now)
+            return
         device = self.now[0].device
         flat, good = (torch.cat([t.flatten().to(device) for t in ts]) for ts in (self.now, self.good))
         keep = flat.isfinite()

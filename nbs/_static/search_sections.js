@@ -12,17 +12,25 @@ document.addEventListener('DOMContentLoaded', () => {
     for (const [title, places] of Object.entries(alltitles))
       for (const [file, id] of places)
         headings.set(file + '#' + (id ?? ''), titles[file] === title ? title : `${titles[file]} > ${title}`);
-    const found = [];
+    const found = new Map();                       // by place: the terms that its heading and its entries have
     for (const texts of [alltitles, indexentries])
       for (const [text, places] of Object.entries(texts)) {
         const words = new Set(splitQuery(text.toLowerCase()).map((word) => stemmer.stemWord(word)));
-        const share = [...terms].filter((term) => words.has(term)).length / terms.size;
-        if (!share) continue;
-        for (const [file, id] of places)
-          found.push([docnames[file], headings.get(file + '#' + (id ?? '')) ?? titles[file], id ? '#' + id : '', null,
-                      100 * share + 20 / (1 + words.size), filenames[file], SearchResultKind.title, share]);
+        const hits = [...terms].filter((term) => words.has(term));
+        if (!hits.length) continue;
+        for (const [file, id] of places) {
+          const place = file + '#' + (id ?? '');
+          if (!found.has(place)) found.set(place, { file, id, terms: new Set(), best: 0 });
+          const entry = found.get(place);
+          hits.forEach((term) => entry.terms.add(term));
+          entry.best = Math.max(entry.best, hits.length / (1 + words.size));
+        }
       }
-    return found;
+    return [...found].map(([place, { file, id, terms: has, best }]) => {
+      const share = has.size / terms.size;
+      return [docnames[file], headings.get(place) ?? titles[file], id ? '#' + id : '', null,
+              100 * share + 20 * best, filenames[file], SearchResultKind.title, share];
+    });
   };
 
   Search._performSearch = (query, terms, excluded, highlighted, objects) => {

@@ -778,7 +778,7 @@ def test_it_says_what_it_looked_at():
         'Ask again late in training.',
         'Callbacks left out: at. If the training step needs one of them, set its attribute `run_on_copy = True`.',
     ]
-    assert report.notes[0] in repr(report) and 'Looked at 2 batches of 4 samples' in report._repr_html_()
+    assert report.notes[-1] in repr(report) and 'Looked at 2 batches of 4 samples' in report._repr_html_()
     seen = []
     valid = learner(nn.Sequential(Act(lambda x: (seen.append(x), x)[1]), nn.Linear(6, 1))).precision_report(
         'bf16', dl=learn.dls.valid

@@ -51,6 +51,7 @@ def test_emulated_precisions_train_if_asked_for_and_in_a_fifth_of_the_time(
     demo.main(['--device', 'cpu', '--out', str(tmp_path / 'f.png'), *args])
     out = capsys.readouterr().out
     assert out.startswith(f'bf16 is {bf16} on this device (for this test).\nfp16 is {fp16} ')
+    assert max(map(len, out.splitlines()[:-1])) <= 120
     for name in ('bf16', 'fp16'):
         assert (f'\n{name}  {support[name]} ' in out) == (name in trained)
     if seconds:
