@@ -161,7 +161,7 @@ class MixedPrecision(PrecisionState):
                                'the model inside `learn.amp_context()`.')
         if learn.model is not fit.model: fit.use_model()
         if learn.training and learn.opt is not None:
-            if not fit.is_training: fit.open_training(warn_of_emulation=not self._has_trained)
+            fit.open_training(warn_of_emulation=not self._has_trained)
             if fit.scaling is not None: fit.scaling.start()
         casts = None if torch.is_grad_enabled() else (fit.model, sum(p._version for p in fit.model.parameters()))
         if casts is None or casts != fit.casts: torch.clear_autocast_cache()   # it may hold casts of old weights

@@ -61,7 +61,7 @@ class Fit:
         if self.scaling is not None and learn.training: self.scaling.watch_buffers(self.model)
 
     def open_training(self, warn_of_emulation: bool) -> None:
-        "Check what only training needs, once; move the optimizer's state to the parameters."
+        "Check what only training needs, and move the optimizer's state to the parameters; only once."
         if self.is_training: return
         self.is_training = True
         self.precision.check_training(self.learn)
