@@ -15,7 +15,7 @@ from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from fastcore.basics import patch
 
-from ..common import first_line, training_device
+from ..common import check_above_0, check_count, first_line, training_device
 from ..convert import map_tensors, tensors
 from ..devices.cuda_rules import cuda_rules
 from ..precisions import AMPMode, fastest_native
@@ -24,7 +24,6 @@ from ..precisions.fp32_settings import settings_note
 from ..training.checks import half_parameters_of
 from ..training.learner import documented
 from ..training.loop import precision_callback
-from .arguments import check_above_0, check_count
 from .copies import check_learner, left_out, loader_like, no_batches, one_at_a_time, random_state_kept
 from .gradient import N_BATCHES, gradient_distance
 from .precisions import choices_from, precision_call

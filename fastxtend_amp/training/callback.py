@@ -23,7 +23,7 @@ import torch
 from fastai.callback.core import CancelStepException
 from torch.amp import GradScaler
 
-from ..common import is_number, model_device, refuse_unknown, training_device, warn_user
+from ..common import check_count, model_device, refuse_unknown, training_device, warn_user
 from ..convert import half_to_float, is_half, map_tensors
 from ..precisions import PRECISIONS, AMPMode, Auto, Precision, each_precision, find_precision, parameters_of
 from ..precisions.fp16 import FP16
@@ -68,9 +68,7 @@ class MixedPrecision(PrecisionState):
         self.on_overflow, self.max_skips = on_overflow, max_skips
         if on_overflow not in _ON_OVERFLOW:
             raise ValueError(f'on_overflow={on_overflow!r} cannot be used: it must be one of {_ON_OVERFLOW}.')
-        if not is_number(max_skips, int) or max_skips < 1:
-            raise ValueError(f'max_skips={max_skips!r} cannot be used: it must be an integer of at least 1, the number '
-                             'of consecutive skipped steps after which training counts as failed.')
+        check_count('max_skips', max_skips, 1)
         self.current = None if isinstance(self.precision, Auto) else self.precision   # in use; None: undecided
         self.history = StepHistory()
         self.watchers = [make(self) for make in WATCHERS]
