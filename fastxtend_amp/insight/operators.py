@@ -41,7 +41,7 @@ class Seen:
     unseen: set[str] = field(default_factory=set)                # what cannot be read or compared in it
 
 
-class Call:
+class Operation:
     "A call of an operator."
     def __init__(self, func, op: Traits, args, kwargs):
         self.func, self.op, self.args, self.kwargs = func, op, args, kwargs
@@ -109,7 +109,7 @@ class Frame:
     fp32: Seen | None                                            # the module in fp32; None if it did not run there
     twins: Twins = field(default_factory=Twins)
 
-    def run(self, call: Call) -> Any:
+    def run(self, call: Operation) -> Any:
         "Run an operator of the module, and record what it shows."
         wide = self._in_fp32(call)
         began_finite = call.op.writes and call.inputs_are_finite()       # it overwrites them

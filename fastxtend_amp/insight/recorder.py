@@ -18,7 +18,7 @@ from ..convert import is_plain, readable
 from ..precisions import AMPMode
 from ..precisions.matching import qualified_names
 from .compat import in_function_transform, operator, unwatched
-from .operators import Call, Frame, Seen, all_finite
+from .operators import Frame, Operation, Seen, all_finite
 
 LOSS = 'loss function'  # its name among the modules; includes callbacks after the forward pass
 
@@ -62,7 +62,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, op = kwargs or {}, operator(func)
         if op.makes_nothing or self.in_backward or not self.frames: return func(*args, **kwargs)
-        out = self.frames[-1].run(Call(func, op, args, kwargs))
+        out = self.frames[-1].run(Operation(func, op, args, kwargs))
         if op.writes:                                            # exact for the callers, as outputs of modules inside
             for caller in self.frames[:-1]: caller.twins.forget(out)
         return out
