@@ -161,9 +161,7 @@ class MixedPrecision(PrecisionState):
         if learn.training and learn.opt is not None:
             fit.open_training(warn_of_emulation=not self._has_trained)
             if fit.scaling is not None: fit.scaling.start()
-        casts = None if torch.is_grad_enabled() else (fit.model, sum(p._version for p in fit.model.parameters()))
-        if casts is None or casts != fit.casts: torch.clear_autocast_cache()   # it may hold casts of old weights
-        fit.casts = casts
+        fit.clear_old_casts()
         scope = learn._scopes[-1]
         scope.around_step = fit.precision.around_step
         for context in fit.batch_contexts(): scope.enter_context(context)
@@ -176,7 +174,8 @@ class MixedPrecision(PrecisionState):
         "Exit autocast; record and back-propagate the loss in fp32."
         learn = self.learn
         learn._scopes[-1].close()
-        for name in ('loss', 'loss_grad') if self.fit.precision.dtype else ():
+        if not self.fit.precision.dtype: return
+        for name in 'loss', 'loss_grad':
             loss = vars(learn).get(name)                         # without targets an earlier batch's, already fp32
             if torch.is_tensor(loss) and is_half(loss): setattr(learn, name, loss.float())
 

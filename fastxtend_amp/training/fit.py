@@ -69,6 +69,12 @@ class Fit:
         if self.learn.opt is not None: place_state(self.learn.opt)
         for context in self.precision.around_training(self.learn): self.enter(context)
 
+    def clear_old_casts(self) -> None:
+        "Clear autocast's cache of casts, unless it holds those of the same weights, from a validation's last batch."
+        casts = None if torch.is_grad_enabled() else (self.model, sum(p._version for p in self.model.parameters()))
+        if casts is None or casts != self.casts: torch.clear_autocast_cache()
+        self.casts = casts
+
     def batch_contexts(self) -> list[AbstractContextManager]:
         "Return new contexts for a forward pass and its loss."
         contexts = self.precision.around_batch(self.device)
