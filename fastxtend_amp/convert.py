@@ -1,4 +1,4 @@
-"Conversion of the tensors in nested predictions and inputs, such as 16-bit ones to fp32."
+"The tensors in nested predictions and inputs: found, and converted, such as 16-bit ones to fp32."
 from __future__ import annotations
 
 import copy
@@ -51,3 +51,25 @@ def _map_leaf(f: Callable[[torch.Tensor], torch.Tensor], x: Any) -> Any:
         for field in fields(x):                                  # a dataclass may be frozen
             object.__setattr__(new, field.name, map_tensors(f, getattr(x, field.name)))
     return new
+
+
+def tensors(
+    x: Any, # Nested to any depth
+) -> list[torch.Tensor]:
+    "Return the tensors in `x`."
+    found: list[torch.Tensor] = []
+    def note(t):
+        found.append(t)
+        return t
+    map_tensors(note, x)
+    return found
+
+
+def readable(x: Any) -> list[torch.Tensor]:
+    "Return the tensors of floating point in `x` that can be read."
+    return [t for t in tensors(x) if t.is_floating_point() and is_plain(t)]
+
+
+def is_plain(t: torch.Tensor) -> bool:
+    "Return whether `t` can be read: subclasses with their own operators, and 8-bit formats, may not support it."
+    return t.element_size() > 1 and type(t).__torch_dispatch__ is torch.Tensor.__torch_dispatch__

@@ -9,7 +9,6 @@ Source: https://docs.pytorch.org/xla/master/learn/pytorch-on-xla-devices.html.
 """
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
@@ -19,11 +18,9 @@ from fastai.callback.core import Callback, TrainEvalCallback
 from fastai.learner import Learner
 from torch import nn
 
-from ..common import model_device, optimizer_params, training_device, warn_user
+from ..common import model_device, optimizer_params, training_device
 from ..training.checkpoint import FORMATS, FileFormat, put_over
 from ..training.optimizers import DEVICE_SKIPS, place_state
-
-_OVERRIDES = {'XLA_USE_BF16': 'bf16', 'XLA_DOWNCAST_BF16': 'bf16', 'XLA_USE_F16': 'fp16'}   # environment variables
 
 
 class XLADevice(Callback):
@@ -94,18 +91,13 @@ def _before_fit(original: Callable, self: TrainEvalCallback) -> None:
 
 
 def _check(learn: Learner, device: torch.device) -> None:
-    "Raise a `RuntimeError` where nothing would be learned; warn of variables that override the precision."
+    "Raise a `RuntimeError` where nothing would be learned."
     _check_backward(device)
     held = {*optimizer_params(learn.opt)}
     if held and held.isdisjoint(learn.model.parameters()):
         raise RuntimeError("The optimizer holds none of the model's parameters.\n"
                            "`model.to` created new parameters after the optimizer was created.\n"
                            "Call `learn.create_opt()`, and move learners with `learn.dls.to(device)`.")
-    for name, mode in _OVERRIDES.items():
-        if os.environ.get(name, '0') != '0':
-            warn_user(f"The environment variable {name} is set. Where torch_xla knows it, every operator then "
-                      f"computes in {mode}, in fp32 training as well.\n"
-                      f"Unset it and use `learn.to_{mode}()`.")
 
 
 @lru_cache

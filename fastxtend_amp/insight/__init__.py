@@ -5,7 +5,6 @@ from .choice import measure_and_choose
 from .comparison import PrecisionComparison
 from .report import PrecisionReport
 from .watch import Watch
-from . import plots as _plots
 
 _core.measure_and_choose = measure_and_choose
 WATCHERS.append(Watch)

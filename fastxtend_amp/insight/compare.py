@@ -11,11 +11,10 @@ from fastai.learner import Learner
 from fastai.torch_core import set_seed
 from fastcore.basics import patch
 
-from ..common import several_processes
+from ..common import check_above_0, check_count, several_processes
 from ..compat import is_compiled
 from ..precisions.fp32_settings import settings_note
 from ..training.learner import documented
-from .arguments import check_above_0, check_count
 from .comparison import FEWEST_ROUNDS, PrecisionComparison, pays, recommend, speed_up, tolerance
 from .copies import left_out, one_at_a_time, random_state_kept
 from .measuring import Batches, Run, Setting, last_fifth

@@ -20,7 +20,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..common import first_line, is_sharded, training_device
-from ..convert import map_tensors
+from ..convert import is_plain
 from ..precisions.matching import unwrapped
 from ..training.loop import precision_callback
 
@@ -200,24 +200,6 @@ class _Detached(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.Tensor.__deepcopy__ and not args[0].is_leaf: return args[0].detach().clone()
         return func(*args, **(kwargs or {}))
-
-
-def tensors(
-    x: Any, # Nested to any depth
-    floating: bool = True, # Only those of floating point that can be read
-) -> list[torch.Tensor]:
-    "Return the tensors in `x`."
-    found: list[torch.Tensor] = []
-    def note(t):
-        if not floating or (t.is_floating_point() and is_plain(t)): found.append(t)
-        return t
-    map_tensors(note, x)
-    return found
-
-
-def is_plain(t: torch.Tensor) -> bool:
-    "Return whether `t` can be read: subclasses with their own operators, and 8-bit formats, may not support it."
-    return t.element_size() > 1 and type(t).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
 # -- random states of the process

@@ -14,14 +14,13 @@ from fastai.learner import Learner
 from fastai.torch_core import to_device
 from fastcore.basics import noop
 
-from ..common import first_line, training_device
-from ..convert import HALF, map_tensors
+from ..common import check_above_0, first_line, training_device
+from ..convert import HALF, is_plain, map_tensors, tensors
 from ..devices.cost import allocated, page_faults, wait_for
 from ..precisions.matching import unwrapped
 from ..training.loop import precision_callback
-from .arguments import check_above_0
-from .copies import (RandomState, begin_fit, check_learner, copied_learner, is_plain, loader_like, no_batches,
-                     random_state, set_random_state, tensors)
+from .copies import (RandomState, begin_fit, check_learner, copied_learner, loader_like, no_batches, random_state,
+                     set_random_state)
 from .precisions import PrecisionChoice, use_choice
 
 LIMIT = 2**29           # bytes of batches to hold; further steps reuse them
@@ -63,7 +62,7 @@ class Batches:
             self.kept.append(to_device(b, setting.device))
             tick('batches')
             clock.append(time.perf_counter())
-            size += sum(t.nbytes for t in tensors(b, floating=False))
+            size += sum(t.nbytes for t in tensors(b))
             if len(self.kept) == setting.n_steps or size > LIMIT or clock[-1] - clock[0] > seconds: break
         if not self.kept: raise no_batches(setting.method)
         # The mean time of a batch without the first one, which starts the workers, unless it is the only one.

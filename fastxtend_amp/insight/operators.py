@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
-from ..convert import HALF, half_to_float, map_tensors
+from ..convert import HALF, half_to_float, is_plain, map_tensors, readable, tensors
 from ..precisions import AMPMode
 from .compat import Traits
-from .copies import is_plain, tensors
 
 _FP32_NOISE = 2.**-23   # relative; where fp32 itself would lose a tenth, an error is noise
 # Operators that only move values, which are recorded where they were computed.
@@ -42,13 +41,13 @@ class Seen:
     unseen: set[str] = field(default_factory=set)                # what cannot be read or compared in it
 
 
-class Call:
+class Operation:
     "A call of an operator."
     def __init__(self, func, op: Traits, args, kwargs):
         self.func, self.op, self.args, self.kwargs = func, op, args, kwargs
-        self.inputs = tensors((args, kwargs))                    # of floating point that can be read
+        self.inputs = readable((args, kwargs))
         self.is_cast = self.op.name == '_to_copy' and kwargs.get('dtype') in HALF
-        self.unreadable = {f'{type(t).__name__} of {t.dtype}' for t in tensors((args, kwargs), floating=False)
+        self.unreadable = {f'{type(t).__name__} of {t.dtype}' for t in tensors((args, kwargs))
                            if t.is_floating_point() and not is_plain(t)}
 
     def inputs_are_finite(self): return all(map(all_finite, self.inputs))
@@ -57,7 +56,7 @@ class Call:
         "Return the result in fp32 on the twins of the inputs, which an operator in place leaves as they are."
         def wide(t): return twins.wide(t).clone() if self.op.writes else twins.wide(t)
         dtypes = {k: torch.float32 for k, v in self.kwargs.items() if isinstance(v, torch.dtype) and v in HALF}
-        device = tensors((self.args, self.kwargs), floating=False)[0].device
+        device = tensors((self.args, self.kwargs))[0].device
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
             return self.func(*map_tensors(wide, self.args), **{**map_tensors(wide, self.kwargs), **dtypes})
 
@@ -94,7 +93,7 @@ class Twins:
 
     def forget(self, x):
         "Drop the twins of all tensors in `x`, which was overwritten."
-        for t in tensors(x): self.memory.pop(_address(t), None)
+        for t in readable(x): self.memory.pop(_address(t), None)
 
 
 def _address(t):
@@ -110,7 +109,7 @@ class Frame:
     fp32: Seen | None                                            # the module in fp32; None if it did not run there
     twins: Twins = field(default_factory=Twins)
 
-    def run(self, call: Call) -> Any:
+    def run(self, call: Operation) -> Any:
         "Run an operator of the module, and record what it shows."
         wide = self._in_fp32(call)
         began_finite = call.op.writes and call.inputs_are_finite()       # it overwrites them
@@ -118,8 +117,8 @@ class Frame:
         # Decisions and indices: their error is the share that differs.
         if torch.is_tensor(wide) and wide.dtype in (torch.bool, torch.int64) and out.shape == wide.shape:
             self.seen.error = max(float((out != wide).float().mean()), self.seen.error)
-        outs = tensors(out)
-        for o, w in zip(outs, [*tensors(wide), *[None] * len(outs)]):
+        outs = readable(out)
+        for o, w in zip(outs, [*readable(wide), *[None] * len(outs)]):
             self._record(call, o, w)
             if not has_nan_or_inf(o) or (self.fp32 and self.fp32.failed): continue
             # It is new where the fp32 result is finite, and more than a mask; without one, if the inputs are finite.

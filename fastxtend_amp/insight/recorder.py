@@ -14,11 +14,11 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..convert import is_plain, readable
 from ..precisions import AMPMode
 from ..precisions.matching import qualified_names
 from .compat import in_function_transform, operator, unwatched
-from .copies import is_plain, tensors
-from .operators import Call, Frame, Seen, all_finite
+from .operators import Frame, Operation, Seen, all_finite
 
 LOSS = 'loss function'  # its name among the modules; includes callbacks after the forward pass
 
@@ -62,7 +62,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, op = kwargs or {}, operator(func)
         if op.makes_nothing or self.in_backward or not self.frames: return func(*args, **kwargs)
-        out = self.frames[-1].run(Call(func, op, args, kwargs))
+        out = self.frames[-1].run(Operation(func, op, args, kwargs))
         if op.writes:                                            # exact for the callers, as outputs of modules inside
             for caller in self.frames[:-1]: caller.twins.forget(out)
         return out
@@ -73,7 +73,7 @@ class Recorder(TorchDispatchMode):
         with unwatched():
             if not self.frames: self._push(LOSS, 'function')     # everything outside of the model
             if not self.in_backward and not in_function_transform():       # tensors of vmap cannot be read
-                for t in tensors((args, kwargs)): self.frames[-1].compare(t)
+                for t in readable((args, kwargs)): self.frames[-1].compare(t)
             self._push(name, type(module).__name__)
 
     def _push(self, name, kind):
@@ -87,7 +87,7 @@ class Recorder(TorchDispatchMode):
             seen = frame.seen
             # The innermost module that an exception leaves has raised it.
             if found.failed_in == LOSS and output is None and sys.exc_info()[0] is not None: found.failed_in = seen.name
-            outputs = [] if in_function_transform() else tensors(output)
+            outputs = [] if in_function_transform() else readable(output)
             for out in outputs:
                 if found.mode is None and out.requires_grad: out.register_hook(partial(self._gradient, seen))
             if self.in_backward: return                          # a checkpoint, whose first run was recorded

@@ -15,8 +15,8 @@ from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from fastcore.basics import patch
 
-from ..common import first_line, training_device
-from ..convert import map_tensors
+from ..common import check_above_0, check_count, first_line, training_device
+from ..convert import map_tensors, tensors
 from ..devices.cuda_rules import cuda_rules
 from ..precisions import AMPMode, fastest_native
 from ..precisions.fp16 import FP16
@@ -24,8 +24,7 @@ from ..precisions.fp32_settings import settings_note
 from ..training.checks import half_parameters_of
 from ..training.learner import documented
 from ..training.loop import precision_callback
-from .arguments import check_above_0, check_count
-from .copies import check_learner, left_out, loader_like, no_batches, one_at_a_time, random_state_kept, tensors
+from .copies import check_learner, left_out, loader_like, no_batches, one_at_a_time, random_state_kept
 from .gradient import N_BATCHES, gradient_distance
 from .precisions import choices_from, precision_call
 from .progress import progress_bar
@@ -180,7 +179,7 @@ class _Report:
         if not self.batches: raise no_batches('precision_report', dl)
         start = time.process_time()
         self.fp32 = trace(self.learn, self.batches)
-        self.few = self.whole = next((len(t) for t in tensors(self.batches[0], floating=False) if t.ndim), 1)
+        self.few = self.whole = next((len(t) for t in tensors(self.batches[0]) if t.ndim), 1)
         self.emulated = [m for m in modes if m.support(self.device).status == 'emulated']
         if self.emulated:
             self.few = min(self.whole, max(_FEWEST, int(self.whole * EMULATED_TIME / (time.process_time() - start))))
@@ -264,7 +263,7 @@ class _Report:
             notes.append("Computed on this CPU with CUDA's autocast rules. GPU kernels were not run; they may round "
                          'differently or be missing.')
         if self.not_compared: notes.append(f'Not all gradients were compared with fp32: {self.not_compared}.')
-        if any((t.float() % 1).any() for t in tensors(self.batches[0], floating=False)[-1:]):
+        if any((t.float() % 1).any() for t in tensors(self.batches[0])[-1:]):
             notes.append('The targets are continuous: the closer the predictions come to them, the more rounding '
                          'matters. Ask again late in training.')
         if settings := settings_note():

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from fastai.learner import Learner
 
+from ..convert import readable
 from ..precisions import AMPMode
 from ..precisions.matching import ROOT, covers, qualified_names
 from ..training.loop import precision_callback
-from .copies import tensors
 from .operators import has_nan_or_inf
 from .precisions import precision_call
 from .recorder import LOSS, Trace
@@ -233,7 +233,7 @@ def wrong_in_fp32(fp32: Trace, batches: Any) -> str:
 
 def not_finite_data(batch: Any) -> str: # 'the batch itself is not finite: 1 of 24 values of ...'
     "Describe which tensor of a batch has NaN or inf; '' if none has. -inf may be a mask."
-    t = next(filter(has_nan_or_inf, tensors(batch)), None)
+    t = next(filter(has_nan_or_inf, readable(batch)), None)
     if t is None: return ''
     n = int((t.isnan() | t.isposinf()).sum())
     return (f'the batch itself is not finite: {n:,} of {t.numel():,} values of its tensor of shape '

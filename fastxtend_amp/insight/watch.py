@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..common import several_processes, warn_user
-from .copies import RandomState, generators, is_plain, tensors
+from ..convert import is_plain, readable
+from .copies import RandomState, generators
 from .diagnosis import Alarm, diagnose
 from .fix import fix
 
@@ -91,7 +92,7 @@ class Watch:
         "Say that a loss or predictions of a validation are NaN or inf; fastai has them on the CPU already."
         notes, learn = self.notes, self.cb.learn
         recorder, gather = map(vars(learn).get, ('recorder', 'gather_preds'))
-        seen = tensors((recorder and vars(recorder.loss).get('total'), gather and gather.preds))
+        seen = readable((recorder and vars(recorder.loss).get('total'), gather and gather.preds))
         if notes is None or all((t < math.inf).all() for t in seen): return
         advice = ('If it is finite after `learn.to_fp32()`, `learn.precision_report(dl=learn.dls.valid)` names the '
                   'modules to keep in fp32.')

@@ -38,9 +38,8 @@ class Support(NamedTuple):
 class Precision:
     """Plain fp32, and the base class of every other precision.
 
-    A precision belongs to one `MixedPrecision` callback and lives as long as that does. Contexts around a fit have a
-    method `add(model)` for a model that replaces the first one, and an `__exit__` that may be called twice, also after
-    an interrupted `__enter__`.
+    A precision belongs to one `MixedPrecision` callback and lives as long as that does. The `__exit__` of a context
+    around a fit may be called twice, and after an interrupted `__enter__`.
     """
     name: ClassVar[str] = 'fp32' # In calls, tables and files
     dtype: torch.dtype | None = None # Autocast's dtype; None without autocast
@@ -129,7 +128,7 @@ class Precision:
         return match_modules(model, self.fp32_modules)
 
     def around_fit(self, model: nn.Module) -> list[Any]:
-        "Return contexts for a whole fit or validation, each with `add(model)`."
+        "Return contexts for a whole fit or validation."
         return [Replaced(self.kept_in_fp32, Fp32Forward, model)]
 
     def around_training(self, learn: Learner) -> list[Any]:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch.amp import GradScaler
 
+from ..common import check_flag
 from ..devices import facts
 from .base import Precision, Support, cpu_support, xla_support
 from .scalers import UnitScaler
@@ -53,8 +54,7 @@ class BF16(Precision):
         skip_nonfinite: bool = False, # Skip steps whose gradients are not finite, as fp16 does
     ):
         super().__init__(fp32_modules)
-        if not isinstance(skip_nonfinite, bool):
-            raise ValueError(f'skip_nonfinite={skip_nonfinite!r} cannot be used: it must be True or False.')
+        check_flag('skip_nonfinite', skip_nonfinite)
         self.skip_nonfinite = skip_nonfinite
 
     def scaler(self, device: torch.device) -> GradScaler | None:

@@ -56,8 +56,6 @@ class fp32_settings:
                 raise
         return self
 
-    def add(self, model: object) -> None: "Accept another model in the fit: the settings hold for every model."
-
     def __exit__(self, *args: object) -> None: # It may be called without `__enter__`, or again after an interrupt
         with _lock:
             if self in _open: _open.remove(self)

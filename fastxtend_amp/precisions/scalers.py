@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.amp import GradScaler
 
-from ..common import is_number
+from ..common import check_flag, is_number
 
 _LOWEST = 2.**-24  # fp16's smallest number; a dynamic scale that fell to 0 would let NaN pass as 0 * inf
 _LARGEST = torch.finfo(torch.float32).max
@@ -74,8 +74,7 @@ def check_scaling_arguments(
         if value is default or (is_number(value, kind) and low < value < high): continue
         raise ValueError(f'{name}={value!r} cannot be used: it must be {_KINDS[kind]} above {low:g} and below '
                          f'{high:g}, or the default, {default}.')
-    if not isinstance(given['enabled'], bool):
-        raise ValueError(f"enabled={given['enabled']!r} cannot be used: it must be True or False.")
+    check_flag('enabled', given['enabled'])
     if not isinstance(scaler := given['scaler'], (GradScaler, type(None))):
         raise TypeError(f'scaler={scaler!r} cannot be used: scaler must be a torch.amp.GradScaler, or None.')
     changed = {name: value for name, value in given.items() if value != SCALING.get(name)}

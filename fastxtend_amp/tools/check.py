@@ -16,10 +16,10 @@ from fastai.torch_core import set_seed
 from torch import nn
 
 import fastxtend_amp  # noqa: F401  patches Learner
-from ..precisions import PRECISIONS, AMPMode, precision_support
+from ..precisions import PRECISIONS, Precision, precision_support
 from ..precisions.fp32_settings import settings_note
 from .demo import digits
-from .device import usable_device
+from .device import add_device, usable_device
 
 EPOCHS, LR = 3, 5e-3
 SLACK = .1            # how far the validation loss may lie above that of fp32: this share of it, plus .02
@@ -78,23 +78,23 @@ class _Interrupt(Callback):
 
 # -- the checks: each returns whether it passed, and what was seen
 
-def _trains(device, precision, mode, before) -> tuple[bool, str]:
+def _trains(device, precision, before) -> tuple[bool, str]:
     learn, watch, start = _learner(device, precision), _Watch(), time.perf_counter()
     _fit(learn, EPOCHS, watch)
     loss = float(learn.recorder.values[-1][-1])
     seconds = time.perf_counter() - start
-    if mode is None: before['loss'] = loss
+    if precision == 'fp32': before['loss'] = loss
     fp32 = before.get('loss', math.nan)                          # nan where training in fp32 failed
     computes = f'computes in {str(watch.dtype)[6:]}, {seconds:.1f} s'
     seen = f'validation loss {loss:.4f} ({loss - fp32:+.4f} from fp32), {computes}'
-    if learn.precision is not None and mode.needs_loss_scaling:
+    if precision == 'fp16':
         skipped = f'{learn.precision.n_skipped} of {len(learn.precision.scales)} steps skipped'
         seen += f', {skipped}, loss scale {learn.precision.scale:,g}'
-    dtype = (mode and mode.dtype) or torch.float32
+    dtype = PRECISIONS.get(precision, Precision).dtype or torch.float32
     return watch.dtype is dtype and loss < fp32 * (1 + SLACK) + .02, seen
 
 
-def _skips(device, precision, mode, before, opt_func=Adam) -> tuple[bool, str]:
+def _skips(device, precision, before, opt_func=Adam) -> tuple[bool, str]:
     learn, overflow = _learner(device, precision, opt_func), _Overflow()
     _fit(learn, 1, overflow)
     scale, after = learn.precision.scales[overflow.step:overflow.step + 2]
@@ -103,7 +103,7 @@ def _skips(device, precision, mode, before, opt_func=Adam) -> tuple[bool, str]:
     return overflow.unchanged and after == scale / 2, seen
 
 
-def _resumes(device, precision, mode, before) -> tuple[bool, str]:
+def _resumes(device, precision, before) -> tuple[bool, str]:
     with tempfile.TemporaryDirectory() as folder:
         scaling = dict(init_scale=1024., growth_interval=6) if precision == 'fp16' else {}
         learn = _fit(_learner(device, precision, path=folder, **scaling))
@@ -122,7 +122,7 @@ def _resumes(device, precision, mode, before) -> tuple[bool, str]:
     return same, seen + ', training continued'
 
 
-def _recovers(device, precision, mode, before) -> tuple[bool, str]:
+def _recovers(device, precision, before) -> tuple[bool, str]:
     learn = _learner(device, precision)
     try: _fit(learn, 1, _Interrupt())
     except InterruptedError: pass
@@ -134,14 +134,14 @@ def _recovers(device, precision, mode, before) -> tuple[bool, str]:
     return now == expected and whole, f'autocast and gradient mode {seen}, training continued'
 
 
-def _checks(device, mode) -> Iterator[tuple[str, Callable]]:
-    yield 'trains as fp32' if mode else 'fp32 reference', _trains
-    if mode and mode.needs_loss_scaling:
+def _checks(device, precision) -> Iterator[tuple[str, Callable]]:
+    yield 'fp32 reference' if precision == 'fp32' else 'trains as fp32', _trains
+    if precision == 'fp16':
         yield 'skips a step, Adam', _skips
         fused = partial(OptimWrapper, opt=partial(torch.optim.AdamW, fused=True))
         if _has_fused(device): yield 'skips a step, fused AdamW', partial(_skips, opt_func=fused)
     yield 'save and load', _resumes
-    if mode is not None: yield 'after an exception', _recovers
+    if precision != 'fp32': yield 'after an exception', _recovers
 
 
 def _has_fused(device):
@@ -165,14 +165,13 @@ def check(
         progress(results[-1])
     tried = [cls.name for cls in PRECISIONS.values() if cls.in_tables and not cls.package]
     for precision in ['fp32', *tried]:
-        mode = None if precision == 'fp32' else AMPMode(precision)
-        if mode and support[mode.value].support == 'unsupported':
-            add(precision, 'runs here', None, support[mode.value].why)
+        if precision in support and support[precision].support == 'unsupported':
+            add(precision, 'runs here', None, support[precision].why)
             continue
-        for what, run in _checks(on, mode):
+        for what, run in _checks(on, precision):
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter('always')
-                try: passed, seen = run(on, precision, mode, before)
+                try: passed, seen = run(on, precision, before)
                 except Exception as e: passed, seen = False, f'{type(e).__name__}: {" ".join(str(e).split())[:300]}'
             said = [' '.join(str(w.message).split()) for w in caught if 'failed' in str(w.message)]
             add(precision, what, bool(passed), ' '.join([seen, *said]))
@@ -221,8 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int: # The exit status: 0 if all 
     parser = argparse.ArgumentParser(prog='fastxtend_amp_check', description=(
         'Test mixed precision on this device: train a small network in fp32 and in each precision, and compare. Takes '
         'less than two minutes. The output can be pasted into an issue.'))
-    parser.add_argument('--device', metavar='D',
-        help="torch device, for example 'cpu' or 'cuda:0' (default: the accelerator, if any)")
+    add_device(parser)
     args = parser.parse_args(argv)
     device = usable_device(parser, args.device)
     print(head(device), end='\n\n', flush=True)

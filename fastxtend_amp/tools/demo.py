@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 import fastxtend_amp  # noqa: F401  patches Learner
 from ..precisions import PRECISIONS, precision_support
-from .device import usable_device
+from .device import add_device, usable_device
 
 SECONDS = 75                               # for training, without starting Python and plotting
 STEPS, BATCH_SIZE, LR = 44, 64, 1e-3       # two epochs; the loss falls from 2.3 to about 0.1
@@ -47,8 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog='fastxtend_amp_demo', description=(
         'Train a convolutional network on 1,797 real handwritten digits in fp32 and in each precision that the device '
         'runs natively; compare speed, loss and memory. Takes at most a minute and a half.'))
-    parser.add_argument('--device', metavar='D',
-                        help="torch device, for example 'cpu' or 'cuda:0' (default: the accelerator, if any)")
+    add_device(parser)
     parser.add_argument('--emulated', action='store_true',
                         help='also train in emulated precisions, in a fifth of the time: slow, but with real losses')
     parser.add_argument('--out', type=Path, default=Path('fastxtend_amp_demo.png'), metavar='FILE',

@@ -8,6 +8,12 @@ import torch
 from ..common import first_line
 
 
+def add_device(parser: argparse.ArgumentParser) -> None:
+    "Add the argument `--device` to a command."
+    parser.add_argument('--device', metavar='D',
+                        help="torch device, for example 'cpu' or 'cuda:0' (default: the accelerator, if any)")
+
+
 def usable_device(
     parser: argparse.ArgumentParser, # Exits with a message if the device cannot be used
     name: str | None, # As given; the accelerator that PyTorch finds, or the CPU, if None

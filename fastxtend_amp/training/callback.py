@@ -23,7 +23,7 @@ import torch
 from fastai.callback.core import CancelStepException
 from torch.amp import GradScaler
 
-from ..common import is_number, model_device, refuse_unknown, training_device, warn_user
+from ..common import check_count, model_device, refuse_unknown, training_device, warn_user
 from ..convert import half_to_float, is_half, map_tensors
 from ..precisions import PRECISIONS, AMPMode, Auto, Precision, each_precision, find_precision, parameters_of
 from ..precisions.fp16 import FP16
@@ -68,9 +68,7 @@ class MixedPrecision(PrecisionState):
         self.on_overflow, self.max_skips = on_overflow, max_skips
         if on_overflow not in _ON_OVERFLOW:
             raise ValueError(f'on_overflow={on_overflow!r} cannot be used: it must be one of {_ON_OVERFLOW}.')
-        if not is_number(max_skips, int) or max_skips < 1:
-            raise ValueError(f'max_skips={max_skips!r} cannot be used: it must be an integer of at least 1, the number '
-                             'of consecutive skipped steps after which training counts as failed.')
+        check_count('max_skips', max_skips, 1)
         self.current = None if isinstance(self.precision, Auto) else self.precision   # in use; None: undecided
         self.history = StepHistory()
         self.watchers = [make(self) for make in WATCHERS]
@@ -161,11 +159,9 @@ class MixedPrecision(PrecisionState):
                                'the model inside `learn.amp_context()`.')
         if learn.model is not fit.model: fit.use_model()
         if learn.training and learn.opt is not None:
-            if not fit.is_training: fit.open_training(warn_of_emulation=not self._has_trained)
+            fit.open_training(warn_of_emulation=not self._has_trained)
             if fit.scaling is not None: fit.scaling.start()
-        casts = None if torch.is_grad_enabled() else (fit.model, sum(p._version for p in fit.model.parameters()))
-        if casts is None or casts != fit.casts: torch.clear_autocast_cache()   # it may hold casts of old weights
-        fit.casts = casts
+        fit.clear_old_casts()
         scope = learn._scopes[-1]
         scope.around_step = fit.precision.around_step
         for context in fit.batch_contexts(): scope.enter_context(context)
@@ -178,7 +174,8 @@ class MixedPrecision(PrecisionState):
         "Exit autocast; record and back-propagate the loss in fp32."
         learn = self.learn
         learn._scopes[-1].close()
-        for name in ('loss', 'loss_grad') if self.fit.precision.dtype else ():
+        if not self.fit.precision.dtype: return
+        for name in 'loss', 'loss_grad':
             loss = vars(learn).get(name)                         # without targets an earlier batch's, already fp32
             if torch.is_tensor(loss) and is_half(loss): setattr(learn, name, loss.float())
 

@@ -6,9 +6,9 @@ that need a `FileFormat`.
 """
 from __future__ import annotations
 
-import functools, os, platform, shutil
+import functools, glob, os, shutil, time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -26,33 +26,26 @@ from .loop import PRECISION_CALLBACKS, in_batch, precision_callback
 from .metrics import PrecisionMetric
 from .optimizers import place_state
 
+_STALE = 3600  # seconds; a file that nobody has written to for so long was left by a killed process
+
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[BinaryIO]: # A file to write to
     """Write to a file beside `path`, which replaces it when it is complete.
 
     An exception, a full disk or a killed process leaves the old file whole. What a killed process has left is removed
-    by the next call on the same machine.
+    by a later call, after an hour.
     """
     path = path.resolve()
-    start = f'.{path.name}.{platform.node()}-'
-    for left in path.parent.glob(f'{start}*.part'):
-        if not _is_running(left.name.removeprefix(start).partition('.')[0]): left.unlink(missing_ok=True)
-    part = path.with_name(f'{start}{os.getpid()}.{uuid4().hex}.part')   # each writer has its own
+    for left in path.parent.glob(f'.{glob.escape(path.name)}.*.part'):
+        with suppress(OSError):                                  # another writer may have removed it
+            if time.time() - left.stat().st_mtime > _STALE: left.unlink()
+    part = path.with_name(f'.{path.name}.{uuid4().hex}.part')    # each writer has its own
     try:
         with open(part, 'xb') as f: yield f
         if path.exists(): shutil.copymode(path, part)
         os.replace(part, path)
     finally: part.unlink(missing_ok=True)
-
-
-def _is_running(pid: str) -> bool:
-    "Return whether a process may still be running; on Windows, where asking would end it, always True."
-    if os.name != 'posix': return True
-    try: os.kill(int(pid), 0)
-    except ProcessLookupError: return False
-    except (PermissionError, ValueError): pass                   # another user's; a file of another name or machine
-    return True
 
 
 class FileFormat(NamedTuple):

@@ -7,7 +7,7 @@ import torch
 from fastai.learner import Learner
 from torch import nn
 
-from ..common import optimizer_params, training_device, warn_user
+from ..common import optimizer_params, warn_user
 from ..convert import is_half
 from ..precisions import Precision
 
@@ -21,7 +21,6 @@ def check_training(
     Warn of emulation, of 16-bit parameters, and of scaled gradients outside the optimizer.
     """
     learn: Learner = fit.learn
-    device = training_device(learn)
     trainable = {name: p for name, p in learn.model.named_parameters() if p.requires_grad}
     unscalable = [name for name, p in trainable.items() if p.dtype is torch.float16 or p.is_complex()]
     if unscalable and fit.scaling is not None:
@@ -31,9 +30,9 @@ def check_training(
                          'run in 16 bits. If it is complex, use `learn.to_fp32()`, or `learn.to_bf16()` without '
                          "`skip_nonfinite` and `on_overflow='fix'`.")
     if warn_of_emulation and fit.precision.name == 'fp32':
-        warn_user(f"amp_mode='auto': device '{device}' runs neither bf16 nor fp16 natively, so training runs in "
+        warn_user(f"amp_mode='auto': device '{fit.device}' runs neither bf16 nor fp16 natively, so training runs in "
                   'fp32.\n`precision_support()` says why; `learn.to_fp32()` is silent.')
-    elif warn_of_emulation and (message := fit.precision.emulation_warning(device)): warn_user(message)
+    elif warn_of_emulation and (message := fit.precision.emulation_warning(fit.device)): warn_user(message)
     if half := half_parameters_of(learn.model):
         warn_user(f"{len(half):,} trainable parameters are 16-bit themselves, such as '{half[0]}': small updates to "
                   'them are rounded away.\nCall `learn.model.float()` first: autocast itself casts what can run in '

@@ -10,6 +10,7 @@ from fastai.learner import Learner
 from ..common import warn_user
 from ..compat import BackwardWithoutAutocast, is_compiled
 from ..precisions import Precision
+from ..precisions.fp32_modules import Replaced
 from ..precisions.scalers import UnitScaler
 from .checks import check_model, check_training
 from .optimizers import place_state
@@ -27,16 +28,14 @@ class Fit:
         self.model, self.is_compiled = learn.model, is_compiled(learn.model)
         # Not entered: at the end it restores what an interrupted batch has left.
         self.contexts: list[Any] = [BackwardWithoutAutocast()] if self.is_compiled else []
-        self.around: list[Any] = []                              # those of them with `add(model)`
         self.scaling: Scaling | None = None
         self.is_training = self.has_warned = False               # training was checked; training was reported to fail
         self.casts: Any = None                                   # which weights autocast's cache holds, in a validation
 
-    def enter(self, context: Any) -> Any:
+    def enter(self, context: Any) -> None:
         "Enter `context` until the fit ends."
         self.contexts.append(context)                            # first: an interrupt inside `__enter__` is undone
         context.__enter__()
-        return context
 
     def open(self,
         history: StepHistory, # To which loss scaling adds its steps
@@ -44,7 +43,7 @@ class Fit:
     ) -> None:
         "Enter what the precision names around a fit."
         if self.precision.dtype: check_model(self.precision, self.model)
-        self.around = [self.enter(context) for context in self.precision.around_fit(self.model)]
+        for context in self.precision.around_fit(self.model): self.enter(context)
         scaler = self.precision.scaler(self.device)
         if scaler is None and self.precision.dtype and skip_nonfinite: scaler = UnitScaler(self.device.type, 1.)
         if scaler is not None: self.scaling = Scaling(scaler, self.learn, self.device, history)
@@ -54,20 +53,27 @@ class Fit:
         learn = self.learn
         self.model, self.is_compiled = learn.model, is_compiled(learn.model)
         try:
-            for context in self.around: context.add(self.model)
+            for context in self.contexts:
+                if isinstance(context, Replaced): context.add(self.model)
         except ValueError as e:
             if learn.training: raise
             warn_user(f'{e}\nThe model that is validated keeps no modules in fp32.')
         if self.scaling is not None and learn.training: self.scaling.watch_buffers(self.model)
 
     def open_training(self, warn_of_emulation: bool) -> None:
-        "Check what only training needs, once; move the optimizer's state to the parameters."
+        "Check what only training needs, and move the optimizer's state to the parameters; only once."
         if self.is_training: return
         self.is_training = True
         self.precision.check_training(self.learn)
         check_training(self, warn_of_emulation)
         if self.learn.opt is not None: place_state(self.learn.opt)
         for context in self.precision.around_training(self.learn): self.enter(context)
+
+    def clear_old_casts(self) -> None:
+        "Clear autocast's cache of casts, unless it holds those of the same weights, from a validation's last batch."
+        casts = None if torch.is_grad_enabled() else (self.model, sum(p._version for p in self.model.parameters()))
+        if casts is None or casts != self.casts: torch.clear_autocast_cache()
+        self.casts = casts
 
     def batch_contexts(self) -> list[AbstractContextManager]:
         "Return new contexts for a forward pass and its loss."

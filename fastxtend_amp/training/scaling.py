@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice, repeat, takewhile
-from operator import lt
+from itertools import islice, takewhile
 from typing import Any
 
 import torch
@@ -205,7 +204,7 @@ class StepHistory(list):
 
     def skips(self, start: int = 0) -> Iterator[bool]:
         "Iterate over the steps from `start` on: whether each was skipped."
-        return map(lt, islice(self.read(), start, None), repeat(0))   # negative steps
+        return (scale < 0 for scale in islice(self.read(), start, None))
 
 
 class Buffers:

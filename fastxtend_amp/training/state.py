@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pandas as pd
 import torch
 
 from ..common import training_device
@@ -68,6 +69,20 @@ class PrecisionState(LoopCallback):
     def fp32_module_names(self) -> list[str]:
         "Names of the modules kept in fp32, as `fp32_modules` matches them in the learner's model."
         return [] if self.learn is None else list(self.precision.kept_in_fp32(self.learn.model))
+
+    def plot_scales(self,
+        ax = None, # The matplotlib axes to draw on; new ones if None
+    ): # The matplotlib axes
+        "Plot the loss scale by optimizer step, with skipped steps marked. Raises `ValueError` if there was none."
+        if not self.scales:
+            raise ValueError('plot_scales has nothing to plot: no optimizer step was made with a loss scale.\n'
+                             'Train in fp16 first; bf16 and fp32 need no loss scaling.')
+        scales = pd.Series(self.scales)
+        columns = {'loss scale': scales, f'skipped steps ({self.n_skipped:,})': scales.where(self.skips)}
+        ax = pd.DataFrame(columns).plot(ax=ax, style=['-', 'rx'], drawstyle='steps-post', xlabel='optimizer step',
+                                        ylabel='loss scale', title='Loss scale in training')
+        ax.set_yscale('log', base=2)
+        return ax
 
     @property
     def _scaling(self) -> Scaling | None: return None if self.fit is None else self.fit.scaling

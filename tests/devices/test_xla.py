@@ -458,22 +458,3 @@ def test_gradients_are_reduced_before_they_are_unscaled(mode, n_acc, device, mon
     assert seen == {('sum', 0.5, 4)} and close(params(one), params(two), 1e-5)
     for a, b in zip(scaled, unscaled, strict=True):
         assert torch.allclose(a / (256.0 if mode == 'fp16' else 1.0), b)
-
-
-# -- the environment
-
-
-@pytest.mark.parametrize(
-    'name,mode', [('XLA_USE_BF16', 'bf16'), ('XLA_DOWNCAST_BF16', 'bf16'), ('XLA_USE_F16', 'fp16')]
-)
-def test_variables_that_override_autocast_are_named(name, mode, device, monkeypatch):
-    monkeypatch.setenv(name, '1')
-    with pytest.warns(UserWarning, match=rf'(?s)variable {name} is set.*`learn.to_{mode}\(\)`'):
-        build(device).fit(1)
-    monkeypatch.setenv(name, '0')
-    assert not told(lambda: build(device).fit(1), 'environment variable')
-
-
-def test_what_the_warning_says_is_so(device):
-    code = "import torch, torch_xla; print((torch.ones(1, device=torch_xla.device()) * 2 / 3).item())"
-    assert abs(float(python(code, XLA_USE_BF16='1').stdout.split()[-1]) - 2 / 3) > 1e-6

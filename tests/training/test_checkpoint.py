@@ -1,6 +1,7 @@
 "The loss scale is kept through fits, files, processes, exports and copies."
 
-import copy, gc, os, pickle, platform, signal, subprocess, sys, weakref
+import copy, gc, os, pickle, signal, subprocess, sys, time, weakref
+from itertools import product
 from pathlib import Path
 
 import pytest, torch
@@ -298,15 +299,15 @@ def test_two_that_save_under_one_name_at_once(tmp_path, monkeypatch):
     assert same_everything(everything(trained(tmp_path, n=0).load('a')), everything(first))
 
 
-def test_only_what_a_dead_process_of_this_machine_left_is_removed(tmp_path):
+def test_only_what_was_left_more_than_an_hour_ago_is_removed(tmp_path):
     learn = trained(tmp_path, n=0)
-    folder, here, dead = learn.save('a').parent, platform.node(), 2**22 + 1
-    stay = [f'.a.pth.{machine}-{n}.1.part' for machine, n in [(here, os.getppid()), ('elsewhere', dead)]]
-    stay += [f'.a.pth.{here}-2-{dead}.1.part', f'.b.pth.{here}-{dead}.1.part']  # a machine whose name begins alike
-    for name in (f'.a.pth.{here}-{dead}.1.part', *stay):  # no process has this number: Linux counts to 2**22
-        (folder / name).write_bytes(b'x')
+    folder, ages = learn.save('a').parent, {'old': 61, 'new': 59}
+    left = {(name, age): folder / f'.{name}.pth.{i:032}.part' for i, (name, age) in enumerate(product('ab', ages))}
+    for (_, age), file in left.items():
+        file.write_bytes(b'x')
+        os.utime(file, (time.time() - 60 * ages[age],) * 2)
     learn.save('a')
-    assert {f.name for f in folder.iterdir()} == {'a.pth', *stay}
+    assert {*folder.iterdir()} == {folder / 'a.pth', *left.values()} - {left['a', 'old']}
 
 
 PROCESSES = '''
