@@ -70,8 +70,10 @@ def tags(cell):
 @pytest.fixture(scope='module')
 def execute():
     "One kernel for all, because fastai's imports take longer than most notebooks."
-    with run_notebooks.kernel() as execute:
-        yield execute
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv('OMP_NUM_THREADS', '1')  # more threads than free cores wait for each other, for minutes
+        with run_notebooks.kernel() as execute:
+            yield execute
 
 
 @pytest.mark.slow  # in CI alone
