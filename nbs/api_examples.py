@@ -7,8 +7,8 @@ EXAMPLES = {
         "learn.to_bf16()\n"
         "learn.fit_one_cycle(1)",
     'Learner.to_amp':
-        "learn.to_amp()              # chosen by device\n"
-        "learn.to_amp(measure=True)  # chosen by measuring",
+        "learn.to_amp()              # by device\n"
+        "learn.to_amp(measure=True)  # by measuring",
     'Learner.to_fp32':
         "learn.to_bf16().fit(1)\n"
         "learn.to_fp32().fit(1)",

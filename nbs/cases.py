@@ -475,7 +475,8 @@ def tables(names: list[str]) -> str:
     broken = ['| case and thread | what breaks in fp16 or bf16 | known fix | bf16 | fp16 | moved (bf16, fp16) | '
               'lost (plain, with the call) | s |', '|---|---|---|---|---|---|---|--:|', *rows[True]]
     healthy = ['| healthy model | bf16 | fp16 | moved (bf16, fp16) | s |', '|---|---|---|---|--:|', *rows[False]]
-    total = f'{right} of {2 * len(names)} verdicts are right, {alarms} are false alarms (PyTorch {torch.__version__}).'
+    version = torch.__version__.partition('+')[0]
+    total = f'{right} of {2 * len(names)} verdicts are right, {alarms} are false alarms (PyTorch {version}, on a CPU).'
     return '\n'.join([total, '', *broken, '', *healthy])
 
 

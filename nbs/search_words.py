@@ -9,7 +9,8 @@ WORDS = {
         'Does it work on my device?': 'supported platforms, Windows, macOS, fastxtend_amp_check, report a bug, issue',
         'Which call for which GPU or other device?':
             'which GPU, GPU, T4, V100, P100, GTX, A100, H100, RTX 3090, RTX 4090, RTX 5090, AMD, '
-            'ROCm, Apple Silicon, Mac, M1, M2, M3, MPS, GTX 1080, AMX'},
+            'ROCm, Apple Silicon, Mac, M1, M2, M3, MPS, GTX 1080, AMX, '
+            'supports FP8, supports TF32, supports bf16, use bf16, RTX bf16'},
     '04_processes_compile_xla': {
         'Several GPUs (multi-GPU, DDP)': 'multi GPU, multiple GPUs, DDP, distributed, notebook_launcher',
         'FSDP2': 'FSDP, fully_shard',
@@ -19,9 +20,9 @@ WORDS = {
     'faq': {
         'The loss is NaN': 'my loss is NaN, NaN loss, NaN, inf, overflow, IndexError, lr_find NaN',
         'The loss scale keeps dropping': 'skipped steps, loss scale too low',
-        'bf16 or fp16?': 'bf16 on T4, bf16 on V100, fp16 vs bf16',
-        'It is slower than fp32': 'slow, not faster, speed up training, channels last',
-        'Memory, CUDA out of memory (OOM)': 'out of memory, OOM, GPU memory, memory',
+        'bf16 or fp16?': 'bf16 on T4, bf16 on V100, fp16 vs bf16, to_fp16 vs to_bf16',
+        'It is slower than fp32': 'slow, not faster, speedup, speed up training, channels last',
+        'Memory, CUDA out of memory (OOM)': 'out of memory, OOM, GPU memory, memory, VRAM, save memory, bf16 memory',
         'RuntimeError: expected scalar type Half but found Float':
             'expected scalar type, mat1 and mat2, dtype mismatch, model.half',
         'RuntimeError: value cannot be converted to type c10::Half without overflow': 'masked_fill, padding mask',
@@ -32,8 +33,9 @@ WORDS = {
                     'Side by side': 'compare with Accelerate, Fabric, Lightning, Composer'},
     'changelog': {'Changelog': 'what changed, what is new, release notes'},
     '02_which_precision': {'Which is the fastest?': 'which precision, fastest precision, measure',
-                           'Which module breaks?': 'which layer overflows, debug overflow'},
-    '03_resume_and_export': {'Save and resume': 'load checkpoint, save', 'Export': 'export'},
+                           'Which module breaks?': 'which layer overflows, debug overflow, headroom'},
+    '03_resume_and_export': {'Save and resume': 'load checkpoint, save, resume from checkpoint loss scale',
+                             'Export': 'export'},
     'guarantees': {'The same numbers': 'reproducible, deterministic'},
     'gpu_gains': {'GPU speed-ups measured by others': 'GPU speed-up, tensor cores speed'},
     'how_it_works': {'The loss scale': 'loss scale, underflow',
@@ -53,7 +55,7 @@ WORDS = {
                      'tta, test time augmentation, go back to fp32, export for inference',
         'lr_find': 'lr_find, learning rate finder',
         'Logging: CSVLogger and TensorBoard': 'TensorBoard, logging, log the loss scale',
-        'Weights & Biases (wandb), MLflow': 'W&B, wandb, weights and biases, MLflow',
+        'Weights & Biases (wandb), MLflow': 'W&B, wandb, weights and biases, MLflow, wandb loss scale',
         'Gradient norms': 'gradient norm, grad norm',
         'Saving the best model, and resuming in a new process': 'resume, resume training, SaveModelCallback',
         'Hugging Face (HuggingFace) models': 'HuggingFace, Hugging Face, transformers, dict batch',
@@ -89,5 +91,7 @@ def add_entries(app, doctree):
 
 
 def setup(app):
+    # Sphinx keeps no index entries of pages that it does not read again.
+    app.connect('env-get-outdated', lambda app, env, added, changed, removed: list(WORDS))
     app.connect('doctree-read', add_entries)
     return {'parallel_read_safe': True, 'parallel_write_safe': True}

@@ -78,6 +78,7 @@ class PrecisionComparison(Shown):
         _smooth(self.losses).plot(ax=curves, style=['-', '--', ':', '-.'], color=colors, xlabel='step', ylabel='loss',
                                   title='Training loss (smoothed)')
         curves.lines[len(self.seed_losses)].set(lw=5, alpha=.4)  # of fp32: the others lie on it
+        curves.xaxis.get_major_locator().set_params(integer=True)
         curves.legend()
         speeds = self.table.apply(_speed, axis=1)
         self.table['speed-up'].plot.barh(ax=bars, color=colors, xlabel='steps per second, fp32 = 1', ylabel='',

@@ -4,6 +4,8 @@
 document.addEventListener('DOMContentLoaded', () => {
   if (typeof Search === 'undefined') return;
   const everyWord = Search._performSearch;
+  // Words that say little, beside Sphinx's own.
+  const fillers = new Set(['can', 'use', 'get', 'much', 'mani', 'need', 'work', 'turn']);
 
   const sections = (terms) => {                    // with the share of the words that a heading or an entry has
     const { docnames, filenames, titles, alltitles, indexentries } = Search._index;
@@ -34,6 +36,8 @@ document.addEventListener('DOMContentLoaded', () => {
   };
 
   Search._performSearch = (query, terms, excluded, highlighted, objects) => {
+    const telling = new Set([...terms].filter((term) => !fillers.has(term)));
+    if (telling.size) terms = telling;
     const hits = everyWord(query, terms, excluded, highlighted, objects);
     const near = sections(terms).filter((hit) => hit[7] >= 0.5);
     const exact = near.filter((hit) => hit[7] === 1);
