@@ -5,8 +5,9 @@ from sphinx.errors import ExtensionError
 
 WORDS = {
     'install': {
-        'Install': 'requirements, Python version, conda, pip install',
-        'Does it work on my device?': 'supported platforms, Windows, macOS, fastxtend_amp_check, report a bug, issue',
+        'Install': 'requirements, Python version, minimum PyTorch version, fastai version, conda, pip install',
+        'Does it work on my device?': 'supported platforms, Windows, macOS, fastxtend_amp_check, report a bug, issue, '
+                                      'tested on GPU',
         'Which call for which GPU or other device?':
             'which GPU, GPU, T4, V100, P100, GTX, A100, H100, RTX 3090, RTX 4090, RTX 5090, AMD, '
             'ROCm, Apple Silicon, Mac, M1, M2, M3, MPS, GTX 1080, AMX, '
@@ -36,7 +37,9 @@ WORDS = {
                            'Which module breaks?': 'which layer overflows, debug overflow, headroom'},
     '03_resume_and_export': {'Save and resume': 'load checkpoint, save, resume from checkpoint loss scale',
                              'Export': 'export'},
-    'guarantees': {'The same numbers': 'reproducible, deterministic'},
+    'guarantees': {'The same numbers': 'reproducible, deterministic',
+                   'What is kept when': 'crash while saving, killed, disk full, corrupt file',
+                   'What is tested': 'accuracy, final accuracy, applications'},
     'gpu_gains': {'GPU speed-ups measured by others': 'GPU speed-up, tensor cores speed'},
     'how_it_works': {'The loss scale': 'loss scale, underflow',
                      'When a step is skipped': 'running_mean NaN, BatchNorm NaN',
@@ -51,8 +54,9 @@ WORDS = {
         'Your own GradScaler, a fixed loss scale, no loss scaling':
             'GradScaler, scale_loss, init_scale, disable loss scaling, turn off loss scaling',
         'Skip non-finite steps in bf16': 'NaN gradients, skip_nonfinite',
-        'Inference': 'inference, predict, get_preds, disable mixed precision, turn off, '
-                     'tta, test time augmentation, go back to fp32, export for inference',
+        'Inference': 'inference, predict, get_preds, tta, test time augmentation, export for inference',
+        'Turn mixed precision off':
+            'disable mixed precision, disable AMP, turn off, turn off mixed precision, go back to fp32, to_fp32',
         'lr_find': 'lr_find, learning rate finder',
         'Logging: CSVLogger and TensorBoard': 'TensorBoard, logging, log the loss scale',
         'Weights & Biases (wandb), MLflow': 'W&B, wandb, weights and biases, MLflow, wandb loss scale',

@@ -108,7 +108,7 @@ class PrecisionReport(Shown):
 @documented
 def precision_report(self: Learner,
     modes: str | AMPMode | Iterable[str | AMPMode] = ('bf16', 'fp16'), # Precisions to report on: 'bf16', 'fp16', 'fp8'
-    n_batches: int = 1, # Number of batches to look at
+    n_batches: int = 1, # Number of batches to look at; gradients are compared on up to 6
     dl: DataLoader | None = None, # Source of the batches, fastai's or PyTorch's; `learn.dls.train` if None
     max_seconds: float = 60., # Time limit; a verdict that was not reached is 'not known'
     device: str | torch.device | None = None, # 'cuda' for CUDA's autocast rules on a CPU; the learner's device if None
@@ -120,7 +120,7 @@ def precision_report(self: Learner,
     modules are kept in fp32 and the batches are re-run until nothing is flagged; then the mean gradient is compared
     with fp32.
 
-    The verdict holds for these batches and weights: ask again after some training. `device='cuda'` applies CUDA's
+    The verdict holds for these batches and weights: call it again after some training. `device='cuda'` applies CUDA's
     autocast rules on a CPU; the kernels are those of the CPU. A compiled model runs uncompiled. The learner is not
     modified. In distributed runs each process makes its own report.
 
