@@ -230,7 +230,10 @@ def _precision_from(amp_mode: Any, *args: Any, **kwargs: Any) -> Precision: # Ar
         if args or kwargs: raise TypeError(f'{amp_mode!r} is already constructed: pass these arguments to its class.')
         return amp_mode
     if len(args) > len(SCALING): raise TypeError(f'MixedPrecision has {len(SCALING) + 1} positional arguments.')
-    kwargs |= dict(zip(SCALING, args))
+    positional = dict(zip(SCALING, args))
+    if twice := [name for name in positional if name in kwargs]:
+        raise TypeError(f'MixedPrecision got two values for {twice[0]!r}. Leave one out.')
+    kwargs |= positional
     is_auto = isinstance(amp_mode, str) and amp_mode.lower() == 'auto'
     cls = Auto if is_auto else find_precision(amp_mode)
     name, own = ('auto', parameters_of_all(only_automatic=True)) if is_auto else (cls.name, parameters_of(cls))

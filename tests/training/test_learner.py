@@ -115,6 +115,7 @@ def test_bad_arguments_are_refused_by_name_and_value_and_lose_nothing():
         (lambda l: l.to_amp(measure=True, init_scale=2.0), "measure.*'init_scale'"),
         (lambda l: l.to_channelslast(amp_mod='bf16'), "no argument 'amp_mod'"),
         (lambda l: MixedPrecision('fp16', dynamic=1), 'dynamic'),
+        (lambda l: MixedPrecision('fp16', 1024.0, init_scale=5.0), "two values for 'init_scale'"),
     ],
 )
 def test_unknown_and_misplaced_arguments(call, words):
