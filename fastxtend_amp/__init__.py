@@ -7,19 +7,19 @@ with _warnings.catch_warnings():           # PyTorch deprecates what fastai's ow
 
 from importlib.util import find_spec as _find_spec
 
-from .precisions import AMPMode, HalfWeights, kahan, precision_support
+from .precisions import AMPMode
+from .precisions.half_weights import HalfWeights, kahan
 from .training.callback import MixedPrecision
-from .training import checkpoint as _checkpoint, learner as _learner, old_files as _old_files
-from .training.metrics import gradient_norm, loss_scale, skipped_steps
+from .training import checkpoint as _checkpoint, learner as _learner
 from .training.optimizers import fused
 from .devices import sharded as _sharded
-from .insight import PrecisionComparison, PrecisionReport
+from .insight import PrecisionComparison, PrecisionReport, loss_scale, precision_support, skipped_steps
 from .tools.memory import keep_freed_memory
 
 if _find_spec('torch_xla') is not None: from .devices import xla as _xla   # users may import it later
 
-__all__ = ['AMPMode', 'HalfWeights', 'MixedPrecision', 'PrecisionComparison', 'PrecisionReport', 'fused',
-           'gradient_norm', 'kahan', 'keep_freed_memory', 'loss_scale', 'precision_support', 'skipped_steps']
+__all__ = ['AMPMode', 'HalfWeights', 'MixedPrecision', 'PrecisionComparison', 'PrecisionReport', 'fused', 'kahan',
+           'keep_freed_memory', 'loss_scale', 'precision_support', 'skipped_steps']
 
 
 def __getattr__(name):

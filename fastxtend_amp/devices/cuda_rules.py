@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch.backends import mha
 
-from ..common import Shared
 from ..compat import tree_leaves, tree_map
+from .shared import Shared
 
 # Operators that run in autocast's dtype.
 LOW = frozenset("""

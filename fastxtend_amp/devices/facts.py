@@ -4,12 +4,18 @@ from __future__ import annotations
 import platform, subprocess, sys, threading, warnings
 from functools import lru_cache
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
 
-from ..common import first_line
-from ..compat import AutocastState
+from ..compat import autocast_restored
+
+
+def first_line(error: BaseException) -> str:
+    "Return what an exception says, in one line; its type's name where it says nothing."
+    text = str(error).rpartition(':\n\t')[2].strip()             # without fastai's line on the callback
+    return shorten(text.partition('\n')[0], 200, placeholder=' …').rstrip('.: ') or type(error).__name__
 
 
 @lru_cache
@@ -89,7 +95,7 @@ def autocast_refusal(device_type: str, dtype: torch.dtype) -> str: # '' if it is
     with _lock, warnings.catch_warnings(record=True) as caught:  # it warns and stays off, or raises an error
         warnings.simplefilter('always')
         try:
-            with AutocastState(device_type), torch.autocast(device_type, dtype=dtype):
+            with autocast_restored(device_type), torch.autocast(device_type, dtype=dtype):
                 if torch.is_autocast_enabled(device_type): return ''
         except (RuntimeError, AssertionError) as e: return first_line(e)
     return ' '.join(str(w.message).splitlines()[0] for w in caught)

@@ -7,18 +7,16 @@ Source: https://docs.pytorch.org/docs/stable/distributed.tensor.html.
 """
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from fastai.learner import Learner
 from fastai.torch_core import get_model, rank_distrib
 
 from ..common import is_dtensor, is_sharded, optimizer_params
-from ..training.checkpoint import FORMATS, FileFormat
-
-
-def _needs_it(learn: Learner) -> bool: return is_sharded(learn.model)
+from .files import convert_files
 
 
 def _whole(t: torch.Tensor) -> torch.Tensor:
@@ -36,13 +34,24 @@ def _part(t: Any, like: Any) -> Any:
     return distribute_tensor(t.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
-def _from_file(learn: Learner, model_state: Any, opt_state: Any) -> tuple[Any, Any]:
-    "Return this process's shards of the states in a file."
-    own, params = get_model(learn.model).state_dict(), optimizer_params(learn.opt)
-    entries = opt_state['state'] if opt_state else []            # a list of fastai's, or torch's dict by number
-    for i, entry in entries.items() if isinstance(entries, Mapping) else enumerate(entries):
-        entry.update({key: _part(value, params[i]) for key, value in entry.items()})
-    return {name: _part(t, own.get(name)) for name, t in model_state.items()}, opt_state
+def _load(original: Callable, self: Learner, file: Any, *args: Any, **kwargs: Any) -> Learner:
+    "Call the `load` that this replaces, in which model and optimizer load this process's shards."
+    if self.opt is None: self.create_opt()
+    model, opt = get_model(self.model), self.opt
+    of_model, of_opt = model.load_state_dict, opt.load_state_dict
+
+    def load_model(state: Any, **kwargs: Any) -> Any:
+        own = model.state_dict()
+        return of_model({name: _part(t, own.get(name)) for name, t in state.items()}, **kwargs)
+
+    def load_opt(state: Any) -> None:
+        entries, params = state['state'], optimizer_params(opt)  # a list of fastai's, or torch's dict by number
+        for i, entry in entries.items() if isinstance(entries, Mapping) else enumerate(entries):
+            entry.update({key: _part(value, params[i]) for key, value in entry.items()})
+        of_opt(state)
+
+    with patch.object(model, 'load_state_dict', load_model), patch.object(opt, 'load_state_dict', load_opt):
+        return original(self, file, *args, **kwargs)
 
 
-FORMATS.append(FileFormat(_needs_it, _whole, _from_file))
+convert_files(lambda learn: is_sharded(learn.model), _whole, _load)

@@ -16,11 +16,13 @@ from typing import Any
 import torch
 from fastai.callback.core import Callback, TrainEvalCallback
 from fastai.learner import Learner
+from fastai.text.learner import TextLearner
 from torch import nn
 
-from ..common import model_device, optimizer_params, training_device
-from ..training.checkpoint import FORMATS, FileFormat, put_over
-from ..training.optimizers import DEVICE_SKIPS, place_state
+from ..common import map_tensors, model_device, optimizer_params, training_device
+from ..training.checkpoint import put_over
+from ..training.scaling import DEVICE_SKIPS
+from .files import convert_files
 
 
 class XLADevice(Callback):
@@ -77,9 +79,20 @@ def move(
                 'Something else refers to them, such as the graph of a kept loss or a compiled model: delete it, or '
                 'call `model.to(device)` first and then create the learner.') from e
         finally: future.set_swap_module_params_on_conversion(swaps)
-    if learn.opt is not None: place_state(learn.opt)
+    if learn.opt is not None: _place_state(learn.opt)
     if device.type != 'xla': learn.remove_cb(XLADevice)
     elif not any(isinstance(cb, XLADevice) for cb in learn.cbs): learn.add_cb(XLADevice())
+
+
+def _place_state(opt: Any) -> None: # An optimizer of fastai or torch, or one around it
+    "Move the optimizer's state to the device of its parameters."
+    while hasattr(opt, 'opt'): opt = opt.opt
+    tensors = [(p, t) for p, state in opt.state.items() for t in state.values() if isinstance(t, torch.Tensor)]
+    # Single numbers may stay on the CPU: the number of steps, and what NAdam keeps.
+    if all(t.device == p.device for p, t in tensors if t.dim()): return
+    if isinstance(opt, torch.optim.Optimizer): return opt.load_state_dict(opt.state_dict())   # places it itself
+    for p, state in opt.state.items():                           # fastai also keeps an entry for `nn.LSTM.bias`, a bool
+        if torch.is_tensor(p): opt.state[p] = map_tensors(partial(torch.Tensor.to, device=p.device), state)
 
 
 def _before_fit(original: Callable, self: TrainEvalCallback) -> None:
@@ -143,8 +156,17 @@ def _export(original: Callable, self: Learner, *args: Any, **kwargs: Any) -> Any
     finally: move(self, device)
 
 
+def _load(original: Callable, self: Learner, file: Any, *args: Any, **kwargs: Any) -> Learner:
+    "Call the `load` that this replaces, with the file on the CPU; the optimizer's state is moved afterwards."
+    move(self, training_device(self))
+    args = args[:isinstance(self, TextLearner)]                  # its `with_opt`; another learner's is the device
+    original(self, file, *args, **{**kwargs, 'device': 'cpu'})
+    _place_state(self.opt)
+    return self
+
+
 # CPU tensors, which every machine and `weights_only` loading can read.
-FORMATS.append(FileFormat(_uses_xla, torch.Tensor.cpu, lambda learn, *states: states))
+convert_files(_uses_xla, torch.Tensor.cpu, _load)
 DEVICE_SKIPS.append(_sync_free)
 put_over(TrainEvalCallback, 'before_fit', _before_fit)
 put_over(Learner, 'export', _export)

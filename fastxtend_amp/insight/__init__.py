@@ -1,10 +1,14 @@
 "Report, comparison and diagnosis: which precision a model trains in, which one pays, and why training failed."
 from ..training import learner as _core
 from ..training.callback import WATCHERS
+from . import scales
 from .choice import measure_and_choose
 from .comparison import PrecisionComparison
+from .metrics import loss_scale, skipped_steps
+from .notes import DtypeNote, UnusedModules
 from .report import PrecisionReport
+from .support import precision_support
 from .watch import Watch
 
 _core.measure_and_choose = measure_and_choose
-WATCHERS.append(Watch)
+WATCHERS += [Watch, UnusedModules, DtypeNote]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from fastai.learner import Learner
 from fastcore.basics import patch
 
-from ..common import several_processes
+from .copies import several_processes
 from .compare import compare
 from .comparison import PrecisionComparison
 from .measuring import Setting

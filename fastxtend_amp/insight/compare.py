@@ -11,12 +11,12 @@ from fastai.learner import Learner
 from fastai.torch_core import set_seed
 from fastcore.basics import patch
 
-from ..common import check_above_0, check_count, several_processes
-from ..compat import is_compiled
-from ..precisions.fp32_settings import settings_note
-from ..training.learner import documented
+from .arguments import check_above_0, check_count
+from .copies import left_out, one_at_a_time, random_state_kept, several_processes
+from .compat import is_compiled
+from ..devices.fp32_settings import settings_note
+from ..precisions import PRECISIONS
 from .comparison import FEWEST_ROUNDS, PrecisionComparison, pays, recommend, speed_up, tolerance
-from .copies import left_out, one_at_a_time, random_state_kept
 from .measuring import Batches, Run, Setting, last_fifth
 from .precisions import PrecisionChoice, call_for, choices_from, default_choices
 from .progress import progress_bar
@@ -26,7 +26,6 @@ _CONSIDERABLE = .1      # share of an fp32 step from which the time for loading 
 _MANY_FAULTS = 1000     # page faults per step that are mentioned
 
 @patch
-@documented
 def compare_precision(self: Learner,
     modes: Any = None, # 'bf16', 'fp16', 'tf32', 'fp8', 'half weights', or a list; None for all native ones except FP8
     n_steps: int = 50, # Training steps after which the losses are compared; timing may need more
@@ -171,7 +170,7 @@ def _result(setting, runs, seeds, n, loading): # `n`: steps that are compared; `
 def _row(run, base, n):
     mode, ratios = run.choice.mode, run.ratios(base)
     mid, low, high = speed_up(ratios)
-    support = 'failed' if run.note else mode.support(run.setting.device).status if mode else 'native'
+    support = 'failed' if run.note else PRECISIONS[mode].support(run.setting.device).status if mode else 'native'
     return {'support': support, 'steps': len(run.losses), 'rounds': len(ratios),
             'ms per step': 1000 * base.pace / mid, 'speed-up': mid, 'speed-up low': low, 'speed-up high': high,
             'loss': run.loss(n), 'loss difference': run.loss(n) - base.loss(n), **run.measured, 'note': run.note}

@@ -6,7 +6,10 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.utils import _python_dispatch
+
+from ..compat import compiled_module
 
 
 def in_function_transform() -> bool:
@@ -44,3 +47,12 @@ def unwatched() -> AbstractContextManager:
     first trace.
     """
     return _python_dispatch._disable_current_modes()
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Return whether `torch.compile` compiles `model` or a module in it.
+
+    Relies on `OptimizedModule._orig_mod` (since 2.0) and `Module._compiled_call_impl` (2.2), which `Module.compile`
+    sets. A function that a model compiles for itself is not seen.
+    """
+    return any(compiled_module(m) is not None or getattr(m, '_compiled_call_impl', None) for m in model.modules())

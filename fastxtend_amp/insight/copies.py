@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from fastai.callback.core import Callback
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
@@ -19,10 +20,11 @@ from fastcore.foundation import L
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ..common import first_line, is_sharded, training_device
-from ..convert import is_plain
+from ..devices.facts import first_line
+from ..common import is_sharded, training_device
 from ..precisions.matching import unwrapped
 from ..training.loop import precision_callback
+from .tensors import is_plain
 
 # Callbacks of fastai that affect a training step, by name, as some are slow to import. MixHandler is MixUp and CutMix;
 # MixedPrecision also ours.
@@ -200,6 +202,11 @@ class _Detached(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.Tensor.__deepcopy__ and not args[0].is_leaf: return args[0].detach().clone()
         return func(*args, **(kwargs or {}))
+
+
+def several_processes() -> bool:
+    "Return whether this process trains together with others."
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 # -- random states of the process

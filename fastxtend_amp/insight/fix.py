@@ -3,10 +3,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ..training.loop import at_batch_end
+from ..precisions import parameters_of
 from .precisions import precision_call
-
-_MOST = 3  # fixes in one fit
 
 
 class Fix(NamedTuple):
@@ -19,12 +17,10 @@ class Fix(NamedTuple):
 def fix(
     cb: Any, # The `MixedPrecision`
     alarm: Any, # An `Alarm` that was diagnosed
-) -> bool: # False without a remedy, and after three fixes in this fit
+) -> bool: # False without a remedy
     "Apply the remedy when the batch ends, in the same callback: history, optimizer and loss scale continue."
     learn = cb.learn
-    scopes = learn._scopes
-    if not alarm.remedy or scopes.n_fixes == _MOST: return False
-    scopes.n_fixes += 1
+    if not alarm.remedy: return False
     call = precision_call(learn, *alarm.remedy)
 
     def switch():
@@ -32,12 +28,13 @@ def fix(
         cb.close(failed=True)
         learn.opt.zero_grad()
         if recorder := vars(learn).get('recorder'): recorder.smooth_loss.reset()
-        new = call.precision.from_arguments(call.arguments)
+        own = parameters_of(call.precision)
+        new = call.precision(**{k: v for k, v in call.arguments.items() if k in own})
         mode, _, init_scale = alarm.remedy
         if mode == cb.mode and not init_scale: new.load_state_dict(cb.state_dict())
-        cb.precision = cb.current = new
+        cb.precision = new
 
-    at_batch_end(learn, switch)
+    cb.at_batch_end(switch)
     cb.fixes.append(Fix(alarm.step, alarm.mode.value, str(call)))
     print(f'{alarm.happened} Training continues with `{call}`.')
     return True

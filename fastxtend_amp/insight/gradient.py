@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from fastai.learner import Learner
 
-from ..convert import map_tensors
+from ..common import map_tensors
 from ..precisions import AMPMode
 from .copies import random_state, set_random_state
 from .trace import BackwardOnly, running_copy

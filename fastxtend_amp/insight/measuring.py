@@ -14,14 +14,16 @@ from fastai.learner import Learner
 from fastai.torch_core import to_device
 from fastcore.basics import noop
 
-from ..common import check_above_0, first_line, training_device
-from ..convert import HALF, is_plain, map_tensors, tensors
+from .arguments import check_above_0
+from ..devices.facts import first_line
+from ..common import HALF, map_tensors, training_device
 from ..devices.cost import allocated, page_faults, wait_for
 from ..precisions.matching import unwrapped
 from ..training.loop import precision_callback
 from .copies import (RandomState, begin_fit, check_learner, copied_learner, loader_like, no_batches, random_state,
                      set_random_state)
 from .precisions import PrecisionChoice, use_choice
+from .tensors import is_plain, tensors
 
 LIMIT = 2**29           # bytes of batches to hold; further steps reuse them
 # Columns of the table that are measured on the way

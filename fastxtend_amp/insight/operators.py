@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from ..convert import HALF, half_to_float, is_plain, map_tensors, readable, tensors
+from ..common import HALF, half_to_float, map_tensors
 from ..precisions import AMPMode
 from .compat import Traits
+from .tensors import is_plain, readable, tensors
 
 _FP32_NOISE = 2.**-23   # relative; where fp32 itself would lose a tenth, an error is noise
 # Operators that only move values, which are recorded where they were computed.

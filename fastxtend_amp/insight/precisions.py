@@ -96,7 +96,8 @@ def call_for(
 ) -> Call:
     "Return the call for `choice`, with the arguments of the learner's precision callback that it accepts."
     cb = precision_callback(learn)
-    arguments, kept = (cb.arguments, cb.fp32_module_names) if cb else ({}, [])
+    arguments = {**cb.precision.arguments, 'on_overflow': cb.on_overflow, 'max_skips': cb.max_skips} if cb else {}
+    kept = [*cb.precision.kept_in_fp32(learn.model)] if cb else []
     parameters = dict(inspect.signature(getattr(Learner, f'to_{choice.precision.name}')).parameters)
     if choice.half_weights:                                      # fp16 needs master weights, bf16 no loss scale
         del parameters['loss_scale' if choice.mode is AMPMode.BF16 else 'master_weights']

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..convert import is_plain, readable
 from ..precisions import AMPMode
 from ..precisions.matching import qualified_names
 from .compat import in_function_transform, operator, unwatched
 from .operators import Frame, Operation, Seen, all_finite
+from .tensors import is_plain, readable
 
 LOSS = 'loss function'  # its name among the modules; includes callbacks after the forward pass
 

@@ -15,14 +15,13 @@ from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from fastcore.basics import patch
 
-from ..common import check_above_0, check_count, first_line, training_device
-from ..convert import map_tensors, tensors
+from .arguments import check_above_0, check_count
+from ..devices.facts import first_line
+from ..common import map_tensors, training_device
 from ..devices.cuda_rules import cuda_rules
-from ..precisions import AMPMode, fastest_native
+from ..precisions import PRECISIONS, AMPMode, fastest_native
 from ..precisions.fp16 import FP16
-from ..precisions.fp32_settings import settings_note
-from ..training.checks import half_parameters_of
-from ..training.learner import documented
+from ..devices.fp32_settings import settings_note
 from ..training.loop import precision_callback
 from .copies import check_learner, left_out, loader_like, no_batches, one_at_a_time, random_state_kept
 from .gradient import N_BATCHES, gradient_distance
@@ -30,6 +29,7 @@ from .precisions import choices_from, precision_call
 from .progress import progress_bar
 from .recorder import Trace
 from .shown import Shown
+from .tensors import tensors
 from .trace import trace
 from .verdict import Judge, Verdict, named, some, wrong_in_fp32
 
@@ -105,7 +105,6 @@ class PrecisionReport(Shown):
 
 
 @patch
-@documented
 def precision_report(self: Learner,
     modes: str | AMPMode | Iterable[str | AMPMode] = ('bf16', 'fp16'), # Precisions to report on: 'bf16', 'fp16', 'fp8'
     n_batches: int = 1, # Number of batches to look at; gradients are compared on up to 6
@@ -151,7 +150,7 @@ def precision_report(self: Learner,
         raise ValueError(f'device={device!r} cannot be used: this learner trains on {own}.\nLeave it out to report on '
                          "that device. On a CPU, device='cuda' applies CUDA's autocast rules.")
     check_learner(self, 'precision_report', dl)
-    if half := half_parameters_of(self.model):
+    if half := [n for n, p in self.model.named_parameters() if p.requires_grad and p.dtype.itemsize == 2]:
         raise ValueError(f"precision_report needs fp32 parameters, but {len(half)} trainable ones are 16-bit; the "
                          f"first is '{half[0]}'.\nCall `learn.model.float()` first. Autocast casts where it can.")
     with one_at_a_time, cuda_rules() if simulated else nullcontext(), progress_bar(self, max_seconds) as tick:
@@ -180,7 +179,7 @@ class _Report:
         start = time.process_time()
         self.fp32 = trace(self.learn, self.batches)
         self.few = self.whole = next((len(t) for t in tensors(self.batches[0]) if t.ndim), 1)
-        self.emulated = [m for m in modes if m.support(self.device).status == 'emulated']
+        self.emulated = [m for m in modes if PRECISIONS[m].support(self.device).status == 'emulated']
         if self.emulated:
             self.few = min(self.whole, max(_FEWEST, int(self.whole * EMULATED_TIME / (time.process_time() - start))))
         self.is_short = self.few < self.whole
@@ -200,7 +199,7 @@ class _Report:
                                {m.value: v for m, v in verdicts.items()}, self._notes())
 
     def _verdict(self, mode):
-        support = mode.support(self.device)
+        support = PRECISIONS[mode].support(self.device)
         if support.status == 'unsupported': return Verdict(mode.value, 'cannot run', support.why)
         cb = precision_callback(self.learn)
         try:

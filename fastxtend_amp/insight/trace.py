@@ -14,10 +14,11 @@ from fastai.callback.core import Callback, CancelBatchException
 from fastai.learner import Learner
 from fastcore.basics import noop
 
-from ..common import Shared, first_line
-from ..convert import half_to_float, map_tensors
+from ..devices.facts import first_line
+from ..common import half_to_float, map_tensors
+from ..devices.shared import Shared
 from ..precisions import AMPMode
-from ..precisions.fp32_settings import FULL_PRECISION, fp32_settings
+from ..devices.fp32_settings import FULL_PRECISION, fp32_settings
 from ..precisions.fp8 import fp8_layers
 from ..precisions.matching import ROOT
 from ..training.callback import MixedPrecision
@@ -85,7 +86,7 @@ def running_copy(
         else:
             if mode is AMPMode.FP8:
                 mode, cb = AMPMode.BF16, precision_callback(learn)
-                own = cb.arguments if cb else {}
+                own = cb.precision.arguments if cb else {}
                 copy.in_fp8 = fp8_layers(copy.model, own.get('modules'), keep, own.get('min_size', 0))
                 for layer in copy.in_fp8.values(): round_as_fp8(layer)
             set_precision(copy, MixedPrecision(mode, init_scale=scale, fp32_modules=keep, on_overflow='ignore'))

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from fastai.learner import Learner
 
-from ..convert import readable
 from ..precisions import AMPMode
 from ..precisions.matching import ROOT, covers, qualified_names
 from ..training.loop import precision_callback
 from .operators import has_nan_or_inf
 from .precisions import precision_call
 from .recorder import LOSS, Trace
+from .tensors import readable
 
 _IMPRECISE = .1         # relative error from which a module is flagged
 _LOST = .1              # of the mean absolute gradient: smaller gradients may underflow

@@ -9,13 +9,14 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..common import several_processes, warn_user
-from ..convert import is_plain, readable
-from .copies import RandomState, generators
+from .copies import RandomState, generators, several_processes
+from ..common import warn_user
 from .diagnosis import Alarm, diagnose
 from .fix import fix
+from .tensors import is_plain, readable
 
 _FAR = 100.     # times the loss or the weights' norm at the start, from which a run diverges
+_MOST_FIXES = 3  # in one fit
 _MOVED = 1.01   # times the weights' norm at the start, from which the weights have moved
 
 
@@ -29,6 +30,7 @@ class Notes:
     last_loss: float = math.nan                                  # the last finite one
     random_state: RandomState = field(default_factory=list)      # before the batch under way
     batch: tuple | None = None                                   # whose loss is looked at, and its random state
+    has_said = False                                             # that a validation is not finite
 
 
 class Watch:
@@ -40,7 +42,9 @@ class Watch:
     With several processes each looks at its own loss; an exception in one ends the job under `torchrun`.
     """
     def __init__(self, cb: Any): # The `MixedPrecision` that calls the events, after its own
-        self.cb = cb
+        self.cb, self.n_fixes = cb, 0                            # in this fit
+
+    def before_fit(self): self.n_fixes = 0
 
     @property
     def notes(self) -> Any:
@@ -93,10 +97,11 @@ class Watch:
         notes, learn = self.notes, self.cb.learn
         recorder, gather = map(vars(learn).get, ('recorder', 'gather_preds'))
         seen = readable((recorder and vars(recorder.loss).get('total'), gather and gather.preds))
-        if notes is None or all((t < math.inf).all() for t in seen): return
+        if notes is None or notes.has_said or all((t < math.inf).all() for t in seen): return
         advice = ('If it is finite after `learn.to_fp32()`, `learn.precision_report(dl=learn.dls.valid)` names the '
                   'modules to keep in fp32.')
         if far := _divergence(notes, learn.model): advice = f'The run diverges: {far}. Lower the learning rate first.'
+        notes.has_said = True
         self._say(f'{self.cb.fit.precision.name}: a loss or a prediction in validation is NaN or inf.\n{advice}')
 
     def _check_recorded(self):
@@ -122,13 +127,11 @@ class Watch:
         try: message = diagnose(learn, alarm, _divergence(notes, learn.model))
         except Exception as e: message = f'{alarm.happened}\nThe batch could not be run again, {type(e).__name__}: {e}'
         cb.fit.has_warned = True                                 # first: between batches `fix` closes the fit
-        if cb.on_overflow != 'fix' or not fix(cb, alarm): return self._say(message)
+        if cb.on_overflow != 'fix' or self.n_fixes == _MOST_FIXES or not fix(cb, alarm): return self._say(message)
+        self.n_fixes += 1
         if notes.on_cpu and not skipped: learn.loss_grad = learn.loss_grad * math.nan     # so that this step is skipped
 
     def _say(self, message):
-        fit = self.cb.fit
-        fit.has_warned = True
-        if note := getattr(fit.scaling, 'buffer_note', ''): message += f'\n{note}'
         if self.cb.on_overflow == 'raise': raise FloatingPointError(message)
         warn_user(message)
 

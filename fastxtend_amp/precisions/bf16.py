@@ -7,10 +7,8 @@ from typing import Any, ClassVar
 import torch
 from torch.amp import GradScaler
 
-from ..common import check_flag
 from ..devices import facts
-from .base import Precision, Support, cpu_support, xla_support
-from .scalers import UnitScaler
+from .base import Precision, Support, cpu_support, static_scaler, xla_support
 
 
 def _cuda(device: torch.device) -> Support:
@@ -49,13 +47,14 @@ class BF16(Precision):
         cpu=lambda device: cpu_support('bf16', 'avx512_bf16', 'amx_bf16', 'bf16'), cuda=_cuda, mps=_mps, xpu=_xpu,
         xla=lambda device: xla_support('TPU', 'CUDA', 'ROCM'))
 
+    skip_nonfinite = False
+
     def __init__(self, *,
         fp32_modules: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules or predicates
         skip_nonfinite: bool = False, # Skip steps whose gradients are not finite, as fp16 does
     ):
         super().__init__(fp32_modules)
-        check_flag('skip_nonfinite', skip_nonfinite)
         self.skip_nonfinite = skip_nonfinite
 
     def scaler(self, device: torch.device) -> GradScaler | None:
-        return UnitScaler(device.type, 1.) if self.skip_nonfinite else None
+        return static_scaler(device.type, 1.) if self.skip_nonfinite else None

@@ -1,16 +1,15 @@
 "float16: 10 bits of mantissa, but only 5 of exponent, so the loss is scaled to keep gradients from underflowing."
 from __future__ import annotations
 
-import re
+import math, re
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch.amp import GradScaler
 
-from ..common import warn_user
 from ..devices import facts
-from .base import Precision, Support, cpu_support, xla_support
-from .scalers import CopyableScaler, DynamicScaler, StaticScaler, check_scaler_state, check_scaling_arguments
+from .base import Precision, Support, cpu_support, static_scaler, xla_support
 
 _NO_TENSOR_CORES = re.compile(r'GTX 16\d\d|\b(T|MX)\d{3,4}\b')   # of capability 7.5: Quadro T2000, T600, MX450
 
@@ -37,7 +36,7 @@ class FP16(Precision):
     """Train with float16 autocast and dynamic loss scaling. Replaces the learner's current precision.
 
     Steps whose gradients are not finite are skipped. The loss scale is kept from fit to fit, and through `save` and
-    `load`. If bad data has driven it below 1, the next fit restarts from `init_scale`.
+    `load`. If bad data has driven it below 1, the next good step sets it again, from its gradients.
 
     Source: Micikevicius et al., Mixed Precision Training, https://arxiv.org/abs/1710.03740;
     https://docs.pytorch.org/docs/stable/amp.html. Devices: NVIDIA's CUDA C++ Programming Guide.
@@ -60,34 +59,41 @@ class FP16(Precision):
         fp32_modules: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules or predicates
     ):
         super().__init__(fp32_modules)
-        settings = dict(init_scale=init_scale, growth_factor=growth_factor, backoff_factor=backoff_factor,
-                        growth_interval=growth_interval, enabled=enabled)
-        check_scaling_arguments(**settings, loss_scale=loss_scale, scaler=scaler)
-        own = DynamicScaler('cpu', **settings) if loss_scale is None else StaticScaler('cpu', loss_scale)
-        self._scaler = scaler or own                             # in its newest state
-        self.first_state = self._scaler.state_dict()             # empty if it is not enabled
+        if loss_scale is not None and scaler is not None:
+            raise ValueError('loss_scale and scaler both set the loss scale. Give one of them.')
+        name, first = ('init_scale', init_scale) if loss_scale is None else ('loss_scale', loss_scale)
+        if not 0 < first < math.inf: raise ValueError(f'{name}={first!r} cannot be used: it must be a number above 0.')
+        self.is_fixed, self.user_scaler = loss_scale is not None, scaler
+        self._make: Any = partial(static_scaler, scale=first) if self.is_fixed else partial(
+            GradScaler, init_scale=first, growth_factor=growth_factor, backoff_factor=backoff_factor,
+            growth_interval=growth_interval, enabled=enabled)
+        self.newest = scaler or self._make('cpu')                # the scaler in its newest state
+        self.first_state = self.newest.state_dict()              # empty if it is not enabled
+        self.first_scale = self.first_state.get('scale', 1.)
+
+    def _copied(self, device_type: str) -> GradScaler:
+        new = self._make(device_type)
+        new.load_state_dict(self.newest.state_dict())
+        return new
+
+    def __getstate__(self) -> dict[str, Any]: return {**vars(self), 'newest': self.user_scaler or self._copied('cpu')}
 
     def scaler(self, device: torch.device) -> GradScaler | None:
-        "Return a scaler on `device` that continues from the newest state; the user's own as it is."
+        "Return a scaler on `device` that continues from the newest state; a user's own scaler itself."
         if not self.first_state: return None
-        if isinstance(self._scaler, CopyableScaler): self._scaler = self._scaler.on(device.type)
-        first, now = self.first_state['scale'], self._scaler.state_dict()
-        if now['scale'] < 1 <= first:
-            warn_user(f"The loss scale had fallen to {now['scale']:.2g}, where gradients underflow. It restarts from "
-                      f'{first:,.9g}.')
-            self._scaler.load_state_dict({**now, 'scale': first, '_growth_tracker': 0})
-        return self._scaler
+        if self.user_scaler is None: self.newest = self._copied(device.type)
+        return self.newest
 
     def state_dict(self) -> dict[str, Any]:
         "Return the state of the loss scaling, as `GradScaler.state_dict`; empty with `enabled=False`."
-        return self._scaler.state_dict()
+        return self.newest.state_dict()
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Continue from `state`; None resets to the arguments. Ignored with a fixed loss scale or `enabled=False`.
 
-        Raises `ValueError` for a state that no `GradScaler` could have returned, and then changes nothing.
+        Raises `ValueError` for a scale that is not finite or below 0.
         """
-        if state == {} or not self.first_state or isinstance(self._scaler, StaticScaler): return
-        if state is None: state = self.first_state
-        check_scaler_state(state)
-        self._scaler.load_state_dict(dict(state))
+        if state == {} or not self.first_state or self.is_fixed: return
+        state = dict(state or self.first_state)
+        if not 0 <= state['scale'] < math.inf: raise ValueError(f"A loss scale of {state['scale']} cannot be loaded.")
+        self.newest.load_state_dict(state)

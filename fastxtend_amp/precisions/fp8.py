@@ -10,7 +10,7 @@ from torch import nn
 from ..devices import facts
 from .base import Support
 from .bf16 import BF16
-from .fp32_modules import Forward, Replaced
+from .fp32_modules import Forward, replaced_forwards
 from .matching import ROOT, covers, match_modules, qualified_names, tests_of
 
 _SIDES = 16  # FP8 kernels need both sides of a weight to be divisible by this
@@ -48,7 +48,7 @@ class Fp8Forward(Forward):
     def run(self, *args, **kwargs) -> Any:
         weight: Any = self.module.weight
         # A forward that was set on the layer itself, by a user, is called as it is.
-        in_fp8 = self.on and not self.before and torch.is_autocast_enabled(weight.device.type)
+        in_fp8 = self.active and not self.before and torch.is_autocast_enabled(weight.device.type)
         return (self.linear if in_fp8 else self.plain)(*args, **kwargs)
 
 
@@ -95,4 +95,4 @@ class FP8(BF16):
     def check(self, model: nn.Module) -> None: self.find_layers(model)
 
     def around_fit(self, model: nn.Module) -> list[Any]:
-        return [*super().around_fit(model), Replaced(self.find_layers, Fp8Forward, model)]
+        return [*super().around_fit(model), replaced_forwards(self.find_layers(model), Fp8Forward)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 import copy, inspect
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -17,7 +17,7 @@ from fastcore.foundation import L
 from torch import nn
 from torch.amp import GradScaler
 
-from ..common import is_sharded, optimizer_params, refuse_unknown
+from ..common import is_sharded, optimizer_params
 from .base import AMPMode, Precision, Support, find_precision
 from .bf16 import BF16
 from .fp16 import FP16
@@ -66,47 +66,46 @@ class HalfWeights(Precision):
             raise ValueError("master_weights=False cannot be used with amp_mode='fp16', whose gradients must be "
                              "unscaled in fp32. Use amp_mode='bf16', or leave out `master_weights=False`.")
         self.autocast: Precision = BF16() if mode == 'bf16' else FP16(loss_scale=loss_scale)
-        self.state_key = self.autocast.state_key
+        self.state_key, self.first_scale = self.autocast.state_key, self.autocast.first_scale
         self.dtype, self.flat_master, self.master_weights = self.autocast.dtype, flat_master, master_weights
         self.lowered = _Lowered()
 
     # What autocast in the weights' precision does.
     @property
     def mode(self) -> AMPMode | None: return self.autocast.mode
-    def on(self, device: torch.device) -> Precision:
-        self.autocast.on(device)
-        return self
-    def emulation_warning(self, device: torch.device) -> str: return self.autocast.emulation_warning(device)
+    def check_device(self, device: torch.device) -> None: self.autocast.check_device(device)
     def scaler(self, device: torch.device) -> GradScaler | None: return self.autocast.scaler(device)
     def state_dict(self) -> dict[str, Any]: return self.autocast.state_dict()
     def load_state_dict(self, state: dict[str, Any] | None) -> None: self.autocast.load_state_dict(state)
     @classmethod
     def support(cls, device: torch.device) -> Support: return BF16.support(device)
 
-    def check_training(self, learn: Learner) -> None:
-        if self.flat_master: _check_flat_master(learn.model, learn.opt)
-        if not self.master_weights: _check_no_masters(learn.model, learn.opt)
+    def prepare(self, learn: Learner) -> None:
+        if self.master_weights: super().prepare(learn)
 
     def around_training(self, learn: Learner) -> list[Any]:
-        if self.flat_master: return [_OwnMemory(learn.model)]
+        if self.flat_master:
+            _check_flat_master(learn.model, learn.opt)
+            return [_own_memory(learn.model)]
         if self.master_weights: return []
+        _check_no_masters(learn.model, learn.opt)
         allowed = _weights_to_lower(learn.model, self.kept_in_fp32(learn.model))
         params = [p for p in optimizer_params(learn.opt) if p in allowed and p.requires_grad]
         return [self.lowered.of(learn.opt, params)]
 
-    def around_step(self, learn: Learner) -> AbstractContextManager:
-        if self.flat_master:
-            _check_elementwise(learn.opt)                        # which a callback may have exchanged
-            return _flat(learn.opt)
-        return nullcontext() if self.master_weights else self.lowered.stepping(learn.opt)
+    def step(self, learn: Learner, step: Callable[[], object]) -> None:
+        if self.flat_master: _check_elementwise(learn.opt)       # which a callback may have exchanged
+        around = _flat(learn.opt) if self.flat_master else nullcontext() if self.master_weights else \
+            self.lowered.stepping(learn.opt)
+        with around: step()
 
 
-class _OwnMemory:
-    "Context at whose end each parameter has its own memory: one that is saved alone would be saved with all others."
-    def __init__(self, model: nn.Module): self.model = model
-    def __enter__(self) -> None: pass
-    def __exit__(self, *args: object) -> None:
-        for p in self.model.parameters(): p.data = p.data.clone()
+@contextmanager
+def _own_memory(model: nn.Module):
+    "Give each parameter its own memory at the end: one that is saved alone would be saved with all others."
+    try: yield
+    finally:
+        for p in model.parameters(): p.data = p.data.clone()
 
 
 def _optimizer_name(opt: Optimizer | OptimWrapper) -> str:
@@ -318,7 +317,7 @@ def kahan(
     if not (isinstance(cls, type) and cls.__module__.startswith('optimi.')):
         raise ValueError(f"opt={opt!r} is not one of optimi's optimizers. Use one of those at "
                          "https://optimi.benjaminwarner.dev/optimizers, such as 'AdamW'.")
-    refuse_unknown(cls.__name__, inspect.signature(cls).parameters, kwargs)
+    inspect.signature(cls).bind_partial(None, **kwargs)          # raises `TypeError` for other arguments
     # optimi looks at the parameters that have gradients in the first step: without any it uses Triton
     triton = None if torch.cuda.is_available() or torch.xpu.is_available() else False
     hp_map = {**pytorch_hp_map, 'beta1': 'mom', 'beta2': 'sqr_mom'}

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from ..devices import facts
+from ..devices.fp32_settings import TF32_SETTINGS, fp32_settings
 from .base import Precision, Support
-from .fp32_settings import TF32_SETTINGS, fp32_settings
 
 _NEEDS = Support('unsupported', 'TF32 needs an NVIDIA GPU of compute capability 8.0, or an AMD MI300')
 

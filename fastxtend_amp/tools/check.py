@@ -16,8 +16,9 @@ from fastai.torch_core import set_seed
 from torch import nn
 
 import fastxtend_amp  # noqa: F401  patches Learner
-from ..precisions import PRECISIONS, Precision, precision_support
-from ..precisions.fp32_settings import settings_note
+from ..insight.support import precision_support
+from ..precisions import PRECISIONS, Precision
+from ..devices.fp32_settings import settings_note
 from .demo import digits
 from .device import add_device, usable_device
 

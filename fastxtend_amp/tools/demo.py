@@ -14,7 +14,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import fastxtend_amp  # noqa: F401  patches Learner
-from ..precisions import PRECISIONS, precision_support
+from ..insight.support import precision_support
+from ..precisions import PRECISIONS
 from .device import add_device, usable_device
 
 SECONDS = 75                               # for training, without starting Python and plotting

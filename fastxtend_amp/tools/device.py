@@ -5,7 +5,7 @@ import argparse
 
 import torch
 
-from ..common import first_line
+from ..devices.facts import first_line
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:

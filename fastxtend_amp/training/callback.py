@@ -2,6 +2,7 @@
 
     before_fit           opens a `Fit`: what the precision names around a fit
     before_train         checks what only training needs
+    before_validate      keeps autocast's casts of the weights from batch to batch
       before_batch       enters autocast in the batch's scope
       after_loss         closes that scope
       before_backward    scales the loss
@@ -13,32 +14,28 @@ After an exception the scopes in `loop.py` close what is open.
 """
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from fastai.callback.core import CancelStepException
+from fastai.callback import fp16
+from fastai.callback.core import CancelStepException, _inner_loop
+from fastai.torch_core import default_device
+from fastcore.basics import noop
 from torch.amp import GradScaler
 
-from ..common import check_count, model_device, refuse_unknown, training_device, warn_user
-from ..convert import half_to_float, is_half, map_tensors
-from ..precisions import PRECISIONS, AMPMode, Auto, Precision, each_precision, find_precision, parameters_of
-from ..precisions.fp16 import FP16
-from ..precisions.fp32_modules import Forward, Replaced, warn_of_unused
-from ..precisions.scalers import SCALING
-from .fit import Fit
-from .loop import in_batch
-from .scaling import StepHistory
-from .state import PrecisionState
+from ..common import half_to_float, is_half, map_tensors, model_device, training_device, warn_user
+from ..precisions import AMPMode, Precision, fastest_native, find_precision, parameters_of
+from ..precisions.base import static_scaler, written
+from .fit import Fit, check_parallel, warn_of_emulation
+from .scaling import Scaling, StepHistory
 
-_ON_OVERFLOW = ('warn', 'fix', 'raise', 'ignore')
 WATCHERS: list[Callable[[MixedPrecision], Any]] = []             # each makes an object with events of its own
+_ON_OVERFLOW = ('warn', 'fix', 'raise', 'ignore')
+_SCALING = dict(init_scale=65536., growth_factor=2., backoff_factor=.5, growth_interval=2000, enabled=True)
 
 
-class MixedPrecision(PrecisionState):
+class MixedPrecision(fp16.MixedPrecision):
     """Callback that trains in a precision, with autocast and loss scaling.
 
     autocast covers the forward pass and its loss, in training and validation; predictions, loss and metrics are fp32.
@@ -46,60 +43,104 @@ class MixedPrecision(PrecisionState):
     order. Steps with non-finite gradients are skipped by raising `CancelStepException`; torch's fused Adam, AdamW and
     SGD skip on the GPU instead, without synchronizing and without `after_cancel_step`. `skipped` covers both.
 
+    'auto' selects bf16, otherwise fp16, otherwise fp32: the first that fastai's default device runs natively.
+
     Raises `TypeError` or `ValueError` at construction for an argument that cannot be used, and `ValueError` when `fit`
-    starts if the device, the model or the optimizer does not support the precision.
+    starts if the device or the model does not support the precision.
 
     Source: https://docs.pytorch.org/docs/stable/amp.html.
     """
     order = 10  # after TrainEvalCallback (-10) moves the model; between GradientAccumulation (6) and GradientClip (11)
+    name = 'mixed_precision'                                     # also of subclasses
+    fit: Any = None                                              # the `Fit` that is open
+    scopes: Any = ()                                             # the parts of fastai's loop that are open
+    waiting: Callable[[], Any] | None = None                     # what to do when the batch has ended
     epoch_start = 0                                              # steps in the history when the epoch began
-    _has_trained = False                                         # in any fit
     has_exported = False                                         # `export` has said that it writes fp32
-    gradient_norm: Any = 0.                                      # of the newest step, for the metric of this name
+    __signature__ = None                                         # fastai's `delegates` put its own on the base class
 
     def __init__(self,
         amp_mode: str | AMPMode | torch.dtype | Precision = AMPMode.FP16, # A precision or its name; 'auto': by device
-        *args: Any, # The first arguments of `to_fp16`, as in fastai: `init_scale`, `growth_factor` ...
+        init_scale: float = 65536.0, # Loss scale to start from (fp16)
+        growth_factor: float = 2.0, # Multiplies the scale after `growth_interval` steps without a skip (fp16)
+        backoff_factor: float = 0.5, # Multiplies the scale after a skipped step (fp16)
+        growth_interval: int = 2000, # Number of consecutive steps without a skip after which the scale grows (fp16)
+        enabled: bool = True, # Scale the loss; False trains without loss scaling (fp16)
+        *,
         on_overflow: str = 'warn', # When training fails: 'warn', 'fix', 'raise' (`FloatingPointError`) or 'ignore'
         max_skips: int = 16, # Number of consecutive skipped steps after which training counts as failed
-        **kwargs: Any # Arguments of the precision, as in `to_fp16` and the others
+        **kwargs: Any # Arguments of the precision, as in `to_bf16` and the others
     ):
-        self.precision = _precision_from(amp_mode, *args, **kwargs)
-        self.on_overflow, self.max_skips = on_overflow, max_skips
         if on_overflow not in _ON_OVERFLOW:
             raise ValueError(f'on_overflow={on_overflow!r} cannot be used: it must be one of {_ON_OVERFLOW}.')
-        check_count('max_skips', max_skips, 1)
-        self.current = None if isinstance(self.precision, Auto) else self.precision   # in use; None: undecided
-        self.history = StepHistory()
+        if not max_skips >= 1: raise ValueError(f'max_skips={max_skips!r} cannot be used: it must be at least 1.')
+        scaling = zip(_SCALING.items(), (init_scale, growth_factor, backoff_factor, growth_interval, enabled))
+        kwargs |= {name: value for (name, default), value in scaling if value != default}
+        self.precision, self.on_overflow, self.max_skips = _precision_from(amp_mode, kwargs), on_overflow, max_skips
+        if self.precision.in_use:
+            raise ValueError(f'{self.precision!r} is the precision of another callback, with which it would share the '
+                             'loss scale. Make a new one.')
+        vars(self.precision)['in_use'] = True                    # a frozen dataclass as well
+        self.history, self.fixes = StepHistory(), list[Any]()
         self.watchers = [make(self) for make in WATCHERS]
-        self.all_fixes = []
-        self._lasting: dict[type[Forward], Replaced] = {}        # forwards that `amp_context` left in place
 
-    def __getstate__(self) -> dict[str, Any]:                    # a copy is outside of a fit
-        return {**vars(self), 'fit': None, '_lasting': {}}
+    def __setattr__(self, name, value):
+        if name == 'learn' and value is not self.learn:          # added, removed or moved to another learner
+            if self.in_batch:
+                raise RuntimeError('A precision callback cannot be removed in the middle of a batch. `learn.to_fp32()` '
+                                   'and the other methods take effect at its end.')
+            self.close()
+        object.__setattr__(self, name, value)                    # fastai would look each name up on learner and model
 
-    @contextmanager
-    def amp_context(self) -> Iterator[None]:
-        "Run code in this precision, on the device that training uses."
-        fit = self.fit or Fit(self.learn, self.precision, training_device(self.learn))
-        with ExitStack() as stack:
-            for context in fit.precision.around_fit(fit.model) if self.fit is None else []:
-                stack.push(partial(self._leave_later, context))
-                context.__enter__()
-            for context in fit.batch_contexts(): stack.enter_context(context)
-            yield
+    def __getstate__(self) -> dict[str, Any]: return {**vars(self), 'fit': None, 'scopes': (), 'waiting': None}
+    def __repr__(self) -> str:
+        parts = [repr(self.precision.name), written(self.precision.changed)]
+        if self.scale is not None: parts.append(f'scale={self.scale:g}')
+        return f"{type(self).__name__}({', '.join(filter(None, parts))})"
 
-    def _leave_later(self, context: Any, *error: Any) -> None:
-        # A backward pass outside of `amp_context` may compute activations again. For it, replaced forwards stay until
-        # the next `amp_context` or fit.
-        if not (torch.is_grad_enabled() and isinstance(context, Replaced)): return context.__exit__(*error)
-        former = self._lasting.get(context.kind)
-        self._lasting[context.kind] = context
-        if former is not None: former.__exit__()
+    # -- what users and files read
 
-    def _leave_now(self) -> None:
-        for context in self._lasting.values(): context.__exit__()
-        self._lasting = {}
+    @property
+    def amp_mode(self) -> AMPMode | None: # None for fp32
+        "The precision that the model computes in."
+        return self.precision.mode
+    mode = amp_mode
+    @property
+    def fp32_module_names(self) -> list[str]:
+        "Names of the modules kept in fp32, as `fp32_modules` matches them in the learner's model."
+        return [*self.precision.kept_in_fp32(self.learn.model)]
+    @property
+    def scale(self) -> float | None:
+        "The current loss scale; None without loss scaling. Reading it may synchronize with the GPU."
+        return self.state_dict().get('scale')
+    @property
+    def scales(self) -> list[float]:
+        "The loss scale at each attempted optimizer step since the callback was added, without those of `lr_find`."
+        return [*map(abs, self.history.read())]
+    @property
+    def skips(self) -> list[bool]:
+        "For each entry of `scales`, True if that step was skipped because a gradient was not finite."
+        return [*self.history.skips()]
+    @property
+    def n_skipped(self) -> int:
+        "The number of skipped steps."
+        return sum(self.history.skips())
+    @property
+    def skipped(self) -> bool:
+        "True if the most recent step was skipped. Available from `before_step` (order > 10). May synchronize."
+        return self._scaling is not None and bool(self._scaling.found_inf)
+
+    def state_dict(self) -> dict[str, Any]: # In fp16 scale, its rules and its growth tracker
+        "Return the precision's state as plain numbers, at any time; empty in bf16 and fp32."
+        return self.precision.state_dict()
+
+    def load_state_dict(self,
+        state: dict[str, Any] | None, # What `state_dict` returned; None to start from the arguments again
+    ) -> None:
+        "Restore the precision's state, outside of a batch. Ignored with a fixed loss scale."
+        if self.in_batch: raise RuntimeError('The loss scale cannot be loaded in the middle of a batch.')
+        self.close()                                             # a fit that goes on opens again
+        self.precision.load_state_dict(state)
 
     def scale_loss(self,
         loss: torch.Tensor, # The loss of a backward pass of your own, fp32
@@ -109,37 +150,78 @@ class MixedPrecision(PrecisionState):
 
     # -- a fit
 
+    @property
+    def _scaling(self) -> Scaling | None: return None if self.fit is None else self.fit.scaling
+    @property
+    def in_batch(self) -> bool:
+        "Whether a batch is open, in which a precision cannot be exchanged."
+        return any(kind == 'batch' for kind, _ in self.scopes)
+
+    def at_batch_end(self, change: Callable[[], Any]) -> None:
+        "Call `change` now, or when the batch that is open has ended; it replaces an earlier change of that batch."
+        self.waiting = change
+        if not self.in_batch: self.do_waiting()
+
+    def do_waiting(self) -> None:
+        "Make the change that waits for the end of the batch, if there is one."
+        change, self.waiting = self.waiting, None
+        if change: change()
+
     def open(self) -> Fit:
         "Begin a fit: check that the model runs in the precision, and enter what lasts for the fit."
-        learn = self.learn
-        self.refuse_others(learn)
-        self._leave_now()
-        fit = Fit(learn, self.precision, model_device(learn.model, training_device(learn)))
-        self.current, self.fit = fit.precision, fit              # from here on `close` undoes it
-        fit.open(self.history, self.on_overflow == 'fix')
-        learn.scaler = GradScaler('cpu', enabled=False) if fit.scaling is None else fit.scaling.scaler
+        learn, precision = self.learn, self.precision
+        if sum(isinstance(cb, fp16.MixedPrecision) for cb in learn.cbs) > 1:
+            raise ValueError('The learner has several precision callbacks. Keep one: `learn.to_fp16()` or another '
+                             'method replaces them all.')
+        fit = Fit(precision, model_device(learn.model, training_device(learn)))
+        if precision.dtype: check_parallel(precision, learn.model)
+        precision.check(learn.model)
+        scaler = precision.scaler(fit.device)
+        if scaler is None and precision.dtype and self.on_overflow == 'fix': scaler = static_scaler(fit.device.type, 1.)
+        if scaler is not None: fit.scaling = Scaling(scaler, precision.first_scale, learn, self.history, fit.device)
+        learn.scaler = scaler or GradScaler('cpu', enabled=False)
+        self.fit = fit
         return fit
 
     def close(self, failed: bool = False) -> None:
-        "End the fit that is open, if there is one; a second call finishes what an interrupt left of it."
-        fit = self.fit
-        self._leave_now()
+        "End the fit that is open, if there is one."
+        fit, self.fit = self.fit, None
         if fit is None: return
-        fit.close(failed)
-        fit.learn.scaler = self.fit = None
+        learn: Any = self.learn
+        vars(learn).pop('scaler', None)
+        with fit:
+            if fit.scaling is not None: fit.scaling.end(failed)
+
+    def open_training(self) -> None:
+        "Check what only training needs, once a fit."
+        fit, learn = self.fit, self.learn
+        fit.is_training = True
+        fit.precision.prepare(learn)
+        warn_of_emulation(fit.precision, fit.device)
+        for context in fit.precision.around_training(learn): fit.enter_context(context)
+        if fit.scaling is not None: fit.scaling.watch_buffers(fit.model)
 
     # -- the events of fastai's loop; those of a batch run only while a fit is open
 
+    def __call__(self, event_name: str) -> None:
+        "Run an event here, then in the watchers."
+        is_late = self.fit is None and event_name in _inner_loop and event_name != 'before_batch'   # added in a batch
+        if self.learn is None or is_late: return                 # or removed in this event
+        super().__call__(event_name)
+        for watcher in self.watchers if self.run else (): getattr(watcher, event_name, noop)()
+
     def before_fit(self):
         "Begin the fit before the first batch is loaded, so that a precision that cannot be used raises here."
-        if self.learn._scopes and self.fit is None: self.open()   # `validate()` alone begins with its first batch
+        if not self.scopes or self.fit is not None: return       # `validate()` alone begins with its first batch
+        self.open().precision.prepare(self.learn)                # before a distributed trainer wraps the model
 
     def before_train(self):
         "Check what only training needs."
         fit = self.fit or self.open()                            # it may be added during a fit
         self.epoch_start = len(self.history.read())
-        fit.use_model()
-        fit.open_training(warn_of_emulation=not self._has_trained)
+        fit.use_model(self.learn.model)
+        if not fit.is_training: self.open_training()
+        elif fit.scaling is not None: fit.scaling.watch_buffers(fit.model)   # which a callback may have changed
 
     def before_validate(self):
         "Keep autocast's casts of the weights until the validation ends: nothing changes the weights meanwhile."
@@ -148,23 +230,18 @@ class MixedPrecision(PrecisionState):
         if not fit.precision.dtype: return
         kind = fit.device.type                                   # the cache lives as long as any autocast is open
         same = torch.autocast(kind, enabled=torch.is_autocast_enabled(kind))
-        self.learn._scopes[-1].enter_context(same)
+        self.scopes[-1][1].enter_context(same)
 
     def before_batch(self):
         "Enter autocast."
         fit, learn = self.fit or self.open(), self.learn
-        if not learn._scopes:
-            raise RuntimeError("A batch's events were called outside of `Learner.one_batch`: autocast would stay on.\n"
-                               'Call `learn.one_batch(i, batch)`, or call events yourself without a precision and run '
-                               'the model inside `learn.amp_context()`.')
-        if learn.model is not fit.model: fit.use_model()
+        if not self.scopes: raise RuntimeError('Call `learn.one_batch`, not its events: autocast would stay on.')
+        fit.use_model(learn.model)
         if learn.training and learn.opt is not None:
-            fit.open_training(warn_of_emulation=not self._has_trained)
+            if not fit.is_training: self.open_training()
             if fit.scaling is not None: fit.scaling.start()
         fit.clear_old_casts()
-        scope = learn._scopes[-1]
-        scope.around_step = fit.precision.around_step
-        for context in fit.batch_contexts(): scope.enter_context(context)
+        for context in fit.precision.around_batch(fit.device): self.scopes[-1][1].enter_context(context)
 
     def after_pred(self):
         "Give the loss and the metrics fp32."
@@ -172,21 +249,18 @@ class MixedPrecision(PrecisionState):
 
     def after_loss(self):
         "Exit autocast; record and back-propagate the loss in fp32."
-        learn = self.learn
-        learn._scopes[-1].close()
-        if not self.fit.precision.dtype: return
+        self.scopes[-1][1].close()
         for name in 'loss', 'loss_grad':
-            loss = vars(learn).get(name)                         # without targets an earlier batch's, already fp32
-            if torch.is_tensor(loss) and is_half(loss): setattr(learn, name, loss.float())
+            loss = vars(self.learn).get(name)                    # without targets an earlier batch's, already fp32
+            if torch.is_tensor(loss) and is_half(loss): setattr(self.learn, name, loss.float())
 
     def before_backward(self):
         "Scale the loss."
-        if scaling := self.fit.scaling: self.learn.loss_grad = scaling.scale_loss(self.learn.loss_grad)
+        if scaling := self._scaling: self.learn.loss_grad = scaling.scale_loss(self.learn.loss_grad)
 
     def before_step(self):
         "Unscale the gradients; cancel the step if one is not finite, unless the optimizer skips it on the device."
-        scaling = self.fit.scaling
-        if scaling is None: return
+        if (scaling := self._scaling) is None: return
         scaling.unscale()
         if scaling.found_inf is True: raise CancelStepException()
 
@@ -196,16 +270,15 @@ class MixedPrecision(PrecisionState):
 
     def after_step(self):
         "Record the step, and update the scale."
-        if scaling := self.fit.scaling: scaling.update()
-
-    def after_cancel_batch(self): self.learn._scopes[-1].close()   # before callbacks of a higher order run
+        if scaling := self._scaling: scaling.update()
 
     def after_batch(self):
-        "Exit autocast if an event was left out; warn of modules kept in fp32 that were not called."
-        self.learn._scopes[-1].close()
-        if self._has_trained or not self.learn.training: return
-        self._has_trained = True
-        warn_of_unused(self.fit.precision.kept_in_fp32(self.fit.model))   # a callback may have exchanged it since
+        "Exit autocast, if an event was left out; for callbacks of a higher order the batch has ended."
+        if not self.scopes: return
+        scope = self.scopes[-1][1]
+        scope.close()
+        self.scopes[-1] = 'ended', scope
+    after_cancel_batch = after_batch                             # before callbacks of a higher order run
 
     def after_train(self):
         "Read what the device decided in this epoch: fastai's Recorder synchronizes here anyway."
@@ -213,57 +286,18 @@ class MixedPrecision(PrecisionState):
 
     def after_fit(self):
         "End the fit before callbacks of a higher order load weights; not at the event of a `validate()` inside it."
-        if len(self.learn._scopes) > 1 or in_batch(self.learn): return
+        if len(self.scopes) > 1 or self.in_batch: return
         is_silent = self.on_overflow == 'ignore' or self._scaling is None or self.fit.has_warned
         if not is_silent and (message := self._scaling.skip_message()): warn_user(message)
         self.close()
 
 
-# -- from names and arguments to a precision
-
-def _precision_from(amp_mode: Any, *args: Any, **kwargs: Any) -> Precision: # Arguments as `MixedPrecision` gets them
-    """Return the precision that `amp_mode` names, with those of the arguments that it has.
-
-    fastai gives `GradScaler`'s arguments to either precision, so bf16 ignores them. Raises `TypeError` for others.
-    """
+def _precision_from(amp_mode: Any, arguments: dict[str, Any]) -> Precision:
+    "Return the precision that `amp_mode` names. fastai gives `GradScaler`'s arguments to each, so bf16 ignores them."
     if isinstance(amp_mode, Precision):
-        if args or kwargs: raise TypeError(f'{amp_mode!r} is already constructed: pass these arguments to its class.')
+        if arguments: raise TypeError(f"{amp_mode!r} is made already: give it {', '.join(arguments)} yourself.")
         return amp_mode
-    if len(args) > len(SCALING): raise TypeError(f'MixedPrecision has {len(SCALING) + 1} positional arguments.')
-    positional = dict(zip(SCALING, args))
-    if twice := [name for name in positional if name in kwargs]:
-        raise TypeError(f'MixedPrecision got two values for {twice[0]!r}. Leave one out.')
-    kwargs |= positional
-    is_auto = isinstance(amp_mode, str) and amp_mode.lower() == 'auto'
-    cls = Auto if is_auto else find_precision(amp_mode)
-    name, own = ('auto', parameters_of_all(only_automatic=True)) if is_auto else (cls.name, parameters_of(cls))
-    FP16.from_arguments(kwargs)                                  # checks the arguments of GradScaler
-    if wrong := [arg for arg in kwargs if arg in parameters_of_all() and arg not in {**own, **SCALING}]:
-        raise ValueError(f'{wrong[0]}={kwargs[wrong[0]]!r} cannot be used with amp_mode={name!r}, which has '
-                         f"{', '.join(own) or 'no arguments'}.\nLeave it out, or use another precision.")
-    refuse_unknown('MixedPrecision', parameters_of_all(), kwargs)
-    return Auto(**kwargs) if is_auto else cls.from_arguments(kwargs)
-
-
-def parameters_of_all(only_automatic: bool = False) -> dict[str, inspect.Parameter]:
-    "Return the parameters of all precisions by name, or of those that `to_amp()` may select; fp16's come first."
-    found: dict[str, inspect.Parameter] = {}
-    for cls in PRECISIONS['fp16'], *PRECISIONS.values():
-        if only_automatic and not cls.automatic: continue
-        for name, p in parameters_of(cls).items(): found.setdefault(name, p)
-    return {name: p for name, p in found.items() if name != 'amp_mode'}
-
-
-CALLBACK_PARAMETERS = {name: p for name, p in inspect.signature(MixedPrecision.__init__).parameters.items()
-                       if name in ('on_overflow', 'max_skips')}
-
-
-def _sign(cls: type[Precision]) -> None:
-    "Give `MixedPrecision` the parameters of all precisions. (fastai's `delegates` put its own on the base class.)"
-    first = inspect.signature(MixedPrecision.__init__).parameters['amp_mode']
-    rest = [p if name in SCALING else p.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-            for name, p in {**parameters_of_all(), **CALLBACK_PARAMETERS}.items()]
-    MixedPrecision.__signature__ = inspect.Signature([first, *rest])   # type: ignore[attr-defined]
-
-
-each_precision(_sign)
+    name = fastest_native(default_device()) or 'fp32' if amp_mode == 'auto' else amp_mode
+    cls = Precision if name == 'fp32' else find_precision(name)
+    ignored = _SCALING.keys() - parameters_of(cls)
+    return cls(**{name: value for name, value in arguments.items() if name not in ignored})

@@ -1,182 +1,205 @@
 """Loss scaling in a fit, on the public protocol of `torch.amp.GradScaler`.
 
-    before a batch      gradients *= scale, unless they are scaled or zero                   `start`
-    before backward     loss *= scale                                                        `scale_loss`
-    before a step       gradients /= scale; is one of them not finite? This opens a `Step`.  `unscale`
+    before a batch      gradients *= scale, unless they are scaled already              `start`
+    before backward     loss *= scale                                                   `scale_loss`
+    before a step       gradients /= scale; is one of them not finite?                  `unscale`
     the step            The host skips it, or a fused optimizer skips it on the device.
-    after the step      The scale grows or backs off. This closes the `Step`.                `update`
-                        If another callback cancelled the step, the scale stays.             `cancel`
-    after the fit       gradients /= scale                                                   `end`
+    after the step      The scale grows or backs off.                                   `update`
+                        If another callback cancelled the step, the scale stays.        `cancel`
+    after the fit       gradients /= scale                                              `end`
 """
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import islice, takewhile
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from itertools import compress, islice, takewhile
 from typing import Any
 
 import torch
 from fastai.learner import Learner
+from fastai.optimizer import OptimWrapper
 from torch import nn
 from torch.amp import GradScaler
 from torch.nn.parameter import is_lazy
 
 from ..common import is_dtensor, optimizer_params, warn_user
-from ..compat import found_infs_of
-from ..precisions.scalers import DynamicScaler, UnitScaler
-from .optimizers import FlaggedStep, flagged_step
+from .optimizers import FUSED
 
 _READ_EVERY = 512  # steps between two reads of the history
-
-
-@dataclass(eq=False)
-class Step:
-    "An optimizer step from `unscale` to `update` or `cancel`. To `GradScaler` it is the optimizer."
-    param_groups: list[dict[str, Any]]
-    flagged: FlaggedStep | None                                  # what skips it on the device; None if the host does
-    has_underflowed = False                                      # all gradients are 0 because the scale is low
+_LOWEST = 2.**-24  # fp16's smallest number
+_ROOM = 65504 / 16  # fp16's largest number, with room for a gradient 16 times as large
 
 
 class Scaling:
-    """The loss scaling of one fit.
+    """The loss scaling of one fit; to `GradScaler` it is the optimizer.
 
     Gradients that an earlier fit has accumulated are scaled at the start. Those that this fit leaves are unscaled at
     its end, or zeroed after an exception and if one is not finite.
     """
-    def __init__(self, scaler: GradScaler, learn: Learner, device: torch.device, history: StepHistory):
-        self.scaler, self.learn, self.history = scaler, learn, history
+    def __init__(self, scaler: GradScaler, first_scale: float, learn: Learner, history: StepHistory,
+                 device: torch.device):
+        self.scaler, self.first_scale, self.learn, self.history = scaler, first_scale, learn, history
         self.one = torch.ones((), device=device)
         self.first_step = len(history.read())                    # in the history
         self.before_lr_find = scaler.state_dict() if 'lr_finder' in vars(learn) else None
-        self.is_scaled = False                                   # gradients are multiplied by the scale, or zero
-        self.step: Any = None                                    # the `Step` that is open
+        self.is_scaled = self.is_open = False                    # gradients are scaled; a step is under way
+        self.flagged: Any = None                                 # what skips this step on the device
         # Whether the newest step has a gradient that is not finite; a 0-dim tensor if it is skipped on the device.
         self.found_inf: bool | torch.Tensor = False
         # As far as the host knows:
         self.skips_in_a_row = 0                                  # up to the newest step
-        self.is_low = False                                      # skipped steps have lowered the scale below 1
+        self.is_low, self.has_warned = self._is_low(scaler.get_scale()), False
         self.buffers: Buffers | None = None
 
-    # -- a batch
+    # -- a step
 
     def start(self) -> None:
         "Scale what is in the gradients, so that a loss scaled by anybody can be added."
         if self.is_scaled: return
-        scale = self.scaler.scale(self.one)
-        self.is_scaled = True                                    # first: after an interrupt `end` zeroes the gradients
-        self.multiply_grads(scale)
-
-    def multiply_grads(self, factor: torch.Tensor) -> None:
-        "Multiply the gradients of the learner's optimizer."
+        scale, grads = self.scaler.scale(self.one), defaultdict(list)
+        self.is_scaled = True
         for p in optimizer_params(self.learn.opt):
-            if p.grad is not None: p.grad.mul_(factor.to(p.grad.device))
+            if p.grad is not None: grads[p.grad.device].append(p.grad)
+        for device, alike in grads.items(): torch._foreach_mul_(alike, scale.to(device))
 
     def scale_loss(self, loss: Any) -> Any: # A tensor, or several
         "Return the loss (fp32) times the scale."
         self.start()
         return self.scaler.scale(loss)
 
-    # -- a step
-
     def unscale(self) -> None:
         "Divide the gradients by the scale, in place, and find out whether one is not finite."
-        if self.step is not None: self.cancel()                  # an exception left it open
-        opt = self.learn.opt
-        params: list[Any] = [p for p in optimizer_params(opt) if p.grad is not None]
+        if self.is_open: self.cancel()                           # what an exception left
+        self.found_inf = False
+        params = [p for p in optimizer_params(self.learn.opt) if p.grad is not None]
         if not self.is_scaled or not params: return
-        self.step = step = Step([{'params': params}], flagged_step(opt, params))
-        self.scaler.unscale_(self.step)
-        self.is_scaled = False
-        found_infs = found_infs_of(self.scaler, step)
-        if step.flagged is None: self.found_inf = any(map(bool, found_infs))   # synchronizes, once for each device
+        self.param_groups: Any = [{'params': params}]
+        self.is_scaled, self.is_open = False, True
+        scaler: Any = self.scaler                                # to which this is the optimizer
+        scaler.unscale_(self)
+        found_infs = [*scaler._found_inf_per_device(self).values()]   # undocumented, since 1.6
+        self.flagged = flagged_step(self.learn.opt, params)
+        if self.flagged is None: self.found_inf = any(map(bool, found_infs))   # synchronizes, once for each device
         else:
             self.found_inf = found_infs[0]
-            step.flagged.mark(self.found_inf)
-        if self.is_low and not self.found_inf: step.has_underflowed = not any(p.grad.abs().sum() for p in params)
+            self.flagged.mark(self.found_inf)
 
     def update(self) -> None:
         "Record the step, taken or skipped, and let the scale grow or back off unless it is static."
-        step = self.step
-        if step is None:                                         # another callback cancelled it
+        if not self.is_open:                                     # another callback cancelled it
             self.found_inf = False
             return
-        on_cpu = self.one.device.type == 'cpu'                   # where reading a tensor does not synchronize
-        if on_cpu: self.found_inf = bool(self.found_inf)
-        if isinstance(self.found_inf, bool): self.skips_in_a_row = self.skips_in_a_row + 1 if self.found_inf else 0
+        if self.one.device.type == 'cpu': self.found_inf = bool(self.found_inf)   # which does not synchronize there
         if self.buffers: self.buffers.after_step(self.found_inf)
         self.history.add(self.scaler.scale(self.one), self.found_inf)
-        self._close(self._restart() if step.has_underflowed else None)
-        # fastai's own loop zeroes the gradients next; `start` scales what another loop leaves.
-        self.is_scaled = type(self.learn)._do_grad_opt is Learner._do_grad_opt
-        if on_cpu and self.found_inf: self.read()
+        self._close()
+        if isinstance(self.found_inf, bool):
+            self.skips_in_a_row = self.skips_in_a_row + 1 if self.found_inf else 0
+            if self.found_inf or self.is_low: self._mend_scale()
 
     def cancel(self) -> None:
         "Keep scale and growth tracker: the step was cancelled."
-        if self.step is not None: self._close(self.scaler.get_scale())
+        if self.is_open: self._close(self.scaler.get_scale())
 
-    def _close(self, new_scale: float | None) -> None: # None lets the scale grow or back off
+    def _close(self, new_scale: float | None = None) -> None: # None lets the scale grow or back off
         self.scaler.update(new_scale)
-        if self.step.flagged is not None: self.step.flagged.unmark()
-        self.step = None
+        if self.flagged: self.flagged.unmark()
+        self.flagged, self.is_open = None, False
+
+    # -- a scale that has fallen too low
+
+    def _is_low(self, scale: float) -> bool: return scale < min(1, self.first_scale)
+
+    def _mend_scale(self) -> None:
+        """Let a good step set a scale below 1 from its gradients; below 2**-24, where none is good, start again.
+
+        It becomes the largest power of two, at most the first scale, at which 16 times the largest gradient fits fp16.
+        """
+        scale = new = self.scaler.get_scale()
+        self.is_low = self._is_low(scale)
+        if not self.is_low: return
+        if scale < _LOWEST: new = self.first_scale
+        elif not self.found_inf:
+            largest = max(float(p.grad.abs().max()) for p in self.param_groups[0]['params'])
+            fits = 2. ** math.floor(math.log2(_ROOM / largest)) if largest else self.first_scale
+            new = max(scale, min(self.first_scale, fits))
+        if new == scale: return
+        tensor: Any = self.scaler._scale                         # undocumented, since 1.6
+        tensor.fill_(new)                                        # in place, as fused optimizers may hold it
+        self.is_low = self._is_low(new)
+        if self.has_warned: return
+        self.has_warned = True
+        warn_user(f'Skipped steps had lowered the loss scale to {scale:.2g}. It is {new:,.9g} now.')
 
     def read(self) -> None:
         "Look at what the device decided; this synchronizes."
         self.skips_in_a_row = sum(takewhile(bool, reversed([*self.history.skips(self.first_step)])))
-        lowest = min(1, self.scaler.first_scale) if isinstance(self.scaler, DynamicScaler) else 0
-        self.is_low = any(abs(scale) < lowest for scale in self.history[-1:])
-
-    def _restart(self) -> float:
-        "Return the scale to restart from, with a warning."
-        scaler: Any = self.scaler                                # a `DynamicScaler`
-        self.is_low = False
-        warn_user(f'Skipped steps had lowered the loss scale to {scaler.get_scale():.2g}, where all gradients '
-                  f'underflow. It restarts from {scaler.first_scale:,.9g}.')
-        return scaler.first_scale
+        self.is_low = self._is_low(self.scaler.get_scale())
 
     # -- the end of the fit
 
     def end(self, failed: bool) -> None:
         "Unscale or zero the gradients that are left; after `lr_find`, forget its steps."
         if failed and self.buffers: self.buffers.after_step(True)   # in a batch that may have overflowed
-        if (self.is_scaled or self.step) and not isinstance(self.scaler, UnitScaler):
-            self.unscale()
-            if self.learn.opt and (failed or self.found_inf): self.learn.opt.zero_grad()
-            # Gradients outside the optimizer are still scaled.
-            for p in {*self.learn.model.parameters()}.difference(optimizer_params(self.learn.opt)): p.grad = None
+        if is_left := self.is_scaled or self.is_open: self.unscale()
+        if self.learn.opt and (failed or (is_left and self.found_inf)): self.learn.opt.zero_grad()
         self.cancel()
-        if self.before_lr_find is not None:
-            self.scaler.load_state_dict(self.before_lr_find)
-            del self.history.read()[self.first_step:]
         self.history.read()
-
-    # -- the model's buffers, and messages
+        if self.before_lr_find is None: return
+        self.scaler.load_state_dict(self.before_lr_find)
+        del self.history[self.first_step:]
 
     def watch_buffers(self, model: nn.Module) -> None:
         "Keep the values of the model's buffers, such as BatchNorm's statistics, for a step that will be skipped."
-        plain = (b for b in model.buffers() if not (is_lazy(b) or is_dtensor(b)))
-        floating = [b.data for b in plain if b.is_floating_point()]   # autograd does not count these writes
-        self.buffers = Buffers(floating) if floating else None
-
-    @property
-    def buffer_note(self) -> str: # '' without buffers
-        "A sentence for warnings: buffers that a skipped step restored."
-        restored = "Any NaN or inf in buffers, such as BatchNorm's statistics, was replaced by the last finite value."
-        return restored if self.buffers else ''
+        self.buffers = Buffers(model)
 
     def skip_message(self) -> str:
         "Return a warning if most of the fit's steps were skipped; '' otherwise."
         skips = [*self.history.skips(self.first_step)]
         n, skipped = len(skips), sum(skips)
         if 2 * skipped <= n or self.before_lr_find is not None: return ''
-        scale = self.scaler.get_scale()
         text = f'{skipped:,} of the {n:,} optimizer steps of this fit were skipped: gradients were not finite.'
         if skipped == n: text += ' Nothing was learned.'
         text += '\n`learn.precision_report()` names the modules that overflow.'
-        if scale > 1:
-            start = scale if skipped < n else max(scale / 64, 1)
-            text += f' If it finds none, start with a loss scale of {start:,.9g}; it is {scale:,.9g} now.'
-        return f'{text}\n{self.buffer_note}'.rstrip()
+        scale = self.scaler.get_scale()
+        return f'{text} If it finds none, start with a lower loss scale; it is {scale:,.9g} now.' if scale > 1 else text
 
+
+# -- optimizers that skip a step on the device
+
+class FlaggedStep:
+    "The step of torch's fused Adam, AdamW or SGD, which has no effect if the flag `found_inf` is 1."
+    def __init__(self, opt: Any): self.opt = opt
+    def mark(self, found_inf: torch.Tensor) -> None: self.opt.grad_scale, self.opt.found_inf = None, found_inf
+    def unmark(self) -> None:
+        for name in ('grad_scale', 'found_inf'): vars(self.opt).pop(name, None)
+
+
+def _fused(opt: Any, params: list[nn.Parameter]) -> FlaggedStep | None:
+    """Return the step of `opt` if it is torch's fused optimizer and a skipped step would leave no trace; else None.
+
+    A skipped first step would create the optimizer's state, and fused SGD would leave its momentum uninitialised
+    (PyTorch 2.13). MPS has had kernels that ignore the flag (github.com/pytorch/pytorch/pull/186360).
+    """
+    if type(opt) not in FUSED.values() or not getattr(opt, '_step_supports_amp_scaling', False): return None
+    if len({p.device for p in params}) > 1 or params[0].device.type == 'mps': return None
+    has_state = all(map(opt.state.get, params))
+    is_plain_sgd = all(group.get('momentum') == 0 for group in opt.param_groups)
+    return FlaggedStep(opt) if has_state or is_plain_sgd else None
+
+
+# Each gets torch's optimizer and the parameters with gradients, and returns a `FlaggedStep` or None.
+DEVICE_SKIPS: list[Callable[[Any, list[nn.Parameter]], Any]] = [_fused]
+
+
+def flagged_step(opt: Any, params: list[nn.Parameter]) -> FlaggedStep | None:
+    "Return what skips a step of the learner's optimizer on the device; None if the host has to."
+    found = [find(opt.opt, params) for find in DEVICE_SKIPS] if type(opt) is OptimWrapper else []
+    return next(filter(None, found), None)
+
+
+# -- what is known of past steps
 
 class StepHistory(list):
     "The loss scale of each attempted optimizer step, negative if it was skipped. `read` adds the newest."
@@ -189,41 +212,45 @@ class StepHistory(list):
         skipped: bool | torch.Tensor, # A flag, 0-dim: 1 if the step was skipped
     ) -> None:
         "Note a step. Synchronizes with an accelerator once in 512 steps."
-        if torch.is_tensor(skipped): scale = torch.where(skipped.to(scale.device) > 0, -scale, scale)
-        elif skipped: scale = -scale
-        self.unread.append(scale)
+        self.unread.append(scale * (1 - 2 * skipped))
         if len(self.unread) == _READ_EVERY: self.read()
 
     def read(self) -> StepHistory: # Itself
         "Copy the steps that are still on the device to the host; this synchronizes with it."
-        if not self.unread: return self
-        device = self.unread[-1].device                          # an interrupt can leave entries of another one
-        new = torch.stack([t.to(device) for t in self.unread]).tolist()
-        self[len(self):], self.unread = new, []                  # at once, whatever interrupts
+        if self.unread: self += torch.stack(self.unread).tolist()
+        self.unread = []
         return self
 
     def skips(self, start: int = 0) -> Iterator[bool]:
         "Iterate over the steps from `start` on: whether each was skipped."
-        return (scale < 0 for scale in islice(self.read(), start, None))
+        return (math.copysign(1, scale) < 0 for scale in islice(self.read(), start, None))
 
 
 class Buffers:
-    """Buffers of a model, and their values after the last good step.
+    """Buffers that the forward pass writes, and their values after the last step.
 
-    A batch that overflows would leave NaN in BatchNorm's running statistics, although its step is skipped. After a
-    skipped step, elements that are not finite are restored to their last finite values; others are never changed.
+    A batch that overflows would leave NaN in BatchNorm's running statistics, although its step is skipped. Elements
+    that are not finite are restored to their last values; others are never changed. A buffer is followed if the first
+    batch has written it, by autograd's count, or if its module has `track_running_stats`: autograd does not count the
+    writes of those kernels.
     """
-    def __init__(self, buffers: list[torch.Tensor]): self.now, self.good = buffers, [b.clone() for b in buffers]
+    def __init__(self, model: nn.Module):
+        floating = [(m, b) for m in model.modules() for b in m.buffers(recurse=False)
+                    if not (is_lazy(b) or is_dtensor(b) or b.is_inference()) and b.is_floating_point()]
+        self.new: Any = [(m, b, b._version) for m, b in floating]
+        self.now = [b.data for _, b in floating]                 # autograd does not count the repairs either
+        self.good = [b.clone() for b in self.now]
 
     def after_step(self, found_inf: bool | torch.Tensor) -> None:
-        "Note the values after a good step; repair them after a skipped one. Never synchronizes."
-        if found_inf is False:
-            torch._foreach_copy_(self.good, self.now)
-            return
-        device = self.now[0].device
-        flat, good = (torch.cat([t.flatten().to(device) for t in ts]) for ts in (self.now, self.good))
-        keep = flat.isfinite()
-        if torch.is_tensor(found_inf): keep |= found_inf.to(device) == 0
-        parts = torch.where(keep, flat, good).split([t.numel() for t in self.now])
-        parts = [part.view(t.shape) for part, t in zip(parts, self.now)]
-        for tensors in (self.now, self.good): torch._foreach_copy_(tensors, parts)
+        "Repair the values unless the step is a good one, and note them. Never synchronizes."
+        if self.new:
+            written = [getattr(m, 'track_running_stats', False) or b._version != before for m, b, before in self.new]
+            self.now, self.good = ([*compress(tensors, written)] for tensors in (self.now, self.good))
+            self.new = None
+        if not self.now: return
+        if found_inf is not False:
+            is_good = torch.as_tensor(found_inf, device=self.now[0].device) == 0
+            repaired = [torch.where(now.isfinite() | is_good.to(now.device), now, good)
+                        for now, good in zip(self.now, self.good)]
+            torch._foreach_copy_(self.now, repaired)
+        torch._foreach_copy_(self.good, self.now)

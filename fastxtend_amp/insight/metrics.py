@@ -1,14 +1,12 @@
-"Metrics for fastai's table and loggers: the loss scale, the skipped steps of an epoch, and the norm of the gradients."
+"Metrics for fastai's table and loggers: the loss scale, and the skipped steps of an epoch."
 from __future__ import annotations
 
 from typing import Any
 
 from fastai.learner import Learner, Metric
-from torch.nn.utils import get_total_norm
 
-from ..common import is_dtensor, optimizer_params
-from .callback import WATCHERS, MixedPrecision
-from .loop import precision_callback
+from ..training.callback import MixedPrecision
+from ..training.loop import precision_callback
 
 
 class PrecisionMetric(Metric):
@@ -35,25 +33,3 @@ class loss_scale(PrecisionMetric):
 class skipped_steps(PrecisionMetric):
     "The number of the epoch's steps that were skipped because a gradient was not finite, as a metric."
     def read(self, cb: MixedPrecision) -> int: return sum(cb.history.skips(cb.epoch_start))
-
-
-class gradient_norm(PrecisionMetric):
-    """The norm of the gradients of the epoch's last step, unscaled and before clipping, as a metric; 0 in plain fp32.
-
-    Skipped steps do not count; if a fused optimizer skips a step on the GPU, the norm is NaN or inf.
-    """
-    def read(self, cb: MixedPrecision) -> float: return float(cb.gradient_norm)
-
-
-class _GradientNorm:
-    "Computes what `gradient_norm` shows, on the device, in each step of a learner with that metric."
-    def __init__(self, cb: MixedPrecision): self.cb = cb
-
-    def before_step(self):
-        learn = self.cb.learn
-        if gradient_norm not in map(type, learn.metrics): return
-        norm = get_total_norm(p.grad for p in optimizer_params(learn.opt) if p.grad is not None)
-        self.cb.gradient_norm = norm.full_tensor() if is_dtensor(norm) else norm
-
-
-WATCHERS.append(_GradientNorm)

@@ -1,12 +1,13 @@
 "PyTorch's settings for the precision in which fp32 tensors are multiplied: read, and set inside a context."
 from __future__ import annotations
 
-import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch.backends import cuda, cudnn
 
-from ..compat import get_fp32_setting, set_fp32_setting
 
 # Where the attribute `fp32_precision` of each backend and operation is, and its default. One that is 'none' follows the
 # one above it: an operation its backend, a backend the generic one. So a setting stands behind those that it follows.
@@ -25,51 +26,30 @@ Settings = dict[tuple[str, str], str]                            # 'ieee', 'tf32
 FULL_PRECISION: Settings = dict.fromkeys(FP32_SETTINGS, 'ieee')
 TF32_SETTINGS: Settings = dict.fromkeys([('cuda', 'matmul'), ('cuda', 'conv'), ('cuda', 'rnn')], 'tf32')
 
-_lock = threading.RLock()
-_open: list[fp32_settings] = []                                  # in the order in which they were entered
-_before: Settings = {}                                           # what was set before the first; empty without one
-_forbidding: list[Any] = []                                      # backends whose `allow_tf32` was False then
 
+@contextmanager
+def fp32_settings(
+    wanted: Settings, # `FULL_PRECISION` or `TF32_SETTINGS`, or some of the keys of `FP32_SETTINGS`
+) -> Iterator[None]:
+    """Set how precisely fp32 tensors are multiplied, in the whole process, and restore it at the end.
 
-class fp32_settings:
-    """Context that sets how precisely fp32 tensors are multiplied, in all threads.
-
-    Several may be open at once, in any threads: the one entered last decides, and what was set before the first is
-    restored when the last one ends, also after an exception. Inside, PyTorch's older names,
-    `torch.get_float32_matmul_precision` and `allow_tf32`, may raise a `RuntimeError` when they are read;
-    `TF32_SETTINGS` keeps `allow_tf32` readable, which PyTorch's compiler reads.
+    Inside, PyTorch's older names, `torch.get_float32_matmul_precision` and `allow_tf32`, may raise a `RuntimeError`
+    when they are read; `TF32_SETTINGS` keeps `allow_tf32` readable, which PyTorch's compiler reads.
     """
-    def __init__(self,
-        wanted: Settings, # `FULL_PRECISION` or `TF32_SETTINGS`, or some of the keys of `FP32_SETTINGS`
-    ):
-        self.wanted = wanted
-
-    def __enter__(self) -> fp32_settings:
-        with _lock:
-            if not _before:
-                _forbidding[:] = filter(_forbids_tf32, (cuda.matmul, cudnn))
-                _before.update(_values())
-            _open.append(self)
-            try: _apply()
-            except BaseException:                                # an interrupt: `with` would not leave it
-                self.__exit__()
-                raise
-        return self
-
-    def __exit__(self, *args: object) -> None: # It may be called without `__enter__`, or again after an interrupt
-        with _lock:
-            if self in _open: _open.remove(self)
-            if _before: _apply()
+    backends: list[Any] = [cuda.matmul, cudnn]
+    before, forbidding = _values(), [*filter(_forbids_tf32, backends)]
+    try:
+        for backend in forbidding: backend.allow_tf32 = wanted is TF32_SETTINGS
+        _set({**before, **wanted})
+        yield
+    finally:
+        for backend in forbidding: backend.allow_tf32 = False
+        _set(before)
 
 
-def _apply() -> None:
-    "Set what the context that was entered last wants; without one, what was set before the first."
-    wanted = _open[-1].wanted if _open else {}
-    for backend in _forbidding: backend.allow_tf32 = wanted is TF32_SETTINGS
-    values = {**_before, **wanted}
+def _set(values: Settings) -> None:
     for key, value in values.items():                            # some already read so: they follow one above
         if get_fp32_setting(*key) != value: set_fp32_setting(*key, 'none' if value == _above(values, *key) else value)
-    if not _open: _before.clear()
 
 
 def _forbids_tf32(backend: Any) -> bool:
@@ -91,3 +71,19 @@ def settings_note() -> str: # '' with the defaults
     found = [f"`{name}.fp32_precision` is '{values[key]}'" for key, (name, default) in FP32_SETTINGS.items()
              if values[key] not in ('none', 'ieee', default, _above(values, *key))]
     return f"PyTorch multiplies fp32 tensors with less than full precision: {', '.join(found)}" if found else ''
+
+
+# -- undocumented names of PyTorch
+
+def get_fp32_setting(backend: str, op: str) -> str: # 'ieee', 'tf32', 'bf16', or 'none'
+    """Return the setting `fp32_precision` of a backend and an operation ('cuda', 'matmul'); 'none' if it is not set.
+
+    Relies on `torch._C._get_fp32_precision_getter` (since 2.9), which the documented attributes call: assigning to that
+    of `torch.backends.mkldnn` sets the generic one. Without it and its setter: `AttributeError`.
+    """
+    return torch._C._get_fp32_precision_getter(backend, op)
+
+
+def set_fp32_setting(backend: str, op: str, value: str) -> None:
+    "Set what `get_fp32_setting` returns."
+    torch._C._set_fp32_precision_setter(backend, op, value)

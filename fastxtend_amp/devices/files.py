@@ -1,0 +1,36 @@
+"Files of `Learner.save` from special devices, with plain CPU tensors, as a plain learner on a CPU writes them."
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+from unittest.mock import patch
+
+from fastai.learner import Learner
+from fastai.text.learner import TextLearner
+from fastai.torch_core import get_model
+
+from ..common import map_tensors
+from ..training.checkpoint import put_over
+
+
+def convert_files(
+    applies: Callable[[Learner], bool], # Whether a learner needs it
+    to_file: Callable[..., Any], # Returns what to write for a tensor of a state; called in every process
+    load: Callable[..., Learner], # As `Learner.load`, after the original of it; for learners to which it applies
+) -> None:
+    "Wrap `Learner.save` and `Learner.load`."
+    def save(original: Callable, self: Learner, file: Any, **kwargs: Any) -> Any:
+        if not applies(self): return original(self, file, **kwargs)
+        with ExitStack() as stack:
+            for part in (get_model(self.model), self.opt if kwargs.get('with_opt', True) else None):
+                if part is None: continue
+                state = map_tensors(to_file, part.state_dict())
+                stack.enter_context(patch.object(part, 'state_dict', lambda state=state: state))
+            return original(self, file, **kwargs)
+
+    def load_if(original: Callable, self: Learner, *args: Any, **kwargs: Any) -> Learner:
+        return load(original, self, *args, **kwargs) if applies(self) else original(self, *args, **kwargs)
+
+    put_over(Learner, 'save', save)
+    for cls in (Learner, TextLearner): put_over(cls, 'load', load_if)

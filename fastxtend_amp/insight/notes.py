@@ -1,0 +1,39 @@
+"Notes on two mistakes: modules kept in fp32 that are never called, and modules that do not run in 16 bits."
+from __future__ import annotations
+
+from typing import Any
+
+from ..common import warn_user
+from ..precisions.fp32_modules import forward_of
+from ..precisions.matching import ROOT
+
+_LOW_WORDS = ('Half', 'BFloat16', 'dtype', 'scalar type', 'primitive')   # in PyTorch's errors where only fp32 runs
+
+
+class UnusedModules:
+    "Warns, after the first training batch, of modules in `fp32_modules` whose forward did not run."
+    def __init__(self, cb: Any): self.cb = cb                    # a `MixedPrecision`
+
+    def after_batch(self) -> None:
+        "Look at the modules, once: later batches do not pass here."
+        cb, fit = self.cb, self.cb.fit
+        if fit is None or not cb.learn.training: return
+        cb.watchers = [watcher for watcher in cb.watchers if watcher is not self]
+        for name, m in fit.precision.kept_in_fp32(fit.model).items():
+            if getattr(forward_of(m), 'called', True): continue
+            warn_user(f"fp32_modules: '{name}' was not called in the first batch. If it never is, keeping it does "
+                      'nothing: the module around it may use its weights directly, as MultiheadAttention does with '
+                      f"out_proj.\nKeep '{name.rpartition('.')[0] or ROOT}' instead.")
+
+
+class DtypeNote:
+    "Adds to PyTorch's errors about dtypes, or oneDNN's about an LSTM, that the report names the module."
+    def __init__(self, cb: Any): self.cb = cb                    # a `MixedPrecision`
+
+    def after_failure(self, error: BaseException) -> None:
+        "Add a note to `error`, with Python 3.11 or newer."
+        is_low = self.cb.fit is not None and self.cb.fit.precision.dtype
+        if not is_low or not isinstance(error, (RuntimeError, TypeError)) or not hasattr(error, 'add_note'): return
+        if any(word in str(error) for word in _LOW_WORDS):
+            error.add_note('If the model trains in fp32: `learn.precision_report()` names the module that does not run '
+                           'in 16 bits, and prints the call that keeps it in fp32.')

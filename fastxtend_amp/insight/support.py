@@ -1,0 +1,26 @@
+"`precision_support`: which precisions the devices of this machine run natively, emulated, or not at all."
+from __future__ import annotations
+
+import pandas as pd
+import torch
+
+from ..devices import facts
+from ..precisions import PRECISIONS
+
+
+class _Table(pd.DataFrame):
+    "A table that prints all of its columns, however narrow the terminal is."
+    def __repr__(self) -> str: return self.to_string(index=False)
+
+
+def precision_support(
+    device: str | torch.device | None = None, # The device to ask about; all devices of this machine if None
+) -> pd.DataFrame: # One row per device and precision; columns device, mode, support, why
+    """Return which precisions run natively, emulated, or not at all.
+
+    `support` is 'native', 'emulated' (it works, but usually slower than fp32) or 'unsupported'; `why` is the reason.
+    Raises `torch.device`'s own error for a name that PyTorch does not know.
+    """
+    devices = facts.all_devices() if device is None else [torch.device(device)]
+    rows = [(str(d), cls.name, *cls.support(d)) for d in devices for cls in PRECISIONS.values() if cls.in_tables]
+    return _Table(rows, columns=['device', 'mode', 'support', 'why'])

@@ -1,0 +1,29 @@
+"Makes trainable 16-bit weights fp32, as mixed precision needs them; transformers 5 loads checkpoints in 16 bits."
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ..common import half_to_float, is_dtensor, is_half, map_tensors, warn_user
+
+
+def weights_to_fp32(
+    model: nn.Module, # Its parameters stay the same objects
+    opt: Any, # Its optimizer, of fastai or torch or one around it; None if there is none
+) -> None:
+    "Convert trainable 16-bit parameters, their gradients and their optimizer state to fp32, with one warning."
+    half = {name: p for name, p in model.named_parameters() if p.requires_grad and is_half(p) and not is_dtensor(p)}
+    if not half: return
+    while hasattr(opt, 'opt'): opt = opt.opt
+    megabytes = sum(p.nbytes for p in half.values()) / 1e6
+    for p in half.values():
+        p.data = p.data.float()
+        if p.grad is not None: p.grad = p.grad.float()
+        if opt and p in opt.state: opt.state[p] = map_tensors(half_to_float, opt.state[p])
+    for m in model.modules():                                    # as BatchNorm has its statistics in the same dtype
+        if not set(half.values()).isdisjoint(m.parameters(recurse=False)):
+            for b in m.buffers(recurse=False): b.data = half_to_float(b.data)
+    warn_user(f"{len(half):,} trainable parameters were 16-bit, such as '{next(iter(half))}', and are fp32 now, "
+              f'for {megabytes:,.3g} MB more: small updates of 16-bit weights are rounded away.\nTo train in 16 bits, '
+              'call `learn.to_half_weights(master_weights=False)`.')
