@@ -16,6 +16,8 @@ from .fix import fix
 from .tensors import is_plain, readable
 
 _FAR = 100.     # times the loss or the weights' norm at the start, from which a run diverges
+_LOOK_AT = 16   # batch of an epoch: fewer if it is shorter
+_NEARLY_ALL = .9
 _MOST_FIXES = 3  # in one fit
 _MOVED = 1.01   # times the weights' norm at the start, from which the weights have moved
 
@@ -30,6 +32,7 @@ class Notes:
     last_loss: float = math.nan                                  # the last finite one
     random_state: RandomState = field(default_factory=list)      # before the batch under way
     batch: tuple | None = None                                   # whose loss is looked at, and its random state
+    has_underflowed = False                                      # gradients are 0, which was said
     has_said = False                                             # that a validation is not finite
 
 
@@ -80,6 +83,17 @@ class Watch:
         if not torch.is_tensor(loss): return
         if notes.first_loss is None: notes.first_loss = _mean(loss)
         if notes.on_cpu: self._check_loss(notes, _mean(loss).item())
+
+    def after_backward(self):
+        "Say once that nearly all gradients are 0 in fp16 without loss scaling; look at the 16th batch of each epoch."
+        notes, learn, low = self.notes, self.cb.learn, self.cb.fit.precision.dtype
+        if notes is None or low is not torch.float16 or self.cb.scale is not None or notes.has_underflowed: return
+        if learn.iter != min(_LOOK_AT, getattr(learn, 'n_iter', math.inf)) - 1: return
+        zero = [not p.grad.any() for p in learn.model.parameters() if p.grad is not None]
+        notes.has_underflowed = sum(zero) > _NEARLY_ALL * len(zero)
+        if notes.has_underflowed:
+            warn_user(f'fp16: the gradients of {sum(zero):,} of {len(zero):,} parameters are all 0, as without loss '
+                      'scaling they underflow.\nLeave out `enabled=False`.')
 
     def after_step(self):
         "Count skipped steps in a row."

@@ -463,3 +463,10 @@ def test_with_several_processes_nothing_is_run_again(monkeypatch):
     message = alarms(learner(Attentive()).to_fp16())[0]
     assert 'the batch is not run again' in message and '`learn.precision_report()` in one process' in message
     assert 'The batch itself is not finite' in alarms(bad_data().to_bf16())[0]
+
+
+@pytest.mark.parametrize('factor, scaling, n', [(1e-9, False, 1), (1.0, False, 0), (1e-9, True, 0)])
+def test_gradients_that_underflow_without_loss_scaling_are_said_once(factor, scaling, n):
+    loss = lambda pred, y: nn.functional.mse_loss(pred, y) * factor
+    learn = learner(loss_func=loss).to_fp16(enabled=scaling)
+    assert len(told(lambda: learn.fit(3, 0.01), 'they underflow')) == n
