@@ -1,6 +1,10 @@
-"Makes reference entries from signatures, docments and docstrings, as Markdown; `generate.py` puts them into `api.md`."
+"""Makes reference entries from signatures, docments and docstrings, as Markdown; `generate.py` puts them into pages.
+
+What several calls share is described once. `help(...)` shows the whole docstring, with sources and errors.
+"""
 import inspect
 import re
+from collections import Counter
 from enum import Enum
 from importlib import import_module
 from pathlib import Path
@@ -11,18 +15,16 @@ from fastcore.docments import docments
 import fastxtend_amp
 from fastxtend_amp.precisions import PRECISIONS, Precision
 
-from api_examples import EXAMPLES
-
 PACKAGE = Path(fastxtend_amp.__file__).parent
 FIRST = ['to_amp', 'to_bf16', 'to_fp16', 'to_fp32', 'to_tf32', 'to_fp8', 'to_half_weights', 'to_channelslast',
          'precision', 'precision_as', 'amp_context', 'precision_report', 'compare_precision', 'precision_decision']
-ELSEWHERE = {'Verdict': 'insight.verdict', 'PrecisionChoice': 'insight.precisions'}  # public, and not in `__all__`
-BASE = 'precisions.Precision'                                    # also public; `precision` is a method's anchor
-INSIGHT = ['PrecisionReport', 'Verdict', 'PrecisionComparison', 'PrecisionChoice']   # returned by methods
+INSIGHT = ['PrecisionReport', 'Verdict', 'PrecisionComparison']  # returned by methods
+ELSEWHERE = {'Verdict': 'insight.verdict'}                       # public, and not in `__all__`
 NOT_LISTED = {'learn', 'amp_context', 'needs_loss_scaling', 'arguments', 'open', 'close', 'refuse_others',
               'state_key',                                       # of the package only
               'accumulate', 'read', 'value'}                     # of metrics, for fastai
 EVENT = re.compile(r'(before|after)_\w+')
+FOR_HELP = re.compile(r'(Raises|Source|Interval)\b')             # paragraphs that only `help` shows
 
 
 # -- what the code says
@@ -50,14 +52,12 @@ def learner_methods():
 
 def public(name):
     "Return a public object by its name."
-    if name == BASE: return Precision
     if name in ELSEWHERE: return getattr(import_module(f'fastxtend_amp.{ELSEWHERE[name]}'), name)
     return getattr(fastxtend_amp, name)
 
 
 def members(cls):
     "Return methods and properties of `cls` that users call, without those of a base class that has an entry."
-    if issubclass(cls, Precision) and cls is not Precision: return {}     # it overrides what `Precision` describes
     found, listed = {}, [base for base in cls.__mro__[1:] if base.__name__ in fastxtend_amp.__all__]
     for base in reversed(cls.__mro__):
         if is_ours(base) and not any(issubclass(other, base) for other in listed):
@@ -67,15 +67,13 @@ def members(cls):
 
 
 def meaning(name):
-    "Return what an argument of several calls means; what few precisions have, with their names."
-    if text := docments(fastxtend_amp.MixedPrecision.__init__).get(name): return text
-    texts = {cls.name: text for cls in PRECISIONS.values() if (text := docments(cls.__init__).get(name))}
-    text = next(iter(texts.values()), '')
-    return f'{text} ({", ".join(texts)})' if texts and len(texts) < 3 and '(' not in text else text
+    "Return what an argument means that a method accepts for a precision."
+    texts = (docments(f.__init__).get(name) for f in (fastxtend_amp.MixedPrecision, *PRECISIONS.values()))
+    return next(filter(None, texts), '')
 
 
 def arguments(f):
-    "Return name, type, default and meaning of each argument of `f`; what other calls share is described where it is."
+    "Return name, type, default and meaning of each argument of `f`."
     meanings, found = docments(f, args_kwargs=True), []
     for name, p in inspect.signature(f).parameters.items():
         if name == 'self' or (p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and not meanings.get(name)): continue
@@ -93,30 +91,45 @@ def default_text(default):
     return getattr(default, '__name__', None) or repr(default)
 
 
+def shared():
+    "Return the arguments that several `to_...` methods have in common: (name, type, default) and meaning."
+    rows = [row for name, f in learner_methods().items() if name.startswith('to_') for row in arguments(f)]
+    counted = Counter(row[:3] for row in rows)
+    return {key: next(row[3] for row in rows if row[:3] == key) for key, n in counted.items() if n > 1}
+
+
 # -- as Markdown
 
-def cell(text): return text.replace('|', '\\|')
+def line(name, kind, default, text):
+    "Return an argument with its default, or an attribute with its type."
+    shown = f'`{name}={default}`' if default else f'`{name}`' + (f' (`{kind}`)' if kind else '')
+    return f'- {shown}: {text}'
 
 
-def table(obj):
-    "Return the arguments of `obj`, or the attributes of what a method returns, as a table; empty without any."
-    is_returned = getattr(obj, '__name__', '') in INSIGHT
-    rows = []
-    for name, kind, default, text in arguments(obj):
-        typed = ' = '.join(filter(None, (kind, '' if is_returned else default)))
-        rows.append(f'| `{name}` | {cell(f"`{typed}`") if typed else ""} | {cell(text)} |')
-    head = '| attribute | type | meaning |' if is_returned else '| argument | type = default | meaning |'
-    has_meanings = any(text for *_, text in arguments(obj))
-    return '\n'.join([head, '|---|---|---|', *rows]) if has_meanings else ''
+def argument_lines(obj):
+    "Return a list of the arguments of `obj`, or attributes of what a method returns; what is shared only by its name."
+    if getattr(obj, '__name__', '') in INSIGHT:
+        return '\n'.join(['Attributes and methods:\n', *(line(n, kind, '', text) for n, kind, _, text in arguments(obj))])
+    common = shared()
+    own = [line(n, '', default, text) for n, kind, default, text in arguments(obj)
+           if text and (n, kind, default) not in common]
+    names = [f'`{row[0]}`' for row in arguments(obj) if row[:3] in common]
+    return '\n'.join(own + ([f'- [shared](#shared-arguments): {", ".join(names)}'] if names else []))
 
 
 def text_of(obj):
-    "Return the docstring as Markdown, with addresses as links, without the arguments that a table has."
+    "Return the first paragraphs of the docstring as Markdown, its tables as lists; `help` shows the rest."
     doc = (inspect.getdoc(obj) or '').partition('\n\nArguments:\n')[0]
-    return re.sub(r'(?<![<(])(https?://[^\s,;>]*[^\s,;>.:])', r'<\1>', doc)
+    parts = [part for part in doc.split('\n\n') if not FOR_HELP.match(part)]
+    if inspect.isclass(obj) and obj.__name__ in INSIGHT: return '\n\n'.join(map(as_list, parts))
+    return '\n\n'.join(parts[:2]).partition('\n- ')[0]
 
 
-def example(name): return f'```python\n{EXAMPLES[name].strip()}\n```' if name in EXAMPLES else ''
+def as_list(part):
+    "Return a table of a docstring as a list of its first two columns; other paragraphs as they are."
+    if not part.startswith('|'): return part
+    (head, *_), _, *rows = [row.strip('| ').split(' | ') for row in part.splitlines()]
+    return '\n'.join([f'{head}:\n', *(f'- {name}: {text}' for name, text, *_ in rows)])
 
 
 def source_link(obj):
@@ -128,32 +141,37 @@ def source_link(obj):
     return f'[source](../fastxtend_amp/{file.relative_to(PACKAGE).as_posix()})'
 
 
-def entry(name, obj, level=3, key=''):
-    "Return an entry: heading, docstring, example, arguments, a link to the source; a class with its members."
-    has_arguments = not is_property(obj) and (inspect.isfunction(obj) or inspect.isclass(obj))
-    parts = [f'{"#" * level} {name}', text_of(obj), example(key or name)]
-    if hasattr(obj, '__members__'): parts.append('\n'.join(f'- `{name}.{m.name}`: `{m.value!r}`' for m in obj))
-    elif has_arguments: parts.append(table(obj))
-    parts.append(source_link(obj))
-    if obj is Precision:
-        fields = re.findall(r'^    (\w+): [^#]* # (.+)$', inspect.getsource(obj), re.M)
-        methods = {'support': obj.support.__func__, **members(obj)}
-        rows = [f'| `{n}` | {cell(text)} |' for n, text in fields]
-        rows += [f'| `{n}` | {cell(" ".join(text_of(m).split()))} |' for n, m in methods.items()]
-        parts.insert(-1, '\n'.join(['| attribute or method | what it does |', '|---|---|', *rows]))
-    elif inspect.isclass(obj) and not hasattr(obj, '__members__'):
-        parts += [entry(f'{name}.{n}', m, level + 1) for n, m in members(obj).items()]
-    return '\n\n'.join(filter(None, parts))
+def member_line(name, obj):
+    "Return a method or property of a class as an item of a list; a method with its arguments."
+    given = '' if is_property(obj) else f'({", ".join(n for n, *_ in arguments(obj))})'
+    return f'- `{name}{given}`: {" ".join(inspect.getdoc(obj).partition(chr(10) * 2)[0].split())}'
+
+
+def entry(name, obj):
+    "Return an entry: heading, docstring, arguments, members of a class, and a link to the source."
+    parts = [f'### {name}', text_of(obj)]
+    if inspect.isclass(obj) and issubclass(obj, Precision):
+        parts[1] = f'The precision of [`to_{obj.name}`](#to_{obj.name}), with its arguments, for `MixedPrecision`.'
+    elif hasattr(obj, '__members__'): parts.append(', '.join(f'`{name}.{m.name}`' for m in obj))
+    elif not is_property(obj) and (inspect.isfunction(obj) or inspect.isclass(obj)):
+        found = members(obj) if inspect.isclass(obj) else {}
+        parts.append('\n'.join([argument_lines(obj), *(member_line(n, m) for n, m in found.items())]).strip())
+    return '\n\n'.join(filter(None, [*parts, source_link(obj)]))
+
+
+def shared_part():
+    "Return the list of shared arguments."
+    return '\n'.join(line(*key, text) for key, text in shared().items())
 
 
 def learner_part():
     "Return the entries of the methods that the package adds to `Learner`."
-    return '\n\n'.join(entry(name, f, key=f'Learner.{name}') for name, f in learner_methods().items())
+    return '\n\n'.join(entry(name, f) for name, f in learner_methods().items())
 
 
 def training_part():
     "Return the entries of the public names that `insight_part` does not have."
-    first = ['MixedPrecision', 'HalfWeights', BASE, 'AMPMode', 'precision_support']
+    first = ['MixedPrecision', 'HalfWeights', 'AMPMode', 'precision_support']
     names = [*first, *sorted({*fastxtend_amp.__all__} - {*first, *INSIGHT}, key=str.lower)]
     return '\n\n'.join(entry(name, public(name)) for name in names)
 
@@ -161,3 +179,12 @@ def training_part():
 def insight_part():
     "Return the entries of what reports and comparisons return."
     return '\n\n'.join(entry(name, public(name)) for name in INSIGHT)
+
+
+def precision_part():
+    "Return what a subclass of `Precision` may have, as a table, for CONTRIBUTING."
+    fields = re.findall(r'^    (\w+): [^#]* # (.+)$', inspect.getsource(Precision), re.M)
+    methods = {'support': Precision.support.__func__, **members(Precision)}
+    rows = [*fields, *((n, ' '.join(inspect.getdoc(m).split())) for n, m in methods.items())]
+    return '\n'.join(['| attribute or method | what it does |', '|---|---|',
+                      *(f'| `{n}` | {text} |' for n, text in rows)])

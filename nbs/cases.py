@@ -1,6 +1,6 @@
 """Public cases in which low precision broke training, and healthy models: the verdicts of the report, as a table.
 
-`python nbs/cases.py` runs all, and writes the table into `what_the_report_finds.md`; it needs transformers and timm.
+`python nbs/cases.py` runs all, and writes the tables into `benchmarks/cases.md`; it needs transformers and timm.
 `python nbs/cases.py NAME ...` prints the rows of some. Each model is built small from the description in its thread,
 with random weights of a size at which the thread's values appear.
 """
@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 
 import fastxtend_amp  # noqa: F401  patches Learner
 
-PAGE = Path(__file__).parent / 'what_the_report_finds.md'
+PAGE = Path(__file__).parent / 'benchmarks' / 'cases.md'
 GITHUB = 'https://github.com/'
 SAFE: list[str] = []
 REGISTER = 'huggingface/transformers#20683'  # which introduced the list `_keep_in_fp32_modules`

@@ -1,7 +1,7 @@
 "Makes the tables of speeds from the stored runs, and draws their charts: `python nbs/figures.py`."
 from __future__ import annotations
 
-import json, sys
+import json, re, sys
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,8 @@ from nbs.benchmarks.show import OPTIMIZER, by_model, finding, marked, plot, tabl
 RUNS = HERE / 'benchmarks'
 SHOWN, EARLIER = 'native_bf16', ('native_bf16_0.4.0', 'native_bf16_0.3.0', 'native_bf16_0.2.0', 'native_bf16_0.2.0_b')
 STORED = (SHOWN, *EARLIER, 'emulated')
-PICTURES = 'speed', 'speed_narrow', 'report', 'demo'             # of the README, each with a dark variant
+PICTURES = 'speed', 'speed_narrow', 'report'                     # of the README, each with a dark variant
+SAFE = 'safe so far'                                             # as `nbs/cases.py` writes it
 NIGHT = (13, 17, 23)                                             # what white becomes
 
 
@@ -29,41 +30,35 @@ def rows() -> list[tuple[str, dict]]:
 
 
 def speeds() -> str:
-    "Return the speed-ups of the shown run as a Markdown table, with those of earlier runs."
-    fp32 = {r['model']: r['ms'] for r in stored(SHOWN)['rows']
-            if (r['contestant'], r['optimizer']) == ('fastai loop', OPTIMIZER)}
+    "Return the speed-ups of the shown run as a Markdown table, with the range over all stored runs."
     before = [dict(by_model(stored(stem), 'bf16')) for stem in EARLIER]
-    lines = ['| model | fastxtend_amp | PyTorch loop | fp32, ms | bf16, ms | other machines |',
-             '|---|--:|--:|--:|--:|--:|']
+    lines = ['| model | fastxtend_amp | PyTorch loop | all machines |', '|---|--:|--:|--:|']
     for title, records in rows():
         ours, plain = records['fastxtend_amp'], records['plain loop']
         ratios = [marked(q, ours['blocks']) for q in (ours['vs_fp32'], plain['vs_fp32'])]
-        others = sorted(run[title]['fastxtend_amp']['vs_fp32'][1] for run in before if title in run)
-        row = (title, *ratios, f'{fp32[ours["model"]]:,.1f}', f'{ours["ms"]:,.1f}',
-               ', '.join(f'{x:.2f}' for x in others) or '-')
-        lines.append(f'| {" | ".join(row)} |')
+        runs = [records, *(run[title] for run in before if title in run)]
+        found = [run['fastxtend_amp']['vs_fp32'][1] for run in runs]
+        spread = f'{min(found):.2f} to {max(found):.2f}' if len(found) > 1 else '-'
+        lines.append(f'| {title} | {" | ".join(ratios)} | {spread} |')
     return '\n'.join(lines)
 
 
-def predictions() -> str:
-    "Return the stored run of `nbs.benchmarks.predictions` as a Markdown table: one row per model, by batch size."
-    lines = (RUNS / 'predictions.md').read_text(encoding='utf-8').splitlines()
-    cells = [[cell.strip() for cell in line.strip('|').split('|')] for line in lines if line.startswith('| ')][1:]
-    found: dict[str, dict[int, str]] = {}
-    for model, size, _, ours, plain, *_ in cells:
-        if model in ('wide-64', 'wide-1024'): continue           # the network of wide-256, as only training has batches
-        found.setdefault(model, {})[int(size)] = f'{ours.split()[0]} ({plain.split()[0]})'
-    sizes = sorted({size for row in found.values() for size in row})
-    titles = {m['name']: m['what'] for m in stored(SHOWN)['models']} | {'wide-256': 'wide MLP'}
-    head = [f'| model | {" | ".join(f"batch {size}" for size in sizes)} |', f'|---|{"--:|" * len(sizes)}']
-    rows = [f'| {titles.get(model, model)} | {" | ".join(row.get(size, "-") for size in sizes)} |'
-            for model, row in found.items()]
-    return '\n'.join(head + rows)
+def cases() -> str:
+    "Return the verdicts of `nbs/cases.py` in short: the broken models as a list, the healthy ones by name."
+    text = (RUNS / 'cases.md').read_text(encoding='utf-8').partition('<!-- cases -->\n')[2].partition('<!-- end -->')[0]
+    total, broken, healthy = text.strip().split('\n\n')
+    def cells(table): return [[c.strip() for c in line.strip('| ').split(' | ')] for line in table.splitlines()[2:]]
+    said = ((name, {'bf16': bf16, 'fp16': fp16}) for name, _, _, bf16, fp16, *_ in cells(broken))
+    lines = [f'- {name}: {"; ".join(f"{p}: {v}" for p, v in found.items() if v != SAFE) or SAFE}'
+             for name, found in said]
+    names = '; '.join(re.sub(r'\[(.+)\]\(.*\)| \(.*', r'\1', name) for name, *_ in cells(healthy))
+    return '\n'.join([f'{total} [All cases](benchmarks/cases.md), with what broke and how it was fixed.', '',
+                      *lines, '', f'Healthy models, all of them safe so far: {names}.'])
 
 
-def reports() -> dict[str, str]:
-    "Return the report of each stored run by its path under `nbs`."
-    return {f'benchmarks/{stem}.md': tables(stored(stem)) for stem in STORED}
+def reports() -> dict[Path, str]:
+    "Return the report of each stored run by its file."
+    return {RUNS / f'{stem}.md': tables(stored(stem)) for stem in STORED}
 
 
 def dark(image: np.ndarray) -> np.ndarray: # RGB, 8 bits

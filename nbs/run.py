@@ -1,5 +1,6 @@
-"Runs the notebooks and stores their outputs: `python nbs/run.py` all of them, `python nbs/run.py 02 05` these."
+"Runs the notebooks and stores their outputs: `python nbs/run.py` all of them, `python nbs/run.py 01 03` these."
 import base64
+import io
 import os
 import sys
 import tempfile
@@ -52,11 +53,21 @@ def is_left_over(output): # What a progress bar leaves when it is done, and its 
     return not html.strip() or html.strip().startswith('<style>')
 
 
+def small(picture): # PNG as text, as notebooks hold it
+    "Return the picture with 64 colours, in a third of the bytes: each version of it stays in the history."
+    image, file = Image.open(io.BytesIO(base64.b64decode(picture))), io.BytesIO()
+    image.convert('RGB').quantize(64, dither=Image.Dither.NONE).save(file, 'PNG', optimize=True)
+    return base64.b64encode(file.getvalue()).decode()
+
+
 def stored(notebook):
-    "Return the notebook without what progress bars leave behind, and without the times of each cell."
+    "Return the notebook without what progress bars leave behind or the times of each cell, and with small pictures."
     for cell in notebook.cells:
         cell.metadata.pop('execution', None)
-        if cell.cell_type == 'code': cell.outputs = [o for o in cell.outputs if not is_left_over(o)]
+        if cell.cell_type != 'code': continue
+        cell.outputs = [o for o in cell.outputs if not is_left_over(o)]
+        for o in cell.outputs:
+            if 'image/png' in o.get('data', {}): o.data['image/png'] = small(o.data['image/png'])
     return notebook
 
 
@@ -68,7 +79,7 @@ def save_pictures(notebook):
             picture = next(o.data['image/png'] for o in cell.outputs if 'image/png' in o.get('data', {}))
             file = FOLDER / tag.removeprefix('save-')
             large(file).write_bytes(base64.b64decode(picture))       # for screens with two pixels per point
-            Image.open(large(file)).reduce(2).save(file, optimize=True)
+            Image.open(large(file)).convert('RGB').reduce(2).save(file, optimize=True)
             save_dark(file)
 
 

@@ -4,28 +4,34 @@ from sphinx import addnodes
 from sphinx.errors import ExtensionError
 
 WORDS = {
-    'install': {
-        'Install': 'requirements, Python version, minimum PyTorch version, fastai version, conda, pip install',
+    'start': {
+        'Start': 'install, requirements, Python version, minimum PyTorch version, fastai version, conda, pip install',
         'Does it work on my device?': 'supported platforms, Windows, macOS, fastxtend_amp_check, report a bug, issue, '
                                       'tested on GPU',
         'Which call for which GPU or other device?':
             'which GPU, GPU, T4, V100, P100, GTX, A100, H100, RTX 3090, RTX 4090, RTX 5090, AMD, '
             'ROCm, Apple Silicon, Mac, M1, M2, M3, MPS, GTX 1080, AMX, '
             'supports FP8, supports TF32, supports bf16, use bf16, RTX bf16'},
-    '04_processes_compile_xla': {
+    '03_gpus_compile_xla': {
         'Several GPUs (multi-GPU, DDP)': 'multi GPU, multiple GPUs, DDP, distributed, notebook_launcher',
         'FSDP2': 'FSDP, fully_shard',
         'DataParallel': 'DataParallel, to_parallel',
         'torch.compile': 'compile, inductor',
         'XLA and TPU': 'TPU, XLA'},
-    'faq': {
+    'troubleshooting': {
         'The loss is NaN': 'my loss is NaN, NaN loss, NaN, inf, overflow, IndexError, lr_find NaN',
         'The loss scale keeps dropping': 'skipped steps, loss scale too low',
-        'bf16 or fp16?': 'bf16 on T4, bf16 on V100, fp16 vs bf16, to_fp16 vs to_bf16',
-        'It is slower than fp32': 'slow, not faster, speedup, speed up training, channels last',
+        'Which precision should I use: bf16 or fp16?':
+            'which precision should I use, which precision, what did to_amp choose, bf16 on T4, bf16 on V100, '
+            'fp16 vs bf16, to_fp16 vs to_bf16',
+        'Does mixed precision change the accuracy?': 'accuracy, final accuracy',
+        'to_bf16 is not faster': 'slow, slower than fp32, not faster, speedup, speed up training, channels last',
+        'Why is bf16 slower here?': 'depthwise, MobileNet, EfficientNet, GhostNet, is_depthwise',
         'Memory, CUDA out of memory (OOM)': 'out of memory, OOM, GPU memory, memory, VRAM, save memory, bf16 memory',
         'RuntimeError: expected scalar type Half but found Float':
-            'expected scalar type, mat1 and mat2, dtype mismatch, model.half',
+            'expected scalar type, mat1 and mat2, dtype mismatch, model.half, Unexpected floating ScalarType',
+        'ValueError: Attempting to unscale FP16 gradients': 'Attempting to unscale FP16 gradients, checkpoint in fp16',
+        'RuntimeError: could not create a primitive descriptor': 'could not create a primitive descriptor',
         'RuntimeError: value cannot be converted to type c10::Half without overflow': 'masked_fill, padding mask',
         'TypeError: Got unsupported ScalarType BFloat16': 'numpy bf16',
         'Warning: a loss or a prediction in validation is NaN or inf': 'validation loss NaN',
@@ -33,53 +39,49 @@ WORDS = {
     'coming_from': {'fastai 2': 'difference to fastai, fastai to_fp16',
                     'Side by side': 'compare with Accelerate, Fabric, Lightning, Composer'},
     'changelog': {'Changelog': 'what changed, what is new, release notes'},
-    '02_which_precision': {'Which is the fastest?': 'which precision, fastest precision, measure',
-                           'Which module breaks?': 'which layer overflows, debug overflow, headroom'},
-    '03_resume_and_export': {'Save and resume': 'load checkpoint, save, resume from checkpoint loss scale',
-                             'Export': 'export'},
+    '01_tutorial': {'Train': 'first run',
+                    'Which is the fastest?': 'fastest precision, measure',
+                    'Which module breaks?': 'which layer overflows, debug overflow, headroom',
+                    'When training fails': 'recover from NaN'},
+    '02_save_and_export': {'Save and resume': 'load checkpoint, save, resume, resume training, SaveModelCallback, '
+                                              'resume from checkpoint loss scale',
+                           'Export': 'export'},
     'guarantees': {'The same numbers': 'reproducible, deterministic',
                    'What is kept when': 'crash while saving, killed, disk full, corrupt file',
-                   'What is tested': 'accuracy, final accuracy, applications'},
-    'gpu_gains': {'GPU speed-ups measured by others': 'GPU speed-up, tensor cores speed'},
+                   'What is not guaranteed': 'limits, limitations, not supported',
+                   'What is tested': 'applications'},
+    'evidence': {'On CPUs': 'benchmarks, benchmark', 'On GPUs, measured by others': 'GPU speed-up, tensor cores speed'},
     'how_it_works': {'The loss scale': 'loss scale, underflow',
                      'When a step is skipped': 'running_mean NaN, BatchNorm NaN',
                      'One training step': 'callback order',
                      'The same in a PyTorch loop': 'training loop, PyTorch loop',
                      'What importing changes': 'monkey patch, uninstall, go back to fastai'},
     'recipes': {
-        'Keep modules in fp32': 'fp32_modules, exclude layers, keep layer in fp32, LayerNorm',
-        'Keep BatchNorm in fp32': 'batchnorm, keep batchnorm fp32',
-        'Fix overflows while training': 'on_overflow, recover from NaN',
+        'Keep modules in fp32':
+            'fp32_modules, exclude layers, keep layer in fp32, LayerNorm, batchnorm, keep batchnorm fp32',
+        'Fix overflows while training': 'on_overflow',
         'Colab and Kaggle': 'Colab, Kaggle',
-        'Your own GradScaler, a fixed loss scale, no loss scaling':
-            'GradScaler, scale_loss, init_scale, disable loss scaling, turn off loss scaling',
-        'Skip non-finite steps in bf16': 'NaN gradients, skip_nonfinite',
+        'Loss scaling: fixed, off, your own GradScaler':
+            'GradScaler, scale_loss, init_scale, disable loss scaling, turn off loss scaling, '
+            'NaN gradients, skip_nonfinite',
         'Inference': 'inference, predict, get_preds, tta, test time augmentation, export for inference',
         'Turn mixed precision off':
             'disable mixed precision, disable AMP, turn off, turn off mixed precision, go back to fp32, to_fp32',
         'lr_find': 'lr_find, learning rate finder',
-        'Logging: CSVLogger and TensorBoard': 'TensorBoard, logging, log the loss scale',
+        'Logging: CSVLogger and TensorBoard': 'TensorBoard, logging, log the loss scale, export CSVLogger',
         'Weights & Biases (wandb), MLflow': 'W&B, wandb, weights and biases, MLflow, wandb loss scale',
         'Gradient norms': 'gradient norm, grad norm',
-        'Saving the best model, and resuming in a new process': 'resume, resume training, SaveModelCallback',
         'Hugging Face (HuggingFace) models': 'HuggingFace, Hugging Face, transformers, dict batch',
         'timm models, fused optimizers': 'timm, vision transformer, ResNet, CNN, fused optimizer',
-        'Freeze, unfreeze, progressive resizing': 'freeze layers, fine_tune, unfreeze, progressive resizing',
-        'Segmentation: U-Net': 'unet, segmentation',
         'Text: AWD_LSTM, LSTM, GRU': 'LSTM, GRU, RNN, text, text classification, language model, NLP',
-        'Tabular data and collaborative filtering': 'tabular, collab, embeddings',
-        'GAN': 'GAN, GANLearner',
-        'Gradient clipping, accumulation': 'gradient clipping, gradient accumulation, '
-                                           'early stopping, MixUp callback',
-        'Increase the batch size': 'batch size, increase batch size, larger batch',
-        'A custom loss function': 'custom loss, loss function',
-        'Averaged weights: EMA and SWA': 'EMA, SWA',
+        'Gradient clipping, accumulation': 'gradient clipping, gradient accumulation, increase batch size',
+        'A custom loss function': 'custom loss, loss function, BCELoss, unsafe to autocast, multi-label',
+        'Averaged weights: EMA': 'EMA, averaged weights',
         '8-bit optimizers': '8-bit optimizer, 8bit, bitsandbytes, AdamW8bit',
         'A frozen base in 16 bits (LoRA)': 'LoRA, frozen model, fine-tune',
         'TF32': 'TF32',
         'FP8': 'FP8, float8',
-        'Operators: BCE (binary_cross_entropy), sdpa': 'flash attention, custom autograd function, '
-            'BCELoss, unsafe to autocast, multi-label',
+        '16-bit weights': 'half weights, master weights, Kahan summation, pure bf16',
         'ONNX, TorchScript, quantization': 'ONNX, export ONNX, TorchScript, quantization'},
 }
 

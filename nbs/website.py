@@ -13,12 +13,10 @@ import fastxtend_amp
 
 PACKAGE = Path(fastxtend_amp.__file__).parent
 PAGES = {
-    'Start': ['install', '01_first_run', '02_which_precision', 'faq', 'coming_from'],
-    'Guides': ['recipes', '03_resume_and_export', '04_processes_compile_xla', '05_half_weights',
-               '07_fixing_overflows'],
-    'Background': ['how_it_works', 'limits', 'guarantees', 'what_the_report_finds', '06_benchmarks', 'gpu_gains'],
+    'Start': ['start', '01_tutorial', 'troubleshooting', 'coming_from'],
+    'Guides': ['recipes', '02_save_and_export', '03_gpus_compile_xla'],
+    'Background': ['how_it_works', 'guarantees', 'evidence'],
     'Reference': ['api', 'changelog']}
-NAMED_ELSEWHERE = {'06_benchmarks': 'Benchmarks', 'gpu_gains': 'GPU speed-ups'}   # short, for the list of pages
 TOCTREE = '\n```{{toctree}}\n:caption: {}\n:hidden:\n{}\n```\n'
 
 
@@ -27,9 +25,7 @@ def source_read(app, docname, content):
     if docname == 'index':
         description = metadata.metadata('fastxtend_amp')['Summary']
         content[0] = f'---\nmyst:\n  html_meta:\n    description: {description}\n---\n{content[0]}'
-        entries = {part: '\n'.join(f'{NAMED_ELSEWHERE[n]} <{n}>' if n in NAMED_ELSEWHERE else n for n in names)
-                   for part, names in PAGES.items()}
-        content[0] += ''.join(TOCTREE.format(*item) for item in entries.items())
+        content[0] += ''.join(TOCTREE.format(part, '\n'.join(names)) for part, names in PAGES.items())
     if docname == 'changelog': content[0] = (Path(app.srcdir).parent / 'CHANGELOG.md').read_text(encoding='utf-8')
     if docname.startswith('benchmarks/'): content[0] = f'---\norphan: true\nnosearch: true\n---\n{content[0]}'
 
