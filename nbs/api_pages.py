@@ -118,11 +118,11 @@ def argument_lines(obj):
 
 
 def text_of(obj):
-    "Return the first paragraphs of the docstring as Markdown, its tables as lists; `help` shows the rest."
+    "Return the first paragraph of the docstring, of what a method returns all, as Markdown; `help` shows the rest."
     doc = (inspect.getdoc(obj) or '').partition('\n\nArguments:\n')[0]
     parts = [part for part in doc.split('\n\n') if not FOR_HELP.match(part)]
     if inspect.isclass(obj) and obj.__name__ in INSIGHT: return '\n\n'.join(map(as_list, parts))
-    return '\n\n'.join(parts[:2]).partition('\n- ')[0]
+    return parts[0]
 
 
 def as_list(part):

@@ -1,4 +1,4 @@
-"Makes the tables of speeds from the stored runs, and draws their charts: `python nbs/figures.py`."
+"Draws the charts of the stored runs: `python nbs/figures.py`."
 from __future__ import annotations
 
 import json, re, sys
@@ -9,11 +9,11 @@ from PIL import Image
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-from nbs.benchmarks.show import OPTIMIZER, by_model, finding, marked, plot, tables  # noqa: E402
+from nbs.benchmarks.show import by_model, finding, plot, tables  # noqa: E402
 
 RUNS = HERE / 'benchmarks'
-SHOWN, EARLIER = 'native_bf16', ('native_bf16_0.4.0', 'native_bf16_0.3.0', 'native_bf16_0.2.0', 'native_bf16_0.2.0_b')
-STORED = (SHOWN, *EARLIER, 'emulated')
+STORED = SHOWN, *_ = ('native_bf16', 'native_bf16_0.4.0', 'native_bf16_0.3.0', 'native_bf16_0.2.0', 'native_bf16_0.2.0_b',
+                      'emulated')
 PICTURES = 'speed', 'speed_narrow', 'report'                     # of the README, each with a dark variant
 SAFE = 'safe so far'                                             # as `nbs/cases.py` writes it
 NIGHT = (13, 17, 23)                                             # what white becomes
@@ -27,20 +27,6 @@ def stored(stem: str) -> dict:
 def rows() -> list[tuple[str, dict]]:
     "Return each model's title and its records by contestant; the model that gains most first."
     return by_model(stored(SHOWN), 'bf16')
-
-
-def speeds() -> str:
-    "Return the speed-ups of the shown run as a Markdown table, with the range over all stored runs."
-    before = [dict(by_model(stored(stem), 'bf16')) for stem in EARLIER]
-    lines = ['| model | fastxtend_amp | PyTorch loop | all machines |', '|---|--:|--:|--:|']
-    for title, records in rows():
-        ours, plain = records['fastxtend_amp'], records['plain loop']
-        ratios = [marked(q, ours['blocks']) for q in (ours['vs_fp32'], plain['vs_fp32'])]
-        runs = [records, *(run[title] for run in before if title in run)]
-        found = [run['fastxtend_amp']['vs_fp32'][1] for run in runs]
-        spread = f'{min(found):.2f} to {max(found):.2f}' if len(found) > 1 else '-'
-        lines.append(f'| {title} | {" | ".join(ratios)} | {spread} |')
-    return '\n'.join(lines)
 
 
 def cases() -> str:

@@ -1,7 +1,7 @@
 """Writes the generated parts of the pages, each between two comment marks: `python nbs/generate.py`.
 
 The pages are plain Markdown, so that they can also be read where the repository is hosted. `nbs/figures.py` makes the
-tables of speeds and of cases from stored runs, `nbs/api_pages.py` the reference from signatures and docstrings.
+reports of stored runs and the list of cases, `nbs/api_pages.py` the reference from signatures and docstrings.
 """
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import api_pages, figures  # noqa: E402
 
 MARKED = re.compile(r'(<!-- generated: (?P<part>[\w ]+) -->\n).*?(<!-- end -->)', re.S)
 PARTS: dict[str, Callable[[], str]] = {          # by the name in the mark
-    'speeds': figures.speeds,
     'cases': figures.cases,
     'api shared': api_pages.shared_part,
     'api learner': api_pages.learner_part,
