@@ -100,21 +100,23 @@ def shared():
 
 # -- as Markdown
 
-def line(name, kind, default, text):
-    "Return an argument with its default, or an attribute with its type."
-    shown = f'`{name}={default}`' if default else f'`{name}`' + (f' (`{kind}`)' if kind else '')
-    return f'- {shown}: {text}'
+def line(name, default, text):
+    "Return an argument with its default, or an attribute."
+    return f'- `{name}{"=" * bool(default)}{default}`: {text}'
 
 
 def argument_lines(obj):
     "Return a list of the arguments of `obj`, or attributes of what a method returns; what is shared only by its name."
     if getattr(obj, '__name__', '') in INSIGHT:
-        return '\n'.join(['Attributes and methods:\n', *(line(n, kind, '', text) for n, kind, _, text in arguments(obj))])
+        return '\n'.join(['Attributes and methods:\n', *(line(n, '', text) for n, *_, text in arguments(obj))])
     common = shared()
-    own = [line(n, '', default, text) for n, kind, default, text in arguments(obj)
+    own = [line(n, default, text) for n, kind, default, text in arguments(obj)
            if text and (n, kind, default) not in common]
-    names = [f'`{row[0]}`' for row in arguments(obj) if row[:3] in common]
-    return '\n'.join(own + ([f'- [shared](#shared-arguments): {", ".join(names)}'] if names else []))
+    named = [row[0] for row in arguments(obj) if row[:3] in common]
+    others = [name for name, *_ in common if name not in named]
+    listed = ', '.join(f'`{name}`' for name in (others if len(others) < 3 else named))
+    which = listed if len(others) > 2 else f'all{" but " if others else ""}{listed}'
+    return '\n'.join(own + ([f'- [shared](#shared-arguments): {which}'] if named else []))
 
 
 def text_of(obj):
@@ -161,7 +163,7 @@ def entry(name, obj):
 
 def shared_part():
     "Return the list of shared arguments."
-    return '\n'.join(line(*key, text) for key, text in shared().items())
+    return '\n'.join(line(name, default, text) for (name, _, default), text in shared().items())
 
 
 def learner_part():

@@ -12,8 +12,8 @@ sys.path.insert(0, str(HERE.parent))
 from nbs.benchmarks.show import by_model, finding, plot, tables  # noqa: E402
 
 RUNS = HERE / 'benchmarks'
-STORED = SHOWN, *_ = ('native_bf16', 'native_bf16_0.4.0', 'native_bf16_0.3.0', 'native_bf16_0.2.0', 'native_bf16_0.2.0_b',
-                      'emulated')
+SHOWN = 'native_bf16'
+STORED = SHOWN, *(f'{SHOWN}_{run}' for run in ('0.4.0', '0.3.0', '0.2.0', '0.2.0_b')), 'emulated'
 PICTURES = 'speed', 'speed_narrow', 'report'                     # of the README, each with a dark variant
 SAFE = 'safe so far'                                             # as `nbs/cases.py` writes it
 NIGHT = (13, 17, 23)                                             # what white becomes
@@ -34,9 +34,11 @@ def cases() -> str:
     text = (RUNS / 'cases.md').read_text(encoding='utf-8').partition('<!-- cases -->\n')[2].partition('<!-- end -->')[0]
     total, broken, healthy = text.strip().split('\n\n')
     def cells(table): return [[c.strip() for c in line.strip('| ').split(' | ')] for line in table.splitlines()[2:]]
-    said = ((name, {'bf16': bf16, 'fp16': fp16}) for name, _, _, bf16, fp16, *_ in cells(broken))
-    lines = [f'- {name}: {"; ".join(f"{p}: {v}" for p, v in found.items() if v != SAFE) or SAFE}'
-             for name, found in said]
+    groups: dict[str, list[str]] = {}                            # names of cases by their verdicts
+    for name, _, _, bf16, fp16, *_ in cells(broken):
+        said = '; '.join(f'{p}: {v}' for p, v in (('bf16', bf16), ('fp16', fp16)) if v != SAFE) or SAFE
+        groups.setdefault(said, []).append(name)
+    lines = [f'- {said}: {", ".join(names)}' for said, names in groups.items()]
     names = '; '.join(re.sub(r'\[(.+)\]\(.*\)| \(.*', r'\1', name) for name, *_ in cells(healthy))
     return '\n'.join([f'{total} [All cases](benchmarks/cases.md), with what broke and how it was fixed.', '',
                       *lines, '', f'Healthy models, all of them safe so far: {names}.'])

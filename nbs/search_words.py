@@ -27,7 +27,8 @@ WORDS = {
         'Does mixed precision change the accuracy?': 'accuracy, final accuracy',
         'to_bf16 is not faster': 'slow, slower than fp32, not faster, speedup, speed up training, channels last',
         'Why is bf16 slower here?': 'depthwise, MobileNet, EfficientNet, GhostNet, is_depthwise',
-        'Memory, CUDA out of memory (OOM)': 'out of memory, OOM, GPU memory, memory, VRAM, save memory, bf16 memory',
+        'Memory, CUDA out of memory (OOM)': 'out of memory, OOM, GPU memory, memory, VRAM, save memory, '
+                                            'bf16 memory, increase batch size',
         'RuntimeError: expected scalar type Half but found Float':
             'expected scalar type, mat1 and mat2, dtype mismatch, model.half, Unexpected floating ScalarType',
         'ValueError: Attempting to unscale FP16 gradients': 'Attempting to unscale FP16 gradients, checkpoint in fp16',
@@ -57,6 +58,7 @@ WORDS = {
                      'The same in a PyTorch loop': 'training loop, PyTorch loop',
                      'What importing changes': 'monkey patch, uninstall, go back to fastai'},
     'recipes': {
+        'Recipes': 'lr_find, learning rate finder, gradient clipping, gradient accumulation, unet, tabular, GAN, tta',
         'Keep modules in fp32':
             'fp32_modules, exclude layers, keep layer in fp32, LayerNorm, batchnorm, keep batchnorm fp32',
         'Fix overflows while training': 'on_overflow',
@@ -64,17 +66,15 @@ WORDS = {
         'Loss scaling: fixed, off, your own GradScaler':
             'GradScaler, scale_loss, init_scale, disable loss scaling, turn off loss scaling, '
             'NaN gradients, skip_nonfinite',
-        'Inference': 'inference, predict, get_preds, tta, test time augmentation, export for inference',
-        'Turn mixed precision off':
-            'disable mixed precision, disable AMP, turn off, turn off mixed precision, go back to fp32, to_fp32',
-        'lr_find': 'lr_find, learning rate finder',
+        'Inference, and turning it off':
+            'inference, predict, get_preds, test time augmentation, export for inference, disable mixed precision, '
+            'disable AMP, turn off, turn off mixed precision, go back to fp32, to_fp32',
         'Logging: CSVLogger and TensorBoard': 'TensorBoard, logging, log the loss scale, export CSVLogger',
         'Weights & Biases (wandb), MLflow': 'W&B, wandb, weights and biases, MLflow, wandb loss scale',
         'Gradient norms': 'gradient norm, grad norm',
         'Hugging Face (HuggingFace) models': 'HuggingFace, Hugging Face, transformers, dict batch',
         'timm models, fused optimizers': 'timm, vision transformer, ResNet, CNN, fused optimizer',
         'Text: AWD_LSTM, LSTM, GRU': 'LSTM, GRU, RNN, text, text classification, language model, NLP',
-        'Gradient clipping, accumulation': 'gradient clipping, gradient accumulation, increase batch size',
         'A custom loss function': 'custom loss, loss function, BCELoss, unsafe to autocast, multi-label',
         'Averaged weights: EMA': 'EMA, averaged weights',
         '8-bit optimizers': '8-bit optimizer, 8bit, bitsandbytes, AdamW8bit',
