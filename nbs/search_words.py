@@ -22,11 +22,12 @@ WORDS = {
         'The loss is NaN': 'my loss is NaN, NaN loss, NaN, inf, overflow, IndexError, lr_find NaN',
         'The loss scale keeps dropping': 'skipped steps, loss scale too low',
         'Which precision should I use: bf16 or fp16?':
-            'which precision should I use, which precision, what did to_amp choose, bf16 on T4, bf16 on V100, '
+            'precision, which precision should I use, what did to_amp choose, bf16 on T4, bf16 on V100, '
             'fp16 vs bf16, to_fp16 vs to_bf16',
         'Does mixed precision change the accuracy?': 'accuracy, final accuracy',
         'to_bf16 is not faster': 'slow, slower than fp32, not faster, speedup, speed up training, channels last',
-        'Why is bf16 slower here?': 'depthwise, MobileNet, EfficientNet, GhostNet, is_depthwise',
+        'Why is bf16 slower here?': 'depthwise, depthwise convolution slow, MobileNet, EfficientNet, '
+                                    'GhostNet, is_depthwise',
         'Memory, CUDA out of memory (OOM)': 'out of memory, OOM, GPU memory, memory, VRAM, save memory, '
                                             'bf16 memory, increase batch size',
         'RuntimeError: expected scalar type Half but found Float':
@@ -51,7 +52,8 @@ WORDS = {
                    'What is kept when': 'crash while saving, killed, disk full, corrupt file',
                    'What is not guaranteed': 'limits, limitations, not supported',
                    'What is tested': 'applications'},
-    'evidence': {'On CPUs': 'benchmarks, benchmark', 'On GPUs, measured by others': 'GPU speed-up, tensor cores speed'},
+    'evidence': {'On CPUs': 'benchmarks, benchmark', 'On GPUs, measured by others': 'GPU speed-up, how much faster, '
+                                                                                    'tensor cores speed'},
     'how_it_works': {'The loss scale': 'loss scale, underflow',
                      'When a step is skipped': 'running_mean NaN, BatchNorm NaN',
                      'One training step': 'callback order',

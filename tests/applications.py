@@ -274,7 +274,7 @@ def spread(name: str) -> tuple[float, float]:
 
 
 def table(names: Sequence[str] = tuple(APPLICATIONS)) -> str:
-    "Return all runs as the table in nbs/guarantees.md."
+    "Return all runs as a Markdown table."
     lines = ['| application, metric | fp32, by seed | may differ by | bf16 | fp16 |', '|---|---|---|---|---|']
     for name in names:
         app = APPLICATIONS[name]

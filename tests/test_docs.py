@@ -126,19 +126,15 @@ def page(tmp_path_factory):
 
 
 class Page(HTMLParser):
-    "Names that can be linked to, links, what is loaded, and the text of the article."
+    "Names that can be linked to, links, and what is loaded."
 
     def __init__(self, text):
         super().__init__()
-        self.ids, self.links, self.loaded, self.text, self.inside, self.hidden = set(), [], [], [], False, None
+        self.ids, self.links, self.loaded = set(), [], []
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
         a = dict(attrs)
-        if tag == 'article':
-            self.inside = True
-        if tag in ('style', 'script', 'pre'):
-            self.hidden = self.hidden or tag
         if a.get('id'):
             self.ids.add(a['id'])
         if tag == 'a' and a.get('href'):
@@ -147,14 +143,6 @@ class Page(HTMLParser):
             self.loaded.append(a['src'])
         if tag == 'link' and a.get('rel') in ('stylesheet', 'preload', 'icon'):
             self.loaded.append(a['href'])
-
-    def handle_endtag(self, tag):
-        self.inside = self.inside and tag != 'article'
-        self.hidden = None if tag == self.hidden else self.hidden
-
-    def handle_data(self, text):
-        if self.inside and not self.hidden:
-            self.text.append(text)
 
 
 def test_page_is_whole(page):
@@ -271,11 +259,6 @@ def test_what_fastai_does_outside_cuda():
 
 
 # -- the README
-
-
-def test_readme_has_its_commands():
-    assert re.search(r'^pip install -e .*pytest', README, re.M)
-    assert re.search(r'^python -m sphinx -W', README, re.M)
 
 
 def test_it_is_installed_from_a_clone():
@@ -410,31 +393,24 @@ def test_pictures_have_a_description(page):
             assert alt and ' ' in alt[1] and not alt[1].endswith('.png'), f'{file.name}: {image}'
 
 
-def stored_report():
-    "The report that the tutorial has stored, as text."
-    cells = nbformat.read(NBS / '01_tutorial.ipynb', 4).cells
-    return next(o.data['text/plain'] for c in cells for o in c.get('outputs', []) if 'fp16: keep' in str(o.get('data')))
-
-
-def test_the_stored_report_is_that_of_the_code(monkeypatch):
-    "The largest values of the stored report, up to the last digit, and its verdicts."
-    cells = nbformat.read(NBS / '01_tutorial.ipynb', 4).cells
+def test_the_stored_report_is_that_of_the_code():
+    cells = [c for c in nbformat.read(NBS / '01_tutorial.ipynb', 4).cells if c.cell_type == 'code']
     names, threads = {}, torch.get_num_threads()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter('ignore')
             for cell in cells:  # those that define something
-                if cell.cell_type == 'code' and re.search('^(from|class Late|class Reader)', cell.source, re.M):
+                if re.search('^(from|class Late|class Reader)', cell.source, re.M):
                     exec(cell.source.replace('%pip', '...  #'), names)
-            report = str(names['learner'](names['Reader']).precision_report())
+            now = str(names['learner'](names['Reader']).precision_report())
     finally:
         torch.set_num_threads(threads)
-    rows = r'^ *([\w.()]+) +\w+ +(bf16|fp16) +([\d.e+]+) '
-    stored, now = (dict(((n, f), float(x)) for n, f, x in re.findall(rows, t, re.M)) for t in (stored_report(), report))
-    common = stored.keys() & now.keys()
-    assert len(common) >= 8 and all(stored[k] == pytest.approx(now[k], rel=0.02) for k in common)
-    first = [re.findall(r'^(?:bf16|fp16): .*', t, re.M)[:2] for t in (stored_report(), report)]
-    assert first[0] == first[1]
+    texts = (o['data']['text/plain'] for c in cells for o in c.outputs if 'data' in o)
+    stored = next(text for text in texts if 'fp16: keep' in text)
+    verdicts = [
+        re.findall(r'^(?:bf16|fp16): .*|^ *attn +LateScaling +fp16 [\d.]+', text, re.M) for text in (stored, now)
+    ]
+    assert verdicts[0] == verdicts[1] and len(verdicts[0]) > 2
 
 
 def search_index(page):

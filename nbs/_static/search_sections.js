@@ -1,6 +1,6 @@
 // Sphinx finds only pages that have every word of a query. This adds sections whose heading or index entry has the words
 // in any order, or half of them if no section has all; and pages with some words, if no page has all. Each place is
-// shown once.
+// shown once, answers before reference entries.
 document.addEventListener('DOMContentLoaded', () => {
   if (typeof Search === 'undefined') return;
   const everyWord = Search._performSearch;
@@ -31,7 +31,7 @@ document.addEventListener('DOMContentLoaded', () => {
     return [...found].map(([place, { file, id, terms: has, best }]) => {
       const share = has.size / terms.size;
       return [docnames[file], headings.get(place) ?? titles[file], id ? '#' + id : '', null,
-              100 * share + 20 * best, filenames[file], SearchResultKind.title, share];
+              100 * share + 20 * best - (docnames[file] === 'api' ? 5 : 0), filenames[file], SearchResultKind.title, share];
     });
   };
 
