@@ -1,7 +1,7 @@
 "Draws the charts of the stored runs: `python nbs/figures.py`."
 from __future__ import annotations
 
-import json, re, sys
+import json, sys
 from pathlib import Path
 
 import numpy as np
@@ -30,18 +30,20 @@ def rows() -> list[tuple[str, dict]]:
 
 
 def cases() -> str:
-    "Return the verdicts of `nbs/cases.py` in short: the broken models as a list, the healthy ones by name."
+    "Return the verdicts of `nbs/cases.py` in short: the cases of broken models by what was said of them."
     text = (RUNS / 'cases.md').read_text(encoding='utf-8').partition('<!-- cases -->\n')[2].partition('<!-- end -->')[0]
     total, broken, healthy = text.strip().split('\n\n')
-    def cells(table): return [[c.strip() for c in line.strip('| ').split(' | ')] for line in table.splitlines()[2:]]
-    groups: dict[str, list[str]] = {}                            # names of cases by their verdicts
-    for name, _, _, bf16, fp16, *_ in cells(broken):
-        said = '; '.join(f'{p}: {v}' for p, v in (('bf16', bf16), ('fp16', fp16)) if v != SAFE) or SAFE
-        groups.setdefault(said, []).append(name)
-    lines = [f'- {said}: {", ".join(names)}' for said, names in groups.items()]
-    names = '; '.join(re.sub(r'\[(.+)\]\(.*\)| \(.*', r'\1', name) for name, *_ in cells(healthy))
-    return '\n'.join([f'{total} [All cases](benchmarks/cases.md), with what broke and how it was fixed.', '',
-                      *lines, '', f'Healthy models, all of them safe so far: {names}.'])
+    groups: dict[str, list[str]] = {}
+    for line in broken.splitlines()[2:]:
+        name, _, _, *said = line.strip('| ').split(' | ')[:5]
+        modes: dict[str, list[str]] = {}                         # by verdict, without those that need no action
+        for mode, verdict in zip(('bf16', 'fp16'), said):
+            if verdict != SAFE: modes.setdefault(verdict, []).append(mode)
+        label = '; '.join(f'{verdict} ({", ".join(found)})' for verdict, found in modes.items()) or SAFE
+        groups.setdefault(label, []).append(name)
+    n = len(healthy.splitlines()) - 2
+    head = f'{total} {n} of the models are healthy. [All cases](benchmarks/cases.md), with the causes and the known fixes:'
+    return '\n'.join([head, '', *(f'- {said}: {", ".join(names)}' for said, names in groups.items())])
 
 
 def reports() -> dict[Path, str]:
