@@ -42,7 +42,7 @@ def cases() -> str:
         label = '; '.join(f'{verdict} ({", ".join(found)})' for verdict, found in modes.items()) or SAFE
         groups.setdefault(label, []).append(name)
     n = len(healthy.splitlines()) - 2
-    head = f'{total} {n} of the models are healthy. [All cases](benchmarks/cases.md), with the causes and the known fixes:'
+    head = f'{total} {n} of the models are healthy. [All cases](benchmarks/cases.md), with causes and known fixes:'
     return '\n'.join([head, '', *(f'- {said}: {", ".join(names)}' for said, names in groups.items())])
 
 
