@@ -21,6 +21,7 @@ from .operators import Frame, Operation, Seen, all_finite
 from .tensors import is_plain, readable
 
 LOSS = 'loss function'  # its name among the modules; includes callbacks after the forward pass
+BACKWARD = 'backward pass'                                       # where an error comes from, after the loss
 
 
 @dataclass
@@ -34,7 +35,14 @@ class Trace:
     not_finite: str = ''                                         # 'loss', or 'gradient' if no loss was
     error: str = ''                                              # why it ended: the text of an exception
     failed_in: str = ''                                          # the module that raised it; '' before a batch
-    in_fp8: list[str] = field(default_factory=list)              # the layers that round as FP8 does
+    rounding: list[str] = field(default_factory=list)            # the layers that round further, as in FP8
+
+    def underflow(self, name: str | None = None) -> float: # Of one module, or of all
+        "Return the share of the gradients that are 0 in the lower precision, at its loss scale, and not in fp32."
+        fp32 = self.reference.seen
+        names = fp32.keys() & self.seen.keys() if name is None else fp32.keys() & {name}
+        zeros = sum(self.seen[n].n_zeros - fp32[n].n_zeros for n in names)
+        return max(zeros, 0) / max(sum(fp32[n].n_grads for n in names), 1)
 
 
 class Recorder(TorchDispatchMode):

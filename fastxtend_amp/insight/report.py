@@ -255,9 +255,12 @@ class _Report:
                               f'compared in {emulated}.')
         if unseen := {f"{what} in '{s.name}'" for t in self.low.values() for s in t.seen.values() for what in s.unseen}:
             notes.append(f'Not checked, as it cannot be read or compared with fp32: {some(sorted(unseen))}.')
-        if fp8 := self.low.get(AMPMode.FP8):
-            notes.append(f'fp8: {some([*map(named, fp8.in_fp8)])} would compute in FP8, the rest in bf16. The '
-                         'rounding was simulated; no FP8 kernel was run.')
+        for mode, low in self.low.items():
+            if (share := low.underflow()) > _LOST:
+                notes.append(f'{mode.value}: {share:.0%} of the gradients are 0, and not in fp32.')
+            if not low.rounding: continue
+            notes.append(f'{mode.value}: {some([*map(named, low.rounding)])} would compute in {mode.name}, the rest in '
+                         f'{AMPMode(mode.dtype).value}. The rounding was simulated; no {mode.name} kernel was run.')
         if self.simulated:
             notes.append("Computed on this CPU with CUDA's autocast rules. GPU kernels were not run; they may round "
                          'differently or be missing.')

@@ -14,19 +14,18 @@ from fastai.callback.core import Callback, CancelBatchException
 from fastai.learner import Learner
 from fastcore.basics import noop
 
-from ..devices.facts import first_line
 from ..common import half_to_float, map_tensors
-from ..devices.shared import Shared
-from ..precisions import AMPMode
+from ..devices.facts import first_line
 from ..devices.fp32_settings import FULL_PRECISION, fp32_settings
-from ..precisions.fp8 import fp8_layers
-from ..precisions.matching import ROOT
+from ..devices.shared import Shared
+from ..precisions import AMPMode, find_precision
+from ..precisions.matching import ROOT, qualified_names
 from ..training.callback import MixedPrecision
 from ..training.learner import set_precision
 from ..training.loop import precision_callback
 from .copies import begin_fit, copied_learner, set_random_state
-from .recorder import Recorder, Trace
-from .rounding import round_as_fp8
+from .recorder import BACKWARD, Recorder, Trace
+from .rounding import round_as
 
 _UNCOMPILED = Shared(partial(torch.compiler.set_stance, 'force_eager'))
 
@@ -49,7 +48,7 @@ def trace(
     found, where = Trace(mode, reference), ''
     try:
         with running_copy(learn, mode, keep, scale, in_fit) as copy:
-            found.in_fp8 = [*vars(copy).get('in_fp8', ())]
+            found.rounding = [*vars(copy).get('rounding', ())]
             set_random_state(random_state)
             for i, batch in enumerate(batches):
                 batch = map_tensors(torch.clone, batch)          # which the model may write into
@@ -84,11 +83,10 @@ def running_copy(
             set_precision(copy, None)
             copy.model._apply(half_to_float)                     # frozen weights, which autocast casts
         else:
-            if mode is AMPMode.FP8:
-                mode, cb = AMPMode.BF16, precision_callback(learn)
-                own = cb.precision.arguments if cb else {}
-                copy.in_fp8 = fp8_layers(copy.model, own.get('modules'), keep, own.get('min_size', 0))
-                for layer in copy.in_fp8.values(): round_as_fp8(layer)
+            cb, modules = precision_callback(learn), dict(qualified_names(copy.model))
+            copy.rounding = find_precision(mode).rounding(copy.model, cb.precision.arguments if cb else {}, keep)
+            for name, rounded in copy.rounding.items(): round_as(rounded, modules[name])
+            mode = AMPMode(mode.dtype)                           # that needs neither hardware nor other packages
             set_precision(copy, MixedPrecision(mode, init_scale=scale, fp32_modules=keep, on_overflow='ignore'))
         copy.scaler = torch.amp.GradScaler('cpu', enabled=False)   # callbacks may use it, in fp32 as well
         if in_fit:                                               # callbacks have already prepared its batch

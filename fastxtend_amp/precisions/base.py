@@ -7,7 +7,7 @@ A subclass registers itself under its `name`. From the registry come `Learner.to
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple
@@ -25,6 +25,7 @@ from .matching import match_modules, tests_of
 from .weights import weights_to_fp32
 
 PRECISIONS: dict[str, type[Precision]] = {}                      # by name, in the order of tables
+Rounding = Callable[[torch.Tensor, bool], torch.Tensor]
 followers: list[Callable[[type[Precision]], object]] = []        # called with each precision that registers itself
 # Before PyTorch 2.13 autocast's cache can hand a weight cast under `no_grad` to code that needs its gradient.
 _CACHE = None if ismin_torch('2.13') else False                  # None: as the user has set it
@@ -178,6 +179,15 @@ class Precision:
     def prepare(self, learn: Learner) -> None:
         "Change model and optimizer before training, for good."
         if self.dtype: weights_to_fp32(learn.model, learn.opt)
+
+    @classmethod
+    def rounding(cls, model: nn.Module, arguments: dict[str, Any], kept: Collection[str]) -> dict[str, Rounding]:
+        """Return how a report simulates this precision, without the hardware for it and without arguments of a fit.
+
+        These are the names of linear layers that round further than autocast does, each with a function that rounds an
+        input, a weight, or, if its second argument is True, the gradient of an output.
+        """
+        return {}
 
     def around_fit(self, model: nn.Module) -> list[Any]:
         "Return contexts for a whole fit or validation."

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..devices import facts
-from .base import Support
+from .base import Rounding, Support
 from .bf16 import BF16
 from .fp32_modules import Forward, replaced_forwards
 from .matching import ROOT, covers, match_modules, qualified_names, tests_of
@@ -31,6 +31,16 @@ def fp8_layers(
     raise ValueError(f"fp8 cannot be used: modules={spec!r} leaves no linear layer whose weight has two sides "
                      f"divisible by {_SIDES}{f' and of at least {min_size}' if min_size else ''}.\n"
                      'Name other modules, keep fewer in fp32, or use `learn.to_bf16()`.')
+
+
+def rounded(t: torch.Tensor, is_gradient: bool) -> torch.Tensor:
+    """Return `t` rounded to e4m3, a gradient to e5m2, scaled by its largest absolute value.
+
+    This is what torchao's `Float8Linear` does by default (source: see `FP8`).
+    """
+    dtype = torch.float8_e5m2 if is_gradient else torch.float8_e4m3fn
+    scale = torch.finfo(dtype).max / t.abs().max().float().clamp(min=1e-12)
+    return (t.float() * scale).to(dtype).float() / scale
 
 
 class Fp8Forward(Forward):
@@ -87,6 +97,10 @@ class FP8(BF16):
         nvidia = device.type == 'cuda' and facts.amd_architecture(device) is None
         if nvidia and facts.cuda_capability(device) >= (8, 9): return Support('native', bf16.why)
         return Support('emulated', 'FP8 arithmetic needs an NVIDIA GPU of compute capability 8.9')
+
+    @classmethod
+    def rounding(cls, model: nn.Module, arguments: dict[str, Any], kept: Collection[str]) -> dict[str, Rounding]:
+        return dict.fromkeys(fp8_layers(model, arguments.get('modules'), kept, arguments.get('min_size', 0)), rounded)
 
     def find_layers(self, model: nn.Module) -> dict[str, nn.Module]:
         "Return the linear layers that compute in FP8, by name. Raises `ValueError` if there is none."

@@ -10,7 +10,7 @@ from fastai.learner import load_learner
 from fastxtend_amp.precisions import fastest_native, fp8
 from fastxtend_amp.precisions.fp32_modules import forward_of
 from fastxtend_amp import AMPMode, precision_support
-from fastxtend_amp.insight.rounding import round_as_fp8
+from fastxtend_amp.insight.rounding import round_as
 from fastxtend_amp.insight.operators import relative_error
 import helpers
 from helpers import *
@@ -280,7 +280,7 @@ def test_the_report_rounds_as_torchao_does():
 
     theirs = run(theirs)
     plain = [t.detach().clone() for t in run(copy.deepcopy(layer))]
-    round_as_fp8(layer)
+    round_as(fp8.rounded, layer)
     for ours, expected, bf16 in zip(run(layer), theirs, plain):
         assert relative_error(ours, expected) < 0.1 * max(relative_error(bf16, expected), 0.05)
 
