@@ -48,10 +48,15 @@ def is_sharded(model: nn.Module) -> bool:
 _NOT_THE_USERS = ('fastxtend_amp', 'fastai', 'fastcore', 'torch', 'contextlib')
 
 
+def is_users(frame: Any) -> bool:
+    "Return whether a frame runs code that is not of this package, fastai, fastcore or PyTorch."
+    return frame.f_globals.get('__name__', '').partition('.')[0] not in _NOT_THE_USERS
+
+
 def warn_user(message: str) -> None:
     "Warn at the user's own line: the innermost one that is not in this package, fastai, fastcore or PyTorch."
     frame, level = inspect.currentframe(), 1
-    while frame and frame.f_globals.get('__name__', '').partition('.')[0] in _NOT_THE_USERS:
+    while frame and not is_users(frame):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 from fastai.learner import Learner
 from fastcore.basics import patch
 
-from .copies import several_processes
 from .compare import compare
 from .comparison import PrecisionComparison
+from .copies import several_processes
 from .measuring import Setting
 from .precisions import default_choices
 

@@ -11,12 +11,12 @@ from fastai.learner import Learner
 from fastai.torch_core import set_seed
 from fastcore.basics import patch
 
-from .arguments import check_above_0, check_count
-from .copies import left_out, one_at_a_time, random_state_kept, several_processes
-from .compat import is_compiled
 from ..devices.fp32_settings import settings_note
 from ..precisions import PRECISIONS
+from .arguments import check_above_0, check_count
 from .comparison import FEWEST_ROUNDS, PrecisionComparison, pays, recommend, speed_up, tolerance
+from .compat import is_compiled
+from .copies import left_out, one_at_a_time, random_state_kept, several_processes
 from .measuring import Batches, Run, Setting, last_fifth
 from .precisions import PrecisionChoice, call_for, choices_from, default_choices
 from .progress import progress_bar

@@ -20,8 +20,8 @@ from fastcore.foundation import L
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ..devices.facts import first_line
 from ..common import is_sharded, training_device
+from ..devices.facts import first_line
 from ..precisions.matching import unwrapped
 from ..training.loop import precision_callback
 from .tensors import is_plain

@@ -8,9 +8,9 @@ from typing import Any
 
 from fastai.learner import Learner
 
-from .copies import RandomState, lost_weights, several_processes
 from ..precisions import AMPMode, fastest_native
 from ..training.loop import precision_callback
+from .copies import RandomState, lost_weights, several_processes
 from .precisions import precision_call
 from .trace import trace
 from .verdict import Judge, named, not_finite_data, wrong_in_fp32

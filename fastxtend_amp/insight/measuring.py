@@ -14,12 +14,12 @@ from fastai.learner import Learner
 from fastai.torch_core import to_device
 from fastcore.basics import noop
 
-from .arguments import check_above_0
-from ..devices.facts import first_line
 from ..common import HALF, map_tensors, training_device
 from ..devices.cost import allocated, page_faults, wait_for
+from ..devices.facts import first_line
 from ..precisions.matching import unwrapped
 from ..training.loop import precision_callback
+from .arguments import check_above_0
 from .copies import (RandomState, begin_fit, check_learner, copied_learner, loader_like, no_batches, random_state,
                      set_random_state)
 from .precisions import PrecisionChoice, use_choice

@@ -6,22 +6,27 @@ error of a module is that of its own arithmetic, measured on its outputs and on 
 """
 from __future__ import annotations
 
-import math
+import math, sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..common import HALF, half_to_float, map_tensors
+from ..common import HALF, half_to_float, is_users, map_tensors
 from ..precisions import AMPMode
+from .arguments import is_number
 from .compat import Traits
 from .tensors import is_plain, readable, tensors
 
 _FP32_NOISE = 2.**-23   # relative; where fp32 itself would lose a tenth, an error is noise
 # Operators that only move values, which are recorded where they were computed.
 _MOVES = frozenset(('clone', '_to_copy', 'copy_', 'cat', 'stack', 'detach', 'lift_fresh'))
-_VANISHES = 2.9e-8      # smaller constants are 0 in fp16,
-_NEAR_0 = 6.1e-5        # and matter beside values below its smallest normal number
+# Operators whose constants are added, are bounds, or become values. In other operators they act before the rounding.
+_CONSTANTS = frozenset("""add sub rsub mul clamp clamp_min clamp_max masked_fill fill full full_like new_full scatter
+    scalar_tensor""".split())
+_CASTS = frozenset(('_to_copy', 'copy_', 'add', 'sub', 'mul', 'div'))        # of whole numbers
+_NEAR_0 = 6.1e-5        # constants that become 0 matter beside values below the smallest normal number of fp16
 _MASK_FROM = 1e3        # larger values may be an attention mask,
 _MASK_GAP = 64          # if they are negative and all others are smaller by this factor
 
@@ -35,10 +40,14 @@ class Seen:
     half: float = 0.                                             # the same, of 16-bit results only
     failed: bool = False                                         # whether NaN or inf first appears in it
     error: float = math.nan                                      # of its own arithmetic, relative; the largest
-    vanished: float = 0.                                         # a constant that rounds to 0, next to values near 0
+    changed: float = 0.                                          # the share of comparisons and indices that differ
+    merged: tuple[float, float] | None = None                    # two whole numbers that become one
+    # Constants that become 0, 1 or inf: line of code, operator and value; True if they keep values away from that.
+    constants: dict[tuple[str, str, float], bool] = field(default_factory=dict)
     grad: float = 0.                                             # largest absolute, of its outputs and own parameters
     grad_sum: float = 0.                                         # of the absolute values of all these gradients
     n_grads: int = 0                                             # that are finite and not 0
+    n_zeros: int = 0                                             # that are 0
     unseen: set[str] = field(default_factory=set)                # what cannot be read or compared in it
 
 
@@ -61,11 +70,19 @@ class Operation:
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
             return self.func(*map_tensors(wide, self.args), **{**map_tensors(wide, self.kwargs), **dtypes})
 
-    def loses_constant(self, out, value): # `value`: `out`, in fp32 if known
-        "Return whether a constant is 0 in fp16, where it is added to values near 0, or keeps them away from 0."
-        if out.dtype is not torch.float16 or not self.op.name.startswith(('add', 'clamp')): return False
-        constant = self.args[1]
-        return isinstance(constant, float) and 0 < constant < _VANISHES and bool(value.abs().min() < _NEAR_0)
+    def lost_constants(self) -> list[float]:
+        "Return the constants that become 0, 1, -1, inf or -inf in 16 bits without having been it."
+        if self.op.name.rstrip('_') not in _CONSTANTS: return []
+        dtype = self.kwargs.get('dtype') or next((t.dtype for t in self.inputs if t.ndim), None)
+        return [c for c in map(_number, self.args) if dtype in HALF and is_number(c)
+                and c != (r := rounded(c, dtype)) and abs(r) in (0, 1, math.inf)]
+
+    def needs(self, constant, out, value): # `value`: `out`, in fp32 if known
+        "Return whether a constant bounds results, or is added to values near 0, and is lost."
+        limit = rounded(constant, out.dtype)
+        if not (constant > 0 if not limit else abs(limit) == 1): return False
+        if not self.op.name.startswith('clamp' if limit else ('add', 'clamp')): return False
+        return bool(((value - limit).abs() < max(1.01 * abs(constant - limit), _NEAR_0)).any())
 
 
 class Twins:
@@ -112,21 +129,31 @@ class Frame:
 
     def run(self, call: Operation) -> Any:
         "Run an operator of the module, and record what it shows."
+        lost = [(users_line(), call.op.name, c) for c in call.lost_constants() if self.mode]
+        for key in lost: self.seen.constants.setdefault(key, False)
+        if call.op.makes_nothing: return call.func(*call.args, **call.kwargs)
         wide = self._in_fp32(call)
         began_finite = call.op.writes and call.inputs_are_finite()       # it overwrites them
         out = call.func(*call.args, **call.kwargs)
-        # Decisions and indices: their error is the share that differs.
-        if torch.is_tensor(wide) and wide.dtype in (torch.bool, torch.int64) and out.shape == wide.shape:
-            self.seen.error = max(float((out != wide).float().mean()), self.seen.error)
+        self._record_whole_numbers(call, out, wide)
         outs = readable(out)
         for o, w in zip(outs, [*readable(wide), *[None] * len(outs)]):
             self._record(call, o, w)
+            for key in lost: self.seen.constants[key] |= call.needs(key[-1], o, o if w is None else w)
             if not has_nan_or_inf(o) or (self.fp32 and self.fp32.failed): continue
             # It is new where the fp32 result is finite, and more than a mask; without one, if the inputs are finite.
             if w is not None: is_new = largest_value(w) > 0 and has_nan_or_inf(o[w.isfinite()])
             else: is_new = began_finite if call.op.writes else call.inputs_are_finite()
             self.seen.failed |= is_new
         return out
+
+    def _record_whole_numbers(self, call, out, wide):
+        "Record decisions and indices that differ from those in fp32, and whole numbers that fall together in 16 bits."
+        for o, w in zip(tensors(out), tensors(wide)):
+            if w.dtype in (torch.bool, torch.int64) and o.shape == w.shape:
+                self.seen.changed = max(float((o != w).float().mean()), self.seen.changed)
+        if call.op.name not in _CASTS or not torch.is_tensor(out) or (self.fp32 and self.fp32.merged): return
+        for t in tensors(call.args): self.seen.merged = self.seen.merged or merged(t, out.dtype)
 
     def _in_fp32(self, call):
         "Return the result in fp32; None if nothing has been rounded yet, or if it cannot be compared."
@@ -145,7 +172,6 @@ class Frame:
             largest = largest_value(value)
             seen.largest = max(seen.largest, largest)
             if out.dtype in HALF: seen.half = max(seen.half, largest)
-        if call.loses_constant(out, value): seen.vanished = call.args[1]
         # Rounding errors of what is exactly 0 in fp32 would be 100%.
         if wide is not None and (not self.fp32 or self.fp32.largest): self.twins.keep(out, wide)
         else: self.twins.forget(out)                             # it may be overwritten
@@ -159,7 +185,36 @@ class Frame:
             self.seen.error = max(error, self.seen.error)        # in this order, as that may be nan
 
 
+def _number(x): # of a tensor without dimensions, which PyTorch makes of a constant
+    return float(f'{float(x):.7g}') if torch.is_tensor(x) and not x.ndim and not x.requires_grad else x
+
+
+def rounded(number: float, dtype: torch.dtype) -> float:
+    "Return `number` in a dtype."
+    return float(torch.tensor(float(number)).to(dtype))
+
+
+def users_line() -> str: # 'models/norm.py:33'
+    "Return the line that runs now in the user's code or in a library; '' if PyTorch's modules are all that runs."
+    frame: Any = sys._getframe()
+    while (name := frame.f_globals.get('__name__', '')) != 'fastai.learner':
+        if is_users(frame):
+            parts = Path(frame.f_code.co_filename).parts
+            return f"{'/'.join(parts[-1 - name.count('.'):])}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ''
+
+
 # -- the values of a tensor, without float64, which MPS lacks
+
+def merged(t: torch.Tensor, dtype: torch.dtype) -> tuple[float, float] | None:
+    "Return two different whole numbers in `t` that are one in `dtype`; `t` is no picture, but a list or a table."
+    if dtype not in HALF or t.dtype in HALF or t.numel() < 2 or sum(n > 1 for n in t.shape) > 2: return None
+    if t.is_floating_point() and not bool(((t == t.round()) & (t.abs() < 2**24)).all()): return None
+    t = t.unique().float()
+    same = t[1:].to(dtype) == t[:-1].to(dtype)
+    return (float(t[:-1][same][0]), float(t[1:][same][0])) if same.any() else None
+
 
 def all_finite(t: torch.Tensor) -> bool:
     "Return whether no value is NaN or inf."

@@ -31,7 +31,7 @@ class Trace:
     reference: Trace | None = None                               # in a lower precision: the records in fp32
     # The modules, in the order in which their last calls finish, and the loss function.
     seen: dict[str, Seen] = field(default_factory=dict)
-    has_loss: bool = False                                       # whether a batch gave one
+    losses: list[float] = field(default_factory=list)            # of the batches that gave one
     not_finite: str = ''                                         # 'loss', or 'gradient' if no loss was
     error: str = ''                                              # why it ended: the text of an exception
     failed_in: str = ''                                          # the module that raised it; '' before a batch
@@ -69,9 +69,9 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, op = kwargs or {}, operator(func)
-        if op.makes_nothing or self.in_backward or not self.frames: return func(*args, **kwargs)
+        if self.in_backward or not self.frames: return func(*args, **kwargs)
         out = self.frames[-1].run(Operation(func, op, args, kwargs))
-        if op.writes:                                            # exact for the callers, as outputs of modules inside
+        if op.writes and not op.makes_nothing:                   # exact for the callers, as outputs of modules inside
             for caller in self.frames[:-1]: caller.twins.forget(out)
         return out
 
@@ -94,10 +94,11 @@ class Recorder(TorchDispatchMode):
             frame, found = self.frames.pop(), self.found
             seen = frame.seen
             # The innermost module that an exception leaves has raised it.
-            if found.failed_in == LOSS and output is None and sys.exc_info()[0] is not None: found.failed_in = seen.name
+            is_failing = output is None and sys.exc_info()[0] is not None
+            if is_failing and found.failed_in in (LOSS, BACKWARD): found.failed_in = seen.name
             outputs = [] if in_function_transform() else readable(output)
             for out in outputs:
-                if found.mode is None and out.requires_grad: out.register_hook(partial(self._gradient, seen))
+                if out.requires_grad: out.register_hook(partial(self._gradient, seen))
             if self.in_backward: return                          # a checkpoint, whose first run was recorded
             found.seen[seen.name] = found.seen.pop(seen.name)    # after the modules inside
             for out in outputs: frame.compare(out)
@@ -105,7 +106,8 @@ class Recorder(TorchDispatchMode):
     def record_loss(self, loss: torch.Tensor) -> None: # Not scaled yet
         "Record the loss. From here on no operator is recorded."
         found, self.in_backward = self.found, True
-        found.has_loss = True
+        found.losses.append(float(loss.detach().float().mean()))
+        found.failed_in = BACKWARD                               # until a module raises
         if not all_finite(loss): found.not_finite = 'loss'
         if self.frames:
             self.frames[0].compare(loss)
@@ -126,6 +128,7 @@ class Recorder(TorchDispatchMode):
         "Record the gradient of an output or a parameter."
         if not self.in_backward: return                          # of the model itself, such as forces from an energy
         g = g.detach().abs().float()
+        seen.n_zeros += int((g == 0).sum())
         g = g[g.isfinite() & (g != 0)]
         if not g.numel(): return
         seen.grad = max(seen.grad, float(g.max()))

@@ -1,7 +1,7 @@
 "`Learner.precision_report`: whether a model trains in low precision, which modules do not, and what to do."
 from __future__ import annotations
 
-import math, time
+import math, re, time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -15,30 +15,36 @@ from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from fastcore.basics import patch
 
-from .arguments import check_above_0, check_count
-from ..devices.facts import first_line
 from ..common import map_tensors, training_device
 from ..devices.cuda_rules import cuda_rules
+from ..devices.facts import first_line
+from ..devices.fp32_settings import settings_note
 from ..precisions import PRECISIONS, AMPMode, fastest_native
 from ..precisions.fp16 import FP16
-from ..devices.fp32_settings import settings_note
 from ..training.loop import precision_callback
+from .arguments import check_above_0, check_count
 from .copies import check_learner, left_out, loader_like, no_batches, one_at_a_time, random_state_kept
 from .gradient import N_BATCHES, gradient_distance
+from .operators import largest_value, rounded
 from .precisions import choices_from, precision_call
 from .progress import progress_bar
 from .recorder import Trace
 from .shown import Shown
-from .tensors import tensors
+from .tensors import readable, tensors
 from .trace import trace
-from .verdict import Judge, Verdict, named, some, wrong_in_fp32
+from .verdict import MANY, Judge, Verdict, named, some, wrong_in_fp32
 
 _INIT_SCALE = 65536.   # of a learner without a loss scale
 EMULATED_TIME = 1.     # CPU seconds in fp32; the same work may take a minute in an emulated precision
 _FEWEST = 2            # samples, for batch normalization
-_NO_KERNEL = 'not implemented for'                               # in PyTorch's error
+# In errors of PyTorch, where it lacks a CPU's kernel that CUDA may have: no FFT is in bf16.
+_NO_KERNEL = re.compile('not implemented for|(MKL FFT|Unsupported dtype).*Half')
 _FOR_GRADIENTS = .15   # of the time, for each comparison of gradients
-_COLUMNS = ['mode', 'module', 'type', 'format', 'largest', 'headroom', 'error', 'grad', 'flagged']
+_COLUMNS = ['mode', 'module', 'type', 'format', 'largest', 'headroom', 'error', 'grad', 'underflow', 'flagged']
+_CONSTANTS = ['module', 'line', 'operator', 'constant', 'fp16', 'bf16', 'flagged']
+_LARGE = 1e3           # inputs from which a note says that they are
+_GROWS = 1.5           # from layer to layer
+_LOST = .5             # share of gradients that are 0 from which a note says so
 
 
 @dataclass(repr=False, eq=False)
@@ -58,15 +64,21 @@ class PrecisionReport(Shown):
     | `headroom` | maximum of the format divided by the largest value in it; inf in fp32 | ratio |
     | `error` | relative error of its output against fp32 on the same inputs; inf on overflow, nan if unknown | ratio |
     | `grad` | largest absolute gradient of its outputs and parameters, in fp32 without loss scaling | value |
+    | `underflow` | share of these gradients that are 0 in the precision, at the loss scale, and not in fp32 | ratio |
     | `flagged` | whether the module is flagged | bool |
 
+    `constants` has one row per constant in your code, or in a library, that becomes 0, 1, -1 or infinite in 16 bits:
+    `module`, `line` ('models/norm.py:33'), `operator`, `constant`, its values in `fp16` and `bf16`, and `flagged`, if
+    the module is flagged.
+
     `largest` ignores attention masks: large negative values far from all others, and tensors of one or two distinct
-    values. The `error` of comparisons and indices is the share that differs. `format` and `headroom` mean nothing where
+    values. `format` and `headroom` mean nothing where
     `error` is nan because an earlier module overflowed.
     """
     table: pd.DataFrame # One row per precision and module
     verdicts: dict[str, Verdict] # By precision
-    notes: list[str] # What was looked at, and what was left out
+    notes: list[str] # Constants that are lost in flagged modules, what was looked at, and what was left out
+    constants: pd.DataFrame # One row per constant that is lost in 16 bits
 
     @property
     def fp32_modules(self) -> list[str]:
@@ -101,7 +113,7 @@ class PrecisionReport(Shown):
             if self.verdicts[mode].verdict.startswith('safe'): continue              # see `table`
             rows = table.sort_values(['flagged', 'error'], ascending=False)[:10]
             yield f'{mode}: the {len(rows)} most critical of {len(table)} modules; `report.table` has all'
-            yield rows.drop(columns=['mode', 'grad']).set_index('module').rename_axis(None)
+            yield rows.drop(columns=['mode', 'grad', 'underflow']).set_index('module').rename_axis(None)
 
 
 @patch
@@ -170,14 +182,16 @@ class _Report:
         self.device = training_device(self.learn)
         self.n_gradients = 0                                     # batches whose gradients were compared
         self.not_compared = ''                                   # why not all were
+        self.only_16_bits = ''                                   # the error in fp32 of a model that runs in a mode
         self.low: dict[AMPMode, Trace] = {}                      # the first that completed in each mode
+        self.constants: dict[tuple, set] = {}                    # that are lost: the modes
 
     def on(self, modes: list[AMPMode], n_batches: int, dl: DataLoader) -> PrecisionReport:
         with random_state_kept(): self.drawn = [*islice(loader_like(dl), max(n_batches, N_BATCHES))]
         self.batches = self.drawn[:n_batches]
         if not self.batches: raise no_batches('precision_report', dl)
         start = time.process_time()
-        self.fp32 = trace(self.learn, self.batches)
+        self._trace_fp32(modes)
         self.few = self.whole = next((len(t) for t in tensors(self.batches[0]) if t.ndim), 1)
         self.emulated = [m for m in modes if PRECISIONS[m].support(self.device).status == 'emulated']
         if self.emulated:
@@ -185,8 +199,8 @@ class _Report:
         self.is_short = self.few < self.whole
         if self.is_short:
             self.batches = map_tensors(lambda t: t[:self.few] if t.shape[:1] == (self.whole,) else t, self.batches)
-            self.fp32 = trace(self.learn, self.batches)
-        if wrong := wrong_in_fp32(self.fp32, self.batches):
+            self._trace_fp32(modes)
+        if wrong := self.only_16_bits or wrong_in_fp32(self.fp32, self.batches):
             verdicts = {mode: Verdict(mode.value, 'not known', wrong) for mode in modes}
         else:
             verdicts = {mode: self._verdict(mode) for mode in modes}
@@ -195,15 +209,26 @@ class _Report:
             other = next(left, None) if self.simulated else fastest_native(self.device, failed)
             call = verdicts[other].call if other in verdicts else str(precision_call(self.learn, other))
             for v in verdicts.values(): v.call = v.call or call
+        self.flagged = [n for v in verdicts.values() for n in v.flagged]
+        constants = pd.DataFrame(self._constants(verdicts), columns=_CONSTANTS)
         return PrecisionReport(pd.DataFrame(self._rows(verdicts), columns=_COLUMNS),
-                               {m.value: v for m, v in verdicts.items()}, self._notes())
+                               {m.value: v for m, v in verdicts.items()}, self._notes(constants), constants)
+
+    def _trace_fp32(self, modes):
+        try: self.fp32 = trace(self.learn, self.batches)
+        except Exception as e:
+            if all(trace(self.learn, self.batches, m).error for m in modes): raise
+            self.fp32 = Trace()
+            self.only_16_bits = f'the model runs only in 16 bits, so it cannot be compared with fp32: {first_line(e)}'
 
     def _verdict(self, mode):
         support = PRECISIONS[mode].support(self.device)
         if support.status == 'unsupported': return Verdict(mode.value, 'cannot run', support.why)
         cb = precision_callback(self.learn)
+        is_scaled = not cb or cb.precision.arguments.get('enabled') is not False
+        scale = (cb and cb.scale) or (_INIT_SCALE if is_scaled else 1.)
         try:
-            return Judge(self.learn, mode, partial(self._run, mode), self.fp32, (cb and cb.scale) or _INIT_SCALE,
+            return Judge(self.learn, mode, partial(self._run, mode), self.fp32, scale,
                          partial(self._distance, mode)).verdict()
         except (NotImplementedError, TimeoutError) as e: return Verdict(mode.value, 'not known', *e.args)
 
@@ -214,7 +239,9 @@ class _Report:
         self.tick(mode.value)
         start = time.monotonic()
         found = trace(self.learn, self.batches, mode, keep, scale, reference=self.fp32)
-        if self.simulated and _NO_KERNEL in found.error:
+        for s in found.seen.values():
+            for c in s.constants: self.constants.setdefault((s.name, *c), set()).add(mode)
+        if self.simulated and _NO_KERNEL.search(found.error):
             raise NotImplementedError(f'this CPU has no {mode.value} kernel for {named(found.failed_in)}, '
                                       f'which CUDA may have: {found.error}')
         if not found.error: self.low.setdefault(mode, found)
@@ -240,13 +267,41 @@ class _Report:
                 if not (fp32.largest or is_flagged): continue    # it computes nothing
                 headroom = torch.finfo(mode.dtype).max / s.half if s.half else math.inf
                 yield [mode.value, s.name, s.type, mode.value if s.half else 'fp32', fp32.largest, headroom,
-                       math.inf if s.failed else s.error, fp32.grad or math.nan, is_flagged]
+                       math.inf if s.failed else s.error, fp32.grad or math.nan, low.underflow(s.name), is_flagged]
 
-    def _notes(self):
+    def _constants(self, verdicts):
+        for (name, line, op, c), modes in self.constants.items():
+            is_flagged = any(name in verdicts[m].flagged for m in modes)
+            yield [name, line, op, c, rounded(c, torch.float16), rounded(c, torch.bfloat16), is_flagged]
+
+    def _growth(self):
+        "Describe values that grow from layer to layer of a sequence, up to a flagged one."
+        notes, runs = {}, dict[str, list]()
+        for n, s in self.fp32.seen.items():
+            parent, _, number = n.rpartition('.')
+            if not number.isdigit(): continue
+            run = runs.setdefault(parent, [])
+            if run and s.largest < _GROWS * run[-1].largest: run.clear()
+            run.append(s)
+            if len(run) > 3 and n in self.flagged:
+                rate = (s.largest / run[0].largest) ** (1 / (len(run) - 1))
+                notes[parent] = f'Values grow {rate:.2g}x a layer from `{run[1].name}` on.'
+        return notes.values()
+
+    def _notes(self, constants):
+        notes = []
+        for c in constants[constants.flagged].itertuples():
+            lost = [f'{v:g} in {m}' for v, m in ((c.fp16, 'fp16'), (c.bf16, 'bf16')) if abs(v) in (0, 1, math.inf)]
+            notes.append(f"{named(c.module)}: {c.constant:.9g} is {' and '.join(lost)} (`{c.operator}`, {c.line}).")
+        del notes[MANY:]
+        inputs = [largest_value(t) for b in self.batches for t in readable(tensors(b)[:-1])]
+        if self.flagged and max(inputs, default=0.) > _LARGE:
+            notes.append(f'The inputs reach {max(inputs):,.3g}. Normalize them first.')
+        notes += self._growth()
         n = len(self.batches)
         gradients = f', and at the gradients of {self.n_gradients},' if self.n_gradients else ''
-        notes = [f"Looked at {n:,} batch{'es' * (n > 1)} of {self.few:,} samples{gradients} with the current weights. "
-                 'Other batches (`n_batches`) and later weights may flag other modules.']
+        notes += [f"Looked at {n:,} batch{'es' * (n > 1)} of {self.few:,} samples{gradients} with the current weights. "
+                  'Other batches (`n_batches`) and later weights may flag other modules.']
         if emulated := ' and '.join(m for m in self.low if m in self.emulated):
             meaning = 'which says nothing about a GPU' if self.simulated else 'usually slower than fp32'
             notes.append(f'{emulated}: emulated on this device, {meaning}.')

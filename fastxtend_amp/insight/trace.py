@@ -66,6 +66,7 @@ def trace(
     except Exception as e:
         if mode is None and not where: raise
         found.error = first_line(e) + where
+        if found.failed_in == BACKWARD and (own := own_backward(e)): found.error += f', in `{own}`'
     return found
 
 
@@ -97,6 +98,16 @@ def running_copy(
             begin_fit(copy, 1)
             copy('before_train')
         yield copy
+
+
+def own_backward(error: BaseException) -> str: # 'TimesBackward'
+    "Return the name of the user's own `autograd.Function` whose backward pass raised an error; '' if none did."
+    frame = error.__traceback__
+    while frame:
+        ctx = frame.tb_frame.f_locals.get('self')
+        if isinstance(ctx, torch.autograd.function.BackwardCFunction): return type(ctx).__name__
+        frame = frame.tb_next
+    return ''
 
 
 class BackwardOnly(Callback):

@@ -12,17 +12,18 @@ from fastai.learner import Learner
 from ..precisions import AMPMode
 from ..precisions.matching import ROOT, covers, qualified_names
 from ..training.loop import precision_callback
-from .operators import has_nan_or_inf
+from .operators import has_nan_or_inf, rounded
 from .precisions import precision_call
-from .recorder import LOSS, Trace
+from .recorder import BACKWARD, LOSS, Trace
 from .tensors import readable
 
-_IMPRECISE = .1         # relative error from which a module is flagged
+_IMPRECISE = .1         # relative error from which a module is flagged, and share of decisions that differ,
+_SHOWN = .01            # if the loss differs by more than this
 _LOST = .1              # of the mean absolute gradient: smaller gradients may underflow
 _CLOSE = 4.             # headroom below which a module is flagged
 _LOWEST_SCALE = 2.**-12 # to recommend
 SMALL, LARGE = .25, .5  # distance of the mean gradient; models that trained worse than in fp32 were above .5
-_MANY = 4               # modules or reasons; if there are more, a verdict keeps their parents and names the first
+MANY = 4               # modules or reasons; if there are more, a verdict keeps their parents and names the first
 _MARGIN = 16.           # between a recommended loss scale and the highest, as later gradients may be larger
 
 
@@ -40,7 +41,9 @@ class Verdict:
     | 'cannot run' | the device has no kernel for it, or the model's code does not run in it |
     | 'not known' | the time limit was reached, fp32 fails as well, or no batch gave a loss |
 
-    'keep modules in fp32' includes modules whose constants round to 0 in fp16, as in `clamp(min=1e-8)`.
+    'keep modules in fp32' includes modules whose constants round to 0 or 1, as in `clamp(min=1e-8)`, modules in which
+    whole numbers become equal, and those whose decisions (comparisons, sorting, top-k) differ from fp32 if the loss
+    differs as well.
     """
     mode: str # 'bf16', 'fp16' or 'fp8'
     verdict: str # One of the above
@@ -109,10 +112,10 @@ class Judge:
         modules = dict(qualified_names(self.learn.model))
         kind = type(modules.get(name))
         why = f'{named(name)} does not run in {self.mode.value}: {low.error}'
-        if not kind.__module__.startswith('torch.nn') and 'autocast' not in low.error:   # the user's own code
+        if name in modules and not kind.__module__.startswith('torch.nn') and 'autocast' not in low.error:   # own code
             why += ('. Or make its code work with any dtype: use `torch.finfo(x.dtype)` for constants, and create '
                     'tensors with `dtype=x.dtype`')
-        alike = [name] if name in (ROOT, LOSS) else [n for n, m in modules.items() if type(m) is kind]
+        alike = [name] if name in (ROOT, LOSS, BACKWARD) else [n for n, m in modules.items() if type(m) is kind]
         return dict.fromkeys(alike, why)
 
     def _concerned(self, low):
@@ -125,12 +128,24 @@ class Judge:
             elif s.failed or (s.half * _CLOSE > self.limit and not covers(self.keep, n)):
                 above = 'above' if size > self.limit else 'close to'
                 found[n] = f"values in {named(n)} reach {size:,.3g}, {above} {mode}'s {self.limit:,.5g}"
-            elif s.vanished:
-                found[n] = f'{s.vanished:g} rounds to 0 in {mode}, so it does not keep values in {named(n)} away from 0'
+            elif lost := next((key for key, is_needed in s.constants.items() if is_needed), None):
+                limit = f'{rounded(lost[2], self.mode.dtype):g}'
+                found[n] = (f'{lost[2]:.9g} rounds to {limit} in {mode}, so it does not keep values in {named(n)} away '
+                            f'from {limit}')
+            elif s.merged:
+                found[n] = '{:.9g} and {:.9g} become the same number'.format(*s.merged) + f' in {named(n)} in {mode}'
             elif s.error > _IMPRECISE: found[n] = f'the error of {named(n)} is {min(s.error, 1):.0%} in {mode}'
+            elif s.changed > _IMPRECISE and (moved := self._loss_moved(low)) > _SHOWN:
+                found[n] = f'{self._decisions(s)} differ in {mode}, and with them the loss by {moved:.0%}'
         return found
 
-    def _can_be_kept(self, name): return name not in (ROOT, LOSS) and not covers(self.keep, name)
+    def _loss_moved(self, low):
+        fp32 = sum(self.fp32.losses)
+        return abs(sum(low.losses) / fp32 - 1) if fp32 else 0.
+
+    def _decisions(self, s): return f'{s.changed:.0%} of the decisions (comparisons, sorting, top-k) in {named(s.name)}'
+
+    def _can_be_kept(self, name): return name not in (ROOT, LOSS, BACKWARD) and not covers(self.keep, name)
 
     def candidates(self, low: Trace) -> list[str]:
         "Return the modules that can be kept in fp32 in addition, from last to first."
@@ -199,6 +214,8 @@ class Judge:
             own = max((s.error for s in low.seen.values() if s.error > 0), default=0.)
             reasons = [f'no module has an error above {own:.2%}' if own else 'nothing was flagged']
         reason, names = some(reasons, '; '), []
+        if changed := [self._decisions(s) for s in low.seen.values() if s.changed > _IMPRECISE]:
+            reason += f'; {some(changed)} differ from fp32, which the loss does not show'
         if scales: reason += f'; loss scales from {least:,.9g} to {most:,.9g} work'
         if init_scale: reason += f', and {init_scale:,.9g} leaves a margin'
         if (far := self.distance(self.keep, scale)) >= 0:        # nan if unknown
@@ -224,7 +241,7 @@ def wrong_in_fp32(fp32: Trace, batches: Any) -> str:
 
     NaN in the data matters only then: it may mark unknown targets, which the loss ignores.
     """
-    if not fp32.has_loss: return 'no batch gave a loss: use batches with targets, or a model that returns the loss'
+    if not fp32.losses: return 'no batch gave a loss: use batches with targets, or a model that returns the loss'
     if not fp32.not_finite: return ''
     if bad := not_finite_data(batches): return bad
     first = next((f', first in {named(n)}' for n, s in fp32.seen.items() if s.failed), '')
@@ -248,7 +265,7 @@ def smallest(names: list[str], helps: Callable[[list[str]], bool]) -> list[str]:
         part = next((p for p in (names[:half], names[half:]) if helps(p)), None)
         if part is None: break
         names = part
-    while len(names) > _MANY:
+    while len(names) > MANY:
         parents = [*dict.fromkeys(n.rpartition('.')[0] or n for n in names)]
         if parents == names or not helps(parents): break
         names = parents
@@ -257,9 +274,10 @@ def smallest(names: list[str], helps: Callable[[list[str]], bool]) -> list[str]:
 
 def named(name: str) -> str:
     "Return the name of a module for a message."
-    return {ROOT: "the model's own `forward`", LOSS: 'the loss function'}.get(name, f"'{name}'")
+    own = {ROOT: "the model's own `forward`", LOSS: 'the loss function', BACKWARD: 'the backward pass'}
+    return own.get(name, f"'{name}'")
 
 
 def some(words: list[str], between: str = ', ') -> str:
     "Return the first words, and how many more there are."
-    return between.join(words[:_MANY]) + (f' and {len(words) - _MANY} more' if len(words) > _MANY else '')
+    return between.join(words[:MANY]) + (f' and {len(words) - MANY} more' if len(words) > MANY else '')

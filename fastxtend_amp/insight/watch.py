@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from .copies import RandomState, generators, several_processes
 from ..common import warn_user
+from .copies import RandomState, generators, several_processes
 from .diagnosis import Alarm, diagnose
 from .fix import fix
 from .tensors import is_plain, readable

@@ -310,7 +310,8 @@ def test_gradients_that_are_too_large_lower_the_loss_scale_or_keep_modules():
         and 'init_scale=' in verdict.call
         and trained(inner(lambda h: Times.apply(h, 1e4)), verdict, 1e-9)[0] == 0
     )
-    f = lambda h: (h.relu() * 1e-6 + torch.tensor(1e-10)).sqrt() * 1e3  # its gradient is infinite in fp16 at any scale
+    # Its gradient is infinite in fp16 at any scale.
+    f = lambda h: (h.relu() * 1e-6 + torch.tensor(1e-10).to(h.dtype)).sqrt() * 1e3
     verdict = verdict_on(Own(f))
     assert "with 'a' in fp16 the loss or a gradient is not finite" in verdict.reason
     assert verdict.modules == ['a'] and trained(Own(f), verdict)[0] == 0
