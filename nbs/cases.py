@@ -29,17 +29,21 @@ D, LENGTH = 16, 32
 
 @dataclass
 class Case:
-    "A model, what is known of it, and the modules that have to be in fp32, by mode; wildcards are allowed."
+    """A model, what is known of it, and the modules that have to be in fp32, by mode; wildcards are allowed.
+
+    Another verdict than 'keep modules in fp32' and 'safe ...' is expected by its name.
+    """
     thread: str # 'owner/repository#number', or where else it is documented
     breaks: str
     remedy: str
     make: Callable # Gives the model
-    expected: dict[str, list[str]]
+    expected: dict[str, list[str] | str]
     data: Callable = field(default=lambda: torch.randn(8, LENGTH, D))
     loss: Callable = field(default=lambda p, y: F.mse_loss(p, y))
     targets: Callable = field(default=lambda x: x.flatten(1)[:, :1])
     library: bool = False # Whether it needs transformers or timm
     n_batches: int = 6 # As many as the report compares gradients of
+    rules: str | None = None # 'cuda' for what breaks only with CUDA's autocast rules
 
     def learner(self, n_batches: int | None = None) -> Learner: # The case's own number of batches if None
         torch.manual_seed(0)
@@ -51,9 +55,13 @@ class Case:
         learn.remove_cbs([cb for cb in learn.cbs if type(cb).__name__ == 'ProgressCallback'])
         return learn
 
+    def report(self, device: str | None = None): # With the case's own rules if None
+        return self.learner().precision_report(max_seconds=600, device=device or self.rules)
+
     def is_right(self, verdict) -> bool:
         "Return whether a verdict names the modules that are expected, and no other."
         expected = self.expected[verdict.mode]
+        if isinstance(expected, str): return verdict.verdict == expected
         named = [any(re.fullmatch(e, m) for e in expected) for m in verdict.modules]
         found = [any(re.fullmatch(e, m) for m in verdict.modules) for e in expected]
         return all(named) and all(found) and (bool(expected) or verdict.verdict.startswith('safe'))
@@ -200,6 +208,21 @@ class ReluAttention(nn.Module):
         return q @ (k.transpose(1, 2) @ self.v(x)) / (total + 1e-15)
 
 
+class SaturatedLog(nn.Module):
+    "The log of what is left of a probability; a bound of 1 - 1e-4 keeps that from 0, but is 1 in 16 bits."
+    def forward(self, x): return (1 - (x * 30).sigmoid().clamp(1e-4, 1 - 1e-4)).log()
+
+
+class FrozenNorm(nn.Module):
+    "A frozen normalization without epsilon; the variance of dead filters is 0 in fp16."
+    def __init__(self):
+        super().__init__()
+        self.register_buffer('var', torch.ones(D))
+        self.var[:2] = 1e-9
+
+    def forward(self, x): return x * (self.var > 1e-6) * self.var.to(x.dtype).rsqrt()
+
+
 # -- digits that bf16 does not have
 
 
@@ -267,6 +290,59 @@ class Distances(nn.Module):
         x = x + self.far
         squares = x.pow(2).sum(-1, keepdim=True) + self.centres.pow(2).sum(-1) - 2 * x @ self.centres.T
         return squares.clamp(min=1e-6).sqrt()
+
+
+class Timesteps(nn.Module):
+    "Adds the cosines of timesteps up to 1,000, which are cast to the dtype of the input."
+    def __init__(self):
+        super().__init__()
+        self.register_buffer('steps', torch.arange(1000, 1000 - LENGTH, -1))
+
+    def forward(self, x): return x + (self.steps.to(x.dtype)[:, None] / 100).cos()
+
+
+class RunningMean(nn.Module):
+    "The mean of 1,000 values near 1, by a sum in a loop: from 256 on bf16 cannot add 1."
+    def forward(self, x):
+        x, total = 1 + x / 100, torch.zeros_like(x[:, 0])
+        for i in range(1000): total = total + x[:, i % LENGTH]
+        return total / 1000
+
+
+# -- sums and layers that grow
+
+
+class Smoothed(nn.Module):
+    "A smoothed cross entropy: the negative log probabilities of a vocabulary are summed before they are weighted."
+    def __init__(self, n=8000):
+        super().__init__()
+        self.logits, self.n = nn.Linear(D, n), n
+
+    def forward(self, x):
+        losses = -self.logits(x.mean(1)).log_softmax(-1)
+        return .9 * losses[:, :1] + .1 / self.n * losses.sum(-1, keepdim=True)
+
+
+class Doubled(nn.Linear):
+    "A layer whose residual is added twice, so that hidden states double."
+    def forward(self, x): return x + (x + super().forward(x))
+
+
+# -- operators that exist in fp32 only, which CUDA's autocast does not cast
+
+
+class Clipped(nn.Module):
+    "Values are clipped at a quantile."
+    def forward(self, x): return x.minimum(x.flatten(1).quantile(.95, dim=1)[:, None, None])
+
+
+class Whitened(nn.Module):
+    "Values times the inverse of a covariance."
+    def forward(self, x): return x @ (x.transpose(1, 2) @ x + torch.eye(D, dtype=x.dtype)).inverse()
+
+
+def reverse_kl(p, y, temperature=.05):
+    return F.kl_div((y / temperature).log_softmax(-1), (p / temperature).softmax(-1), reduction='batchmean')
 
 
 # -- models of libraries, from their configurations
@@ -379,6 +455,36 @@ CASES = {
     'key points': Case(
         'kornia/kornia#2947', 'positions are rounded to whole pixels or worse', 'coordinates in fp32',
         lambda: Keypoints(), {'bf16': ['scores'], 'fp16': SAFE}, targets=lambda x: torch.full((len(x), 1), 255.)),
+    'clamp at 1 - 1e-4': Case(
+        'zylo117/Yet-Another-EfficientDet-Pytorch#502', '1 - 1e-4 is 1: a log of 0', 'a larger margin, 5e-3',
+        lambda: Model('log', SaturatedLog()), {'bf16': ['log'], 'fp16': ['log']}),
+    'label smoothing': Case(
+        'huggingface/transformers#10674', 'the sum of log probabilities of a vocabulary overflows',
+        'the sum in fp32 (#10815)',
+        lambda: Model('loss', Smoothed(), n_out=1), {'bf16': SAFE, 'fp16': ['loss']}),
+    'Vim, doubled residual': Case(
+        'hustvl/Vim#30', 'hidden states double in each layer', 'bf16, or one residual',
+        lambda: Model('layers', nn.Sequential(*(Doubled(D, D) for _ in range(18)), nn.LayerNorm(D))),
+        {'bf16': SAFE, 'fp16': [r'layers\.\d+']}),
+    'dead filters': Case(
+        'pytorch/vision#2599', 'a variance of 1e-9 is 0: 0 / 0', 'an epsilon',
+        lambda: Model('norm', FrozenNorm()), {'bf16': SAFE, 'fp16': ['norm']}),
+    'timesteps': Case(
+        'modelscope/DiffSynth-Studio#562', 'timesteps 998 and 1000 become equal', 'timesteps in fp32',
+        lambda: Model('time', Timesteps()), {'bf16': ['time'], 'fp16': SAFE}),
+    'mean of 1,000': Case(
+        'pytorch/xla#2425', 'a running sum stays at 256', 'sums in fp32',
+        lambda: Model('mean', RunningMean()), {'bf16': ['mean'], 'fp16': SAFE}),
+    'reverse KL': Case(
+        'MakazhanAlpamys/Soup#719', 'probabilities are 0 in fp32 as well', 'log probabilities (#736)',
+        lambda: nn.Linear(D, D), {'bf16': 'not known', 'fp16': 'not known'}, lambda: torch.randn(8, D) * 30, reverse_kl,
+        lambda x: x.roll(1, 0)),
+    'quantile, on CUDA': Case(
+        'pytorch/pytorch#91156', '`quantile` accepts fp32 and fp64 only', '`quantile` of `.float()`',
+        lambda: Model('clip', Clipped()), {'bf16': ['clip'], 'fp16': ['clip']}, rules='cuda'),
+    'inverse, on CUDA': Case(
+        'pytorch/pytorch#40427', '`inverse` has no 16-bit kernel', '`inverse` of `.float()`',
+        lambda: Model('whiten', Whitened()), {'bf16': ['whiten'], 'fp16': ['whiten']}, rules='cuda'),
     'T5': t5('T5Config', 'T5ForConditionalGeneration'),
     'mT5': t5('MT5Config', 'MT5ForConditionalGeneration', feed_forward_proj='gated-gelu'),
     'UMT5': t5('UMT5Config', 'UMT5ForConditionalGeneration', feed_forward_proj='gated-gelu'),
@@ -443,8 +549,8 @@ def link(name: str, case: Case) -> str:
 
 def row(name: str, case: Case) -> tuple[str, int, int]: # The row, verdicts that are right, and false alarms
     "Report on a case in bf16 and fp16."
-    learn, start = case.learner(), time.perf_counter()
-    verdicts = [*learn.precision_report(max_seconds=600).verdicts.values()]
+    start = time.perf_counter()
+    verdicts = [*case.report().verdicts.values()]
     took = time.perf_counter() - start
     said, moved, right, alarms = [], [], 0, 0
     for v in verdicts:
@@ -454,7 +560,7 @@ def row(name: str, case: Case) -> tuple[str, int, int]: # The row, verdicts that
         found = re.search(r'by ([\d.e-]+)x the noise', v.reason)
         moved.append(found[1] if found else '-')
     steps = ''
-    if case.expected['fp16']:
+    if isinstance(case.expected['fp16'], list) and case.expected['fp16'] and not case.rules:
         call = next(v.call for v in verdicts if v.mode == 'fp16')
         steps = f'{lost(case, "learn.to_fp16()")}, {lost(case, call)}'
     cells = [link(name, case), case.breaks, case.remedy] if case.breaks else [link(name, case)]
@@ -485,7 +591,7 @@ def under_cuda_rules(names: list[str]) -> str:
     rows, healthy = list[str](), 0
     for name in names:
         case = CASES[name]
-        cpu, cuda = (case.learner().precision_report(max_seconds=600, device=d).verdicts for d in (None, 'cuda'))
+        cpu, cuda = (case.report(d).verdicts for d in ('cpu', 'cuda'))
         for mode, v in cuda.items():
             own = cpu[mode]
             if words(v) == words(own) or all(x.verdict.startswith('safe') for x in (v, own)): continue

@@ -10,7 +10,8 @@ sys.path.append(str(NBS))
 from cases import CASES, PAGE, lost  # noqa: E402
 
 OWN = {name: case for name, case in CASES.items() if not case.library}
-BREAKS = {n: case for n, case in OWN.items() if case.expected['fp16'] and n != 'rotary embedding'}  # it is rounded
+LOSES = {n: case for n, case in OWN.items() if isinstance(case.expected['fp16'], list) and not case.rules}
+BREAKS = {n: case for n, case in LOSES.items() if case.expected['fp16'] and n != 'rotary embedding'}  # it is rounded
 # Its module and its gradient have small errors, but the target is closer than these: see the page.
 MISSED = {('FSQ', 'bf16')}
 
@@ -18,7 +19,7 @@ MISSED = {('FSQ', 'bf16')}
 @pytest.mark.filterwarnings('ignore')
 @pytest.mark.parametrize('name', OWN)
 def test_the_report_names_what_maintainers_keep_in_fp32(name):
-    for verdict in OWN[name].learner().precision_report(max_seconds=600).verdicts.values():
+    for verdict in OWN[name].report().verdicts.values():
         if (name, verdict.mode) not in MISSED:
             assert OWN[name].is_right(verdict), verdict
 
@@ -26,7 +27,7 @@ def test_the_report_names_what_maintainers_keep_in_fp32(name):
 @pytest.mark.filterwarnings('ignore')
 @pytest.mark.parametrize('name', BREAKS)
 def test_steps_are_lost_without_the_advice_and_none_with_it(name):
-    call = BREAKS[name].learner().precision_report('fp16', max_seconds=600).verdicts['fp16'].call
+    call = BREAKS[name].report().verdicts['fp16'].call
     assert lost(BREAKS[name], 'learn.to_fp16()', 3) > 0 == lost(BREAKS[name], call, 3)
 
 
