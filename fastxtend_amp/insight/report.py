@@ -56,7 +56,7 @@ class PrecisionReport(Shown):
 
     | column | meaning | unit |
     |---|---|---|
-    | `mode` | the precision | 'bf16', 'fp16' or 'fp8' |
+    | `mode` | the precision | its name, such as 'bf16' |
     | `module` | '(model)' is the model's own `forward` | name |
     | `type` | class of the module | name |
     | `format` | lowest precision of its results; 'fp32' if it does not run in the precision | name |
@@ -118,7 +118,7 @@ class PrecisionReport(Shown):
 
 @patch
 def precision_report(self: Learner,
-    modes: str | AMPMode | Iterable[str | AMPMode] = ('bf16', 'fp16'), # Precisions to report on: 'bf16', 'fp16', 'fp8'
+    modes: str | AMPMode | Iterable[str | AMPMode] = ('bf16', 'fp16'), # Precisions to report on, of those with autocast
     n_batches: int = 1, # Number of batches to look at; gradients are compared on up to 6
     dl: DataLoader | None = None, # Source of the batches, fastai's or PyTorch's; `learn.dls.train` if None
     max_seconds: float = 60., # Time limit; a verdict that was not reached is 'not known'
@@ -145,7 +145,8 @@ def precision_report(self: Learner,
     - `RuntimeError` if it is called inside a fit
     - any error of the model in fp32
     """
-    allowed = "give 'bf16', 'fp16' or 'fp8', or a list of these"
+    names = [repr(name) for name, cls in PRECISIONS.items() if cls.dtype and cls.in_tables]
+    allowed = f"give {', '.join(names)}, or a list of these"
     try: asked = [c.mode for c in choices_from(modes) if c.mode and not c.half_weights]
     except ValueError as e: raise ValueError(f'{first_line(e)}: {allowed}.') from None
     if not asked or not all(m.dtype for m in asked):

@@ -45,7 +45,7 @@ class Verdict:
     whole numbers become equal, and those whose decisions (comparisons, sorting, top-k) differ from fp32 if the loss
     differs as well.
     """
-    mode: str # 'bf16', 'fp16' or 'fp8'
+    mode: str # The precision's name, such as 'bf16'
     verdict: str # One of the above
     reason: str # What was found
     call: str = '' # The next call to make; empty if fp32 fails as well

@@ -58,7 +58,7 @@ def test_a_constant_that_is_lost(name, device):
     said = [note for note in report.notes if 'test_constants.py' in note]
     assert len(said) == bool(flags)
     if flags:
-        value = f'{constant:.9g} is {fp16:g} in fp16' + ' and {:g} in bf16'.format(bf16) * (len(flags) > 1)
+        value = f'{constant:.9g} is {fp16:g} in fp16' + f' and {bf16:g} in bf16' * (len(flags) > 1)
         assert said == [f"'1': {value} (`{operator}`, {row['line']})."] and said[0] in repr(report)
 
 

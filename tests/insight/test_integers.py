@@ -1,7 +1,6 @@
 "Whole numbers that fall together in 16 bits."
 
 import pytest, torch
-from torch import nn
 
 from fastxtend_amp.insight.operators import merged
 from held_out import Own, inner
