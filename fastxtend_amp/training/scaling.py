@@ -135,7 +135,7 @@ class Scaling:
     def read(self) -> None:
         "Look at what the device decided; this synchronizes."
         self.skips_in_a_row = sum(takewhile(bool, reversed([*self.history.skips(self.first_step)])))
-        self.is_low = self._is_low(self.scaler.get_scale())
+        self.is_low = any(map(self._is_low, map(abs, self.history[-1:])))
 
     # -- the end of the fit
 
