@@ -192,6 +192,8 @@ def linear():
 class At(Callback):
     "Call `f(learn)` at one event, before or after the precision callback by `order`. Can be pickled if `f` can."
 
+    run_on_copy = False  # most record what a fit does
+
     def __init__(self, event, f, order=0):
         self.order, self.f = order, f
         setattr(self, event, self._run)

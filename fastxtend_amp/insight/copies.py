@@ -1,11 +1,10 @@
 "Copies of a learner to run on the side, and the random states, which are restored afterwards."
 from __future__ import annotations
 
-import ast, copy, inspect, random, re, tempfile, threading, warnings
+import copy, inspect, random, re, tempfile, threading, warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from textwrap import dedent
 from types import MethodType, SimpleNamespace
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from fastai.callback.core import Callback
+from fastai.callback.hook import HookCallback
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from fastcore.basics import noop
@@ -27,33 +27,28 @@ from ..training.loop import precision_callback
 from .tensors import is_plain
 
 # Callbacks of fastai that affect a training step, by name, as some are slow to import. MixHandler is MixUp and CutMix;
-# MixedPrecision also ours.
+# MixedPrecision also ours. All others of fastai read, schedule, save or stop.
 _OF_FASTAI = set("""TrainEvalCallback CastToTensor MixedPrecision MixHandler GradientAccumulation GradientClip BnFreeze
     ChannelsLast ModelResetter RNNCallback RNNRegularizer GANTrainer FixedGANSwitcher AdaptiveGANSwitcher
     GANDiscriminativeLR""".split())
-# What changes a step, as `ast.unparse` spells it; in-place functions of PyTorch end in one underscore.
-_CHANGES = re.compile(r'(?<!self)\.(xb?|yb?|pred|loss|loss_grad|grad|data)(, [\w.]+)*\)? [-+*/@]{0,2}= |'
-                      r'\.[xy]b?\[.*\] [-+*/@]{0,2}= |[^\W_]_\(|\.backward\(|opt\.step\(|raise Cancel')
+# Words in the names of classes that track, record, save or show a training, and of the services that they send it to.
+_WATCHES = re.compile('(Track|Record|Sav|Checkpoint|Monitor|Progress|Plot|Print|Logg?)(|s|e[drs]*|ing)(?![a-z])|'
+                      '(?i:wandb|tensorboard|mlflow|neptune|comet|clearml|azureml|dvclive|swanlab)')
 one_at_a_time = threading.RLock()                               # random states and warnings belong to the process
 
 
 def takes_part(cb: Callback) -> bool:
-    """Return whether a copy runs `cb`: only if it changes the training step. A tracker only reads.
+    """Return whether a copy runs `cb`: what changes a training does, and nothing is tracked, sent or saved.
 
-    `cb.run_on_copy` decides if it is True or False. Otherwise a copy runs the callbacks of fastai that affect a step,
-    and your own if their source assigns to a batch, prediction, loss or gradient (`self.learn.pred = ...`), calls an
-    in-place function (`clip_grad_norm_`), runs a backward pass or an optimizer step, or cancels a batch or step.
+    `cb.run_on_copy` decides if it is True or False. Of fastai's callbacks, and those derived from them, a copy runs
+    those that affect a training step. It runs all others, except those whose class, or a class that it is derived from,
+    has a name as trackers, recorders and savers have: `WandbTracker`, `GradientLogger`, `SaveEMA`.
     """
     if (said := getattr(cb, 'run_on_copy', None)) is not None: return said
-    kinds = [kind for kind in type(cb).__mro__ if kind not in Callback.__mro__]
-    if any(kind.__name__ in _OF_FASTAI for kind in kinds): return True
-    return any(_changes_a_step(f) for kind in kinds if not kind.__module__.startswith('fastai.')
-               for f in vars(kind).values())
-
-
-def _changes_a_step(method): # False if it is not a method, or has no source
-    try: return bool(_CHANGES.search(ast.unparse(ast.parse(dedent(inspect.getsource(method))))))
-    except (OSError, TypeError, SyntaxError): return False
+    kinds = [kind for kind in type(cb).__mro__ if kind not in HookCallback.__mro__]
+    of_fastai = [kind.__name__ for kind in kinds if kind.__module__.startswith('fastai.')]
+    if of_fastai: return not _OF_FASTAI.isdisjoint(of_fastai)
+    return not any(_WATCHES.search(f"{kind.__module__.partition('.')[0]} {kind.__name__}") for kind in kinds)
 
 
 def left_out(learn: Learner) -> list[str]: # One sentence or none
@@ -181,7 +176,7 @@ def _copy(learn, optimizer):
         except Exception as e:
             raise ValueError(f'This learner cannot be copied, and only copies are run: copying `learn.{name}` '
                              f'failed ({first_line(e)}).\n'
-                             'If it is a callback, remove it for this call: `with learn.removed_cbs([...])`. '
+                             'If it is a callback, set its attribute `run_on_copy = False`. '
                              'Anything else needs a `__deepcopy__`, or a place outside of model and learner.') from e
         if name == 'model': memo[id(learn.model)] = copied       # instead of what wraps it
         if isinstance(part, Callback): new.cbs.append(copied)

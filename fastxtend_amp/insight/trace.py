@@ -89,12 +89,12 @@ def running_copy(
             for name, rounded in copy.rounding.items(): round_as(rounded, modules[name])
             mode = AMPMode(mode.dtype)                           # that needs neither hardware nor other packages
             set_precision(copy, MixedPrecision(mode, init_scale=scale, fp32_modules=keep, on_overflow='ignore'))
-        copy.scaler = torch.amp.GradScaler('cpu', enabled=False)   # callbacks may use it, in fp32 as well
+        copy.create_opt()                                        # callbacks may read it,
+        copy.scaler = torch.amp.GradScaler('cpu', enabled=False)   # and this one, in fp32 as well
         if in_fit:                                               # callbacks have already prepared its batch
             for cb in copy.cbs:
                 if not isinstance(cb, MixedPrecision): cb.before_batch = noop
         else:
-            copy.create_opt()
             begin_fit(copy, 1)
             copy('before_train')
         yield copy

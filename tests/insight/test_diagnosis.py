@@ -417,7 +417,7 @@ def test_a_cause_that_cannot_be_looked_for():
     message = alarms(learner(Attentive(), cbs=Shut()).to_fp16())[0]
     assert message.count('\n') == 2 and 'precision_report' not in message  # which would fail as well
     assert 'again, ValueError: This learner cannot be copied' in message
-    assert '\nIf it is a callback, remove it for this call' in message
+    assert '\nIf it is a callback, set its attribute `run_on_copy = False`' in message
 
 
 # -- the rerun changes nothing

@@ -1,13 +1,17 @@
-"Which callbacks run on a copy: those that change a training step do, and those that track the training do not."
+"Which callbacks run on a copy: all that may change a training do, and those that track, record or save it do not."
 
-import linecache, time, warnings
+import time, warnings
 
 import pytest, torch
 from fastai.callback.core import Callback, CancelBatchException
+from fastai.callback.hook import ActivationStats, HookCallback
+from fastai.callback.progress import CSVLogger, ShowGraphCallback
+from fastai.callback.tracker import SaveModelCallback
 from fastai.callback.training import GradientClip
+from fastai.learner import Recorder
 from torch import nn
 
-from fastxtend_amp.insight.copies import copied_learner, takes_part
+from fastxtend_amp.insight.copies import copied_learner, left_out, takes_part
 from helpers import Attentive, Data, dataset, learner, loaders, mlp
 from states import Gives
 
@@ -189,16 +193,84 @@ class MyClip(GradientClip):
     pass
 
 
-@pytest.mark.parametrize('cb', [Unpack, Mix, CutOut, Penalty, Clip, Noise, Accumulate, Auxiliary, lambda: MyClip(1.0)])
+class ManifoldMixup(Callback):
+    "Mixes the activations of a layer, as a forward hook does that is registered for each batch."
+
+    def before_batch(self):
+        self.hook = self.learn.model[0].register_forward_hook(lambda m, i, out: torch.lerp(out, out.flip(0), 0.3))
+
+    def after_pred(self):
+        self.hook.remove()
+
+
+class Hooks(HookCallback):
+    "Derived from fastai's base class for hooks, which says nothing of what they do."
+
+    def hook(self, m, i, o):
+        return o
+
+
+class LogitPenalty(Penalty):
+    "Does not log."
+
+
+RUN = Unpack, Mix, CutOut, Penalty, Clip, Noise, Accumulate, Auxiliary, lambda: MyClip(1.0), ManifoldMixup, LogitPenalty
+
+
+@pytest.mark.parametrize('cb', RUN)
 def test_what_changes_the_step_takes_part(cb):
-    assert takes_part(cb())
+    assert takes_part(cb()) and takes_part(Hooks()) and left_out(learner(cbs=cb())) == []
     with copied_learner(learner(cbs=cb())) as copy:
         assert copy.cbs[-1].name in vars(copy) and len(copy.cbs) == 3
 
 
-@pytest.mark.parametrize('cb', TRACKERS)
-def test_what_only_reads_does_not(cb):
-    assert not takes_part(cb())
+class OwnProgress(Callback):
+    pass
+
+
+class SavesBest(Callback):
+    pass
+
+
+class Best(SaveModelCallback):
+    pass
+
+
+class Norms(ActivationStats):
+    pass
+
+
+@pytest.mark.parametrize('cb', [*TRACKERS, OwnProgress, SavesBest, Best, Norms, CSVLogger, Recorder, ShowGraphCallback])
+def test_trackers_recorders_and_savers_do_not(cb):
+    learn = learner(cbs=(cb := cb()))
+    assert not takes_part(cb)
+    own = type(cb).__module__.startswith('fastai.')
+    assert left_out(learn) == [] if own else left_out(learn)[0].startswith(f'Callbacks left out: {cb.name}. If')
+
+
+def test_a_callback_of_a_tracking_package_does_not():
+    cls = type('Callback2', (Callback,), {'__module__': 'wandb.integration.fastai'})
+    assert not takes_part(cls())
+
+
+@pytest.mark.filterwarnings('ignore')
+def test_a_forward_hook_of_a_callback_runs_in_the_report_as_in_a_fit():
+    "`lerp` of bf16 and fp32 fails in a fit, and the report says so."
+
+    class Mixes(ManifoldMixup):
+        def before_batch(self):
+            other = torch.zeros(4, 8)
+            hook = lambda m, i, out: torch.lerp(out, other, 0.3)
+            self.hook = self.learn.model[0].register_forward_hook(hook)
+
+    learn = learner(cbs=Mixes())
+    before = [*learn.model[0]._forward_hooks]
+    verdict = learn.precision_report('bf16').verdicts['bf16']
+    assert verdict.verdict == 'keep modules in fp32' and 'does not run in bf16' in verdict.reason
+    assert learn.compare_precision('bf16', n_steps=2, n_seeds=0).table['support']['bf16'] == 'failed'
+    assert [*learn.model[0]._forward_hooks] == before
+    with pytest.raises(RuntimeError, match='expected dtype'):
+        learn.to_bf16().fit(1)
 
 
 def test_a_callback_says_it_for_itself():
@@ -209,16 +281,8 @@ def test_a_callback_says_it_for_itself():
     clip = GradientClip(1.0)
     clip.run_on_copy = False
     assert not takes_part(clip)
-
-
-def test_a_callback_of_a_notebook_has_a_source_and_one_without_does_not_take_part():
-    cell = 'class Cell(Callback):\n    def after_loss(self):\n        self.learn.loss_grad *= 2\n'
-    namespace = {'Callback': Callback, '__name__': '__main__'}
-    exec(compile(cell, '<cell>', 'exec'), namespace)
-    cb = namespace['Cell']()
-    assert not takes_part(cb)
-    linecache.cache['<cell>'] = len(cell), None, cell.splitlines(True), '<cell>'  # as IPython does
-    assert takes_part(cb)
+    report = learner(cbs=LikeMlflow()).precision_report('bf16')
+    assert 'Callbacks left out: like_mlflow.' in ' '.join(report.notes)
 
 
 class Quiet(Unpack):
