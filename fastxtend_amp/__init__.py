@@ -9,6 +9,7 @@ from importlib.util import find_spec as _find_spec
 
 from .precisions import AMPMode
 from .precisions.half_weights import HalfWeights, kahan
+from .precisions.kinds import is_depthwise
 from .training.callback import MixedPrecision
 from .training import checkpoint as _checkpoint, learner as _learner
 from .training.optimizers import fused
@@ -18,8 +19,8 @@ from .tools.memory import keep_freed_memory
 
 if _find_spec('torch_xla') is not None: from .devices import xla as _xla   # users may import it later
 
-__all__ = ['AMPMode', 'HalfWeights', 'MixedPrecision', 'PrecisionComparison', 'PrecisionReport', 'fused', 'kahan',
-           'keep_freed_memory', 'loss_scale', 'precision_support', 'skipped_steps']
+__all__ = ['AMPMode', 'HalfWeights', 'MixedPrecision', 'PrecisionComparison', 'PrecisionReport', 'fused',
+           'is_depthwise', 'kahan', 'keep_freed_memory', 'loss_scale', 'precision_support', 'skipped_steps']
 
 
 def __getattr__(name):

@@ -2,16 +2,16 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from typing import Any
 
 from fastai.learner import Learner
 from fastcore.basics import patch
 
+from .candidates import candidates, name_of, with_advice
 from .compare import compare
 from .comparison import PrecisionComparison
 from .copies import several_processes
 from .measuring import Setting
-from .precisions import default_choices
 
 _FOR_REPORT = .3    # share of the time
 
@@ -29,20 +29,21 @@ def measure_and_choose(
     Raises what `compare_precision` raises, and `RuntimeError` in distributed runs.
     """
     start = time.perf_counter()
-    setting = Setting(learn, 'to_amp(measure=True)', max_seconds)
+    setting = Setting(learn, 'to_amp(measure=True)', max_seconds, tune=True)
     if several_processes():
         raise RuntimeError('to_amp(measure=True) is not available in distributed runs, as each process could choose '
                            'another precision.\nRun it in one process, then use the call that it prints in every '
                            'process.')
-    choices = default_choices(learn)
-    low = [c.mode for c in choices if c.mode and c.mode.dtype]
+    precisions = candidates(learn)
+    low = [p.mode for p in precisions if p.dtype]
     verdicts = learn.precision_report(low, max_seconds=_FOR_REPORT * max_seconds).verdicts if low else {}
     compared, refused = [], []
-    for c in choices:
-        if c.mode not in low: compared.append(c)
-        elif (v := verdicts[c.mode.value]).call and v.verdict not in ('do not use', 'cannot run'):
-            compared.append(replace(c, fp32_modules=tuple(v.modules), init_scale=v.init_scale))
-        else: refused.append(f'{c.name}: {v.reason}.')
+    for p in precisions:
+        mode: Any = p.mode
+        if not p.dtype: compared.append(p)
+        elif (v := verdicts[mode.value]).call and v.verdict not in ('do not use', 'cannot run'):
+            compared.append(with_advice(p, v.modules, v.init_scale))
+        else: refused.append(f'{name_of(p)}: {v.reason}.')
     comparison = compare(setting, compared)
     comparison.notes = [*refused, *comparison.notes]
     comparison.apply(learn)

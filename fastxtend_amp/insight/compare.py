@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import random
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -12,28 +11,31 @@ from fastai.torch_core import set_seed
 from fastcore.basics import patch
 
 from ..devices.fp32_settings import settings_note
-from ..precisions import PRECISIONS
-from .arguments import check_above_0, check_count
+from ..precisions import Precision
+from .arguments import check_above_0, check_count, check_flag
+from .candidates import FP32, call, candidates
 from .comparison import FEWEST_ROUNDS, PrecisionComparison, pays, recommend, speed_up, tolerance
 from .compat import is_compiled
 from .copies import left_out, one_at_a_time, random_state_kept, several_processes
-from .measuring import Batches, Run, Setting, last_fifth
-from .precisions import PrecisionChoice, call_for, choices_from, default_choices
+from .measuring import ROUNDS, Batches, Run, Setting, last_fifth, running, train_round, validate
 from .progress import progress_bar
+from .tune import kinds_to_try, tune
 
-_ROUNDS = 7             # into which `n_steps` are divided, after two rounds of one step
 _CONSIDERABLE = .1      # share of an fp32 step from which the time for loading a batch is mentioned
+_MORE = 1.02            # times the activations, from which memory is mentioned
+_KINDS = 3              # trainings in all precisions, whose time is left for kinds of modules
 _MANY_FAULTS = 1000     # page faults per step that are mentioned
 
 @patch
 def compare_precision(self: Learner,
-    modes: Any = None, # 'bf16', 'fp16', 'tf32', 'fp8', 'half weights', or a list; None for all native ones except FP8
+    modes: Any = None, # 'bf16', 'fp16', 'tf32', 'fp8', 'half_weights', or a list; None for all native ones except FP8
     n_steps: int = 50, # Training steps after which the losses are compared; timing may need more
     *,
     lr: float | slice | None = None, # Learning rate; the learner's own if None
     n_seeds: int = 3, # How often to repeat fp32 with other seeds, to see how much its loss varies
     max_seconds: float = 60., # Time limit; compiling does not count
     compile: bool = False, # Also compare each precision compiled, by `Module.compile`
+    tune: bool = False, # Also try the fastest one with kinds of modules in fp32, such as depthwise convolutions
 ) -> PrecisionComparison: # A `PrecisionComparison`: `table`, `plot()`, `recommended`, `reason`, `apply()`
     """Train copies of the learner side by side, and recommend the fastest precision whose loss matches fp32.
 
@@ -58,80 +60,67 @@ def compare_precision(self: Learner,
     - `RuntimeError` if it is called inside a fit
     - any error of the model in fp32
     """
-    choices = default_choices(self) if modes is None else choices_from(modes)
+    precisions = candidates(self, modes)
     check_count('n_steps', n_steps, 1)
     check_count('n_seeds', n_seeds, 0)
+    check_flag('compile', compile)
+    check_flag('tune', tune)
     if lr is not None and not isinstance(lr, slice): check_above_0('lr', lr, '1e-3, or a slice of two')
-    if compile: choices = [c for choice in choices for c in (choice, replace(choice, compiled=True))]
-    return compare(Setting(self, 'compare_precision', max_seconds, n_steps, n_seeds, lr), choices)
+    return compare(Setting(self, 'compare_precision', max_seconds, n_steps, n_seeds, lr, compile, tune), precisions)
 
 
-def compare(setting: Setting, choices: list[PrecisionChoice]) -> PrecisionComparison:
+def compare(setting: Setting, precisions: list[Precision]) -> PrecisionComparison:
     "Train side by side in all precisions, fp32 first, then in fp32 with other seeds; return what that shows."
-    if len(choices) == 1: setting.n_steps = 1                    # there is nothing to compare fp32 with
+    if len(precisions) == 1 and not setting.compile: setting.n_steps = 1   # there is nothing to compare fp32 with
     with one_at_a_time, random_state_kept(), progress_bar(setting.learn, setting.left) as tick:
         batches = Batches(setting, tick)
-        runs = [Run(setting, batches, c) for c in choices]
+        forms = [False, True] if setting.compile else [False]
+        runs = [Run(setting, batches, p, compiled) for p in precisions for compiled in forms]
         with ExitStack() as copies:
             for run in runs:
                 with run.failures_noted(): run.copy(copies)
-            if setting.method == 'compare_precision': _validate(_running(runs))  # the report of `to_amp` does
+            if setting.method == 'compare_precision': validate(running(runs))  # the report of `to_amp` does
             n = _train_in_rounds(setting, runs, tick)
-            for run in reversed(_running(runs)):                 # fp32 last: it is slow where time is short
+            tuned = tune(runs, copies, n, tick)
+            for run in reversed(running(runs)):                  # fp32 last: it is slow where time is short
                 run.finish()
-                if run.choice.compiled or run.pace > setting.left: continue      # it would be compiled again
+                if run.compiled or run.pace > setting.left: continue             # it would be compiled again
                 with suppress(Exception): run.count_activations()                # nan if hooks break the model
         seeds = list[Run]()
         while len(seeds) < setting.n_seeds and setting.left > n * runs[0].pace:
             tick('fp32')
             seeds.append(_train_with_seed(setting, batches, 1 + len(seeds), n))
-    return _result(setting, runs, seeds, n, batches.loading)
+    return _result(setting, runs, seeds, n, batches.loading, tuned)
 
 
 # -- the trainings
 
-def _running(runs): return [r for r in runs if not r.note]
-
-
-def _validate(runs):
-    "Validate in each precision: one that trains may fail there. If fp32 fails there as well, it says nothing."
-    base, *low = runs
-    batch = base.batches[0]
-    try: base.learn.validate(dl=[batch])
-    except Exception: return
-    for run in low:
-        with run.failures_noted(' (in validation)'): run.learn.validate(dl=[batch])
-
-
 def _train_in_rounds(setting, runs, tick): # Returns how many steps are compared
-    """Train all precisions for a few steps, round by round, until all is decided or only the time for seeds is left.
+    """Train all precisions for a few steps, round by round, until all is decided or only the time for others is left.
 
-    The first two rounds have one step each: a warm-up, and one that shows how long a step takes. From that follows how
-    many steps fit into the time.
+    Others are fp32 with other seeds, and kinds of modules in fp32. The first two rounds have one step each: a warm-up,
+    and one that shows how long a step takes. From that follows how many steps fit into the time.
     """
     base, n, size = runs[0], setting.n_steps, 1
     while due := _due(runs, n):
         done = len(base.losses)
-        # Back and forth, so that no precision always follows the same one.
-        if len(base.times) % 2: due.reverse()
-        for run in due:
-            tick(run.choice.name)
-            with run.failures_noted(): run.train(range(done, done + size))
+        train_round(due, range(done, done + size), tick)
         n_rounds = len(base.times)
-        pace = sum(r.pace for r in _running(runs))
-        seeds = setting.n_seeds * base.pace
+        pace = sum(r.pace for r in running(runs))
+        if n_rounds == 1 and setting.tune: setting.kinds = kinds_to_try(runs, pace)
+        others = setting.n_seeds * base.pace + _KINDS * pace * bool(setting.kinds)
         if n_rounds == 1:
-            fitting = int(.9 * setting.left / (pace + seeds))
+            fitting = int(.9 * setting.left / (pace + others))
             n = min(setting.n_steps, max(FEWEST_ROUNDS + 1, fitting))
-            size = max(1, (n - 2) // _ROUNDS)
-        afterwards = pace + seeds * n                            # one step shows the memory
+            size = max(1, (n - 2) // ROUNDS)
+        afterwards = pace + others * n                           # one step shows the memory
         if setting.left < size * pace + afterwards * (n_rounds >= FEWEST_ROUNDS): break
-    return min(n, *(len(r.losses) for r in _running(runs)))
+    return min(n, *(len(r.losses) for r in running(runs)))
 
 
 def _due(runs, n):
     "Return the runs that need another round, fp32 always included."
-    base, *low = _running(runs)
+    base, *low = running(runs)
     if len(base.losses) < n: return [base, *low]
     undecided = [r for r in low if pays(*speed_up(r.ratios(base))[1:]) is None]
     return [base, *undecided] if undecided and not several_processes() else []
@@ -140,7 +129,7 @@ def _due(runs, n):
 def _train_with_seed(setting, batches, seed, n):
     "Train in fp32 with another seed and another order of the batches, except for the last ones."
     set_seed(seed)
-    run, n_first = Run(setting, batches, PrecisionChoice()), n - last_fifth(n)
+    run, n_first = Run(setting, batches, FP32), n - last_fifth(n)
     with ExitStack() as copies:
         run.copy(copies)
         run.train([*random.Random(seed).sample(range(n_first), n_first), *range(n_first, n)])
@@ -149,28 +138,30 @@ def _train_with_seed(setting, batches, seed, n):
 
 # -- the result
 
-def _result(setting, runs, seeds, n, loading): # `n`: steps that are compared; `loading`: seconds for a batch
-    choices = {r.choice.name: r.choice for r in runs}
-    table = pd.DataFrame([_row(r, runs[0], n) for r in runs], index=[*choices])
+def _result(setting, runs, seeds, n, loading, tuned): # `n`: steps that are compared; `loading`: seconds for a batch
+    precisions, compiled = {r.name: r.precision for r in runs}, [r.name for r in runs if r.compiled]
+    table = pd.DataFrame([_row(r, runs[0], n) for r in runs], index=[*precisions])
     table['weights moved'] /= table['weights moved']['fp32']
-    losses = {r.choice.name: r.losses[:n] for r in runs}
+    losses = {r.name: r.losses[:n] for r in runs}
     tolerated = tolerance(losses['fp32'], [r.loss(n) for r in seeds], last_fifth(n))
     recommended, reason = recommend(table, tolerated, setting.max_seconds - min(0, setting.left))
-    calls = {name: f"{call_for(setting.learn, choice)}{'; learn.model.compile()' if choice.compiled else ''}"
-             for name, choice in choices.items()}
+    calls = {name: call(setting.learn, precision) + '; learn.model.compile()' * (name in compiled)
+             for name, precision in precisions.items()}
     notes = _notes(setting, runs, table['ms per step'] / 1000, recommended, loading)
+    if tuned: notes.append(tuned)
     notes += [f'`max_seconds={setting.max_seconds:g}` was enough for {n:,} of {setting.n_steps:,} steps, and '
               f'for fp32 with {len(seeds)} of {setting.n_seeds} other seeds. Loss: mean of the last '
               'fifth of the steps.',
               *left_out(setting.learn)]
     if settings := settings_note(): notes.append(f'{settings}. fp32 was measured with this setting.')
-    return PrecisionComparison(table, losses, [r.losses for r in seeds], recommended, reason, calls, notes, choices)
+    return PrecisionComparison(table, losses, [r.losses for r in seeds], recommended, reason, calls, notes, precisions,
+                               compiled)
 
 
 def _row(run, base, n):
-    mode, ratios = run.choice.mode, run.ratios(base)
+    ratios = run.ratios(base)
     mid, low, high = speed_up(ratios)
-    support = 'failed' if run.note else PRECISIONS[mode].support(run.setting.device).status if mode else 'native'
+    support = 'failed' if run.note else run.precision.support(run.setting.device).status
     return {'support': support, 'steps': len(run.losses), 'rounds': len(ratios),
             'ms per step': 1000 * base.pace / mid, 'speed-up': mid, 'speed-up low': low, 'speed-up high': high,
             'loss': run.loss(n), 'loss difference': run.loss(n) - base.loss(n), **run.measured, 'note': run.note}
@@ -184,6 +175,10 @@ def _notes(setting, runs, seconds, recommended, loading): # `seconds`: of a step
         gain = together(loading, step) / together(loading, low)
         found.append(f'Loading a batch takes {1000 * loading:.3g} ms, and a step in fp32 {1000 * step:.3g} '
                      f'ms, so a whole fit in {recommended} is about {gain:.2f}x faster, not {step / low:.2f}x.')
+    kept = {r.name: r.measured['activations MB'] for r in runs}  # for the backward pass
+    plain = recommended.partition(',')[0]                        # without kinds of modules in fp32
+    if kept[recommended] > _MORE * kept[plain]:
+        found.append(f'{recommended} keeps {kept[recommended]:.3g} MB of activations, {plain} {kept[plain]:.3g} MB.')
     if is_compiled(setting.learn.model):
         found.append('The compiled model was compared uncompiled; `compare_precision(compile=True)` compares both.')
     if (faults := max(r.faults for r in runs)) > _MANY_FAULTS:

@@ -9,9 +9,11 @@ import numpy as np
 import pandas as pd
 from fastai.learner import Learner
 
-from .precisions import PrecisionChoice, use_choice
+from ..precisions import Precision
+from .candidates import switch
 from .shown import Shown
 
+_SPEED = ['speed-up', 'speed-up low', 'speed-up high']
 _WORTH = 1.05           # smallest speed-up that is recommended
 FEWEST_ROUNDS = 6      # for an interval
 _WIDTH = 2.2            # of the interval; 1.57 for a single look
@@ -45,7 +47,8 @@ class PrecisionComparison(Shown):
     reason: str # Why, and how certain that is
     calls: dict[str, str] # The call that selects each precision
     notes: list[str] # How the comparison was made, and what limits it
-    choices: dict[str, PrecisionChoice] # What `apply` sets, by precision
+    precisions: dict[str, Precision] # What `apply` sets, by row of the table
+    compiled: list[str] # The rows whose model was compiled
 
     def apply(self,
         learn: Learner, # The learner that was compared, or one like it
@@ -53,10 +56,11 @@ class PrecisionComparison(Shown):
     ) -> Learner: # The learner
         "Switch the learner to the recommended precision. `fp32_modules` and its other arguments are kept."
         mode = mode or self.recommended
-        if mode not in self.choices:
+        if mode not in self.precisions:
             raise ValueError(f"mode={mode!r} cannot be used: it was not compared. Choose one of "
-                             f"{', '.join(map(repr, self.choices))}.")
-        use_choice(learn, self.choices[mode])
+                             f"{', '.join(map(repr, self.precisions))}.")
+        switch(learn, self.precisions[mode])
+        if mode in self.compiled: learn.model.compile()
         return learn
 
     def _parts(self):
@@ -72,7 +76,7 @@ class PrecisionComparison(Shown):
         import matplotlib.pyplot as plt
         n = len(self.table)
         _, (curves, bars) = plt.subplots(2, figsize=(6, 3.4 + .3 * n), height_ratios=[7, n], layout='constrained')
-        colors = [choice.precision.color for choice in self.choices.values()]
+        colors = [precision.color for precision in self.precisions.values()]
         seeds = _smooth({f"{'_' * n}fp32, other seeds": losses for n, losses in enumerate(self.seed_losses)})
         if len(seeds.columns): seeds.plot(ax=curves, color='#b4bdcc', lw=1)   # '_' hides all but one from the legend
         _smooth(self.losses).plot(ax=curves, style=['-', '--', ':', '-.'], color=colors, xlabel='step', ylabel='loss',
@@ -110,9 +114,9 @@ def speed_up(
     return mid, mid / times, mid * times
 
 
-def pays(low: float, high: float) -> bool | None:
+def pays(low: float, high: float, worth: float = _WORTH) -> bool | None:
     "Return whether a speed-up in this interval pays; None if that is undecided."
-    return True if low > _WORTH else False if high <= _WORTH else None
+    return True if low > worth else False if high <= worth else None
 
 
 def tolerance(
@@ -155,17 +159,17 @@ def recommend(
         return 'fp32', ('The weights did not move in fp32: use a larger `n_steps`, or check the learning rate and '
                         'whether `splitter` returns parameters of the model that it is called with.')
     against = {name: _against(row, tolerated, seconds) for name, row in table.drop('fp32').iterrows()}
-    bad = '; '.join(f"{name}: {', '.join(found)}" for name, found in against.items() if found)
+    bad = ' '.join(f'{name}{found}.' for name, found in against.items() if found)
     speed = table['speed-up'][[name for name, found in against.items() if not found]]
-    if speed.empty: return 'fp32', f"{bad or 'Nothing else was compared'}."
-    best = 'bf16' if speed.get('bf16', 0) * 1.05 >= speed.max() else speed.idxmax()
-    why = f'Speed-up {_speed(table.loc[best])}; its loss is within {tolerated[1]}'
-    return best, f"{why}{bad and f' ({bad})'}."
+    if speed.empty: return 'fp32', bad or 'Nothing else was compared.'
+    unscaled = speed[speed.index.str.fullmatch('bf16(, .*)?')]   # with kinds of modules in fp32
+    best = (unscaled if unscaled.max() * 1.05 >= speed.max() else speed).idxmax()
+    return best, f'Speed-up {_speed(table.loc[best])}; its loss is within {tolerated[1]}. {bad}'.rstrip()
 
 
 def _against(row, tolerated, seconds):
-    "Return what speaks against a precision."
-    if row['support'] == 'failed': return ['does not run']
+    "Return what speaks against a precision, to follow its name; '' if nothing does."
+    if row['support'] == 'failed': return ': does not run'
     found = []
     if not math.isfinite(row['loss']): found.append('its loss is not finite')
     elif row['skipped'] > row['steps'] / 2:                      # a skipped step is faster, and keeps the loss
@@ -176,16 +180,21 @@ def _against(row, tolerated, seconds):
     elif row['loss difference'] > tolerated[0]:
         found.append(f"its loss is {row['loss difference']:.2g} above that of fp32; the limit is "
                      '{:.2g}, {}'.format(*tolerated))
-    low, speed, high = row[['speed-up low', 'speed-up', 'speed-up high']]
+    speed, low, high = row[_SPEED]
     if row['rounds'] < FEWEST_ROUNDS: more = (FEWEST_ROUNDS + 2) / (row['rounds'] + 1)
     else: more = min(99, ((high - speed) / max(abs(speed - _WORTH), 1e-9)) ** 2)
-    if (paid := pays(low, high)) is None:
-        found.append(f'undecided after {row["rounds"]} rounds: speed-up {_speed(row)}; '
-                     f'`max_seconds={math.ceil(more * seconds)}` could show whether it is above {_WORTH}')
-    elif not paid: found.append(f'speed-up {_speed(row)}, below {_WORTH}')
-    return found
+    if (paid := pays(low, high)) is None and not found:
+        minutes = math.ceil(more * seconds / 60)
+        looks = f'{speed:.2f}x faster' if speed > 1 else f'slower ({speed:.2f}x)'
+        return (f' looks {looks}, but this is not certain ({low:.2f} to {high:.2f}). Measure for {minutes} '
+                f"minute{'s' * (minutes > 1)} to decide").replace('nan', '-')
+    if paid is False: found.append(f'speed-up {_speed(row)}, below {_WORTH}')
+    return found and f": {', '.join(found)}"
 
 
-def _speed(row): # '-' for what is not known
-    if row.name == 'fp32': return '1 (reference)'
-    return '{speed-up:.2f} ({speed-up low:.2f} to {speed-up high:.2f})'.format(**row).replace('nan', '-')
+def _speed(row): return '1 (reference)' if row.name == 'fp32' else shown_speed(*row[_SPEED])
+
+
+def shown_speed(speed: float, low: float, high: float) -> str: # '1.16 (1.02 to 1.31)'; '-' for what is not known
+    "Return a speed-up and its interval as text."
+    return f'{speed:.2f} ({low:.2f} to {high:.2f})'.replace('nan', '-')

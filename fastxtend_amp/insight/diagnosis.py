@@ -10,8 +10,8 @@ from fastai.learner import Learner
 
 from ..precisions import AMPMode, fastest_native
 from ..training.loop import precision_callback
+from .candidates import advised, call
 from .copies import RandomState, lost_weights, several_processes
-from .precisions import precision_call
 from .trace import trace
 from .verdict import Judge, named, not_finite_data, wrong_in_fp32
 
@@ -86,7 +86,7 @@ def _run_again(
     if not verdict.call:
         failed = [mode, *(fix.precision for fix in cb.fixes)]
         alarm.remedy = fastest_native(cb.fit.device, failed), (), None
-        other = precision_call(learn, *alarm.remedy)
+        other = call(learn, advised(learn, *alarm.remedy))
         return verdict.reason, f'Use another precision: `{other}`'
     if not verdict.modules and judge.scale == alarm.scale:
         return (f'this time loss and gradients are finite in {mode.value}',

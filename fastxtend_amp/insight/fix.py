@@ -3,8 +3,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ..precisions import parameters_of
-from .precisions import precision_call
+from .candidates import advised, call
 
 
 class Fix(NamedTuple):
@@ -21,20 +20,19 @@ def fix(
     "Apply the remedy when the batch ends, in the same callback: history, optimizer and loss scale continue."
     learn = cb.learn
     if not alarm.remedy: return False
-    call = precision_call(learn, *alarm.remedy)
+    new = advised(learn, *alarm.remedy)
+    said = call(learn, new)
 
     def switch():
         "Close the fit, which the next batch opens again; drop the gradients and the mean loss, which may be NaN."
         cb.close(failed=True)
         learn.opt.zero_grad()
         if recorder := vars(learn).get('recorder'): recorder.smooth_loss.reset()
-        own = parameters_of(call.precision)
-        new = call.precision(**{k: v for k, v in call.arguments.items() if k in own})
         mode, _, init_scale = alarm.remedy
         if mode == cb.mode and not init_scale: new.load_state_dict(cb.state_dict())
         cb.precision = new
 
     cb.at_batch_end(switch)
-    cb.fixes.append(Fix(alarm.step, alarm.mode.value, str(call)))
-    print(f'{alarm.happened} Training continues with `{call}`.')
+    cb.fixes.append(Fix(alarm.step, alarm.mode.value, said))
+    print(f'{alarm.happened} Training continues with `{said}`.')
     return True

@@ -50,6 +50,7 @@ def gradient_distance(
     mean: Any = 0.                                               # of g_k and h_k - g_k, by Welford's algorithm
     squares = 0.                                                 # of the distances of g_k from their mean
     with running_copy(learn, None, [], 1.) as fp32, running_copy(learn, mode, keep, scale) as low:
+        scale = low.precision.scale or 1.                        # without loss scaling
         fp32.add_cb(g)
         low.add_cb(h)
         for n, batch in enumerate(batches[:N_BATCHES], 1):

@@ -1,7 +1,7 @@
 "Measuring of one training: the batches that all trainings share, and the losses, times and memory of each."
 from __future__ import annotations
 
-import math, time
+import copy, math, time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -17,14 +17,16 @@ from fastcore.basics import noop
 from ..common import HALF, map_tensors, training_device
 from ..devices.cost import allocated, page_faults, wait_for
 from ..devices.facts import first_line
+from ..precisions import Precision
 from ..precisions.matching import unwrapped
 from ..training.loop import precision_callback
 from .arguments import check_above_0
+from .candidates import FP32, name_of, switch
 from .copies import (RandomState, begin_fit, check_learner, copied_learner, loader_like, no_batches, random_state,
                      set_random_state)
-from .precisions import PrecisionChoice, use_choice
 from .tensors import is_plain, tensors
 
+ROUNDS = 7              # into which `n_steps` are divided, after two rounds of one step
 LIMIT = 2**29           # bytes of batches to hold; further steps reuse them
 # Columns of the table that are measured on the way
 _MEASURED = 'skipped', 'final scale', 'activations MB', 'peak MB', 'weights moved', 'compile s'
@@ -39,6 +41,9 @@ class Setting:
     n_steps: int = 40
     n_seeds: int = 3
     lr: float | slice | None = None # The learner's own if None
+    compile: bool = False # Whether each precision is also compared compiled
+    tune: bool = False # Whether kinds of modules are tried in fp32
+    kinds: list[Any] = field(default_factory=list) # Those to try
 
     def __post_init__(self):
         check_above_0('max_seconds', self.max_seconds, '60')
@@ -84,23 +89,28 @@ class Run:
     "One training: its precision, the copy that trains in it, and the measurements."
     setting: Setting
     batches: Batches
-    choice: PrecisionChoice
+    precision: Precision
+    compiled: bool = False # Whether the copy is compiled, by `Module.compile`
+    name: str = '' # In the table
     note: str = '' # Why it does not run; '' if it does
     learn: Any = None # The copy, while it trains
     random_state: RandomState = field(default_factory=random_state) # Of the copy, between its rounds
     losses: list[float] = field(default_factory=list) # Of each step
-    times: list[float] = field(default_factory=list) # Seconds per step in each round but the first, a warm-up
+    times: dict[int, float] = field(default_factory=dict) # Seconds per step, by round
     faults: float = 0. # Page faults per step in the last round
     measured: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_MEASURED, math.nan))
+
+    def __post_init__(self):
+        self.name = self.name or name_of(self.precision) + ' compiled' * self.compiled
 
     @property
     def pace(self) -> float: # nan before the second round
         "The median of the seconds per step."
-        return np.median(self.times or [math.nan])
+        return np.median([*self.times.values()] or [math.nan])
 
     def ratios(self, base: Run) -> list[float]:
         "Return the time of `base` divided by that of this run, for each round of both."
-        return [b / a for a, b in zip(self.times, base.times)]
+        return [base.times[n] / t for n, t in self.times.items() if n in base.times]
 
     def loss(self, n: int) -> float: # nan if it failed
         "Return the mean loss of the last fifth of the first `n` steps."
@@ -111,26 +121,28 @@ class Run:
         "Note the error of a low precision, which is a result; raise an error in fp32, and when memory runs out."
         try: yield
         except Exception as e:
-            if self.choice == PrecisionChoice() or isinstance(e, torch.OutOfMemoryError): raise
+            if (self.precision == FP32 and not self.compiled) or isinstance(e, torch.OutOfMemoryError): raise
             self.note = f'{type(e).__name__}: {first_line(e)}{where}'
 
     def copy(self, copies: ExitStack) -> None:
         "Make a copy of the learner in its precision, in the state that all copies start from."
         self.learn = copies.enter_context(copied_learner(self.setting.learn, optimizer=True))
-        if cb := use_choice(self.learn, self.choice): cb.on_overflow = 'ignore'   # a diagnosis would disturb the times
+        cb = switch(self.learn, copy.deepcopy(self.precision))
+        if cb: cb.on_overflow = 'ignore'                         # a diagnosis would disturb the times
+        if self.compiled: self.learn.model.compile()
         set_random_state(self.random_state)
         self.learn.fit(0, self.setting.lr)                       # creates the optimizer, or sets its hyper-parameters
 
-    def train(self, steps: Iterable[int]) -> None:
+    def train(self, steps: Iterable[int], n_round: int | None = None) -> None: # None for a warm-up
         "Train on the batches of these steps, and time it."
         set_random_state(self.random_state)
         if not self.losses: begin_fit(self.learn, self.setting.n_steps)
         # As fastai calls the training part of an epoch, but cancelling it is an error. At its end all is closed that
         # the precision has opened: the settings of TF32 hold for every model.
-        self.learn._with_events(partial(self._train_and_time, steps), 'train', ())
+        self.learn._with_events(partial(self._train_and_time, steps, n_round), 'train', ())
         self.random_state = random_state()
 
-    def _train_and_time(self, steps):
+    def _train_and_time(self, steps, n_round):
         device = self.setting.device
         wait_for(device)
         before, faults = allocated(device), page_faults(device)
@@ -138,8 +150,8 @@ class Run:
         losses = [self._step(i, self.batches[step]) for i, step in enumerate(steps, len(self.losses))]
         wait_for(device)
         seconds = (time.perf_counter() - start) / len(losses)
-        if self.losses: self.times.append(seconds)
-        elif self.choice.compiled:
+        if n_round is not None: self.times[n_round] = seconds
+        if self.compiled and not self.losses:
             self.measured['compile s'] = seconds
             self.setting.end += seconds                    # which does not count
         self.faults = (page_faults(device) - faults) / len(losses)
@@ -175,3 +187,33 @@ class Run:
         with torch.autograd.graph.saved_tensors_hooks(note, noop):
             self.learn._with_events(partial(self._step, len(self.losses), self.batches[0]), 'train', ())
         self.measured['activations MB'] = sum(kept.values()) / 1e6
+
+
+# -- several
+
+def running(runs: list[Run]) -> list[Run]:
+    "Return the runs without an error."
+    return [r for r in runs if not r.note]
+
+
+def validate(runs: list[Run]) -> None:
+    "Validate in each precision: one that trains may fail there. If fp32 fails there as well, it says nothing."
+    base, *low = runs
+    batch = base.batches[0]
+    try: base.learn.validate(dl=[batch])
+    except Exception: return
+    for run in low:
+        with run.failures_noted(' (in validation)'): run.learn.validate(dl=[batch])
+
+
+def train_round(
+    runs: list[Run], # fp32 first
+    steps: range,
+    tick: Callable[[str], None],
+) -> None:
+    "Train on the same batches in each precision, back and forth, so that none always follows the same one."
+    base, *_ = runs
+    n_round = len(base.losses) or None                           # the first is a warm-up
+    for run in runs[::-1] if len(base.times) % 2 else runs:
+        tick(run.name)
+        with run.failures_noted(): run.train(steps, n_round)

@@ -19,14 +19,14 @@ from ..common import map_tensors, training_device
 from ..devices.cuda_rules import cuda_rules
 from ..devices.facts import first_line
 from ..devices.fp32_settings import settings_note
-from ..precisions import PRECISIONS, AMPMode, fastest_native
+from ..precisions import PRECISIONS, AMPMode, Precision, fastest_native
 from ..precisions.fp16 import FP16
 from ..training.loop import precision_callback
 from .arguments import check_above_0, check_count
+from .candidates import advised, call, precisions_named
 from .copies import check_learner, left_out, loader_like, no_batches, one_at_a_time, random_state_kept
 from .gradient import N_BATCHES, gradient_distance
 from .operators import largest_value, rounded
-from .precisions import choices_from, precision_call
 from .progress import progress_bar
 from .recorder import Trace
 from .shown import Shown
@@ -147,7 +147,7 @@ def precision_report(self: Learner,
     """
     names = [repr(name) for name, cls in PRECISIONS.items() if cls.dtype and cls.in_tables]
     allowed = f"give {', '.join(names)}, or a list of these"
-    try: asked = [c.mode for c in choices_from(modes) if c.mode and not c.half_weights]
+    try: asked = [AMPMode(c.name) for c, weights in precisions_named(modes) if c is not Precision and not weights]
     except ValueError as e: raise ValueError(f'{first_line(e)}: {allowed}.') from None
     if not asked or not all(m.dtype for m in asked):
         raise ValueError(f'modes={modes!r} cannot be used: {allowed}; they are compared with fp32, and TF32 has the '
@@ -208,8 +208,8 @@ class _Report:
             failed = [m for m, v in verdicts.items() if not v.call]
             left = (m for m in (AMPMode.BF16, AMPMode.FP16) if m not in failed)
             other = next(left, None) if self.simulated else fastest_native(self.device, failed)
-            call = verdicts[other].call if other in verdicts else str(precision_call(self.learn, other))
-            for v in verdicts.values(): v.call = v.call or call
+            made = verdicts[other].call if other in verdicts else call(self.learn, advised(self.learn, other))
+            for v in verdicts.values(): v.call = v.call or made
         self.flagged = [n for v in verdicts.values() for n in v.flagged]
         constants = pd.DataFrame(self._constants(verdicts), columns=_CONSTANTS)
         return PrecisionReport(pd.DataFrame(self._rows(verdicts), columns=_COLUMNS),

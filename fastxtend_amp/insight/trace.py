@@ -18,11 +18,12 @@ from ..common import half_to_float, map_tensors
 from ..devices.facts import first_line
 from ..devices.fp32_settings import FULL_PRECISION, fp32_settings
 from ..devices.shared import Shared
-from ..precisions import AMPMode, find_precision
+from ..precisions import PRECISIONS, AMPMode, find_precision
 from ..precisions.matching import ROOT, qualified_names
 from ..training.callback import MixedPrecision
 from ..training.learner import set_precision
 from ..training.loop import precision_callback
+from .candidates import like_own, with_advice
 from .copies import begin_fit, copied_learner, set_random_state
 from .recorder import BACKWARD, Recorder, Trace
 from .rounding import round_as
@@ -88,7 +89,8 @@ def running_copy(
             copy.rounding = find_precision(mode).rounding(copy.model, cb.precision.arguments if cb else {}, keep)
             for name, rounded in copy.rounding.items(): round_as(rounded, modules[name])
             mode = AMPMode(mode.dtype)                           # that needs neither hardware nor other packages
-            set_precision(copy, MixedPrecision(mode, init_scale=scale, fp32_modules=keep, on_overflow='ignore'))
+            precision = with_advice(like_own(learn, PRECISIONS[mode]), keep, scale)
+            set_precision(copy, MixedPrecision(precision, on_overflow='ignore'))
         copy.create_opt()                                        # callbacks may read it,
         copy.scaler = torch.amp.GradScaler('cpu', enabled=False)   # and this one, in fp32 as well
         if in_fit:                                               # callbacks have already prepared its batch

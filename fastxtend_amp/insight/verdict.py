@@ -12,8 +12,8 @@ from fastai.learner import Learner
 from ..precisions import AMPMode
 from ..precisions.matching import ROOT, covers, qualified_names
 from ..training.loop import precision_callback
+from .candidates import advised, call
 from .operators import has_nan_or_inf, rounded
-from .precisions import precision_call
 from .recorder import BACKWARD, LOSS, Trace
 from .tensors import readable
 
@@ -229,9 +229,9 @@ class Judge:
             self.reasons |= dict.fromkeys(names, '')
         keep = dict.fromkeys([*self.keep, *names])
         modules = [n for n in keep if n not in self.kept and not covers(keep.keys() - {n}, n)]
-        call = str(precision_call(self.learn, self.mode, modules, init_scale))
-        if far > LARGE and not names: call = f"learn.compare_precision('{self.mode.value}')"
-        return self._say(verdict, reason, call=call, modules=modules, scale_range=scales, init_scale=init_scale)
+        following = call(self.learn, advised(self.learn, self.mode, modules, init_scale))
+        if far > LARGE and not names: following = f"learn.compare_precision('{self.mode.value}')"
+        return self._say(verdict, reason, call=following, modules=modules, scale_range=scales, init_scale=init_scale)
 
 
 # -- words

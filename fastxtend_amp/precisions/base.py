@@ -227,8 +227,13 @@ def parameters_of(cls: type[Precision]) -> dict[str, inspect.Parameter]:
 
 def written(arguments: dict[str, Any]) -> str:
     "Return arguments as code; an object that has no form as code gets the argument's name."
-    code = {name: repr(value) for name, value in arguments.items()}
-    return ', '.join(f"{name}={name if text.startswith('<') else text}" for name, text in code.items())
+    return ', '.join(f'{name}={_as_code(value, name)}' for name, value in arguments.items())
+
+
+def _as_code(value: Any, name: str) -> str:
+    if isinstance(value, (list, tuple)): return f"[{', '.join(_as_code(v, name) for v in value)}]"
+    if isinstance(value, type): return 'nn.' * hasattr(nn, value.__name__) + value.__name__
+    return name if repr(value).startswith('<') else repr(value)
 
 
 # -- support by devices

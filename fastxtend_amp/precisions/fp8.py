@@ -85,10 +85,13 @@ class FP8(BF16):
         super().__init__(fp32_modules=fp32_modules, skip_nonfinite=skip_nonfinite)
         self.spec, self.min_size = modules, min_size
         tests_of(modules, 'modules')                             # raises `TypeError`
+
+    def check(self, model: nn.Module) -> None:
         try: import torchao.float8                               # noqa: F401  torchao 0.18 fails with torch 2.9
         except ImportError as e:
             raise ImportError(f'fp8 needs torch 2.11 and torchao: `pip install torchao`. Importing torchao: {e}.\n'
                               'Without it call `learn.to_bf16()`.') from e
+        self.find_layers(model)
 
     @classmethod
     def support(cls, device: torch.device) -> Support:
@@ -105,8 +108,6 @@ class FP8(BF16):
     def find_layers(self, model: nn.Module) -> dict[str, nn.Module]:
         "Return the linear layers that compute in FP8, by name. Raises `ValueError` if there is none."
         return fp8_layers(model, self.spec, self.kept_in_fp32(model), self.min_size)
-
-    def check(self, model: nn.Module) -> None: self.find_layers(model)
 
     def around_fit(self, model: nn.Module) -> list[Any]:
         return [*super().around_fit(model), replaced_forwards(self.find_layers(model), Fp8Forward)]

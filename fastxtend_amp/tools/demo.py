@@ -18,7 +18,7 @@ from ..insight.support import precision_support
 from ..precisions import PRECISIONS
 from .device import add_device, usable_device
 
-SECONDS = 75                               # for training, without starting Python and plotting
+SECONDS = 75.                              # for training, without starting Python and plotting
 STEPS, BATCH_SIZE, LR = 44, 64, 1e-3       # two epochs; the loss falls from 2.3 to about 0.1
 
 
@@ -47,16 +47,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     "Compare the precisions, print the result and the call to use, and save a plot."
     parser = argparse.ArgumentParser(prog='fastxtend_amp_demo', description=(
         'Train a convolutional network on 1,797 real handwritten digits in fp32 and in each precision that the device '
-        'runs natively; compare speed, loss and memory. Takes at most a minute and a half.'))
+        'runs natively; compare speed, loss and memory. Takes at most a minute and a half by default.'))
     add_device(parser)
     parser.add_argument('--emulated', action='store_true',
                         help='also train in emulated precisions, in a fifth of the time: slow, but with real losses')
+    parser.add_argument('--max-seconds', type=float, default=SECONDS, metavar='S',
+                        help='time for training (default %(default)g)')
     parser.add_argument('--out', type=Path, default=Path('fastxtend_amp_demo.png'), metavar='FILE',
                         help='the PNG to write (default %(default)s)')
     args = parser.parse_args(argv)
     if not os.access(args.out.parent, os.W_OK):
         parser.error(f'--out {args.out}: {args.out.parent} is not a folder, or not writable')
-    device = usable_device(parser, args.device)
+    if not args.max_seconds > 0: parser.error(f'--max-seconds {args.max_seconds:g}: it must be above 0')
+    device, total = usable_device(parser, args.device), args.max_seconds
     modes = dict[str, list[str]](native=[], emulated=[], unsupported=[])
     for r in precision_support(device).itertuples():
         if not PRECISIONS[r.mode].package: modes[r.support].append(r.mode)
@@ -64,8 +67,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     learn, results = learner(device), []
     def compare(modes, n_seeds, share):
         names = ', '.join(['fp32', *modes])
-        print(f'Training in {names}, in alternating rounds, for at most {share * SECONDS:.0f} seconds.\n', flush=True)
-        results.append(learn.compare_precision(modes, STEPS, n_seeds=n_seeds, max_seconds=share * SECONDS))
+        print(f'Training in {names}, in alternating rounds, for at most {share * total:.0f} seconds.\n', flush=True)
+        results.append(learn.compare_precision(modes, STEPS, n_seeds=n_seeds, max_seconds=share * total))
         print(results[-1], end='\n\n')
     if modes['native']: compare(modes['native'], 3, .8)
     for mode in modes['emulated'] if args.emulated else []:  # separately, as fp16 may be very slow
@@ -73,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not results:
         print('This device runs no 16-bit precision natively, so none can be faster than fp32.\n'
               'Here is a report on one batch instead; `--emulated` also trains:\n', flush=True)
-        results.append(learn.precision_report(max_seconds=.2 * SECONDS))
+        results.append(learn.precision_report(max_seconds=.2 * total))
         print(results[-1], end='\n\n')
     import matplotlib
     matplotlib.use('agg')                                        # no window, on any machine

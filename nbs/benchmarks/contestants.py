@@ -18,6 +18,7 @@ from torch import nn
 from fastxtend_amp import fused
 
 LR, LOSS = 1e-4, CrossEntropyLossFlat()
+TUNE_SECONDS, TUNE_BATCHES = 60., 8         # for `fastxtend_amp, tuned`, before it is timed
 SCALE = 1024.                              # loss scale in fp16: low enough that no step is skipped
 DTYPES = {'bf16': torch.bfloat16, 'fp16': torch.float16}
 ADAM, FUSED = 'Adam', 'fused AdamW'        # fastai's own, and torch's
@@ -51,6 +52,16 @@ def _fastai(task: Task, mode: str, opt: str, prepare: Callable[[Learner, str], A
 
 
 def _ours(learn: Learner, mode: str) -> None: learn.to_fp16(init_scale=SCALE) if mode == 'fp16' else learn.to_bf16()
+
+
+def _tuned(learn: Learner, mode: str) -> None:
+    "Measure which kinds of modules to keep in fp32, on batches like those that are timed; nothing else is chosen."
+    batches = learn.dls.train
+    timed, batches.n = batches.n, TUNE_BATCHES
+    _ours(learn, mode)
+    found = learn.compare_precision(mode, n_seeds=0, max_seconds=TUNE_SECONDS, tune=True)
+    found.apply(learn, [name for name in found.precisions if name.startswith(mode)][-1])
+    batches.n = timed
 
 
 def _fastais_own(learn: Learner, mode: str) -> None:
@@ -130,6 +141,7 @@ CONTESTANTS = [
     Contestant('fastai loop', 'fastai', _fastai, ('fp32',)),
     Contestant("fastai's own", 'fastai', partial(_fastai, prepare=_fastais_own), LOW),
     Contestant('fastxtend_amp', 'fastai', partial(_fastai, prepare=_ours), LOW),
+    Contestant('fastxtend_amp, tuned', 'fastai', partial(_fastai, prepare=_tuned), LOW),
     Contestant('Fabric', 'Fabric', _fabric, optimizers=(FUSED,)),
     Contestant('Accelerate', 'Accelerate', _accelerate, optimizers=(FUSED,)),
 ]

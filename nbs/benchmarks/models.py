@@ -80,6 +80,15 @@ def _timm(big: bool, title: str, name: str, size: int, n: int) -> Model:
     return _pictures(big, title, partial(timm.create_model, name), size, n)
 
 
+def _in_both_formats(**models: Callable[[bool], Model]) -> dict[str, Callable[[bool], Model]]:
+    "Return the models, and each again in the channels last format, as '<name>-cl'."
+    def channels_last(make, big):
+        model = make(big)
+        return model._replace(title=f'{model.title}, channels last', channels_last=True)
+    return {name.replace('_', '-') + end: form for name, make in models.items()
+            for end, form in (('', make), ('-cl', partial(channels_last, make)))}
+
+
 # The argument says whether the device is an accelerator: models are larger there.
 MODELS: dict[str, Callable[[bool], Model]] = {
     'xresnet18': _xresnet, 'xresnet18-cl': partial(_xresnet, channels_last=True),
@@ -89,10 +98,14 @@ MODELS: dict[str, Callable[[bool], Model]] = {
     'tiny': partial(_mlp, title='tiny MLP (the overhead)', width=32, depth=1, n=16),
     'resnet34': partial(_pictures, title='ResNet-34 at 128x128', net=resnet34, size=128, n=16),
     'resnet50': partial(_pictures, title='ResNet-50 at 128x128', net=resnet50, size=128, n=16),
-    'efficientnet-b0': partial(_pictures, title='EfficientNet-B0 at 128x128', net=efficientnet_b0, size=128, n=16),
-    'mobilenet-v3': partial(_pictures, title='MobileNetV3-Large at 128x128', net=mobilenet_v3_large, size=128, n=16),
+    **_in_both_formats(
+        efficientnet_b0=partial(_pictures, title='EfficientNet-B0 at 128x128', net=efficientnet_b0, size=128, n=16),
+        mobilenet_v3=partial(_pictures, title='MobileNetV3-Large at 128x128', net=mobilenet_v3_large, size=128, n=16)),
 }
 if find_spec('timm'): MODELS |= {          # of the extra bench
     'vit-tiny': partial(_timm, title='ViT-Tiny', name='vit_tiny_patch16_224', size=224, n=8),
-    'convnext-atto': partial(_timm, title='ConvNeXt-Atto at 128x128', name='convnext_atto', size=128, n=16),
+    **_in_both_formats(
+        convnext_atto=partial(_timm, title='ConvNeXt-Atto at 128x128', name='convnext_atto', size=128, n=16),
+        mobilevit_s=partial(_timm, title='MobileViT-S at 128x128', name='mobilevit_s', size=128, n=8),
+        ghostnet_100=partial(_timm, title='GhostNet at 128x128', name='ghostnet_100', size=128, n=16)),
 }

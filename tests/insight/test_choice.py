@@ -12,7 +12,7 @@ from torch import nn
 from fastxtend_amp import AMPMode
 from fastxtend_amp.precisions import HalfWeights
 from fastxtend_amp.insight.comparison import tolerance
-from fastxtend_amp.insight.precisions import PrecisionChoice, call_for, precision_call, use_choice
+from fastxtend_amp.insight.candidates import advised, call, candidates, switch, with_advice
 from helpers import Attentive, Data, learner, loaders, set_support
 from states import Act, Gives, InStep, Times, Unpacks, bits, fills, rich
 
@@ -27,7 +27,7 @@ class Costs(Callback):
 
     def before_batch(self):
         cb = self.learn.precision
-        half = ['half weights'] if cb is not None and isinstance(cb.precision, HalfWeights) else []
+        half = ['half_weights'] if cb is not None and isinstance(cb.precision, HalfWeights) else []
         name = ' '.join([*half, *([] if cb is None or half and cb.mode == 'bf16' else [cb.mode])]) or 'fp32'
         swing = 1 + self.swing * (self.learn.iter // 6 % 2) if cb else 1
         time.sleep(0.1 * swing / self.speeds.get(name, 1.0))
@@ -50,9 +50,9 @@ def costing(speeds, model=None, **kwargs):
     'speeds, chosen',
     [
         ({'bf16': 2.0}, 'bf16'),
-        ({'bf16': 2.0, 'half weights': 2.08}, 'bf16'),
-        ({'bf16': 0.7, 'fp16': 0.7, 'half weights': 1.5, 'half weights fp16': 0.7}, 'half weights'),
-        ({'bf16': 0.7, 'fp16': 0.7, 'half weights': 0.7}, 'fp32'),
+        ({'bf16': 2.0, 'half_weights': 2.08}, 'bf16'),
+        ({'bf16': 0.7, 'fp16': 0.7, 'half_weights': 1.5, 'half_weights fp16': 0.7}, 'half_weights'),
+        ({'bf16': 0.7, 'fp16': 0.7, 'half_weights': 0.7}, 'fp32'),
         ({'fp16': 3.0}, 'fp16'),
         ({}, 'fp32'),
     ],
@@ -66,13 +66,13 @@ def test_takes_the_fastest(speeds, chosen, capsys):
     assert learn.to_amp(measure=True) is learn
     decision, cb = learn.precision_decision, learn.precision
     assert decision.recommended == chosen
-    tried = ['fp32', 'bf16', 'fp16'] + ['half weights', 'half weights fp16'] * has_half
+    tried = ['fp32', 'bf16', 'fp16'] + ['half_weights', 'half_weights fp16'] * has_half
     assert list(decision.table.index) == tried  # half weights only if the learner has them
     if chosen == 'fp32':
         assert cb is None
     else:
-        choice = decision.choices[chosen]
-        assert choice.mode == cb.amp_mode and decision.calls[chosen] == str(call_for(learn, choice))
+        precision = decision.precisions[chosen]
+        assert precision == cb.precision is not precision and decision.calls[chosen] == repr(precision)
         assert isinstance(cb and cb.precision, HalfWeights) == chosen.startswith('half')
     said = capsys.readouterr().out
     assert (
@@ -162,7 +162,7 @@ def test_modules_that_must_stay_in_fp32_do_in_a_model_whose_output_a_callback_un
     learn.add_cb(Unpacks())
     learn.to_amp(measure=True)
     decision = learn.precision_decision
-    assert decision.recommended == 'fp16' and decision.choices['fp16'].fp32_modules == ('net.attn',)
+    assert decision.recommended == 'fp16' and decision.precisions['fp16'].fp32_modules == ['net.attn']
     assert 'net.attn' in decision.calls['fp16']
     assert learn.precision.fp32_module_names == ['net.attn'] and learn.precision.max_skips == 7
     assert learn.precision.scale == 4096  # as the report advises
@@ -223,7 +223,7 @@ def test_bad_seconds_are_refused_and_lose_nothing():
     learn = learner().to_bf16()
     with pytest.raises(ValueError, match='max_seconds=-1 cannot be used'):
         learn.to_amp(measure=True, max_seconds=-1)
-    assert learn.precision.mode == 'bf16' and learn.to_amp().precision.amp_mode == 'auto'
+    assert learn.precision.mode == 'bf16'
 
 
 # -- slow steps
@@ -265,11 +265,10 @@ def test_what_needs_more_time_says_how_many_seconds_and_they_are_enough(speed_up
     learn = learner(Sleeps(6, speed_up)).to_amp(measure=True)
     reason = learn.precision_decision.reason
     assert learn.precision is None and sleeps.now < 61
-    seconds = int(re.search(r'undecided after \d rounds: .*`max_seconds=(\d+)`', reason)[1])
-    assert 60 < seconds < 300
+    seconds = 60 * int(re.search(r'not certain \(- to -\)\. Measure for (\d) minutes to decide\.', reason)[1])
     learn.to_amp(measure=True, max_seconds=seconds)
     assert learn.precision_decision.table['rounds']['bf16'] >= 6
-    assert (learn.precision is not None) == (speed_up > 1) and 'undecided' not in learn.precision_decision.reason
+    assert (learn.precision is not None) == (speed_up > 1) and 'not certain' not in learn.precision_decision.reason
 
 
 def test_the_line_tells_what_limits_the_result(bf16_only, sleeps, capsys):
@@ -320,54 +319,58 @@ def test_a_constant_in_the_loss_does_not_widen_what_is_tolerated():
     assert tolerance(fp32, [], 8)[0] < 0.5 * (fp32[0] - fp32[-1]) + 0.1
 
 
-FP16, BF16 = AMPMode.FP16, AMPMode.BF16
-
-
 @pytest.mark.parametrize(
-    'own, choice, call',
+    'own, name, call_of_it',
     [
-        (lambda l: l.to_fp16(init_scale=8.0, max_skips=3), PrecisionChoice(BF16), 'learn.to_bf16(max_skips=3)'),
-        (
-            lambda l: l.to_fp16(init_scale=8.0, max_skips=3),
-            PrecisionChoice(FP16, fp32_modules=('0',)),
-            "learn.to_fp16(init_scale=8.0, fp32_modules=['0'], max_skips=3)",
-        ),
-        (lambda l: l.to_amp(init_scale=8.0), PrecisionChoice(FP16), 'learn.to_fp16(init_scale=8.0)'),
+        (lambda l: l.to_fp16(init_scale=8.0, max_skips=3), 'bf16', 'learn.to_bf16(max_skips=3)'),
+        (lambda l: l.to_fp16(init_scale=8.0), 'fp16', 'learn.to_fp16(init_scale=8.0)'),
         (
             lambda l: l.to_fp16(loss_scale=8.0),
-            PrecisionChoice(FP16, True),
+            'half_weights fp16',
             "learn.to_half_weights(amp_mode='fp16', loss_scale=8.0)",
         ),
-        (lambda l: l.to_half_weights('fp16', loss_scale=8.0), PrecisionChoice(BF16, True), 'learn.to_half_weights()'),
+        (lambda l: l.to_half_weights('fp16', loss_scale=8.0), 'half_weights', 'learn.to_half_weights()'),
         (
             lambda l: l.to_half_weights(master_weights=False),
-            PrecisionChoice(FP16, True),
+            'half_weights fp16',
             "learn.to_half_weights(amp_mode='fp16')",
         ),
+        (lambda l: l.to_half_weights(fp32_modules=nn.BatchNorm1d), 'bf16', "learn.to_bf16(fp32_modules=['1'])"),
+        (lambda l: l.to_bf16(skip_nonfinite=True, on_overflow='raise'), 'fp32', 'learn.to_fp32()'),
         (
-            lambda l: l.to_half_weights(fp32_modules=nn.BatchNorm1d),
-            PrecisionChoice(BF16),
-            "learn.to_bf16(fp32_modules=['1'])",
+            lambda l: l.to_bf16(skip_nonfinite=True, on_overflow='raise'),
+            'bf16',
+            "learn.to_bf16(skip_nonfinite=True, on_overflow='raise')",
         ),
-        (lambda l: l.to_fp16(), PrecisionChoice(), 'learn.to_fp32()'),
     ],
 )
-def test_a_precision_is_set_by_the_call_that_a_user_would_make(own, choice, call):
-    learn = learner()
-    own(learn)
-    cb = use_choice(learn, choice)
-    assert cb is learn.precision and str(call_for(learn, choice)) == call
+def test_a_precision_has_the_arguments_of_the_learners_own_that_it_accepts(own, name, call_of_it):
+    learn = own(learner())
+    precision = candidates(learn, name)[-1]
+    assert call(learn, precision) == call_of_it
+    cb = switch(learn, precision)
+    assert cb is learn.precision and (cb is None or cb.precision == precision)
 
 
-def test_the_loss_scale_stays_but_where_the_call_has_another():
+def test_the_loss_scale_stays_unless_the_precision_has_another():
     learn = learner().to_fp16(scaler=torch.amp.GradScaler('cpu', init_scale=64.0, growth_interval=2))
     learn.fit(1)
     scale = learn.precision.scale
-    assert scale != 64.0 and use_choice(learn, PrecisionChoice(FP16, fp32_modules=('0',))).scale == scale
-    assert str(precision_call(learn.to_fp16(loss_scale=8.0), FP16, init_scale=4.0)) == 'learn.to_fp16(loss_scale=4.0)'
-    advised = learner()  # from the report, for the decision
-    use_choice(advised, PrecisionChoice(FP16, init_scale=4.0))
-    assert (
-        advised.precision.scale == 4.0
-        and str(call_for(advised, PrecisionChoice(FP16))) == 'learn.to_fp16(init_scale=4.0)'
-    )
+    fp16 = candidates(learn, 'fp16')[-1]
+    assert scale != 64.0 and switch(learn, with_advice(fp16, ['0'])).scale == scale
+    assert with_advice(fp16, (), 4.0).changed == {'init_scale': 4.0}  # instead of the user's own scaler
+    static = advised(learner().to_fp16(loss_scale=8.0), AMPMode.FP16, init_scale=4.0)
+    assert repr(static) == 'learn.to_fp16(loss_scale=4.0)'
+    learn = learner()  # from the report, for the decision
+    assert switch(learn, advised(learn, AMPMode.FP16, init_scale=4.0)).scale == 4.0
+    assert repr(candidates(learn, 'fp16')[-1]) == 'learn.to_fp16(init_scale=4.0)'
+
+
+def test_a_report_runs_the_precision_that_it_prints():
+    "With the arguments of the learner's own, where the class is the same."
+    seen = []
+    learn = learner(cbs=InStep('after_pred', lambda l: seen.append(l.precision and l.precision.precision)))
+    learn.to_bf16(skip_nonfinite=True, fp32_modules='0')
+    report = learn.precision_report('bf16')
+    assert {*map(repr, filter(None, seen))} == {"learn.to_bf16(fp32_modules=['0'], skip_nonfinite=True)"}
+    assert report.verdicts['bf16'].call == repr(seen[-1])

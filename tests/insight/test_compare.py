@@ -24,7 +24,7 @@ from fastxtend_amp import PrecisionComparison
 from fastxtend_amp.precisions import HalfWeights
 from fastxtend_amp.insight import measuring
 from fastxtend_amp.insight.comparison import recommend, speed_up, tolerance
-from fastxtend_amp.insight.precisions import choices_from
+from fastxtend_amp.insight.candidates import candidates, name_of
 from helpers import OPTIMIZERS, At, Attentive, Data, handwritten, learner, loaders, mlp, params, same, set_support
 from states import Act, InStep, bits, rich, shuffled
 
@@ -96,7 +96,7 @@ def test_each_mode_trains_as_a_loop_of_its_own_would(name, opt):
     assert r.losses['fp32'] == seen
 
 
-@pytest.mark.parametrize('own', ['half weights', 'bf16', None])
+@pytest.mark.parametrize('own', ['half_weights', 'bf16', None])
 def test_each_row_runs_in_the_precision_it_names(own, monkeypatch):
     "Shown by the dtypes of the weight inside the layer's forward and of its output."
     fp32, bf16, linear, seen = torch.float32, torch.bfloat16, nn.functional.linear, []
@@ -107,10 +107,10 @@ def test_each_row_runs_in_the_precision_it_names(own, monkeypatch):
         return out
 
     monkeypatch.setattr(nn.functional, 'linear', recorded)
-    expected = {'fp32': (fp32, fp32), 'bf16': (fp32, bf16), 'half weights': (fp32, bf16)}
+    expected = {'fp32': (fp32, fp32), 'bf16': (fp32, bf16), 'half_weights': (fp32, bf16)}
     for name in expected:
         learn = seeded(nn.Sequential(nn.Linear(6, 1)))
-        if own == 'half weights':
+        if own == 'half_weights':
             learn.to_half_weights('bf16')
         if own == 'bf16':
             learn.to_bf16()
@@ -264,15 +264,16 @@ def test_a_mode_that_does_not_run_gets_a_row_with_the_reason(support):
     r = learner(nn.Sequential(nn.Linear(6, 1), Act(refuses))).compare_precision(LOW, n_steps=2, n_seeds=0)
     assert list(r.table['steps']) == [2, 0, 0] and list(r.table['support']) == ['native', 'failed', 'failed']
     assert "bf16: ValueError: bf16 mixed precision does not run on device 'cpu': no such unit fp16: NotImpl" in said(r)
-    assert r.reason == 'bf16: does not run; fp16: does not run.' and 'Exception' not in repr(r)
+    assert r.reason == 'bf16: does not run. fp16: does not run.' and 'Exception' not in repr(r)
 
 
 def test_modes_by_other_names():
     def names(modes):
-        return [choice.name for choice in choices_from(modes)]
+        return [name_of(p) for p in candidates(seeded(), modes)]
 
     assert names('bf16-mixed') == ['fp32', 'bf16'] and names([torch.float32, 'fp32']) == ['fp32']
-    assert names(['half weights fp16', 'half weights']) == ['fp32', 'half weights fp16', 'half weights']
+    assert names(['half weights fp16', 'half_weights']) == ['fp32', 'half_weights fp16', 'half_weights']
+    assert names(['half_weights bf16', 'half weights']) == ['fp32', 'half_weights']
 
 
 def test_a_training_that_diverges_is_named():
@@ -340,7 +341,7 @@ def test_what_is_not_decided_when_time_ends_is_not_taken_and_said(support, sleep
     swings = InStep('before_batch', lambda l: time.sleep((0.07, 0.09, 0.12)[l.iter % 3] if l.precision else 0.1))
     r = seeded(cbs=swings).compare_precision('bf16', n_steps=8, n_seeds=0, max_seconds=6)
     assert 5 < sleeps.now < 6.3 and r.recommended == 'fp32'
-    assert re.search(r'bf16: undecided after .*`max_seconds=\d+` could show whether it is above 1.05', r.reason)
+    assert re.search(r'bf16 looks .*, but this is not certain .*\. Measure for \d minutes? to decide\.', r.reason)
 
 
 def test_the_table_has_one_estimate(support):
@@ -675,11 +676,11 @@ def test_a_frozen_base_in_half_precision_is_refused_at_the_call(call):
 
 def test_apply_makes_the_call_that_keeps_what_the_learner_has():
     learn = seeded(Attentive(gain=1.0)).to_fp16(init_scale=256.0, fp32_modules='attn', on_overflow='raise')
-    r = learn.compare_precision([*LOW, 'half weights'], n_steps=1, n_seeds=0)
+    r = learn.compare_precision([*LOW, 'half_weights'], n_steps=1, n_seeds=0)
     for name, call in {
         'fp16': "learn.to_fp16(init_scale=256.0, fp32_modules=['attn'], on_overflow='raise')",
         'bf16': "learn.to_bf16(fp32_modules=['attn'], on_overflow='raise')",
-        'half weights': "learn.to_half_weights(fp32_modules=['attn'], on_overflow='raise')",
+        'half_weights': "learn.to_half_weights(fp32_modules=['attn'], on_overflow='raise')",
     }.items():
         assert r.calls[name] == call and r.apply(learn, name) is learn
     assert isinstance(learn.precision.precision, HalfWeights)
@@ -708,7 +709,7 @@ def test_a_warm_up_and_one_step_of_each_are_trained_in_no_time(support):
     support({})
     r = seeded().compare_precision('bf16', n_steps=16, max_seconds=1e-9)
     assert r.table['steps'].to_dict() == {'fp32': 2, 'bf16': 2} and r.seed_losses == []
-    assert r.recommended == 'fp32' and 'undecided after 1 rounds' in r.reason
+    assert r.recommended == 'fp32' and 'bf16 looks ' in r.reason and '(- to -). Measure for 1 minute to decide.' in r.reason
 
 
 def test_few_kept_batches(monkeypatch):
@@ -724,7 +725,7 @@ def test_by_default_what_the_device_does_natively_is_compared(support):
     support({'fp16': 'emulated'})
     assert list(seeded().compare_precision(n_steps=2, n_seeds=0).table.index) == ['fp32', 'bf16']
     half = seeded().to_half_weights().compare_precision(n_steps=2, n_seeds=0)
-    assert list(half.table.index) == ['fp32', 'bf16', 'half weights']
+    assert list(half.table.index) == ['fp32', 'bf16', 'half_weights']
     support({'bf16': 'emulated', 'fp16': 'unsupported'})
     r = seeded().compare_precision(n_steps=2, n_seeds=0)
     assert list(r.table.index) == ['fp32'] and r.recommended == 'fp32' and r.table['steps']['fp32'] == 1
@@ -805,12 +806,12 @@ SEEDS = tolerance([1.0], [1.05, 0.95, 1.02], 1)  # fp32 trained four times: a lo
         (
             dict(bf16=speeds(0.96, 1.15, 1.34)),
             'fp32',
-            'undecided after 8 rounds: speed-up 1.15 (0.96 to 1.34); `max_seconds=217` could show whether it is above',
+            'bf16 looks 1.15x faster, but this is not certain (0.96 to 1.34). Measure for 4 minutes to decide.',
         ),
         (
             dict(bf16={'rounds': 5, **speeds(math.nan, 2.0, math.nan)}),
             'fp32',
-            'undecided after 5 rounds: speed-up 2.00 (- to -); `max_seconds=80` could show whether it is above 1.05.',
+            'bf16 looks 2.00x faster, but this is not certain (- to -). Measure for 2 minutes to decide.',
         ),
         (dict(bf16={'support': 'failed', 'loss difference': float('nan')}), 'fp32', 'does not run'),
     ],

@@ -133,7 +133,7 @@ def test_history_optimizer_scale_and_the_loss_of_the_epoch_continue():
     assert len({id(opt) for opt, *_ in seen}) == 1 and seen[-1][1]['step'] == 48 - cb.n_skipped
     before, after = seen[fix.step - 1][2], seen[fix.step][2]
     assert after == before / LATE
-    assert cb.state_dict()['growth_interval'] == 7 and cb.arguments['growth_interval'] == 7
+    assert cb.state_dict()['growth_interval'] == 7 and cb.precision.arguments['growth_interval'] == 7
     assert np.isfinite(learn.recorder.values).all() and np.isnan(learn.recorder.losses).sum() == LATE
 
 

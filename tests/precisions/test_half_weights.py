@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 
 from fastxtend_amp import HalfWeights, kahan
-from fastxtend_amp.insight.precisions import precision_call
+from fastxtend_amp.insight.candidates import advised
 from fastxtend_amp import AMPMode
 from helpers import *
 from interrupts import interrupted_before, lines_of
@@ -593,6 +593,6 @@ def test_several_processes(one_process):
 def test_what_help_shows_and_a_report_advises():
     assert {'flat_master', 'master_weights'} < {*signature(HalfWeights).parameters}
     learn = learner().to_half_weights('fp16', 512.0, flat_master=True, fp32_modules='0')
-    call = str(precision_call(learn, AMPMode.FP16))
+    call = repr(advised(learn, AMPMode.FP16))
     assert call == "learn.to_half_weights(amp_mode='fp16', loss_scale=512.0, flat_master=True, fp32_modules=['0'])"
-    assert str(precision_call(learn, AMPMode.BF16)) == "learn.to_half_weights(flat_master=True, fp32_modules=['0'])"
+    assert repr(advised(learn, AMPMode.BF16)) == "learn.to_half_weights(flat_master=True, fp32_modules=['0'])"

@@ -6,7 +6,7 @@ import pytest, torch
 from fastxtend_amp.precisions import Support, fastest_native, tf32
 from fastxtend_amp import AMPMode, precision_support
 from fastxtend_amp.precisions.fp32_settings import TF32_SETTINGS as TF32
-from fastxtend_amp.insight.precisions import default_choices
+from fastxtend_amp.insight.candidates import candidates, name_of
 from helpers import *
 from test_fp32_settings import WAYS, old_names, put_back, values  # noqa: F401
 
@@ -116,7 +116,7 @@ def test_where_there_is_none_the_reason_is_given():
 
 def test_a_row_of_the_comparison_where_it_is_native(native):
     learn = learner()
-    assert [c.name for c in default_choices(learn)][-1] == 'tf32'
+    assert [name_of(p) for p in candidates(learn)][-1] == 'tf32'
     found = learn.compare_precision(['tf32', 'bf16'], 4, n_seeds=0)
     assert found.table.support['tf32'] == 'native' and found.calls['tf32'] == 'learn.to_tf32()'
     assert found.losses['tf32'] == found.losses['fp32'] != found.losses['bf16']  # on a CPU
@@ -133,7 +133,7 @@ def test_what_does_not_work_with_it():
         MixedPrecision('tf32', fp32_modules='0')
     with pytest.raises(ValueError, match="(?s)amp_mode='tf32'.*to_tf32"):
         learner().to_half_weights('tf32')
-    with pytest.raises(ValueError, match="modes='half weights tf32'"):
-        learner().compare_precision('half weights tf32')
+    with pytest.raises(ValueError, match="modes='half_weights tf32'"):
+        learner().compare_precision('half_weights tf32')
     with pytest.raises(ValueError, match="modes='tf32'"):
         learner().precision_report('tf32')

@@ -1,0 +1,152 @@
+"The precisions to try on a learner: copies of its own with its arguments, or others with those that they accept."
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from contextlib import suppress
+from textwrap import shorten
+from typing import Any
+
+import torch
+from fastai.learner import Learner
+from fastcore.xtras import is_listy
+
+from ..common import training_device
+from ..precisions import PRECISIONS, AMPMode, Precision, find_precision
+from ..precisions.half_weights import LOWERED, HalfWeights
+from ..precisions.matching import match_modules
+from ..training.callback import MixedPrecision
+from ..training.learner import set_precision
+from ..training.loop import precision_callback
+
+FP32 = Precision()
+
+
+def own_precision(learn: Learner) -> Precision:
+    "Return the learner's precision; plain fp32 without a precision callback."
+    return getattr(precision_callback(learn), 'precision', FP32)
+
+
+def name_of(precision: Precision) -> str: # 'fp32', 'bf16', 'half_weights', 'half_weights fp16' ...
+    "Return the name of a precision in a table, which `candidates` accepts."
+    other = precision.mode != type(precision)().mode
+    return f'{precision.name} {precision.mode.value}' if other and precision.mode else precision.name
+
+
+def like_own(
+    learn: Learner,
+    cls: type[Precision],
+    **changes: Any # Arguments
+) -> Precision:
+    """Return a precision of this class with those of the arguments of the learner's own that it accepts.
+
+    Modules are given by their names, which mean the same in a copy of the learner.
+    """
+    if cls is Precision: return FP32
+    new = cls(**changes)
+    for name, value in own_precision(learn).changed.items():
+        if name not in new.arguments or name in changes: continue
+        if name.endswith('modules'): value = [*match_modules(learn.model, value, name)]
+        with suppress(ValueError): new = new.like(**{name: value})   # bf16 weights, for example, have no loss scale
+    return new
+
+
+def with_advice(
+    precision: Precision, # As `like_own` returns
+    fp32_modules: Iterable[str] = (), # Modules to keep in fp32 besides those that are
+    init_scale: float | None = None, # First loss scale; that of `precision` if None
+) -> Precision:
+    "Return a precision with what a report advises."
+    changes: dict[str, Any] = {}
+    names = [*dict.fromkeys([*(precision.arguments.get('fp32_modules') or ()), *fp32_modules])]
+    if names: changes['fp32_modules'] = names
+    if init_scale and precision.mode and precision.mode.needs_loss_scaling:
+        is_fixed = precision.changed.get('loss_scale') or 'init_scale' not in precision.arguments
+        changes['loss_scale' if is_fixed else 'init_scale'] = init_scale
+        if 'scaler' in precision.changed: changes['scaler'] = None         # which has its own scale
+    return precision.like(**changes) if changes else precision
+
+
+def advised(
+    learn: Learner,
+    mode: AMPMode | None, # None for fp32
+    fp32_modules: Iterable[str] = (), # Modules to keep in fp32 besides those of the learner
+    init_scale: float | None = None, # First loss scale; the learner's own if None
+) -> Precision: # With the arguments of the learner's own; 16-bit weights for a learner that has them
+    "Return the precision to train in: in `mode`, with what a report advises."
+    if isinstance(own_precision(learn), HalfWeights) and mode in LOWERED:
+        precision = like_own(learn, HalfWeights, amp_mode=mode.value)
+    else: precision = like_own(learn, PRECISIONS.get(mode or '', Precision))
+    return with_advice(precision, fp32_modules, init_scale)
+
+
+def call(
+    learn: Learner,
+    precision: Precision,
+) -> str: # learn.to_fp16(init_scale=1024, fp32_modules=['inp', 'head'], on_overflow='fix')
+    "Return the call that selects a precision, with the options of the learner's precision callback."
+    head, _, arguments = repr(precision).removesuffix(')').partition('(')
+    options = (f'{k}={v!r}' for k, v in _options(learn).items()) if precision.mode else ()
+    return f"{head}({', '.join(filter(None, [arguments, *options]))})"
+
+
+def _options(learn): # What was changed of the learner's precision callback, besides its precision
+    cb, defaults = precision_callback(learn), inspect.signature(MixedPrecision.__init__).parameters
+    return {name: getattr(cb, name) for name in ('on_overflow', 'max_skips')
+            if cb and getattr(cb, name) != defaults[name].default}
+
+
+def switch(
+    learn: Learner, # The learner, outside a fit
+    precision: Precision, # Not used itself, as a precision belongs to one callback
+) -> MixedPrecision | None: # Its precision callback now
+    "Switch `learn` to this precision, as a user would; its loss scale is kept unless `precision` has another."
+    old, cb = precision_callback(learn), None
+    if precision.mode: cb = MixedPrecision(precision.like(), **_options(learn))
+    state = old.state_dict() if old else {}
+    own = own_precision(learn).changed
+    has_scale = any(precision.changed.get(k) not in (None, own.get(k)) for k in ('init_scale', 'loss_scale'))
+    set_precision(learn, cb)
+    if cb is not None and state and not has_scale: cb.load_state_dict(state)   # from fp16 to fp16; bf16 has none
+    return cb
+
+
+# -- by name
+
+def precisions_named(
+    modes: Any, # Names, modes or dtypes, one or several
+) -> list[tuple[type[Precision], dict[str, str]]]: # Classes of precisions, and the arguments that the names mean
+    "Return the precisions that `modes` names. Raises `ValueError` for an unknown one."
+    return [*map(_named, modes if is_listy(modes) else [modes])]
+
+
+def _named(mode):
+    try:
+        name, *weights = mode.replace('half weights', HalfWeights.name).split() if isinstance(mode, str) else [mode]
+        if name in ('fp32', torch.float32): return Precision, {}
+        cls = find_precision(name)
+        changes = {'amp_mode': (weights or LOWERED)[0]} if cls is HalfWeights or weights else {}
+        if changes: cls(**changes)
+        return cls, changes
+    except (ValueError, TypeError): pass
+    names = ', '.join(map(repr, PRECISIONS))
+    raise ValueError(f"modes={shorten(repr(mode), 100)} cannot be used.\n"
+                     f"Allowed: 'fp32', {names}, 'half_weights fp16', or a list of these.")
+
+
+def candidates(
+    learn: Learner,
+    modes: Any = None, # Names, modes or dtypes, one or several; None for what the device runs natively
+) -> list[Precision]: # fp32 first, each once
+    """Return the precisions to compare, with the learner's arguments.
+
+    By default these are the ones that the device runs natively without another package. 16-bit weights are included
+    only if the learner has them: by default they compute as autocast does.
+    """
+    if modes is None:
+        device = training_device(learn)
+        modes = [cls.name for cls in PRECISIONS.values()
+                 if cls.in_tables and not cls.package and cls.support(device).status == 'native']
+        if isinstance(own_precision(learn), HalfWeights):
+            modes += [f'{HalfWeights.name} {m}' for m in modes if m in LOWERED]
+    return [*dict.fromkeys([FP32, *(like_own(learn, cls, **changes) for cls, changes in precisions_named(modes))])]
