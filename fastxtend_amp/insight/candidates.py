@@ -29,8 +29,7 @@ def own_precision(learn: Learner) -> Precision:
 
 def name_of(precision: Precision) -> str: # 'fp32', 'bf16', 'half_weights', 'half_weights fp16' ...
     "Return the name of a precision in a table, which `candidates` accepts."
-    other = precision.mode != type(precision)().mode
-    return f'{precision.name} {precision.mode.value}' if other and precision.mode else precision.name
+    return f'{precision.name} {precision.mode.value}' if 'amp_mode' in precision.changed else precision.name
 
 
 def like_own(
@@ -101,13 +100,12 @@ def switch(
     precision: Precision, # Not used itself, as a precision belongs to one callback
 ) -> MixedPrecision | None: # Its precision callback now
     "Switch `learn` to this precision, as a user would; its loss scale is kept unless `precision` has another."
-    old, cb = precision_callback(learn), None
-    if precision.mode: cb = MixedPrecision(precision.like(), **_options(learn))
-    state = old.state_dict() if old else {}
-    own = own_precision(learn).changed
+    old, own = precision_callback(learn), own_precision(learn).changed
+    cb = MixedPrecision(precision.like(), **_options(learn)) if precision.mode else None
     has_scale = any(precision.changed.get(k) not in (None, own.get(k)) for k in ('init_scale', 'loss_scale'))
+    state = {} if old is None or has_scale else old.state_dict()
     set_precision(learn, cb)
-    if cb is not None and state and not has_scale: cb.load_state_dict(state)   # from fp16 to fp16; bf16 has none
+    if cb and state: cb.load_state_dict(state)                   # from fp16 to fp16; bf16 has none
     return cb
 
 

@@ -23,8 +23,8 @@ def measure_and_choose(
     """Time each precision on real batches, and switch the learner to the fastest one whose loss matches fp32.
 
     Compares the precisions that the device runs natively, and 16-bit weights if the learner has them, with the
-    modules in fp32 that `precision_report` names. Only copies are trained. Prints the decision; details are in
-    `learn.precision_decision`.
+    modules in fp32 that `precision_report` names, and the fastest of them with kinds of modules in fp32 that it makes
+    slower. Only copies are trained. Prints the decision; details are in `learn.precision_decision`.
 
     Raises what `compare_precision` raises, and `RuntimeError` in distributed runs.
     """

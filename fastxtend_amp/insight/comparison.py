@@ -150,8 +150,8 @@ def recommend(
     """Return the fastest precision that pays and whose loss matches fp32.
 
     It pays if the interval of its speed-up lies above 1.05. Its loss matches fp32 if the mean of the last steps is
-    finite and within the tolerance, at most half of the steps were skipped, and the weights moved. If bf16 is within
-    5% of the fastest it wins, as it needs no loss scaling.
+    finite and within the tolerance, at most half of the steps were skipped, and the weights moved. If bf16, by itself
+    or with kinds of modules in fp32, is within 5% of the fastest it wins, as it needs no loss scaling.
     """
     if not math.isfinite(table['loss']['fp32']):
         return 'fp32', 'The fp32 loss is not finite: check the data, the loss function and the learning rate.'
@@ -182,7 +182,7 @@ def _against(row, tolerated, seconds):
                      '{:.2g}, {}'.format(*tolerated))
     speed, low, high = row[_SPEED]
     if row['rounds'] < FEWEST_ROUNDS: more = (FEWEST_ROUNDS + 2) / (row['rounds'] + 1)
-    else: more = min(99, ((high - speed) / max(abs(speed - _WORTH), 1e-9)) ** 2)
+    else: more = min(10, ((high - speed) / max(abs(speed - _WORTH), 1e-9)) ** 2)
     if (paid := pays(low, high)) is None and not found:
         minutes = math.ceil(more * seconds / 60)
         looks = f'{speed:.2f}x faster' if speed > 1 else f'slower ({speed:.2f}x)'

@@ -68,7 +68,8 @@ def net(depthwise=(0.02, 0.06), grouped=(0.01, 0.01), norm=(0.01, 0.01), noise=0
 def tried(comparison):
     "What the notes say of each kind, in the order in which they were tried."
     note = next((n for n in comparison.notes if n.startswith('Kinds of modules tried')), '')
-    return dict(part.split(' ', 1) for part in note.partition(': ')[2].partition('. ')[0].rstrip('.').split('; ') if part)
+    parts = note.partition(': ')[2].partition('. ')[0].rstrip('.').split('; ')
+    return dict(part.split(' ', 1) for part in parts if part)
 
 
 @pytest.mark.parametrize('method', ['compare_precision', 'to_amp'])

@@ -339,7 +339,7 @@ def test_a_row_of_the_comparison():
     assert learn.precision.mode is AMPMode.FP8
     learn.to_fp8(modules='body.1', fp32_modules='head')
     found = learn.compare_precision(['fp8'], 2, n_seeds=0)
-    assert found.calls['fp8'] == "learn.to_fp8(fp32_modules=['head'], modules='body.1')"
+    assert found.calls['fp8'] == "learn.to_fp8(fp32_modules=['head'], modules=['body.1'])"
     failed = learner().compare_precision(['fp8'], 2, n_seeds=0).table
     assert failed.support['fp8'] == 'failed' and 'linear layer' in failed.note['fp8']
 

@@ -61,6 +61,14 @@ def test_emulated_precisions_train_if_asked_for_and_in_a_fifth_of_the_time(
     assert (tmp_path / 'f.png').read_bytes()[:4] == b'\x89PNG'
 
 
+def test_more_time_can_be_given(monkeypatch, tmp_path, capsys):
+    rows = [{'mode': 'bf16', 'support': 'native', 'why': 'for this test'}]
+    monkeypatch.setattr(demo, 'precision_support', lambda device: pd.DataFrame(rows))
+    monkeypatch.setattr(demo, 'learner', lambda device: learner(nn.Linear(6, 1), lr=0.01))
+    demo.main(['--device', 'cpu', '--out', str(tmp_path / 'f.png'), '--max-seconds', '5'])
+    assert 'in alternating rounds, for at most 4 seconds.' in capsys.readouterr().out
+
+
 def test_the_data_and_the_model_are_the_same_each_time():
     a, b = (demo.learner(torch.device('cpu')) for _ in range(2))
     assert all(torch.equal(x, y) for x, y in zip(a.model.parameters(), b.model.parameters()))
@@ -74,6 +82,7 @@ def test_the_data_and_the_model_are_the_same_each_time():
         (['--device', 'gpu'], '--device gpu'),
         (['--out', 'no/such/f.png'], 'no/such is not a folder, or not writable'),
         (['--device', 'meta'], 'no autocast'),
+        (['--max-seconds', '0'], '--max-seconds 0: it must be above 0'),
     ],
 )
 def test_bad_input(args, message, capsys):
