@@ -42,6 +42,15 @@ def pytest_configure(config):
     helpers.DEVICE = device
 
 
+@pytest.fixture(params=CPUS)
+def cpu(request, monkeypatch):
+    "Run a test as if on each kind of CPU; return its instruction sets."
+    from fastxtend_amp.devices import facts
+
+    monkeypatch.setattr(facts, 'cpu_features', lambda: frozenset(CPUS[request.param].split()))
+    return facts.cpu_features()
+
+
 def pytest_collection_modifyitems(config, items):
     has_torchao = importlib.util.find_spec('torchao') and torch.__version__ >= '2.11'
     for item in items:

@@ -1,4 +1,4 @@
-"The console script `fastxtend_amp_check`: what it prints, and that it fails if a check fails."
+"The console script `fastxtend_amp_check`: what it prints, and that it fails if something is broken."
 
 import os
 from importlib.util import find_spec
@@ -12,7 +12,6 @@ from sklearn.utils import Bunch
 from fastxtend_amp import MixedPrecision
 from fastxtend_amp.precisions import PRECISIONS
 from fastxtend_amp.tools import check, demo
-from fastxtend_amp.training import scaling
 from helpers import *
 
 
@@ -26,32 +25,65 @@ def short(monkeypatch):
     monkeypatch.setattr(check, 'PRECISIONS', {'fp16': PRECISIONS['fp16']})
 
 
-def failed(results):
-    return {(r.precision, r.what) for r in results if r.passed is False}
+@pytest.fixture
+def checked(capsys):
+    "Run the command; return its exit status, the checks by how they ended, and what it printed."
+
+    def run(device='cpu'):
+        status, out = check.main(['--device', device]), capsys.readouterr().out
+        rows = [(line[:9].strip(), f'{line[9:22].strip()}: {line[22:48].strip()}') for line in out.splitlines()]
+        return status, {mark: [name for m, name in rows if m == mark] for mark in ('ok', 'FAILED', 'left out')}, out
+
+    return run
 
 
-def test_all_is_well_on_the_cpu(capsys):
-    assert check.main(['--device', 'cpu']) == 0
-    out = capsys.readouterr().out
-    lines = [l.split() for l in out.splitlines() if l.startswith(('ok', 'left out'))]
-    assert {l[1] for l in lines} >= {'fp32', 'fp16'} and len(lines) >= 7
-    assert f'torch {torch.__version__}' in out and 'fastxtend_amp' in out and 'device: cpu' in out and 'bf16: ' in out
-    assert out.splitlines()[-1] == f'All {sum(l[0] == "ok" for l in lines)} checks passed on cpu.'
+FP16 = ['trains as fp32', 'skips a step, Adam', 'skips a step, fused AdamW', 'save and load', 'after an exception']
+ALL = ['fp32: fp32 reference', 'fp32: save and load', *(f'fp16: {name}' for name in FP16)]
 
 
-def test_a_loss_scale_that_is_not_restored(monkeypatch, short, capsys):
-    monkeypatch.setattr(MixedPrecision, 'load_state_dict', lambda self, state: None)
-    assert check.main(['--device', 'cpu']) == 1
-    out = capsys.readouterr().out
-    assert '1 of' in out.splitlines()[-1] and 'fp16: save and load' in out.splitlines()[-1] and 'into an issue' in out
+def test_all_is_well_on_each_kind_of_cpu(checked, cpu, short):
+    status, found, out = checked()
+    assert (status, found['ok'], found['FAILED']) == (0, ALL, [])
+    assert f'torch {torch.__version__}' in out and 'fastxtend_amp' in out and 'device: cpu' in out
+    bf16, fp16 = ('native' if name in cpu else 'emulated' for name in ('avx512_bf16', 'avx512_fp16'))
+    assert f'  bf16: {bf16} (' in out and f'  fp16: {fp16} (' in out and 'fp32_precision' not in out
+    assert out.splitlines()[-1] == f'All {len(ALL)} checks passed on cpu.'
 
 
-def test_a_step_that_is_not_skipped(monkeypatch, short):
-    monkeypatch.setattr(scaling, 'found_infs_of', lambda scaler, opt: [torch.zeros(())])
-    assert ('fp16', 'skips a step, Adam') in failed(check.check('cpu'))
+def scale_lost(patch):
+    patch(MixedPrecision, 'load_state_dict', lambda self, state: None)
 
 
-def test_autocast_left_on_after_an_exception(monkeypatch, short):
+def weights_lost(patch):
+    patch(Learner, 'load', lambda self, file: self)
+
+
+def no_overflow_found(patch):
+    find = torch.amp.GradScaler._unscale_grads_
+    patch(
+        torch.amp.GradScaler, '_unscale_grads_', lambda *args: {d: torch.zeros_like(t) for d, t in find(*args).items()}
+    )
+
+
+def scale_kept(patch):
+    patch(torch, '_amp_update_scale_', lambda *args: None)
+
+
+def no_autocast(patch):
+    start = torch.autocast.__init__
+    patch(
+        torch.autocast,
+        '__init__',
+        lambda self, device_type, dtype=None, **kwargs: start(self, device_type, dtype, False),
+    )
+
+
+def nothing_learned(patch):
+    fit = Learner.fit
+    patch(Learner, 'fit', lambda self, n, lr, cbs: fit(self, n, 0.0 if self.precision else lr, cbs=cbs))
+
+
+def autocast_left_on(patch):
     fit = Learner.fit
 
     def leaks(self, *args, **kwargs):
@@ -61,25 +93,17 @@ def test_autocast_left_on_after_an_exception(monkeypatch, short):
             torch.set_autocast_enabled('cpu', True)
             raise
 
-    monkeypatch.setattr(Learner, 'fit', leaks)
-    try:
-        found = failed(check.check('cpu'))
-    finally:
-        torch.set_autocast_enabled('cpu', False)
-    assert ('fp16', 'after an exception') in found
+    patch(Learner, 'fit', leaks)
 
 
-def test_an_error_is_a_failed_check(monkeypatch, short, capsys):
-    def broken(self, *args, **kwargs):
+def disk_full(patch):
+    def broken(self, file):
         raise OSError('no space left')
 
-    monkeypatch.setattr(Learner, 'save', broken)
-    assert check.main(['--device', 'cpu']) == 1
-    found = [line for line in capsys.readouterr().out.splitlines() if line.startswith('FAILED')]
-    assert found == [f'FAILED   {p}         save and load             OSError: no space left' for p in ('fp32', 'fp16')]
+    patch(Learner, 'save', broken)
 
 
-def test_nothing_trains_as_fp32_where_fp32_fails(monkeypatch, short):
+def no_fp32(patch):
     fit = Learner.fit
 
     def broken(self, *args, **kwargs):
@@ -87,35 +111,54 @@ def test_nothing_trains_as_fp32_where_fp32_fails(monkeypatch, short):
             raise RuntimeError('no kernel')
         return fit(self, *args, **kwargs)
 
-    monkeypatch.setattr(Learner, 'fit', broken)
-    assert failed(check.check('cpu')) == {
-        ('fp32', 'fp32 reference'),
-        ('fp32', 'save and load'),
-        ('fp16', 'trains as fp32'),
-    }
+    patch(Learner, 'fit', broken)
 
 
-def test_a_precision_that_the_device_has_not(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    'broken, failed, why',
+    [
+        (scale_lost, ['fp16: save and load'], 'loss scale 65,536 INSTEAD OF'),
+        (weights_lost, ['fp32: save and load', 'fp16: save and load'], 'WEIGHTS DIFFER'),
+        (no_overflow_found, ['fp16: skips a step, Adam', 'fp16: skips a step, fused AdamW'], 'CHANGED THE WEIGHTS'),
+        (scale_kept, ['fp16: skips a step, Adam', 'fp16: skips a step, fused AdamW'], 'kept the weights'),
+        (no_autocast, ['fp16: trains as fp32'], 'computes in float32'),
+        (nothing_learned, ['fp16: trains as fp32'], 'computes in float16'),
+        (autocast_left_on, ['fp16: after an exception'], 'INSTEAD OF'),
+        (disk_full, ['fp32: save and load', 'fp16: save and load'], 'OSError: no space left'),
+        (no_fp32, ['fp32: fp32 reference', 'fp32: save and load', 'fp16: trains as fp32'], 'RuntimeError: no kernel'),
+    ],
+)
+def test_what_is_broken_fails_a_check(broken, failed, why, monkeypatch, short, checked):
+    broken(monkeypatch.setattr)
+    try:
+        status, found, out = checked()
+    finally:
+        torch.set_autocast_enabled('cpu', False)
+    assert (status, found['FAILED'], found['ok']) == (1, failed, [name for name in ALL if name not in failed])
+    assert any(why in line for line in out.splitlines() if line.startswith('FAILED'))
+    last = out.splitlines()[-1]
+    assert f'{len(failed)} of {len(ALL)} checks FAILED on cpu ({", ".join(failed)})' in last and 'into an issue' in last
+
+
+def test_a_precision_that_the_device_has_not(monkeypatch, checked):
     modes = [name for name, cls in PRECISIONS.items() if cls.in_tables and not cls.package]
     support = pd.DataFrame({'mode': modes, 'support': 'unsupported', 'why': 'the test says so'})
     monkeypatch.setattr(check, 'EPOCHS', 1)
     monkeypatch.setattr(check, 'precision_support', lambda device: support)
-    assert check.main(['--device', 'cpu']) == 0
-    lines = capsys.readouterr().out.splitlines()
-    checked = [line for line in lines if line.startswith(('ok', 'left'))]
-    assert [line[:22].split() for line in checked] == 2 * [['ok', 'fp32']] + [['left', 'out', mode] for mode in modes]
-    assert 'fp32 reference' in checked[0] and lines[-1] == 'All 2 checks passed on cpu.'
+    status, found, out = checked()
+    assert (status, found['ok'], found['FAILED']) == (0, ALL[:2], [])
+    assert found['left out'] == [f'{mode}: runs here' for mode in modes] and 'All 2 checks passed' in out
 
 
 @pytest.mark.skipif(
     not (os.environ.get('PJRT_DEVICE') and find_spec('torch_xla')), reason='needs torch_xla, and PJRT_DEVICE'
 )
-def test_on_xla(short, capsys):
-    assert check.main(['--device', 'xla']) == 0, capsys.readouterr().out
+def test_on_xla(short, checked):
+    status, found, out = checked('xla')
+    assert status == 0, out
 
 
 def test_settings_of_fp32_that_are_not_the_default_are_named():
-    assert 'fp32_precision' not in check.head(torch.device('cpu'))
     torch.backends.mkldnn.matmul.fp32_precision = 'bf16'
     try:
         assert "`torch.backends.mkldnn.matmul.fp32_precision` is 'bf16'" in check.head(torch.device('cpu'))
@@ -123,8 +166,9 @@ def test_settings_of_fp32_that_are_not_the_default_are_named():
         torch.backends.mkldnn.matmul.fp32_precision = 'none'
 
 
-@pytest.mark.parametrize('device', ['gpu', 'meta'])
-def test_bad_input(device, capsys):
+@pytest.mark.parametrize('command', [check, demo])
+@pytest.mark.parametrize('device, why', [('gpu', '--device gpu'), ('cuda:99', 'cuda:99'), ('meta', 'no autocast')])
+def test_devices_that_cannot_be_used(command, device, why, capsys):
     with pytest.raises(SystemExit):
-        check.main(['--device', device])
-    assert f'--device {device}' in capsys.readouterr().err
+        command.main(['--device', device])
+    assert why in capsys.readouterr().err

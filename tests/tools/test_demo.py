@@ -1,23 +1,23 @@
-"The console script `fastxtend_amp_demo`, as a user runs it."
+"The console script `fastxtend_amp_demo`, as a user runs it; test_check.py tests its argument `--device`."
 
 import os, subprocess, sys
 from pathlib import Path
 
 import pandas as pd
 import pytest, torch
-from torch import nn
+from fastai.learner import Learner
 
-from fastxtend_amp.insight import measuring
 from fastxtend_amp.tools import demo
-from helpers import learner, set_support
+from helpers import learner, linear, set_support
 
 DEMO = """
 from fastxtend_amp.tools import demo
-demo.SECONDS, demo.BATCH_SIZE = 2, 8
+demo.SECONDS, demo.BATCH_SIZE = 1, 8
 demo.main(['--device', 'cpu', '--out', 'picture.png'])
 """
 
 
+@pytest.mark.slow
 def test_a_file_gets_lines_and_no_warning(tmp_path):
     env = {**os.environ, 'PYTHONPATH': str(Path(__file__).parents[2]), 'OMP_NUM_THREADS': '1'}
     done = subprocess.run([sys.executable, '-c', DEMO], cwd=tmp_path, env=env, capture_output=True, text=True)
@@ -28,36 +28,38 @@ def test_a_file_gets_lines_and_no_warning(tmp_path):
 
 
 @pytest.mark.parametrize(
-    'bf16, fp16, args, trained, seconds',
+    'bf16, fp16, args, expected',  # the comparisons: their precisions, seeds and seconds
     [
-        ('native', 'emulated', [], ['bf16'], [8]),
-        ('native', 'native', [], ['bf16', 'fp16'], [8]),
-        ('native', 'emulated', ['--emulated'], ['bf16', 'fp16'], [8, 2]),
-        ('emulated', 'emulated', ['--emulated'], ['bf16', 'fp16'], [1, 1]),
-        ('emulated', 'unsupported', [], [], []),
+        ('native', 'emulated', [], [(['bf16'], 3, 8)]),
+        ('native', 'native', [], [(['bf16', 'fp16'], 3, 8)]),
+        ('native', 'emulated', ['--emulated'], [(['bf16'], 3, 8), (['fp16'], 0, 2)]),
+        ('emulated', 'emulated', ['--emulated'], [(['bf16'], 0, 1), (['fp16'], 0, 1)]),
+        ('emulated', 'unsupported', [], []),
     ],
 )
 def test_emulated_precisions_train_if_asked_for_and_in_a_fifth_of_the_time(
-    bf16, fp16, args, trained, seconds, monkeypatch, tmp_path, capsys
+    bf16, fp16, args, expected, monkeypatch, tmp_path, capsys
 ):
-    support, given = {'bf16': bf16, 'fp16': fp16, 'fp8': 'native'}, []
+    support, given, compare = {'bf16': bf16, 'fp16': fp16, 'fp8': 'native'}, [], Learner.compare_precision
     rows = [{'mode': name, 'support': status, 'why': 'for this test'} for name, status in support.items()]
+
+    def noted(self, modes, n_steps, n_seeds, max_seconds):
+        given.append((modes, n_seeds, max_seconds))
+        return compare(self, modes, 4, n_seeds=n_seeds, max_seconds=max_seconds)
+
     monkeypatch.setattr(demo, 'precision_support', lambda device: pd.DataFrame(rows))
     set_support(monkeypatch, lambda name: support.get(name, 'unsupported'))
-    monkeypatch.setattr(demo, 'learner', lambda device: learner(nn.Linear(6, 1), lr=0.01))
+    monkeypatch.setattr(demo, 'learner', lambda device: learner(linear(), lr=0.01))
     monkeypatch.setattr(demo, 'SECONDS', 10)
-    kept = measuring.Setting.__post_init__
-    monkeypatch.setattr(measuring.Setting, '__post_init__', lambda self: given.append(self.max_seconds) or kept(self))
+    monkeypatch.setattr(Learner, 'compare_precision', noted)
     demo.main(['--device', 'cpu', '--out', str(tmp_path / 'f.png'), *args])
     out = capsys.readouterr().out
+    assert given == expected and max(map(len, out.splitlines()[:-1])) <= 120
     assert out.startswith(f'bf16 is {bf16} on this device (for this test).\nfp16 is {fp16} ')
-    assert max(map(len, out.splitlines()[:-1])) <= 120
     for name in ('bf16', 'fp16'):
-        assert (f'\n{name}  {support[name]} ' in out) == (name in trained)
-    if seconds:
-        assert given == seconds and 'Next: `learn.to_' in ' '.join(out.split())
-    else:
-        assert 'This device runs no 16-bit precision natively' in out and 'of modules' not in out
+        assert (f'\n{name}  {support[name]} ' in out) == any(name in names for names, *_ in given)
+    assert not expected or 'Next: `learn.to_' in ' '.join(out.split())
+    assert ('This device runs no 16-bit precision natively' in out) == (not expected)
     assert (tmp_path / 'f.png').read_bytes()[:4] == b'\x89PNG'
 
 
@@ -77,11 +79,9 @@ def test_the_data_and_the_model_are_the_same_each_time():
 
 
 @pytest.mark.parametrize(
-    'args,message',
+    'args, message',
     [
-        (['--device', 'gpu'], '--device gpu'),
         (['--out', 'no/such/f.png'], 'no/such is not a folder, or not writable'),
-        (['--device', 'meta'], 'no autocast'),
         (['--max-seconds', '0'], '--max-seconds 0: it must be above 0'),
     ],
 )

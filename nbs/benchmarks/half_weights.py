@@ -1,13 +1,12 @@
 """16-bit weights compared with autocast on the benchmark's models: time per step, bytes per parameter, loss.
 
-`python tests/tools/half_weights_costs.py` prints a Markdown table. It needs a clone, torch-optimi and a quiet machine.
+`python -m nbs.benchmarks.half_weights` prints a Markdown table. It needs torch-optimi and a quiet machine.
 """
 
 from __future__ import annotations
 
 import argparse, sys, warnings
 from functools import partial
-from pathlib import Path
 
 import torch
 from fastai.callback.core import Callback
@@ -15,9 +14,9 @@ from fastai.learner import Learner
 from fastcore.basics import noop
 from torch.utils._python_dispatch import TorchDispatchMode
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from fastxtend_amp import kahan  # noqa: E402
-from nbs.benchmarks import contestants, measure, models  # noqa: E402
+from fastxtend_amp import kahan
+
+from . import contestants, measure, models
 
 WAYS = {
     'fp32': noop,
