@@ -1,17 +1,20 @@
-"The installed package; lint and types, as configured in pyproject.toml."
+"The package: its distribution, what importing it changes, the direction of imports, lint and types."
 
-import configparser, importlib, importlib.util, os, shutil, subprocess, sys, zipfile
+import ast, configparser, importlib, importlib.util, os, shutil, subprocess, sys, zipfile
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 import fastxtend_amp
+from fastxtend_amp.training import callback, checkpoint
+from helpers import *
 
-ROOT = Path(__file__).parent.parent
+ROOT, PACKAGE = Path(__file__).parent.parent, Path(fastxtend_amp.__file__).parent
 SETTINGS = configparser.ConfigParser(delimiters=['='])
 SETTINGS.read(ROOT / 'settings.ini')
 CFG = SETTINGS['DEFAULT']
+SCRIPTS = dict(script.split('=') for script in CFG['console_scripts'].split())
 
 
 def run(*args, cwd=ROOT, **env):
@@ -20,35 +23,36 @@ def run(*args, cwd=ROOT, **env):
     return out.stdout
 
 
+# -- distribution
+
+
 def test_settings_are_the_one_home():
     assert fastxtend_amp.__version__ == CFG['version'] == metadata.version(CFG['lib_name'])
     plain = {r.split('>')[0] for r in metadata.requires(CFG['lib_name']) if 'extra' not in r}
     assert plain == {'torch', 'fastai', 'fastcore'} == {r.split('>')[0] for r in CFG['requirements'].split()}
-    for script in CFG['console_scripts'].split():
-        module, _, function = script.partition('=')[2].partition(':')
-        assert callable(getattr(importlib.import_module(module), function)), script
+    for place in SCRIPTS.values():
+        module, _, function = place.partition(':')
+        assert callable(getattr(importlib.import_module(module), function)), place
 
 
 SMOKE = """
 from fastxtend_amp import *                                      # before fastai
 names = sorted(n for n in dir() if not n.startswith('__'))
-import sys, torch, fastxtend_amp
+import sys, fastxtend_amp
 from fastai.vision.all import *
 from fastai.callback.all import *
 assert fastxtend_amp.__file__.startswith(sys.argv[1]), fastxtend_amp.__file__
 assert names == sorted(fastxtend_amp.__all__), names
-for f in (Learner.to_bf16, Learner.to_channelslast, Learner.to_fp16):
-    assert f.__module__ == 'fastxtend_amp.training.learner'
 from fastxtend_amp import *
-assert MixedPrecision.__module__ == 'fastxtend_amp.training.callback'
+for f in (Learner.to_bf16, Learner.to_channelslast, MixedPrecision): assert 'fastxtend_amp' in str(f.__module__), f
 ds = [(torch.randn(4), torch.randn(1)) for _ in range(8)]
-dls = DataLoaders.from_dsets(ds, ds, bs=4, device='cpu', num_workers=0)
-learn = Learner(dls, nn.Linear(4, 1), loss_func=MSELossFlat()).to_bf16()
-with learn.no_bar(), learn.no_logging(): learn.fit(1)
+learn = Learner(DataLoaders.from_dsets(ds, ds, bs=4, device='cpu', num_workers=0), nn.Linear(4, 1), nn.MSELoss())
+with learn.no_bar(), learn.no_logging(): learn.to_bf16().fit(1)
 print(fastxtend_amp.__version__, len(learn.recorder.losses))
 """
 
 
+@pytest.mark.slow
 def test_wheel_and_sdist(tmp_path):
     "The wheel contains only the package; the sdist builds it again; it trains, also if imported before fastai."
     source, dist, target, empty = (tmp_path / n for n in ('source', 'dist', 'target', 'empty'))
@@ -58,8 +62,7 @@ def test_wheel_and_sdist(tmp_path):
     offline = ('--no-deps', '--no-build-isolation', '--no-index', '--disable-pip-version-check', '-q')
     assert run(source / 'setup.py', '--version', cwd=empty).split()[-1] == CFG['version']  # from any folder
     run('setup.py', '-q', 'sdist', '-d', dist, cwd=source)
-    (sdist,) = dist.glob('*.tar.gz')
-    run('-m', 'pip', 'wheel', *offline, '-w', dist, sdist, cwd=source)  # built from the sdist only
+    run('-m', 'pip', 'wheel', *offline, '-w', dist, *dist.glob('*.tar.gz'), cwd=source)  # built from the sdist only
     (wheel,) = dist.glob('*.whl')
     names = zipfile.ZipFile(wheel).namelist()
     modules = {str(f.relative_to(ROOT)) for f in (ROOT / 'fastxtend_amp').rglob('*.py')} | {'fastxtend_amp/py.typed'}
@@ -68,14 +71,106 @@ def test_wheel_and_sdist(tmp_path):
     assert 'Classifier: Typing :: Typed' in described and 'URL: ' not in described
     run('-m', 'pip', 'install', *offline, '--target', target, wheel, cwd=source)
     assert run('-W', 'ignore', '-c', SMOKE, target, cwd=empty, PYTHONPATH=str(target)).split() == [CFG['version'], '2']
-    assert {f.name for f in (target / 'bin').iterdir()} == {s.partition('=')[0] for s in CFG['console_scripts'].split()}
+    assert {f.name for f in (target / 'bin').iterdir()} == {*SCRIPTS}
 
 
-@pytest.mark.parametrize('command', ['ruff check', 'ruff format --check tests', 'mypy'])
+@pytest.mark.parametrize(
+    'command', ['ruff check', 'ruff format --check tests', pytest.param('mypy', marks=pytest.mark.slow)]
+)
 def test_clean(command):
     "With the tools' caches, which git ignores: a second run takes a second."
     tool, *arguments = command.split()
     if importlib.util.find_spec(tool) is None:
         pytest.skip(f'needs {tool}, of the extra dev')
-    done = subprocess.run([sys.executable, '-m', tool, *arguments], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run('-m', tool, *arguments)
+
+
+# -- what importing changes
+
+LATE = '''
+import functools, tempfile, torch, fastai.learner, sys
+from fastai.vision.all import *
+from fastai.text.all import *
+# As another library that wraps fastai's functions.
+def wrapped(f): return functools.wraps(f)(lambda *args, **kwargs: f(*args, **kwargs))
+for name in ('save_model', 'load_model'): setattr(fastai.learner, name, wrapped(getattr(fastai.learner, name)))
+classes = [Learner, TextLearner, Callback, DataLoaders, fastai.optimizer.Optimizer, OptimWrapper, torch.autocast,
+           torch.no_grad, nn.Module, torch.amp.GradScaler, torch.optim.Optimizer]
+spaces = [*classes, torch, torch.serialization, fastai.learner, fastai.text.learner]
+before = [dict(vars(s)) for s in spaces]
+names = ('fit', 'one_batch', '__enter__', 'validate', 'get_preds')
+own = {n: getattr(Learner, n).__code__ for n in names}
+import fastxtend_amp
+from fastxtend_amp.devices.cost import page_faults
+for s, b in zip(spaces, before):
+    for name, value in vars(s).items():
+        if b.get(name) is not value and not name.startswith('__abc'): print(getattr(s, '__name__', s) + '.' + name)
+ds = [(torch.randn(4), torch.randn(1)) for _ in range(8)]
+dls = DataLoaders.from_dsets(ds, ds, bs=4, device='cpu', num_workers=0)
+learn = Learner(dls, nn.Linear(4, 1), loss_func=MSELossFlat(), path=tempfile.mkdtemp())
+def plain(): return all(getattr(Learner, n).__code__ is c and n not in learn.__dict__ for n, c in own.items())
+assert plain() and not torch.is_autocast_enabled('cpu') and 'torch_xla' not in sys.modules
+learn.to_fp16(init_scale=512.); learn.create_opt()
+assert torch.load(learn.save('a'), weights_only=False)['opt']['grad_scaler']['scale'] == 512.
+learn.to_fp16().load('a')
+assert learn.precision.scale == 512.
+learn.to_fp32()
+assert plain()
+def faults():                                                    # of four tensors of 64 MB, one after the other
+    before = page_faults(torch.device('cpu'))
+    for _ in range(4): torch.empty(2**24).fill_(1)
+    return page_faults(torch.device('cpu')) - before
+faults()
+before = faults()
+said = fastxtend_amp.keep_freed_memory()
+faults()
+print('MEMORY', before, min(faults() for _ in range(3)), said)   # other blocks may be freed in between
+'''
+REPLACED = {'Learner.save', 'Learner.load', 'TextLearner.load', 'Learner.export', 'Learner._with_events'}
+METHODS = {'amp_context', 'precision', 'precision_as', 'to_amp', 'to_channelslast', 'to_fp32'}
+METHODS |= {'compare_precision', 'precision_decision', 'precision_report', *(f'to_{name}' for name in PRECISIONS)}
+
+
+def test_importing_adds_methods_and_replaces_few_and_freed_memory_is_kept_from_the_call_on():
+    "The script asserts that a learner without precision runs fastai's own code."
+    changed, _, memory = run('-W', 'ignore', '-c', LATE).partition('MEMORY')
+    public = {n for n in changed.split() if '._' not in n or n == 'Learner._with_events'} - {
+        'fastai.learner.save_model'
+    }
+    assert public - {'Learner.mixed_precision'} == REPLACED | {f'Learner.{name}' for name in METHODS}
+    before, after, said = memory.split(maxsplit=2)
+    if 'Nothing' not in said:  # on Linux with glibc; pages of 2 MB at most: importing changes nothing
+        assert float(before) > 4 * 2**26 / 2**21 and float(after) < 10 and 'up to 1,024 MB are reused' in said
+
+
+# -- the rooms
+
+
+def imported(file):
+    "Return the package's rooms that `file` imports when it is imported itself."
+    for node in ast.parse(file.read_text()).body:
+        assert 'fastxtend_amp' not in ast.unparse(node) or not isinstance(node, ast.ImportFrom), (file, node.lineno)
+        if isinstance(node, ast.ImportFrom) and node.level == 2:
+            yield (node.module or node.names[0].name).partition('.')
+
+
+def test_imports_go_in_one_direction():
+    "The core, of devices only the facts, precisions, training; then the rest."
+    allowed = {'precisions': {'devices'}, 'training': {'devices', 'precisions'}}
+    for room, rooms in allowed.items():
+        for file in (PACKAGE / room).glob('*.py'):
+            found = {name for name, *_ in imported(file)} & {f.name for f in PACKAGE.iterdir() if f.is_dir()}
+            assert found <= rooms, (file, found)
+
+
+def test_the_core_trains_without_the_rooms(monkeypatch):
+    def trained():
+        learn = learner().to_fp16(init_scale=2.0**20)
+        learn.fit(2)
+        return params(learn), learn.precision.scales
+
+    watched = trained()
+    monkeypatch.setattr(callback, 'WATCHERS', [])
+    monkeypatch.setattr(checkpoint, 'FORMATS', [])
+    alone = trained()
+    assert same(watched[0], alone[0]) and watched[1] == alone[1]

@@ -1,6 +1,7 @@
 "CUDA's autocast rules on a CPU: the groups of operators, their effect, and that nothing remains afterwards."
 
 import warnings
+from contextlib import nullcontext
 
 import pytest, torch
 import torchvision  # noqa: F401  registers operators of its own at both keys
@@ -35,6 +36,15 @@ UNDOCUMENTED = """frobenius_norm nuclear_norm linalg_matrix_norm linalg_matrix_s
     huber_loss native_layer_norm rms_norm nll_loss2d upsample_nearest1d upsample_nearest2d upsample_nearest3d
     upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d _upsample_nearest_exact1d
     _upsample_nearest_exact2d _upsample_nearest_exact3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa""".split()
+
+
+class Call(nn.Module):
+    def __init__(self, f):
+        super().__init__()
+        self.f = f
+
+    def forward(self, x):
+        return self.f(x)
 
 
 def base(name):
@@ -86,6 +96,28 @@ def test_functions_follow_their_group(group, call):
     assert found is (torch.bfloat16 if group in ('low', 'widest of half') else torch.float32)
 
 
+@pytest.mark.parametrize('rules', [nullcontext, cuda_rules])
+@pytest.mark.parametrize('mode, low', [('bf16', torch.bfloat16), ('fp16', torch.float16)])
+def test_operators_in_a_learner(mode, low, rules):
+    "In low precision, in fp32, in the widest dtype or that of their inputs; in place and fp64 they are left alone."
+    groups = {
+        low: ['F.linear(w, w)', 'w @ w', 'torch.relu(h)'],
+        torch.float32: ['F.mse_loss(h, h)', 'torch.prod(h)', 'h + w', 'torch.cat([h, w])', 'w.clone().addmm_(w, w)'],
+        torch.float64: ['w.double() @ w.double()'],
+    }
+    seen = {}
+
+    def model(x):
+        names = {'h': torch.randn(3, 3).to(low), 'w': torch.randn(3, 3), 'F': F, 'torch': torch}
+        seen.update({call: eval(call, names).dtype for calls in groups.values() for call in calls})
+        return x
+
+    learn = learner(nn.Sequential(Call(model), nn.Linear(6, 1))).add_cb(mixed(mode))
+    with rules():
+        learn.fit(1, 0.01)
+    assert seen == {call: dtype for dtype, calls in groups.items() for call in calls}
+
+
 def test_fp64_and_integers_are_left_alone_and_bce_raises_as_on_cuda():
     with cuda_rules(), torch.autocast('cpu', torch.bfloat16):
         assert torch.ones(2).double().exp().dtype is torch.float64 and torch.ones(2).long().sum().dtype is torch.int64
@@ -104,15 +136,6 @@ def test_a_transformers_layer_is_not_one_operator_in_evaluation():
 
 
 # -- the report on a GPU that is not there
-
-
-class Call(nn.Module):
-    def __init__(self, f):
-        super().__init__()
-        self.f = f
-
-    def forward(self, x):
-        return self.f(x)
 
 
 def dice(x):

@@ -1,7 +1,9 @@
 "Facts about a device, and how each precision judges them: AMD's and Apple's chips, CPUs, and unknown devices."
 
+import pickle
 from pathlib import Path
 
+import pandas as pd
 import pytest, torch
 
 from fastxtend_amp import precision_support
@@ -103,3 +105,12 @@ def test_devices_without_a_rule(device, bf16, why):
     "PyTorch has autocast for the first, and does not know it for the second."
     table = precision_support(device).set_index('mode')
     assert (table.support['bf16'], table.support['tf32']) == (bf16, 'unsupported') and why in table.why['bf16']
+
+
+@pytest.mark.parametrize('width', [40, 80])
+def test_the_table_is_a_data_frame_that_is_printed_whole(width):
+    table = precision_support('cpu')
+    with pd.option_context('display.width', width, 'display.max_columns', 0):
+        assert repr(table) == str(table) and '...' not in str(table)
+    assert isinstance(table, pd.DataFrame) and pickle.loads(pickle.dumps(table)).equals(table)
+    assert all(str(x) in str(table) for x in (*table, *table.values.flat))

@@ -2,7 +2,7 @@
 
     PYTHONPATH=<a checkout of that version>:tests python -W ignore tests/files/write.py tests/files/<version>
 
-In the folder: `saved_*.pth` by `learn.save`, `export_*.pkl` by `learn.export`, `learner_*.pkl` by `torch.save(learn)`.
+In the folder: `saved_*.pth` by `learn.save`, `export_*.pkl` by `learn.export`.
 `test_old_files.py` loads all of them. `helpers.Data` is part of these files: keep its name and its place.
 """
 
@@ -13,11 +13,8 @@ import torch
 from torch import nn
 
 import fastxtend_amp
-from fastai.learner import Learner
 from fastai.optimizer import SGD
 from helpers import learner, loaders
-
-METRICS = [getattr(fastxtend_amp, name) for name in ('loss_scale', 'skipped_steps') if hasattr(fastxtend_amp, name)]
 
 
 def net(name):
@@ -34,20 +31,21 @@ SETTERS = {  # a method of `Learner`, and its arguments
     'fp16_scaler': ('to_fp16', dict(scaler=torch.amp.GradScaler('cpu', init_scale=32.0))),
     'bf16': ('to_bf16', dict(fp32_modules=nn.BatchNorm1d)),
     'amp': ('to_amp', {}),
-    'tf32': ('to_tf32', {}),  # this and the next are new in 0.4.0
+    'tf32': ('to_tf32', {}),
     'fp8': ('to_fp8', dict(modules='2')),
     'half_weights': ('to_half_weights', dict(amp_mode='fp16', loss_scale=128.0)),
     'half_weights_flat': ('to_half_weights', dict(flat_master=True)),
     'half_weights_alone': ('to_half_weights', dict(master_weights=False)),
 }
 SAVED = 'fp32', 'fp16', 'fp16_static', 'bf16', 'half_weights_alone'
-PICKLED = 'fp16', 'fp16_scaler', 'bf16', 'fp8', 'half_weights_alone'
 
 
 def trained(name):
     "A learner that has trained an epoch with this precision; not in TF32, which a CPU does not have."
     opt_func = fastxtend_amp.kahan('SGD') if name == 'half_weights_alone' else SGD
-    learn = learner(net(name), loaders(8), metrics=METRICS, opt_func=opt_func)
+    learn = learner(
+        net(name), loaders(8), metrics=[fastxtend_amp.loss_scale, fastxtend_amp.skipped_steps], opt_func=opt_func
+    )
     if name == 'tf32':
         learn.fit(1, 0.01)
     method, arguments = SETTERS[name]
@@ -59,17 +57,11 @@ def trained(name):
 
 def main(folder):
     folder.mkdir(parents=True, exist_ok=True)
-    for name, (method, _) in SETTERS.items():
-        if not hasattr(Learner, method):
-            continue
+    for name in SETTERS:
         learn = trained(name)
         learn.path, learn.model_dir = folder.resolve(), '.'
         if name in SAVED:
             learn.save(f'saved_{name}')
-        if name in PICKLED:
-            learn.path = Path('.')
-            torch.save(learn, folder / f'learner_{name}.pkl')
-        learn.path = folder.resolve()
         learn.export(f'export_{name}.pkl')
 
 
