@@ -13,64 +13,41 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 CONFIG = configparser.ConfigParser(delimiters=['='])
 CONFIG.read(ROOT / 'settings.ini', encoding='utf-8')
-DEV = CONFIG['DEFAULT']['dev_requirements'].split()
-OLDEST, NEWEST = (
-    ['torch==2.9.0', 'torchvision==0.24.0', 'fastai==2.8.12', 'fastcore==2.2.22'],
-    ['torch', 'torchvision', 'fastai', 'fastcore'],
-)
-ROWS: dict[str, tuple[str, list[str], dict[str, str]]] = {  # name: Python, what to install, environment variables
-    'oldest': ('3.10', OLDEST, {}),
-    'newest': ('3.11', NEWEST, {}),
-    'newest-3.12': ('3.12', NEWEST, {}),
-    'newest-3.13': ('3.13', NEWEST, {}),
-    'xla': ('3.11', [*OLDEST[:3], 'fastcore', 'torch_xla==2.9.0'], {'PJRT_DEVICE': 'CPU'}),
+OLDEST = ['torch==2.9.0', 'torchvision==0.24.0', 'fastai==2.8.12', 'fastcore==2.2.22']
+NEWEST = ['torch', 'torchvision', 'fastai', 'fastcore']
+ROWS = {  # Python, what to install
+    'oldest': ('3.10', OLDEST),
+    'newest': ('3.11', NEWEST),
+    'newest-3.12': ('3.12', NEWEST),
+    'newest-3.13': ('3.13', NEWEST),
+    'xla': ('3.11', [*OLDEST[:3], 'fastcore', 'torch_xla==2.9.0']),
 }
 
 
-def interpreter(version: str) -> str | None:
-    "The path of this Python, from the system or from pyenv."
-    found = sorted(
-        Path.home().glob(f'.pyenv/versions/{version}.*/bin/python')
-    )  # pyenv's own command of that name may not run
-    return str(found[-1]) if found else shutil.which(f'python{version}')
-
-
 def build(folder: Path, version: str, packages: list[str]) -> Path:
-    "The Python of an environment with `packages` and this project in it."
+    "Return the Python of an environment with `packages` and this project in it."
     python = folder / 'bin' / 'python'
-    if not python.exists():
-        base = interpreter(version)
-        if base is None:
-            raise SystemExit(f'There is no Python {version} here: install it, with pyenv for instance.')
-        subprocess.run([base, '-m', 'venv', folder], check=True)
-        subprocess.run([python, '-m', 'pip', 'install', '-q', *packages, *DEV], check=True)
-        subprocess.run([python, '-m', 'pip', 'install', '-q', '--no-deps', '-e', ROOT], check=True)
+    if python.exists():
+        return python
+    found = sorted(Path.home().glob(f'.pyenv/versions/{version}.*/bin/python'))  # pyenv's own command may not run
+    base = str(found[-1]) if found else shutil.which(f'python{version}')
+    if base is None:
+        raise SystemExit(f'There is no Python {version} here: install it, with pyenv for instance.')
+    dev, pip = CONFIG['DEFAULT']['dev_requirements'].split(), [python, '-m', 'pip', 'install', '-q']
+    for command in [base, '-m', 'venv', folder], [*pip, *packages, *dev], [*pip, '--no-deps', '-e', ROOT]:
+        subprocess.run(command, check=True)
     return python
 
 
-def versions(python: Path) -> list[str]:
-    code = (
-        "import platform; from importlib.metadata import version as v; "
-        "print(platform.python_version(), v('torch').split('+')[0], v('fastai'), v('fastcore'), sep='|')"
-    )
-    return subprocess.run([python, '-c', code], capture_output=True, text=True, check=True).stdout.strip().split('|')
+def output(*command: object, **variables: str) -> str:
+    env = {**variables, **os.environ, 'PYTHONDONTWRITEBYTECODE': '1'}
+    return subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True, env=env).stdout
 
 
-def run(python: Path, variables: dict[str, str], tests: list[str]) -> tuple[str, float]:
-    "Return the last line of pytest's output, and the minutes that it needed."
-    start = time.time()
-    args = ['-n', '2', '--dist', 'loadfile', '-W', 'ignore', '--tb=short', '-p', 'no:cacheprovider', '-o', 'addopts=']
-    out = subprocess.run(
-        [python, '-m', 'pytest', *args, *tests],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env={**variables, **os.environ, 'PYTHONDONTWRITEBYTECODE': '1'},
-    ).stdout
-    found = re.findall(r'^=* ?(.*(?:passed|failed|error).*) in [\d.]+s', out, re.M)
-    if not found or re.search('failed|error', found[-1]):
-        print(out[-5000:], file=sys.stderr)
-    return (found[-1] if found else 'did not finish'), (time.time() - start) / 60
+VERSIONS = (
+    "import platform; from importlib.metadata import version as v; "
+    "print(platform.python_version(), v('torch').split('+')[0], v('fastai'), v('fastcore'), sep=' | ')"
+)
 
 
 def main() -> None:
@@ -80,11 +57,15 @@ def main() -> None:
     parser.add_argument('--tests', nargs='+', default=[])
     args = parser.parse_args()
     print('| environment | Python | torch | fastai | fastcore | tests | minutes |\n|---|---|---|---|---|---|---|')
+    options = '-m pytest -n 2 --dist loadfile -W ignore --tb=short -p no:cacheprovider -o addopts='.split()
     for name in args.rows or ROWS:
-        version, packages, variables = ROWS[name]
-        python = build(args.folder.resolve() / name, version, packages)
-        told, minutes = run(python, variables, args.tests)
-        print('|', ' | '.join([name, *versions(python), told, f'{minutes:.1f}']), '|', flush=True)
+        python, start = build(args.folder.resolve() / name, *ROWS[name]), time.time()
+        out = output(python, *options, *args.tests, **({'PJRT_DEVICE': 'CPU'} if name == 'xla' else {}))
+        told = re.findall(r'^=* ?(.*(?:passed|failed|error).*) in [\d.]+s', out, re.M) or ['did not finish']
+        if re.search('failed|error|finish', told[-1]):
+            print(out[-5000:], file=sys.stderr)
+        versions, minutes = output(python, '-c', VERSIONS).strip(), (time.time() - start) / 60
+        print('|', ' | '.join([name, versions, told[-1], f'{minutes:.1f}']), '|', flush=True)
 
 
 if __name__ == '__main__':

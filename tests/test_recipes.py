@@ -99,28 +99,6 @@ def test_models_whose_output_has_logits(word, make, mode):
     assert learn.precision_report('bf16').verdicts['bf16'].verdict == 'safe so far'
 
 
-@pytest.mark.filterwarnings('ignore')
-def test_a_text_classifier_with_its_lstm_in_fp32():
-    from fastai.text.all import AWD_LSTM, TextDataLoaders, awd_lstm_clas_config, text_classifier_learner
-    from pandas import DataFrame
-
-    class Frames:
-        @staticmethod
-        def from_df(df, **kwargs):
-            return TextDataLoaders.from_df(df, **kwargs, bs=4, device='cpu')
-
-    def small(dls, arch, metrics):
-        config = {**awd_lstm_clas_config, 'emb_sz': 8, 'n_hid': 8}
-        learn = text_classifier_learner(dls, arch, pretrained=False, config=config)
-        learn.fine_tune = lambda n: learn.fit(1)
-        return learn
-
-    frame = DataFrame({'text': ['good film ' * 5, 'bad film ' * 6] * 8, 'label': ['p', 'n'] * 8})
-    given = dict(TextDataLoaders=Frames, text_classifier_learner=small, AWD_LSTM=AWD_LSTM, df=frame)
-    learn = recipe('text_classifier_learner', **given)['learn']
-    assert len(learn.precision.fp32_module_names) == 3 and learn.recorder.losses[-1].isfinite()
-
-
 def test_fast_norm_of_timm():
     layers = pytest.importorskip('timm.layers')
     for fast, dtype in ((True, torch.bfloat16), (False, torch.float32)):
@@ -193,7 +171,7 @@ def test_activation_checkpointing_gives_the_same_weights_with_modules_in_fp32(mo
     assert same(weights(lambda block: block), weights(recipe('class Checkpointed', only='class Che')['Checkpointed']))
 
 
-def test_loss_scaling_fixed_off_and_by_ones_own_scaler(monkeypatch):
+def test_loss_scaling_fixed_off_and_by_ones_own_scaler():
     learn, seen = learner(), []
 
     class Calls:

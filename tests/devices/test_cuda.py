@@ -11,27 +11,28 @@ pytestmark = pytest.mark.cuda
 HALVES = pytest.mark.parametrize('mode', ['fp16', 'bf16'])
 
 
-def cuda():
-    return torch.device('cuda', 0)
+def build(mode, model=None, opt='adam', rows=48, **kwargs):
+    learn = learner(model, loaders(rows, device=torch.device('cuda', 0), **kwargs), opt_func=OPTIMIZERS[opt])
+    return getattr(learn, f'to_{mode}')(**(dict(init_scale=256.0) if mode == 'fp16' else {}))
 
 
-def build(mode, opt='adam', model=None, dls=None, **scaling):
-    learn = learner(model or mlp(), dls or loaders(n=48, device=cuda()), opt_func=OPTIMIZERS[opt])
-    return getattr(learn, f'to_{mode}')(**(scaling if mode == 'fp16' else {}))
+def small():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
 
 
 def test_support_is_what_the_card_says():
-    table = precision_support('cuda').set_index('mode').support
-    assert table['bf16'] == ('native' if torch.cuda.get_device_capability()[0] >= 8 else 'emulated')
-    learn = build('amp')
+    table, learn = precision_support('cuda').set_index('mode').support, build('amp')
+    has_bf16, dtypes = torch.cuda.get_device_capability()[0] >= 8, output_dtypes(learn)
     learn.fit(1)
-    assert table['fp16'] == 'native' and learn.precision.mode == ('bf16' if table['bf16'] == 'native' else 'fp16')
+    assert (table['fp16'], table['bf16']) == ('native', 'native' if has_bf16 else 'emulated')
+    assert {*dtypes} == {torch.bfloat16 if has_bf16 else torch.float16}
 
 
-@pytest.mark.parametrize('opt,syncs', [('adam', 1), ('fused adamw', 0)])
+@pytest.mark.parametrize('opt, syncs', [('adam', 1), ('fused adamw', 0)])
 def test_host_syncs_as_a_difference_to_fp32(opt, syncs):
     def count(mode):
-        learn, counts = build(mode, opt, init_scale=256.0), []
+        learn, counts = build(mode, opt=opt), []
         learn.fit(1, 0.01)
 
         def begin(l):
@@ -41,10 +42,9 @@ def test_host_syncs_as_a_difference_to_fp32(opt, syncs):
         def end(l):
             counts.append(len(caught)), torch.cuda.set_sync_debug_mode('default')
 
-        learn.add_cbs([At('after_pred', begin, -100), At('after_step', end, 100)])
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter('always')
-            learn.fit(1, 0.01)
+            learn.fit(1, 0.01, cbs=[At('after_pred', begin, -100), At('after_step', end, 100)])
         return counts[-1] - counts[-2]
 
     assert count('fp16') - count('fp32') == syncs
@@ -56,10 +56,9 @@ def test_a_step_needs_less_memory_than_in_fp32(mode):
 
     def peak(mode):
         torch.manual_seed(0)
-        layers = [m for _ in range(8) for m in (nn.Linear(1024, 1024), nn.Tanh())]
-        x = torch.randn(4096, 1024)
-        dls = loaders(train=Data(x, x[:, :1]), valid=Data(x[:8], x[:8, :1]), bs=4096, device=cuda())
-        learn = build(mode, model=nn.Sequential(*layers, nn.Linear(1024, 1)), dls=dls)
+        layers, x = [m for _ in range(8) for m in (nn.Linear(1024, 1024), nn.Tanh())], torch.randn(4096, 1024)
+        train, valid = Data(x, x[:, :1]), Data(x[:8], x[:8, :1])
+        learn = build(mode, nn.Sequential(*layers, nn.Linear(1024, 1)), train=train, valid=valid, bs=4096)
         learn.fit(1, 1e-4)
         torch.cuda.reset_peak_memory_stats()
         learn.fit(1, 1e-4)
@@ -70,28 +69,17 @@ def test_a_step_needs_less_memory_than_in_fp32(mode):
 
 @HALVES
 def test_cuda_graphs(mode):
-    def model():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
-
-    eager, graphs = (build(mode, model=model(), init_scale=256.0) for _ in range(2))
+    eager, graphs = (build(mode, small()) for _ in range(2))
     graphs.model = torch.compile(graphs.model, mode='reduce-overhead')
-    losses = []
     for learn in (eager, graphs):
         learn.fit(4, 0.01)
-        losses.append([float(l) for l in learn.recorder.losses])
-    assert losses[1] == pytest.approx(losses[0], rel=0.05)
+    assert torch.allclose(*(torch.stack(learn.recorder.losses) for learn in (graphs, eager)), rtol=0.05)
 
 
-def test_data_parallel_computes_in_fp16_by_itself_and_refuses_bf16():
-    dtypes = set()
-
-    def new():
-        return nn.DataParallel(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1)).cuda())
-
-    learn = build('fp16', model=new())
-    learn.model.module[0].register_forward_hook(lambda m, i, o: dtypes.add(o.dtype))
+def test_data_parallel_computes_in_fp16_and_raises_an_error_in_bf16():
+    learn = build('fp16', nn.DataParallel(small().cuda()))
+    dtypes = output_dtypes(learn, learn.model.module[0])
     learn.fit(1, 0.01)
-    assert dtypes == {torch.float16}
-    with pytest.raises(ValueError, match='nn.DataParallel supports only fp16 .*not bf16'):
-        build('bf16', model=new()).fit(1)
+    assert {*dtypes} == {torch.float16}
+    with pytest.raises(ValueError, match='nn.DataParallel supports only fp16 '):
+        build('bf16', nn.DataParallel(small().cuda())).fit(1)
