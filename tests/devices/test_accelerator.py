@@ -257,7 +257,7 @@ def test_a_device_with_one_half_precision(lacks, has, dtype, device, sim):
     assert {*seen} == {dtype} and not torch.is_autocast_enabled(device.type)
 
 
-def test_a_device_with_neither(sim):
+def test_a_device_with_neither(device, sim, monkeypatch):
     sim.amp_dtypes = []
     with pytest.warns(UserWarning, match='neither bf16 nor fp16'):
         learn = build('amp')
@@ -266,6 +266,9 @@ def test_a_device_with_neither(sim):
     assert {*seen} == {torch.float32}
     with pytest.raises(ValueError, match='to_fp32'):
         build('fp16').fit(1)
+    monkeypatch.delattr(torch.sim, 'get_amp_supported_dtype')  # a backend that is not complete
+    table = precision_support(device).set_index('mode')
+    assert table.support['bf16'] == 'unsupported' and 'sim' in table.why['bf16'], table.why['bf16']
 
 
 def test_tensors_of_two_devices_do_not_come_together(device, sim):
