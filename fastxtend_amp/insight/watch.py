@@ -86,8 +86,8 @@ class Watch:
 
     def after_backward(self):
         "Say once that nearly all gradients are 0 in fp16 without loss scaling; look at the 16th batch of each epoch."
-        notes, learn, low = self.notes, self.cb.learn, self.cb.fit.precision.dtype
-        if notes is None or low is not torch.float16 or self.cb.scale is not None or notes.has_underflowed: return
+        notes, learn, fit = self.notes, self.cb.learn, self.cb.fit
+        if fit.scaling or fit.precision.dtype is not torch.float16 or notes is None or notes.has_underflowed: return
         if learn.iter != min(_LOOK_AT, getattr(learn, 'n_iter', math.inf)) - 1: return
         zero = [not p.grad.any() for p in learn.model.parameters() if p.grad is not None]
         notes.has_underflowed = sum(zero) > _NEARLY_ALL * len(zero)

@@ -249,8 +249,7 @@ class Buffers:
             self.new = None
         if not self.now: return
         if found_inf is not False:
-            is_good = torch.as_tensor(found_inf, device=self.now[0].device) == 0
-            repaired = [torch.where(now.isfinite() | is_good.to(now.device), now, good)
-                        for now, good in zip(self.now, self.good)]
-            torch._foreach_copy_(self.now, repaired)
+            keep = [now.isfinite() for now in self.now]
+            if torch.is_tensor(found_inf): keep = [k | (found_inf.to(k.device) == 0) for k in keep]
+            torch._foreach_copy_(self.now, [*map(torch.where, keep, self.now, self.good)])
         torch._foreach_copy_(self.good, self.now)

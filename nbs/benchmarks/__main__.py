@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fastxtend_amp import precision_support
-from fastxtend_amp.precisions.fp32_settings import FULL_PRECISION, fp32_settings
+from fastxtend_amp.devices.fp32_settings import FULL_PRECISION, fp32_settings
 from fastxtend_amp.tools.device import usable_device
 
 from .contestants import ADAM, CONTESTANTS, FUSED

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from fastcore.basics import noop
 
-from fastxtend_amp.precisions.fp32_settings import FULL_PRECISION, fp32_settings
+from fastxtend_amp.devices.fp32_settings import FULL_PRECISION, fp32_settings
 from fastxtend_amp.tools.device import usable_device
 
 from .contestants import Task, learner

@@ -6,7 +6,7 @@ import pytest, torch
 from torch import backends
 
 from fastxtend_amp.compat import get_fp32_setting, set_fp32_setting
-from fastxtend_amp.precisions.fp32_settings import (
+from fastxtend_amp.devices.fp32_settings import (
     FP32_SETTINGS,
     FULL_PRECISION,
     TF32_SETTINGS as TF32,

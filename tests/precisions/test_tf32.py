@@ -5,7 +5,7 @@ import pytest, torch
 
 from fastxtend_amp.precisions import Support, fastest_native, tf32
 from fastxtend_amp import AMPMode, precision_support
-from fastxtend_amp.precisions.fp32_settings import TF32_SETTINGS as TF32
+from fastxtend_amp.devices.fp32_settings import TF32_SETTINGS as TF32
 from fastxtend_amp.insight.candidates import candidates, name_of
 from helpers import *
 from test_fp32_settings import WAYS, old_names, put_back, values  # noqa: F401

@@ -66,7 +66,7 @@ def test_emulated_precisions_train_if_asked_for_and_in_a_fifth_of_the_time(
 def test_more_time_can_be_given(monkeypatch, tmp_path, capsys):
     rows = [{'mode': 'bf16', 'support': 'native', 'why': 'for this test'}]
     monkeypatch.setattr(demo, 'precision_support', lambda device: pd.DataFrame(rows))
-    monkeypatch.setattr(demo, 'learner', lambda device: learner(nn.Linear(6, 1), lr=0.01))
+    monkeypatch.setattr(demo, 'learner', lambda device: learner(linear(), lr=0.01))
     demo.main(['--device', 'cpu', '--out', str(tmp_path / 'f.png'), '--max-seconds', '5'])
     assert 'in alternating rounds, for at most 4 seconds.' in capsys.readouterr().out
 
