@@ -219,7 +219,7 @@ def test_waits_beyond_fp32(mode, options, opt, a_step, an_epoch, sim):
         return learn, counts[1] - counts[0]
 
     (learn, found), (_, fp32) = trained(mode, **options), trained('fp32')
-    assert found - fp32 == 6 * a_step + an_epoch + a_step * bool(options)   # and the scale after a skipped step
+    assert found - fp32 == 6 * a_step + an_epoch + a_step * bool(options)  # and the scale after a skipped step
     if options:
         assert learn.precision.skips == 3 * [i == 3 for i in range(6)]
         assert all(b.isfinite().all() for b in learn.model.buffers())
