@@ -42,7 +42,8 @@ def is_dtensor(t: object) -> bool:
 
 def is_sharded(model: nn.Module) -> bool:
     "Return whether a model has DTensors; those of FSDP2 may be whole tensors between a validation and the next use."
-    return any(hasattr(m, 'unshard') for m in model.modules()) or any(map(is_dtensor, model.parameters()))
+    if any(hasattr(m, 'unshard') for m in model.modules()): return True
+    return any(map(is_dtensor, model.parameters()))
 
 
 _NOT_THE_USERS = ('fastxtend_amp', 'fastai', 'fastcore', 'torch', 'contextlib')

@@ -15,13 +15,15 @@ from ..compat import autocast_restored
 def first_line(error: BaseException) -> str:
     "Return what an exception says, in one line; its type's name where it says nothing."
     text = str(error).rpartition(':\n\t')[2].strip()             # without fastai's line on the callback
-    return shorten(text.partition('\n')[0], 200, placeholder=' …').rstrip('.: ') or type(error).__name__
+    line = shorten(text.partition('\n')[0], 200, placeholder=' …')
+    return line.rstrip('.: ') or type(error).__name__
 
 
 @lru_cache
 def cpu_features() -> frozenset[str]: # Such as 'avx512_bf16' and 'amx_fp16' on x86, 'bf16' and 'fphp' on ARM
     "Return the lower-case names of this CPU's instruction sets, from PyTorch (2.11) and the operating system."
-    features = {k.lower() for k, v in getattr(torch.cpu, 'get_capabilities', dict)().items() if v is True}
+    capabilities = getattr(torch.cpu, 'get_capabilities', dict)()
+    features = {name.lower() for name, value in capabilities.items() if value is True}
     cpuinfo = Path('/proc/cpuinfo')
     if cpuinfo.exists(): features |= {*cpuinfo.read_text(errors='replace').lower().split()}
     if sys.platform == 'darwin' and platform.machine() == 'arm64': features.add('fphp')
@@ -76,7 +78,8 @@ def all_devices() -> list[torch.device]:
     "Return this machine's devices, and XLA's if torch_xla is imported."
     kind = torch.accelerator.current_accelerator()
     found = [f'{kind.type}:{i}' for i in range(torch.accelerator.device_count())] if kind is not None else []
-    return [torch.device(d) for d in ['cpu', *found, *(['xla'] if 'torch_xla' in sys.modules else [])]]
+    if 'torch_xla' in sys.modules: found.append('xla')
+    return [torch.device(name) for name in ['cpu', *found]]
 
 
 def autocast_available(device_type: str) -> bool:

@@ -24,7 +24,7 @@ FP32_SETTINGS = {
 }
 Settings = dict[tuple[str, str], str]                            # 'ieee', 'tf32', 'bf16' or 'none'
 FULL_PRECISION: Settings = dict.fromkeys(FP32_SETTINGS, 'ieee')
-TF32_SETTINGS: Settings = dict.fromkeys([('cuda', 'matmul'), ('cuda', 'conv'), ('cuda', 'rnn')], 'tf32')
+TF32_SETTINGS: Settings = {('cuda', op): 'tf32' for op in ('matmul', 'conv', 'rnn')}
 
 
 @contextmanager

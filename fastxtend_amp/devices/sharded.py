@@ -42,7 +42,8 @@ def _load(original: Callable, self: Learner, file: Any, *args: Any, **kwargs: An
 
     def load_model(state: Any, **kwargs: Any) -> Any:
         own = model.state_dict()
-        return of_model({name: _part(t, own.get(name)) for name, t in state.items()}, **kwargs)
+        parts = {name: _part(t, own.get(name)) for name, t in state.items()}
+        return of_model(parts, **kwargs)
 
     def load_opt(state: Any) -> None:
         entries, params = state['state'], optimizer_params(opt)  # a list of fastai's, or torch's dict by number

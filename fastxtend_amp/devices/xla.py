@@ -64,10 +64,12 @@ def move(
     cannot move the parameters in place because something else refers to them.
     """
     modules = [m for m in (learn.model, learn.loss_func) if isinstance(m, nn.Module)]
-    if any(t.device != device for m in modules for t in (*m.parameters(), *m.buffers())):
+    tensors = [t for m in modules for t in (*m.parameters(), *m.buffers())]
+    if any(t.device != device for t in tensors):
         learn.pred = learn.loss = learn.loss_grad = None         # after Ctrl-C their graph refers to parameters,
         for m in (m for root in modules for m in root.modules()):   # and so does that of weights by weight norm
-            vars(m).update({k: t.detach() for k, t in vars(m).items() if torch.is_tensor(t) and not t.is_leaf})
+            of_graph = {k: t for k, t in vars(m).items() if torch.is_tensor(t) and not t.is_leaf}
+            vars(m).update({k: t.detach() for k, t in of_graph.items()})
         future = torch.__future__                                # `Module.to` puts new parameters into a module without
         swaps = future.get_swap_module_params_on_conversion()
         future.set_swap_module_params_on_conversion(True)
@@ -87,12 +89,10 @@ def move(
 def _place_state(opt: Any) -> None: # An optimizer of fastai or torch, or one around it
     "Move the optimizer's state to the device of its parameters."
     while hasattr(opt, 'opt'): opt = opt.opt
-    tensors = [(p, t) for p, state in opt.state.items() for t in state.values() if isinstance(t, torch.Tensor)]
-    # Single numbers may stay on the CPU: the number of steps, and what NAdam keeps.
-    if all(t.device == p.device for p, t in tensors if t.dim()): return
     if isinstance(opt, torch.optim.Optimizer): return opt.load_state_dict(opt.state_dict())   # places it itself
     for p, state in opt.state.items():                           # fastai also keeps an entry for `nn.LSTM.bias`, a bool
-        if torch.is_tensor(p): opt.state[p] = map_tensors(partial(torch.Tensor.to, device=p.device), state)
+        if not torch.is_tensor(p): continue
+        opt.state[p] = map_tensors(partial(torch.Tensor.to, device=p.device), state)
 
 
 def _before_fit(original: Callable, self: TrainEvalCallback) -> None:

@@ -125,7 +125,8 @@ class Precision:
         "The arguments of the constructor by name, defaults included."
         args, kwargs = vars(self)['given']
         known = parameters_of(type(self))
-        return {name: p.default for name, p in known.items()} | dict(zip(known, args)) | kwargs
+        defaults = {name: p.default for name, p in known.items()}
+        return defaults | dict(zip(known, args)) | kwargs
 
     @property
     def changed(self) -> dict[str, Any]:
@@ -181,7 +182,11 @@ class Precision:
         if self.dtype: weights_to_fp32(learn.model, learn.opt)
 
     @classmethod
-    def rounding(cls, model: nn.Module, arguments: dict[str, Any], kept: Collection[str]) -> dict[str, Rounding]:
+    def rounding(cls,
+        model: nn.Module,
+        arguments: dict[str, Any], # Of the learner's own precision
+        kept: Collection[str], # Names of modules kept in fp32
+    ) -> dict[str, Rounding]:
         """Return how a report simulates this precision, without the hardware for it and without arguments of a fit.
 
         These are the names of linear layers that round further than autocast does, each with a function that rounds an

@@ -76,7 +76,8 @@ class FP16(Precision):
         new.load_state_dict(self.newest.state_dict())
         return new
 
-    def __getstate__(self) -> dict[str, Any]: return {**vars(self), 'newest': self.user_scaler or self._copied('cpu')}
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), 'newest': self.user_scaler or self._copied('cpu')}
 
     def scaler(self, device: torch.device) -> GradScaler | None:
         "Return a scaler on `device` that continues from the newest state; a user's own scaler itself."

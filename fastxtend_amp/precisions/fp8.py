@@ -24,9 +24,10 @@ def fp8_layers(
 ) -> dict[str, nn.Module]: # By name
     "Return the linear layers that can compute in FP8. Raises `ValueError` if there is none."
     asked = [ROOT] if spec is None else match_modules(model, spec, 'modules')
-    layers = {name: m for name, m in qualified_names(model) if covers(asked, name) and not covers(in_fp32, name)
-              and type(m) is nn.Linear and 'weight' in m._parameters}
-    found: Any = {n: m for n, m in layers.items() if not any(s % _SIDES or s < min_size for s in m.weight.shape)}
+    def is_fit(m): return not any(side % _SIDES or side < min_size for side in m.weight.shape)
+    linear = {name: m for name, m in qualified_names(model) if type(m) is nn.Linear and 'weight' in m._parameters}
+    found: Any = {name: m for name, m in linear.items()
+                  if covers(asked, name) and not covers(in_fp32, name) and is_fit(m)}
     if found: return found
     raise ValueError(f"fp8 cannot be used: modules={spec!r} leaves no linear layer whose weight has two sides "
                      f"divisible by {_SIDES}{f' and of at least {min_size}' if min_size else ''}.\n"
@@ -39,7 +40,8 @@ def rounded(t: torch.Tensor, is_gradient: bool) -> torch.Tensor:
     This is what torchao's `Float8Linear` does by default (source: see `FP8`).
     """
     dtype = torch.float8_e5m2 if is_gradient else torch.float8_e4m3fn
-    scale = torch.finfo(dtype).max / t.abs().max().float().clamp(min=1e-12)
+    largest = t.abs().max().float()
+    scale = torch.finfo(dtype).max / largest.clamp(min=1e-12)
     return (t.float() * scale).to(dtype).float() / scale
 
 
@@ -102,8 +104,9 @@ class FP8(BF16):
         return Support('emulated', 'FP8 arithmetic needs an NVIDIA GPU of compute capability 8.9')
 
     @classmethod
-    def rounding(cls, model: nn.Module, arguments: dict[str, Any], kept: Collection[str]) -> dict[str, Rounding]:
-        return dict.fromkeys(fp8_layers(model, arguments.get('modules'), kept, arguments.get('min_size', 0)), rounded)
+    def rounding(cls, model: nn.Module, arguments: dict, kept: Collection[str]) -> dict[str, Rounding]:
+        spec, min_size = arguments.get('modules'), arguments.get('min_size', 0)
+        return dict.fromkeys(fp8_layers(model, spec, kept, min_size), rounded)
 
     def find_layers(self, model: nn.Module) -> dict[str, nn.Module]:
         "Return the linear layers that compute in FP8, by name. Raises `ValueError` if there is none."

@@ -41,7 +41,8 @@ def match_modules(
     Raises `ValueError`, with near names, for a part of `spec` that matches nothing, and `TypeError` for one of another
     kind.
     """
-    places, found, matched = list(qualified_names(model)), set[str](), dict[str, nn.Module]()
+    places, found = list(qualified_names(model)), set[str]()
+    matched: dict[str, nn.Module] = {}
     for part, test in tests_of(spec, argument):
         hits = [name for name, m in places if test(name, m)]
         if not hits:
@@ -66,14 +67,17 @@ def covers(
     return ROOT in names or any(outer in names for outer in around)
 
 
-def tests_of(spec: Any, argument: str) -> list[tuple[Any, Callable[[str, nn.Module], bool]]]:
+Test = Callable[[str, nn.Module], bool]
+
+
+def tests_of(spec: Any, argument: str) -> list[tuple[Any, Test]]:
     "Return the parts of `spec`, each with a test of a name and its module. Raises `TypeError` for another kind."
     if spec is None: return []
     parts = list(spec) if isinstance(spec, (list, tuple, set, frozenset, L)) else [spec]
     return [(part, _test_of(part, argument)) for part in parts]
 
 
-def _test_of(part: Any, argument: str) -> Callable[[str, nn.Module], bool]:
+def _test_of(part: Any, argument: str) -> Test:
     if isinstance(part, str): return lambda name, m: fnmatch.fnmatchcase(name, part)
     if isinstance(part, nn.Module): return lambda name, m: m is unwrapped(part)
     if isinstance(part, type) and issubclass(part, nn.Module): return lambda name, m: isinstance(m, part)

@@ -13,7 +13,8 @@ def weights_to_fp32(
     opt: Any, # Its optimizer, of fastai or torch or one around it; None if there is none
 ) -> None:
     "Convert trainable 16-bit parameters, their gradients and their optimizer state to fp32, with one warning."
-    half = {name: p for name, p in model.named_parameters() if p.requires_grad and is_half(p) and not is_dtensor(p)}
+    plain = {name: p for name, p in model.named_parameters() if not is_dtensor(p)}
+    half = {name: p for name, p in plain.items() if p.requires_grad and is_half(p)}
     if not half: return
     while hasattr(opt, 'opt'): opt = opt.opt
     megabytes = sum(p.nbytes for p in half.values()) / 1e6

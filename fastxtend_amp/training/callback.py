@@ -92,7 +92,8 @@ class MixedPrecision(fp16.MixedPrecision):
             self.close()
         object.__setattr__(self, name, value)                    # fastai would look each name up on learner and model
 
-    def __getstate__(self) -> dict[str, Any]: return {**vars(self), 'fit': None, 'scopes': (), 'waiting': None}
+    def __getstate__(self) -> dict[str, Any]:                    # a copy is outside of a fit
+        return {**vars(self), 'fit': None, 'scopes': (), 'waiting': None}
     def __repr__(self) -> str:
         parts = [repr(self.precision.name), written(self.precision.changed)]
         if self.scale is not None: parts.append(f'scale={self.scale:g}')

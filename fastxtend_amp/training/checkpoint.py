@@ -76,8 +76,10 @@ def export(original: Callable, self: Learner, *args: Any, **kwargs: Any) -> None
     if cb is not None and not cb.in_batch: cb.close()
     kept = {**vars(self)}
     try:
-        for name in [name for name, value in kept.items() if _is_ours(value)]: del vars(self)[name]
-        self.metrics, self.cbs = (these.filter(_is_ours, negate=True) for these in (self.metrics, self.cbs))
+        for name, value in kept.items():
+            if _is_ours(value): del vars(self)[name]
+        self.metrics = self.metrics.filter(_is_ours, negate=True)
+        self.cbs = self.cbs.filter(_is_ours, negate=True)
         original(self, *args, **kwargs)
     finally: vars(self).update({**kept, 'opt': self.opt})        # of which fastai makes a new one
     if cb is None or cb.has_exported: return
@@ -96,7 +98,10 @@ def put_over(
 ) -> None:
     "Put `new(original, ...)` in the place of `owner.name`."
     original = getattr(owner, name)
-    setattr(owner, name, functools.wraps(original)(lambda *args, **kwargs: new(original, *args, **kwargs)))
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any: return new(original, *args, **kwargs)
+    setattr(owner, name, wrapper)
 
 
 put_over(Learner, 'save', save)

@@ -38,7 +38,8 @@ class Fit(ExitStack):
         "Clear autocast's cache of casts, unless it holds those of the same weights, from a validation's last batch."
         casts = None
         if self.model is not None and not torch.is_grad_enabled():
-            casts = self.model, sum(p._version for p in self.model.parameters() if not (is_lazy(p) or p.is_inference()))
+            counted = (p for p in self.model.parameters() if not (is_lazy(p) or p.is_inference()))
+            casts = self.model, sum(p._version for p in counted)
         if casts is None or casts != self.casts: torch.clear_autocast_cache()
         self.casts = casts
 
@@ -58,7 +59,8 @@ def check_parallel(precision: Precision, model: nn.Module) -> None:
     They know that autocast is on, but not its dtype: they use the default, fp16. A replica is a shallow copy, whose
     modules would run the forward of the original.
     """
-    is_parallel = any(isinstance(m, nn.DataParallel) and len(m.device_ids or ()) > 1 for m in model.modules())
-    if is_parallel and (precision.dtype is not torch.float16 or precision.kept_in_fp32(model)):
+    parallel = [m for m in model.modules() if isinstance(m, nn.DataParallel)]
+    is_split = any(len(m.device_ids or ()) > 1 for m in parallel)
+    if is_split and (precision.dtype is not torch.float16 or precision.kept_in_fp32(model)):
         raise ValueError('nn.DataParallel supports only fp16 without fp32_modules: its replicas would not compute as '
                          f'`{precision!r}` says.\nUse DistributedDataParallel, or `learn.to_fp16()`.')

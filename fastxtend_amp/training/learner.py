@@ -30,7 +30,8 @@ def precision(self: Learner) -> Any:
 def _add_method(cls: type[Precision]) -> None:
     "Give `Learner` the method `to_<name>`, with the signature of `cls` and the options of `MixedPrecision`."
     def method(self: Learner, *args: Any, on_overflow: str = 'warn', max_skips: int = 16, **kwargs: Any) -> Learner:
-        return set_precision(self, MixedPrecision(cls(*args, **kwargs), on_overflow=on_overflow, max_skips=max_skips))
+        options: Any = dict(on_overflow=on_overflow, max_skips=max_skips)
+        return set_precision(self, MixedPrecision(cls(*args, **kwargs), **options))
 
     first, _, *options, _ = inspect.signature(method).parameters.values()
     signature = inspect.Signature([first, *parameters_of(cls).values(), *options])
@@ -70,8 +71,9 @@ def to_amp(self: Learner, *,
         print(f"to_amp: fp32, as '{device}' runs neither bf16 nor fp16 natively; `precision_support()` says why.")
         return self.to_fp32()
     cls = PRECISIONS[mode]
-    of_others = {name for p in PRECISIONS.values() if p.automatic for name in parameters_of(p)} - {*parameters_of(cls)}
-    set_precision(self, MixedPrecision(mode, **{k: v for k, v in kwargs.items() if k not in of_others}))
+    others = [name for p in PRECISIONS.values() if p.automatic for name in parameters_of(p)]
+    for name in {*others} - {*parameters_of(cls)}: kwargs.pop(name, None)
+    set_precision(self, MixedPrecision(mode, **kwargs))
     print(f"to_amp: {cls.name}, which '{device}' runs natively ({cls.support(device).why}).")
     return self
 

@@ -121,7 +121,8 @@ class Scaling:
         if not self.is_low: return
         if scale < _LOWEST: new = self.first_scale
         elif not self.found_inf:
-            largest = max(float(p.grad.abs().max()) for p in self.param_groups[0]['params'])
+            grads = [p.grad for p in self.param_groups[0]['params']]
+            largest = max(float(g.abs().max()) for g in grads)
             fits = 2. ** math.floor(math.log2(_ROOM / largest)) if largest else self.first_scale
             new = max(scale, min(self.first_scale, fits))
         if new == scale: return
@@ -245,11 +246,12 @@ class Buffers:
         "Repair the values unless the step is a good one, and note them. Never synchronizes."
         if self.new:
             written = [getattr(m, 'track_running_stats', False) or b._version != before for m, b, before in self.new]
-            self.now, self.good = ([*compress(tensors, written)] for tensors in (self.now, self.good))
+            self.now, self.good = [*compress(self.now, written)], [*compress(self.good, written)]
             self.new = None
         if not self.now: return
         if found_inf is not False:
             keep = [now.isfinite() for now in self.now]
-            if torch.is_tensor(found_inf): keep = [k | (found_inf.to(k.device) == 0) for k in keep]
+            if torch.is_tensor(found_inf):                       # 0 for a good step
+                keep = [k | (found_inf.to(k.device) == 0) for k in keep]
             torch._foreach_copy_(self.now, [*map(torch.where, keep, self.now, self.good)])
         torch._foreach_copy_(self.good, self.now)
