@@ -1,4 +1,5 @@
 import importlib.util, os, sys
+from pathlib import Path
 
 os.environ.setdefault('MPLBACKEND', 'Agg')
 import pytest, torch
@@ -17,6 +18,7 @@ torch.set_num_threads(1)  # tests run side by side; results must not depend on t
 def pytest_addoption(parser):
     parser.addoption('--sim', choices=('sim',), help='run on a simulated device: see tests/devices/simulated.py')
     parser.addoption('--rules', choices=('cuda',), help="CUDA's autocast rules on a CPU: see devices/cuda_rules.py")
+    parser.addoption('--rewrite', action='store_true', help='rewrite tests/expected/*.txt with the texts of today')
     parser.addoption('--cpu', choices=CPUS, help="what the CPU computes natively, as if; the machine's own by default")
 
 
@@ -58,3 +60,25 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason='needs torchao, and torch 2.11 to import it'))
         if 'cuda' in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason='needs an NVIDIA GPU, and PyTorch finds none'))
+
+
+@pytest.fixture
+def expected(request):
+    "A function that compares a text with a file in tests/expected."
+
+    def compare(name, text):
+        file = Path(__file__).parent / 'expected' / f'{name}.txt'
+        if request.config.getoption('--rewrite'):
+            file.write_text(text, encoding='utf-8')
+        assert text == file.read_text(encoding='utf-8')
+
+    return compare
+
+
+@pytest.fixture
+def with_tf32(monkeypatch):
+    "Pose as a device with TF32: PyTorch accepts its settings on any device."
+    from fastxtend_amp.precisions import PRECISIONS, Support
+
+    native = classmethod(lambda cls, device: Support('native', 'as if'))
+    monkeypatch.setattr(PRECISIONS['tf32'], 'support', native)

@@ -1,0 +1,249 @@
+"Whatever ends a fit, a batch or a step: nothing stays open, no gradient stays scaled, and the next fit trains."
+
+import pytest
+
+from fastai.text.learner import LMLearner
+from fastai.text.models.awdlstm import AWD_LSTM
+from fastai.text.models.core import LinearDecoder, SequentialRNN
+from fastai.vision.gan import FixedGANSwitcher, GANLearner
+
+from tables import *
+
+# -- exceptions
+
+EXCEPTIONS = [RuntimeError, KeyboardInterrupt, core.CancelBatchException, core.CancelFitException]
+EXCEPTIONS += [core.CancelEpochException, core.CancelTrainException, core.CancelValidException]
+EXCEPTIONS += [core.CancelStepException, core.CancelBackwardException]
+INSIDE = ['the model', 'the loss', 'the backward pass', "the optimizer's step"]
+PRECISIONS = ['fp16', 'bf16', 'skipping', 'flat fp16', 'tf32', 'fp16 and fused', 'bf16 and fp32_modules', 'no masters']
+FUSED = To('fp16', dict(init_scale=4096.0), opt='fused adamw')
+TO.update({'fp16 and fused': FUSED, 'bf16 and fp32_modules': To('bf16', dict(fp32_modules='0'))})
+
+
+class Bomb(Callback):
+    "Raises an exception once: in an event, or in what runs in the third training batch."
+
+    def __init__(self, place, order, exc):
+        self.place, self.order, self.exc, self.armed = place, order, exc, True
+        if place not in INSIDE:
+            setattr(self, place, self.explode)
+
+    def after_create(self):
+        learn, model = self.learn, self.learn.model
+        learn.create_opt()
+        if self.place == 'the model':
+            model.register_forward_pre_hook(self.explode)
+        if self.place == 'the backward pass':
+            hook = lambda m, i, o: o.register_hook(self.explode) and None if o.requires_grad else None
+            model.register_forward_hook(hook)
+        owner, name = {INSIDE[1]: (learn, 'loss_func'), INSIDE[3]: (learn.opt, 'step')}.get(self.place, (None, ''))
+        if owner:
+            f = getattr(owner, name)
+            setattr(owner, name, lambda *args: (self.explode(), f(*args))[1])
+
+    def explode(self, *args):
+        if self.armed and (self.place in BETWEEN or third(self.learn)):
+            self.armed = False
+            raise self.exc('boom')
+
+
+class SeesAutocast(Callback):
+    order = 11
+
+    def after_batch(self):
+        assert not torch.is_autocast_enabled(DEVICE.type)
+
+    after_cancel_batch = after_batch
+
+
+def ending(f):
+    try:
+        f()
+    except BaseException as e:
+        return type(e), str(e)
+
+
+def assert_closed(learn, before):
+    assert process() == before and is_outside_a_fit(learn) and largest(learn) < 64
+    assert {p.dtype for p in learn.model.parameters()} == {FP32}
+
+
+@pytest.mark.parametrize('place', [*BATCH, *BETWEEN, *INSIDE])
+def test_an_exception(place, with_tf32):
+    "As fastai without a precision ends; each exception in several precisions, before and after the callback."
+    for i, exc in enumerate(EXCEPTIONS * 2, len(place)):
+        to, order = PRECISIONS[i % len(PRECISIONS)], (9, 11)[i % 2]
+        if to == 'flat fp16' and place == "the optimizer's step":
+            to = 'fp16'  # it needs the optimizer's own step
+        cbs, plain_cbs = [[Bomb(place, order, exc), SeesAutocast()] for _ in range(2)]
+        plain, learn, before = make('fp32', opt=TO[to].opt, cbs=plain_cbs), make(to, cbs=cbs), process()
+        expected, found = ending(lambda: plain.fit(1)), ending(lambda: learn.fit(1))
+        assert found == expected and not learn.bomb.armed
+        assert vars(learn).get('train_iter') == vars(plain).get('train_iter')
+        assert_closed(learn, before)
+        assert not (found and learn.precision.scale and largest(learn))
+        weights = params(learn)
+        learn.remove_cb(learn.bomb).fit(1, 0.01)
+        assert_closed(learn, before)
+        assert finite(learn) and not same(params(learn), weights)
+        assert left_on(learn.to_fp32()) == []
+
+
+@pytest.mark.parametrize('event', ['before_fit', 'before_epoch', 'before_validate', 'after_pred', 'after_epoch', 'after_fit'])
+@pytest.mark.parametrize('call', ['validate', 'get_preds'])
+def test_an_exception_in_predictions(call, event):
+    def fail(l):
+        raise KeyboardInterrupt
+
+    for to, order in (('fp16', 11), ('bf16 and fp32_modules', 9), ('flat', 11)):
+        learn, before = make(to), process()
+        learn.create_opt()
+        with pytest.raises(KeyboardInterrupt), learn.added_cbs(At(event, fail, order)):
+            getattr(learn, call)()
+        assert_closed(learn, before)
+        learn.fit(1)
+        assert finite(learn)
+
+
+@pytest.mark.parametrize('loop', ['one_batch', 'own one_batch', 'accumulation', 'own _do_grad_opt'])
+@pytest.mark.parametrize('place', ['after_pred', 'after_backward', 'before_step', 'the model'])
+def test_an_exception_in_other_loops(loop, place):
+    for to in ('fp16', 'bf16'):
+        learn, before = make(to, loop=loop, cbs=[Bomb(place, 20, RuntimeError)]), process()
+        ending(lambda: LOOPS[loop].train(learn))
+        assert not learn.bomb.armed or loop == 'accumulation'
+        assert process() == before and largest(learn) < 64
+        found = seen_in_steps(learn)
+        learn.fit(1, 0.01)
+        assert max(found) < 64 and finite(learn) and left_on(learn.to_fp32()) == []
+
+
+@pytest.mark.parametrize('then', ['fit', 'to_fp32', 'to_bf16', 'remove_cb'])
+def test_no_scaled_gradient_reaches_the_step_after_an_exception(then):
+    learn = make('fp16', cbs=[GradientAccumulation(1000), Bomb('after_train', 20, RuntimeError)])
+    assert ending(lambda: learn.fit(1, 0.01))
+    learn.remove_cb(learn.gradient_accumulation)
+    {'fit': noop, 'to_fp32': Learner.to_fp32, 'to_bf16': Learner.to_bf16, 'remove_cb': lambda l: l.remove_cb(l.precision)}[
+        then
+    ](learn)
+    assert largest(learn) == 0
+    found = seen_in_steps(learn)
+    learn.fit(1, 0.01)
+    assert max(found) < 64
+
+
+@pytest.mark.parametrize('exc', [RuntimeError, core.CancelStepException, core.CancelBatchException])
+def test_a_skip_on_the_device_never_outlives_its_step(exc):
+    learn, spoiling = make('fp16 and fused', cbs=[Bomb('before_step', 20, exc)]), spoil_at(2, 4)
+    ending(lambda: learn.fit(1, 0.01, cbs=spoiling))
+    before = params(learn)
+    learn.to_fp32().fit(1, 0.01)
+    assert not same(params(learn), before) and finite(learn)
+
+
+@pytest.mark.parametrize('event, order', [('before_step', 11), ('after_step', 9)])
+def test_an_epoch_left_between_unscaling_and_update(event, order):
+    "The step is cancelled: the scale does not change, and the next epoch trains."
+    learn = make('fp16 and fused', cbs=[Bomb(event, order, core.CancelEpochException)])
+    learn.fit(3, 0.01)
+    assert learn.precision.scales == [4096.0] * 14 and learn.precision.scale == 4096.0 and finite(learn)
+
+
+def test_a_fit_that_cannot_begin_leaves_none_of_its_callbacks():
+    for own, brought in (('bf16', ['bf16']), ('fp32', [MixedPrecision('bf16', fp32_modules='nothing')])):
+        learn = make(own)
+        cbs, mine = list(learn.cbs), Bomb('after_fit', 0, RuntimeError)
+        with pytest.raises(ValueError):
+            learn.fit(1, cbs=[mine, *(MixedPrecision(b) if b == 'bf16' else b for b in brought)])
+        assert list(learn.cbs) == cbs and not hasattr(learn, 'bomb')
+        learn.fit(1)
+
+
+# -- fastai's own loops with two models, and with a state
+
+
+def gan():
+    generator, critic = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 1)), nn.Sequential(nn.Linear(1, 8), nn.Linear(8, 1))
+    learn = GANLearner.wgan(loaders(), generator, critic, switcher=FixedGANSwitcher(1, 2), show_img=False)
+    return learn, [generator[0], critic[0]], {}
+
+
+def text(n=8):
+    rnn = AWD_LSTM(20, 6, 8, 1)
+    model = SequentialRNN(rnn, LinearDecoder(20, 6, 0.1, tie_encoder=rnn.encoder))
+    words = torch.arange(n * 5).view(n, 5) % 20
+    data = Data(words, words.flip(1))
+    loss = lambda pred, y: nn.functional.cross_entropy(pred.flatten(0, 1), y.flatten())
+    learn = learner(model, loaders(train=data, valid=data), loss, cls=LMLearner)
+    return learn, [model[1].decoder], dict(fp32_modules=nn.LSTM)
+
+
+@pytest.mark.parametrize('build', [gan, text])
+def test_learners_of_fastai_with_loops_of_their_own(build):
+    learn, modules, arguments = build()
+    learn.remove_cbs([cb for cb in learn.cbs if type(cb).__name__ == 'ProgressCallback'])
+    dtypes, before = output_dtypes(learn, *modules), process()
+    learn.to_bf16(**arguments)
+    for place in ('after_pred', 'before_step', None):
+        weights = params(learn)
+        bombs = [At(place, lambda l: 1 / (l.train_iter != 1), 20)] if place else []
+        found = ending(lambda: learn.fit(1, 0.01, cbs=bombs))
+        assert bool(found) is bool(place) and process() == before and is_outside_a_fit(learn)
+        assert finite(learn) and not same(params(learn), weights)
+    assert set(dtypes) == {BF16} and left_on(learn.to_fp32()) == []
+
+
+# -- what a callback does beside training
+
+
+def several(learn):
+    "Exports fp32, saves, copies, predicts."
+    learn.save('beside')
+    copy.deepcopy(learn.model)
+    with torch.no_grad(), learn.amp_context():
+        learn.model.eval()(torch.ones(2, 6))
+        learn.model.train()
+    learn.precision and learn.precision.load_state_dict(learn.precision.state_dict())
+
+
+def as_fp32(learn):
+    with learn.precision_as('fp32'):
+        learn.validate()
+
+
+BESIDE = {
+    'several': (several, ['before_train', 'after_batch', 'after_train', 'after_epoch']),
+    'precision_as': (as_fp32, ['before_epoch', 'after_train', 'after_epoch']),
+    'load': (lambda l: l.load(l.save('beside').stem), ['before_train', 'after_batch', 'after_epoch']),
+    'predictions': (lambda l: l.get_preds(), ['before_epoch', 'after_validate', 'after_epoch']),
+    'export': (lambda l: told(lambda: l.export('beside.pkl')), ['after_epoch']),
+}
+
+
+@pytest.mark.parametrize('to', ['overflowing', 'bf16 and fp32_modules', 'flat'])
+@pytest.mark.parametrize('what', BESIDE)
+def test_what_is_done_beside_training_changes_no_bit(what, to, tmp_path):
+    f, events = BESIDE[what]
+    _, expected = trained(to)
+    for event in events:
+        once = Once(f, third) if event == 'after_batch' else Once(f)
+        learn, found = trained(to, cbs=[At(event, once, 60)], path=tmp_path)
+        assert differences(found, expected) == [] and is_outside_a_fit(learn), event
+
+
+def test_a_copy_of_a_learner_made_in_a_fit_trains():
+    for to, event in (('fp16', 'after_backward'), ('fp16 and fused', 'before_step'), ('bf16 and fp32_modules', 'after_batch')):
+        copies = []
+
+        def keep(l):
+            l.pred = l.loss = l.loss_grad = None  # their graphs cannot be copied
+            copies.append((copy.deepcopy(l), params(l), l.precision.state_dict()))
+            raise core.CancelFitException
+
+        learn = make(to)
+        learn.fit(1, 0.01, cbs=At(event, keep, 70))
+        twin, weights, state = copies[0]
+        assert same(params(twin), weights) and twin.precision.state_dict() == state and twin.precision.fit is None
+        before = process()
+        twin.remove_cb(At).fit(1, 0.01)
+        assert process() == before and finite(twin) and not same(params(twin), weights)

@@ -1,0 +1,233 @@
+"Which precision is on: the last `to_*` call counts, also in the middle of a batch; contexts for a while."
+
+import pytest
+from fastai.callback import fp16 as fastai_fp16
+from fastai.callback.channelslast import ChannelsLast
+
+from tables import *
+
+ORDERS = [(event, order) for event in BATCH for order in (9, 40)]
+SWITCHES = [(a, b) for a in ('fp32', 'bf16', 'fp16', 'flat fp16') for b in ('fp32', 'bf16', 'fp16') if a != b]
+
+
+def modes(learn):
+    "The precisions of all precision callbacks, fastai's own included."
+    kinds = fastai_fp16.MixedPrecision, fastai_fp16.ModelToHalf
+    return [getattr(cb, 'amp_mode', None) for cb in learn.cbs if isinstance(cb, kinds)]
+
+
+def dtypes_of_batches(learn):
+    "The output dtype of the first layer in each training batch from now on."
+    return output_dtypes(learn, learn.model[0])
+
+
+# -- in a fit
+
+
+@pytest.mark.parametrize('i', range(len(ORDERS)))
+def test_a_switch_in_mid_batch_counts_from_the_next(i):
+    "Each event, before and after the callback; each switch with several events; gradients are true at every step."
+    (event, order), (start, to) = ORDERS[i], SWITCHES[i % len(SWITCHES)]
+    learn, before = make(start, opt='sgd'), process()
+    dtypes, found = dtypes_of_batches(learn), seen_in_steps(learn)
+    learn.add_cb(At(event, lambda l: l.training and l.iter == 2 and TO[to](l), order))
+    learn.fit(1, 1e-3)
+    assert dtypes == [TO[start].dtype or FP32] * 3 + [TO[to].dtype or FP32] * 3
+    assert len(found) == 6 and max(found) < 64 and process() == before and finite(learn)
+    learn.fit(1, 0.01)
+    assert set(dtypes[6:]) == {TO[to].dtype or FP32} and left_on(learn.to_fp32()) == []
+
+
+def test_the_last_switch_of_a_batch_counts():
+    learn = learner()
+    dtypes, steps = dtypes_of_batches(learn), {1: ['bf16'], 3: ['fp32', 'bf16', 'fp16'], 4: ['fp16', 'fp32']}
+    learn.fit(1, 0.01, cbs=At('after_pred', lambda l: l.training and [TO[t](l) for t in steps.get(l.iter, ())], 40))
+    assert dtypes == [FP32, FP32, BF16, BF16, FP16, FP32] and process()[0][0] is False and not left_on(learn)
+
+
+def test_a_switch_in_mid_batch_that_fails_zeroes_the_gradients():
+    def fail(l):
+        l.to_bf16()
+        raise ValueError('boom')
+
+    learn = make('fp16', cbs=[At('after_backward', fail, 12)])
+    with pytest.raises(ValueError, match='boom'):
+        learn.fit(1, 0.01)
+    assert largest(learn) == 0 and modes(learn) == ['bf16'] and is_outside_a_fit(learn)
+
+
+@pytest.mark.parametrize('event', BATCH[:6])
+def test_a_callback_added_in_a_batch_whose_step_is_cancelled_begins_with_the_next(event):
+    def cancel(l):
+        if l.train_iter == 0:
+            raise core.CancelStepException
+
+    add = At(event, lambda l: l.precision or l.add_cb(mixed('fp16')))
+    learn = learner(cbs=At('before_step', cancel, 5))
+    learn.fit(1, 0.01, cbs=add)
+    assert learn.precision.scales == [256.0] * 5
+
+
+def test_a_callback_for_one_fit_and_one_set_in_it():
+    learn = learner()
+    dtypes = dtypes_of_batches(learn)
+    learn.fit(1, cbs=MixedPrecision('bf16'))
+    learn.fit(1)
+    assert dtypes == [BF16] * 6 + [FP32] * 6 and left_on(learn) == []
+    learn.fit(1, cbs=[mixed('fp16'), At('before_batch', lambda l: third(l) and l.to_bf16())])
+    assert dtypes[12:] == [FP16] * 3 + [BF16] * 3 and modes(learn) == ['bf16']
+
+
+def test_removing_the_callback_in_mid_batch_is_an_error():
+    learn = make('fp16', cbs=[At('before_backward', lambda l: l.remove_cb(l.precision), 40)])
+    with pytest.raises(RuntimeError, match='to_fp32'):
+        learn.fit(1)
+    assert learn.precision and process()[0][0] is False
+
+
+def test_events_outside_of_one_batch_are_an_error():
+    learn = make('bf16')
+    learn.create_opt()
+    learn._split(learn.dls.one_batch())
+    with pytest.raises(RuntimeError, match='one_batch'):
+        learn('before_batch')
+
+
+def test_what_every_callback_of_fastai_has():
+    "`run_valid`, `run_train`, `run`, and events set on an instance."
+    for switch, half in (('run_valid', [True, False]), ('run_train', [False, True])):
+        learn, seen, calls = make('bf16'), {}, []
+        learn.add_cb(At('after_pred', lambda l: seen.setdefault(l.training, torch.is_autocast_enabled('cpu')), 20))
+        setattr(learn.precision, switch, False)
+        learn.precision.after_epoch = lambda: calls.append(1)
+        learn.fit(1)
+        assert [seen[True], seen[False]] == half and calls == [1]
+        learn.precision.run = False
+        seen.clear()
+        learn.fit(1)
+        assert not any(seen.values()) and learn.precision.run
+
+
+# -- between fits
+
+
+CALLS = {'to_fp16': 'fp16', 'to_bf16': 'bf16', 'to_fp32': None, 'to_half_weights': 'bf16', 'to_tf32': 'tf32'}
+
+
+def test_exactly_one_callback_the_last_one_asked_for(with_tf32):
+    learn = learner()
+    for i, call in enumerate([*CALLS, 'to_bf16', 'to_bf16', 'to_fp32', *reversed(CALLS)]):
+        assert getattr(learn, call)() is learn
+        assert modes(learn) == [CALLS[call]] * bool(CALLS[call])
+        assert learn.precision is next((cb for cb in learn.cbs if isinstance(cb, MixedPrecision)), None)
+        if i % 2:
+            learn.fit(1)
+    assert left_on(learn.to_fp32()) == []
+
+
+def test_the_learner_and_its_model_are_plain_afterwards():
+    import gc, pickle, weakref
+
+    learn = make('fp16')
+    learn.fit(1)
+    callback = weakref.ref(learn.to_bf16(fp32_modules='0').precision)
+    learn.fit(1)
+    learn.remove_cb(learn.precision)
+    gc.collect()
+    assert callback() is None and left_on(learn) == [] and b'fastxtend_amp' not in pickle.dumps(learn)
+
+
+def test_fastais_own_callbacks_are_replaced_and_removed():
+    for cb in (fastai_fp16.MixedPrecision, fastai_fp16.ModelToHalf):
+        assert modes(learner(cbs=cb()).to_bf16()) == ['bf16'] and modes(learner(cbs=cb()).to_fp32()) == []
+    cb = MixedPrecision()
+    assert isinstance(cb, fastai_fp16.MixedPrecision) and (cb.name, cb.order) == ('mixed_precision', 10)
+
+
+def test_two_precision_callbacks_are_an_error():
+    for add in (lambda l: l.fit(1, cbs=MixedPrecision()), lambda l: (l.add_cb(MixedPrecision()), l.fit(1))):
+        with pytest.raises(ValueError, match='several'):
+            add(make('bf16'))
+
+
+def test_one_precision_object_in_two_callbacks_is_an_error():
+    from fastxtend_amp.precisions import FP16 as Precision
+
+    shared = Precision()
+    with pytest.raises(ValueError):
+        for learn in (learner(cbs=MixedPrecision(shared)), learner(cbs=MixedPrecision(shared))):
+            learn.fit(1)
+
+
+@pytest.mark.parametrize('before', ['fp32', 'fp16'])
+def test_channels_last(before):
+    learn = make(before, 'conv').to_channelslast(amp_mode='bf16', fp32_modules='3')
+    learn.fit(1)
+    assert modes(learn) == ['bf16'] and learn.precision.fp32_module_names == ['3']
+    assert learn.model[1].weight.is_contiguous(memory_format=torch.channels_last)
+    assert sum(isinstance(cb, ChannelsLast) for cb in learn.cbs) == 1
+    learn.to_contiguous(to_fp32=True)
+    assert modes(learn) == [] and left_on(learn) == []
+    assert modes(make('bf16', 'conv').to_channelslast(use_amp=False)) == ['bf16']
+    assert modes(make('fp32', 'conv').to_channelslast()) == ['fp16']
+
+
+@pytest.mark.parametrize('features, expected', [('avx512_bf16 avx512_fp16', 'bf16'), ('avx512_fp16', 'fp16'), ('', None)])
+def test_to_amp_is_what_the_device_has(monkeypatch, features, expected):
+    from fastxtend_amp.devices import facts
+
+    monkeypatch.setattr(facts, 'cpu_features', lambda: frozenset(features.split()))
+    learn = learner()
+    dtypes = dtypes_of_batches(learn)
+    told(lambda: (learn.to_amp(init_scale=256.0), learn.fit(1)))
+    assert set(dtypes) == {{'bf16': BF16, 'fp16': FP16}.get(expected, FP32)}
+    assert {*(learn.precision.scales if learn.precision else [])} == ({256.0} if expected == 'fp16' else set())
+    with learn.amp_context():
+        assert torch.is_autocast_enabled('cpu') == (expected is not None)
+
+
+# -- for a while
+
+
+@pytest.mark.parametrize('to', ['fp32', 'bf16', BF16, MixedPrecision('bf16', fp32_modules='0')], ids=str)
+def test_precision_as_gives_back_the_learners_own(to):
+    learn, plain = (make('overflowing') for _ in range(2))
+    cb, before = learn.precision, process()
+    for l in (learn, plain):
+        l.fit(1, 0.01)
+    with learn.precision_as(to) as inside:
+        assert inside is learn and learn.precision is not cb
+        learn.validate()
+    assert learn.precision is cb and process() == before
+    for l in (learn, plain):
+        l.fit(1, 0.01)
+    assert differences(result(learn), result(plain)) == []
+
+
+def test_precision_as_nests_ends_after_an_exception_and_is_an_error_in_a_batch():
+    learn = make('fp16')
+    cb = learn.precision
+    with pytest.raises(KeyError), learn.precision_as('bf16'):
+        with learn.precision_as('fp32'):
+            assert learn.precision is None
+        assert modes(learn) == ['bf16']
+        raise KeyError
+    with pytest.raises(RuntimeError, match='batch'):
+        learn.fit(1, cbs=At('after_pred', lambda l: l.precision_as('fp32').__enter__()))
+    assert learn.precision is cb and left_on(learn.to_fp32()) == []
+
+
+@pytest.mark.parametrize('to', ['bf16', 'fp32', 'fp16'])
+def test_amp_context_inside_and_outside_a_fit(to):
+    learn, seen, before = make(to), [], process()
+
+    def use(l):
+        with torch.no_grad(), learn.amp_context():
+            seen.append(learn.model(torch.ones(2, 6)).dtype)
+
+    use(learn)
+    for event in ('before_epoch', 'after_train', 'before_validate', 'after_fit'):
+        learn.fit(1, cbs=At(event, use, 5))
+    with pytest.raises(KeyError), learn.amp_context():
+        raise KeyError
+    assert seen == [TO[to].dtype or FP32] * 5 and process() == before and replaced(learn.model) == []
