@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 from fastai.callback import core
 from fastai.callback.training import GradientAccumulation, GradientClip
+from fastai.optimizer import Lookahead
 from torch import backends
 from torch.utils.checkpoint import checkpoint
 

@@ -1,0 +1,317 @@
+"What runs in which dtype, and autocast's casts of the weights, which a validation keeps."
+
+import pytest
+from collections import OrderedDict, namedtuple
+
+from fastai.torch_core import TensorImage, ismin_torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tables import *
+
+MODES = pytest.mark.parametrize('to', ['fp16', 'bf16'])
+
+
+@MODES
+def test_forward_and_loss_run_in_low_precision_and_the_rest_in_fp32(to):
+    dtype, seen = TO[to].dtype, set()
+
+    def loss(pred, targ):
+        seen.add(('pred', pred.dtype, torch.is_autocast_enabled('cpu')))
+        return (pred.T @ targ).mean()  # a loss that multiplies matrices
+
+    def note(l):
+        seen.add(('loss', l.loss.dtype, l.loss_grad.dtype, torch.is_autocast_enabled('cpu')))
+
+    learn = make(to, loss_func=loss, cbs=[At(event, note, 40) for event in ('after_batch', 'before_backward')])
+    learn.model[0].register_forward_hook(lambda m, i, o: seen.add(('layer', o.dtype, m.training)))
+    learn.fit(1, 0.01)
+    expected = {('pred', FP32, True), ('layer', dtype, True), ('layer', dtype, False), ('loss', FP32, FP32, False)}
+    assert seen == expected and learn.get_preds()[0].dtype == FP32 and len(learn.validate()) == 1
+
+
+class Output(OrderedDict):
+    "A model output like Hugging Face's: a mapping whose items are also attributes."
+
+    def __setitem__(self, k, v):
+        super().__setitem__(k, v)
+        super().__setattr__(k, v)
+
+
+Pair = namedtuple('Pair', 'a b')
+PACKED = {  # how a prediction is packed, and the prediction in it
+    'dict': (lambda y: dict(logits=y), lambda o: o['logits']),
+    'ordered dict': (lambda y: OrderedDict(logits=y), lambda o: o['logits']),
+    'list': (lambda y: [y, None], lambda o: o[0]),
+    'named tuple': (lambda y: Pair([y], ('text', 3)), lambda o: o.a[0]),
+    "torch's": (lambda y: y.max(1, keepdim=True), lambda o: o.values),
+    "fastai's": (TensorImage, lambda o: o),
+}
+
+
+@pytest.mark.parametrize('kind', PACKED)
+def test_predictions_keep_their_structure(kind):
+    "The loss gets 16-bit tensors in fp32 and everything else unchanged; the output of the model is not modified."
+    pack, get = PACKED[kind]
+    rest, given = (torch.ones(1).double(), torch.tensor([1]), object(), {1, 2}, None), []
+
+    class Model(nn.Linear):
+        def forward(self, x):
+            given.append(pack(super().forward(x)))
+            return given[-1], *rest
+
+    def loss(pred, targ):
+        assert type(pred[0]) is type(pack(targ)) and all(a is b for a, b in zip(pred[1:], rest, strict=True))
+        assert get(pred[0]).dtype == FP32 and get(given[-1]).dtype == BF16
+        return nn.functional.mse_loss(get(pred[0]).as_subclass(torch.Tensor), targ)
+
+    learn = learner(Model(6, 1), loss_func=loss).to_bf16()
+    before = params(learn)
+    learn.fit(1, 0.01)
+    assert not same(params(learn), before)
+
+
+def test_a_loop_that_sets_a_16_bit_loss_alone_records_fp32():
+    class Own(Learner):
+        def _do_one_batch(self):
+            self.pred = self.model(*self.xb)
+            self('after_pred')
+            self.loss = self.loss_func(self.pred, *self.yb).bfloat16()
+            self('after_loss')
+
+    learn = learner(cls=Own).to_bf16()
+    learn.fit(1)
+    assert {l.dtype for l in learn.recorder.losses} == {FP32}
+
+
+def test_inside_the_users_own_autocast():
+    "A fit uses the weights of each batch, and the user's context is the same afterwards."
+
+    def run(dtype, enabled=True, before=False):
+        learn = make('bf16', 'conv')
+        with torch.autocast('cpu', dtype, enabled):
+            around = autocast_state()
+            if before:
+                learn.model(torch.ones(2, 6))  # autocast keeps casts of these weights
+            learn.fit(2, 0.05)
+            assert autocast_state() == around
+        return params(learn)
+
+    assert same(run(BF16), run(BF16, enabled=False)) and same(run(FP16, before=True), run(FP16))
+
+
+def test_a_users_setting_of_autocasts_cache_counts():
+    seen = set()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        make('bf16', cbs=[At('after_pred', lambda l: seen.add(torch.is_autocast_cache_enabled()), 20)]).fit(1)
+        assert seen == {False} and not torch.is_autocast_cache_enabled()
+    finally:
+        torch.set_autocast_cache_enabled(True)
+
+
+@MODES
+@pytest.mark.parametrize('event', ['before_batch', 'after_pred'])
+def test_a_batch_inside_a_batch(to, event):
+    "It enters and leaves autocast inside that of the outer batch, which continues until the loss."
+    learn, inside, outside = make(to), [], []
+
+    def another(l):
+        kept = {k: vars(l)[k] for k in ('xb', 'yb', 'pred', 'iter') if k in vars(l)}
+        l.training = False
+        with torch.no_grad():
+            l.one_batch(l.iter, (*kept['xb'], *kept['yb']))
+        vars(l).update(kept, training=True)
+        inside.append(autocast_state()[:2])
+
+    learn.add_cb(At(event, Once(another, third), 20))
+    learn.add_cb(At('after_loss', lambda l: l.training and outside.append(torch.is_autocast_enabled('cpu')), 20))
+    over_batches(learn, 1)
+    assert inside == [(True, TO[to].dtype)] and outside == [False] * 6 and not autocast_state()[0]
+
+
+def test_parameters_in_half_precision():
+    learn, drawn = learner(mlp().half(), cbs=At('before_batch', lambda l: drawn.append(1), -50)).to_fp16(), []
+    with pytest.raises(ValueError, match=r'(?s)float16|FP16'):
+        learn.fit(1)
+    assert is_outside_a_fit(learn)
+    learn.model.float()
+    learn.fit(1)
+    assert told(lambda: learner(mlp().bfloat16()).to_bf16().fit(1), '0.weight')
+
+
+def test_parameters_made_under_inference_mode():
+    with torch.inference_mode():
+        model = mlp()
+    learn = learner(model).to_bf16()
+    assert torch.tensor(learn.validate()).isfinite().all() and learn.get_preds()[0].dtype is FP32
+
+
+@pytest.mark.parametrize('to, more, words', [('bf16', {}, 'bf16'), ('fp16', dict(fp32_modules='3'), 'fp32_modules')])
+def test_data_parallel_that_would_not_compute_in_it(to, more, words):
+    model = nn.DataParallel(mlp())
+    model.device_ids = [0, 1]  # as with two GPUs
+    with pytest.raises(ValueError, match=f'(?s)nn.DataParallel supports only fp16.*{words}'):
+        learner(model, cbs=mixed(to, **more)).fit(1)
+
+
+# -- casts kept for a validation
+
+N_BATCHES = 4
+AT_ONCE = 1 if ismin_torch('2.13') else N_BATCHES  # casts of a weight in a validation; older ones cast in each batch
+on_a_cpu = pytest.mark.skipif(DEVICE.type != 'cpu', reason="the simulated device's autocast keeps no casts")
+
+
+def clear():
+    "As other libraries do: autocast's cache is cleared before each batch."
+    return At('before_batch', lambda l: torch.clear_autocast_cache(), 70)
+
+
+class Casts(TorchDispatchMode):
+    "Counts the casts to 16 bits of these tensors, by name."
+
+    def __init__(self, model):
+        super().__init__()
+        self.names, self.count = {p.data_ptr(): n for n, p in model.named_parameters()}, {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._to_copy.default and kwargs.get('dtype') in (BF16, FP16):
+            if name := self.names.get(args[0].data_ptr()):
+                self.count[name] = self.count.get(name, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+def counted(learn, f):
+    with Casts(learn.model) as casts:
+        f()
+    return casts.count
+
+
+def ready(to='bf16', model='mlp', cbs=(), **kwargs):
+    dls = loaders(valid=dataset(4 * N_BATCHES, seed=1))
+    learn = learner(MODELS[model](), dls, cbs=[mixed(to, **kwargs), *cbs], opt_func=OPTS['adamw'])
+    learn.fit(1, 0.01)
+    return learn
+
+
+@on_a_cpu
+def test_each_weight_is_cast_once():
+    learn, once = ready(), dict.fromkeys(['0.weight', '0.bias', '3.weight', '3.bias'], AT_ONCE)
+    assert counted(learn, learn.get_preds) == counted(learn, learn.validate) == once
+    kept = ready(fp32_modules='3')
+    assert counted(kept, kept.get_preds) == dict.fromkeys(['0.weight', '0.bias'], AT_ONCE)
+    learn.model[0].requires_grad_(False)  # autocast's cache holds only weights that need a gradient
+    expected = {**once, '0.weight': N_BATCHES, '0.bias': N_BATCHES}
+    assert counted(learn, learn.get_preds) == expected
+
+
+def by_copy(l):
+    with torch.no_grad():
+        [p.copy_(p * 2) for p in l.model.parameters()]
+
+
+def by_a_step(l):
+    "With torch's optimizer: fastai's own write into `.data`, which cannot be noticed."
+    for p in l.model.parameters():
+        p.grad = torch.ones_like(p)
+    l.opt.step()
+    l.opt.zero_grad()
+
+
+def by_exchange(l):
+    "As an average of the weights does."
+    l.model = copy.deepcopy(l.model)
+    by_copy(l)
+
+
+def by_loading(l):
+    l.model.load_state_dict({k: v * 2 for k, v in l.model.state_dict().items()})
+
+
+CHANGES = {f.__name__: f for f in (by_copy, by_a_step, by_exchange, by_loading)}
+WAYS = {
+    'get_preds': lambda l: l.get_preds()[0],
+    'validate': lambda l: torch.tensor(l.validate()),
+    'in a fit': lambda l: l.fit(3, 0.01) or torch.tensor(l.recorder.values),
+    'one by one': lambda l: torch.cat([l.get_preds(dl=[(dataset().tensors[0][i : i + 1],)])[0] for i in range(3)]),
+    **{
+        name: lambda l, f=f: l.get_preds(cbs=At('after_batch', lambda l: l.iter == 1 and not l.training and f(l), 60))[0]
+        for name, f in CHANGES.items()
+    },
+}
+
+
+def in_a_batch(l):
+    "Predictions in the middle of a training batch: their casts must not be used after its step."
+    found = []
+    twin = copy.deepcopy(l)
+    twin.fit(1, 0.01, cbs=At('after_step', Once(lambda l: found.append(l.get_preds()[0])), 70))
+    return torch.stack(found)
+
+
+def averaged(l):
+    "Swapped before each validation of a fit, and back after it."
+    average, own = copy.deepcopy(l.model), l.model
+    by_copy(l)
+    before = At('before_validate', lambda l: setattr(l, 'model', average), 5)
+    l.fit(2, 0.01, cbs=[before, At('after_validate', lambda l: setattr(l, 'model', own), 5)])
+    return torch.tensor(l.recorder.values)
+
+
+def under_autocast(l):
+    with torch.autocast(DEVICE.type, BF16), torch.no_grad():
+        l.model(torch.ones(2, 6, device=DEVICE))  # keeps casts of these weights
+        by_copy(l)
+        return l.get_preds()[0]
+
+
+def grad_enabled(l):
+    enable = At('before_batch', lambda l: torch.set_grad_enabled(True), 5)
+    return l.get_preds(cbs=[enable, At('after_batch', lambda l: torch.set_grad_enabled(False), 5)])[0]
+
+
+WAYS.update({f.__name__: f for f in (in_a_batch, averaged, under_autocast, grad_enabled)})
+
+
+@pytest.mark.parametrize('way', WAYS)
+@pytest.mark.parametrize('to, model, kept', [('bf16', 'mlp', None), ('fp16', 'mlp', '3'), ('bf16', 'grad inside', None)])
+def test_predictions_are_those_of_a_cast_in_each_batch(to, model, kept, way):
+    learn, without = (ready(to, model, cbs, fp32_modules=kept) for cbs in ([], [clear()]))
+    before = process()
+    found, expected = WAYS[way](learn), WAYS[way](without)
+    assert torch.equal(found, expected) and same(params(learn), params(without)) and process() == before
+    if way in CHANGES:
+        assert not torch.equal(found[8:], ready(to, model, fp32_modules=kept).get_preds()[0][8:])
+
+
+def test_autocast_is_off_between_the_batches_of_a_validation():
+    states = []
+    learn = ready(cbs=[At(e, lambda l: states.append(torch.is_autocast_enabled(DEVICE.type)), 70) for e in BETWEEN[4:6]])
+    learn.add_cb(At('after_batch', lambda l: states.append(torch.is_autocast_enabled(DEVICE.type)), 71))
+    learn.validate()
+    assert len(states) >= 6 and not any(states)
+
+
+@on_a_cpu
+def test_predict_and_tta():
+    import numpy as np
+    from fastai.vision.all import CategoryBlock, DataBlock, ImageBlock, PILImage, RandomSplitter, aug_transforms
+
+    block = DataBlock(
+        (ImageBlock, CategoryBlock),
+        get_x=lambda i: PILImage.create(np.full((8, 8, 3), 20 * i, dtype=np.uint8)),
+        get_y=lambda i: 'ab'[i % 2],
+        splitter=RandomSplitter(0.5, seed=0),
+        batch_tfms=aug_transforms(size=8, max_warp=0),
+    )
+    dls = block.dataloaders(range(8), bs=1, num_workers=0, device=torch.device('cpu'))
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2))
+    learn = learner(model, dls, nn.CrossEntropyLoss()).to_bf16()
+
+    def found():
+        torch.manual_seed(0)
+        with learn.no_bar():
+            return torch.cat([learn.tta()[0], learn.predict(0)[2][None]])
+
+    with learn.added_cbs(clear()):
+        expected = found()
+    assert torch.equal(found(), expected) and counted(learn, learn.tta)['0.weight'] == 5 * AT_ONCE  # passes

@@ -1,0 +1,301 @@
+"The life of the loss scale: fits, states, copies, `lr_find`, cancelled steps, and stretches of bad data."
+
+import math, pickle
+
+import fastai.callback.schedule  # noqa: F401  patches Learner
+import pytest
+
+from tables import *
+
+NAN = float('nan')
+
+
+def state(learn):
+    return learn.precision.state_dict()
+
+
+def history(learn):
+    cb = learn.precision
+    return cb.scales, cb.skips, state(learn), cb.scale
+
+
+def reference(**scaling):
+    return torch.amp.GradScaler(DEVICE.type, **scaling)
+
+
+# -- states
+
+ROUND = [copy.deepcopy, lambda l: pickle.loads(pickle.dumps(l))]
+
+
+def test_the_state_is_that_of_a_grad_scaler():
+    for scaling in (SCALING, ODD, {}):
+        assert state(learner().to_fp16(**scaling)) == reference(**scaling).state_dict()
+        learn, scaler = trained('overflowing')[0], reference()
+        scaler.load_state_dict(state(learn))
+        assert scaler.get_scale() == learn.precision.scale
+    for to in ('bf16', 'skipping', 'unscaled'):
+        assert (state(make(to)), make(to).precision.scale) == ({}, None)
+
+
+def test_a_state_is_loaded_before_between_and_in_fits():
+    s, seen, new = state(trained('overflowing')[0]), [], MixedPrecision('fp16')
+    new.load_state_dict(s)
+    assert new.state_dict() == s
+    learn, wanted = learner(cbs=new), {**s, 'scale': 32.0, '_growth_tracker': 2}
+    load = At('after_batch', lambda l: third(l) and new.load_state_dict(wanted), 70)
+    learn.fit(1, 0.01, cbs=[load, At('before_batch', lambda l: l.training and seen.append(state(l)))])
+    assert seen[0] == s and seen[3] == wanted and new.scales[3] == 32.0
+    new.load_state_dict(None)
+    assert new.state_dict() == MixedPrecision('fp16').state_dict()
+    for to in ('bf16', 'static', 'unscaled'):
+        other = make(to)
+        before = state(other)
+        other.precision.load_state_dict(s)
+        assert state(other) == before
+
+
+@pytest.mark.parametrize('event', BATCH[1:7])
+def test_a_state_cannot_be_loaded_in_a_batch(event):
+    learn = make('fp16')
+    learn.add_cb(At(event, lambda l: l.training and l.precision.load_state_dict(state(l)), 40))
+    with pytest.raises(RuntimeError, match='batch'):
+        learn.fit(1)
+    assert is_outside_a_fit(learn)
+
+
+@pytest.mark.parametrize('scale', [-2.0, NAN, math.inf])
+def test_a_scale_that_cannot_be_used_is_not_loaded(scale):
+    learn = trained('overflowing')[0]
+    before = history(learn)
+    with pytest.raises(ValueError):
+        learn.precision.load_state_dict({**state(learn), 'scale': scale})
+    assert history(learn) == before
+
+
+@pytest.mark.parametrize('how', ROUND, ids=['deepcopy', 'pickle'])
+@pytest.mark.parametrize('to', ['overflowing', 'own scaler'])
+def test_copies_have_a_state_of_their_own(to, how):
+    learn = make(to)
+    learn.fit(3, 0.01)
+    twin, before = how(learn), history(learn)
+    assert history(twin) == before and twin.precision.learn is twin
+    twin.fit(2, 0.01)
+    assert history(learn) == before and len(twin.precision.scales) == 30
+    learn.fit(2, 0.01)
+    assert differences(result(learn), result(twin)) == []
+
+
+def test_a_new_call_starts_again():
+    learn = trained('overflowing')[0]
+    learn.to_fp16(**SCALING)
+    assert learn.precision.scales == [] and state(learn) == reference(**SCALING).state_dict()
+
+
+def test_what_the_callback_shows():
+    assert repr(make('fp16').precision) == "MixedPrecision('fp16', scale=4096)"
+    assert repr(make('bf16').precision) == "MixedPrecision('bf16')"
+    assert 'head' in repr(MixedPrecision('bf16', fp32_modules=['head']))
+
+
+# -- steps
+
+
+def test_steps_that_another_callback_cancels_are_no_attempts():
+    learn, trackers = make('overflowing'), []
+    learn.to_fp16(init_scale=1024.0, growth_interval=4)
+
+    def cancel(l):
+        if l.iter % 2:
+            raise core.CancelStepException
+
+    learn.add_cb(At('before_step', cancel, 20))
+    learn.add_cb(At('after_batch', lambda l: l.training and trackers.append(state(l)['_growth_tracker']), 40))
+    learn.fit(1, 0.01)
+    assert trackers == [1, 1, 2, 2, 3, 3] and learn.precision.scales == [1024.0] * 3 and largest(learn) == 0
+
+
+def test_steps_without_gradients_are_no_attempts():
+    learn = make('fp16', cbs=[At('before_step', lambda l: third(l) and l.model.zero_grad(set_to_none=True), 5)])
+    learn.fit(1, 0.01)
+    assert len(learn.precision.scales) == 5 and finite(learn)
+    unused = nn.Linear(6, 1)
+    learn = learner(splitter=lambda m: [list(unused.parameters())]).to_fp16()
+    learn.fit(1, 0.01)
+    assert learn.precision.scales == [] and learn.precision.scale == 65536.0
+
+
+def test_the_steps_before_an_exception_are_in_the_history():
+    learn = make('fp16', opt='fused adamw', cbs=[At('after_batch', lambda l: 1 / (l.train_iter != 4))])
+    with pytest.raises(ZeroDivisionError):
+        learn.fit(1, 0.01)
+    assert (learn.precision.scales, learn.precision.skips) == ([4096.0] * 4, [False] * 4)
+
+
+@pytest.mark.parametrize('own', [False, True])
+def test_lr_find_leaves_scale_and_history_alone(tmp_path, own):
+    "Also if it is interrupted, with the user's own scaler, and after a loop of one's own."
+    learn = make('own scaler' if own else 'overflowing', loop='one_batch', path=tmp_path)
+    over_batches(learn, 1)
+    before = history(learn)
+
+    def stop(l):
+        if l.train_iter == 7:
+            raise KeyboardInterrupt
+
+    learn.lr_find(show_plot=False, num_it=30, start_lr=1e-2, end_lr=30.0, stop_div=False, suggest_funcs=())
+    assert history(learn) == before
+    with pytest.raises(KeyboardInterrupt), learn.added_cbs(At('after_backward', stop, 20)):
+        learn.lr_find(show_plot=False, num_it=30, stop_div=False, suggest_funcs=())
+    assert history(learn) == before
+    learn.fit(1, 0.01)
+    assert len(learn.precision.scales) == 12 and learn.precision.scales[6] == before[3]
+
+
+def test_a_scaler_of_a_class_of_the_users():
+    class Slow(torch.amp.GradScaler):
+        def update(self, new_scale=None):
+            super().update(self.get_scale() / 4 if new_scale is None else new_scale)
+
+    scaler, seen = Slow('cpu', init_scale=1024.0), []
+    learn = learner(cbs=At('before_step', lambda l: seen.append(l.scaler), 40)).to_fp16(scaler=scaler)
+    learn.fit(1, 0.01)
+    assert seen == [scaler] * 6 and learn.precision.scales == [1024.0 / 4**i for i in range(6)]
+
+
+# -- a stretch of bad data
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
+
+
+def bad_then_good(n_bad, n_good=0, first=0):
+    "Batches, of which `n_bad` are NaN, after the `first` ones."
+    x, y = dataset((first + n_bad + n_good) * 4).tensors
+    x = x.clone()
+    x[4 * first : 4 * (first + n_bad)] = NAN
+    return loaders(train=Data(x, y))
+
+
+def after_bad(n_bad, n_good=0, opt='adam', first=0, **scaling):
+    learn = learner(net(), bad_then_good(n_bad, n_good, first), lr=0.05, opt_func=OPTS[opt])
+    learn.to_fp16(**{'on_overflow': 'ignore', **scaling})
+    told(lambda: learn.fit(1))
+    return learn
+
+
+def loss_of(learn):
+    return float(learn.validate()[0])
+
+
+def loaded(learn):
+    new = learner(net(), path=learn.path).to_fp16()
+    return new.load(learn.save('bad').stem)
+
+
+def interrupted(learn):
+    "After another fit on bad data, which an exception ends."
+    learn.dls = bad_then_good(12)
+    with pytest.raises(ZeroDivisionError):
+        learn.fit(1, cbs=At('after_batch', lambda l: 1 / (l.train_iter != 10), 70))
+    return learn
+
+
+THEN = {'fit': noop, 'copy': copy.deepcopy, 'load': loaded, 'interrupted': interrupted, 'validate': lambda l: l.validate()}
+
+
+@pytest.mark.parametrize('opt', ['adam', 'fused adamw'])
+@pytest.mark.parametrize('n_bad', [3, 30, 60])
+@pytest.mark.parametrize('then', THEN)
+def test_training_learns_after_bad_data(then, n_bad, opt, tmp_path):
+    learn = after_bad(n_bad, opt=opt, first=1)
+    learn.path = tmp_path
+    assert learn.precision.skips == [False] + [True] * n_bad and min(learn.precision.scales) > 0
+    weights, before = params(learn), loss_of(learn)
+    changed = THEN[then](learn)
+    learn = changed if isinstance(changed, Learner) else learn
+    assert same(params(learn), weights)
+    learn.dls = loaders(n=160)
+    told(lambda: learn.fit(1, 0.05))
+    assert finite(learn) and loss_of(learn) < before / 2 and sum(learn.precision.skips[-40:]) < 8
+
+
+@pytest.mark.parametrize('scaling', [{}, dict(backoff_factor=2.0**-40), dict(growth_interval=20)], ids=str)
+@pytest.mark.parametrize('n_bad', [17, 30, 60, 200])
+def test_training_learns_after_bad_data_in_the_same_fit(n_bad, scaling):
+    learn = after_bad(n_bad, 60, **scaling)
+    assert min(learn.precision.scales) > 0 and all(learn.precision.skips[:n_bad])
+    assert loss_of(learn) < loss_of(learner(net())) / 2
+
+
+@pytest.mark.parametrize('own', [False, True])
+@pytest.mark.parametrize('n_bad', [17, 24, 30, 39])
+def test_a_good_step_sets_a_low_scale_from_its_gradients(n_bad, own):
+    "To the largest power of two at which 16 times the largest gradient fits fp16."
+    found, scaling = [], dict(scaler=reference(init_scale=65536.0)) if own else {}
+    learn = learner(net(), bad_then_good(n_bad, 2)).to_fp16(on_overflow='ignore', **scaling)
+    learn.add_cb(At('before_step', lambda l: found.append(largest(l)), 41))
+    messages = told(lambda: learn.fit(1, 1e-3), 'loss scale')
+    low, scale = learn.precision.scales[n_bad:]
+    assert low == 65536.0 / 2**n_bad and scale == min(65536.0, 2.0 ** math.floor(math.log2(65504 / 16 / found[-2])))
+    assert len(messages) == 1
+
+
+@pytest.mark.parametrize('init_scale', [65536.0, 256.0, 1.0])
+def test_a_scale_below_the_smallest_starts_again(init_scale):
+    n_bad = int(math.log2(init_scale)) + 26
+    learn = learner(net(), bad_then_good(n_bad, 2)).to_fp16(init_scale=init_scale, on_overflow='ignore')
+    assert len(told(lambda: learn.fit(1, 1e-3), 'loss scale')) == 1
+    assert init_scale in learn.precision.scales[n_bad - 2 :] and min(learn.precision.scales) >= 2.0**-26
+
+
+@pytest.mark.parametrize('kwargs', [dict(init_scale=8.0), dict(init_scale=0.5), dict(loss_scale=0.25)], ids=str)
+def test_scales_that_skips_have_not_lowered_below_1_and_low_ones_of_the_users_stay(kwargs):
+    "Without a word."
+    n_bad, first = (3 if 'init_scale' in kwargs and kwargs['init_scale'] > 1 else 0), [*kwargs.values()][0]
+    learn = learner(net(), bad_then_good(n_bad, 6)).to_fp16(on_overflow='ignore', **kwargs)
+    assert told(lambda: (learn.fit(1), learn.fit(1)), 'loss scale') == []
+    assert set(learn.precision.scales[n_bad : n_bad + 6]) == {first / 2**n_bad}
+
+
+def test_gradients_of_zero_are_nothing_to_warn_of():
+    learn = learner(net(), loss_func=lambda pred, y: (pred * 0).sum()).to_fp16(init_scale=2.0)
+    assert told(lambda: learn.fit(1), 'loss scale') == [] and set(learn.precision.scales) == {2.0}
+
+
+@pytest.mark.parametrize('factor', [1e7, 1e9])
+def test_large_losses_that_need_a_low_scale_train_as_with_pytorchs_scaler(factor):
+    def loss(pred, y):
+        return (pred - y).square().mean() * factor
+
+    opt = OPTS['adam']  # whose step does not depend on the factor
+    learn = learner(net(), loaders(n=640), loss, opt_func=opt).to_fp16(on_overflow='ignore')
+    before = loss_of(learn)
+    told(lambda: learn.fit(1, 0.01))
+    assert 20 <= learn.precision.n_skipped <= 40 and loss_of(learn) < before / 2
+
+
+def test_a_scaler_of_the_users_that_falls_to_0_counts_its_skips():
+    scaler = reference(init_scale=1.0, backoff_factor=1e-30)
+    learn = learner(net(), bad_then_good(6)).to_fp16(scaler=scaler, on_overflow='ignore')
+    told(lambda: learn.fit(1))
+    assert learn.precision.skips == [True] * 6 and learn.precision.n_skipped == 6
+
+
+@pytest.mark.parametrize('scale', [0.0, 2.0**-44])
+def test_a_file_or_state_whose_scale_is_that_low_starts_again(scale, tmp_path):
+    "Version 0.4 wrote them."
+    old = trained('fp16', path=tmp_path)[0]
+    written = old.save('old')
+    content = torch.load(written, weights_only=False)
+    content['opt']['grad_scaler']['scale'] = scale
+    torch.save(content, written)
+    by_file, by_state = learner(path=tmp_path, opt_func=SGD).to_fp16(), learner().to_fp16()
+    by_file.load('old')
+    by_state.precision.load_state_dict({**state(old), 'scale': scale})
+    assert same(params(by_file), params(old))
+    for learn in (by_file, by_state):
+        told(lambda: learn.fit(1, 0.01))
+        assert 4096.0 <= learn.precision.scale and finite(learn)

@@ -1,0 +1,255 @@
+"A skipped step leaves no trace: in weights, optimizer and buffers all is as if the batch had not been there."
+
+import pytest
+
+from tables import *
+
+INF = float('inf')
+MODES = ['static', 'skipping']
+N = 8  # batches of four
+
+
+def normed():
+    "BatchNorm on the inputs themselves, which shows the elements that a batch affects."
+    torch.manual_seed(0)
+    return nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 1))
+
+
+MODELS['normed'] = normed
+
+
+def batches(bad=(), column=slice(None), value=INF, left_out=False, n=N):
+    "Batches; the `bad` ones have a value that is not finite, or are left out."
+    x, y = dataset(4 * n).tensors
+    x, good = x.clone(), [i for i in range(n) if i not in bad]
+    for i in bad:
+        x[4 * i : 4 * i + 4, column] = value
+    if left_out:
+        x, y = (torch.cat([t[4 * i : 4 * i + 4] for i in good]) for t in (x, y))
+    return loaders(train=Data(x, y))
+
+
+def fitted(to, bad=(), model='normed', opt='sgd', loop='fit', cbs=(), **kwargs):
+    learn = make(to, model, loop, opt, cbs, dls=batches(bad, **kwargs))
+    learn.precision.on_overflow = 'ignore'
+    learn.fit(1, 0.01)
+    return learn
+
+
+def values(learn):
+    "Weights, optimizer and buffers, without the count of batches."
+    found = result(learn)
+    return {**found, 'weights': [t for t in found['weights'] if t.is_floating_point()], 'scales': [], 'scale': None}
+
+
+SKIPS = [{0}, {3}, {0, 1, 2}, {1, 4, 5, N - 1}]
+
+
+@pytest.mark.parametrize('bad', SKIPS, ids=str)
+@pytest.mark.parametrize('opt', [o for o in OPTS if o != 'kahan'])
+def test_as_if_the_batch_had_not_been_there(opt, bad):
+    for to in MODES:
+        learn, without = fitted(to, bad, opt=opt), fitted(to, bad, opt=opt, left_out=True)
+        assert differences(values(learn), values(without)) == [], to
+        assert learn.precision.skips == [i in bad for i in range(N)] and learn.precision.n_skipped == len(bad)
+
+
+@pytest.mark.parametrize('loop', ['one_batch', 'own _step', 'own one_batch', 'clipping', 'patched _step'])
+def test_in_other_loops(loop):
+    for opt in ('sgd', 'fused adamw'):
+        learn, without = (make('static', 'normed', loop, opt, dls=batches({2, 5}, left_out=l)) for l in (False, True))
+        for l in (learn, without):
+            l.precision.on_overflow = 'ignore'
+            LOOPS[loop].train(l) if loop != 'one_batch' else over_batches(l, 1)
+        assert differences(values(learn), values(without)) == [] and learn.precision.n_skipped in (2, 6)
+
+
+def test_a_gradient_alone_that_is_not_finite():
+    "The forward pass was fine, so its buffers stay; without `skip_nonfinite` bf16 loses the weights."
+    for to in MODES:
+        learn = fitted(to, cbs=[spoil_at(2)])
+        assert learn.precision.skips == [i == 2 for i in range(N)] and finite(learn)
+        plain = fitted('bf16')
+        assert learn.model[0].num_batches_tracked == N
+        torch.testing.assert_close(learn.model[0].running_var, plain.model[0].running_var)
+    assert not finite(fitted('bf16', cbs=[spoil_at(2)]))
+
+
+def test_an_overflow_in_an_accumulation_skips_the_whole_step():
+    for to in MODES:
+        learn = fitted(to, {2}, cbs=[GradientAccumulation(16)])
+        assert learn.precision.skips == [True, False] and finite(learn)
+        assert all(b.isfinite().all() for b in learn.model.buffers())
+
+
+# -- who decides, and what is told
+
+
+class Counting(torch.optim.AdamW):
+    pass
+
+
+WHO = {
+    'adam': [0, 3],
+    'fused adamw': [0],  # a skipped first step would create the state
+    'fused sgd': [0],
+    'fused plain sgd': [],
+    'a subclass': [0, 3],
+    'Lookahead': [0, 3],
+}
+OPTS['a subclass'] = partial(OptimWrapper, opt=partial(Counting, fused=True))
+OPTS['Lookahead'] = lambda p, lr: Lookahead(SGD(p, lr=lr))
+
+
+@pytest.mark.parametrize('opt', WHO)
+def test_after_cancel_step_fires_where_the_host_decides_and_skipped_is_right_in_both(opt):
+    learn, fired, after, at_order_11, counts = make('fp16', opt=opt, cbs=[spoil_at(0, 3)]), [], [], [], []
+    learn.add_cb(At('after_cancel_step', lambda l: fired.append(l.train_iter), 20))
+    learn.add_cb(At('after_step', lambda l: after.append(l.precision.skipped), 20))
+    learn.add_cb(At('before_step', lambda l: at_order_11.append(l.precision.skipped), 11))
+    learn.add_cb(At('after_batch', lambda l: l.training and counts.append(getattr(l.opt, 'count', None)), 70))
+    learn.fit(1, 0.01)
+    assert fired == WHO[opt] and after == [i in (0, 3) for i in range(6)] and learn.precision.n_skipped == 2
+    assert at_order_11 == [i in (0, 3) for i in range(6) if i not in WHO[opt]]
+    assert counts in ([None] * 6, [0, 1, 2, 2, 3, 4])  # Lookahead does not count a skipped step
+
+
+def test_skipped_is_about_the_newest_step():
+    def cancel(l):
+        if l.train_iter == 3:
+            raise core.CancelStepException
+
+    for opt in ('sgd', 'fused sgd'):
+        learn, found = make('fp16', opt=opt, cbs=[spoil_at(2), At('before_step', cancel, 5)]), []
+        learn.add_cb(At('after_batch', lambda l: l.training and found.append(bool(l.precision.skipped)), 70))
+        learn.fit(1)
+        assert found == [i == 2 for i in range(6)]
+
+
+class TwoSteps(Zeroes):
+    "A second step in each batch, with gradients that it sets itself."
+
+    def _do_grad_opt(self):
+        super()._do_grad_opt()
+        for p in self.model.parameters():
+            p.grad = torch.ones_like(p)
+        self._with_events(self._step, 'step', core.CancelStepException)
+        self.opt.zero_grad()
+
+
+@pytest.mark.parametrize('opt', ['sgd', 'fused plain sgd'])
+def test_a_step_with_gradients_of_ones_own_is_taken_after_a_skipped_one(opt):
+    learn, moved = TO['fp16'](learner(linear(), cls=TwoSteps, opt_func=OPTS[opt], cbs=spoil_at(2))), []
+    learn.add_cb(At('before_batch', lambda l: l.training and moved.append(params(l)), 0))
+    learn.fit(1, 1.0)
+    assert same(moved[3], [p - 1 for p in moved[2]])
+
+
+# -- buffers
+
+
+def buffers(model):
+    return [b.detach().clone() for b in model.buffers()]
+
+
+@pytest.mark.parametrize('opt', ['adam', 'fused adamw'])
+@pytest.mark.parametrize('to', MODES)
+def test_elements_that_stay_finite_are_what_pytorch_computes(to, opt):
+    learn = fitted(to, {3, 5}, opt=opt, column=2)
+    own, plain, others = learn.model[0], normed()[0], [0, 1, 3, 4, 5]
+    for xb, _ in learn.dls.train:
+        plain(xb)
+    for name in ('running_mean', 'running_var'):
+        assert torch.equal(getattr(own, name)[others], getattr(plain, name)[others])
+        assert getattr(own, name)[2] == getattr(fitted(to, {3, 5}, opt=opt, left_out=True).model[0], name)[2]
+    assert own.num_batches_tracked == N
+
+
+def test_a_model_that_overflows_by_itself_in_fp16():
+    learn = make('static', dls=batches({3}, value=3e4))
+    with torch.no_grad():
+        learn.model[0].weight.fill_(1.0)
+    told(lambda: learn.fit(1, 0.01))
+    assert learn.precision.skips[3] and learn.to_fp32().validate()[0] < 1e6
+
+
+def test_values_that_are_not_finite_on_purpose_stay():
+    for to in MODES:
+        model = normed()
+        model.register_buffer('mask', torch.tensor([0.0, -INF]))
+        learn = TO[to](learner(model, batches({3})))
+        told(lambda: learn.fit(1))
+        assert learn.model.mask.tolist() == [0.0, -INF]
+
+
+def test_buffers_loaded_between_two_fits_and_those_of_an_exchanged_model():
+    for to in MODES:
+        learn = fitted(to)
+        learn.model[0].running_mean.fill_(3.0)
+        learn.dls = batches({0}, n=1)
+        told(lambda: learn.fit(1))
+        assert learn.model[0].running_mean.tolist() == [3.0] * 6
+        other = nn.Sequential(nn.BatchNorm1d(6), learn.model[1])
+        other[0].running_mean.fill_(5.0)
+        learn.dls = batches({4})
+        exchange = At('before_batch', lambda l: l.training and l.iter == 3 and setattr(l, 'model', other), -5)
+        told(lambda: learn.fit(1, cbs=exchange))
+        assert all(b.isfinite().all() for b in other.buffers()) and other[0].running_mean.min() > 2
+
+
+@pytest.mark.parametrize('exc', [RuntimeError, core.CancelFitException])
+def test_an_exception_in_a_batch_that_overflowed(exc):
+    def stop(l):
+        if l.train_iter == 3:
+            raise exc('stop')
+
+    for to in MODES:
+        learn = make(to, 'normed', dls=batches({3}), cbs=[At('after_backward', stop, 20)])
+        try:
+            learn.fit(1)
+        except RuntimeError:
+            pass
+        assert all(b.isfinite().all() for b in learn.model.buffers()) or exc is not RuntimeError
+
+
+def test_buffers_that_the_forward_pass_does_not_write_cost_nothing():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Large(TorchDispatchMode):
+        "Counts operators on tensors of the mask's size."
+
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+            self.count += any(isinstance(t, torch.Tensor) and t.numel() == 9973 for t in leaves)
+            return func(*args, **(kwargs or {}))
+
+    model = normed()
+    model.register_buffer('mask', torch.ones(9973))
+    learn = TO['static'](learner(model))
+    learn.fit(1)
+    with Large() as large:
+        learn.fit(1)
+    assert large.count < 6  # the fit has six steps
+
+
+# -- warnings
+
+TOLD = {
+    'all steps': lambda: make('fp16').to_fp16(init_scale=1e30),
+    'most steps': lambda: make('fp16').to_fp16(init_scale=2.0**20),
+    'all steps, static': lambda: make('fp16').to_fp16(loss_scale=2.0**30),
+    'half of the steps': lambda: learner(linear(), cbs=spoil_at(0, 1, 2)).to_fp16(init_scale=64.0),
+    'more than half': lambda: learner(linear(), cbs=spoil_at(0, 1, 2, 5)).to_fp16(init_scale=64.0),
+    'bf16': lambda: learner(cbs=spoil_at(*range(6))).to_bf16(skip_nonfinite=True),
+    'ignored': lambda: learner(cbs=spoil_at(*range(6))).to_fp16(on_overflow='ignore'),
+}
+
+
+def test_what_a_fit_says_of_skipped_steps(expected):
+    lines = []
+    for name, build in TOLD.items():
+        learn = build()
+        lines += [f'# {name}', *told(lambda: learn.fit(1, 0.01), 'steps of this fit'), '']
+    expected('skipped_steps', '\n'.join(lines))
