@@ -1,16 +1,13 @@
 "Modules kept in fp32: which ones, what they compute in, and for how long."
 
-import copy, gc, pickle, weakref
+import gc, pickle, weakref
 
-import pytest, torch
+import pytest
 from fastcore.foundation import L
+from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel
-from torch._dynamo.testing import CompileCounter
 
-from fastxtend_amp.precisions.fp32_modules import Fp32Forward, Replaced
-from fastxtend_amp.precisions.matching import match_modules
-from helpers import *
-from interrupts import interrupted_before, lines_of
+from training.rows import *
 
 
 class Notes(nn.Linear):
@@ -22,9 +19,6 @@ class Notes(nn.Linear):
         out = super().forward(x)
         self.seen = out.dtype
         return out
-
-
-F32, BF16 = torch.float32, torch.bfloat16
 
 
 def noting():
@@ -40,7 +34,9 @@ def kept(model, spec):
     return learner(model, cbs=MixedPrecision('bf16', fp32_modules=spec)).precision.fp32_module_names
 
 
-# -- matching
+MIDDLE = [BF16, FP32, BF16]  # `seen` with the second layer in fp32
+
+# -- which
 
 
 @pytest.mark.parametrize(
@@ -62,7 +58,7 @@ def test_what_can_be_named(spec, names):
     assert kept(Attentive(), spec) == names
 
 
-def test_modules_themselves_and_names_inside_wrappers():
+def test_modules_themselves_lists_and_names_inside_wrappers():
     model = Attentive()
     assert kept(model, model.attn) == ['attn']
     with pytest.raises(ValueError, match='matches no module'):
@@ -71,81 +67,23 @@ def test_modules_themselves_and_names_inside_wrappers():
         assert kept(outer, 'attn') == ['attn']
     model.attn = torch.compile(model.attn, backend='eager')
     assert kept(model, 'attn.q') == ['attn.q'] and kept(model, 'attn') == kept(model, model.attn) == ['attn']
-
-
-@pytest.mark.parametrize(
-    'spec, error, words',
-    [
-        ('atn', ValueError, ["'atn'", 'Modules: attn']),
-        ('head.7', ValueError, ["'head.7'", ' head.0']),
-        (nn.Conv2d, ValueError, ['Conv2d', 'named_modules()']),
-        ('LayerNorm', ValueError, ["'LayerNorm'", 'Give a type itself, such as `nn.LayerNorm`']),
-        (lambda m: False, ValueError, ['matches no module']),
-        (['attn', 'nope'], ValueError, ["'nope'"]),
-        (3, TypeError, ['fp32_modules=3', 'head.*']),
-        (int, TypeError, ['int']),
-    ],
-)
-def test_what_matches_nothing_is_refused_where_it_is_said(spec, error, words):
-    learn = learner(Attentive()).to_bf16()
-    before = list(learn.cbs)
-    for call in (learn.to_fp16, learn.to_bf16, learn.to_amp, lambda fp32_modules: kept(Attentive(), fp32_modules)):
-        with pytest.raises(error) as e:
-            call(fp32_modules=spec)
-        assert all(w in str(e.value) for w in words), str(e.value)
-    assert list(learn.cbs) == before
-
-
-def test_a_torchscript_module_is_kept_in_fp32():
-    model = nn.Sequential(torch.jit.script(nn.Linear(6, 6)), nn.Linear(6, 1))
-    learn, dtypes, own = learner(model).to_bf16(fp32_modules='0'), [], model[0].forward
-    learn.add_cb(At('after_pred', lambda l: dtypes.append(l.model[0](l.x).dtype), 0))
-    learn.fit(1)
-    assert set(dtypes) == {F32} and model[0].forward is own
-    dtypes.clear()
-    learn.to_bf16().fit(1)
-    assert set(dtypes) == {BF16}
-
-
-def test_a_callback_that_could_not_be_added():
-    cb = MixedPrecision('bf16', fp32_modules='attn')
-    with pytest.raises(ValueError, match="'attn' matches no module"):
-        learner(cbs=cb).fit(1)
-
-
-# -- what they compute in
-
-
-@pytest.mark.parametrize('mode', ['bf16', 'fp16'])
-def test_kept_modules_compute_in_fp32_whatever_is_in_them(mode):
-    learn = learner(noting(), cbs=mixed(mode, fp32_modules='1'))
-    learn.fit(1)
-    half = BF16 if mode == 'bf16' else torch.float16
-    assert seen(learn.model) == [half, F32, half]
-
-
-def test_a_list_of_modules_means_the_modules_in_it():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList([nn.Linear(6, 6), nn.ModuleList([nn.Linear(6, 6)])])
-
+    lists = nn.Module()
+    lists.layers = nn.ModuleList([nn.Linear(6, 6), nn.ModuleList([nn.Linear(6, 6)])])
     for spec in ('layers', nn.ModuleList):
-        assert kept(Net(), spec) == ['layers.0', 'layers.1.0']
+        assert kept(lists, spec) == ['layers.0', 'layers.1.0']
+    own = nn.Sequential(nn.Module())
+    own[0].forward = lambda x: x  # on the instance
+    assert kept(own, '0') == ['0']
 
 
-def test_a_module_with_a_forward_of_its_own_means_itself():
-    model = nn.Sequential(nn.Module())
-    model[0].layer = nn.Linear(6, 1)
-    model[0].forward = lambda x: model[0].layer(x)
-    assert kept(model, '0') == ['0']
+# -- in what
 
 
-def test_with_all_modules_kept_training_is_fp32_bit_for_bit():
-    plain, low = learner(), learner().to_fp16(fp32_modules='*', enabled=False)
-    for learn in (plain, low):
-        learn.fit(2)
-    assert same(params(plain), params(low)) and same_state(opt_state(plain.opt), opt_state(low.opt))
+@pytest.mark.parametrize('to', ['bf16', 'fp16'])
+def test_they_compute_in_fp32_whatever_is_in_them(to):
+    learn = learner(noting(), cbs=mixed(to, fp32_modules='1'))
+    learn.fit(1)
+    assert seen(learn.model) == [TO[to].dtype, FP32, TO[to].dtype]
 
 
 def test_nested_inputs_keywords_and_exceptions():
@@ -170,31 +108,42 @@ def test_nested_inputs_keywords_and_exceptions():
             learn.fit(1)
         except KeyError:
             pass
-        assert learn.model[1].seen == [F32, F32, False] and learn.model.after
+        assert learn.model[1].seen == [FP32, FP32, False] and learn.model.after
     assert not torch.is_autocast_enabled('cpu')
 
 
-def test_a_module_whose_forward_never_runs_is_told_with_its_parent():
+def test_other_kinds_of_modules():
+    "TorchScript's, lazy ones, one in two places, one with a parametrization, one with a forward on the instance."
+    scripted, weight_norm, own = nn.Sequential(torch.jit.script(nn.Linear(6, 6)), nn.Linear(6, 1)), mlp(), mlp()
+    parametrizations.weight_norm(weight_norm[0])
+    own[0].forward = given = partial(nn.Linear.forward, own[0])
+    for model, spec in ((scripted, '0'), (lazy(), '0'), (Shared(), ['a', 'b']), (weight_norm, '0'), (own, '0')):
+        module, dtypes = next(model.children()), set()
+        learn = learner(model).to_bf16(fp32_modules=spec)
+        learn.fit(1, cbs=At('after_pred', lambda l: dtypes.add(module(l.x).dtype), 0))
+        assert dtypes == {FP32} and finite(learn)
+    assert vars(own[0])['forward'] is given
+
+
+def test_a_module_whose_forward_never_runs_is_named_with_its_parent():
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
-            self.emb, self.att, self.head = (
-                nn.Linear(1, 8),
-                nn.MultiheadAttention(8, 2, batch_first=True),
-                nn.Linear(8, 1),
-            )
+            self.emb, self.head = nn.Linear(1, 8), nn.Linear(8, 1)
+            self.att = nn.MultiheadAttention(8, 2, batch_first=True)
+            self.weights = nn.ParameterList([torch.ones(6, 1)])
 
         def forward(self, x):
             x = self.emb(x[..., None])
-            return self.head(self.att(x, x, x)[0]).mean(1)
+            return self.head(self.att(x, x, x)[0]).mean(1) + x[..., 0] @ self.weights[0]
 
-    learn = learner(Net()).to_bf16(fp32_modules='att.out_proj')
-    with pytest.warns(UserWarning, match="(?s)'att.out_proj' was not called.*Keep 'att' instead"):
-        learn.fit(1)
-    assert not told(lambda: learner(Net()).to_bf16(fp32_modules='att').fit(2), 'was not called')
+    for spec, words in (('att.out_proj', "(?s)'att.out_proj'.*'att'"), ('weights', "'weights'")):
+        with pytest.warns(UserWarning, match=words):
+            learner(Net()).to_bf16(fp32_modules=spec).fit(1)
+    assert not told(lambda: learner(Net()).to_bf16(fp32_modules='att').fit(2), "'att")
 
 
-# -- how long it lasts
+# -- how long
 
 
 def test_only_while_a_fit_a_validation_or_amp_context_runs():
@@ -206,13 +155,8 @@ def test_only_while_a_fit_a_validation_or_amp_context_runs():
         assert found and all(names == ['attn', 'norm'] for names in found) and replaced(learn.model) == []
         found.clear()
     with torch.no_grad(), learn.amp_context():
-        learn.validate()
         assert replaced(learn.model) == ['attn', 'norm']
     assert replaced(learn.model) == []
-    with learn.amp_context():
-        pass
-    assert replaced(learn.model) == ['attn', 'norm']  # for a backward pass that computes activations again
-    assert replaced(learn.to_fp32().model) == []
 
 
 def test_the_last_call_counts_and_each_learner_on_a_model_has_its_own():
@@ -220,103 +164,79 @@ def test_the_last_call_counts_and_each_learner_on_a_model_has_its_own():
     first.fit(1)
     other = learner(first.model)
     for change, expected in (
-        (lambda: first.to_bf16(fp32_modules=['0']), [F32, BF16, BF16]),
+        (lambda: first.to_bf16(fp32_modules=['0']), [FP32, BF16, BF16]),
         (other.to_bf16, [BF16] * 3),
-        (lambda: other.to_bf16(fp32_modules='2'), [BF16, BF16, F32]),
-        (other.to_fp32, [F32] * 3),
+        (lambda: other.to_bf16(fp32_modules='2'), [BF16, BF16, FP32]),
+        (other.to_fp32, [FP32] * 3),
     ):
         change().get_preds()
         assert seen(first.model) == expected and replaced(first.model) == []
     assert first.precision.fp32_module_names == ['0']
+    dtypes = output_dtypes(first)
+    first.fit(2, cbs=At('before_epoch', lambda l: l.epoch and l.to_bf16()))
+    assert dtypes == [FP32] * 6 + [BF16] * 6
 
 
-def test_a_forward_of_ones_own_on_the_instance_is_used_and_given_back():
-    learn, calls = learner(Attentive()), []
-    own = learn.model.attn.forward = lambda x: (calls.append(x.dtype), x)[1]
-    learn.to_bf16(fp32_modules='attn').fit(1)
-    assert set(calls) == {F32} and learn.model.attn.forward is own
+class WrapsForward(Callback):
+    "Wraps a module's forward for a fit, as activation checkpointing and loggers do."
+
+    def __init__(self, order):
+        self.order, self.calls = order, 0
+
+    def before_fit(self):
+        self.module = self.learn.model[0]
+        self.own = own = self.module.forward
+
+        def forward(x):
+            self.calls += 1
+            return own(x)
+
+        self.module.forward = forward
+
+    def after_fit(self):
+        self.module.forward = self.own
 
 
-def test_an_interrupt_between_two_lines_leaves_no_forward_and_gives_back_ones_own():
-    model = mlp()
-    own = model[3].forward = lambda x: x
-    before = [{**vars(m)} for m in model.modules()]
-
-    def context():
-        return Replaced(lambda model: match_modules(model, ['0', '3']), Fp32Forward, model)
-
-    def run(opened):
-        opened.__enter__()
-        opened.__exit__()
-
-    interrupted = 0
-    for line in lines_of(lambda: run(context())):
-        opened = context()
-        interrupted += interrupted_before(line, lambda: run(opened))
-        opened.__exit__()  # as the end of a fit does
-        assert [{**vars(m)} for m in model.modules()] == before, line
-    assert interrupted > 20 and model[3].forward is own
+@pytest.mark.parametrize('order', [9, 20])
+def test_a_callback_that_wraps_the_forward(order):
+    learn, plain = (learner(cbs=cb).to_bf16(fp32_modules='0') for cb in (WrapsForward(order), None))
+    for l in (learn, plain):
+        l.fit(2, 0.01)
+        l.validate()
+        l.get_preds()
+        l.fit(1, 0.01)
+    assert learn.wraps_forward.calls == 16 + 2 + 2 + 8 and same(params(learn), params(plain))
 
 
-def test_another_model_and_modules_exchanged_by_a_callback():
+def average(l):
+    l.own = l.model
+    l.model = copy.deepcopy(l.model)
+
+
+def wrapped_average(l):
+    "In which the module has another name."
+    l.own = l.model
+    l.model = AveragedModel(l.model)
+
+
+def give_back(l):
+    l.model = l.own
+
+
+def test_models_and_modules_that_are_exchanged():
     learn = learner(noting()).to_bf16(fp32_modules='1')
-    learn.model = noting()
-    learn.create_opt()
+    learn.model, learn.opt = noting(), None
     learn.fit(1)
-    assert seen(learn.model) == [BF16, F32, BF16]
-
-    def exchange(l):
-        l.model[1] = nn.Sequential(Notes(8, 8))
-
-    learn.fit(1, cbs=At('before_fit', exchange, 40))
-    assert seen(learn.model) == [BF16, F32, BF16] and replaced(learn.model) == []
-
-
-def test_a_model_that_takes_the_other_ones_place_for_a_validation():
-    class Average(Callback):
-        "An exponential moving average of the weights, which is validated."
-
-        order = 11
-
-        def before_fit(self):
-            self.average = copy.deepcopy(self.learn.model)
-
-        def before_validate(self):
-            self.own, self.learn.model = self.learn.model, self.average
-
-        def after_validate(self):
-            self.learn.model = self.own
-
-    learn = learner(noting(), cbs=Average()).to_bf16(fp32_modules='1')
-    for _ in range(2):
-        learn.fit(1)
-        assert seen(learn.average.average) == seen(learn.model) == [BF16, F32, BF16]
-        assert replaced(learn.model) == replaced(learn.average.average) == []
-
-
-def test_a_model_without_such_modules_is_validated_with_a_warning():
-    learn, own = learner(noting()).to_bf16(fp32_modules='1'), []
-
-    def exchange(l):
-        own.append(l.model)
-        l.model = AveragedModel(l.model)  # whose module is 'module.1'
-
-    cbs = [At('before_validate', exchange), At('after_validate', lambda l: setattr(l, 'model', own[0]))]
-    with pytest.warns(UserWarning, match="(?s)'1' matches no module.*is validated keeps no modules"):
-        learn.fit(1, cbs=cbs)
-    assert seen(learn.model) == [BF16, F32, BF16]
-
-
-def test_a_model_exchanged_in_a_training_batch_needs_no_such_modules():
-    learn, own = learner(noting()).to_bf16(fp32_modules='1'), []
-
-    def exchange(l):
-        own.append(l.model)
-        l.model = AveragedModel(l.model)
-
-    after = At('after_batch', lambda l: l.training and setattr(l, 'model', own[-1]), 90)
-    learn.fit(1, cbs=[At('after_step', exchange), after])
-    assert seen(learn.model) == [BF16, F32, BF16]
+    assert seen(learn.model) == MIDDLE
+    learn.fit(1, cbs=At('before_fit', lambda l: l.model.__setitem__(1, nn.Sequential(Notes(8, 8))), 40))
+    assert seen(learn.model) == MIDDLE and replaced(learn.model) == []
+    for exchange, words in ((average, 0), (wrapped_average, 1)):
+        cbs = [At('before_validate', exchange, 11), At('after_validate', give_back, 11)]
+        said = told(lambda: learn.fit(1, cbs=cbs), "'1' matches no module")
+        assert seen(learn.model) == MIDDLE and replaced(learn.model) == [] and bool(said) is bool(words)
+    in_batch = [At('after_step', wrapped_average), At('after_batch', lambda l: l.training and give_back(l), 90)]
+    learn.fit(1, cbs=in_batch)
+    assert seen(learn.model) == MIDDLE and replaced(learn.model) == []
 
 
 def test_models_that_were_exchanged_are_freed():
@@ -335,109 +255,13 @@ def test_copies_run_their_own_weights_and_keep_what_the_learner_keeps(clone):
     learn = learner(noting()).to_bf16(fp32_modules='1')
     with learn.amp_context():
         inside, module = clone(learn.model), clone(learn.model[1])
-    twin = clone(learn)
+    twin, x = clone(learn), torch.ones(2, 6)
     with torch.no_grad():
         [p.zero_() for p in learn.model.parameters()]
     with torch.no_grad(), torch.autocast('cpu', dtype=BF16):
-        assert (
-            inside(torch.ones(2, 6)).any()
-            and module(torch.ones(2, 8)).any()
-            and not learn.model(torch.ones(2, 6)).any()
-        )
+        assert inside(x).any() and module(torch.ones(2, 8)).any() and not learn.model(x).any()
+        inside(x)
+        assert seen(inside) == [BF16] * 3  # outside of the learner it is a plain model
     twin.fit(1)
-    assert (
-        seen(twin.model) == [BF16, F32, BF16]
-        and twin.precision.fp32_module_names == ['1']
-        and replaced(twin.model) == []
-    )
+    assert seen(twin.model) == MIDDLE and replaced(twin.model) == []
     assert b'fastxtend_amp' not in pickle.dumps(learn.model)
-
-
-# -- captured models
-
-
-def test_compiled_in_one_graph_with_nested_inputs():
-    class Product(nn.Module):
-        def forward(self, x, xs):
-            return x @ xs[1]['b'].mT
-
-    class Net(nn.Sequential):
-        def forward(self, x):
-            x = self[0](x)
-            return self[2](self[1](x, (x, {'b': torch.eye(4)})).relu())
-
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    learn, count = (
-        learner(Net(nn.Linear(6, 4), Product(), nn.Linear(4, 1))).to_bf16(fp32_modules=['0', '1']),
-        CompileCounter(),
-    )
-    eager = copy.deepcopy(learn)
-    learn.model = torch.compile(learn.model, backend=count, fullgraph=True)
-    for l in (learn, eager):
-        l.fit(2)
-    graphs = count.frame_count
-    for l in (learn, eager):
-        l.fit(1)
-    torch._dynamo.reset()
-    assert 1 <= graphs <= 4 and count.frame_count == graphs  # training and validation, whole and last batch
-    for a, b in zip(params(learn), params(eager)):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
-
-
-def test_exported_with_the_precision_that_is_on():
-    learn, x = learner(noting()).to_bf16(fp32_modules='1'), torch.randn(4, 6)
-    with torch.no_grad(), learn.amp_context():
-        captured, expected = torch.export.export(learn.model.eval(), (x,)).module(), learn.model(x)
-    with torch.no_grad(), torch.autocast('cpu', dtype=BF16):
-        assert torch.equal(captured(x), expected)
-
-
-class Shared(nn.Module):
-    "One layer in two places of the tree, used twice in a forward pass."
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.c = nn.Linear(6, 6), nn.Linear(6, 1)
-        self.b = self.a
-
-    def forward(self, x):
-        return self.c(self.b(self.a(x)))
-
-
-@pytest.mark.parametrize('spec', [nn.Linear, ['a', 'b']])
-def test_a_module_in_two_places(spec):
-    learn = learner(Shared()).to_bf16(fp32_modules=spec)
-    learn.fit(1)
-    assert not replaced(learn.model) and not replaced(learn.to_fp32().model)
-
-
-def test_a_switch_and_a_copy_in_the_middle_of_a_fit_have_their_own_modules():
-    dtypes, copies = [], []
-    learn = learner().to_bf16(fp32_modules='0')
-    learn.model[0].register_forward_hook(lambda m, i, o: dtypes.append(o.dtype) if m.training else None)
-
-    def switch(l):
-        if l.epoch == 1:
-            copies.append(copy.deepcopy(l.model))
-            l.to_bf16()
-
-    learn.fit(2, cbs=At('before_epoch', switch))
-    assert dtypes == [torch.float32] * 6 + [torch.bfloat16] * 6
-    with torch.autocast('cpu', torch.bfloat16):
-        assert copies[0][0](torch.zeros(1, 6)).dtype is torch.bfloat16
-
-
-class Listed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weights = nn.ParameterList([torch.ones(6, 1)])
-
-    def forward(self, x):
-        return x @ self.weights[0]
-
-
-def test_a_list_of_parameters_has_no_forward_and_a_warning_says_so():
-    learn = learner(Listed()).to_bf16(fp32_modules='weights')
-    with pytest.warns(UserWarning, match="'weights' was not called"):
-        learn.fit(1)

@@ -6,7 +6,7 @@ from collections import OrderedDict, namedtuple
 from fastai.torch_core import TensorImage, ismin_torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tables import *
+from rows import *
 
 MODES = pytest.mark.parametrize('to', ['fp16', 'bf16'])
 

@@ -8,7 +8,7 @@ from fastai.data.core import DataLoaders
 from fastai.learner import load_learner
 from fastai.text.learner import TextLearner
 
-from tables import *
+from rows import *
 
 HERE = Path(__file__).parent
 KEY = 'grad_scaler'  # of the state in the file, among the optimizer's
@@ -256,7 +256,7 @@ class Empty(DataLoaders):
 
 
 WITHOUT = '''
-for name in ('fastxtend_amp', 'helpers', 'tables', 'test_checkpoint'): sys.modules[name] = None  # cannot be imported
+for name in ('fastxtend_amp', 'helpers', 'rows', 'test_checkpoint'): sys.modules[name] = None  # cannot be imported
 import warnings, torch
 from functools import partial
 from pathlib import Path
@@ -345,7 +345,7 @@ def patch(cls, name):
         return result
     setattr(cls, name, other)
 for name in ('save', 'load', 'export', '_step'): patch(fl.Learner, name)
-from tables import *
+from rows import *
 for to in ('fp32', 'bf16', 'fp16'):
     learn = make(to, path=tempfile.mkdtemp(), dls=loaders(4))
     learn.fit(1)

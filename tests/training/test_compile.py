@@ -1,34 +1,50 @@
-"Models under `torch.compile`: how often they are compiled, and their results."
+"Models under `torch.compile`: how often they are compiled, and that forward and backward are those of eager mode."
 
 import shutil
 
-import pytest, torch
-from fastai.callback.training import GradientAccumulation, GradientClip
+import pytest
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
+from torch._functorch import config
 
-from fastxtend_amp import AMPMode, MixedPrecision
-from fastxtend_amp.compat import BackwardWithoutAutocast
-from helpers import *
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.norm, self.last = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)
-
-    def forward(self, x):
-        return self.last(torch.relu(self.norm(self.first(x))))
+from rows import *
 
 
-class GradModes(Net):
+class GradModes(nn.Sequential):
     "Switches gradients off and on in its forward pass, which the callback must notice in PyTorch 2.9."
 
     def forward(self, x):
         with torch.no_grad():
-            size = self.first(x).abs().mean()
+            size = self[0](x).abs().mean()
         return super().forward(x) + size
+
+
+class Hot(nn.Linear):
+    "Values of 9e5, in the backward pass as well: in fp16 it overflows, unless it is in fp32."
+
+    def forward(self, x):
+        return super().forward(x * 3e5) / 3e5
+
+
+class OwnRegion(nn.Sequential):
+    "Switches autocast off around its second layer by itself."
+
+    def forward(self, x):
+        x = self[0](x)
+        with torch.autocast('cpu', enabled=False):
+            x = self[1](x.float())
+        return self[2](x)
+
+
+def hot(cls=nn.Sequential):
+    torch.manual_seed(0)
+    return cls(nn.Linear(6, 8), Hot(8, 8), nn.Linear(8, 1))
+
+
+MODELS.update({'grad modes': lambda: GradModes(*mlp()), 'hot': hot, 'own region': lambda: hot(OwnRegion)})
+TO['hot in fp32'] = To('fp16', dict(fp32_modules='1', init_scale=2.0**14))
+TO['fp16 high'] = To('fp16', dict(init_scale=2.0**14))
+TO['bf16 and fp32_modules'] = To('bf16', dict(fp32_modules='1'))
 
 
 @pytest.fixture(autouse=True)
@@ -37,18 +53,11 @@ def clean():
     counters.clear()
     yield
     torch._dynamo.reset()
-    counters.clear()
 
 
-def build(mode, how=None, model=Net, backend='aot_eager', n=24, cbs=(), opt='torch sgd', **scaling):
-    "A learner, its compiled model's counter, the compilations after each epoch, its predictions' dtypes."
-    scaling = {'init_scale': 256.0, **scaling} if mode == 'fp16' else {}
-    learn = learner(
-        model(),
-        loaders(n=n),
-        cbs=[*([MixedPrecision(mode, **scaling)] if mode != 'fp32' else []), *cbs],
-        opt_func=OPTIMIZERS[opt],
-    )
+def build(to, how=None, model='mlp', backend='aot_eager', **kwargs):
+    "A learner, with the counter of its compiled model, the compilations after each epoch, the dtypes of predictions."
+    learn = make(to, model, **kwargs)
     learn.compiled, learn.after_epochs, learn.dtypes = CompileCounterWithBackend(backend), [], set()
     if how == 'wrapped':
         learn.model = torch.compile(learn.model, backend=learn.compiled)
@@ -64,17 +73,17 @@ def close(a, b, tol=1e-3):
 
 
 @pytest.mark.parametrize(
-    'mode, how, model, n',
+    'to, how, model, n',
     [  # 26: the last batch of an epoch is smaller
-        ('bf16', 'wrapped', Net, 24),
-        ('fp16', 'in place', GradModes, 24),
-        ('fp16', 'wrapped', Net, 26),
-        ('bf16', 'in place', GradModes, 26),
+        ('bf16', 'wrapped', 'mlp', 24),
+        ('fp16', 'in place', 'grad modes', 24),
+        ('fp16', 'wrapped', 'mlp', 26),
+        ('bf16', 'in place', 'grad modes', 26),
     ],
 )
-def test_compiled_once_for_training_and_once_for_validation(mode, how, model, n):
+def test_compiled_once_for_training_and_once_for_validation(to, how, model, n):
     "As often as in fp32 where batches differ in size, without graph breaks, with the uncompiled model's results."
-    learn, eager, plain = build(mode, how, model, n=n), build(mode, None, model, n=n), build('fp32', how, model, n=n)
+    learn, eager, plain = (build(t, h, model, dls=loaders(n)) for t, h in ((to, how), (to, None), ('fp32', how)))
     for l in (learn, eager, plain)[: 2 if n == 24 else 3]:
         torch._dynamo.reset()
         l.fit(2, 0.01)
@@ -83,57 +92,33 @@ def test_compiled_once_for_training_and_once_for_validation(mode, how, model, n)
         l.fit(1, 0.01)
     frames = learn.compiled.frame_count
     assert frames == (2 if n == 24 else plain.compiled.frame_count) and frames in (2, 3)
-    assert set(learn.after_epochs) == {frames}  # validate and get_preds have epochs too
-    assert learn.compiled.op_count > 0 and not counters['graph_break'] and learn.dtypes == {AMPMode(mode).dtype}
+    assert set(learn.after_epochs) == {frames}  # validate and get_preds have epochs as well
+    assert not counters['graph_break'] and learn.dtypes == {TO[to].dtype}
     close(learn, eager)
     torch.testing.assert_close(learn.get_preds()[0], eager.get_preds()[0], rtol=2e-2, atol=2e-2)
     assert learn.precision.scales == eager.precision.scales
 
 
-def test_skips_growth_accumulation_and_validation_inside_a_fit_compile_nothing_anew():
-    def spoil(l):
-        if l.train_iter == 2:
-            next(l.model.parameters()).grad.view(-1)[0] = float('inf')
-
-    cbs = lambda: [
-        At('after_backward', spoil, 5),
-        GradientAccumulation(8),
-        GradientClip(0.5),
-        At('after_batch', lambda l: l.training and l.train_iter == 6 and l.validate(), 80),
-    ]
-    learn, eager = (build('fp16', how, cbs=cbs(), growth_interval=2) for how in ('wrapped', None))
+def test_skips_growth_accumulation_and_validation_inside_a_fit_compile_nothing_again():
+    cbs = lambda: [spoil_at(2), GradientAccumulation(8), GradientClip(0.5)]
+    learn, eager = (build('overflowing', how, cbs=cbs()) for how in ('wrapped', None))
     for l in (learn, eager):
-        l.fit(3, 0.01)
-    cb = learn.precision
-    assert (
-        learn.compiled.frame_count == 2
-        and cb.n_skipped > 0
-        and len(set(cb.scales)) > 1
-        and cb.scales == eager.precision.scales
-    )
+        l.fit(3, 0.01, cbs=At('after_train', Once(lambda l: l.validate()), 80))
+    scales = learn.precision.scales
+    assert learn.compiled.frame_count == 2 and learn.precision.n_skipped > 0 and len(set(scales)) > 1
+    assert scales == eager.precision.scales
     close(learn, eager)
 
 
 def test_each_precision_is_compiled_once_however_often_it_is_switched():
     "Also after a fit that an exception ended."
     learn = build('bf16', 'in place')
-
-    def stop(l):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        learn.fit(1, 0.01, cbs=At('after_pred', stop, 20))
-    for to, frames in (
-        (learn.to_bf16, 2),
-        (learn.to_fp32, 4),
-        (learn.to_fp16, 6),
-        (learn.to_bf16, 6),
-        (learn.to_fp32, 6),
-        (learn.to_fp16, 6),
-    ):
-        to().fit(1, 0.01)
+    with pytest.raises(ZeroDivisionError):
+        learn.fit(1, 0.01, cbs=At('after_pred', lambda l: 1 / 0, 20))
+    for to, frames in (('bf16', 2), ('fp32', 4), ('fp16', 6), ('bf16', 6), ('fp32', 6), ('fp16', 6)):
+        TO[to](learn).fit(1, 0.01)
         assert learn.compiled.frame_count == frames
-    assert learn.dtypes == {torch.bfloat16, torch.float16, torch.float32}
+    assert learn.dtypes == {BF16, FP16, FP32}
 
 
 def test_amp_context_with_a_compiled_function():
@@ -141,47 +126,100 @@ def test_amp_context_with_a_compiled_function():
     f, x = torch.compile(learn.model, backend=learn.compiled, fullgraph=True), torch.randn(4, 6)
     for _ in range(2):
         with learn.amp_context(), torch.no_grad():
-            assert f(x).dtype is torch.bfloat16
-    assert learn.compiled.frame_count == 1 and f(x).dtype is torch.float32
+            assert f(x).dtype is BF16
+    assert learn.compiled.frame_count == 1 and f(x).dtype is FP32
 
 
-def test_half_precision_weights():
-    compiled, eager = (build('fp32', how, opt='sgd').to_half_weights(flat_master=True) for how in ('wrapped', None))
-    for learn in (compiled, eager):
-        learn.fit(1, 0.01)
-    assert compiled.compiled.frame_count and close(compiled, eager, 1e-6) is None
+def test_half_weights_and_tf32(with_tf32):
+    for to in ('flat', 'tf32'):
+        compiled, eager = build(to, 'wrapped'), build(to)
+        for learn in (compiled, eager):
+            learn.fit(1, 0.01)
+        assert compiled.compiled.frame_count
+        close(compiled, eager, 1e-6)
 
 
-@pytest.mark.slow  # it compiles C++
-@pytest.mark.skipif(
+# -- the backward pass
+
+
+@pytest.mark.parametrize('model, to', [('hot', 'hot in fp32'), ('own region', 'fp16 high'), ('own region', 'bf16')])
+def test_gradients_of_fp32_regions_are_those_of_eager_mode(model, to):
+    found = {}
+    for how in (None, 'wrapped', 'in place'):
+        learn = build(to, how, model)
+        found[how] = seen_in_steps(learn, plain_grads, 20)
+        learn.fit(2, 1e-3)
+        assert learn.precision.n_skipped == 0
+    assert len(found[None]) == 12
+    for how in ('wrapped', 'in place'):
+        assert all(same(a, b) for a, b in zip(found[None], found[how], strict=True))
+
+
+def test_in_one_graph_with_nested_inputs():
+    class Product(nn.Module):
+        def forward(self, x, xs):
+            return x @ xs[1]['b'].mT
+
+    class Net(nn.Sequential):
+        def forward(self, x):
+            x = self[0](x)
+            return self[2](self[1](x, (x, {'b': torch.eye(4)})).relu())
+
+    torch.manual_seed(0)
+    learn = learner(Net(nn.Linear(6, 4), Product(), nn.Linear(4, 1))).to_bf16(fp32_modules=['0', '1'])
+    eager, count = copy.deepcopy(learn), CompileCounterWithBackend('aot_eager')
+    learn.model = torch.compile(learn.model, backend=count, fullgraph=True)
+    for l in (learn, eager):
+        l.fit(2)
+    graphs = count.frame_count
+    for l in (learn, eager):
+        l.fit(1)
+    assert 1 <= graphs <= 4 and count.frame_count == graphs
+    close(learn, eager, 1e-5)
+
+
+def test_a_model_is_exported_with_the_precision_that_is_on():
+    learn, x = make('bf16 and fp32_modules', 'hot'), torch.randn(4, 6)
+    with torch.no_grad(), learn.amp_context():
+        captured, expected = torch.export.export(learn.model.eval(), (x,)).module(), learn.model(x)
+    with torch.no_grad(), torch.autocast('cpu', dtype=BF16):
+        assert torch.equal(captured(x), expected)
+
+
+@pytest.mark.parametrize('exc', [None, KeyboardInterrupt, core.CancelFitException])
+def test_the_compilers_setting_is_restored_and_only_for_compiled_models(exc):
+    for how, inside in (('in place', 'off'), (None, 'same_as_forward')):
+        seen = []
+
+        def look(l):
+            seen.append(config.backward_pass_autocast)
+            if exc:
+                raise exc
+
+        learn = build('bf16', how, backend='eager', cbs=[At('after_pred', look, 20)])
+        try:
+            learn.fit(1)
+        except KeyboardInterrupt:
+            pass
+        assert {*seen} == {inside} and config.backward_pass_autocast == 'same_as_forward'
+
+
+# -- with inductor, which compiles C++
+
+needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, ('g++', 'clang++', 'c++'))), reason='inductor needs a C++ compiler, and there is none'
 )
-def test_inductor():
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize('model, to', [('mlp', 'bf16'), ('hot', 'hot in fp32')])
+def test_inductor(model, to):
     # Without its caches: in PyTorch 2.9 their key ignores autocast's dtype, and a graph for validation is used
     # in the wrong one.
     with torch._inductor.config.patch(force_disable_caches=True, compile_threads=1):  # more would start processes
-        learn, eager = build('bf16', 'wrapped', backend='inductor'), build('bf16')
+        learn, eager = build(to, 'wrapped', model, backend='inductor'), build(to, None, model)
         for l in (learn, eager):
-            l.fit(2, 0.01)
-    assert learn.compiled.frame_count == 2 and set(learn.after_epochs) == {2} and learn.dtypes == {torch.bfloat16}
+            l.fit(2, 1e-3)
+    assert learn.compiled.frame_count == 2 and set(learn.after_epochs) == {2} and learn.precision.n_skipped == 0
     close(learn, eager, 1e-2)
-
-
-def test_an_interrupt_leaves_no_setting_of_the_compiler(monkeypatch):
-    "Ctrl-C before the end of a batch's contexts, which `ExitStack` then calls no more."
-    from torch._functorch import config
-
-    before, leave, calls = config.backward_pass_autocast, BackwardWithoutAutocast.__exit__, []
-
-    def interrupted(self, *args):
-        calls.append(1)
-        if len(calls) == 1:
-            raise KeyboardInterrupt
-        leave(self, *args)
-
-    monkeypatch.setattr(BackwardWithoutAutocast, '__exit__', interrupted)
-    learn = learner(cbs=mixed('bf16'))
-    learn.model.compile(backend='eager')
-    with pytest.raises(KeyboardInterrupt):
-        learn.fit(1)
-    assert config.backward_pass_autocast == before

@@ -1,9 +1,9 @@
-"Bit for bit the numbers of a hand-written PyTorch loop: each loop, model, precision and optimizer of tables.py."
+"Bit for bit the numbers of a hand-written PyTorch loop: each loop, model, precision and optimizer of rows.py."
 
 import pytest
 from torch.testing._internal.two_tensor import TwoTensor
 
-from tables import *
+from rows import *
 
 
 def cases():

@@ -7,7 +7,7 @@ from fastai.text.models.awdlstm import AWD_LSTM
 from fastai.text.models.core import LinearDecoder, SequentialRNN
 from fastai.vision.gan import FixedGANSwitcher, GANLearner
 
-from tables import *
+from rows import *
 
 # -- exceptions
 
@@ -220,10 +220,12 @@ BESIDE = {
 }
 
 
-@pytest.mark.parametrize('to', ['overflowing', 'bf16 and fp32_modules', 'flat'])
+@pytest.mark.parametrize('to', ['overflowing', 'bf16 and fp32_modules', 'flat', 'no masters'])
 @pytest.mark.parametrize('what', BESIDE)
 def test_what_is_done_beside_training_changes_no_bit(what, to, tmp_path):
     f, events = BESIDE[what]
+    if to == 'no masters':  # a file that is loaded has no rounding errors; a validation without a fit's bf16 weights
+        events = [] if what == 'load' else events
     _, expected = trained(to)
     for event in events:
         once = Once(f, third) if event == 'after_batch' else Once(f)

@@ -5,7 +5,7 @@ import math, pickle
 import fastai.callback.schedule  # noqa: F401  patches Learner
 import pytest
 
-from tables import *
+from rows import *
 
 NAN = float('nan')
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tables import *
+from rows import *
 
 INF = float('inf')
 MODES = ['static', 'skipping']

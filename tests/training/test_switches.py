@@ -4,7 +4,7 @@ import pytest
 from fastai.callback import fp16 as fastai_fp16
 from fastai.callback.channelslast import ChannelsLast
 
-from tables import *
+from rows import *
 
 ORDERS = [(event, order) for event in BATCH for order in (9, 40)]
 SWITCHES = [(a, b) for a in ('fp32', 'bf16', 'fp16', 'flat fp16') for b in ('fp32', 'bf16', 'fp16') if a != b]
