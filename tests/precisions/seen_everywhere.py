@@ -117,7 +117,10 @@ def test_a_report():
     assert 'bf16again' in str(report)
     assert report.verdicts['bf16again'].verdict == 'safe so far'
     report.plot()
-    assert report.table['error'].tolist() == learner(Attentive(gain=1.0)).precision_report(['bf16']).table['error'].tolist()
+    assert (
+        report.table['error'].tolist()
+        == learner(Attentive(gain=1.0)).precision_report(['bf16']).table['error'].tolist()
+    )
 
 
 def colours(figure):

@@ -1,6 +1,6 @@
 "Which precisions a device supports natively, and the messages where it does not."
 
-import copy, re, warnings
+import re, warnings
 
 import pytest, torch
 from fastai.callback import fp16
@@ -215,7 +215,9 @@ def test_an_error_about_dtypes_says_where_to_look():
     for model, note in ((Fills(6, 1), True), (nn.Linear(7, 1), False)):
         with pytest.raises(RuntimeError) as e:
             learner(model).to_fp16().fit(1)
-        assert ('precision_report' in ''.join(getattr(e.value, '__notes__', []))) is note or not hasattr(e.value, 'add_note')
+        assert ('precision_report' in ''.join(getattr(e.value, '__notes__', []))) is note or not hasattr(
+            e.value, 'add_note'
+        )
 
 
 def test_a_default_device_does_not_change_what_is_found():

@@ -212,7 +212,9 @@ def test_the_report_finds_what_only_fp8_breaks(more, verdict):
     found = learner(model).precision_report(['bf16', 'fp8']).verdicts
     assert found['bf16'].verdict == 'safe so far' and "error of '2'" in found['fp8'].reason
     assert found['fp8'].verdict == verdict
-    expected = ["learn.to_fp8(fp32_modules=['2'])"] if more else ['learn.to_bf16()', 'learn.to_fp32()']  # no layer is left
+    expected = (
+        ["learn.to_fp8(fp32_modules=['2'])"] if more else ['learn.to_bf16()', 'learn.to_fp32()']
+    )  # no layer is left
     assert found['fp8'].call in expected
 
 

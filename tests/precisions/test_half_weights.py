@@ -11,8 +11,8 @@ from fastxtend_amp.insight.precisions import precision_call
 from training.rows import *
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*emulated.*', 'ignore:.*enable_nested_tensor.*', 'ignore:.*16-bit.*')
-OPTS.update({'momentum': partial(SGD, mom=0.9), 'l2': partial(SGD, mom=0.9, decouple_wd=False), 'plain sgd': SGD})
-OPTS.update({'rms_prop': partial(RMSProp, mom=0.9), 'radam': RAdam, 'qhadam': QHAdam, 'lamb': Lamb, 'ranger': ranger})
+OWN = {**OPTS, 'momentum': partial(SGD, mom=0.9), 'l2': partial(SGD, mom=0.9, decouple_wd=False), 'plain sgd': SGD}
+OWN.update({'rms_prop': partial(RMSProp, mom=0.9), 'radam': RAdam, 'qhadam': QHAdam, 'lamb': Lamb, 'ranger': ranger})
 FLAT, NONE = dict(flat_master=True), dict(master_weights=False)
 
 
@@ -22,7 +22,7 @@ def two_groups(m):
 
 def built(to='half_weights', model=None, opt='adam', cls=Learner, cbs=None, splitter=None, path=None, **kwargs):
     splitter = {'splitter': splitter} if splitter else {}
-    learn = learner(model, opt_func=OPTS[opt], cls=cls, cbs=cbs, wd=0.1, path=path, **splitter)
+    learn = learner(model, opt_func=OWN[opt], cls=cls, cbs=cbs, wd=0.1, path=path, **splitter)
     return getattr(learn, f'to_{to}')(**kwargs)
 
 
@@ -73,7 +73,9 @@ class Zoo(nn.Module):
 
 
 def test_trains_as_under_autocast():
-    bf16, plain, flat = (after(built(to, Zoo(), **kw)) for to, kw in (('bf16', {}), ('half_weights', {}), ('half_weights', FLAT)))
+    bf16, plain, flat = (
+        after(built(to, Zoo(), **kw)) for to, kw in (('bf16', {}), ('half_weights', {}), ('half_weights', FLAT))
+    )
     assert alike(bf16, plain, flat) and in_memory_of_their_own(flat)
     cbs = lambda: [spoil_at(1, 4), GradientClip(0.05)]
     fp16, flat = after(built('fp16', cbs=cbs())), after(built(amp_mode='fp16', cbs=cbs(), **FLAT))
@@ -113,7 +115,9 @@ def test_only_the_optimizers_step_has_flat_parameters():
     learn = learner(opt_func=Adam, cls=InStep, splitter=two_groups, cbs=look, wd_bn_bias=True).to_half_weights(**FLAT)
     learn.look = lambda l: seen.append([[p.numel() for p in pl] for pl in l.opt.param_lists])
     after(learn)
-    assert seen == [[[56, 16], [9]]] * 12 and entries == {(4, 2, 6)}  # the state of batch norm differs: it also trains when frozen
+    assert seen == [[[56, 16], [9]]] * 12 and entries == {
+        (4, 2, 6)
+    }  # the state of batch norm differs: it also trains when frozen
 
 
 def new_gradients(l):
@@ -244,7 +248,13 @@ def test_a_fit_that_ends_before_its_first_step_changes_no_weight():
 
 def test_one_optimizer_goes_on_in_every_precision():
     learn = built('fp32', opt='kahan')
-    for to, kwargs in [('half_weights', NONE), ('bf16', {}), ('half_weights', NONE), ('half_weights', {}), ('fp32', {})]:
+    for to, kwargs in [
+        ('half_weights', NONE),
+        ('bf16', {}),
+        ('half_weights', NONE),
+        ('half_weights', {}),
+        ('fp32', {}),
+    ]:
         weights = params(learn)
         getattr(learn, f'to_{to}')(**kwargs).fit(1, 0.01)
         assert is_fp32(learn) and not same(params(learn), weights)
@@ -293,7 +303,9 @@ def test_a_file_loaded_in_a_fit_is_loaded_exactly(event, with_opt, tmp_path):
     load = At(event, lambda l: (event != 'after_batch' or third(l)) and l.load(file, with_opt=with_opt), 80)
     learn.fit(1, 1e-6, cbs=load)
     for p, q in zip(params(learn), params(best)):
-        torch.testing.assert_close(p, q, **(dict(rtol=1e-3, atol=1e-3) if event == 'after_batch' else dict(rtol=0, atol=0)))
+        torch.testing.assert_close(
+            p, q, **(dict(rtol=1e-3, atol=1e-3) if event == 'after_batch' else dict(rtol=0, atol=0))
+        )
 
 
 def test_kahan_schedules_the_momentum_of_optimis_optimizers():
@@ -320,12 +332,12 @@ def channels_last():
 
 
 REFUSED = {  # name: arguments and a learner; the errors of `fit` are in tests/expected/half_weights.txt
-    **{f'flat, {opt}': (FLAT, lambda opt=opt: learner(opt_func=OPTS[opt])) for opt in ('lamb', 'ranger', 'adamw')},
+    **{f'flat, {opt}': (FLAT, lambda opt=opt: learner(opt_func=OWN[opt])) for opt in ('lamb', 'ranger', 'adamw')},
     'flat, own step': (FLAT, with_own_step),
     'flat, sparse': (FLAT, lambda: learner(nn.Embedding(16, 6, sparse=True), opt_func=SGD)),
     'flat, in two groups': (FLAT, lambda: learner(splitter=lambda m: [[*m.parameters()], [m[0].bias]])),
     'flat, channels last': (FLAT, lambda: learner(channels_last())),
-    **{f'no masters, {opt}': (NONE, lambda opt=opt: learner(opt_func=OPTS[opt])) for opt in ('adam', 'adamw', 'ranger')},
+    **{f'no masters, {opt}': (NONE, lambda opt=opt: learner(opt_func=OWN[opt])) for opt in ('adam', 'adamw', 'ranger')},
     'no masters, without summation': (NONE, lambda: learner(opt_func=kahan('AdamW', kahan_sum=False))),
 }
 
@@ -345,7 +357,7 @@ def test_optimizers_and_parameters_that_do_not_fit(expected):
 
 @pytest.mark.parametrize('kwargs, opt, then', [(FLAT, 'adam', 'fused adamw'), (NONE, 'kahan', 'adam')])
 def test_an_optimizer_that_is_exchanged_in_a_fit_leaves_no_half_weights(kwargs, opt, then):
-    exchange = At('after_batch', lambda l: setattr(l, 'opt', OPTS[then](l.splitter(l.model), lr=0.01)))
+    exchange = At('after_batch', lambda l: setattr(l, 'opt', OWN[then](l.splitter(l.model), lr=0.01)))
     learn = built(opt=opt, **kwargs)
     try:
         learn.fit(1, 0.01, cbs=exchange)
@@ -385,9 +397,15 @@ def test_several_processes(tmp_path):
 
     torch.distributed.init_process_group('gloo', init_method=f'file://{tmp_path}/store', rank=0, world_size=1)
     try:
-        assert alike(*(after(built(to, ddp(), **kw)) for to, kw in (('bf16', {}), ('half_weights', {}), ('half_weights', FLAT))))
+        assert alike(
+            *(after(built(to, ddp(), **kw)) for to, kw in (('bf16', {}), ('half_weights', {}), ('half_weights', FLAT)))
+        )
         sharded = lambda: fully_shard(mlp(), mesh=init_device_mesh('cpu', (1,)))
-        for learn, words in ((without(ddp()), 'DistributedData'), (without(sharded()), 'FSDP2'), (built(model=sharded(), **FLAT), 'sharded')):
+        for learn, words in (
+            (without(ddp()), 'DistributedData'),
+            (without(sharded()), 'FSDP2'),
+            (built(model=sharded(), **FLAT), 'sharded'),
+        ):
             with pytest.raises(ValueError, match=words):
                 learn.fit(1)
     finally:

@@ -9,7 +9,13 @@ from fastxtend_amp import AMPMode, precision_support
 from fastxtend_amp.compat import get_fp32_setting, set_fp32_setting
 from fastxtend_amp.insight.precisions import default_choices
 from fastxtend_amp.precisions import fastest_native
-from fastxtend_amp.precisions.fp32_settings import FP32_SETTINGS, FULL_PRECISION, TF32_SETTINGS, fp32_settings, settings_note
+from fastxtend_amp.precisions.fp32_settings import (
+    FP32_SETTINGS,
+    FULL_PRECISION,
+    TF32_SETTINGS,
+    fp32_settings,
+    settings_note,
+)
 from training.rows import *
 
 
@@ -135,7 +141,10 @@ def test_a_validation_in_a_fit_and_a_switch_in_mid_fit(with_tf32):
     learn = noting().to_tf32()
     learn.fit(1, cbs=At('after_train', lambda l: (l.validate(), seen.append(values() == before)), 20))
     assert seen == [False] and all(Notes.seen) and values() == before
-    for start, to, dtypes in ((Learner.to_tf32, Learner.to_fp32, [FP32, False]), (Learner.to_bf16, Learner.to_tf32, [False, FP32])):
+    for start, to, dtypes in (
+        (Learner.to_tf32, Learner.to_fp32, [FP32, False]),
+        (Learner.to_bf16, Learner.to_tf32, [False, FP32]),
+    ):
         Notes.seen.clear()
         start(learn).fit(1, cbs=At('before_batch', lambda l: third(l) and to(l)))
         assert Notes.seen == dtypes[:1] * 6 + dtypes[1:] * 8 and values() == before

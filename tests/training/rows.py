@@ -1,15 +1,15 @@
 """What training is tested with: models, precisions, loops, events; and the same training written by hand in PyTorch.
 
-A new precision, loop or model is a row. `by_hand` is the reference: autocast and GradScaler as PyTorch's manual has them.
+A new precision, loop or model is a row. `by_hand` is the reference: PyTorch's autocast and GradScaler.
 """
 
-import copy
+import copy  # noqa: F401  also for those that import these tables
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from fastai.callback import core
 from fastai.callback.training import GradientAccumulation, GradientClip
-from fastai.optimizer import Lookahead
+from fastai.optimizer import Lookahead  # noqa: F401
 from torch import backends
 from torch.utils.checkpoint import checkpoint
 
@@ -62,7 +62,9 @@ TO = {
     'all in fp32': To('bf16', dict(fp32_modules='*')),
     'half weights': To('half_weights', {}, BF16),
     'flat': To('half_weights', dict(flat_master=True), BF16, opt='adam'),
-    'flat fp16': To('half_weights', dict(amp_mode='fp16', flat_master=True, loss_scale=512.0), FP16, dict(init_scale=512.0)),
+    'flat fp16': To(
+        'half_weights', dict(amp_mode='fp16', flat_master=True, loss_scale=512.0), FP16, dict(init_scale=512.0)
+    ),
     'tf32': To('tf32'),
     'fp8': To('fp8', {}, BF16, prepare=in_torchao),
     'no masters': To('half_weights', dict(master_weights=False), BF16, opt='kahan'),
@@ -373,11 +375,17 @@ LOOPS = {
 
 # -- training in a loop, and by hand
 
+EXTRA: dict = {}  # rows that only one file of tests has, by name: precisions, models, optimizers
+
+
+def find(table, name):
+    return table[name] if name in table else EXTRA[name]
+
 
 def make(to='fp32', model='mlp', loop='fit', opt=None, cbs=(), **kwargs):
-    to, loop = TO[to], LOOPS[loop]
-    made = MODELS['wide' if to.method == 'fp8' else model]()
-    opt = OPTS[opt or to.opt]
+    to, loop = find(TO, to), LOOPS[loop]
+    made = find(MODELS, 'wide' if to.method == 'fp8' else model)()
+    opt = find(OPTS, opt or to.opt)
     return to(learner(made, opt_func=opt, cls=loop.cls, cbs=[*loop.cbs(), *cbs], **kwargs))
 
 
@@ -402,7 +410,7 @@ def trained(to='fp32', model='mlp', loop='fit', opt=None, **kwargs):
 
 
 def by_hand(to='fp32', model='mlp', opt=None, n_acc=None, clip=None, n_forward=1, n_backward=1, keep=False):
-    row = TO[to]
+    row = find(TO, to)
     learn = make('fp32', 'wide' if row.method == 'fp8' else model, opt=opt or row.opt)
     learn.create_opt()
     learn.opt.set_hypers(lr=0.01)

@@ -32,7 +32,11 @@ def test_defaults_and_positions_are_those_of_grad_scaler():
     assert [*inspect.signature(MixedPrecision).parameters][:6] == ['amp_mode', *FIRST]
     given = (1024.0, 3.0, 0.25, 7, True)
     expected = torch.amp.GradScaler('cpu', *given).state_dict()
-    for cb in (MixedPrecision('fp16', *given), MixedPrecision(torch.float16, *given), learner().to_fp16(*given).precision):
+    for cb in (
+        MixedPrecision('fp16', *given),
+        MixedPrecision(torch.float16, *given),
+        learner().to_fp16(*given).precision,
+    ):
         assert cb.state_dict() == expected
     assert MixedPrecision('bf16', init_scale=2, growth_interval=5).state_dict() == {}  # fastai gives them to both
     assert MixedPrecision(BF16Precision(skip_nonfinite=True)).mode == 'bf16'
@@ -82,7 +86,11 @@ def test_arguments_that_cannot_be_used(expected):
         lines += [f'# {name}', re.sub(' object at 0x[0-9a-f]+', '', f'{e.type.__name__}: {e.value}'), '']
     expected('arguments', '\n'.join(lines))
     before = list(learn.cbs)
-    for method, kwargs in (('fp16', dict(init_scale=-1.0)), ('half_weights', dict(amp_mode='fp4')), ('bf16', dict(fp32_modules='no'))):
+    for method, kwargs in (
+        ('fp16', dict(init_scale=-1.0)),
+        ('half_weights', dict(amp_mode='fp4')),
+        ('bf16', dict(fp32_modules='no')),
+    ):
         with pytest.raises(ValueError):
             getattr(learn, f'to_{method}')(**kwargs)
     assert list(learn.cbs) == before and before[-1].learn is learn

@@ -234,7 +234,9 @@ WAYS = {
     'in a fit': lambda l: l.fit(3, 0.01) or torch.tensor(l.recorder.values),
     'one by one': lambda l: torch.cat([l.get_preds(dl=[(dataset().tensors[0][i : i + 1],)])[0] for i in range(3)]),
     **{
-        name: lambda l, f=f: l.get_preds(cbs=At('after_batch', lambda l: l.iter == 1 and not l.training and f(l), 60))[0]
+        name: lambda l, f=f: l.get_preds(cbs=At('after_batch', lambda l: l.iter == 1 and not l.training and f(l), 60))[
+            0
+        ]
         for name, f in CHANGES.items()
     },
 }
@@ -273,7 +275,9 @@ WAYS.update({f.__name__: f for f in (in_a_batch, averaged, under_autocast, grad_
 
 
 @pytest.mark.parametrize('way', WAYS)
-@pytest.mark.parametrize('to, model, kept', [('bf16', 'mlp', None), ('fp16', 'mlp', '3'), ('bf16', 'grad inside', None)])
+@pytest.mark.parametrize(
+    'to, model, kept', [('bf16', 'mlp', None), ('fp16', 'mlp', '3'), ('bf16', 'grad inside', None)]
+)
 def test_predictions_are_those_of_a_cast_in_each_batch(to, model, kept, way):
     learn, without = (ready(to, model, cbs, fp32_modules=kept) for cbs in ([], [clear()]))
     before = process()
@@ -285,33 +289,9 @@ def test_predictions_are_those_of_a_cast_in_each_batch(to, model, kept, way):
 
 def test_autocast_is_off_between_the_batches_of_a_validation():
     states = []
-    learn = ready(cbs=[At(e, lambda l: states.append(torch.is_autocast_enabled(DEVICE.type)), 70) for e in BETWEEN[4:6]])
+    learn = ready(
+        cbs=[At(e, lambda l: states.append(torch.is_autocast_enabled(DEVICE.type)), 70) for e in BETWEEN[4:6]]
+    )
     learn.add_cb(At('after_batch', lambda l: states.append(torch.is_autocast_enabled(DEVICE.type)), 71))
     learn.validate()
     assert len(states) >= 6 and not any(states)
-
-
-@on_a_cpu
-def test_predict_and_tta():
-    import numpy as np
-    from fastai.vision.all import CategoryBlock, DataBlock, ImageBlock, PILImage, RandomSplitter, aug_transforms
-
-    block = DataBlock(
-        (ImageBlock, CategoryBlock),
-        get_x=lambda i: PILImage.create(np.full((8, 8, 3), 20 * i, dtype=np.uint8)),
-        get_y=lambda i: 'ab'[i % 2],
-        splitter=RandomSplitter(0.5, seed=0),
-        batch_tfms=aug_transforms(size=8, max_warp=0),
-    )
-    dls = block.dataloaders(range(8), bs=1, num_workers=0, device=torch.device('cpu'))
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2))
-    learn = learner(model, dls, nn.CrossEntropyLoss()).to_bf16()
-
-    def found():
-        torch.manual_seed(0)
-        with learn.no_bar():
-            return torch.cat([learn.tta()[0], learn.predict(0)[2][None]])
-
-    with learn.added_cbs(clear()):
-        expected = found()
-    assert torch.equal(found(), expected) and counted(learn, learn.tta)['0.weight'] == 5 * AT_ONCE  # passes

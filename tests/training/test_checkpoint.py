@@ -1,6 +1,6 @@
 "Files: training goes on bit for bit, plain fastai reads them, and an old file is replaced only by a complete one."
 
-import os, signal, subprocess, sys
+import signal, subprocess, sys
 from pathlib import Path
 
 import pytest
@@ -86,7 +86,9 @@ def test_other_arguments_give_way_to_the_files(tmp_path):
 def test_without_the_optimizer(cls, tmp_path):
     make_one = lambda: TO['overflowing'](learner(nn.Sequential(mlp()), cls=cls, path=tmp_path))
     learn = make_one()
-    learn.remove_cbs([cb for cb in learn.cbs if type(cb).__name__ in ('ModelResetter', 'RNNCallback', 'RNNRegularizer')])
+    learn.remove_cbs(
+        [cb for cb in learn.cbs if type(cb).__name__ in ('ModelResetter', 'RNNCallback', 'RNNRegularizer')]
+    )
     learn.fit(2, 0.01)
     learn.save('with')
     learn.save('without', with_opt=False)
@@ -95,14 +97,19 @@ def test_without_the_optimizer(cls, tmp_path):
         other = make_one()
         before = other.precision.state_dict()
         told(lambda: load(other))
-        assert same(params(other), params(learn)) and other.precision.state_dict() == before != learn.precision.state_dict()
+        assert (
+            same(params(other), params(learn))
+            and other.precision.state_dict() == before != learn.precision.state_dict()
+        )
         assert not other.opt or not any('grad_avg' in s for s in other.opt.state.values())
 
 
 def test_with_opt_may_be_positional_in_a_text_learner(tmp_path):
     learn = TO['overflowing'](learner(nn.Sequential(mlp()), cls=TextLearner, path=tmp_path))
     before, weights = learn.precision.state_dict(), params(learn)
-    learn.remove_cbs([cb for cb in learn.cbs if type(cb).__name__ in ('ModelResetter', 'RNNCallback', 'RNNRegularizer')])
+    learn.remove_cbs(
+        [cb for cb in learn.cbs if type(cb).__name__ in ('ModelResetter', 'RNNCallback', 'RNNRegularizer')]
+    )
     learn.fit(2, 0.01)
     learn.save('a')
     other = TO['overflowing'](learner(nn.Sequential(mlp()), cls=TextLearner, path=tmp_path))
@@ -226,7 +233,10 @@ learn.save('killed')
 
 
 def test_resumed_bit_for_bit_in_a_new_process_which_is_killed_while_it_saves(tmp_path):
-    rows, expected = [('overflowing', 'sgd'), ('overflowing', 'fused adamw'), ('bf16', 'adam'), ('overflowing', 'adamw')], {}
+    rows, expected = (
+        [('overflowing', 'sgd'), ('overflowing', 'fused adamw'), ('bf16', 'adam'), ('overflowing', 'adamw')],
+        {},
+    )
     for to, opt in rows:
         learn = after_fits(to, tmp_path, opt=opt)
         learn.save(opt)

@@ -41,10 +41,10 @@ def hot(cls=nn.Sequential):
     return cls(nn.Linear(6, 8), Hot(8, 8), nn.Linear(8, 1))
 
 
-MODELS.update({'grad modes': lambda: GradModes(*mlp()), 'hot': hot, 'own region': lambda: hot(OwnRegion)})
-TO['hot in fp32'] = To('fp16', dict(fp32_modules='1', init_scale=2.0**14))
-TO['fp16 high'] = To('fp16', dict(init_scale=2.0**14))
-TO['bf16 and fp32_modules'] = To('bf16', dict(fp32_modules='1'))
+EXTRA.update({'grad modes': lambda: GradModes(*mlp()), 'hot': hot, 'own region': lambda: hot(OwnRegion)})
+EXTRA['hot in fp32'] = To('fp16', dict(fp32_modules='1', init_scale=2.0**14))
+EXTRA['fp16 high'] = To('fp16', dict(init_scale=2.0**14))
+EXTRA['bf16 and hot in fp32'] = To('bf16', dict(fp32_modules='1'))
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +93,7 @@ def test_compiled_once_for_training_and_once_for_validation(to, how, model, n):
     frames = learn.compiled.frame_count
     assert frames == (2 if n == 24 else plain.compiled.frame_count) and frames in (2, 3)
     assert set(learn.after_epochs) == {frames}  # validate and get_preds have epochs as well
-    assert not counters['graph_break'] and learn.dtypes == {TO[to].dtype}
+    assert not counters['graph_break'] and learn.dtypes == {find(TO, to).dtype}
     close(learn, eager)
     torch.testing.assert_close(learn.get_preds()[0], eager.get_preds()[0], rtol=2e-2, atol=2e-2)
     assert learn.precision.scales == eager.precision.scales
@@ -179,7 +179,7 @@ def test_in_one_graph_with_nested_inputs():
 
 
 def test_a_model_is_exported_with_the_precision_that_is_on():
-    learn, x = make('bf16 and fp32_modules', 'hot'), torch.randn(4, 6)
+    learn, x = make('bf16 and hot in fp32', 'hot'), torch.randn(4, 6)
     with torch.no_grad(), learn.amp_context():
         captured, expected = torch.export.export(learn.model.eval(), (x,)).module(), learn.model(x)
     with torch.no_grad(), torch.autocast('cpu', dtype=BF16):

@@ -17,7 +17,7 @@ EXCEPTIONS += [core.CancelStepException, core.CancelBackwardException]
 INSIDE = ['the model', 'the loss', 'the backward pass', "the optimizer's step"]
 PRECISIONS = ['fp16', 'bf16', 'skipping', 'flat fp16', 'tf32', 'fp16 and fused', 'bf16 and fp32_modules', 'no masters']
 FUSED = To('fp16', dict(init_scale=4096.0), opt='fused adamw')
-TO.update({'fp16 and fused': FUSED, 'bf16 and fp32_modules': To('bf16', dict(fp32_modules='0'))})
+EXTRA.update({'fp16 and fused': FUSED, 'bf16 and fp32_modules': To('bf16', dict(fp32_modules='0'))})
 
 
 class Bomb(Callback):
@@ -76,7 +76,7 @@ def test_an_exception(place, with_tf32):
         if to == 'flat fp16' and place == "the optimizer's step":
             to = 'fp16'  # it needs the optimizer's own step
         cbs, plain_cbs = [[Bomb(place, order, exc), SeesAutocast()] for _ in range(2)]
-        plain, learn, before = make('fp32', opt=TO[to].opt, cbs=plain_cbs), make(to, cbs=cbs), process()
+        plain, learn, before = make('fp32', opt=find(TO, to).opt, cbs=plain_cbs), make(to, cbs=cbs), process()
         expected, found = ending(lambda: plain.fit(1)), ending(lambda: learn.fit(1))
         assert found == expected and not learn.bomb.armed
         assert vars(learn).get('train_iter') == vars(plain).get('train_iter')
@@ -89,7 +89,9 @@ def test_an_exception(place, with_tf32):
         assert left_on(learn.to_fp32()) == []
 
 
-@pytest.mark.parametrize('event', ['before_fit', 'before_epoch', 'before_validate', 'after_pred', 'after_epoch', 'after_fit'])
+@pytest.mark.parametrize(
+    'event', ['before_fit', 'before_epoch', 'before_validate', 'after_pred', 'after_epoch', 'after_fit']
+)
 @pytest.mark.parametrize('call', ['validate', 'get_preds'])
 def test_an_exception_in_predictions(call, event):
     def fail(l):
@@ -123,9 +125,12 @@ def test_no_scaled_gradient_reaches_the_step_after_an_exception(then):
     learn = make('fp16', cbs=[GradientAccumulation(1000), Bomb('after_train', 20, RuntimeError)])
     assert ending(lambda: learn.fit(1, 0.01))
     learn.remove_cb(learn.gradient_accumulation)
-    {'fit': noop, 'to_fp32': Learner.to_fp32, 'to_bf16': Learner.to_bf16, 'remove_cb': lambda l: l.remove_cb(l.precision)}[
-        then
-    ](learn)
+    {
+        'fit': noop,
+        'to_fp32': Learner.to_fp32,
+        'to_bf16': Learner.to_bf16,
+        'remove_cb': lambda l: l.remove_cb(l.precision),
+    }[then](learn)
     assert largest(learn) == 0
     found = seen_in_steps(learn)
     learn.fit(1, 0.01)
@@ -234,7 +239,11 @@ def test_what_is_done_beside_training_changes_no_bit(what, to, tmp_path):
 
 
 def test_a_copy_of_a_learner_made_in_a_fit_trains():
-    for to, event in (('fp16', 'after_backward'), ('fp16 and fused', 'before_step'), ('bf16 and fp32_modules', 'after_batch')):
+    for to, event in (
+        ('fp16', 'after_backward'),
+        ('fp16 and fused', 'before_step'),
+        ('bf16 and fp32_modules', 'after_batch'),
+    ):
         copies = []
 
         def keep(l):

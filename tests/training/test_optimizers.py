@@ -78,7 +78,9 @@ class Recurrent(nn.LSTM):
 
 def test_the_state_of_a_model_with_an_lstm_is_loaded(tmp_path):
     "fastai keeps an entry for `nn.LSTM.bias`, a bool, beside those of the parameters."
-    learn, other = (learner(nn.Sequential(Recurrent(6, 1)), path=tmp_path).to_bf16(fp32_modules=nn.LSTM) for _ in range(2))
+    learn, other = (
+        learner(nn.Sequential(Recurrent(6, 1)), path=tmp_path).to_bf16(fp32_modules=nn.LSTM) for _ in range(2)
+    )
     learn.fit(1, 0.01)
     learn.save('a')
     other.load('a')

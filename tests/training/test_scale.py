@@ -203,7 +203,13 @@ def interrupted(learn):
     return learn
 
 
-THEN = {'fit': noop, 'copy': copy.deepcopy, 'load': loaded, 'interrupted': interrupted, 'validate': lambda l: l.validate()}
+THEN = {
+    'fit': noop,
+    'copy': copy.deepcopy,
+    'load': loaded,
+    'interrupted': interrupted,
+    'validate': lambda l: l.validate(),
+}
 
 
 @pytest.mark.parametrize('opt', ['adam', 'fused adamw'])

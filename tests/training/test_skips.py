@@ -15,7 +15,7 @@ def normed():
     return nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 1))
 
 
-MODELS['normed'] = normed
+EXTRA['normed'] = normed
 
 
 def batches(bad=(), column=slice(None), value=INF, left_out=False, n=N):
@@ -97,8 +97,8 @@ WHO = {
     'a subclass': [0, 3],
     'Lookahead': [0, 3],
 }
-OPTS['a subclass'] = partial(OptimWrapper, opt=partial(Counting, fused=True))
-OPTS['Lookahead'] = lambda p, lr: Lookahead(SGD(p, lr=lr))
+EXTRA['a subclass'] = partial(OptimWrapper, opt=partial(Counting, fused=True))
+EXTRA['Lookahead'] = lambda p, lr: Lookahead(SGD(p, lr=lr))
 
 
 @pytest.mark.parametrize('opt', WHO)

@@ -56,6 +56,15 @@ def test_a_switch_in_mid_batch_that_fails_zeroes_the_gradients():
     assert largest(learn) == 0 and modes(learn) == ['bf16'] and is_outside_a_fit(learn)
 
 
+@pytest.mark.parametrize('start', ['fp32', 'fp16'])
+def test_a_precision_set_in_a_fit_that_fails_is_closed(start):
+    learn, before = make(start), process()
+    switch = At('before_batch', lambda l: third(l) and l.to_fp16(init_scale=256.0, fp32_modules='0'))
+    with pytest.raises(ZeroDivisionError):
+        learn.fit(1, cbs=[switch, At('after_pred', lambda l: 1 / (l.iter != 4), 20)])
+    assert is_outside_a_fit(learn) and process() == before and largest(learn) < 64
+
+
 @pytest.mark.parametrize('event', BATCH[:6])
 def test_a_callback_added_in_a_batch_whose_step_is_cancelled_begins_with_the_next(event):
     def cancel(l):
@@ -172,7 +181,9 @@ def test_channels_last(before):
     assert modes(make('fp32', 'conv').to_channelslast()) == ['fp16']
 
 
-@pytest.mark.parametrize('features, expected', [('avx512_bf16 avx512_fp16', 'bf16'), ('avx512_fp16', 'fp16'), ('', None)])
+@pytest.mark.parametrize(
+    'features, expected', [('avx512_bf16 avx512_fp16', 'bf16'), ('avx512_fp16', 'fp16'), ('', None)]
+)
 def test_to_amp_is_what_the_device_has(monkeypatch, features, expected):
     from fastxtend_amp.devices import facts
 
