@@ -60,13 +60,6 @@ MUTATIONS = {
         'a callback added in a fit that fails stays open',
         (SWITCHES, OPEN),
     ),
-    'an exchange does not close the old callback': M(
-        LOOP,
-        'if isinstance(c, LoopCallback): c.close()',
-        'pass',
-        'forwards stay replaced after a switch',
-        (SWITCHES, MODULES),
-    ),
     'an exchange leaves learn.scaler': M(
         CALLBACK,
         'fit.learn.scaler = self.fit = None',

@@ -147,9 +147,12 @@ def test_a_skip_on_the_device_never_outlives_its_step(exc):
 
 
 @pytest.mark.parametrize('event, order', [('before_step', 11), ('after_step', 9)])
-def test_an_epoch_left_between_unscaling_and_update(event, order):
-    "The step is cancelled: the scale does not change, and the next epoch trains."
-    learn = make('fp16 and fused', cbs=[Bomb(event, order, core.CancelEpochException)])
+@pytest.mark.parametrize('bad', [1.0, float('inf')])
+def test_an_epoch_left_between_unscaling_and_update(event, order, bad):
+    "The step is cancelled: the scale does not change, also if a gradient was not finite, and the next epoch trains."
+    spoil = At('after_backward', lambda l: third(l) and l.epoch == 0 and l.model[0].weight.grad.mul_(bad), 5)
+    learn = make('fp16 and fused', cbs=[Bomb(event, order, core.CancelEpochException), spoil])
+    learn.add_cb(At('after_cancel_epoch', lambda l: l.opt.zero_grad()))  # fastai leaves the gradients of that batch
     learn.fit(3, 0.01)
     assert learn.precision.scales == [4096.0] * 14 and learn.precision.scale == 4096.0 and finite(learn)
 

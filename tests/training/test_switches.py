@@ -56,12 +56,13 @@ def test_a_switch_in_mid_batch_that_fails_zeroes_the_gradients():
     assert largest(learn) == 0 and modes(learn) == ['bf16'] and is_outside_a_fit(learn)
 
 
+@pytest.mark.parametrize('event', ['after_pred', 'after_train', 'after_epoch'])
 @pytest.mark.parametrize('start', ['fp32', 'fp16'])
-def test_a_precision_set_in_a_fit_that_fails_is_closed(start):
+def test_a_precision_set_in_a_fit_that_fails_is_closed(start, event):
     learn, before = make(start), process()
     switch = At('before_batch', lambda l: third(l) and l.to_fp16(init_scale=256.0, fp32_modules='0'))
     with pytest.raises(ZeroDivisionError):
-        learn.fit(1, cbs=[switch, At('after_pred', lambda l: 1 / (l.iter != 4), 20)])
+        learn.fit(1, cbs=[switch, At(event, lambda l: 1 / (l.iter < 4 and event == 'after_pred'), 20)])
     assert is_outside_a_fit(learn) and process() == before and largest(learn) < 64
 
 
