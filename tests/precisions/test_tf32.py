@@ -9,7 +9,7 @@ from fastxtend_amp import AMPMode, precision_support
 from fastxtend_amp.compat import get_fp32_setting, set_fp32_setting
 from fastxtend_amp.insight.precisions import default_choices
 from fastxtend_amp.precisions import fastest_native
-from fastxtend_amp.precisions.fp32_settings import (
+from fastxtend_amp.devices.fp32_settings import (
     FP32_SETTINGS,
     FULL_PRECISION,
     TF32_SETTINGS,
