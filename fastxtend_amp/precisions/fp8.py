@@ -13,24 +13,22 @@ from .bf16 import BF16
 from .fp32_modules import Forward, replaced_forwards
 from .matching import ROOT, covers, match_modules, qualified_names, tests_of
 
-_SIDES = 16  # FP8 kernels need both sides of a weight to be divisible by this
-
-
 def fp8_layers(
     model: nn.Module, # As it is, or compiled or wrapped for data parallelism
     spec: Any, # The modules whose linear layers compute in FP8, as in `match_modules`; None for all
     in_fp32: Collection[str], # Names of modules kept in fp32
     min_size: int = 0, # Shortest side of a weight
+    sides: int = 16, # What both sides have to be divisible by
 ) -> dict[str, nn.Module]: # By name
     "Return the linear layers that can compute in FP8. Raises `ValueError` if there is none."
     asked = [ROOT] if spec is None else match_modules(model, spec, 'modules')
-    def is_fit(m): return not any(side % _SIDES or side < min_size for side in m.weight.shape)
+    def is_fit(m): return not any(side % sides or side < min_size for side in m.weight.shape)
     linear = {name: m for name, m in qualified_names(model) if type(m) is nn.Linear and 'weight' in m._parameters}
     found: Any = {name: m for name, m in linear.items()
                   if covers(asked, name) and not covers(in_fp32, name) and is_fit(m)}
     if found: return found
     raise ValueError(f"fp8 cannot be used: modules={spec!r} leaves no linear layer whose weight has two sides "
-                     f"divisible by {_SIDES}{f' and of at least {min_size}' if min_size else ''}.\n"
+                     f"divisible by {sides}{f' and of at least {min_size}' if min_size else ''}.\n"
                      'Name other modules, keep fewer in fp32, or use `learn.to_bf16()`.')
 
 
@@ -77,6 +75,7 @@ class FP8(BF16):
     https://github.com/pytorch/ao/tree/main/torchao/float8.
     """
     name, color, automatic, package = 'fp8', '#8f4a9e', False, 'torchao'
+    sides, forward = 16, Fp8Forward
 
     def __init__(self, *,
         fp32_modules: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules or predicates
@@ -106,11 +105,11 @@ class FP8(BF16):
     @classmethod
     def rounding(cls, model: nn.Module, arguments: dict, kept: Collection[str]) -> dict[str, Rounding]:
         spec, min_size = arguments.get('modules'), arguments.get('min_size', 0)
-        return dict.fromkeys(fp8_layers(model, spec, kept, min_size), rounded)
+        return dict.fromkeys(fp8_layers(model, spec, kept, min_size, cls.sides), rounded)
 
     def find_layers(self, model: nn.Module) -> dict[str, nn.Module]:
         "Return the linear layers that compute in FP8, by name. Raises `ValueError` if there is none."
-        return fp8_layers(model, self.spec, self.kept_in_fp32(model), self.min_size)
+        return fp8_layers(model, self.spec, self.kept_in_fp32(model), self.min_size, self.sides)
 
     def around_fit(self, model: nn.Module) -> list[Any]:
-        return [*super().around_fit(model), replaced_forwards(self.find_layers(model), Fp8Forward)]
+        return [*super().around_fit(model), replaced_forwards(self.find_layers(model), self.forward)]
