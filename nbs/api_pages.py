@@ -16,12 +16,12 @@ import fastxtend_amp
 from fastxtend_amp.precisions import PRECISIONS, Precision
 
 PACKAGE = Path(fastxtend_amp.__file__).parent
-FIRST = ['to_amp', 'to_bf16', 'to_fp16', 'to_fp32', 'to_tf32', 'to_fp8', 'to_half_weights', 'to_channelslast',
+FIRST = ['to_amp', 'to_bf16', 'to_fp16', 'to_fp32', 'to_tf32', 'to_fp8', 'to_mxfp8', 'to_half_weights',
          'precision', 'precision_as', 'amp_context', 'precision_report', 'compare_precision', 'precision_decision']
 INSIGHT = ['PrecisionReport', 'Verdict', 'PrecisionComparison']  # returned by methods
 ELSEWHERE = {'Verdict': 'insight.verdict'}                       # public, and not in `__all__`
-NOT_LISTED = {'learn', 'amp_context', 'needs_loss_scaling', 'arguments', 'open', 'close', 'refuse_others',
-              'state_key',                                       # of the package only
+NOT_LISTED = {'learn', 'amp_context', 'needs_loss_scaling', 'arguments', 'open', 'close', 'open_training',
+              'in_batch', 'at_batch_end', 'do_waiting',                                       # of the package only
               'accumulate', 'read', 'value'}                     # of metrics, for fastai
 EVENT = re.compile(r'(before|after)_\w+')
 FOR_HELP = re.compile(r'(Raises|Source|Interval)\b')             # paragraphs that only `help` shows
@@ -93,7 +93,8 @@ def default_text(default):
 
 def shared():
     "Return the arguments that several `to_...` methods have in common: (name, type, default) and meaning."
-    rows = [row for name, f in learner_methods().items() if name.startswith('to_') for row in arguments(f)]
+    rows = [row for name, f in learner_methods().items() if name.startswith('to_')
+            and name != 'to_mxfp8' for row in arguments(f)]      # which has those of to_fp8
     counted = Counter(row[:3] for row in rows)
     return {key: next(row[3] for row in rows if row[:3] == key) for key, n in counted.items() if n > 1}
 

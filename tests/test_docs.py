@@ -13,7 +13,7 @@ from fastai.learner import Learner
 
 import fastxtend_amp
 from fastxtend_amp import HalfWeights, MixedPrecision
-from fastxtend_amp.compat import AutocastState
+from fastxtend_amp.compat import autocast_restored
 from helpers import At, finite, learner
 
 ROOT = Path(__file__).parent.parent
@@ -99,7 +99,7 @@ def test_what_is_named_is_there(name, text):
         r'precision_(?:report|as)|compare_precision)\(([^()]*)\)',
         text,
     ):
-        names = set(inspect.signature(METHODS[method]).parameters)
+        names = set(inspect.signature(METHODS.get(method) or getattr(Learner, method)).parameters)
         assert set(re.findall(r'(\w+)=', given)) <= names, f'{method}({given})'
     for attr in re.findall(r'`learn\.precision\.(\w+)', text):
         assert hasattr(MixedPrecision, attr), attr
@@ -218,8 +218,7 @@ def test_what_fastai_does_where_it_finds_cuda(monkeypatch, tmp_path):
             learn.fit(1, **kwargs)
         return learn
 
-    before = AutocastState('cuda')
-    try:
+    with autocast_restored('cuda'):  # with its nesting, for the tests to come
         twice = learner(cbs=[fp16.MixedPrecision(), fp16.MixedPrecision()])
         with pytest.raises(AssertionError, match='No inf checks were recorded'):
             fitted(twice)
@@ -244,8 +243,6 @@ def test_what_fastai_does_where_it_finds_cuda(monkeypatch, tmp_path):
         with pytest.raises(RuntimeError, match='on purpose'):
             fitted(learner(cbs=fp16.MixedPrecision('bf16')), cbs=Fails())
         assert torch.is_autocast_enabled('cuda')  # stays on
-    finally:
-        before.__exit__()  # autocast, with its nesting, for the tests to come
 
 
 def test_what_fastai_does_outside_cuda():

@@ -43,6 +43,8 @@ class MixedPrecision(fp16.MixedPrecision):
     order. Steps with non-finite gradients are skipped by raising `CancelStepException`; torch's fused Adam, AdamW and
     SGD skip on the GPU instead, without synchronizing and without `after_cancel_step`. `skipped` covers both.
 
+    `fixes` lists the changes that `on_overflow='fix'` has made; the `call` of each starts a training with it.
+
     'auto' selects bf16, otherwise fp16, otherwise fp32: the first that fastai's default device runs natively.
 
     Raises `TypeError` or `ValueError` at construction for an argument that cannot be used, and `ValueError` when `fit`
@@ -56,6 +58,7 @@ class MixedPrecision(fp16.MixedPrecision):
     scopes: Any = ()                                             # the parts of fastai's loop that are open
     waiting: Callable[[], Any] | None = None                     # what to do when the batch has ended
     epoch_start = 0                                              # steps in the history when the epoch began
+    fixes: Any = ()                                              # of `on_overflow='fix'`, in all fits
     has_exported = False                                         # `export` has said that it writes fp32
     __signature__ = None                                         # fastai's `delegates` put its own on the base class
 
