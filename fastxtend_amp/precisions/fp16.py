@@ -62,7 +62,7 @@ class FP16(Precision):
         if loss_scale is not None and scaler is not None:
             raise ValueError('loss_scale and scaler both set the loss scale. Give one of them.')
         name, first = ('init_scale', init_scale) if loss_scale is None else ('loss_scale', loss_scale)
-        if not 0 < first < math.inf: raise ValueError(f'{name}={first!r} cannot be used: it must be a number above 0.')
+        if not 0 < first < math.inf: raise ValueError(f'{name}={first!r} cannot be used: it must be finite and above 0.')
         self.is_fixed, self.user_scaler = loss_scale is not None, scaler
         self._make: Any = partial(static_scaler, scale=first) if self.is_fixed else partial(
             GradScaler, init_scale=first, growth_factor=growth_factor, backoff_factor=backoff_factor,
@@ -92,9 +92,11 @@ class FP16(Precision):
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Continue from `state`; None resets to the arguments. Ignored with a fixed loss scale or `enabled=False`.
 
-        Raises `ValueError` for a scale that is not finite or below 0.
+        A scale below 2**-24, the smallest number of fp16, starts again: at 0, which version 0.4 wrote, unscaled
+        gradients would be NaN. Raises `ValueError` for a scale that is not finite or below 0.
         """
         if state == {} or not self.first_state or self.is_fixed: return
         state = dict(state or self.first_state)
         if not 0 <= state['scale'] < math.inf: raise ValueError(f"A loss scale of {state['scale']} cannot be loaded.")
+        if state['scale'] < 2.**-24: state['scale'] = self.first_scale
         self.newest.load_state_dict(state)
