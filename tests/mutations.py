@@ -1,315 +1,995 @@
-"""Change one line of the package, and see whether a test fails: `python tests/mutations.py [NAME...]`.
+"""Change one line of the package, and see whether a test fails: `python tests/mutations.py [WORD...]`.
 
 A row of MUTATIONS is a line that matters and a wrong one in its place. The command copies the checkout, applies one
-row, runs the tests that cover it until one fails, and prints 'killed', or 'SURVIVED' if none does. Tests that fail
-without a change do not count. A mutation that survives means that a test is missing, or that the line is useless.
-IDEAS are faults that become rows when their line has been written: give each a file, a line and a replacement.
-
-    --list             print the rows and ideas
-    --root FOLDER      mutate another checkout; by default the one that this file is in
-    --tests PATH ...   run these tests for every row
+row, runs the tests that cover it until one fails, and prints a table. A mutation that survives means that a test is
+missing, or that the line is useless. First all of these tests run without a change: they must pass.
 """
 
-import argparse, os, re, shutil, subprocess, sys, tempfile, time
+import os, shutil, subprocess, sys, tempfile, time
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-EQUALITY, OPEN, SWITCHES, SKIPS, SCALE, FILES = (
-    f'tests/training/test_{name}.py'
-    for name in ('equality', 'nothing_left', 'switches', 'skips', 'scale', 'checkpoint')
-)
-AUTOCAST, COMPILE, METRICS, ARGUMENTS = (
-    f'tests/training/test_{name}.py' for name in ('autocast', 'compile', 'metrics', 'arguments')
-)
-MODULES, FP8, HALF, DEVICES, TF32 = (
-    f'tests/precisions/test_{name}.py' for name in ('fp32_modules', 'fp8', 'half_weights', 'devices', 'tf32')
-)
 
 
 class Mutation(NamedTuple):
-    file: str  # in the package
-    line: str  # a part of one line of the file, which occurs once
-    replacement: str
     why: str  # what a user would meet
-    tests: tuple[str, ...]  # the files that cover it, the likeliest first
+    file: str  # in the package
+    line: str  # text that the file has once
+    change: str
+    tests: str  # the files that cover it, the likeliest first
 
 
-M = Mutation
-CALLBACK, LOOP, SCALING = 'training/callback.py', 'training/loop.py', 'training/scaling.py'
-MUTATIONS = {
-    # -- what is open
-    'after_cancel_step does nothing': M(
-        CALLBACK,
-        'and scaling.found_inf is not True: scaling.cancel()',
-        'and False: pass',
-        'a step that another callback cancelled changes the scale',
-        (SCALE, SKIPS, OPEN),
-    ),
-    'a step left open is not cancelled': M(
-        SCALING,
-        'if self.step is not None: self.cancel()',
-        'pass',
-        'after an exception in a step the next one fails or changes the scale',
-        (OPEN, SCALE, EQUALITY),
-    ),
-    'a failed fit in fp32 leaves the precision set in it': M(
-        LOOP,
-        '        _close(self, failed=True)   ',
-        '        pass   ',
-        'a callback added in a fit that fails stays open',
-        (SWITCHES, OPEN),
-    ),
-    'an exchange leaves learn.scaler': M(
-        CALLBACK,
-        'fit.learn.scaler = self.fit = None',
-        'self.fit = None',
-        'a loop that scales its loss with `learn.scaler` uses the scaler of an earlier fit',
-        (OPEN, SWITCHES),
-    ),
-    'autocast stays on in callbacks after a cancelled batch': M(
-        CALLBACK,
-        'def after_cancel_batch(self): self.learn._scopes[-1].close()',
-        'def after_cancel_batch(self): pass',
-        'a callback that computes in `after_cancel_batch` computes in 16 bits',
-        (OPEN,),
-    ),
-    'failed is not passed on': M(
-        LOOP,
-        '            _close(learn, failed=True)',
-        '            _close(learn)',
-        'after an exception half of an accumulation enters the next step',
-        (OPEN,),
-    ),
-    # -- skipped steps
-    'buffers of a failed batch are not repaired': M(
-        SCALING,
-        'if failed and self.buffers: self.buffers.after_step(True)',
-        'pass',
-        'an exception in a batch that overflowed leaves NaN in BatchNorm',
-        (SKIPS,),
-    ),
-    'buffers are restored everywhere': M(
-        SCALING,
-        'keep = flat.isfinite()',
-        'keep = torch.zeros_like(flat, dtype=torch.bool)',
-        'a skipped step takes back finite statistics',
-        (SKIPS,),
-    ),
-    'most steps: at half of them': M(
-        SCALING, 'if 2 * skipped <= n', 'if 2 * skipped < n', 'a warning about half of the steps', (SKIPS,)
-    ),
-    'the end of an epoch reads nothing': M(
-        CALLBACK,
-        'if scaling := self._scaling: scaling.read()',
-        'pass',
-        "skips that the device decided are noticed in the next epoch",
-        (SCALE, SKIPS, METRICS),
-    ),
-    'the first step may be skipped on the device': M(
-        'training/optimizers.py',
-        'has_state = all(map(opt.state.get, params))',
-        'has_state = True',
-        'a skipped first step leaves a state',
-        (SKIPS,),
-    ),
-    'the flag stays on the optimizer': M(
-        'training/optimizers.py',
-        "for name in ('grad_scale', 'found_inf'): vars(self.opt).pop(name, None)",
-        'pass',
-        'fp32 training after a skip steps nowhere',
-        (OPEN, SKIPS),
-    ),
-    # -- gradients and the scale
-    'kept gradients count as scaled': M(
-        SCALING,
-        'self.is_scaled = type(self.learn)._do_grad_opt is Learner._do_grad_opt',
-        'self.is_scaled = True',
-        'loops that keep gradients train with wrong ones',
-        (EQUALITY,),
-    ),
-    'lr_find leaves its steps in the history': M(
-        SCALING, 'del self.history.read()[self.first_step:]', 'pass', 'scales of `lr_find` in plots', (SCALE,)
-    ),
-    'lr_find leaves its scale': M(
-        SCALING,
-        'self.scaler.load_state_dict(self.before_lr_find)',
-        'pass',
-        'training starts at a wrong scale',
-        (SCALE,),
-    ),
-    # -- casts, files
-    'old casts are used': M(
-        'training/fit.py',
-        'if casts is None or casts != self.casts: torch.clear_autocast_cache()',
-        'pass',
-        'predictions with the weights of an earlier batch',
-        (AUTOCAST,),
-    ),
-    'casts do not follow the weights': M(
-        'training/fit.py',
-        '(self.model, sum(p._version for p in self.model.parameters()))',
-        '(self.model, 0)',
-        'predictions with weights that a callback has changed',
-        (AUTOCAST,),
-    ),
-    'the mode of a file is lost': M(
-        'training/checkpoint.py',
-        'if path.exists(): shutil.copymode(path, part)',
-        'pass',
-        'a private file is readable',
-        (FILES,),
-    ),
-    # -- no master weights
-    'the rest of a rounding is dropped': M(
-        'precisions/half_weights.py',
-        'if rest is None or not (state := self._state(p)): continue',
-        'continue',
-        'the first updates of a fit are lost',
-        (HALF,),
-    ),
-    'a rest is rounded away': M(
-        'precisions/half_weights.py',
-        'data, rest = exact.to(dtype), rest - (exact - before)',
-        'data, rest = exact.to(dtype), 0 * rest',
-        'weights drift from fit to fit',
-        (HALF,),
-    ),
-    'gradients keep their dtype': M(
-        'precisions/half_weights.py',
-        'if p.grad is not None: p.grad = p.grad.to(dtype)',
-        'pass',
-        'an accumulation over fits fails',
-        (HALF, EQUALITY),
-    ),
-}
+FILES = [*(ROOT / 'tests').rglob('test_*.py')]
+MUTATIONS = [
+    Mutation(*row)
+    for row in [
+        (
+            'a step that another callback cancelled changes the scale',
+            'training/callback.py',
+            'scaling.found_inf is not True: scaling.cancel()',
+            'False: pass',
+            'scale skips nothing_left',
+        ),
+        (
+            'a callback that is removed in a fit stays open',
+            'training/callback.py',
+            '            self.close()\n',
+            '            pass\n',
+            'switches nothing_left half_weights',
+        ),
+        (
+            'a callback is removed in a batch, and autocast stays on',
+            'training/callback.py',
+            '            if self.in_batch:\n',
+            '            if False:\n',
+            'switches',
+        ),
+        (
+            '`learn.scaler` of an earlier fit scales a loss',
+            'training/callback.py',
+            "vars(learn).pop('scaler', None)",
+            'pass',
+            'nothing_left switches',
+        ),
+        (
+            '`learn.scaler` is missing in bf16',
+            'training/callback.py',
+            "scaler or GradScaler('cpu', enabled=False)",
+            'scaler',
+            'equality',
+        ),
+        (
+            'a copy made in a fit has that fit',
+            'training/callback.py',
+            "{**vars(self), 'fit': None, 'scopes': (), 'waiting': None}",
+            'vars(self)',
+            'nothing_left half_weights',
+        ),
+        (
+            '`after_cancel_batch` runs under autocast',
+            'training/callback.py',
+            'after_cancel_batch = after_batch',
+            'after_cancel_batch = noop',
+            'nothing_left',
+        ),
+        (
+            'backward and optimizer run under autocast',
+            'training/callback.py',
+            'self.scopes[-1][1].close()\n        for',
+            'for',
+            'autocast',
+        ),
+        (
+            'the recorded loss is 16-bit',
+            'training/callback.py',
+            'if torch.is_tensor(loss) and is_half(loss)',
+            'if False',
+            'autocast',
+        ),
+        (
+            'predictions reach the loss in 16 bits',
+            'training/callback.py',
+            'if self.fit.precision.dtype: self.learn.pred',
+            'if False: self.learn.pred',
+            'autocast',
+        ),
+        (
+            'weights are cast in each batch of a validation',
+            'training/callback.py',
+            'self.scopes[-1][1].enter_context(same)',
+            'pass',
+            'autocast',
+        ),
+        ('casts of an earlier validation are used', 'training/callback.py', 'fit.casts = None ', 'pass ', 'autocast'),
+        (
+            'a validation inside a fit ends the fit',
+            'training/callback.py',
+            'if len(self.scopes) > 1 or self.in_batch: return',
+            'if self.in_batch: return',
+            'switches nothing_left equality',
+        ),
+        ('`on_overflow="ignore"` warns', 'training/callback.py', "self.on_overflow == 'ignore' or ", '', 'skips'),
+        (
+            'two precision callbacks enter autocast twice',
+            'training/callback.py',
+            'for cb in learn.cbs) > 1',
+            'for cb in learn.cbs) > 9',
+            'switches',
+        ),
+        ('two learners share a loss scale', 'training/callback.py', 'if self.precision.in_use', 'if False', 'switches'),
+        (
+            'a state is loaded between unscaling and update',
+            'training/callback.py',
+            'if self.in_batch: raise',
+            'if False: raise',
+            'scale',
+        ),
+        (
+            'a fit goes on with the scaler of before the load',
+            'training/callback.py',
+            'self.close()                                             # a fit',
+            'pass',
+            'scale',
+        ),
+        (
+            'a step that the device skips is cancelled by the host',
+            'training/callback.py',
+            'if scaling.found_inf is True: raise',
+            'if scaling.found_inf: raise',
+            'skips',
+        ),
+        (
+            'a callback added in a batch starts in its middle',
+            'training/callback.py',
+            'self.learn is None or is_late',
+            'self.learn is None',
+            'switches',
+        ),
+        (
+            'a switch in mid-batch happens at once',
+            'training/callback.py',
+            'if not self.in_batch: self.do_waiting()',
+            'self.do_waiting()',
+            'switches',
+        ),
+        (
+            '16-bit parameters are trained',
+            'training/callback.py',
+            'fit.precision.prepare(learn)\n',
+            'pass\n',
+            'autocast',
+        ),
+        (
+            'modules that a threaded replica shares compute wrong',
+            'training/fit.py',
+            ' or precision.kept_in_fp32(model)',
+            '',
+            'autocast',
+        ),
+        (
+            'DataParallel computes bf16 in fp16',
+            'training/fit.py',
+            'precision.dtype is not torch.float16 or ',
+            '',
+            'autocast',
+        ),
+        (
+            'a fit in fp32 that failed leaves the precision set in it open',
+            'training/loop.py',
+            'if now := precision_callback(self):',
+            'if cb and (now := precision_callback(self)):',
+            'switches',
+        ),
+        (
+            'gradients of a failed batch enter the next step',
+            'training/loop.py',
+            'now.close(failed=True)',
+            'now.close()',
+            'nothing_left switches',
+        ),
+        (
+            'a switch before an exception is forgotten',
+            'training/loop.py',
+            '            now.do_waiting()',
+            '            pass',
+            'switches',
+        ),
+        (
+            'a switch in mid-batch is forgotten',
+            'training/loop.py',
+            'cb.waiting and not cb.in_batch: cb.do_waiting()',
+            'False: pass',
+            'switches',
+        ),
+        (
+            'an interrupt while autocast is entered leaves it on',
+            'training/loop.py',
+            'with autocast_restored(device_type) if autocast_available(device_type) else nullcontext()',
+            'with nullcontext()',
+            'nothing_left',
+        ),
+        (
+            'the precision does not see the step',
+            'training/loop.py',
+            "if cb and event_type == 'step' and cb.fit",
+            'if False',
+            'half_weights',
+        ),
+        (
+            'the fit of a loop over one_batch goes on in `fit`',
+            'training/loop.py',
+            'if not is_batch: cb.close()',
+            'pass',
+            'scale switches equality autocast nothing_left',
+        ),
+        (
+            'a fit stays open after its end',
+            'training/loop.py',
+            'if not is_batch and (now := precision_callback(learn)): now.close()',
+            'pass',
+            'switches nothing_left equality',
+        ),
+        (
+            'a part that has ended counts as open',
+            'training/loop.py',
+            'del scopes[depth:]',
+            'pass',
+            'nothing_left switches',
+        ),
+        (
+            'a callback of two learners works on the other one',
+            'training/loop.py',
+            'cb.learn, cb.scopes = learn, []',
+            'cb.scopes = []',
+            'switches equality checkpoint',
+        ),
+        (
+            'a precision set in a fit does not know its scopes',
+            'training/loop.py',
+            'old.scopes if old else ()',
+            '()',
+            'switches',
+        ),
+        (
+            'a callback that was off stays off',
+            'training/loop.py',
+            'cb.scopes, cb.run = old.scopes if old else (), True',
+            'cb.scopes = old.scopes if old else ()',
+            'switches',
+        ),
+        (
+            'a precision that does not fit replaces the one before',
+            'training/loop.py',
+            'if cb is not None: cb.precision.check(learn.model)',
+            'pass',
+            'arguments fp8',
+        ),
+        (
+            "fastai's own callback stays beside ours",
+            'training/loop.py',
+            'isinstance(c, _PRECISIONS)',
+            'isinstance(c, MixedPrecision)',
+            'switches',
+        ),
+        (
+            "fastai's own callback runs without a word",
+            'training/loop.py',
+            "elif event_type == 'fit' and any(",
+            'elif False and any(',
+            'arguments',
+        ),
+        (
+            'a step that an exception left open fails the next',
+            'training/scaling.py',
+            'if self.is_open: self.cancel()',
+            'pass',
+            'nothing_left scale equality',
+        ),
+        (
+            'a step with gradients of the user is skipped after a skip',
+            'training/scaling.py',
+            'self.found_inf = False\n        params',
+            'params',
+            'skips',
+        ),
+        (
+            '`skipped` is about an earlier step',
+            'training/scaling.py',
+            '            self.found_inf = False\n            return',
+            '            return',
+            'skips',
+        ),
+        (
+            'gradients that are kept count less than new ones',
+            'training/scaling.py',
+            'torch._foreach_mul_(alike, scale.to(device))',
+            'pass',
+            'equality',
+        ),
+        (
+            'a loss of the user is added to unscaled gradients',
+            'training/scaling.py',
+            '        self.start()\n',
+            '',
+            'equality',
+        ),
+        (
+            'gradients stay scaled after the fit',
+            'training/scaling.py',
+            'or self.is_open: self.unscale()',
+            'or self.is_open: pass',
+            'equality nothing_left',
+        ),
+        (
+            'an accumulation keeps gradients that are not finite',
+            'training/scaling.py',
+            '(is_left and self.found_inf)',
+            'False',
+            'equality',
+        ),
+        (
+            'gradients of a failed batch enter the next step (scaling)',
+            'training/scaling.py',
+            'if self.learn.opt and (failed or (is_left',
+            'if self.learn.opt and ((is_left',
+            'nothing_left switches',
+        ),
+        (
+            'buffers of a failed batch are not repaired',
+            'training/scaling.py',
+            'if failed and self.buffers: self.buffers.after_step(True)',
+            'pass',
+            'skips',
+        ),
+        (
+            'finite statistics of a skipped batch are lost',
+            'training/scaling.py',
+            'now.isfinite() for now',
+            'torch.zeros_like(now, dtype=torch.bool) for now',
+            'skips',
+        ),
+        (
+            'masks are copied in each step',
+            'training/scaling.py',
+            "getattr(m, 'track_running_stats', False) or b._version != before",
+            'True',
+            'skips',
+        ),
+        (
+            'statistics are restored to those of the first batch',
+            'training/scaling.py',
+            'torch._foreach_copy_(self.good, self.now)',
+            'pass',
+            'skips',
+        ),
+        (
+            'BatchNorm is not followed',
+            'training/scaling.py',
+            "getattr(m, 'track_running_stats', False) or b._version != before",
+            'b._version != before',
+            'skips',
+        ),
+        ('a warning about half of the steps', 'training/scaling.py', '2 * skipped <= n', '2 * skipped < n', 'skips'),
+        (
+            'skips of the device are noticed an epoch later',
+            'training/callback.py',
+            'if scaling := self._scaling: scaling.read()',
+            'pass',
+            'accelerator simulated',
+        ),
+        (
+            '`lr_find` warns of its skipped steps',
+            'training/scaling.py',
+            ' or self.before_lr_find is not None: return',
+            ': return',
+            'scale',
+        ),
+        (
+            'a good step sets a scale that is twice as high',
+            'training/scaling.py',
+            '_ROOM = 65504 / 16',
+            '_ROOM = 65504 / 8',
+            'scale',
+        ),
+        (
+            'a scale below the smallest number stays',
+            'training/scaling.py',
+            '_LOWEST = 2.**-24',
+            '_LOWEST = 2.**-40',
+            'scale',
+        ),
+        ('a scale without room', 'training/scaling.py', 'math.floor(', 'math.ceil(', 'scale'),
+        (
+            'a low init_scale of the user is changed',
+            'training/scaling.py',
+            'scale < min(1, self.first_scale)',
+            'scale < 1',
+            'scale',
+        ),
+        (
+            'a scale of 1 is changed',
+            'training/scaling.py',
+            'scale < min(1, self.first_scale)',
+            'scale <= min(1, self.first_scale)',
+            'scale',
+        ),
+        ('a skipped step sets the scale', 'training/scaling.py', 'elif not self.found_inf:', 'else:', 'scale'),
+        (
+            'a good step lowers a scale',
+            'training/scaling.py',
+            'max(scale, min(self.first_scale, fits))',
+            'min(self.first_scale, fits)',
+            'scale',
+        ),
+        (
+            'a good step sets a scale above init_scale',
+            'training/scaling.py',
+            'max(scale, min(self.first_scale, fits))',
+            'max(scale, fits)',
+            'scale',
+        ),
+        ('a warning at each step', 'training/scaling.py', 'if self.has_warned: return', 'pass', 'scale'),
+        (
+            'skips at a scale of 0 are not counted',
+            'training/scaling.py',
+            'math.copysign(1, scale) < 0',
+            'scale < 0',
+            'scale',
+        ),
+        (
+            'scales of `lr_find` are in the history',
+            'training/scaling.py',
+            'del self.history[self.first_step:]',
+            'pass',
+            'scale',
+        ),
+        (
+            'training starts at the scale of `lr_find`',
+            'training/scaling.py',
+            'self.scaler.load_state_dict(self.before_lr_find)',
+            'pass',
+            'scale',
+        ),
+        (
+            'fp32 training after a skip steps nowhere',
+            'training/scaling.py',
+            "for name in ('grad_scale', 'found_inf'): vars(self.opt).pop(name, None)",
+            'pass',
+            'nothing_left skips',
+        ),
+        (
+            'a skipped first step leaves a state',
+            'training/scaling.py',
+            'all(map(opt.state.get, params))',
+            'True',
+            'skips',
+        ),
+        (
+            'plain fused SGD synchronizes',
+            'training/scaling.py',
+            "all(group.get('momentum') == 0 for group in opt.param_groups)",
+            'False',
+            'skips',
+        ),
+        (
+            "a subclass's own step is skipped on the device",
+            'training/scaling.py',
+            'type(opt) not in FUSED.values() or not',
+            'not',
+            'skips',
+        ),
+        (
+            'predictions with the weights of an earlier batch',
+            'training/fit.py',
+            'if casts is None or casts != self.casts: torch.clear_autocast_cache()',
+            'pass',
+            'autocast',
+        ),
+        (
+            'predictions with weights that a callback has changed',
+            'training/fit.py',
+            'sum(p._version for p in counted)',
+            '0',
+            'autocast',
+        ),
+        (
+            'casts are kept where gradients are on',
+            'training/fit.py',
+            'self.model is not None and not torch.is_grad_enabled()',
+            'self.model is not None',
+            'autocast',
+        ),
+        (
+            'an exchanged model keeps our forward',
+            'training/fit.py',
+            '        self.around_model.close()\n',
+            '',
+            'fp32_modules autocast',
+        ),
+        (
+            'buffers of an exchanged model are not followed',
+            'training/fit.py',
+            'if self.scaling and self.is_training: self.scaling.watch_buffers(model)',
+            'pass',
+            'skips',
+        ),
+        (
+            'a precision runs on a device that does not support it',
+            'training/fit.py',
+            'precision.check_device(device)',
+            'pass',
+            'devices tf32',
+        ),
+        (
+            'slow emulation without a word',
+            'training/fit.py',
+            "if support.status != 'emulated': return",
+            'return',
+            'devices fp8',
+        ),
+        (
+            'a link is replaced by a file',
+            'training/checkpoint.py',
+            'part.replace(path.resolve())',
+            'part.replace(path)',
+            'checkpoint',
+        ),
+        (
+            'an exception while saving leaves a part',
+            'training/checkpoint.py',
+            'stack.callback(part.unlink, missing_ok=True)',
+            'pass',
+            'checkpoint',
+        ),
+        ('a file has no loss scale', 'training/checkpoint.py', 'if opt and state', 'if False', 'checkpoint'),
+        (
+            'a file is loaded in the middle of a batch',
+            'training/checkpoint.py',
+            'if cb.in_batch: raise RuntimeError(',
+            'if False: raise RuntimeError(',
+            'checkpoint',
+        ),
+        (
+            'bf16 rounding is added to weights from a file',
+            'training/checkpoint.py',
+            '    cb.close() ',
+            '    pass ',
+            'half_weights checkpoint',
+        ),
+        (
+            'TextLearner loads the scale without the optimizer',
+            'training/checkpoint.py',
+            "if kwargs.get('with_opt') is False: return",
+            'pass',
+            'checkpoint',
+        ),
+        (
+            'an export needs this package for its metrics',
+            'training/checkpoint.py',
+            'self.metrics = self.metrics.filter(_is_ours, negate=True)',
+            'pass',
+            'checkpoint',
+        ),
+        (
+            'an export needs this package for its callbacks',
+            'training/checkpoint.py',
+            'self.cbs = self.cbs.filter(_is_ours, negate=True)',
+            'pass',
+            'checkpoint',
+        ),
+        (
+            'an export needs this package for an attribute',
+            'training/checkpoint.py',
+            'if _is_ours(value): del vars(self)[name]',
+            'pass',
+            'checkpoint',
+        ),
+        (
+            'an export in a fit writes our forwards',
+            'training/checkpoint.py',
+            'if cb is not None and not cb.in_batch: cb.close()',
+            'pass',
+            'checkpoint',
+        ),
+        (
+            'an export exchanges the optimizer',
+            'training/checkpoint.py',
+            "{**kept, 'opt': self.opt}",
+            'kept',
+            'checkpoint nothing_left',
+        ),
+        (
+            'precision_as leaves the other precision',
+            'training/learner.py',
+            'finally: set_precision(self, before)',
+            'finally: pass',
+            'switches',
+        ),
+        (
+            'precision_as waits for the end of a batch',
+            'training/learner.py',
+            'if before is not None and before.in_batch: raise',
+            'if False: raise',
+            'switches',
+        ),
+        (
+            'amp_context computes all modules in 16 bits',
+            'training/learner.py',
+            'precision.around_fit(self.model) if not cb or cb.fit is None else []',
+            '[]',
+            'fp32_modules fp8',
+        ),
+        (
+            'amp_context in a fit replaces forwards again',
+            'training/learner.py',
+            'precision.around_fit(self.model) if not cb or cb.fit is None else []',
+            'precision.around_fit(self.model)',
+            'switches fp32_modules fp8 compile',
+        ),
+        (
+            "to_amp does not accept fp16's arguments in bf16",
+            'training/learner.py',
+            'for name in {*others} - {*parameters_of(cls)}: kwargs.pop(name, None)',
+            'pass',
+            'switches arguments',
+        ),
+        (
+            "to_channelslast adds fastai's callback",
+            'training/learner.py',
+            'channelslast.MixedPrecision = MixedPrecision',
+            'pass',
+            'switches',
+        ),
+        (
+            'a parameter in two groups is unscaled twice',
+            'common.py',
+            '[*dict.fromkeys(chain.from_iterable(opt.param_lists))]',
+            '[*chain.from_iterable(opt.param_lists)]',
+            'equality',
+        ),
+        ('a name is unknown', 'precisions/base.py', "'half': 'fp16', ", '', 'devices'),
+        ('a name in capitals is unknown', 'precisions/base.py', '.lower().removeprefix', '.removeprefix', 'devices'),
+        ('a dtype is unknown', 'precisions/base.py', ".removeprefix('torch.')", '', 'devices'),
+        (
+            'to_amp selects what has failed',
+            'precisions/base.py',
+            'if cls.automatic and name not in [*failed]',
+            'if cls.automatic',
+            'devices tf32',
+        ),
+        ('a fixed scale backs off', 'precisions/base.py', 'scaler.set_backoff_factor(1.)', 'pass', 'skips'),
+        ('a fixed scale grows', 'precisions/base.py', 'scaler.set_growth_factor(1.)', 'pass', 'scale skips'),
+        ('bf16 counts as emulated on an A100', 'precisions/bf16.py', 'if major >= 8', 'if major > 8', 'devices'),
+        (
+            'skip_nonfinite does nothing',
+            'precisions/bf16.py',
+            'if self.skip_nonfinite else None',
+            'if False else None',
+            'equality skips',
+        ),
+        (
+            'fp16 counts as native on cards at 1/64 of the rate',
+            'precisions/fp16.py',
+            'capability == (6, 1)',
+            'capability == (6, 2)',
+            'devices',
+        ),
+        (
+            'fp16 counts as native where it gives NaN',
+            'precisions/fp16.py',
+            'if capability == (7, 5) and',
+            'if False and',
+            'devices',
+        ),
+        (
+            'fp16 counts as native without arithmetic',
+            'precisions/fp16.py',
+            'capability < (5, 3)',
+            'capability < (5, 2)',
+            'devices',
+        ),
+        (
+            'fp16 counts as native without float64',
+            'precisions/fp16.py',
+            "if facts.xpu_capability(device).get('has_fp64', True)",
+            'if True',
+            'devices',
+        ),
+        ('a fixed scale is loaded', 'precisions/fp16.py', ' or self.is_fixed: return', ': return', 'scale checkpoint'),
+        (
+            'a scale of NaN is loaded',
+            'precisions/fp16.py',
+            "if not 0 <= state['scale'] < math.inf",
+            'if False',
+            'scale',
+        ),
+        (
+            'a copy shares the state',
+            'precisions/fp16.py',
+            "{**vars(self), 'newest': self.user_scaler or self._copied('cpu')}",
+            'vars(self)',
+            'scale nothing_left',
+        ),
+        ('TF32 counts as native on a T4', 'precisions/tf32.py', 'if major < 8', 'if major < 7', 'devices'),
+        ('FP8 counts as native on an A100', 'precisions/fp8.py', '(8, 9): return', '(8, 0): return', 'devices'),
+        ('modules in fp32 compute in FP8', 'precisions/fp8.py', 'and not covers(in_fp32, name) and', 'and', 'fp8'),
+        ('a batch of any length fails', 'precisions/fp8.py', 'pad_inner_dim=True', 'pad_inner_dim=False', 'fp8'),
+        (
+            'a layer computes in FP8 outside of a fit',
+            'precisions/fp8.py',
+            'self.active and not self.before',
+            'not self.before',
+            'fp8',
+        ),
+        (
+            'a copy keeps its modules in fp32',
+            'precisions/fp32_modules.py',
+            'if not self.active: return',
+            'if False: return',
+            'fp32_modules',
+        ),
+        (
+            'a copy made in a fit keeps its modules in fp32',
+            'precisions/fp32_modules.py',
+            "{**vars(self), 'active': False}",
+            'vars(self)',
+            'fp32_modules',
+        ),
+        (
+            'modules in fp32 get 16-bit inputs',
+            'precisions/fp32_modules.py',
+            'args, kwargs = map_tensors(half_to_float, (args, kwargs))',
+            'pass',
+            'fp32_modules',
+        ),
+        (
+            'modules in fp32 compute in 16 bits',
+            'precisions/fp32_modules.py',
+            'enabled=False)',
+            'enabled=True)',
+            'fp32_modules',
+        ),
+        (
+            'a wrapped forward is removed',
+            'precisions/fp32_modules.py',
+            'if forward_of(forward.module) is not forward: continue',
+            'pass',
+            'fp32_modules',
+        ),
+        (
+            'a forward on the instance is lost',
+            'precisions/fp32_modules.py',
+            'attributes.update(forward.before)',
+            'pass',
+            'fp32_modules',
+        ),
+        (
+            'a wrapped forward computes in fp32 after the fit',
+            'precisions/fp32_modules.py',
+            'forward.active, attributes = False, vars',
+            'attributes = vars',
+            'fp32_modules',
+        ),
+        ("TorchScript's forward is lost", 'precisions/fp32_modules.py', '_ = module.forward ', 'pass ', 'fp32_modules'),
+        (
+            'a module inside one in fp32 is not covered',
+            'precisions/matching.py',
+            'ROOT in names or ',
+            '',
+            'fp32_modules half_weights equality',
+        ),
+        (
+            'compiled modules are found twice',
+            'precisions/matching.py',
+            'if name.endswith(COMPILED_NAME): continue',
+            'pass',
+            'fp32_modules compile half_weights',
+        ),
+        (
+            'a list, which has no forward, is kept in fp32',
+            'precisions/matching.py',
+            'not isinstance(m, (nn.ModuleList, nn.ModuleDict))',
+            'True',
+            'fp32_modules',
+        ),
+        (
+            'a module inside another is replaced twice',
+            'precisions/matching.py',
+            ' and not covers(matched, name)',
+            '',
+            'fp32_modules',
+        ),
+        (
+            'a module in two places has one name',
+            'precisions/matching.py',
+            'named_modules(remove_duplicate=False)',
+            'named_modules()',
+            'fp32_modules',
+        ),
+        (
+            'frozen weights become fp32',
+            'precisions/weights.py',
+            'if p.requires_grad and is_half(p)',
+            'if is_half(p)',
+            'autocast',
+        ),
+        (
+            'gradients stay 16-bit',
+            'precisions/weights.py',
+            'if p.grad is not None: p.grad = p.grad.float()',
+            'pass',
+            'autocast',
+        ),
+        (
+            'the state of the optimizer stays 16-bit',
+            'precisions/weights.py',
+            'if opt and p in opt.state',
+            'if False',
+            'autocast',
+        ),
+        (
+            "the state of torch's optimizer stays 16-bit",
+            'precisions/weights.py',
+            "while hasattr(opt, 'opt'): opt = opt.opt",
+            'pass',
+            'autocast',
+        ),
+        ('statistics stay 16-bit', 'precisions/weights.py', 'b.data = half_to_float(b.data)', 'pass', 'autocast'),
+        (
+            'training without masters converts to fp32',
+            'precisions/half_weights.py',
+            'if self.master_weights: super().prepare(learn)',
+            'super().prepare(learn)',
+            'half_weights',
+        ),
+        (
+            'frozen weights are rounded',
+            'precisions/half_weights.py',
+            'if p in allowed and p.requires_grad',
+            'if p in allowed',
+            'half_weights',
+        ),
+        (
+            'a weight of an embedding is rounded',
+            'precisions/half_weights.py',
+            'and uses[p] == 1 and',
+            'and',
+            'half_weights',
+        ),
+        (
+            'what a weight is computed from is rounded',
+            'precisions/half_weights.py',
+            "if name in ('weight', 'bias') ",
+            'if True ',
+            'half_weights',
+        ),
+        (
+            'the rest of the first rounding is dropped',
+            'precisions/half_weights.py',
+            "if 'kahan_comp' in state: state['kahan_comp'].add_(rest)",
+            'pass',
+            'half_weights',
+        ),
+        (
+            'the rest of a rounding is dropped',
+            'precisions/half_weights.py',
+            'rest = (exact - data) + rest',
+            'rest = 0 * rest',
+            'half_weights',
+        ),
+        (
+            'weights are rounded twice',
+            'precisions/half_weights.py',
+            'rest - (exact - before)',
+            '0 * rest',
+            'half_weights',
+        ),
+        (
+            'gradients keep their dtype',
+            'precisions/half_weights.py',
+            'if p.grad is not None: p.grad = p.grad.to(dtype)',
+            'pass',
+            'half_weights equality',
+        ),
+        (
+            'weights stay bf16',
+            'precisions/half_weights.py',
+            'for p in self.rest: self._convert(p, torch.float32)',
+            'pass',
+            'half_weights',
+        ),
+        ('a copy made in a fit stays bf16', 'precisions/half_weights.py', 'new.__exit__()', 'pass', 'half_weights'),
+        (
+            'counts of steps are rounded',
+            'precisions/half_weights.py',
+            'type(v) is torch.Tensor and v.dim() and',
+            'type(v) is torch.Tensor and',
+            'half_weights',
+        ),
+        (
+            'an exchanged optimizer keeps bf16 state',
+            'precisions/half_weights.py',
+            'self.opt = opt                                           # which',
+            'pass #',
+            'half_weights',
+        ),
+        (
+            'flat lists stay after the step',
+            'precisions/half_weights.py',
+            'opt.param_lists, opt.state = lists, states\n',
+            'pass\n',
+            'half_weights',
+        ),
+        (
+            'parameters share memory after the fit',
+            'precisions/half_weights.py',
+            'p.data = p.data.clone()',
+            'pass',
+            'half_weights',
+        ),
+        (
+            'flat weights in another order are stepped wrong',
+            'precisions/half_weights.py',
+            'offset for t, offset in zip(tensors, offsets)',
+            'offset for t, offset in ()',
+            'half_weights',
+        ),
+        (
+            'an exchanged optimizer steps on flat weights',
+            'precisions/half_weights.py',
+            'if self.flat_master: _check_elementwise(learn.opt)',
+            'pass',
+            'half_weights',
+        ),
+        (
+            'an optimizer without summation loses updates',
+            'precisions/half_weights.py',
+            '_check_no_masters(learn.model, learn.opt)\n        allowed',
+            'allowed',
+            'half_weights',
+        ),
+    ]
+]
 
-# Faults whose line the new core has not got yet: what is wrong, and the files that cover it.
-IDEAS = {
-    'before_batch: autocast is entered in the outermost scope, not in the innermost': (OPEN, AUTOCAST),
-    'before_batch: the cache of an autocast context around the fit is not cleared': (AUTOCAST,),
-    'before_batch: `fit.use_model` only where the model is another one': (SKIPS, MODULES),
-    'before_batch: outside of a scope it enters autocast, without an error': (SWITCHES,),
-    'after_pred: bf16 predictions go to the loss': (AUTOCAST,),
-    'after_loss: the scope is not closed': (OPEN, AUTOCAST),
-    'after_loss: `loss` stays in 16 bits': (AUTOCAST,),
-    'before_backward: the loss is scaled twice': (EQUALITY,),
-    'before_step: raises CancelStepException although the device skips': (SKIPS,),
-    'before_step: order 11 sees scaled gradients (unscale in after_step)': (EQUALITY,),
-    'after_step: the scale is not updated': (EQUALITY, SCALE),
-    'after_batch: the scope counts as a batch for callbacks of a higher order: load raises': (FILES, SCALE),
-    'after_fit: the fit is closed at the event of a `validate()` inside it': (EQUALITY, OPEN),
-    'after_fit: it warns although on_overflow is ignore': (SKIPS,),
-    'close: learn.scaler stays': (OPEN, SWITCHES),
-    'close: after an exception in one context the others stay open': (OPEN,),
-    'open: several precision callbacks are allowed': (SWITCHES,),
-    'open: one precision object in two callbacks is allowed': (SWITCHES,),
-    'open: on_overflow=fix without a static scaler in bf16': (SKIPS,),
-    'setting `learn` in a batch does not raise: autocast stays on': (SWITCHES,),
-    '_with_events: the outermost scope does not restore autocast': (OPEN,),
-    '_with_events: a single batch closes the fit: the scale of a loop over one_batch starts again': (EQUALITY,),
-    '_with_events: a fit after a loop over one_batch does not close what that left': (OPEN, SCALE),
-    '_with_events: the precision wraps steps of other events': (EQUALITY, HALF),
-    '_run_scope: `waiting` is done in the batch, or never': (SWITCHES,),
-    '_exchange: the new callback has no scopes: a switch in mid-fit leaves it closed': (SWITCHES,),
-    '_exchange: run stays False': (SWITCHES,),
-    "set_precision: fastai's own callbacks stay": (SWITCHES,),
-    'set_precision: checked after the old one is removed': (ARGUMENTS,),
-    'start: gradients that are zero and None are scaled, or those that are kept are not': (EQUALITY,),
-    'unscale: found_inf of the step before stays where the gradients are not ours': (SKIPS,),
-    'unscale: steps without gradients enter the history': (SCALE,),
-    'unscale: a parameter in two groups is unscaled twice': (EQUALITY,),
-    'update: the skip of the host does not enter skips_in_a_row': (SCALE,),
-    'update: the low scale is set from the gradients of a skipped step': (SCALE,),
-    'update: 16 times the largest gradient: 32, or 8; floor of log2: ceil': (SCALE,),
-    'update: a scale below 2**-24 stays; at 2**-24 it starts again': (SCALE,),
-    "update: the user's own scaler is left low": (SCALE,),
-    'update: a low init_scale of the user counts as low': (SCALE,),
-    'end: leftovers are not unscaled; or are zeroed although they are finite': (EQUALITY, OPEN),
-    'end: before_lr_find only without an exception': (SCALE,),
-    'history: -0.0 is not a skip': (SCALE,),
-    'history: read only at 512 steps: after an exception the last ones are missing': (SCALE,),
-    'buffers: those that the forward pass did not write are cloned': (SKIPS,),
-    'buffers: values after a skipped step become the good ones without repair': (SKIPS,),
-    'buffers: of an exchanged model are not followed': (SKIPS,),
-    'load: with_opt=False loads the scale': (FILES,),
-    'load: a file without a scale keeps the newest instead of the first': (FILES,),
-    'load: in a batch it does not raise': (FILES,),
-    "save: the optimizer's own state_dict has the key afterwards": (FILES,),
-    'save: with_opt=False writes the scale': (FILES,),
-    'save: the file is written in place': (FILES,),
-    'export: metrics of this package stay in the file': (FILES,),
-    'load_state_dict: a static scale or enabled=False takes the state': (SCALE,),
-    'load_state_dict: nan is accepted': (SCALE, FILES),
-    '__getstate__: a copy made in a fit has its Fit': (OPEN,),
-    'precision_as: the own callback is not restored after an exception': (SWITCHES,),
-    'precision_as: allowed in a batch': (SWITCHES,),
-    'amp_context: modules in fp32 are not kept outside of a fit': (MODULES,),
-    'amp_context: inside a fit it replaces forwards again and takes them off': (MODULES, SWITCHES),
-    'fp32 forward: inputs stay 16-bit; or nested ones do': (MODULES,),
-    'fp32 forward: a forward on the instance is not given back': (MODULES,),
-    "fp32 forward: a copy runs the original's weights": (MODULES,),
-    'to_amp: fp16 before bf16': (SWITCHES, DEVICES),
-    'AMPMode: names are not lowered; torch dtypes are unknown': (DEVICES,),
-    'emulation is warned of in each fit': (DEVICES,),
-    'frozen parameters: check counts those of 16 bits': (EQUALITY, AUTOCAST),
-    'flat: an exception in the step leaves the flat lists': (HALF,),
-    'flat: parameters keep sharing memory after the fit': (HALF,),
-    'no masters: frozen weights are rounded': (HALF,),
-}
+
+def tests_of(row: Mutation) -> list[str]:
+    paths = {file.stem.removeprefix('test_'): file for file in FILES}
+    return [str(paths[name].relative_to(ROOT)) for name in row.tests.split()]
 
 
-def mutate(root: Path, row: Mutation) -> None:
-    file = root / 'fastxtend_amp' / row.file
-    text = file.read_text(encoding='utf-8')
-    if text.count(row.line) != 1:
-        raise SystemExit(f'{row.file} has {text.count(row.line)} times: {row.line}')
-    file.write_text(text.replace(row.line, row.replacement), encoding='utf-8')
-
-
-def failures(root: Path, tests: list[str], known: set[str], first: bool) -> set[str]:
-    "Run tests in a copy; return those that fail, without the known ones."
-    deselect = [arg for test in known for arg in ('--deselect', test)]
-    options = ['-q', '--tb=no', '-W', 'ignore', '-p', 'no:cacheprovider', *(['-x'] if first else []), *deselect]
-    env = {**os.environ, 'PYTHONPATH': str(root), 'OMP_NUM_THREADS': '1', 'PYTHONDONTWRITEBYTECODE': '1'}
-    command = [sys.executable, '-m', 'pytest', *options, *tests]
-    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=3600)
-    if done.returncode not in (0, 1):
-        return {'(pytest)'}  # an import that fails, for example
-    return set(re.findall(r'^(?:FAILED|ERROR) (tests/.*?)(?: - .*)?$', done.stdout, re.M))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('names', nargs='*', help='parts of names of rows; all without any')
-    parser.add_argument('--list', action='store_true')
-    parser.add_argument('--root', type=Path, default=ROOT)
-    parser.add_argument('--tests', nargs='+')
-    args = parser.parse_args()
-    if args.list:
-        print(*MUTATIONS, f'-- {len(IDEAS)} ideas:', *IDEAS, sep='\n')
-        return
-    rows = {name: row for name, row in MUTATIONS.items() if any(part in name for part in args.names or [''])}
-    known: dict[str, set[str]] = {}
-    survived = 0
+def killer(tests: list[str], row: Mutation | None = None) -> str:
+    "Return the first test that fails in a copy of the checkout; '' if all pass."
     with tempfile.TemporaryDirectory() as folder:
-        for i, (name, row) in enumerate(rows.items()):
-            root, start = Path(folder) / str(i), time.time()
-            shutil.copytree(args.root, root, ignore=shutil.ignore_patterns('.git', '__pycache__', 'nbs'))
-            tests = args.tests or [*row.tests]
-            for test in tests:
-                if test not in known:
-                    known[test] = failures(root, [test], set(), first=False)
-            mutate(root, row)
-            before = set().union(*(known[test] for test in tests))
-            killers = failures(root, tests, before, first=True)
-            survived += not killers
-            told, by = 'killed  ' if killers else 'SURVIVED', ' '.join(sorted(killers))[:90]
-            print(f'{told} {name} ({time.time() - start:.0f} s) {by}', flush=True)
-            shutil.rmtree(root)
+        root = Path(folder) / 'copy'
+        shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns('.git', '__pycache__', 'nbs'))
+        if row:
+            file = root / 'fastxtend_amp' / row.file
+            text = file.read_text(encoding='utf-8')
+            if text.count(row.line) != 1:
+                raise SystemExit(f'{row.file} has {text.count(row.line)} times: {row.line}')
+            file.write_text(text.replace(row.line, row.change), encoding='utf-8')
+        env = {**os.environ, 'PYTHONPATH': str(root), 'OMP_NUM_THREADS': '1', 'PYTHONDONTWRITEBYTECODE': '1'}
+        options = ['-x', '-q', '--tb=no', '-W', 'ignore', '-p', 'no:cacheprovider']
+        command = [sys.executable, '-m', 'pytest', *options, *tests]
+        done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=3600)
+    failed = [line for line in done.stdout.splitlines() if line.startswith(('FAILED', 'ERROR'))]
+    return '' if done.returncode == 0 else (failed or ['does not run'])[0].partition('::')[2] or 'does not run'
+
+
+def main(words: list[str]) -> None:
+    rows = [row for row in MUTATIONS if not words or any(word in row.why + row.file for word in words)]
+    if broken := killer(sorted({test for row in rows for test in tests_of(row)})):
+        sys.exit(f'without a change this fails: {broken}')
+    survived = 0
+    for row in rows:
+        start, found = time.time(), killer(tests_of(row), row)
+        survived += not found
+        told = f'killed by {found[:60]}' if found else 'SURVIVED'
+        print(f'{row.file:26} {row.why[:60]:60} {time.time() - start:4.0f} s  {told}', flush=True)
     print(f'{len(rows) - survived} of {len(rows)} killed')
     sys.exit(bool(survived))
 
 
 if __name__ == '__main__':
-    main()
+    main(sys.argv[1:])

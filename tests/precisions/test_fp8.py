@@ -238,7 +238,7 @@ def test_a_row_of_the_comparison():
     found = learn.compare_precision(['bf16', 'fp8'], 6, n_seeds=0)
     assert list(found.table.index) == ['fp32', 'bf16', 'fp8'] and found.table.support['fp8'] == 'emulated'
     assert found.losses['fp8'] != found.losses['bf16'] and same(params(learn), before) and is_plain(learn)
-    assert found.calls['fp8'] == "learn.to_fp8(fp32_modules=['4'], modules='1')"
+    assert found.calls['fp8'] == "learn.to_fp8(fp32_modules=['4'], modules=['1'])"
     found.apply(learn, 'fp8')
     assert learn.precision.mode is AMPMode.FP8
     failed = learner().compare_precision(['fp8'], 2, n_seeds=0).table

@@ -6,14 +6,15 @@ import fastai.callback.schedule  # noqa: F401  patches Learner
 import pytest
 
 from fastxtend_amp import AMPMode, precision_support
-from fastxtend_amp.compat import get_fp32_setting, set_fp32_setting
-from fastxtend_amp.insight.precisions import default_choices
+from fastxtend_amp.insight.candidates import candidates
 from fastxtend_amp.precisions import fastest_native
 from fastxtend_amp.devices.fp32_settings import (
     FP32_SETTINGS,
     FULL_PRECISION,
     TF32_SETTINGS,
     fp32_settings,
+    get_fp32_setting,
+    set_fp32_setting,
     settings_note,
 )
 from training.rows import *
@@ -163,7 +164,7 @@ def test_where_there_is_none_the_reason_is_given():
 
 def test_in_a_comparison(with_tf32):
     learn = learner()
-    assert [c.name for c in default_choices(learn)][-1] == 'tf32'
+    assert [p.name for p in candidates(learn)][-1] == 'tf32'
     found = learn.compare_precision(['tf32', 'bf16'], 4, n_seeds=0)
     assert found.table.support['tf32'] == 'native' and found.calls['tf32'] == 'learn.to_tf32()'
     assert found.losses['tf32'] == found.losses['fp32'] != found.losses['bf16']  # on a CPU

@@ -129,14 +129,31 @@ def test_a_batch_inside_a_batch(to, event):
     assert inside == [(True, TO[to].dtype)] and outside == [False] * 6 and not autocast_state()[0]
 
 
-def test_parameters_in_half_precision():
-    learn, drawn = learner(mlp().half(), cbs=At('before_batch', lambda l: drawn.append(1), -50)).to_fp16(), []
-    with pytest.raises(ValueError, match=r'(?s)float16|FP16'):
-        learn.fit(1)
-    assert is_outside_a_fit(learn)
-    learn.model.float()
-    learn.fit(1)
-    assert told(lambda: learner(mlp().bfloat16()).to_bf16().fit(1), '0.weight')
+@MODES
+@pytest.mark.parametrize('opt', ['adam', 'fused adamw'])
+def test_16_bit_parameters_that_are_trained_become_fp32(to, opt):
+    "With their gradients, optimizer and buffers, as if they had been converted before; a frozen layer stays."
+
+    def build(as_fp32):
+        learn = make(to, 'frozen', opt=opt)
+        learn.model.to(BF16)
+        learn.create_opt()
+        for p in learn.model.parameters():
+            p.grad = torch.ones_like(p) if p.requires_grad else None
+        learn.opt.step()
+        if as_fp32:
+            for i in (0, 2, 4):
+                learn.model[i].float()
+            for state in getattr(learn.opt, 'opt', learn.opt).state.values():
+                state.update({k: v.float() for k, v in state.items() if torch.is_tensor(v)})
+        return learn
+
+    learn, wanted, before = build(False), build(True), process()
+    said = told(lambda: learn.fit(2, 0.01), '16-bit')
+    wanted.fit(2, 0.01)
+    assert len(said) == 1 and "'0.weight'" in said[0] and learn.model[1].weight.dtype is BF16
+    assert differences(result(learn), result(wanted)) == [] and process() == before
+    assert not told(lambda: learn.fit(1), '16-bit')
 
 
 def test_parameters_made_under_inference_mode():

@@ -244,7 +244,7 @@ def test_what_is_done_beside_training_changes_no_bit(what, to, tmp_path):
 def test_a_copy_of_a_learner_made_in_a_fit_trains():
     for to, event in (
         ('fp16', 'after_backward'),
-        ('fp16 and fused', 'before_step'),
+        ('fp16 and fused', 'after_step'),
         ('bf16 and fp32_modules', 'after_batch'),
     ):
         copies = []

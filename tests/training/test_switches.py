@@ -169,16 +169,15 @@ def test_one_precision_object_in_two_callbacks_is_an_error():
             learn.fit(1)
 
 
-@pytest.mark.parametrize('before', ['fp32', 'fp16'])
-def test_channels_last(before):
-    learn = make(before, 'conv').to_channelslast(amp_mode='bf16', fp32_modules='3')
+def test_channels_last():
+    learn = make('fp32', 'conv').to_channelslast(amp_mode='bf16', fp32_modules='3')
     learn.fit(1)
     assert modes(learn) == ['bf16'] and learn.precision.fp32_module_names == ['3']
     assert learn.model[1].weight.is_contiguous(memory_format=torch.channels_last)
     assert sum(isinstance(cb, ChannelsLast) for cb in learn.cbs) == 1
     learn.to_contiguous(to_fp32=True)
     assert modes(learn) == [] and left_on(learn) == []
-    assert modes(make('bf16', 'conv').to_channelslast(use_amp=False)) == ['bf16']
+    assert modes(make('bf16', 'conv').to_channelslast()) == ['bf16']
     assert modes(make('fp32', 'conv').to_channelslast()) == ['fp16']
 
 
