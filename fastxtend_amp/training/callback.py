@@ -230,7 +230,6 @@ class MixedPrecision(fp16.MixedPrecision):
     def before_validate(self):
         "Keep autocast's casts of the weights until the validation ends: nothing changes the weights meanwhile."
         fit = self.fit or self.open()
-        fit.casts = None                                         # of an earlier validation
         if not fit.precision.dtype: return
         kind = fit.device.type                                   # the cache lives as long as any autocast is open
         same = torch.autocast(kind, enabled=torch.is_autocast_enabled(kind))
