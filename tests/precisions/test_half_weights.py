@@ -6,8 +6,6 @@ from fastai.optimizer import Lamb, QHAdam, RAdam, RMSProp, ranger
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 
-from fastxtend_amp import AMPMode
-from fastxtend_amp.insight.candidates import advised
 from training.rows import *
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*emulated.*', 'ignore:.*enable_nested_tensor.*', 'ignore:.*16-bit.*')
@@ -47,7 +45,7 @@ def is_fp32(learn):
 class Zoo(nn.Module):
     "Weights that autocast casts inside their layer's own forward, and others; from (n, 6) to (n, 1)."
 
-    given = ['own.weight', 'own.bias']  # bf16 by the user
+    given = ['own.weight', 'own.bias']  # 16-bit by the user
     lowered = ['tied.bias', 'pruned.bias']
     lowered += [f'{m}.{p}' for m in ('conv', 'up', 'enc.linear1', 'enc.linear2', 'head') for p in ('weight', 'bias')]
 
@@ -246,20 +244,6 @@ def test_a_fit_that_ends_before_its_first_step_changes_no_weight():
         assert same(before, params(learn))
 
 
-def test_one_optimizer_goes_on_in_every_precision():
-    learn = built('fp32', opt='kahan')
-    for to, kwargs in [
-        ('half_weights', NONE),
-        ('bf16', {}),
-        ('half_weights', NONE),
-        ('half_weights', {}),
-        ('fp32', {}),
-    ]:
-        weights = params(learn)
-        getattr(learn, f'to_{to}')(**kwargs).fit(1, 0.01)
-        assert is_fp32(learn) and not same(params(learn), weights)
-
-
 def test_small_updates_are_kept_in_a_fit_and_from_fit_to_fit():
     learn = learner(linear(), opt_func=kahan('SGD', weight_decay=0.0))
     learn.fit(1, 0.0)  # in fp32, for which optimi would not make it by itself
@@ -412,7 +396,3 @@ def test_several_processes(tmp_path):
         torch.distributed.destroy_process_group()
 
 
-def test_what_a_report_advises():
-    learn = learner().to_half_weights('fp16', 512.0, flat_master=True, fp32_modules='0')
-    assert repr(advised(learn, AMPMode.FP16)) == "learn.to_half_weights(amp_mode='fp16', loss_scale=512.0, flat_master=True, fp32_modules=['0'])"
-    assert repr(advised(learn, AMPMode.BF16)) == "learn.to_half_weights(flat_master=True, fp32_modules=['0'])"

@@ -29,14 +29,6 @@ def test_forward_and_loss_run_in_low_precision_and_the_rest_in_fp32(to):
     assert seen == expected and learn.get_preds()[0].dtype == FP32 and len(learn.validate()) == 1
 
 
-class Output(OrderedDict):
-    "A model output like Hugging Face's: a mapping whose items are also attributes."
-
-    def __setitem__(self, k, v):
-        super().__setitem__(k, v)
-        super().__setattr__(k, v)
-
-
 Pair = namedtuple('Pair', 'a b')
 PACKED = {  # how a prediction is packed, and the prediction in it
     'dict': (lambda y: dict(logits=y), lambda o: o['logits']),
@@ -304,11 +296,3 @@ def test_predictions_are_those_of_a_cast_in_each_batch(to, model, kept, way):
         assert not torch.equal(found[8:], ready(to, model, fp32_modules=kept).get_preds()[0][8:])
 
 
-def test_autocast_is_off_between_the_batches_of_a_validation():
-    states = []
-    learn = ready(
-        cbs=[At(e, lambda l: states.append(torch.is_autocast_enabled(DEVICE.type)), 70) for e in BETWEEN[4:6]]
-    )
-    learn.add_cb(At('after_batch', lambda l: states.append(torch.is_autocast_enabled(DEVICE.type)), 71))
-    learn.validate()
-    assert len(states) >= 6 and not any(states)

@@ -75,46 +75,33 @@ def test_files_of_other_precisions(from_, to, tmp_path):
     assert set(new.precision.scales if to == 'static' else []) <= {512.0} and finite(new)
 
 
-def test_other_arguments_give_way_to_the_files(tmp_path):
-    learn = after_fits('overflowing', tmp_path)
-    new = learner(opt_func=OPTS['sgd']).to_fp16(init_scale=8.0, growth_factor=4.0, growth_interval=7)
-    new.load(learn.save(tmp_path / 'a').with_suffix(''))
-    assert new.precision.state_dict() == learn.precision.state_dict()
+def saved_by(cls, path):
+    "A function that builds a learner, and one of them that has saved 'with' its optimizer and 'without'."
 
+    def build():
+        learn = TO['overflowing'](learner(nn.Sequential(mlp()), cls=cls, path=path))
+        names = ('ModelResetter', 'RNNCallback', 'RNNRegularizer')
+        return learn.remove_cbs([cb for cb in learn.cbs if type(cb).__name__ in names])
 
-@pytest.mark.parametrize('cls', [Learner, TextLearner])
-def test_without_the_optimizer(cls, tmp_path):
-    make_one = lambda: TO['overflowing'](learner(nn.Sequential(mlp()), cls=cls, path=tmp_path))
-    learn = make_one()
-    learn.remove_cbs(
-        [cb for cb in learn.cbs if type(cb).__name__ in ('ModelResetter', 'RNNCallback', 'RNNRegularizer')]
-    )
+    learn = build()
     learn.fit(2, 0.01)
     learn.save('with')
     learn.save('without', with_opt=False)
-    assert set(torch.load(tmp_path / 'models/without.pth')) == set(learn.model.state_dict())
-    for load in (lambda l: l.load('with', with_opt=False), lambda l: l.load('without')):
-        other = make_one()
-        before = other.precision.state_dict()
-        told(lambda: load(other))
-        assert (
-            same(params(other), params(learn))
-            and other.precision.state_dict() == before != learn.precision.state_dict()
-        )
-        assert not other.opt or not any('grad_avg' in s for s in other.opt.state.values())
+    return build, learn
 
 
-def test_with_opt_may_be_positional_in_a_text_learner(tmp_path):
-    learn = TO['overflowing'](learner(nn.Sequential(mlp()), cls=TextLearner, path=tmp_path))
-    before, weights = learn.precision.state_dict(), params(learn)
-    learn.remove_cbs(
-        [cb for cb in learn.cbs if type(cb).__name__ in ('ModelResetter', 'RNNCallback', 'RNNRegularizer')]
-    )
-    learn.fit(2, 0.01)
-    learn.save('a')
-    other = TO['overflowing'](learner(nn.Sequential(mlp()), cls=TextLearner, path=tmp_path))
-    other.load('a', False)
-    assert other.precision.state_dict() == before and not same(params(other), weights)
+LOADS = [lambda l: l.load('with', with_opt=False), lambda l: l.load('without')]
+
+
+@pytest.mark.parametrize(
+    'cls, load', [*((c, f) for c in (Learner, TextLearner) for f in LOADS), (TextLearner, lambda l: l.load('with', False))]
+)
+def test_without_the_optimizer(cls, load, tmp_path):
+    build, learn = saved_by(cls, tmp_path)
+    assert in_file(tmp_path / 'models/without.pth').keys() == learn.model.state_dict().keys()
+    other, fresh = build(), build().precision.state_dict()
+    told(lambda: load(other))
+    assert same(params(other), params(learn)) and other.precision.state_dict() == fresh
     assert not other.opt or not any('grad_avg' in s for s in other.opt.state.values())
 
 
@@ -205,6 +192,10 @@ def test_a_full_disk_keeps_the_old_file(to, tmp_path, monkeypatch):
     learn.fit(1)
     learn.save('a')
     assert file.read_bytes() != old
+    link = tmp_path / 'link.pth'
+    link.symlink_to(file)  # to a larger disk
+    learn.save(tmp_path / 'link')
+    assert link.is_symlink()
 
 
 RESUME = '''

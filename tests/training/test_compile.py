@@ -121,24 +121,6 @@ def test_each_precision_is_compiled_once_however_often_it_is_switched():
     assert learn.dtypes == {BF16, FP16, FP32}
 
 
-def test_amp_context_with_a_compiled_function():
-    learn = build('bf16')
-    f, x = torch.compile(learn.model, backend=learn.compiled, fullgraph=True), torch.randn(4, 6)
-    for _ in range(2):
-        with learn.amp_context(), torch.no_grad():
-            assert f(x).dtype is BF16
-    assert learn.compiled.frame_count == 1 and f(x).dtype is FP32
-
-
-def test_half_weights_and_tf32(with_tf32):
-    for to in ('flat', 'tf32'):
-        compiled, eager = build(to, 'wrapped'), build(to)
-        for learn in (compiled, eager):
-            learn.fit(1, 0.01)
-        assert compiled.compiled.frame_count
-        close(compiled, eager, 1e-6)
-
-
 # -- the backward pass
 
 

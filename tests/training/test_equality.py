@@ -41,29 +41,6 @@ def test_weights_that_are_wrappers_around_tensors():
     assert same(params(plain), [p.a for p in learn.model.parameters()])
 
 
-@pytest.mark.parametrize('to', ['fp16', 'bf16'])
-def test_a_loss_that_is_a_dtensor(to):
-    import torch.distributed as dist
-    from torch.distributed.tensor import DTensor
-
-    dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = dist.init_device_mesh('cpu', (1,))
-
-        def squared(pred, target):
-            return (pred - target).pow(2).mean()  # 2.9 has no sharding strategy for mse_loss
-
-        def distributed(*tensors):
-            return squared(*[DTensor.from_local(t.as_subclass(torch.Tensor), mesh) for t in tensors])
-
-        plain, learn = (make(to, loss_func=f) for f in (squared, distributed))
-        for l in (plain, learn):
-            l.fit(2, 0.01)
-    finally:
-        dist.destroy_process_group()
-    assert same(params(plain), params(learn))
-
-
 # -- true gradients
 
 
@@ -74,6 +51,27 @@ def test_callbacks_of_order_11_see_true_gradients_in_each_step(opt, loop):
         learn = make(to, 'conv', loop, opt)
         norms = seen_in_steps(learn, lambda l: nn.utils.get_total_norm(plain_grads(l)).item(), 11)
         LOOPS[loop].train(learn)
+        return norms
+
+    assert seen('fp16') == pytest.approx(seen('fp32'), rel=0.05, abs=0.05)
+
+
+class StepsTwice(Learner):
+    "Two steps in each batch; the second one has the gradients of the first as well."
+
+    def _do_grad_opt(self):
+        keeps(self)
+        with self.amp_context():
+            self.loss_grad = self.loss_func(self.model(*self.xb).float(), *self.yb)
+        keeps(self)
+        self.opt.zero_grad()
+
+
+def test_two_steps_in_a_batch_with_gradients_that_are_kept():
+    def seen(to):
+        learn = TO[to](learner(conv(), cls=StepsTwice))
+        norms = seen_in_steps(learn, lambda l: nn.utils.get_total_norm(plain_grads(l)).item(), 11)
+        learn.fit(1, 0.01)
         return norms
 
     assert seen('fp16') == pytest.approx(seen('fp32'), rel=0.05, abs=0.05)

@@ -2,9 +2,6 @@
 
 import pytest
 
-from fastai.text.learner import LMLearner
-from fastai.text.models.awdlstm import AWD_LSTM
-from fastai.text.models.core import LinearDecoder, SequentialRNN
 from fastai.vision.gan import FixedGANSwitcher, GANLearner
 
 from rows import *
@@ -89,6 +86,19 @@ def test_an_exception(place, with_tf32):
         assert left_on(learn.to_fp32()) == []
 
 
+def test_an_interrupt_while_autocast_is_entered(monkeypatch):
+    learn, before, enter = make('bf16'), process(), torch.autocast.__enter__
+
+    def interrupted(self):
+        enter(self)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
+        m.setattr(torch.autocast, '__enter__', interrupted)
+        learn.fit(1)
+    assert_closed(learn, before)
+
+
 @pytest.mark.parametrize(
     'event', ['before_fit', 'before_epoch', 'before_validate', 'after_pred', 'after_epoch', 'after_fit']
 )
@@ -167,31 +177,14 @@ def test_a_fit_that_cannot_begin_leaves_none_of_its_callbacks():
         learn.fit(1)
 
 
-# -- fastai's own loops with two models, and with a state
+# -- a loop of fastai with two models
 
 
-def gan():
+def test_fastais_learner_for_two_models():
     generator, critic = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 1)), nn.Sequential(nn.Linear(1, 8), nn.Linear(8, 1))
     learn = GANLearner.wgan(loaders(), generator, critic, switcher=FixedGANSwitcher(1, 2), show_img=False)
-    return learn, [generator[0], critic[0]], {}
-
-
-def text(n=8):
-    rnn = AWD_LSTM(20, 6, 8, 1)
-    model = SequentialRNN(rnn, LinearDecoder(20, 6, 0.1, tie_encoder=rnn.encoder))
-    words = torch.arange(n * 5).view(n, 5) % 20
-    data = Data(words, words.flip(1))
-    loss = lambda pred, y: nn.functional.cross_entropy(pred.flatten(0, 1), y.flatten())
-    learn = learner(model, loaders(train=data, valid=data), loss, cls=LMLearner)
-    return learn, [model[1].decoder], dict(fp32_modules=nn.LSTM)
-
-
-@pytest.mark.parametrize('build', [gan, text])
-def test_learners_of_fastai_with_loops_of_their_own(build):
-    learn, modules, arguments = build()
     learn.remove_cbs([cb for cb in learn.cbs if type(cb).__name__ == 'ProgressCallback'])
-    dtypes, before = output_dtypes(learn, *modules), process()
-    learn.to_bf16(**arguments)
+    dtypes, before = output_dtypes(learn.to_bf16(), generator[0], critic[0]), process()
     for place in ('after_pred', 'before_step', None):
         weights = params(learn)
         bombs = [At(place, lambda l: 1 / (l.train_iter != 1), 20)] if place else []

@@ -190,7 +190,7 @@ def test_to_amp_is_what_the_device_has(monkeypatch, features, expected):
     monkeypatch.setattr(facts, 'cpu_features', lambda: frozenset(features.split()))
     learn = learner()
     dtypes = dtypes_of_batches(learn)
-    told(lambda: (learn.to_amp(init_scale=256.0), learn.fit(1)))
+    told(lambda: (learn.to_amp(loss_scale=256.0), learn.fit(1)))
     assert set(dtypes) == {{'bf16': BF16, 'fp16': FP16}.get(expected, FP32)}
     assert {*(learn.precision.scales if learn.precision else [])} == ({256.0} if expected == 'fp16' else set())
     with learn.amp_context():
