@@ -28,11 +28,3 @@ def check_above_0(
     "Raise a `ValueError` unless `value` is a number above 0."
     if not is_number(value) or not value > 0:
         raise ValueError(f'{name}={value!r} cannot be used: {name} must be a number above 0, for example {example}.')
-
-
-def check_flag(
-    name: str, # The argument's name
-    value: Any,
-) -> None:
-    "Raise a `ValueError` unless `value` is True or False."
-    if not isinstance(value, bool): raise ValueError(f'{name}={value!r} cannot be used: it must be True or False.')

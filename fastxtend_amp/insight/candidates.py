@@ -1,10 +1,8 @@
 "The precisions to try on a learner: copies of its own with its arguments, or others with those that they accept."
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable
 from contextlib import suppress
-from textwrap import shorten
 from typing import Any
 
 import torch
@@ -20,6 +18,7 @@ from ..training.learner import set_precision
 from ..training.loop import precision_callback
 
 FP32 = Precision()
+_DEFAULTS = {'on_overflow': 'warn', 'max_skips': 16}
 
 
 def own_precision(learn: Learner) -> Precision:
@@ -27,7 +26,7 @@ def own_precision(learn: Learner) -> Precision:
     return getattr(precision_callback(learn), 'precision', FP32)
 
 
-def name_of(precision: Precision) -> str: # 'fp32', 'bf16', 'half_weights', 'half_weights fp16' ...
+def name_of(precision: Any) -> str: # 'fp32', 'bf16', 'half_weights', 'half_weights fp16' ...
     "Return the name of a precision in a table, which `candidates` accepts."
     return f'{precision.name} {precision.mode.value}' if 'amp_mode' in precision.changed else precision.name
 
@@ -84,28 +83,24 @@ def call(
     precision: Precision,
 ) -> str: # learn.to_fp16(init_scale=1024, fp32_modules=['inp', 'head'], on_overflow='fix')
     "Return the call that selects a precision, with the options of the learner's precision callback."
-    head, _, arguments = repr(precision).removesuffix(')').partition('(')
-    options = (f'{k}={v!r}' for k, v in _options(learn).items()) if precision.mode else ()
-    return f"{head}({', '.join(filter(None, [arguments, *options]))})"
+    options = ', '.join(f'{k}={v!r}' for k, v in _options(learn).items())
+    written = repr(precision)                                    # 'learn.to_bf16()'
+    if not options or not precision.mode: return written
+    return f"{written[:-1]}{', ' * (not written.endswith('()'))}{options})"
 
 
 def _options(learn): # What was changed of the learner's precision callback, besides its precision
-    cb, defaults = precision_callback(learn), inspect.signature(MixedPrecision.__init__).parameters
-    return {name: getattr(cb, name) for name in ('on_overflow', 'max_skips')
-            if cb and getattr(cb, name) != defaults[name].default}
+    cb = precision_callback(learn)
+    return {name: getattr(cb, name) for name, default in _DEFAULTS.items() if getattr(cb, name, default) != default}
 
 
 def switch(
     learn: Learner, # The learner, outside a fit
     precision: Precision, # Not used itself, as a precision belongs to one callback
 ) -> MixedPrecision | None: # Its precision callback now
-    "Switch `learn` to this precision, as a user would; its loss scale is kept unless `precision` has another."
-    old, own = precision_callback(learn), own_precision(learn).changed
+    "Switch `learn` to this precision, as a user would; its loss scale starts again."
     cb = MixedPrecision(precision.like(), **_options(learn)) if precision.mode else None
-    has_scale = any(precision.changed.get(k) not in (None, own.get(k)) for k in ('init_scale', 'loss_scale'))
-    state = {} if old is None or has_scale else old.state_dict()
     set_precision(learn, cb)
-    if cb and state: cb.load_state_dict(state)                   # from fp16 to fp16; bf16 has none
     return cb
 
 
@@ -119,17 +114,14 @@ def precisions_named(
 
 
 def _named(mode):
+    if mode in ('fp32', torch.float32): return Precision, {}
     try:
-        name, *weights = mode.replace('half weights', HalfWeights.name).split() if isinstance(mode, str) else [mode]
-        if name in ('fp32', torch.float32): return Precision, {}
+        name, *weights = mode.split() if isinstance(mode, str) else [mode]
         cls = find_precision(name)
         changes = {'amp_mode': (weights or LOWERED)[0]} if cls is HalfWeights or weights else {}
-        if changes: cls(**changes)
+        cls(**changes)
         return cls, changes
-    except (ValueError, TypeError): pass
-    names = ', '.join(map(repr, PRECISIONS))
-    raise ValueError(f"modes={shorten(repr(mode), 100)} cannot be used.\n"
-                     f"Allowed: 'fp32', {names}, 'half_weights fp16', or a list of these.")
+    except (ValueError, TypeError) as e: raise ValueError(f'modes={mode!r} cannot be used.\n{e}') from None
 
 
 def candidates(

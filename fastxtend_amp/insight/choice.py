@@ -34,23 +34,23 @@ def measure_and_choose(
         raise RuntimeError('to_amp(measure=True) is not available in distributed runs, as each process could choose '
                            'another precision.\nRun it in one process, then use the call that it prints in every '
                            'process.')
-    precisions = candidates(learn)
+    precisions: list[Any] = candidates(learn)
     low = [p.mode for p in precisions if p.dtype]
     verdicts = learn.precision_report(low, max_seconds=_FOR_REPORT * max_seconds).verdicts if low else {}
-    compared, refused = [], []
+    compared, notes = [], []
     for p in precisions:
-        mode: Any = p.mode
-        if not p.dtype: compared.append(p)
-        elif (v := verdicts[mode.value]).call and v.verdict not in ('do not use', 'cannot run'):
+        v = verdicts.get(p.dtype and p.mode.value)
+        if not v: compared.append(p)
+        elif v.call and v.verdict not in ('do not use', 'cannot run'):
             compared.append(with_advice(p, v.modules, v.init_scale))
-        else: refused.append(f'{name_of(p)}: {v.reason}.')
+        else: notes.append(f'{name_of(p)}: {v.reason}.')
     comparison = compare(setting, compared)
-    comparison.notes = [*refused, *comparison.notes]
+    comparison.notes[:0] = notes
     comparison.apply(learn)
     vars(learn)['precision_decision'] = comparison               # which `export` leaves out
-    said = ' '.join([comparison.reason, *comparison.notes])
-    print(f'Selected: {comparison.recommended}. {said} Measured in {time.perf_counter() - start:.0f} s. '
-          f'Without measuring: `{comparison.calls[comparison.recommended]}`.')
+    best = comparison.recommended
+    print(f'Selected: {best}.', comparison.reason, *comparison.notes,
+          f'Measured in {time.perf_counter() - start:.0f} s. Without measuring: `{comparison.calls[best]}`.')
 
 
 @patch(as_prop=True)

@@ -12,19 +12,17 @@ from fastcore.basics import patch
 
 from ..devices.fp32_settings import settings_note
 from ..precisions import Precision
-from .arguments import check_above_0, check_count, check_flag
-from .candidates import FP32, call, candidates
-from .comparison import FEWEST_ROUNDS, PrecisionComparison, pays, recommend, speed_up, tolerance
+from .arguments import check_count
+from .candidates import FP32, call, candidates, name_of
+from .comparison import COMPILE, FEWEST_ROUNDS, PrecisionComparison, pays, recommend, tolerance
 from .compat import is_compiled
 from .copies import left_out, one_at_a_time, random_state_kept, several_processes
-from .measuring import ROUNDS, Batches, Run, Setting, last_fifth, running, train_round, validate
+from .measuring import ROUNDS, Run, Setting, last_fifth, running, train_round, training_batches
 from .progress import progress_bar
 from .tune import kinds_to_try, tune
 
-_CONSIDERABLE = .1      # share of an fp32 step from which the time for loading a batch is mentioned
-_MORE = 1.02            # times the activations, from which memory is mentioned
 _KINDS = 3              # trainings in all precisions, whose time is left for kinds of modules
-_MANY_FAULTS = 1000     # page faults per step that are mentioned
+_HOPELESS = .5          # speed-up after which one round is enough
 
 @patch
 def compare_precision(self: Learner,
@@ -41,12 +39,13 @@ def compare_precision(self: Learner,
 
     Precisions are timed in alternating rounds on the same batches, so that background load affects all alike. After
     `n_steps`, rounds continue until each 95% interval is clearly above or below 1.05, or `max_seconds` is over.
-    The learner is not modified. All copies are in memory at once.
+    A precision that is clearly slower than fp32 is dropped from the rounds, unless it is the fastest of those compared
+    with fp32. The learner is not modified. All copies are in memory at once.
 
     With `tune=True`, the fastest precision that the device runs natively also competes with one kind of modules after
     another in fp32: depthwise and grouped convolutions, then classes of modules, the most expensive first. A kind is
     kept if the interval of its speed-up lies above 1.02. The result is a row such as 'bf16, depthwise in fp32', whose
-    call is `learn.to_bf16(fp32_modules=is_depthwise)`. Models that were compiled are tuned only with `compile=True`.
+    call is `learn.to_bf16(fp32_modules=is_depthwise)`. Compiled models are not tuned.
 
     Copies include fastai's callbacks that affect a training step (mixup, gradient accumulation, gradient clipping) and
     your own, and leave out trackers, recorders and savers, which they know by their classes' names. A callback's
@@ -58,135 +57,122 @@ def compare_precision(self: Learner,
     Raises:
 
     - `ValueError` if `modes` has an unknown precision
-    - `ValueError` if another argument is out of range
+    - `ValueError` if `n_steps` or `max_seconds` is out of range
     - `ValueError` if a parameter is 16-bit, sharded (FSDP), NaN or inf, or if all are frozen
     - `ValueError` if the learner cannot be copied
-    - `ValueError` if there are no training batches, or if they give no loss
+    - `ValueError` if there are no training batches
     - `RuntimeError` if it is called inside a fit
     - any error of the model in fp32
     """
     precisions = candidates(self, modes)
     check_count('n_steps', n_steps, 1)
-    check_count('n_seeds', n_seeds, 0)
-    check_flag('compile', compile)
-    check_flag('tune', tune)
-    if lr is not None and not isinstance(lr, slice): check_above_0('lr', lr, '1e-3, or a slice of two')
     return compare(Setting(self, 'compare_precision', max_seconds, n_steps, n_seeds, lr, compile, tune), precisions)
 
 
 def compare(setting: Setting, precisions: list[Precision]) -> PrecisionComparison:
     "Train side by side in all precisions, fp32 first, then in fp32 with other seeds; return what that shows."
     if len(precisions) == 1 and not setting.compile: setting.n_steps = 1   # there is nothing to compare fp32 with
-    with one_at_a_time, random_state_kept(), progress_bar(setting.learn, setting.left) as tick:
-        batches = Batches(setting, tick)
+    with (one_at_a_time, random_state_kept(), progress_bar(setting.learn, setting.left) as setting.tick,
+          ExitStack() as copies):
+        batches = training_batches(setting)
         forms = [False, True] if setting.compile else [False]
-        runs = [Run(setting, batches, p, compiled) for p in precisions for compiled in forms]
-        with ExitStack() as copies:
-            for run in runs:
-                with run.failures_noted(): run.copy(copies)
-            if setting.method == 'compare_precision': validate(running(runs))  # the report of `to_amp` does
-            n = _train_in_rounds(setting, runs, tick)
-            tuned = tune(runs, copies, n, tick)
-            for run in reversed(running(runs)):                  # fp32 last: it is slow where time is short
-                run.finish()
-                if run.compiled or run.pace > setting.left: continue             # it would be compiled again
-                with suppress(Exception): run.count_activations()                # nan if hooks break the model
+        runs = [Run(setting, batches, p, name_of(p) + ' compiled' * compiled, compiled)
+                for p in precisions for compiled in forms]
+        for run in runs:
+            with run.failures_noted(): run.copy(copies)
+        n, kinds = _train_in_rounds(setting, runs)
+        tuned = tune(runs, kinds, copies, n)
+        for run in reversed(running(runs)):                      # fp32 last: it is slow where time is short
+            run.finish()
+            if run.compiled or run.dropped or run.pace > setting.left: continue      # it would be compiled again
+            with suppress(Exception): run.count_activations()                # nan if hooks break the model
+        copies.close()
         seeds = list[Run]()
         while len(seeds) < setting.n_seeds and setting.left > n * runs[0].pace:
-            tick('fp32')
+            setting.tick('fp32')
             seeds.append(_train_with_seed(setting, batches, 1 + len(seeds), n))
-    return _result(setting, runs, seeds, n, batches.loading, tuned)
+    return _result(setting, runs, seeds, n, tuned)
 
 
 # -- the trainings
 
-def _train_in_rounds(setting, runs, tick): # Returns how many steps are compared
+def _train_in_rounds(setting, runs): # Returns how many steps are compared, and the kinds of modules to try in fp32
     """Train all precisions for a few steps, round by round, until all is decided or only the time for others is left.
 
     Others are fp32 with other seeds, and kinds of modules in fp32. The first two rounds have one step each: a warm-up,
     and one that shows how long a step takes. From that follows how many steps fit into the time.
     """
-    base, n, size = runs[0], setting.n_steps, 1
+    base, n, size, kinds = runs[0], setting.n_steps, 1, list[Any]()
     while due := _due(runs, n):
         done = len(base.losses)
-        train_round(due, range(done, done + size), tick)
-        n_rounds = len(base.times)
-        pace = sum(r.pace for r in running(runs))
-        if n_rounds == 1 and setting.tune: setting.kinds = kinds_to_try(runs, pace)
-        others = setting.n_seeds * base.pace + _KINDS * pace * bool(setting.kinds)
+        train_round(due, range(done, done + size))
+        _drop_slow(runs)
+        n_rounds, pace = len(base.times), sum(r.pace for r in _in_rounds(runs))
+        if n_rounds == 1 and setting.tune: kinds = kinds_to_try(runs, pace)
+        others = setting.n_seeds * base.pace + _KINDS * pace * bool(kinds)
         if n_rounds == 1:
             fitting = int(.9 * setting.left / (pace + others))
             n = min(setting.n_steps, max(FEWEST_ROUNDS + 1, fitting))
             size = max(1, (n - 2) // ROUNDS)
         afterwards = pace + others * n                           # one step shows the memory
         if setting.left < size * pace + afterwards * (n_rounds >= FEWEST_ROUNDS): break
-    return min(n, *(len(r.losses) for r in running(runs)))
+    return min(n, *(len(r.losses) for r in _in_rounds(runs))), kinds
+
+
+def _in_rounds(runs): return [r for r in running(runs) if not r.dropped]
 
 
 def _due(runs, n):
     "Return the runs that need another round, fp32 always included."
-    base, *low = running(runs)
+    base, *low = _in_rounds(runs)
     if len(base.losses) < n: return [base, *low]
-    undecided = [r for r in low if pays(*speed_up(r.ratios(base))[1:]) is None]
+    undecided = [r for r in low if pays(*r.speed_up(base)[1:]) is None]
     return [base, *undecided] if undecided and not several_processes() else []
+
+
+def _drop_slow(runs):
+    "Drop what is clearly slower than fp32 from further rounds, except the fastest, so that the others have the time."
+    base, *low = _in_rounds(runs)
+    for run in sorted(low, key=lambda r: r.speed_up(base))[:-1]:
+        mid, _, high = run.speed_up(base)
+        run.dropped = mid < _HOPELESS or high < 1
 
 
 def _train_with_seed(setting, batches, seed, n):
     "Train in fp32 with another seed and another order of the batches, except for the last ones."
     set_seed(seed)
-    run, n_first = Run(setting, batches, FP32), n - last_fifth(n)
+    run, n_first = Run(setting, batches, FP32, ''), n - last_fifth(n)
     with ExitStack() as copies:
         run.copy(copies)
-        run.train([*random.Random(seed).sample(range(n_first), n_first), *range(n_first, n)])
+        run.train([*random.sample(range(n_first), n_first), *range(n_first, n)])
     return run
 
 
 # -- the result
 
-def _result(setting, runs, seeds, n, loading, tuned): # `n`: steps that are compared; `loading`: seconds for a batch
-    precisions, compiled = {r.name: r.precision for r in runs}, [r.name for r in runs if r.compiled]
-    table = pd.DataFrame([_row(r, runs[0], n) for r in runs], index=[*precisions])
+def _result(setting, runs, seeds, n, tuned): # `n`: steps that are compared
+    learn = setting.learn
+    table = pd.DataFrame([_row(r, runs[0], n) for r in runs], index=[r.name for r in runs])
     table['weights moved'] /= table['weights moved']['fp32']
     losses = {r.name: r.losses[:n] for r in runs}
     tolerated = tolerance(losses['fp32'], [r.loss(n) for r in seeds], last_fifth(n))
     recommended, reason = recommend(table, tolerated, setting.max_seconds - min(0, setting.left))
-    calls = {name: call(setting.learn, precision) + '; learn.model.compile()' * (name in compiled)
-             for name, precision in precisions.items()}
-    notes = _notes(setting, runs, table['ms per step'] / 1000, recommended, loading)
-    if tuned: notes.append(tuned)
-    notes += [f'`max_seconds={setting.max_seconds:g}` was enough for {n:,} of {setting.n_steps:,} steps, and '
-              f'for fp32 with {len(seeds)} of {setting.n_seeds} other seeds. Loss: mean of the last '
-              'fifth of the steps.',
-              *left_out(setting.learn)]
+    calls = {r.name: call(learn, r.precision) + COMPILE * r.compiled for r in runs}
+    notes = [tuned, f'`max_seconds={setting.max_seconds:g}` was enough for {n:,} of {setting.n_steps:,} steps, and '
+                    f'for fp32 with {len(seeds)} of {setting.n_seeds} other seeds. Loss: mean of the last '
+                    'fifth of the steps.', *left_out(learn)]
+    if is_compiled(learn.model):
+        notes.append('The compiled model was compared uncompiled; `compare_precision(compile=True)` compares both.')
     if settings := settings_note(): notes.append(f'{settings}. fp32 was measured with this setting.')
-    return PrecisionComparison(table, losses, [r.losses for r in seeds], recommended, reason, calls, notes, precisions,
-                               compiled)
+    return PrecisionComparison(table, losses, [r.losses for r in seeds], recommended, reason, calls,
+                               [*filter(None, notes)], {r.name: r.precision for r in runs})
 
 
 def _row(run, base, n):
-    ratios = run.ratios(base)
-    mid, low, high = speed_up(ratios)
+    n_steps, (mid, low, high) = len(run.losses), run.speed_up(base)
     support = 'failed' if run.note else run.precision.support(run.setting.device).status
-    return {'support': support, 'steps': len(run.losses), 'rounds': len(ratios),
+    dropped = f'slower than fp32, so it was dropped after {n_steps} steps.' if run.dropped else ''
+    return {'support': support, 'steps': n_steps, 'rounds': len(run.times),
             'ms per step': 1000 * base.pace / mid, 'speed-up': mid, 'speed-up low': low, 'speed-up high': high,
-            'loss': run.loss(n), 'loss difference': run.loss(n) - base.loss(n), **run.measured, 'note': run.note}
-
-
-def _notes(setting, runs, seconds, recommended, loading): # `seconds`: of a step, by precision
-    found, step, low = [], seconds['fp32'], seconds[recommended]
-    if recommended != 'fp32' and loading > _CONSIDERABLE * step:
-        dl = setting.learn.dls.train                             # its workers draw batches while the model trains
-        together = max if getattr(dl, 'fake_l', dl).num_workers else float.__add__
-        gain = together(loading, step) / together(loading, low)
-        found.append(f'Loading a batch takes {1000 * loading:.3g} ms, and a step in fp32 {1000 * step:.3g} '
-                     f'ms, so a whole fit in {recommended} is about {gain:.2f}x faster, not {step / low:.2f}x.')
-    kept = {r.name: r.measured['activations MB'] for r in runs}  # for the backward pass
-    plain = recommended.partition(',')[0]                        # without kinds of modules in fp32
-    if kept[recommended] > _MORE * kept[plain]:
-        found.append(f'{recommended} keeps {kept[recommended]:.3g} MB of activations, {plain} {kept[plain]:.3g} MB.')
-    if is_compiled(setting.learn.model):
-        found.append('The compiled model was compared uncompiled; `compare_precision(compile=True)` compares both.')
-    if (faults := max(r.faults for r in runs)) > _MANY_FAULTS:
-        found.append(f'A step has up to {faults:,.0f} page faults from freshly allocated memory. Call '
-                     '`keep_freed_memory()` to avoid them, and compare again.')
-    return found
+            'loss': run.loss(n), 'loss difference': run.loss(n) - base.loss(n), **run.measured,
+            'note': run.note or dropped}

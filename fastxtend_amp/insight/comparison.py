@@ -17,6 +17,7 @@ _SPEED = ['speed-up', 'speed-up low', 'speed-up high']
 _WORTH = 1.05           # smallest speed-up that is recommended
 FEWEST_ROUNDS = 6      # for an interval
 _WIDTH = 2.2            # of the interval; 1.57 for a single look
+COMPILE = '; learn.model.compile()'    # the end of a call that also compiles
 _MOVES = .1             # of the distance in fp32: a precision whose weights move less does not train
 # One-sided 95% prediction interval for one more training, by the number n of trainings: t * sqrt(1 + 1 / n).
 _INTERVAL = {2: 7.7, 3: 3.4}     # 2.6 for four or more
@@ -32,13 +33,13 @@ class PrecisionComparison(Shown):
     | `steps`, `rounds` | number of training steps, and of the rounds in which they were timed alongside fp32 |
     | `ms per step` | median time in fp32; for other precisions, that time divided by the speed-up |
     | `speed-up`, `speed-up low`, `speed-up high` | speed relative to fp32: median of the rounds, 95% interval |
-    | `loss`, `loss difference` | mean of the last steps, and its difference from fp32; nan if the precision failed |
+    | `loss`, `loss difference` | mean of the last steps, and its difference from fp32; nan if it ended early |
     | `skipped`, `final scale` | number of skipped steps, and the loss scale at the end; nan in fp32 |
     | `activations MB` | what autograd keeps for the backward pass: inputs, activations, casts of weights |
     | `peak MB` | the most that a step allocates on an accelerator; nan on a CPU |
     | `weights moved` | mean distance per step from the initial weights, relative to fp32 |
     | `compile s` | seconds of the first step of a compiled model, which compiles it; nan for others |
-    | `note` | why a precision did not run |
+    | `note` | why a precision did not run, or was dropped from the rounds |
     """
     table: pd.DataFrame # One row per precision
     losses: dict[str, list[float]] # The loss of each step, by precision
@@ -48,7 +49,6 @@ class PrecisionComparison(Shown):
     calls: dict[str, str] # The call that selects each precision
     notes: list[str] # How the comparison was made, and what limits it
     precisions: dict[str, Precision] # What `apply` sets, by row of the table
-    compiled: list[str] # The rows whose model was compiled
 
     def apply(self,
         learn: Learner, # The learner that was compared, or one like it
@@ -56,20 +56,18 @@ class PrecisionComparison(Shown):
     ) -> Learner: # The learner
         "Switch the learner to the recommended precision. `fp32_modules` and its other arguments are kept."
         mode = mode or self.recommended
-        if mode not in self.precisions:
-            raise ValueError(f"mode={mode!r} cannot be used: it was not compared. Choose one of "
-                             f"{', '.join(map(repr, self.precisions))}.")
         switch(learn, self.precisions[mode])
-        if mode in self.compiled: learn.model.compile()
+        if self.calls[mode].endswith(COMPILE): learn.model.compile()
         return learn
 
     def _parts(self):
-        lines = [f'Recommended: {self.recommended}. {self.reason}',
-                 *(f'{name}: {note}' for name, note in self.table['note'].items() if note), *self.notes]
+        yield f'Recommended: {self.recommended}. {self.reason}\nNext: `{self.calls[self.recommended]}`'
         table = self.table.drop(columns=['rounds', 'speed-up low', 'speed-up high', 'weights moved', 'note'])
-        table['speed-up'] = self.table.apply(_speed, axis=1)
-        return [f'{lines[0]}\nNext: `{self.calls[self.recommended]}`', table.dropna(axis=1, how='all'),
-                '\n'.join(lines[1:])]
+        table['speed-up'] = self._speeds()
+        yield table.dropna(axis=1, how='all')
+        yield '\n'.join([*(f'{name}: {note}' for name, note in self.table['note'].items() if note), *self.notes])
+
+    def _speeds(self): return [shown_speed(*row) for row in self.table[_SPEED].values]
 
     def plot(self): # The two matplotlib axes
         "Plot the loss curves, fp32 trained with other seeds among them, and the speed of each precision."
@@ -77,25 +75,19 @@ class PrecisionComparison(Shown):
         n = len(self.table)
         _, (curves, bars) = plt.subplots(2, figsize=(6, 3.4 + .3 * n), height_ratios=[7, n], layout='constrained')
         colors = [precision.color for precision in self.precisions.values()]
-        seeds = _smooth({f"{'_' * n}fp32, other seeds": losses for n, losses in enumerate(self.seed_losses)})
-        if len(seeds.columns): seeds.plot(ax=curves, color='#b4bdcc', lw=1)   # '_' hides all but one from the legend
-        _smooth(self.losses).plot(ax=curves, style=['-', '--', ':', '-.'], color=colors, xlabel='step', ylabel='loss',
-                                  title='Training loss (smoothed)')
-        curves.lines[len(self.seed_losses)].set(lw=5, alpha=.4)  # of fp32: the others lie on it
-        curves.xaxis.get_major_locator().set_params(integer=True)
+        # '_' hides all but one from the legend.
+        seeds = {'_' * i + 'fp32, other seeds': losses for i, losses in enumerate(self.seed_losses)}
+        values = pd.DataFrame.from_dict(seeds | self.losses, 'index', dtype=float).T
+        smooth = values.ewm(alpha=.2).mean().where(np.isfinite(values))      # nan where a loss is not finite
+        smooth.plot(ax=curves, color=['#b4bdcc'] * len(seeds) + colors, xlabel='step', ylabel='loss',
+                    style=['-'] * len(seeds) + ['-', '--', ':', '-.'] * n, title='Training loss (smoothed)')
         curves.legend()
-        speeds = self.table.apply(_speed, axis=1)
         self.table['speed-up'].plot.barh(ax=bars, color=colors, xlabel='steps per second, fp32 = 1', ylabel='',
-                                         title=f'Recommended: {self.recommended}, speed-up {speeds[self.recommended]}')
-        bars.bar_label(bars.containers[0], speeds, padding=6)
+                                         title=f'Recommended: {self.recommended}')
+        bars.bar_label(bars.containers[0], self._speeds(), padding=6)
         bars.margins(x=.45)
         bars.invert_yaxis()
         return curves, bars
-
-
-def _smooth(losses): # nan where a loss is not finite
-    values = pd.DataFrame.from_dict(losses, 'index', dtype=float).T
-    return values.ewm(alpha=.2).mean().where(np.isfinite(values))
 
 
 # -- the recommendation
@@ -156,43 +148,39 @@ def recommend(
     if not math.isfinite(table['loss']['fp32']):
         return 'fp32', 'The fp32 loss is not finite: check the data, the loss function and the learning rate.'
     if len(table) > 1 and math.isnan(table['weights moved']['fp32']):
-        return 'fp32', ('The weights did not move in fp32: use a larger `n_steps`, or check the learning rate and '
-                        'whether `splitter` returns parameters of the model that it is called with.')
+        return 'fp32', ('The weights did not move in fp32: use a larger `n_steps`, or check the learning rate, '
+                        'whether batches have targets, and whether `splitter` returns parameters of the model.')
     against = {name: _against(row, tolerated, seconds) for name, row in table.drop('fp32').iterrows()}
     bad = ' '.join(f'{name}{found}.' for name, found in against.items() if found)
     speed = table['speed-up'][[name for name, found in against.items() if not found]]
     if speed.empty: return 'fp32', bad or 'Nothing else was compared.'
     unscaled = speed[speed.index.str.fullmatch('bf16(, .*)?')]   # with kinds of modules in fp32
     best = (unscaled if unscaled.max() * 1.05 >= speed.max() else speed).idxmax()
-    return best, f'Speed-up {_speed(table.loc[best])}; its loss is within {tolerated[1]}. {bad}'.rstrip()
+    return best, f'Speed-up {shown_speed(*table.loc[best, _SPEED])}; its loss is within {tolerated[1]}. {bad}'.rstrip()
 
 
 def _against(row, tolerated, seconds):
     "Return what speaks against a precision, to follow its name; '' if nothing does."
     if row['support'] == 'failed': return ': does not run'
-    found = []
-    if not math.isfinite(row['loss']): found.append('its loss is not finite')
-    elif row['skipped'] > row['steps'] / 2:                      # a skipped step is faster, and keeps the loss
-        found.append(f"it skipped {row['skipped']:,.0f} of {row['steps']:,} steps, so its loss and speed mean little: "
-                     'use a larger `n_steps`, or call `learn.precision_report()`')
-    elif row['weights moved'] < _MOVES:
-        found.append(f"its weights moved only {row['weights moved']:.0%} of the distance in fp32: its gradients vanish")
-    elif row['loss difference'] > tolerated[0]:
-        found.append(f"its loss is {row['loss difference']:.2g} above that of fp32; the limit is "
-                     '{:.2g}, {}'.format(*tolerated))
+    n, rounds, skipped, moved, more = row[['steps', 'rounds', 'skipped', 'weights moved', 'loss difference']]
     speed, low, high = row[_SPEED]
-    if row['rounds'] < FEWEST_ROUNDS: more = (FEWEST_ROUNDS + 2) / (row['rounds'] + 1)
-    else: more = min(10, ((high - speed) / max(abs(speed - _WORTH), 1e-9)) ** 2)
-    if (paid := pays(low, high)) is None and not found:
-        minutes = math.ceil(more * seconds / 60)
-        looks = f'{speed:.2f}x faster' if speed > 1 else f'slower ({speed:.2f}x)'
-        return (f' looks {looks}, but this is not certain ({low:.2f} to {high:.2f}). Measure for {minutes} '
-                f"minute{'s' * (minutes > 1)} to decide").replace('nan', '-')
-    if paid is False: found.append(f'speed-up {_speed(row)}, below {_WORTH}')
-    return found and f": {', '.join(found)}"
-
-
-def _speed(row): return '1 (reference)' if row.name == 'fp32' else shown_speed(*row[_SPEED])
+    slow = f': speed-up {shown_speed(speed, low, high)}, below {_WORTH}'
+    if row['note']: return slow                                  # it was dropped
+    if not math.isfinite(row['loss']): return ': its loss is not finite'
+    if skipped > n / 2:                                          # a skipped step is faster, and keeps the loss
+        return (f': it skipped {skipped:,.0f} of {n:,} steps, so its loss and speed mean little: use a larger '
+                '`n_steps`, or call `learn.precision_report()`')
+    if moved < _MOVES:
+        return f': its weights moved only {moved:.0%} of the distance in fp32: its gradients vanish'
+    if more > tolerated[0]:
+        return ': its loss is {:.2g} above that of fp32; the limit is {:.2g}, {}'.format(more, *tolerated)
+    if (paid := pays(low, high)) is not None: return '' if paid else slow
+    factor = min(10, ((high - speed) / max(abs(speed - _WORTH), 1e-9)) ** 2)
+    if rounds < FEWEST_ROUNDS: factor = (FEWEST_ROUNDS + 2) / (rounds + 1)
+    minutes = math.ceil(factor * seconds / 60)
+    looks = f'{speed:.2f}x faster' if speed > 1 else f'slower ({speed:.2f}x)'
+    return (f' looks {looks}, but this is not certain ({low:.2f} to {high:.2f}). Measure for {minutes} '
+            f"minute{'s' * (minutes > 1)} to decide").replace('nan', '-')
 
 
 def shown_speed(speed: float, low: float, high: float) -> str: # '1.16 (1.02 to 1.31)'; '-' for what is not known

@@ -119,9 +119,6 @@ def copied_learner(
         warnings.simplefilter('ignore')                          # for example, that a precision is emulated
         new = _copy(learn, optimizer)
         new.path, new.model_dir = Path(folder), 'models'
-        if any(not p.is_leaf for p in new.model.parameters()):   # TorchScript's
-            raise ValueError("This learner cannot be copied, and only copies are run: the parameters of the copy are "
-                             'not leaves.\nUse the model as it was before `torch.jit.script`.')
         grads = [(p, p.grad) for p in learn.model.parameters()]  # a loss function may have them in a closure
         try:
             learn.model.zero_grad()
@@ -161,16 +158,15 @@ def loader_like(
 def _copy(learn, optimizer):
     new = object.__new__(type(learn))
     cbs = [cb for cb in learn.cbs if takes_part(cb)]
-    held = [o for holder in (learn, *cbs) for o in vars(holder).values()]   # a callback may hold a teacher
-    all_dls = [o.dls for o in (learn, *held) if isinstance(o, Learner)]
-    loaders = [dl for dls in all_dls for dl in getattr(dls, 'loaders', ())]
-    loaders += [o for o in held if isinstance(o, (DataLoader, torch.utils.data.DataLoader))]
-    shared = [*all_dls, *loaders, *(getattr(dl, 'dataset', None) for dl in loaders), learn.logger, learn.lock]
+    learners = [learn, *(o for cb in cbs for o in vars(cb).values() if isinstance(o, Learner))]   # such as a teacher
+    loaders = [dl for o in learners for dl in getattr(o.dls, 'loaders', ())]
+    shared = [*(o.dls for o in learners), *loaders, *(getattr(dl, 'dataset', None) for dl in loaders), learn.lock]
     memo = {id(o): o for o in shared} | {id(learn): new}
-    left = ('model', 'cbs', 'scaler') if optimizer else ('model', 'cbs', 'scaler', 'opt')
-    own = [(name, part) for name, part in vars(learn).items() if name not in left and not isinstance(part, Callback)]
-    new.opt, new.cbs = None, L()
-    for name, part in [('model', unwrapped(learn.model)), *own, *((cb.name, cb) for cb in cbs)]:
+    own = vars(learn) | {'model': unwrapped(learn.model), 'opt': learn.opt if optimizer else None}
+    parts = [(name, part) for name, part in own.items()
+             if name not in ('cbs', 'scaler') and not isinstance(part, Callback)]
+    new.cbs = L()
+    for name, part in parts + [(cb.name, cb) for cb in cbs]:
         try:
             with _Detached(): copied = copy.deepcopy(part, memo)
         except Exception as e:
@@ -211,12 +207,11 @@ RandomState = list[tuple[Callable, Any]]
 
 def generators() -> list[tuple[Callable, Callable]]: # Pairs: the functions that set and get a generator's state
     "Return functions for the state of each global generator of PyTorch; getting one does not synchronize."
-    cpu, module = torch.default_generator, torch.get_device_module()   # the accelerator's, if there is one
-    found: list = [(cpu.set_state, cpu.get_state)]
-    if not getattr(module, 'is_initialized', lambda: True)(): return found     # asking does not start it
-    which = 'rng_state_all' if hasattr(module, 'get_rng_state_all') else 'rng_state'
-    if get := getattr(module, f'get_{which}', None): found.append((getattr(module, f'set_{which}'), get))
-    return found
+    module = torch.get_device_module()                           # the accelerator's, if there is one
+    is_on = getattr(module, 'is_initialized', lambda: True)()    # asking does not start it
+    names = ('rng_state_all', 'rng_state') if is_on else ()
+    found = [(getattr(module, f'set_{name}'), get) for name in names if (get := getattr(module, f'get_{name}', None))]
+    return [(torch.set_rng_state, torch.get_rng_state), *found[:1]]
 
 
 def random_state() -> RandomState: # Pairs: the function that sets a generator, and its state

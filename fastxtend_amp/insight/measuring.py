@@ -15,13 +15,14 @@ from fastai.torch_core import to_device
 from fastcore.basics import noop
 
 from ..common import HALF, map_tensors, training_device
-from ..devices.cost import allocated, page_faults, wait_for
+from ..devices.cost import allocated, wait_for
 from ..devices.facts import first_line
 from ..precisions import Precision
 from ..precisions.matching import unwrapped
 from ..training.loop import precision_callback
 from .arguments import check_above_0
-from .candidates import FP32, name_of, switch
+from .candidates import FP32, switch
+from .comparison import speed_up
 from .copies import (RandomState, begin_fit, check_learner, copied_learner, loader_like, no_batches, random_state,
                      set_random_state)
 from .tensors import is_plain, tensors
@@ -43,7 +44,7 @@ class Setting:
     lr: float | slice | None = None # The learner's own if None
     compile: bool = False # Whether each precision is also compared compiled
     tune: bool = False # Whether kinds of modules are tried in fp32
-    kinds: list[Any] = field(default_factory=list) # Those to try
+    tick: Callable[[str], None] = noop # Called with what is running
 
     def __post_init__(self):
         check_above_0('max_seconds', self.max_seconds, '60')
@@ -60,23 +61,16 @@ class Setting:
         return self.end - time.monotonic()
 
 
-class Batches:
-    "One training batch per step, as many as fit into a quarter of the time and into 512 MB; further steps reuse them."
-    def __init__(self, setting: Setting, tick: Callable[[str], None]):
-        dl, seconds = loader_like(setting.learn.dls.train), setting.max_seconds / 4
-        self.kept, size, clock = list[Any](), 0, [time.perf_counter()]
-        for b in (b for _ in range(setting.n_steps) for b in dl):        # from the first again when an epoch is over
-            self.kept.append(to_device(b, setting.device))
-            tick('batches')
-            clock.append(time.perf_counter())
-            size += sum(t.nbytes for t in tensors(b))
-            if len(self.kept) == setting.n_steps or size > LIMIT or clock[-1] - clock[0] > seconds: break
-        if not self.kept: raise no_batches(setting.method)
-        # The mean time of a batch without the first one, which starts the workers, unless it is the only one.
-        self.loading = np.diff(clock[1:] if len(clock) > 2 else clock).mean()
-
-    def __getitem__(self, step): # A copy, as CutMix writes into it
-        return map_tensors(torch.clone, self.kept[step % len(self.kept)])
+def training_batches(setting: Setting) -> list[Any]:
+    "Return a batch for each step, as many as fit into a quarter of the time and into 512 MB."
+    dl, found, size = loader_like(setting.learn.dls.train), list[Any](), 0
+    for b in (b for _ in range(setting.n_steps) for b in dl):    # from the first again when an epoch is over
+        found.append(to_device(b, setting.device))
+        setting.tick('batches')
+        size += sum(t.nbytes for t in tensors(b))
+        if len(found) == setting.n_steps or size > LIMIT or setting.left < .75 * setting.max_seconds: break
+    if not found: raise no_batches(setting.method)
+    return found
 
 
 def last_fifth(n: int) -> int:
@@ -88,41 +82,39 @@ def last_fifth(n: int) -> int:
 class Run:
     "One training: its precision, the copy that trains in it, and the measurements."
     setting: Setting
-    batches: Batches
+    batches: list[Any] # Steps beyond their number reuse them
     precision: Precision
+    name: str # In the table
     compiled: bool = False # Whether the copy is compiled, by `Module.compile`
-    name: str = '' # In the table
     note: str = '' # Why it does not run; '' if it does
     learn: Any = None # The copy, while it trains
+    dropped: bool = False # Whether it has left the rounds, as it is slower than fp32
     random_state: RandomState = field(default_factory=random_state) # Of the copy, between its rounds
     losses: list[float] = field(default_factory=list) # Of each step
     times: dict[int, float] = field(default_factory=dict) # Seconds per step, by round
-    faults: float = 0. # Page faults per step in the last round
     measured: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_MEASURED, math.nan))
-
-    def __post_init__(self):
-        self.name = self.name or name_of(self.precision) + ' compiled' * self.compiled
 
     @property
     def pace(self) -> float: # nan before the second round
         "The median of the seconds per step."
         return np.median([*self.times.values()] or [math.nan])
 
-    def ratios(self, base: Run) -> list[float]:
-        "Return the time of `base` divided by that of this run, for each round of both."
-        return [base.times[n] / t for n, t in self.times.items() if n in base.times]
+    def speed_up(self, base: Run) -> tuple[float, float, float]:
+        "Return the median of the time of `base` divided by that of this run, in the rounds of both, and its interval."
+        return speed_up([base.times[n] / t for n, t in self.times.items() if n in base.times])
 
-    def loss(self, n: int) -> float: # nan if it failed
+    def loss(self, n: int) -> float: # nan if it failed, or has trained for fewer steps
         "Return the mean loss of the last fifth of the first `n` steps."
-        return math.nan if self.note else float(np.mean(self.losses[:n][-last_fifth(n):]))
+        is_known = not self.note and len(self.losses) >= n
+        return float(np.mean(self.losses[n - last_fifth(n):n])) if is_known else math.nan
 
     @contextmanager
-    def failures_noted(self, where: str = '') -> Iterator[None]:
+    def failures_noted(self) -> Iterator[None]:
         "Note the error of a low precision, which is a result; raise an error in fp32, and when memory runs out."
         try: yield
         except Exception as e:
             if (self.precision == FP32 and not self.compiled) or isinstance(e, torch.OutOfMemoryError): raise
-            self.note = f'{type(e).__name__}: {first_line(e)}{where}'
+            self.note = f'{type(e).__name__}: {first_line(e)}'
 
     def copy(self, copies: ExitStack) -> None:
         "Make a copy of the learner in its precision, in the state that all copies start from."
@@ -145,27 +137,20 @@ class Run:
     def _train_and_time(self, steps, n_round):
         device = self.setting.device
         wait_for(device)
-        before, faults = allocated(device), page_faults(device)
-        start = time.perf_counter()
-        losses = [self._step(i, self.batches[step]) for i, step in enumerate(steps, len(self.losses))]
+        before, start = allocated(device), time.perf_counter()
+        losses = [self._step(i, step) for i, step in enumerate(steps, len(self.losses))]
         wait_for(device)
         seconds = (time.perf_counter() - start) / len(losses)
         if n_round is not None: self.times[n_round] = seconds
         if self.compiled and not self.losses:
             self.measured['compile s'] = seconds
             self.setting.end += seconds                    # which does not count
-        self.faults = (page_faults(device) - faults) / len(losses)
         self.measured['peak MB'] = (allocated(device, peak=True) - before) / 1e6
         self.losses += map(float, losses)
 
-    def _step(self, i, batch):
-        before = self.learn.loss
-        self.learn.one_batch(i, batch)
-        if self.learn.loss is before:
-            raise ValueError('There is no loss to compare: the training batches have no targets, so fastai computes '
-                             'no loss and takes no step.\nIf `learn.dls.n_inp` counts the targets as inputs, lower '
-                             'it. If the model returns the loss, add a callback that sets `self.learn.yb = self.xb` '
-                             "in `before_batch`, and a `loss_func` that reads the loss from the model's output.")
+    def _step(self, i, step):
+        batch = self.batches[step % len(self.batches)]
+        self.learn.one_batch(i, map_tensors(torch.clone, batch))         # CutMix writes into it
         return self.learn.loss.detach()
 
     def finish(self) -> None:
@@ -185,7 +170,7 @@ class Run:
             return t.detach()                                    # keeping `t` itself would leak its graph
         self.learn._do_grad_opt = noop
         with torch.autograd.graph.saved_tensors_hooks(note, noop):
-            self.learn._with_events(partial(self._step, len(self.losses), self.batches[0]), 'train', ())
+            self.learn._with_events(partial(self._step, len(self.losses), 0), 'train', ())
         self.measured['activations MB'] = sum(kept.values()) / 1e6
 
 
@@ -196,24 +181,13 @@ def running(runs: list[Run]) -> list[Run]:
     return [r for r in runs if not r.note]
 
 
-def validate(runs: list[Run]) -> None:
-    "Validate in each precision: one that trains may fail there. If fp32 fails there as well, it says nothing."
-    base, *low = runs
-    batch = base.batches[0]
-    try: base.learn.validate(dl=[batch])
-    except Exception: return
-    for run in low:
-        with run.failures_noted(' (in validation)'): run.learn.validate(dl=[batch])
-
-
 def train_round(
     runs: list[Run], # fp32 first
     steps: range,
-    tick: Callable[[str], None],
 ) -> None:
     "Train on the same batches in each precision, back and forth, so that none always follows the same one."
     base, *_ = runs
     n_round = len(base.losses) or None                           # the first is a warm-up
     for run in runs[::-1] if len(base.times) % 2 else runs:
-        tick(run.name)
+        run.setting.tick(run.name)
         with run.failures_noted(): run.train(steps, n_round)

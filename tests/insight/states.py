@@ -1,6 +1,6 @@
 "Learners with state in every place, a snapshot of that state, and modules that several tests need."
 
-import random
+import math, random, time
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from fastai.text.models.awdlstm import AWD_LSTM
 from fastai.text.models.core import LinearDecoder, SequentialRNN
 from torch import nn
 
+from fastxtend_amp.insight.candidates import name_of, own_precision
 from helpers import OPTIMIZERS, At, Data, autocast_state, dataset, learner
 
 
@@ -21,6 +22,24 @@ class InStep(At):
     "Runs on copies of the learner as well."
 
     run_on_copy = True
+
+
+class Costs(Callback):
+    "Each training step lasts so long on the test's clock, divided by the speed-up of its precision, with noise."
+
+    run_on_copy = True
+    trained, draws = [], random.Random()  # of all copies
+
+    def __init__(self, speeds, step=0.1, noise=0.0):
+        self.speeds, self.step, self.noise = speeds, step, noise
+        self.trained.clear()
+        self.draws.seed(0)
+
+    def before_batch(self):
+        if self.training:
+            self.trained.append(name_of(own_precision(self.learn)))
+            noise = math.exp(self.noise * self.draws.gauss(0, 1))
+            time.sleep(self.step * noise / self.speeds.get(self.trained[-1], 1.0))
 
 
 class Act(nn.Module):
