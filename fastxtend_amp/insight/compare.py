@@ -43,8 +43,8 @@ def compare_precision(self: Learner,
     with fp32. The learner is not modified. All copies are in memory at once.
 
     With `tune=True`, the fastest precision that the device runs natively also competes with one kind of modules after
-    another in fp32: depthwise and grouped convolutions, then classes of modules, the most expensive first. A kind is
-    kept if the interval of its speed-up lies above 1.02. The result is a row such as 'bf16, depthwise in fp32', whose
+    another in fp32, the most expensive first: depthwise and grouped convolutions, and classes of modules except linear
+    layers. A kind is kept if the interval of its speed-up lies above 1.02. The result is a row such as 'bf16, depthwise in fp32', whose
     call is `learn.to_bf16(fp32_modules=is_depthwise)`. Compiled models are not tuned.
 
     Copies include fastai's callbacks that affect a training step (mixup, gradient accumulation, gradient clipping) and
@@ -152,7 +152,7 @@ def _train_with_seed(setting, batches, seed, n):
 
 def _result(setting, runs, seeds, n, tuned): # `n`: steps that are compared
     learn = setting.learn
-    table = pd.DataFrame([_row(r, runs[0], n) for r in runs], index=[r.name for r in runs])
+    table = pd.DataFrame({r.name: _row(r, runs[0], n) for r in runs}).T.infer_objects()
     table['weights moved'] /= table['weights moved']['fp32']
     losses = {r.name: r.losses[:n] for r in runs}
     tolerated = tolerance(losses['fp32'], [r.loss(n) for r in seeds], last_fifth(n))

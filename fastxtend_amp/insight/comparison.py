@@ -63,29 +63,26 @@ class PrecisionComparison(Shown):
     def _parts(self):
         yield f'Recommended: {self.recommended}. {self.reason}\nNext: `{self.calls[self.recommended]}`'
         table = self.table.drop(columns=['rounds', 'speed-up low', 'speed-up high', 'weights moved', 'note'])
-        table['speed-up'] = self._speeds()
+        table['speed-up'] = [shown_speed(*row) for row in self.table[_SPEED].values]
         yield table.dropna(axis=1, how='all')
         yield '\n'.join([*(f'{name}: {note}' for name, note in self.table['note'].items() if note), *self.notes])
-
-    def _speeds(self): return [shown_speed(*row) for row in self.table[_SPEED].values]
 
     def plot(self): # The two matplotlib axes
         "Plot the loss curves, fp32 trained with other seeds among them, and the speed of each precision."
         import matplotlib.pyplot as plt
-        n = len(self.table)
-        _, (curves, bars) = plt.subplots(2, figsize=(6, 3.4 + .3 * n), height_ratios=[7, n], layout='constrained')
+        _, (curves, bars) = plt.subplots(2, figsize=(6, 6), layout='constrained')
         colors = [precision.color for precision in self.precisions.values()]
         # '_' hides all but one from the legend.
         seeds = {'_' * i + 'fp32, other seeds': losses for i, losses in enumerate(self.seed_losses)}
         values = pd.DataFrame.from_dict(seeds | self.losses, 'index', dtype=float).T
         smooth = values.ewm(alpha=.2).mean().where(np.isfinite(values))      # nan where a loss is not finite
         smooth.plot(ax=curves, color=['#b4bdcc'] * len(seeds) + colors, xlabel='step', ylabel='loss',
-                    style=['-'] * len(seeds) + ['-', '--', ':', '-.'] * n, title='Training loss (smoothed)')
+                    style=['-'] * len(seeds) + ['-', '--', ':', '-.'], title='Training loss (smoothed)')
         curves.legend()
         self.table['speed-up'].plot.barh(ax=bars, color=colors, xlabel='steps per second, fp32 = 1', ylabel='',
                                          title=f'Recommended: {self.recommended}')
-        bars.bar_label(bars.containers[0], self._speeds(), padding=6)
-        bars.margins(x=.45)
+        bars.bar_label(bars.containers[0], fmt='{:.2f}', padding=6)
+        bars.margins(x=.15)
         bars.invert_yaxis()
         return curves, bars
 

@@ -11,19 +11,18 @@ from fastcore.foundation import L
 from torch import nn
 
 from ..devices.cost import wait_for
-from ..precisions.kinds import is_depthwise, is_grouped, is_ungrouped, kind_of
+from ..precisions.kinds import is_ungrouped, kind_of
 from .comparison import FEWEST_ROUNDS, pays, shown_speed, speed_up
 from .compat import is_compiled
 from .measuring import ROUNDS, Run, running, train_round
 
 _GAIN = 1.02            # smallest speed-up from a kind in fp32 that is worth an argument
 _SHARE = .005           # of a step: kinds whose forward passes need less are not tried
-# What is slow in 16 bits on many devices comes first, and what 16 bits are for comes last.
-_ORDER: Any = {is_depthwise: 0, is_grouped: 1, is_ungrouped: 3, nn.Linear: 3}
+_FOR_16_BITS = is_ungrouped, nn.Linear   # are not tried
 
 
 def kinds_to_try(runs: list[Run], pace: float) -> list[Any]: # `pace`: seconds of a step in all runs
-    """Return the kinds of modules to try in fp32: depthwise and grouped convolutions, then others by their costs.
+    """Return the kinds of modules to try in fp32, the most expensive first.
 
     None are tried without a native precision, without time, and in compiled models, which call no hooks.
     """
@@ -41,8 +40,7 @@ def kinds_to_try(runs: list[Run], pace: float) -> list[Any]: # `pace`: seconds o
             hooks.enter_context(m.register_forward_pre_hook(partial(note, -1)))
             hooks.enter_context(m.register_forward_hook(partial(note, 1)))
         run.learn.validate(dl=run.batches[:1])
-    kinds = [kind for kind, t in seconds.items() if t > _SHARE * run.pace]
-    return sorted(kinds, key=lambda kind: (_ORDER.get(kind, 2), -seconds[kind]))
+    return [kind for kind, t in seconds.most_common() if t > _SHARE * run.pace and kind not in _FOR_16_BITS]
 
 
 def tune(
@@ -58,20 +56,18 @@ def tune(
     base, low = runs[0], _tunable(runs)
     if not (kinds and low): return ''
     best = plain = max(low, key=lambda r: r.speed_up(base)[0] * 1.05 ** (r.name == 'bf16'))
-    titles, tried, in_fp32 = [k.__name__.removeprefix('is_') for k in kinds], list[str](), list[str]()
+    titles, tried = [k.__name__.removeprefix('is_') for k in kinds], list[str]()
     for kind, title in zip(kinds, titles):
         if _steps_left(base, best, n) < n + 2: break             # a copy and a warm-up besides
         spec = [*L(best.precision.arguments['fp32_modules']), kind]
         precision = best.precision.like(fp32_modules=spec if spec[1:] else kind)
-        name = f"{plain.name}, {' and '.join([*in_fp32, title])} in fp32"
-        run = Run(base.setting, base.batches, precision, name)
+        run = Run(base.setting, base.batches, precision, f'{best.name}, {title} in fp32')
         with ExitStack() as own:
             is_kept, gain = _compete(base, best, run, own, n)
             tried.append(f"{title} {run.note or shown_speed(*gain)}{', kept' * is_kept}")
             if not is_kept: continue
             copies.enter_context(own.pop_all())
         runs.append(run)
-        in_fp32.append(title)
         best = run
     found = f"Kinds of modules tried in fp32, and how much faster {plain.name} is with them: {'; '.join(tried)}."
     more = f" Not tried, as the time was over: {', '.join(titles[len(tried):])}."

@@ -81,17 +81,16 @@ def test_a_precision_that_trains_worse_is_not_chosen_whatever_the_level_of_the_l
     assert decision.recommended == chosen and ('above that of fp32' in decision.reason) == bool(worse), decision
 
 
-@pytest.mark.parametrize('constant, lr', [(100.0, 0.1), (0.0, 1e-5)])
 @pytest.mark.parametrize('factor, chosen', [(0.0, 'fp32'), (1.0, 'bf16')])
-def test_gradients_that_vanish_are_seen_where_the_loss_hides_it(constant, lr, factor, chosen):
+def test_gradients_that_vanish_are_seen_where_the_loss_hides_it(factor, chosen):
     class Vanishes(nn.Linear):
         def forward(self, x):
             low = torch.is_autocast_enabled('cpu') and self.training
             return Times.apply(super().forward(x), factor if low else 1.0)
 
-    x, loss = torch.randn(160, 6), lambda p, y: nn.functional.cross_entropy(p, y) + constant
+    x, loss = torch.randn(160, 6), lambda p, y: nn.functional.cross_entropy(p, y) + 100
     dls = loaders(train=Data(x, (x[:, 0] > 0).long()), bs=16)
-    learn = learner(Vanishes(6, 2), dls, loss, opt_func=SGD, lr=lr, cbs=Costs(dict(bf16=2.0)))
+    learn = learner(Vanishes(6, 2), dls, loss, opt_func=SGD, lr=0.1, cbs=Costs(dict(bf16=2.0)))
     found = learn.compare_precision('bf16')
     assert found.recommended == chosen and ('gradients vanish' in found.reason) == (factor == 0), found
 
