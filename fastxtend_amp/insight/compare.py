@@ -44,8 +44,8 @@ def compare_precision(self: Learner,
 
     With `tune=True`, the fastest precision that the device runs natively also competes with one kind of modules after
     another in fp32, the most expensive first: depthwise and grouped convolutions, and classes of modules except linear
-    layers. A kind is kept if the interval of its speed-up lies above 1.02. The result is a row such as 'bf16, depthwise in fp32', whose
-    call is `learn.to_bf16(fp32_modules=is_depthwise)`. Compiled models are not tuned.
+    layers. A kind is kept if the interval of its speed-up lies above 1.02. The result is a row such as 'bf16, depthwise
+    in fp32', whose call is `learn.to_bf16(fp32_modules=is_depthwise)`. Compiled models are not tuned.
 
     Copies include fastai's callbacks that affect a training step (mixup, gradient accumulation, gradient clipping) and
     your own, and leave out trackers, recorders and savers, which they know by their classes' names. A callback's

@@ -9,7 +9,7 @@ from torch import nn
 from fastxtend_amp import AMPMode
 from fastxtend_amp.insight.candidates import advised, call, candidates, switch, with_advice
 from helpers import Attentive, Data, learner, loaders, set_support
-from states import Act, Costs, Gives, InStep, Times, Unpacks, bits, fills, rich
+from states import Act, Costs, Gives, InStep, Unpacks, bits, fills, rich
 
 
 @pytest.fixture(autouse=True)
@@ -63,36 +63,29 @@ def test_more_time_decides_what_little_did_not(sleeps):
         assert sleeps.now - start < max_seconds + 1
 
 
-@pytest.mark.parametrize('constant', [0.0, -0.35])
-@pytest.mark.parametrize('worse, chosen', [(0.0, 'bf16'), (0.05, 'fp32')])
-def test_a_precision_that_trains_worse_is_not_chosen_whatever_the_level_of_the_loss(constant, worse, chosen):
-    "A linear regression without noise, whose loss falls to a constant; low precision loses 5% of its weights a step."
+SPOILED = {  # in low precision: at an event, what happens; a constant in the loss; what is said of it
+    'nothing': ('after_step', 1.0, 0.0, ''),
+    'nothing, loss below 0': ('after_step', 1.0, -0.35, ''),
+    'weights shrink': ('after_step', 0.95, 0.0, 'above that of fp32'),
+    'weights shrink, loss below 0': ('after_step', 0.95, -0.35, 'above that of fp32'),
+    'gradients vanish, a large loss': ('after_backward', 0.0, 100.0, 'its weights moved only 0%'),
+}
 
-    def shrink(l):
+
+@pytest.mark.parametrize('event, factor, constant, words', SPOILED.values(), ids=SPOILED)
+def test_a_precision_that_trains_worse_is_not_chosen(event, factor, constant, words):
+    "A linear regression without noise, whose loss falls to a constant."
+
+    def spoil(l):
         if l.precision:
-            torch._foreach_mul_([p.data for p in l.model.parameters()], 1 - worse)
+            torch._foreach_mul_([p.data if event == 'after_step' else p.grad for p in l.model.parameters()], factor)
 
     x = torch.randn(160, 6, generator=torch.Generator().manual_seed(0))
     dls = loaders(train=Data(x, x[:, :1] * 2 - x[:, 1:2]), bs=16)
     loss = lambda p, y: nn.functional.mse_loss(p, y) + constant
-    cbs = [Costs(dict(bf16=2.0, fp16=2.0)), InStep('after_step', shrink)]
-    learn = learner(nn.Linear(6, 1), dls, loss, opt_func=SGD, lr=0.1, cbs=cbs)
-    decision = learn.to_amp(measure=True).precision_decision
-    assert decision.recommended == chosen and ('above that of fp32' in decision.reason) == bool(worse), decision
-
-
-@pytest.mark.parametrize('factor, chosen', [(0.0, 'fp32'), (1.0, 'bf16')])
-def test_gradients_that_vanish_are_seen_where_the_loss_hides_it(factor, chosen):
-    class Vanishes(nn.Linear):
-        def forward(self, x):
-            low = torch.is_autocast_enabled('cpu') and self.training
-            return Times.apply(super().forward(x), factor if low else 1.0)
-
-    x, loss = torch.randn(160, 6), lambda p, y: nn.functional.cross_entropy(p, y) + 100
-    dls = loaders(train=Data(x, (x[:, 0] > 0).long()), bs=16)
-    learn = learner(Vanishes(6, 2), dls, loss, opt_func=SGD, lr=0.1, cbs=Costs(dict(bf16=2.0)))
-    found = learn.compare_precision('bf16')
-    assert found.recommended == chosen and ('gradients vanish' in found.reason) == (factor == 0), found
+    cbs = [Costs(dict(bf16=2.0)), InStep(event, spoil, 5)]
+    found = learner(nn.Linear(6, 1), dls, loss, opt_func=SGD, lr=0.1, cbs=cbs).compare_precision('bf16')
+    assert found.recommended == ('fp32' if words else 'bf16') and words in found.reason, found
 
 
 def test_modules_that_must_stay_in_fp32_do_in_a_model_whose_output_a_callback_unpacks():
