@@ -74,7 +74,7 @@ class PrecisionComparison(Shown):
         colors = [precision.color for precision in self.precisions.values()]
         # '_' hides all but one from the legend.
         seeds = {'_' * i + 'fp32, other seeds': losses for i, losses in enumerate(self.seed_losses)}
-        values = pd.DataFrame.from_dict(seeds | self.losses, 'index', dtype=float).T
+        values = pd.DataFrame({name: pd.Series(l, dtype=float) for name, l in (seeds | self.losses).items()})
         smooth = values.ewm(alpha=.2).mean().where(np.isfinite(values))      # nan where a loss is not finite
         smooth.plot(ax=curves, color=['#b4bdcc'] * len(seeds) + colors, xlabel='step', ylabel='loss',
                     style=['-'] * len(seeds) + ['-', '--', ':', '-.'], title='Training loss (smoothed)')

@@ -143,7 +143,10 @@ def test_a_precision_has_the_arguments_of_the_learners_own_that_it_accepts(own, 
 
 
 def test_the_advised_loss_scale_replaces_that_of_the_learner():
-    scaled = learner().to_fp16(scaler=torch.amp.GradScaler('cpu', init_scale=64.0))
+    scaler = torch.amp.GradScaler('cpu', init_scale=64.0, growth_interval=1)
+    scaled, before = learner().to_fp16(scaler=scaler), scaler.state_dict()
+    assert scaled.compare_precision('fp16', n_steps=3).table['final scale']['fp16'] > 64
+    assert scaler.state_dict() == before
     fp16 = candidates(scaled, 'fp16')[-1]
     assert with_advice(fp16, (), 4.0).changed == {'init_scale': 4.0}  # instead of the user's own scaler
     assert with_advice(fp16, ['0']).changed.keys() == {'scaler', 'fp32_modules'}

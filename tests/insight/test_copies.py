@@ -88,6 +88,8 @@ def test_the_copy_trains_as_the_learner_would(opt):
     learn.fit(1, 0.01)
     with copied_learner(learn, optimizer=True) as copy:
         copy.to_fp16(init_scale=256.0)
+        flags = [vars(getattr(o, 'opt', o)).keys() for o in (copy.opt, learn.opt)]
+        assert flags[0] == flags[1]  # such as that of fused optimizers, which skip on the device
         train(copy, 6)
         found, state = params(copy), opt_state(copy.opt)
     learn.fit(1, 0.01)
