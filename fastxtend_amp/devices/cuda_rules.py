@@ -61,6 +61,7 @@ def _registered_kernels() -> Iterator[None]:
         for name in sorted(cuda | registered('AutocastCPU')):
             kernel = _kernel(name) if name in cuda else torch.library.fallthrough_kernel
             library.impl(name.removeprefix('aten::'), kernel, 'AutocastCPU')
+        library.impl('_fft_r2c', _cufft, 'AutocastCPU')
         opened = stack.pop_all()
     with opened: yield
 
@@ -88,13 +89,26 @@ def _kernel(full_name: str) -> Callable[..., Any]:
         if name == BANNED:
             raise RuntimeError(f"CUDA's autocast does not allow {name} (nn.BCELoss): use "
                                'binary_cross_entropy_with_logits (nn.BCEWithLogitsLoss)')
-        is_low = name in LOW or full_name in RNNS
+        is_low, low = name in LOW or full_name in RNNS, torch.get_autocast_dtype('cpu')
         if name in WIDEST:
-            is_low = not any(_may_cast(x) and x.dtype is torch.float32 for x in tree_leaves((args, kwargs)))
-        dtype = torch.get_autocast_dtype('cpu') if is_low else torch.float32
+            dtypes = {x.dtype for x in tree_leaves((args, kwargs)) if _may_cast(x)}
+            is_low = torch.float32 not in dtypes
+            if is_low and dtypes - {low}:                        # PyTorch's own words
+                raise RuntimeError('Unexpected floating ScalarType in at::autocast::prioritize')
+        dtype = low if is_low else torch.float32
         args, kwargs = tree_map(lambda x: x.to(dtype) if _may_cast(x) else x, (args, kwargs))
         with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_CPU): return op(*args, **kwargs)
     return kernel
+
+
+def _cufft(x: torch.Tensor, dim: list[int], *args: Any) -> torch.Tensor:
+    "Run a real FFT, such as that of `torch.stft`, as cuFFT does: in fp16, which CPUs lack, on powers of two only."
+    is_odd = any(x.shape[d] & (x.shape[d] - 1) for d in dim)
+    if x.dtype is torch.bfloat16 or (x.dtype is torch.float16 and is_odd):
+        raise RuntimeError('cuFFT has no bf16, and fp16 only in lengths that are powers of two')
+    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_CPU):
+        if x.dtype is not torch.float16: return torch.ops.aten._fft_r2c(x, dim, *args)
+        return torch.ops.aten._fft_r2c(x.float(), dim, *args).to(torch.complex32)
 
 
 def _may_cast(x: Any) -> bool:

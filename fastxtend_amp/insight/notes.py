@@ -3,11 +3,30 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..common import warn_user
+import torch
+from torch import nn
+
+from ..common import HALF, warn_user
 from ..precisions.fp32_modules import forward_of
 from ..precisions.matching import ROOT
 
 _LOW_WORDS = ('Half', 'BFloat16', 'dtype', 'scalar type', 'primitive')   # in PyTorch's errors where only fp32 runs
+
+
+OTHER_HALF = 'frozen weights have the other 16-bit dtype, which autocast does not convert everywhere'
+
+
+def other_half(
+    model: nn.Module,
+    dtype: torch.dtype, # autocast's
+    error: str,
+) -> str: # "learn.model.get_submodule('base').half()"
+    "Return the call that converts frozen weights, if an operator that promotes met both 16-bit dtypes; '' if not."
+    for name, m in model.named_modules() if 'Unexpected floating ScalarType' in error else ():
+        own = [*m.parameters()]
+        if {p.dtype for p in own} & {*HALF} - {dtype} and not any(p.requires_grad for p in own):
+            return f"learn.model.get_submodule('{name}').{'half' if dtype is torch.float16 else 'bfloat16'}()"
+    return ''
 
 
 class UnusedModules:
@@ -32,8 +51,10 @@ class DtypeNote:
 
     def after_failure(self, error: BaseException) -> None:
         "Add a note to `error`, with Python 3.11 or newer."
-        is_low = self.cb.fit is not None and self.cb.fit.precision.dtype
-        if not is_low or not isinstance(error, (RuntimeError, TypeError)) or not hasattr(error, 'add_note'): return
-        if any(word in str(error) for word in _LOW_WORDS):
+        fit = self.cb.fit
+        dtype = fit and fit.precision.dtype
+        if not dtype or not isinstance(error, (RuntimeError, TypeError)) or not hasattr(error, 'add_note'): return
+        if convert := other_half(fit.model, dtype, str(error)): error.add_note(f'Call `{convert}`: {OTHER_HALF}.')
+        elif any(word in str(error) for word in _LOW_WORDS):
             error.add_note('If the model trains in fp32: `learn.precision_report()` names the module that does not run '
                            'in 16 bits, and prints the call that keeps it in fp32.')

@@ -48,7 +48,6 @@ class Seen:
     grad_sum: float = 0.                                         # of the absolute values of all these gradients
     n_grads: int = 0                                             # that are finite and not 0
     n_zeros: int = 0                                             # that are 0
-    unseen: set[str] = field(default_factory=set)                # what cannot be read or compared in it
 
 
 class Operation:
@@ -56,11 +55,9 @@ class Operation:
     def __init__(self, func, op: Traits, args, kwargs):
         self.func, self.op, self.args, self.kwargs = func, op, args, kwargs
         self.inputs = readable((args, kwargs))
-        self.is_cast = self.op.name == '_to_copy' and kwargs.get('dtype') in HALF
-        self.unreadable = {f'{type(t).__name__} of {t.dtype}' for t in tensors((args, kwargs))
-                           if t.is_floating_point() and not is_plain(t)}
+        self.is_cast = op.name == '_to_copy' and kwargs.get('dtype') in HALF
 
-    def inputs_are_finite(self): return all(map(all_finite, self.inputs))
+    def run(self): return self.func(*self.args, **self.kwargs)
 
     def run_in_fp32(self, twins):
         "Return the result in fp32 on the twins of the inputs, which an operator in place leaves as they are."
@@ -74,15 +71,15 @@ class Operation:
         "Return the constants that become 0, 1, -1, inf or -inf in 16 bits without having been it."
         if self.op.name.rstrip('_') not in _CONSTANTS: return []
         dtype = self.kwargs.get('dtype') or next((t.dtype for t in self.inputs if t.ndim), None)
-        return [c for c in map(_number, self.args) if dtype in HALF and is_number(c)
-                and c != (r := rounded(c, dtype)) and abs(r) in (0, 1, math.inf)]
+        numbers = filter(is_number, map(_number, self.args)) if dtype in HALF else ()
+        return [c for c in numbers if c != (r := rounded(c, dtype)) and abs(r) in (0, 1, math.inf)]
 
     def needs(self, constant, out, value): # `value`: `out`, in fp32 if known
         "Return whether a constant bounds results, or is added to values near 0, and is lost."
         limit = rounded(constant, out.dtype)
-        if not (constant > 0 if not limit else abs(limit) == 1): return False
-        if not self.op.name.startswith('clamp' if limit else ('add', 'clamp')): return False
-        return bool(((value - limit).abs() < max(1.01 * abs(constant - limit), _NEAR_0)).any())
+        operators = ('clamp',) if abs(limit) == 1 else ('add', 'clamp') if limit == 0 < constant else ()
+        is_near = (value - limit).abs() < max(1.01 * abs(constant - limit), _NEAR_0)
+        return self.op.name.startswith(operators) and bool(is_near.any())
 
 
 class Twins:
@@ -93,8 +90,8 @@ class Twins:
 
     def of(self, t):
         "Return the twin of `t`; None if `t` is exact."
-        found = self.memory.get(_address(t))
-        return None if found is None else found[1].as_strided(t.shape, t.stride(), t.storage_offset())
+        _, memory = self.memory.get(_address(t), (t, None))
+        return memory if memory is None else memory.as_strided(t.shape, t.stride(), t.storage_offset())
 
     def wide(self, t):
         "Return the twin of `t`, or an exact `t` in fp32."
@@ -114,9 +111,8 @@ class Twins:
         for t in readable(x): self.memory.pop(_address(t), None)
 
 
-def _address(t):
-    if t.layout is not torch.strided or t.device.type == 'xla': return 0         # it has none
-    return t.untyped_storage().data_ptr()
+def _address(t): # 0 if it has none
+    return t.untyped_storage().data_ptr() if t.layout is torch.strided and t.device.type != 'xla' else 0
 
 
 @dataclass(eq=False)
@@ -131,39 +127,36 @@ class Frame:
         "Run an operator of the module, and record what it shows."
         lost = [(users_line(), call.op.name, c) for c in call.lost_constants() if self.mode]
         for key in lost: self.seen.constants.setdefault(key, False)
-        if call.op.makes_nothing: return call.func(*call.args, **call.kwargs)
+        if call.op.makes_nothing: return call.run()
         wide = self._in_fp32(call)
-        began_finite = call.op.writes and call.inputs_are_finite()       # it overwrites them
-        out = call.func(*call.args, **call.kwargs)
+        is_new = wide is None and all(map(all_finite, call.inputs))      # NaN or inf, if it appears
+        out = call.run()
         self._record_whole_numbers(call, out, wide)
         outs = readable(out)
         for o, w in zip(outs, [*readable(wide), *[None] * len(outs)]):
             self._record(call, o, w)
             for key in lost: self.seen.constants[key] |= call.needs(key[-1], o, o if w is None else w)
             if not has_nan_or_inf(o) or (self.fp32 and self.fp32.failed): continue
-            # It is new where the fp32 result is finite, and more than a mask; without one, if the inputs are finite.
-            if w is not None: is_new = largest_value(w) > 0 and has_nan_or_inf(o[w.isfinite()])
-            else: is_new = began_finite if call.op.writes else call.inputs_are_finite()
-            self.seen.failed |= is_new
+            # With a result in fp32 it is new where that is finite, and more than a mask.
+            self.seen.failed |= is_new if w is None else largest_value(w) > 0 and has_nan_or_inf(o[w.isfinite()])
         return out
 
     def _record_whole_numbers(self, call, out, wide):
         "Record decisions and indices that differ from those in fp32, and whole numbers that fall together in 16 bits."
+        seen = self.seen
         for o, w in zip(tensors(out), tensors(wide)):
             if w.dtype in (torch.bool, torch.int64) and o.shape == w.shape:
-                self.seen.changed = max(float((o != w).float().mean()), self.seen.changed)
-        if call.op.name not in _CASTS or not torch.is_tensor(out) or (self.fp32 and self.fp32.merged): return
-        for t in tensors(call.args): self.seen.merged = self.seen.merged or merged(t, out.dtype)
+                seen.changed = max(float((o != w).float().mean()), seen.changed)
+        if call.op.name not in _CASTS or (self.fp32 and self.fp32.merged): return
+        for t in filter(is_plain, tensors(call.args)): seen.merged = seen.merged or merged(t, out.dtype)
 
     def _in_fp32(self, call):
         "Return the result in fp32; None if nothing has been rounded yet, or if it cannot be compared."
         rounds = call.is_cast or any(t.dtype in HALF or self.twins.of(t) is not None for t in call.inputs)
         if self.mode is None or not rounds or call.op.draws: return None
-        self.seen.unseen |= call.unreadable
-        try: return None if call.unreadable else call.run_in_fp32(self.twins)
-        except Exception:                                        # such as flash attention, which is 16-bit only
-            self.seen.unseen.add(f'{call.func}, which does not run in fp32')
-            return None
+        # Of a subclass of tensors that cannot be read, or of an operator that is 16-bit only, such as flash attention.
+        try: return call.run_in_fp32(self.twins)
+        except Exception: return None
 
     def _record(self, call, out, wide):
         "Record the size of a result, and keep its twin."
@@ -194,13 +187,11 @@ def rounded(number: float, dtype: torch.dtype) -> float:
     return float(torch.tensor(float(number)).to(dtype))
 
 
-def users_line() -> str: # 'models/norm.py:33'
+def users_line() -> str: # 'norm.py:33'
     "Return the line that runs now in the user's code or in a library; '' if PyTorch's modules are all that runs."
     frame: Any = sys._getframe()
-    while (name := frame.f_globals.get('__name__', '')) != 'fastai.learner':
-        if is_users(frame):
-            parts = Path(frame.f_code.co_filename).parts
-            return f"{'/'.join(parts[-1 - name.count('.'):])}:{frame.f_lineno}"
+    while frame.f_globals.get('__name__') != 'fastai.learner':
+        if is_users(frame): return f'{Path(frame.f_code.co_filename).name}:{frame.f_lineno}'
         frame = frame.f_back
     return ''
 
@@ -209,10 +200,10 @@ def users_line() -> str: # 'models/norm.py:33'
 
 def merged(t: torch.Tensor, dtype: torch.dtype) -> tuple[float, float] | None:
     "Return two different whole numbers in `t` that are one in `dtype`; `t` is no picture, but a list or a table."
-    if dtype not in HALF or t.dtype in HALF or t.numel() < 2 or sum(n > 1 for n in t.shape) > 2: return None
+    if dtype not in HALF or t.dtype in HALF or sum(n > 1 for n in t.shape) > 2: return None
     if t.is_floating_point() and not bool(((t == t.round()) & (t.abs() < 2**24)).all()): return None
     t = t.unique().float()
-    same = t[1:].to(dtype) == t[:-1].to(dtype)
+    same = t.to(dtype).diff() == 0
     return (float(t[:-1][same][0]), float(t[1:][same][0])) if same.any() else None
 
 

@@ -37,13 +37,6 @@ class Trace:
     failed_in: str = ''                                          # the module that raised it; '' before a batch
     rounding: list[str] = field(default_factory=list)            # the layers that round further, as in FP8
 
-    def underflow(self, name: str | None = None) -> float: # Of one module, or of all
-        "Return the share of the gradients that are 0 in the lower precision, at its loss scale, and not in fp32."
-        fp32 = self.reference.seen if self.reference else {}
-        names = fp32.keys() & (self.seen if name is None else {name})
-        zeros = sum(self.seen[n].n_zeros - fp32[n].n_zeros for n in names)
-        return max(zeros, 0) / max(sum(fp32[n].n_grads for n in names), 1)
-
 
 class Recorder(TorchDispatchMode):
     "Records a batch in `found`, from its forward pass to its gradients."

@@ -4,7 +4,7 @@ from __future__ import annotations
 import math, re, time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from textwrap import fill
@@ -18,8 +18,7 @@ from fastcore.basics import patch
 from ..common import map_tensors, training_device
 from ..devices.cuda_rules import cuda_rules
 from ..devices.facts import first_line
-from ..devices.fp32_settings import settings_note
-from ..precisions import PRECISIONS, AMPMode, Precision, fastest_native
+from ..precisions import PRECISIONS, AMPMode, fastest_native
 from ..precisions.fp16 import FP16
 from ..training.loop import precision_callback
 from .arguments import check_above_0, check_count
@@ -32,19 +31,17 @@ from .recorder import Trace
 from .shown import Shown
 from .tensors import readable, tensors
 from .trace import trace
-from .verdict import MANY, Judge, Verdict, named, some, wrong_in_fp32
+from .verdict import Judge, Verdict, named, some, wrong_in_fp32
 
 _INIT_SCALE = 65536.   # of a learner without a loss scale
 EMULATED_TIME = 1.     # CPU seconds in fp32; the same work may take a minute in an emulated precision
 _FEWEST = 2            # samples, for batch normalization
-# In errors of PyTorch, where it lacks a CPU's kernel that CUDA may have: no FFT is in bf16.
-_NO_KERNEL = re.compile('not implemented for|(MKL FFT|Unsupported dtype).*Half')
-_FOR_GRADIENTS = .15   # of the time, for each comparison of gradients
+# In errors of PyTorch, where it lacks a CPU's kernel that CUDA may have. No FFT is in bf16.
+_NO_KERNEL = re.compile('not implemented for|Unsupported dtype Half')
 _COLUMNS = ['mode', 'module', 'type', 'format', 'largest', 'headroom', 'error', 'grad', 'underflow', 'flagged']
 _CONSTANTS = ['module', 'line', 'operator', 'constant', 'fp16', 'bf16', 'flagged']
 _LARGE = 1e3           # inputs from which a note says that they are
 _GROWS = 1.5           # from layer to layer
-_LOST = .5             # share of gradients that are 0 from which a note says so
 
 
 @dataclass(repr=False, eq=False)
@@ -77,7 +74,7 @@ class PrecisionReport(Shown):
     """
     table: pd.DataFrame # One row per precision and module
     verdicts: dict[str, Verdict] # By precision
-    notes: list[str] # Constants that are lost in flagged modules, what was looked at, and what was left out
+    notes: list[str] # Causes besides modules, what was looked at, and what was left out
     constants: pd.DataFrame # One row per constant that is lost in 16 bits
 
     @property
@@ -102,8 +99,7 @@ class PrecisionReport(Shown):
             ax.figure.legend(loc='outside lower center')
         ax.set(xscale='log', xlabel='largest absolute value in fp32; red: flagged')
         ax.invert_yaxis()
-        titles = [f'{v.mode}: {v.verdict}' + (f' ({some([*map(named, v.flagged)])})' if v.flagged else '')
-                  for v in self.verdicts.values()]
+        titles = [f"{v.mode}: {v.verdict} {some([*map(named, v.flagged)])}" for v in self.verdicts.values()]
         ax.figure.suptitle('\n'.join(fill(title, 80) for title in titles))
         return ax
 
@@ -137,37 +133,31 @@ def precision_report(self: Learner,
 
     Raises:
 
-    - `ValueError` if `modes` has an unknown precision
-    - `ValueError` if another argument is out of range
-    - `ValueError` if a trainable parameter is 16-bit, sharded (FSDP), NaN or inf, or if all are frozen
+    - `ValueError` if `modes` has another precision than those with autocast, or another argument is out of range
+    - `ValueError` if a parameter is sharded (FSDP), NaN or inf, or if all are frozen
     - `ValueError` if the learner cannot be copied
     - `ValueError` if there is no batch
     - `RuntimeError` if it is called inside a fit
     - any error of the model in fp32
     """
-    names = [repr(name) for name, cls in PRECISIONS.items() if cls.dtype and cls.in_tables]
-    allowed = f"give {', '.join(names)}, or a list of these"
-    try: asked = [AMPMode(c.name) for c, weights in precisions_named(modes) if c is not Precision and not weights]
-    except ValueError as e: raise ValueError(f'{first_line(e)}: {allowed}.') from None
-    if not asked or not all(m.dtype for m in asked):
-        raise ValueError(f'modes={modes!r} cannot be used: {allowed}; they are compared with fp32, and TF32 has the '
-                         'range of fp32.')
+    asked = precisions_named(modes)
+    if not asked or any(weights or not cls.dtype for cls, weights in asked):
+        raise ValueError(f"modes={modes!r} cannot be used: give 'bf16', 'fp16', 'fp8', or a list of these.")
     check_count('n_batches', n_batches, 1)
     check_above_0('max_seconds', max_seconds, '60')
-    if dl is not None and not hasattr(dl, '__iter__'):
-        raise ValueError(f'dl={dl!r} cannot be used: dl must be a DataLoader, for example `learn.dls.valid`.')
     own = training_device(self).type
-    kind = own if device is None else str(device).partition(':')[0]
-    simulated = (own, kind) == ('cpu', 'cuda')
-    if kind != own and not simulated:
+    kind = torch.device(device or own).type
+    simulated = own != kind
+    if simulated and (own, kind) != ('cpu', 'cuda'):
         raise ValueError(f'device={device!r} cannot be used: this learner trains on {own}.\nLeave it out to report on '
                          "that device. On a CPU, device='cuda' applies CUDA's autocast rules.")
     check_learner(self, 'precision_report', dl)
-    if half := [n for n, p in self.model.named_parameters() if p.requires_grad and p.dtype.itemsize == 2]:
-        raise ValueError(f"precision_report needs fp32 parameters, but {len(half)} trainable ones are 16-bit; the "
-                         f"first is '{half[0]}'.\nCall `learn.model.float()` first. Autocast casts where it can.")
+    dl = self.dls.train if dl is None else dl
     with one_at_a_time, cuda_rules() if simulated else nullcontext(), progress_bar(self, max_seconds) as tick:
-        return _Report(self, max_seconds, simulated, tick).on(asked, n_batches, self.dls.train if dl is None else dl)
+        with random_state_kept(): drawn = [*islice(loader_like(dl), max(n_batches, N_BATCHES))]
+        if not drawn: raise no_batches('precision_report', dl)
+        work = _Report(self, max_seconds, simulated, tick, drawn, drawn[:n_batches])
+        return work.on([AMPMode(cls.name) for cls, _ in asked])
 
 
 @dataclass(eq=False)
@@ -177,50 +167,39 @@ class _Report:
     max_seconds: float
     simulated: bool                                              # whether a CPU follows CUDA's autocast rules
     tick: Callable[[str], None]                                  # updates the progress bar
+    drawn: list                                                  # batches for gradients
+    batches: list                                                # the first of them, for modules
+    n_gradients: int = 0                                         # batches whose gradients were compared
+    not_compared: str = ''                                       # why not all were
+    low: dict[AMPMode, Trace] = field(default_factory=dict)      # the first that completed in each mode
+    constants: dict[tuple, None] = field(default_factory=dict)   # that are lost
 
-    def __post_init__(self):
-        self.until = time.monotonic() + self.max_seconds
+    def on(self, modes: list[AMPMode]) -> PrecisionReport:
+        self.until, start = time.monotonic() + self.max_seconds, time.process_time()
         self.device = training_device(self.learn)
-        self.n_gradients = 0                                     # batches whose gradients were compared
-        self.not_compared = ''                                   # why not all were
-        self.only_16_bits = ''                                   # the error in fp32 of a model that runs in a mode
-        self.low: dict[AMPMode, Trace] = {}                      # the first that completed in each mode
-        self.constants: dict[tuple, set] = {}                    # that are lost: the modes
-
-    def on(self, modes: list[AMPMode], n_batches: int, dl: DataLoader) -> PrecisionReport:
-        with random_state_kept(): self.drawn = [*islice(loader_like(dl), max(n_batches, N_BATCHES))]
-        self.batches = self.drawn[:n_batches]
-        if not self.batches: raise no_batches('precision_report', dl)
-        start = time.process_time()
-        self._trace_fp32(modes)
+        wrong = self._trace_fp32(modes)
         self.few = self.whole = next((len(t) for t in tensors(self.batches[0]) if t.ndim), 1)
         self.emulated = [m for m in modes if PRECISIONS[m].support(self.device).status == 'emulated']
         if self.emulated:
-            self.few = min(self.whole, max(_FEWEST, int(self.whole * EMULATED_TIME / (time.process_time() - start))))
-        self.is_short = self.few < self.whole
-        if self.is_short:
+            self.few = min(self.few, max(_FEWEST, int(self.few * EMULATED_TIME / (time.process_time() - start))))
+        if self.few < self.whole:
             self.batches = map_tensors(lambda t: t[:self.few] if t.shape[:1] == (self.whole,) else t, self.batches)
-            self._trace_fp32(modes)
-        if wrong := self.only_16_bits or wrong_in_fp32(self.fp32, self.batches):
-            verdicts = {mode: Verdict(mode.value, 'not known', wrong) for mode in modes}
-        else:
-            verdicts = {mode: self._verdict(mode) for mode in modes}
-            failed = [m for m, v in verdicts.items() if not v.call]
-            left = (m for m in (AMPMode.BF16, AMPMode.FP16) if m not in failed)
-            other = next(left, None) if self.simulated else fastest_native(self.device, failed)
-            made = verdicts[other].call if other in verdicts else call(self.learn, advised(self.learn, other))
-            for v in verdicts.values(): v.call = v.call or made
+            wrong = self._trace_fp32(modes)
+        verdicts = {mode: Verdict(mode.value, 'not known', wrong) if wrong else self._verdict(mode) for mode in modes}
+        if not wrong: self._call_another(verdicts)
         self.flagged = [n for v in verdicts.values() for n in v.flagged]
-        constants = pd.DataFrame(self._constants(verdicts), columns=_CONSTANTS)
         return PrecisionReport(pd.DataFrame(self._rows(verdicts), columns=_COLUMNS),
-                               {m.value: v for m, v in verdicts.items()}, self._notes(constants), constants)
+                               {m.value: v for m, v in verdicts.items()}, self._notes(),
+                               pd.DataFrame(self._constants(), columns=_CONSTANTS))
 
     def _trace_fp32(self, modes):
+        "Run the batches in fp32; return what is wrong there, '' if nothing is."
         try: self.fp32 = trace(self.learn, self.batches)
         except Exception as e:
             if all(trace(self.learn, self.batches, m).error for m in modes): raise
             self.fp32 = Trace()
-            self.only_16_bits = f'the model runs only in 16 bits, so it cannot be compared with fp32: {first_line(e)}'
+            return f'the model runs only in 16 bits, so it cannot be compared with fp32: {first_line(e)}'
+        return wrong_in_fp32(self.fp32, self.batches)
 
     def _verdict(self, mode):
         support = PRECISIONS[mode].support(self.device)
@@ -228,35 +207,37 @@ class _Report:
         cb = precision_callback(self.learn)
         is_scaled = not cb or cb.precision.arguments.get('enabled') is not False
         scale = (cb and cb.scale) or (_INIT_SCALE if is_scaled else 1.)
-        try:
-            return Judge(self.learn, mode, partial(self._run, mode), self.fp32, scale,
-                         partial(self._distance, mode)).verdict()
+        run, distance = partial(self._run, mode), partial(self._distance, mode)
+        try: return Judge(self.learn, mode, run, self.fp32, scale, distance).verdict()
         except (NotImplementedError, TimeoutError) as e: return Verdict(mode.value, 'not known', *e.args)
+
+    def _call_another(self, verdicts):
+        "Give verdicts without a call that of the fastest precision that works."
+        failed = [m for m, v in verdicts.items() if not v.call]
+        left = (m for m in (AMPMode.BF16, AMPMode.FP16) if m not in failed)
+        other = next(left, None) if self.simulated else fastest_native(self.device, failed)
+        made = verdicts[other].call if other in verdicts else call(self.learn, advised(self.learn, other))
+        for m in failed: verdicts[m].call = made
 
     def _run(self, mode, keep, scale):
         if time.monotonic() > self.until:
             raise TimeoutError(f'the time limit was reached, `max_seconds={self.max_seconds:g}`',
                                f"learn.precision_report('{mode.value}', max_seconds={10 * self.max_seconds:g})")
         self.tick(mode.value)
-        start = time.monotonic()
         found = trace(self.learn, self.batches, mode, keep, scale, reference=self.fp32)
         for s in found.seen.values():
-            for c in s.constants: self.constants.setdefault((s.name, *c), set()).add(mode)
+            self.constants |= {(s.name, *constant): None for constant in s.constants}
         if self.simulated and _NO_KERNEL.search(found.error):
             raise NotImplementedError(f'this CPU has no {mode.value} kernel for {named(found.failed_in)}, '
                                       f'which CUDA may have: {found.error}')
         if not found.error: self.low.setdefault(mode, found)
-        self.took = time.monotonic() - start
         return found
 
     def _distance(self, mode, keep, scale):
-        if self.is_short and mode in self.emulated: return math.nan      # of few samples it says little
+        if self.few < self.whole and mode in self.emulated: return math.nan      # of few samples it says little
         self.tick(f'{mode.value}, gradients')
-        share = _FOR_GRADIENTS * self.max_seconds
-        until = min(self.until, time.monotonic() + share)
         try:
-            if self.took > share: raise TimeoutError(f'no time was left within `max_seconds={self.max_seconds:g}`')
-            distance, self.n_gradients = gradient_distance(self.learn, self.drawn, mode, keep, scale, until)
+            distance, self.n_gradients = gradient_distance(self.learn, self.drawn, mode, keep, scale, self.until)
             return distance
         except Exception as e: self.not_compared = f'{mode.value}: {first_line(e)}'
         return math.nan
@@ -267,13 +248,14 @@ class _Report:
                 fp32, is_flagged = self.fp32.seen.get(s.name, s), s.name in verdicts[mode].flagged
                 if not (fp32.largest or is_flagged): continue    # it computes nothing
                 headroom = torch.finfo(mode.dtype).max / s.half if s.half else math.inf
-                yield [mode.value, s.name, s.type, mode.value if s.half else 'fp32', fp32.largest, headroom,
-                       math.inf if s.failed else s.error, fp32.grad or math.nan, low.underflow(s.name), is_flagged]
+                error = math.inf if s.failed else s.error
+                underflow = max(s.n_zeros - fp32.n_zeros, 0) / max(fp32.n_grads, 1)
+                yield (mode.value, s.name, s.type, mode.value if s.half else 'fp32', fp32.largest, headroom, error,
+                       fp32.grad or math.nan, underflow, is_flagged)
 
-    def _constants(self, verdicts):
-        for (name, line, op, c), modes in self.constants.items():
-            is_flagged = any(name in verdicts[m].flagged for m in modes)
-            yield [name, line, op, c, rounded(c, torch.float16), rounded(c, torch.bfloat16), is_flagged]
+    def _constants(self):
+        for name, line, op, c in self.constants:
+            yield name, line, op, c, rounded(c, torch.float16), rounded(c, torch.bfloat16), name in self.flagged
 
     def _growth(self):
         "Describe values that grow from layer to layer of a sequence, up to a flagged one."
@@ -289,42 +271,26 @@ class _Report:
                 notes[parent] = f'Values grow {rate:.2g}x a layer from `{run[1].name}` on.'
         return notes.values()
 
-    def _notes(self, constants):
+    def _notes(self):
         notes = []
-        for c in constants[constants.flagged].itertuples():
-            lost = [f'{v:g} in {m}' for v, m in ((c.fp16, 'fp16'), (c.bf16, 'bf16')) if abs(v) in (0, 1, math.inf)]
-            notes.append(f"{named(c.module)}: {c.constant:.9g} is {' and '.join(lost)} (`{c.operator}`, {c.line}).")
-        del notes[MANY:]
         inputs = [largest_value(t) for b in self.batches for t in readable(tensors(b)[:-1])]
         if self.flagged and max(inputs, default=0.) > _LARGE:
             notes.append(f'The inputs reach {max(inputs):,.3g}. Normalize them first.')
         notes += self._growth()
+        for mode, low in self.low.items():
+            if not low.rounding: continue
+            layers = some([*map(named, low.rounding)])
+            notes.append(f'{mode.value}: the rounding of {layers} was simulated; no {mode.name} kernel was run.')
         n = len(self.batches)
         gradients = f', and at the gradients of {self.n_gradients},' if self.n_gradients else ''
         notes += [f"Looked at {n:,} batch{'es' * (n > 1)} of {self.few:,} samples{gradients} with the current weights. "
                   'Other batches (`n_batches`) and later weights may flag other modules.']
-        if emulated := ' and '.join(m for m in self.low if m in self.emulated):
-            meaning = 'which says nothing about a GPU' if self.simulated else 'usually slower than fp32'
-            notes.append(f'{emulated}: emulated on this device, {meaning}.')
-            if self.is_short:
-                notes[-1] += (f' Of {self.whole:,} samples only the first {self.few:,} were run, and no gradients '
-                              f'compared in {emulated}.')
-        if unseen := {f"{what} in '{s.name}'" for t in self.low.values() for s in t.seen.values() for what in s.unseen}:
-            notes.append(f'Not checked, as it cannot be read or compared with fp32: {some(sorted(unseen))}.')
-        for mode, low in self.low.items():
-            if (share := low.underflow()) > _LOST:
-                notes.append(f'{mode.value}: {share:.0%} of the gradients are 0, and not in fp32.')
-            if not low.rounding: continue
-            notes.append(f'{mode.value}: {some([*map(named, low.rounding)])} would compute in {mode.name}, the rest in '
-                         f'{AMPMode(mode.dtype).value}. The rounding was simulated; no {mode.name} kernel was run.')
+        if self.few < self.whole:
+            modes = ' and '.join(self.emulated)
+            notes.append(f'{modes}: emulated on this device, so of {self.whole:,} samples only the first {self.few:,} '
+                         f'were run, and no gradients compared in {modes}.')
         if self.simulated:
             notes.append("Computed on this CPU with CUDA's autocast rules. GPU kernels were not run; they may round "
                          'differently or be missing.')
         if self.not_compared: notes.append(f'Not all gradients were compared with fp32: {self.not_compared}.')
-        if any((t.float() % 1).any() for t in tensors(self.batches[0])[-1:]):
-            notes.append('The targets are continuous: the closer the predictions come to them, the more rounding '
-                         'matters. Ask again late in training.')
-        if settings := settings_note():
-            notes.append(f'{settings}. The report ran in full fp32 precision, so it does not see the errors of these '
-                         'settings.')
         return notes + left_out(self.learn)

@@ -13,6 +13,7 @@ from ..precisions import AMPMode
 from ..precisions.matching import ROOT, covers, qualified_names
 from ..training.loop import precision_callback
 from .candidates import advised, call
+from .notes import OTHER_HALF, other_half
 from .operators import has_nan_or_inf, rounded
 from .recorder import BACKWARD, LOSS, Trace
 from .tensors import readable
@@ -23,8 +24,9 @@ _LOST = .1              # of the mean absolute gradient: smaller gradients may u
 _CLOSE = 4.             # headroom below which a module is flagged
 _LOWEST_SCALE = 2.**-12 # to recommend
 SMALL, LARGE = .25, .5  # distance of the mean gradient; models that trained worse than in fp32 were above .5
-MANY = 4               # modules or reasons; if there are more, a verdict keeps their parents and names the first
+MANY = 4                # modules or reasons that a sentence names; it counts the others
 _MARGIN = 16.           # between a recommended loss scale and the highest, as later gradients may be larger
+_NOT_FINITE = 'the loss or a gradient is not finite'
 
 
 @dataclass
@@ -38,7 +40,7 @@ class Verdict:
     | 'keep modules in fp32' | some modules fail, overflow, come close to it, or have an error above 10% |
     | 'gradient differs' | the mean gradient of some batches is far from that in fp32: a warning sign, not a proof |
     | 'do not use' | nothing that was tried helps |
-    | 'cannot run' | the device has no kernel for it, or the model's code does not run in it |
+    | 'cannot run' | the device has no kernel for it, or the model's code or weights do not allow it |
     | 'not known' | the time limit was reached, fp32 fails as well, or no batch gave a loss |
 
     'keep modules in fp32' includes modules whose constants round to 0 or 1, as in `clamp(min=1e-8)`, modules in which
@@ -81,8 +83,10 @@ class Judge:
         "Keep modules in fp32 and lower the loss scale until nothing is flagged; return what it took."
         while True:
             low = self.run(self.keep, self.scale)
-            found = self._refused(low) if low.error else self._concerned(low)
-            for name, why in found.items(): self.reasons.setdefault(name, why)
+            if convert := other_half(self.learn.model, self.mode.dtype, low.error):
+                return self._say('cannot run', f'{low.error}: {OTHER_HALF}', call=convert)
+            found = self._failing(low) if low.error else self._concerned(low)
+            self.reasons = {**self.reasons, **found, **self.reasons}     # the first reason of each
             if not (found or low.error or low.not_finite): return self._works(low)
             if not self._mend(low, found): return self._nothing_helps(low)
 
@@ -106,44 +110,40 @@ class Judge:
         self.keep = [*self.keep, *new]
         return bool(new)
 
-    def _refused(self, low):
+    def _failing(self, low):
         "Return the modules of the type that fails, and why."
         if not (name := low.failed_in): return {}
         modules = dict(qualified_names(self.learn.model))
-        kind = type(modules.get(name))
         why = f'{named(name)} does not run in {self.mode.value}: {low.error}'
-        if name in modules and not kind.__module__.startswith('torch.nn') and 'autocast' not in low.error:   # own code
-            why += ('. Or make its code work with any dtype: use `torch.finfo(x.dtype)` for constants, and create '
-                    'tensors with `dtype=x.dtype`')
-        alike = [name] if name in (ROOT, LOSS, BACKWARD) else [n for n, m in modules.items() if type(m) is kind]
-        return dict.fromkeys(alike, why)
+        if name in low.seen: why = '; '.join([why, *map(self._lost, low.seen[name].constants)])
+        alike = [n for n, m in modules.items() if type(m) is type(modules.get(name))]
+        return dict.fromkeys(alike or [name], why)
 
     def _concerned(self, low):
         "Return the modules to flag for their forward pass, and why, in execution order."
-        found, mode = {}, self.mode.value
+        found, mode, fp32 = {}, self.mode.value, sum(self.fp32.losses)
         for n, s in low.seen.items():
             size = s.largest if s.failed else s.half
+            lost = next((constant for constant, is_needed in s.constants.items() if is_needed), None)
             if s.failed and size <= self.limit:
-                found[n] = f'a value in {named(n)} is NaN or inf in {mode}, but finite in fp32'
+                why = f'a value in {named(n)} is NaN or inf in {mode}, but finite in fp32'
             elif s.failed or (s.half * _CLOSE > self.limit and not covers(self.keep, n)):
                 above = 'above' if size > self.limit else 'close to'
-                found[n] = f"values in {named(n)} reach {size:,.3g}, {above} {mode}'s {self.limit:,.5g}"
-            elif lost := next((key for key, is_needed in s.constants.items() if is_needed), None):
-                limit = f'{rounded(lost[2], self.mode.dtype):g}'
-                found[n] = (f'{lost[2]:.9g} rounds to {limit} in {mode}, so it does not keep values in {named(n)} away '
-                            f'from {limit}')
+                why = f"values in {named(n)} reach {size:,.3g}, {above} {mode}'s {self.limit:,.5g}"
+            elif lost: why = f'{self._lost(lost)}, so it does not keep values in {named(n)} away from that'
             elif s.merged:
-                found[n] = '{:.9g} and {:.9g} become the same number'.format(*s.merged) + f' in {named(n)} in {mode}'
-            elif s.error > _IMPRECISE: found[n] = f'the error of {named(n)} is {min(s.error, 1):.0%} in {mode}'
-            elif s.changed > _IMPRECISE and (moved := self._loss_moved(low)) > _SHOWN:
-                found[n] = f'{self._decisions(s)} differ in {mode}, and with them the loss by {moved:.0%}'
+                why = '{:.9g} and {:.9g} become the same number'.format(*s.merged) + f' in {named(n)} in {mode}'
+            elif s.error > _IMPRECISE: why = f'the error of {named(n)} is {min(s.error, 1):.0%} in {mode}'
+            elif s.changed > _IMPRECISE and abs(sum(low.losses) - fp32) > _SHOWN * abs(fp32):
+                why = f'{_decisions(s)} differ in {mode}, and with them the loss'
+            else: continue
+            found[n] = why
         return found
 
-    def _loss_moved(self, low):
-        fp32 = sum(self.fp32.losses)
-        return abs(sum(low.losses) / fp32 - 1) if fp32 else 0.
-
-    def _decisions(self, s): return f'{s.changed:.0%} of the decisions (comparisons, sorting, top-k) in {named(s.name)}'
+    def _lost(self, constant):
+        line, operator, value = constant
+        where = f' (`{operator}`, {line})' if line else ''
+        return f'{value:.9g} is {rounded(value, self.mode.dtype):g} in {self.mode.value}{where}'
 
     def _can_be_kept(self, name): return name not in (ROOT, LOSS, BACKWARD) and not covers(self.keep, name)
 
@@ -160,14 +160,12 @@ class Judge:
         """
         def helps(names):
             trace = self.run([*self.keep, *names], self.scale)
-            is_fine = not trace.not_finite or (trace.not_finite == 'gradient' and not backward)
-            return is_fine and not trace.error and name not in self._concerned(trace)
+            is_wrong = trace.error or trace.not_finite in ('loss', backward and 'gradient')
+            return not is_wrong and name not in self._concerned(trace)
         if not (names := smallest(self.candidates(low), helps)): return []
-        if name in self.reasons:
-            self.reasons[name] += f' (with {some([*map(named, names)])} in fp32 this does not happen)'
-        else:
-            words = f'in {self.mode.value} the loss or a gradient is not finite'
-            self.reasons |= {n: f'with {named(n)} {words}' for n in names}
+        helped = f' (with {some([*map(named, names)])} in fp32 this does not happen)'
+        if name in self.reasons: self.reasons[name] += helped
+        else: self.reasons |= dict.fromkeys(names, f'{_NOT_FINITE} in {self.mode.value}{helped}')
         return names
 
     def _scales(self, low):
@@ -186,7 +184,7 @@ class Judge:
     # -- what is reported
 
     def _nothing_helps(self, low):
-        reason = some([*self.reasons.values()]) or low.error or 'the loss or a gradient is not finite'
+        reason = some([*self.reasons.values()]) or low.error or _NOT_FINITE
         if low.error: return self._say('cannot run', reason)
         reason += ', and no module in fp32 changes that'
         if {ROOT, LOSS} & self.reasons.keys():
@@ -195,43 +193,45 @@ class Judge:
         return self._say('do not use', reason)
 
     def _works(self, low):
-        reasons = [*dict.fromkeys(self.reasons.values())]
-        verdict = 'safe so far'
+        verdict, reason, names = 'keep modules in fp32', some([*dict.fromkeys(self.reasons.values())], '; '), []
+        if not reason:
+            verdict, own = 'safe so far', max((s.error for s in low.seen.values() if s.error > 0), default=0.)
+            reason = f'no module has an error above {own:.2%}' if own else 'nothing was flagged'
+        if changed := [_decisions(s) for s in low.seen.values() if s.changed > _IMPRECISE]:
+            reason += f'; {some(changed)} differ from fp32, which the loss does not show'
         scales, init_scale, scale = None, None, 1.
         if self.mode.needs_loss_scaling:
-            least, most = self._scales(low)
-            # What was tried counts: this scale works, and if it was lowered, larger ones did not.
-            most = self.scale if self.scale < self.first_scale else max(most, self.scale)
-            least = min(least, most)
-            scales = least, most
-            scale = self.first_scale
-            if not least <= scale <= most / _CLOSE:
-                scale = max(least, most / _MARGIN)
+            scales, scale = self._start(low)
+            least, most = scales
+            if least > 1 and not self.reasons: verdict = 'safe with loss scaling'
+            reason += f'; loss scales from {least:,.9g} to {most:,.9g} work'
+            if scale != self.first_scale:
                 init_scale = int(scale) if scale >= 1 else scale
-            if least > 1: verdict = 'safe with loss scaling'
-        if reasons: verdict = 'keep modules in fp32'
-        else:
-            own = max((s.error for s in low.seen.values() if s.error > 0), default=0.)
-            reasons = [f'no module has an error above {own:.2%}' if own else 'nothing was flagged']
-        reason, names = some(reasons, '; '), []
-        if changed := [self._decisions(s) for s in low.seen.values() if s.changed > _IMPRECISE]:
-            reason += f'; {some(changed)} differ from fp32, which the loss does not show'
-        if scales: reason += f'; loss scales from {least:,.9g} to {most:,.9g} work'
-        if init_scale: reason += f', and {init_scale:,.9g} leaves a margin'
+                reason += f', and {init_scale:,.9g} leaves a margin'
         if (far := self.distance(self.keep, scale)) >= 0:        # nan if unknown
-            reason += (f'; rounding changes the mean gradient by {far:.2g}x the noise '
-                       f'between batches (below {SMALL}x is negligible, above {LARGE}x may matter)')
+            effect = 'may change the gradient' if far > LARGE else 'is negligible'
+            reason += f'; rounding {effect} ({far:.2g}; from {LARGE} on it may matter)'
         if far > LARGE:
             verdict = 'gradient differs'
             names = smallest(self.candidates(low), lambda names: self.distance([*self.keep, *names], scale) < SMALL)
-            reason += (f"; with {some([*map(named, names)]) or 'no module that was tried'} in fp32 this is below "
-                       f'{SMALL}x. It is a warning sign, not a proof: some such models train as well as in fp32')
+            helps = some([*map(named, names)]) or 'no module that was tried'
+            reason += (f'; with {helps} in fp32 it is below {SMALL}. It is a warning sign, not a proof: some such '
+                       'models train as well as in fp32')
             self.reasons |= dict.fromkeys(names, '')
         keep = dict.fromkeys([*self.keep, *names])
         modules = [n for n in keep if n not in self.kept and not covers(keep.keys() - {n}, n)]
         following = call(self.learn, advised(self.learn, self.mode, modules, init_scale))
         if far > LARGE and not names: following = f"learn.compare_precision('{self.mode.value}')"
-        return self._say(verdict, reason, call=following, modules=modules, scale_range=scales, init_scale=init_scale)
+        return self._say(verdict, reason, call=following, modules=modules, scale_range=scales,
+                         init_scale=init_scale)
+
+    def _start(self, low):
+        "Return the range of loss scales, by what was computed and what was tried, and the one to start from."
+        least, most = self._scales(low)
+        most = self.scale if self.scale < self.first_scale else max(most, self.scale)
+        least = min(least, most)
+        fits = least <= self.first_scale <= most / _CLOSE
+        return (least, most), self.first_scale if fits else max(least, most / _MARGIN)
 
 
 # -- words
@@ -258,18 +258,17 @@ def not_finite_data(batch: Any) -> str: # 'the batch itself is not finite: 1 of 
 
 
 def smallest(names: list[str], helps: Callable[[list[str]], bool]) -> list[str]:
-    "Return a few modules that help: half of them, half of those, and so on; parents instead of many; [] if none help."
+    "Return a few modules that help: half of them, half of those, and so on; [] if none help."
     if not names or not helps(names): return []
     while len(names) > 1:
         half = len(names) // 2
         part = next((p for p in (names[:half], names[half:]) if helps(p)), None)
         if part is None: break
         names = part
-    while len(names) > MANY:
-        parents = [*dict.fromkeys(n.rpartition('.')[0] or n for n in names)]
-        if parents == names or not helps(parents): break
-        names = parents
     return names
+
+
+def _decisions(s): return f'{s.changed:.0%} of the decisions (comparisons, sorting, top-k) in {named(s.name)}'
 
 
 def named(name: str) -> str:

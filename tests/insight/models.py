@@ -1,0 +1,160 @@
+"Models with arithmetic between two layers, reports on them, and what training makes of the advice."
+
+import math
+
+import torch
+from fastai.optimizer import Adam
+from torch import nn
+from torch.nn import functional as F
+
+from helpers import Data, learner, loaders
+from states import Act
+
+
+class Own(nn.Module):
+    "Two layers with arithmetic between them in the model's own forward."
+
+    def __init__(self, f, n=32, n_mid=None):
+        torch.manual_seed(0)
+        super().__init__()
+        self.a, self.b, self.f = nn.Linear(6, n), nn.Linear(n_mid or n, 1), f
+
+    def forward(self, x):
+        return self.b(self.f(self.a(x)))
+
+
+def inner(f, n=32, n_mid=None):
+    "The same, with the arithmetic in a module."
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, n), Act(f), nn.Linear(n_mid or n, 1))
+
+
+def report_on(model, mode='fp16', device=None, dls=None, **kwargs):
+    return learner(model, dls or loaders(64, 64), **kwargs).precision_report(mode, device=device)
+
+
+def verdict_on(model, mode='fp16', **kwargs):
+    return report_on(model, mode, **kwargs).verdicts[mode]
+
+
+def trained(model, call='', epochs=4, lr=1e-4, dls=None, **kwargs):
+    "Return the mean loss of the last four steps of a fit with this call, and the number of skipped steps."
+    learn = learner(model, dls or loaders(64, 64), **kwargs)
+    exec(call, {'learn': learn})
+    if learn.precision:
+        learn.precision.on_overflow = 'ignore'
+    with learn.no_logging():
+        learn.fit(epochs, lr)
+    return float(torch.stack(learn.recorder.losses[-4:]).mean()), learn.precision and learn.precision.n_skipped
+
+
+def holds(make, mode, loss=F.mse_loss):
+    """Return whether a verdict holds: by its advice training ends with no higher loss than fp32.
+
+    fp32 starts from the same weights, and from weights that differ in the eighth bit, as bf16 weights do: some models
+    are chaotic. Where nothing is advised, plain mixed precision has to end with a higher loss.
+    """
+
+    def start(nudge=0):
+        torch.manual_seed(0)
+        x = torch.randn(64, 6)
+        y = (x[:, :1] * x[:, 1:2]).sign() + x[:, 2:3] + 0.1 * torch.randn(64, 1)
+        model, data = make(), Data(x, y)
+        torch.manual_seed(nudge)
+        for p in model.parameters() if nudge else ():
+            p.data *= 1 + 2**-8 * torch.randn_like(p)
+        return dict(model=model, dls=loaders(bs=16, train=data, valid=data), loss_func=loss, opt_func=Adam)
+
+    verdict = learner(**start()).precision_report(mode, n_batches=4, max_seconds=600).verdicts[mode]
+    fp32 = max(trained(epochs=15, lr=0.01, **start(nudge))[0] for nudge in range(3))
+    fails = verdict.verdict in ('do not use', 'cannot run', 'not known')
+    low = trained(call=f'learn.to_{mode}()' if fails else verdict.call, epochs=15, lr=0.01, **start())[0]
+    return (math.isfinite(low) and low <= 1.1 * fp32 + 0.02) != fails, verdict, fp32, low
+
+
+def rms(h):
+    return h * torch.rsqrt((h * h).mean(-1, keepdim=True) + 1e-5)
+
+
+def loud_rms(h):
+    return rms(h * 400)
+
+
+def cancels(h):
+    return ((h + 3000) - 3000).tanh()
+
+
+def over_abs(h):
+    h = h.relu()
+    return h / (h + 1e-8)
+
+
+def close(h):
+    return (h * 9000).clamp(-6e4, 6e4) / 9000 * (1 + h.mean() * 0)
+
+
+def unit(h):
+    h = h * 1e-5
+    return h / (h * h + 1e-12).sum(-1, keepdim=True).sqrt()  # the squares are 0 in fp16
+
+
+def over_sums(h):
+    return 1e5 / (-(h * 1e3).abs() * 200 - 1e3)  # the sums are -inf, which by itself may be a mask
+
+
+def sqrt_gate(h):
+    return (h.relu() * 1e-6 + torch.tensor(1e-10).to(h.dtype)).sqrt() * 1e3  # its gradient is infinite in fp16
+
+
+def surely(h):
+    return (h * 30).sigmoid()
+
+
+STEPS = torch.arange(32) * 2 + 960
+
+
+def steps(cast):
+    "A function that adds the cosines of timesteps."
+    return lambda h: h + (cast(STEPS, h) * 0.01).cos()
+
+
+def near_1000(h):
+    "Values that bf16 rounds to multiples of 4."
+    return (h.sum(-1, keepdim=True) + 1000 + torch.linspace(0, 2, 32)).to(h.dtype)
+
+
+def choice(choose, values=torch.linspace(0, 5, 32)):
+    "A function that adds the chosen ones of these values."
+    return lambda h: h + values[choose(near_1000(h))][:, None].to(h.dtype)
+
+
+def checks(h):
+    assert h.dtype == torch.float32
+    return h
+
+
+def only_16_bits(h):
+    assert h.dtype != torch.float32, 'only fp16 and bf16 are supported'
+    return h.clone()
+
+
+class NeedsFp32(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        assert g.dtype == torch.float32, 'the gradient is not fp32'
+        return g
+
+
+class InNumPy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        v = x.detach().numpy() * 4
+        return torch.from_numpy(v * v.dtype.type(6e4) / v.dtype.type(6e4))
+
+    @staticmethod
+    def backward(ctx, g):
+        return g

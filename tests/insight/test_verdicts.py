@@ -1,0 +1,398 @@
+"The verdicts as tables: arithmetic and models that are flagged, and why, and those that must not be."
+
+import math, re
+
+import pytest, torch
+from torch import nn
+from torch.nn import functional as F
+
+from helpers import Attentive, Data, dataset, learner, loaders, mlp, set_support
+from models import *
+from states import Act, Times, fills, language_model, lora, loud_loss
+
+KEEP, SAFE = 'keep modules in fp32', 'safe so far'
+OVERFLOWS = "reach .* above fp16's 65,504"
+
+# Arithmetic that is flagged: precision, function, reason, and its constant in the table
+FLAGGED = {
+    'loud norm': ('fp16', loud_rms, OVERFLOWS),
+    'cancellation': ('fp16', cancels, 'the error of .* is .*% in fp16'),
+    'a norm of small values': ('fp16', unit, 'is NaN or inf in fp16, but finite in fp32'),
+    'sums that are -inf': ('fp16', over_sums, OVERFLOWS),
+    'close to the limit': ('fp16', lambda h: h.tanh() * 3e4 / 3e4, "reach .* close to fp16's 65,504"),
+    'no mask: a large value twice': ('fp16', lambda h: h.sign() * 7e4 / 7e4, 'is NaN or inf in fp16'),
+    'no operator shows it': ('fp16', InNumPy.apply, 'the loss or a gradient is not finite in fp16'),
+    'the gradient is infinite': ('fp16', sqrt_gate, '1e-10 is 0 in fp16|gradient is not finite'),
+    'a backward pass that fails': (
+        'fp16', NeedsFp32.apply,
+        'the backward pass does not run in fp16: the gradient is not fp32, in `NeedsFp32Backward`',
+    ),
+    'code that needs fp32': ('fp16', checks, 'does not run in fp16: '),
+    # constants that are lost
+    'clamp': ('fp16', lambda h: h / h.abs().clamp(min=1e-8), r'1e-08 is 0 in fp16 \(`clamp`', 1e-8),
+    'clamp_': ('fp16', lambda h: h.abs().mul(1e-3).clamp_(min=1e-8).sqrt(), '1e-08 is 0 in fp16', 1e-8),
+    'added': ('fp16', lambda h: ((h - h.roll(1, 0)).relu() + 1e-10).sqrt(), r'1e-10 is 0 in fp16 \(`add`', 1e-10),
+    'added as a tensor': ('fp16', lambda h: ((h - h.roll(1, 0)).relu() + torch.tensor(1e-10)).sqrt(), '1e-10 is 0 in fp16', 1e-10),
+    '1 - 1e-4': ('fp16', lambda h: (1 - surely(h).clamp(1e-4, 1 - 1e-4)).log(), '0.9999 is 1 in fp16', 0.9999),
+    'the same': ('bf16', lambda h: (1 - surely(h).clamp(1e-4, 1 - 1e-4)).log(), '0.9999 is 1 in bf16', 0.9999),
+    '-1': ('bf16', lambda h: (h * 30).tanh().clamp(-0.9999, 0.98).atanh(), '-0.9999 is -1 in bf16', -0.9999),
+    'a mask that raises an error': ('fp16', fills, 'does not run in fp16: .*; -1e.09 is -inf in fp16', -1e9),
+    # whole numbers that become one
+    'timesteps': ('bf16', steps(lambda t, h: t.to(h.dtype)), '960 and 962 become the same number'),
+    'times a float': ('bf16', steps(lambda t, h: t * torch.ones_like(h)), '960 and 962 become the same number'),
+    'copied': (
+        'bf16', steps(lambda t, h: torch.empty_like(h).copy_(t.expand_as(h))), '960 and 962 become the same number',
+    ),
+    'by autocast': (
+        'bf16', steps(lambda t, h: (t.float()[:, None] @ torch.ones(1, 1)).T.to(h.dtype)), 'become the same number',
+    ),
+    # decisions
+    'argmax': ('bf16', choice(lambda h: h.argmax(-1)), '% of the decisions .* differ in bf16, and with them the loss'),
+    'top-k': ('bf16', choice(lambda h: h.topk(4).indices.float().mean(-1).long()), 'and with them the loss'),
+    'sorting': ('bf16', choice(lambda h: h.argsort(-1, descending=True)[:, 0]), 'and with them the loss'),
+    'comparison': ('bf16', choice(lambda h: (h > h.mean(-1, keepdim=True)).sum(-1) % 32), 'and with them the loss'),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings('ignore')
+@pytest.mark.parametrize('device', (None, 'cuda'))
+@pytest.mark.parametrize('name', FLAGGED)
+def test_arithmetic_that_is_flagged(name, device):
+    "The module is kept in fp32, or the one before the model's own forward, which then computes in fp32."
+    mode, f, words, *constant = FLAGGED[name]
+    for make, kept, flagged in (inner, '1', '1'), (Own, 'a', '(model)'):
+        if make is Own and name == 'by autocast':
+            break  # at its own product, whatever is in fp32
+        report = report_on(make(f), mode, device)
+        verdict = report.verdicts[mode]
+        assert (verdict.verdict, verdict.modules) == (KEEP, [kept]), verdict
+        assert re.search(words, verdict.reason) and verdict.call.startswith(f'learn.to_{mode}('), verdict
+        if 'backward' not in name and 'gradient' not in words and 'not finite' not in words:
+            assert verdict.flagged == [flagged] and report.fp32_modules == [kept]
+            assert make is inner or "(with 'a' in fp32 this does not happen)" in verdict.reason
+            assert {*report.table['module'][report.table['flagged']]} <= {flagged}
+        if constant:
+            row = report.constants.set_index('constant').loc[constant[0]]
+            assert row['module'] == flagged and row['flagged'] and row['line'] in verdict.reason
+            assert re.fullmatch(r'\w+\.py:\d+', row['line'])
+        if not device:
+            assert trained(make(f), verdict.call, 1)[1] in (None, 0)
+            again = learner(make(f), loaders(64, 64))
+            exec(verdict.call, {'learn': again})
+            assert not again.precision_report(mode).verdicts[mode].flagged
+
+
+def attends(mask):
+    def f(h):
+        scores = h @ h.T
+        return mask(scores, torch.ones_like(scores, dtype=torch.bool).tril()).softmax(-1) @ h
+
+    return f
+
+
+lowest = lambda s: torch.finfo(s.dtype).min
+# Arithmetic that no precision is blamed for
+HARMLESS = {
+    'mask: -inf': attends(lambda s, m: s.masked_fill(~m, -math.inf)),
+    'mask: -6e4': attends(lambda s, m: s.masked_fill(~m, -6e4)),
+    'mask: finfo.min': attends(lambda s, m: s.masked_fill(~m, lowest(s))),
+    'mask: where': attends(lambda s, m: torch.where(m, s, lowest(s))),
+    'mask: full_like': attends(lambda s, m: torch.where(m, s, torch.full_like(s, lowest(s)))),
+    'mask: -2.38e38': attends(lambda s, m: torch.where(m, s, -2.38e38)),
+    'mask: triu': attends(lambda s, m: s + torch.full(s.shape, -6e4, dtype=s.dtype).triu(1)),
+    'mask: minus 1e30': attends(lambda s, m: s - 1e30 * (1 - m.to(s.dtype))),
+    'mask: minus 65,500': attends(lambda s, m: s - 65500 * (1 - m.to(s.dtype))),
+    'mask: -1e9 by where': lambda h: torch.where(h < 0, -1e9, h).softmax(-1),
+    'far from the limit': lambda h: h.tanh() * 1e4 / 1e4,
+    'rounding noise of fp32 itself': lambda h: h + (h * math.pi / math.pi - h),
+    'constants beside large values': lambda h: h / (h.abs() + 1 + 1e-9),
+    'a clamp that no value reaches': lambda h: (h / 9).sigmoid().clamp(max=1 - 1e-4),
+    'ordinary rounding of constants': lambda h: h * 0.1 + 0.3,
+    '0, 1 and infinity': lambda h: (h + 0.0).clamp(0.0, 1.0).masked_fill(h < 0, -math.inf).softmax(-1),
+    "a norm's epsilon": lambda h: F.layer_norm(h, h.shape[-1:], eps=1e-12),
+    'compared': lambda h: h * (h > 1e-9),
+    'a constant in fp32': lambda h: h.float().clamp(min=1e-12),
+    'small whole numbers': lambda h: h + torch.arange(32).to(h.dtype),
+    'one in fp32 as well': lambda h: h + (STEPS.bfloat16().to(h.dtype) * 0.01).cos(),
+    'divided before the cast': lambda h: h + (STEPS * 0.01).cos().to(h.dtype),
+    'indices': lambda h: h.repeat(1, 32)[:, STEPS].gather(1, STEPS.sub(960).div(2).long().expand_as(h)),
+    'equal whole numbers': lambda h: h + (STEPS * 0 + 1001).to(h.dtype).mul(0.001),
+    'large fractions': lambda h: h + ((STEPS + 0.5).to(h.dtype) * 0).cos(),
+    'pictures': lambda h: h + (torch.arange(2000, dtype=h.dtype).view(4, 5, 100) * 0).sum(),
+    'decisions that do not matter': choice(lambda h: h.argmax(-1), torch.full((32,), 0.5)),
+}
+# The constants that the table has all the same, as they become 0, 1 or infinite
+LOST = {
+    'mask: -2.38e38': [-2.38e38], 'mask: minus 1e30': [1e30], 'mask: -1e9 by where': [-1e9],
+    'constants beside large values': [1e-9], 'a clamp that no value reaches': [0.9999],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('device', (None, 'cuda'))
+@pytest.mark.parametrize('name', HARMLESS)
+def test_arithmetic_that_is_not_flagged(name, device):
+    report = report_on(inner(HARMLESS[name]), ('bf16', 'fp16'), device)
+    for verdict in report.verdicts.values():
+        assert verdict.verdict == SAFE and not verdict.modules and not verdict.flagged, verdict
+    assert list(report.constants['constant']) == LOST.get(name, []) and not report.constants['flagged'].any()
+    said = "of the decisions (comparisons, sorting, top-k) in '1' differ from fp32, which the loss does not show"
+    assert (said in report.verdicts['bf16'].reason) == (name == 'decisions that do not matter')
+
+
+@pytest.mark.filterwarnings('ignore')
+@pytest.mark.parametrize('mode', ['bf16', 'fp16'])
+@pytest.mark.parametrize(
+    'make',
+    [lambda: Attentive(), lambda: Own(loud_rms), lambda: Own(cancels), lambda: inner(over_abs), lambda: Own(close)],
+)
+def test_training_by_the_advice_reaches_the_loss_of_fp32(make, mode):
+    ok, verdict, fp32, low = holds(make, mode)
+    assert ok, (verdict, fp32, low)
+
+
+# -- models
+
+
+class Products(Own):
+    "A matrix product in the model's own forward, which autocast runs in fp16 for any input dtype."
+
+    def forward(self, x):
+        h = self.a(x if self.f is None else self.f(x)) * 800
+        return self.b(((h @ h.T) / 800**2).softmax(-1) @ self.a(x if self.f is None else self.f(x)))
+
+
+class Block(nn.Linear):
+    def forward(self, x):
+        return x + super().forward(x) * 1e6 / 1e6
+
+
+class Quantizer(nn.Module):
+    "Replace each input by the nearest entry; entries are close together, and the gradient passes straight through."
+
+    def __init__(self, far):
+        super().__init__()
+        torch.manual_seed(0)
+        self.entries = nn.Parameter(far + torch.randn(16, 8))
+
+    def forward(self, x):
+        x = x + self.entries.mean(0)
+        distances = x.square().sum(1, keepdim=True) - 2 * x @ self.entries.T + self.entries.square().sum(1)
+        return x + (self.entries[distances.argmin(1)] - x).detach()
+
+
+def layers(*middle):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), *middle, nn.Linear(8, 1))
+
+
+def times(factor):
+    return lambda h: Times.apply(h, factor)
+
+
+def large(factor):
+    data = Data(dataset().tensors[0] * factor, dataset().tensors[1])
+    return loaders(train=data)
+
+
+noise = Act(lambda h: h - h.clone() + 6e-8 * (h.dtype is torch.float16))
+behind = nn.Sequential(nn.Linear(1, 8), Act(lambda h: (h * 500 + 300).square().sqrt() / 500), nn.Linear(8, 1))
+steep = Act(lambda h: Times.apply(Times.apply(h, 1e-5) + 0, 1e5))  # between two operators, which no module shows
+quiet = nn.Linear(8, 8, bias=False)
+# Precision, model, verdict, modules, what the reason has, what the call has, and arguments of the learner
+MODELS = {
+    'attention': ('fp16', Attentive, KEEP, ['attn'], OVERFLOWS, r"\(init_scale=\d+, fp32_modules=\['attn'\]\)"),
+    'one behind another': ('fp16', lambda: nn.Sequential(Attentive(), behind), KEEP, ['0.attn', '1.1'], OVERFLOWS, ''),
+    'fifteen': (
+        'fp16', lambda: nn.Sequential(*(Block(6, 6) for _ in range(15)), nn.Linear(6, 1)), KEEP,
+        [str(i) for i in range(15)], 'and 11 more', '',
+    ),
+    'own products': (
+        'fp16', lambda: Products(None), 'do not use', [],
+        r"values in the model's own `forward` reach .*no module in fp32 changes that.*autocast\(.*enabled=False\)",
+        r'^learn.to_(bf16|fp32)\(\)$',
+    ),
+    'a cast in the model': (
+        'fp16', lambda: Own(lambda h: fills(h.half() if torch.is_autocast_enabled('cpu') else h)), 'cannot run', [],
+        "the model's own `forward` does not run in fp16", r'^learn.to_(bf16|fp32)\(\)$',
+    ),
+    'near entries': ('bf16', lambda: layers(Quantizer(0.0), nn.LayerNorm(8)), SAFE, [], '', ''),
+    'far entries': ('bf16', lambda: layers(Quantizer(30.0), nn.LayerNorm(8)), KEEP, ['1'], "'1'", ''),
+    '0 in fp32': ('fp16', lambda: nn.Sequential(nn.Linear(6, 8), noise, quiet, nn.Linear(8, 1)), SAFE, [], '', ''),
+    'large gradients': ('fp16', lambda: layers(Act(times(1e4))), SAFE, [], 'leaves a margin', 'init_scale='),
+    'a scale looked for again': ('fp16', lambda: layers(Act(sqrt_gate), nn.Linear(8, 8), steep), KEEP, ['1'], '', ''),
+    'and found': ('fp16', lambda: layers(Act(sqrt_gate)), KEEP, ['1'], r'to \d+,\d+ work', ''),
+    'loss function': (
+        'fp16', mlp, 'do not use', [], r'in the loss function.*enabled=False', '', dict(loss_func=loud_loss),
+    ),
+    'small loss': (
+        'fp16', mlp, 'safe with loss scaling', [], 'loss scales from', '',
+        dict(loss_func=lambda p, y: F.mse_loss(p, y) * 1e-7),
+    ),
+    'large loss': (
+        'fp16', mlp, SAFE, [], r'loss scales from 0\.\d+ to \d work', r'init_scale=0\.',
+        dict(loss_func=lambda p, y: F.mse_loss(p, y) * 1e4),
+    ),
+    'large inputs': (
+        'fp16', lambda: layers(nn.LayerNorm(8)), KEEP, ['0'], "values in '0' reach 2.12e.05, above fp16's 65,504", '',
+        dict(dls=large(1e5)),
+    ),
+    'log of a negative number': (
+        'fp16', lambda: nn.Sequential(nn.Linear(6, 1), Act(lambda h: torch.log_(-h.square()))), 'not known', [],
+        "the loss is not finite in fp32 either, first in '1', so precision is not the cause", '^$',
+    ),
+    'NaN in the data': (
+        'fp16', mlp, 'not known', [], r'the batch itself is not finite: 1 of 24 values of .* shape \(4, 6\)', '^$',
+        dict(dls=large(torch.tensor([1.0] * 5 + [math.nan]).expand(24, 6).clone().index_fill(0, torch.arange(1, 24), 1))),
+    ),
+    'only 16 bits': (
+        'fp16', lambda: inner(only_16_bits), 'not known', [],
+        'runs only in 16 bits, so it cannot be compared with fp32: only fp16 and bf16 are supported', '^$',
+    ),
+    'bf16 weights': ('bf16', lambda: mlp().bfloat16(), SAFE, [], 'no module has an error above', 'learn.to_bf16'),
+    'fp16 weights': ('fp16', lambda: mlp().half(), SAFE, [], 'no module has an error above', 'learn.to_fp16'),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings('ignore')
+@pytest.mark.parametrize('name', MODELS)
+def test_models(name):
+    mode, make, word, modules, reason, call, *kwargs = MODELS[name]
+    kwargs = {'dls': loaders(), **kwargs[0]} if kwargs else {'dls': loaders()}
+    verdict = verdict_on(make(), mode, **kwargs)
+    assert (verdict.verdict, verdict.modules) == (word, modules), verdict
+    assert re.search(reason, verdict.reason) and re.search(call, verdict.call), verdict
+    if verdict.verdict in (KEEP, SAFE) and mode == 'fp16' and kwargs.get('loss_func') is None:
+        assert trained(make(), verdict.call, 1, 1e-9, **kwargs)[1] == 0
+    if scales := verdict.scale_range:
+        assert scales[0] <= scales[1] and math.log2(scales[1]).is_integer()
+
+
+def test_of_two_precisions_the_one_that_works_is_called(monkeypatch):
+    for native, call in ((('bf16',), 'learn.to_bf16()'), ((), 'learn.to_fp32()'), (('fp16',), 'learn.to_fp32()')):
+        set_support(monkeypatch, lambda name: 'native' if name in native else 'emulated')
+        assert verdict_on(Products(None)).call == call
+    learn = learner(Products(nn.Sequential(nn.Linear(6, 6), Act(cancels))), loaders(64, 64))
+    set_support(monkeypatch, lambda name: 'native')
+    assert {v.call for v in learn.precision_report().verdicts.values()} == {"learn.to_bf16(fp32_modules=['f.1'])"}
+    set_support(monkeypatch, lambda name: 'unsupported', 'it is too old')
+    verdict = learner().precision_report('bf16').verdicts['bf16']
+    assert (verdict.verdict, verdict.reason) == ('cannot run', 'it is too old')
+
+
+def runs_lstms(mode):
+    try:
+        with torch.autocast('cpu', dtype=getattr(torch, {'bf16': 'bfloat16', 'fp16': 'float16'}[mode])):
+            nn.LSTM(2, 2)(torch.zeros(1, 1, 2))[0].float().sum().backward()
+    except RuntimeError:
+        return False
+    return True
+
+
+def test_layers_that_the_device_has_no_kernel_for_are_kept_in_fp32():
+    learn = language_model().to_bf16(fp32_modules=nn.LSTM)  # already
+    assert learn.precision_report('bf16').verdicts['bf16'].verdict == SAFE
+    for mode, verdict in language_model().precision_report().verdicts.items():
+        if not runs_lstms(mode):
+            assert verdict.verdict == KEEP and verdict.modules == ['0.rnns.0.module', '0.rnns.1.module']
+            assert verdict.reason.startswith(f"'0.rnns.0.module' does not run in {mode}: ")
+            learn = language_model()
+            exec(verdict.call, {'learn': learn})
+            learn.fit(1)
+
+
+def test_another_batch_may_have_larger_gradients():
+    data = dataset()
+    data.tensors[1][4:8] *= 1e4  # the second
+    for n_batches, skipped in ((1, 1), (2, 0)):
+        verdict = learner(dls=loaders(train=data)).precision_report('fp16', n_batches=n_batches).verdicts['fp16']
+        assert trained(mlp(), verdict.call, 1, 0.0, loaders(train=data))[1] == skipped
+
+
+# -- gradients that vanish
+
+
+def vanishing(before):
+    "In its second layer gradients are 1e-12 times those of its head, and in its first one `before` times that."
+    torch.manual_seed(0)
+    quiet, loud = Act(times(1e-12)), Act(times(before))
+    return nn.Sequential(nn.Linear(6, 32), loud, nn.Linear(32, 32), quiet, nn.Linear(32, 1))
+
+
+def test_gradients_that_vanish():
+    "Many may be a small part of their sum, as with the layer scale of a CaiT; those that count are found by a trial."
+    for before, word in (1.0, SAFE), (1e13, 'gradient differs'):
+        verdict, dls = verdict_on(vanishing(before), dls=loaders(64, 16)), loaders(64, 16)
+        fp32, by_advice, plain = (
+            trained(vanishing(before), call, 8, 0.01, dls)[0] for call in ('', verdict.call, 'learn.to_fp16()')
+        )
+        assert verdict.verdict == word and by_advice == pytest.approx(fp32, rel=0.02), verdict
+        assert (plain > 1.5 * fp32) == (before > 1)
+
+
+def test_many_batches_do_not_add_up_their_gradients():
+    same = Data(*(t.repeat(16, 1) for t in dataset(4).tensors))
+    reports = (learner(dls=loaders(train=same)).precision_report('fp16', n_batches=n) for n in (1, 16))
+    assert len({report.verdicts['fp16'].call for report in reports}) == 1
+
+
+# -- CUDA's kernels, and weights in 16 bits
+
+
+class Spectrum(nn.Module):
+    "A layer, and the amplitudes of frequencies in its output."
+
+    def __init__(self, n):
+        super().__init__()
+        self.a, self.n = nn.Linear(6, 64), n
+
+    def forward(self, x):
+        h = self.a(x)
+        return torch.stft(h, self.n, window=torch.ones(self.n, dtype=h.dtype), return_complex=True).abs().mean((1, 2))[
+            :, None
+        ]
+
+
+@pytest.mark.parametrize('n, fp16', [(16, []), (12, ['a'])])
+def test_an_stft_in_fp16_runs_on_cuda_with_powers_of_two(n, fp16):
+    verdicts = report_on(Spectrum(n), ('fp16', 'bf16'), 'cuda').verdicts
+    assert [v.modules for v in verdicts.values()] == [fp16, ['a']], verdicts
+    assert all(('cuFFT' in v.reason) == bool(v.modules) and 'MKL' not in v.reason for v in verdicts.values())
+
+
+def test_a_kernel_that_only_this_cpu_lacks_says_nothing_about_a_gpu():
+    (verdict,) = report_on(inner(lambda h: torch.fft.rfft(h).abs(), n_mid=17), device='cuda').verdicts.values()
+    assert verdict.verdict == 'not known' and 'this CPU has no fp16 kernel' in verdict.reason and not verdict.modules
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+def test_a_frozen_base_in_half_precision(dtype):
+    "The report equals that of the same weights in fp32."
+    half, whole = learner(lora(dtype)).precision_report(), learner(lora(dtype).float()).precision_report()
+    assert [(v.verdict, v.call) for v in half.verdicts.values()] == [
+        (v.verdict, v.call) for v in whole.verdicts.values()
+    ]
+    assert half.table['largest'].tolist() == pytest.approx(whole.table['largest'].tolist(), rel=1e-6)
+
+
+class Promotes(nn.Module):
+    "A frozen 16-bit embedding that meets a layer's output in an operator that promotes, on CPUs and on CUDA."
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.base, self.a, self.b = nn.Embedding(3, 8).to(dtype).requires_grad_(False), nn.Linear(6, 8), nn.Linear(8, 1)
+
+    def forward(self, x):
+        embedded = self.base((x[:, 0] > 0).long())
+        return self.b(torch.addcmul(self.a(x), embedded, embedded))
+
+
+@pytest.mark.parametrize(
+    'dtype, mode, method', [(torch.bfloat16, 'fp16', 'half'), (torch.float16, 'bf16', 'bfloat16')]
+)
+def test_a_frozen_base_in_the_other_half_precision(dtype, mode, method):
+    call = f"learn.model.get_submodule('base').{method}()"
+    learn = learner(Promotes(dtype))
+    verdict = learn.precision_report(mode, device='cuda').verdicts[mode]
+    assert verdict.verdict == 'cannot run' and verdict.call == call and 'other 16-bit dtype' in verdict.reason, verdict
+    exec(verdict.call, {'learn': learn})
+    assert learn.precision_report(mode, device='cuda').verdicts[mode].verdict == SAFE
