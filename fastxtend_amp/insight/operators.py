@@ -120,7 +120,7 @@ class Frame:
     "A running call of a module."
     seen: Seen
     mode: AMPMode | None                                         # fp32 if None
-    fp32: Seen | None                                            # the module in fp32; None if it did not run there
+    fp32: Seen                                                   # the module in fp32; empty if it did not run there
     twins: Twins = field(default_factory=Twins)
 
     def run(self, call: Operation) -> Any:
@@ -136,7 +136,7 @@ class Frame:
         for o, w in zip(outs, [*readable(wide), *[None] * len(outs)]):
             self._record(call, o, w)
             for key in lost: self.seen.constants[key] |= call.needs(key[-1], o, o if w is None else w)
-            if not has_nan_or_inf(o) or (self.fp32 and self.fp32.failed): continue
+            if not has_nan_or_inf(o) or self.fp32.failed: continue
             # With a result in fp32 it is new where that is finite, and more than a mask.
             self.seen.failed |= is_new if w is None else largest_value(w) > 0 and has_nan_or_inf(o[w.isfinite()])
         return out
@@ -147,7 +147,7 @@ class Frame:
         for o, w in zip(tensors(out), tensors(wide)):
             if w.dtype in (torch.bool, torch.int64) and o.shape == w.shape:
                 seen.changed = max(float((o != w).float().mean()), seen.changed)
-        if call.op.name not in _CASTS or (self.fp32 and self.fp32.merged): return
+        if call.op.name not in _CASTS or self.fp32.merged: return
         for t in filter(is_plain, tensors(call.args)): seen.merged = seen.merged or merged(t, out.dtype)
 
     def _in_fp32(self, call):
@@ -166,7 +166,7 @@ class Frame:
             seen.largest = max(seen.largest, largest)
             if out.dtype in HALF: seen.half = max(seen.half, largest)
         # Rounding errors of what is exactly 0 in fp32 would be 100%.
-        if wide is not None and (not self.fp32 or self.fp32.largest): self.twins.keep(out, wide)
+        if wide is not None and self.fp32.largest: self.twins.keep(out, wide)
         else: self.twins.forget(out)                             # it may be overwritten
 
     def compare(self, t: torch.Tensor) -> None:

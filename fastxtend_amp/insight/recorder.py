@@ -78,9 +78,9 @@ class Recorder(TorchDispatchMode):
             self._push(name, type(module).__name__)
 
     def _push(self, name, kind):
-        found = self.found
-        seen = found.seen.setdefault(name, Seen(name, kind))
-        self.frames.append(Frame(seen, found.mode, found.reference and found.reference.seen.get(name)))
+        found, new = self.found, Seen(name, kind)
+        fp32 = found.reference.seen.get(name, new) if found.reference else new
+        self.frames.append(Frame(found.seen.setdefault(name, new), found.mode, fp32))
 
     def _leave(self, module, args, kwargs, output):
         with unwatched():

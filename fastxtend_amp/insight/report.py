@@ -146,7 +146,7 @@ def precision_report(self: Learner,
     check_count('n_batches', n_batches, 1)
     check_above_0('max_seconds', max_seconds, '60')
     own = training_device(self).type
-    kind = torch.device(device or own).type
+    kind = own if device is None else str(device).partition(':')[0]
     simulated = own != kind
     if simulated and (own, kind) != ('cpu', 'cuda'):
         raise ValueError(f'device={device!r} cannot be used: this learner trains on {own}.\nLeave it out to report on '
@@ -281,10 +281,8 @@ class _Report:
             if not low.rounding: continue
             layers = some([*map(named, low.rounding)])
             notes.append(f'{mode.value}: the rounding of {layers} was simulated; no {mode.name} kernel was run.')
-        n = len(self.batches)
-        gradients = f', and at the gradients of {self.n_gradients},' if self.n_gradients else ''
-        notes += [f"Looked at {n:,} batch{'es' * (n > 1)} of {self.few:,} samples{gradients} with the current weights. "
-                  'Other batches (`n_batches`) and later weights may flag other modules.']
+        notes.append(f'Looked at modules on {len(self.batches):,}, and at the gradient on {self.n_gradients} batches '
+                     f'of {self.few:,} samples. Other batches (`n_batches`) and later weights may flag other modules.')
         if self.few < self.whole:
             modes = ' and '.join(self.emulated)
             notes.append(f'{modes}: emulated on this device, so of {self.whole:,} samples only the first {self.few:,} '

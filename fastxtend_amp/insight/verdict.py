@@ -165,7 +165,7 @@ class Judge:
         if not (names := smallest(self.candidates(low), helps)): return []
         helped = f' (with {some([*map(named, names)])} in fp32 this does not happen)'
         if name in self.reasons: self.reasons[name] += helped
-        else: self.reasons |= dict.fromkeys(names, f'{_NOT_FINITE} in {self.mode.value}{helped}')
+        else: self.reasons |= dict.fromkeys(names, f'in {self.mode.value} {_NOT_FINITE}{helped}')
         return names
 
     def _scales(self, low):
@@ -260,12 +260,8 @@ def not_finite_data(batch: Any) -> str: # 'the batch itself is not finite: 1 of 
 def smallest(names: list[str], helps: Callable[[list[str]], bool]) -> list[str]:
     "Return a few modules that help: half of them, half of those, and so on; [] if none help."
     if not names or not helps(names): return []
-    while len(names) > 1:
-        half = len(names) // 2
-        part = next((p for p in (names[:half], names[half:]) if helps(p)), None)
-        if part is None: break
-        names = part
-    return names
+    half = len(names) // 2
+    return half and (smallest(names[:half], helps) or smallest(names[half:], helps)) or names
 
 
 def _decisions(s): return f'{s.changed:.0%} of the decisions (comparisons, sorting, top-k) in {named(s.name)}'

@@ -162,7 +162,7 @@ SAFE, KEEP = 'safe so far', 'keep modules in fp32'
         (dice, 384, 'bf16', None, SAFE, ''),
         (spectrum, 8, 'fp16', SAFE, 'not known', 'Unsupported dtype'),
         (spectrum, 8, 'bf16', SAFE, KEEP, 'Unsupported dtype'),
-        # A kernel that only the CPU lacks.
+        # A kernel that only the CPU lacks, as that of the FFT in fp16.
         (noise, 8, 'fp16', KEEP, 'not known', "this CPU has no fp16 kernel for '1', which CUDA may have"),
     ],
 )

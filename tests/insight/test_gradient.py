@@ -82,15 +82,6 @@ def test_noise_that_is_not_known_is_an_error():
             gradient_distance(learner(), batches, AMPMode.BF16, [], 1.0, until)
 
 
-def test_nothing_of_the_learner_changes():
-    learn = learner(cbs=At('before_batch', lambda l: torch.rand(1)))
-    before, batches = params(learn), [*learn.dls.train]
-    state = torch.get_rng_state()
-    gradient_distance(learn, batches, AMPMode.BF16, [], 1.0, math.inf)
-    assert same(params(learn), before) and torch.equal(torch.get_rng_state(), state)
-    assert all(p.grad is None for p in learn.model.parameters()) and not left_on(learn)
-
-
 def test_what_adds_up_behind_modules_that_are_all_right_is_seen_and_the_module_that_helps_is_tried():
     report = learner(far_from_0()).precision_report('bf16')
     verdict = report.verdicts['bf16']

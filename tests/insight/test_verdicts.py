@@ -21,7 +21,7 @@ FLAGGED = {
     'sums that are -inf': ('fp16', over_sums, OVERFLOWS),
     'close to the limit': ('fp16', lambda h: h.tanh() * 3e4 / 3e4, "reach .* close to fp16's 65,504"),
     'no mask: a large value twice': ('fp16', lambda h: h.sign() * 7e4 / 7e4, 'is NaN or inf in fp16'),
-    'no operator shows it': ('fp16', InNumPy.apply, 'the loss or a gradient is not finite in fp16'),
+    'no operator shows it': ('fp16', InNumPy.apply, 'in fp16 the loss or a gradient is not finite'),
     'the gradient is infinite': ('fp16', sqrt_gate, '1e-10 is 0 in fp16|gradient is not finite'),
     'a backward pass that fails': (
         'fp16', NeedsFp32.apply,
@@ -39,7 +39,6 @@ FLAGGED = {
     'a mask that raises an error': ('fp16', fills, 'does not run in fp16: .*; -1e.09 is -inf in fp16', -1e9),
     # whole numbers that become one
     'timesteps': ('bf16', steps(lambda t, h: t.to(h.dtype)), '960 and 962 become the same number'),
-    'times a float': ('bf16', steps(lambda t, h: t * torch.ones_like(h)), '960 and 962 become the same number'),
     'copied': (
         'bf16', steps(lambda t, h: torch.empty_like(h).copy_(t.expand_as(h))), '960 and 962 become the same number',
     ),
@@ -48,7 +47,6 @@ FLAGGED = {
     ),
     # decisions
     'argmax': ('bf16', choice(lambda h: h.argmax(-1)), '% of the decisions .* differ in bf16, and with them the loss'),
-    'top-k': ('bf16', choice(lambda h: h.topk(4).indices.float().mean(-1).long()), 'and with them the loss'),
     'sorting': ('bf16', choice(lambda h: h.argsort(-1, descending=True)[:, 0]), 'and with them the loss'),
     'comparison': ('bf16', choice(lambda h: (h > h.mean(-1, keepdim=True)).sum(-1) % 32), 'and with them the loss'),
 }  # fmt: skip
@@ -94,14 +92,11 @@ lowest = lambda s: torch.finfo(s.dtype).min
 # Arithmetic that no precision is blamed for
 HARMLESS = {
     'mask: -inf': attends(lambda s, m: s.masked_fill(~m, -math.inf)),
-    'mask: -6e4': attends(lambda s, m: s.masked_fill(~m, -6e4)),
     'mask: finfo.min': attends(lambda s, m: s.masked_fill(~m, lowest(s))),
-    'mask: where': attends(lambda s, m: torch.where(m, s, lowest(s))),
     'mask: full_like': attends(lambda s, m: torch.where(m, s, torch.full_like(s, lowest(s)))),
     'mask: -2.38e38': attends(lambda s, m: torch.where(m, s, -2.38e38)),
     'mask: triu': attends(lambda s, m: s + torch.full(s.shape, -6e4, dtype=s.dtype).triu(1)),
     'mask: minus 1e30': attends(lambda s, m: s - 1e30 * (1 - m.to(s.dtype))),
-    'mask: minus 65,500': attends(lambda s, m: s - 65500 * (1 - m.to(s.dtype))),
     'mask: -1e9 by where': lambda h: torch.where(h < 0, -1e9, h).softmax(-1),
     'far from the limit': lambda h: h.tanh() * 1e4 / 1e4,
     'rounding noise of fp32 itself': lambda h: h + (h * math.pi / math.pi - h),
@@ -166,20 +161,6 @@ class Block(nn.Linear):
         return x + super().forward(x) * 1e6 / 1e6
 
 
-class Quantizer(nn.Module):
-    "Replace each input by the nearest entry; entries are close together, and the gradient passes straight through."
-
-    def __init__(self, far):
-        super().__init__()
-        torch.manual_seed(0)
-        self.entries = nn.Parameter(far + torch.randn(16, 8))
-
-    def forward(self, x):
-        x = x + self.entries.mean(0)
-        distances = x.square().sum(1, keepdim=True) - 2 * x @ self.entries.T + self.entries.square().sum(1)
-        return x + (self.entries[distances.argmin(1)] - x).detach()
-
-
 def layers(*middle):
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), *middle, nn.Linear(8, 1))
@@ -196,7 +177,6 @@ def large(factor):
 
 noise = Act(lambda h: h - h.clone() + 6e-8 * (h.dtype is torch.float16))
 behind = nn.Sequential(nn.Linear(1, 8), Act(lambda h: (h * 500 + 300).square().sqrt() / 500), nn.Linear(8, 1))
-steep = Act(lambda h: Times.apply(Times.apply(h, 1e-5) + 0, 1e5))  # between two operators, which no module shows
 quiet = nn.Linear(8, 8, bias=False)
 # Precision, model, verdict, modules, what the reason has, what the call has, and arguments of the learner
 MODELS = {
@@ -215,12 +195,9 @@ MODELS = {
         'fp16', lambda: Own(lambda h: fills(h.half() if torch.is_autocast_enabled('cpu') else h)), 'cannot run', [],
         "the model's own `forward` does not run in fp16", r'^learn.to_(bf16|fp32)\(\)$',
     ),
-    'near entries': ('bf16', lambda: layers(Quantizer(0.0), nn.LayerNorm(8)), SAFE, [], '', ''),
-    'far entries': ('bf16', lambda: layers(Quantizer(30.0), nn.LayerNorm(8)), KEEP, ['1'], "'1'", ''),
     '0 in fp32': ('fp16', lambda: nn.Sequential(nn.Linear(6, 8), noise, quiet, nn.Linear(8, 1)), SAFE, [], '', ''),
     'large gradients': ('fp16', lambda: layers(Act(times(1e4))), SAFE, [], 'leaves a margin', 'init_scale='),
-    'a scale looked for again': ('fp16', lambda: layers(Act(sqrt_gate), nn.Linear(8, 8), steep), KEEP, ['1'], '', ''),
-    'and found': ('fp16', lambda: layers(Act(sqrt_gate)), KEEP, ['1'], r'to \d+,\d+ work', ''),
+    'a scale looked for again': ('fp16', lambda: layers(Act(sqrt_gate)), KEEP, ['1'], r'to \d+,\d+ work', ''),
     'loss function': (
         'fp16', mlp, 'do not use', [], r'in the loss function.*enabled=False', '', dict(loss_func=loud_loss),
     ),
