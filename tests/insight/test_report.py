@@ -315,7 +315,8 @@ def fp8():
     from torchao import float8
 
     model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1))
-    return learner(float8.convert_to_float8_training(model, module_filter_fn=lambda m, name: name == '2'), loaders(64, 16))
+    model = float8.convert_to_float8_training(model, module_filter_fn=lambda m, name: name == '2')
+    return learner(model, loaders(64, 16))
 
 
 def attends(h):

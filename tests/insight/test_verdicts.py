@@ -32,7 +32,9 @@ FLAGGED = {
     'clamp': ('fp16', lambda h: h / h.abs().clamp(min=1e-8), r'1e-08 is 0 in fp16 \(`clamp`', 1e-8),
     'clamp_': ('fp16', lambda h: h.abs().mul(1e-3).clamp_(min=1e-8).sqrt(), '1e-08 is 0 in fp16', 1e-8),
     'added': ('fp16', lambda h: ((h - h.roll(1, 0)).relu() + 1e-10).sqrt(), r'1e-10 is 0 in fp16 \(`add`', 1e-10),
-    'added as a tensor': ('fp16', lambda h: ((h - h.roll(1, 0)).relu() + torch.tensor(1e-10)).sqrt(), '1e-10 is 0 in fp16', 1e-10),
+    'added as a tensor': (
+        'fp16', lambda h: ((h - h.roll(1, 0)).relu() + torch.tensor(1e-10)).sqrt(), '1e-10 is 0 in fp16', 1e-10,
+    ),
     '1 - 1e-4': ('fp16', lambda h: (1 - surely(h).clamp(1e-4, 1 - 1e-4)).log(), '0.9999 is 1 in fp16', 0.9999),
     'the same': ('bf16', lambda h: (1 - surely(h).clamp(1e-4, 1 - 1e-4)).log(), '0.9999 is 1 in bf16', 0.9999),
     '-1': ('bf16', lambda h: (h * 30).tanh().clamp(-0.9999, 0.98).atanh(), '-0.9999 is -1 in bf16', -0.9999),
@@ -178,6 +180,7 @@ def large(factor):
 noise = Act(lambda h: h - h.clone() + 6e-8 * (h.dtype is torch.float16))
 behind = nn.Sequential(nn.Linear(1, 8), Act(lambda h: (h * 500 + 300).square().sqrt() / 500), nn.Linear(8, 1))
 quiet = nn.Linear(8, 8, bias=False)
+steep = Act(lambda h: Times.apply(Times.apply(h, 1e-3) + 0, 1e3))
 # Precision, model, verdict, modules, what the reason has, what the call has, and arguments of the learner
 MODELS = {
     'attention': ('fp16', Attentive, KEEP, ['attn'], OVERFLOWS, r"\(init_scale=\d+, fp32_modules=\['attn'\]\)"),
@@ -198,6 +201,7 @@ MODELS = {
     '0 in fp32': ('fp16', lambda: nn.Sequential(nn.Linear(6, 8), noise, quiet, nn.Linear(8, 1)), SAFE, [], '', ''),
     'large gradients': ('fp16', lambda: layers(Act(times(1e4))), SAFE, [], 'leaves a margin', 'init_scale='),
     'a scale looked for again': ('fp16', lambda: layers(Act(sqrt_gate)), KEEP, ['1'], r'to \d+,\d+ work', ''),
+    'a large gradient between two operators': ('fp16', lambda: layers(steep), SAFE, [], '', 'init_scale='),
     'loss function': (
         'fp16', mlp, 'do not use', [], r'in the loss function.*enabled=False', '', dict(loss_func=loud_loss),
     ),
@@ -219,7 +223,7 @@ MODELS = {
     ),
     'NaN in the data': (
         'fp16', mlp, 'not known', [], r'the batch itself is not finite: 1 of 24 values of .* shape \(4, 6\)', '^$',
-        dict(dls=large(torch.tensor([1.0] * 5 + [math.nan]).expand(24, 6).clone().index_fill(0, torch.arange(1, 24), 1))),
+        dict(dls=large(torch.ones(24, 6).index_put((torch.tensor(2), torch.tensor(1)), torch.tensor(math.nan)))),
     ),
     'only 16 bits': (
         'fp16', lambda: inner(only_16_bits), 'not known', [],
