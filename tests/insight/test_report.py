@@ -352,6 +352,7 @@ RUNS = {
     'an operator of 16 bits': lambda: learner(
         layers(Act(lambda h: halves(h if h.dtype != torch.float32 else h.bfloat16()).to(h.dtype)))
     ),
+    'writes into its inputs': lambda: learner(nn.Sequential(Act(lambda x: x.mul_(200)), nn.Linear(6, 1))),
     'fused attention': lambda: learner(layers(Act(attends))),
     'ResNet': resnet18,
     'MobileNet': mobilenet,
