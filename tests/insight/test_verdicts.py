@@ -101,7 +101,7 @@ HARMLESS = {
     'mask: minus 1e30': attends(lambda s, m: s - 1e30 * (1 - m.to(s.dtype))),
     'mask: -1e9 by where': lambda h: torch.where(h < 0, -1e9, h).softmax(-1),
     'far from the limit': lambda h: h.tanh() * 1e4 / 1e4,
-    'rounding noise of fp32 itself': lambda h: h + (h * math.pi / math.pi - h),
+    'rounding noise of fp32 itself': lambda h: h * math.pi / math.pi - h,
     'constants beside large values': lambda h: h / (h.abs() + 1 + 1e-9),
     'a clamp that no value reaches': lambda h: (h / 9).sigmoid().clamp(max=1 - 1e-4),
     'ordinary rounding of constants': lambda h: h * 0.1 + 0.3,
