@@ -71,18 +71,12 @@ class FP16(Precision):
         self.first_state = self.newest.state_dict()              # empty if it is not enabled
         self.first_scale = self.first_state.get('scale', 1.)
 
-    def _copied(self, device_type: str) -> GradScaler:
-        new = self._make(device_type)
-        new.load_state_dict(self.newest.state_dict())
-        return new
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), 'newest': self.user_scaler or self._copied('cpu')}
-
     def scaler(self, device: torch.device) -> GradScaler | None:
         "Return a scaler on `device` that continues from the newest state; a user's own scaler itself."
         if not self.first_state: return None
-        if self.user_scaler is None: self.newest = self._copied(device.type)
+        if self.user_scaler is None:
+            state, self.newest = self.newest.state_dict(), self._make(device.type)
+            self.newest.load_state_dict(state)
         return self.newest
 
     def state_dict(self) -> dict[str, Any]:
