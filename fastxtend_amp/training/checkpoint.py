@@ -81,7 +81,7 @@ def export(original: Callable, self: Learner, *args: Any, **kwargs: Any) -> None
         self.metrics = self.metrics.filter(_is_ours, negate=True)
         self.cbs = self.cbs.filter(_is_ours, negate=True)
         original(self, *args, **kwargs)
-    finally: vars(self).update({**kept, 'opt': self.opt})        # of which fastai makes a new one
+    finally: vars(self).update(kept)
     if cb is None or cb.has_exported: return
     cb.has_exported = True
     print(f'Exported in fp32. To predict in {cb.precision.name} after `load_learner`, call `{cb.precision!r}` again.')
