@@ -592,13 +592,6 @@ MUTATIONS = [
             'checkpoint',
         ),
         (
-            'an export exchanges the optimizer',
-            'training/checkpoint.py',
-            "{**kept, 'opt': self.opt}",
-            'kept',
-            'checkpoint nothing_left',
-        ),
-        (
             'precision_as leaves the other precision',
             'training/learner.py',
             'finally: set_precision(self, before)',
@@ -702,13 +695,6 @@ MUTATIONS = [
             "if not 0 <= state['scale'] < math.inf",
             'if False',
             'scale',
-        ),
-        (
-            'a copy shares the state',
-            'precisions/fp16.py',
-            "{**vars(self), 'newest': self.user_scaler or self._copied('cpu')}",
-            'vars(self)',
-            'scale nothing_left',
         ),
         ('TF32 counts as native on a T4', 'precisions/tf32.py', 'if major < 8', 'if major < 7', 'devices'),
         ('FP8 counts as native on an A100', 'precisions/fp8.py', '(8, 9): return', '(8, 0): return', 'devices'),

@@ -215,15 +215,16 @@ def give_back(l):
 
 
 def test_models_and_modules_that_are_exchanged():
-    learn = learner(noting()).to_bf16(fp32_modules='1')
+    learn, left = learner(noting()).to_bf16(fp32_modules='1'), []
     learn.model, learn.opt = noting(), None
     learn.fit(1)
     assert seen(learn.model) == MIDDLE
     learn.fit(1, cbs=At('before_fit', lambda l: l.model.__setitem__(1, nn.Sequential(Notes(8, 8))), 40))
     assert seen(learn.model) == MIDDLE and replaced(learn.model) == []
     cbs = lambda f: [At('before_validate', f, 11), At('after_validate', give_back, 11)]
-    learn.fit(1, cbs=cbs(average))
-    assert seen(learn.model) == MIDDLE and replaced(learn.model) == []
+    look = At('after_validate', lambda l: left.append(replaced(l.own)))
+    learn.fit(1, cbs=[*cbs(average), look])
+    assert left == [[]] and seen(learn.model) == MIDDLE and replaced(learn.model) == []
     with pytest.raises(ValueError, match="'1' matches no module"):
         learn.fit(1, cbs=cbs(wrapped_average))
     give_back(learn)
