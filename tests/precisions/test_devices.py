@@ -203,15 +203,6 @@ def test_an_error_about_dtypes_says_where_to_look():
         )
 
 
-def test_a_default_device_does_not_change_what_is_found():
-    expected = precision_support('cpu').values.tolist()
-    torch.set_default_device('meta')
-    try:
-        assert precision_support('cpu').values.tolist() == expected
-    finally:
-        torch.set_default_device(None)
-
-
 # -- precisions as classes
 
 ROWS = {

@@ -197,6 +197,9 @@ def test_a_callback_that_wraps_the_forward(order):
         l.get_preds()
         l.fit(1, 0.01)
     assert learn.wraps_forward.calls == 16 + 2 + 2 + 8 and same(params(learn), params(plain))
+    dtypes = output_dtypes(learn.to_bf16())
+    learn.fit(1)
+    assert {*dtypes} == {BF16}
 
 
 def average(l):

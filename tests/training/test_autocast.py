@@ -62,19 +62,6 @@ def test_predictions_keep_their_structure(kind):
     assert not same(params(learn), before)
 
 
-def test_a_loop_that_sets_a_16_bit_loss_alone_records_fp32():
-    class Own(Learner):
-        def _do_one_batch(self):
-            self.pred = self.model(*self.xb)
-            self('after_pred')
-            self.loss = self.loss_func(self.pred, *self.yb).bfloat16()
-            self('after_loss')
-
-    learn = learner(cls=Own).to_bf16()
-    learn.fit(1)
-    assert {l.dtype for l in learn.recorder.losses} == {FP32}
-
-
 def test_inside_the_users_own_autocast():
     "A fit uses the weights of each batch, and the user's context is the same afterwards."
 
@@ -146,6 +133,11 @@ def test_16_bit_parameters_that_are_trained_become_fp32(to, opt):
     assert len(said) == 1 and "'0.weight'" in said[0] and learn.model[1].weight.dtype is BF16
     assert differences(result(learn), result(wanted)) == [] and process() == before
     assert not told(lambda: learn.fit(1), '16-bit')
+
+
+def test_16_bit_parameters_in_a_loop_over_one_batch():
+    learn = learner(mlp().to(BF16)).to_bf16()
+    assert told(lambda: over_batches(learn, 1), '16-bit') and {p.dtype for p in params(learn)} == {FP32}
 
 
 def test_parameters_made_under_inference_mode():

@@ -137,29 +137,6 @@ def test_gradients_of_fp32_regions_are_those_of_eager_mode(model, to):
         assert all(same(a, b) for a, b in zip(found[None], found[how], strict=True))
 
 
-def test_in_one_graph_with_nested_inputs():
-    class Product(nn.Module):
-        def forward(self, x, xs):
-            return x @ xs[1]['b'].mT
-
-    class Net(nn.Sequential):
-        def forward(self, x):
-            x = self[0](x)
-            return self[2](self[1](x, (x, {'b': torch.eye(4)})).relu())
-
-    torch.manual_seed(0)
-    learn = learner(Net(nn.Linear(6, 4), Product(), nn.Linear(4, 1))).to_bf16(fp32_modules=['0', '1'])
-    eager, count = copy.deepcopy(learn), CompileCounterWithBackend('aot_eager')
-    learn.model = torch.compile(learn.model, backend=count, fullgraph=True)
-    for l in (learn, eager):
-        l.fit(2)
-    graphs = count.frame_count
-    for l in (learn, eager):
-        l.fit(1)
-    assert 1 <= graphs <= 4 and count.frame_count == graphs
-    close(learn, eager, 1e-5)
-
-
 def test_a_model_is_exported_with_the_precision_that_is_on():
     learn, x = make('bf16 and hot in fp32', 'hot'), torch.randn(4, 6)
     with torch.no_grad(), learn.amp_context():

@@ -106,6 +106,16 @@ def test_a_loss_of_ones_own_is_added_to_an_accumulation_that_goes_on():
         torch.testing.assert_close(b, a, rtol=0.05, atol=0.05)
 
 
+def test_a_scale_loaded_in_an_accumulation():
+    def load(l):
+        if l.precision and third(l):
+            l.precision.load_state_dict({**l.precision.state_dict(), 'scale': 32.0})
+
+    a, b = (grads_after(to, lambda l: l.fit(1, 0.01, cbs=At('after_batch', load, 70))) for to in ('bf16', 'fp16'))
+    for p, q in zip(a, b):
+        torch.testing.assert_close(q, p, rtol=0.05, atol=0.05)
+
+
 def test_an_unfinished_accumulation_that_is_not_finite_is_zeroed():
     learn = learner(mlp(), cbs=GradientAccumulation(1000)).to_fp16(init_scale=1e30)
     learn.fit(1, 0.01)

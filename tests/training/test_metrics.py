@@ -50,16 +50,6 @@ def test_without_a_loss_scale_both_are_0(to):
     assert logged(learn) == [[0, 0]]
 
 
-def test_metrics_of_two_learners_whose_validations_overlap():
-    a = learner(metrics=BOTH, cbs=spoil_at(1)).to_fp16(init_scale=256.0)
-    b, plain = learner(metrics=BOTH).to_fp16(init_scale=64.0), learner(metrics=BOTH)
-    twin = copy.deepcopy(b).to_fp16(init_scale=32.0)
-    b.fit(1)
-    for learn, other, expected in ((a, b, [128.0, 1]), (b, a, [64.0, 0]), (plain, b, [0, 0]), (twin, b, [32.0, 0])):
-        learn.fit(1, cbs=At('after_validate', lambda l: other.validate(), 49))  # before the Recorder reads
-        assert logged(learn) == [expected]
-
-
 # -- what a step costs
 
 EXTRA['low'] = To('fp16', dict(loss_scale=0.25))

@@ -88,6 +88,12 @@ def test_a_callback_for_one_fit_and_one_set_in_it():
     assert dtypes[12:] == [FP16] * 3 + [BF16] * 3 and modes(learn) == ['bf16']
 
 
+def test_a_fit_that_was_switched_warns_of_skipped_steps_at_its_end():
+    switch = At('before_batch', lambda l: l.training and l.iter == 1 and l.to_fp16(init_scale=64.0))
+    learn = make('bf16', cbs=[switch, spoil_at(*range(2, 6))])
+    assert len(told(lambda: learn.fit(1, 0.01), 'steps of this fit')) == 1
+
+
 def test_removing_the_callback_in_mid_batch_is_an_error():
     learn = make('fp16', cbs=[At('before_backward', lambda l: l.remove_cb(l.precision), 40)])
     with pytest.raises(RuntimeError, match='to_fp32'):
@@ -116,6 +122,8 @@ def test_what_every_callback_of_fastai_has():
         seen.clear()
         learn.fit(1)
         assert not any(seen.values()) and learn.precision.run
+        learn.fit(1, cbs=At('after_train', lambda l: setattr(l.precision, 'run', False)))
+        assert is_outside_a_fit(learn)
 
 
 # -- between fits
