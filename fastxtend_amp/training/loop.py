@@ -95,6 +95,6 @@ def set_precision(
 
 def _exchange(learn: Learner, cb: MixedPrecision | None) -> None:
     old = precision_callback(learn)
-    if cb is not None: cb.scopes, cb.run = old.scopes if old else (), True
+    if cb is not None: cb.scopes = old.scopes if old else ()
     learn.remove_cbs([c for c in learn.cbs if isinstance(c, _PRECISIONS)])
     if cb is not None: learn.add_cb(cb)
