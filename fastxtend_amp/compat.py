@@ -6,7 +6,8 @@ has a test for each.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import nn
@@ -47,11 +48,7 @@ def compiled_module(module: nn.Module) -> nn.Module | None:
     return inner if isinstance(inner, nn.Module) else None
 
 
-def backward_without_autocast() -> AbstractContextManager:
-    """Return a context in which models are compiled with the backward pass that they have uncompiled.
-
-    AOTAutograd traces the backward pass under the autocast of the whole forward pass, so regions with autocast off get
-    16-bit products there. Relies on `torch._functorch.config.backward_pass_autocast` (seen in 2.9 and 2.15). Without it
-    the first batch fails.
-    """
-    return config.patch(backward_pass_autocast='off')
+# Makes a context in which models are compiled with the backward pass that they have uncompiled: AOTAutograd traces it
+# under the autocast of the whole forward pass, so regions with autocast off would get 16-bit products. Relies on
+# `torch._functorch.config.backward_pass_autocast` (seen in 2.9 and 2.15). Without it the first batch fails.
+backward_without_autocast = partial(config.patch, backward_pass_autocast='off')

@@ -70,7 +70,8 @@ class Operation:
     def lost_constants(self) -> list[float]:
         "Return the constants that become 0, 1, -1, inf or -inf in 16 bits without having been it."
         if self.op.name.rstrip('_') not in _CONSTANTS: return []
-        dtype = self.kwargs.get('dtype') or next((t.dtype for t in self.inputs if t.ndim), None)
+        dtypes = (t.dtype for t in self.inputs if t.ndim)
+        dtype: Any = self.kwargs.get('dtype') or next(dtypes, None)
         numbers = filter(is_number, map(_number, self.args)) if dtype in HALF else ()
         return [c for c in numbers if c != (r := rounded(c, dtype)) and abs(r) in (0, 1, math.inf)]
 

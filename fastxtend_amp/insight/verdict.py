@@ -261,7 +261,8 @@ def smallest(names: list[str], helps: Callable[[list[str]], bool]) -> list[str]:
     "Return a few modules that help: half of them, half of those, and so on; [] if none help."
     if not names or not helps(names): return []
     half = len(names) // 2
-    return half and (smallest(names[:half], helps) or smallest(names[half:], helps)) or names
+    parts = (smallest(part, helps) for part in (names[:half], names[half:]) if half)
+    return next(filter(None, parts), names)
 
 
 def _decisions(s): return f'{s.changed:.0%} of the decisions (comparisons, sorting, top-k) in {named(s.name)}'

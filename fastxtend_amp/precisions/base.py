@@ -196,7 +196,7 @@ class Precision:
 
     def around_fit(self, model: nn.Module) -> list[Any]:
         "Return contexts for a whole fit or validation."
-        return [backward_without_autocast(), replaced_forwards(self.kept_in_fp32(model), Fp32Forward)]
+        return [replaced_forwards(self.kept_in_fp32(model), Fp32Forward)]
 
     def around_training(self, learn: Learner) -> list[Any]:
         "Return contexts from a fit's first training batch to its end. Raises `ValueError` if it cannot be trained."
@@ -204,7 +204,8 @@ class Precision:
 
     def around_batch(self, device: torch.device) -> list[AbstractContextManager]:
         "Return new contexts for a forward pass and its loss."
-        return [torch.autocast(device.type, dtype=self.dtype, cache_enabled=_CACHE)] if self.dtype else []
+        if not self.dtype: return []
+        return [backward_without_autocast(), torch.autocast(device.type, dtype=self.dtype, cache_enabled=_CACHE)]
 
     def step(self, learn: Learner, step: Callable[[], object]) -> None:
         "Run the optimizer's step."

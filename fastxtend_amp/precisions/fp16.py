@@ -62,7 +62,8 @@ class FP16(Precision):
         if loss_scale is not None and scaler is not None:
             raise ValueError('loss_scale and scaler both set the loss scale. Give one of them.')
         name, first = ('init_scale', init_scale) if loss_scale is None else ('loss_scale', loss_scale)
-        if not 0 < first < math.inf: raise ValueError(f'{name}={first!r} cannot be used: it must be finite and above 0.')
+        if not 0 < first < math.inf:
+            raise ValueError(f'{name}={first!r} cannot be used: it must be finite and above 0.')
         self.is_fixed, self.user_scaler = loss_scale is not None, scaler
         self._make: Any = partial(static_scaler, scale=first) if self.is_fixed else partial(
             GradScaler, init_scale=first, growth_factor=growth_factor, backoff_factor=backoff_factor,

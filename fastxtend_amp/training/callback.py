@@ -25,7 +25,7 @@ from fastcore.basics import noop
 from torch.amp import GradScaler
 
 from ..common import half_to_float, is_half, map_tensors, model_device, training_device, warn_user
-from ..precisions import AMPMode, Precision, fastest_native, find_precision, parameters_of
+from ..precisions import PRECISIONS, AMPMode, Precision, fastest_native, find_precision, parameters_of
 from ..precisions.base import static_scaler, written
 from .fit import Fit, check_parallel, warn_of_emulation
 from .scaling import Scaling, StepHistory
@@ -81,8 +81,8 @@ class MixedPrecision(fp16.MixedPrecision):
         kwargs |= {name: value for (name, default), value in scaling if value != default}
         self.precision, self.on_overflow, self.max_skips = _precision_from(amp_mode, kwargs), on_overflow, max_skips
         if self.precision.in_use:
-            raise ValueError(f'{self.precision!r} is the precision of another callback, with which it would share the '
-                             'loss scale. Make a new one.')
+            raise ValueError(f'This {type(self.precision).__name__} belongs to another callback already, with which it '
+                             'would share the loss scale. Create one for each callback.')
         vars(self.precision)['in_use'] = True                    # a frozen dataclass as well
         self.history, self.fixes = StepHistory(), list[Any]()
         self.watchers = [make(self) for make in WATCHERS]
@@ -93,6 +93,7 @@ class MixedPrecision(fp16.MixedPrecision):
                 raise RuntimeError('A precision callback cannot be removed in the middle of a batch. `learn.to_fp32()` '
                                    'and the other methods take effect at its end.')
             self.close()
+            vars(self.precision)['in_use'] = value is not None
         object.__setattr__(self, name, value)                    # fastai would look each name up on learner and model
 
     def __getstate__(self) -> dict[str, Any]:                    # a copy is outside of a fit
@@ -203,7 +204,7 @@ class MixedPrecision(fp16.MixedPrecision):
         fit.precision.prepare(learn)
         warn_of_emulation(fit.precision, fit.device)
         for context in fit.precision.around_training(learn): fit.enter_context(context)
-        if fit.scaling is not None: fit.scaling.watch_buffers(fit.model)
+        if fit.scaling is not None: fit.scaling.repair_buffers()  # notes their values
 
     # -- the events of fastai's loop; those of a batch run only while a fit is open
 
@@ -225,7 +226,6 @@ class MixedPrecision(fp16.MixedPrecision):
         self.epoch_start = len(self.history.read())
         fit.use_model(self.learn.model)
         if not fit.is_training: self.open_training()
-        elif fit.scaling is not None: fit.scaling.watch_buffers(fit.model)   # which a callback may have changed
 
     def before_validate(self):
         "Keep autocast's casts of the weights until the validation ends: nothing changes the weights meanwhile."
@@ -298,9 +298,15 @@ class MixedPrecision(fp16.MixedPrecision):
 def _precision_from(amp_mode: Any, arguments: dict[str, Any]) -> Precision:
     "Return the precision that `amp_mode` names. fastai gives `GradScaler`'s arguments to each, so bf16 ignores them."
     if isinstance(amp_mode, Precision):
-        if arguments: raise TypeError(f"{amp_mode!r} is made already: give it {', '.join(arguments)} yourself.")
-        return amp_mode
-    name = fastest_native(default_device()) or 'fp32' if amp_mode == 'auto' else amp_mode
-    cls = Precision if name == 'fp32' else find_precision(name)
-    ignored = _SCALING.keys() - parameters_of(cls)
+        if not arguments: return amp_mode
+        kind = type(amp_mode).__name__
+        raise TypeError(f"{kind} is constructed already. Pass {', '.join(arguments)} to `{kind}(...)`, or give the "
+                        f'name {amp_mode.name!r}.')
+    ignored = {*_SCALING}
+    if amp_mode == 'auto':
+        fastest = fastest_native(default_device())
+        cls = find_precision(fastest) if fastest else Precision
+        ignored |= {name for p in PRECISIONS.values() if p.automatic for name in parameters_of(p)}
+    else: cls = find_precision(amp_mode)
+    ignored -= {*parameters_of(cls)}
     return cls(**{name: value for name, value in arguments.items() if name not in ignored})

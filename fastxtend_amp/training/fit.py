@@ -32,7 +32,6 @@ class Fit(ExitStack):
         self.around_model.close()
         for context in self.precision.around_fit(model): self.around_model.enter_context(context)
         self.model = model
-        if self.scaling and self.is_training: self.scaling.watch_buffers(model)
 
     def clear_old_casts(self) -> None:
         "Clear autocast's cache of casts, unless it holds those of the same weights, from a validation's last batch."

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from itertools import compress, islice, takewhile
+from itertools import islice, takewhile
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from .optimizers import FUSED
 
 _READ_EVERY = 512  # steps between two reads of the history
 _LOWEST = 2.**-24  # fp16's smallest number
+_LARGE = 2**20  # elements of a buffer
 _ROOM = 65504 / 16  # fp16's largest number, with room for a gradient 16 times as large
 
 
@@ -50,7 +51,7 @@ class Scaling:
         # As far as the host knows:
         self.skips_in_a_row = 0                                  # up to the newest step
         self.is_low, self.has_warned = self._is_low(scaler.get_scale()), False
-        self.buffers: Buffers | None = None
+        self.good: dict[str, torch.Tensor] = {}                  # values of buffers after the last step
 
     # -- a step
 
@@ -79,7 +80,7 @@ class Scaling:
         scaler: Any = self.scaler                                # to which this is the optimizer
         scaler.unscale_(self)
         found_infs = [*scaler._found_inf_per_device(self).values()]   # undocumented, since 1.6
-        self.flagged = flagged_step(self.learn.opt, params)
+        self.flagged = None if self.is_low else flagged_step(self.learn.opt, params)   # the host mends a low scale
         if self.flagged is None: self.found_inf = any(map(bool, found_infs))   # synchronizes, once for each device
         else:
             self.found_inf = found_infs[0]
@@ -91,9 +92,10 @@ class Scaling:
             self.found_inf = False
             return
         if self.one.device.type == 'cpu': self.found_inf = bool(self.found_inf)   # which does not synchronize there
-        if self.buffers: self.buffers.after_step(self.found_inf)
+        self.repair_buffers(self.found_inf)
         self.history.add(self.scaler.scale(self.one), self.found_inf)
         self._close()
+        if not self.history.unread: self.read()                  # once in 512 steps
         if isinstance(self.found_inf, bool):
             self.skips_in_a_row = self.skips_in_a_row + 1 if self.found_inf else 0
             if self.found_inf or self.is_low: self._mend_scale()
@@ -104,7 +106,10 @@ class Scaling:
 
     def _close(self, new_scale: float | None = None) -> None: # None lets the scale grow or back off
         self.scaler.update(new_scale)
-        if self.flagged: self.flagged.unmark()
+        if self.flagged:
+            self.flagged.unmark()
+            tensor: Any = self.scaler._scale                     # undocumented, since 1.6
+            tensor.clamp_(min=_LOWEST / 2)                       # until the host mends it: 0 would let NaN pass
         self.flagged, self.is_open = None, False
 
     # -- a scale that has fallen too low
@@ -122,7 +127,8 @@ class Scaling:
         if scale < _LOWEST: new = self.first_scale
         elif not self.found_inf:
             grads = [p.grad for p in self.param_groups[0]['params']]
-            largest = max(float(g.abs().max()) for g in grads)
+            values = [g.coalesce().values() if g.is_sparse else g for g in grads]
+            largest = max(float(v.abs().max()) for v in values if v.numel())
             fits = 2. ** math.floor(math.log2(_ROOM / largest)) if largest else self.first_scale
             new = max(scale, min(self.first_scale, fits))
         if new == scale: return
@@ -142,18 +148,30 @@ class Scaling:
 
     def end(self, failed: bool) -> None:
         "Unscale or zero the gradients that are left; after `lr_find`, forget its steps."
-        if failed and self.buffers: self.buffers.after_step(True)   # in a batch that may have overflowed
-        if is_left := self.is_scaled or self.is_open: self.unscale()
-        if self.learn.opt and (failed or (is_left and self.found_inf)): self.learn.opt.zero_grad()
+        if self.is_scaled or self.is_open:
+            self.unscale()
+            if self.learn.opt and (failed or self.found_inf):
+                self.repair_buffers(True)
+                self.learn.opt.zero_grad()
         self.cancel()
         self.history.read()
         if self.before_lr_find is None: return
         self.scaler.load_state_dict(self.before_lr_find)
         del self.history[self.first_step:]
 
-    def watch_buffers(self, model: nn.Module) -> None:
-        "Keep the values of the model's buffers, such as BatchNorm's statistics, for a step that will be skipped."
-        self.buffers = Buffers(model)
+    def repair_buffers(self, found_inf: bool | torch.Tensor = False) -> None:
+        """Restore what a bad step has left in buffers that is not finite, and note their values. Never synchronizes.
+
+        A batch that overflows would leave NaN in BatchNorm's running statistics, although its step is skipped.
+        """
+        now = small_buffers(self.learn.model)
+        for name, b in now.items() if found_inf is not False else ():
+            good = self.good.get(name, b)
+            if good.shape != b.shape: continue
+            keep = b.isfinite()
+            if torch.is_tensor(found_inf): keep |= found_inf.to(b.device) == 0
+            b.copy_(b.where(keep, good))
+        self.good = {name: b.clone() for name, b in now.items()}
 
     def skip_message(self) -> str:
         "Return a warning if most of the fit's steps were skipped; '' otherwise."
@@ -227,31 +245,7 @@ class StepHistory(list):
         return (math.copysign(1, scale) < 0 for scale in islice(self.read(), start, None))
 
 
-class Buffers:
-    """Buffers that the forward pass writes, and their values after the last step.
-
-    A batch that overflows would leave NaN in BatchNorm's running statistics, although its step is skipped. Elements
-    that are not finite are restored to their last values; others are never changed. A buffer is followed if the first
-    batch has written it, by autograd's count, or if its module has `track_running_stats`: autograd does not count the
-    writes of those kernels.
-    """
-    def __init__(self, model: nn.Module):
-        floating = [(m, b) for m in model.modules() for b in m.buffers(recurse=False)
-                    if not (is_lazy(b) or is_dtensor(b) or b.is_inference()) and b.is_floating_point()]
-        self.new: Any = [(m, b, b._version) for m, b in floating]
-        self.now = [b.data for _, b in floating]                 # autograd does not count the repairs either
-        self.good = [b.clone() for b in self.now]
-
-    def after_step(self, found_inf: bool | torch.Tensor) -> None:
-        "Repair the values unless the step is a good one, and note them. Never synchronizes."
-        if self.new:
-            written = [getattr(m, 'track_running_stats', False) or b._version != before for m, b, before in self.new]
-            self.now, self.good = [*compress(self.now, written)], [*compress(self.good, written)]
-            self.new = None
-        if not self.now: return
-        if found_inf is not False:
-            keep = [now.isfinite() for now in self.now]
-            if torch.is_tensor(found_inf):                       # 0 for a good step
-                keep = [k | (found_inf.to(k.device) == 0) for k in keep]
-            torch._foreach_copy_(self.now, [*map(torch.where, keep, self.now, self.good)])
-        torch._foreach_copy_(self.good, self.now)
+def small_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    "Return the floating buffers of `model` by name, such as BatchNorm's statistics; a large one is a mask or a table."
+    plain = {name: b for name, b in model.named_buffers() if not (is_lazy(b) or is_dtensor(b) or b.is_inference())}
+    return {name: b.data for name, b in plain.items() if b.is_floating_point() and b.numel() <= _LARGE}
