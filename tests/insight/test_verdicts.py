@@ -328,9 +328,11 @@ class Spectrum(nn.Module):
 
     def forward(self, x):
         h = self.a(x)
-        return torch.stft(h, self.n, window=torch.ones(self.n, dtype=h.dtype), return_complex=True).abs().mean((1, 2))[
-            :, None
-        ]
+        return (
+            torch.stft(h, self.n, window=torch.ones(self.n, dtype=h.dtype), return_complex=True)
+            .abs()
+            .mean((1, 2))[:, None]
+        )
 
 
 @pytest.mark.parametrize('n, fp16', [(16, []), (12, ['a'])])
@@ -367,9 +369,7 @@ class Promotes(nn.Module):
         return self.b(torch.addcmul(self.a(x), embedded, embedded))
 
 
-@pytest.mark.parametrize(
-    'dtype, mode, method', [(torch.bfloat16, 'fp16', 'half'), (torch.float16, 'bf16', 'bfloat16')]
-)
+@pytest.mark.parametrize('dtype, mode, method', [(torch.bfloat16, 'fp16', 'half'), (torch.float16, 'bf16', 'bfloat16')])
 def test_a_frozen_base_in_the_other_half_precision(dtype, mode, method):
     call = f"learn.model.get_submodule('base').{method}()"
     learn = learner(Promotes(dtype))

@@ -35,7 +35,9 @@ def alone(monkeypatch):
 def test_a_method_with_its_own_signature_and_arguments():
     method = Learner.to_bf16again
     parameters, described = inspect.signature(method).parameters, docments(method)
-    assert [*parameters] == ['self', 'fp32_modules', 'first', 'on_overflow', 'max_skips'] and method.__name__[3:] == NAME
+    assert [*parameters] == ['self', 'fp32_modules', 'first', 'on_overflow', 'max_skips'] and method.__name__[
+        3:
+    ] == NAME
     assert parameters['first'].default == 0 and 'under another name' in method.__doc__
     assert described['first'] == 'The number to count from' and 'fp32' in described['fp32_modules']
 

@@ -194,5 +194,3 @@ def test_the_report_names_the_layers_and_the_comparison_has_a_row():
     assert found.calls['fp8'] == "learn.to_fp8(fp32_modules=['4'], modules=['1'])"
     (none,) = learner().precision_report(['fp8']).verdicts.values()
     assert none.verdict == 'cannot run' and 'leaves no linear layer' in none.reason
-
-

@@ -386,5 +386,3 @@ def test_several_processes(tmp_path):
                 learn.fit(1)
     finally:
         torch.distributed.destroy_process_group()
-
-

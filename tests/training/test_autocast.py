@@ -286,5 +286,3 @@ def test_predictions_are_those_of_a_cast_in_each_batch(to, model, kept, way):
     assert torch.equal(found, expected) and same(params(learn), params(without)) and process() == before
     if way in CHANGES:
         assert not torch.equal(found[8:], ready(to, model, fp32_modules=kept).get_preds()[0][8:])
-
-

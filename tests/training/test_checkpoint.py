@@ -94,7 +94,8 @@ LOADS = [lambda l: l.load('with', with_opt=False), lambda l: l.load('without')]
 
 
 @pytest.mark.parametrize(
-    'cls, load', [*((c, f) for c in (Learner, TextLearner) for f in LOADS), (TextLearner, lambda l: l.load('with', False))]
+    'cls, load',
+    [*((c, f) for c in (Learner, TextLearner) for f in LOADS), (TextLearner, lambda l: l.load('with', False))],
 )
 def test_without_the_optimizer(cls, load, tmp_path):
     build, learn = saved_by(cls, tmp_path)

@@ -63,7 +63,9 @@ def n_reads(f):
     return sum(e.name == 'aten::_local_scalar_dense' for e in p.events())
 
 
-@pytest.mark.parametrize('to, opt, per_step', [('bf16', 'adamw', 0), ('fp16', 'adam', 1), ('skipping', 'adamw', 1), ('low', 'adam', 1)])
+@pytest.mark.parametrize(
+    'to, opt, per_step', [('bf16', 'adamw', 0), ('fp16', 'adam', 1), ('skipping', 'adamw', 1), ('low', 'adam', 1)]
+)
 def test_values_that_are_read_in_a_step(to, opt, per_step):
     "Beyond those of fp32; as many as a hand-written loop reads, and a few in a fit."
 
@@ -78,5 +80,3 @@ def test_values_that_are_read_in_a_step(to, opt, per_step):
         raise core.CancelValidException
 
     assert 0 <= read(to) - read('fp32') - per_step * STEPS <= 5
-
-

@@ -31,5 +31,3 @@ def test_trains_bit_for_bit_as_the_wrapped_optimizer(cls, to):
         assert differences(result(ours), result(wrapped)) == []
     hypers = ours.opt.hypers[0]
     assert hypers['mom'] > 0.94 and hypers['lr'] < 1e-3  # where one cycle ends
-
-

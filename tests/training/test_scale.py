@@ -306,3 +306,33 @@ def test_a_file_or_state_whose_scale_is_that_low_starts_again(scale, tmp_path):
     for learn in (by_file, by_state):
         told(lambda: learn.fit(2, 0.01))
         assert 1024.0 <= learn.precision.scale and not learn.precision.skips[-1]
+
+
+class Sparse(nn.Module):
+    "With sparse gradients, and a parameter without elements."
+
+    def __init__(self):
+        super().__init__()
+        self.emb, self.none = nn.Embedding(4, 1, sparse=True), nn.Parameter(torch.empty(0))
+
+    def forward(self, x):
+        return self.emb(x[:, 0].long().clamp(0, 3)) + self.none.sum()
+
+
+def test_a_low_scale_with_sparse_and_empty_gradients_is_set_again():
+    learn = learner(Sparse(), opt_func=OPTIMIZERS['torch sgd']).to_fp16()
+    learn.precision.load_state_dict({**state(learn), 'scale': 0.01})
+    told(lambda: learn.fit(1, 0.01))
+    assert learn.precision.scale > 1 and finite(learn)
+
+
+def test_a_validation_that_fails_keeps_an_accumulation():
+    grads = []
+    for fails in (False, True):
+        learn = learner(cbs=GradientAccumulation(1000)).to_fp16(init_scale=64.0)
+        learn.fit(1)
+        if fails:
+            with pytest.raises(ZeroDivisionError), learn.added_cbs(At('after_pred', lambda l: 1 / 0)):
+                learn.validate()
+        grads.append(plain_grads(learn))
+    assert same(*grads) and grads[0][0].any()

@@ -250,3 +250,27 @@ def test_amp_context_inside_and_outside_a_fit(to):
     with pytest.raises(KeyError), learn.amp_context():
         raise KeyError
     assert seen == [TO[to].dtype or FP32] * 5 and process() == before and replaced(learn.model) == []
+
+
+def test_a_precision_object_can_be_used_again_when_its_callback_has_left():
+    learn, precision = learner(), MixedPrecision('bf16').precision.like()
+    for _ in range(2):
+        with learn.precision_as(precision):
+            learn.validate()
+    with learn.precision_as(precision), pytest.raises(ValueError, match='another callback'):
+        MixedPrecision(precision)
+
+
+def test_auto_ignores_what_other_automatic_precisions_accept(monkeypatch):
+    set_support(monkeypatch, {'bf16': 'native'}.get)
+    assert repr(MixedPrecision('auto', loss_scale=512.0)) == "MixedPrecision('bf16')"
+    assert learner().to_amp(loss_scale=512.0).precision.amp_mode == 'bf16'
+
+
+def test_loops_over_one_batch_of_two_learners_leave_the_compilers_setting():
+    from torch._functorch import config
+
+    learns, before = [learner().to_bf16() for _ in range(2)], config.backward_pass_autocast
+    for learn in (*learns, *learns):
+        over_batches(learn, 1)
+    assert config.backward_pass_autocast == before
