@@ -156,11 +156,12 @@ def test_the_compilers_setting_is_restored(exc):
                 raise exc
 
         learn = build('bf16', how, backend='eager', cbs=[At('after_pred', look, 20)])
-        try:
-            learn.fit(1)
-        except KeyboardInterrupt:
-            pass
-        assert {*seen} == {'off'} and config.backward_pass_autocast == 'same_as_forward'
+        with config.patch(backward_pass_autocast='same_as_forward'):
+            try:
+                learn.fit(1)
+            except KeyboardInterrupt:
+                pass
+            assert {*seen} == {'off'} and config.backward_pass_autocast == 'same_as_forward'
 
 
 # -- with inductor, which compiles C++

@@ -259,7 +259,9 @@ def test_large_buffers_cost_nothing():
 
 
 def validation():
-    return At('after_batch', Once(lambda l: l.validate(), third), 70)
+    "In the middle of an epoch, after which fastai has to be told to train on."
+    on = lambda l: (l.validate(), l.model.train(), setattr(l, 'training', True))
+    return At('after_batch', Once(on, third), 70)
 
 
 TOLD = {
