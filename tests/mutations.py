@@ -237,13 +237,6 @@ MUTATIONS = [
             'nothing_left switches',
         ),
         (
-            'a callback of two learners works on the other one',
-            'training/loop.py',
-            'cb.learn, cb.scopes = learn, []',
-            'cb.scopes = []',
-            'switches equality checkpoint',
-        ),
-        (
             'a precision set in a fit does not know its scopes',
             'training/loop.py',
             'old.scopes if old else ()',

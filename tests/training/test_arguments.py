@@ -99,8 +99,6 @@ def test_arguments_that_cannot_be_used(expected):
 UNKNOWN = [
     lambda: learner().to_fp16(initial_scale=2.0),
     lambda: learner().to_bf16('auto', 1, 2, 3),
-    lambda: learner().to_amp(zzz=1),
-    lambda: learner().to_tf32(fp32_modules='0'),
     lambda: MixedPrecision('fp16', 1024.0, init_scale=5.0),
     lambda: MixedPrecision('fp16', zzz=1),
     lambda: fused('AdamW', zzz=0.1),
