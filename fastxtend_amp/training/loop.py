@@ -46,7 +46,7 @@ def _run_outermost(learn: Learner, cb: MixedPrecision, kind: str, run: Callable[
     "Run a part as the outermost scope, at whose end autocast is restored."
     is_batch = kind == 'batch'                                   # of the user's own loop, which has one fit for all
     if not is_batch: cb.close()                                  # what such a loop has left open
-    cb.learn, cb.scopes = learn, []
+    cb.scopes = []
     device_type = training_device(learn).type
     # A KeyboardInterrupt between two lines of `torch.autocast.__enter__` leaves state that no `__exit__` restores.
     with autocast_restored(device_type) if autocast_available(device_type) else nullcontext():
