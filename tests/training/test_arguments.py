@@ -101,7 +101,6 @@ UNKNOWN = [
     lambda: learner().to_bf16('auto', 1, 2, 3),
     lambda: MixedPrecision('fp16', 1024.0, init_scale=5.0),
     lambda: MixedPrecision('fp16', zzz=1),
-    lambda: fused('AdamW', zzz=0.1),
 ]
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 from collections import OrderedDict, namedtuple
+from contextlib import nullcontext
 
 from fastai.torch_core import TensorImage, ismin_torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -65,17 +66,18 @@ def test_predictions_keep_their_structure(kind):
 def test_inside_the_users_own_autocast():
     "A fit uses the weights of each batch, and the user's context is the same afterwards."
 
-    def run(dtype, enabled=True, before=False):
+    def run(around, before=False):
         learn = make('bf16', 'conv')
-        with torch.autocast('cpu', dtype, enabled):
-            around = autocast_state()
+        with around:
+            state = autocast_state()
             if before:
                 learn.model(torch.ones(2, 6))  # autocast keeps casts of these weights
             learn.fit(2, 0.05)
-            assert autocast_state() == around
+            assert autocast_state() == state
         return params(learn)
 
-    assert same(run(BF16), run(BF16, enabled=False)) and same(run(FP16, before=True), run(FP16))
+    autocast = partial(torch.autocast, 'cpu')
+    assert same(run(autocast(BF16)), run(nullcontext())) and same(run(autocast(FP16), True), run(autocast(FP16)))
 
 
 def test_a_users_setting_of_autocasts_cache_counts():
