@@ -685,7 +685,6 @@ MUTATIONS = [
         ('TF32 counts as native on a T4', 'precisions/tf32.py', 'if major < 8', 'if major < 7', 'devices'),
         ('FP8 counts as native on an A100', 'precisions/fp8.py', '(8, 9): return', '(8, 0): return', 'devices'),
         ('modules in fp32 compute in FP8', 'precisions/fp8.py', 'and not covers(in_fp32, name) and', 'and', 'fp8'),
-        ('a batch of any length fails', 'precisions/fp8.py', 'pad_inner_dim=True', 'pad_inner_dim=False', 'fp8'),
         (
             'a layer computes in FP8 outside of a fit',
             'precisions/fp8.py',
