@@ -117,8 +117,8 @@ def _named(mode):
     if mode in ('fp32', torch.float32): return Precision, {}
     try:
         name, *weights = mode.split() if isinstance(mode, str) else [mode]
-        cls = find_precision(name)
-        changes = {'amp_mode': (weights or LOWERED)[0]} if cls is HalfWeights or weights else {}
+        cls = find_precision(mode if weights and name != HalfWeights.name else name)
+        changes = {'amp_mode': (weights or LOWERED)[0]} if cls is HalfWeights else {}
         cls(**changes)
         return cls, changes
     except (ValueError, TypeError) as e: raise ValueError(f'modes={mode!r} cannot be used.\n{e}') from None

@@ -14,11 +14,12 @@ from fastai.learner import Learner
 from fastai.torch_core import to_device
 from fastcore.basics import noop
 
-from ..common import HALF, map_tensors, training_device
+from ..common import half_to_float, map_tensors, training_device
 from ..devices.cost import allocated, wait_for
 from ..devices.facts import first_line
 from ..precisions import Precision
 from ..precisions.matching import unwrapped
+from ..precisions.weights import weights_to_fp32
 from ..training.loop import precision_callback
 from .arguments import check_above_0
 from .candidates import FP32, switch
@@ -50,9 +51,6 @@ class Setting:
         check_above_0('max_seconds', self.max_seconds, '60')
         self.end = time.monotonic() + self.max_seconds
         check_learner(self.learn, self.method)
-        if any(p.dtype in HALF for p in self.learn.model.parameters()):
-            raise ValueError(f'{self.method} compares with fp32 training, but this model has 16-bit parameters.\nCall '
-                             '`learn.model.float()` to compare, or `learn.to_bf16()` to train it without comparing.')
         self.device = training_device(self.learn)
 
     @property
@@ -119,6 +117,9 @@ class Run:
     def copy(self, copies: ExitStack) -> None:
         "Make a copy of the learner in its precision, in the state that all copies start from."
         self.learn = copies.enter_context(copied_learner(self.setting.learn, optimizer=True))
+        if not self.precision.dtype:                             # fp32 also of 16-bit weights
+            weights_to_fp32(self.learn.model, self.learn.opt)
+            self.learn.model._apply(half_to_float)
         cb = switch(self.learn, copy.deepcopy(self.precision))
         if cb: cb.on_overflow = 'ignore'                         # a diagnosis would disturb the times
         if self.compiled: self.learn.model.compile()

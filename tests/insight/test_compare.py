@@ -193,13 +193,20 @@ ERRORS = {
     'no data': lambda: WITHOUT_DATA.compare_precision(),
     'no data to choose': lambda: WITHOUT_DATA.to_amp(measure=True),
     'no data for a report': lambda: WITHOUT_DATA.precision_report(),
-    '16-bit parameters': lambda: learner(mlp().bfloat16()).compare_precision(),
     'frozen': lambda: learner(frozen(mlp())).compare_precision(),
     'NaN': lambda: learner(spoiled(mlp())).to_amp(measure=True),
     'in a fit': lambda: learner().fit(1, cbs=At('after_epoch', lambda l: l.compare_precision())),
     'fp32 fails': lambda: learner(nn.Linear(5, 1)).compare_precision(LOW),  # the data has six columns
     'memory': lambda: learner(cbs=InStep('before_batch', out_of_memory)).compare_precision(LOW, n_steps=4),
 }
+
+
+def test_16_bit_weights_are_compared_as_fp32():
+    model = nn.Sequential(*mlp(), nn.Linear(1, 1)).bfloat16()
+    model[4].requires_grad_(False)
+    found = learner(model).compare_precision(LOW, 4, n_seeds=0)
+    assert (found.table.note == '').all() and found.table.loss.notna().all()
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
 def test_errors(expected):
