@@ -189,7 +189,10 @@ def test_the_report_rounds_as_torchao_does():
 def test_the_report_names_the_layers_and_the_comparison_has_a_row():
     learn = learner(wide()).to_fp8(modules='1', fp32_modules='4')
     report, before = learn.precision_report(['fp8', 'bf16']), params(learn)
-    assert "fp8: the rounding of '1' was simulated" in ' '.join(report.notes) and report.verdicts['fp8'].verdict == 'safe so far'
+    assert (
+        "fp8: the rounding of '1' was simulated" in ' '.join(report.notes)
+        and report.verdicts['fp8'].verdict == 'safe so far'
+    )
     found = learn.compare_precision(['bf16', 'fp8'], 6, n_seeds=0)
     assert found.losses['fp8'] != found.losses['bf16'] and same(params(learn), before) and is_plain(learn)
     assert found.calls['fp8'] == "learn.to_fp8(fp32_modules=['4'], modules=['1'])"

@@ -94,10 +94,7 @@ def test_arguments_that_cannot_be_used(expected):
     assert list(learn.cbs) == before and before[-1].learn is learn
 
 
-UNKNOWN = [
-    lambda: learner().to_fp16(initial_scale=2.0),
-    lambda: MixedPrecision('fp16', 1024.0, init_scale=5.0),
-]
+UNKNOWN = [lambda: learner().to_fp16(initial_scale=2.0), lambda: MixedPrecision('fp16', 1024.0, init_scale=5.0)]
 
 
 @pytest.mark.parametrize('i', range(len(UNKNOWN)))
