@@ -557,7 +557,7 @@ def row(name: str, case: Case) -> tuple[str, int, int]: # The row, verdicts that
         ok = case.is_right(v)
         right, alarms = right + ok, alarms + (not ok and not case.expected[v.mode])
         said.append(words(v) + ' (**wrong**)' * (not ok))
-        found = re.search(r'by ([\d.e-]+)x the noise', v.reason)
+        found = re.search(r'rounding [a-z ]+\(([\d.e-]+);', v.reason)
         moved.append(found[1] if found else '-')
     steps = ''
     if isinstance(case.expected['fp16'], list) and case.expected['fp16'] and not case.rules:

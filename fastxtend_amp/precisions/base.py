@@ -52,7 +52,7 @@ class AMPMode(str, Enum):
         name = str(getattr(value, 'value', value)).lower().removeprefix('torch.')   # a dtype, fastai's AMPMode
         name = _ALIASES.get(name, name)
         if name not in PRECISIONS:
-            raise ValueError(f"{value!r} is not a precision. There are {', '.join(map(repr, PRECISIONS))}, and 'auto' "
+            raise ValueError(f"{value!r} is not a precision. Use one of {', '.join(map(repr, PRECISIONS))}, or 'auto' "
                              'for `MixedPrecision`; for plain fp32 call `learn.to_fp32()`.')
         if name not in cls._value2member_map_:                   # a precision that somebody registered
             member = cls._value2member_map_[name] = str.__new__(cls, name)
@@ -100,7 +100,7 @@ class Precision:
     rules: ClassVar[dict[str, Callable[[torch.device], Support]]] = {} # By device type: how it runs this precision
     first_scale = 1. # Loss scale to start from
     fp32_modules: Any = None # As given
-    in_use = False # A callback has it
+    in_use = False # True if a callback owns it
 
     def __init_subclass__(cls) -> None:
         if 'name' not in vars(cls): return

@@ -66,12 +66,12 @@ def load(original: Callable, self: Learner, file: Any, *args: Any, **kwargs: Any
 
 def load_text(original: Callable, self: TextLearner, file: Any, with_opt: Any = None, device: Any = None,
               **kwargs: Any) -> Learner:
-    "Call `load` for `TextLearner.load`, which has an argument more."
+    "Call `load` for `TextLearner.load`, which has one more argument."
     return load(original, self, file, with_opt=with_opt, device=device, **kwargs)
 
 
 def export(original: Callable, self: Learner, *args: Any, **kwargs: Any) -> None:
-    "Call the `export` that this replaces, while what fastxtend_amp has put on the learner is off it."
+    "Call the `export` that this replaces, without what fastxtend_amp has added to the learner."
     cb = precision_callback(self)
     if cb is not None and not cb.in_batch: cb.close()
     kept = {**vars(self)}

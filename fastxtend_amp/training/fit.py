@@ -14,7 +14,7 @@ from .scaling import Scaling
 
 
 class Fit(ExitStack):
-    "The contexts of one fit or validation, which its `close` leaves in reverse order, and facts about it."
+    "The contexts of one fit or validation, which `close` exits in reverse order, and its state."
     model: nn.Module | None = None                               # whose forwards are replaced
     scaling: Scaling | None = None
     is_training = has_warned = False                             # training was checked; it was reported to fail
@@ -27,7 +27,7 @@ class Fit(ExitStack):
         self.callback(self.around_model.close)
 
     def use_model(self, model: nn.Module) -> None:
-        "Enter what the precision names around a fit, for a model that is not the one before."
+        "Enter what the precision names around a fit, if the model has changed."
         if model is self.model: return
         self.around_model.close()
         for context in self.precision.around_fit(model): self.around_model.enter_context(context)

@@ -15,7 +15,7 @@ from fastcore.meta import delegates
 from ..common import training_device
 from ..precisions import PRECISIONS, Precision, fastest_native, followers, parameters_of
 from .callback import MixedPrecision
-from .loop import precision_callback, set_precision
+from .loop import exchange, precision_callback, set_precision
 
 measure_and_choose: Any = None  # for `to_amp(measure=True)`; set by the package `insight`
 channelslast.MixedPrecision = MixedPrecision                     # which fastai's `to_channelslast` adds
@@ -97,7 +97,7 @@ def precision_as(self: Learner,
     if before is not None and before.in_batch: raise RuntimeError('precision_as() cannot be used in a batch.')
     new: Any = None if precision in ('fp32', torch.float32) else precision
     try: yield set_precision(self, new if new is None or isinstance(new, MixedPrecision) else MixedPrecision(new))
-    finally: set_precision(self, before)
+    finally: exchange(self, before)                              # without a check: the model may have been exchanged
 
 
 @patch

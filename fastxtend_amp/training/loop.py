@@ -88,12 +88,13 @@ def set_precision(
     "Make `cb` the learner's only precision callback; in the middle of a batch, when that ends."
     if cb is not None: cb.precision.check(learn.model)
     old = precision_callback(learn)
-    if old is None: _exchange(learn, cb)
-    else: old.at_batch_end(partial(_exchange, learn, cb))
+    if old is None: exchange(learn, cb)
+    else: old.at_batch_end(partial(exchange, learn, cb))
     return learn
 
 
-def _exchange(learn: Learner, cb: MixedPrecision | None) -> None:
+def exchange(learn: Learner, cb: MixedPrecision | None) -> None:
+    "Make `cb` the learner's only precision callback now, whatever the model is."
     old = precision_callback(learn)
     if cb is not None: cb.scopes = old.scopes if old else ()
     learn.remove_cbs([c for c in learn.cbs if isinstance(c, _PRECISIONS)])

@@ -140,7 +140,7 @@ class Scaling:
         warn_user(f'Skipped steps had lowered the loss scale to {scale:.2g}. It is {new:,.9g} now.')
 
     def read(self) -> None:
-        "Look at what the device decided; this synchronizes."
+        "Fetch the device's decisions; this synchronizes."
         self.skips_in_a_row = sum(takewhile(bool, reversed([*self.history.skips(self.first_step)])))
         self.is_low = any(map(self._is_low, map(abs, self.history[-1:])))
 
@@ -235,7 +235,7 @@ class StepHistory(list):
         if len(self.unread) == _READ_EVERY: self.read()
 
     def read(self) -> StepHistory: # Itself
-        "Copy the steps that are still on the device to the host; this synchronizes with it."
+        "Move pending entries to the host; this synchronizes with the device."
         if self.unread: self += torch.stack(self.unread).tolist()
         self.unread = []
         return self

@@ -274,3 +274,10 @@ def test_loops_over_one_batch_of_two_learners_leave_the_compilers_setting():
     for learn in (*learns, *learns):
         over_batches(learn, 1)
     assert config.backward_pass_autocast == before
+
+
+def test_precision_as_restores_the_precision_whose_modules_are_gone():
+    learn = learner().to_bf16(fp32_modules='3')
+    with learn.precision_as('fp32'):
+        learn.model = linear()
+    assert learn.precision.amp_mode == 'bf16'
