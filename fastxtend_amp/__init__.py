@@ -9,7 +9,7 @@ from importlib.util import find_spec as _find_spec
 
 from .precisions import AMPMode
 from .precisions.half_weights import HalfWeights, kahan
-from .precisions.kinds import is_depthwise
+from .precisions.matching import is_depthwise
 from .training.callback import MixedPrecision
 from .training import checkpoint as _checkpoint, learner as _learner
 from .training.optimizers import fused

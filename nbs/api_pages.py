@@ -20,7 +20,7 @@ FIRST = ['to_amp', 'to_bf16', 'to_fp16', 'to_fp32', 'to_tf32', 'to_fp8', 'to_mxf
          'precision', 'precision_as', 'amp_context', 'precision_report', 'compare_precision', 'precision_decision']
 INSIGHT = ['PrecisionReport', 'Verdict', 'PrecisionComparison']  # returned by methods
 ELSEWHERE = {'Verdict': 'insight.verdict'}                       # public, and not in `__all__`
-NOT_LISTED = {'learn', 'amp_context', 'needs_loss_scaling', 'arguments', 'open', 'close', 'open_training',
+NOT_LISTED = {'learn', 'amp_context', 'needs_loss_scaling', 'arguments', 'open', 'close', 'begin_training',
               'in_batch', 'at_batch_end', 'do_waiting',                                       # of the package only
               'accumulate', 'read', 'value'}                     # of metrics, for fastai
 EVENT = re.compile(r'(before|after)_\w+')

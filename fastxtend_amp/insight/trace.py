@@ -22,7 +22,6 @@ from ..precisions import PRECISIONS, AMPMode, find_precision
 from ..precisions.matching import ROOT, qualified_names
 from ..training.callback import MixedPrecision
 from ..training.learner import set_precision
-from ..training.loop import precision_callback
 from .candidates import like_own, with_advice
 from .copies import begin_fit, copied_learner, set_random_state
 from .recorder import BACKWARD, Recorder, Trace
@@ -85,8 +84,9 @@ def running_copy(
             set_precision(copy, None)
             copy.model._apply(half_to_float)                     # frozen weights, which autocast casts
         else:
-            cb, modules = precision_callback(learn), dict(qualified_names(copy.model))
-            copy.rounding = find_precision(mode).rounding(copy.model, cb.precision.arguments if cb else {}, keep)
+            modules = dict(qualified_names(copy.model))
+            precision = with_advice(like_own(learn, find_precision(mode)), keep, scale)
+            copy.rounding = precision.rounding(copy.model)
             for name, rounded in copy.rounding.items(): round_as(rounded, modules[name])
             mode = AMPMode(mode.dtype)                           # that needs neither hardware nor other packages
             precision = with_advice(like_own(learn, PRECISIONS[mode]), keep, scale)

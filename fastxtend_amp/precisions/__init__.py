@@ -1,6 +1,7 @@
 "One file per precision. The order in the first import is the order of tables, and of `to_amp`'s choice."
 from . import bf16, fp16, tf32, fp8, mxfp8, half_weights
-from .base import (PRECISIONS, AMPMode, Precision, Support, fastest_native, find_precision, followers, parameters_of)
+from .base import (PRECISIONS, AMPMode, Precision, Support, automatic_precision, fastest_native, find_precision,
+                   followers, parameters_of)
 
 
 def __getattr__(name):

@@ -7,7 +7,7 @@ A subclass registers itself under its `name`. From the registry come `Learner.to
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple
@@ -181,12 +181,7 @@ class Precision:
         "Change model and optimizer before training, for good."
         if self.dtype: weights_to_fp32(learn.model, learn.opt)
 
-    @classmethod
-    def rounding(cls,
-        model: nn.Module,
-        arguments: dict[str, Any], # Of the learner's own precision
-        kept: Collection[str], # Names of modules kept in fp32
-    ) -> dict[str, Rounding]:
+    def rounding(self, model: nn.Module) -> dict[str, Rounding]:
         """Return how a report simulates this precision, without the hardware for it and without arguments of a fit.
 
         These are the names of linear layers that round further than autocast does, each with a function that rounds an
@@ -239,7 +234,8 @@ def written(arguments: dict[str, Any]) -> str:
 def _as_code(value: Any, name: str) -> str:
     if isinstance(value, (list, tuple)): return f"[{', '.join(_as_code(v, name) for v in value)}]"
     if isinstance(value, type): return 'nn.' * hasattr(nn, value.__name__) + value.__name__
-    return name if repr(value).startswith('<') else repr(value)
+    code = value.__name__ if inspect.isfunction(value) else repr(value)
+    return name if code.startswith('<') else code
 
 
 # -- support by devices
@@ -269,6 +265,17 @@ def fastest_native(
     "Return the fastest precision that `device` runs natively: bf16 (no loss scaling), then fp16; None for fp32."
     left = (cls for name, cls in PRECISIONS.items() if cls.automatic and name not in [*failed])
     return next((AMPMode(cls.name) for cls in left if cls.support(device).status == 'native'), None)
+
+
+def automatic_precision(
+    device: torch.device,
+    arguments: dict[str, Any], # Those of precisions that are not selected have no effect
+) -> Precision: # Plain fp32 if neither bf16 nor fp16 is native
+    "Return the precision that `to_amp` selects for `device`."
+    fastest = fastest_native(device)
+    cls = PRECISIONS[fastest] if fastest else Precision
+    others = {name for p in PRECISIONS.values() if p.automatic for name in parameters_of(p)} - {*parameters_of(cls)}
+    return cls(**{name: value for name, value in arguments.items() if name not in others})
 
 
 def static_scaler(device: str, scale: float) -> GradScaler:

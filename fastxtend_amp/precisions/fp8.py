@@ -1,7 +1,6 @@
 "FP8 (float8): bf16 autocast whose linear layers compute in 8 bits, by torchao; model and files stay plain."
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -12,24 +11,6 @@ from .base import Rounding, Support
 from .bf16 import BF16
 from .fp32_modules import Forward, replaced_forwards
 from .matching import ROOT, covers, match_modules, qualified_names, tests_of
-
-def fp8_layers(
-    model: nn.Module, # As it is, or compiled or wrapped for data parallelism
-    spec: Any, # The modules whose linear layers compute in FP8, as in `match_modules`; None for all
-    in_fp32: Collection[str], # Names of modules kept in fp32
-    min_size: int = 0, # Shortest side of a weight
-    sides: int = 16, # What both sides have to be divisible by
-) -> dict[str, nn.Module]: # By name
-    "Return the linear layers that can compute in FP8. Raises `ValueError` if there is none."
-    asked = [ROOT] if spec is None else match_modules(model, spec, 'modules')
-    def is_fit(m): return not any(side % sides or side < min_size for side in m.weight.shape)
-    linear = {name: m for name, m in qualified_names(model) if type(m) is nn.Linear and 'weight' in m._parameters}
-    found: Any = {name: m for name, m in linear.items()
-                  if covers(asked, name) and not covers(in_fp32, name) and is_fit(m)}
-    if found: return found
-    raise ValueError(f"fp8 cannot be used: modules={spec!r} leaves no linear layer whose weight has two sides "
-                     f"divisible by {sides}{f' and of at least {min_size}' if min_size else ''}.\n"
-                     'Name other modules, keep fewer in fp32, or use `learn.to_bf16()`.')
 
 
 def rounded(t: torch.Tensor, is_gradient: bool) -> torch.Tensor:
@@ -102,14 +83,23 @@ class FP8(BF16):
         if nvidia and facts.cuda_capability(device) >= (8, 9): return Support('native', bf16.why)
         return Support('emulated', 'FP8 arithmetic needs an NVIDIA GPU of compute capability 8.9')
 
-    @classmethod
-    def rounding(cls, model: nn.Module, arguments: dict, kept: Collection[str]) -> dict[str, Rounding]:
-        spec, min_size = arguments.get('modules'), arguments.get('min_size', 0)
-        return dict.fromkeys(fp8_layers(model, spec, kept, min_size, cls.sides), rounded)
+    def rounding(self, model: nn.Module) -> dict[str, Rounding]: return dict.fromkeys(self.find_layers(model), rounded)
 
     def find_layers(self, model: nn.Module) -> dict[str, nn.Module]:
         "Return the linear layers that compute in FP8, by name. Raises `ValueError` if there is none."
-        return fp8_layers(model, self.spec, self.kept_in_fp32(model), self.min_size, self.sides)
+        asked = [ROOT] if self.spec is None else match_modules(model, self.spec, 'modules')
+        in_fp32, found = self.kept_in_fp32(model), dict[str, nn.Module]()
+        for name, m in qualified_names(model):
+            is_linear = type(m) is nn.Linear and 'weight' in m._parameters
+            if is_linear and covers(asked, name) and not covers(in_fp32, name) and self._fits(m): found[name] = m
+        if found: return found
+        at_least = f' and of at least {self.min_size}' if self.min_size else ''
+        raise ValueError(f'{self.name} cannot be used: modules={self.spec!r} leaves no linear layer whose weight has '
+                         f'two sides divisible by {self.sides}{at_least}.\n'
+                         'Name other modules, keep fewer in fp32, or use `learn.to_bf16()`.')
+
+    def _fits(self, linear: nn.Linear) -> bool:
+        return all(side % self.sides == 0 and side >= self.min_size for side in linear.weight.shape)
 
     def around_fit(self, model: nn.Module) -> list[Any]:
         return [*super().around_fit(model), replaced_forwards(self.find_layers(model), self.forward)]

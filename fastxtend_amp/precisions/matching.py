@@ -8,6 +8,7 @@ from typing import Any
 
 from fastcore.foundation import L
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 from ..compat import COMPILED_NAME, compiled_module
 
@@ -56,6 +57,15 @@ def match_modules(
         means_itself = not isinstance(m, (nn.ModuleList, nn.ModuleDict))
         if means_itself and covers(found, name) and not covers(matched, name): matched[name] = m
     return matched
+
+
+def is_depthwise(module: nn.Module) -> bool:
+    """Whether a module is a depthwise convolution, with one group for each input channel.
+
+    A predicate for `fp32_modules`: on CPUs with native bf16 these are faster in fp32. `learn.to_amp(measure=True)`
+    measures it.
+    """
+    return isinstance(module, _ConvNd) and module.groups == module.in_channels > 1
 
 
 def covers(

@@ -1,7 +1,6 @@
 "MXFP8: bf16 autocast whose linear layers compute in 8 bits with a scale for each 32 numbers, by torchao's prototype."
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -60,6 +59,5 @@ class MXFP8(FP8):
         if is_blackwell or fp8.status == 'unsupported': return fp8
         return Support('emulated', 'MXFP8 arithmetic needs an NVIDIA GPU of compute capability 10.0')
 
-    @classmethod
-    def rounding(cls, model: nn.Module, arguments: dict, kept: Collection[str]) -> dict[str, Rounding]:
-        return dict.fromkeys(super().rounding(model, arguments, kept), rounded)
+    def rounding(self, model: nn.Module) -> dict[str, Rounding]:
+        return dict.fromkeys(self.find_layers(model), rounded)

@@ -22,12 +22,11 @@ from fastai.callback import fp16
 from fastai.callback.core import CancelStepException, _inner_loop
 from fastai.torch_core import default_device
 from fastcore.basics import noop
-from torch.amp import GradScaler
 
-from ..common import half_to_float, is_half, map_tensors, model_device, training_device, warn_user
-from ..precisions import PRECISIONS, AMPMode, Precision, fastest_native, find_precision, parameters_of
-from ..precisions.base import static_scaler, written
-from .fit import Fit, check_parallel, warn_of_emulation
+from ..common import half_to_float, is_half, map_tensors, warn_user
+from ..precisions import AMPMode, Precision, automatic_precision, find_precision, parameters_of
+from ..precisions.base import written
+from .fit import Fit
 from .scaling import Scaling, StepHistory
 
 WATCHERS: list[Callable[[MixedPrecision], Any]] = []             # each makes an object with events of its own
@@ -174,37 +173,16 @@ class MixedPrecision(fp16.MixedPrecision):
 
     def open(self) -> Fit:
         "Begin a fit: check that the model runs in the precision, and enter what lasts for the fit."
-        learn, precision = self.learn, self.precision
-        if sum(isinstance(cb, fp16.MixedPrecision) for cb in learn.cbs) > 1:
+        if sum(isinstance(cb, fp16.MixedPrecision) for cb in self.learn.cbs) > 1:
             raise ValueError('The learner has several precision callbacks. Keep one: `learn.to_fp16()` or another '
                              'method replaces them all.')
-        fit = Fit(precision, model_device(learn.model, training_device(learn)))
-        if precision.dtype: check_parallel(precision, learn.model)
-        precision.check(learn.model)
-        scaler = precision.scaler(fit.device)
-        if scaler is None and precision.dtype and self.on_overflow == 'fix': scaler = static_scaler(fit.device.type, 1.)
-        if scaler is not None: fit.scaling = Scaling(scaler, precision.first_scale, learn, self.history, fit.device)
-        learn.scaler = scaler or GradScaler('cpu', enabled=False)
-        self.fit = fit
-        return fit
+        self.fit = Fit(self.precision, self.learn, self.history, self.on_overflow == 'fix')
+        return self.fit
 
     def close(self, failed: bool = False) -> None:
         "End the fit that is open, if there is one."
         fit, self.fit = self.fit, None
-        if fit is None: return
-        learn: Any = self.learn
-        vars(learn).pop('scaler', None)
-        with fit:
-            if fit.scaling is not None: fit.scaling.end(failed)
-
-    def open_training(self) -> None:
-        "Check what only training needs, once a fit."
-        fit, learn = self.fit, self.learn
-        fit.is_training = True
-        fit.precision.prepare(learn)
-        warn_of_emulation(fit.precision, fit.device)
-        for context in fit.precision.around_training(learn): fit.enter_context(context)
-        if fit.scaling is not None: fit.scaling.repair_buffers()  # notes their values
+        if fit is not None: fit.end(failed)
 
     # -- the events of fastai's loop; those of a batch run only while a fit is open
 
@@ -224,8 +202,8 @@ class MixedPrecision(fp16.MixedPrecision):
         "Check what only training needs."
         fit = self.fit or self.open()                            # it may be added during a fit
         self.epoch_start = len(self.history.read())
-        fit.use_model(self.learn.model)
-        if not fit.is_training: self.open_training()
+        fit.use_model()
+        fit.begin_training()
 
     def before_validate(self):
         "Keep autocast's casts of the weights until the validation ends: nothing changes the weights meanwhile."
@@ -239,9 +217,9 @@ class MixedPrecision(fp16.MixedPrecision):
         "Enter autocast."
         fit, learn = self.fit or self.open(), self.learn
         if not self.scopes: raise RuntimeError('Call `learn.one_batch`, not its events: autocast would stay on.')
-        fit.use_model(learn.model)
+        fit.use_model()
         if learn.training and learn.opt is not None:
-            if not fit.is_training: self.open_training()
+            fit.begin_training()
             if fit.scaling is not None: fit.scaling.start()
         fit.clear_old_casts()
         for context in fit.precision.around_batch(fit.device): self.scopes[-1][1].enter_context(context)
@@ -302,11 +280,7 @@ def _precision_from(amp_mode: Any, arguments: dict[str, Any]) -> Precision:
         kind = type(amp_mode).__name__
         raise TypeError(f"{kind} is constructed already. Pass {', '.join(arguments)} to `{kind}(...)`, or give the "
                         f'name {amp_mode.name!r}.')
-    ignored = {*_SCALING}
-    if amp_mode == 'auto':
-        fastest = fastest_native(default_device())
-        cls = find_precision(fastest) if fastest else Precision
-        ignored |= {name for p in PRECISIONS.values() if p.automatic for name in parameters_of(p)}
-    else: cls = find_precision(amp_mode)
-    ignored -= {*parameters_of(cls)}
+    if amp_mode == 'auto': return automatic_precision(default_device(), arguments)
+    cls = find_precision(amp_mode)
+    ignored = {*_SCALING} - {*parameters_of(cls)}
     return cls(**{name: value for name, value in arguments.items() if name not in ignored})

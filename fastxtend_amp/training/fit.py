@@ -5,33 +5,64 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+from fastai.learner import Learner
 from torch import nn
+from torch.amp import GradScaler
 from torch.nn.parameter import is_lazy
 
-from ..common import warn_user
+from ..common import model_device, training_device, warn_user
 from ..precisions import Precision
-from .scaling import Scaling
+from ..precisions.base import static_scaler
+from .scaling import Scaling, StepHistory
 
 
 class Fit(ExitStack):
-    "The contexts of one fit or validation, which `close` exits in reverse order, and its state."
+    "The contexts and the loss scaling of one fit or validation; `end` exits them in reverse order."
     model: nn.Module | None = None                               # whose forwards are replaced
     scaling: Scaling | None = None
     is_training = has_warned = False                             # training was checked; it was reported to fail
     casts: Any = None                                            # which weights autocast's cache holds, in a validation
 
-    def __init__(self, precision: Precision, device: torch.device):
+    def __init__(self,
+        precision: Precision,
+        learn: Learner,
+        history: StepHistory,
+        skips: bool, # Whether steps that are not finite are skipped in precisions without loss scaling as well
+    ):
         super().__init__()
+        self.precision, self.learn = precision, learn
+        self.device = device = model_device(learn.model, training_device(learn))
         precision.check_device(device)
-        self.precision, self.device, self.around_model = precision, device, ExitStack()
-        self.callback(self.around_model.close)
+        if precision.dtype: check_parallel(precision, learn.model)
+        precision.check(learn.model)
+        self.around_model = self.enter_context(ExitStack())
+        scaler = precision.scaler(device)
+        if scaler is None and precision.dtype and skips: scaler = static_scaler(device.type, 1.)
+        if scaler is not None: self.scaling = Scaling(scaler, precision.first_scale, learn, history, device)
+        learn.scaler = scaler or GradScaler('cpu', enabled=False)
 
-    def use_model(self, model: nn.Module) -> None:
-        "Enter what the precision names around a fit, if the model has changed."
+    def use_model(self) -> None:
+        "Enter what the precision names around a fit, if the learner's model has changed."
+        model = self.learn.model
         if model is self.model: return
         self.around_model.close()
         for context in self.precision.around_fit(model): self.around_model.enter_context(context)
         self.model = model
+
+    def begin_training(self) -> None:
+        "Check what only training needs, once."
+        if self.is_training: return
+        self.is_training = True
+        self.precision.prepare(self.learn)
+        warn_of_emulation(self.precision, self.device)
+        for context in self.precision.around_training(self.learn): self.enter_context(context)
+        if self.scaling is not None: self.scaling.repair_buffers()  # notes their values
+
+    def end(self, failed: bool) -> None:
+        "Exit everything; after a failure, gradients are zeroed."
+        vars(self.learn).pop('scaler', None)
+        with self:
+            if self.scaling is not None: self.scaling.end(failed)
 
     def clear_old_casts(self) -> None:
         "Clear autocast's cache of casts, unless it holds those of the same weights, from a validation's last batch."

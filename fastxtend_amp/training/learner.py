@@ -13,7 +13,7 @@ from fastcore.basics import patch
 from fastcore.meta import delegates
 
 from ..common import training_device
-from ..precisions import PRECISIONS, Precision, fastest_native, followers, parameters_of
+from ..precisions import PRECISIONS, Precision, automatic_precision, followers, parameters_of
 from .callback import MixedPrecision
 from .loop import exchange, precision_callback, set_precision
 
@@ -66,15 +66,13 @@ def to_amp(self: Learner, *,
         measure_and_choose(self, max_seconds, **kwargs)
         return self
     device = training_device(self)
-    mode = fastest_native(device)
-    if mode is None:
+    options = {name: kwargs.pop(name) for name in ('on_overflow', 'max_skips') if name in kwargs}
+    precision = automatic_precision(device, kwargs)
+    if precision.mode is None:
         print(f"to_amp: fp32, as '{device}' runs neither bf16 nor fp16 natively; `precision_support()` says why.")
         return self.to_fp32()
-    cls = PRECISIONS[mode]
-    others = [name for p in PRECISIONS.values() if p.automatic for name in parameters_of(p)]
-    for name in {*others} - {*parameters_of(cls)}: kwargs.pop(name, None)
-    set_precision(self, MixedPrecision(mode, **kwargs))
-    print(f"to_amp: {cls.name}, which '{device}' runs natively ({cls.support(device).why}).")
+    set_precision(self, MixedPrecision(precision, **options))
+    print(f"to_amp: {precision.name}, which '{device}' runs natively ({precision.support(device).why}).")
     return self
 
 

@@ -123,10 +123,10 @@ def test_causes_in_notes(name, device):
 def test_precisions_that_round_further_are_found_by_their_own_method(monkeypatch):
     "A report knows no precision by its name: one of 4 bits, made here, is reported on."
 
-    def rounding(cls, model, arguments, kept):
-        return {n: lambda t, is_gradient: t.sign() for n, m in model.named_modules() if n == '1' and n not in kept}
+    def rounding(self, model):
+        return {n: lambda t, is_gradient: t.sign() for n in {'1'} - {*self.kept_in_fp32(model)}}
 
-    monkeypatch.setattr(BF16, 'rounding', classmethod(rounding))
+    monkeypatch.setattr(BF16, 'rounding', rounding)
     report = report_on(layers(nn.Linear(8, 8)), 'bf16')
     assert report.verdicts['bf16'].modules == ['1'] and "the error of '1'" in report.verdicts['bf16'].reason
     assert "bf16: the rounding of '1' was simulated; no BF16 kernel was run." in report.notes
