@@ -9,22 +9,39 @@ from typing import Any
 
 from fastcore.foundation import L
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 from ..devices.cost import wait_for
-from ..precisions.kinds import is_ungrouped, kind_of
+from ..precisions.matching import is_depthwise
 from .comparison import FEWEST_ROUNDS, pays, shown_speed, speed_up
 from .compat import is_compiled
 from .measuring import ROUNDS, Run, running, train_round
 
 _GAIN = 1.02            # smallest speed-up from a kind in fp32 that is worth an argument
 _SHARE = .005           # of a step: kinds whose forward passes need less are not tried
-_FOR_16_BITS = is_ungrouped, nn.Linear   # are not tried
+
+
+def is_grouped(module: nn.Module) -> bool:
+    "Whether a module is a convolution with groups of several channels, as in ResNeXt."
+    return isinstance(module, _ConvNd) and 1 < module.groups < module.in_channels
+
+
+def is_ungrouped(module: nn.Module) -> bool:
+    "Whether a module is a convolution without groups."
+    return isinstance(module, _ConvNd) and module.groups == 1
+
+
+def kind_of(module: nn.Module) -> Any: # For `fp32_modules`: its class; of convolutions a predicate on their groups
+    return next((kind for kind in (is_depthwise, is_grouped, is_ungrouped) if kind(module)), type(module))
 
 
 def kinds_to_try(runs: list[Run], pace: float) -> list[Any]: # `pace`: seconds of a step in all runs
-    """Return the kinds of modules to try in fp32, the most expensive first.
+    """Return the kinds of modules to try in fp32: convolutions in groups, then those with the longest forward passes.
 
-    None are tried without a native precision, without time, and in compiled models, which call no hooks.
+    The backward passes of convolutions in groups are slow, which hooks cannot time. None are tried without a native
+    precision, without time, and in compiled models, which call no hooks.
+
+    Source: github.com/NVIDIA/apex/issues/712, github.com/tensorflow/tensorflow/issues/41715.
     """
     setting, seconds, low = runs[0].setting, Counter[Any](), _tunable(runs)
     is_short = setting.left < 2 * pace * (FEWEST_ROUNDS + 2)
@@ -40,7 +57,9 @@ def kinds_to_try(runs: list[Run], pace: float) -> list[Any]: # `pace`: seconds o
             hooks.enter_context(m.register_forward_pre_hook(partial(note, -1)))
             hooks.enter_context(m.register_forward_hook(partial(note, 1)))
         run.learn.validate(dl=run.batches[:1])
-    return [kind for kind, t in seconds.most_common() if t > _SHARE * run.pace and kind not in _FOR_16_BITS]
+    for_16_bits, slow_backward = (is_ungrouped, nn.Linear), (is_depthwise, is_grouped)
+    found = [kind for kind, t in seconds.most_common() if t > _SHARE * run.pace and kind not in for_16_bits]
+    return sorted(found, key=lambda kind: kind not in slow_backward)
 
 
 def tune(
