@@ -51,7 +51,7 @@ class Scaling:
         # As far as the host knows:
         self.skips_in_a_row = 0                                  # up to the newest step
         self.is_low, self.has_warned = self._is_low(scaler.get_scale()), False
-        self.good: dict[str, torch.Tensor] = {}                  # values of buffers after the last step
+        self.good: dict[Any, Any] = {}                           # shapes and values of buffers after the last step
 
     # -- a step
 
@@ -71,7 +71,7 @@ class Scaling:
 
     def unscale(self) -> None:
         "Divide the gradients by the scale, in place, and find out whether one is not finite."
-        if self.is_open: self.cancel()                           # what an exception left
+        self.cancel()                                            # what an exception left
         self.found_inf = False
         params = [p for p in optimizer_params(self.learn.opt) if p.grad is not None]
         if not self.is_scaled or not params: return
@@ -155,23 +155,26 @@ class Scaling:
                 self.learn.opt.zero_grad()
         self.cancel()
         self.history.read()
-        if self.before_lr_find is None: return
-        self.scaler.load_state_dict(self.before_lr_find)
-        del self.history[self.first_step:]
+        if self.before_lr_find:
+            self.scaler.load_state_dict(self.before_lr_find)
+            del self.history[self.first_step:]
 
     def repair_buffers(self, found_inf: bool | torch.Tensor = False) -> None:
         """Restore what a bad step has left in buffers that is not finite, and note their values. Never synchronizes.
 
         A batch that overflows would leave NaN in BatchNorm's running statistics, although its step is skipped.
         """
-        now = small_buffers(self.learn.model)
-        for name, b in now.items() if found_inf is not False else ():
-            good = self.good.get(name, b)
-            if good.shape != b.shape: continue
-            keep = b.isfinite()
-            if torch.is_tensor(found_inf): keep |= found_inf.to(b.device) == 0
-            b.copy_(b.where(keep, good))
-        self.good = {name: b.clone() for name, b in now.items()}
+        good, self.good = self.good, {}
+        for kind, buffers in small_buffers(self.learn.model).items():
+            shapes, now = [b.shape for b in buffers], torch.cat([*map(torch.flatten, buffers)])
+            before = good.get(kind, (shapes, now))
+            if found_inf is not False and before[0] == shapes:
+                keep = now.isfinite()
+                if torch.is_tensor(found_inf): keep |= found_inf.to(now.device) == 0
+                now = now.where(keep, before[1])
+                parts = now.split([b.numel() for b in buffers])
+                torch._foreach_copy_(buffers, [*map(torch.Tensor.view, parts, shapes)])
+            self.good[kind] = shapes, now
 
     def skip_message(self) -> str:
         "Return a warning if most of the fit's steps were skipped; '' otherwise."
@@ -245,7 +248,10 @@ class StepHistory(list):
         return (math.copysign(1, scale) < 0 for scale in islice(self.read(), start, None))
 
 
-def small_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    "Return the floating buffers of `model` by name, such as BatchNorm's statistics; a large one is a mask or a table."
-    plain = {name: b for name, b in model.named_buffers() if not (is_lazy(b) or is_dtensor(b) or b.is_inference())}
-    return {name: b.data for name, b in plain.items() if b.is_floating_point() and b.numel() <= _LARGE}
+def small_buffers(model: nn.Module) -> dict[Any, list[torch.Tensor]]: # By device and dtype
+    "Return the floating buffers of `model`, such as BatchNorm's statistics; a large one is a mask or a table."
+    found = defaultdict(list)
+    for b in model.buffers():
+        is_plain = not (is_lazy(b) or is_dtensor(b) or b.is_inference())
+        if is_plain and b.is_floating_point() and b.numel() <= _LARGE: found[b.device, b.dtype].append(b.data)
+    return found
