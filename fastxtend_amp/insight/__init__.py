@@ -4,7 +4,7 @@ from ..training.callback import WATCHERS
 from . import scales
 from .choice import measure_and_choose
 from .comparison import PrecisionComparison
-from .mend import Mend
+from .mend import mend
 from .metrics import loss_scale, skipped_steps
 from .notes import DtypeNote, UnusedModules
 from .report import PrecisionReport
@@ -12,4 +12,4 @@ from .support import precision_support
 from .watch import Watch
 
 _core.measure_and_choose = measure_and_choose
-WATCHERS += [Watch, Mend, UnusedModules, DtypeNote]
+WATCHERS += [Watch, mend, UnusedModules, DtypeNote]

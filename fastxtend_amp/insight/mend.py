@@ -53,6 +53,11 @@ class Mend:
                   f'again in fp32, whose results count.\n{self.cause}')
 
 
+def mend(cb: Any) -> Mend | None:
+    "Return the watcher of a precision callback that fixes what fails; None for another."
+    return Mend(cb) if cb.on_overflow == 'fix' else None
+
+
 def _is_finite(learn):
     loss = vars(learn).get('loss') if len(learn.yb) else None
     return all(t.isfinite().all() for t in readable((learn.pred, loss)))

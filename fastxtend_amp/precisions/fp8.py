@@ -98,7 +98,7 @@ class FP8(BF16):
                          f'two sides divisible by {self.sides}{at_least}.\n'
                          'Name other modules, keep fewer in fp32, or use `learn.to_bf16()`.')
 
-    def _fits(self, linear: nn.Linear) -> bool:
+    def _fits(self, linear: Any) -> bool:
         return all(side % self.sides == 0 and side >= self.min_size for side in linear.weight.shape)
 
     def around_fit(self, model: nn.Module) -> list[Any]:

@@ -29,7 +29,7 @@ from ..precisions.base import written
 from .fit import Fit
 from .scaling import Scaling, StepHistory
 
-WATCHERS: list[Callable[[MixedPrecision], Any]] = []             # each makes an object with events of its own
+WATCHERS: list[Callable[[MixedPrecision], Any]] = []             # each makes an object with events of its own, or None
 _ON_OVERFLOW = ('warn', 'fix', 'raise', 'ignore')
 _SCALING = dict(init_scale=65536., growth_factor=2., backoff_factor=.5, growth_interval=2000, enabled=True)
 
@@ -84,7 +84,7 @@ class MixedPrecision(fp16.MixedPrecision):
                              'would share the loss scale. Create one for each callback.')
         vars(self.precision)['in_use'] = True                    # a frozen dataclass as well
         self.history, self.fixes = StepHistory(), list[Any]()
-        self.watchers = [make(self) for make in WATCHERS]
+        self.watchers = [*filter(None, (make(self) for make in WATCHERS))]
 
     def __setattr__(self, name, value):
         if name == 'learn' and value is not self.learn:          # added, removed or moved to another learner

@@ -78,7 +78,9 @@ Learner._with_events = _with_events
 
 def precision_callback(learn: Learner) -> Any: # A `MixedPrecision`
     "Return the learner's precision callback; None in plain fp32."
-    return next((cb for cb in learn.cbs if isinstance(cb, MixedPrecision)), None)
+    for cb in learn.cbs:
+        if isinstance(cb, MixedPrecision): return cb
+    return None
 
 
 def set_precision(

@@ -166,13 +166,13 @@ class Scaling:
         """
         good, self.good = self.good, {}
         for kind, buffers in small_buffers(self.learn.model).items():
-            shapes, now = [b.shape for b in buffers], torch.cat([*map(torch.flatten, buffers)])
+            shapes, now = [*map(torch.Tensor.size, buffers)], torch.cat([*map(torch.flatten, buffers)])
             before = good.get(kind, (shapes, now))
             if found_inf is not False and before[0] == shapes:
                 keep = now.isfinite()
                 if torch.is_tensor(found_inf): keep |= found_inf.to(now.device) == 0
                 now = now.where(keep, before[1])
-                parts = now.split([b.numel() for b in buffers])
+                parts = now.split([*map(torch.Tensor.numel, buffers)])
                 torch._foreach_copy_(buffers, [*map(torch.Tensor.view, parts, shapes)])
             self.good[kind] = shapes, now
 

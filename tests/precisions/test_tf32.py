@@ -71,6 +71,7 @@ def test_in_a_comparison(with_tf32):
     learn = learner()
     assert [p.name for p in candidates(learn)][-1] == 'tf32'
     found = learn.compare_precision(['tf32', 'bf16'], 4, n_seeds=0)
-    assert found.losses['tf32'] == found.losses['fp32'] != found.losses['bf16']  # on a CPU
+    tf32, fp32, bf16 = (found.losses[name] for name in ('tf32', 'fp32', 'bf16'))
+    assert tf32 == fp32[: len(tf32)] and bf16[0] != fp32[0]  # on a CPU; what is slow leaves the rounds early
     found.apply(learn, 'tf32')
     assert learn.precision.mode is AMPMode.TF32 and learn.precision.state_dict() == {}
