@@ -40,7 +40,8 @@ class Scaling:
     """
     def __init__(self, scaler: GradScaler, first_scale: float, learn: Learner, history: StepHistory,
                  device: torch.device):
-        self.scaler, self.first_scale, self.learn, self.history = scaler, first_scale, learn, history
+        self.scaler: Any = scaler
+        self.first_scale, self.learn, self.history = first_scale, learn, history
         self.one = torch.ones((), device=device)
         self.first_step = len(history.read())                    # in the history
         self.before_lr_find = scaler.state_dict() if 'lr_finder' in vars(learn) else None
@@ -77,9 +78,8 @@ class Scaling:
         if not self.is_scaled or not params: return
         self.param_groups: Any = [{'params': params}]
         self.is_scaled, self.is_open = False, True
-        scaler: Any = self.scaler                                # to which this is the optimizer
-        scaler.unscale_(self)
-        found_infs = [*scaler._found_inf_per_device(self).values()]   # undocumented, since 1.6
+        self.scaler.unscale_(self)
+        found_infs = [*self.scaler._found_inf_per_device(self).values()]   # undocumented, since 1.6
         self.flagged = None if self.is_low else flagged_step(self.learn.opt, params)   # the host mends a low scale
         if self.flagged is None: self.found_inf = any(map(bool, found_infs))   # synchronizes, once for each device
         else:
@@ -108,8 +108,8 @@ class Scaling:
         self.scaler.update(new_scale)
         if self.flagged:
             self.flagged.unmark()
-            tensor: Any = self.scaler._scale                     # undocumented, since 1.6
-            tensor.clamp_(min=_LOWEST / 2)                       # until the host mends it: 0 would let NaN pass
+            # Undocumented, since 1.6. Until the host mends it: 0 would let NaN pass.
+            self.scaler._scale.clamp_(min=_LOWEST / 2)
         self.flagged, self.is_open = None, False
 
     # -- a scale that has fallen too low
@@ -132,8 +132,7 @@ class Scaling:
             fits = 2. ** math.floor(math.log2(_ROOM / largest)) if largest else self.first_scale
             new = max(scale, min(self.first_scale, fits))
         if new == scale: return
-        tensor: Any = self.scaler._scale                         # undocumented, since 1.6
-        tensor.fill_(new)                                        # in place, as fused optimizers may hold it
+        self.scaler._scale.fill_(new)                            # in place, as fused optimizers may hold it
         self.is_low = self._is_low(new)
         if self.has_warned: return
         self.has_warned = True
