@@ -13,18 +13,14 @@ def is_number(x: object, kind: type = Real) -> bool:
 def check_count(
     name: str, # The argument's name
     value: Any,
-    at_least: int,
 ) -> None:
-    "Raise a `ValueError` unless `value` is an integer and at least `at_least`."
-    if not is_number(value, Integral) or value < at_least:
-        raise ValueError(f'{name}={value!r} cannot be used: {name} must be an integer of at least {at_least}.')
+    "Raise a `ValueError` unless `value` is an integer of at least 1."
+    if not is_number(value, Integral) or value < 1:
+        raise ValueError(f'{name}={value!r} cannot be used: {name} must be an integer of at least 1.')
 
 
-def check_above_0(
-    name: str, # The argument's name
-    value: Any,
-    example: str,
-) -> None:
-    "Raise a `ValueError` unless `value` is a number above 0."
-    if not is_number(value) or not value > 0:
-        raise ValueError(f'{name}={value!r} cannot be used: {name} must be a number above 0, for example {example}.')
+def check_seconds(max_seconds: Any) -> None:
+    "Raise a `ValueError` unless `max_seconds` is a number above 0."
+    if not is_number(max_seconds) or not max_seconds > 0:
+        raise ValueError(f'max_seconds={max_seconds!r} cannot be used: max_seconds must be a number above 0, for '
+                         'example 60.')

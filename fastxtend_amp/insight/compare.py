@@ -65,7 +65,7 @@ def compare_precision(self: Learner,
     - any error of the model in fp32
     """
     precisions = candidates(self, modes)
-    check_count('n_steps', n_steps, 1)
+    check_count('n_steps', n_steps)
     return compare(Setting(self, 'compare_precision', max_seconds, n_steps, n_seeds, lr, compile, tune), precisions)
 
 

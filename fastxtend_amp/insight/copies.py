@@ -24,7 +24,7 @@ from ..common import is_sharded, training_device
 from ..devices.facts import first_line
 from ..precisions.matching import unwrapped
 from ..training.loop import precision_callback
-from .tensors import is_plain
+from .tensors import readable_weights
 
 # Callbacks of fastai that affect a training step, by name, as some are slow to import. MixHandler is MixUp and CutMix;
 # MixedPrecision also ours. All others of fastai read, schedule, save or stop.
@@ -79,23 +79,16 @@ def check_learner(
     try: n = len(learn.dls.train if dl is None else dl)
     except TypeError: return                                     # unknown for an iterable dataset
     except IndexError: n = 0                                     # of `DataLoaders()`
-    if not n: raise no_batches(method, dl)
-
-
-def no_batches(
-    method: str, # The method that was called
-    dl: Any = None, # The source of the batches; `learn.dls.train` if None
-) -> ValueError: # To raise
-    "Return the error for a source without batches, with where to get some."
-    return ValueError(f"{method} needs at least one batch, but {'`learn.dls.train`' if dl is None else repr(dl)} "
-                      'has none.\nA learner from `load_learner` has no data: set `learn.dls`, or call '
-                      '`precision_report(dl=...)`. With `drop_last=True` the dataset may be smaller than a batch.')
+    if n: return
+    raise ValueError(f"{method} needs at least one batch, but {'`learn.dls.train`' if dl is None else repr(dl)} has "
+                     'none.\nA learner from `load_learner` has no data: set `learn.dls`, or call '
+                     '`precision_report(dl=...)`. With `drop_last=True` the dataset may be smaller than a batch.')
 
 
 def lost_weights(model: nn.Module) -> str: # "2 of 4 weight tensors are NaN or inf; the first is '0.weight'"
     "Describe which weights are NaN or inf, among the shards of this process; '' if none is."
-    weights = {n: p.to_local() if hasattr(p, 'to_local') else p for n, p in model.named_parameters()}
-    lost = [n for n, p in weights.items() if is_plain(p) and not p.isfinite().all()]
+    weights = readable_weights(model)
+    lost = [name for name, p in weights.items() if not p.isfinite().all()]
     return f"{len(lost):,} of {len(weights):,} weight tensors are NaN or inf; the first is '{lost[0]}'" if lost else ''
 
 
@@ -158,9 +151,11 @@ def loader_like(
 def _copy(learn, optimizer):
     new = object.__new__(type(learn))
     cbs = [cb for cb in learn.cbs if takes_part(cb)]
-    learners = [learn, *(o for cb in cbs for o in vars(cb).values() if isinstance(o, Learner))]   # such as a teacher
-    loaders = [dl for o in learners for dl in getattr(o.dls, 'loaders', ())]
-    shared = [*(o.dls for o in learners), *loaders, *(getattr(dl, 'dataset', None) for dl in loaders), learn.lock]
+    held = [o for cb in cbs for o in vars(cb).values()]
+    shared = [learn.lock]
+    for dls in [learn.dls, *(o.dls for o in held if isinstance(o, Learner))]:      # of a teacher, for example
+        loaders = getattr(dls, 'loaders', ())
+        shared += [dls, *loaders, *(getattr(dl, 'dataset', None) for dl in loaders)]
     memo = {id(o): o for o in shared} | {id(learn): new}
     own = vars(learn) | {'model': unwrapped(learn.model), 'opt': learn.opt if optimizer else None}
     parts = [(name, part) for name, part in own.items()
@@ -177,7 +172,8 @@ def _copy(learn, optimizer):
         if name == 'model': memo[id(learn.model)] = copied       # instead of what wraps it
         if isinstance(part, Callback): new.cbs.append(copied)
         vars(new)[name] = copied
-    vars(new).update(logger=noop, save=lambda file, **kwargs: Path(file), load=noop, export=noop)   # they write nothing
+    writes_nothing = lambda file, **kwargs: Path(file)
+    vars(new).update(logger=noop, save=writes_nothing, load=noop, export=noop)
     if hasattr(learn, 'recorder'):                               # other callbacks read what it has recorded
         new.recorder = SimpleNamespace(**copy.deepcopy(vars(learn.recorder), memo))
     if inner := getattr(new.opt, 'opt', None):                   # copying leaves out flags, such as `fused`
@@ -191,8 +187,8 @@ def _copy(learn, optimizer):
 class _Detached(TorchFunctionMode):
     "Copies tensors without their graph. PyTorch cannot copy those with a graph, which modules and callbacks may keep."
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is torch.Tensor.__deepcopy__ and not args[0].is_leaf: return args[0].detach().clone()
-        return func(*args, **(kwargs or {}))
+        has_graph = func is torch.Tensor.__deepcopy__ and not args[0].is_leaf
+        return args[0].detach().clone() if has_graph else func(*args, **(kwargs or {}))
 
 
 def several_processes() -> bool:
@@ -202,22 +198,24 @@ def several_processes() -> bool:
 
 # -- random states of the process
 
-RandomState = list[tuple[Callable, Any]]
+RandomState = list[tuple[Callable, Any]]                         # functions that set a generator, and its state
 
 
-def generators() -> list[tuple[Callable, Callable]]: # Pairs: the functions that set and get a generator's state
-    "Return functions for the state of each global generator of PyTorch; getting one does not synchronize."
+def torch_random_state() -> RandomState:
+    "Return the state of PyTorch's global generators, without synchronizing."
     module = torch.get_device_module()                           # the accelerator's, if there is one
-    is_on = getattr(module, 'is_initialized', lambda: True)()    # asking does not start it
-    names = ('rng_state_all', 'rng_state') if is_on else ()
-    found = [(getattr(module, f'set_{name}'), get) for name in names if (get := getattr(module, f'get_{name}', None))]
-    return [(torch.set_rng_state, torch.get_rng_state), *found[:1]]
+    found = [(torch.set_rng_state, torch.get_rng_state())]
+    if not getattr(module, 'is_initialized', lambda: True)(): return found         # asking does not start it
+    for name in ('rng_state_all', 'rng_state'):
+        get = getattr(module, f'get_{name}', None)
+        if get: return [*found, (getattr(module, f'set_{name}'), get())]
+    return found
 
 
-def random_state() -> RandomState: # Pairs: the function that sets a generator, and its state
+def random_state() -> RandomState:
     "Return the state of the global generators of Python, NumPy and PyTorch, for `set_random_state`."
-    return [(random.setstate, random.getstate()), (np.random.set_state, np.random.get_state()),
-            *((set_state, get()) for set_state, get in generators())]
+    own = [(random.setstate, random.getstate()), (np.random.set_state, np.random.get_state())]
+    return own + torch_random_state()
 
 
 def set_random_state(state: RandomState) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
 
+from ..common import is_dtensor
 from ..compat import tree_leaves
 
 
@@ -23,3 +26,10 @@ def readable(x: Any) -> list[torch.Tensor]:
 def is_plain(t: torch.Tensor) -> bool:
     "Return whether `t` can be read: subclasses with their own operators, and 8-bit formats, may not support it."
     return t.element_size() > 1 and type(t).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+
+
+def readable_weights(model: nn.Module) -> dict[str, torch.Tensor]: # By name
+    "Return the weights that can be read: of sharded ones the part of this process, and none that is not made yet."
+    made = ((name, p) for name, p in model.named_parameters() if not is_lazy(p))
+    local = {name: p.to_local() if is_dtensor(p) else p for name, p in made}
+    return {name: p for name, p in local.items() if is_plain(p)}

@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from ..common import warn_user
-from .copies import RandomState, generators, several_processes
+from .copies import RandomState, several_processes, torch_random_state
 from .diagnosis import Alarm, diagnose
 from .fix import fix
-from .tensors import is_plain, readable
+from .tensors import readable, readable_weights
 
 _FAR = 100.     # times the loss or the weights' norm at the start, from which a run diverges
 _LOOK_AT = 16   # batch of an epoch: fewer if it is shorter
@@ -26,7 +25,6 @@ _MOVED = 1.01   # times the weights' norm at the start, from which the weights h
 class Notes:
     "Notes of the watch on one fit."
     on_cpu: bool                                                 # where reading a number waits for nothing
-    generators: list                                             # of random numbers
     weights: torch.Tensor | None = None                          # their norm at the start
     first_loss: torch.Tensor | None = None
     last_loss: float = math.nan                                  # the last finite one
@@ -56,7 +54,7 @@ class Watch:
         if fit is None or fit.has_warned: return None
         if 'notes' not in vars(fit):
             is_watched = fit.precision.dtype and cb.on_overflow != 'ignore' and 'lr_finder' not in vars(cb.learn)
-            fit.notes = Notes(fit.device.type == 'cpu', generators()) if is_watched else None
+            fit.notes = Notes(fit.device.type == 'cpu') if is_watched else None
         return fit.notes
 
     def before_train(self):
@@ -68,7 +66,7 @@ class Watch:
         "Note the random state, and once the size of the weights."
         notes, learn = self.notes, self.cb.learn
         if notes is None or not learn.training: return
-        notes.random_state = [(set_state, get()) for set_state, get in notes.generators]
+        notes.random_state = torch_random_state()
         if notes.weights is not None or self.cb.fit.device.type == 'xla': return
         notes.weights = _norm(learn.model)                       # which XLA would compile into the first batch
 
@@ -171,10 +169,5 @@ def _divergence(notes, model):
 
 
 def _norm(model):
-    """Return the norm of this process's trainable weights, on their device.
-
-    Wrapper subclasses, such as quantized weights, are left out: they need not have an operator for it.
-    """
-    weights = (p.to_local() if hasattr(p, 'to_local') else p
-               for p in model.parameters() if p.requires_grad and not is_lazy(p))
-    return nn.utils.get_total_norm(filter(is_plain, weights))
+    "Return the norm of this process's trainable weights, on their device."
+    return nn.utils.get_total_norm(p for p in readable_weights(model).values() if p.requires_grad)
