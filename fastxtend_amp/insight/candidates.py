@@ -11,6 +11,7 @@ from fastcore.xtras import is_listy
 
 from ..common import training_device
 from ..precisions import PRECISIONS, AMPMode, Precision, find_precision
+from ..precisions.base import written
 from ..precisions.half_weights import LOWERED, HalfWeights
 from ..precisions.matching import match_modules
 from ..training.callback import MixedPrecision
@@ -62,7 +63,7 @@ def with_advice(
         is_fixed = precision.changed.get('loss_scale') or 'init_scale' not in precision.arguments
         changes['loss_scale' if is_fixed else 'init_scale'] = init_scale
         if 'scaler' in precision.changed: changes['scaler'] = None         # which has its own scale
-    return precision.like(**changes) if changes else precision
+    return precision.like(**changes)
 
 
 def advised(
@@ -83,15 +84,13 @@ def call(
     precision: Precision,
 ) -> str: # learn.to_fp16(init_scale=1024, fp32_modules=['inp', 'head'], on_overflow='fix')
     "Return the call that selects a precision, with the options of the learner's precision callback."
-    options = ', '.join(f'{k}={v!r}' for k, v in _options(learn).items())
-    written = repr(precision)                                    # 'learn.to_bf16()'
-    if not options or not precision.mode: return written
-    return f"{written[:-1]}{', ' * (not written.endswith('()'))}{options})"
+    options = _options(learn) if precision.mode else {}
+    return f'learn.to_{precision.name}({written(precision.changed | options)})'
 
 
 def _options(learn): # What was changed of the learner's precision callback, besides its precision
     cb = precision_callback(learn)
-    return {name: getattr(cb, name) for name, default in _DEFAULTS.items() if getattr(cb, name, default) != default}
+    return {name: getattr(cb, name) for name in _DEFAULTS if cb and getattr(cb, name) != _DEFAULTS[name]}
 
 
 def switch(
@@ -139,4 +138,5 @@ def candidates(
                  if cls.in_tables and not cls.package and cls.support(device).status == 'native']
         if isinstance(own_precision(learn), HalfWeights):
             modes += [f'{HalfWeights.name} {m}' for m in modes if m in LOWERED]
-    return [*dict.fromkeys([FP32, *(like_own(learn, cls, **changes) for cls, changes in precisions_named(modes))])]
+    named = (like_own(learn, cls, **changes) for cls, changes in precisions_named(modes))
+    return [*dict.fromkeys([FP32, *named])]

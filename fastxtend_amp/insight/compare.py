@@ -74,10 +74,9 @@ def compare(setting: Setting, precisions: list[Precision]) -> PrecisionCompariso
     if len(precisions) == 1 and not setting.compile: setting.n_steps = 1   # there is nothing to compare fp32 with
     with (one_at_a_time, random_state_kept(), progress_bar(setting.learn, setting.left) as setting.tick,
           ExitStack() as copies):
-        batches = training_batches(setting)
+        setting.batches = training_batches(setting)
         forms = [False, True] if setting.compile else [False]
-        runs = [Run(setting, batches, p, name_of(p) + ' compiled' * compiled, compiled)
-                for p in precisions for compiled in forms]
+        runs = [Run(setting, p, name_of(p) + ' compiled' * compiled, compiled) for p in precisions for compiled in forms]
         for run in runs:
             with run.failures_noted(): run.copy(copies)
         n, kinds = _train_in_rounds(setting, runs)
@@ -90,7 +89,7 @@ def compare(setting: Setting, precisions: list[Precision]) -> PrecisionCompariso
         seeds = list[Run]()
         while len(seeds) < setting.n_seeds and setting.left > n * runs[0].pace:
             setting.tick('fp32')
-            seeds.append(_train_with_seed(setting, batches, 1 + len(seeds), n))
+            seeds.append(_train_with_seed(setting, 1 + len(seeds), n))
     return _result(setting, runs, seeds, n, tuned)
 
 
@@ -138,10 +137,10 @@ def _drop_slow(runs):
         run.dropped = mid < _HOPELESS or high < 1
 
 
-def _train_with_seed(setting, batches, seed, n):
+def _train_with_seed(setting, seed, n):
     "Train in fp32 with another seed and another order of the batches, except for the last ones."
     set_seed(seed)
-    run, n_first = Run(setting, batches, FP32, ''), n - last_fifth(n)
+    run, n_first = Run(setting, FP32, ''), n - last_fifth(n)
     with ExitStack() as copies:
         run.copy(copies)
         run.train([*random.sample(range(n_first), n_first), *range(n_first, n)])
@@ -152,7 +151,7 @@ def _train_with_seed(setting, batches, seed, n):
 
 def _result(setting, runs, seeds, n, tuned): # `n`: steps that are compared
     learn = setting.learn
-    table = pd.DataFrame({r.name: _row(r, runs[0], n) for r in runs}).T.infer_objects()
+    table = pd.DataFrame([_row(r, runs[0], n) for r in runs], index=[r.name for r in runs])
     table['weights moved'] /= table['weights moved']['fp32']
     losses = {r.name: r.losses[:n] for r in runs}
     tolerated = tolerance(losses['fp32'], [r.loss(n) for r in seeds], last_fifth(n))
@@ -174,5 +173,5 @@ def _row(run, base, n):
     dropped = f'slower than fp32, so it was dropped after {n_steps} steps.' if run.dropped else ''
     return {'support': support, 'steps': n_steps, 'rounds': len(run.times),
             'ms per step': 1000 * base.pace / mid, 'speed-up': mid, 'speed-up low': low, 'speed-up high': high,
-            'loss': run.loss(n), 'loss difference': run.loss(n) - base.loss(n), **run.measured,
-            'note': run.note or dropped}
+            'loss': run.loss(n), 'loss difference': run.loss(n) - base.loss(n),
+            **run.measured, 'note': run.note or dropped}

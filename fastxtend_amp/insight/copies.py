@@ -151,37 +151,43 @@ def loader_like(
 def _copy(learn, optimizer):
     new = object.__new__(type(learn))
     cbs = [cb for cb in learn.cbs if takes_part(cb)]
-    held = [o for cb in cbs for o in vars(cb).values()]
-    shared = [learn.lock]
-    for dls in [learn.dls, *(o.dls for o in held if isinstance(o, Learner))]:      # of a teacher, for example
-        loaders = getattr(dls, 'loaders', ())
-        shared += [dls, *loaders, *(getattr(dl, 'dataset', None) for dl in loaders)]
-    memo = {id(o): o for o in shared} | {id(learn): new}
-    own = vars(learn) | {'model': unwrapped(learn.model), 'opt': learn.opt if optimizer else None}
-    parts = [(name, part) for name, part in own.items()
-             if name not in ('cbs', 'scaler') and not isinstance(part, Callback)]
-    new.cbs = L()
-    for name, part in parts + [(cb.name, cb) for cb in cbs]:
+    memo = {id(o): o for o in _shared(learn, cbs)} | {id(learn): new}
+
+    def copied(name, part):
         try:
-            with _Detached(): copied = copy.deepcopy(part, memo)
+            with _Detached(): return copy.deepcopy(part, memo)
         except Exception as e:
             raise ValueError(f'This learner cannot be copied, and only copies are run: copying `learn.{name}` '
                              f'failed ({first_line(e)}).\n'
                              'If it is a callback, set its attribute `run_on_copy = False`. '
                              'Anything else needs a `__deepcopy__`, or a place outside of model and learner.') from e
-        if name == 'model': memo[id(learn.model)] = copied       # instead of what wraps it
-        if isinstance(part, Callback): new.cbs.append(copied)
-        vars(new)[name] = copied
-    writes_nothing = lambda file, **kwargs: Path(file)
-    vars(new).update(logger=noop, save=writes_nothing, load=noop, export=noop)
+
+    memo[id(learn.model)] = copied('model', unwrapped(learn.model))      # instead of what wraps it
+    for name, part in vars(learn).items():
+        if name not in ('cbs', 'opt', 'scaler') and not isinstance(part, Callback): vars(new)[name] = copied(name, part)
+    new.opt = copied('opt', learn.opt) if optimizer else None
+    new.cbs = L([copied(cb.name, cb) for cb in cbs])
+    for cb in new.cbs: vars(new)[cb.name] = cb
     if hasattr(learn, 'recorder'):                               # other callbacks read what it has recorded
         new.recorder = SimpleNamespace(**copy.deepcopy(vars(learn.recorder), memo))
+    writes_nothing = lambda file, **kwargs: Path(file)
+    vars(new).update(logger=noop, save=writes_nothing, load=noop, export=noop)
     if inner := getattr(new.opt, 'opt', None):                   # copying leaves out flags, such as `fused`
         flags = {k: v for k, v in vars(learn.opt.opt).items() if isinstance(v, (int, float))}
         vars(inner).update(flags | vars(inner))
     for m in new.model.modules():                                # that waits for no other process
         if isinstance(m, nn.SyncBatchNorm): vars(m)['forward'] = MethodType(nn.BatchNorm1d.forward, m)
     return new
+
+
+def _shared(learn, cbs):
+    "Return what a copy shares with the learner: data, also that of a teacher in a callback, and the lock."
+    held = [o for cb in cbs for o in vars(cb).values()]
+    found = [learn.lock]
+    for dls in [learn.dls, *(o.dls for o in held if isinstance(o, Learner))]:
+        loaders = getattr(dls, 'loaders', ())
+        found += [dls, *loaders, *(getattr(dl, 'dataset', None) for dl in loaders)]
+    return found
 
 
 class _Detached(TorchFunctionMode):

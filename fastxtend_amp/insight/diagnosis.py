@@ -46,7 +46,8 @@ def diagnose(
     A compiled model is run uncompiled. With several processes nothing is run again: loss functions gather and models
     synchronize, and a process that ran alone would leave the others waiting.
     """
-    cause, remedy = (f'{line[0].upper()}{line[1:]}.' for line in _cause(learn, alarm, divergence))
+    try: cause, remedy = (f'{line[0].upper()}{line[1:]}.' for line in _cause(learn, alarm, divergence))
+    except Exception as e: return f'{alarm.happened}\nThe batch could not be run again, {type(e).__name__}: {e}'
     return f'{alarm.happened}\n{remedy}\n{cause}'
 
 

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import copy, math, time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,12 +21,12 @@ from ..precisions import Precision
 from ..precisions.matching import unwrapped
 from ..precisions.weights import weights_to_fp32
 from ..training.loop import precision_callback
-from .arguments import check_above_0
+from .arguments import check_seconds
 from .candidates import FP32, switch
 from .comparison import speed_up
-from .copies import (RandomState, begin_fit, check_learner, copied_learner, loader_like, no_batches, random_state,
+from .copies import (RandomState, begin_fit, check_learner, copied_learner, loader_like, random_state,
                      set_random_state)
-from .tensors import is_plain, tensors
+from .tensors import address, is_plain, tensors
 
 ROUNDS = 7              # into which `n_steps` are divided, after two rounds of one step
 LIMIT = 2**29           # bytes of batches to hold; further steps reuse them
@@ -46,9 +46,10 @@ class Setting:
     compile: bool = False # Whether each precision is also compared compiled
     tune: bool = False # Whether kinds of modules are tried in fp32
     tick: Callable[[str], None] = noop # Called with what is running
+    batches: Sequence[Any] = () # Steps beyond their number reuse them
 
     def __post_init__(self):
-        check_above_0('max_seconds', self.max_seconds, '60')
+        check_seconds(self.max_seconds)
         self.end = time.monotonic() + self.max_seconds
         check_learner(self.learn, self.method)
         self.device = training_device(self.learn)
@@ -67,7 +68,6 @@ def training_batches(setting: Setting) -> list[Any]:
         setting.tick('batches')
         size += sum(t.nbytes for t in tensors(b))
         if len(found) == setting.n_steps or size > LIMIT or setting.left < .75 * setting.max_seconds: break
-    if not found: raise no_batches(setting.method)
     return found
 
 
@@ -80,7 +80,6 @@ def last_fifth(n: int) -> int:
 class Run:
     "One training: its precision, the copy that trains in it, and the measurements."
     setting: Setting
-    batches: list[Any] # Steps beyond their number reuse them
     precision: Precision
     name: str # In the table
     compiled: bool = False # Whether the copy is compiled, by `Module.compile`
@@ -150,7 +149,7 @@ class Run:
         self.losses += map(float, losses)
 
     def _step(self, i, step):
-        batch = self.batches[step % len(self.batches)]
+        batch = self.setting.batches[step % len(self.setting.batches)]
         self.learn.one_batch(i, map_tensors(torch.clone, batch))         # CutMix writes into it
         return self.learn.loss.detach()
 
@@ -158,16 +157,17 @@ class Run:
         "Record what only the end of a training shows."
         if cb := precision_callback(self.learn):
             self.measured |= {'skipped': cb.n_skipped, 'final scale': cb.scale or math.nan}
-        pairs = zip(unwrapped(self.setting.learn.model).parameters(), self.learn.model.parameters())
-        moved = math.hypot(*(torch.dist(q.data, p.data.to(q)) for p, q in pairs if is_plain(q)))
-        self.measured['weights moved'] = moved / len(self.losses)
+        before = unwrapped(self.setting.learn.model).parameters()
+        pairs = zip(before, self.learn.model.parameters())
+        moved = [torch.dist(now.data, p.data.to(now)) for p, now in pairs if is_plain(now)]
+        self.measured['weights moved'] = math.hypot(*moved) / len(self.losses)
 
     def count_activations(self) -> None:
         "Run a batch without its backward pass; count the bytes that autograd keeps for it, each storage once."
         model = self.learn.model
-        kept = {t.untyped_storage().data_ptr(): 0 for t in (*model.parameters(), *model.buffers())}
+        kept = {address(t): 0 for t in (*model.parameters(), *model.buffers())}
         def note(t):
-            kept.setdefault(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes())
+            kept.setdefault(address(t), t.untyped_storage().nbytes())
             return t.detach()                                    # keeping `t` itself would leak its graph
         self.learn._do_grad_opt = noop
         with torch.autograd.graph.saved_tensors_hooks(note, noop):

@@ -28,6 +28,11 @@ def is_plain(t: torch.Tensor) -> bool:
     return t.element_size() > 1 and type(t).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
+def address(t: torch.Tensor) -> int: # 0 if it has none
+    "Return the address of the memory that `t` shares with its views."
+    return t.untyped_storage().data_ptr() if t.layout is torch.strided and t.device.type != 'xla' else 0
+
+
 def readable_weights(model: nn.Module) -> dict[str, torch.Tensor]: # By name
     "Return the weights that can be read: of sharded ones the part of this process, and none that is not made yet."
     made = ((name, p) for name, p in model.named_parameters() if not is_lazy(p))

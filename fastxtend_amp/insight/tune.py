@@ -56,7 +56,7 @@ def kinds_to_try(runs: list[Run], pace: float) -> list[Any]: # `pace`: seconds o
             if any(True for _ in m.children()): continue
             hooks.enter_context(m.register_forward_pre_hook(partial(note, -1)))
             hooks.enter_context(m.register_forward_hook(partial(note, 1)))
-        run.learn.validate(dl=run.batches[:1])
+        run.learn.validate(dl=setting.batches[:1])
     for_16_bits, slow_backward = (is_ungrouped, nn.Linear), (is_depthwise, is_grouped)
     found = [kind for kind, t in seconds.most_common() if t > _SHARE * run.pace and kind not in for_16_bits]
     return sorted(found, key=lambda kind: kind not in slow_backward)
@@ -80,7 +80,7 @@ def tune(
         if _steps_left(base, best, n) < n + 2: break             # a copy and a warm-up besides
         spec = [*L(best.precision.arguments['fp32_modules']), kind]
         precision = best.precision.like(fp32_modules=spec if spec[1:] else kind)
-        run = Run(base.setting, base.batches, precision, f'{best.name}, {title} in fp32')
+        run = Run(base.setting, precision, f'{best.name}, {title} in fp32')
         with ExitStack() as own:
             is_kept, gain = _compete(base, best, run, own, n)
             tried.append(f"{title} {run.note or shown_speed(*gain)}{', kept' * is_kept}")
