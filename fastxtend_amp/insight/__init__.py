@@ -1,10 +1,9 @@
 "Report, comparison and diagnosis: which precision a model trains in, which one pays, and why training failed."
 from ..training import learner as _core
 from ..training.callback import WATCHERS
-from . import scales
 from .choice import measure_and_choose
 from .comparison import PrecisionComparison
-from .mend import mend
+from .fix import mend
 from .metrics import loss_scale, skipped_steps
 from .notes import DtypeNote, UnusedModules
 from .report import PrecisionReport

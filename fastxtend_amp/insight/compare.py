@@ -12,11 +12,10 @@ from fastcore.basics import patch
 
 from ..devices.fp32_settings import settings_note
 from ..precisions import Precision
-from .arguments import check_count
 from .candidates import FP32, call, candidates, name_of
 from .comparison import COMPILE, FEWEST_ROUNDS, PrecisionComparison, pays, recommend, tolerance
 from .compat import is_compiled
-from .copies import left_out, one_at_a_time, random_state_kept, several_processes
+from .copies import check_count, left_out, one_at_a_time, random_state_kept, several_processes
 from .measuring import ROUNDS, Run, Setting, last_fifth, running, train_round, training_batches
 from .progress import progress_bar
 from .tune import kinds_to_try, tune

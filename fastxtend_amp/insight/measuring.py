@@ -21,10 +21,9 @@ from ..precisions import Precision
 from ..precisions.matching import unwrapped
 from ..precisions.weights import weights_to_fp32
 from ..training.loop import precision_callback
-from .arguments import check_seconds
 from .candidates import FP32, switch
 from .comparison import speed_up
-from .copies import (RandomState, begin_fit, check_learner, copied_learner, loader_like, random_state,
+from .copies import (RandomState, begin_fit, check_learner, check_seconds, copied_learner, loader_like, random_state,
                      set_random_state)
 from .tensors import address, is_plain, tensors
 

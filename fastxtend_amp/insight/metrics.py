@@ -1,9 +1,9 @@
-"Metrics for fastai's table and loggers: the loss scale, and the skipped steps of an epoch."
+"The loss scale and skipped steps: as metrics for fastai's table and loggers, and as a plot."
 from __future__ import annotations
 
-from typing import Any
-
+import pandas as pd
 from fastai.learner import Learner, Metric
+from fastcore.basics import patch
 
 from ..training.callback import MixedPrecision
 from ..training.loop import precision_callback
@@ -18,18 +18,31 @@ class PrecisionMetric(Metric):
     cb: MixedPrecision | None = None
     def accumulate(self, learn: Learner) -> None: self.cb = precision_callback(learn)   # read once, at the end
 
-    def read(self, cb: MixedPrecision) -> Any:
-        "Return the value; None counts as 0."
-
-    @property
-    def value(self) -> float: return 0 if self.cb is None else self.read(self.cb) or 0
-
 
 class loss_scale(PrecisionMetric):
     "The loss scale at the end of the epoch, as a metric; 0 in bf16 and fp32."
-    def read(self, cb: MixedPrecision) -> float | None: return cb.scale
+    @property
+    def value(self) -> float: return self.cb.scale or 0 if self.cb else 0
 
 
 class skipped_steps(PrecisionMetric):
     "The number of the epoch's steps that were skipped because a gradient was not finite, as a metric."
-    def read(self, cb: MixedPrecision) -> int: return sum(cb.history.skips(cb.epoch_start))
+    @property
+    def value(self) -> int: return sum(self.cb.history.skips(self.cb.epoch_start)) if self.cb else 0
+
+
+@patch
+def plot_scales(self: MixedPrecision,
+    ax = None, # The matplotlib axes to draw on; new ones if None
+): # The matplotlib axes
+    "Plot the loss scale by optimizer step, with skipped steps marked. Raises `ValueError` if there was none."
+    if not self.scales:
+        raise ValueError('plot_scales has nothing to plot: no optimizer step was made with a loss scale.\n'
+                         'Train in fp16 first; bf16 and fp32 need no loss scaling.')
+    scales = pd.Series(self.scales)
+    columns = {'loss scale': scales, f'skipped steps ({self.n_skipped:,})': scales.where(self.skips)}
+    ax = pd.DataFrame(columns).plot(
+        ax=ax, style=['-', 'rx'], drawstyle='steps-post', xlabel='optimizer step', ylabel='loss scale',
+        title='Loss scale in training')
+    ax.set_yscale('log', base=2)
+    return ax

@@ -7,6 +7,7 @@ error of a module is that of its own arithmetic, measured on its outputs and on 
 from __future__ import annotations
 
 import math, sys
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,8 @@ import torch
 
 from ..common import HALF, half_to_float, is_users, map_tensors
 from ..precisions import AMPMode
-from .arguments import is_number
-from .compat import Traits
-from .tensors import is_plain, readable, tensors
+from .compat import operator
+from .tensors import address, is_plain, readable, tensors
 
 _FP32_NOISE = 2.**-23   # relative; where fp32 itself would lose a tenth, an error is noise
 # Operators that only move values, which are recorded where they were computed.
@@ -36,43 +36,43 @@ class Seen:
     "Records of one module: of its own operators, not those of modules inside; over all calls and batches."
     name: str
     type: str
-    largest: float = 0.                                          # absolute finite result; of the twin, if there is one
-    half: float = 0.                                             # the same, of 16-bit results only
-    failed: bool = False                                         # whether NaN or inf first appears in it
-    error: float = math.nan                                      # of its own arithmetic, relative; the largest
-    changed: float = 0.                                          # the share of comparisons and indices that differ
+    largest = 0.                                                 # absolute finite result; of the twin, if there is one
+    half = 0.                                                    # the same, of 16-bit results only
+    failed = False                                               # whether NaN or inf first appears in it
+    error = math.nan                                             # of its own arithmetic, relative; the largest
+    changed = 0.                                                 # the share of comparisons and indices that differ
     merged: tuple[float, float] | None = None                    # two whole numbers that become one
     # Constants that become 0, 1 or inf: line of code, operator and value; True if they keep values away from that.
     constants: dict[tuple[str, str, float], bool] = field(default_factory=dict)
-    grad: float = 0.                                             # largest absolute, of its outputs and own parameters
-    grad_sum: float = 0.                                         # of the absolute values of all these gradients
-    n_grads: int = 0                                             # that are finite and not 0
-    n_zeros: int = 0                                             # that are 0
+    grad = 0.                                                    # largest absolute, of its outputs and own parameters
+    grad_sum = 0.                                                # of the absolute values of all these gradients
+    n_grads = 0                                                  # that are finite and not 0
+    n_zeros = 0                                                  # that are 0
 
 
 class Operation:
     "A call of an operator."
-    def __init__(self, func, op: Traits, args, kwargs):
-        self.func, self.op, self.args, self.kwargs = func, op, args, kwargs
+    def __init__(self, func, args, kwargs):
+        self.func, self.op, self.args, self.kwargs = func, operator(func), args, kwargs
         self.inputs = readable((args, kwargs))
-        self.is_cast = op.name == '_to_copy' and kwargs.get('dtype') in HALF
+        self.is_cast = self.op.name == '_to_copy' and kwargs.get('dtype') in HALF
 
     def run(self): return self.func(*self.args, **self.kwargs)
 
     def run_in_fp32(self, twins):
         "Return the result in fp32 on the twins of the inputs, which an operator in place leaves as they are."
         def wide(t): return twins.wide(t).clone() if self.op.writes else twins.wide(t)
-        dtypes = {k: torch.float32 for k, v in self.kwargs.items() if isinstance(v, torch.dtype) and v in HALF}
-        device = tensors((self.args, self.kwargs))[0].device
-        with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            return self.func(*map_tensors(wide, self.args), **{**map_tensors(wide, self.kwargs), **dtypes})
+        args, kwargs = map_tensors(wide, (self.args, self.kwargs))
+        if kwargs.get('dtype') in HALF: kwargs['dtype'] = torch.float32
+        with torch.no_grad(), torch.autocast(tensors(args)[0].device.type, enabled=False):
+            return self.func(*args, **kwargs)
 
     def lost_constants(self) -> list[float]:
         "Return the constants that become 0, 1, -1, inf or -inf in 16 bits without having been it."
         if self.op.name.rstrip('_') not in _CONSTANTS: return []
         dtypes = (t.dtype for t in self.inputs if t.ndim)
         dtype: Any = self.kwargs.get('dtype') or next(dtypes, None)
-        numbers = filter(is_number, map(_number, self.args)) if dtype in HALF else ()
+        numbers = filter(None, map(_number, self.args)) if dtype in HALF else ()
         return [c for c in numbers if c != (r := rounded(c, dtype)) and abs(r) in (0, 1, math.inf)]
 
     def needs(self, constant, out, value): # `value`: `out`, in fp32 if known
@@ -91,7 +91,7 @@ class Twins:
 
     def of(self, t):
         "Return the twin of `t`; None if `t` is exact."
-        _, memory = self.memory.get(_address(t), (t, None))
+        _, memory = self.memory.get(address(t), (t, None))
         return memory if memory is None else memory.as_strided(t.shape, t.stride(), t.storage_offset())
 
     def wide(self, t):
@@ -101,19 +101,15 @@ class Twins:
 
     def keep(self, t, wide):
         "Keep `wide` as the twin of `t`, unless `t` has no address."
-        address = _address(t)
-        if not address or t.shape != wide.shape: return
+        if not address(t) or t.shape != wide.shape: return
         if self.of(t) is None:                                   # of all that shares this memory
-            self.memory[address] = t, t.new_empty(0).set_(t.untyped_storage()).to(wide.dtype, copy=True)
+            memory = t.new_empty(0).set_(t.untyped_storage())
+            self.memory[address(t)] = t, memory.to(wide.dtype, copy=True)
         self.of(t).copy_(wide)
 
     def forget(self, x):
         "Drop the twins of all tensors in `x`, which was overwritten."
-        for t in readable(x): self.memory.pop(_address(t), None)
-
-
-def _address(t): # 0 if it has none
-    return t.untyped_storage().data_ptr() if t.layout is torch.strided and t.device.type != 'xla' else 0
+        for t in readable(x): self.memory.pop(address(t), None)
 
 
 @dataclass(eq=False)
@@ -126,7 +122,7 @@ class Frame:
 
     def run(self, call: Operation) -> Any:
         "Run an operator of the module, and record what it shows."
-        lost = [(users_line(), call.op.name, c) for c in call.lost_constants() if self.mode]
+        lost = [(users_line(), call.op.name, c) for c in call.lost_constants()]
         for key in lost: self.seen.constants.setdefault(key, False)
         if call.op.makes_nothing: return call.run()
         wide = self._in_fp32(call)
@@ -134,12 +130,13 @@ class Frame:
         out = call.run()
         self._record_whole_numbers(call, out, wide)
         outs = readable(out)
-        for o, w in zip(outs, [*readable(wide), *[None] * len(outs)]):
+        for o, w in zip(outs, readable(wide) or [None] * len(outs)):
             self._record(call, o, w)
             for key in lost: self.seen.constants[key] |= call.needs(key[-1], o, o if w is None else w)
             if not has_nan_or_inf(o) or self.fp32.failed: continue
             # With a result in fp32 it is new where that is finite, and more than a mask.
-            self.seen.failed |= is_new if w is None else largest_value(w) > 0 and has_nan_or_inf(o[w.isfinite()])
+            if w is not None: is_new = largest_value(w) > 0 and has_nan_or_inf(o[w.isfinite()])
+            self.seen.failed |= is_new
         return out
 
     def _record_whole_numbers(self, call, out, wide):
@@ -156,8 +153,7 @@ class Frame:
         rounds = call.is_cast or any(t.dtype in HALF or self.twins.of(t) is not None for t in call.inputs)
         if self.mode is None or not rounds or call.op.draws: return None
         # Of a subclass of tensors that cannot be read, or of an operator that is 16-bit only, such as flash attention.
-        try: return call.run_in_fp32(self.twins)
-        except Exception: return None
+        with suppress(Exception): return call.run_in_fp32(self.twins)
 
     def _record(self, call, out, wide):
         "Record the size of a result, and keep its twin."
@@ -179,8 +175,10 @@ class Frame:
             self.seen.error = max(error, self.seen.error)        # in this order, as that may be nan
 
 
-def _number(x): # of a tensor without dimensions, which PyTorch makes of a constant
-    return float(f'{float(x):.7g}') if torch.is_tensor(x) and not x.ndim and not x.requires_grad else x
+def _number(x): # 0 for what is no constant
+    if type(x) in (int, float): return x
+    is_constant = torch.is_tensor(x) and not x.ndim and not x.requires_grad      # PyTorch makes one of a number
+    return float(f'{float(x):.7g}') if is_constant else 0
 
 
 def rounded(number: float, dtype: torch.dtype) -> float:
@@ -202,10 +200,14 @@ def users_line() -> str: # 'norm.py:33'
 def merged(t: torch.Tensor, dtype: torch.dtype) -> tuple[float, float] | None:
     "Return two different whole numbers in `t` that are one in `dtype`; `t` is no picture, but a list or a table."
     if dtype not in HALF or t.dtype in HALF or sum(n > 1 for n in t.shape) > 2: return None
-    if t.is_floating_point() and not bool(((t == t.round()) & (t.abs() < 2**24)).all()): return None
+    if t.is_floating_point():
+        is_whole = (t == t.round()) & (t.abs() < 2**24)
+        if not is_whole.all(): return None
     t = t.unique().float()
-    same = t.to(dtype).diff() == 0
-    return (float(t[:-1][same][0]), float(t[1:][same][0])) if same.any() else None
+    same = (t.to(dtype).diff() == 0).nonzero()
+    if not len(same): return None
+    first = int(same[0])
+    return float(t[first]), float(t[first + 1])
 
 
 def all_finite(t: torch.Tensor) -> bool:

@@ -5,9 +5,8 @@ What an operator shows belongs to the innermost module (or the model itself), or
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -16,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..precisions import AMPMode
 from ..precisions.matching import qualified_names
-from .compat import in_function_transform, operator, unwatched
+from .compat import in_function_transform, unwatched
 from .operators import Frame, Operation, Seen, all_finite
 from .tensors import is_plain, readable
 
@@ -24,47 +23,44 @@ LOSS = 'loss function'  # its name among the modules; includes callbacks after t
 BACKWARD = 'backward pass'                                       # where an error comes from, after the loss
 
 
-@dataclass
-class Trace:
-    "Records of some batches in one precision."
-    mode: AMPMode | None = None                                  # fp32 if None
-    reference: Trace | None = None                               # in a lower precision: the records in fp32
-    # The modules, in the order in which their last calls finish, and the loss function.
-    seen: dict[str, Seen] = field(default_factory=dict)
-    losses: list[float] = field(default_factory=list)            # of the batches that gave one
-    not_finite: str = ''                                         # 'loss', or 'gradient' if no loss was
-    error: str = ''                                              # why it ended: the text of an exception
-    failed_in: str = ''                                          # the module that raised it; '' before a batch
-    rounding: list[str] = field(default_factory=list)            # the layers that round further, as in FP8
+class Trace(TorchDispatchMode):
+    "Records some batches in one precision, each from its forward pass to its gradients."
+    not_finite = ''                                              # 'loss', or 'gradient' if no loss was
+    error = ''                                                   # why it ended: the text of an exception
+    failed_in = ''                                               # the module that raised it; '' before a batch
+    rounding: Collection[str] = ()                               # the layers that round further, as in FP8
 
-
-class Recorder(TorchDispatchMode):
-    "Records a batch in `found`, from its forward pass to its gradients."
-    def __init__(self, found: Trace):
+    def __init__(self,
+        mode: AMPMode | None = None, # fp32 if None
+        fp32: Trace | None = None, # In a lower precision: the records in fp32
+    ):
         super().__init__()
-        self.found = found
-        self.frames: list[Frame] = []                            # of the running modules, inside the loss function
-        self.in_backward = False
-        found.failed_in = LOSS                                   # until a module raises
+        self.mode, self.fp32 = mode, fp32
+        # The modules, in the order in which their last calls finish, and the loss function.
+        self.seen: dict[str, Seen] = {}
+        self.losses: list[float] = []                            # of the batches that gave one
 
     @contextmanager
-    def hooked(self, model: nn.Module) -> Iterator[None]:
-        "Record what `model` does in this context."
+    def recording(self, model: nn.Module) -> Iterator[None]:
+        "Record a batch of `model` in this context."
+        self.frames: list[Frame] = []                            # of the running modules, inside the loss function
+        self.in_backward, self.failed_in = False, LOSS           # until a module raises
         with ExitStack() as stack:
             for name, m in qualified_names(model):
                 if isinstance(m, torch.jit.ScriptModule): continue       # without hooks from Python
                 # Before all other hooks, so that what those do to the inputs is recorded for the module.
                 enter = m.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True, prepend=True)
                 stack.enter_context(enter)
-                stack.enter_context(m.register_forward_hook(self._leave, with_kwargs=True, always_call=True))
+                stack.enter_context(m.register_forward_hook(self._leave, always_call=True))
             stack.enter_context(self)
             yield
+        self.frames = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs, op = kwargs or {}, operator(func)
-        if self.in_backward or not self.frames: return func(*args, **kwargs)
-        out = self.frames[-1].run(Operation(func, op, args, kwargs))
-        if op.writes and not op.makes_nothing:                   # exact for the callers, as outputs of modules inside
+        if self.in_backward or not self.frames: return func(*args, **(kwargs or {}))
+        call = Operation(func, args, kwargs or {})
+        out = self.frames[-1].run(call)
+        if call.op.writes and not call.op.makes_nothing:         # exact for the callers, as outputs of modules inside
             for caller in self.frames[:-1]: caller.twins.forget(out)
         return out
 
@@ -78,33 +74,32 @@ class Recorder(TorchDispatchMode):
             self._push(name, type(module).__name__)
 
     def _push(self, name, kind):
-        found, new = self.found, Seen(name, kind)
-        fp32 = found.reference.seen.get(name, new) if found.reference else new
-        self.frames.append(Frame(found.seen.setdefault(name, new), found.mode, fp32))
+        new = Seen(name, kind)
+        fp32 = self.fp32.seen.get(name, new) if self.fp32 else new
+        self.frames.append(Frame(self.seen.setdefault(name, new), self.mode, fp32))
 
-    def _leave(self, module, args, kwargs, output):
+    def _leave(self, module, args, output):
         with unwatched():
-            frame, found = self.frames.pop(), self.found
+            frame = self.frames.pop()
             seen = frame.seen
             # The innermost module that an exception leaves has raised it.
             is_failing = output is None and sys.exc_info()[0] is not None
-            if is_failing and found.failed_in in (LOSS, BACKWARD): found.failed_in = seen.name
+            if is_failing and self.failed_in in (LOSS, BACKWARD): self.failed_in = seen.name
             outputs = [] if in_function_transform() else readable(output)
             for out in outputs:
                 if out.requires_grad: out.register_hook(partial(self._gradient, seen))
             if self.in_backward: return                          # a checkpoint, whose first run was recorded
-            found.seen[seen.name] = found.seen.pop(seen.name)    # after the modules inside
+            self.seen[seen.name] = self.seen.pop(seen.name)      # after the modules inside
             for out in outputs: frame.compare(out)
 
     def record_loss(self, loss: torch.Tensor) -> None: # Not scaled yet
         "Record the loss. From here on no operator is recorded."
-        found, self.in_backward = self.found, True
-        found.losses.append(float(loss.detach().float().mean()))
-        found.failed_in = BACKWARD                               # until a module raises
-        if not all_finite(loss): found.not_finite = 'loss'
+        self.in_backward, self.failed_in = True, BACKWARD        # until a module raises
+        self.losses.append(float(loss.detach().float().mean()))
+        if not all_finite(loss): self.not_finite = 'loss'
         if self.frames:
             self.frames[0].compare(loss)
-            found.seen[LOSS] = found.seen.pop(LOSS)              # the last
+            self.seen[LOSS] = self.seen.pop(LOSS)                # the last
 
     # -- the backward pass
 
@@ -114,8 +109,8 @@ class Recorder(TorchDispatchMode):
             for p in m.parameters(recurse=False):
                 if p.grad is None or not is_plain(p.grad): continue
                 g = p.grad.to_dense()
-                if not all_finite(g): self.found.not_finite = self.found.not_finite or 'gradient'
-                if name in self.found.seen: self._gradient(self.found.seen[name], g)
+                if not all_finite(g): self.not_finite = self.not_finite or 'gradient'
+                if name in self.seen: self._gradient(self.seen[name], g)
 
     def _gradient(self, seen, g):
         "Record the gradient of an output or a parameter."
@@ -125,4 +120,5 @@ class Recorder(TorchDispatchMode):
         g = g[g.isfinite() & (g != 0)]
         if not g.numel(): return
         seen.grad = max(seen.grad, float(g.max()))
-        seen.grad_sum, seen.n_grads = seen.grad_sum + float(g.sum()), seen.n_grads + g.numel()
+        seen.grad_sum += float(g.sum())
+        seen.n_grads += g.numel()

@@ -13,6 +13,7 @@ import pandas as pd
 import torch
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
+from fastai.torch_core import find_bs
 from fastcore.basics import patch
 
 from ..common import map_tensors, training_device
@@ -20,10 +21,9 @@ from ..devices.cuda_rules import cuda_rules
 from ..devices.facts import first_line
 from ..precisions import PRECISIONS, AMPMode, fastest_native
 from ..precisions.fp16 import FP16
-from ..training.loop import precision_callback
-from .arguments import check_above_0, check_count
-from .candidates import advised, call, precisions_named
-from .copies import check_learner, left_out, loader_like, no_batches, one_at_a_time, random_state_kept
+from .candidates import advised, call, own_precision, precisions_named
+from .copies import (check_count, check_learner, check_seconds, left_out, loader_like, one_at_a_time,
+                     random_state_kept)
 from .gradient import N_BATCHES, gradient_distance
 from .operators import largest_value, rounded
 from .progress import progress_bar
@@ -33,7 +33,6 @@ from .tensors import readable, tensors
 from .trace import trace
 from .verdict import Judge, Verdict, named, some, wrong_in_fp32
 
-_INIT_SCALE = 65536.   # of a learner without a loss scale
 EMULATED_TIME = 1.     # CPU seconds in fp32; the same work may take a minute in an emulated precision
 _FEWEST = 2            # samples, for batch normalization
 # In errors of PyTorch, where it lacks a CPU's kernel that CUDA may have. No FFT is in bf16.
@@ -143,10 +142,10 @@ def precision_report(self: Learner,
     asked = precisions_named(modes)
     if not asked or any(weights or not cls.dtype for cls, weights in asked):
         raise ValueError(f"modes={modes!r} cannot be used: give 'bf16', 'fp16', 'fp8', or a list of these.")
-    check_count('n_batches', n_batches, 1)
-    check_above_0('max_seconds', max_seconds, '60')
+    check_count('n_batches', n_batches)
+    check_seconds(max_seconds)
     own = training_device(self).type
-    kind = own if device is None else str(device).partition(':')[0]
+    kind = torch.device(device or own).type
     simulated = own != kind
     if simulated and (own, kind) != ('cpu', 'cuda'):
         raise ValueError(f'device={device!r} cannot be used: this learner trains on {own}.\nLeave it out to report on '
@@ -155,7 +154,6 @@ def precision_report(self: Learner,
     dl = self.dls.train if dl is None else dl
     with one_at_a_time, cuda_rules() if simulated else nullcontext(), progress_bar(self, max_seconds) as tick:
         with random_state_kept(): drawn = [*islice(loader_like(dl), max(n_batches, N_BATCHES))]
-        if not drawn: raise no_batches('precision_report', dl)
         work = _Report(self, max_seconds, simulated, tick, drawn, drawn[:n_batches])
         return work.on([AMPMode(cls.name) for cls, _ in asked])
 
@@ -176,21 +174,27 @@ class _Report:
 
     def on(self, modes: list[AMPMode]) -> PrecisionReport:
         self.until, start = time.monotonic() + self.max_seconds, time.process_time()
-        self.device = training_device(self.learn)
+        device = training_device(self.learn)
+        self.support = {m: PRECISIONS[m].support(device) for m in modes}
+        self.emulated = [m for m, support in self.support.items() if support.status == 'emulated']
         wrong = self._trace_fp32(modes)
-        self.few = self.whole = next((len(t) for t in tensors(self.batches[0]) if t.ndim), 1)
-        self.emulated = [m for m in modes if PRECISIONS[m].support(self.device).status == 'emulated']
+        self.few = self.whole = find_bs(self.batches[0])
         if self.emulated:
-            self.few = min(self.few, max(_FEWEST, int(self.few * EMULATED_TIME / (time.process_time() - start))))
+            affordable = int(self.whole * EMULATED_TIME / (time.process_time() - start))
+            self.few = min(self.whole, max(_FEWEST, affordable))
         if self.few < self.whole:
-            self.batches = map_tensors(lambda t: t[:self.few] if t.shape[:1] == (self.whole,) else t, self.batches)
+            first = lambda t: t[:self.few] if t.shape[:1] == (self.whole,) else t
+            self.batches = map_tensors(first, self.batches)
             wrong = self._trace_fp32(modes)
         verdicts = {mode: Verdict(mode.value, 'not known', wrong) if wrong else self._verdict(mode) for mode in modes}
-        if not wrong: self._call_another(verdicts)
-        self.flagged = [n for v in verdicts.values() for n in v.flagged]
+        if not wrong: self._call_another(verdicts, device)
+        flagged = [n for v in verdicts.values() for n in v.flagged]
+        constants = [(name, line, op, c, rounded(c, torch.float16), rounded(c, torch.bfloat16), name in flagged)
+                     for name, line, op, c in self.constants]
         return PrecisionReport(pd.DataFrame(self._rows(verdicts), columns=_COLUMNS),
-                               {m.value: v for m, v in verdicts.items()}, self._notes(),
-                               pd.DataFrame(self._constants(), columns=_CONSTANTS))
+                               {m.value: v for m, v in verdicts.items()},
+                               [*self._causes(flagged), *self._notes(), *left_out(self.learn)],
+                               pd.DataFrame(constants, columns=_CONSTANTS))
 
     def _trace_fp32(self, modes):
         "Run the batches in fp32; return what is wrong there, '' if nothing is."
@@ -202,20 +206,18 @@ class _Report:
         return wrong_in_fp32(self.fp32, self.batches)
 
     def _verdict(self, mode):
-        support = PRECISIONS[mode].support(self.device)
-        if support.status == 'unsupported': return Verdict(mode.value, 'cannot run', support.why)
-        cb = precision_callback(self.learn)
-        is_scaled = not cb or cb.precision.arguments.get('enabled') is not False
-        scale = (cb and cb.scale) or (_INIT_SCALE if is_scaled else 1.)
+        status, why = self.support[mode]
+        if status == 'unsupported': return Verdict(mode.value, 'cannot run', why)
+        scale = own_precision(self.learn).state_dict().get('scale') or advised(self.learn, mode).first_scale
         run, distance = partial(self._run, mode), partial(self._distance, mode)
         try: return Judge(self.learn, mode, run, self.fp32, scale, distance).verdict()
         except (NotImplementedError, TimeoutError) as e: return Verdict(mode.value, 'not known', *e.args)
 
-    def _call_another(self, verdicts):
+    def _call_another(self, verdicts, device):
         "Give verdicts without a call that of the fastest precision that works."
         failed = [m for m, v in verdicts.items() if not v.call]
         left = (m for m in (AMPMode.BF16, AMPMode.FP16) if m not in failed)
-        other = next(left, None) if self.simulated else fastest_native(self.device, failed)
+        other = next(left, None) if self.simulated else fastest_native(device, failed)
         made = verdicts[other].call if other in verdicts else call(self.learn, advised(self.learn, other))
         for m in failed: verdicts[m].call = made
 
@@ -224,7 +226,7 @@ class _Report:
             raise TimeoutError(f'the time limit was reached, `max_seconds={self.max_seconds:g}`',
                                f"learn.precision_report('{mode.value}', max_seconds={10 * self.max_seconds:g})")
         self.tick(mode.value)
-        found = trace(self.learn, self.batches, mode, keep, scale, reference=self.fp32)
+        found = trace(self.learn, self.batches, mode, keep, scale, fp32=self.fp32)
         for s in found.seen.values():
             self.constants |= {(s.name, *constant): None for constant in s.constants}
         if self.simulated and _NO_KERNEL.search(found.error):
@@ -253,12 +255,11 @@ class _Report:
                 yield (mode.value, s.name, s.type, mode.value if s.half else 'fp32', fp32.largest, headroom, error,
                        fp32.grad or math.nan, underflow, is_flagged)
 
-    def _constants(self):
-        for name, line, op, c in self.constants:
-            yield name, line, op, c, rounded(c, torch.float16), rounded(c, torch.bfloat16), name in self.flagged
-
-    def _growth(self):
-        "Describe values that grow from layer to layer of a sequence, up to a flagged one."
+    def _causes(self, flagged):
+        "Describe inputs that are large, and values that grow from layer to layer of a sequence up to a flagged one."
+        inputs = [largest_value(t) for b in self.batches for t in readable(tensors(b)[:-1])]
+        if flagged and max(inputs, default=0.) > _LARGE:
+            yield f'The inputs reach {max(inputs):,.3g}. Normalize them first.'
         notes, runs = {}, dict[str, list]()
         for n, s in self.fp32.seen.items():
             parent, _, number = n.rpartition('.')
@@ -266,29 +267,24 @@ class _Report:
             run = runs.setdefault(parent, [])
             if run and s.largest < _GROWS * run[-1].largest: run.clear()
             run.append(s)
-            if len(run) > 3 and n in self.flagged:
+            if len(run) > 3 and n in flagged:
                 rate = (s.largest / run[0].largest) ** (1 / (len(run) - 1))
                 notes[parent] = f'Values grow {rate:.2g}x a layer from `{run[1].name}` on.'
-        return notes.values()
+        yield from notes.values()
 
     def _notes(self):
-        notes = []
-        inputs = [largest_value(t) for b in self.batches for t in readable(tensors(b)[:-1])]
-        if self.flagged and max(inputs, default=0.) > _LARGE:
-            notes.append(f'The inputs reach {max(inputs):,.3g}. Normalize them first.')
-        notes += self._growth()
+        "Say what was looked at."
         for mode, low in self.low.items():
             if not low.rounding: continue
             layers = some([*map(named, low.rounding)])
-            notes.append(f'{mode.value}: the rounding of {layers} was simulated; no {mode.name} kernel was run.')
-        notes.append(f'Looked at modules on {len(self.batches):,}, and at the gradient on {self.n_gradients} batches '
-                     f'of {self.few:,} samples. Other batches (`n_batches`) and later weights may flag other modules.')
+            yield f'{mode.value}: the rounding of {layers} was simulated; no {mode.name} kernel was run.'
+        yield (f'Looked at modules on {len(self.batches):,}, and at the gradient on {self.n_gradients} batches of '
+               f'{self.few:,} samples. Other batches (`n_batches`) and later weights may flag other modules.')
         if self.few < self.whole:
             modes = ' and '.join(self.emulated)
-            notes.append(f'{modes}: emulated on this device, so of {self.whole:,} samples only the first {self.few:,} '
-                         f'were run, and no gradients compared in {modes}.')
+            yield (f'{modes}: emulated on this device, so of {self.whole:,} samples only the first {self.few:,} were '
+                   f'run, and no gradients compared in {modes}.')
         if self.simulated:
-            notes.append("Computed on this CPU with CUDA's autocast rules. GPU kernels were not run; they may round "
-                         'differently or be missing.')
-        if self.not_compared: notes.append(f'Not all gradients were compared with fp32: {self.not_compared}.')
-        return notes + left_out(self.learn)
+            yield ("Computed on this CPU with CUDA's autocast rules. GPU kernels were not run; they may round "
+                   'differently or be missing.')
+        if self.not_compared: yield f'Not all gradients were compared with fp32: {self.not_compared}.'

@@ -24,7 +24,7 @@ from ..training.callback import MixedPrecision
 from ..training.learner import set_precision
 from .candidates import like_own, with_advice
 from .copies import begin_fit, copied_learner, set_random_state
-from .recorder import BACKWARD, Recorder, Trace
+from .recorder import BACKWARD, Trace
 from .rounding import round_as
 
 _UNCOMPILED = Shared(partial(torch.compiler.set_stance, 'force_eager'))
@@ -37,7 +37,7 @@ def trace(
     keep: Sequence[str] = (), # Modules kept in fp32
     scale: float = 1., # The loss scale, for fp16
     *,
-    reference: Trace | None = None, # In fp32, of the same batches; needed in a lower precision
+    fp32: Trace | None = None, # In fp32, of the same batches; needed in a lower precision
     in_fit: bool = False, # Whether `learn` is in the middle of a batch
     random_state: Any = (), # To begin with; the present one if empty
 ) -> Trace:
@@ -45,20 +45,19 @@ def trace(
 
     Then the first batch runs as in validation, unless that fails in fp32 as well.
     """
-    found, where = Trace(mode, reference), ''
+    found, where = Trace(mode, fp32), ''
     try:
         with running_copy(learn, mode, keep, scale, in_fit) as copy:
-            found.rounding = [*vars(copy).get('rounding', ())]
+            found.rounding = copy.rounding
             set_random_state(random_state)
             for i, batch in enumerate(batches):
                 batch = map_tensors(torch.clone, batch)          # which the model may write into
-                recorder = Recorder(found)
-                with recorder.hooked(copy.model), copy.added_cbs(_Recorded(recorder)):
+                with found.recording(copy.model), copy.added_cbs(_Recorded(found)):
                     if in_fit:
                         copy.xb, copy.yb = batch
                         copy._with_events(copy._do_one_batch, 'batch', CancelBatchException)
                     else: copy.one_batch(i, batch)
-            if in_fit or (reference and reference.error): return found
+            if in_fit or (fp32 and fp32.error): return found
             # Without hooks, as some modules of PyTorch then use other kernels.
             where, found.failed_in = ' (in validation)', ROOT
             copy._do_epoch_validate(dl=[map_tensors(torch.clone, batches[0])])
@@ -80,6 +79,7 @@ def running_copy(
 ) -> Iterator[Learner]: # Its batches need a `BackwardOnly`
     "Copy `learn` in a precision. Compiled modules run uncompiled, as hooks do not fire in a compiled graph."
     with copied_learner(learn) as copy, _UNCOMPILED, fp32_settings(FULL_PRECISION):
+        copy.rounding = {}
         if mode is None:
             set_precision(copy, None)
             copy.model._apply(half_to_float)                     # frozen weights, which autocast casts
@@ -123,9 +123,9 @@ class BackwardOnly(Callback):
 
 
 class _Recorded(BackwardOnly):
-    "Hands the loss and the gradients of a batch to its recorder."
-    def __init__(self, recorder: Recorder): self.recorder = recorder
-    def read_gradients(self, model): self.recorder.record_gradients(model)
+    "Hands the loss and the gradients of a batch to its trace."
+    def __init__(self, trace: Trace): self.trace = trace
+    def read_gradients(self, model): self.trace.record_gradients(model)
     def after_loss(self):
         loss = vars(self.learn).get('loss_grad')                 # without targets a callback may set it
-        if loss is not None: self.recorder.record_loss(loss)
+        if loss is not None: self.trace.record_loss(loss)

@@ -4,6 +4,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +12,7 @@ from fastai.learner import Learner
 
 from ..precisions import AMPMode
 from ..precisions.matching import ROOT, covers, qualified_names
-from ..training.loop import precision_callback
-from .candidates import advised, call
+from .candidates import advised, call, own_precision
 from .notes import OTHER_HALF, other_half
 from .operators import has_nan_or_inf, rounded
 from .recorder import BACKWARD, LOSS, Trace
@@ -73,8 +73,7 @@ class Judge:
     distance: Callable[[list[str], float], float] = lambda keep, scale: math.nan
 
     def __post_init__(self):
-        cb = precision_callback(self.learn)
-        self.kept = self.keep = cb.fp32_module_names if cb else []
+        self.kept = self.keep = [*own_precision(self.learn).kept_in_fp32(self.learn.model)]
         self.scale = self.first_scale
         self.limit = torch.finfo(self.mode.dtype).max
         self.reasons: dict[str, str] = {}                        # by module, in the order found
@@ -115,9 +114,9 @@ class Judge:
         if not (name := low.failed_in): return {}
         modules = dict(qualified_names(self.learn.model))
         why = f'{named(name)} does not run in {self.mode.value}: {low.error}'
-        if name in low.seen: why = '; '.join([why, *map(self._lost, low.seen[name].constants)])
-        alike = [n for n, m in modules.items() if type(m) is type(modules.get(name))]
-        return dict.fromkeys(alike or [name], why)
+        for constant in low.seen[name].constants if name in low.seen else (): why += f'; {self._lost(constant)}'
+        kind = type(modules.get(name))
+        return dict.fromkeys([n for n, m in modules.items() if type(m) is kind] or [name], why)
 
     def _concerned(self, low):
         "Return the modules to flag for their forward pass, and why, in execution order."
@@ -150,7 +149,8 @@ class Judge:
     def candidates(self, low: Trace) -> list[str]:
         "Return the modules that can be kept in fp32 in addition, from last to first."
         around = {n.rpartition('.')[0] for n in low.seen}        # parents of others, which may compute nothing
-        return [n for n, s in reversed(low.seen.items()) if self._can_be_kept(n) and (s.largest or n not in around)]
+        computing = [n for n, s in low.seen.items() if s.largest or n not in around]
+        return [*filter(self._can_be_kept, reversed(computing))]
 
     def _tried(self, low, name, backward):
         """Return modules that help in fp32, where the flagged one cannot be kept there.
@@ -174,7 +174,8 @@ class Judge:
         Underflow means that of the mean gradient; modules with the smallest gradients may still lose theirs.
         """
         info = torch.finfo(self.mode.dtype)
-        half = [s for n, s in self.fp32.seen.items() if s.grad and n in low.seen and low.seen[n].half]
+        in_16_bits = {n for n, s in low.seen.items() if s.half}
+        half = [s for n, s in self.fp32.seen.items() if s.grad and n in in_16_bits]
         if not half: return 1., 2. ** 24
         most = 2. ** math.floor(math.log2(info.max / max(s.grad for s in half)))
         mean = sum(s.grad_sum for s in half) / sum(s.n_grads for s in half)
@@ -193,45 +194,44 @@ class Judge:
         return self._say('do not use', reason)
 
     def _works(self, low):
-        verdict, reason, names = 'keep modules in fp32', some([*dict.fromkeys(self.reasons.values())], '; '), []
-        if not reason:
-            verdict, own = 'safe so far', max((s.error for s in low.seen.values() if s.error > 0), default=0.)
-            reason = f'no module has an error above {own:.2%}' if own else 'nothing was flagged'
-        if changed := [_decisions(s) for s in low.seen.values() if s.changed > _IMPRECISE]:
-            reason += f'; {some(changed)} differ from fp32, which the loss does not show'
-        scales, init_scale, scale = None, None, 1.
-        if self.mode.needs_loss_scaling:
-            scales, scale = self._start(low)
-            least, most = scales
-            if least > 1 and not self.reasons: verdict = 'safe with loss scaling'
-            reason += f'; loss scales from {least:,.9g} to {most:,.9g} work'
-            if scale != self.first_scale:
-                init_scale = int(scale) if scale >= 1 else scale
-                reason += f', and {init_scale:,.9g} leaves a margin'
-        if (far := self.distance(self.keep, scale)) >= 0:        # nan if unknown
+        verdict, why, names = 'keep modules in fp32', [some([*dict.fromkeys(self.reasons.values())], '; ')], []
+        if not self.reasons:
+            own = max((s.error for s in low.seen.values() if s.error > 0), default=0.)
+            verdict, why = 'safe so far', [f'no module has an error above {own:.2%}' if own else 'nothing was flagged']
+        changed = [_decisions(s) for s in low.seen.values() if s.changed > _IMPRECISE]
+        if changed: why.append(f'{some(changed)} differ from fp32, which the loss does not show')
+        scales, init_scale = self._start(low) if self.mode.needs_loss_scaling else (None, None)
+        if scales:
+            if scales[0] > 1 and not self.reasons: verdict = 'safe with loss scaling'
+            margin = f', and {init_scale:,.9g} leaves a margin' if init_scale else ''
+            why.append('loss scales from {:,.9g} to {:,.9g} work'.format(*scales) + margin)
+        distance = partial(self.distance, scale=init_scale or self.first_scale)
+        far = distance(self.keep)
+        if far >= 0:                                             # nan if unknown
             effect = 'may change the gradient' if far > LARGE else 'is negligible'
-            reason += f'; rounding {effect} ({far:.2g}; from {LARGE} on it may matter)'
+            why.append(f'rounding {effect} ({far:.2g}; from {LARGE} on it may matter)')
         if far > LARGE:
             verdict = 'gradient differs'
-            names = smallest(self.candidates(low), lambda names: self.distance([*self.keep, *names], scale) < SMALL)
+            names = smallest(self.candidates(low), lambda names: distance([*self.keep, *names]) < SMALL)
             helps = some([*map(named, names)]) or 'no module that was tried'
-            reason += (f'; with {helps} in fp32 it is below {SMALL}. It is a warning sign, not a proof: some such '
-                       'models train as well as in fp32')
+            why.append(f'with {helps} in fp32 it is below {SMALL}. It is a warning sign, not a proof: some such models '
+                       'train as well as in fp32')
             self.reasons |= dict.fromkeys(names, '')
         keep = dict.fromkeys([*self.keep, *names])
         modules = [n for n in keep if n not in self.kept and not covers(keep.keys() - {n}, n)]
         following = call(self.learn, advised(self.learn, self.mode, modules, init_scale))
         if far > LARGE and not names: following = f"learn.compare_precision('{self.mode.value}')"
-        return self._say(verdict, reason, call=following, modules=modules, scale_range=scales,
+        return self._say(verdict, '; '.join(why), call=following, modules=modules, scale_range=scales,
                          init_scale=init_scale)
 
     def _start(self, low):
-        "Return the range of loss scales, by what was computed and what was tried, and the one to start from."
+        "Return the range of loss scales, by what was computed and tried, and one to start from if the first is not in it."
         least, most = self._scales(low)
         most = self.scale if self.scale < self.first_scale else max(most, self.scale)
         least = min(least, most)
-        fits = least <= self.first_scale <= most / _CLOSE
-        return (least, most), self.first_scale if fits else max(least, most / _MARGIN)
+        if least <= self.first_scale <= most / _CLOSE: return (least, most), None
+        scale = max(least, most / _MARGIN)
+        return (least, most), int(scale) if scale >= 1 else scale
 
 
 # -- words
