@@ -27,11 +27,6 @@ def own_precision(learn: Learner) -> Precision:
     return getattr(precision_callback(learn), 'precision', FP32)
 
 
-def name_of(precision: Any) -> str: # 'fp32', 'bf16', 'half_weights', 'half_weights fp16' ...
-    "Return the name of a precision in a table, which `candidates` accepts."
-    return f'{precision.name} {precision.mode.value}' if 'amp_mode' in precision.changed else precision.name
-
-
 def like_own(
     learn: Learner,
     cls: type[Precision],
@@ -107,20 +102,13 @@ def switch(
 
 def precisions_named(
     modes: Any, # Names, modes or dtypes, one or several
-) -> list[tuple[type[Precision], dict[str, str]]]: # Classes of precisions, and the arguments that the names mean
+) -> list[type[Precision]]:
     "Return the precisions that `modes` names. Raises `ValueError` for an unknown one."
-    return [*map(_named, modes if is_listy(modes) else [modes])]
-
-
-def _named(mode):
-    if mode in ('fp32', torch.float32): return Precision, {}
-    try:
-        name, *weights = mode.split() if isinstance(mode, str) else [mode]
-        cls = find_precision(mode if weights and name != HalfWeights.name else name)
-        changes = {'amp_mode': (weights or LOWERED)[0]} if cls is HalfWeights else {}
-        cls(**changes)
-        return cls, changes
-    except (ValueError, TypeError) as e: raise ValueError(f'modes={mode!r} cannot be used.\n{e}') from None
+    found = []
+    for mode in modes if is_listy(modes) else [modes]:
+        try: found.append(Precision if mode in ('fp32', torch.float32) else find_precision(mode))
+        except ValueError as e: raise ValueError(f'modes={mode!r} cannot be used.\n{e}') from None
+    return found
 
 
 def candidates(
@@ -134,9 +122,8 @@ def candidates(
     """
     if modes is None:
         device = training_device(learn)
-        modes = [cls.name for cls in PRECISIONS.values()
-                 if cls.in_tables and not cls.package and cls.support(device).status == 'native']
-        if isinstance(own_precision(learn), HalfWeights):
-            modes += [f'{HalfWeights.name} {m}' for m in modes if m in LOWERED]
-    named = (like_own(learn, cls, **changes) for cls, changes in precisions_named(modes))
-    return [*dict.fromkeys([FP32, *named])]
+        classes = [cls for cls in PRECISIONS.values()
+                   if cls.in_tables and not cls.package and cls.support(device).status == 'native']
+        if isinstance(own_precision(learn), HalfWeights): classes.append(HalfWeights)
+    else: classes = precisions_named(modes)
+    return [*dict.fromkeys([FP32, *(like_own(learn, cls) for cls in classes)])]

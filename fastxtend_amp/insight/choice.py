@@ -7,7 +7,7 @@ from typing import Any
 from fastai.learner import Learner
 from fastcore.basics import patch
 
-from .candidates import candidates, name_of, with_advice
+from .candidates import candidates, with_advice
 from .compare import compare
 from .comparison import PrecisionComparison
 from .copies import several_processes
@@ -35,7 +35,7 @@ def measure_and_choose(
                            'another precision.\nRun it in one process, then use the call that it prints in every '
                            'process.')
     precisions: list[Any] = candidates(learn)
-    low = [p.mode for p in precisions if p.dtype]
+    low = [*dict.fromkeys(p.mode for p in precisions if p.dtype)]
     verdicts = learn.precision_report(low, max_seconds=_FOR_REPORT * max_seconds).verdicts if low else {}
     compared, notes = [], []
     for p in precisions:
@@ -43,7 +43,7 @@ def measure_and_choose(
         if not v: compared.append(p)
         elif v.call and v.verdict not in ('do not use', 'cannot run'):
             compared.append(with_advice(p, v.modules, v.init_scale))
-        else: notes.append(f'{name_of(p)}: {v.reason}.')
+        else: notes.append(f'{p.name}: {v.reason}.')
     comparison = compare(setting, compared)
     comparison.notes[:0] = notes
     comparison.apply(learn)

@@ -10,9 +10,8 @@ from fastai.learner import Learner
 from fastai.torch_core import set_seed
 from fastcore.basics import patch
 
-from ..devices.fp32_settings import settings_note
 from ..precisions import Precision
-from .candidates import FP32, call, candidates, name_of
+from .candidates import FP32, call, candidates
 from .comparison import COMPILE, FEWEST_ROUNDS, PrecisionComparison, pays, recommend, tolerance
 from .compat import is_compiled
 from .copies import check_count, left_out, one_at_a_time, random_state_kept, several_processes
@@ -75,7 +74,7 @@ def compare(setting: Setting, precisions: list[Precision]) -> PrecisionCompariso
           ExitStack() as copies):
         setting.batches = training_batches(setting)
         forms = [False, True] if setting.compile else [False]
-        runs = [Run(setting, p, name_of(p) + ' compiled' * compiled, compiled) for p in precisions for compiled in forms]
+        runs = [Run(setting, p, p.name + ' compiled' * compiled, compiled) for p in precisions for compiled in forms]
         for run in runs:
             with run.failures_noted(): run.copy(copies)
         n, kinds = _train_in_rounds(setting, runs)
@@ -161,7 +160,6 @@ def _result(setting, runs, seeds, n, tuned): # `n`: steps that are compared
                     'fifth of the steps.', *left_out(learn)]
     if is_compiled(learn.model):
         notes.append('The compiled model was compared uncompiled; `compare_precision(compile=True)` compares both.')
-    if settings := settings_note(): notes.append(f'{settings}. fp32 was measured with this setting.')
     return PrecisionComparison(table, losses, [r.losses for r in seeds], recommended, reason, calls,
                                [*filter(None, notes)], {r.name: r.precision for r in runs})
 

@@ -77,7 +77,7 @@ class PrecisionComparison(Shown):
         values = pd.DataFrame({name: pd.Series(l, dtype=float) for name, l in (seeds | self.losses).items()})
         smooth = values.ewm(alpha=.2).mean().where(np.isfinite(values))      # nan where a loss is not finite
         smooth.plot(ax=curves, color=['#b4bdcc'] * len(seeds) + colors, xlabel='step', ylabel='loss',
-                    style=['-'] * len(seeds) + ['-', '--', ':', '-.'], title='Training loss (smoothed)')
+                    title='Training loss (smoothed)')
         curves.legend()
         self.table['speed-up'].plot.barh(ax=bars, color=colors, xlabel='steps per second, fp32 = 1', ylabel='',
                                          title=f'Recommended: {self.recommended}')
@@ -120,12 +120,13 @@ def tolerance(
     once, the first is a tenth of the loss, at most half of that range, or two standard deviations of the last steps.
     """
     last, n = losses[-n_last:], 1 + len(seeds)
-    loss = float(np.mean(last))
-    half_way = float(np.ptp(losses)) / 2 if len(losses) > n_last else math.inf   # a loss may have any constant in it
+    loss = np.mean(last)
+    half_way = np.ptp(losses) / 2 if len(losses) > n_last else math.inf      # a loss may have any constant in it
     if seeds:
-        spread, why = _INTERVAL.get(n, 2.6) * float(np.std([loss, *seeds], ddof=1)), f'the spread of {n} fp32 trainings'
+        spread = _INTERVAL.get(n, 2.6) * np.std([loss, *seeds], ddof=1)
+        why = f'the spread of {n} fp32 trainings'
     else:
-        spread = max(min(abs(loss) / 10, half_way), 2 * float(np.std(last)))
+        spread = max(min(abs(loss) / 10, half_way), 2 * np.std(last))
         why = 'a wide tolerance (fp32 was trained only once)'
     return max((spread, why), (min(abs(loss) / 100, half_way), '1% of the fp32 loss'),
                (abs(losses[0] - loss) / 1000, 'a thousandth of the distance from the first fp32 loss to the last'))

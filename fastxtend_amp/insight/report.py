@@ -140,7 +140,7 @@ def precision_report(self: Learner,
     - any error of the model in fp32
     """
     asked = precisions_named(modes)
-    if not asked or any(weights or not cls.dtype for cls, weights in asked):
+    if not asked or any(not cls.dtype for cls in asked):
         raise ValueError(f"modes={modes!r} cannot be used: give 'bf16', 'fp16', 'fp8', or a list of these.")
     check_count('n_batches', n_batches)
     check_seconds(max_seconds)
@@ -155,7 +155,7 @@ def precision_report(self: Learner,
     with one_at_a_time, cuda_rules() if simulated else nullcontext(), progress_bar(self, max_seconds) as tick:
         with random_state_kept(): drawn = [*islice(loader_like(dl), max(n_batches, N_BATCHES))]
         work = _Report(self, max_seconds, simulated, tick, drawn, drawn[:n_batches])
-        return work.on([AMPMode(cls.name) for cls, _ in asked])
+        return work.on([AMPMode(cls.name) for cls in asked])
 
 
 @dataclass(eq=False)

@@ -85,7 +85,7 @@ class Judge:
             if convert := other_half(self.learn.model, self.mode.dtype, low.error):
                 return self._say('cannot run', f'{low.error}: {OTHER_HALF}', call=convert)
             found = self._failing(low) if low.error else self._concerned(low)
-            self.reasons = {**self.reasons, **found, **self.reasons}     # the first reason of each
+            self.reasons = self.reasons | found | self.reasons     # the first reason of each
             if not (found or low.error or low.not_finite): return self._works(low)
             if not self._mend(low, found): return self._nothing_helps(low)
 
@@ -217,8 +217,7 @@ class Judge:
             why.append(f'with {helps} in fp32 it is below {SMALL}. It is a warning sign, not a proof: some such models '
                        'train as well as in fp32')
             self.reasons |= dict.fromkeys(names, '')
-        keep = dict.fromkeys([*self.keep, *names])
-        modules = [n for n in keep if n not in self.kept and not covers(keep.keys() - {n}, n)]
+        modules = [n for n in [*self.keep, *names] if n not in self.kept]
         following = call(self.learn, advised(self.learn, self.mode, modules, init_scale))
         if far > LARGE and not names: following = f"learn.compare_precision('{self.mode.value}')"
         return self._say(verdict, '; '.join(why), call=following, modules=modules, scale_range=scales,

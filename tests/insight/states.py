@@ -14,7 +14,7 @@ from fastai.text.models.awdlstm import AWD_LSTM
 from fastai.text.models.core import LinearDecoder, SequentialRNN
 from torch import nn
 
-from fastxtend_amp.insight.candidates import name_of, own_precision
+from fastxtend_amp.insight.candidates import own_precision
 from helpers import OPTIMIZERS, At, Data, autocast_state, dataset, learner
 
 
@@ -37,7 +37,7 @@ class Costs(Callback):
 
     def before_batch(self):
         if self.training:
-            self.trained.append(name_of(own_precision(self.learn)))
+            self.trained.append(own_precision(self.learn).name)
             noise = math.exp(self.noise * self.draws.gauss(0, 1))
             time.sleep(self.step * noise / self.speeds.get(self.trained[-1], 1.0))
 

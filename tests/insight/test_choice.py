@@ -126,9 +126,9 @@ HALF = 'learn.to_half_weights('
     [
         (lambda l: l.to_fp16(init_scale=8.0, max_skips=3), 'bf16', 'learn.to_bf16(max_skips=3)'),
         (lambda l: l.to_fp16(init_scale=8.0), 'fp16', 'learn.to_fp16(init_scale=8.0)'),
-        (lambda l: l.to_fp16(loss_scale=8.0), 'half_weights fp16', f"{HALF}amp_mode='fp16', loss_scale=8.0)"),
-        (lambda l: l.to_half_weights('fp16', loss_scale=8.0), 'half_weights', f'{HALF})'),
-        (lambda l: l.to_half_weights(master_weights=False), 'half_weights fp16', f"{HALF}amp_mode='fp16')"),
+        (lambda l: l.to_fp16(loss_scale=8.0), 'half_weights', f'{HALF})'),
+        (lambda l: l.to_half_weights('fp16', 8.0), 'half_weights', f"{HALF}amp_mode='fp16', loss_scale=8.0)"),
+        (lambda l: l.to_half_weights(master_weights=False), 'half_weights', f'{HALF}master_weights=False)'),
         (lambda l: l.to_half_weights(fp32_modules=nn.BatchNorm1d), 'bf16', "learn.to_bf16(fp32_modules=['1'])"),
         (lambda l: l.to_bf16(on_overflow='raise'), 'fp32', 'learn.to_fp32()'),
         (lambda l: l.to_bf16(on_overflow='raise'), 'bf16', "learn.to_bf16(on_overflow='raise')"),

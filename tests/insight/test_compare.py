@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from fastxtend_amp import PrecisionComparison
 from fastxtend_amp.insight import measuring
-from fastxtend_amp.insight.candidates import candidates, name_of
+from fastxtend_amp.insight.candidates import candidates
 from fastxtend_amp.insight.comparison import recommend, speed_up, tolerance
 from fastxtend_amp.precisions import HalfWeights
 from helpers import OPTIMIZERS, At, Attentive, Data, handwritten, learner, loaders, mlp, params, same, set_support
@@ -130,14 +130,14 @@ def test_few_kept_batches(monkeypatch):
     'own, modes, names',
     [
         ('to_fp32', ['bf16-mixed', torch.float32], ['bf16']),
-        ('to_fp32', ['half_weights fp16', 'half_weights', 'half_weights bf16'], ['half_weights fp16', 'half_weights']),
+        ('to_fp32', ['half_weights', 'half_weights'], ['half_weights']),
         ('to_fp32', None, ['fp16']),  # what is native
-        ('to_half_weights', None, ['fp16', 'half_weights fp16']),
+        ('to_half_weights', None, ['fp16', 'half_weights']),
     ],
 )
 def test_names_of_precisions(own, modes, names, support):
     support(bf16='emulated')
-    assert [name_of(p) for p in candidates(getattr(learner(), own)(), modes)] == ['fp32', *names]
+    assert [p.name for p in candidates(getattr(learner(), own)(), modes)] == ['fp32', *names]
 
 
 # -- errors
