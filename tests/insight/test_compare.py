@@ -189,7 +189,6 @@ ERRORS = {
     'time': lambda: learner().compare_precision(max_seconds=0),
     'time to choose': lambda: learner().to_bf16().to_amp(measure=True, max_seconds=-1),
     'mode': lambda: learner().compare_precision('fp4'),
-    'weights': lambda: learner().compare_precision('half_weights fp8'),
     'no data': lambda: WITHOUT_DATA.compare_precision(),
     'no data to choose': lambda: WITHOUT_DATA.to_amp(measure=True),
     'no data for a report': lambda: WITHOUT_DATA.precision_report(),
