@@ -65,7 +65,8 @@ class PrecisionComparison(Shown):
         table = self.table.drop(columns=['rounds', 'speed-up low', 'speed-up high', 'weights moved', 'note'])
         table['speed-up'] = [shown_speed(*row) for row in self.table[_SPEED].values]
         yield table.dropna(axis=1, how='all')
-        yield '\n'.join([*(f'{name}: {note}' for name, note in self.table['note'].items() if note), *self.notes])
+        why = [f'{name}: {note}' for name, note in self.table['note'].items() if note]
+        yield '\n'.join(why + self.notes)
 
     def plot(self): # The two matplotlib axes
         "Plot the loss curves, fp32 trained with other seeds among them, and the speed of each precision."
@@ -74,7 +75,7 @@ class PrecisionComparison(Shown):
         colors = [precision.color for precision in self.precisions.values()]
         # '_' hides all but one from the legend.
         seeds = {'_' * i + 'fp32, other seeds': losses for i, losses in enumerate(self.seed_losses)}
-        values = pd.DataFrame({name: pd.Series(l, dtype=float) for name, l in (seeds | self.losses).items()})
+        values = pd.DataFrame.from_dict(seeds | self.losses, orient='index', dtype=float).T
         smooth = values.ewm(alpha=.2).mean().where(np.isfinite(values))      # nan where a loss is not finite
         smooth.plot(ax=curves, color=['#b4bdcc'] * len(seeds) + colors, xlabel='step', ylabel='loss',
                     title='Training loss (smoothed)')
@@ -98,8 +99,9 @@ def speed_up(
     American Statistician 32 (1978). With a look after each round from the sixth on, 2.2 accepts a precision that is as
     fast as fp32 in 2 to 10% of simulated comparisons (`nbs/benchmarks/choice.py`).
     """
+    n = len(ratios)
     q1, mid, q3 = np.exp(np.quantile(np.log(ratios or [math.nan]), (.25, .5, .75)))
-    times = (q3 / q1) ** (_WIDTH / math.sqrt(len(ratios))) if len(ratios) >= FEWEST_ROUNDS else math.nan
+    times = (q3 / q1) ** (_WIDTH / math.sqrt(n)) if n >= FEWEST_ROUNDS else math.nan
     return mid, mid / times, mid * times
 
 

@@ -168,7 +168,9 @@ def loader_like(
 def _copy(learn, optimizer):
     new = object.__new__(type(learn))
     cbs = [cb for cb in learn.cbs if takes_part(cb)]
-    memo = {id(o): o for o in _shared(learn, cbs)} | {id(learn): new}
+    loaders = getattr(learn.dls, 'loaders', ())
+    shared = [learn.dls, *loaders, *(getattr(dl, 'dataset', None) for dl in loaders), learn.lock]
+    memo = {id(o): o for o in shared} | {id(learn): new}
 
     def copied(name, part):
         try:
@@ -181,7 +183,8 @@ def _copy(learn, optimizer):
 
     memo[id(learn.model)] = copied('model', unwrapped(learn.model))      # instead of what wraps it
     for name, part in vars(learn).items():
-        if name not in ('cbs', 'opt', 'scaler') and not isinstance(part, Callback): vars(new)[name] = copied(name, part)
+        if isinstance(part, Callback) or name in ('cbs', 'opt', 'scaler'): continue
+        vars(new)[name] = copied(name, part)
     new.opt = copied('opt', learn.opt) if optimizer else None
     new.cbs = L([copied(cb.name, cb) for cb in cbs])
     for cb in new.cbs: vars(new)[cb.name] = cb
@@ -195,16 +198,6 @@ def _copy(learn, optimizer):
     for m in new.model.modules():                                # that waits for no other process
         if isinstance(m, nn.SyncBatchNorm): vars(m)['forward'] = MethodType(nn.BatchNorm1d.forward, m)
     return new
-
-
-def _shared(learn, cbs):
-    "Return what a copy shares with the learner: data, also that of a teacher in a callback, and the lock."
-    held = [o for cb in cbs for o in vars(cb).values()]
-    found = [learn.lock]
-    for dls in [learn.dls, *(o.dls for o in held if isinstance(o, Learner))]:
-        loaders = getattr(dls, 'loaders', ())
-        found += [dls, *loaders, *(getattr(dl, 'dataset', None) for dl in loaders)]
-    return found
 
 
 class _Detached(TorchFunctionMode):

@@ -32,8 +32,8 @@ def fix(
         cb.close(failed=True)
         learn.opt.zero_grad()
         if recorder := vars(learn).get('recorder'): recorder.smooth_loss.reset()
-        mode, _, init_scale = alarm.remedy
-        if mode == cb.mode and not init_scale: new.load_state_dict(cb.state_dict())
+        *_, init_scale = alarm.remedy
+        if not init_scale: new.load_state_dict(cb.state_dict())
         cb.precision = new
 
     cb.at_batch_end(switch)

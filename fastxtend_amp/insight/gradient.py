@@ -27,11 +27,10 @@ from .trace import BackwardOnly, running_copy
 N_BATCHES = 6  # K
 
 
-class _Gradient(BackwardOnly):
-    "Keeps the gradient of the last batch, as one vector."
-    def read_gradients(self, model):
-        grads = (torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in model.parameters())
-        self.vector = torch.cat([g.flatten() for g in grads])
+def _gradient(model):
+    "Return the gradient of all parameters as one vector."
+    grads = (torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in model.parameters())
+    return torch.cat([g.flatten() for g in grads])
 
 
 def gradient_distance(
@@ -46,7 +45,7 @@ def gradient_distance(
 
     Raises `ValueError` if fewer than two batches were run or all are equal, and any error of the model.
     """
-    g, h = _Gradient(), _Gradient()
+    g, h = BackwardOnly(_gradient), BackwardOnly(_gradient)
     mean: Any = 0.                                               # of g_k and h_k - g_k, by Welford's algorithm
     squares = 0.                                                 # of the distances of g_k from their mean
     with running_copy(learn, None, [], 1.) as fp32, running_copy(learn, mode, keep, scale) as low:
@@ -58,7 +57,7 @@ def gradient_distance(
             for copy in fp32, low:
                 set_random_state(state)
                 copy.one_batch(n - 1, map_tensors(torch.clone, batch))
-            change = torch.stack([g.vector, h.vector / scale - g.vector]) - mean
+            change = torch.stack([g.gradients, h.gradients / scale - g.gradients]) - mean
             mean += change / n
             squares += float(change[0].norm()) ** 2 * (1 - 1 / n)
             if time.monotonic() > until: break

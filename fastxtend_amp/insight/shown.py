@@ -3,9 +3,7 @@ from __future__ import annotations
 
 import re
 from html import escape
-from textwrap import fill
 from typing import Any
-
 
 _FORMAT: dict[str, Any] = {'float_format': '{:,.5g}'.format, 'na_rep': '-'}
 
@@ -15,15 +13,9 @@ class Shown:
     _parts: Any
 
     def __repr__(self) -> str:
-        def text(p): return '\n'.join(map(_wrapped, p.split('\n'))) if isinstance(p, str) else p.to_string(**_FORMAT)
-        return '\n\n'.join(map(text, self._parts()))
+        return '\n\n'.join(p if isinstance(p, str) else p.to_string(**_FORMAT) for p in self._parts())
 
     def _repr_html_(self):
         def html(text): return re.sub('`([^`]+)`', r'<code>\1</code>', escape(text))
         return ''.join(f'<p style="white-space: pre-wrap">{html(p)}</p>' if isinstance(p, str) else
                        p.to_html(**_FORMAT) for p in self._parts())
-
-
-def _wrapped(line): # for a terminal; a browser wraps by itself
-    indent = line[:len(line) - len(line.lstrip())]
-    return fill(line, 118, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)

@@ -4,7 +4,7 @@
 """
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -49,10 +49,11 @@ def trace(
     try:
         with running_copy(learn, mode, keep, scale, in_fit) as copy:
             found.rounding = copy.rounding
+            reader = BackwardOnly(found.record_gradients, found.record_loss)
             set_random_state(random_state)
             for i, batch in enumerate(batches):
                 batch = map_tensors(torch.clone, batch)          # which the model may write into
-                with found.recording(copy.model), copy.added_cbs(_Recorded(found)):
+                with found.recording(copy.model), copy.added_cbs(reader):
                     if in_fit:
                         copy.xb, copy.yb = batch
                         copy._with_events(copy._do_one_batch, 'batch', CancelBatchException)
@@ -113,19 +114,22 @@ def own_backward(error: BaseException) -> str: # 'TimesBackward'
 
 
 class BackwardOnly(Callback):
-    "Ends each batch with its backward pass: `read_gradients`, of a subclass, is called, and no step is taken."
+    "Ends each batch with its backward pass: its gradients are read, and no step is taken."
     order = 1000                                                 # after all others
+
+    def __init__(self,
+        read_gradients: Callable, # Called with the model; `gradients` is what it returned
+        read_loss: Callable = noop, # Called with the loss
+    ):
+        self.read_gradients, self.read_loss = read_gradients, read_loss
+
     def before_batch(self): vars(self.learn).pop('loss_grad', None)          # of the batch before
-    def after_backward(self):
-        self.read_gradients(self.learn.model)
-        self.learn.model.zero_grad()
-        raise CancelBatchException
 
-
-class _Recorded(BackwardOnly):
-    "Hands the loss and the gradients of a batch to its trace."
-    def __init__(self, trace: Trace): self.trace = trace
-    def read_gradients(self, model): self.trace.record_gradients(model)
     def after_loss(self):
         loss = vars(self.learn).get('loss_grad')                 # without targets a callback may set it
-        if loss is not None: self.trace.record_loss(loss)
+        if loss is not None: self.read_loss(loss)
+
+    def after_backward(self):
+        self.gradients = self.read_gradients(self.learn.model)
+        self.learn.model.zero_grad()
+        raise CancelBatchException

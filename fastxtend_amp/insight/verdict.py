@@ -131,7 +131,7 @@ class Judge:
                 why = f"values in {named(n)} reach {size:,.3g}, {above} {mode}'s {self.limit:,.5g}"
             elif lost: why = f'{self._lost(lost)}, so it does not keep values in {named(n)} away from that'
             elif s.merged:
-                why = '{:.9g} and {:.9g} become the same number'.format(*s.merged) + f' in {named(n)} in {mode}'
+                why = f'{s.merged[0]:.9g} and {s.merged[1]:.9g} become the same number in {named(n)} in {mode}'
             elif s.error > _IMPRECISE: why = f'the error of {named(n)} is {min(s.error, 1):.0%} in {mode}'
             elif s.changed > _IMPRECISE and abs(sum(low.losses) - fp32) > _SHOWN * abs(fp32):
                 why = f'{_decisions(s)} differ in {mode}, and with them the loss'
@@ -194,19 +194,20 @@ class Judge:
         return self._say('do not use', reason)
 
     def _works(self, low):
-        verdict, why, names = 'keep modules in fp32', [some([*dict.fromkeys(self.reasons.values())], '; ')], []
+        verdict, why = 'keep modules in fp32', [some([*dict.fromkeys(self.reasons.values())], '; ')]
         if not self.reasons:
-            own = max((s.error for s in low.seen.values() if s.error > 0), default=0.)
-            verdict, why = 'safe so far', [f'no module has an error above {own:.2%}' if own else 'nothing was flagged']
+            errors = [s.error for s in low.seen.values() if s.error > 0]
+            verdict = 'safe so far'
+            why = [f'no module has an error above {max(errors):.2%}' if errors else 'nothing was flagged']
         changed = [_decisions(s) for s in low.seen.values() if s.changed > _IMPRECISE]
         if changed: why.append(f'{some(changed)} differ from fp32, which the loss does not show')
         scales, init_scale = self._start(low) if self.mode.needs_loss_scaling else (None, None)
         if scales:
             if scales[0] > 1 and not self.reasons: verdict = 'safe with loss scaling'
             margin = f', and {init_scale:,.9g} leaves a margin' if init_scale else ''
-            why.append('loss scales from {:,.9g} to {:,.9g} work'.format(*scales) + margin)
+            why.append(f'loss scales from {scales[0]:,.9g} to {scales[1]:,.9g} work{margin}')
         distance = partial(self.distance, scale=init_scale or self.first_scale)
-        far = distance(self.keep)
+        far, names = distance(self.keep), []
         if far >= 0:                                             # nan if unknown
             effect = 'may change the gradient' if far > LARGE else 'is negligible'
             why.append(f'rounding {effect} ({far:.2g}; from {LARGE} on it may matter)')

@@ -2,14 +2,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..common import warn_user
-from .copies import RandomState, several_processes, torch_random_state
+from .copies import several_processes, torch_random_state
 from .diagnosis import Alarm, diagnose
 from .fix import fix
 from .tensors import readable, readable_weights
@@ -21,17 +20,17 @@ _MOST_FIXES = 3  # in one fit
 _MOVED = 1.01   # times the weights' norm at the start, from which the weights have moved
 
 
-@dataclass
 class Notes:
     "Notes of the watch on one fit."
-    on_cpu: bool                                                 # where reading a number waits for nothing
-    weights: torch.Tensor | None = None                          # their norm at the start
-    first_loss: torch.Tensor | None = None
-    last_loss: float = math.nan                                  # the last finite one
-    random_state: RandomState = field(default_factory=list)      # before the batch under way
-    batch: tuple | None = None                                   # whose loss is looked at, and its random state
+    weights: Any = None                                          # their norm at the start
+    first_loss: Any = None
+    last_loss = math.nan                                         # the last finite one
+    random_state: Any = ()                                       # before the batch under way
+    batch: Any = None                                            # whose loss is looked at, and its random state
     has_underflowed = False                                      # gradients are 0, which was said
     has_said = False                                             # that a validation is not finite
+
+    def __init__(self, on_cpu: bool): self.on_cpu = on_cpu       # where reading a number waits for nothing
 
 
 class Watch:
