@@ -81,7 +81,7 @@ def compare(setting: Setting, precisions: list[Precision]) -> PrecisionCompariso
         tuned = tune(runs, kinds, copies, n)
         for run in reversed(running(runs)):                      # fp32 last: it is slow where time is short
             run.finish()
-            if run.compiled or run.dropped or run.pace > setting.left: continue      # it would be compiled again
+            if run.compiled or run.pace > setting.left: continue         # it would be compiled again
             with suppress(Exception): run.count_activations()                # nan if hooks break the model
         copies.close()
         seeds = list[Run]()
@@ -104,7 +104,7 @@ def _train_in_rounds(setting, runs): # Returns how many steps are compared, and 
         done = len(base.losses)
         train_round(due, range(done, done + size))
         _drop_slow(runs)
-        n_rounds, pace = len(base.times), sum(r.pace for r in _in_rounds(runs))
+        n_rounds, pace = len(base.times), sum(r.pace for r in running(runs))
         if n_rounds == 1 and setting.tune: kinds = kinds_to_try(runs, pace)
         others = setting.n_seeds * base.pace + _KINDS * pace * bool(kinds)
         if n_rounds == 1:
@@ -113,15 +113,12 @@ def _train_in_rounds(setting, runs): # Returns how many steps are compared, and 
             size = max(1, (n - 2) // ROUNDS)
         afterwards = pace + others * n                           # one step shows the memory
         if setting.left < size * pace + afterwards * (n_rounds >= FEWEST_ROUNDS): break
-    return min(n, *(len(r.losses) for r in _in_rounds(runs))), kinds
-
-
-def _in_rounds(runs): return [r for r in running(runs) if not r.dropped]
+    return min(n, *(len(r.losses) for r in running(runs))), kinds
 
 
 def _due(runs, n):
     "Return the runs that need another round, fp32 always included."
-    base, *low = _in_rounds(runs)
+    base, *low = running(runs)
     if len(base.losses) < n: return [base, *low]
     undecided = [r for r in low if pays(*r.speed_up(base)[1:]) is None]
     return [base, *undecided] if undecided and not several_processes() else []
@@ -129,10 +126,11 @@ def _due(runs, n):
 
 def _drop_slow(runs):
     "Drop what is clearly slower than fp32 from further rounds, except the fastest, so that the others have the time."
-    base, *low = _in_rounds(runs)
+    base, *low = running(runs)
     for run in sorted(low, key=lambda r: r.speed_up(base))[:-1]:
         mid, _, high = run.speed_up(base)
-        run.dropped = mid < _HOPELESS or high < 1
+        if mid < _HOPELESS or high < 1:
+            run.note = f'slower than fp32, so it was dropped after {len(run.losses)} steps.'
 
 
 def _train_with_seed(setting, seed, n):
@@ -149,7 +147,8 @@ def _train_with_seed(setting, seed, n):
 
 def _result(setting, runs, seeds, n, tuned): # `n`: steps that are compared
     learn = setting.learn
-    table = pd.DataFrame([_row(r, runs[0], n) for r in runs], index=[r.name for r in runs])
+    names = [r.name for r in runs]
+    table = pd.DataFrame([_row(r, runs[0], n) for r in runs], index=names)
     table['weights moved'] /= table['weights moved']['fp32']
     losses = {r.name: r.losses[:n] for r in runs}
     tolerated = tolerance(losses['fp32'], [r.loss(n) for r in seeds], last_fifth(n))
@@ -165,10 +164,9 @@ def _result(setting, runs, seeds, n, tuned): # `n`: steps that are compared
 
 
 def _row(run, base, n):
-    n_steps, (mid, low, high) = len(run.losses), run.speed_up(base)
-    support = 'failed' if run.note else run.precision.support(run.setting.device).status
-    dropped = f'slower than fp32, so it was dropped after {n_steps} steps.' if run.dropped else ''
-    return {'support': support, 'steps': n_steps, 'rounds': len(run.times),
+    mid, low, high = run.speed_up(base)
+    support = 'failed' if run.failed else run.precision.support(run.setting.device).status
+    return {'support': support, 'steps': len(run.losses), 'rounds': len(run.times),
             'ms per step': 1000 * base.pace / mid, 'speed-up': mid, 'speed-up low': low, 'speed-up high': high,
             'loss': run.loss(n), 'loss difference': run.loss(n) - base.loss(n),
-            **run.measured, 'note': run.note or dropped}
+            **run.measured, 'note': run.note}

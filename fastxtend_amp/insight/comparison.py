@@ -75,7 +75,8 @@ class PrecisionComparison(Shown):
         colors = [precision.color for precision in self.precisions.values()]
         # '_' hides all but one from the legend.
         seeds = {'_' * i + 'fp32, other seeds': losses for i, losses in enumerate(self.seed_losses)}
-        values = pd.DataFrame.from_dict(seeds | self.losses, orient='index', dtype=float).T
+        series = {name: pd.Series(losses, dtype=float) for name, losses in (seeds | self.losses).items()}
+        values = pd.DataFrame(series)
         smooth = values.ewm(alpha=.2).mean().where(np.isfinite(values))      # nan where a loss is not finite
         smooth.plot(ax=curves, color=['#b4bdcc'] * len(seeds) + colors, xlabel='step', ylabel='loss',
                     title='Training loss (smoothed)')

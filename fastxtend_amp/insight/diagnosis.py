@@ -82,7 +82,7 @@ def _run_again(
     fp32 = again()
     if wrong := wrong_in_fp32(fp32, alarm.batch):
         return wrong, _BAD if bad else 'Look at the learning rate, the loss function and the data'
-    judge = Judge(learn, mode, partial(again, mode, fp32=fp32), fp32, alarm.scale)
+    judge = Judge(learn, mode, partial(again, mode, fp32=fp32), alarm.scale)
     verdict = judge.verdict()
     if not verdict.call:
         failed = [mode, *(fix.precision for fix in cb.fixes)]

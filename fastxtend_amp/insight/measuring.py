@@ -82,9 +82,9 @@ class Run:
     precision: Precision
     name: str # In the table
     compiled: bool = False # Whether the copy is compiled, by `Module.compile`
-    note: str = '' # Why it does not run; '' if it does
     learn: Any = None # The copy, while it trains
-    dropped: bool = False # Whether it has left the rounds, as it is slower than fp32
+    note: str = '' # Why it has left the rounds: an error, or it is slower than fp32
+    failed: bool = False # Whether it was an error
     random_state: RandomState = field(default_factory=random_state) # Of the copy, between its rounds
     losses: list[float] = field(default_factory=list) # Of each step
     times: dict[int, float] = field(default_factory=dict) # Seconds per step, by round
@@ -110,7 +110,7 @@ class Run:
         try: yield
         except Exception as e:
             if (self.precision == FP32 and not self.compiled) or isinstance(e, torch.OutOfMemoryError): raise
-            self.note = f'{type(e).__name__}: {first_line(e)}'
+            self.failed, self.note = True, f'{type(e).__name__}: {first_line(e)}'
 
     def copy(self, copies: ExitStack) -> None:
         "Make a copy of the learner in its precision, in the state that all copies start from."
@@ -177,7 +177,7 @@ class Run:
 # -- several
 
 def running(runs: list[Run]) -> list[Run]:
-    "Return the runs without an error."
+    "Return the runs that are still in the rounds."
     return [r for r in runs if not r.note]
 
 

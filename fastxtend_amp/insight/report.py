@@ -210,7 +210,7 @@ class _Report:
         if status == 'unsupported': return Verdict(mode.value, 'cannot run', why)
         scale = own_precision(self.learn).state_dict().get('scale') or advised(self.learn, mode).first_scale
         run, distance = partial(self._run, mode), partial(self._distance, mode)
-        try: return Judge(self.learn, mode, run, self.fp32, scale, distance).verdict()
+        try: return Judge(self.learn, mode, run, scale, distance).verdict()
         except (NotImplementedError, TimeoutError) as e: return Verdict(mode.value, 'not known', *e.args)
 
     def _call_another(self, verdicts, device):

@@ -15,7 +15,7 @@ from ..devices.cost import wait_for
 from ..precisions.matching import is_depthwise
 from .comparison import FEWEST_ROUNDS, pays, shown_speed, speed_up
 from .compat import is_compiled
-from .measuring import ROUNDS, Run, running, train_round
+from .measuring import ROUNDS, Run, train_round
 
 _GAIN = 1.02            # smallest speed-up from a kind in fp32 that is worth an argument
 _SHARE = .005           # of a step: kinds whose forward passes need less are not tried
@@ -94,7 +94,7 @@ def tune(
 
 
 def _tunable(runs):
-    low = [r for r in running(runs) if r.precision.dtype and not r.compiled]
+    low = [r for r in runs if r.precision.dtype and not (r.compiled or r.failed)]
     return [r for r in low if r.precision.support(r.setting.device).status == 'native']
 
 

@@ -66,8 +66,7 @@ class Judge:
     "The search for the verdict on a precision, whose `call` is empty if another precision has to be used."
     learn: Learner
     mode: AMPMode
-    run: Callable[[list[str], float], Trace] # Traces the batches with these modules in fp32, at a loss scale
-    fp32: Trace # Of the same batches
+    run: Callable[[list[str], float], Trace] # Traces batches with these modules in fp32, at a loss scale
     first_scale: float # The loss scale to start from
     # Returns the distance of the mean gradient from that in fp32, as `gradient_distance` does; nan if unknown.
     distance: Callable[[list[str], float], float] = lambda keep, scale: math.nan
@@ -120,7 +119,7 @@ class Judge:
 
     def _concerned(self, low):
         "Return the modules to flag for their forward pass, and why, in execution order."
-        found, mode, fp32 = {}, self.mode.value, sum(self.fp32.losses)
+        found, mode, loss = {}, self.mode.value, sum(low.fp32.losses)
         for n, s in low.seen.items():
             size = s.largest if s.failed else s.half
             lost = next((constant for constant, is_needed in s.constants.items() if is_needed), None)
@@ -133,7 +132,7 @@ class Judge:
             elif s.merged:
                 why = f'{s.merged[0]:.9g} and {s.merged[1]:.9g} become the same number in {named(n)} in {mode}'
             elif s.error > _IMPRECISE: why = f'the error of {named(n)} is {min(s.error, 1):.0%} in {mode}'
-            elif s.changed > _IMPRECISE and abs(sum(low.losses) - fp32) > _SHOWN * abs(fp32):
+            elif s.changed > _IMPRECISE and abs(sum(low.losses) - loss) > _SHOWN * abs(loss):
                 why = f'{_decisions(s)} differ in {mode}, and with them the loss'
             else: continue
             found[n] = why
@@ -175,7 +174,7 @@ class Judge:
         """
         info = torch.finfo(self.mode.dtype)
         in_16_bits = {n for n, s in low.seen.items() if s.half}
-        half = [s for n, s in self.fp32.seen.items() if s.grad and n in in_16_bits]
+        half = [s for n, s in low.fp32.seen.items() if s.grad and n in in_16_bits]
         if not half: return 1., 2. ** 24
         most = 2. ** math.floor(math.log2(info.max / max(s.grad for s in half)))
         mean = sum(s.grad_sum for s in half) / sum(s.n_grads for s in half)
