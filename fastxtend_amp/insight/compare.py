@@ -99,7 +99,7 @@ def _train_in_rounds(setting, runs): # Returns how many steps are compared, and 
     Others are fp32 with other seeds, and kinds of modules in fp32. The first two rounds have one step each: a warm-up,
     and one that shows how long a step takes. From that follows how many steps fit into the time.
     """
-    base, n, size, kinds = runs[0], setting.n_steps, 1, list[Any]()
+    base, n, size, kinds = runs[0], setting.n_steps, 1, []
     while due := _due(runs, n):
         done = len(base.losses)
         train_round(due, range(done, done + size))

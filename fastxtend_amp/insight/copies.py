@@ -91,13 +91,13 @@ def check_count(
     value: Any,
 ) -> None:
     "Raise a `ValueError` unless `value` is an integer of at least 1."
-    if isinstance(value, Integral) and value >= 1: return
+    if isinstance(value, Integral) and int(value) >= 1: return
     raise ValueError(f'{name}={value!r} cannot be used: {name} must be an integer of at least 1.')
 
 
 def check_seconds(max_seconds: Any) -> None:
     "Raise a `ValueError` unless `max_seconds` is a number above 0."
-    if isinstance(max_seconds, Real) and max_seconds > 0: return
+    if isinstance(max_seconds, Real) and float(max_seconds) > 0: return
     raise ValueError(f'max_seconds={max_seconds!r} cannot be used: max_seconds must be a number above 0, for example '
                      '60.')
 

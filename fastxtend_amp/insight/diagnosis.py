@@ -4,7 +4,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from fastai.learner import Learner
 
@@ -76,8 +75,7 @@ def _run_again(
     bad, # What is not finite in the batch itself
 ):
     "Run the batch forward and backward, in fp32 and in the mode; return where it began, and what to try."
-    cb: Any = precision_callback(learn)
-    mode = alarm.mode
+    cb, mode = precision_callback(learn), alarm.mode
     again = partial(trace, learn, [alarm.batch], in_fit=True, random_state=alarm.random_state)
     fp32 = again()
     if wrong := wrong_in_fp32(fp32, alarm.batch):

@@ -1,9 +1,10 @@
 "`on_overflow='fix'`: in training the remedy of the diagnosis is applied; evaluation repeats failed batches in fp32."
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..common import warn_user
+from ..training.callback import MixedPrecision
 from .candidates import advised, call
 from .copies import random_state
 from .diagnosis import Alarm, diagnose
@@ -18,7 +19,7 @@ class Fix(NamedTuple):
 
 
 def fix(
-    cb: Any, # The `MixedPrecision`
+    cb: MixedPrecision,
     alarm: Alarm, # It was diagnosed
 ) -> bool: # False without a remedy
     "Apply the remedy when the batch ends, in the same callback: history, optimizer and loss scale continue."
@@ -51,7 +52,7 @@ class Mend:
     n_mended = 0                                                 # of this validation
     cause = ''                                                   # of the first, with the call to make
 
-    def __init__(self, cb: Any): self.cb = cb                    # a `MixedPrecision`
+    def __init__(self, cb: MixedPrecision): self.cb = cb
 
     def before_validate(self): self.n_mended, self.cause = 0, ''
 

@@ -35,7 +35,7 @@ def _gradient(model):
 
 def gradient_distance(
     learn: Learner, # Nothing in it changes
-    batches: Sequence[Any], # As a DataLoader gives them
+    batches: Sequence, # As a DataLoader gives them
     mode: AMPMode,
     keep: Sequence[str], # Modules kept in fp32
     scale: float, # The loss scale, for fp16

@@ -45,7 +45,7 @@ class Setting:
     compile: bool = False # Whether each precision is also compared compiled
     tune: bool = False # Whether kinds of modules are tried in fp32
     tick: Callable[[str], None] = noop # Called with what is running
-    batches: Sequence[Any] = () # Steps beyond their number reuse them
+    batches: Sequence = () # Steps beyond their number reuse them
 
     def __post_init__(self):
         check_seconds(self.max_seconds)
@@ -59,9 +59,9 @@ class Setting:
         return self.end - time.monotonic()
 
 
-def training_batches(setting: Setting) -> list[Any]:
+def training_batches(setting: Setting) -> list:
     "Return a batch for each step, as many as fit into a quarter of the time and into 512 MB."
-    dl, found, size = loader_like(setting.learn.dls.train), list[Any](), 0
+    dl, found, size = loader_like(setting.learn.dls.train), [], 0
     for b in (b for _ in range(setting.n_steps) for b in dl):    # from the first again when an epoch is over
         found.append(to_device(b, setting.device))
         setting.tick('batches')

@@ -1,14 +1,13 @@
 "Notes on two mistakes: modules kept in fp32 that are never called, and modules that do not run in 16 bits."
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
 from ..common import HALF, warn_user
 from ..precisions.fp32_modules import forward_of
 from ..precisions.matching import ROOT
+from ..training.callback import MixedPrecision
 
 _LOW_WORDS = ('Half', 'BFloat16', 'dtype', 'scalar type', 'primitive')   # in PyTorch's errors where only fp32 runs
 
@@ -31,7 +30,7 @@ def other_half(
 
 class UnusedModules:
     "Warns, after the first training batch, of modules in `fp32_modules` whose forward did not run."
-    def __init__(self, cb: Any): self.cb = cb                    # a `MixedPrecision`
+    def __init__(self, cb: MixedPrecision): self.cb = cb
 
     def after_batch(self) -> None:
         "Look at the modules, once: later batches do not pass here."
@@ -47,7 +46,7 @@ class UnusedModules:
 
 class DtypeNote:
     "Adds to PyTorch's errors about dtypes, or oneDNN's about an LSTM, that the report names the module."
-    def __init__(self, cb: Any): self.cb = cb                    # a `MixedPrecision`
+    def __init__(self, cb: MixedPrecision): self.cb = cb
 
     def after_failure(self, error: BaseException) -> None:
         "Add a note to `error`, with Python 3.11 or newer."

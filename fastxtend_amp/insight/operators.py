@@ -120,7 +120,7 @@ class Frame:
     fp32: Seen                                                   # the module in fp32; empty if it did not run there
     twins: Twins = field(default_factory=Twins)
 
-    def run(self, call: Operation) -> Any:
+    def run(self, call):
         "Run an operator of the module, and record what it shows."
         lost = [(users_line(), call.op.name, c) for c in call.lost_constants()]
         for key in lost: self.seen.constants.setdefault(key, False)

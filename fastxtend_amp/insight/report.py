@@ -260,7 +260,7 @@ class _Report:
         inputs = [largest_value(t) for b in self.batches for t in readable(tensors(b)[:-1])]
         if flagged and max(inputs, default=0.) > _LARGE:
             yield f'The inputs reach {max(inputs):,.3g}. Normalize them first.'
-        notes, runs = {}, dict[str, list]()
+        notes, runs = {}, {}
         for n, s in self.fp32.seen.items():
             parent, _, number = n.rpartition('.')
             if not number.isdigit(): continue

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..common import is_dtensor
 from ..compat import tree_leaves
 
 
@@ -36,5 +35,5 @@ def address(t: torch.Tensor) -> int: # 0 if it has none
 def readable_weights(model: nn.Module) -> dict[str, torch.Tensor]: # By name
     "Return the weights that can be read: of sharded ones the part of this process, and none that is not made yet."
     made = ((name, p) for name, p in model.named_parameters() if not is_lazy(p))
-    local = {name: p.to_local() if is_dtensor(p) else p for name, p in made}
+    local = {name: p.to_local() if hasattr(p, 'to_local') else p for name, p in made}
     return {name: p for name, p in local.items() if is_plain(p)}

@@ -32,7 +32,7 @@ _UNCOMPILED = Shared(partial(torch.compiler.set_stance, 'force_eager'))
 
 def trace(
     learn: Learner, # Nothing in it changes
-    batches: Sequence[Any], # As a DataLoader gives them; inputs and targets of the batch under way if `in_fit`
+    batches: Sequence, # As a DataLoader gives them; inputs and targets of the batch under way if `in_fit`
     mode: AMPMode | None = None, # fp32 if None
     keep: Sequence[str] = (), # Modules kept in fp32
     scale: float = 1., # The loss scale, for fp16

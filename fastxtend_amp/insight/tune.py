@@ -5,7 +5,6 @@ import time
 from collections import Counter
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import Any
 
 from fastcore.foundation import L
 from torch import nn
@@ -43,7 +42,7 @@ def kinds_to_try(runs: list[Run], pace: float) -> list[Any]: # `pace`: seconds o
 
     Source: github.com/NVIDIA/apex/issues/712, github.com/tensorflow/tensorflow/issues/41715.
     """
-    setting, seconds, low = runs[0].setting, Counter[Any](), _tunable(runs)
+    setting, seconds, low = runs[0].setting, Counter[object](), _tunable(runs)
     is_short = setting.left < 2 * pace * (FEWEST_ROUNDS + 2)
     if not low or is_short or is_compiled(setting.learn.model): return []
     run, model = low[0], low[0].learn.model
@@ -64,7 +63,7 @@ def kinds_to_try(runs: list[Run], pace: float) -> list[Any]: # `pace`: seconds o
 
 def tune(
     runs: list[Run], # fp32 first; the fastest precision is added with each kind that pays
-    kinds: list[Any], # As `kinds_to_try` returns
+    kinds: list, # As `kinds_to_try` returns
     copies: ExitStack, # Holds the copies of `runs`
     n: int, # Number of steps that are compared
 ) -> str: # What was tried, and what was not
