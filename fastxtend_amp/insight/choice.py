@@ -1,7 +1,6 @@
 "`to_amp(measure=True)`: times each precision on real batches and applies the fastest."
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from fastai.learner import Learner
@@ -28,7 +27,6 @@ def measure_and_choose(
 
     Raises what `compare_precision` raises, and `RuntimeError` in distributed runs.
     """
-    start = time.perf_counter()
     setting = Setting(learn, 'to_amp(measure=True)', max_seconds, tune=True)
     if several_processes():
         raise RuntimeError('to_amp(measure=True) is not available in distributed runs, as each process could choose '
@@ -50,7 +48,7 @@ def measure_and_choose(
     vars(learn)['precision_decision'] = comparison               # which `export` leaves out
     best = comparison.recommended
     print(f'Selected: {best}.', comparison.reason, *comparison.notes,
-          f'Measured in {time.perf_counter() - start:.0f} s. Without measuring: `{comparison.calls[best]}`.')
+          f'Without measuring: `{comparison.calls[best]}`.')
 
 
 @patch(as_prop=True)

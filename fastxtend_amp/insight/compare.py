@@ -14,7 +14,7 @@ from ..precisions import Precision
 from .candidates import FP32, call, candidates
 from .comparison import COMPILE, FEWEST_ROUNDS, PrecisionComparison, pays, recommend, tolerance
 from .compat import is_compiled
-from .copies import check_count, left_out, one_at_a_time, random_state_kept, several_processes
+from .copies import left_out, one_at_a_time, random_state_kept, several_processes
 from .measuring import ROUNDS, Run, Setting, last_fifth, running, train_round, training_batches
 from .progress import progress_bar
 from .tune import kinds_to_try, tune
@@ -63,7 +63,6 @@ def compare_precision(self: Learner,
     - any error of the model in fp32
     """
     precisions = candidates(self, modes)
-    check_count('n_steps', n_steps)
     return compare(Setting(self, 'compare_precision', max_seconds, n_steps, n_seeds, lr, compile, tune), precisions)
 
 
@@ -156,9 +155,9 @@ def _result(setting, runs, seeds, n, tuned): # `n`: steps that are compared
     calls = {r.name: call(learn, r.precision) + COMPILE * r.compiled for r in runs}
     notes = [tuned, f'`max_seconds={setting.max_seconds:g}` was enough for {n:,} of {setting.n_steps:,} steps, and '
                     f'for fp32 with {len(seeds)} of {setting.n_seeds} other seeds. Loss: mean of the last '
-                    'fifth of the steps.', *left_out(learn)]
-    if is_compiled(learn.model):
-        notes.append('The compiled model was compared uncompiled; `compare_precision(compile=True)` compares both.')
+                    'fifth of the steps.', *left_out(learn),
+             'The compiled model was compared uncompiled; `compare_precision(compile=True)` compares both.'
+             if is_compiled(learn.model) else '']
     return PrecisionComparison(table, losses, [r.losses for r in seeds], recommended, reason, calls,
                                [*filter(None, notes)], {r.name: r.precision for r in runs})
 

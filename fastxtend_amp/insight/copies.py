@@ -4,7 +4,6 @@ from __future__ import annotations
 import copy, inspect, random, re, tempfile, threading, warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from numbers import Integral, Real
 from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any
@@ -86,20 +85,10 @@ def check_learner(
                      '`precision_report(dl=...)`. With `drop_last=True` the dataset may be smaller than a batch.')
 
 
-def check_count(
-    name: str, # The argument's name
-    value: Any,
-) -> None:
-    "Raise a `ValueError` unless `value` is an integer of at least 1."
-    if isinstance(value, Integral) and int(value) >= 1: return
-    raise ValueError(f'{name}={value!r} cannot be used: {name} must be an integer of at least 1.')
-
-
-def check_seconds(max_seconds: Any) -> None:
-    "Raise a `ValueError` unless `max_seconds` is a number above 0."
-    if isinstance(max_seconds, Real) and float(max_seconds) > 0: return
-    raise ValueError(f'max_seconds={max_seconds!r} cannot be used: max_seconds must be a number above 0, for example '
-                     '60.')
+def check_above_0(**values: float) -> None: # By name
+    "Raise a `ValueError` if a value is not above 0."
+    for name, value in values.items():
+        if not value > 0: raise ValueError(f'{name}={value!r} cannot be used: it must be above 0.')
 
 
 def lost_weights(model: nn.Module) -> str: # "2 of 4 weight tensors are NaN or inf; the first is '0.weight'"

@@ -23,7 +23,7 @@ from ..precisions.weights import weights_to_fp32
 from ..training.loop import precision_callback
 from .candidates import FP32, switch
 from .comparison import speed_up
-from .copies import (RandomState, begin_fit, check_learner, check_seconds, copied_learner, loader_like, random_state,
+from .copies import (RandomState, begin_fit, check_above_0, check_learner, copied_learner, loader_like, random_state,
                      set_random_state)
 from .tensors import address, is_plain, tensors
 
@@ -48,7 +48,7 @@ class Setting:
     batches: Sequence = () # Steps beyond their number reuse them
 
     def __post_init__(self):
-        check_seconds(self.max_seconds)
+        check_above_0(n_steps=self.n_steps, max_seconds=self.max_seconds)
         self.end = time.monotonic() + self.max_seconds
         check_learner(self.learn, self.method)
         self.device = training_device(self.learn)

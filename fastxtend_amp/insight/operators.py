@@ -59,14 +59,6 @@ class Operation:
 
     def run(self): return self.func(*self.args, **self.kwargs)
 
-    def run_in_fp32(self, twins):
-        "Return the result in fp32 on the twins of the inputs, which an operator in place leaves as they are."
-        def wide(t): return twins.wide(t).clone() if self.op.writes else twins.wide(t)
-        args, kwargs = map_tensors(wide, (self.args, self.kwargs))
-        if kwargs.get('dtype') in HALF: kwargs['dtype'] = torch.float32
-        with torch.no_grad(), torch.autocast(tensors(args)[0].device.type, enabled=False):
-            return self.func(*args, **kwargs)
-
     def lost_constants(self) -> list[float]:
         "Return the constants that become 0, 1, -1, inf or -inf in 16 bits without having been it."
         if self.op.name.rstrip('_') not in _CONSTANTS: return []
@@ -79,19 +71,16 @@ class Operation:
         "Return whether a constant bounds results, or is added to values near 0, and is lost."
         limit = rounded(constant, out.dtype)
         operators = ('clamp',) if abs(limit) == 1 else ('add', 'clamp') if limit == 0 < constant else ()
+        if not self.op.name.startswith(operators): return False
         is_near = (value - limit).abs() < max(1.01 * abs(constant - limit), _NEAR_0)
-        return self.op.name.startswith(operators) and bool(is_near.any())
+        return bool(is_near.any())
 
 
-class Twins:
-    "fp32 twins of tensors; that of a view shares memory with that of its base."
-    def __init__(self):
-        # By address: a tensor there, and the fp32 copy of its memory.
-        self.memory: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
+class Twins(dict):
+    "fp32 twins of tensors. By address: a tensor there, and the fp32 copy of its memory, which its views share."
     def of(self, t):
         "Return the twin of `t`; None if `t` is exact."
-        _, memory = self.memory.get(address(t), (t, None))
+        _, memory = self.get(address(t), (t, None))
         return memory if memory is None else memory.as_strided(t.shape, t.stride(), t.storage_offset())
 
     def wide(self, t):
@@ -104,12 +93,12 @@ class Twins:
         if not address(t) or t.shape != wide.shape: return
         if self.of(t) is None:                                   # of all that shares this memory
             memory = t.new_empty(0).set_(t.untyped_storage())
-            self.memory[address(t)] = t, memory.to(wide.dtype, copy=True)
+            self[address(t)] = t, memory.to(wide.dtype, copy=True)
         self.of(t).copy_(wide)
 
     def forget(self, x):
         "Drop the twins of all tensors in `x`, which was overwritten."
-        for t in readable(x): self.memory.pop(address(t), None)
+        for t in readable(x): self.pop(address(t), None)
 
 
 @dataclass(eq=False)
@@ -150,10 +139,15 @@ class Frame:
 
     def _in_fp32(self, call):
         "Return the result in fp32; None if nothing has been rounded yet, or if it cannot be compared."
-        rounds = call.is_cast or any(t.dtype in HALF or self.twins.of(t) is not None for t in call.inputs)
+        twins = self.twins
+        rounds = call.is_cast or any(t.dtype in HALF or twins.of(t) is not None for t in call.inputs)
         if self.mode is None or not rounds or call.op.draws: return None
-        # Of a subclass of tensors that cannot be read, or of an operator that is 16-bit only, such as flash attention.
-        with suppress(Exception): return call.run_in_fp32(self.twins)
+        wide = (lambda t: twins.wide(t).clone()) if call.op.writes else twins.wide
+        # An error of subclasses of tensors that cannot be read, or of operators that are 16-bit only.
+        with suppress(Exception), torch.no_grad(), torch.autocast(tensors(call.args)[0].device.type, enabled=False):
+            args, kwargs = map_tensors(wide, (call.args, call.kwargs))
+            if kwargs.get('dtype') in HALF: kwargs['dtype'] = torch.float32
+            return call.func(*args, **kwargs)
 
     def _record(self, call, out, wide):
         "Record the size of a result, and keep its twin."

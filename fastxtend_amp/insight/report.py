@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from textwrap import fill
 
 import pandas as pd
 import torch
@@ -22,8 +21,7 @@ from ..devices.facts import first_line
 from ..precisions import PRECISIONS, AMPMode, fastest_native
 from ..precisions.fp16 import FP16
 from .candidates import advised, call, own_precision, precisions_named
-from .copies import (check_count, check_learner, check_seconds, left_out, loader_like, one_at_a_time,
-                     random_state_kept)
+from .copies import check_above_0, check_learner, left_out, loader_like, one_at_a_time, random_state_kept
 from .gradient import N_BATCHES, gradient_distance
 from .operators import largest_value, rounded
 from .progress import progress_bar
@@ -98,8 +96,8 @@ class PrecisionReport(Shown):
             ax.figure.legend(loc='outside lower center')
         ax.set(xscale='log', xlabel='largest absolute value in fp32; red: flagged')
         ax.invert_yaxis()
-        titles = [f"{v.mode}: {v.verdict} {some([*map(named, v.flagged)])}" for v in self.verdicts.values()]
-        ax.figure.suptitle('\n'.join(fill(title, 80) for title in titles))
+        titles = [f"{v.mode}: {v.verdict} {some([*map(named, v.flagged)])}".rstrip() for v in self.verdicts.values()]
+        ax.figure.suptitle('\n'.join(titles), wrap=True)
         return ax
 
     def _parts(self):
@@ -142,8 +140,7 @@ def precision_report(self: Learner,
     asked = precisions_named(modes)
     if not asked or any(not cls.dtype for cls in asked):
         raise ValueError(f"modes={modes!r} cannot be used: give 'bf16', 'fp16', 'fp8', or a list of these.")
-    check_count('n_batches', n_batches)
-    check_seconds(max_seconds)
+    check_above_0(n_batches=n_batches, max_seconds=max_seconds)
     own = training_device(self).type
     kind = torch.device(device or own).type
     simulated = own != kind
@@ -209,8 +206,8 @@ class _Report:
         status, why = self.support[mode]
         if status == 'unsupported': return Verdict(mode.value, 'cannot run', why)
         scale = own_precision(self.learn).state_dict().get('scale') or advised(self.learn, mode).first_scale
-        run, distance = partial(self._run, mode), partial(self._distance, mode)
-        try: return Judge(self.learn, mode, run, scale, distance).verdict()
+        judge = Judge(self.learn, mode, partial(self._run, mode), scale, partial(self._distance, mode))
+        try: return judge.verdict()
         except (NotImplementedError, TimeoutError) as e: return Verdict(mode.value, 'not known', *e.args)
 
     def _call_another(self, verdicts, device):

@@ -24,7 +24,7 @@ from ..training.callback import MixedPrecision
 from ..training.learner import set_precision
 from .candidates import like_own, with_advice
 from .copies import begin_fit, copied_learner, set_random_state
-from .recorder import BACKWARD, Trace
+from .recorder import Trace
 from .rounding import round_as
 
 _UNCOMPILED = Shared(partial(torch.compiler.set_stance, 'force_eager'))
@@ -66,7 +66,6 @@ def trace(
     except Exception as e:
         if mode is None and not where: raise
         found.error = first_line(e) + where
-        if found.failed_in == BACKWARD and (own := own_backward(e)): found.error += f', in `{own}`'
     return found
 
 
@@ -101,16 +100,6 @@ def running_copy(
             begin_fit(copy, 1)
             copy('before_train')
         yield copy
-
-
-def own_backward(error: BaseException) -> str: # 'TimesBackward'
-    "Return the name of the user's own `autograd.Function` whose backward pass raised an error; '' if none did."
-    frame = error.__traceback__
-    while frame:
-        ctx = frame.tb_frame.f_locals.get('self')
-        if isinstance(ctx, torch.autograd.function.BackwardCFunction): return type(ctx).__name__
-        frame = frame.tb_next
-    return ''
 
 
 class BackwardOnly(Callback):

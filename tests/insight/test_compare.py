@@ -185,7 +185,7 @@ def spoiled(model):
 
 WITHOUT_DATA = Learner(DataLoaders(), mlp(), nn.MSELoss())
 ERRORS = {
-    'steps': lambda: learner().compare_precision(n_steps=2.5),
+    'steps': lambda: learner().compare_precision(n_steps=0),
     'time': lambda: learner().compare_precision(max_seconds=0),
     'time to choose': lambda: learner().to_bf16().to_amp(measure=True, max_seconds=-1),
     'mode': lambda: learner().compare_precision('fp4'),

@@ -6,6 +6,7 @@ import pytest, torch
 from torch import nn
 from torch.nn import functional as F
 
+from fastxtend_amp.devices.cuda_rules import cuda_rules
 from helpers import Attentive, Data, dataset, learner, loaders, mlp, set_support
 from models import *
 from states import Act, Times, fills, language_model, lora, loud_loss
@@ -25,7 +26,7 @@ FLAGGED = {
     'the gradient is infinite': ('fp16', sqrt_gate, '1e-10 is 0 in fp16|gradient is not finite'),
     'a backward pass that fails': (
         'fp16', NeedsFp32.apply,
-        'the backward pass does not run in fp16: the gradient is not fp32, in `NeedsFp32Backward`',
+        'the backward pass does not run in fp16: the gradient is not fp32',
     ),
     'code that needs fp32': ('fp16', checks, 'does not run in fp16: '),
     # constants that are lost
@@ -375,5 +376,9 @@ def test_a_frozen_base_in_the_other_half_precision(dtype, mode, method):
     learn = learner(Promotes(dtype))
     verdict = learn.precision_report(mode, device='cuda').verdicts[mode]
     assert verdict.verdict == 'cannot run' and verdict.call == call and 'other 16-bit dtype' in verdict.reason, verdict
+    with cuda_rules(), pytest.raises(RuntimeError) as error:
+        getattr(learn, f'to_{mode}')().fit(1)
+    notes = getattr(error.value, '__notes__', [call])  # Python 3.11
+    assert len(notes) == 1 and call in notes[0]
     exec(verdict.call, {'learn': learn})
     assert learn.precision_report(mode, device='cuda').verdicts[mode].verdict == SAFE
