@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from fastai.learner import Learner
-from fastcore.xtras import is_listy
+from fastcore.foundation import L
 
 from ..common import training_device
 from ..precisions import PRECISIONS, AMPMode, Precision, find_precision
@@ -105,7 +105,7 @@ def precisions_named(
 ) -> list[type[Precision]]:
     "Return the precisions that `modes` names. Raises `ValueError` for an unknown one."
     found = []
-    for mode in modes if is_listy(modes) else [modes]:
+    for mode in L(modes):
         try: found.append(Precision if mode in ('fp32', torch.float32) else find_precision(mode))
         except ValueError as e: raise ValueError(f'modes={mode!r} cannot be used.\n{e}') from None
     return found

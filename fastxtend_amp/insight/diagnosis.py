@@ -76,7 +76,7 @@ def _run_again(
 ):
     "Run the batch forward and backward, in fp32 and in the mode; return where it began, and what to try."
     cb, mode = precision_callback(learn), alarm.mode
-    again = partial(trace, learn, [alarm.batch], in_fit=True, random_state=alarm.random_state)
+    again = partial(trace, learn, [alarm.batch], state=alarm.random_state)
     fp32 = again()
     if wrong := wrong_in_fp32(fp32, alarm.batch):
         return wrong, _BAD if bad else 'Look at the learning rate, the loss function and the data'

@@ -81,9 +81,8 @@ class Mend:
     def after_validate(self):
         "Say how many batches were mended."
         if not self.n_mended: return
-        batches = f'{self.n_mended:,} batch{"es" * (self.n_mended > 1)}'
-        warn_user(f'{self.cb.mode.value}: {batches} of a validation or prediction had NaN or inf in 16 bits, and ran '
-                  f'again in fp32, whose results count.\n{self.cause}')
+        warn_user(f'{self.cb.mode.value}: {self.n_mended:,} batch{"es" * (self.n_mended > 1)} of a validation or '
+                  f'prediction had NaN or inf in 16 bits, and ran again in fp32, whose results count.\n{self.cause}')
 
 
 def mend(cb: Any) -> Mend | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 import copy, math, time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from ..precisions.weights import weights_to_fp32
 from ..training.loop import precision_callback
 from .candidates import FP32, switch
 from .comparison import speed_up
-from .copies import (RandomState, begin_fit, check_above_0, check_learner, copied_learner, loader_like, random_state,
+from .copies import (begin_fit, check_above_0, check_learner, copied_learner, loader_like, random_state,
                      set_random_state)
 from .tensors import address, is_plain, tensors
 
@@ -85,10 +85,12 @@ class Run:
     learn: Any = None # The copy, while it trains
     note: str = '' # Why it has left the rounds: an error, or it is slower than fp32
     failed: bool = False # Whether it was an error
-    random_state: RandomState = field(default_factory=random_state) # Of the copy, between its rounds
-    losses: list[float] = field(default_factory=list) # Of each step
-    times: dict[int, float] = field(default_factory=dict) # Seconds per step, by round
-    measured: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_MEASURED, math.nan))
+
+    def __post_init__(self):
+        self.random_state = random_state()                       # of the copy, between its rounds
+        self.losses: list[float] = []                            # of each step
+        self.times: dict[int, float] = {}                        # seconds per step, by round
+        self.measured = dict.fromkeys(_MEASURED, math.nan)
 
     @property
     def pace(self) -> float: # nan before the second round

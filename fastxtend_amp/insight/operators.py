@@ -21,11 +21,11 @@ from .tensors import address, is_plain, readable, tensors
 
 _FP32_NOISE = 2.**-23   # relative; where fp32 itself would lose a tenth, an error is noise
 # Operators that only move values, which are recorded where they were computed.
-_MOVES = frozenset(('clone', '_to_copy', 'copy_', 'cat', 'stack', 'detach', 'lift_fresh'))
+_MOVES = {'clone', '_to_copy', 'copy_', 'cat', 'stack', 'detach', 'lift_fresh'}
 # Operators whose constants are added, are bounds, or become values. In other operators they act before the rounding.
-_CONSTANTS = frozenset("""add sub rsub mul clamp clamp_min clamp_max masked_fill fill full full_like new_full scatter
+_CONSTANTS = set("""add sub rsub mul clamp clamp_min clamp_max masked_fill fill full full_like new_full scatter
     scalar_tensor""".split())
-_CASTS = frozenset(('_to_copy', 'copy_', 'add', 'sub', 'mul', 'div'))        # of whole numbers
+_CASTS = {'_to_copy', 'copy_', 'add', 'sub', 'mul', 'div'}       # of whole numbers
 _NEAR_0 = 6.1e-5        # constants that become 0 matter beside values below the smallest normal number of fp16
 _MASK_FROM = 1e3        # larger values may be an attention mask,
 _MASK_GAP = 64          # if they are negative and all others are smaller by this factor

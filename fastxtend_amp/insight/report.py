@@ -4,7 +4,7 @@ from __future__ import annotations
 import math, re, time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
@@ -164,10 +164,12 @@ class _Report:
     tick: Callable[[str], None]                                  # updates the progress bar
     drawn: list                                                  # batches for gradients
     batches: list                                                # the first of them, for modules
-    n_gradients: int = 0                                         # batches whose gradients were compared
-    not_compared: str = ''                                       # why not all were
-    low: dict[AMPMode, Trace] = field(default_factory=dict)      # the first that completed in each mode
-    constants: dict[tuple, None] = field(default_factory=dict)   # that are lost
+    n_gradients = 0                                              # batches whose gradients were compared
+    not_compared = ''                                            # why not all were
+
+    def __post_init__(self):
+        self.low: dict[AMPMode, Trace] = {}                      # the first that completed in each mode
+        self.constants: dict[tuple, None] = {}                   # that are lost
 
     def on(self, modes: list[AMPMode]) -> PrecisionReport:
         self.until, start = time.monotonic() + self.max_seconds, time.process_time()

@@ -32,14 +32,13 @@ _UNCOMPILED = Shared(partial(torch.compiler.set_stance, 'force_eager'))
 
 def trace(
     learn: Learner, # Nothing in it changes
-    batches: Sequence, # As a DataLoader gives them; inputs and targets of the batch under way if `in_fit`
+    batches: Sequence, # As a DataLoader gives them; in the middle of a batch its inputs and targets
     mode: AMPMode | None = None, # fp32 if None
     keep: Sequence[str] = (), # Modules kept in fp32
     scale: float = 1., # The loss scale, for fp16
     *,
     fp32: Trace | None = None, # In fp32, of the same batches; needed in a lower precision
-    in_fit: bool = False, # Whether `learn` is in the middle of a batch
-    random_state: Any = (), # To begin with; the present one if empty
+    state: Any = None, # Of random numbers, to begin with in the middle of a batch; the present one if empty
 ) -> Trace:
     """Run batches forward and backward in a copy of `learn`, in its own loop with its callbacks; no step is taken.
 
@@ -47,10 +46,11 @@ def trace(
     """
     found, where = Trace(mode, fp32), ''
     try:
+        in_fit = state is not None
         with running_copy(learn, mode, keep, scale, in_fit) as copy:
             found.rounding = copy.rounding
             reader = BackwardOnly(found.record_gradients, found.record_loss)
-            set_random_state(random_state)
+            set_random_state(state or [])
             for i, batch in enumerate(batches):
                 batch = map_tensors(torch.clone, batch)          # which the model may write into
                 with found.recording(copy.model), copy.added_cbs(reader):

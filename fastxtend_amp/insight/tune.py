@@ -52,7 +52,7 @@ def kinds_to_try(runs: list[Run], pace: float) -> list[Any]: # `pace`: seconds o
     in_fp32 = {m for kept in run.precision.kept_in_fp32(model).values() for m in kept.modules()}
     with suppress(Exception), ExitStack() as hooks:              # nothing if hooks break the model
         for m in {*model.modules()} - in_fp32 - {model}:
-            if any(True for _ in m.children()): continue
+            if [*m.children()]: continue
             hooks.enter_context(m.register_forward_pre_hook(partial(note, -1)))
             hooks.enter_context(m.register_forward_hook(partial(note, 1)))
         run.learn.validate(dl=setting.batches[:1])
@@ -74,7 +74,7 @@ def tune(
     base, low = runs[0], _tunable(runs)
     if not (kinds and low): return ''
     best = plain = max(low, key=lambda r: r.speed_up(base)[0] * 1.05 ** (r.name == 'bf16'))
-    titles, tried = [k.__name__.removeprefix('is_') for k in kinds], list[str]()
+    titles, tried = [k.__name__.removeprefix('is_') for k in kinds], []
     for kind, title in zip(kinds, titles):
         if _steps_left(base, best, n) < n + 2: break             # a copy and a warm-up besides
         spec = [*L(best.precision.arguments['fp32_modules']), kind]
