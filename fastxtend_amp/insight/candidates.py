@@ -12,7 +12,6 @@ from fastcore.foundation import L
 from ..common import training_device
 from ..precisions import PRECISIONS, AMPMode, Precision, find_precision
 from ..precisions.base import written
-from ..precisions.half_weights import LOWERED, HalfWeights
 from ..precisions.matching import match_modules
 from ..training.callback import MixedPrecision
 from ..training.learner import set_precision
@@ -30,16 +29,15 @@ def own_precision(learn: Learner) -> Precision:
 def like_own(
     learn: Learner,
     cls: type[Precision],
-    **changes: Any # Arguments
 ) -> Precision:
     """Return a precision of this class with those of the arguments of the learner's own that it accepts.
 
     Modules are given by their names, which mean the same in a copy of the learner.
     """
     if cls is Precision: return FP32
-    new = cls(**changes)
+    new = cls()
     for name, value in own_precision(learn).changed.items():
-        if name not in new.arguments or name in changes: continue
+        if name not in new.arguments: continue
         if name.endswith('modules'): value = [*match_modules(learn.model, value, name)]
         with suppress(ValueError): new = new.like(**{name: value})   # bf16 weights, for example, have no loss scale
     return new
@@ -66,12 +64,11 @@ def advised(
     mode: AMPMode | None, # None for fp32
     fp32_modules: Iterable[str] = (), # Modules to keep in fp32 besides those of the learner
     init_scale: float | None = None, # First loss scale; the learner's own if None
-) -> Precision: # With the arguments of the learner's own; 16-bit weights for a learner that has them
+) -> Precision: # With the arguments of the learner's own, and of its class if that computes in `mode`
     "Return the precision to train in: in `mode`, with what a report advises."
-    if isinstance(own_precision(learn), HalfWeights) and mode in LOWERED:
-        precision = like_own(learn, HalfWeights, amp_mode=mode.value)
-    else: precision = like_own(learn, PRECISIONS.get(mode or '', Precision))
-    return with_advice(precision, fp32_modules, init_scale)
+    own = own_precision(learn)
+    cls = type(own) if own.mode == mode else PRECISIONS.get(mode or '', Precision)
+    return with_advice(like_own(learn, cls), fp32_modules, init_scale)
 
 
 def call(
@@ -117,13 +114,12 @@ def candidates(
 ) -> list[Precision]: # fp32 first, each once
     """Return the precisions to compare, with the learner's arguments.
 
-    By default these are the ones that the device runs natively without another package. 16-bit weights are included
-    only if the learner has them: by default they compute as autocast does.
+    By default these are the ones that the device runs natively without another package. 16-bit weights compute as
+    autocast does, so they are compared only if they are named.
     """
     if modes is None:
         device = training_device(learn)
         classes = [cls for cls in PRECISIONS.values()
                    if cls.in_tables and not cls.package and cls.support(device).status == 'native']
-        if isinstance(own_precision(learn), HalfWeights): classes.append(HalfWeights)
     else: classes = precisions_named(modes)
     return [*dict.fromkeys([FP32, *(like_own(learn, cls) for cls in classes)])]

@@ -21,9 +21,9 @@ def measure_and_choose(
 ) -> None:
     """Time each precision on real batches, and switch the learner to the fastest one whose loss matches fp32.
 
-    Compares the precisions that the device runs natively, and 16-bit weights if the learner has them, with the
-    modules in fp32 that `precision_report` names, and the fastest of them with kinds of modules in fp32 that it makes
-    slower. Only copies are trained. Prints the decision; details are in `learn.precision_decision`.
+    Compares the precisions that the device runs natively, with the modules in fp32 that `precision_report` names, and
+    the fastest of them with kinds of modules in fp32 that it makes slower. Only copies are trained. Prints the
+    decision; details are in `learn.precision_decision`.
 
     Raises what `compare_precision` raises, and `RuntimeError` in distributed runs.
     """
@@ -33,7 +33,7 @@ def measure_and_choose(
                            'another precision.\nRun it in one process, then use the call that it prints in every '
                            'process.')
     precisions: list[Any] = candidates(learn)
-    low = [*dict.fromkeys(p.mode for p in precisions if p.dtype)]
+    low = [p.mode for p in precisions if p.dtype]
     verdicts = learn.precision_report(low, max_seconds=_FOR_REPORT * max_seconds).verdicts if low else {}
     compared, notes = [], []
     for p in precisions:

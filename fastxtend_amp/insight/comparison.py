@@ -148,7 +148,7 @@ def recommend(
     """
     if not math.isfinite(table['loss']['fp32']):
         return 'fp32', 'The fp32 loss is not finite: check the data, the loss function and the learning rate.'
-    if len(table) > 1 and math.isnan(table['weights moved']['fp32']):
+    if math.isnan(table['weights moved']['fp32']):
         return 'fp32', ('The weights did not move in fp32: use a larger `n_steps`, or check the learning rate, '
                         'whether batches have targets, and whether `splitter` returns parameters of the model.')
     against = {name: _against(row, tolerated, seconds) for name, row in table.drop('fp32').iterrows()}

@@ -66,7 +66,8 @@ def check_learner(
 ) -> None:
     "Raise a `RuntimeError` inside a fit; a `ValueError` without batches, or if parameters are sharded, NaN or inf."
     fit = inspect.unwrap(Learner.fit).__code__
-    if any(f.frame.f_code is fit and f.frame.f_locals.get('self') is learn for f in inspect.stack(0)):
+    frames = (f.frame for f in inspect.stack(0))
+    if any(f.f_code is fit and f.f_locals.get('self') is learn for f in frames):
         raise RuntimeError(f'{method} cannot run inside a fit. Call it before or afterwards.')
     if not any(p.requires_grad for p in learn.model.parameters()):
         raise ValueError(f'{method} needs trainable parameters, but all parameters of this model are frozen.\n'
@@ -158,8 +159,8 @@ def _copy(learn, optimizer):
     new = object.__new__(type(learn))
     cbs = [cb for cb in learn.cbs if takes_part(cb)]
     loaders = getattr(learn.dls, 'loaders', ())
-    shared = [learn.dls, *loaders, *(getattr(dl, 'dataset', None) for dl in loaders), learn.lock]
-    memo = {id(o): o for o in shared} | {id(learn): new}
+    datasets = [getattr(dl, 'dataset', None) for dl in loaders]
+    memo = {id(o): o for o in [learn.dls, *loaders, *datasets, learn.lock]} | {id(learn): new}
 
     def copied(name, part):
         try:

@@ -1,6 +1,7 @@
 "`on_overflow='fix'`: in training the remedy of the diagnosis is applied; evaluation repeats failed batches in fp32."
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import NamedTuple
 
 from ..common import warn_user
@@ -61,8 +62,7 @@ class Mend:
         cb, learn = self.cb, self.cb.learn
         if cb.on_overflow != 'fix' or learn.training or not cb.fit.precision.dtype or _is_finite(learn): return
         low = {name: vars(learn).get(name) for name in ('pred', 'loss', 'loss_grad')}
-        try: self._run_in_fp32()
-        except Exception: vars(learn).update(low)                # as a model with 16-bit weights raises
+        with suppress(Exception): self._run_in_fp32()            # an error of a model with 16-bit weights, for example
         if not _is_finite(learn): return vars(learn).update(low)
         self.n_mended += 1
         if self.n_mended > 1: return

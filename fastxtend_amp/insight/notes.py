@@ -22,8 +22,8 @@ def other_half(
 ) -> str: # "learn.model.get_submodule('base').half()"
     "Return the call that converts frozen weights, if an operator that promotes met both 16-bit dtypes; '' if not."
     for name, m in model.named_modules() if 'Unexpected floating ScalarType' in error else ():
-        own = [*m.parameters()]
-        if {p.dtype for p in own} & {*HALF} - {dtype} and not any(p.requires_grad for p in own):
+        own, other = [*m.parameters()], {*HALF} - {dtype}
+        if any(p.dtype in other for p in own) and not any(p.requires_grad for p in own):
             return f"learn.model.get_submodule('{name}').{'half' if dtype is torch.float16 else 'bfloat16'}()"
     return ''
 
@@ -52,7 +52,7 @@ class DtypeNote:
         "Add a note to `error`, with Python 3.11 or newer."
         fit = self.cb.fit
         dtype = fit and fit.precision.dtype
-        if not dtype or not isinstance(error, (RuntimeError, TypeError)) or not hasattr(error, 'add_note'): return
+        if not dtype or not hasattr(error, 'add_note'): return
         if convert := other_half(fit.model, dtype, str(error)): error.add_note(f'Call `{convert}`: {OTHER_HALF}.')
         elif any(word in str(error) for word in _LOW_WORDS):
             error.add_note('If the model trains in fp32: `learn.precision_report()` names the module that does not run '

@@ -65,7 +65,8 @@ class Operation:
         dtypes = (t.dtype for t in self.inputs if t.ndim)
         dtype: Any = self.kwargs.get('dtype') or next(dtypes, None)
         numbers = filter(None, map(_number, self.args)) if dtype in HALF else ()
-        return [c for c in numbers if c != (r := rounded(c, dtype)) and abs(r) in (0, 1, math.inf)]
+        pairs = [(number, rounded(number, dtype)) for number in numbers]
+        return [number for number, r in pairs if number != r and abs(r) in (0, 1, math.inf)]
 
     def needs(self, constant, out, value): # `value`: `out`, in fp32 if known
         "Return whether a constant bounds results, or is added to values near 0, and is lost."
@@ -120,8 +121,9 @@ class Frame:
         self._record_whole_numbers(call, out, wide)
         outs = readable(out)
         for o, w in zip(outs, readable(wide) or [None] * len(outs)):
-            self._record(call, o, w)
-            for key in lost: self.seen.constants[key] |= call.needs(key[-1], o, o if w is None else w)
+            value = o if w is None else w
+            self._record(call, o, value)
+            for key in lost: self.seen.constants[key] |= call.needs(key[-1], o, value)
             if not has_nan_or_inf(o) or self.fp32.failed: continue
             # With a result in fp32 it is new where that is finite, and more than a mask.
             if w is not None: is_new = largest_value(w) > 0 and has_nan_or_inf(o[w.isfinite()])
@@ -135,7 +137,8 @@ class Frame:
             if w.dtype in (torch.bool, torch.int64) and o.shape == w.shape:
                 seen.changed = max(float((o != w).float().mean()), seen.changed)
         if call.op.name not in _CASTS or self.fp32.merged: return
-        for t in filter(is_plain, tensors(call.args)): seen.merged = seen.merged or merged(t, out.dtype)
+        for t in tensors(call.args):
+            if is_plain(t) and not seen.merged: seen.merged = merged(t, out.dtype)
 
     def _in_fp32(self, call):
         "Return the result in fp32; None if nothing has been rounded yet, or if it cannot be compared."
@@ -144,20 +147,21 @@ class Frame:
         if self.mode is None or not rounds or call.op.draws: return None
         wide = (lambda t: twins.wide(t).clone()) if call.op.writes else twins.wide
         # An error of subclasses of tensors that cannot be read, or of operators that are 16-bit only.
-        with suppress(Exception), torch.no_grad(), torch.autocast(tensors(call.args)[0].device.type, enabled=False):
+        with suppress(Exception), torch.no_grad():
+            device = tensors(call.args)[0].device
             args, kwargs = map_tensors(wide, (call.args, call.kwargs))
             if kwargs.get('dtype') in HALF: kwargs['dtype'] = torch.float32
-            return call.func(*args, **kwargs)
+            with torch.autocast(device.type, enabled=False): return call.func(*args, **kwargs)
 
-    def _record(self, call, out, wide):
+    def _record(self, call, out, value): # `value`: `out`, in fp32 if known
         "Record the size of a result, and keep its twin."
-        seen, value = self.seen, out if wide is None else wide
+        seen = self.seen
         if call.is_cast or call.op.name not in _MOVES:
             largest = largest_value(value)
             seen.largest = max(seen.largest, largest)
             if out.dtype in HALF: seen.half = max(seen.half, largest)
         # Rounding errors of what is exactly 0 in fp32 would be 100%.
-        if wide is not None and self.fp32.largest: self.twins.keep(out, wide)
+        if value is not out and self.fp32.largest: self.twins.keep(out, value)
         else: self.twins.forget(out)                             # it may be overwritten
 
     def compare(self, t: torch.Tensor) -> None:

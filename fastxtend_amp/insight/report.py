@@ -188,7 +188,8 @@ class _Report:
         verdicts = {mode: Verdict(mode.value, 'not known', wrong) if wrong else self._verdict(mode) for mode in modes}
         if not wrong: self._call_another(verdicts, device)
         flagged = [n for v in verdicts.values() for n in v.flagged]
-        constants = [(name, line, op, c, rounded(c, torch.float16), rounded(c, torch.bfloat16), name in flagged)
+        fp16, bf16 = torch.float16, torch.bfloat16
+        constants = [(name, line, op, c, rounded(c, fp16), rounded(c, bf16), name in flagged)
                      for name, line, op, c in self.constants]
         return PrecisionReport(pd.DataFrame(self._rows(verdicts), columns=_COLUMNS),
                                {m.value: v for m, v in verdicts.items()},

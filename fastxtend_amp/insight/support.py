@@ -22,5 +22,6 @@ def precision_support(
     Raises `torch.device`'s own error for a name that PyTorch does not know.
     """
     devices = facts.all_devices() if device is None else [torch.device(device)]
-    rows = [(str(d), cls.name, *cls.support(d)) for d in devices for cls in PRECISIONS.values() if cls.in_tables]
+    precisions = [cls for cls in PRECISIONS.values() if cls.in_tables]
+    rows = [(str(d), cls.name, *cls.support(d)) for d in devices for cls in precisions]
     return _Table(rows, columns=['device', 'mode', 'support', 'why'])

@@ -98,7 +98,8 @@ def _tunable(runs):
 
 
 def _steps_left(base, best, n): # In fp32, in the best precision and in one to try, before fp32 with other seeds
-    return (base.setting.left - base.setting.n_seeds * n * base.pace) / (base.pace + 2 * best.pace)
+    seconds = base.setting.left - base.setting.n_seeds * n * base.pace
+    return seconds / (base.pace + 2 * best.pace)
 
 
 def _compete(base, best, run, own, n):

@@ -132,7 +132,7 @@ def test_few_kept_batches(monkeypatch):
         ('to_fp32', ['bf16-mixed', torch.float32], ['bf16']),
         ('to_fp32', ['half_weights', 'half_weights'], ['half_weights']),
         ('to_fp32', None, ['fp16']),  # what is native
-        ('to_half_weights', None, ['fp16', 'half_weights']),
+        ('to_half_weights', None, ['fp16']),
     ],
 )
 def test_names_of_precisions(own, modes, names, support):
