@@ -146,8 +146,7 @@ def _train_with_seed(setting, seed, n):
 
 def _result(setting, runs, seeds, n, tuned): # `n`: steps that are compared
     learn = setting.learn
-    names = [r.name for r in runs]
-    table = pd.DataFrame([_row(r, runs[0], n) for r in runs], index=names)
+    table = pd.DataFrame({r.name: _row(r, runs[0], n) for r in runs}).T.infer_objects()
     table['weights moved'] /= table['weights moved']['fp32']
     losses = {r.name: r.losses[:n] for r in runs}
     tolerated = tolerance(losses['fp32'], [r.loss(n) for r in seeds], last_fifth(n))

@@ -102,7 +102,6 @@ def lost_weights(model: nn.Module) -> str: # "2 of 4 weight tensors are NaN or i
 @contextmanager
 def copied_learner(
     learn: Learner, # Nothing in it changes
-    *,
     optimizer: bool = False, # Whether to copy the optimizer with its state; otherwise the copy has none
 ) -> Iterator[Learner]: # A learner of the same class; its `path` is a folder that is removed at the end
     """Context manager: a copy of `learn`, to train or examine and throw away.

@@ -1,7 +1,6 @@
 "Diagnosis of training that fails in 16 bits: the current batch is run again on a copy to find the cause."
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,9 +23,9 @@ class Alarm:
     mode: AMPMode
     scale: float                             # the loss scale
     step: int                                # training batch of the fit, from 1
-    batch: tuple[Sequence, Sequence]         # inputs and targets of that batch, or of a later one
+    batch: tuple                             # inputs and targets of that batch, or of a later one
     random_state: RandomState                # before that batch; empty if it is a later one
-    remedy: tuple | None = None              # what helps: mode, modules in fp32, first loss scale
+    remedy: tuple = ()                       # what helps, if anything does: mode, modules in fp32, first loss scale
 
     @property
     def happened(self) -> str:

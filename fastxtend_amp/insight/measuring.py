@@ -44,7 +44,7 @@ class Setting:
     lr: float | slice | None = None # The learner's own if None
     compile: bool = False # Whether each precision is also compared compiled
     tune: bool = False # Whether kinds of modules are tried in fp32
-    tick: Callable[[str], None] = noop # Called with what is running
+    tick: Callable = noop # Called with what is running
     batches: Sequence = () # Steps beyond their number reuse them
 
     def __post_init__(self):
@@ -83,8 +83,8 @@ class Run:
     name: str # In the table
     compiled: bool = False # Whether the copy is compiled, by `Module.compile`
     learn: Any = None # The copy, while it trains
-    note: str = '' # Why it has left the rounds: an error, or it is slower than fp32
-    failed: bool = False # Whether it was an error
+    note = '' # Why it has left the rounds: an error, or it is slower than fp32
+    failed = False # Whether it was an error
 
     def __post_init__(self):
         self.random_state = random_state()                       # of the copy, between its rounds

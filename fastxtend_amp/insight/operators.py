@@ -59,11 +59,11 @@ class Operation:
 
     def run(self): return self.func(*self.args, **self.kwargs)
 
-    def lost_constants(self) -> list[float]:
+    def lost_constants(self):
         "Return the constants that become 0, 1, -1, inf or -inf in 16 bits without having been it."
         if self.op.name.rstrip('_') not in _CONSTANTS: return []
         dtypes = (t.dtype for t in self.inputs if t.ndim)
-        dtype: Any = self.kwargs.get('dtype') or next(dtypes, None)
+        dtype = self.kwargs.get('dtype') or next(dtypes, None)
         numbers = filter(None, map(_number, self.args)) if dtype in HALF else ()
         pairs = [(number, rounded(number, dtype)) for number in numbers]
         return [number for number, r in pairs if number != r and abs(r) in (0, 1, math.inf)]
@@ -102,7 +102,7 @@ class Twins(dict):
         for t in readable(x): self.pop(address(t), None)
 
 
-@dataclass(eq=False)
+@dataclass
 class Frame:
     "A running call of a module."
     seen: Seen
@@ -164,7 +164,7 @@ class Frame:
         if value is not out and self.fp32.largest: self.twins.keep(out, value)
         else: self.twins.forget(out)                             # it may be overwritten
 
-    def compare(self, t: torch.Tensor) -> None:
+    def compare(self, t):
         "Record the error of a tensor that leaves the module, or enters one inside."
         if self.mode is None: return
         t = t.detach()

@@ -14,7 +14,7 @@ from fastcore.basics import noop
 def progress_bar(
     learn: Learner, # No bar without fastai's `ProgressCallback`, as in `learn.no_bar()`
     seconds: float, # The time limit, which is the length of the bar
-) -> Iterator[Callable[[str], None]]: # To be called with what is running
+) -> Iterator[Callable]: # To be called with what is running
     "Show a progress bar as in a fit, in a terminal or notebook, until the context ends."
     if 'progress' not in vars(learn): return (yield noop)
     bar = progress.progress_bar(range(math.ceil(seconds)), leave=False)

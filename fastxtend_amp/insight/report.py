@@ -32,7 +32,6 @@ from .trace import trace
 from .verdict import Judge, Verdict, named, some, wrong_in_fp32
 
 EMULATED_TIME = 1.     # CPU seconds in fp32; the same work may take a minute in an emulated precision
-_FEWEST = 2            # samples, for batch normalization
 # In errors of PyTorch, where it lacks a CPU's kernel that CUDA may have. No FFT is in bf16.
 _NO_KERNEL = re.compile('not implemented for|Unsupported dtype Half')
 _COLUMNS = ['mode', 'module', 'type', 'format', 'largest', 'headroom', 'error', 'grad', 'underflow', 'flagged']
@@ -155,13 +154,13 @@ def precision_report(self: Learner,
         return work.on([AMPMode(cls.name) for cls in asked])
 
 
-@dataclass(eq=False)
+@dataclass
 class _Report:
     "The work behind one report."
     learn: Learner
     max_seconds: float
     simulated: bool                                              # whether a CPU follows CUDA's autocast rules
-    tick: Callable[[str], None]                                  # updates the progress bar
+    tick: Callable                                               # updates the progress bar
     drawn: list                                                  # batches for gradients
     batches: list                                                # the first of them, for modules
     n_gradients = 0                                              # batches whose gradients were compared
@@ -180,7 +179,7 @@ class _Report:
         self.few = self.whole = find_bs(self.batches[0])
         if self.emulated:
             affordable = int(self.whole * EMULATED_TIME / (time.process_time() - start))
-            self.few = min(self.whole, max(_FEWEST, affordable))
+            self.few = min(self.whole, max(2, affordable))       # batch normalization needs two
         if self.few < self.whole:
             first = lambda t: t[:self.few] if t.shape[:1] == (self.whole,) else t
             self.batches = map_tensors(first, self.batches)
@@ -257,9 +256,9 @@ class _Report:
 
     def _causes(self, flagged):
         "Describe inputs that are large, and values that grow from layer to layer of a sequence up to a flagged one."
-        inputs = [largest_value(t) for b in self.batches for t in readable(tensors(b)[:-1])]
-        if flagged and max(inputs, default=0.) > _LARGE:
-            yield f'The inputs reach {max(inputs):,.3g}. Normalize them first.'
+        sizes = (largest_value(t) for b in self.batches for t in readable(tensors(b)[:-1]))
+        largest = max(sizes, default=0.)
+        if flagged and largest > _LARGE: yield f'The inputs reach {largest:,.3g}. Normalize them first.'
         notes, runs = {}, {}
         for n, s in self.fp32.seen.items():
             parent, _, number = n.rpartition('.')

@@ -1,18 +1,13 @@
 "Base class of results that display themselves, as text and in notebooks."
-from __future__ import annotations
-
 import re
 from html import escape
-from typing import Any
 
-_FORMAT: dict[str, Any] = {'float_format': '{:,.5g}'.format, 'na_rep': '-'}
+_FORMAT = {'float_format': '{:,.5g}'.format, 'na_rep': '-'}
 
 
 class Shown:
     "A result made of sentences and tables; a subclass gives them by `_parts`."
-    _parts: Any
-
-    def __repr__(self) -> str:
+    def __repr__(self):
         return '\n\n'.join(p if isinstance(p, str) else p.to_string(**_FORMAT) for p in self._parts())
 
     def _repr_html_(self):

@@ -1,8 +1,6 @@
 "The tensors in nested predictions and inputs, and which of them can be read."
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -11,13 +9,13 @@ from ..compat import tree_leaves
 
 
 def tensors(
-    x: Any, # Nested to any depth
+    x: object, # Nested to any depth
 ) -> list[torch.Tensor]:
     "Return the tensors in `x`."
     return [t for t in tree_leaves(x) if isinstance(t, torch.Tensor)]
 
 
-def readable(x: Any) -> list[torch.Tensor]:
+def readable(x: object) -> list[torch.Tensor]:
     "Return the tensors of floating point in `x` that can be read."
     return [t for t in tensors(x) if t.is_floating_point() and is_plain(t)]
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from fastai.callback.core import Callback, CancelBatchException
@@ -36,9 +35,8 @@ def trace(
     mode: AMPMode | None = None, # fp32 if None
     keep: Sequence[str] = (), # Modules kept in fp32
     scale: float = 1., # The loss scale, for fp16
-    *,
     fp32: Trace | None = None, # In fp32, of the same batches; needed in a lower precision
-    state: Any = None, # Of random numbers, to begin with in the middle of a batch; the present one if empty
+    state: list | None = None, # Of random numbers, to begin with in the middle of a batch; the present one if empty
 ) -> Trace:
     """Run batches forward and backward in a copy of `learn`, in its own loop with its callbacks; no step is taken.
 

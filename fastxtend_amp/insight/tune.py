@@ -93,8 +93,8 @@ def tune(
 
 
 def _tunable(runs):
-    low = [r for r in runs if r.precision.dtype and not (r.compiled or r.failed)]
-    return [r for r in low if r.precision.support(r.setting.device).status == 'native']
+    return [r for r in runs if r.precision.dtype and not (r.compiled or r.failed)
+            and r.precision.support(r.setting.device).status == 'native']
 
 
 def _steps_left(base, best, n): # In fp32, in the best precision and in one to try, before fp32 with other seeds

@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from fastai.learner import Learner
@@ -66,16 +65,16 @@ class Judge:
     "The search for the verdict on a precision, whose `call` is empty if another precision has to be used."
     learn: Learner
     mode: AMPMode
-    run: Callable[[list[str], float], Trace] # Traces batches with these modules in fp32, at a loss scale
+    run: Callable # Returns the `Trace` of batches with these modules in fp32, at a loss scale
     first_scale: float # The loss scale to start from
     # Returns the distance of the mean gradient from that in fp32, as `gradient_distance` does; nan if unknown.
-    distance: Callable[[list[str], float], float] = lambda keep, scale: math.nan
+    distance: Callable = lambda keep, scale: math.nan
 
     def __post_init__(self):
         self.kept = self.keep = [*own_precision(self.learn).kept_in_fp32(self.learn.model)]
         self.scale = self.first_scale
         self.limit = torch.finfo(self.mode.dtype).max
-        self.reasons: dict[str, str] = {}                        # by module, in the order found
+        self.reasons = {}                                        # by module, in the order found
 
     def verdict(self) -> Verdict:
         "Keep modules in fp32 and lower the loss scale until nothing is flagged; return what it took."
@@ -113,7 +112,7 @@ class Judge:
         if not (name := low.failed_in): return {}
         modules = dict(qualified_names(self.learn.model))
         why = f'{named(name)} does not run in {self.mode.value}: {low.error}'
-        for constant in low.seen[name].constants if name in low.seen else (): why += f'; {self._lost(constant)}'
+        for constant in low.seen[name].constants if name in low.seen else (): why += f'; {self._lost(*constant)}'
         kind = type(modules.get(name))
         return dict.fromkeys([n for n, m in modules.items() if type(m) is kind] or [name], why)
 
@@ -128,7 +127,7 @@ class Judge:
             elif s.failed or (s.half * _CLOSE > self.limit and not covers(self.keep, n)):
                 above = 'above' if size > self.limit else 'close to'
                 why = f"values in {named(n)} reach {size:,.3g}, {above} {mode}'s {self.limit:,.5g}"
-            elif lost: why = f'{self._lost(lost)}, so it does not keep values in {named(n)} away from that'
+            elif lost: why = f'{self._lost(*lost)}, so it does not keep values in {named(n)} away from that'
             elif s.merged:
                 why = f'{s.merged[0]:.9g} and {s.merged[1]:.9g} become the same number in {named(n)} in {mode}'
             elif s.error > _IMPRECISE: why = f'the error of {named(n)} is {min(s.error, 1):.0%} in {mode}'
@@ -138,14 +137,13 @@ class Judge:
             found[n] = why
         return found
 
-    def _lost(self, constant):
-        line, operator, value = constant
+    def _lost(self, line, operator, value):
         where = f' (`{operator}`, {line})' if line else ''
         return f'{value:.9g} is {rounded(value, self.mode.dtype):g} in {self.mode.value}{where}'
 
     def _can_be_kept(self, name): return name not in (ROOT, LOSS, BACKWARD) and not covers(self.keep, name)
 
-    def candidates(self, low: Trace) -> list[str]:
+    def _candidates(self, low):
         "Return the modules that can be kept in fp32 in addition, from last to first."
         around = {n.rpartition('.')[0] for n in low.seen}        # parents of others, which may compute nothing
         computing = [n for n, s in low.seen.items() if s.largest or n not in around]
@@ -161,7 +159,7 @@ class Judge:
             trace = self.run([*self.keep, *names], self.scale)
             is_wrong = trace.error or trace.not_finite in ('loss', backward and 'gradient')
             return not is_wrong and name not in self._concerned(trace)
-        if not (names := smallest(self.candidates(low), helps)): return []
+        if not (names := smallest(self._candidates(low), helps)): return []
         helped = f' (with {some([*map(named, names)])} in fp32 this does not happen)'
         if name in self.reasons: self.reasons[name] += helped
         else: self.reasons |= dict.fromkeys(names, f'in {self.mode.value} {_NOT_FINITE}{helped}')
@@ -207,15 +205,14 @@ class Judge:
             why.append(f'loss scales from {scales[0]:,.9g} to {scales[1]:,.9g} work{margin}')
         distance = partial(self.distance, scale=init_scale or self.first_scale)
         far, names = distance(self.keep), []
-        if far >= 0:                                             # nan if unknown
-            effect = 'may change the gradient' if far > LARGE else 'is negligible'
-            why.append(f'rounding {effect} ({far:.2g}; from {LARGE} on it may matter)')
-        if far > LARGE:
+        figure = f'({far:.2g}; from {LARGE} on it may matter)'
+        if far <= LARGE: why.append(f'rounding is negligible {figure}')
+        elif far > LARGE:                                        # nan if unknown
             verdict = 'gradient differs'
-            names = smallest(self.candidates(low), lambda names: distance([*self.keep, *names]) < SMALL)
+            names = smallest(self._candidates(low), lambda names: distance([*self.keep, *names]) < SMALL)
             helps = some([*map(named, names)]) or 'no module that was tried'
-            why.append(f'with {helps} in fp32 it is below {SMALL}. It is a warning sign, not a proof: some such models '
-                       'train as well as in fp32')
+            why.append(f'rounding may change the gradient {figure}; with {helps} in fp32 it is below {SMALL}. It is a '
+                       'warning sign, not a proof: some such models train as well as in fp32')
             self.reasons |= dict.fromkeys(names, '')
         modules = [n for n in [*self.keep, *names] if n not in self.kept]
         following = call(self.learn, advised(self.learn, self.mode, modules, init_scale))
@@ -235,7 +232,7 @@ class Judge:
 
 # -- words
 
-def wrong_in_fp32(fp32: Trace, batches: Any) -> str:
+def wrong_in_fp32(fp32: Trace, batches: object) -> str:
     """Describe what is wrong in fp32 as well; '' if nothing is.
 
     NaN in the data matters only then: it may mark unknown targets, which the loss ignores.
@@ -247,7 +244,7 @@ def wrong_in_fp32(fp32: Trace, batches: Any) -> str:
     return f'the {fp32.not_finite} is not finite in fp32 either{first}, so precision is not the cause'
 
 
-def not_finite_data(batch: Any) -> str: # 'the batch itself is not finite: 1 of 24 values of ...'
+def not_finite_data(batch: object) -> str: # 'the batch itself is not finite: 1 of 24 values of ...'
     "Describe which tensor of a batch has NaN or inf; '' if none has. -inf may be a mask."
     t = next(filter(has_nan_or_inf, readable(batch)), None)
     if t is None: return ''
@@ -256,7 +253,7 @@ def not_finite_data(batch: Any) -> str: # 'the batch itself is not finite: 1 of 
             f'{tuple(t.shape)} are NaN or inf')
 
 
-def smallest(names: list[str], helps: Callable[[list[str]], bool]) -> list[str]:
+def smallest(names: list[str], helps: Callable) -> list[str]:
     "Return a few modules that help: half of them, half of those, and so on; [] if none help."
     if not names or not helps(names): return []
     half = len(names) // 2

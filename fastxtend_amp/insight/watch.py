@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import nn
@@ -22,15 +21,15 @@ _MOVED = 1.01   # times the weights' norm at the start, from which the weights h
 
 class Notes:
     "Notes of the watch on one fit."
-    weights: Any = None                                          # their norm at the start
-    first_loss: Any = None
+    weights = None                                               # their norm at the start
+    first_loss = None
     last_loss = math.nan                                         # the last finite one
-    random_state: Any = ()                                       # before the batch under way
-    batch: Any = None                                            # whose loss is looked at, and its random state
+    random_state = ()                                            # before the batch under way
+    batch = None                                                 # whose loss is looked at, and its random state
     has_underflowed = False                                      # gradients are 0, which was said
     has_said = False                                             # that a validation is not finite
 
-    def __init__(self, on_cpu: bool): self.on_cpu = on_cpu       # where reading a number waits for nothing
+    def __init__(self, on_cpu): self.on_cpu = on_cpu             # where reading a number waits for nothing
 
 
 class Watch:
@@ -41,13 +40,13 @@ class Watch:
 
     With several processes each looks at its own loss; an exception in one ends the job under `torchrun`.
     """
-    def __init__(self, cb: Any): # The `MixedPrecision` that calls the events, after its own
+    def __init__(self, cb): # A `MixedPrecision`, which calls the events after its own
         self.cb, self.n_fixes = cb, 0                            # in this fit
 
     def before_fit(self): self.n_fixes = 0
 
     @property
-    def notes(self) -> Any:
+    def notes(self):
         "The `Notes` on the open fit; None if it is not watched, or has been warned of."
         cb, fit = self.cb, self.cb.fit
         if fit is None or fit.has_warned: return None
