@@ -10,6 +10,7 @@ from fastai.learner import Learner
 from fastai.torch_core import set_seed
 from fastcore.basics import patch
 
+from ..devices.fp32_settings import settings_note
 from ..precisions import Precision
 from .candidates import FP32, call, candidates
 from .comparison import COMPILE, FEWEST_ROUNDS, PrecisionComparison, pays, recommend, tolerance
@@ -154,9 +155,10 @@ def _result(setting, runs, seeds, n, tuned): # `n`: steps that are compared
     calls = {r.name: call(learn, r.precision) + COMPILE * r.compiled for r in runs}
     notes = [tuned, f'`max_seconds={setting.max_seconds:g}` was enough for {n:,} of {setting.n_steps:,} steps, and '
                     f'for fp32 with {len(seeds)} of {setting.n_seeds} other seeds. Loss: mean of the last '
-                    'fifth of the steps.', *left_out(learn),
-             'The compiled model was compared uncompiled; `compare_precision(compile=True)` compares both.'
-             if is_compiled(learn.model) else '']
+                    'fifth of the steps.', *left_out(learn)]
+    if is_compiled(learn.model):
+        notes.append('The compiled model was compared uncompiled; `compare_precision(compile=True)` compares both.')
+    if settings := settings_note(): notes.append(f'{settings}. fp32 was measured with this setting.')
     return PrecisionComparison(table, losses, [r.losses for r in seeds], recommended, reason, calls,
                                [*filter(None, notes)], {r.name: r.precision for r in runs})
 

@@ -157,9 +157,10 @@ def loader_like(
 def _copy(learn, optimizer):
     new = object.__new__(type(learn))
     cbs = [cb for cb in learn.cbs if takes_part(cb)]
-    loaders = getattr(learn.dls, 'loaders', ())
-    datasets = [getattr(dl, 'dataset', None) for dl in loaders]
-    memo = {id(o): o for o in [learn.dls, *loaders, *datasets, learn.lock]} | {id(learn): new}
+    owners = [learn, *(o for cb in cbs for o in vars(cb).values() if isinstance(o, Learner))]   # such as a teacher
+    loaders = [dl for o in owners for dl in getattr(o.dls, 'loaders', ())]
+    shared = [learn.lock, *(o.dls for o in owners), *loaders, *(getattr(dl, 'dataset', None) for dl in loaders)]
+    memo = {id(o): o for o in shared} | {id(learn): new}
 
     def copied(name, part):
         try:

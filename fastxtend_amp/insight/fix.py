@@ -85,7 +85,7 @@ class Mend:
                   f'prediction had NaN or inf in 16 bits, and ran again in fp32, whose results count.\n{self.cause}')
 
 
-def mend(cb: Any) -> Mend | None:
+def mend(cb) -> Mend | None:
     "Return the watcher of a precision callback that fixes what fails; None for another."
     return Mend(cb) if cb.on_overflow == 'fix' else None
 

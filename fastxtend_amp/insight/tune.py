@@ -30,11 +30,11 @@ def is_ungrouped(module: nn.Module) -> bool:
     return isinstance(module, _ConvNd) and module.groups == 1
 
 
-def kind_of(module: nn.Module) -> Any: # For `fp32_modules`: its class; of convolutions a predicate on their groups
+def kind_of(module: nn.Module): # For `fp32_modules`: its class; of convolutions a predicate on their groups
     return next((kind for kind in (is_depthwise, is_grouped, is_ungrouped) if kind(module)), type(module))
 
 
-def kinds_to_try(runs: list[Run], pace: float) -> list[Any]: # `pace`: seconds of a step in all runs
+def kinds_to_try(runs: list[Run], pace: float) -> list: # `pace`: seconds of a step in all runs
     """Return the kinds of modules to try in fp32: convolutions in groups, then those with the longest forward passes.
 
     The backward passes of convolutions in groups are slow, which hooks cannot time. None are tried without a native

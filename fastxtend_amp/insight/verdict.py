@@ -221,7 +221,7 @@ class Judge:
                          init_scale=init_scale)
 
     def _start(self, low):
-        "Return the range of loss scales, by what was computed and tried, and one to start from if the first is outside."
+        "Return the range of loss scales, by what was computed and tried, and where to start if the first is outside."
         least, most = self._scales(low)
         most = self.scale if self.scale < self.first_scale else max(most, self.scale)
         least = min(least, most)
