@@ -19,6 +19,7 @@ PACKAGE = Path(fastxtend_amp.__file__).parent
 FIRST = ['to_amp', 'to_bf16', 'to_fp16', 'to_fp32', 'to_tf32', 'to_fp8', 'to_mxfp8', 'to_half_weights',
          'precision', 'precision_as', 'amp_context', 'precision_report', 'compare_precision', 'precision_decision']
 INSIGHT = ['PrecisionReport', 'Verdict', 'PrecisionComparison']  # returned by methods
+ALSO = {'to_amp': ['skip_nonfinite']}    # accepted by `**kwargs`
 ELSEWHERE = {'Verdict': 'insight.verdict'}                       # public, and not in `__all__`
 NOT_LISTED = {'learn', 'amp_context', 'needs_loss_scaling', 'arguments', 'open', 'close', 'begin_training',
               'in_batch', 'at_batch_end', 'do_waiting',                                       # of the package only
@@ -113,7 +114,7 @@ def argument_lines(obj):
     common = shared()
     own = [line(n, default, text) for n, kind, default, text in arguments(obj)
            if text and (n, kind, default) not in common]
-    named = [row[0] for row in arguments(obj) if row[:3] in common]
+    named = [row[0] for row in arguments(obj) if row[:3] in common] + ALSO.get(getattr(obj, '__name__', ''), [])
     others = [name for name, *_ in common if name not in named]
     listed = ', '.join(f'`{name}`' for name in (others if len(others) < 3 else named))
     which = listed if len(others) > 2 else f'all{" but " if others else ""}{listed}'
