@@ -13,7 +13,8 @@ WORDS = {
             'ROCm, Apple Silicon, Mac, M1, M2, M3, MPS, GTX 1080, AMX, '
             'supports FP8, supports TF32, supports bf16, use bf16, RTX bf16'},
     '03_gpus_compile_xla': {
-        'Several GPUs (multi-GPU, DDP)': 'multi GPU, multiple GPUs, DDP, distributed, notebook_launcher',
+        'Several GPUs (multi-GPU, DDP)': 'multi GPU, multiple GPUs, DDP, distributed, distributed training, '
+                                         'notebook_launcher',
         'FSDP2': 'FSDP, fully_shard',
         'DataParallel': 'DataParallel, to_parallel',
         'torch.compile': 'compile, inductor',
@@ -25,7 +26,8 @@ WORDS = {
             'precision, which precision should I use, what did to_amp choose, bf16 on T4, bf16 on V100, '
             'fp16 vs bf16, to_fp16 vs to_bf16',
         'Does mixed precision change the accuracy?': 'accuracy, final accuracy',
-        'to_bf16 is not faster': 'slow, slower than fp32, not faster, speedup, speed up training, channels last',
+        'to_bf16 is not faster': 'slow, slower than fp32, not faster, speedup, no speedup on GPU, speed up training, '
+                                 'channels last',
         'Why is bf16 slower here?': 'depthwise, depthwise convolution slow, MobileNet, EfficientNet, '
                                     'GhostNet, is_depthwise',
         'Memory, CUDA out of memory (OOM)': 'out of memory, OOM, GPU memory, memory, VRAM, save memory, '
@@ -49,18 +51,20 @@ WORDS = {
                                               'resume from checkpoint loss scale',
                            'Export': 'export'},
     'guarantees': {'The same numbers': 'reproducible, deterministic',
-                   'What is kept when': 'crash while saving, killed, disk full, corrupt file',
+                   'What is kept when': 'crash while saving, killed, disk full, corrupt file, '
+                                             'UnboundLocalError res, optimi',
                    'What is not guaranteed': 'limits, limitations, not supported',
                    'What is tested': 'applications'},
-    'evidence': {'On CPUs': 'benchmarks, benchmark', 'On GPUs, measured by others': 'GPU speed-up, how much faster, '
-                                                                                    'tensor cores speed'},
+    'evidence': {'On CPUs': 'benchmarks, benchmark, is bf16 faster on CPU',
+                 'On GPUs, measured by others': 'GPU speed-up, how much faster, tensor cores speed'},
     'how_it_works': {'The loss scale': 'loss scale, underflow',
                      'When a step is skipped': 'running_mean NaN, BatchNorm NaN',
                      'One training step': 'callback order',
                      'The same in a PyTorch loop': 'training loop, PyTorch loop',
                      'What importing changes': 'monkey patch, uninstall, go back to fastai'},
     'recipes': {
-        'Recipes': 'lr_find, learning rate finder, gradient clipping, gradient accumulation, unet, tabular, GAN, tta',
+        'Recipes': 'lr_find, learning rate finder, gradient clipping, gradient accumulation, freeze, unfreeze layers, '
+                   'unet, tabular, GAN, tta',
         'Keep modules in fp32':
             'fp32_modules, exclude layers, keep layer in fp32, LayerNorm, batchnorm, keep batchnorm fp32',
         'Fix overflows while training': 'on_overflow',
@@ -69,8 +73,8 @@ WORDS = {
             'GradScaler, scale_loss, init_scale, disable loss scaling, turn off loss scaling, '
             'NaN gradients, skip_nonfinite',
         'Inference, and turning it off':
-            'inference, predict, get_preds, test time augmentation, export for inference, disable mixed precision, '
-            'disable AMP, turn off, turn off mixed precision, go back to fp32, to_fp32',
+            'inference, predict, predict after load_learner, get_preds, test time augmentation, export for inference, '
+            'disable mixed precision, disable AMP, turn off, turn off mixed precision, go back to fp32, to_fp32',
         'Logging: CSVLogger and TensorBoard': 'TensorBoard, logging, log the loss scale, export CSVLogger',
         'Weights & Biases (wandb), MLflow': 'W&B, wandb, weights and biases, MLflow, wandb loss scale',
         'Gradient norms': 'gradient norm, grad norm',
