@@ -23,6 +23,7 @@ ALSO = {'to_amp': ['skip_nonfinite']}    # accepted by `**kwargs`
 ELSEWHERE = {'Verdict': 'insight.verdict'}                       # public, and not in `__all__`
 NOT_LISTED = {'learn', 'amp_context', 'needs_loss_scaling', 'arguments', 'open', 'close', 'begin_training',
               'in_batch', 'at_batch_end', 'do_waiting',                                       # of the package only
+              'amp_mode',                        # called `mode` as well
               'accumulate', 'read', 'value'}                     # of metrics, for fastai
 EVENT = re.compile(r'(before|after)_\w+')
 FOR_HELP = re.compile(r'(Raises|Source|Interval)\b')             # paragraphs that only `help` shows
@@ -159,7 +160,9 @@ def entry(name, obj):
     elif hasattr(obj, '__members__'): parts.append(', '.join(f'`{name}.{m.name}`' for m in obj))
     elif not is_property(obj) and (inspect.isfunction(obj) or inspect.isclass(obj)):
         found = members(obj) if inspect.isclass(obj) else {}
-        parts.append('\n'.join([argument_lines(obj), *(member_line(n, m) for n, m in found.items())]).strip())
+        lines = '\n'.join(member_line(n, m) for n, m in found.items())
+        named = name in INSIGHT or not lines                     # what a method returns has such a line already
+        parts.append((argument_lines(obj) + ('\n' if named else '\n\nAttributes and methods:\n\n') + lines).strip())
     return '\n\n'.join(filter(None, [*parts, source_link(obj)]))
 
 

@@ -47,7 +47,7 @@ class PrecisionReport(Shown):
     `table` has one row per precision and module, in execution order, measured with only the learner's own
     `fp32_modules` in fp32, and modules that do not run otherwise:
 
-    | column | meaning | unit |
+    | column of `table` | meaning | unit |
     |---|---|---|
     | `mode` | the precision | its name, such as 'bf16' |
     | `module` | '(model)' is the model's own `forward` | name |
