@@ -49,7 +49,7 @@ WORDS = {
                     'When training fails': 'recover from NaN'},
     '02_save_and_export': {'Save and resume': 'load checkpoint, save, resume, resume training, SaveModelCallback, '
                                               'resume from checkpoint loss scale',
-                           'Export': 'export'},
+                           'Export': "export, load_learner dict object has no attribute dls"},
     'guarantees': {'The same numbers': 'reproducible, deterministic',
                    'What is kept when': 'crash while saving, killed, disk full, corrupt file, '
                                              'UnboundLocalError res, optimi',
