@@ -6,6 +6,7 @@ from sphinx.errors import ExtensionError
 WORDS = {
     'start': {
         'Start': 'install, requirements, Python version, minimum PyTorch version, fastai version, conda, pip install',
+        'Import it last': 'torch.jit.script is deprecated, import order',
         'Does it work on my device?': 'supported platforms, Windows, macOS, fastxtend_amp_check, report a bug, issue, '
                                       'tested on GPU',
         'Which call for which GPU or other device?':
