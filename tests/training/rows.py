@@ -9,7 +9,8 @@ from unittest.mock import patch
 
 from fastai.callback import core
 from fastai.callback.training import GradientAccumulation, GradientClip
-from fastai.optimizer import Lookahead  # noqa: F401
+from fastai.optimizer import Lookahead
+from fastai.torch_core import ismin_torch
 from torch import backends
 from torch.utils.checkpoint import checkpoint
 
@@ -17,6 +18,7 @@ from fastxtend_amp import kahan
 from helpers import *
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+CACHE = None if ismin_torch('2.13') else False  # autocast's, which older versions of PyTorch may fill under `no_grad`
 SCALING = dict(init_scale=2.0**18, growth_interval=3)  # overflows at the start, and whenever it has grown
 
 
@@ -69,8 +71,15 @@ TO = {
     'fp8': To('fp8', {}, BF16, prepare=in_torchao),
     'no masters': To('half_weights', dict(master_weights=False), BF16, opt='kahan'),
 }
+
+
+def lookahead(params, lr):
+    return Lookahead(Adam(params, lr=lr), k=3)
+
+
 OPTS = {**OPTIMIZERS, 'kahan': kahan('AdamW')}
 OPTS['fused adam'] = partial(OptimWrapper, opt=partial(torch.optim.Adam, fused=True))
+OPTS['lookahead'] = lookahead
 OPTS['fused plain sgd'] = partial(OptimWrapper, opt=partial(torch.optim.SGD, fused=True))
 
 
@@ -152,6 +161,11 @@ def wide():
     return nn.Sequential(nn.Linear(6, 32), nn.Linear(32, 32), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 1))
 
 
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
+
+
 def conv():
     torch.manual_seed(0)
     return nn.Sequential(nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 4, 2), nn.Flatten(), nn.Linear(8, 1))
@@ -216,7 +230,6 @@ class OwnStep(Learner):
     "Steps with its own method, which a fused optimizer's step on the device must not replace."
 
     def _step(self):
-        self.stepped = getattr(self, 'stepped', 0) + 1
         super()._step()
 
 
@@ -290,17 +303,6 @@ def without_zeroing(learn):
     fit(learn)
 
 
-def patched(learn):
-    "As fastcore's `@patch` does."
-    with patch.object(Learner, '_do_grad_opt', keeps):
-        fit(learn)
-
-
-def on_the_learner(learn):
-    learn._do_grad_opt = partial(keeps, learn)
-    fit(learn)
-
-
 def patched_step(learn):
     original, calls = Learner._step, []
     with patch.object(Learner, '_step', lambda self: (calls.append(1), original(self))):
@@ -315,18 +317,6 @@ def wrapped_step(learn):
     learn.opt.step = lambda: (calls.append(1), step())
     fit(learn)
     assert calls
-
-
-def wrapped_events(learn):
-    own, calls = learn._with_events, []
-
-    def with_events(f, event_type, *args):
-        calls.append(event_type)
-        return own(f, event_type, *args)
-
-    learn._with_events = with_events
-    fit(learn)
-    assert calls.count('batch') == 24 and learn._with_events is with_events
 
 
 def another_fit(l):
@@ -363,13 +353,10 @@ LOOPS = {
     'scale_loss': Loop(more(lambda l: l.precision.scale_loss), by_hand=dict(n_backward=2)),
     'patched _step': Loop(train=patched_step),
     'wrapped step': Loop(train=wrapped_step),
-    'wrapped _with_events': Loop(train=wrapped_events),
     'validations inside': Loop(validations),
     'another fit inside': Loop(lambda: [At('after_batch', Once(another_fit, third), 80)]),
     'kept gradients': Loop(cls=Keeps, by_hand=KEPT, calm=True),
     'kept by zero_grad': Loop(train=without_zeroing, by_hand=KEPT, calm=True),
-    'kept by @patch': Loop(train=patched, by_hand=KEPT, calm=True),
-    'kept by the learner': Loop(train=on_the_learner, by_hand=KEPT, calm=True),
 }
 
 
@@ -383,7 +370,7 @@ def find(table, name):
 
 
 def make(to='fp32', model='mlp', loop='fit', opt=None, cbs=(), **kwargs):
-    to, loop = find(TO, to), LOOPS[loop]
+    to, loop = find(TO, to), find(LOOPS, loop)
     made = find(MODELS, 'wide' if to.method == 'fp8' else model)()
     opt = find(OPTS, opt or to.opt)
     return to(learner(made, opt_func=opt, cls=loop.cls, cbs=[*loop.cbs(), *cbs], **kwargs))
@@ -419,7 +406,7 @@ def by_hand(to='fp32', model='mlp', opt=None, n_acc=None, clip=None, n_forward=1
     for _ in range(3):
         model.train()
         for xb, yb in learn.dls.train:
-            with torch.autocast(DEVICE.type, row.dtype, enabled=row.dtype is not None):
+            with torch.autocast(DEVICE.type, row.dtype, enabled=row.dtype is not None, cache_enabled=CACHE):
                 for _ in range(n_forward):
                     loss = learn.loss_func(model(xb).float(), yb)
             losses.append(loss.item())

@@ -17,7 +17,7 @@ def cases():
     for to in TO:
         if to not in ('no masters', 'fp8'):
             yield from ((to, model, loop, None) for model, loop in (('mlp', 'both'), ('attention', 'one_batch')))
-    yield pytest.param('fp8', 'wide', 'fit', None, marks=pytest.mark.torchao)
+    yield pytest.param('fp8', 'wide', 'fit', 'adam', marks=pytest.mark.torchao)
     yield pytest.param('fp8', 'wide', 'one_batch', 'fused adamw', marks=pytest.mark.torchao)
 
 
@@ -41,19 +41,7 @@ def test_weights_that_are_wrappers_around_tensors():
     assert same(params(plain), [p.a for p in learn.model.parameters()])
 
 
-# -- true gradients
-
-
-@pytest.mark.parametrize('loop', ['fit', 'accumulation', 'one_batch', 'own one_batch'])
-@pytest.mark.parametrize('opt', ['adamw', 'fused adamw', 'sgd'])
-def test_callbacks_of_order_11_see_true_gradients_in_each_step(opt, loop):
-    def seen(to):
-        learn = make(to, 'conv', loop, opt)
-        norms = seen_in_steps(learn, lambda l: nn.utils.get_total_norm(plain_grads(l)).item(), 11)
-        LOOPS[loop].train(learn)
-        return norms
-
-    assert seen('fp16') == pytest.approx(seen('fp32'), rel=0.05, abs=0.05)
+# -- true gradients: those of fp32, in each step and where a fit leaves them
 
 
 class StepsTwice(Learner):
@@ -67,81 +55,85 @@ class StepsTwice(Learner):
         self.opt.zero_grad()
 
 
-def test_two_steps_in_a_batch_with_gradients_that_are_kept():
-    def seen(to):
-        learn = TO[to](learner(conv(), cls=StepsTwice))
-        norms = seen_in_steps(learn, lambda l: nn.utils.get_total_norm(plain_grads(l)).item(), 11)
+EXTRA['two steps'] = Loop(cls=StepsTwice)
+
+
+def norm(learn):
+    return nn.utils.get_total_norm(plain_grads(learn))
+
+
+def in_steps(loop='fit', opt=None, f=norm, **kwargs):
+    "Gradients as a callback of order 11 sees them."
+
+    def run(to):
+        learn = make(to, 'conv', loop, opt, **kwargs)
+        found = seen_in_steps(learn, f, 11)
+        find(LOOPS, loop).train(learn)
+        return found
+
+    return run
+
+
+def left(then=noop):
+    "Gradients of an unfinished accumulation."
+
+    def run(to):
+        learn = make(to, 'conv', cbs=[GradientAccumulation(1000)])
         learn.fit(1, 0.01)
-        return norms
+        then(learn)
+        return plain_grads(learn)
 
-    assert seen('fp16') == pytest.approx(seen('fp32'), rel=0.05, abs=0.05)
-
-
-def grads_after(to, then=noop, **kwargs):
-    "Gradients that an unfinished accumulation leaves."
-    learn = make(to, 'conv', cbs=[GradientAccumulation(1000)], **kwargs)
-    learn.fit(1, 0.01)
-    then(learn)
-    return plain_grads(learn)
+    return run
 
 
-ACCUMULATES = {
-    'end': noop,
-    'fit': lambda l: l.fit(1, 0.01),
-    'validate': lambda l: l.validate(),
-    'fp32 fit': lambda l: l.to_fp32().fit(1, 0.01),
-    'bf16': lambda l: l.to_bf16(),
-    'scale_loss': lambda l: l.fit(1, 0.01, cbs=l.precision and more(lambda l: l.precision.scale_loss)()),
+def cancel(l):
+    if l.iter % 3 != 2:
+        raise core.CancelBatchException
+
+
+def load(l):
+    if l.precision and third(l):
+        l.precision.load_state_dict({**l.precision.state_dict(), 'scale': 32.0})
+
+
+def another(*cbs):
+    return lambda l: l.fit(1, 0.01, cbs=[*cbs])
+
+
+def failing(l):
+    with pytest.raises(ZeroDivisionError):
+        l.validate(cbs=At('after_pred', lambda l: 1 / 0))
+
+
+TRUE = {
+    **{
+        f'{loop}, {opt}': in_steps(loop, opt)
+        for loop in ('fit', 'accumulation', 'one_batch', 'own one_batch')
+        for opt in ('adamw', 'fused adamw', 'sgd')
+    },
+    'two steps in a batch': in_steps('two steps'),
+    'a batch cancelled after unscaling': in_steps(cbs=[At('before_step', cancel, 20)]),
+    'a parameter in two groups': in_steps(
+        f=lambda l: l.model[3].bias.grad.clone(), splitter=lambda m: [[*m.parameters()], [m[3].bias]]
+    ),
+    'left at the end': left(),
+    'left by another fit': left(another()),
+    'left before a validation': left(lambda l: l.validate()),
+    'left before a validation that fails': left(failing),
+    'left to fp32': left(lambda l: l.to_fp32().fit(1, 0.01)),
+    'left to bf16': left(lambda l: l.to_bf16()),
+    'a loss of ones own': left(another(*more(lambda l: l.precision.scale_loss if l.precision else noop)())),
+    'a scale that is loaded': left(another(At('after_batch', load, 70))),
 }
 
 
-@pytest.mark.parametrize('then', list(ACCUMULATES)[:5])
-def test_an_accumulation_goes_on_after_the_fit(then):
-    for a, b in zip(*(grads_after(to, ACCUMULATES[then]) for to in ('fp32', 'fp16'))):
+@pytest.mark.parametrize('what', TRUE)
+def test_gradients_are_those_of_fp32(what):
+    for a, b in zip(*(TRUE[what](to) for to in ('fp32', 'fp16')), strict=True):
         torch.testing.assert_close(b, a, rtol=0.05, atol=0.05)
-
-
-def test_a_loss_of_ones_own_is_added_to_an_accumulation_that_goes_on():
-    for a, b in zip(*(grads_after(to, ACCUMULATES['scale_loss']) for to in ('bf16', 'fp16'))):
-        torch.testing.assert_close(b, a, rtol=0.05, atol=0.05)
-
-
-def test_a_scale_loaded_in_an_accumulation():
-    def load(l):
-        if l.precision and third(l):
-            l.precision.load_state_dict({**l.precision.state_dict(), 'scale': 32.0})
-
-    a, b = (grads_after(to, lambda l: l.fit(1, 0.01, cbs=At('after_batch', load, 70))) for to in ('bf16', 'fp16'))
-    for p, q in zip(a, b):
-        torch.testing.assert_close(q, p, rtol=0.05, atol=0.05)
 
 
 def test_an_unfinished_accumulation_that_is_not_finite_is_zeroed():
     learn = learner(mlp(), cbs=GradientAccumulation(1000)).to_fp16(init_scale=1e30)
     learn.fit(1, 0.01)
     assert largest(learn) == 0
-
-
-def test_a_batch_cancelled_after_unscaling_accumulates_as_in_fp32():
-    def run(to):
-        def further(l):
-            grads.extend(plain_grads(l))
-            if l.iter % 3 != 2:
-                raise core.CancelBatchException
-
-        learn, grads = make(to, 'conv', cbs=[At('before_step', further, 20)]), []
-        learn.fit(1, 0.01)
-        return grads + params(learn)
-
-    for a, b in zip(run('fp32'), run('fp16'), strict=True):
-        torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
-
-
-def test_a_parameter_in_two_groups_is_unscaled_once():
-    def seen(to):
-        learn = make(to, 'conv', splitter=lambda m: [[*m.parameters()], [m[3].bias]])
-        found = seen_in_steps(learn, lambda l: l.model[3].bias.grad.item())
-        learn.fit(1, 0.01)
-        return found
-
-    assert seen('fp16') == pytest.approx(seen('fp32'), rel=0.05, abs=0.05)
