@@ -106,14 +106,7 @@ def test_without_the_optimizer(cls, load, tmp_path):
     assert not other.opt or not any('grad_avg' in s for s in other.opt.state.values())
 
 
-def test_weights_only_file_objects_and_subclasses(tmp_path):
-    class Super(Learner):
-        def save(self, file, *args, **kwargs):
-            return super().save(f'sub_{file}', *args, **kwargs)
-
-        def load(self, file, *args, **kwargs):
-            return super().load(f'sub_{file}', *args, **kwargs)
-
+def test_weights_only_and_file_objects(tmp_path):
     learn, other = after_fits('overflowing', tmp_path), make('overflowing', path=tmp_path)
     with open(learn.save('a'), 'rb') as f:
         other.load(f, weights_only=True)
@@ -121,33 +114,6 @@ def test_weights_only_file_objects_and_subclasses(tmp_path):
         learn.save(f)
     last = make('overflowing').load(tmp_path / 'b')
     assert differences(result(last), {**result(learn), 'scales': []}) == [] and goes_on_alike(learn, other)
-    ours = TO['overflowing'](learner(cls=Super, path=tmp_path))
-    ours.fit(1, 0.01)
-    assert ours.save('a').stem == 'sub_a'
-    assert goes_on_alike(ours, TO['overflowing'](learner(cls=Super, path=tmp_path)).load('a'))
-
-
-def test_a_file_holds_the_scale_of_the_learner_that_saves_it(tmp_path):
-    "Learners that share model and optimizer, for example a plain one and an fp16 one."
-    first = after_fits('fp16', tmp_path)
-    plain, second = (learner(first.model, path=tmp_path) for _ in range(2))
-    plain.opt = second.opt = first.opt
-    second.to_fp16(init_scale=8.0)
-    assert KEY not in in_file(plain.save('a'))['opt']
-    for learn, scale in ((first, 4096.0), (second, 8.0), (first, 4096.0)):
-        assert in_file(learn.save('a'))['opt'][KEY]['scale'] == scale
-    first.load('a')
-    assert (first.precision.scale, second.precision.scale, plain.precision) == (4096.0, 8.0, None)
-
-
-@pytest.mark.parametrize('event', ['after_pred', 'before_step', 'after_step'])
-@pytest.mark.parametrize('to', ['fp16', 'bf16'])
-def test_a_file_cannot_be_loaded_in_a_batch(to, event, tmp_path):
-    learn = after_fits(to, tmp_path)
-    learn.save('a')
-    with pytest.raises(RuntimeError, match='batch'):
-        learn.fit(1, cbs=At(event, lambda l: l.training and l.load('a'), 40))
-    assert is_outside_a_fit(learn)
 
 
 @pytest.mark.parametrize('to', ['fp16', 'bf16', 'flat', 'no masters'])
@@ -163,16 +129,6 @@ def test_a_fit_goes_on_from_a_file_that_is_loaded_in_it(to, tmp_path):
 
 
 # -- files that are damaged or not complete
-
-
-def test_a_scale_that_cannot_be_used_is_not_loaded(tmp_path):
-    learn, new = after_fits('overflowing', tmp_path), make('overflowing', path=tmp_path)
-    file, own = learn.save('a'), new.precision.state_dict()
-    content = in_file(file)
-    content['opt'][KEY]['scale'] = float('nan')
-    torch.save(content, file)
-    assert len(told(lambda: new.load('a'), 'Could not load the optimizer state')) == 1
-    assert same(params(new), params(learn)) and new.precision.state_dict() == own
 
 
 @pytest.mark.parametrize('to', ['bf16', 'fp16'])
@@ -283,16 +239,12 @@ def test_files_exports_and_models_are_read_without_the_package(tmp_path):
     for opt in ('adam', 'fused adamw'):
         after_fits('overflowing', tmp_path, opt=opt).save(opt)
     x, expected = torch.randn(3, 6), {}
-    for how in ('fp16', 'to_fp32', 'removed', 'after an exception', 'model'):
+    for how in ('fp16', 'after an exception', 'model'):
         learn = learner(path=tmp_path, opt_func=fastxtend_amp.fused(torch.optim.AdamW))
         learn.to_fp16(fp32_modules='0', init_scale=8.0).fit(1, 0.01)
         if how == 'after an exception':
             with pytest.raises(ZeroDivisionError):
                 learn.fit(1, cbs=At('before_step', lambda l: 1 / 0, 20))
-        if how == 'removed':
-            learn.remove_cb(learn.precision)
-        if how == 'to_fp32':
-            learn.to_fp32()
         expected[how] = learn.model.eval()(x)
         if how == 'model':  # with its precision, and modules kept in fp32
             torch.save(learn.model, tmp_path / 'model.pt')
@@ -301,7 +253,7 @@ def test_files_exports_and_models_are_read_without_the_package(tmp_path):
         told(lambda: learn.export(f'{how}.pkl'))
     torch.save((x, expected), tmp_path / 'expected')
     done = python(WITHOUT, path=str(tmp_path))
-    assert done.stdout == 'read 5\n', done.stderr[-2000:]
+    assert done.stdout == 'read 3\n', done.stderr[-2000:]
 
 
 @pytest.mark.parametrize('event', [None, 'after_batch', 'after_epoch'])

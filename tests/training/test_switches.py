@@ -94,11 +94,23 @@ def test_a_fit_that_was_switched_warns_of_skipped_steps_at_its_end():
     assert len(told(lambda: learn.fit(1, 0.01), 'steps of this fit')) == 1
 
 
-def test_removing_the_callback_in_mid_batch_is_an_error():
-    learn = make('fp16', cbs=[At('before_backward', lambda l: l.remove_cb(l.precision), 40)])
-    with pytest.raises(RuntimeError, match='to_fp32'):
-        learn.fit(1)
-    assert learn.precision and process()[0][0] is False
+NOT_IN_A_BATCH = {
+    'load': lambda l: l.load('a'),
+    'load_state_dict': lambda l: l.precision.load_state_dict(l.precision.state_dict()),
+    'precision_as': lambda l: l.precision_as('fp32').__enter__(),
+    'remove_cb': lambda l: l.remove_cb(l.precision),
+}
+
+
+@pytest.mark.parametrize('event', BATCH[1:7])
+@pytest.mark.parametrize('what', NOT_IN_A_BATCH)
+def test_what_is_an_error_in_a_batch(what, event):
+    for to in ('fp16', 'bf16'):
+        learn, before = make(to), process()
+        cb = learn.precision
+        with pytest.raises(RuntimeError, match='batch'):
+            learn.fit(1, cbs=At(event, lambda l: l.training and NOT_IN_A_BATCH[what](l), 40))
+        assert learn.precision is cb and is_outside_a_fit(learn) and process() == before
 
 
 def test_events_outside_of_one_batch_are_an_error():
@@ -110,16 +122,14 @@ def test_events_outside_of_one_batch_are_an_error():
 
 
 def test_what_every_callback_of_fastai_has():
-    "`run_valid`, `run_train`, `run`, and events set on an instance."
-    for switch, half in (('run_valid', [True, False]), ('run_train', [False, True])):
-        learn, seen, calls = make('bf16'), {}, []
-        learn.add_cb(At('after_pred', lambda l: seen.setdefault(l.training, torch.is_autocast_enabled('cpu')), 20))
+    "`run_valid`, `run_train` and `run`."
+    for switch, expected in (('run_valid', {True: True, False: False}), ('run_train', {True: False, False: True})):
+        learn, seen = make('bf16'), {}
+        learn.add_cb(At('after_pred', lambda l: seen.update({l.training: torch.is_autocast_enabled('cpu')}), 20))
         setattr(learn.precision, switch, False)
-        learn.precision.after_epoch = lambda: calls.append(1)
         learn.fit(1)
-        assert [seen[True], seen[False]] == half and calls == [1]
+        assert seen == expected
         learn.precision.run = False
-        seen.clear()
         learn.fit(1)
         assert not any(seen.values()) and learn.precision.run
         learn.fit(1, cbs=At('after_train', lambda l: setattr(l.precision, 'run', False)))
@@ -168,15 +178,6 @@ def test_two_precision_callbacks_are_an_error():
             add(make('bf16'))
 
 
-def test_one_precision_object_in_two_callbacks_is_an_error():
-    from fastxtend_amp.precisions import FP16 as Precision
-
-    shared = Precision()
-    with pytest.raises(ValueError):
-        for learn in (learner(cbs=MixedPrecision(shared)), learner(cbs=MixedPrecision(shared))):
-            learn.fit(1)
-
-
 def test_channels_last():
     learn = make('fp32', 'conv').to_channelslast(amp_mode='bf16', fp32_modules='3')
     learn.fit(1)
@@ -189,20 +190,18 @@ def test_channels_last():
     assert modes(make('fp32', 'conv').to_channelslast()) == ['fp16']
 
 
-@pytest.mark.parametrize(
-    'features, expected', [('avx512_bf16 avx512_fp16', 'bf16'), ('avx512_fp16', 'fp16'), ('', None)]
-)
-def test_to_amp_is_what_the_device_has(monkeypatch, features, expected):
-    from fastxtend_amp.devices import facts
-
-    monkeypatch.setattr(facts, 'cpu_features', lambda: frozenset(features.split()))
-    learn = learner()
-    dtypes = dtypes_of_batches(learn)
-    told(lambda: (learn.to_amp(loss_scale=256.0), learn.fit(1)))
-    assert set(dtypes) == {{'bf16': BF16, 'fp16': FP16}.get(expected, FP32)}
-    assert {*(learn.precision.scales if learn.precision else [])} == ({256.0} if expected == 'fp16' else set())
-    with learn.amp_context():
-        assert torch.is_autocast_enabled('cpu') == (expected is not None)
+@pytest.mark.parametrize('native', [('bf16', 'fp16'), ('fp16',), ()])
+def test_to_amp_and_auto_are_the_first_native_one(native, monkeypatch):
+    "Each accepts the arguments of the others."
+    set_support(monkeypatch, lambda name: 'native' if name in native else 'emulated')
+    to = [*native, 'fp32'][0]
+    for learn in (learner().to_amp(loss_scale=256.0), learner(cbs=MixedPrecision('auto', loss_scale=256.0))):
+        dtypes = dtypes_of_batches(learn)
+        learn.fit(1)
+        assert {*dtypes} == {TO[to].dtype or FP32}
+        assert {*(learn.precision.scales if learn.precision else [])} == ({256.0} if to == 'fp16' else set())
+        with learn.amp_context():
+            assert torch.is_autocast_enabled('cpu') == (to != 'fp32')
 
 
 # -- for a while
@@ -223,7 +222,7 @@ def test_precision_as_gives_back_the_learners_own(to):
     assert differences(result(learn), result(plain)) == []
 
 
-def test_precision_as_nests_ends_after_an_exception_and_is_an_error_in_a_batch():
+def test_precision_as_nests_and_ends_after_an_exception():
     learn = make('fp16')
     cb = learn.precision
     with pytest.raises(KeyError), learn.precision_as('bf16'):
@@ -231,8 +230,6 @@ def test_precision_as_nests_ends_after_an_exception_and_is_an_error_in_a_batch()
             assert learn.precision is None
         assert modes(learn) == ['bf16']
         raise KeyError
-    with pytest.raises(RuntimeError, match='batch'):
-        learn.fit(1, cbs=At('after_pred', lambda l: l.precision_as('fp32').__enter__()))
     assert learn.precision is cb and left_on(learn.to_fp32()) == []
 
 
@@ -259,21 +256,6 @@ def test_a_precision_object_can_be_used_again_when_its_callback_has_left():
             learn.validate()
     with learn.precision_as(precision), pytest.raises(ValueError, match='another callback'):
         MixedPrecision(precision)
-
-
-def test_auto_ignores_what_other_automatic_precisions_accept(monkeypatch):
-    set_support(monkeypatch, {'bf16': 'native'}.get)
-    assert repr(MixedPrecision('auto', loss_scale=512.0)) == "MixedPrecision('bf16')"
-    assert learner().to_amp(loss_scale=512.0).precision.amp_mode == 'bf16'
-
-
-def test_loops_over_one_batch_of_two_learners_leave_the_compilers_setting():
-    from torch._functorch import config
-
-    learns, before = [learner().to_bf16() for _ in range(2)], config.backward_pass_autocast
-    for learn in (*learns, *learns):
-        over_batches(learn, 1)
-    assert config.backward_pass_autocast == before
 
 
 def test_precision_as_restores_the_precision_whose_modules_are_gone():
