@@ -1,6 +1,5 @@
-"Facts about a device, and how each precision judges them: AMD's and Apple's chips, CPUs, and unknown devices."
+"Facts about a device, and how each precision judges them: NVIDIA's, AMD's and Apple's chips, CPUs, unknown devices."
 
-import pickle
 from pathlib import Path
 
 import pandas as pd
@@ -8,59 +7,79 @@ import pytest, torch
 
 from fastxtend_amp import precision_support
 from fastxtend_amp.devices import facts
+from fastxtend_amp.precisions import fastest_native
 from helpers import *
 
 
 def judged(device):
-    "Return the support for bf16, fp16 and TF32, whether `to_amp()` scales the loss, and why bf16 is judged so."
+    """Return the support for bf16, fp16, TF32 and FP8, what `to_amp()` selects, and why fp16 is judged so.
+
+    The model is on the CPU: fastai moves it to the device of the DataLoaders when the first fit starts.
+    """
     table, learn = precision_support(device).set_index('mode'), learner()
     learn.dls.device = torch.device(device)
     cb = learn.to_amp().precision
-    return *table.support[['bf16', 'fp16', 'tf32']], bool(cb and cb.state_dict()), table.why['bf16']
+    return [*table.support[['bf16', 'fp16', 'tf32', 'fp8']], cb.precision.name if cb else 'fp32'], table.why['fp16']
 
 
-def as_gpu(monkeypatch, capability, name, arch=None):
-    "As if PyTorch found one GPU: AMD's if it has an architecture."
-    properties = type('Properties', (), {'name': name, 'gcnArchName': arch or ''})
+def as_gpu(monkeypatch, gpu, has_bf16=True):
+    "As if PyTorch found one GPU: NVIDIA's by compute capability and name, or AMD's by its architecture."
+    number, _, name = gpu.partition(' ')
+    amd = number.startswith('gfx')
     for fact, value in dict(
         is_available=True,
         device_count=1,
-        get_device_capability=capability,
+        get_device_capability=(10, 3) if amd else tuple(map(int, number.split('.'))),
         get_device_name=name,
-        get_device_properties=properties,
-        is_bf16_supported=True,  # as on ROCm
+        get_device_properties=type('Properties', (), {'name': name, 'gcnArchName': number if amd else ''}),
+        is_bf16_supported=has_bf16,
     ).items():
         monkeypatch.setattr(torch.cuda, fact, lambda *args, value=value, **kwargs: value)
-    monkeypatch.setattr(torch.version, 'hip', None if arch is None else '7.0')
+    monkeypatch.setattr(torch.version, 'hip', '7.0' if amd else None)
 
 
-AMD = {  # support for bf16, fp16, TF32; does `to_amp()` scale the loss?
-    'gfx1010 gfx1012 gfx1030 gfx1031 gfx1032 gfx1035': ('unsupported', 'native', 'unsupported', True),
-    'gfx900 gfx906 gfx909 gfx90c': ('emulated', 'native', 'unsupported', True),
-    'gfx908 gfx90a gfx90a:sramecc+:xnack- gfx1100 gfx1201': ('native', 'native', 'unsupported', False),
-    'gfx940 gfx942 gfx942:sramecc+:xnack-': ('native', 'native', 'native', False),
+GPUS = {  # support for bf16, fp16, TF32 and FP8, and what `to_amp()` selects
+    'emulated emulated unsupported emulated fp32': """5.2; 6.1; 7.5 NVIDIA GeForce GTX 1650; 7.5 NVIDIA T600;
+        7.5 NVIDIA GeForce GTX 1660 Ti; 7.5 NVIDIA GeForce MX450; 7.5 NVIDIA T1000 8GB;
+        7.5 Quadro T2000 with Max-Q Design""",
+    'emulated native unsupported emulated fp16': """6.0; 7.5 Tesla T4; 7.5 NVIDIA GeForce RTX 2080 Ti; 7.5 TITAN RTX;
+        7.5 Quadro RTX 5000; gfx900; gfx906; gfx909; gfx90c""",
+    'unsupported native unsupported unsupported fp16': 'gfx1010; gfx1012; gfx1030; gfx1031; gfx1032; gfx1035',
+    'native native unsupported emulated bf16': 'gfx908; gfx90a; gfx90a:sramecc+:xnack-; gfx1100; gfx1201',
+    'native native native emulated bf16': '8.0; gfx940; gfx942; gfx942:sramecc+:xnack-',
+    'native native native native bf16': '8.9; 12.0',
 }
 
 
-@pytest.mark.parametrize('arch, expected', [(arch, AMD[names]) for names in AMD for arch in names.split()])
-def test_amd_gpus(monkeypatch, arch, expected):
-    as_gpu(monkeypatch, (10, 3), 'AMD Radeon', arch)
-    *found, why = judged('cuda')
-    assert found == [*expected] and facts.amd_architecture(torch.device('cuda')) == arch.partition(':')[0]
-    if expected[0] != 'native':
-        assert arch in why
-    if expected[0] == 'unsupported':  # an error before the first batch, where bf16 would end the process
-        learn = learner()
-        learn.dls.device = torch.device('cuda', 0)
-        with pytest.raises(ValueError, match=rf'(?s)bf16.*{arch}.*learn\.to_fp16\(\)'), learn.to_bf16().amp_context():
-            pass
+@pytest.mark.parametrize(
+    'gpu, expected', [(gpu.strip(), expected) for expected, gpus in GPUS.items() for gpu in gpus.split(';')]
+)
+def test_gpus(monkeypatch, gpu, expected):
+    as_gpu(monkeypatch, gpu)
+    found, why = judged('cuda')
+    assert found == expected.split() and gpu.partition(' ')[0].partition(':')[0] in why
+    assert {'cpu', 'cuda:0'} <= {*precision_support().device}
+    assert fastest_native(torch.device('cuda'), ['bf16', 'fp16']) is None
 
 
-def test_an_nvidia_gpu_has_no_amd_architecture(monkeypatch):
-    as_gpu(monkeypatch, (8, 6), 'NVIDIA GeForce RTX 3090')
-    gpu = torch.device('cuda', 0)
-    assert (facts.cuda_capability(gpu), facts.gpu_name(gpu)) == ((8, 6), 'NVIDIA GeForce RTX 3090')
-    assert facts.amd_architecture(gpu) is None
+@pytest.mark.parametrize('gpu', ['gfx1030', '7.5 Tesla T4'])
+def test_a_gpu_where_bf16_would_end_the_process(monkeypatch, gpu):
+    "An error before the first batch."
+    as_gpu(monkeypatch, gpu, has_bf16=False)
+    learn = learner()
+    learn.dls.device = torch.device('cuda', 0)
+    with (
+        pytest.raises(ValueError, match=r"(?s)bf16.*'cuda:0'.*use `learn\.to_fp16\(\)`"),
+        learn.to_bf16().amp_context(),
+    ):
+        pass
+
+
+def test_an_intel_gpu_without_fp64_does_not_scale_the_loss(monkeypatch):
+    monkeypatch.setattr(torch.xpu, 'is_available', lambda: True)
+    monkeypatch.setattr(torch.xpu, 'get_device_capability', lambda d=None: {'has_fp64': False, 'has_fp16': True})
+    table = precision_support('xpu').set_index('mode')
+    assert table.support['fp16'] == 'unsupported' and 'float64' in table.why['fp16']
 
 
 CHIPS = {'emulated': ('M1', 'M1 Pro', 'M1 Ultra', 'M2', 'M2 Ultra'), 'native': ('M3', 'M3 Pro', 'M4 Max', 'M10', 'M12')}
@@ -70,24 +89,24 @@ CHIPS = {'emulated': ('M1', 'M1 Pro', 'M1 Ultra', 'M2', 'M2 Ultra'), 'native': (
 def test_apple_chips(monkeypatch, chip, bf16):
     monkeypatch.setattr(torch.backends.mps, 'is_available', lambda: True)
     monkeypatch.setattr(facts, 'apple_chip', lambda: chip)
-    *found, why = judged('mps')
-    assert found == [bf16, 'native', 'unsupported', bf16 == 'emulated'] and chip in why
+    found, _ = judged('mps')
+    assert found == [bf16, 'native', 'unsupported', 'emulated', 'bf16' if bf16 == 'native' else 'fp16']
 
 
-@pytest.mark.parametrize(
-    'flags, bf16, fp16',  # the relevant ones of /proc/cpuinfo
-    [
-        ('avx2 avx512f avx512bw avx512vl', 'emulated', 'emulated'),  # Intel Skylake-SP
-        ('avx2 avx512f avx512bw avx512vl avx512_vnni avx512_bf16', 'native', 'emulated'),  # Cooper Lake, Ryzen 7000
-        ('avx2 fma f16c', 'emulated', 'emulated'),  # AMD Ryzen 5000
-        ('avx512f avx512_bf16 avx512_fp16 amx_bf16 amx_tile amx_int8', 'native', 'native'),  # Intel Sapphire Rapids
-        ('fp asimd fphp asimdhp', 'emulated', 'native'),  # AWS Graviton2
-        ('fp asimd fphp asimdhp svebf16 bf16', 'native', 'native'),  # AWS Graviton3
-    ],
-)
-def test_cpus_by_their_flags(monkeypatch, flags, bf16, fp16):
+CPUS = {  # the relevant ones of the flags in /proc/cpuinfo
+    'avx2 avx512f avx512bw avx512vl': 'emulated emulated unsupported emulated fp32',  # Intel Skylake-SP
+    'avx512f avx512_vnni avx512_bf16': 'native emulated unsupported emulated bf16',  # Cooper Lake, Ryzen 7000
+    'avx2 fma f16c': 'emulated emulated unsupported emulated fp32',  # AMD Ryzen 5000
+    'avx512f avx512_bf16 avx512_fp16 amx_bf16 amx_tile': 'native native unsupported emulated bf16',  # Sapphire Rapids
+    'fp asimd fphp asimdhp': 'emulated native unsupported emulated fp16',  # AWS Graviton2
+    'fp asimd fphp asimdhp svebf16 bf16': 'native native unsupported emulated bf16',  # AWS Graviton3
+}
+
+
+@pytest.mark.parametrize('flags', CPUS)
+def test_cpus_by_their_flags(monkeypatch, flags):
     monkeypatch.setattr(facts, 'cpu_features', lambda: frozenset(flags.split()))
-    assert judged('cpu')[:4] == (bf16, fp16, 'unsupported', bf16 == 'emulated' and fp16 == 'native')
+    assert judged('cpu')[0] == CPUS[flags].split()
 
 
 def test_this_machine(monkeypatch):
@@ -108,9 +127,8 @@ def test_devices_without_a_rule(device, bf16, why):
 
 
 @pytest.mark.parametrize('width', [40, 80])
-def test_the_table_is_a_data_frame_that_is_printed_whole(width):
+def test_the_table_is_printed_whole(width):
     table = precision_support('cpu')
     with pd.option_context('display.width', width, 'display.max_columns', 0):
         assert repr(table) == str(table) and '...' not in str(table)
-    assert isinstance(table, pd.DataFrame) and pickle.loads(pickle.dumps(table)).equals(table)
     assert all(str(x) in str(table) for x in (*table, *table.values.flat))
