@@ -2,6 +2,7 @@
 
 import fastai.callback.schedule  # noqa: F401  patches Learner
 import pytest
+from contextlib import nullcontext
 from fastai.optimizer import Lamb, QHAdam, RAdam, RMSProp, ranger
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
@@ -9,7 +10,7 @@ from torch.nn.utils import parametrizations, prune
 from training.rows import *
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*emulated.*', 'ignore:.*enable_nested_tensor.*', 'ignore:.*16-bit.*')
-OWN = {**OPTS, 'momentum': partial(SGD, mom=0.9), 'l2': partial(SGD, mom=0.9, decouple_wd=False), 'plain sgd': SGD}
+OWN = {**OPTS, 'l2': partial(SGD, mom=0.9, decouple_wd=False), 'plain sgd': SGD}
 OWN.update({'rms_prop': partial(RMSProp, mom=0.9), 'radam': RAdam, 'qhadam': QHAdam, 'lamb': Lamb, 'ranger': ranger})
 FLAT, NONE = dict(flat_master=True), dict(master_weights=False)
 
@@ -80,7 +81,7 @@ def test_trains_as_under_autocast():
     assert alike(fp16, flat) and fp16.precision.skips == flat.precision.skips and flat.precision.n_skipped >= 2
 
 
-@pytest.mark.parametrize('opt', ['plain sgd', 'momentum', 'l2', 'adam', 'rms_prop', 'radam', 'qhadam'])
+@pytest.mark.parametrize('opt', ['plain sgd', 'sgd', 'l2', 'adam', 'rms_prop', 'radam', 'qhadam'])
 def test_fastais_optimizers_step_the_same_on_flat_masters(opt):
     "Groups, frozen ones, weight decay that spares some parameters, schedules, `lr_find`, and fp32 afterwards."
 
@@ -108,14 +109,14 @@ class InStep(Learner):
 
 
 def test_only_the_optimizers_step_has_flat_parameters():
-    seen, entries = [], set()
-    look = At('after_step', lambda l: entries.add((*map(len, l.opt.param_lists), len(l.opt.state))), 11)
+    "Those of the first group with the state of batch norm, which trains when it is frozen, are apart."
+    inside, outside = [], []
+    note = lambda l, seen: seen.append([[p.numel() for p in pl] for pl in l.opt.param_lists])
+    look = At('after_step', lambda l: note(l, outside), 11)
     learn = learner(opt_func=Adam, cls=InStep, splitter=two_groups, cbs=look, wd_bn_bias=True).to_half_weights(**FLAT)
-    learn.look = lambda l: seen.append([[p.numel() for p in pl] for pl in l.opt.param_lists])
-    after(learn)
-    assert seen == [[[56, 16], [9]]] * 12 and entries == {
-        (4, 2, 6)
-    }  # the state of batch norm differs: it also trains when frozen
+    learn.look = lambda l: note(l, inside)
+    after(learn, 1)
+    assert inside == [[[56, 16], [9]]] * 6 and outside == [[[48, 8, 8, 8], [8, 1]]] * 6
 
 
 def new_gradients(l):
@@ -132,10 +133,6 @@ def loaded(l):
     l.opt.load_state_dict(copy.deepcopy(l.opt.state_dict()))
 
 
-def reordered(l):
-    l.opt.param_lists[0] = l.opt.param_lists[0][::-1]
-
-
 def frozen_layer(l):
     l.model[0].requires_grad_(False).zero_grad()
 
@@ -148,7 +145,7 @@ def failing(l):
     raise core.CancelStepException
 
 
-@pytest.mark.parametrize('change', [new_gradients, new_weights, loaded, reordered, frozen_layer, decaying, failing])
+@pytest.mark.parametrize('change', [new_gradients, new_weights, loaded, frozen_layer, decaying, failing])
 def test_what_a_callback_replaces_is_joined_again(change):
     event = 'before_step' if change in (new_gradients, failing) else 'after_batch'
     cbs = At(event, lambda l: third(l) and change(l), 40)
@@ -222,13 +219,15 @@ def test_modules_kept_in_fp32_keep_their_weights(kept, expected):
 
 
 def test_frozen_weights_are_not_rounded():
-    learn = without(splitter=two_groups)
+    "Nor are they in a fit, where a file may be saved."
+    seen = []
+    learn = without(splitter=two_groups, cbs=At('after_step', lambda l: seen.append(params(l)[0]), 11))
     for _ in range(2):
         with torch.no_grad():
             frozen = learn.model[0].weight.mul_(1.001).clone()  # no bf16 numbers
         learn.freeze()
         learn.fit(1, 0.01)
-        assert torch.equal(learn.model[0].weight, frozen)
+        assert same([*seen[-6:], learn.model[0].weight], [frozen] * 7)
         learn.unfreeze()
         learn.fit(1, 0.01)  # optimi would use Triton for a group without gradients
         assert not torch.equal(learn.model[0].weight, frozen) and is_fp32(learn)
@@ -243,26 +242,25 @@ def test_the_first_rounding_is_kept():
 
 
 def test_a_fit_that_ends_before_its_first_step_changes_no_weight():
-    for exc in (RuntimeError, core.CancelFitException):
-        learn = without()
-        before = params(learn)
-        try:
-            learn.fit(1, cbs=At('before_step', lambda l: (_ for _ in ()).throw(exc('stop'))))
-        except RuntimeError:
-            pass
-        assert same(before, params(learn))
+    learn = without()
+    before = params(learn)
+    with pytest.raises(ZeroDivisionError):
+        learn.fit(1, cbs=At('before_step', lambda l: 1 / 0))
+    assert same(before, params(learn))
 
 
-def test_small_updates_are_kept_in_a_fit_and_from_fit_to_fit():
+@pytest.mark.parametrize('lr', [1e-4, 3e-9])
+def test_small_updates_are_kept_in_a_fit_and_from_fit_to_fit(lr):
+    "Half a unit below 1 is 2e-3 in bf16, and 3e-8 in fp32; a fit takes 6 steps."
     learn = learner(linear(), opt_func=kahan('SGD', weight_decay=0.0))
     learn.fit(1, 0.0)  # in fp32, for which optimi would not make it by itself
     with torch.no_grad():
         learn.model.weight.fill_(1.0)
     learn.add_cb(At('before_step', lambda l: l.model.weight.grad.fill_(1.0), order=12))
-    learn.to_half_weights(**NONE).fit(10, 1e-4)
+    learn.to_half_weights(**NONE).fit(10, lr)
     for _ in range(10):
-        learn.fit(1, 1e-4)  # 6 steps of 1e-4; half a unit of bf16 below 1 is 2e-3
-    assert torch.allclose(learn.model.weight, torch.full((1, 6), 1 - 120e-4), atol=1e-4)
+        learn.fit(1, lr)
+    assert torch.allclose(learn.model.weight, torch.full((1, 6), 1 - 120 * lr), rtol=0, atol=20 * lr)
 
 
 def test_files_and_copies_made_in_a_fit(tmp_path):
@@ -285,20 +283,18 @@ def test_files_and_copies_made_in_a_fit(tmp_path):
 
 
 @pytest.mark.parametrize('with_opt', [True, False])
-@pytest.mark.parametrize('event', ['after_epoch', 'after_train', 'after_batch'])
-def test_a_file_loaded_in_a_fit_is_loaded_exactly(event, with_opt, tmp_path):
+@pytest.mark.parametrize('event, tol', [('after_epoch', 0), ('after_train', 0), ('after_batch', 1e-3)])
+def test_a_file_loaded_in_a_fit_is_loaded_exactly(event, tol, with_opt, tmp_path):
     "Not the file plus the rounding errors of other weights, also where training goes on."
-    best = learner(mlp(1), opt_func=kahan('SGD'))
+    best, learn = (learner(mlp(seed), opt_func=kahan('SGD'), path=tmp_path) for seed in (1, 0))
     best.fit(1, 1e-6)
-    file, learn = best.save(tmp_path / 'best').with_suffix(''), learner(opt_func=kahan('SGD')).to_half_weights(**NONE)
+    best.save('best')
     with torch.no_grad():
         [p.mul_(300.0) for p in learn.model.parameters()]  # with a large compensation
-    load = At(event, lambda l: (event != 'after_batch' or third(l)) and l.load(file, with_opt=with_opt), 80)
-    learn.fit(1, 1e-6, cbs=load)
+    load = At(event, lambda l: (event != 'after_batch' or third(l)) and l.load('best', with_opt=with_opt), 80)
+    learn.to_half_weights(**NONE).fit(1, 1e-6, cbs=load)
     for p, q in zip(params(learn), params(best)):
-        torch.testing.assert_close(
-            p, q, **(dict(rtol=1e-3, atol=1e-3) if event == 'after_batch' else dict(rtol=0, atol=0))
-        )
+        torch.testing.assert_close(p, q, rtol=tol, atol=tol)
 
 
 # -- what does not fit
@@ -339,15 +335,16 @@ def test_optimizers_and_parameters_that_do_not_fit(expected):
     expected('half_weights', '\n'.join(lines))
 
 
-@pytest.mark.parametrize('kwargs, opt, then', [(FLAT, 'adam', 'fused adamw'), (NONE, 'kahan', 'adam')])
-def test_an_optimizer_that_is_exchanged_in_a_fit_leaves_no_half_weights(kwargs, opt, then):
-    exchange = At('after_batch', lambda l: setattr(l, 'opt', OWN[then](l.splitter(l.model), lr=0.01)))
+FLAT_ERROR = pytest.raises(ValueError, match='flat_master=True cannot be used with AdamW')
+
+
+@pytest.mark.parametrize('kwargs, opt, ends', [(FLAT, 'adam', FLAT_ERROR), (NONE, 'kahan', nullcontext())])
+def test_an_optimizer_that_is_exchanged_in_a_fit_leaves_no_half_weights(kwargs, opt, ends):
+    exchange = At('after_batch', lambda l: third(l) and setattr(l, 'opt', OWN['adamw'](l.splitter(l.model), lr=0.01)))
     learn = built(opt=opt, **kwargs)
-    try:
+    with ends:
         learn.fit(1, 0.01, cbs=exchange)
-    except ValueError as e:
-        assert 'flat_master=True cannot be used with AdamW' in str(e)
-    assert is_fp32(learn) and not torch.is_autocast_enabled('cpu')
+    assert is_fp32(learn) and dtypes_agree(learn) and not torch.is_autocast_enabled('cpu')
     after(learn.to_bf16())
 
 
@@ -372,7 +369,7 @@ def test_stochastic_rounding():
 
 
 def test_several_processes(tmp_path):
-    "DDP trains with master weights, also flat ones; without them DDP and FSDP2 raise an error."
+    "DDP trains with flat master weights; without them DDP and FSDP2 raise an error."
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -381,9 +378,7 @@ def test_several_processes(tmp_path):
 
     torch.distributed.init_process_group('gloo', init_method=f'file://{tmp_path}/store', rank=0, world_size=1)
     try:
-        assert alike(
-            *(after(built(to, ddp(), **kw)) for to, kw in (('bf16', {}), ('half_weights', {}), ('half_weights', FLAT)))
-        )
+        assert alike(after(built('bf16', ddp())), after(built(model=ddp(), **FLAT)))
         sharded = lambda: fully_shard(mlp(), mesh=init_device_mesh('cpu', (1,)))
         for learn, words in (
             (without(ddp()), 'DistributedData'),
