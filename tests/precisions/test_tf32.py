@@ -4,7 +4,6 @@ import pytest
 
 from fastxtend_amp import AMPMode, precision_support
 from fastxtend_amp.devices.fp32_settings import FP32_SETTINGS, TF32_SETTINGS, fp32_settings, get_fp32_setting
-from fastxtend_amp.insight.candidates import candidates
 from training.rows import *
 
 
@@ -12,50 +11,41 @@ def values():
     return {key: get_fp32_setting(*key) for key in FP32_SETTINGS}
 
 
-class Notes(torch.autograd.Function):
-    seen: list = []
-
-    @staticmethod
-    def note(x):
-        in_tf32 = {values()[name] for name in TF32_SETTINGS} == {'tf32'}
-        Notes.seen.append(in_tf32 and not torch.is_autocast_enabled('cpu') and x.dtype)
-        return x.clone()
-
-    forward = staticmethod(lambda ctx, x: Notes.note(x))
-    backward = staticmethod(lambda ctx, g: Notes.note(g))
-
-
-class Noting(nn.Module):
-    def forward(self, x):
-        return Notes.apply(x)
-
-
 def noting(**kwargs):
-    Notes.seen.clear()
-    return learner(nn.Sequential(nn.Linear(6, 8), Noting(), nn.Linear(8, 1)), **kwargs)
+    "A learner, and what its last layer notes, forward and backward: the dtype in TF32, otherwise False."
+    learn, seen = learner(net(), **kwargs), []
+
+    def note(module, given, out):
+        in_tf32 = {values()[name] for name in TF32_SETTINGS} == {'tf32'}
+        seen.append(in_tf32 and not torch.is_autocast_enabled('cpu') and out[0].dtype)
+
+    learn.model[2].register_forward_hook(note)
+    learn.model[2].register_full_backward_hook(note)
+    return learn, seen
 
 
 @pytest.mark.parametrize('users', [{}, {('mkldnn', 'matmul'): 'bf16', ('cuda', 'matmul'): 'tf32'}])
 def test_operators_run_in_tf32_forward_and_backward(users, with_tf32):
-    learn = noting(dls=loaders(8)).to_tf32()
+    learn, seen = noting(dls=loaders(8))
+    learn.to_tf32()
     with fp32_settings(users):
         before = values()
         learn.fit(1)
-        assert Notes.seen == [FP32] * (2 * 2 + 2)  # two batches forward and backward, and two of validation
+        assert seen == [FP32] * (2 * 2 + 2)  # two batches forward and backward, and two of validation
         learn.validate()
         with learn.amp_context():
             learn.model(torch.ones(1, 6))
-        assert Notes.seen == [FP32] * 9 and values() == before
+        assert seen == [FP32] * 9 and values() == before
 
 
 def test_a_validation_in_a_fit_and_a_switch_in_mid_fit(with_tf32):
-    before, learn = values(), noting().to_tf32()
-    learn.fit(1, cbs=At('after_train', lambda l: l.validate(), 20))
-    assert all(Notes.seen) and values() == before
+    before, (learn, seen) = values(), noting()
+    learn.to_tf32().fit(1, cbs=At('after_train', lambda l: l.validate(), 20))
+    assert {*seen} == {FP32} and values() == before
     for start, to, dtypes in (('tf32', 'fp32', [FP32, False]), ('bf16', 'tf32', [False, FP32])):
-        Notes.seen.clear()
+        seen.clear()
         TO[start](learn).fit(1, cbs=At('before_batch', lambda l: third(l) and TO[to](l)))
-        assert Notes.seen == dtypes[:1] * 6 + dtypes[1:] * 8 and values() == before
+        assert seen == dtypes[:1] * 6 + dtypes[1:] * 8 and values() == before
 
 
 def test_where_there_is_none_the_reason_is_given():
@@ -69,7 +59,6 @@ def test_where_there_is_none_the_reason_is_given():
 
 def test_in_a_comparison(with_tf32):
     learn = learner()
-    assert [p.name for p in candidates(learn)][-1] == 'tf32'
     found = learn.compare_precision(['tf32', 'bf16'], 4, n_seeds=0)
     tf32, fp32, bf16 = (found.losses[name] for name in ('tf32', 'fp32', 'bf16'))
     assert tf32 == fp32[: len(tf32)] and bf16[0] != fp32[0]  # on a CPU; what is slow leaves the rounds early
