@@ -8,23 +8,20 @@ import copy, importlib.util, os, pickle
 from pathlib import Path
 
 import pytest, torch
+from torch.utils._pytree import tree_map_only
 from fastai.callback.training import GradientAccumulation, GradientClip
 from fastai.learner import load_learner
-from fastai.optimizer import Lookahead
 
 import helpers
 from devices.simulated import is_installed, options, waits
 from fastxtend_amp import precision_support
 from helpers import *
+from training import rows
 
 CPU = torch.device('cpu')
 
 
-def lookahead(params, **kwargs):
-    return Lookahead(Adam(params, **kwargs), k=3)
-
-
-OPTS = {**OPTIMIZERS, 'lookahead': lookahead, 'nadam': partial(OptimWrapper, opt=torch.optim.NAdam)}
+OPTS = {**rows.OPTS, 'nadam': partial(OptimWrapper, opt=torch.optim.NAdam)}
 SCALING = dict(init_scale=2.0**20, growth_interval=3)  # overflows at the start and whenever it has grown
 
 
@@ -68,19 +65,19 @@ def places(learn):
     return {p.device.type for p in learn.model.parameters()}
 
 
+def on_cpu(learn):
+    return tree_map_only(torch.Tensor, torch.Tensor.cpu, {**rows.result(learn), 'scales': []})
+
+
 def assert_alike(a, b):
-    "Parameters, buffers, the optimizer's memory and the loss scale are the same; on a real device, nearly so."
-
-    def on_cpu(x):
-        return [{k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in s.items()} for s in x]
-
-    tol = 0 if is_installed() else 1e-6 if places(a) == places(b) else 0.05
-    state = lambda learn: learn.model.state_dict().values() if is_installed() else learn.model.parameters()
-    for x, y in zip(*([t.cpu() for t in state(l)] for l in (a, b)), strict=True):
-        assert torch.allclose(x, y, rtol=tol, atol=tol)
+    "Weights, buffers, optimizer and loss scale are the same; on a real device, weights and scale nearly so."
     assert (a.precision and a.precision.state_dict()) == (b.precision and b.precision.state_dict())
     if is_installed():
-        assert same_state(on_cpu(opt_state(a.opt)), on_cpu(opt_state(b.opt)))
+        assert rows.differences(on_cpu(a), on_cpu(b)) == []
+        return
+    tol = 1e-6 if places(a) == places(b) else 0.05
+    for x, y in zip(params(a), params(b), strict=True):
+        torch.testing.assert_close(x.cpu(), y.cpu(), rtol=tol, atol=tol)
 
 
 # -- training
@@ -113,11 +110,10 @@ def test_numbers_are_the_cpus(mode, opt, device):
 
 
 def test_fp32_modules_and_predictions(device):
-    learn, seen = learner().to_bf16(fp32_modules='3'), {}
-    for name in '03':
-        learn.model[int(name)].register_forward_hook(lambda m, i, o, n=name: seen.setdefault(n, set()).add(o.dtype))
+    learn = learner().to_bf16(fp32_modules='3')
+    seen = output_dtypes(learn, learn.model[0], learn.model[3])
     learn.fit(1, 0.01)
-    assert seen == {'0': {torch.bfloat16}, '3': {torch.float32}} and learn.get_preds()[0].dtype is torch.float32
+    assert seen == [torch.bfloat16, torch.float32] * 6 and learn.get_preds()[0].dtype is torch.float32
     with learn.amp_context():
         assert torch.is_autocast_enabled(device.type)
     assert not torch.is_autocast_enabled(device.type)
@@ -134,17 +130,21 @@ def test_fp32_modules_and_predictions(device):
     ],
 )
 def test_after_an_exception_nothing_is_left(event, mode, opt):
-    def stop(l):
-        if l.train_iter == 1:
-            raise KeyboardInterrupt
-
     learn, before = build(mode, opt, scaling=dict(init_scale=256.0)), autocast_state()
-    with pytest.raises(KeyboardInterrupt):
-        learn.fit(1, 0.01, cbs=At(event, stop, 11))
+    with pytest.raises(ZeroDivisionError):
+        learn.fit(1, 0.01, cbs=At(event, lambda l: 1 / (l.train_iter != 1), 11))
     assert autocast_state() == before and is_outside_a_fit(learn)
     weights = params(learn)
     learn.fit(1, 0.01)
     assert autocast_state() == before and finite(learn) and not same(params(learn), weights)
+
+
+def test_a_scale_that_falls_to_0_on_the_device_lets_no_nan_pass(sim):
+    "As the host learns of the skips at the end of the epoch; it starts the scale again."
+    learn = build('fp16', 'fused adamw', scaling=dict(init_scale=256.0, backoff_factor=2.0**-40))
+    told(lambda: learn.fit(2, 0.01, cbs=spoil_at(1, 2, 3, 4)))  # the first step creates the state
+    assert learn.precision.skips == [False] + [True] * 4 + [False] * 7
+    assert finite(learn) and learn.precision.scale == 256.0
 
 
 # -- files and copies
@@ -285,13 +285,9 @@ def test_tensors_of_two_devices_do_not_come_together(device, sim):
 def test_after_an_interrupt_training_goes_on_on_another_device(device, opt, event, sim):
     "The history of both is read, in each epoch, by `scales`, and by a copy."
 
-    def interrupt(l):
-        if l.train_iter >= 3:
-            raise KeyboardInterrupt
-
     learn = build('fp16', opt, scaling=dict(init_scale=256.0))
-    with pytest.raises(KeyboardInterrupt):
-        learn.fit(1, cbs=At(event, interrupt, 20))
+    with pytest.raises(ZeroDivisionError):
+        learn.fit(1, cbs=At(event, lambda l: 1 / (l.train_iter < 3), 20))
     for there in (CPU, device, CPU):
         n = len(learn.precision.scales) if there is device else None
         learn.dls = loaders(device=there)

@@ -6,6 +6,7 @@ import pytest, torch
 
 from fastxtend_amp import precision_support
 from helpers import *
+from training.rows import net
 
 pytestmark = pytest.mark.cuda
 HALVES = pytest.mark.parametrize('mode', ['fp16', 'bf16'])
@@ -14,11 +15,6 @@ HALVES = pytest.mark.parametrize('mode', ['fp16', 'bf16'])
 def build(mode, model=None, opt='adam', rows=48, **kwargs):
     learn = learner(model, loaders(rows, device=torch.device('cuda', 0), **kwargs), opt_func=OPTIMIZERS[opt])
     return getattr(learn, f'to_{mode}')(**(dict(init_scale=256.0) if mode == 'fp16' else {}))
-
-
-def small():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
 
 
 def test_support_is_what_the_card_says():
@@ -69,7 +65,7 @@ def test_a_step_needs_less_memory_than_in_fp32(mode):
 
 @HALVES
 def test_cuda_graphs(mode):
-    eager, graphs = (build(mode, small()) for _ in range(2))
+    eager, graphs = (build(mode, net()) for _ in range(2))
     graphs.model = torch.compile(graphs.model, mode='reduce-overhead')
     for learn in (eager, graphs):
         learn.fit(4, 0.01)
@@ -77,9 +73,9 @@ def test_cuda_graphs(mode):
 
 
 def test_data_parallel_computes_in_fp16_and_raises_an_error_in_bf16():
-    learn = build('fp16', nn.DataParallel(small().cuda()))
+    learn = build('fp16', nn.DataParallel(net().cuda()))
     dtypes = output_dtypes(learn, learn.model.module[0])
     learn.fit(1, 0.01)
     assert {*dtypes} == {torch.float16}
     with pytest.raises(ValueError, match='nn.DataParallel supports only fp16 '):
-        build('bf16', nn.DataParallel(small().cuda())).fit(1)
+        build('bf16', nn.DataParallel(net().cuda())).fit(1)

@@ -14,14 +14,14 @@ from fastai.callback.training import GradientAccumulation, GradientClip
 from fastai.distributed import DistributedDL
 
 from helpers import *
+from training import rows
 
 N, BS, BAD = 48, 4, 2  # 24 samples for each rank, 6 batches an epoch; the batch in which training fails
 DTYPES = {'fp32': torch.float32, 'fp16': torch.float16, 'bf16': torch.bfloat16}
 
 
 def net():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
+    model = rows.net()
     model.register_buffer('whole', torch.ones(1))  # which FSDP2 does not shard
     return model
 
