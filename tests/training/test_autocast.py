@@ -161,7 +161,6 @@ def test_data_parallel_that_would_not_compute_in_it(to, more, words):
 
 N_BATCHES = 4
 AT_ONCE = 1 if ismin_torch('2.13') else N_BATCHES  # casts of a weight in a validation; older ones cast in each batch
-on_a_cpu = pytest.mark.skipif(DEVICE.type != 'cpu', reason="the simulated device's autocast keeps no casts")
 
 
 def clear():
@@ -196,7 +195,6 @@ def ready(to='bf16', model='mlp', cbs=(), **kwargs):
     return learn
 
 
-@on_a_cpu
 def test_each_weight_is_cast_once():
     learn, once = ready(), dict.fromkeys(['0.weight', '0.bias', '3.weight', '3.bias'], AT_ONCE)
     assert counted(learn, learn.get_preds) == counted(learn, learn.validate) == once
