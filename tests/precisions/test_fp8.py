@@ -121,6 +121,7 @@ def test_files_load_without_torchao(tmp_path):
 
 @pytest.mark.parametrize('how', ['wrapped', 'in place', pytest.param('inductor', marks=pytest.mark.slow)])
 def test_compiled(how):
+    torch._dynamo.reset()  # PyTorch compiles a function eight times in a process
     backend = 'inductor' if how == 'inductor' else 'aot_eager'
     learn, theirs = (make('fp32', 'wide', dls=loaders(48, 16)) for _ in range(2))
     theirs.model = torch.compile(in_torchao(theirs.model), backend=backend)
