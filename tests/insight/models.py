@@ -7,7 +7,7 @@ from fastai.optimizer import Adam
 from torch import nn
 from torch.nn import functional as F
 
-from helpers import Data, learner, loaders
+from helpers import Data, dataset, learner, loaders
 from states import Act
 
 
@@ -27,6 +27,16 @@ def inner(f, n=32, n_mid=None):
     "The same, with the arithmetic in a module."
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, n), Act(f), nn.Linear(n_mid or n, 1))
+
+
+def layers(*middle):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), *middle, nn.Linear(8, 1))
+
+
+def large(factor):
+    "Data with inputs that are multiplied."
+    return loaders(train=Data(dataset().tensors[0] * factor, dataset().tensors[1]))
 
 
 def report_on(model, mode='fp16', device=None, dls=None, **kwargs):

@@ -1,6 +1,6 @@
 "Learners with state in every place, a snapshot of that state, and modules that several tests need."
 
-import math, random, time
+import math, random, re, time
 
 import numpy as np
 import torch
@@ -8,13 +8,16 @@ from fastai.callback.core import Callback
 from fastai.callback.rnn import rnn_cbs
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
-from fastai.learner import AvgMetric
-from fastai.optimizer import Adam
+from fastai.learner import AvgMetric, Metric
+from fastai.optimizer import Adam, _BaseOptimizer
 from fastai.text.models.awdlstm import AWD_LSTM
 from fastai.text.models.core import LinearDecoder, SequentialRNN
+from fastcore.foundation import L
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from fastxtend_amp.insight.candidates import own_precision
+from fastxtend_amp.precisions import Precision
 from helpers import OPTIMIZERS, At, Data, autocast_state, dataset, learner
 
 
@@ -172,55 +175,42 @@ def language_model():
     return learn
 
 
-def bits(learn, optimizer=True):
-    "Return the whole state as plain comparable values, with the identity and memory of each tensor."
+KINDS = (nn.Module, Callback, Metric, DataLoaders, DataLoader, _BaseOptimizer)
+KINDS += (torch.optim.Optimizer, torch.amp.GradScaler, Precision, TensorDataset)
 
-    def tensor(t):
-        if t is None:
-            return None
-        has_bytes = t.numel() and t.dim()
-        values = bytes(t.detach().contiguous().view(torch.uint8).numpy()) if has_bytes else t.detach().tolist()
-        return id(t), t.data_ptr(), t.dtype, tuple(t.shape), t.requires_grad, values
 
-    def plain(o, depth=0):
+def bits(learn):
+    "Return the whole state as text, by attribute of the learner, with the identity and memory of each tensor."
+
+    def plain(o, seen):
+        inside = lambda *parts: [plain(part, seen) for part in parts]
         if isinstance(o, torch.Tensor):
-            return tensor(o)
+            grad = plain(o.grad, seen) if o.is_leaf else 'a graph'
+            return id(o), o.data_ptr(), o.dtype, o.requires_grad, o.detach().tolist(), grad
         if isinstance(o, dict):
-            return [(k if isinstance(k, (str, int)) else id(k), plain(v, depth + 1)) for k, v in o.items()]
-        if isinstance(o, (list, tuple)):
-            return [type(o).__name__, id(o) if isinstance(o, list) else 0, *[plain(v, depth + 1) for v in o]]
+            return id(o), [inside(*item) for item in o.items()]
+        if isinstance(o, (list, tuple, L)):
+            return isinstance(o, tuple) or id(o), inside(*o)
         if isinstance(o, random.Random):
             return id(o), o.getstate()
-        if isinstance(o, (int, float, str, bool, type(None), bytes, bytearray)):
-            return o if o == o else 'nan'
-        return id(o)
+        if isinstance(o, (int, float, str, bytes, type(None), np.ndarray)):
+            return o
+        if id(o) in seen or not isinstance(o, KINDS):
+            return id(o)
+        return id(o), plain(vars(o), seen | {id(o)})
 
-    model = learn.model
-    state = {
-        'modules': [(n, id(m), m.training, plain(m.__dict__)) for n, m in model.named_modules()],
-        'grads': [(n, tensor(p), tensor(p.grad)) for n, p in model.named_parameters()],
-        'learn': plain(learn.__dict__),
-        'cbs': [(id(c), plain(c.__dict__)) for c in learn.cbs],
-        'metrics': [plain(m.__dict__) for m in learn.metrics],
-        'dls': [plain(d.__dict__) for d in learn.dls.loaders],
-        'rng': (
-            random.getstate(),
-            np.random.get_state()[2:],
-            np.random.get_state()[1].tolist(),
-            bytes(torch.get_rng_state().numpy()),
-        ),
-        'autocast': (autocast_state(), torch.is_grad_enabled()),
-    }
-    if hasattr(learn, 'mixed_precision'):
-        cb = learn.mixed_precision
-        state['scaling'] = [cb.state_dict(), cb.scales, cb.n_skipped, cb.fp32_module_names]
-    if optimizer and learn.opt is not None:
-        inner = getattr(learn.opt, 'opt', learn.opt)
-        state['opt'] = [
-            plain(learn.opt.__dict__),
-            plain(inner.__dict__),
-            plain(dict(inner.state)),
-            [dict(h) for h in learn.opt.hypers],
-        ]
-        state['lists'] = [[id(p) for p in pl] for pl in learn.opt.param_lists]
-    return {k: repr(v) for k, v in state.items()}
+    rng = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    state = {**vars(learn), 'rng': rng, 'autocast': (*autocast_state(), torch.is_grad_enabled())}
+    return {name: repr(plain(part, frozenset())) for name, part in state.items()}
+
+
+def blurred(text):
+    "Without what differs by machine: decimals, and lines of files."
+    return re.sub(r'\d+\.\d+(e[+-]\d+)?|\d+e[+-]\d+', '#', re.sub(r'\w+\.py:\d+', 'file.py:1', text))
+
+
+ASK = {
+    'report': lambda l: l.precision_report('bf16', max_seconds=20),
+    'comparison': lambda l: l.compare_precision('bf16', n_steps=4, n_seeds=1, max_seconds=5),
+    'choice': lambda l: l.to_amp(measure=True, max_seconds=9),
+}

@@ -8,7 +8,7 @@ from torch import nn
 
 from fastxtend_amp import AMPMode
 from fastxtend_amp.insight.candidates import advised, call, candidates, switch, with_advice
-from helpers import Attentive, Data, learner, loaders, set_support
+from helpers import Attentive, Data, learner, loaders, mlp, set_support
 from states import Act, Costs, Gives, InStep, Unpacks, bits, fills, rich
 
 
@@ -37,6 +37,7 @@ CHOICES = {  # speed-ups, and what makes the learner
     'fp16 overflows': (dict(bf16=2.0, fp16=9.0), lambda **kw: learner(Breaks(lambda h: h * math.inf), **kw)),
     'fp16 does not run': (dict(bf16=2.0, fp16=9.0), lambda **kw: learner(Breaks(fills), **kw)),
     'fp32 is not finite': ({}, lambda **kw: learner(nn.Sequential(nn.Linear(6, 1), Act(torch.log)), **kw)),
+    'no weight is trained': ({}, lambda **kw: learner(model := mlp(), splitter=lambda _: [*model.parameters()], **kw)),
     'compiled': (dict(bf16=2.0), lambda **kw: learner(torch.compile(nn.Linear(6, 1), backend='eager'), **kw)),
 }
 

@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.data import DataLoader as TorchLoader
 
 from fastxtend_amp.insight.copies import begin_fit, check_learner, copied_learner, loader_like
-from helpers import OPTIMIZERS, At, Attentive, dataset, learner, loaders, mlp, opt_state, params, same, same_state
-from states import InStep, bits, language_model, rich, shuffled
+from helpers import OPTIMIZERS, At, dataset, learner, loaders, mlp, opt_state, params, same, same_state
+from states import ASK, InStep, bits, language_model, rich, shuffled
 
 
 def train(learn, n=4):
@@ -77,9 +77,7 @@ def test_the_learner_is_not_modified(make):
         assert same(params(copy), params(learn))
         train(copy)
         assert not same(params(copy), params(learn))
-    after = bits(learn)
-    for key in before:
-        assert after[key] == before[key], key
+    assert bits(learn) == before
 
 
 @pytest.mark.parametrize('opt', ['adam', 'fused adamw', 'sgd'])
@@ -105,25 +103,21 @@ class Keeps(Callback):
 
 
 def test_what_hangs_on_the_learner_is_copied():
-    learn = learner(cbs=[Keeps(), MixUp()])
+    seen = []
+    twice = [InStep(event, lambda l, e=event: seen.append(e)) for event in ('before_batch', 'after_step')]
+    learn = learner(cbs=[Keeps(), MixUp(), *twice])
     learn.history, learn.seen = {'losses': [], 'rows': learn.dls.train.dataset}, torch.zeros(1)
     learn.best, learn.watched = learn.model, [learn.history]
     learn.fit(1)
+    seen.clear()
     with copied_learner(learn) as copy:
         train(copy)
+        assert seen == ['before_batch', 'after_step'] * 4  # both callbacks of one name
         assert len(copy.history['losses']) == copy.seen == 10 and copy.watched[0] is copy.history
         assert copy.best is copy.model and copy.keeps.learn is copy and copy.dls is learn.dls
         assert copy.history['rows'] is learn.dls.train.dataset
         assert copy.recorder.losses == learn.recorder.losses and copy.recorder.losses is not learn.recorder.losses
     assert len(learn.history['losses']) == learn.seen == 6
-
-
-def test_callbacks_of_one_name_are_all_copied():
-    seen = []
-    learn = learner(cbs=[InStep(e, lambda l, e=e: seen.append(e)) for e in ('before_batch', 'after_step')]).to_bf16()
-    with copied_learner(learn) as copy:
-        train(copy, 2)
-    assert seen == ['before_batch', 'after_step'] * 2
 
 
 def test_random_states_are_restored_and_gradients_are_enabled():
@@ -157,14 +151,6 @@ def test_copies_of_two_threads_come_one_after_the_other():
     assert order == ['first', 'second'] and warnings.filters == filters and torch.equal(torch.get_rng_state(), rng)
 
 
-def test_modules_kept_in_fp32_are_plain_in_the_copy():
-    learn = learner(Attentive()).to_fp16(init_scale=1024.0, fp32_modules='attn')
-    with copied_learner(learn) as copy:
-        assert 'forward' not in vars(copy.model.attn) and copy.precision is not learn.precision
-        copy.to_bf16(fp32_modules='head')
-    assert learn.precision.fp32_module_names == ['attn'] and learn.precision.learn is learn
-
-
 class Saves(Callback):
     "Writes files at each step."
 
@@ -189,14 +175,13 @@ def test_files_go_into_a_folder_that_is_removed(tmp_path):
     assert not folder.exists() and not list(tmp_path.rglob('*'))
 
 
-def test_a_copy_is_freed_at_once():
-    learn = learner(cbs=InStep('before_step', lambda l: None)).to_bf16()
+@pytest.mark.parametrize('ask', ASK)
+def test_copies_are_freed_at_once(ask, sleeps):
+    models, learn = [], learner(cbs=InStep('before_step', lambda l: models.append(weakref.ref(l.model))))
     gc.disable()
     try:
-        with copied_learner(learn) as copy:
-            train(copy, 2)
-            model = weakref.ref(copy.model)
-        assert model() is None
+        found = ASK[ask](learn)
+        assert found is not None and models and not any(model() for model in models)
     finally:
         gc.enable()
 
@@ -228,15 +213,13 @@ def test_what_cannot_be_copied_is_named(place, name):
             assert 'locked' not in vars(copy)
 
 
-@pytest.mark.parametrize('precision', ['to_fp32', 'to_bf16'])
-def test_an_error_inside_a_fit(precision):
-    learn = getattr(learner(), precision)()
-    for event in ('before_fit', 'after_loss', 'after_epoch'):
-        with pytest.raises(RuntimeError, match='compare_precision cannot run inside a fit'):
-            learn.fit(1, cbs=At(event, lambda l: check_learner(l, 'compare_precision'), 99))
-    check_learner(learn, 'compare_precision')  # after one that was interrupted
-    other = learner()
-    learn.fit(1, cbs=At('after_loss', lambda _: check_learner(other, 'compare_precision')))
+@pytest.mark.parametrize('event', ['before_fit', 'after_loss', 'after_epoch'])
+def test_inside_a_fit_only_other_learners_can_be_examined(event):
+    learn, other = learner(), learner()
+    learn.fit(1, cbs=At(event, lambda _: check_learner(other, 'compare_precision'), 99))
+    with pytest.raises(RuntimeError, match='compare_precision cannot run inside a fit'):
+        learn.fit(1, cbs=At(event, lambda _: check_learner(learn, 'compare_precision'), 99))
+    check_learner(learn, 'compare_precision')
 
 
 def test_sharded_parameters_are_an_error(tmp_path):

@@ -1,6 +1,6 @@
 "Failed training: what is noticed, what the message says, and that the search for the cause changes nothing."
 
-import math, warnings
+import math, re
 
 import pytest, torch
 from fastai.callback.core import Callback
@@ -13,38 +13,16 @@ from torch import nn
 from torch.nn import functional as F
 
 from fastxtend_amp import kahan
-from fastxtend_amp.training import callback
+from fastxtend_amp.insight import diagnosis
 from fastxtend_amp.insight.watch import Watch
-from helpers import (
-    OPTIMIZERS,
-    At,
-    Attentive,
-    Data,
-    autocast_state,
-    dataset,
-    learner,
-    linear,
-    loaders,
-    mlp,
-    opt_state,
-    params,
-    same,
-    same_state,
-    told,
-)
-from states import Act, Gives, Times, Unpacks, lora
+from fastxtend_amp.training import callback
+from helpers import *
+from states import Act, Gives, Times, Unpacks, blurred, lora
 
 
 def said(learn, n=1, lr=0.01):
     "Return all warnings while `learn` fits `n` epochs."
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter('always')
-        learn.fit(n, lr)
-    return [str(w.message) for w in found if issubclass(w.category, UserWarning) and 'emulated' not in str(w.message)]
-
-
-def alarms(learn, n=1, lr=0.01):
-    return [m for m in said(learn, n, lr) if 'failed' in m]
+    return [words for words in told(lambda: learn.fit(n, lr)) if 'emulated' not in words]
 
 
 class OnceInf(nn.Module):
@@ -59,50 +37,9 @@ class OnceInf(nn.Module):
         return x * (math.inf if self.n == self.when and torch.is_autocast_enabled('cpu') else 1)
 
 
-def steep(factor):
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), Act(lambda h: Times.apply(h, factor)), nn.Linear(8, 1))
-
-
-def bad_data():
-    data = dataset()
-    data.tensors[0][7, 2] = math.nan
-    return learner(dls=loaders(train=data))
-
-
-def log_of_negative():
-    return learner(nn.Sequential(nn.Linear(6, 2), Act(lambda h: h.sum(1, keepdim=True).log())))
-
-
-# -- what is found
-
-
-@pytest.mark.parametrize('opt', ['adam', 'fused adamw'])
-def test_the_module_that_overflows_is_named(opt):
-    messages = alarms(learner(Attentive(), opt_func=OPTIMIZERS[opt]).to_fp16())
-    assert len(messages) == 1 and messages[0].count('\n') == 2
-    assert [line.partition(' ')[0] for line in messages[0].splitlines()] == ['fp16', 'Keep', 'Re-running']
-    for words in (
-        'the loss is nan',
-        'Re-running that batch with the same random numbers',
-        "values in 'attn' reach",
-        "above fp16's 65,504",
-        "Keep 'attn' in fp32: `learn.to_fp16(init_scale=4096, fp32_modules=['attn'])`",
-    ):
-        assert words in messages[0], messages[0]
-
-
-def test_a_batch_that_callbacks_have_prepared_is_run_as_it_is_and_its_output_unpacked():
-    data = Data(dataset().tensors[0], torch.arange(24) % 3)
-    torch.manual_seed(0)
-    model = Gives(nn.Sequential(Attentive(), nn.Linear(1, 3)))
-    message = alarms(
-        learner(model, loaders(24, 8, data, data), CrossEntropyLossFlat(), cbs=[MixUp(), Unpacks()]).to_fp16()
-    )[0]
-    assert "fp32_modules=['net.0.attn']" in message, message
-
-
 class Loud(nn.Module):
+    "Overflows in its own forward, or casts to fp16 there."
+
     def __init__(self, half=False):
         super().__init__()
         torch.manual_seed(0)
@@ -110,176 +47,212 @@ class Loud(nn.Module):
 
     def forward(self, x):
         x = self.emb(x)
-        return self.head((x.half() if self.half and torch.is_autocast_enabled('cpu') else x) * 1e6 / 1e6)
+        return self.head((x.half() if self.half and output_is_fp16() else x) * 1e6 / 1e6)
 
 
-def test_the_models_own_forward():
-    message = alarms(learner(Loud()).to_fp16())[0]
-    assert (
-        "values in the model's own `forward` reach" in message
-        and "(with 'emb' in fp32 this does not happen)" in message
-    )
-    assert "Keep 'emb' in fp32: `learn.to_fp16(" in message and '(model)' not in message
-    assert alarms(learner(Loud()).to_fp16(fp32_modules=['emb'])) == []
-    message = alarms(learner(Loud(half=True)).to_fp16())[0]
-    assert "with torch.autocast(x.device.type, enabled=False)" in message and '`learn.to_' in message
+def output_is_fp16():
+    return torch.is_autocast_enabled('cpu') and torch.get_autocast_dtype('cpu') is torch.float16
 
 
-def test_a_backward_pass_that_overflows():
-    "The forward pass is harmless, but in fp16 a gradient multiplied by 1e9 in the backward pass overflows."
-    message = alarms(learner(steep(1e9)).to_fp16(init_scale=1024.0, max_skips=8), 2)[0]
-    assert 'in fp16 the loss or a gradient is not finite' in message and 'fp32_modules=' in message
-    call = message.rpartition('`')[0].rpartition('`')[2]
-    learn = learner(steep(1e9))
-    exec(call, {'learn': learn})
-    assert alarms(learn, 2) == []
+class Between(nn.Module):
+    "The gradient grows between two modules, in the backward pass of no module."
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.b(Times.apply(self.a(x), 1e12))
 
 
-@pytest.mark.parametrize('kwargs', [dict(init_scale=2.0**20, max_skips=3), dict(loss_scale=2.0**18, max_skips=4)])
-def test_a_loss_scale_that_is_too_large(kwargs):
-    learn = learner(loss_func=lambda p, y: F.mse_loss(p, y) * 300).to_fp16(**kwargs)
-    message = alarms(learn)[0]
-    assert f"{kwargs['max_skips']} steps in a row were skipped" in message
-    assert 'is too large: gradients overflow in fp16, and at' in message and 'Start lower: `learn.to_fp16(' in message
-    call = message.rpartition('`')[0].rpartition('`')[2]
-    again = learner(loss_func=learn.loss_func)
-    exec(call, {'learn': again})
-    assert again.precision.scale < learn.precision.scale and said(again) == [] and again.precision.n_skipped == 0
+def with_act(f):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), Act(f), nn.Linear(8, 1))
 
 
-@pytest.mark.parametrize('which', [0, 1])
-def test_bad_data_is_told_apart(which):
+def steep(factor):
+    return with_act(lambda h: Times.apply(h, factor))
+
+
+def spoiled(which, value):
+    "A learner with a value that is not finite in its data."
     data = dataset()
-    data.tensors[which][7, 0] = math.inf
-    messages = said(learner(dls=loaders(train=data)).to_bf16())
-    assert (
-        len(messages) == 1
-        and f'the batch itself is not finite: 1 of {(24, 4)[which]} values of its tensor of' in messages[0]
-        and 'Look at the data; no precision can train on it.' in messages[0]
-    )
+    data.tensors[which][7, 0] = value
+    return learner(dls=loaders(train=data))
 
 
-@pytest.mark.parametrize('mode', ['to_fp16', 'to_bf16'])
-def test_what_is_no_matter_of_precision_is_said_once(mode):
-    messages = said(getattr(log_of_negative(), mode)())
-    assert len(messages) == 1 and messages[0].count('\n') == 2
-    assert "not finite in fp32 either, first in '1', so precision is not the cause" in messages[0]
-    assert (
-        'Look at the learning rate, the loss function and the data' in messages[0]
-        and 'precision_report' not in messages[0]
-    )
-
-
-def test_weights_that_are_lost():
+def lost():
     model = mlp()
     model[0].weight.data.fill_(math.nan)
-    message = alarms(learner(model).to_bf16())[0]
-    assert "1 of 6 weight tensors are NaN or inf; the first is '0.weight', so the batch cannot be run again" in message
-    assert 'checkpoint' not in message and 'Load weights that are finite, or build the model again' in message
+    return learner(model)
 
 
-def test_a_fault_that_does_not_come_back_is_said_not_to():
-    for to, kwargs in (
-        ('to_bf16', {}),
-        ('to_half_weights', dict(master_weights=False)),
-    ):  # whose weights are bf16 in the fit
-        learn = getattr(learner(nn.Sequential(nn.Linear(6, 1), OnceInf(3)), opt_func=kahan()), to)(**kwargs)
-        assert 'this time loss and gradients are finite in bf16' in alarms(learn)[0]
+def mixes():
+    "Batches that callbacks have prepared, and outputs that one unpacks."
+    data = Data(dataset().tensors[0], torch.arange(24) % 3)
+    torch.manual_seed(0)
+    model = Gives(nn.Sequential(Attentive(), nn.Linear(1, 3)))
+    return learner(model, loaders(24, 8, data, data), CrossEntropyLossFlat(), cbs=[MixUp(), Unpacks()])
 
 
-# -- a run that diverges
+def grows(**kwargs):
+    "Attention that overflows from the third batch on."
+    turn = At('after_batch', lambda l: setattr(l.model.attn, 'gain', 800.0 if l.train_iter > 2 else 1.0))
+    return learner(Attentive(gain=1.0), cbs=turn, **kwargs)
 
 
-@pytest.mark.parametrize('mode', ['fp16', 'bf16'])
-@pytest.mark.parametrize('opt,lr', [('sgd', 10.0), ('sgd', 100.0), ('adam', 100.0)])
-def test_a_learning_rate_far_too_high_is_named_first(opt, lr, mode):
-    learn = learner(opt_func=OPTIMIZERS[opt])
-    getattr(learn, f'to_{mode}')(max_skips=4)
-    messages = alarms(learn, 4, lr)
-    assert len(messages) == 1 or mode == 'bf16' and opt == 'adam'  # which keeps the loss finite, as in fp32
-    for message in messages:
-        assert 'The run diverges' in message and 'the loss went from 0.92' in message, message
-        assert f'Lower the learning rate first, {lr:g} at this step' in message and 'fp32_modules' not in message, (
-            message
-        )
-
-
-def test_a_loss_that_has_not_grown_is_not_said_to_have():
-    "The step of the first batch leads to a loss of inf in the second."
-    learn = learner(linear(), loss_func=lambda p, y: F.mse_loss(p, y) * 1e6, opt_func=OPTIMIZERS['sgd']).to_bf16()
-    message = alarms(learn, lr=1e12)[0]
-    assert '-fold since the start of the fit.' in message and 'the loss went' not in message, message
-
-
-def test_a_loss_below_0_that_falls_is_no_divergence():
+def below_0():
     def loss(pred, y):
         mse = F.mse_loss(pred, y)
-        return mse - mse.detach() + (0.7 if learn.train_iter else -0.004) * -1
+        return mse - mse.detach() + (-0.7 if learn.train_iter else 0.004)
 
-    learn = learner(Attentive(gain=1.0), loss_func=loss).to_fp16(init_scale=1024.0)
-    learn.add_cb(At('after_batch', lambda l: setattr(l.model.attn, 'gain', 800.0 if l.train_iter > 2 else 1.0)))
-    message = alarms(learn, lr=0.1)[0]
-    assert "fp32_modules=['attn']" in message and 'diverges' not in message, message
+    learn = grows(loss_func=loss)
+    return learn
 
 
-def test_a_first_loss_that_happens_to_be_small_is_no_divergence():
-    data, model = dataset(), Attentive(gain=1.0)
-    data.tensors[1][:4] = model(data.tensors[0][:4]).detach()  # the first batch is predicted already
-    learn = learner(model, loaders(train=data), opt_func=OPTIMIZERS['sgd']).to_fp16(init_scale=1024.0)
-    learn.add_cb(At('after_batch', lambda l: setattr(l.model.attn, 'gain', 800.0 if l.train_iter > 2 else 1.0)))
-    message = alarms(learn)[0]
-    assert "fp32_modules=['attn']" in message and 'diverges' not in message, message
+def small_at_first():
+    "The first batch is predicted already."
+    data = dataset()
+    data.tensors[1][:4] = Attentive(gain=1.0)(data.tensors[0][:4]).detach()
+    return grows(dls=loaders(train=data), opt_func=OPTIMIZERS['sgd'])
 
 
-# -- the advice is right
-
-
-@pytest.mark.parametrize('kept', ['emb', ['emb'], nn.Embedding], ids=str)
-def test_advice_keeps_what_is_there(kept):
+def with_embedding():
     model = Attentive()
     model.other = nn.Embedding(2, 2)
-    message = alarms(learner(model).to_fp16(fp32_modules=kept, max_skips=7, init_scale=1024.0))[0]
-    first = 'other' if kept is nn.Embedding else 'emb'
-    assert f"fp32_modules=['{first}', 'attn']" in message and 'max_skips=7' in message, message
+    return learner(model)
 
 
-def test_where_no_loss_scale_helps_modules_are_kept():
-    class Between(nn.Module):
-        "The gradient grows between two modules, in the backward pass of no module."
+class Picky(nn.Module):
+    "Overflows depending on what dropout kept."
 
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 1)
+    def forward(self, x):
+        return x * (1e30 if torch.is_autocast_enabled('cpu') and bool((x[0, :4] != 0).all()) else 1)
 
-        def forward(self, x):
-            return self.b(Times.apply(self.a(x), 1e12))
 
-    message = alarms(learner(Between()).to_fp16(init_scale=4.0, max_skips=4))[0]
-    assert '4 steps in a row were skipped' in message and "Keep 'a' in fp32" in message
-    learn = learner(Between())
-    exec(message.rpartition('`')[0].rpartition('`')[2], {'learn': learn})
-    assert alarms(learn) == []
+class Shut(Callback):
+    "Cannot be copied."
+
+    run_on_copy = True
+
+    def __deepcopy__(self, memo):
+        raise RuntimeError('shut')
+
+    def after_step(self):
+        pass
+
+
+def times(factor):
+    return learner(loss_func=lambda p, y: F.mse_loss(p, y) * factor)
+
+
+def far_in_validation():
+    valid = Data(torch.full((8, 6), 1e36), torch.zeros(8, 1))
+    return learner(linear(), loaders(valid=valid), nn.L1Loss(), opt_func=OPTIMIZERS['sgd'])
+
+
+FP16, BF16 = 'learn.to_fp16()', 'learn.to_bf16()'
+once_inf = lambda: learner(nn.Sequential(nn.Linear(6, 1), OnceInf(3)), opt_func=kahan())
+inf_in_low = lambda h: (h * 1e38 * 1e38).square() if torch.is_autocast_enabled('cpu') else h
+FAILS = {  # what makes the learner, the call, epochs, learning rate
+    'attention': (lambda: learner(Attentive()), FP16, 2),
+    'on the device': (lambda: learner(Attentive(), opt_func=OPTIMIZERS['fused adamw']), FP16),
+    'MixUp, and a dictionary': (mixes, FP16),
+    'own forward': (lambda: learner(Loud()), FP16),
+    'a cast in the own forward': (lambda: learner(Loud(half=True)), FP16),
+    'a draw of dropout': (
+        lambda: learner(nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), Picky(), nn.Linear(8, 1))), FP16, 10,
+    ),
+    'backward pass': (lambda: learner(steep(1e9)), 'learn.to_fp16(init_scale=1024.0, max_skips=8)', 2),
+    'between two modules': (lambda: learner(Between()), 'learn.to_fp16(init_scale=4.0, max_skips=4)'),
+    'loss scale': (lambda: times(300), 'learn.to_fp16(init_scale=2.0**20, max_skips=3)'),
+    'static loss scale': (lambda: times(300), 'learn.to_fp16(loss_scale=2.0**18, max_skips=4)'),
+    'ordinary first skips': (lambda: times(30), 'learn.to_fp16(init_scale=2.0**18)', 3),
+    'underflow': (lambda: times(1e-9), 'learn.to_fp16(enabled=False)', 3),
+    'no loss scaling, no underflow': (lambda: times(1), 'learn.to_fp16(enabled=False)', 3),
+    'underflow without it': (lambda: times(1e-9), FP16, 3),
+    'inputs': (lambda: spoiled(0, math.inf), BF16),
+    'targets': (lambda: spoiled(1, math.nan), BF16),
+    'in fp32 as well': (lambda: learner(with_act(lambda h: (-h.square()).log())), FP16),
+    'in fp32 as well, bf16': (lambda: learner(with_act(lambda h: (-h.square()).log())), BF16),
+    'lost weights': (lost, BF16),
+    'does not come back': (once_inf, BF16),
+    'with weights that are bf16 in the fit': (once_inf, 'learn.to_half_weights(master_weights=False)'),
+    **{
+        f'a learning rate of {lr:g}, {opt}': (
+            lambda opt=opt: learner(opt_func=OPTIMIZERS[opt]), f'learn.to_{mode}(max_skips=4)', 4, lr,
+        )
+        for mode, opt, lr in (('fp16', 'sgd', 10.0), ('bf16', 'sgd', 100.0), ('fp16', 'adam', 100.0))
+    },
+    'in the second batch': (
+        lambda: learner(linear(), loss_func=lambda p, y: F.mse_loss(p, y) * 1e6, opt_func=OPTIMIZERS['sgd']),
+        BF16, 1, 1e12,
+    ),
+    'in validation': (far_in_validation, BF16, 1, 1e4),
+    'a loss below 0 that falls is no divergence': (below_0, 'learn.to_fp16(init_scale=1024.0)', 1, 0.1),
+    'nor is a first loss that is small by chance': (small_at_first, 'learn.to_fp16(init_scale=1024.0)'),
+    **{
+        f'modules in fp32 stay: {kept}': (with_embedding, f'learn.to_fp16(fp32_modules={kept}, max_skips=7)')
+        for kept in ("'emb'", "['emb']", 'nn.Embedding')
+    },
+    'a frozen base in bf16': (lambda: learner(lora(torch.bfloat16, inf_in_low)), BF16),
+    'a frozen base in fp16': (lambda: learner(lora(torch.float16, inf_in_low)), BF16),
+    'cannot be copied': (lambda: learner(Attentive(), cbs=Shut()), FP16),
+}  # fmt: skip
+ON_DEVICE = {
+    'the loss': (lambda: learner(Attentive()), 'learn.to_fp16(init_scale=16.0)'),
+    'skipped steps': (lambda: learner(steep(1e12)), 'learn.to_fp16(init_scale=16.0, max_skips=4)'),
+    'the batch before': (lambda: spoiled(0, math.nan), BF16),
+}
+SEVERAL = {'attention': FAILS['attention'], 'inputs': FAILS['inputs']}
+
+
+def started(make, call):
+    learn = make()
+    exec(call, {'learn': learn, 'nn': nn})
+    torch.manual_seed(5)
+    return learn
+
+
+def messages_of(cases):
+    "Return what is said in each case; a training by the advice is said nothing of."
+    for name, (make, call, *fit) in cases.items():
+        learn = started(make, call)
+        words = said(learn, *fit)
+        yield '\n'.join([f'# {name}: {call}, {learn.precision.n_skipped} steps skipped', *words, ''])
+        if advice := re.search(r'`(learn\.to_.+?)`', ''.join(words)):
+            assert said(started(make, advice[1]), *fit) == [], (name, advice[1])
+
+
+class OnDevice(Watch):
+    "As on an accelerator: values on the device are not read."
+
+    @property
+    def notes(self):
+        if (notes := super().notes) is not None:
+            notes.on_cpu = False
+        return notes
+
+
+@pytest.mark.parametrize('name, cases', [('', FAILS), ('_on_device', ON_DEVICE), ('_several_processes', SEVERAL)])
+def test_messages_and_what_their_advice_leads_to(name, cases, expected, monkeypatch):
+    set_support(monkeypatch, lambda name: 'native')
+    if cases is ON_DEVICE:
+        monkeypatch.setattr(callback, 'WATCHERS', [OnDevice])
+    if cases is SEVERAL:
+        monkeypatch.setattr(diagnosis, 'several_processes', lambda: True)
+    expected(f'diagnosis{name}', blurred('\n'.join(messages_of(cases))))
 
 
 # -- when it searches for the cause, and when not
 
 
-def test_ordinary_first_skips_raise_no_alarm():
-    learn = learner(loss_func=lambda p, y: F.mse_loss(p, y) * 30).to_fp16(init_scale=2.0**18)
-    assert alarms(learn, 3) == [] and 3 < learn.mixed_precision.n_skipped < 16
-
-
-def test_once_a_fit_and_again_in_the_next():
+def test_once_a_fit_and_not_in_lr_find_or_if_nothing_is_to_be_said():
     learn = learner(Attentive()).to_fp16()
-    assert len(said(learn, 2)) == 1 and len(said(learn)) == 1
-
-
-def test_lr_find_is_left_alone():
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter('always')
-        learner(Attentive()).to_fp16().lr_find(num_it=6, show_plot=False, suggest_funcs=())
-    assert not [w for w in found if 'failed' in str(w.message)]
+    assert len(said(learn, 2)) == len(said(learn)) == 1
+    assert not told(lambda: learn.lr_find(num_it=6, show_plot=False, suggest_funcs=()), 'failed')
+    assert said(learner(Attentive()).to_fp16(on_overflow='ignore')) == []
 
 
 def predicts(learn):
@@ -290,10 +263,6 @@ def predicts_without_targets(learn):
     dl = learn.dls.valid.new(Data(learn.dls.valid_ds.tensors[0]))
     dl.n_inp = 1
     return learn.get_preds(dl=dl)
-
-
-def loud_in_half(p, y):
-    return F.mse_loss(p, y) * (math.inf if torch.is_autocast_enabled('cpu') else 1.0)
 
 
 @pytest.mark.parametrize('run', [Learner.validate, predicts, predicts_without_targets])
@@ -308,50 +277,33 @@ def test_validation_and_predictions_that_are_not_finite(run, mode):
         assert 'learn.precision_report(dl=learn.dls.valid)' in told(lambda: run(learn))[0]
         with pytest.raises(FloatingPointError, match='in validation is NaN or inf'):
             run(learner(Attentive()).to_fp16(on_overflow='raise'))
-    assert told(lambda: run(learner(Attentive()).to_fp32()), 'validation') == []
-    assert told(lambda: run(learner(Attentive()).to_fp16(on_overflow='ignore')), 'validation') == []
+    for silent in (learner(Attentive()).to_fp32(), learner(Attentive()).to_fp16(on_overflow='ignore')):
+        assert told(lambda: run(silent), 'validation') == []
 
 
 def test_a_validation_loss_that_is_not_finite_where_predictions_are():
+    loud_in_half = lambda p, y: F.mse_loss(p, y) * (math.inf if torch.is_autocast_enabled('cpu') else 1.0)
     assert len(told(learner(loss_func=loud_in_half).to_bf16().validate, 'in validation is NaN or inf')) == 1
     masked = nn.Sequential(nn.Linear(6, 1), Act(lambda h: h.masked_fill(h < 0, -math.inf)))
     assert told(lambda: predicts_without_targets(learner(masked).to_fp16()), 'validation') == []
 
 
-def test_a_run_that_diverges_is_told_of_the_learning_rate_first():
-    "Its losses are finite in training, but not in validation."
-    linear = nn.Linear(6, 1)
-    valid = Data(torch.full((8, 6), 1e36), torch.zeros(8, 1))
-    learn = learner(linear, loaders(valid=valid), loss_func=nn.L1Loss(), lr=1e4, opt_func=OPTIMIZERS['sgd'])
-    said = told(lambda: learn.to_bf16().fit(1), 'in validation')
-    assert len(said) == 1 and 'The run diverges: ' in said[0] and 'Lower the learning rate first' in said[0], said
-    assert 'precision_report' not in said[0]
-
-
-def test_ignore_says_nothing_and_raise_stops():
-    assert said(learner(Attentive()).to_fp16(on_overflow='ignore')) == []
-    state = autocast_state()
-    for mode, model in (('to_fp16', Attentive()), ('to_bf16', nn.Sequential(nn.Linear(6, 1), OnceInf(1)))):
-        learn = getattr(learner(model), mode)(on_overflow='raise')
-        before = params(learn)
-        with pytest.raises(FloatingPointError, match='failed'):
-            learn.fit(1)
-        assert same(before, params(learn)) and learn.precision.fit is None and autocast_state() == state
-
-
-@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
-def test_a_frozen_base_in_half_precision(dtype):
-    loud = lora(dtype, lambda h: (h * 1e38 * 1e38).square() if torch.is_autocast_enabled('cpu') else h)
-    assert "Keep '1' in fp32: `learn.to_bf16(fp32_modules=['1'])`" in said(learner(loud).to_bf16())[0]
+@pytest.mark.parametrize('mode, make', [('to_fp16', Attentive), ('to_bf16', lambda: with_act(inf_in_low))])
+def test_raise_stops_before_the_step(mode, make):
+    learn, state = getattr(learner(make()), mode)(on_overflow='raise'), autocast_state()
+    before = params(learn)
+    with pytest.raises(FloatingPointError, match='failed'):
+        learn.fit(1)
+    assert same(before, params(learn)) and learn.precision.fit is None and autocast_state() == state
 
 
 class FromTheModel(Learner):
     "A learner whose model gives the loss; its batches have no targets."
 
     def _do_one_batch(self):
-        self.pred = self.model(*self.xb)
+        self.pred = self.model(*self.xb[:1])
         self('after_pred')
-        self.loss_grad = self.model[0](self.xb[0]).mean() * self.factor  # autocast returns it in bf16
+        self.loss_grad = self.model(self.xb[0]).mean() * self.factor  # autocast returns it in bf16
         if self.sets_both:
             self.loss = self.loss_grad.clone()
         self('after_loss')
@@ -361,63 +313,14 @@ class FromTheModel(Learner):
 
 @pytest.mark.parametrize('sets_both', [True, False])
 def test_a_loss_of_the_models_own_is_fp32_and_watched(sets_both):
-    class TakesTwo(nn.Sequential):
-        def forward(self, x, _):
-            return super().forward(x)
-
     dls, dtypes = loaders(), set()
     dls.n_inp = dls.train.n_inp = dls.valid.n_inp = 2  # there are no targets
-    learn = learner(TakesTwo(linear()), dls, cls=FromTheModel).to_bf16()
+    learn = learner(linear(), dls, cls=FromTheModel).to_bf16()
     learn.sets_both, learn.factor = sets_both, 1.0
     learn.add_cb(At('after_loss', lambda l: dtypes.add(l.loss_grad.dtype), 20))
-    assert not told(lambda: learn.fit(1, 1e-3), 'failed') and dtypes == {torch.float32}
+    assert not said(learn, lr=1e-3) and dtypes == {torch.float32}
     learn.factor = float('nan')
-    assert len(told(lambda: learn.fit(1, 0.0), 'the loss is nan')) == 1
-
-
-class OnDevice(Watch):
-    "As on an accelerator: values on the device are not read."
-
-    @property
-    def notes(self):
-        if (notes := super().notes) is not None:
-            notes.on_cpu = False
-        return notes
-
-
-@pytest.mark.parametrize('loss', [True, False])
-def test_on_a_device_the_losses_of_the_recorder_and_the_skips_that_are_known_tell(monkeypatch, loss):
-    monkeypatch.setattr(callback, 'WATCHERS', [OnDevice])
-    learn = learner(Attentive() if loss else steep(1e12)).to_fp16(init_scale=16.0, max_skips=4)
-    messages = alarms(learn)
-    assert (
-        len(messages) == 1 and ('the loss is nan (batch 1' if loss else '4 steps in a row were skipped') in messages[0]
-    )
-    again = 'Re-running that batch' if loss else 'Re-running the current batch, not the one in which it began'
-    assert again in messages[0]
-    assert ("in 'attn'" if loss else 'a gradient is not finite') in messages[0]
-
-
-def test_on_a_device_the_batch_before_is_looked_at(monkeypatch):
-    monkeypatch.setattr(callback, 'WATCHERS', [OnDevice])
-    message = alarms(bad_data().to_bf16())[0]
-    assert '(batch 2)' in message and 'The batch itself is not finite: 1 of 24 values' in message
-
-
-def test_a_cause_that_cannot_be_looked_for():
-    class Shut(Callback):
-        run_on_copy = True
-
-        def __deepcopy__(self, memo):
-            raise RuntimeError('shut')
-
-        def after_step(self):
-            pass
-
-    message = alarms(learner(Attentive(), cbs=Shut()).to_fp16())[0]
-    assert message.count('\n') == 2 and 'precision_report' not in message  # which would fail as well
-    assert 'again, ValueError: This learner cannot be copied' in message
-    assert '\nIf it is a callback, set its attribute `run_on_copy = False`' in message
+    assert 'the loss is nan' in said(learn, lr=0.0)[0]
 
 
 # -- the rerun changes nothing
@@ -434,39 +337,9 @@ def test_training_goes_on_as_if_nobody_had_looked(opt, acc):
         learn = learner(model, opt_func=OPTIMIZERS[opt], cbs=[GradientAccumulation(acc)] if acc else None)
         learn.to_fp16(init_scale=1024.0, on_overflow=on_overflow)
         torch.manual_seed(1)
-        return learn, alarms(learn, 2)
+        assert len(said(learn, 2)) == (on_overflow == 'warn')
+        return learn, [*map(str, learn.recorder.losses)], learn.precision.scales, model[3].n
 
-    (asked, messages), (plain, none) = train('warn'), train('ignore')
-    assert len(messages) == 1 and not none
-    assert same(params(asked), params(plain)) and same_state(opt_state(asked.opt), opt_state(plain.opt))
-    assert same(list(asked.model.buffers()), list(plain.model.buffers())) and asked.model[3].n == plain.model[3].n
-    losses = asked.recorder.losses, plain.recorder.losses
-    assert all(torch.equal(a, b) or (a != a and b != b) for a, b in zip(*losses))
-    assert asked.mixed_precision.scales == plain.mixed_precision.scales
-
-
-def test_the_rerun_uses_the_same_random_draws():
-    "The overflow depends on what dropout kept."
-
-    class Picky(nn.Module):
-        def forward(self, x):
-            return x * (1e30 if torch.is_autocast_enabled('cpu') and bool((x[0, :4] != 0).all()) else 1)
-
-    torch.manual_seed(0)
-    learn = learner(nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), Picky(), nn.Linear(8, 1))).to_fp16()
-    torch.manual_seed(5)
-    assert "in '2'" in alarms(learn, 10)[0]
-
-
-def test_with_several_processes_nothing_is_run_again(monkeypatch):
-    monkeypatch.setattr('fastxtend_amp.insight.diagnosis.several_processes', lambda: True)
-    message = alarms(learner(Attentive()).to_fp16())[0]
-    assert 'the batch is not run again' in message and '`learn.precision_report()` in one process' in message
-    assert 'The batch itself is not finite' in alarms(bad_data().to_bf16())[0]
-
-
-@pytest.mark.parametrize('factor, scaling, n', [(1e-9, False, 1), (1.0, False, 0), (1e-9, True, 0)])
-def test_gradients_that_underflow_without_loss_scaling_are_said_once(factor, scaling, n):
-    loss = lambda pred, y: nn.functional.mse_loss(pred, y) * factor
-    learn = learner(loss_func=loss).to_fp16(enabled=scaling)
-    assert len(told(lambda: learn.fit(3, 0.01), 'they underflow')) == n
+    (asked, *found), (plain, *without) = train('warn'), train('ignore')
+    assert same([*asked.model.state_dict().values()], [*plain.model.state_dict().values()]) and found == without
+    assert same_state(opt_state(asked.opt), opt_state(plain.opt))

@@ -104,15 +104,11 @@ def test_a_key_point_head_is_safe_at_first_and_not_late_in_training():
     assert verdict.call == "learn.compare_precision('bf16')"
 
 
-def test_one_batch_leaves_the_noise_unknown_and_the_verdict_as_it_is():
-    report = learner(dls=loaders(64, 64)).precision_report('bf16')
-    assert report.verdicts['bf16'].verdict == 'safe so far' and 'gradient' not in report.verdicts['bf16'].reason
-    assert any('noise between batches is unknown' in note for note in report.notes)
-
-
-def test_a_batch_that_fails_is_no_error_of_the_report():
-    "The last batch has one sample, with which BatchNorm raises an error in training."
-    dl = torch.utils.data.DataLoader(dataset(9), batch_size=4)
-    report = learner(dls=loaders(bs=4)).precision_report('bf16', dl=dl)
-    assert report.verdicts['bf16'].verdict == 'safe so far'
-    assert any('more than 1 value per channel' in note for note in report.notes)
+@pytest.mark.parametrize(
+    'n, batch, note',  # one batch; a batch of one sample, for which BatchNorm raises an error
+    [(64, 64, 'noise between batches is unknown'), (9, 4, 'more than 1 value per channel')],
+)
+def test_a_gradient_that_is_unknown_leaves_the_verdict_and_says_why(n, batch, note):
+    report = learner(dls=loaders(n, batch)).precision_report('bf16', dl=torch.utils.data.DataLoader(dataset(n), batch))
+    assert report.verdicts['bf16'].verdict == 'safe so far' and any(note in n for n in report.notes)
+    assert 'gradient' not in report.verdicts['bf16'].reason

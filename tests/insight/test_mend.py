@@ -47,22 +47,21 @@ def test_results_are_those_of_fp32_with_one_warning(name):
     assert name.endswith('targets') or "fp32_modules=['head', 'body']" in warned[0]
 
 
-def test_without_fix_they_stay_and_one_warning_says_so():
-    learn, found = large('warn'), []
-    (warning,) = told(lambda: found.append(learn.validate()))
-    assert 'in validation is NaN or inf' in warning and not all(map(math.isfinite, found[0]))
-
-
-def test_what_is_not_finite_in_fp32_either_stays():
-    learn, found = large(factor=1e39), []
-    (warning,) = told(lambda: found.append(learn.validate()))
-    assert 'again in fp32' not in warning and not all(map(math.isfinite, found[0]))
-
-
-def test_what_does_not_run_in_fp32_stays():
-    learn, found = large(), []
+def in_16_bits(learn):
     learn.model.head.bfloat16().requires_grad_(False)
-    learn.to_fp16(on_overflow='fix')
+    return learn.to_fp16(on_overflow='fix')
+
+
+STAY = {
+    'without fix': lambda: large('warn'),
+    'not finite in fp32 either': lambda: large(factor=1e39),
+    'does not run in fp32': lambda: in_16_bits(large()),
+}
+
+
+@pytest.mark.parametrize('make', STAY.values(), ids=STAY)
+def test_what_stays_as_it_is_with_one_warning(make):
+    learn, found = make(), []
     (warning,) = told(lambda: found.append(learn.validate()))
     assert 'in validation is NaN or inf' in warning and not all(map(math.isfinite, found[0]))
 

@@ -1,6 +1,6 @@
 "The precision report: its table, its text, the models that it runs, and what it does not change."
 
-import inspect, math, re
+import math, re
 from collections import OrderedDict
 
 import pytest, torch
@@ -10,25 +10,19 @@ from torch.nn import functional as F
 from torch.utils import checkpoint
 from torchvision import models
 
-from fastxtend_amp.insight import report as room, verdict as verdict_room
+from fastxtend_amp.insight import report as room
 from fastxtend_amp.insight.operators import relative_error
 from fastxtend_amp.insight.report import PrecisionReport
-from fastxtend_amp.insight.verdict import Verdict
 from fastxtend_amp.precisions import BF16
 from helpers import At, Attentive, Data, dataset, finite, learner, loaders, mlp, set_support
-from models import inner, only_16_bits, report_on, trained
-from states import Act, Gives, InStep, Unpacks
+from models import inner, large, layers, only_16_bits, report_on, trained
+from states import Act, Gives, InStep, Unpacks, blurred
 
 SAFE = 'safe so far'
 
 
 def rows(report, mode):
     return report.table[report.table['mode'] == mode].set_index('module')
-
-
-def layers(*middle):
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), *middle, nn.Linear(8, 1))
 
 
 # -- the table
@@ -85,10 +79,6 @@ def test_sizes_and_errors_of_values():
 # -- notes
 
 
-def columns(factor):
-    return loaders(train=Data(dataset().tensors[0] * factor, dataset().tensors[1]))
-
-
 class Doubles(nn.Linear):
     def forward(self, x):
         return 2 * x + super().forward(x)
@@ -115,7 +105,7 @@ NOTES = {  # precision, model, factor of the inputs, note
 @pytest.mark.parametrize('name', NOTES)
 def test_causes_in_notes(name, device):
     mode, make, factor, note = NOTES[name]
-    report = report_on(make(), mode, device, columns(factor))
+    report = report_on(make(), mode, device, large(factor))
     assert [n for n in report.notes if n.startswith(('The inputs', 'Values'))] == [note] * bool(note)
     assert bool(report.fp32_modules) == bool(note)
 
@@ -163,24 +153,17 @@ def test_the_printed_report(name, expected, monkeypatch):
     set_support(monkeypatch, lambda name: 'native')
     report = PRINTED[name]()
     said = '\n'.join([*map(str, report.verdicts.values()), *report.notes])
-    text, headings = repr(report).split('\n\n')[:1], repr(report).split('\n\n')[1::2]
-    assert ' '.join(text[0].split()) == ' '.join(said.split())
-    for pattern, word in (r'\w+\.py:\d+', 'file.py:1'), (r'\d+\.\d+(e[+-]\d+)?|\d+e[+-]\d+', '#'):
-        said = re.sub(pattern, word, said)  # lines move, and decimals differ by CPU
-    expected(name, '\n'.join([said, *headings, '']))
+    text, *others = repr(report).split('\n\n')
+    assert ' '.join(text.split()) == ' '.join(said.split())
+    expected(name, blurred('\n'.join([said, *others[::2], ''])))
     html = report._repr_html_()
     assert all(f'{v.mode}: {v.verdict}.' in html for v in report.verdicts.values())
     assert ('class="dataframe"' in html) == any(v.modules for v in report.verdicts.values())
 
 
-def test_the_verdicts_and_columns_are_documented():
-    def first_cells(cls):
-        lines = [line.split('|')[1] for line in cls.__doc__.splitlines() if line.strip().startswith('|')]
-        return [cell.strip(" `'") for cell in lines[2:]]
-
-    said = r"(?:_say\(|verdict(?:, \w+)* = |Verdict\([\w.]+, )'([a-z\d ]+)'"
-    assert {*first_cells(Verdict)} == {*re.findall(said, ''.join(map(inspect.getsource, (room, verdict_room))))}
-    assert first_cells(PrecisionReport) == list(learner().precision_report('bf16').table.columns)
+def test_the_columns_are_documented():
+    report = learner().precision_report('bf16')
+    assert re.findall(r"^ *\| `(\w+)` \|", PrecisionReport.__doc__, re.M) == list(report.table.columns)
 
 
 def test_time_that_is_over_leaves_what_is_known(clock):
@@ -192,27 +175,6 @@ def test_time_that_is_over_leaves_what_is_known(clock):
     assert fp16.call == "learn.precision_report('fp16', max_seconds=350)" and set(report.table['mode']) == {'bf16'}
     report = learn.precision_report(max_seconds=5.0)
     assert {v.verdict for v in report.verdicts.values()} == {'not known'} and not len(report.table) and report.plot()
-
-
-@pytest.mark.parametrize(
-    'call,kind,words',
-    [
-        (lambda l: l.precision_report(('bf16', 'fp4')), ValueError, r"(?s)modes='fp4' cannot be used.*'bf16', 'fp16'"),
-        (lambda l: l.precision_report(()), ValueError, r"modes=\(\) cannot be used: give 'bf16', 'fp16'"),
-        (lambda l: l.precision_report('half weights'), ValueError, "(?s)cannot be used.*'half_weights'"),
-        (lambda l: l.precision_report(['bf16', 'tf32']), ValueError, "cannot be used: give 'bf16', 'fp16'"),
-        (lambda l: l.precision_report(n_batches=0), ValueError, 'n_batches=0'),
-        (lambda l: l.precision_report(max_seconds=0), ValueError, 'max_seconds=0'),
-        (lambda l: l.precision_report(device='xpu'), ValueError, "(?s)device='xpu' .* trains on cpu.*device='cuda'"),
-        (lambda l: l.precision_report(dl=[]), ValueError, '(?s)at least one batch.*dl='),
-        (lambda l: learner(nn.Linear(3, 1)).precision_report(), RuntimeError, 'mat1 and mat2'),
-        (lambda l: report_on(layers(Act(only_16_bits), nn.Linear(8, 8).double())), Exception, ''),
-        (lambda l: learner(mlp().requires_grad_(False)).precision_report(), ValueError, r'(?s)frozen.*learn\.unfreeze'),
-    ],
-)
-def test_what_cannot_be_reported_on_raises_an_error(call, kind, words):
-    with pytest.raises(kind, match=words):
-        call(learner())
 
 
 # -- every model that trains can be reported on
@@ -279,9 +241,7 @@ class Trains(nn.Linear):
 
 
 def compiled():
-    learn = learner()
-    learn.model = torch.compile(learn.model, backend='eager')
-    return learn
+    return learner(torch.compile(mlp(), backend='eager'))
 
 
 def masked():
@@ -377,10 +337,10 @@ def test_names():
     table = rows(learner(Tied()).precision_report('bf16'), 'bf16')
     assert list(table.index) == ['a', 'b', 'act', 'head', 'loss function']
     assert rows(compiled().precision_report('bf16'), 'bf16').equals(rows(learner().precision_report('bf16'), 'bf16'))
-    for compiles in lambda m: torch.compile(m, backend='eager'), lambda m: (m.attn.compile(backend='eager'), m)[1]:
-        learn = learner(Attentive())
-        learn.model = compiles(learn.model)
-        assert learn.precision_report('fp16').fp32_modules == ['attn']
+    model = Attentive()
+    model.attn.compile(backend='eager')
+    for m in (torch.compile(Attentive(), backend='eager'), model):
+        assert learner(m).precision_report('fp16').fp32_modules == ['attn']
 
 
 class Cancels(Callback):
@@ -456,12 +416,3 @@ def test_it_looks_at_the_weights_and_data_of_now():
     with torch.no_grad():
         learn.model[0].weight *= 1e6  # as training may
     assert learn.precision_report('fp16').verdicts['fp16'].modules == ['0']
-
-
-def test_advice_keeps_what_is_there():
-    learn = learner(Attentive()).to_fp16(fp32_modules=['head'], max_skips=5)
-    call = learn.precision_report('fp16').verdicts['fp16'].call
-    assert call.startswith('learn.to_fp16(') and "fp32_modules=['head', 'attn']" in call and 'max_skips=5' in call
-    assert "fp32_modules=['head']" in learn.precision_report('bf16').verdicts['bf16'].call
-    exec(call, {'learn': learn})
-    assert sorted(learn.precision.fp32_module_names) == ['attn', 'head'] and learn.precision.max_skips == 5

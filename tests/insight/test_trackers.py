@@ -14,13 +14,8 @@ from fastai.learner import Recorder
 
 from fastxtend_amp.insight.copies import copied_learner, left_out, takes_part
 from helpers import Attentive, Data, dataset, learner, loaders, mlp
-from states import Gives, Unpacks
+from states import ASK, Gives, Unpacks
 
-ASK = {
-    'report': lambda l: l.precision_report('bf16'),
-    'comparison': lambda l: l.compare_precision(('bf16', 'fp16'), n_steps=3, n_seeds=1, max_seconds=9),
-    'choice': lambda l: l.to_amp(measure=True, max_seconds=9),
-}
 sent = []  # to a tracking service
 
 

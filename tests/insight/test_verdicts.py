@@ -164,18 +164,8 @@ class Block(nn.Linear):
         return x + super().forward(x) * 1e6 / 1e6
 
 
-def layers(*middle):
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), *middle, nn.Linear(8, 1))
-
-
 def times(factor):
     return lambda h: Times.apply(h, factor)
-
-
-def large(factor):
-    data = Data(dataset().tensors[0] * factor, dataset().tensors[1])
-    return loaders(train=data)
 
 
 noise = Act(lambda h: h - h.clone() + 6e-8 * (h.dtype is torch.float16))

@@ -8,7 +8,7 @@ import pytest, torch
 from fastai.learner import Learner
 
 from fastxtend_amp.tools import demo
-from helpers import learner, linear, set_support
+from helpers import learner, linear, params, same, set_support
 
 DEMO = """
 from fastxtend_amp.tools import demo
@@ -50,9 +50,8 @@ def test_emulated_precisions_train_if_asked_for_and_in_a_fifth_of_the_time(
     monkeypatch.setattr(demo, 'precision_support', lambda device: pd.DataFrame(rows))
     set_support(monkeypatch, lambda name: support.get(name, 'unsupported'))
     monkeypatch.setattr(demo, 'learner', lambda device: learner(linear(), lr=0.01))
-    monkeypatch.setattr(demo, 'SECONDS', 10)
     monkeypatch.setattr(Learner, 'compare_precision', noted)
-    demo.main(['--device', 'cpu', '--out', str(tmp_path / 'f.png'), *args])
+    demo.main(['--device', 'cpu', '--out', str(tmp_path / 'f.png'), '--max-seconds', '10', *args])
     out = capsys.readouterr().out
     assert given == expected and max(map(len, out.splitlines()[:-1])) <= 120
     assert out.startswith(f'bf16 is {bf16} on this device (for this test).\nfp16 is {fp16} ')
@@ -63,19 +62,9 @@ def test_emulated_precisions_train_if_asked_for_and_in_a_fifth_of_the_time(
     assert (tmp_path / 'f.png').read_bytes()[:4] == b'\x89PNG'
 
 
-def test_more_time_can_be_given(monkeypatch, tmp_path, capsys):
-    rows = [{'mode': 'bf16', 'support': 'native', 'why': 'for this test'}]
-    monkeypatch.setattr(demo, 'precision_support', lambda device: pd.DataFrame(rows))
-    monkeypatch.setattr(demo, 'learner', lambda device: learner(linear(), lr=0.01))
-    demo.main(['--device', 'cpu', '--out', str(tmp_path / 'f.png'), '--max-seconds', '5'])
-    assert 'in alternating rounds, for at most 4 seconds.' in capsys.readouterr().out
-
-
-def test_the_data_and_the_model_are_the_same_each_time():
+def test_the_model_is_the_same_each_time():
     a, b = (demo.learner(torch.device('cpu')) for _ in range(2))
-    assert all(torch.equal(x, y) for x, y in zip(a.model.parameters(), b.model.parameters()))
-    x, y = a.dls.train.one_batch()
-    assert x.shape == (64, 1, 16, 16) and len(a.dls.train_ds) + len(a.dls.valid_ds) == 1797 and a.lr == demo.LR
+    assert same(params(a), params(b))
 
 
 @pytest.mark.parametrize(
