@@ -1,4 +1,4 @@
-"Small real learners, and hand-written loops to compare them with."
+"Small real learners, and what several tests ask of them."
 
 from __future__ import annotations
 
@@ -200,38 +200,6 @@ class At(Callback):
 
     def _run(self):
         self.f(self.learn)
-
-
-def handwritten(
-    mode, opt_func, n_epoch=2, lr=0.01, n_acc=None, clip=None, dls=None, make=torch.amp.GradScaler, **scaling
-):
-    "Train in a loop as PyTorch's documentation shows; returns model, optimizer (fastai's), scaler, losses."
-    learn, dtype = learner(dls=dls, opt_func=opt_func), {'fp16': torch.float16, 'bf16': torch.bfloat16}.get(mode)
-    learn.create_opt()
-    learn.opt.set_hypers(lr=lr)
-    model, opt = learn.model, learn.opt
-    scaler, losses, count = make(DEVICE.type, enabled=mode == 'fp16', **scaling), [], 0
-    for _ in range(n_epoch):
-        model.train()
-        for xb, yb in learn.dls.train:
-            with torch.autocast(DEVICE.type, dtype, enabled=dtype is not None):
-                pred = model(xb)
-                loss = nn.functional.mse_loss(pred.float() if dtype else pred, yb)
-            losses.append(loss.item())
-            if n_acc:
-                loss = loss / (n_acc / len(yb))
-            scaler.scale(loss).backward()
-            count += len(yb)
-            if n_acc and count < n_acc:
-                continue
-            count = 0
-            scaler.unscale_(opt)
-            if clip:
-                nn.utils.clip_grad_norm_(model.parameters(), clip)
-            scaler.step(opt)
-            scaler.update()
-            opt.zero_grad()
-    return model, opt, scaler, losses
 
 
 OPTIMIZERS = {

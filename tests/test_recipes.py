@@ -99,17 +99,6 @@ def test_models_whose_output_has_logits(word, make, mode):
     assert learn.precision_report('bf16').verdicts['bf16'].verdict == 'safe so far'
 
 
-def test_fast_norm_of_timm():
-    layers = pytest.importorskip('timm.layers')
-    for fast, dtype in ((True, torch.bfloat16), (False, torch.float32)):
-        layers.set_fast_norm(fast)
-        norm = layers.LayerNorm(6)
-        learn = learner(nn.Sequential(norm, nn.Linear(6, 1)))
-        dtypes = output_dtypes(learn)
-        trained(learn, 'bf16')
-        assert {*dtypes} == {dtype}
-
-
 def test_a_frozen_base_in_16_bits():
     base = nn.Linear(6, 6)
     before = base.weight.detach().bfloat16()
@@ -235,10 +224,7 @@ def test_loggers_get_the_table(mode, tmp_path, monkeypatch):
 @pytest.mark.parametrize('n_acc, clip', [(None, None), (8, 0.5)])
 @pytest.mark.parametrize('mode, init_scale', [('fp32', 1.0), ('bf16', 1.0), ('fp16', 256.0), ('fp16', 2.0**24)])
 def test_the_loop_of_the_manual_computes_what_the_callback_does(mode, init_scale, n_acc, clip, capsys):
-    """Bit for bit: parameters, buffers, optimizer and loss scale after two fits, with skipped steps in the last case.
-
-    An overflow in the forward pass leaves BatchNorm as it was.
-    """
+    "Bit for bit: parameters, buffers, optimizer and loss scale after two fits, with skipped steps in the last case."
     Trainer = recipe('class Trainer', 'how_it_works.md')['Trainer']
     learn, model = learner(opt_func=OPTIMIZERS['adamw']), mlp()
     opt = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -254,9 +240,3 @@ def test_the_loop_of_the_manual_computes_what_the_callback_does(mode, init_scale
         assert learn.precision.scale == loop.scaler.get_scale() and learn.precision.n_skipped == loop.skipped_steps
     skipped = loop.skipped_steps
     assert (skipped > 2) == (init_scale > 256) and capsys.readouterr().out.count('validation loss') == 4
-    if mode != 'fp16' or n_acc:
-        return
-    model.train()
-    before = model[1].running_var.clone()
-    loop.one_batch(torch.full((4, 6), 1e6), torch.randn(4, 1))
-    assert loop.skipped_steps == skipped + 1 and torch.equal(model[1].running_var, before)

@@ -117,23 +117,14 @@ class Memory(nn.Module):
     def __init__(self):
         super().__init__()
         self.register_buffer('seen', torch.zeros(3))
-        self.plain, self.n, self.kept = (
-            torch.ones(2),
-            0,
-            {'a': [torch.zeros(1), (torch.ones(1), {'b': torch.ones(2)})], 'calls': []},
-        )
-        self.wide = torch.zeros(1).expand(4)
+        self.plain, self.kept = torch.ones(2), {'a': [torch.zeros(1), (torch.ones(1), {'b': torch.ones(2)})]}
 
     def forward(self, x):
         self.seen += 1
         self.plain = self.plain * 2
-        self.n += 1
-        self.new = x
         self.kept['a'][0] += 1
         self.kept['a'][1][1]['b'].mul_(3)
-        self.kept['calls'].append(self.n)
-        self.kept['c'] = x
-        self.wide[0] += 1
+        self.kept['c'] = self.new = x
         return x
 
 

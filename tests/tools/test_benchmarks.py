@@ -112,7 +112,4 @@ def test_predictions(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(predictions, 'BLOCK_SECONDS', 0.0)
     out = tmp_path / 'table.md'
     predictions.main([*TINY, '--sizes', '1', '6', '--rounds', '2', '--out', str(out)])
-    text = capsys.readouterr().out
-    assert text == out.read_text() and '| fastxtend_amp | PyTorch loop | Accelerate |' in text
-    rows = [line.split('|')[1:3] for line in text.splitlines() if line.startswith('| tiny')]
-    assert [n.strip() for _, n in rows] == ['1', '6']
+    assert capsys.readouterr().out == out.read_text() and out.read_text().count('\n| tiny') == 2
