@@ -130,7 +130,7 @@ def test_page_is_whole(page):
         for target in p.loaded:
             assert target.startswith('data:') or (file.parent / target.partition('?')[0]).exists(), target
         sources = [link for link in p.links if link.startswith('source/')]
-        assert all((page / link).exists() for link in sources) and (file.stem != 'api' or len(sources) > 20)
+        assert all((file.parent / link).exists() for link in sources) and (file.stem != 'api' or len(sources) > 20)
     for sheet in page.rglob('*.css'):
         assert not re.search(r'url\(\s*[\'"]?(https?:)?//|@import', sheet.read_text()), sheet
 

@@ -196,8 +196,8 @@ def bits(learn):
 
 
 def blurred(text):
-    "Without what differs by machine: decimals, and lines of files."
-    return re.sub(r'\d+\.\d+(e[+-]\d+)?|\d+e[+-]\d+', '#', re.sub(r'\w+\.py:\d+', 'file.py:1', text))
+    "Without what differs by machine: decimals, percentages, and lines of files."
+    return re.sub(r'\d+\.\d+(e[+-]\d+)?|\d+e[+-]\d+|\d+(?=%)', '#', re.sub(r'\w+\.py:\d+', 'file.py:1', text))
 
 
 ASK = {

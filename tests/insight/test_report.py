@@ -311,12 +311,13 @@ RUNS = {
     'writes into its inputs': lambda: learner(nn.Sequential(Act(lambda x: x.mul_(200)), nn.Linear(6, 1))),
     'fused attention': lambda: learner(layers(Act(attends))),
     'ResNet': resnet18,
-    'float8': pytest.param(fp8, marks=pytest.mark.torchao),
+    'float8': fp8,
 }
-RUNS = [p if isinstance(p, type(pytest.param())) else pytest.param(p, id=name) for name, p in RUNS.items()]
 
 
-@pytest.mark.parametrize('make', RUNS)
+@pytest.mark.parametrize(
+    'make', [pytest.param(f, id=name, marks=[pytest.mark.torchao] * (f is fp8)) for name, f in RUNS.items()]
+)
 def test_what_trains_can_be_reported_on(make):
     torch.manual_seed(0)
     learn = make()
