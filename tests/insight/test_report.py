@@ -330,6 +330,8 @@ def test_what_trains_can_be_reported_on(make):
 
 
 def test_names():
+    table = rows(learner(Checkpointed()).precision_report('bf16'), 'bf16')
+    assert list(table.index) == ['first', 'inner.0', 'inner.1', 'inner.2', 'loss function']
     table = rows(learner(Tied()).precision_report('bf16'), 'bf16')
     assert list(table.index) == ['a', 'b', 'act', 'head', 'loss function']
     assert rows(compiled().precision_report('bf16'), 'bf16').equals(rows(learner().precision_report('bf16'), 'bf16'))

@@ -102,6 +102,7 @@ HARMLESS = {
     'mask: minus 1e30': attends(lambda s, m: s - 1e30 * (1 - m.to(s.dtype))),
     'mask: -1e9 by where': lambda h: torch.where(h < 0, -1e9, h).softmax(-1),
     'far from the limit': lambda h: h.tanh() * 1e4 / 1e4,
+    'far from the limit, added in place in fp32': lambda h: torch.zeros(h.shape).add_(h.tanh() * 1e4).to(h.dtype) / 1e4,
     'rounding noise of fp32 itself': lambda h: h * math.pi / math.pi - h,
     'constants beside large values': lambda h: h / (h.abs() + 1 + 1e-9),
     'a clamp that no value reaches': lambda h: (h / 9).sigmoid().clamp(max=1 - 1e-4),
@@ -220,6 +221,9 @@ def test_of_two_precisions_the_one_that_works_is_called(monkeypatch):
     learn = learner(Products(nn.Sequential(nn.Linear(6, 6), Act(cancels))), loaders(64, 64))
     set_support(monkeypatch, lambda name: 'native')
     assert {v.call for v in learn.precision_report().verdicts.values()} == {"learn.to_bf16(fp32_modules=['f.1'])"}
+    without_autocast = Own(lambda h: h * (1 / (not torch.is_autocast_enabled('cpu'))))
+    verdicts = report_on(without_autocast, ('bf16', 'fp16'), 'cuda').verdicts.values()
+    assert {(v.verdict, v.call) for v in verdicts} == {('cannot run', 'learn.to_fp32()')}
     set_support(monkeypatch, lambda name: 'unsupported', 'it is too old')
     verdict = learner().precision_report('bf16').verdicts['bf16']
     assert (verdict.verdict, verdict.reason) == ('cannot run', 'it is too old')
