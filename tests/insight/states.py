@@ -190,14 +190,16 @@ def bits(learn):
             return id(o)
         return id(o), plain(vars(o), seen | {id(o)})
 
-    rng = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    rng = repr((random.getstate(), np.random.get_state(), torch.get_rng_state().tolist()))
     state = {**vars(learn), 'rng': rng, 'autocast': (*autocast_state(), torch.is_grad_enabled())}
     return {name: repr(plain(part, frozenset())) for name, part in state.items()}
 
 
 def blurred(text):
     "Without what differs by machine: decimals, percentages, and lines of files."
-    return re.sub(r'\d+\.\d+(e[+-]\d+)?|\d+e[+-]\d+|\d+(?=%)', '#', re.sub(r'\w+\.py:\d+', 'file.py:1', text))
+    return re.sub(
+        r"(?<!')\d+\.\d+(e[+-]\d+)?|\d+e[+-]\d+|\d+(?=%|-fold)", '#', re.sub(r'\w+\.py:\d+', 'file.py:1', text)
+    )
 
 
 ASK = {

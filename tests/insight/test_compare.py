@@ -269,13 +269,12 @@ def test_rounds(expected, sleeps):
         r = learner(cbs=Costs(speeds, **costs)).compare_precision(**kwargs)
         seconds = sleeps.now - start
         assert seconds <= kwargs['max_seconds'] + max(1, 4.1 * costs.get('step', 0))
-        rows = (
-            f"{n}: {row['steps']} steps in {row['rounds']} rounds, speed-up {row['speed-up']:.2f}, loss "
-            f"{'unknown' if math.isnan(row['loss']) else 'known'}. {row['note']}\n"
-            for n, row in r.table.iterrows()
-        )
+        rows = [f'{name}: {r.recommended}: {r.reason}']
+        for n, row in r.table.iterrows():
+            loss = 'no loss' if math.isnan(row['loss']) else 'loss'
+            rows.append(f"{n}: {row['steps']} steps, {row['rounds']} rounds, {loss}, speed {row['speed-up']:.2f}")
         said = f"{len(r.losses['fp32'])} steps are compared, {len(r.seed_losses)} other seeds, {seconds:.1f} s"
-        texts.append(f"# {name}\n{r.recommended}: {r.reason}\n{''.join(rows)}{said}\n")
+        texts += ['# ' + '\n'.join([*rows, said, *r.table['note'][r.table['note'] != '']]), '']
     expected('comparison_rounds', '\n'.join(texts))
 
 

@@ -177,7 +177,7 @@ def test_files_go_into_a_folder_that_is_removed(tmp_path):
 
 @pytest.mark.parametrize('ask', ASK)
 def test_copies_are_freed_at_once(ask, sleeps):
-    models, learn = [], learner(cbs=InStep('before_step', lambda l: models.append(weakref.ref(l.model))))
+    models, learn = [], learner(cbs=InStep('before_batch', lambda l: models.append(weakref.ref(l.model))))
     gc.disable()
     try:
         found = ASK[ask](learn)

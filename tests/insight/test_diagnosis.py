@@ -180,10 +180,10 @@ FAILS = {  # what makes the learner, the call, epochs, learning rate
     'does not come back': (once_inf, BF16),
     'with weights that are bf16 in the fit': (once_inf, 'learn.to_half_weights(master_weights=False)'),
     **{
-        f'a learning rate of {lr:g}, {opt}': (
-            lambda opt=opt: learner(opt_func=OPTIMIZERS[opt]), f'learn.to_{mode}(max_skips=4)', 4, lr,
+        f'a learning rate far too high, {opt}, {mode}': (
+            lambda opt=opt: learner(opt_func=OPTIMIZERS[opt]), f'learn.to_{mode}(max_skips=4)', 4, 100.0,
         )
-        for mode, opt, lr in (('fp16', 'sgd', 10.0), ('bf16', 'sgd', 100.0), ('fp16', 'adam', 100.0))
+        for mode, opt in (('fp16', 'sgd'), ('bf16', 'sgd'), ('fp16', 'adam'))
     },
     'in the second batch': (
         lambda: learner(linear(), loss_func=lambda p, y: F.mse_loss(p, y) * 1e6, opt_func=OPTIMIZERS['sgd']),
@@ -222,7 +222,7 @@ def messages_of(cases):
         words = said(learn, *fit)
         yield '\n'.join([f'# {name}: {call}, {learn.precision.n_skipped} steps skipped', *words, ''])
         if advice := re.search(r'`(learn\.to_.+?)`', ''.join(words)):
-            assert said(started(make, advice[1]), *fit) == [], (name, advice[1])
+            assert not [w for w in said(started(make, advice[1]), *fit) if 'failed' in w], (name, advice[1])
 
 
 class OnDevice(Watch):
