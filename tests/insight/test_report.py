@@ -211,19 +211,6 @@ class Checkpointed(nn.Module):
         return checkpoint.checkpoint(self.inner, self.first(x), use_reentrant=True)
 
 
-class Force(nn.Module):
-    "Computes gradients itself."
-
-    def __init__(self):
-        super().__init__()
-        self.energy = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 1))
-
-    def forward(self, x):
-        x = x.detach().requires_grad_()
-        with torch.enable_grad():
-            return torch.autograd.grad((self.energy(x).float() * 1e4).sum(), x, create_graph=True)[0][:, :1] / 1e4
-
-
 class Mapped(nn.Module):
     def __init__(self):
         super().__init__()
@@ -297,7 +284,6 @@ RUNS = {
     'tied, in place, called twice': lambda: learner(Tied()),
     'compiled': compiled,
     'checkpoints': lambda: learner(Checkpointed()),
-    'own gradients': lambda: learner(Force()),
     'vmap': lambda: learner(Mapped()),
     'two samples in BatchNorm': lambda: learner(dls=loaders(bs=2)),
     'a sum that ReLU writes over': lambda: learner(Residual()),
