@@ -261,6 +261,7 @@ TIMED = {  # speed-ups; arguments of `Costs`; arguments of the comparison
 }
 
 
+@pytest.mark.filterwarnings('error')  # as a mean of no losses gives
 def test_rounds(expected, sleeps):
     "What is recommended, after how many steps and rounds, and in which time; what is far slower is dropped."
     texts = []
