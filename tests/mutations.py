@@ -1442,13 +1442,6 @@ MUTATIONS = [
             'facts',
         ),
         (
-            'an unknown device type raises an error',
-            'devices/facts.py',
-            '    try: return torch.amp.is_autocast_available(device_type)\n    except RuntimeError: return False',
-            '    return torch.amp.is_autocast_available(device_type)',
-            'facts cuda_rules',
-        ),
-        (
             'a backend that raises an error ends precision_support',
             'devices/facts.py',
             'except (RuntimeError, AssertionError) as e: return first_line(e)',

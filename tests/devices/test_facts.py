@@ -119,9 +119,13 @@ def test_this_machine(monkeypatch):
     assert facts.apple_chip() == ''
 
 
-@pytest.mark.parametrize('device, bf16, why', [('hpu', 'native', 'backend'), ('vulkan', 'unsupported', 'no autocast')])
+WITHOUT_RULE = [('hpu', 'native', 'backend'), ('vulkan', 'unsupported', 'no autocast')]
+WITHOUT_RULE += [('privateuseone', 'unsupported', 'has not registered')]
+
+
+@pytest.mark.parametrize('device, bf16, why', WITHOUT_RULE)
 def test_devices_without_a_rule(device, bf16, why):
-    "PyTorch has autocast for the first, and does not know it for the second."
+    "PyTorch has autocast for the first, does not know it for the second, and raises an error for the third."
     table = precision_support(device).set_index('mode')
     assert (table.support['bf16'], table.support['tf32']) == (bf16, 'unsupported') and why in table.why['bf16']
 

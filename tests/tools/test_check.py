@@ -65,6 +65,16 @@ def no_overflow_found(patch):
     )
 
 
+def weights_changed(patch):
+    cancelled = MixedPrecision.after_cancel_step
+
+    def steps(self):
+        cancelled(self)
+        next(self.model.parameters()).data.add_(1e-3)
+
+    patch(MixedPrecision, 'after_cancel_step', steps)
+
+
 def scale_kept(patch):
     patch(torch, '_amp_update_scale_', lambda *args: None)
 
@@ -120,6 +130,7 @@ def no_fp32(patch):
         (scale_lost, ['fp16: save and load'], 'loss scale 65,536 INSTEAD OF'),
         (weights_lost, ['fp32: save and load', 'fp16: save and load'], 'WEIGHTS DIFFER'),
         (no_overflow_found, ['fp16: skips a step, Adam', 'fp16: skips a step, fused AdamW'], 'CHANGED THE WEIGHTS'),
+        (weights_changed, ['fp16: skips a step, Adam'], 'loss scale 65,536, then 32,768'),
         (scale_kept, ['fp16: skips a step, Adam', 'fp16: skips a step, fused AdamW'], 'kept the weights'),
         (no_autocast, ['fp16: trains as fp32'], 'computes in float32'),
         (nothing_learned, ['fp16: trains as fp32'], 'computes in float16'),
