@@ -7,7 +7,6 @@ from fastai.learner import load_learner
 from torch import nn
 
 from fastxtend_amp import MixedPrecision, is_depthwise
-from fastxtend_amp.insight.tune import is_grouped, is_ungrouped, kind_of
 from fastxtend_amp.precisions import BF16
 from helpers import learner, set_support
 from states import Act
