@@ -81,7 +81,7 @@ def move(
                 'Something else refers to them, such as the graph of a kept loss or a compiled model: delete it, or '
                 'call `model.to(device)` first and then create the learner.') from e
         finally: future.set_swap_module_params_on_conversion(swaps)
-    if learn.opt is not None: _place_state(learn.opt)
+        if learn.opt is not None: _place_state(learn.opt)
     if device.type != 'xla': learn.remove_cb(XLADevice)
     elif not any(isinstance(cb, XLADevice) for cb in learn.cbs): learn.add_cb(XLADevice())
 
