@@ -25,13 +25,10 @@ def is_grouped(module: nn.Module) -> bool:
     return isinstance(module, _ConvNd) and 1 < module.groups < module.in_channels
 
 
-def is_ungrouped(module: nn.Module) -> bool:
-    "Whether a module is a convolution without groups."
-    return isinstance(module, _ConvNd) and module.groups == 1
-
-
-def kind_of(module: nn.Module): # For `fp32_modules`: its class; of convolutions a predicate on their groups
-    return next((kind for kind in (is_depthwise, is_grouped, is_ungrouped) if kind(module)), type(module))
+def kind_of(module: nn.Module): # For `fp32_modules`
+    "Return the kind of a module, its class or a predicate; None for those that 16 bits are made for."
+    if isinstance(module, nn.Linear) or isinstance(module, _ConvNd) and module.groups == 1: return None
+    return next((kind for kind in (is_depthwise, is_grouped) if kind(module)), type(module))
 
 
 def kinds_to_try(runs: list[Run], pace: float) -> list: # `pace`: seconds of a step in all runs
@@ -56,9 +53,8 @@ def kinds_to_try(runs: list[Run], pace: float) -> list: # `pace`: seconds of a s
             hooks.enter_context(m.register_forward_pre_hook(partial(note, -1)))
             hooks.enter_context(m.register_forward_hook(partial(note, 1)))
         run.learn.validate(dl=setting.batches[:1])
-    for_16_bits, slow_backward = (is_ungrouped, nn.Linear), (is_depthwise, is_grouped)
-    found = [kind for kind, t in seconds.most_common() if t > _SHARE * run.pace and kind not in for_16_bits]
-    return sorted(found, key=lambda kind: kind not in slow_backward)
+    found = [kind for kind, t in seconds.most_common() if kind and t > _SHARE * run.pace]
+    return sorted(found, key=lambda kind: kind not in (is_depthwise, is_grouped))
 
 
 def tune(
