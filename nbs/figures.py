@@ -13,7 +13,7 @@ from nbs.benchmarks.show import by_model, finding, plot, tables  # noqa: E402
 
 RUNS = HERE / 'benchmarks'
 SHOWN = 'native_bf16'
-STORED = SHOWN, *(f'{SHOWN}_{run}' for run in ('0.4.0', '0.3.0', '0.2.0', '0.2.0_b')), 'emulated'
+STORED = SHOWN, *(f'{SHOWN}_{run}' for run in ('0.5.0', '0.4.0', '0.3.0', '0.2.0', '0.2.0_b')), 'emulated'
 PICTURES = 'speed', 'speed_narrow', 'report'                     # of the README, each with a dark variant
 SAFE = 'safe so far'                                             # as `nbs/cases.py` writes it
 NIGHT = (13, 17, 23)                                             # what white becomes
@@ -74,7 +74,7 @@ def large(file: Path) -> Path:
 
 def main() -> None:
     version = stored(SHOWN)['machine']['fastxtend_amp']
-    title = f"On a CPU, {finding('bf16', rows())}"
+    title = f"CPU: {finding('bf16', rows())}"
     below = f'; CPU with native bf16; fastxtend_amp {version}'
     for name, narrow in (('speed', False), ('speed_narrow', True)):
         for file, dpi in ((HERE / f'{name}.png', 100), (large(HERE / f'{name}.png'), 200)):

@@ -65,8 +65,10 @@ def marked(quartiles: list[float], blocks: int) -> str:
 
 # -- chart
 
-COLOR, GREY = '#2a78b8', '#555'
-MARKS = 'dot: median; line: its 95% interval; hollow dot and ~: wider than ±5%'
+DRAWN = {                                  # contestants with a column at the right, and its head and colour
+    'fastxtend_amp, tuned': ('tuned', '#2e7d32'), 'fastxtend_amp': ('fastxtend_\namp', '#2a78b8'),
+    'plain loop': ('PyTorch\nloop', '#555')}
+MARKS = 'dot: median; line: its 95% interval; hollow dot and ~: wider than ±5%; tuned: tune=True'
 OPTIMIZER = 'fused AdamW'                  # of the contestants that are drawn
 Rows = list[tuple[str, dict[str, dict[str, Any]]]]   # a model's title, and its records by contestant
 
@@ -83,35 +85,42 @@ def by_model(figures: dict[str, Any], mode: str) -> Rows:
 
 def finding(mode: str, rows: Rows) -> str:
     "Return the title of a chart: how many models gain, that is with both quartiles above 1, and how much at most."
-    gains = [record['vs_fp32'] for _, found in rows if (record := found['fastxtend_amp'])['vs_fp32'][0] > 1]
-    most = f', by up to {gains[0][1]:.1f}x' if gains else ''
-    return f'{mode} is faster than fp32 for {len(gains)} of {len(rows)} models{most}'
+    def gains(contestant):
+        ratios = [found[contestant]['vs_fp32'] for _, found in rows if contestant in found]
+        return sorted(ratio[1] for ratio in ratios if ratio[0] > 1)
+    plain, tuned = gains('fastxtend_amp'), gains('fastxtend_amp, tuned')
+    most = f', by up to {plain[-1]:.1f}x' if plain else ''
+    more = f'; tuned, for {len(tuned)}' if len(tuned) > len(plain) else ''
+    return f'{mode} is faster than fp32 for {len(plain)} of {len(rows)} models{most}{more}'
 
 
 def draw(ax: Any, rows: Rows, narrow: bool = False) -> None:
-    """Draw speed-ups over fp32: for each row a dot at the median and a line for its 95% interval.
+    """Draw speed-ups over fp32: for each row dots at the medians with fastxtend_amp, and lines for their 95% intervals.
 
-    A hollow dot is noisy. At the right stand the medians with fastxtend_amp and with a PyTorch loop; a narrow chart has
-    titles over rows.
+    A hollow dot is noisy. At the right stand the medians, with those of a PyTorch loop; a narrow chart has titles over
+    rows.
     """
-    beside, columns = ax.get_yaxis_transform(), ((1.25, 1.46) if narrow else (1.21, 1.42))
-    def right(column, y, text, **kwargs): ax.text(columns[column], y, text, transform=beside, ha='right', **kwargs)
-    for y, (title, found) in enumerate(rows):
-        for column, contestant in enumerate(('fastxtend_amp', 'plain loop')):
-            if contestant not in found: continue
-            ratio, blocks = found[contestant]['vs_fp32'], found[contestant]['blocks']
-            right(column, y, marked(ratio, blocks), color=GREY if column else COLOR, va='center')
-            if column: continue
-            half = notch(ratio, blocks)
-            ax.plot([ratio[1] - half, ratio[1] + half], [y] * 2, color=COLOR, lw=1.6)
-            ax.plot(ratio[1], y, 'o', color=COLOR, mfc='white' if noisy(ratio, blocks) else COLOR, ms=6)
-        if narrow:                                               # over the lines of the grid
+    beside = ax.get_yaxis_transform()
+    first, width = (1.2, .2) if narrow else (1.1, .17)
+    drawn = [name for name in DRAWN if any(name in found for _, found in rows)]
+    def right(column, y, text, **kwargs):
+        ax.text(first + width * column, y, text, transform=beside, ha='right', **kwargs)
+    top = -.75 if narrow else -.5
+    for column, name in enumerate(drawn):
+        head, color = DRAWN[name]
+        right(column, top, head, va='bottom', fontsize=9, color=color)
+        for y, (_, found) in enumerate(rows):
+            if name not in found: continue
+            ratio, blocks = found[name]['vs_fp32'], found[name]['blocks']
+            right(column, y, marked(ratio, blocks), color=color, va='center')
+            if name == 'plain loop': continue
+            half, fill = notch(ratio, blocks), 'white' if noisy(ratio, blocks) else color
+            ax.plot([ratio[1] - half, ratio[1] + half], [y] * 2, color=color, lw=1.6)
+            ax.plot(ratio[1], y, 'D' if 'tuned' in name else 'o', color=color, mfc=fill, ms=5)
+    if narrow:                                                   # over the lines of the grid
+        for y, (title, _) in enumerate(rows):
             ax.text(0, y - .42, title, transform=beside, va='center', fontsize=9, zorder=3,
                     bbox=dict(fc='white', ec='none', pad=1))
-    top = -.75 if narrow else -.5
-    for column, head in enumerate(('fastxtend_amp', 'PyTorch loop')):
-        right(column, top, head.replace(' ', '\n') if narrow else head, va='bottom', fontsize=9,
-              color=GREY if column else COLOR)
     ax.axvline(1, color='#888', lw=1, zorder=0)
     ax.set_yticks(range(len(rows)), [''] * len(rows) if narrow else [title for title, _ in rows])
     ax.tick_params(axis='y', length=0)
@@ -133,8 +142,8 @@ def plot(panels: dict[str, Rows], file: str | Path, narrow: bool = False, dpi: i
     for ax, (title, rows) in zip(axs, panels.items()):
         draw(ax, rows, narrow)
         lines = '\n'.join(wrap(title, 38)) if narrow else title
-        ax.set_title(lines, fontweight='bold', fontsize=11, loc='left', pad=28 if narrow else 22)
+        ax.set_title(lines, fontweight='bold', fontsize=11, loc='left', pad=28)
     width = 48 if narrow else 110
     text = '\n'.join(line for part in (MARKS, f'whole training step, {OPTIMIZER}{below}') for line in wrap(part, width))
-    figure.supxlabel(text, fontsize=9, color=GREY)
+    figure.supxlabel(text, fontsize=9, color='#555')
     figure.savefig(file, dpi=dpi, bbox_inches='tight')
