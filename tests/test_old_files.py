@@ -75,4 +75,4 @@ def test_an_export_says_once_that_it_is_in_fp32(tmp_path, capsys):
     capsys.readouterr()
     for i in range(3):
         learn.export(f'{i}.pkl')
-    assert capsys.readouterr().out.count('Exported in fp32') == 1
+    assert capsys.readouterr().out.count('Exported without ') == 1

@@ -27,7 +27,7 @@ def is_grouped(module: nn.Module) -> bool:
 
 def kind_of(module: nn.Module): # For `fp32_modules`
     "Return the kind of a module, its class or a predicate; None for those that 16 bits are made for."
-    if isinstance(module, nn.Linear) or isinstance(module, _ConvNd) and module.groups == 1: return None
+    if isinstance(module, nn.Linear) or (isinstance(module, _ConvNd) and module.groups == 1): return None
     return next((kind for kind in (is_depthwise, is_grouped) if kind(module)), type(module))
 
 

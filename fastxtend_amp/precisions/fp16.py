@@ -85,13 +85,15 @@ class FP16(Precision):
         return self.newest.state_dict()
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Continue from `state`; None resets to the arguments. Ignored with a fixed loss scale or `enabled=False`.
+        """Continue from the scale and the growth tracker in `state`; None resets them. The arguments stay.
 
-        A scale below 2**-24, the smallest number of fp16, starts again: at 0, which version 0.4 wrote, unscaled
-        gradients would be NaN. Raises `ValueError` for a scale that is not finite or below 0.
+        Ignored with a fixed loss scale or `enabled=False`. A scale below 2**-24, the smallest number of fp16, starts
+        again: at 0, which version 0.4 wrote, unscaled gradients would be NaN. Raises `ValueError` for a scale that is
+        not finite or below 0.
         """
         if state == {} or not self.first_state or self.is_fixed: return
-        state = dict(state or self.first_state)
-        if not 0 <= state['scale'] < math.inf: raise ValueError(f"A loss scale of {state['scale']} cannot be loaded.")
-        if state['scale'] < 2.**-24: state['scale'] = self.first_scale
-        self.newest.load_state_dict(state)
+        state = state or self.first_state
+        scale, tracker = state['scale'], state['_growth_tracker']
+        if not 0 <= scale < math.inf: raise ValueError(f'A loss scale of {scale} cannot be loaded.')
+        if scale < 2.**-24: scale = self.first_scale
+        self.newest.load_state_dict({**self.newest.state_dict(), 'scale': scale, '_growth_tracker': tracker})

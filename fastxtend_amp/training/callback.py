@@ -131,7 +131,7 @@ class MixedPrecision(fp16.MixedPrecision):
         return sum(self.history.skips())
     @property
     def skipped(self) -> bool:
-        "True if the most recent step was skipped. Available from `before_step` (order > 10). May synchronize."
+        "True during a fit if the newest step was skipped; known from `before_step` (order > 10) on. May synchronize."
         return self._scaling is not None and bool(self._scaling.found_inf)
 
     def state_dict(self) -> dict[str, Any]: # In fp16 scale, its rules and its growth tracker
@@ -246,8 +246,8 @@ class MixedPrecision(fp16.MixedPrecision):
         if scaling.found_inf is True: raise CancelStepException()
 
     def after_cancel_step(self):
-        "Keep the scale if another callback cancelled the step."
-        if (scaling := self._scaling) and scaling.found_inf is not True: scaling.cancel()
+        "Keep the scale if another callback cancelled a step whose gradients are finite."
+        if (scaling := self._scaling) and not scaling.found_inf: scaling.cancel()
 
     def after_step(self):
         "Record the step, and update the scale."

@@ -84,7 +84,8 @@ def export(original: Callable, self: Learner, *args: Any, **kwargs: Any) -> None
     finally: vars(self).update(kept)
     if cb is None or cb.has_exported: return
     cb.has_exported = True
-    print(f'Exported in fp32. To predict in {cb.precision.name} after `load_learner`, call `{cb.precision!r}` again.')
+    name, call = cb.precision.name, repr(cb.precision)
+    print(f'Exported without {name}. To predict in it after `load_learner`, call `{call}` again.')
 
 
 def _is_ours(x: Any) -> bool:

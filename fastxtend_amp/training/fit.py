@@ -27,7 +27,7 @@ class Fit(ExitStack):
         precision: Precision,
         learn: Learner,
         history: StepHistory,
-        skips: bool, # Whether steps that are not finite are skipped in precisions without loss scaling as well
+        always_skips: bool, # Whether steps that are not finite are skipped in precisions without loss scaling as well
     ):
         super().__init__()
         self.precision, self.learn = precision, learn
@@ -37,7 +37,7 @@ class Fit(ExitStack):
         precision.check(learn.model)
         self.around_model = self.enter_context(ExitStack())
         scaler = precision.scaler(device)
-        if scaler is None and precision.dtype and skips: scaler = static_scaler(device.type, 1.)
+        if scaler is None and precision.dtype and always_skips: scaler = static_scaler(device.type, 1.)
         if scaler is not None: self.scaling = Scaling(scaler, precision.first_scale, learn, history, device)
         learn.scaler = scaler or GradScaler('cpu', enabled=False)
 

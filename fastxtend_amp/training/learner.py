@@ -48,7 +48,7 @@ for cls in PRECISIONS.values(): _add_method(cls)
 @patch
 @delegates(Learner.to_fp16)
 def to_amp(self: Learner, *,
-    measure: bool = False, # Time each precision on real batches, and pick the fastest one whose loss matches fp32
+    measure: bool = False, # Time precisions on real batches, and pick the fastest; then only `max_seconds` is accepted
     max_seconds: float = 60., # Time limit of measuring
     **kwargs
 ) -> Learner: # The learner
@@ -109,7 +109,8 @@ def amp_context(self: Learner) -> Iterator[None]: # To enter with `with`; a new 
     cb, device = precision_callback(self), training_device(self)
     precision = cb.precision if cb else Precision()
     precision.check_device(device)
-    around_fit = precision.around_fit(self.model) if not cb or cb.fit is None else []
+    if cb and cb.fit: cb.fit.use_model()
+    around_fit = [] if cb and cb.fit else precision.around_fit(self.model)
     with ExitStack() as stack:
         for context in [*around_fit, *precision.around_batch(device)]: stack.enter_context(context)
         yield

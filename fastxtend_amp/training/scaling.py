@@ -28,7 +28,7 @@ from .optimizers import FUSED
 
 _READ_EVERY = 512  # steps between two reads of the history
 _LOWEST = 2.**-24  # fp16's smallest number
-_LARGE = 2**20  # elements of a buffer
+_LARGE = 2**18  # elements of a buffer
 _ROOM = 65504 / 16  # fp16's largest number, with room for a gradient 16 times as large
 
 
@@ -52,7 +52,8 @@ class Scaling:
         # As far as the host knows:
         self.skips_in_a_row = 0                                  # up to the newest step
         self.is_low, self.has_warned = self._is_low(scaler.get_scale()), False
-        self.good: dict[Any, Any] = {}                           # shapes and values of buffers after the last step
+        self.largest: float | None = None                        # gradient of this step, where the scale is low
+        self.good: dict[Any, torch.Tensor] = {}                  # values of buffers after the last step
 
     # -- a step
 
@@ -81,6 +82,7 @@ class Scaling:
         self.scaler.unscale_(self)
         found_infs = [*self.scaler._found_inf_per_device(self).values()]   # undocumented, since 1.6
         self.flagged = None if self.is_low else flagged_step(self.learn.opt, params)   # the host mends a low scale
+        self.largest = largest_of(params) if self.is_low else None   # before anybody clips
         if self.flagged is None: self.found_inf = any(map(bool, found_infs))   # synchronizes, once for each device
         else:
             self.found_inf = found_infs[0]
@@ -125,18 +127,15 @@ class Scaling:
         self.is_low = self._is_low(scale)
         if not self.is_low: return
         if scale < _LOWEST: new = self.first_scale
-        elif not self.found_inf:
-            grads = [p.grad for p in self.param_groups[0]['params']]
-            values = [g.coalesce().values() if g.is_sparse else g for g in grads]
-            largest = max(float(v.abs().max()) for v in values if v.numel())
-            fits = 2. ** math.floor(math.log2(_ROOM / largest)) if largest else self.first_scale
+        elif not self.found_inf and self.largest is not None:
+            fits = 2. ** math.floor(math.log2(_ROOM / self.largest)) if self.largest else self.first_scale
             new = max(scale, min(self.first_scale, fits))
         if new == scale: return
         self.scaler._scale.fill_(new)                            # in place, as fused optimizers may hold it
         self.is_low = self._is_low(new)
-        if self.has_warned: return
+        if not self.has_warned:
+            warn_user(f'Skipped steps had lowered the loss scale to {scale:.2g}. It is {new:,.9g} now.')
         self.has_warned = True
-        warn_user(f'Skipped steps had lowered the loss scale to {scale:.2g}. It is {new:,.9g} now.')
 
     def read(self) -> None:
         "Fetch the device's decisions; this synchronizes."
@@ -159,21 +158,21 @@ class Scaling:
             del self.history[self.first_step:]
 
     def repair_buffers(self, found_inf: bool | torch.Tensor = False) -> None:
-        """Restore what a bad step has left in buffers that is not finite, and note their values. Never synchronizes.
+        """After a bad step, restore the values of buffers that became NaN or infinite. Note all for the next step.
 
-        A batch that overflows would leave NaN in BatchNorm's running statistics, although its step is skipped.
+        A batch that overflows would leave NaN in BatchNorm's running statistics, although its step is skipped. Never
+        synchronizes.
         """
         good, self.good = self.good, {}
         for kind, buffers in small_buffers(self.learn.model).items():
-            shapes, now = [*map(torch.Tensor.size, buffers)], torch.cat([*map(torch.flatten, buffers)])
-            before = good.get(kind, (shapes, now))
-            if found_inf is not False and before[0] == shapes:
+            now = torch.stack(buffers)
+            before = good.get(kind, now)
+            if found_inf is not False and before.shape == now.shape:
                 keep = now.isfinite()
                 if torch.is_tensor(found_inf): keep |= found_inf.to(now.device) == 0
-                now = now.where(keep, before[1])
-                parts = now.split([*map(torch.Tensor.numel, buffers)])
-                torch._foreach_copy_(buffers, [*map(torch.Tensor.view, parts, shapes)])
-            self.good[kind] = shapes, now
+                now = now.where(keep, before)
+                torch._foreach_copy_(buffers, now.unbind())
+            self.good[kind] = now
 
     def skip_message(self) -> str:
         "Return a warning if most of the fit's steps were skipped; '' otherwise."
@@ -244,13 +243,21 @@ class StepHistory(list):
 
     def skips(self, start: int = 0) -> Iterator[bool]:
         "Iterate over the steps from `start` on: whether each was skipped."
-        return (math.copysign(1, scale) < 0 for scale in islice(self.read(), start, None))
+        return (scale < 0 for scale in islice(self.read(), start, None))
 
 
-def small_buffers(model: nn.Module) -> dict[Any, list[torch.Tensor]]: # By device and dtype
+def largest_of(params: Any) -> float: # Parameters with gradients; 0 if they have no numbers
+    "Return the largest absolute gradient, of all shards. It synchronizes."
+    whole = (p.grad.full_tensor() if is_dtensor(p.grad) else p.grad for p in params)
+    values = (g.coalesce().values() if g.is_sparse else g for g in whole)
+    return max((float(v.abs().max()) for v in values if v.numel()), default=0.)
+
+
+def small_buffers(model: nn.Module) -> dict[Any, list[torch.Tensor]]: # By device, dtype and shape
     "Return the floating buffers of `model`, such as BatchNorm's statistics; a large one is a mask or a table."
     found = defaultdict(list)
     for b in model.buffers():
-        is_plain = not (is_lazy(b) or is_dtensor(b) or b.is_inference())
-        if is_plain and b.is_floating_point() and b.numel() <= _LARGE: found[b.device, b.dtype].append(b.data)
+        if is_lazy(b) or is_dtensor(b) or b.is_inference() or b.layout is not torch.strided: continue
+        is_small = b.is_floating_point() and b.is_contiguous() and b.numel() < _LARGE
+        if is_small: found[b.device, b.dtype, b.shape].append(b.data)
     return found

@@ -132,6 +132,14 @@ def overflow(kind, opt, path, spoil=bad_input):
         before = now
 
 
+def low_scale(kind, opt, path):
+    "A good step sets it from the gradients of all ranks."
+    learn = build(kind, 'fp16', opt, [bad_input(1, 0)], init_scale=65536.0)
+    learn.precision.load_state_dict({**learn.precision.state_dict(), 'scale': 1.0})
+    scales = agreed(learn).precision.scales
+    assert scales[:2] == [1.0, 0.5] and 1 < scales[2] < 65536
+
+
 def one_shard(kind, opt, path):
     overflow(kind, opt, path, bad_shard)
 
@@ -243,6 +251,7 @@ SECTIONS = [
     *((f, kind, arg) for kind in ('ddp', 'fsdp') for f, arg in ((fp32_modules, '2'), (warns, 'fp16'))),
     *((checkpoint, kind, opt) for kind in ('ddp', 'fsdp') for opt in TWO),
     *((f, 'fsdp', opt) for f in (one_shard, reads_plain_file) for opt in TWO),
+    *((low_scale, kind, 'adam') for kind in ('ddp', 'fsdp')),
     (accumulate, 'ddp', 'adam'),
     (accumulate, 'fsdp', 'fused adamw'),
     (fixes, 'ddp', 'fp16'),

@@ -150,6 +150,12 @@ def test_only_while_a_fit_a_validation_or_amp_context_runs():
         assert replaced(learn.model) == ['attn', 'norm']
     assert replaced(learn.model) == []
 
+    def in_context(l):
+        with l.amp_context():
+            assert replaced(l.model) == ['attn', 'norm']
+
+    learn.fit(1, cbs=At('before_fit', in_context, 20))
+
 
 def test_the_last_call_counts_and_each_learner_on_a_model_has_its_own():
     first = learner(noting()).to_bf16(fp32_modules='1')

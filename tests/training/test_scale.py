@@ -41,7 +41,10 @@ def test_the_state_is_that_of_a_grad_scaler():
 
 def test_a_state_is_loaded_before_between_and_in_fits():
     s, seen, new = state(trained('overflowing')[0]), [], MixedPrecision('fp16')
+    rules = {name: new.state_dict()[name] for name in ('growth_factor', 'backoff_factor', 'growth_interval')}
+    assert s['growth_interval'] != rules['growth_interval']
     new.load_state_dict(s)
+    s |= rules  # those of the call
     assert new.state_dict() == s
     learn, wanted = learner(cbs=new), {**s, 'scale': 32.0, '_growth_tracker': 2}
     load = At('after_batch', lambda l: third(l) and new.load_state_dict(wanted), 70)
@@ -231,18 +234,35 @@ def test_scales_that_skips_have_not_lowered_below_1_and_low_ones_of_the_users_st
     assert set(learn.precision.scales[n_bad:]) == {first / 2**n_bad}
 
 
-@pytest.mark.parametrize('factor', [1e7, 1e9])
-def test_large_losses_that_need_a_low_scale_train_as_with_pytorchs_scaler(factor):
+@pytest.mark.parametrize('factor, cbs', [(1e7, []), (1e9, []), (1e7, GradientClip(1.0))])
+def test_large_losses_that_need_a_low_scale_train_as_with_pytorchs_scaler(factor, cbs):
     def loss(pred, y):
         return (pred - y).square().mean() * factor
 
     opt = OPTS['adam']  # whose step does not depend on the factor
-    learn = learner(net(), loaders(n=640), loss, opt_func=opt).to_fp16(on_overflow='ignore')
+    learn = learner(net(), loaders(n=640), loss, opt_func=opt, cbs=cbs).to_fp16(on_overflow='ignore')
     before = loss_of(learn)
     told(lambda: learn.fit(1, 0.01))
     assert 20 <= learn.precision.n_skipped <= 40 and loss_of(learn) < before / 2
     scales, skips = learn.precision.scales, learn.precision.skips
     assert all(skip or b >= a for a, b, skip in zip(scales, scales[1:], skips))
+
+
+class Guard(Callback):
+    "Cancels steps that are not finite, as some callbacks do."
+
+    order = 12
+
+    def before_step(self):
+        if self.learn.precision.skipped:
+            raise core.CancelStepException
+
+
+@pytest.mark.parametrize('opt', ['adam', 'fused adamw'])
+def test_the_scale_backs_off_although_a_guard_cancels_bad_steps(opt):
+    learn = learner(dls=loaders(n=640), opt_func=OPTS[opt], cbs=Guard()).to_fp16(init_scale=2.0**40)
+    told(lambda: learn.fit(1, 0.01))
+    assert 2 < learn.precision.n_skipped < 40 and not learn.precision.skips[-1]
 
 
 @pytest.mark.parametrize('scale', [0.0, 2.0**-44])

@@ -177,6 +177,16 @@ def test_values_that_are_not_finite_on_purpose_stay():
         assert learn.model.mask.tolist() == [0.0, -INF]
 
 
+def test_buffers_that_are_not_plain_tensors_in_memory_are_left_alone():
+    for to in MODES:
+        model = normed()
+        model.register_buffer('graph', torch.eye(3).to_sparse())
+        model.register_buffer('expanded', torch.ones(1).expand(4))
+        learn = TO[to](learner(model, batches({3})))
+        told(lambda: learn.fit(1))
+        assert learn.precision.n_skipped == 1 and finite(learn)
+
+
 def test_buffers_loaded_between_two_fits_and_those_of_an_exchanged_model():
     for to in MODES:
         learn = fitted(to)
