@@ -15,7 +15,7 @@ from ..precisions import Precision
 from .candidates import FP32, call, candidates
 from .comparison import COMPILE, FEWEST_ROUNDS, PrecisionComparison, pays, recommend, tolerance
 from .compat import is_compiled
-from .copies import left_out, one_at_a_time, random_state_kept, several_processes
+from .copies import note_of_left_out, one_at_a_time, random_state_kept, several_processes
 from .measuring import ROUNDS, Run, Setting, last_fifth, running, train_round, training_batches
 from .progress import progress_bar
 from .tune import kinds_to_try, tune
@@ -155,7 +155,7 @@ def _result(setting, runs, seeds, n, tuned): # `n`: steps that are compared
     calls = {r.name: call(learn, r.precision) + COMPILE * r.compiled for r in runs}
     notes = [tuned, f'`max_seconds={setting.max_seconds:g}` was enough for {n:,} of {setting.n_steps:,} steps, and '
                     f'for fp32 with {len(seeds)} of {setting.n_seeds} other seeds. Loss: mean of the last '
-                    'fifth of the steps.', *left_out(learn)]
+                    'fifth of the steps.', *note_of_left_out(learn)]
     if is_compiled(learn.model):
         notes.append('The compiled model was compared uncompiled; `compare_precision(compile=True)` compares both.')
     if settings := settings_note(): notes.append(f'{settings}. fp32 was measured with this setting.')

@@ -51,10 +51,15 @@ def takes_part(cb: Callback) -> bool:
     return not any(_WATCHES.search(f"{kind.__module__.partition('.')[0]} {kind.__name__}") for kind in kinds)
 
 
-def left_out(learn: Learner) -> list[str]: # One sentence or none
-    "Name the callbacks that a copy of `learn` does not run, except those of fastai and fastxtend_amp."
-    names = [cb.name for cb in learn.cbs
-             if not (takes_part(cb) or type(cb).__module__.startswith(('fastai.', 'fastxtend_amp.')))]
+def left_out(learn: Learner) -> list[str]:
+    "Return the names of callbacks that a copy of `learn` does not run, except those of fastai and fastxtend_amp."
+    return [cb.name for cb in learn.cbs
+            if not (takes_part(cb) or type(cb).__module__.startswith(('fastai.', 'fastxtend_amp.')))]
+
+
+def note_of_left_out(learn: Learner) -> list[str]: # One sentence or none
+    "Say which callbacks a copy does not run."
+    names = left_out(learn)
     return [f"Callbacks left out: {', '.join(names)}. If the training step needs one of them, set its "
             'attribute `run_on_copy = True`.'] if names else []
 
@@ -123,7 +128,7 @@ def copied_learner(
             learn.model.zero_grad()
             yield new
         except Exception as e:
-            if (names := left_out(learn)) and hasattr(e, 'add_note'): e.add_note(*names)   # Python 3.11
+            if (names := note_of_left_out(learn)) and hasattr(e, 'add_note'): e.add_note(*names)   # Python 3.11
             raise
         finally:
             for p, grad in grads: p.grad = grad

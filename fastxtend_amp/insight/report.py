@@ -21,7 +21,8 @@ from ..devices.facts import first_line
 from ..precisions import PRECISIONS, AMPMode, fastest_native
 from ..precisions.fp16 import FP16
 from .candidates import advised, call, own_precision, precisions_named
-from .copies import check_above_0, check_learner, left_out, loader_like, one_at_a_time, random_state_kept
+from .copies import (check_above_0, check_learner, left_out, loader_like, note_of_left_out, one_at_a_time,
+                     random_state_kept)
 from .gradient import N_BATCHES, gradient_distance
 from .operators import largest_value, rounded
 from .progress import progress_bar
@@ -141,7 +142,7 @@ def precision_report(self: Learner,
         raise ValueError(f"modes={modes!r} cannot be used: give 'bf16', 'fp16', 'fp8', or a list of these.")
     check_above_0(n_batches=n_batches, max_seconds=max_seconds)
     own = training_device(self).type
-    kind = torch.device(device or own).type
+    kind = own if device is None else str(device).partition(':')[0]
     simulated = own != kind
     if simulated and (own, kind) != ('cpu', 'cuda'):
         raise ValueError(f'device={device!r} cannot be used: this learner trains on {own}.\nLeave it out to report on '
@@ -185,6 +186,7 @@ class _Report:
             self.batches = map_tensors(first, self.batches)
             wrong = self._trace_fp32(modes)
         verdicts = {mode: Verdict(mode.value, 'not known', wrong) if wrong else self._verdict(mode) for mode in modes}
+        for verdict in verdicts.values(): verdict.left_out = left_out(self.learn)
         if not wrong: self._call_another(verdicts, device)
         flagged = [n for v in verdicts.values() for n in v.flagged]
         fp16, bf16 = torch.float16, torch.bfloat16
@@ -192,7 +194,7 @@ class _Report:
                      for name, line, op, c in self.constants]
         return PrecisionReport(pd.DataFrame(self._rows(verdicts), columns=_COLUMNS),
                                {m.value: v for m, v in verdicts.items()},
-                               [*self._causes(flagged), *self._notes(), *left_out(self.learn)],
+                               [*self._causes(flagged), *self._notes(), *note_of_left_out(self.learn)],
                                pd.DataFrame(constants, columns=_CONSTANTS))
 
     def _trace_fp32(self, modes):

@@ -55,9 +55,12 @@ class Verdict:
     flagged: list[str] = field(default_factory=list) # Flagged modules; '(model)' is the model's own `forward`
     init_scale: float | None = None # Loss scale to start from, if the default is outside `scale_range` or near its top
 
+    left_out: list[str] = field(default_factory=list) # Callbacks that did not run
+
     def __str__(self):
         following = f' Next: `{self.call}`' if self.call else ''
-        return f'{self.mode}: {self.verdict}.{following}\n    {self.reason}'
+        without = f", without {', '.join(self.left_out)}" if self.left_out else ''
+        return f'{self.mode}: {self.verdict}{without}.{following}\n    {self.reason}'
 
 
 @dataclass

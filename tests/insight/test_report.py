@@ -157,7 +157,7 @@ def test_the_printed_report(name, expected, monkeypatch):
     assert ' '.join(text.split()) == ' '.join(said.split())
     expected(name, blurred('\n'.join([said, *others[::2], ''])))
     html = report._repr_html_()
-    assert all(f'{v.mode}: {v.verdict}.' in html for v in report.verdicts.values())
+    assert all(f'{v.mode}: {v.verdict}' in html for v in report.verdicts.values())
     assert ('class="dataframe"' in html) == any(v.modules for v in report.verdicts.values())
 
 
