@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ..common import warn_user
 from ..training.callback import MixedPrecision
 from .candidates import advised, call
-from .copies import random_state
+from .copies import random_state, several_processes
 from .diagnosis import Alarm, diagnose
 from .tensors import readable
 
@@ -87,7 +87,7 @@ class Mend:
 
 def mend(cb) -> Mend | None:
     "Return the watcher of a precision callback that fixes what fails; None for another."
-    return Mend(cb) if cb.on_overflow == 'fix' else None
+    return Mend(cb) if cb.on_overflow == 'fix' and not several_processes() else None
 
 
 def _is_finite(learn):

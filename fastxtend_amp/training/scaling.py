@@ -183,7 +183,7 @@ class Scaling:
         if skipped == n: text += ' Nothing was learned.'
         text += '\n`learn.precision_report()` names the modules that overflow.'
         scale = self.scaler.get_scale()
-        return f'{text} If it finds none, start with a lower loss scale; it is {scale:,.9g} now.' if scale > 1 else text
+        return f'{text} If it finds none, start with this loss scale: {scale:,.9g}.' if scale > 1 else text
 
 
 # -- optimizers that skip a step on the device
