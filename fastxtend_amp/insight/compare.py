@@ -105,7 +105,7 @@ def _train_in_rounds(setting, runs): # Returns how many steps are compared, and 
         train_round(due, range(done, done + size))
         _drop_slow(runs)
         n_rounds, pace = len(base.times), sum(r.pace for r in running(runs))
-        if n_rounds == 1 and setting.tune: kinds = kinds_to_try(runs, pace)
+        if n_rounds == 1 and setting.tune: kinds = kinds_to_try(runs)
         others = setting.n_seeds * base.pace + _KINDS * pace * bool(kinds)
         if n_rounds == 1:
             fitting = int(.9 * setting.left / (pace + others))

@@ -155,6 +155,10 @@ def precision_report(self: Learner,
         return work.on([AMPMode(cls.name) for cls in asked])
 
 
+class _NotKnown(Exception):
+    "The reason why no verdict can be reached, and the call that may reach it."
+
+
 @dataclass
 class _Report:
     "The work behind one report."
@@ -212,7 +216,7 @@ class _Report:
         scale = own_precision(self.learn).state_dict().get('scale') or advised(self.learn, mode).first_scale
         judge = Judge(self.learn, mode, partial(self._run, mode), scale, partial(self._distance, mode))
         try: return judge.verdict()
-        except (NotImplementedError, TimeoutError) as e: return Verdict(mode.value, 'not known', *e.args)
+        except _NotKnown as e: return Verdict(mode.value, 'not known', *e.args)
 
     def _call_another(self, verdicts, device):
         "Give verdicts without a call that of the fastest precision that works."
@@ -224,15 +228,15 @@ class _Report:
 
     def _run(self, mode, keep, scale):
         if time.monotonic() > self.until:
-            raise TimeoutError(f'the time limit was reached, `max_seconds={self.max_seconds:g}`',
-                               f"learn.precision_report('{mode.value}', max_seconds={10 * self.max_seconds:g})")
+            raise _NotKnown(f'the time limit was reached, `max_seconds={self.max_seconds:g}`',
+                            f"learn.precision_report('{mode.value}', max_seconds={10 * self.max_seconds:g})")
         self.tick(mode.value)
         found = trace(self.learn, self.batches, mode, keep, scale, fp32=self.fp32)
         for s in found.seen.values():
             self.constants |= {(s.name, *constant): None for constant in s.constants}
         if self.simulated and _NO_KERNEL.search(found.error):
-            raise NotImplementedError(f'this CPU has no {mode.value} kernel for {named(found.failed_in)}, '
-                                      f'which CUDA may have: {found.error}')
+            raise _NotKnown(f'this CPU has no {mode.value} kernel for {named(found.failed_in)}, '
+                            f'which CUDA may have: {found.error}')
         if not found.error: self.low.setdefault(mode, found)
         return found
 

@@ -12,12 +12,12 @@ from torch.nn.modules.conv import _ConvNd
 
 from ..devices.cost import wait_for
 from ..precisions.matching import is_depthwise
-from .comparison import FEWEST_ROUNDS, pays, shown_speed, speed_up
+from .comparison import pays, shown_speed, speed_up
 from .compat import is_compiled
 from .measuring import ROUNDS, Run, train_round
 
 _GAIN = 1.02            # smallest speed-up from a kind in fp32 that is worth an argument
-_SHARE = .005           # of a step: kinds whose forward passes need less are not tried
+_SHARE = .015           # of the forward pass: kinds that need less of it are not tried
 
 
 def is_grouped(module: nn.Module) -> bool:
@@ -31,17 +31,16 @@ def kind_of(module: nn.Module): # For `fp32_modules`
     return next((kind for kind in (is_depthwise, is_grouped) if kind(module)), type(module))
 
 
-def kinds_to_try(runs: list[Run], pace: float) -> list: # `pace`: seconds of a step in all runs
+def kinds_to_try(runs: list[Run]) -> list:
     """Return the kinds of modules to try in fp32: convolutions in groups, then those with the longest forward passes.
 
     The backward passes of convolutions in groups are slow, which hooks cannot time. None are tried without a native
-    precision, without time, and in compiled models, which call no hooks.
+    precision, and in compiled models, which call no hooks.
 
     Source: github.com/NVIDIA/apex/issues/712, github.com/tensorflow/tensorflow/issues/41715.
     """
     setting, seconds, low = runs[0].setting, Counter[object](), _tunable(runs)
-    is_short = setting.left < 2 * pace * (FEWEST_ROUNDS + 2)
-    if not low or is_short or is_compiled(setting.learn.model): return []
+    if not low or is_compiled(setting.learn.model): return []
     run, model = low[0], low[0].learn.model
     def note(sign, module, *_):
         wait_for(setting.device)
@@ -53,7 +52,7 @@ def kinds_to_try(runs: list[Run], pace: float) -> list: # `pace`: seconds of a s
             hooks.enter_context(m.register_forward_pre_hook(partial(note, -1)))
             hooks.enter_context(m.register_forward_hook(partial(note, 1)))
         run.learn.validate(dl=setting.batches[:1])
-    found = [kind for kind, t in seconds.most_common() if kind and t > _SHARE * run.pace]
+    found = [kind for kind, t in seconds.most_common() if kind and t > _SHARE * seconds.total()]
     return sorted(found, key=lambda kind: kind not in (is_depthwise, is_grouped))
 
 

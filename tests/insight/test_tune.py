@@ -73,6 +73,7 @@ own = lambda l: l.to_bf16(fp32_modules=['7', '5'], on_overflow='raise')
 to_amp = lambda l, **kw: l.to_amp(measure=True, **kw).precision_decision
 TUNED = {  # the model; arguments; what is done before; the call
     'a kind that pays': (net(), {}, None, None),
+    'fp16': (net(), dict(modes='fp16'), None, None),
     'two kinds': (net(grouped=(0.02, 0.04)), {}, None, None),
     'besides the modules of the learner': (net(), {}, own, None),
     'a class': (net((0.01, 0.01), norm=(0.01, 0.05)), {}, None, None),
