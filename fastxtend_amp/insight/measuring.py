@@ -129,11 +129,20 @@ class Run:
     def train(self, steps: Iterable[int], n_round: int | None = None) -> None: # None for a warm-up
         "Train on the batches of these steps, and time it."
         set_random_state(self.random_state)
-        if not self.losses: begin_fit(self.learn, self.setting.n_steps)
+        self._begin()
         # As fastai calls the training part of an epoch, but cancelling it is an error. At its end all is closed that
         # the precision has opened: the settings of TF32 hold for every model.
         self.learn._with_events(partial(self._train_and_time, steps, n_round), 'train', ())
         self.random_state = random_state()
+
+    def run_forward(self) -> None:
+        "Run a training batch without its backward pass."
+        self._begin()
+        self.learn._do_grad_opt = noop
+        self.learn._with_events(partial(self._step, len(self.losses), 0), 'train', ())
+
+    def _begin(self):
+        if not self.losses: begin_fit(self.learn, self.setting.n_steps)
 
     def _train_and_time(self, steps, n_round):
         device = self.setting.device
@@ -170,9 +179,7 @@ class Run:
         def note(t):
             kept.setdefault(address(t), t.untyped_storage().nbytes())
             return t.detach()                                    # keeping `t` itself would leak its graph
-        self.learn._do_grad_opt = noop
-        with torch.autograd.graph.saved_tensors_hooks(note, noop):
-            self.learn._with_events(partial(self._step, len(self.losses), 0), 'train', ())
+        with torch.autograd.graph.saved_tensors_hooks(note, noop): self.run_forward()
         self.measured['activations MB'] = sum(kept.values()) / 1e6
 
 

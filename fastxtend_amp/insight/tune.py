@@ -6,6 +6,7 @@ from collections import Counter
 from contextlib import ExitStack, suppress
 from functools import partial
 
+import torch
 from fastcore.foundation import L
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
@@ -15,13 +16,14 @@ from ..precisions.matching import is_depthwise
 from .comparison import pays, shown_speed, speed_up
 from .compat import is_compiled
 from .measuring import ROUNDS, Run, train_round
+from .tensors import tensors
 
 _GAIN = 1.02            # smallest speed-up from a kind in fp32 that is worth an argument
-_SHARE = .015           # of the forward pass: kinds that need less of it are not tried
+_SHARE = .015           # of a step: kinds that need less of it are not tried
 
 
 def is_grouped(module: nn.Module) -> bool:
-    "Whether a module is a convolution with groups of several channels, as in ResNeXt."
+    "Return whether a module is a convolution with groups of several channels, as in ResNeXt."
     return isinstance(module, _ConvNd) and 1 < module.groups < module.in_channels
 
 
@@ -32,28 +34,42 @@ def kind_of(module: nn.Module): # For `fp32_modules`
 
 
 def kinds_to_try(runs: list[Run]) -> list:
-    """Return the kinds of modules to try in fp32: convolutions in groups, then those with the longest forward passes.
+    """Return the kinds of modules to try in fp32, the most expensive first.
 
-    The backward passes of convolutions in groups are slow, which hooks cannot time. None are tried without a native
-    precision, and in compiled models, which call no hooks.
+    None are tried without a native precision, and in compiled models, which call no hooks.
 
     Source: github.com/NVIDIA/apex/issues/712, github.com/tensorflow/tensorflow/issues/41715.
     """
-    setting, seconds, low = runs[0].setting, Counter[object](), _tunable(runs)
-    if not low or is_compiled(setting.learn.model): return []
-    run, model = low[0], low[0].learn.model
-    def note(sign, module, *_):
-        wait_for(setting.device)
+    low = _tunable(runs)
+    if not low or is_compiled(runs[0].setting.learn.model): return []
+    seconds = _seconds_by_kind(low[0])
+    return [kind for kind, t in seconds.most_common() if kind and t > _SHARE * seconds.total()]
+
+
+def _seconds_by_kind(run):
+    """Return how long the modules of each kind take in one batch, forward and backward.
+
+    Each module's backward pass runs as soon as its forward pass has: a backward hook would fail where an output is
+    changed in place.
+    """
+    device, seconds = run.setting.device, Counter[object]()
+    def note(sign, module, inputs, output=()):
+        ends = [t for t in (*tensors(inputs), *module.parameters()) if t.requires_grad]
+        if outs := [t for t in tensors(output) if t.requires_grad]:
+            torch.autograd.grad(outs, ends, [*map(torch.ones_like, outs)], retain_graph=True, allow_unused=True)
+        wait_for(device)
         seconds[kind_of(module)] += sign * time.perf_counter()
-    in_fp32 = {m for kept in run.precision.kept_in_fp32(model).values() for m in kept.modules()}
-    with suppress(Exception), ExitStack() as hooks:              # nothing if hooks break the model
+    probe = Run(run.setting, run.precision, run.name)
+    with suppress(Exception), ExitStack() as own:                # nothing if hooks break the model
+        probe.copy(own)
+        model = probe.learn.model
+        in_fp32 = {m for kept in run.precision.kept_in_fp32(model).values() for m in kept.modules()}
         for m in {*model.modules()} - in_fp32 - {model}:
             if [*m.children()]: continue
-            hooks.enter_context(m.register_forward_pre_hook(partial(note, -1)))
-            hooks.enter_context(m.register_forward_hook(partial(note, 1)))
-        run.learn.validate(dl=setting.batches[:1])
-    found = [kind for kind, t in seconds.most_common() if kind and t > _SHARE * seconds.total()]
-    return sorted(found, key=lambda kind: kind not in (is_depthwise, is_grouped))
+            m.register_forward_pre_hook(partial(note, -1))
+            m.register_forward_hook(partial(note, 1))
+        probe.run_forward()
+    return seconds
 
 
 def tune(

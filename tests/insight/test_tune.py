@@ -21,17 +21,31 @@ def native(monkeypatch):
     draws.seed(1)
 
 
-class Timed:
-    "Needs so many seconds in fp32 and under autocast, with noise."
+class Slow(torch.autograd.Function):
+    "The identity, whose backward pass needs so many seconds."
 
-    def __init__(self, *args, seconds=(0.01, 0.02), noise=0.0, **kwargs):
+    @staticmethod
+    def forward(ctx, x, seconds):
+        ctx.seconds = seconds
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        time.sleep(ctx.seconds)
+        return grad, None
+
+
+class Timed:
+    "Needs so many seconds in fp32 and under autocast, with noise; the backward pass has its own."
+
+    def __init__(self, *args, seconds=(0.01, 0.02), noise=0.0, backward=0.0, **kwargs):
         super().__init__(*args, **kwargs)
-        self.seconds, self.noise = seconds, noise
+        self.seconds, self.noise, self.backward = seconds, noise, backward
 
     def forward(self, x):
         seconds = self.seconds[torch.is_autocast_enabled('cpu')]
         time.sleep(seconds * (1 + self.noise * draws.uniform(-1, 1)))
-        return super().forward(x)
+        return Slow.apply(super().forward(x), self.backward)
 
 
 class Conv(Timed, nn.Conv1d):
@@ -53,7 +67,9 @@ class Refuses(nn.Module):
         return x
 
 
-def net(depthwise=(0.02, 0.06), grouped=(0.01, 0.01), norm=(0.01, 0.01), noise=0.0, slow=1.0, after=nn.Identity):
+def net(
+    depthwise=(0.02, 0.06), grouped=(0.01, 0.01), norm=(0.01, 0.01), noise=0.0, slow=1.0, after=nn.Identity, **kwargs
+):
     "Each kind with its seconds in fp32 and in low precision; convolutions without groups gain."
     times = lambda seconds: dict(seconds=[slow * s for s in seconds], noise=noise)
     torch.manual_seed(0)
@@ -62,7 +78,7 @@ def net(depthwise=(0.02, 0.06), grouped=(0.01, 0.01), norm=(0.01, 0.01), noise=0
         Conv(6, 6, 1, **times((0.1, 0.04))),
         Conv(6, 6, 1, groups=6, **times(depthwise)),
         after(),
-        Conv(6, 6, 1, groups=3, **times(grouped)),
+        Conv(6, 6, 1, groups=3, **times(grouped), **kwargs),
         Norm(2, 6, **times(norm)),
         nn.Flatten(),
         Head(6, 1, **times((0.06, 0.03))),
@@ -75,6 +91,7 @@ TUNED = {  # the model; arguments; what is done before; the call
     'a kind that pays': (net(), {}, None, None),
     'fp16': (net(), dict(modes='fp16'), None, None),
     'two kinds': (net(grouped=(0.02, 0.04)), {}, None, None),
+    'a long backward pass is tried first': (net(backward=0.1), {}, None, None),
     'besides the modules of the learner': (net(), {}, own, None),
     'a class': (net((0.01, 0.01), norm=(0.01, 0.05)), {}, None, None),
     'bf16 is slower than fp32, fp16 far slower': (net((0.02, 0.3)), dict(modes=['bf16', 'fp16']), None, None),
