@@ -68,8 +68,8 @@ def move(
     if any(t.device != device for t in tensors):
         learn.pred = learn.loss = learn.loss_grad = None         # after Ctrl-C their graph refers to parameters,
         for m in (m for root in modules for m in root.modules()):   # and so does that of weights by weight norm
-            of_graph = {k: t for k, t in vars(m).items() if torch.is_tensor(t) and not t.is_leaf}
-            vars(m).update({k: t.detach() for k, t in of_graph.items()})
+            for name, t in [*vars(m).items()]:
+                if torch.is_tensor(t) and not t.is_leaf: vars(m)[name] = t.detach()
         future = torch.__future__                                # `Module.to` puts new parameters into a module without
         swaps = future.get_swap_module_params_on_conversion()
         future.set_swap_module_params_on_conversion(True)

@@ -274,7 +274,8 @@ def automatic_precision(
     "Return the precision that `to_amp` selects for `device`."
     fastest = fastest_native(device)
     cls = PRECISIONS[fastest] if fastest else Precision
-    others = {name for p in PRECISIONS.values() if p.automatic for name in parameters_of(p)} - {*parameters_of(cls)}
+    known = [parameters_of(p) for p in PRECISIONS.values() if p.automatic]
+    others = {name for names in known for name in names} - {*parameters_of(cls)}
     return cls(**{name: value for name, value in arguments.items() if name not in others})
 
 

@@ -83,15 +83,16 @@ class FP8(BF16):
         if nvidia and facts.cuda_capability(device) >= (8, 9): return Support('native', bf16.why)
         return Support('emulated', 'FP8 arithmetic needs an NVIDIA GPU of compute capability 8.9')
 
-    def rounding(self, model: nn.Module) -> dict[str, Rounding]: return dict.fromkeys(self.find_layers(model), rounded)
+    def rounding(self, model: nn.Module) -> dict[str, Rounding]:
+        return dict.fromkeys(self.find_layers(model), rounded)
 
     def find_layers(self, model: nn.Module) -> dict[str, nn.Module]:
         "Return the linear layers that compute in FP8, by name. Raises `ValueError` if there is none."
         asked = [ROOT] if self.spec is None else match_modules(model, self.spec, 'modules')
         in_fp32, found = self.kept_in_fp32(model), dict[str, nn.Module]()
         for name, m in qualified_names(model):
-            is_linear = type(m) is nn.Linear and 'weight' in m._parameters
-            if is_linear and covers(asked, name) and not covers(in_fp32, name) and self._fits(m): found[name] = m
+            is_meant = covers(asked, name) and not covers(in_fp32, name)
+            if is_meant and type(m) is nn.Linear and self._fits(m): found[name] = m
         if found: return found
         at_least = f' and of at least {self.min_size}' if self.min_size else ''
         raise ValueError(f'{self.name} cannot be used: modules={self.spec!r} leaves no linear layer whose weight has '
@@ -99,7 +100,8 @@ class FP8(BF16):
                          'Name other modules, keep fewer in fp32, or use `learn.to_bf16()`.')
 
     def _fits(self, linear: Any) -> bool:
-        return all(side % self.sides == 0 and side >= self.min_size for side in linear.weight.shape)
+        sides = linear.weight.shape if 'weight' in linear._parameters else [1]   # else torch computes it
+        return all(side % self.sides == 0 and side >= self.min_size for side in sides)
 
     def around_fit(self, model: nn.Module) -> list[Any]:
         return [*super().around_fit(model), replaced_forwards(self.find_layers(model), self.forward)]

@@ -142,7 +142,8 @@ def _check_flat_master(
     "Raise a `ValueError` that names an optimizer or a parameter that `flat_master` does not support."
     _check_elementwise(opt)
     names = {p: f"parameter '{name}'" for name, p in model.named_parameters()}
-    sparse = {p for m in model.modules() if getattr(m, 'sparse', False) for p in m.parameters(recurse=False)}
+    embeddings = (m for m in model.modules() if getattr(m, 'sparse', False))
+    sparse = {p for m in embeddings for p in m.parameters(recurse=False)}
     addresses = {0}                                              # 0 is that of DTensors and of tensors on XLA devices
     for p in (p for params in opt.param_lists for p in params):
         for unfit, why in ((p in sparse, 'has sparse gradients'), (not p.is_contiguous(), 'is not contiguous'),
@@ -165,12 +166,13 @@ def _flat(
     alike: dict[tuple, list[nn.Parameter]] = defaultdict(list)
     for group, params in enumerate(lists):
         for p in (p for p in params if p.grad is not None):
-            kind = sorted((k, None if is_tensor(v) else v) for k, v in states[p].items())
-            key = group, p.dtype, p.device, *kind
+            kind = {k: None if is_tensor(v) else v for k, v in states[p].items()}
+            key = group, p.dtype, p.device, *sorted(kind.items())
             alike[key].append(p)
     flat_lists, flat_states = L(L() for _ in lists), {}
     for (group, *_), params in alike.items():
-        flat, entries = nn.Parameter(_join(params, 'data', getattr, setattr)), [states[p] for p in params]
+        flat = nn.Parameter(_join(params, 'data', getattr, setattr))
+        entries = [states[p] for p in params]
         flat.grad = _join(params, 'grad', getattr, setattr)
         flat_states[flat] = {k: _join(entries, k, dict.get, dict.__setitem__) if is_tensor(v) else v
                              for k, v in entries[0].items()}
@@ -201,12 +203,14 @@ def _join(owners: list, name: str, get: Callable, put: Callable) -> torch.Tensor
 
 def _split(flat: torch.Tensor, like: list) -> list[torch.Tensor]:
     "Return the parts of `flat` in the shapes of `like`; not views to autograd, which could not be detached in place."
-    return [part.view(t.shape).data for part, t in zip(flat.split([t.numel() for t in like]), like)]
+    parts = flat.split([t.numel() for t in like])
+    return [part.view(t.shape).data for part, t in zip(parts, like)]
 
 
 # -- without fp32 master weights
 
-_CAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_CAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d,
+         nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 def _check_no_masters(
@@ -286,7 +290,8 @@ class _Lowered:
     def _convert(self, p: nn.Parameter, dtype: torch.dtype) -> None:
         state = self._state(p)
         for k, v in state.items():                               # step counts and quantized states stay
-            if type(v) is torch.Tensor and v.dim() and v.is_floating_point(): state[k] = v.to(dtype)
+            is_whole = type(v) is torch.Tensor and v.dim() and v.is_floating_point()
+            if is_whole: state[k] = v.to(dtype)
         place: Any = state if 'kahan_comp' in state else {} if state else self.rest
         name, kind = ('kahan_comp', dtype) if place is state else (p, torch.float32)
         before, rest = p.data.float(), place.get(name)           # None after steps in fp32
@@ -321,4 +326,5 @@ def kahan(
     # optimi looks at the parameters that have gradients in the first step: without any it uses Triton
     triton = None if torch.cuda.is_available() or torch.xpu.is_available() else False
     hp_map = {**pytorch_hp_map, 'beta1': 'mom', 'beta2': 'sqr_mom'}
-    return partial(OptimWrapper, opt=partial(cls, **{'kahan_sum': True, 'triton': triton, **kwargs}), hp_map=hp_map)
+    kwargs = {'kahan_sum': True, 'triton': triton, **kwargs}
+    return partial(OptimWrapper, opt=partial(cls, **kwargs), hp_map=hp_map)

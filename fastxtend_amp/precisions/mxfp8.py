@@ -18,8 +18,10 @@ def rounded(t: torch.Tensor, is_gradient: bool) -> torch.Tensor:
     "Return `t` rounded to e4m3 in blocks of its last dimension, each scaled by a power of two (rounded up)."
     blocks = t.float().unflatten(-1, (-1, _BLOCK))
     largest = blocks.abs().amax(-1, keepdim=True)
-    scale = (largest / torch.finfo(torch.float8_e4m3fn).max).clamp(min=2.**-127).log2().ceil().exp2()
-    return ((blocks / scale).to(torch.float8_e4m3fn).float() * scale).view(t.shape)
+    e4m3 = torch.float8_e4m3fn
+    scale = (largest / torch.finfo(e4m3).max).clamp(min=2.**-127)
+    scale = scale.log2().ceil().exp2()
+    return ((blocks / scale).to(e4m3).float() * scale).view(t.shape)
 
 
 class MxForward(Fp8Forward):
@@ -34,8 +36,9 @@ class MxForward(Fp8Forward):
         recipe = MXFP8TrainingRecipe.MXFP8_RCEIL if is_native else MXFP8TrainingRecipe.MXFP8_EMULATED_RCEIL
         config = MXFP8TrainingOpConfig.from_recipe(recipe)
         rows = x.to(torch.bfloat16).reshape(-1, x.shape[-1])
-        out = _to_mxfp8_then_scaled_mm(pad(rows, (0, 0, 0, -len(rows) % _BLOCK)), weight.to(torch.bfloat16),
-                                       config.kernel_preference, config.scale_calculation_mode, config.wgrad_with_hp)
+        whole = pad(rows, (0, 0, 0, -len(rows) % _BLOCK))
+        out = _to_mxfp8_then_scaled_mm(whole, weight.to(torch.bfloat16), config.kernel_preference,
+                                       config.scale_calculation_mode, config.wgrad_with_hp)
         out = out[:len(rows)].view(*x.shape[:-1], -1)
         return out if self.module.bias is None else out + self.module.bias.to(out.dtype)
 

@@ -37,7 +37,8 @@ class Result(NamedTuple):
 def _learner(device, precision, opt_func=Adam, path=None, **kwargs) -> Learner:
     "Return a small network, always from the same seed, in one of the precisions."
     set_seed(0, reproducible=False)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 1024), nn.BatchNorm1d(1024), nn.ReLU(), nn.Linear(1024, 10))
+    hidden = nn.Linear(64, 1024), nn.BatchNorm1d(1024), nn.ReLU()
+    model = nn.Sequential(nn.Flatten(), *hidden, nn.Linear(1024, 10))
     model.to(device)
     learn = Learner(digits(device, size=8), model, loss_func=CrossEntropyLossFlat(), opt_func=opt_func, path=path)
     return learn if precision == 'fp32' else getattr(learn, f'to_{precision}')(**kwargs)
@@ -50,6 +51,9 @@ def _fit(learn, n=1, cbs=None):
 
 def _state(device):
     return torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type), torch.is_grad_enabled()
+
+
+def _are_equal(tensors, others): return all(map(torch.equal, tensors, others))
 
 
 class _Watch(Callback):
@@ -68,7 +72,7 @@ class _Overflow(Callback):
         next(self.model.parameters()).grad.view(-1)[0].fill_(float('inf'))
     def after_batch(self):
         if self.iter != self.step: return
-        self.unchanged = all(torch.equal(p, b) for p, b in zip(self.model.parameters(), self.before))
+        self.unchanged = _are_equal(self.model.parameters(), self.before)
 
 
 class _Interrupt(Callback):
@@ -113,7 +117,7 @@ def _resumes(device, precision, before) -> tuple[bool, str]:
         with torch.no_grad():
             for p in other.model.parameters(): p.zero_()
         other.load('check')
-    same = all(torch.equal(p, q) for p, q in zip(learn.model.parameters(), other.model.parameters()))
+    same = _are_equal(learn.model.parameters(), other.model.parameters())
     seen = 'weights as saved' if same else 'WEIGHTS DIFFER'
     if precision == 'fp16':
         loaded, saved = other.precision.scale, learn.precision.scale
@@ -174,7 +178,8 @@ def check(
                 warnings.simplefilter('always')
                 try: passed, seen = run(on, precision, before)
                 except Exception as e: passed, seen = False, f'{type(e).__name__}: {" ".join(str(e).split())[:300]}'
-            said = [' '.join(str(w.message).split()) for w in caught if 'failed' in str(w.message)]
+            messages = [' '.join(str(w.message).split()) for w in caught]
+            said = [m for m in messages if 'failed' in m]
             add(precision, what, bool(passed), ' '.join([seen, *said]))
     return results
 
@@ -209,7 +214,8 @@ def head(device: torch.device) -> str:
 
 def verdict(results: Sequence[Result], device: torch.device) -> str:
     "Summarize the results in a sentence."
-    failed, run = [r for r in results if r.passed is False], [r for r in results if r.passed is not None]
+    run = [r for r in results if r.passed is not None]
+    failed = [r for r in run if not r.passed]
     if not failed: return f'All {len(run)} checks passed on {device}.'
     names = ', '.join(f'{r.precision}: {r.what}' for r in failed)
     counts = f'{len(failed)} of {len(run)} checks FAILED on {device}'

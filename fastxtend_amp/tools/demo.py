@@ -29,17 +29,20 @@ def digits(device: torch.device, size: int = 16) -> DataLoaders:
     images = torch.tensor(data.images, dtype=torch.float32)[:, None]
     x = nn.functional.interpolate(images, size=size, mode='bilinear') / 8 - 1
     y, held_out = torch.tensor(data.target), torch.arange(len(x)) % 5 == 0
-    train, valid = TensorDataset(x[~held_out], y[~held_out]), TensorDataset(x[held_out], y[held_out])
-    return DataLoaders.from_dsets(train, valid, bs=BATCH_SIZE, num_workers=0, device=device)
+    parts = [TensorDataset(x[part], y[part]) for part in (~held_out, held_out)]
+    return DataLoaders.from_dsets(*parts, bs=BATCH_SIZE, num_workers=0, device=device)
 
 
 def learner(device: torch.device) -> Learner:
     "Return a learner on the digits, with a network in which convolutions take most of a step."
-    def block(i, o, stride):
-        return [nn.Conv2d(i, o, 3, stride=stride, padding=1, bias=False), nn.BatchNorm2d(o), nn.ReLU()]
     set_seed(42)
-    net = nn.Sequential(*block(1, 64, 2), *block(64, 256, 2), *block(256, 256, 1), *block(256, 256, 1),
-                        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 10))
+    layers, width = list[nn.Module](), 1
+    for wider, stride in zip((64, 256, 256, 256), (2, 2, 1, 1)):
+        conv = nn.Conv2d(width, wider, 3, stride=stride, padding=1, bias=False)
+        layers += conv, nn.BatchNorm2d(wider), nn.ReLU()
+        width = wider
+    layers += nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10)
+    net = nn.Sequential(*layers)
     return Learner(digits(device), net, loss_func=CrossEntropyLossFlat(), lr=LR)
 
 

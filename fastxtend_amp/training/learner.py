@@ -29,7 +29,8 @@ def precision(self: Learner) -> Any:
 
 def _add_method(cls: type[Precision]) -> None:
     "Give `Learner` the method `to_<name>`, with the signature of `cls` and the options of `MixedPrecision`."
-    def method(self: Learner, *args: Any, on_overflow: str = 'warn', max_skips: int = 16, **kwargs: Any) -> Learner:
+    def method(self: Learner, *args: Any,
+               on_overflow: str = 'warn', max_skips: int = 16, **kwargs: Any) -> Learner:
         options: Any = dict(on_overflow=on_overflow, max_skips=max_skips)
         return set_precision(self, MixedPrecision(cls(*args, **kwargs), **options))
 

@@ -25,7 +25,8 @@ _fastais = Learner._with_events
 _PRECISIONS = (fp16.MixedPrecision, fp16.ModelToHalf, fp16.NonNativeMixedPrecision)   # fastai's and ours
 
 
-def _with_events(self: Learner, f: Callable, event_type: str, ex: type[Exception], final: Callable = noop) -> None:
+def _with_events(self: Learner, f: Callable, event_type: str, ex: type[Exception],
+                 final: Callable = noop) -> None:
     "Run a part of fastai's loop; what a precision opened in it is closed at its end."
     cb = precision_callback(self)
     if cb and event_type == 'step' and cb.fit: f = partial(cb.precision.step, self, f)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from fastai.optimizer import OptimWrapper
 
-FUSED: dict[Any, Any] = {'Adam': torch.optim.Adam, 'AdamW': torch.optim.AdamW, 'SGD': torch.optim.SGD}
+_CLASSES = torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD
+FUSED: dict[Any, Any] = {cls.__name__: cls for cls in _CLASSES}
 
 
 def fused(

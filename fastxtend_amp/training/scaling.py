@@ -250,7 +250,8 @@ def largest_of(params: Any) -> float: # Parameters with gradients; 0 if they hav
     "Return the largest absolute gradient, of all shards. It synchronizes."
     whole = (p.grad.full_tensor() if is_dtensor(p.grad) else p.grad for p in params)
     values = (g.coalesce().values() if g.is_sparse else g for g in whole)
-    return max((float(v.abs().max()) for v in values if v.numel()), default=0.)
+    largest = [float(v.abs().max()) for v in values if v.numel()]
+    return max(largest, default=0.)
 
 
 def small_buffers(model: nn.Module) -> dict[Any, list[torch.Tensor]]: # By device, dtype and shape
