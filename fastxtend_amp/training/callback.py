@@ -158,7 +158,7 @@ class MixedPrecision(fp16.MixedPrecision):
     def _scaling(self) -> Scaling | None: return None if self.fit is None else self.fit.scaling
     @property
     def in_batch(self) -> bool:
-        "Whether a batch is open, in which a precision cannot be exchanged."
+        "True while a batch is open, in which a precision cannot be exchanged."
         return any(kind == 'batch' for kind, _ in self.scopes)
 
     def at_batch_end(self, change: Callable[[], Any]) -> None:
@@ -237,11 +237,11 @@ class MixedPrecision(fp16.MixedPrecision):
 
     def before_backward(self):
         "Scale the loss."
-        if scaling := self._scaling: self.learn.loss_grad = scaling.scale_loss(self.learn.loss_grad)
+        if scaling := self.fit.scaling: self.learn.loss_grad = scaling.scale_loss(self.learn.loss_grad)
 
     def before_step(self):
         "Unscale the gradients; cancel the step if one is not finite, unless the optimizer skips it on the device."
-        if (scaling := self._scaling) is None: return
+        if (scaling := self.fit.scaling) is None: return
         scaling.unscale()
         if scaling.found_inf is True: raise CancelStepException()
 
@@ -251,7 +251,7 @@ class MixedPrecision(fp16.MixedPrecision):
 
     def after_step(self):
         "Record the step, and update the scale."
-        if scaling := self._scaling: scaling.update()
+        if scaling := self.fit.scaling: scaling.update()
 
     def after_batch(self):
         "Exit autocast, if an event was left out; for callbacks of a higher order the batch has ended."
