@@ -59,6 +59,7 @@ class Scaling:
 
     def start(self) -> None:
         "Scale what is in the gradients, so that a loss scaled by anybody can be added."
+        self.cancel()                                            # a step that an exception or a cancelled batch left
         if self.is_scaled: return
         scale, grads = self.scaler.scale(self.one), defaultdict(list)
         self.is_scaled = True
@@ -67,13 +68,13 @@ class Scaling:
         for device, alike in grads.items(): torch._foreach_mul_(alike, scale.to(device))
 
     def scale_loss(self, loss: Any) -> Any: # A tensor, or several
-        "Return the loss (fp32) times the scale."
+        "Return the loss (fp32) times the scale; during a step, in which gradients are unscaled, the loss itself."
+        if self.is_open: return loss
         self.start()
         return self.scaler.scale(loss)
 
     def unscale(self) -> None:
         "Divide the gradients by the scale, in place, and find out whether one is not finite."
-        self.cancel()                                            # what an exception left
         self.found_inf = False
         params = [p for p in optimizer_params(self.learn.opt) if p.grad is not None]
         if not self.is_scaled or not params: return

@@ -105,6 +105,12 @@ def failing(l):
         l.validate(cbs=At('after_pred', lambda l: 1 / 0))
 
 
+def in_the_step(l):
+    with l.amp_context():
+        loss = l.loss_func(l.model(*l.xb).float(), *l.yb)
+    (l.precision.scale_loss(loss) if l.precision else loss).backward()
+
+
 TRUE = {
     **{
         f'{loop}, {opt}': in_steps(loop, opt)
@@ -123,6 +129,7 @@ TRUE = {
     'left to fp32': left(lambda l: l.to_fp32().fit(1, 0.01)),
     'left to bf16': left(lambda l: l.to_bf16()),
     'a loss of ones own': left(another(*more(lambda l: l.precision.scale_loss if l.precision else noop)())),
+    'a loss of ones own in the step': in_steps(cbs=[At('before_step', in_the_step, 10.5)]),
     'a scale that is loaded': left(another(At('after_batch', load, 70))),
 }
 
