@@ -20,7 +20,7 @@ def first_line(error: BaseException) -> str:
 
 
 @lru_cache
-def cpu_features() -> frozenset[str]: # Such as 'avx512_bf16' and 'amx_fp16' on x86, 'bf16' and 'fphp' on ARM
+def cpu_features() -> frozenset[str]: # Such as 'avx512_bf16' and 'amx_bf16' on x86, 'bf16' and 'fphp' on ARM
     "Return the lower-case names of this CPU's instruction sets, from PyTorch (2.11) and the operating system."
     capabilities: dict[str, Any] = getattr(torch.cpu, 'get_capabilities', dict)()
     features = {name.lower() for name, value in capabilities.items() if value is True}

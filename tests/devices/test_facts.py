@@ -97,7 +97,7 @@ CPUS = {  # the relevant ones of the flags in /proc/cpuinfo
     'avx2 avx512f avx512bw avx512vl': 'emulated emulated unsupported emulated fp32',  # Intel Skylake-SP
     'avx512f avx512_vnni avx512_bf16': 'native emulated unsupported emulated bf16',  # Cooper Lake, Ryzen 7000
     'avx2 fma f16c': 'emulated emulated unsupported emulated fp32',  # AMD Ryzen 5000
-    'avx512f avx512_bf16 avx512_fp16 amx_bf16 amx_tile': 'native native unsupported emulated bf16',  # Sapphire Rapids
+    'avx512f avx512_bf16 avx512_fp16 amx_bf16 amx_tile': 'native emulated unsupported emulated bf16',  # Sapphire Rapids
     'fp asimd fphp asimdhp': 'emulated native unsupported emulated fp16',  # AWS Graviton2
     'fp asimd fphp asimdhp svebf16 bf16': 'native native unsupported emulated bf16',  # AWS Graviton3
 }
