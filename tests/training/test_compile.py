@@ -110,8 +110,8 @@ def test_skips_growth_accumulation_and_validation_inside_a_fit_compile_nothing_a
 
 
 def test_each_precision_is_compiled_once_however_often_it_is_switched():
-    "Also after a fit that an exception ended."
-    learn = build('bf16', 'in place')
+    "Also after a fit that an exception ended. PyTorch 2.9 does not compile a plain nn.Sequential in place."
+    learn = build('bf16', 'wrapped')
     with pytest.raises(ZeroDivisionError):
         learn.fit(1, 0.01, cbs=At('after_pred', lambda l: 1 / 0, 20))
     for to, frames in (('bf16', 2), ('fp32', 4), ('fp16', 6), ('bf16', 6), ('fp32', 6), ('fp16', 6)):
