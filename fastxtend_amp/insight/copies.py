@@ -163,7 +163,7 @@ def _copy(learn, optimizer):
     new = object.__new__(type(learn))
     cbs = [cb for cb in learn.cbs if takes_part(cb)]
     owners = [learn, *(o for cb in cbs for o in vars(cb).values() if isinstance(o, Learner))]   # such as a teacher
-    loaders = [dl for o in owners for dl in getattr(o.dls, 'loaders', ())]
+    loaders = [dl for o in owners for dl in (*getattr(o.dls, 'loaders', ()), vars(o).get('dl'))]
     shared = [learn.lock, *(o.dls for o in owners), *loaders, *(getattr(dl, 'dataset', None) for dl in loaders)]
     memo = {id(o): o for o in shared} | {id(learn): new}
 

@@ -25,6 +25,7 @@ from .candidates import like_own, with_advice
 from .copies import begin_fit, copied_learner, set_random_state
 from .recorder import Trace
 from .rounding import round_as
+from .tensors import readable
 
 _UNCOMPILED = Shared(partial(torch.compiler.set_stance, 'force_eager'))
 
@@ -113,7 +114,10 @@ class BackwardOnly(Callback):
     def before_batch(self): vars(self.learn).pop('loss_grad', None)          # of the batch before
 
     def after_loss(self):
-        loss = vars(self.learn).get('loss_grad')                 # without targets a callback may set it
+        learn = self.learn
+        loss = vars(learn).get('loss_grad')                      # without targets a callback may set it
+        # For items to predict, the predictions have to be finite.
+        if not (learn.training or learn.yb): loss = sum(t.float().mean() for t in readable(learn.pred))
         if loss is not None: self.read_loss(loss)
 
     def after_backward(self):

@@ -201,7 +201,8 @@ class Judge:
             why = [f'no module has an error above {max(errors):.2%}' if errors else 'nothing was flagged']
         changed = [_decisions(s) for s in low.seen.values() if s.changed > _IMPRECISE]
         if changed: why.append(f'{some(changed)} differ from fp32, which the loss does not show')
-        scales, init_scale = self._start(low) if self.mode.needs_loss_scaling else (None, None)
+        is_trained = any(s.grad for s in low.fp32.seen.values())         # not in evaluation
+        scales, init_scale = self._start(low) if is_trained and self.mode.needs_loss_scaling else (None, None)
         if scales:
             if scales[0] > 1 and not self.reasons: verdict = 'safe with loss scaling'
             margin = f', and {init_scale:,.9g} leaves a margin' if init_scale else ''
