@@ -43,8 +43,8 @@ class Verdict:
     | 'not known' | the time limit was reached, fp32 fails as well, or no batch gave a loss |
 
     'keep modules in fp32' includes modules whose constants round to 0 or 1, as in `clamp(min=1e-8)`, modules in which
-    whole numbers become equal, and those whose decisions (comparisons, sorting, top-k) differ from fp32 if the loss
-    differs as well.
+    whole numbers become equal, and those whose decisions (comparisons, sorting, top-k) differ from fp32 if the loss and
+    the gradient differ as well.
     """
     mode: str # The precision's name, such as 'bf16'
     verdict: str # One of the above
@@ -121,7 +121,9 @@ class Judge:
 
     def _concerned(self, low):
         "Return the modules to flag for their forward pass, and why, in execution order."
-        found, mode, loss = {}, self.mode.value, sum(low.fp32.losses)
+        found, mode, decisions = {}, self.mode.value, _changed(low)
+        # The loss of a few batches also jumps with tiny changes in fp32.
+        if decisions and not (_loss_differs(low) and not self.distance(self.keep, self.scale) <= LARGE): decisions = {}
         for n, s in low.seen.items():
             size = s.largest if s.failed else s.half
             lost = next((constant for constant, is_needed in s.constants.items() if is_needed), None)
@@ -134,8 +136,7 @@ class Judge:
             elif s.merged:
                 why = f'{s.merged[0]:.9g} and {s.merged[1]:.9g} become the same number in {named(n)} in {mode}'
             elif s.error > _IMPRECISE: why = f'the error of {named(n)} is {min(s.error, 1):.0%} in {mode}'
-            elif s.changed > _IMPRECISE and abs(sum(low.losses) - loss) > _SHOWN * abs(loss):
-                why = f'{_decisions(s)} differ in {mode}, and with them the loss'
+            elif n in decisions: why = f'{decisions[n]} differ in {mode}, and with them the loss'
             else: continue
             found[n] = why
         return found
@@ -199,8 +200,9 @@ class Judge:
             errors = [s.error for s in low.seen.values() if s.error > 0]
             verdict = 'safe so far'
             why = [f'no module has an error above {max(errors):.2%}' if errors else 'nothing was flagged']
-        changed = [_decisions(s) for s in low.seen.values() if s.changed > _IMPRECISE]
-        if changed: why.append(f'{some(changed)} differ from fp32, which the loss does not show')
+        if decisions := [*_changed(low).values()]:
+            of = 'gradient' if _loss_differs(low) else 'loss'
+            why.append(f'{some(decisions)} differ from fp32, which the {of} does not show')
         is_trained = any(s.grad for s in low.fp32.seen.values())         # not in evaluation
         scales, init_scale = self._start(low) if is_trained and self.mode.needs_loss_scaling else (None, None)
         if scales:
@@ -265,7 +267,15 @@ def smallest(names: list[str], helps: Callable) -> list[str]:
     return next(filter(None, parts), names)
 
 
-def _decisions(s): return f'{s.changed:.0%} of the decisions (comparisons, sorting, top-k) in {named(s.name)}'
+def _changed(low):
+    "Return the modules in which many decisions differ from those in fp32, and how many."
+    return {n: f'{s.changed:.0%} of the decisions (comparisons, sorting, top-k) in {named(n)}'
+            for n, s in low.seen.items() if s.changed > _IMPRECISE}
+
+
+def _loss_differs(low):
+    loss = sum(low.fp32.losses)
+    return abs(sum(low.losses) - loss) > _SHOWN * abs(loss)
 
 
 def named(name: str) -> str:
