@@ -96,7 +96,7 @@ class PrecisionReport(Shown):
             ax.figure.legend(loc='outside lower center')
         ax.set(xscale='log', xlabel='largest absolute value in fp32; red: flagged')
         ax.invert_yaxis()
-        titles = [f"{v.mode}: {v.verdict} {some([*map(named, v.flagged)])}".rstrip() for v in self.verdicts.values()]
+        titles = [f'{v.mode}: {v.verdict}'.replace('modules', some(v.modules)) for v in self.verdicts.values()]
         ax.figure.suptitle('\n'.join(titles), wrap=True)
         return ax
 
