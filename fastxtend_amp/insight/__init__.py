@@ -7,7 +7,6 @@ from .fix import Mend
 from .metrics import loss_scale, skipped_steps
 from .notes import DtypeNote, UnusedModules
 from .report import PrecisionReport
-from .support import precision_support
 from .watch import Watch
 
 _core.measure_and_choose = measure_and_choose
