@@ -66,7 +66,8 @@ class Operation:
         dtype = self.kwargs.get('dtype') or next(dtypes, None)
         if dtype not in HALF or self.op.name.rstrip('_') not in _CONSTANTS: return []
         constants = {number: rounded(number, dtype) for number in map(_number, self.args)}
-        return [number for number, r in constants.items() if number != r and abs(r) in (0, 1, math.inf)]
+        return [number for number, r in constants.items()
+                if number != r and abs(r) in (0, 1, math.inf)]
 
     def needs(self, constant, out, value): # `value`: `out`, in fp32 if known
         "Return whether a constant bounds results, or is added to values near 0, and is lost."
@@ -123,9 +124,9 @@ class Frame:
         for o, value in zip(outs, readable(wide) or outs):
             self._record(call, o, value)
             for key in lost: self.seen.constants[key] |= call.needs(key[-1], o, value)
-            if not has_nan_or_inf(o) or self.fp32.failed: continue
+            if not n_nan_or_inf(o) or self.fp32.failed: continue
             # With a result in fp32 it is new where that is finite, and more than a mask.
-            if wide is not None: is_new = largest_value(value) > 0 and has_nan_or_inf(o[value.isfinite()])
+            if wide is not None: is_new = largest_value(value) > 0 < n_nan_or_inf(o[value.isfinite()])
             self.seen.failed |= is_new
         return out
 
@@ -210,9 +211,9 @@ def all_finite(t: torch.Tensor) -> bool:
     return bool(t.isfinite().all())
 
 
-def has_nan_or_inf(t: torch.Tensor) -> bool:
-    "Return whether a value is NaN or +inf; -inf may be a mask."
-    return bool((t.isnan() | t.isposinf()).any())
+def n_nan_or_inf(t: torch.Tensor) -> int:
+    "Return how many values are NaN or +inf; -inf may be a mask."
+    return int((t.isnan() | t.isposinf()).sum())
 
 
 def largest_value(t: torch.Tensor) -> float:

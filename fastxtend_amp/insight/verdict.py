@@ -13,7 +13,7 @@ from ..precisions import AMPMode
 from ..precisions.matching import ROOT, covers, qualified_names
 from .candidates import advised, call, own_precision
 from .notes import OTHER_HALF, other_half
-from .operators import has_nan_or_inf, rounded
+from .operators import n_nan_or_inf, rounded
 from .recorder import BACKWARD, LOSS, Trace
 from .tensors import readable
 
@@ -117,13 +117,14 @@ class Judge:
         why = f'{named(name)} does not run in {self.mode.value}: {low.error}'
         for constant in low.seen[name].constants if name in low.seen else (): why += f'; {self._lost(*constant)}'
         kind = type(modules.get(name))
-        return dict.fromkeys([n for n, m in modules.items() if type(m) is kind] or [name], why)
+        alike = [n for n, m in modules.items() if type(m) is kind]
+        return dict.fromkeys(alike or [name], why)
 
     def _concerned(self, low):
         "Return the modules to flag for their forward pass, and why, in execution order."
         found, mode, decisions = {}, self.mode.value, _changed(low)
         # The loss of a few batches also jumps with tiny changes in fp32.
-        if decisions and not (_loss_differs(low) and not self.distance(self.keep, self.scale) <= LARGE): decisions = {}
+        if not decisions or not _loss_differs(low) or self.distance(self.keep, self.scale) <= LARGE: decisions = {}
         for n, s in low.seen.items():
             size = s.largest if s.failed else s.half
             lost = next((constant for constant, is_needed in s.constants.items() if is_needed), None)
@@ -252,10 +253,9 @@ def wrong_in_fp32(fp32: Trace, batches: object) -> str:
 
 def not_finite_data(batch: object) -> str: # 'the batch itself is not finite: 1 of 24 values of ...'
     "Describe which tensor of a batch has NaN or inf; '' if none has. -inf may be a mask."
-    t = next(filter(has_nan_or_inf, readable(batch)), None)
+    t = next(filter(n_nan_or_inf, readable(batch)), None)
     if t is None: return ''
-    n = int((t.isnan() | t.isposinf()).sum())
-    return (f'the batch itself is not finite: {n:,} of {t.numel():,} values of its tensor of shape '
+    return (f'the batch itself is not finite: {n_nan_or_inf(t):,} of {t.numel():,} values of its tensor of shape '
             f'{tuple(t.shape)} are NaN or inf')
 
 
