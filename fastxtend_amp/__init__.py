@@ -14,8 +14,9 @@ from .training.callback import MixedPrecision
 from .training import checkpoint as _checkpoint, learner as _learner
 from .training.optimizers import fused
 from .devices import sharded as _sharded
-from .insight import PrecisionComparison, PrecisionReport, loss_scale, precision_support, skipped_steps
+from .insight import PrecisionComparison, PrecisionReport, loss_scale, skipped_steps
 from .tools.memory import keep_freed_memory
+from .tools.support import precision_support
 
 if _find_spec('torch_xla') is not None: from .devices import xla as _xla   # users may import it later
 

@@ -82,7 +82,8 @@ def call(
 
 def _options(learn): # What was changed of the learner's precision callback, besides its precision
     cb = precision_callback(learn)
-    return {name: getattr(cb, name) for name in _DEFAULTS if cb and getattr(cb, name) != _DEFAULTS[name]}
+    return {name: getattr(cb, name) for name, default in _DEFAULTS.items()
+            if getattr(cb, name, default) != default}
 
 
 def switch(

@@ -73,7 +73,7 @@ def compare(setting: Setting, precisions: list[Precision]) -> PrecisionCompariso
     with (one_at_a_time, random_state_kept(), progress_bar(setting.learn, setting.left) as setting.tick,
           ExitStack() as copies):
         setting.batches = training_batches(setting)
-        forms = [False, True] if setting.compile else [False]
+        forms = [False, True][:1 + setting.compile]
         runs = [Run(setting, p, p.name + ' compiled' * compiled, compiled) for p in precisions for compiled in forms]
         for run in runs:
             with run.failures_noted(): run.copy(copies)
@@ -147,7 +147,8 @@ def _train_with_seed(setting, seed, n):
 
 def _result(setting, runs, seeds, n, tuned): # `n`: steps that are compared
     learn = setting.learn
-    table = pd.DataFrame({r.name: _row(r, runs[0], n) for r in runs}).T.infer_objects()
+    rows = {r.name: _row(r, runs[0], n) for r in runs}
+    table = pd.DataFrame(rows).T.infer_objects()
     table['weights moved'] /= table['weights moved']['fp32']
     losses = {r.name: r.losses[:n] for r in runs}
     tolerated = tolerance(losses['fp32'], [r.loss(n) for r in seeds], last_fifth(n))

@@ -75,8 +75,7 @@ class PrecisionComparison(Shown):
         colors = [precision.color for precision in self.precisions.values()]
         # '_' hides all but one from the legend.
         seeds = {'_' * i + 'fp32, other seeds': losses for i, losses in enumerate(self.seed_losses)}
-        series = {name: pd.Series(losses, dtype=float) for name, losses in (seeds | self.losses).items()}
-        values = pd.DataFrame(series)
+        values = pd.DataFrame.from_dict(seeds | self.losses, orient='index', dtype=float).T
         smooth = values.ewm(alpha=.2).mean().where(np.isfinite(values))      # nan where a loss is not finite
         smooth.plot(ax=curves, color=['#b4bdcc'] * len(seeds) + colors, xlabel='step', ylabel='loss',
                     title='Training loss (smoothed)')
@@ -101,7 +100,8 @@ def speed_up(
     fast as fp32 in 2 to 10% of simulated comparisons (`nbs/benchmarks/choice.py`).
     """
     n = len(ratios)
-    q1, mid, q3 = np.exp(np.quantile(np.log(ratios or [math.nan]), (.25, .5, .75)))
+    logs = np.log(ratios or [math.nan])
+    q1, mid, q3 = np.exp(np.quantile(logs, (.25, .5, .75)))
     times = (q3 / q1) ** (_WIDTH / math.sqrt(n)) if n >= FEWEST_ROUNDS else math.nan
     return mid, mid / times, mid * times
 

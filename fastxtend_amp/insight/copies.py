@@ -162,9 +162,11 @@ def loader_like(
 def _copy(learn, optimizer):
     new = object.__new__(type(learn))
     cbs = [cb for cb in learn.cbs if takes_part(cb)]
-    owners = [learn, *(o for cb in cbs for o in vars(cb).values() if isinstance(o, Learner))]   # such as a teacher
-    loaders = [dl for o in owners for dl in getattr(o.dls, 'loaders', ())]
-    shared = [learn.lock, *(o.dls for o in owners), *loaders, *(getattr(dl, 'dataset', None) for dl in loaders)]
+    shared = [learn.lock]
+    parts = (part for cb in cbs for part in vars(cb).values())
+    for o in (learn, *(part for part in parts if isinstance(part, Learner))):    # such as a teacher
+        loaders = [*getattr(o.dls, 'loaders', ()), vars(o).get('dl')]
+        shared += [o.dls, *loaders, *(getattr(dl, 'dataset', None) for dl in loaders)]
     memo = {id(o): o for o in shared} | {id(learn): new}
 
     def copied(name, part):
@@ -188,8 +190,8 @@ def _copy(learn, optimizer):
     writes_nothing = lambda file, **kwargs: Path(file)
     vars(new).update(logger=noop, save=writes_nothing, load=noop, export=noop)
     if inner := getattr(new.opt, 'opt', None):                   # copying leaves out flags, such as `fused`
-        flags = {k: v for k, v in vars(learn.opt.opt).items() if isinstance(v, (int, float))}
-        vars(inner).update(flags | vars(inner))
+        for name, flag in vars(learn.opt.opt).items():
+            if isinstance(flag, (int, float)): vars(inner).setdefault(name, flag)
     for m in new.model.modules():                                # that waits for no other process
         if isinstance(m, nn.SyncBatchNorm): vars(m)['forward'] = MethodType(nn.BatchNorm1d.forward, m)
     return new
@@ -225,8 +227,9 @@ def torch_random_state() -> RandomState:
 
 def random_state() -> RandomState:
     "Return the state of the global generators of Python, NumPy and PyTorch, for `set_random_state`."
-    own = [(random.setstate, random.getstate()), (np.random.set_state, np.random.get_state())]
-    return own + torch_random_state()
+    python = random.setstate, random.getstate()
+    numpy = np.random.set_state, np.random.get_state()
+    return [python, numpy, *torch_random_state()]
 
 
 def set_random_state(state: RandomState) -> None:

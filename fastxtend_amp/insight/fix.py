@@ -50,17 +50,18 @@ class Mend:
     If loss and predictions are finite in fp32, they count, in metrics as well; otherwise nothing changes. One warning
     at the end says how many there were, and why.
     """
-    n_mended = 0                                                 # of this validation
+    n_mended = 0                                                 # of this call, or this epoch of a fit
     cause = ''                                                   # of the first, with the call to make
 
     def __init__(self, cb: MixedPrecision): self.cb = cb
 
-    def before_validate(self): self.n_mended, self.cause = 0, ''
+    def before_epoch(self): self.n_mended = 0                    # `tta` has several validations in one
 
     def after_loss(self):
         "Look at predictions and loss; autocast is off already."
         cb, learn = self.cb, self.cb.learn
-        if cb.on_overflow != 'fix' or learn.training or not cb.fit.precision.dtype or _is_finite(learn): return
+        if cb.on_overflow != 'fix' or several_processes(): return        # where a model would wait for the others
+        if learn.training or not cb.fit.precision.dtype or _is_finite(learn): return
         low = {name: vars(learn).get(name) for name in ('pred', 'loss', 'loss_grad')}
         with suppress(Exception): self._run_in_fp32()            # an error of a model with 16-bit weights, for example
         if not _is_finite(learn): return vars(learn).update(low)
@@ -78,16 +79,13 @@ class Mend:
         learn.loss_grad = learn.loss_func(learn.pred, *learn.yb)
         learn.loss = learn.loss_grad.clone()
 
-    def after_validate(self):
+    def after_epoch(self):
         "Say how many batches were mended."
-        if not self.n_mended: return
-        warn_user(f'{self.cb.mode.value}: {self.n_mended:,} batch{"es" * (self.n_mended > 1)} of a validation or '
-                  f'prediction had NaN or inf in 16 bits, and ran again in fp32, whose results count.\n{self.cause}')
-
-
-def mend(cb) -> Mend | None:
-    "Return the watcher of a precision callback that fixes what fails; None for another."
-    return Mend(cb) if cb.on_overflow == 'fix' and not several_processes() else None
+        n, self.n_mended = self.n_mended, 0
+        if not n: return
+        warn_user(f'{self.cb.mode.value}: {n:,} batch{"es" * (n > 1)} of a validation or prediction had NaN or inf in '
+                  f'16 bits, and ran again in fp32, whose results count.\n{self.cause}')
+    after_fit = after_epoch                                      # of `tta`
 
 
 def _is_finite(learn):

@@ -29,8 +29,8 @@ N_BATCHES = 6  # K
 
 def _gradient(model):
     "Return the gradient of all parameters as one vector."
-    grads = (torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in model.parameters())
-    return torch.cat([g.flatten() for g in grads])
+    def of(p): return torch.zeros_like(p) if p.grad is None else p.grad.to_dense()
+    return torch.cat([of(p).flatten() for p in model.parameters()])
 
 
 def gradient_distance(

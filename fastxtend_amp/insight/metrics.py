@@ -28,7 +28,9 @@ class loss_scale(PrecisionMetric):
 class skipped_steps(PrecisionMetric):
     "The number of the epoch's steps that were skipped because a gradient was not finite, as a metric."
     @property
-    def value(self) -> int: return sum(self.cb.history.skips(self.cb.epoch_start)) if self.cb else 0
+    def value(self) -> int:
+        cb = self.cb
+        return sum(cb.history.skips(cb.epoch_start)) if cb else 0
 
 
 @patch

@@ -7,6 +7,7 @@ error of a module is that of its own arithmetic, measured on its outputs and on 
 from __future__ import annotations
 
 import math, sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,7 +42,7 @@ class Seen:
     failed = False                                               # whether NaN or inf first appears in it
     error = math.nan                                             # of its own arithmetic, relative; the largest
     changed = 0.                                                 # the share of comparisons and indices that differ
-    merged: tuple[float, float] | None = None                    # two whole numbers that become one
+    merged: Sequence[float] = ()                                 # two whole numbers that become one
     # Constants that become 0, 1 or inf: line of code, operator and value; True if they keep values away from that.
     constants: dict[tuple[str, str, float], bool] = field(default_factory=dict)
     grad = 0.                                                    # largest absolute, of its outputs and own parameters
@@ -61,12 +62,12 @@ class Operation:
 
     def lost_constants(self):
         "Return the constants that become 0, 1, -1, inf or -inf in 16 bits without having been it."
-        if self.op.name.rstrip('_') not in _CONSTANTS: return []
         dtypes = (t.dtype for t in self.inputs if t.ndim)
         dtype = self.kwargs.get('dtype') or next(dtypes, None)
-        numbers = filter(None, map(_number, self.args)) if dtype in HALF else ()
-        pairs = [(number, rounded(number, dtype)) for number in numbers]
-        return [number for number, r in pairs if number != r and abs(r) in (0, 1, math.inf)]
+        if dtype not in HALF or self.op.name.rstrip('_') not in _CONSTANTS: return []
+        constants = {number: rounded(number, dtype) for number in map(_number, self.args)}
+        return [number for number, r in constants.items()
+                if number != r and abs(r) in (0, 1, math.inf)]
 
     def needs(self, constant, out, value): # `value`: `out`, in fp32 if known
         "Return whether a constant bounds results, or is added to values near 0, and is lost."
@@ -120,13 +121,12 @@ class Frame:
         out = call.run()
         self._record_whole_numbers(call, out, wide)
         outs = readable(out)
-        for o, w in zip(outs, readable(wide) or [None] * len(outs)):
-            value = o if w is None else w
+        for o, value in zip(outs, readable(wide) or outs):
             self._record(call, o, value)
             for key in lost: self.seen.constants[key] |= call.needs(key[-1], o, value)
-            if not has_nan_or_inf(o) or self.fp32.failed: continue
+            if not n_nan_or_inf(o) or self.fp32.failed: continue
             # With a result in fp32 it is new where that is finite, and more than a mask.
-            if w is not None: is_new = largest_value(w) > 0 and has_nan_or_inf(o[w.isfinite()])
+            if wide is not None: is_new = largest_value(value) > 0 < n_nan_or_inf(o[value.isfinite()])
             self.seen.failed |= is_new
         return out
 
@@ -195,17 +195,15 @@ def users_line() -> str: # 'norm.py:33'
 
 # -- the values of a tensor, without float64, which MPS lacks
 
-def merged(t: torch.Tensor, dtype: torch.dtype) -> tuple[float, float] | None:
+def merged(t: torch.Tensor, dtype: torch.dtype) -> list[float]:
     "Return two different whole numbers in `t` that are one in `dtype`; `t` is no picture, but a list or a table."
-    if dtype not in HALF or t.dtype in HALF or sum(n > 1 for n in t.shape) > 2: return None
-    if t.is_floating_point():
-        is_whole = (t == t.round()) & (t.abs() < 2**24)
-        if not is_whole.all(): return None
-    t = t.unique().float()
-    same = (t.to(dtype).diff() == 0).nonzero()
-    if not len(same): return None
-    first = int(same[0])
-    return float(t[first]), float(t[first + 1])
+    if dtype not in HALF or t.dtype in HALF or sum(n > 1 for n in t.shape) > 2: return []
+    t = t.float()
+    is_whole = (t == t.round()) & (t.abs() < 2**24)              # larger ones may be one in fp32 already
+    if not is_whole.all(): return []
+    t = t.unique()
+    first = (t.to(dtype).diff() == 0).nonzero()[:1]
+    return torch.cat([t[first], t[first + 1]]).flatten().tolist()
 
 
 def all_finite(t: torch.Tensor) -> bool:
@@ -213,9 +211,9 @@ def all_finite(t: torch.Tensor) -> bool:
     return bool(t.isfinite().all())
 
 
-def has_nan_or_inf(t: torch.Tensor) -> bool:
-    "Return whether a value is NaN or +inf; -inf may be a mask."
-    return bool((t.isnan() | t.isposinf()).any())
+def n_nan_or_inf(t: torch.Tensor) -> int:
+    "Return how many values are NaN or +inf; -inf may be a mask."
+    return int((t.isnan() | t.isposinf()).sum())
 
 
 def largest_value(t: torch.Tensor) -> float:

@@ -15,7 +15,7 @@ from fastai.learner import Learner
 from fastai.torch_core import find_bs
 from fastcore.basics import patch
 
-from ..common import map_tensors, training_device
+from ..common import HALF, map_tensors, training_device
 from ..devices.cuda_rules import cuda_rules
 from ..devices.facts import first_line
 from ..precisions import PRECISIONS, AMPMode, fastest_native
@@ -89,14 +89,15 @@ class PrecisionReport(Shown):
         modules = self.table.groupby('module', sort=False)[['largest', 'flagged']].max().reset_index()
         rows = modules.sort_values(['flagged', 'largest'])[-30:].sort_index()
         _, ax = plt.subplots(layout='constrained', figsize=(8, 2 + len(rows) / 5))
-        ax.scatter(rows['largest'], rows['module'], c=rows['flagged'].map({True: '#c0392b', False: '#4c566a'}))
+        colors = rows['flagged'].map({True: '#c0392b', False: '#4c566a'})
+        ax.scatter(rows['largest'], rows['module'], c=colors)
         if 'fp16' in self.verdicts:
             ax.axvline(65504, color=FP16.color, label='largest fp16 number, 65,504: inf above')
             ax.axvline(6.1e-5, color=FP16.color, ls=':', label='smallest normal fp16 number: digits lost below')
             ax.figure.legend(loc='outside lower center')
         ax.set(xscale='log', xlabel='largest absolute value in fp32; red: flagged')
         ax.invert_yaxis()
-        titles = [f"{v.mode}: {v.verdict} {some([*map(named, v.flagged)])}".rstrip() for v in self.verdicts.values()]
+        titles = [f'{v.mode}: {v.verdict}'.replace('modules', some(v.modules)) for v in self.verdicts.values()]
         ax.figure.suptitle('\n'.join(titles), wrap=True)
         return ax
 
@@ -193,13 +194,13 @@ class _Report:
         for verdict in verdicts.values(): verdict.left_out = left_out(self.learn)
         if not wrong: self._call_another(verdicts, device)
         flagged = [n for v in verdicts.values() for n in v.flagged]
-        fp16, bf16 = torch.float16, torch.bfloat16
-        constants = [(name, line, op, c, rounded(c, fp16), rounded(c, bf16), name in flagged)
-                     for name, line, op, c in self.constants]
+        def row(name, line, operator, constant):
+            values = (rounded(constant, dtype) for dtype in HALF)
+            return name, line, operator, constant, *values, name in flagged
         return PrecisionReport(pd.DataFrame(self._rows(verdicts), columns=_COLUMNS),
                                {m.value: v for m, v in verdicts.items()},
                                [*self._causes(flagged), *self._notes(), *note_of_left_out(self.learn)],
-                               pd.DataFrame(constants, columns=_CONSTANTS))
+                               pd.DataFrame([row(*c) for c in self.constants], columns=_CONSTANTS))
 
     def _trace_fp32(self, modes):
         "Run the batches in fp32; return what is wrong there, '' if nothing is."
@@ -214,8 +215,8 @@ class _Report:
         status, why = self.support[mode]
         if status == 'unsupported': return Verdict(mode.value, 'cannot run', why)
         scale = own_precision(self.learn).state_dict().get('scale') or advised(self.learn, mode).first_scale
-        judge = Judge(self.learn, mode, partial(self._run, mode), scale, partial(self._distance, mode))
-        try: return judge.verdict()
+        run, distance = partial(self._run, mode), partial(self._distance, mode)
+        try: return Judge(self.learn, mode, run, scale, distance).verdict()
         except _NotKnown as e: return Verdict(mode.value, 'not known', *e.args)
 
     def _call_another(self, verdicts, device):
@@ -257,7 +258,8 @@ class _Report:
                 headroom = torch.finfo(mode.dtype).max / s.half if s.half else math.inf
                 error = math.inf if s.failed else s.error
                 underflow = max(s.n_zeros - fp32.n_zeros, 0) / max(fp32.n_grads, 1)
-                yield (mode.value, s.name, s.type, mode.value if s.half else 'fp32', fp32.largest, headroom, error,
+                dtype = mode.value if s.half else 'fp32'
+                yield (mode.value, s.name, s.type, dtype, fp32.largest, headroom, error,
                        fp32.grad or math.nan, underflow, is_flagged)
 
     def _causes(self, flagged):

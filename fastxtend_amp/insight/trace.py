@@ -17,7 +17,7 @@ from ..common import half_to_float, map_tensors
 from ..devices.facts import first_line
 from ..devices.fp32_settings import FULL_PRECISION, fp32_settings
 from ..devices.shared import Shared
-from ..precisions import PRECISIONS, AMPMode, find_precision
+from ..precisions import AMPMode, find_precision
 from ..precisions.matching import ROOT, qualified_names
 from ..training.callback import MixedPrecision
 from ..training.learner import set_precision
@@ -25,6 +25,7 @@ from .candidates import like_own, with_advice
 from .copies import begin_fit, copied_learner, set_random_state
 from .recorder import Trace
 from .rounding import round_as
+from .tensors import readable
 
 _UNCOMPILED = Shared(partial(torch.compiler.set_stance, 'force_eager'))
 
@@ -83,12 +84,11 @@ def running_copy(
             copy.model._apply(half_to_float)                     # frozen weights, which autocast casts
         else:
             modules = dict(qualified_names(copy.model))
-            precision = with_advice(like_own(learn, find_precision(mode)), keep, scale)
-            copy.rounding = precision.rounding(copy.model)
+            def precision(mode): return with_advice(like_own(learn, find_precision(mode)), keep, scale)
+            copy.rounding = precision(mode).rounding(copy.model)
             for name, rounded in copy.rounding.items(): round_as(rounded, modules[name])
-            mode = AMPMode(mode.dtype)                           # that needs neither hardware nor other packages
-            precision = with_advice(like_own(learn, PRECISIONS[mode]), keep, scale)
-            set_precision(copy, MixedPrecision(precision, on_overflow='ignore'))
+            # That of the dtype needs neither hardware nor other packages.
+            set_precision(copy, MixedPrecision(precision(mode.dtype), on_overflow='ignore'))
         copy.create_opt()                                        # callbacks may read it,
         copy.scaler = torch.amp.GradScaler('cpu', enabled=False)   # and this one, in fp32 as well
         if in_fit:                                               # callbacks have already prepared its batch
@@ -113,7 +113,10 @@ class BackwardOnly(Callback):
     def before_batch(self): vars(self.learn).pop('loss_grad', None)          # of the batch before
 
     def after_loss(self):
-        loss = vars(self.learn).get('loss_grad')                 # without targets a callback may set it
+        learn = self.learn
+        loss = vars(learn).get('loss_grad')                      # without targets a callback may set it
+        if not (learn.training or learn.yb):                     # items to predict: these have to be finite
+            loss = sum(t.float().mean() for t in readable(learn.pred))
         if loss is not None: self.read_loss(loss)
 
     def after_backward(self):

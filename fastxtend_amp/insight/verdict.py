@@ -13,7 +13,7 @@ from ..precisions import AMPMode
 from ..precisions.matching import ROOT, covers, qualified_names
 from .candidates import advised, call, own_precision
 from .notes import OTHER_HALF, other_half
-from .operators import has_nan_or_inf, rounded
+from .operators import n_nan_or_inf, rounded
 from .recorder import BACKWARD, LOSS, Trace
 from .tensors import readable
 
@@ -43,8 +43,8 @@ class Verdict:
     | 'not known' | the time limit was reached, fp32 fails as well, or no batch gave a loss |
 
     'keep modules in fp32' includes modules whose constants round to 0 or 1, as in `clamp(min=1e-8)`, modules in which
-    whole numbers become equal, and those whose decisions (comparisons, sorting, top-k) differ from fp32 if the loss
-    differs as well.
+    whole numbers become equal, and those whose decisions (comparisons, sorting, top-k) differ from fp32 if the loss and
+    the gradient differ as well.
     """
     mode: str # The precision's name, such as 'bf16'
     verdict: str # One of the above
@@ -117,11 +117,14 @@ class Judge:
         why = f'{named(name)} does not run in {self.mode.value}: {low.error}'
         for constant in low.seen[name].constants if name in low.seen else (): why += f'; {self._lost(*constant)}'
         kind = type(modules.get(name))
-        return dict.fromkeys([n for n, m in modules.items() if type(m) is kind] or [name], why)
+        alike = [n for n, m in modules.items() if type(m) is kind]
+        return dict.fromkeys(alike or [name], why)
 
     def _concerned(self, low):
         "Return the modules to flag for their forward pass, and why, in execution order."
-        found, mode, loss = {}, self.mode.value, sum(low.fp32.losses)
+        found, mode, decisions = {}, self.mode.value, _changed(low)
+        # The loss of a few batches also jumps with tiny changes in fp32.
+        if not decisions or not _loss_differs(low) or self.distance(self.keep, self.scale) <= LARGE: decisions = {}
         for n, s in low.seen.items():
             size = s.largest if s.failed else s.half
             lost = next((constant for constant, is_needed in s.constants.items() if is_needed), None)
@@ -134,8 +137,7 @@ class Judge:
             elif s.merged:
                 why = f'{s.merged[0]:.9g} and {s.merged[1]:.9g} become the same number in {named(n)} in {mode}'
             elif s.error > _IMPRECISE: why = f'the error of {named(n)} is {min(s.error, 1):.0%} in {mode}'
-            elif s.changed > _IMPRECISE and abs(sum(low.losses) - loss) > _SHOWN * abs(loss):
-                why = f'{_decisions(s)} differ in {mode}, and with them the loss'
+            elif n in decisions: why = f'{decisions[n]} differ in {mode}, and with them the loss'
             else: continue
             found[n] = why
         return found
@@ -199,9 +201,11 @@ class Judge:
             errors = [s.error for s in low.seen.values() if s.error > 0]
             verdict = 'safe so far'
             why = [f'no module has an error above {max(errors):.2%}' if errors else 'nothing was flagged']
-        changed = [_decisions(s) for s in low.seen.values() if s.changed > _IMPRECISE]
-        if changed: why.append(f'{some(changed)} differ from fp32, which the loss does not show')
-        scales, init_scale = self._start(low) if self.mode.needs_loss_scaling else (None, None)
+        if decisions := [*_changed(low).values()]:
+            of = 'gradient' if _loss_differs(low) else 'loss'
+            why.append(f'{some(decisions)} differ from fp32, which the {of} does not show')
+        is_trained = any(s.grad for s in low.fp32.seen.values())         # not in evaluation
+        scales, init_scale = self._start(low) if is_trained and self.mode.needs_loss_scaling else (None, None)
         if scales:
             if scales[0] > 1 and not self.reasons: verdict = 'safe with loss scaling'
             margin = f', and {init_scale:,.9g} leaves a margin' if init_scale else ''
@@ -249,10 +253,9 @@ def wrong_in_fp32(fp32: Trace, batches: object) -> str:
 
 def not_finite_data(batch: object) -> str: # 'the batch itself is not finite: 1 of 24 values of ...'
     "Describe which tensor of a batch has NaN or inf; '' if none has. -inf may be a mask."
-    t = next(filter(has_nan_or_inf, readable(batch)), None)
+    t = next(filter(n_nan_or_inf, readable(batch)), None)
     if t is None: return ''
-    n = int((t.isnan() | t.isposinf()).sum())
-    return (f'the batch itself is not finite: {n:,} of {t.numel():,} values of its tensor of shape '
+    return (f'the batch itself is not finite: {n_nan_or_inf(t):,} of {t.numel():,} values of its tensor of shape '
             f'{tuple(t.shape)} are NaN or inf')
 
 
@@ -264,7 +267,15 @@ def smallest(names: list[str], helps: Callable) -> list[str]:
     return next(filter(None, parts), names)
 
 
-def _decisions(s): return f'{s.changed:.0%} of the decisions (comparisons, sorting, top-k) in {named(s.name)}'
+def _changed(low):
+    "Return the modules in which many decisions differ from those in fp32, and how many."
+    return {n: f'{s.changed:.0%} of the decisions (comparisons, sorting, top-k) in {named(n)}'
+            for n, s in low.seen.items() if s.changed > _IMPRECISE}
+
+
+def _loss_differs(low):
+    loss = sum(low.fp32.losses)
+    return abs(sum(low.losses) - loss) > _SHOWN * abs(loss)
 
 
 def named(name: str) -> str:

@@ -16,11 +16,11 @@ from fastai.torch_core import set_seed
 from torch import nn
 
 import fastxtend_amp  # noqa: F401  patches Learner
-from ..insight.support import precision_support
 from ..precisions import PRECISIONS, Precision
 from ..devices.fp32_settings import settings_note
 from .demo import digits
 from .device import add_device, usable_device
+from .support import precision_support
 
 EPOCHS, LR = 3, 5e-3
 SLACK = .1            # how far the validation loss may lie above that of fp32: this share of it, plus .02

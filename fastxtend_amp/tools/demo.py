@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import fastxtend_amp  # noqa: F401  patches Learner
-from ..insight.support import precision_support
 from ..precisions import PRECISIONS
 from .device import add_device, usable_device
+from .support import precision_support
 
 SECONDS = 75.                              # for training, without starting Python and plotting
 STEPS, BATCH_SIZE, LR = 44, 64, 1e-3       # two epochs; the loss falls from 2.3 to about 0.1

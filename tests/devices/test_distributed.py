@@ -4,7 +4,7 @@ As a script this file is the two processes: each runs all `SECTIONS` in turn, up
 errors to a file. Rank r trains on the r-th half of the data, as with fastai's DistributedDL.
 """
 
-import datetime, importlib.util, os, re, subprocess, sys, traceback, warnings
+import datetime, importlib.util, math, os, re, subprocess, sys, traceback, warnings
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -215,6 +215,18 @@ def fixes(kind, mode, path):
     assert sum(n) == 6 and learn.precision.fixes == [] and {*learn.dtypes} == {torch.float16}
 
 
+def mends_nothing(kind, mode, path):
+    "With on_overflow='fix', what is not finite in a validation on rank 1 stays so: the model would wait for rank 0."
+
+    def spoil(l):
+        l.xb = (l.xb[0] * 1e6 ** dist.get_rank(),)
+
+    learn, found = build(kind, mode, cbs=[At('before_batch', spoil, 20)], on_overflow='fix'), []
+    with learn.distrib_ctx(sync_bn=False, cpu=True):
+        said = told(lambda: found.append(learn.validate()[0]))
+    assert len(said) == 1 and 'in validation is NaN or inf' in said[0] and not math.isfinite(found[0])
+
+
 def compares(kind, mode, path):
     "Only rank 1 compares, with two models whose training waits for rank 0; `measure=True` raises an error on both."
     models = nn.parallel.DistributedDataParallel(net()), nn.Sequential(net(), nn.SyncBatchNorm(1))
@@ -255,6 +267,7 @@ SECTIONS = [
     (accumulate, 'ddp', 'adam'),
     (accumulate, 'fsdp', 'fused adamw'),
     (fixes, 'ddp', 'fp16'),
+    (mends_nothing, 'ddp', 'fp16'),
     (compares, 'ddp', 'bf16'),
     (raises, 'ddp', 'fp16'),  # last: the connection is broken afterwards
 ]

@@ -1,8 +1,18 @@
 "`on_overflow='fix'` in evaluation: what is not finite in 16 bits runs again in fp32."
 
-import math, pytest, torch
+import math
+
+import numpy as np, pytest, torch
+from fastai.data.block import CategoryBlock, DataBlock
+from fastai.data.transforms import IndexSplitter
+from fastai.torch_core import set_seed
+from fastai.vision.augment import aug_transforms
+from fastai.vision.core import PILImageBW
+from fastai.vision.data import ImageBlock
 from helpers import learner, params, told
 from torch import nn
+
+from fastxtend_amp.insight import fix, watch
 
 
 class Large(nn.Module):
@@ -43,8 +53,64 @@ def test_results_are_those_of_fp32_with_one_warning(name):
     with learn.precision_as('fp32'):
         expected = evaluate(learn)
     assert torch.equal(torch.as_tensor(found[0]), torch.as_tensor(expected))
-    assert len(warned) == 1 and 'again in fp32' in warned[0]
-    assert name.endswith('targets') or "fp32_modules=['head', 'body']" in warned[0]
+    assert len(warned) == 1 and 'again in fp32' in warned[0] and "fp32_modules=['head', 'body']" in warned[0]
+
+
+class Beyond(nn.Module):
+    "Has values above the largest number of a dtype, on inputs of this dtype only."
+
+    def __init__(self, dtype, factor):
+        super().__init__()
+        self.dtype, self.factor = dtype, factor
+
+    def forward(self, x):
+        return x * self.factor / self.factor if x.dtype == self.dtype else x
+
+
+BEYOND = {'fp16': (torch.float16, 1e9), 'bf16': (torch.bfloat16, 1e39)}
+OF_IMAGES = {  # with the number of batches
+    'get_preds': (2, lambda l, image: l.get_preds()[0]),
+    'get_preds with inputs, losses': (2, lambda l, image: l.get_preds(with_input=True, with_loss=True)[1]),
+    'predict': (1, lambda l, image: l.predict(image)[2]),
+    'tta': (6, lambda l, image: l.tta(n=2)[0]),
+}
+
+
+@pytest.mark.parametrize('mode', BEYOND)
+@pytest.mark.parametrize('name', OF_IMAGES)
+def test_predictions_of_images(name, mode):
+    torch.manual_seed(0)
+    images, (n, evaluate) = np.random.default_rng(0).integers(0, 256, (6, 8, 8), dtype=np.uint8), OF_IMAGES[name]
+    block = DataBlock(
+        (ImageBlock(PILImageBW), CategoryBlock),
+        get_x=lambda i: images[i],
+        get_y=lambda i: str(i % 2),
+        splitter=IndexSplitter([3, 4, 5]),
+        batch_tfms=aug_transforms(size=8),
+    )
+    dls = block.dataloaders(range(6), bs=2, num_workers=0, device=torch.device('cpu'))
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), Beyond(*BEYOND[mode]), nn.Flatten(), nn.Linear(144, 2))
+    learn, found = getattr(learner(model, dls, nn.CrossEntropyLoss()), f'to_{mode}')(on_overflow='fix'), []
+
+    def run():
+        set_seed(1)
+        found.append(evaluate(learn, PILImageBW.create(images[0])))
+
+    (warning,) = told(run)
+    assert warning.startswith(f'{mode}: {n} batch') and "fp32_modules=['1']" in warning and 'scale' not in warning
+    with learn.precision_as('fp32'):
+        assert told(run) == []
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize('n, again', [(1, True), (2, False)])
+def test_several_processes_mend_nothing_wherever_the_learner_was_made(n, again, monkeypatch):
+    "In `distrib_ctx` the processes are known only after `to_fp16`; a model may wait for those whose batch is finite."
+    learn = large()
+    for module in fix, watch:
+        monkeypatch.setattr(module, 'several_processes', lambda: n > 1)
+    (warning,) = told(lambda: learn.validate())
+    assert ('again in fp32' in warning) == again
 
 
 def in_16_bits(learn):

@@ -19,7 +19,7 @@ def many():
 @pytest.mark.parametrize(
     'make, modes, title, lines',
     [
-        (Attentive, ('bf16', 'fp16'), "bf16: safe so far\nfp16: keep modules in fp32 'attn'", [65504, 6.1e-5]),
+        (Attentive, ('bf16', 'fp16'), 'bf16: safe so far\nfp16: keep attn in fp32', [65504, 6.1e-5]),
         (many, 'bf16', 'bf16: safe so far', []),  # which has the range of fp32
     ],
 )
