@@ -1,4 +1,4 @@
-"Small helpers that several files share: devices, parameters, 16-bit tensors, warnings."
+"Small helpers that several files share: devices, parameters, warnings, random states, 16-bit tensors."
 from __future__ import annotations
 
 import inspect, warnings
@@ -60,6 +60,22 @@ def warn_user(message: str) -> None:
     while frame and not is_users(frame):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
+
+
+# -- random states
+
+RandomState = list[tuple[Callable, Any]]                         # functions that set a generator, and its state
+
+
+def torch_random_state() -> RandomState:
+    "Return the state of PyTorch's global generators, without synchronizing."
+    module = torch.get_device_module()                           # the accelerator's, if there is one
+    found = [(torch.set_rng_state, torch.get_rng_state())]
+    if not getattr(module, 'is_initialized', lambda: True)(): return found         # asking does not start it
+    for name in ('rng_state_all', 'rng_state'):
+        get = getattr(module, f'get_{name}', None)
+        if get: return [*found, (getattr(module, f'set_{name}'), get())]
+    return found
 
 
 # -- tensors nested in predictions and inputs

@@ -3,11 +3,11 @@ from ..training import learner as _core
 from ..training.callback import WATCHERS
 from .choice import measure_and_choose
 from .comparison import PrecisionComparison
-from .fix import Mend
+from .fix import mend
 from .metrics import loss_scale, skipped_steps
 from .notes import DtypeNote, UnusedModules
 from .report import PrecisionReport
 from .watch import Watch
 
 _core.measure_and_choose = measure_and_choose
-WATCHERS += [Watch, Mend, UnusedModules, DtypeNote]
+WATCHERS += [Watch, mend, UnusedModules, DtypeNote]

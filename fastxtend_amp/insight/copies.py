@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import copy, inspect, random, re, tempfile, threading, warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import MethodType, SimpleNamespace
@@ -20,7 +20,7 @@ from fastcore.foundation import L
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ..common import is_sharded, training_device
+from ..common import RandomState, is_sharded, torch_random_state, training_device
 from ..devices.facts import first_line
 from ..precisions.matching import unwrapped
 from ..training.loop import precision_callback
@@ -210,20 +210,6 @@ def several_processes() -> bool:
 
 
 # -- random states of the process
-
-RandomState = list[tuple[Callable, Any]]                         # functions that set a generator, and its state
-
-
-def torch_random_state() -> RandomState:
-    "Return the state of PyTorch's global generators, without synchronizing."
-    module = torch.get_device_module()                           # the accelerator's, if there is one
-    found = [(torch.set_rng_state, torch.get_rng_state())]
-    if not getattr(module, 'is_initialized', lambda: True)(): return found         # asking does not start it
-    for name in ('rng_state_all', 'rng_state'):
-        get = getattr(module, f'get_{name}', None)
-        if get: return [*found, (getattr(module, f'set_{name}'), get())]
-    return found
-
 
 def random_state() -> RandomState:
     "Return the state of the global generators of Python, NumPy and PyTorch, for `set_random_state`."

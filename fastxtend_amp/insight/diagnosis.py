@@ -6,10 +6,11 @@ from functools import partial
 
 from fastai.learner import Learner
 
+from ..common import RandomState
 from ..precisions import AMPMode, fastest_native
 from ..training.loop import precision_callback
 from .candidates import advised, call
-from .copies import RandomState, lost_weights, several_processes
+from .copies import lost_weights, several_processes
 from .trace import trace
 from .verdict import Judge, named, not_finite_data, wrong_in_fp32
 

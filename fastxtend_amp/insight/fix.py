@@ -60,8 +60,8 @@ class Mend:
     def after_loss(self):
         "Look at predictions and loss; autocast is off already."
         cb, learn = self.cb, self.cb.learn
-        if cb.on_overflow != 'fix' or several_processes(): return        # where a model would wait for the others
-        if learn.training or not cb.fit.precision.dtype or _is_finite(learn): return
+        if learn.training or several_processes(): return         # where a model would wait for the others
+        if not cb.fit.precision.dtype or _is_finite(learn): return
         low = {name: vars(learn).get(name) for name in ('pred', 'loss', 'loss_grad')}
         with suppress(Exception): self._run_in_fp32()            # an error of a model with 16-bit weights, for example
         if not _is_finite(learn): return vars(learn).update(low)
@@ -86,6 +86,11 @@ class Mend:
         warn_user(f'{self.cb.mode.value}: {n:,} batch{"es" * (n > 1)} of a validation or prediction had NaN or inf in '
                   f'16 bits, and ran again in fp32, whose results count.\n{self.cause}')
     after_fit = after_epoch                                      # of `tta`
+
+
+def mend(cb: MixedPrecision) -> Mend | None:
+    "Return the watcher of a precision callback that fixes what fails; None for another."
+    return Mend(cb) if cb.on_overflow == 'fix' else None
 
 
 def _is_finite(learn):

@@ -6,8 +6,8 @@ import math
 import torch
 from torch import nn
 
-from ..common import warn_user
-from .copies import several_processes, torch_random_state
+from ..common import torch_random_state, warn_user
+from .copies import several_processes
 from .diagnosis import Alarm, diagnose
 from .fix import fix
 from .tensors import readable, readable_weights
@@ -51,7 +51,7 @@ class Watch:
         cb, fit = self.cb, self.cb.fit
         if fit is None or fit.has_warned: return None
         if 'notes' not in vars(fit):
-            is_watched = fit.precision.dtype and cb.on_overflow != 'ignore' and 'lr_finder' not in vars(cb.learn)
+            is_watched = fit.precision.mode and cb.on_overflow != 'ignore' and 'lr_finder' not in vars(cb.learn)
             fit.notes = Notes(fit.device.type == 'cpu') if is_watched else None
         return fit.notes
 
@@ -77,8 +77,11 @@ class Watch:
         # Without targets fastai leaves the loss of an earlier batch; a learner's own loop may set one all the same.
         loss = vars(learn).get('loss_grad')
         if not torch.is_tensor(loss): return
-        if notes.first_loss is None: notes.first_loss = _mean(loss)
-        if notes.on_cpu: self._check_loss(notes, _mean(loss).item())
+        if notes.first_loss is not None and not notes.on_cpu: return
+        with torch._C.DisableTorchFunctionSubclass():            # fastai's class would take ten times as long
+            mean = loss.detach().mean()
+        if notes.first_loss is None: notes.first_loss = mean
+        if notes.on_cpu: self._check_loss(notes, mean.item())
 
     def after_backward(self):
         "Say once that nearly all gradients are 0 in fp16 without loss scaling; look at the 16th batch of each epoch."
@@ -143,11 +146,6 @@ class Watch:
     def _say(self, message):
         if self.cb.on_overflow == 'raise': raise FloatingPointError(message)
         warn_user(message)
-
-
-def _mean(loss):
-    "Return the mean of the loss as a plain tensor; fastai's class would take ten times as long for each operator."
-    with torch._C.DisableTorchFunctionSubclass(): return loss.detach().mean()
 
 
 def _divergence(notes, model):

@@ -59,7 +59,7 @@ class Scaling:
 
     def start(self) -> None:
         "Scale what is in the gradients, so that a loss scaled by anybody can be added."
-        self.cancel()                                            # a step that an exception or a cancelled batch left
+        if self.is_open: self.cancel()                           # what an exception or a cancelled batch left
         if self.is_scaled: return
         scale, grads = self.scaler.scale(self.one), defaultdict(list)
         self.is_scaled = True

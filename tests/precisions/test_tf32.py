@@ -1,6 +1,6 @@
 "TF32: a fit's operators run under PyTorch's settings for it; tests/devices/test_fp32_settings.py restores them."
 
-import pytest
+import math, pytest
 
 from fastxtend_amp import AMPMode, precision_support
 from fastxtend_amp.devices.fp32_settings import FP32_SETTINGS, TF32_SETTINGS, fp32_settings, get_fp32_setting
@@ -55,6 +55,12 @@ def test_where_there_is_none_the_reason_is_given():
     with pytest.raises(ValueError, match=r'(?s)tf32.*NVIDIA.*use `learn\.to_\w+\(\)`'):
         learn.fit(1)
     assert values() == before and is_outside_a_fit(learn)
+
+
+def test_a_loss_that_is_not_finite_is_said(with_tf32):
+    learn = learner(loss_func=lambda p, y: p.mean() * math.nan)
+    with pytest.raises(FloatingPointError, match='tf32 training failed.*loss is nan'):
+        learn.to_tf32(on_overflow='raise').fit(1)
 
 
 def test_in_a_comparison(with_tf32):
