@@ -9,7 +9,7 @@ from importlib.util import find_spec as _find_spec
 
 from .precisions import AMPMode
 from .precisions.half_weights import HalfWeights, kahan
-from .precisions.matching import is_depthwise
+from .precisions.matching import is_depthwise, is_grouped
 from .training.callback import MixedPrecision
 from .training import checkpoint as _checkpoint, learner as _learner
 from .training.optimizers import fused
@@ -21,7 +21,8 @@ from .tools.support import precision_support
 if _find_spec('torch_xla') is not None: from .devices import xla as _xla   # users may import it later
 
 __all__ = ['AMPMode', 'HalfWeights', 'MixedPrecision', 'PrecisionComparison', 'PrecisionReport', 'fused',
-           'is_depthwise', 'kahan', 'keep_freed_memory', 'loss_scale', 'precision_support', 'skipped_steps']
+           'is_depthwise', 'is_grouped', 'kahan', 'keep_freed_memory', 'loss_scale', 'precision_support',
+           'skipped_steps']
 
 
 def __getattr__(name):

@@ -9,8 +9,8 @@ import torch
 from torch.backends import cuda, cudnn
 
 
-# Where the attribute `fp32_precision` of each backend and operation is, and its default. One that is 'none' follows the
-# one above it: an operation its backend, a backend the generic one. So a setting stands behind those that it follows.
+# Where the attribute `fp32_precision` of each backend and operation is, and its default. 'none' means the setting one
+# level up: that of the backend, then the generic one. These come first, as settings are made in this order.
 FP32_SETTINGS = {
     ('generic', 'all'): ('torch.backends', 'none'),
     ('cuda', 'all'): ('torch.backends.cudnn', 'none'),

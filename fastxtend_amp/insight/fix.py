@@ -1,6 +1,7 @@
 "`on_overflow='fix'`: in training the remedy of the diagnosis is applied; evaluation repeats failed batches in fp32."
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -22,10 +23,10 @@ class Fix(NamedTuple):
 def fix(
     cb: MixedPrecision,
     alarm: Alarm, # It was diagnosed
-) -> bool: # False without a remedy
+) -> bool: # False without a remedy, and if the user's own change waits already
     "Apply the remedy when the batch ends, in the same callback: history, optimizer and loss scale continue."
     learn = cb.learn
-    if not alarm.remedy: return False
+    if not alarm.remedy or cb.waiting: return False
     new = advised(learn, *alarm.remedy)
     said = call(learn, new)
 
@@ -95,4 +96,4 @@ def mend(cb: MixedPrecision) -> Mend | None:
 
 def _is_finite(learn):
     loss = vars(learn).get('loss') if len(learn.yb) else None
-    return all(t.isfinite().all() for t in readable((learn.pred, loss)))
+    return all((t < math.inf).all() for t in readable((learn.pred, loss)))   # -inf masks logits

@@ -4,7 +4,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ..common import HALF, warn_user
+from ..common import is_half, warn_user
 from ..precisions.fp32_modules import forward_of
 from ..precisions.matching import ROOT
 from ..training.callback import MixedPrecision
@@ -12,7 +12,7 @@ from ..training.callback import MixedPrecision
 _LOW_WORDS = ('Half', 'BFloat16', 'dtype', 'scalar type', 'primitive')   # in PyTorch's errors where only fp32 runs
 
 
-OTHER_HALF = 'frozen weights have the other 16-bit dtype, which autocast does not convert everywhere'
+OTHER_HALF = 'some frozen weights have the other 16-bit dtype, which autocast does not always convert'
 
 
 def other_half(
@@ -20,12 +20,14 @@ def other_half(
     dtype: torch.dtype, # autocast's
     error: str,
 ) -> str: # "learn.model.get_submodule('base').half()"
-    "Return the call that converts frozen weights, if an operator that promotes met both 16-bit dtypes; '' if not."
-    for name, m in model.named_modules() if 'Unexpected floating ScalarType' in error else ():
-        own, other = [*m.parameters()], {*HALF} - {dtype}
-        if any(p.dtype in other for p in own) and not any(p.requires_grad for p in own):
-            return f"learn.model.get_submodule('{name}').{'half' if dtype is torch.float16 else 'bfloat16'}()"
-    return ''
+    "Return the code that converts frozen weights, if an operator that promotes met both 16-bit dtypes; '' if not."
+    frozen = {p for p in model.parameters() if not p.requires_grad}
+    others = {p for p in frozen if is_half(p) and p.dtype is not dtype}
+    if not others or 'Unexpected floating ScalarType' not in error: return ''
+    convert = 'half()' if dtype is torch.float16 else 'bfloat16()'
+    for name, m in model.named_modules():
+        if others <= {*m.parameters()} <= frozen: return f"learn.model.get_submodule('{name}').{convert}"
+    return f'for p in learn.model.parameters(): p.data = p.data if p.requires_grad else p.data.{convert}'
 
 
 class UnusedModules:
@@ -53,7 +55,7 @@ class DtypeNote:
         fit = self.cb.fit
         dtype = fit and fit.precision.dtype
         if not dtype or not hasattr(error, 'add_note'): return
-        if convert := other_half(fit.model, dtype, str(error)): error.add_note(f'Call `{convert}`: {OTHER_HALF}.')
+        if convert := other_half(self.cb.learn.model, dtype, str(error)): error.add_note(f'Call `{convert}`: {OTHER_HALF}.')
         elif any(word in str(error) for word in _LOW_WORDS):
             error.add_note('If the model trains in fp32: `learn.precision_report()` names the module that does not run '
                            'in 16 bits, and prints the call that keeps it in fp32.')

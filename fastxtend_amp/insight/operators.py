@@ -61,7 +61,7 @@ class Operation:
     def run(self): return self.func(*self.args, **self.kwargs)
 
     def lost_constants(self):
-        "Return the constants that become 0, 1, -1, inf or -inf in 16 bits without having been it."
+        "Return the constants that 16 bits round to 0, 1, -1, inf or -inf."
         dtypes = (t.dtype for t in self.inputs if t.ndim)
         dtype = self.kwargs.get('dtype') or next(dtypes, None)
         if dtype not in HALF or self.op.name.rstrip('_') not in _CONSTANTS: return []
@@ -196,7 +196,7 @@ def users_line() -> str: # 'norm.py:33'
 # -- the values of a tensor, without float64, which MPS lacks
 
 def merged(t: torch.Tensor, dtype: torch.dtype) -> list[float]:
-    "Return two different whole numbers in `t` that are one in `dtype`; `t` is no picture, but a list or a table."
+    "Return two different whole numbers in `t` that become equal in `dtype`; tensors of images are left out."
     if dtype not in HALF or t.dtype in HALF or sum(n > 1 for n in t.shape) > 2: return []
     t = t.float()
     is_whole = (t == t.round()) & (t.abs() < 2**24)              # larger ones may be one in fp32 already

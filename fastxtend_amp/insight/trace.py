@@ -37,7 +37,7 @@ def trace(
     keep: Sequence[str] = (), # Modules kept in fp32
     scale: float = 1., # The loss scale, for fp16
     fp32: Trace | None = None, # In fp32, of the same batches; needed in a lower precision
-    state: list | None = None, # Of random numbers, to begin with in the middle of a batch; the present one if empty
+    state: list | None = None, # In the middle of a batch the random state to start from; empty for the current one
 ) -> Trace:
     """Run batches forward and backward in a copy of `learn`, in its own loop with its callbacks; no step is taken.
 

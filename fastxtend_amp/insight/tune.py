@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from ..devices.cost import wait_for
-from ..precisions.matching import is_depthwise
+from ..precisions.matching import is_depthwise, is_grouped
 from .comparison import pays, shown_speed, speed_up
 from .compat import is_compiled
 from .measuring import ROUNDS, Run, train_round
@@ -22,13 +22,8 @@ _GAIN = 1.02            # smallest speed-up from a kind in fp32 that is worth an
 _SHARE = .015           # of a step: kinds that need less of it are not tried
 
 
-def is_grouped(module: nn.Module) -> bool:
-    "Return whether a module is a convolution with groups of several channels, as in ResNeXt."
-    return isinstance(module, _ConvNd) and 1 < module.groups < module.in_channels
-
-
 def kind_of(module: nn.Module): # For `fp32_modules`
-    "Return the kind of a module, its class or a predicate; None for those that 16 bits are made for."
+    "Return the kind of a module, its class or a predicate; None for linear layers and convolutions without groups."
     if isinstance(module, nn.Linear) or (isinstance(module, _ConvNd) and module.groups == 1): return None
     return next((kind for kind in (is_depthwise, is_grouped) if kind(module)), type(module))
 

@@ -260,7 +260,7 @@ def not_finite_data(batch: object) -> str: # 'the batch itself is not finite: 1 
 
 
 def smallest(names: list[str], helps: Callable) -> list[str]:
-    "Return a few modules that help: half of them, half of those, and so on; [] if none help."
+    "Return few of `names` that still help, by bisection; [] if none do."
     if not names or not helps(names): return []
     half = len(names) // 2
     parts = (smallest(part, helps) for part in (names[:half], names[half:]) if half)

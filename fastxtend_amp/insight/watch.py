@@ -43,7 +43,8 @@ class Watch:
     def __init__(self, cb): # A `MixedPrecision`, which calls the events after its own
         self.cb, self.n_fixes = cb, 0                            # in this fit
 
-    def before_fit(self): self.n_fixes = 0
+    def before_fit(self):
+        if len(self.cb.scopes) < 2: self.n_fixes = 0             # not at the event of a validation inside a fit
 
     @property
     def notes(self):
@@ -69,7 +70,7 @@ class Watch:
         notes.weights = _norm(learn.model)                       # which XLA would compile into the first batch
 
     def after_loss(self):
-        "Look at the loss before anything is made of it; on an accelerator at that of the batch before."
+        "Check the loss before its backward pass; on an accelerator that of the batch before."
         notes, learn = self.notes, self.cb.learn
         if notes is None or not learn.training: return
         self._check_recorded()
@@ -141,7 +142,6 @@ class Watch:
         cb.fit.has_warned = True                                 # first: between batches `fix` closes the fit
         if cb.on_overflow != 'fix' or self.n_fixes == _MOST_FIXES or not fix(cb, alarm): return self._say(message)
         self.n_fixes += 1
-        if notes.on_cpu and not skipped: learn.loss_grad = learn.loss_grad * math.nan     # so that this step is skipped
 
     def _say(self, message):
         if self.cb.on_overflow == 'raise': raise FloatingPointError(message)

@@ -153,7 +153,7 @@ class Precision:
 
     @classmethod
     def support(cls, device: torch.device) -> Support:
-        "Return how `device` runs this precision: the rule for its type decides, if PyTorch's autocast supports it."
+        "Return how `device` runs this precision, by the rule for its type; PyTorch's autocast must support it."
         why = facts.missing(device) or (cls.dtype and facts.autocast_refusal(device.type, cls.dtype))
         if why: return Support('unsupported', why)
         rule = cls.rules.get(device.type)
@@ -178,7 +178,7 @@ class Precision:
         return match_modules(model, self.fp32_modules)
 
     def prepare(self, learn: Learner) -> None:
-        "Change model and optimizer before training, for good."
+        "Change model and optimizer permanently, before training."
         if self.dtype: weights_to_fp32(learn.model, learn.opt)
 
     def rounding(self, model: nn.Module) -> dict[str, Rounding]:
@@ -233,7 +233,7 @@ def written(arguments: dict[str, Any]) -> str:
 
 def _as_code(value: Any, name: str) -> str:
     if isinstance(value, (list, tuple)): return f"[{', '.join(_as_code(v, name) for v in value)}]"
-    if isinstance(value, type): return 'nn.' * hasattr(nn, value.__name__) + value.__name__
+    if isinstance(value, type): return 'nn.' * (getattr(nn, value.__name__, None) is value) + value.__name__
     code = value.__name__ if inspect.isfunction(value) else repr(value)
     return name if code.startswith('<') else code
 

@@ -88,9 +88,9 @@ class FP16(Precision):
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Continue from the scale and the growth tracker in `state`; None resets them. The arguments stay.
 
-        Ignored with a fixed loss scale or `enabled=False`. A scale below 2**-24, the smallest number of fp16, starts
-        again: at 0, which version 0.4 wrote, unscaled gradients would be NaN. Raises `ValueError` for a scale that is
-        not finite or below 0.
+        Ignored with a fixed loss scale or `enabled=False`. A scale below 2**-24, the smallest number of fp16, is
+        replaced by the first one; version 0.4 could save 0. Raises `ValueError` for a scale that is not finite or below
+        0.
         """
         if state == {} or not self.first_state or self.is_fixed: return
         state = state or self.first_state

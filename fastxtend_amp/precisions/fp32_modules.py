@@ -16,8 +16,8 @@ from ..compat import tree_leaves
 class Forward:
     """A forward that replaces a module's own while `active`; subclasses define `run`, which becomes `module.forward`.
 
-    It is not a hook, so `torch.compile` traces through it. A callback that has wrapped it may call it after the end,
-    when it is not active, and so may a copy of the module that was made meanwhile.
+    It is not a hook, so `torch.compile` traces through it. Callbacks that wrapped it in a fit, and copies of the module
+    made in one, may call it after the fit: it then runs the plain forward.
     """
     run: Callable
     called = False # Whether `run` ran

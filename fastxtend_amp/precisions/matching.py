@@ -68,6 +68,11 @@ def is_depthwise(module: nn.Module) -> bool:
     return isinstance(module, _ConvNd) and module.groups == module.in_channels > 1
 
 
+def is_grouped(module: nn.Module) -> bool:
+    "Return whether a module is a convolution with groups of several channels, as in ResNeXt; for `fp32_modules`."
+    return isinstance(module, _ConvNd) and 1 < module.groups < module.in_channels
+
+
 def covers(
     names: Collection[str], # Of modules
     name: str, # Of a module

@@ -195,7 +195,7 @@ class MixedPrecision(fp16.MixedPrecision):
 
     def before_fit(self):
         "Begin the fit before the first batch is loaded, so that a precision that cannot be used raises here."
-        if not self.scopes or self.fit is not None: return       # `validate()` alone begins with its first batch
+        if not self.scopes or self.fit is not None: return       # else the first batch of `validate()` opens
         self.open().precision.prepare(self.learn)                # before a distributed trainer wraps the model
 
     def before_train(self):
@@ -254,7 +254,7 @@ class MixedPrecision(fp16.MixedPrecision):
         if scaling := self.fit.scaling: scaling.update()
 
     def after_batch(self):
-        "Exit autocast, if an event was left out; for callbacks of a higher order the batch has ended."
+        "Exit autocast if `after_loss` did not run. Callbacks of a higher order may now exchange the precision."
         if not self.scopes: return
         scope = self.scopes[-1][1]
         scope.close()
@@ -266,7 +266,7 @@ class MixedPrecision(fp16.MixedPrecision):
         if scaling := self._scaling: scaling.read()
 
     def after_fit(self):
-        "End the fit before callbacks of a higher order load weights; not at the event of a `validate()` inside it."
+        "End the fit, so that callbacks of a higher order can load weights; a `validate()` inside it ends nothing."
         if len(self.scopes) > 1 or self.in_batch: return
         is_silent = self.on_overflow == 'ignore' or self._scaling is None or self.fit.has_warned
         if not is_silent and (message := self._scaling.skip_message()): warn_user(message)

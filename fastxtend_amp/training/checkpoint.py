@@ -51,7 +51,7 @@ def load(original: Callable, self: Learner, file: Any, *args: Any, **kwargs: Any
     cb = precision_callback(self)
     if cb is None: return original(self, file, *args, **kwargs)
     if cb.in_batch: raise RuntimeError('load() cannot be called in a batch. Call it in `after_batch` or later.')
-    cb.close()                                                   # which makes weights fp32 that are bf16 in a fit
+    cb.close()                                                   # converts weights that are bf16 in a fit to fp32
     self.model.to(training_device(self))                         # torch's optimizers load their state to its device
     if self.opt is None: self.create_opt()
     of_optimizer = self.opt.load_state_dict

@@ -20,8 +20,9 @@ class Fit(ExitStack):
     "The contexts and the loss scaling of one fit or validation; `end` exits them in reverse order."
     model: nn.Module | None = None                               # whose forwards are replaced
     scaling: Scaling | None = None
-    is_training = has_warned = False                             # training was checked; it was reported to fail
-    casts: Any = None                                            # which weights autocast's cache holds, in a validation
+    is_training = False                                          # what training needs was checked
+    has_warned = False                                           # a failure was reported
+    casts: Any = None                                            # model and versions of the weights that are cached
 
     def __init__(self,
         precision: Precision,

@@ -97,8 +97,8 @@ def set_precision(
 
 
 def exchange(learn: Learner, cb: MixedPrecision | None) -> None:
-    "Make `cb` the learner's only precision callback now, whatever the model is."
+    "Make `cb` the learner's only precision callback now, without checking the model."
     old = precision_callback(learn)
-    if cb is not None and old: cb.scopes = old.scopes            # else its own, if it comes back
+    if cb is not None and old: cb.scopes = old.scopes            # the parts that are open
     learn.remove_cbs([c for c in learn.cbs if isinstance(c, _PRECISIONS)])
     if cb is not None: learn.add_cb(cb)

@@ -21,7 +21,6 @@ from fastai.learner import Learner
 from fastai.optimizer import OptimWrapper
 from torch import nn
 from torch.amp import GradScaler
-from torch.nn.parameter import is_lazy
 
 from ..common import is_dtensor, optimizer_params, warn_user
 from .optimizers import FUSED
@@ -111,7 +110,7 @@ class Scaling:
         self.scaler.update(new_scale)
         if self.flagged:
             self.flagged.unmark()
-            # Undocumented, since 1.6. Until the host mends it: 0 would let NaN pass.
+            # Undocumented, since 1.6. At scale 0 NaN would pass, so it stays above until the host mends it.
             self.scaler._scale.clamp_(min=_LOWEST / 2)
         self.flagged, self.is_open = None, False
 
@@ -120,9 +119,10 @@ class Scaling:
     def _is_low(self, scale: float) -> bool: return scale < min(1, self.first_scale)
 
     def _mend_scale(self) -> None:
-        """Let a good step set a scale below 1 from its gradients; below 2**-24, where none is good, start again.
+        """Raise a scale that skipped steps have driven below 1; below 2**-24, where no step is good, start again.
 
-        It becomes the largest power of two, at most the first scale, at which 16 times the largest gradient fits fp16.
+        A good step sets the largest power of two, at most the first scale, at which 16 times its largest gradient fits
+        fp16.
         """
         scale = new = self.scaler.get_scale()
         self.is_low = self._is_low(scale)
@@ -159,7 +159,7 @@ class Scaling:
             del self.history[self.first_step:]
 
     def repair_buffers(self, found_inf: bool | torch.Tensor = False) -> None:
-        """After a bad step, restore the values of buffers that became NaN or infinite. Note all for the next step.
+        """After a bad step, restore the values of buffers that became NaN or infinite; remember all for the next step.
 
         A batch that overflows would leave NaN in BatchNorm's running statistics, although its step is skipped. Never
         synchronizes.
@@ -180,11 +180,10 @@ class Scaling:
         skips = [*self.history.skips(self.first_step)]
         n, skipped = len(skips), sum(skips)
         if 2 * skipped <= n or self.before_lr_find is not None: return ''
-        text = f'{skipped:,} of the {n:,} optimizer steps of this fit were skipped: gradients were not finite.'
-        if skipped == n: text += ' Nothing was learned.'
-        text += '\n`learn.precision_report()` names the modules that overflow.'
-        scale = self.scaler.get_scale()
-        return f'{text} If it finds none, start with this loss scale: {scale:,.9g}.' if scale > 1 else text
+        text = (f'{skipped:,} of the {n:,} optimizer steps of this fit were skipped: gradients were not finite.\n'
+                '`learn.precision_report()` names the modules that overflow.')
+        backs_off = self.scaler.get_backoff_factor() < 1
+        return text + f' If it finds none, pass `init_scale={self.scaler.get_scale():.9g}`.' * backs_off
 
 
 # -- optimizers that skip a step on the device
@@ -250,16 +249,15 @@ class StepHistory(list):
 def largest_of(params: Any) -> float: # Parameters with gradients; 0 if they have no numbers
     "Return the largest absolute gradient, of all shards. It synchronizes."
     whole = (p.grad.full_tensor() if is_dtensor(p.grad) else p.grad for p in params)
-    values = (g.coalesce().values() if g.is_sparse else g for g in whole)
-    largest = [float(v.abs().max()) for v in values if v.numel()]
-    return max(largest, default=0.)
+    norms = (nn.utils.get_total_norm([g], math.inf) for g in whole if g.numel())
+    return max(map(float, norms), default=0.)
 
 
 def small_buffers(model: nn.Module) -> dict[Any, list[torch.Tensor]]: # By device, dtype and shape
     "Return the floating buffers of `model`, such as BatchNorm's statistics; a large one is a mask or a table."
     found = defaultdict(list)
     for b in model.buffers():
-        if is_lazy(b) or is_dtensor(b) or b.is_inference() or b.layout is not torch.strided: continue
-        is_small = b.is_floating_point() and b.is_contiguous() and b.numel() < _LARGE
-        if is_small: found[b.device, b.dtype, b.shape].append(b.data)
+        if type(b) is not torch.Tensor or b.is_inference() or b.layout is not torch.strided: continue
+        is_number = b.is_floating_point() and b.element_size() > 1       # 8-bit formats have few operators
+        if is_number and b.is_contiguous() and b.numel() < _LARGE: found[b.device, b.dtype, b.shape].append(b.data)
     return found

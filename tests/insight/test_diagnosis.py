@@ -147,6 +147,13 @@ def times(factor):
     return learner(loss_func=lambda p, y: F.mse_loss(p, y) * factor)
 
 
+def nearly_all():
+    "The gradients of 11 of 12 parameters are 0."
+    layers = [nn.Linear(6, 6) for _ in range(5)]
+    one = At('after_backward', lambda l: l.model[-1].bias.grad.fill_(1.0), 5)
+    return learner(nn.Sequential(*layers, nn.Linear(6, 1)), loss_func=lambda p, y: F.mse_loss(p, y) * 1e-9, cbs=one)
+
+
 def far_in_validation():
     valid = Data(torch.full((8, 6), 1e36), torch.zeros(8, 1))
     return learner(linear(), loaders(valid=valid), nn.L1Loss(), opt_func=OPTIMIZERS['sgd'])
@@ -170,6 +177,7 @@ FAILS = {  # what makes the learner, the call, epochs, learning rate
     'static loss scale': (lambda: times(300), 'learn.to_fp16(loss_scale=2.0**18, max_skips=4)'),
     'ordinary first skips': (lambda: times(30), 'learn.to_fp16(init_scale=2.0**18)', 3),
     'underflow': (lambda: times(1e-9), 'learn.to_fp16(enabled=False)', 3),
+    'nearly all underflow': (nearly_all, 'learn.to_fp16(enabled=False)', 3),
     'no loss scaling, no underflow': (lambda: times(1), 'learn.to_fp16(enabled=False)', 3),
     'underflow without it': (lambda: times(1e-9), FP16, 3),
     'inputs': (lambda: spoiled(0, math.inf), BF16),

@@ -14,9 +14,9 @@ LATE = 1 if DEVICE.type == 'cpu' else 2  # batches after which the loss of a bat
 
 
 @pytest.fixture(autouse=True)
-def bf16_is_native(monkeypatch):
+def both_are_native(monkeypatch):
     "Pose as a newer CPU, so that the next precision after fp16 is the same on each machine."
-    monkeypatch.setattr(facts, 'cpu_features', lambda: frozenset({'avx512_bf16'}))
+    monkeypatch.setattr(facts, 'cpu_features', lambda: frozenset({'bf16', 'fphp'}))
 
 
 class Growing(nn.Module):
@@ -173,9 +173,12 @@ class Layers(nn.Module):
 
 
 def test_at_most_three_in_a_fit_then_it_warns():
+    "Validations inside of it do not count as another."
     learn = learner(Layers(), loaders(72)).to_fp16(on_overflow='fix', init_scale=16.0)
-    warned = told(lambda: learn.fit(1, 0.001), 'failed')
-    assert [f.step for f in learn.precision.fixes] == [4, 7, 10] and len(warned) == 1 and 'batch 13' in warned[0]
+    on = lambda l: (l.validate(), l.model.train(), setattr(l, 'training', True))
+    validation = At('after_batch', lambda l: l.train_iter == 11 and on(l), 70)
+    warned = told(lambda: learn.fit(1, 0.001, cbs=validation), 'failed')
+    assert [f.step for f in learn.precision.fixes] == [4, 7, 10] and len(warned) == 1
     learn.fit(1, 0.001)
     assert [f.step for f in learn.precision.fixes][3:] == [1] and learn.precision.n_skipped == (3 + 1) * LATE + 6
 
@@ -198,7 +201,8 @@ def test_with_several_processes_it_says_so_and_warns(monkeypatch):
 
 
 def test_a_users_own_switch_in_the_same_batch_counts():
-    learn = learner(Narrow(0), narrow_from(4)).to_bf16(on_overflow='fix')
-    learn.add_cb(At('after_batch', lambda l: l.training and l.train_iter == 5 and l.to_fp32(), 70))
-    learn.fit(1, 0.01)
-    assert learn.precision is None and not left_on(learn) and finite(learn)
+    for event in 'before_batch', 'after_batch':
+        learn = learner(Narrow(0), narrow_from(4)).to_bf16(on_overflow='fix')
+        learn.add_cb(At(event, lambda l: l.training and l.iter == 4 and l.to_fp32(), 70))
+        told(lambda: learn.fit(1, 0.01))
+        assert learn.precision is None and not left_on(learn), event

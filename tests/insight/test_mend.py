@@ -29,6 +29,16 @@ class Large(nn.Module):
         return self.head(self.body(x) * factor / factor)
 
 
+class Calls(nn.Sequential):
+    "Masks all of its output, and counts its calls."
+
+    n_calls = 0
+
+    def forward(self, x):
+        self.n_calls += 1
+        return super().forward(x).fill_(-math.inf)
+
+
 def mean_abs(pred, y):
     return (pred - y).abs().mean()
 
@@ -113,6 +123,12 @@ def test_several_processes_mend_nothing_wherever_the_learner_was_made(n, again, 
     assert ('again in fp32' in warning) == again
 
 
+def test_masked_logits_are_no_failure():
+    learn = learner(Calls(nn.Linear(6, 1)), loss_func=lambda p, y: y.mean()).to_bf16(on_overflow='fix')
+    preds, _ = learn.get_preds()
+    assert preds.isneginf().all() and learn.model.n_calls == len(learn.dls.valid)
+
+
 def in_16_bits(learn):
     learn.model.head.bfloat16().requires_grad_(False)
     return learn.to_fp16(on_overflow='fix')
@@ -134,10 +150,10 @@ def test_what_stays_as_it_is_with_one_warning(make):
 
 @pytest.mark.parametrize('on_overflow', ['warn', 'fix'])
 def test_training_that_fails_after_such_a_validation_is_still_noticed(on_overflow):
-    learn = large(on_overflow, n=9)  # in the second epoch
-    warned = told(lambda: learn.fit(3, 0.01))
+    learn = large(on_overflow, n=15)  # in the third epoch
+    warned = told(lambda: learn.fit(4, 0.01))
     if on_overflow == 'fix':
-        assert [fix.step for fix in learn.precision.fixes] == [9] and all(p.isfinite().all() for p in params(learn))
+        assert [fix.step for fix in learn.precision.fixes] == [15] and all(p.isfinite().all() for p in params(learn))
         assert learn.precision.n_skipped <= 1
     else:
         assert [' in validation is NaN' in w for w in warned if 'NaN' in w or 'failed' in w] == [True, False]

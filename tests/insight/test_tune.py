@@ -6,7 +6,7 @@ import pytest, torch
 from fastai.learner import load_learner
 from torch import nn
 
-from fastxtend_amp import MixedPrecision, is_depthwise
+from fastxtend_amp import MixedPrecision, is_depthwise, is_grouped
 from fastxtend_amp.precisions import BF16
 from helpers import learner, set_support
 from states import Act
@@ -144,15 +144,18 @@ def test_what_cannot_be_tuned_costs_nothing(monkeypatch):
 # -- the predicates
 
 
-def test_depthwise_convolutions():
+def test_depthwise_and_grouped_convolutions():
     kinds = nn.Conv2d(8, 16, 3, groups=8), nn.ConvTranspose1d(8, 8, 3, groups=8), nn.Conv2d(8, 8, 3, groups=2)
-    assert [*map(is_depthwise, [*kinds, nn.Conv2d(1, 8, 3), nn.LayerNorm(8)])] == [True, True, False, False, False]
+    kinds += nn.Conv2d(1, 8, 3), nn.LayerNorm(8)
+    assert [*map(is_depthwise, kinds)] == [True, True, False, False, False]
+    assert [*map(is_grouped, kinds)] == [False, False, True, False, False]
 
 
 def test_predicates_print_as_their_name_and_can_be_copied_pickled_and_exported(tmp_path):
     assert pickle.loads(pickle.dumps(is_depthwise)) is copy.deepcopy(is_depthwise) is is_depthwise
-    spec = [is_depthwise, nn.LayerNorm, 'a']
-    assert repr(BF16(fp32_modules=spec)) == "learn.to_bf16(fp32_modules=[is_depthwise, nn.LayerNorm, 'a'])"
+    own = type('Embedding', (nn.Module,), {})  # not that of nn
+    call = "learn.to_bf16(fp32_modules=[is_depthwise, nn.LayerNorm, Embedding, 'a'])"
+    assert repr(BF16(fp32_modules=[is_depthwise, nn.LayerNorm, own, 'a'])) == call
     learn = learner(net(), cbs=MixedPrecision('bf16', fp32_modules=is_depthwise), path=tmp_path)
     learn.fit(1)
     learn.model[0] = nn.Unflatten(1, (6, 1))  # a lambda cannot be pickled

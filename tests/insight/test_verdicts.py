@@ -337,10 +337,25 @@ class Promotes(nn.Module):
         return self.b(torch.addcmul(self.a(x), embedded, embedded))
 
 
+class Token(Promotes):
+    "Beside it there is a frozen 16-bit parameter of the model itself."
+
+    def __init__(self, dtype):
+        super().__init__(dtype)
+        self.token = nn.Parameter(torch.ones(8, dtype=dtype), requires_grad=False)
+
+    def forward(self, x):
+        return super().forward(x) + self.b(torch.addcmul(self.a(x), self.token, self.token))
+
+
+BASE = "learn.model.get_submodule('base').{}()"
+ALL = 'for p in learn.model.parameters(): p.data = p.data if p.requires_grad else p.data.{}()'
+
+
+@pytest.mark.parametrize('make, code', [(Promotes, BASE), (Token, ALL)])
 @pytest.mark.parametrize('dtype, mode, method', [(torch.bfloat16, 'fp16', 'half'), (torch.float16, 'bf16', 'bfloat16')])
-def test_a_frozen_base_in_the_other_half_precision(dtype, mode, method):
-    call = f"learn.model.get_submodule('base').{method}()"
-    learn = learner(Promotes(dtype))
+def test_a_frozen_base_in_the_other_half_precision(dtype, mode, method, make, code):
+    call, learn = code.format(method), learner(make(dtype))
     verdict = learn.precision_report(mode, device='cuda').verdicts[mode]
     assert verdict.verdict == 'cannot run' and verdict.call == call and 'other 16-bit dtype' in verdict.reason, verdict
     with cuda_rules(), pytest.raises(RuntimeError) as error:

@@ -183,6 +183,7 @@ def test_buffers_that_are_not_plain_tensors_in_memory_are_left_alone():
         model.register_buffer('graph', torch.eye(3).to_sparse())
         model.register_buffer('rows', torch.eye(3).to_sparse_csr())
         model.register_buffer('expanded', torch.ones(1).expand(4))
+        model.register_buffer('eight', torch.ones(4).to(torch.float8_e4m3fn))
         learn = TO[to](learner(model, batches({3})))
         told(lambda: learn.fit(1))
         assert learn.precision.n_skipped == 1 and finite(learn)
