@@ -55,7 +55,7 @@ class DtypeNote:
         fit = self.cb.fit
         dtype = fit and fit.precision.dtype
         if not dtype or not hasattr(error, 'add_note'): return
-        if convert := other_half(self.cb.learn.model, dtype, str(error)): error.add_note(f'Call `{convert}`: {OTHER_HALF}.')
+        if code := other_half(self.cb.learn.model, dtype, str(error)): error.add_note(f'Run `{code}`: {OTHER_HALF}.')
         elif any(word in str(error) for word in _LOW_WORDS):
             error.add_note('If the model trains in fp32: `learn.precision_report()` names the module that does not run '
                            'in 16 bits, and prints the call that keeps it in fp32.')
