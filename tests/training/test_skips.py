@@ -202,7 +202,7 @@ def test_buffers_loaded_between_two_fits_and_those_of_an_exchanged_model():
         exchange = At('before_batch', lambda l: l.training and l.iter == 3 and setattr(l, 'model', other), -5)
         told(lambda: learn.fit(1, cbs=exchange))
         assert finite_buffers(other) and other[0].running_mean.min() > 2
-        larger = nn.Sequential(*other, nn.BatchNorm1d(1))
+        larger = nn.Sequential(nn.BatchNorm1d(6), *other)
         told(lambda: learn.fit(1, cbs=At('before_batch', lambda l: l.iter == 4 and setattr(l, 'model', larger), -5)))
         assert finite(learn) and learn.precision.n_skipped == 3
 
