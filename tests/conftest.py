@@ -11,7 +11,7 @@ if os.environ.get('PJRT_DEVICE') and importlib.util.find_spec('torch_xla'):
     torch_xla.device()
 
 # The instruction sets of the CPUs that `--cpu` poses as.
-CPUS = {'emulated': '', 'bf16': 'avx512_bf16', 'fp16': 'bf16 fphp'}
+CPUS = {'emulated': '', 'bf16': 'bf16', 'fp16': 'bf16 fphp'}
 torch.set_num_threads(1)  # tests run side by side; results must not depend on the machine
 
 

@@ -101,10 +101,9 @@ class Run:
         "Return the median of the time of `base` divided by that of this run, in the rounds of both, and its interval."
         return speed_up([base.times[n] / t for n, t in self.times.items() if n in base.times])
 
-    def loss(self, n: int) -> float: # nan if it failed, or has trained for fewer steps
-        "Return the mean loss of the last fifth of the first `n` steps."
-        is_known = not self.note and len(self.losses) >= n
-        return float(np.mean(self.losses[n - last_fifth(n):n])) if is_known else math.nan
+    def loss(self, n: int) -> float: # nan if it has left the rounds
+        "Return the mean loss of the last fifth of the first `n` steps, which all that are left have trained for."
+        return math.nan if self.note else float(np.mean(self.losses[n - last_fifth(n):n]))
 
     @contextmanager
     def failures_noted(self) -> Iterator[None]:
