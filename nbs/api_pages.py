@@ -141,8 +141,9 @@ def source_link(obj):
     "Return a link to the file that `obj` is written in."
     f = function_of(obj)
     if not is_ours(f): return ''
-    f = vars(f).get('__delwrap__', f)                            # `to_fp16` and others are made from a class
-    file = Path(import_module(f.__module__).__file__)
+    # `to_fp16` and others are made from a class
+    made_from = PRECISIONS.get(f.__name__.removeprefix('to_'), f) if '__delwrap__' in vars(f) else f
+    file = Path(import_module(made_from.__module__).__file__)
     return f'[source](../fastxtend_amp/{file.relative_to(PACKAGE).as_posix()})'
 
 
