@@ -80,6 +80,9 @@ def _run_again(
     fp32 = again()
     if wrong := wrong_in_fp32(fp32, alarm.batch):
         return wrong, _BAD if bad else 'Look at the learning rate, the loss function and the data'
+    if not mode.dtype:                                           # TF32 on the device, which nothing simulates
+        alarm.remedy = None, (), None
+        return 'loss and gradients are finite in fp32', 'Use another precision: `learn.to_fp32()`'
     judge = Judge(learn, mode, partial(again, mode, fp32=fp32), alarm.scale)
     verdict = judge.verdict()
     if not verdict.call:

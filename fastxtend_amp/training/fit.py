@@ -38,7 +38,7 @@ class Fit(ExitStack):
         precision.check(learn.model)
         self.around_model = self.enter_context(ExitStack())
         scaler = precision.scaler(device)
-        if scaler is None and precision.dtype and always_skips: scaler = static_scaler(device.type, 1.)
+        if scaler is None and precision.mode and always_skips: scaler = static_scaler(device.type, 1.)
         if scaler is not None: self.scaling = Scaling(scaler, precision.first_scale, learn, history, device)
         learn.scaler = scaler or GradScaler('cpu', enabled=False)
 

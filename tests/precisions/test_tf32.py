@@ -1,5 +1,7 @@
 "TF32: a fit's operators run under PyTorch's settings for it; tests/devices/test_fp32_settings.py restores them."
 
+import math
+
 import pytest
 
 from fastxtend_amp import AMPMode, precision_support
@@ -57,10 +59,19 @@ def test_where_there_is_none_the_reason_is_given():
     assert values() == before and is_outside_a_fit(learn)
 
 
-def test_a_loss_that_is_not_finite_is_said(with_tf32):
-    learn = learner(loss_func=lambda p, y: p.sum() / 0)
-    with pytest.raises(FloatingPointError, match='tf32 training failed'):
-        learn.to_tf32(on_overflow='raise').fit(1)
+@pytest.mark.parametrize('on_overflow', ['raise', 'fix'])
+def test_a_loss_that_is_not_finite_in_tf32(on_overflow, with_tf32, capsys):
+    "From the second batch on; its step is skipped, and what follows is fp32."
+    in_tf32 = lambda: get_fp32_setting('cuda', 'matmul') == 'tf32' and learn.train_iter > 0
+    learn = learner(loss_func=lambda p, y: p.square().mean() * (math.nan if in_tf32() else 1.0))
+    learn.to_tf32(on_overflow=on_overflow)
+    if on_overflow == 'raise':
+        with pytest.raises(FloatingPointError, match='(?s)tf32 training failed.*loss is nan.*to_fp32'):
+            learn.fit(1)
+    else:
+        learn.fit(1)
+        assert 'Training continues with `learn.to_fp32()`' in capsys.readouterr().out and learn.precision.mode is None
+        assert learn.precision.skips == [False, True] and finite(learn)
 
 
 def test_in_a_comparison(with_tf32):
