@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 
 import torch
@@ -55,7 +55,7 @@ def _seconds_by_kind(run):
         wait_for(device)
         seconds[kind_of(module)] += sign * time.perf_counter()
     probe = Run(run.setting, run.precision, run.name)
-    with suppress(Exception), ExitStack() as own:                # nothing if hooks break the model
+    with ExitStack() as own:
         probe.copy(own)
         model = probe.learn.model
         in_fp32 = {m for kept in run.precision.kept_in_fp32(model).values() for m in kept.modules()}
@@ -63,7 +63,8 @@ def _seconds_by_kind(run):
             if [*m.children()]: continue
             m.register_forward_pre_hook(partial(note, -1))
             m.register_forward_hook(partial(note, 1))
-        probe.run_forward()
+        try: probe.run_forward()
+        except Exception: seconds.clear()                        # hooks break the model
     return seconds
 
 

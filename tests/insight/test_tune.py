@@ -67,6 +67,12 @@ class Refuses(nn.Module):
         return x
 
 
+class WithoutHooks(nn.Module):
+    def forward(self, x):
+        assert not self._forward_hooks
+        return x
+
+
 def net(
     depthwise=(0.02, 0.06), grouped=(0.01, 0.01), norm=(0.01, 0.01), noise=0.0, slow=1.0, after=nn.Identity, **kwargs
 ):
@@ -97,6 +103,7 @@ TUNED = {  # the model; arguments; what is done before; the call
     'bf16 is slower than fp32, fp16 far slower': (net((0.02, 0.3)), dict(modes=['bf16', 'fp16']), None, None),
     'not certain': (net((0.055, 0.06), noise=0.3), dict(n_steps=9, max_seconds=60), None, None),
     'an error': (net(after=Refuses), {}, None, None),
+    'hooks break it': (net(after=WithoutHooks), {}, None, None),
     'compiled': (torch.compile(net(), backend='eager'), dict(n_steps=8), None, None),
     **{
         f'{seconds} seconds{name}': (net(grouped=(0.01, 0.012), slow=2.5), dict(max_seconds=seconds), None, call)
