@@ -61,7 +61,7 @@ def test_modules_say_what_they_are_and_public_things_have_docstrings(file):
 def test_what_is_named_is_there(name, text):
     for test in re.findall(r'\b(test_\w+)\b(?!\.)', text):
         assert any(f'def {test}(' in code for code in TESTS.values()), test
-    for file in re.findall(r'`(?:[\w/]*/)?(test_\w+\.py|matrix\.py)`', text):
+    for file in re.findall(r'`(?:[\w/]*/)?(test_\w+\.py)`', text):
         assert file in TESTS, file
     folder = ROOT if (ROOT / name).exists() else NBS
     for target in re.findall(r'\]\(([^)#:]+)(?:#[^)]*)?\)', text):

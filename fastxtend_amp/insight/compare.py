@@ -73,7 +73,7 @@ def compare(setting: Setting, precisions: list[Precision]) -> PrecisionCompariso
     with (one_at_a_time, random_state_kept(), progress_bar(setting.learn, setting.left) as setting.tick,
           ExitStack() as copies):
         setting.batches = training_batches(setting)
-        forms = [False, True][:1 + setting.compile]
+        forms = [False, True] if setting.compile else [False]
         runs = [Run(setting, p, p.name + ' compiled' * compiled, compiled) for p in precisions for compiled in forms]
         for run in runs:
             with run.failures_noted(): run.copy(copies)

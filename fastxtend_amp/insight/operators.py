@@ -126,7 +126,7 @@ class Frame:
             for key in lost: self.seen.constants[key] |= call.needs(key[-1], o, value)
             if not n_nan_or_inf(o) or self.fp32.failed: continue
             # With a result in fp32 it is new where that is finite, and more than a mask.
-            if wide is not None: is_new = largest_value(value) > 0 < n_nan_or_inf(o[value.isfinite()])
+            if wide is not None: is_new = largest_value(value) > 0 and n_nan_or_inf(o[value.isfinite()]) > 0
             self.seen.failed |= is_new
         return out
 

@@ -87,7 +87,7 @@ def running_copy(
             def precision(mode): return with_advice(like_own(learn, find_precision(mode)), keep, scale)
             copy.rounding = precision(mode).rounding(copy.model)
             for name, rounded in copy.rounding.items(): round_as(rounded, modules[name])
-            # That of the dtype needs neither hardware nor other packages.
+            # The precision of this dtype needs neither hardware nor other packages.
             set_precision(copy, MixedPrecision(precision(mode.dtype), on_overflow='ignore'))
         copy.create_opt()                                        # callbacks may read it,
         copy.scaler = torch.amp.GradScaler('cpu', enabled=False)   # and this one, in fp32 as well

@@ -290,8 +290,8 @@ class _Lowered:
     def _convert(self, p: nn.Parameter, dtype: torch.dtype) -> None:
         state = self._state(p)
         for k, v in state.items():                               # step counts and quantized states stay
-            is_whole = type(v) is torch.Tensor and v.dim() and v.is_floating_point()
-            if is_whole: state[k] = v.to(dtype)
+            converts = type(v) is torch.Tensor and v.dim() and v.is_floating_point()
+            if converts: state[k] = v.to(dtype)
         place: Any = state if 'kahan_comp' in state else {} if state else self.rest
         name, kind = ('kahan_comp', dtype) if place is state else (p, torch.float32)
         before, rest = p.data.float(), place.get(name)           # None after steps in fp32

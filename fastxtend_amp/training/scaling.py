@@ -110,7 +110,7 @@ class Scaling:
         self.scaler.update(new_scale)
         if self.flagged:
             self.flagged.unmark()
-            # Undocumented, since 1.6. At scale 0 NaN would pass, so it stays above until the host mends it.
+            # Undocumented, since 1.6. At scale 0 NaN would pass, so it stays above 0 until the host mends it.
             self.scaler._scale.clamp_(min=_LOWEST / 2)
         self.flagged, self.is_open = None, False
 

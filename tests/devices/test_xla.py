@@ -1,6 +1,6 @@
 """What only XLA needs: moves in place, one graph a batch, sync-free optimizers, replicas. See also test_accelerator.py.
 
-On XLA's CPU device: `python tests/matrix.py FOLDER xla`.
+On XLA's CPU device: `pip install torch==2.9.0 torchvision==0.24.0 torch_xla==2.9.0`, and `PJRT_DEVICE=CPU`.
 """
 
 import importlib.util, operator, os, subprocess, sys
@@ -21,7 +21,7 @@ OPTS = {**OPTIMIZERS, 'ranger': ranger}
 @pytest.fixture
 def device():
     if not (importlib.util.find_spec('torch_xla') and os.environ.get('PJRT_DEVICE')):
-        pytest.skip('needs torch_xla, and PJRT_DEVICE=CPU in the environment: see tests/matrix.py')
+        pytest.skip('needs torch_xla, and PJRT_DEVICE=CPU in the environment')
     import torch_xla
 
     return torch_xla.device()
