@@ -60,10 +60,10 @@ class Fit(ExitStack):
         if self.scaling is not None: self.scaling.repair_buffers()  # notes their values
 
     def end(self, failed: bool) -> None:
-        "Exit everything; after a failure, gradients are zeroed."
+        "Exit everything; after a failure in training, gradients are zeroed."
         vars(self.learn).pop('scaler', None)
         with self:
-            if self.scaling is not None: self.scaling.end(failed)
+            if self.scaling is not None: self.scaling.end(failed and self.is_training)
 
     def clear_old_casts(self) -> None:
         "Clear autocast's cache of casts, unless it holds those of the same weights, from a validation's last batch."

@@ -147,11 +147,10 @@ class Scaling:
 
     def end(self, failed: bool) -> None:
         "Unscale or zero the gradients that are left; after `lr_find`, forget its steps."
-        if self.is_scaled or self.is_open:
-            self.unscale()
-            if self.learn.opt and (failed or self.found_inf):
-                self.repair_buffers(True)
-                self.learn.opt.zero_grad()
+        if self.is_scaled or self.is_open: self.unscale()
+        if self.learn.opt and (failed or (self.is_open and self.found_inf)):
+            self.repair_buffers(True)
+            self.learn.opt.zero_grad()
         self.cancel()
         self.history.read()
         if self.before_lr_find:
