@@ -38,7 +38,8 @@ def cases() -> str:
         name, _, _, *said = line.strip('| ').split(' | ')[:5]
         modes: dict[str, list[str]] = {}                         # by verdict, without those that need no action
         for mode, verdict in zip(('bf16', 'fp16'), said):
-            if verdict != SAFE: modes.setdefault(verdict, []).append(mode)
+            verdict, _, wrong = verdict.partition(' (**')         # 'safe so far (**wrong**)'
+            if verdict != SAFE or wrong: modes.setdefault(verdict, []).append(mode + ', **wrong**' * bool(wrong))
         label = '; '.join(f'{verdict} ({", ".join(found)})' for verdict, found in modes.items()) or SAFE
         groups.setdefault(label, []).append(name)
     n = len(healthy.splitlines()) - 2

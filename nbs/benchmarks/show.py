@@ -68,7 +68,7 @@ def marked(quartiles: list[float], blocks: int) -> str:
 DRAWN = {                                  # contestants with a column at the right, and its head and colour
     'fastxtend_amp, tuned': ('tuned', '#2e7d32'), 'fastxtend_amp': ('fastxtend_\namp', '#2a78b8'),
     'plain loop': ('PyTorch\nloop', '#555')}
-MARKS = 'dot: median; line: its 95% interval; hollow dot and ~: wider than ±5%; tuned: tune=True'
+MARKS = 'dot: median; line: its 95% interval; hollow dot and ~: wider than ±5%; tuned: some kinds of layers in fp32'
 OPTIMIZER = 'fused AdamW'                  # of the contestants that are drawn
 Rows = list[tuple[str, dict[str, dict[str, Any]]]]   # a model's title, and its records by contestant
 
