@@ -67,13 +67,13 @@ class HalfWeights(Precision):
                              "unscaled in fp32. Use amp_mode='bf16', or leave out `master_weights=False`.")
         self.autocast: Precision = BF16() if mode == 'bf16' else FP16(loss_scale=loss_scale)
         self.state_key, self.first_scale = self.autocast.state_key, self.autocast.first_scale
+        vars(self)['support'] = self.autocast.support            # a class method
         self.dtype, self.flat_master, self.master_weights = self.autocast.dtype, flat_master, master_weights
         self.lowered = _Lowered()
 
     # What autocast in the weights' precision does.
     @property
     def mode(self) -> AMPMode | None: return self.autocast.mode
-    def check_device(self, device: torch.device) -> None: self.autocast.check_device(device)
     def scaler(self, device: torch.device) -> GradScaler | None: return self.autocast.scaler(device)
     def state_dict(self) -> dict[str, Any]: return self.autocast.state_dict()
     def load_state_dict(self, state: dict[str, Any] | None) -> None: self.autocast.load_state_dict(state)

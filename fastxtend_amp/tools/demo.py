@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f'Training in {names}, in alternating rounds, for at most {share * total:.0f} seconds.\n', flush=True)
         results.append(learn.compare_precision(modes, STEPS, n_seeds=n_seeds, max_seconds=share * total))
         print(results[-1], end='\n\n')
-    if modes['native']: compare(modes['native'], 3, .8)
+    if modes['native']: compare(modes['native'], 3, .8 if args.emulated else 1.)
     for mode in modes['emulated'] if args.emulated else []:  # separately, as fp16 may be very slow
         compare([mode], 0, .2 / len(modes['emulated']))
     if not results:

@@ -79,8 +79,8 @@ def warn_of_emulation(precision: Precision, device: torch.device) -> None:
     "Warn of a device that runs a precision without hardware for it."
     support = precision.support(device)
     if support.status != 'emulated': return
-    slow = 'usually 10 to 30' if precision.dtype is torch.float16 else 'up to 25'
-    warn_user(f"{precision.name} is emulated on device '{device}' ({support.why}), {slow} times slower than fp32.\n"
+    times = 200 if precision.dtype is torch.float16 else 25
+    warn_user(f"{precision.name} is emulated on device '{device}' ({support.why}), up to {times} times slower than fp32.\n"
               'Write `learn.to_amp()`, which selects only what the device accelerates; '
               f"`learn.compare_precision('{precision.name}')` measures it.")
 

@@ -56,6 +56,8 @@ def test_an_emulated_mode_warns_in_each_fit_at_the_users_line(monkeypatch):
         learn.fit(2)
     assert [w.filename for w in caught if 'emulated' in str(w.message)] == [__file__]
     assert not told(lambda: (learn.validate(), learn.to_bf16().fit(1)), 'emulated')
+    assert told(lambda: learn.to_half_weights('fp16').fit(1), 'half_weights is emulated')
+    assert not told(lambda: learn.to_half_weights('bf16').fit(1), 'emulated')
 
 
 def test_an_error_about_dtypes_says_where_to_look():
