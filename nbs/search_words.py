@@ -35,14 +35,17 @@ WORDS = {
                                             'bf16 memory, increase batch size',
         'RuntimeError: expected scalar type Half but found Float':
             'expected scalar type, mat1 and mat2, dtype mismatch, model.half, Unexpected floating ScalarType',
-        'ValueError: Attempting to unscale FP16 gradients': 'Attempting to unscale FP16 gradients, checkpoint in fp16',
-        'RuntimeError: could not create a primitive descriptor': 'could not create a primitive descriptor',
+        'ValueError: Attempting to unscale FP16 gradients': 'Attempting to unscale FP16 gradients, '
+                                                             'checkpoint in fp16, trainable parameters were 16-bit',
+        'RuntimeError: could not create a primitive descriptor':
+            "could not create a primitive descriptor, not implemented for 'Half'",
         'RuntimeError: value cannot be converted to type c10::Half without overflow': 'masked_fill, padding mask',
         'TypeError: Got unsupported ScalarType BFloat16': 'numpy bf16',
         'Warning: a loss or a prediction in validation is NaN or inf': 'validation loss NaN',
         'Which callbacks run in a report, comparison or diagnosis?': 'MixUp, CutMix, trackers'},
-    'coming_from': {'fastai 2': 'difference to fastai, fastai to_fp16',
+    'coming_from': {'fastai 2': 'difference to fastai, fastai to_fp16, learn.scaler',
                     'Side by side': 'compare with Accelerate, Fabric, Lightning, Composer'},
+    'api': {'Shared arguments': 'FloatingPointError, max_skips, growth_interval'},
     'changelog': {'Changelog': 'what changed, what is new, release notes'},
     '01_tutorial': {'Train': 'first run',
                     'Which is the fastest?': 'fastest precision, measure',
@@ -54,20 +57,23 @@ WORDS = {
     'guarantees': {'The same numbers': 'reproducible, deterministic',
                    'What is kept when': 'crash while saving, killed, disk full, corrupt file, '
                                              'UnboundLocalError res, optimi',
-                   'What is not guaranteed': 'limits, limitations, not supported',
+                   'What is not guaranteed': 'limits, limitations, not supported, '
+                                             'No module named fastxtend_amp',
                    'What is tested': 'applications'},
     'evidence': {'On CPUs': 'benchmarks, benchmark, is bf16 faster on CPU',
                  'On GPUs, measured by others': 'GPU speed-up, how much faster, tensor cores speed'},
     'how_it_works': {'The loss scale': 'loss scale, underflow',
                      'When a step is skipped': 'running_mean NaN, BatchNorm NaN',
                      'One training step': 'callback order',
+                     'How the report works': 'gradient differs',
                      'The same in a PyTorch loop': 'training loop, PyTorch loop',
                      'What importing changes': 'monkey patch, uninstall, go back to fastai'},
     'recipes': {
         'Recipes': 'lr_find, learning rate finder, gradient clipping, gradient accumulation, freeze, unfreeze layers, '
-                   'unet, tabular, GAN, tta',
+                   'unet, segmentation, tabular, GAN, tta',
         'Keep modules in fp32':
-            'fp32_modules, exclude layers, keep layer in fp32, LayerNorm, batchnorm, keep batchnorm fp32',
+            'fp32_modules, matches no module, exclude layers, keep layer in fp32, LayerNorm, batchnorm, '
+            'keep batchnorm fp32',
         'Fix overflows while training': 'on_overflow',
         'Colab and Kaggle': 'Colab, Kaggle',
         'Loss scaling: fixed, off, your own GradScaler':
@@ -76,11 +82,12 @@ WORDS = {
         'Inference, and turning it off':
             'inference, predict, predict after load_learner, get_preds, test time augmentation, export for inference, '
             'disable mixed precision, disable AMP, turn off, turn off mixed precision, go back to fp32, to_fp32',
-        'Logging: CSVLogger and TensorBoard': 'TensorBoard, logging, log the loss scale, export CSVLogger',
+        'Logging: CSVLogger and TensorBoard': 'TensorBoard, logging, log the loss scale, export CSVLogger, '
+                                              'Cannot pickle closed files',
         'Weights & Biases (wandb), MLflow': 'W&B, wandb, weights and biases, MLflow, wandb loss scale',
         'Gradient norms': 'gradient norm, grad norm',
         'Hugging Face (HuggingFace) models': 'HuggingFace, Hugging Face, transformers, dict batch',
-        'timm models, fused optimizers': 'timm, vision transformer, ResNet, CNN, fused optimizer',
+        'timm models, fused optimizers': 'timm, vision transformer, ResNet, CNN, fused optimizer, weight decay',
         'Text: AWD_LSTM, LSTM, GRU': 'LSTM, GRU, RNN, text, text classification, language model, NLP',
         'A custom loss function': 'custom loss, loss function, BCELoss, unsafe to autocast, multi-label',
         'Averaged weights: EMA': 'EMA, averaged weights',
@@ -89,7 +96,7 @@ WORDS = {
         'TF32': 'TF32',
         'FP8': 'FP8, float8',
         '16-bit weights': 'half weights, master weights, Kahan summation, pure bf16',
-        'ONNX, TorchScript, quantization': 'ONNX, export ONNX, TorchScript, quantization'},
+        'ONNX, TorchScript, quantization': 'ONNX, onnxscript, export ONNX, TorchScript, quantization'},
 }
 
 
