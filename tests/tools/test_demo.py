@@ -30,8 +30,8 @@ def test_a_file_gets_lines_and_no_warning(tmp_path):
 @pytest.mark.parametrize(
     'bf16, fp16, args, expected',  # the comparisons: their precisions, seeds and seconds
     [
-        ('native', 'emulated', [], [(['bf16'], 3, 8)]),
-        ('native', 'native', [], [(['bf16', 'fp16'], 3, 8)]),
+        ('native', 'emulated', [], [(['bf16'], 3, 10)]),
+        ('native', 'native', [], [(['bf16', 'fp16'], 3, 10)]),
         ('native', 'emulated', ['--emulated'], [(['bf16'], 3, 8), (['fp16'], 0, 2)]),
         ('emulated', 'emulated', ['--emulated'], [(['bf16'], 0, 1), (['fp16'], 0, 1)]),
         ('emulated', 'unsupported', [], []),
