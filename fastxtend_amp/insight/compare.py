@@ -15,7 +15,7 @@ from ..precisions import Precision
 from .candidates import FP32, call, candidates
 from .comparison import COMPILE, FEWEST_ROUNDS, PrecisionComparison, pays, recommend, tolerance
 from .compat import is_compiled
-from .copies import note_of_left_out, one_at_a_time, random_state_kept, several_processes
+from .copies import note_of_left_out, random_state_kept, several_processes
 from .measuring import ROUNDS, Run, Setting, last_fifth, running, train_round, training_batches
 from .progress import progress_bar
 from .tune import kinds_to_try, tune
@@ -70,8 +70,7 @@ def compare_precision(self: Learner,
 def compare(setting: Setting, precisions: list[Precision]) -> PrecisionComparison:
     "Train side by side in all precisions, fp32 first, then in fp32 with other seeds; return what that shows."
     if len(precisions) == 1 and not setting.compile: setting.n_steps = 1   # there is nothing to compare fp32 with
-    with (one_at_a_time, random_state_kept(), progress_bar(setting.learn, setting.left) as setting.tick,
-          ExitStack() as copies):
+    with (random_state_kept(), progress_bar(setting.learn, setting.left) as setting.tick, ExitStack() as copies):
         setting.batches = training_batches(setting)
         forms = [False, True] if setting.compile else [False]
         runs = [Run(setting, p, p.name + ' compiled' * compiled, compiled) for p in precisions for compiled in forms]

@@ -34,7 +34,6 @@ _OF_FASTAI = set("""TrainEvalCallback CastToTensor MixedPrecision MixHandler Gra
 # Words in the names of classes that track, record, save or show a training, and of the services that they send it to.
 _WATCHES = re.compile('(Track|Record|Sav|Checkpoint|Monitor|Progress|Plot|Print|Logg?)(|s|e[drs]*|ing)(?![a-z])|'
                       '(?i:wandb|tensorboard|mlflow|neptune|comet|clearml|azureml|dvclive|swanlab)')
-one_at_a_time = threading.RLock()                               # random states and warnings belong to the process
 
 
 def takes_part(cb: Callback) -> bool:
@@ -118,7 +117,7 @@ def copied_learner(
 
     Raises `ValueError` if the learner cannot be copied, with the name of the part.
     """
-    with (one_at_a_time, tempfile.TemporaryDirectory() as folder, random_state_kept(), torch.enable_grad(),
+    with (random_state_kept(), tempfile.TemporaryDirectory() as folder, torch.enable_grad(),
           torch.autocast(training_device(learn).type, enabled=False), warnings.catch_warnings()):
         warnings.simplefilter('ignore')                          # for example, that a precision is emulated
         new = _copy(learn, optimizer)
@@ -223,9 +222,13 @@ def set_random_state(state: RandomState) -> None:
     for set_state, value in state: set_state(value)
 
 
+_one_at_a_time = threading.RLock()                              # random states and warnings belong to the process
+
+
 @contextmanager
 def random_state_kept() -> Iterator[None]:
-    "Restore the random number generators of torch, Python and NumPy on exit."
-    state = random_state()
-    try: yield
-    finally: set_random_state(state)
+    "Restore the random number generators of torch, Python and NumPy on exit. Other threads wait for that."
+    with _one_at_a_time:
+        state = random_state()
+        try: yield
+        finally: set_random_state(state)

@@ -21,8 +21,7 @@ from ..devices.facts import first_line
 from ..precisions import PRECISIONS, AMPMode, fastest_native
 from ..precisions.fp16 import FP16
 from .candidates import advised, call, own_precision, precisions_named
-from .copies import (check_above_0, check_learner, left_out, loader_like, note_of_left_out, one_at_a_time,
-                     random_state_kept)
+from .copies import check_above_0, check_learner, left_out, loader_like, note_of_left_out, random_state_kept
 from .gradient import N_BATCHES, gradient_distance
 from .operators import largest_value, rounded
 from .progress import progress_bar
@@ -150,8 +149,8 @@ def precision_report(self: Learner,
                          "that device. On a CPU, device='cuda' applies CUDA's autocast rules.")
     check_learner(self, 'precision_report', dl)
     dl = self.dls.train if dl is None else dl
-    with one_at_a_time, cuda_rules() if simulated else nullcontext(), progress_bar(self, max_seconds) as tick:
-        with random_state_kept(): drawn = [*islice(loader_like(dl), max(n_batches, N_BATCHES))]
+    with random_state_kept(), cuda_rules() if simulated else nullcontext(), progress_bar(self, max_seconds) as tick:
+        drawn = [*islice(loader_like(dl), max(n_batches, N_BATCHES))]
         work = _Report(self, max_seconds, simulated, tick, drawn, drawn[:n_batches])
         return work.on([AMPMode(cls.name) for cls in asked])
 
