@@ -5,7 +5,7 @@ What an operator shows belongs to the innermost module (or the model itself), or
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
@@ -28,7 +28,6 @@ class Trace(TorchDispatchMode):
     not_finite = ''                                              # 'loss', or 'gradient' if no loss was
     error = ''                                                   # why it ended: the text of an exception
     failed_in = ''                                               # the module that raised it; '' before a batch
-    rounding: Collection[str] = ()                               # the layers that round further, as in FP8
 
     def __init__(self,
         mode: AMPMode | None = None, # fp32 if None

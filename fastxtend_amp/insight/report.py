@@ -280,10 +280,10 @@ class _Report:
 
     def _notes(self):
         "Say what was looked at."
-        for mode, low in self.low.items():
-            if not low.rounding: continue
-            layers = some([*map(named, low.rounding)])
-            yield f'{mode.value}: the rounding of {layers} was simulated; no {mode.name} kernel was run.'
+        for mode in self.low:
+            if not (layers := advised(self.learn, mode).rounding(self.learn.model)): continue
+            names = some([*map(named, layers)])
+            yield f'{mode.value}: the rounding of {names} was simulated; no {mode.name} kernel was run.'
         yield (f'Looked at modules on {len(self.batches):,}, and at the gradient on {self.n_gradients} batches of '
                f'{self.few:,} samples. Other batches (`n_batches`) and later weights may flag other modules.')
         if self.few < self.whole:

@@ -47,7 +47,6 @@ def trace(
     try:
         in_fit = state is not None
         with running_copy(learn, mode, keep, scale, in_fit) as copy:
-            found.rounding = copy.rounding
             reader = BackwardOnly(found.record_gradients, found.record_loss)
             set_random_state(state or [])
             for i, batch in enumerate(batches):
@@ -78,15 +77,13 @@ def running_copy(
 ) -> Iterator[Learner]: # Its batches need a `BackwardOnly`
     "Copy `learn` in a precision. Compiled modules run uncompiled, as hooks do not fire in a compiled graph."
     with copied_learner(learn) as copy, _UNCOMPILED, fp32_settings(FULL_PRECISION):
-        copy.rounding = {}
         if mode is None:
             set_precision(copy, None)
             copy.model._apply(half_to_float)                     # frozen weights, which autocast casts
         else:
             modules = dict(qualified_names(copy.model))
             def precision(mode): return with_advice(like_own(learn, find_precision(mode)), keep, scale)
-            copy.rounding = precision(mode).rounding(copy.model)
-            for name, rounded in copy.rounding.items(): round_as(rounded, modules[name])
+            for name, rounded in precision(mode).rounding(copy.model).items(): round_as(rounded, modules[name])
             # The precision of this dtype needs neither hardware nor other packages.
             set_precision(copy, MixedPrecision(precision(mode.dtype), on_overflow='ignore'))
         copy.create_opt()                                        # callbacks may read it,
