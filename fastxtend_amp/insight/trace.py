@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from fastai.callback.core import Callback, CancelBatchException
@@ -16,7 +15,6 @@ from fastcore.basics import noop
 from ..common import half_to_float, map_tensors
 from ..devices.facts import first_line
 from ..devices.fp32_settings import FULL_PRECISION, fp32_settings
-from ..devices.shared import Shared
 from ..precisions import AMPMode, find_precision
 from ..precisions.matching import ROOT, qualified_names
 from ..training.callback import MixedPrecision
@@ -26,8 +24,6 @@ from .copies import begin_fit, copied_learner, set_random_state
 from .recorder import Trace
 from .rounding import round_as
 from .tensors import readable
-
-_UNCOMPILED = Shared(partial(torch.compiler.set_stance, 'force_eager'))
 
 
 def trace(
@@ -76,7 +72,7 @@ def running_copy(
     in_fit: bool = False, # Whether `learn` is in the middle of a batch; otherwise a fit of the copy begins
 ) -> Iterator[Learner]: # Its batches need a `BackwardOnly`
     "Copy `learn` in a precision. Compiled modules run uncompiled, as hooks do not fire in a compiled graph."
-    with copied_learner(learn) as copy, _UNCOMPILED, fp32_settings(FULL_PRECISION):
+    with copied_learner(learn) as copy, torch.compiler.set_stance('force_eager'), fp32_settings(FULL_PRECISION):
         if mode is None:
             set_precision(copy, None)
             copy.model._apply(half_to_float)                     # frozen weights, which autocast casts
