@@ -39,15 +39,15 @@ def diagnose(
     learn: Learner, # With a precision callback, in the middle of a batch
     alarm: Alarm,
     divergence: str, # How far weights and loss have grown, if it is far
-) -> str: # Three lines: what happened, what to try, where it began
+) -> str: # Two lines: what to try, and where it began
     """Find where finite numbers end, and what helps. The learner is not changed.
 
     A compiled model is run uncompiled. With several processes nothing is run again: loss functions gather and models
     synchronize, and a process that ran alone would leave the others waiting.
     """
     try: cause, remedy = (f'{line[0].upper()}{line[1:]}.' for line in _cause(learn, alarm, divergence))
-    except Exception as e: return f'{alarm.happened}\nThe batch could not be run again, {type(e).__name__}: {e}'
-    return f'{alarm.happened}\n{remedy}\n{cause}'
+    except Exception as e: return f'The batch could not be run again, {type(e).__name__}: {e}'
+    return f'{remedy}\n{cause}'
 
 
 def _cause(learn, alarm, divergence):

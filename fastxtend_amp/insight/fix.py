@@ -70,7 +70,7 @@ class Mend:
         if self.n_mended > 1: return
         batch = learn.xb, learn.yb
         alarm = Alarm('a batch is not finite', cb.mode, learn.scaler.get_scale(), 0, batch, random_state())
-        _, _, self.cause = diagnose(learn, alarm, '').partition('\n')
+        self.cause = diagnose(learn, alarm, '')
 
     def _run_in_fp32(self):
         learn = self.cb.learn

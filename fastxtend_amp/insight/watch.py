@@ -138,7 +138,7 @@ class Watch:
         batch, state = notes.batch
         step = getattr(learn, 'train_iter', 0) + (notes.on_cpu or skipped)   # an accelerator's loss is that before
         alarm = Alarm(what, cb.mode, scale, step, batch, state if notes.on_cpu or not skipped else [])
-        message = diagnose(learn, alarm, _divergence(notes, learn.model))
+        message = f'{alarm.happened}\n{diagnose(learn, alarm, _divergence(notes, learn.model))}'
         cb.fit.has_warned = True                                 # first: between batches `fix` closes the fit
         if cb.on_overflow != 'fix' or self.n_fixes == _MOST_FIXES or not fix(cb, alarm): return self._say(message)
         self.n_fixes += 1
