@@ -189,17 +189,15 @@ class _Report:
             first = lambda t: t[:self.few] if t.shape[:1] == (self.whole,) else t
             self.batches = map_tensors(first, self.batches)
             wrong = self._trace_fp32(modes)
-        verdicts = {mode: Verdict(mode.value, 'not known', wrong) if wrong else self._verdict(mode) for mode in modes}
+        verdicts = {m.value: Verdict(m.value, 'not known', wrong) if wrong else self._verdict(m) for m in modes}
         for verdict in verdicts.values(): verdict.left_out = left_out(self.learn)
         if not wrong: self._call_another(verdicts, device)
         flagged = [n for v in verdicts.values() for n in v.flagged]
-        def row(name, line, operator, constant):
-            values = (rounded(constant, dtype) for dtype in HALF)
-            return name, line, operator, constant, *values, name in flagged
-        return PrecisionReport(pd.DataFrame(self._rows(verdicts), columns=_COLUMNS),
-                               {m.value: v for m, v in verdicts.items()},
+        constants = [(name, *place, number, *(rounded(number, dtype) for dtype in HALF), name in flagged)
+                     for name, *place, number in self.constants]
+        return PrecisionReport(pd.DataFrame(self._rows(verdicts), columns=_COLUMNS), verdicts,
                                [*self._causes(flagged), *self._notes(), *note_of_left_out(self.learn)],
-                               pd.DataFrame([row(*c) for c in self.constants], columns=_CONSTANTS))
+                               pd.DataFrame(constants, columns=_CONSTANTS))
 
     def _trace_fp32(self, modes):
         "Run the batches in fp32; return what is wrong there, '' if nothing is."
