@@ -1,8 +1,6 @@
 "`to_amp(measure=True)`: times each precision on real batches and applies the fastest."
 from __future__ import annotations
 
-from typing import Any
-
 from fastai.learner import Learner
 from fastcore.basics import patch
 
@@ -32,12 +30,12 @@ def measure_and_choose(
         raise RuntimeError('to_amp(measure=True) is not available in distributed runs, as each process could choose '
                            'another precision.\nRun it in one process, then use the call that it prints in every '
                            'process.')
-    precisions: list[Any] = candidates(learn)
-    low = [p.mode for p in precisions if p.dtype]
+    precisions = candidates(learn)
+    low = [p.name for p in precisions if p.dtype]
     verdicts = learn.precision_report(low, max_seconds=_FOR_REPORT * max_seconds).verdicts if low else {}
     compared, notes = [], []
     for p in precisions:
-        v = verdicts.get(p.dtype and p.mode.value)
+        v = verdicts.get(p.name)
         if not v: compared.append(p)
         elif v.call and v.verdict not in ('do not use', 'cannot run'):
             compared.append(with_advice(p, v.modules, v.init_scale))
