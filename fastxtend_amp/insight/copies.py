@@ -186,8 +186,7 @@ def _copy(learn, optimizer):
     for cb in new.cbs: vars(new)[cb.name] = cb
     if hasattr(learn, 'recorder'):                               # other callbacks read what it has recorded
         new.recorder = SimpleNamespace(**copy.deepcopy(vars(learn.recorder), memo))
-    writes_nothing = lambda file, **kwargs: Path(file)
-    vars(new).update(logger=noop, save=writes_nothing, load=noop, export=noop)
+    vars(new).update(logger=noop, save=noop, load=noop, export=noop)
     if inner := getattr(new.opt, 'opt', None):                   # copying leaves out flags, such as `fused`
         for name, flag in vars(learn.opt.opt).items():
             if isinstance(flag, (int, float)): vars(inner).setdefault(name, flag)
