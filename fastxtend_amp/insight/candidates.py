@@ -50,7 +50,7 @@ def with_advice(
 ) -> Precision:
     "Return a precision with what a report advises."
     changes: dict[str, Any] = {}
-    names = [*dict.fromkeys([*(precision.arguments.get('fp32_modules') or ()), *fp32_modules])]
+    names = [*dict.fromkeys([*L(precision.fp32_modules), *fp32_modules])]
     if names: changes['fp32_modules'] = names
     if init_scale and precision.mode and precision.mode.needs_loss_scaling:
         is_fixed = precision.changed.get('loss_scale') or 'init_scale' not in precision.arguments

@@ -84,7 +84,7 @@ def tune(
     titles, tried = [k.__name__.removeprefix('is_') for k in kinds], []
     for kind, title in zip(kinds, titles):
         if _steps_left(base, best, n) < n + 2: break             # a copy and a warm-up besides
-        spec = [*L(best.precision.arguments['fp32_modules']), kind]
+        spec = [*L(best.precision.fp32_modules), kind]
         precision = best.precision.like(fp32_modules=spec if spec[1:] else kind)
         run = Run(base.setting, precision, f'{best.name}, {title} in fp32')
         with ExitStack() as own:
