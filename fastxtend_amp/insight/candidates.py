@@ -89,11 +89,11 @@ def _options(learn): # What was changed of the learner's precision callback, bes
 def switch(
     learn: Learner, # The learner, outside a fit
     precision: Precision, # Not used itself, as a precision belongs to one callback
-) -> MixedPrecision | None: # Its precision callback now
+    **options: Any # Of its precision callback, instead of the learner's own
+) -> None:
     "Switch `learn` to this precision, as a user would; its loss scale starts again."
-    cb = MixedPrecision(precision.like(), **_options(learn)) if precision.mode else None
-    set_precision(learn, cb)
-    return cb
+    options = _options(learn) | options
+    set_precision(learn, MixedPrecision(precision.like(), **options) if precision.mode else None)
 
 
 # -- by name

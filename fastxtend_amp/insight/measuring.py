@@ -119,8 +119,8 @@ class Run:
         if not self.precision.dtype:                             # fp32 also of 16-bit weights
             weights_to_fp32(self.learn.model, self.learn.opt)
             self.learn.model._apply(half_to_float)
-        cb = switch(self.learn, copy.deepcopy(self.precision))
-        if cb: cb.on_overflow = 'ignore'                         # a diagnosis would disturb the times
+        # A diagnosis would disturb the times.
+        switch(self.learn, copy.deepcopy(self.precision), on_overflow='ignore')
         if self.compiled: self.learn.model.compile()
         set_random_state(self.random_state)
         self.learn.fit(0, self.setting.lr)                       # creates the optimizer, or sets its hyper-parameters

@@ -18,8 +18,7 @@ from ..devices.fp32_settings import FULL_PRECISION, fp32_settings
 from ..precisions import AMPMode, find_precision
 from ..precisions.matching import ROOT, qualified_names
 from ..training.callback import MixedPrecision
-from ..training.learner import set_precision
-from .candidates import like_own, with_advice
+from .candidates import FP32, like_own, switch, with_advice
 from .copies import begin_fit, copied_learner, set_random_state
 from .recorder import Trace
 from .rounding import round_as
@@ -74,14 +73,14 @@ def running_copy(
     "Copy `learn` in a precision. Compiled modules run uncompiled, as hooks do not fire in a compiled graph."
     with copied_learner(learn) as copy, torch.compiler.set_stance('force_eager'), fp32_settings(FULL_PRECISION):
         if mode is None:
-            set_precision(copy, None)
+            switch(copy, FP32)
             copy.model._apply(half_to_float)                     # frozen weights, which autocast casts
         else:
             modules = dict(qualified_names(copy.model))
             def precision(mode): return with_advice(like_own(learn, find_precision(mode)), keep, scale)
             for name, rounded in precision(mode).rounding(copy.model).items(): round_as(rounded, modules[name])
             # The precision of this dtype needs neither hardware nor other packages.
-            set_precision(copy, MixedPrecision(precision(mode.dtype), on_overflow='ignore'))
+            switch(copy, precision(mode.dtype), on_overflow='ignore')
         copy.create_opt()                                        # callbacks may read it,
         copy.scaler = torch.amp.GradScaler('cpu', enabled=False)   # and this one, in fp32 as well
         if in_fit:                                               # callbacks have already prepared its batch
