@@ -173,21 +173,20 @@ class _Report:
 
     def __post_init__(self):
         self.low: dict[AMPMode, Trace] = {}                      # the first that completed in each mode
+        self.cut_for: list[AMPMode] = []                         # emulated modes, if batches were cut for them
         self.constants: dict[tuple, None] = {}                   # that are lost
 
     def on(self, modes: list[AMPMode]) -> PrecisionReport:
         self.until, start = time.monotonic() + self.max_seconds, time.process_time()
         device = training_device(self.learn)
         self.support = {m: PRECISIONS[m].support(device) for m in modes}
-        self.emulated = [m for m, support in self.support.items() if support.status == 'emulated']
-        wrong = self._trace_fp32(modes)
-        self.few = self.whole = find_bs(self.batches[0])
-        if self.emulated:
-            affordable = int(self.whole * EMULATED_TIME / (time.process_time() - start))
-            self.few = min(self.whole, max(2, affordable))       # batch normalization needs two
-        if self.few < self.whole:
-            first = lambda t: t[:self.few] if t.shape[:1] == (self.whole,) else t
-            self.batches = map_tensors(first, self.batches)
+        emulated = [m for m in modes if self.support[m].status == 'emulated']
+        wrong, whole = self._trace_fp32(modes), find_bs(self.batches[0])
+        seconds = max(time.process_time() - start, EMULATED_TIME)
+        few = max(2, int(whole * EMULATED_TIME / seconds))       # batch normalization needs two
+        if emulated and few < whole:
+            self.cut_for = emulated
+            self.batches = map_tensors(lambda t: t[:few] if t.shape[:1] == (whole,) else t, self.batches)
             wrong = self._trace_fp32(modes)
         verdicts = {m.value: Verdict(m.value, 'not known', wrong) if wrong else self._verdict(m) for m in modes}
         for verdict in verdicts.values(): verdict.left_out = left_out(self.learn)
@@ -239,7 +238,7 @@ class _Report:
         return found
 
     def _distance(self, mode, keep, scale):
-        if self.few < self.whole and mode in self.emulated: return math.nan      # of few samples it says little
+        if mode in self.cut_for: return math.nan                 # of few samples it says little
         self.tick(f'{mode.value}, gradients')
         try:
             distance, self.n_gradients = gradient_distance(self.learn, self.drawn, mode, keep, scale, self.until)
@@ -280,13 +279,14 @@ class _Report:
         "Say what was looked at."
         for mode in self.low:
             if not (layers := advised(self.learn, mode).rounding(self.learn.model)): continue
-            names = some([*map(named, layers)])
+            names = some(map(named, layers))
             yield f'{mode.value}: the rounding of {names} was simulated; no {mode.name} kernel was run.'
+        few, whole = find_bs(self.batches[0]), find_bs(self.drawn[0])
         yield (f'Looked at modules on {len(self.batches):,}, and at the gradient on {self.n_gradients} batches of '
-               f'{self.few:,} samples. Other batches (`n_batches`) and later weights may flag other modules.')
-        if self.few < self.whole:
-            modes = ' and '.join(self.emulated)
-            yield (f'{modes}: emulated on this device, so of {self.whole:,} samples only the first {self.few:,} were '
+               f'{few:,} samples. Other batches (`n_batches`) and later weights may flag other modules.')
+        if self.cut_for:
+            modes = ' and '.join(self.cut_for)
+            yield (f'{modes}: emulated on this device, so of {whole:,} samples only the first {few:,} were '
                    f'run, and no gradients compared in {modes}.')
         if self.simulated:
             yield ("Computed on this CPU with CUDA's autocast rules. GPU kernels were not run; they may round "

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -165,7 +165,7 @@ class Judge:
             is_wrong = trace.error or trace.not_finite in ('loss', backward and 'gradient')
             return not is_wrong and name not in self._concerned(trace)
         if not (names := smallest(self._candidates(low), helps)): return []
-        helped = f' (with {some([*map(named, names)])} in fp32 this does not happen)'
+        helped = f' (with {some(map(named, names))} in fp32 this does not happen)'
         if name in self.reasons: self.reasons[name] += helped
         else: self.reasons |= dict.fromkeys(names, f'in {self.mode.value} {_NOT_FINITE}{helped}')
         return names
@@ -187,7 +187,7 @@ class Judge:
     # -- what is reported
 
     def _nothing_helps(self, low):
-        reason = some([*self.reasons.values()]) or low.error or _NOT_FINITE
+        reason = some(self.reasons.values()) or low.error or _NOT_FINITE
         if low.error: return self._say('cannot run', reason)
         reason += ', and no module in fp32 changes that'
         if {ROOT, LOSS} & self.reasons.keys():
@@ -196,12 +196,12 @@ class Judge:
         return self._say('do not use', reason)
 
     def _works(self, low):
-        verdict, why = 'keep modules in fp32', [some([*dict.fromkeys(self.reasons.values())], '; ')]
+        verdict, why = 'keep modules in fp32', [some(dict.fromkeys(self.reasons.values()), '; ')]
         if not self.reasons:
             errors = [s.error for s in low.seen.values() if s.error > 0]
             verdict = 'safe so far'
             why = [f'no module has an error above {max(errors):.2%}' if errors else 'nothing was flagged']
-        if decisions := [*_changed(low).values()]:
+        if decisions := _changed(low).values():
             of = 'gradient' if _loss_differs(low) else 'loss'
             why.append(f'{some(decisions)} differ from fp32, which the {of} does not show')
         is_trained = any(s.grad for s in low.fp32.seen.values())         # not in evaluation
@@ -217,7 +217,7 @@ class Judge:
         elif far > LARGE:                                        # nan if unknown
             verdict = 'gradient differs'
             names = smallest(self._candidates(low), lambda names: distance([*self.keep, *names]) < SMALL)
-            helps = some([*map(named, names)]) or 'no module that was tried'
+            helps = some(map(named, names)) or 'no module that was tried'
             why.append(f'rounding may change the gradient {figure}; with {helps} in fp32 it is below {SMALL}. It is a '
                        'warning sign, not a proof: some such models train as well as in fp32')
             self.reasons |= dict.fromkeys(names, '')
@@ -284,6 +284,7 @@ def named(name: str) -> str:
     return own.get(name, f"'{name}'")
 
 
-def some(words: list[str], between: str = ', ') -> str:
+def some(words: Iterable[str], between: str = ', ') -> str:
     "Return the first words, and how many more there are."
+    words = [*words]
     return between.join(words[:MANY]) + (f' and {len(words) - MANY} more' if len(words) > MANY else '')
