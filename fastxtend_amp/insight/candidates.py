@@ -29,8 +29,10 @@ def own_precision(learn: Learner) -> Precision:
 def like_own(
     learn: Learner,
     cls: type[Precision],
+    fp32_modules: Iterable[str] = (), # Modules to keep in fp32 besides those of the learner
+    init_scale: float | None = None, # First loss scale; the learner's own if None
 ) -> Precision:
-    """Return a precision of this class with those of the arguments of the learner's own that it accepts.
+    """Return a precision of this class with those of the arguments of the learner's own that it accepts, and advice.
 
     Modules are given by their names, which mean the same in a copy of the learner.
     """
@@ -40,23 +42,14 @@ def like_own(
         if name not in new.arguments: continue
         if name.endswith('modules'): value = [*match_modules(learn.model, value, name)]
         with suppress(ValueError): new = new.like(**{name: value})   # bf16 weights, for example, have no loss scale
-    return new
-
-
-def with_advice(
-    precision: Precision, # As `like_own` returns
-    fp32_modules: Iterable[str] = (), # Modules to keep in fp32 besides those that are
-    init_scale: float | None = None, # First loss scale; that of `precision` if None
-) -> Precision:
-    "Return a precision with what a report advises."
     changes: dict[str, Any] = {}
-    names = [*dict.fromkeys([*L(precision.fp32_modules), *fp32_modules])]
+    names = [*dict.fromkeys([*L(new.fp32_modules), *fp32_modules])]
     if names: changes['fp32_modules'] = names
-    if init_scale and precision.mode and precision.mode.needs_loss_scaling:
-        is_fixed = precision.changed.get('loss_scale') or 'init_scale' not in precision.arguments
+    if init_scale and new.mode and new.mode.needs_loss_scaling:
+        is_fixed = new.changed.get('loss_scale') or 'init_scale' not in new.arguments
         changes['loss_scale' if is_fixed else 'init_scale'] = init_scale
-        if 'scaler' in precision.changed: changes['scaler'] = None         # which has its own scale
-    return precision.like(**changes)
+        if 'scaler' in new.changed: changes['scaler'] = None     # which has its own scale
+    return new.like(**changes)
 
 
 def advised(
@@ -68,7 +61,7 @@ def advised(
     "Return the precision to train in: in `mode`, with what a report advises."
     own = own_precision(learn)
     cls = type(own) if own.mode == mode else PRECISIONS.get(mode or '', Precision)
-    return with_advice(like_own(learn, cls), fp32_modules, init_scale)
+    return like_own(learn, cls, fp32_modules, init_scale)
 
 
 def call(

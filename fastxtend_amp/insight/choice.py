@@ -4,7 +4,7 @@ from __future__ import annotations
 from fastai.learner import Learner
 from fastcore.basics import patch
 
-from .candidates import candidates, with_advice
+from .candidates import candidates, like_own
 from .compare import compare
 from .comparison import PrecisionComparison
 from .copies import several_processes
@@ -38,7 +38,7 @@ def measure_and_choose(
         v = verdicts.get(p.name)
         if not v: compared.append(p)
         elif v.call and v.verdict not in ('do not use', 'cannot run'):
-            compared.append(with_advice(p, v.modules, v.init_scale))
+            compared.append(like_own(learn, type(p), v.modules, v.init_scale))
         else: notes.append(f'{p.name}: {v.reason}.')
     comparison = compare(setting, compared)
     comparison.notes[:0] = notes

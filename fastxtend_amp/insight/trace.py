@@ -18,7 +18,7 @@ from ..devices.fp32_settings import FULL_PRECISION, fp32_settings
 from ..precisions import AMPMode, find_precision
 from ..precisions.matching import ROOT, qualified_names
 from ..training.callback import MixedPrecision
-from .candidates import FP32, like_own, switch, with_advice
+from .candidates import FP32, like_own, switch
 from .copies import begin_fit, copied_learner, set_random_state
 from .recorder import Trace
 from .rounding import round_as
@@ -77,7 +77,7 @@ def running_copy(
             copy.model._apply(half_to_float)                     # frozen weights, which autocast casts
         else:
             modules = dict(qualified_names(copy.model))
-            def precision(mode): return with_advice(like_own(learn, find_precision(mode)), keep, scale)
+            def precision(mode): return like_own(learn, find_precision(mode), keep, scale)
             for name, rounded in precision(mode).rounding(copy.model).items(): round_as(rounded, modules[name])
             # The precision of this dtype needs neither hardware nor other packages.
             switch(copy, precision(mode.dtype), on_overflow='ignore')

@@ -7,7 +7,8 @@ from fastai.optimizer import SGD
 from torch import nn
 
 from fastxtend_amp import AMPMode
-from fastxtend_amp.insight.candidates import advised, call, candidates, own_precision, switch, with_advice
+from fastxtend_amp.insight.candidates import advised, call, candidates, like_own, own_precision, switch
+from fastxtend_amp.precisions import FP16
 from helpers import Attentive, Data, learner, loaders, mlp, set_support
 from states import Act, Costs, Gives, InStep, Unpacks, bits, fills, rich
 
@@ -150,9 +151,8 @@ def test_the_advised_loss_scale_replaces_that_of_the_learner():
     scaled, before = learner().to_fp16(scaler=scaler), scaler.state_dict()
     assert scaled.compare_precision('fp16', n_steps=3).table['final scale']['fp16'] > 64
     assert scaler.state_dict() == before
-    fp16 = candidates(scaled, 'fp16')[-1]
-    assert with_advice(fp16, (), 4.0).changed == {'init_scale': 4.0}  # instead of the user's own scaler
-    assert with_advice(fp16, ['0']).changed.keys() == {'scaler', 'fp32_modules'}
+    assert like_own(scaled, FP16, (), 4.0).changed == {'init_scale': 4.0}  # instead of the user's own scaler
+    assert like_own(scaled, FP16, ['0']).changed.keys() == {'scaler', 'fp32_modules'}
     static = advised(learner().to_fp16(loss_scale=8.0), AMPMode.FP16, init_scale=4.0)
     assert repr(static) == 'learn.to_fp16(loss_scale=4.0)'
 
