@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -82,7 +81,6 @@ class Run:
     precision: Precision
     name: str # In the table
     compiled: bool = False # Whether the copy is compiled, by `Module.compile`
-    learn: Any = None # The copy, while it trains
     note = '' # Why it has left the rounds: an error, or it is slower than fp32
     failed = False # Whether it was an error
 
@@ -125,7 +123,7 @@ class Run:
         set_random_state(self.random_state)
         self.learn.fit(0, self.setting.lr)                       # creates the optimizer, or sets its hyper-parameters
 
-    def train(self, steps: Iterable[int], n_round: int | None = None) -> None: # None for a warm-up
+    def train(self, steps: Iterable[int], n_round: int = 0) -> None: # 0 for a warm-up
         "Train on the batches of these steps, and time it."
         set_random_state(self.random_state)
         self._begin()
@@ -150,7 +148,7 @@ class Run:
         losses = [self._step(i, step) for i, step in enumerate(steps, len(self.losses))]
         wait_for(device)
         seconds = (time.perf_counter() - start) / len(losses)
-        if n_round is not None: self.times[n_round] = seconds
+        if n_round: self.times[n_round] = seconds
         if self.compiled and not self.losses:
             self.measured['compile s'] = seconds
             self.setting.end += seconds                    # which does not count
@@ -195,7 +193,7 @@ def train_round(
 ) -> None:
     "Train on the same batches in each precision, back and forth, so that none always follows the same one."
     base, *_ = runs
-    n_round = len(base.losses) or None                           # the first is a warm-up
+    n_round = len(base.losses)                                   # the first is a warm-up
     for run in runs[::-1] if len(base.times) % 2 else runs:
         run.setting.tick(run.name)
         with run.failures_noted(): run.train(steps, n_round)
