@@ -179,8 +179,7 @@ class _Report:
     def on(self, modes: list[AMPMode]) -> PrecisionReport:
         self.until, start = time.monotonic() + self.max_seconds, time.process_time()
         device = training_device(self.learn)
-        self.support = {m: PRECISIONS[m].support(device) for m in modes}
-        emulated = [m for m in modes if self.support[m].status == 'emulated']
+        emulated = [m for m in modes if PRECISIONS[m].support(device).status == 'emulated']
         wrong, whole = self._trace_fp32(modes), find_bs(self.batches[0])
         seconds = max(time.process_time() - start, EMULATED_TIME)
         few = max(2, int(whole * EMULATED_TIME / seconds))       # batch normalization needs two
@@ -208,7 +207,7 @@ class _Report:
         return wrong_in_fp32(self.fp32, self.batches)
 
     def _verdict(self, mode):
-        status, why = self.support[mode]
+        status, why = PRECISIONS[mode].support(training_device(self.learn))
         if status == 'unsupported': return Verdict(mode.value, 'cannot run', why)
         scale = own_precision(self.learn).state_dict().get('scale') or advised(self.learn, mode).first_scale
         run, distance = partial(self._run, mode), partial(self._distance, mode)

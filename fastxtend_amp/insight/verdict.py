@@ -176,8 +176,7 @@ class Judge:
         Underflow means that of the mean gradient; modules with the smallest gradients may still lose theirs.
         """
         info = torch.finfo(self.mode.dtype)
-        in_16_bits = {n for n, s in low.seen.items() if s.half}
-        half = [s for n, s in low.fp32.seen.items() if s.grad and n in in_16_bits]
+        half = [s for n, s in low.fp32.seen.items() if s.grad and n in low.seen and low.seen[n].half]
         if not half: return 1., 2. ** 24
         most = 2. ** math.floor(math.log2(info.max / max(s.grad for s in half)))
         mean = sum(s.grad_sum for s in half) / sum(s.n_grads for s in half)
