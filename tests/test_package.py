@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 import fastxtend_amp
+import mutations
 from fastxtend_amp.training import callback
 from helpers import *
+
 
 ROOT, PACKAGE = Path(__file__).parent.parent, Path(fastxtend_amp.__file__).parent
 SETTINGS = configparser.ConfigParser(delimiters=['='])
@@ -83,6 +85,12 @@ def test_clean(command):
     if importlib.util.find_spec(tool) is None:
         pytest.skip(f'needs {tool}, of the extra dev')
     run('-m', tool, *arguments)
+
+
+def test_mutations_change_one_place():
+    for row in mutations.MUTATIONS:
+        assert mutations.tests_of(row)
+        assert (PACKAGE / row.file).read_text(encoding='utf-8').count(row.line) == 1, row.why
 
 
 # -- what importing changes

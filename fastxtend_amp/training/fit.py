@@ -80,8 +80,8 @@ def warn_of_emulation(precision: Precision, device: torch.device) -> None:
     support = precision.support(device)
     if support.status != 'emulated': return
     times = 200 if precision.dtype is torch.float16 else 25
-    warn_user(f"{precision.name} is emulated on device '{device}' ({support.why}), up to {times} times slower than fp32.\n"
-              'Write `learn.to_amp()`, which selects only what the device accelerates; '
+    warn_user(f"{precision.name} is emulated on device '{device}' ({support.why}), up to {times} times slower than "
+              'fp32.\nWrite `learn.to_amp()`, which selects only what the device accelerates; '
               f"`learn.compare_precision('{precision.name}')` measures it.")
 
 
