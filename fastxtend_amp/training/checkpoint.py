@@ -10,9 +10,9 @@ import functools
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
-from uuid import uuid4
 
 from fastai.callback import fp16
 from fastai.learner import Learner
@@ -31,18 +31,17 @@ def save(original: Callable, self: Learner, file: Any, **kwargs: Any) -> Any: # 
     """
     cb, opt = precision_callback(self), self.opt
     if cb is None: return original(self, file, **kwargs)
-    state, key = cb.state_dict(), cb.precision.state_key
+    state, key = cb.precision.state_dict(), cb.precision.state_key
     with ExitStack() as stack:
         if opt and state:
             of_optimizer = opt.state_dict
             stack.enter_context(patch.object(opt, 'state_dict', lambda: {**of_optimizer(), key: state}))
-        if not isinstance(file, (str, Path)): return original(self, file, **kwargs)
         path = join_path_file(file, self.path/self.model_dir, ext='.pth')
-        beside = path.absolute().with_suffix(f'.{uuid4().hex}')   # without the '.pth' that fastai appends
-        part = Path(f'{beside}.pth')
-        stack.callback(part.unlink, missing_ok=True)
-        original(self, beside, **kwargs)
-        if not rank_distrib(): part.replace(path.resolve())
+        if path is file or rank_distrib(): return original(self, file, **kwargs)   # a file object; nothing is written
+        whole = path.resolve()                                   # what a link points to
+        with TemporaryDirectory(dir=whole.parent) as folder:
+            original(self, Path(folder, 'part'), **kwargs)       # fastai appends '.pth'
+            Path(folder, 'part.pth').replace(whole)
     return path
 
 
@@ -96,12 +95,15 @@ def put_over(
     owner: Any,
     name: str, # Of one of its methods or functions
     new: Callable, # Called in its place, with the original and then its arguments
+    when: Callable[[], bool] | None = None, # If it returns False, only the original is called
 ) -> None:
     "Put `new(original, ...)` in the place of `owner.name`."
     original = getattr(owner, name)
 
     @functools.wraps(original)
-    def wrapper(*args: Any, **kwargs: Any) -> Any: return new(original, *args, **kwargs)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if when and not when(): return original(*args, **kwargs)
+        return new(original, *args, **kwargs)
     setattr(owner, name, wrapper)
 
 
