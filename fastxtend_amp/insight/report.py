@@ -150,7 +150,7 @@ def precision_report(self: Learner,
     check_learner(self, 'precision_report', dl)
     dl = self.dls.train if dl is None else dl
     with random_state_kept(), cuda_rules() if simulated else nullcontext(), progress_bar(self, max_seconds) as tick:
-        drawn = [*islice(loader_like(dl), max(n_batches, N_BATCHES))]
+        with random_state_kept(): drawn = [*islice(loader_like(dl), max(n_batches, N_BATCHES))]
         work = _Report(self, max_seconds, simulated, tick, drawn, drawn[:n_batches])
         return work.on([AMPMode(cls.name) for cls in asked])
 
