@@ -1,6 +1,4 @@
 "Small helpers that several files share: devices, parameters, warnings, random states, 16-bit tensors."
-from __future__ import annotations
-
 import inspect, warnings
 from collections.abc import Callable
 from itertools import chain

@@ -3,8 +3,6 @@
 Each docstring says what is relied on, since which version, and what happens where it is gone. `tests/test_compat.py`
 has a test for each.
 """
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial

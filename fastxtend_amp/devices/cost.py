@@ -1,6 +1,4 @@
 "Costs of work on a device: time, memory, and page faults on a CPU."
-from __future__ import annotations
-
 import torch
 
 

@@ -10,8 +10,6 @@ Only casts are simulated, not kernels. Weights are cast at each use, as with `ca
 Source: "CUDA Ops that can autocast to float16", "... to float32" and "... that promote to the widest input type" in
 https://docs.pytorch.org/docs/stable/amp.html, and the same lists in PyTorch's `aten/src/ATen/autocast_mode.h`.
 """
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

@@ -1,6 +1,4 @@
 "Facts about devices, from PyTorch, drivers and the operating system; each precision's file has its own rule on them."
-from __future__ import annotations
-
 import platform, subprocess, sys, threading, warnings
 from functools import lru_cache
 from pathlib import Path

@@ -1,6 +1,4 @@
 "Files of `Learner.save` from special devices, with plain CPU tensors, as a plain learner on a CPU writes them."
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any

@@ -1,6 +1,4 @@
 "PyTorch's settings for the precision in which fp32 tensors are multiplied: read, and set inside a context."
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -5,8 +5,6 @@ All processes must call `save`; rank 0 writes. Any number of processes can read 
 
 Source: https://docs.pytorch.org/docs/stable/distributed.tensor.html.
 """
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 from unittest.mock import patch

@@ -1,6 +1,4 @@
 "`Shared`: a context of the whole process that several users may have open at once."
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

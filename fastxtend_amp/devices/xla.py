@@ -7,8 +7,6 @@ give each its own data and all of them the same parameters.
 
 Source: https://docs.pytorch.org/xla/master/learn/pytorch-on-xla-devices.html.
 """
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any

@@ -1,6 +1,4 @@
 "The precisions to try on a learner: copies of its own with its arguments, or others with those that they accept."
-from __future__ import annotations
-
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
@@ -95,11 +93,7 @@ def precisions_named(
     modes: Any, # Names, modes or dtypes, one or several
 ) -> list[type[Precision]]:
     "Return the precisions that `modes` names. Raises `ValueError` for an unknown one."
-    found = []
-    for mode in L(modes):
-        try: found.append(Precision if mode in ('fp32', torch.float32) else find_precision(mode))
-        except ValueError as e: raise ValueError(f'modes={mode!r} cannot be used.\n{e}') from None
-    return found
+    return [Precision if mode in ('fp32', torch.float32) else find_precision(mode) for mode in L(modes)]
 
 
 def candidates(

@@ -1,6 +1,4 @@
 "`to_amp(measure=True)`: times each precision on real batches and applies the fastest."
-from __future__ import annotations
-
 from fastai.learner import Learner
 from fastcore.basics import patch
 

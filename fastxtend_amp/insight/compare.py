@@ -1,6 +1,4 @@
 "`Learner.compare_precision`: trains copies of a learner in several precisions, in alternating rounds, and times them."
-from __future__ import annotations
-
 import random
 from contextlib import ExitStack, suppress
 from typing import Any

@@ -1,6 +1,4 @@
 "The result of a comparison: table, recommendation and plot."
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,6 +1,4 @@
 "PyTorch's undocumented names that the trace uses."
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, NamedTuple

@@ -1,6 +1,4 @@
 "Copies of a learner to run on the side, and the random states, which are restored afterwards."
-from __future__ import annotations
-
 import copy, inspect, random, re, tempfile, threading, warnings
 from collections.abc import Iterator
 from contextlib import contextmanager

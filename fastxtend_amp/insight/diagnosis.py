@@ -1,6 +1,4 @@
 "Diagnosis of training that fails in 16 bits: the current batch is run again on a copy to find the cause."
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 

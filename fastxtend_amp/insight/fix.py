@@ -1,6 +1,4 @@
 "`on_overflow='fix'`: in training the remedy of the diagnosis is applied; evaluation repeats failed batches in fp32."
-from __future__ import annotations
-
 import math
 from contextlib import suppress
 from typing import NamedTuple

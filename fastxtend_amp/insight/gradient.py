@@ -10,8 +10,6 @@ At fixed weights K = 6 batches are run forward and backward in fp32 and in the p
 
 A ratio far below 1 is lost in the noise between batches; one far above 1 is the gradient of another loss.
 """
-from __future__ import annotations
-
 import math, time
 from collections.abc import Sequence
 from typing import Any

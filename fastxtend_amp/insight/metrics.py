@@ -1,6 +1,4 @@
 "The loss scale and skipped steps: as metrics for fastai's table and loggers, and as a plot."
-from __future__ import annotations
-
 import pandas as pd
 from fastai.learner import Learner, Metric
 from fastcore.basics import patch

@@ -1,6 +1,4 @@
 "Notes on two mistakes: modules kept in fp32 that are never called, and modules that do not run in 16 bits."
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -4,8 +4,6 @@ The fp32 result is the twin of the 16-bit one, and the next operator in fp32 rea
 twins only for the results of its own operators; its inputs, and the outputs of modules inside, count as exact. So the
 error of a module is that of its own arithmetic, measured on its outputs and on what it passes to modules inside.
 """
-from __future__ import annotations
-
 import math, sys
 from collections.abc import Sequence
 from contextlib import suppress

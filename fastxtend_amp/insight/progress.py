@@ -1,6 +1,4 @@
 "A progress bar for work with a time limit."
-from __future__ import annotations
-
 import math, time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

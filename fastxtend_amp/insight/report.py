@@ -1,6 +1,4 @@
 "`Learner.precision_report`: whether a model trains in low precision, which modules do not, and what to do."
-from __future__ import annotations
-
 import math, re, time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext

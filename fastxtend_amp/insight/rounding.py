@@ -1,6 +1,4 @@
 "The rounding of a precision on a device without it: linear layers compute on values that it can represent."
-from __future__ import annotations
-
 from functools import partial
 
 import torch

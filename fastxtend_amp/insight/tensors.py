@@ -1,6 +1,4 @@
 "The tensors in nested predictions and inputs, and which of them can be read."
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy

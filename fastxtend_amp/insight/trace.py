@@ -2,8 +2,6 @@
 
 `recorder.py` follows the modules, and `operators.py` observes their operators.
 """
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 

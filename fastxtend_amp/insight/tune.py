@@ -1,6 +1,4 @@
 "`tune=True`: kinds of modules are tried in fp32, each as one more contestant of the alternating rounds."
-from __future__ import annotations
-
 import time
 from collections import Counter
 from contextlib import ExitStack

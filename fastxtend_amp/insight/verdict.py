@@ -1,6 +1,4 @@
 "The verdict on one precision: what to keep in fp32, tried before it is recommended."
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field

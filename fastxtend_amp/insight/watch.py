@@ -1,6 +1,4 @@
 "The watch over a fit: it notices that training failed, and warns or raises with the cause."
-from __future__ import annotations
-
 import math
 
 import torch
@@ -157,10 +155,8 @@ def _divergence(notes, model):
     first, weights = float(notes.first_loss), float(_norm(model) / notes.weights)
     far = 0 < _FAR * abs(first) < notes.last_loss and not weights < _MOVED
     if not (far or _FAR < weights < math.inf): return ''
-    words = []
-    if notes.last_loss > 1.5 * abs(first): words.append(f'the loss went from {first:.3g} to {notes.last_loss:.3g}')
-    if 1.5 < weights < math.inf: words.append(f'the weights have grown {weights:.3g}-fold since the start of the fit')
-    return ', and '.join(words)
+    return (f'since the start of the fit, the loss went from {first:.3g} to {notes.last_loss:.3g}, and the norm of the '
+            f'weights grew {weights:.3g}-fold')
 
 
 def _norm(model):

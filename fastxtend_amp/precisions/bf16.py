@@ -1,6 +1,4 @@
 "bfloat16: fp32's range in 16 bits, so the loss needs no scaling."
-from __future__ import annotations
-
 import re
 from typing import Any, ClassVar
 

@@ -1,6 +1,4 @@
 "float16: 10 bits of mantissa, but only 5 of exponent, so the loss is scaled to keep gradients from underflowing."
-from __future__ import annotations
-
 import math, re
 from functools import partial
 from typing import Any, ClassVar

@@ -1,6 +1,4 @@
 "Replaces the forwards of modules: those of modules kept in fp32 turn autocast off."
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial

@@ -1,6 +1,4 @@
 "FP8 (float8): bf16 autocast whose linear layers compute in 8 bits, by torchao; model and files stay plain."
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,6 +1,4 @@
 "Modules of a model, found by name, type, module or predicate, also in compiled and wrapped models."
-from __future__ import annotations
-
 import difflib, fnmatch
 from collections.abc import Callable, Collection, Iterator
 from itertools import accumulate

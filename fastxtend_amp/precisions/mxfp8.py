@@ -1,6 +1,4 @@
 "MXFP8: bf16 autocast whose linear layers compute in 8 bits with a scale for each 32 numbers, by torchao's prototype."
-from __future__ import annotations
-
 from typing import Any
 
 import torch

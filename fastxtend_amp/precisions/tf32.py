@@ -1,6 +1,4 @@
 "TF32: fp32 tensors whose matrix products and convolutions run on tensor cores, with 10 bits of mantissa."
-from __future__ import annotations
-
 from typing import Any
 
 import torch

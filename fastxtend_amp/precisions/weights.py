@@ -1,6 +1,4 @@
 "Makes trainable 16-bit weights fp32, as mixed precision needs them; transformers 5 loads checkpoints in 16 bits."
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

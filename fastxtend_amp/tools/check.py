@@ -1,6 +1,4 @@
 "The console script `fastxtend_amp_check`: tests mixed precision on a device; the output can go into an issue."
-from __future__ import annotations
-
 import argparse, math, platform, tempfile, time, warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial

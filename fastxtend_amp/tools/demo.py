@@ -1,6 +1,4 @@
 "The console script `fastxtend_amp_demo`: compares the precisions of this device on handwritten digits."
-from __future__ import annotations
-
 import argparse, os
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,6 +1,4 @@
 "The argument `--device` of the commands."
-from __future__ import annotations
-
 import argparse
 
 import torch

@@ -1,6 +1,4 @@
 "`keep_freed_memory`: reuse freed memory, to avoid page faults on CPUs."
-from __future__ import annotations
-
 import ctypes, os
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4         # parameters of mallopt, from <malloc.h>

@@ -1,6 +1,4 @@
 "`precision_support`: which precisions the devices of this machine run natively, emulated, or not at all."
-from __future__ import annotations
-
 import pandas as pd
 import torch
 

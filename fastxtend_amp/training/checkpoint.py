@@ -4,8 +4,6 @@ It is in the optimizer's state, as fastai reads a file with a third key as that 
 importing this file wraps `Learner.save`, `Learner.load` and `TextLearner.load`, which give the optimizer another
 `state_dict` or `load_state_dict` for the call; and `Learner.export`, which then writes fp32.
 """
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from contextlib import ExitStack

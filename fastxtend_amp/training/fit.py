@@ -1,6 +1,4 @@
 "`Fit`: what a precision has open on a learner, from the first batch of a fit or validation to its end."
-from __future__ import annotations
-
 from contextlib import ExitStack
 from typing import Any
 

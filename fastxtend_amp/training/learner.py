@@ -1,6 +1,4 @@
 "The methods of `Learner`: `to_fp16`, `to_bf16` and one for each other precision, `to_amp`, `to_fp32` and others."
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

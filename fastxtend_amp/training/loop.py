@@ -5,8 +5,6 @@ callback lists the parts that are open, from the outermost to the innermost, and
 At the end of the outermost part the callback's fit is closed, unless it is a single batch, and autocast is restored.
 A learner without a precision runs fastai's own loop.
 """
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from functools import lru_cache, partial

@@ -1,6 +1,4 @@
 "`fused`: torch's fused optimizers as an `opt_func` for fastai."
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from functools import partial
