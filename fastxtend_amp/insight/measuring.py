@@ -86,8 +86,8 @@ class Run:
 
     def __post_init__(self):
         self.random_state = random_state()                       # of the copy, between its rounds
-        self.losses: list[float] = []                            # of each step
-        self.times: dict[int, float] = {}                        # seconds per step, by round
+        self.losses = list[float]()                              # of each step
+        self.times = dict[int, float]()                          # seconds per step, by round
         self.measured = dict.fromkeys(_MEASURED, math.nan)
 
     @property

@@ -36,13 +36,13 @@ class Trace(TorchDispatchMode):
         super().__init__()
         self.mode, self.fp32 = mode, fp32
         # The modules, in the order in which their last calls finish, and the loss function.
-        self.seen: dict[str, Seen] = {}
-        self.losses: list[float] = []                            # of the batches that gave one
+        self.seen = dict[str, Seen]()
+        self.losses = list[float]()                              # of the batches that gave one
 
     @contextmanager
     def recording(self, model: nn.Module) -> Iterator[None]:
         "Record a batch of `model` in this context."
-        self.frames: list[Frame] = []                            # of the running modules, inside the loss function
+        self.frames = list[Frame]()                              # of the running modules, inside the loss function
         self.in_backward, self.failed_in = False, LOSS           # until a module raises
         with ExitStack() as stack:
             for name, m in qualified_names(model):

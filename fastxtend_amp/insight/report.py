@@ -170,9 +170,9 @@ class _Report:
     not_compared = ''                                            # why not all were
 
     def __post_init__(self):
-        self.low: dict[AMPMode, Trace] = {}                      # the first that completed in each mode
-        self.cut_for: list[AMPMode] = []                         # emulated modes, if batches were cut for them
-        self.constants: dict[tuple, None] = {}                   # that are lost
+        self.low = dict[AMPMode, Trace]()                        # the first that completed in each mode
+        self.cut_for = list[AMPMode]()                           # emulated modes, if batches were cut for them
+        self.constants = dict[tuple, None]()                     # that are lost
 
     def on(self, modes: list[AMPMode]) -> PrecisionReport:
         self.until, start = time.monotonic() + self.max_seconds, time.process_time()
