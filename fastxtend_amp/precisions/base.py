@@ -7,7 +7,7 @@ A subclass registers itself under its `name`. From the registry come `Learner.to
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple
@@ -98,6 +98,7 @@ class Precision:
     in_tables: ClassVar[bool] = True # Whether tables of precisions have a row for it
     package: ClassVar[str] = '' # A package that it needs besides torch and fastai
     rules: ClassVar[dict[str, Callable[[torch.device], Support]]] = {} # By device type: how it runs this precision
+    arguments: dict[str, Any] # Of the constructor, by name, defaults included
     first_scale = 1. # Loss scale to start from
     fp32_modules: Any = None # As given
     in_use = False # True if a callback owns it
@@ -110,8 +111,8 @@ class Precision:
         AMPMode(cls.name)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Precision:
-        self = super().__new__(cls)
-        vars(self)['given'] = args, kwargs
+        self, defaults = super().__new__(cls), defaults_of(cls)
+        vars(self)['arguments'] = {**defaults, **dict(zip(defaults, args)), **kwargs}   # a frozen dataclass as well
         return self
 
     def __init__(self,
@@ -121,17 +122,9 @@ class Precision:
         tests_of(fp32_modules, 'fp32_modules')                   # raises `TypeError`
 
     @property
-    def arguments(self) -> dict[str, Any]:
-        "The arguments of the constructor by name, defaults included."
-        args, kwargs = vars(self)['given']
-        known = parameters_of(type(self))
-        defaults = {name: p.default for name, p in known.items()}
-        return defaults | dict(zip(known, args)) | kwargs
-
-    @property
     def changed(self) -> dict[str, Any]:
         "The arguments that differ from their defaults, by name."
-        defaults = {name: p.default for name, p in parameters_of(type(self)).items()}
+        defaults = defaults_of(type(self))
         return {name: value for name, value in self.arguments.items() if value != defaults.get(name)}
 
     def like(self, **changes: Any) -> Precision:
@@ -226,6 +219,11 @@ def parameters_of(cls: type[Precision]) -> dict[str, inspect.Parameter]:
     return {name: p for name, p in own if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
 
 
+def defaults_of(cls: type[Precision]) -> dict[str, Any]:
+    "Return the defaults of the constructor's named parameters."
+    return {name: p.default for name, p in parameters_of(cls).items()}
+
+
 def written(arguments: dict[str, Any]) -> str:
     "Return arguments as code; an object that has no form as code gets the argument's name."
     return ', '.join(f'{name}={_as_code(value, name)}' for name, value in arguments.items())
@@ -272,11 +270,19 @@ def automatic_precision(
     arguments: dict[str, Any], # Those of precisions that are not selected have no effect
 ) -> Precision: # Plain fp32 if neither bf16 nor fp16 is native
     "Return the precision that `to_amp` selects for `device`."
-    fastest = fastest_native(device)
-    cls = PRECISIONS[fastest] if fastest else Precision
-    known = [parameters_of(p) for p in PRECISIONS.values() if p.automatic]
-    others = {name for names in known for name in names} - {*parameters_of(cls)}
-    return cls(**{name: value for name, value in arguments.items() if name not in others})
+    cls = PRECISIONS.get(fastest_native(device) or '', Precision)
+    others = {name for p in PRECISIONS.values() if p.automatic for name in defaults_of(p)}
+    return constructed(cls, arguments, others)
+
+
+def constructed(
+    cls: type[Precision],
+    arguments: dict[str, Any],
+    others: Collection[str], # Arguments of other precisions, which have no effect where `cls` does not have them
+) -> Precision:
+    "Return the precision with these arguments."
+    ignored = {*others} - {*defaults_of(cls)}
+    return cls(**{name: value for name, value in arguments.items() if name not in ignored})
 
 
 def static_scaler(device: str, scale: float) -> GradScaler:

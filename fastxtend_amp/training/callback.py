@@ -24,8 +24,8 @@ from fastai.torch_core import default_device
 from fastcore.basics import noop
 
 from ..common import half_to_float, is_half, map_tensors, warn_user
-from ..precisions import AMPMode, Precision, automatic_precision, find_precision, parameters_of
-from ..precisions.base import written
+from ..precisions import AMPMode, Precision, automatic_precision, find_precision
+from ..precisions.base import constructed, written
 from .fit import Fit
 from .scaling import Scaling, StepHistory
 
@@ -281,6 +281,4 @@ def _precision_from(amp_mode: Any, arguments: dict[str, Any]) -> Precision:
         raise TypeError(f"{kind} is constructed already. Pass {', '.join(arguments)} to `{kind}(...)`, or give the "
                         f'name {amp_mode.name!r}.')
     if amp_mode == 'auto': return automatic_precision(default_device(), arguments)
-    cls = find_precision(amp_mode)
-    ignored = {*_SCALING} - {*parameters_of(cls)}
-    return cls(**{name: value for name, value in arguments.items() if name not in ignored})
+    return constructed(find_precision(amp_mode), arguments, _SCALING)
