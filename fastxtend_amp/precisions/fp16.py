@@ -1,6 +1,5 @@
 "float16: 10 bits of mantissa, but only 5 of exponent, so the loss is scaled to keep gradients from underflowing."
 import math, re
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -64,10 +63,9 @@ class FP16(Precision):
         if not 0 < first < math.inf:
             raise ValueError(f'{name}={first!r} cannot be used: it must be finite and above 0.')
         self.is_fixed, self.user_scaler = loss_scale is not None, scaler
-        self._make: Any = partial(static_scaler, scale=first) if self.is_fixed else partial(
-            GradScaler, init_scale=first, growth_factor=growth_factor, backoff_factor=backoff_factor,
-            growth_interval=growth_interval, enabled=enabled)
-        self.newest = scaler or self._make('cpu')                # the scaler in its newest state
+        own = static_scaler('cpu', first) if self.is_fixed else GradScaler(
+            'cpu', first, growth_factor, backoff_factor, growth_interval, enabled)
+        self.newest = scaler or own                              # the scaler in its newest state
         self.first_state = self.newest.state_dict()              # empty if it is not enabled
         self.first_scale = self.first_state.get('scale', 1.)
 
@@ -75,8 +73,8 @@ class FP16(Precision):
         "Return a scaler on `device` that continues from the newest state; a user's own scaler itself."
         if not self.first_state: return None
         if self.user_scaler is None:
-            state, self.newest = self.newest.state_dict(), self._make(device.type)
-            self.newest.load_state_dict(state)
+            state, self.newest = self.newest.state_dict(), GradScaler(device.type)
+            self.newest.load_state_dict(state)                   # its factors as well
         return self.newest
 
     def state_dict(self) -> dict[str, Any]:
