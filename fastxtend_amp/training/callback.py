@@ -176,7 +176,7 @@ class MixedPrecision(fp16.MixedPrecision):
         if sum(isinstance(cb, fp16.MixedPrecision) for cb in self.learn.cbs) > 1:
             raise ValueError('The learner has several precision callbacks. Keep one: `learn.to_fp16()` or another '
                              'method replaces them all.')
-        self.fit = Fit(self.precision, self.learn, self.history, self.on_overflow == 'fix')
+        self.fit = Fit(self)
         return self.fit
 
     def close(self, failed: bool = False) -> None:

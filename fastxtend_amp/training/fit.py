@@ -3,7 +3,6 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from fastai.learner import Learner
 from torch import nn
 from torch.amp import GradScaler
 from torch.nn.parameter import is_lazy
@@ -11,7 +10,7 @@ from torch.nn.parameter import is_lazy
 from ..common import model_device, training_device, warn_user
 from ..precisions import Precision
 from ..precisions.base import static_scaler
-from .scaling import Scaling, StepHistory
+from .scaling import Scaling
 
 
 class Fit(ExitStack):
@@ -22,22 +21,17 @@ class Fit(ExitStack):
     has_warned = False                                           # a failure was reported
     casts: Any = None                                            # model and versions of the weights that are cached
 
-    def __init__(self,
-        precision: Precision,
-        learn: Learner,
-        history: StepHistory,
-        always_skips: bool, # Whether steps that are not finite are skipped in precisions without loss scaling as well
-    ):
+    def __init__(self, cb: Any): # A `MixedPrecision`
         super().__init__()
-        self.precision, self.learn = precision, learn
+        self.precision, self.learn = precision, learn = cb.precision, cb.learn
         self.device = device = model_device(learn.model, training_device(learn))
         precision.check_device(device)
         if precision.dtype: check_parallel(precision, learn.model)
         precision.check(learn.model)
         self.around_model = self.enter_context(ExitStack())
         scaler = precision.scaler(device)
-        if scaler is None and precision.mode and always_skips: scaler = static_scaler(device.type, 1.)
-        if scaler is not None: self.scaling = Scaling(scaler, precision.first_scale, learn, history, device)
+        if scaler is None and precision.mode and cb.on_overflow == 'fix': scaler = static_scaler(device.type, 1.)
+        if scaler is not None: self.scaling = Scaling(scaler, cb, device)
         learn.scaler = scaler or GradScaler('cpu', enabled=False)
 
     def use_model(self) -> None:

@@ -17,10 +17,8 @@ from itertools import islice, takewhile
 from typing import Any
 
 import torch
-from fastai.learner import Learner
 from fastai.optimizer import OptimWrapper
 from torch import nn
-from torch.amp import GradScaler
 
 from ..common import is_dtensor, optimizer_params, warn_user
 from .optimizers import FUSED
@@ -37,13 +35,12 @@ class Scaling:
     Gradients that an earlier fit has accumulated are scaled at the start. Those that this fit leaves are unscaled at
     its end, or zeroed after an exception and if one is not finite.
     """
-    def __init__(self, scaler: GradScaler, first_scale: float, learn: Learner, history: StepHistory,
-                 device: torch.device):
-        self.scaler: Any = scaler
-        self.first_scale, self.learn, self.history = first_scale, learn, history
+    def __init__(self, scaler: Any, cb: Any, device: torch.device): # A `GradScaler` and a `MixedPrecision`
+        self.scaler, self.first_scale = scaler, cb.precision.first_scale
+        self.learn, self.history = cb.learn, cb.history
         self.one = torch.ones((), device=device)
-        self.first_step = len(history.read())                    # in the history
-        self.before_lr_find = scaler.state_dict() if 'lr_finder' in vars(learn) else None
+        self.first_step = len(self.history.read())                    # in the history
+        self.before_lr_find = scaler.state_dict() if 'lr_finder' in vars(self.learn) else None
         self.is_scaled = self.is_open = False                    # gradients are scaled; a step is under way
         self.flagged: Any = None                                 # what skips this step on the device
         # Whether the newest step has a gradient that is not finite; a 0-dim tensor if it is skipped on the device.
