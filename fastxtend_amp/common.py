@@ -9,7 +9,7 @@ from fastai.learner import Learner
 from fastai.optimizer import Optimizer, OptimWrapper
 from torch import nn
 
-from .compat import tree_map
+from .compat import tree_map_only
 
 
 def model_device(model: nn.Module, default: torch.device | str) -> torch.device:
@@ -83,7 +83,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 def is_half(t: torch.Tensor) -> bool:
     "Return whether `t` is fp16 or bf16."
-    with torch._C.DisableTorchFunctionSubclass(): return t.dtype in HALF       # else 7 us for fastai's class
+    return t.dtype in HALF
 
 
 def half_to_float(t: torch.Tensor) -> torch.Tensor:
@@ -96,4 +96,4 @@ def map_tensors(
     x: Any, # A tensor, or tensors nested in what PyTorch's pytree knows
 ) -> Any: # `x` itself, or a copy of the same type
     "Return `x` with `f` applied to every tensor in it. (fastai's `apply` turns subclasses of dict into dicts.)"
-    return tree_map(lambda leaf: f(leaf) if isinstance(leaf, torch.Tensor) else leaf, x)
+    return tree_map_only(torch.Tensor, f, x)

@@ -4,21 +4,20 @@ from collections.abc import Callable, Collection, Iterator
 from itertools import accumulate
 from typing import Any
 
+from fastai.torch_core import get_model
 from fastcore.foundation import L
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from ..compat import COMPILED_NAME, compiled_module
+from ..compat import COMPILED_NAME
 
 ROOT = '(model)'  # the name of the model itself among its modules
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
     "Return the model inside `torch.compile`, `DistributedDataParallel` and `DataParallel`."
-    while True:
-        if (inner := compiled_module(model)) is not None: model = inner
-        elif isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)): model = model.module
-        else: return model
+    inner = get_model(getattr(model, COMPILED_NAME, model))
+    return model if inner is model else unwrapped(inner)
 
 
 def qualified_names(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -98,5 +98,5 @@ def exchange(learn: Learner, cb: MixedPrecision | None) -> None:
     "Make `cb` the learner's only precision callback now, without checking the model."
     old = precision_callback(learn)
     if cb is not None and old: cb.scopes = old.scopes            # the parts that are open
-    learn.remove_cbs([c for c in learn.cbs if isinstance(c, _PRECISIONS)])
+    for kind in _PRECISIONS: learn.remove_cb(kind)
     if cb is not None: learn.add_cb(cb)
