@@ -1,5 +1,6 @@
 "float16: 10 bits of mantissa, but only 5 of exponent, so the loss is scaled to keep gradients from underflowing."
 import math, re
+from operator import index
 from typing import Any, ClassVar
 
 import torch
@@ -8,6 +9,7 @@ from torch.amp import GradScaler
 from ..devices import facts
 from .base import Precision, Support, cpu_support, static_scaler, xla_support
 
+_LARGEST = torch.finfo(torch.float32).max  # which the scale is stored in
 _NO_TENSOR_CORES = re.compile(r'GTX 16\d\d|\b(T|MX)\d{3,4}\b')   # of capability 7.5: Quadro T2000, T600, MX450
 
 
@@ -60,11 +62,11 @@ class FP16(Precision):
         if loss_scale is not None and scaler is not None:
             raise ValueError('loss_scale and scaler both set the loss scale. Give one of them.')
         name, first = ('init_scale', init_scale) if loss_scale is None else ('loss_scale', loss_scale)
-        if not 0 < first < math.inf:
-            raise ValueError(f'{name}={first!r} cannot be used: it must be finite and above 0.')
+        if not 2.**-24 <= first <= _LARGEST:
+            raise ValueError(f'{name}={first!r} cannot be used: it must be a number from 2**-24 to {_LARGEST:.2g}.')
         self.is_fixed, self.user_scaler = loss_scale is not None, scaler
         own = static_scaler('cpu', first) if self.is_fixed else GradScaler(
-            'cpu', first, growth_factor, backoff_factor, growth_interval, enabled)
+            'cpu', first, growth_factor, backoff_factor, index(growth_interval), enabled)
         self.newest = scaler or own                              # the scaler in its newest state
         self.first_state = self.newest.state_dict()              # empty if it is not enabled
         self.first_scale = self.first_state.get('scale', 1.)

@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from shutil import copymode
 from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
@@ -39,7 +40,9 @@ def save(original: Callable, self: Learner, file: Any, **kwargs: Any) -> Any: # 
         whole = path.resolve()                                   # what a link points to
         with TemporaryDirectory(dir=whole.parent) as folder:
             original(self, Path(folder, 'part'), **kwargs)       # fastai appends '.pth'
-            Path(folder, 'part.pth').replace(whole)
+            part = Path(folder, 'part.pth')
+            if whole.exists(): copymode(whole, part)
+            part.replace(whole)
     return path
 
 
@@ -70,7 +73,9 @@ def load_text(original: Callable, self: TextLearner, file: Any, with_opt: Any = 
 def export(original: Callable, self: Learner, *args: Any, **kwargs: Any) -> None:
     "Call the `export` that this replaces, without what fastxtend_amp has added to the learner."
     cb = precision_callback(self)
-    if cb is not None and not cb.in_batch: cb.close()
+    if cb is not None:
+        if cb.in_batch: raise RuntimeError('export() cannot be called in a batch. Call it in `after_batch` or later.')
+        cb.close()
     kept = {**vars(self)}
     try:
         for name, value in kept.items():

@@ -52,7 +52,7 @@ class Fit(ExitStack):
         if self.scaling is not None: self.scaling.repair_buffers()  # notes their values
 
     def end(self, failed: bool) -> None:
-        "Exit everything; after a failure in training, gradients are zeroed."
+        "Exit everything; with loss scaling, gradients are zeroed after a failure, unless nothing was trained."
         vars(self.learn).pop('scaler', None)
         with self:
             if self.scaling is not None: self.scaling.end(failed and self.is_training)

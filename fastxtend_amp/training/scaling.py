@@ -39,7 +39,7 @@ class Scaling:
         self.scaler, self.first_scale = scaler, cb.precision.first_scale
         self.learn, self.history = cb.learn, cb.history
         self.one = torch.ones((), device=device)
-        self.first_step = len(self.history.read())                    # in the history
+        self.first_step = len(self.history.read())               # in the history
         self.before_lr_find = scaler.state_dict() if 'lr_finder' in vars(self.learn) else None
         self.is_scaled = self.is_open = False                    # gradients are scaled; a step is under way
         self.flagged: Any = None                                 # what skips this step on the device
@@ -143,9 +143,9 @@ class Scaling:
     # -- the end of the fit
 
     def end(self, failed: bool) -> None:
-        "Unscale or zero the gradients that are left; after `lr_find`, forget its steps."
-        if self.is_scaled or self.is_open: self.unscale()
-        if self.learn.opt and (failed or (self.is_open and self.found_inf)):
+        "Unscale the gradients that are left, or zero them if one is not finite; after `lr_find`, forget its steps."
+        if self.is_scaled: self.unscale()
+        if self.learn.opt and (failed or self.found_inf):
             self.repair_buffers(True)
             self.learn.opt.zero_grad()
         self.cancel()

@@ -20,8 +20,10 @@ def test_positions_are_those_of_grad_scaler():
 
 ERRORS = {  # what to call with a learner: its error is in tests/expected/arguments.txt
     'scale 0': lambda l: l.to_fp16(init_scale=0.0),
+    'scale 1e-40': lambda l: l.to_fp16(init_scale=1e-40),
     'scale inf': lambda l: l.to_fp16(init_scale=float('inf')),
     'scale nan': lambda l: MixedPrecision('fp16', init_scale=float('nan')),
+    'growth interval 1e3': lambda l: l.to_fp16(growth_interval=1e3),
     'static scale 0': lambda l: l.to_fp16(loss_scale=0.0),
     'static scale and a scaler': lambda l: l.to_fp16(loss_scale=2.0, scaler=torch.amp.GradScaler('cpu')),
     'on_overflow': lambda l: l.to_bf16(on_overflow='stop'),

@@ -256,6 +256,20 @@ def test_files_exports_and_models_are_read_without_the_package(tmp_path):
     assert done.stdout == 'read 3\n', done.stderr[-2000:]
 
 
+def test_a_file_that_is_replaced_keeps_its_mode(tmp_path):
+    learn = learner(path=tmp_path).to_bf16()
+    file = learn.save('a')
+    file.chmod(0o600)
+    learn.save('a')
+    assert file.stat().st_mode & 0o777 == 0o600
+
+
+def test_an_export_in_a_batch_raises_an_error():
+    learn = learner(cbs=At('after_step', lambda l: l.export('model.pkl'), 20)).to_bf16(fp32_modules='0')
+    with pytest.raises(RuntimeError, match='after_batch'):
+        learn.fit(1)
+
+
 @pytest.mark.parametrize('event', [None, 'after_batch', 'after_epoch'])
 @pytest.mark.parametrize('to', ['fp16', 'bf16', 'flat'])
 def test_an_export_is_in_fp32_and_the_learner_keeps_its_precision(to, event, tmp_path):

@@ -144,6 +144,20 @@ def test_no_gradient_of_a_skipped_step_reaches_fp32_after_an_exception():
     assert finite(learn)
 
 
+@pytest.mark.parametrize('event', ['after_cancel_step', 'after_step'])
+def test_no_gradient_of_a_skipped_step_reaches_fp32_after_a_fit_that_it_ended(event):
+    def stop(l):
+        if l.precision.skipped:
+            raise core.CancelFitException
+
+    learn = learner(opt_func=OPTIMIZERS['fused adamw' if event == 'after_step' else 'sgd'])
+    learn.to_fp16(init_scale=256.0, on_overflow='ignore').fit(1)
+    learn.precision.load_state_dict(dict(scale=1e38, _growth_tracker=0))
+    learn.fit(1, cbs=At(event, stop, 20))
+    learn.to_fp32().fit(1)
+    assert finite(learn)
+
+
 def test_gradients_outlive_an_exception_in_a_validation():
     learn = make('fp16')
     learn.fit(1, cbs=GradientAccumulation(1000))
