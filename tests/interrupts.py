@@ -15,55 +15,43 @@ from tests.helpers import autocast_state, is_outside_a_fit, learner
 PACKAGE = os.path.dirname(fastxtend_amp.__file__)
 
 
-def run_lines(f, before_line):
-    "Run `f`, and call `before_line((file, number))` before each of the package's lines."
+def fit(line=None):
+    "Train, with Ctrl-C before the first run of `line`. Return the package's lines that ran, and what stays open."
+    before, learn, lines = autocast_state(), learner().to_fp16(), {}
 
     def trace(frame, event, arg):
-        code = frame.f_code.co_filename
-        if not code.startswith(PACKAGE):
+        at = os.path.relpath(frame.f_code.co_filename, PACKAGE), frame.f_lineno
+        if at[0].startswith('..'):
             return None
         if event == 'line':
-            before_line((os.path.relpath(code, PACKAGE), frame.f_lineno))
+            lines[at] = True
+        if event == 'line' and at == line:
+            sys.settrace(None)
+            raise KeyboardInterrupt
         return trace
 
     sys.settrace(trace)
     try:
-        f()
+        learn.fit(1)
     except KeyboardInterrupt:
         pass
-    finally:
-        sys.settrace(None)
-
-
-def left_after(line):
-    "Return what a fit leaves that is interrupted before the first run of `line`."
-
-    def interrupt(at):
-        if at == line:
-            sys.settrace(None)
-            raise KeyboardInterrupt
-
-    before, learn = autocast_state(), learner().to_fp16()
-    run_lines(lambda: learn.fit(1), interrupt)
+    sys.settrace(None)
     grads = [p.grad.abs().max() for p in learn.model.parameters() if p.grad is not None]
     found = {
         'autocast': autocast_state() != before,
         'grad mode': not torch.is_grad_enabled(),
-        'a fit': not is_outside_a_fit(learn),
-        'scaled gradients': any(g > 64 for g in grads),
+        'the fit': not is_outside_a_fit(learn),
+        'a scaled gradient': not all(g < 64 for g in grads),
     }
-    return [name for name, is_left in found.items() if is_left]
+    return lines, [name for name, stays in found.items() if stays]
 
 
 def main():
-    lines, learn = {}, learner().to_fp16()
-    run_lines(lambda: learn.fit(1), lambda at: lines.setdefault(at))
-    n_left = 0
-    for file, number in lines:
-        if left := left_after((file, number)):
-            n_left += 1
-            print(f'{file}:{number} leaves {", ".join(left)}')
-    print(f'{n_left} of {len(lines)} lines leave something')
+    lines, _ = fit()
+    left = {line: names for line in lines if (names := fit(line)[1])}
+    for (file, number), names in left.items():
+        print(f'{file}:{number} leaves {", ".join(names)}')
+    print(f'{len(left)} of {len(lines)} lines leave something')
 
 
 if __name__ == '__main__':
