@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import nn
 from torch._functorch import config
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only  # noqa: F401  torch.compile traces them
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only  # noqa: F401  since 1.13
 
 COMPILED_NAME = '_orig_mod'  # of the module inside what `torch.compile(module)` gives; since 2.0
 

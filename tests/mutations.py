@@ -34,7 +34,7 @@ def read(block: str) -> Mutation:
 MUTATIONS = [read(block) for block in (ROOT / 'tests' / 'mutations.txt').read_text(encoding='utf-8').split('\n\n')]
 
 
-def tests_of(row: Mutation) -> list[str]:
+def files_of(row: Mutation) -> list[str]:
     paths = {file.stem.removeprefix('test_'): file for file in FILES}
     return [str(paths[name].relative_to(ROOT)) for name in row.tests.split()]
 
@@ -60,11 +60,11 @@ def killer(tests: list[str], row: Mutation | None = None) -> str:
 
 def main(words: list[str]) -> None:
     rows = [row for row in MUTATIONS if not words or any(word in row.why + row.file for word in words)]
-    if broken := killer(sorted({test for row in rows for test in tests_of(row)})):
+    if broken := killer(sorted({test for row in rows for test in files_of(row)})):
         sys.exit(f'without a change this fails: {broken}')
     survived = 0
     for row in rows:
-        start, found = time.time(), killer(tests_of(row), row)
+        start, found = time.time(), killer(files_of(row), row)
         survived += not found
         told = f'killed by {found[:60]}' if found else 'SURVIVED'
         print(f'{row.file:26} {row.why[:60]:60} {time.time() - start:4.0f} s  {told}', flush=True)

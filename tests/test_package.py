@@ -89,7 +89,7 @@ def test_clean(command):
 
 def test_mutations_change_one_place():
     for row in mutations.MUTATIONS:
-        assert mutations.tests_of(row)
+        assert mutations.files_of(row)
         assert (PACKAGE / row.file).read_text(encoding='utf-8').count(row.line) == 1, row.why
 
 

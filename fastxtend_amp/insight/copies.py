@@ -219,7 +219,7 @@ def set_random_state(state: RandomState) -> None:
     for set_state, value in state: set_state(value)
 
 
-_one_at_a_time = threading.RLock()                              # random states and warnings belong to the process
+_one_at_a_time = threading.RLock()                               # random states and warnings belong to the process
 
 
 @contextmanager

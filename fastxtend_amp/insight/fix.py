@@ -54,7 +54,7 @@ class Mend:
 
     def __init__(self, cb: MixedPrecision): self.cb = cb
 
-    def before_epoch(self): self.n_mended = 0                    # once for all validations of `tta`,
+    def before_epoch(self): self.n_mended = 0                    # not in each validation: `tta` has several
 
     def after_loss(self):
         "Look at predictions and loss; autocast is off already."
@@ -84,7 +84,7 @@ class Mend:
         if not n: return
         warn_user(f'{self.cb.mode.value}: {n:,} batch{"es" * (n > 1)} of a validation or prediction had NaN or inf in '
                   f'16 bits, and ran again in fp32, whose results count.\n{self.cause}')
-    after_fit = after_epoch                                      # with which `tta` ends
+    after_fit = after_epoch                                      # `tta` ends with it
 
 
 def mend(cb: MixedPrecision) -> Mend | None:

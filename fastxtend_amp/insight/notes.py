@@ -1,4 +1,6 @@
 "Notes on two mistakes: modules kept in fp32 that are never called, and modules that do not run in 16 bits."
+import re
+
 import torch
 from torch import nn
 
@@ -7,7 +9,9 @@ from ..precisions.fp32_modules import forward_of
 from ..precisions.matching import ROOT
 from ..training.callback import MixedPrecision
 
-_LOW_WORDS = ('Half', 'BFloat16', 'dtype', 'scalar type', 'primitive')   # in PyTorch's errors where only fp32 runs
+# In PyTorch's errors where only fp32 runs, and where an operator gets both 16-bit dtypes.
+_LOW_WORDS = 'Half|BFloat16|dtype|scalar type|primitive'
+_BOTH = 'floating ScalarType|mixed dtype'
 
 
 OTHER_HALF = 'some frozen weights have the other 16-bit dtype, which autocast does not always convert'
@@ -18,10 +22,10 @@ def other_half(
     dtype: torch.dtype, # autocast's
     error: str,
 ) -> str: # "learn.model.get_submodule('base').half()"
-    "Return the code that converts frozen weights, if an operator that promotes met both 16-bit dtypes; '' if not."
+    "Return the code that converts frozen weights, if an operator met both 16-bit dtypes; '' if not."
     frozen = {p for p in model.parameters() if not p.requires_grad}
     others = {p for p in frozen if is_half(p) and p.dtype is not dtype}
-    if not others or 'Unexpected floating ScalarType' not in error: return ''
+    if not others or not re.search(_BOTH, error): return ''
     convert = 'half()' if dtype is torch.float16 else 'bfloat16()'
     for name, m in model.named_modules():
         if others <= {*m.parameters()} <= frozen: return f"learn.model.get_submodule('{name}').{convert}"
@@ -54,6 +58,6 @@ class DtypeNote:
         dtype = fit and fit.precision.dtype
         if not dtype or not hasattr(error, 'add_note'): return
         if code := other_half(self.cb.learn.model, dtype, str(error)): error.add_note(f'Run `{code}`: {OTHER_HALF}.')
-        elif any(word in str(error) for word in _LOW_WORDS):
+        elif re.search(_LOW_WORDS, str(error)):
             error.add_note('If the model trains in fp32: `learn.precision_report()` names the module that does not run '
                            'in 16 bits, and prints the call that keeps it in fp32.')

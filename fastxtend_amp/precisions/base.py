@@ -245,7 +245,7 @@ def cpu_support(
     "Return how this CPU runs a precision: natively if it has one of the instruction sets."
     found = ', '.join(sorted({*instructions} & facts.cpu_features()))
     if found: return Support('native', f'the CPU has {found}')
-    return Support('emulated', f'the CPU has no fast {name} arithmetic')
+    return Support('emulated', f'PyTorch has no fast {name} kernels for this CPU')
 
 
 def xla_support(

@@ -195,7 +195,7 @@ class MixedPrecision(fp16.MixedPrecision):
 
     def before_fit(self):
         "Begin the fit before the first batch is loaded, so that a precision that cannot be used raises here."
-        if not self.scopes or self.fit is not None: return       # `validate()` opens one in its first batch
+        if not self.scopes or self.fit is not None: return       # `validate()` opens one in `before_validate`
         self.open().precision.prepare(self.learn)                # before a distributed trainer wraps the model
 
     def before_train(self):

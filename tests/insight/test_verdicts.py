@@ -348,6 +348,12 @@ class Token(Promotes):
         return super().forward(x) + self.b(torch.addcmul(self.a(x), self.token, self.token))
 
 
+def test_a_frozen_norm_in_the_other_half_precision():
+    model = nn.Sequential(nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8)).half().requires_grad_(False), nn.Linear(8, 1))
+    verdict = learner(model).precision_report('bf16').verdicts['bf16']
+    assert verdict.call == "learn.model.get_submodule('0').bfloat16()", verdict
+
+
 BASE = "learn.model.get_submodule('base').{}()"
 ALL = 'for p in learn.model.parameters(): p.data = p.data if p.requires_grad else p.data.{}()'
 
