@@ -151,7 +151,7 @@ def _result(setting, runs, seeds, n, tuned): # `n`: steps that are compared
     tolerated = tolerance(losses['fp32'], [r.loss(n) for r in seeds], last_fifth(n))
     recommended, reason = recommend(table, tolerated, setting.max_seconds - min(0, setting.left))
     calls = {r.name: call(learn, r.precision) + COMPILE * r.compiled for r in runs}
-    notes = [tuned, f'Losses: mean of the last fifth of {n:,} steps, of at most {setting.n_steps:,}. '
+    notes = [tuned, f'Losses: mean of the last fifth of {n:,} steps (`n_steps={setting.n_steps}`). '
                     f'`max_seconds={setting.max_seconds:g}` was enough for {len(seeds)} of {setting.n_seeds} other '
                     'seeds in fp32.', *note_of_left_out(learn)]
     if is_compiled(learn.model):
