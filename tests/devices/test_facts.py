@@ -88,6 +88,7 @@ CHIPS = {'emulated': ('M1', 'M1 Pro', 'M1 Ultra', 'M2', 'M2 Ultra'), 'native': (
 @pytest.mark.parametrize('bf16, chip', [(bf16, f'Apple {chip}') for bf16 in CHIPS for chip in CHIPS[bf16]])
 def test_apple_chips(monkeypatch, chip, bf16):
     monkeypatch.setattr(torch.backends.mps, 'is_available', lambda: True)
+    monkeypatch.setattr(torch.backends.mps, 'is_macos_or_newer', lambda *version: True)  # PyTorch 2.9 asks
     monkeypatch.setattr(facts, 'apple_chip', lambda: chip)
     found, _ = judged('mps')
     assert found == [bf16, 'native', 'unsupported', 'emulated', 'bf16' if bf16 == 'native' else 'fp16']
