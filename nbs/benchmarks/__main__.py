@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fastxtend_amp import precision_support
+from fastxtend_amp.devices import facts
 from fastxtend_amp.devices.fp32_settings import FULL_PRECISION, fp32_settings
 from fastxtend_amp.tools.device import usable_device
 
@@ -30,6 +31,7 @@ def main(
     add('--contestants', nargs='+', default=names, choices=names, metavar='C', help=f"of {', '.join(names)}")
     add('--optimizers', nargs='+', default=[ADAM, FUSED], choices=(ADAM, FUSED), metavar='O',
         help=f"of {ADAM} (fastai's), {FUSED} (torch's)")
+    add('--avx2', action='store_true', help='use no newer instructions than AVX2, as a CPU that emulates bf16')
     add('--rounds', type=int, default=15, metavar='N', help='blocks of each contestant (default %(default)s)')
     files = parser.add_mutually_exclusive_group().add_argument
     files('--out', type=Path, metavar='STEM', help='write STEM.json, STEM.md and STEM.png')
@@ -38,6 +40,9 @@ def main(
     if args.rounds < 1: parser.error(f'--rounds {args.rounds}: at least 1 is needed')
     if args.out and not os.access(args.out.parent, os.W_OK):
         parser.error(f'--out {args.out}: there is no folder {args.out.parent} that can be written to')
+    if args.avx2:               # before PyTorch's first operator
+        os.environ.update(ATEN_CPU_CAPABILITY='avx2', ONEDNN_MAX_CPU_ISA='AVX2')
+        facts.cpu_features = lambda: frozenset({'avx2'})
     stem = args.show or args.out
     if args.show: figures = json.loads(Path(f'{stem}.json').read_text(encoding='utf-8'))
     else:

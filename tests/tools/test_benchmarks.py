@@ -1,6 +1,6 @@
 "The benchmark in nbs/benchmarks: what it counts, its stored runs, its report and chart, but not its times."
 
-import json, shutil, sys
+import json, platform, shutil, subprocess, sys
 from functools import partial
 from pathlib import Path
 
@@ -33,6 +33,12 @@ def test_a_run_of_all_contestants_that_are_installed(tmp_path):
     assert 'python -m nbs.benchmarks --device cpu --models tiny' in text and '## tiny: tiny MLP' in text
     assert all(f'- {mode}: {support} here' in text for mode, (support, _) in figures['support'].items())
     assert stem.with_suffix('.png').read_bytes()[:4] == b'\x89PNG'
+
+
+def test_avx2_only_emulates_bf16():
+    command = [sys.executable, '-m', 'nbs.benchmarks', '--avx2', *TINY, '--modes', 'bf16', '--rounds', '1']
+    out = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=True).stdout
+    assert 'bf16: emulated here' in out and (platform.machine() != 'x86_64' or '(AVX2)' in out)
 
 
 def test_a_ratio_is_to_the_frameworks_own_fp32_in_the_same_round():
