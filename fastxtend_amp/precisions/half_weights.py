@@ -224,10 +224,10 @@ def _check_no_masters(
                          "which reduces gradients in the dtype that the weights had when the model was wrapped.\n"
                          "Use `learn.to_bf16()`, or with FSDP2 `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`.")
     inner = getattr(opt, 'opt', None)
-    package = type(inner).__module__.partition('.')[0]
+    packages = {cls.__module__.partition('.')[0] for cls in type(inner).__mro__}
     groups = getattr(inner, 'param_groups', [])
-    if package == 'optimi' and all(g.get('kahan_sum') is not False for g in groups): return
-    if package == 'torchao' and getattr(inner, 'bf16_stochastic_round', False): return
+    if 'optimi' in packages and all(g.get('kahan_sum') is not False for g in groups): return
+    if 'torchao' in packages and getattr(inner, 'bf16_stochastic_round', False): return
     raise ValueError(f"master_weights=False cannot be used with {_optimizer_name(opt)}, which does not compensate for "
                      "rounding: small updates of bf16 weights are lost.\nBuild the learner with "
                      "`opt_func=kahan('AdamW')` or with torchao's stochastic rounding, or leave out "

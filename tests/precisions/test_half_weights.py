@@ -352,16 +352,14 @@ def test_an_optimizer_that_is_exchanged_in_a_fit_leaves_no_half_weights(kwargs, 
 def test_stochastic_rounding():
     from torchao import optim
 
-    def build(params, lr):
-        def as_tensors(opt, *_):  # torchao needs tensors, but fastai sets numbers
-            for g in opt.param_groups:
-                g['lr'] = torch.as_tensor(g['lr'], dtype=FP32)
+    class AdamW(optim._AdamW):
+        def step(self, closure=None):  # torchao needs tensors, but fastai sets numbers
+            for group in self.param_groups:
+                group['lr'] = torch.as_tensor(group['lr'])
+            return super().step(closure)
 
-        opt = optim._AdamW(params, lr=lr, bf16_stochastic_round=True)
-        opt.register_step_pre_hook(as_tensors)
-        return opt
-
-    learn = learner(opt_func=partial(OptimWrapper, opt=build)).to_half_weights(**NONE)
+    opt = partial(AdamW, bf16_stochastic_round=True)
+    learn = learner(opt_func=partial(OptimWrapper, opt=opt)).to_half_weights(**NONE)
     weights = params(learn)
     with torch.compiler.set_stance('force_eager'):
         learn.fit(1, 1e-3)  # torchao compiles its step, which needs minutes
