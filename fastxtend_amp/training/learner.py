@@ -58,11 +58,15 @@ def to_amp(self: Learner, *,
 
     With `measure=True`, it times bf16, fp16 and TF32, where they are native, on copies of the learner, and selects the
     fastest of them, or fp32. It prints the decision, and stores the details in `learn.precision_decision`.
-    `max_seconds` is then the only other argument, and distributed runs raise `RuntimeError`.
+    The arguments of the learner's precision, such as `fp32_modules`, are kept. `max_seconds` is then the only other
+    argument, and distributed runs raise `RuntimeError`.
     """
     if measure not in (True, False): raise ValueError(f'measure={measure!r} cannot be used: it must be True or False.')
     if measure:
-        measure_and_choose(self, max_seconds, **kwargs)
+        if kwargs:
+            raise TypeError(f"to_amp(measure=True) accepts only `max_seconds`, not {', '.join(kwargs)}. Call `to_bf16` "
+                            'with them first: they are kept.')
+        measure_and_choose(self, max_seconds)
         return self
     device = training_device(self)
     options = {name: kwargs.pop(name) for name in ('on_overflow', 'max_skips') if name in kwargs}

@@ -194,6 +194,7 @@ ERRORS = {
     'steps': lambda: learner().compare_precision(n_steps=0),
     'time': lambda: learner().compare_precision(max_seconds=0),
     'time to choose': lambda: learner().to_bf16().to_amp(measure=True, max_seconds=-1),
+    'more than time to choose': lambda: learner().to_amp(measure=True, fp32_modules='0', max_skips=9),
     'mode': lambda: learner().compare_precision('fp4'),
     'no data': lambda: WITHOUT_DATA.compare_precision(),
     'no data to choose': lambda: WITHOUT_DATA.to_amp(measure=True),
