@@ -1,5 +1,4 @@
 "`on_overflow='fix'`: in training the remedy of the diagnosis is applied; evaluation repeats failed batches in fp32."
-import math
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -8,7 +7,7 @@ from ..training.callback import MixedPrecision
 from .candidates import advised, call
 from .copies import random_state, several_processes
 from .diagnosis import Alarm, diagnose
-from .tensors import readable
+from .tensors import has_finite_results
 
 
 class Fix(NamedTuple):
@@ -60,10 +59,10 @@ class Mend:
         "Look at predictions and loss; autocast is off already."
         cb, learn = self.cb, self.cb.learn
         if learn.training or several_processes(): return         # where a model would wait for the others
-        if not cb.fit.precision.dtype or _is_finite(learn): return
+        if not cb.fit.precision.dtype or has_finite_results(learn): return
         low = {name: vars(learn).get(name) for name in ('pred', 'loss', 'loss_grad')}
         with suppress(Exception): self._run_in_fp32()            # an error of a model with 16-bit weights, for example
-        if not _is_finite(learn): return vars(learn).update(low)
+        if not has_finite_results(learn): return vars(learn).update(low)
         self.n_mended += 1
         if self.n_mended > 1: return
         batch = learn.xb, learn.yb
@@ -90,8 +89,3 @@ class Mend:
 def mend(cb: MixedPrecision) -> Mend | None:
     "Return the watcher of a precision callback that fixes what fails; None for another."
     return Mend(cb) if cb.on_overflow == 'fix' else None
-
-
-def _is_finite(learn):
-    loss = vars(learn).get('loss') if len(learn.yb) else None
-    return all((t < math.inf).all() for t in readable((learn.pred, loss)))   # -inf masks logits

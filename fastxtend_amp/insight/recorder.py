@@ -26,6 +26,7 @@ BACKWARD = 'backward pass'                                       # where an erro
 class Trace(TorchDispatchMode):
     "Records some batches in one precision, each from its forward pass to its gradients."
     not_finite = ''                                              # 'loss', or 'gradient' if no loss was
+    validates = False                                            # with finite results
     error = ''                                                   # why it ended: the text of an exception
     failed_in = ''                                               # the module that raised it; '' before a batch
 

@@ -252,7 +252,7 @@ class _Report:
                 error = math.inf if s.failed else s.error
                 underflow = max(s.n_zeros - fp32.n_zeros, 0) / max(fp32.n_grads, 1)
                 dtype = mode.value if s.half else 'fp32'
-                yield (mode.value, s.name, s.type, dtype, fp32.largest, headroom, error,
+                yield (mode.value, s.name, s.type, dtype, fp32.largest or s.largest, headroom, error,
                        fp32.grad or math.nan, underflow, is_flagged)
 
     def _causes(self, flagged):

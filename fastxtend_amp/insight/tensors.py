@@ -1,5 +1,8 @@
 "The tensors in nested predictions and inputs, and which of them can be read."
+import math
+
 import torch
+from fastai.learner import Learner
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -16,6 +19,12 @@ def tensors(
 def readable(x: object) -> list[torch.Tensor]:
     "Return the tensors of floating point in `x` that can be read."
     return [t for t in tensors(x) if t.is_floating_point() and is_plain(t)]
+
+
+def has_finite_results(learn: Learner) -> bool:
+    "Return whether predictions and loss of the batch that `learn` ran last are finite; -inf may be a mask."
+    loss = vars(learn).get('loss') if len(learn.yb) else None
+    return all((t < math.inf).all() for t in readable((learn.pred, loss)))
 
 
 def is_plain(t: torch.Tensor) -> bool:

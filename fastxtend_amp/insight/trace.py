@@ -20,7 +20,7 @@ from .candidates import FP32, like_own, switch
 from .copies import begin_fit, copied_learner, set_random_state
 from .recorder import Trace
 from .rounding import round_as
-from .tensors import readable
+from .tensors import has_finite_results, readable
 
 
 def trace(
@@ -34,7 +34,8 @@ def trace(
 ) -> Trace:
     """Run batches forward and backward in a copy of `learn`, in its own loop with its callbacks; no step is taken.
 
-    Then the first batch runs as in validation, unless that fails in fp32 as well.
+    Then they run as in validation, unless that fails in fp32 as well: first without hooks, with which some modules of
+    PyTorch use other kernels, and again with them if the results are finite only in fp32.
     """
     found, where = Trace(mode, fp32), ''
     try:
@@ -50,14 +51,25 @@ def trace(
                         copy._with_events(copy._do_one_batch, 'batch', CancelBatchException)
                     else: copy.one_batch(i, batch)
             if in_fit or (fp32 and fp32.error): return found
-            # Without hooks, as some modules of PyTorch then use other kernels.
             where, found.failed_in = ' (in validation)', ROOT
-            copy._do_epoch_validate(dl=[map_tensors(torch.clone, batches[0])])
+            found.validates = _validates(copy, batches)
+            if fp32 and fp32.validates and not found.validates:
+                found.not_finite = 'loss'
+                with found.recording(copy.model): _validates(copy, batches)
     except torch.OutOfMemoryError: raise
     except Exception as e:
         if mode is None and not where: raise
         found.error = first_line(e) + where
     return found
+
+
+def _validates(learn: Learner, batches: Sequence) -> bool:
+    "Run batches as in validation; return whether all predictions and losses are finite."
+    finite = True
+    for batch in batches:
+        learn._do_epoch_validate(dl=[map_tensors(torch.clone, batch)])
+        finite &= has_finite_results(learn)
+    return finite
 
 
 @contextmanager

@@ -350,11 +350,20 @@ class Validates(nn.Linear):
         return out
 
 
-def test_a_batch_also_runs_as_in_validation():
+class Overflows(nn.Linear):
+    "Overflows fp16, in validation only."
+
+    def forward(self, x):
+        large = 1 if self.training else 1e6
+        return super().forward(x) * large / large
+
+
+def test_batches_also_run_as_in_validation():
     assert report_on(Trains(6, 1), 'bf16').verdicts['bf16'].verdict == SAFE
-    verdict = report_on(layers(Validates(8, 8)), 'bf16').verdicts['bf16']
-    assert verdict.modules == ['1'] and '(in validation)' in verdict.reason
-    trained(layers(Validates(8, 8)), verdict.call, 1)
+    for cls, mode, reason in (Validates, 'bf16', '(in validation)'), (Overflows, 'fp16', "above fp16's 65,504"):
+        verdict = report_on(layers(cls(8, 8)), mode).verdicts[mode]
+        assert verdict.modules == ['1'] and reason in verdict.reason, verdict
+        trained(layers(cls(8, 8)), verdict.call, 1)
 
 
 # -- settings, and what it does not change
