@@ -64,9 +64,16 @@ class FP16(Precision):
         name, first = ('init_scale', init_scale) if loss_scale is None else ('loss_scale', loss_scale)
         if not 2.**-24 <= first <= _LARGEST:
             raise ValueError(f'{name}={first!r} cannot be used: it must be a number from 2**-24 to {_LARGEST:.2g}.')
+        for name, value, ok, allowed in (
+                ('growth_factor', growth_factor, growth_factor > 1, 'above 1'),
+                ('backoff_factor', backoff_factor, 0 < backoff_factor < 1, 'between 0 and 1'),
+                ('growth_interval', index(growth_interval), growth_interval >= 1, 'at least 1')):
+            if not ok: raise ValueError(f'{name}={value!r} cannot be used: it must be {allowed}.')
+        if not isinstance(scaler, (GradScaler, type(None))):
+            raise TypeError(f'scaler={scaler!r} cannot be used: it must be a `torch.amp.GradScaler`.')
         self.is_fixed, self.user_scaler = loss_scale is not None, scaler
         own = static_scaler('cpu', first) if self.is_fixed else GradScaler(
-            'cpu', first, growth_factor, backoff_factor, index(growth_interval), enabled)
+            'cpu', first, growth_factor, backoff_factor, growth_interval, enabled)
         self.newest = scaler or own                              # the scaler in its newest state
         self.first_state = self.newest.state_dict()              # empty if it is not enabled
         self.first_scale = self.first_state.get('scale', 1.)
