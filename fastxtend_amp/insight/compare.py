@@ -55,7 +55,7 @@ def compare_precision(self: Learner,
 
     - `ValueError` if `modes` has an unknown precision
     - `ValueError` if `n_steps` or `max_seconds` is out of range
-    - `ValueError` if a parameter is 16-bit, sharded (FSDP), NaN or inf, or if all are frozen
+    - `ValueError` if a parameter is sharded (FSDP), NaN or inf, or if all are frozen
     - `ValueError` if the learner cannot be copied
     - `ValueError` if there are no training batches
     - `RuntimeError` if it is called inside a fit
@@ -152,8 +152,8 @@ def _result(setting, runs, seeds, n, tuned): # `n`: steps that are compared
     recommended, reason = recommend(table, tolerated, setting.max_seconds - min(0, setting.left))
     calls = {r.name: call(learn, r.precision) + COMPILE * r.compiled for r in runs}
     notes = [tuned, f'Losses: mean of the last fifth of {n:,} steps (`n_steps={setting.n_steps}`). '
-                    f'`max_seconds={setting.max_seconds:g}` was enough for {len(seeds)} of {setting.n_seeds} other '
-                    'seeds in fp32.', *note_of_left_out(learn)]
+                    f'fp32 was also trained with {len(seeds)} of {setting.n_seeds} other seeds, within '
+                    f'`max_seconds={setting.max_seconds:g}`.', *note_of_left_out(learn)]
     if is_compiled(learn.model):
         notes.append('The compiled model was compared uncompiled; `compare_precision(compile=True)` compares both.')
     if settings := settings_note(): notes.append(f'{settings}. fp32 was measured with this setting.')

@@ -54,7 +54,8 @@ class PrecisionComparison(Shown):
     ) -> Learner: # The learner
         "Switch the learner to the recommended precision. `fp32_modules` and its other arguments are kept."
         mode = mode or self.recommended
-        switch(learn, self.precisions[mode])
+        if self.precisions[mode].mode: switch(learn, self.precisions[mode])
+        else: learn.to_fp32()
         if self.calls[mode].endswith(COMPILE): learn.model.compile()
         return learn
 

@@ -13,12 +13,11 @@ from fastai.learner import Learner
 from fastai.torch_core import to_device
 from fastcore.basics import noop
 
-from ..common import half_to_float, map_tensors, training_device
+from ..common import map_tensors, training_device
 from ..devices.cost import allocated, wait_for
 from ..devices.facts import first_line
 from ..precisions import Precision
 from ..precisions.matching import unwrapped
-from ..precisions.weights import weights_to_fp32
 from ..training.loop import precision_callback
 from .candidates import FP32, switch
 from .comparison import speed_up
@@ -114,9 +113,7 @@ class Run:
     def copy(self, copies: ExitStack) -> None:
         "Make a copy of the learner in its precision, in the state that all copies start from."
         self.learn = copies.enter_context(copied_learner(self.setting.learn, optimizer=True))
-        if not self.precision.dtype:                             # fp32 also of 16-bit weights
-            weights_to_fp32(self.learn.model, self.learn.opt)
-            self.learn.model._apply(half_to_float)
+        if not self.precision.dtype: self.learn.to_fp32()        # 16-bit weights as well
         # A diagnosis would disturb the times.
         switch(self.learn, copy.deepcopy(self.precision), on_overflow='ignore')
         if self.compiled: self.learn.model.compile()

@@ -10,8 +10,9 @@ from fastai.learner import Learner
 from fastcore.basics import patch
 from fastcore.meta import delegates
 
-from ..common import training_device
+from ..common import half_to_float, training_device
 from ..precisions import PRECISIONS, Precision, automatic_precision, followers, parameters_of
+from ..precisions.weights import weights_to_fp32
 from .callback import MixedPrecision
 from .loop import exchange, precision_callback, set_precision
 
@@ -81,8 +82,15 @@ def to_amp(self: Learner, *,
 
 @patch
 def to_fp32(self: Learner) -> Learner: # The learner
-    "Train in plain float32: removes every precision callback, fastai's own included."
-    return set_precision(self, None)
+    """Train in plain float32: removes every precision callback, fastai's own included.
+
+    Between batches it also converts 16-bit weights to fp32, frozen ones included.
+    """
+    set_precision(self, None)
+    if precision_callback(self) is None:                         # it is there until the batch ends
+        weights_to_fp32(self.model, self.opt)                    # with the optimizer's state
+        self.model._apply(half_to_float)
+    return self
 
 
 @patch

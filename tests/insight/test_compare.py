@@ -164,7 +164,7 @@ def test_an_error_in_low_precision_is_a_result_and_the_learner_is_not_modified(s
         'fp32 compiled': 'RuntimeError: no C++ compiler',
         'bf16': 'ZeroDivisionError: now',
         'bf16 compiled': 'RuntimeError: no C++ compiler',
-        'fp16': "ValueError: fp16 mixed precision does not run on device 'cpu': for this test",
+        'fp16': "ValueError: fp16 does not run on device 'cpu': for this test",
         'fp16 compiled': 'RuntimeError: no C++ compiler',
     }
     assert list(r.table['steps']) == [8, 0, 3, 0, 0, 0] and {*r.table['support'][1:]} == {'failed'}
@@ -224,6 +224,8 @@ def test_16_bit_weights_are_compared_as_fp32():
     found = learner(model).compare_precision(LOW, 4, n_seeds=0)
     assert (found.table.note == '').all() and found.table.loss.notna().all()
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    found.apply(learner(model), 'fp32').fit(1)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
 def test_errors(expected):

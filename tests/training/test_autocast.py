@@ -135,6 +135,8 @@ def test_16_bit_parameters_that_are_trained_become_fp32(to, opt):
     assert len(said) == 1 and "'0.weight'" in said[0] and learn.model[1].weight.dtype is BF16
     assert differences(result(learn), result(wanted)) == [] and process() == before
     assert not told(lambda: learn.fit(1), '16-bit')
+    learn.to_fp32().fit(1)  # the frozen layer as well
+    assert {p.dtype for p in params(learn)} == {FP32}
 
 
 def test_16_bit_parameters_in_a_loop_over_one_batch():
