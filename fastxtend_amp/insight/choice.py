@@ -44,7 +44,7 @@ def measure_and_choose(
     vars(learn)['precision_decision'] = comparison               # which `export` leaves out
     best = comparison.recommended
     print(f'Selected: {best}.', comparison.reason, *comparison.notes,
-          f'Without measuring: `{comparison.calls[best]}`.')
+          f'Next time, call `{comparison.calls[best]}` instead of measuring.')
 
 
 @patch(as_prop=True)

@@ -58,13 +58,12 @@ class PrecisionReport(Shown):
     | `underflow` | share of these gradients that are 0 in the precision, at the loss scale, and not in fp32 | ratio |
     | `flagged` | whether the module is flagged | bool |
 
-    `constants` has one row per constant in your code, or in a library, that becomes 0, 1, -1 or infinite in 16 bits:
-    `module`, `line` ('models/norm.py:33'), `operator`, `constant`, its values in `fp16` and `bf16`, and `flagged`, if
-    the module is flagged.
+    `constants` has one row per constant found in your code, or in a library, that becomes 0, 1, -1 or infinity in 16
+    bits: `module`, `line` ('models/norm.py:33'), `operator`, `constant`, its values in `fp16` and `bf16`, and
+    `flagged`, if the module is flagged.
 
     `largest` ignores attention masks: large negative values far from all others, and tensors of one or two distinct
-    values. `format` and `headroom` mean nothing where
-    `error` is nan because an earlier module overflowed.
+    values. `format` and `headroom` mean nothing for modules that run after one that overflowed.
     """
     table: pd.DataFrame # One row per precision and module
     verdicts: dict[str, Verdict] # By precision
@@ -109,7 +108,7 @@ class PrecisionReport(Shown):
 
 @patch
 def precision_report(self: Learner,
-    modes: str | AMPMode | Iterable[str | AMPMode] = ('bf16', 'fp16'), # Precisions to report on, of those with autocast
+    modes: str | AMPMode | Iterable[str | AMPMode] = ('bf16', 'fp16'), # One or more of 'bf16', 'fp16', 'fp8', 'mxfp8'
     n_batches: int = 1, # Number of batches to look at; gradients are compared on up to 6
     dl: DataLoader | None = None, # Source of the batches, fastai's or PyTorch's; `learn.dls.train` if None
     max_seconds: float = 60., # Time limit; a verdict that was not reached is 'not known'
@@ -128,7 +127,7 @@ def precision_report(self: Learner,
 
     Raises:
 
-    - `ValueError` if `modes` has another precision than those with autocast, or another argument is out of range
+    - `ValueError` if `modes` has another precision, or another argument is out of range
     - `ValueError` if a parameter is sharded (FSDP), NaN or inf, or if all are frozen
     - `ValueError` if the learner cannot be copied
     - `ValueError` if there is no batch
@@ -137,7 +136,7 @@ def precision_report(self: Learner,
     """
     asked = precisions_named(modes)
     if not asked or any(not cls.dtype for cls in asked):
-        raise ValueError(f"modes={modes!r} cannot be used: give 'bf16', 'fp16', 'fp8', or a list of these.")
+        raise ValueError(f"modes={modes!r} cannot be used: give 'bf16', 'fp16', 'fp8', 'mxfp8', or a list of these.")
     check_above_0(n_batches=n_batches, max_seconds=max_seconds)
     own = training_device(self).type
     kind = own if device is None else str(device).partition(':')[0]
@@ -279,8 +278,9 @@ class _Report:
             names = some(map(named, layers))
             yield f'{mode.value}: the rounding of {names} was simulated; no {mode.name} kernel was run.'
         few, whole = find_bs(self.batches[0]), find_bs(self.drawn[0])
-        yield (f'Looked at modules on {len(self.batches):,}, and at the gradient on {self.n_gradients} batches of '
-               f'{few:,} samples. Other batches (`n_batches`) and later weights may flag other modules.')
+        n = len(self.batches)
+        yield (f'Looked at {n:,} batch{"es" * (n > 1)} for the modules and {self.n_gradients} for the gradient, of '
+               f'{few:,} samples each. Other batches (`n_batches`) and later weights may flag other modules.')
         if self.cut_for:
             modes = ' and '.join(self.cut_for)
             yield (f'{modes}: emulated on this device, so of {whole:,} samples only the first {few:,} were '

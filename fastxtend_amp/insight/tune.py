@@ -92,7 +92,7 @@ def tune(
             copies.enter_context(own.pop_all())
         runs.append(run)
         best = run
-    found = f"Kinds of modules tried in fp32, and how much faster {plain.name} is with them: {'; '.join(tried)}."
+    found = f"Kinds of modules tried in fp32, with the speed-up over {plain.name} alone: {'; '.join(tried)}."
     more = f" Not tried, as the time was over: {', '.join(titles[len(tried):])}."
     return (found * bool(tried) + more * (len(tried) < len(titles))).strip()
 

@@ -90,7 +90,7 @@ class Watch:
         zero = [not p.grad.any() for p in learn.model.parameters() if p.grad is not None]
         notes.has_underflowed = sum(zero) > _NEARLY_ALL * len(zero)
         if notes.has_underflowed:
-            warn_user(f'fp16: the gradients of {sum(zero):,} of {len(zero):,} parameters are all 0, as without loss '
+            warn_user(f'fp16: the gradients of {sum(zero):,} of {len(zero):,} parameters are all 0: without loss '
                       'scaling they underflow.\nLeave out `enabled=False`.')
 
     def after_step(self):

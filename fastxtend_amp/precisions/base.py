@@ -157,7 +157,7 @@ class Precision:
         support = self.support(device)
         if support.status != 'unsupported': return
         other = fastest_native(device, [self.name])
-        raise ValueError(f"{self.name} mixed precision does not run on device '{device}': {support.why}.\n"
+        raise ValueError(f"{self.name} does not run on device '{device}': {support.why}.\n"
                          f"On this device, use `learn.to_{other.value if other else 'fp32'}()`.")
 
     # -- what training needs; overridden by precisions that need more
@@ -210,7 +210,7 @@ class Precision:
         return {}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        "Continue from `state`; None resets to the arguments. Raises `ValueError` for a state that cannot be used."
+        "Continue from `state`; None resets to the arguments."
 
 
 def parameters_of(cls: type[Precision]) -> dict[str, inspect.Parameter]:

@@ -79,7 +79,7 @@ class FP8(BF16):
         if bf16.status == 'unsupported': return bf16
         nvidia = device.type == 'cuda' and facts.amd_architecture(device) is None
         if nvidia and facts.cuda_capability(device) >= (8, 9): return Support('native', bf16.why)
-        return Support('emulated', 'FP8 arithmetic needs an NVIDIA GPU of compute capability 8.9')
+        return Support('emulated', 'FP8 arithmetic needs an NVIDIA GPU of compute capability 8.9 or higher')
 
     def rounding(self, model: nn.Module) -> dict[str, Rounding]:
         return dict.fromkeys(self.find_layers(model), rounded)
@@ -94,7 +94,7 @@ class FP8(BF16):
         if found: return found
         at_least = f' and of at least {self.min_size}' if self.min_size else ''
         raise ValueError(f'{self.name} cannot be used: modules={self.spec!r} leaves no linear layer whose weight has '
-                         f'two sides divisible by {self.sides}{at_least}.\n'
+                         f'both sides divisible by {self.sides}{at_least}.\n'
                          'Name other modules, keep fewer in fp32, or use `learn.to_bf16()`.')
 
     def _fits(self, linear: Any) -> bool:

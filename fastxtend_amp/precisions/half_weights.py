@@ -27,7 +27,7 @@ LOWERED = ('bf16', 'fp16')  # the precisions that weights can have
 
 
 class HalfWeights(Precision):
-    """Train with 16-bit weights and fp32 master weights, exactly as `to_bf16` or `to_fp16` train.
+    """Train with 16-bit weights and fp32 master weights: the same numbers as `to_bf16` or `to_fp16`.
 
     Replaces the learner's current precision. Use it for the arguments of fastai v1's `to_fp16(loss_scale,
     flat_master)`, or to train without master weights. The model's parameters are the master weights, and autocast

@@ -58,7 +58,7 @@ class MXFP8(FP8):
         fp8 = FP8.support(device)
         is_blackwell = fp8.status == 'native' and facts.cuda_capability(device) >= (10, 0)
         if is_blackwell or fp8.status == 'unsupported': return fp8
-        return Support('emulated', 'MXFP8 arithmetic needs an NVIDIA GPU of compute capability 10.0')
+        return Support('emulated', 'MXFP8 arithmetic needs an NVIDIA GPU of compute capability 10.0 or higher')
 
     def rounding(self, model: nn.Module) -> dict[str, Rounding]:
         return dict.fromkeys(self.find_layers(model), rounded)

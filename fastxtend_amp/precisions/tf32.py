@@ -8,7 +8,7 @@ from ..devices import facts
 from ..devices.fp32_settings import TF32_SETTINGS, fp32_settings
 from .base import Precision, Support
 
-_NEEDS = Support('unsupported', 'TF32 needs an NVIDIA GPU of compute capability 8.0, or an AMD MI300')
+_NEEDS = Support('unsupported', 'TF32 needs an NVIDIA GPU of compute capability 8.0 or higher, or an AMD MI300')
 
 
 class TF32(Precision):

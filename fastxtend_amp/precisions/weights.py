@@ -23,6 +23,6 @@ def weights_to_fp32(
     for m in model.modules():                                    # as BatchNorm has its statistics in the same dtype
         if not set(half.values()).isdisjoint(m.parameters(recurse=False)):
             for b in m.buffers(recurse=False): b.data = half_to_float(b.data)
-    warn_user(f"{len(half):,} trainable parameters were 16-bit, such as '{next(iter(half))}', and are fp32 now, "
-              f'for {megabytes:,.3g} MB more: small updates of 16-bit weights are rounded away.\nTo train in 16 bits, '
-              'call `learn.to_half_weights(master_weights=False)`.')
+    warn_user(f"{len(half):,} trainable 16-bit parameters, the first of them '{next(iter(half))}', were converted to "
+              f'fp32, which needs {megabytes:,.3g} MB more: 16-bit weights would lose small updates.\nTo train in 16 '
+              "bits, use `opt_func=kahan('AdamW')` and `learn.to_half_weights(master_weights=False)`.")

@@ -224,7 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int: # The exit status: 0 if all 
     "The console script `fastxtend_amp_check`."
     parser = argparse.ArgumentParser(prog='fastxtend_amp_check', description=(
         'Test mixed precision on this device: train a small network in fp32 and in each precision, and compare. Takes '
-        'less than two minutes. The output can be pasted into an issue.'))
+        'about a minute. The output can be pasted into an issue.'))
     add_device(parser)
     args = parser.parse_args(argv)
     device = usable_device(parser, args.device)

@@ -179,7 +179,7 @@ class Scaling:
         text = (f'{skipped:,} of the {n:,} optimizer steps of this fit were skipped: gradients were not finite.\n'
                 '`learn.precision_report()` names the modules that overflow.')
         backs_off = self.scaler.get_backoff_factor() < 1
-        return text + f' If it finds none, pass `init_scale={self.scaler.get_scale():.9g}`.' * backs_off
+        return text + f' If it finds none, pass `init_scale={self.scaler.get_scale():.12g}`.' * backs_off
 
 
 # -- optimizers that skip a step on the device
