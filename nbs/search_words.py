@@ -15,18 +15,18 @@ WORDS = {
             'supports FP8, supports TF32, supports bf16, use bf16, RTX bf16'},
     '03_gpus_compile_xla': {
         'Several GPUs (multi-GPU, DDP)': 'multi GPU, multiple GPUs, DDP, distributed, distributed training, '
-                                         'notebook_launcher',
+                                         'notebook_launcher, Kaggle two T4, two GPUs',
         'FSDP2': 'FSDP, fully_shard',
         'DataParallel': 'DataParallel, to_parallel',
         'torch.compile': 'compile, inductor',
         'XLA and TPU': 'TPU, XLA'},
     'troubleshooting': {
         'The loss is NaN': 'my loss is NaN, NaN loss, NaN, inf, overflow, IndexError, lr_find NaN',
-        'The loss scale keeps dropping': 'skipped steps, loss scale too low',
+        'The loss scale keeps dropping': 'skipped steps, loss scale too low, how many steps were skipped, n_skipped',
         'Which precision should I use: bf16 or fp16?':
             'precision, which precision should I use, what did to_amp choose, bf16 on T4, bf16 on V100, '
             'fp16 vs bf16, to_fp16 vs to_bf16',
-        'Does mixed precision change the accuracy?': 'accuracy, final accuracy',
+        'Does mixed precision change the accuracy?': 'accuracy, final accuracy, accuracy worse than fp32',
         'to_bf16 is not faster': 'slow, slower than fp32, not faster, speedup, no speedup on GPU, speed up training, '
                                  'channels last',
         'Why is bf16 slower here?': 'depthwise, depthwise convolution slow, MobileNet, EfficientNet, '
@@ -38,14 +38,16 @@ WORDS = {
         'ValueError: Attempting to unscale FP16 gradients': 'Attempting to unscale FP16 gradients, '
                                                              'checkpoint in fp16, trainable parameters were 16-bit',
         'RuntimeError: could not create a primitive descriptor':
-            "could not create a primitive descriptor, not implemented for 'Half'",
+            "could not create a primitive descriptor, not implemented for 'Half', LSTM bf16 error, GRU error",
         'RuntimeError: value cannot be converted to type c10::Half without overflow': 'masked_fill, padding mask',
         'TypeError: Got unsupported ScalarType BFloat16': 'numpy bf16',
         'Warning: a loss or a prediction in validation is NaN or inf': 'validation loss NaN',
         'Which callbacks run in a report, comparison or diagnosis?': 'MixUp, CutMix, trackers'},
     'coming_from': {'fastai 2': 'difference to fastai, fastai to_fp16, learn.scaler',
                     'Side by side': 'compare with Accelerate, Fabric, Lightning, Composer'},
-    'api': {'Shared arguments': 'FloatingPointError, max_skips, growth_interval'},
+    'api': {'Shared arguments': 'FloatingPointError, max_skips, growth_interval, GradScaler growth interval',
+            'MixedPrecision': 'learn.precision.scale, get current loss scale, learn.precision.skipped, '
+                              'skip step callback'},
     'changelog': {'Changelog': 'what changed, what is new, release notes'},
     '01_tutorial': {'Train': 'first run',
                     'Which is the fastest?': 'fastest precision, measure',
@@ -53,7 +55,7 @@ WORDS = {
                     'When training fails': 'recover from NaN'},
     '02_save_and_export': {'Save and resume': 'load checkpoint, save, resume, resume training, SaveModelCallback, '
                                               'resume from checkpoint loss scale',
-                           'Export': "export, load_learner dict object has no attribute dls"},
+                           'Export': "export, export model inference, load_learner dict object has no attribute dls"},
     'guarantees': {'The same numbers': 'reproducible, deterministic',
                    'What is kept when': 'crash while saving, killed, disk full, corrupt file, '
                                              'UnboundLocalError res, optimi',
@@ -72,7 +74,8 @@ WORDS = {
         'Recipes': 'lr_find, learning rate finder, gradient clipping, gradient accumulation, freeze, unfreeze layers, '
                    'unet, segmentation, tabular, GAN, tta',
         'Keep modules in fp32':
-            'fp32_modules, matches no module, exclude layers, keep layer in fp32, LayerNorm, batchnorm, '
+            'fp32_modules, matches no module, exclude layers, keep layer in fp32, disable autocast for part of model, '
+            'LayerNorm, batchnorm, '
             'keep batchnorm fp32',
         'Fix overflows while training': 'on_overflow',
         'Colab and Kaggle': 'Colab, Kaggle',

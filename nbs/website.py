@@ -13,8 +13,8 @@ import fastxtend_amp
 
 PACKAGE = Path(fastxtend_amp.__file__).parent
 PAGES = {
-    'Start': ['start', '01_tutorial', 'troubleshooting', 'coming_from'],
-    'Guides': ['recipes', '02_save_and_export', '03_gpus_compile_xla'],
+    'Start': ['start', '01_tutorial', 'coming_from'],
+    'Guides': ['recipes', '02_save_and_export', '03_gpus_compile_xla', 'troubleshooting'],
     'Background': ['how_it_works', 'guarantees', 'evidence'],
     'Reference': ['api', 'changelog']}
 TOCTREE = '\n```{{toctree}}\n:caption: {}\n:hidden:\n{}\n```\n'
@@ -64,7 +64,7 @@ def source_pages(app):
 
 def first_sentence(doctree):
     "Return the first sentence of a page's text."
-    text = next((p.astext() for p in doctree.findall(nodes.paragraph)), '')
+    text = next(p.astext() for p in doctree.findall(nodes.paragraph) if not isinstance(p[0], nodes.image))
     return re.split(r'(?<=\.)\s', ' '.join(text.split()))[0].rstrip(':')
 
 
