@@ -71,7 +71,7 @@ def warn_of_emulation(precision: Precision, device: torch.device) -> None:
     "Warn of a device that runs a precision without hardware for it."
     support = precision.support(device)
     if support.status != 'emulated': return
-    times = 185 if precision.dtype is torch.float16 else 18
+    times = 125 if precision.dtype is torch.float16 else 18
     warn_user(f"{precision.name} is emulated on device '{device}' ({support.why}), up to {times} times slower than "
               'fp32.\nWrite `learn.to_amp()`, which selects only what the device accelerates; '
               f"`learn.compare_precision('{precision.name}')` measures it.")
