@@ -19,7 +19,7 @@ from fastai.text.learner import TextLearner
 from fastai.torch_core import rank_distrib
 from fastcore.xtras import join_path_file
 
-from ..common import training_device
+from ..common import is_sharded, training_device
 from .loop import precision_callback
 
 
@@ -75,6 +75,9 @@ def export(original: Callable, self: Learner, *args: Any, **kwargs: Any) -> None
     cb = precision_callback(self)
     if cb is not None:
         if cb.in_batch: raise RuntimeError('export() cannot run in a batch: call it in `after_batch` (order >= 10).')
+        if is_sharded(self.model):
+            raise RuntimeError('export() cannot write a sharded learner: `save` it, `load` the file into an unsharded '
+                               'one, and export that.')
         cb.close()
     kept = {**vars(self)}
     try:
@@ -84,7 +87,7 @@ def export(original: Callable, self: Learner, *args: Any, **kwargs: Any) -> None
         self.cbs = self.cbs.filter(_is_ours, negate=True)
         original(self, *args, **kwargs)
     finally: vars(self).update(kept)
-    if cb is None or cb.has_exported: return
+    if cb is None or cb.has_exported or rank_distrib(): return
     cb.has_exported = True
     name, call = cb.precision.name, repr(cb.precision)
     print(f'Exported without {name}. To predict in it after `load_learner`, call `{call}` again.')

@@ -172,6 +172,9 @@ def checkpoint(kind, opt, path):
     assert new.precision.state_dict() == state and same(whole(new), weights)
     assert same(whole(alone.load(f'{name} alone', with_opt=False)), weights)
     learn.remove_cb(spoil)
+    if kind == 'fsdp':
+        with pytest.raises(RuntimeError, match='cannot write a sharded learner'):
+            learn.export(path / 'model.pkl')
     fit(learn), agreed(new)
     assert same(whole(learn), whole(new)) and learn.precision.state_dict() == new.precision.state_dict()
     assert not same(whole(learn), weights)
