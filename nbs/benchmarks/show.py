@@ -90,8 +90,8 @@ def finding(mode: str, rows: Rows) -> str:
         return sorted(ratio[1] for ratio in ratios if ratio[0] > 1)
     plain, tuned = gains('fastxtend_amp'), gains('fastxtend_amp, tuned')
     most = f', by up to {plain[-1]:.1f}x' if plain else ''
-    more = f'; for {len(tuned)} if tuned' if len(tuned) > len(plain) else ''
-    return f'{mode} is faster than fp32 for {len(plain)} of {len(rows)} models{most}{more}'
+    more = f'; in {len(tuned)} if tuned' if len(tuned) > len(plain) else ''
+    return f'{mode} is faster than fp32 in {len(plain)} of {len(rows)} rows{most}{more}'
 
 
 def draw(ax: Any, rows: Rows, narrow: bool = False) -> None:
