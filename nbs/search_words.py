@@ -10,8 +10,8 @@ WORDS = {
         'Does it work on my device?': 'supported platforms, Windows, macOS, fastxtend_amp_check, report a bug, issue, '
                                       'tested on GPU',
         'Which call for which GPU or other device?':
-            'which GPU, GPU, T4, V100, P100, GTX, A100, H100, RTX 3090, RTX 4090, RTX 5090, AMD, '
-            'ROCm, Apple Silicon, Mac, M1, M2, M3, MPS, GTX 1080, AMX, '
+            'which GPU, GPU, T4, V100, P100, GTX, A100, H100, RTX 2080, RTX 3060, RTX 3080, RTX 3090, '
+            'RTX 4090, RTX 5090, AMD, ROCm, Apple Silicon, Mac, M1, M2, M3, MPS, GTX 1080, AMX, '
             'supports FP8, supports TF32, supports bf16, use bf16, RTX bf16'},
     '03_gpus_compile_xla': {
         'Several GPUs (multi-GPU, DDP)': 'multi GPU, multiple GPUs, DDP, distributed, distributed training, '
@@ -21,12 +21,14 @@ WORDS = {
         'torch.compile': 'compile, inductor',
         'XLA and TPU': 'TPU, XLA'},
     'troubleshooting': {
-        'The loss is NaN': 'my loss is NaN, NaN loss, NaN, inf, overflow, IndexError, lr_find NaN',
+        'The loss is NaN': 'my loss is NaN, NaN loss, loss NaN fp16, training failed, NaN, '
+                           'inf, overflow, IndexError, lr_find NaN',
         'The loss scale keeps dropping': 'skipped steps, loss scale too low, how many steps were skipped, n_skipped',
         'Which precision should I use: bf16 or fp16?':
             'precision, which precision should I use, what did to_amp choose, bf16 on T4, bf16 on V100, '
-            'fp16 vs bf16, to_fp16 vs to_bf16',
-        'Does mixed precision change the accuracy?': 'accuracy, final accuracy, accuracy worse than fp32',
+            'fp16 vs bf16, to_fp16 vs to_bf16, float16, bfloat16 vs float16',
+        'Does mixed precision change the accuracy?':
+            'accuracy, final accuracy, accuracy worse than fp32, accuracy drop',
         'to_bf16 is not faster': 'slow, slower than fp32, not faster, speedup, no speedup on GPU, speed up training, '
                                  'channels last',
         'Why is bf16 slower here?': 'depthwise, depthwise convolution slow, MobileNet, EfficientNet, '
@@ -55,7 +57,9 @@ WORDS = {
                     'When training fails': 'recover from NaN'},
     '02_save_and_export': {'Save and resume': 'load checkpoint, save, resume, resume training, SaveModelCallback, '
                                               'resume from checkpoint loss scale',
-                           'Export': "export, export model inference, load_learner dict object has no attribute dls"},
+                           'Export': "export, export model inference, export learner production, "
+                                     "load model without fastxtend_amp,"
+                                    " load_learner dict object has no attribute dls"},
     'guarantees': {'The same numbers': 'reproducible, deterministic',
                    'What is kept when': 'crash while saving, killed, disk full, corrupt file, '
                                              'UnboundLocalError res, optimi',
@@ -92,7 +96,7 @@ WORDS = {
         'Hugging Face (HuggingFace) models': 'HuggingFace, Hugging Face, transformers, dict batch',
         'timm models, fused optimizers': 'timm, vision transformer, ResNet, CNN, fused optimizer, weight decay',
         'Text: AWD_LSTM, LSTM, GRU': 'LSTM, GRU, RNN, text, text classification, language model, NLP',
-        'A custom loss function': 'custom loss, loss function, BCELoss, unsafe to autocast, multi-label',
+        'A custom loss function': 'custom loss, focal loss, loss function, BCELoss, unsafe to autocast, multi-label',
         'Averaged weights: EMA': 'EMA, averaged weights',
         '8-bit optimizers': '8-bit optimizer, 8bit, bitsandbytes, AdamW8bit',
         'A frozen base in 16 bits (LoRA)': 'LoRA, frozen model, fine-tune',

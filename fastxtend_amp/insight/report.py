@@ -42,8 +42,8 @@ _GROWS = 1.5           # from layer to layer
 class PrecisionReport(Shown):
     """The result of `Learner.precision_report`.
 
-    `table` has one row per precision and module, in execution order, measured with only the learner's own
-    `fp32_modules` in fp32, and modules that do not run otherwise:
+    `table` has one row per precision and module, in execution order. Only the learner's own `fp32_modules`, and modules
+    that fail in 16 bits, are in fp32 in it:
 
     | column of `table` | meaning | unit |
     |---|---|---|
@@ -62,8 +62,8 @@ class PrecisionReport(Shown):
     bits: `module`, `line` ('models/norm.py:33'), `operator`, `constant`, its values in `fp16` and `bf16`, and
     `flagged`, if the module is flagged.
 
-    `largest` ignores attention masks: large negative values far from all others, and tensors of one or two distinct
-    values. `format` and `headroom` mean nothing for modules that run after one that overflowed.
+    `largest` leaves out what looks like an attention mask: large negative values far from all others, and tensors of
+    one or two distinct values. `format` and `headroom` mean nothing for modules that run after one that overflowed.
     """
     table: pd.DataFrame # One row per precision and module
     verdicts: dict[str, Verdict] # By precision

@@ -232,3 +232,6 @@ def main(argv: Sequence[str] | None = None) -> int: # The exit status: 0 if all 
     results = check(device, lambda result: print(_line(result), flush=True))
     print(f'\n{verdict(results, device)}')
     return int(any(r.passed is False for r in results))
+
+
+if __name__ == '__main__': raise SystemExit(main())

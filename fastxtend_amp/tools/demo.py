@@ -84,3 +84,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     results[0].plot()
     matplotlib.pyplot.gcf().savefig(args.out, dpi=110, format='png')
     print(f'Picture: {args.out.resolve()}')
+
+
+if __name__ == '__main__': main()
