@@ -19,7 +19,7 @@ PACKAGE = Path(fastxtend_amp.__file__).parent
 FIRST = ['to_amp', 'to_bf16', 'to_fp16', 'to_fp32', 'to_tf32', 'to_fp8', 'to_mxfp8', 'to_half_weights',
          'precision', 'precision_as', 'amp_context', 'precision_report', 'compare_precision', 'precision_decision']
 INSIGHT = ['PrecisionReport', 'Verdict', 'PrecisionComparison']  # returned by methods
-ALSO = {'to_amp': ['skip_nonfinite']}    # accepted by `**kwargs`
+SAME = {'to_mxfp8': 'to_fp8'}              # accepts the arguments of
 ELSEWHERE = {'Verdict': 'insight.verdict'}                       # public, and not in `__all__`
 NOT_LISTED = {'learn', 'amp_context', 'needs_loss_scaling', 'arguments', 'open', 'close', 'begin_training',
               'in_batch', 'at_batch_end', 'do_waiting',                                       # of the package only
@@ -96,7 +96,7 @@ def default_text(default):
 def shared():
     "Return the arguments that several `to_...` methods have in common: (name, type, default) and meaning."
     rows = [row for name, f in learner_methods().items() if name.startswith('to_')
-            and name != 'to_mxfp8' for row in arguments(f)]      # which has those of to_fp8
+            and name not in SAME for row in arguments(f)]
     counted = Counter(row[:3] for row in rows)
     return {key: next(row[3] for row in rows if row[:3] == key) for key, n in counted.items() if n > 1}
 
@@ -112,10 +112,11 @@ def argument_lines(obj):
     "Return a list of the arguments of `obj`, or attributes of what a method returns; what is shared only by its name."
     if getattr(obj, '__name__', '') in INSIGHT:
         return '\n'.join(['Attributes and methods:\n', *(line(n, '', text) for n, *_, text in arguments(obj))])
-    common = shared()
+    name, common = getattr(obj, '__name__', ''), shared()
+    if name in SAME: return f'- the arguments of [`{SAME[name]}`](#{SAME[name]})'
     own = [line(n, default, text) for n, kind, default, text in arguments(obj)
            if text and (n, kind, default) not in common]
-    named = [row[0] for row in arguments(obj) if row[:3] in common] + ALSO.get(getattr(obj, '__name__', ''), [])
+    named = [row[0] for row in arguments(obj) if row[:3] in common]
     others = [name for name, *_ in common if name not in named]
     listed = ', '.join(f'`{name}`' for name in (others if len(others) < 3 else named))
     which = listed if len(others) > 2 else f'all{" but " if others else ""}{listed}'

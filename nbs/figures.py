@@ -16,7 +16,6 @@ SHOWN = 'native_bf16'
 OLD = '0.5.0', '0.4.0', '0.3.0', '0.2.0', '0.2.0_b'
 STORED = SHOWN, *(f'{SHOWN}_{run}' for run in OLD), 'emulated', 'emulated_fp16', 'emulated_0.3.0'
 PICTURES = 'speed', 'speed_narrow', 'report'                     # of the README, each with a dark variant
-SAFE = 'safe so far'                                             # as `nbs/cases.py` writes it
 NIGHT = (13, 17, 23)                                             # what white becomes
 
 
@@ -31,21 +30,10 @@ def rows() -> list[tuple[str, dict]]:
 
 
 def cases() -> str:
-    "Return the verdicts of `nbs/cases.py` in short: the cases of broken models by what was said of them."
+    "Return the result of `nbs/cases.py` in two sentences."
     text = (RUNS / 'cases.md').read_text(encoding='utf-8').partition('<!-- cases -->\n')[2].partition('<!-- end -->')[0]
-    total, broken, healthy = text.strip().split('\n\n')
-    groups: dict[str, list[str]] = {}
-    for line in broken.splitlines()[2:]:
-        name, _, _, *said = line.strip('| ').split(' | ')[:5]
-        modes: dict[str, list[str]] = {}                         # by verdict, without those that need no action
-        for mode, verdict in zip(('bf16', 'fp16'), said):
-            verdict, _, wrong = verdict.partition(' (**')         # 'safe so far (**wrong**)'
-            if verdict != SAFE or wrong: modes.setdefault(verdict, []).append(mode + ', **wrong**' * bool(wrong))
-        label = '; '.join(f'{verdict} ({", ".join(found)})' for verdict, found in modes.items()) or SAFE
-        groups.setdefault(label, []).append(name)
-    n = len(healthy.splitlines()) - 2
-    head = f'{total} {n} of the models are healthy. [All cases](benchmarks/cases.md), with causes and known fixes:'
-    return '\n'.join([head, '', *(f'- {said}: {", ".join(names)}' for said, names in groups.items())])
+    total, _, healthy = text.strip().split('\n\n')
+    return f'{total} {len(healthy.splitlines()) - 2} of the models are healthy.'
 
 
 def reports() -> dict[Path, str]:

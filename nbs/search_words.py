@@ -51,6 +51,8 @@ WORDS = {
             'MixedPrecision': 'learn.precision.scale, get current loss scale, learn.precision.skipped, '
                               'skip step callback'},
     'changelog': {'Changelog': 'what changed, what is new, release notes'},
+    'contributing': {'Contributing': 'contribute, licence, license, run the tests',
+                     'To add ...': 'write your own precision, custom precision, new precision, new device'},
     '01_tutorial': {'Train': 'first run',
                     'Which is the fastest?': 'fastest precision, measure',
                     'Which module breaks?': 'which layer overflows, debug overflow, headroom',
@@ -75,12 +77,12 @@ WORDS = {
                      'The same in a PyTorch loop': 'training loop, PyTorch loop',
                      'What importing changes': 'monkey patch, uninstall, go back to fastai'},
     'recipes': {
-        'Recipes': 'lr_find, learning rate finder, gradient clipping, gradient accumulation, freeze, unfreeze layers, '
-                   'unet, segmentation, tabular, GAN, tta',
+        'Recipes': 'lr_find, learning rate finder, freeze, unfreeze layers, unet, segmentation, tabular, GAN, tta',
         'Keep modules in fp32':
             'fp32_modules, matches no module, exclude layers, keep layer in fp32, disable autocast for part of model, '
             'LayerNorm, batchnorm, '
             'keep batchnorm fp32',
+        'Gradient accumulation and clipping': 'gradient clipping, gradient accumulation',
         'Fix overflows while training': 'on_overflow',
         'Colab and Kaggle': 'Colab, Kaggle',
         'Loss scaling: fixed, off, your own GradScaler':

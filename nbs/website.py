@@ -1,6 +1,7 @@
 """Sphinx extension: what the website has and the plain Markdown files do not.
 
-The list of pages, the changelog, pages with the source, and `llms.txt`, an overview for language models.
+The list of pages, the changelog, the guide for contributors, pages with the source, and `llms.txt`, an overview for
+language models.
 """
 import re
 from importlib import metadata
@@ -16,17 +17,18 @@ PAGES = {
     'Start': ['start', '01_tutorial', 'coming_from'],
     'Guides': ['recipes', '02_save_and_export', '03_gpus_compile_xla', 'troubleshooting'],
     'Background': ['how_it_works', 'guarantees', 'evidence'],
-    'Reference': ['api', 'changelog']}
+    'Reference': ['api', 'changelog', 'contributing']}
+TOP = 'changelog', 'contributing'                                # pages whose text is a file of the top level
 TOCTREE = '\n```{{toctree}}\n:caption: {}\n:hidden:\n{}\n```\n'
 
 
 def source_read(app, docname, content):
-    "Add list of pages and description to the first one; show the changelog; keep the runs' figures out of the search."
+    "Add list of pages and description to the first one; show files of the top level; keep runs out of the search."
     if docname == 'index':
         description = metadata.metadata('fastxtend_amp')['Summary']
         content[0] = f'---\nmyst:\n  html_meta:\n    description: {description}\n---\n{content[0]}'
         content[0] += ''.join(TOCTREE.format(part, '\n'.join(names)) for part, names in PAGES.items())
-    if docname == 'changelog': content[0] = (Path(app.srcdir).parent / 'CHANGELOG.md').read_text(encoding='utf-8')
+    if docname in TOP: content[0] = (Path(app.srcdir).parent / f'{docname.upper()}.md').read_text(encoding='utf-8')
     if docname.startswith('benchmarks/'): content[0] = f'---\norphan: true\nnosearch: true\n---\n{content[0]}'
 
 
@@ -77,7 +79,7 @@ def write_llms_txt(app, exception):
         lines += [f'## {part}', '']
         for name in names:
             is_markdown = Path(env.doc2path(name)).suffix == '.md'
-            address = f'_sources/{name}.md.txt' if is_markdown and name != 'changelog' else f'{name}.html'
+            address = f'_sources/{name}.md.txt' if is_markdown and name not in TOP else f'{name}.html'
             lines.append(f'- [{env.titles[name].astext()}]({address}): {first_sentence(env.get_doctree(name))}')
         lines.append('')
     (Path(app.outdir) / 'llms.txt').write_text('\n'.join(lines), encoding='utf-8')

@@ -151,9 +151,9 @@ def _result(setting, runs, seeds, n, tuned): # `n`: steps that are compared
     tolerated = tolerance(losses['fp32'], [r.loss(n) for r in seeds], last_fifth(n))
     recommended, reason = recommend(table, tolerated, setting.max_seconds - min(0, setting.left))
     calls = {r.name: call(learn, r.precision) + COMPILE * r.compiled for r in runs}
+    limit = f', the most in `max_seconds={setting.max_seconds:g}`' if len(seeds) < setting.n_seeds else ''
     notes = [tuned, f'Losses: mean of the last fifth of {n:,} steps (`n_steps={setting.n_steps}`). '
-                    f'fp32 was also trained with {len(seeds)} of {setting.n_seeds} other seeds, within '
-                    f'`max_seconds={setting.max_seconds:g}`.', *note_of_left_out(learn)]
+                    f'fp32 was repeated with {len(seeds)} other seeds{limit}.', *note_of_left_out(learn)]
     if is_compiled(learn.model):
         notes.append('The compiled model was compared uncompiled; `compare_precision(compile=True)` compares both.')
     if settings := settings_note(): notes.append(f'{settings}. fp32 was measured with this setting.')

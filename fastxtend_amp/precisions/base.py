@@ -52,8 +52,9 @@ class AMPMode(str, Enum):
         name = str(getattr(value, 'value', value)).lower().removeprefix('torch.')   # a dtype, fastai's AMPMode
         name = _ALIASES.get(name, name)
         if name not in PRECISIONS:
-            raise ValueError(f"{value!r} is not a precision. Use one of {', '.join(map(repr, PRECISIONS))}, or 'auto' "
-                             'for `MixedPrecision`; for plain fp32 call `learn.to_fp32()`.')
+            raise ValueError(f"{value!r} is not a precision. Use one of {', '.join(map(repr, PRECISIONS))}; "
+                             "`MixedPrecision` also accepts 'auto', and `precision_as` 'fp32'.\n"
+                             'To train in fp32, call `learn.to_fp32()`.')
         if name not in cls._value2member_map_:                   # a precision that somebody registered
             member = cls._value2member_map_[name] = str.__new__(cls, name)
             member._name_, member._value_ = name.upper(), name

@@ -35,7 +35,7 @@ def _xpu(device: torch.device) -> Support:
 
 
 class BF16(Precision):
-    """Train with bfloat16 autocast, which needs no loss scaling. Replaces the learner's current precision.
+    """Train with bfloat16 autocast, which needs no loss scaling.
 
     Source: https://docs.pytorch.org/docs/stable/amp.html. Devices: NVIDIA's CUDA C++ Programming Guide; AMD's
     https://rocm.docs.amd.com/en/latest/reference/precision-support.html; Apple's Metal feature set tables.

@@ -32,7 +32,7 @@ def _xpu(device: torch.device) -> Support:
 
 
 class FP16(Precision):
-    """Train with float16 autocast and dynamic loss scaling. Replaces the learner's current precision.
+    """Train with float16 autocast and dynamic loss scaling.
 
     Steps whose gradients are not finite are skipped. The loss scale is kept from fit to fit, and through `save` and
     `load`. If bad data has driven it below 1, the next good step sets it again, from its gradients.

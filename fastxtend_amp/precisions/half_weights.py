@@ -307,7 +307,7 @@ def kahan(
     opt: str | type[torch.optim.Optimizer] = 'AdamW', # The name of one of optimi's optimizers, or its class
     **kwargs # Its arguments
 ) -> Callable[..., OptimWrapper]: # For `Learner(opt_func=...)`
-    """Return an optimizer with Kahan summation for `to_half_weights(master_weights=False)`, under fastai's schedules.
+    """Return an optimizer with Kahan summation that fastai can schedule, for `to_half_weights(master_weights=False)`.
 
     Needs the package torch-optimi 0.3. Its Triton kernels are used on GPUs only.
 

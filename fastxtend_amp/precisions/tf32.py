@@ -12,7 +12,7 @@ _NEEDS = Support('unsupported', 'TF32 needs an NVIDIA GPU of compute capability 
 
 
 class TF32(Precision):
-    """Train in fp32 with matrix products and convolutions in TF32. Replaces the learner's current precision.
+    """Train in fp32 with matrix products and convolutions in TF32.
 
     It runs on NVIDIA GPUs of compute capability 8.0 or newer, and on AMD's MI300. TF32 has the range of fp32 and the 10
     mantissa bits of fp16: use it for models that do not train in 16 bits. Tensors stay fp32. By default PyTorch already

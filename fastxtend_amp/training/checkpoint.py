@@ -90,7 +90,7 @@ def export(original: Callable, self: Learner, *args: Any, **kwargs: Any) -> None
     if cb is None or cb.has_exported or rank_distrib(): return
     cb.has_exported = True
     name, call = cb.precision.name, repr(cb.precision)
-    print(f'Exported without {name}. To predict in it after `load_learner`, call `{call}` again.')
+    print(f'Exported without mixed precision. To predict in {name}, call `{call}` after `load_learner`.')
 
 
 def _is_ours(x: Any) -> bool:

@@ -12,6 +12,7 @@ from fastcore.meta import delegates
 
 from ..common import half_to_float, training_device
 from ..precisions import PRECISIONS, Precision, automatic_precision, followers, parameters_of
+from ..precisions.base import written
 from ..precisions.weights import weights_to_fp32
 from .callback import MixedPrecision
 from .loop import exchange, precision_callback, set_precision
@@ -47,6 +48,7 @@ for cls in PRECISIONS.values(): _add_method(cls)
 
 @patch
 @delegates(Learner.to_fp16)
+@delegates(Learner.to_bf16, keep=True)
 def to_amp(self: Learner, *,
     measure: bool = False, # Time precisions on real batches, and pick the fastest; then only `max_seconds` is accepted
     max_seconds: float = 60., # Time limit of measuring
@@ -65,8 +67,9 @@ def to_amp(self: Learner, *,
     if measure not in (True, False): raise ValueError(f'measure={measure!r} cannot be used: it must be True or False.')
     if measure:
         if kwargs:
-            raise TypeError(f"to_amp(measure=True) accepts only `max_seconds`, not {', '.join(kwargs)}. Call `to_bf16` "
-                            'with them first: they are kept.')
+            name = 'bf16' if 'skip_nonfinite' in kwargs else 'fp16'
+            raise TypeError(f"to_amp(measure=True) accepts only `max_seconds`, not {', '.join(kwargs)}.\n"
+                            f'Call `learn.to_{name}({written(kwargs)})` first; its arguments are kept.')
         measure_and_choose(self, max_seconds)
         return self
     device = training_device(self)

@@ -132,7 +132,7 @@ class Scaling:
         self.scaler._scale.fill_(new)                            # in place, as fused optimizers may hold it
         self.is_low = self._is_low(new)
         if not self.has_warned:
-            warn_user(f'Skipped steps had lowered the loss scale to {scale:.2g}. It is {new:,.9g} now.')
+            warn_user(f'Skipped steps had lowered the loss scale to {scale:.2g}; it has been reset to {new:,.9g}.')
         self.has_warned = True
 
     def read(self) -> None:

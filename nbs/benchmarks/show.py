@@ -66,8 +66,8 @@ def marked(quartiles: list[float], blocks: int) -> str:
 # -- chart
 
 DRAWN = {                                  # contestants with a column at the right, and its head and colour
-    'fastxtend_amp, tuned': ('tuned', '#2e7d32'), 'fastxtend_amp': ('fastxtend_\namp', '#2a78b8'),
-    'plain loop': ('PyTorch\nloop', '#555')}
+    'plain loop': ('PyTorch\nloop', '#555'), 'fastxtend_amp': ('fastxtend_\namp', '#2a78b8'),
+    'fastxtend_amp, tuned': ('tuned', '#2e7d32')}
 MARKS = 'dot: median; line: its 95% interval; hollow dot and ~: wider than ±5%; tuned: some kinds of layers in fp32'
 OPTIMIZER = 'fused AdamW'                  # of the contestants that are drawn
 Rows = list[tuple[str, dict[str, dict[str, Any]]]]   # a model's title, and its records by contestant
@@ -101,7 +101,7 @@ def draw(ax: Any, rows: Rows, narrow: bool = False) -> None:
     rows.
     """
     beside = ax.get_yaxis_transform()
-    first, width = (1.2, .2) if narrow else (1.1, .17)
+    first, width = (1.2, .28) if narrow else (1.1, .17)
     drawn = [name for name in DRAWN if any(name in found for _, found in rows)]
     def right(column, y, text, **kwargs):
         ax.text(first + width * column, y, text, transform=beside, ha='right', **kwargs)
