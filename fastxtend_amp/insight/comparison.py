@@ -35,7 +35,7 @@ class PrecisionComparison(Shown):
     | `skipped`, `final scale` | number of skipped steps, and the loss scale at the end; nan without loss scaling |
     | `activations MB` | what autograd keeps for the backward pass: inputs, activations, casts of weights |
     | `peak MB` | the most that a step allocates on an accelerator; nan on a CPU |
-    | `weights moved` | mean distance per step from the initial weights, relative to fp32 |
+    | `weights moved` | distance from the initial to the final weights per step, relative to fp32 |
     | `compile s` | seconds of the first step of a compiled model, which compiles it; nan for others |
     | `note` | why a precision did not run, or was dropped from the rounds |
     """
@@ -68,9 +68,10 @@ class PrecisionComparison(Shown):
         yield '\n'.join(why + self.notes)
 
     def plot(self): # The two matplotlib axes
-        "Plot the loss curves, fp32 trained with other seeds among them, and the speed of each precision."
+        "Plot the speed of each precision and all loss curves, including those of fp32 with other seeds."
         import matplotlib.pyplot as plt
-        _, (curves, bars) = plt.subplots(2, figsize=(6, 6), layout='constrained')
+        figure, (curves, bars) = plt.subplots(2, figsize=(6, 6), layout='constrained')
+        figure.get_layout_engine().set(h_pad=.12)
         colors = [precision.color for precision in self.precisions.values()]
         # '_' hides all but one from the legend.
         seeds = {'_' * i + 'fp32, other seeds': losses for i, losses in enumerate(self.seed_losses)}
@@ -78,6 +79,8 @@ class PrecisionComparison(Shown):
         smooth = values.ewm(alpha=.2).mean().where(np.isfinite(values))      # nan where a loss is not finite
         smooth.plot(ax=curves, color=['#b4bdcc'] * len(seeds) + colors, xlabel='step', ylabel='loss',
                     title='Training loss (smoothed)')
+        curves.get_lines()[len(seeds)].set_linewidth(4)          # fp32, seen under the others
+        curves.xaxis.get_major_locator().set_params(integer=True)
         curves.legend()
         self.table['speed-up'].plot.barh(ax=bars, color=colors, xlabel='steps per second, fp32 = 1', ylabel='',
                                          title=f'Recommended: {self.recommended}')
@@ -112,7 +115,7 @@ def pays(low: float, high: float, worth: float = _WORTH) -> bool | None:
 
 def tolerance(
     losses: Sequence[float], # Of each step in fp32
-    seeds: Sequence[float], # Mean of the last steps in trainings with other seeds
+    seeds: Sequence[float], # Mean of the last steps in runs with other seeds
     n_last: int, # Number of last steps
 ) -> tuple[float, str]: # It, and what it is
     """Return the amount by which the loss of another precision may lie above the fp32 loss.
@@ -126,7 +129,7 @@ def tolerance(
     half_way = float(np.ptp(losses)) / 2 if len(losses) > n_last else math.inf      # a loss may have any constant in it
     if seeds:
         spread = _INTERVAL.get(n, 2.6) * float(np.std([loss, *seeds], ddof=1))
-        why = f'the spread of {n} fp32 trainings'
+        why = f'the spread of {n} fp32 training runs'
     else:
         spread = max(min(abs(loss) / 10, half_way), 2 * float(np.std(last)))
         why = 'a wide tolerance (fp32 was trained only once)'
@@ -179,8 +182,9 @@ def _against(row, tolerated, seconds):
     if rounds < FEWEST_ROUNDS: factor = (FEWEST_ROUNDS + 2) / (rounds + 1)
     minutes = math.ceil(factor * seconds / 60)
     looks = f'{speed:.2f}x faster' if speed > 1 else f'slower ({speed:.2f}x)'
-    return (f' looks {looks}, but this is not certain ({low:.2f} to {high:.2f}). Measure for {minutes} '
-            f"minute{'s' * (minutes > 1)} to decide").replace('nan', '-')
+    interval = 'unknown' if math.isnan(low) else f'{low:.2f} to {high:.2f}'
+    return (f' looks {looks}, but this is not certain (interval: {interval}). Measure for {minutes} '
+            f"minute{'s' * (minutes > 1)} to decide")
 
 
 def shown_speed(speed: float, low: float, high: float) -> str: # '1.16 (1.02 to 1.31)'; '-' for what is not known

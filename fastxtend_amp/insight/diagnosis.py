@@ -12,7 +12,7 @@ from .copies import lost_weights, several_processes
 from .trace import trace
 from .verdict import Judge, named, not_finite_data, wrong_in_fp32
 
-_BAD = 'Look at the data; no precision can train on it'
+_BAD = 'Check the data: no precision can train on these values'
 
 
 @dataclass
@@ -56,14 +56,14 @@ def _cause(learn, alarm, divergence):
                 '`learn.lr_find()` suggests one; `cbs=GradientClip(1.)` limits what one batch can do')
     lost, bad = lost_weights(learn.model), not_finite_data(alarm.batch)
     if lost or several_processes():
-        if bad: return bad, f'{_BAD}, unless the loss leaves these values out'
+        if bad: return bad, f'{_BAD}, unless the loss ignores them'
         if lost: return (f'{lost}, so the batch cannot be run again',
                          'Load weights that are finite, or build the model again, then call `learn.precision_report()`')
         return ('in distributed runs the batch is not run again',
                 'Call `learn.precision_report()` in one process, before the model is distributed')
     where, remedy = _run_again(learn, alarm, bad)
     again = 'Re-running that batch with the same random numbers' if alarm.random_state else \
-            'Re-running the current batch, not the one in which it began'
+            'Re-running the current batch, not the one that failed first'
     return f'{again}: {where}', remedy
 
 

@@ -43,8 +43,8 @@ class UnusedModules:
         cb.watchers = [watcher for watcher in cb.watchers if watcher is not self]
         for name, m in fit.precision.kept_in_fp32(fit.model).items():
             if getattr(forward_of(m), 'called', True): continue
-            warn_user(f"fp32_modules: '{name}' was not called in the first batch. If it never is, keeping it does "
-                      'nothing: the module around it may use its weights directly, as MultiheadAttention does with '
+            warn_user(f"fp32_modules: '{name}' was not called in the first batch. If it never is, naming it has "
+                      'no effect: its parent module may use its weights directly, as MultiheadAttention does with '
                       f"out_proj.\nKeep '{name.rpartition('.')[0] or ROOT}' instead.")
 
 

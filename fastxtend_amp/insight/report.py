@@ -42,8 +42,8 @@ _GROWS = 1.5           # from layer to layer
 class PrecisionReport(Shown):
     """The result of `Learner.precision_report`.
 
-    `table` has one row per precision and module, in execution order. Only the learner's own `fp32_modules`, and modules
-    that fail in 16 bits, are in fp32 in it:
+    `table` has one row per precision and module, in execution order, of the first run without an error. There,
+    only your own `fp32_modules`, and modules that had raised an error in 16 bits, compute in fp32:
 
     | column of `table` | meaning | unit |
     |---|---|---|
@@ -55,7 +55,7 @@ class PrecisionReport(Shown):
     | `headroom` | maximum of the format divided by the largest value in it; inf in fp32 | ratio |
     | `error` | relative error of its output against fp32 on the same inputs; inf on overflow, nan if unknown | ratio |
     | `grad` | largest absolute gradient of its outputs and parameters, in fp32 without loss scaling | value |
-    | `underflow` | share of these gradients that are 0 in the precision, at the loss scale, and not in fp32 | ratio |
+    | `underflow` | share of these gradients that are 0 in the precision, with the loss scale, but not in fp32 | ratio |
     | `flagged` | whether the module is flagged | bool |
 
     `constants` has one row per constant found in your code, or in a library, that becomes 0, 1, -1 or infinity in 16
@@ -111,7 +111,7 @@ def precision_report(self: Learner,
     modes: str | AMPMode | Iterable[str | AMPMode] = ('bf16', 'fp16'), # One or more of 'bf16', 'fp16', 'fp8', 'mxfp8'
     n_batches: int = 1, # Number of batches to look at; gradients are compared on up to 6
     dl: DataLoader | None = None, # Source of the batches, fastai's or PyTorch's; `learn.dls.train` if None
-    max_seconds: float = 60., # Time limit; a verdict that was not reached is 'not known'
+    max_seconds: float = 60., # Time limit; precisions without a verdict by then get 'not known'
     device: str | torch.device | None = None, # 'cuda' for CUDA's autocast rules on a CPU; the learner's device if None
 ) -> PrecisionReport: # A `PrecisionReport`: `verdicts`, `table`, `fp32_modules`, `plot()`
     """Report whether the model trains in low precision, and which modules have to stay in fp32.

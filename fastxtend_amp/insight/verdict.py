@@ -57,8 +57,8 @@ class Verdict:
 
     def __str__(self):
         following = f' Next: `{self.call}`' if self.call else ''
-        without = f", without {', '.join(self.left_out)}" if self.left_out else ''
-        return f'{self.mode}: {self.verdict}{without}.{following}\n    {self.reason}'
+        skipped = f" (callbacks that did not run: {', '.join(self.left_out)})" if self.left_out else ''
+        return f'{self.mode}: {self.verdict}{skipped}.{following}\n    {self.reason}'
 
 
 @dataclass
@@ -131,7 +131,9 @@ class Judge:
             elif s.failed or (s.half * _CLOSE > self.limit and not covers(self.keep, n)):
                 above = 'above' if size > self.limit else 'close to'
                 why = f"values in {named(n)} reach {size:,.3g}, {above} {mode}'s {self.limit:,.5g}"
-            elif lost: why = f'{self._lost(*lost)}, so it does not keep values in {named(n)} away from that'
+            elif lost:
+                away = rounded(lost[-1], self.mode.dtype)
+                why = f'{self._lost(*lost)}, so it does not keep values in {named(n)} away from {away:g}'
             elif s.merged:
                 why = f'{s.merged[0]:.9g} and {s.merged[1]:.9g} become the same number in {named(n)} in {mode}'
             elif s.error > _IMPRECISE: why = f'the error of {named(n)} is {min(s.error, 1):.0%} in {mode}'
@@ -163,7 +165,7 @@ class Judge:
             is_wrong = trace.error or trace.not_finite in ('loss', backward and 'gradient')
             return not is_wrong and name not in self._concerned(trace)
         if not (names := smallest(self._candidates(low), helps)): return []
-        helped = f' (with {some(map(named, names))} in fp32 this does not happen)'
+        helped = f' (keeping {some(map(named, names))} in fp32 prevents this)'
         if name in self.reasons: self.reasons[name] += helped
         else: self.reasons |= dict.fromkeys(names, f'in {self.mode.value} {_NOT_FINITE}{helped}')
         return names

@@ -176,7 +176,7 @@ class Precision:
         if self.dtype: weights_to_fp32(learn.model, learn.opt)
 
     def rounding(self, model: nn.Module) -> dict[str, Rounding]:
-        """Return how a report simulates this precision, without the hardware for it and without arguments of a fit.
+        """Return how a report simulates this precision, which needs neither its hardware nor the arguments of a fit.
 
         These are the names of linear layers that round further than autocast does, each with a function that rounds an
         input, a weight, or, if its second argument is True, the gradient of an output.

@@ -149,7 +149,7 @@ class MixedPrecision(fp16.MixedPrecision):
     def scale_loss(self,
         loss: torch.Tensor, # The loss of a backward pass of your own, fp32
     ) -> torch.Tensor: # To call `.backward()` on
-        "Return `loss` times the loss scale, in a batch of a fit; without loss scaling `loss` itself."
+        "Return `loss` times the loss scale, in a training batch. Without loss scaling, return `loss` unchanged."
         return loss if self._scaling is None else self._scaling.scale_loss(loss)
 
     # -- a fit

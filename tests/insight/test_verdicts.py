@@ -70,7 +70,7 @@ def test_arithmetic_that_is_flagged(name, device):
         assert re.search(words, verdict.reason) and verdict.call.startswith(f'learn.to_{mode}('), verdict
         if 'backward' not in name and 'gradient' not in words and 'not finite' not in words:
             assert verdict.flagged == [flagged] and report.fp32_modules == [kept]
-            assert make is inner or "(with 'a' in fp32 this does not happen)" in verdict.reason
+            assert make is inner or "(keeping 'a' in fp32 prevents this)" in verdict.reason
             assert {*report.table['module'][report.table['flagged']]} <= {flagged}
         if constant:
             row = report.constants.set_index('constant').loc[constant[0]]
