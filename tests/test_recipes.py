@@ -214,11 +214,16 @@ def test_loggers_get_the_table(mode, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize('n_acc, clip', [(None, None), (8, 0.5)])
-@pytest.mark.parametrize('mode, init_scale', [('fp32', 1.0), ('bf16', 1.0), ('fp16', 256.0), ('fp16', 2.0**24)])
-def test_the_loop_of_the_manual_computes_what_the_callback_does(mode, init_scale, n_acc, clip, capsys):
-    "Bit for bit: parameters, buffers, optimizer and loss scale after two fits, with skipped steps in the last case."
+@pytest.mark.parametrize(
+    'mode, init_scale, size',
+    [('fp32', 1.0, 1), ('bf16', 1.0, 1), ('fp16', 256.0, 1), ('fp16', 2.0**24, 1), ('fp16', 2.0**24, 1e6)],
+)
+def test_the_loop_of_the_manual_computes_what_the_callback_does(mode, init_scale, size, n_acc, clip, capsys):
+    "Bit for bit, with the optimizer and the loss scale; in the last cases with skipped steps, and with NaN in buffers."
     Trainer = recipe('class Trainer', 'how_it_works.md')['Trainer']
-    learn, model = learner(opt_func=OPTIMIZERS['adamw']), mlp()
+    data, model = dataset(), mlp()
+    data.tensors[0][4:8] *= size  # the second batch
+    learn = learner(dls=loaders(train=data), opt_func=OPTIMIZERS['adamw'])
     opt = torch.optim.AdamW(model.parameters(), lr=0.01)
     loop = Trainer(model, opt, nn.MSELoss(), mode, init_scale=init_scale, n_acc=n_acc, clip=clip)
     if mode in LOW:

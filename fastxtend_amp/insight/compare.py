@@ -23,12 +23,12 @@ _HOPELESS = .5          # speed-up after which one round is enough
 
 @patch
 def compare_precision(self: Learner,
-    modes: Any = None, # 'bf16', 'fp16', 'tf32', 'fp8', 'half_weights', or a list; None for all native ones except FP8
+    modes: Any = None, # 'bf16', 'fp16', 'tf32', 'fp8', 'half_weights', or a list; None: native ones of the first three
     n_steps: int = 50, # Training steps after which the losses are compared; timing may need more
     *,
     lr: float | slice | None = None, # Learning rate; the learner's own if None
     n_seeds: int = 3, # How often to repeat fp32 with other seeds, to see how much its loss varies
-    max_seconds: float = 60., # Time limit; compiling does not count
+    max_seconds: float = 60., # Time limit, approximate for slow models; compiling does not count
     compile: bool = False, # Also compare each precision compiled, by `Module.compile`
     tune: bool = False, # Also try the fastest one with kinds of modules in fp32, such as depthwise convolutions
 ) -> PrecisionComparison: # A `PrecisionComparison`: `table`, `plot()`, `recommended`, `reason`, `apply()`

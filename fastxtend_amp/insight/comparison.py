@@ -32,7 +32,8 @@ class PrecisionComparison(Shown):
     | `ms per step` | median time in fp32; for other precisions, that time divided by the speed-up |
     | `speed-up`, `speed-up low`, `speed-up high` | speed relative to fp32: median of the rounds, 95% interval |
     | `loss`, `loss difference` | mean of the last steps, and its difference from fp32; nan if it ended early |
-    | `skipped`, `final scale` | number of skipped steps, and the loss scale at the end; nan without loss scaling |
+    | `skipped` | number of skipped steps; nan in fp32 |
+    | `final scale` | the loss scale at the end; nan without loss scaling |
     | `activations MB` | what autograd keeps for the backward pass: inputs, activations, casts of weights |
     | `peak MB` | the most that a step allocates on an accelerator; nan on a CPU |
     | `weights moved` | distance from the initial to the final weights per step, relative to fp32 |

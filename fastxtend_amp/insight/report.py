@@ -23,7 +23,7 @@ from .copies import check_above_0, check_learner, left_out, loader_like, note_of
 from .gradient import N_BATCHES, gradient_distance
 from .operators import largest_value, rounded
 from .progress import progress_bar
-from .recorder import Trace
+from .recorder import LOSS, Trace
 from .shown import Shown
 from .tensors import readable, tensors
 from .trace import trace
@@ -50,7 +50,7 @@ class PrecisionReport(Shown):
     | `mode` | the precision | its name, such as 'bf16' |
     | `module` | '(model)' is the model's own `forward` | name |
     | `type` | class of the module | name |
-    | `format` | lowest precision of its results; 'fp32' if it does not run in the precision | name |
+    | `format` | lowest precision of its results, 'fp8' also for bf16; 'fp32' for a module in fp32 | name |
     | `largest` | largest absolute value that the module computes, in fp32 | value |
     | `headroom` | maximum of the format divided by the largest value in it; inf in fp32 | ratio |
     | `error` | relative error of its output against fp32 on the same inputs; inf on overflow, nan if unknown | ratio |
@@ -59,7 +59,7 @@ class PrecisionReport(Shown):
     | `flagged` | whether the module is flagged | bool |
 
     `constants` has one row per constant found in your code, or in a library, that becomes 0, 1, -1 or infinity in 16
-    bits: `module`, `line` ('models/norm.py:33'), `operator`, `constant`, its values in `fp16` and `bf16`, and
+    bits: `module`, `line` ('norm.py:33'), `operator`, `constant`, its values in `fp16` and `bf16`, and
     `flagged`, if the module is flagged.
 
     `largest` leaves out what looks like an attention mask: large negative values far from all others, and tensors of
@@ -111,7 +111,7 @@ def precision_report(self: Learner,
     modes: str | AMPMode | Iterable[str | AMPMode] = ('bf16', 'fp16'), # One or more of 'bf16', 'fp16', 'fp8', 'mxfp8'
     n_batches: int = 1, # Number of batches to look at; gradients are compared on up to 6
     dl: DataLoader | None = None, # Source of the batches, fastai's or PyTorch's; `learn.dls.train` if None
-    max_seconds: float = 60., # Time limit; precisions without a verdict by then get 'not known'
+    max_seconds: float = 60., # Time after which no further run starts; precisions without a verdict get 'not known'
     device: str | torch.device | None = None, # 'cuda' for CUDA's autocast rules on a CPU; the learner's device if None
 ) -> PrecisionReport: # A `PrecisionReport`: `verdicts`, `table`, `fp32_modules`, `plot()`
     """Report whether the model trains in low precision, and which modules have to stay in fp32.
@@ -244,7 +244,7 @@ class _Report:
 
     def _rows(self, verdicts):
         for mode, low in self.low.items():
-            for s in low.seen.values():
+            for s in sorted(low.seen.values(), key=lambda s: s.name == LOSS):   # modules of a validation may follow it
                 fp32, is_flagged = self.fp32.seen.get(s.name, s), s.name in verdicts[mode].flagged
                 if not (fp32.largest or is_flagged): continue    # it computes nothing
                 headroom = torch.finfo(mode.dtype).max / s.half if s.half else math.inf

@@ -39,10 +39,6 @@ class Verdict:
     | 'do not use' | nothing that was tried helps |
     | 'cannot run' | the device has no kernel for it, or the model's code or weights do not allow it |
     | 'not known' | the time limit was reached, fp32 fails as well, or no batch gave a loss |
-
-    'keep modules in fp32' includes modules whose constants round to 0 or 1, as in `clamp(min=1e-8)`, modules in which
-    whole numbers become equal, and those whose decisions (comparisons, sorting, top-k) differ from fp32 if the loss and
-    the gradient differ as well.
     """
     mode: str # The precision's name, such as 'bf16'
     verdict: str # One of the above

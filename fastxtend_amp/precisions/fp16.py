@@ -59,8 +59,9 @@ class FP16(Precision):
         fp32_modules: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules or predicates
     ):
         super().__init__(fp32_modules)
-        if loss_scale is not None and scaler is not None:
-            raise ValueError('loss_scale and scaler both set the loss scale. Give one of them.')
+        given = [name for name, is_given in (('loss_scale', loss_scale is not None), ('scaler', scaler is not None),
+                                             ('enabled=False', not enabled)) if is_given]
+        if len(given) > 1: raise ValueError(f'{" and ".join(given)} cannot be combined. Give one of them.')
         name, first = ('init_scale', init_scale) if loss_scale is None else ('loss_scale', loss_scale)
         if not 2.**-24 <= first <= _LARGEST:
             raise ValueError(f'{name}={first!r} cannot be used: it must be a number from 2**-24 to {_LARGEST:.2g}.')

@@ -50,7 +50,7 @@ def load(original: Callable, self: Learner, file: Any, *args: Any, **kwargs: Any
     "Call the `load` that this replaces; the file may hold a precision's state."
     cb = precision_callback(self)
     if cb is None: return original(self, file, *args, **kwargs)
-    if cb.in_batch: raise RuntimeError('load() cannot run in a batch: call it in `after_batch` (order >= 10).')
+    if cb.in_batch: raise RuntimeError('load() cannot run in a batch: call it in `after_batch` (order > 10).')
     cb.close()                                                   # converts weights that are bf16 in a fit to fp32
     self.model.to(training_device(self))                         # torch's optimizers load their state to its device
     if self.opt is None: self.create_opt()
@@ -74,7 +74,7 @@ def export(original: Callable, self: Learner, *args: Any, **kwargs: Any) -> None
     "Call the `export` that this replaces, without what fastxtend_amp has added to the learner."
     cb = precision_callback(self)
     if cb is not None:
-        if cb.in_batch: raise RuntimeError('export() cannot run in a batch: call it in `after_batch` (order >= 10).')
+        if cb.in_batch: raise RuntimeError('export() cannot run in a batch: call it in `after_batch` (order > 10).')
         if is_sharded(self.model):
             raise RuntimeError('export() cannot write a sharded learner: `save` it, `load` the file into an unsharded '
                                'one, and export that.')

@@ -51,7 +51,7 @@ for cls in PRECISIONS.values(): _add_method(cls)
 @delegates(Learner.to_bf16, keep=True)
 def to_amp(self: Learner, *,
     measure: bool = False, # Time precisions on real batches, and pick the fastest; then only `max_seconds` is accepted
-    max_seconds: float = 60., # Time limit of measuring
+    max_seconds: float = 60., # Time limit of measuring, approximate for slow models
     **kwargs
 ) -> Learner: # The learner
     """Train in the precision that the model's device runs natively: bf16, otherwise fp16, otherwise fp32.

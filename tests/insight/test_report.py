@@ -31,6 +31,7 @@ def rows(report, mode):
 def test_the_row_of_a_module_that_overflows():
     report = learner(Attentive()).precision_report()
     assert report.table.query('flagged')[['mode', 'module']].values.tolist() == [['fp16', 'attn']]
+    assert [*report.table.groupby('mode')['module'].last()] == ['loss function'] * 2
     row = rows(report, 'fp16').loc['attn']
     assert row['largest'] > 65504 and row['headroom'] == pytest.approx(65504 / row['largest'], rel=0.01)
     assert row['error'] == math.inf and math.isnan(rows(report, 'fp16').loc['head.2', 'error'])

@@ -30,6 +30,7 @@ ERRORS = {  # what to call with a learner: its error is in tests/expected/argume
     'scaler': lambda l: l.to_fp16(scaler=3),
     'static scale 0': lambda l: l.to_fp16(loss_scale=0.0),
     'static scale and a scaler': lambda l: l.to_fp16(loss_scale=2.0, scaler=torch.amp.GradScaler('cpu')),
+    'a fixed scale and none': lambda l: l.to_fp16(loss_scale=2.0, enabled=False),
     'on_overflow': lambda l: l.to_bf16(on_overflow='stop'),
     'an unknown precision': lambda l: MixedPrecision('fp4'),
     'fp32 as a precision': lambda l: MixedPrecision(torch.float32),
