@@ -19,6 +19,7 @@ PACKAGE = Path(fastxtend_amp.__file__).parent
 FIRST = ['to_amp', 'to_bf16', 'to_fp16', 'to_fp32', 'to_tf32', 'to_fp8', 'to_mxfp8', 'to_half_weights',
          'precision', 'precision_as', 'amp_context', 'precision_report', 'compare_precision', 'precision_decision']
 INSIGHT = ['PrecisionReport', 'Verdict', 'PrecisionComparison']  # returned by methods
+LISTED = {'column of `table`': 'Columns of `table`', '`verdict`': 'Values of `verdict`'}   # heads of lists
 SAME = {'to_mxfp8': 'to_fp8'}              # accepts the arguments of
 ELSEWHERE = {'Verdict': 'insight.verdict'}                       # public, and not in `__all__`
 NOT_LISTED = {'learn', 'amp_context', 'needs_loss_scaling', 'arguments', 'open', 'close', 'begin_training',
@@ -109,18 +110,25 @@ def line(name, default, text):
 
 
 def argument_lines(obj):
-    "Return a list of the arguments of `obj`, or attributes of what a method returns; what is shared only by its name."
+    "Return a list of the arguments of `obj` that are not shared, or attributes of what a method returns."
     if getattr(obj, '__name__', '') in INSIGHT:
         return '\n'.join(['Attributes and methods:\n', *(line(n, '', text) for n, *_, text in arguments(obj))])
     name, common = getattr(obj, '__name__', ''), shared()
-    if name in SAME: return f'- the arguments of [`{SAME[name]}`](#{SAME[name]})'
-    own = [line(n, default, text) for n, kind, default, text in arguments(obj)
-           if text and (n, kind, default) not in common]
-    named = [row[0] for row in arguments(obj) if row[:3] in common]
-    others = [name for name, *_ in common if name not in named]
-    listed = ', '.join(f'`{name}`' for name in (others if len(others) < 3 else named))
-    which = listed if len(others) > 2 else f'all{" but " if others else ""}{listed}'
-    return '\n'.join(own + ([f'- [shared](#shared-arguments): {which}'] if named else []))
+    if name in SAME: return f'The arguments are those of [`{SAME[name]}`](#{SAME[name]}).'
+    return '\n'.join(line(n, default, text) for n, kind, default, text in arguments(obj)
+                     if text and (n, kind, default) not in common)
+
+
+def signature_line(name, obj):
+    "Return the call with the names of all arguments, and what it returns if that has an entry."
+    names = []
+    for n, p in inspect.signature(obj).parameters.items():
+        if n == 'self': continue
+        if p.kind is p.KEYWORD_ONLY and '*' not in names: names.append('*')
+        names.append('**' * (p.kind is p.VAR_KEYWORD) + n)
+    returned = inspect.signature(obj).return_annotation
+    returned = getattr(returned, '__name__', returned)
+    return f'`{name}({", ".join(names)})`' + (f' → [`{returned}`](#{returned.lower()})' if returned in INSIGHT else '')
 
 
 def text_of(obj):
@@ -135,7 +143,7 @@ def as_list(part):
     "Return a table of a docstring as a list of its first two columns; other paragraphs as they are."
     if not part.startswith('|'): return part
     (head, *_), _, *rows = [row.strip('| ').split(' | ') for row in part.splitlines()]
-    return '\n'.join([f'{head}:\n', *(f'- {name}: {text}' for name, text, *_ in rows)])
+    return '\n'.join([f'{LISTED.get(head, head)}:\n', *(f'- {name}: {text}' for name, text, *_ in rows)])
 
 
 def source_link(obj):
@@ -163,6 +171,7 @@ def entry(name, obj):
     elif not is_property(obj) and (inspect.isfunction(obj) or inspect.isclass(obj)):
         found = members(obj) if inspect.isclass(obj) else {}
         lines = '\n'.join(member_line(n, m) for n, m in found.items())
+        if name not in (*INSIGHT, *SAME): parts.insert(1, signature_line(name, obj))
         named = name in INSIGHT or not lines                     # what a method returns has such a line already
         parts.append((argument_lines(obj) + ('\n' if named else '\n\nAttributes and methods:\n\n') + lines).strip())
     return '\n\n'.join(filter(None, [*parts, source_link(obj)]))

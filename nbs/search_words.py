@@ -5,9 +5,10 @@ from sphinx.errors import ExtensionError
 
 WORDS = {
     'start': {
-        'Start': 'install, requirements, Python version, minimum PyTorch version, fastai version, conda, pip install',
+        'Installation and devices': 'install, Windows, requirements, Python version, minimum PyTorch version, '
+                                    'fastai version, conda, pip install',
         'Import it last': 'torch.jit.script is deprecated, import order',
-        'Does it work on my device?': 'supported platforms, Windows, macOS, fastxtend_amp_check, report a bug, issue, '
+        'Does it work on my device?': 'supported platforms, macOS, fastxtend_amp_check, report a bug, issue, '
                                       'tested on GPU',
         'Which call for which GPU or other device?':
             'which GPU, GPU, T4, V100, P100, GTX, A100, H100, RTX 2080, RTX 3060, RTX 3080, RTX 3090, '
@@ -29,14 +30,15 @@ WORDS = {
             'fp16 vs bf16, to_fp16 vs to_bf16, float16, bfloat16 vs float16',
         'Does mixed precision change the accuracy?':
             'accuracy, final accuracy, accuracy worse than fp32, accuracy drop',
-        'to_bf16 is not faster': 'slow, slower than fp32, not faster, speedup, no speedup on GPU, speed up training, '
-                                 'channels last',
-        'Why is bf16 slower here?': 'depthwise, depthwise convolution slow, MobileNet, EfficientNet, '
+        'to_bf16 is not faster': 'bf16 not faster, slow, slower than fp32, not faster, speedup, '
+                                 'no speedup on GPU, speed up training, channels last',
+        'Some layers are slower in bf16': 'depthwise, depthwise convolution slow, MobileNet, EfficientNet, '
                                     'GhostNet, is_depthwise',
         'Memory, CUDA out of memory (OOM)': 'out of memory, OOM, GPU memory, memory, VRAM, save memory, '
                                             'bf16 memory, increase batch size',
         'RuntimeError: expected scalar type Half but found Float':
-            'expected scalar type, mat1 and mat2, dtype mismatch, model.half, Unexpected floating ScalarType',
+            'expected scalar type, expected m1 and m2 to have the same dtype, autograd.Function, '
+            'mat1 and mat2, dtype mismatch, model.half, Unexpected floating ScalarType',
         'ValueError: Attempting to unscale FP16 gradients': 'Attempting to unscale FP16 gradients, '
                                                              'checkpoint in fp16, trainable parameters were 16-bit',
         'RuntimeError: could not create a primitive descriptor':
@@ -52,25 +54,29 @@ WORDS = {
                               'skip step callback'},
     'changelog': {'Changelog': 'what changed, what is new, release notes'},
     'contributing': {'Contributing': 'contribute, licence, license, run the tests',
-                     'To add ...': 'write your own precision, custom precision, new precision, new device'},
+                     'A precision of your own': 'write your own precision, custom precision',
+                     'To add ...': 'new precision, new device'},
     '01_tutorial': {'Train': 'first run',
-                    'Which is the fastest?': 'fastest precision, measure',
+                    'Which is the fastest?': 'fastest precision, measure, is bf16 worth it, '
+                                              'is bf16 faster on my machine',
                     'Which module breaks?': 'which layer overflows, debug overflow, headroom',
                     'When training fails': 'recover from NaN'},
     '02_save_and_export': {'Save and resume': 'load checkpoint, save, resume, resume training, SaveModelCallback, '
                                               'resume from checkpoint loss scale',
-                           'Export': "export, export model inference, export learner production, "
+                           'Export': "export, deploy, deployment, serve, export model inference, "
+                                     "export learner production, "
                                      "load model without fastxtend_amp,"
                                     " load_learner dict object has no attribute dls"},
     'guarantees': {'The same numbers': 'reproducible, deterministic',
                    'What is kept when': 'crash while saving, killed, disk full, corrupt file, '
                                              'UnboundLocalError res, optimi',
-                   'What is not guaranteed': 'limits, limitations, not supported, '
+                   'What is not guaranteed': 'two optimizers, second optimizer, limits, limitations, not supported, '
                                              'No module named fastxtend_amp',
                    'What is tested': 'applications'},
     'evidence': {'On CPUs': 'benchmarks, benchmark, is bf16 faster on CPU',
-                 'On GPUs, measured by others': 'GPU speed-up, how much faster, tensor cores speed'},
+                 'On GPUs, measured by others': 'GPU speed-up, how much faster'},
     'how_it_works': {'The loss scale': 'loss scale, underflow',
+                     'Autocast': 'bf16, bfloat16, fp16, what is bf16, what is fp16, what is mixed precision',
                      'When a step is skipped': 'running_mean NaN, BatchNorm NaN',
                      'One training step': 'callback order',
                      'How the report works': 'gradient differs',
@@ -80,6 +86,7 @@ WORDS = {
         'Recipes': 'lr_find, learning rate finder, freeze, unfreeze layers, unet, segmentation, tabular, GAN, tta',
         'Keep modules in fp32':
             'fp32_modules, matches no module, exclude layers, keep layer in fp32, disable autocast for part of model, '
+            'disable autocast in part of my model, softmax in fp32, '
             'LayerNorm, batchnorm, '
             'keep batchnorm fp32',
         'Gradient accumulation and clipping': 'gradient clipping, gradient accumulation',
@@ -99,6 +106,7 @@ WORDS = {
         'timm models, fused optimizers': 'timm, vision transformer, ResNet, CNN, fused optimizer, weight decay',
         'Text: AWD_LSTM, LSTM, GRU': 'LSTM, GRU, RNN, text, text classification, language model, NLP',
         'A custom loss function': 'custom loss, focal loss, loss function, BCELoss, unsafe to autocast, multi-label',
+        'Activation checkpointing': 'gradient checkpointing, activation checkpointing',
         'Averaged weights: EMA': 'EMA, averaged weights',
         '8-bit optimizers': '8-bit optimizer, 8bit, bitsandbytes, AdamW8bit',
         'A frozen base in 16 bits (LoRA)': 'LoRA, frozen model, fine-tune',

@@ -125,7 +125,9 @@ class Page(HTMLParser):
 def test_page_is_whole(page):
     "Nothing is loaded from elsewhere, pictures are described, sources are there; Sphinx has checked the other links."
     for file in page.rglob('*.html'):
-        p = Page(file.read_text())
+        text = file.read_text()
+        p = Page(text)
+        assert '<p>|' not in text, f'{file.name}: a row outside of its table'
         assert all(' ' in alt and not alt.endswith('.png') for alt in p.described), file.name
         for target in p.loaded:
             assert target.startswith('data:') or (file.parent / target.partition('?')[0]).exists(), target

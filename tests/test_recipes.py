@@ -118,7 +118,7 @@ def test_a_custom_loss_in_fp32():
         dtypes.append((pred.dtype, (pred @ pred.T).dtype))
         return (pred - target).square().mean()
 
-    trained(recipe('class InFp32', my_loss=loss)['learn'], 'bf16')
+    trained(recipe('class InFp32', my_loss=loss, noop=noop)['learn'], 'bf16')
     assert {*dtypes} == {(torch.float32, torch.float32)}
     trained(learner(loss_func=loss), 'bf16')
     assert dtypes[-1] == (torch.float32, torch.bfloat16)

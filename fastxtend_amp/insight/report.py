@@ -43,7 +43,7 @@ class PrecisionReport(Shown):
     """The result of `Learner.precision_report`.
 
     `table` has one row per precision and module, in execution order, of the first run without an error. There,
-    only your own `fp32_modules`, and modules that had raised an error in 16 bits, compute in fp32:
+    only your own `fp32_modules`, and modules that had raised an error in 16 bits, compute in fp32.
 
     | column of `table` | meaning | unit |
     |---|---|---|
@@ -63,7 +63,7 @@ class PrecisionReport(Shown):
     `flagged`, if the module is flagged.
 
     `largest` leaves out what looks like an attention mask: large negative values far from all others, and tensors of
-    one or two distinct values. `format` and `headroom` mean nothing for modules that run after one that overflowed.
+    one or two distinct values.
     """
     table: pd.DataFrame # One row per precision and module
     verdicts: dict[str, Verdict] # By precision

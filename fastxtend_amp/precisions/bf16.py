@@ -37,6 +37,9 @@ def _xpu(device: torch.device) -> Support:
 class BF16(Precision):
     """Train with bfloat16 autocast, which needs no loss scaling.
 
+    Raises `TypeError` for `fp32_modules` that cannot be used, and `ValueError` if they match no module. `fit` raises
+    `ValueError` if the device does not support bf16.
+
     Source: https://docs.pytorch.org/docs/stable/amp.html. Devices: NVIDIA's CUDA C++ Programming Guide; AMD's
     https://rocm.docs.amd.com/en/latest/reference/precision-support.html; Apple's Metal feature set tables.
     """

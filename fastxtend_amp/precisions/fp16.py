@@ -37,6 +37,9 @@ class FP16(Precision):
     Steps whose gradients are not finite are skipped. The loss scale is kept from fit to fit, and through `save` and
     `load`. If bad data has driven it below 1, the next good step sets it again, from its gradients.
 
+    Raises `ValueError` or `TypeError` for arguments that cannot be used, and `ValueError` if `fp32_modules` matches no
+    module. `fit` raises `ValueError` if the device does not support fp16.
+
     Source: Micikevicius et al., Mixed Precision Training, https://arxiv.org/abs/1710.03740;
     https://docs.pytorch.org/docs/stable/amp.html. Devices: NVIDIA's CUDA C++ Programming Guide.
     """

@@ -42,7 +42,7 @@ class Fp8Forward(Forward):
 
 
 class FP8(BF16):
-    """Train with bf16 autocast and with linear layers in FP8, by torchao, on NVIDIA GPUs of capability 8.9 or newer.
+    """Train with bf16 autocast and linear layers in FP8, by torchao; native on NVIDIA GPUs of capability 8.9 or newer.
 
     A layer computes in FP8 if both sides of its weight are divisible by 16. Weights, optimizer and files are those of
     the plain model, and load without torchao. Expect a speed-up only with large layers and `torch.compile`:

@@ -224,10 +224,11 @@ def main(argv: Sequence[str] | None = None) -> int: # The exit status: 0 if all 
     "The console script `fastxtend_amp_check`."
     parser = argparse.ArgumentParser(prog='fastxtend_amp_check', description=(
         'Test mixed precision on this device: train a small network in fp32 and in each precision, and compare. Takes '
-        'about a minute. The output can be pasted into an issue.'))
+        'up to a minute. The output can be pasted into an issue.'))
     add_device(parser)
     args = parser.parse_args(argv)
     device = usable_device(parser, args.device)
+    torch.set_num_threads(1)                                     # more threads than free cores wait for each other
     print(head(device), end='\n\n', flush=True)
     results = check(device, lambda result: print(_line(result), flush=True))
     print(f'\n{verdict(results, device)}')

@@ -68,7 +68,8 @@ def marked(quartiles: list[float], blocks: int) -> str:
 DRAWN = {                                  # contestants with a column at the right, and its head and colour
     'plain loop': ('PyTorch\nloop', '#555'), 'fastxtend_amp': ('fastxtend_\namp', '#2a78b8'),
     'fastxtend_amp, tuned': ('tuned', '#2e7d32')}
-MARKS = 'dot: median; line: its 95% interval; hollow dot and ~: wider than ±5%; tuned: some kinds of layers in fp32'
+MARKS = ('dot: median; line: its 95% interval; hollow dot and ~: wider than ±5%; tuned: some kinds of layers in fp32; '
+         'faster: both quartiles above 1')
 OPTIMIZER = 'fused AdamW'                  # of the contestants that are drawn
 Rows = list[tuple[str, dict[str, dict[str, Any]]]]   # a model's title, and its records by contestant
 
