@@ -29,6 +29,10 @@ def measure_and_choose(
                            'another precision.\nRun it in one process, then use the call that it prints in every '
                            'process.')
     precisions = candidates(learn)
+    if len(precisions) == 1:                                     # fp32 alone
+        vars(learn).pop('precision_decision', None)
+        learn.to_amp()                                           # which says why
+        return
     low = [p.name for p in precisions if p.dtype]
     verdicts = learn.precision_report(low, max_seconds=_FOR_REPORT * max_seconds).verdicts if low else {}
     compared, notes = [], []

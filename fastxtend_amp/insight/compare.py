@@ -62,7 +62,11 @@ def compare_precision(self: Learner,
     - any error of the model in fp32
     """
     precisions = candidates(self, modes)
-    return compare(Setting(self, 'compare_precision', max_seconds, n_steps, n_seeds, lr, compile, tune), precisions)
+    found = compare(Setting(self, 'compare_precision', max_seconds, n_steps, n_seeds, lr, compile, tune), precisions)
+    if modes is None and len(precisions) == 1:
+        found.notes[:0] = ["This device runs nothing else natively. To compare what it emulates, name it: "
+                           "`learn.compare_precision('bf16')`."]
+    return found
 
 
 def compare(setting: Setting, precisions: list[Precision]) -> PrecisionComparison:
@@ -152,8 +156,9 @@ def _result(setting, runs, seeds, n, tuned): # `n`: steps that are compared
     recommended, reason = recommend(table, tolerated, setting.max_seconds - min(0, setting.left))
     calls = {r.name: call(learn, r.precision) + COMPILE * r.compiled for r in runs}
     limit = f', the most in `max_seconds={setting.max_seconds:g}`' if len(seeds) < setting.n_seeds else ''
-    notes = [tuned, f'Losses: mean of the last fifth of {n:,} steps (`n_steps={setting.n_steps}`). '
-                    f'fp32 was repeated with {len(seeds)} other seeds{limit}.', *note_of_left_out(learn)]
+    looked_at = (f'Losses: mean of the last fifth of {n:,} steps (`n_steps={setting.n_steps}`). '
+                 f'fp32 was repeated with {len(seeds)} other seeds{limit}.')
+    notes = [tuned, looked_at if len(runs) > 1 else '', *note_of_left_out(learn)]
     if is_compiled(learn.model):
         notes.append('The compiled model was compared uncompiled; `compare_precision(compile=True)` compares both.')
     if settings := settings_note(): notes.append(f'{settings}. fp32 was measured with this setting.')

@@ -25,6 +25,7 @@ _MOVES = {'clone', '_to_copy', 'copy_', 'cat', 'stack', 'detach', 'lift_fresh'}
 _CONSTANTS = set("""add sub rsub mul clamp clamp_min clamp_max masked_fill fill full full_like new_full scatter
     scalar_tensor""".split())
 _CASTS = {'_to_copy', 'copy_', 'add', 'sub', 'mul', 'div'}       # of whole numbers
+_COUNTS = 'nll_loss_forward', 'nll_loss2d_forward'              # their second result is the sum of the samples' weights
 _NEAR_0 = 6.1e-5        # constants that become 0 matter beside values below the smallest normal number of fp16
 _MASK_FROM = 1e3        # larger values may be an attention mask,
 _MASK_GAP = 64          # if they are negative and all others are smaller by this factor
@@ -118,7 +119,7 @@ class Frame:
         is_new = wide is None and all(map(all_finite, call.inputs))      # NaN or inf, if it appears
         out = call.run()
         self._record_whole_numbers(call, out, wide)
-        outs = readable(out)
+        outs = readable(out)[:1] if call.op.name in _COUNTS else readable(out)
         for o, value in zip(outs, readable(wide) or outs):
             self._record(call, o, value)
             for key in lost: self.seen.constants[key] |= call.needs(key[-1], o, value)

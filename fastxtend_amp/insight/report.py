@@ -170,18 +170,17 @@ class _Report:
 
     def __post_init__(self):
         self.low = dict[AMPMode, Trace]()                        # the first that completed in each mode
-        self.cut_for = list[AMPMode]()                           # emulated modes, if batches were cut for them
         self.constants = dict[tuple, None]()                     # that are lost
 
     def on(self, modes: list[AMPMode]) -> PrecisionReport:
         self.until, start = time.monotonic() + self.max_seconds, time.process_time()
         device = training_device(self.learn)
-        emulated = [m for m in modes if PRECISIONS[m].support(device).status == 'emulated']
+        self.emulated = [m for m in modes if PRECISIONS[m].support(device).status == 'emulated']
         wrong, whole = self._trace_fp32(modes), find_bs(self.batches[0])
         seconds = max(time.process_time() - start, EMULATED_TIME)
         few = max(2, int(whole * EMULATED_TIME / seconds))       # batch normalization needs two
-        if emulated and few < whole:
-            self.cut_for = emulated
+        self.is_cut = bool(self.emulated) and few < whole
+        if self.is_cut:
             self.batches = map_tensors(lambda t: t[:few] if t.shape[:1] == (whole,) else t, self.batches)
             wrong = self._trace_fp32(modes)
         verdicts = {m.value: Verdict(m.value, 'not known', wrong) if wrong else self._verdict(m) for m in modes}
@@ -234,7 +233,7 @@ class _Report:
         return found
 
     def _distance(self, mode, keep, scale):
-        if mode in self.cut_for: return math.nan                 # of few samples it says little
+        if self.is_cut and mode in self.emulated: return math.nan        # of few samples it says little
         self.tick(f'{mode.value}, gradients')
         try:
             distance, self.n_gradients = gradient_distance(self.learn, self.drawn, mode, keep, scale, self.until)
@@ -281,10 +280,11 @@ class _Report:
         n = len(self.batches)
         yield (f'Looked at {n:,} batch{"es" * (n > 1)} for the modules and {self.n_gradients} for the gradient, of '
                f'{few:,} samples each. Other batches (`n_batches`) and later weights may flag other modules.')
-        if self.cut_for:
-            modes = ' and '.join(self.cut_for)
-            yield (f'{modes}: emulated on this device, so of {whole:,} samples only the first {few:,} were '
-                   f'run, and no gradients compared in {modes}.')
+        modes = ' and '.join(self.emulated)
+        if modes and not self.simulated: yield f'{modes}: emulated on this device, so usually slower than fp32.'
+        if self.is_cut:
+            yield (f'Of {whole:,} samples only the first {few:,} were run, and no gradients compared in {modes}, which '
+                   'this device emulates.')
         if self.simulated:
             yield ("Computed on this CPU with CUDA's autocast rules. GPU kernels were not run; they may round "
                    'differently or be missing.')

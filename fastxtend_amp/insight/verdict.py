@@ -118,7 +118,7 @@ class Judge:
         "Return the modules to flag for their forward pass, and why, in execution order."
         found, mode, decisions = {}, self.mode.value, _changed(low)
         # The loss of a few batches also jumps with tiny changes in fp32.
-        if not decisions or not _loss_differs(low) or self.distance(self.keep, self.scale) <= LARGE: decisions = {}
+        if not decisions or not _loss_differs(low) or self.distance(self.keep, self.scale) < LARGE: decisions = {}
         for n, s in low.seen.items():
             size = s.largest if s.failed else s.half
             lost = next((constant for constant, is_needed in s.constants.items() if is_needed), None)
@@ -208,8 +208,8 @@ class Judge:
         distance = partial(self.distance, scale=init_scale or self.first_scale)
         far, names = distance(self.keep), []
         figure = f'({far:.2g}; from {LARGE} on it may matter)'
-        if far <= LARGE: why.append(f'rounding is negligible {figure}')
-        elif far > LARGE:                                        # nan if unknown
+        if far < LARGE: why.append(f'rounding is negligible {figure}')
+        elif far >= LARGE:                                       # nan if unknown
             verdict = 'gradient differs'
             names = smallest(self._candidates(low), lambda names: distance([*self.keep, *names]) < SMALL)
             helps = some(map(named, names)) or 'no module that was tried'
@@ -218,7 +218,7 @@ class Judge:
             self.reasons |= dict.fromkeys(names, '')
         modules = [n for n in [*self.keep, *names] if n not in self.kept]
         following = call(self.learn, advised(self.learn, self.mode, modules, init_scale))
-        if far > LARGE and not names: following = f"learn.compare_precision('{self.mode.value}')"
+        if far >= LARGE and not names: following = f"learn.compare_precision('{self.mode.value}')"
         return self._say(verdict, '; '.join(why), call=following, modules=modules, scale_range=scales,
                          init_scale=init_scale)
 

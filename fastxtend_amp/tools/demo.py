@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not results:
         print('This device runs no 16-bit precision natively, so none can be faster than fp32.\n'
               'Here is a report on one batch instead; `--emulated` also trains:\n', flush=True)
-        results.append(learn.precision_report(max_seconds=.2 * total))
+        results.append(learn.precision_report(max_seconds=total))
         print(results[-1], end='\n\n')
     import matplotlib
     matplotlib.use('agg')                                        # no window, on any machine

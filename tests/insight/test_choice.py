@@ -59,6 +59,18 @@ def test_what_is_chosen_and_printed(expected, capsys):
     expected('measured_choice', '\n'.join(texts))
 
 
+def test_without_a_native_precision_there_is_nothing_to_measure(monkeypatch, capsys):
+    learn = learner(cbs=Costs(dict(bf16=2.0)))
+    assert learn.to_amp(measure=True).precision_decision
+    set_support(monkeypatch, lambda name: 'emulated')
+    capsys.readouterr()
+    learn.to_amp(measure=True)
+    assert learn.precision is learn.precision_decision is None
+    assert capsys.readouterr().out.startswith("to_amp: fp32, as 'cpu' runs neither bf16 nor fp16 natively")
+    alone = learn.compare_precision()
+    assert alone.recommended == 'fp32' and "learn.compare_precision('bf16')" in alone.notes[0]
+
+
 def test_more_time_decides_what_little_did_not(sleeps):
     for max_seconds, chosen in ((9.0, 'fp32'), (300.0, 'bf16')):
         start, learn = sleeps.now, learner(cbs=Costs(dict(bf16=1.3, fp16=0.5), noise=0.5))

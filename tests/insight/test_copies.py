@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader as TorchLoader
 
 from fastxtend_amp.insight.copies import begin_fit, check_learner, copied_learner, loader_like
-from helpers import OPTIMIZERS, At, dataset, learner, loaders, mlp, opt_state, params, same, same_state
+from helpers import OPTIMIZERS, At, dataset, learner, loaders, mlp, opt_state, params, same, same_state, set_support
 from states import ASK, InStep, bits, language_model, rich, shuffled
 
 
@@ -176,7 +176,8 @@ def test_files_go_into_a_folder_that_is_removed(tmp_path):
 
 
 @pytest.mark.parametrize('ask', ASK)
-def test_copies_are_freed_at_once(ask, sleeps):
+def test_copies_are_freed_at_once(ask, sleeps, monkeypatch):
+    set_support(monkeypatch, lambda name: 'native' if name == 'bf16' else 'unsupported')
     models, learn = [], learner(cbs=InStep('before_batch', lambda l: models.append(weakref.ref(l.model))))
     gc.disable()
     try:

@@ -13,7 +13,7 @@ from fastai.callback.training import GradientClip
 from fastai.learner import Recorder
 
 from fastxtend_amp.insight.copies import copied_learner, left_out, takes_part
-from helpers import Attentive, Data, dataset, learner, loaders, mlp
+from helpers import Attentive, Data, dataset, learner, loaders, mlp, set_support
 from states import ASK, Gives, Unpacks
 
 sent = []  # to a tracking service
@@ -115,7 +115,8 @@ def test_a_forward_hook_of_a_callback_runs_in_the_report_as_in_a_fit():
 
 
 @pytest.mark.parametrize('ask', ASK)
-def test_a_learner_whose_loss_needs_a_callback_runs_with_it_or_its_name_is_in_the_error(ask, sleeps):
+def test_a_learner_whose_loss_needs_a_callback_runs_with_it_or_its_name_is_in_the_error(ask, sleeps, monkeypatch):
+    set_support(monkeypatch, lambda name: 'native' if name == 'bf16' else 'unsupported')
     assert ASK[ask](learner(Gives(mlp()), cbs=Unpacks())) is not None
     with pytest.raises(AttributeError) as error:
         ASK[ask](learner(Gives(mlp()), cbs=kind('Quiet', Unpacks, run_on_copy=False)()))
