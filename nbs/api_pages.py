@@ -8,6 +8,7 @@ from collections import Counter
 from enum import Enum
 from importlib import import_module
 from pathlib import Path
+from textwrap import fill
 
 from fastai.learner import Learner
 from fastcore.docments import docments
@@ -20,6 +21,7 @@ FIRST = ['to_amp', 'to_bf16', 'to_fp16', 'to_fp32', 'to_tf32', 'to_fp8', 'to_mxf
          'precision', 'precision_as', 'amp_context', 'precision_report', 'compare_precision', 'precision_decision']
 INSIGHT = ['PrecisionReport', 'Verdict', 'PrecisionComparison']  # returned by methods
 LISTED = {'column of `table`': 'Columns of `table`', '`verdict`': 'Values of `verdict`'}   # heads of lists
+WHOLE = {'to_amp', 'to_fp16', 'to_fp32', 'precision_as', 'amp_context'}     # shown with all paragraphs
 SAME = {'to_mxfp8': 'to_fp8'}              # accepts the arguments of
 ELSEWHERE = {'Verdict': 'insight.verdict'}                       # public, and not in `__all__`
 NOT_LISTED = {'learn', 'amp_context', 'needs_loss_scaling', 'arguments', 'open', 'close', 'begin_training',
@@ -115,28 +117,31 @@ def argument_lines(obj):
         return '\n'.join(['Attributes and methods:\n', *(line(n, '', text) for n, *_, text in arguments(obj))])
     name, common = getattr(obj, '__name__', ''), shared()
     if name in SAME: return f'The arguments are those of [`{SAME[name]}`](#{SAME[name]}).'
-    return '\n'.join(line(n, default, text) for n, kind, default, text in arguments(obj)
+    return '\n'.join(line(n, '', text) for n, kind, default, text in arguments(obj)
                      if text and (n, kind, default) not in common)
 
 
 def signature_line(name, obj):
-    "Return the call with the names of all arguments, and what it returns if that has an entry."
+    "Return the call with all arguments and their defaults, and what it returns if that has an entry."
     names = []
     for n, p in inspect.signature(obj).parameters.items():
         if n == 'self': continue
         if p.kind is p.KEYWORD_ONLY and '*' not in names: names.append('*')
-        names.append('**' * (p.kind is p.VAR_KEYWORD) + n)
+        default = default_text(p.default)
+        names.append('**' * (p.kind is p.VAR_KEYWORD) + n + '=' * bool(default) + default.replace(' ', '\xa0'))
+    call = fill(f'{name}({", ".join(names)})', 90, subsequent_indent='    ', break_long_words=False)
     returned = inspect.signature(obj).return_annotation
     returned = getattr(returned, '__name__', returned)
-    return f'`{name}({", ".join(names)})`' + (f' → [`{returned}`](#{returned.lower()})' if returned in INSIGHT else '')
+    link = f'\n\nReturns a [`{returned}`](#{returned.lower()}).' if returned in INSIGHT else ''
+    return f'```\n{call}\n```'.replace('\xa0', ' ') + link
 
 
 def text_of(obj):
-    "Return the first paragraph of the docstring, of what a method returns all, as Markdown; `help` shows the rest."
+    "Return the first paragraph of the docstring, or all, as Markdown; `help` shows the rest."
     doc = (inspect.getdoc(obj) or '').partition('\n\nArguments:\n')[0]
     parts = [part for part in doc.split('\n\n') if not FOR_HELP.match(part)]
     if inspect.isclass(obj) and obj.__name__ in INSIGHT: return '\n\n'.join(map(as_list, parts))
-    return parts[0]
+    return '\n\n'.join(parts) if getattr(obj, '__name__', '') in WHOLE else parts[0]
 
 
 def as_list(part):

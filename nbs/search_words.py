@@ -11,22 +11,25 @@ WORDS = {
         'Does it work on my device?': 'supported platforms, macOS, fastxtend_amp_check, report a bug, issue, '
                                       'tested on GPU',
         'Which call for which GPU or other device?':
-            'which GPU, GPU, T4, V100, P100, GTX, A100, H100, RTX 2080, RTX 3060, RTX 3080, RTX 3090, '
+            'which GPU, GPU, which number format, T4, V100, P100, GTX, A100, H100, RTX 2080, RTX 3060, '
+            'RTX 3080, RTX 3090, '
             'RTX 4090, RTX 5090, AMD, ROCm, Apple Silicon, Mac, M1, M2, M3, MPS, GTX 1080, AMX, '
             'supports FP8, supports TF32, supports bf16, use bf16, RTX bf16'},
     '03_gpus_compile_xla': {
-        'Several GPUs (multi-GPU, DDP)': 'multi GPU, multiple GPUs, DDP, distributed, distributed training, '
+        'Several GPUs (DDP)': 'multi GPU, multi-GPU, multiple GPUs, DDP, distributed, distributed training, '
                                          'notebook_launcher, Kaggle two T4, two GPUs',
         'FSDP2': 'FSDP, fully_shard',
         'DataParallel': 'DataParallel, to_parallel',
         'torch.compile': 'compile, inductor',
         'XLA and TPU': 'TPU, XLA'},
     'troubleshooting': {
-        'The loss is NaN': 'my loss is NaN, NaN loss, loss NaN fp16, training failed, NaN, '
+        'The loss is NaN': 'my loss is NaN, NaN loss, loss NaN fp16, training failed, NaN, infinite, '
+                           'loss becomes infinite, learning rate finder fails, lr_find fails, '
                            'inf, overflow, IndexError, lr_find NaN',
         'The loss scale keeps dropping': 'skipped steps, loss scale too low, how many steps were skipped, n_skipped',
         'Which precision should I use: bf16 or fp16?':
-            'precision, which precision should I use, what did to_amp choose, bf16 on T4, bf16 on V100, '
+            'precision, which precision should I use, what did to_amp choose, really trains in bf16, '
+            'bf16 on T4, bf16 on V100, '
             'fp16 vs bf16, to_fp16 vs to_bf16, float16, bfloat16 vs float16',
         'Does mixed precision change the accuracy?':
             'accuracy, final accuracy, accuracy worse than fp32, accuracy drop',
@@ -34,7 +37,7 @@ WORDS = {
                                  'no speedup on GPU, speed up training, channels last',
         'Some layers are slower in bf16': 'depthwise, depthwise convolution slow, MobileNet, EfficientNet, '
                                     'GhostNet, is_depthwise',
-        'Memory, CUDA out of memory (OOM)': 'out of memory, OOM, GPU memory, memory, VRAM, save memory, '
+        'CUDA out of memory': 'out of memory, OOM, GPU memory, memory, VRAM, save memory, '
                                             'bf16 memory, increase batch size',
         'RuntimeError: expected scalar type Half but found Float':
             'expected scalar type, expected m1 and m2 to have the same dtype, autograd.Function, '
@@ -47,7 +50,8 @@ WORDS = {
         'TypeError: Got unsupported ScalarType BFloat16': 'numpy bf16',
         'Warning: a loss or a prediction in validation is NaN or inf': 'validation loss NaN',
         'Which callbacks run in a report, comparison or diagnosis?': 'MixUp, CutMix, trackers'},
-    'coming_from': {'fastai 2': 'difference to fastai, fastai to_fp16, learn.scaler',
+    'coming_from': {'fastai 2': 'difference to fastai, fastai to_fp16, learn.scaler, to_fp16 does nothing',
+                    'A PyTorch training loop': 'migrate from PyTorch amp, plain PyTorch amp, torch.cuda.amp',
                     'Side by side': 'compare with Accelerate, Fabric, Lightning, Composer'},
     'api': {'Shared arguments': 'FloatingPointError, max_skips, growth_interval, GradScaler growth interval',
             'MixedPrecision': 'learn.precision.scale, get current loss scale, learn.precision.skipped, '
@@ -57,11 +61,12 @@ WORDS = {
                      'A precision of your own': 'write your own precision, custom precision',
                      'To add ...': 'new precision, new device'},
     '01_tutorial': {'Train': 'first run',
-                    'Which is the fastest?': 'fastest precision, measure, is bf16 worth it, '
+                    'Which precision is fastest?': 'fastest precision, measure, is bf16 worth it, '
                                               'is bf16 faster on my machine',
                     'Which module breaks?': 'which layer overflows, debug overflow, headroom',
                     'When training fails': 'recover from NaN'},
     '02_save_and_export': {'Save and resume': 'load checkpoint, save, resume, resume training, SaveModelCallback, '
+                                              'crash during training, continue from last epoch, continue training, '
                                               'resume from checkpoint loss scale',
                            'Export': "export, deploy, deployment, serve, export model inference, "
                                      "export learner production, "
@@ -76,8 +81,10 @@ WORDS = {
     'evidence': {'On CPUs': 'benchmarks, benchmark, is bf16 faster on CPU',
                  'On GPUs, measured by others': 'GPU speed-up, how much faster'},
     'how_it_works': {'The loss scale': 'loss scale, underflow',
-                     'Autocast': 'bf16, bfloat16, fp16, what is bf16, what is fp16, what is mixed precision',
-                     'When a step is skipped': 'running_mean NaN, BatchNorm NaN',
+                     'Number formats': 'number format, bf16, bfloat16, fp16, what is bf16, what is fp16, '
+                                       'what is mixed precision, mantissa, float16 and bfloat16',
+                     'Autocast': 'are weights float32, weights still float32',
+                     'When a step is skipped': 'running_mean NaN, BatchNorm NaN, batch norm statistics',
                      'One training step': 'callback order',
                      'How the report works': 'gradient differs',
                      'The same in a PyTorch loop': 'training loop, PyTorch loop',
@@ -102,7 +109,7 @@ WORDS = {
                                               'Cannot pickle closed files',
         'Weights & Biases (wandb), MLflow': 'W&B, wandb, weights and biases, MLflow, wandb loss scale',
         'Gradient norms': 'gradient norm, grad norm',
-        'Hugging Face (HuggingFace) models': 'HuggingFace, Hugging Face, transformers, dict batch',
+        'Hugging Face models': 'HuggingFace, Hugging Face, transformers, dict batch',
         'timm models, fused optimizers': 'timm, vision transformer, ResNet, CNN, fused optimizer, weight decay',
         'Text: AWD_LSTM, LSTM, GRU': 'LSTM, GRU, RNN, text, text classification, language model, NLP',
         'A custom loss function': 'custom loss, focal loss, loss function, BCELoss, unsafe to autocast, multi-label',

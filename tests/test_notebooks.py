@@ -16,7 +16,7 @@ assert report.fp32_modules == ['attn']
 assert report.verdicts['fp16'].call == "learn.to_fp16(fp32_modules=['attn'])\"""",
         "rows[name] = ": """
 assert abs(rows['fp16']['loss'] - rows['fp32']['loss']) < .03 and rows['fp16']['accuracy'] > .85""",
-        "train(runs['fix']": '''
+        'train(fixed.': '''
 fp32, warn, fix = runs.values()
 assert warn.precision.n_skipped > 30 and fix.precision.n_skipped < 10 and len(fix.precision.fixes) == 1
 assert abs(fix.final_record[1] - fp32.final_record[1]) < .05''',

@@ -42,17 +42,17 @@ _GROWS = 1.5           # from layer to layer
 class PrecisionReport(Shown):
     """The result of `Learner.precision_report`.
 
-    `table` has one row per precision and module, in execution order, of the first run without an error. There,
-    only your own `fp32_modules`, and modules that had raised an error in 16 bits, compute in fp32.
+    `table` has one row per precision and module, in execution order, of the first run without an error. In that run,
+    only your own `fp32_modules`, and modules that raise an error in 16 bits, compute in fp32.
 
     | column of `table` | meaning | unit |
     |---|---|---|
     | `mode` | the precision | its name, such as 'bf16' |
     | `module` | '(model)' is the model's own `forward` | name |
     | `type` | class of the module | name |
-    | `format` | lowest precision of its results, 'fp8' also for bf16; 'fp32' for a module in fp32 | name |
+    | `format` | `mode`, or 'fp32' if none of its results is 16-bit | name |
     | `largest` | largest absolute value that the module computes, in fp32 | value |
-    | `headroom` | maximum of the format divided by the largest value in it; inf in fp32 | ratio |
+    | `headroom` | largest number of `mode` divided by the largest 16-bit result; inf if there is none | ratio |
     | `error` | relative error of its output against fp32 on the same inputs; inf on overflow, nan if unknown | ratio |
     | `grad` | largest absolute gradient of its outputs and parameters, in fp32 without loss scaling | value |
     | `underflow` | share of these gradients that are 0 in the precision, with the loss scale, but not in fp32 | ratio |

@@ -57,12 +57,11 @@ def to_amp(self: Learner, *,
     """Train in the precision that the model's device runs natively: bf16, otherwise fp16, otherwise fp32.
 
     It prints the choice and the reason. The choice depends only on the device; small models may still be faster in
-    fp32. It accepts the arguments of `to_fp16`, and `skip_nonfinite` of `to_bf16`.
+    fp32.
 
     With `measure=True`, it times bf16, fp16 and TF32, where they are native, on copies of the learner, and selects the
-    fastest of them, or fp32. It prints the decision, and stores the details in `learn.precision_decision`.
-    The arguments of the learner's precision, such as `fp32_modules`, are kept. `max_seconds` is then the only other
-    argument, and distributed runs raise `RuntimeError`.
+    fastest of them, or fp32. It prints the decision, and stores the details in `learn.precision_decision`. The
+    arguments of the learner's precision, such as `fp32_modules`, are kept. Distributed runs raise `RuntimeError`.
     """
     if measure not in (True, False): raise ValueError(f'measure={measure!r} cannot be used: it must be True or False.')
     if measure:
