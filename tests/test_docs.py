@@ -156,7 +156,7 @@ def test_api_page_has_every_public_name_with_a_meaning_of_each_argument():
 
 def test_every_command_is_described():
     commands = [s.partition('=')[0] for s in CFG['console_scripts'].split()]
-    assert commands and all(f'- `{c}`:' in (NBS / 'api.md').read_text() for c in commands)
+    assert commands and all(f'- `{c} [' in (NBS / 'api.md').read_text() for c in commands)
 
 
 # -- claims
@@ -240,7 +240,7 @@ def test_the_manual_is_short():
     others = 'CHANGELOG.md', 'CONTRIBUTING.md', 'SECURITY.md'
     texts = {name: re.sub(r'```\w*|<!--.*-->', '', text) for name, text in markdown() if name not in others}
     pages = {name: len(re.findall(r'\S*\w\S*', text)) for name, text in texts.items()}
-    assert pages['README.md'] <= 700 and sum(pages.values()) <= 11_300, pages
+    assert pages['README.md'] <= 700 and sum(pages.values()) <= 11_500, pages
 
 
 SNIPPET = """

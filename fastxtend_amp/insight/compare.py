@@ -23,7 +23,7 @@ _HOPELESS = .5          # speed-up after which one round is enough
 
 @patch
 def compare_precision(self: Learner,
-    modes: Any = None, # 'bf16', 'fp16', 'tf32', 'fp8', 'half_weights', or a list; None: native ones of the first three
+    modes: Any = None, # Names such as 'bf16' or 'half_weights', one or several; None: bf16, fp16, TF32 where native
     n_steps: int = 50, # Training steps after which the losses are compared; timing may need more
     *,
     lr: float | slice | None = None, # Learning rate; the learner's own if None

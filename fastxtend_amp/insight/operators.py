@@ -38,6 +38,8 @@ class Seen:
     type: str
     largest = 0.                                                 # absolute finite result; of the twin, if there is one
     half = 0.                                                    # the same, of 16-bit results only
+    is_half = False                                              # whether it has any
+    is_after = False                                             # whether NaN or inf came in
     failed = False                                               # whether NaN or inf first appears in it
     error = math.nan                                             # of its own arithmetic, relative; the largest
     changed = 0.                                                 # the share of comparisons and indices that differ
@@ -127,6 +129,7 @@ class Frame:
             # With a result in fp32 it is new where that is finite, and more than a mask.
             if wide is not None: is_new = largest_value(value) > 0 and n_nan_or_inf(o[value.isfinite()]) > 0
             self.seen.failed |= is_new
+            self.seen.is_after |= not is_new
         return out
 
     def _record_whole_numbers(self, call, out, wide):
@@ -158,7 +161,7 @@ class Frame:
         if call.is_cast or call.op.name not in _MOVES:
             largest = largest_value(value)
             seen.largest = max(seen.largest, largest)
-            if out.dtype in HALF: seen.half = max(seen.half, largest)
+            if out.dtype in HALF: seen.half, seen.is_half = max(seen.half, largest), True
         # Rounding errors of what is exactly 0 in fp32 would be 100%.
         if value is not out and self.fp32.largest: self.twins.keep(out, value)
         else: self.twins.forget(out)                             # it may be overwritten

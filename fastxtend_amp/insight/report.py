@@ -50,10 +50,10 @@ class PrecisionReport(Shown):
     | `mode` | the precision | its name, such as 'bf16' |
     | `module` | '(model)' is the model's own `forward` | name |
     | `type` | class of the module | name |
-    | `format` | `mode`, or 'fp32' if none of its results is 16-bit | name |
+    | `format` | `mode`, or 'fp32' if no result is 16-bit; `headroom` is then inf | name |
     | `largest` | largest absolute value that the module computes, in fp32 | value |
-    | `headroom` | largest number of `mode` divided by the largest 16-bit result; inf if there is none | ratio |
-    | `error` | relative error of its output against fp32 on the same inputs; inf on overflow, nan if unknown | ratio |
+    | `headroom` | largest number of `mode` divided by the largest 16-bit result; nan after an overflow | ratio |
+    | `error` | relative error of its own arithmetic, on the inputs it got; inf on overflow, nan if unknown | ratio |
     | `grad` | largest absolute gradient of its outputs and parameters, in fp32 without loss scaling | value |
     | `underflow` | share of these gradients that are 0 in the precision, with the loss scale, but not in fp32 | ratio |
     | `flagged` | whether the module is flagged | bool |
@@ -247,9 +247,10 @@ class _Report:
                 fp32, is_flagged = self.fp32.seen.get(s.name, s), s.name in verdicts[mode].flagged
                 if not (fp32.largest or is_flagged): continue    # it computes nothing
                 headroom = torch.finfo(mode.dtype).max / s.half if s.half else math.inf
+                if s.is_after and s.is_half and not s.failed: headroom = math.nan
                 error = math.inf if s.failed else s.error
                 underflow = max(s.n_zeros - fp32.n_zeros, 0) / max(fp32.n_grads, 1)
-                dtype = mode.value if s.half else 'fp32'
+                dtype = mode.value if s.is_half else 'fp32'
                 yield (mode.value, s.name, s.type, dtype, fp32.largest or s.largest, headroom, error,
                        fp32.grad or math.nan, underflow, is_flagged)
 
@@ -272,6 +273,9 @@ class _Report:
 
     def _notes(self):
         "Say what was looked at."
+        modes = ' and '.join(self.emulated)
+        if modes and not self.simulated:
+            yield f'{modes}: emulated on this device, so usually slower than fp32; `learn.to_amp()` avoids that.'
         for mode in self.low:
             if not (layers := advised(self.learn, mode).rounding(self.learn.model)): continue
             names = some(map(named, layers))
@@ -280,11 +284,7 @@ class _Report:
         n = len(self.batches)
         yield (f'Looked at {n:,} batch{"es" * (n > 1)} for the modules and {self.n_gradients} for the gradient, of '
                f'{few:,} samples each. Other batches (`n_batches`) and later weights may flag other modules.')
-        modes = ' and '.join(self.emulated)
-        if modes and not self.simulated: yield f'{modes}: emulated on this device, so usually slower than fp32.'
-        if self.is_cut:
-            yield (f'Of {whole:,} samples only the first {few:,} were run, and no gradients compared in {modes}, which '
-                   'this device emulates.')
+        if self.is_cut: yield f'Only {few:,} of {whole:,} samples were run, and no gradients compared in {modes}.'
         if self.simulated:
             yield ("Computed on this CPU with CUDA's autocast rules. GPU kernels were not run; they may round "
                    'differently or be missing.')

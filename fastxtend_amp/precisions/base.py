@@ -36,7 +36,7 @@ _ALIASES = {'float16': 'fp16', 'half': 'fp16', '16-mixed': 'fp16', 'bfloat16': '
 
 
 class AMPMode(str, Enum):
-    """Names of the precisions below fp32: strings, with the same values as in fastai's own `AMPMode`.
+    """Names of the precisions below fp32: strings, with the values of fastai's own `AMPMode` for 'fp16' and 'bf16'.
 
     `AMPMode(value)` accepts the name of every registered precision in any letter case, Lightning's names ('16-mixed',
     'bf16-mixed'), torch dtypes and their names ('float16', 'half', 'bfloat16'), and members of fastai's own `AMPMode`.
@@ -268,12 +268,13 @@ def fastest_native(
 
 def automatic_precision(
     device: torch.device,
-    arguments: dict[str, Any], # Those of precisions that are not selected have no effect
+    arguments: dict[str, Any], # Those of precisions that are not selected have no effect, but are checked
 ) -> Precision: # Plain fp32 if neither bf16 nor fp16 is native
     "Return the precision that `to_amp` selects for `device`."
-    cls = PRECISIONS.get(fastest_native(device) or '', Precision)
-    others = {name for p in PRECISIONS.values() if p.automatic for name in defaults_of(p)}
-    return constructed(cls, arguments, others)
+    classes: list[type[Precision]] = [Precision, *(cls for cls in PRECISIONS.values() if cls.automatic)]
+    others = {name for cls in classes for name in defaults_of(cls)}
+    built = {cls.name: constructed(cls, arguments, others) for cls in classes}
+    return built[fastest_native(device) or Precision.name]
 
 
 def constructed(

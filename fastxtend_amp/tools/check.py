@@ -169,7 +169,7 @@ def check(
     tried = [cls.name for cls in PRECISIONS.values() if cls.in_tables and not cls.package]
     for precision in ['fp32', *tried]:
         if precision in support and support[precision].support == 'unsupported':
-            add(precision, 'runs here', None, support[precision].why)
+            add(precision, 'supported', None, support[precision].why)
             continue
         for what, run in _checks(on, precision):
             with warnings.catch_warnings(record=True) as caught:

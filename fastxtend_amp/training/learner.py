@@ -13,6 +13,7 @@ from fastcore.meta import delegates
 from ..common import half_to_float, training_device
 from ..precisions import PRECISIONS, Precision, automatic_precision, followers, parameters_of
 from ..precisions.base import written
+from ..precisions.matching import match_modules
 from ..precisions.weights import weights_to_fp32
 from .callback import MixedPrecision
 from .loop import exchange, precision_callback, set_precision
@@ -50,7 +51,7 @@ for cls in PRECISIONS.values(): _add_method(cls)
 @delegates(Learner.to_fp16)
 @delegates(Learner.to_bf16, keep=True)
 def to_amp(self: Learner, *,
-    measure: bool = False, # Time precisions on real batches, and pick the fastest; then only `max_seconds` is accepted
+    measure: bool = False, # Time precisions on real batches, and pick the fastest; accepts only `max_seconds` as well
     max_seconds: float = 60., # Time limit of measuring, approximate for slow models
     **kwargs
 ) -> Learner: # The learner
@@ -60,8 +61,8 @@ def to_amp(self: Learner, *,
     fp32.
 
     With `measure=True`, it times bf16, fp16 and TF32, where they are native, on copies of the learner, and selects the
-    fastest of them, or fp32. It prints the decision, and stores the details in `learn.precision_decision`. The
-    arguments of the learner's precision, such as `fp32_modules`, are kept. Distributed runs raise `RuntimeError`.
+    fastest of them, or fp32. It prints the decision, and stores the details in `learn.precision_decision`. For other
+    arguments, call `learn.to_fp16(fp32_modules=...)` first; they are kept. Distributed runs raise `RuntimeError`.
     """
     if measure not in (True, False): raise ValueError(f'measure={measure!r} cannot be used: it must be True or False.')
     if measure:
@@ -74,6 +75,7 @@ def to_amp(self: Learner, *,
     device = training_device(self)
     options = {name: kwargs.pop(name) for name in ('on_overflow', 'max_skips') if name in kwargs}
     precision = automatic_precision(device, kwargs)
+    match_modules(self.model, kwargs.get('fp32_modules'))        # where fp32 is selected as well
     if precision.mode is None:
         print(f"to_amp: fp32, as '{device}' runs neither bf16 nor fp16 natively; `precision_support()` says why.")
         return self.to_fp32()

@@ -34,8 +34,15 @@ def test_the_row_of_a_module_that_overflows():
     assert [*report.table.groupby('mode')['module'].last()] == ['loss function'] * 2
     row = rows(report, 'fp16').loc['attn']
     assert row['largest'] > 65504 and row['headroom'] == pytest.approx(65504 / row['largest'], rel=0.01)
-    assert row['error'] == math.inf and math.isnan(rows(report, 'fp16').loc['head.2', 'error'])
+    assert row['error'] == math.inf and row['format'] == 'fp16'
+    assert math.isnan(rows(report, 'fp16').loc['head.2', 'error'])
     assert not rows(report, 'bf16')['error'].isna().any()
+
+
+def test_the_row_of_a_module_that_gets_only_nan():
+    large = lambda h: (h * 0 + 300).square()
+    row = rows(report_on(layers(Act(lambda h: h + large(h) - large(h)), nn.ReLU())), 'fp16').loc['2']
+    assert row['format'] == 'fp16' and row[['headroom', 'error']].isna().all()
 
 
 @pytest.mark.parametrize('mode,dtype', [('bf16', torch.bfloat16), ('fp16', torch.float16)])
@@ -131,9 +138,9 @@ def test_an_emulated_mode_makes_it_look_at_fewer_samples(monkeypatch):
         report = learner(
             layers(Act(lambda x: (sizes.append(len(x)), x)[1]), nn.BatchNorm1d(8)), loaders(48, 24)
         ).precision_report(modes)
-        slow = 'fp16: emulated on this device, so usually slower than fp32.'
-        cut = 'Of 24 samples only the first 2 were run, and no gradients compared in fp16, which this device emulates.'
-        assert set(sizes) == expected and [n for n in report.notes if 'emulate' in n] == [slow, cut] * (2 in sizes)
+        slow = 'fp16: emulated on this device, so usually slower than fp32; `learn.to_amp()` avoids that.'
+        cut = 'Only 2 of 24 samples were run, and no gradients compared in fp16.'
+        assert set(sizes) == expected and [n for n in report.notes if n in (slow, cut)] == [slow, cut] * (2 in sizes)
         assert 'rounding' in report.verdicts['bf16'].reason
     assert 'rounding' not in report.verdicts['fp16'].reason
 

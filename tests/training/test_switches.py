@@ -202,6 +202,9 @@ def test_to_amp_and_auto_are_the_first_native_one(native, monkeypatch):
         assert {*(learn.precision.scales if learn.precision else [])} == ({256.0} if to == 'fp16' else set())
         with learn.amp_context():
             assert torch.is_autocast_enabled('cpu') == (to != 'fp32')
+    for bad in (dict(fp32_modules='nix'), dict(growth_interval=-3)):
+        with pytest.raises(ValueError):
+            learner().to_amp(**bad)
 
 
 # -- for a while
