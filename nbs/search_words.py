@@ -26,6 +26,8 @@ WORDS = {
         'The loss is NaN': 'my loss is NaN, NaN loss, loss NaN fp16, training failed, NaN, infinite, '
                            'loss becomes infinite, learning rate finder fails, lr_find fails, '
                            'inf, overflow, IndexError, lr_find NaN',
+        'The loss does not fall': 'loss not decreasing, loss stuck, does not learn, stuck at chance level, '
+                                  'silent overflow',
         'The loss scale keeps dropping': 'skipped steps, loss scale too low, how many steps were skipped, n_skipped',
         'Which precision should I use: bf16 or fp16?':
             'precision, which precision should I use, what did to_amp choose, really trains in bf16, '
@@ -79,7 +81,7 @@ WORDS = {
                                              'No module named fastxtend_amp',
                    'What is tested': 'applications'},
     'evidence': {'On CPUs': 'benchmarks, benchmark, is bf16 faster on CPU',
-                 'On GPUs, measured by others': 'GPU speed-up, how much faster'},
+                 'On GPUs, measured by others': 'GPU speed-up, how much faster, how much faster will training get'},
     'how_it_works': {'The loss scale': 'loss scale, underflow',
                      'Number formats': 'number format, bf16, bfloat16, fp16, what is bf16, what is fp16, '
                                        'what is mixed precision, mantissa, float16 and bfloat16',
@@ -92,7 +94,9 @@ WORDS = {
     'recipes': {
         'Recipes': 'lr_find, learning rate finder, freeze, unfreeze layers, unet, segmentation, tabular, GAN, tta',
         'Keep modules in fp32':
-            'fp32_modules, matches no module, exclude layers, keep layer in fp32, disable autocast for part of model, '
+            'fp32_modules, matches no module, turn off mixed precision for one layer, one layer, '
+            'exclude a layer from fp16, '
+            'exclude layers, keep layer in fp32, disable autocast for part of model, '
             'disable autocast in part of my model, softmax in fp32, '
             'LayerNorm, batchnorm, '
             'keep batchnorm fp32',
@@ -102,8 +106,9 @@ WORDS = {
         'Loss scaling: fixed, off, your own GradScaler':
             'GradScaler, scale_loss, init_scale, disable loss scaling, turn off loss scaling, '
             'NaN gradients, skip_nonfinite',
-        'Inference, and turning it off':
-            'inference, predict, predict after load_learner, get_preds, test time augmentation, export for inference, '
+        'Inference, and turning mixed precision off':
+            'inference, predict, predict after load_learner, change precision after loading, get_preds, '
+            'test time augmentation, export for inference, '
             'disable mixed precision, disable AMP, turn off, turn off mixed precision, go back to fp32, to_fp32',
         'Logging: CSVLogger and TensorBoard': 'TensorBoard, logging, log the loss scale, export CSVLogger, '
                                               'Cannot pickle closed files',
@@ -116,7 +121,7 @@ WORDS = {
         'Activation checkpointing': 'gradient checkpointing, activation checkpointing',
         'Averaged weights: EMA': 'EMA, averaged weights',
         '8-bit optimizers': '8-bit optimizer, 8bit, bitsandbytes, AdamW8bit',
-        'A frozen base in 16 bits (LoRA)': 'LoRA, frozen model, fine-tune',
+        'A frozen base in 16 bits (LoRA)': 'LoRA, peft, adapters, frozen model, fine-tune',
         'TF32': 'TF32',
         'FP8': 'FP8, float8',
         '16-bit weights': 'half weights, master weights, Kahan summation, pure bf16',

@@ -10,6 +10,7 @@ from pathlib import Path
 from docutils import nodes
 from sphinx import addnodes
 
+import api_pages
 import fastxtend_amp
 
 PACKAGE = Path(fastxtend_amp.__file__).parent
@@ -19,6 +20,9 @@ PAGES = {
     'Background': ['how_it_works', 'guarantees', 'evidence'],
     'Reference': ['api', 'changelog', 'contributing']}
 TOP = 'changelog', 'contributing'                                # pages whose text is a file of the top level
+# Without those that also name an argument or a metric.
+ENTRIES = {*api_pages.learner_methods(), *fastxtend_amp.__all__} - {'precision', 'loss_scale', 'skipped_steps'}
+SKIPPED = nodes.reference, nodes.title                           # whose code stays as it is
 TOCTREE = '\n```{{toctree}}\n:caption: {}\n:hidden:\n{}\n```\n'
 
 
@@ -43,6 +47,27 @@ def link_sources(app, doctree):
         if not node['reftarget'].startswith('../fastxtend_amp/'): continue
         page = f'source/{name_of(PACKAGE.parent / node["reftarget"].removeprefix("../"))}.html'
         node.replace_self(nodes.reference('', '', *node.children, refuri=page, classes=['source-link']))
+
+
+def link_names(app, doctree):
+    "The first mention of a method or function in a section leads to its entry in the API page."
+    if not set(PAGES['Start'] + PAGES['Guides'] + PAGES['Background']) & {app.env.docname}: return
+    linked = set()
+    for literal in [*doctree.findall(nodes.literal)]:
+        name = re.match(r'(?:learn\.)?(\w*)(?:\(.*\))?$', literal.astext())
+        place = name and (name[1], id(around(literal, nodes.section)))
+        if not name or name[1] not in ENTRIES or place in linked or isinstance(literal.parent, SKIPPED): continue
+        cell = around(literal, nodes.entry)
+        if cell.parent and cell.parent.index(cell) == 0: continue        # where calls of other libraries stand
+        linked.add(place)
+        address = f'api.html#{name[1].lower().replace("_", "-")}'
+        literal.replace_self(nodes.reference('', '', literal.deepcopy(), refuri=address))
+
+
+def around(node, kind):
+    "Return the innermost node of this kind that `node` is in; the document if there is none."
+    while not isinstance(node, (kind, nodes.document)): node = node.parent
+    return node
 
 
 def add_narrow_charts(app, doctree):
@@ -89,6 +114,7 @@ def setup(app):
     app.connect('source-read', source_read)
     app.connect('doctree-read', link_sources, priority=400)      # before Sphinx collects files to copy
     app.connect('doctree-read', add_narrow_charts, priority=400)
+    app.connect('doctree-read', link_names)
     app.connect('html-collect-pages', source_pages)
     app.connect('build-finished', write_llms_txt)
     app.add_js_file('search_sections.js')
