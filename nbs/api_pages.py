@@ -82,12 +82,18 @@ def arguments(f):
     meanings, found = docments(f, args_kwargs=True), []
     for name, p in inspect.signature(f).parameters.items():
         if name == 'self' or (p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and not meanings.get(name)): continue
-        kind = p.annotation if isinstance(p.annotation, str) else inspect.formatannotation(p.annotation)
-        kind = '' if p.annotation is p.empty else re.sub(r'(\w+\.)+(?=[A-Z])', '', kind)
+        kind = type_text(p.annotation)
         text = ' '.join((meanings.get(name) or meaning(name)).split())
         stars = '**' if p.kind is p.VAR_KEYWORD else ''
         found.append((stars + name, kind, default_text(p.default), text))
     return found
+
+
+def type_text(annotation):
+    "Return an annotation without modules and spaces; '' if it says nothing."
+    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    text = re.sub(r'(\w+\.)+(?=\w)', '', text).replace(' | ', '|')
+    return '' if text in ('_empty', 'Any', 'None') or text.startswith('Iterator') else text
 
 
 def default_text(default):
@@ -122,15 +128,17 @@ def argument_lines(obj):
 
 
 def signature_line(name, obj):
-    "Return the call with all arguments and their defaults, and what it returns if that has an entry."
+    "Return the call with types and defaults, as fastai writes them, and what it returns if that has an entry."
     names = []
     for n, p in inspect.signature(obj).parameters.items():
         if n == 'self': continue
         if p.kind is p.KEYWORD_ONLY and '*' not in names: names.append('*')
-        default = default_text(p.default)
-        names.append('**' * (p.kind is p.VAR_KEYWORD) + n + '=' * bool(default) + default.replace(' ', '\xa0'))
+        kind, default = type_text(p.annotation), default_text(p.default)
+        names.append('**' * (p.kind is p.VAR_KEYWORD) + n + ':' * bool(kind) + kind + '=' * bool(default) + default)
+    names = [n.replace(' ', '\xa0') for n in names]
     call = fill(f'{name}({", ".join(names)})', 90, subsequent_indent='    ', break_long_words=False)
     returned = inspect.signature(obj).return_annotation
+    if kind := inspect.isfunction(obj) and type_text(returned): call += f' -> {kind}'
     returned = getattr(returned, '__name__', returned)
     link = f'\n\nReturns a [`{returned}`](#{returned.lower()}).' if returned in INSIGHT else ''
     return f'```\n{call}\n```'.replace('\xa0', ' ') + link

@@ -28,7 +28,8 @@ WORDS = {
                            'inf, overflow, IndexError, lr_find NaN',
         'The loss does not fall': 'loss not decreasing, loss stuck, does not learn, stuck at chance level, '
                                   'silent overflow',
-        'The loss scale keeps dropping': 'skipped steps, loss scale too low, how many steps were skipped, n_skipped',
+        'The loss scale keeps dropping': 'skipped steps, loss scale too low, it has been reset to, '
+                                          'how many steps were skipped, n_skipped',
         'Which precision should I use: bf16 or fp16?':
             'precision, which precision should I use, what did to_amp choose, really trains in bf16, '
             'bf16 on T4, bf16 on V100, '
@@ -43,13 +44,15 @@ WORDS = {
                                             'bf16 memory, increase batch size',
         'RuntimeError: expected scalar type Half but found Float':
             'expected scalar type, expected m1 and m2 to have the same dtype, autograd.Function, '
-            'mat1 and mat2, dtype mismatch, model.half, Unexpected floating ScalarType',
+            'mat1 and mat2, dtype mismatch, Input type, torch.cuda.HalfTensor, model.half, '
+            'Unexpected floating ScalarType',
         'ValueError: Attempting to unscale FP16 gradients': 'Attempting to unscale FP16 gradients, '
                                                              'checkpoint in fp16, trainable parameters were 16-bit',
         'RuntimeError: could not create a primitive descriptor':
             "could not create a primitive descriptor, not implemented for 'Half', LSTM bf16 error, GRU error",
         'RuntimeError: value cannot be converted to type c10::Half without overflow': 'masked_fill, padding mask',
         'TypeError: Got unsupported ScalarType BFloat16': 'numpy bf16',
+        "UnboundLocalError: ... 'res'": 'UnboundLocalError, load_learner fails',
         'Warning: a loss or a prediction in validation is NaN or inf': 'validation loss NaN',
         'Which callbacks run in a report, comparison or diagnosis?': 'MixUp, CutMix, trackers'},
     'coming_from': {'fastai 2': 'difference to fastai, fastai to_fp16, learn.scaler, to_fp16 does nothing',
@@ -76,7 +79,7 @@ WORDS = {
                                     " load_learner dict object has no attribute dls"},
     'guarantees': {'The same numbers': 'reproducible, deterministic',
                    'What is kept when': 'crash while saving, killed, disk full, corrupt file, '
-                                             'UnboundLocalError res, optimi',
+                                             'optimi',
                    'What is not guaranteed': 'two optimizers, second optimizer, limits, limitations, not supported, '
                                              'No module named fastxtend_amp',
                    'What is tested': 'applications'},
@@ -84,7 +87,7 @@ WORDS = {
                  'On GPUs, measured by others': 'GPU speed-up, how much faster, how much faster will training get'},
     'how_it_works': {'The loss scale': 'loss scale, underflow',
                      'Number formats': 'number format, bf16, bfloat16, fp16, what is bf16, what is fp16, '
-                                       'what is mixed precision, mantissa, float16 and bfloat16',
+                                       'what is mixed precision, mixed precision, mantissa, float16 and bfloat16',
                      'Autocast': 'are weights float32, weights still float32',
                      'When a step is skipped': 'running_mean NaN, BatchNorm NaN, batch norm statistics',
                      'One training step': 'callback order',

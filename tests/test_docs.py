@@ -77,7 +77,7 @@ def test_what_is_named_is_there(name, text):
         text,
     ):
         names = set(inspect.signature(METHODS.get(method) or getattr(Learner, method)).parameters)
-        assert set(re.findall(r'(\w+)=', given)) <= names, f'{method}({given})'
+        assert set(re.findall(r'(?:^|\s)(\w+)(?::[^=,]*)?=', given)) <= names, f'{method}({given})'
     for attr in re.findall(r'`learn\.precision\.(\w+)', text):
         assert hasattr(MixedPrecision, attr), attr
     for file in re.findall(r'^\| .* \| `(\w+(?:\.py|/))` \|$', text, re.M):

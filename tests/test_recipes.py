@@ -1,6 +1,6 @@
 "The recipes of the manual, run as written."
 
-import re
+import re, sys
 from pathlib import Path
 
 import pytest, torch
@@ -198,7 +198,8 @@ def test_loggers_get_the_table(mode, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     logged = []
     wandb = type('wandb', (), {'log': staticmethod(logged.append), 'init': staticmethod(lambda project: None)})
-    with_wandb = recipe('class LogToWandb', wandb=wandb, accuracy=skipped_steps)['learn']
+    monkeypatch.setitem(sys.modules, 'wandb', wandb)
+    with_wandb = recipe('class LogToWandb', accuracy=skipped_steps)['learn']
     images = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
     with_files = recipe('TensorBoardCallback', dls=digit_images(8, size=8, n=40), model=images)['learn']
     with_files.loss_func = CrossEntropyLossFlat()

@@ -73,7 +73,7 @@ def warn_of_emulation(precision: Precision, device: torch.device) -> None:
     if support.status != 'emulated': return
     times = 125 if precision.dtype is torch.float16 else 18
     warn_user(f"{precision.name} is emulated on device '{device}' ({support.why}), up to {times} times slower than "
-              'fp32.\nWrite `learn.to_amp()`, which selects only what the device accelerates; '
+              'fp32.\nCall `learn.to_amp()`, which selects only what the device accelerates; '
               f"`learn.compare_precision('{precision.name}')` measures it.")
 
 

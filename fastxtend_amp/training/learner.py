@@ -51,7 +51,7 @@ for cls in PRECISIONS.values(): _add_method(cls)
 @delegates(Learner.to_fp16)
 @delegates(Learner.to_bf16, keep=True)
 def to_amp(self: Learner, *,
-    measure: bool = False, # Time precisions on real batches, and pick the fastest; accepts only `max_seconds` as well
+    measure: bool = False, # Time precisions on real batches, and pick the fastest; combine it only with `max_seconds`
     max_seconds: float = 60., # Time limit of measuring, approximate for slow models
     **kwargs
 ) -> Learner: # The learner
