@@ -171,7 +171,9 @@ def source_link(obj):
 
 def member_line(name, obj):
     "Return a method or property of a class as an item of a list; a method with its arguments."
-    given = '' if is_property(obj) else f'({", ".join(n for n, *_ in arguments(obj))})'
+    found = [] if is_property(obj) else arguments(obj)
+    given = ', '.join(n + '=' * bool(default) + default for n, _, default, _ in found)
+    given = '' if is_property(obj) else f'({given})'
     return f'- `{name}{given}`: {" ".join(inspect.getdoc(obj).partition(chr(10) * 2)[0].split())}'
 
 

@@ -11,7 +11,8 @@ WORDS = {
         'Does it work on my device?': 'supported platforms, macOS, fastxtend_amp_check, report a bug, issue, '
                                       'tested on GPU',
         'Which call for which GPU or other device?':
-            'which GPU, GPU, which number format, T4, V100, P100, GTX, A100, H100, RTX 2080, RTX 3060, '
+            'which GPU, GPU, old GPU, laptop without GPU, '
+            'which number format, T4, V100, P100, GTX, A100, H100, RTX 2080, RTX 3060, '
             'RTX 3080, RTX 3090, '
             'RTX 4090, RTX 5090, AMD, ROCm, Apple Silicon, Mac, M1, M2, M3, MPS, GTX 1080, AMX, '
             'supports FP8, supports TF32, supports bf16, use bf16, RTX bf16'},
@@ -23,10 +24,11 @@ WORDS = {
         'torch.compile': 'compile, inductor',
         'XLA and TPU': 'TPU, XLA'},
     'troubleshooting': {
-        'The loss is NaN': 'my loss is NaN, NaN loss, loss NaN fp16, training failed, NaN, infinite, '
+        'The loss is NaN': 'my loss is NaN, not a number, NaN loss, loss NaN fp16, training failed, NaN, infinite, '
                            'loss becomes infinite, learning rate finder fails, lr_find fails, '
                            'inf, overflow, IndexError, lr_find NaN',
-        'The loss does not fall': 'loss not decreasing, loss stuck, does not learn, stuck at chance level, '
+        'The loss does not fall': 'training got stuck, loss not decreasing, loss stuck, does not learn, '
+                                  'stuck at chance level, '
                                   'silent overflow',
         'The loss scale keeps dropping': 'skipped steps, loss scale too low, it has been reset to, '
                                           'how many steps were skipped, n_skipped',
@@ -72,6 +74,7 @@ WORDS = {
                     'When training fails': 'recover from NaN'},
     '02_save_and_export': {'Save and resume': 'load checkpoint, save, resume, resume training, SaveModelCallback, '
                                               'crash during training, continue from last epoch, continue training, '
+                                              'new process, second process, continue a run, '
                                               'resume from checkpoint loss scale',
                            'Export': "export, deploy, deployment, serve, export model inference, "
                                      "export learner production, "

@@ -62,7 +62,7 @@ class MixedPrecision(fp16.MixedPrecision):
     __signature__ = None                                         # fastai's `delegates` put its own on the base class
 
     def __init__(self,
-        amp_mode: str | AMPMode | torch.dtype | Precision = AMPMode.FP16, # A precision or its name; 'auto': by device
+        amp_mode: str | AMPMode | torch.dtype | Precision = AMPMode.FP16, # Precision or name; 'auto': by default device
         init_scale: float = 65536.0, # Loss scale to start from (fp16)
         growth_factor: float = 2.0, # Multiplies the scale after `growth_interval` steps without a skip (fp16)
         backoff_factor: float = 0.5, # Multiplies the scale after a skipped step (fp16)
