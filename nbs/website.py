@@ -23,6 +23,7 @@ TOP = 'changelog', 'contributing'                                # pages whose t
 # Without those that also name an argument or a metric.
 ENTRIES = {*api_pages.learner_methods(), *fastxtend_amp.__all__} - {'precision', 'loss_scale', 'skipped_steps'}
 SKIPPED = nodes.reference, nodes.title                           # whose code stays as it is
+NO_TEXT = nodes.image, addnodes.download_reference               # first in a paragraph
 TOCTREE = '\n```{{toctree}}\n:caption: {}\n:hidden:\n{}\n```\n'
 
 
@@ -80,6 +81,15 @@ def add_narrow_charts(app, doctree):
         node.parent.insert(node.parent.index(node) + 1, nodes.image(uri=narrow, alt=node['alt'], classes=['narrow']))
 
 
+def add_download(app, doctree):
+    "A page made from a notebook begins with a link to it."
+    file = Path(app.env.doc2path(app.env.docname))
+    if file.suffix != '.ipynb': return
+    link = addnodes.download_reference('', 'Download this page as a notebook', reftarget=file.name)
+    title = next(doctree.findall(nodes.title))
+    title.parent.insert(1, nodes.paragraph('', '', link, classes=['download']))
+
+
 def source_pages(app):
     "Yield a page for each module with its source."
     if app.builder.name != 'html': return
@@ -91,7 +101,7 @@ def source_pages(app):
 
 def first_sentence(doctree):
     "Return the first sentence of a page's text."
-    text = next(p.astext() for p in doctree.findall(nodes.paragraph) if not isinstance(p[0], nodes.image))
+    text = next(p.astext() for p in doctree.findall(nodes.paragraph) if not isinstance(p[0], NO_TEXT))
     return re.split(r'(?<=\.)\s', ' '.join(text.split()))[0].rstrip(':')
 
 
@@ -114,6 +124,7 @@ def setup(app):
     app.connect('source-read', source_read)
     app.connect('doctree-read', link_sources, priority=400)      # before Sphinx collects files to copy
     app.connect('doctree-read', add_narrow_charts, priority=400)
+    app.connect('doctree-read', add_download, priority=400)
     app.connect('doctree-read', link_names)
     app.connect('html-collect-pages', source_pages)
     app.connect('build-finished', write_llms_txt)
