@@ -21,7 +21,7 @@ FIRST = ['to_amp', 'to_bf16', 'to_fp16', 'to_fp32', 'to_tf32', 'to_fp8', 'to_mxf
          'precision', 'precision_as', 'amp_context', 'precision_report', 'compare_precision', 'precision_decision']
 INSIGHT = ['PrecisionReport', 'Verdict', 'PrecisionComparison']  # returned by methods
 LISTED = {'column of `table`': 'Columns of `table`', '`verdict`': 'Values of `verdict`'}   # heads of lists
-WHOLE = {'to_amp', 'to_fp16', 'to_fp32', 'precision_as', 'amp_context'}     # shown with all paragraphs
+WHOLE = {'to_amp', 'to_fp32', 'precision_as', 'amp_context'}     # shown with all paragraphs
 SAME = {'to_mxfp8': 'to_fp8'}              # accepts the arguments of
 ELSEWHERE = {'Verdict': 'insight.verdict'}                       # public, and not in `__all__`
 NOT_LISTED = {'learn', 'amp_context', 'needs_loss_scaling', 'arguments', 'open', 'close', 'begin_training',

@@ -58,9 +58,8 @@ class PrecisionReport(Shown):
     | `underflow` | share of these gradients that are 0 in the precision, with the loss scale, but not in fp32 | ratio |
     | `flagged` | whether the module is flagged | bool |
 
-    `constants` has one row per constant found in your code, or in a library, that becomes 0, 1, -1 or infinity in 16
-    bits: `module`, `line` ('norm.py:33'), `operator`, `constant`, its values in `fp16` and `bf16`, and
-    `flagged`, if the module is flagged.
+    Columns of `constants`: `module`, `line` ('norm.py:33'), `operator`, `constant`, its values in `fp16` and `bf16`,
+    `flagged`.
 
     `largest` leaves out what looks like an attention mask: large negative values far from all others, and tensors of
     one or two distinct values.
@@ -68,7 +67,7 @@ class PrecisionReport(Shown):
     table: pd.DataFrame # One row per precision and module
     verdicts: dict[str, Verdict] # By precision
     notes: list[str] # Causes besides modules, what was looked at, and what was left out
-    constants: pd.DataFrame # One row per constant that is lost in 16 bits
+    constants: pd.DataFrame # One row per constant in the code that becomes 0, 1, -1 or infinity in 16 bits
 
     @property
     def fp32_modules(self) -> list[str]:

@@ -36,7 +36,7 @@ _ALIASES = {'float16': 'fp16', 'half': 'fp16', '16-mixed': 'fp16', 'bfloat16': '
 
 
 class AMPMode(str, Enum):
-    """Names of the precisions below fp32: strings, with the values of fastai's own `AMPMode` for 'fp16' and 'bf16'.
+    """Names of the precisions below fp32, with the values of fastai's own `AMPMode` for 'fp16' and 'bf16'.
 
     `AMPMode(value)` accepts the name of every registered precision in any letter case, Lightning's names ('16-mixed',
     'bf16-mixed'), torch dtypes and their names ('float16', 'half', 'bfloat16'), and members of fastai's own `AMPMode`.

@@ -32,10 +32,10 @@ def _xpu(device: torch.device) -> Support:
 
 
 class FP16(Precision):
-    """Train with float16 autocast and dynamic loss scaling.
+    """Train with float16 autocast and dynamic loss scaling, which skips steps whose gradients are not finite.
 
-    Steps whose gradients are not finite are skipped. The loss scale is kept from fit to fit, and through `save` and
-    `load`. If bad data has driven it below 1, the next good step sets it again, from its gradients.
+    The loss scale is kept from fit to fit, and through `save` and `load`. If bad data has driven it below 1, the next
+    good step sets it again, from its gradients.
 
     Raises `ValueError` or `TypeError` for arguments that cannot be used, and `ValueError` if `fp32_modules` matches no
     module. `fit` raises `ValueError` if the device does not support fp16.

@@ -66,7 +66,7 @@ def is_depthwise(module: nn.Module) -> bool:
 
 
 def is_grouped(module: nn.Module) -> bool:
-    "Return whether a module is a convolution with groups of several channels, as in ResNeXt; for `fp32_modules`."
+    "Return whether a module is a convolution with groups of several channels."
     return isinstance(module, _ConvNd) and 1 < module.groups < module.in_channels
 
 

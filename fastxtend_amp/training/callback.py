@@ -111,7 +111,7 @@ class MixedPrecision(fp16.MixedPrecision):
     mode = amp_mode
     @property
     def fp32_module_names(self) -> list[str]:
-        "Names of the modules kept in fp32, as `fp32_modules` matches them in the learner's model."
+        "Names of the modules kept in fp32."
         return [*self.precision.kept_in_fp32(self.learn.model)]
     @property
     def scale(self) -> float | None:

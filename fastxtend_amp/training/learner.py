@@ -36,7 +36,7 @@ def _add_method(cls: type[Precision]) -> None:
         return set_precision(self, MixedPrecision(cls(*args, **kwargs), **options))
 
     first, _, *options, _ = inspect.signature(method).parameters.values()
-    signature = inspect.Signature([first, *parameters_of(cls).values(), *options])
+    signature = inspect.Signature([first, *parameters_of(cls).values(), *options], return_annotation=Learner)
     vars(method).update(__signature__=signature, __delwrap__=cls.__init__)   # where fastcore's `docments` looks
     method.__name__, method.__doc__ = f'to_{cls.name}', cls.__doc__
     method.__qualname__ = f'Learner.{method.__name__}'
@@ -61,8 +61,8 @@ def to_amp(self: Learner, *,
     fp32.
 
     With `measure=True`, it times bf16, fp16 and TF32, where they are native, on copies of the learner, and selects the
-    fastest of them, or fp32. It prints the decision, and stores the details in `learn.precision_decision`. For other
-    arguments, call `learn.to_fp16(fp32_modules=...)` first; they are kept. Distributed runs raise `RuntimeError`.
+    fastest of them, or fp32. `learn.precision_decision` holds the details. For other arguments, call
+    `learn.to_fp16(fp32_modules=...)` first; they are kept. Distributed runs raise `RuntimeError`.
     """
     if measure not in (True, False): raise ValueError(f'measure={measure!r} cannot be used: it must be True or False.')
     if measure:
