@@ -1,6 +1,7 @@
 "Small helpers that several files share: devices, parameters, warnings, random states, 16-bit tensors."
 import inspect, warnings
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import chain
 from typing import Any
 
@@ -42,6 +43,18 @@ def is_sharded(model: nn.Module) -> bool:
     "Return whether a model has DTensors; those of FSDP2 may be whole tensors between a validation and the next use."
     if any(hasattr(m, 'unshard') for m in model.modules()): return True
     return any(map(is_dtensor, model.parameters()))
+
+
+def check_argument(
+    name: str,
+    value: Any,
+    is_allowed: Callable[[Any], bool], # A `TypeError` in it, of a value of another type, counts as False
+    allowed: str, # In words, for the error
+) -> None:
+    "Raise a `ValueError` if an argument has a value that is not allowed."
+    with suppress(TypeError):
+        if is_allowed(value): return
+    raise ValueError(f'{name}={value!r} cannot be used: it must be {allowed}.')
 
 
 _NOT_THE_USERS = ('fastxtend_amp', 'fastai', 'fastcore', 'torch', 'contextlib')

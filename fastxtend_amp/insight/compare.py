@@ -156,8 +156,8 @@ def _result(setting, runs, seeds, n, tuned): # `n`: steps that are compared
     recommended, reason = recommend(table, tolerated, setting.max_seconds - min(0, setting.left))
     calls = {r.name: call(learn, r.precision) + COMPILE * r.compiled for r in runs}
     limit = f', the most in `max_seconds={setting.max_seconds:g}`' if len(seeds) < setting.n_seeds else ''
-    looked_at = (f'Losses: mean of the last fifth of {n:,} steps (`n_steps={setting.n_steps}`). '
-                 f'fp32 was repeated with {len(seeds)} other seeds{limit}.')
+    repeated = f' fp32 was repeated with {len(seeds)} other seeds{limit}.' if setting.n_seeds else ''
+    looked_at = f'Losses: mean of the last fifth of {n:,} steps (`n_steps={setting.n_steps}`).{repeated}'
     notes = [tuned, looked_at if len(runs) > 1 else '', *note_of_left_out(learn)]
     if is_compiled(learn.model):
         notes.append('The compiled model was compared uncompiled; `compare_precision(compile=True)` compares both.')

@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 from fastai.learner import Learner
 
+from ..common import check_argument
 from ..precisions import Precision
 from .candidates import switch
 from .shown import Shown
@@ -55,6 +56,7 @@ class PrecisionComparison(Shown):
     ) -> Learner: # The learner
         "Switch the learner to the recommended precision. `fp32_modules` and its other arguments are kept."
         mode = mode or self.recommended
+        check_argument('mode', mode, self.precisions.__contains__, f'one of {[*self.precisions]}')
         if self.precisions[mode].mode: switch(learn, self.precisions[mode])
         else: learn.to_fp32()
         if self.calls[mode].endswith(COMPILE): learn.model.compile()
@@ -190,4 +192,5 @@ def _against(row, tolerated, seconds):
 
 def shown_speed(speed: float, low: float, high: float) -> str: # '1.16 (1.02 to 1.31)'; '-' for what is not known
     "Return a speed-up and its interval as text."
-    return f'{speed:.2f} ({low:.2f} to {high:.2f})'.replace('nan', '-')
+    if math.isnan(low): return '-' if math.isnan(speed) else f'{speed:.2f}'
+    return f'{speed:.2f} ({low:.2f} to {high:.2f})'

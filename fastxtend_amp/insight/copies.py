@@ -18,7 +18,7 @@ from fastcore.foundation import L
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ..common import RandomState, is_sharded, torch_random_state, training_device
+from ..common import RandomState, check_argument, is_sharded, torch_random_state, training_device
 from ..devices.facts import first_line
 from ..precisions.matching import unwrapped
 from ..training.loop import precision_callback
@@ -90,8 +90,7 @@ def check_learner(
 
 def check_above_0(**values: float) -> None: # By name
     "Raise a `ValueError` if a value is not above 0."
-    for name, value in values.items():
-        if not value > 0: raise ValueError(f'{name}={value!r} cannot be used: it must be above 0.')
+    for name, value in values.items(): check_argument(name, value, lambda x: x > 0, 'above 0')
 
 
 def lost_weights(model: nn.Module) -> str: # "2 of 4 weight tensors are NaN or inf; the first is '0.weight'"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from operator import index
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from fastai.learner import Learner
 from fastai.torch_core import to_device
 from fastcore.basics import noop
 
-from ..common import map_tensors, training_device
+from ..common import check_argument, map_tensors, training_device
 from ..devices.cost import allocated, wait_for
 from ..devices.facts import first_line
 from ..precisions import Precision
@@ -47,6 +48,7 @@ class Setting:
 
     def __post_init__(self):
         check_above_0(n_steps=self.n_steps, max_seconds=self.max_seconds)
+        check_argument('n_seeds', self.n_seeds, lambda n: index(n) >= 0, 'an integer from 0 on')
         self.end = time.monotonic() + self.max_seconds
         check_learner(self.learn, self.method)
         self.device = training_device(self.learn)

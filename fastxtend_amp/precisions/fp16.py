@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch.amp import GradScaler
 
+from ..common import check_argument
 from ..devices import facts
 from .base import Precision, Support, cpu_support, static_scaler, xla_support
 
@@ -66,15 +67,12 @@ class FP16(Precision):
                                              ('enabled=False', not enabled)) if is_given]
         if len(given) > 1: raise ValueError(f'{" and ".join(given)} cannot be combined. Give one of them.')
         name, first = ('init_scale', init_scale) if loss_scale is None else ('loss_scale', loss_scale)
-        if not 2.**-24 <= first <= _LARGEST:
-            raise ValueError(f'{name}={first!r} cannot be used: it must be a number from 2**-24 to {_LARGEST:.2g}.')
-        for name, value, ok, allowed in (
-                ('growth_factor', growth_factor, growth_factor > 1, 'above 1'),
-                ('backoff_factor', backoff_factor, 0 < backoff_factor < 1, 'between 0 and 1'),
-                ('growth_interval', index(growth_interval), growth_interval >= 1, 'at least 1')):
-            if not ok: raise ValueError(f'{name}={value!r} cannot be used: it must be {allowed}.')
-        if not isinstance(scaler, (GradScaler, type(None))):
-            raise TypeError(f'scaler={scaler!r} cannot be used: it must be a `torch.amp.GradScaler`.')
+        check_argument(name, first, lambda x: 2.**-24 <= x <= _LARGEST, f'a number from 2**-24 to {_LARGEST:.2g}')
+        check_argument('growth_factor', growth_factor, lambda x: x > 1, 'above 1')
+        check_argument('backoff_factor', backoff_factor, lambda x: 0 < x < 1, 'between 0 and 1')
+        check_argument('growth_interval', growth_interval, lambda n: index(n) >= 1, 'an integer from 1 on')
+        check_argument('enabled', enabled, (True, False).__contains__, 'True or False')
+        check_argument('scaler', scaler, lambda s: isinstance(s, (GradScaler, type(None))), 'a `torch.amp.GradScaler`')
         self.is_fixed, self.user_scaler = loss_scale is not None, scaler
         own = static_scaler('cpu', first) if self.is_fixed else GradScaler(
             'cpu', first, growth_factor, backoff_factor, growth_interval, enabled)

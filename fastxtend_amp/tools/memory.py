@@ -1,5 +1,8 @@
 "`keep_freed_memory`: reuse freed memory, to avoid page faults on CPUs."
 import ctypes, os
+from operator import index
+
+from ..common import check_argument
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4         # parameters of mallopt, from <malloc.h>
 _NEVER = -1
@@ -23,8 +26,7 @@ def keep_freed_memory(
     Source: https://man7.org/linux/man-pages/man3/mallopt.3.html and
     https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html
     """
-    if not isinstance(threshold, int) or not 0 < threshold < 2**31:
-        raise ValueError(f'threshold={threshold!r} cannot be used: it must be an integer from 1 to {2**31 - 1:,}.')
+    check_argument('threshold', threshold, lambda n: 0 < index(n) < 2**31, f'an integer from 1 to {2**31 - 1:,}')
     why = _nothing_to_do()
     if why is not None: return f'Nothing to do: {why}.'
     mallopt = ctypes.CDLL(None).mallopt

@@ -15,6 +15,7 @@ After an exception the scopes in `loop.py` close what is open.
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import index
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from fastai.callback.core import CancelStepException, _inner_loop
 from fastai.torch_core import default_device
 from fastcore.basics import noop
 
-from ..common import half_to_float, is_half, map_tensors, warn_user
+from ..common import check_argument, half_to_float, is_half, map_tensors, warn_user
 from ..precisions import AMPMode, Precision, automatic_precision, find_precision
 from ..precisions.base import constructed, written
 from .fit import Fit
@@ -73,9 +74,8 @@ class MixedPrecision(fp16.MixedPrecision):
         max_skips: int = 16, # Number of consecutive skipped steps after which training counts as failed
         **kwargs: Any # Arguments of the precision, as in `to_bf16` and the others
     ):
-        if on_overflow not in _ON_OVERFLOW:
-            raise ValueError(f'on_overflow={on_overflow!r} cannot be used: it must be one of {_ON_OVERFLOW}.')
-        if not max_skips >= 1: raise ValueError(f'max_skips={max_skips!r} cannot be used: it must be at least 1.')
+        check_argument('on_overflow', on_overflow, _ON_OVERFLOW.__contains__, f'one of {_ON_OVERFLOW}')
+        check_argument('max_skips', max_skips, lambda n: index(n) >= 1, 'an integer from 1 on')
         scaling = zip(_SCALING.items(), (init_scale, growth_factor, backoff_factor, growth_interval, enabled))
         kwargs |= {name: value for (name, default), value in scaling if value != default}
         self.precision, self.on_overflow, self.max_skips = _precision_from(amp_mode, kwargs), on_overflow, max_skips
@@ -99,6 +99,7 @@ class MixedPrecision(fp16.MixedPrecision):
         return {**vars(self), 'fit': None, 'scopes': (), 'waiting': None}
     def __repr__(self) -> str:
         parts = [repr(self.precision.name), written(self.precision.changed)]
+        if self.on_overflow != 'warn': parts.append(f'on_overflow={self.on_overflow!r}')
         if self.scale is not None: parts.append(f'scale={self.scale:g}')
         return f"{type(self).__name__}({', '.join(filter(None, parts))})"
 
@@ -149,7 +150,7 @@ class MixedPrecision(fp16.MixedPrecision):
     def scale_loss(self,
         loss: torch.Tensor, # The loss of a backward pass of your own, fp32
     ) -> torch.Tensor: # To call `.backward()` on
-        "Return `loss` times the loss scale, in a training batch. Without loss scaling, return `loss` unchanged."
+        "Return `loss` times the loss scale in a training batch; elsewhere, and without loss scaling, `loss` itself."
         return loss if self._scaling is None else self._scaling.scale_loss(loss)
 
     # -- a fit

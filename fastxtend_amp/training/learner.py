@@ -1,6 +1,6 @@
 "The methods of `Learner`: `to_fp16`, `to_bf16` and one for each other precision, `to_amp`, `to_fp32` and others."
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -10,7 +10,7 @@ from fastai.learner import Learner
 from fastcore.basics import patch
 from fastcore.meta import delegates
 
-from ..common import half_to_float, training_device
+from ..common import check_argument, half_to_float, training_device
 from ..precisions import PRECISIONS, Precision, automatic_precision, followers, parameters_of
 from ..precisions.base import written
 from ..precisions.matching import match_modules
@@ -28,10 +28,17 @@ def precision(self: Learner) -> Any:
     return precision_callback(self)
 
 
+def _check_call(name: str, f: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    "Raise a `TypeError` with the name of the method that was called, for arguments that `f` does not have."
+    try: inspect.signature(f).bind(*args, **kwargs)
+    except TypeError as e: raise TypeError(f'{name}(): {e}') from None
+
+
 def _add_method(cls: type[Precision]) -> None:
     "Give `Learner` the method `to_<name>`, with the signature of `cls` and the options of `MixedPrecision`."
     def method(self: Learner, *args: Any,
                on_overflow: str = 'warn', max_skips: int = 16, **kwargs: Any) -> Learner:
+        _check_call(method.__name__, cls, *args, **kwargs)
         options: Any = dict(on_overflow=on_overflow, max_skips=max_skips)
         return set_precision(self, MixedPrecision(cls(*args, **kwargs), **options))
 
@@ -64,7 +71,8 @@ def to_amp(self: Learner, *,
     fastest of them, or fp32. `learn.precision_decision` holds the details. For other arguments, call
     `learn.to_fp16(fp32_modules=...)` first; they are kept. Distributed runs raise `RuntimeError`.
     """
-    if measure not in (True, False): raise ValueError(f'measure={measure!r} cannot be used: it must be True or False.')
+    _check_call('to_amp', Learner.to_amp, self, **kwargs)
+    check_argument('measure', measure, (True, False).__contains__, 'True or False')
     if measure:
         if kwargs:
             name = 'bf16' if 'skip_nonfinite' in kwargs else 'fp16'
@@ -75,11 +83,12 @@ def to_amp(self: Learner, *,
     device = training_device(self)
     options = {name: kwargs.pop(name) for name in ('on_overflow', 'max_skips') if name in kwargs}
     precision = automatic_precision(device, kwargs)
-    match_modules(self.model, kwargs.get('fp32_modules'))        # where fp32 is selected as well
+    cb = MixedPrecision(precision, **options)                    # checked where fp32 is selected as well
+    match_modules(self.model, kwargs.get('fp32_modules'))
     if precision.mode is None:
         print(f"to_amp: fp32, as '{device}' runs neither bf16 nor fp16 natively; `precision_support()` says why.")
         return self.to_fp32()
-    set_precision(self, MixedPrecision(precision, **options))
+    set_precision(self, cb)
     print(f"to_amp: {precision.name}, which '{device}' runs natively ({precision.support(device).why}).")
     return self
 

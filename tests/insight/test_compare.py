@@ -433,6 +433,8 @@ def test_apply_makes_the_call_that_keeps_what_the_learner_has():
         assert r.calls[name] == call and r.apply(learn, name) is learn
     assert isinstance(learn.precision.precision, HalfWeights)
     assert r.recommended == 'fp32' and r.apply(learn).precision is None
+    with pytest.raises(ValueError, match=r"mode='tf32' cannot be used: it must be one of \['fp32', 'bf16', 'fp16', "):
+        r.apply(learn, 'tf32')
 
 
 def test_text_and_plot(expected):
