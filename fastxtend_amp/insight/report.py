@@ -77,20 +77,21 @@ class PrecisionReport(Shown):
     def plot(self): # The matplotlib axes
         """Plot the largest value in each module against the range of fp16; bf16 has the range of fp32.
 
-        Flagged modules are red. Only they and the modules with the largest values are drawn, 30 at most, in execution
-        order.
+        Flagged modules are red, those in fp32 hollow. Only flagged modules and those with the largest values are drawn,
+        30 at most, in execution order.
         """
         import matplotlib.pyplot as plt
         modules = self.table.groupby('module', sort=False)[['largest', 'flagged']].max().reset_index()
         rows = modules.sort_values(['flagged', 'largest'])[-30:].sort_index()
         _, ax = plt.subplots(layout='constrained', figsize=(8, 2 + len(rows) / 5))
         colors = rows['flagged'].map({True: '#c0392b', False: '#4c566a'})
-        ax.scatter(rows['largest'], rows['module'], c=colors)
+        in_fp32 = (self.table['format'] == 'fp32').groupby(self.table['module']).all()[rows['module']]
+        ax.scatter(rows['largest'], rows['module'], edgecolors=colors, c=colors.where(~in_fp32.values, 'none'))
         if 'fp16' in self.verdicts:
             ax.axvline(65504, color=FP16.color, label='largest fp16 number, 65,504: inf above')
             ax.axvline(6.1e-5, color=FP16.color, ls=':', label='smallest normal fp16 number: digits lost below')
             ax.figure.legend(loc='outside lower center')
-        ax.set(xscale='log', xlabel='largest absolute value in fp32; red: flagged')
+        ax.set(xscale='log', xlabel='largest absolute value in fp32; red: flagged, hollow: in fp32')
         ax.invert_yaxis()
         titles = [f'{v.mode}: {v.verdict}'.replace('modules', some(v.modules)) for v in self.verdicts.values()]
         ax.figure.suptitle('\n'.join(titles), wrap=True)
@@ -280,10 +281,10 @@ class _Report:
             names = some(map(named, layers))
             yield f'{mode.value}: the rounding of {names} was simulated; no {mode.name} kernel was run.'
         few, whole = find_bs(self.batches[0]), find_bs(self.drawn[0])
-        n = len(self.batches)
+        n, of, cut = len(self.batches), '', ''
+        if self.is_cut: of, cut = f' of {whole:,}', f', and at no gradients in {modes}, to save time'
         yield (f'Looked at {n:,} batch{"es" * (n > 1)} for the modules and {self.n_gradients} for the gradient, of '
-               f'{few:,} samples each. Other batches (`n_batches`) and later weights may flag other modules.')
-        if self.is_cut: yield f'Only {few:,} of {whole:,} samples were run, and no gradients compared in {modes}.'
+               f'{few:,}{of} samples each{cut}. Other batches (`n_batches`) and later weights may flag other modules.')
         if self.simulated:
             yield ("Computed on this CPU with CUDA's autocast rules. GPU kernels were not run; they may round "
                    'differently or be missing.')

@@ -211,8 +211,10 @@ class Judge:
         if far < LARGE: why.append(f'rounding is negligible {figure}')
         elif far >= LARGE:                                       # nan if unknown
             verdict = 'gradient differs'
-            names = smallest(self._candidates(low), lambda names: distance([*self.keep, *names]) < SMALL)
+            tried = self._candidates(low)
+            names = smallest(tried, lambda names: distance([*self.keep, *names]) < SMALL)
             helps = some(map(named, names)) or 'no module that was tried'
+            if len(names) > 1 and names == tried: names, helps = [], 'only all modules'
             why.append(f'rounding may change the gradient {figure}; with {helps} in fp32 it is below {SMALL}. It is a '
                        'warning sign, not a proof: some such models train as well as in fp32')
             self.reasons |= dict.fromkeys(names, '')

@@ -71,8 +71,8 @@ def warn_of_emulation(precision: Precision, device: torch.device) -> None:
     "Warn of a device that runs a precision without hardware for it."
     support = precision.support(device)
     if support.status != 'emulated': return
-    times = 125 if precision.dtype is torch.float16 else 18
-    warn_user(f"{precision.name} is emulated on device '{device}' ({support.why}), up to {times} times slower than "
+    times = {'fp16': 'up to 125 times', 'bf16': 'up to 18 times'}.get(precision.name, 'usually')      # as measured
+    warn_user(f"{precision.name} is emulated on device '{device}' ({support.why}), {times} slower than "
               'fp32.\nCall `learn.to_amp()`, which selects only what the device accelerates; '
               f"`learn.compare_precision('{precision.name}')` measures it.")
 

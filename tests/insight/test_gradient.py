@@ -95,6 +95,20 @@ def test_what_adds_up_behind_modules_that_are_all_right_is_seen_and_the_module_t
     assert kept.verdict == 'safe so far' and kept.call == verdict.call
 
 
+def test_what_only_all_modules_in_fp32_would_change_has_to_be_trained_to_know():
+    class Far(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = far_from_0()[0], far_from_0()[0]
+
+        def forward(self, x):
+            return sum((layer(x) - 1000).tanh() for layer in (self.a, self.b)).mean(1, keepdim=True)
+
+    verdict = learner(Far()).precision_report('bf16').verdicts['bf16']
+    assert verdict.verdict == 'gradient differs' and 'with only all modules in fp32' in verdict.reason
+    assert verdict.call == "learn.compare_precision('bf16')" and not verdict.modules
+
+
 def test_a_key_point_head_is_safe_at_first_and_not_late_in_training():
     learn = learner(KeyPoint(), spots())
     assert learn.precision_report('bf16').verdicts['bf16'].verdict == 'safe so far'

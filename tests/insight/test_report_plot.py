@@ -17,14 +17,15 @@ def many():
 
 
 @pytest.mark.parametrize(
-    'make, modes, title, lines',
+    'make, kept, modes, title, lines',
     [
-        (Attentive, ('bf16', 'fp16'), 'bf16: safe so far\nfp16: keep attn in fp32', [65504, 6.1e-5]),
-        (many, 'bf16', 'bf16: safe so far', []),  # which has the range of fp32
+        (Attentive, None, ('bf16', 'fp16'), 'bf16: safe so far\nfp16: keep attn in fp32', [65504, 6.1e-5]),
+        (Attentive, 'attn', 'fp16', 'fp16: safe so far', [65504, 6.1e-5]),
+        (many, None, 'bf16', 'bf16: safe so far', []),  # which has the range of fp32
     ],
 )
-def test_what_is_drawn(make, modes, title, lines):
-    report = learner(make()).precision_report(modes)
+def test_what_is_drawn(make, kept, modes, title, lines):
+    report = learner(make()).to_fp16(fp32_modules=kept).precision_report(modes)
     ax = report.plot()
     rows = report.table.drop_duplicates('module').set_index('module')
     flagged = {*report.table['module'][report.table['flagged']]}
@@ -32,5 +33,7 @@ def test_what_is_drawn(make, modes, title, lines):
     assert names == [n for n in rows.index if n in names] and len(names) == min(len(rows), 30) and ax.yaxis_inverted()
     assert list(dots.get_offsets()[:, 0]) == list(rows['largest'][names])
     assert {n for n, color in zip(names, dots.get_facecolors()) if to_hex(color) == '#c0392b'} == flagged
+    hollow = {n for n, color in zip(names, dots.get_facecolors()) if not color[3]}
+    assert hollow == {*rows.index[rows['format'] == 'fp32']} & {*names} and ('attn' in hollow) == (kept == 'attn')
     assert ax.figure._suptitle.get_text() == title and [l.get_xdata()[0] for l in ax.get_lines()] == lines
     plt.close('all')
