@@ -38,17 +38,17 @@ WORDS = {
             'fp16 vs bf16, to_fp16 vs to_bf16, float16, bfloat16 vs float16',
         'Does mixed precision change the accuracy?':
             'accuracy, final accuracy, accuracy worse than fp32, accuracy drop',
-        'to_bf16 is not faster': 'bf16 not faster, slow, slower than fp32, not faster, speedup, '
+        'to_bf16 is not faster': 'fp16 slow on CPU, bf16 not faster, slow, slower than fp32, not faster, speedup, '
                                  'no speedup on GPU, speed up training, channels last',
         'Some layers are slower in bf16': 'depthwise, depthwise convolution slow, MobileNet, EfficientNet, '
                                     'GhostNet, is_depthwise',
         'CUDA out of memory': 'out of memory, OOM, GPU memory, memory, VRAM, save memory, '
-                                            'bf16 memory, increase batch size',
+                                            'bf16 memory, increase batch size, memory usage larger with fp16',
         'RuntimeError: expected scalar type Half but found Float':
             'expected scalar type, expected m1 and m2 to have the same dtype, autograd.Function, '
             'mat1 and mat2, dtype mismatch, Input type, torch.cuda.HalfTensor, model.half, '
             'Unexpected floating ScalarType',
-        'ValueError: Attempting to unscale FP16 gradients': 'Attempting to unscale FP16 gradients, '
+        'ValueError: Attempting to unscale FP16 gradients': 'Attempting to unscale FP16 gradients, unscale error, '
                                                              'checkpoint in fp16, trainable parameters were 16-bit',
         'RuntimeError: could not create a primitive descriptor':
             "could not create a primitive descriptor, not implemented for 'Half', LSTM bf16 error, GRU error",
@@ -57,8 +57,9 @@ WORDS = {
         "UnboundLocalError: ... 'res'": 'UnboundLocalError, load_learner fails',
         'Warning: a loss or a prediction in validation is NaN or inf': 'validation loss NaN',
         'Which callbacks run in a report, comparison or diagnosis?': 'MixUp, CutMix, trackers'},
-    'coming_from': {'fastai 2': 'difference to fastai, fastai to_fp16, learn.scaler, to_fp16 does nothing',
-                    'A PyTorch training loop': 'migrate from PyTorch amp, plain PyTorch amp, torch.cuda.amp',
+    'coming_from': {'fastai 2': 'difference to fastai, does to_fp16 still work, fastai to_fp16, '
+                                'learn.scaler, to_fp16 does nothing',
+                    'A PyTorch training loop': 'migrate from PyTorch amp, apex, plain PyTorch amp, torch.cuda.amp',
                     'Side by side': 'compare with Accelerate, Fabric, Lightning, Composer'},
     'api': {'Shared arguments': 'FloatingPointError, max_skips, growth_interval, GradScaler growth interval',
             'MixedPrecision': 'learn.precision.scale, get current loss scale, learn.precision.skipped, '
@@ -81,24 +82,28 @@ WORDS = {
                                      "load model without fastxtend_amp,"
                                     " load_learner dict object has no attribute dls"},
     'guarantees': {'The same numbers': 'reproducible, deterministic',
-                   'What is kept when': 'crash while saving, killed, disk full, corrupt file, '
+                   'What is kept when': 'old checkpoint, checkpoint from fastai, crash while saving, '
+                                        'killed, disk full, corrupt file, '
                                              'optimi',
                    'What is not guaranteed': 'two optimizers, second optimizer, limits, limitations, not supported, '
                                              'No module named fastxtend_amp',
                    'What is tested': 'applications'},
-    'evidence': {'On CPUs': 'benchmarks, benchmark, is bf16 faster on CPU',
-                 'On GPUs, measured by others': 'GPU speed-up, how much faster, how much faster will training get'},
+    'evidence': {'Speed on CPUs': 'benchmarks, benchmark, is bf16 faster on CPU',
+                 'Speed on GPUs, measured by others': 'GPU speed-up, how much faster, '
+                                                      'how much faster will training get, '
+                                                      'benchmark A100, benchmark V100'},
     'how_it_works': {'The loss scale': 'loss scale, underflow',
                      'Number formats': 'number format, bf16, bfloat16, fp16, what is bf16, what is fp16, '
                                        'what is mixed precision, mixed precision, mantissa, float16 and bfloat16',
-                     'Autocast': 'are weights float32, weights still float32',
+                     'Autocast': 'are weights float32, weights still float32, are weights float16 after training',
                      'When a step is skipped': 'running_mean NaN, BatchNorm NaN, batch norm statistics',
                      'One training step': 'callback order',
                      'How the report works': 'gradient differs',
                      'The same in a PyTorch loop': 'training loop, PyTorch loop',
                      'What importing changes': 'monkey patch, uninstall, go back to fastai'},
     'recipes': {
-        'Recipes': 'lr_find, learning rate finder, freeze, unfreeze layers, unet, segmentation, tabular, GAN, tta',
+        'Recipes': 'lr_find, learning rate finder, freeze, unfreeze layers, unet, U-Net, segmentation, tabular, GAN, '
+                   'tta, fine_tune',
         'Keep modules in fp32':
             'fp32_modules, matches no module, turn off mixed precision for one layer, one layer, '
             'exclude a layer from fp16, '
@@ -115,8 +120,10 @@ WORDS = {
         'Inference, and turning mixed precision off':
             'inference, predict, predict after load_learner, change precision after loading, get_preds, '
             'test time augmentation, export for inference, '
-            'disable mixed precision, disable AMP, turn off, turn off mixed precision, go back to fp32, to_fp32',
-        'Logging: CSVLogger and TensorBoard': 'TensorBoard, logging, log the loss scale, export CSVLogger, '
+            'how to turn off mixed precision, disable mixed precision, disable AMP, turn off, '
+            'turn off mixed precision, go back to fp32, to_fp32',
+        'Logging: CSVLogger and TensorBoard': 'see the loss scale during training, TensorBoard, logging, '
+                                              'log the loss scale, export CSVLogger, '
                                               'Cannot pickle closed files',
         'Weights & Biases (wandb), MLflow': 'W&B, wandb, weights and biases, MLflow, wandb loss scale',
         'Gradient norms': 'gradient norm, grad norm',
