@@ -66,10 +66,10 @@ def marked(quartiles: list[float], blocks: int) -> str:
 # -- chart
 
 DRAWN = {                                  # contestants with a column at the right, and its head and colour
-    'plain loop': ('PyTorch\nloop', '#555'), 'fastxtend_amp': ('fastxtend_\namp', '#2a78b8'),
+    'plain loop': ('PyTorch\nloop', '#555'), 'fastxtend_amp': ('fastxtend\n_amp', '#2a78b8'),
     'fastxtend_amp, tuned': ('tuned', '#2e7d32')}
-MARKS = ('dot: median; line: its 95% interval; hollow dot and ~: wider than ±5%; tuned: some kinds of layers in fp32; '
-         'faster: both quartiles above 1')
+MARKS = ('dot: median; line: its 95% interval, hollow and ~ if wider than ±5%',
+         'tuned: some kinds of layers in fp32; faster: both quartiles above 1')
 OPTIMIZER = 'fused AdamW'                  # of the contestants that are drawn
 Rows = list[tuple[str, dict[str, dict[str, Any]]]]   # a model's title, and its records by contestant
 
@@ -109,7 +109,7 @@ def draw(ax: Any, rows: Rows, narrow: bool = False) -> None:
     top = -.75 if narrow else -.5
     for column, name in enumerate(drawn):
         head, color = DRAWN[name]
-        right(column, top, head, va='bottom', fontsize=9, color=color)
+        right(column, top, head, va='bottom', fontsize=9.5, color=color)
         for y, (_, found) in enumerate(rows):
             if name not in found: continue
             ratio, blocks = found[name]['vs_fp32'], found[name]['blocks']
@@ -144,7 +144,7 @@ def plot(panels: dict[str, Rows], file: str | Path, narrow: bool = False, dpi: i
         draw(ax, rows, narrow)
         lines = '\n'.join(wrap(title, 38)) if narrow else title
         ax.set_title(lines, fontweight='bold', fontsize=11, loc='left', pad=28)
-    width = 48 if narrow else 110
-    text = '\n'.join(line for part in (MARKS, f'whole training step, {OPTIMIZER}{below}') for line in wrap(part, width))
-    figure.supxlabel(text, fontsize=9, color='#555')
+    notes = *MARKS, f'whole training step, {OPTIMIZER}{below}'
+    text = '\n'.join(line for note in notes for line in wrap(note, 48 if narrow else 110))
+    figure.supxlabel(text, x=.01, ha='left', fontsize=9 if narrow else 10.5, color='#555')
     figure.savefig(file, dpi=dpi, bbox_inches='tight')
