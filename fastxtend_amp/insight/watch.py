@@ -50,7 +50,7 @@ class Watch:
         cb, fit = self.cb, self.cb.fit
         if fit is None or fit.has_warned: return None
         if 'notes' not in vars(fit):
-            is_watched = fit.precision.mode and cb.on_overflow != 'ignore' and 'lr_finder' not in vars(cb.learn)
+            is_watched = fit.precision.mode and cb.on_overflow != 'ignore'
             fit.notes = Notes(fit.device.type == 'cpu') if is_watched else None
         return fit.notes
 
@@ -123,8 +123,9 @@ class Watch:
         if losses and notes and notes.batch and not notes.on_cpu: self._check_loss(notes, float(losses[-1]))
 
     def _check_loss(self, notes, loss):
-        if math.isfinite(loss): notes.last_loss = loss
-        else: self._alarm(f'the loss is {loss}')
+        if not math.isfinite(loss): return self._alarm(f'the loss is {loss}')
+        notes.last_loss = loss
+        if 'lr_finder' in vars(self.cb.learn): self.cb.fit.notes = None          # which raises it until training fails
 
     def _alarm(self,
         what,

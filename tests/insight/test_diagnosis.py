@@ -256,11 +256,27 @@ def test_messages_and_what_their_advice_leads_to(name, cases, expected, monkeypa
 # -- when it searches for the cause, and when not
 
 
-def test_once_a_fit_and_not_in_lr_find_or_if_nothing_is_to_be_said():
+def test_once_a_fit_and_not_if_nothing_is_to_be_said():
     learn = learner(Attentive()).to_fp16()
     assert len(said(learn, 2)) == len(said(learn)) == 1
-    assert not told(lambda: learn.lr_find(num_it=6, show_plot=False, suggest_funcs=()), 'failed')
     assert said(learner(Attentive()).to_fp16(on_overflow='ignore')) == []
+
+
+def finds_lr(learn, **kwargs):
+    return learn.lr_find(num_it=6, show_plot=False, suggest_funcs=(), **kwargs)
+
+
+def test_lr_find_fails_at_the_first_loss_or_diverges():
+    "Its first learning rate is too small to diverge."
+    learn = learner(Attentive()).to_fp16()
+    (message,) = told(lambda: finds_lr(learn), 'fp16 training failed: the loss is nan (batch 1, ')
+    assert "Keep 'attn' in fp32" in message
+    with pytest.raises(FloatingPointError):
+        finds_lr(learner(Attentive()).to_fp16(on_overflow='raise'))
+    fixed = learner(Attentive()).to_fp16(on_overflow='fix')
+    finds_lr(fixed)
+    assert fixed.precision.fp32_module_names == ['attn'] and math.isfinite(fixed.recorder.losses[-1])
+    assert not told(lambda: finds_lr(learner().to_bf16(), start_lr=1.0, end_lr=1e30, stop_div=False), 'failed')
 
 
 def predicts(learn):
