@@ -93,7 +93,7 @@ def type_text(annotation):
     "Return an annotation without modules and spaces; '' if it says nothing."
     text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
     text = re.sub(r'(\w+\.)+(?=\w)', '', text).replace(' | ', '|')
-    return '' if text in ('_empty', 'Any', 'None') or text.startswith('Iterator') else text
+    return '' if text in ('_empty', 'Any', 'None') or text.startswith(('Iterator', 'AbstractContext')) else text
 
 
 def default_text(default):

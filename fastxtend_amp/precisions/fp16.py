@@ -72,7 +72,8 @@ class FP16(Precision):
         check_argument('backoff_factor', backoff_factor, lambda x: 0 < x < 1, 'between 0 and 1')
         check_argument('growth_interval', growth_interval, lambda n: index(n) >= 1, 'an integer from 1 on')
         check_argument('enabled', enabled, (True, False).__contains__, 'True or False')
-        check_argument('scaler', scaler, lambda s: isinstance(s, (GradScaler, type(None))), 'a `torch.amp.GradScaler`')
+        check_argument('scaler', scaler, lambda s: s is None or (isinstance(s, GradScaler) and s.is_enabled()),
+                       "an enabled `torch.amp.GradScaler`, such as `GradScaler('cpu')` on a CPU")
         self.is_fixed, self.user_scaler = loss_scale is not None, scaler
         own = static_scaler('cpu', first) if self.is_fixed else GradScaler(
             'cpu', first, growth_factor, backoff_factor, growth_interval, enabled)

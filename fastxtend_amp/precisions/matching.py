@@ -46,9 +46,10 @@ def match_modules(
         if not hits:
             names = [name for name, _ in places]
             near = difflib.get_close_matches(str(part), names, 4, .5) or names[:4]
-            raise ValueError(f"{argument}={part!r} matches no module of the model.\nModules: {', '.join(near)} ...\n"
-                             "`learn.model.named_modules()` gives all names. Give a type as `nn.LayerNorm`, not as "
-                             "its name.")
+            hint = ' Give a type as `nn.LayerNorm`, not as its name.' if isinstance(part, str) else ''
+            part = getattr(part, '__name__', repr(part))
+            raise ValueError(f"{argument}={part} matches no module of the model.\nModules: {', '.join(near)} ...\n"
+                             f'`learn.model.named_modules()` gives all names.{hint}')
         found.update(hits)
     for name, m in places:                                       # a module comes before those in it
         means_itself = not isinstance(m, (nn.ModuleList, nn.ModuleDict))

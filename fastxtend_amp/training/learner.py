@@ -1,7 +1,7 @@
 "The methods of `Learner`: `to_fp16`, `to_bf16` and one for each other precision, `to_amp`, `to_fp32` and others."
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -68,8 +68,8 @@ def to_amp(self: Learner, *,
     fp32.
 
     With `measure=True`, it times bf16, fp16 and TF32, where they are native, on copies of the learner, and selects the
-    fastest of them, or fp32. `learn.precision_decision` holds the details. For other arguments, call
-    `learn.to_fp16(fp32_modules=...)` first; they are kept. Distributed runs raise `RuntimeError`.
+    fastest of them, or fp32. `learn.precision_decision` holds the details. It keeps the arguments of an
+    earlier call, such as `learn.to_fp16(fp32_modules=...)`. Distributed runs raise `RuntimeError`.
     """
     _check_call('to_amp', Learner.to_amp, self, **kwargs)
     check_argument('measure', measure, (True, False).__contains__, 'True or False')
@@ -107,19 +107,23 @@ def to_fp32(self: Learner) -> Learner: # The learner
 
 
 @patch
-@contextmanager
 def precision_as(self: Learner,
     precision: str | torch.dtype | Precision | MixedPrecision, # 'fp32', 'bf16' ..., or a callback
-) -> Iterator[Learner]: # The learner
+) -> AbstractContextManager[Learner]: # The learner
     """Temporarily use another precision, between two batches: `with learn.precision_as('fp32'): learn.validate()`.
 
     The learner's own precision, with its loss scale and history, is restored on exit.
     """
-    before = precision_callback(self)
-    if before is not None and before.in_batch: raise RuntimeError('precision_as() cannot be used in a batch.')
     new: Any = None if precision in ('fp32', torch.float32) else precision
-    try: yield set_precision(self, new if new is None or isinstance(new, MixedPrecision) else MixedPrecision(new))
-    finally: exchange(self, before)                              # without a check: the model may have been exchanged
+    return _exchanged(self, new if new is None or isinstance(new, MixedPrecision) else MixedPrecision(new))
+
+
+@contextmanager
+def _exchanged(learn, new):
+    before = precision_callback(learn)
+    if before is not None and before.in_batch: raise RuntimeError('precision_as() cannot be used in a batch.')
+    try: yield set_precision(learn, new)
+    finally: exchange(learn, before)                             # without a check: the model may have been exchanged
 
 
 @patch

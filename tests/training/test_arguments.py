@@ -30,6 +30,7 @@ ERRORS = {  # what to call with a learner: its error is in tests/expected/argume
     'growth factor': lambda l: l.to_fp16(growth_factor=0.5),
     'backoff factor': lambda l: l.to_fp16(backoff_factor=-1),
     'scaler': lambda l: l.to_fp16(scaler=3),
+    'a scaler for CUDA on a CPU': lambda l: l.to_fp16(scaler=torch.amp.GradScaler('cuda', enabled=False)),
     'static scale 0': lambda l: l.to_fp16(loss_scale=0.0),
     'static scale and a scaler': lambda l: l.to_fp16(loss_scale=2.0, scaler=torch.amp.GradScaler('cpu')),
     'a fixed scale and none': lambda l: l.to_fp16(loss_scale=2.0, enabled=False),
@@ -57,7 +58,7 @@ ERRORS = {  # what to call with a learner: its error is in tests/expected/argume
     'fused, an optimizer': lambda l: fused(torch.optim.RMSprop),
     'fused, a name': lambda l: fused('Adamw'),
     "kahan, fastai's Adam": lambda l: kahan('AdamWW'),
-    'precision_as': lambda l: l.precision_as('fp64').__enter__(),
+    'precision_as': lambda l: l.precision_as('fp64'),
 }
 
 
