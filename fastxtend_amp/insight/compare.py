@@ -155,8 +155,11 @@ def _result(setting, runs, seeds, n, tuned): # `n`: steps that are compared
     tolerated = tolerance(losses['fp32'], [r.loss(n) for r in seeds], last_fifth(n))
     recommended, reason = recommend(table, tolerated, setting.max_seconds - min(0, setting.left))
     calls = {r.name: call(learn, r.precision) + COMPILE * r.compiled for r in runs}
-    limit = f', the most in `max_seconds={setting.max_seconds:g}`' if len(seeds) < setting.n_seeds else ''
-    repeated = f' fp32 was repeated with {len(seeds)} other seeds{limit}.' if setting.n_seeds else ''
+    limit = f'`max_seconds={setting.max_seconds:g}`'
+    repeated = f' {limit} left no time to repeat fp32.' if setting.n_seeds else ''
+    if seeds:
+        most = f', the most in {limit}' if len(seeds) < setting.n_seeds else ''
+        repeated = f' fp32 was repeated with {len(seeds)} other seeds{most}.'
     looked_at = f'Losses: mean of the last fifth of {n:,} steps (`n_steps={setting.n_steps}`).{repeated}'
     notes = [tuned, looked_at if len(runs) > 1 else '', *note_of_left_out(learn)]
     if is_compiled(learn.model):

@@ -38,7 +38,7 @@ def fix(
 
     cb.at_batch_end(switch)
     cb.fixes.append(Fix(alarm.step, alarm.mode.value, said))
-    print(f'{alarm.happened} Training continues with `{said}`.')
+    print(f'{alarm.happened} The next batches train with `{said}`.')
     return True
 
 

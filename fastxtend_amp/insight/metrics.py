@@ -20,7 +20,9 @@ class PrecisionMetric(Metric):
 class loss_scale(PrecisionMetric):
     "The loss scale at the end of the epoch, as a metric; 0 in bf16 and fp32."
     @property
-    def value(self) -> float: return self.cb.scale or 0 if self.cb else 0
+    def value(self) -> float:
+        scale = (self.cb.scale if self.cb else None) or 0
+        return int(scale) if scale == int(scale) else scale      # shorter in fastai's table
 
 
 class skipped_steps(PrecisionMetric):

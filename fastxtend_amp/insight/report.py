@@ -61,8 +61,7 @@ class PrecisionReport(Shown):
     Columns of `constants`: `module`, `line` ('norm.py:33'), `operator`, `constant`, its values in `fp16` and `bf16`,
     `flagged`.
 
-    `largest` leaves out what looks like an attention mask: large negative values far from all others, and tensors of
-    one or two distinct values.
+    `largest` ignores likely attention masks: outlying large negative values, and tensors of one or two distinct values.
     """
     table: pd.DataFrame # One row per precision and module
     verdicts: dict[str, Verdict] # By precision
@@ -184,7 +183,9 @@ class _Report:
             self.batches = map_tensors(lambda t: t[:few] if t.shape[:1] == (whole,) else t, self.batches)
             wrong = self._trace_fp32(modes)
         verdicts = {m.value: Verdict(m.value, 'not known', wrong) if wrong else self._verdict(m) for m in modes}
-        for verdict in verdicts.values(): verdict.left_out = left_out(self.learn)
+        for verdict in verdicts.values():
+            verdict.left_out = left_out(self.learn)
+            verdict.emulated = verdict.mode in self.emulated and not self.simulated
         if not wrong: self._call_another(verdicts, device)
         flagged = [n for v in verdicts.values() for n in v.flagged]
         constants = [(name, *place, number, *(rounded(number, dtype) for dtype in HALF), name in flagged)
@@ -207,7 +208,7 @@ class _Report:
         if status == 'unsupported': return Verdict(mode.value, 'cannot run', why)
         scale = own_precision(self.learn).state_dict().get('scale') or advised(self.learn, mode).first_scale
         run, distance = partial(self._run, mode), partial(self._distance, mode)
-        try: return Judge(self.learn, mode, run, scale, distance).verdict()
+        try: return Judge(self.learn, mode, run, scale, distance, self.is_cut and mode in self.emulated).verdict()
         except _NotKnown as e: return Verdict(mode.value, 'not known', *e.args)
 
     def _call_another(self, verdicts, device):
@@ -273,18 +274,17 @@ class _Report:
 
     def _notes(self):
         "Say what was looked at."
-        modes = ' and '.join(self.emulated)
-        if modes and not self.simulated:
-            yield f'{modes}: emulated on this device, so usually slower than fp32; `learn.to_amp()` avoids that.'
         for mode in self.low:
             if not (layers := advised(self.learn, mode).rounding(self.learn.model)): continue
             names = some(map(named, layers))
             yield f'{mode.value}: the rounding of {names} was simulated; no {mode.name} kernel was run.'
         few, whole = find_bs(self.batches[0]), find_bs(self.drawn[0])
-        n, of, cut = len(self.batches), '', ''
-        if self.is_cut: of, cut = f' of {whole:,}', f', and at no gradients in {modes}, to save time'
-        yield (f'Looked at {n:,} batch{"es" * (n > 1)} for the modules and {self.n_gradients} for the gradient, of '
-               f'{few:,}{of} samples each{cut}. Other batches (`n_batches`) and later weights may flag other modules.')
+        n, modes = len(self.batches), ' and '.join(self.emulated)
+        batches = f'{n:,} batch{"es" * (n > 1)}'
+        what = f'Looked at {batches} for the modules and {self.n_gradients} for the gradient, of {few:,} samples each'
+        if self.is_cut:
+            what = f'To save time, looked at {few:,} of {whole:,} samples of {batches}, and at no gradients in {modes}'
+        yield f'{what}. Other batches (`n_batches`) and later weights may flag other modules.'
         if self.simulated:
             yield ("Computed on this CPU with CUDA's autocast rules. GPU kernels were not run; they may round "
                    'differently or be missing.')

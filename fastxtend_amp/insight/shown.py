@@ -4,8 +4,14 @@ from functools import partial
 from html import escape
 from textwrap import fill
 
-_FORMAT = {'float_format': '{:,.5g}'.format, 'na_rep': '-'}
 _wrapped = partial(fill, width=118, break_long_words=False, break_on_hyphens=False)   # a browser wraps by itself
+
+
+def _number(x: float) -> str: # '0.0296', '70,641', '6.67e+38'
+    return f'{x:,.0f}' if 1000 <= abs(x) < 1e9 else f'{x:.3g}'
+
+
+_FORMAT = {'float_format': _number, 'na_rep': '-'}
 
 
 class Shown:

@@ -50,9 +50,11 @@ class Verdict:
     init_scale: float | None = None # Loss scale to start from, if the default is outside `scale_range` or near its top
 
     left_out: list[str] = field(default_factory=list) # Callbacks that did not run
+    emulated: bool = False # Whether the device only emulates the precision
 
     def __str__(self):
         following = f' Next: `{self.call}`' if self.call else ''
+        if self.emulated and f'.to_{self.mode}(' in self.call: following += f' where {self.mode} is native'
         skipped = f" (callbacks that did not run: {', '.join(self.left_out)})" if self.left_out else ''
         return f'{self.mode}: {self.verdict}{skipped}.{following}\n    {self.reason}'
 
@@ -66,6 +68,7 @@ class Judge:
     first_scale: float # The loss scale to start from
     # Returns the distance of the mean gradient from that in fp32, as `gradient_distance` does; nan if unknown.
     distance: Callable = lambda keep, scale: math.nan
+    is_cut: bool = False # Whether the batches are too small to choose a loss scale
 
     def __post_init__(self):
         self.kept = self.keep = [*own_precision(self.learn).kept_in_fp32(self.learn.model)]
@@ -200,10 +203,11 @@ class Judge:
             of = 'gradient' if _loss_differs(low) else 'loss'
             why.append(f'{some(decisions)} differ from fp32, which the {of} does not show')
         is_trained = any(s.grad for s in low.fp32.seen.values())         # not in evaluation
-        scales, init_scale = self._start(low) if is_trained and self.mode.needs_loss_scaling else (None, None)
+        chooses_scale = is_trained and self.mode.needs_loss_scaling and not self.is_cut
+        scales, init_scale = self._start(low) if chooses_scale else (None, None)
         if scales:
             if scales[0] > 1 and not self.reasons: verdict = 'safe with loss scaling'
-            margin = f', and {init_scale:,.9g} leaves a margin' if init_scale else ''
+            margin = f', and {init_scale:,.9g} leaves a margin' if init_scale and init_scale < scales[1] else ''
             why.append(f'loss scales from {scales[0]:,.9g} to {scales[1]:,.9g} work{margin}')
         distance = partial(self.distance, scale=init_scale or self.first_scale)
         far, names = distance(self.keep), []

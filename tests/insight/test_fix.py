@@ -106,7 +106,7 @@ def test_what_was_done_is_printed_and_kept_and_the_call_starts_with_it(capsys):
     learn = trained(*RUNS['grows'], 0, 'fix')
     (fix,) = learn.precision.fixes
     (line,) = capsys.readouterr().out.splitlines()
-    assert 'the loss is nan' in line and line.endswith(f'Training continues with `{fix.call}`.')
+    assert 'the loss is nan' in line and line.endswith(f'The next batches train with `{fix.call}`.')
     assert f'batch {fix.step}, ' in line and fix.precision == 'fp16' and "on_overflow='fix'" in fix.call
     again = learner(Growing(0), loaders(96))
     eval(fix.call, {'learn': again})

@@ -138,12 +138,12 @@ def test_an_emulated_mode_makes_it_look_at_fewer_samples(monkeypatch):
         report = learner(
             layers(Act(lambda x: (sizes.append(len(x)), x)[1]), nn.BatchNorm1d(8)), loaders(48, 24)
         ).precision_report(modes)
-        slow = 'fp16: emulated on this device, so usually slower than fp32; `learn.to_amp()` avoids that.'
-        cut = ' of 2 of 24 samples each, and at no gradients in fp16, to save time.'
-        assert set(sizes) == expected
-        assert [n for n in report.notes if n == slow or cut in n] == report.notes * (2 in sizes), report.notes
+        cut = 'To save time, looked at 2 of 24 samples of 1 batch, and at no gradients in fp16.'
+        assert set(sizes) == expected and (cut in report.notes[0]) == (2 in sizes)
+        assert str(report.verdicts['bf16']).startswith('bf16: safe so far. Next: `learn.to_bf16()`\n')
         assert 'rounding' in report.verdicts['bf16'].reason
-    assert 'rounding' not in report.verdicts['fp16'].reason
+    assert 'rounding' not in report.verdicts['fp16'].reason and 'loss scales' not in report.verdicts['fp16'].reason
+    assert str(report.verdicts['fp16']).startswith('fp16: safe so far. Next: `learn.to_fp16()` where fp16 is native\n')
 
 
 # -- how it is shown
