@@ -26,7 +26,8 @@ WORDS = {
     'troubleshooting': {
         'The loss is NaN': 'my loss is NaN, not a number, NaN loss, loss NaN fp16, training failed, NaN, infinite, '
                            'loss becomes infinite, learning rate finder fails, lr_find fails, '
-                           'inf, overflow, IndexError, lr_find NaN',
+                           'inf, overflow, IndexError, lr_find NaN, lr_find error, index 0 is out of bounds, '
+                           'early stopping NaN',
         'The loss does not fall': 'training got stuck, loss not decreasing, loss stuck, does not learn, '
                                   'stuck at chance level, '
                                   'silent overflow',
@@ -38,7 +39,9 @@ WORDS = {
             'fp16 vs bf16, to_fp16 vs to_bf16, float16, bfloat16 vs float16',
         'Does mixed precision change the accuracy?':
             'accuracy, final accuracy, accuracy worse than fp32, accuracy drop',
-        'to_bf16 is not faster': 'fp16 slow on CPU, bf16 not faster, slow, slower than fp32, not faster, speedup, '
+        'Mixed precision is not faster': 'fp16 slow on CPU, no speedup, training is not faster, '
+                                         'to_bf16 not faster, bf16 not faster, slow, slower than fp32, '
+                                         'not faster, speedup, '
                                  'no speedup on GPU, speed up training, channels last',
         'Some layers are slower in bf16': 'depthwise, depthwise convolution slow, MobileNet, EfficientNet, '
                                     'GhostNet, is_depthwise',
@@ -57,12 +60,13 @@ WORDS = {
         "UnboundLocalError: ... 'res'": 'UnboundLocalError, load_learner fails',
         'Warning: a loss or a prediction in validation is NaN or inf': 'validation loss NaN',
         'Which callbacks run in a report, comparison or diagnosis?': 'MixUp, CutMix, trackers'},
-    'coming_from': {'fastai 2': 'difference to fastai, does to_fp16 still work, fastai to_fp16, '
+    'coming_from': {'fastai 2': 'to_native_fp16, difference to fastai, does to_fp16 still work, fastai to_fp16, '
                                 'learn.scaler, to_fp16 does nothing',
                     'A PyTorch training loop': 'migrate from PyTorch amp, apex, plain PyTorch amp, torch.cuda.amp',
                     'Side by side': 'compare with Accelerate, Fabric, Lightning, Composer'},
     'api': {'Shared arguments': 'FloatingPointError, max_skips, growth_interval, GradScaler growth interval',
-            'MixedPrecision': 'learn.precision.scale, get current loss scale, learn.precision.skipped, '
+            'MixedPrecision': "learn.precision.scale, 'NoneType' object has no attribute 'scale', "
+                              'get current loss scale, learn.precision.skipped, '
                               'skip step callback'},
     'changelog': {'Changelog': 'what changed, what is new, release notes'},
     'contributing': {'Contributing': 'contribute, licence, license, run the tests',
@@ -73,7 +77,8 @@ WORDS = {
                                               'is bf16 faster on my machine',
                     'Which module breaks?': 'which layer overflows, debug overflow, headroom',
                     'When training fails': 'recover from NaN'},
-    '02_save_and_export': {'Save and resume': 'load checkpoint, save, resume, resume training, SaveModelCallback, '
+    '02_save_and_export': {'Save and resume': 'GradScaler state checkpoint, load checkpoint, save, resume, '
+                                              'resume training, SaveModelCallback, '
                                               'crash during training, continue from last epoch, continue training, '
                                               'new process, second process, continue a run, '
                                               'resume from checkpoint loss scale',
@@ -113,9 +118,10 @@ WORDS = {
             'keep batchnorm fp32',
         'Gradient accumulation and clipping': 'gradient clipping, gradient accumulation',
         'Fix overflows while training': 'on_overflow',
-        'Colab and Kaggle': 'Colab, Kaggle',
+        'Colab and Kaggle': 'Colab, Kaggle, Kaggle T4',
         'Loss scaling: fixed, off, your own GradScaler':
-            'GradScaler, scale_loss, init_scale, disable loss scaling, turn off loss scaling, '
+            'GradScaler, scale_loss, second backward, gradient penalty, init_scale, '
+            'disable loss scaling, turn off loss scaling, '
             'NaN gradients, skip_nonfinite',
         'Inference, and turning mixed precision off':
             'inference, predict, predict after load_learner, change precision after loading, get_preds, '
