@@ -1,11 +1,16 @@
 "A progress bar for work with a time limit."
-import math, time
+import math, sys, time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from fastai.callback import progress
 from fastai.learner import Learner
 from fastcore.basics import noop
+from fastprogress.core import IN_NOTEBOOK
+
+
+def _is_interactive():
+    return IN_NOTEBOOK or sys.stdout.isatty()                    # in a file, a bar would be one long line
 
 
 @contextmanager
@@ -14,7 +19,7 @@ def progress_bar(
     seconds: float, # The time limit, which is the length of the bar
 ) -> Iterator[Callable]: # To be called with what is running
     "Show a progress bar as in a fit, in a terminal or notebook, until the context ends."
-    if 'progress' not in vars(learn): return (yield noop)
+    if 'progress' not in vars(learn) or not _is_interactive(): return (yield noop)
     bar = progress.progress_bar(range(math.ceil(seconds)), leave=False)
     def show(what):
         bar.comment, now = what, min(int(time.time() - bar.start_t), bar.total - 1)   # a full bar would end

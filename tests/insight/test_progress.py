@@ -5,11 +5,18 @@ from contextlib import nullcontext
 import pytest
 from torch import nn
 
+from fastxtend_amp.insight import progress as room
 from fastxtend_amp.insight.progress import progress_bar
 from helpers import learner, set_support
 from states import ASK, InStep
 
 each_call = pytest.mark.parametrize('name', ASK)
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    "What pytest captures counts as a terminal."
+    monkeypatch.setattr(room, '_is_interactive', lambda: True)
 
 
 @pytest.fixture
@@ -21,7 +28,7 @@ def slow(monkeypatch, sleeps):
 
 
 @each_call
-def test_a_terminal_shows_a_bar_that_is_gone_in_the_end(name, slow, capsys):
+def test_a_terminal_shows_a_bar_that_is_gone_in_the_end(name, slow, terminal, capsys):
     learn = slow(True)
     ASK[name](learn)
     out = capsys.readouterr().out
@@ -35,16 +42,17 @@ def test_a_terminal_shows_a_bar_that_is_gone_in_the_end(name, slow, capsys):
 
 
 @each_call
-@pytest.mark.parametrize('progress', [True, False])
-def test_no_bar(name, progress, slow, capsys):
-    learn = slow(progress)
-    with learn.no_bar() if progress else nullcontext():
+@pytest.mark.parametrize('place', ['a file', 'no_bar', 'without fastai\'s'])
+def test_no_bar(name, place, slow, monkeypatch, capsys):
+    monkeypatch.setattr(room, '_is_interactive', lambda: place != 'a file')
+    learn = slow(place != "without fastai's")
+    with learn.no_bar() if place == 'no_bar' else nullcontext():
         ASK[name](learn)
     out = capsys.readouterr().out
     assert '\r' not in out and out.count('\n') == (name == 'choice')
 
 
-def test_the_bar_is_the_time_and_ends_with_an_error(clock, capsys):
+def test_the_bar_is_the_time_and_ends_with_an_error(clock, terminal, capsys):
     with pytest.raises(ZeroDivisionError), progress_bar(learner(progress=True), 20.0) as tick:
         clock.sleep(10)
         tick('bf16')
