@@ -47,7 +47,8 @@ class Setting:
     batches: Sequence = () # Steps beyond their number reuse them
 
     def __post_init__(self):
-        check_above_0(n_steps=self.n_steps, max_seconds=self.max_seconds)
+        check_above_0(max_seconds=self.max_seconds)
+        check_argument('n_steps', self.n_steps, lambda n: index(n) >= 1, 'an integer from 1 on')
         check_argument('n_seeds', self.n_seeds, lambda n: index(n) >= 0, 'an integer from 0 on')
         self.end = time.monotonic() + self.max_seconds
         check_learner(self.learn, self.method)

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from operator import index
 
 import pandas as pd
 import torch
@@ -13,7 +14,7 @@ from fastai.learner import Learner
 from fastai.torch_core import find_bs
 from fastcore.basics import patch
 
-from ..common import HALF, map_tensors, training_device
+from ..common import HALF, check_argument, map_tensors, training_device
 from ..devices.cuda_rules import cuda_rules
 from ..devices.facts import first_line
 from ..precisions import PRECISIONS, AMPMode, fastest_native
@@ -136,7 +137,8 @@ def precision_report(self: Learner,
     asked = precisions_named(modes)
     if not asked or any(not cls.dtype for cls in asked):
         raise ValueError(f"modes={modes!r} cannot be used: give 'bf16', 'fp16', 'fp8', 'mxfp8', or a list of these.")
-    check_above_0(n_batches=n_batches, max_seconds=max_seconds)
+    check_above_0(max_seconds=max_seconds)
+    check_argument('n_batches', n_batches, lambda n: index(n) >= 1, 'an integer from 1 on')
     own = training_device(self).type
     kind = own if device is None else str(device).partition(':')[0]
     simulated = own != kind

@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 import torch
 from torch.amp import GradScaler
 
+from ..common import check_argument
 from ..devices import facts
 from .base import Precision, Support, cpu_support, static_scaler, xla_support
 
@@ -55,6 +56,7 @@ class BF16(Precision):
         skip_nonfinite: bool = False, # Skip steps whose gradients are not finite, as fp16 does
     ):
         super().__init__(fp32_modules)
+        check_argument('skip_nonfinite', skip_nonfinite, (True, False).__contains__, 'True or False')
         self.skip_nonfinite = skip_nonfinite
 
     def scaler(self, device: torch.device) -> GradScaler | None:

@@ -4,6 +4,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..common import check_argument
 from ..devices import facts
 from .base import Rounding, Support
 from .bf16 import BF16
@@ -63,6 +64,7 @@ class FP8(BF16):
         skip_nonfinite: bool = False, # Skip steps whose gradients are not finite, as fp16 does
     ):
         super().__init__(fp32_modules=fp32_modules, skip_nonfinite=skip_nonfinite)
+        check_argument('min_size', min_size, lambda n: n >= 0, 'at least 0')
         self.spec, self.min_size = modules, min_size
         tests_of(modules, 'modules')                             # raises `TypeError`
 

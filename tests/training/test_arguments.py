@@ -37,6 +37,8 @@ ERRORS = {  # what to call with a learner: its error is in tests/expected/argume
     'an argument that bf16 does not have': lambda l: l.to_bf16(init_scale=2.0),
     'a misspelt argument': lambda l: l.to_amp(mesure=True),
     'too many arguments': lambda l: l.to_bf16('head'),
+    'skip_nonfinite': lambda l: l.to_bf16(skip_nonfinite='yes'),
+    'min_size': lambda l: l.to_fp8(min_size=-1),
     'max_skips': lambda l: l.to_bf16(max_skips=1.5),
     'on_overflow where fp32 is selected': lambda l: l.to_amp(on_overflow='stop'),
     'on_overflow': lambda l: l.to_bf16(on_overflow='stop'),
