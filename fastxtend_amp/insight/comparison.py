@@ -26,15 +26,17 @@ _INTERVAL = {2: 7.7, 3: 3.4}     # 2.6 for four or more
 class PrecisionComparison(Shown):
     """The result of `Learner.compare_precision`.
 
+    In `table`, nan means that there is no such figure, as of a precision that ended early.
+
     | column of `table` | meaning |
     |---|---|
     | `support` | how the device runs the precision: 'native' or 'emulated'; 'failed' after an error |
     | `steps`, `rounds` | number of training steps, and of the rounds in which they were timed alongside fp32 |
     | `ms per step` | median time in fp32; for other precisions, that time divided by the speed-up |
     | `speed-up`, `speed-up low`, `speed-up high` | speed relative to fp32: median of the rounds, 95% interval |
-    | `loss`, `loss difference` | mean of the last steps, and its difference from fp32; nan if it ended early |
-    | `skipped` | number of skipped steps; nan in fp32 |
-    | `final scale` | the loss scale at the end; nan without loss scaling |
+    | `loss`, `loss difference` | mean of the last steps, and its difference from fp32 |
+    | `skipped` | number of skipped steps |
+    | `final scale` | the loss scale at the end |
     | `activations MB` | what autograd keeps for the backward pass: inputs, activations, casts of weights |
     | `peak MB` | the most that a step allocates on an accelerator; nan on a CPU |
     | `weights moved` | distance from the initial to the final weights per step, relative to fp32 |

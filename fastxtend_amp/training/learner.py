@@ -68,8 +68,8 @@ def to_amp(self: Learner, *,
     fp32.
 
     With `measure=True`, it times bf16, fp16 and TF32, where they are native, on copies of the learner, and selects the
-    fastest of them, or fp32. `learn.precision_decision` holds the details. It keeps the arguments of an
-    earlier call, such as `learn.to_fp16(fp32_modules=...)`. Distributed runs raise `RuntimeError`.
+    fastest of them, or fp32. `learn.precision_decision` holds the details. The arguments of an earlier
+    call are kept, such as those of `learn.to_fp16(fp32_modules=...)`. Distributed runs raise `RuntimeError`.
     """
     _check_call('to_amp', Learner.to_amp, self, **kwargs)
     check_argument('measure', measure, (True, False).__contains__, 'True or False')
