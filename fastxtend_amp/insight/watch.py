@@ -125,7 +125,7 @@ class Watch:
     def _check_loss(self, notes, loss):
         if not math.isfinite(loss): return self._alarm(f'the loss is {loss}')
         notes.last_loss = loss
-        if 'lr_finder' in vars(self.cb.learn): self.cb.fit.notes = None          # which raises it until training fails
+        if 'lr_finder' in vars(self.cb.learn): self.cb.fit.notes = None          # it ends where training fails
 
     def _alarm(self,
         what,
