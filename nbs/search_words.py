@@ -27,7 +27,7 @@ WORDS = {
         'The loss is NaN': 'my loss is NaN, not a number, NaN loss, loss NaN fp16, training failed, NaN, infinite, '
                            'loss becomes infinite, learning rate finder fails, lr_find fails, '
                            'inf, overflow, IndexError, lr_find NaN, lr_find error, index 0 is out of bounds, '
-                           'early stopping NaN',
+                           'early stopping NaN, EarlyStoppingCallback',
         'The loss does not fall': 'training got stuck, loss not decreasing, loss stuck, does not learn, '
                                   'stuck at chance level, '
                                   'silent overflow',
@@ -73,7 +73,7 @@ WORDS = {
                      'A precision of your own': 'write your own precision, custom precision',
                      'To add ...': 'new precision, new device'},
     '01_tutorial': {'Train': 'first run',
-                    'Which precision is fastest?': 'fastest precision, measure, is bf16 worth it, '
+                    'Which precision is fastest?': 'benchmark my model, fastest precision, measure, is bf16 worth it, '
                                               'is bf16 faster on my machine',
                     'Which module breaks?': 'which layer overflows, debug overflow, headroom',
                     'When training fails': 'recover from NaN'},
@@ -116,11 +116,11 @@ WORDS = {
             'disable autocast in part of my model, softmax in fp32, '
             'LayerNorm, batchnorm, '
             'keep batchnorm fp32',
-        'Gradient accumulation and clipping': 'gradient clipping, gradient accumulation',
+        'Gradient accumulation and clipping': 'gradient clipping, gradient accumulation, clip_grad',
         'Fix overflows while training': 'on_overflow',
         'Colab and Kaggle': 'Colab, Kaggle, Kaggle T4',
         'Loss scaling: fixed, off, your own GradScaler':
-            'GradScaler, scale_loss, second backward, gradient penalty, init_scale, '
+            'GradScaler, grad_scaler, scale_loss, second backward, gradient penalty, init_scale, '
             'disable loss scaling, turn off loss scaling, '
             'NaN gradients, skip_nonfinite',
         'Inference, and turning mixed precision off':

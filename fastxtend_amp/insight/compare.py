@@ -159,7 +159,7 @@ def _result(setting, runs, seeds, n, tuned): # `n`: steps that are compared
     repeated = f' {limit} left no time to repeat fp32.' if setting.n_seeds else ''
     if seeds:
         most = f', the most in {limit}' if len(seeds) < setting.n_seeds else ''
-        repeated = f' fp32 was repeated with {len(seeds)} other seeds{most}.'
+        repeated = f' fp32 was repeated with {len(seeds)} other seed{"s" * (len(seeds) > 1)}{most}.'
     looked_at = f'Losses: mean of the last fifth of {n:,} steps (`n_steps={setting.n_steps}`).{repeated}'
     notes = [tuned, looked_at if len(runs) > 1 else '', *note_of_left_out(learn)]
     if is_compiled(learn.model):
