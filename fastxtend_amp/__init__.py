@@ -7,22 +7,23 @@ with _warnings.catch_warnings():           # PyTorch deprecates what fastai's ow
 
 from importlib.util import find_spec as _find_spec
 
-from .precisions import AMPMode
+from .precisions import AMPMode, Precision, Support
 from .precisions.half_weights import HalfWeights, kahan
 from .precisions.matching import is_depthwise, is_grouped
 from .training.callback import MixedPrecision
 from .training import checkpoint as _checkpoint, learner as _learner
 from .training.optimizers import fused
 from .devices import sharded as _sharded
-from .insight import PrecisionComparison, PrecisionReport, loss_scale, skipped_steps
+from .insight import LossScaleMetric, PrecisionComparison, PrecisionReport, SkippedStepsMetric
 from .tools.memory import keep_freed_memory
 from .tools.support import precision_support
 
 if _find_spec('torch_xla') is not None: from .devices import xla as _xla   # users may import it later
 
-__all__ = ['AMPMode', 'HalfWeights', 'MixedPrecision', 'PrecisionComparison', 'PrecisionReport', 'fused',
-           'is_depthwise', 'is_grouped', 'kahan', 'keep_freed_memory', 'loss_scale', 'precision_support',
-           'skipped_steps']
+# `Precision` and `Support`, for a precision of your own, are not here: fastai has a metric of the name `Precision`.
+__all__ = ['AMPMode', 'HalfWeights', 'LossScaleMetric', 'MixedPrecision', 'PrecisionComparison', 'PrecisionReport',
+           'SkippedStepsMetric', 'fused', 'is_depthwise', 'is_grouped', 'kahan', 'keep_freed_memory',
+           'precision_support']
 
 
 def __getattr__(name):

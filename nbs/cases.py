@@ -29,7 +29,7 @@ D, LENGTH = 16, 32
 
 @dataclass
 class Case:
-    """A model, what is known of it, and the modules that have to be in fp32, by mode; wildcards are allowed.
+    """A model, what is known of it, and the modules that have to be in fp32, by precision; wildcards are allowed.
 
     Another verdict than 'keep modules in fp32' and 'safe ...' is expected by its name.
     """
@@ -60,7 +60,7 @@ class Case:
 
     def is_right(self, verdict) -> bool:
         "Return whether a verdict names the modules that are expected, and no other."
-        expected = self.expected[verdict.mode]
+        expected = self.expected[verdict.precision]
         if isinstance(expected, str): return verdict.verdict == expected
         named = [any(re.fullmatch(e, m) for e in expected) for m in verdict.modules]
         found = [any(re.fullmatch(e, m) for m in verdict.modules) for e in expected]
@@ -526,11 +526,11 @@ def lost(case: Case, call: str, n: int = 8) -> int: # Of `n` steps
     "Train for some steps after a call; return how many were skipped, or had a loss that was not finite."
     learn = case.learner(1)
     exec(call, {'learn': learn})
-    learn.precision.on_overflow = 'ignore'
+    learn.mixed_precision.on_overflow = 'ignore'
     try:
         with learn.no_logging(): learn.fit(n)
     except RuntimeError: return n                                # it does not run in this precision
-    return max(learn.precision.n_skipped, sum(not math.isfinite(l) for l in map(float, learn.recorder.losses)))
+    return max(sum(learn.mixed_precision.skips), sum(not math.isfinite(l) for l in map(float, learn.recorder.losses)))
 
 
 def words(v) -> str:
@@ -561,7 +561,7 @@ def row(name: str, case: Case) -> tuple[str, int, int]: # The row, verdicts that
         moved.append(found[1] if found else '-')
     steps = ''
     if isinstance(case.expected['fp16'], list) and case.expected['fp16'] and not case.rules:
-        call = next(v.call for v in verdicts if v.mode == 'fp16')
+        call = next(v.call for v in verdicts if v.precision == 'fp16')
         steps = f'{lost(case, "learn.to_fp16()")}, {lost(case, call)}'
     cells = [link(name, case), case.breaks, case.remedy] if case.breaks else [link(name, case)]
     last = [', '.join(moved), *[steps] * bool(case.breaks), f'{took:.1f}']

@@ -65,8 +65,8 @@ WORDS = {
                     'A PyTorch training loop': 'migrate from PyTorch amp, apex, plain PyTorch amp, torch.cuda.amp',
                     'Side by side': 'compare with Accelerate, Fabric, Lightning, Composer'},
     'api': {'Shared arguments': 'FloatingPointError, max_skips, growth_interval, GradScaler growth interval',
-            'MixedPrecision': "learn.precision.scale, 'NoneType' object has no attribute 'scale', "
-                              'get current loss scale, learn.precision.skipped, '
+            'MixedPrecision': "learn.mixed_precision.scale, 'NoneType' object has no attribute 'scale', "
+                              'get current loss scale, learn.mixed_precision.skipped, '
                               'skip step callback'},
     'changelog': {'Changelog': 'what changed, what is new, release notes'},
     'contributing': {'Contributing': 'contribute, licence, license, run the tests',

@@ -21,7 +21,7 @@ PAGES = {
     'Reference': ['api', 'changelog', 'contributing']}
 TOP = 'changelog', 'contributing'                                # pages whose text is a file of the top level
 # Without those that also name an argument or a metric.
-ENTRIES = {*api_pages.learner_methods(), *fastxtend_amp.__all__} - {'precision', 'loss_scale', 'skipped_steps'}
+ENTRIES = {*api_pages.learner_methods(), *fastxtend_amp.__all__}
 SKIPPED = nodes.reference, nodes.title                           # whose code stays as it is
 NO_TEXT = nodes.image, addnodes.download_reference               # first in a paragraph
 TOCTREE = '\n```{{toctree}}\n:caption: {}\n:hidden:\n{}\n```\n'

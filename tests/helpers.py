@@ -18,6 +18,7 @@ from torch.utils.data import TensorDataset
 import fastxtend_amp  # noqa: F401  patches Learner
 from fastxtend_amp import MixedPrecision
 from fastxtend_amp.precisions import PRECISIONS, Support
+from fastxtend_amp.training.loop import precision_callback  # noqa: F401
 
 DEVICE = torch.device('cpu')  # where learners train; `pytest --sim=sim` puts a simulated device here (conftest.py)
 
@@ -117,7 +118,7 @@ def left_on(learn):
 
 def is_outside_a_fit(learn):
     "Return whether the precision callback of `learn` has closed everything that it opened."
-    return learn.precision.fit is None and vars(learn).get('scaler') is None and not replaced(learn.model)
+    return learn.mixed_precision.fit is None and vars(learn).get('scaler') is None and not replaced(learn.model)
 
 
 def opt_state(opt):

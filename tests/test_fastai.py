@@ -206,7 +206,7 @@ def test_the_ways_to_train_and_predict(dls, mode, tmp_path):
     learn.fit_one_cycle(1)
     learn.fit_flat_cos(1)
     if mode == 'fp16':
-        assert len(learn.precision.scales) == 4 * len(dls.train)
+        assert len(learn.mixed_precision.scales) == 4 * len(dls.train)
     assert np.isfinite(learn.validate()[0]) and {*dtypes} == {DTYPE[mode]}
     for preds, _ in (learn.get_preds(), learn.tta(n=2)):
         assert preds.dtype == torch.float32 and torch.allclose(preds.sum(1), torch.ones(24), atol=1e-3)

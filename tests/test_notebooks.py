@@ -18,7 +18,8 @@ assert report.verdicts['fp16'].call == "learn.to_fp16(fp32_modules=['attn'])\"""
 assert abs(rows['fp16']['loss'] - rows['fp32']['loss']) < .03 and rows['fp16']['accuracy'] > .85""",
         'train(fixed.': '''
 fp32, warn, fix = runs.values()
-assert warn.precision.n_skipped > 30 and fix.precision.n_skipped < 10 and len(fix.precision.fixes) == 1
+warned, fixed = warn.mixed_precision, fix.mixed_precision
+assert sum(warned.skips) > 30 and sum(fixed.skips) < 10 and len(fixed.fixes) == 1
 assert abs(fix.final_record[1] - fp32.final_record[1]) < .05''',
     },
     '02_save_and_export': {
@@ -28,7 +29,7 @@ with straight.no_bar(), straight.no_logging():
     straight.fit(2, 1e-2)
     straight.fit(1, 1e-2)
 assert all(map(torch.equal, straight.model.state_dict().values(), resumed.model.state_dict().values()))
-assert straight.precision.state_dict() == resumed.precision.state_dict()""",
+assert straight.mixed_precision.state_dict() == resumed.mixed_precision.state_dict()""",
         'resumed.export': "assert b'fastxtend_amp' not in (path/'model.pkl').read_bytes()",
     },
     '03_gpus_compile_xla': {

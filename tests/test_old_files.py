@@ -44,7 +44,7 @@ def test_a_saved_file(file, plain):
     learn.load(file.with_suffix(''))
     before, state = params(learn), torch.load(file, weights_only=False)['model']
     assert same(before, [state[name] for name, _ in learn.model.named_parameters()])
-    assert learn.precision is None or learn.precision.scale == SCALES.get(mode)
+    assert precision_callback(learn) is None or learn.mixed_precision.scale == SCALES.get(mode)
     learn.fit(1, 0.01)
     assert finite(learn) and not same(before, params(learn))
 

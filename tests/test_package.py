@@ -121,7 +121,7 @@ assert plain() and not torch.is_autocast_enabled('cpu') and 'torch_xla' not in s
 learn.to_fp16(init_scale=512.); learn.create_opt()
 assert torch.load(learn.save('a'), weights_only=False)['opt']['grad_scaler']['scale'] == 512.
 learn.to_fp16().load('a')
-assert learn.precision.scale == 512.
+assert learn.mixed_precision.scale == 512.
 learn.to_fp32()
 assert plain()
 def faults():                                                    # of four tensors of 64 MB, one after the other
@@ -135,7 +135,7 @@ faults()
 print('MEMORY', before, min(faults() for _ in range(3)), said)   # other blocks may be freed in between
 '''
 REPLACED = {'Learner.save', 'Learner.load', 'TextLearner.load', 'Learner.export', 'Learner._with_events'}
-METHODS = {'amp_context', 'precision', 'precision_as', 'to_amp', 'to_fp32'}
+METHODS = {'amp_context', 'precision_as', 'to_amp', 'to_fp32'}
 METHODS |= {'compare_precision', 'precision_decision', 'precision_report', *(f'to_{name}' for name in PRECISIONS)}
 
 
@@ -175,7 +175,7 @@ def test_the_core_trains_without_the_rooms(monkeypatch):
     def trained():
         learn = learner().to_fp16(init_scale=2.0**20)
         learn.fit(2)
-        return params(learn), learn.precision.scales
+        return params(learn), learn.mixed_precision.scales
 
     watched = trained()
     monkeypatch.setattr(callback, 'WATCHERS', [])

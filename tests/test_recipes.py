@@ -11,7 +11,7 @@ from fastai.losses import CrossEntropyLossFlat
 from fastai.metrics import accuracy
 from torch.nn import functional as F
 
-from fastxtend_amp import fused, loss_scale, skipped_steps
+from fastxtend_amp import LossScaleMetric, SkippedStepsMetric, fused
 from helpers import *
 from test_fastai import digit_images
 
@@ -28,7 +28,7 @@ def recipe(word, file='recipes.md', only='', **names):
     names = {
         **dict(Learner=lambda dls, model, **kwargs: learner(model, dls, **kwargs), dls=loaders(), model=linear()),
         **dict(nn=nn, torch=torch, Callback=Callback, CrossEntropyLossFlat=CrossEntropyLossFlat, accuracy=accuracy),
-        **dict(loss_scale=loss_scale, skipped_steps=skipped_steps, CSVLogger=CSVLogger),
+        **dict(LossScaleMetric=LossScaleMetric, SkippedStepsMetric=SkippedStepsMetric, CSVLogger=CSVLogger),
         **names,
     }
     exec(block.replace("'cuda'", "'cpu'"), names)
@@ -105,7 +105,7 @@ def test_batchnorm_in_fp32():
     trained(learn, 'fp16')
     recipe('_BatchNorm', learn=learn)
     learn.fit(1)
-    assert dtypes == 6 * [torch.float16] + 6 * [torch.float32] and learn.precision.fp32_module_names == ['1']
+    assert dtypes == 6 * [torch.float16] + 6 * [torch.float32] and learn.mixed_precision.fp32_module_names == ['1']
 
 
 # -- techniques
@@ -146,7 +146,7 @@ def test_activation_checkpointing_gives_the_same_weights_with_modules_in_fp32(mo
         torch.manual_seed(0)
         blocks = [nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.GELU(), nn.Dropout(0.1)) for _ in range(2)]
         learn = trained(learner(nn.Sequential(*map(wrap, blocks), nn.Linear(6, 1))), mode, fp32_modules=nn.GELU)
-        assert len(learn.precision.fp32_module_names) == 2
+        assert len(learn.mixed_precision.fp32_module_names) == 2
         return params(learn)
 
     assert same(weights(lambda block: block), weights(recipe('class Checkpointed', only='class Che')['Checkpointed']))
@@ -158,7 +158,7 @@ def test_loss_scaling_fixed_off_and_by_ones_own_scaler():
     class Calls:
         def to_fp16(self, **kwargs):
             learn.to_fp16(**kwargs).fit(1)
-            seen.append((learn.precision.scale, learn.precision.n_skipped))
+            seen.append((learn.mixed_precision.scale, sum(learn.mixed_precision.skips)))
 
     recipe('learn.to_fp16(scaler=', learn=Calls())
     assert seen == [(512.0, 0), (None, 0), (1024.0, 0)]
@@ -199,7 +199,7 @@ def test_loggers_get_the_table(mode, tmp_path, monkeypatch):
     logged = []
     wandb = type('wandb', (), {'log': staticmethod(logged.append), 'init': staticmethod(lambda project: None)})
     monkeypatch.setitem(sys.modules, 'wandb', wandb)
-    with_wandb = recipe('class LogToWandb', accuracy=skipped_steps)['learn']
+    with_wandb = recipe('class LogToWandb', accuracy=SkippedStepsMetric)['learn']
     images = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
     with_files = recipe('TensorBoardCallback', dls=digit_images(8, size=8, n=40), model=images)['learn']
     with_files.loss_func = CrossEntropyLossFlat()
@@ -235,6 +235,9 @@ def test_the_loop_of_the_manual_computes_what_the_callback_does(mode, init_scale
     assert same([*learn.model.state_dict().values()], [*model.state_dict().values()])
     assert same_state(opt_state(learn.opt), [{**dict(sorted(opt.state[p].items()))} for p in model.parameters()])
     if mode == 'fp16':
-        assert learn.precision.scale == loop.scaler.get_scale() and learn.precision.n_skipped == loop.skipped_steps
+        assert (
+            learn.mixed_precision.scale == loop.scaler.get_scale()
+            and sum(learn.mixed_precision.skips) == loop.skipped_steps
+        )
     skipped = loop.skipped_steps
     assert (skipped > 2) == (init_scale > 256) and capsys.readouterr().out.count('validation loss') == 4

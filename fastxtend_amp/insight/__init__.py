@@ -4,7 +4,7 @@ from ..training.callback import WATCHERS
 from .choice import measure_and_choose
 from .comparison import PrecisionComparison
 from .fix import mend
-from .metrics import loss_scale, skipped_steps
+from .metrics import LossScaleMetric, SkippedStepsMetric
 from .notes import DtypeNote, UnusedModules
 from .report import PrecisionReport
 from .watch import Watch

@@ -3,12 +3,11 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
-import torch
 from fastai.learner import Learner
 from fastcore.foundation import L
 
 from ..common import training_device
-from ..precisions import PRECISIONS, AMPMode, Precision, find_precision
+from ..precisions import PRECISIONS, Precision, find_precision
 from ..precisions.base import written
 from ..precisions.matching import match_modules
 from ..training.callback import MixedPrecision
@@ -43,7 +42,7 @@ def like_own(
     changes: dict[str, Any] = {}
     names = [*dict.fromkeys([*L(new.fp32_modules), *fp32_modules])]
     if names: changes['fp32_modules'] = names
-    if init_scale and new.mode and new.mode.needs_loss_scaling:
+    if init_scale and new.kind.scales_loss:
         is_fixed = new.changed.get('loss_scale') or 'init_scale' not in new.arguments
         changes['loss_scale' if is_fixed else 'init_scale'] = init_scale
         if 'scaler' in new.changed: changes['scaler'] = None     # which has its own scale
@@ -52,14 +51,13 @@ def like_own(
 
 def advised(
     learn: Learner,
-    mode: AMPMode | None, # None for fp32
+    kind: type[Precision],
     fp32_modules: Iterable[str] = (), # Modules to keep in fp32 besides those of the learner
     init_scale: float | None = None, # First loss scale; the learner's own if None
-) -> Precision: # With the arguments of the learner's own, and of its class if that computes in `mode`
-    "Return the precision to train in: in `mode`, with what a report advises."
+) -> Precision: # With the arguments of the learner's own, and of its class if that computes in `kind`
+    "Return the precision to train in: of this kind, with what a report advises."
     own = own_precision(learn)
-    cls = type(own) if own.mode == mode else PRECISIONS.get(mode or '', Precision)
-    return like_own(learn, cls, fp32_modules, init_scale)
+    return like_own(learn, type(own) if own.kind is kind else kind, fp32_modules, init_scale)
 
 
 def call(
@@ -67,7 +65,7 @@ def call(
     precision: Precision,
 ) -> str: # learn.to_fp16(init_scale=1024, fp32_modules=['inp', 'head'], on_overflow='fix')
     "Return the call that selects a precision, with the options of the learner's precision callback."
-    options = _options(learn) if precision.mode else {}
+    options = _options(learn) if precision.kind is not Precision else {}
     return f'learn.to_{precision.name}({written(precision.changed | options)})'
 
 
@@ -84,30 +82,30 @@ def switch(
 ) -> None:
     "Switch `learn` to this precision, as a user would; its loss scale starts again."
     options = _options(learn) | options
-    set_precision(learn, MixedPrecision(precision.like(), **options) if precision.mode else None)
+    set_precision(learn, None if precision.kind is Precision else MixedPrecision(precision.like(), **options))
 
 
 # -- by name
 
 def precisions_named(
-    modes: Any, # Names, modes or dtypes, one or several
+    names: Any, # Names or dtypes, one or several
 ) -> list[type[Precision]]:
-    "Return the precisions that `modes` names. Raises `ValueError` for an unknown one."
-    return [Precision if mode in ('fp32', torch.float32) else find_precision(mode) for mode in L(modes)]
+    "Return the precisions with these names. Raises `ValueError` for an unknown one."
+    return [find_precision(name) for name in L(names)]
 
 
 def candidates(
     learn: Learner,
-    modes: Any = None, # Names, modes or dtypes, one or several; None for what the device runs natively
+    names: Any = None, # Names or dtypes, one or several; None for what the device runs natively
 ) -> list[Precision]: # fp32 first, each once
     """Return the precisions to compare, with the learner's arguments.
 
     By default these are the ones that the device runs natively without another package. 16-bit weights compute as
     autocast does, so they are compared only if they are named.
     """
-    if modes is None:
+    if names is None:
         device = training_device(learn)
         classes = [cls for cls in PRECISIONS.values()
                    if cls.in_tables and not cls.package and cls.support(device).status == 'native']
-    else: classes = precisions_named(modes)
+    else: classes = precisions_named(names)
     return [*dict.fromkeys([FP32, *(like_own(learn, cls) for cls in classes)])]

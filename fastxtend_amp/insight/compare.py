@@ -23,7 +23,7 @@ _HOPELESS = .5          # speed-up after which one round is enough
 
 @patch
 def compare_precision(self: Learner,
-    modes: Any = None, # Names such as 'bf16' or 'half_weights', one or several; None: bf16, fp16, TF32 where native
+    precisions: Any = None, # Names such as 'bf16', 'half_weights', one or several; None: bf16, fp16, TF32 where native
     n_steps: int = 50, # Training steps after which the losses are compared; timing may need more
     *,
     lr: float | slice | None = None, # Learning rate; the learner's own if None
@@ -53,7 +53,7 @@ def compare_precision(self: Learner,
 
     Raises:
 
-    - `ValueError` if `modes` has an unknown precision
+    - `ValueError` if `precisions` has an unknown precision
     - `ValueError` if `n_steps` or `max_seconds` is out of range
     - `ValueError` if a parameter is sharded (FSDP), NaN or inf, or if all are frozen
     - `ValueError` if the learner cannot be copied
@@ -61,9 +61,9 @@ def compare_precision(self: Learner,
     - `RuntimeError` if it is called inside a fit
     - any error of the model in fp32
     """
-    precisions = candidates(self, modes)
-    found = compare(Setting(self, 'compare_precision', max_seconds, n_steps, n_seeds, lr, compile, tune), precisions)
-    if modes is None and len(precisions) == 1:
+    compared = candidates(self, precisions)
+    found = compare(Setting(self, 'compare_precision', max_seconds, n_steps, n_seeds, lr, compile, tune), compared)
+    if precisions is None and len(compared) == 1:
         found.notes[:0] = ["This device runs nothing else natively. To compare what it emulates, name it: "
                            "`learn.compare_precision('bf16')`."]
     return found

@@ -54,14 +54,15 @@ class PrecisionComparison(Shown):
 
     def apply(self,
         learn: Learner, # The learner that was compared, or one like it
-        mode: str | None = None, # A row of the table; the recommended one if None
+        precision: str | None = None, # A row of the table; the recommended one if None
     ) -> Learner: # The learner
         "Switch the learner to the recommended precision. `fp32_modules` and its other arguments are kept."
-        mode = mode or self.recommended
-        check_argument('mode', mode, self.precisions.__contains__, f'one of {[*self.precisions]}')
-        if self.precisions[mode].mode: switch(learn, self.precisions[mode])
-        else: learn.to_fp32()
-        if self.calls[mode].endswith(COMPILE): learn.model.compile()
+        row = precision or self.recommended
+        check_argument('precision', row, self.precisions.__contains__, f'one of {[*self.precisions]}')
+        new = self.precisions[row]
+        if new.kind is Precision: learn.to_fp32()
+        else: switch(learn, new)
+        if self.calls[row].endswith(COMPILE): learn.model.compile()
         return learn
 
     def _parts(self):

@@ -5,7 +5,7 @@ from functools import partial
 from fastai.learner import Learner
 
 from ..common import RandomState
-from ..precisions import AMPMode, fastest_native
+from ..precisions import Precision, fastest_native
 from ..training.loop import precision_callback
 from .candidates import advised, call
 from .copies import lost_weights, several_processes
@@ -19,18 +19,18 @@ _BAD = 'Check the data: no precision can train on these values'
 class Alarm:
     "A sign that training failed, and the step it was seen in."
     what: str
-    mode: AMPMode
+    kind: type[Precision]
     scale: float                             # the loss scale
     step: int                                # training batch of the fit, from 1
     batch: tuple                             # inputs and targets of that batch, or of a later one
     random_state: RandomState                # before that batch; empty if it is a later one
-    remedy: tuple = ()                       # what helps, if anything does: mode, modules in fp32, first loss scale
+    remedy: tuple = ()                       # what helps, if anything does: precision, modules in fp32, loss scale
 
     @property
     def happened(self) -> str:
         "The first line of the message."
-        scale = f', loss scale {self.scale:,.9g}' if self.mode.needs_loss_scaling else ''
-        return f'{self.mode.value} training failed: {self.what} (batch {self.step:,}{scale}).'
+        scale = f', loss scale {self.scale:,.9g}' if self.kind.scales_loss else ''
+        return f'{self.kind.name} training failed: {self.what} (batch {self.step:,}{scale}).'
 
 
 def diagnose(
@@ -72,27 +72,27 @@ def _run_again(
     alarm,
     bad, # What is not finite in the batch itself
 ):
-    "Run the batch forward and backward, in fp32 and in the mode; return where it began, and what to try."
-    cb, mode = precision_callback(learn), alarm.mode
+    "Run the batch forward and backward, in fp32 and in the precision; return where it began, and what to try."
+    cb, kind = precision_callback(learn), alarm.kind
     again = partial(trace, learn, [alarm.batch], state=alarm.random_state)
     fp32 = again()
     if wrong := wrong_in_fp32(fp32, alarm.batch):
         return wrong, _BAD if bad else 'Look at the learning rate, the loss function and the data'
-    if not mode.dtype:                                           # TF32 on the device, which nothing simulates
-        alarm.remedy = None, (), None
+    if not kind.dtype:                                           # TF32 on the device, which nothing simulates
+        alarm.remedy = Precision, (), None
         return 'loss and gradients are finite in fp32', 'Use another precision: `learn.to_fp32()`'
-    judge = Judge(learn, mode, partial(again, mode, fp32=fp32), alarm.scale)
+    judge = Judge(learn, kind, partial(again, kind, fp32=fp32), alarm.scale)
     verdict = judge.verdict()
     if not verdict.call:
-        failed = [mode, *(fix.precision for fix in cb.fixes)]
+        failed = [kind.name, *(fix.precision for fix in cb.fixes)]
         alarm.remedy = fastest_native(cb.fit.device, failed), (), None
         other = call(learn, advised(learn, *alarm.remedy))
         return verdict.reason, f'Use another precision: `{other}`'
     if not verdict.modules and judge.scale == alarm.scale:
-        return (f'this time loss and gradients are finite in {mode.value}',
+        return (f'this time loss and gradients are finite in {kind.name}',
                 'Call `learn.precision_report()`: it also names modules close to overflow')
-    alarm.remedy = mode, verdict.modules, verdict.init_scale
+    alarm.remedy = kind, verdict.modules, verdict.init_scale
     if verdict.modules:
         return verdict.reason, f"Keep {', '.join(map(named, verdict.modules))} in fp32: `{verdict.call}`"
-    return (f'the loss scale of {alarm.scale:,.9g} is too large: gradients overflow in {mode.value}, and at '
+    return (f'the loss scale of {alarm.scale:,.9g} is too large: gradients overflow in {kind.name}, and at '
             f'{judge.scale:,.9g} they do not'), f'Start lower: `{verdict.call}`'

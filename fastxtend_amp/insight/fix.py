@@ -37,7 +37,7 @@ def fix(
         cb.precision = new
 
     cb.at_batch_end(switch)
-    cb.fixes.append(Fix(alarm.step, alarm.mode.value, said))
+    cb.fixes.append(Fix(alarm.step, alarm.kind.name, said))
     print(f'{alarm.happened} The next batches train with `{said}`.')
     return True
 
@@ -66,7 +66,7 @@ class Mend:
         self.n_mended += 1
         if self.n_mended > 1: return
         batch = learn.xb, learn.yb
-        alarm = Alarm('a batch is not finite', cb.mode, learn.scaler.get_scale(), 0, batch, random_state())
+        alarm = Alarm('a batch is not finite', cb.precision.kind, learn.scaler.get_scale(), 0, batch, random_state())
         self.cause = diagnose(learn, alarm, '')
 
     def _run_in_fp32(self):
@@ -81,8 +81,9 @@ class Mend:
         "Say how many batches were mended."
         n, self.n_mended = self.n_mended, 0
         if not n: return
-        warn_user(f'{self.cb.mode.value}: {n:,} batch{"es" * (n > 1)} of a validation or prediction had NaN or inf in '
-                  f'16 bits, and ran again in fp32, whose results count.\n{self.cause}')
+        name = self.cb.precision.kind.name
+        warn_user(f'{name}: {n:,} batch{"es" * (n > 1)} of a validation or prediction had NaN or inf in 16 bits, '
+                  f'and ran again in fp32, whose results count.\n{self.cause}')
     after_fit = after_epoch                                      # `tta` ends with it
 
 

@@ -18,7 +18,7 @@ import torch
 from fastai.learner import Learner
 
 from ..common import map_tensors
-from ..precisions import AMPMode
+from ..precisions import Precision
 from .copies import random_state, set_random_state
 from .trace import BackwardOnly, running_copy
 
@@ -34,20 +34,20 @@ def _gradient(model):
 def gradient_distance(
     learn: Learner, # Nothing in it changes
     batches: Sequence, # As a DataLoader gives them
-    mode: AMPMode,
+    kind: type[Precision],
     keep: Sequence[str], # Modules kept in fp32
     scale: float, # The loss scale, for fp16
     until: float, # Time of `time.monotonic()` after which no further batch starts
 ) -> tuple[float, int]: # The ratio, nan if a gradient is not finite, and the number of batches
-    """Run batches forward and backward in two copies of `learn`, with its callbacks, in fp32 and in `mode`.
+    """Run batches forward and backward in two copies of `learn`, with its callbacks, in fp32 and in `kind`.
 
     Raises `ValueError` if fewer than two batches were run or all are equal, and any error of the model.
     """
     g, h = BackwardOnly(_gradient), BackwardOnly(_gradient)
     mean: Any = 0.                                               # of g_k and h_k - g_k, by Welford's algorithm
     squares = 0.                                                 # of the distances of g_k from their mean
-    with running_copy(learn, None, [], 1.) as fp32, running_copy(learn, mode, keep, scale) as low:
-        scale = low.precision.scale or 1.                        # without loss scaling
+    with running_copy(learn, Precision, [], 1.) as fp32, running_copy(learn, kind, keep, scale) as low:
+        scale = low.mixed_precision.scale or 1.                        # without loss scaling
         fp32.add_cb(g)
         low.add_cb(h)
         for n, batch in enumerate(batches[:N_BATCHES], 1):

@@ -163,7 +163,7 @@ class Run:
     def finish(self) -> None:
         "Record what only the end of a training shows."
         if cb := precision_callback(self.learn):
-            self.measured |= {'skipped': cb.n_skipped, 'final scale': cb.scale or math.nan}
+            self.measured |= {'skipped': sum(cb.skips), 'final scale': cb.scale or math.nan}
         before = unwrapped(self.setting.learn.model).parameters()
         pairs = zip(before, self.learn.model.parameters())
         moved = [torch.dist(now.data, p.data.to(now)) for p, now in pairs if is_plain(now)]

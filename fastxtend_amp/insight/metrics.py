@@ -10,14 +10,14 @@ from ..training.loop import precision_callback
 class PrecisionMetric(Metric):
     """A value of the learner's precision callback at the end of an epoch; 0 without one.
 
-    A subclass is a metric: `Learner(metrics=[accuracy, loss_scale])` gives each learner an object of its own. Whatever
-    shows fastai's metrics shows it: the table, `CSVLogger`, `TensorBoardCallback`, `WandbCallback`.
+    A subclass is a metric: `Learner(metrics=[accuracy, LossScaleMetric])` gives each learner an object of its own.
+    Whatever shows fastai's metrics shows it: the table, `CSVLogger`, `TensorBoardCallback`, `WandbCallback`.
     """
     cb: MixedPrecision | None = None
     def accumulate(self, learn: Learner) -> None: self.cb = precision_callback(learn)   # read once, at the end
 
 
-class loss_scale(PrecisionMetric):
+class LossScaleMetric(PrecisionMetric):
     "The loss scale at the end of the epoch, as a metric; 0 in bf16 and fp32."
     @property
     def value(self) -> float:
@@ -25,7 +25,7 @@ class loss_scale(PrecisionMetric):
         return int(scale) if scale == int(scale) else scale      # shorter in fastai's table
 
 
-class skipped_steps(PrecisionMetric):
+class SkippedStepsMetric(PrecisionMetric):
     "The number of the epoch's steps that were skipped because a gradient was not finite, as a metric."
     @property
     def value(self) -> int:
@@ -42,7 +42,7 @@ def plot_scales(self: MixedPrecision,
         raise ValueError('plot_scales has nothing to plot: no optimizer step was made with a loss scale.\n'
                          'Train in fp16 first; bf16 and fp32 need no loss scaling.')
     scales = pd.Series(self.scales)
-    columns = {'loss scale': scales, f'skipped steps ({self.n_skipped:,})': scales.where(self.skips)}
+    columns = {'loss scale': scales, f'skipped steps ({sum(self.skips):,})': scales.where(self.skips)}
     ax = pd.DataFrame(columns).plot(
         ax=ax, style=['-', 'rx'], drawstyle='steps-post', xlabel='optimizer step', ylabel='loss scale',
         title='Loss scale in training')

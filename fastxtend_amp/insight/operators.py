@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..common import HALF, half_to_float, is_users, map_tensors
-from ..precisions import AMPMode
+from ..precisions import Precision
 from .compat import operator
 from .tensors import address, is_plain, readable, tensors
 
@@ -108,7 +108,7 @@ class Twins(dict):
 class Frame:
     "A running call of a module."
     seen: Seen
-    mode: AMPMode | None                                         # fp32 if None
+    kind: type[Precision]
     fp32: Seen                                                   # the module in fp32; empty if it did not run there
     twins: Twins = field(default_factory=Twins)
 
@@ -146,7 +146,7 @@ class Frame:
         "Return the result in fp32; None if nothing has been rounded yet, or if it cannot be compared."
         twins = self.twins
         rounds = call.is_cast or any(t.dtype in HALF or twins.of(t) is not None for t in call.inputs)
-        if self.mode is None or not rounds or call.op.draws: return None
+        if not self.kind.dtype or not rounds or call.op.draws: return None
         wide = (lambda t: twins.wide(t).clone()) if call.op.writes else twins.wide
         # An error of subclasses of tensors that cannot be read, or of operators that are 16-bit only.
         with suppress(Exception), torch.no_grad():
@@ -168,10 +168,10 @@ class Frame:
 
     def compare(self, t):
         "Record the error of a tensor that leaves the module, or enters one inside."
-        if self.mode is None: return
+        if not self.kind.dtype: return
         t = t.detach()
         error = relative_error(t, self.twins.wide(t))
-        if error * _FP32_NOISE < .1 * torch.finfo(self.mode.dtype).eps:
+        if error * _FP32_NOISE < .1 * torch.finfo(self.kind.dtype).eps:
             self.seen.error = max(error, self.seen.error)        # in this order, as that may be nan
 
 

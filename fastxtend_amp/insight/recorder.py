@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..precisions import AMPMode
+from ..precisions import Precision
 from ..precisions.matching import qualified_names
 from .compat import in_function_transform, unwatched
 from .operators import Frame, Operation, Seen, all_finite
@@ -31,11 +31,11 @@ class Trace(TorchDispatchMode):
     failed_in = ''                                               # the module that raised it; '' before a batch
 
     def __init__(self,
-        mode: AMPMode | None = None, # fp32 if None
+        kind: type[Precision] = Precision,
         fp32: Trace | None = None, # In a lower precision: the records in fp32
     ):
         super().__init__()
-        self.mode, self.fp32 = mode, fp32
+        self.kind, self.fp32 = kind, fp32
         # The modules, in the order in which their last calls finish, and the loss function.
         self.seen = dict[str, Seen]()
         self.losses = list[float]()                              # of the batches that gave one
@@ -76,7 +76,7 @@ class Trace(TorchDispatchMode):
     def _push(self, name, kind):
         new = Seen(name, kind)
         fp32 = self.fp32.seen.get(name, new) if self.fp32 else new
-        self.frames.append(Frame(self.seen.setdefault(name, new), self.mode, fp32))
+        self.frames.append(Frame(self.seen.setdefault(name, new), self.kind, fp32))
 
     def _leave(self, module, args, output):
         with unwatched():

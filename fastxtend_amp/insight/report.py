@@ -17,7 +17,7 @@ from fastcore.basics import patch
 from ..common import HALF, check_argument, map_tensors, training_device
 from ..devices.cuda_rules import cuda_rules
 from ..devices.facts import first_line
-from ..precisions import PRECISIONS, AMPMode, fastest_native
+from ..precisions import PRECISIONS, AMPMode, Precision, fastest_native
 from ..precisions.fp16 import FP16
 from .candidates import advised, call, own_precision, precisions_named
 from .copies import check_above_0, check_learner, left_out, loader_like, note_of_left_out, random_state_kept
@@ -33,7 +33,7 @@ from .verdict import Judge, Verdict, named, some, wrong_in_fp32
 EMULATED_TIME = 1.     # CPU seconds in fp32; the same work may take a minute in an emulated precision
 # In errors of PyTorch, where it lacks a CPU's kernel that CUDA may have. No FFT is in bf16.
 _NO_KERNEL = re.compile('not implemented for|Unsupported dtype Half')
-_COLUMNS = ['mode', 'module', 'type', 'format', 'largest', 'headroom', 'error', 'grad', 'underflow', 'flagged']
+_COLUMNS = ['precision', 'module', 'type', 'format', 'largest', 'headroom', 'error', 'grad', 'underflow', 'flagged']
 _CONSTANTS = ['module', 'line', 'operator', 'constant', 'fp16', 'bf16', 'flagged']
 _LARGE = 1e3           # inputs from which a note says that they are
 _GROWS = 1.5           # from layer to layer
@@ -48,12 +48,12 @@ class PrecisionReport(Shown):
 
     | column of `table` | meaning | unit |
     |---|---|---|
-    | `mode` | the precision | its name, such as 'bf16' |
+    | `precision` | the precision | its name, such as 'bf16' |
     | `module` | '(model)' is the model's own `forward` | name |
     | `type` | class of the module | name |
-    | `format` | `mode`, or 'fp32' if no result is 16-bit; `headroom` is then inf | name |
+    | `format` | `precision`, or 'fp32' if no result is 16-bit; `headroom` is then inf | name |
     | `largest` | largest absolute value that the module computes, in fp32 | value |
-    | `headroom` | largest number of `mode` divided by the largest 16-bit result or input; nan if NaN came in | ratio |
+    | `headroom` | its largest number divided by the largest 16-bit result or input; nan if NaN came in | ratio |
     | `error` | relative error of its own arithmetic, on the inputs it got; inf on overflow, nan if unknown | ratio |
     | `grad` | largest absolute gradient of its outputs and parameters, in fp32 without loss scaling | value |
     | `underflow` | share of these gradients that are 0 in the precision, with the loss scale, but not in fp32 | ratio |
@@ -93,22 +93,22 @@ class PrecisionReport(Shown):
             ax.figure.legend(loc='outside lower center')
         ax.set(xscale='log', xlabel='largest absolute value in fp32; red: flagged, hollow: in fp32')
         ax.invert_yaxis()
-        titles = [f'{v.mode}: {v.verdict}'.replace('modules', some(v.modules)) for v in self.verdicts.values()]
+        titles = [f'{v.precision}: {v.verdict}'.replace('modules', some(v.modules)) for v in self.verdicts.values()]
         ax.figure.suptitle('\n'.join(titles), wrap=True)
         return ax
 
     def _parts(self):
         yield '\n'.join([*map(str, self.verdicts.values()), *self.notes])
-        for mode, table in self.table.groupby('mode', sort=False):
-            if self.verdicts[mode].verdict.startswith('safe'): continue              # see `table`
+        for name, table in self.table.groupby('precision', sort=False):
+            if self.verdicts[name].verdict.startswith('safe'): continue              # see `table`
             rows = table.sort_values(['flagged', 'error'], ascending=False)[:10]
-            yield f'{mode}: the {len(rows)} most critical of {len(table)} modules; `report.table` has all'
-            yield rows.drop(columns=['mode', 'grad', 'underflow']).set_index('module').rename_axis(None)
+            yield f'{name}: the {len(rows)} most critical of {len(table)} modules; `report.table` has all'
+            yield rows.drop(columns=['precision', 'grad', 'underflow']).set_index('module').rename_axis(None)
 
 
 @patch
 def precision_report(self: Learner,
-    modes: str | AMPMode | Iterable[str | AMPMode] = ('bf16', 'fp16'), # One or more of 'bf16', 'fp16', 'fp8', 'mxfp8'
+    precisions: str | AMPMode | Iterable[str | AMPMode] = ('bf16', 'fp16'), # One or more of 'bf16', 'fp16', 'fp8'
     n_batches: int = 1, # Number of batches to look at; gradients are compared on up to 6
     dl: DataLoader | None = None, # Source of the batches, fastai's or PyTorch's; `learn.dls.train` if None
     max_seconds: float = 60., # Time after which no further run starts; precisions without a verdict get 'not known'
@@ -127,16 +127,16 @@ def precision_report(self: Learner,
 
     Raises:
 
-    - `ValueError` if `modes` has another precision, or another argument is out of range
+    - `ValueError` if `precisions` has another precision, or another argument is out of range
     - `ValueError` if a parameter is sharded (FSDP), NaN or inf, or if all are frozen
     - `ValueError` if the learner cannot be copied
     - `ValueError` if there is no batch
     - `RuntimeError` if it is called inside a fit
     - any error of the model in fp32
     """
-    asked = precisions_named(modes)
+    asked = precisions_named(precisions)
     if not asked or any(not cls.dtype for cls in asked):
-        raise ValueError(f"modes={modes!r} cannot be used: give 'bf16', 'fp16', 'fp8', 'mxfp8', or a list of these.")
+        raise ValueError(f"precisions={precisions!r} cannot be used: give 'bf16', 'fp16', 'fp8', or a list of these.")
     check_above_0(max_seconds=max_seconds)
     check_argument('n_batches', n_batches, lambda n: index(n) >= 1, 'an integer from 1 on')
     own = training_device(self).type
@@ -150,7 +150,7 @@ def precision_report(self: Learner,
     with random_state_kept(), cuda_rules() if simulated else nullcontext(), progress_bar(self, max_seconds) as tick:
         with random_state_kept(): drawn = [*islice(loader_like(dl), max(n_batches, N_BATCHES))]
         work = _Report(self, max_seconds, simulated, tick, drawn, drawn[:n_batches])
-        return work.on([AMPMode(cls.name) for cls in asked])
+        return work.on(asked)
 
 
 class _NotKnown(Exception):
@@ -170,24 +170,24 @@ class _Report:
     not_compared = ''                                            # why not all were
 
     def __post_init__(self):
-        self.low = dict[AMPMode, Trace]()                        # the first that completed in each mode
+        self.low = dict[type[Precision], Trace]()               # the first that completed in each precision
         self.constants = dict[tuple, None]()                     # that are lost
 
-    def on(self, modes: list[AMPMode]) -> PrecisionReport:
+    def on(self, kinds: list[type[Precision]]) -> PrecisionReport:
         self.until, start = time.monotonic() + self.max_seconds, time.process_time()
         device = training_device(self.learn)
-        self.emulated = [m for m in modes if PRECISIONS[m].support(device).status == 'emulated']
-        wrong, whole = self._trace_fp32(modes), find_bs(self.batches[0])
+        self.emulated = [k.name for k in kinds if k.support(device).status == 'emulated']
+        wrong, whole = self._trace_fp32(kinds), find_bs(self.batches[0])
         seconds = max(time.process_time() - start, EMULATED_TIME)
         few = max(2, int(whole * EMULATED_TIME / seconds))       # batch normalization needs two
         self.is_cut = bool(self.emulated) and few < whole
         if self.is_cut:
             self.batches = map_tensors(lambda t: t[:few] if t.shape[:1] == (whole,) else t, self.batches)
-            wrong = self._trace_fp32(modes)
-        verdicts = {m.value: Verdict(m.value, 'not known', wrong) if wrong else self._verdict(m) for m in modes}
+            wrong = self._trace_fp32(kinds)
+        verdicts = {k.name: Verdict(k.name, 'not known', wrong) if wrong else self._verdict(k) for k in kinds}
         for verdict in verdicts.values():
             verdict.left_out = left_out(self.learn)
-            verdict.emulated = verdict.mode in self.emulated and not self.simulated
+            verdict.emulated = verdict.precision in self.emulated and not self.simulated
         if not wrong: self._call_another(verdicts, device)
         flagged = [n for v in verdicts.values() for n in v.flagged]
         constants = [(name, *place, number, *(rounded(number, dtype) for dtype in HALF), name in flagged)
@@ -196,65 +196,65 @@ class _Report:
                                [*self._causes(flagged), *self._notes(), *note_of_left_out(self.learn)],
                                pd.DataFrame(constants, columns=_CONSTANTS))
 
-    def _trace_fp32(self, modes):
+    def _trace_fp32(self, kinds):
         "Run the batches in fp32; return what is wrong there, '' if nothing is."
         try: self.fp32 = trace(self.learn, self.batches)
         except Exception as e:
-            if all(trace(self.learn, self.batches, m).error for m in modes): raise
+            if all(trace(self.learn, self.batches, k).error for k in kinds): raise
             self.fp32 = Trace()
             return f'the model runs only in 16 bits, so it cannot be compared with fp32: {first_line(e)}'
         return wrong_in_fp32(self.fp32, self.batches)
 
-    def _verdict(self, mode):
-        status, why = PRECISIONS[mode].support(training_device(self.learn))
-        if status == 'unsupported': return Verdict(mode.value, 'cannot run', why)
-        scale = own_precision(self.learn).state_dict().get('scale') or advised(self.learn, mode).first_scale
-        run, distance = partial(self._run, mode), partial(self._distance, mode)
-        try: return Judge(self.learn, mode, run, scale, distance, self.is_cut and mode in self.emulated).verdict()
-        except _NotKnown as e: return Verdict(mode.value, 'not known', *e.args)
+    def _verdict(self, kind):
+        status, why = kind.support(training_device(self.learn))
+        if status == 'unsupported': return Verdict(kind.name, 'cannot run', why)
+        scale = own_precision(self.learn).state_dict().get('scale') or advised(self.learn, kind).first_scale
+        run, distance = partial(self._run, kind), partial(self._distance, kind)
+        try: return Judge(self.learn, kind, run, scale, distance, self.is_cut and kind.name in self.emulated).verdict()
+        except _NotKnown as e: return Verdict(kind.name, 'not known', *e.args)
 
     def _call_another(self, verdicts, device):
         "Give verdicts without a call that of the fastest precision that works."
         failed = [m for m, v in verdicts.items() if not v.call]
-        left = (m for m in (AMPMode.BF16, AMPMode.FP16) if m not in failed)
-        other = next(left, None) if self.simulated else fastest_native(device, failed)
-        made = verdicts[other].call if other in verdicts else call(self.learn, advised(self.learn, other))
+        left = (PRECISIONS[name] for name in ('bf16', 'fp16') if name not in failed)
+        other = next(left, Precision) if self.simulated else fastest_native(device, failed)
+        made = verdicts[other.name].call if other.name in verdicts else call(self.learn, advised(self.learn, other))
         for m in failed: verdicts[m].call = made
 
-    def _run(self, mode, keep, scale):
+    def _run(self, kind, keep, scale):
         if time.monotonic() > self.until:
             raise _NotKnown(f'the time limit was reached, `max_seconds={self.max_seconds:g}`',
-                            f"learn.precision_report('{mode.value}', max_seconds={10 * self.max_seconds:g})")
-        self.tick(mode.value)
-        found = trace(self.learn, self.batches, mode, keep, scale, fp32=self.fp32)
+                            f"learn.precision_report('{kind.name}', max_seconds={10 * self.max_seconds:g})")
+        self.tick(kind.name)
+        found = trace(self.learn, self.batches, kind, keep, scale, fp32=self.fp32)
         for s in found.seen.values():
             self.constants |= {(s.name, *constant): None for constant in s.constants}
         if self.simulated and _NO_KERNEL.search(found.error):
-            raise _NotKnown(f'this CPU has no {mode.value} kernel for {named(found.failed_in)}, '
+            raise _NotKnown(f'this CPU has no {kind.name} kernel for {named(found.failed_in)}, '
                             f'which CUDA may have: {found.error}')
-        if not found.error: self.low.setdefault(mode, found)
+        if not found.error: self.low.setdefault(kind, found)
         return found
 
-    def _distance(self, mode, keep, scale):
-        if self.is_cut and mode in self.emulated: return math.nan        # of few samples it says little
-        self.tick(f'{mode.value}, gradients')
+    def _distance(self, kind, keep, scale):
+        if self.is_cut and kind.name in self.emulated: return math.nan        # of few samples it says little
+        self.tick(f'{kind.name}, gradients')
         try:
-            distance, self.n_gradients = gradient_distance(self.learn, self.drawn, mode, keep, scale, self.until)
+            distance, self.n_gradients = gradient_distance(self.learn, self.drawn, kind, keep, scale, self.until)
             return distance
-        except Exception as e: self.not_compared = f'{mode.value}: {first_line(e)}'
+        except Exception as e: self.not_compared = f'{kind.name}: {first_line(e)}'
         return math.nan
 
     def _rows(self, verdicts):
-        for mode, low in self.low.items():
+        for kind, low in self.low.items():
             for s in sorted(low.seen.values(), key=lambda s: s.name == LOSS):   # modules of a validation may follow it
-                fp32, is_flagged = self.fp32.seen.get(s.name, s), s.name in verdicts[mode].flagged
+                fp32, is_flagged = self.fp32.seen.get(s.name, s), s.name in verdicts[kind.name].flagged
                 if not (fp32.largest or is_flagged): continue    # it computes nothing
-                headroom = torch.finfo(mode.dtype).max / s.half if s.half else math.inf
+                headroom = torch.finfo(kind.dtype).max / s.half if s.half else math.inf
                 if s.is_after and s.is_half and not s.failed: headroom = math.nan
                 error = math.inf if s.failed else s.error
                 underflow = max(s.n_zeros - fp32.n_zeros, 0) / max(fp32.n_grads, 1)
-                dtype = mode.value if s.is_half else 'fp32'
-                yield (mode.value, s.name, s.type, dtype, fp32.largest or s.largest, headroom, error,
+                dtype = kind.name if s.is_half else 'fp32'
+                yield (kind.name, s.name, s.type, dtype, fp32.largest or s.largest, headroom, error,
                        fp32.grad or math.nan, underflow, is_flagged)
 
     def _causes(self, flagged):
@@ -276,16 +276,16 @@ class _Report:
 
     def _notes(self):
         "Say what was looked at."
-        for mode in self.low:
-            if not (layers := advised(self.learn, mode).rounding(self.learn.model)): continue
+        for kind in self.low:
+            if not (layers := advised(self.learn, kind).rounding(self.learn.model)): continue
             names = some(map(named, layers))
-            yield f'{mode.value}: the rounding of {names} was simulated; no {mode.name} kernel was run.'
+            yield f'{kind.name}: the rounding of {names} was simulated; no {kind.name.upper()} kernel was run.'
         few, whole = find_bs(self.batches[0]), find_bs(self.drawn[0])
-        n, modes = len(self.batches), ' and '.join(self.emulated)
+        n, names = len(self.batches), ' and '.join(self.emulated)
         batches = f'{n:,} batch{"es" * (n > 1)}'
         what = f'Looked at {batches} for the modules and {self.n_gradients} for the gradient, of {few:,} samples each'
         if self.is_cut:
-            what = f'To save time, looked at {few:,} of {whole:,} samples of {batches}, and at no gradients in {modes}'
+            what = f'To save time, looked at {few:,} of {whole:,} samples of {batches}, and at no gradients in {names}'
         yield f'{what}. Other batches (`n_batches`) and later weights may flag other modules.'
         if self.simulated:
             yield ("Computed on this CPU with CUDA's autocast rules. GPU kernels were not run; they may round "

@@ -13,7 +13,7 @@ from fastcore.basics import noop
 from ..common import half_to_float, map_tensors
 from ..devices.facts import first_line
 from ..devices.fp32_settings import FULL_PRECISION, fp32_settings
-from ..precisions import AMPMode, find_precision
+from ..precisions import Precision, find_precision
 from ..precisions.matching import ROOT, qualified_names
 from ..training.callback import MixedPrecision
 from .candidates import FP32, like_own, switch
@@ -26,7 +26,7 @@ from .tensors import has_finite_results, readable
 def trace(
     learn: Learner, # Nothing in it changes
     batches: Sequence, # As a DataLoader gives them; in the middle of a batch its inputs and targets
-    mode: AMPMode | None = None, # fp32 if None
+    kind: type[Precision] = Precision,
     keep: Sequence[str] = (), # Modules kept in fp32
     scale: float = 1., # The loss scale, for fp16
     fp32: Trace | None = None, # In fp32, of the same batches; needed in a lower precision
@@ -37,10 +37,10 @@ def trace(
     Then they run as in validation, unless that fails in fp32 as well: first without hooks, with which some modules of
     PyTorch use other kernels, and again with them if the results are finite only in fp32.
     """
-    found, where = Trace(mode, fp32), ''
+    found, where = Trace(kind, fp32), ''
     try:
         in_fit = state is not None
-        with running_copy(learn, mode, keep, scale, in_fit) as copy:
+        with running_copy(learn, kind, keep, scale, in_fit) as copy:
             reader = BackwardOnly(found.record_gradients, found.record_loss)
             set_random_state(state or [])
             for i, batch in enumerate(batches):
@@ -58,7 +58,7 @@ def trace(
                 with found.recording(copy.model): _validates(copy, batches)
     except torch.OutOfMemoryError: raise
     except Exception as e:
-        if mode is None and not where: raise
+        if kind is Precision and not where: raise
         found.error = first_line(e) + where
     return found
 
@@ -75,22 +75,22 @@ def _validates(learn: Learner, batches: Sequence) -> bool:
 @contextmanager
 def running_copy(
     learn: Learner, # Nothing in it changes
-    mode: AMPMode | None, # fp32 if None
+    kind: type[Precision],
     keep: Sequence[str], # Modules kept in fp32
     scale: float, # The loss scale, for fp16
     in_fit: bool = False, # Whether `learn` is in the middle of a batch; otherwise a fit of the copy begins
 ) -> Iterator[Learner]: # Its batches need a `BackwardOnly`
     "Copy `learn` in a precision. Compiled modules run uncompiled, as hooks do not fire in a compiled graph."
     with copied_learner(learn) as copy, torch.compiler.set_stance('force_eager'), fp32_settings(FULL_PRECISION):
-        if mode is None:
+        if kind is Precision:
             switch(copy, FP32)
             copy.model._apply(half_to_float)                     # frozen weights, which autocast casts
         else:
             modules = dict(qualified_names(copy.model))
-            def precision(mode): return like_own(learn, find_precision(mode), keep, scale)
-            for name, rounded in precision(mode).rounding(copy.model).items(): round_as(rounded, modules[name])
+            layers = like_own(learn, kind, keep).rounding(copy.model)
+            for name, rounded in layers.items(): round_as(rounded, modules[name])
             # The precision of this dtype needs neither hardware nor other packages.
-            switch(copy, precision(mode.dtype), on_overflow='ignore')
+            switch(copy, like_own(learn, find_precision(kind.dtype), keep, scale), on_overflow='ignore')
         copy.create_opt()                                        # callbacks may read it,
         copy.scaler = torch.amp.GradScaler('cpu', enabled=False)   # and this one, in fp32 as well
         if in_fit:                                               # callbacks have already prepared its batch

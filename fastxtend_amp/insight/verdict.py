@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from fastai.learner import Learner
 
-from ..precisions import AMPMode
+from ..precisions import Precision
 from ..precisions.matching import ROOT, covers, qualified_names
 from .candidates import advised, call, own_precision
 from .notes import OTHER_HALF, other_half
@@ -40,7 +40,7 @@ class Verdict:
     | 'cannot run' | the device has no kernel for it, or the model's code or weights do not allow it |
     | 'not known' | the time limit was reached, fp32 fails as well, or no batch gave a loss |
     """
-    mode: str # The precision's name, such as 'bf16'
+    precision: str # Its name, such as 'bf16'
     verdict: str # One of the above
     reason: str # What was found
     call: str = '' # The next call to make; empty if fp32 fails as well
@@ -54,16 +54,16 @@ class Verdict:
 
     def __str__(self):
         following = f' Next: `{self.call}`' if self.call else ''
-        if self.emulated and f'.to_{self.mode}(' in self.call: following += f' where {self.mode} is native'
+        if self.emulated and f'.to_{self.precision}(' in self.call: following += f' where {self.precision} is native'
         skipped = f" (callbacks that did not run: {', '.join(self.left_out)})" if self.left_out else ''
-        return f'{self.mode}: {self.verdict}{skipped}.{following}\n    {self.reason}'
+        return f'{self.precision}: {self.verdict}{skipped}.{following}\n    {self.reason}'
 
 
 @dataclass
 class Judge:
     "The search for the verdict on a precision, whose `call` is empty if another precision has to be used."
     learn: Learner
-    mode: AMPMode
+    kind: type[Precision]
     run: Callable # Returns the `Trace` of batches with these modules in fp32, at a loss scale
     first_scale: float # The loss scale to start from
     # Returns the distance of the mean gradient from that in fp32, as `gradient_distance` does; nan if unknown.
@@ -73,14 +73,14 @@ class Judge:
     def __post_init__(self):
         self.kept = self.keep = [*own_precision(self.learn).kept_in_fp32(self.learn.model)]
         self.scale = self.first_scale
-        self.limit = torch.finfo(self.mode.dtype).max
+        self.limit = torch.finfo(self.kind.dtype).max
         self.reasons = {}                                        # by module, in the order found
 
     def verdict(self) -> Verdict:
         "Keep modules in fp32 and lower the loss scale until nothing is flagged; return what it took."
         while True:
             low = self.run(self.keep, self.scale)
-            if convert := other_half(self.learn.model, self.mode.dtype, low.error):
+            if convert := other_half(self.learn.model, self.kind.dtype, low.error):
                 return self._say('cannot run', f'{low.error}: {OTHER_HALF}', call=convert)
             found = self._failing(low) if low.error else self._concerned(low)
             self.reasons = self.reasons | found | self.reasons     # the first reason of each
@@ -88,7 +88,7 @@ class Judge:
             if not self._mend(low, found): return self._nothing_helps(low)
 
     def _say(self, verdict, reason, **found):
-        return Verdict(self.mode.value, verdict, reason, flagged=[*self.reasons], **found)
+        return Verdict(self.kind.name, verdict, reason, flagged=[*self.reasons], **found)
 
     # -- what has to be in fp32
 
@@ -96,7 +96,7 @@ class Judge:
         "Keep more modules, or lower the loss scale; return False if there is nothing left to try."
         new = [n for n in found if self._can_be_kept(n)]
         is_backward = low.not_finite == 'gradient' and not (found or low.error)
-        if is_backward and self.mode.needs_loss_scaling:
+        if is_backward and self.kind.scales_loss:
             least, most = self._scales(low)
             lower = most if _LOWEST_SCALE <= most < self.scale else self.scale / 16
             if lower >= max(least, _LOWEST_SCALE):
@@ -111,7 +111,7 @@ class Judge:
         "Return the modules of the type that fails, and why."
         if not (name := low.failed_in): return {}
         modules = dict(qualified_names(self.learn.model))
-        why = f'{named(name)} does not run in {self.mode.value}: {low.error}'
+        why = f'{named(name)} does not run in {self.kind.name}: {low.error}'
         for constant in low.seen[name].constants if name in low.seen else (): why += f'; {self._lost(*constant)}'
         kind = type(modules.get(name))
         alike = [n for n, m in modules.items() if type(m) is kind]
@@ -119,31 +119,31 @@ class Judge:
 
     def _concerned(self, low):
         "Return the modules to flag for their forward pass, and why, in execution order."
-        found, mode, decisions = {}, self.mode.value, _changed(low)
+        found, name, decisions = {}, self.kind.name, _changed(low)
         # The loss of a few batches also jumps with tiny changes in fp32.
         if not decisions or not _loss_differs(low) or self.distance(self.keep, self.scale) < LARGE: decisions = {}
         for n, s in low.seen.items():
             size = s.largest if s.failed else s.half
             lost = next((constant for constant, is_needed in s.constants.items() if is_needed), None)
             if s.failed and size <= self.limit:
-                why = f'a value in {named(n)} is NaN or inf in {mode}, but finite in fp32'
+                why = f'a value in {named(n)} is NaN or inf in {name}, but finite in fp32'
             elif s.failed or (s.half * _CLOSE > self.limit and not covers(self.keep, n)):
                 above = 'above' if size > self.limit else 'close to'
-                why = f"values in {named(n)} reach {size:,.3g}, {above} {mode}'s {self.limit:,.5g}"
+                why = f"values in {named(n)} reach {size:,.3g}, {above} {name}'s {self.limit:,.5g}"
             elif lost:
-                away = rounded(lost[-1], self.mode.dtype)
+                away = rounded(lost[-1], self.kind.dtype)
                 why = f'{self._lost(*lost)}, so it does not keep values in {named(n)} away from {away:g}'
             elif s.merged:
-                why = f'{s.merged[0]:.9g} and {s.merged[1]:.9g} become the same number in {named(n)} in {mode}'
-            elif s.error > _IMPRECISE: why = f'the error of {named(n)} is {min(s.error, 1):.0%} in {mode}'
-            elif n in decisions: why = f'{decisions[n]} differ in {mode}, and with them the loss'
+                why = f'{s.merged[0]:.9g} and {s.merged[1]:.9g} become the same number in {named(n)} in {name}'
+            elif s.error > _IMPRECISE: why = f'the error of {named(n)} is {min(s.error, 1):.0%} in {name}'
+            elif n in decisions: why = f'{decisions[n]} differ in {name}, and with them the loss'
             else: continue
             found[n] = why
         return found
 
     def _lost(self, line, operator, value):
         where = f' (`{operator}`, {line})' if line else ''
-        return f'{value:.9g} is {rounded(value, self.mode.dtype):g} in {self.mode.value}{where}'
+        return f'{value:.9g} is {rounded(value, self.kind.dtype):g} in {self.kind.name}{where}'
 
     def _can_be_kept(self, name): return name not in (ROOT, LOSS, BACKWARD) and not covers(self.keep, name)
 
@@ -166,7 +166,7 @@ class Judge:
         if not (names := smallest(self._candidates(low), helps)): return []
         helped = f' (keeping {some(map(named, names))} in fp32 prevents this)'
         if name in self.reasons: self.reasons[name] += helped
-        else: self.reasons |= dict.fromkeys(names, f'in {self.mode.value} {_NOT_FINITE}{helped}')
+        else: self.reasons |= dict.fromkeys(names, f'in {self.kind.name} {_NOT_FINITE}{helped}')
         return names
 
     def _scales(self, low):
@@ -174,7 +174,7 @@ class Judge:
 
         Underflow means that of the mean gradient; modules with the smallest gradients may still lose theirs.
         """
-        info = torch.finfo(self.mode.dtype)
+        info = torch.finfo(self.kind.dtype)
         half = [s for n, s in low.fp32.seen.items() if s.grad and n in low.seen and low.seen[n].half]
         if not half: return 1., 2. ** 24
         most = 2. ** math.floor(math.log2(info.max / max(s.grad for s in half)))
@@ -203,7 +203,7 @@ class Judge:
             of = 'gradient' if _loss_differs(low) else 'loss'
             why.append(f'{some(decisions)} differ from fp32, which the {of} does not show')
         is_trained = any(s.grad for s in low.fp32.seen.values())         # not in evaluation
-        chooses_scale = is_trained and self.mode.needs_loss_scaling and not self.is_cut
+        chooses_scale = is_trained and self.kind.scales_loss and not self.is_cut
         scales, init_scale = self._start(low) if chooses_scale else (None, None)
         if scales:
             if scales[0] > 1 and not self.reasons: verdict = 'safe with loss scaling'
@@ -223,8 +223,8 @@ class Judge:
                        'warning sign, not a proof: some such models train as well as in fp32')
             self.reasons |= dict.fromkeys(names, '')
         modules = [n for n in [*self.keep, *names] if n not in self.kept]
-        following = call(self.learn, advised(self.learn, self.mode, modules, init_scale))
-        if far >= LARGE and not names: following = f"learn.compare_precision('{self.mode.value}')"
+        following = call(self.learn, advised(self.learn, self.kind, modules, init_scale))
+        if far >= LARGE and not names: following = f"learn.compare_precision('{self.kind.name}')"
         return self._say(verdict, '; '.join(why), call=following, modules=modules, scale_range=scales,
                          init_scale=init_scale)
 

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from ..common import torch_random_state, warn_user
+from ..precisions import Precision
 from .copies import several_processes
 from .diagnosis import Alarm, diagnose
 from .fix import fix
@@ -42,7 +43,7 @@ class Watch:
         self.cb, self.n_fixes = cb, 0                            # in this fit
 
     def before_fit(self):
-        if len(self.cb.scopes) < 2: self.n_fixes = 0             # not at the event of a validation inside a fit
+        if len(self.cb.parts) < 2: self.n_fixes = 0             # not at the event of a validation inside a fit
 
     @property
     def notes(self):
@@ -50,7 +51,7 @@ class Watch:
         cb, fit = self.cb, self.cb.fit
         if fit is None or fit.has_warned: return None
         if 'notes' not in vars(fit):
-            is_watched = fit.precision.mode and cb.on_overflow != 'ignore'
+            is_watched = fit.precision.kind is not Precision and cb.on_overflow != 'ignore'
             fit.notes = Notes(fit.device.type == 'cpu') if is_watched else None
         return fit.notes
 
@@ -136,7 +137,7 @@ class Watch:
         scale = cb.scales[-1] if skipped else learn.scaler.get_scale()      # of the step itself
         batch, state = notes.batch
         step = getattr(learn, 'train_iter', 0) + (notes.on_cpu or skipped)   # an accelerator's loss is that before
-        alarm = Alarm(what, cb.mode, scale, step, batch, state if notes.on_cpu or not skipped else [])
+        alarm = Alarm(what, cb.precision.kind, scale, step, batch, state if notes.on_cpu or not skipped else [])
         message = f'{alarm.happened}\n{diagnose(learn, alarm, _divergence(notes, learn.model))}'
         cb.fit.has_warned = True                                 # first: between batches `fix` closes the fit
         if cb.on_overflow != 'fix' or self.n_fixes == _MOST_FIXES or not fix(cb, alarm): return self._say(message)

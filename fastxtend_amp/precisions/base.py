@@ -1,7 +1,7 @@
 """`Precision`: an object that says which devices support it, what it opens around a fit and a batch, and how it scales.
 
 A subclass registers itself under its `name`. From the registry come `Learner.to_<name>`, `MixedPrecision('<name>')`,
-`AMPMode.<NAME>`, rows of `precision_support`, and the precision's place in reports, comparisons, checks and plots.
+rows of `precision_support`, and the precision's place in reports, comparisons, checks and plots.
 `bf16.py` is a short example.
 """
 from __future__ import annotations
@@ -32,49 +32,31 @@ _CACHE = None if ismin_torch('2.13') else False                  # None: as the 
 
 # -- names
 
-_ALIASES = {'float16': 'fp16', 'half': 'fp16', '16-mixed': 'fp16', 'bfloat16': 'bf16', 'bf16-mixed': 'bf16'}
-
-
 class AMPMode(str, Enum):
-    """Names of the precisions below fp32, with the values of fastai's own `AMPMode` for 'fp16' and 'bf16'.
+    """Names of this package's precisions below fp32, with the values of fastai's own `AMPMode` for 'fp16' and 'bf16'.
 
-    `AMPMode(value)` accepts the name of every registered precision in any letter case, Lightning's names ('16-mixed',
-    'bf16-mixed'), torch dtypes and their names ('float16', 'half', 'bfloat16'), and members of fastai's own `AMPMode`.
-    Raises `ValueError` for anything else.
+    Accepted wherever a precision is named, as are the names of your own precisions.
     """
     FP16 = 'fp16'
     BF16 = 'bf16'
     TF32 = 'tf32'
     FP8 = 'fp8'
 
-    @classmethod
-    def _missing_(cls, value):
-        name = str(getattr(value, 'value', value)).lower().removeprefix('torch.')   # a dtype, fastai's AMPMode
-        name = _ALIASES.get(name, name)
-        if name not in PRECISIONS:
-            raise ValueError(f"{value!r} is not a precision. Use one of {', '.join(map(repr, PRECISIONS))}; "
-                             "`MixedPrecision` also accepts 'auto', and `precision_as` 'fp32'.\n"
-                             'To train in fp32, call `learn.to_fp32()`.')
-        if name not in cls._value2member_map_:                   # a precision that somebody registered
-            member = cls._value2member_map_[name] = str.__new__(cls, name)
-            member._name_, member._value_ = name.upper(), name
-            setattr(cls, member._name_, member)
-        return cls._value2member_map_[name]
 
-    @property
-    def dtype(self) -> Any:
-        "The dtype in which autocast runs eligible operators; None for TF32, which needs no autocast."
-        return PRECISIONS[self].dtype
-
-    @property
-    def needs_loss_scaling(self) -> bool:
-        "True if gradients underflow without loss scaling: fp16 has 5 bits of exponent, bf16 has 8 as fp32."
-        return self.dtype is torch.float16
+_ALIASES = {'float16': 'fp16', 'half': 'fp16', '16-mixed': 'fp16', 'bfloat16': 'bf16', 'bf16-mixed': 'bf16',
+            'float32': 'fp32', 'float': 'fp32', '32-true': 'fp32'}
 
 
-def find_precision(name: Any) -> type[Precision]:
-    "Return the precision with this name, in any form that `AMPMode` accepts."
-    return PRECISIONS[AMPMode(name)]
+def find_precision(
+    name: Any, # In any letter case; Lightning's names ('bf16-mixed'), torch dtypes, and members of an `AMPMode` as well
+) -> type[Precision]: # `Precision` itself for fp32
+    "Return the precision with this name. Raises `ValueError` for an unknown one."
+    word = str(getattr(name, 'value', name)).lower().removeprefix('torch.')     # a dtype, or fastai's own AMPMode
+    word = _ALIASES.get(word, word)
+    if word == Precision.name: return Precision
+    if word in PRECISIONS: return PRECISIONS[word]
+    raise ValueError(f"{name!r} is not a precision. Use one of {', '.join(map(repr, ['fp32', *PRECISIONS]))}; "
+                     "`MixedPrecision` also accepts 'auto'.")
 
 
 # -- precisions
@@ -103,13 +85,17 @@ class Precision:
     first_scale = 1. # Loss scale to start from
     fp32_modules: Any = None # As given
     in_use = False # True if a callback owns it
+    scales_loss: ClassVar[bool] = False # Whether gradients underflow without loss scaling
 
     def __init_subclass__(cls) -> None:
         if 'name' not in vars(cls): return
+        if not (cls.name.isidentifier() and cls.name.islower()) or cls.name in _ALIASES:
+            raise ValueError(f"name={cls.name!r} cannot be used for {cls.__name__}: `learn.to_<name>` needs lower-case "
+                             "letters, digits and underscores, such as 'bf16_body', and no other name of a precision "
+                             f"of this package ({', '.join(_ALIASES)}).")
         cls.state_key = vars(cls).get('state_key', cls.name)
-        for follow in followers: follow(cls)
+        for follow in followers: follow(cls)                     # before it is registered, as they may raise an error
         PRECISIONS[cls.name] = cls
-        AMPMode(cls.name)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Precision:
         self, defaults = super().__new__(cls), defaults_of(cls)
@@ -139,9 +125,9 @@ class Precision:
     def __repr__(self) -> str: return f'learn.to_{self.name}({written(self.changed)})'
 
     @property
-    def mode(self) -> AMPMode | None:
-        "The member of `AMPMode` that the model computes in; None for fp32."
-        return AMPMode(self.name) if self.name in PRECISIONS else None
+    def kind(self) -> type[Precision]:
+        "The precision that the model computes in; `Precision` itself for fp32."
+        return type(self)
 
     # -- devices
 
@@ -159,7 +145,7 @@ class Precision:
         if support.status != 'unsupported': return
         other = fastest_native(device, [self.name])
         raise ValueError(f"{self.name} does not run on device '{device}': {support.why}.\n"
-                         f"On this device, use `learn.to_{other.value if other else 'fp32'}()`.")
+                         f"On this device, use `learn.to_{other.name}()`.")
 
     # -- what training needs; overridden by precisions that need more
 
@@ -260,10 +246,10 @@ def xla_support(
 def fastest_native(
     device: torch.device,
     failed: Iterable[str] = (), # Names of precisions that do not work for a model
-) -> AMPMode | None:
-    "Return the fastest precision that `device` runs natively: bf16 (no loss scaling), then fp16; None for fp32."
+) -> type[Precision]: # `Precision` itself for fp32
+    "Return the fastest precision that `device` runs natively: bf16 (no loss scaling), then fp16, then fp32."
     left = (cls for name, cls in PRECISIONS.items() if cls.automatic and name not in [*failed])
-    return next((AMPMode(cls.name) for cls in left if cls.support(device).status == 'native'), None)
+    return next((cls for cls in left if cls.support(device).status == 'native'), Precision)
 
 
 def automatic_precision(
@@ -274,7 +260,7 @@ def automatic_precision(
     classes: list[type[Precision]] = [Precision, *(cls for cls in PRECISIONS.values() if cls.automatic)]
     others = {name for cls in classes for name in defaults_of(cls)}
     built = {cls.name: constructed(cls, arguments, others) for cls in classes}
-    return built[fastest_native(device) or Precision.name]
+    return built[fastest_native(device).name]
 
 
 def constructed(

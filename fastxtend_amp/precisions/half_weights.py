@@ -52,20 +52,20 @@ class HalfWeights(Precision):
         fp32_modules: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules or predicates
     ):
         super().__init__(fp32_modules)
-        mode = find_precision(amp_mode).name
-        if mode not in LOWERED:
+        name = find_precision(amp_mode).name
+        if name not in LOWERED:
             raise ValueError(f"amp_mode={amp_mode!r} cannot be used: weights are 'bf16' or 'fp16'.\n"
-                             f'Without 16-bit weights call `learn.to_{mode}()`.')
-        if mode == 'bf16' and loss_scale is not None:
+                             f'Without 16-bit weights call `learn.to_{name}()`.')
+        if name == 'bf16' and loss_scale is not None:
             raise ValueError(f"loss_scale={loss_scale!r} cannot be used with amp_mode='bf16', which needs no loss "
                              "scaling. Leave it out, or use amp_mode='fp16'.")
         if not master_weights and flat_master:
             raise ValueError('flat_master=True cannot be used with master_weights=False: there are no master weights '
                              'to join. Leave one of them out.')
-        if not master_weights and mode == 'fp16':
+        if not master_weights and name == 'fp16':
             raise ValueError("master_weights=False cannot be used with amp_mode='fp16', whose gradients must be "
                              "unscaled in fp32. Use amp_mode='bf16', or leave out `master_weights=False`.")
-        self.autocast: Precision = BF16() if mode == 'bf16' else FP16(loss_scale=loss_scale)
+        self.autocast: Precision = BF16() if name == 'bf16' else FP16(loss_scale=loss_scale)
         self.state_key, self.first_scale = self.autocast.state_key, self.autocast.first_scale
         vars(self)['support'] = self.autocast.support            # a class method
         self.dtype, self.flat_master, self.master_weights = self.autocast.dtype, flat_master, master_weights
@@ -73,7 +73,7 @@ class HalfWeights(Precision):
 
     # What autocast in the weights' precision does.
     @property
-    def mode(self) -> AMPMode | None: return self.autocast.mode
+    def kind(self) -> type[Precision]: return self.autocast.kind
     def scaler(self, device: torch.device) -> GradScaler | None: return self.autocast.scaler(device)
     def state_dict(self) -> dict[str, Any]: return self.autocast.state_dict()
     def load_state_dict(self, state: dict[str, Any] | None) -> None: self.autocast.load_state_dict(state)

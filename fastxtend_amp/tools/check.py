@@ -91,8 +91,8 @@ def _trains(device, precision, before) -> tuple[bool, str]:
     computes = f'computes in {str(watch.dtype)[6:]}, {seconds:.1f} s'
     seen = f'validation loss {loss:.4f} ({loss - fp32:+.4f} from fp32), {computes}'
     if precision == 'fp16':
-        skipped = f'{learn.precision.n_skipped} of {len(learn.precision.scales)} steps skipped'
-        seen += f', {skipped}, loss scale {learn.precision.scale:,g}'
+        skipped = f'{sum(learn.mixed_precision.skips)} of {len(learn.mixed_precision.scales)} steps skipped'
+        seen += f', {skipped}, loss scale {learn.mixed_precision.scale:,g}'
     dtype = PRECISIONS.get(precision, Precision).dtype or torch.float32
     return watch.dtype is dtype and loss < fp32 * (1 + SLACK) + .02, seen
 
@@ -100,7 +100,7 @@ def _trains(device, precision, before) -> tuple[bool, str]:
 def _skips(device, precision, before, opt_func=Adam) -> tuple[bool, str]:
     learn, overflow = _learner(device, precision, opt_func), _Overflow()
     _fit(learn, 1, overflow)
-    scale, after = learn.precision.scales[overflow.step:overflow.step + 2]
+    scale, after = learn.mixed_precision.scales[overflow.step:overflow.step + 2]
     kept = 'kept the weights' if overflow.unchanged else 'CHANGED THE WEIGHTS'
     seen = f'an infinite gradient {kept}; loss scale {scale:,g}, then {after:,g}'
     return overflow.unchanged and after == scale / 2, seen
@@ -118,7 +118,7 @@ def _resumes(device, precision, before) -> tuple[bool, str]:
     same = _are_equal(learn.model.parameters(), other.model.parameters())
     seen = 'weights as saved' if same else 'WEIGHTS DIFFER'
     if precision == 'fp16':
-        loaded, saved = other.precision.scale, learn.precision.scale
+        loaded, saved = other.mixed_precision.scale, learn.mixed_precision.scale
         same &= loaded == saved
         seen += f', loss scale {loaded:,g} ' + ('as saved' if loaded == saved else f'INSTEAD OF {saved:,g}')
     _fit(other)
@@ -161,7 +161,7 @@ def check(
 ) -> list[Result]: # An unsupported precision has one result, with `passed` None
     "Train a small network in each precision; check overflow, save and load, and exceptions."
     on, results = torch.device(device), []
-    support = {r.mode: r for r in precision_support(on).itertuples()}
+    support = {r.precision: r for r in precision_support(on).itertuples()}
     before = {'state': _state(on)}                               # for comparison; fp32 adds its loss
     def add(*args):
         results.append(Result(*args))
@@ -205,7 +205,7 @@ def _line(result: Result) -> str:
 
 def head(device: torch.device) -> str:
     "Return versions, the device, its support for each precision, and fp32 settings that are not the default."
-    rows = '\n'.join(f'  {r.mode}: {r.support} ({r.why})' for r in precision_support(device).itertuples())
+    rows = '\n'.join(f'  {r.precision}: {r.support} ({r.why})' for r in precision_support(device).itertuples())
     lines = [_versions(), f'device: {_name(device)}', rows, *filter(None, [settings_note()])]
     return '\n'.join(lines)
 

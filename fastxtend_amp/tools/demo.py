@@ -61,19 +61,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f'--out {args.out}: {args.out.parent} is not a folder, or not writable')
     if not args.max_seconds > 0: parser.error(f'--max-seconds {args.max_seconds:g}: it must be above 0')
     device, total = usable_device(parser, args.device), args.max_seconds
-    modes = dict[str, list[str]](native=[], emulated=[], unsupported=[])
+    names = dict[str, list[str]](native=[], emulated=[], unsupported=[])
     for r in precision_support(device).itertuples():
-        if not PRECISIONS[r.mode].package: modes[r.support].append(r.mode)
-        print(f'{r.mode} is {r.support} on this device ({r.why}).')
+        if not PRECISIONS[r.precision].package: names[r.support].append(r.precision)
+        print(f'{r.precision} is {r.support} on this device ({r.why}).')
     learn, results = learner(device), []
-    def compare(modes, n_seeds, share):
-        names = ', '.join(['fp32', *modes])
-        print(f'Training in {names}, in alternating rounds, for at most {share * total:.0f} seconds.\n', flush=True)
-        results.append(learn.compare_precision(modes, STEPS, n_seeds=n_seeds, max_seconds=share * total))
+    def compare(precisions, n_seeds, share):
+        print(f"Training in {', '.join(['fp32', *precisions])}, in alternating rounds, for at most "
+              f'{share * total:.0f} seconds.\n', flush=True)
+        results.append(learn.compare_precision(precisions, STEPS, n_seeds=n_seeds, max_seconds=share * total))
         print(results[-1], end='\n\n')
-    if modes['native']: compare(modes['native'], 3, .8 if args.emulated else 1.)
-    for mode in modes['emulated'] if args.emulated else []:  # separately, as fp16 may be very slow
-        compare([mode], 0, .2 / len(modes['emulated']))
+    if names['native']: compare(names['native'], 3, .8 if args.emulated else 1.)
+    for name in names['emulated'] if args.emulated else []:  # separately, as fp16 may be very slow
+        compare([name], 0, .2 / len(names['emulated']))
     if not results:
         print('This device runs no 16-bit precision natively, so none can be faster than fp32.\n'
               'Here is a report on one batch instead; `--emulated` also trains:\n', flush=True)

@@ -13,7 +13,7 @@ class _Table(pd.DataFrame):
 
 def precision_support(
     device: str | torch.device | None = None, # The device to ask about; all devices of this machine if None
-) -> pd.DataFrame: # One row per device and precision; columns device, mode, support, why
+) -> pd.DataFrame: # One row per device and precision; columns device, precision, support, why
     """Return which precisions run natively, emulated, or not at all.
 
     `support` is 'native', 'emulated' (it works, but usually slower than fp32) or 'unsupported'; `why` is the reason.
@@ -22,4 +22,4 @@ def precision_support(
     devices = facts.all_devices() if device is None else [torch.device(device)]
     precisions = [cls for cls in PRECISIONS.values() if cls.in_tables]
     rows = [(str(d), cls.name, *cls.support(d)) for d in devices for cls in precisions]
-    return _Table(rows, columns=['device', 'mode', 'support', 'why'])
+    return _Table(rows, columns=['device', 'precision', 'support', 'why'])

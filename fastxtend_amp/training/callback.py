@@ -3,14 +3,14 @@
     before_fit           opens a `Fit`: what the precision names around a fit
     before_train         checks what only training needs
     before_validate      keeps autocast's casts of the weights from batch to batch
-      before_batch       enters autocast in the batch's scope
-      after_loss         closes that scope
+      before_batch       enters autocast in the batch's `Part`
+      after_loss         closes that
       before_backward    scales the loss
       before_step        unscales the gradients, and cancels the step if one is not finite
       after_step         updates the scale
     after_fit            closes the `Fit`
 
-After an exception the scopes in `loop.py` close what is open.
+After an exception the parts in `loop.py` close what is open.
 """
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class MixedPrecision(fp16.MixedPrecision):
     order = 10  # after TrainEvalCallback (-10) moves the model; between GradientAccumulation (6) and GradientClip (11)
     name = 'mixed_precision'                                     # also of subclasses
     fit: Any = None                                              # the `Fit` that is open
-    scopes: Any = ()                                             # the parts of fastai's loop that are open
+    parts: Any = ()                                              # the `Part`s of fastai's loop that are open
     waiting: Callable[[], Any] | None = None                     # what to do when the batch has ended
     epoch_start = 0                                              # steps in the history when the epoch began
     fixes: Any = ()                                              # of `on_overflow='fix'`, in all fits
@@ -96,7 +96,7 @@ class MixedPrecision(fp16.MixedPrecision):
         object.__setattr__(self, name, value)                    # fastai would look each name up on learner and model
 
     def __getstate__(self) -> dict[str, Any]:                    # a copy is outside of a fit
-        return {**vars(self), 'fit': None, 'scopes': (), 'waiting': None}
+        return {**vars(self), 'fit': None, 'parts': (), 'waiting': None}
     def __repr__(self) -> str:
         parts = [repr(self.precision.name), written(self.precision.changed)]
         if self.on_overflow != 'warn': parts.append(f'on_overflow={self.on_overflow!r}')
@@ -106,10 +106,9 @@ class MixedPrecision(fp16.MixedPrecision):
     # -- what users and files read
 
     @property
-    def amp_mode(self) -> AMPMode | None: # None for fp32
-        "The precision that the model computes in."
-        return self.precision.mode
-    mode = amp_mode
+    def amp_mode(self) -> AMPMode | None:
+        "The precision that the model computes in; None for fp32, and for one that is not in `AMPMode`."
+        return next((mode for mode in AMPMode if mode.value == self.precision.kind.name), None)
     @property
     def fp32_module_names(self) -> list[str]:
         "Names of the modules kept in fp32."
@@ -126,10 +125,6 @@ class MixedPrecision(fp16.MixedPrecision):
     def skips(self) -> list[bool]:
         "For each entry of `scales`, True if that step was skipped because a gradient was not finite."
         return [*self.history.skips()]
-    @property
-    def n_skipped(self) -> int:
-        "The number of skipped steps."
-        return sum(self.history.skips())
     @property
     def skipped(self) -> bool:
         "True if the latest step of this fit was skipped. Known from `before_step` (order > 10) on. May synchronize."
@@ -160,7 +155,7 @@ class MixedPrecision(fp16.MixedPrecision):
     @property
     def in_batch(self) -> bool:
         "True while a batch is open, in which a precision cannot be exchanged."
-        return any(kind == 'batch' for kind, _ in self.scopes)
+        return any(part.is_batch for part in self.parts)
 
     def at_batch_end(self, change: Callable[[], Any]) -> None:
         "Call `change` now, or when the batch that is open has ended; it replaces an earlier change of that batch."
@@ -172,8 +167,10 @@ class MixedPrecision(fp16.MixedPrecision):
         change, self.waiting = self.waiting, None
         if change: change()
 
-    def open(self) -> Fit:
-        "Begin a fit: check that the model runs in the precision, and enter what lasts for the fit."
+    @property
+    def opened(self) -> Fit:
+        "The fit that is open; the first use begins it: it checks the model, and enters what lasts for the fit."
+        if self.fit is not None: return self.fit
         if sum(isinstance(cb, fp16.MixedPrecision) for cb in self.learn.cbs) > 1:
             raise ValueError('The learner has several precision callbacks. Keep one: `learn.to_fp16()` or another '
                              'method replaces them all.')
@@ -196,34 +193,33 @@ class MixedPrecision(fp16.MixedPrecision):
 
     def before_fit(self):
         "Begin the fit before the first batch is loaded, so that a precision that cannot be used raises here."
-        if not self.scopes or self.fit is not None: return       # `validate()` opens one in `before_validate`
-        self.open().precision.prepare(self.learn)                # before a distributed trainer wraps the model
+        if not self.parts or self.fit is not None: return        # `validate()` opens one in `before_validate`
+        self.opened.precision.prepare(self.learn)                # before a distributed trainer wraps the model
 
     def before_train(self):
         "Check what only training needs."
-        fit = self.fit or self.open()                            # it may be added during a fit
         self.epoch_start = len(self.history.read())
-        fit.use_model()
-        fit.begin_training()
+        self.opened.use_model()                                  # the callback may be added during a fit
+        self.opened.begin_training()
 
     def before_validate(self):
         "Keep autocast's casts of the weights until the validation ends: nothing changes the weights meanwhile."
-        fit = self.fit or self.open()
+        fit = self.opened
         if not fit.precision.dtype: return
         kind = fit.device.type                                   # the cache lives as long as any autocast is open
         same = torch.autocast(kind, enabled=torch.is_autocast_enabled(kind))
-        self.scopes[-1][1].enter_context(same)
+        self.parts[-1].enter_context(same)
 
     def before_batch(self):
         "Enter autocast."
-        fit, learn = self.fit or self.open(), self.learn
-        if not self.scopes: raise RuntimeError('Call `learn.one_batch`, not its events: autocast would stay on.')
+        fit, learn = self.opened, self.learn
+        if not self.parts: raise RuntimeError('Call `learn.one_batch`, not its events: autocast would stay on.')
         fit.use_model()
         if learn.training and learn.opt is not None:
             fit.begin_training()
             if fit.scaling is not None: fit.scaling.start()
         fit.clear_old_casts()
-        for context in fit.precision.around_batch(fit.device): self.scopes[-1][1].enter_context(context)
+        for context in fit.precision.around_batch(fit.device): self.parts[-1].enter_context(context)
 
     def after_pred(self):
         "Give the loss and the metrics fp32."
@@ -231,7 +227,7 @@ class MixedPrecision(fp16.MixedPrecision):
 
     def after_loss(self):
         "Exit autocast; record and back-propagate the loss in fp32."
-        self.scopes[-1][1].close()
+        self.parts[-1].close()
         for name in 'loss', 'loss_grad':
             loss = vars(self.learn).get(name)                    # without targets an earlier batch's, already fp32
             if torch.is_tensor(loss) and is_half(loss): setattr(self.learn, name, loss.float())
@@ -256,10 +252,9 @@ class MixedPrecision(fp16.MixedPrecision):
 
     def after_batch(self):
         "Exit autocast if `after_loss` did not run. Callbacks of a higher order may now exchange the precision."
-        if not self.scopes: return
-        scope = self.scopes[-1][1]
-        scope.close()
-        self.scopes[-1] = 'ended', scope
+        if not self.parts: return
+        self.parts[-1].close()
+        self.parts[-1].is_batch = False
     after_cancel_batch = after_batch                             # before callbacks of a higher order run
 
     def after_train(self):
@@ -268,7 +263,7 @@ class MixedPrecision(fp16.MixedPrecision):
 
     def after_fit(self):
         "End the fit, so that callbacks of a higher order can load weights; a `validate()` inside it ends nothing."
-        if len(self.scopes) > 1 or self.in_batch: return
+        if len(self.parts) > 1 or self.in_batch: return
         is_silent = self.on_overflow == 'ignore' or self._scaling is None or self.fit.has_warned
         if not is_silent and (message := self._scaling.skip_message()): warn_user(message)
         self.close()

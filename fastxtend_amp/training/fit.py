@@ -30,7 +30,8 @@ class Fit(ExitStack):
         precision.check(learn.model)
         self.around_model = self.enter_context(ExitStack())
         scaler = precision.scaler(device)
-        if scaler is None and precision.mode and cb.on_overflow == 'fix': scaler = static_scaler(device.type, 1.)
+        if scaler is None and precision.kind is not Precision and cb.on_overflow == 'fix':
+            scaler = static_scaler(device.type, 1.)
         if scaler is not None: self.scaling = Scaling(scaler, cb, device)
         learn.scaler = scaler or GradScaler('cpu', enabled=False)
 

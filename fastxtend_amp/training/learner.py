@@ -22,12 +22,6 @@ measure_and_choose: Any = None  # for `to_amp(measure=True)`; set by the package
 channelslast.MixedPrecision = MixedPrecision                     # which fastai's `to_channelslast` adds
 
 
-@patch(as_prop=True)
-def precision(self: Learner) -> Any:
-    "The learner's precision callback, a `MixedPrecision`; None in plain fp32."
-    return precision_callback(self)
-
-
 def _check_call(name: str, f: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     "Raise a `TypeError` with the name of the method that was called, for arguments that `f` does not have."
     try: inspect.signature(f).bind(*args, **kwargs)
@@ -50,8 +44,18 @@ def _add_method(cls: type[Precision]) -> None:
     setattr(Learner, method.__name__, method)
 
 
-followers.append(_add_method)
+def _add_method_if_free(cls: type[Precision]) -> None:
+    "Add the method of a user's precision. Raises `ValueError` if `Learner` has another method of that name."
+    old, name = PRECISIONS.get(cls.name), f'to_{cls.name}'
+    is_newer = old is not None and (old.__module__, old.__qualname__) == (cls.__module__, cls.__qualname__)
+    if hasattr(Learner, name) and not is_newer:                  # a notebook's cell may run again
+        raise ValueError(f'name={cls.name!r} cannot be used for {cls.__name__}: `Learner.{name}` exists already. '
+                         'Choose another name.')
+    _add_method(cls)
+
+
 for cls in PRECISIONS.values(): _add_method(cls)
+followers.append(_add_method_if_free)
 
 
 @patch
@@ -85,7 +89,7 @@ def to_amp(self: Learner, *,
     precision = automatic_precision(device, kwargs)
     cb = MixedPrecision(precision, **options)                    # checked where fp32 is selected as well
     match_modules(self.model, kwargs.get('fp32_modules'))
-    if precision.mode is None:
+    if precision.kind is Precision:
         print(f"to_amp: fp32, as '{device}' runs neither bf16 nor fp16 natively; `precision_support()` says why.")
         return self.to_fp32()
     set_precision(self, cb)
@@ -114,8 +118,8 @@ def precision_as(self: Learner,
 
     The learner's own precision, with its loss scale and history, is restored on exit.
     """
-    new: Any = None if precision in ('fp32', torch.float32) else precision
-    return _exchanged(self, new if new is None or isinstance(new, MixedPrecision) else MixedPrecision(new))
+    new = precision if isinstance(precision, MixedPrecision) else MixedPrecision(precision)
+    return _exchanged(self, None if new.precision.kind is Precision else new)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The scopes of fastai's loop: what a precision opens in one is closed when it ends or fails.
+"""The parts of fastai's loop: what a precision opens in one is closed when it ends or fails.
 
 fastai runs each part of its loop through `Learner._with_events`, which importing this file replaces. The precision
 callback lists the parts that are open, from the outermost to the innermost, and enters its contexts in the innermost.
@@ -29,8 +29,9 @@ def _with_events(self: Learner, f: Callable, event_type: str, ex: type[Exception
     cb = precision_callback(self)
     if cb and event_type == 'step' and cb.fit: f = partial(cb.precision.step, self, f)
     run: Any = partial(_fastais, self, f, event_type, ex, final)
-    if cb and cb.scopes: return _run_scope(self, cb.scopes, event_type, run)
-    if cb: run = partial(_run_outermost, self, cb, event_type, run)
+    is_batch = event_type == 'batch'
+    if cb and cb.parts: return _run_part(self, cb.parts, is_batch, run)
+    if cb: run = partial(_run_outermost, self, cb, is_batch, run)
     elif event_type == 'fit' and any(isinstance(c, fp16.MixedPrecision) for c in self.cbs): _warn_of_fastais()
     try: run()
     except BaseException as e:
@@ -41,26 +42,32 @@ def _with_events(self: Learner, f: Callable, event_type: str, ex: type[Exception
         raise
 
 
-def _run_outermost(learn: Learner, cb: MixedPrecision, kind: str, run: Callable[[], None]) -> None:
-    "Run a part as the outermost scope, at whose end autocast is restored."
-    is_batch = kind == 'batch'                                   # of the user's own loop, which has one fit for all
-    if not is_batch: cb.close()                                  # what such a loop has left open
-    cb.scopes = []
+class Part(ExitStack):
+    "A part of fastai's loop that is open: what a precision enters in it is exited at its end."
+    def __init__(self, is_batch: bool):
+        super().__init__()
+        self.is_batch = is_batch
+
+
+def _run_outermost(learn: Learner, cb: MixedPrecision, is_batch: bool, run: Callable[[], None]) -> None:
+    "Run the outermost part, at whose end autocast is restored."
+    if not is_batch: cb.close()                                  # a user's own loop of batches has one fit for all
+    cb.parts = []
     device_type = training_device(learn).type
     # A KeyboardInterrupt between two lines of `torch.autocast.__enter__` leaves state that no `__exit__` restores.
     with autocast_restored(device_type) if autocast_available(device_type) else nullcontext():
-        _run_scope(learn, cb.scopes, kind, run)
+        _run_part(learn, cb.parts, is_batch, run)
     if not is_batch and (now := precision_callback(learn)): now.close()
 
 
-def _run_scope(learn: Learner, scopes: list, kind: str, run: Callable[[], None]) -> None:
-    "Run a part as the innermost scope; when a batch has ended, do what was waiting for that."
-    depth = len(scopes)
+def _run_part(learn: Learner, parts: list[Part], is_batch: bool, run: Callable[[], None]) -> None:
+    "Run a part inside those that are open; when a batch has ended, do what was waiting for that."
+    depth = len(parts)
     try:
-        with ExitStack() as scope:
-            scopes.append((kind, scope))
+        with Part(is_batch) as part:
+            parts.append(part)
             run()
-    finally: del scopes[depth:]
+    finally: del parts[depth:]
     if (cb := precision_callback(learn)) and cb.waiting and not cb.in_batch: cb.do_waiting()
 
 
@@ -97,6 +104,6 @@ def set_precision(
 def exchange(learn: Learner, cb: MixedPrecision | None) -> None:
     "Make `cb` the learner's only precision callback now, without checking the model."
     old = precision_callback(learn)
-    if cb is not None and old: cb.scopes = old.scopes            # the parts that are open
+    if cb is not None and old: cb.parts = old.parts
     for kind in _PRECISIONS: learn.remove_cb(kind)
     if cb is not None: learn.add_cb(cb)

@@ -47,7 +47,7 @@ def main(
     if args.show: figures = json.loads(Path(f'{stem}.json').read_text(encoding='utf-8'))
     else:
         device = usable_device(parser, args.device)
-        native = [r.mode for r in precision_support(device).itertuples() if r.support == 'native']
+        native = [r.precision for r in precision_support(device).itertuples() if r.support == 'native']
         if not (modes := args.modes or native):
             parser.error(f'{device} does neither bf16 nor fp16 natively; --modes bf16 times its emulation')
         taking_part = [c for c in CONTESTANTS if c.name in args.contestants]

@@ -201,7 +201,7 @@ def bench(
     optimizers: Sequence[str],
 ) -> dict[str, Any]: # Plain values, the input of `tables` and `plot`
     "Measure contestants on each model, in one process, in turns."
-    support = {r.mode: [r.support, r.why] for r in precision_support(device).itertuples() if r.mode in modes}
+    support = {r.precision: [r.support, r.why] for r in precision_support(device).itertuples() if r.precision in modes}
     out: dict[str, Any] = dict(machine=machine(device), support=support, models=[], rows=[])
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')                          # the report says what is emulated

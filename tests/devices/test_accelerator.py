@@ -71,7 +71,9 @@ def on_cpu(learn):
 
 def assert_alike(a, b):
     "Weights, buffers, optimizer and loss scale are the same; on a real device, weights and scale nearly so."
-    assert (a.precision and a.precision.state_dict()) == (b.precision and b.precision.state_dict())
+    assert (precision_callback(a) and a.mixed_precision.state_dict()) == (
+        precision_callback(b) and b.mixed_precision.state_dict()
+    )
     if is_installed():
         assert rows.differences(on_cpu(a), on_cpu(b)) == []
         return
@@ -102,8 +104,8 @@ def test_numbers_are_the_cpus(mode, opt, device):
     assert there.validate()[0] == pytest.approx(here.validate()[0], rel=1e-9 if is_installed() else 0.05)
     assert_alike(there, here)
     if mode == 'fp16':
-        assert there.precision.scales == here.precision.scales and len(there.precision.scales) == 12
-        assert there.precision.n_skipped == here.precision.n_skipped >= 4
+        assert there.mixed_precision.scales == here.mixed_precision.scales and len(there.mixed_precision.scales) == 12
+        assert sum(there.mixed_precision.skips) == sum(here.mixed_precision.skips) >= 4
     for learn in (there, here):
         learn.fit(1, 0.01, cbs=[GradientAccumulation(8), GradientClip(0.1)])
     assert_alike(there, here)
@@ -143,8 +145,8 @@ def test_a_scale_that_falls_to_0_on_the_device_lets_no_nan_pass(sim):
     "As the host learns of the skips at the end of the epoch; it starts the scale again."
     learn = build('fp16', 'fused adamw', scaling=dict(init_scale=256.0, backoff_factor=2.0**-40))
     told(lambda: learn.fit(2, 0.01, cbs=spoil_at(1, 2, 3, 4)))  # the first step creates the state
-    assert learn.precision.skips == [False] + [True] * 4 + [False] * 7
-    assert finite(learn) and learn.precision.scale == 256.0
+    assert learn.mixed_precision.skips == [False] + [True] * 4 + [False] * 7
+    assert finite(learn) and learn.mixed_precision.scale == 256.0
 
 
 # -- files and copies
@@ -221,7 +223,7 @@ def test_waits_beyond_fp32(mode, options, opt, a_step, an_epoch, sim):
     (learn, found), (_, fp32) = trained(mode, **options), trained('fp32')
     assert found - fp32 == 6 * a_step + an_epoch + a_step * bool(options)  # and the scale after a skipped step
     if options:
-        assert learn.precision.skips == 3 * [i == 3 for i in range(6)]
+        assert learn.mixed_precision.skips == 3 * [i == 3 for i in range(6)]
         assert all(b.isfinite().all() for b in learn.model.buffers())
 
 
@@ -244,7 +246,7 @@ def test_a_device_with_one_half_precision(lacks, has, dtype, device, sim):
     sim.amp_dtypes = [dtype]
     with pytest.raises(ValueError, match=f'(?s){lacks} .*does not run.*to_{has}'):
         build(lacks).fit(1)
-    table = precision_support().set_index(['device', 'mode']).support
+    table = precision_support().set_index(['device', 'precision']).support
     assert (table[str(device), lacks], table[str(device), has], table['cpu', 'fp8']) == (
         'unsupported',
         'native',
@@ -266,7 +268,7 @@ def test_a_device_with_neither(device, sim, monkeypatch, capsys):
     with pytest.raises(ValueError, match='to_fp32'):
         build('fp16').fit(1)
     monkeypatch.delattr(torch.sim, 'get_amp_supported_dtype')  # a backend that is not complete
-    table = precision_support(device).set_index('mode')
+    table = precision_support(device).set_index('precision')
     assert table.support['bf16'] == 'unsupported' and 'sim' in table.why['bf16'], table.why['bf16']
 
 
@@ -289,14 +291,14 @@ def test_after_an_interrupt_training_goes_on_on_another_device(device, opt, even
     with pytest.raises(ZeroDivisionError):
         learn.fit(1, cbs=At(event, lambda l: 1 / (l.train_iter < 3), 20))
     for there in (CPU, device, CPU):
-        n = len(learn.precision.scales) if there is device else None
+        n = len(learn.mixed_precision.scales) if there is device else None
         learn.dls = loaders(device=there)
         learn.model.to(there)
         learn.create_opt()
         learn.fit(2)
-        assert n is None or len(learn.precision.scales) == n + 12
-    assert set(learn.precision.scales) == {256.0} and learn.precision.n_skipped == 0
-    assert copy.deepcopy(learn).precision.scales == learn.precision.scales
+        assert n is None or len(learn.mixed_precision.scales) == n + 12
+    assert set(learn.mixed_precision.scales) == {256.0} and sum(learn.mixed_precision.skips) == 0
+    assert copy.deepcopy(learn).mixed_precision.scales == learn.mixed_precision.scales
 
 
 class OnTwo(nn.Module):
@@ -327,10 +329,10 @@ def test_a_step_is_skipped_whole_in_a_model_on_two_devices(device, opt, spoilt, 
         At('after_backward', spoil, 5),
         At('after_batch', lambda l: l.training and seen.append([p.cpu() for p in params(l)]), 20),
         # Before the step itself, unless the CPU has skipped it.
-        At('before_step', lambda l: known.update({l.train_iter: bool(l.precision.skipped)}), 12),
+        At('before_step', lambda l: known.update({l.train_iter: bool(l.mixed_precision.skipped)}), 12),
     ]
     learn = learner(OnTwo(device), opt_func=OPTS[opt], cbs=cbs).to_fp16(init_scale=256.0)
     learn.fit(1, 0.01)
-    assert learn.precision.skips == [i == 3 for i in range(6)]
+    assert learn.mixed_precision.skips == [i == 3 for i in range(6)]
     assert known.get(3, True) is True and not any(skipped for i, skipped in known.items() if i != 3)
     assert same(seen[3], seen[2]) and not same(seen[4], seen[3])

@@ -46,7 +46,7 @@ def build(kind, mode, opt='adam', cbs=(), dls=None, path=None, **kwargs):
     learn.kind, learn.seen, learn.dtypes = kind, [], output_dtypes(learn, *model)
 
     def look(l):
-        cb = l.precision
+        cb = precision_callback(l)
         if l.training:
             l.seen.append((whole(l), cb and cb.scale, cb and bool(cb.skipped), type(l.model).__name__))
 
@@ -72,7 +72,7 @@ def agreed(learn):
     assert len(a) == len(b) > 0
     for (weights, *x), (others, *y) in zip(a, b):
         assert x == y and same(weights, others) and all(p.isfinite().all() for p in weights)
-    x, y = on_both(learn.precision and learn.precision.state_dict())
+    x, y = on_both(precision_callback(learn) and learn.mixed_precision.state_dict())
     assert x == y
     return learn
 
@@ -112,7 +112,7 @@ def steps(kind, mode, path):
     # A gradient of one batch differs by 1e-7, 4e-4 and 2e-3 (relative).
     rounding = {'fp32': 1e-6, 'fp16': 1e-3, 'bf16': 8e-3}[mode]
     assert expected.norm() > 0.05 and (moved - expected).norm() / expected.norm() < rounding
-    assert mode == 'fp32' or learn.precision.scales == single.precision.scales
+    assert mode == 'fp32' or learn.mixed_precision.scales == single.mixed_precision.scales
     assert {*learn.dtypes} == {DTYPES[mode]} and len(learn.seen) == len(single.seen) == 6
     assert {name for *_, name in learn.seen} == {dict(ddp='DistributedDataParallel', fsdp='FSDPSequential')[kind]}
 
@@ -125,7 +125,7 @@ def overflow(kind, opt, path, spoil=bad_input):
     "On one rank: the step is skipped on all."
     learn = agreed(build(kind, 'fp16', opt, [spoil(1, 0, 2, 4)]))
     assert [skipped for *_, skipped, _ in learn.seen] == 3 * [True, False]
-    assert learn.precision.scales == [256.0, 128.0, 128.0, 64.0, 64.0, 32.0]
+    assert learn.mixed_precision.scales == [256.0, 128.0, 128.0, 64.0, 64.0, 32.0]
     before = params(learner(net()))
     for now, _, skipped, _ in learn.seen:
         assert same(before, now) == skipped
@@ -135,8 +135,8 @@ def overflow(kind, opt, path, spoil=bad_input):
 def low_scale(kind, opt, path):
     "A good step sets it from the gradients of all ranks."
     learn = build(kind, 'fp16', opt, [bad_input(1, 0)], init_scale=65536.0)
-    learn.precision.load_state_dict({**learn.precision.state_dict(), 'scale': 1.0})
-    scales = agreed(learn).precision.scales
+    learn.mixed_precision.load_state_dict({**learn.mixed_precision.state_dict(), 'scale': 1.0})
+    scales = agreed(learn).mixed_precision.scales
     assert scales[:2] == [1.0, 0.5] and 1 < scales[2] < 65536
 
 
@@ -147,7 +147,7 @@ def one_shard(kind, opt, path):
 def accumulate(kind, opt, path):
     "The overflow is in the first batch of the second step."
     learn = agreed(build(kind, 'fp16', opt, [bad_input(1, 2), GradientAccumulation(2 * BS), GradientClip(0.1)]))
-    assert learn.precision.scales == [256.0, 256.0, 128.0]
+    assert learn.mixed_precision.scales == [256.0, 256.0, 128.0]
     moved = [not same(x, y) for (x, *_), (y, *_) in zip(learn.seen, learn.seen[1:])]
     assert moved == [True, False, False, False, True]
 
@@ -159,7 +159,7 @@ def checkpoint(kind, opt, path):
     "All ranks save and load; training goes on, and in a new learner. Also a file of only the model."
     spoil, name = bad_input(1, 1, 2), f'{kind} {opt}'
     learn = fit(build(kind, 'fp16', opt, [spoil], path=path))
-    state, weights = learn.precision.state_dict(), whole(learn)
+    state, weights = learn.mixed_precision.state_dict(), whole(learn)
     learn.save(name)
     learn.save(f'{name} alone', with_opt=False)
     dist.barrier()
@@ -169,14 +169,14 @@ def checkpoint(kind, opt, path):
     for p in [*new.model.parameters(), *alone.model.parameters()]:
         p.data.mul_(0.0).add_(7 + dist.get_rank())
     new.load(name, 'cpu')
-    assert new.precision.state_dict() == state and same(whole(new), weights)
+    assert new.mixed_precision.state_dict() == state and same(whole(new), weights)
     assert same(whole(alone.load(f'{name} alone', with_opt=False)), weights)
     learn.remove_cb(spoil)
     if kind == 'fsdp':
         with pytest.raises(RuntimeError, match='cannot write a sharded learner'):
             learn.export(path / 'model.pkl')
     fit(learn), agreed(new)
-    assert same(whole(learn), whole(new)) and learn.precision.state_dict() == new.precision.state_dict()
+    assert same(whole(learn), whole(new)) and learn.mixed_precision.state_dict() == new.mixed_precision.state_dict()
     assert not same(whole(learn), weights)
 
 
@@ -184,7 +184,7 @@ def reads_plain_file(kind, opt, path):
     "The file was written by the process of the tests, in fp16 and without sharding."
     learn = build(kind, 'fp16', opt, path=path).load(f'plain {opt}')
     saved = torch.load(path / 'models' / f'plain {opt}.pth', weights_only=False)['model'].values()
-    assert same(whole(learn), [*saved][1:]) and agreed(learn).precision.scales[0] == 4096.0
+    assert same(whole(learn), [*saved][1:]) and agreed(learn).mixed_precision.scales[0] == 4096.0
 
 
 # -- insight
@@ -215,7 +215,7 @@ def fixes(kind, mode, path):
     said = [text for text in told(lambda: fit(learn)) if 'is emulated' not in text]
     assert said[0].startswith("on_overflow='fix' only warns in distributed runs"), said
     assert len(said) == 1 + dist.get_rank() and all('fp16 training failed' in text for text in said[1:])
-    assert sum(n) == 6 and learn.precision.fixes == [] and {*learn.dtypes} == {torch.float16}
+    assert sum(n) == 6 and learn.mixed_precision.fixes == [] and {*learn.dtypes} == {torch.float16}
 
 
 def mends_nothing(kind, mode, path):
@@ -333,7 +333,7 @@ def test_a_single_process_goes_on_from_the_file_of_a_sharded_learner(opt, job):
     path = job[1]
     saved = torch.load(path / 'models' / f'fsdp {opt}.pth', weights_only=False)['model'].values()
     learn = build('plain', 'fp16', opt, path=path, init_scale=2.0).load(f'fsdp {opt}')
-    assert same(params(learn), [*saved][1:]) and learn.precision.scale == 128.0
+    assert same(params(learn), [*saved][1:]) and learn.mixed_precision.scale == 128.0
     for p, state in zip(params(learn), opt_state(learn.opt)):
         assert {v.shape for v in state.values() if isinstance(v, torch.Tensor) and v.ndim} == {p.shape}
     before = params(learn)

@@ -16,9 +16,9 @@ def judged(device):
 
     The model is on the CPU: fastai moves it to the device of the DataLoaders when the first fit starts.
     """
-    table, learn = precision_support(device).set_index('mode'), learner()
+    table, learn = precision_support(device).set_index('precision'), learner()
     learn.dls.device = torch.device(device)
-    cb = learn.to_amp().precision
+    cb = precision_callback(learn.to_amp())
     return [*table.support[['bf16', 'fp16', 'tf32', 'fp8']], cb.precision.name if cb else 'fp32'], table.why['fp16']
 
 
@@ -59,7 +59,7 @@ def test_gpus(monkeypatch, gpu, expected):
     found, why = judged('cuda')
     assert found == expected.split() and gpu.partition(' ')[0].partition(':')[0] in why
     assert {'cpu', 'cuda:0'} <= {*precision_support().device}
-    assert fastest_native(torch.device('cuda'), ['bf16', 'fp16']) is None
+    assert fastest_native(torch.device('cuda'), ['bf16', 'fp16']).name == 'fp32'
 
 
 @pytest.mark.parametrize('gpu', ['gfx1030', '7.5 Tesla T4'])
@@ -78,7 +78,7 @@ def test_a_gpu_where_bf16_would_end_the_process(monkeypatch, gpu):
 def test_an_intel_gpu_without_fp64_does_not_scale_the_loss(monkeypatch):
     monkeypatch.setattr(torch.xpu, 'is_available', lambda: True)
     monkeypatch.setattr(torch.xpu, 'get_device_capability', lambda d=None: {'has_fp64': False, 'has_fp16': True})
-    table = precision_support('xpu').set_index('mode')
+    table = precision_support('xpu').set_index('precision')
     assert table.support['fp16'] == 'unsupported' and 'float64' in table.why['fp16']
 
 
@@ -127,7 +127,7 @@ WITHOUT_RULE += [('privateuseone', 'unsupported', 'has not registered')]
 @pytest.mark.parametrize('device, bf16, why', WITHOUT_RULE)
 def test_devices_without_a_rule(device, bf16, why):
     "PyTorch has autocast for the first, does not know it for the second, and raises an error for the third."
-    table = precision_support(device).set_index('mode')
+    table = precision_support(device).set_index('precision')
     assert (table.support['bf16'], table.support['tf32']) == (bf16, 'unsupported') and why in table.why['bf16']
 
 

@@ -100,7 +100,7 @@ def test_torch_xla_is_not_imported_for_other_devices(device):
 
 
 def test_precision_support(device):
-    table = precision_support().set_index(['device', 'mode']).support['xla']
+    table = precision_support().set_index(['device', 'precision']).support['xla']
     if os.environ['PJRT_DEVICE'] == 'CPU':
         assert dict(table) == {'bf16': 'emulated', 'fp16': 'emulated', 'tf32': 'unsupported', 'fp8': 'emulated'}
 
@@ -152,7 +152,7 @@ def test_refits_keep_parameters_and_state(mode, opt, model, device, tmp_path):
         assert all(p.device == where for p in objects) and len(ours(moving)) == (where.type == 'xla')
         assert all(map(operator.is_, objects, moving.model.parameters()))
         if mode == 'fp16':
-            assert moving.precision.state_dict()['_growth_tracker'] == 8 * (i + 1)
+            assert moving.mixed_precision.state_dict()['_growth_tracker'] == 8 * (i + 1)
     held = {p for group in moving.opt.param_lists for p in group}
     assert {*objects} <= held and close(params(moving), params(staying), tol)
     for a, b in zip(opt_state(moving.opt), opt_state(staying.opt)):
@@ -247,7 +247,7 @@ def test_sync_free_optimizers_skip_as_the_host_would(name, skips, options, devic
         for mode in ('fp16', 'fp32', 'fp16', 'fp16'):
             getattr(learn, f'to_{mode}')(**(dict(init_scale=256.0) if mode == 'fp16' else {}))
             learn.fit(1, 0.01, cbs=cbs if mode == 'fp16' else None, reset_opt=mode == 'fp32')
-            assert mode == 'fp32' or learn.precision.skips == [i in skips for i in range(8)]
+            assert mode == 'fp32' or learn.mixed_precision.skips == [i in skips for i in range(8)]
             learn.save('a')
             learn.load('a')
         seen.append((weights, len(cancelled)))

@@ -44,7 +44,10 @@ def trained(name):
     "A learner that has trained an epoch with this precision; not in TF32, which a CPU does not have."
     opt_func = fastxtend_amp.kahan('SGD') if name == 'half_weights_alone' else SGD
     learn = learner(
-        net(name), loaders(8), metrics=[fastxtend_amp.loss_scale, fastxtend_amp.skipped_steps], opt_func=opt_func
+        net(name),
+        loaders(8),
+        metrics=[fastxtend_amp.LossScaleMetric, fastxtend_amp.SkippedStepsMetric],
+        opt_func=opt_func,
     )
     if name == 'tf32':
         learn.fit(1, 0.01)

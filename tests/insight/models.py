@@ -7,7 +7,7 @@ from fastai.optimizer import Adam
 from torch import nn
 from torch.nn import functional as F
 
-from helpers import Data, dataset, learner, loaders
+from helpers import Data, dataset, learner, loaders, precision_callback
 from states import Act
 
 
@@ -64,11 +64,13 @@ def trained(model, call='', epochs=4, lr=1e-4, dls=None, **kwargs):
     "Return the mean loss of the last four steps of a fit with this call, and the number of skipped steps."
     learn = learner(model, dls or loaders(64, 64), **kwargs)
     exec(call, {'learn': learn})
-    if learn.precision:
-        learn.precision.on_overflow = 'ignore'
+    if precision_callback(learn):
+        learn.mixed_precision.on_overflow = 'ignore'
     with learn.no_logging():
         learn.fit(epochs, lr)
-    return float(torch.stack(learn.recorder.losses[-4:]).mean()), learn.precision and learn.precision.n_skipped
+    return float(torch.stack(learn.recorder.losses[-4:]).mean()), precision_callback(learn) and sum(
+        learn.mixed_precision.skips
+    )
 
 
 def holds(make, mode, loss=F.mse_loss):

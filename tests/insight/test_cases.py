@@ -20,7 +20,7 @@ MISSED = {('FSQ', 'bf16')}
 @pytest.mark.parametrize('name', OWN)
 def test_the_report_names_what_maintainers_keep_in_fp32(name):
     for verdict in OWN[name].report().verdicts.values():
-        if (name, verdict.mode) not in MISSED:
+        if (name, verdict.precision) not in MISSED:
             assert OWN[name].is_right(verdict), verdict
 
 

@@ -6,10 +6,9 @@ import pytest, torch
 from fastai.optimizer import SGD
 from torch import nn
 
-from fastxtend_amp import AMPMode
 from fastxtend_amp.insight.candidates import advised, call, candidates, like_own, own_precision, switch
-from fastxtend_amp.precisions import FP16
-from helpers import Attentive, Data, learner, loaders, mlp, set_support
+from fastxtend_amp.precisions import FP16, Precision
+from helpers import Attentive, Data, learner, loaders, mlp, precision_callback, set_support
 from states import Act, Costs, Gives, InStep, Unpacks, bits, fills, rich
 
 
@@ -52,9 +51,9 @@ def test_what_is_chosen_and_printed(expected, capsys):
         torch.manual_seed(0)
         learn = make(cbs=Costs(speeds, step=0.097))  # a round number would be on the edge of one more step
         assert learn.to_amp(measure=True) is learn
-        decision, cb = learn.precision_decision, learn.precision
+        decision, cb = learn.precision_decision, precision_callback(learn)
         precision = decision.precisions[decision.recommended]
-        assert cb is None and not precision.mode or precision == cb.precision is not precision
+        assert cb is None and precision.kind is Precision or precision == cb.precision is not precision
         texts.append(f"# {name}: {', '.join(decision.table.index)}\n{capsys.readouterr().out}")
     expected('measured_choice', '\n'.join(texts))
 
@@ -65,7 +64,7 @@ def test_without_a_native_precision_there_is_nothing_to_measure(monkeypatch, cap
     set_support(monkeypatch, lambda name: 'emulated')
     capsys.readouterr()
     learn.to_amp(measure=True)
-    assert learn.precision is learn.precision_decision is None
+    assert precision_callback(learn) is learn.precision_decision is None
     assert capsys.readouterr().out.startswith("to_amp: fp32, as 'cpu' runs neither bf16 nor fp16 natively")
     alone = learn.compare_precision()
     assert alone.recommended == 'fp32' and "learn.compare_precision('bf16')" in alone.notes[0]
@@ -93,7 +92,7 @@ def test_a_precision_that_trains_worse_is_not_chosen(event, factor, constant, wo
     "A linear regression without noise, whose loss falls to a constant."
 
     def spoil(l):
-        if l.precision:
+        if precision_callback(l):
             torch._foreach_mul_([p.data if event == 'after_step' else p.grad for p in l.model.parameters()], factor)
 
     x = torch.randn(160, 6, generator=torch.Generator().manual_seed(0))
@@ -107,11 +106,11 @@ def test_a_precision_that_trains_worse_is_not_chosen(event, factor, constant, wo
 def test_modules_that_must_stay_in_fp32_do_in_a_model_whose_output_a_callback_unpacks():
     learn = learner(Gives(Attentive()), cbs=[Costs(dict(fp16=3.0)), Unpacks()]).to_fp16(max_skips=7)
     learn.to_amp(measure=True)
-    decision, cb = learn.precision_decision, learn.precision
+    decision, cb = learn.precision_decision, precision_callback(learn)
     assert decision.calls['fp16'] == "learn.to_fp16(init_scale=4096, fp32_modules=['net.attn'], max_skips=7)"
-    assert cb.mode == 'fp16' and cb.fp32_module_names == ['net.attn'] and cb.max_skips == 7 and cb.scale == 4096
+    assert cb.amp_mode == 'fp16' and cb.fp32_module_names == ['net.attn'] and cb.max_skips == 7 and cb.scale == 4096
     learn.fit(2)
-    assert cb.n_skipped == 0
+    assert sum(cb.skips) == 0
 
 
 def test_the_learner_is_not_modified_but_for_its_precision():
@@ -127,7 +126,7 @@ def test_the_learner_is_not_modified_but_for_its_precision():
     assert bits(learn) == before and learn.precision_decision is None
     interrupts = False
     after = bits(learn.to_amp(measure=True))
-    assert learn.precision.mode == 'bf16'
+    assert learn.mixed_precision.amp_mode == 'bf16'
     changed = {name for name in after if after[name] != before.get(name)}
     assert changed == {'cbs', 'mixed_precision', 'precision_decision'}
 
@@ -165,13 +164,15 @@ def test_the_advised_loss_scale_replaces_that_of_the_learner():
     assert scaler.state_dict() == before
     assert like_own(scaled, FP16, (), 4.0).changed == {'init_scale': 4.0}  # instead of the user's own scaler
     assert like_own(scaled, FP16, ['0']).changed.keys() == {'scaler', 'fp32_modules'}
-    static = advised(learner().to_fp16(loss_scale=8.0), AMPMode.FP16, init_scale=4.0)
+    static = advised(learner().to_fp16(loss_scale=8.0), FP16, init_scale=4.0)
     assert repr(static) == 'learn.to_fp16(loss_scale=4.0)'
 
 
 def test_a_report_runs_the_precision_that_it_prints():
     seen = set()
-    learn = learner(cbs=InStep('after_pred', lambda l: seen.add(repr(l.precision and l.precision.precision))))
+    learn = learner(
+        cbs=InStep('after_pred', lambda l: seen.add(repr(precision_callback(l) and l.mixed_precision.precision)))
+    )
     learn.to_bf16(skip_nonfinite=True, fp32_modules='0')
     printed = learn.precision_report('bf16').verdicts['bf16'].call
     assert seen == {'None', printed} and printed == "learn.to_bf16(fp32_modules=['0'], skip_nonfinite=True)"

@@ -17,7 +17,7 @@ from fastxtend_amp.insight import measuring
 from fastxtend_amp.insight.candidates import candidates
 from fastxtend_amp.insight.comparison import recommend, speed_up, tolerance
 from fastxtend_amp.precisions import HalfWeights
-from helpers import OPTIMIZERS, At, Attentive, learner, loaders, mlp, params, same, set_support
+from helpers import OPTIMIZERS, At, Attentive, learner, loaders, mlp, params, precision_callback, same, set_support
 from states import Act, Costs, InStep, bits, rich, shuffled
 
 LOW = ('bf16', 'fp16')  # named, as CPUs may emulate both
@@ -55,7 +55,7 @@ def test_each_precision_trains_as_in_a_fit_of_its_own(name, opt):
     getattr(low, f'to_{name}')()
     r = learner(opt_func=OPTIMIZERS[opt]).compare_precision([name], n_steps=12, n_seeds=0, lr=0.01)
     assert r.losses == {'fp32': losses_of(alone, 2, 0.01), name: losses_of(low, 2, 0.01)}
-    assert name == 'bf16' or r.table['final scale']['fp16'] == low.precision.scale
+    assert name == 'bf16' or r.table['final scale']['fp16'] == low.mixed_precision.scale
     tails = {n: np.mean(l[-2:]) for n, l in r.losses.items()}  # the last fifth
     assert r.table['loss'].to_dict() == tails
     assert r.table['loss difference'][name] == tails[name] - tails['fp32']
@@ -83,7 +83,7 @@ def test_each_row_runs_in_the_precision_it_names(own, name, dtypes):
 def test_settings_of_the_process_hold_for_the_row_that_sets_them(support):
     support(tf32='native')
     seen, matmul = set(), torch.backends.cuda.matmul
-    note = lambda l: seen.add((l.precision and l.precision.mode.value, matmul.fp32_precision))
+    note = lambda l: seen.add((precision_callback(l) and l.mixed_precision.amp_mode.value, matmul.fp32_precision))
     before = matmul.fp32_precision
     learn = learner(cbs=[InStep('after_pred', note), InStep('after_backward', note)])
     learn.compare_precision(['bf16', 'tf32'], n_steps=8, n_seeds=1)
@@ -146,7 +146,7 @@ def test_names_of_precisions(own, modes, names, support):
 
 def test_an_error_in_low_precision_is_a_result_and_the_learner_is_not_modified(support, monkeypatch):
     def breaks(l):
-        if l.precision and l.iter == 3:
+        if precision_callback(l) and l.iter == 3:
             raise ZeroDivisionError('now')
 
     def no_compiler(self):
@@ -171,7 +171,7 @@ def test_an_error_in_low_precision_is_a_result_and_the_learner_is_not_modified(s
 
 
 def out_of_memory(l):
-    if l.precision:
+    if precision_callback(l):
         raise torch.OutOfMemoryError('all copies are in memory at once')
 
 
@@ -208,8 +208,8 @@ ERRORS = {
     'another device': lambda: learner().precision_report(device='xpu'),
     'a report on a frozen model': lambda: learner(frozen(mlp())).precision_report(),
     'fp32 fails in a report': lambda: learner(nn.Linear(5, 1)).precision_report(),
-    'no loss scales to plot': lambda: learner().to_fp16().precision.plot_scales(),
-    'nor in bf16': lambda: fitted(learner().to_bf16()).precision.plot_scales(),
+    'no loss scales to plot': lambda: learner().to_fp16().mixed_precision.plot_scales(),
+    'nor in bf16': lambda: fitted(learner().to_bf16()).mixed_precision.plot_scales(),
     'frozen': lambda: learner(frozen(mlp())).compare_precision(),
     'NaN': lambda: learner(spoiled(mlp())).to_amp(measure=True),
     'in a fit': lambda: learner().fit(1, cbs=At('after_epoch', lambda l: l.compare_precision())),
@@ -253,14 +253,14 @@ TIMED = {  # speed-ups; arguments of `Costs`; arguments of the comparison
     'fp16 is far slower': (dict(bf16=1.5, fp16=0.01), {}, dict(max_seconds=60)),
     'fp16 is slower': (dict(bf16=1.15, fp16=0.8), dict(noise=0.1), dict(max_seconds=60)),
     'both are far slower': (dict(bf16=0.1, fp16=0.05), {}, dict(max_seconds=60)),
-    'noisy, faster': (dict(bf16=1.3), dict(noise=0.4), dict(modes='bf16')),
-    'noisy, as fast': ({}, dict(noise=0.4), dict(modes='bf16')),
-    'noisy, without time': (dict(bf16=1.15), dict(noise=0.3), dict(modes='bf16', max_seconds=6)),
-    'no time': ({}, {}, dict(modes='bf16', max_seconds=1e-9)),
-    'many steps': (dict(bf16=1.5), dict(step=0.02), dict(modes='bf16', n_steps=2000, max_seconds=3)),
-    'steps of 1 second': (dict(bf16=1.15), dict(step=1), dict(modes='bf16', n_steps=40, max_seconds=60)),
-    'steps of 6 seconds': (dict(bf16=1.89), dict(step=6), dict(modes='bf16', n_steps=40, max_seconds=60)),
-    'nothing else': ({}, {}, dict(modes='fp32')),
+    'noisy, faster': (dict(bf16=1.3), dict(noise=0.4), dict(precisions='bf16')),
+    'noisy, as fast': ({}, dict(noise=0.4), dict(precisions='bf16')),
+    'noisy, without time': (dict(bf16=1.15), dict(noise=0.3), dict(precisions='bf16', max_seconds=6)),
+    'no time': ({}, {}, dict(precisions='bf16', max_seconds=1e-9)),
+    'many steps': (dict(bf16=1.5), dict(step=0.02), dict(precisions='bf16', n_steps=2000, max_seconds=3)),
+    'steps of 1 second': (dict(bf16=1.15), dict(step=1), dict(precisions='bf16', n_steps=40, max_seconds=60)),
+    'steps of 6 seconds': (dict(bf16=1.89), dict(step=6), dict(precisions='bf16', n_steps=40, max_seconds=60)),
+    'nothing else': ({}, {}, dict(precisions='fp32')),
 }
 
 
@@ -269,7 +269,7 @@ def test_rounds(expected, sleeps):
     "What is recommended, after how many steps and rounds, and in which time; what is far slower is dropped."
     texts = []
     for name, (speeds, costs, kwargs) in TIMED.items():
-        start, kwargs = sleeps.now, {'modes': LOW, 'n_steps': 16, 'max_seconds': 1000, **kwargs}
+        start, kwargs = sleeps.now, {'precisions': LOW, 'n_steps': 16, 'max_seconds': 1000, **kwargs}
         r = learner(cbs=Costs(speeds, **costs)).compare_precision(**kwargs)
         seconds = sleeps.now - start
         assert seconds <= kwargs['max_seconds'] + max(1, 4.1 * costs.get('step', 0))
@@ -347,7 +347,7 @@ def test_each_precision_compiled(sleeps, monkeypatch):
     assert r.calls['bf16 compiled'] == 'learn.to_bf16(); learn.model.compile()'
     for row, is_compiled in (('bf16', False), (None, True)):
         assert (r.apply(learn, row).model._compiled_call_impl is not None) == is_compiled
-    assert r.recommended == 'bf16 compiled' and learn.precision.mode == 'bf16'
+    assert r.recommended == 'bf16 compiled' and learn.mixed_precision.amp_mode == 'bf16'
 
 
 # -- the recommendation
@@ -431,9 +431,9 @@ def test_apply_makes_the_call_that_keeps_what_the_learner_has():
         'half_weights': "learn.to_half_weights(fp32_modules=['attn'], on_overflow='raise')",
     }.items():
         assert r.calls[name] == call and r.apply(learn, name) is learn
-    assert isinstance(learn.precision.precision, HalfWeights)
-    assert r.recommended == 'fp32' and r.apply(learn).precision is None
-    with pytest.raises(ValueError, match=r"mode='tf32' cannot be used: it must be one of \['fp32', 'bf16', 'fp16', "):
+    assert isinstance(learn.mixed_precision.precision, HalfWeights)
+    assert r.recommended == 'fp32' and precision_callback(r.apply(learn)) is None
+    with pytest.raises(ValueError, match=r"precision='tf32' cannot be used: .* one of \['fp32', 'bf16', 'fp16', "):
         r.apply(learn, 'tf32')
 
 

@@ -228,7 +228,7 @@ def messages_of(cases):
     for name, (make, call, *fit) in cases.items():
         learn = started(make, call)
         words = said(learn, *fit)
-        yield '\n'.join([f'# {name}: {call}, {learn.precision.n_skipped} steps skipped', *words, ''])
+        yield '\n'.join([f'# {name}: {call}, {sum(learn.mixed_precision.skips)} steps skipped', *words, ''])
         if advice := re.search(r'`(learn\.to_.+?)`', ''.join(words)):
             assert not [w for w in said(started(make, advice[1]), *fit) if 'failed' in w], (name, advice[1])
 
@@ -275,7 +275,7 @@ def test_lr_find_fails_at_the_first_loss_or_diverges():
         finds_lr(learner(Attentive()).to_fp16(on_overflow='raise'))
     fixed = learner(Attentive()).to_fp16(on_overflow='fix')
     finds_lr(fixed)
-    assert fixed.precision.fp32_module_names == ['attn'] and math.isfinite(fixed.recorder.losses[-1])
+    assert fixed.mixed_precision.fp32_module_names == ['attn'] and math.isfinite(fixed.recorder.losses[-1])
     assert not told(lambda: finds_lr(learner().to_bf16(), start_lr=1.0, end_lr=1e30, stop_div=False), 'failed')
 
 
@@ -318,7 +318,7 @@ def test_raise_stops_before_the_step(mode, make):
     before = params(learn)
     with pytest.raises(FloatingPointError, match='failed'):
         learn.fit(1)
-    assert same(before, params(learn)) and learn.precision.fit is None and autocast_state() == state
+    assert same(before, params(learn)) and learn.mixed_precision.fit is None and autocast_state() == state
 
 
 class FromTheModel(Learner):
@@ -362,7 +362,7 @@ def test_training_goes_on_as_if_nobody_had_looked(opt, acc):
         learn.to_fp16(init_scale=1024.0, on_overflow=on_overflow)
         torch.manual_seed(1)
         assert len(said(learn, 2)) == (on_overflow == 'warn')
-        return learn, [*map(str, learn.recorder.losses)], learn.precision.scales, model[3].n
+        return learn, [*map(str, learn.recorder.losses)], learn.mixed_precision.scales, model[3].n
 
     (asked, *found), (plain, *without) = train('warn'), train('ignore')
     assert same([*asked.model.state_dict().values()], [*plain.model.state_dict().values()]) and found == without

@@ -94,35 +94,35 @@ def test_training_ends_where_fp32_does(what):
     fp32 = [trained(*RUNS[what], seed, None).validate()[0] for seed in SEEDS]
     for seed in SEEDS:
         warned, fixed = (trained(*RUNS[what], seed, how) for how in ('warn', 'fix'))
-        n = len(warned.precision.skips)
-        assert warned.precision.n_skipped > n / 2
+        n = len(warned.mixed_precision.skips)
+        assert sum(warned.mixed_precision.skips) > n / 2
         assert fixed.validate()[0] < 2 * max(fp32) - min(fp32)
         # The loss scale is lowered after 16 skipped steps; before that, the first one searches for a scale that fits.
-        assert 1 <= len(fixed.precision.fixes) <= 3 and fixed.precision.n_skipped <= 17
-        assert fixed.precision.fit is None and not left_on(fixed.to_fp32())
+        assert 1 <= len(fixed.mixed_precision.fixes) <= 3 and sum(fixed.mixed_precision.skips) <= 17
+        assert fixed.mixed_precision.fit is None and not left_on(fixed.to_fp32())
 
 
 def test_what_was_done_is_printed_and_kept_and_the_call_starts_with_it(capsys):
     learn = trained(*RUNS['grows'], 0, 'fix')
-    (fix,) = learn.precision.fixes
+    (fix,) = learn.mixed_precision.fixes
     (line,) = capsys.readouterr().out.splitlines()
     assert 'the loss is nan' in line and line.endswith(f'The next batches train with `{fix.call}`.')
     assert f'batch {fix.step}, ' in line and fix.precision == 'fp16' and "on_overflow='fix'" in fix.call
     again = learner(Growing(0), loaders(96))
     eval(fix.call, {'learn': again})
     again.fit(4, 0.02)
-    assert not again.precision.fixes and again.precision.n_skipped < learn.precision.n_skipped
-    assert learn.precision.fp32_module_names == again.precision.fp32_module_names != []
+    assert not again.mixed_precision.fixes and sum(again.mixed_precision.skips) < sum(learn.mixed_precision.skips)
+    assert learn.mixed_precision.fp32_module_names == again.mixed_precision.fp32_module_names != []
 
 
 def test_history_optimizer_scale_and_the_loss_of_the_epoch_continue():
     learn, seen = learner(Growing(0), loaders(96)).to_fp16(on_overflow='fix', init_scale=64.0, growth_interval=7), []
-    cb = learn.precision
+    cb = learn.mixed_precision
     note = lambda l: l.training and seen.append((id(l.opt), cb.scale, len(cb.skips)))
     learn.add_cb(At('after_batch', note, 70)).fit(2, 0.02)
     (fix,), (opts, scales, lengths) = cb.fixes, zip(*seen)
-    assert learn.precision is cb and lengths == (*range(1, 49),) and cb.skips.index(True) == fix.step - 1
-    assert len({*opts}) == 1 and next(iter(learn.opt.state.values()))['step'] == 48 - cb.n_skipped
+    assert learn.mixed_precision is cb and lengths == (*range(1, 49),) and cb.skips.index(True) == fix.step - 1
+    assert len({*opts}) == 1 and next(iter(learn.opt.state.values()))['step'] == 48 - sum(cb.skips)
     assert scales[fix.step] == scales[fix.step - 1] / LATE
     assert cb.state_dict()['growth_interval'] == 7 and cb.precision.arguments['growth_interval'] == 7
     assert np.isfinite(learn.recorder.values).all() and np.isnan(learn.recorder.losses).sum() == LATE
@@ -138,22 +138,22 @@ def test_the_batch_that_failed_is_not_trained_on_and_the_next_one_is(mode, opt, 
     note = lambda l: l.training and seen.append((params(l), opt_state(l.opt), l.model.norm.running_mean.clone()))
     learn.add_cb(At('after_batch', note, 70))
     learn.fit(1, 0.01)
-    (fix,) = learn.precision.fixes
+    (fix,) = learn.mixed_precision.fixes
     assert fix.step == 5 and "fp32_modules=['near']" in fix.call and fix.precision == mode
     assert same(seen[4][0], seen[3][0]) and same_state(seen[4][1], seen[3][1])
     assert not same(seen[-1][0], seen[4][0]) and finite(learn) and all(mean.isfinite().all() for *_, mean in seen)
-    assert not learn.precision.skips[5 * 4 // n_acc + 1 :].count(True)
+    assert not learn.mixed_precision.skips[5 * 4 // n_acc + 1 :].count(True)
 
 
 def test_the_next_precisions_that_the_device_has_and_fp32_at_last(capsys):
     learn = learner(Narrow(0), narrow_from(4)).to_fp16(on_overflow='fix')
     learn.fit(1, 0.01)
-    assert learn.precision.fixes == [
+    assert learn.mixed_precision.fixes == [
         (5, 'fp16', "learn.to_bf16(on_overflow='fix')"),
         (5 + LATE, 'bf16', 'learn.to_fp32()'),
     ]
-    assert capsys.readouterr().out.count('\n') == 2 and learn.precision.mode is None and finite(learn)
-    assert not told(lambda: learn.fit(1, 0.01), 'fp32') and len(learn.precision.fixes) == 2
+    assert capsys.readouterr().out.count('\n') == 2 and learn.mixed_precision.amp_mode is None and finite(learn)
+    assert not told(lambda: learn.fit(1, 0.01), 'fp32') and len(learn.mixed_precision.fixes) == 2
 
 
 class Layers(nn.Module):
@@ -178,9 +178,11 @@ def test_at_most_three_in_a_fit_then_it_warns():
     on = lambda l: (l.validate(), l.model.train(), setattr(l, 'training', True))
     validation = At('after_batch', lambda l: l.train_iter == 11 and on(l), 70)
     warned = told(lambda: learn.fit(1, 0.001, cbs=validation), 'failed')
-    assert [f.step for f in learn.precision.fixes] == [4, 7, 10] and len(warned) == 1
+    assert [f.step for f in learn.mixed_precision.fixes] == [4, 7, 10] and len(warned) == 1
     learn.fit(1, 0.001)
-    assert [f.step for f in learn.precision.fixes][3:] == [1] and learn.precision.n_skipped == (3 + 1) * LATE + 6
+    assert [f.step for f in learn.mixed_precision.fixes][3:] == [1] and sum(learn.mixed_precision.skips) == (
+        3 + 1
+    ) * LATE + 6
 
 
 def test_what_has_no_remedy_is_warned_of():
@@ -188,7 +190,9 @@ def test_what_has_no_remedy_is_warned_of():
     data.tensors[0][7, 2] = float('nan')
     learn = learner(dls=loaders(train=data)).to_bf16(on_overflow='fix')
     assert len(told(lambda: learn.fit(1, 0.01), 'the batch itself is not finite')) == 1
-    assert not learn.precision.fixes and finite(learn) and learn.precision.skips == [False, True, *[False] * 4]
+    assert (
+        not learn.mixed_precision.fixes and finite(learn) and learn.mixed_precision.skips == [False, True, *[False] * 4]
+    )
 
 
 def test_with_several_processes_it_says_so_and_warns(monkeypatch):
@@ -197,7 +201,7 @@ def test_with_several_processes_it_says_so_and_warns(monkeypatch):
     learn = learner(Narrow(0), narrow_from(4)).to_bf16(on_overflow='fix')
     words = told(lambda: learn.fit(2, 0.01))
     assert sum('only warns in distributed runs' in w for w in words) == 1 and 'only warns' in words[0]
-    assert sum('failed' in w for w in words) == 1 and not learn.precision.fixes
+    assert sum('failed' in w for w in words) == 1 and not learn.mixed_precision.fixes
 
 
 def test_a_users_own_switch_in_the_same_batch_counts():
@@ -205,4 +209,4 @@ def test_a_users_own_switch_in_the_same_batch_counts():
         learn = learner(Narrow(0), narrow_from(4)).to_bf16(on_overflow='fix')
         learn.add_cb(At(event, lambda l: l.training and l.iter == 4 and l.to_fp32(), 70))
         told(lambda: learn.fit(1, 0.01))
-        assert learn.precision is None and not left_on(learn), event
+        assert precision_callback(learn) is None and not left_on(learn), event

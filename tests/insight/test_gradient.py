@@ -6,7 +6,7 @@ import pytest, torch
 from torch import nn
 from torch.nn import functional as F
 
-from fastxtend_amp import AMPMode
+from fastxtend_amp.precisions import BF16, find_precision
 from fastxtend_amp.insight.gradient import gradient_distance
 from helpers import *
 from states import Act
@@ -57,7 +57,7 @@ def by_hand(model, dls, dtype, n=6):
 
 
 def distance(learn, mode='bf16', keep=(), scale=1.0, n=6, until=math.inf):
-    return gradient_distance(learn, [*learn.dls.train][:n], AMPMode(mode), keep, scale, until)[0]
+    return gradient_distance(learn, [*learn.dls.train][:n], find_precision(mode), keep, scale, until)[0]
 
 
 @pytest.mark.parametrize('make', [mlp, far_from_0, lambda: nn.Sequential(mlp(), nn.Dropout(0.0))])
@@ -79,7 +79,7 @@ def test_noise_that_is_not_known_is_an_error():
     one = [(torch.ones(4, 6), torch.ones(4, 1))]
     for batches, until in (one, math.inf), (one * 6, math.inf), ([*loaders().train], time.monotonic()):
         with pytest.raises(ValueError, match='noise between batches is unknown'):
-            gradient_distance(learner(), batches, AMPMode.BF16, [], 1.0, until)
+            gradient_distance(learner(), batches, BF16, [], 1.0, until)
 
 
 def test_what_adds_up_behind_modules_that_are_all_right_is_seen_and_the_module_that_helps_is_tried():

@@ -143,7 +143,9 @@ def test_training_that_fails_after_such_a_validation_is_still_noticed(on_overflo
     learn = large(on_overflow, n=15)  # in the third epoch
     warned = told(lambda: learn.fit(4, 0.01))
     if on_overflow == 'fix':
-        assert [fix.step for fix in learn.precision.fixes] == [15] and all(p.isfinite().all() for p in params(learn))
-        assert learn.precision.n_skipped <= 1
+        assert [fix.step for fix in learn.mixed_precision.fixes] == [15] and all(
+            p.isfinite().all() for p in params(learn)
+        )
+        assert sum(learn.mixed_precision.skips) <= 1
     else:
         assert [' in validation is NaN' in w for w in warned if 'NaN' in w or 'failed' in w] == [True, False]

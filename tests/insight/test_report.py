@@ -22,7 +22,7 @@ SAFE = 'safe so far'
 
 
 def rows(report, mode):
-    return report.table[report.table['mode'] == mode].set_index('module')
+    return report.table[report.table['precision'] == mode].set_index('module')
 
 
 # -- the table
@@ -30,8 +30,8 @@ def rows(report, mode):
 
 def test_the_row_of_a_module_that_overflows():
     report = learner(Attentive()).precision_report()
-    assert report.table.query('flagged')[['mode', 'module']].values.tolist() == [['fp16', 'attn']]
-    assert [*report.table.groupby('mode')['module'].last()] == ['loss function'] * 2
+    assert report.table.query('flagged')[['precision', 'module']].values.tolist() == [['fp16', 'attn']]
+    assert [*report.table.groupby('precision')['module'].last()] == ['loss function'] * 2
     row = rows(report, 'fp16').loc['attn']
     assert row['largest'] > 65504 and row['headroom'] == pytest.approx(65504 / row['largest'], rel=0.01)
     assert row['error'] == math.inf and row['format'] == 'fp16'
@@ -167,7 +167,7 @@ def test_the_printed_report(name, expected, monkeypatch):
     assert ' '.join(text.split()) == ' '.join(said.split())
     expected(name, blurred('\n'.join([said, *others[::2], ''])))
     html = report._repr_html_()
-    assert all(f'{v.mode}: {v.verdict}' in html for v in report.verdicts.values())
+    assert all(f'{v.precision}: {v.verdict}' in html for v in report.verdicts.values())
     assert ('class="dataframe"' in html) == any(v.modules for v in report.verdicts.values())
 
 
@@ -182,7 +182,7 @@ def test_time_that_is_over_leaves_what_is_known(clock):
     report = learn.precision_report(max_seconds=35.0)  # training and validation need 20
     bf16, fp16 = report.verdicts.values()
     assert bf16.verdict == SAFE and fp16.verdict == 'not known' and '`max_seconds=35`' in fp16.reason
-    assert fp16.call == "learn.precision_report('fp16', max_seconds=350)" and set(report.table['mode']) == {'bf16'}
+    assert fp16.call == "learn.precision_report('fp16', max_seconds=350)" and set(report.table['precision']) == {'bf16'}
     report = learn.precision_report(max_seconds=5.0)
     assert {v.verdict for v in report.verdicts.values()} == {'not known'} and not len(report.table) and report.plot()
 

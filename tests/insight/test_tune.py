@@ -95,12 +95,12 @@ own = lambda l: l.to_bf16(fp32_modules=['7', '5'], on_overflow='raise')
 to_amp = lambda l, **kw: l.to_amp(measure=True, **kw).precision_decision
 TUNED = {  # the model; arguments; what is done before; the call
     'a kind that pays': (net(), {}, None, None),
-    'fp16': (net(), dict(modes='fp16'), None, None),
+    'fp16': (net(), dict(precisions='fp16'), None, None),
     'two kinds': (net(grouped=(0.02, 0.04)), {}, None, None),
     'a long backward pass is tried first': (net(backward=0.1), {}, None, None),
     'besides the modules of the learner': (net(), {}, own, None),
     'a class': (net((0.01, 0.01), norm=(0.01, 0.05)), {}, None, None),
-    'bf16 is slower than fp32, fp16 far slower': (net((0.02, 0.3)), dict(modes=['bf16', 'fp16']), None, None),
+    'bf16 is slower than fp32, fp16 far slower': (net((0.02, 0.3)), dict(precisions=['bf16', 'fp16']), None, None),
     'not certain': (net((0.055, 0.06), noise=0.3), dict(n_steps=9, max_seconds=60), None, None),
     'an error': (net(after=Refuses), {}, None, None),
     'hooks break it': (net(after=WithoutHooks), {}, None, None),
@@ -122,7 +122,9 @@ def test_what_is_tried_and_kept(expected, sleeps):
         if call:
             found = call(learn, max_seconds=max_seconds)
         else:
-            found = learn.compare_precision(**{'modes': 'bf16', 'tune': True, 'max_seconds': max_seconds, **kwargs})
+            found = learn.compare_precision(
+                **{'precisions': 'bf16', 'tune': True, 'max_seconds': max_seconds, **kwargs}
+            )
         assert sleeps.now - start < max_seconds + 1
         speeds = (f'{row}: {speed:.2f}\n' for row, speed in found.table['speed-up'].items())
         notes = [n for n in found.notes if 'tried' in n.lower()]
@@ -138,8 +140,8 @@ def test_the_row_of_a_kind_is_as_every_other():
     used = found.table['activations MB']
     assert used[name] > used['bf16'] > 0 and found.plot() is not None
     found.apply(learn).fit(1)
-    assert learn.precision.precision == BF16(fp32_modules=is_depthwise) == found.precisions[name]
-    assert learn.precision.fp32_module_names == ['2']
+    assert learn.mixed_precision.precision == BF16(fp32_modules=is_depthwise) == found.precisions[name]
+    assert learn.mixed_precision.fp32_module_names == ['2']
 
 
 def test_what_cannot_be_tuned_costs_nothing(monkeypatch):

@@ -54,8 +54,8 @@ def test_by_name_in_precision_as_and_in_the_table():
     learn = learner(cbs=MixedPrecision(NAME, fp32_modules='3'))
     with learn.precision_as(NAME), learn.amp_context():
         assert learn.model(torch.ones(2, 6)).dtype is torch.bfloat16
-    assert learn.precision.fp32_module_names == ['3'] and repr(NAME) in repr(learn.precision)
-    assert precision_support('cpu').set_index('mode').why[NAME] == 'it is bf16 again'
+    assert learn.mixed_precision.fp32_module_names == ['3'] and repr(NAME) in repr(learn.mixed_precision)
+    assert precision_support('cpu').set_index('precision').why[NAME] == 'it is bf16 again'
 
 
 # -- insight
@@ -63,7 +63,7 @@ def test_by_name_in_precision_as_and_in_the_table():
 
 def test_a_report():
     report, bf16 = (learner(Attentive(gain=1.0)).precision_report([mode]) for mode in (NAME, 'bf16'))
-    assert {*report.table['mode']} == {*report.verdicts} == {NAME} and NAME in str(report)
+    assert {*report.table['precision']} == {*report.verdicts} == {NAME} and NAME in str(report)
     assert report.verdicts[NAME].verdict == 'safe so far'
     assert report.table['error'].tolist() == bf16.table['error'].tolist()
     report.plot()
@@ -76,7 +76,7 @@ def test_a_comparison_and_its_call():
     assert found.calls[NAME] == 'learn.to_bf16again()'
     found.plot()
     found.apply(learn, NAME)
-    assert repr(NAME) in repr(learn.precision)
+    assert repr(NAME) in repr(learn.mixed_precision)
 
 
 def test_a_watch_over_its_fits():
@@ -92,9 +92,9 @@ def test_a_checkpoint_and_an_export(tmp_path):
     for _ in range(2):
         learn.fit(1)
     file = learn.save('model')
-    assert torch.load(file, weights_only=False)['opt'][NAME] == learn.precision.state_dict() == {'fits': 12}
+    assert torch.load(file, weights_only=False)['opt'][NAME] == learn.mixed_precision.state_dict() == {'fits': 12}
     other = learner(path=tmp_path).to_bf16again().load('model')
-    assert other.precision.state_dict() == {'fits': 12} and same(params(learn), params(other))
+    assert other.mixed_precision.state_dict() == {'fits': 12} and same(params(learn), params(other))
     told(lambda: learn.export('model.pkl'))
     assert b'bf16_again' not in (tmp_path / 'model.pkl').read_bytes()
 

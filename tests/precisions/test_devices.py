@@ -4,6 +4,7 @@ import pytest, torch
 from fastai.callback import fp16
 
 from fastxtend_amp import AMPMode, precision_support
+from fastxtend_amp.precisions import find_precision
 from helpers import *
 
 FP16, BF16 = AMPMode.FP16, AMPMode.BF16
@@ -14,13 +15,15 @@ FP16, BF16 = AMPMode.FP16, AMPMode.BF16
     [
         (FP16, ['fp16', 'FP16', '16-Mixed', 'float16', 'Half', torch.float16, fp16.AMPMode.FP16]),
         (BF16, ['bf16', 'Bf16', 'bf16-mixed', 'bfloat16', torch.bfloat16, fp16.AMPMode.BF16, BF16]),
+        (None, ['fp32', 'FP32', 'float32', '32-true', torch.float32]),
     ],
 )
-def test_names_of_a_mode(expected, names):
+def test_names_of_a_precision(expected, names):
     for name in names:
-        assert AMPMode(name) is expected and MixedPrecision(name).mode is expected
-    dtype = torch.float16 if expected is FP16 else torch.bfloat16
-    assert expected.dtype is dtype and expected.needs_loss_scaling is (expected is FP16)
+        cls = find_precision(name)
+        assert MixedPrecision(name).amp_mode is expected and cls.name == getattr(expected, 'value', 'fp32')
+        with learner().to_tf32().precision_as(name) as learn:
+            assert getattr(precision_callback(learn), 'amp_mode', None) is expected
 
 
 # -- devices; tests/devices/test_facts.py has each kind
@@ -33,7 +36,7 @@ def test_devices_that_cannot_and_those_that_do_not_exist():
         with pytest.raises((RuntimeError, TypeError), match='(?i)device'):
             precision_support(wrong)
     table = precision_support()
-    assert [*table.columns] == ['device', 'mode', 'support', 'why'] and table.why.str.len().all()
+    assert [*table.columns] == ['device', 'precision', 'support', 'why'] and table.why.str.len().all()
 
 
 def test_a_device_without_autocast(monkeypatch):
@@ -78,9 +81,22 @@ def test_an_error_about_dtypes_says_where_to_look():
 ROWS = {
     'no docstring': """
 class NoDocstring(Precision):
-    name = 'mxfp8'
-learner().to_mxfp8().fit(1)""",
-    'AMPMode': "assert AMPMode.MXFP8 == 'mxfp8' == MixedPrecision('MXFP8').mode",
+    name = 'silent'
+learner().to_silent().fit(1)
+assert MixedPrecision('SILENT').amp_mode is None""",
+    'defined again, as a notebook cell is': """
+for i in 1, 2:
+    class Silent(Precision):
+        name, size = 'again', i
+assert learner().to_again().mixed_precision.precision.size == 2""",
+    'names that cannot be used': """
+before = Learner.to_amp, Learner.to_detach, dict(PRECISIONS)
+for name in 'BF16Body', 'two words', '', 'half', 'amp', 'detach', 'channelslast', 'fp32', 'bf16', 'silent':
+    try: type('Mine', (Precision,), dict(name=name))
+    except ValueError as e: assert f'name={name!r} cannot be used for Mine' in str(e)
+    else: raise AssertionError(name)
+assert (Learner.to_amp, Learner.to_detach, PRECISIONS) == before""",
+    'AMPMode': "assert [*AMPMode] == ['fp16', 'bf16', 'tf32', 'fp8'] == [AMPMode[m.name] for m in AMPMode]",
     '**kwargs': """
 class Keywords(Precision):
     "With any arguments."
@@ -88,7 +104,7 @@ class Keywords(Precision):
     def __init__(self, **kwargs):
         super().__init__()
         self.size = kwargs['size']
-assert learner().to_keywords(size=3).precision.precision.size == 3""",
+assert learner().to_keywords(size=3).mixed_precision.precision.size == 3""",
     'required': """
 class Needs(Precision):
     "With an argument that must be given."
@@ -96,20 +112,20 @@ class Needs(Precision):
     def __init__(self, what):
         super().__init__()
         self.what = what
-assert copy.deepcopy(learner().to_needs('x').precision).precision.what == 'x'""",
+assert copy.deepcopy(learner().to_needs('x').mixed_precision).precision.what == 'x'""",
     'dataclass': """
 @dataclasses.dataclass
 class Data(Precision):
     "A dataclass."
     name = 'data'
     size: int = 3
-assert learner().to_data(size=5).precision.precision.size == 5""",
+assert learner().to_data(size=5).mixed_precision.precision.size == 5""",
 }
 RUN = """
 import sys; sys.path.insert(0, {path!r})
 import copy, dataclasses, linecache
 from fastxtend_amp import AMPMode
-from fastxtend_amp.precisions import Precision
+from fastxtend_amp import Precision
 from helpers import *
 for name, code in {rows!r}.items():
     file = {folder!r} + '/row.py'

@@ -32,7 +32,7 @@ def seen(model):
 
 
 def kept(model, spec):
-    return learner(model, cbs=MixedPrecision('bf16', fp32_modules=spec)).precision.fp32_module_names
+    return learner(model, cbs=MixedPrecision('bf16', fp32_modules=spec)).mixed_precision.fp32_module_names
 
 
 MIDDLE = [BF16, FP32, BF16]  # `seen` with the second layer in fp32
@@ -169,7 +169,7 @@ def test_the_last_call_counts_and_each_learner_on_a_model_has_its_own():
     ):
         change().get_preds()
         assert seen(first.model) == expected and replaced(first.model) == []
-    assert first.precision.fp32_module_names == ['0']
+    assert first.mixed_precision.fp32_module_names == ['0']
     dtypes = output_dtypes(first)
     first.fit(2, cbs=At('before_epoch', lambda l: l.epoch and l.to_bf16()))
     assert dtypes == [FP32] * 6 + [BF16] * 6

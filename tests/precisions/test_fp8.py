@@ -27,7 +27,7 @@ def in_fp8(learn, f):
 
 
 def fp8_layers(l):
-    return [n for n in replaced(l.model) if n not in l.precision.fp32_module_names]
+    return [n for n in replaced(l.model) if n not in l.mixed_precision.fp32_module_names]
 
 
 def is_plain(learn):
@@ -43,7 +43,7 @@ def test_a_fit_changes_neither_model_nor_parameters():
     bf16.to_bf16().fit(2, 0.01)
     assert not same(params(learn), params(bf16)) and is_plain(learn)
     assert all(p is q and p.dtype is FP32 for p, q in zip(learn.model.parameters(), before))
-    assert learn.precision.mode is AMPMode.FP8 and learn.precision.state_dict() == {}
+    assert learn.mixed_precision.amp_mode is AMPMode.FP8 and learn.mixed_precision.state_dict() == {}
 
 
 def not_square(m):
@@ -116,7 +116,7 @@ def test_files_load_without_torchao(tmp_path):
     script = f'import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})' + WITHOUT.format(path=str(tmp_path))
     done = subprocess.run([sys.executable, '-W', 'ignore', '-c', script], capture_output=True, text=True)
     assert 'pip install torchao' in done.stdout, done.stderr
-    assert load_learner(tmp_path / 'export.pkl').precision is None
+    assert precision_callback(load_learner(tmp_path / 'export.pkl')) is None
 
 
 @pytest.mark.parametrize('how', ['wrapped', 'in place', pytest.param('inductor', marks=pytest.mark.slow)])
@@ -130,7 +130,7 @@ def test_compiled(how):
     else:
         learn.model = torch.compile(learn.model, backend=backend)
     theirs.to_bf16().fit(2, 0.01)
-    assert in_fp8(learn, lambda: learn.to_fp8().fit(2, 0.01)) and learn.precision.fit is None
+    assert in_fp8(learn, lambda: learn.to_fp8().fit(2, 0.01)) and learn.mixed_precision.fit is None
     assert same(params(learn), params(theirs))
     torch._dynamo.utils.counters.clear()
     learn.fit(1, 0.01)
@@ -149,7 +149,7 @@ def test_what_cannot_be():
             call()
     with pytest.raises(TypeError, match='modules=3 cannot be used'):
         learner(wide()).to_fp8(modules=3)
-    table = precision_support('cpu').set_index('mode')
+    table = precision_support('cpu').set_index('precision')
     assert table.support['fp8'] == 'emulated' and '8.9' in table.why['fp8']
     said = told(lambda: learner(wide()).to_fp8().fit(2), 'fp8 is emulated')
     assert len(said) == 1 and '8.9' in said[0] and fastest_native(torch.device('cpu')) != 'fp8'

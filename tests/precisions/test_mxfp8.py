@@ -6,7 +6,6 @@ import pytest, torch
 from torch import nn
 from torch.nn import functional as F
 
-from fastxtend_amp import AMPMode
 from helpers import is_outside_a_fit, learner, loaders, params, same
 
 pytestmark = pytest.mark.torchao
@@ -42,7 +41,7 @@ def test_a_fit_computes_in_it():
     learn, plain = learner(wide(), loaders(24, bs=20)).to_mxfp8(), learner(wide(), loaders(24, bs=20)).to_bf16()
     learn.fit(2, 0.01)
     plain.fit(2, 0.01)
-    assert is_outside_a_fit(learn) and learn.precision.amp_mode is AMPMode.MXFP8
+    assert is_outside_a_fit(learn) and learn.mixed_precision.amp_mode is None
     assert not same(params(learn), params(plain)) and abs(learn.recorder.losses[-1] - plain.recorder.losses[-1]) < 0.1
 
 

@@ -51,7 +51,7 @@ def test_a_validation_in_a_fit_and_a_switch_in_mid_fit(with_tf32):
 
 
 def test_where_there_is_none_the_reason_is_given():
-    table = precision_support('cpu').set_index('mode')
+    table = precision_support('cpu').set_index('precision')
     assert table.support['tf32'] == 'unsupported' and 'NVIDIA' in table.why['tf32']
     learn, before = learner().to_tf32(), values()
     with pytest.raises(ValueError, match=r'(?s)tf32.*NVIDIA.*use `learn\.to_\w+\(\)`'):
@@ -71,8 +71,8 @@ def test_a_loss_that_is_not_finite_in_tf32(on_overflow, with_tf32, capsys):
     else:
         learn.fit(1)
         assert 'The next batches train with `learn.to_fp32()`' in capsys.readouterr().out
-        assert learn.precision.mode is None
-        assert learn.precision.skips == [False, True] and finite(learn)
+        assert learn.mixed_precision.amp_mode is None
+        assert learn.mixed_precision.skips == [False, True] and finite(learn)
 
 
 def test_in_a_comparison(with_tf32):
@@ -81,4 +81,4 @@ def test_in_a_comparison(with_tf32):
     tf32, fp32, bf16 = (found.losses[name] for name in ('tf32', 'fp32', 'bf16'))
     assert tf32 == fp32[: len(tf32)] and bf16[0] != fp32[0]  # on a CPU; what is slow leaves the rounds early
     found.apply(learn, 'tf32')
-    assert learn.precision.mode is AMPMode.TF32 and learn.precision.state_dict() == {}
+    assert learn.mixed_precision.amp_mode is AMPMode.TF32 and learn.mixed_precision.state_dict() == {}

@@ -90,7 +90,7 @@ def no_autocast(patch):
 
 def nothing_learned(patch):
     fit = Learner.fit
-    patch(Learner, 'fit', lambda self, n, lr, cbs: fit(self, n, 0.0 if self.precision else lr, cbs=cbs))
+    patch(Learner, 'fit', lambda self, n, lr, cbs: fit(self, n, 0.0 if precision_callback(self) else lr, cbs=cbs))
 
 
 def autocast_left_on(patch):
@@ -117,7 +117,7 @@ def no_fp32(patch):
     fit = Learner.fit
 
     def broken(self, *args, **kwargs):
-        if self.precision is None:
+        if precision_callback(self) is None:
             raise RuntimeError('no kernel')
         return fit(self, *args, **kwargs)
 
@@ -153,7 +153,7 @@ def test_what_is_broken_fails_a_check(broken, failed, why, monkeypatch, short, c
 
 def test_a_precision_that_the_device_has_not(monkeypatch, checked):
     modes = [name for name, cls in PRECISIONS.items() if cls.in_tables and not cls.package]
-    support = pd.DataFrame({'mode': modes, 'support': 'unsupported', 'why': 'the test says so'})
+    support = pd.DataFrame({'precision': modes, 'support': 'unsupported', 'why': 'the test says so'})
     monkeypatch.setattr(check, 'EPOCHS', 1)
     monkeypatch.setattr(check, 'precision_support', lambda device: support)
     status, found, out = checked()

@@ -41,7 +41,7 @@ def test_emulated_precisions_train_if_asked_for_and_in_a_fifth_of_the_time(
     bf16, fp16, args, expected, monkeypatch, tmp_path, capsys
 ):
     support, given, compare = {'bf16': bf16, 'fp16': fp16, 'fp8': 'native'}, [], Learner.compare_precision
-    rows = [{'mode': name, 'support': status, 'why': 'for this test'} for name, status in support.items()]
+    rows = [{'precision': name, 'support': status, 'why': 'for this test'} for name, status in support.items()]
 
     def noted(self, modes, n_steps, n_seeds, max_seconds):
         given.append((modes, n_seeds, max_seconds))

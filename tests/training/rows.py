@@ -320,7 +320,7 @@ def wrapped_step(learn):
 
 
 def another_fit(l):
-    TO['bf16' if l.precision and l.precision.scales else 'fp16'](learner(dls=loaders(8))).fit(1)
+    TO['bf16' if precision_callback(l) and l.mixed_precision.scales else 'fp16'](learner(dls=loaders(8))).fit(1)
 
 
 def validations():
@@ -350,7 +350,7 @@ LOOPS = {
     'own scaling': Loop(cls=ScalesItself),
     'two passes': Loop(cls=Twice, by_hand=dict(n_forward=2)),
     'more backward': Loop(more(lambda l: l.scaler.scale), by_hand=dict(n_backward=2)),
-    'scale_loss': Loop(more(lambda l: l.precision.scale_loss), by_hand=dict(n_backward=2)),
+    'scale_loss': Loop(more(lambda l: l.mixed_precision.scale_loss), by_hand=dict(n_backward=2)),
     'patched _step': Loop(train=patched_step),
     'wrapped step': Loop(train=wrapped_step),
     'validations inside': Loop(validations),
@@ -384,7 +384,7 @@ def outcome(model, opt, losses, scales, state):
 
 
 def result(learn, losses=()):
-    cb = learn.precision
+    cb = precision_callback(learn)
     scales, state = (cb.scales, cb.state_dict()) if cb and cb.state_dict() else ([], {})
     return outcome(learn.model, learn.opt, [*losses], scales, state)
 

@@ -12,10 +12,10 @@ from rows import *
 def test_positions_are_those_of_grad_scaler():
     given = (1024.0, 3.0, 0.25, 7, True)
     expected = torch.amp.GradScaler('cpu', *given).state_dict()
-    for cb in (MixedPrecision('fp16', *given), learner().to_fp16(*given).precision):
+    for cb in (MixedPrecision('fp16', *given), learner().to_fp16(*given).mixed_precision):
         assert cb.state_dict() == expected
     assert MixedPrecision('bf16', init_scale=2, growth_interval=5).state_dict() == {}  # fastai gives them to both
-    assert MixedPrecision(BF16Precision(skip_nonfinite=True)).mode == 'bf16'
+    assert MixedPrecision(BF16Precision(skip_nonfinite=True)).amp_mode == 'bf16'
 
 
 ERRORS = {  # what to call with a learner: its error is in tests/expected/arguments.txt
@@ -43,7 +43,6 @@ ERRORS = {  # what to call with a learner: its error is in tests/expected/argume
     'on_overflow where fp32 is selected': lambda l: l.to_amp(on_overflow='stop'),
     'on_overflow': lambda l: l.to_bf16(on_overflow='stop'),
     'an unknown precision': lambda l: MixedPrecision('fp4'),
-    'fp32 as a precision': lambda l: MixedPrecision(torch.float32),
     'None as a precision': lambda l: MixedPrecision(None),
     'arguments beside a precision': lambda l: MixedPrecision(BF16Precision(), skip_nonfinite=True),
     'fp32_modules, a name': lambda l: l.to_bf16(fp32_modules='atn'),

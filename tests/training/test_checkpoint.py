@@ -54,7 +54,7 @@ SAME += [('fp32', 'adam'), ('flat fp16', 'sgd'), ('unscaled', 'adam')]
 def test_training_goes_on_from_a_file(to, opt, tmp_path):
     learn, new = after_fits(to, tmp_path, opt=opt), make(to, opt=opt, path=tmp_path)
     file = learn.save('a')
-    content, state = in_file(file), learn.precision.state_dict() if learn.precision else {}
+    content, state = in_file(file), learn.mixed_precision.state_dict() if precision_callback(learn) else {}
     assert file == tmp_path / 'models' / 'a.pth' and [f.name for f in file.parent.iterdir()] == ['a.pth']
     assert {*content} == {'model', 'opt'} and content['opt'].get(KEY, {}) == state and KEY not in learn.opt.state_dict()
     assert all(type(v) in (int, float) for v in state.values())
@@ -70,9 +70,9 @@ def test_files_of_other_precisions(from_, to, tmp_path):
     assert same(params(new), params(learn)) and same_state(opt_state(new.opt), opt_state(learn.opt))
     if to == 'overflowing':
         expected = learn if from_ == to else make(to)
-        assert new.precision.state_dict() == expected.precision.state_dict()
+        assert new.mixed_precision.state_dict() == expected.mixed_precision.state_dict()
     new.fit(1, 0.01)
-    assert set(new.precision.scales if to == 'static' else []) <= {512.0} and finite(new)
+    assert set(new.mixed_precision.scales if to == 'static' else []) <= {512.0} and finite(new)
 
 
 def saved_by(cls, path):
@@ -100,9 +100,9 @@ LOADS = [lambda l: l.load('with', with_opt=False), lambda l: l.load('without')]
 def test_without_the_optimizer(cls, load, tmp_path):
     build, learn = saved_by(cls, tmp_path)
     assert in_file(tmp_path / 'models/without.pth').keys() == learn.model.state_dict().keys()
-    other, fresh = build(), build().precision.state_dict()
+    other, fresh = build(), build().mixed_precision.state_dict()
     told(lambda: load(other))
-    assert same(params(other), params(learn)) and other.precision.state_dict() == fresh
+    assert same(params(other), params(learn)) and other.mixed_precision.state_dict() == fresh
     assert not other.opt or not any('grad_avg' in s for s in other.opt.state.values())
 
 
@@ -185,7 +185,7 @@ def test_resumed_bit_for_bit_in_a_new_process_which_is_killed_while_it_saves(tmp
     for to, opt in rows:
         learn = after_fits(to, tmp_path, opt=opt)
         learn.save(opt)
-        n = len(learn.precision.scales)
+        n = len(learn.mixed_precision.scales)
         learn.fit(2, 0.01)
         expected[opt] = result(learn)
         expected[opt]['scales'] = expected[opt]['scales'][n:]
@@ -274,24 +274,24 @@ def test_an_export_in_a_batch_raises_an_error():
 @pytest.mark.parametrize('to', ['fp16', 'bf16', 'flat'])
 def test_an_export_is_in_fp32_and_the_learner_keeps_its_precision(to, event, tmp_path):
     "Also in the middle of a fit."
-    learn, files = after_fits(to, tmp_path, metrics=[nn.functional.l1_loss, fastxtend_amp.loss_scale]), []
+    learn, files = after_fits(to, tmp_path, metrics=[nn.functional.l1_loss, fastxtend_amp.LossScaleMetric]), []
 
     def export(l):
         if event != 'after_batch' or third(l):
             told(lambda: l.export('model.pkl'))
             files.append(params(l))
 
-    cb, state = learn.precision, learn.precision.state_dict()
+    cb, state = learn.mixed_precision, learn.mixed_precision.state_dict()
     if event:
         learn.fit(1, 0.01, cbs=At(event, export, 60))
     else:
         export(learn)
         assert cb.state_dict() == state
-    assert learn.precision is cb and len(learn.metrics) == 2 and is_outside_a_fit(learn)
+    assert learn.mixed_precision is cb and len(learn.metrics) == 2 and is_outside_a_fit(learn)
     assert b'fastxtend_amp' not in (tmp_path / 'model.pkl').read_bytes()
     for cpu in (True, False):
         loaded = load_learner(tmp_path / 'model.pkl', cpu=cpu)
-        assert loaded.precision is None and left_on(loaded) == [] and same(params(loaded), files[0])
+        assert precision_callback(loaded) is None and left_on(loaded) == [] and same(params(loaded), files[0])
     learn.fit(1, 0.01)
     assert finite(learn) and not same(params(learn), files[0])
 

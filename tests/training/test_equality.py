@@ -92,8 +92,8 @@ def cancel(l):
 
 
 def load(l):
-    if l.precision and third(l):
-        l.precision.load_state_dict({**l.precision.state_dict(), 'scale': 32.0})
+    if precision_callback(l) and third(l):
+        l.mixed_precision.load_state_dict({**l.mixed_precision.state_dict(), 'scale': 32.0})
 
 
 def another(*cbs):
@@ -108,7 +108,7 @@ def failing(l):
 def in_the_step(l):
     with l.amp_context():
         loss = l.loss_func(l.model(*l.xb).float(), *l.yb)
-    (l.precision.scale_loss(loss) if l.precision else loss).backward()
+    (l.mixed_precision.scale_loss(loss) if precision_callback(l) else loss).backward()
 
 
 TRUE = {
@@ -128,7 +128,9 @@ TRUE = {
     'left before a validation that fails': left(failing),
     'left to fp32': left(lambda l: l.to_fp32().fit(1, 0.01)),
     'left to bf16': left(lambda l: l.to_bf16()),
-    'a loss of ones own': left(another(*more(lambda l: l.precision.scale_loss if l.precision else noop)())),
+    'a loss of ones own': left(
+        another(*more(lambda l: l.mixed_precision.scale_loss if precision_callback(l) else noop)())
+    ),
     'a loss of ones own in the step': in_steps(cbs=[At('before_step', in_the_step, 10.5)]),
     'a scale that is loaded': left(another(At('after_batch', load, 70))),
 }

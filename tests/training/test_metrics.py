@@ -6,10 +6,10 @@ import pytest
 from fastai.callback.progress import CSVLogger
 from torch.profiler import ProfilerActivity, profile
 
-from fastxtend_amp import loss_scale, skipped_steps
+from fastxtend_amp import LossScaleMetric, SkippedStepsMetric
 from rows import *
 
-BOTH = [loss_scale, skipped_steps]
+BOTH = [LossScaleMetric, SkippedStepsMetric]
 
 
 def logged(learn):
@@ -68,8 +68,8 @@ def test_values_that_are_read_in_a_step(to, opt, per_step):
 
     def read(to):
         learn = make(to, opt=opt, dls=loaders(n=4 * STEPS), cbs=[At('before_validate', no_validation)])
-        if learn.precision:
-            learn.precision.on_overflow = 'ignore'
+        if precision_callback(learn):
+            learn.mixed_precision.on_overflow = 'ignore'
         learn.fit(1, 0.01)
         return n_reads(lambda: learn.fit(1, 0.01))
 

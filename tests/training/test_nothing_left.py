@@ -125,7 +125,7 @@ def test_an_exception_in_other_loops(loop, place):
         assert_trains_on(learn, before)
 
 
-@pytest.mark.parametrize('then', [noop, Learner.to_fp32, Learner.to_bf16, lambda l: l.remove_cb(l.precision)])
+@pytest.mark.parametrize('then', [noop, Learner.to_fp32, Learner.to_bf16, lambda l: l.remove_cb(l.mixed_precision)])
 def test_no_scaled_gradient_reaches_the_step_after_an_exception(then):
     learn = make('fp16', cbs=[GradientAccumulation(1000), Bomb('after_train', 20, RuntimeError)])
     assert ending(lambda: learn.fit(1, 0.01))
@@ -147,12 +147,12 @@ def test_no_gradient_of_a_skipped_step_reaches_fp32_after_an_exception():
 @pytest.mark.parametrize('event', ['after_cancel_step', 'after_step'])
 def test_no_gradient_of_a_skipped_step_reaches_fp32_after_a_fit_that_it_ended(event):
     def stop(l):
-        if l.precision.skipped:
+        if l.mixed_precision.skipped:
             raise core.CancelFitException
 
     learn = learner(opt_func=OPTIMIZERS['fused adamw' if event == 'after_step' else 'sgd'])
     learn.to_fp16(init_scale=256.0, on_overflow='ignore').fit(1)
-    learn.precision.load_state_dict(dict(scale=1e38, _growth_tracker=0))
+    learn.mixed_precision.load_state_dict(dict(scale=1e38, _growth_tracker=0))
     learn.fit(1, cbs=At(event, stop, 20))
     learn.to_fp32().fit(1)
     assert finite(learn)
@@ -184,7 +184,7 @@ def test_an_epoch_left_between_unscaling_and_update(event, order, bad):
     learn = make('fp16 and fused', cbs=[Bomb(event, order, core.CancelEpochException), spoil])
     learn.add_cb(At('after_cancel_epoch', lambda l: l.opt.zero_grad()))  # fastai leaves the gradients of that batch
     learn.fit(3, 0.01)
-    assert learn.precision.scales == [4096.0] * 14 and learn.precision.scale == 4096.0 and finite(learn)
+    assert learn.mixed_precision.scales == [4096.0] * 14 and learn.mixed_precision.scale == 4096.0 and finite(learn)
 
 
 # -- a loop of fastai with two models
@@ -210,7 +210,7 @@ def several(learn):
     with torch.no_grad(), learn.amp_context():
         learn.model.eval()(torch.ones(2, 6))
         learn.model.train()
-    learn.precision and learn.precision.load_state_dict(learn.precision.state_dict())
+    precision_callback(learn) and learn.mixed_precision.load_state_dict(learn.mixed_precision.state_dict())
 
 
 def as_fp32(learn):
@@ -249,12 +249,14 @@ def test_a_copy_of_a_learner_made_in_a_fit_trains(to, event):
 
     def keep(l):
         l.pred = l.loss = l.loss_grad = None  # their graphs cannot be copied
-        copies.append((copy.deepcopy(l), params(l), l.precision.state_dict()))
+        copies.append((copy.deepcopy(l), params(l), l.mixed_precision.state_dict()))
         raise core.CancelFitException
 
     make(to).fit(1, 0.01, cbs=At(event, keep, 70))
     twin, weights, state = copies[0]
-    assert same(params(twin), weights) and twin.precision.state_dict() == state and twin.precision.fit is None
+    assert (
+        same(params(twin), weights) and twin.mixed_precision.state_dict() == state and twin.mixed_precision.fit is None
+    )
     before = process()
     twin.remove_cb(At).fit(1, 0.01)
     assert process() == before and finite(twin) and not same(params(twin), weights)

@@ -11,11 +11,11 @@ NAN = float('nan')
 
 
 def state(learn):
-    return learn.precision.state_dict()
+    return learn.mixed_precision.state_dict()
 
 
 def history(learn):
-    cb = learn.precision
+    cb = learn.mixed_precision
     return cb.scales, cb.skips, state(learn), cb.scale
 
 
@@ -33,10 +33,10 @@ def test_the_state_is_that_of_a_grad_scaler():
         assert state(learner().to_fp16(**scaling)) == reference(**scaling).state_dict()
         learn, scaler = trained('overflowing')[0], reference()
         scaler.load_state_dict(state(learn))
-        assert scaler.get_scale() == learn.precision.scale
+        assert scaler.get_scale() == learn.mixed_precision.scale
     assert {state(make('static'))[f'{name}_factor'] for name in ('growth', 'backoff')} == {1.0}
     for to in ('bf16', 'skipping', 'unscaled'):
-        assert (state(make(to)), make(to).precision.scale) == ({}, None)
+        assert (state(make(to)), make(to).mixed_precision.scale) == ({}, None)
 
 
 def test_a_state_is_loaded_before_between_and_in_fits():
@@ -55,7 +55,7 @@ def test_a_state_is_loaded_before_between_and_in_fits():
     for to in ('bf16', 'static', 'unscaled'):
         other = make(to)
         before = state(other)
-        other.precision.load_state_dict(s)
+        other.mixed_precision.load_state_dict(s)
         assert state(other) == before
 
 
@@ -64,7 +64,7 @@ def test_a_scale_that_cannot_be_used_is_not_loaded(scale):
     learn = trained('overflowing')[0]
     before = history(learn)
     with pytest.raises(ValueError):
-        learn.precision.load_state_dict({**state(learn), 'scale': scale})
+        learn.mixed_precision.load_state_dict({**state(learn), 'scale': scale})
     assert history(learn) == before
 
 
@@ -74,16 +74,16 @@ def test_copies_have_a_state_of_their_own(to, how):
     learn = make(to)
     learn.fit(3, 0.01)
     twin, before = how(learn), history(learn)
-    assert history(twin) == before and twin.precision.learn is twin
+    assert history(twin) == before and twin.mixed_precision.learn is twin
     twin.fit(2, 0.01)
-    assert history(learn) == before and len(twin.precision.scales) == 30
+    assert history(learn) == before and len(twin.mixed_precision.scales) == 30
     learn.fit(2, 0.01)
     assert differences(result(learn), result(twin)) == []
 
 
 def test_what_the_callback_shows():
-    assert repr(make('fp16').precision) == "MixedPrecision('fp16', init_scale=4096.0, scale=4096)"
-    assert repr(make('bf16').precision) == "MixedPrecision('bf16')"
+    assert repr(make('fp16').mixed_precision) == "MixedPrecision('fp16', init_scale=4096.0, scale=4096)"
+    assert repr(make('bf16').mixed_precision) == "MixedPrecision('bf16')"
     assert 'head' in repr(MixedPrecision('bf16', fp32_modules=['head']))
 
 
@@ -101,17 +101,17 @@ def test_steps_that_another_callback_cancels_are_no_attempts():
     learn.add_cb(At('before_step', cancel, 20))
     learn.add_cb(At('after_batch', lambda l: l.training and trackers.append(state(l)['_growth_tracker']), 40))
     learn.fit(1, 0.01)
-    assert trackers == [1, 1, 2, 2, 3, 3] and learn.precision.scales == [1024.0] * 3 and largest(learn) == 0
+    assert trackers == [1, 1, 2, 2, 3, 3] and learn.mixed_precision.scales == [1024.0] * 3 and largest(learn) == 0
 
 
 def test_steps_without_gradients_are_no_attempts():
     learn = make('fp16', cbs=[At('before_step', lambda l: third(l) and l.model.zero_grad(set_to_none=True), 5)])
     learn.fit(1, 0.01)
-    assert len(learn.precision.scales) == 5 and finite(learn)
+    assert len(learn.mixed_precision.scales) == 5 and finite(learn)
     unused = nn.Linear(6, 1)
     learn = learner(splitter=lambda m: [list(unused.parameters())]).to_fp16()
     learn.fit(1, 0.01)
-    assert learn.precision.scales == [] and learn.precision.scale == 65536.0
+    assert learn.mixed_precision.scales == [] and learn.mixed_precision.scale == 65536.0
 
 
 @pytest.mark.parametrize('to', ['overflowing', 'own scaler'])
@@ -127,7 +127,7 @@ def test_lr_find_leaves_scale_and_history_alone(tmp_path, to):
         find()
     assert history(learn) == before
     learn.fit(1, 0.01)
-    assert len(learn.precision.scales) == 12 and learn.precision.scales[6] == before[3]
+    assert len(learn.mixed_precision.scales) == 12 and learn.mixed_precision.scales[6] == before[3]
     learn.to_fp16(loss_scale=2.0**30)  # skips each step
     assert told(find, 'steps of this fit') == []
 
@@ -182,21 +182,21 @@ THEN = {
 def test_training_learns_after_bad_data(then, n_bad, opt, tmp_path):
     learn = after_bad(n_bad, opt=opt, first=1)
     learn.path = tmp_path
-    assert learn.precision.skips == [False] + [True] * n_bad and min(learn.precision.scales) > 0
+    assert learn.mixed_precision.skips == [False] + [True] * n_bad and min(learn.mixed_precision.scales) > 0
     weights, before = params(learn), loss_of(learn)
     changed = THEN[then](learn)
     learn = changed if isinstance(changed, Learner) else learn
     assert same(params(learn), weights)
     learn.dls = loaders(n=160)
     told(lambda: learn.fit(1, 0.05))
-    assert finite(learn) and loss_of(learn) < before / 2 and sum(learn.precision.skips[-40:]) < 8
+    assert finite(learn) and loss_of(learn) < before / 2 and sum(learn.mixed_precision.skips[-40:]) < 8
 
 
 @pytest.mark.parametrize('scaling', [{}, dict(backoff_factor=2.0**-40), dict(growth_interval=20)], ids=str)
 @pytest.mark.parametrize('n_bad', [17, 30, 60, 200])
 def test_training_learns_after_bad_data_in_the_same_fit(n_bad, scaling):
     learn = after_bad(n_bad, 60, **scaling)
-    assert min(learn.precision.scales) > 0 and all(learn.precision.skips[:n_bad])
+    assert min(learn.mixed_precision.scales) > 0 and all(learn.mixed_precision.skips[:n_bad])
     assert loss_of(learn) < loss_of(learner(net())) / 2
 
 
@@ -209,7 +209,7 @@ def test_a_good_step_sets_a_low_scale_from_its_gradients(n_bad, own):
     learn = learner(net(), bad_then_good(n_bad, 2)).to_fp16(on_overflow='ignore', **scaling)
     learn.add_cb(At('before_step', lambda l: found.append(largest(l)), 41))
     messages = told(lambda: learn.fit(1, 1e-3), 'loss scale')
-    low, scale = learn.precision.scales[n_bad:]
+    low, scale = learn.mixed_precision.scales[n_bad:]
     assert low == first / 2**n_bad and scale == min(first, 2.0 ** math.floor(math.log2(65504 / 16 / found[-2])))
     assert len(messages) == 1
 
@@ -219,7 +219,7 @@ def test_a_scale_below_the_smallest_starts_again(init_scale):
     n_bad = 2 * (int(math.log2(init_scale)) + 25) + 1  # two times
     learn = learner(net(), bad_then_good(n_bad, 2)).to_fp16(init_scale=init_scale, on_overflow='ignore')
     assert len(told(lambda: learn.fit(1, 1e-3), 'loss scale')) == 1
-    assert init_scale in learn.precision.scales[n_bad - 2 :] and min(learn.precision.scales) >= 2.0**-26
+    assert init_scale in learn.mixed_precision.scales[n_bad - 2 :] and min(learn.mixed_precision.scales) >= 2.0**-26
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_scales_that_skips_have_not_lowered_below_1_and_low_ones_of_the_users_st
     assert told(lambda: learn.fit(1), 'loss scale') == []
     learn.dls = loaders()
     assert told(lambda: learn.fit(1), 'loss scale') == []
-    assert set(learn.precision.scales[n_bad:]) == {first / 2**n_bad}
+    assert set(learn.mixed_precision.scales[n_bad:]) == {first / 2**n_bad}
 
 
 @pytest.mark.parametrize('factor, cbs', [(1e7, []), (1e9, []), (1e7, GradientClip(1.0))])
@@ -243,8 +243,8 @@ def test_large_losses_that_need_a_low_scale_train_as_with_pytorchs_scaler(factor
     learn = learner(net(), loaders(n=640), loss, opt_func=opt, cbs=cbs).to_fp16(on_overflow='ignore')
     before = loss_of(learn)
     told(lambda: learn.fit(1, 0.01))
-    assert 20 <= learn.precision.n_skipped <= 40 and loss_of(learn) < before / 2
-    scales, skips = learn.precision.scales, learn.precision.skips
+    assert 20 <= sum(learn.mixed_precision.skips) <= 40 and loss_of(learn) < before / 2
+    scales, skips = learn.mixed_precision.scales, learn.mixed_precision.skips
     assert all(skip or b >= a for a, b, skip in zip(scales, scales[1:], skips))
 
 
@@ -254,7 +254,7 @@ class Guard(Callback):
     order = 12
 
     def before_step(self):
-        if self.learn.precision.skipped:
+        if self.learn.mixed_precision.skipped:
             raise core.CancelStepException
 
 
@@ -262,16 +262,16 @@ class Guard(Callback):
 def test_the_scale_backs_off_although_a_guard_cancels_bad_steps(opt):
     learn = learner(dls=loaders(n=640), opt_func=OPTS[opt], cbs=Guard()).to_fp16(init_scale=2.0**40)
     told(lambda: learn.fit(1, 0.01))
-    assert 2 < learn.precision.n_skipped < 40 and not learn.precision.skips[-1]
+    assert 2 < sum(learn.mixed_precision.skips) < 40 and not learn.mixed_precision.skips[-1]
 
 
 @pytest.mark.parametrize('scale', [0.0, 2.0**-44])
 def test_a_state_whose_scale_is_that_low_starts_again(scale):
     "Version 0.4 wrote them to files."
     learn = learner().to_fp16()
-    learn.precision.load_state_dict({**state(learn), 'scale': scale})
+    learn.mixed_precision.load_state_dict({**state(learn), 'scale': scale})
     told(lambda: learn.fit(2, 0.01))
-    assert 1024.0 <= learn.precision.scale and not learn.precision.skips[-1]
+    assert 1024.0 <= learn.mixed_precision.scale and not learn.mixed_precision.skips[-1]
 
 
 class Sparse(nn.Module):
@@ -294,6 +294,6 @@ LOW = {
 @pytest.mark.parametrize('gradients', LOW)
 def test_a_low_scale_is_set_again_whatever_the_gradients(gradients):
     learn = LOW[gradients]().to_fp16()
-    learn.precision.load_state_dict({**state(learn), 'scale': 0.01})
+    learn.mixed_precision.load_state_dict({**state(learn), 'scale': 0.01})
     told(lambda: learn.fit(1, 0.01))
-    assert learn.precision.scale > 1 and finite(learn)
+    assert learn.mixed_precision.scale > 1 and finite(learn)

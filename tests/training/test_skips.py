@@ -46,7 +46,7 @@ def batches(bad=(), column=slice(None), value=INF, left_out=False, n=N):
 
 def fitted(to, bad=(), model='normed', opt='sgd', loop='fit', cbs=(), **kwargs):
     learn = make(to, model, loop, opt, cbs, dls=batches(bad, **kwargs))
-    learn.precision.on_overflow = 'ignore'
+    learn.mixed_precision.on_overflow = 'ignore'
     over_batches(learn, 1) if loop == 'one_batch' else learn.fit(1, 0.01)
     return learn
 
@@ -71,14 +71,16 @@ def test_as_if_the_batch_had_not_been_there(opt, loop, bad):
     for to, model in product(MODES, ('normed', 'mean')):
         learn, without = (fitted(to, bad, model, opt, loop, left_out=l) for l in (False, True))
         assert differences(values(learn), values(without)) == [], (to, model)
-        assert learn.precision.skips == [i in bad for i in range(N)] and learn.precision.n_skipped == len(bad)
+        assert learn.mixed_precision.skips == [i in bad for i in range(N)] and sum(learn.mixed_precision.skips) == len(
+            bad
+        )
 
 
 def test_a_gradient_alone_that_is_not_finite():
     "The forward pass was fine, so its buffers stay; without `skip_nonfinite` bf16 loses the weights."
     for to in MODES:
         learn = fitted(to, cbs=[spoil_at(2)])
-        assert learn.precision.skips == [i == 2 for i in range(N)] and finite(learn)
+        assert learn.mixed_precision.skips == [i == 2 for i in range(N)] and finite(learn)
         plain = fitted('bf16')
         assert learn.model[0].num_batches_tracked == N
         torch.testing.assert_close(learn.model[0].running_var, plain.model[0].running_var)
@@ -88,7 +90,7 @@ def test_a_gradient_alone_that_is_not_finite():
 def test_an_overflow_in_an_accumulation_skips_the_whole_step():
     for to, model in product(MODES, ('normed', 'mean')):
         learn = fitted(to, {2}, model, cbs=[GradientAccumulation(16)])
-        assert learn.precision.skips == [True, False] and finite(learn) and finite_buffers(learn.model)
+        assert learn.mixed_precision.skips == [True, False] and finite(learn) and finite_buffers(learn.model)
 
 
 # -- who decides, and what is told
@@ -114,10 +116,10 @@ EXTRA['plain sgd'] = SGD
 def test_after_cancel_step_fires_where_the_host_decides_and_skipped_is_right_in_both(opt):
     learn, fired, after, at_order_11 = make('fp16', opt=opt, cbs=[spoil_at(0, 3)]), [], [], []
     learn.add_cb(At('after_cancel_step', lambda l: fired.append(l.train_iter), 20))
-    learn.add_cb(At('after_step', lambda l: after.append(l.precision.skipped), 20))
-    learn.add_cb(At('before_step', lambda l: at_order_11.append(l.precision.skipped), 11))
+    learn.add_cb(At('after_step', lambda l: after.append(l.mixed_precision.skipped), 20))
+    learn.add_cb(At('before_step', lambda l: at_order_11.append(l.mixed_precision.skipped), 11))
     learn.fit(1, 0.01)
-    assert fired == WHO[opt] and after == [i in (0, 3) for i in range(6)] and learn.precision.n_skipped == 2
+    assert fired == WHO[opt] and after == [i in (0, 3) for i in range(6)] and sum(learn.mixed_precision.skips) == 2
     assert at_order_11 == [i in (0, 3) for i in range(6) if i not in WHO[opt]]
 
 
@@ -128,7 +130,7 @@ def test_skipped_is_about_the_newest_step():
 
     for opt in ('sgd', 'fused sgd'):
         learn, found = make('fp16', opt=opt, cbs=[spoil_at(2), At('before_step', cancel, 5)]), []
-        learn.add_cb(At('after_batch', lambda l: l.training and found.append(bool(l.precision.skipped)), 70))
+        learn.add_cb(At('after_batch', lambda l: l.training and found.append(bool(l.mixed_precision.skipped)), 70))
         learn.fit(1)
         assert found == [i == 2 for i in range(6)]
 
@@ -186,7 +188,7 @@ def test_buffers_that_are_not_plain_tensors_in_memory_are_left_alone():
         model.register_buffer('eight', torch.ones(4).to(torch.float8_e4m3fn))
         learn = TO[to](learner(model, batches({3})))
         told(lambda: learn.fit(1))
-        assert learn.precision.n_skipped == 1 and finite(learn)
+        assert sum(learn.mixed_precision.skips) == 1 and finite(learn)
 
 
 def test_buffers_loaded_between_two_fits_and_those_of_an_exchanged_model():
@@ -204,7 +206,7 @@ def test_buffers_loaded_between_two_fits_and_those_of_an_exchanged_model():
         assert finite_buffers(other) and other[0].running_mean.min() > 2
         larger = nn.Sequential(nn.BatchNorm1d(6), *other)
         told(lambda: learn.fit(1, cbs=At('before_batch', lambda l: l.iter == 4 and setattr(l, 'model', larger), -5)))
-        assert finite(learn) and learn.precision.n_skipped == 3
+        assert finite(learn) and sum(learn.mixed_precision.skips) == 3
 
 
 def test_an_exception_in_a_batch_that_overflowed():

@@ -72,10 +72,10 @@ def test_a_callback_added_in_a_batch_whose_step_is_cancelled_begins_with_the_nex
         if l.train_iter == 0:
             raise core.CancelStepException
 
-    add = At(event, lambda l: l.precision or l.add_cb(mixed('fp16')))
+    add = At(event, lambda l: precision_callback(l) or l.add_cb(mixed('fp16')))
     learn = learner(cbs=At('before_step', cancel, 5))
     learn.fit(1, 0.01, cbs=add)
-    assert learn.precision.scales == [256.0] * 5
+    assert learn.mixed_precision.scales == [256.0] * 5
 
 
 def test_a_callback_for_one_fit_and_one_set_in_it():
@@ -96,9 +96,9 @@ def test_a_fit_that_was_switched_warns_of_skipped_steps_at_its_end():
 
 NOT_IN_A_BATCH = {
     'load': lambda l: l.load('a'),
-    'load_state_dict': lambda l: l.precision.load_state_dict(l.precision.state_dict()),
+    'load_state_dict': lambda l: l.mixed_precision.load_state_dict(l.mixed_precision.state_dict()),
     'precision_as': lambda l: l.precision_as('fp32').__enter__(),
-    'remove_cb': lambda l: l.remove_cb(l.precision),
+    'remove_cb': lambda l: l.remove_cb(l.mixed_precision),
 }
 
 
@@ -107,10 +107,10 @@ NOT_IN_A_BATCH = {
 def test_what_is_an_error_in_a_batch(what, event):
     for to in ('fp16', 'bf16'):
         learn, before = make(to), process()
-        cb = learn.precision
+        cb = learn.mixed_precision
         with pytest.raises(RuntimeError, match='batch'):
             learn.fit(1, cbs=At(event, lambda l: l.training and NOT_IN_A_BATCH[what](l), 40))
-        assert learn.precision is cb and is_outside_a_fit(learn) and process() == before
+        assert learn.mixed_precision is cb and is_outside_a_fit(learn) and process() == before
 
 
 def test_events_outside_of_one_batch_are_an_error():
@@ -126,13 +126,13 @@ def test_what_every_callback_of_fastai_has():
     for switch, expected in (('run_valid', {True: True, False: False}), ('run_train', {True: False, False: True})):
         learn, seen = make('bf16'), {}
         learn.add_cb(At('after_pred', lambda l: seen.update({l.training: torch.is_autocast_enabled('cpu')}), 20))
-        setattr(learn.precision, switch, False)
+        setattr(learn.mixed_precision, switch, False)
         learn.fit(1)
         assert seen == expected
-        learn.precision.run = False
+        learn.mixed_precision.run = False
         learn.fit(1)
-        assert not any(seen.values()) and learn.precision.run
-        learn.fit(1, cbs=At('after_train', lambda l: setattr(l.precision, 'run', False)))
+        assert not any(seen.values()) and learn.mixed_precision.run
+        learn.fit(1, cbs=At('after_train', lambda l: setattr(l.mixed_precision, 'run', False)))
         assert is_outside_a_fit(learn)
 
 
@@ -147,7 +147,7 @@ def test_exactly_one_callback_the_last_one_asked_for(with_tf32):
     for i, call in enumerate([*CALLS, 'to_bf16', 'to_bf16', 'to_fp32', *reversed(CALLS)]):
         assert getattr(learn, call)() is learn
         assert modes(learn) == [CALLS[call]] * bool(CALLS[call])
-        assert learn.precision is next((cb for cb in learn.cbs if isinstance(cb, MixedPrecision)), None)
+        assert precision_callback(learn) is next((cb for cb in learn.cbs if isinstance(cb, MixedPrecision)), None)
         if i % 2:
             learn.fit(1)
     assert left_on(learn.to_fp32()) == []
@@ -158,9 +158,9 @@ def test_the_learner_and_its_model_are_plain_afterwards():
 
     learn = make('fp16')
     learn.fit(1)
-    callback = weakref.ref(learn.to_bf16(fp32_modules='0').precision)
+    callback = weakref.ref(learn.to_bf16(fp32_modules='0').mixed_precision)
     learn.fit(1)
-    learn.remove_cb(learn.precision)
+    learn.remove_cb(learn.mixed_precision)
     gc.collect()
     assert callback() is None and left_on(learn) == [] and b'fastxtend_amp' not in pickle.dumps(learn)
 
@@ -181,7 +181,7 @@ def test_two_precision_callbacks_are_an_error():
 def test_channels_last():
     learn = make('fp32', 'conv').to_channelslast(amp_mode='bf16', fp32_modules='3')
     learn.fit(1)
-    assert modes(learn) == ['bf16'] and learn.precision.fp32_module_names == ['3']
+    assert modes(learn) == ['bf16'] and learn.mixed_precision.fp32_module_names == ['3']
     assert learn.model[1].weight.is_contiguous(memory_format=torch.channels_last)
     assert sum(isinstance(cb, ChannelsLast) for cb in learn.cbs) == 1
     learn.to_contiguous(to_fp32=True)
@@ -199,7 +199,9 @@ def test_to_amp_and_auto_are_the_first_native_one(native, monkeypatch):
         dtypes = dtypes_of_batches(learn)
         learn.fit(1)
         assert {*dtypes} == {TO[to].dtype or FP32}
-        assert {*(learn.precision.scales if learn.precision else [])} == ({256.0} if to == 'fp16' else set())
+        assert {*(learn.mixed_precision.scales if precision_callback(learn) else [])} == (
+            {256.0} if to == 'fp16' else set()
+        )
         with learn.amp_context():
             assert torch.is_autocast_enabled('cpu') == (to != 'fp32')
     for bad in (dict(fp32_modules='nix'), dict(growth_interval=-3)):
@@ -213,13 +215,13 @@ def test_to_amp_and_auto_are_the_first_native_one(native, monkeypatch):
 @pytest.mark.parametrize('to', ['fp32', 'bf16', BF16, MixedPrecision('bf16', fp32_modules='0')], ids=str)
 def test_precision_as_gives_back_the_learners_own(to):
     learn, plain = (make('overflowing') for _ in range(2))
-    cb, before = learn.precision, process()
+    cb, before = learn.mixed_precision, process()
     for l in (learn, plain):
         l.fit(1, 0.01)
     with learn.precision_as(to) as inside:
-        assert inside is learn and learn.precision is not cb
+        assert inside is learn and precision_callback(learn) is not cb
         learn.validate()
-    assert learn.precision is cb and process() == before
+    assert learn.mixed_precision is cb and process() == before
     for l in (learn, plain):
         l.fit(1, 0.01)
     assert differences(result(learn), result(plain)) == []
@@ -227,13 +229,13 @@ def test_precision_as_gives_back_the_learners_own(to):
 
 def test_precision_as_nests_and_ends_after_an_exception():
     learn = make('fp16')
-    cb = learn.precision
+    cb = learn.mixed_precision
     with pytest.raises(KeyError), learn.precision_as('bf16'):
         with learn.precision_as('fp32'):
-            assert learn.precision is None
+            assert precision_callback(learn) is None
         assert modes(learn) == ['bf16']
         raise KeyError
-    assert learn.precision is cb and left_on(learn.to_fp32()) == []
+    assert learn.mixed_precision is cb and left_on(learn.to_fp32()) == []
 
 
 @pytest.mark.parametrize('to', ['bf16', 'fp32', 'fp16'])
@@ -265,4 +267,4 @@ def test_precision_as_restores_the_precision_whose_modules_are_gone():
     learn = learner().to_bf16(fp32_modules='3')
     with learn.precision_as('fp32'):
         learn.model = linear()
-    assert learn.precision.amp_mode == 'bf16'
+    assert learn.mixed_precision.amp_mode == 'bf16'
