@@ -2,19 +2,12 @@
 import platform, subprocess, sys, threading, warnings
 from functools import lru_cache
 from pathlib import Path
-from textwrap import shorten
 from typing import Any
 
 import torch
 
 from ..compat import autocast_restored
-
-
-def first_line(error: BaseException) -> str:
-    "Return what an exception says, in one line; its type's name where it says nothing."
-    text = str(error).rpartition(':\n\t')[2].strip()             # without fastai's line on the callback
-    line = shorten(text.partition('\n')[0], 200, placeholder=' …')
-    return line.rstrip('.: ') or type(error).__name__
+from ..messages import first_line
 
 
 @lru_cache

@@ -8,7 +8,7 @@ from fastai.learner import Learner
 from fastai.text.learner import TextLearner
 from fastai.torch_core import get_model
 
-from ..common import map_tensors
+from ..tensors import map_tensors
 from ..training.checkpoint import put_over
 
 

@@ -14,7 +14,7 @@ from fastai.learner import Learner
 from fastai.torch_core import get_model, rank_distrib
 from torch import distributed
 
-from ..common import is_dtensor, is_sharded, optimizer_params
+from ..learners import is_dtensor, is_sharded, optimizer_params
 from .files import convert_files
 
 

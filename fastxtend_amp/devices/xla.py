@@ -17,7 +17,8 @@ from fastai.learner import Learner
 from fastai.text.learner import TextLearner
 from torch import nn
 
-from ..common import map_tensors, model_device, optimizer_params, training_device
+from ..learners import model_device, optimizer_params, training_device
+from ..tensors import map_tensors
 from ..training.checkpoint import put_over
 from ..training.scaling import DEVICE_SKIPS
 from .files import convert_files

@@ -6,7 +6,7 @@ from typing import Any
 from fastai.learner import Learner
 from fastcore.foundation import L
 
-from ..common import training_device
+from ..learners import training_device
 from ..precisions import PRECISIONS, Precision, find_precision
 from ..precisions.base import written
 from ..precisions.matching import match_modules

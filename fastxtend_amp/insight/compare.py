@@ -13,9 +13,11 @@ from ..precisions import Precision
 from .candidates import FP32, call, candidates
 from .comparison import COMPILE, FEWEST_ROUNDS, PrecisionComparison, pays, recommend, tolerance
 from .compat import is_compiled
-from .copies import note_of_left_out, random_state_kept, several_processes
+from .copied_callbacks import note_of_left_out
+from .copies import several_processes
 from .measuring import ROUNDS, Run, Setting, last_fifth, running, train_round, training_batches
 from .progress import progress_bar
+from .random_states import random_state_kept
 from .tune import kinds_to_try, tune
 
 _KINDS = 3              # trainings in all precisions, whose time is left for kinds of modules

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 from fastai.learner import Learner
 
-from ..common import check_argument
+from ..messages import check_argument
 from ..precisions import Precision
 from .candidates import switch
 from .shown import Shown

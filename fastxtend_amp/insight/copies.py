@@ -1,16 +1,14 @@
-"Copies of a learner to run on the side, and the random states, which are restored afterwards."
-import copy, inspect, random, re, tempfile, threading, warnings
+"A copy of a learner to run on the side, and whether a learner can be copied."
+import copy, inspect, tempfile, warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from fastai.callback.core import Callback
-from fastai.callback.hook import HookCallback
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from fastcore.basics import noop
@@ -18,47 +16,13 @@ from fastcore.foundation import L
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ..common import RandomState, check_argument, is_sharded, torch_random_state, training_device
-from ..devices.facts import first_line
+from ..learners import is_sharded, training_device
+from ..messages import check_argument, first_line
 from ..precisions.matching import unwrapped
 from ..training.loop import precision_callback
+from .copied_callbacks import note_of_left_out, takes_part
+from .random_states import random_state_kept
 from .tensors import readable_weights
-
-# Callbacks of fastai that affect a training step, by name, as some are slow to import. MixHandler is MixUp and CutMix;
-# MixedPrecision also ours. All others of fastai read, schedule, save or stop.
-_OF_FASTAI = set("""TrainEvalCallback CastToTensor MixedPrecision MixHandler GradientAccumulation GradientClip BnFreeze
-    ChannelsLast ModelResetter RNNCallback RNNRegularizer GANTrainer FixedGANSwitcher AdaptiveGANSwitcher
-    GANDiscriminativeLR""".split())
-# Words in the names of classes that track, record, save or show a training, and of the services that they send it to.
-_WATCHES = re.compile('(Track|Record|Sav|Checkpoint|Monitor|Progress|Plot|Print|Logg?)(|s|e[drs]*|ing)(?![a-z])|'
-                      '(?i:wandb|tensorboard|mlflow|neptune|comet|clearml|azureml|dvclive|swanlab)')
-
-
-def takes_part(cb: Callback) -> bool:
-    """Return whether a copy runs `cb`: what changes a training does, and nothing is tracked, sent or saved.
-
-    `cb.run_on_copy` decides if it is True or False. Of fastai's callbacks, and those derived from them, a copy runs
-    those that affect a training step. It runs all others, except those whose class, or a class that it is derived from,
-    has a name as trackers, recorders and savers have: `WandbTracker`, `GradientLogger`, `SaveEMA`.
-    """
-    if (said := getattr(cb, 'run_on_copy', None)) is not None: return said
-    kinds = [kind for kind in type(cb).__mro__ if kind not in HookCallback.__mro__]
-    of_fastai = [kind.__name__ for kind in kinds if kind.__module__.startswith('fastai.')]
-    if of_fastai: return not _OF_FASTAI.isdisjoint(of_fastai)
-    return not any(_WATCHES.search(f"{kind.__module__.partition('.')[0]} {kind.__name__}") for kind in kinds)
-
-
-def left_out(learn: Learner) -> list[str]:
-    "Return the names of callbacks that a copy of `learn` does not run, except those of fastai and fastxtend_amp."
-    return [cb.name for cb in learn.cbs
-            if not (takes_part(cb) or type(cb).__module__.startswith(('fastai.', 'fastxtend_amp.')))]
-
-
-def note_of_left_out(learn: Learner) -> list[str]: # One sentence or none
-    "Say which callbacks a copy does not run."
-    names = left_out(learn)
-    return [f"Callbacks left out: {', '.join(names)}. If the training step needs one of them, set its "
-            'attribute `run_on_copy = True`.'] if names else []
 
 
 def check_learner(
@@ -202,29 +166,3 @@ class _Detached(TorchFunctionMode):
 def several_processes() -> bool:
     "Return whether this process trains together with others."
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-# -- random states of the process
-
-def random_state() -> RandomState:
-    "Return the state of the global generators of Python, NumPy and PyTorch, for `set_random_state`."
-    python = random.setstate, random.getstate()
-    numpy = np.random.set_state, np.random.get_state()
-    return [python, numpy, *torch_random_state()]
-
-
-def set_random_state(state: RandomState) -> None:
-    "Restore a state from `random_state`."
-    for set_state, value in state: set_state(value)
-
-
-_one_at_a_time = threading.RLock()                               # random states and warnings belong to the process
-
-
-@contextmanager
-def random_state_kept() -> Iterator[None]:
-    "Restore the random number generators of torch, Python and NumPy on exit. Other threads wait for that."
-    with _one_at_a_time:
-        state = random_state()
-        try: yield
-        finally: set_random_state(state)

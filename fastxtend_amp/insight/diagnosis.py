@@ -4,11 +4,11 @@ from functools import partial
 
 from fastai.learner import Learner
 
-from ..common import RandomState
 from ..precisions import Precision, fastest_native
 from ..training.loop import precision_callback
 from .candidates import advised, call
 from .copies import lost_weights, several_processes
+from .random_states import RandomState
 from .trace import trace
 from .verdict import Judge, named, not_finite_data, wrong_in_fp32
 

@@ -2,11 +2,12 @@
 from contextlib import suppress
 from typing import NamedTuple
 
-from ..common import warn_user
+from ..messages import warn_user
 from ..training.callback import MixedPrecision
 from .candidates import advised, call
-from .copies import random_state, several_processes
+from .copies import several_processes
 from .diagnosis import Alarm, diagnose
+from .random_states import random_state
 from .tensors import has_finite_results
 
 

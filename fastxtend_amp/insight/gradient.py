@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from fastai.learner import Learner
 
-from ..common import map_tensors
 from ..precisions import Precision
-from .copies import random_state, set_random_state
+from ..tensors import map_tensors
+from .random_states import random_state, set_random_state
 from .trace import BackwardOnly, running_copy
 
 N_BATCHES = 6  # K

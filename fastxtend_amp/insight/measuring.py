@@ -14,16 +14,17 @@ from fastai.learner import Learner
 from fastai.torch_core import to_device
 from fastcore.basics import noop
 
-from ..common import check_argument, map_tensors, training_device
 from ..devices.cost import allocated, wait_for
-from ..devices.facts import first_line
+from ..learners import training_device
+from ..messages import check_argument, first_line
 from ..precisions import Precision
 from ..precisions.matching import unwrapped
+from ..tensors import map_tensors
 from ..training.loop import precision_callback
 from .candidates import FP32, switch
 from .comparison import speed_up
-from .copies import (begin_fit, check_above_0, check_learner, copied_learner, loader_like, random_state,
-                     set_random_state)
+from .copies import begin_fit, check_above_0, check_learner, copied_learner, loader_like
+from .random_states import random_state, set_random_state
 from .tensors import address, is_plain, tensors
 
 ROUNDS = 7              # into which `n_steps` are divided, after two rounds of one step

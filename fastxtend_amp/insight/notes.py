@@ -4,9 +4,10 @@ import re
 import torch
 from torch import nn
 
-from ..common import is_half, warn_user
+from ..messages import warn_user
 from ..precisions.fp32_modules import forward_of
 from ..precisions.matching import ROOT
+from ..tensors import is_half
 from ..training.callback import MixedPrecision
 
 # In PyTorch's errors where only fp32 runs, and where an operator gets both 16-bit dtypes.
@@ -19,7 +20,7 @@ OTHER_HALF = 'some frozen weights have the other 16-bit dtype, which autocast do
 
 def other_half(
     model: nn.Module,
-    dtype: torch.dtype, # autocast's
+    dtype: torch.dtype | None, # autocast's
     error: str,
 ) -> str: # "learn.model.get_submodule('base').half()"
     "Return the code that converts frozen weights, if an operator met both 16-bit dtypes; '' if not."

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from ..common import HALF, half_to_float, is_users, map_tensors
+from ..messages import is_users
 from ..precisions import Precision
+from ..tensors import HALF, half_to_float, map_tensors
 from .compat import operator
 from .tensors import address, is_plain, readable, tensors
 

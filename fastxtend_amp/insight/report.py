@@ -14,16 +14,19 @@ from fastai.learner import Learner
 from fastai.torch_core import find_bs
 from fastcore.basics import patch
 
-from ..common import HALF, check_argument, map_tensors, training_device
 from ..devices.cuda_rules import cuda_rules
-from ..devices.facts import first_line
+from ..learners import training_device
+from ..messages import check_argument, first_line
 from ..precisions import PRECISIONS, AMPMode, Precision, fastest_native
 from ..precisions.fp16 import FP16
+from ..tensors import HALF, map_tensors
 from .candidates import advised, call, own_precision, precisions_named
-from .copies import check_above_0, check_learner, left_out, loader_like, note_of_left_out, random_state_kept
+from .copied_callbacks import left_out, note_of_left_out
+from .copies import check_above_0, check_learner, loader_like
 from .gradient import N_BATCHES, gradient_distance
 from .operators import largest_value, rounded
 from .progress import progress_bar
+from .random_states import random_state_kept
 from .recorder import LOSS, Trace
 from .shown import Shown
 from .tensors import readable, tensors

@@ -10,14 +10,15 @@ from fastai.callback.core import Callback, CancelBatchException
 from fastai.learner import Learner
 from fastcore.basics import noop
 
-from ..common import half_to_float, map_tensors
-from ..devices.facts import first_line
 from ..devices.fp32_settings import FULL_PRECISION, fp32_settings
+from ..messages import first_line
 from ..precisions import Precision, find_precision
 from ..precisions.matching import ROOT, qualified_names
+from ..tensors import half_to_float, map_tensors
 from ..training.callback import MixedPrecision
 from .candidates import FP32, like_own, switch
-from .copies import begin_fit, copied_learner, set_random_state
+from .copies import begin_fit, copied_learner
+from .random_states import set_random_state
 from .recorder import Trace
 from .rounding import round_as
 from .tensors import has_finite_results, readable

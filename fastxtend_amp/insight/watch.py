@@ -4,11 +4,12 @@ import math
 import torch
 from torch import nn
 
-from ..common import torch_random_state, warn_user
+from ..messages import warn_user
 from ..precisions import Precision
 from .copies import several_processes
 from .diagnosis import Alarm, diagnose
 from .fix import fix
+from .random_states import torch_random_state
 from .tensors import readable, readable_weights
 
 _FAR = 100.     # times the loss or the weights' norm at the start, from which a run diverges

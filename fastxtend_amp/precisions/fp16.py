@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 import torch
 from torch.amp import GradScaler
 
-from ..common import check_argument
 from ..devices import facts
+from ..messages import check_argument
 from .base import Precision, Support, cpu_support, static_scaler, xla_support
 
 _LARGEST = torch.finfo(torch.float32).max  # which the scale is stored in

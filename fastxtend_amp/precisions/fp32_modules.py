@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..common import half_to_float, map_tensors, model_device
 from ..compat import tree_leaves
+from ..learners import model_device
+from ..tensors import half_to_float, map_tensors
 
 
 class Forward:

@@ -4,8 +4,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..common import check_argument
 from ..devices import facts
+from ..messages import check_argument
 from .base import Rounding, Support
 from .bf16 import BF16
 from .fp32_modules import Forward, replaced_forwards

@@ -17,7 +17,7 @@ from fastcore.foundation import L
 from torch import nn
 from torch.amp import GradScaler
 
-from ..common import is_sharded, optimizer_params
+from ..learners import is_sharded, optimizer_params
 from .base import AMPMode, Precision, Support, find_precision
 from .bf16 import BF16
 from .fp16 import FP16

@@ -3,7 +3,10 @@ from typing import Any
 
 from torch import nn
 
-from ..common import half_to_float, is_dtensor, is_half, map_tensors, warn_user
+from ..learners import is_dtensor
+from ..messages import warn_user
+from ..tensors import half_to_float, is_half, map_tensors
+
 
 
 def weights_to_fp32(

@@ -3,7 +3,8 @@ import argparse
 
 import torch
 
-from ..devices.facts import first_line
+from ..messages import first_line
+
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:

@@ -2,7 +2,8 @@
 import ctypes, os
 from operator import index
 
-from ..common import check_argument
+from ..messages import check_argument
+
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4         # parameters of mallopt, from <malloc.h>
 _NEVER = -1

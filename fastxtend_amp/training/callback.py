@@ -24,9 +24,10 @@ from fastai.callback.core import CancelStepException, _inner_loop
 from fastai.torch_core import default_device
 from fastcore.basics import noop
 
-from ..common import check_argument, half_to_float, is_half, map_tensors, warn_user
+from ..messages import check_argument, warn_user
 from ..precisions import AMPMode, Precision, automatic_precision, find_precision
 from ..precisions.base import constructed, written
+from ..tensors import half_to_float, is_half, map_tensors
 from .fit import Fit
 from .scaling import Scaling, StepHistory
 

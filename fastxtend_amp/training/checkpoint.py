@@ -19,7 +19,7 @@ from fastai.text.learner import TextLearner
 from fastai.torch_core import rank_distrib
 from fastcore.xtras import join_path_file
 
-from ..common import is_sharded, training_device
+from ..learners import is_sharded, training_device
 from .loop import precision_callback
 
 

@@ -7,7 +7,8 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.nn.parameter import is_lazy
 
-from ..common import model_device, training_device, warn_user
+from ..learners import model_device, training_device
+from ..messages import warn_user
 from ..precisions import Precision
 from ..precisions.base import static_scaler
 from .scaling import Scaling

@@ -10,11 +10,13 @@ from fastai.learner import Learner
 from fastcore.basics import patch
 from fastcore.meta import delegates
 
-from ..common import check_argument, half_to_float, training_device
+from ..learners import training_device
+from ..messages import check_argument
 from ..precisions import PRECISIONS, Precision, automatic_precision, followers, parameters_of
 from ..precisions.base import written
 from ..precisions.matching import match_modules
 from ..precisions.weights import weights_to_fp32
+from ..tensors import half_to_float
 from .callback import MixedPrecision
 from .loop import exchange, precision_callback, set_precision
 

@@ -14,9 +14,10 @@ from fastai.callback import fp16
 from fastai.learner import Learner
 from fastcore.basics import noop
 
-from ..common import training_device, warn_user
 from ..compat import autocast_restored
 from ..devices.facts import autocast_available
+from ..learners import training_device
+from ..messages import warn_user
 from .callback import MixedPrecision
 
 _fastais = Learner._with_events

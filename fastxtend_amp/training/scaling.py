@@ -20,7 +20,8 @@ import torch
 from fastai.optimizer import OptimWrapper
 from torch import nn
 
-from ..common import is_dtensor, optimizer_params, warn_user
+from ..learners import is_dtensor, optimizer_params
+from ..messages import warn_user
 from .optimizers import FUSED
 
 _READ_EVERY = 512  # steps between two reads of the history

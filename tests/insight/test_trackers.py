@@ -12,7 +12,8 @@ from fastai.callback.tracker import SaveModelCallback
 from fastai.callback.training import GradientClip
 from fastai.learner import Recorder
 
-from fastxtend_amp.insight.copies import copied_learner, left_out, takes_part
+from fastxtend_amp.insight.copied_callbacks import left_out, takes_part
+from fastxtend_amp.insight.copies import copied_learner
 from helpers import Attentive, Data, dataset, learner, loaders, mlp, set_support
 from states import ASK, Gives, Unpacks
 

@@ -1,0 +1,45 @@
+"The state of the process's random number generators: read, set, and restored."
+import random, threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+RandomState = list[tuple[Callable, Any]]                         # functions that set a generator, and its state
+
+
+def torch_random_state() -> RandomState:
+    "Return the state of PyTorch's global generators, without synchronizing."
+    module = torch.get_device_module()                           # the accelerator's, if there is one
+    found = [(torch.set_rng_state, torch.get_rng_state())]
+    if not getattr(module, 'is_initialized', lambda: True)(): return found         # asking does not start it
+    for name in ('rng_state_all', 'rng_state'):
+        get = getattr(module, f'get_{name}', None)
+        if get: return [*found, (getattr(module, f'set_{name}'), get())]
+    return found
+
+
+def random_state() -> RandomState:
+    "Return the state of the global generators of Python, NumPy and PyTorch, for `set_random_state`."
+    python = random.setstate, random.getstate()
+    numpy = np.random.set_state, np.random.get_state()
+    return [python, numpy, *torch_random_state()]
+
+
+def set_random_state(state: RandomState) -> None:
+    "Restore a state from `random_state`."
+    for set_state, value in state: set_state(value)
+
+
+_one_at_a_time = threading.RLock()                               # random states and warnings belong to the process
+
+
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    "Restore the random number generators of torch, Python and NumPy on exit. Other threads wait for that."
+    with _one_at_a_time:
+        state = random_state()
+        try: yield
+        finally: set_random_state(state)

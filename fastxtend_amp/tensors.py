@@ -1,0 +1,27 @@
+"16-bit tensors, also nested in inputs and predictions."
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .compat import tree_map_only
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+def is_half(t: torch.Tensor) -> bool:
+    "Return whether `t` is fp16 or bf16."
+    return t.dtype in HALF
+
+
+def half_to_float(t: torch.Tensor) -> torch.Tensor:
+    "Return `t` in fp32 if it is fp16 or bf16; else `t` itself."
+    return t.float() if is_half(t) else t
+
+
+def map_tensors(
+    f: Callable[[torch.Tensor], torch.Tensor],
+    x: Any, # A tensor, or tensors nested in what PyTorch's pytree knows
+) -> Any: # `x` itself, or a copy of the same type
+    "Return `x` with `f` applied to every tensor in it. (fastai's `apply` turns subclasses of dict into dicts.)"
+    return tree_map_only(torch.Tensor, f, x)
