@@ -223,6 +223,27 @@ class FrozenNorm(nn.Module):
     def forward(self, x): return x * (self.var > 1e-6) * self.var.to(x.dtype).rsqrt()
 
 
+class ArcMargin(nn.Module):
+    "ArcFace's logits: a cosine that rounds to 1 gives the sine, sqrt(1 - cos^2), an infinite gradient."
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(8, D) / 2)
+
+    def forward(self, x):
+        cos = F.linear(F.normalize(x), F.normalize(self.weight))
+        return 4 * (cos * math.cos(.5) - (1 - cos * cos).sqrt() * math.sin(.5))
+
+
+class Faces(nn.Module):
+    "A body that starts as the identity, and ArcFace's logits."
+    def __init__(self):
+        super().__init__()
+        self.body, self.arc = nn.Linear(D, D, bias=False), ArcMargin()
+        nn.init.eye_(self.body.weight)
+
+    def forward(self, x): return self.arc(self.body(x))
+
+
 # -- digits that bf16 does not have
 
 
@@ -440,6 +461,10 @@ CASES = {
         'fastxtend_amp computes it',
         lambda: nn.Conv2d(1, 1, 3, padding=1), {'bf16': SAFE, 'fp16': SAFE},
         lambda: torch.randn(2, 1, 512, 512) * torch.rand(2, 1, 1, 1), dice, lambda x: torch.ones(2, 1, 1, 1)),
+    'ArcFace': Case(
+        'deepinsight/insightface#2200', 'a cosine rounds to 1: its sine has an infinite gradient', 'the margin in fp32',
+        Faces, {'bf16': ['arc'], 'fp16': ['arc']}, lambda: torch.eye(8, D) + torch.randn(8, D) / 100, F.cross_entropy,
+        lambda x: x.argmax(1)),
     'rotary embedding': Case(
         'huggingface/transformers#29285', 'positions are rounded, and with them the angles', 'angles in fp32',
         lambda: Model('rotary', Rotary(first=4000)), {'bf16': ['rotary'], 'fp16': ['rotary']}),

@@ -43,7 +43,7 @@ def killer(tests: list[str], row: Mutation | None = None) -> str:
     "Return the first test that fails in a copy of the checkout; '' if all pass."
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / 'copy'
-        shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns('.git', '__pycache__', 'nbs'))
+        shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns('.git', '__pycache__', '*.ipynb', '*.png'))
         if row:
             file = root / 'fastxtend_amp' / row.file
             text = file.read_text(encoding='utf-8')

@@ -2,6 +2,7 @@
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from fastai.learner import Learner
 
 from ..precisions import Precision, fastest_native
@@ -13,6 +14,7 @@ from .trace import trace
 from .verdict import Judge, named, not_finite_data, wrong_in_fp32
 
 _BAD = 'Check the data: no precision can train on these values'
+ODD = 'a gradient is not finite, and the loss scale is not the cause'         # said only if the rerun proves it
 
 
 @dataclass
@@ -37,15 +39,17 @@ def diagnose(
     learn: Learner, # With a precision callback, in the middle of a batch
     alarm: Alarm,
     divergence: str, # How far weights and loss have grown, if it is far
-) -> str: # Two lines: what to try, and where it began
+) -> str: # Two lines: what to try, and where it began; '' if a step was skipped because the loss scale is too large
     """Find where finite numbers end, and what helps. The learner is not changed.
 
     A compiled model is run uncompiled. With several processes nothing is run again: loss functions gather and models
     synchronize, and a process that ran alone would leave the others waiting.
     """
-    try: cause, remedy = (f'{line[0].upper()}{line[1:]}.' for line in _cause(learn, alarm, divergence))
-    except Exception as e: return f'The batch could not be run again, {type(e).__name__}: {e}'
-    return f'{remedy}\n{cause}'
+    if alarm.what == ODD and (divergence or several_processes()): return ''
+    try: cause, remedy = _cause(learn, alarm, divergence)
+    except Exception as e:
+        return '' if alarm.what == ODD else f'The batch could not be run again, {type(e).__name__}: {e}'
+    return remedy and '\n'.join(f'{line[0].upper()}{line[1:]}.' for line in (remedy, cause))
 
 
 def _cause(learn, alarm, divergence):
@@ -72,7 +76,7 @@ def _run_again(
     alarm,
     bad, # What is not finite in the batch itself
 ):
-    "Run the batch forward and backward, in fp32 and in the precision; return where it began, and what to try."
+    "Run the batch forward and backward, in fp32 and in the precision; return where it began, and what to try, if any."
     cb, kind = precision_callback(learn), alarm.kind
     again = partial(trace, learn, [alarm.batch], state=alarm.random_state)
     fp32 = again()
@@ -81,6 +85,8 @@ def _run_again(
     if not kind.dtype:                                           # TF32 on the device, which nothing simulates
         alarm.remedy = Precision, (), None
         return 'loss and gradients are finite in fp32', 'Use another precision: `learn.to_fp32()`'
+    largest = max(s.grad for s in fp32.seen.values()) * alarm.scale
+    if alarm.what == ODD and largest > torch.finfo(kind.dtype).max: return '', ''
     judge = Judge(learn, kind, partial(again, kind, fp32=fp32), alarm.scale)
     verdict = judge.verdict()
     if not verdict.call:
@@ -88,6 +94,7 @@ def _run_again(
         alarm.remedy = fastest_native(cb.fit.device, failed), (), None
         other = call(learn, advised(learn, *alarm.remedy))
         return verdict.reason, f'Use another precision: `{other}`'
+    if alarm.what == ODD and not verdict.modules: return '', ''
     if not verdict.modules and judge.scale == alarm.scale:
         return (f'this time loss and gradients are finite in {kind.name}',
                 'Call `learn.precision_report()`: it also names modules close to overflow')

@@ -7,7 +7,7 @@ from torch import nn
 from ..messages import warn_user
 from ..precisions import Precision
 from .copies import several_processes
-from .diagnosis import Alarm, diagnose
+from .diagnosis import ODD, Alarm, diagnose
 from .fix import fix
 from .random_states import torch_random_state
 from .tensors import readable, readable_weights
@@ -28,6 +28,7 @@ class Notes:
     batch = None                                                 # whose loss is looked at, and its random state
     has_underflowed = False                                      # gradients are 0, which was said
     has_said = False                                             # that a validation is not finite
+    n_odd = 0                                                    # skipped steps that the loss scale may not explain
 
     def __init__(self, on_cpu): self.on_cpu = on_cpu             # where reading a number waits for nothing
 
@@ -96,10 +97,14 @@ class Watch:
                       'scaling they underflow.\nLeave out `enabled=False`.')
 
     def after_step(self):
-        "Count skipped steps in a row."
+        "Count skipped steps in a row; look at the 1st, 2nd, 4th, ... that the loss scale may not explain."
         notes, scaling = self.notes, self.cb.fit and self.cb.fit.scaling
-        if notes and notes.batch and scaling and scaling.skips_in_a_row >= self.cb.max_skips:
-            self._alarm(f'{scaling.skips_in_a_row:,} steps in a row were skipped', skipped=True)
+        if not (notes and notes.batch and scaling and scaling.skips_in_a_row): return
+        if scaling.skips_in_a_row >= self.cb.max_skips:
+            return self._alarm(f'{scaling.skips_in_a_row:,} steps in a row were skipped', skipped=True)
+        if not scaling.is_skip_odd: return
+        notes.n_odd += 1
+        if notes.n_odd.bit_count() == 1: self._alarm(ODD, skipped=True)
 
     def after_train(self):
         "Look again at the end of an epoch, when the host knows all."
@@ -138,8 +143,11 @@ class Watch:
         scale = cb.scales[-1] if skipped else learn.scaler.get_scale()      # of the step itself
         batch, state = notes.batch
         step = getattr(learn, 'train_iter', 0) + (notes.on_cpu or skipped)   # an accelerator's loss is that before
-        alarm = Alarm(what, cb.precision.kind, scale, step, batch, state if notes.on_cpu or not skipped else [])
-        message = f'{alarm.happened}\n{diagnose(learn, alarm, _divergence(notes, learn.model))}'
+        alarm = Alarm(what, cb.precision.kind, scale, step, batch,
+                      state if notes.on_cpu or not skipped or what is ODD else [])
+        found = diagnose(learn, alarm, _divergence(notes, learn.model))
+        if not found: return                                     # the loss scale was too large
+        message = f'{alarm.happened}\n{found}'
         cb.fit.has_warned = True                                 # first: between batches `fix` closes the fit
         if cb.on_overflow != 'fix' or self.n_fixes == _MOST_FIXES or not fix(cb, alarm): return self._say(message)
         self.n_fixes += 1

@@ -141,6 +141,12 @@ class Scaling:
         self.skips_in_a_row = sum(takewhile(bool, reversed([*self.history.skips(self.first_step)])))
         self.is_low = any(map(self._is_low, map(abs, self.history[-1:])))
 
+    @property
+    def is_skip_odd(self) -> bool:
+        "Whether the newest step was skipped at a scale of 1 or less, or below that of a good step of this fit."
+        steps = self.history.read()[self.first_step:]
+        return bool(steps) and 0 < -steps[-1] <= max(1, max(steps) * self.scaler.get_backoff_factor())
+
     # -- the end of the fit
 
     def end(self, failed: bool) -> None:

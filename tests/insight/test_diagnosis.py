@@ -12,6 +12,7 @@ from fastai.losses import CrossEntropyLossFlat
 from torch import nn
 from torch.nn import functional as F
 
+from cases import CASES
 from fastxtend_amp import kahan
 from fastxtend_amp.insight import diagnosis
 from fastxtend_amp.insight.watch import Watch
@@ -175,6 +176,9 @@ FAILS = {  # what makes the learner, the call, epochs, learning rate
     'between two modules': (lambda: learner(Between()), 'learn.to_fp16(init_scale=4.0, max_skips=4)'),
     'loss scale': (lambda: times(300), 'learn.to_fp16(init_scale=2.0**20, max_skips=3)'),
     'static loss scale': (lambda: times(300), 'learn.to_fp16(loss_scale=2.0**18, max_skips=4)'),
+    'infinite at any scale': (lambda: CASES['ArcFace'].learner(8), FP16, 8, 1e-3),
+    'infinite in bf16': (lambda: CASES['ArcFace'].learner(8), 'learn.to_bf16(skip_nonfinite=True)', 2, 1e-3),
+    'scales far below 1': (lambda: times(1e8), 'learn.to_fp16(max_skips=40)', 8, 0.0),
     'ordinary first skips': (lambda: times(30), 'learn.to_fp16(init_scale=2.0**18)', 3),
     'underflow': (lambda: times(1e-9), 'learn.to_fp16(enabled=False)', 3),
     'nearly all underflow': (nearly_all, 'learn.to_fp16(enabled=False)', 3),

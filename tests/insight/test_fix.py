@@ -5,6 +5,7 @@ import pytest, torch
 from fastai.callback.training import GradientAccumulation
 from torch.nn import functional as F
 
+from cases import CASES
 from fastxtend_amp.devices import facts
 from fastxtend_amp.insight import diagnosis, watch
 from helpers import *
@@ -100,6 +101,27 @@ def test_training_ends_where_fp32_does(what):
         # The loss scale is lowered after 16 skipped steps; before that, the first one searches for a scale that fits.
         assert 1 <= len(fixed.mixed_precision.fixes) <= 3 and sum(fixed.mixed_precision.skips) <= 17
         assert fixed.mixed_precision.fit is None and not left_on(fixed.to_fp32())
+
+
+@pytest.mark.parametrize('opt', ['adam', 'fused adamw'])
+@pytest.mark.parametrize(
+    'mode, kwargs, lost', [('fp16', {}, 2), ('fp16', {'loss_scale': 512.0}, 1), ('bf16', {'skip_nonfinite': True}, 1)]
+)
+def test_a_gradient_that_is_infinite_at_any_loss_scale(mode, kwargs, lost, opt):
+    "Of half of the batches, whose steps would be skipped for good."
+
+    def fits(on_overflow):
+        learn = CASES['ArcFace'].learner(8)
+        learn.opt_func = OPTIMIZERS[opt]
+        getattr(learn, f'to_{mode}')(on_overflow=on_overflow, **kwargs)
+        with learn.no_logging():
+            learn.fit(2, 1e-3)
+        return learn.mixed_precision
+
+    cb = fits('fix')
+    assert cb.fp32_module_names == ['arc'] and sum(cb.skips) == lost
+    with pytest.raises(FloatingPointError, match='a gradient is not finite'):
+        fits('raise')
 
 
 def test_what_was_done_is_printed_and_kept_and_the_call_starts_with_it(capsys):
