@@ -5,9 +5,9 @@ from .choice import measure_and_choose
 from .comparison import PrecisionComparison
 from .fix import mend
 from .metrics import LossScaleMetric, SkippedStepsMetric
-from .notes import DtypeNote, UnusedModules
+from .notes import ErrorNote, UnusedModules
 from .report import PrecisionReport
 from .watch import Watch
 
 _core.measure_and_choose = measure_and_choose
-WATCHERS += [Watch, mend, UnusedModules, DtypeNote]
+WATCHERS += [Watch, mend, UnusedModules, ErrorNote]

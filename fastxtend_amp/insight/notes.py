@@ -13,7 +13,7 @@ from ..training.callback import MixedPrecision
 # In PyTorch's errors where only fp32 runs, and where an operator gets both 16-bit dtypes.
 _LOW_WORDS = 'Half|BFloat16|dtype|scalar type|primitive'
 _BOTH = 'floating ScalarType|mixed dtype'
-
+_ANOMALY = 'returned nan values'
 
 OTHER_HALF = 'some frozen weights have the other 16-bit dtype, which autocast does not always convert'
 
@@ -49,8 +49,8 @@ class UnusedModules:
                       f"out_proj.\nKeep '{name.rpartition('.')[0] or ROOT}' instead.")
 
 
-class DtypeNote:
-    "Adds to PyTorch's errors about dtypes, or oneDNN's about an LSTM, that the report names the module."
+class ErrorNote:
+    "Adds to PyTorch's errors about dtypes, oneDNN's about an LSTM, and those of anomaly detection, what to do."
     def __init__(self, cb: MixedPrecision): self.cb = cb
 
     def after_failure(self, error: BaseException) -> None:
@@ -62,3 +62,6 @@ class DtypeNote:
         elif re.search(_LOW_WORDS, str(error)):
             error.add_note('If the model trains in fp32: `learn.precision_report()` names the module that does not run '
                            'in 16 bits, and prints the call that keeps it in fp32.')
+        elif fit.scaling and _ANOMALY in str(error):
+            error.add_note('Switch off `torch.autograd.detect_anomaly`: it raises at the first overflow, but '
+                           'loss scaling skips the step.')

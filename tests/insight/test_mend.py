@@ -119,6 +119,39 @@ def test_masked_logits_are_no_failure():
     assert learn.get_preds()[0].isneginf().all() and len(calls) == len(learn.dls.valid)
 
 
+class Recurrent(Large):
+    "Starts each batch from what the one before has left."
+
+    last = 0.0
+
+    def forward(self, x):
+        out = super().forward(x) + self.last
+        self.last = out.detach().nan_to_num().clamp(-1, 1)
+        return out
+
+
+class Counts(Large):
+    "Counts its batches in a buffer."
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer('n_calls', torch.zeros(()))
+
+    def forward(self, x):
+        self.n_calls += 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize('model, n_calls', [(Recurrent, None), (Counts, 2)])
+def test_a_model_that_keeps_state_runs_each_batch_once(model, n_calls):
+    learn = learner(model()).to_fp16(on_overflow='fix')
+    for _ in range(2):
+        (warning,) = told(lambda: learn.validate(), 'fp16')
+        assert 'did not run again in fp32, as the model keeps state' in warning and "fp32_modules=['body']" in warning
+        assert not n_calls or learn.model.n_calls == n_calls
+        n_calls = n_calls and n_calls + 2
+
+
 def in_16_bits(learn):
     learn.model.head.bfloat16().requires_grad_(False)
     return learn.to_fp16(on_overflow='fix')
@@ -135,6 +168,7 @@ STAY = {
 def test_what_stays_as_it_is_with_one_warning(make):
     learn, found = make(), []
     (warning,) = told(lambda: found.append(learn.validate()))
+    assert ('Evaluate all of it in fp32' in warning) == (learn.mixed_precision.on_overflow == 'fix')
     assert 'in validation is NaN or inf' in warning and not all(map(math.isfinite, found[0]))
 
 

@@ -63,17 +63,21 @@ def test_an_emulated_mode_warns_in_each_fit_at_the_users_line(monkeypatch):
     assert not told(lambda: learn.to_half_weights('bf16').fit(1), 'emulated')
 
 
-def test_an_error_about_dtypes_says_where_to_look():
-    class Fills(nn.Linear):
-        def forward(self, x):
-            return super().forward(x).masked_fill(x[:, :1] > 0, -1e9).float()
+class Fills(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).masked_fill(x[:, :1] > 0, -1e9).float()
 
-    for model, note in ((Fills(6, 1), True), (nn.Linear(7, 1), False)):
-        with pytest.raises(RuntimeError) as e:
-            learner(model).to_fp16().fit(1)
-        assert ('precision_report' in ''.join(getattr(e.value, '__notes__', []))) is note or not hasattr(
-            e.value, 'add_note'
-        )
+
+@pytest.mark.filterwarnings('ignore:Error detected')
+@pytest.mark.parametrize(
+    'make, scale, note',
+    [(lambda: Fills(6, 1), 1.0, 'report'), (lambda: nn.Linear(7, 1), 1.0, ''), (mlp, 1e30, 'Switch off')],
+)
+def test_an_error_about_dtypes_or_of_anomaly_detection_says_what_to_do(make, scale, note):
+    with torch.autograd.set_detect_anomaly(scale > 1), pytest.raises(RuntimeError) as e:
+        learner(make()).to_fp16(init_scale=scale).fit(1)
+    notes = getattr(e.value, '__notes__', [])
+    assert not hasattr(e.value, 'add_note') or len(notes) == bool(note) and note in ''.join(notes)
 
 
 # -- precisions as classes
